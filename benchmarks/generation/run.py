@@ -69,7 +69,7 @@ FAMILIES = {"gpt2": gpt2, "llama": llama}
 
 def ours(folder: Path, prompts: list[list[int]], device: torch.device, dtype: torch.dtype) -> Generate:
     model = load_model(folder, Topology.solo(device), dtype=dtype, needs_tokenizer=False, log=print)
-    chain = Chain.whole(model.stage)
+    chain = Chain(model.stage)
 
     def generate(count: int) -> list[list[int]]:
         sampling = Sampling(max_new_tokens=count, temperature=0.0)

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from megalite.config.describe import settings
 from megalite.config.help import other_flags, refused_flags
 from megalite.config.megatron import REFUSED_VALUES
-from megalite.training.sinks import TENSORBOARD_TAGS
+from megalite.training.writers import TENSORBOARD_TAGS
 
 SAME = "the same"
 

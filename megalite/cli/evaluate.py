@@ -54,7 +54,7 @@ def _run(ranks: Ranks) -> None:
     length = flags.seq_length or model.seq_length
     windows = Windows(tokens=len(stream), length=length, stride=flags.stride or length)
     check_windows(model.model, windows)
-    chain = Chain.of(model.stage, topology, send_window=_SEND_WINDOW)
+    chain = Chain(model.stage, topology, send_window=_SEND_WINDOW)
     found = measure(chain, stream, windows, topology, batch_size=flags.batch_size)
     if topology.rank == 0:
         show(_as_json(model, windows, found) if flags.json else _as_text(model, windows, found))

@@ -77,7 +77,7 @@ def _run(ranks: Ranks) -> None:
 
     output = _open_output(flags.output, topology)
     made = generate_batch(
-        Chain.of(model.stage, topology),
+        Chain(model.stage, topology),
         prompts,
         _sampling(flags),
         end_ids=model.end_ids,

@@ -392,3 +392,27 @@ def _run(
     choice[lanes] = chosen.T
     ordinal[lanes] = before.T
     return counts.astype(np.int64)
+
+
+def megatron_split(
+    name: str, given: Sequence[float | None], settings: Sequence[Mapping[str, Any]], num_samples: int, is_divided: bool
+) -> MegatronDataset | MegatronBlend:
+    """As Megatron builds a split: a blend even of one dataset, if it has a weight and data_path is divided.
+
+    Args:
+        given: the weight of each dataset; all of them or none.
+        settings: of each dataset.
+    """
+    weights = [weight for weight in given if weight is not None]
+    if len(settings) == 1 and (not weights or not is_divided):
+        return MegatronDataset(**settings[0], num_samples=num_samples)
+    wanted: Sequence[int | None] = [None] * len(settings)
+    if weights:
+        size, wanted = blend_sizes(weights, num_samples)
+        # Twice, here and in the blend, as Megatron does: the second time may change a last bit.
+        weights = normalized(weights)
+    datasets = [MegatronDataset(**each, num_samples=count) for each, count in zip(settings, wanted, strict=True)]
+    if not weights:
+        weights = [float(len(dataset)) for dataset in datasets]
+        size = min(num_samples, sum(len(dataset) for dataset in datasets))
+    return MegatronBlend(datasets, weights, size=size, name=name, cache=settings[0]["cache"])

@@ -9,15 +9,23 @@ from typing import Any
 from megalite.config.batch import batch_sizes, samples_after, steps_left, total_steps
 from megalite.config.data import DEFAULT_SPLIT, SPLITS, DataConfig, parse_data_path
 from megalite.config.errors import ConfigError
+from megalite.config.registry import Registry
 from megalite.config.run import RunConfig
-from megalite.data.blended import BlendedDataset
 from megalite.data.dataset import MockDataset, SampleSource, split_documents
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.index_cache import SMALL_BYTES, IndexCache
-from megalite.data.megatron_dataset import MegatronBlend, MegatronDataset, blend_sizes, normalized
-from megalite.data.packed_dataset import PackedDataset
 from megalite.data.token_files import TokenFiles
 from megalite.tokenizers.base import Tokenizer
+
+_WHEN_SET: Registry[Callable[..., Any]] = Registry(
+    "data",
+    {
+        "blend": "megalite.data.blended:BlendedDataset",
+        "best-fit": "megalite.data.packed_dataset:PackedDataset",
+        "megatron": "megalite.data.megatron_dataset:megatron_split",
+    },
+)
+"""Imported where a config names them."""
 
 
 @dataclass(frozen=True)
@@ -187,42 +195,23 @@ def _blend(
     data: DataConfig, name: str, parts: Sequence[_Part], num_samples: int | None, pad_token: int
 ) -> SampleSource:
     """One split over all token files."""
+    weights, settings = [part.weight for part in parts], [part.settings for part in parts]
     if data.data_order == "megatron":
         assert num_samples is not None, f"data_order megatron needs the length of {name}"
-        return _megatron_blend(name, parts, num_samples, bool(data.data_path))
-    datasets: list[GPTDataset | PackedDataset] = []
-    for part in parts:
+        split: SampleSource = _WHEN_SET.get("megatron")(name, weights, settings, num_samples, bool(data.data_path))
+        return split
+    datasets: list[Any] = []
+    for each in settings:
         if data.packing == "best-fit":
-            settings = {key: value for key, value in part.settings.items() if key != "cache"}
-            datasets.append(PackedDataset(**settings, pad_token=pad_token))
+            plain = {key: value for key, value in each.items() if key != "cache"}
+            datasets.append(_WHEN_SET.get("best-fit")(**plain, pad_token=pad_token))
         else:
-            datasets.append(GPTDataset(**part.settings))
+            datasets.append(GPTDataset(**each))
     if len(datasets) == 1:
         return datasets[0]
-    weights = [
-        dataset.num_tokens if part.weight is None else part.weight
-        for dataset, part in zip(datasets, parts, strict=True)
-    ]
-    return BlendedDataset(datasets, weights)
-
-
-def _megatron_blend(
-    name: str, parts: Sequence[_Part], num_samples: int, is_divided: bool
-) -> MegatronDataset | MegatronBlend:
-    """As Megatron builds a split: a blend even of one dataset, if it has a weight and data_path is divided."""
-    weights = [part.weight for part in parts if part.weight is not None]
-    if len(parts) == 1 and (not weights or not is_divided):
-        return MegatronDataset(**parts[0].settings, num_samples=num_samples)
-    wanted: Sequence[int | None] = [None] * len(parts)
-    if weights:
-        size, wanted = blend_sizes(weights, num_samples)
-        # Twice, here and in the blend, as Megatron does: the second time may change a last bit.
-        weights = normalized(weights)
-    datasets = [MegatronDataset(**part.settings, num_samples=count) for part, count in zip(parts, wanted, strict=True)]
-    if not weights:
-        weights = [float(len(dataset)) for dataset in datasets]
-        size = min(num_samples, sum(len(dataset) for dataset in datasets))
-    return MegatronBlend(datasets, weights, size=size, name=name, cache=parts[0].settings["cache"])
+    shares = [dataset.num_tokens if weight is None else weight for dataset, weight in zip(datasets, weights)]
+    blend: SampleSource = _WHEN_SET.get("blend")(datasets, shares)
+    return blend
 
 
 def weighted_prefixes(entries: Sequence[str]) -> list[tuple[float | None, str]]:

@@ -1,5 +1,6 @@
 """Prompts on their way to texts, and the batches that they travel in."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -27,9 +28,6 @@ class GrowingText:
         prompt: the tokens before.
         stops: the text ends before the first of these strings.
 
-    Attributes:
-        text: all of it so far.
-        stopped: a stop string has come.
     """
 
     def __init__(
@@ -37,8 +35,8 @@ class GrowingText:
     ) -> None:
         self.text = ""
         self.stopped = False
-        self._decode = decode
-        self._stops = stops
+        """A stop string has come."""
+        self._decode, self._stops = decode, stops
         self._held_back = max(map(len, stops), default=1) - 1
         self._ids = list(prompt[-_BEFORE:])
         self._first, self._decoded = 0, len(self._ids)
@@ -84,10 +82,9 @@ MakeText = Callable[[Sequence[int]], GrowingText]
 
 @dataclass(kw_only=True, eq=False)
 class Continuation:
-    """One prompt and what has come after it so far. Every rank keeps the same account of it."""
+    """One prompt and what has come after it so far; the same on every rank."""
 
     index: int
-    """Place of the prompt among those given."""
     prompt: tuple[int, ...]
     draws: Draws
     text: GrowingText | None
@@ -98,7 +95,7 @@ class Continuation:
 
     @property
     def last(self) -> int:
-        """The last token there is."""
+        """The last token."""
         return self.new[-1] if self.new else self.prompt[-1]
 
     def take(self, token: int, *, end_ids: frozenset[int], max_new_tokens: int) -> None:
@@ -130,15 +127,13 @@ def continuations_of(
     prompts: Sequence[Sequence[int]], sampling: Sampling, make_text: MakeText | None
 ) -> list[Continuation]:
     """One for each prompt, in their order."""
-    met: dict[tuple[int, ...], int] = {}
+    met: Counter[tuple[int, ...]] = Counter()
     found = []
-    for index, tokens in enumerate(prompts):
-        prompt = tuple(tokens)
-        copy = met.get(prompt, 0)
-        met[prompt] = copy + 1
+    for index, prompt in enumerate(map(tuple, prompts)):
         text = None if make_text is None else make_text(prompt)
-        draws = Draws(sampling.seed, prompt, copy)
+        draws = Draws(sampling.seed, prompt, met[prompt])
         found.append(Continuation(index=index, prompt=prompt, draws=draws, text=text))
+        met[prompt] += 1
     return found
 
 
@@ -204,17 +199,14 @@ class Lane:
 
     def tokens(self, device: torch.device) -> torch.Tensor:
         """What the next step takes in, int64 [b, width]."""
-        width = self.width
-        rows = (row.prompt if self.is_new else (row.last,) for row in self.rows)
-        padded = [[*row, *[0] * (width - len(row))] for row in rows]
+        rows = [row.prompt if self.is_new else (row.last,) for row in self.rows]
+        padded = [[*row, *[0] * (self.width - len(row))] for row in rows]
         return torch.tensor(padded, dtype=torch.int64, device=device)
 
     def advance(self) -> None:
-        """The step has been taken."""
-        if self.is_new:
-            self.lengths = [len(row.prompt) for row in self.rows]
-        else:
-            self.lengths = [length + 1 for length in self.lengths]
+        """The step has been made."""
+        new = self.is_new
+        self.lengths = [len(row.prompt) if new else length + 1 for row, length in zip(self.rows, self.lengths)]
 
     def take(self, tokens: Sequence[int], *, end_ids: frozenset[int], max_new_tokens: int) -> Iterator[Continuation]:
         """Hand out the tokens of a step; gives each row as it is with its own, and then lets those that ended go.

@@ -1,7 +1,7 @@
 """Text token by token, with a key/value cache, over tensor and pipeline parallel ranks."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -26,37 +26,17 @@ class Chain:
 
     Args:
         stage: the one stage here.
-        pp: the pipeline's ranks.
-        edges: (sender, receiver), as pipeline ranks -> the pair's group; the last rank has one to the first.
+        topology: of the pipeline; None: the model is in one stage.
         send_window: sends that may be under way on an edge; where nothing goes round, few of them save memory.
     """
 
-    def __init__(
-        self, stage: GPTStage, pp: Group, edges: Mapping[tuple[int, int], Group], *, send_window: int = SEND_WINDOW
-    ) -> None:
+    def __init__(self, stage: GPTStage, topology: Topology | None = None, *, send_window: int = SEND_WINDOW) -> None:
+        pp, edges = (Group.solo("pp"), {}) if topology is None else (topology.pp, dict(topology.edges))
         self.stage = stage
         self.size, self._rank = pp.size, pp.rank
-        self._channels = Channels(dict(edges), rank=pp.rank, send_window=send_window)
-
-    @classmethod
-    def of(cls, stage: GPTStage, topology: Topology, *, send_window: int = SEND_WINDOW) -> "Chain":
-        """The pipeline that this rank of the topology is in."""
-        return cls(stage, topology.pp, topology.edges, send_window=send_window)
-
-    @classmethod
-    def whole(cls, stage: GPTStage) -> "Chain":
-        """A model in one stage."""
-        return cls(stage, Group.solo("pp"), {})
-
-    @property
-    def is_first(self) -> bool:
-        """The embedding is here."""
-        return self._rank == 0
-
-    @property
-    def is_last(self) -> bool:
-        """The head is here."""
-        return self._rank == self.size - 1
+        self.is_first, self.is_last = pp.rank == 0, pp.rank == pp.size - 1
+        self._channels = Channels(edges, rank=pp.rank, send_window=send_window)
+        self.drain = self._channels.drain
 
     def activations(self, length: int, rows: int) -> torch.Tensor:
         """What the stage before has computed, [length, rows, h]."""
@@ -83,10 +63,6 @@ class Chain:
             self._channels.send(tokens, to=self._rank + 1)
         heard: list[int] = tokens.tolist()
         return heard
-
-    def drain(self) -> None:
-        """Wait until all that was sent has gone."""
-        self._channels.drain()
 
 
 BATCH_SIZE = 16
@@ -160,10 +136,7 @@ def _tokens(chain: Chain, lane: Lane) -> list[int]:
 def _step(chain: Chain, lane: Lane, sampling: Sampling) -> None:
     """This stage's part of one step of a lane."""
     stage, width = chain.stage, lane.width
-    if chain.is_first:
-        x = lane.tokens(stage.device)
-    else:
-        x = chain.activations(width, len(lane.rows))
+    x = lane.tokens(stage.device) if chain.is_first else chain.activations(width, len(lane.rows))
     wanted = None
     if lane.is_new:
         context = stage.generation_context(width)
@@ -183,7 +156,13 @@ def _chosen(stage: GPTStage, lane: Lane, logits: torch.Tensor, sampling: Samplin
     """The next token of each row, int64 [b]: one rank chooses for its tp group."""
     whole = whole_vocabulary(stage, logits)
     if sampling.repetition_penalty != 1.0:
-        _mark_seen(lane, whole)
+        if lane.seen is None:
+            lane.seen = torch.zeros_like(whole, dtype=torch.bool)
+            for mark, row in zip(lane.seen, lane.rows, strict=True):
+                mark[list(row.prompt)] = True
+        else:
+            last = torch.tensor([row.last for row in lane.rows], device=stage.device)
+            lane.seen.scatter_(1, last.unsqueeze(1), True)
     chosen = torch.empty(len(lane.rows), dtype=torch.int64, device=stage.device)
     if stage.tp.rank == 0:
         draws = [row.draws(len(row.new)) for row in lane.rows] if sampling.temperature else []
@@ -201,14 +180,3 @@ def whole_vocabulary(stage: GPTStage, logits: torch.Tensor) -> torch.Tensor:
     stage.tp.all_gather(parts, logits.contiguous())
     whole = parts.view(stage.tp.size, *logits.shape).transpose(0, 1).flatten(1)
     return whole[:, : stage.config.vocab_size]
-
-
-def _mark_seen(lane: Lane, logits: torch.Tensor) -> None:
-    """Keep up which tokens each row has: at first those of its prompt, then the last one."""
-    if lane.seen is None:
-        lane.seen = torch.zeros_like(logits, dtype=torch.bool)
-        for mark, row in zip(lane.seen, lane.rows, strict=True):
-            mark[list(row.prompt)] = True
-    else:
-        last = torch.tensor([row.last for row in lane.rows], device=logits.device)
-        lane.seen.scatter_(1, last.unsqueeze(1), True)

@@ -21,15 +21,11 @@ from megalite.topology.topology import Topology
 
 @dataclass(frozen=True)
 class TokenStream:
-    """Arrays of token ids, one after the other; those of token files stay on the disk until they are read.
-
-    Args:
-        parts: one-dimensional.
-        text_bytes: of UTF-8 text that it stands for; None: not known.
-    """
+    """Arrays of token ids, one after the other; those of token files stay on the disk until they are read."""
 
     parts: Sequence[NDArray[np.integer]]
     text_bytes: int | None = None
+    """Of UTF-8 text that it stands for; None: not known."""
 
     def __len__(self) -> int:
         return sum(map(len, self.parts))
@@ -151,11 +147,7 @@ class Perplexity:
 
 
 def check_windows(model: ModelConfig, windows: Windows) -> None:
-    """Learned positions must reach as far as a window.
-
-    Raises:
-        ConfigError: they do not.
-    """
+    """Raises ConfigError unless learned positions reach as far as a window."""
     limit = model.max_position_embeddings
     if model.position_embedding_type == "learned_absolute" and limit is not None and windows.length > limit:
         raise ConfigError(
@@ -180,8 +172,8 @@ def measure(chain: Chain, stream: TokenStream, windows: Windows, topology: Topol
     """
     check_windows(chain.stage.config, windows)
     losses = torch.zeros(len(windows), dtype=torch.float64)
-    batches = [range(first, min(first + batch_size, len(windows))) for first in range(0, len(windows), batch_size)]
-    for batch in batches[topology.dp.rank :: topology.dp.size]:
+    for first in range(topology.dp.rank * batch_size, len(windows), topology.dp.size * batch_size):
+        batch = range(first, min(first + batch_size, len(windows)))
         found = _losses(chain, stream, windows, batch)
         if found is not None and topology.tp.rank == 0:
             losses[batch.start : batch.stop] = found.cpu()
@@ -210,10 +202,7 @@ def _losses(chain: Chain, stream: TokenStream, windows: Windows, batch: range) -
             tokens[row, : stop + 1 - start] = torch.from_numpy(stream.read(start, stop + 1))
             counts[row, counted - start : stop - start] = True
     context = stage.generation_context(width)
-    if chain.is_first:
-        x = tokens[:, :-1].to(stage.device)
-    else:
-        x = chain.activations(width, len(batch))
+    x = tokens[:, :-1].to(stage.device) if chain.is_first else chain.activations(width, len(batch))
     if not chain.is_last:
         chain.pass_on(stage(x, context))
         return None

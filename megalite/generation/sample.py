@@ -1,6 +1,7 @@
 """How the next token is chosen from the logits; the draws are pure functions of seed, prompt and position."""
 
 import hashlib
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,18 +36,16 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
-        if not 0.0 < self.repetition_penalty < float("inf"):
-            raise ConfigError(
-                f"repetition_penalty is {self.repetition_penalty}; it must be above 0, e.g. 1.2 (1 changes nothing)"
-            )
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ConfigError(f"temperature is {self.temperature}; it must be 0 (greedy) or above, e.g. 0.8")
-        if self.top_k is not None and self.top_k < 1:
-            raise ConfigError(f"top_k is {self.top_k}; it must be at least 1, e.g. 50")
-        if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
-            raise ConfigError(f"top_p is {self.top_p}; it must be above 0 and at most 1, e.g. 0.95")
+        rules = {
+            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
+            "repetition_penalty": (0.0 < self.repetition_penalty < math.inf, "above 0, e.g. 1.2 (1 changes nothing)"),
+            "temperature": (0.0 <= self.temperature < math.inf, "0 (greedy) or above, e.g. 0.8"),
+            "top_k": (self.top_k is None or self.top_k >= 1, "at least 1, e.g. 50"),
+            "top_p": (self.top_p is None or 0.0 < self.top_p <= 1.0, "above 0 and at most 1, e.g. 0.95"),
+        }
+        for name, (holds, wanted) in rules.items():
+            if not holds:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be {wanted}")
 
 
 class Draws:

@@ -43,12 +43,8 @@ def relative_difference(ours: float, reference: float) -> float:
     return abs(ours - reference) / max(abs(reference), 1e-30)
 
 
-def _largest(tensor: np.ndarray) -> float:
-    return float(np.abs(tensor).max())
-
-
-def _root_mean_square(tensor: np.ndarray) -> float:
-    return float(np.sqrt(np.mean(np.square(tensor, dtype=np.float64))))
+def _size(tensor: np.ndarray, by_elements: bool) -> float:
+    return float(np.abs(tensor).max() if by_elements else np.sqrt(np.mean(np.square(tensor, dtype=np.float64))))
 
 
 def worst_tensor(
@@ -61,17 +57,16 @@ def worst_tensor(
     `by_elements`, its root mean square: where both runs round, single elements say little.
     """
     assert ours.keys() == reference.keys(), ours.keys() ^ reference.keys()
-    size = _largest if by_elements else _root_mean_square
-    sizes = {name: size(tensor) for name, tensor in reference.items()}
+    sizes = {name: _size(tensor, by_elements) for name, tensor in reference.items()}
     least = max(negligible * max(sizes.values()), 1e-30)
 
     def difference(name: str) -> float:
-        worst = size(ours[name] - reference[name])
+        worst = _size(ours[name] - reference[name], by_elements)
         return worst / max(sizes[name], least) if math.isfinite(worst) else math.inf
 
     found = {name: difference(name) for name in reference}
     name = max(found, key=lambda name: found[name])
-    return found[name], name, sizes[name], size(ours[name])
+    return found[name], name, sizes[name], _size(ours[name], by_elements)
 
 
 def compare(ours: Trajectory, reference: Trajectory, *, by_elements: bool = True) -> list[Line]:
@@ -104,11 +99,6 @@ def compare(ours: Trajectory, reference: Trajectory, *, by_elements: bool = True
     tensors("weight", None, ours.weights, reference.weights)
     number("evaluation loss", None, ours.evaluation, reference.evaluation)
     return lines
-
-
-def worst_line(lines: list[Line]) -> Line:
-    """The line with the largest difference."""
-    return max(lines, key=lambda line: line.difference)
 
 
 def require_same(ours: Trajectory, reference: Trajectory, tolerance: float) -> None:

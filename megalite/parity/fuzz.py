@@ -1,28 +1,32 @@
-"""The fuzzer: random legal layouts and models against one rank, for as long as it is given."""
+"""The fuzzer: random legal layouts and models against one rank: odd shapes, uneven stages, everything that may be combined."""
 
+import math
 import random
 import shlex
 import time
 from collections.abc import Callable
+from typing import Any
 
-from megalite.parity.draw import draw
+from megalite.config.describe import settings
+from megalite.config.errors import ConfigError
+from megalite.config.flags import parse_arguments
 from megalite.parity.pool import RankPool
 from megalite.parity.report import Report, run_parity
-from megalite.parity.shrink import MAX_WORLD
+from megalite.parity.shrink import EXACT_STRATEGIES, MAX_BATCH, MAX_WORLD, Shrunk, shrink
+
+Drawn = dict[str, Any]
+"""Setting -> value."""
 
 
 def fuzz(
     seconds: float, *, seed: int, steps: int, tolerance: float | None, failed: Callable[[str, Report], None]
 ) -> tuple[int, int]:
-    """Try drawn configs until the time is up.
+    """Try drawn configs until the time is up; returns how many were tried and how many failed.
 
     Config number i depends on (seed, i) alone, so a longer run with the same seed begins with the same configs.
 
     Args:
-        failed: is told the command line that repeats a failure, and what was found.
-
-    Returns:
-        (configs tried, failures).
+        failed: called with the command line that repeats a failure, and what was found.
     """
     end = time.monotonic() + seconds
     tried = failures = 0
@@ -41,3 +45,212 @@ def fuzz(
     finally:
         pool.stop()
     return tried, failures
+
+
+def draw(generator: random.Random) -> tuple[list[str], Shrunk]:
+    """The flags of a small legal config, and what `megalite parity` makes of them: the same sizes."""
+    while True:
+        arguments = to_flags(_settings(generator))
+        invocation = parse_arguments(arguments)
+        keep = frozenset({"eod_mask_loss"} & invocation.explicit)
+        try:
+            return arguments, shrink(invocation.config, keep=keep, explicit=invocation.explicit)
+        except ConfigError:
+            continue  # the validator knows what goes together; this module need not
+
+
+def to_flags(drawn: Drawn) -> list[str]:
+    """The command line that sets these settings."""
+    words: list[str] = []
+    for name, value in drawn.items():
+        flag = settings()[name].flags[0]
+        if isinstance(value, bool):
+            words.append(flag if value else "--no-" + flag.removeprefix("--"))
+        elif isinstance(value, list):
+            words += [flag, *map(str, value)]
+        else:
+            words += [flag, str(value)]
+    return words
+
+
+def _settings(generator: random.Random) -> Drawn:
+    drawn = _layout(generator)
+    if generator.random() < 0.4:
+        drawn |= _experts(generator, drawn)
+    for part in (_shape, _switches, _stages, _batch, _schedule, _recompute):
+        drawn |= part(generator, drawn)
+    return drawn
+
+
+def _layout(generator: random.Random) -> Drawn:
+    sizes = (1, 1, 2, 2, 3, 4)
+    while True:
+        tp, cp, pp, dp = (generator.choice(sizes) for _ in range(4))
+        if 1 < tp * cp * pp * dp <= MAX_WORLD:
+            break
+    drawn: Drawn = {"tp": tp, "cp": cp, "pp": pp, "dp": dp}
+    if tp > 1 and generator.random() < 0.6:
+        drawn["sequence_parallel"] = True
+    if cp > 1 and generator.random() < 0.5:
+        drawn["cp_comm_type"] = "a2a"
+    if pp > 1:
+        drawn["vpp"] = generator.choice((1, 1, 2, 3))
+    drawn |= _strategy(generator, pp)
+    drawn["optimizer"] = generator.choice(("adam", "adam", "sgd", "lamb", "muon"))
+    if drawn["optimizer"] == "sgd":
+        drawn |= {"sgd_momentum": 0.8, "sgd_nesterov": generator.random() < 0.5}
+    drawn["overlap_grad_reduce"] = generator.random() < 0.5
+    drawn["ddp_bucket_size"] = generator.choice((1, 200, 1000, 3000))
+    drawn["rank_order"] = generator.choice(("tp-cp-ep-dp-pp", "tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"))
+    return drawn
+
+
+def _strategy(generator: random.Random, pp: int) -> Drawn:
+    strategy = generator.choice([name for name in EXACT_STRATEGIES if pp == 1 or name != "fully-sharded"])
+    found: Drawn = {"dp_strategy": strategy}
+    if strategy not in ("all-reduce", "fused-all-reduce"):
+        found["overlap_param_gather"] = generator.random() < 0.5
+    if strategy == "distributed-optimizer":
+        found["shard_gradients"] = generator.random() < 0.5
+    if strategy == "fused-all-reduce":
+        found["fusion_threshold_mb"] = generator.choice((0.0001, 0.005, 64.0))
+    if strategy.endswith("server"):
+        found["server_chunk_mb"] = generator.choice((0.001, 0.003, 4.0))
+    elif generator.random() < 0.3:
+        found["reduction_order"] = "rank"
+    return found
+
+
+def _experts(generator: random.Random, drawn: Drawn) -> Drawn:
+    ep = generator.choice([n for n in (1, 2, 3, 4) if drawn["tp"] * drawn["cp"] * drawn["dp"] % n == 0])
+    etp = generator.choice([n for n in (1, 2, 3, 4) if drawn["tp"] * drawn["cp"] * drawn["dp"] % (n * ep) == 0])
+    experts = ep * generator.randint(1, 8 // ep)
+    topk = generator.randint(1, min(experts, 3))
+    pre_softmax = topk == 1 or generator.random() < 0.4
+    found: Drawn = {"num_experts": experts, "ep": ep, "etp": etp, "moe_router_topk": topk}
+    found |= {"moe_router_pre_softmax": pre_softmax, "moe_ffn_hidden_size": etp * generator.randint(3, 9)}
+    if generator.random() < 0.3:
+        found["moe_shared_expert_intermediate_size"] = drawn["tp"] * generator.randint(2, 7)
+    if generator.random() < 0.3:
+        found["moe_first_dense_layers"] = 1
+    if generator.random() < 0.3:
+        found["moe_layer_freq"] = 2
+    if generator.random() < 0.6:
+        found |= {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01}
+    if generator.random() < 0.4:
+        found["moe_expert_capacity_factor"] = generator.choice((0.7, 1.0, 1.3))
+        found["moe_token_drop_policy"] = generator.choice(("probs", "position"))
+    return found
+
+
+def _shape(generator: random.Random, drawn: Drawn) -> Drawn:
+    tp, cp = drawn["tp"], drawn["cp"]
+    groups = tp * (cp if "cp_comm_type" in drawn else 1) * generator.choice((1, 1, 2))
+    heads = groups * generator.choice((1, 1, 2, 3) if groups <= 5 else (1, 1, 2) if groups <= 8 else (1,))
+    # Not 2: a norm over two channels is almost a sign, and makes 1e-8 out of the last bit on one rank too.
+    size = generator.choice((4, 5, 6, 8))
+    found: Drawn = {"num_attention_heads": heads, "num_query_groups": groups, "hidden_size": heads * size}
+    if generator.random() < 0.3:
+        found |= {"kv_channels": size, "hidden_size": generator.randint(8, 48)}
+    over_tp = tp * cp if "sequence_parallel" in drawn or "num_experts" in drawn else 1
+    unit = math.lcm(2 * cp if cp > 1 else 1, over_tp)
+    s = unit * generator.randint(1, max(1, 36 // unit))
+    found |= {"seq_length": s, "ffn_hidden_size": math.lcm(tp, drawn.get("etp", 1)) * generator.randint(3, 12)}
+    found |= {"vocab_size": generator.randint(20, 130)}
+    found["make_vocab_size_divisible_by"] = tp * generator.choice((1, 2, 3))
+    if generator.random() < 0.25 and s > 2:
+        found["sliding_window"] = generator.randint(2, s)
+    return found
+
+
+def _switches(generator: random.Random, drawn: Drawn) -> Drawn:
+    def chance(probability: float) -> bool:
+        return generator.random() < probability
+
+    found: Drawn = {
+        "position_embedding_type": generator.choice(("learned_absolute", "rope", "rope", "none")),
+        "normalization": generator.choice(("LayerNorm", "RMSNorm")),
+        "activation": generator.choice(("gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh")),
+        "add_bias_linear": chance(0.5),
+        "tie_embeddings": chance(0.5),
+        "norm_zero_centered": chance(0.3),
+        "qk_norm": chance(0.3),
+        "scale_embeddings": chance(0.3),
+        "clip_grad": generator.choice((0.0, 0.3, 1.0)),
+        "seed": generator.randint(0, 9999),
+    }
+    if found["position_embedding_type"] == "rope" and chance(0.3):
+        found |= {"rope_scaling": "llama3", "rope_original_max_positions": max(2, drawn["seq_length"] // 2)}
+    if not found["add_bias_linear"]:
+        found["add_qkv_bias"] = chance(0.5)
+    if chance(0.3):
+        found["hidden_dropout"] = 0.1
+    if chance(0.3):
+        found["attention_dropout"] = 0.2
+    if chance(0.2):
+        found["eod_mask_loss"] = False
+    if chance(0.4):
+        found["reset_attention_mask"] = True
+    if chance(0.3):
+        found["reset_position_ids"] = True
+    return found
+
+
+def _stages(generator: random.Random, drawn: Drawn) -> Drawn:
+    stages = drawn["pp"] * drawn.get("vpp", 1)
+    layers = stages + generator.randint(0, max(1, min(4, 12 - stages)))
+    found: Drawn = {"num_layers": min(layers, 12)}
+    if generator.random() < 0.5 and stages > 1:
+        cut = [1] * stages
+        for _ in range(found["num_layers"] - stages):
+            cut[generator.randrange(stages)] += 1
+        found["pipeline_layers"] = cut
+    return found
+
+
+def _batch(generator: random.Random, drawn: Drawn) -> Drawn:
+    micro = generator.choice((1, 1, 2))
+    count = generator.randint(1, MAX_BATCH // (micro * drawn["dp"]))
+    count = min(count, generator.choice((2, 4, 6, 8)))
+    unit = micro * drawn["dp"]
+    found: Drawn = {"micro_batch_size": micro, "global_batch_size": unit * count}
+    if count > 1 and generator.random() < 0.15:
+        first = unit * generator.randint(1, count - 1)
+        found["rampup_batch_size"] = [first, unit * count - first, first]
+    return found
+
+
+def _schedule(generator: random.Random, drawn: Drawn) -> Drawn:
+    pp, vpp = drawn["pp"], drawn.get("vpp", 1)
+    if pp == 1 or generator.random() < 0.3:
+        return {}
+    if vpp == 1:
+        found: Drawn = {"pipeline_schedule": generator.choice(("gpipe", "1f1b", "zb-h1", "zb-h2", "auto"))}
+        if found["pipeline_schedule"] == "1f1b":
+            found["pipeline_warmup"] = generator.choice(("pa", "pb"))
+    elif vpp == 2 and generator.random() < 0.7:
+        found = {"pipeline_schedule": generator.choice(("zb-v", "dualpipe-v", "looped-bfs", "auto"))}
+    elif generator.random() < 0.5:
+        found = {"microbatch_group_size_per_virtual_pipeline_stage": pp + generator.randint(0, 2)}
+    else:
+        found = {"pipeline_schedule": "looped-bfs"}
+    if generator.random() < 0.3:
+        found["pipeline_recv_prefetch"] = generator.randint(0, 4)
+        found["pipeline_send_window"] = generator.randint(1, 3)
+    return found
+
+
+def _recompute(generator: random.Random, drawn: Drawn) -> Drawn:
+    kind = generator.choice(("none", "none", "selective", "full"))
+    if kind == "none":
+        return {}
+    found: Drawn = {"recompute_granularity": kind}
+    if kind == "selective":
+        modules = ["core_attn", "layernorm", "mlp_act", "mlp", "moe"]
+        found["recompute_modules"] = sorted(generator.sample(modules, generator.randint(1, 3)))
+    elif drawn["pp"] > 1 and generator.random() < 0.4:
+        found["recompute_ahead"] = True
+    else:
+        found["recompute_method"] = generator.choice(("uniform", "block"))
+        found["recompute_num_layers"] = generator.randint(1, 2)
+    return found

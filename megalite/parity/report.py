@@ -7,7 +7,7 @@ from megalite.config.batch import batch_size, samples_after
 from megalite.config.describe import sectioned
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
-from megalite.parity.compare import Line, compare, worst_line
+from megalite.parity.compare import Line, compare
 from megalite.parity.pool import RankFailure, RankPool
 from megalite.parity.shrink import Shrunk
 from megalite.parity.tensors import CopiesDifferError
@@ -63,7 +63,7 @@ class Report:
         """The last line of the table."""
         if self.failure is not None:
             return f"DIFFERENT: {self.failure}"
-        worst = worst_line(self.lines)
+        worst = max(self.lines, key=lambda line: line.difference)
         place = f"{worst.what}{f' of {worst.tensor}' if worst.tensor else ''}"
         place += f", step {worst.step}" if worst.step else ", after the steps"
         if self.same:

@@ -10,9 +10,9 @@ from typing import Any
 from megalite.config.batch import microbatch_counts, samples_per_microbatch
 from megalite.config.describe import replace, settings, values_of
 from megalite.config.errors import ConfigError
+from megalite.config.optimizer import ONEBIT_OPTIMIZERS
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
-from megalite.parity.exact import check_exact
 from megalite.parity.sizes import (
     Changes,
     attention_changes,
@@ -28,6 +28,12 @@ MAX_WORLD = 8
 """Ranks that are started unless --world-size asks for more."""
 
 MAX_BATCH, MAX_MICRO_BATCH, MAX_GROUP = 32, 2, 8
+
+EXACT_STRATEGIES = (
+    *("all-reduce", "fused-all-reduce", "distributed-optimizer", "fully-sharded"),
+    *("parameter-server", "sharded-parameter-server"),
+)
+"""Each step takes the mean gradient of the batch, whole, at the weights that all ranks have."""
 
 _LOSS_SCALE = 1024.0
 """The highest that a dynamic loss scale starts from."""
@@ -80,7 +86,7 @@ def shrink(
         ConfigError: the user's own config is not legal, is not meant to give the numbers of one rank, or needs more
             ranks than `MAX_WORLD`.
     """
-    check_exact(config)
+    _check_exact(config)
     dp = _data_parallel(config, world_size)
     p = config.parallel
     world = p.tp * p.pp * p.cp * dp
@@ -105,6 +111,29 @@ def shrink(
         and not (name == "dp" and before[name] is None)
     }
     return Shrunk(config=shrunk, world_size=world, changes=shown)
+
+
+def _check_exact(config: RunConfig) -> None:
+    """Refuse what takes other steps than one rank, by design.
+
+    Raises:
+        ConfigError: naming the setting and what can be compared.
+    """
+    d, optimizer, strategy = config.data_parallel, config.optimizer.optimizer, config.parallel.dp_strategy
+    base = "lamb" if optimizer == "onebit-lamb" else "adam"
+    refused = {
+        f"dp_strategy {strategy} takes other steps; use one of {', '.join(EXACT_STRATEGIES)}": (
+            strategy not in EXACT_STRATEGIES
+        ),
+        f"optimizer {optimizer} takes other steps; use --optimizer {base}": optimizer in ONEBIT_OPTIMIZERS,
+        f"grad_compression {d.grad_compression} loses a part of the gradient; use --grad-compression none": (
+            d.grad_compression != "none"
+        ),
+        f"wire_dtype {d.wire_dtype} rounds what is added; use --wire-dtype fp32": d.wire_dtype != "fp32",
+    }
+    for why, applies in refused.items():
+        if applies:
+            raise ConfigError(f"megalite parity compares with one rank, and {why}")
 
 
 def _check_asked(config: RunConfig, explicit: frozenset[str], dp: int) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -10,41 +11,27 @@ from megalite.config.batch import batch_size
 from megalite.config.describe import replace
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
-from megalite.data.loader import BatchLoader
+from megalite.data.dataset import Packing
 from megalite.optimizers.schedules import Progress, Schedules
 from megalite.parity.pool import RankContext
-from megalite.parity.samples import EOD, UnevenSamples
 from megalite.parity.tensors import CopiesDifferError, Part, assemble, local_parts
-from megalite.topology.layout import sequence_spans
 from megalite.training.replica import Replica, build_replica
+from megalite.training.setup import make_loader
 from megalite.training.step import Stepper, StepResult
 
+EOD = 0
+"""The end-of-document token of `UnevenSamples`."""
+
 LAYOUT_OF_ONE_RANK = {
-    "tp": 1,
-    "pp": 1,
-    "vpp": 1,
-    "cp": 1,
-    "ep": 1,
-    "etp": None,
-    "dp": 1,
-    "sequence_parallel": False,
-    "tp_comm_overlap": False,
+    **dict.fromkeys(("tp", "pp", "vpp", "cp", "ep", "dp", "pipeline_recv_prefetch", "pipeline_send_window"), 1),
+    **dict.fromkeys(("sequence_parallel", "tp_comm_overlap", "pipeline_check_memory", "recompute_ahead"), False),
+    **dict.fromkeys(("etp", "pipeline_schedule", "pipeline_schedule_file", "pipeline_layers", "pipeline_layout")),
+    **dict.fromkeys(("pipeline_costs", "pipeline_memory_limit", "microbatch_group_size_per_virtual_pipeline_stage")),
     "cp_comm_type": "p2p",
-    "pipeline_schedule": None,
-    "pipeline_schedule_file": None,
     "pipeline_warmup": "pa",
-    "pipeline_layers": None,
-    "pipeline_layout": None,
-    "pipeline_costs": None,
-    "pipeline_memory_limit": None,
-    "pipeline_recv_prefetch": 1,
-    "pipeline_send_window": 1,
-    "pipeline_check_memory": False,
-    "microbatch_group_size_per_virtual_pipeline_stage": None,
     "rank_order": "tp-cp-ep-dp-pp",
     "dp_strategy": "all-reduce",
     "recompute_granularity": "none",
-    "recompute_ahead": False,
 }
 """The settings that must not change the numbers, at their plainest."""
 
@@ -63,27 +50,59 @@ class Scalars:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
+Tensor = TypeVar("Tensor")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RankTrajectory:
-    """What one rank has of a trajectory."""
+class _Trajectory(Generic[Tensor]):
+    """Everything that some steps have done."""
 
     steps: list[Scalars]
-    gradients: list[dict[str, Part]]
-    """Its slices of the reduced and clipped gradients of each step."""
-    weights: dict[str, Part]
-    """Its slices of the weights after the steps."""
+    gradients: list[dict[str, Tensor]]
+    """The reduced and clipped gradients of each step."""
+    weights: dict[str, Tensor]
+    """After the steps."""
     evaluation: float
     """The loss of the next batch, evaluated."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Trajectory:
+class RankTrajectory(_Trajectory[Part]):
+    """What one rank has of it: its slices."""
+
+
+class Trajectory(_Trajectory[np.ndarray]):
     """The same with whole tensors."""
 
-    steps: list[Scalars]
-    gradients: list[dict[str, np.ndarray]]
-    weights: dict[str, np.ndarray]
-    evaluation: float
+
+class UnevenSamples:
+    """Sample k is a pure function of (k, seq_length, vocab_size); a `SampleSource`.
+
+    In even samples two tokens of five end a document, in odd ones one of fifty. Whoever divides by a local number of
+    unmasked tokens, or takes positions and visibility of one sample for another's, gets other numbers than one rank.
+
+    Args:
+        seq_length: inputs of a sample.
+        vocab_size: tokens are below it.
+        packed: the documents are packed, and up to a quarter of the sample is padding, none of it in every third.
+    """
+
+    def __init__(self, seq_length: int, vocab_size: int, *, packed: bool = False) -> None:
+        self.seq_length, self.vocab_size, self.packed = seq_length, vocab_size, packed
+
+    def sample(self, k: int) -> np.ndarray:
+        """Sample k: int64 [seq_length + 1]."""
+        generator = np.random.Generator(np.random.Philox(key=k))
+        tokens = generator.integers(1, self.vocab_size, size=self.seq_length + 1)
+        tokens[generator.random(self.seq_length + 1) < (0.4 if k % 2 == 0 else 0.02)] = EOD
+        return tokens
+
+    def packing(self, k: int) -> Packing | None:
+        """Where the documents of sample k are, if they are packed."""
+        if not self.packed:
+            return None
+        used = self.seq_length - k % 3 * self.seq_length // 8
+        ends = np.flatnonzero(self.sample(k)[: used - 1] == EOD)
+        return Packing(starts=(0, *(int(end) + 1 for end in ends)), used=used)
 
 
 class Runner:
@@ -91,23 +110,12 @@ class Runner:
 
     def __init__(self, replica: Replica, progress: Progress | None = None) -> None:
         self.replica = replica
-        config, topology = replica.config, replica.topology
+        config = replica.config
         assert config.model.vocab_size is not None
         self.progress = progress or Progress(0, 0)
         self.stepper = Stepper(replica, Schedules(config))
-        seq_length = config.training.seq_length
-        self.loader = BatchLoader(
-            UnevenSamples(seq_length, config.model.vocab_size, packed=replica.packs_documents),
-            seq_length=seq_length,
-            eod_token=EOD,
-            eod_mask_loss=config.data.eod_mask_loss,
-            dp_rank=topology.dp.rank,
-            dp_size=topology.dp.size,
-            micro_batch_size=config.training.micro_batch_size,
-            spans=sequence_spans(seq_length, cp_rank=topology.cp.rank, cp_size=topology.cp.size),
-            find_documents=replica.finds_documents,
-            packed=replica.packs_documents,
-        )
+        samples = UnevenSamples(config.training.seq_length, config.model.vocab_size, packed=replica.packs_documents)
+        self.loader = make_loader(replica, samples, eod_token=EOD)
 
     def step(self) -> StepResult:
         """One step further, of the size that a batch-size ramp-up says."""

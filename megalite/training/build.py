@@ -16,7 +16,7 @@ from megalite.optimizers.base import OPTIMIZERS, Context, FlatParameter, Optimiz
 from megalite.tensor_parallel.parameter import ShardedParameter
 from megalite.topology.topology import Topology
 
-FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+_FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Precision:
     @classmethod
     def of(cls, name: str) -> "Precision":
         """The formats behind `fp32`, `bf16`, `fp16` or `fp64`."""
-        return cls(FORMATS[name], torch.float64 if name == "fp64" else torch.float32)
+        return cls(_FORMATS[name], torch.float64 if name == "fp64" else torch.float32)
 
 
 def build_strategy(
@@ -37,8 +37,14 @@ def build_strategy(
 ) -> DataParallelStrategy:
     """What `dp_strategy` names, over this rank's stages; their parameters move into its buckets."""
     parallel, settings = config.parallel, config.data_parallel
+    parameters = [parameter for stage in stages.values() for parameter in stage.parameters()]
     if config.optimizer.optimizer == "muon":
-        _mark_hidden_matrices(stages)
+        # Hidden matrices then share no bucket with parameters that are not orthogonalised.
+        for parameter in parameters:
+            if isinstance(parameter, ShardedParameter):
+                info = parameter.info
+                found = is_hidden_matrix(info.spec.name, info.spec.global_shape, decay=info.decay)
+                parameter.info = dataclasses.replace(info, orthogonal=found)
     groups = StrategyGroups(
         dp=topology.dp_cp,
         expert_dp=topology.expert_dp,
@@ -46,7 +52,7 @@ def build_strategy(
         embedding=topology.embedding,
         world=topology.world,
     )
-    elements = sum(p.numel() for stage in stages.values() for p in stage.parameters())
+    elements = sum(parameter.numel() for parameter in parameters)
     options = StrategyOptions(
         bucket_size=bucket_size(config, topology.dp_cp.size),
         grad_dtype=precision.main,
@@ -62,28 +68,18 @@ def build_strategy(
     return strategy.from_config(stages, config, topology, groups=groups, options=options)
 
 
-def _mark_hidden_matrices(stages: Mapping[int, torch.nn.Module]) -> None:
-    """They then share no bucket with parameters that are not orthogonalised."""
-    for stage in stages.values():
-        for parameter in stage.parameters():
-            if isinstance(parameter, ShardedParameter):
-                info = parameter.info
-                found = is_hidden_matrix(info.spec.name, info.spec.global_shape, decay=info.decay)
-                parameter.info = dataclasses.replace(info, orthogonal=found)
-
-
 def build_optimizer(
     config: RunConfig, strategy: DataParallelStrategy, topology: Topology, kernels: Kernels
 ) -> Optimizer:
     """What `optimizer` names, over the strategy's shards."""
-    parameters = [flat_parameter(shard) for shard in strategy.shards]
     context = Context(topology=topology, kernels=kernels, replicas_agree=strategy.replicas_agree)
+    parameters = [_flat_parameter(shard) for shard in strategy.shards]
     optimizer = OPTIMIZERS.get(config.optimizer.optimizer).from_config(parameters, config, context)
     strategy.attach(optimizer)
     return optimizer
 
 
-def flat_parameter(shard: OptimizerShard) -> FlatParameter:
+def _flat_parameter(shard: OptimizerShard) -> FlatParameter:
     """A shard as the optimizer sees it."""
     segments = []
     for placed in placed_in(shard):

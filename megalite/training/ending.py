@@ -1,7 +1,4 @@
-"""How a run ended, for scripts: `<run_dir>/exit.json`.
-
-A launcher's own exit status says little: torchrun ends with 1 whatever status its workers have ended with.
-"""
+"""How a run ended, for scripts: `<run_dir>/exit.json`. torchrun's own exit status is 1 whatever its workers ended with."""
 
 import contextlib
 import json
@@ -25,11 +22,10 @@ class Ending:
     """`finished`; `requeue`: start the same command again; `stopped`: as it was asked to, and not to be started again;
     `interrupted` by Ctrl-C; `failed`."""
     reason: str
-    """In words."""
     step: int | None
     """Steps made since the very first start; None where it ended before it had looked for a checkpoint."""
     exit_code: int
-    """Exit status of the ranks: one of `config.exit_codes`."""
+    """One of `config.exit_codes`."""
 
     @classmethod
     def finished(cls, step: int) -> "Ending":
@@ -38,14 +34,14 @@ class Ending:
 
     @classmethod
     def failed(cls, error: BaseException, step: int | None) -> "Ending":
-        """An error has ended it; those that tell a cause of their own bring their exit status."""
+        """An error has ended it, with the error's own exit status if it has one."""
         code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", FAILED)
         name = "" if code != FAILED else f"{type(error).__name__}: "
         return cls(status="failed", reason=f"{name}{error}", step=step, exit_code=code)
 
 
 def forget_ending(run_dir: Path | None) -> None:
-    """A run begins: what the last one has left is not its end. Without one, a run is under way or was killed."""
+    """A run begins. Without the file, a run is under way or was killed."""
     if run_dir is not None:
         with contextlib.suppress(OSError):
             (run_dir / FILE_NAME).unlink(missing_ok=True)
@@ -73,11 +69,10 @@ def write_ending(run_dir: Path | None, ending: Ending, *, make_folder: bool = Fa
             run_dir.mkdir(exist_ok=True)
         if not run_dir.is_dir():
             return
-        reserved = run_dir / _RESERVED
+        reserved, text = run_dir / _RESERVED, _text_of(ending)
         # Into the room that is there; where nothing was reserved this makes the file.
         descriptor = os.open(reserved, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            text = _text_of(ending)
             write_all(descriptor, memoryview(text))
             os.ftruncate(descriptor, len(text))
             os.fsync(descriptor)

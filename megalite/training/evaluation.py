@@ -1,7 +1,5 @@
 """Losses on data that is not trained on, and reading batches in step with the other ranks."""
 
-from pathlib import Path
-
 import torch
 
 from megalite.config.errors import ConfigError
@@ -9,7 +7,6 @@ from megalite.data.loader import BatchLoader, Microbatch
 from megalite.topology.group import Group
 from megalite.topology.topology import Topology
 from megalite.training.replica import Replica
-from megalite.training.sinks import has_record
 from megalite.training.step import Stepper
 from megalite.training.stopping import StopRequest, StopRequests, StopRun
 
@@ -39,14 +36,15 @@ def read_batches(
     asked = 0 if stops is None else stops.number
     microbatches: list[Microbatch] = []
     fault: Exception | None = None
+    waited = 0.0
     if loader is not None:
         try:
             microbatches = loader.load(first_sample, size)
+            waited = loader.waited
         except (ConfigError, OSError) as error:
             fault = ConfigError(f"rank {topology.rank}: {error}")
         except Exception as error:
             fault = error
-    waited = 0.0 if loader is None or fault is not None else loader.waited
     if scope.size > 1:
         worst = [float(fault is not None), waited, float(asked)]
         agreed = torch.tensor(worst, dtype=torch.float64, device=topology.device)
@@ -75,21 +73,8 @@ def meet(stops: StopRequests, topology: Topology) -> None:
         raise StopRun(StopRequest(int(asked.item())))
 
 
-def misses_evaluation(replica: Replica, *, step: int) -> bool:
-    """A run at its end, `step`, was stopped in its last evaluation, as far as its metrics tell; the same on every rank.
-
-    Collectives: a broadcast.
-    """
-    topology, run_dir = replica.topology, replica.config.logging.run_dir
-    missing = False
-    if topology.rank == 0 and run_dir is not None:
-        missing = not has_record(Path(run_dir) / "metrics.jsonl", "valid", step)
-    return bool(topology.world.broadcast_json(missing, topology.device))
-
-
 class Evaluator:
-    """The loss over the first eval_iters global batches of a split: the same ones each time, so that values can be
-    compared.
+    """The loss over the first eval_iters global batches of a split: the same ones each time.
 
     Args:
         loader: None on ranks that read no data.
@@ -99,14 +84,11 @@ class Evaluator:
     def __init__(
         self, replica: Replica, stepper: Stepper, loader: BatchLoader | None, stops: StopRequests | None = None
     ) -> None:
-        self._stops = stops
         training = replica.config.training
         assert training.global_batch_size is not None
-        self._stepper, self._strategy = stepper, replica.strategy
-        self._loader = loader
-        self._batches = training.eval_iters
-        self._size = training.global_batch_size
-        self._topology = replica.topology
+        self._stepper, self._loader, self._stops = stepper, loader, stops
+        self._topology, self._strategy = replica.topology, replica.strategy
+        self._batches, self._size = training.eval_iters, training.global_batch_size
 
     def prepare(self) -> None:
         """An evaluation is coming: begin to read its first batch."""
@@ -119,16 +101,19 @@ class Evaluator:
         Raises:
             ConfigError, StopRun: as `read_batches`.
         """
-        with self._strategy.consensus():
-            return self._mean()
-
-    def _mean(self) -> float:
         losses: list[float] = []
-        for first in range(0, self._batches * self._size, self._size):
-            microbatches, _ = read_batches(
-                self._loader, first, self._size, topology=self._topology, scope=self._topology.world, stops=self._stops
-            )
-            if self._loader is not None and len(losses) + 1 < self._batches:
-                self._loader.prefetch(first + self._size, self._size)
-            losses.append(self._stepper.evaluate(microbatches, first_sample=first, batch_size=self._size))
+        stop = self._batches * self._size
+        with self._strategy.consensus():
+            for first in range(0, stop, self._size):
+                microbatches, _ = read_batches(
+                    self._loader,
+                    first,
+                    self._size,
+                    topology=self._topology,
+                    scope=self._topology.world,
+                    stops=self._stops,
+                )
+                if self._loader is not None and first + self._size < stop:
+                    self._loader.prefetch(first + self._size, self._size)
+                losses.append(self._stepper.evaluate(microbatches, first_sample=first, batch_size=self._size))
         return sum(losses) / len(losses)

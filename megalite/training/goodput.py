@@ -3,15 +3,15 @@
 Goodput is the time of the steps that count over the wall clock since the run's first start.
 """
 
+import contextlib
 import itertools
 import json
 import os
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from megalite.config.reading import read_text
 from megalite.training.sinks import parse_record
@@ -19,14 +19,13 @@ from megalite.training.sinks import parse_record
 FILE = "sessions.json"
 FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
 """How a session ended by itself; one that was killed says nothing."""
-
 _WRITE_SECONDS = 5.0
 """Between two writes of the file: steps may be short, and the disk far away."""
 
 
 @dataclass(kw_only=True)
 class Session:
-    """From one start to its end. Times of day are seconds since 1970, the others seconds."""
+    """From one start to its end. Times of day are seconds since 1970."""
 
     started: float
     seen: float
@@ -37,7 +36,7 @@ class Session:
     ranks: int = 1
     layout: str = ""
     first_step: int = 0
-    """Where it started: its first step is the one after."""
+    """The step of the checkpoint that it started from."""
     last_step: int = 0
     startup_seconds: float = 0.0
     steps_seconds: float = 0.0
@@ -93,20 +92,23 @@ class Goodput:
 def goodput_of(sessions: Sequence[Session]) -> Goodput:
     """Of sessions in order. Between the end of a run that had finished and its next start nothing was to be done: that is
     no part of the wall clock."""
-    gaps = [
+
+    def total(field: str) -> float:
+        return sum(getattr(one, f"{field}_seconds") for one in sessions)
+
+    gaps = sum(
         max(0.0, after.started - before.seen)
         for before, after in itertools.pairwise(sessions)
         if before.ended != FINISHED
-    ]
-    lost = sum(one.lost_seconds for one in sessions)
+    )
     return Goodput(
-        steps=max(0.0, sum(one.steps_seconds for one in sessions) - lost),
-        startup=sum(one.startup_seconds for one in sessions),
-        evaluation=sum(one.evaluation_seconds for one in sessions),
-        save=sum(one.save_seconds for one in sessions),
-        lost=lost,
-        gaps=sum(gaps),
-        wall=sum(max(0.0, one.seen - one.started) for one in sessions) + sum(gaps),
+        steps=max(0.0, total("steps") - total("lost")),
+        startup=total("startup"),
+        evaluation=total("evaluation"),
+        save=total("save"),
+        lost=total("lost"),
+        gaps=gaps,
+        wall=sum(max(0.0, one.seen - one.started) for one in sessions) + gaps,
         starts=len(sessions),
         lost_steps=sum(one.lost_steps for one in sessions),
     )
@@ -122,26 +124,23 @@ def read_sessions(folder: Path) -> list[Session]:
         return []
 
 
-@dataclass
 class SessionLog:
-    """The session under way, after those that were.
+    """The session under way, after those that were. Made before metrics.jsonl drops the steps that are made again: their
+    time is read there.
 
     Args:
         folder: of the run; None: nothing is written.
+        started: time of day of this start.
+        step: where it stands.
+        resumes: it continues a run; else what was in the folder is forgotten.
         log: prints a line.
+
+    Raises:
+        OSError: the folder cannot be written.
     """
 
-    folder: Path | None
-    session: Session
-    earlier: list[Session]
-    log: Callable[[str], None]
-    _ready: bool = field(default=False, init=False)
-    _warned: bool = field(default=False, init=False)
-    _written: float = field(default=0.0, init=False)
-
-    @classmethod
-    def open(
-        cls,
+    def __init__(
+        self,
         folder: Path | None,
         *,
         started: float,
@@ -150,19 +149,11 @@ class SessionLog:
         ranks: int,
         layout: str,
         log: Callable[[str], None],
-    ) -> "SessionLog":
-        """Begin a session. Before metrics.jsonl drops the steps that are made again: their time is read there.
-
-        Args:
-            started: time of day of this start.
-            step: where it stands.
-            resumes: it goes on with a run; else what was in the folder is forgotten.
-
-        Raises:
-            OSError: the folder cannot be written.
-        """
-        earlier = read_sessions(folder) if folder is not None and resumes else []
-        session = Session(
+    ) -> None:
+        self._folder, self._log = folder, log
+        self._ready = self._warned = False
+        self._earlier = read_sessions(folder) if folder is not None and resumes else []
+        self.session = Session(
             started=started,
             seen=started,
             host=platform.node(),
@@ -174,14 +165,12 @@ class SessionLog:
         )
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            if earlier:
+            if self._earlier:
                 metrics = folder / "metrics.jsonl"
-                _make_up_for(earlier[-1], metrics)
+                _make_up_for(self._earlier[-1], metrics)
                 lost = [seconds for number, seconds in _steps(metrics) if number > step]
-                session.lost_steps, session.lost_seconds = len(lost), sum(lost)
-        opened = cls(folder, session, earlier, log)
-        opened._write()
-        return opened
+                self.session.lost_steps, self.session.lost_seconds = len(lost), sum(lost)
+        self._write()
 
     def ready(self) -> None:
         """The first step begins: what was until here, but for evaluation, was start-up."""
@@ -200,49 +189,38 @@ class SessionLog:
         name = f"{part}_seconds"
         setattr(self.session, name, getattr(self.session, name) + seconds)
 
-    def goodput(self) -> Goodput:
-        """Until now."""
-        self.session.seen = time.time()
-        return goodput_of([*self.earlier, self.session])
-
     def note(self, *, at_once: bool = False) -> Goodput:
         """Until now; and the file says so, before long. A disk that is full holds up no training."""
-        found = self.goodput()
-        if not at_once and self.session.seen - self._written < _WRITE_SECONDS:
-            return found
-        try:
-            self._write()
-        except OSError as error:
-            if not self._warned:
-                self._warned = True
-                self.log(f"warning: cannot write {FILE}: {error.strerror}; goodput will not count what is not there")
-        return found
+        self.session.seen = time.time()
+        if at_once or self.session.seen - self._written >= _WRITE_SECONDS:
+            try:
+                self._write()
+            except OSError as error:
+                if not self._warned:
+                    self._warned = True
+                    self._log(
+                        f"warning: cannot write {FILE}: {error.strerror}; goodput will not count what is not there"
+                    )
+        return goodput_of([*self._earlier, self.session])
 
     def close(self, ended: str) -> Goodput:
         """The session is over. One that found nothing to do is forgotten."""
-        idle = self.session.last_step == self.session.first_step and ended == FINISHED
-        if idle and self.earlier:
-            self.session = self.earlier.pop()
-            self._write_quietly()
-            return goodput_of([*self.earlier, self.session])
+        if self.session.last_step == self.session.first_step and ended == FINISHED and self._earlier:
+            self.session = self._earlier.pop()
+            with contextlib.suppress(OSError):
+                self._write()
+            return goodput_of([*self._earlier, self.session])
         self.ready()
         self.session.ended = ended
         return self.note(at_once=True)
 
-    def _write_quietly(self) -> None:
-        try:
-            self._write()
-        except OSError:
-            return
-
     def _write(self) -> None:
         self._written = self.session.seen
-        if self.folder is None:
-            return
-        tree: dict[str, Any] = {"sessions": [asdict(one) for one in (*self.earlier, self.session)]}
-        beside = self.folder / f".{FILE}.new"
-        beside.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
-        beside.replace(self.folder / FILE)
+        if self._folder is not None:
+            temporary = self._folder / f".{FILE}.new"
+            tree = {"sessions": [asdict(one) for one in (*self._earlier, self.session)]}
+            temporary.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
+            temporary.replace(self._folder / FILE)
 
 
 def _make_up_for(last: Session, metrics: Path) -> None:
@@ -258,11 +236,9 @@ def _steps(metrics: Path) -> list[tuple[int, float]]:
     """(step, seconds) of the training steps in a metrics.jsonl."""
     if not metrics.exists():
         return []
-    lines = metrics.read_text(errors="replace").splitlines(keepends=True)
-    records = [record for line in lines if (record := parse_record(line)) is not None]
-    found = []
-    for record in records:
-        milliseconds = record.get("ms_per_step")
-        if record["kind"] == "train" and isinstance(milliseconds, int | float):
-            found.append((record["step"], milliseconds / 1e3))
-    return found
+    records = map(parse_record, metrics.read_text(errors="replace").splitlines(keepends=True))
+    return [
+        (record["step"], record["ms_per_step"] / 1e3)
+        for record in records
+        if record is not None and record["kind"] == "train" and isinstance(record.get("ms_per_step"), int | float)
+    ]

@@ -1,7 +1,6 @@
-"""Starts and watches the process that watches this host's ranks; sets up NCCL's flight recorder."""
+"""Starts and watches the process that watches this host's ranks; reads NCCL's flight recorder for it."""
 
 import contextlib
-import dataclasses
 import json
 import os
 import platform
@@ -11,7 +10,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +29,22 @@ _DUMP = "_dump_fr_trace_json"
 _RECORDER_LOOK_SECONDS = 0.1
 _MOST_ENTRIES = 8
 
+_WATCHER = "megalite.cli.hang_watch"
+"""Run as a program: it must continue when this process is stopped."""
+_ROLL_CALL_SECONDS = 20.0
+"""What ranks whose collective has failed may take to find out who does not answer, and to leave."""
+_GOODBYE_SECONDS = 5.0
+_LOOK_SECONDS = 5.0
+_LOOKS = 2
+"""Looks in a row that must find the watching process ended or stopped."""
+_RESTARTS = 3
+_THE_WATCHER = "the process that watches the ranks of this host"
+_HAPPENED = {STOPPED: "is stopped", GONE: "has ended"}
+_UNNOTICED = "a rank that stands still will not be noticed before collectives time out"
+
 
 class FlightRecorder:
-    """A thread that writes down what the recorder has, once the watching process asks for it.
-
-    Args:
-        folder: the watching process's.
-        path: file for the answer.
-    """
+    """A thread that writes what the recorder has to `path`, once the watching process asks for it in `folder`."""
 
     def __init__(self, folder: Path, path: Path) -> None:
         self._asked, self._path = folder / ASK, path
@@ -48,13 +55,13 @@ class FlightRecorder:
     def _work(self) -> None:
         while not self._closed.wait(_RECORDER_LOOK_SECONDS):
             if self._asked.exists():
-                beside = self._path.with_suffix(".new")
-                beside.write_text(json.dumps(last_entries()))
-                beside.replace(self._path)
+                temporary = self._path.with_suffix(".new")
+                temporary.write_text(json.dumps(last_entries()))
+                temporary.replace(self._path)
                 return
 
     def close(self) -> None:
-        """Nobody asks any more."""
+        """End the thread."""
         self._closed.set()
         self._thread.join()
 
@@ -67,7 +74,6 @@ def available() -> bool:
 def last_entries() -> list[dict[str, Any]]:
     """The newest entries, oldest first: `{"group": "tp", "seq": 41, "op": "gloo:all_reduce", "state": "completed"}`."""
     trace = json.loads(getattr(torch._C._distributed_c10d, _DUMP)())
-    entries = trace.get("entries", [])[-_MOST_ENTRIES:]
     return [
         {
             "group": (entry.get("process_group") or ["?"])[0],
@@ -75,22 +81,8 @@ def last_entries() -> list[dict[str, Any]]:
             "op": entry.get("profiling_name", "?"),
             "state": entry.get("state", "?"),
         }
-        for entry in entries
+        for entry in trace.get("entries", [])[-_MOST_ENTRIES:]
     ]
-
-
-_WATCHER = "megalite.cli.hang_watch"
-"""Run as a program: it must go on when this process is stopped."""
-_ROLL_CALL_SECONDS = 20.0
-"""What ranks whose collective has failed may take to find out who does not answer, and to leave."""
-_GOODBYE_SECONDS = 5.0
-_LOOK_SECONDS = 5.0
-_LOOKS = 2
-"""Looks in a row that must find the watching process ended or stopped."""
-_RESTARTS = 3
-_THE_WATCHER = "the process that watches the ranks of this host"
-_HAPPENED = {STOPPED: "is stopped", GONE: "has ended"}
-_UNNOTICED = "a rank that stands still will not be noticed before collectives time out"
 
 
 @dataclass
@@ -109,11 +101,7 @@ class HangWatch:
     _watcher: "_Watcher | None" = None
 
     def close(self, *, agreed: bool) -> None:
-        """The run is at its end here.
-
-        Args:
-            agreed: on every rank; else the others are watched further.
-        """
+        """The run is at its end here; `agreed`: on every rank, else the others are watched further."""
         self.heartbeat.close(failed=not agreed)
         if self._watcher is not None:
             self._watcher.close(self.rank, together=agreed or self.alone)
@@ -146,7 +134,7 @@ class _Watcher:
         while not self._closing.wait(self._every):
             found = self._state()
             # One look may come while a whole job that was suspended is being continued.
-            wrong = wrong + 1 if found in (STOPPED, GONE) else 0
+            wrong = wrong + 1 if found in _HAPPENED else 0
             if wrong == _LOOKS and self.process is not None:
                 wrong = 0
                 if not self._replace(found):
@@ -162,17 +150,17 @@ class _Watcher:
         return process_state(pid, started)
 
     def _replace(self, found: str) -> bool:
-        """Start another watch in the place of this one; False if that is given up."""
+        """Start another process in the place of this one; False if that is given up."""
         assert self.process is not None and self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
         self.process.kill()
         status = self.process.wait()
-        how = _HAPPENED[found] if found == STOPPED else f"{_HAPPENED[found]} (status {status})"
+        how = f"{_THE_WATCHER} {_HAPPENED[found]}{'' if found == STOPPED else f' (status {status})'}"
         if self._starts > _RESTARTS:
-            self._say(f"warning: {_THE_WATCHER} {how} once more: {_UNNOTICED}")
+            self._say(f"warning: {how} once more: {_UNNOTICED}")
             return False
-        self._say(f"warning: {_THE_WATCHER} {how}: another one is started")
+        self._say(f"warning: {how}: another one is started")
         self._starts += 1
         try:
             self.process = _start(self._plan)
@@ -185,27 +173,24 @@ class _Watcher:
         """This rank's run is at its end; `together` with all others, or they are watched further."""
         self._closing.set()
         self._thread.join()
-        if self.process is None:
+        process = self.process
+        if process is None:
             return
-        assert self.process.stdin is not None
+        assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError, ValueError):  # it has ended, and perhaps was given up
-            self.process.stdin.write(b"done\n" if together else f"left {rank}\n".encode())
-            self.process.stdin.close()
+            process.stdin.write(b"done\n" if together else f"left {rank}\n".encode())
+            process.stdin.close()
         if together:
-            self._wait()
-        elif self.process.poll() is None:
-            # Nobody waits for it: it ends with the last rank, and a rank that has failed must be able to end first.
-            self.process.returncode = 0
-        if self.process.returncode != 0:
+            try:
+                process.wait(_GOODBYE_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        elif process.poll() is None:
+            # It ends with the last rank, and a rank that has failed must be able to end first.
+            process.returncode = 0
+        if process.returncode != 0:
             shutil.rmtree(self._plan.folder, ignore_errors=True)
-
-    def _wait(self) -> None:
-        assert self.process is not None
-        try:
-            self.process.wait(_GOODBYE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
 
 
 def begin_watch(
@@ -216,9 +201,9 @@ def begin_watch(
     device: torch.device,
     run_dir: str | None,
     log: Callable[[str], None],
-    say: Callable[[str], None] = lambda line: None,
+    say: Callable[[str], None],
 ) -> HangWatch:
-    """Watch the ranks of this run from a process of its own on each host, if hang_timeout_minutes says so.
+    """Watch the ranks of this run from a separate process on each host, if hang_timeout_minutes says so.
 
     Args:
         run_dir: folder for the report, if the run has one.
@@ -240,33 +225,34 @@ def begin_watch(
             f"hang_timeout_minutes {parallel.hang_timeout_minutes:g} needs Linux and this is {platform.system()}; "
             "use --hang-timeout-minutes 0"
         )
-    me: dict[str, Any] = {"host": host_key(), "name": platform.node(), "error_file": launch.error_file}
-    me["network"] = network_key()
-    me |= {"pid": os.getpid(), "started": start_time(os.getpid()), "folder": None}
+    host, folder = host_key(), None
+    me: dict[str, Any] = {"host": host, "name": platform.node(), "error_file": launch.error_file}
+    me |= {"network": network_key(), "pid": os.getpid(), "started": start_time(os.getpid())}
     if launch.local_rank == 0:
         try:
-            me["folder"] = tempfile.mkdtemp(prefix="megalite-")
+            folder = tempfile.mkdtemp(prefix="megalite-")
         except OSError as error:
             me["fault"] = f"{error.filename or tempfile.gettempdir()}: {error.strerror}"
     try:
-        everyone = world.gather_json(me, device)
-        leaders = _leaders(everyone)
+        everyone = world.gather_json({**me, "folder": folder}, device)
+        leaders: dict[str, int] = {}
+        """Of each host the rank whose folder is used and that starts the watching process."""
         for rank, one in enumerate(everyone):
+            if one["folder"] is not None:
+                leaders.setdefault(one["host"], rank)
             if world.rank == 0 and "fault" in one:
                 log(f"warning: {one['name']} is not watched, rank {rank} cannot write to {one['fault']}")
-        if me["folder"] is not None and leaders[me["host"]] != world.rank:
-            shutil.rmtree(me["folder"])  # two launchers on one host
-        if me["host"] not in leaders:
+        leads = leaders.get(host) == world.rank
+        if folder is not None and not leads:
+            shutil.rmtree(folder)  # two launchers on one host
+        if host not in leaders:
             return HangWatch()
         records = launch.flight_recorder and available()
-        plan = _plan(everyone, leaders, me["host"], parallel, run_dir=run_dir, flight_recorder=records)
-        if len({one["network"] for one in everyone}) > 1:
-            patience = 60.0 * parallel.distributed_timeout_minutes + _ROLL_CALL_SECONDS
-            plan = dataclasses.replace(plan, network_seconds=patience)
-        return _join(plan, world.rank, leads=leaders[me["host"]] == world.rank, say=say)
+        plan = _plan(everyone, leaders, host, parallel, run_dir=run_dir, flight_recorder=records)
+        return _join(plan, world.rank, leads=leads, say=say)
     except BaseException:
-        if me["folder"] is not None:
-            shutil.rmtree(me["folder"], ignore_errors=True)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
@@ -285,15 +271,6 @@ def _join(plan: WatchPlan, rank: int, *, leads: bool, say: Callable[[str], None]
     return HangWatch(heartbeat, rank, plan.world_size == 1, handlers, recorder, watcher)
 
 
-def _leaders(everyone: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Of each host the rank whose folder is used and that starts the watching process."""
-    leaders: dict[str, int] = {}
-    for rank, one in enumerate(everyone):
-        if one["folder"] is not None:
-            leaders.setdefault(one["host"], rank)
-    return leaders
-
-
 def _plan(
     everyone: Sequence[Mapping[str, Any]],
     leaders: Mapping[str, int],
@@ -309,6 +286,9 @@ def _plan(
         key: name if names.count(name) == 1 else f"{name} (rank {rank})"
         for (key, rank), name in zip(leaders.items(), names, strict=True)
     }
+    patience = {}
+    if len({one["network"] for one in everyone}) > 1:
+        patience["network_seconds"] = 60.0 * parallel.distributed_timeout_minutes + _ROLL_CALL_SECONDS
     return WatchPlan(
         folder=everyone[leaders[host]]["folder"],
         seconds=60.0 * parallel.hang_timeout,
@@ -324,18 +304,19 @@ def _plan(
         report_folder=None if run_dir is None else str(Path(run_dir).absolute()),
         run=Path(everyone[min(leaders.values())]["folder"]).name,
         flight_recorder=flight_recorder,
+        **patience,
     )
 
 
 def _start(plan: WatchPlan) -> subprocess.Popen[bytes]:
-    # A session of its own: neither Ctrl-C nor what a launcher sends to this process's group is for it.
+    # In a new session: neither Ctrl-C nor what a launcher sends to this process's group is for it.
     process = subprocess.Popen(
         [sys.executable, "-m", _WATCHER], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
     )
     assert process.stdin is not None
-    process.stdin.write(json.dumps(dataclasses.asdict(plan)).encode() + b"\n")
+    process.stdin.write(json.dumps(asdict(plan)).encode() + b"\n")
     process.stdin.flush()
-    beside = plan.watcher.with_suffix(".new")
-    beside.write_text(f"{process.pid} {start_time(process.pid) or 0}")
-    beside.replace(plan.watcher)
+    temporary = plan.watcher.with_suffix(".new")
+    temporary.write_text(f"{process.pid} {start_time(process.pid) or 0}")
+    temporary.replace(plan.watcher)
     return process

@@ -8,34 +8,36 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megalite.config.errors import ConfigError
+from megalite.config.registry import Registry
 from megalite.pipeline.executor import Tracer
 from megalite.topology.layout import ParallelLayout
 from megalite.topology.topology import Topology
-from megalite.training.goodput import FAILED, FINISHED, STOPPED, Goodput, SessionLog
-from megalite.training.memory import memory_now, peak_memory_bytes, record_memory_history
-from megalite.training.phases import FOLDER, PHASES, PhaseClock, StepProfiler, Together
+from megalite.training.goodput import FAILED, FINISHED, STOPPED, SessionLog
+from megalite.training.memory import memory_now, peak_memory_bytes
+from megalite.training.phases import PHASES, PhaseClock, Together
 from megalite.training.replica import Replica
 
 _EACH_STEP = ("forward", "backward", "reduce", "optimizer", "data_wait", "other")
-"""Told in ms a step; the others, which come now and then, in seconds of the interval."""
+"""In ms a step; the others, which come now and then, in seconds of the interval."""
 _LABELS = {"data_wait": "data"}
 _NOW_AND_THEN = ("evaluation", "save")
 _COLUMNS = (*PHASES, "other", "memory")
 _NAMED_PEERS = 8
+_HISTORY = 200_000
+"""Allocations that record_memory_history keeps."""
 
+_TRACING: Registry[Any] = Registry(
+    "tracing", {"profile": "megalite.training.trace:StepProfiler", "trace": "megalite.training.trace:TraceWriter"}
+)
 
-@dataclass(frozen=True)
-class IntervalReport:
-    """What an interval's line stands on."""
-
-    fields: dict[str, float]
-    """For the record: `<phase>_ms`, the most over ranks, and `<phase>_ms_min`; `evaluation_seconds`, `save_seconds`,
-    `memory_bytes_max` and `straggler_factor`."""
-    lines: list[str]
+Report = tuple[dict[str, float], list[str]]
+"""What an interval adds to its record, and lines for the log. The record: `<phase>_ms`, the most over ranks, and
+`<phase>_ms_min`; `evaluation_seconds`, `save_seconds`, `memory_bytes_max` and `straggler_factor`."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Timings:
     """Collects every rank's phases once an interval.
 
     Args:
-        apart: ranks take steps without waiting for one another: then rank 0 tells its own phases, and nothing is
+        apart: ranks take steps without waiting for one another: then rank 0 reports its own phases, and nothing is
             gathered.
         threshold: from which factor on a rank is called a straggler.
 
@@ -64,16 +66,11 @@ class Timings:
     def __init__(self, clock: PhaseClock, topology: Topology, *, apart: bool, threshold: float) -> None:
         self._clock, self._topology, self._threshold = clock, topology, threshold
         self._gathers = not apart and topology.world.size > 1
-        self._hosts = (
-            topology.world.gather_json(platform.node(), topology.device) if self._gathers else [platform.node()]
-        )
+        self._hosts = topology.world.gather_json(platform.node(), topology.device) if self._gathers else []
         self._units = units(topology.layout)
 
-    def interval(self, *, steps: int, seconds: float) -> IntervalReport:
-        """The interval that ends here; every rank calls it.
-
-        Args:
-            seconds: of its steps, on this rank.
+    def interval(self, *, steps: int, seconds: float) -> Report:
+        """The interval that ends here, whose steps took `seconds` on this rank; every rank calls it.
 
         Collectives: an all-gather of a few numbers over the world, unless ranks run apart.
         """
@@ -81,10 +78,9 @@ class Timings:
         columns = {name: [row[index] for row in rows] for index, name in enumerate(_COLUMNS)}
         fields: dict[str, float] = {}
         for name in _EACH_STEP:
-            fields[f"{name}_ms"] = 1e3 * max(columns[name])
-            fields[f"{name}_ms_min"] = 1e3 * min(columns[name])
-        # What is said of each step already, by the step itself.
-        del fields["data_wait_ms"], fields["data_wait_ms_min"]
+            if name != "data_wait":  # which each step reports itself
+                fields[f"{name}_ms"] = 1e3 * max(columns[name])
+                fields[f"{name}_ms_min"] = 1e3 * min(columns[name])
         fields |= {f"{name}_seconds": max(columns[name]) for name in _NOW_AND_THEN}
         fields["memory_bytes_max"] = max(columns["memory"])
         lines = [_line(columns, len(rows))]
@@ -93,32 +89,34 @@ class Timings:
             found = compare(computes, self._units, 1.0)
             fields["straggler_factor"] = max((one.factor for one in found), default=1.0)
             lines += [self._said(one) for one in found if one.factor >= self._threshold]
-        return IntervalReport(fields, lines)
+        return fields, lines
 
     def _gather(self, steps: int, seconds: float) -> list[list[float]]:
-        """A row a rank: seconds a step, or of the interval, and bytes."""
+        """A row per rank: seconds a step, or of the interval, and bytes."""
+        world, device = self._topology.world, self._topology.device
         taken = self._clock.take()
         mine = {name: taken[name] / steps if name in _EACH_STEP else taken[name] for name in PHASES}
         busy = sum(mine[name] for name in _EACH_STEP if name in mine)
-        mine["other"] = max(0.0, seconds / steps - busy)
-        mine["memory"] = float(peak_memory_bytes(self._topology.device))
-        row = [mine[name] for name in _COLUMNS]
+        row = [*mine.values(), max(0.0, seconds / steps - busy), float(peak_memory_bytes(device))]
         if not self._gathers:
             return [row]
-        world, device = self._topology.world, self._topology.device
         every = torch.empty(world.size * len(row), dtype=torch.float64, device=device)
         world.all_gather(every, torch.tensor(row, dtype=torch.float64, device=device))
         return every.view(world.size, len(row)).tolist()
 
     def _said(self, one: Straggler) -> str:
-        ranks = f"rank {one.ranks[0]}" if len(one.ranks) == 1 else f"ranks {' '.join(map(str, one.ranks))}"
+        several, peers = len(one.ranks) > 1, " ".join(map(str, one.peers[:_NAMED_PEERS]))
         hosts = " ".join(dict.fromkeys(self._hosts[rank] for rank in one.ranks))
-        together = "" if len(one.ranks) == 1 else ", which wait for each other in every layer,"
-        peers = " ".join(map(str, one.peers[:_NAMED_PEERS])) + (" ..." if len(one.peers) > _NAMED_PEERS else "")
         return (
-            f"straggler: {ranks} (host {hosts}){together} took {1e3 * one.seconds:.1f} ms a step for forward and backward, "
-            f"{one.factor:.2f} times the median of {'its' if len(one.ranks) == 1 else 'their'} peers ({'rank' if len(one.peers) == 1 else 'ranks'} {peers})"
+            f"straggler: {_ranks(one.ranks)} {' '.join(map(str, one.ranks))} (host {hosts})"
+            f"{', which wait for each other in every layer,' if several else ''} took {1e3 * one.seconds:.1f} ms a step "
+            f"for forward and backward, {one.factor:.2f} times the median of {'their' if several else 'its'} peers "
+            f"({_ranks(one.peers)} {peers}{' ...' if len(one.peers) > _NAMED_PEERS else ''})"
         )
+
+
+def _ranks(some: Sequence[int]) -> str:
+    return "rank" if len(some) == 1 else "ranks"
 
 
 def units(layout: ParallelLayout) -> list[list[tuple[int, ...]]]:
@@ -187,31 +185,36 @@ class Instruments:
         self._started, self._first = started, step
         topology, logging = replica.topology, replica.config.logging
         self.clock = PhaseClock(topology.device)
-        self._timings = None
+        self._timings: Timings | None = None
+        self._sessions: SessionLog | None = None
+        self._profiler = self.traces = None
+        if logging.trace:
+            assert logging.run_dir is not None, "validate() asks for it"
+            steps = [step + traced for traced in logging.trace_steps]
+            self.traces = _TRACING.get("trace")(topology, steps=steps, folder=Path(logging.run_dir), log=log)
         if logging.timing_log_level:
             self._timings = Timings(self.clock, topology, apart=apart, threshold=logging.straggler_threshold)
-        self._profiler: StepProfiler | None = None
         if logging.profile and topology.rank in logging.profile_ranks:
             assert logging.run_dir is not None, "validate() asks for it"
-            self._profiler = StepProfiler(
-                Path(logging.run_dir) / FOLDER,
+            self._profiler = _TRACING.get("profile")(
+                Path(logging.run_dir),
                 rank=topology.rank,
                 first=step + logging.profile_step_start,
                 last=step + logging.profile_step_end - 1,
-                device=topology.device,
                 clock=self.clock,
             )
-        self._sessions: SessionLog | None = None
+
+    @property
+    def tracer(self) -> Tracer | None:
+        """What the executor reports its computations to."""
+        timer: Tracer | None = None if self.traces is None else self.traces.timer
+        if not self._times:
+            return timer
+        return self.clock if timer is None else Together(self.clock, timer)
 
     @property
     def _times(self) -> bool:
         return self._timings is not None or self._profiler is not None
-
-    def tracer(self, other: Tracer | None) -> Tracer | None:
-        """What the executor tells of its computations."""
-        if not self._times:
-            return other
-        return self.clock if other is None else Together(self.clock, other)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Around what a step does beside its program."""
@@ -224,6 +227,9 @@ class Instruments:
             ConfigError: a file cannot be written, on some ranks perhaps.
         """
         topology, config = self._replica.topology, self._replica.config
+        for traced in sorted(self.traces.steps if self.traces else ()):
+            if traced > total_steps:
+                self._log(f"step {traced} is beyond the last step, {total_steps}: it will not be traced")
         if self._profiler is not None:
             self._profiler.make_folder()
             if self._profiler.last > total_steps:
@@ -231,13 +237,13 @@ class Instruments:
                     f"step {self._profiler.last} is beyond the last step, {total_steps}: no profile will be written"
                 )
         if config.logging.record_memory_history:
-            record_memory_history(topology.device)
+            torch.cuda.memory._record_memory_history(max_entries=_HISTORY, device=topology.device)
         if topology.rank != 0:
             return
         folder, checkpoint, layout = config.logging.run_dir, config.checkpoint, topology.layout
         axes = {name: getattr(layout, name) for name in ("tp", "pp", "cp", "dp", "ep")}
         try:
-            self._sessions = SessionLog.open(
+            self._sessions = SessionLog(
                 None if folder is None else Path(folder),
                 started=self._started,
                 step=self._first,
@@ -265,18 +271,19 @@ class Instruments:
                 self._sessions.spend(name, seconds)
 
     def begin(self, step: int) -> None:
-        """Before a step."""
+        """Before a step.
+
+        Collectives: those of `TraceWriter.begin`.
+        """
+        if self.traces is not None:
+            self.traces.begin(step)
         if self._sessions is not None:
             self._sessions.ready()
         if self._profiler is not None:
             self._profiler.begin(step)
 
     def made(self, step: int, *, seconds: float, waited: float) -> None:
-        """A step was made.
-
-        Args:
-            waited: part of it, for data.
-        """
+        """A step was made; `waited`: part of it, for data."""
         self.clock.add("data_wait", waited)
         if self._sessions is not None:
             self._sessions.step(step, seconds)
@@ -288,25 +295,22 @@ class Instruments:
         self._log(said)
         return True
 
-    def interval(self, *, steps: int, seconds: float) -> IntervalReport:
+    def interval(self, *, steps: int, seconds: float) -> Report:
         """What the line of an interval, which ends here, stands on.
 
         Collectives: those of `Timings.interval`.
         """
-        report = IntervalReport({}, [])
+        fields: dict[str, float] = {}
+        lines: list[str] = []
         if self._timings is not None:
-            report = self._timings.interval(steps=steps, seconds=seconds)
-        fields = {**report.fields, **memory_now(self._replica.topology.device)}
+            fields, lines = self._timings.interval(steps=steps, seconds=seconds)
+        fields |= memory_now(self._replica.topology.device)
         if self._sessions is not None:
             fields["goodput"] = self._sessions.note().fraction
-        return IntervalReport(fields, report.lines)
+        return fields, lines
 
     def close(self, *, finished: bool) -> None:
-        """The run ends, also where an exception is on its way.
-
-        Args:
-            finished: its last step is done.
-        """
+        """The run ends, also where an exception is on its way; `finished`: its last step is done."""
         if self._profiler is not None:
             self._profiler.close()
         if self._sessions is None:
@@ -316,6 +320,6 @@ class Instruments:
         if error is not None:
             ended = FAILED if isinstance(error, Exception) else STOPPED
         made = self._sessions.session.last_step > self._first
-        found: Goodput = self._sessions.close(ended)
+        found = self._sessions.close(ended)
         if made and ended != FAILED:
             self._log(found.in_words())

@@ -1,6 +1,6 @@
 """Reading what a replica remembers out of a checkpoint of any layout, and of another strategy or optimizer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -13,8 +13,6 @@ from megalite.data_parallel.buckets import Placed
 from megalite.data_parallel.facts import Placement
 from megalite.data_parallel.shards import OptimizerShard, placed_in
 from megalite.data_parallel.strategy import FlatState, TensorState
-from megalite.tensor_parallel.parameter import ShardedParameter
-from megalite.topology.layout import ShardSpec
 from megalite.training.replica import Replica
 from megalite.training.state_tensors import flat_states, tensor_spec, tensor_states
 
@@ -22,7 +20,7 @@ from megalite.training.state_tensors import flat_states, tensor_spec, tensor_sta
 def load_states(replica: Replica, checkpoint: Checkpoint, *, with_optimizer: bool, log: Callable[[str], None]) -> None:
     """Weights, main parameters and, with_optimizer, all else that optimizer and strategy remember.
 
-    What a checkpoint of another strategy or optimizer does not have starts anew, what each of its replicas had of its own
+    What a checkpoint of another strategy or optimizer does not have starts anew, what differs between its replicas
     is averaged where the number of replicas is another or they share it, and the log says so.
 
     Raises:
@@ -34,8 +32,7 @@ def load_states(replica: Replica, checkpoint: Checkpoint, *, with_optimizer: boo
             _load_weights(replica, shard, checkpoint)
             if shard.is_copy:
                 for placed in placed_in(shard):
-                    key = main_key(placed.parameter, checkpoint)
-                    _read_range(checkpoint, key, placed, shard.start, shard.main_param.data)
+                    _read_range(checkpoint, main_key(placed, checkpoint), placed, shard.start, shard.main_param.data)
     if with_optimizer:
         for shard in replica.strategy.shards:
             for state in flat_states(replica, shard):
@@ -53,79 +50,83 @@ def load_states(replica: Replica, checkpoint: Checkpoint, *, with_optimizer: boo
 
 def _load_weights(replica: Replica, shard: OptimizerShard, checkpoint: Checkpoint) -> None:
     state = replica.strategy.weights(shard)
-    for placed in shard.bucket.placed:
-        if placed.start < state.stop and placed.stop > state.start:
-            key = _weight_key(placed.parameter, state.values.dtype, checkpoint)
-            _read_range(checkpoint, key, placed, state.start, state.values)
+    for placed in _overlapping(state):
+        spec = placed.parameter.info.spec
+        entry = checkpoint.entry(weight_key(spec.name))
+        if tuple(entry.global_shape) != tuple(spec.global_shape):
+            raise CheckpointError(
+                f"{checkpoint.path}: {weight_key(spec.name)} is {list(entry.global_shape)} there, "
+                f"{list(spec.global_shape)} here"
+            )
+        same = TORCH_DTYPES[entry.dtype] == state.values.dtype
+        key = weight_key(spec.name) if same else main_key(placed, checkpoint)
+        _read_range(checkpoint, key, placed, state.start, state.values)
+
+
+def _overlapping(state: FlatState) -> list[Placed]:
+    return [placed for placed in state.bucket.placed if placed.start < state.stop and placed.stop > state.start]
 
 
 def _load_flat(
     replica: Replica, state: FlatState, checkpoint: Checkpoint, notes: dict[str, None], *, anew: bool = False
 ) -> None:
-    for placed in state.bucket.placed:
-        if placed.start >= state.stop or placed.stop <= state.start:
-            continue
+    for placed in _overlapping(state):
         key = optimizer_key(state.name, placed.parameter.info.spec.name)
         if not anew and checkpoint.has(key):
             _load_stored(replica, state, checkpoint, key, placed, notes)
         elif state.default == "parameter":
-            _read_range(checkpoint, main_key(placed.parameter, checkpoint), placed, state.start, state.values)
+            _read_range(checkpoint, main_key(placed, checkpoint), placed, state.start, state.values)
             notes[f"has no {state.name} for this run: it starts from the parameters"] = None
         elif state.default == "zeros":
-            first, last = max(placed.start, state.start), min(placed.stop, state.stop)
-            state.values[first - state.start : last - state.start].zero_()
+            _range_in(state, placed).zero_()
             notes[f"has no {state.name} for this run: it starts from 0"] = None
         else:
-            _refuse_other_optimizer(replica, state, checkpoint)
+            section = checkpoint.manifest.config.get("optimizer", {})
+            wrote = section.get("optimizer", "adam") if isinstance(section, dict) else "adam"
+            if wrote != (ours := replica.config.optimizer.optimizer):
+                raise CheckpointError(
+                    f"{checkpoint.path} was written with optimizer {wrote} and has no {state.name}, which {ours} needs; "
+                    f"use --optimizer {wrote}, or --finetune to start anew from the weights"
+                )
             checkpoint.entry(key)  # says that it is missing, and what is there instead
 
 
-def _refuse_other_optimizer(replica: Replica, state: FlatState, checkpoint: Checkpoint) -> None:
-    section = checkpoint.manifest.config.get("optimizer", {})
-    wrote = section.get("optimizer", "adam") if isinstance(section, dict) else "adam"
-    ours = replica.config.optimizer.optimizer
-    if wrote != ours:
-        raise CheckpointError(
-            f"{checkpoint.path} was written with optimizer {wrote} and has no {state.name}, which {ours} needs; use "
-            f"--optimizer {wrote}, or --finetune to start anew from the weights"
-        )
+def _range_in(state: FlatState, placed: Placed) -> torch.Tensor:
+    """The part of the state's values that belongs to one parameter."""
+    first, last = max(placed.start, state.start), min(placed.stop, state.stop)
+    return state.values[first - state.start : last - state.start]
 
 
 def _load_stored(
     replica: Replica, state: FlatState, checkpoint: Checkpoint, key: str, placed: Placed, notes: dict[str, None]
 ) -> None:
-    """A state that is there: one for all replicas, or under a leading dimension each replica's own."""
-    shape = placed.parameter.info.spec.global_shape
+    """A state that is there: one for all replicas, or under a leading dimension one for each replica."""
+    shape, here = placed.parameter.info.spec.global_shape, state.values.dtype
     entry = checkpoint.entry(key)
-    stored = tuple(entry.global_shape)
-    if _loses_digits(TORCH_DTYPES[entry.dtype], state.values.dtype):
-        here = DTYPE_NAMES[state.values.dtype]
-        notes[f"has {state.name} in {entry.dtype}, this run in {here}: it is rounded"] = None
+    stored, there = tuple(entry.global_shape), TORCH_DTYPES[entry.dtype]
+    floats = there.is_floating_point and here.is_floating_point
+    if floats and torch.finfo(there).eps < torch.finfo(here).eps:
+        notes[f"has {state.name} in {entry.dtype}, this run in {DTYPE_NAMES[here]}: it is rounded"] = None
     if stored == shape:
         _read_range(checkpoint, key, placed, state.start, state.values)
         return
+    private = state.placement is Placement.PRIVATE
     if len(stored) != 1 + len(shape) or stored[1:] != shape:
-        expected = "" if state.placement is not Placement.PRIVATE else ", or one such for each replica"
+        expected = ", or one such for each replica" if private else ""
         raise CheckpointError(f"{checkpoint.path}: {key} is {list(stored)} there, {list(shape)} here{expected}")
     group = replica.strategy.groups.replicas(state.bucket.kind)
-    if state.placement is Placement.PRIVATE and stored[0] == group.size:
+    if private and stored[0] == group.size:
         _read_range(checkpoint, key, placed, state.start, state.values, replica=group.rank)
         return
-    here = f"this run has {group.size if state.placement is Placement.PRIVATE else 'one for all'}"
-    notes[f"has {state.name} of {stored[0]} replicas, {here}: it takes their mean"] = None
-    first, last = max(placed.start, state.start), min(placed.stop, state.stop)
-    target = state.values[first - state.start : last - state.start]
+    has = f"this run has {group.size if private else 'one for all'}"
+    notes[f"has {state.name} of {stored[0]} replicas, {has}: it takes their mean"] = None
+    target = _range_in(state, placed)
     total = torch.zeros(target.shape, dtype=torch.float64, device=target.device)
     one = torch.empty_like(target)
     for index in range(stored[0]):
-        _read_range(checkpoint, key, placed, first, one, replica=index)
+        _read_range(checkpoint, key, placed, max(placed.start, state.start), one, replica=index)
         total += one
     target.copy_(total / stored[0])
-
-
-def _loses_digits(stored: torch.dtype, here: torch.dtype) -> bool:
-    floats = stored.is_floating_point and here.is_floating_point
-    return floats and torch.finfo(stored).eps < torch.finfo(here).eps
 
 
 def _load_tensor(state: TensorState, checkpoint: Checkpoint, notes: dict[str, None]) -> None:
@@ -157,28 +158,8 @@ def _read_range(
         position += size
 
 
-def main_key(parameter: ShardedParameter, checkpoint: Checkpoint) -> str:
+def main_key(placed: Placed, checkpoint: Checkpoint) -> str:
     """Where the most precise values of a parameter are."""
-    name = parameter.info.spec.name
+    name = placed.parameter.info.spec.name
     main = optimizer_key("main_param", name)
     return main if checkpoint.has(main) else weight_key(name)
-
-
-def _weight_key(parameter: ShardedParameter, dtype: torch.dtype, checkpoint: Checkpoint) -> str:
-    """Where the values that make a weight of this type are."""
-    spec: ShardSpec = parameter.info.spec
-    key = weight_key(spec.name)
-    _check_shape(checkpoint, key, spec.global_shape)
-    return key if TORCH_DTYPES[checkpoint.entry(key).dtype] == dtype else main_key(parameter, checkpoint)
-
-
-def load_parameter(parameter: ShardedParameter, checkpoint: Checkpoint) -> None:
-    """Read this rank's slice of one parameter, rounded to the parameter's type."""
-    key = _weight_key(parameter, parameter.dtype, checkpoint)
-    checkpoint.read_into(parameter.data, key, parameter.info.spec.slice)
-
-
-def _check_shape(checkpoint: Checkpoint, key: str, shape: Sequence[int]) -> None:
-    stored = tuple(checkpoint.entry(key).global_shape)
-    if stored != tuple(shape):
-        raise CheckpointError(f"{checkpoint.path}: {key} is {list(stored)} there, {list(shape)} here")

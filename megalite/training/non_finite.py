@@ -11,22 +11,18 @@ from megalite.config.exit_codes import NON_FINITE
 from megalite.config.run import RunConfig
 from megalite.data.loader import Microbatch
 from megalite.data_parallel.buckets import Placed, has_memory
-from megalite.data_parallel.shards import OptimizerShard
-from megalite.data_parallel.strategy import DataParallelStrategy
-from megalite.tensor_parallel.parameter import ShardedParameter
 from megalite.topology.group import Group
 from megalite.training.replica import Replica
-from megalite.training.state_tensors import Saved
 
 _WEIGHTS, _OUTPUT, _LOSS, _GRADIENT = range(4)
 """Kinds of findings: the lowest is the nearest to the cause."""
 
 Finding = list[Any]
-"""[kind, three numbers by which the first of a kind is told, words]: as JSON has it."""
+"""[kind, three numbers by which the first of a kind is found, words]: as JSON has it."""
 
 
 class NonFiniteError(RuntimeError):
-    """Loss, gradient or weights are NaN or infinite, and the run is not to go on."""
+    """Loss, gradient or weights are NaN or infinite, and the run is to stop."""
 
     exit_code = NON_FINITE
 
@@ -44,9 +40,10 @@ def remedy(config: RunConfig, steps: int, *, in_weights: bool) -> str:
     Args:
         in_weights: the weights are not finite themselves.
     """
-    c, model = config.checkpoint, config.model
+    c = config.checkpoint
     if steps == 0:
-        origin = "what --load names" if c.load is not None else f"--init-method-std ({model.init_method_std:g})"
+        std = f"--init-method-std ({config.model.init_method_std:g})"
+        origin = std if c.load is None else "what --load names"
         return f"No step has been taken, so that --lr is not the cause: look at {origin} and at this batch"
     if not in_weights:
         return "Lower --lr, or raise --lr-warmup-iters, or look at this batch; --on-non-finite skip would leave it out"
@@ -107,16 +104,15 @@ def locate(
 
     Collectives: a gather over the strategy's scope.
     """
-    scope = replica.strategy.scope
     mine = next(_findings(replica, losses, microbatches, outputs), None)
-    found = [one for one in scope.gather_json(mine, replica.topology.device) if one is not None]
-    if not found:
+    everyone = replica.strategy.scope.gather_json(mine, replica.topology.device)
+    first = min((one for one in everyone if one is not None), key=lambda one: one[:4], default=None)
+    if first is None:
         return "in no single tensor that is still there", False
-    first = min(found, key=lambda one: one[:4])
-    words = first[4]
-    if first[0] in (_LOSS, _GRADIENT) and outputs is not None:
+    kind, words = first[0], first[4]
+    if kind in (_LOSS, _GRADIENT) and outputs is not None:
         words += "; the outputs of all modules were finite in a second forward of the same batch"
-    return words, first[0] == _WEIGHTS
+    return words, kind == _WEIGHTS
 
 
 def _findings(
@@ -146,11 +142,9 @@ def _findings(
 def place_of(replica: Replica) -> str:
     """`rank 3 (tp 1, pp 1, dp 0)`."""
     topology = replica.topology
-    coordinate = topology.coordinate
-    axes = {"tp": coordinate.tp, "cp": coordinate.cp, "pp": coordinate.pp, "dp": coordinate.dp}
-    sizes = {"tp": topology.tp, "cp": topology.cp, "pp": topology.pp, "dp": topology.dp}
-    shown = [f"{axis} {index}" for axis, index in axes.items() if sizes[axis].size > 1]
-    return f"rank {topology.rank}" + (f" ({', '.join(shown)})" if shown else "")
+    axes = [axis for axis in ("tp", "cp", "pp", "dp") if getattr(topology, axis).size > 1]
+    shown = ", ".join(f"{axis} {getattr(topology.coordinate, axis)}" for axis in axes)
+    return f"rank {topology.rank}" + (f" ({shown})" if shown else "")
 
 
 def _samples(microbatches: Sequence[Microbatch], microbatch: int) -> str:
@@ -162,46 +156,43 @@ def _samples(microbatches: Sequence[Microbatch], microbatch: int) -> str:
 
 def _first_bad(replica: Replica, *, weights: bool) -> tuple[int, int, str] | None:
     """Stage, place in it and name of the first parameter of this rank whose weights, or gradient, are not finite."""
-    strategy = replica.strategy
-    bad: set[torch.nn.Parameter] = set()
-    for shard in strategy.shards:
-        ranges = _weights(strategy, shard) if weights else _gradients(shard)
-        bad.update(placed.parameter for placed, values in ranges if not is_finite(values))
+    bad: dict[torch.nn.Parameter, str] = {}
+    for shard in replica.strategy.shards:
+        # Of a gradient the range that this rank has the sum of; of a rank that owns none, its part of the sum.
+        values, first = shard.grad, shard.start
+        if weights:
+            state = replica.strategy.weights(shard)
+            values, first = state.values, state.start
+        elif shard.start >= shard.stop:
+            values, first = shard.bucket.grad, 0
+            if not has_memory(values):
+                continue
+        for placed, part in _cut(shard.bucket.placed, values, first):
+            if not is_finite(part):
+                bad[placed.parameter] = placed.parameter.info.spec.name
     for number, stage in sorted(replica.stages.items()):
         for index, parameter in enumerate(stage.parameters()):
             if parameter in bad:
-                assert isinstance(parameter, ShardedParameter)
-                return number, index, parameter.info.spec.name
+                return number, index, bad[parameter]
     return None
 
 
-def _weights(strategy: DataParallelStrategy, shard: OptimizerShard) -> Iterator[tuple[Placed, torch.Tensor]]:
-    state = strategy.weights(shard)
-    return _cut(shard, state.values, state.start)
-
-
-def _gradients(shard: OptimizerShard) -> Iterator[tuple[Placed, torch.Tensor]]:
-    """Of the range that this rank has the sum of; of a rank that owns none, its own part of the sum."""
-    if shard.start < shard.stop:
-        return _cut(shard, shard.grad, shard.start)
-    return _cut(shard, shard.bucket.grad, 0) if has_memory(shard.bucket.grad) else iter(())
-
-
-def _cut(shard: OptimizerShard, values: torch.Tensor, first: int) -> Iterator[tuple[Placed, torch.Tensor]]:
-    """Each parameter's share of a flat tensor that begins at element `first` of the shard's bucket."""
-    for placed in shard.bucket.placed:
+def _cut(every: Sequence[Placed], values: torch.Tensor, first: int) -> Iterator[tuple[Placed, torch.Tensor]]:
+    """Each parameter's share of a flat tensor that begins at element `first` of their bucket."""
+    for placed in every:
         start, stop = max(placed.start, first), min(placed.stop, first + values.numel())
         if start < stop:
             yield placed, values[start - first : stop - first]
 
 
-def require_finite(saved: Sequence[Saved], step: int, *, newest: str, world: Group, device: torch.device) -> None:
+def require_finite(saved: Sequence[Any], step: int, *, newest: str, world: Group, device: torch.device) -> None:
     """Nothing that is not finite is about to be saved, on any rank.
 
     It reads all of it once, which takes a small part of the time that the disk does.
 
     Args:
-        newest: what there is to go on from, in words.
+        saved: `state_tensors.Saved`.
+        newest: which checkpoint there is to continue from, in words.
 
     Collectives: a gather over `world`.
 
@@ -212,16 +203,12 @@ def require_finite(saved: Sequence[Saved], step: int, *, newest: str, world: Gro
     bad: str | None = None
     if floats:
         # One wait for the device rather than one a tensor.
-        good = torch.stack([torch.stack(torch.aminmax(values)).isfinite().all() for _, values in floats])
-        for (entry, _), is_good in zip(floats, good.tolist(), strict=True):
-            if not is_good:
-                what = entry.state or "weights"
-                bad = f"{what} of {entry.spec.name}"
-                break
-    found = world.gather_json(bad, device)
-    first = next((rank for rank, name in enumerate(found) if name is not None), None)
-    if first is not None:
-        raise NonFiniteError(
-            f"step {step}: {found[first]} are not finite on rank {first}: no checkpoint is written, {newest}; go on from "
-            "there, with a lower --lr or without the bad data (--no-check-weights-before-save would save it all the same)"
-        )
+        good = torch.stack([torch.stack(torch.aminmax(values)).isfinite().all() for _, values in floats]).tolist()
+        names = [f"{entry.state or 'weights'} of {entry.spec.name}" for entry, _ in floats]
+        bad = next((name for name, is_good in zip(names, good, strict=True) if not is_good), None)
+    for rank, name in enumerate(world.gather_json(bad, device)):
+        if name is not None:
+            raise NonFiniteError(
+                f"step {step}: {name} are not finite on rank {rank}: no checkpoint is written, {newest}; go on from "
+                "there, with a lower --lr or without the bad data (--no-check-weights-before-save would save it all the same)"
+            )

@@ -100,7 +100,7 @@ class Replica:
 
     @property
     def hides_documents(self) -> bool:
-        """Tokens see no other document than their own."""
+        """Tokens attend to their own document alone."""
         return self.packs_documents or self.config.data.reset_attention_mask
 
     @property
@@ -163,18 +163,12 @@ def build_stages(
     return stages
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Modules:
-    """What a rank computes with, before anything moves it."""
-
-    stages: dict[int, GPTStage]
-    kernels: Kernels
-    computes: tuple[str, ...]
-    """What the log says of how layers compute."""
+Modules = tuple[dict[int, GPTStage], Kernels, tuple[str, ...]]
+"""This rank's stages, their kernels, and what the log says of how layers compute."""
 
 
 def build_modules(config: RunConfig, topology: Topology, programs: Programs) -> Modules:
-    """This rank's stages with their kernels.
+    """What a rank computes with, before anything moves it.
 
     Raises:
         ConfigError: a kernel that was asked for cannot be had, or does not take what a stage needs of it: perhaps on some
@@ -182,10 +176,9 @@ def build_modules(config: RunConfig, topology: Topology, programs: Programs) -> 
     """
     kernels = Kernels(kernel_requests(config.compute.kernels))
     kernels.check(topology.device)
-    precision = Precision.of(config.training.precision)
-    stages = build_stages(config, programs.stages, topology, precision, kernels)
+    stages = build_stages(config, programs.stages, topology, Precision.of(config.training.precision), kernels)
     lines = [line for stage in stages.values() for line in apply_compute(stage, config)]
-    return Modules(stages=stages, kernels=kernels, computes=tuple(dict.fromkeys(lines)))
+    return stages, kernels, tuple(dict.fromkeys(lines))
 
 
 def build_replica(
@@ -204,8 +197,7 @@ def build_replica(
         asked: the config before it was resolved; default: nothing in it was derived.
     """
     programs = programs or Programs(config)
-    modules = modules or build_modules(config, topology, programs)
-    stages, kernels = modules.stages, modules.kernels
+    stages, kernels, computes = modules or build_modules(config, topology, programs)
     precision = Precision.of(config.training.precision)
     # In stage order: in a V the head's stage, whose products with a tied embedding are put off, comes after that of
     # the lookups.
@@ -213,7 +205,6 @@ def build_replica(
     for stage, module in stages.items():
         attach_deferred(module, deferred[stage])
     strategy = build_strategy(config, stages, topology, precision, kernels)
-    optimizer = build_optimizer(config, strategy, topology, kernels)
     return Replica(
         config=config,
         written=without_credentials(without_derived(config, asked or config)),
@@ -221,11 +212,11 @@ def build_replica(
         plan=programs.stages,
         programs=programs,
         kernels=kernels,
-        computes=modules.computes,
+        computes=computes,
         precision=precision,
         stages=stages,
         deferred=deferred,
         strategy=strategy,
-        optimizer=optimizer,
+        optimizer=build_optimizer(config, strategy, topology, kernels),
         scaler=LossScaler(config.training),
     )

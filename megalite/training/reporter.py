@@ -4,9 +4,8 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
@@ -15,7 +14,7 @@ from megalite.models.shapes import flops_per_token
 from megalite.optimizers.schedules import Progress
 from megalite.training.instruments import Instruments
 from megalite.training.memory import peak_memory_bytes
-from megalite.training.sinks import MetricSink, last_losses
+from megalite.training.sinks import MetricSink, last_records
 from megalite.training.step import StepResult
 
 _LEAST = 16
@@ -24,6 +23,8 @@ _NORMAL = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
 _FLOOR = 0.002
 """Share of the median loss that counts as scatter at least: else a loss that hardly moves would alarm at a breath."""
+_WAIT_SHARE = 0.01
+"""Share of the time from which on waiting for data is worth a word in the line."""
 
 
 class LossSpikes:
@@ -44,34 +45,21 @@ class LossSpikes:
         self._armed = True
 
     @classmethod
-    def of(cls, config: RunConfig, before: Iterable[float] = ()) -> "LossSpikes":
-        """That of a run.
-
-        Args:
-            before: losses of the steps before this start, the oldest first: the alarm goes on as if it had not stopped.
-        """
-        made = cls(window=config.logging.loss_spike_window, threshold=config.logging.loss_spike_threshold)
-        for loss in before:
-            made.score(loss)
+    def resumed(cls, config: RunConfig) -> "LossSpikes":
+        """That of a run that may continue an earlier start, whose losses are in its metrics.jsonl. Called once that is open
+        for writing: steps that will be made again are no longer in it."""
+        logging = config.logging
+        made = cls(window=logging.loss_spike_window, threshold=logging.loss_spike_threshold)
+        before = last_records(logging.run_dir, "train")[-2 * logging.loss_spike_window :]
+        for record in before:
+            if "loss" in record:
+                made.score(float(record["loss"]))
         return made
 
-    @classmethod
-    def resumed(cls, config: RunConfig, *, reads: bool) -> "LossSpikes":
-        """That of a run that may go on from an earlier start, whose losses are in its metrics.jsonl. Called once that is open
-        for writing: steps that will be made again are no longer in it.
-
-        Args:
-            reads: this rank looks there; the others, which tell nothing, begin anew.
-        """
-        logging, before = config.logging, list[float]()
-        if reads and logging.run_dir is not None:
-            before = last_losses(Path(logging.run_dir) / "metrics.jsonl", 2 * logging.loss_spike_window)
-        return cls.of(config, before)
-
     def score(self, loss: float) -> tuple[float | None, bool]:
-        """The loss's score (None while too few are known) and whether the alarm goes off. NaN has a fate of its own
-        (`on_non_finite`) and is passed over."""
-        if self._threshold <= 0.0 or loss - loss != 0.0:
+        """The loss's score (None while too few are known) and whether the alarm is raised. NaN, which `on_non_finite`
+        is about, is passed over."""
+        if self._threshold <= 0.0 or not math.isfinite(loss):
             return None, False
         score = None
         if len(self._losses) >= self._least:
@@ -94,15 +82,8 @@ class LossSpikes:
         )
 
 
-PEAK_TFLOPS = (
-    # Dense tensor-core peaks in bf16 (V100: fp16) from the vendor's data sheets; the first name that occurs counts.
-    ("B200", 2250.0),
-    ("H200", 989.4),
-    ("H100 PCIe", 756.0),
-    ("H100", 989.4),
-    ("A100", 312.0),
-    ("V100", 125.0),
-)
+PEAK_TFLOPS = {"B200": 2250.0, "H200": 989.4, "H100 PCIe": 756.0, "H100": 989.4, "A100": 312.0, "V100": 125.0}
+"""Dense tensor-core peaks in bf16 (V100: fp16) from the vendor's data sheets; the first name that occurs counts."""
 
 
 def device_peak_tflops(config: RunConfig, device: torch.device) -> float | None:
@@ -112,7 +93,7 @@ def device_peak_tflops(config: RunConfig, device: torch.device) -> float | None:
     if device.type != "cuda" or config.training.precision not in ("bf16", "fp16"):
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for known, peak in PEAK_TFLOPS if known in name), None)
+    return next((peak for known, peak in PEAK_TFLOPS.items() if known in name), None)
 
 
 @dataclass(frozen=True)
@@ -141,17 +122,8 @@ class SpeedMeter:
         """Throughput of `steps` steps over `samples` samples that took `seconds`."""
         tokens = samples * self._seq_length / seconds
         tflops = tokens * self._flops / self._world_size / 1e12
-        return Speed(
-            ms_per_step=1e3 * seconds / steps,
-            tokens_per_second=tokens,
-            tokens_per_second_per_rank=tokens / self._world_size,
-            tflops_per_rank=tflops,
-            mfu=None if self._peak is None else tflops / self._peak,
-        )
-
-
-_WAIT_SHARE = 0.01
-"""Share of the time from which on waiting for data is worth a word in the line."""
+        mfu = None if self._peak is None else tflops / self._peak
+        return Speed(1e3 * seconds / steps, tokens, tokens / self._world_size, tflops, mfu)
 
 
 class Reporter:
@@ -161,7 +133,7 @@ class Reporter:
         log: prints a line.
         total_steps: length of the run, for "step 10/200" and the time left.
         spikes: knows the losses of the steps before.
-        instruments: what is asked about each interval, and told of each step.
+        instruments: asked about each interval, and notified of each step.
     """
 
     def __init__(
@@ -176,20 +148,16 @@ class Reporter:
         spikes: LossSpikes | None = None,
         instruments: Instruments | None = None,
     ) -> None:
-        self._log = log
-        self._spikes = spikes
-        self._instruments = instruments
-        self._sinks = sinks
-        self._meter = meter
-        self._interval = log_interval
-        self._total = total_steps
-        self._device = device
+        self._log, self._sinks, self._meter, self._device = log, sinks, meter, device
+        self._spikes, self._instruments = spikes, instruments
+        self._interval, self._total = log_interval, total_steps
+        self._begin_interval()
+        self.restart_clock()
+
+    def _begin_interval(self) -> None:
         self._losses: list[float] = []
-        self._skipped = 0
-        self._samples = 0
-        self._seconds = 0.0
-        self._waited = 0.0
-        self._last = time.perf_counter()
+        self._skipped = self._samples = 0
+        self._seconds = self._waited = 0.0
 
     def restart_clock(self) -> None:
         """What lay between this and the last step is no step's time."""
@@ -245,28 +213,30 @@ class Reporter:
             if score is not None:
                 record["loss_z"] = score
                 if alarm:
-                    said = self._spikes.words(result.loss, score)
-                    self._log(f"warning: step {after.step}: {said}")
+                    self._log(f"warning: step {after.step}: {self._spikes.words(result.loss, score)}")
         due = after.step % self._interval == 0 or after.step == self._total
         lines: list[str] = []
         if self._instruments is not None:
             self._instruments.made(after.step, seconds=seconds, waited=data_wait_seconds)
             if due:
-                report = self._instruments.interval(steps=len(self._losses), seconds=self._seconds)
-                record |= report.fields
-                lines = report.lines
+                fields, lines = self._instruments.interval(steps=len(self._losses), seconds=self._seconds)
+                record |= fields
+        self._write(record)
+        if due:
+            for line in (self._line(result, after, batch_size), *lines):
+                self._log(line)
+            self._begin_interval()
+
+    def _write(self, record: dict[str, object]) -> None:
         for sink in self._sinks:
             sink.write(record)
-        if due:
-            self._print(result, after, batch_size)
-            for line in lines:
-                self._log(line)
 
-    def _print(self, result: StepResult, after: Progress, batch_size: int) -> None:
+    def _line(self, result: StepResult, after: Progress, batch_size: int) -> str:
         steps = len(self._losses)
         speed = self._meter.speed(seconds=self._seconds, steps=steps, samples=self._samples)
+        minutes, seconds = divmod(round((self._total - after.step) * speed.ms_per_step / 1e3), 60)
         parts = [
-            f"step {after.step:>{len(str(self._total))}}/{self._total}",
+            self._at(after),
             f"samples {after.samples}",
             f"loss {math.fsum(self._losses) / steps:.4f}",
             *(f"{name.replace('_', ' ')} {value:.4f}" for name, value in result.auxiliary.items()),
@@ -274,48 +244,33 @@ class Reporter:
             f"grad norm {result.grad_norm:.3f}",
             f"loss scale {result.loss_scale:g}",
             f"batch {batch_size}",
-            *_speed_parts(speed),
+            f"{speed.ms_per_step:.0f} ms/step",
+            f"{speed.tokens_per_second:.0f} tokens/s",
+            f"{speed.tokens_per_second_per_rank:.0f} a rank",
+            f"{speed.tflops_per_rank:.4g} TFLOP/s a rank",
+            "MFU (PaLM) unknown peak" if speed.mfu is None else f"MFU (PaLM) {100.0 * speed.mfu:.1f} %",
             f"mem {peak_memory_bytes(self._device) / 2**20:.0f} MiB",
-            f"ETA {_clock((self._total - after.step) * speed.ms_per_step / 1e3)}",
+            f"ETA {minutes // 60}:{minutes % 60:02}:{seconds:02}",
         ]
         if self._waited >= _WAIT_SHARE * self._seconds:
             parts.append(f"data wait {1e3 * self._waited / steps:.1f} ms")
         if self._skipped:
             parts.append(f"skipped {self._skipped}")
-        self._log(" | ".join(parts))
-        self._losses, self._skipped, self._samples, self._seconds, self._waited = [], 0, 0, 0.0, 0.0
+        return " | ".join(parts)
+
+    def _at(self, progress: Progress) -> str:
+        return f"step {progress.step:>{len(str(self._total))}}/{self._total}"
 
     def evaluation(self, loss: float, *, at: Progress, split: str = "valid") -> None:
         """Take note of a loss on the validation or the test split."""
-        name = {"valid": "validation", "test": "test"}[split]
+        name = "validation" if split == "valid" else split
         perplexity = math.exp(min(loss, 20.0)) if math.isfinite(loss) else loss
-        self._log(
-            f"step {at.step:>{len(str(self._total))}}/{self._total} | "
-            f"{name} loss {loss:.4f} | {name} perplexity {perplexity:.2f}"
-        )
+        self._log(f"{self._at(at)} | {name} loss {loss:.4f} | {name} perplexity {perplexity:.2f}")
         record = {"kind": split, "step": at.step, "consumed_samples": at.samples}
-        for sink in self._sinks:
-            sink.write({**record, f"{split}_loss": loss, f"{split}_perplexity": perplexity})
+        self._write({**record, f"{split}_loss": loss, f"{split}_perplexity": perplexity})
         self.restart_clock()
 
     def close(self) -> None:
         """Finish the sinks."""
         for sink in self._sinks:
             sink.close()
-
-
-def _speed_parts(speed: Speed) -> list[str]:
-    mfu = "MFU (PaLM) unknown peak" if speed.mfu is None else f"MFU (PaLM) {100.0 * speed.mfu:.1f} %"
-    return [
-        f"{speed.ms_per_step:.0f} ms/step",
-        f"{speed.tokens_per_second:.0f} tokens/s",
-        f"{speed.tokens_per_second_per_rank:.0f} a rank",
-        f"{speed.tflops_per_rank:.4g} TFLOP/s a rank",
-        mfu,
-    ]
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}"

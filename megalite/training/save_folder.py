@@ -4,15 +4,17 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from megalite.checkpoint.commit import correct_latest, remove_unfinished
 from megalite.checkpoint.files import lock_folder, replace_durably
+from megalite.checkpoint.folders import candidates
+from megalite.checkpoint.manifest import CheckpointMissing
 from megalite.config.describe import redact_text, sectioned
 from megalite.config.errors import ConfigError
 from megalite.config.exit_codes import NO_PROGRESS
@@ -20,14 +22,10 @@ from megalite.config.run import RunConfig
 from megalite.optimizers.schedules import Progress
 from megalite.topology.group import Group
 from megalite.training.replica import Replica
-from megalite.training.resume import refuse_foreign_checkpoints, same_folder
 from megalite.training.saving import Saver
-from megalite.training.setup import make_save_folder
-from megalite.training.sinks import last_record
-from megalite.training.stopping import StopRequests
+from megalite.training.sinks import last_records
 
 FILE_NAME = "attempts.json"
-_UNTOLD = "it left no error: killed, out of memory, or crashed"
 _MOST = 300
 """Characters of an error that are kept."""
 
@@ -38,12 +36,12 @@ class RestartLoopError(ConfigError):
     exit_code = NO_PROGRESS
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Attempt:
     """A start that failed."""
 
     start: int
-    """Step of the checkpoint that it went on from."""
+    """Step of the checkpoint that it continued from."""
     failed_in: int
     """The step that it did not bring to its end, as far as is known."""
     error: str
@@ -65,37 +63,43 @@ class RestartGuard:
 
     @classmethod
     def of(cls, config: RunConfig) -> "RestartGuard | None":
-        """None where nothing is saved, or nobody wants it."""
-        most = config.checkpoint.max_failures_at_step
-        if config.checkpoint.save is None or most == 0:
+        """None where nothing is saved, or max_failures_at_step is 0."""
+        c = config.checkpoint
+        if c.save is None or c.max_failures_at_step == 0:
             return None
-        return cls(Path(config.checkpoint.save), most=most, settings=settings_digest(config))
+        return cls(Path(c.save), most=c.max_failures_at_step, settings=settings_digest(config))
 
-    def begin(self, start: int, metrics: Path | None) -> None:
-        """The run goes on from step `start`.
+    def begin(self, start: int, run_dir: str | None) -> None:
+        """The run continues from step `start`.
 
         Args:
-            metrics: `metrics.jsonl` as the start before has left it: it says how far one came that left no error.
+            run_dir: its metrics.jsonl says how far a start came that left no error.
 
         Raises:
             RestartLoopError: the last `most` starts failed in one step, which is still to come.
         """
         self._start = start
-        self._failed = self._read(metrics)
+        self._failed = self._read(run_dir)
         last = self._failed[-self._most :]
-        if len(last) == self._most and len({attempt.failed_in for attempt in last}) == 1:
-            self._write(running=False)
-            raise RestartLoopError(self._diagnosis(last))
-        self._write(running=True)
+        loops = len(last) == self._most and len({attempt.failed_in for attempt in last}) == 1
+        self._write(running=not loops)
+        if loops:
+            errors = "\n".join(f"  {number}. {attempt.error}" for number, attempt in enumerate(last, start=1))
+            raise RestartLoopError(
+                f"step {last[0].failed_in} has failed in the last {len(last)} starts, and this one would go on from step "
+                f"{start}: starting once more would change nothing\n{errors}\nChange what the errors speak of "
+                "(other settings count anew), go on from an older checkpoint with --ckpt-step, or remove "
+                f"{self._path} to try again as it is"
+            )
 
     def failed(self, step: int, error: BaseException) -> None:
         """The start ends by an error in `step`."""
         text = redact_text(f"{type(error).__name__}: {error}")[:_MOST]
-        self._failed.append(Attempt(start=self._start, failed_in=step, error=text))
+        self._failed.append(Attempt(self._start, step, text))
         self._write(running=False)
 
     def left(self) -> None:
-        """It ends because it was asked to while it was failing, or before it did anything: nobody can say why."""
+        """It ends because it was asked to while it was failing, or before it did anything: the cause is unknown."""
         self._write(running=False)
 
     def ended(self) -> None:
@@ -103,30 +107,20 @@ class RestartGuard:
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
 
-    def _diagnosis(self, last: list[Attempt]) -> str:
-        step = last[0].failed_in
-        errors = [f"  {number}. {attempt.error}" for number, attempt in enumerate(last, start=1)]
-        return "\n".join(
-            [
-                f"step {step} has failed in the last {len(last)} starts, and this one would go on from step {self._start}: "
-                "starting once more would change nothing",
-                *errors,
-                "Change what the errors speak of (other settings count anew), go on from an older checkpoint with "
-                f"--ckpt-step, or remove {self._path} to try again as it is",
-            ]
-        )
-
-    def _read(self, metrics: Path | None) -> list[Attempt]:
+    def _read(self, run_dir: str | None) -> list[Attempt]:
         """The last failures in steps that are still to come; [] where nothing is known."""
         try:
             state = json.loads(self._path.read_text())
             if state["settings"] != self._settings:
                 return []
-            failed = [_attempt(one) for one in state["failed"]]
+            failed = [
+                Attempt(int(one["start"]), int(one["failed_in"]), str(one["error"])[:_MOST]) for one in state["failed"]
+            ]
             if state["running"] is not None:
                 start = int(state["running"])
-                came_to = start if metrics is None else max(start, last_record(metrics))
-                failed.append(Attempt(start=start, failed_in=came_to + 1, error=_UNTOLD))
+                came_to = max((record["step"] for record in last_records(run_dir, "train")), default=0)
+                left_none = "it left no error: killed, out of memory, or crashed"
+                failed.append(Attempt(start, max(start, came_to) + 1, left_none))
         except (OSError, ValueError, KeyError, TypeError):
             return []
         return [attempt for attempt in failed if attempt.failed_in > self._start][-self._most :]
@@ -141,10 +135,6 @@ class RestartGuard:
             replace_durably(self._path, json.dumps(state, indent=1).encode() + b"\n")
 
 
-def _attempt(state: Mapping[str, Any]) -> Attempt:
-    return Attempt(start=int(state["start"]), failed_in=int(state["failed_in"]), error=str(state["error"])[:_MOST])
-
-
 def settings_digest(config: RunConfig) -> str:
     """Of all settings but those of the log."""
     tree = {section: values for section, values in sectioned(config).items() if section != "logging"}
@@ -152,7 +142,7 @@ def settings_digest(config: RunConfig) -> str:
 
 
 def require_progress(
-    guard: RestartGuard | None, start: int, metrics: Path | None, *, world: Group, device: torch.device
+    guard: RestartGuard | None, start: int, run_dir: str | None, *, world: Group, device: torch.device
 ) -> None:
     """Begin, and let all ranks hear of it if the run is not to.
 
@@ -167,105 +157,141 @@ def require_progress(
     refused: str | None = None
     if guard is not None:
         try:
-            guard.begin(start, metrics)
+            guard.begin(start, run_dir)
         except RestartLoopError as error:
             refused = str(error)
-    told = world.broadcast_json(refused, device)
-    if told is not None:
-        raise RestartLoopError(told)
+    refused = world.broadcast_json(refused, device)
+    if refused is not None:
+        raise RestartLoopError(refused)
 
 
-@dataclass(frozen=True)
+def resumes_own(config: RunConfig) -> bool:
+    """The run continues from the folder that it saves to, however the two are spelled."""
+    c = config.checkpoint
+    if c.load is None or c.save is None or c.finetune:
+        return False
+    return Path(c.load).resolve() == Path(c.save).resolve()
+
+
+def refuse_foreign_checkpoints(config: RunConfig, progress: Progress) -> None:
+    """A run must not save among later checkpoints of another one: the next resume would take those for its own.
+
+    Later ones in the folder that the run has just resumed from are damaged, or they would have been taken. Nor may a
+    run remove checkpoints that it has not made.
+
+    Raises:
+        ConfigError: the save folder holds checkpoints beyond `progress`, or any that keep_latest would remove.
+    """
+    c, resumes = config.checkpoint, resumes_own(config)
+    if c.save is None or (resumes and c.ckpt_step is None):
+        return
+    try:
+        newest = candidates(Path(c.save))[0].step
+    except CheckpointMissing:
+        return
+    if newest > progress.step:
+        raise ConfigError(
+            f"{c.save} holds checkpoints up to step {newest} but this run starts at step {progress.step}; add "
+            f"--load {c.save} to go on from the newest, or give another --save"
+        )
+    if c.keep_latest is not None and not resumes:
+        raise ConfigError(
+            f"{c.save} holds checkpoints up to step {newest} that this run has not made, and keep_latest "
+            f"{c.keep_latest} would remove them; give another --save, add --load {c.save} to go on from them, or leave "
+            "out --keep-latest"
+        )
+
+
 class SaveFolder:
-    """What rank 0 holds of it while the run lasts; nothing on the others, and where nothing is saved."""
-
-    lock: int | None
-    guard: RestartGuard | None
-
-    def release(self) -> None:
-        """Another run may have it."""
-        if self.lock is not None:
-            with contextlib.suppress(OSError):
-                os.close(self.lock)
-
-
-def goes_on(config: RunConfig) -> bool:
-    """The run has resumed from the folder that it saves to."""
-    checkpoint = config.checkpoint
-    return same_folder(checkpoint.load, checkpoint.save) and not checkpoint.finetune
-
-
-def take_save_folder(
-    replica: Replica, progress: Progress, *, stops: StopRequests, log: Callable[[str], None]
-) -> SaveFolder:
-    """Have the folder for this run alone.
+    """The folder, for this run alone. Rank 0 locks and guards it while the run lasts.
 
     Collectives: a gather and a broadcast over the world.
 
     Raises:
-        ConfigError: it cannot be written, another run has it, its checkpoints are another run's, or the exit file is there;
-            the same on every rank.
+        ConfigError: it cannot be written, another run has it, or its checkpoints are another run's; the same on every
+            rank.
         RestartLoopError: the same step has failed again and again.
     """
-    config, topology = replica.config, replica.topology
-    found: ConfigError | None = None
-    lock: int | None = None
-    guard: RestartGuard | None = None
-    if topology.rank == 0:
+
+    def __init__(self, replica: Replica, progress: Progress) -> None:
+        self._replica, self._progress = replica, progress
+        self._lock: int | None = None
+        self._guard: RestartGuard | None = None
+        config, topology = replica.config, replica.topology
+        found: ConfigError | None = None
+        if topology.rank == 0:
+            try:
+                self._take(Path(str(config.checkpoint.save)))
+            except ConfigError as error:
+                found = error
+            except OSError as error:
+                found = ConfigError(f"cannot write to {config.checkpoint.save}: {error.strerror}")
+        topology.world.agree(found, topology.device)
         try:
-            stops.refuse_old_file()
-            make_save_folder(config)
-            lock = _lock(config, log)
-            refuse_foreign_checkpoints(config, progress)
-            if goes_on(config) and progress.step > 0:
-                correct_latest(Path(str(config.checkpoint.save)), progress.step)
-            if config.checkpoint.save is not None:
-                remove_unfinished(Path(config.checkpoint.save))
-            guard = RestartGuard.of(config)
-        except ConfigError as error:
-            found = error
+            require_progress(
+                self._guard, progress.step, config.logging.run_dir, world=topology.world, device=topology.device
+            )
+        except ConfigError:
+            self._release()
+            raise
+
+    def _take(self, folder: Path) -> None:
+        config = self._replica.config
+        if folder.is_symlink() and not folder.exists():
+            raise ConfigError(
+                f"cannot write checkpoints to {folder}: it is a link to {folder.readlink()}, which is not there"
+            )
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):  # rather than find out at the first save
+                pass
         except OSError as error:
-            found = ConfigError(f"cannot write to {config.checkpoint.save}: {error.strerror}")
-    topology.world.agree(found, topology.device)
-    run_dir = config.logging.run_dir
-    metrics = None if run_dir is None else Path(run_dir) / "metrics.jsonl"
-    folder = SaveFolder(lock, guard)
-    try:
-        require_progress(guard, progress.step, metrics, world=topology.world, device=topology.device)
-    except ConfigError:
-        folder.release()
-        raise
-    return folder
+            raise ConfigError(
+                f"cannot write checkpoints to {folder}: {error.strerror}; give a folder that can be written with --save"
+            ) from None
+        try:
+            self._lock = lock_folder(folder)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another run is saving into {folder}: wait for it, end it (also ranks that a killed launcher has left "
+                "behind), or give another --save"
+            ) from None
+        refuse_foreign_checkpoints(config, self._progress)
+        if resumes_own(config) and self._progress.step > 0:
+            correct_latest(folder, self._progress.step)
+        remove_unfinished(folder)
+        self._guard = RestartGuard.of(config)
 
+    def make_saver(self, *, total: int, tokenizer: str | None, log: Callable[[str], None]) -> Saver:
+        """Ready to save up to the run's last step, `total`; the folder has room."""
+        saver = Saver(self._replica, tokenizer=tokenizer, log=log)
+        if resumes_own(self._replica.config):
+            saver.saved_at = self._progress.step
+        first, every = self._progress.step + 1, self._replica.config.checkpoint.save_interval
+        if first <= total:
+            steps = [step for step in range(first, total + 1) if step == total or (every and step % every == 0)]
+            saver.preflight(steps)
+        return saver
 
-def _lock(config: RunConfig, log: Callable[[str], None]) -> int | None:
-    """Two runs that save into one folder would remove each other's unfinished files (rank 0)."""
-    folder = config.checkpoint.save
-    if folder is None:
-        log("no checkpoint will be saved; --save-interval N with --run-dir (or --save) would save some")
-        return None
-    try:
-        return lock_folder(Path(folder))
-    except BlockingIOError:
-        raise ConfigError(
-            f"another run is saving into {folder}: wait for it, end it (also ranks that a killed launcher has left "
-            "behind), or give another --save"
-        ) from None
+    def leave(self, error: BaseException | None, *, step: int, stopping: bool) -> None:
+        """The run is over; another one may have the folder.
 
+        Args:
+            step: that it was in.
+            stopping: it was asked to stop.
+        """
+        try:
+            if self._guard is not None and error is None:
+                self._guard.ended()
+            elif self._guard is not None and isinstance(error, Exception):
+                if stopping:
+                    self._guard.left()
+                else:
+                    self._guard.failed(step, error)
+        finally:
+            self._release()
 
-def make_saver(
-    replica: Replica, progress: Progress, *, total: int, tokenizer: str | None, log: Callable[[str], None]
-) -> Saver:
-    """Ready to save; the folder has room.
-
-    Args:
-        total: the run's last step.
-    """
-    saver = Saver(replica, tokenizer=tokenizer, log=log)
-    if goes_on(replica.config):
-        saver.saved_at = progress.step
-    first, every = progress.step + 1, replica.config.checkpoint.save_interval
-    steps = [step for step in range(first, total + 1) if every and step % every == 0]
-    if first <= total:
-        saver.preflight(steps if steps[-1:] == [total] else [*steps, total])
-    return saver
+    def _release(self) -> None:
+        if self._lock is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._lock)

@@ -17,11 +17,15 @@ from megalite.config.exit_codes import NOT_SAVED
 from megalite.optimizers.schedules import Progress
 from megalite.topology.group import Group
 from megalite.topology.topology import background_group
-from megalite.training.ending import Ending
 from megalite.training.non_finite import require_finite
 from megalite.training.replica import Replica
-from megalite.training.state_tensors import Saved, state_tensors
-from megalite.training.stopping import StopRequest
+from megalite.training.state_tensors import state_tensors
+
+
+class SaveError(CheckpointError):
+    """A checkpoint could not be written in the midst of a run."""
+
+    exit_code = NOT_SAVED
 
 
 class HostMemory:
@@ -36,11 +40,9 @@ class HostMemory:
         Raises:
             RuntimeError: there is not so much.
         """
-        if [_kind(buffer) for buffer in self._buffers] != [_kind(tensor) for tensor in tensors]:
+        if [(one.shape, one.dtype) for one in self._buffers] != [(one.shape, one.dtype) for one in tensors]:
             self._buffers = []
-            self._buffers = [
-                torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda) for tensor in tensors
-            ]
+            self._buffers = [torch.empty(one.shape, dtype=one.dtype, pin_memory=one.is_cuda) for one in tensors]
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The values of now, contiguous and on the CPU; overwritten by the next call."""
@@ -52,20 +54,15 @@ class HostMemory:
         return self._buffers
 
 
-def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
-    return tensor.shape, tensor.dtype
-
-
 def save(
     replica: Replica,
     folder: Path,
     progress: Progress,
     *,
     tokenizer: str | None,
-    make_folder: bool = True,
     log: Callable[[str], None] = lambda line: None,
 ) -> Path:
-    """Write everything that the run needs to go on, from every rank; returns the checkpoint's folder.
+    """Write everything that the run needs to continue, from every rank; returns the checkpoint's folder.
 
     Raises:
         CheckpointError: the same on every rank.
@@ -73,66 +70,54 @@ def save(
     topology = replica.topology
     with replica.strategy.consensus():
         saved = state_tensors(replica)
-        write = _Write(replica, folder, progress, tokenizer=tokenizer, make_folder=make_folder, log=log)
+        write = _writer(replica, folder, progress, tokenizer=tokenizer, make_folder=True, log=log)
         plan, tensors = [entry for entry, _ in saved], [tensor for _, tensor in saved]
         return write(plan, tensors, topology.world, topology.device)
 
 
-class SaveError(CheckpointError):
-    """A checkpoint could not be written in the midst of a run."""
+def _writer(
+    replica: Replica,
+    folder: Path,
+    progress: Progress,
+    *,
+    tokenizer: str | None,
+    make_folder: bool,
+    log: Callable[[str], None],
+) -> Callable[[Sequence[SavedTensor], Sequence[torch.Tensor], Group, torch.device], Path]:
+    """Writes a checkpoint with all but its tensors as of now, and removes those that are not kept."""
+    c, step = replica.config.checkpoint, progress.step
+    more = {"optimizer": replica.optimizer.counters(), "strategy": replica.strategy.counters()}
+    settings: dict[str, Any] = {
+        "counters": {
+            "step": step,
+            "consumed_samples": progress.samples,
+            "optimizer_updates": replica.optimizer.updates,
+            "loss_scaler": replica.scaler.state(),
+            **{name: counters for name, counters in more.items() if counters},
+        },
+        # The sizes of the network are what its tensors have: a checkpoint says them.
+        "config": {**asdict(replica.written), "model": asdict(replica.config.model)},
+        "layout": asdict(replica.topology.layout),
+        "tokenizer": tokenizer,
+        "kernels": replica.kernels.summary(),
+        "make_folder": make_folder,
+        "log": log,
+    }
 
-    exit_code = NOT_SAVED
-
-
-class _Write:
-    """One checkpoint with all but its tensors, as of now."""
-
-    def __init__(
-        self,
-        replica: Replica,
-        folder: Path,
-        progress: Progress,
-        *,
-        tokenizer: str | None,
-        make_folder: bool,
-        log: Callable[[str], None],
-    ) -> None:
-        c = replica.config.checkpoint
-        self._retention = Retention(keep_latest=c.keep_latest, keep_every=c.keep_every)
-        self._folder, self._step, self._log = folder, progress.step, log
-        more = {"optimizer": replica.optimizer.counters(), "strategy": replica.strategy.counters()}
-        self._settings: dict[str, Any] = {
-            "counters": {
-                "step": progress.step,
-                "consumed_samples": progress.samples,
-                "optimizer_updates": replica.optimizer.updates,
-                "loss_scaler": replica.scaler.state(),
-                **{name: counters for name, counters in more.items() if counters},
-            },
-            # The sizes of the network are what its tensors have: a checkpoint says them.
-            "config": {**asdict(replica.written), "model": asdict(replica.config.model)},
-            "layout": asdict(replica.topology.layout),
-            "tokenizer": tokenizer,
-            "kernels": replica.kernels.summary(),
-            "make_folder": make_folder,
-            "log": log,
-        }
-
-    def __call__(
-        self, plan: Sequence[SavedTensor], tensors: Sequence[torch.Tensor], world: Group, device: torch.device
-    ) -> Path:
-        path = save_checkpoint(
-            self._folder, step=self._step, plan=plan, tensors=tensors, world=world, device=device, **self._settings
-        )
-        prune(self._folder, self._retention, newest=self._step, world=world, device=device, log=self._log)
+    def write(plan: Sequence[SavedTensor], tensors: Sequence[torch.Tensor], world: Group, device: torch.device) -> Path:
+        path = save_checkpoint(folder, step=step, plan=plan, tensors=tensors, world=world, device=device, **settings)
+        retention = Retention(keep_latest=c.keep_latest, keep_every=c.keep_every)
+        prune(folder, retention, newest=step, world=world, device=device, log=log)
         return path
+
+    return write
 
 
 class Saver:
-    """Saves a run's checkpoints: at once, or with `async_save` from a copy while training goes on.
+    """Saves a run's checkpoints: at once, or with `async_save` from a copy while training continues.
 
-    With `on_save_error` continue a save that fails is reported and the run goes on; the last one of the run must
-    succeed whatever it says, for then there is nothing to go on to.
+    With `on_save_error` continue a save that fails is reported and the run continues; the last one of the run must
+    succeed whatever it says.
 
     Args:
         log: prints a line; called on every rank.
@@ -141,18 +126,15 @@ class Saver:
     def __init__(self, replica: Replica, *, tokenizer: str | None, log: Callable[[str], None]) -> None:
         self._replica, self._tokenizer, self._log = replica, tokenizer, log
         self._config = replica.config.checkpoint
+        assert self._config.save is not None
+        self.folder = Path(self._config.save)
         self._world, self._device = replica.topology.world, replica.topology.device
         self._under_way: tuple[int, float, BackgroundSave] | None = None
         self._memory = HostMemory()
         # For saves at once too: a disk may be slower than any timeout that is right for training.
-        self._background = background_group(self._world) if self._config.save else self._world
+        self._background = background_group(self._world)
         self.saved_at: int | None = None
         """The step of the last checkpoint that was written or is being written."""
-
-    @property
-    def folder(self) -> Path | None:
-        """Where checkpoints go, if anywhere."""
-        return None if self._config.save is None else Path(self._config.save)
 
     def preflight(self, steps: Sequence[int]) -> None:
         """Say how large a checkpoint will be and whether those of `steps` fit, before any work is done.
@@ -162,8 +144,6 @@ class Saver:
         Raises:
             CheckpointError: there is no room for a single one on the disk, or for its copy in host memory.
         """
-        if self.folder is None:
-            return
         with self._replica.strategy.consensus():
             saved = state_tensors(self._replica)
             if self._config.async_save:
@@ -178,9 +158,11 @@ class Saver:
             raise CheckpointError(
                 f"{room}: make room, give --save a folder on another disk, or add --on-save-error continue"
             )
-        most = self._most_at_a_time(steps)
+        most, latest, every = len(steps), self._config.keep_latest, self._config.keep_every
+        if latest is not None:
+            most = min(most, latest + 1 + sum(step % every == 0 for step in steps if every))
         if free < most * needed:
-            remedy = "" if self._config.keep_latest else "; --keep-latest 2 would remove older ones"
+            remedy = "" if latest else "; --keep-latest 2 would remove older ones"
             self._log(f"warning: {room}, not enough for the {most} that this run will have there{remedy}")
         else:
             self._log(room)
@@ -194,13 +176,6 @@ class Saver:
             failure = CheckpointError(f"async_save needs {size} of host memory on a rank: {error}; leave it out")
         agree(failure, world=self._world, device=self._device)
 
-    def _most_at_a_time(self, steps: Sequence[int]) -> int:
-        latest, every = self._config.keep_latest, self._config.keep_every
-        if latest is None:
-            return len(steps)
-        for_ever = sum(step % every == 0 for step in steps) if every else 0
-        return min(len(steps), latest + 1 + for_ever)
-
     def begin(self, progress: Progress) -> None:
         """Save the state of now, unless it is saved already. A save under way is waited for first.
 
@@ -208,7 +183,7 @@ class Saver:
             SaveError: the same on every rank, if on_save_error is stop.
             NonFiniteError: something in the state is not finite, whatever on_save_error says; the same on every rank.
         """
-        if self.folder is None or self.saved_at == progress.step:
+        if self.saved_at == progress.step:
             return
         self.wait()
         started = time.monotonic()
@@ -216,9 +191,11 @@ class Saver:
         with self._replica.strategy.consensus():
             saved = state_tensors(self._replica)
             if self._config.check_weights_before_save:
-                self._require_finite(saved, progress.step)
+                none = f"there is none in {self.folder} from this start"
+                newest = none if self.saved_at is None else f"the newest is of step {self.saved_at}"
+                require_finite(saved, progress.step, newest=newest, world=self._world, device=self._device)
             plan, tensors = [entry for entry, _ in saved], [tensor for _, tensor in saved]
-            write = _Write(
+            write = _writer(
                 self._replica, self.folder, progress, tokenizer=self._tokenizer, make_folder=False, log=self._log
             )
             self.saved_at = progress.step
@@ -228,11 +205,6 @@ class Saver:
             copies = self._memory.copy(tensors)
         work = BackgroundSave(lambda: write(plan, copies, group, cpu))
         self._under_way = (progress.step, started, work)
-
-    def _require_finite(self, saved: Sequence[Saved], step: int) -> None:
-        none = f"there is none in {self.folder} from this start"
-        newest = none if self.saved_at is None else f"the newest is of step {self.saved_at}"
-        require_finite(saved, step, newest=newest, world=self._world, device=self._device)
 
     def poll(self) -> None:
         """Between two steps: learn of a save that has ended since.
@@ -266,7 +238,7 @@ class Saver:
         """
         self.begin(progress)
         self.wait()
-        if self.folder is not None and self.saved_at != progress.step:
+        if self.saved_at != progress.step:
             raise SaveError(f"the run ends at step {progress.step} and could not save it (see above)")
 
     def _conclude(self, step: int, started: float, outcome: Callable[[], Path]) -> None:
@@ -279,26 +251,3 @@ class Saver:
             self._log(f"warning: {error}; going on without it, as on_save_error says")
             return
         self._log(f"saved {path} in {time.monotonic() - started:.1f} s")
-
-
-def save_and_stop(
-    request: StopRequest, saver: Saver | None, progress: Progress, *, log: Callable[[str], None]
-) -> Ending:
-    """A run stops at `progress`, by agreement of all ranks; how it ended.
-
-    Args:
-        saver: None where no step has been made that could be saved.
-
-    Raises:
-        SaveError, NonFiniteError: as `Saver.finish`.
-    """
-    if saver is None:
-        said = "no step has been made since the start: there is nothing to save"
-    elif saver.folder is None:
-        said = "nothing is saved, since neither --save nor --save-interval was given"
-    else:
-        said = f"saved in {saver.folder}"
-        log(f"{request.cause}: saving step {progress.step}, and stopping")
-        saver.finish(progress)
-    log(f"{request.cause}: stopped at step {progress.step}; {said}")
-    return request.ending(progress.step, said)

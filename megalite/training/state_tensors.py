@@ -13,7 +13,7 @@ from megalite.data_parallel.facts import Placement
 from megalite.data_parallel.peers import check_replicas
 from megalite.data_parallel.shards import OptimizerShard, placed_in
 from megalite.data_parallel.strategy import FlatState, TensorState
-from megalite.topology.layout import ShardSpec, Slice
+from megalite.topology.layout import ShardSpec
 from megalite.training.replica import Replica
 
 SPLIT_ELEMENTS = 1 << 18
@@ -24,58 +24,49 @@ Saved = tuple[SavedTensor, torch.Tensor]
 
 def flat_states(replica: Replica, shard: OptimizerShard) -> list[FlatState]:
     """The states of the optimizer, and main parameters where they are apart from the model's."""
-    strategy = replica.strategy
-    placement = strategy.optimizer_placement
+    strategy, optimizer = replica.strategy, replica.optimizer
     states = {"main_param": shard.main_param.data} if shard.is_copy and strategy.replicas_agree else {}
-    states |= replica.optimizer.state(shard.main_param)
     return [
         FlatState(
             name=name,
             bucket=shard.bucket,
             start=shard.start,
             values=values,
-            placement=placement,
-            default="zeros" if name in replica.optimizer.from_zeros else "required",
+            placement=strategy.optimizer_placement,
+            default="zeros" if name in optimizer.from_zeros else "required",
         )
-        for name, values in states.items()
+        for name, values in (states | optimizer.state(shard.main_param)).items()
     ]
 
 
 def replicated_states(replica: Replica) -> list[FlatState]:
     """The flat states of which each data-parallel rank has the whole, and the same, after each update."""
-    return [
-        state
-        for shard in replica.strategy.shards
-        for state in flat_states(replica, shard)
-        if state.placement is Placement.REPLICATED
-    ]
+    found = [state for shard in replica.strategy.shards for state in flat_states(replica, shard)]
+    return [state for state in found if state.placement is Placement.REPLICATED]
 
 
 def tensor_states(replica: Replica) -> list[TensorState]:
     """What the optimizer and the strategy remember of whole tensors."""
-    found = replica.strategy.tensor_states()
-    held = replica.optimizer.tensor_state()
-    for shard in replica.strategy.shards:
-        for placed in placed_in(shard):
-            own = placed.parameter.info.spec.name
-            found += [
-                TensorState(name=state, bucket=shard.bucket, placed=placed, values=values)
-                for (state, name), values in held.items()
-                if name == own
-            ]
-    return found
+    held = replica.optimizer.tensor_state().items()
+    return replica.strategy.tensor_states() + [
+        TensorState(name=state, bucket=shard.bucket, placed=placed, values=values)
+        for shard in replica.strategy.shards
+        for placed in placed_in(shard)
+        for (state, name), values in held
+        if name == placed.parameter.info.spec.name
+    ]
 
 
 def state_tensors(replica: Replica) -> list[Saved]:
     """What this rank writes, as views of the live tensors: no copies, no collectives. Inside the strategy's `consensus`."""
     found: list[Saved] = []
     for shard in replica.strategy.shards:
-        found += _saved(replica, shard, replica.strategy.weights(shard), "weight")
+        found += _saved(replica, replica.strategy.weights(shard), "weight")
         for state in flat_states(replica, shard):
-            found += _saved(replica, shard, state, "optimizer")
-    shard_of = {shard.bucket: shard for shard in replica.strategy.shards}
+            found += _saved(replica, state, "optimizer")
     for state in replica.strategy.states():
-        found += _saved(replica, shard_of[state.bucket], state, "optimizer")
+        found += _saved(replica, state, "optimizer")
+    shard_of = {shard.bucket: shard for shard in replica.strategy.shards}
     for whole in tensor_states(replica):
         if _writes(replica, shard_of[whole.bucket], whole):
             spec = tensor_spec(whole)
@@ -84,9 +75,7 @@ def state_tensors(replica: Replica) -> list[Saved]:
     return found
 
 
-def _saved(
-    replica: Replica, shard: OptimizerShard, state: FlatState, group: Literal["weight", "optimizer"]
-) -> Iterator[Saved]:
+def _saved(replica: Replica, state: FlatState, group: Literal["weight", "optimizer"]) -> Iterator[Saved]:
     name = "" if group == "weight" else state.name
     for index, placed in enumerate(state.bucket.placed):
         if not _is_first_copy(replica, placed):
@@ -95,9 +84,11 @@ def _saved(
         if state.placement is Placement.SHARDED:
             parts += _owned_boxes(placed, state)
         elif state.placement is Placement.PRIVATE:
-            group_of = replica.strategy.groups.replicas(state.bucket.kind)
-            spec = private_spec(placed.parameter.info.spec, group_of.rank, group_of.size)
-            parts.append((spec, state.values[placed.start : placed.stop]))
+            # One replica's values, in a tensor with a leading dimension over replicas.
+            replicas, spec = replica.strategy.groups.replicas(state.bucket.kind), placed.parameter.info.spec
+            bounds = ((replicas.rank, replicas.rank + 1), *spec.slice)
+            private = ShardSpec(name=spec.name, global_shape=(replicas.size, *spec.global_shape), slice=bounds)
+            parts.append((private, state.values[placed.start : placed.stop]))
         else:
             share = _share(replica, state.bucket, index, placed)
             if share is not None:
@@ -105,13 +96,6 @@ def _saved(
         for spec, values in parts:
             saved = SavedTensor(key_group=group, state=name, spec=spec, dtype=values.dtype)
             yield saved, values.reshape(spec.shape)
-
-
-def private_spec(spec: ShardSpec, replica: int, replicas: int) -> ShardSpec:
-    """One replica's own values, in a tensor with a leading dimension over replicas."""
-    return ShardSpec(
-        name=spec.name, global_shape=(replicas, *spec.global_shape), slice=((replica, replica + 1), *spec.slice)
-    )
 
 
 def tensor_spec(state: TensorState) -> ShardSpec:
@@ -123,17 +107,16 @@ def tensor_spec(state: TensorState) -> ShardSpec:
     for size, (start, stop) in zip(spec.global_shape, spec.slice, strict=True):
         each = size // max(stop - start, 1)
         index, count = index * each + start // max(stop - start, 1), max(count, 1) * each
-    return ShardSpec(
-        name=spec.name, global_shape=(count, *shape), slice=((index, index + 1), *((0, size) for size in shape))
-    )
+    bounds = ((index, index + 1), *((0, size) for size in shape))
+    return ShardSpec(name=spec.name, global_shape=(count, *shape), slice=bounds)
 
 
 def _writes(replica: Replica, shard: OptimizerShard, state: TensorState) -> bool:
     """Of the ranks that have the same, this one writes it."""
-    placed, info = state.placed, state.placed.parameter.info
+    placed = state.placed
     if not _is_first_copy(replica, placed):
         return False
-    if not state.per_slice and any(start for start, _ in info.spec.slice):
+    if not state.per_slice and any(start for start, _ in placed.parameter.info.spec.slice):
         return False
     if replica.strategy.shards_over_dp:
         return shard.start <= placed.start < shard.stop
@@ -150,21 +133,15 @@ def _is_first_copy(replica: Replica, placed: Placed) -> bool:
 
 def _share(replica: Replica, bucket: Bucket, index: int, placed: Placed) -> ShardSpec | None:
     """The part of a parameter that this one of its replicas writes; None: nothing."""
-    spec = placed.parameter.info.spec
-    group = replica.strategy.groups.replicas(bucket.kind)
-    writers, writer = group.size, group.rank
+    spec, group = placed.parameter.info.spec, replica.strategy.groups.replicas(bucket.kind)
     shape = spec.shape
     # A rank may hold fewer experts than there are writers: then their rows are shared out.
-    dim = next((dim for dim, size in enumerate(shape) if size >= writers), None)
+    dim = next((dim for dim, size in enumerate(shape) if size >= group.size), None)
     if math.prod(shape) < SPLIT_ELEMENTS or dim is None:
-        return spec if index % writers == writer else None
-    return _cut(spec, dim, writer * shape[dim] // writers, (writer + 1) * shape[dim] // writers)
-
-
-def _cut(spec: ShardSpec, dim: int, start: int, stop: int) -> ShardSpec:
-    """The part from `start` to `stop` along `dim` of the slice that `spec` describes."""
+        return spec if index % group.size == group.rank else None
     base = spec.slice[dim][0]
-    bounds: Slice = (*spec.slice[:dim], (base + start, base + stop), *spec.slice[dim + 1 :])
+    start, stop = (base + writer * shape[dim] // group.size for writer in (group.rank, group.rank + 1))
+    bounds = (*spec.slice[:dim], (start, stop), *spec.slice[dim + 1 :])
     return ShardSpec(name=spec.name, global_shape=spec.global_shape, slice=bounds)
 
 
@@ -185,22 +162,21 @@ def _owned_boxes(placed: Placed, state: FlatState) -> Iterator[tuple[ShardSpec, 
     position = start - state.start
     for box in flat_boxes(spec.shape, start - placed.start, stop - placed.start):
         bounds = tuple((base + a, base + b) for (base, _), (a, b) in zip(spec.slice, box, strict=True))
-        size = volume(box)
         part = ShardSpec(name=spec.name, global_shape=spec.global_shape, slice=bounds)
-        yield part, state.values[position : position + size]
-        position += size
+        yield part, state.values[position : position + volume(box)]
+        position += volume(box)
 
 
 def compare_replicas(replica: Replica, step: int) -> None:
-    """After `step`, if it is one after which `check_replicas_interval` asks for it.
+    """After `step`: replicas that must be equal are.
 
     Collectives: those of `check_replicas`.
 
     Raises:
         ReplicasDifferError: as `check_replicas`.
     """
-    every, strategy = replica.config.data_parallel.check_replicas_interval, replica.strategy
-    if every and step % every == 0 and strategy.replicas_agree:
+    strategy = replica.strategy
+    if strategy.replicas_agree:
         strategy.wait_for_parameters()
         with strategy.main_in_memory():
             states = replicated_states(replica)

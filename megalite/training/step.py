@@ -1,4 +1,10 @@
-"""One training step and one evaluation batch."""
+"""One training step and one evaluation batch, and the objective with the only divisions in it.
+
+The main term is the mean over all unmasked tokens of the global batch. The denominator is known before the first forward;
+microbatch losses are sums over tokens divided by it; gradients and logged losses are then plain sums over
+microbatches and over data- and context-parallel ranks. So no layout, mask or microbatch size can change what is
+optimized. Terms that layers add (MoE's load balancing) are means over the sequences or tokens of the global batch.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,9 +20,25 @@ from megalite.optimizers.base import Update
 from megalite.optimizers.schedules import Progress, Schedules
 from megalite.pipeline.executor import Executor, ForwardStep, Tracer
 from megalite.topology.group import Group
-from megalite.training.loss import auxiliary_losses, masked_loss, token_denominator
 from megalite.training.non_finite import NonFiniteError, OutputWatch, locate, remedy
 from megalite.training.replica import Replica
+
+
+def token_denominator(microbatches: Sequence[Microbatch], *, dp: Group, device: torch.device) -> torch.Tensor:
+    """Unmasked tokens of the global batch, fp64 and at least 1: the sum over this rank's microbatches and over dp.
+
+    Collectives: one all-reduce of a number over dp.
+    """
+    # Counted on the host, where the masks are, and filled in: a copy from there would make the host wait.
+    counted = sum(float(microbatch.loss_mask.sum(dtype=torch.float64)) for microbatch in microbatches)
+    total = torch.full((), counted, dtype=torch.float64, device=device)
+    dp.all_reduce(total)
+    return total.clamp_(min=1.0)
+
+
+def masked_loss(losses: torch.Tensor, mask: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
+    """One microbatch's term of the objective: Σ loss·mask / denominator, for losses and mask [b, s]."""
+    return (losses * mask.to(losses.dtype)).sum() / denominator.to(losses.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +68,7 @@ class Stepper:
     """Runs steps of a replica.
 
     Args:
-        tracer: told of every computation of training steps.
+        tracer: of every computation of training steps.
         phase: entered, by name, around what is neither: `reduce` and `optimizer`.
     """
 
@@ -58,25 +80,17 @@ class Stepper:
         tracer: Tracer | None = None,
         phase: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        self._replica = replica
-        self._tracer = tracer
-        self._phase = phase
-        self._schedules = schedules
+        self._replica, self._schedules, self._tracer, self._phase = replica, schedules, tracer, phase
         self._executors: dict[tuple[int, bool], Executor] = {}
-        self._forward: ForwardStep = self._no_batch
+        self._forward: ForwardStep
+        """Of the batch that is under way."""
         self._shares = replica.topology.world.size // replica.strategy.scope.size
-        """Groups of ranks that each go by their own share of the batch; 1: all go by the whole."""
+        """Groups of ranks that each step by their own share of the batch; 1: all step by the whole."""
         self._head_here = any(stage.head is not None for stage in replica.stages.values())
         self._skipped_in_a_row = self._overflows_in_a_row = 0
         model = replica.config.model
         coefficients = {"load_balancing_loss": model.moe_aux_loss_coeff, "z_loss": model.moe_z_loss_coeff}
-        self._auxiliary_names = tuple(
-            name for name, coefficient in coefficients.items() if model.num_experts and coefficient
-        )
-
-    @staticmethod
-    def _no_batch(stage: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor:
-        raise AssertionError("the executor ran outside a step")
+        self._auxiliary_names = [name for name, value in coefficients.items() if model.num_experts and value]
 
     def step(self, microbatches: Sequence[Microbatch], *, before: Progress, batch_size: int) -> StepResult:
         """Forward, backward, reduction, clipping and update over the global batch after `before`.
@@ -95,33 +109,31 @@ class Stepper:
                 too many steps in a row were skipped or the weights themselves are not finite; with fp16's dynamic loss
                 scale also where too many steps in a row overflow at its minimum.
         """
-        replica = self._replica
+        replica, strategy, training = self._replica, self._replica.strategy, self._replica.config.training
         after = Progress(before.step + 1, before.samples + batch_size)
         for stage in replica.stages.values():
             stage.train()
         scale = replica.scaler.scale
-        replica.strategy.begin_step(after.step, loss_scale=scale)
-        auxiliary = auxiliary_losses(
-            batch_size=batch_size,
-            seq_length=replica.config.training.seq_length,
-            scale=scale,
-            device=replica.topology.device,
+        strategy.begin_step(after.step, loss_scale=scale)
+        tokens = batch_size * training.seq_length
+        auxiliary = AuxiliaryLosses(
+            per_sequence=1.0 / batch_size, per_token=1.0 / tokens, scale=scale, device=replica.topology.device
         )
         losses = self._run(microbatches, before.samples, batch_size, scale=scale, auxiliary=auxiliary)
         replica.topology.world.heartbeat.phase("update")
         with self._phase("reduce"):
-            replica.strategy.finish_grad_sync()
+            strategy.finish_grad_sync()
 
         terms = [auxiliary.totals.get(name) for name in self._auxiliary_names]
-        parts = replica.strategy.norm_terms()
-        loss, *sums = self._totals(replica.strategy.scope, losses, *parts, *terms)
+        parts = strategy.norm_terms()
+        loss, *sums = self._totals(strategy.scope, losses, *parts, *terms)
         loss, added = self._shares * loss / scale, [self._shares * term for term in sums[len(parts) :]]
-        norms = replica.strategy.norms(sums[: len(parts)])
+        norms = strategy.norms(sums[: len(parts)])
         norm, clipping = norms.shown / scale, norms.clipping / scale
         scheduled = self._scheduled(before, after)
         lr = self._schedules.lr(scheduled)
         finite = math.isfinite(norm) and math.isfinite(loss)
-        checks = replica.config.training.check_for_nan_in_loss_and_grad
+        checks = training.check_for_nan_in_loss_and_grad
         # The scale can be too large for gradients; a loss that is not finite itself has another cause.
         overflow = replica.scaler.dynamic and not finite and (math.isfinite(loss) or not checks)
         fault = None
@@ -133,14 +145,9 @@ class Stepper:
         skipped = overflow or fault is not None
         if not skipped:
             self._skipped_in_a_row = self._overflows_in_a_row = 0
-            update = Update(
-                step=after.step,
-                lr=lr,
-                weight_decay=self._schedules.weight_decay(scheduled),
-                factor=self._factor(clipping, scale),
-            )
+            decay, factor = self._schedules.weight_decay(scheduled), self._factor(clipping, scale)
             with self._phase("optimizer"):
-                replica.strategy.update(replica.optimizer, update)
+                strategy.update(replica.optimizer, Update(step=after.step, lr=lr, weight_decay=decay, factor=factor))
         replica.scaler.update(overflow=overflow, fault=fault is not None, samples=batch_size)
         return StepResult(
             loss=loss,
@@ -150,8 +157,8 @@ class Stepper:
             skipped=skipped,
             fault=fault,
             auxiliary=dict(zip(self._auxiliary_names, added, strict=True)),
-            phase=replica.strategy.phase(after.step),
-            wire_bytes=replica.strategy.wire(),
+            phase=strategy.phase(after.step),
+            wire_bytes=strategy.wire(),
         )
 
     def _count_overflow(self, shown: str) -> None:
@@ -194,20 +201,19 @@ class Stepper:
                 # Weights, batch and dropout masks are those of the step: nothing else could make another result.
                 self._run(microbatches, before.samples, batch_size, scale=1.0, auxiliary=None)
         where, in_weights = locate(self._replica, losses, microbatches, watch)
-        samples = f"samples {before.samples} to {before.samples + batch_size - 1}"
-        told = f"{shown} ({samples}), {where}"
+        found = f"{shown} (samples {before.samples} to {before.samples + batch_size - 1}), {where}"
         self._skipped_in_a_row += 1
         if training.on_non_finite == "stop" or in_weights:
             raise NonFiniteError(
-                f"{told}: stopped before the update, so the parameters are those of the step before. "
+                f"{found}: stopped before the update, so the parameters are those of the step before. "
                 f"{remedy(self._replica.config, before.step, in_weights=in_weights)}"
             )
         if self._skipped_in_a_row > training.max_consecutive_skips:
             raise NonFiniteError(
-                f"{told}: max_consecutive_skips {training.max_consecutive_skips} steps before it were skipped too, so "
+                f"{found}: max_consecutive_skips {training.max_consecutive_skips} steps before it were skipped too, so "
                 "skipping does not help; the parameters are those of before them. Lower --lr, or look at the data"
             )
-        return f"warning: {told}: skipped ({self._skipped_in_a_row} in a row)"
+        return f"warning: {found}: skipped ({self._skipped_in_a_row} in a row)"
 
     def evaluate(self, microbatches: Sequence[Microbatch], *, first_sample: int, batch_size: int) -> float:
         """The objective on one global batch, without gradients and without dropout; the same on every rank."""
@@ -235,7 +241,7 @@ class Stepper:
             dp = Group.solo("dp") if alone else topology.dp_cp
             denominator = token_denominator(microbatches, dp=dp, device=device)
             if alone:
-                # A share is a batch of its own, and one of several parts of the step.
+                # A share is a batch by itself, and one of several parts of the step.
                 denominator *= self._shares
 
         def forward(stage: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor:
@@ -269,7 +275,7 @@ class Stepper:
         try:
             return self._executor(count, evaluation=auxiliary is None).run()
         finally:
-            self._forward = self._no_batch
+            del self._forward  # and with it the batch
 
     def _executor(self, microbatches: int, *, evaluation: bool) -> Executor:
         key = (microbatches, evaluation)

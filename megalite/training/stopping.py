@@ -1,8 +1,8 @@
 """Why a run is to end before its last step: signals, a time limit, a file that appears.
 
-A rank that is asked to stop goes on until all ranks agree, which they do in an all-reduce that each step and each batch of
-an evaluation makes anyway (`evaluation.read_batches`); then the run is saved. Before the first step nothing is lost and
-nobody has to agree: a signal ends the process where it stands, as Ctrl-C ends any Python program.
+A rank that is asked to stop continues until all ranks agree, which they do in an all-reduce that each step and each batch
+of an evaluation makes anyway (`evaluation.read_batches`); then the run is saved. Before the first step there is nothing to
+lose: a signal ends the process where it stands, as Ctrl-C ends any Python program.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from megalite.config.exit_codes import DONE, INTERRUPTED, REQUEUE
 from megalite.training.ending import Ending
 
 _FILE, _TIME, _SIGNALS = 1, 2, 100
-"""What ranks tell each other: the largest number counts."""
+"""What ranks exchange: the largest number counts."""
 _ONE_PRESS = 0.5
 """Seconds in which a second SIGINT is the first one again: a terminal and a launcher may both send one."""
 _START_PATIENCE = 20.0
@@ -51,11 +51,7 @@ class StopRequest:
         return DONE if self.number == _FILE else REQUEUE
 
     def ending(self, step: int | None, saved: str) -> Ending:
-        """The end of a run by it.
-
-        Args:
-            saved: what has become of the work, in words.
-        """
+        """The end of a run by it; `saved`: what has become of the work, in words."""
         status = {DONE: "stopped", INTERRUPTED: "interrupted", REQUEUE: "requeue"}[self.exit_code]
         return Ending(status=status, reason=f"{self.cause}; {saved}", step=step, exit_code=self.exit_code)
 
@@ -72,7 +68,7 @@ class StopRequests:
     """What this rank has been asked. Without `listen` no signal is heard.
 
     Args:
-        signals: names; SIGINT is always heard. One that the process was told to ignore, as by nohup, stays ignored.
+        signals: names; SIGINT is always heard. One that the process was started to ignore, as by nohup, stays ignored.
         minutes: from now on; None: no limit.
         file: looked for by the rank that is given one.
         patience: seconds after a signal in which the ranks must come to agree.
@@ -101,8 +97,6 @@ class StopRequests:
         self.last_words: Callable[[StopRequest, str], None] = lambda request, text: None
         """Called before the process is ended by force, from another thread."""
 
-    # ---- what the run asks and says
-
     @property
     def request(self) -> StopRequest | None:
         """What this rank alone knows of."""
@@ -129,7 +123,7 @@ class StopRequests:
             raise StopRun(StopRequest(self.number))
 
     def refuse_old_file(self) -> None:
-        """A run that begins beside an exit file would end at once.
+        """A run whose exit file is there already would end at once.
 
         Raises:
             ConfigError: it does.
@@ -140,7 +134,7 @@ class StopRequests:
             )
 
     def leave(self) -> None:
-        """All ranks know: from here on nothing but a second Ctrl-C hurries this process."""
+        """All ranks know: from here on only a second Ctrl-C hurries this process."""
         self._leaving = True
 
     def _sees_file(self) -> bool:
@@ -150,8 +144,6 @@ class StopRequests:
             with contextlib.suppress(OSError):  # a disk that has gone says neither yes nor no
                 self._file_seen = self.file.exists()
         return self._file_seen
-
-    # ---- signals
 
     @contextlib.contextmanager
     def listen(self) -> Iterator["StopRequests"]:
@@ -185,7 +177,7 @@ class StopRequests:
             raise StopRun(StopRequest(_SIGNALS + number))
 
     def _watch(self, reader: int) -> None:
-        """In a thread of its own: end the process at a second Ctrl-C, and where a stop comes to nothing."""
+        """In a thread: end the process at a second Ctrl-C, and where a stop comes to nothing."""
         while True:
             left = self._seconds_left()
             if left is not None and left <= 0.0:

@@ -1,4 +1,4 @@
-"""What the pipeline really did in a step, beside what the simulator says it could do."""
+"""Files of chosen steps: what the pipeline did beside what the simulator says it could do, and torch's profile."""
 
 import json
 import time
@@ -8,16 +8,19 @@ from pathlib import Path
 
 import torch
 
-from megalite.config.run import RunConfig
+from megalite.config.errors import ConfigError
 from megalite.pipeline.ir.actions import Action, Kind
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.perfetto import merge_traces
 from megalite.pipeline.ir.schedule import Schedule
 from megalite.pipeline.ir.simulate import Costs, Event, simulate
 from megalite.topology.topology import Topology
+from megalite.training.phases import PhaseClock
 
 SHOWN_PIPELINES = 8
 """A trace has the first few pipelines of a run: data-parallel ones look alike, and viewers have their limits."""
+_PROFILE_ROWS = 40
+"""Operations in a table."""
 
 _Mark = float | torch.cuda.Event
 
@@ -109,10 +112,17 @@ class TraceWriter:
         gathered = self._topology.world.gather_json(mine, self._topology.device)
         if self._topology.rank != 0:
             return None
-        pipelines = self._pipelines(gathered)
+        layout = self._topology.layout
+        pipelines: dict[str, list[Event]] = {}
+        for ranks in layout.groups("pp")[:SHOWN_PIPELINES]:
+            place = layout.coordinate(ranks[0])
+            pipelines[f"measured: tp {place.tp} cp {place.cp} dp {place.dp}"] = [
+                Event(index, Action.parse(text), start, end)
+                for index, rank in enumerate(ranks)
+                for text, start, end in gathered[rank]
+            ]
         first = next(iter(pipelines.values()))
-        costs = measured_costs(first, schedule)
-        ideal = simulate(lower(schedule), costs)
+        ideal = simulate(lower(schedule), measured_costs(first, schedule))
         path = self._folder / f"trace-{step}.json"
         try:
             path.write_text(json.dumps(merge_traces({**pipelines, "simulated": ideal.events})))
@@ -125,36 +135,6 @@ class TraceWriter:
             f"{ideal.bubble_fraction:.1%}; {written}"
         )
         return bubble
-
-    def _pipelines(self, gathered: Sequence[Sequence[tuple[str, float, float]]]) -> dict[str, list[Event]]:
-        """Events of the first pipelines, by what tells them apart."""
-        layout = self._topology.layout
-        found: dict[str, list[Event]] = {}
-        for ranks in layout.groups("pp")[:SHOWN_PIPELINES]:
-            place = layout.coordinate(ranks[0])
-            name = f"measured: tp {place.tp} cp {place.cp} dp {place.dp}"
-            found[name] = [
-                Event(index, Action.parse(text), start, end)
-                for index, rank in enumerate(ranks)
-                for text, start, end in gathered[rank]
-            ]
-        return found
-
-
-def trace_writer(
-    config: RunConfig, topology: Topology, *, first: int, log: Callable[[str], None]
-) -> TraceWriter | None:
-    """What a run traces with, if it does.
-
-    Args:
-        first: the step that this start goes on from, from which `trace_steps` counts.
-    """
-    logging = config.logging
-    if not logging.trace:
-        return None
-    assert logging.run_dir is not None, "validate() asks for it"
-    steps = [first + step for step in logging.trace_steps]
-    return TraceWriter(topology, steps=steps, folder=Path(logging.run_dir), log=log)
 
 
 def bubble_fraction(events: Sequence[Event]) -> float:
@@ -172,17 +152,91 @@ def measured_costs(events: Sequence[Event], schedule: Schedule) -> Costs:
     for event in events:
         times[event.action.kind, event.action.stage].append(event.end - event.start)
 
-    def mean(kind: Kind, stage: int) -> float:
-        found = times.get((kind, stage))
-        return sum(found) / len(found) if found else 0.0
+    def means(kind: Kind) -> tuple[float, ...]:
+        found = [times.get((kind, stage), [0.0]) for stage in range(schedule.num_stages)]
+        return tuple(sum(seconds) / len(seconds) for seconds in found)
 
-    stages = range(schedule.num_stages)
-    weight = [mean(Kind.W, stage) for stage in stages]
+    weight = means(Kind.W)
     # Where a stage has both halves and whole backwards, the halves speak for it.
-    backward = [(mean(Kind.I, stage) + weight[stage]) or mean(Kind.B, stage) for stage in stages]
-    return Costs(
-        forward=tuple(mean(Kind.F, stage) for stage in stages),
-        backward=tuple(backward),
-        weight_grad=tuple(weight),
-        recompute=tuple(mean(Kind.R, stage) for stage in stages),
-    )
+    backward = [i + w or b for i, w, b in zip(means(Kind.I), weight, means(Kind.B), strict=True)]
+    return Costs(forward=means(Kind.F), backward=tuple(backward), weight_grad=weight, recompute=means(Kind.R))
+
+
+class StepProfiler:
+    """Profiles the steps from `first` to `last` of this rank; both begin and finish are called for each step.
+
+    In the step before, the profiler warms up: what its start costs is not in the trace. The file of rank R is
+    `<run_dir>/profile/rank-R-steps-A-B.json`, Chrome's format, for ui.perfetto.dev, with a table for each device.
+
+    Args:
+        clock: gives computations and phases names while the profiler runs.
+    """
+
+    def __init__(self, run_dir: Path, *, rank: int, first: int, last: int, clock: PhaseClock) -> None:
+        self._folder, self._clock = run_dir / "profile", clock
+        self._trace = self._folder / f"rank-{rank}-steps-{first}-{last}.json"
+        self.first, self.last = first, last
+        self._devices = ("cpu", "cuda") if clock.device.type == "cuda" else ("cpu",)
+        self._running: torch.profiler.profile | None = None
+
+    def make_folder(self) -> None:
+        """Find out now whether the traces can be written.
+
+        Raises:
+            ConfigError: they cannot.
+        """
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write profiles to {self._folder}: {error.strerror}; give a --run-dir that can be written, or "
+                "remove --profile"
+            ) from None
+
+    def begin(self, step: int) -> None:
+        """Before a step."""
+        if step != self.first - 1:
+            return
+        known = torch.profiler.ProfilerActivity
+        self._running = torch.profiler.profile(
+            activities=[known.CPU, known.CUDA][: len(self._devices)],
+            schedule=torch.profiler.schedule(wait=0, warmup=1, active=self.last - self.first + 1, repeat=1),
+            record_shapes=True,
+            acc_events=True,
+        )
+        self._running.start()
+        self._clock.named = True
+
+    def finish(self, step: int) -> str | None:
+        """After a step; after the last one the files are written. Returns what the log should say of it."""
+        if self._running is None:
+            return None
+        if step < self.last:
+            self._running.step()
+            return None
+        try:
+            return self._write()
+        except OSError as error:
+            return f"warning: cannot write the profile to {self._folder}: {error.strerror}"
+
+    def close(self) -> None:
+        """The run ends; what was profiled until here is dropped."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.stop()
+
+    def _write(self) -> str:
+        running = self._running
+        assert running is not None
+        self._clock.named = False
+        self.close()
+        running.export_chrome_trace(str(self._trace))
+        averages, tables = running.key_averages(), []
+        for device in self._devices:
+            table = self._trace.with_name(f"{self._trace.stem}-{device}.txt")
+            table.write_text(averages.table(sort_by=f"self_{device}_time_total", row_limit=_PROFILE_ROWS))
+            tables.append(table.name)
+        return (
+            f"profiled steps {self.first} to {self.last}: wrote {self._trace} for ui.perfetto.dev, tables in "
+            f"{' and '.join(tables)}"
+        )

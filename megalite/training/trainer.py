@@ -6,14 +6,15 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 from megalite.config.batch import batch_size, steps_left
 from megalite.config.errors import ConfigError, RankError
 from megalite.config.exit_codes import DONE
+from megalite.config.registry import Registry
 from megalite.config.rules.run import ELASTIC
 from megalite.config.run import RunConfig
 from megalite.config.validate import check_rules, validate
-from megalite.data_parallel.peers import raise_if_peer_lost
 from megalite.optimizers.schedules import Progress, Schedules
 from megalite.partition.pipeline import layout_of
 from megalite.tokenizers.base import Tokenizer
@@ -21,24 +22,35 @@ from megalite.topology.group import Group
 from megalite.topology.lost_peers import RollCall
 from megalite.topology.topology import Launch, Topology, check_backend, start_distributed, stop_distributed
 from megalite.training.ending import Ending, forget_ending, write_ending
-from megalite.training.evaluation import Evaluator, meet, misses_evaluation, read_batches
+from megalite.training.evaluation import Evaluator, meet, read_batches
 from megalite.training.hang_watch import HangWatch, begin_watch
 from megalite.training.instruments import Instruments
-from megalite.training.memory import check_memory_history, explaining_out_of_memory, keep_freed_memory
+from megalite.training.memory import explaining_out_of_memory, keep_freed_memory
 from megalite.training.non_finite import NonFiniteError
 from megalite.training.replica import Programs, Replica, build_modules, build_replica
 from megalite.training.reporter import LossSpikes, Reporter, SpeedMeter
-from megalite.training.resume import resume
-from megalite.training.save_folder import make_saver, take_save_folder
-from megalite.training.saving import SaveError, save_and_stop
-from megalite.training.setup import describe, in_words, open_data, open_reports, prepare_data, resolve
-from megalite.training.state_tensors import compare_replicas
+from megalite.training.setup import describe, open_data, open_reports, prepare_data, resolve
+from megalite.training.sinks import last_records
 from megalite.training.step import Stepper
 from megalite.training.stopping import StopRequest, StopRequests, StopRun
-from megalite.training.trace import trace_writer
+
+if TYPE_CHECKING:
+    from megalite.training.save_folder import SaveFolder
+    from megalite.training.saving import Saver
 
 TakeLayout = Callable[..., tuple[RunConfig, frozenset[str]]]
 """`planner.elastic.take_layout`: the layout of an elastic run for the ranks that have come."""
+
+_WHEN_ASKED: Registry[Callable[..., Any]] = Registry(
+    "part",
+    {
+        "load": "megalite.training.resume:resume",
+        "save": "megalite.training.save_folder:SaveFolder",
+        "check_replicas_interval": "megalite.training.state_tensors:compare_replicas",
+        "lost peer": "megalite.data_parallel.lost_peers:raise_if_peer_lost",
+    },
+)
+"""Imported in runs that have the setting, or meet with the case."""
 
 
 class Trainer:
@@ -78,10 +90,9 @@ class Trainer:
         self.launch = Launch.from_environment()
         self.log = log if self.launch.rank == 0 else _silent
         self.stops = stops or StopRequests()
-        self._run_dir: Path | None = None
-        if self.launch.rank == 0:
-            self._run_dir = None if config.logging.run_dir is None else Path(config.logging.run_dir)
-        else:
+        run_dir = config.logging.run_dir if self.launch.rank == 0 else None
+        self._run_dir = None if run_dir is None else Path(run_dir)
+        if self.launch.rank != 0:
             self.stops.file = None
         self._step_reached: int | None = None
         """None until the run has looked for a checkpoint."""
@@ -104,8 +115,7 @@ class Trainer:
         self.stops.last_words = lambda request, text: self._leave(request.ending(self._step_reached, text))
         try:
             with explaining_out_of_memory(self.config, self._explicit, self.launch), ExitStack() as stack:
-                tokenizer = self._build(stack)
-                self._open(stack, tokenizer)
+                self._open(stack, self._build(stack))
                 ending = self._train()
                 self.replica.strategy.finish()
                 self._log_notes()
@@ -124,16 +134,19 @@ class Trainer:
 
     def _build(self, stack: ExitStack) -> Tokenizer | None:
         """The process groups, the resolved config and this rank's replica; returns the tokenizer."""
-        asked, launch = self.config, self.launch
-        parallel, device = asked.parallel, launch.device(asked.training.device)
+        config, explicit, launch = self.config, self._explicit, self.launch
+        parallel, device = config.parallel, launch.device(config.training.device)
         # Before any rank waits for another: what the settings alone make impossible is the same on all of them.
         if parallel.elastic:  # its layout is open until the ranks have met
-            check_rules(asked, self._explicit, *ELASTIC).raise_all()
+            check_rules(config, explicit, *ELASTIC).raise_all()
         else:
-            validate(asked, launch.world_size, self._explicit, startable=True)
+            validate(config, launch.world_size, explicit, startable=True)
         check_backend(parallel.distributed_backend, device)
-        check_memory_history(asked, device)
-        if device.type == "cpu" and asked.compute.keep_cpu_memory:
+        if config.logging.record_memory_history and device.type != "cuda":
+            raise ConfigError(
+                f"record_memory_history has no effect on {device.type}: only CUDA's allocator keeps one; remove it"
+            )
+        if device.type == "cpu" and config.compute.keep_cpu_memory:
             keep_freed_memory()
         timeout = parallel.distributed_timeout_minutes
         start_distributed(launch, device, backend=parallel.distributed_backend, timeout_minutes=timeout)
@@ -142,19 +155,18 @@ class Trainer:
         stack.push(lambda _, error, __: stop_distributed(agreed=_all_ranks_end(error)))
         world = Group("world", tuple(range(launch.world_size)), launch.rank)
         if self._watched:
-            run_dir = asked.logging.run_dir
+            run_dir, say = config.logging.run_dir, self.stops.say
             watch = begin_watch(
-                parallel, launch=launch, world=world, device=device, run_dir=run_dir, log=self.log, say=self.stops.say
+                parallel, launch=launch, world=world, device=device, run_dir=run_dir, log=self.log, say=say
             )
             world = dataclasses.replace(world, heartbeat=watch.heartbeat)
         self._roll = RollCall.open(world, launch, device)
         found: Exception | None = None
         try:
-            config, explicit = asked, self._explicit
             if parallel.elastic:
                 assert self._take_layout is not None, "an elastic run needs the planner's take_layout"
                 config, explicit = self._take_layout(
-                    asked, explicit=explicit, fixed=self._fixed, world=world, device=device, log=self.log
+                    config, explicit=explicit, fixed=self._fixed, world=world, device=device, log=self.log
                 )
             config, tokenizer = resolve(config, world_size=launch.world_size, explicit=explicit)
             programs, layout = Programs(config), layout_of(config)
@@ -174,46 +186,41 @@ class Trainer:
         except ConfigError as error:
             found = error  # of kernels, which one stage may need and another not
         world.agree(found, device)
-        self.replica = build_replica(config, topology, programs, modules, asked=asked)
-        self.config = self.replica.config
+        self.replica = build_replica(config, topology, programs, modules, asked=self.config)
+        self.config = config
         return tokenizer
 
     def _open(self, stack: ExitStack, tokenizer: Tokenizer | None) -> None:
         """Data, the checkpoint that the run continues from, reports, and the folder that it saves to."""
-        replica, log = self.replica, self.log
-        config, topology = replica.config, replica.topology
+        replica, config, log = self.replica, self.config, self.log
+        topology = replica.topology
         fingerprint = None if tokenizer is None else tokenizer.fingerprint()
-        describe(config, replica, log)
+        describe(replica, log)
         self._heartbeat = topology.world.heartbeat
         self._apart = replica.strategy.scope.size < topology.world.size
         """Ranks take steps without waiting for all others."""
         self.loaders = open_data(replica, tokenizer)
-        self.progress = resume(replica, tokenizer=fingerprint, log=log)
-        step, samples = self.progress.step, self.progress.samples
-        self._step_reached = step
+        self.progress = Progress(0, 0)
+        if config.checkpoint.load is not None:
+            self.progress = _WHEN_ASKED.get("load")(replica, tokenizer=fingerprint, log=log)
+        step = self._step_reached = self.progress.step
         for note in (*self.loaders.notes, *prepare_data(replica, self.loaders, self.progress)):
             log(note)
-        self.traces = trace_writer(config, topology, first=step, log=log)
         self.instruments = Instruments(replica, started=self._started, step=step, apart=self._apart, log=log)
-        tracer = self.instruments.tracer(None if self.traces is None else self.traces.timer)
-        self.stepper = Stepper(replica, Schedules(config), tracer=tracer, phase=self.instruments.phase)
-        self.total = step + steps_left(config, step=step, samples=samples)
+        self.stepper = Stepper(replica, Schedules(config), tracer=self.instruments.tracer, phase=self.instruments.phase)
+        self.total = step + steps_left(config, step=step, samples=self.progress.samples)
         self.validation = None
         if config.training.eval_interval is not None:
             self.validation = Evaluator(replica, self.stepper, self.loaders.valid, self.stops)
         # Ranks that read no data do not know whether there is a test split.
         tests = topology.world.gather_json(self.loaders.test is not None, topology.device)
         self.test = Evaluator(replica, self.stepper, self.loaders.test, self.stops) if any(tests) else None
-        self._folder = take_save_folder(replica, self.progress, stops=self.stops, log=log)
-        self.saver = make_saver(replica, self.progress, total=self.total, tokenizer=fingerprint, log=log)
-        for traced in sorted(self.traces.steps if self.traces else ()):
-            if traced > self.total:
-                log(f"step {traced} is beyond the last step, {self.total}: it will not be traced")
+        self._open_folder(fingerprint)
         self.reporter = Reporter(
             log=log,
             sinks=open_reports(replica, self.instruments, step=step, total=self.total, log=log),
-            spikes=LossSpikes.resumed(config, reads=topology.rank == 0),
-            meter=SpeedMeter(config, world_size=topology.layout.world_size, device=topology.device),
+            spikes=LossSpikes.resumed(config) if topology.rank == 0 else None,
+            meter=SpeedMeter(config, world_size=topology.world.size, device=topology.device),
             log_interval=config.logging.log_interval,
             total_steps=self.total,
             device=topology.device,
@@ -224,53 +231,65 @@ class Trainer:
         stack.callback(self._close)
         stack.push(self._explain)
 
+    def _open_folder(self, tokenizer: str | None) -> None:
+        found: ConfigError | None = None
+        try:
+            self.stops.refuse_old_file()
+        except ConfigError as error:
+            found = error
+        self.replica.topology.world.agree(found, self.replica.topology.device)
+        self.saver: Saver | None = None
+        self._folder: SaveFolder | None = None
+        if self.config.checkpoint.save is None:
+            self.log("no checkpoint will be saved; --save-interval N with --run-dir (or --save) would save some")
+        else:
+            self._folder = _WHEN_ASKED.get("save")(self.replica, self.progress)
+            self.saver = self._folder.make_saver(total=self.total, tokenizer=tokenizer, log=self.log)
+
     # ---- the loop
 
     def _train(self) -> Ending:
         """Step to the end of the run, or until it is asked to stop."""
-        config = self.config
         try:
             self.stops.started()
             if self.progress.step >= self.total:
-                self.log(f"the checkpoint is at {in_words(config, self.progress)}: nothing to do")
-                # It may have been stopped between its last checkpoint and this.
-                if self.validation is not None and misses_evaluation(self.replica, step=self.progress.step):
-                    self._evaluate()
-                self._evaluate_test()
-                return Ending.finished(self.progress.step)
+                return self._find_nothing_to_do()
             self._prepare(self.progress)
             # Also on resuming: the first line then shows that the layout changed nothing.
             self._evaluate()
             self.reporter.restart_clock()
             while self.progress.step < self.total:
                 self._step()
-                step = self.progress.step
-                if not self._apart:  # otherwise the next save, where ranks meet, learns of the last one
-                    self.saver.poll()
-                self._log_notes()
-                compare_replicas(self.replica, step)
-                if self._evaluates_at(step):
-                    self._evaluate()
-                if config.checkpoint.save_interval and step % config.checkpoint.save_interval == 0:
-                    self._save()
-                if config.training.exit_interval and step % config.training.exit_interval == 0:
-                    self.log(f"stopping at step {step}: exit_interval is {config.training.exit_interval}")
+                if self._after_step(self.progress.step):
                     break
-            self._heartbeat.phase("saving", patient=True)
-            with self.instruments.stall("save"):
-                self.saver.finish(self.progress)
+            if self.saver is not None:
+                self._heartbeat.phase("saving", patient=True)
+                with self.instruments.stall("save"):
+                    self.saver.finish(self.progress)
             if self.progress.step == self.total:
                 self._evaluate_test()
                 return Ending.finished(self.progress.step)
-            reason = f"exit_interval {config.training.exit_interval}"
+            reason = f"exit_interval {self.config.training.exit_interval}"
             return Ending(status="stopped", reason=reason, step=self.progress.step, exit_code=DONE)
         except StopRun as stop:
             # All ranks have agreed to stop here, between two steps or two batches of an evaluation.
             self.stops.leave()
-            saver = self.saver if self._moved else None
-            self._heartbeat.phase("saving", patient=True)
-            with self.instruments.stall("save"):
-                return save_and_stop(stop.request, saver, self.progress, log=self.log)
+            return self._save_and_stop(stop.request)
+
+    def _find_nothing_to_do(self) -> Ending:
+        """The checkpoint is at the end, or beyond; the run may have been stopped between it and the last evaluation."""
+        training, topology, step = self.config.training, self.replica.topology, self.progress.step
+        where = f"step {step} of {training.train_iters}"
+        if training.train_iters is None:
+            where = f"step {step}, {self.progress.samples} samples of {training.train_samples}"
+        self.log(f"the checkpoint is at {where}: nothing to do")
+        if self.validation is not None:
+            run_dir = self.config.logging.run_dir if topology.rank == 0 else None
+            known = run_dir is None or any(record["step"] == step for record in last_records(run_dir, "valid"))
+            if not topology.world.broadcast_json(known, topology.device):
+                self._evaluate()
+        self._evaluate_test()
+        return Ending.finished(step)
 
     def _step(self) -> None:
         before, size = self.progress, batch_size(self.config, self.progress.samples)
@@ -287,13 +306,11 @@ class Trainer:
             )
             # While the step computes, what comes after it is read.
             self._prepare(after)
-            if self.traces is not None:
-                self.traces.begin(after.step)
             self.instruments.begin(after.step)
             result = self.stepper.step(microbatches, before=before, batch_size=size)
-            bubble = None
-            if self.traces is not None:
-                bubble = self.traces.finish(after.step, self.replica.schedule_of(size))
+            bubble, traces = None, self.instruments.traces
+            if traces is not None:
+                bubble = traces.finish(after.step, self.replica.schedule_of(size))
             self.progress = after
             self._step_reached, self._moved = after.step, True
             self.reporter.step(result, after=after, batch_size=size, bubble_fraction=bubble, data_wait_seconds=waited)
@@ -304,13 +321,50 @@ class Trainer:
                 raise RankError(str(error), exit_code=error.exit_code) from error
             raise
 
+    def _after_step(self, step: int) -> bool:
+        """Save, compare and evaluate where it is time to. True if the run is to stop here."""
+        c, t = self.config.checkpoint, self.config.training
+        if (
+            self.saver is not None and not self._apart
+        ):  # otherwise the next save, where ranks meet, learns of the last one
+            self.saver.poll()
+        self._log_notes()
+        compares = self.config.data_parallel.check_replicas_interval
+        if compares and step % compares == 0:
+            _WHEN_ASKED.get("check_replicas_interval")(self.replica, step)
+        if self._evaluates_at(step):
+            self._evaluate()
+        if c.save_interval and step % c.save_interval == 0:
+            self._save()
+        if t.exit_interval and step % t.exit_interval == 0:
+            self.log(f"stopping at step {step}: exit_interval is {t.exit_interval}")
+            return True
+        return False
+
     def _save(self) -> None:
-        self._heartbeat.phase("saving", patient=True)
-        with self.instruments.stall("save"):
-            self.saver.begin(self.progress)
-        self.reporter.restart_clock()
+        if self.saver is not None:
+            self._heartbeat.phase("saving", patient=True)
+            with self.instruments.stall("save"):
+                self.saver.begin(self.progress)
+            self.reporter.restart_clock()
         if self._apart and self.progress.step < self.total:
             meet(self.stops, self.replica.topology)
+
+    def _save_and_stop(self, request: StopRequest) -> Ending:
+        """Stop by agreement of all ranks."""
+        step = self.progress.step
+        if not self._moved:
+            said = "no step has been made since the start: there is nothing to save"
+        elif self.saver is None:
+            said = "nothing is saved, since neither --save nor --save-interval was given"
+        else:
+            said = f"saved in {self.saver.folder}"
+            self.log(f"{request.cause}: saving step {step}, and stopping")
+            self._heartbeat.phase("saving", patient=True)
+            with self.instruments.stall("save"):
+                self.saver.finish(self.progress)
+        self.log(f"{request.cause}: stopped at step {step}; {said}")
+        return request.ending(step, said)
 
     def _prepare(self, at: Progress) -> None:
         """Begin to read what the run needs once it stands there."""
@@ -352,15 +406,15 @@ class Trainer:
     ) -> None:
         """The run fails: finish the save under way, or find out which rank is gone."""
         if isinstance(error, (ConfigError, NonFiniteError)):
-            if not isinstance(error, RankError):  # every rank is here: what is being saved was sound
+            if self.saver is not None and not isinstance(error, RankError):  # every rank is here: the copy was sound
                 try:
                     self.saver.wait()
-                except SaveError as failed:
+                except ConfigError as failed:
                     self.log(f"warning: {failed}")
         elif isinstance(error, RuntimeError):
             if self._roll is not None:
                 self._roll.explain(error)
-            raise_if_peer_lost(error, self.replica.strategy, self.replica.topology.device)
+            _WHEN_ASKED.get("lost peer")(error, self.replica.strategy, self.replica.topology.device)
 
     def _close(self) -> None:
         for loader in (self.loaders.train, self.loaders.valid, self.loaders.test):
@@ -373,17 +427,8 @@ class Trainer:
     def _leave_folder(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        guard = self._folder.guard
-        try:
-            if guard is not None and error is None:
-                guard.ended()
-            elif guard is not None and isinstance(error, Exception):
-                if self.stops.request is None:
-                    guard.failed(self.progress.step + 1, error)
-                else:
-                    guard.left()
-        finally:
-            self._folder.release()
+        if self._folder is not None:
+            self._folder.leave(error, step=self.progress.step + 1, stopping=self.stops.request is not None)
 
     def _leave(self, ending: Ending) -> None:
         write_ending(self._run_dir, ending, make_folder=self._moved)

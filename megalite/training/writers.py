@@ -1,9 +1,14 @@
-"""Further sinks, by `--metrics`: a CSV file and Weights & Biases. Rank 0 alone has any."""
+"""Sinks that are imported when a run has them: TensorBoard with Megatron-LM's tags, a CSV file, Weights & Biases."""
 
 import csv
+import importlib.util
 import io
+import itertools
+import os
+import platform
+import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +17,42 @@ from megalite.checkpoint.files import replace_durably
 from megalite.config.describe import redact_text, redacted, sectioned
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
-from megalite.training.sinks import TENSORBOARD_TAGS, AppendedFile
+from megalite.training.sinks import AppendedFile, MetricSink
+
+TENSORBOARD_TAGS = {
+    "loss": "lm loss",
+    "loss_z": "loss-z-score",
+    "load_balancing_loss": "load_balancing_loss",
+    "z_loss": "z_loss",
+    "lr": "learning-rate",
+    "grad_norm": "grad-norm",
+    "loss_scale": "loss-scale",
+    "batch_size": "batch-size",
+    "ms_per_step": "iteration-time",
+    "data_wait_ms": "batch-generator-time",
+    "forward_ms": "forward-compute-time",
+    "backward_ms": "backward-compute-time",
+    "reduce_ms": "all-grads-sync-time",
+    "optimizer_ms": "optimizer-time",
+    "other_ms": "other-time",
+    "evaluation_seconds": "eval-time",
+    "save_seconds": "save-checkpoint-time",
+    "straggler_factor": "straggler-factor",
+    "goodput": "goodput",
+    "tflops_per_rank": "throughput",
+    "tokens_per_second": "tokens-per-second",
+    "mfu": "mfu",
+    "bubble_fraction": "pipeline-bubble-fraction",
+    "memory_bytes": "mem-max-allocated-bytes",
+    "memory_allocated_bytes": "mem-allocated-bytes",
+    "memory_reserved_bytes": "mem-reserved-bytes",
+    "memory_allocated_count": "mem-allocated-count",
+    "valid_loss": "lm loss validation",
+    "valid_perplexity": "lm loss validation ppl",
+    "test_loss": "lm loss test",
+    "test_perplexity": "lm loss test ppl",
+}
+"""Our names -> Megatron-LM's tags; each also gets a twin " vs samples". Times, `_ms` here, are in seconds there."""
 
 COLUMNS = (
     *("kind", "step", "consumed_samples", "loss", "valid_loss", "test_loss", "valid_perplexity", "test_perplexity"),
@@ -23,9 +63,67 @@ COLUMNS = (
     *("optimizer_ms", "optimizer_ms_min", "other_ms", "other_ms_min", "evaluation_seconds", "save_seconds"),
     *("bubble_fraction", "straggler_factor", "goodput", "dp_phase", "dp_wire_bytes"),
 )
-"""The names of records that get a column; what a row has not stays empty."""
+"""The names of records that get a column in the CSV file; what a row has not stays empty."""
 
-_WANDB_ID = "wandb-run-id"
+
+def _tagged(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers that have a tag, times in seconds."""
+    return {
+        tag: record[name] / 1e3 if name == "ms_per_step" or name.endswith("_ms") else record[name]
+        for name, tag in TENSORBOARD_TAGS.items()
+        if record.get(name) is not None
+    }
+
+
+def tensorboard_installed() -> bool:
+    """The optional package is there."""
+    return importlib.util.find_spec("tensorboard") is not None
+
+
+class TensorBoard:
+    """Event files. A run that resumes before its last record writes some steps once more, to the same values.
+
+    Written here rather than by torch's SummaryWriter: that one writes in a thread, which a full disk ends with a traceback
+    and for good.
+
+    Raises:
+        ConfigError: tensorboard is not installed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from tensorboard.compat.proto import event_pb2, summary_pb2
+            from tensorboard.summary.writer.record_writer import RecordWriter
+        except ImportError:
+            raise ConfigError(
+                "tensorboard_dir is set but the tensorboard package is not installed; pip install tensorboard"
+            ) from None
+        self._event, self._summary, self._record_writer = event_pb2.Event, summary_pb2.Summary, RecordWriter
+        folder.mkdir(parents=True, exist_ok=True)
+        # A name that sorts behind those of earlier starts, as TensorBoard reads them.
+        start = f"events.out.tfevents.{time.time_ns() // 10**9:010}.{platform.node()}.{os.getpid()}"
+        file = next(path for number in itertools.count() if not (path := folder / f"{start}.{number}").exists())
+        version = self._event(wall_time=time.time(), file_version="brain.Event:2")
+        # No session start: readers would also drop the curves over samples, whose steps are samples, beyond it.
+        self._file = AppendedFile(file, head=self._framed([version]))
+        self.close = self._file.close
+
+    def write(self, record: dict[str, Any]) -> None:
+        """One scalar a known name, over steps and over samples."""
+        numbers, now = _tagged(record), time.time()
+        events = []
+        for at, end in ((record["step"], ""), (record["consumed_samples"], " vs samples")):
+            values = [self._summary.Value(tag=tag + end, simple_value=float(numbers[tag])) for tag in numbers]
+            events.append(self._event(wall_time=now, step=at, summary=self._summary(value=values)))
+        self._file.append(self._framed(events))
+
+    def _framed(self, events: Iterable[Any]) -> bytes:
+        """Events as their file has them: with lengths and checksums."""
+        buffer = io.BytesIO()
+        writer = self._record_writer(buffer)
+        for event in events:
+            writer.write(event.SerializeToString())
+        return buffer.getvalue()
 
 
 class CSVFile:
@@ -46,18 +144,11 @@ class CSVFile:
         head = dict(zip(COLUMNS, COLUMNS, strict=True))
         replace_durably(path, _rows([head, *kept]))
         self._file = AppendedFile(path, head=_rows([head]))
+        self.close = self._file.close
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append a row.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Append a row."""
         self._file.append(_rows([record]))
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
 
 def _rows(records: Sequence[Mapping[str, Any]]) -> bytes:
@@ -75,7 +166,7 @@ def _is_kept(row: dict[str, Any], step: int) -> bool:
 class Wandb:
     """Weights & Biases, under TensorBoard's tags; the x axis is `step`, so a step that is made again overwrites none.
 
-    A run that resumes goes on with its curves: their id is in `<run_dir>/wandb-run-id`. What identifies the user comes
+    A run that resumes continues its curves: their id is in `<run_dir>/wandb-run-id`. What identifies the user comes
     from WANDB_API_KEY or `wandb login`, which this never reads; nothing of the environment, the command line, the
     console or git is sent, and the config goes without credentials.
 
@@ -92,12 +183,11 @@ class Wandb:
             ) from None
         logging = config.logging
         folder = None if logging.run_dir is None else Path(logging.run_dir)
-        name = logging.wandb_exp_name or (folder.name if folder is not None else "")
         try:
             self._run = wandb.init(
                 project=logging.wandb_project,
                 entity=logging.wandb_entity,
-                name=redact_text(name),
+                name=redact_text(logging.wandb_exp_name or (folder.name if folder is not None else "")),
                 id=_run_id(folder, resumes),
                 resume="allow",
                 dir=None if folder is None else str(folder),
@@ -115,25 +205,13 @@ class Wandb:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, record: dict[str, Any]) -> None:
-        """Send the numbers that have a tag; NaN and infinities among them.
-
-        Raises:
-            OSError: wandb does not take them.
-        """
-        row = {
-            tag: record[name] / 1e3 if name == "ms_per_step" or name.endswith("_ms") else record[name]
-            for name, tag in TENSORBOARD_TAGS.items()
-            if record.get(name) is not None
-        }
+        """Send the numbers that have a tag; NaN and infinities among them."""
         with _wandb_errors():
-            self._run.log({**row, "step": record["step"], "consumed_samples": record["consumed_samples"]})
+            axes = {name: record[name] for name in ("step", "consumed_samples")}
+            self._run.log({**_tagged(record), **axes})
 
     def close(self) -> None:
-        """Wait until everything is sent.
-
-        Raises:
-            OSError: it is not.
-        """
+        """Wait until everything is sent."""
         with _wandb_errors():
             self._run.finish()
 
@@ -148,12 +226,38 @@ def _wandb_errors() -> Iterator[None]:
 
 
 def _run_id(folder: Path | None, resumes: bool) -> str:
-    """That of the run in the folder if it goes on; else a new one."""
+    """That of the run in the folder if it continues; else a new one."""
     new = uuid.uuid4().hex[:12]
     if folder is None:
         return new
-    path = folder / _WANDB_ID
+    path = folder / "wandb-run-id"
     if resumes and path.exists() and (known := path.read_text().strip()).isalnum():
         return known
     path.write_text(f"{new}\n")
     return new
+
+
+def open_writers(config: RunConfig, *, step: int) -> tuple[dict[str, MetricSink], bool]:
+    """The sinks that a run has besides metrics.jsonl, by what the log calls them; and whether it goes without
+    TensorBoard because that is not installed.
+
+    Raises:
+        ConfigError: a package that was asked for is not installed.
+        OSError: a file cannot be written.
+    """
+    logging, without = config.logging, False
+    sinks: dict[str, MetricSink] = {}
+    tensorboard = logging.tensorboard_dir
+    if logging.run_dir is not None:
+        if "csv" in logging.metrics:
+            path = Path(logging.run_dir) / "metrics.csv"
+            sinks[str(path)] = CSVFile(path, step=step)
+        # Not asked for by name it may be left out: metrics.jsonl has the same numbers.
+        without = tensorboard is None and not tensorboard_installed()
+        if tensorboard is None and not without:
+            tensorboard = str(Path(logging.run_dir) / "tensorboard")
+    if tensorboard is not None:
+        sinks[tensorboard] = TensorBoard(Path(tensorboard))
+    if "wandb" in logging.metrics:
+        sinks["wandb"] = Wandb(config, resumes=config.checkpoint.load is not None)
+    return sinks, without

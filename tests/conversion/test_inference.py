@@ -47,7 +47,7 @@ def ours(context: RankContext, folder: str, **axes: int) -> dict[str, tuple[Any,
     topology = context.topology(**axes)
     found = {}
     for name in FAMILIES:
-        chain = Chain.of(open_plain(Path(folder) / name, topology).stage, topology)
+        chain = Chain(open_plain(Path(folder) / name, topology).stage, topology)
         windows = Windows(tokens=len(TOKENS), length=11, stride=4)
         loss = measure(chain, TokenStream([TOKENS]), windows, topology, batch_size=2).loss
         found[name] = ([tokens for tokens, _ in texts(chain, PROMPTS, GREEDY)], loss)

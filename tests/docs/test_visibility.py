@@ -5,9 +5,9 @@ from pathlib import Path
 
 from megalite.config.describe import settings
 from megalite.config.rules.run import WRITERS
-from megalite.training import goodput, phases
+from megalite.training import goodput
 from megalite.training.instruments import _COLUMNS, _LABELS
-from megalite.training.sinks import TENSORBOARD_TAGS
+from megalite.training.writers import TENSORBOARD_TAGS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "visibility.md").read_text(encoding="utf-8")
 
@@ -38,5 +38,5 @@ def test_every_setting_exists() -> None:
 
 
 def test_files_and_writers_are_named() -> None:
-    for name in (goodput.FILE, f"{phases.FOLDER}/", *WRITERS):
+    for name in (goodput.FILE, "profile/", *WRITERS):
         assert name in PAGE

@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.e2e.programs import REPOSITORY
 
-MOST_FRAMES, MOST_MODULES = 8, 184
+MOST_FRAMES, MOST_MODULES = 8, 150
 
 PROBE = """
 import json, runpy, sys

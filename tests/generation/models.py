@@ -40,7 +40,7 @@ def stage_of(settings: dict[str, Any], topology: Topology | None = None) -> GPTS
 def chain_of(settings: dict[str, Any], topology: Topology | None = None) -> Chain:
     """The pipeline of one rank."""
     topology = topology or Topology.solo()
-    return Chain.of(stage_of(settings, topology), topology)
+    return Chain(stage_of(settings, topology), topology)
 
 
 def texts(
@@ -61,4 +61,4 @@ def texts(
 def new_tokens(stage: GPTStage, prompt: list[int], sampling: Sampling, *, eod: int | None = None) -> list[int]:
     """Those after one prompt, by a model in one stage."""
     end_ids = frozenset(() if eod is None else (eod,))
-    return texts(Chain.whole(stage), [prompt], sampling, end_ids=end_ids)[0][0]
+    return texts(Chain(stage), [prompt], sampling, end_ids=end_ids)[0][0]

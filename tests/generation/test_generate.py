@@ -205,6 +205,6 @@ def test_logits_that_are_not_numbers_are_an_error_on_every_rank() -> None:
 
 
 def test_one_stage_needs_no_neighbours() -> None:
-    chain = Chain.whole(stage_of({}))
+    chain = Chain(stage_of({}))
     assert chain.is_first and chain.is_last
     chain.drain()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megalite.config.errors import ConfigError
+from megalite.generation.generate import Chain
 from megalite.generation.perplexity import Perplexity, TokenStream, Windows, measure
 from megalite.models.gpt import GPTStage
 from tests.generation.models import FAMILIES, VOCAB, chain_of, stage_of
@@ -112,7 +113,7 @@ def test_a_text_shorter_than_a_window_costs_no_more_than_itself() -> None:
     stage, sizes = stage_of(LLAMA), []
     stage.register_forward_pre_hook(lambda module, inputs: sizes.append(tuple(inputs[0].shape)))
     topology = RankContext(0, {}).topology()
-    chain = type(chain_of(LLAMA)).whole(stage)
+    chain = Chain(stage)
     measure(chain, TokenStream([TOKENS[:7]]), Windows(tokens=7, length=1000, stride=1000), topology, batch_size=1)
     assert sizes == [(1, 6)]
 

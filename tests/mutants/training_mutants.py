@@ -14,7 +14,7 @@ _ONEBIT = "tests/data_parallel/compression/test_onebit.py::test_nothing_is_lost[
 OBJECTIVE = (
     Mutant(
         "masked tokens are counted",
-        "megalite/training/loss.py",
+        "megalite/training/step.py",
         "float(microbatch.loss_mask.sum(dtype=torch.float64))",
         "float(microbatch.loss_mask.numel())",
         f"{TRAJECTORY}[one-fp64]",
@@ -22,7 +22,7 @@ OBJECTIVE = (
     ),
     Mutant(
         "denominator of one replica",
-        "megalite/training/loss.py",
+        "megalite/training/step.py",
         "    dp.all_reduce(total)\n",
         "",
         f"{TRAJECTORY}[dp2-fp32]",
@@ -38,7 +38,7 @@ OBJECTIVE = (
     ),
     Mutant(
         "masked tokens are learned",
-        "megalite/training/loss.py",
+        "megalite/training/step.py",
         "(losses * mask.to(losses.dtype)).sum()",
         "losses.sum()",
         f"{TRAJECTORY}[one-fp64]",
@@ -46,7 +46,7 @@ OBJECTIVE = (
     ),
     Mutant(
         "mean over microbatches of means",
-        "megalite/training/loss.py",
+        "megalite/training/step.py",
         "(losses * mask.to(losses.dtype)).sum() / denominator.to(losses.dtype)",
         "(losses * mask.to(losses.dtype)).sum() / mask.sum()",
         f"{TRAJECTORY}[one-fp64]",
@@ -79,16 +79,16 @@ OBJECTIVE = (
     Mutant(
         "auxiliary losses of the final batch size",
         "megalite/training/step.py",
-        "            batch_size=batch_size,\n            seq_length=replica",
-        "            batch_size=replica.config.training.global_batch_size,\n            seq_length=replica",
+        "tokens = batch_size * training.seq_length",
+        "tokens = (training.global_batch_size or 1) * training.seq_length",
         RAMP_UP,
         "during a ramp-up auxiliary losses are divided by the batch size at its end",
     ),
     Mutant(
         "z-loss summed over sequences",
-        "megalite/training/loss.py",
-        "per_token=1.0 / (batch_size * seq_length)",
-        "per_token=1.0 / seq_length",
+        "megalite/training/step.py",
+        "per_token=1.0 / tokens",
+        "per_token=batch_size / tokens",
         RAMP_UP,
         "the z-loss is no mean over the batch",
     ),

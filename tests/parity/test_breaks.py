@@ -208,12 +208,12 @@ def balance_of_the_own_part(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 def balance_of_the_own_batch(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Auxiliary losses are means over the sequences of a data-parallel rank."""
-    make = step_module.auxiliary_losses
+    make = step_module.AuxiliaryLosses
 
-    def of_the_rank(*, batch_size: int, **more: Any) -> Any:
-        return make(batch_size=batch_size // 2, **more)
+    def of_the_rank(*, per_sequence: float, per_token: float, **more: Any) -> Any:
+        return make(per_sequence=2 * per_sequence, per_token=2 * per_token, **more)
 
-    patch.setattr(step_module, "auxiliary_losses", of_the_rank)
+    patch.setattr(step_module, "AuxiliaryLosses", of_the_rank)
 
 
 def capacity_of_the_own_part(patch: pytest.MonkeyPatch, rank: int) -> None:

@@ -11,9 +11,8 @@ from megalite.config.errors import ConfigError
 from megalite.config.files import preset_names
 from megalite.config.flags import parse_arguments
 from megalite.models.shapes import parameter_count
-from megalite.parity.draw import draw
-from megalite.parity.exact import EXACT_STRATEGIES
-from megalite.parity.shrink import Shrunk, shrink
+from megalite.parity.fuzz import draw
+from megalite.parity.shrink import EXACT_STRATEGIES, Shrunk, shrink
 from megalite.parity.trajectory import plain
 
 LAYOUTS = [

@@ -6,9 +6,8 @@ from megalite.config.describe import replace
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.parity.compare import require_same
-from megalite.parity.samples import UnevenSamples
 from megalite.parity.tensors import Part, assemble, local_parts
-from megalite.parity.trajectory import RankTrajectory, Runner, Trajectory, rank_trajectory, whole
+from megalite.parity.trajectory import RankTrajectory, Runner, Trajectory, UnevenSamples, rank_trajectory, whole
 from megalite.training.replica import Replica, build_replica
 from tests.support.ranks import RankContext
 

@@ -1,5 +1,6 @@
 """A gradient that overflows on one rank: nothing that any rank remembers changes by the step, whatever the strategy."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -54,8 +55,8 @@ STRATEGIES: dict[str, Settings] = {
 
 
 @contextmanager
-def planted(runner: Runner, *, here: bool) -> Iterator[None]:
-    """On this rank alone one gradient element is infinite before the last backward, and so before any exchange."""
+def planted(runner: Runner, *, here: bool, value: float = math.inf) -> Iterator[None]:
+    """On this rank alone one gradient element is not finite before the last backward, and so before any exchange."""
     strategy = runner.replica.strategy
     arm = strategy.enable_grad_sync
 
@@ -70,7 +71,7 @@ def planted(runner: Runner, *, here: bool) -> Iterator[None]:
             and not parameter.info.tied
         )
         assert target.main_grad is not None
-        target.main_grad.view(-1)[0] = float("inf")
+        target.main_grad.view(-1)[0] = value
         arm(stage, pending)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -106,11 +107,12 @@ def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> 
 
 def with_and_without(
     context: RankContext, world: int, settings: Settings, culprit: int
-) -> tuple[list[str], list[str], list[bool]]:
-    """What a bad step changes, where the step after it ends elsewhere than without the bad one, and what was skipped."""
+) -> tuple[list[str], list[str], list[bool], list[float]]:
+    """What a bad step changes, where the step after it ends elsewhere than without the bad one, what was skipped, and the
+    scales of two more bad steps and a good one."""
     torch.set_num_threads(1)
     config = tiny_config(world, **{**FP16, **settings})
-    ends, skipped, moved = [], [], list[str]()
+    ends, skipped, moved, scales = [], [], list[str](), list[float]()
     for bad in (True, False):
         runner = Runner(build(context, config))
         for _ in range(BEFORE):
@@ -127,15 +129,21 @@ def with_and_without(
             runner.progress = Progress(step + 1, samples + size)
         skipped.append(runner.step().skipped)
         ends.append(remembered(runner.replica))
+        for again in (True, True, False) if bad else ():
+            with planted(runner, here=again and context.rank == culprit):
+                result = runner.step()
+            skipped.append(result.skipped)
+            scales.append(result.loss_scale)
         runner.replica.strategy.close()
-    return moved, changed(*ends), skipped
+    return moved, changed(*ends), skipped, scales
 
 
 def check(world: int, settings: Settings, culprit: int) -> None:
-    for moved, differing, skipped in run_ranks(world, with_and_without, world, settings, culprit):
-        assert skipped == [False] * BEFORE + [True, False] + [False] * (BEFORE + 1)
-        assert moved == []
-        assert differing == []
+    for moved, differing, skipped, scales in run_ranks(world, with_and_without, world, settings, culprit):
+        assert skipped == [False] * BEFORE + [True, False, True, True, False] + [False] * (BEFORE + 1)
+        assert moved == differing == []
+        # The first overflow used up the hysteresis; each later one halves the scale of the step after it.
+        assert scales == [2.0**10, 2.0**9, 2.0**8]
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -146,6 +154,10 @@ def test_on_one_data_parallel_rank(name: str) -> None:
 @pytest.mark.parametrize(
     "layout, culprit, name",
     [
+        ({"tp": 2}, 1, "all-reduce"),
+        ({"pp": 2}, 0, "all-reduce"),
+        ({"pp": 2}, 1, "all-reduce"),
+        ({"tp": 2, "pp": 2, "dp": 2, "sequence_parallel": True}, 5, "zero-1"),
         ({"tp": 2, "dp": 2}, 1, "onebit-adam"),
         ({"tp": 2, "dp": 2}, 2, "zero-1"),
         ({"pp": 2, "dp": 2}, 0, "local-sgd"),
@@ -154,7 +166,8 @@ def test_on_one_data_parallel_rank(name: str) -> None:
     ids=str,
 )
 def test_on_one_tensor_or_pipeline_rank(layout: Settings, culprit: int, name: str) -> None:
-    check(4, {**layout, **STRATEGIES[name]}, culprit)
+    world = math.prod(layout[axis] for axis in ("tp", "pp", "dp") if axis in layout)
+    check(world, {**layout, **STRATEGIES[name]}, culprit)
 
 
 def rates(context: RankContext) -> tuple[list[float], list[float], list[float]]:

@@ -22,9 +22,9 @@ from megalite.config.run import RunConfig
 from megalite.training import sinks
 from megalite.training.ending import Ending, reserve_ending, write_ending
 from megalite.training.saving import SaveError
-from megalite.training.sinks import AppendedFile, BestEffort, JsonLines, TensorBoard
+from megalite.training.sinks import AppendedFile, BestEffort, JsonLines
 from megalite.training.trainer import Trainer
-from megalite.training.writers import CSVFile
+from megalite.training.writers import CSVFile, TensorBoard
 from tests.support.tiny import TINY
 
 SETTINGS = {**TINY, "mock_data": True, "eod_mask_loss": False, "train_iters": 8, "log_interval": 1}

@@ -26,13 +26,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def start(folder: Path, clock: Clock, *, step: int = 0, resumes: bool = True) -> SessionLog:
-    return SessionLog.open(folder, started=clock.now, step=step, resumes=resumes, ranks=2, layout="dp 2", log=print)
+    return SessionLog(folder, started=clock.now, step=step, resumes=resumes, ranks=2, layout="dp 2", log=print)
 
 
 def make_steps(account: SessionLog, clock: Clock, steps: range, seconds: float) -> None:
     """As a run does; metrics.jsonl drops what is made again after the account has been opened."""
-    assert account.folder is not None
-    sink = JsonLines(account.folder / "metrics.jsonl", step=steps.start - 1)
+    assert account._folder is not None
+    sink = JsonLines(account._folder / "metrics.jsonl", step=steps.start - 1)
     account.ready()
     for step in steps:
         clock.now += seconds
@@ -115,7 +115,7 @@ def test_a_new_run_in_the_folder_begins_anew(tmp_path: Path, clock: Clock) -> No
     make_steps(account, clock, range(1, 6), 1.0)
     clock.now += 100.0
     account = start(tmp_path, clock, resumes=False)
-    assert account.goodput().wall == 0.0 and len(read_sessions(tmp_path)) == 1
+    assert account.note().wall == 0.0 and len(read_sessions(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"sessions": [{}]}', '{"sessions": 3}', "\0\xff"])
@@ -143,7 +143,7 @@ def test_the_file_is_written_now_and_then(tmp_path: Path, clock: Clock) -> None:
 
 def test_a_full_disk_stops_no_training(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
-    account = SessionLog.open(tmp_path, started=clock.now, step=0, resumes=True, ranks=1, layout="", log=lines.append)
+    account = SessionLog(tmp_path, started=clock.now, step=0, resumes=True, ranks=1, layout="", log=lines.append)
 
     def full(self: Path, *arguments: Any, **named: Any) -> int:
         raise OSError(28, "No space left on device")
@@ -159,7 +159,7 @@ def test_a_full_disk_stops_no_training(tmp_path: Path, clock: Clock, monkeypatch
 
 
 def test_without_a_folder_it_is_kept_in_memory(clock: Clock) -> None:
-    account = SessionLog.open(None, started=clock.now, step=0, resumes=True, ranks=1, layout="", log=print)
+    account = SessionLog(None, started=clock.now, step=0, resumes=True, ranks=1, layout="", log=print)
     clock.now += 1.0
     account.ready()
     clock.now += 1.0

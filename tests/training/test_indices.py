@@ -7,7 +7,7 @@ from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.sources import build_datasets
-from megalite.training.setup import Need, leads_node, prepare_indices
+from megalite.training.setup import leads_node, prepare_indices
 from tests.data.token_files import write_by_layout
 from tests.support.ranks import RankContext, run_ranks
 
@@ -39,7 +39,7 @@ def prepared(context: RankContext, prefix: str, folders: list[str], empty: bool 
             small_bytes=0,
         ).train
         assert isinstance(source, GPTDataset) and source.cache is not None
-        needs = [Need(source, 0, SAMPLES)]
+        needs = [(source, 0, SAMPLES)]
     try:
         lines = prepare_indices(needs, notes, world=world, device=device, leads=leads)
     except ConfigError as error:
@@ -109,7 +109,7 @@ def lone(context: RankContext, prefix: str, folder: str) -> list[int]:
     data = DataConfig(data_path=[prefix], split="1", data_cache_path=folder)
     source = build_datasets(data, seq_length=16, seed=1, vocab_size=10, splits=("train",), small_bytes=0).train
     assert isinstance(source, GPTDataset)
-    needs = [Need(source, 0, 5 * source.samples_per_epoch)]
+    needs = [(source, 0, 5 * source.samples_per_epoch)]
     prepare_indices(needs, [], world=topology.world, device=topology.device, leads=True)
     counts = [len(entries(Path(folder)))]
     for epoch in range(5):

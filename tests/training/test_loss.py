@@ -7,7 +7,7 @@ import torch
 
 from megalite.data.loader import Microbatch
 from megalite.topology.group import Group
-from megalite.training.loss import masked_loss, token_denominator
+from megalite.training.step import masked_loss, token_denominator
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import Runner, build, tiny_config
 
@@ -17,13 +17,6 @@ CPU = torch.device("cpu")
 def microbatch(mask: list[list[float]]) -> Microbatch:
     tokens = torch.zeros(len(mask), len(mask[0]), dtype=torch.int64)
     return Microbatch(tokens, tokens, torch.tensor(mask), tuple(range(len(mask))))
-
-
-def test_the_denominator_counts_unmasked_tokens() -> None:
-    batches = [microbatch([[1, 1, 0], [0, 0, 0]]), microbatch([[1, 1, 1], [1, 0, 1]])]
-    total = token_denominator(batches, dp=Group.solo("dp"), device=CPU)
-    assert total.dtype == torch.float64
-    assert total.item() == 7.0
 
 
 def test_a_batch_without_a_token_has_the_loss_zero() -> None:

@@ -2,10 +2,12 @@
 
 import math
 import random
+from pathlib import Path
 
 from megalite.config.describe import replace
 from megalite.config.run import RunConfig
 from megalite.training.reporter import LossSpikes
+from megalite.training.sinks import JsonLines
 
 
 def losses(count: int, *, seed: int = 1) -> list[float]:
@@ -56,14 +58,17 @@ def test_what_is_not_finite_is_passed_over() -> None:
     assert again.score(3.7)[0] == score
 
 
-def test_a_resumed_run_scores_as_one_that_did_not_stop() -> None:
-    config = replace(RunConfig(), loss_spike_window=30)
+def test_a_resumed_run_scores_as_one_that_did_not_stop(tmp_path: Path) -> None:
+    config = replace(RunConfig(), loss_spike_window=30, run_dir=str(tmp_path))
     values = losses(200)
     values[150] = 9.0
-    whole, scores = LossSpikes.of(config), []
+    whole, scores = LossSpikes.resumed(config), []
     for loss in values:
         scores.append(whole.score(loss))
-    resumed = LossSpikes.of(config, values[151 - 60 : 151])
+    sink = JsonLines(tmp_path / "metrics.jsonl", step=0)
+    for step, loss in enumerate(values[:151], start=1):
+        sink.write({"kind": "train", "step": step, "loss": loss})
+    resumed = LossSpikes.resumed(config)
     assert [resumed.score(loss) for loss in values[151:]] == scores[151:]
     assert scores[150][1]
 

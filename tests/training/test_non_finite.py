@@ -136,23 +136,36 @@ def test_a_bad_output(name: str, policy: str, culprits: list[int], layer: int, m
     assert ("skipped (1 in a row)" if policy == "skip" else "stopped before the update") in said
 
 
-def in_gradient(context: RankContext, settings: Settings) -> str:
-    runner = Runner(build(context, tiny_config(2, **{**SMALL, **settings, "on_non_finite": "skip"})))
+def in_gradient(context: RankContext, settings: Settings, value: float) -> tuple[str, list[str]]:
+    """What is said of a bad gradient, and what the step has changed."""
+    runner = Runner(build(context, tiny_config(2, **{**SMALL, **settings})))
     runner.step()
-    with planted(runner, here=context.rank == 1):
-        return str(runner.step().fault)
+    before, said = remembered(runner.replica), ""
+    with planted(runner, here=context.rank == 1, value=value):
+        try:
+            said = str(runner.step().fault)
+        except NonFiniteError as error:
+            said = str(error)
+    return said, changed(before, remembered(runner.replica))
 
 
+@pytest.mark.parametrize(("policy", "value"), [("skip", math.inf), ("stop", math.nan)])
 @pytest.mark.parametrize("name", ["tp2", "pp2", "dp2", "zero-1"])
-def test_a_bad_gradient_of_good_outputs(name: str) -> None:
-    said, other = run_ranks(2, in_gradient, LAYOUTS[name][1])
-    assert said == other
+def test_a_bad_gradient_of_good_outputs(name: str, policy: str, value: float) -> None:
+    (said, moved), other = run_ranks(2, in_gradient, {**LAYOUTS[name][1], "on_non_finite": policy}, value)
+    assert (said, moved) == other
+    assert moved == [] and "step 2" in said and "gradient norm" in said
     first = "embedding.word.weight" if name == "tp2" else "layers.1.attention.qkv.weight"
     if name in ("dp2", "zero-1"):
         assert "first in the gradient of " in said
     else:
         assert f"first in the gradient of {first}, stage {int(name == 'pp2')} on rank 1" in said, said
     assert "the outputs of all modules were finite in a second forward of the same batch" in said
+
+
+def test_the_check_can_be_turned_off() -> None:
+    for said, moved in run_ranks(2, in_gradient, {"dp": 2, "check_for_nan_in_loss_and_grad": False}, math.nan):
+        assert said == "None" and moved
 
 
 def in_weights(context: RankContext) -> str:

@@ -12,7 +12,8 @@ from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 from megalite.topology.topology import Launch
 from megalite.training import trainer
-from megalite.training.memory import OutOfMemoryError, explaining_out_of_memory, explanation, predicted, remedies
+from megalite.training.memory import explaining_out_of_memory
+from megalite.training.out_of_memory import OutOfMemoryError, explained, predicted, remedies
 from tests.support.tiny import TINY
 
 CPU_ERROR = (
@@ -52,7 +53,7 @@ def test_the_gpu_runs_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Non
     config = replace(CONFIG, record_memory_history=True, run_dir=str(tmp_path), device="auto")
     launch = Launch(rank=1, world_size=2, local_rank=1)
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 1 has a total capacity of")
-    said = explanation(error, config, frozenset(), launch)
+    said = str(explained(error, config, frozenset(), launch))
     history = tmp_path / "out-of-memory-rank-1.pickle"
     assert "rank 1 (host " in said and " ran out of GPU memory when it asked for 2.50 GiB; " in said
     assert "; the device has 80.00 GiB, at most 79.00 GiB were allocated; the planner counts " in said

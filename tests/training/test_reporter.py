@@ -9,7 +9,7 @@ import torch
 
 import megalite.training.reporter as reporter_module
 from megalite.optimizers.schedules import Progress
-from megalite.training.reporter import Reporter, SpeedMeter
+from megalite.training.reporter import Reporter, SpeedMeter, device_peak_tflops
 from megalite.training.step import StepResult
 from tests.support.tiny import tiny_config
 
@@ -154,16 +154,34 @@ def test_evaluation_is_said_and_takes_no_step_s_time(monkeypatch: pytest.MonkeyP
     }
 
 
-def test_the_test_split_s_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_test_split_s_loss_and_one_that_is_not_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup(monkeypatch)
     setup.reporter.evaluation(math.log(8.0), at=Progress(20, 160), split="test")
-    assert setup.lines == ["step 20/20 | test loss 2.0794 | test perplexity 8.00"]
-    (record,) = setup.sink.found
+    setup.reporter.evaluation(math.nan, at=Progress(4, 32))
+    assert setup.lines[0] == "step 20/20 | test loss 2.0794 | test perplexity 8.00"
+    assert "validation loss nan | validation perplexity nan" in setup.lines[1]
+    record = setup.sink.found[0]
     assert (record["kind"], record["test_loss"]) == ("test", math.log(8.0))
     assert record["test_perplexity"] == pytest.approx(8.0)
 
 
-def test_a_validation_loss_that_is_not_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = Setup(monkeypatch)
-    setup.reporter.evaluation(math.nan, at=Progress(4, 32))
-    assert "validation loss nan | validation perplexity nan" in setup.lines[0]
+@pytest.mark.parametrize(
+    "name, precision, peak",
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
+        ("NVIDIA H100 PCIe", "bf16", 756.0),
+        ("NVIDIA A100-SXM4-80GB", "fp16", 312.0),
+        ("NVIDIA H200", "bf16", 989.4),
+        ("NVIDIA H100 80GB HBM3", "fp32", None),
+        ("NVIDIA GeForce RTX 4090", "bf16", None),
+    ],
+)
+def test_known_peaks(monkeypatch: pytest.MonkeyPatch, name: str, precision: str, peak: float | None) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert device_peak_tflops(tiny_config(1, precision=precision), torch.device("cuda", 0)) == peak
+
+
+def test_a_given_peak_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    given = tiny_config(1, precision="bf16", peak_tflops=77.0)
+    assert device_peak_tflops(given, torch.device("cuda", 0)) == 77.0

@@ -22,7 +22,7 @@ def guard(folder: Path, settings: str = "a", most: int = 3) -> RestartGuard:
 def fails(folder: Path, start: int, step: int, *, settings: str = "a", silently: bool = False) -> None:
     """A start that ends by an error, or without a word."""
     one = guard(folder, settings)
-    one.begin(start, folder / "metrics.jsonl")
+    one.begin(start, str(folder))
     if silently:
         record = {"kind": "train", "step": step - 1, "loss": 1.0}
         (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")

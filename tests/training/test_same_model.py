@@ -1,6 +1,5 @@
 """Which checkpoints a run may take, and where it may save."""
 
-import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,9 +8,12 @@ from typing import cast
 import pytest
 
 from megalite.checkpoint.load import Checkpoint
+from megalite.config.describe import replace as settings
 from megalite.config.errors import CheckpointError
 from megalite.config.model import ModelConfig
-from megalite.training.resume import check_same_model, same_folder
+from megalite.config.run import RunConfig
+from megalite.training.resume import check_same_model
+from megalite.training.save_folder import resumes_own
 
 
 def saved(model: ModelConfig) -> Checkpoint:
@@ -56,7 +58,7 @@ def test_one_folder_however_it_is_spelled(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "a").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "a")
     monkeypatch.chdir(tmp_path)
-    assert same_folder("a", str(tmp_path / "a"))
-    assert same_folder("a" + os.sep, "link")
-    assert not same_folder("a", "b")
-    assert not same_folder(None, None)
+    cases = {("a", str(tmp_path / "a")): True, ("a/", "link"): True, ("a", "b"): False, (None, None): False}
+    for (load, save), same in cases.items():
+        assert resumes_own(settings(RunConfig(), load=load, save=save)) == same
+    assert not resumes_own(settings(RunConfig(), load="a", save="a", finetune=True))

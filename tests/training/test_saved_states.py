@@ -21,7 +21,7 @@ from megalite.data_parallel.zero import DistributedOptimizer
 from megalite.optimizers.adam import AdamW
 from megalite.optimizers.schedules import Progress
 from megalite.topology.layout import ShardSpec
-from megalite.training.build import flat_parameter
+from megalite.training.build import _flat_parameter
 from megalite.training.replica import Replica
 from megalite.training.resume import load
 from megalite.training.saving import save
@@ -143,7 +143,7 @@ def remembering(context: RankContext, layout: str, wanted: Wanted, **more: Any) 
 
 
 def rebuilt(replica: Replica) -> AdamW:
-    return AdamW([flat_parameter(shard) for shard in replica.strategy.shards], replica.config.optimizer)
+    return AdamW([_flat_parameter(shard) for shard in replica.strategy.shards], replica.config.optimizer)
 
 
 def write(context: RankContext, layout: str, folder: str) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megalite.training.sinks import TENSORBOARD_TAGS, JsonLines, TensorBoard
+from megalite.training.sinks import JsonLines
+from megalite.training.writers import TENSORBOARD_TAGS, TensorBoard
 
 
 def record(step: int, **more: Any) -> dict[str, Any]:

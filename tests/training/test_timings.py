@@ -33,7 +33,7 @@ def report(context: RankContext, axes: dict[str, int], forward: list[float], apa
         clock.add("save", 0.5)
         assert gathers == []
         found = timings.interval(steps=2, seconds=4.0)
-    return found.fields, found.lines, gathers
+    return *found, gathers
 
 
 def test_least_and_most_over_ranks() -> None:
