@@ -223,7 +223,6 @@ NEEDS_TORCH = (
     "megalite.cli.model_flags",
     "megalite.cli.parity",
     "megalite.cli.convert",
-    "megalite.cli.convert",
     "megalite.cli.doctor",
     "megalite.cli.inspect_tensors",
     "megalite.cli.kernels",

@@ -1,9 +1,17 @@
-"""Curves of several runs as inline SVG."""
+"""Curves of runs: as inline SVG, and by matplotlib where it is installed."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megalite.cli.run_folders import RunFolder
+from megalite.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f3c8d", "#555555")
 """Told apart also by those who see fewer colours; then the dashes change."""
@@ -105,3 +113,59 @@ def _path(points: Sequence[tuple[float, float]]) -> str:
             parts.append("h2")
         drawing = True
     return "".join(parts)
+
+
+def new_figure(**options: Any) -> "Figure":
+    """An empty figure of matplotlib.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError(
+            "drawing needs matplotlib; pip install 'megalite[plot]', or use megalite runs --html"
+        ) from None
+    return Figure(layout="constrained", **options)
+
+
+def plot_runs(runs: Sequence[RunFolder], title: str) -> "Figure":
+    """Losses, training and validation, and speed over steps."""
+    drawn = new_figure(figsize=(9, 8))
+    drawn.suptitle(title)
+    losses, speeds = drawn.subplots(2, 1, height_ratios=(2, 1))
+    for number, run in enumerate(runs):
+        color, dashes = style_of(number)
+        style = {"color": color, "linestyle": (0, tuple(map(float, dashes.split()))) if dashes else "-"}
+        losses.plot(*_columns(run.losses), linewidth=1.2, label=run.name, **style)
+        losses.plot(*_columns(run.valid_losses), marker="o", markersize=5, linestyle="none", color=color)
+        speeds.plot(*_columns(run.speeds), linewidth=1.2, **style)
+    losses.set_ylabel("loss (nats a token); dots: validation")
+    losses.legend(fontsize="small")
+    speeds.set_ylabel("tokens/s")
+    speeds.set_xlabel("step")
+    for axes in (losses, speeds):
+        axes.grid(alpha=0.3)
+    return drawn
+
+
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    thin = thinned(points)
+    return [x for x, _ in thin], [y for _, y in thin]
+
+
+def save(drawn: "Figure", path: Path, flag: str) -> None:
+    """Write a figure; the ending gives the format.
+
+    Raises:
+        ConfigError: matplotlib does not know the format, or the file cannot be written.
+    """
+    try:
+        drawn.savefig(path, dpi=130)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror}; give {flag} a file in a folder that exists"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"cannot write {path}: {error}; use .png, .svg or .pdf") from None

@@ -1,17 +1,16 @@
 """`megalite generate`: text from a checkpoint of any layout or a Hugging Face folder, on any tp x pp."""
 
-import argparse
 import json
 import sys
 import time
+from argparse import Namespace
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from megalite.cli.early_flags import generate_parser
-from megalite.cli.failures import command
-from megalite.cli.model_flags import Ranks, check_positive, open_model, refuse_given, run_on_ranks
+from megalite.cli.model_commands import GENERATE
+from megalite.cli.model_flags import open_model, refuse_given, run_on_ranks
 from megalite.config.errors import ConfigError
 from megalite.conversion.inference import InferenceModel
 from megalite.generation.continuation import Continuation, GrowingText
@@ -20,14 +19,15 @@ from megalite.generation.sample import Sampling, read_prompts
 from megalite.tokenizers.subword import HuggingFaceTokenizer
 from megalite.topology.topology import Topology
 
-
-@command("megalite generate")
-def main(argv: Sequence[str]) -> int:
-    """Print the prompts and their continuations; returns the exit status."""
-    return run_on_ranks(generate_parser(), argv, _check, _run, data_parallel=False)
+main = GENERATE
 
 
-def _check(flags: argparse.Namespace) -> None:
+def run(flags: Namespace) -> int:
+    """Print the prompts and their continuations."""
+    return run_on_ranks(flags, _check, _generate, data_parallel=False)
+
+
+def _check(flags: Namespace) -> None:
     """What is wrong with the flags alone, on every rank alike."""
     _sampling(flags)
     if not flags.prompt and flags.prompts is None:
@@ -39,12 +39,11 @@ def _check(flags: argparse.Namespace) -> None:
     if flags.temperature == 0.0:
         greedy = "with --temperature 0, which takes the likeliest token (a temperature above 0 draws)"
         refuse_given(flags, ("top_k", "top_p", "seed"), greedy)
-    check_positive(flags, ("batch_size",))
     if flags.stop and "" in flags.stop:
         raise ConfigError("--stop is empty; give the text to end before, or leave it out")
 
 
-def _sampling(flags: argparse.Namespace) -> Sampling:
+def _sampling(flags: Namespace) -> Sampling:
     return Sampling(
         max_new_tokens=flags.max_new_tokens,
         repetition_penalty=flags.repetition_penalty,
@@ -55,8 +54,7 @@ def _sampling(flags: argparse.Namespace) -> Sampling:
     )
 
 
-def _run(ranks: Ranks) -> None:
-    flags, topology = ranks
+def _generate(flags: Namespace, topology: Topology) -> None:
     texts: list[str] = []
     error: ConfigError | None = None
     if topology.rank == 0:

@@ -1,11 +1,9 @@
-"""What `generate` and `evaluate` have in common: flags that name a model and its layout, and the model itself."""
+"""What `generate` and `evaluate` have in common: the layout and the model that the flags name."""
 
-import argparse
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
-from megalite.cli.parser import Parser
 from megalite.config.errors import ConfigError, RankError
 from megalite.conversion.inference import InferenceModel, TokenizerChoice, load_model
 from megalite.conversion.native import PRECISIONS
@@ -15,7 +13,7 @@ from megalite.topology.topology import Launch, Topology, start_distributed, stop
 DTYPES = {name: dtype for dtype, name in PRECISIONS.items()}
 
 
-def refuse_given(flags: argparse.Namespace, names: Sequence[str], why: str) -> None:
+def refuse_given(flags: Namespace, names: Sequence[str], why: str) -> None:
     """Raise ConfigError if one of these flags is given, which has no effect: `why`."""
     for name in names:
         value = getattr(flags, name)
@@ -23,21 +21,10 @@ def refuse_given(flags: argparse.Namespace, names: Sequence[str], why: str) -> N
             raise ConfigError(f"--{name.replace('_', '-')} {value} has no effect {why}; leave it out")
 
 
-def check_positive(flags: argparse.Namespace, names: Sequence[str]) -> None:
-    """Raise ConfigError if one of these flags is given and below 1."""
-    for name in names:
-        value = getattr(flags, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
-
-
-def layout_of(flags: argparse.Namespace, world_size: int, *, data_parallel: bool) -> ParallelLayout:
+def layout_of(flags: Namespace, world_size: int, *, data_parallel: bool) -> ParallelLayout:
     """The layout that the flags and the number of ranks make.
 
     Ranks that neither --tp nor --pp speaks of are one tp group, or with `data_parallel` replicas of the model.
-
-    Args:
-        data_parallel: ranks beyond tp x pp share out the work; else there must be none.
 
     Raises:
         ConfigError: they do not fit.
@@ -47,7 +34,6 @@ def layout_of(flags: argparse.Namespace, world_size: int, *, data_parallel: bool
             raise ConfigError(
                 f"--{axis} {getattr(flags, axis)}: there is no {axis} here ({instead}); leave it out and use --tp and --pp"
             )
-    check_positive(flags, ("tp", "pp"))
     pp = flags.pp or 1
     tp = flags.tp or (1 if data_parallel else max(1, world_size // pp))
     if world_size % (tp * pp) or (world_size != tp * pp and not data_parallel):
@@ -59,7 +45,7 @@ def layout_of(flags: argparse.Namespace, world_size: int, *, data_parallel: bool
     return ParallelLayout(tp=tp, pp=pp, dp=world_size // (tp * pp))
 
 
-def open_model(flags: argparse.Namespace, topology: Topology, *, needs_tokenizer: bool = True) -> InferenceModel:
+def open_model(flags: Namespace, topology: Topology, *, needs_tokenizer: bool = True) -> InferenceModel:
     """The model that the flags name, on the ranks of the topology.
 
     Raises:
@@ -81,22 +67,14 @@ def open_model(flags: argparse.Namespace, topology: Topology, *, needs_tokenizer
     )
 
 
-class Ranks(NamedTuple):
-    """Where this process stands."""
-
-    flags: argparse.Namespace
-    topology: Topology
-
-
 def run_on_ranks(
-    parser: Parser,
-    argv: Sequence[str],
-    check: Callable[[argparse.Namespace], object],
-    run: Callable[[Ranks], None],
+    flags: Namespace,
+    check: Callable[[Namespace], None],
+    work: Callable[[Namespace, Topology], None],
     *,
     data_parallel: bool,
 ) -> int:
-    """Read the flags, join the other ranks and run; returns the exit status.
+    """Join the other ranks and work; returns the exit status.
 
     Args:
         check: of the flags alone, before anything is started.
@@ -108,13 +86,12 @@ def run_on_ranks(
     agreed = False
     try:
         launch = Launch.from_environment()
-        flags = parser.parse_args(argv)
         TokenizerChoice(flags.tokenizer_model, flags.tiktoken_pattern)
         check(flags)
         layout = layout_of(flags, launch.world_size, data_parallel=data_parallel)
         device = launch.device(flags.device)
         start_distributed(launch, device, backend="auto", timeout_minutes=10.0)
-        run(Ranks(flags, Topology.create(layout, rank=launch.rank, device=device)))
+        work(flags, Topology.create(layout, rank=launch.rank, device=device))
         agreed = True
     except ConfigError as error:
         agreed = not isinstance(error, RankError)

@@ -6,14 +6,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megalite.cli.tool_commands import AUTO
 from megalite.config.errors import ConfigError
 from megalite.config.reading import read_text
-from megalite.config.values import nearest
 from megalite.pipeline.ir.actions import ScheduleError
 from megalite.pipeline.ir.costs_file import CostTable, MemoryTable
 from megalite.pipeline.ir.generators.auto import build_auto
 from megalite.pipeline.ir.generators.one_chunk import loop_placement, v_placement
-from megalite.pipeline.ir.generators.registry import SCHEDULES, build_schedule, forward_only, placement_for
+from megalite.pipeline.ir.generators.registry import build_schedule, forward_only, placement_for
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.memory import Sizes
 from megalite.pipeline.ir.render import render_grid
@@ -21,8 +21,6 @@ from megalite.pipeline.ir.schedule import Program, Schedule, live_units
 from megalite.pipeline.ir.simulate import Timeline, simulate
 from megalite.pipeline.ir.validate import validate, validate_written
 
-AUTO = "auto"
-NAMES = (*SCHEDULES, AUTO)
 VEES = ("zb-v", "dualpipe-v")
 LOOPS = ("interleaved", "looped-bfs")
 MOST_CELLS = 1_000_000
@@ -121,14 +119,14 @@ def study_named(name: str, request: Request) -> Study:
     """Builds the schedule of that name and studies it.
 
     Raises:
-        ConfigError: no such schedule, sizes that it cannot take, or more memory than allowed.
+        ConfigError: sizes that it cannot take, or more memory than allowed.
     """
-    if name not in NAMES:
-        raise ConfigError(f"there is no schedule {name}{nearest(name, NAMES)} (there are {', '.join(NAMES)})")
     _check_amount(request)
-    if name == AUTO and request.forward_only:
-        raise ConfigError("there is nothing to build for forwards alone; use --forward-only with another --schedule")
     if name == AUTO:
+        if request.forward_only:
+            raise ConfigError(
+                "there is nothing to build for forwards alone; use --forward-only with another --schedule"
+            )
         return _best(_placements(request), lambda placement: _study_auto(placement, request))
     num_chunks = request.num_chunks or (2 if name in (*VEES, *LOOPS) else 1)
     if request.forward_only:
@@ -192,30 +190,16 @@ def study(schedule: Schedule, request: Request) -> Study:
             f"{request.table.source}: all that schedule {schedule.name} does takes no time; give its actions a cost above 0"
         )
     peaks = report.peak_bytes if sizes is not None else None
-    return Study(
-        schedule,
-        program,
-        timeline,
-        report.sends,
-        report.peak_receives,
-        None if peaks is None else tuple(peak.size for peak in peaks),
-    )
+    peak_bytes = None if peaks is None else tuple(peak.size for peak in peaks)
+    return Study(schedule, program, timeline, report.sends, report.peak_receives, peak_bytes)
 
 
 def _check_amount(request: Request) -> None:
-    for flag, value in (
-        ("--pp", request.num_ranks),
-        ("--microbatches", request.num_microbatches),
-        ("--vpp", request.num_chunks),
-    ):
-        if value is not None and value < 1:
-            raise ConfigError(f"{flag} is {value}; it must be 1 or more")
     cells = request.num_ranks * (request.num_chunks or 1) * request.num_microbatches
     if cells > MOST_CELLS:
         raise ConfigError(
             f"pp {request.num_ranks} x vpp {request.num_chunks or 1} x microbatches {request.num_microbatches} are "
-            f"{cells:,} cells, too many to draw; use at most {MOST_CELLS:,} (schedules are periodic: fewer microbatches "
-            f"show the same)"
+            f"{cells:,} cells; use at most {MOST_CELLS:,} (schedules are periodic: fewer microbatches show the same)"
         )
 
 

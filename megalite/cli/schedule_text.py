@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
-from megalite.cli.dry_run_text import size
+from megalite.cli.display import table
 from megalite.cli.schedule_study import Study
+from megalite.config.byte_size import format_bytes
 from megalite.pipeline.ir.actions import Kind
 from megalite.pipeline.ir.render import render_grid, render_lists
 
@@ -19,7 +20,7 @@ def format_study(study: Study, *, unit: str, width: int, colour: bool, lowered: 
     if any(study.peak_deferred):
         columns["for W"] = [str(peak) for peak in study.peak_deferred]
     if study.peak_bytes is not None:
-        columns["memory"] = [size(round(peak)) for peak in study.peak_bytes]
+        columns["memory"] = [format_bytes(round(peak)) for peak in study.peak_bytes]
     grid = render_grid(
         study.timeline,
         width=width,
@@ -30,7 +31,7 @@ def format_study(study: Study, *, unit: str, width: int, colour: bool, lowered: 
     )
     if "for W" in columns:
         grid += "; for W: those whose W has yet to run"
-    parts = [grid, _totals(study, unit)]
+    parts = [grid, f"{summary(study, unit)}\nsends a step, by rank: {' '.join(map(str, study.sends))}"]
     if lowered:
         actions = study.program.actions
         longest = max(sum(len(str(action)) + 1 for action in row) for row in actions)
@@ -51,7 +52,7 @@ def summary(study: Study, unit: str) -> str:
 def peak_texts(study: Study) -> tuple[str, ...]:
     """Per rank its peak memory: bytes if they are known, else live activations."""
     if study.peak_bytes is not None:
-        return tuple(size(round(peak)) for peak in study.peak_bytes)
+        return tuple(format_bytes(round(peak)) for peak in study.peak_bytes)
     return tuple(map(str, study.timeline.peak_activations))
 
 
@@ -74,13 +75,9 @@ def format_comparison(studies: Sequence[Study], refused: Mapping[str, str], *, u
         row += [f"{timeline.span_bubble_fraction:.1%}", f"{study.peak_shares:.4g}"]
         row.append(f"{max(study.peak_deferred) / chunks:.4g}")
         if study.peak_bytes is not None:
-            row.append(size(round(max(study.peak_bytes))))
+            row.append(format_bytes(round(max(study.peak_bytes))))
         rows.append([*row, str(max(study.sends))])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows if studies else []:
-        cells = (text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True))
-        lines.append("  ".join([row[0].ljust(widths[0]), *cells]))
+    lines = table(rows, right=range(1, len(heading))) if studies else []
     if studies:
         lines += [
             "",
@@ -91,11 +88,6 @@ def format_comparison(studies: Sequence[Study], refused: Mapping[str, str], *, u
         lines += [""] if lines else []
         lines += [f"{name}: not possible: {reason}" for name, reason in refused.items()]
     return "\n".join(lines)
-
-
-def _totals(study: Study, unit: str) -> str:
-    sends = " ".join(map(str, study.sends))
-    return f"{summary(study, unit)}\nsends a step, by rank: {sends}"
 
 
 def _paint(text: str, kind: Kind | None) -> str:

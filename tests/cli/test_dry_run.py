@@ -28,6 +28,11 @@ def report_of(flags: str) -> dict[str, Any]:
     return report(invocation.config, world_size_of(invocation), invocation.explicit)
 
 
+def squeezed(text: str) -> list[str]:
+    """The lines with one space where there are several."""
+    return [" ".join(line.split()) for line in text.splitlines()]
+
+
 def keys(tree: Any, prefix: str = "") -> set[str]:
     """Paths of all keys; list elements count as one `[]`."""
     if isinstance(tree, dict):
@@ -101,16 +106,17 @@ def test_contents() -> None:
 
 def test_text() -> None:
     text = format_report(report_of(TINY))
+    lines = squeezed(text)
     for line in (
         "Layout: 8 ranks = tp 2 x cp 1 x dp 2 x pp 2, order tp-cp-ep-dp-pp",
-        "  pp                    4 of 2    [0 4] [1 5] [2 6] [3 7]",
-        "  each rank alone: cp, ep",
-        "Rank      0   1   2   3   4   5   6   7",
-        "  dp      0   0   1   1   0   0   1   1",
-        "Batch: 1 sequences x 2 data-parallel x 8 microbatches = 16 sequences = 4,096 tokens a step",
-        "  run: 30 steps, 480 samples, 122,880 tokens",
+        "pp 4 of 2 [0 4] [1 5] [2 6] [3 7]",
+        "each rank alone: cp, ep",
+        "Rank 0 1 2 3 4 5 6 7",
+        "dp 0 0 1 1 0 0 1 1",
+        "Batch: 1 sequences x 2 data-parallel x 8 microbatches = 16 sequences = 4,096 tokens in a step",
+        "run: 30 steps, 480 samples, 122,880 tokens",
     ):
-        assert f"{line}\n" in text
+        assert line in lines
     assert "rank 1   . 1F0 1F1 3F0 3B0" in text
     assert max(map(len, text.split("Schedule")[0].splitlines())) <= 120
 
@@ -156,7 +162,7 @@ def test_trillion_parameters_on_3072_ranks() -> None:
     assert found["schedule"]["bubble_fraction"] == pytest.approx(63 / (512 + 63), rel=0.1)
     assert found["schedule"]["grid"] is None
     text = format_report(found)
-    assert "  stage 1-62   on pipeline rank 1-62     2 layers 2-125 " in text
+    assert any(line.startswith("stage 1-62 on pipeline rank 1-62 2 layers 2-125 ") for line in squeezed(text))
     assert len(text.splitlines()) < 45
 
 
@@ -164,10 +170,7 @@ def test_trillion_parameters_on_3072_ranks() -> None:
     ("flags", "message"),
     [
         ("--dry-run --tp 2 --world-size 3", "world size 3 is not a multiple of tp·pp·cp = 2·1·1 = 2"),
-        (
-            "--dry-run",
-            "the size of the vocabulary is not known, and the embedding's size depends on it; add --vocab-size",
-        ),
+        ("--dry-run", "the size of the vocabulary is not known, and memory depends on it; add --vocab-size"),
         (
             "--dry-run --vocab-size 8 --pp 2 --vpp 2 --num-layers 4 --global-batch-size 3 --pipeline-schedule dualpipe-v",
             "dualpipe-v",

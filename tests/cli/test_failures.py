@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from megalite.cli.failures import BAD_INPUT, BUG, DEBUG_VARIABLE, INTERRUPTED, command
+from megalite.cli.failures import BAD_INPUT, BUG, DEBUG_VARIABLE, INTERRUPTED, Stopped
 from megalite.cli.failures import guarded as guarding
 from megalite.cli.main import COMMANDS, main
 from megalite.cli.output import show
-from megalite.cli.stopping import Stopped
 from megalite.config.errors import ConfigError, RankError
 
 Captured = pytest.CaptureFixture[str]
@@ -110,10 +109,11 @@ def test_a_lasting_run_keeps_the_traceback_of_a_bug(capsys: Captured) -> None:
 def test_debug(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     seen = []
 
-    @command("x")
-    def run(words: list[str]) -> int:
-        seen.append(words)
-        raise ConfigError("mistake")
+    def run(argv: list[str]) -> int | None:
+        with guarding("x", argv) as end:
+            seen.append(end.words)
+            raise ConfigError("mistake")
+        return end.status
 
     assert run(["--a", "--debug", "b"]) == run(["c"]) == BAD_INPUT
     first, second = capsys.readouterr().err.split("Traceback (most recent call last):\n")
@@ -136,7 +136,8 @@ def test_debug_goes_anywhere(words: list[str], capsys: Captured) -> None:
 
 def test_the_words_default_to_those_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["megalite", "a", "b"])
-    assert command("x")(len)() == 2
+    with guarding("x") as end:
+        assert end.words == ["a", "b"]
 
 
 def test_other_ends(capsys: Captured) -> None:
@@ -224,7 +225,7 @@ def test_closed_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_is_guarded(name: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     """tools/ and `python -m` call a command's own main."""
-    assert importlib.import_module(COMMANDS[name][0]).main(["--no-such-flag", "--debug"]) == BAD_INPUT
+    assert COMMANDS[name](["--no-such-flag", "--debug"]) == BAD_INPUT
     assert DEBUG_VARIABLE not in os.environ and "error: " in capsys.readouterr().err
 
 

@@ -206,7 +206,7 @@ def test_messages(words: str, says: str, capsys: Captured) -> None:
             "convert a --to nativ --stpe 3 --tp x --max-shard-size --json=yes",
             "--to: there is no nativ: did you mean native? (one of native, huggingface, megatron)\n"
             "- unknown flag --stpe: did you mean --step or --tp or --dtype?\n"
-            "- --tp: takes a whole number such as 4, got 'x'\n"
+            "- --tp: takes a whole number of at least 1, such as 4, got x\n"
             "- unknown flag --json: did you mean --to?; if it is the value of --max-shard-size write "
             "--max-shard-size=--json=yes; megalite convert --help lists the flags\n",
         ),

@@ -18,7 +18,7 @@ LATE_IMPORTS = {
 }
 """Imports inside functions of what is always installed: help, dry run and listing start without torch."""
 
-DISPATCHERS = {"megalite.cli.main", "megalite.config.registry", "megalite.kernels.registry", "megalite.kernels.probes"}
+DISPATCHERS = {"megalite.cli.command", "megalite.config.registry", "megalite.kernels.registry", "megalite.kernels.probes"}
 """Modules that import by name: one command's module, when it is called; a kernel's, when it is chosen; apex's
 extensions, to see whether they load."""
 
