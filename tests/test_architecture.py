@@ -220,7 +220,7 @@ NEEDS_TORCH = (
     "megalite.data.loader",
     "megalite.cli.generate",
     "megalite.cli.evaluate",
-    "megalite.cli.model_flags",
+    "megalite.cli.generate",
     "megalite.cli.parity",
     "megalite.cli.convert",
     "megalite.cli.doctor",

@@ -52,7 +52,6 @@ class Flag:
 
     @property
     def attribute(self) -> str:
-        """Where the value is found."""
         return self.dest or self.name.lstrip("-").replace("-", "_")
 
     @property
@@ -62,12 +61,10 @@ class Flag:
 
     @property
     def takes(self) -> tuple[float, float]:
-        """How many values follow it."""
         return (0, 0) if self.type is bool else self.count
 
     @property
     def spellings(self) -> list[str]:
-        """On the command line."""
         return [self.name, *([f"--no-{self.name[2:]}"] if self.negated else [])]
 
     @property
@@ -189,11 +186,9 @@ class Command:
 
     @cached_property
     def spellings(self) -> dict[str, Flag]:
-        """Word -> flag."""
         return {word: flag for flag in self.flags if not flag.is_placed for word in flag.spellings}
 
     def help(self) -> str:
-        """What the command does, its flags and examples."""
         needed = [flag.form for flag in self.flags if flag.required or (flag.is_placed and flag.count[0])]
         optional = [flag.form for flag in self.flags if flag.is_placed and not flag.count[0]]
         usage = [*optional, *needed, "[SETTINGS ...]" if self.settings is not None else "[OPTIONS]"]
@@ -248,7 +243,6 @@ class _Reading:
             setattr(self.found, flag.attribute, default)
 
     def read(self, words: deque[str]) -> None:
-        """All words."""
         takes_settings = self.command.settings is not None
         while words:
             word = words.popleft()

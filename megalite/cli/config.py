@@ -20,7 +20,6 @@ main = CONFIG
 
 
 def run(flags: Namespace) -> int:
-    """Print what is asked for."""
     invocation = flags.invocation
     if not (flags.show or flags.explain):
         given = [source for source in invocation.provenance.values() if source != "default"]

@@ -1,6 +1,5 @@
 """`megalite convert`: weights from and to megalite's checkpoints, Hugging Face folders and Megatron-LM's checkpoints."""
 
-import errno
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -51,10 +50,10 @@ def run(flags: Namespace) -> int:
     """Convert; 0 if all went well, 1 if source and target differ, 2 on bad input or a disk that is full."""
     try:
         return _convert(flags)
-    except BrokenPipeError:
-        raise  # the reader of stdout
     except OSError as error:
-        raise ConfigError(system_error(error, flags.source, flags.target)) from error
+        if kept := kept_line(flags.target):
+            error.add_note(kept)
+        raise
     except KeyboardInterrupt:
         tell(f"\ninterrupted; {kept_line(flags.target) or 'nothing was written'}")
         return INTERRUPTED
@@ -76,7 +75,11 @@ def _convert(flags: Namespace) -> int:
         path = _write(weights, flags, dtype, progress)
     finally:
         progress.end()
-    show_written(path, progress.seconds)
+    files = [file for file in path.rglob("*") if file.is_file()]
+    size = sum(file.stat().st_size for file in files)
+    seconds = progress.seconds
+    rate = f"{decimal_bytes(size / max(seconds, 1e-9))}/s"
+    show(f"wrote    {path}: {len(files)} files, {decimal_bytes(size)} in {seconds:.1f} s ({rate})")
     wanted = flags.verify
     if wanted is None:
         wanted = parameter_count(weights.model) < VERIFIED_BELOW
@@ -86,7 +89,6 @@ def _convert(flags: Namespace) -> int:
 
 
 def _check(flags: Namespace) -> None:
-    """Refuse flags without effect and values out of range, before anything is read."""
     for name, formats in _ONLY_FOR.items():
         if getattr(flags, name) not in (None, False) and flags.to not in formats:
             flag = "--" + name.replace("_", "-")
@@ -128,7 +130,6 @@ def _show_tokenizer(source: Weights, weights: Weights, flags: Namespace) -> None
 
 
 def _bytes(weights: Weights, flags: Namespace, dtype: torch.dtype | None) -> int:
-    """What the tensors will take."""
     if flags.to == "megatron":
         return written_bytes(weights, dtype=dtype, tp=flags.tp or 1, pp=flags.pp or 1)
     model, total = weights.model, 0
@@ -186,18 +187,7 @@ def _verified(source: Weights, path: Path, format: Format) -> int:
     return 0 if found.passed else 1
 
 
-_FULL, _LOCKED = "make room, or give another target", "give a target in a folder that can be written to"
-_REMEDIES = {
-    errno.ENOSPC: _FULL,
-    errno.EDQUOT: _FULL,
-    errno.EROFS: _LOCKED,
-    errno.EACCES: _LOCKED,
-    errno.EPERM: _LOCKED,
-}
-
-
 def described(weights: Weights) -> str:
-    """The model in a line."""
     model, shapes = weights.model, parameter_shapes(weights.model)
     dtypes = sorted({PRECISIONS.get(weights.dtype(name), str(weights.dtype(name))) for name in shapes})
     experts = f", {model.num_experts} experts" if model.num_experts else ""
@@ -248,14 +238,6 @@ def other_tokenizer(source: Weights, weights: Weights) -> str | None:
     )
 
 
-def show_written(path: Path, seconds: float) -> None:
-    """Files, bytes and rate of the result."""
-    files = [file for file in path.rglob("*") if file.is_file()]
-    size = sum(file.stat().st_size for file in files)
-    rate = f"{size / max(seconds, 1e-9) / 1e6:,.0f} MB/s"
-    show(f"wrote    {path}: {len(files)} files, {decimal_bytes(size)} in {seconds:.1f} s ({rate})")
-
-
 def kept_line(target: Path) -> str:
     """Where the files of an unfinished conversion are kept, if there are any."""
     try:
@@ -265,14 +247,3 @@ def kept_line(target: Path) -> str:
     except (OSError, ConfigError):  # this is asked while another error is reported
         return ""
     return f"what is done is kept in {workplace}: run the same command to continue, or remove it"
-
-
-def system_error(error: OSError, source: Path, target: Path) -> str:
-    """An error of the system in a line: what could not be done, why, and what helps."""
-    file = None if error.filename is None else str(error.filename)
-    is_source = file is not None and Path(file).absolute().is_relative_to(source.absolute())
-    what = f"cannot read {source}" if is_source else f"cannot write {target}"
-    where = f" ({file})" if file is not None and Path(file) not in (source, target) else ""
-    remedy = None if is_source else _REMEDIES.get(error.errno or 0)
-    hints = [hint for hint in (remedy, kept_line(target)) if hint]
-    return "; ".join([f"{what}: {error.strerror or error}{where}", *hints])

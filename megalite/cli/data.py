@@ -99,7 +99,7 @@ def _each(flags: Namespace, look: Callable[[str], tuple[int, dict[str, Any], str
 
 
 def _note_unused_side_file(prefix: str) -> None:
-    """Say that a file which looks like a side file is none; one that is damaged is named by whoever needs it."""
+    """Say that a file which looks like a side file is none; what needs a damaged one names it."""
     with suppress(ConfigError):
         note = unused_side_file(prefix)
         if note is not None:
@@ -119,7 +119,6 @@ def _text(tokens: list[int], tokenizer: Tokenizer | None, dataset: IndexedDatase
 
 
 def merge_datasets(flags: Namespace) -> int:
-    """Lay datasets end to end."""
     check_output_prefix(flags.output_prefix, example="whole")
     prefixes = find_prefixes(flags.input)
     for prefix in prefixes:
@@ -133,7 +132,6 @@ def merge_datasets(flags: Namespace) -> int:
 
 
 def split_one(flags: Namespace) -> int:
-    """Cut a dataset between documents."""
     check_output_prefix(flags.output_prefix, example="part")
     [prefix, *more] = find_prefixes([flags.input])
     if more:
@@ -185,7 +183,6 @@ def _bin_bytes(prefix: str) -> int:
 
 
 def _tokenizer(flags: Namespace) -> Tokenizer | None:
-    """The tokenizer of the flags, if they name one."""
     tokenizer = build_tokenizer(tokenizer_config(flags), flags.vocab_size)
     if tokenizer is not None and flags.vocab_size not in (None, tokenizer.vocab_size):
         raise ConfigError(

@@ -27,7 +27,6 @@ main = DATA_INDEX
 
 
 def run(flags: Namespace) -> int:
-    """Make the indices, one dataset after the other."""
     invocation = flags.invocation
     reports = []
     for report in _index(invocation):
@@ -61,7 +60,6 @@ def _index(invocation: Invocation) -> Iterator[dict[str, Any]]:
 
 
 def _resolve(invocation: Invocation) -> tuple[RunConfig, Tokenizer | None]:
-    """The complete config, and its tokenizer."""
     world_size = world_size_of(invocation)
     config = validate(invocation.config, world_size, invocation.explicit, startable=True)
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)

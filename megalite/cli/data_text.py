@@ -34,7 +34,6 @@ def format_verified(result: Verified) -> str:
 
 
 def format_written(written: Written) -> str:
-    """A new dataset in a line."""
     files = ".bin, .idx and .json" if written.files else ".bin and .idx"
     return f"{written.prefix}{files}: {written.documents:,} documents, {written.tokens:,} {written.dtype.name} tokens"
 
@@ -62,7 +61,6 @@ def _rows(rows: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def format_document(document: dict[str, Any]) -> str:
-    """One of `shown_documents`."""
     more = document["length"] - len(document["tokens"])
     sequences = f", {document['sequences']} sequences" if document["sequences"] != 1 else ""
     ids = " ".join(map(str, document["tokens"])) + (f" ... {more:,} more" if more else "")

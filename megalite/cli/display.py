@@ -82,7 +82,6 @@ class ProgressLine:
 
     @property
     def seconds(self) -> float:
-        """Since the start."""
         return time.monotonic() - self._start
 
     def update(
@@ -141,7 +140,6 @@ class ByteProgress(ProgressLine):
         self.update(0, self._total, (0,), self._text)
 
     def advance(self, count: int) -> None:
-        """So many more bytes are done."""
         self.done += count
         self.update(self.done, self._total, (self.done,), self._text)
 

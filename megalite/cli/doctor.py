@@ -53,7 +53,6 @@ def run(flags: Namespace) -> int:
 
 
 def _alone(flags: Namespace, device: torch.device) -> Iterator[Finding]:
-    """Of one process, which starts ranks."""
     yield from _of_host(flags, device)
     if flags.no_self_test:
         return
@@ -68,7 +67,6 @@ def _alone(flags: Namespace, device: torch.device) -> Iterator[Finding]:
 
 
 def _together(flags: Namespace, launch: Launch, device: torch.device) -> Iterator[Finding]:
-    """Of one rank of a job."""
     own: list[Finding] = []
     if launch.local_rank == 0:
         for finding in _of_host(flags, device):
@@ -84,7 +82,6 @@ def _together(flags: Namespace, launch: Launch, device: torch.device) -> Iterato
 
 
 def _of_host(flags: Namespace, device: torch.device) -> Iterator[Finding]:
-    """What needs no other rank."""
     yield from versions.examine()
     yield from host.examine(os.environ, gpus=torch.cuda.device_count())
     yield from devices.examine()

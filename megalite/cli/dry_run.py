@@ -43,6 +43,7 @@ LISTED_RANKS = 64
 LISTED_GROUPS = 4
 GRID_STAGES, GRID_MICROBATCHES = 8, 16
 """The schedule is drawn up to this many virtual stages and microbatches."""
+_HELD = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 
 
 def world_size_of(invocation: Invocation) -> int:
@@ -80,10 +81,6 @@ def report(config: RunConfig, world_size: int, explicit: frozenset[str] = frozen
     Args:
         config: as parsed; it is validated here.
         explicit: `Invocation.explicit`.
-
-    Raises:
-        ConfigError: the config is not legal for this world size, its schedule does not take the number of microbatches,
-            or the size of the vocabulary is not known.
     """
     config = _checked(config, world_size, explicit)
     layout, stages = layout_of(config), plan_stages(config)
@@ -117,11 +114,7 @@ def _checked(config: RunConfig, world_size: int, explicit: frozenset[str]) -> Ru
 
 
 def with_vocabulary(config: RunConfig) -> RunConfig:
-    """The config with the size of its tokenizer's vocabulary.
-
-    Raises:
-        ConfigError: there is neither.
-    """
+    """The config with the size of its tokenizer's vocabulary."""
     if config.model.vocab_size is not None:
         return config
     tokenizer = build_tokenizer(config.data, None)
@@ -151,7 +144,6 @@ def _layout_report(config: RunConfig, layout: ParallelLayout) -> dict[str, Any]:
 
 
 def _place_report(plan: StagePlan) -> dict[str, Any]:
-    """Which layers a stage has."""
     return {
         "first_layer": plan.first_layer,
         "last_layer": plan.last_layer,
@@ -244,9 +236,6 @@ def rank_report(config: RunConfig, rank: int) -> dict[str, Any]:
 
     Args:
         config: validated, vocabulary known.
-
-    Raises:
-        ConfigError: there is no such rank, or the schedule does not take the number of microbatches.
     """
     layout = layout_of(config)
     if rank >= layout.world_size:
@@ -327,9 +316,7 @@ def _bucket(held: HeldBucket) -> dict[str, Any]:
         "index": held.place,
         "size": bucket.replicas,
         "elements": bucket.elements,
-        "parameter_bytes": held.parameter_bytes,
-        "gradient_bytes": held.gradient_bytes,
-        "optimizer_bytes": held.optimizer_bytes,
+        **{name: getattr(held, name) for name in _HELD},
         "parameters": list(bucket.names),
     }
 
@@ -339,9 +326,7 @@ def _rank_memory(config: RunConfig, place: int, schedule: Schedule, buckets: lis
     peak = activation_peaks(config, stages, schedule)[place]
     planned = rank_memory(config, [plan for plan in stages if plan.rank == place], peak)
     parts = {
-        "parameter_bytes": sum(held.parameter_bytes for held in buckets),
-        "gradient_bytes": sum(held.gradient_bytes for held in buckets),
-        "optimizer_bytes": sum(held.optimizer_bytes for held in buckets),
+        **{name: sum(getattr(held, name) for held in buckets) for name in _HELD},
         "activation_bytes": planned.activation_bytes,
         "workspace_bytes": planned.workspace_bytes,
     }

@@ -16,7 +16,6 @@ _LINE = 110
 
 
 def format_report(report: dict[str, Any]) -> str:
-    """The dict of `dry_run.report` in sections."""
     parts = [
         _layout(report),
         _ranks(report["layout"]["ranks"]),
@@ -31,7 +30,6 @@ def format_report(report: dict[str, Any]) -> str:
 
 
 def format_rank(report: dict[str, Any]) -> str:
-    """The dict of `dry_run.rank_report` in sections."""
     parts = [
         _place(report),
         _chunks(report["stages"]),
@@ -64,7 +62,6 @@ def _layout(report: dict[str, Any]) -> list[str]:
 
 
 def _rank_list(ranks: Sequence[int]) -> str:
-    """The ranks of a group, shortened."""
     words = [str(rank) for rank in ranks]
     return f"[{' '.join(words if len(words) <= 8 else [*words[:4], '...', words[-1]])}]"
 
@@ -141,7 +138,6 @@ def _memory_table(rows: Sequence[dict[str, int]]) -> list[str]:
 
 
 def _communication(rows: list[dict[str, Any]], pipeline_rank: int | None = None) -> list[str]:
-    """What each kind of collective moves."""
     cells = [
         [
             row["group"],

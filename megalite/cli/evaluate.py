@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from megalite.cli.display import table
+from megalite.cli.generate import open_model, refuse_given, run_on_ranks
 from megalite.cli.model_commands import EVALUATE
-from megalite.cli.model_flags import open_model, refuse_given, run_on_ranks
 from megalite.cli.output import show
 from megalite.config.errors import ConfigError
 from megalite.conversion.inference import InferenceModel
@@ -33,7 +33,6 @@ main = EVALUATE
 
 
 def run(flags: Namespace) -> int:
-    """Print what was measured."""
     return run_on_ranks(flags, _check, _evaluate, data_parallel=True)
 
 
@@ -60,11 +59,7 @@ def _evaluate(flags: Namespace, topology: Topology) -> None:
 
 
 def _stream(flags: Namespace, model: InferenceModel, topology: Topology) -> TokenStream:
-    """The tokens to predict: token files are read by every rank, text by rank 0, which sends it to the others.
-
-    Raises:
-        ConfigError: they cannot be read; the same on every rank.
-    """
+    """The tokens to predict: token files are read by every rank, text by rank 0, which sends it to the others."""
     stream, error = TokenStream([]), None
     try:
         if flags.data_path is not None:
@@ -81,7 +76,6 @@ def _stream(flags: Namespace, model: InferenceModel, topology: Topology) -> Toke
 
 
 def _broadcast(stream: TokenStream, topology: Topology) -> TokenStream:
-    """Rank 0's stream of text on every rank."""
     if topology.world.size == 1:
         return stream
     tokens, text_bytes = topology.world.broadcast_json([len(stream), stream.text_bytes], topology.device)

@@ -64,7 +64,6 @@ class Stopped(BaseException):
 
     @property
     def how(self) -> str:
-        """In a word."""
         return "interrupted" if self.number == signal.SIGINT else "terminated"
 
     @property

@@ -41,7 +41,6 @@ main = INSPECT
 
 
 def run(flags: Namespace) -> int:
-    """Look; returns the exit status."""
     if (flags.checkpoint is None) == (flags.diff is None):
         raise ConfigError("give one checkpoint to look at, or two behind --diff")
     without = {"--diff": flags.diff, "--tensors": flags.tensors, "--no-verify": flags.no_verify or None}
@@ -73,7 +72,7 @@ def _inspect(flags: Namespace) -> int:
     rows: dict[str, dict[str, Any]] | None = None
     with noticing_removal(shown):
         if flags.tensors is not None and shown.sound:
-            # Reading tensors takes torch, whose import takes longer than all the rest.
+            # Reading tensors takes torch, and to import it takes longer than all the rest.
             from megalite.cli.inspect_tensors import tensor_statistics
 
             rows = tensor_statistics(shown, flags.tensors)
@@ -170,7 +169,6 @@ def _progress(found: Surveyed, files: int, done: int) -> None:
 
 
 def _data(surveyed: Sequence[Surveyed], shown: Surveyed, rows: dict[str, dict[str, Any]] | None) -> dict[str, Any]:
-    """What is shown, as one JSON object."""
     data: dict[str, Any] = {
         "path": str(shown.path),
         "state": shown.state,

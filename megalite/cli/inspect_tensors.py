@@ -27,11 +27,7 @@ _PLACES = (
 
 
 def tensor_statistics(found: Surveyed, pattern: str) -> dict[str, dict[str, Any]]:
-    """Statistics of the tensors whose name in their file (`layers.0.norm.weight`, `exp_avg/...`) matches the pattern.
-
-    Raises:
-        CheckpointError: none matches, or a file is not what the manifest says.
-    """
+    """Statistics of the tensors with a name in their file (`layers.0.norm.weight`, `exp_avg/...`) that matches."""
     checkpoint = _open(found)
     rows = {}
     for key in _chosen(checkpoint.keys(), pattern, f"{found.path} has no"):
@@ -97,7 +93,6 @@ class CheckpointDiff:
         return not self.fields and self.tensors.same
 
     def data(self) -> dict[str, Any]:
-        """For JSON."""
         tensors = self.tensors
         return {
             "first": str(self._paths[0]),

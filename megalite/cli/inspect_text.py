@@ -23,7 +23,6 @@ _MAX_FILES = 16
 
 
 def format_table(surveyed: Sequence[Surveyed]) -> str:
-    """Each checkpoint in a line, newest first."""
     rows = [["checkpoint", "files", "size", "state"]]
     for found in surveyed:
         files = "-" if found.manifest is None else str(len(found.manifest.files))

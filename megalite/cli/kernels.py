@@ -39,8 +39,6 @@ main = KERNELS
 
 @dataclass(frozen=True)
 class Row:
-    """One backend of an operation."""
-
     operation: str
     backend: str
     reason: str | None
@@ -61,7 +59,6 @@ class Chosen:
 
 
 def run(flags: Namespace) -> int:
-    """Print the tables."""
     device = _device(flags.device)
     rows = [row for operation in OPERATIONS for row in _rows(operation, device.type)]
     chosen = chosen_kernels(device)

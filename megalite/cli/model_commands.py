@@ -20,14 +20,32 @@ BYTE_LEVEL = "byte-level-bpe"
 SENTENCEPIECE = {"sentencepiece-bpe": "bpe", "sentencepiece-unigram": "unigram"}
 KINDS = settings()["tokenizer_type"].choices
 
+_FILES = ".jsonl, .ndjson, .txt (.gz, .zst) and .parquet: files, folders and globs of them; - is jsonl from stdin"
+_INPUT = Flag("--input", _FILES, str, "PATH", count=SOME, required=True)
+_KEYS = Flag("--json-keys", "keys of the text (text)", str, "KEY", ("text",), count=SOME)
 _JSON = Flag("--json", "print JSON", bool)
 _STOPPED = "130 after Ctrl-C, 143 after SIGTERM."
 _WRITTEN = f"Exit status: 0 written, 2 bad input or a disk that is full: nothing is written. {_STOPPED}"
-_ALL_CORES = ("leave it out: --workers is all usable cores by default", "")
-_ONE_SEQUENCE = ("leave it out: a document is one sequence here, as training GPTs wants it", "")
 _ONE_RUN = "leave it out: --input takes many files, and the output is in their order with any --workers"
-_IN_FILES = ("leave it out: special tokens come from the tokenizer's own files", "")
-_PADDED_LATER = ("leave it out: training pads the vocabulary", "")
+_NO_USE = {
+    "leave it out: a document is one sequence here, as training GPTs wants it": "--split-sentences --lang",
+    "leave it out: newlines are always kept": "--keep-newlines",
+    "leave it out: a document without text is a bad line": "--keep-empty",
+    _ONE_RUN: "--partitions --keep-sequential-samples",
+    "leave it out: progress is shown every few seconds": "--log-interval",
+    "leave it out: work is handed out by bytes": "--chunk-size",
+    "leave it out: there is one format, .bin and .idx": "--dataset-impl",
+    "leave it out: --workers is all usable cores by default": "--find-optimal-num-workers --workers-to-check "
+    "--max-documents --performance-dir",
+    "leave it out: training pads the vocabulary": "--vocab-extra-ids --make-vocab-size-divisible-by --padded-vocab-size",
+    "leave it out: special tokens come from the tokenizer's own files": "--special-tokens --tokenizer-special-tokens "
+    "--tiktoken-special-tokens --tiktoken-num-special-tokens",
+    "leave it out: the kind of tokenizer is known by its files, or by --tokenizer-type": "--tokenizer-metadata",
+    "leave it out: there is one set of tokenizers": "--legacy-tokenizer",
+}
+"""What to do instead -> flags of Megatron-LM's script."""
+_HARMLESS = {"--partitions": "1", "--log-interval": "[0-9]+", "--dataset-impl": "mmap"}
+_FOREIGN = {flag: (instead, _HARMLESS.get(flag, "")) for instead, flags in _NO_USE.items() for flag in flags.split()}
 
 
 def _tokenizer(vocab_size: str) -> list[Flag]:
@@ -56,24 +74,17 @@ PREPROCESS = Command(
     "Turn jsonl, text or parquet files into token files. A run that was stopped resumes when the same command is given "
     "again.",
     [
-        Flag(
-            "--input",
-            ".jsonl, .ndjson, .txt (.gz, .zst) and .parquet files, folders and globs of them; - is jsonl from stdin",
-            value="PATH",
-            count=SOME,
-            required=True,
-        ),
+        _INPUT,
         _output("writes PREFIX_KEY_document.bin, .idx and .json; PREFIX.unfinished until all is done"),
-        Flag("--json-keys", "keys of the text (text)", value="KEY", count=SOME, default=("text",)),
+        _KEYS,
         Flag("--text-documents", "what a document is in a text file (file)", choices=FORMS, default="file"),
         Flag("--append-eod", "end each document with the end-of-document token", bool),
         Flag(
             "--max-document-mb",
-            "leave out longer ones; a tokenizer may need 70 times the document's size in memory, in each worker "
-            f"({DOCUMENT_MB})",
+            f"leave out longer ones: tokenizing takes up to 70 times as much memory, in each worker ({DOCUMENT_MB})",
             float,
             "MB",
-            default=float(DOCUMENT_MB),
+            float(DOCUMENT_MB),
         ),
         *_tokenizer("for NullTokenizer"),
         Flag("--workers", "tokenizer processes; default: the usable cores", int, "N"),
@@ -87,33 +98,7 @@ PREPROCESS = Command(
         "megalite preprocess --input corpus/*.jsonl.zst --output-prefix corpus --tokenizer-model tokenizer.model "
         "--append-eod",
     ),
-    foreign={
-        "--split-sentences": _ONE_SEQUENCE,
-        "--keep-newlines": ("leave it out: newlines are always kept", ""),
-        "--lang": _ONE_SEQUENCE,
-        "--keep-empty": ("leave it out: a document without text is a bad line", ""),
-        "--partitions": (_ONE_RUN, "1"),
-        "--keep-sequential-samples": (_ONE_RUN, ""),
-        "--log-interval": ("leave it out: progress is shown every few seconds", "[0-9]+"),
-        "--chunk-size": ("leave it out: work is handed out by bytes", ""),
-        "--dataset-impl": ("leave it out: there is one format, .bin and .idx", "mmap"),
-        "--find-optimal-num-workers": _ALL_CORES,
-        "--workers-to-check": _ALL_CORES,
-        "--max-documents": _ALL_CORES,
-        "--performance-dir": _ALL_CORES,
-        "--vocab-extra-ids": _PADDED_LATER,
-        "--make-vocab-size-divisible-by": _PADDED_LATER,
-        "--padded-vocab-size": _PADDED_LATER,
-        "--special-tokens": _IN_FILES,
-        "--tokenizer-special-tokens": _IN_FILES,
-        "--tiktoken-special-tokens": _IN_FILES,
-        "--tiktoken-num-special-tokens": _IN_FILES,
-        "--tokenizer-metadata": (
-            "leave it out: the kind of tokenizer is known by its files, or by --tokenizer-type",
-            "",
-        ),
-        "--legacy-tokenizer": ("leave it out: there is one set of tokenizers", ""),
-    },
+    foreign=_FOREIGN,
 )
 
 TRAIN_TOKENIZER = Command(
@@ -122,13 +107,7 @@ TRAIN_TOKENIZER = Command(
     "Train a tokenizer on the corpus that a model will be trained on. Without flags for it: 2048 pieces, made from at "
     "most 20 MB of the text. A file that is there is not replaced.",
     [
-        Flag(
-            "--input",
-            ".jsonl, .txt and .parquet, .jsonl and .txt also as .gz and .zst; folders and globs of them; - for stdin",
-            value="PATH",
-            count=SOME,
-            required=True,
-        ),
+        _INPUT,
         _output(f"writes PREFIX.model, or PREFIX.json for {BYTE_LEVEL}"),
         Flag(
             "--type",
@@ -138,25 +117,11 @@ TRAIN_TOKENIZER = Command(
             default="sentencepiece-bpe",
         ),
         Flag(
-            "--pattern",
-            f"how {BYTE_LEVEL} cuts words: gpt2 (the default) or gpt4, which cuts numbers into threes",
-            choices=("gpt2", "gpt4"),
+            "--pattern", f"how {BYTE_LEVEL} cuts words (gpt2); gpt4 cuts numbers into threes", choices=("gpt2", "gpt4")
         ),
-        Flag(
-            "--vocab-size",
-            "pieces (2048, for trying things out: models have 32000 and more, which takes some 10 MB of text)",
-            int,
-            "N",
-            default=2048,
-        ),
-        Flag("--json-keys", "keys of the text (text)", value="KEY", count=SOME, default=("text",)),
-        Flag(
-            "--max-megabytes",
-            "read at most this much text, spread evenly over the inputs (20)",
-            float,
-            "MB",
-            default=20.0,
-        ),
+        Flag("--vocab-size", "pieces (2048); models have 32000 and more, of some 10 MB of text", int, "N", 2048),
+        _KEYS,
+        Flag("--max-megabytes", "read at most this much text, evenly over the inputs (20)", float, "MB", 20.0),
     ],
     "megalite.cli.train_tokenizer:run",
     ("megalite train-tokenizer --input corpus/*.jsonl --output-prefix tokenizer --vocab-size 32000",),
@@ -207,13 +172,7 @@ DATA_MERGE = Command(
     "lay datasets end to end",
     "Write several datasets as one.",
     [
-        Flag(
-            "--input",
-            "datasets, or folders of them (in the order of their names)",
-            value="PREFIX",
-            count=SOME,
-            required=True,
-        ),
+        Flag("--input", "datasets, or folders of them, by name", str, "PREFIX", count=SOME, required=True),
         _output("of the new dataset"),
         Flag(
             "--dtype",
@@ -281,7 +240,7 @@ def _model(tp_default: str) -> list[Flag]:
     return [
         Flag(
             "--load",
-            "checkpoints (the newest that verifies is used), one checkpoint, or a Hugging Face model",
+            "checkpoints (the newest sound one), one of them, or a Hugging Face model",
             Path,
             "FOLDER",
             required=True,
@@ -315,12 +274,7 @@ GENERATE = Command(
         Flag("--seed", "of the draws (0)", int, "N"),
         Flag("--stop", "end before this text; may be repeated", value="TEXT", repeat=True),
         Flag("--batch-size", "prompts that go through the model together (16)", positive, "N", default=16),
-        Flag(
-            "--add-bos",
-            "begin prompts as the tokenizer.json says; default: of Hugging Face models alone",
-            bool,
-            negated=True,
-        ),
+        Flag("--add-bos", "begin as tokenizer.json says; default: of Hugging Face models alone", bool, negated=True),
         Flag("--output", "write the texts as JSON lines, not to the terminal", Path, "FILE"),
     ],
     "megalite.cli.generate:run",
@@ -355,28 +309,17 @@ CONVERT = Command(
         Flag("source", "folder to read", Path, "SOURCE"),
         Flag("target", "folder to write; must not exist yet", Path, "TARGET"),
         Flag("--to", "format of TARGET", choices=FORMATS, required=True),
-        Flag(
-            "--from",
-            "format of SOURCE (auto)",
-            value="FORMAT",
-            choices=("auto", *FORMATS),
-            default="auto",
-            dest="source_format",
-        ),
+        Flag("--from", "format of SOURCE (auto)", str, "FORMAT", "auto", ("auto", *FORMATS), dest="source_format"),
         Flag("--step", "checkpoint of this step; default the newest", int, "N"),
         Flag("--dtype", "of every tensor; default: as stored", choices=PRECISIONS),
         Flag("--max-shard-size", f"largest file, such as 2GB ({DEFAULT_SHARD}); not for megatron", value="SIZE"),
         Flag("--family", "huggingface: model type; default: the one that fits", value="NAME"),
         Flag("--tp", "megatron: tensor-parallel files (1)", positive, "N"),
         Flag("--pp", "megatron: pipeline-parallel files (1)", positive, "N"),
-        Flag(
-            "--transformer-impl",
-            f"megatron: of the run that will load it, which decides some names ({TRANSFORMER_IMPLEMENTATIONS[0]})",
-            choices=TRANSFORMER_IMPLEMENTATIONS,
-        ),
+        Flag("--transformer-impl", "megatron: of the run that will load it", choices=TRANSFORMER_IMPLEMENTATIONS),
         Flag(
             "--make-vocab-size-divisible-by",
-            "native, megatron: multiple that the vocabulary is padded to; default: as in SOURCE",
+            "native, megatron: pads the vocabulary; default: as in SOURCE",
             positive,
             "N",
         ),
@@ -406,10 +349,7 @@ INSPECT = Command(
         Flag("--diff", "compare two, of any layouts, bit by bit", Path, "A B", count=(2, 2)),
         Flag("--step", "that step (default: the newest that is sound)", int, "N"),
         Flag(
-            "--tensors",
-            "add statistics of the tensors that match, such as 'layers.0.*' or 'exp_avg/*'; with --diff, compare these "
-            "alone",
-            value="PATTERN",
+            "--tensors", "statistics of those that match, as 'layers.0.*'; with --diff: compare them", value="PATTERN"
         ),
         Flag(
             "--config", "print the config alone, as YAML for --config of another run: without this one's folders", bool

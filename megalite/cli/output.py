@@ -26,11 +26,7 @@ def tell(text: str, end: str = "\n") -> None:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a file that a flag names.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Write a file that a flag names."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -66,7 +62,7 @@ def flush_stdout() -> None:
 
 
 def stdout_has_no_reader() -> bool:
-    """It is a pipe whose reader has gone."""
+    """It is a pipe, and its reader has gone."""
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)

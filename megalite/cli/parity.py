@@ -19,7 +19,6 @@ main = PARITY
 
 
 def run(flags: Namespace) -> int:
-    """Compare one layout, or draw many."""
     if flags.fuzz is not None:
         return _fuzz(flags)
     invocation = flags.invocation

@@ -36,7 +36,6 @@ main = PLAN
 
 
 def run(flags: Namespace) -> int:
-    """Search and print."""
     request, cluster, stack = asked(flags)
     tokens = _tokens(flags.tokens)
     plan = find(request, cluster, stack, top=flags.top)
@@ -61,7 +60,6 @@ def run(flags: Namespace) -> int:
 
 
 def _drawn(plan: Plan, data: dict[str, Any], cluster: Cluster, stack: SoftwareStack) -> str:
-    """The step of the best layout, a row for each pipeline rank."""
     timeline = drawn_timeline(plan.candidates[0], cluster, stack)
     count, whole = timeline.schedule.num_microbatches, data["layouts"][0]["microbatches"]
     note = "" if count == whole else f" (with {count} microbatches instead of {whole})"
@@ -78,11 +76,7 @@ class Asked(NamedTuple):
 
 
 def asked(flags: Namespace) -> Asked:
-    """What the flags ask for.
-
-    Raises:
-        ConfigError: a value that cannot be, or a setting that the search has no place for.
-    """
+    """What the flags ask for."""
     cluster, stack = load_cluster(flags.cluster), load_stack(flags.stack)
     limit: float | None = cluster.accelerator.memory_bytes * USUAL_MEMORY
     if flags.max_memory is not None:
@@ -103,11 +97,7 @@ def _tokens(text: str) -> float:
 def request_of(
     invocation: Invocation, cluster: Cluster, ranks: int, constraints: Sequence[str], limit: float
 ) -> Request:
-    """Settings that are searched become constraints, the others the config that every layout shares.
-
-    Raises:
-        ConfigError: the model is not legal, something needed is missing, or the search has no place for a setting.
-    """
+    """Settings that are searched become constraints, the others the config that every layout shares."""
     refuse_not_searched(invocation.config, invocation.explicit)
     fixed = fixed_settings(invocation.config, invocation.explicit)
     for text in constraints:

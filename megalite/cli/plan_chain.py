@@ -27,7 +27,6 @@ main = PLAN_CHAIN
 
 
 def run(flags: Namespace) -> int:
-    """Plan and print."""
     profile, cluster = find_profile(flags.profile), read_cluster(flags.cluster)
     memory = cluster.memory_gb * 1e9 if flags.memory is None else parse_byte_size(flags.memory)
     if memory is None:
@@ -50,8 +49,6 @@ def run(flags: Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What there is to say of a plan."""
-
     planned: Planned
     profile: ChainProfile
     cluster: ChainCluster

@@ -48,11 +48,6 @@ def run(flags: Namespace) -> int:
 
 
 def job_of(flags: Namespace) -> PreprocessJob:
-    """What the flags ask for.
-
-    Raises:
-        ConfigError: a value that cannot be.
-    """
     if not 0 <= flags.show_bad <= MAX_FAULTS:
         raise ConfigError(f"--show-bad {flags.show_bad} must be from 0 to {MAX_FAULTS}")
     if not 0 < flags.max_document_mb < _MAX_DOCUMENT_MB:
@@ -74,14 +69,11 @@ def job_of(flags: Namespace) -> PreprocessJob:
 
 
 class JobProgress(ProgressLine):
-    """Totals and rates of a job."""
-
     def __init__(self) -> None:
         super().__init__()
         self._has_noticed = False
 
     def take(self, progress: Progress) -> None:
-        """Show the totals if it is time to."""
         self.notice(progress)
         amounts = (progress.documents, progress.tokens, progress.input_bytes)
 

@@ -42,9 +42,6 @@ def run(flags: Namespace, *, launch: Launch | None = None, made: ProcessGroups |
     Args:
         launch: of a job that has been joined already; default: what torchrun says.
         made: process groups to re-use, as for `Topology.create`.
-
-    Raises:
-        ConfigError: the same on every rank, before anything is measured.
     """
     joined = launch is not None
     launch = launch or Launch.from_environment()
@@ -149,7 +146,6 @@ def _check_writable(path: Path | None) -> None:
 
 
 def _write(flags: Namespace, measured: Measurements, base: Cluster, *, nominal: bool, stack: SoftwareStack) -> None:
-    """The files and the table; on rank 0."""
     machine, today = measured.machine, datetime.date.today().isoformat()
     command = shlex.join(["megalite", "profile", *flags.words])
     source = f"measured on {today} on {machine.device_name}, torch {machine.torch_version}, by {command}"

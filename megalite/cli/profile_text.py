@@ -49,7 +49,6 @@ def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 
 def _time(timing: Timing) -> list[str]:
-    """Median and spread."""
     mark = "*" if timing.spread > NOISY else ""
     return [duration(timing.seconds), f"{timing.spread:.0%}{mark}"]
 

@@ -25,8 +25,6 @@ Curve = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class RunFolder:
-    """One run."""
-
     name: str
     """Its folder, below the one that was asked for."""
     status: str
@@ -50,11 +48,7 @@ class RunFolder:
 
 
 def find_runs(folder: Path) -> list[RunFolder]:
-    """The runs in and below a folder, by name.
-
-    Raises:
-        ConfigError: there is no such folder, or no run in it.
-    """
+    """The runs in and below a folder, by name."""
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise ConfigError(f"{folder} {what}; give a folder with runs in it (their --run-dir), e.g. runs")
@@ -104,11 +98,6 @@ def read_run(path: Path, name: str) -> RunFolder:
 
 
 def status_of(sessions: Sequence[Session], touched: float) -> str:
-    """How the last session stands.
-
-    Args:
-        touched: when its files last changed.
-    """
     if not sessions:
         return "unknown"
     last = sessions[-1]

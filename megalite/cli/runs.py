@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from html import escape
 
 from megalite.checkpoint.files import replace_durably
-from megalite.cli.curves import Line, draw_curves, plot_runs, save, style_of
 from megalite.cli.display import table
 from megalite.cli.output import show
+from megalite.cli.plot import Line, draw_curves, plot_runs, save, style_of
 from megalite.cli.run_folders import RunFolder, find_runs
 from megalite.cli.tool_commands import RUNS
 from megalite.config.errors import ConfigError
@@ -33,7 +33,6 @@ main = RUNS
 
 
 def run(flags: Namespace) -> int:
-    """List, and draw what is asked for."""
     runs = find_runs(flags.folder)
     title = f"Runs in {flags.folder}"
     if flags.html is not None:
@@ -54,7 +53,6 @@ def run(flags: Namespace) -> int:
 
 
 def _cells(run: RunFolder) -> tuple[str, ...]:
-    """A row of the table, column by column."""
     started = "" if run.started is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started))
     return (
         run.name,

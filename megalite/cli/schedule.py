@@ -6,18 +6,20 @@ import re
 import shutil
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megalite.cli.display import table
 from megalite.cli.output import show, stderr_is_terminal, tell, write_file
 from megalite.cli.schedule_study import Request, Study, compare, read_schedule, study_file, study_named
-from megalite.cli.schedule_text import format_comparison, format_study, meaning_of_peaks, peak_texts, summary
 from megalite.cli.tool_commands import AUTO, NAMES, SCHEDULE
-from megalite.config.byte_size import parse_byte_size
+from megalite.config.byte_size import format_bytes, parse_byte_size
 from megalite.config.errors import ConfigError
+from megalite.pipeline.ir.actions import Kind
 from megalite.pipeline.ir.costs_file import UNITS, CostTable, read_costs
 from megalite.pipeline.ir.generators.registry import default_schedule
 from megalite.pipeline.ir.perfetto import merge_traces
+from megalite.pipeline.ir.render import render_grid, render_lists
 from megalite.pipeline.ir.schedule import Schedule
 from megalite.pipeline.ir.svg import Panel, draw_svg
 
@@ -35,7 +37,6 @@ main = SCHEDULE
 
 
 def run(flags: Namespace) -> int:
-    """Draw, compare or check."""
     _check_flags(flags)
     compared = flags.compare
     builds = flags.schedule == AUTO or (compared is not None and (not compared or AUTO in compared))
@@ -64,7 +65,7 @@ def _check_flags(flags: Namespace) -> None:
     outputs = [path for path in (flags.write_csv, flags.svg, flags.trace) if path is not None]
     doubled = next((path for path in outputs if outputs.count(path) > 1), None)
     if doubled is not None:
-        raise ConfigError(f"{doubled} is to be written twice; give each output a file of its own")
+        raise ConfigError(f"{doubled} is to be written twice; give each output another file")
     named = flags.compare if several else []
     twice = next((name for name in named or [] if named.count(name) > 1), None)
     if twice is not None:
@@ -148,7 +149,6 @@ def _limit(text: str, table: CostTable) -> float:
 
 
 def _write(flags: Namespace, studies: Sequence[Study], unit: str) -> list[str]:
-    """Writes the files that are asked for; returns their names."""
     texts: dict[Path, str] = {}
     if flags.write_csv is not None:
         texts[flags.write_csv] = studies[0].schedule.to_csv()
@@ -173,3 +173,91 @@ def _coloured(choice: str) -> bool:
     if choice == "auto":
         return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return choice == "always"
+
+
+_SHOWN_RANKS = 64
+_LIVE = "live activations, in microbatches x stages"
+_BACKGROUNDS = {Kind.F: 153, Kind.B: 215, Kind.I: 222, Kind.W: 150, Kind.R: 183}
+"""Of xterm's 256 colours those nearest to the pictures'."""
+
+
+def format_study(study: Study, *, unit: str, width: int, colour: bool, lowered: bool) -> str:
+    """The grid, what the step takes, and with `lowered` the lists of the program."""
+    columns = {}
+    if any(study.peak_deferred):
+        columns["for W"] = [str(peak) for peak in study.peak_deferred]
+    if study.peak_bytes is not None:
+        columns["memory"] = [format_bytes(round(peak)) for peak in study.peak_bytes]
+    grid = render_grid(
+        study.timeline,
+        width=width,
+        max_ranks=_SHOWN_RANKS,
+        wrap=True,
+        columns=columns,
+        paint=_paint if colour else None,
+    )
+    if "for W" in columns:
+        grid += "; for W: those whose W has yet to run"
+    parts = [grid, f"{summary(study, unit)}\nsends a step, by rank: {' '.join(map(str, study.sends))}"]
+    if lowered:
+        actions = study.program.actions
+        longest = max(sum(len(str(action)) + 1 for action in row) for row in actions)
+        parts.append("program:\n" + render_lists(actions, {}, width=longest + 40, max_ranks=study.schedule.num_ranks))
+    return "\n\n".join(parts)
+
+
+def summary(study: Study, unit: str) -> str:
+    """Length and losses of the step in a line."""
+    timeline = study.timeline
+    name = f" {unit}" if unit else ""
+    return (
+        f"makespan {timeline.makespan:.6g}{name} ({timeline.makespan / study.ideal:.3f} of the ideal {study.ideal:.6g}), "
+        f"bubble {timeline.bubble_fraction:.1%}, without a barrier between steps {timeline.span_bubble_fraction:.1%}"
+    )
+
+
+def peak_texts(study: Study) -> tuple[str, ...]:
+    """Per rank its peak memory: bytes if they are known, else live activations."""
+    if study.peak_bytes is not None:
+        return tuple(format_bytes(round(peak)) for peak in study.peak_bytes)
+    return tuple(map(str, study.timeline.peak_activations))
+
+
+def meaning_of_peaks(studies: Sequence[Study]) -> str:
+    """What `peak_texts` gives for these studies, which share their costs."""
+    return _LIVE if studies[0].peak_bytes is None else "memory of one step's activations and messages"
+
+
+def format_comparison(studies: Sequence[Study], refused: Mapping[str, str], *, unit: str) -> str:
+    """A row a schedule, then those that could not be had with the reason."""
+    bytes_known = any(study.peak_bytes is not None for study in studies)
+    heading = ["schedule", "vpp", f"makespan{f' ({unit})' if unit else ''}", "of ideal", "bubble", "no barrier"]
+    heading += ["peak", "for W", *(["memory"] if bytes_known else []), "sends"]
+    rows = [heading]
+    for study in studies:
+        timeline = study.timeline
+        chunks = study.schedule.num_chunks
+        row = [study.schedule.name, str(chunks), f"{timeline.makespan:.6g}"]
+        row += [f"{timeline.makespan / study.ideal:.3f}", f"{timeline.bubble_fraction:.1%}"]
+        row += [f"{timeline.span_bubble_fraction:.1%}", f"{study.peak_shares:.4g}"]
+        row.append(f"{max(study.peak_deferred) / chunks:.4g}")
+        if study.peak_bytes is not None:
+            row.append(format_bytes(round(max(study.peak_bytes))))
+        rows.append([*row, str(max(study.sends))])
+    lines = table(rows, right=range(1, len(heading))) if studies else []
+    if studies:
+        lines += [
+            "",
+            "no barrier: the bubble if the next step may start at once; of the fullest rank: peak, microbatches whose",
+            "activations are alive, and for W, those whose W has yet to run, in whole shares of a rank; its sends a step",
+        ]
+    if refused:
+        lines += [""] if lines else []
+        lines += [f"{name}: not possible: {reason}" for name, reason in refused.items()]
+    return "\n".join(lines)
+
+
+def _paint(text: str, kind: Kind | None) -> str:
+    if kind is None:
+        return f"\x1b[2m{text}\x1b[0m"
+    return f"\x1b[30;48;5;{_BACKGROUNDS[kind]}m{text}\x1b[0m"

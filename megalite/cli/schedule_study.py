@@ -60,7 +60,7 @@ class Study:
 
     @cached_property
     def peak_deferred(self) -> tuple[int, ...]:
-        """Per rank, the most (stage, microbatch) pairs whose W has yet to run after their I."""
+        """Per rank, the most (stage, microbatch) pairs of which the I has run and the W has not."""
         if self.schedule.forward_only:
             return (0,) * self.schedule.num_ranks
         return tuple(max((units.deferred for units in live_units(row)), default=0) for row in self.schedule.actions)
@@ -116,11 +116,7 @@ class Study:
 
 
 def study_named(name: str, request: Request) -> Study:
-    """Builds the schedule of that name and studies it.
-
-    Raises:
-        ConfigError: sizes that it cannot take, or more memory than allowed.
-    """
+    """Builds the schedule of that name and studies it."""
     _check_amount(request)
     if name == AUTO:
         if request.forward_only:
@@ -145,12 +141,7 @@ def study_named(name: str, request: Request) -> Study:
 
 
 def read_schedule(path: Path) -> Schedule:
-    """The schedule of a CSV file; whether it can run is for `study_file` to say.
-
-    Raises:
-        ConfigError: the file cannot be read.
-        ScheduleError: its text is no schedule.
-    """
+    """The schedule of a CSV file; whether it can run is for `study_file` to say."""
     try:
         return Schedule.from_csv(read_text(path, "utf-8-sig"), name=path.name)
     except (OSError, UnicodeDecodeError) as error:
@@ -159,11 +150,7 @@ def read_schedule(path: Path) -> Schedule:
 
 
 def study_file(schedule: Schedule, request: Request) -> Study:
-    """Studies a schedule that somebody wrote.
-
-    Raises:
-        ScheduleError: it cannot run. The message shows the cell, and how far the schedule gets.
-    """
+    """Studies a schedule that somebody wrote."""
     _check_amount(request)
     try:
         validate_written(schedule)
@@ -173,12 +160,7 @@ def study_file(schedule: Schedule, request: Request) -> Study:
 
 
 def study(schedule: Schedule, request: Request) -> Study:
-    """Lowers, proves and simulates.
-
-    Raises:
-        ConfigError: costs of another number of stages, or more memory than allowed.
-        ScheduleError: the schedule cannot run.
-    """
+    """Lowers, proves and simulates."""
     program = lower(schedule, recv_prefetch=request.recv_prefetch, send_window=request.send_window)
     sizes = request.table.sizes(schedule.placement)
     counted = sizes if sizes is not None or request.limit is None else _shares(schedule.placement)
@@ -204,7 +186,7 @@ def _check_amount(request: Request) -> None:
 
 
 def _placements(request: Request) -> Iterator[tuple[int, ...]]:
-    """Where `auto` may put the stages: loops, and with two stages a rank a V as well."""
+    """Where `auto` may put the stages: loops, and with two stages per rank a V as well."""
     for num_chunks in (1, 2) if request.num_chunks is None else (request.num_chunks,):
         yield loop_placement(request.num_ranks, num_chunks)
         if num_chunks == 2:
@@ -233,11 +215,7 @@ def _shares(placement: tuple[int, ...]) -> Sizes:
 
 
 def _best(placements: Iterator[tuple[int, ...]], build: Callable[[tuple[int, ...]], Study]) -> Study:
-    """The quickest of those that can be built; with equal times the first, which has fewer messages.
-
-    Raises:
-        ConfigError: none can; what the first one said.
-    """
+    """The quickest of those that can be built; with equal times the first, which has fewer messages."""
     found: list[Study] = []
     errors: list[ConfigError] = []
     for placement in placements:
@@ -255,9 +233,6 @@ def compare(names: Sequence[str], request: Request, own: Schedule | None = None)
 
     Chunks are those of interleaved and looped-bfs, the group is interleaved's, the warm-up 1f1b's; auto tries one and
     two chunks and the V.
-
-    Raises:
-        ConfigError: none can be had.
     """
     studies: list[Study] = []
     refused: dict[str, str] = {}

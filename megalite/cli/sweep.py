@@ -47,7 +47,6 @@ def run(flags: Namespace) -> int:
 
 
 def _check_flags(flags: Namespace) -> None:
-    """No flag is without effect, and there is a place for the results."""
     runs_nothing = "--dry-run" if flags.dry_run else "--report-only" if flags.report_only else None
     given = {"--timeout": flags.timeout, "--limit": flags.limit, "--retry": flags.retry or None}
     if flags.dry_run:
@@ -205,7 +204,6 @@ class LiveTable:
         self._shown: list[str] = []
 
     def update(self, progress: Sequence[Progress], result: Result | None) -> None:
-        """Show what is under way, and a new result."""
         if not self._out.isatty():
             if result is not None:
                 self._line(result)
@@ -219,7 +217,6 @@ class LiveTable:
         self._shown = lines
 
     def end(self) -> None:
-        """Leave the table."""
         if self._live is not None:
             self._live.stop()
 

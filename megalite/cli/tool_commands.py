@@ -60,7 +60,7 @@ SCHEDULE = Command(
         Flag("--costs", "JSON: times, links and bytes", Path, "FILE"),
         Flag(
             "--memory-limit",
-            "of a rank: bytes such as 12GiB; without bytes in --costs, live microbatches such as 4",
+            "of a rank: bytes such as 12GiB; without --costs live microbatches such as 4",
             value="SIZE",
         ),
         Flag("--recv-prefetch", "receives are posted N actions early", int, "N", default=1),
@@ -138,12 +138,7 @@ PROFILE = Command(
     "between its ranks, and write a cluster file: megalite plan --cluster FILE. docs/profile.md",
     [
         Flag("--output", "cluster file to write (.yaml)", Path, "FILE", required=True),
-        Flag(
-            "--output-stack",
-            "write a stack file too: what the host takes to start operations on this machine",
-            Path,
-            "FILE",
-        ),
+        Flag("--output-stack", "write a stack file too: what the host takes to start operations", Path, "FILE"),
         Flag("--seconds", "how long to measure (60)", float, "N", default=60.0),
         Flag(
             "--dtype",

@@ -26,22 +26,14 @@ main = TRAIN_TOKENIZER
 
 
 def tokenizer_config(flags: Namespace) -> DataConfig:
-    """The settings of the flags that name a tokenizer.
-
-    Raises:
-        ConfigError: as `tokenizer_kind`.
-    """
+    """The settings of the flags that name a tokenizer."""
     names = ("tokenizer_model", "vocab_file", "merge_file", "tiktoken_pattern")
     kind = None if flags.tokenizer_type is None else tokenizer_kind(flags.tokenizer_type)
     return DataConfig(tokenizer_type=kind, **{name: getattr(flags, name) for name in names})
 
 
 def tokenizer_kind(name: str) -> str:
-    """The kind that a script means, in upper or lower case.
-
-    Raises:
-        ConfigError: there is none, or its ids would differ.
-    """
+    """The kind that a script means, in upper or lower case."""
     known = {kind.lower(): kind for kind in KINDS} | _OTHER_KINDS
     if name.lower() in known:
         return known[name.lower()]
@@ -53,7 +45,6 @@ def tokenizer_kind(name: str) -> str:
 
 
 def run(flags: Namespace) -> int:
-    """Train, write and report."""
     text, path = _train(flags)
     tokenizer = build_tokenizer(DataConfig(tokenizer_model=str(path)), None)
     assert tokenizer is not None

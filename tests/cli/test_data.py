@@ -4,8 +4,6 @@ import json
 import os
 import signal
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,6 @@ from megalite.cli import data
 from megalite.cli.data import main
 from megalite.cli.display import ByteProgress
 from megalite.tokenizers.base import NullTokenizer
-from megalite.tokenizers.tiktoken_encodings import PATTERNS
 from tests.preprocess.layout import MIXED, both, pack, write, write_with_side_file
 
 Captured = pytest.CaptureFixture[str]
@@ -272,24 +269,6 @@ def test_names_of_new_datasets(prefix: str, capsys: Captured, monkeypatch: pytes
 def test_the_side_files_vocabulary_holds_too(prefix: str, capsys: Captured) -> None:
     assert main(["verify", prefix, "--vocab-size", "5000"]) == 0
     assert "ids up to 13, vocab_size 14;" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("command", ["verify", "inspect", "merge", "split"])
-def test_help_tells_exit_statuses(command: str, capsys: Captured) -> None:
-    assert main([command, "--help"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "Exit status: 0 " in shown and "143 after SIGTERM" in shown
-    if command in ("verify", "inspect"):
-        assert all(name in shown for name in PATTERNS)
-
-
-def test_it_needs_no_torch(prefix: str) -> None:
-    code = (
-        "import sys; sys.modules['torch'] = None; from megalite.cli.data import main; "
-        f"sys.exit(main(['verify', {prefix!r}]))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout.startswith(f"{prefix}: sound")
 
 
 def test_a_negative_id(tmp_path: Path, capsys: Captured) -> None:

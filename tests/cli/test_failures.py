@@ -2,6 +2,7 @@
 
 import errno
 import importlib
+import io
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ from megalite.cli.failures import BAD_INPUT, BUG, DEBUG_VARIABLE, INTERRUPTED, S
 from megalite.cli.failures import guarded as guarding
 from megalite.cli.main import COMMANDS, main
 from megalite.cli.output import show
+from megalite.cli.train import _Log
 from megalite.config.errors import ConfigError, RankError
 
 Captured = pytest.CaptureFixture[str]
@@ -246,3 +248,38 @@ def test_torchrun_finds_the_error_where_it_looks(
     file.unlink()
     assert main(["train", "--tp", "x"]) == BAD_INPUT
     assert not file.exists(), "one rank has said it"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_under_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends no run and spoils no exit status."""
+    said = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", said)
+    path = tmp_path / "log"
+    path.touch()
+    full = os.open("/dev/full", os.O_WRONLY)
+    with path.open("w") as log:
+        monkeypatch.setattr(sys, "stdout", log)
+        line = _Log()
+
+        with guarding("megalite train", [], lasting=True) as end:
+            line("before")
+            kept = os.dup(log.fileno())
+            os.dup2(full, log.fileno())
+            line("1")
+            line("2")
+            os.dup2(kept, log.fileno())
+            line("after")
+            os.dup2(full, log.fileno())
+            line("3")
+            os.close(kept)
+            end.status = 75
+        assert end.status == 75
+    os.close(full)
+    lines = path.read_text().splitlines()
+    assert lines[0] == "before" and lines[-1] == ("the log is written again; up to 2 lines before this one are missing")
+    assert "after" in lines
+    assert (
+        said.getvalue().splitlines()
+        == ["warning: cannot write the log: No space left on device; training continues"] * 2
+    )

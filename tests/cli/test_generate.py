@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.cli.generate import main
-from megalite.cli.model_flags import DTYPES
+from megalite.cli.generate import DTYPES, main
 from megalite.config.records import PRECISIONS
 from megalite.conversion.huggingface.weights import write_huggingface
 from megalite.conversion.native import write_native

@@ -26,11 +26,6 @@ def test_usage_lists_the_commands(capsys: Captured) -> None:
     assert capsys.readouterr().out.splitlines()[-1].startswith("megalite 0.")
 
 
-def test_unknown_command(capsys: Captured) -> None:
-    assert main(["confg"]) == 2
-    assert capsys.readouterr().err.startswith("error: unknown command confg: did you mean config? (one of train, ")
-
-
 def test_a_command_is_read_before_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     module = types.SimpleNamespace(run=lambda flags: seen.append((flags.run_dir, flags.output)))
@@ -51,13 +46,6 @@ def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -
     monkeypatch.setitem(sys.modules, "megalite.cli.plot", types.SimpleNamespace(run=interrupt))
     assert main(["plot", "a"]) == 130
     assert capsys.readouterr().err == "interrupted\ninterrupted\n"
-
-
-@pytest.mark.parametrize("command", ["train-tokenizer", "convert", "data", "preprocess"])
-def test_help_is_for_people(command: str, capsys: Captured) -> None:
-    """Not the docstring of a module, which has backticks."""
-    assert main([command, "--help"]) == 0
-    assert "`" not in capsys.readouterr().out
 
 
 HELP_WITHOUT = """
@@ -84,12 +72,6 @@ def test_help_imports_nothing_heavy() -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert all(f"megalite {command}" in done.stdout for command in COMMANDS)
-
-
-def test_config_command_imports_no_torch() -> None:
-    code = "import sys; sys.modules['torch'] = None; from megalite.cli.main import main; main(['config', '--presets'])"
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout.split() == preset_names()
 
 
 def test_show(capsys: Captured) -> None:

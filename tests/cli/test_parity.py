@@ -119,12 +119,6 @@ def test_a_batch_that_the_schedule_refuses_is_refused_here_too(capsys: Captured)
     assert "needs 4 microbatches or more but has 3" in capsys.readouterr().err
 
 
-def test_help(capsys: Captured) -> None:
-    assert run("parity --help") == 0
-    assert capsys.readouterr().out.startswith("usage: megalite parity ")
-    assert run("parity") == 0
-
-
 def test_own_flags_are_taken_out_of_the_settings() -> None:
     found = PARITY.parse(["--tp", "2", "--steps=5", "--pipeline-layers", "1", "3", "--tolerance", "1e-6"])
     assert (found.steps, found.tolerance, found.fuzz) == (5, 1e-6, None)
