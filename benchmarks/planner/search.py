@@ -19,7 +19,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy reads it
 import numpy as np
 
 from benchmarks import common
-from megalite.cli.plan_flags import Asked, parse_plan
+from megalite.cli import plan
+from megalite.cli.plan import Asked
 from megalite.planner.cost.step import predict
 from megalite.planner.search.search import config_of, find, survey
 
@@ -50,7 +51,7 @@ def regret(asked: Asked, refined: int) -> tuple[float, float]:
 
 
 def measured(name: str, refined: int) -> dict[str, Any]:
-    asked = parse_plan(CASES[name].split())
+    asked = plan.asked(plan.main.parse(CASES[name].split()))
     request, cluster, stack = asked.request, asked.cluster, asked.stack
     space = len(survey(request, cluster, stack).space)
     surveyed = seconds_of(lambda: survey(request, cluster, stack))

@@ -1,19 +1,16 @@
 """`megalite convert`: weights from and to megalite's checkpoints, Hugging Face folders and Megatron-LM's checkpoints."""
 
-import argparse
-import errno
-import shutil
-import sys
-from collections.abc import Sequence
+from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megalite.checkpoint.files import free_bytes
-from megalite.cli.byte_progress import ByteProgress, decimal_bytes
-from megalite.cli.early_flags import DEFAULT_SHARD, VERIFIED_BELOW, convert_parser
-from megalite.cli.failures import command
-from megalite.cli.output import show
+from megalite.cli.display import ByteProgress, decimal_bytes, status
+from megalite.cli.failures import INTERRUPTED
+from megalite.cli.model_commands import CONVERT, DEFAULT_SHARD, VERIFIED_BELOW
+from megalite.cli.output import show, tell
 from megalite.config.byte_size import parse_byte_size
 from megalite.config.errors import ConfigError
 from megalite.conversion.formats import TRANSFORMER_IMPLEMENTATIONS, Format
@@ -32,12 +29,8 @@ from megalite.conversion.tokenizer_files import (
 from megalite.conversion.verify import verify
 from megalite.conversion.weights import ConversionError, Repadded, Weights, WithTokenizer, parameter_shapes
 from megalite.models.shapes import parameter_count
-from megalite.tokenizers.base import Tokenizer
 
 DTYPES = {name: dtype for dtype, name in PRECISIONS.items()}
-INTERRUPTED = 130
-"""Exit status of Ctrl-C, as shells have it."""
-
 _ONLY_FOR = {
     "tp": ("megatron",),
     "pp": ("megatron",),
@@ -50,108 +43,99 @@ _ONLY_FOR = {
 }
 
 
-@command("megalite convert")
-def main(argv: Sequence[str]) -> int:
+main = CONVERT
+
+
+def run(flags: Namespace) -> int:
     """Convert; 0 if all went well, 1 if source and target differ, 2 on bad input or a disk that is full."""
-    arguments = convert_parser().parse_args(argv)
     try:
-        return _run(arguments)
-    except BrokenPipeError:
-        raise  # the reader of stdout
+        return _convert(flags)
     except OSError as error:
-        raise ConfigError(system_error(error, arguments.source, arguments.target)) from error
+        if kept := kept_line(flags.target):
+            error.add_note(kept)
+        raise
     except KeyboardInterrupt:
-        kept = kept_line(arguments.target) or "nothing was written"
-        print(f"\ninterrupted; {kept}", file=sys.stderr)
+        tell(f"\ninterrupted; {kept_line(flags.target) or 'nothing was written'}")
         return INTERRUPTED
 
 
-def _run(arguments: argparse.Namespace) -> int:
-    _check(arguments)
-    chosen = None if arguments.source_format == "auto" else arguments.source_format
-    show(f"opening {arguments.source}")
-    source = open_weights(arguments.source, format=chosen, step=arguments.step)
+def _convert(flags: Namespace) -> int:
+    _check(flags)
+    chosen = None if flags.source_format == "auto" else flags.source_format
+    show(f"opening {flags.source}")
+    source = open_weights(flags.source, format=chosen, step=flags.step)
     show(f"read     {described(source)}")
-    weights = _with_changes(source, arguments)
-    dtype = DTYPES.get(arguments.dtype)
-    _show_tokenizer(source, weights, arguments)
-    total = _bytes(weights, arguments, dtype)
-    _need_room(arguments.target, total)
+    weights = _with_changes(source, flags)
+    dtype = DTYPES.get(flags.dtype)
+    _show_tokenizer(source, weights, flags)
+    total = _bytes(weights, flags, dtype)
+    _need_room(flags.target, total)
     progress = ByteProgress(total)
     try:
-        path = _write(weights, arguments, dtype, progress)
+        path = _write(weights, flags, dtype, progress)
     finally:
         progress.end()
-    show_written(path, progress.seconds)
-    wanted = arguments.verify
+    files = [file for file in path.rglob("*") if file.is_file()]
+    size = sum(file.stat().st_size for file in files)
+    seconds = progress.seconds
+    rate = f"{decimal_bytes(size / max(seconds, 1e-9))}/s"
+    show(f"wrote    {path}: {len(files)} files, {decimal_bytes(size)} in {seconds:.1f} s ({rate})")
+    wanted = flags.verify
     if wanted is None:
         wanted = parameter_count(weights.model) < VERIFIED_BELOW
         if not wanted:
             show(f"verify   not done: {parameter_count(weights.model):,} parameters; --verify does it")
-    return _verified(source, path, arguments.to) if wanted else 0
+    return _verified(source, path, flags.to) if wanted else 0
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    """Refuse flags without effect and values out of range, before anything is read."""
+def _check(flags: Namespace) -> None:
     for name, formats in _ONLY_FOR.items():
-        if getattr(arguments, name) not in (None, False) and arguments.to not in formats:
+        if getattr(flags, name) not in (None, False) and flags.to not in formats:
             flag = "--" + name.replace("_", "-")
             raise ConfigError(
-                f"{flag} has no effect with --to {arguments.to}; remove it, or use --to {' or --to '.join(formats)}"
+                f"{flag} has no effect with --to {flags.to}; remove it, or use --to {' or --to '.join(formats)}"
             )
-    for name in ("tp", "pp", "make_vocab_size_divisible_by"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
-    if arguments.step is not None and arguments.step < 0:
-        raise ConfigError(f"--step is {arguments.step}; it must be at least 0")
-    if parse_byte_size(arguments.max_shard_size or DEFAULT_SHARD) is None:
-        raise ConfigError(f"--max-shard-size {arguments.max_shard_size} is no size; write it as 500MB, 2GB or 4GiB")
-    if arguments.family is not None:
-        family_named(arguments.family)
-    check_target(arguments.target)
+    if flags.step is not None and flags.step < 0:
+        raise ConfigError(f"--step is {flags.step}; it must be at least 0")
+    if parse_byte_size(flags.max_shard_size or DEFAULT_SHARD) is None:
+        raise ConfigError(f"--max-shard-size {flags.max_shard_size} is no size; write it as 500MB, 2GB or 4GiB")
+    if flags.family is not None:
+        family_named(flags.family)
+    check_target(flags.target)
 
 
-def _with_changes(source: Weights, arguments: argparse.Namespace) -> Weights:
-    weights = source
-    if arguments.tokenizer_model is not None:
-        weights = WithTokenizer(weights, tokenizer_folder_files(arguments.tokenizer_model))
-    elif arguments.without_tokenizer:
+def _with_changes(weights: Weights, flags: Namespace) -> Weights:
+    if flags.tokenizer_model is not None:
+        weights = WithTokenizer(weights, tokenizer_folder_files(flags.tokenizer_model))
+    elif flags.without_tokenizer:
         weights = WithTokenizer(weights, ())
-    elif arguments.to == "megatron":
-        weights = _for_megatron(weights)
-    if arguments.make_vocab_size_divisible_by is not None:
-        weights = Repadded(weights, arguments.make_vocab_size_divisible_by)
+    elif flags.to == "megatron":  # the tokenizer only gives a name there, so one that cannot be had is no obstacle
+        try:
+            named_tokenizer_files(weights.tokenizer_files)
+        except ConfigError:
+            weights = WithTokenizer(weights, ())
+    if flags.make_vocab_size_divisible_by is not None:
+        weights = Repadded(weights, flags.make_vocab_size_divisible_by)
     return weights
 
 
-def _for_megatron(weights: Weights) -> Weights:
-    """Its tokenizer only gives a name there, so one that cannot be had is no obstacle."""
-    try:
-        named_tokenizer_files(weights.tokenizer_files)
-    except ConfigError:
-        return WithTokenizer(weights, ())
-    return weights
-
-
-def _show_tokenizer(source: Weights, weights: Weights, arguments: argparse.Namespace) -> None:
-    if arguments.to == "megatron":
+def _show_tokenizer(source: Weights, weights: Weights, flags: Namespace) -> None:
+    if flags.to == "megatron":
         show("         no tokenizer goes along with a megatron target: give Megatron-LM its files yourself")
         return
-    show(f"         {tokenizer_line(source, weights, left_out=arguments.without_tokenizer)}")
-    warning = other_tokenizer(source, weights) if arguments.tokenizer_model is not None else None
+    show(f"         {tokenizer_line(source, weights, left_out=flags.without_tokenizer)}")
+    warning = other_tokenizer(source, weights) if flags.tokenizer_model is not None else None
     if warning is not None:
-        print(f"warning: {warning}", file=sys.stderr)
+        tell(f"warning: {warning}")
 
 
-def _bytes(weights: Weights, arguments: argparse.Namespace, dtype: torch.dtype | None) -> int:
-    """What the tensors will take."""
-    if arguments.to == "megatron":
-        return written_bytes(weights, dtype=dtype, tp=arguments.tp or 1, pp=arguments.pp or 1)
+def _bytes(weights: Weights, flags: Namespace, dtype: torch.dtype | None) -> int:
+    if flags.to == "megatron":
+        return written_bytes(weights, dtype=dtype, tp=flags.tp or 1, pp=flags.pp or 1)
     model, total = weights.model, 0
     for name, shape in parameter_shapes(model).items():
         size = shape.size
-        if arguments.to == "huggingface" and name in ("embedding.word.weight", "head.weight"):
+        if flags.to == "huggingface" and name in ("embedding.word.weight", "head.weight"):
             size = size // model.padded_vocab_size * (model.vocab_size or 0)  # it leaves out the padding
         total += size * (dtype or weights.dtype(name)).itemsize
     return total
@@ -169,70 +153,41 @@ def _need_room(target: Path, total: int) -> None:
         )
 
 
-def _write(weights: Weights, arguments: argparse.Namespace, dtype: torch.dtype | None, progress: ByteProgress) -> Path:
-    target, advance = arguments.target, progress.advance
-
+def _write(weights: Weights, flags: Namespace, dtype: torch.dtype | None, progress: ByteProgress) -> Path:
     def log(line: str) -> None:
         show(f"         {line}")
 
-    if arguments.to == "megatron":
-        return write_megatron(
-            weights,
-            target,
-            dtype=dtype,
-            tp=arguments.tp or 1,
-            pp=arguments.pp or 1,
-            advance=advance,
-            implementation=arguments.transformer_impl or TRANSFORMER_IMPLEMENTATIONS[0],
-            log=log,
-        )
-    size = parse_byte_size(arguments.max_shard_size or DEFAULT_SHARD)
+    how: dict[str, Any] = {"dtype": dtype, "advance": progress.advance, "log": log}
+    if flags.to == "megatron":
+        implementation = flags.transformer_impl or TRANSFORMER_IMPLEMENTATIONS[0]
+        how |= {"tp": flags.tp or 1, "pp": flags.pp or 1}
+        return write_megatron(weights, flags.target, implementation=implementation, **how)
+    size = parse_byte_size(flags.max_shard_size or DEFAULT_SHARD)
     assert size is not None
-    largest = int(size)
-    if arguments.to == "native":
-        return write_native(weights, target, dtype=dtype, max_file_bytes=largest, advance=advance, log=log)
-    family = arguments.family
-    return write_huggingface(
-        weights, target, dtype=dtype, family=family, max_file_bytes=largest, advance=advance, log=log
-    )
+    if flags.to == "native":
+        return write_native(weights, flags.target, max_file_bytes=int(size), **how)
+    return write_huggingface(weights, flags.target, family=flags.family, max_file_bytes=int(size), **how)
 
 
 def _verified(source: Weights, path: Path, format: Format) -> int:
-    columns = shutil.get_terminal_size().columns
-
-    def log(line: str) -> None:
-        if sys.stderr.isatty():
-            print(f"\r{f'verify   {line} ...'[: columns - 1]:<{columns - 1}}", end="", file=sys.stderr, flush=True)
-
     left = f"the target was written and is left at {path}; do not use it"
     try:
-        found = verify(source, open_weights(path, format=format), log=log)
+        found = verify(source, open_weights(path, format=format), log=lambda line: status(f"verify   {line} ..."))
     except ConfigError as error:
-        print(f"error: verification failed: {error}; {left}", file=sys.stderr)
+        tell(f"error: verification failed: {error}; {left}")
         return 1
     except KeyboardInterrupt:
-        print(f"\ninterrupted while comparing; {path} is complete but was not compared", file=sys.stderr)
+        tell(f"\ninterrupted while comparing; {path} is complete but was not compared")
         return INTERRUPTED
-    if sys.stderr.isatty():
-        print(f"\r{'':<{columns - 1}}\r", end="", file=sys.stderr, flush=True)
+    status("")
     for line in found.lines():
         show(f"verify   {line}")
     if not found.passed:
-        print(f"error: {path} is not what {source.path} is; {left}", file=sys.stderr)
+        tell(f"error: {path} is not what {source.path} is; {left}")
     return 0 if found.passed else 1
 
 
-_REMEDIES = {
-    errno.ENOSPC: "make room, or give another target",
-    errno.EDQUOT: "make room, or give another target",
-    errno.EROFS: "give a target in a folder that can be written to",
-    errno.EACCES: "give a target in a folder that can be written to",
-    errno.EPERM: "give a target in a folder that can be written to",
-}
-
-
 def described(weights: Weights) -> str:
-    """The model in a line."""
     model, shapes = weights.model, parameter_shapes(weights.model)
     dtypes = sorted({PRECISIONS.get(weights.dtype(name), str(weights.dtype(name))) for name in shapes})
     experts = f", {model.num_experts} experts" if model.num_experts else ""
@@ -249,13 +204,7 @@ def described(weights: Weights) -> str:
 
 
 def tokenizer_line(source: Weights, weights: Weights, *, left_out: bool) -> str:
-    """Which tokenizer goes along, and if none does, why.
-
-    Args:
-        source: as it was opened.
-        weights: as they will be written.
-        left_out: as the user wants it.
-    """
+    """Which tokenizer goes along with the weights to be written, and if none does, why."""
     if not has_tokenizer(weights.tokenizer_files):
         if left_out:
             return "no tokenizer goes along (--without-tokenizer)"
@@ -264,15 +213,11 @@ def tokenizer_line(source: Weights, weights: Weights, *, left_out: bool) -> str:
             return f"the checkpoint's tokenizer {gone}: none goes along; --tokenizer-model PATH adds it"
         without_files = tokenizer_of(weights)
         if without_files is not None:
-            return f"no tokenizer file goes along: {_about(without_files)}"
+            name = without_files.name
+            ids = "are the bytes of the text in UTF-8" if name == "ByteLevelTokenizer" else "stand for no text"
+            return f"no tokenizer file goes along: {name} has none; ids {ids}, and {without_files.eod} ends a document"
         return "no tokenizer goes along; --tokenizer-model PATH adds one"
     return f"tokenizer: {', '.join(path.name for path in weights.tokenizer_files)}"
-
-
-def _about(tokenizer: Tokenizer) -> str:
-    """What to know of a tokenizer that has no files."""
-    ids = "are the bytes of the text in UTF-8" if tokenizer.name == "ByteLevelTokenizer" else "stand for no text"
-    return f"{tokenizer.name} has none; ids {ids}, and {tokenizer.eod} ends a document"
 
 
 def other_tokenizer(source: Weights, weights: Weights) -> str | None:
@@ -293,14 +238,6 @@ def other_tokenizer(source: Weights, weights: Weights) -> str | None:
     )
 
 
-def show_written(path: Path, seconds: float) -> None:
-    """Files, bytes and rate of the result."""
-    files = [file for file in path.rglob("*") if file.is_file()]
-    size = sum(file.stat().st_size for file in files)
-    rate = f"{size / max(seconds, 1e-9) / 1e6:,.0f} MB/s"
-    show(f"wrote    {path}: {len(files)} files, {decimal_bytes(size)} in {seconds:.1f} s ({rate})")
-
-
 def kept_line(target: Path) -> str:
     """Where the files of an unfinished conversion are kept, if there are any."""
     try:
@@ -310,14 +247,3 @@ def kept_line(target: Path) -> str:
     except (OSError, ConfigError):  # this is asked while another error is reported
         return ""
     return f"what is done is kept in {workplace}: run the same command to continue, or remove it"
-
-
-def system_error(error: OSError, source: Path, target: Path) -> str:
-    """An error of the system in a line: what could not be done, why, and what helps."""
-    file = None if error.filename is None else str(error.filename)
-    is_source = file is not None and Path(file).absolute().is_relative_to(source.absolute())
-    what = f"cannot read {source}" if is_source else f"cannot write {target}"
-    where = f" ({file})" if file is not None and Path(file) not in (source, target) else ""
-    remedy = None if is_source else _REMEDIES.get(error.errno or 0)
-    hints = [hint for hint in (remedy, kept_line(target)) if hint]
-    return "; ".join([f"{what}: {error.strerror or error}{where}", *hints])

@@ -1,23 +1,19 @@
-"""`megalite data`: look into token files, verify, merge and split them, and build their sample index beforehand."""
+"""`megalite data`: look into token files, verify, merge and split them."""
 
-import argparse
 import json
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-from megalite.cli import data_index
-from megalite.cli.byte_progress import ByteProgress
-from megalite.cli.data_flags import SHOWN_TOKENS, parser
 from megalite.cli.data_text import format_document, format_facts, format_verified, format_written
-from megalite.cli.failures import command, explained
+from megalite.cli.display import ByteProgress
+from megalite.cli.failures import BAD_INPUT, explained, first_signal_raises
+from megalite.cli.model_commands import DATA
 from megalite.cli.output import show, tell, visible
-from megalite.cli.stopping import first_signal_raises
-from megalite.cli.tokenizer_flags import tokenizer_config
+from megalite.cli.train_tokenizer import tokenizer_config
 from megalite.config.data import SPLITS
 from megalite.config.errors import ConfigError
 from megalite.data.indexed_dataset import IndexedDataset
@@ -28,113 +24,86 @@ from megalite.preprocess.verify import dataset_bytes, find_prefixes, inspect, pa
 from megalite.tokenizers.base import Tokenizer
 from megalite.tokenizers.build import build_tokenizer
 
-OK, DAMAGED, BAD_INPUT = 0, 1, 2
-_BAR_SECONDS = 0.1
+OK, DAMAGED = 0, 1
+
+main = DATA
 
 
-@command("megalite data")
-def main(argv: Sequence[str]) -> int:
-    """Run the command.
-
-    Returns:
-        0 if all went well; 1 if `verify` found damage; 2 after bad input or an error of the file system; 130 or 143
-        after Ctrl-C or SIGTERM.
-    """
-    with first_signal_raises():
-        if argv[:1] == ["index"]:
-            return data_index.main(argv[1:])
-        arguments = parser().parse_args(argv)
-        return _COMMANDS[arguments.command](arguments)
-
-
-def _fail(error: Exception) -> str:
-    """Name one of several datasets that cannot be looked at; the others still are."""
-    _, text = explained(error, "megalite data")
-    tell(f"error: {visible(text)}")
-    return text
-
-
-def _verify(arguments: argparse.Namespace) -> int:
-    prefixes = find_prefixes(arguments.datasets)
-    tokenizer = _tokenizer(arguments)
-    vocab_size = arguments.vocab_size if tokenizer is None else tokenizer.vocab_size
+def verify_datasets(flags: Namespace) -> int:
+    """0 if all are sound, 1 if one is damaged, 2 if one could not be checked."""
+    tokenizer = _tokenizer(flags)
+    vocab_size = flags.vocab_size if tokenizer is None else tokenizer.vocab_size
     if vocab_size is not None and vocab_size < 1:
         raise ConfigError(f"vocab_size {vocab_size} must be at least 1; give the tokenizer's")
-    status = OK
-    results: list[dict[str, Any]] = []
-    for prefix in prefixes:
-        try:
-            _note_unused_side_file(prefix)
-            if tokenizer is not None:
-                require_recorded_tokenizer(prefix, tokenizer)
-            with _showing(dataset_bytes(prefix)) as on_bytes:
-                result = verify(prefix, vocab_size=vocab_size, hashes=not arguments.no_hash, on_bytes=on_bytes)
-        except (ConfigError, OSError) as error:
-            results.append({"prefix": prefix, "error": _fail(error)})
-            status = BAD_INPUT
-            continue
-        status = max(status, OK if result.fault is None else DAMAGED)
-        results.append(asdict(result))
-        if not arguments.json:
-            show(visible(format_verified(result)))
+
+    def check(prefix: str) -> tuple[int, dict[str, Any], str]:
+        if tokenizer is not None:
+            require_recorded_tokenizer(prefix, tokenizer)
+        with _showing(dataset_bytes(prefix)) as on_bytes:
+            result = verify(prefix, vocab_size=vocab_size, hashes=not flags.no_hash, on_bytes=on_bytes)
+        status = OK if result.fault is None else DAMAGED
         if result.bad_side_file is not None:
             tell(f"error: {visible(result.bad_side_file)}")
             status = BAD_INPUT
-    if arguments.json:
-        show(json.dumps(results, indent=2))
-    return status
+        return status, asdict(result), format_verified(result)
+
+    return _each(flags, check)
 
 
-def _inspect(arguments: argparse.Namespace) -> int:
-    tokenizer = _tokenizer(arguments)
-    if tokenizer is None and arguments.vocab_size is not None:
+def inspect_datasets(flags: Namespace) -> int:
+    """0 if all were shown, 2 if one could not be."""
+    tokenizer = _tokenizer(flags)
+    if tokenizer is None and flags.vocab_size is not None:
         raise ConfigError(
-            f"vocab_size {arguments.vocab_size} has no effect without a tokenizer: add --tokenizer-type NullTokenizer"
+            f"vocab_size {flags.vocab_size} has no effect without a tokenizer: add --tokenizer-type NullTokenizer"
         )
-    if tokenizer is not None and arguments.documents is None:
+    if tokenizer is not None and flags.documents is None:
         raise ConfigError("a tokenizer shows the text of documents: say which, as in --documents 0:3")
-    if arguments.max_tokens < 1:
-        raise ConfigError(f"max_tokens {arguments.max_tokens} must be at least 1; try {SHOWN_TOKENS}")
-    status = OK
-    results: list[dict[str, Any]] = []
-    for prefix in find_prefixes(arguments.datasets):
-        try:
-            _note_unused_side_file(prefix)
-            facts = _facts(prefix, arguments, tokenizer)
-        except (ConfigError, OSError) as error:
-            results.append({"prefix": prefix, "error": _fail(error)})
-            status = BAD_INPUT
-            continue
-        results.append(facts)
-        if not arguments.json:
-            parts = [format_facts(facts), *map(format_document, facts.get("shown_documents", []))]
-            show(visible("\n".join(parts)))
-    if arguments.json:
+
+    def look(prefix: str) -> tuple[int, dict[str, Any], str]:
+        dataset = IndexedDataset(prefix)
+        facts = inspect(dataset)
+        if flags.documents is not None:
+            if tokenizer is not None:
+                require_recorded_tokenizer(prefix, tokenizer)
+            chosen = parse_documents(flags.documents, dataset)
+            facts["shown_documents"] = [
+                asdict(document) | _text(document.tokens, tokenizer, dataset)
+                for document in read_documents(dataset, chosen, max_tokens=flags.max_tokens)
+            ]
+        parts = [format_facts(facts), *map(format_document, facts.get("shown_documents", []))]
+        return OK, facts, "\n".join(parts)
+
+    return _each(flags, look)
+
+
+def _each(flags: Namespace, look: Callable[[str], tuple[int, dict[str, Any], str]]) -> int:
+    """Look at each dataset and show what `look` gives: (status, data, text). One that cannot be read stops no other."""
+    worst, results = OK, []
+    with first_signal_raises():
+        for prefix in find_prefixes(flags.datasets):
+            try:
+                _note_unused_side_file(prefix)
+                status, data, text = look(prefix)
+            except (ConfigError, OSError) as error:
+                _, reason = explained(error, "megalite data")
+                tell(f"error: {visible(reason)}")
+                status, data, text = BAD_INPUT, {"prefix": prefix, "error": reason}, ""
+            worst = max(worst, status)
+            results.append(data)
+            if text and not flags.json:
+                show(visible(text))
+    if flags.json:
         show(json.dumps(results, indent=2))
-    return status
-
-
-def _facts(prefix: str, arguments: argparse.Namespace, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Of one dataset, with the documents that are asked for."""
-    dataset = IndexedDataset(prefix)
-    facts = inspect(dataset)
-    if arguments.documents is not None:
-        if tokenizer is not None:
-            require_recorded_tokenizer(prefix, tokenizer)
-        chosen = parse_documents(arguments.documents, dataset)
-        facts["shown_documents"] = [
-            asdict(document) | _text(document.tokens, tokenizer, dataset)
-            for document in read_documents(dataset, chosen, max_tokens=arguments.max_tokens)
-        ]
-    return facts
+    return worst
 
 
 def _note_unused_side_file(prefix: str) -> None:
-    """Say that a file which looks like a side file is none; one that is damaged is named by whoever needs it."""
+    """Say that a file which looks like a side file is none; what needs a damaged one names it."""
     with suppress(ConfigError):
         note = unused_side_file(prefix)
         if note is not None:
-            print(f"note: {visible(note)}", file=sys.stderr)
+            tell(f"note: {visible(note)}")
 
 
 def _text(tokens: list[int], tokenizer: Tokenizer | None, dataset: IndexedDataset) -> dict[str, str]:
@@ -149,40 +118,40 @@ def _text(tokens: list[int], tokenizer: Tokenizer | None, dataset: IndexedDatase
     return {"text": tokenizer.decode(tokens)}
 
 
-def _merge(arguments: argparse.Namespace) -> int:
-    check_output_prefix(arguments.output_prefix, example="whole")
-    prefixes = find_prefixes(arguments.input)
+def merge_datasets(flags: Namespace) -> int:
+    check_output_prefix(flags.output_prefix, example="whole")
+    prefixes = find_prefixes(flags.input)
     for prefix in prefixes:
         _note_unused_side_file(prefix)
     with _showing(sum(_bin_bytes(prefix) for prefix in prefixes)) as on_bytes:
-        written = merge(prefixes, arguments.output_prefix, dtype=arguments.dtype, on_bytes=on_bytes)
+        written = merge(prefixes, flags.output_prefix, dtype=flags.dtype, on_bytes=on_bytes)
     show(visible(f"{format_written(written)}, of {len(prefixes)} datasets"))
     if not written.files:
         show("no side file: a dataset has none, or they name different vocabularies; tokenizers were not compared")
     return OK
 
 
-def _split(arguments: argparse.Namespace) -> int:
-    check_output_prefix(arguments.output_prefix, example="part")
-    [prefix, *more] = find_prefixes([arguments.input])
+def split_one(flags: Namespace) -> int:
+    check_output_prefix(flags.output_prefix, example="part")
+    [prefix, *more] = find_prefixes([flags.input])
     if more:
-        raise ConfigError(f"{arguments.input} holds {1 + len(more)} datasets; give the prefix of one")
+        raise ConfigError(f"{flags.input} holds {1 + len(more)} datasets; give the prefix of one")
     dataset = IndexedDataset(prefix)
     if not dataset.num_documents:
         raise ConfigError(f"{prefix} has no documents to split; give one that has")
     _note_unused_side_file(prefix)
-    base = arguments.output_prefix
+    base = flags.output_prefix
     left_out: list[str] = []
-    if arguments.split is not None:
-        parts = parts_of_split(dataset, arguments.split)
+    if flags.split is not None:
+        parts = parts_of_split(dataset, flags.split)
         named = [(f"{base}_{name}", part) for name, part in zip(SPLITS, parts, strict=True)]
         outputs = [(name, part) for name, part in named if part]
         left_out = [name for name, part in named if not part]
     else:
-        if arguments.parts is not None:
-            parts = parts_of_equal_tokens(dataset, arguments.parts)
+        if flags.parts is not None:
+            parts = parts_of_equal_tokens(dataset, flags.parts)
         else:
-            parts = [parse_documents(text, dataset) for text in arguments.documents]
+            parts = [parse_documents(text, dataset) for text in flags.documents]
         # As wide as the last, so that a folder lists them in order.
         width = len(str(len(parts) - 1))
         names = [f"{base}_{number:0{width}d}" for number in range(len(parts))]
@@ -199,13 +168,12 @@ def _split(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _showing(total: int) -> Iterator[Callable[[int], None]]:
-    """Progress of `total` bytes, on a line that is left before an answer is printed."""
+    """Progress of `total` bytes, which Ctrl-C ends cleanly."""
     progress = ByteProgress(total)
-    try:
-        yield progress.advance
-    finally:
-        # A shorter run has drawn no bar.
-        if progress.seconds >= _BAR_SECONDS:
+    with first_signal_raises():
+        try:
+            yield progress.advance
+        finally:
             progress.end()
 
 
@@ -214,20 +182,10 @@ def _bin_bytes(prefix: str) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _tokenizer(arguments: argparse.Namespace) -> Tokenizer | None:
-    """The tokenizer of the flags, if they name one."""
-    tokenizer = build_tokenizer(tokenizer_config(arguments), arguments.vocab_size)
-    if tokenizer is not None and arguments.vocab_size not in (None, tokenizer.vocab_size):
+def _tokenizer(flags: Namespace) -> Tokenizer | None:
+    tokenizer = build_tokenizer(tokenizer_config(flags), flags.vocab_size)
+    if tokenizer is not None and flags.vocab_size not in (None, tokenizer.vocab_size):
         raise ConfigError(
-            f"vocab_size {arguments.vocab_size} has no effect: {tokenizer.name} has {tokenizer.vocab_size}; leave it out"
+            f"vocab_size {flags.vocab_size} has no effect: {tokenizer.name} has {tokenizer.vocab_size}; leave it out"
         )
     return tokenizer
-
-
-_COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = MappingProxyType(
-    {"verify": _verify, "inspect": _inspect, "merge": _merge, "split": _split}
-)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

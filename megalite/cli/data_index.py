@@ -1,19 +1,18 @@
 """`megalite data index`: make the large indices of a run before it starts, on one process and without devices."""
 
 import json
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any
 
-from megalite.cli.byte_progress import decimal_bytes
+from megalite.cli.display import decimal_bytes
 from megalite.cli.dry_run import world_size_of
-from megalite.cli.failures import command
-from megalite.cli.output import show
+from megalite.cli.model_commands import DATA_INDEX
+from megalite.cli.output import show, tell
 from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
-from megalite.config.flags import Invocation, parse_arguments
-from megalite.config.help import full_help
+from megalite.config.flags import Invocation
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.data.blended import BlendedDataset
@@ -24,87 +23,43 @@ from megalite.data.sources import open_run_datasets, samples_to_read
 from megalite.tokenizers.base import Tokenizer
 from megalite.tokenizers.build import build_tokenizer
 
-_USAGE = """usage: megalite data index [SETTINGS ...]   (any flags of megalite train; --world-size N, --json)
-
-Makes the indices that a run with these settings will need and that are large enough to be kept on disk, so that no
-rank waits for them: documents and samples in the order of each epoch. Small ones are made by the run itself, in
-memory. The folder is --data-cache-path, or "cache" beside each token file.
-
-example: megalite data index --config run.yaml --world-size 64
-
---help-all lists all settings."""
-
-_NO_INDEX_PACKED = "packing best-fit keeps no index: which documents go together is found in memory for each epoch"
+main = DATA_INDEX
 
 
-@dataclass(frozen=True)
-class IndexReport:
-    """What was made for one token file, or for a blend, in one split."""
-
-    split: str
-    name: str
-    samples: tuple[int, int]
-    """Which of it the run reads, half open."""
-    index_bytes: int
-    """Of each index."""
-    indices: int
-    """Kept on disk."""
-    built: int
-    """Of them, now."""
-    folder: str | None
-    """Where they are kept; None for small ones."""
-    seconds: float
-    documents: int | None = None
-    """None for a blend, as what follows."""
-    tokens: int | None = None
-    samples_per_epoch: int | None = None
-
-
-@command("megalite data index")
-def main(argv: Sequence[str]) -> int:
-    """Run the command; 0 if all went well, 2 after a ConfigError or where an index could not be kept."""
-    if not argv or {"--help", "-h", "--help-all"} & set(argv):
-        show(full_help("megalite data index") if "--help-all" in argv else _USAGE)
-        return 0
-    invocation = parse_arguments(["--dry-run", *argv])
+def run(flags: Namespace) -> int:
+    invocation = flags.invocation
     reports = []
-    for report in index(invocation):
-        reports.append(asdict(report))
+    for report in _index(invocation):
+        reports.append(report)
         if not invocation.json:
             show(_text(report))
     if invocation.json:
         show(json.dumps(reports, indent=2))
     elif not reports:
-        packs = invocation.config.data.packing == "best-fit"
-        show(_NO_INDEX_PACKED if packs else "mock data needs no index")
+        packed = "packing best-fit keeps no index: which documents go together is found in memory for each epoch"
+        show(packed if invocation.config.data.packing == "best-fit" else "mock data needs no index")
     return 0
 
 
-def index(invocation: Invocation) -> Iterator[IndexReport]:
-    """Make the indices, one dataset after the other.
-
-    Raises:
-        ConfigError: bad settings or data, or an index that cannot be kept.
-    """
+def _index(invocation: Invocation) -> Iterator[dict[str, Any]]:
     config, tokenizer = _resolve(invocation)
     notes: list[str] = []
     datasets, remarks = open_run_datasets(config, tokenizer=tokenizer, log=notes.append)
     for remark in remarks:
-        print(remark, file=sys.stderr)
+        tell(remark)
     for split, (first, stop) in samples_to_read(config).items():
         source = getattr(datasets, split)
         if source is None:
             continue
         for part, start, end in _parts(source, first, stop):
-            report = _prepare(split, part, start, end, notes)
+            report = _prepare(part, start, end, notes)
             for note in dict.fromkeys(notes):
-                print(note, file=sys.stderr)
+                tell(note)
             notes.clear()
-            yield report
+            yield {"split": split, **report}
 
 
 def _resolve(invocation: Invocation) -> tuple[RunConfig, Tokenizer | None]:
-    """The complete config, and its tokenizer."""
     world_size = world_size_of(invocation)
     config = validate(invocation.config, world_size, invocation.explicit, startable=True)
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
@@ -131,20 +86,20 @@ def _parts(
 
 
 def _prepare(
-    split: str, part: GPTDataset | MegatronDataset | MegatronBlend, first: int, stop: int, notes: list[str]
-) -> IndexReport:
+    part: GPTDataset | MegatronDataset | MegatronBlend, first: int, stop: int, notes: list[str]
+) -> dict[str, Any]:
+    """Make the indices of a dataset or blend for the samples first <= i < stop, and say what was made.
+
+    Of a blend there are no documents, tokens and samples per epoch; of small ones, which are not kept, no folder.
+    """
     cache = part.cache
     assert cache is not None, "build_datasets gives each a cache"
     started = time.perf_counter()
     made = part.prepare(first, stop)
+    facts: dict[str, Any] = dict.fromkeys(("documents", "tokens", "samples_per_epoch"))
     if isinstance(part, MegatronBlend):
-        made = made[:1]  # its own; those of its datasets have had their turn
-    kept = [one for one in made if one is not None]
-    small = part.index_bytes < cache.small_bytes
-    if not small and len(kept) < len(made):
-        raise ConfigError("; ".join(notes) or f"the index of {part.name} could not be kept in {cache.folder}")
-    if isinstance(part, MegatronBlend):
-        name, facts = f"the choice among {len(part.datasets)} datasets", {}
+        made = made[:1]  # those of its datasets are made before
+        name = f"the choice among {len(part.datasets)} datasets"
     else:
         name = part.indexed.prefix
         facts = {
@@ -152,32 +107,35 @@ def _prepare(
             "tokens": part.num_tokens,
             "samples_per_epoch": part.samples_per_epoch,
         }
-    return IndexReport(
-        split=split,
-        name=name,
-        samples=(first, stop),
-        index_bytes=part.index_bytes,
-        indices=len(kept),
-        built=sum(one.built for one in kept),
-        folder=None if small else str(cache.folder),
-        seconds=time.perf_counter() - started,
+    kept = [one for one in made if one is not None]
+    small = part.index_bytes < cache.small_bytes
+    if not small and len(kept) < len(made):
+        raise ConfigError("; ".join(notes) or f"the index of {part.name} could not be kept in {cache.folder}")
+    return {
+        "name": name,
+        "samples": (first, stop),
+        "index_bytes": part.index_bytes,
+        "indices": len(kept),
+        "built": sum(one.built for one in kept),
+        "folder": None if small else str(cache.folder),
+        "seconds": time.perf_counter() - started,
         **facts,
-    )
+    }
 
 
-def _text(report: IndexReport) -> str:
+def _text(report: dict[str, Any]) -> str:
     """Two lines: what is read, and what was made for it."""
-    first, stop = report.samples
-    read = f"{report.split}: {report.name}"
-    if report.documents is not None:
-        read += f": {report.documents} documents, {report.tokens} tokens"
-    if report.samples_per_epoch:
-        read += f", {report.samples_per_epoch} samples an epoch; the run reads {(stop - first) / report.samples_per_epoch:.2f}"
-        read += f" epochs, samples {first} to {stop}"
+    first, stop = report["samples"]
+    read = f"{report['split']}: {report['name']}"
+    if report["documents"] is not None:
+        read += f": {report['documents']} documents, {report['tokens']} tokens"
+    if report["samples_per_epoch"]:
+        epochs = (stop - first) / report["samples_per_epoch"]
+        read += f", {report['samples_per_epoch']} samples an epoch; the run reads {epochs:.2f} epochs, samples {first} to {stop}"
     else:
         read += f"; the run reads samples {first} to {stop}"
-    size = decimal_bytes(report.index_bytes)
-    if report.folder is None:
+    size = decimal_bytes(report["index_bytes"])
+    if report["folder"] is None:
         return f"{read}\n  its index has {size}: made in memory when the run starts, nothing to keep"
-    made = f"{report.built} built, {report.indices - report.built} found, in {report.seconds:.1f} s"
-    return f"{read}\n  {report.indices} indices of {size} in {report.folder}: {made}"
+    made = f"{report['built']} built, {report['indices'] - report['built']} found, in {report['seconds']:.1f} s"
+    return f"{read}\n  {report['indices']} indices of {size} in {report['folder']}: {made}"

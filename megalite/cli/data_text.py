@@ -1,8 +1,9 @@
 """What `megalite data` finds, as text."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from megalite.cli.byte_progress import decimal_bytes
+from megalite.cli.display import decimal_bytes
 from megalite.preprocess.copying import Written
 from megalite.preprocess.verify import Verified
 
@@ -33,7 +34,6 @@ def format_verified(result: Verified) -> str:
 
 
 def format_written(written: Written) -> str:
-    """A new dataset in a line."""
     files = ".bin, .idx and .json" if written.files else ".bin and .idx"
     return f"{written.prefix}{files}: {written.documents:,} documents, {written.tokens:,} {written.dtype.name} tokens"
 
@@ -50,15 +50,17 @@ def format_facts(facts: dict[str, Any]) -> str:
         ("files", f".bin {decimal_bytes(files['.bin'])}, .idx {decimal_bytes(files['.idx'])}"),
         ("lengths", f"{lengths['min']:,} to {lengths['max']:,} tokens, mean {lengths['mean']:,.1f}"),
     ]
-    lines = [facts["prefix"], *(f"  {name:<10} {value}" for name, value in rows)]
-    lines += _histogram(lengths["buckets"])
     side = facts["side_file"]
-    lines += ["  side file  none"] if side is None else _side_file(side)
+    side_rows = [("side file", "none")] if side is None else _side_file(side)
+    lines = [facts["prefix"], *_rows(rows), *_histogram(lengths["buckets"]), *_rows(side_rows)]
     return "\n".join(lines)
 
 
+def _rows(rows: Sequence[tuple[str, str]]) -> list[str]:
+    return [f"  {name:<10} {value}" for name, value in rows]
+
+
 def format_document(document: dict[str, Any]) -> str:
-    """One of `shown_documents`."""
     more = document["length"] - len(document["tokens"])
     sequences = f", {document['sequences']} sequences" if document["sequences"] != 1 else ""
     ids = " ".join(map(str, document["tokens"])) + (f" ... {more:,} more" if more else "")
@@ -81,7 +83,7 @@ def _histogram(buckets: dict[str, int]) -> list[str]:
     return lines
 
 
-def _side_file(side: dict[str, Any]) -> list[str]:
+def _side_file(side: dict[str, Any]) -> list[tuple[str, str]]:
     """What it says beyond what the files themselves do; whatever is not there is left out."""
     rows = []
     tokenizer = side.get("tokenizer")
@@ -100,7 +102,7 @@ def _side_file(side: dict[str, Any]) -> list[str]:
             words = [f"{entry.get('id')} {entry.get('text')!r}" for entry in common if isinstance(entry, dict)]
             rows.append(("common", ", ".join(words[:_COMMON])))
         rows.append(("ids", _plain({name: value for name, value in histogram.items() if name != "most_common"})))
-    return [f"  {name:<10} {value}" for name, value in rows]
+    return rows
 
 
 def _plain(value: Any) -> str:

@@ -1,18 +1,17 @@
-"""`megalite doctor`: what is here, whether it works, and what to mend."""
+"""`megalite doctor`: what is here, whether it works, and what to fix."""
 
-import argparse
 import json
 import os
 import platform
-from collections.abc import Iterable, Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 
 import torch
 
-from megalite.cli.early_flags import DOCTOR_SECONDS, doctor_parser
-from megalite.cli.failures import command
 from megalite.cli.kernels import chosen_kernels
 from megalite.cli.output import show, tell, visible
+from megalite.cli.tool_commands import DOCTOR, DOCTOR_SECONDS
 from megalite.config.errors import ConfigError
 from megalite.doctor import devices, disk, host, job, network, products, ranks, versions
 from megalite.doctor.host import Finding, worst
@@ -28,18 +27,21 @@ _MOST_RANKS = 4
 _JOB_MINUTES = 2.0
 """Until a collective of a job is given up."""
 
+main = DOCTOR
 
-@command("megalite doctor")
-def main(argv: Sequence[str]) -> int:
+
+def run(flags: Namespace) -> int:
     """Look, test and report; 0 if there is no error, 1 if there is one."""
-    arguments = doctor_parser().parse_args(argv)
-    _check(arguments)
+    if flags.no_self_test and flags.seconds is not None:
+        raise ConfigError(f"--seconds {flags.seconds:g} has no effect with --no-self-test; remove one of them")
+    if flags.seconds is not None and not 0.5 <= flags.seconds <= 600:
+        raise ConfigError(f"--seconds is {flags.seconds:g}; the tests take from 0.5 to 600 s, and 5 are good")
     launch = Launch.from_environment()
-    device = launch.device(arguments.device)
+    device = launch.device(flags.device)
     agreed = False
     try:
-        findings = _together(arguments, launch, device) if launch.world_size > 1 else _alone(arguments, device)
-        status = _Report(as_json=arguments.json, silent=launch.rank != 0).of(findings)
+        findings = _together(flags, launch, device) if launch.world_size > 1 else _alone(flags, device)
+        status = _report(findings, as_json=flags.json, say=show if launch.rank == 0 else _nothing)
         agreed = True
         return status
     except job.ExchangeFailed as failure:
@@ -50,17 +52,9 @@ def main(argv: Sequence[str]) -> int:
         stop_distributed(agreed=agreed)
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    if arguments.no_self_test and arguments.seconds is not None:
-        raise ConfigError(f"--seconds {arguments.seconds:g} has no effect with --no-self-test; remove one of them")
-    if arguments.seconds is not None and not 0.5 <= arguments.seconds <= 600:
-        raise ConfigError(f"--seconds is {arguments.seconds:g}; the tests take from 0.5 to 600 s, and 5 are good")
-
-
-def _alone(arguments: argparse.Namespace, device: torch.device) -> Iterator[Finding]:
-    """Of one process; it starts ranks of its own."""
-    yield from _of_host(arguments, device)
-    if arguments.no_self_test:
+def _alone(flags: Namespace, device: torch.device) -> Iterator[Finding]:
+    yield from _of_host(flags, device)
+    if flags.no_self_test:
         return
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0
     count = gpus if gpus > 1 else max(2, min(_MOST_RANKS, len(os.sched_getaffinity(0))))
@@ -68,37 +62,35 @@ def _alone(arguments: argparse.Namespace, device: torch.device) -> Iterator[Find
         ranks=count,
         device_type="cuda" if gpus > 1 else "cpu",
         host=platform.node(),
-        seconds=(1 - _SHARE_OF_PRODUCTS) * (arguments.seconds or DOCTOR_SECONDS),
+        seconds=(1 - _SHARE_OF_PRODUCTS) * (flags.seconds or DOCTOR_SECONDS),
     )
 
 
-def _together(arguments: argparse.Namespace, launch: Launch, device: torch.device) -> Iterator[Finding]:
-    """Of one rank of a job."""
+def _together(flags: Namespace, launch: Launch, device: torch.device) -> Iterator[Finding]:
     own: list[Finding] = []
     if launch.local_rank == 0:
-        for finding in _of_host(arguments, device):
+        for finding in _of_host(flags, device):
             own.append(finding)
             yield finding
-    if arguments.no_self_test:
+    if flags.no_self_test:
         return
     start_distributed(launch, device, backend="auto", timeout_minutes=_JOB_MINUTES)
     layout = ParallelLayout(dp=launch.world_size)
     world = Topology.create(layout, rank=launch.rank, device=device, timeout_minutes=_JOB_MINUTES).world
-    seconds = (1 - _SHARE_OF_PRODUCTS) * (arguments.seconds or DOCTOR_SECONDS)
+    seconds = (1 - _SHARE_OF_PRODUCTS) * (flags.seconds or DOCTOR_SECONDS)
     yield from job.examine(world, device, own, host=platform.node(), seconds=seconds)
 
 
-def _of_host(arguments: argparse.Namespace, device: torch.device) -> Iterator[Finding]:
-    """What needs no other rank."""
+def _of_host(flags: Namespace, device: torch.device) -> Iterator[Finding]:
     yield from versions.examine()
     yield from host.examine(os.environ, gpus=torch.cuda.device_count())
     yield from devices.examine()
     yield from devices.kernel_backends(device)
     yield _chosen(device)
     yield from network.examine(os.environ)
-    yield from disk.examine(arguments.run_dir)
-    if not arguments.no_self_test:
-        yield from products.examine(device, seconds=_SHARE_OF_PRODUCTS * (arguments.seconds or DOCTOR_SECONDS))
+    yield from disk.examine(flags.run_dir)
+    if not flags.no_self_test:
+        yield from products.examine(device, seconds=_SHARE_OF_PRODUCTS * (flags.seconds or DOCTOR_SECONDS))
 
 
 def _chosen(device: torch.device) -> Finding:
@@ -112,27 +104,19 @@ def _chosen(device: torch.device) -> Finding:
     return Finding(topic=devices.KERNELS, name="chosen", text=text, data=serves)
 
 
-class _Report:
-    """Prints findings as they come, or all at the end as JSON."""
-
-    def __init__(self, *, as_json: bool, silent: bool) -> None:
-        self._as_json = as_json
-        self._say = _nothing if silent else show
-
-    def of(self, findings: Iterable[Finding]) -> int:
-        """Print all; returns the exit status."""
-        found: list[Finding] = []
-        for finding in findings:
-            if not self._as_json:
-                self._say(visible(_line(finding, under=found[-1].topic if found else None)))
-            found.append(finding)
-        level = worst(found)
-        if self._as_json:
-            rows = [asdict(finding) for finding in found]
-            self._say(json.dumps({"verdict": level, "findings": rows}, indent=2))
-        else:
-            self._say(visible(_summary(found)))
-        return SICK if level == "error" else HEALTHY
+def _report(findings: Iterable[Finding], *, as_json: bool, say: Callable[[str], None]) -> int:
+    """Print findings as they come, or all at the end as JSON; returns the exit status."""
+    found: list[Finding] = []
+    for finding in findings:
+        if not as_json:
+            say(visible(_line(finding, under=found[-1].topic if found else None)))
+        found.append(finding)
+    level = worst(found)
+    if as_json:
+        say(json.dumps({"verdict": level, "findings": [asdict(finding) for finding in found]}, indent=2))
+    else:
+        say(visible(_summary(found)))
+    return SICK if level == "error" else HEALTHY
 
 
 def _nothing(text: str) -> None:
@@ -146,11 +130,11 @@ def _line(finding: Finding, *, under: str | None) -> str:
 
 
 def _summary(found: Sequence[Finding]) -> str:
-    """What to mend, the worst first."""
+    """What to fix, the worst first."""
     bad = [finding for level in ("error", "warning") for finding in found if finding.level == level]
     if not bad:
-        return "\nwhat to mend: nothing"
-    lines = ["", "what to mend"]
+        return "\nwhat to fix: nothing"
+    lines = ["", "what to fix"]
     for finding in bad:
         lines.append(f"  {finding.level:<8} {finding.topic}, {finding.name}: {finding.text}")
         lines.append(f"  {'':<8} {finding.remedy}")

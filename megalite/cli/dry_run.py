@@ -1,4 +1,8 @@
-"""`--dry-run`: what a config would do on any number of ranks, as data (`report`); dry_run_text.py prints it."""
+"""`--dry-run`: what a config does on any number of ranks, and with `--rank` what one of them holds, as data.
+
+dry_run_text.py prints it; docs/dry-run.md explains each key. Sizes are in bytes, layer ranges half open, FLOPs those of the
+model.
+"""
 
 import gc
 import json
@@ -6,9 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megalite.cli.dry_run_rank import communication_rows, rank_report
-from megalite.cli.dry_run_rank_text import format_rank
-from megalite.cli.dry_run_text import format_report
+from megalite.cli.dry_run_text import format_rank, format_report
 from megalite.config.batch import batch_sizes, microbatch_counts, samples_per_microbatch, total_samples, total_steps
 from megalite.config.describe import replace, sectioned
 from megalite.config.errors import ConfigError
@@ -16,23 +18,32 @@ from megalite.config.flags import Invocation
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.models.shapes import flops_per_token, parameter_count
-from megalite.partition.memory import RankMemory, activation_peaks, local_size, rank_memory
+from megalite.partition.memory import (
+    HeldBucket,
+    HeldParameter,
+    activation_peaks,
+    held_buckets,
+    held_parameters,
+    local_size,
+    rank_memory,
+    stages_of_rank,
+)
 from megalite.partition.pipeline import layout_of, lowered, plan_stages, proved, schedule_of
 from megalite.partition.stages import StagePlan, shapes_of_rank
 from megalite.pipeline.ir.memory import Sizes, memory_peaks
 from megalite.pipeline.ir.render import render_grid
 from megalite.pipeline.ir.schedule import Program, Schedule
 from megalite.planner.clock import bubble_fraction
+from megalite.planner.communication import group_sizes, step_volumes, time_basis, wire_factor
 from megalite.tokenizers.build import build_tokenizer
 from megalite.topology.layout import ParallelLayout
-
-__all__ = ["dry_run", "format_report", "report", "world_size_of"]
 
 LISTED_RANKS = 64
 """Up to this world size every rank and every group is listed; above, the first groups of each kind."""
 LISTED_GROUPS = 4
 GRID_STAGES, GRID_MICROBATCHES = 8, 16
 """The schedule is drawn up to this many virtual stages and microbatches."""
+_HELD = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 
 
 def world_size_of(invocation: Invocation) -> int:
@@ -65,24 +76,14 @@ def _no_collector() -> Iterator[None]:
 
 
 def report(config: RunConfig, world_size: int, explicit: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """Everything `--dry-run` shows; the dict is what `--json` prints. docs/dry-run.md explains each key.
-
-    Keys: `world_size`, `layout` (axes, order, groups, ranks), `stages`, `memory`, `communication`, `schedule`, `batch`,
-    `model`, `config`.
-    Sizes are in bytes, layer ranges half open, FLOPs those of the model.
+    """Everything `--dry-run` shows; the dict is what `--json` prints.
 
     Args:
         config: as parsed; it is validated here.
-        world_size: number of ranks.
         explicit: `Invocation.explicit`.
-
-    Raises:
-        ConfigError: the config is not legal for this world size, its schedule does not take the number of microbatches,
-            or the size of the vocabulary is not known.
     """
     config = _checked(config, world_size, explicit)
-    layout = layout_of(config)
-    stages = plan_stages(config)
+    layout, stages = layout_of(config), plan_stages(config)
     *smaller, largest = microbatch_counts(config)
     for count in smaller:
         if config.parallel.schedule_name != "auto":  # takes every number, and is slow to build
@@ -90,12 +91,11 @@ def report(config: RunConfig, world_size: int, explicit: frozenset[str] = frozen
     schedule = schedule_of(config, largest)
     if config.parallel.pipeline_memory_limit is not None:
         proved(config, lowered(config, schedule), stages)
-    memory = _memory(config, stages, schedule)
     return {
         "world_size": world_size,
         "layout": _layout_report(config, layout),
         "stages": [_stage_report(config, plan) for plan in stages],
-        "memory": _memory_report(memory, layout),
+        "memory": _memory_report(config, stages, schedule, layout),
         "communication": [
             row
             for rank in range(config.parallel.pp)
@@ -110,18 +110,18 @@ def report(config: RunConfig, world_size: int, explicit: frozenset[str] = frozen
 
 def _checked(config: RunConfig, world_size: int, explicit: frozenset[str]) -> RunConfig:
     # What the vocabulary has no part in is reported first.
-    config = validate(config, world_size, explicit)
-    return validate(_with_vocabulary(config), world_size, explicit)
+    return validate(with_vocabulary(validate(config, world_size, explicit)), world_size, explicit)
 
 
-def _with_vocabulary(config: RunConfig) -> RunConfig:
+def with_vocabulary(config: RunConfig) -> RunConfig:
+    """The config with the size of its tokenizer's vocabulary."""
     if config.model.vocab_size is not None:
         return config
     tokenizer = build_tokenizer(config.data, None)
     if tokenizer is None:
         raise ConfigError(
-            "the size of the vocabulary is not known, and the embedding's size depends on it; add --vocab-size 50257 "
-            "(or --tokenizer-model FILE)"
+            "the size of the vocabulary is not known, and memory depends on it; add --vocab-size 50257 (or "
+            "--tokenizer-model FILE)"
         )
     return replace(config, vocab_size=tokenizer.vocab_size)
 
@@ -132,19 +132,23 @@ def _layout_report(config: RunConfig, layout: ParallelLayout) -> dict[str, Any]:
     groups = {}
     for kind in ParallelLayout.KINDS:
         lists = layout.groups(kind, None if small else LISTED_GROUPS)
-        groups[kind] = {
-            "count": layout.group_count(kind),
-            "size": len(lists[0]),
-            "complete": small,
-            "ranks": [list(ranks) for ranks in lists],
-        }
+        ranks = [list(ranks) for ranks in lists]
+        groups[kind] = {"count": layout.group_count(kind), "size": len(ranks[0]), "complete": small, "ranks": ranks}
+    listed = range(layout.world_size if small else 0)
     return {
         "axes": {"tp": p.tp, "cp": p.cp, "dp": p.dp, "pp": p.pp, "vpp": p.vpp, "ep": p.ep, "etp": p.expert_tp},
         "order": p.rank_order,
         "groups": groups,
-        "ranks": [
-            {"rank": rank, **layout.coordinate(rank)._asdict()} for rank in range(layout.world_size if small else 0)
-        ],
+        "ranks": [{"rank": rank, **layout.coordinate(rank)._asdict()} for rank in listed],
+    }
+
+
+def _place_report(plan: StagePlan) -> dict[str, Any]:
+    return {
+        "first_layer": plan.first_layer,
+        "last_layer": plan.last_layer,
+        "embedding": plan.has_embedding,
+        "head": plan.has_head,
     }
 
 
@@ -153,40 +157,33 @@ def _stage_report(config: RunConfig, plan: StagePlan) -> dict[str, Any]:
     return {
         "stage": plan.stage,
         "pipeline_rank": plan.rank,
-        "first_layer": plan.first_layer,
-        "last_layer": plan.last_layer,
+        **_place_report(plan),
         "layers": plan.num_layers,
-        "embedding": plan.has_embedding,
-        "head": plan.has_head,
         "parameters": sum(shape.size for shape in shapes),
         "parameters_per_rank": sum(local_size(shape, config) for shape in shapes),
     }
 
 
-def _memory(config: RunConfig, stages: tuple[StagePlan, ...], schedule: Schedule) -> list[RankMemory]:
-    """Per pipeline rank, its memory at the largest batch."""
-    return [
-        rank_memory(config, [plan for plan in stages if plan.rank == rank], peak)
-        for rank, peak in enumerate(activation_peaks(config, stages, schedule))
-    ]
-
-
-def _memory_report(memory: list[RankMemory], layout: ParallelLayout) -> dict[str, Any]:
-    rows = [
-        {"pipeline_rank": rank, **vars(of_rank), "total_bytes": of_rank.total_bytes}
-        for rank, of_rank in enumerate(memory)
-    ]
-    fullest = max(range(len(rows)), key=lambda rank: memory[rank].total_bytes)
+def _memory_report(
+    config: RunConfig, stages: tuple[StagePlan, ...], schedule: Schedule, layout: ParallelLayout
+) -> dict[str, Any]:
+    """At the largest batch."""
+    rows = []
+    for rank, peak in enumerate(activation_peaks(config, stages, schedule)):
+        memory = rank_memory(config, [plan for plan in stages if plan.rank == rank], peak)
+        rows.append({"pipeline_rank": rank, **vars(memory), "total_bytes": memory.total_bytes})
+    fullest = max(rows, key=lambda row: row["total_bytes"])
     return {
         "pipeline_ranks": rows,
-        "fullest_pipeline_rank": fullest,
-        "fullest_rank": layout.rank(pp=fullest),
-        "fullest_bytes": memory[fullest].total_bytes,
+        "fullest_pipeline_rank": fullest["pipeline_rank"],
+        "fullest_rank": layout.rank(pp=fullest["pipeline_rank"]),
+        "fullest_bytes": fullest["total_bytes"],
     }
 
 
 def _schedule_report(config: RunConfig, stages: tuple[StagePlan, ...], schedule: Schedule) -> dict[str, Any]:
     drawn = schedule.num_stages <= GRID_STAGES and schedule.num_microbatches <= GRID_MICROBATCHES
+    peaks = memory_peaks(Program(schedule, schedule.actions), Sizes.uniform(schedule.num_stages))
     return {
         "name": schedule.name,
         "virtual_stages": schedule.num_stages,
@@ -194,14 +191,9 @@ def _schedule_report(config: RunConfig, stages: tuple[StagePlan, ...], schedule:
         "all_microbatch_counts": list(microbatch_counts(config)),
         "bubble_fraction": bubble_fraction(config, stages, schedule.num_microbatches),
         "costs": config.parallel.pipeline_costs or "FLOPs",
-        "peak_activations": _peak_activations(schedule),
+        "peak_activations": [int(peak.size) for peak in peaks],
         "grid": render_grid(schedule) if drawn else None,
     }
-
-
-def _peak_activations(schedule: Schedule) -> list[int]:
-    units = Sizes.uniform(schedule.num_stages)
-    return [int(peak.size) for peak in memory_peaks(Program(schedule, schedule.actions), units)]
 
 
 def _batch_report(config: RunConfig) -> dict[str, Any]:
@@ -234,3 +226,108 @@ def _model_report(config: RunConfig) -> dict[str, Any]:
         "flops_per_token": {"palm": palm, "megatron": flops_per_token(model, s, "megatron")},
         "flops_per_step": palm * s * config.training.global_batch_size,
     }
+
+
+def rank_report(config: RunConfig, rank: int) -> dict[str, Any]:
+    """Everything `--dry-run --rank` shows.
+
+    Parameters, buckets and state are those of this very rank, to the byte; activations, workspace and communication
+    those of its pipeline rank, at the largest batch.
+
+    Args:
+        config: validated, vocabulary known.
+    """
+    layout = layout_of(config)
+    if rank >= layout.world_size:
+        last = layout.world_size - 1
+        raise ConfigError(
+            f"rank is {rank}, but a world of {layout.world_size} has the ranks 0 to {last}; use --rank {last}, or a "
+            f"--world-size above {rank}"
+        )
+    schedule = schedule_of(config, microbatch_counts(config)[-1])
+    place, buckets = layout.coordinate(rank).pp, held_buckets(config, rank)
+    found = {kind: layout.group_of(kind, rank) for kind in ParallelLayout.KINDS}
+    groups = {
+        kind: {"index": ranks.index(rank), "size": len(ranks), "ranks": list(ranks)}
+        for kind, ranks in found.items()
+        if ranks is not None
+    }
+    experts = {"ep": "ep", "etp": "expert-tp", "edp": "expert-dp"}
+    return {
+        "rank": rank,
+        "world_size": layout.world_size,
+        "coordinate": {
+            **layout.coordinate(rank)._asdict(),
+            **{axis: groups[kind]["index"] for axis, kind in experts.items()},
+        },
+        "groups": groups,
+        "stages": [
+            {"stage": plan.stage, "chunk": chunk, **_place_report(plan)}
+            for chunk, plan in enumerate(stages_of_rank(config, rank))
+        ],
+        "parameters": [_parameter(config, held) for held in held_parameters(config, rank)],
+        "buckets": [_bucket(held) for held in buckets],
+        "memory": _rank_memory(config, place, schedule, buckets),
+        "communication": communication_rows(config, place, schedule.num_microbatches),
+        "schedule": {"name": schedule.name, "microbatches": schedule.num_microbatches},
+        "actions": [str(action) for action in lowered(config, schedule).actions[place]],
+    }
+
+
+def communication_rows(config: RunConfig, pipeline_rank: int, num_microbatches: int) -> list[dict[str, Any]]:
+    """By group and operation the bytes of a step on a rank at this place of the pipeline.
+
+    `basis` says what they are of where steps are not alike.
+    """
+    sizes, rows = group_sizes(config), []
+    for (group, operation), volume in sorted(step_volumes(config, pipeline_rank, num_microbatches).items()):
+        changes = group in ("dp-cp", "expert-dp") and operation != "all-reduce"
+        rows.append(
+            {
+                "pipeline_rank": pipeline_rank,
+                "group": group,
+                "size": sizes[group],
+                "operation": operation,
+                "volume_bytes": volume,
+                "sent_bytes": round(volume * wire_factor(operation, sizes[group])),
+                "basis": time_basis(config) if changes else "",
+            }
+        )
+    return rows
+
+
+def _parameter(config: RunConfig, held: HeldParameter) -> dict[str, Any]:
+    return {
+        "stage": held.stage,
+        "name": held.spec.name,
+        "shape": list(held.spec.shape),
+        "global_shape": list(held.spec.global_shape),
+        "slice": [list(bounds) for bounds in held.spec.slice],
+        "dtype": config.training.precision,
+        "bytes": held.bytes,
+    }
+
+
+def _bucket(held: HeldBucket) -> dict[str, Any]:
+    bucket = held.bucket
+    return {
+        "stage": held.stage,
+        "group": bucket.group,
+        "index": held.place,
+        "size": bucket.replicas,
+        "elements": bucket.elements,
+        **{name: getattr(held, name) for name in _HELD},
+        "parameters": list(bucket.names),
+    }
+
+
+def _rank_memory(config: RunConfig, place: int, schedule: Schedule, buckets: list[HeldBucket]) -> dict[str, int]:
+    stages = plan_stages(config)
+    peak = activation_peaks(config, stages, schedule)[place]
+    planned = rank_memory(config, [plan for plan in stages if plan.rank == place], peak)
+    parts = {
+        **{name: sum(getattr(held, name) for held in buckets) for name in _HELD},
+        "activation_bytes": planned.activation_bytes,
+        "workspace_bytes": planned.workspace_bytes,
+    }
+    return {**parts, "total_bytes": sum(parts.values())}

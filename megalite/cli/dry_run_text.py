@@ -1,15 +1,21 @@
-"""The report of a dry run as text."""
+"""The reports of a dry run as text, for a terminal about 110 columns wide."""
 
+import itertools
+import re
+import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-_SHOWN_RANKS = 16
-_SHOWN_GROUPS = 8
-_SHOWN_STAGES = 16
+from megalite.cli.display import table
+from megalite.config.byte_size import format_bytes
+
+_SHOWN = 16
+"""Ranks, stages, and actions at the beginning of the list; half as many groups, and actions at the end."""
+_LINE = 110
 
 
 def format_report(report: dict[str, Any]) -> str:
-    """The dict of `dry_run.report` in sections, for a terminal about 110 columns wide."""
     parts = [
         _layout(report),
         _ranks(report["layout"]["ranks"]),
@@ -20,67 +26,79 @@ def format_report(report: dict[str, Any]) -> str:
         _batch(report["batch"]),
         _model(report["model"]),
     ]
-    return "\n\n".join(part for part in parts if part)
+    return "\n\n".join("\n".join(part) for part in parts if part)
 
 
-def _layout(report: dict[str, Any]) -> str:
+def format_rank(report: dict[str, Any]) -> str:
+    parts = [
+        _place(report),
+        _chunks(report["stages"]),
+        _parameters(report["parameters"]),
+        _buckets(report["buckets"]),
+        ["Memory (activations and workspace at the largest batch)", *_memory_table([report["memory"]])],
+        _communication(report["communication"]),
+        _actions(report),
+    ]
+    return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def _layout(report: dict[str, Any]) -> list[str]:
     axes, layout = report["layout"]["axes"], report["layout"]
     experts = f"; experts: ep {axes['ep']}, etp {axes['etp']}" if axes["ep"] > 1 or axes["etp"] != axes["tp"] else ""
-    lines = [
-        f"Layout: {report['world_size']} ranks = tp {axes['tp']} x cp {axes['cp']} x dp {axes['dp']} x pp {axes['pp']}, "
-        f"order {layout['order']}{experts}"
-    ]
-    alone = []
+    rows, alone = [], []
     for kind, groups in layout["groups"].items():
         if groups["size"] == 1 and kind != "position-embedding":
             alone.append(kind)
             continue
-        shown = [rank_list(ranks) for ranks in groups["ranks"][:_SHOWN_GROUPS]]
+        shown = [_rank_list(ranks) for ranks in groups["ranks"][: _SHOWN // 2]]
         more = " ..." if groups["count"] > len(shown) else ""
-        lines.append(f"  {kind:<18} {groups['count']:>4} of {groups['size']:<4} {' '.join(shown)}{more}")
-    if alone:
-        lines.append(f"  each rank alone: {', '.join(alone)}")
-    return "\n".join(lines)
+        rows.append([kind, str(groups["count"]), f"of {groups['size']}", " ".join(shown) + more])
+    return [
+        f"Layout: {report['world_size']} ranks = tp {axes['tp']} x cp {axes['cp']} x dp {axes['dp']} x pp {axes['pp']}, "
+        f"order {layout['order']}{experts}",
+        *table(rows, right={1}, indent=2),
+        *([f"  each rank alone: {', '.join(alone)}"] if alone else []),
+    ]
 
 
-def rank_list(ranks: Sequence[int]) -> str:
-    """The ranks of a group, shortened."""
+def _rank_list(ranks: Sequence[int]) -> str:
     words = [str(rank) for rank in ranks]
-    if len(words) > 8:
-        words = [*words[:4], "...", words[-1]]
-    return f"[{' '.join(words)}]"
+    return f"[{' '.join(words if len(words) <= 8 else [*words[:4], '...', words[-1]])}]"
 
 
-def _ranks(ranks: list[dict[str, int]]) -> str:
-    if not 1 < len(ranks) <= _SHOWN_RANKS:
-        return ""
-    header = "Rank    " + " ".join(f"{row['rank']:>3}" for row in ranks)
-    return "\n".join(
-        [header] + [f"  {axis:<5} " + " ".join(f"{row[axis]:>3}" for row in ranks) for axis in ("tp", "cp", "dp", "pp")]
-    )
+def _ranks(ranks: list[dict[str, int]]) -> list[str]:
+    if not 1 < len(ranks) <= _SHOWN:
+        return []
+    rows = [[name, *(str(row[axis]) for row in ranks)] for name, axis in (("Rank", "rank"),)]
+    rows += [[f"  {axis}", *(str(row[axis]) for row in ranks)] for axis in ("tp", "cp", "dp", "pp")]
+    return table(rows, right=range(1, len(ranks) + 1))
 
 
-def _stages(stages: list[dict[str, Any]]) -> str:
-    lines = ["Stages: layers, and parameters of one rank"]
-    runs = [[row] for row in stages] if len(stages) <= _SHOWN_STAGES else _alike(stages)
-    for run in runs:
+def _stages(stages: list[dict[str, Any]]) -> list[str]:
+    rows = []
+    for run in [[row] for row in stages] if len(stages) <= _SHOWN else _alike(stages):
         first, last = run[0], run[-1]
-        ends = [name for name in ("embedding", "head") if first[name]]
-        layers = layer_range(first["first_layer"], last["last_layer"])
         each = f" in {len(run)} stages" if len(run) > 1 else ""
-        lines.append(
-            f"  stage {_range(first['stage'], last['stage']):<6} on pipeline rank "
-            f"{_range(first['pipeline_rank'], last['pipeline_rank']):<6} {first['layers']:>3} layers "
-            f"{layers:<9} {first['parameters_per_rank']:>16,}  {' and '.join(ends)}{each}".rstrip()
+        rows.append(
+            [
+                f"stage {_range(first['stage'], last['stage'])}",
+                f"on pipeline rank {_range(first['pipeline_rank'], last['pipeline_rank'])}",
+                f"{first['layers']} layers",
+                _layer_range(first["first_layer"], last["last_layer"]),
+                f"{first['parameters_per_rank']:,}",
+                _ends(first) + each,
+            ]
         )
-    return "\n".join(lines)
+    return ["Stages: layers, and parameters of one rank", *table(rows, right={2, 4}, indent=2)]
 
 
-def layer_range(first: int, stop: int) -> str:
+def _ends(stage: dict[str, Any]) -> str:
+    return " and ".join(name for name in ("embedding", "head") if stage[name])
+
+
+def _layer_range(first: int, stop: int) -> str:
     """Layers `first <= i < stop` in words."""
-    if first == stop:
-        return "none"
-    return str(first) if stop == first + 1 else f"{first}-{stop - 1}"
+    return "none" if first == stop else _range(first, stop - 1)
 
 
 def _alike(stages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -99,62 +117,59 @@ def _range(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 
-def _memory(memory: dict[str, Any]) -> str:
+def _memory(memory: dict[str, Any]) -> list[str]:
     rows = memory["pipeline_ranks"]
-    lines = [
-        "Memory per rank (estimate, without fragmentation and kernel workspaces)",
-        f"  {'':<18}{memory_cells(rows[0])[0]}",
-    ]
     fullest = rows[memory["fullest_pipeline_rank"]]
     shown = rows if len(rows) <= 8 else [rows[0], *([fullest] if fullest not in (rows[0], rows[-1]) else []), rows[-1]]
-    for row in shown:
-        lines.append(f"  pipeline rank {row['pipeline_rank']:<4}{memory_cells(row)[1]}")
-    lines.append(f"  fullest: rank {memory['fullest_rank']} with {size(memory['fullest_bytes'])}")
-    return "\n".join(lines)
+    return [
+        "Memory per rank (estimate, without fragmentation and kernel workspaces)",
+        *_memory_table(shown),
+        f"  fullest: rank {memory['fullest_rank']} with {format_bytes(memory['fullest_bytes'])}",
+    ]
 
 
-def memory_cells(row: dict[str, int]) -> tuple[str, str]:
-    """The names of the parts of a rank's memory, and below them their sizes."""
+def _memory_table(rows: Sequence[dict[str, int]]) -> list[str]:
     parts = ("parameter", "gradient", "optimizer", "activation", "workspace", "total")
-    names = "".join(f"{part if part in ('workspace', 'total') else part + 's':>13}" for part in parts)
-    return names, "".join(f"{size(row[part + '_bytes']):>13}" for part in parts)
+    cells = [["", "parameters", "gradients", "optimizer", "activations", "workspace", "total"]]
+    for row in rows:
+        name = f"pipeline rank {row['pipeline_rank']}" if "pipeline_rank" in row else ""
+        cells.append([name, *(format_bytes(row[f"{part}_bytes"]) for part in parts)])
+    return table(cells, right=range(1, 7), indent=2)
 
 
-def _communication(rows: list[dict[str, Any]], pipeline_rank: int) -> str:
-    mine = [row for row in rows if row["pipeline_rank"] == pipeline_rank]
-    if not mine:
-        return ""
-    lines = [f"Communication of a rank of pipeline rank {pipeline_rank} in a step (see docs/parallelism.md)"]
-    return "\n".join([*lines, *map(volume_line, mine)])
+def _communication(rows: list[dict[str, Any]], pipeline_rank: int | None = None) -> list[str]:
+    cells = [
+        [
+            row["group"],
+            f"of {row['size']}",
+            row["operation"],
+            f"{format_bytes(row['volume_bytes'])},",
+            f"{format_bytes(row['sent_bytes'])} sent{', ' + row['basis'] if row['basis'] else ''}",
+        ]
+        for row in rows
+        if pipeline_rank in (None, row["pipeline_rank"])
+    ]
+    which = "" if pipeline_rank is None else f" of a rank of pipeline rank {pipeline_rank}"
+    title = f"Communication{which} in a step (see docs/parallelism.md)"
+    return [title, *table(cells, right={3}, indent=2)] if cells else []
 
 
-def volume_line(row: dict[str, Any]) -> str:
-    """What one kind of collective moves."""
-    return (
-        f"  {row['group']:<10} of {row['size']:<4} {row['operation']:<15} {size(row['volume_bytes']):>11}, "
-        f"{size(row['sent_bytes']):>11} sent{', ' + row['basis'] if row['basis'] else ''}"
-    )
-
-
-def _schedule(schedule: dict[str, Any]) -> str:
+def _schedule(schedule: dict[str, Any]) -> list[str]:
     peaks = schedule["peak_activations"]
-    shown = ", ".join(map(str, peaks if len(peaks) <= 16 else peaks[:8])) + (", ..." if len(peaks) > 16 else "")
-    lines = [
+    shown = ", ".join(map(str, peaks if len(peaks) <= _SHOWN else [*peaks[: _SHOWN // 2], "..."]))
+    grid = schedule["grid"] or "(the grid is drawn up to 8 virtual stages and 16 microbatches)"
+    return [
         f"Schedule: {schedule['name']}, {schedule['virtual_stages']} virtual stages, {schedule['microbatches']} "
         f"microbatches; bubble {schedule['bubble_fraction']:.1%} of the step by {schedule['costs']}",
         f"  live activations at the peak, by pipeline rank (stages x microbatches): {shown}",
+        textwrap.indent(grid, "  "),
     ]
-    if schedule["grid"]:
-        lines += ["  " + line for line in schedule["grid"].splitlines()]
-    else:
-        lines.append("  (the grid is drawn up to 8 virtual stages and 16 microbatches)")
-    return "\n".join(lines)
 
 
-def _batch(batch: dict[str, Any]) -> str:
+def _batch(batch: dict[str, Any]) -> list[str]:
     lines = [
         f"Batch: {batch['micro_batch_size']} sequences x {batch['dp']} data-parallel x {batch['microbatches']} microbatches "
-        f"= {batch['global_batch_size']} sequences = {batch['tokens_per_step']:,} tokens a step"
+        f"= {batch['global_batch_size']} sequences = {batch['tokens_per_step']:,} tokens in a step"
     ]
     sizes = batch["batch_sizes"]
     if len(sizes) > 1:
@@ -162,26 +177,111 @@ def _batch(batch: dict[str, Any]) -> str:
             f"  ramp-up: {sizes[0]}, {sizes[1]}, ... {sizes[-1]} sequences over {batch['rampup_samples']:,} samples"
         )
     if batch["train_steps"] is not None:
-        lines.append(
-            f"  run: {batch['train_steps']:,} steps, {batch['train_samples']:,} samples, {batch['train_tokens']:,} tokens"
-        )
-    return "\n".join(lines)
+        steps, samples, tokens = (batch[f"train_{what}"] for what in ("steps", "samples", "tokens"))
+        lines.append(f"  run: {steps:,} steps, {samples:,} samples, {tokens:,} tokens")
+    return lines
 
 
-def _model(model: dict[str, Any]) -> str:
+def _model(model: dict[str, Any]) -> list[str]:
     flops = model["flops_per_token"]
-    return (
-        f"Model: {model['parameters']:,} parameters (vocabulary padded to {model['padded_vocab_size']:,})\n"
+    return [
+        f"Model: {model['parameters']:,} parameters (vocabulary padded to {model['padded_vocab_size']:,})",
         f"  FLOPs a token: {flops['palm']:.4g} (PaLM convention, full attention), {flops['megatron']:.4g} (Megatron-LM, "
-        f"causal half); a step: {model['flops_per_step']:.4g}"
-    )
+        f"causal half); a step: {model['flops_per_step']:.4g}",
+    ]
 
 
-def size(number: int) -> str:
-    """Bytes in words: `1.50 GiB`."""
-    value, unit = float(number), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"
+def _place(report: dict[str, Any]) -> list[str]:
+    at, groups = report["coordinate"], report["groups"]
+    dense = ", ".join(f"{axis} {at[axis]}" for axis in ("tp", "cp", "dp", "pp"))
+    experts = ", ".join(f"{axis} {at[axis]}" for axis in ("ep", "etp", "edp"))
+    apart = groups["ep"]["size"] > 1 or groups["expert-tp"]["ranks"] != groups["tp"]["ranks"]
+    rows = [
+        [kind, str(group["index"]), f"of {group['size']}", _rank_list(group["ranks"])]
+        for kind, group in groups.items()
+        if group["size"] > 1
+    ]
+    alone = [kind for kind, group in groups.items() if group["size"] == 1]
+    return [
+        f"Rank {report['rank']} of {report['world_size']}: {dense}{f'; of the experts {experts}' if apart else ''}",
+        *table(rows, right={1}, indent=2),
+        *([f"  alone in: {', '.join(alone)}"] if alone else []),
+    ]
+
+
+def _chunks(stages: list[dict[str, Any]]) -> list[str]:
+    rows = []
+    for row in stages:
+        layers = f"layers {_layer_range(row['first_layer'], row['last_layer'])}"
+        rows.append([f"chunk {row['chunk']}: stage {row['stage']}", layers, _ends(row)])
+    return ["Stages", *table(rows, indent=2)]
+
+
+def _parameters(rows: list[dict[str, Any]]) -> list[str]:
+    """One line per parameter; layers of one stage that follow each other and are alike share theirs."""
+    cells = []
+    for _, of_stage in itertools.groupby(rows, key=lambda row: row["stage"]):
+        for run in _runs(list(of_stage)):
+            for row in run[0][1]:
+                name = row["name"]
+                if len(run) > 1:
+                    name = f"layers.{run[0][0]}-{run[-1][0]}.{name.split('.', 2)[2]}"
+                cuts = [
+                    f"[{start}:{stop}] of {extent} along {dim}"
+                    for dim, ((start, stop), extent) in enumerate(zip(row["slice"], row["global_shape"], strict=True))
+                    if stop - start < extent
+                ]
+                words = ", ".join([*cuts, *([f"each of {len(run)} layers"] if len(run) > 1 else [])])
+                shape = " x ".join(map(str, row["shape"]))
+                cells.append([name, shape, row["dtype"], format_bytes(row["bytes"]), words])
+    total = format_bytes(sum(row["bytes"] for row in rows))
+    return [f"Parameters: {len(rows)}, {total}", *table(cells, right={3}, indent=2)]
+
+
+def _runs(rows: list[dict[str, Any]]) -> list[list[tuple[int, list[dict[str, Any]]]]]:
+    """Rows by layer, layers that differ in number alone together; what is in no layer is a run by itself."""
+    found: list[list[tuple[int, list[dict[str, Any]]]]] = []
+    for layer, group in itertools.groupby(rows, key=lambda row: _layer(row["name"])):
+        members = list(group)
+        number, before = found[-1][-1] if found else (-1, [])
+        if number >= 0 and layer == number + 1 and _likeness(before) == _likeness(members):
+            found[-1].append((layer, members))
+        else:
+            found.append([(-1 if layer is None else layer, members)])
+    return found
+
+
+def _layer(name: str) -> int | None:
+    match = re.match(r"layers\.(\d+)\.", name)
+    return None if match is None else int(match[1])
+
+
+def _likeness(rows: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    return [(row["name"].split(".", 2)[2], row["shape"], row["slice"], row["global_shape"]) for row in rows]
+
+
+def _buckets(rows: list[dict[str, Any]]) -> list[str]:
+    cells = []
+    for row in rows:
+        replicas = f"{row['index']} of {row['size']} in {row['group']}" if row["size"] > 1 else "no replica"
+        held = ", ".join(format_bytes(row[f"{part}_bytes"]) for part in ("parameter", "gradient", "optimizer"))
+        names = row["parameters"]
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        elements = f"{row['elements']:,} elements, {replicas}: {held}; {names[0]}{more}"
+        cells.append([f"stage {row['stage']}", elements])
+    title = f"Buckets: {len(rows)}; what is kept here of parameters, gradients and optimizer state"
+    return [title, *table(cells, indent=2)]
+
+
+def _actions(report: dict[str, Any]) -> list[str]:
+    actions, schedule = report["actions"], report["schedule"]
+    kinds = Counter(re.sub(r"\d", "", action) for action in actions)
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    shown = actions
+    if len(actions) > 2 * _SHOWN:
+        hidden = len(actions) - _SHOWN - _SHOWN // 2
+        shown = [*actions[:_SHOWN], f"... {hidden} more ...", *actions[-(_SHOWN // 2) :]]
+    return [
+        f"Actions of a step: {schedule['name']}, {schedule['microbatches']} microbatches: {counts}",
+        *textwrap.wrap(" ".join(shown), _LINE, initial_indent="  ", subsequent_indent="  "),
+    ]

@@ -1,16 +1,15 @@
 """`megalite evaluate`: loss and perplexity of a model on token files or text, on any tp x pp x dp."""
 
-import argparse
 import json
 import sys
-from collections.abc import Sequence
+from argparse import Namespace
 
 import numpy as np
 import torch
 
-from megalite.cli.early_flags import evaluate_parser
-from megalite.cli.failures import command
-from megalite.cli.model_flags import Ranks, check_positive, open_model, refuse_given, run_on_ranks
+from megalite.cli.display import table
+from megalite.cli.generate import open_model, refuse_given, run_on_ranks
+from megalite.cli.model_commands import EVALUATE
 from megalite.cli.output import show
 from megalite.config.errors import ConfigError
 from megalite.conversion.inference import InferenceModel
@@ -30,13 +29,14 @@ from megalite.topology.topology import Topology
 _SEND_WINDOW = 2
 
 
-@command("megalite evaluate")
-def main(argv: Sequence[str]) -> int:
-    """Print what was measured; returns the exit status."""
-    return run_on_ranks(evaluate_parser(), argv, _check, _run, data_parallel=True)
+main = EVALUATE
 
 
-def _check(flags: argparse.Namespace) -> None:
+def run(flags: Namespace) -> int:
+    return run_on_ranks(flags, _check, _evaluate, data_parallel=True)
+
+
+def _check(flags: Namespace) -> None:
     """What is wrong with the flags alone, on every rank alike."""
     if (flags.data_path is None) == (flags.input is None):
         given = "are both given" if flags.data_path else "are both missing"
@@ -44,11 +44,9 @@ def _check(flags: argparse.Namespace) -> None:
     if flags.input is None:
         refuse_given(flags, ("json_key", "text_documents"), "on --data-path")
         refuse_given(flags, ("tokenizer_model", "tiktoken_pattern"), "on --data-path, which holds token ids")
-    check_positive(flags, ("seq_length", "stride", "batch_size"))
 
 
-def _run(ranks: Ranks) -> None:
-    flags, topology = ranks
+def _evaluate(flags: Namespace, topology: Topology) -> None:
     model = open_model(flags, topology, needs_tokenizer=flags.input is not None)
     stream = _stream(flags, model, topology)
     length = flags.seq_length or model.seq_length
@@ -60,12 +58,8 @@ def _run(ranks: Ranks) -> None:
         show(_as_json(model, windows, found) if flags.json else _as_text(model, windows, found))
 
 
-def _stream(flags: argparse.Namespace, model: InferenceModel, topology: Topology) -> TokenStream:
-    """The tokens to predict: token files are read by every rank, text by rank 0, which sends it to the others.
-
-    Raises:
-        ConfigError: they cannot be read; the same on every rank.
-    """
+def _stream(flags: Namespace, model: InferenceModel, topology: Topology) -> TokenStream:
+    """The tokens to predict: token files are read by every rank, text by rank 0, which sends it to the others."""
     stream, error = TokenStream([]), None
     try:
         if flags.data_path is not None:
@@ -82,7 +76,6 @@ def _stream(flags: argparse.Namespace, model: InferenceModel, topology: Topology
 
 
 def _broadcast(stream: TokenStream, topology: Topology) -> TokenStream:
-    """Rank 0's stream of text on every rank."""
     if topology.world.size == 1:
         return stream
     tokens, text_bytes = topology.world.broadcast_json([len(stream), stream.text_bytes], topology.device)
@@ -110,15 +103,15 @@ def _as_json(model: InferenceModel, windows: Windows, found: Perplexity) -> str:
 
 def _as_text(model: InferenceModel, windows: Windows, found: Perplexity) -> str:
     cut = f"{found.windows:,} windows of {windows.length}, stride {windows.stride}"
-    lines = [
-        f"model          {model.path}",
-        f"tokens         {found.tokens:,} predicted, in {cut}",
-        f"loss           {found.loss:.6f}",
-        f"perplexity     {found.perplexity:.4f}",
+    rows = [
+        ("model", str(model.path)),
+        ("tokens", f"{found.tokens:,} predicted, in {cut}"),
+        ("loss", f"{found.loss:.6f}"),
+        ("perplexity", f"{found.perplexity:.4f}"),
     ]
     if found.bits_per_byte is not None:
-        lines.append(f"bits per byte  {found.bits_per_byte:.4f}, of {found.text_bytes:,} bytes")
-    return "\n".join(lines)
+        rows.append(("bits per byte", f"{found.bits_per_byte:.4f}, of {found.text_bytes:,} bytes"))
+    return "\n".join(table(rows))
 
 
 if __name__ == "__main__":

@@ -1,26 +1,24 @@
-"""How every command ends: with its answer, or with one line that says what to mend. Errors are caught here alone.
+"""How every command ends: with its answer, or with one line that says what to fix. Errors are caught here alone.
 
 A user's mistake and an error of the system are one line and status 2. Anything else is a bug of ours: one line that says so
 and where, and status 70. `--debug` behind any command, or MEGALITE_DEBUG=1, adds the traceback to either.
 """
 
 import errno
-import functools
 import json
 import os
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
 import megalite
 from megalite.cli.output import drop_stdout, escape_unprintable, flush_stdout, stdout_has_no_reader, tell, visible
-from megalite.cli.stopping import Stopped
 from megalite.config.describe import redact_text
 from megalite.config.errors import ConfigError, RankError
 
@@ -35,11 +33,12 @@ UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID"
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Where torchrun looks for what a rank ended by."""
 
+_FULL, _LOCKED = "make room, or give another folder", "give a path that you may read and write"
 _REMEDIES = {
-    errno.ENOSPC: "make room, or give another folder",
-    errno.EDQUOT: "make room, or give another folder",
-    errno.EACCES: "give a path that you may read and write",
-    errno.EPERM: "give a path that you may read and write",
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: _FULL,
+    errno.EACCES: _LOCKED,
+    errno.EPERM: _LOCKED,
     errno.EROFS: "give a folder that can be written to",
     errno.EISDIR: "give a file, not a folder",
     errno.ENOTDIR: "a part of the path is a file; give a folder",
@@ -53,8 +52,50 @@ _OF_PATHS = frozenset(_REMEDIES) - {errno.ENOSPC, errno.EDQUOT, errno.EMFILE}
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Socket closed", "did not come within")
 """What gloo says when another rank has gone, for which torch has no type, and `fresh_part` of one that never came."""
 
-Command = Callable[..., int | None]
-"""`main(words, ...)` of a command: its words without the program's name -> exit status, None for 0."""
+_THIRD = 3
+
+
+class Stopped(BaseException):
+    """SIGINT or SIGTERM has come while work is done that is to be saved."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+    @property
+    def how(self) -> str:
+        return "interrupted" if self.number == signal.SIGINT else "terminated"
+
+    @property
+    def status(self) -> int:
+        """Exit status, as shells have it."""
+        return 128 + self.number
+
+
+@contextmanager
+def first_signal_raises() -> Iterator[None]:
+    """Ctrl-C and SIGTERM raise Stopped, once.
+
+    A second one is ignored, so that what is done can be saved: a scheduler often sends both, one right after the other.
+    The third ends the process at once.
+    """
+    heard = 0
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal heard
+        heard += 1
+        if heard == 1:
+            raise Stopped(number)
+        if heard == _THIRD:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @dataclass
@@ -65,21 +106,6 @@ class End:
     """What was typed, without --debug."""
     status: int | None = None
     """Exit status, set by the command; None for 0."""
-
-
-def command(program: str, *, lasting: bool = False) -> Callable[[Command], Callable[..., int]]:
-    """Make a `main(argv=None)` of a function that takes a list of words, as `guarded` runs it."""
-
-    def wrap(run: Command) -> Callable[..., int]:
-        @functools.wraps(run)
-        def main(argv: Sequence[str] | None = None, **options: Any) -> int:
-            with guarded(program, argv, lasting=lasting) as end:
-                end.status = run(end.words, **options)
-            return end.status or 0
-
-        return main
-
-    return wrap
 
 
 @contextmanager
@@ -100,7 +126,7 @@ def guarded(program: str, argv: Sequence[str] | None = None, *, lasting: bool = 
             escape_unprintable()
             try:
                 yield end
-            except SystemExit as stop:  # argparse exits by itself once it has shown the help
+            except SystemExit as stop:
                 end.status = stop.code if isinstance(stop.code, int) else BAD_INPUT if stop.code else 0
             with suppress(OSError) if lasting else nullcontext():
                 flush_stdout()
@@ -131,35 +157,23 @@ def refuse(error: Exception, program: str) -> int:
     text = visible(redact_text(f"error: {text}"))
     if isinstance(error, RankError) or not hasattr(error, "exit_code") or is_first_rank():
         tell(text)
-        record_for_launcher(text)
-        show_traceback(error)
+        file = os.environ.get(_ERROR_FILE)
+        if file:  # torchrun ends its report with it, below a traceback of torchrun that no rank can prevent
+            extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+            with suppress(OSError):
+                Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}), encoding="utf-8")
+        if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
+            tell("".join(traceback.format_exception(error)).rstrip("\n"))
     elif UNDER_TORCHRUN in os.environ:
         # torchrun ends all ranks as soon as one has failed: let rank 0 be the first, as soon as it has printed.
         time.sleep(5.0)
     return status
 
 
-def record_for_launcher(text: str) -> None:
-    """Leave the error where torchrun looks for it: it ends its report with that, below a traceback of its own which no
-    rank can prevent."""
-    file = os.environ.get(_ERROR_FILE)
-    if file:
-        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        with suppress(OSError):
-            Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}), encoding="utf-8")
-
-
-def show_traceback(error: BaseException) -> None:
-    """Where an error came from, if the user wants to know."""
-    if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
-        tell("".join(traceback.format_exception(error)).rstrip("\n"))
-
-
 def explained(error: Exception, program: str) -> tuple[int, str]:
     """Exit status and the line without its `error: `."""
-    notes = getattr(error, "__notes__", [])
     status, text = _explained(error, program)
-    return status, "; ".join([text, *notes])
+    return status, "; ".join([text, *getattr(error, "__notes__", [])])
 
 
 def _explained(error: Exception, program: str) -> tuple[int, str]:
@@ -171,18 +185,17 @@ def _explained(error: Exception, program: str) -> tuple[int, str]:
         return BAD_INPUT, _of_system(error)
     if isinstance(error, UnicodeError):
         return BAD_INPUT, f"{program} was given text that is not UTF-8 ({error}); give it UTF-8 text"
+    line = str(error).strip().partition("\n")[0]
+    first_line = f": {line}" if line else ""
     if isinstance(error, MemoryError) or "OutOfMemoryError" in names:
-        return (BAD_INPUT, f"{program} ran out of memory{_first_line(error)}; give it less to do, or more memory")
+        return BAD_INPUT, f"{program} ran out of memory{first_line}; give it less to do, or more memory"
     if isinstance(error, ModuleNotFoundError) and not (error.name or "megalite").startswith("megalite"):
-        return (
-            BAD_INPUT,
-            f"{program} needs the package {error.name}, which is not installed; pip install {error.name}",
-        )
+        return BAD_INPUT, f"{program} needs the package {error.name}, which is not installed; pip install {error.name}"
     if "DistError" in names or (isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST)):
-        return (BAD_INPUT, f"{program} lost the other ranks{_first_line(error)}; see what the first to end says")
+        return BAD_INPUT, f"{program} lost the other ranks{first_line}; see what the first to end says"
     return BUG, (
-        f"{program} has a bug: {type(error).__name__}{_first_line(error)}, in {_place(error)}; this is no mistake of "
-        f"yours: run it again with {DEBUG_FLAG} and report the traceback that it then prints"
+        f"{program} has a bug: {type(error).__name__}{first_line}, in {_place(error)}; this is no mistake of yours: run "
+        f"it again with {DEBUG_FLAG} and report the traceback that it then prints"
     )
 
 
@@ -198,11 +211,6 @@ def _of_system(error: OSError) -> str:
 def _is_of_a_path(error: Exception) -> bool:
     """A path that cannot be used as it was meant, whatever the disk does."""
     return isinstance(error, OSError) and error.filename is not None and error.errno in _OF_PATHS
-
-
-def _first_line(error: Exception) -> str:
-    line = str(error).strip().partition("\n")[0]
-    return f": {line}" if line else ""
 
 
 def _place(error: Exception) -> str:

@@ -1,33 +1,117 @@
-"""`megalite generate`: text from a checkpoint of any layout or a Hugging Face folder, on any tp x pp."""
+"""`megalite generate`: text from a checkpoint of any layout or a Hugging Face folder, on any tp x pp.
 
-import argparse
+What it shares with `evaluate` comes first: the layout and the model that the flags name.
+"""
+
 import json
 import sys
 import time
+from argparse import Namespace
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from megalite.cli.early_flags import generate_parser
-from megalite.cli.failures import command
-from megalite.cli.model_flags import Ranks, check_positive, open_model, refuse_given, run_on_ranks
-from megalite.config.errors import ConfigError
-from megalite.conversion.inference import InferenceModel
+from megalite.cli.model_commands import GENERATE
+from megalite.config.errors import ConfigError, RankError
+from megalite.conversion.inference import InferenceModel, TokenizerChoice, load_model
+from megalite.conversion.native import PRECISIONS
 from megalite.generation.continuation import Continuation, GrowingText
 from megalite.generation.generate import Chain, generate_batch
 from megalite.generation.sample import Sampling, read_prompts
 from megalite.tokenizers.subword import HuggingFaceTokenizer
-from megalite.topology.topology import Topology
+from megalite.topology.layout import ParallelLayout
+from megalite.topology.topology import Launch, Topology, start_distributed, stop_distributed
+
+DTYPES = {name: dtype for dtype, name in PRECISIONS.items()}
 
 
-@command("megalite generate")
-def main(argv: Sequence[str]) -> int:
-    """Print the prompts and their continuations; returns the exit status."""
-    return run_on_ranks(generate_parser(), argv, _check, _run, data_parallel=False)
+def refuse_given(flags: Namespace, names: Sequence[str], why: str) -> None:
+    """Raise ConfigError if one of these flags is given, which has no effect: `why`."""
+    for name in names:
+        value = getattr(flags, name)
+        if value is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} has no effect {why}; leave it out")
 
 
-def _check(flags: argparse.Namespace) -> None:
+def layout_of(flags: Namespace, world_size: int, *, data_parallel: bool) -> ParallelLayout:
+    """The layout that the flags and the number of ranks make.
+
+    Ranks that neither --tp nor --pp speaks of are one tp group, or with `data_parallel` replicas of the model.
+    """
+    for axis, instead in (("cp", "a sequence is not split"), ("ep", "experts are split by --tp")):
+        if getattr(flags, axis) != 1:
+            raise ConfigError(
+                f"--{axis} {getattr(flags, axis)}: there is no {axis} here ({instead}); leave it out and use --tp and --pp"
+            )
+    pp = flags.pp or 1
+    tp = flags.tp or (1 if data_parallel else max(1, world_size // pp))
+    if world_size % (tp * pp) or (world_size != tp * pp and not data_parallel):
+        works = (tp, world_size // tp) if world_size % tp == 0 else (world_size, 1)
+        raise ConfigError(
+            f"tp {tp} x pp {pp} = {tp * pp} does not fit the {world_size} rank{'s' if world_size > 1 else ''} that were "
+            f"started; use --tp {works[0]} --pp {works[1]}, or start {tp * pp} (torchrun --nproc-per-node {tp * pp})"
+        )
+    return ParallelLayout(tp=tp, pp=pp, dp=world_size // (tp * pp))
+
+
+def open_model(flags: Namespace, topology: Topology, *, needs_tokenizer: bool = True) -> InferenceModel:
+    """The model that the flags name, on the ranks of the topology."""
+
+    def log(line: str) -> None:
+        if topology.rank == 0:
+            print(line, file=sys.stderr)
+
+    return load_model(
+        flags.load,
+        topology,
+        step=flags.ckpt_step,
+        dtype=DTYPES.get(flags.dtype),
+        tokenizer=TokenizerChoice(flags.tokenizer_model, flags.tiktoken_pattern),
+        needs_tokenizer=needs_tokenizer,
+        log=log,
+    )
+
+
+def run_on_ranks(
+    flags: Namespace,
+    check: Callable[[Namespace], None],
+    work: Callable[[Namespace, Topology], None],
+    *,
+    data_parallel: bool,
+) -> int:
+    """Join the other ranks and work; returns the exit status.
+
+    Args:
+        check: of the flags alone, before anything is started.
+        data_parallel: see `layout_of`.
+    """
+    agreed = False
+    try:
+        launch = Launch.from_environment()
+        TokenizerChoice(flags.tokenizer_model, flags.tiktoken_pattern)
+        check(flags)
+        layout = layout_of(flags, launch.world_size, data_parallel=data_parallel)
+        device = launch.device(flags.device)
+        start_distributed(launch, device, backend="auto", timeout_minutes=10.0)
+        work(flags, Topology.create(layout, rank=launch.rank, device=device))
+        agreed = True
+    except ConfigError as error:
+        agreed = not isinstance(error, RankError)
+        raise
+    finally:
+        stop_distributed(agreed=agreed)
+    return 0
+
+
+main = GENERATE
+
+
+def run(flags: Namespace) -> int:
+    return run_on_ranks(flags, _check, _generate, data_parallel=False)
+
+
+def _check(flags: Namespace) -> None:
     """What is wrong with the flags alone, on every rank alike."""
     _sampling(flags)
     if not flags.prompt and flags.prompts is None:
@@ -39,12 +123,11 @@ def _check(flags: argparse.Namespace) -> None:
     if flags.temperature == 0.0:
         greedy = "with --temperature 0, which takes the likeliest token (a temperature above 0 draws)"
         refuse_given(flags, ("top_k", "top_p", "seed"), greedy)
-    check_positive(flags, ("batch_size",))
     if flags.stop and "" in flags.stop:
         raise ConfigError("--stop is empty; give the text to end before, or leave it out")
 
 
-def _sampling(flags: argparse.Namespace) -> Sampling:
+def _sampling(flags: Namespace) -> Sampling:
     return Sampling(
         max_new_tokens=flags.max_new_tokens,
         repetition_penalty=flags.repetition_penalty,
@@ -55,8 +138,7 @@ def _sampling(flags: argparse.Namespace) -> Sampling:
     )
 
 
-def _run(ranks: Ranks) -> None:
-    flags, topology = ranks
+def _generate(flags: Namespace, topology: Topology) -> None:
     texts: list[str] = []
     error: ConfigError | None = None
     if topology.rank == 0:
@@ -123,7 +205,6 @@ def _refuse_existing(output: Path | None) -> None:
 
 
 def _open_output(path: Path | None, topology: Topology) -> TextIO | None:
-    """The file, on rank 0; an error on every rank if it cannot be written."""
     output, error = None, None
     if topology.rank == 0 and path is not None:
         try:
@@ -151,7 +232,6 @@ class _Shown:
             print(prompts[0], end="", flush=True)
 
     def take(self, continuation: Continuation) -> None:
-        """There is more of a text, or it has ended."""
         assert continuation.text is not None
         if self._streams:
             print(continuation.text.take(), end="" if continuation.finish is None else "\n", flush=True)

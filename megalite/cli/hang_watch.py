@@ -7,7 +7,6 @@ from megalite.watchdog.watch import Lifeline, watch
 
 
 def main() -> int:
-    """Watch until the run ends."""
     # Ctrl-C and what a scheduler sends to every process of a job are for the ranks; when they have ended, so does this.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)

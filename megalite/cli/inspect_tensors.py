@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from typing import Any
@@ -11,20 +11,24 @@ from megalite.checkpoint.compare import Comparison, compare, statistics
 from megalite.checkpoint.load import Checkpoint
 from megalite.checkpoint.manifest import Manifest, TensorEntry, file_key
 from megalite.checkpoint.survey import Surveyed
-from megalite.cli.inspect_config import only_a_place
-from megalite.cli.inspect_text import columns, short
+from megalite.cli.display import table
+from megalite.cli.inspect_text import short
 from megalite.config.errors import CheckpointError
 
 _SHOWN = 20
 """Rows of a list of differences."""
+_PLACES = (
+    "config.checkpoint",
+    "config.logging",
+    "config.data.tokenizer_model",
+    "config.data.vocab_file",
+    "config.data.merge_file",
+)
+"""Fields of the manifest that say where and how a run was kept: two runs can hardly have the same."""
 
 
 def tensor_statistics(found: Surveyed, pattern: str) -> dict[str, dict[str, Any]]:
-    """Statistics of the tensors whose name in their file (`layers.0.norm.weight`, `exp_avg/...`) matches the pattern.
-
-    Raises:
-        CheckpointError: none matches, or a file is not what the manifest says.
-    """
+    """Statistics of the tensors with a name in their file (`layers.0.norm.weight`, `exp_avg/...`) that matches."""
     checkpoint = _open(found)
     rows = {}
     for key in _chosen(checkpoint.keys(), pattern, f"{found.path} has no"):
@@ -76,8 +80,12 @@ class CheckpointDiff:
         if pattern is not None:
             keys = _chosen(keys, pattern, "neither checkpoint has a")
         fields = {} if pattern is not None else _differing_fields(one.manifest, other.manifest)
-        self.fields = {name: values for name, values in fields.items() if not only_a_place(name)}
-        self.places = {name: values for name, values in fields.items() if only_a_place(name)}
+        self.places = {
+            name: values
+            for name, values in fields.items()
+            if any(name == place or name.startswith(f"{place}.") for place in _PLACES)
+        }
+        self.fields = {name: values for name, values in fields.items() if name not in self.places}
         self.tensors: Comparison = compare(one, other, keys, trust_hashes=trust_hashes)
 
     @property
@@ -86,7 +94,6 @@ class CheckpointDiff:
         return not self.fields and self.tensors.same
 
     def data(self) -> dict[str, Any]:
-        """For JSON."""
         tensors = self.tensors
         return {
             "first": str(self._paths[0]),
@@ -113,27 +120,23 @@ class CheckpointDiff:
             ("paths and the like that differ and do not count (A | B):", self.places),
         ):
             if fields:
-                rows = [[f"  {name}", short(a), "|", short(b)] for name, (a, b) in fields.items()]
-                lines += [title, *columns(rows, right=set())]
+                rows = [[name, short(a), "|", short(b)] for name, (a, b) in fields.items()]
+                lines += [title, *table(rows, indent=2)]
         for which, keys in (("A", tensors.only_first), ("B", tensors.only_second)):
             if keys:
                 lines += [f"only in {which}:", *_shown([f"  {key}" for key in keys])]
         if tensors.declared:
-            rows = [[f"  {key}", _kind(a), "|", _kind(b)] for key, (a, b) in tensors.declared.items()]
-            lines += ["dtype or shape (A | B):", *_shown(columns(rows, right=set()))]
+            rows = [[key, _kind(a), "|", _kind(b)] for key, (a, b) in tensors.declared.items()]
+            lines += ["dtype or shape (A | B):", *_shown(table(rows, indent=2))]
         if tensors.differing:
-            lines += ["values, the largest difference first:", *_shown(list(self._value_rows()), head=1)]
+            rows = [["tensor", "largest", "rms", "elements", "", "NaN or Inf"]]
+            for key, found in tensors.differing.items():
+                beyond = f"{found.non_finite:,}" if found.non_finite else ""
+                numbers = (f"{found.max_abs:.3g}", f"{found.rms:.3g}", f"{found.differing:,}")
+                rows.append([key, *numbers, f"of {found.elements:,}", beyond])
+            shown = _shown(table(rows, right={1, 2, 3, 5}, indent=2), head=1)
+            lines += ["values, the largest difference first:", *shown]
         return "\n".join([*lines, self._summary()])
-
-    def _value_rows(self) -> Iterator[str]:
-        rows = [["  tensor", "largest", "rms", "elements", "", "NaN or Inf"]]
-        for key, found in self.tensors.differing.items():
-            share = f"{found.differing:,}"
-            beyond = f"{found.non_finite:,}" if found.non_finite else ""
-            rows.append(
-                [f"  {key}", f"{found.max_abs:.3g}", f"{found.rms:.3g}", share, f"of {found.elements:,}", beyond]
-            )
-        yield from columns(rows, right={1, 2, 3, 5})
 
     def _summary(self) -> str:
         tensors = self.tensors

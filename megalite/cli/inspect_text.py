@@ -1,4 +1,4 @@
-"""Checkpoints as text: what one holds, a table of several, statistics, and how two differ. No torch."""
+"""Checkpoints as text: what one holds, a table of several, and statistics. No torch."""
 
 import json
 import math
@@ -10,7 +10,8 @@ from typing import Any
 
 from megalite.checkpoint.manifest import ITEM_SIZES, MANIFEST_NAME, Manifest, TensorEntry
 from megalite.checkpoint.survey import Surveyed, unlisted
-from megalite.cli.dry_run_text import size
+from megalite.cli.display import table
+from megalite.config.byte_size import format_bytes
 from megalite.config.compute import kernels_in_words
 from megalite.config.run import RunConfig
 
@@ -22,12 +23,11 @@ _MAX_FILES = 16
 
 
 def format_table(surveyed: Sequence[Surveyed]) -> str:
-    """Each checkpoint in a line, newest first."""
     rows = [["checkpoint", "files", "size", "state"]]
     for found in surveyed:
         files = "-" if found.manifest is None else str(len(found.manifest.files))
-        rows.append([found.path.name, files, "-" if found.bytes is None else size(found.bytes), found.state])
-    lines = columns(rows, right={1, 2})
+        rows.append([found.path.name, files, "-" if found.bytes is None else format_bytes(found.bytes), found.state])
+    lines = table(rows, right={1, 2})
     if any(found.state == "complete" for found in surveyed):
         lines.append("complete: all files are there and of the right length; --step N verifies their sha256 too")
     return "\n".join(lines)
@@ -38,24 +38,19 @@ def format_checkpoint(found: Surveyed) -> str:
     manifest = found.manifest
     if manifest is None:
         return f"checkpoint   {found.path}"
+    axes = {axis: manifest.layout[axis] for axis in ("tp", "pp", "dp", "cp", "ep") if axis in manifest.layout}
     rows = [
         ("checkpoint", str(found.path)),
         ("step", f"{manifest.step}, {_origin(found, manifest)}"),
-        ("layout", _pairs(_axes_first(manifest.layout)) or "unknown"),
+        ("layout", _pairs(axes | manifest.layout) or "unknown"),
         ("counters", _pairs(manifest.counters) or "none"),
         ("tokenizer", "none" if manifest.tokenizer is None else f"sha256 {manifest.tokenizer}"),
     ]
     extra = unlisted(found)
     if extra:
         rows.append(("also there", f"{', '.join(extra[:5])}{', ...' if len(extra) > 5 else ''} (not read)"))
-    parts = [
-        "\n".join(f"{name:<12} {value}" for name, value in rows),
-        _format_files(found, manifest),
-        _format_weights(manifest),
-        _format_states(manifest),
-        format_settings(manifest.config),
-    ]
-    return "\n".join(part for part in parts if part)
+    lines = [f"{name:<12} {value}" for name, value in rows]
+    return "\n".join([*lines, *_files(manifest), *_weights(manifest), *_states(manifest), *_settings(manifest.config)])
 
 
 def _origin(found: Surveyed, manifest: Manifest) -> str:
@@ -69,39 +64,36 @@ def _origin(found: Surveyed, manifest: Manifest) -> str:
     return f"by megalite {manifest.megalite_version}{rest}, files of {written:%Y-%m-%d %H:%M:%S}"
 
 
-def _axes_first(layout: Mapping[str, Any]) -> dict[str, Any]:
-    axes = {axis: layout[axis] for axis in ("tp", "pp", "dp", "cp", "ep") if axis in layout}
-    return axes | {name: value for name, value in layout.items() if name not in axes}
-
-
 def _pairs(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {short(value)}" for name, value in values.items())
 
 
 def short(value: Any) -> str:
+    """A value as text, cut to 60 characters."""
     text = str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _format_files(found: Surveyed, manifest: Manifest) -> str:
-    lengths = {name: entry.length for name, entry in manifest.files.items()}
-    rows = [[f"  {name}", size(lengths[name])] for name in sorted(lengths)]
+def _files(manifest: Manifest) -> list[str]:
+    lengths = {name: entry.length for name, entry in sorted(manifest.files.items())}
+    rows = [[name, format_bytes(length)] for name, length in lengths.items()]
     if len(rows) > _MAX_FILES:
         rows = []
-        for pattern, names in fold(sorted(lengths), _DIGITS):
-            held = [lengths[name] for name in names]
-            each = f"x{len(names)}, {size(min(held))} to {size(max(held))} each, {size(sum(held))} in all"
-            rows.append([f"  {pattern}", each if len(names) > 1 else size(held[0])])
-    return "\n".join([f"files        {len(lengths)}, {size(sum(lengths.values()))}", *columns(rows, right=set())])
+        for pattern, names in fold(lengths, _DIGITS):
+            sizes = [lengths[name] for name in names]
+            least, most, total = map(format_bytes, (min(sizes), max(sizes), sum(sizes)))
+            each = f"x{len(names)}, {least} to {most} each, {total} in all"
+            rows.append([pattern, each if len(names) > 1 else total])
+    return [f"files        {len(lengths)}, {format_bytes(sum(lengths.values()))}", *table(rows, indent=2)]
 
 
-def _format_weights(manifest: Manifest) -> str:
+def _weights(manifest: Manifest) -> list[str]:
     weights = {entry.name: entry for key, entry in manifest.tensors.items() if key.startswith("weight:")}
     if not weights:
-        return "weights      none"
+        return ["weights      none"]
     elements = sum(math.prod(entry.global_shape) for entry in weights.values())
-    lines = [f"weights      {len(weights)} tensors, {elements:,} elements, {size(_bytes(weights.values()))}"]
-    return "\n".join([*lines, *columns(_tensor_rows(weights), right=set())])
+    head = f"weights      {len(weights)} tensors, {elements:,} elements, {format_bytes(_bytes(weights.values()))}"
+    return [head, *table(_tensor_rows(weights), indent=2)]
 
 
 def _tensor_rows(entries: Mapping[str, TensorEntry]) -> list[list[str]]:
@@ -115,14 +107,13 @@ def _tensor_rows(entries: Mapping[str, TensorEntry]) -> list[list[str]]:
             parts = sorted({len(entries[name].parts) for name in members})
             cut = f"{parts[0]}" if len(parts) == 1 else f"{parts[0]} to {parts[-1]}"
             count = f"x{len(members)}" if len(members) > 1 else ""
-            rows.append([f"  {pattern}", str(list(shape)), dtype, count, "" if cut == "1" else f"in {cut} parts"])
+            rows.append([pattern, str(list(shape)), dtype, count, "" if cut == "1" else f"in {cut} parts"])
     return sorted(rows, key=lambda row: _natural(row[0]))
 
 
-def _natural(name: str) -> list[tuple[bool, int, str]]:
+def _natural(name: str) -> list[tuple[int, str]]:
     """To sort 10 behind 9."""
-    words = re.split(r"(\d+)", name)
-    return [(word.isdigit(), int(word) if word.isdigit() else 0, word) for word in words]
+    return [(int(word) if word.isdigit() else -1, word) for word in re.split(r"(\d+)", name)]
 
 
 def fold(names: Iterable[str], number: re.Pattern[str]) -> list[tuple[str, list[str]]]:
@@ -156,7 +147,7 @@ def _bytes(entries: Iterable[TensorEntry]) -> int:
     return sum(math.prod(entry.global_shape) * ITEM_SIZES[entry.dtype] for entry in entries)
 
 
-def _format_states(manifest: Manifest) -> str:
+def _states(manifest: Manifest) -> list[str]:
     """The optimizer's states: their tensors are named and shaped as the weights."""
     states: dict[str, list[TensorEntry]] = {}
     for key, entry in manifest.tensors.items():
@@ -164,37 +155,31 @@ def _format_states(manifest: Manifest) -> str:
         if group != "weight":
             states.setdefault(group.removeprefix("optimizer."), []).append(entry)
     if not states:
-        return "optimizer    none"
-    total = size(sum(_bytes(entries) for entries in states.values()))
-    rows = [
-        [
-            f"  {state}",
-            f"{len(entries)} tensors",
-            ", ".join(sorted({entry.dtype for entry in entries})),
-            size(_bytes(entries)),
-        ]
-        for state, entries in sorted(states.items())
-    ]
-    return "\n".join([f"optimizer    {len(states)} states, {total}", *columns(rows, right=set())])
+        return ["optimizer    none"]
+    rows = []
+    for state, entries in sorted(states.items()):
+        dtypes = ", ".join(sorted({entry.dtype for entry in entries}))
+        rows.append([state, f"{len(entries)} tensors", dtypes, format_bytes(_bytes(entries))])
+    total = format_bytes(sum(map(_bytes, states.values())))
+    return [f"optimizer    {len(states)} states, {total}", *table(rows, indent=2)]
 
 
-def format_settings(config: Mapping[str, Any]) -> str:
+def _settings(config: Mapping[str, Any]) -> list[str]:
     """The settings that are not at their defaults, a line a section."""
     defaults = _defaults()
     lines = ["config       what is not at its default (--json shows all)"]
     for section, values in in_order(config).items():
         usual = defaults.get(section, {})
+        changed = short(values)
         if isinstance(values, dict):
-            changed = {name: value for name, value in values.items() if name not in usual or usual[name] != value}
-            if changed:
-                lines.append(f"  {section:<10} {_pairs(changed)}")
-        else:
-            lines.append(f"  {section:<10} {short(values)}")
-    return "\n".join(lines)
+            changed = _pairs({name: each for name, each in values.items() if name not in usual or usual[name] != each})
+        if changed:
+            lines.append(f"  {section:<10} {changed}")
+    return lines
 
 
 def in_order(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with sections and settings in their own order instead of the alphabet's; unknown ones last."""
+    """The config with sections and settings in the order of the tables instead of the alphabet's; unknown ones last."""
     defaults = _defaults()
 
     def order(values: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
@@ -218,7 +203,7 @@ def format_state(found: Surveyed) -> str:
     if found.faults:
         return "\n".join(["damaged:", *(f"  {fault}" for fault in found.faults)])
     assert found.manifest is not None and found.bytes is not None
-    files = f"{len(found.manifest.files)} files, {size(found.bytes)}"
+    files = f"{len(found.manifest.files)} files, {format_bytes(found.bytes)}"
     if found.verified:
         return f"verified     {files}: sha256 OK"
     return f"complete     {files}: all there and of the right length; not hashed"
@@ -226,31 +211,14 @@ def format_state(found: Surveyed) -> str:
 
 def format_passed_over(surveyed: Sequence[Surveyed], shown: Surveyed) -> str:
     """A line for each damaged checkpoint but the one shown; empty if there is none."""
-    return "\n".join(
-        f"{found.path.name} is {found.state}; shown is {shown.path.name}"
-        for found in surveyed
-        if found.faults and found is not shown
-    )
+    passed = [found for found in surveyed if found.faults and found is not shown]
+    return "\n".join(f"{found.path.name} is {found.state}; shown is {shown.path.name}" for found in passed)
 
 
 def format_statistics(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """A table of statistics; `rows` by tensor, as `megalite.checkpoint.compare.Statistics` has them."""
-    head = ["tensor", "shape", "dtype", "min", "max", "mean", "std", "NaN", "Inf"]
-    table = [head]
+    lines = [["tensor", "shape", "dtype", "min", "max", "mean", "std", "NaN", "Inf"]]
     for name, row in rows.items():
         numbers = ["-" if row[field] is None else f"{row[field]:.5g}" for field in ("min", "max", "mean", "std")]
-        table.append([name, str(row["shape"]), row["dtype"], *numbers, f"{row['nan']:,}", f"{row['inf']:,}"])
-    return "\n".join(columns(table, right={3, 4, 5, 6, 7, 8}))
-
-
-def columns(rows: Sequence[Sequence[str]], right: set[int]) -> list[str]:
-    """Rows with their columns aligned; `right` are those aligned to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if index in right else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines
+        lines.append([name, str(row["shape"]), row["dtype"], *numbers, f"{row['nan']:,}", f"{row['inf']:,}"])
+    return "\n".join(table(lines, right=range(3, 9)))

@@ -1,15 +1,16 @@
 """`megalite kernels`: which kernels there are, which can run here, and which would."""
 
 import json
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 
 import torch
 
-from megalite.cli.early_flags import kernels_parser
-from megalite.cli.failures import command
+from megalite.cli.display import table
 from megalite.cli.output import show
+from megalite.cli.tool_commands import KERNELS
 from megalite.config.compute import OPERATIONS
 from megalite.config.errors import ConfigError
 from megalite.kernels.registry import IMPLEMENTATIONS, Kernels, Use, backends_of, why_not, why_not_backend
@@ -31,13 +32,13 @@ SIZES: Mapping[str, int] = MappingProxyType(
 
 TYPES = (torch.bfloat16, torch.float32)
 FLAT = ("adam", "lamb")
-"""Operations on the optimizer's own fp32."""
+"""Operations on the fp32 state of the optimizer."""
+
+main = KERNELS
 
 
 @dataclass(frozen=True)
 class Row:
-    """One backend of an operation."""
-
     operation: str
     backend: str
     reason: str | None
@@ -57,15 +58,12 @@ class Chosen:
     why: str
 
 
-@command("megalite kernels")
-def main(argv: Sequence[str]) -> int:
-    """Print the tables; 0, or 2 on bad input."""
-    arguments = kernels_parser().parse_args(argv)
-    device = _device(arguments.device)
+def run(flags: Namespace) -> int:
+    device = _device(flags.device)
     rows = [row for operation in OPERATIONS for row in _rows(operation, device.type)]
     chosen = chosen_kernels(device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    if arguments.json:
+    if flags.json:
         lists = {"kernels": [asdict(row) for row in rows], "chosen": [asdict(choice) for choice in chosen]}
         show(json.dumps({"device": name, "torch": torch.__version__, **lists}, indent=2))
     else:
@@ -98,36 +96,31 @@ def _rows(operation: str, device: str) -> list[Row]:
 
 def chosen_kernels(device: torch.device) -> list[Chosen]:
     """What would serve each operation of a model of hidden size 4096."""
-    return [choice for operation in OPERATIONS for choice in _chosen(operation, device)]
-
-
-def _chosen(operation: str, device: torch.device) -> list[Chosen]:
     found = []
-    size = SIZES.get(operation, 4096)
-    for dtype in _types(operation):
-        kernels = Kernels()
-        kernels.get(operation, device=device, dtype=dtype, size=size)
-        choice = kernels.chosen[0]
-        found.append(Chosen(operation, size, str(dtype), choice.backend, choice.why))
+    for operation in OPERATIONS:
+        size = SIZES.get(operation, 4096)
+        for dtype in _types(operation):
+            kernels = Kernels()
+            kernels.get(operation, device=device, dtype=dtype, size=size)
+            choice = kernels.chosen[0]
+            found.append(Chosen(operation, size, str(dtype), choice.backend, choice.why))
     return found
 
 
 def _table(rows: Sequence[Row]) -> str:
-    lines = [f"{'operation':<14} {'backend':<8} status"]
+    cells = [("operation", "backend", "status")]
     for place, row in enumerate(rows):
         first = place == 0 or rows[place - 1].operation != row.operation
         refused = "; ".join(f"not {_short(dtype)}: {reason}" for dtype, reason in row.not_for.items())
         status = row.reason or ("ready" if not refused else f"ready; {refused}")
-        lines.append(f"{row.operation if first else '':<14} {row.backend:<8} {status}")
-    return "\n".join(lines)
+        cells.append((row.operation if first else "", row.backend, status))
+    return "\n".join(table(cells))
 
 
 def _choices(chosen: Sequence[Chosen]) -> str:
-    lines = [f"{'chosen for':<14} {'size':>9} {'type':<9} {'backend':<8} because"]
-    lines += [
-        f"{each.operation:<14} {each.size:>9} {_short(each.dtype):<9} {each.backend:<8} {each.why}" for each in chosen
-    ]
-    return "\n".join(lines)
+    cells = [("chosen for", "size", "type", "backend", "because")]
+    cells += [(each.operation, str(each.size), _short(each.dtype), each.backend, each.why) for each in chosen]
+    return "\n".join(table(cells, right={1}))
 
 
 def _short(dtype: str) -> str:

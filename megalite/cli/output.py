@@ -1,10 +1,13 @@
-"""Answers on stdout and messages on stderr, also where nobody reads them or they hold what a terminal cannot show."""
+"""Answers on stdout and messages on stderr, also where no one reads them or they hold what a terminal cannot show."""
 
 import contextlib
 import io
 import os
 import select
 import sys
+from pathlib import Path
+
+from megalite.config.errors import ConfigError
 
 
 def show(text: str) -> None:
@@ -20,6 +23,14 @@ def tell(text: str, end: str = "\n") -> None:
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
             print(text, end=end, file=sys.stderr, flush=True)
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file that a flag names."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; give a file in a folder that exists") from None
 
 
 def visible(text: str) -> str:
@@ -51,7 +62,7 @@ def flush_stdout() -> None:
 
 
 def stdout_has_no_reader() -> bool:
-    """It is a pipe whose reader has gone."""
+    """It is a pipe, and its reader has gone."""
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)
@@ -63,3 +74,20 @@ def stdout_has_no_reader() -> bool:
 def drop_stdout() -> None:
     """Put the null device in stdout's place: Python flushes it once more on its way out."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def occupy_closed_streams() -> None:
+    """Put the null device where stdin, stdout or stderr is closed, so that no file of the output gets its number."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+
+
+def stderr_is_terminal() -> bool:
+    """Progress may be drawn on it."""
+    try:
+        return sys.stderr is not None and sys.stderr.isatty()
+    except ValueError:  # closed
+        return False

@@ -1,15 +1,21 @@
 """`megalite plan`: which layout to use, how fast it is and how much memory it takes, before a device is rented."""
 
 import json
+import re
 import shutil
-import sys
+from argparse import Namespace
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from megalite.cli.failures import command
+from megalite.cli.dry_run import with_vocabulary
 from megalite.cli.output import show
-from megalite.cli.plan_flags import FLAGS, Asked, parse_plan
+from megalite.cli.tool_commands import PLAN
+from megalite.config.byte_size import parse_byte_size
+from megalite.config.describe import replace as with_settings
+from megalite.config.errors import ConfigError
+from megalite.config.flags import Invocation
 from megalite.pipeline.ir.render import render_grid
+from megalite.planner.hardware import Cluster, SoftwareStack, load_cluster, load_stack
 from megalite.planner.report import (
     drawn_timeline,
     format_plan,
@@ -19,69 +25,99 @@ from megalite.planner.report import (
     write_files,
     write_text,
 )
+from megalite.planner.search.request import (
+    USUAL_MEMORY,
+    Request,
+    fixed_settings,
+    parse_constraint,
+    refuse_not_searched,
+    request_for,
+)
 from megalite.planner.search.search import Plan, find
 
 _WIDTH = 160
 """Of a timeline where there is no terminal."""
-_EXAMPLE = "megalite plan --preset llama2-7b --cluster dgx-a100 --gpus 64 --global-batch-size 1024"
+_UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+main = PLAN
 
 
-@command("megalite plan")
-def main(argv: Sequence[str]) -> int:
-    """Run the command; 0 if all went well, 2 after a ConfigError."""
-    if not argv or "--help" in argv or "-h" in argv:
-        show(usage())
-        return 0 if argv else 2
-    asked = parse_plan(argv)
-    plan = find(asked.request, asked.cluster, asked.stack, top=asked.top)
-    show(_answer(asked, plan))
+def run(flags: Namespace) -> int:
+    request, cluster, stack = asked(flags)
+    tokens = _tokens(flags.tokens)
+    plan = find(request, cluster, stack, top=flags.top)
+    data = plan_data(plan, tokens)
+    written = [] if flags.output is None else write_files(plan, flags.output, tokens)
+    if flags.html is not None:
+        write_text(flags.html, html_page(data, drawn_timeline(plan.candidates[0], cluster, stack)))
+        written.append(flags.html)
+    lines = [] if flags.output is None else launch_lines(plan, flags.output)
+    if flags.json:
+        show(json.dumps({**data, "written": list(map(str, written)), "launch": lines}, indent=2))
+        return 0
+    parts = [format_plan(data)]
+    if flags.explain:
+        parts.append(_drawn(plan, data, cluster, stack))
+    if written:
+        parts.append("\n".join(f"wrote {path}" for path in written))
+    if lines:
+        parts.append("\n".join(["Start it on each node with the first line, or with the second:", *lines]))
+    show("\n\n".join(parts))
     return 0
 
 
-def usage() -> str:
-    """What the flags do."""
-    lines = [
-        "usage: megalite plan --preset NAME --cluster NAME --gpus N --global-batch-size N [SETTINGS ...]",
-        "",
-        "Finds the fastest layouts that fit. Any setting of megalite train may be given; those that the search decides",
-        "(--tp, --pp, ...) then are constraints. docs/plan.md explains what is printed.",
-        "",
-    ]
-    for flag, (value, text) in FLAGS.items():
-        words = f"{flag} {value}".strip()
-        lines.append(f"  {words:<22} {text}")
-    lines += ["", f"example: {_EXAMPLE}"]
-    return "\n".join(lines)
-
-
-def _answer(asked: Asked, plan: Plan) -> str:
-    data = plan_data(plan, asked.tokens)
-    written = [] if asked.output is None else write_files(plan, asked.output, asked.tokens)
-    best = plan.candidates[0]
-    if asked.html is not None:
-        write_text(asked.html, html_page(data, drawn_timeline(best, asked.cluster, asked.stack)))
-        written.append(asked.html)
-    lines = [] if asked.output is None else launch_lines(plan, asked.output)
-    if asked.json:
-        return json.dumps({**data, "written": list(map(str, written)), "launch": lines}, indent=2)
-    text = format_plan(data)
-    if asked.explain:
-        text += f"\n\n{_drawn(asked, plan, data)}"
-    if written:
-        text += "\n\n" + "\n".join(f"wrote {path}" for path in written)
-    if lines:
-        text += "\n\nStart it on each node with the first line, or with the second:\n" + "\n".join(lines)
-    return text
-
-
-def _drawn(asked: Asked, plan: Plan, data: dict[str, Any]) -> str:
-    """The step of the best layout, a row a pipeline rank."""
-    timeline = drawn_timeline(plan.candidates[0], asked.cluster, asked.stack)
+def _drawn(plan: Plan, data: dict[str, Any], cluster: Cluster, stack: SoftwareStack) -> str:
+    timeline = drawn_timeline(plan.candidates[0], cluster, stack)
     count, whole = timeline.schedule.num_microbatches, data["layouts"][0]["microbatches"]
     note = "" if count == whole else f" (with {count} microbatches instead of {whole})"
     width = shutil.get_terminal_size((_WIDTH, 0)).columns
     return f"The step of the best layout{note}, in seconds:\n{render_grid(timeline, width=width)}"
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+class Asked(NamedTuple):
+    """What to search, on which machines and with which software."""
+
+    request: Request
+    cluster: Cluster
+    stack: SoftwareStack
+
+
+def asked(flags: Namespace) -> Asked:
+    """What the flags ask for."""
+    cluster, stack = load_cluster(flags.cluster), load_stack(flags.stack)
+    limit: float | None = cluster.accelerator.memory_bytes * USUAL_MEMORY
+    if flags.max_memory is not None:
+        limit = parse_byte_size(flags.max_memory)
+    if limit is None:
+        raise ConfigError(f"--max-memory is {flags.max_memory}; it is a size with its unit, e.g. 70GB or 64GiB")
+    request = request_of(flags.invocation, cluster, flags.gpus, flags.fix or (), limit)
+    return Asked(request, cluster, stack)
+
+
+def _tokens(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([KMBT]?)", text, re.ASCII | re.IGNORECASE)
+    if match is None or float(match[1]) <= 0:
+        raise ConfigError(f"--tokens is {text}; it is a number above 0 such as 300B or 1.5T")
+    return float(match[1]) * _UNITS[match[2].upper()]
+
+
+def request_of(
+    invocation: Invocation, cluster: Cluster, ranks: int, constraints: Sequence[str], limit: float
+) -> Request:
+    """Settings that are searched become constraints, the others the config that every layout shares."""
+    refuse_not_searched(invocation.config, invocation.explicit)
+    fixed = fixed_settings(invocation.config, invocation.explicit)
+    for text in constraints:
+        name, values = parse_constraint(text)
+        if fixed.get(name, values) != values:
+            raise ConfigError(f"--fix {text} and {name} {','.join(map(str, fixed[name]))} contradict; keep one of them")
+        fixed[name] = values
+    config = invocation.config
+    if config.training.global_batch_size is None:
+        raise ConfigError("the batch is not set; add --global-batch-size, e.g. 1536")
+    if invocation.provenance["precision"] == "default":
+        peaks = cluster.accelerator.peak_flops
+        order = [precision for precision in ("bf16", "fp16", "fp32", "fp64") if precision in peaks]
+        best = max(order, key=lambda precision: peaks[precision])  # the first of equals
+        config = with_settings(config, precision=best)
+    return request_for(with_vocabulary(config), world_size=ranks, fixed=fixed, memory_limit=limit)

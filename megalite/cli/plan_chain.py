@@ -1,82 +1,154 @@
 """`megalite plan-chain`: stages, replicas and placement for a chain of layers on a hierarchical cluster."""
 
-import argparse
 import json
-import sys
-from collections.abc import Sequence
-from pathlib import Path
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
-from megalite.cli.failures import command
-from megalite.cli.output import show
-from megalite.cli.parser import Parser
-from megalite.cli.plan_chain_text import as_data, drawing, format_plan
+from megalite.cli.display import table
+from megalite.cli.output import show, write_file
+from megalite.cli.tool_commands import PLAN_CHAIN
 from megalite.config.byte_size import format_bytes, parse_byte_size
 from megalite.config.errors import ConfigError
+from megalite.pipeline.ir.render import render_grid
+from megalite.pipeline.ir.simulate import Timeline
 from megalite.pipeline.ir.svg import Panel, draw_svg
-from megalite.planner.chain.inputs import read_cluster
-from megalite.planner.chain.planning import plan_chain
-from megalite.planner.chain.twins import TWINS, find_profile
+from megalite.planner.chain.inputs import ChainCluster, ChainProfile, read_cluster
+from megalite.planner.chain.judge import Judged, timeline
+from megalite.planner.chain.judge import run as run_plan
+from megalite.planner.chain.plan import device_ids, plan_costs
+from megalite.planner.chain.planning import Planned, plan_chain
+from megalite.planner.chain.twins import find_profile
 
-_DESCRIPTION = """Which layers make a stage, on how many devices and on which: the fastest synchronous step for a model given as a
-chain of measured layers. PipeDream's plan, pure data parallelism and a straight pipeline are judged by the same
-simulator. docs/planner_chain.md explains all of it."""
+_WIDTH = 160
+
+main = PLAN_CHAIN
 
 
-@command("megalite plan-chain")
-def main(argv: Sequence[str]) -> int:
-    """Run the command; 0 if all went well, 2 after a ConfigError."""
-    show(_answer(_parser().parse_args(argv)))
+def run(flags: Namespace) -> int:
+    profile, cluster = find_profile(flags.profile), read_cluster(flags.cluster)
+    memory = cluster.memory_gb * 1e9 if flags.memory is None else parse_byte_size(flags.memory)
+    if memory is None:
+        raise ConfigError(f"--memory is {flags.memory}; use bytes such as 16GB or 15.5GiB")
+    planned = plan_chain(profile, cluster, flags.global_batch_size, memory=memory)
+    answer = _Answer(planned, profile, cluster, flags.global_batch_size, memory)
+    if flags.svg is not None:
+        best = planned.best
+        samples = f"{best.seconds:.4g} s a step of {flags.global_batch_size} samples"
+        panel = Panel(
+            timeline=answer.drawing(),
+            peaks=tuple(map(format_bytes, best.memory)),
+            summary=f"{profile.name} on {cluster.name}: {samples}; a rank is a stage",
+        )
+        write_file(flags.svg, draw_svg([panel], unit="ms", peak="what a device of the stage holds at most"))
+    text = json.dumps(answer.data()) if flags.json else "\n".join(answer.lines(details=flags.compare))
+    show(text if flags.json or flags.svg is None else f"{text}\nwrote {flags.svg}")
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        "megalite plan-chain",
-        _DESCRIPTION,
-        examples=("megalite plan-chain vgg-19 --cluster 2x8 --global-batch-size 1024",),
-    )
-    parser.add_argument("profile", metavar="PROFILE", help=f"YAML: the layers; or a synthetic one: {', '.join(TWINS)}")
-    parser.add_argument(
-        "--cluster",
-        required=True,
-        metavar="NAME",
-        help="machines x devices such as 2x8 or 16x1@10 (Gbit/s), A, B or C of the DAPPLE paper, or a YAML file",
-    )
-    parser.add_argument("--global-batch-size", required=True, type=int, metavar="N", help="samples of a step")
-    parser.add_argument("--memory", metavar="SIZE", help="of a device, such as 16GB (default: the cluster's)")
-    parser.add_argument("--compare", action="store_true", help="the stages of the plans it is compared with, too")
-    parser.add_argument("--json", action="store_true", help="everything as data")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="write the timeline as a picture")
-    return parser
+@dataclass(frozen=True)
+class _Answer:
+    planned: Planned
+    profile: ChainProfile
+    cluster: ChainCluster
+    samples: int
+    memory: float
+
+    def drawing(self) -> Timeline:
+        """The step of the best plan on a clock, in milliseconds."""
+        plan = self.planned.best.plan
+        costs = plan_costs(plan, self.profile, self.cluster)
+        return timeline(plan, costs, run_plan(plan, costs, self.cluster))
+
+    def lines(self, *, details: bool) -> Iterator[str]:
+        """The plan, the others beside it, and the timeline; `details`: the stages of the others too."""
+        planned, cluster = self.planned, self.cluster
+        devices = f"{cluster.num_gpus} devices of {format_bytes(self.memory)}"
+        yield f"{self.profile.name} on {cluster.name} ({devices}), {self.samples} samples a step"
+        yield f"profile: {self.profile.provenance}\n"
+        yield from self._stages(planned.best)
+        yield ""
+        yield from self._comparison()
+        end = "the search is complete" if planned.complete else "the search stopped at its limit"
+        yield f"\nsearched {planned.nodes} partial plans, simulated {planned.simulations}; {end}"
+        for name, other in planned.baselines.items() if details else ():
+            yield f"\n{name}:"
+            yield from self._stages(other)
+        yield "\ntimes in ms:"
+        yield render_grid(self.drawing(), width=_WIDTH)
+
+    def _stages(self, judged: Judged) -> Iterator[str]:
+        plan, costs = judged.plan, plan_costs(judged.plan, self.profile, self.cluster)
+        ids = device_ids(plan.stages, self.cluster.gpus_per_machine)
+        rows = [["stage", "layers", "from", "to", "replicas", "devices", "F ms", "B ms", "reduce ms", "memory"]]
+        for number, stage in enumerate(plan.stages):
+            first, last = self.profile.layers[stage.first].name, self.profile.layers[stage.last - 1].name
+            times = [f"{1e3 * seconds[number]:.4g}" for seconds in (costs.forward, costs.backward, costs.reduce)]
+            row = [str(number), str(stage.last - stage.first), first, last, str(stage.replicas), _ranges(ids[number])]
+            rows.append([*row, *times, format_bytes(judged.memory[number])])
+        ahead = f", warm-up {plan.warm_up}" if len(plan.stages) > 1 else ""
+        yield f"{plan.microbatches} microbatches of {plan.microbatch_size} samples{ahead}"
+        yield from table(rows, right={0, 1, 4, 6, 7, 8, 9})
+
+    def _comparison(self) -> list[str]:
+        best = self.planned.best
+        rows = [["plan", "s a step", "samples/s", "of the best", "stages", "fullest device", ""]]
+        for name, judged in {"this plan": best, **self.planned.baselines}.items():
+            fullest = max(judged.memory)
+            speed = [f"{judged.seconds:.4g}", f"{self.samples / judged.seconds:.4g}"]
+            fits = "" if fullest <= self.memory else "does not fit"
+            stages = str(len(judged.plan.stages))
+            rows.append([name, *speed, f"{judged.seconds / best.seconds:.2f}", stages, format_bytes(fullest), fits])
+        return table(rows, right=range(1, 6))
+
+    def data(self) -> dict[str, Any]:
+        """The same with stable keys."""
+        planned = self.planned
+        return {
+            "profile": self.profile.name,
+            "provenance": self.profile.provenance,
+            "cluster": self.cluster.name,
+            "devices": self.cluster.num_gpus,
+            "global_batch_size": self.samples,
+            "memory_bytes": None if self.memory == float("inf") else self.memory,
+            "plan": self._plan_data(planned.best),
+            "baselines": {name: self._plan_data(other) for name, other in planned.baselines.items()},
+            "search": {"nodes": planned.nodes, "complete": planned.complete, "simulations": planned.simulations},
+        }
+
+    def _plan_data(self, judged: Judged) -> dict[str, Any]:
+        plan, costs = judged.plan, plan_costs(judged.plan, self.profile, self.cluster)
+        ids = device_ids(plan.stages, self.cluster.gpus_per_machine)
+        return {
+            "step_seconds": judged.seconds,
+            "samples_per_second": self.samples / judged.seconds,
+            "microbatches": plan.microbatches,
+            "microbatch_size": plan.microbatch_size,
+            "warm_up": plan.warm_up,
+            "fits": max(judged.memory) <= self.memory,
+            "stages": [
+                {
+                    "first_layer": stage.first,
+                    "last_layer": stage.last,
+                    "replicas": stage.replicas,
+                    "devices": list(ids[number]),
+                    "forward_seconds": costs.forward[number],
+                    "backward_seconds": costs.backward[number],
+                    "all_reduce_seconds": costs.reduce[number],
+                    "memory_bytes": judged.memory[number],
+                }
+                for number, stage in enumerate(plan.stages)
+            ],
+        }
 
 
-def _answer(arguments: argparse.Namespace) -> str:
-    profile = find_profile(arguments.profile)
-    cluster = read_cluster(arguments.cluster)
-    memory = cluster.memory_gb * 1e9 if arguments.memory is None else parse_byte_size(arguments.memory)
-    if memory is None:
-        raise ConfigError(f"--memory is {arguments.memory}; use bytes such as 16GB or 15.5GiB")
-    planned = plan_chain(profile, cluster, arguments.global_batch_size, memory=memory)
-    if arguments.svg is not None:
-        best = planned.best
-        panel = Panel(
-            timeline=drawing(best, profile, cluster),
-            peaks=tuple(format_bytes(held) for held in best.memory),
-            summary=f"{profile.name} on {cluster.name}: {best.seconds:.4g} s a step of "
-            f"{arguments.global_batch_size} samples; a rank is a stage",
-        )
-        text = draw_svg([panel], unit="ms", peak="what a device of the stage holds at most")
-        try:
-            arguments.svg.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"cannot write {arguments.svg}: {error.strerror}; give a file in a folder that exists"
-            ) from None
-    if arguments.json:
-        return json.dumps(as_data(planned, profile, cluster, arguments.global_batch_size, memory))
-    text = format_plan(planned, profile, cluster, arguments.global_batch_size, memory, details=arguments.compare)
-    return text if arguments.svg is None else f"{text}\nwrote {arguments.svg}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def _ranges(ids: tuple[int, ...]) -> str:
+    """`0-3,8`."""
+    parts: list[list[int]] = []
+    for number in ids:
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in parts)

@@ -1,43 +1,40 @@
 """`megalite preprocess`: jsonl, text and parquet files to token files."""
 
 import os
+from argparse import Namespace
 from collections.abc import Sequence
 
-from megalite.cli.byte_progress import decimal_bytes
-from megalite.cli.closed_streams import occupy_closed_streams
-from megalite.cli.failures import command
-from megalite.cli.output import show, tell
-from megalite.cli.preprocess_flags import parse
-from megalite.cli.preprocess_progress import ProgressLine, summary
-from megalite.cli.stopping import Stopped, first_signal_raises
+from megalite.cli.display import ProgressLine, decimal_bytes
+from megalite.cli.failures import Stopped, first_signal_raises
+from megalite.cli.model_commands import DOCUMENT_MB, PREPROCESS
+from megalite.cli.output import occupy_closed_streams, show, tell
+from megalite.cli.train_tokenizer import tokenizer_config
+from megalite.config.errors import ConfigError
 from megalite.data.indexed_dataset import token_dtype
-from megalite.preprocess.job import PreprocessJob, Progress
+from megalite.preprocess.job import MAX_FAULTS, PreprocessJob, Progress, usable_cores
 from megalite.preprocess.run import plan, preprocess
 
+MIB = 1 << 20
+_MAX_DOCUMENT_MB = 1 << 20
 _SHOWN_INPUTS, _SHOWN_IDS, _SHOWN_CHARACTERS = 10, 16, 60
 
+main = PREPROCESS
 
-@command("megalite preprocess")
-def main(argv: Sequence[str]) -> int:
-    """Run the command.
 
-    Returns:
-        0 if all went well, bad lines or not; 2 after a ConfigError or an error of the file system; 130 or 143 after
-        Ctrl-C or SIGTERM.
-    """
-    # Workers are the parallelism; they inherit this.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+def run(flags: Namespace) -> int:
+    """Run the command: 0 if all went well, bad lines or not; 130 or 143 after Ctrl-C or SIGTERM."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the workers inherit it: they are the parallelism
     occupy_closed_streams()
-    line = ProgressLine()
+    line = JobProgress()
     try:
         with first_signal_raises():
-            job, flags = parse(argv)
-            if flags.notice:
-                tell(flags.notice)
+            job = job_of(flags)
+            if flags.ignored:
+                tell(f"{', '.join(flags.ignored)}: not needed, it makes no difference here")
             if flags.dry_run:
                 _show_plan(job)
                 return 0
-            result = preprocess(job, line.update)
+            result = preprocess(job, line.take)
             line.notice(result)
             line.end()
             _report(result, line.seconds, flags.show_bad)
@@ -45,10 +42,70 @@ def main(argv: Sequence[str]) -> int:
         line.end()
         tell("; ".join([stopped.how, *getattr(stopped, "__notes__", [])]))
         return stopped.status
-    except Exception:
+    finally:
         line.end()
-        raise
     return 0
+
+
+def job_of(flags: Namespace) -> PreprocessJob:
+    if not 0 <= flags.show_bad <= MAX_FAULTS:
+        raise ConfigError(f"--show-bad {flags.show_bad} must be from 0 to {MAX_FAULTS}")
+    if not 0 < flags.max_document_mb < _MAX_DOCUMENT_MB:
+        most = f"{_MAX_DOCUMENT_MB:,}; try {DOCUMENT_MB}"
+        raise ConfigError(f"--max-document-mb {flags.max_document_mb} must be above 0 and below {most}")
+    return PreprocessJob(
+        inputs=tuple(flags.input),
+        output_prefix=flags.output_prefix,
+        tokenizer=tokenizer_config(flags),
+        vocab_size=flags.vocab_size,
+        json_keys=tuple(flags.json_keys),
+        append_eod=flags.append_eod,
+        max_document_bytes=max(int(flags.max_document_mb * MIB), 1),
+        text_documents=flags.text_documents,
+        workers=usable_cores() if flags.workers is None else flags.workers,
+        strict=flags.strict,
+        restart=flags.restart,
+    )
+
+
+class JobProgress(ProgressLine):
+    def __init__(self) -> None:
+        super().__init__()
+        self._has_noticed = False
+
+    def take(self, progress: Progress) -> None:
+        self.notice(progress)
+        amounts = (progress.documents, progress.tokens, progress.input_bytes)
+
+        def text(rates: Sequence[float]) -> str:
+            documents, tokens, num_bytes = rates
+            parts = [
+                f"{progress.documents:,} documents ({documents:,.0f}/s)",
+                f"{progress.tokens:,} tokens ({tokens:,.0f}/s)",
+                f"{decimal_bytes(progress.input_bytes)} ({decimal_bytes(num_bytes)}/s)",
+                *([f"{progress.bad_lines:,} bad lines"] if progress.bad_lines else []),
+            ]
+            return ", ".join(parts)
+
+        self.update(progress.disk_bytes, progress.disk_total, amounts, text)
+
+    def notice(self, progress: Progress) -> None:
+        """Say, once, what became of an earlier run's work."""
+        if progress.notice and not self._has_noticed:
+            tell(progress.notice)
+        self._has_noticed = True
+
+
+def summary(progress: Progress, seconds: float) -> str:
+    """What a finished run did; rates are of this run alone."""
+    documents, tokens = progress.documents - progress.kept_documents, progress.tokens - progress.kept_tokens
+    text, seconds = progress.input_bytes - progress.kept_bytes, max(seconds, 1e-9)
+    return (
+        f"{progress.documents:,} documents, {progress.tokens:,} tokens "
+        f"({progress.tokens / max(progress.documents, 1):,.1f} a document) from {decimal_bytes(progress.input_bytes)} of "
+        f"text in {seconds:.1f} s: {documents / seconds:,.0f} documents/s, {tokens / seconds:,.0f} tokens/s, "
+        f"{text / 1e6 / seconds:.1f} MB/s; {decimal_bytes(progress.output_bytes)} written"
+    )
 
 
 def _report(result: Progress, seconds: float, show_bad: int) -> None:

@@ -1,21 +1,20 @@
 """`megalite profile`: measures this machine and writes a cluster file for the planner."""
 
-import argparse
 import dataclasses
 import datetime
 import shlex
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from megalite.cli.early_flags import profile_parser
-from megalite.cli.failures import command
 from megalite.cli.output import show
 from megalite.cli.profile_text import format_profile
+from megalite.cli.tool_commands import PROFILE
 from megalite.config.errors import ConfigError
 from megalite.config.values import nearest
 from megalite.planner.hardware import Cluster, SoftwareStack, load_stack, save_cluster, save_stack
@@ -34,53 +33,47 @@ _BASE_STACK = "fused"
 """What megalite itself runs: flash attention, gradients summed during the last backward."""
 
 
-@command("megalite profile")
-def main(argv: Sequence[str]) -> int:
-    """Measure and write; 0 if all went well, 2 on bad input."""
-    return profile(profile_parser().parse_args(argv), command=shlex.join(["megalite", "profile", *argv]))
+main = PROFILE
 
 
-def profile(
-    arguments: argparse.Namespace, *, command: str, launch: Launch | None = None, made: ProcessGroups | None = None
-) -> int:
+def run(flags: Namespace, *, launch: Launch | None = None, made: ProcessGroups | None = None) -> int:
     """Measure and write. Every rank calls it at the same time; rank 0 prints and writes.
 
     Args:
-        arguments: as parsed.
-        command: for the provenance.
         launch: of a job that has been joined already; default: what torchrun says.
         made: process groups to re-use, as for `Topology.create`.
-
-    Raises:
-        ConfigError: the same on every rank, before anything is measured.
     """
     joined = launch is not None
     launch = launch or Launch.from_environment()
-    device = launch.device(arguments.device)
-    dtypes = _dtypes(arguments, device)
+    device = launch.device(flags.device)
+    dtypes = _dtypes(flags, device)
     agreed = False
     try:
         if not joined:
             start_distributed(launch, device, backend="auto", timeout_minutes=10.0)
         layout = ParallelLayout(dp=launch.world_size)
         world = Topology.create(layout, rank=launch.rank, device=device, made=made).world
-        machine, base, nominal, stack = _prepare(arguments, world, device, dtypes)
+        machine, base, nominal, stack = _prepare(flags, world, device, dtypes)
         timer = Timer(device, world, crowded=machine.crowded)
-        say = show if launch.rank == 0 else _silent
-        say(f"measuring {describe(machine)}; about {arguments.seconds:g} s")
+
+        def say(line: str) -> None:
+            if launch.rank == 0:
+                show(line)
+
+        say(f"measuring {describe(machine)}; about {flags.seconds:g} s")
         started = time.monotonic()
         measured = measure(
             machine,
             timer,
             dtypes=dtypes,
-            seconds=arguments.seconds,
+            seconds=flags.seconds,
             made=made,
             progress=lambda line: say(f"{time.monotonic() - started:5.0f} s  {line}"),
         )
         error: ConfigError | None = None
         if launch.rank == 0:
             try:
-                _write(arguments, measured, base, nominal=nominal, stack=stack, command=command)
+                _write(flags, measured, base, nominal=nominal, stack=stack)
             except ConfigError as found:
                 error = found
         world.agree(error, device)
@@ -94,17 +87,13 @@ def profile(
     return 0
 
 
-def _silent(line: str) -> None:
-    """Ranks other than 0."""
-
-
-def _dtypes(arguments: argparse.Namespace, device: torch.device) -> tuple[str, ...]:
+def _dtypes(flags: Namespace, device: torch.device) -> tuple[str, ...]:
     """What to measure, and the other numbers of the command line; needs no other rank."""
-    if not LEAST_SECONDS <= arguments.seconds < float("inf"):
+    if not LEAST_SECONDS <= flags.seconds < float("inf"):
         raise ConfigError(
-            f"--seconds is {arguments.seconds:g}; measuring takes at least {LEAST_SECONDS:g} s, and 60 are good"
+            f"--seconds is {flags.seconds:g}; measuring takes at least {LEAST_SECONDS:g} s, and 60 are good"
         )
-    names = [name for word in arguments.dtype or () for name in word.split(",")]
+    names = [name for word in flags.dtype or () for name in word.split(",")]
     for name in names:
         if name not in DTYPES:
             raise ConfigError(f"--dtype cannot be {name}{nearest(name, DTYPES)} (one or more of {', '.join(DTYPES)})")
@@ -112,22 +101,22 @@ def _dtypes(arguments: argparse.Namespace, device: torch.device) -> tuple[str, .
 
 
 def _prepare(
-    arguments: argparse.Namespace, world: Group, device: torch.device, dtypes: Sequence[str]
+    flags: Namespace, world: Group, device: torch.device, dtypes: Sequence[str]
 ) -> tuple[Machine, Cluster, bool, SoftwareStack]:
     """All that can be wrong is found here, on every rank, before anything is measured."""
     machine = describe_machine(world, device)
     error: ConfigError | None = None
     prepared = None
     try:
-        base, nominal = stand_in(machine, arguments.like)
+        base, nominal = stand_in(machine, flags.like)
         prepared = base, nominal, load_stack(_BASE_STACK)
         if world.rank == 0:
-            for path in (arguments.output, arguments.output_stack):
+            for path in (flags.output, flags.output_stack):
                 _check_writable(path)
-            if arguments.output == arguments.output_stack:
+            if flags.output == flags.output_stack:
                 raise ConfigError(
-                    f"--output and --output-stack are both {arguments.output}; they are two files, e.g. --output-stack "
-                    f"{arguments.output.with_name(arguments.output.stem + '-stack.yaml')}"
+                    f"--output and --output-stack are both {flags.output}; they are two files, e.g. --output-stack "
+                    f"{flags.output.with_name(flags.output.stem + '-stack.yaml')}"
                 )
     except ConfigError as found:
         error = found
@@ -156,32 +145,24 @@ def _check_writable(path: Path | None) -> None:
         ) from None
 
 
-def _write(
-    arguments: argparse.Namespace,
-    measured: Measurements,
-    base: Cluster,
-    *,
-    nominal: bool,
-    stack: SoftwareStack,
-    command: str,
-) -> None:
-    """The files and the table; on rank 0."""
+def _write(flags: Namespace, measured: Measurements, base: Cluster, *, nominal: bool, stack: SoftwareStack) -> None:
     machine, today = measured.machine, datetime.date.today().isoformat()
+    command = shlex.join(["megalite", "profile", *flags.words])
     source = f"measured on {today} on {machine.device_name}, torch {machine.torch_version}, by {command}"
     if machine.ranks > 1:
         source += f" on {machine.ranks} ranks"
-    name = arguments.name or arguments.output.stem
+    name = flags.name or flags.output.stem
     fitted = fit_cluster(measured, base, nominal=nominal, name=name, source=source)
     own = fit_stack(measured, fitted.cluster, stack, name=name, source=source)
     if measured.passes:
         least = measured.overheads.operation.seconds
         own, error = with_passes(measured.passes, fitted.cluster, own, source=source, least_operation=least)
         fitted = dataclasses.replace(fitted, errors={**fitted.errors, "passes": error})
-    save_cluster(fitted.cluster, arguments.output)
-    if arguments.output_stack is not None:
-        save_stack(own, arguments.output_stack)
+    save_cluster(fitted.cluster, flags.output)
+    if flags.output_stack is not None:
+        save_stack(own, flags.output_stack)
     show(format_profile(measured, fitted, own, base if nominal else None))
-    show(f"wrote {arguments.output}" + (f" and {arguments.output_stack}" if arguments.output_stack else ""))
+    show(f"wrote {flags.output}" + (f" and {flags.output_stack}" if flags.output_stack else ""))
 
 
 if __name__ == "__main__":

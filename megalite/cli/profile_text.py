@@ -2,8 +2,11 @@
 
 from collections.abc import Sequence
 
-from megalite.planner.hardware import Cluster, Node, SoftwareStack
+from megalite.cli.display import duration, rate, table
+from megalite.config.byte_size import format_bytes
+from megalite.planner.hardware import Cluster, SoftwareStack
 from megalite.profiling.files import Fitted
+from megalite.profiling.operations import MemoryTime
 from megalite.profiling.run import Measurements
 from megalite.profiling.timing import Timing
 
@@ -41,21 +44,11 @@ def _timings(measured: Measurements) -> list[Timing]:
 
 
 def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they need; the first to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
-    lines = [
-        "  "
-        + "  ".join(
-            word.ljust(width) if column == 0 else word.rjust(width)
-            for column, (word, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in (header, *rows)
-    ]
-    return "\n".join([title, *lines])
+    """The first column to the left, the others to the right."""
+    return "\n".join([title, *table([header, *rows], right=range(1, len(header)), indent=2)])
 
 
 def _time(timing: Timing) -> list[str]:
-    """Median and spread."""
     mark = "*" if timing.spread > NOISY else ""
     return [duration(timing.seconds), f"{timing.spread:.0%}{mark}"]
 
@@ -66,15 +59,9 @@ def _gemms(measured: Measurements, nominal: Cluster | None) -> str:
     for time in measured.gemms:
         peak = nominal.accelerator.peak_flops.get(time.dtype) if nominal else None
         share = [f"{time.flops_per_second / peak:.0%}" if peak else "-"] if nominal else []
-        rows.append(
-            [
-                f"{time.dtype} {time.product}",
-                f"{time.m} x {time.n} x {time.k}",
-                *_time(time.timing),
-                rate(time.flops_per_second, "F"),
-                *share,
-            ]
-        )
+        sizes = f"{time.m} x {time.n} x {time.k}"
+        speed = rate(time.flops_per_second, "F")
+        rows.append([f"{time.dtype} {time.product}", sizes, *_time(time.timing), speed, *share])
     return _table("Matrix products", header, rows)
 
 
@@ -95,14 +82,12 @@ def _attention(measured: Measurements) -> str:
 def _memory(measured: Measurements, nominal: Cluster | None) -> str:
     peak = nominal.accelerator.memory_bandwidth if nominal else None
     header = ["pass", "elements", "time", "spread", "bytes/s", *(["of peak"] if peak else [])]
+
+    def of_peak(time: MemoryTime) -> list[str]:
+        return [f"{time.bytes_per_second / peak:.0%}"] if peak else []
+
     rows = [
-        [
-            time.operation,
-            f"{time.elements}",
-            *_time(time.timing),
-            rate(time.bytes_per_second, "B"),
-            *([f"{time.bytes_per_second / peak:.0%}"] if peak else []),
-        ]
+        [time.operation, f"{time.elements}", *_time(time.timing), rate(time.bytes_per_second, "B"), *of_peak(time)]
         for time in measured.memory
     ]
     return _table("Memory", header, rows)
@@ -131,7 +116,7 @@ def _collectives(measured: Measurements) -> str:
         [
             f"{time.operation} {time.place}",
             str(time.ranks),
-            size(time.message_bytes),
+            format_bytes(time.message_bytes),
             *_time(time.timing),
             rate(time.bytes_per_second, "B"),
         ]
@@ -143,20 +128,18 @@ def _collectives(measured: Measurements) -> str:
     return _table("Between ranks, all groups at once", header, rows)
 
 
-def _crowd(measured: Measurements, node: Node) -> list[str]:
-    turns = measured.turns
-    if turns is None:
-        return []
-    return [
-        f"  {measured.machine.ranks_per_core:g} ranks a core: with every second one waiting the others are "
-        f"{turns.speedup:.2f} times as fast, which makes {node.ranks_per_core:.2f}"
-    ]
-
-
 def _constants(measured: Measurements, fitted: Fitted, stack: SoftwareStack) -> str:
     """What the files say, and how well the planner's formulas give the measured times with it."""
     cluster = fitted.cluster
-    accelerator, node, network, share = (cluster.accelerator, cluster.node, cluster.network, cluster.efficiency)
+    accelerator, node, network, share = cluster.accelerator, cluster.node, cluster.network, cluster.efficiency
+    crowd = []
+    if measured.turns is not None:
+        crowd.append(
+            f"  {measured.machine.ranks_per_core:g} ranks per core: with every second one waiting the others are "
+            f"{measured.turns.speedup:.2f} times as fast, which makes {node.ranks_per_core:.2f}"
+        )
+    assumed = ", ".join(key for key, text in cluster.provenance.items() if text.startswith("assumed")) or "nothing"
+    errors = ", ".join(f"{name} {error:.0%}" for name, error in fitted.errors.items())
     peaks = ", ".join(f"{name} {rate(peak, 'F')}" for name, peak in accelerator.peak_flops.items())
     lines = [
         f"Cluster {cluster.name}: {cluster.description}",
@@ -165,39 +148,13 @@ def _constants(measured: Measurements, fitted: Fitted, stack: SoftwareStack) -> 
         f"  in a node {node.accelerators} accelerators, link {rate(node.link_bandwidth, 'B')}/s, latency "
         f"{duration(node.link_latency)} a step of a collective and {duration(node.message_steps * node.link_latency)} a "
         f"message; collectives reach {share.link:.0%}, messages {share.p2p:.0%}",
-        *_crowd(measured, node),
+        *crowd,
         f"  across nodes {network.nics} x {rate(network.nic_bandwidth, 'B')}/s, latency {duration(network.latency)}; "
         f"collectives reach {share.network:.0%}",
         f"  the host: {duration(stack.operation_seconds)} an operation, {duration(stack.microbatch_seconds)} a pass of a "
         f"stage, {duration(stack.step_seconds)} a step; fused attention at {stack.attention_efficiency:.0%} of products",
         f"  operations between products take {stack.elementwise_slowdown:.1f} times as long as their bytes",
-        "  not measured: "
-        + (", ".join(key for key, text in cluster.provenance.items() if text.startswith("assumed")) or "nothing"),
-        "  formulas beside measured times, mean error: "
-        + ", ".join(f"{name} {error:.0%}" for name, error in fitted.errors.items()),
+        f"  not measured: {assumed}",
+        f"  formulas beside measured times, mean error: {errors}",
     ]
     return "\n".join(lines)
-
-
-def duration(seconds: float) -> str:
-    """Three digits and a unit."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return "0 s" if seconds == 0 else f"{seconds / 1e-9:.3g} ns"
-
-
-def rate(value: float, unit: str) -> str:
-    """Three digits with the prefix that fits, such as `95.2 GF`."""
-    for prefix, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= scale:
-            return f"{value / scale:.3g} {prefix}{unit}"
-    return f"{value:.3g} {unit}"
-
-
-def size(count: int) -> str:
-    """Bytes in powers of 1024."""
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= scale:
-            return f"{count / scale:.3g} {unit}"
-    return f"{count} B"

@@ -1,4 +1,4 @@
-"""What the folders of runs tell: read from sessions.json, metrics.jsonl and config.yaml, none of which need be whole."""
+"""What the folders of runs say: read from sessions.json, metrics.jsonl and config.yaml, none of which need be whole."""
 
 import os
 import platform
@@ -18,15 +18,13 @@ from megalite.training.sinks import parse_record
 METRICS = "metrics.jsonl"
 _NO_RUNS_BELOW = {"checkpoints", "tensorboard", "profile", "wandb"}
 _SPEED_OVER = 20
-"""Last steps whose speed is told."""
+"""Last steps of which the mean speed is shown."""
 
 Curve = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFolder:
-    """One run."""
-
     name: str
     """Its folder, below the one that was asked for."""
     status: str
@@ -50,22 +48,17 @@ class RunFolder:
 
 
 def find_runs(folder: Path) -> list[RunFolder]:
-    """The runs in and below a folder, by name.
-
-    Raises:
-        ConfigError: there is no such folder, or no run in it.
-    """
+    """The runs in and below a folder, by name."""
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise ConfigError(f"{folder} {what}; give a folder with runs in it (their --run-dir), e.g. runs")
-    found = [read_run(path, _name(path, folder)) for path in _run_folders(folder)]
+    found = [
+        read_run(path, str(path.relative_to(folder)) if path != folder else path.resolve().name)
+        for path in _run_folders(folder)
+    ]
     if not found:
         raise ConfigError(f"there is no run in {folder}: no {METRICS} or {FILE} in it or in a folder below it")
     return found
-
-
-def _name(path: Path, folder: Path) -> str:
-    return str(path.relative_to(folder)) if path != folder else path.resolve().name
 
 
 def _run_folders(folder: Path) -> Iterator[Path]:
@@ -77,7 +70,7 @@ def _run_folders(folder: Path) -> Iterator[Path]:
 
 def read_run(path: Path, name: str) -> RunFolder:
     """One run, however little of it is there."""
-    records, sessions = _records(path / METRICS), read_sessions(path)
+    records, sessions = read_records(path / METRICS), read_sessions(path)
     train = [record for record in records if record["kind"] == "train"]
     losses, speeds = _curve(train, "loss"), _curve(train, "tokens_per_second")
     valid = _curve([record for record in records if record["kind"] == "valid"], "valid_loss")
@@ -105,11 +98,6 @@ def read_run(path: Path, name: str) -> RunFolder:
 
 
 def status_of(sessions: Sequence[Session], touched: float) -> str:
-    """How the last session stands.
-
-    Args:
-        touched: when its files last changed.
-    """
     if not sessions:
         return "unknown"
     last = sessions[-1]
@@ -138,7 +126,8 @@ def _touched(path: Path) -> float:
     return max(times, default=0.0)
 
 
-def _records(path: Path) -> list[dict[str, Any]]:
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl, as far as they can be read."""
     try:
         lines = read_text(path, errors="replace").splitlines(keepends=True)
     except OSError:

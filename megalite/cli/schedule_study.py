@@ -6,14 +6,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megalite.cli.tool_commands import AUTO
 from megalite.config.errors import ConfigError
 from megalite.config.reading import read_text
-from megalite.config.values import nearest
 from megalite.pipeline.ir.actions import ScheduleError
 from megalite.pipeline.ir.costs_file import CostTable, MemoryTable
 from megalite.pipeline.ir.generators.auto import build_auto
 from megalite.pipeline.ir.generators.one_chunk import loop_placement, v_placement
-from megalite.pipeline.ir.generators.registry import SCHEDULES, build_schedule, forward_only, placement_for
+from megalite.pipeline.ir.generators.registry import build_schedule, forward_only, placement_for
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.memory import Sizes
 from megalite.pipeline.ir.render import render_grid
@@ -21,8 +21,6 @@ from megalite.pipeline.ir.schedule import Program, Schedule, live_units
 from megalite.pipeline.ir.simulate import Timeline, simulate
 from megalite.pipeline.ir.validate import validate, validate_written
 
-AUTO = "auto"
-NAMES = (*SCHEDULES, AUTO)
 VEES = ("zb-v", "dualpipe-v")
 LOOPS = ("interleaved", "looped-bfs")
 MOST_CELLS = 1_000_000
@@ -62,7 +60,7 @@ class Study:
 
     @cached_property
     def peak_deferred(self) -> tuple[int, ...]:
-        """Per rank, the most (stage, microbatch) pairs whose W has yet to run after their I."""
+        """Per rank, the most (stage, microbatch) pairs of which the I has run and the W has not."""
         if self.schedule.forward_only:
             return (0,) * self.schedule.num_ranks
         return tuple(max((units.deferred for units in live_units(row)), default=0) for row in self.schedule.actions)
@@ -118,17 +116,13 @@ class Study:
 
 
 def study_named(name: str, request: Request) -> Study:
-    """Builds the schedule of that name and studies it.
-
-    Raises:
-        ConfigError: no such schedule, sizes that it cannot take, or more memory than allowed.
-    """
-    if name not in NAMES:
-        raise ConfigError(f"there is no schedule {name}{nearest(name, NAMES)} (there are {', '.join(NAMES)})")
+    """Builds the schedule of that name and studies it."""
     _check_amount(request)
-    if name == AUTO and request.forward_only:
-        raise ConfigError("there is nothing to build for forwards alone; use --forward-only with another --schedule")
     if name == AUTO:
+        if request.forward_only:
+            raise ConfigError(
+                "there is nothing to build for forwards alone; use --forward-only with another --schedule"
+            )
         return _best(_placements(request), lambda placement: _study_auto(placement, request))
     num_chunks = request.num_chunks or (2 if name in (*VEES, *LOOPS) else 1)
     if request.forward_only:
@@ -147,12 +141,7 @@ def study_named(name: str, request: Request) -> Study:
 
 
 def read_schedule(path: Path) -> Schedule:
-    """The schedule of a CSV file; whether it can run is for `study_file` to say.
-
-    Raises:
-        ConfigError: the file cannot be read.
-        ScheduleError: its text is no schedule.
-    """
+    """The schedule of a CSV file; whether it can run is for `study_file` to say."""
     try:
         return Schedule.from_csv(read_text(path, "utf-8-sig"), name=path.name)
     except (OSError, UnicodeDecodeError) as error:
@@ -161,11 +150,7 @@ def read_schedule(path: Path) -> Schedule:
 
 
 def study_file(schedule: Schedule, request: Request) -> Study:
-    """Studies a schedule that somebody wrote.
-
-    Raises:
-        ScheduleError: it cannot run. The message shows the cell, and how far the schedule gets.
-    """
+    """Studies a schedule that somebody wrote."""
     _check_amount(request)
     try:
         validate_written(schedule)
@@ -175,12 +160,7 @@ def study_file(schedule: Schedule, request: Request) -> Study:
 
 
 def study(schedule: Schedule, request: Request) -> Study:
-    """Lowers, proves and simulates.
-
-    Raises:
-        ConfigError: costs of another number of stages, or more memory than allowed.
-        ScheduleError: the schedule cannot run.
-    """
+    """Lowers, proves and simulates."""
     program = lower(schedule, recv_prefetch=request.recv_prefetch, send_window=request.send_window)
     sizes = request.table.sizes(schedule.placement)
     counted = sizes if sizes is not None or request.limit is None else _shares(schedule.placement)
@@ -192,35 +172,21 @@ def study(schedule: Schedule, request: Request) -> Study:
             f"{request.table.source}: all that schedule {schedule.name} does takes no time; give its actions a cost above 0"
         )
     peaks = report.peak_bytes if sizes is not None else None
-    return Study(
-        schedule,
-        program,
-        timeline,
-        report.sends,
-        report.peak_receives,
-        None if peaks is None else tuple(peak.size for peak in peaks),
-    )
+    peak_bytes = None if peaks is None else tuple(peak.size for peak in peaks)
+    return Study(schedule, program, timeline, report.sends, report.peak_receives, peak_bytes)
 
 
 def _check_amount(request: Request) -> None:
-    for flag, value in (
-        ("--pp", request.num_ranks),
-        ("--microbatches", request.num_microbatches),
-        ("--vpp", request.num_chunks),
-    ):
-        if value is not None and value < 1:
-            raise ConfigError(f"{flag} is {value}; it must be 1 or more")
     cells = request.num_ranks * (request.num_chunks or 1) * request.num_microbatches
     if cells > MOST_CELLS:
         raise ConfigError(
             f"pp {request.num_ranks} x vpp {request.num_chunks or 1} x microbatches {request.num_microbatches} are "
-            f"{cells:,} cells, too many to draw; use at most {MOST_CELLS:,} (schedules are periodic: fewer microbatches "
-            f"show the same)"
+            f"{cells:,} cells; use at most {MOST_CELLS:,} (schedules are periodic: fewer microbatches show the same)"
         )
 
 
 def _placements(request: Request) -> Iterator[tuple[int, ...]]:
-    """Where `auto` may put the stages: loops, and with two stages a rank a V as well."""
+    """Where `auto` may put the stages: loops, and with two stages per rank a V as well."""
     for num_chunks in (1, 2) if request.num_chunks is None else (request.num_chunks,):
         yield loop_placement(request.num_ranks, num_chunks)
         if num_chunks == 2:
@@ -249,11 +215,7 @@ def _shares(placement: tuple[int, ...]) -> Sizes:
 
 
 def _best(placements: Iterator[tuple[int, ...]], build: Callable[[tuple[int, ...]], Study]) -> Study:
-    """The quickest of those that can be built; with equal times the first, which has fewer messages.
-
-    Raises:
-        ConfigError: none can; what the first one said.
-    """
+    """The quickest of those that can be built; with equal times the first, which has fewer messages."""
     found: list[Study] = []
     errors: list[ConfigError] = []
     for placement in placements:
@@ -271,9 +233,6 @@ def compare(names: Sequence[str], request: Request, own: Schedule | None = None)
 
     Chunks are those of interleaved and looped-bfs, the group is interleaved's, the warm-up 1f1b's; auto tries one and
     two chunks and the V.
-
-    Raises:
-        ConfigError: none can be had.
     """
     studies: list[Study] = []
     refused: dict[str, str] = {}

@@ -1,17 +1,22 @@
 """`megalite sweep`: run many configurations for a few steps each and compare them."""
 
-import argparse
 import dataclasses
 import os
+import shutil
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from typing import TextIO
 
-from megalite.cli.failures import command
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from megalite.cli.display import duration, table
+from megalite.cli.failures import Stopped, first_signal_raises
 from megalite.cli.output import show, tell
-from megalite.cli.parser import Parser
-from megalite.cli.stopping import Stopped, first_signal_raises
-from megalite.cli.sweep_table import LiveTable, format_table
+from megalite.cli.tool_commands import SWEEP
+from megalite.config.byte_size import format_bytes
 from megalite.config.errors import ConfigError
 from megalite.sweep.candidates import Run, check_all, expand, read_machine, refusals
 from megalite.sweep.execute import Progress, execute, launchable
@@ -20,133 +25,82 @@ from megalite.sweep.report import REPORT, calibrate, refuse_taken, summary, writ
 from megalite.sweep.results import RESULTS, TABLE, Result, Store, refused
 from megalite.sweep.spec import SweepSpec, read_spec
 
-DONE = 0
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that would make a rank of something else of a run."""
+"""Variables that would make a run a rank of another job."""
+_HEAD = ("configuration", "ranks", "predicted", "measured", "tokens/s", "memory", "status")
+_WIDEST = 60
+"""Characters of a label and a status."""
+_ABOVE_BELOW = 4
+"""Lines of a terminal that the table leaves free."""
 
-_DESCRIPTION = """Check every configuration of a grid, a list or a plan, train each for a few steps, and compare speed and memory,
-measured and predicted. What is done is not run again: the same command goes on after a kill. docs/sweep.md explains all of
-it."""
+main = SWEEP
 
 
-@command("megalite sweep")
-def main(argv: Sequence[str]) -> int:
-    """Run the command; 0 if every run has a result, 2 after a ConfigError, 130 after Ctrl-C."""
-    arguments = _parser().parse_args(argv)
-    _check_flags(arguments)
+def run(flags: Namespace) -> int:
+    """0 if every run has a result, 130 after Ctrl-C."""
+    _check_flags(flags)
     try:
-        return _sweep(arguments)
+        return _sweep(flags)
     except Stopped as stopped:
-        goes_on = "; the same command goes on from here" if arguments.output is not None else ""
-        tell(f"{stopped.how}{goes_on}")
+        tell(stopped.how + ("" if flags.output is None else "; the same command continues from here"))
         return stopped.status
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        "megalite sweep",
-        _DESCRIPTION,
-        examples=("megalite sweep sweep.yaml --dry-run", "megalite sweep sweep.yaml --output runs/sweep"),
-    )
-    parser.add_argument("sweep", type=Path, metavar="SWEEP.yaml", help="which configurations, and for how long")
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="results and runs; goes on if it is there")
-    parser.add_argument("--dry-run", action="store_true", help="check and predict all, run nothing")
-    parser.add_argument("--strict", action="store_true", help="stop if any configuration is refused")
-    parser.add_argument(
-        "--launcher", choices=("local", "sbatch"), default="local", help="torchrun here, or jobs (default local)"
-    )
-    parser.add_argument("--timeout", type=_seconds, metavar="SECONDS", help="of a run; over the file's (default 300)")
-    parser.add_argument("--limit", type=_whole, metavar="N", help="launch at most N runs this time")
-    parser.add_argument("--retry", action="store_true", help="run again what did not end well")
-    parser.add_argument("--report-only", action="store_true", help="write table and report from the results there are")
-    parser.add_argument(
-        "--calibrate",
-        type=Path,
-        metavar="CLUSTER.yaml",
-        help="fit cluster and stack to what was measured, into new files",
-    )
-    return parser
-
-
-def _whole(word: str) -> int:
-    if not word.isdecimal() or int(word) < 1:
-        raise argparse.ArgumentTypeError(f"takes a whole number of at least 1, such as 4, got {word}")
-    return int(word)
-
-
-def _seconds(word: str) -> float:
-    try:
-        value = float(word)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"takes a number of seconds such as 300, got {word}")
-    return value
-
-
-def _check_flags(arguments: argparse.Namespace) -> None:
-    """No flag is without effect, and there is a place for the results."""
-    runs_nothing = "--dry-run" if arguments.dry_run else "--report-only" if arguments.report_only else None
-    given = {
-        "--timeout": arguments.timeout is not None,
-        "--limit": arguments.limit is not None,
-        "--retry": arguments.retry,
-    }
-    if arguments.dry_run:
-        given |= {"--report-only": arguments.report_only, "--calibrate": arguments.calibrate is not None}
-    for flag, is_given in given.items():
-        if is_given and runs_nothing is not None:
+def _check_flags(flags: Namespace) -> None:
+    runs_nothing = "--dry-run" if flags.dry_run else "--report-only" if flags.report_only else None
+    given = {"--timeout": flags.timeout, "--limit": flags.limit, "--retry": flags.retry or None}
+    if flags.dry_run:
+        given |= {"--report-only": flags.report_only or None, "--calibrate": flags.calibrate}
+    for flag, value in given.items():
+        if value is not None and runs_nothing is not None:
             raise ConfigError(f"{flag} has no effect with {runs_nothing}; remove one of them")
-    if arguments.output is None and not arguments.dry_run:
+    if flags.output is None and not flags.dry_run:
         raise ConfigError("--output is missing; give a folder for the results, e.g. --output runs/sweep")
 
 
-def _sweep(arguments: argparse.Namespace) -> int:
-    spec = read_spec(arguments.sweep)
-    if arguments.timeout is not None:
-        spec = dataclasses.replace(spec, timeout=arguments.timeout)
+def _sweep(flags: Namespace) -> int:
+    spec = read_spec(flags.sweep)
+    if flags.timeout is not None:
+        spec = dataclasses.replace(spec, timeout=flags.timeout)
     machine = read_machine(spec.cluster, spec.stack)
-    if arguments.calibrate is not None:
-        refuse_taken(arguments.calibrate)
+    if flags.calibrate is not None:
+        refuse_taken(flags.calibrate)
         if machine is None:
             raise ConfigError(f"--calibrate has no effect without cluster in {spec.path}; add e.g. cluster: cpu-box")
     expansion = expand(spec)
-    launcher = _launcher(arguments.launcher, spec)
+    launcher = _launcher(flags.launcher, spec)
     runs = launchable(check_all(expansion, memory_limit=spec.memory_limit, machine=machine), launcher)
-    print(_opening(spec, runs, left_out=expansion.left_out, ignored=expansion.ignored), flush=True)
+    words = [f"{spec.path}: {len(runs)} configurations of {spec.steps} steps"]
+    if expansion.left_out:
+        words.append(f"{expansion.left_out} left out by exclude and only")
+    if expansion.ignored:
+        words.append(f"the runs do not go by {', '.join(expansion.ignored)} of the base")
+    show("; ".join(words))
     impossible = list(refusals(runs))
-    if arguments.strict and impossible:
+    if flags.strict and impossible:
         raise ConfigError(f"{len(impossible)} of {len(runs)} configurations are refused: {impossible[0]}")
-    if arguments.dry_run:
+    if flags.dry_run:
         shown = {run.key: refused(run) for run in runs if run.refused is not None}
         show("\n".join(format_table(runs, shown)))
-        return DONE
+        return 0
     for line in impossible:
-        print(f"refused: {line}", flush=True)
+        show(f"refused: {line}")
     if len(impossible) == len(runs):
         raise ConfigError(f"none of {len(runs)} configurations can run; {impossible[0]}")
-    store = Store.open(arguments.output, spec, arguments.launcher)
+    store = Store.open(flags.output, spec, flags.launcher)
     try:
-        if not arguments.report_only:
-            _execute(arguments, spec, runs, store, launcher)
+        if not flags.report_only:
+            _execute(flags, spec, runs, store, launcher)
         _write(spec, runs, store)
-        if arguments.calibrate is not None:
+        if flags.calibrate is not None:
             assert machine is not None
             source = f"steps of {spec.path.name}"
-            show(calibrate(runs, store.results, machine, arguments.calibrate, source=source))
+            show(calibrate(runs, store.results, machine, flags.calibrate, source=source))
     finally:
         store.close()
-    show("\n".join([*summary(runs, store.results), *_written(store)]))
-    return DONE
-
-
-def _opening(spec: SweepSpec, runs: Sequence[Run], *, left_out: int, ignored: Sequence[str]) -> str:
-    words = [f"{spec.path}: {len(runs)} configurations of {spec.steps} steps"]
-    if left_out:
-        words.append(f"{left_out} left out by exclude and only")
-    if ignored:
-        words.append(f"the runs do not go by {', '.join(ignored)} of the base")
-    return "; ".join(words)
+    written = [f"wrote {store.folder / name}" for name in (RESULTS, TABLE, REPORT)]
+    show("\n".join([*summary(runs, store.results), *written]))
+    return 0
 
 
 def _launcher(name: str, spec: SweepSpec) -> Launcher:
@@ -156,9 +110,7 @@ def _launcher(name: str, spec: SweepSpec) -> Launcher:
     return LocalLauncher(environment=inherited | dict(spec.environment), program=spec.program)
 
 
-def _execute(
-    arguments: argparse.Namespace, spec: SweepSpec, runs: Sequence[Run], store: Store, launcher: Launcher
-) -> None:
+def _execute(flags: Namespace, spec: SweepSpec, runs: Sequence[Run], store: Store, launcher: Launcher) -> None:
     live = LiveTable(runs, store.results, steps=spec.steps, out=sys.stdout)
 
     def observe(progress: Sequence[Progress], result: Result | None) -> None:
@@ -174,13 +126,15 @@ def _execute(
                 launcher,
                 warm_up=spec.warm_up_steps,
                 timeout=spec.timeout,
-                limit=arguments.limit,
-                retry=arguments.retry,
+                limit=flags.limit,
+                retry=flags.retry,
                 observe=observe,
             )
         except Stopped:
             _write(spec, runs, store)
             raise
+        finally:
+            live.end()
 
 
 def _write(spec: SweepSpec, runs: Sequence[Run], store: Store) -> None:
@@ -188,8 +142,104 @@ def _write(spec: SweepSpec, runs: Sequence[Run], store: Store) -> None:
     write_report(store.folder / REPORT, f"Sweep {spec.path.name}", runs, store.results)
 
 
-def _written(store: Store) -> list[str]:
-    return [f"wrote {store.folder / name}" for name in (RESULTS, TABLE, REPORT)]
+def format_table(
+    runs: Sequence[Run], results: Mapping[str, Result], progress: Sequence[Progress] = (), steps: int = 0
+) -> list[str]:
+    """A head and a line for each run; columns as wide as they need."""
+    under_way = {each.run.key: each for each in progress}
+    rows = [_row(run, results.get(run.key), under_way.get(run.key), steps) for run in runs]
+    return table([_HEAD, *rows], right=range(1, len(_HEAD) - 1))
+
+
+def _row(run: Run, result: Result | None, progress: Progress | None, steps: int) -> tuple[str, ...]:
+    """The measured memory where there is any, else the predicted one of the fullest rank, with a ~ before it."""
+    predicted, memory = "", ""
+    if run.predicted is not None:
+        predicted = _seconds(run.predicted.step_seconds)
+        memory = "~" + format_bytes(run.predicted.memory_bytes)
+    if result is not None and result.memory_bytes and progress is None:
+        memory = format_bytes(result.memory_bytes)
+    shown = None if progress is not None else result
+    return (
+        _cut(run.label),
+        str(run.ranks),
+        predicted,
+        _seconds(shown.step_seconds if shown else None),
+        f"{shown.tokens_per_second:.0f}" if shown and shown.tokens_per_second else "",
+        memory,
+        _cut(_status(run, shown, progress, steps)),
+    )
+
+
+def _status(run: Run, result: Result | None, progress: Progress | None, steps: int) -> str:
+    if progress is not None:
+        return f"step {progress.steps}/{steps}, {progress.seconds:.0f} s"
+    if run.refused is not None:
+        return f"refused: {run.refused}"
+    if result is None:
+        return "waiting"
+    return result.status if result.error is None else f"{result.status}: {result.error}"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _WIDEST else text[: _WIDEST - 1] + "…"
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else duration(value)
+
+
+class LiveTable:
+    """Shows how a sweep continues: on a terminal the table itself, drawn over and over, elsewhere a line for each result.
+
+    Args:
+        results: as they stand; the caller of `update` has put the new ones in.
+        steps: of each run.
+    """
+
+    def __init__(self, runs: Sequence[Run], results: Mapping[str, Result], *, steps: int, out: TextIO) -> None:
+        self._runs, self._results, self._steps, self._out = runs, results, steps, out
+        self._number = {run.key: number for number, run in enumerate(runs, 1)}
+        self._live: Live | None = None
+        self._shown: list[str] = []
+
+    def update(self, progress: Sequence[Progress], result: Result | None) -> None:
+        if not self._out.isatty():
+            if result is not None:
+                self._line(result)
+            return
+        lines = self._window(progress)
+        if lines != self._shown:
+            if self._live is None:
+                self._live = Live(console=Console(file=self._out), auto_refresh=False)
+                self._live.start()
+            self._live.update(Text("\n".join(lines), no_wrap=True), refresh=True)
+        self._shown = lines
+
+    def end(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def _line(self, result: Result) -> None:
+        number = self._number[result.key]
+        run = self._runs[number - 1]
+        measured = ""
+        if result.step_seconds is not None and result.tokens_per_second is not None:
+            measured = f" {_seconds(result.step_seconds)} a step, {result.tokens_per_second:.0f} tokens/s"
+            if run.predicted is not None and run.predicted.step_seconds is not None:
+                measured += f", predicted {_seconds(run.predicted.step_seconds)}"
+        why = f" ({result.error})" if result.error else ""
+        line = f"{number}/{len(self._runs)} {run.label}: {result.status}{measured}{why}"
+        print(line, file=self._out, flush=True)
+
+    def _window(self, progress: Sequence[Progress]) -> list[str]:
+        """The table, and of one longer than the screen what is around the run under way."""
+        head, *rows = format_table(self._runs, self._results, progress, self._steps)
+        active = {each.run.key for each in progress}
+        at = next((index for index, run in enumerate(self._runs) if run.key in active), len(rows))
+        room = max(shutil.get_terminal_size().lines - _ABOVE_BELOW, 1)
+        first = min(max(at - room // 2, 0), max(len(rows) - room, 0))
+        return [head, *rows[first : first + room]]
 
 
 if __name__ == "__main__":

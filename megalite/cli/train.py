@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None, *, program: str = "megalite train") 
                     .fit()
                     .exit_code
                 )
-            # An error that a frame of its own traceback still names is a cycle, and keeps every process group alive;
+            # An error that a frame of its traceback still names is a cycle, and keeps every process group alive;
             # gloo aborts the process, and spoils the status, if its threads are joined as late as the interpreter's end.
             gc.collect()
             if end.status == INTERRUPTED and is_first_rank():
@@ -128,7 +128,6 @@ def _recorded() -> Iterator[None]:
 
 
 def _take_layout(config: RunConfig) -> Callable[..., Any] | None:
-    """Chooses the layout of an elastic run."""
     if not config.parallel.elastic:
         return None
     from megalite.planner.elastic import take_layout
@@ -137,7 +136,6 @@ def _take_layout(config: RunConfig) -> Callable[..., Any] | None:
 
 
 def _flags(invocation: Invocation) -> frozenset[str]:
-    """Settings of the command line itself, not of files and presets."""
     return frozenset(name for name, source in invocation.provenance.items() if source.startswith("flag "))
 
 

@@ -1,66 +1,74 @@
-"""`megalite train-tokenizer`: train a tokenizer on the corpus that a model will be trained on."""
+"""`megalite train-tokenizer`: train a tokenizer on a corpus; and the tokenizer that the flags of other commands name."""
 
-import argparse
-import math
-from collections.abc import Sequence
+from argparse import Namespace
 from pathlib import Path
 
-from megalite.cli.byte_progress import ByteProgress, decimal_bytes
-from megalite.cli.failures import command
+from megalite.cli.display import ByteProgress, decimal_bytes
+from megalite.cli.model_commands import BYTE_LEVEL, KINDS, SENTENCEPIECE, TRAIN_TOKENIZER
 from megalite.cli.output import show
-from megalite.cli.parser import Parser
 from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
+from megalite.config.values import nearest
 from megalite.preprocess.inputs import find_inputs
-from megalite.preprocess.train_tokenizer import WORD_PATTERNS, TrainingText, train_byte_level, train_sentencepiece
+from megalite.preprocess.train_tokenizer import TrainingText, train_byte_level, train_sentencepiece
 from megalite.tokenizers.base import Tokenizer
 from megalite.tokenizers.build import build_tokenizer
 
-_BYTE_LEVEL = "byte-level-bpe"
-_VOCAB_SIZE, _MEGABYTES = 2048, 20.0
-_MODEL_TYPES = {"sentencepiece-bpe": "bpe", "sentencepiece-unigram": "unigram"}
+_OTHER_KINDS = {
+    "gptsentencepiecetokenizer": "SentencePieceTokenizer",
+    "llama3tokenizer": "HuggingFaceTokenizer",
+    "qwentokenizer": "HuggingFaceTokenizer",
+}
+"""Other names that scripts have, in lower case, of kinds that give the same ids."""
+_ADDS_START = "llama2tokenizer"
+
+main = TRAIN_TOKENIZER
 
 
-@command("megalite train-tokenizer")
-def main(argv: Sequence[str]) -> int:
-    """Run the command; 0 if all went well, 2 after a ConfigError or a disk that is full or read-only."""
-    arguments = _parser().parse_args(argv)
-    text, path = _train(arguments)
+def tokenizer_config(flags: Namespace) -> DataConfig:
+    """The settings of the flags that name a tokenizer."""
+    names = ("tokenizer_model", "vocab_file", "merge_file", "tiktoken_pattern")
+    kind = None if flags.tokenizer_type is None else tokenizer_kind(flags.tokenizer_type)
+    return DataConfig(tokenizer_type=kind, **{name: getattr(flags, name) for name in names})
+
+
+def tokenizer_kind(name: str) -> str:
+    """The kind that a script means, in upper or lower case."""
+    known = {kind.lower(): kind for kind in KINDS} | _OTHER_KINDS
+    if name.lower() in known:
+        return known[name.lower()]
+    if name.lower() == _ADDS_START:
+        raise ConfigError(
+            f"--tokenizer-type {name} would put <s> before each document; use SentencePieceTokenizer, which adds nothing"
+        )
+    raise ConfigError(f"--tokenizer-type {name} is unknown{nearest(name, KINDS)} (one of {', '.join(KINDS)})")
+
+
+def run(flags: Namespace) -> int:
+    text, path = _train(flags)
     tokenizer = build_tokenizer(DataConfig(tokenizer_model=str(path)), None)
     assert tokenizer is not None
     _report(text, path, tokenizer)
     return 0
 
 
-def _train(arguments: argparse.Namespace) -> tuple[TrainingText, Path]:
-    if not (math.isfinite(arguments.max_megabytes) and arguments.max_megabytes * 1e6 >= 1):
-        raise ConfigError(f"max_megabytes {arguments.max_megabytes} is no amount of text; try --max-megabytes 20")
-    if arguments.pattern is not None and arguments.type != _BYTE_LEVEL:
-        raise ConfigError(f"{arguments.type} does not read pattern ({arguments.pattern}); use --type {_BYTE_LEVEL}")
-    inputs = find_inputs(arguments.input)
-    most = int(arguments.max_megabytes * 1e6)
-    sizes = [item.size for item in inputs]
+def _train(flags: Namespace) -> tuple[TrainingText, Path]:
+    if flags.max_megabytes * 1e6 < 1:
+        raise ConfigError(f"max_megabytes {flags.max_megabytes} is no amount of text; try --max-megabytes 20")
+    if flags.pattern is not None and flags.type != BYTE_LEVEL:
+        raise ConfigError(f"{flags.type} does not read pattern ({flags.pattern}); use --type {BYTE_LEVEL}")
+    inputs = find_inputs(flags.input)
+    most = int(flags.max_megabytes * 1e6)
     # On the disk a corpus may be longer than its text, or shorter where it is compressed.
-    progress = ByteProgress(min(most, sum(size or most for size in sizes)))
-    text = TrainingText(inputs, arguments.json_keys, most, progress.advance)
+    progress = ByteProgress(min(most, sum(item.size or most for item in inputs)))
+    text = TrainingText(inputs, flags.json_keys, most, progress.advance)
+    wanted = {"output_prefix": flags.output_prefix, "vocab_size": flags.vocab_size}
     try:
-        if arguments.type == _BYTE_LEVEL:
-            path = train_byte_level(
-                text,
-                output_prefix=arguments.output_prefix,
-                vocab_size=arguments.vocab_size,
-                words=arguments.pattern or "gpt2",
-            )
-        else:
-            path = train_sentencepiece(
-                text,
-                output_prefix=arguments.output_prefix,
-                vocab_size=arguments.vocab_size,
-                model_type=_MODEL_TYPES[arguments.type],
-            )
+        if flags.type == BYTE_LEVEL:
+            return text, train_byte_level(text, words=flags.pattern or "gpt2", **wanted)
+        return text, train_sentencepiece(text, model_type=SENTENCEPIECE[flags.type], **wanted)
     finally:
         progress.end()
-    return text, path
 
 
 def _report(text: TrainingText, path: Path, tokenizer: Tokenizer) -> None:
@@ -71,63 +79,8 @@ def _report(text: TrainingText, path: Path, tokenizer: Tokenizer) -> None:
     if held:
         num_bytes = sum(len(document.encode("utf-8")) for document in held)
         tokens = sum(len(ids) for ids in tokenizer.encode_batch(held))
-        show(
-            f"{num_bytes / max(tokens, 1):.2f} bytes per token on {decimal_bytes(num_bytes)} in {len(held)} documents "
-            "that were held out"
-        )
+        share = f"{num_bytes / max(tokens, 1):.2f} bytes per token on {decimal_bytes(num_bytes)}"
+        show(f"{share} in {len(held)} documents that were held out")
     else:
         show("too few documents to hold some out: bytes per token are not measured")
     show(f"{path}: {tokenizer.vocab_size} pieces; use it with --tokenizer-model {path}")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        "megalite train-tokenizer",
-        "Train a tokenizer on the corpus that a model will be trained on. Without flags for it: "
-        f"{_VOCAB_SIZE} pieces, made from at most {_MEGABYTES:.0f} MB of the text. A file that is there is not replaced.",
-        epilog="Exit status: 0 written, 2 bad input or a disk that is full: nothing is written.",
-        examples=("megalite train-tokenizer --input corpus/*.jsonl --output-prefix tokenizer --vocab-size 32000",),
-    )
-    parser.add_argument(
-        "--input",
-        nargs="+",
-        required=True,
-        metavar="PATH",
-        help=".jsonl, .txt and .parquet, .jsonl and .txt also as .gz and .zst; folders and globs of them; - for stdin",
-    )
-    parser.add_argument(
-        "--output-prefix",
-        required=True,
-        metavar="PREFIX",
-        help="writes PREFIX.model, or PREFIX.json for byte-level-bpe",
-    )
-    parser.add_argument(
-        "--type",
-        choices=(*_MODEL_TYPES, _BYTE_LEVEL),
-        default="sentencepiece-bpe",
-        help="default sentencepiece-bpe; byte-level-bpe (GPT-2's) needs the package tokenizers",
-    )
-    parser.add_argument(
-        "--pattern",
-        choices=tuple(WORD_PATTERNS),
-        help="how byte-level-bpe cuts words: gpt2 (the default) or gpt4, which cuts numbers into threes",
-    )
-    parser.add_argument(
-        "--vocab-size",
-        type=int,
-        default=_VOCAB_SIZE,
-        metavar="N",
-        help=f"pieces; default {_VOCAB_SIZE}, for trying things out: models have 32000 and more, which takes some 10 MB "
-        "of text",
-    )
-    parser.add_argument(
-        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of the text; default text"
-    )
-    parser.add_argument(
-        "--max-megabytes",
-        type=float,
-        default=_MEGABYTES,
-        metavar="MB",
-        help=f"read at most this much text, spread evenly over the inputs; default {_MEGABYTES:.0f}",
-    )
-    return parser

@@ -4,17 +4,14 @@ import json
 import os
 import signal
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from megalite.cli import data, data_index
-from megalite.cli.byte_progress import ByteProgress
+from megalite.cli import data
 from megalite.cli.data import main
+from megalite.cli.display import ByteProgress
 from megalite.tokenizers.base import NullTokenizer
-from megalite.tokenizers.tiktoken_encodings import PATTERNS
 from tests.preprocess.layout import MIXED, both, pack, write, write_with_side_file
 
 Captured = pytest.CaptureFixture[str]
@@ -114,7 +111,7 @@ def test_inspect_refuses_what_has_no_effect(prefix: str, tmp_path: Path, capsys:
     for flags, message in (
         ([prefix, *null, "14"], "say which, as in --documents 0:3"),
         ([prefix, "--vocab-size", "14"], "vocab_size 14 has no effect"),
-        ([prefix, "--max-tokens", "0"], "max_tokens 0 must be at least 1"),
+        ([prefix, "--max-tokens", "0"], "--max-tokens: takes a whole number of at least 1, such as 4, got 0"),
         ([prefix, "--documents", "9"], "has the documents 0 to 5"),
         ([plain, "--documents", "5", *null, "5"], "token id 10, but NullTokenizer has ids below 5"),
         ([str(tmp_path / "zzz")], "neither "),
@@ -266,31 +263,6 @@ def test_names_of_new_datasets(prefix: str, capsys: Captured, monkeypatch: pytes
 def test_the_side_files_vocabulary_holds_too(prefix: str, capsys: Captured) -> None:
     assert main(["verify", prefix, "--vocab-size", "5000"]) == 0
     assert "ids up to 13, vocab_size 14;" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("command", ["verify", "inspect", "merge", "split"])
-def test_help_tells_exit_statuses(command: str, capsys: Captured) -> None:
-    assert main([command, "--help"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "Exit status: 0 " in shown and "143 after SIGTERM" in shown
-    if command in ("verify", "inspect"):
-        assert all(name in shown for name in PATTERNS)
-
-
-def test_index_has_flags_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    monkeypatch.setattr(data_index, "main", lambda argv: seen.append(argv) or 7)
-    assert main(["index", "--help", "--seq-length", "8"]) == 7
-    assert seen == [["--help", "--seq-length", "8"]]
-
-
-def test_it_needs_no_torch(prefix: str) -> None:
-    code = (
-        "import sys; sys.modules['torch'] = None; from megalite.cli.data import main; "
-        f"sys.exit(main(['verify', {prefix!r}]))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout.startswith(f"{prefix}: sound")
 
 
 def test_a_negative_id(tmp_path: Path, capsys: Captured) -> None:

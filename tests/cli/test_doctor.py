@@ -35,7 +35,7 @@ def test_the_whole_report(monkeypatch: pytest.MonkeyPatch, capsys: Captured, tmp
     assert any(line.startswith("  ok       all-reduce      ") for line in lines)
     assert f"{torch.__version__}" in said.out
     assert "\n  ok       chosen          torch: rmsnorm, " in said.out
-    assert "\nwhat to mend" in said.out
+    assert "\nwhat to fix" in said.out
     assert list(tmp_path.iterdir()) == []
 
 
@@ -63,7 +63,7 @@ def test_errors_are_told_and_end_in_1(monkeypatch: pytest.MonkeyPatch, capsys: C
         "b",
         "  error    three           bad\\x1b[2J",
         "",
-        "what to mend",
+        "what to fix",
         "  error    b, three: bad\\x1b[2J",
         "           mend it",
         "  warning  a, two: so so",

@@ -86,7 +86,7 @@ def test_what_people_read(folder: Path, capsys: Captured) -> None:
         (["--input", "{}/a.jsonl"], "a.jsonl:1: no key 'text'"),
         (["--input", "{}/a.txt", "--seq-length", "25"], "seq_length is 25, but the model has 24 positions"),
         (["--input", "{}/a.txt", "--stride", "30"], "stride is 30 with seq_length 24"),
-        (["--input", "{}/a.txt", "--stride", "0"], "--stride is 0; it must be at least 1"),
+        (["--input", "{}/a.txt", "--stride", "0"], "--stride: takes a whole number of at least 1, such as 4, got 0"),
         (["--input", "{}/a.txt", "--tp", "3"], "tp 3 x pp 1 = 3 does not fit the 1 rank"),
         (["--input", "{}/a.txt", "--tokenizer-model", "none"], "none"),
     ],

@@ -2,6 +2,7 @@
 
 import errno
 import importlib
+import io
 import os
 import signal
 import sys
@@ -11,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from megalite.cli.failures import BAD_INPUT, BUG, DEBUG_VARIABLE, INTERRUPTED, command
+from megalite.cli.failures import BAD_INPUT, BUG, DEBUG_VARIABLE, INTERRUPTED, Stopped
 from megalite.cli.failures import guarded as guarding
 from megalite.cli.main import COMMANDS, main
 from megalite.cli.output import show
-from megalite.cli.stopping import Stopped
+from megalite.cli.train import _Log
 from megalite.config.errors import ConfigError, RankError
 
 Captured = pytest.CaptureFixture[str]
@@ -110,10 +111,11 @@ def test_a_lasting_run_keeps_the_traceback_of_a_bug(capsys: Captured) -> None:
 def test_debug(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     seen = []
 
-    @command("x")
-    def run(words: list[str]) -> int:
-        seen.append(words)
-        raise ConfigError("mistake")
+    def run(argv: list[str]) -> int | None:
+        with guarding("x", argv) as end:
+            seen.append(end.words)
+            raise ConfigError("mistake")
+        return end.status
 
     assert run(["--a", "--debug", "b"]) == run(["c"]) == BAD_INPUT
     first, second = capsys.readouterr().err.split("Traceback (most recent call last):\n")
@@ -136,7 +138,8 @@ def test_debug_goes_anywhere(words: list[str], capsys: Captured) -> None:
 
 def test_the_words_default_to_those_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["megalite", "a", "b"])
-    assert command("x")(len)() == 2
+    with guarding("x") as end:
+        assert end.words == ["a", "b"]
 
 
 def test_other_ends(capsys: Captured) -> None:
@@ -224,7 +227,7 @@ def test_closed_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_is_guarded(name: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     """tools/ and `python -m` call a command's own main."""
-    assert importlib.import_module(COMMANDS[name][0]).main(["--no-such-flag", "--debug"]) == BAD_INPUT
+    assert COMMANDS[name](["--no-such-flag", "--debug"]) == BAD_INPUT
     assert DEBUG_VARIABLE not in os.environ and "error: " in capsys.readouterr().err
 
 
@@ -245,3 +248,38 @@ def test_torchrun_finds_the_error_where_it_looks(
     file.unlink()
     assert main(["train", "--tp", "x"]) == BAD_INPUT
     assert not file.exists(), "one rank has said it"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_under_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends no run and spoils no exit status."""
+    said = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", said)
+    path = tmp_path / "log"
+    path.touch()
+    full = os.open("/dev/full", os.O_WRONLY)
+    with path.open("w") as log:
+        monkeypatch.setattr(sys, "stdout", log)
+        line = _Log()
+
+        with guarding("megalite train", [], lasting=True) as end:
+            line("before")
+            kept = os.dup(log.fileno())
+            os.dup2(full, log.fileno())
+            line("1")
+            line("2")
+            os.dup2(kept, log.fileno())
+            line("after")
+            os.dup2(full, log.fileno())
+            line("3")
+            os.close(kept)
+            end.status = 75
+        assert end.status == 75
+    os.close(full)
+    lines = path.read_text().splitlines()
+    assert lines[0] == "before" and lines[-1] == ("the log is written again; up to 2 lines before this one are missing")
+    assert "after" in lines
+    assert (
+        said.getvalue().splitlines()
+        == ["warning: cannot write the log: No space left on device; training continues"] * 2
+    )

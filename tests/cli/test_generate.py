@@ -6,9 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.cli import early_flags
-from megalite.cli.generate import main
-from megalite.cli.model_flags import DTYPES
+from megalite.cli.generate import DTYPES, main
 from megalite.config.reading import PRECISIONS
 from megalite.conversion.huggingface.weights import write_huggingface
 from megalite.conversion.native import write_native
@@ -94,10 +92,10 @@ def test_stop_and_seed(models: Path, capsys: Captured) -> None:
         (["--prompt", "a", "--prompt-key", "b"], "--prompt-key b has no effect without --prompts"),
         (["--prompt", "a", "--temperature", "0", "--top-k", "3"], "--top-k 3 has no effect with --temperature 0"),
         (["--prompt", "a", "--temperature", "0", "--seed", "0"], "--seed 0 has no effect with --temperature 0"),
-        (["--prompt", "a", "--batch-size", "0"], "--batch-size is 0"),
+        (["--prompt", "a", "--batch-size", "0"], "--batch-size: takes a whole number of at least 1"),
         (["--prompt", "a", "--stop", ""], "--stop is empty"),
         (["--prompt", "a", "--tp", "2"], "tp 2 x pp 1 = 2 does not fit the 1 rank that were started; use --tp 1"),
-        (["--prompt", "a", "--pp", "0"], "--pp is 0"),
+        (["--prompt", "a", "--pp", "0"], "--pp: takes a whole number of at least 1"),
         (["--prompt", "a", "--cp", "2"], "there is no cp here (a sequence is not split)"),
         (["--prompt", "a", "--ep", "2"], "there is no ep here (experts are split by --tp)"),
         (["--prompt", "a", "--add-bos"], "--add-bos has no effect on"),
@@ -145,6 +143,7 @@ def test_the_beginning_that_a_tokenizer_json_says(models: Path, tmp_path: Path, 
 
 def test_the_flags_have_the_defaults_of_the_library() -> None:
     """They are declared without torch."""
-    assert Sampling().max_new_tokens == early_flags.MAX_NEW_TOKENS
-    assert (Sampling().temperature, BATCH_SIZE) == (early_flags.TEMPERATURE, early_flags.BATCH_SIZE)
+    flags = main.parse(["--load", "x"])
+    assert (Sampling().max_new_tokens, Sampling().temperature) == (flags.max_new_tokens, flags.temperature)
+    assert flags.batch_size == BATCH_SIZE
     assert set(PRECISIONS) == set(DTYPES)

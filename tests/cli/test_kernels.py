@@ -68,11 +68,6 @@ def test_no_cuda(capsys: Captured) -> None:
     assert said.err == "error: --device cuda: torch finds no CUDA device here; use --device cpu\n"
 
 
-def test_bad_flags(capsys: Captured) -> None:
-    assert main(["kernels", "--devise", "cpu"]) == 2
-    assert "megalite kernels --help lists the flags" in capsys.readouterr().err
-
-
 TINY = "--mock-data --vocab-size 64 --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8"
 
 

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import yaml
@@ -25,19 +26,14 @@ def test_usage_lists_the_commands(capsys: Captured) -> None:
     assert capsys.readouterr().out.splitlines()[-1].startswith("megalite 0.")
 
 
-def test_unknown_command(capsys: Captured) -> None:
-    assert main(["confg"]) == 2
-    assert capsys.readouterr().err.startswith("error: unknown command confg: did you mean config? (one of train, ")
-
-
-def test_hands_over_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_is_read_before_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    module = types.SimpleNamespace(main=lambda argv: seen.append(argv))
+    module = types.SimpleNamespace(run=lambda flags: seen.append((flags.run_dir, flags.output)))
     monkeypatch.setitem(sys.modules, "megalite.cli.plot", module)
-    assert main(["plot", "--load", "a"]) == 0
-    assert seen == [["--load", "a"]]
-    module.main = lambda argv: 3
-    assert main(["plot"]) == 3
+    assert main(["plot", "a", "--output", "b"]) == 0
+    assert seen == [(Path("a"), Path("b"))]
+    module.run = lambda flags: 3
+    assert main(["plot", "a"]) == 3
 
 
 def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
@@ -45,18 +41,11 @@ def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("megalite.cli.main.importlib.import_module", interrupt)
-        assert main(["plot"]) == 130
-    monkeypatch.setitem(sys.modules, "megalite.cli.plot", types.SimpleNamespace(main=interrupt))
-    assert main(["plot"]) == 130
+        patch.setattr("megalite.cli.command.importlib.import_module", interrupt)
+        assert main(["plot", "a"]) == 130
+    monkeypatch.setitem(sys.modules, "megalite.cli.plot", types.SimpleNamespace(run=interrupt))
+    assert main(["plot", "a"]) == 130
     assert capsys.readouterr().err == "interrupted\ninterrupted\n"
-
-
-@pytest.mark.parametrize("command", ["train-tokenizer", "convert", "data", "preprocess"])
-def test_help_is_for_people(command: str, capsys: Captured) -> None:
-    """Not the docstring of a module, which has backticks."""
-    assert main([command, "--help"]) == 0
-    assert "`" not in capsys.readouterr().out
 
 
 HELP_WITHOUT = """
@@ -85,12 +74,6 @@ def test_help_imports_nothing_heavy() -> None:
     assert all(f"megalite {command}" in done.stdout for command in COMMANDS)
 
 
-def test_config_command_imports_no_torch() -> None:
-    code = "import sys; sys.modules['torch'] = None; from megalite.cli.main import main; main(['config', '--presets'])"
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout.split() == preset_names()
-
-
 def test_show(capsys: Captured) -> None:
     assert config_main(["--show", "--preset", "gpt2-124m", "--tp", "2", "--world-size", "4"]) == 0
     shown = yaml.safe_load(capsys.readouterr().out)
@@ -116,7 +99,7 @@ def test_tables(capsys: Captured) -> None:
     assert config_main(["--presets"]) == 0
     assert capsys.readouterr().out.split() == preset_names()
     assert config_main([]) == 0
-    assert capsys.readouterr().out.startswith("usage: megalite config --show")
+    assert capsys.readouterr().out.startswith("usage: megalite config [SETTINGS ...]")
     assert config_main(["--help-all"]) == 0
     assert "--tensor-model-parallel-size N" in capsys.readouterr().out
 
@@ -125,12 +108,8 @@ def test_tables(capsys: Captured) -> None:
     ("arguments", "message"),
     [
         (["--show", "--tp", "3"], "error: num_attention_heads 4 is not divisible by tp 3; use tp 1, 2, 4\n"),
-        (["--markdown", "x"], "error: megalite config --markdown takes nothing after it, got x\n"),
-        (
-            ["--tp"],
-            "error: megalite config takes --show, --explain, --presets or --markdown first, got --tp; to see what a config "
-            "resolves to write megalite config --show --tp ...\n",
-        ),
+        (["--markdown", "--tp", "4"], "error: --tp has no effect with --presets and --markdown; remove it\n"),
+        (["--tp", "2"], "error: give one of --show --explain --presets --markdown\n"),
     ],
 )
 def test_errors(arguments: list[str], message: str, capsys: Captured) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megalite.cli.curves import Line, draw_curves, thinned, ticks
+from megalite.cli.plot import Line, draw_curves, thinned, ticks
 from megalite.cli.run_folders import find_runs, status_of
 from megalite.cli.runs import main
 from megalite.config import files
@@ -66,22 +66,20 @@ def runs(tmp_path: Path) -> Path:
 def test_the_list(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(runs)]) == 0
     head, *rows = capsys.readouterr().out.splitlines()
-    assert head.split() == (
-        [
-            "run",
-            "status",
-            "layout",
-            "ranks",
-            "step",
-            "loss",
-            "valid",
-            "loss",
-            "tokens/s",
-            "goodput",
-            "starts",
-            "started",
-        ]
-    )
+    assert head.split() == [
+        "run",
+        "status",
+        "layout",
+        "ranks",
+        "step",
+        "loss",
+        "valid",
+        "loss",
+        "tokens/s",
+        "goodput",
+        "starts",
+        "started",
+    ]
     cells = {row.split()[0]: re.split(r"\s{2,}", row) for row in rows}
     assert list(cells) == ["a", "c", "old", "starting", "sweep/b<&>"]
     assert cells["a"][1:9] == ["finished", "tp 2 pp 2", "4", "30/40", "2.1333", "2.6333", "800", "75.0%"]

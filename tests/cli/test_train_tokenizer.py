@@ -94,10 +94,3 @@ def test_a_tokenizer_that_is_there_is_kept(
     assert main(command) == 2
     assert f"{file} exists; give another --output-prefix" in capsys.readouterr().err
     assert (tmp_path / file).read_text() == "old"
-
-
-def test_help_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "`" not in shown
-    assert "2048 pieces, made from at most 20 MB of the text" in shown and "Exit status: 0 written" in shown

@@ -8,7 +8,6 @@ import torch
 
 from megalite.cli import convert, generate
 from megalite.cli.convert import DTYPES
-from megalite.cli.early_flags import convert_parser
 from megalite.conversion.formats import FORMATS
 from megalite.conversion.native import NativeWeights
 from tests.conversion.samples import GPT, MadeUp, byte_tokenizer
@@ -38,7 +37,7 @@ def test_the_commands_run_in_their_order(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_every_flag_and_format_is_on_the_page() -> None:
     text = PAGE.read_text()
-    flags = {option for action in convert_parser()._actions for option in action.option_strings}
+    flags = set(convert.main.spellings)
     assert [flag for flag in sorted(flags - {"-h", "--help"}) if f"`{flag}" not in text] == []
     assert all(f"`{name}`" in text for name in FORMATS)
     assert "\\|".join(DTYPES) in text

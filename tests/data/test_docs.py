@@ -1,6 +1,5 @@
 """The commands of docs/data.md, run one after the other as they stand there, on real text."""
 
-import argparse
 import json
 import re
 import subprocess
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megalite.cli import main as program
-from megalite.cli import preprocess_flags, train_tokenizer
+from megalite.cli.model_commands import PREPROCESS, TRAIN_TOKENIZER
 from megalite.config.describe import settings
 from megalite.config.files import level_from_text
 from megalite.config.merge import merge
@@ -56,9 +55,7 @@ def test_the_commands_run_in_their_order(
 
 
 def test_the_flags_that_the_page_names_exist() -> None:
-    parser = preprocess_flags._parser(argparse.ArgumentParser(add_help=False))
-    parsers = (parser, train_tokenizer._parser())
-    known = {flag for one in parsers for action in one._actions for flag in action.option_strings}
+    known = {*PREPROCESS.spellings, *PREPROCESS.foreign, *TRAIN_TOKENIZER.spellings}
     known |= {flag for setting in settings().values() for flag in setting.flags}
     named = set(re.findall(r"`(--[a-z-]+)", TEXT))
     assert len(named) > 20

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from megalite.cli.plan import main
-from megalite.cli.plan_flags import FLAGS
 from tests.e2e.commands import Command, commands_in
 from tests.e2e.programs import REPOSITORY
 
@@ -27,4 +26,4 @@ def test_command_runs(
 
 def test_every_flag_is_explained() -> None:
     assert len(COMMANDS) == 4
-    assert all(f"`{flag}" in PAGE for flag in FLAGS)
+    assert all(f"`{flag}" in PAGE for flag in main.spellings)

@@ -4,23 +4,16 @@ A command is a line `$ ...` in a ```console or ```bash block; a trailing backsla
 (`megalite config ...`, and anything with --dry-run, --help, --help-all or --version) are cheap.
 """
 
-import contextlib
-import importlib
-import io
 import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
 
 from torch.distributed.run import get_args_parser
 
-from megalite.cli import early_flags
 from megalite.cli.main import COMMANDS
-from megalite.cli.parser import Parser
-from megalite.cli.plan_flags import parse_plan
 from megalite.config.flags import parse_arguments
 from megalite.config.validate import require_startable, validate
 from megalite.parity.shrink import shrink
@@ -156,42 +149,19 @@ def _check_megalite(name: str, words: Sequence[str]) -> None:
     assert name in COMMANDS, f"no command {name}"
     if name == "train":
         _check_training(words, ranks=1)
-    elif name == "config":
-        parse_arguments(list(words[1:]))
     elif name == "parity":
-        _check_parity(words)
-    elif name == "plan":
-        parse_plan(list(words))
+        invocation = COMMANDS[name].parse(words).invocation
+        shrink(invocation.config, world_size=invocation.world_size, explicit=invocation.explicit)
     else:
         _only_parse(name, words)
 
 
-def _check_parity(words: Sequence[str]) -> None:
-    """The layout is legal and the model can be made small for it."""
-    invocation = parse_arguments(["--dry-run", *early_flags.parity_options(list(words)).rest])
-    shrink(invocation.config, world_size=invocation.world_size, explicit=invocation.explicit)
-
-
-class _Parsed(BaseException):
-    """A command line was accepted; commands make a line of an Exception."""
-
-
 def _only_parse(name: str, words: Sequence[str]) -> None:
-    """Run a command of `cli.parser` up to the point where it has read its arguments."""
-    read = Parser.parse_args
-
-    def stop_after(parser: Parser, *arguments: object, **named: object) -> None:
-        read(parser, *arguments, **named)
-        raise _Parsed
-
-    said = io.StringIO()
-    with mock.patch.object(Parser, "parse_args", stop_after), contextlib.redirect_stderr(said):
-        try:
-            with contextlib.redirect_stdout(io.StringIO()):
-                status = importlib.import_module(COMMANDS[name][0]).main(list(words))
-        except _Parsed:
-            return
-    assert status == 0, f"{name} {' '.join(words)}: {said.getvalue()}"  # 0: --help
+    command, words = COMMANDS[name], list(words)
+    while words and words[0] in command.commands:
+        command = command.commands[words.pop(0)]
+    if not CHEAP_FLAGS & set(words) - {"--dry-run"}:
+        command.parse(words)
 
 
 def _check_script(script: str, words: Sequence[str]) -> None:

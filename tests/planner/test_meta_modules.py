@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from megalite.cli.dry_run_rank import rank_report
+from megalite.cli.dry_run import rank_report
 from megalite.config.flags import parse_arguments
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.cli.early_flags import profile_parser
-from megalite.cli.profile import _dtypes, main, profile
-from megalite.cli.profile_text import duration, rate
+from megalite.cli.display import duration, rate
+from megalite.cli.profile import _dtypes, main
+from megalite.cli.profile import run as profile
 from megalite.config.errors import ConfigError
 from megalite.planner.hardware import load_cluster, load_stack
 from megalite.profiling.collectives import describe_machine, make_channels
@@ -26,8 +26,8 @@ def _profile(context: RankContext, words: list[str], size: int) -> tuple[str, st
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said):
-            arguments = profile_parser().parse_args(words)
-            assert profile(arguments, command="megalite profile", launch=launch, made=context.made) == 0
+            arguments = main.parse(words)
+            assert profile(arguments, launch=launch, made=context.made) == 0
     except ConfigError as error:
         return said.getvalue(), str(error)
     return said.getvalue(), ""
@@ -41,7 +41,10 @@ def test_two_ranks_write_a_file_that_the_planner_reads(tmp_path: Path) -> None:
     assert other == ("", "")  # rank 0 alone speaks
     cluster = load_cluster(str(output))
     assert (cluster.name, cluster.node.accelerators, list(cluster.accelerator.peak_flops)) == ("mine", 2, ["fp32"])
-    assert f"torch {torch.__version__}, by megalite profile on 2 ranks" in cluster.provenance["node"]
+    assert (
+        f"torch {torch.__version__}, by megalite profile --output {output} --output-stack {stack} --seconds 1 on 2 ranks"
+        in cluster.provenance["node"]
+    )
     assert cluster.provenance["network"] == "assumed, from cluster cpu-box"
     assert "2 ranks on 1 node, 1 thread a rank; all ranks of a node measured at once" in cluster.description
     own = load_stack(str(stack))
@@ -137,13 +140,13 @@ def test_a_type_that_one_rank_does_not_have(tmp_path: Path) -> None:
 def test_the_page_shows_commands_and_flags_that_there_are() -> None:
     page = (REPOSITORY / "docs" / "profile.md").read_text(encoding="utf-8")
     rows = set(re.findall(r"^\| `(--[a-z-]+)", page, re.MULTILINE))
-    known = {flag for action in profile_parser()._actions for flag in action.option_strings if len(flag) > 2}
-    assert rows == known - {"--help"}
+    known = set(main.spellings)
+    assert rows == known
     shown = [command.words for command in commands_in(page, "docs/profile.md")]
     assert len(shown) == 3
     for words in shown:
         start = words.index("profile" if words[0] == "megalite" else "megalite.cli.profile")
-        arguments = profile_parser().parse_args(words[start + 1 :])
+        arguments = main.parse(words[start + 1 :])
         assert _dtypes(arguments, torch.device("cpu"))
 
 

@@ -20,7 +20,7 @@ LATE_IMPORTS = {
 
 DISPATCHERS = {
     "megalite",
-    "megalite.cli.main",
+    "megalite.cli.command",
     "megalite.config.registry",
     "megalite.kernels.registry",
     "megalite.kernels.probes",

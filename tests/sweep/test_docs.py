@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megalite.cli.sweep import _parser, main
+from megalite.cli.sweep import main
 from megalite.config import files
 from megalite.config.validate import require_startable, validate
 from megalite.sweep import results
@@ -50,7 +50,7 @@ def test_commands(text: str, source: str, monkeypatch: pytest.MonkeyPatch, capsy
     assert len(commands) >= 2
     for program, name, *rest in commands:
         assert (program, name) == ("megalite", "sweep")
-        assert _parser().parse_args(rest).sweep.is_file()
+        assert main.parse(rest).sweep.is_file()
         if "--dry-run" in rest:
             assert main(rest) == 0
             lines = capsys.readouterr().out.splitlines()

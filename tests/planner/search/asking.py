@@ -1,6 +1,7 @@
 """Requests for tests, as the command line makes them."""
 
-from megalite.cli.plan_flags import Asked, parse_plan
+from megalite.cli import plan
+from megalite.cli.plan import Asked
 
 TINY = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 500 --global-batch-size 8 "
@@ -11,4 +12,4 @@ EXPERTS = f"{TINY} --num-experts 4 --moe-first-dense-layers 1 --moe-ffn-hidden-s
 
 def asked(flags: str) -> Asked:
     """What `megalite plan` makes of these flags."""
-    return parse_plan(flags.split())
+    return plan.asked(plan.main.parse(flags.split()))

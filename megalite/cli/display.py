@@ -1,0 +1,149 @@
+"""Tables, amounts and progress of all commands."""
+
+import io
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from megalite.cli.output import stderr_is_terminal, tell, visible
+
+_TERMINAL_SECONDS, _LOG_SECONDS, _WINDOW_SECONDS = 0.1, 5.0, 10.0
+
+
+def table(rows: Sequence[Sequence[str]], right: Collection[int] = (), *, indent: int = 0) -> list[str]:
+    """Lines with the columns aligned, as wide as they need; `right`: columns aligned to the right."""
+    if not rows:
+        return []
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for column in range(max(map(len, rows))):
+        grid.add_column(justify="right" if column in right else "left", no_wrap=True)
+    for row in rows:
+        grid.add_row(*(Text(visible(cell)) for cell in row))
+    console = Console(file=io.StringIO(), width=100_000, color_system=None)
+    with console.capture() as captured:
+        console.print(grid)
+    return [" " * indent + line.rstrip() for line in captured.get().splitlines()]
+
+
+def decimal_bytes(count: float) -> str:
+    """`1.2 GB`, in powers of 1000 as disks are sold."""
+    units = ["bytes", "KB", "MB", "GB", "TB"]
+    while count >= 1000 and len(units) > 1:
+        count /= 1000
+        units.pop(0)
+    return f"{count:.0f} bytes" if units[0] == "bytes" else f"{count:.1f} {units[0]}"
+
+
+def duration(seconds: float) -> str:
+    """Three digits and a unit: `1.2 ms`."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return "0 s" if seconds == 0 else f"{seconds / 1e-9:.3g} ns"
+
+
+def rate(value: float, unit: str) -> str:
+    """Three digits with the prefix that fits, such as `95.2 GF`."""
+    for prefix, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= scale:
+            return f"{value / scale:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}"
+
+
+def clock(seconds: float) -> str:
+    """`0:12` or `1:02:03`."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def status(text: str) -> None:
+    """A line on a terminal that the next one overwrites; an empty one wipes it."""
+    if stderr_is_terminal():
+        tell(f"\r{text[: shutil.get_terminal_size().columns - 1]}\x1b[K", end="")
+
+
+class ProgressLine:
+    """How far a command is, on stderr: a bar on a terminal, elsewhere a line every few seconds.
+
+    Rates are those of the last seconds, and never count what an earlier run had done.
+    """
+
+    def __init__(self) -> None:
+        self._start = self._shown = time.monotonic()
+        self._recent: deque[tuple[float, ...]] = deque()
+        self._bar: Progress | None = None
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._start
+
+    def update(
+        self, done: int, total: int | None, amounts: Sequence[int], text: Callable[[Sequence[float]], str]
+    ) -> None:
+        """Show it if it is time to.
+
+        Args:
+            total: what `done` will be at the end; None: unknown.
+            amounts: that `text` wants the rates of, per second.
+        """
+        now = time.monotonic()
+        if self._recent and now - self._shown < (_TERMINAL_SECONDS if stderr_is_terminal() else _LOG_SECONDS):
+            return
+        self._recent.append((now, done, *amounts))
+        while len(self._recent) > 2 and now - self._recent[0][0] > _WINDOW_SECONDS:
+            self._recent.popleft()
+        if len(self._recent) < 2:
+            return
+        self._shown = now
+        seconds, *grown = (new - old for new, old in zip(self._recent[-1], self._recent[0], strict=True))
+        speed, *rates = (each / max(seconds, 1e-9) for each in grown)
+        parts = [text(rates)]
+        if total and speed > 0:
+            parts.append(f"{clock(max(total - done, 0) / speed)} left")
+        if stderr_is_terminal():
+            self._draw(done, total, ", ".join(parts))
+        else:
+            share = [f"{min(100 * done // total, 100):3d} %"] if total else []
+            tell(", ".join([*share, *parts]))
+
+    def _draw(self, done: int, total: int | None, text: str) -> None:
+        if self._bar is None:
+            console = Console(stderr=True, highlight=False)
+            columns = (BarColumn(20), TaskProgressColumn(), TextColumn("{task.description}", markup=False))
+            self._bar = Progress(*columns, console=console, auto_refresh=False)
+            self._bar.start()
+            self._bar.add_task("")
+        self._bar.update(self._bar.task_ids[0], completed=done, total=total, description=text)
+        self._bar.refresh()
+
+    def end(self) -> None:
+        """Leave the line, before something else is printed."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+class ByteProgress(ProgressLine):
+    """Progress of `total` bytes, which may be an estimate."""
+
+    def __init__(self, total: int) -> None:
+        super().__init__()
+        self._total = max(total, 1)
+        self.done = 0
+        self.update(0, self._total, (0,), self._text)
+
+    def advance(self, count: int) -> None:
+        self.done += count
+        self.update(self.done, self._total, (self.done,), self._text)
+
+    def _text(self, rates: Sequence[float]) -> str:
+        return (
+            f"{decimal_bytes(self.done)} of {decimal_bytes(max(self._total, self.done))} ({decimal_bytes(rates[0])}/s)"
+        )

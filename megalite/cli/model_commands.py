@@ -1,0 +1,366 @@
+"""The flags of the commands that work on data and models. Without torch, so that help and a wrong flag come at once."""
+
+from pathlib import Path
+
+from megalite.cli.command import OPTIONAL, SOME, Command, Flag, positive
+from megalite.config.describe import settings
+from megalite.config.reading import PRECISIONS
+from megalite.conversion.formats import FORMATS, TRANSFORMER_IMPLEMENTATIONS
+from megalite.tokenizers.tiktoken_encodings import PATTERNS
+
+DEFAULT_SHARD = "5GB"
+VERIFIED_BELOW = 200_000_000
+"""Parameters of a model that is verified unless --no-verify says otherwise."""
+DOCUMENT_MB = 8
+SHOWN_TOKENS = 64
+"""Of a document, by default."""
+
+FORMS = ("file", "line", "paragraph")
+BYTE_LEVEL = "byte-level-bpe"
+SENTENCEPIECE = {"sentencepiece-bpe": "bpe", "sentencepiece-unigram": "unigram"}
+KINDS = settings()["tokenizer_type"].choices
+
+_FILES = ".jsonl, .ndjson, .txt (.gz, .zst) and .parquet: files, folders and globs of them; - is jsonl from stdin"
+_INPUT = Flag("--input", _FILES, str, "PATH", count=SOME, required=True)
+_KEYS = Flag("--json-keys", "keys of the text (text)", str, "KEY", ("text",), count=SOME)
+_JSON = Flag("--json", "print JSON", bool)
+_STOPPED = "130 after Ctrl-C, 143 after SIGTERM."
+_WRITTEN = f"Exit status: 0 written, 2 bad input or a disk that is full: nothing is written. {_STOPPED}"
+_ONE_RUN = "leave it out: --input takes many files, and the output is in their order with any --workers"
+_NO_USE = {
+    "leave it out: a document is one sequence here, as training GPTs wants it": "--split-sentences --lang",
+    "leave it out: newlines are always kept": "--keep-newlines",
+    "leave it out: a document without text is a bad line": "--keep-empty",
+    _ONE_RUN: "--partitions --keep-sequential-samples",
+    "leave it out: progress is shown every few seconds": "--log-interval",
+    "leave it out: work is handed out by bytes": "--chunk-size",
+    "leave it out: there is one format, .bin and .idx": "--dataset-impl",
+    "leave it out: --workers is all usable cores by default": "--find-optimal-num-workers --workers-to-check "
+    "--max-documents --performance-dir",
+    "leave it out: training pads the vocabulary": "--vocab-extra-ids --make-vocab-size-divisible-by --padded-vocab-size",
+    "leave it out: special tokens come from the tokenizer's own files": "--special-tokens --tokenizer-special-tokens "
+    "--tiktoken-special-tokens --tiktoken-num-special-tokens",
+    "leave it out: the kind of tokenizer is known by its files, or by --tokenizer-type": "--tokenizer-metadata",
+    "leave it out: there is one set of tokenizers": "--legacy-tokenizer",
+}
+"""What to do instead -> flags of Megatron-LM's script."""
+_HARMLESS = {"--partitions": "1", "--log-interval": "[0-9]+", "--dataset-impl": "mmap"}
+_FOREIGN = {flag: (instead, _HARMLESS.get(flag, "")) for instead, flags in _NO_USE.items() for flag in flags.split()}
+
+
+def _tokenizer(vocab_size: str) -> list[Flag]:
+    """The flags that name a tokenizer; `vocab_size` is the help of --vocab-size."""
+    kinds = f"one of {', '.join(KINDS)}; default: by the content of the files"
+    patterns = f"how a tiktoken file splits text: {', '.join(PATTERNS)}, or a regex"
+    return [
+        Flag("--tokenizer-type", kinds, value="KIND"),
+        Flag(
+            "--tokenizer-model", "SentencePiece .model, tokenizer.json or tiktoken file, or their folder", value="FILE"
+        ),
+        Flag("--vocab-file", "GPT-2 BPE vocab.json", value="FILE"),
+        Flag("--merge-file", "GPT-2 BPE merges.txt", value="FILE"),
+        Flag("--tiktoken-pattern", patterns, value="PATTERN"),
+        Flag("--vocab-size", vocab_size, int, "N"),
+    ]
+
+
+def _output(text: str) -> Flag:
+    return Flag("--output-prefix", text, value="PREFIX", required=True)
+
+
+PREPROCESS = Command(
+    "megalite preprocess",
+    "turn jsonl, parquet or text into token files",
+    "Turn jsonl, text or parquet files into token files. A run that was stopped resumes when the same command is given "
+    "again.",
+    [
+        _INPUT,
+        _output("writes PREFIX_KEY_document.bin, .idx and .json; PREFIX.unfinished until all is done"),
+        _KEYS,
+        Flag("--text-documents", "what a document is in a text file (file)", choices=FORMS, default="file"),
+        Flag("--append-eod", "end each document with the end-of-document token", bool),
+        Flag(
+            "--max-document-mb",
+            f"leave out longer ones: tokenizing takes up to 70 times as much memory, in each worker ({DOCUMENT_MB})",
+            float,
+            "MB",
+            float(DOCUMENT_MB),
+        ),
+        *_tokenizer("for NullTokenizer"),
+        Flag("--workers", "tokenizer processes; default: the usable cores", int, "N"),
+        Flag("--strict", "stop at the first bad line", bool),
+        Flag("--show-bad", "show the first N bad lines (3)", int, "N", default=3),
+        Flag("--restart", "drop what a stopped run has left, and replace finished files", bool),
+        Flag("--dry-run", "show the inputs and the first document's tokens, write nothing", bool),
+    ],
+    "megalite.cli.preprocess:run",
+    (
+        "megalite preprocess --input corpus/*.jsonl.zst --output-prefix corpus --tokenizer-model tokenizer.model "
+        "--append-eod",
+    ),
+    foreign=_FOREIGN,
+)
+
+TRAIN_TOKENIZER = Command(
+    "megalite train-tokenizer",
+    "train a tokenizer on text",
+    "Train a tokenizer on the corpus that a model will be trained on. Without flags for it: 2048 pieces, made from at "
+    "most 20 MB of the text. A file that is there is not replaced.",
+    [
+        _INPUT,
+        _output(f"writes PREFIX.model, or PREFIX.json for {BYTE_LEVEL}"),
+        Flag(
+            "--type",
+            f"{BYTE_LEVEL} (GPT-2's) needs the package tokenizers (sentencepiece-bpe)",
+            value="KIND",
+            choices=(*SENTENCEPIECE, BYTE_LEVEL),
+            default="sentencepiece-bpe",
+        ),
+        Flag(
+            "--pattern", f"how {BYTE_LEVEL} cuts words (gpt2); gpt4 cuts numbers into threes", choices=("gpt2", "gpt4")
+        ),
+        Flag("--vocab-size", "pieces (2048); models have 32000 and more, of some 10 MB of text", int, "N", 2048),
+        _KEYS,
+        Flag("--max-megabytes", "read at most this much text, evenly over the inputs (20)", float, "MB", 20.0),
+    ],
+    "megalite.cli.train_tokenizer:run",
+    ("megalite train-tokenizer --input corpus/*.jsonl --output-prefix tokenizer --vocab-size 32000",),
+    "Exit status: 0 written, 2 bad input or a disk that is full: nothing is written.",
+)
+
+_DATASETS = Flag(
+    "datasets",
+    "a path without .bin and .idx, one of a dataset's files, or a folder of datasets",
+    value="PREFIX",
+    count=SOME,
+)
+
+DATA_VERIFY = Command(
+    "megalite data verify",
+    "read every byte and name the first that is wrong",
+    "Check index, tokens and hashes of datasets.",
+    [
+        _DATASETS,
+        *_tokenizer("ids must be below it, and below the side file's"),
+        Flag("--no-hash", "do not compare sha256 with the side file: faster", bool),
+        _JSON,
+    ],
+    "megalite.cli.data:verify_datasets",
+    ("megalite data verify corpus_text_document --tokenizer-model tokenizer.model",),
+    "Exit status: 0 all are sound, 1 one is damaged, 2 one could not be checked or its side file not be read. "
+    + _STOPPED,
+)
+
+DATA_INSPECT = Command(
+    "megalite data inspect",
+    "show counts, lengths and documents",
+    "Show what datasets hold.",
+    [
+        _DATASETS,
+        Flag("--documents", "show the tokens of these documents, as in 0:3", value="A:B"),
+        Flag("--max-tokens", f"of each ({SHOWN_TOKENS})", positive, "N", default=SHOWN_TOKENS),
+        *_tokenizer("for NullTokenizer"),
+        _JSON,
+    ],
+    "megalite.cli.data:inspect_datasets",
+    ("megalite data inspect corpus_text_document --documents 0:3",),
+    "Exit status: 0 all were shown, 2 one could not be. " + _STOPPED,
+)
+
+DATA_MERGE = Command(
+    "megalite data merge",
+    "lay datasets end to end",
+    "Write several datasets as one.",
+    [
+        Flag("--input", "datasets, or folders of them, by name", str, "PREFIX", count=SOME, required=True),
+        _output("of the new dataset"),
+        Flag(
+            "--dtype",
+            "type of the new tokens; needed if the datasets' types differ",
+            value="NAME",
+            choices=("uint8", "int8", "int16", "int32", "int64", "uint16"),
+        ),
+    ],
+    "megalite.cli.data:merge_datasets",
+    ("megalite data merge --input first second --output-prefix both",),
+    _WRITTEN,
+)
+
+DATA_SPLIT = Command(
+    "megalite data split",
+    "cut a dataset between documents",
+    "Write parts of a dataset as separate datasets: whole documents, in order.",
+    [
+        Flag("--input", "the dataset", value="PREFIX", required=True),
+        _output(
+            "of the parts: PREFIX_0, PREFIX_1, ... (of a single one, PREFIX), or PREFIX_train, PREFIX_valid, PREFIX_test"
+        ),
+        Flag("--parts", "so many, of about as many tokens each", int, "N"),
+        Flag("--documents", "these documents; may be repeated", value="A:B", repeat=True),
+        Flag("--split", "train, valid and test, cut where a run's --split cuts", value="A,B,C"),
+    ],
+    "megalite.cli.data:split_one",
+    ("megalite data split --input both --output-prefix part --parts 4",),
+    _WRITTEN,
+    exclusive=(("--parts", "--documents", "--split"),),
+    one_needed=True,
+)
+
+DATA_INDEX = Command(
+    "megalite data index",
+    "make the large indices of a run before it starts",
+    "Make the indices that a run with these settings will need and that are large enough to be kept on disk, so that no "
+    "rank waits for them: documents and samples in the order of each epoch. Small ones are made by the run itself, in "
+    "memory. The folder is --data-cache-path, or cache beside each token file.",
+    [],
+    "megalite.cli.data_index:run",
+    ("megalite data index --config run.yaml --world-size 64",),
+    "Takes any flags of megalite train, --world-size N and --json.",
+    settings=("--dry-run",),
+    bare=0,
+)
+
+DATA = Command(
+    "megalite data",
+    "merge, split, inspect and verify token files; index them before a run",
+    "Look into token files, verify, merge and split them.",
+    examples=("megalite data inspect corpus_text_document --documents 0:3",),
+    commands={
+        "verify": DATA_VERIFY,
+        "inspect": DATA_INSPECT,
+        "merge": DATA_MERGE,
+        "split": DATA_SPLIT,
+        "index": DATA_INDEX,
+    },
+)
+
+
+def _model(tp_default: str) -> list[Flag]:
+    """--load and what goes with it; `tp_default` is what the help says of --tp."""
+    return [
+        Flag(
+            "--load",
+            "checkpoints (the newest sound one), one of them, or a Hugging Face model",
+            Path,
+            "FOLDER",
+            required=True,
+        ),
+        Flag("--ckpt-step", "use the checkpoint of this step instead", int, "N"),
+        Flag("--tp", f"tensor parallel ranks ({tp_default})", positive, "N"),
+        Flag("--pp", "pipeline parallel ranks (1)", positive, "N"),
+        Flag("--cp", type=int, default=1),
+        Flag("--ep", type=int, default=1),
+        Flag("--dtype", "to compute in; default: as stored", choices=PRECISIONS),
+        Flag("--device", "(auto)", choices=("auto", "cpu", "cuda"), default="auto"),
+        Flag("--tokenizer-model", "default: the model's own", value="PATH"),
+        Flag("--tiktoken-pattern", "with --tokenizer-model: how its words are cut", value="NAME"),
+    ]
+
+
+GENERATE = Command(
+    "megalite generate",
+    "text from a checkpoint or a Hugging Face model",
+    "Continue prompts with a trained model. Under torchrun the ranks are tp x pp, by default one tp group.",
+    [
+        *_model("all that --pp leaves"),
+        Flag("--prompt", "text to continue; may be repeated", value="TEXT", repeat=True),
+        Flag("--prompts", "one per line, or a key of a line of JSON in a .jsonl; - is standard input", value="FILE"),
+        Flag("--prompt-key", "with --prompts FILE.jsonl (prompt)", value="KEY"),
+        Flag("--max-new-tokens", "length of a continuation (100)", int, "N", default=100),
+        Flag("--temperature", "0 takes the likeliest token (0.8)", float, "T", default=0.8),
+        Flag("--top-k", "draw among the K likeliest tokens", int, "K"),
+        Flag("--top-p", "draw among the fewest tokens that reach this probability", float, "P"),
+        Flag("--repetition-penalty", "make tokens that were used less likely (1)", float, "R", default=1.0),
+        Flag("--seed", "of the draws (0)", int, "N"),
+        Flag("--stop", "end before this text; may be repeated", value="TEXT", repeat=True),
+        Flag("--batch-size", "prompts that go through the model together (16)", positive, "N", default=16),
+        Flag("--add-bos", "begin as tokenizer.json says; default: of Hugging Face models alone", bool, negated=True),
+        Flag("--output", "write the texts as JSON lines, not to the terminal", Path, "FILE"),
+    ],
+    "megalite.cli.generate:run",
+    ("megalite generate --load runs/first/checkpoints --prompt 'Once upon a time'",),
+)
+
+EVALUATE = Command(
+    "megalite evaluate",
+    "a model's loss and perplexity on token files or text",
+    "Loss, perplexity and bits per byte of a trained model. Under torchrun ranks beyond tp x pp share the work out.",
+    [
+        *_model("1"),
+        Flag("--data-path", "token files (.bin and .idx)", value="PREFIX", count=SOME),
+        Flag("--input", "text, jsonl or parquet: files, folders, globs; - is standard input", value="PATH", count=SOME),
+        Flag("--json-key", "with --input: of the text (text)", value="KEY"),
+        Flag("--text-documents", "with --input: what a document is in a .txt (file)", choices=FORMS),
+        Flag("--seq-length", "tokens in a window; default: the model's", positive, "N"),
+        Flag("--stride", "tokens between windows; default: they do not overlap", positive, "N"),
+        Flag("--batch-size", "windows computed together (1)", positive, "N", default=1),
+        _JSON,
+    ],
+    "megalite.cli.evaluate:run",
+    ("megalite evaluate --load runs/first/checkpoints --input held-out.txt",),
+)
+
+CONVERT = Command(
+    "megalite convert",
+    "turn weights into Hugging Face's or Megatron-LM's format, or into ours",
+    "Convert weights from and to megalite's checkpoints, Hugging Face folders and Megatron-LM's checkpoints. On the CPU, "
+    "a tensor at a time; after an interruption the same command continues.",
+    [
+        Flag("source", "folder to read", Path, "SOURCE"),
+        Flag("target", "folder to write; must not exist yet", Path, "TARGET"),
+        Flag("--to", "format of TARGET", choices=FORMATS, required=True),
+        Flag("--from", "format of SOURCE (auto)", str, "FORMAT", "auto", ("auto", *FORMATS), dest="source_format"),
+        Flag("--step", "checkpoint of this step; default the newest", int, "N"),
+        Flag("--dtype", "of every tensor; default: as stored", choices=PRECISIONS),
+        Flag("--max-shard-size", f"largest file, such as 2GB ({DEFAULT_SHARD}); not for megatron", value="SIZE"),
+        Flag("--family", "huggingface: model type; default: the one that fits", value="NAME"),
+        Flag("--tp", "megatron: tensor-parallel files (1)", positive, "N"),
+        Flag("--pp", "megatron: pipeline-parallel files (1)", positive, "N"),
+        Flag("--transformer-impl", "megatron: of the run that will load it", choices=TRANSFORMER_IMPLEMENTATIONS),
+        Flag(
+            "--make-vocab-size-divisible-by",
+            "native, megatron: pads the vocabulary; default: as in SOURCE",
+            positive,
+            "N",
+        ),
+        Flag("--tokenizer-model", "tokenizer to add: a file or folder", Path, "PATH"),
+        Flag("--without-tokenizer", "leave the tokenizer's files out", bool),
+        Flag(
+            "--verify",
+            f"compare weights and logits afterwards; default below {VERIFIED_BELOW // 10**6} million parameters",
+            bool,
+            negated=True,
+        ),
+    ],
+    "megalite.cli.convert:run",
+    (
+        "megalite convert models/llama checkpoints --to native",
+        "megalite convert runs/first/checkpoints out --to huggingface --dtype bf16",
+    ),
+    exclusive=(("--tokenizer-model", "--without-tokenizer"),),
+)
+
+INSPECT = Command(
+    "megalite inspect",
+    "look into a checkpoint and verify it, or compare two",
+    "Show what is in a checkpoint and whether every file is what was written, or how two differ.",
+    [
+        Flag("checkpoint", "a folder of checkpoints, or one of them", Path, "CKPT", count=OPTIONAL),
+        Flag("--diff", "compare two, of any layouts, bit by bit", Path, "A B", count=(2, 2)),
+        Flag("--step", "that step (default: the newest that is sound)", int, "N"),
+        Flag(
+            "--tensors", "statistics of those that match, as 'layers.0.*'; with --diff: compare them", value="PATTERN"
+        ),
+        Flag(
+            "--config", "print the config alone, as YAML for --config of another run: without this one's folders", bool
+        ),
+        _JSON,
+        Flag("--no-verify", "look at file lengths alone, without reading the files", bool),
+    ],
+    "megalite.cli.inspect:run",
+    (
+        "megalite inspect runs/first/checkpoints --tensors 'layers.0.*'",
+        "megalite inspect --diff runs/first/checkpoints runs/second/checkpoints --step 100",
+    ),
+    "Exit status: 0 sound (or equal), 1 damaged (or different), 2 bad input.",
+)

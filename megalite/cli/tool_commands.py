@@ -1,0 +1,270 @@
+"""The flags of the commands that plan, start, measure and show runs. Without torch, as `model_commands`."""
+
+from pathlib import Path
+
+from megalite.cli.command import ANY, SOME, Command, Flag, above_zero, not_negative, positive
+from megalite.config.reading import PRECISIONS
+from megalite.pipeline.ir.generators.registry import SCHEDULES
+
+DOCTOR_SECONDS = 5.0
+AUTO = "auto"
+NAMES = (*SCHEDULES, AUTO)
+
+_DEVICE = ("auto", "cpu", "cuda")
+_JSON = Flag("--json", "print everything as JSON", bool)
+
+TRAIN = Command(
+    "megalite train",
+    "train a GPT, as pretrain_gpt.py does; --dry-run shows the layout first",
+    run="megalite.cli.train:main",
+    reads=False,
+    lasting=True,
+)
+
+CONFIG = Command(
+    "megalite config",
+    "show a resolved config, the presets, or the table of all settings",
+    "Show what the settings come to.",
+    [
+        Flag("--show", "the resolved config as YAML", bool),
+        Flag("--explain", "each setting that is not at its default, and where it comes from", bool),
+        Flag("--presets", "names of the presets", bool),
+        Flag("--markdown", "docs/config.md", bool),
+    ],
+    "megalite.cli.config:run",
+    ("megalite config --show --preset gpt2-124m --tp 2 --world-size 8",),
+    "--show and --explain check the config for --world-size N ranks (default tp·pp·cp·dp) and take --json.",
+    exclusive=(("--show", "--explain", "--presets", "--markdown"),),
+    one_needed=True,
+    settings=("--dry-run",),
+    bare=0,
+)
+
+SCHEDULE = Command(
+    "megalite schedule",
+    "draw, compare and check pipeline schedules",
+    "Draw a pipeline schedule on a clock, with the bubble and the peak memory of each rank; compare schedules; check a "
+    "schedule that you wrote before training with it. Costs are those of a rank's whole share of the model for one "
+    "microbatch; without --costs forward, input gradient and weight gradient take 1 each. docs/schedules.md explains it.",
+    [
+        Flag("--schedule", f"{', '.join(NAMES)} (default 1f1b, with --vpp interleaved)", value="NAME", choices=NAMES),
+        Flag("--csv", "a schedule that you wrote: one line per rank, 0F0,0B0,...", Path, "FILE"),
+        Flag("--compare", "several schedules in one table (default all)", value="NAME", choices=NAMES, count=ANY),
+        Flag("--pp", "pipeline ranks", positive, "P"),
+        Flag("--vpp", "stages per rank (default: what the schedule needs)", positive, "V"),
+        Flag("--microbatches", "microbatches in a step", positive, "M"),
+        Flag("--group", "interleaved: microbatches of a group (default: least)", int, "N"),
+        Flag("--warm-up", "1f1b: least warm-up, or twice as deep (default pa)", choices=("pa", "pb")),
+        Flag("--recompute-ahead", "recompute before the gradient is there", bool),
+        Flag("--forward-only", "evaluation: no backwards", bool),
+        Flag("--costs", "JSON: times, links and bytes", Path, "FILE"),
+        Flag(
+            "--memory-limit",
+            "of a rank: bytes such as 12GiB; without --costs live microbatches such as 4",
+            value="SIZE",
+        ),
+        Flag("--recv-prefetch", "receives are posted N actions early", int, "N", default=1),
+        Flag("--send-window", "sends that may be pending on a link", int, "N", default=1),
+        Flag("--lowered", "show the program too: sends, receives, reductions", bool),
+        _JSON,
+        Flag("--color", "default: on a terminal", choices=("auto", "always", "never"), default="auto"),
+        Flag("--write-csv", "write the schedule, for --csv", Path, "FILE"),
+        Flag("--svg", "write a picture", Path, "FILE"),
+        Flag("--trace", "write a Chrome trace, for ui.perfetto.dev", Path, "FILE"),
+    ],
+    "megalite.cli.schedule:run",
+    (
+        "megalite schedule --schedule zb-v --pp 4 --microbatches 8",
+        "megalite schedule --compare 1f1b interleaved zb-h1 --pp 4 --microbatches 8",
+    ),
+)
+
+PLAN = Command(
+    "megalite plan",
+    "the fastest layouts of a model on a cluster, with their time, memory and launch lines",
+    "Find the fastest layouts that fit. Any setting of megalite train may be given; those that the search decides (--tp, "
+    "--pp, ...) then are constraints. docs/plan.md explains what is printed.",
+    [
+        Flag("--cluster", "machines: a name that comes with megalite, or a YAML file", value="NAME", required=True),
+        Flag("--gpus", "ranks", positive, "N", required=True),
+        Flag("--stack", "software: fused (default) or unfused, or a YAML file", value="NAME", default="fused"),
+        Flag(
+            "--fix", "allow only these values, e.g. schedule=zb-v; may be repeated", value="NAME=VALUE,..", repeat=True
+        ),
+        Flag("--max-memory", "of a rank, e.g. 70GB; default 90 % of the device's", value="SIZE"),
+        Flag(
+            "--tokens", "length of the training of which the time is shown, e.g. 1.5T (300B)", value="N", default="300B"
+        ),
+        Flag("--top", "layouts to show (5)", positive, "N", default=5),
+        Flag("--output", "write the best as a config for training, the others beside it", Path, "FILE"),
+        Flag("--html", "write a report: one file, no network", Path, "FILE"),
+        Flag("--explain", "draw the step of the best layout", bool),
+        _JSON,
+    ],
+    "megalite.cli.plan:run",
+    ("megalite plan --preset llama2-7b --cluster dgx-a100 --gpus 64 --global-batch-size 1024",),
+    settings=(),
+    bare=2,
+)
+
+PLAN_CHAIN = Command(
+    "megalite plan-chain",
+    "cut and place a chain of unequal layers (DAPPLE's planner), beside PipeDream's",
+    "Which layers make a stage, on how many devices and on which: the fastest synchronous step for a model given as a "
+    "chain of measured layers. PipeDream's plan, pure data parallelism and a straight pipeline are judged by the same "
+    "simulator. docs/planner_chain.md explains all of it.",
+    [
+        Flag("profile", "YAML: the layers; or a synthetic one such as vgg-19 (the page names all)", value="PROFILE"),
+        Flag(
+            "--cluster",
+            "machines x devices such as 2x8 or 16x1@10 (Gbit/s), A, B or C of the DAPPLE paper, or a YAML file",
+            value="NAME",
+            required=True,
+        ),
+        Flag("--global-batch-size", "samples of a step", int, "N", required=True),
+        Flag("--memory", "of a device, such as 16GB (default: the cluster's)", value="SIZE"),
+        Flag("--compare", "the stages of the plans it is compared with, too", bool),
+        _JSON,
+        Flag("--svg", "write the timeline as a picture", Path, "FILE"),
+    ],
+    "megalite.cli.plan_chain:run",
+    ("megalite plan-chain vgg-19 --cluster 2x8 --global-batch-size 1024",),
+)
+
+PROFILE = Command(
+    "megalite profile",
+    "measure this machine and write a cluster file for plan and sweep",
+    "Measure matrix products, attention, memory and small operations of this machine, and under torchrun what moves "
+    "between its ranks, and write a cluster file: megalite plan --cluster FILE. docs/profile.md",
+    [
+        Flag("--output", "cluster file to write (.yaml)", Path, "FILE", required=True),
+        Flag("--output-stack", "write a stack file too: what the host takes to start operations", Path, "FILE"),
+        Flag("--seconds", "how long to measure (60)", float, "N", default=60.0),
+        Flag(
+            "--dtype",
+            f"precisions to measure, of {', '.join(PRECISIONS)}; the first decides efficiencies (bf16 on a GPU, fp32 on a "
+            "CPU)",
+            value="NAME",
+            count=SOME,
+        ),
+        Flag("--device", "(auto)", choices=_DEVICE, default="auto"),
+        Flag(
+            "--like",
+            "name or file of the cluster that stands in for what is not measured; default: the one with this "
+            "accelerator, or cpu-box",
+            value="CLUSTER",
+        ),
+        Flag("--name", "of the cluster; default: that of the file", value="NAME"),
+    ],
+    "megalite.cli.profile:run",
+    (
+        "megalite profile --output my-cluster.yaml",
+        "torchrun --nproc-per-node 4 -m megalite.cli.profile --output my-cluster.yaml",
+    ),
+)
+
+SWEEP = Command(
+    "megalite sweep",
+    "run many configurations for a few steps and compare them",
+    "Check every configuration of a grid, a list or a plan, train each for a few steps, and compare speed and memory, "
+    "measured and predicted. What is done is not run again: the same command continues after a kill. docs/sweep.md "
+    "explains all of it.",
+    [
+        Flag("sweep", "which configurations, and for how long", Path, "SWEEP.yaml"),
+        Flag("--output", "results and runs; continues if it is there", Path, "FOLDER"),
+        Flag("--dry-run", "check and predict all, run nothing", bool),
+        Flag("--strict", "stop if any configuration is refused", bool),
+        Flag("--launcher", "torchrun here, or jobs (local)", choices=("local", "sbatch"), default="local"),
+        Flag("--timeout", "of a run; over the file's (300)", above_zero, "SECONDS"),
+        Flag("--limit", "launch at most N runs this time", positive, "N"),
+        Flag("--retry", "run again what did not end well", bool),
+        Flag("--report-only", "write table and report from the results there are", bool),
+        Flag("--calibrate", "fit cluster and stack to what was measured, into new files", Path, "CLUSTER.yaml"),
+    ],
+    "megalite.cli.sweep:run",
+    ("megalite sweep sweep.yaml --dry-run", "megalite sweep sweep.yaml --output runs/sweep"),
+)
+
+PARITY = Command(
+    "megalite parity",
+    "check that a layout gives the numbers of one rank, on this CPU",
+    "Shrinks the model to laptop size, trains it on one rank and in the layout (gloo on this CPU, float64) and compares "
+    "every loss, gradient and weight. Takes the flags of megalite train, except strategies, compression and optimizers "
+    "that are not meant to give the numbers of one rank. --precision NAME runs both in it: fp64 (default), fp32, bf16 or "
+    "fp16; --world-size N is the ranks of the layout (default tp·pp·cp·dp with dp at most 2, and at most 8); with "
+    "--no-eod-mask-loss all tokens count (default: uneven masks); --json prints the comparison as JSON. docs/parity.md "
+    "explains the table.",
+    [
+        Flag("--steps", "steps to train (3)", positive, "N", default=3),
+        Flag("--tolerance", "largest relative difference (1e-9 in fp64)", not_negative, "X"),
+        Flag(
+            "--fuzz",
+            "draw random layouts and models for so long, with --seed N; prints a line that repeats each failure",
+            not_negative,
+            "SECONDS",
+        ),
+    ],
+    "megalite.cli.parity:run",
+    ("megalite parity --preset gpt2-124m --tp 2 --pp 2",),
+    "Exit status: 0 the same, 1 different, 2 bad input.",
+    settings=("--dry-run",),
+    bare=0,
+)
+
+DOCTOR = Command(
+    "megalite doctor",
+    "look at this machine: versions, devices, network, disk; test collectives and products; what to fix",
+    "Look at versions, devices, kernels, network and disk, test matrix products and collectives for a few seconds, and "
+    "say what to fix. Under torchrun all ranks of the job test together, and hosts that differ, fail or are slow are "
+    "named. docs/doctor.md explains the findings.",
+    [
+        Flag("--run-dir", "folder of which the disk is tested; need not be there yet (.)", Path, "DIR", default=Path()),
+        Flag("--device", "device that is tested (auto: cuda where there is one)", choices=_DEVICE, default="auto"),
+        Flag("--seconds", f"that products and collectives take together ({DOCTOR_SECONDS:g})", float, "N"),
+        Flag("--no-self-test", "look only: no products, no collectives", bool),
+        Flag("--json", "print JSON: every finding with its data", bool),
+    ],
+    "megalite.cli.doctor:run",
+    (
+        "megalite doctor --run-dir /scratch/runs",
+        "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 -m megalite.cli.main doctor",
+    ),
+    "Exit status: 0 no error, 1 an error, 2 bad input.",
+)
+
+KERNELS = Command(
+    "megalite kernels",
+    "operations, their kernels, what can run here or why not, and what would be chosen",
+    "Operations, their kernels of each backend, whether they can run here or why not, and which would serve a model of "
+    "hidden size 4096. To choose one: --kernels OPERATION=BACKEND of a run. docs/kernels.md",
+    [Flag("--device", "the device asked about (cuda where there is one)", choices=("cpu", "cuda")), _JSON],
+    "megalite.cli.kernels:run",
+    ("megalite kernels --device cpu --json",),
+)
+
+PLOT = Command(
+    "megalite plot",
+    "draw the loss curve of a run",
+    "Draw training and validation loss over steps from the metrics.jsonl of a run.",
+    [
+        Flag("run_dir", "folder of the run (--run-dir)", Path, "RUN_DIR"),
+        Flag("--output", "default RUN_DIR/loss.png; the ending gives the format", Path, "FILE"),
+    ],
+    "megalite.cli.plot:run",
+    ("megalite plot runs/first --output loss.svg",),
+)
+
+RUNS = Command(
+    "megalite runs",
+    "list runs, how they stand, and compare their curves",
+    "List the runs in and below a folder: how each stands, its last loss, speed and goodput. Reads what runs leave in "
+    "their --run-dir; a run that is under way may be looked at.",
+    [
+        Flag("folder", "a folder with runs in it (their --run-dir)", Path, "DIR"),
+        Flag("--html", "write one page with their curves; it needs nothing else", Path, "FILE"),
+        Flag("--png", "draw their curves (with matplotlib)", Path, "FILE"),
+        Flag("--json", "print the list, with the curves, as JSON", bool),
+    ],
+    "megalite.cli.runs:run",
+    ("megalite runs runs", "megalite runs runs --html runs/compare.html"),
+)
