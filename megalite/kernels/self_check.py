@@ -5,7 +5,7 @@ check little of what they are given. torch's operator for oneDNN is none of its 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -19,12 +19,9 @@ from megalite.kernels.optimizer_ops import adam, lamb_moments, lamb_step
 from megalite.kernels.unfused_attention import causal_softmax_backward, causal_softmax_forward
 
 ROWS = 64
+# Sizes above are tried at this one, where the rows grow with the size or there are none.
 LONGEST = {"softmax": 1024, "adam": 1 << 16, "lamb": 1 << 16}
-"""Sizes above are tried at this one, where the rows grow with the size or there are none."""
-
-LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-"""Of ‖its - torch's‖/‖torch's‖, by the type of the activations."""
-
+LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of ‖its - torch's‖/‖torch's‖
 Results = Mapping[str, Tensor]
 
 
@@ -36,11 +33,9 @@ class Inputs:
         self._generator = torch.Generator().manual_seed(0)
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """[*shape] in the type of the activations, or the one given."""
         return torch.randn(shape, generator=self._generator).to(self.device, dtype or self.dtype)
 
     def ids(self, below: int, count: int) -> Tensor:
-        """[count] whole numbers."""
         return torch.randint(below, (count,), generator=self._generator).to(self.device)
 
 
@@ -81,12 +76,8 @@ def _through(function: Callable[..., Tensor], inputs: Sequence[Tensor], *rest: A
     return {"the output": y.detach()} | {f"gradient {place}": grad for place, grad in enumerate(grads, 1)}
 
 
-def _rmsnorm(kernel: Any, draw: Inputs, size: int) -> Results:
-    return _through(kernel, (draw.normal(ROWS, size), draw.normal(size)), 1e-5)
-
-
-def _layernorm(kernel: Any, draw: Inputs, size: int) -> Results:
-    return _through(kernel, (draw.normal(ROWS, size), draw.normal(size), draw.normal(size)), 1e-5)
+def _norm(kernel: Any, draw: Inputs, size: int, *, parameters: int) -> Results:
+    return _through(kernel, (draw.normal(ROWS, size), *(draw.normal(size) for _ in range(parameters))), 1e-5)
 
 
 def _rope(kernel: Any, draw: Inputs, size: int) -> Results:
@@ -151,8 +142,8 @@ def _lamb(kernel: Any, draw: Inputs, size: int) -> Results:
 
 _CASES: Mapping[str, tuple[Callable[[Any, Inputs, int], Results], Any]] = MappingProxyType(
     {
-        "rmsnorm": (_rmsnorm, rms_norm),
-        "layernorm": (_layernorm, layer_norm),
+        "rmsnorm": (partial(_norm, parameters=1), rms_norm),
+        "layernorm": (partial(_norm, parameters=2), layer_norm),
         "rope": (_rope, apply_rope),
         "softmax": (_softmax, (causal_softmax_forward, causal_softmax_backward)),
         "cross_entropy": (_cross_entropy, (cross_entropy_forward, cross_entropy_backward)),

@@ -117,11 +117,8 @@ def test_memory_that_cannot_be_overwritten_is_copied(kind: str, device: torch.de
 
 
 def test_large_logits(device: torch.device) -> None:
-    check(
-        random_logits(5, 300, device, 1e4).float(),
-        [random_logits(5, 300, device, 1e4).float()],
-        random_labels(5, 300, device),
-    )
+    logits = random_logits(5, 300, device, 1e4).float()
+    check(logits, [logits.clone()], random_labels(5, 300, device))
 
 
 def test_columns_of_minus_infinity_take_no_part(device: torch.device) -> None:
@@ -176,7 +173,6 @@ def test_twice_the_same_bits(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_more_than_two_to_the_31_logits() -> None:
     """The last rows lie beyond what 32 bits reach; memory that no program wrote would show as NaN."""
     n, v = 16384 + 64, 131072
