@@ -34,11 +34,21 @@ def _sizes(config: RunConfig) -> tuple[int, int, int]:
     return e, max(4, e), p.tp if p.sequence_parallel else 1
 
 
+def _attention_widths(config: RunConfig) -> tuple[int, int]:
+    """Channels of the queries, and of keys and values together."""
+    model = config.model
+    return model.num_attention_heads * model.head_size, 2 * model.query_groups * model.head_size
+
+
+def _kept_share(config: RunConfig) -> float:
+    """Of the rows that go to experts, those within the capacity."""
+    return min(1.0, config.model.moe_expert_capacity_factor or 1.0)
+
+
 def _attention(config: RunConfig) -> Iterator[_Kept]:
     model, p = config.model, config.parallel
     e, exact, whole = _sizes(config)
-    queries = model.num_attention_heads * model.head_size
-    keys_and_values = 2 * model.query_groups * model.head_size
+    queries, keys_and_values = _attention_widths(config)
     exchanged = p.cp > 1 and p.cp_comm_type == "a2a"
     core = frozenset({"core_attn"})
     yield _Kept(e * model.hidden_size / whole)  # the layer's input, kept by the norm
@@ -103,9 +113,8 @@ def _experts(config: RunConfig) -> Iterator[_Kept]:
     e, exact, _ = _sizes(config)
     moe = frozenset({"moe"})
     assert model.num_experts is not None
-    factor = model.moe_expert_capacity_factor
     choices = model.moe_router_topk / p.tp  # of one token, on each rank that shares it
-    rows = choices * (1.0 if factor is None else min(1.0, factor))
+    rows = choices * _kept_share(config)
     yield _Kept(choices * (exact + _INDEX_BYTES) + rows * _INDEX_BYTES, moe)  # weights, experts, order
     tables = bool(model.moe_router_pre_softmax or model.moe_aux_loss_coeff) + bool(model.moe_z_loss_coeff)
     yield _Kept(exact * tables * model.num_experts / p.tp, moe)
@@ -233,24 +242,20 @@ def deferred_bytes(config: RunConfig, plan: StagePlan) -> int:
 def _deferred_of_layer(config: RunConfig, index: int) -> Iterator[float]:
     """Elements a token, product by product."""
     model, p = config.model, config.parallel
-    h, whole = model.hidden_size, p.tp if p.sequence_parallel else 1
-    queries = model.num_attention_heads * model.head_size
-    keys_and_values = 2 * model.query_groups * model.head_size
+    e, exact, whole = _sizes(config)
+    h = model.hidden_size
+    queries, keys_and_values = _attention_widths(config)
     yield h / whole + (queries + keys_and_values) / p.tp
     yield queries / p.tp + h
     if not model.is_moe_layer(index):
         yield from _deferred_of_mlp(config, model.ffn_size / p.tp)
         return
     assert model.num_experts is not None
-    # The router works in fp32 (fp64) on this rank's tokens; its input is kept as it came.
-    exact = max(4, ELEMENT_BYTES[config.training.precision]) / ELEMENT_BYTES[config.training.precision]
     shared = model.moe_shared_expert_intermediate_size
-    # Shared experts keep the same input.
-    yield (0.0 if shared else h / p.tp) + exact * model.num_experts / p.tp
-    factor = model.moe_expert_capacity_factor
-    rows = model.moe_router_topk / p.tp * (1.0 if factor is None else min(1.0, factor))
-    gates = 2 if model.is_gated else 1
-    yield rows * (h * p.expert_tp + gates * model.expert_ffn_size)
+    # Shared experts keep the same input. The router works in fp32 (fp64) on this rank's tokens.
+    yield (0.0 if shared else h / p.tp) + exact / e * model.num_experts / p.tp
+    rows = model.moe_router_topk / p.tp * _kept_share(config)
+    yield rows * (h * p.expert_tp + (2 if model.is_gated else 1) * model.expert_ffn_size)
     yield rows * (model.expert_ffn_size + h * p.expert_tp)
     if shared is not None:
         yield from _deferred_of_mlp(config, shared / p.tp)

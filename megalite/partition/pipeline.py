@@ -179,20 +179,17 @@ def _read(key: _Key) -> Schedule:
         schedule = Schedule.from_csv(read_text(path, "utf-8-sig"), name=path.name)
         validate_written(schedule)
         validate(lowered(config, schedule))
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"it is no text ({error.reason})"
         raise ConfigError(
-            f"cannot read pipeline_schedule_file {path}: {error.strerror}; write one with megalite schedule --write-csv"
-        ) from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"pipeline_schedule_file {path} is no text ({error.reason}); write one with megalite schedule --write-csv"
+            f"cannot read pipeline_schedule_file {path}: {reason}; write one with megalite schedule --write-csv"
         ) from None
     except ScheduleError as error:
         raise ConfigError(f"pipeline_schedule_file {path}: {error}") from None
     if schedule.num_ranks != p.pp or schedule.num_stages != p.pp * p.vpp:
         chunks, rest = divmod(schedule.num_stages, schedule.num_ranks)
         remedy = (
-            "a file whose stages are a multiple of its ranks" if rest else f"--pp {schedule.num_ranks} --vpp {chunks}"
+            "a file with a multiple of its ranks as stages" if rest else f"--pp {schedule.num_ranks} --vpp {chunks}"
         )
         raise ConfigError(
             f"pipeline_schedule_file {path} has {schedule.num_ranks} ranks and {schedule.num_stages} stages, but pp is "

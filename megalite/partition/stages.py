@@ -38,7 +38,7 @@ def shapes_of(config: RunConfig, plan: StagePlan) -> list[ParameterShape]:
 def cut_stages(config: RunConfig, placement: Sequence[int]) -> tuple[StagePlan, ...]:
     """The cut of a validated config with a known vocabulary into stages on these ranks, in stage order.
 
-    pipeline_layers or pipeline_layout if they are set; else the cut whose slowest pipeline rank is fastest, the head
+    pipeline_layers or pipeline_layout if they are set; else the cut with the fastest slowest pipeline rank, the head
     counting by its FLOPs and the embedding, a lookup, as nothing.
     """
     placement = tuple(placement)

@@ -62,7 +62,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        """The action whose text form this is, or a ScheduleError."""
+        """The action of this text form, or a ScheduleError."""
         match = _TEXT.fullmatch(text.strip())
         if match is None or (match[2] == Kind.REDUCE_GRAD) != (match[3] == ""):
             raise ScheduleError(

@@ -22,7 +22,7 @@ class Sizes:
     deferred: tuple[float, ...]
     """What W needs: from I to W. It grows while I frees the graph, so that I holds no more than the larger of the two."""
     kept_input: tuple[float, ...]
-    """What an F keeps whose pair has an R: from F to B or I."""
+    """What an F keeps if its pair has an R: from F to B or I."""
     message: float = 0.0
     """A tensor between two stages: from the posting of its receive, or from its producer on the same rank, to its reader;
     from its send until the send is known to be complete."""
@@ -49,7 +49,7 @@ class Peak(NamedTuple):
 
     size: float
     position: int
-    """Of the first action after whose start this much is held."""
+    """Of the first action that holds this much once it has started."""
 
 
 def memory_peaks(program: Program, sizes: Sizes) -> tuple[Peak, ...]:

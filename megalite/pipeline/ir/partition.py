@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from fractions import Fraction
 from heapq import heapify, heappop, heappush
-from itertools import accumulate, combinations, pairwise
+from itertools import accumulate, combinations, pairwise, permutations
 from operator import ge
 
 from megalite.config.errors import ConfigError
@@ -21,7 +21,7 @@ def partition_layers(
 ) -> tuple[int, ...]:
     """Layers per virtual stage, in order; stage s is on rank `placement[s]` and has at least one layer.
 
-    Only the last may have none, if it has a cost of its own: a heavy head is then a stage by itself.
+    Only the last may have none, if it has a cost itself: a heavy head is then a stage by itself.
 
     The cost of a stage is the sum over its layers of `layer_cost` (one number, or one for each layer), plus
     `first_cost` (embedding) on stage 0 and `last_cost` (head, loss) on the last. Minimised, in this order: the largest
@@ -29,7 +29,7 @@ def partition_layers(
     squared stage costs, the even cut; and equals lean to early stages.
 
     With layers alike the result is exact: only the counts matter. The bound on ranks is found by bisection over the
-    values that it can take. Inside it each layer goes to the cheapest stage whose rank has room: over such nested
+    values that it can take. Inside it each layer goes to the cheapest stage on a rank with room: over such nested
     capacities this greedy rule minimises every sum of one convex function of the stages' costs at once, hence both
     their largest and their squares. With layers that differ and one stage a rank it is exact too (`cut_unequal`);
     with more it is exact for small models and close to it for large ones.
@@ -88,7 +88,7 @@ def _smallest_room(num_layers: int, extra: list[Fraction], floors: list[int]) ->
 def _fill(
     num_layers: int, extra: list[Fraction], placement: Sequence[int], rank_left: list[int], least: list[int]
 ) -> tuple[int, ...]:
-    """The least each, then each further layer to the cheapest stage whose rank has room, the earliest of equals."""
+    """The least each, then each further layer to the cheapest stage on a rank with room, the earliest of equals."""
     layers = list(least)
     heap = [(cost + layers[stage], stage) for stage, cost in enumerate(extra)]
     heapify(heap)
@@ -191,15 +191,11 @@ def _improved(
     """Move layers between two stages at a time, the best such move first, until none helps."""
     best = _score(cut, sums, extra, placement)
     while True:
-        moves = []
-        for giver in range(len(cut)):
-            if cut[giver] > least[giver]:
-                for taker in range(len(cut)):
-                    if taker != giver:
-                        moved = list(cut)
-                        moved[giver] -= 1
-                        moved[taker] += 1
-                        moves.append(tuple(moved))
+        moves = [
+            tuple(count + (stage == taker) - (stage == giver) for stage, count in enumerate(cut))
+            for giver, taker in permutations(range(len(cut)), 2)
+            if cut[giver] > least[giver]
+        ]
         scored = min((_score(move, sums, extra, placement), move) for move in moves) if moves else (best, cut)
         if scored[0] >= best:
             return cut

@@ -48,7 +48,7 @@ class Schedule:
 
     @cached_property
     def split(self) -> frozenset[tuple[int, int]]:
-        """(stage, microbatch) whose backward comes in halves: I and W."""
+        """(stage, microbatch) with a backward in halves: I and W."""
         return frozenset(action[1:] for row in self.actions for action in row if action.kind is Kind.I)
 
     @cached_property
@@ -68,7 +68,7 @@ class Schedule:
     def from_csv(cls, text: str, *, name: str = "csv") -> "Schedule":
         """The schedule that `to_csv` wrote, or that a user did: one line a rank.
 
-        Sizes and placement are inferred: a stage is on the rank in whose line it occurs. Empty cells (bubbles) and lines
+        Sizes and placement are inferred: a stage is on the rank of the line where it occurs. Empty cells (bubbles) and lines
         that start with # are skipped. Legality is not checked here: lower it and `validate` the program.
         """
         lines = [

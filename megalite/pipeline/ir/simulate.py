@@ -39,7 +39,7 @@ class Costs:
     recompute: tuple[float, ...] | None = None
     """Running the forward again: what an R costs. In a schedule without any R each B or I costs this on top. Default 0."""
     p2p: float = 0.0
-    """Latency of each message whose link is not in `links`."""
+    """Latency of each message with a link that is not in `links`."""
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
     """(source rank, destination rank) -> its own latency and bandwidth."""
 
@@ -179,7 +179,7 @@ def shared_makespan(schedule: Schedule, costs: Costs, ranks_per_core: float) -> 
     """Seconds from the first start to the last end.
 
     `costs` are those while all ranks compute. With k of p ranks computing, each is min(ranks_per_core, p/k) times as fast:
-    its share of the cores grows until it has one of its own (processor sharing). Nothing but the cores moves a message:
+    its share of the cores grows until it has a whole one (processor sharing). Nothing but the cores moves a message:
     what a link says that it takes is work of the rank that sends it, after the computation, and as much of the one that
     receives it, before. The schedule must be one that `simulate` runs to its end.
     """

@@ -103,7 +103,7 @@ class Table:
     def needed(self, need: Need) -> IntArray:
         """[stage, microbatch] -> index of the action that the need asks for, `need.offset` stages further.
 
-        Rows whose neighbour does not exist are NOWHERE, as are actions that are not there.
+        Rows without such a neighbour are NOWHERE, as are actions that are not there.
         """
         found = self.place[CODES[need.kinds[0]]]
         for kind in need.kinds[1:]:

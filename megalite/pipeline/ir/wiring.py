@@ -45,7 +45,7 @@ class Wiring:
         return waits
 
     def posted(self) -> IntArray:
-        """Per action the message whose send or receive it is, or NOWHERE."""
+        """Per action the message that it sends or receives, or NOWHERE."""
         posts = np.full(len(self.table.kind), NOWHERE)
         posts[self.send] = posts[self.receive] = np.arange(len(self.send))
         return posts
@@ -162,7 +162,7 @@ def _late_on_own_rank(table: Table) -> list[_Late]:
 
 
 def _check_order(table: Table) -> None:
-    """What an action needs of its own rank comes before it: a producer, or the receive of a producer's message."""
+    """What an action needs of the same rank comes before it: a producer, or the receive of a producer's message."""
     faults = _late_on_own_rank(table)
     for crossing in table.crossings:
         readers = table.place[CODES[crossing.reader]][crossing.stages]
@@ -184,7 +184,7 @@ def _fail_late(table: Table, faults: list[_Late]) -> None:
 
 
 def _first_late(table: Table, consumers: IntArray, producers: IntArray) -> list[_Late]:
-    """The first consumer whose producer is on its rank, but after it; NOWHERE comes before everything."""
+    """The first consumer with its producer on its rank, but after it; NOWHERE comes before everything."""
     late = (consumers != NOWHERE) & (producers > consumers) & (table.rank[producers] == table.rank[consumers])
     if not late.any():
         return []

@@ -89,7 +89,7 @@ def build_auto(
 ) -> Schedule:
     """The fastest schedule found for these costs that fits the memory limit.
 
-    Candidates are the named schedules of the placement and those of a list scheduler, whose rules a search fits to the
+    Candidates are the named schedules of the placement and those of a list scheduler with rules that a search fits to the
     costs: how far each stage runs ahead, whether forwards or backwards go first, which gaps a W may fill. Each
     candidate is lowered, simulated and replayed as it would run; of equally fast ones the one that holds least is
     taken. So the result is never slower than a named schedule that fits. It depends on the arguments alone: the search

@@ -156,7 +156,7 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
-    """DualPipeV: a V in whose middle each forward stands next to a backward of the other chunk.
+    """DualPipeV: a V, in its middle each forward stands next to a backward of the other chunk.
 
     Made so that the two of such a pair may overlap, one's messages with the other's computation; here they run one
     after the other, and a forward's output leaves before the backward next to it runs. If the F, I and W of all stages

@@ -41,7 +41,7 @@ def row_by_row(
 def merge_halves(row: Iterable[Action], placement: Sequence[int]) -> tuple[Action, ...]:
     """The list with each adjacent I(s,i), W(s,i) as one B(s,i), if no other rank waits for that I.
 
-    On stage 0 nobody reads the gradient, at the turn of a V the same rank does, after the W in any case: there a B
+    On stage 0 no rank reads the gradient, at the turn of a V the same rank does, after the W in any case: there a B
     ends when the W would have, and spares the bookkeeping between the halves. Elsewhere a B would send its gradient
     later by W.
     """
@@ -99,7 +99,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int, warm_up: str = "pa") -> S
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
-    """ZB-H1: 1F1B in whose place of each backward rank r runs an I, and the W of r microbatches before.
+    """ZB-H1: 1F1B where in place of each backward rank r runs an I, and the W of r microbatches before.
 
     For m >= p and W <= I, F the bubble is (p-1)(F+I-W): with F = I = W a third of 1F1B's. Rank r holds p-r microbatches'
     activations, as in 1F1B, and what the W of r microbatches need.

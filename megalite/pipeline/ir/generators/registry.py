@@ -18,7 +18,7 @@ def with_recompute_ahead(schedule: Schedule) -> Schedule:
     R needs nothing from another rank, so it runs while the backward's gradient is on its way: on the path along which
     gradients travel up the ranks a backward costs B instead of R + B. For 1F1B that makes the bubble (p-1)(F+B) instead
     of (p-1)(F+R+B). Between R and its backward one microbatch's activations of one stage are alive, for longer than if
-    the backward recomputed; else only stage inputs are. A pair whose backward follows its forward at once, as on the
+    the backward recomputed; else only stage inputs are. A pair with its backward right after its forward, as on the
     last rank of 1F1B, keeps its graph and recomputes nothing, with the same peak: that takes another 2F from 1F1B's
     bubble where R = F <= B.
     """
@@ -65,7 +65,7 @@ def forward_only(placement: Sequence[int], num_microbatches: int) -> Schedule:
 
 
 def _by_groups(placement: Sequence[int], num_microbatches: int) -> list[tuple[int, int]]:
-    """(stage, microbatch) in an order whose restriction to a rank is that rank's order, on a loop."""
+    """(stage, microbatch) in an order that is, on each rank, that rank's order, on a loop."""
     num_ranks = max(placement) + 1
     num_groups = max(1, num_microbatches // num_ranks)
     bounds = [index * num_ranks for index in range(num_groups)] + [num_microbatches]
