@@ -88,7 +88,8 @@ class BackgroundSave:
 
     def __init__(self, work: Callable[[], Path]) -> None:
         self._future: Future[Path] = Future()
-        threading.Thread(target=self._run, args=(work,), name="save", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, args=(work,), name="save", daemon=True)
+        self._thread.start()
 
     @property
     def done(self) -> bool:

@@ -21,25 +21,10 @@ ROOT = Path(__file__).parents[2]
 RESTRICTED = "megalite.conversion.megatron"
 """The one package that may call torch.load."""
 
-MODULES = set(
-    [
-        "pickle",
-        "_pickle",
-        "cPickle",
-        "dill",
-        "cloudpickle",
-        "joblib",
-        "jsonpickle",
-        "hickle",
-        "marshal",
-        "shelve",
-        "dbm",
-        "runpy",
-        "code",
-        "codeop",
-        "imp",
-    ]
-)
+MODULES = {
+    *("pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "jsonpickle", "hickle"),
+    *("marshal", "shelve", "dbm", "runpy", "code", "codeop", "imp"),
+}
 CALLS = {
     *(f"torch.{name}" for name in ("save", "jit.load", "jit.script", "package", "hub", "utils.cpp_extension")),
     *(f"torch.serialization{name}" for name in ("", ".load", ".add_safe_globals")),

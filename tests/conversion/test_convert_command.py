@@ -22,7 +22,6 @@ from tests.conversion.samples import GPT, LLAMA, MadeUp, byte_tokenizer, content
 from tests.conversion.test_verify import Changed, flipped
 
 ROOT = Path(__file__).parents[2]
-LARGE = 10**9
 
 
 @pytest.fixture

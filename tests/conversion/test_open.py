@@ -11,8 +11,6 @@ from megalite.conversion.open import detect_format, open_weights
 from megalite.conversion.weights import ConversionError
 from tests.conversion.samples import LLAMA, MadeUp
 
-LARGE = 10**9
-
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:

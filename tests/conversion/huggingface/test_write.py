@@ -27,7 +27,6 @@ from tests.models.stages import GPT, LLAMA, varied
 from tests.models.test_families import VOCAB, all_float64
 
 PROMPT = [5, 17, 30, 3]
-GIB = 1 << 30
 PRESETS: dict[str, dict[str, Any]] = {
     "gpt2": {"activation": "gelu_tanh"},
     "gpt2-gelu-untied": {"tie_embeddings": False},
