@@ -3,8 +3,11 @@
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
+
+from jinja2 import Environment
+
+_ENVIRONMENT = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
 
 _STYLE = """
 :root{color-scheme:light dark;--text:#1f2328;--quiet:#57606a;--paper:#fff;--line:#d0d7de;--best:#e6f2ff}
@@ -91,14 +94,7 @@ def page(title: str, sections: Sequence[Section]) -> str:
 
 
 def _rendered(source: str, **values: Any) -> str:
-    return str(_environment().from_string(source).render(values))
-
-
-@cache
-def _environment() -> Any:
-    from jinja2 import Environment  # not for `--help`
-
-    return Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return _ENVIRONMENT.from_string(source).render(values)
 
 
 class Dot(NamedTuple):
