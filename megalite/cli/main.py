@@ -8,27 +8,14 @@ from megalite.cli import model_commands as model
 from megalite.cli import tool_commands as tool
 from megalite.cli.command import Command
 
+_DATA = (model.PREPROCESS, model.TRAIN_TOKENIZER, model.DATA)
+_MODELS = (model.GENERATE, model.EVALUATE, model.INSPECT, model.CONVERT)
+_LAYOUTS = (tool.SCHEDULE, tool.PLAN, tool.PLAN_CHAIN, tool.PROFILE, tool.SWEEP, tool.PARITY)
+_OTHERS = (tool.DOCTOR, tool.KERNELS, tool.PLOT, tool.RUNS)
 COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
-        "train": tool.TRAIN,
-        "config": tool.CONFIG,
-        "preprocess": model.PREPROCESS,
-        "train-tokenizer": model.TRAIN_TOKENIZER,
-        "data": model.DATA,
-        "generate": model.GENERATE,
-        "evaluate": model.EVALUATE,
-        "inspect": model.INSPECT,
-        "convert": model.CONVERT,
-        "schedule": tool.SCHEDULE,
-        "plan": tool.PLAN,
-        "plan-chain": tool.PLAN_CHAIN,
-        "profile": tool.PROFILE,
-        "sweep": tool.SWEEP,
-        "parity": tool.PARITY,
-        "doctor": tool.DOCTOR,
-        "kernels": tool.KERNELS,
-        "plot": tool.PLOT,
-        "runs": tool.RUNS,
+        command.name.removeprefix("megalite "): command
+        for command in (tool.TRAIN, tool.CONFIG, *_DATA, *_MODELS, *_LAYOUTS, *_OTHERS)
     }
 )
 """What does the work is imported when the words have been read: help needs no torch."""

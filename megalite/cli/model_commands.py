@@ -226,11 +226,8 @@ DATA = Command(
     "Look into token files, verify, merge and split them.",
     examples=("megalite data inspect corpus_text_document --documents 0:3",),
     commands={
-        "verify": DATA_VERIFY,
-        "inspect": DATA_INSPECT,
-        "merge": DATA_MERGE,
-        "split": DATA_SPLIT,
-        "index": DATA_INDEX,
+        command.name.rpartition(" ")[2]: command
+        for command in (DATA_VERIFY, DATA_INSPECT, DATA_MERGE, DATA_SPLIT, DATA_INDEX)
     },
 )
 

@@ -11,8 +11,11 @@ import yaml
 
 from megalite.cli.config import main as config_main
 from megalite.cli.main import COMMANDS, main
+from megalite.cli.model_commands import DATA_MERGE, TRAIN_TOKENIZER
 from megalite.config.files import preset_names
 from megalite.config.help import markdown
+from megalite.data.indexed_dataset import TOKEN_DTYPES
+from megalite.preprocess.train_tokenizer import WORD_PATTERNS
 
 Captured = pytest.CaptureFixture[str]
 
@@ -116,3 +119,9 @@ def test_errors(arguments: list[str], message: str, capsys: Captured) -> None:
     assert config_main(arguments) == 2
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", message)
+
+
+def test_choices_that_help_states_again() -> None:
+    """Help imports neither numpy nor the tokenizers."""
+    assert DATA_MERGE.spellings["--dtype"].choices == tuple(known.name for known in TOKEN_DTYPES.values())
+    assert TRAIN_TOKENIZER.spellings["--pattern"].choices == tuple(WORD_PATTERNS)
