@@ -102,6 +102,7 @@ def hold() -> None:
 
 
 def held(note: str, patience: float, starts: bool) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background have it ignored
     stops = StopRequests(signals=["SIGTERM"], patience=patience)
     stops.last_words = lambda request, text: Path(note).write_text(f"{request.cause}: {text}")
     with stops.listen():
