@@ -109,7 +109,7 @@ def trained(context: RankContext, model: str, world: int, settings: Settings) ->
     topology, programs = context.topology_of(config), Programs(config)
     modules = build_modules(config, topology, programs)
     full = plain.initial_weights(plain.MODELS[model])
-    for stage in modules.stages.values():
+    for stage in modules[0].values():
         for parameter in stage.parameters():
             assert isinstance(parameter, ShardedParameter)
             spec = parameter.info.spec
