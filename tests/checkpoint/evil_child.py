@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from rich.cells import cell_len
+
 from megalite.cli.inspect import main as inspect_main
 from megalite.config.errors import CheckpointError
 from tests.checkpoint.evil_contents import HEADERS, MANIFESTS
@@ -203,6 +205,7 @@ def main() -> None:
     warm = Target.make(root / "warm", root / "pristine")
     check_loading(warm, Outcome.HARMLESS, [])
     check_inspecting(warm, Outcome.HARMLESS, [])
+    cell_len("\uff21")  # rich's table of wide characters
     print(json.dumps({"name": WATCH, "problems": unseen(watch, warm)}), flush=True)
     for number, name in enumerate(CORPUS):
         target = Target.make(root / str(number), root / "pristine")

@@ -81,7 +81,7 @@ def test_what_people_read(folder: Path, capsys: Captured) -> None:
         (["--data-path", "a", "--input", "b"], "--data-path and --input are both given"),
         (["--data-path", "a", "--json-key", "b"], "--json-key b has no effect on --data-path"),
         (["--data-path", "a", "--tokenizer-model", "b"], "--tokenizer-model b has no effect on --data-path"),
-        (["--data-path", "nowhere/a"], "the folder nowhere does not exist"),
+        (["--data-path", "nowhere/a"], "nowhere has no .idx file"),
         (["--input", "nowhere.txt"], "nowhere.txt does not exist"),
         (["--input", "{}/a.jsonl"], "a.jsonl:1: no key 'text'"),
         (["--input", "{}/a.txt", "--seq-length", "25"], "seq_length is 25, but the model has 24 positions"),
