@@ -1,5 +1,7 @@
 """The sources keep to the architecture: who imports whom, and what no module does."""
 
+import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -291,3 +293,33 @@ def test_the_project_does_not_grow() -> None:
     found = measures()
     assert {name: (found[name], most) for name, most in CEILINGS.items() if found[name] > most} == {}
     assert 130 <= found["megalite: median file"] <= 300
+
+
+def test_what_is_imported_by_name_exists() -> None:
+    """`"module:attribute"` in a registry, of which neither mypy nor an import at the start knows."""
+    named = {
+        (module.name, target.replace("{_HERE}", here))
+        for module in MODULES
+        for here in ("".join(re.findall(r'^_HERE = "(.+)"', module.text, re.MULTILINE)),)
+        for target in re.findall(r'"((?:megalite|\{_HERE\})[\w.]+:\w+)"', module.text)
+    }
+    defined = {
+        module.name: {
+            *(node.name for node in module.tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)),
+            *(target.id for node in module.tree.body for target in _assigned(node)),
+        }
+        for module in MODULES
+    }
+    assert len(named) > 40
+    missing = [(owner, target) for owner, target in named if not _is_defined(target, defined)]
+    assert missing == []
+
+
+def _assigned(node: ast.stmt) -> list[ast.Name]:
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return [target for target in targets if isinstance(target, ast.Name)]
+
+
+def _is_defined(target: str, defined: dict[str, set[str]]) -> bool:
+    module, _, name = target.partition(":")
+    return name in defined.get(module, set())

@@ -47,7 +47,7 @@ _WHEN_ASKED: Registry[Callable[..., Any]] = Registry(
         "load": "megalite.training.resume:resume",
         "save": "megalite.training.save_folder:SaveFolder",
         "check_replicas_interval": "megalite.training.state_tensors:compare_replicas",
-        "lost peer": "megalite.data_parallel.lost_peers:raise_if_peer_lost",
+        "lost peer": "megalite.data_parallel.peers:raise_if_peer_lost",
     },
 )
 """Imported in runs that have the setting, or meet with the case."""
