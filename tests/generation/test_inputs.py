@@ -80,5 +80,5 @@ def test_a_stream_of_token_files(tmp_path: Path) -> None:
     assert stream.text_bytes is None
     with pytest.raises(ConfigError, match="holds token id 6, but vocab_size is 6"):
         stream_of_files([str(tmp_path / "b")], 6)
-    with pytest.raises(ConfigError, match="did you mean"):
+    with pytest.raises(ConfigError, match="do not exist; give a path without"):
         stream_of_files([str(tmp_path / "aa")], 7)
