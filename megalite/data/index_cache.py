@@ -164,29 +164,33 @@ class IndexCache:
 
     def _build(self, recipe: Recipe) -> tuple[Arrays, bool]:
         """The arrays of an index that is not on the disk yet, if they were made, and whether it is there now."""
-        temporary = self.folder / f".tmp-{recipe.key[:16]}-{secrets.token_hex(6)}"
         made: Arrays = {}
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._remove_leftovers()
-            temporary.mkdir()
-            if shutil.disk_usage(temporary).free < recipe.nbytes:
-                raise OSError(errno.ENOSPC, f"no room for {recipe.nbytes / 1e6:.0f} MB")
-            made = recipe.make()
-            files = {name: _write(temporary / f"{name}.npy", array) for name, array in made.items()}
-            entry = {"about": recipe.about, "files": files}
-            write_durably(temporary / _ENTRY, json.dumps(entry, indent=1).encode())
-            sync_folder(temporary)
-            self._put(temporary, recipe)
-            sync_folder(self.folder)
-        except OSError as error:
-            if self._open(recipe) is None:
-                self._complain(error, recipe)
-        finally:  # also after a signal that ends the run
-            for rest in self.folder.glob(f"{temporary.name}*"):
-                shutil.rmtree(rest, ignore_errors=True)
-        found = self._open(recipe)
-        return (made, False) if found is None else (found, True)
+        for left in reversed(range(_ATTEMPTS)):
+            temporary = self.folder / f".tmp-{recipe.key[:16]}-{secrets.token_hex(6)}"
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._remove_leftovers()
+                temporary.mkdir()
+                if shutil.disk_usage(temporary).free < recipe.nbytes:
+                    raise OSError(errno.ENOSPC, f"no room for {recipe.nbytes / 1e6:.0f} MB")
+                made = made or recipe.make()
+                files = {name: _write(temporary / f"{name}.npy", array) for name, array in made.items()}
+                entry = {"about": recipe.about, "files": files}
+                write_durably(temporary / _ENTRY, json.dumps(entry, indent=1).encode())
+                sync_folder(temporary)
+                self._put(temporary, recipe)
+                sync_folder(self.folder)
+            except OSError as error:
+                is_emptied = isinstance(error, FileNotFoundError)  # by a user or another process meanwhile
+                if self._open(recipe) is None and not (is_emptied and left):
+                    self._complain(error, recipe)
+                    break
+            finally:  # also after a signal that ends the run
+                for rest in self.folder.glob(f"{temporary.name}*"):
+                    shutil.rmtree(rest, ignore_errors=True)
+            if (found := self._open(recipe)) is not None:
+                return found, True
+        return made, False
 
     def _put(self, temporary: Path, recipe: Recipe) -> None:
         """Give a new entry its name, unless a whole one has it.

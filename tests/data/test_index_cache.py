@@ -1,3 +1,4 @@
+import dataclasses
 import errno
 import json
 import os
@@ -106,6 +107,22 @@ def test_an_entry_of_another_index_is_not_taken(tmp_path: Path) -> None:
     first.prepare(recipe(seed=2))
     first.kept[0].folder.rename(tmp_path / "c" / recipe(seed=1).key)
     assert is_right(cache(tmp_path / "c", []).get(recipe(built))) and built == [1]
+
+
+def test_a_folder_that_is_emptied_while_an_index_is_made(tmp_path: Path) -> None:
+    """By another rank's test, or a user who cleans up: begun again, made once, kept."""
+    built: list[int] = []
+    whole = recipe(built)
+
+    def fill(arrays: Arrays) -> None:
+        whole.fill(arrays)
+        shutil.rmtree(tmp_path / "c")
+
+    kept = cache(tmp_path / "c").prepare(dataclasses.replace(whole, fill=fill))
+    assert kept is not None and kept.built and kept.folder.is_dir()
+    assert is_right(cache(tmp_path / "c").get(recipe(built))) and built == [1]
+    shutil.rmtree(tmp_path / "c")
+    assert is_right(cache(tmp_path / "c").get(dataclasses.replace(whole, fill=fill))) and built == [1, 1]
 
 
 def test_where_nothing_can_be_written_indices_are_made_in_memory(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def opens(context: RankContext, settings: dict[str, Any]) -> tuple[int, bool]:
 
 def test_a_fault_of_one_rank_is_everybody_s(prefix: str) -> None:
     found = run_ranks(4, fault, {"data_path": [prefix + "x"]})
-    assert len(set(found)) == 1 and "neither" in found[0]
+    assert len(set(found)) == 1 and "do not exist" in found[0]
 
 
 def test_a_damaged_file_is_everybody_s_fault(prefix: str) -> None:
