@@ -5,7 +5,7 @@ for each other busily, and much longer still where ranks or other tests want the
 machine. And where there is no GPU, Triton's interpreter runs the kernels.
 
 Nor does Python look for garbage while tests are collected: what is made then stays. That took a quarter of the
-collection's time, and would go on at every full collection, were those objects not set aside.
+collection's time, and would continue at every full collection, were those objects not set aside.
 """
 
 import gc

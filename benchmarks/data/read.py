@@ -33,7 +33,7 @@ def write_tokens(prefix: Path, *, tokens: int, documents: int) -> None:
 
 
 def index_row(prefix: Path, order: str) -> dict[str, Any]:
-    """Seconds from an open file to the first sample, in a process of its own, and the memory that it adds at its peak."""
+    """Seconds from an open file to the first sample, in its own process, and the memory that it adds at its peak."""
     return dict(json.loads(common.run_python("-m", "benchmarks.data.read", str(prefix), order)))
 
 

@@ -34,7 +34,7 @@ def preprocessing(folder: Path, *, rounds: int, copies: int, documents: int | No
             for _ in range(rounds):
                 ours = preprocess(corpus, tokenizers[kind], folder / "out", workers=workers)
                 theirs = bare(kind, corpus, tokenizers[kind], threads=workers)
-                # Ours ends every document with a token of its own.
+                # Ours ends every document with its own token.
                 assert ours["tokens"] == theirs["tokens"] + theirs["documents"], (kind, ours, theirs)
                 pairs.append((ours["seconds"], theirs["seconds"]))
             own, other = (list(seconds) for seconds in zip(*pairs, strict=True))

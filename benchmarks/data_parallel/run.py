@@ -2,7 +2,7 @@
 
     python -m benchmarks.data_parallel.run [--parts volume speed ...] [--rounds 3] [--json benchmarks/results/FILE.json]
 
-Four ranks, each in a network namespace of its own with a link of a given rate (links.py); one thread a rank.
+Four ranks, each in its own network namespace with a link of a given rate (links.py); one thread per rank.
 Bytes are the interfaces' own counters. It needs root; without it, it says so and measures nothing.
 
     volume       LAMB and 1-bit LAMB with a warm-up of a sixth of the steps: bytes against the formula
@@ -216,7 +216,7 @@ STRATEGIES = {
     "1-bit Adam": "optimizer=onebit-adam freeze_step=4",
     "0/1 Adam": "optimizer=zero-one-adam freeze_step=4",
 }
-"""The study's rows first: its mixed precision is fp16 compute and wire; here wire and compute are told apart."""
+"""The study's rows first: its mixed precision is fp16 compute and wire; here wire and compute are distinguished."""
 TOKENS = GPT["global_batch_size"] * GPT["seq_length"]  # of a step
 GENTLE = {"lr": 1e-3}  # for AdamW; the others' learning rates are LAMB's
 

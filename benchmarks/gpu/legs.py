@@ -169,7 +169,7 @@ def _run(leg: Leg, child: Child, end: float, take: Callable[[Row], None], comman
         except TimeoutError:
             timed_out = True
             child.kill()
-        except BaseException:  # interrupted: in a session of its own the child would live on
+        except BaseException:  # interrupted: in its own session the child would live on
             child.kill()
             raise
         how = child.end()

@@ -3,7 +3,7 @@
     python3 -m benchmarks.gpu.run --json benchmarks/results/gpu.json --write-preferences preferences.yaml
 
 Needs one H100 or H200 (or a GPU like them), torch and Triton, and nothing that is not with torch; apex and
-transformers take part where they are installed. Ends before `--minutes` are over. Every leg runs in a process of its own:
+transformers take part where they are installed. Ends before `--minutes` are over. Every leg runs in its own process:
 one that fails is a line that says why.
 
 `--dry` runs every part in tiny sizes on the CPU, Triton's kernels in its interpreter: it shows that the benchmark works,

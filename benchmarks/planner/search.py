@@ -2,7 +2,7 @@
 
 python -m benchmarks.planner.search [--json FILE] [--refined N]
 
-Seconds are CPU seconds of this process on one thread, the median of three runs; the process's start is told apart. The
+Seconds are CPU seconds of this process on one thread, the median of three runs; the start of the process is left out. The
 regret is by how much the best of the plan is slower than the best of the N fastest layouts by closed form, all refined.
 """
 

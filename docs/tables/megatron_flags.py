@@ -99,7 +99,7 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         "test_data_path": SAME,
         "split": "969,30,1 unless given, in both",
         "mock_data": "needs `--vocab-size`",
-        "tokenizer_type": "told from the files unless given. Theirs that are missing here: Llama2Tokenizer (use "
+        "tokenizer_type": "inferred from the files unless given. Theirs that are missing here: Llama2Tokenizer (use "
         "SentencePieceTokenizer) and BERT's",
         "tokenizer_model": "a file or a folder",
         "vocab_file": SAME,

@@ -3,12 +3,12 @@
 #
 #   NODES=2 HEAD=node0 RUN_DIR=runs/multi_node bash examples/multi_node/launch.sh --config examples/multi_node/run.yaml
 #
-# What follows goes to pretrain_gpt.py, with RUN_DIR as --run-dir and as what the run goes on from. Variables:
+# What follows goes to pretrain_gpt.py, with RUN_DIR as --run-dir and as what the run continues from. Variables:
 #   NODES    number of hosts; MIN:MAX with --elastic
 #   HEAD     the host where all meet; every host must reach it at PORT (29500)
 #   RUN_DIR  on a file system that all hosts share
 #   GPUS     processes a host (default: its GPUs)
-#   RESTARTS times that the ranks are started anew where they are (3)
+#   RESTARTS times that the ranks are started over where they are (3)
 #   IFNAME   network interface for gloo and NCCL, if they choose the wrong one
 #   LOCAL_ADDR  name or address under which other hosts reach this one, if its own name is not known to them
 #   RDZV_CONF   torchrun's --rdzv-conf

@@ -2,7 +2,7 @@
 """The main job, start to end: corpus, tokenizer, token files, a GPT trained on four ranks, stopped half way, continued
 on another layout, and text from it. `make demo` runs this; every command is printed before it runs.
 
-Interrupted (kill it at any time), the same command goes on from the last checkpoint. Once finished, it starts anew.
+Interrupted (kill it at any time), the same command continues from the last checkpoint. Once finished, it starts over.
 """
 
 import os
@@ -49,7 +49,7 @@ def run(*command: str | Path) -> None:
     words = [str(word) for word in command]
     shown = [Path(words[0]).name, *words[1:]]
     print("$ " + " ".join(f"'{word}'" if " " in word else word for word in shown), flush=True)
-    # One thread a rank: four ranks share the cores.
+    # One thread per rank: four ranks share the cores.
     subprocess.run(words, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
@@ -155,7 +155,7 @@ def main() -> None:
     started = time.monotonic()
     os.chdir(Path(__file__).resolve().parents[2])
     if steps_done() >= STEPS:
-        say(f"{RUN} holds a finished demo: starting anew")
+        say(f"{RUN} holds a finished demo: starting over")
         shutil.rmtree(RUN)
     elif steps_done():
         say(f"{RUN} holds an unfinished demo at step {steps_done()}: going on")
@@ -174,7 +174,7 @@ if __name__ == "__main__":
     try:
         main()
     except subprocess.CalledProcessError as error:
-        sys.exit(f"the command above failed with status {error.returncode}; run `make demo` again to go on from the "
+        sys.exit(f"the command above failed with status {error.returncode}; run `make demo` again to continue from the "
                  "last checkpoint")  # fmt: skip
     except KeyboardInterrupt:
-        sys.exit("\ninterrupted; run `make demo` again to go on from the last checkpoint")
+        sys.exit("\ninterrupted; run `make demo` again to continue from the last checkpoint")

@@ -146,7 +146,7 @@ def read_schedule(path: Path) -> Schedule:
         return Schedule.from_csv(read_text(path, "utf-8-sig"), name=path.name)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"cannot read {path}: {reason}; give a CSV file, one line a rank") from None
+        raise ConfigError(f"cannot read {path}: {reason}; give a CSV file, one line per rank") from None
 
 
 def study_file(schedule: Schedule, request: Request) -> Study:

@@ -191,7 +191,7 @@ class DataConfig:
             *("ByteLevelTokenizer", "NullTokenizer"),
         ),
     )
-    """Kind of tokenizer; default: told from the files given."""
+    """Kind of tokenizer; default: inferred from the files given."""
     tokenizer_model: str | None = option(None, basic=True)
     """SentencePiece .model, Hugging Face tokenizer.json or tiktoken file, or a folder that holds one."""
     vocab_file: str | None = option(None)
@@ -199,7 +199,7 @@ class DataConfig:
     merge_file: str | None = option(None)
     """GPT-2 BPE merges.txt."""
     tiktoken_pattern: str | None = option(None)
-    """How a tiktoken file cuts text into words: gpt2, r50k_base, p50k_base, cl100k_base, o200k_base, llama3, v1, v2, or a regular expression; default: told from the file where it is known."""
+    """How a tiktoken file cuts text into words: gpt2, r50k_base, p50k_base, cl100k_base, o200k_base, llama3, v1, v2, or a regular expression; default: inferred from the file where it is known."""
     data_order: str = option("megalite", choices=("megalite", "megatron"))
     """Order of samples: megalite's is a function of (seed, sample) alone; megatron is Megatron-LM's, bit for bit."""
     data_cache_path: str | None = option(None)

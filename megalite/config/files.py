@@ -64,7 +64,7 @@ def _meant_by(key: Any) -> set[str]:
     """The settings that a key, or a key like it, stands for."""
     if not isinstance(key, str):
         return set()
-    # `optimizer` is a section and a setting of its own name.
+    # `optimizer` is a section and a setting of the same name.
     known: dict[str, set[str]] = {_key_of(flag): set(names) for flag, names in STANDS_FOR.items()}
     for spelling, setting in _settings_by_key().items():
         known.setdefault(spelling, set()).add(setting.name)

@@ -98,7 +98,7 @@ _REASONS: Mapping[str, str] = {
     "softmax is always computed in fp32 (fp64 in fp64 runs)": "--attention-softmax-in-fp32",
     "the all-reduce always overlaps with the weight gradient": "--no-async-tensor-model-parallel-allreduce",
     "sends and receives are always asynchronous": "--overlap-p2p-communication --no-overlap-p2p-communication",
-    "--tp-comm-overlap has no settings of its own": "--tp-comm-overlap-cfg",
+    "--tp-comm-overlap has no settings": "--tp-comm-overlap-cfg",
     "use --sequence-parallel, which shards what recompute saves": "--distribute-saved-activations",
     "gradients are always accumulated in fp32, and reduced in it unless --wire-dtype bf16 is given": (
         "--accumulate-allreduce-grads-in-fp32 --main-grads-dtype"

@@ -12,14 +12,14 @@ PIPELINE_SCHEDULES = (
     *("zb-h1", "zb-h2", "zb-v", "dualpipe-v", "auto"),
 )
 V_SCHEDULES = ("zb-v", "dualpipe-v")
-"""Two virtual stages a rank, down and up again."""
+"""Two virtual stages per rank, down and up again."""
 DP_STRATEGIES = (
     *("all-reduce", "fused-all-reduce", "distributed-optimizer", "fully-sharded"),
     *("parameter-server", "sharded-parameter-server", "async-parameter-server"),
     *("local-sgd", "diloco", "gossip"),
 )
 LOCAL_STRATEGIES = ("local-sgd", "diloco", "gossip")
-"""Each data-parallel rank has weights of its own, at least for some steps."""
+"""Each data-parallel rank has its own weights, at least for some steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,7 @@ class ParallelConfig:
 
     @property
     def hang_timeout(self) -> float:
-        """Minutes, with the default filled in: less than after which collectives fail, for those can name nobody."""
+        """Minutes, with the default filled in: less than after which collectives fail, for those can name no one."""
         given = self.hang_timeout_minutes
         return 0.8 * self.distributed_timeout_minutes if given is None else given
 
@@ -162,7 +162,7 @@ class DataParallelConfig:
     outer_momentum: float = option(0.9, at_least=0, below=1)
     """diloco: momentum of the outer step."""
     sync_fragments: int = option(1, at_least=1)
-    """diloco: fragments of the network, each exchanged at a time of its own (streaming DiLoCo)."""
+    """diloco: fragments of the network, each exchanged at its own time (streaming DiLoCo)."""
     sync_delay: int = option(0, at_least=0)
     """diloco: steps during which an exchange may be under way before its result is used."""
     sync_mix: float = option(0.0, at_least=0, below=1)

@@ -45,7 +45,7 @@ class TrainingConfig:
     recompute_num_layers: int = option(1, at_least=1, below=10_000)
     """See recompute_method."""
     recompute_ahead: bool = option(False)
-    """Full recompute as an action of its own, before the wait for the gradient: shorter bubble, the activations of one
+    """Full recompute as its own action, before the wait for the gradient: shorter bubble, the activations of one
     more microbatch of a stage."""
     device: str = option("auto", choices=("auto", "cpu", "cuda"))
     """auto: cuda if there is one."""
@@ -81,13 +81,13 @@ class CheckpointConfig:
     save_interval: int | None = option(None, at_least=1, basic=True)
     """Steps between checkpoints; one is also written at the end."""
     async_save: bool = option(False, basic=True)
-    """Copy the state to host memory and write it from there while training goes on."""
+    """Copy the state to host memory and write it from there while training continues."""
     keep_latest: int | None = option(None, at_least=1, basic=True)
     """Remove older checkpoints than this many, once the newest has been read back and verifies; default: keep all."""
     keep_every: int | None = option(None, at_least=1)
     """With keep_latest: keep those whose step is a multiple of this for ever."""
     on_save_error: str = option("stop", choices=("stop", "continue"))
-    """If a checkpoint cannot be written (disk full, ...): stop the run, or say so and go on to the next one."""
+    """If a checkpoint cannot be written (disk full, ...): stop the run, or say so and continue to the next one."""
     check_weights_before_save: bool = option(True)
     """Look through all that is about to be saved, and stop the run if anything in it is not finite."""
     max_failures_at_step: int = option(3, at_least=0)

@@ -38,7 +38,7 @@ _OF_WHAT_STARTS: tuple[Check, ...] = (
             "there is no data to train on; add --data-path PREFIX (or --mock-data --vocab-size 1024)": (
                 lambda c: not (c.data_path or c.train_data_path or c.mock_data)
             ),
-            # Mock data without it has a rule of its own, and without any data there is no tokenizer yet.
+            # Mock data without it has its own rule, and without any data there is no tokenizer yet.
             "the size of the vocabulary is not known; add --tokenizer-model FILE or --vocab-size 50257": (
                 lambda c: (c.data_path or c.train_data_path) and c.vocab_size is None and not _has_tokenizer(c)
             ),

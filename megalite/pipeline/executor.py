@@ -137,7 +137,7 @@ class WeightGradients(Protocol):
 
 
 class Tracer(Protocol):
-    """Told when computations run: after their inputs have come, so that waiting lies between them."""
+    """Notified when computations run: after their inputs have come, so that waiting lies between them."""
 
     def start(self, action: Action) -> None: ...
 

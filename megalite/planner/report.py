@@ -109,7 +109,7 @@ def why_slower(candidate: Candidate, best: Candidate) -> str:
     slower = candidate.prediction.step_seconds - best.prediction.step_seconds
     if slower <= 1e-9 * best.prediction.step_seconds:
         held, least = candidate.fullest[1].total_bytes, best.fullest[1].total_bytes
-        return f"as fast, with {format_bytes(held)} a rank instead of {format_bytes(least)}"
+        return f"as fast, with {format_bytes(held)} per rank instead of {format_bytes(least)}"
     longer = {name: mine.get(name, 0.0) - other.get(name, 0.0) for name in {*mine, *other}}
     ranked = sorted(longer, key=lambda name: (-longer[name], name))
     named = [name for name in ranked[:2] if longer[name] > 0.1 * longer[ranked[0]]]
@@ -168,7 +168,7 @@ def _question(data: dict[str, Any]) -> list[str]:
         f"{model['global_batch_size']}, {model['precision']} on {cluster['ranks']} ranks of {cluster['name']}, stack "
         f"{cluster['stack']}",
         f"{space['layouts']:,} layouts are legal, {space['fitting']:,} fit into "
-        f"{format_bytes(cluster['memory_limit_bytes'])} a rank",
+        f"{format_bytes(cluster['memory_limit_bytes'])} per rank",
     ]
     if data["constraints"]:
         words = (f"{name} {' or '.join(map(str, values))}" for name, values in data["constraints"].items())
@@ -226,7 +226,7 @@ def _shares(parts: Mapping[str, float], whole: float, least: float) -> str:
     )
 
 
-_ACTIONS = 1200  # forwards and backwards that are still told apart in a picture
+_ACTIONS = 1200  # forwards and backwards that are still distinguished in a picture
 _GIB = 1024.0**3
 
 

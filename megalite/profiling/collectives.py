@@ -27,7 +27,7 @@ class Machine:
     device_name: str
     memory_bytes: int  # of one rank: a GPU's, or its equal share of the node's
     multiprocessors: int  # of a GPU; 1 on a CPU
-    threads: int  # that torch computes with, a rank
+    threads: int  # that torch computes with, per rank
     cores: int  # of a node that these processes may use
     nodes: int
     ranks_per_node: int
@@ -278,7 +278,7 @@ def there_and_back(
     return run
 
 
-_TURN_PRODUCTS = 60  # of 256 x 256 matrices: some 20 ms on a core of its own, as a microbatch takes on a stage
+_TURN_PRODUCTS = 60  # of 256 x 256 matrices: some 20 ms on its own core, as a microbatch takes on a stage
 _LOOKS = 4
 
 

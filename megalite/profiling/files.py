@@ -85,7 +85,7 @@ def fit_cluster(measured: Measurements, base: Cluster, *, nominal: bool, name: s
     if inside:
         steps, messages, errors["inside"] = fit_links(inside)
         peak = node.link_bandwidth if nominal else max(steps.rate, messages.rate)
-        latency = max(steps.latency, 1e-9)  # messages' is told in these
+        latency = max(steps.latency, 1e-9)  # messages' is stated in these
         node = dataclasses.replace(
             node, link_bandwidth=peak, link_latency=latency, message_steps=messages.latency / latency
         )
@@ -118,7 +118,7 @@ def fit_cluster(measured: Measurements, base: Cluster, *, nominal: bool, name: s
 def describe(machine: Machine) -> str:
     """The machine in a line, with what ranks share."""
     ranks = f"{_count(machine.ranks, 'rank')} on {_count(machine.nodes, 'node')}"
-    threads = f", {_count(machine.threads, 'thread')} a rank" if machine.device_type == "cpu" else ""
+    threads = f", {_count(machine.threads, 'thread')} per rank" if machine.device_type == "cpu" else ""
     shared = (
         f"; all ranks of a node measured at once, on {machine.cores} cores between them: the rates are what each has beside "
         f"the others"

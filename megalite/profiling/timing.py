@@ -72,7 +72,7 @@ class Timer:
         if crowded:
             self._shortest = 20e-3  # a scheduler's turn is a few milliseconds
         self._computing: list[float] = []
-        """What `amid` takes off, measured anew each time."""
+        """What `amid` takes off, measured again each time."""
 
     def each(self, run: Callable[[], object], *, seconds: float) -> Timing:
         """Every rank runs `run` by itself for about `seconds`, all at once.

@@ -234,7 +234,7 @@ def check_all(expansion: Expansion, *, memory_limit: float | None, machine: Mach
 def _names(expansion: Expansion) -> tuple[list[str], list[str]]:
     """Settings that tell the runs apart in a few words, and all those that some run changes.
 
-    What all of them change alike tells none apart; a single run is told by what it changes.
+    What all of them change alike distinguishes none; a single run is named by what it changes.
     """
     given = {name for candidate in expansion.candidates for name in candidate.settings}
     base, *values = map(values_of, (expansion.base, *(each.config for each in expansion.candidates)))

@@ -48,7 +48,7 @@ class SweepSpec:
     steps: int = 8  # of each run
     warm_up_steps: int = 3  # the first of them, which are not measured
     timeout: float = DEFAULT_TIMEOUT
-    memory_limit: float | None = None  # bytes a rank: what is predicted to need more is refused
+    memory_limit: float | None = None  # bytes per rank: what is predicted to need more is refused
     cluster: str | None = None
     stack: str = "fused"
     environment: Mapping[str, str] = field(default_factory=dict)

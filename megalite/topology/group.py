@@ -80,7 +80,7 @@ class Group:
         ranks: global ranks, ascending (or sender, receiver for a pipeline edge).
         rank: this process's index in `ranks`.
         process_group: torch's handle; None for one rank.
-        heartbeat: told of every operation.
+        heartbeat: is notified of every operation.
     """
 
     name: str
@@ -274,7 +274,7 @@ class Group:
         Raises:
             ConfigError: the first failing rank's, where it is one (CheckpointError stays one).
             RemoteError: naming the first failing rank and its error, on the ranks without a fault, where it is not.
-            the error itself on a rank whose own is no ConfigError: nobody else has its traceback.
+            the error itself on a rank whose own is no ConfigError: no one else has its traceback.
         """
         from_here = None if error is None else [_kind(error), str(error)]
         reports = self.gather_json(from_here, device)

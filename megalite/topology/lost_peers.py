@@ -17,7 +17,7 @@ from megalite.topology.group import Group
 from megalite.topology.topology import Launch
 
 _TAG = 0x6C6F7374
-"""Of messages that nobody sends."""
+"""Of messages that no one sends."""
 _NOTICE_SECONDS = 0.3
 """From the end of a peer until gloo's loop has seen its connections close."""
 
@@ -98,7 +98,7 @@ class RollCall:
     def missing(self, seconds: float = ANSWER_SECONDS) -> list[int] | None:
         """Answer, wait for the answers of others, and return the ranks that have given none.
 
-        Over a connection of its own: those that there are may be what is broken. None: the store does not answer.
+        Over its own connection: those that there are may be what is broken. None: the store does not answer.
         """
         timeout = datetime.timedelta(seconds=seconds)
         everyone, here = set(range(len(self.hosts))), set[int]()
@@ -143,7 +143,7 @@ class RollCall:
             return f"{waited}, but every rank still answers: one of them takes longer than that, or has left a collective out"
         return (
             f"{waited}, and {self.named(missing)} do{'es' if len(missing) == 1 else ''} not answer within "
-            f"{seconds:g} s: gone, cut off, or at a standstill. Start the run again with --load to go on from the "
+            f"{seconds:g} s: gone, cut off, or at a standstill. Start the run again with --load to continue from the "
             "newest checkpoint"
         )
 

@@ -20,7 +20,7 @@ from megalite.training.state_tensors import flat_states, tensor_spec, tensor_sta
 def load_states(replica: Replica, checkpoint: Checkpoint, *, with_optimizer: bool, log: Callable[[str], None]) -> None:
     """Weights, main parameters and, with_optimizer, all else that optimizer and strategy remember.
 
-    What a checkpoint of another strategy or optimizer does not have starts anew, what differs between its replicas
+    What a checkpoint of another strategy or optimizer does not have starts over, what differs between its replicas
     is averaged where the number of replicas is another or they share it, and the log says so.
 
     Raises:
@@ -86,7 +86,7 @@ def _load_flat(
             if wrote != (ours := replica.config.optimizer.optimizer):
                 raise CheckpointError(
                     f"{checkpoint.path} was written with optimizer {wrote} and has no {state.name}, which {ours} needs; "
-                    f"use --optimizer {wrote}, or --finetune to start anew from the weights"
+                    f"use --optimizer {wrote}, or --finetune to start over from the weights"
                 )
             checkpoint.entry(key)  # says that it is missing, and what is there instead
 
@@ -133,7 +133,7 @@ def _load_tensor(state: TensorState, checkpoint: Checkpoint, notes: dict[str, No
     spec = tensor_spec(state)
     key = optimizer_key(state.name, spec.name)
     if not checkpoint.has(key) or tuple(checkpoint.entry(key).global_shape) != tuple(spec.global_shape):
-        notes[f"has no {state.name} for this run: it starts anew"] = None
+        notes[f"has no {state.name} for this run: it starts over"] = None
         return
     checkpoint.read_into(state.values.view(spec.shape), key, spec.slice)
 

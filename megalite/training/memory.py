@@ -46,7 +46,7 @@ def memory_now(device: torch.device) -> dict[str, int]:
 def keep_freed_memory() -> bool:
     """Have glibc's allocator reuse what is freed, whatever its size; False where the C library is another one.
 
-    A tensor above 32 MiB, as logits are, is otherwise mapped anew at each allocation and unmapped when freed: in a step of
+    A tensor above 32 MiB, as logits are, is otherwise mapped again at each allocation and unmapped when freed: in a step of
     a small GPT the kernel then clears tens of thousands of pages.
     """
     if platform.libc_ver()[0] != "glibc":

@@ -209,6 +209,6 @@ def require_finite(saved: Sequence[Any], step: int, *, newest: str, world: Group
     for rank, name in enumerate(world.gather_json(bad, device)):
         if name is not None:
             raise NonFiniteError(
-                f"step {step}: {name} are not finite on rank {rank}: no checkpoint is written, {newest}; go on from "
+                f"step {step}: {name} are not finite on rank {rank}: no checkpoint is written, {newest}; continue from "
                 "there, with a lower --lr or without the bad data (--no-check-weights-before-save would save it all the same)"
             )

@@ -24,7 +24,7 @@ class OutOfMemoryError(RankError):
 
 
 def explained(error: BaseException, config: RunConfig, explicit: frozenset[str], launch: Launch) -> OutOfMemoryError:
-    """What the user is told, in one line; with record_memory_history that is written first.
+    """The message to the user, in one line; with record_memory_history that is written first.
 
     Args:
         config, explicit: as for `Trainer`.

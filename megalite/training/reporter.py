@@ -77,7 +77,7 @@ class LossSpikes:
         """For the log."""
         return (
             f"loss {loss:.4f} is a spike: {score:.1f} times the usual scatter above the median of the last "
-            f"{len(self._losses)} steps (loss_spike_threshold {self._threshold:g}); if it stays, go on from a checkpoint "
+            f"{len(self._losses)} steps (loss_spike_threshold {self._threshold:g}); if it stays, continue from a checkpoint "
             "before it with a lower --lr or other data"
         )
 
@@ -246,8 +246,8 @@ class Reporter:
             f"batch {batch_size}",
             f"{speed.ms_per_step:.0f} ms/step",
             f"{speed.tokens_per_second:.0f} tokens/s",
-            f"{speed.tokens_per_second_per_rank:.0f} a rank",
-            f"{speed.tflops_per_rank:.4g} TFLOP/s a rank",
+            f"{speed.tokens_per_second_per_rank:.0f} per rank",
+            f"{speed.tflops_per_rank:.4g} TFLOP/s per rank",
             "MFU (PaLM) unknown peak" if speed.mfu is None else f"MFU (PaLM) {100.0 * speed.mfu:.1f} %",
             f"mem {peak_memory_bytes(self._device) / 2**20:.0f} MiB",
             f"ETA {minutes // 60}:{minutes % 60:02}:{seconds:02}",

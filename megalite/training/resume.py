@@ -124,11 +124,11 @@ def load(replica: Replica, folder: Path, *, tokenizer: str | None, log: Callable
     if not finetune and tokenizer and manifest.tokenizer and tokenizer != manifest.tokenizer:
         raise CheckpointError(
             f"{checkpoint.path} was trained with another tokenizer (sha256 {manifest.tokenizer[:12]}..., "
-            f"this run's is {tokenizer[:12]}...); give the same tokenizer, or --finetune to start anew from the weights"
+            f"this run's is {tokenizer[:12]}...); give the same tokenizer, or --finetune to start over from the weights"
         )
     if not finetune and not any(key.startswith("optimizer.") for key in manifest.tensors):
         raise CheckpointError(
-            f"{checkpoint.path} holds weights alone, no optimizer state to go on from; add --finetune"
+            f"{checkpoint.path} holds weights alone, no optimizer state to continue from; add --finetune"
         )
     error, notes = None, list[str]()
     try:

@@ -53,7 +53,7 @@ class RestartGuard:
     Args:
         folder: of checkpoints.
         most: failures in the same step after which there is no further start; 0: any number.
-        settings: digest of the settings: a run with others is another attempt, and counts anew.
+        settings: digest of the settings: a run with others is another attempt, and starts a new count.
     """
 
     def __init__(self, folder: Path, *, most: int, settings: str) -> None:
@@ -86,9 +86,9 @@ class RestartGuard:
         if loops:
             errors = "\n".join(f"  {number}. {attempt.error}" for number, attempt in enumerate(last, start=1))
             raise RestartLoopError(
-                f"step {last[0].failed_in} has failed in the last {len(last)} starts, and this one would go on from step "
+                f"step {last[0].failed_in} has failed in the last {len(last)} starts, and this one would continue from step "
                 f"{start}: starting once more would change nothing\n{errors}\nChange what the errors speak of "
-                "(other settings count anew), go on from an older checkpoint with --ckpt-step, or remove "
+                "(other settings start a new count), continue from an older checkpoint with --ckpt-step, or remove "
                 f"{self._path} to try again as it is"
             )
 
@@ -192,12 +192,12 @@ def refuse_foreign_checkpoints(config: RunConfig, progress: Progress) -> None:
     if newest > progress.step:
         raise ConfigError(
             f"{c.save} holds checkpoints up to step {newest} but this run starts at step {progress.step}; add "
-            f"--load {c.save} to go on from the newest, or give another --save"
+            f"--load {c.save} to continue from the newest, or give another --save"
         )
     if c.keep_latest is not None and not resumes:
         raise ConfigError(
             f"{c.save} holds checkpoints up to step {newest} that this run has not made, and keep_latest "
-            f"{c.keep_latest} would remove them; give another --save, add --load {c.save} to go on from them, or leave "
+            f"{c.keep_latest} would remove them; give another --save, add --load {c.save} to continue from them, or leave "
             "out --keep-latest"
         )
 

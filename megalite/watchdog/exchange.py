@@ -51,8 +51,8 @@ class WatchPlan:
     run: str
     """A name that no other run, and no other start of this one, has."""
     network_seconds: float = 0.0
-    """Without progress for less than this a run goes on in which all wait and no rank is to blame: its ranks are on several
-    networks, and whom nobody reaches is told by the collective's own time-out."""
+    """Without progress for less than this a run continues in which all wait and no rank is to blame: its ranks are on several
+    networks, and the time-out of the collective names whom no one reaches."""
     flight_recorder: bool = False
     """The ranks can be asked for what torch's flight recorder has."""
 
@@ -87,7 +87,7 @@ _FRESH_SECONDS = 10.0
 class Exchange:
     """This host's view of its ranks, written for the others, and theirs, read.
 
-    A shared disk can hang, and may be the very reason why the run does: it is only touched by a thread of its own.
+    A shared disk can hang, and may be the very reason why the run does: it is only touched by its own thread.
     """
 
     def __init__(self, plan: WatchPlan) -> None:
@@ -111,7 +111,7 @@ class Exchange:
         return self._folder is not None
 
     def tell(self, states: Sequence[RankState] | None) -> None:
-        """Say what is seen here; None: the run goes on, and there is nothing to say."""
+        """Say what is seen here; None: the run continues, and there is nothing to say."""
         self._said = states
         if self._folder is not None and states is not None and self._thread is None:
             self._thread = threading.Thread(target=self._work, name="exchange", daemon=True)
@@ -156,6 +156,6 @@ class Exchange:
             return
         if not states:
             self._heard.pop(host, None)
-        elif seen.get(host) != text:  # whatever its clock says: it is written anew all the time
+        elif seen.get(host) != text:  # whatever its clock says: it is written again all the time
             seen[host] = text
             self._heard[host] = time.monotonic(), states

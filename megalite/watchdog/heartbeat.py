@@ -43,7 +43,7 @@ class Lane:
 
 
 class Heartbeat:
-    """What the parts of a run tell of themselves. This one tells nobody."""
+    """What the parts of a run report of themselves. This one reports nothing."""
 
     def beat(self) -> None:
         """Something has gone on."""
@@ -66,7 +66,7 @@ class Heartbeat:
         return _NO_LANE
 
     def close(self, *, failed: bool = False) -> None:
-        """Nobody watches any more.
+        """No one watches any more.
 
         Args:
             failed: the run has come to an end here alone.
@@ -78,7 +78,7 @@ UNWATCHED = Heartbeat()
 
 
 class FileHeartbeat(Heartbeat):
-    """Beats into a file of its own; one a process.
+    """Beats into its own file; one per process.
 
     Args:
         path: must not exist.

@@ -4,7 +4,7 @@ import struct
 
 MAGIC = b"megabeat"
 LANES = 64
-"""Groups that a rank may have; what happens in further ones counts as a beat and is not told apart."""
+"""Groups that a rank may have; what happens in further ones counts as a beat and is not distinguished."""
 
 HEADER = struct.Struct("<8sIIQ")
 """Magic, rank, process id, and the start time of the process in the kernel's ticks."""

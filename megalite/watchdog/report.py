@@ -42,7 +42,7 @@ class Verdict:
     """Who is to blame, and why."""
 
     culprits: tuple[int, ...]
-    """Ascending; empty if it cannot be told."""
+    """Ascending; empty if it cannot be known."""
     reasons: Mapping[int, str]
     """By rank: of a culprit what is wrong with it, of another what it waits for."""
 
@@ -59,7 +59,7 @@ def find_culprits(states: Sequence[RankState]) -> Verdict:
     waiting = {wait.rank for wait in waits}
     free = set(by_rank) - waiting
     blamed = free & {rank for wait in waits for rank in wait.behind}
-    # A rank that nobody waits for may compute for long, as those that work apart do; it is named if nobody else can be.
+    # A rank that no one waits for may compute for long, as those that work apart do; it is named if no one else can be.
     for rank in sorted(blamed or free - set(left) or free):
         lost[rank] = "it has ended, and others wait for it" if rank in left else "it waits for no other rank"
     if lost:
@@ -172,7 +172,7 @@ class Report:
     def headline(self) -> str:
         """`rank 1 stands still: its process is stopped ...`, of each rank that is to blame."""
         if not self.verdict.culprits:
-            return "no rank can be told from the others: all wait, and each has begun what the others wait for"
+            return "no rank can be distinguished from the others: all wait, and each has begun what the others wait for"
         return "; ".join(f"rank {rank} stands still: {self.verdict.reasons[rank]}" for rank in self.verdict.culprits)
 
     def summary(self, written: Path | None) -> str:
@@ -183,7 +183,7 @@ class Report:
             f"{self.limit:g} s, --hang-timeout-minutes); the run is ended with status {HUNG}",
         ]
         for state in self._in_order():
-            reason = self.verdict.reasons.get(state.rank, "is blamed by nobody")
+            reason = self.verdict.reasons.get(state.rank, "is blamed by no one")
             blamed = state.rank in self.verdict.culprits
             lines.append(f"{_INDENT}rank {state.rank}{'' if blamed else f' {reason}'}: {state.doing()}")
         lines += self._limits()
@@ -202,7 +202,7 @@ class Report:
             "",
         ]
         for state in self._in_order():
-            lines.append(f"rank {state.rank}: {self.verdict.reasons.get(state.rank, 'nobody waits for it')}")
+            lines.append(f"rank {state.rank}: {self.verdict.reasons.get(state.rank, 'no one waits for it')}")
             lines.append(f"{_INDENT}{state.doing()}")
             asleep = self.kernel.get(state.rank)
             lines.append(
@@ -242,8 +242,8 @@ class Report:
             message = f"rank {rank} stood still: {self.verdict.reasons[rank]}; {state.doing()}"
             since = now - max(1.0, state.silent)
         else:
-            blamed = ", ".join(map(str, self.verdict.culprits)) or "nobody"
-            reason = self.verdict.reasons.get(rank, "it was blamed by nobody")
+            blamed = ", ".join(map(str, self.verdict.culprits)) or "no one"
+            reason = self.verdict.reasons.get(rank, "it was blamed by no one")
             message = f"rank {rank} was not the first ({blamed} is to blame): it {reason}; {state.doing()}"
             since = now
         shown = "\n".join([message, *main_thread(self.stacks.get(rank, ""))])

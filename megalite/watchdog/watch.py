@@ -54,7 +54,7 @@ class Lifeline:
 def watch(lifeline: Lifeline, say: Callable[[str], None]) -> None:
     """Watch the ranks of the plan that the first line holds, until the run ends or stands still.
 
-    Further lines: `done`, the run has come to its end; `left RANK`, that rank has come to an end of its own.
+    Further lines: `done`, the run has come to its end; `left RANK`, that rank has come to its own end.
     """
     first = lifeline.line()
     if first is None:

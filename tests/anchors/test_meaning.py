@@ -104,7 +104,7 @@ def test_a_step_of_a_ramp_up_is_that_of_a_fixed_batch_and_its_auxiliary_losses_a
         before = ramping.progress.samples
         size = SIZES[len(sizes)]
         fixed_config = tiny_config(1, **MIXTURE, micro_batch_size=2, global_batch_size=size)
-        # The first step of a run of its own, so that gradients and not Adam's history are compared.
+        # The first step of its own run, so that gradients and not Adam's history are compared.
         fixed = Runner(build(RankContext(0), fixed_config), Progress(ramping.progress.step, before))
         seen = Seen(with_weights_of(fixed, ramping))
         theirs, ours = fixed.step(), ramping.step()

@@ -91,7 +91,7 @@ def test_without_root_it_says_why(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 @pytest.mark.skipif(unavailable() is not None, reason=f"no shaped links here: {unavailable()}")
 def test_links_join_ranks_and_go_away() -> None:
-    """A rank's namespace has an interface of its own, with counters from 0; nothing is left behind."""
+    """A rank's namespace has its own interface, with counters from 0; nothing is left behind."""
     with ShapedLinks(2) as links:
         links.set_rate(100.0)
         say = "from benchmarks.data_parallel.links import sent_and_received as s; print(*s())"

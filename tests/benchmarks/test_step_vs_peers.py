@@ -167,7 +167,7 @@ def test_a_profile_shows_the_largest_operations() -> None:
 
 
 def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The program itself, with processes of its own."""
+    """The program itself, with its own processes."""
     output = tmp_path / "found.json"
     words = ["--smoke", "--models", "small", "--layouts", "1", "--no-bf16", "--json", str(output)]
     assert step_vs_peers.main([*words, "--contenders", "megalite", "plain torch", "megatron-core"]) == 0

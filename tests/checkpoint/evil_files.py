@@ -52,7 +52,7 @@ def yaml_tags(target: Target) -> bytes:
 
 
 def beside(*names: str, content: Callable[[Target], bytes]) -> Evil:
-    """Files that nobody has asked for, in the checkpoint and beside it."""
+    """Files that no one has asked for, in the checkpoint and beside it."""
 
     def build(target: Target) -> None:
         for folder in (target.newest, target.run):

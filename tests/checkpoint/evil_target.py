@@ -19,7 +19,7 @@ MANIFEST, WEIGHTS, OPTIMIZER = "manifest.json", "weights-00000.safetensors", "op
 
 
 class Outcome(Enum):
-    HARMLESS = "nobody looks at it: step 2 is loaded, whole"
+    HARMLESS = "no one looks at it: step 2 is loaded, whole"
     DAMAGED = "step 2 is passed over, with its file named, and step 1 used"
     PASSED_OVER = "it makes a third checkpoint, which is passed over; step 2 is loaded, whole"
     UNREADABLE = "hashes are right, since whoever made it made them too; reading and inspecting refuse it"

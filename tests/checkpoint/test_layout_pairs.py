@@ -1,4 +1,4 @@
-"""Every one of twelve layouts goes on from the checkpoint of every other, bit for bit.
+"""Every one of twelve layouts continues from the checkpoint of every other, bit for bit.
 
 Each layout trains two steps, saves, and trains on. Each then takes up the checkpoints of all twelve, by turns of one model
 in fp32 and of another in fp16 (its own: of both), and what it has in memory is compared with what the writer had in memory;

@@ -175,7 +175,7 @@ def test_ranks_say_once_what_all_found(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def closed_pipe() -> int:
-    """A pipe that nobody reads."""
+    """A pipe that no one reads."""
     reading, writing = os.pipe()
     os.close(reading)
     return writing

@@ -18,7 +18,7 @@ Captured = pytest.CaptureFixture[str]
 
 NESTED = ("data verify", "data inspect", "data merge", "data split", "data index", "config --show", "config --explain")
 SPOKEN = [*COMMANDS, *NESTED]
-"""Everything that takes flags of its own."""
+"""Everything that takes its own flags."""
 
 PATHS = {
     "train --config {path} --dry-run": "",

@@ -59,7 +59,7 @@ def runs(tmp_path: Path) -> Path:
     (tmp_path / "starting").mkdir()
     (tmp_path / "starting" / "sessions.json").write_text("{")
     (tmp_path / "a" / "checkpoints").mkdir()
-    (tmp_path / "a" / "checkpoints" / "metrics.jsonl").write_text("")  # nobody looks there
+    (tmp_path / "a" / "checkpoints" / "metrics.jsonl").write_text("")  # no one looks there
     return tmp_path
 
 

@@ -352,7 +352,7 @@ _TABLE = """
 2 --elastic --global-batch-size 8 --run-dir r --save-interval 5 => elastic needs load … save-interval 100
 2 --elastic --global-batch-size 8 --load r/checkpoints => elastic needs save_interval … save-interval 100
 2 --elastic --global-batch-size 8 --run-dir r --save-interval 5 --load s
-    => elastic goes on from what it saves, but the run has load s and saves to r/checkpoints … load r/checkpoints
+    => elastic continues from what it saves, but the run has load s and saves to r/checkpoints … load r/checkpoints
 2 ELASTIC --finetune => elastic and finetune contradict
 2 ELASTIC --ckpt-step 5 => elastic and ckpt_step 5 contradict
 2 ELASTIC --dp-strategy gossip

@@ -143,7 +143,7 @@ def test_fills_in_what_was_left_open() -> None:
 
 def test_every_number_is_bounded() -> None:
     unbounded = {name for name, s in settings().items() if s.type in (int, float) and s.bounds is None}
-    assert unbounded == {"rampup_batch_size"}  # checked by a rule of its own
+    assert unbounded == {"rampup_batch_size"}  # checked by its own rule
 
 
 @pytest.mark.timeout(20)
@@ -174,7 +174,7 @@ def test_no_rule_counts_for_ever(name: str) -> None:
         ("--rampup-batch-size 1 1 99999999999999 --global-batch-size 8", "SAMPLES is 99999999999999; it must be below"),
         (
             "--rampup-batch-size 1 1 99 --global-batch-size 1000001",
-            "INCREMENT 1 makes 1000000 batch sizes from 1 to global_batch_size 1000001, each with a schedule of its own; "
+            "INCREMENT 1 makes 1000000 batch sizes from 1 to global_batch_size 1000001, each with its own schedule; "
             "use 100 or more",
         ),
     ],

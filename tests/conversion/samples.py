@@ -103,7 +103,7 @@ def run(*words: str | Path) -> int:
 
 
 def ignore(count: int) -> None:
-    """Progress that nobody looks at."""
+    """Progress that no one looks at."""
 
 
 def _train(context: RankContext, world: int, settings: dict[str, Any], folder: str) -> dict[str, Any]:

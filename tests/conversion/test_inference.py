@@ -35,7 +35,7 @@ TOKENS = np.random.default_rng(3).integers(0, VOCAB, 30)
 
 
 def silent(line: str) -> None:
-    """Nobody reads it."""
+    """No one reads it."""
 
 
 def open_plain(folder: Path, topology: Topology | None = None, **how: Any) -> Any:

@@ -243,7 +243,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
                     if name == "write":
                         real(arguments[0], arguments[1][: len(arguments[1]) // 2])
                     raise Stopped
-                # Nobody pulls the plug here: what is written is there, synced or not.
+                # No one pulls the plug here: what is written is there, synced or not.
                 return None if name == "fsync" else real(*arguments, **named)
 
             monkeypatch.setattr(owner, name, counted)

@@ -1,4 +1,4 @@
-"""A folder's format is told from what is in it; what is none, or two, is refused with what was looked for."""
+"""A folder's format is inferred from what is in it; what is none, or two, is refused with what was looked for."""
 
 from pathlib import Path
 

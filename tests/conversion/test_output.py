@@ -72,7 +72,7 @@ def test_finished_files_are_found_again_and_others_are_removed(tmp_path: Path) -
     (first.staging / "half").write_bytes(b"...")
     del first
     second = Output(tmp_path / "model", identity=IDENTITY)
-    assert contents(second.staging) == {"a": b"aaa"}, "also what nobody asks for again"
+    assert contents(second.staging) == {"a": b"aaa"}, "also what no one asks for again"
     assert second.finished("a") == {"sha256": "00"}
     assert second.finished("half") is None
     write(second, "half", b"whole")

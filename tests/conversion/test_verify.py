@@ -38,7 +38,7 @@ def compared(source: Any, target: Any, *, use_stock: bool = False) -> Verificati
 
 
 def ignore_line(line: str) -> None:
-    """Nobody looks."""
+    """No one looks."""
 
 
 def flipped(tensor: torch.Tensor) -> torch.Tensor:

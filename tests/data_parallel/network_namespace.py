@@ -1,4 +1,4 @@
-"""A process with a network of its own, in which nothing but its children's loopback traffic passes and is counted."""
+"""A process with its own network, in which nothing but its children's loopback traffic passes and is counted."""
 
 import ctypes
 import fcntl

@@ -166,7 +166,7 @@ def late_worker(context: RankContext, bound: int, steps: int) -> Script:
 
 
 def early_worker(context: RankContext) -> bool:
-    """Worker 1 leaves a meeting and goes on at once, while worker 0 is still in it."""
+    """Worker 1 leaves a meeting and continues at once, while worker 0 is still in it."""
     run = ToyRun(context.topology(dp=2), {"dp_strategy": "async-parameter-server", "max_staleness": 1})
     strategy = run.strategy
     assert isinstance(strategy, AsyncParameterServer)

@@ -1,4 +1,4 @@
-"""The thread beside the program: order, errors, and an end that waits for nobody."""
+"""The thread beside the program: order, errors, and an end that waits for no one."""
 
 import threading
 from functools import partial

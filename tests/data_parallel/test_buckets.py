@@ -18,7 +18,7 @@ FACTORY = ParameterFactory(
 
 
 def parameters() -> list[ShardedParameter]:
-    """Two layers of everything that needs a bucket of its own."""
+    """Two layers of everything that needs its own bucket."""
     made = []
     for layer in range(2):
         made += [

@@ -37,7 +37,7 @@ FP16: Settings = {"precision": "fp16", "initial_loss_scale": 2.0**20, "hysteresi
 
 
 def silent(line: str) -> None:
-    """The log of a rank that nobody reads."""
+    """The log of a rank that no one reads."""
 
 
 def trained(context: RankContext, world: int, settings: Settings, steps: int) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def state(runner: Runner, *, of_optimizer: bool) -> dict[str, str]:
 
 
 def resumed(context: RankContext, folder: str, precision: str) -> dict[str, Any]:
-    """By strategy: two steps and a checkpoint and two more; then each way to go on from each checkpoint."""
+    """By strategy: two steps and a checkpoint and two more; then each way to continue from each checkpoint."""
     torch.set_num_threads(1)
     common = {"dp": 2, "precision": precision, "reduction_order": "rank", "clip_grad": 0.1, "num_layers": 2}
     found: dict[str, Any] = {"on": {}, "same": {}, "crossed": {}}

@@ -91,7 +91,7 @@ GPT: dict[str, Any] = {"num_layers": 2, "micro_batch_size": 2, "ddp_bucket_size"
 
 
 def saved_and_resumed(context: RankContext, world: int, layout: dict[str, Any], folders: list[str]) -> list[Any]:
-    """(results, weights, main parameters) of runs that go on from each other's checkpoints.
+    """(results, weights, main parameters) of runs that continue from each other's checkpoints.
 
     Both forms train and save; then each takes up what the other has saved.
     """

@@ -9,7 +9,7 @@ from tests.data_parallel.scripted import Scripted
 
 
 def step(ledger: Ledger, worker: int) -> int:
-    """A whole step of one worker with nobody beside it; the staleness of its push."""
+    """A whole step of one worker with no one beside it; the staleness of its push."""
     ledger.pulled(worker)
     staleness = ledger.staleness(worker)
     ledger.pushed(worker)

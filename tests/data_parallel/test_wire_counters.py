@@ -104,7 +104,7 @@ def be_rank(rank: int, pipe: Connection) -> None:
 
 
 def be_tree(pipe: Connection) -> None:
-    """In a network of its own: start the ranks and hand on what they found."""
+    """In its own network: start the ranks and hand on what they found."""
     reason = network_namespace.enter()
     if reason is not None:
         pipe.send(reason)

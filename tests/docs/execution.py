@@ -42,7 +42,7 @@ def execute(command: Command) -> Said:
     (Launching is for the tests in tests/e2e: `test_kill`, `test_bad_input`.)
 
     Raises:
-        AssertionError: nobody has said how to run a program of this name.
+        AssertionError: no one has said how to run a program of this name.
     """
     program, *words = command.words
     if program == "export":

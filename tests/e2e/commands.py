@@ -91,7 +91,7 @@ def check(command: Command) -> None:
     """The program exists and understands every flag.
 
     Raises:
-        AssertionError: it does not, or nobody has said how to check a program of this name.
+        AssertionError: it does not, or no one has said how to check a program of this name.
         ConfigError: flags of training that do not fit together on the ranks that the command starts.
     """
     program, *rest = command.words

@@ -69,7 +69,7 @@ def unwatched() -> None:
 
 
 def fail() -> None:
-    """An error that nobody expects."""
+    """An error that no one expects."""
     raise KeyError("boom on purpose")
 
 

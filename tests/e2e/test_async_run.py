@@ -26,6 +26,6 @@ def test_run_and_resume(tmp_path: Path) -> None:
     loads = ("--load", tmp_path / "checkpoints", "--max-staleness", "0")
     second = train_forked(3, *words, *loads).require_success()
     (last,) = [line for line in first.out.splitlines() if "step  6/12 | validation" in line]
-    assert last in second.out, "it goes on from the weights that all had met at"
+    assert last in second.out, "it continues from the weights that all had met at"
     assert "step 12/12 | validation" in second.out
     assert (tmp_path / "checkpoints" / "step-0000012").exists()

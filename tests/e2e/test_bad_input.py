@@ -87,7 +87,7 @@ BY_ITSELF = {
     "microbatches of the schedule": Case("--dry-run --vocab-size 384 --num-layers 8 --pp 4 --vpp 2 --global-batch-size 6 --pipeline-schedule dualpipe-v", ("dualpipe-v", "has 6", "use 8")),
     "schedule file": Case("--dry-run --vocab-size 384 --num-layers 4 --pp 2 --pipeline-schedule-file {nothing}.csv", ("cannot read pipeline_schedule_file {nothing}.csv", "megalite schedule --write-csv")),
     "layout in words": Case("--dry-run --vocab-size 384 --num-layers 4 --pp 2 --pipeline-layout Ett|ttt", ("pipeline_layout 'Ett|ttt'", "head L must come once, at the very end")),
-    "chunks of the schedule": Case("--dry-run --vocab-size 384 --num-layers 4 --pp 2 --vpp 1 --pipeline-schedule zb-v", ("zb-v takes two stages a rank but vpp is 1", "use vpp 2")),
+    "chunks of the schedule": Case("--dry-run --vocab-size 384 --num-layers 4 --pp 2 --vpp 1 --pipeline-schedule zb-v", ("zb-v takes two stages per rank but vpp is 1", "use vpp 2")),
     "trace without a folder": Case("--dry-run --vocab-size 384 --trace", ("trace has no folder", "--run-dir")),
     "length of the run": Case("--data-path {data} --vocab-size 384", ("length of the run is not set", "--train-iters 1000")),
     "no data": Case("--train-iters 2", ("no data", "--data-path PREFIX")),

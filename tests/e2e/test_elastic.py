@@ -1,4 +1,4 @@
-"""`--elastic` under torchrun: of two "hosts" one is lost, the run goes on with the ranks of the other on another layout, and
+"""`--elastic` under torchrun: of two "hosts" one is lost, the run continues with the ranks of the other on another layout, and
 with both again once it is back; the losses are those of one rank that nothing happened to."""
 
 import os

@@ -1,4 +1,4 @@
-"""A rank that stands still is named, and all of the run ends with a status of its own within T + 5 s."""
+"""A rank that stands still is named, and all of the run ends with its own status within T + 5 s."""
 
 import re
 import signal

@@ -157,7 +157,7 @@ def test_every_preset_dry_runs(preset: str, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_ctrl_c(corpus: Corpus, folder: Path) -> None:
-    """No traceback, and what was saved is there to go on from."""
+    """No traceback, and what was saved is there to continue from."""
     saving = ("--train-iters", "100000", "--run-dir", str(folder), "--save-interval", "5")
     # A shell starts background jobs with the signal ignored, and programs inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,4 +1,4 @@
-"""kill -9 of a rank under torchrun: the job ends at once, and the same command goes on to the very same losses.
+"""kill -9 of a rank under torchrun: the job ends at once, and the same command continues to the very same losses.
 
 `tests/faults` kills ranks at all sorts of moments, without torchrun.
 """
@@ -80,7 +80,7 @@ def test_goes_on_to_the_same_losses(corpus: Corpus, folder: Path) -> None:
     os.kill(ranks[1], signal.SIGKILL)
     died = finish(process, seconds=60)
     assert died.status != 0
-    assert died.seconds < 25  # torchrun waits 30 s for ranks that do not end when told to
+    assert died.seconds < 25  # torchrun waits 30 s for ranks that do not end when asked to
     assert "SIGKILL" in died.err
     assert not any(alive(pid) for pid in ranks.values())
     before = records(folder, "train")

@@ -74,7 +74,7 @@ def ends(processes: list[BaseProcess], seconds: float = 20.0) -> list[int | None
 
 
 def test_torchrun_hands_a_signal_on(folder: Path) -> None:
-    """The job is over in seconds, whatever torchrun makes of the statuses, and the same command goes on."""
+    """The job is over in seconds, whatever torchrun makes of the statuses, and the same command continues."""
     resume = ("--load", folder / "checkpoints", "--fresh-if-missing")
     command = [*LONG, "--tp", "2", "--run-dir", folder, *resume]
     process = start(train_command(2, *command))

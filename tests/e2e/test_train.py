@@ -162,7 +162,7 @@ FIELDS = (
     r"\d+ ms/step",
     r"\d+ tokens/s",
     r"\d+ a rank",
-    r"\d[\d.e-]* TFLOP/s a rank",
+    r"\d[\d.e-]* TFLOP/s per rank",
     r"MFU \(PaLM\) .+",
     r"mem \d+ MiB",
     r"ETA \d+:\d\d:\d\d",

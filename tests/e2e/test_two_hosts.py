@@ -1,5 +1,5 @@
 """Two hosts with addresses of their own, tensor parallelism inside each and the pipeline across: one is cut off in the
-midst, the other says which, and both go on from the checkpoint to the very losses of a run that nothing happened to."""
+midst, the other says which, and both continue from the checkpoint to the very losses of a run that nothing happened to."""
 
 import os
 import subprocess

@@ -2,7 +2,7 @@
 
     python -m tests.faults N [--seed S] [--only K] [--folder DIR]
 
-Goes on until N kills have been made. Each run is a pure function of the seed and its number (but for how fast the
+Continues until N kills have been made. Each run is a pure function of the seed and its number (but for how fast the
 machine is), so `--only K` makes run K alone once more. Prints a table, and the report as JSON in the last line; the
 exit status is 1 after a failure. What a run leaves stays in DIR; without one it goes to a folder that is removed.
 """

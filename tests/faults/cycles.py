@@ -2,9 +2,9 @@
 
     python -m tests.faults.cycles N [--seed S] [--folder DIR]
 
-Each start goes on from what the one before has saved. After each: every rank has ended by itself, all with one status of
+Each start continues from what the one before has saved. After each: every rank has ended by itself, all with one status of
 those that are documented, exit.json says the same, and no process, open file or shared memory is left. When a run has come
-to its end its losses and its state are those of a run that nobody stopped, bit for bit, and the next layout's turn begins.
+to its end its losses and its state are those of a run that no one stopped, bit for bit, and the next layout's turn begins.
 The report is JSON in the last line; the exit status is 1 after a failure.
 """
 

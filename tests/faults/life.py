@@ -31,7 +31,7 @@ FORK = multiprocessing.get_context("fork")
 IMPORTED_LATE = ("megalite.training.trainer", "torch._dynamo")
 """Imported by the command when it is called, and by the first optimizer: longer than all the rest of a life takes."""
 LONGEST = 120.0
-"""Seconds after which a life that nobody ended counts as a hang."""
+"""Seconds after which a life that no one ended counts as a hang."""
 LONGEST_AFTER_DEATH = 40.0
 """Seconds after which a rank that outlives a peer counts as a hang."""
 STACKS = signal.SIGUSR2

@@ -79,7 +79,7 @@ class Laboratory:
         return [*SIZES, *TRAINING, *self.corpus, *layout.flags, *resume, *save]
 
     def _make_reference(self, layout: Layout) -> Reference:
-        """A run with plain saves that nobody kills."""
+        """A run with plain saves that no one kills."""
         run_dir = self.root / f"reference-{layout.name.replace(' ', '-')}"
         log = self.root / f"{run_dir.name}.log"
         life = live(layout.ranks, self.command(layout, SAVINGS[0], run_dir), run_dir, log, None)
@@ -132,7 +132,7 @@ class _Telling:
             return None
         layout = self.layout.of_life(self.story.lives)
         alone = self.random.random() < 2 / 3
-        # A run that goes on from a checkpoint can also be killed while it reads it.
+        # A run that continues from a checkpoint can also be killed while it reads it.
         reads = [f"before {LOAD}"] if self.story.kills and start and self.random.random() < 1 / 3 else []
         for kind in itertools.chain(reads, kinds):
             blow = self._blow(kind, layout, start, reference)
@@ -199,7 +199,7 @@ class _Telling:
         if loaded is not None:
             assert int(loaded[1]) == before[-1], f"started from step {int(loaded[1])}, the newest is {before[-1]}"
         elif "starting from step 0" in printed:
-            assert not before, f"started anew beside checkpoints of steps {before}"
+            assert not before, f"started over beside checkpoints of steps {before}"
         else:
             assert life.was_killed, "did not say where it started"
 
@@ -208,7 +208,7 @@ class _Telling:
         before = steps_in(self.checkpoints)
         life, printed = self._live(blow)
         if not life.was_killed:
-            assert set(life.statuses) == {0}, f"nobody was killed, and yet it ended with {life.statuses}"
+            assert set(life.statuses) == {0}, f"no one was killed, and yet it ended with {life.statuses}"
             self.story.missed.append(blow.kind)
             return False
         self.story.kills.append(blow.kind)
@@ -233,7 +233,7 @@ class _Telling:
         """The life that comes to the end."""
         life, printed = self._live(None)
         self.saved_last = "\nsaved " in printed
-        assert set(life.statuses) == {0}, f"nobody was killed, and yet it ended with {life.statuses}"
+        assert set(life.statuses) == {0}, f"no one was killed, and yet it ended with {life.statuses}"
 
     def _check_end(self, reference: Reference) -> None:
         """Losses, state and what lies in the folder."""

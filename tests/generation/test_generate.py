@@ -41,7 +41,7 @@ def test_greedy_generation_is_argmax_decoding(family: str) -> None:
 
 
 def test_llama_generates_beyond_the_length_it_was_trained_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And does not make RoPE's tables anew for each token."""
+    """And does not make RoPE's tables again for each token."""
     made = []
     tables = gpt.rope_tables
     monkeypatch.setattr(gpt, "rope_tables", lambda *given: made.append(len(given[0])) or tables(*given))

@@ -358,7 +358,7 @@ SHARDS_AND_PRECISION = (
         "hysteresis is one less than asked for",
     ),
     Mutant(
-        "good steps are not counted anew",
+        "good steps are not counted again",
         "megalite/optimizers/schedules.py",
         "            self._good_steps = 0\n            self._overflows_left -= 1\n",
         "            self._overflows_left -= 1\n",

@@ -36,7 +36,7 @@ def scales(one: LossScaler, events: str) -> list[float]:
         ({}, "ooo", [1024, 1024, 2048]),
         ({}, "oooooo", [1024, 1024, 2048, 2048, 2048, 4096]),
         ({}, "xooox", [1024, 1024, 1024, 2048, 2048]),
-        # Less than a window does not restore it, and an overflow starts the window anew.
+        # Less than a window does not restore it, and an overflow starts the window again.
         ({}, "xox", [1024, 1024, 512]),
         ({}, "ooxoo", [1024, 1024, 1024, 1024, 1024]),
         ({}, "ooxooo", [1024, 1024, 1024, 1024, 1024, 2048]),
@@ -82,7 +82,7 @@ def test_a_given_scale_stays() -> None:
 
 
 def test_skipped_steps_are_counted_and_kept() -> None:
-    """Learning rates wait for them, also after a resume, and in a run that goes on without a scale."""
+    """Learning rates wait for them, also after a resume, and in a run that continues without a scale."""
     one = scaler()
     for event in "oxxo":
         one.update(overflow=event == "x", samples=8)

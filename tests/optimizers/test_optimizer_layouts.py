@@ -1,4 +1,4 @@
-"""Optimizers that need whole tensors give the one-rank run's numbers in every layout, and go on from checkpoints."""
+"""Optimizers that need whole tensors give the one-rank run's numbers in every layout, and continue from checkpoints."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -124,7 +124,7 @@ def shared_work(context: RankContext, settings: Settings) -> dict[str, Any]:
 def test_each_matrix_is_orthogonalised_by_one_rank(settings: Settings, gathers: bool, gives_back: bool) -> None:
     """Two ranks share the work about evenly, also where both hold everything and so need not be sent anything first.
 
-    Embeddings and the head are nobody's.
+    Embeddings and the head are no one's.
     """
     first, second = run_ranks(2, shared_work, settings)
     assert not set(first["owned"]) & set(second["owned"])

@@ -72,7 +72,7 @@ def test_bits_do_not_depend_on_the_place(bounds: tuple[tuple[int, int], ...]) ->
 
 
 def hashed(index: int, *, seed: int, step: int, name: str) -> int:
-    """The bits of one element, written down in numbers without a sign: a run that goes on must round as it did."""
+    """The bits of one element, written down in numbers without a sign: a run that continues must round as it did."""
     digest = hashlib.blake2b(f"{seed}:{step}:{name}".encode(), digest_size=8).digest()
     first, second = (int.from_bytes(half, "little") for half in (digest[:4], digest[4:]))
     x = (index % 2**32 * 0x9E3779B1 + first + (index >> 32) * 0xC2B2AE3D) % 2**32

@@ -1,4 +1,4 @@
-"""The wheel: built, installed into a folder of its own, and used far from the clone."""
+"""The wheel: built, installed into its own folder, and used far from the clone."""
 
 import os
 import shutil

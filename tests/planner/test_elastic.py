@@ -40,7 +40,7 @@ def of_four(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def elastic(folder: str, **changes: Any) -> RunConfig:
-    """The settings of an elastic run that goes on from `folder`."""
+    """The settings of an elastic run that continues from `folder`."""
     more = {"elastic": True, "load": folder, "save": folder, "save_interval": 2, "mock_data": True}
     return replace(RunConfig(), **{**TINY, "eod_mask_loss": False, **more, **changes})
 

@@ -1,6 +1,6 @@
 """Runs a job again and again, killed before the first, second, ... of its calls that change the disk, and once more.
 
-A killed process has lost what it wrote and did not sync. Then the job must go on to the bytes of an undisturbed run
+A killed process has lost what it wrote and did not sync. Then the job must continue to the bytes of an undisturbed run
 (without --restart wherever something was kept), and at every instant between, an .idx or .json stands only beside the
 .bin that it describes. Prints what was found as JSON.
 
@@ -24,7 +24,7 @@ KILLED = 77
 
 
 def run_job(folder: Path) -> None:
-    """As a user does: --restart only where there is nothing to go on from, and then earlier output is replaced."""
+    """As a user does: --restart only where there is nothing to continue from, and then earlier output is replaced."""
     left = read_journal(folder / "work" / "out.unfinished" / "journal")
     restart = left is None or not left.marks
     preprocess(number_job(folder / "work", folder / "a.jsonl", piece_bytes=150, restart=restart))
@@ -110,7 +110,7 @@ def main(folder: Path) -> None:
         # Killed a second time a little later, then left alone.
         second = fork(run_until, folder, point // 2)
         if second not in (0, KILLED) or fork(run_job, folder) != 0:
-            wrong.append(f"{point}: it did not go on")
+            wrong.append(f"{point}: it did not continue")
         elif output_bytes(work) != expected or (work / "out.unfinished").exists():
             wrong.append(f"{point}: other bytes")
         point += 1

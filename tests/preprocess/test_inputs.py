@@ -184,7 +184,7 @@ def test_no_truncation_goes_unseen(tmp_path: Path, suffix: str) -> None:
     whole = first + second
     for length in range(1, len(whole)):
         path.write_bytes(whole[:length])
-        if length == len(first):  # nobody can tell that a second one was meant to follow
+        if length == len(first):  # no one can tell that a second one was meant to follow
             assert len(read_all(path)[0]) == 100, length
             continue
         with pytest.raises(ConfigError, match=rf"a\.jsonl\.{suffix} cannot be read: .*; fix the file or leave it out"):

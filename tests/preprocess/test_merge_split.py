@@ -98,7 +98,7 @@ def test_what_is_not_known_of_all_is_left_out(tmp_path: Path) -> None:
         {"id": 2, "count": 1, "text": ""},
     ]
     assert verify(str(tmp_path / "ab")).fault is None
-    # A part without a side file: nobody knows whose ids these are.
+    # A part without a side file: no one knows whose ids these are.
     written = merge([a, write(tmp_path / "c", MIXED)], str(tmp_path / "ac"))
     assert not written.files and not (tmp_path / "ac.json").exists()
 

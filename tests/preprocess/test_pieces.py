@@ -215,7 +215,7 @@ class TestStandardInput:
     def piped(self, monkeypatch: pytest.MonkeyPatch, content: bytes, *, end: bool = True) -> Iterator[None]:
         """Standard input is a pipe with this content; without `end` more might still come."""
         out, into = os.pipe()
-        # Nobody may wait on the writer's side for ever, should the reader be gone.
+        # No one may wait on the writer's side for ever, should the reader be gone.
         writer = threading.Thread(target=self.feed, args=(into, content, end), daemon=True)
         writer.start()
         with os.fdopen(out) as file:

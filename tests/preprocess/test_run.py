@@ -319,7 +319,7 @@ def test_output_that_is_there_is_replaced_only_when_told(tmp_path: Path, job: Pr
     for other in {".bin", ".idx", ".json"} - {suffix}:
         (tmp_path / f"out_text_document{other}").unlink()
     assert_refused(job, rf"out_text_document\{suffix} exists.*; give")
-    # Told once, it need not be told again where a stopped run goes on.
+    # Told once, it need not be told again where a stopped run continues.
     with pytest.raises(Stop):
         preprocess(replace(job, restart=True), stop_after(10))
     assert plan(job).place

@@ -20,7 +20,7 @@ class Doubler:
         if self._kind.startswith("/") and number == 0:
             end = time.monotonic() + 60
             while not Path(self._kind).exists() and time.monotonic() < end:
-                time.sleep(0.01)  # the other worker goes on meanwhile, as far as it may
+                time.sleep(0.01)  # the other worker continues meanwhile, as far as it may
         if self._kind == "refuses" and number in (20, 21):
             raise ConfigError(f"{number} is refused")
         if self._kind == "fails" and number == 20:

@@ -32,7 +32,7 @@ def fitted() -> Cluster:
 
 
 def test_products_take_what_was_measured(fitted: Cluster) -> None:
-    """Peak and efficiency are one product; the start of an operation is told apart from it."""
+    """Peak and efficiency are one product; the start of an operation is distinguished from it."""
     assert fitted.peak("fp32") * fitted.efficiency.gemm == pytest.approx(0.8 * 9e10, rel=0.03)
     assert fitted.accelerator.kernel_seconds == pytest.approx(3e-6, rel=0.3)
     rate = fitted.accelerator.memory_bandwidth * fitted.efficiency.memory
@@ -89,7 +89,9 @@ def test_the_file_says_what_was_measured(fitted: Cluster, tmp_path: Path) -> Non
     assert load_cluster(str(tmp_path / "mine.yaml")) == fitted
     assert not any(text.startswith("assumed") for text in fitted.provenance.values())
     assert "4 ranks" not in fitted.description
-    assert "8 ranks on 2 nodes, 1 thread a rank; all ranks of a node measured at once, on 4 cores" in fitted.description
+    assert (
+        "8 ranks on 2 nodes, 1 thread per rank; all ranks of a node measured at once, on 4 cores" in fitted.description
+    )
 
 
 def test_one_process_assumes_links_and_network() -> None:

@@ -46,7 +46,7 @@ def test_two_ranks_write_a_file_that_the_planner_reads(tmp_path: Path) -> None:
         in cluster.provenance["node"]
     )
     assert cluster.provenance["network"] == "assumed, from cluster cpu-box"
-    assert "2 ranks on 1 node, 1 thread a rank; all ranks of a node measured at once" in cluster.description
+    assert "2 ranks on 1 node, 1 thread per rank; all ranks of a node measured at once" in cluster.description
     own = load_stack(str(stack))
     assert own.operation_seconds > 0
     for title in ("Matrix products", "Attention", "Memory", "Between ranks, all groups at once"):

@@ -1,6 +1,6 @@
 """`run_ranks(n, fn, ...)`: run a function on n gloo ranks of the test run's one `RankPool`.
 
-Spawning ranks anew costs ten seconds a test here; the pool pays nothing, being forked from a process that has torch. In
+New ranks cost ten seconds a test here; the pool pays nothing, being forked from a process that has torch. In
 the workers too warnings are errors.
 """
 

@@ -1,4 +1,4 @@
-"""`megalite sweep`: its flags, what it prints, and a sweep that is killed and goes on."""
+"""`megalite sweep`: its flags, what it prints, and a sweep that is killed and continues."""
 
 import io
 import json

@@ -31,7 +31,7 @@ done > "$0/metrics.jsonl"
 OUT_OF_MEMORY = 'echo "torch.OutOfMemoryError: CUDA out of memory."; exit 1'
 BROKEN = 'echo "RuntimeError: no such luck"; exit 1'
 HANGING = "setsid sleep 600 & echo $! > $0/child; wait"
-"""Its child is in a session of its own, as torchrun's ranks are."""
+"""Its child is in its own session, as torchrun's ranks are."""
 
 
 class StubLauncher:
@@ -181,7 +181,7 @@ def assert_gone(pid: int) -> None:
 
 @pytest.fixture
 def deaf(tmp_path: Path) -> str:
-    """A command that does not hear SIGTERM and has a child in a session of its own."""
+    """A command that does not hear SIGTERM and has a child in its own session."""
     return f"trap '' TERM; setsid sleep 600 & echo $! > {tmp_path}/child; while :; do sleep 0.1; done"
 
 
@@ -195,7 +195,7 @@ def test_end_ends_what_does_not_listen(deaf: str, tmp_path: Path, monkeypatch: p
     assert_gone(child)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody becomes the parent of orphans")
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no one becomes the parent of orphans")
 def test_orphans_end_with_their_run(tmp_path: Path) -> None:
     orphan = f"(setsid sleep 600 & echo $! > {tmp_path}/child); exit 3"
     run = LocalRun(["/bin/sh", "-c", orphan], tmp_path / "log", environment=os.environ)
@@ -205,7 +205,7 @@ def test_orphans_end_with_their_run(tmp_path: Path) -> None:
     assert not is_alive(int(wait_for(tmp_path / "child")))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody hears of the end of a parent")
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no one hears of the end of a parent")
 def test_a_run_ends_with_its_sweep(tmp_path: Path) -> None:
     code = "import os, pathlib, sys, time; from megalite.sweep.launchers import LocalRun; "
     code += (

@@ -1,4 +1,4 @@
-"""Garble tokenizer files and see that each is refused by name or works; run as a program, in a process of its own.
+"""Garble tokenizer files and see that each is refused by name or works; run as a program, in its own process.
 
 A fault in a library of C++ or Rust would take the process along, and one that does not end is stopped by an alarm:
 the program that started this one sees both, and the number of the case.

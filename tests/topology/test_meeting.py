@@ -19,7 +19,7 @@ def store() -> dist.TCPStore:
 
 
 def part(store: dist.TCPStore, rank: int, world: int, late: float = 0.0) -> dist.PrefixStore:
-    """One rank comes to the meeting, over a connection of its own."""
+    """One rank comes to the meeting, over its own connection."""
     time.sleep(late)
     client = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=SECONDS)
     return fresh_part(client, rank=rank, world_size=world, timeout=SECONDS)

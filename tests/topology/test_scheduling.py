@@ -20,7 +20,7 @@ os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", WORLD_SIZE="{size}"
 launch = Launch(rank=0, world_size={size}, local_rank=0)
 try:
     start_distributed(launch, torch.device("cpu"), backend="gloo", timeout_minutes=0.001)
-except Exception:  # nobody else joins
+except Exception:  # no one else joins
     pass
 print(os.sched_getscheduler(0))
 """

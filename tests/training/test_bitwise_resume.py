@@ -1,4 +1,4 @@
-"""Promise 3 on one layout: a run goes on from its checkpoint to the bit as if it had never stopped, dropout on."""
+"""Promise 3 on one layout: a run continues from its checkpoint to the bit as if it had never stopped, dropout on."""
 
 import hashlib
 import threading
@@ -102,7 +102,7 @@ def config_of(layout: str, precision: str, **more: Any) -> Any:
 
 
 def three_runs(context: RankContext, layout: str, precision: str, folder: str) -> dict[str, list[Moment]]:
-    """One run that is never interrupted, and two that go on from what it saved: at once, and from a thread."""
+    """One run that is never interrupted, and two that continue from what it saved: at once, and from a thread."""
     background = str(Path(folder, "background"))
     runner = Runner(build(context, config_of(layout, precision, save=background, async_save=True)))
     before = steps(runner, BEFORE)

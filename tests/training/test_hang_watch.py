@@ -151,7 +151,7 @@ def leave_alone(context: RankContext, folder: str) -> None:
         if watch._watcher.process is not None:
             watch.close(agreed=False)
             pid = watch._watcher.process.pid
-            assert os.waitpid(pid, os.WNOHANG) == (0, 0)  # it goes on for rank 1
+            assert os.waitpid(pid, os.WNOHANG) == (0, 0)  # it continues for rank 1
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         else:

@@ -1,4 +1,4 @@
-"""1-bit optimizers go on from checkpoints of any phase to the bit, and from other numbers of replicas as they should."""
+"""1-bit optimizers continue from checkpoints of any phase to the bit, and from other numbers of replicas as they should."""
 
 import math
 from pathlib import Path
@@ -47,7 +47,7 @@ def weights(runner: Runner) -> list[bytes]:
 def interrupted(
     context: RankContext, world: int, settings: dict[str, Any], folder: str, stops: list[int]
 ) -> list[list[bytes]]:
-    """A run that saves after some steps, and runs that go on from each of them; the weights after each step."""
+    """A run that saves after some steps, and runs that continue from each of them; the weights after each step."""
     torch.set_num_threads(1)
     config = tiny_config(world, **{**SETTINGS, **settings})
     runner, plain = Runner(build(context, config)), Runner(build(context, config))
@@ -211,7 +211,7 @@ SWITCHES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
 
 @pytest.mark.parametrize("name", SWITCHES)
 def test_states_that_another_optimizer_does_not_have_start_anew(name: str, tmp_path: Path) -> None:
-    """With a line in the log; the moments go on, and steps of the right size follow."""
+    """With a line in the log; the moments continue, and steps of the right size follow."""
     settings, to, fresh = SWITCHES[name]
     for notes, before, begun, phases, moved, states in run_ranks(2, another, str(tmp_path), settings, to):
         for state in fresh:
@@ -223,7 +223,7 @@ def test_states_that_another_optimizer_does_not_have_start_anew(name: str, tmp_p
         assert 1e-3 < moved < 0.1
         for (state, tensor), value in states.items():
             assert 0.01 <= value <= 10.0, (state, tensor)
-            assert state != "trust_factor" or 0.5 <= value < 1.5, "v' goes on from v, not from 0"
+            assert state != "trust_factor" or 0.5 <= value < 1.5, "v' continues from v, not from 0"
 
 
 def lacking(context: RankContext, folder: str) -> str:
@@ -241,7 +241,7 @@ def lacking(context: RankContext, folder: str) -> str:
 def test_an_optimizer_that_needs_what_another_has_not_left(tmp_path: Path) -> None:
     message = lacking(RankContext(0), str(tmp_path))
     assert "was written with optimizer sgd and has no exp_avg, which adam needs" in message
-    assert message.endswith("use --optimizer sgd, or --finetune to start anew from the weights")
+    assert message.endswith("use --optimizer sgd, or --finetune to start over from the weights")
 
 
 def apart(context: RankContext, folder: str) -> dict[str, torch.Tensor]:
@@ -262,7 +262,7 @@ def apart(context: RankContext, folder: str) -> dict[str, torch.Tensor]:
 
 
 def mains(context: RankContext, folder: str) -> dict[str, torch.Tensor]:
-    """All-reduce and Adam go on from it: main parameters by tensor."""
+    """All-reduce and Adam continue from it: main parameters by tensor."""
     replica = build(context, tiny_config(2, dp=2, **{**SETTINGS, "freeze_step": None, "precision": "bf16"}))
     load(replica, Path(folder), tokenizer=None, log=silent)
     return {

@@ -63,12 +63,12 @@ def test_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     (line,) = setup.lines
     for part in (
         *("step  2/20", "samples 16", "loss 2.5000", "lr 3.000e-04", "grad norm 1.500", "loss scale 65536"),
-        *("batch 8", "1000 ms/step", "128 tokens/s", "64 a rank", "skipped 1", "ETA 0:00:18"),
+        *("batch 8", "1000 ms/step", "128 tokens/s", "64 per rank", "skipped 1", "ETA 0:00:18"),
     ):
         assert part in line.split(" | "), (part, line)
     # 64 tokens/s and rank · 337,920 FLOPs a token
     tflops = 64 * (6 * (4 * 12 * 32 * 32 + 96 * 32) + 12 * 4 * 32 * 16) / 1e12
-    assert f"{tflops:.4g} TFLOP/s a rank" in line
+    assert f"{tflops:.4g} TFLOP/s per rank" in line
     assert f"MFU (PaLM) {100 * tflops / 0.001:.1f} %" in line
     assert re.search(r"\| mem \d+ MiB \|", line)
 

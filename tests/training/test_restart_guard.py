@@ -38,7 +38,7 @@ def test_three_failures_in_one_step_are_enough(tmp_path: Path, silently: bool) -
         with pytest.raises(RestartLoopError) as caught:
             fails(tmp_path, 100, 107)
         said = str(caught.value)
-        assert said.startswith("step 107 has failed in the last 3 starts, and this one would go on from step 100:")
+        assert said.startswith("step 107 has failed in the last 3 starts, and this one would continue from step 100:")
         assert ("no error: killed" if silently else "RuntimeError: rank 3 has lost its way") in said
         assert str(tmp_path / FILE_NAME) in said and "--ckpt-step" in said
     assert RestartLoopError.exit_code == NO_PROGRESS

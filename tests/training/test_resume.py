@@ -23,7 +23,7 @@ Z1 = {"dp_strategy": "distributed-optimizer"}
 
 
 def silent(line: str) -> None:
-    """The log of a rank that nobody reads."""
+    """The log of a rank that no one reads."""
 
 
 def state(runner: Runner) -> dict[str, Any]:

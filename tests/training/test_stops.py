@@ -1,4 +1,4 @@
-"""A run that is asked to stop, wherever it is: it is saved at its step, and goes on as if it had not been stopped."""
+"""A run that is asked to stop, wherever it is: it is saved at its step, and continues as if it had not been stopped."""
 
 import json
 import signal
@@ -160,7 +160,7 @@ FAILING = {**RUN, "eval_interval": None, "save_interval": 1, "async_save": False
 
 
 def test_a_step_that_always_fails_ends_the_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three starts fail in step 3 of a run; the fourth is refused with what they said. A higher limit lets it go on."""
+    """Three starts fail in step 3 of a run; the fourth is refused with what they said. A higher limit lets it continue."""
     torch.set_num_threads(1)
     saved = str(tmp_path / "run" / "checkpoints")
     settings = {**TINY, **FAILING, "save": saved, "load": saved, "fresh_if_missing": True}
@@ -182,7 +182,7 @@ def test_a_step_that_always_fails_ends_the_restarts(tmp_path: Path, monkeypatch:
         assert isinstance(start(), NonFiniteError)
     error = start()
     assert isinstance(error, RestartLoopError) and error.exit_code == NO_PROGRESS
-    assert str(error).startswith("step 3 has failed in the last 3 starts, and this one would go on from step 2:")
+    assert str(error).startswith("step 3 has failed in the last 3 starts, and this one would continue from step 2:")
     assert "3. NonFiniteError: step 3: loss nan" in str(error)
     assert json.loads((tmp_path / "run" / "exit.json").read_text())["exit_code"] == NO_PROGRESS
     assert isinstance(start(max_failures_at_step=4), NonFiniteError), "other settings"

@@ -98,7 +98,7 @@ def test_units(axes: dict[str, int], expected: list[list[tuple[int, ...]]]) -> N
 
 
 def test_stages_are_not_compared_with_one_another() -> None:
-    """The last stage has the head: it takes longer, and that is nobody's fault."""
+    """The last stage has the head: it takes longer, and that is no one's fault."""
     places = units(ParallelLayout(dp=3, pp=2))
     assert compare([1.0, 1.0, 1.0, 5.0, 5.0, 5.1], places, 1.2) == []
     (found,) = compare([1.0, 1.0, 1.0, 5.0, 7.5, 5.0], places, 1.2)

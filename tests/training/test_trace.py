@@ -51,7 +51,7 @@ def test_costs_and_bubble_come_back_from_events(name: str) -> None:
     assert found.forward == pytest.approx(costs.forward)
     assert found.backward == pytest.approx(costs.backward)
     if name == "zb-h1":
-        # Nobody waits for the first stage: its backwards are whole, and say nothing of their halves.
+        # No one waits for the first stage: its backwards are whole, and say nothing of their halves.
         assert costs.weight_grad is not None
         assert found.weight_grad == pytest.approx((0.0, *costs.weight_grad[1:]))
     assert bubble_fraction(timeline.events) == pytest.approx(timeline.bubble_fraction)

@@ -97,7 +97,7 @@ CASES: dict[str, tuple[list[RankState], tuple[int, ...], str]] = {
     ),
     "failed": ([rank(0, WAITS), rank(1, WAITS, phase="failed")], (1,), "it has failed"),
     "one process alone": ([rank(0)], (0,), "it waits for no other rank"),
-    "nobody can be told from the others": ([rank(0, WAITS), rank(1, WAITS)], (), ""),
+    "no one can be distinguished from the others": ([rank(0, WAITS), rank(1, WAITS)], (), ""),
 }
 
 

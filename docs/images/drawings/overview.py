@@ -16,11 +16,11 @@ STEPS = {
     "layout": ("who is in which", "group; which layers", "are on which stage"),
     "schedule": ("actions of each rank:", "proved, simulated,", "drawn, then run"),
     "executor": ("does what the list", "says; buckets, one", "optimizer step"),
-    "checkpoint": ("hashed; all or", "nothing; any layout", "goes on from it"),
+    "checkpoint": ("hashed; all or", "nothing; any layout", "continues from it"),
 }
 """What a run goes through -> three lines about it."""
 OTHERS = ("tp 4 · dp 2", "pp 4 · dp 2", "one rank")
-"""Layouts that could go on from the checkpoint."""
+"""Layouts that could continue from the checkpoint."""
 CELL = 42.0
 
 
@@ -35,7 +35,7 @@ def draw() -> Drawing:
     drawing = Drawing(
         470,
         "One run: config, layout, schedule, executor, checkpoint; 8 ranks as tp 2, pp 2, dp 2 with what they exchange, "
-        "the schedule of their pipelines, and the layouts that can go on from the checkpoint.",
+        "the schedule of their pipelines, and the layouts that can continue from the checkpoint.",
     )
     drawing.text(24, 26, "One run", size=14, align="left", bold=True)
     _steps(drawing, 48)
@@ -129,8 +129,8 @@ def _schedule(drawing: Drawing, y: float) -> None:
 
 
 def _checkpoint(drawing: Drawing, y: float) -> None:
-    """What is on the disk, and who can go on from it."""
-    drawing.text(404, y, "a checkpoint, and who goes on from it", size=13, align="left", bold=True)
+    """What is on the disk, and who can continue from it."""
+    drawing.text(404, y, "a checkpoint, and who continues from it", size=13, align="left", bold=True)
     top, height = y + 20, 92.0
     drawing.box(404, top, 176, height, fill="#f6f8fa", edge=FAINT, radius=6)
     lines = ("step-0000300/", "manifest.json", "weights-*.safetensors", "optimizer-*.safetensors")

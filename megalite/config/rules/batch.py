@@ -31,7 +31,7 @@ def check_rampup_form(c: Settings) -> Findings:
         yield say(
             c,
             f"rampup_batch_size INCREMENT {ramp[1]} makes {sizes} batch sizes from {ramp[0]} to {{global_batch_size}}, each "
-            f"with a schedule of its own; use {-(-sizes * ramp[1] // _MOST_SIZES)} or more",
+            f"with its own schedule; use {-(-sizes * ramp[1] // _MOST_SIZES)} or more",
         )
 
 

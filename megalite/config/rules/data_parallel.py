@@ -163,7 +163,7 @@ OPTIMIZER: tuple[Check, ...] = (
             "{main_params} does not go with {dp_strategy}; use --dp-strategy distributed-optimizer, or --main-params fp32": (
                 lambda c: c.main_params == "split" and c.dp_strategy not in _SPLITS_MAIN
             ),
-            "{main_params} does not go with {optimizer}, which keeps parameters of its own; use --main-params fp32": (
+            "{main_params} does not go with {optimizer}, which keeps its own parameters; use --main-params fp32": (
                 lambda c: c.main_params == "split" and c.optimizer == "zero-one-adam"
             ),
             "{?exp_avg_dtype|exp_avg_sq_dtype} does not go with {precision}; use --precision fp32": (

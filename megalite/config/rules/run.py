@@ -257,7 +257,7 @@ VISIBILITY: tuple[Check, ...] = (
 
 
 def _elastic(c: Settings) -> Findings:
-    """An elastic run goes on from what it saves, and its numbers do not depend on how many ranks there are."""
+    """An elastic run continues from what it saves, and its numbers do not depend on how many ranks there are."""
     if not c.elastic:
         return
     if c.global_batch_size is None:
@@ -268,13 +268,13 @@ def _elastic(c: Settings) -> Findings:
     if c.save_interval is None or c.load is None:
         missing = "save_interval" if c.save_interval is None else "load"
         yield (
-            f"elastic needs {missing}: a run whose ranks change goes on from its last checkpoint; add --save-interval 100 "
+            f"elastic needs {missing}: a run whose ranks change continues from its last checkpoint; add --save-interval 100 "
             "--load FOLDER --fresh-if-missing"
         )
     save = save_folder(c.run)
     if save is not None and c.load is not None and PurePath(save) != PurePath(c.load):
         yield say(
-            c, f"elastic goes on from what it saves, but the run has {{load}} and saves to {save}; use --load {save}"
+            c, f"elastic continues from what it saves, but the run has {{load}} and saves to {save}; use --load {save}"
         )
     for name in ("finetune", "ckpt_step"):
         if getattr(c, name) != settings()[name].default:

@@ -23,7 +23,7 @@ from megalite.pipeline.ir.memory import Sizes
 from megalite.pipeline.ir.simulate import Costs, Link
 
 PerStage = float | tuple[float, ...]
-"""A number: of each rank's whole share of the model, divided evenly over its stages. A tuple: one number a rank (its
+"""A number: of each rank's whole share of the model, divided evenly over its stages. A tuple: one number per rank (its
 whole share, divided likewise), or one a virtual stage."""
 
 UNITS: Mapping[str, float] = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
@@ -113,9 +113,9 @@ class CostTable:
         if isinstance(value, tuple) and len(value) == num_stages:
             return value
         if isinstance(value, tuple) and len(value) != num_ranks:
-            wanted = f"{num_stages}, one a stage"
+            wanted = f"{num_stages}, one per stage"
             if num_ranks != num_stages:
-                wanted += f", or {num_ranks}, one a rank"
+                wanted += f", or {num_ranks}, one per rank"
             self._fail(
                 f"{key} has {len(value)} values, {reprlib.repr(list(value))}, for {num_stages} stages on {num_ranks} "
                 f"ranks; give {wanted}, or a single number"

@@ -31,7 +31,7 @@ def partition_layers(
     With layers alike the result is exact: only the counts matter. The bound on ranks is found by bisection over the
     values that it can take. Inside it each layer goes to the cheapest stage on a rank with room: over such nested
     capacities this greedy rule minimises every sum of one convex function of the stages' costs at once, hence both
-    their largest and their squares. With layers that differ and one stage a rank it is exact too (`cut_unequal`);
+    their largest and their squares. With layers that differ and one stage per rank it is exact too (`cut_unequal`);
     with more it is exact for small models and close to it for large ones.
     """
     num_stages, num_ranks = len(placement), max(placement) + 1
@@ -114,7 +114,7 @@ def cut_unequal(
     """Layers per stage, in order, for `costs` of each layer and `extra` of each stage.
 
     Stage s is on rank `placement[s]` and has at least `least[s]` layers. Minimised as `partition_layers` says. With
-    one stage a rank the answer is the cut with the smallest largest stage and, of those, the smallest sum of squares.
+    one stage per rank the answer is the cut with the smallest largest stage and, of those, the smallest sum of squares.
     With more, a small problem is solved by trying all cuts; a large one starts from that same cut and moves layers one
     by one from any stage to another, those in between handing one on each, as long as that makes it better.
     """

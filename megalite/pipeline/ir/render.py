@@ -58,7 +58,7 @@ def render_grid(
     """A row a rank, a column a time slot, each row ending with its bubble (idle share) and peak live activations.
 
     A `Schedule` is drawn in unit time: one slot an action, messages at once. Of a `Timeline` the slot is the shortest
-    action. With one stage a rank cells read `F2`, with several `5F2` (stage 5). What goes beyond `width` characters or
+    action. With one stage per rank cells read `F2`, with several `5F2` (stage 5). What goes beyond `width` characters or
     `max_ranks` rows is left out in the middle, and said so.
 
     Args:
@@ -172,7 +172,7 @@ def _legend(schedule: Schedule) -> str:
 
 
 def _rows(schedule: Schedule, count: int, cells: Iterable[tuple[int, Action, int, int]]) -> list[list[_Slot]]:
-    """`count` slots a rank, with (rank, action, first slot, end) drawn as its name and dashes."""
+    """`count` slots per rank, with (rank, action, first slot, end) drawn as its name and dashes."""
     rows = [[_EMPTY] * count for _ in schedule.actions]
     several = schedule.num_chunks > 1
     for rank, action, first, stop in cells:

@@ -61,12 +61,12 @@ class Schedule:
         return Action(Kind.I if (stage, microbatch) in self.split else Kind.B, stage, microbatch)
 
     def to_csv(self) -> str:
-        """One line a rank, its actions separated by commas."""
+        """One line per rank, its actions separated by commas."""
         return "".join(",".join(map(str, actions)) + "\n" for actions in self.actions)
 
     @classmethod
     def from_csv(cls, text: str, *, name: str = "csv") -> "Schedule":
-        """The schedule that `to_csv` wrote, or that a user did: one line a rank.
+        """The schedule that `to_csv` wrote, or that a user did: one line per rank.
 
         Sizes and placement are inferred: a stage is on the rank of the line where it occurs. Empty cells (bubbles) and lines
         that start with # are skipped. Legality is not checked here: lower it and `validate` the program.
@@ -79,7 +79,7 @@ class Schedule:
         empty = next((number for number, row in lines if not row), None)
         if empty is not None or not lines:
             where = "there is" if empty is None else f"line {empty} has"
-            raise ScheduleError(f"schedule {name}: {where} no action; expected one line a rank such as 0F0,0B0")
+            raise ScheduleError(f"schedule {name}: {where} no action; expected one line per rank such as 0F0,0B0")
         owners: dict[int, int] = {}
         for rank, (_, row) in enumerate(lines):
             for action in row:

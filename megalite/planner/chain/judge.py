@@ -168,7 +168,7 @@ def _reductions(plan: ChainPlan, costs: PlanCosts, ready: tuple[float, ...]) -> 
 
 
 def timeline(plan: ChainPlan, costs: PlanCosts, found: Run) -> Timeline:
-    """The computations for drawing, in milliseconds: a rank is a stage, and the clock goes on to the end of the last
+    """The computations for drawing, in milliseconds: a rank is a stage, and the clock continues to the end of the last
     all-reduce."""
     schedule = one_f_one_b(len(plan.stages), plan.microbatches, plan.warm_up)
     durations = {Kind.F: costs.forward, Kind.B: costs.backward}

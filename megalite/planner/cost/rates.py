@@ -92,7 +92,7 @@ def collective_seconds(operation: str, volume: Number, size: Number, stride: Num
 
 
 def message_seconds(volume: Number, crosses: Number, cluster: Cluster) -> tuple[Number, Number]:
-    """(latency, seconds that the link is busy) of a message of `volume` bytes a rank between pipeline stages, that leaves
+    """(latency, seconds that the link is busy) of a message of `volume` bytes per rank between pipeline stages, that leaves
     the node where `crosses`."""
     bandwidth = np.where(crosses, cluster.nic_share, cluster.node.link_bandwidth) * cluster.efficiency.p2p
     inside = cluster.node.message_steps * cluster.node.link_latency

@@ -159,7 +159,7 @@ def predict(config: RunConfig, cluster: Cluster, stack: SoftwareStack, *, with_m
     by_rank = [[plan for plan in stages if plan.rank == rank] for rank in range(p.pp)]
     ends, gathers, optimizers = _exchanges(config, by_rank, stages, costs, run, count, cluster, stack)
     world = group_sizes(config)["world"]
-    # The norm's sum over the world lets nobody update before all have their gradients.
+    # The norm's sum over the world lets no one update before all have their gradients.
     norm = float(collective_seconds("all-reduce", 8.0, world, 1.0, cluster))
     gradients = max(ends) - run.seconds
     after = {"optimizer": max(optimizers), "step": stack.step_seconds + norm}

@@ -174,7 +174,7 @@ def _held(kind: Counts, chunk: Counts, rank: int, p: int, m: int) -> Counts:
             number[mine] = np.arange(mine.sum())
         kind, chunk = kind[number < m], chunk[number < m]
     follows = (kind[:-1] == _I) & (kind[1:] == _W) & (chunk[:-1] == chunk[1:])
-    # Nobody waits for the I of the first stage, nor at the turn of the V: it is one B with its W.
+    # No one waits for the I of the first stage, nor at the turn of the V: it is one B with its W.
     alone = ((chunk == 0) & (rank == 0)) | ((chunk == 1) & (rank == p - 1))
     merged = np.flatnonzero(follows & alone[:-1])
     kind = kind.copy()

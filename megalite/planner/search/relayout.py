@@ -155,7 +155,7 @@ def _best(request: Request, cluster: Cluster, stack: SoftwareStack) -> Candidate
         more = (world << doublings for doublings in range(1, _DOUBLINGS))
         enough = next((n for n in more if survey(replace(request, world_size=n), cluster, stack).fitting), None)
         raise ConfigError(
-            f"elastic: no layout of {ranks(world)}{given} fits into {format_bytes(request.memory_limit)} a rank; the least "
+            f"elastic: no layout of {ranks(world)}{given} fits into {format_bytes(request.memory_limit)} per rank; the least "
             f"takes {format_bytes(least)}: {describe(layout)}. {_remedy([] if enough is None else [enough])}"
         ) from None
 

@@ -174,7 +174,7 @@ def nothing_fits(found: Survey, cluster: Cluster, stack: SoftwareStack) -> Confi
                 ways.append(f"{words}, e.g. {describe(next(other.fastest())[0])}")
                 break
     return ConfigError(
-        f"none of {len(found.space)} layouts fits into {format_bytes(request.memory_limit)} a rank on {world} ranks; the "
+        f"none of {len(found.space)} layouts fits into {format_bytes(request.memory_limit)} per rank on {world} ranks; the "
         f"least takes {format_bytes(least)}: {describe(layout)}. It fits {', or '.join(ways)}"
     )
 

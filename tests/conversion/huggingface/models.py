@@ -94,7 +94,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def rename(folder: Path, change: Any) -> None:
-    """Write model.safetensors anew with `change` (tensors -> tensors) applied."""
+    """Write model.safetensors again with `change` (tensors -> tensors) applied."""
     tensors = change(load_file(folder / "model.safetensors"))
     (folder / "model.safetensors").unlink()
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")

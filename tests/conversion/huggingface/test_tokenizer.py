@@ -46,7 +46,7 @@ def loaded(files: dict[str, bytes], folder: Path, model_type: str = "llama") -> 
     folder.mkdir(exist_ok=True)
     for name, content in files.items():
         (folder / name).write_bytes(content)
-    # It looks the model up too, to see whether its tokenizer has a class of its own.
+    # It looks the model up too, to see whether its tokenizer has its own class.
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
     return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 

@@ -1,6 +1,6 @@
 """Against the real thing: megatron.core's GPTModel loads what we write, computes our logits and saves what we read.
 
-Runs where the package is installed (`pip install megatron-core psutil`), in processes of its own.
+Runs where the package is installed (`pip install megatron-core psutil`), in its own processes.
 """
 
 import importlib.util

@@ -61,7 +61,7 @@ def test_as_torch(n: int, device: torch.device) -> None:
         adam(ours[0], grad, *ours[1:], **SETTINGS, step=step, factor=None, copy=None)
         by_torch(theirs, grad, step, **SETTINGS)
         assert not torch.equal(ours[0], before[0])
-        before[0] = before[0].abs().clamp(min=SETTINGS["lr"])  # an update as large has an error of its own
+        before[0] = before[0].abs().clamp(min=SETTINGS["lr"])  # an update as large has its own error
         assert max(ulps(a, b, c) for a, b, c in zip(ours, theirs, before, strict=True)) <= 2.0
         for a, b in zip(ours, theirs, strict=True):
             a.copy_(b)  # each step from the same state

@@ -195,7 +195,7 @@ def test_every_form_of_the_sum(bias: bool, keep: bool, norm_bias: bool, kernel: 
 
 @pytest.mark.parametrize("name", [*NORMS, "torch rmsnorm", "torch layernorm"])
 def test_rows_longer_than_a_block(name: str, device: torch.device) -> None:
-    """The forward has a kernel of its own for these; in float64 the backward has for 2049 elements."""
+    """The forward has its own kernel for these; in float64 the backward has for 2049 elements."""
     case, n = (CASES | TORCHS)[name], 8192 + 8
     slope = torch.linspace(0.0, 50.0, n, dtype=torch.float64, device=device)  # blocks have means of their own
     inputs = drawn(case, (2, n), device, view=lambda x: x + slope)

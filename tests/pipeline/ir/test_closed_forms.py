@@ -1,6 +1,6 @@
 """Each named schedule against its closed forms, size by size: time, memory and messages.
 
-F, I, W are one stage's times, B = I + W, v stages a rank. The bubble is the makespan less v m (F+B), what a rank
+F, I, W are one stage's times, B = I + W, v stages per rank. The bubble is the makespan less v m (F+B), what a rank
 computes.
 """
 
@@ -177,7 +177,7 @@ def test_memory_of_split_schedules(name: str) -> None:
 
 
 def sends(size: Size, rank: int) -> int:
-    """2m for one stage a rank, 2mv for v, less where a stage is at an end or at the turn of a V."""
+    """2m for one stage per rank, 2mv for v, less where a stage is at an end or at the turn of a V."""
     name, p, v, m, _ = size
     if p == 1:
         return 0

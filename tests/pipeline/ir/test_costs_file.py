@@ -113,7 +113,7 @@ def test_mistakes(data: Any, says: tuple[str, ...]) -> None:
 
 
 MISFITS: list[tuple[Any, tuple[str, ...]]] = [
-    ({"forward": [1, 1, 1]}, ("forward has 3 values", "4 stages on 2 ranks", "give 4, one a stage, or 2, one a rank")),
+    ({"forward": [1, 1, 1]}, ("forward has 3 values", "4 stages on 2 ranks", "give 4, one per stage, or 2, one per rank")),
     ({"forward": 1, "input_grad": 1, "weight_grad": []}, ("weight_grad has 0 values",)),
     ({"forward": 1, "backward": 2, "weight_grad": [1, 3]}, ("weight_grad of stage 1 is 1.5", "its backward 1", "use at most 1")),
     ({"forward": 1, "links": {"0->2": {"latency": 1}}}, ('links has "0->2"', "there are 2 ranks", "use 0 to 1")),

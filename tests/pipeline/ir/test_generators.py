@@ -50,7 +50,7 @@ def test_orders_written_out() -> None:
 
 
 def test_zero_bubble_orders_written_out() -> None:
-    # On rank 0 nobody waits for the input gradient, so its halves are one B.
+    # On rank 0 no one waits for the input gradient, so its halves are one B.
     assert rows(zb_h1(3, 4)) == [
         "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
         "1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3",
@@ -147,15 +147,15 @@ def test_build_schedule_by_name() -> None:
     ("name", "chunks", "options", "message"),
     [
         ("zigzag", 1, {}, "'zigzag'.*gpipe, 1f1b, interleaved, looped-bfs, zb-h1, zb-h2, zb-v, dualpipe-v"),
-        ("gpipe", 2, {}, r"gpipe takes one stage a rank but vpp is 2: use vpp 1, or schedule looped-bfs \(vpp 2"),
-        ("1f1b", 2, {}, "1f1b takes one stage a rank but vpp is 2: use vpp 1, or schedule interleaved"),
-        ("zb-h1", 3, {}, "zb-h1 takes one stage a rank but vpp is 3: use vpp 1, or schedule zb-v"),
-        ("zb-h2", 2, {}, "zb-h2 takes one stage a rank but vpp is 2: use vpp 1, or schedule zb-v"),
-        ("zb-v", 1, {}, "zb-v takes two stages a rank but vpp is 1: use vpp 2, or schedule 1f1b"),
-        ("zb-v", 3, {}, "zb-v takes two stages a rank but vpp is 3: use vpp 2, or schedule interleaved"),
-        ("dualpipe-v", 3, {}, "dualpipe-v takes two stages a rank but vpp is 3: use vpp 2"),
-        ("interleaved", 1, {}, "interleaved needs several chunks a rank but vpp is 1: set vpp to 2, or use 1f1b"),
-        ("looped-bfs", 1, {}, "looped-bfs needs several chunks a rank but vpp is 1: set vpp to 2, or use gpipe"),
+        ("gpipe", 2, {}, r"gpipe takes one stage per rank but vpp is 2: use vpp 1, or schedule looped-bfs \(vpp 2"),
+        ("1f1b", 2, {}, "1f1b takes one stage per rank but vpp is 2: use vpp 1, or schedule interleaved"),
+        ("zb-h1", 3, {}, "zb-h1 takes one stage per rank but vpp is 3: use vpp 1, or schedule zb-v"),
+        ("zb-h2", 2, {}, "zb-h2 takes one stage per rank but vpp is 2: use vpp 1, or schedule zb-v"),
+        ("zb-v", 1, {}, "zb-v takes two stages per rank but vpp is 1: use vpp 2, or schedule 1f1b"),
+        ("zb-v", 3, {}, "zb-v takes two stages per rank but vpp is 3: use vpp 2, or schedule interleaved"),
+        ("dualpipe-v", 3, {}, "dualpipe-v takes two stages per rank but vpp is 3: use vpp 2"),
+        ("interleaved", 1, {}, "interleaved needs several chunks per rank but vpp is 1: set vpp to 2, or use 1f1b"),
+        ("looped-bfs", 1, {}, "looped-bfs needs several chunks per rank but vpp is 1: set vpp to 2, or use gpipe"),
         ("1f1b", 1, {"group": 4}, "is 4, but schedule 1f1b has no groups"),
         ("zb-v", 2, {"group": 4}, "is 4, but schedule zb-v has no groups"),
         ("gpipe", 1, {"warm_up": "pb"}, "the warm-up is .pb., but schedule gpipe has none.*use 1f1b"),

@@ -134,7 +134,7 @@ def test_several_steps_in_one_source() -> None:
 
 
 def test_parts_of_a_step() -> None:
-    """One rank's recorder alone has nobody to draw arrows to."""
+    """One rank's recorder alone has no one to draw arrows to."""
     events = [Event(1, Action(Kind.F, 1, 3), 0.5, 0.75), Event(1, Action(Kind.B, 1, 3), 0.75, 1.5)]
     trace = merge_traces({"measured": events, "nothing": []})
     assert of_phase(trace, "s") == []

@@ -51,7 +51,7 @@ def test_csv_of_a_user() -> None:
         ("0F0\n2F0\n", "stage 2 but no stage 1"),
         ("0F0,1F0,0B0\n1F1,1B1,1B0\n", "stage 1 is on line 1 with 1F0, action 2 there, and on line 2 with 1F1"),
         (" \n", "no action"),
-        ("0F0,0B0\n,,\n", "line 2 has no action; expected one line a rank"),
+        ("0F0,0B0\n,,\n", "line 2 has no action; expected one line per rank"),
         ("# mine\n0F0,0B0\n\n1F0,1X0\n", "line 4, cell 2: not a pipeline action: '1X0'"),
         ("0F" + "9" * 5000 + "\n", "line 1, cell 1: not a pipeline action"),
     ],

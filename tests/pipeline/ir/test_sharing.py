@@ -33,7 +33,7 @@ def test_a_heavy_rank_has_no_more_than_a_core() -> None:
 
 
 def test_messages_are_work_of_both_ends() -> None:
-    """With nobody computing each end takes half as long: together the link's time. Four ranks on one core do what there is."""
+    """With no one computing each end takes half as long: together the link's time. Four ranks on one core do what there is."""
     costs = Costs.uniform(4, p2p=5.0)
     assert shared_makespan(one_f_one_b(4, 1), costs, 2.0) == pytest.approx(4 * 3.0 / 2 + 6 * 5.0)
     assert shared_makespan(one_f_one_b(4, 8), costs, 4.0) == pytest.approx(8 * (3.0 + 6 * 2 * 5.0 / 4))

@@ -69,7 +69,7 @@ PUBLISHED = [
     (32, 256, (10.40, 10.25, 7.70, 0.46), 2, (0.1352, 0.0624, 0.0594, 0.0257)),
 ]
 """Qi et al., "Zero Bubble Pipeline Parallelism" (2023): ranks, microbatches, profiled milliseconds of F, I, W and a
-message, chunks a rank if a chunk is one layer; theoretical bubble rates of 1F1B, interleaved 1F1B, ZB-H1 and ZB-H2."""
+message, chunks per rank if a chunk is one layer; theoretical bubble rates of 1F1B, interleaved 1F1B, ZB-H1 and ZB-H2."""
 
 
 ROUNDING = ((-0.005, -0.005, 0.005, -0.005), (0.005, 0.005, -0.005, 0.005))

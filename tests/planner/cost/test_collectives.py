@@ -39,7 +39,7 @@ def test_groups_across_nodes_have_the_adapters_of_their_members() -> None:
     # 16 ranks, all 8 of each of two nodes: 8 shares of 5, and one hop between nodes each way.
     expected = 2 * 15 / 16 * 400.0 / 40.0 + 2 * (7 * 0.5 + 1 * 3.0)
     assert collective_seconds("all-reduce", 400.0, 16, 1, CLUSTER) == pytest.approx(expected)
-    # One rank on each of 16 nodes: a share of its own, 4 hops deep.
+    # One rank on each of 16 nodes: its own share, 4 hops deep.
     expected = 2 * 15 / 16 * 400.0 / 5.0 + 2 * 4 * 3.0
     assert collective_seconds("all-reduce", 400.0, 16, 8, CLUSTER) == pytest.approx(expected)
 

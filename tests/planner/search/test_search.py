@@ -80,7 +80,7 @@ def test_a_model_that_fits_nowhere() -> None:
     with pytest.raises(ConfigError) as caught:
         planned(flags)
     message = str(caught.value)
-    assert "fits into 27.94 GiB a rank on 1 ranks; the least takes" in message
+    assert "fits into 27.94 GiB per rank on 1 ranks; the least takes" in message
     assert "recompute full" in message
     assert "with --max-memory" in message
     needed = message.split("with --max-memory ")[1].split()[0]

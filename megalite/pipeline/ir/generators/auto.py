@@ -101,7 +101,7 @@ def build_auto(
         placement: Per virtual stage, its rank. One that is neither loop nor V has no named candidates.
         costs: Per virtual stage, equal or not.
         sizes: In the unit of `limit`, per virtual stage. Default: an activation is 1, all else 0.
-        limit: The most that a rank may hold, one number or one a rank. Default: no limit.
+        limit: The most that a rank may hold, one number or one per rank. Default: no limit.
         objective: "makespan", the time of a step whose end all ranks await; or "span", the longest time from a rank's
             first start to its last end, for steps that follow each other without a barrier.
         recompute_ahead: Give every I and B an R, except right after its own F.
@@ -113,7 +113,7 @@ def build_auto(
     limits = limit if isinstance(limit, tuple) else (inf if limit is None else limit,) * num_ranks
     if len(limits) != num_ranks:
         raise ConfigError(
-            f"schedule auto: {len(limits)} memory limits are given for {num_ranks} ranks: give one, or one a rank"
+            f"schedule auto: {len(limits)} memory limits are given for {num_ranks} ranks: give one, or one per rank"
         )
 
     def judge(schedule: Schedule) -> _Judged:

@@ -148,7 +148,7 @@ def list_schedule(problem: Problem, rules: Rules) -> Outcome:
     """Lets each rank, when it is free, start an F, I or W by the rules, until all is done.
 
     Memory is given out by the banker's algorithm: an F starts only if the microbatches could then still be finished one by
-    one, oldest first. For each rank that is a matter of its own activations, since what W needs can always be freed by
+    one, oldest first. For each rank that is a matter of its activations, since what W needs can always be freed by
     running the W. So no limit of `problem.least` or more leads into a dead end. A B takes the place of I and W where
     there is no room to keep what the W needs.
 

@@ -1,4 +1,4 @@
-"""Schedules of several chunks a rank in a loop: interleaved 1F1B and looped breadth-first.
+"""Schedules of several chunks per rank in a loop: interleaved 1F1B and looped breadth-first.
 
 A rank's chunk c is stage c * num_ranks + rank.
 """
@@ -20,7 +20,7 @@ from megalite.pipeline.ir.schedule import Schedule
 
 
 def interleaved(num_ranks: int, num_chunks: int, num_microbatches: int, group: int | None = None) -> Schedule:
-    """Interleaved 1F1B: v chunks a rank, visited in turn by groups of N microbatches.
+    """Interleaved 1F1B: v chunks per rank, visited in turn by groups of N microbatches.
 
     Rank r runs 2(p-r-1) + (v-1)N chunk forwards ahead, then alternates. The bubble is 1F1B's divided by v; the price is
     v times the messages and, on rank r, 2(p-r-1) + (v-1)N + 1 live chunk activations. A group larger than p gives

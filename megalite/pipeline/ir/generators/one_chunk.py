@@ -1,4 +1,4 @@
-"""Schedules of one stage a rank: GPipe, 1F1B, ZB-H1 and ZB-H2; and what all generators share."""
+"""Schedules of one stage per rank: GPipe, 1F1B, ZB-H1 and ZB-H2; and what all generators share."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -14,7 +14,7 @@ def loop_placement(num_ranks: int, num_chunks: int) -> tuple[int, ...]:
 
 
 def v_placement(num_ranks: int) -> tuple[int, ...]:
-    """Two stages a rank, down and up again: stage s on rank s if s < p, else on rank 2p - 1 - s.
+    """Two stages per rank, down and up again: stage s on rank s if s < p, else on rank 2p - 1 - s.
 
     The turn on the last rank is a hand-over without a message, and rank 0 has both the first and the last stage.
     """
@@ -146,5 +146,5 @@ def check_several_chunks(name: str, num_chunks: int) -> None:
     if num_chunks == 1:
         alternative = "1f1b" if name == "interleaved" else "gpipe"
         raise ConfigError(
-            f"schedule {name} needs several chunks a rank but vpp is 1: set vpp to 2, or use {alternative}"
+            f"schedule {name} needs several chunks per rank but vpp is 1: set vpp to 2, or use {alternative}"
         )

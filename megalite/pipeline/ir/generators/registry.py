@@ -113,11 +113,11 @@ _ONE_CHUNK = {
     "zb-h1": "zb-v (vpp 2)",
     "zb-h2": "zb-v (vpp 2)",
 }
-"""The schedules of one stage a rank, and what is nearest to each with several."""
+"""The schedules of one stage per rank, and what is nearest to each with several."""
 
 
 def default_schedule(num_chunks: int) -> str:
-    """The schedule of a user who names none: interleaved with several chunks a rank, else 1f1b."""
+    """The schedule of a user who names none: interleaved with several chunks per rank, else 1f1b."""
     return "interleaved" if num_chunks > 1 else "1f1b"
 
 
@@ -165,12 +165,12 @@ def placement_for(name: str, num_ranks: int, num_chunks: int) -> tuple[int, ...]
         raise ConfigError(f"pipeline_schedule is {name!r}; it must be one of {', '.join(SCHEDULES)}")
     if name in _ONE_CHUNK and num_chunks > 1:
         raise ConfigError(
-            f"schedule {name} takes one stage a rank but vpp is {num_chunks}: use vpp 1, or schedule {_ONE_CHUNK[name]}"
+            f"schedule {name} takes one stage per rank but vpp is {num_chunks}: use vpp 1, or schedule {_ONE_CHUNK[name]}"
         )
     if name in _VEE and num_chunks != 2:
         other = default_schedule(num_chunks)
         raise ConfigError(
-            f"schedule {name} takes two stages a rank but vpp is {num_chunks}: use vpp 2, or schedule {other}"
+            f"schedule {name} takes two stages per rank but vpp is {num_chunks}: use vpp 2, or schedule {other}"
         )
     if name in ("interleaved", "looped-bfs"):
         check_several_chunks(name, num_chunks)
