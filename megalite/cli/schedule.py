@@ -197,7 +197,7 @@ def format_study(study: Study, *, unit: str, width: int, colour: bool, lowered: 
         paint=_paint if colour else None,
     )
     if "for W" in columns:
-        grid += "; for W: those whose W has yet to run"
+        grid += "; for W: those that still wait for their W"
     parts = [grid, f"{summary(study, unit)}\nsends a step, by rank: {' '.join(map(str, study.sends))}"]
     if lowered:
         actions = study.program.actions
@@ -248,8 +248,8 @@ def format_comparison(studies: Sequence[Study], refused: Mapping[str, str], *, u
     if studies:
         lines += [
             "",
-            "no barrier: the bubble if the next step may start at once; of the fullest rank: peak, microbatches whose",
-            "activations are alive, and for W, those whose W has yet to run, in whole shares of a rank; its sends a step",
+            "no barrier: the bubble if the next step may start at once; of the fullest rank: peak, microbatches with live",
+            "activations, and for W, those that still wait for their W, in whole shares of a rank; its sends a step",
         ]
     if refused:
         lines += [""] if lines else []

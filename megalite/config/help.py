@@ -30,7 +30,7 @@ def full_help(program: str) -> str:
     lines = [
         _usage_line(program),
         _example_line(program),
-        "Later ones win: default < preset < config files < flags. `none` unsets a setting whose default is none.",
+        "Later ones win: default < preset < config files < flags. `none` unsets a setting that has none by default.",
         "",
     ]
     for flag, (placeholder, text) in RUN_OPTIONS.items():
@@ -59,7 +59,7 @@ def markdown() -> str:
         "",
         "Each setting is a flag (`--num-layers 4`) and a key of a YAML file (`num_layers: 4`, alone or in its section).",
         "Later ones win: default < `--preset` < `--config` files < flags. On the command line `none` unsets a setting",
-        "whose default is empty; switches are turned off by `--no-...`. Unknown settings, settings without effect and",
+        "that are empty by default; switches are turned off by `--no-...`. Unknown settings, settings without effect and",
         "contradictions are errors.",
         "",
         "| flag | | |",

@@ -1,7 +1,7 @@
 """Megatron-LM's flags that are not the name of a setting here, so that launch scripts port.
 
-Flags that set a setting to a fixed value, or by a word; values that have another name here, or none; flags whose value
-follows from other settings; and flags that cannot do anything here and are refused with the reason (never swallowed).
+Flags that set a setting to a fixed value, or by a word; values that have another name here, or none; flags with a value
+that follows from other settings; and flags that cannot do anything here and are refused with the reason (never swallowed).
 """
 
 from collections.abc import Mapping

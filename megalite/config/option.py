@@ -5,7 +5,7 @@ import math
 from typing import Any, NamedTuple
 
 MOST = 2.0**40
-"""Where a number has no upper bound of its own: more than any run needs, little enough that counting with it is quick."""
+"""Where a number has no other upper bound: more than any run needs, little enough that counting with it is quick."""
 
 
 class Bounds(NamedTuple):

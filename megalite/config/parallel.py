@@ -51,7 +51,7 @@ class ParallelConfig:
     """Pipeline order; default: interleaved if vpp > 1, else 1f1b. docs/schedules.md explains each; auto builds one for
     the costs of this model's stages."""
     pipeline_schedule_file: str | None = option(None)
-    """Schedule of your own instead: a CSV file with one line a pipeline rank, as megalite schedule --write-csv writes."""
+    """Your schedule instead: a CSV file with one line per pipeline rank, as megalite schedule --write-csv writes."""
     pipeline_warmup: str = option("pa", choices=("pa", "pb"))
     """1f1b: forwards before the first backward, p-r on rank r (pa), or 2(p-r)-1 to hide messages (pb)."""
     microbatch_group_size_per_virtual_pipeline_stage: int | None = option(
@@ -77,7 +77,7 @@ class ParallelConfig:
     """What data-parallel ranks exchange; docs/data_parallel.md explains each. distributed-optimizer is ZeRO-1 (or 2),
     fully-sharded ZeRO-3."""
     ddp_bucket_size: int = option(40_000_000, at_least=1)
-    """Parameters in one gradient bucket; fused-all-reduce and sharded-parameter-server cut by sizes of their own."""
+    """Parameters in one gradient bucket; fused-all-reduce and sharded-parameter-server cut by other sizes."""
     overlap_grad_reduce: bool = option(True)
     """Reduce gradient buckets while the last microbatch's backward still runs."""
     overlap_param_gather: bool = option(True)

@@ -30,7 +30,7 @@ def open_regular(path: str | Path) -> BinaryIO:
     """The file, opened for reading without a buffer.
 
     Raises:
-        OSError: it cannot be opened, or is no regular file: to open a pipe would wait for its writer for ever, and
+        OSError: it cannot be opened, or is no regular file: to open a pipe would wait for its writer forever, and
             /dev/zero has no end.
     """
     number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

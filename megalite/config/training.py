@@ -76,7 +76,7 @@ class CheckpointConfig:
     """Where checkpoints are written and which one a run starts from."""
 
     save: str | None = option(None, basic=True)
-    """Folder for checkpoints; default <run_dir>/checkpoints if save_interval is set. A file that says that folder of its own
+    """Folder for checkpoints; default <run_dir>/checkpoints if save_interval is set. A file that names this folder of its
     run_dir means the default: with another --run-dir checkpoints go there."""
     save_interval: int | None = option(None, at_least=1, basic=True)
     """Steps between checkpoints; one is also written at the end."""
@@ -85,7 +85,7 @@ class CheckpointConfig:
     keep_latest: int | None = option(None, at_least=1, basic=True)
     """Remove older checkpoints than this many, once the newest has been read back and verifies; default: keep all."""
     keep_every: int | None = option(None, at_least=1)
-    """With keep_latest: keep those whose step is a multiple of this for ever."""
+    """With keep_latest: keep those of every step that is a multiple of this."""
     on_save_error: str = option("stop", choices=("stop", "continue"))
     """If a checkpoint cannot be written (disk full, ...): stop the run, or say so and continue to the next one."""
     check_weights_before_save: bool = option(True)

@@ -153,7 +153,7 @@ def write_index(
 
 
 def write_lengths_index(path: Path, lengths_path: Path, counts: TokenCounts) -> tuple[int, str]:
-    """`write_index` of documents whose lengths are in a file; each with tokens is one sequence."""
+    """`write_index` of documents, their lengths in a file; each with tokens is one sequence."""
 
     def blocks() -> Iterator[NDArray]:
         with lengths_path.open("rb") as file:

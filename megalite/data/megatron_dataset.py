@@ -1,7 +1,7 @@
 """Samples in Megatron-LM's order, value for value, for runs that began there or are compared with one there.
 
 The arrays are those that its GPTDataset and BlendedDataset make (megatron-core 0.5 to 0.16: gpt_dataset.py,
-helpers.cpp): one `numpy.random.RandomState(seed)`, whose stream numpy has frozen, shuffles the document index, then the
+helpers.cpp): one `numpy.random.RandomState(seed)`, a stream that numpy has frozen, shuffles the document index, then the
 shuffle index.
 """
 

@@ -1,7 +1,7 @@
 """Random numbers that are pure functions of (seed, index): the data order rests on what is here.
 
 All of it uses only the raw output of Philox4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
-SC'11), a counter-based generator with a published definition, and none of numpy's distributions or shuffles, whose
+SC'11), a counter-based generator with a published definition, and none of numpy's distributions or shuffles: their
 algorithms may change from one numpy to the next.
 """
 
@@ -27,8 +27,8 @@ def permutation(count: int, *, seed: int, index: int, stream: int = 0, dtype: DT
     """A permutation of range(count): the order that sorts `count` random words. Shape `[count]`.
 
     The low bits of each word, as many as a position needs, give way to the position: then to sort the words in place
-    is to sort the positions, with no second array. 37 random bits are left for a hundred million, and positions whose
-    random bits are equal (one in four thousand of those) stand in rising order. Needs 8·count bytes beside the result.
+    is to sort the positions, with no second array. 37 random bits are left for a hundred million, and positions with
+    equal random bits (one in four thousand of those) stand in rising order. Needs 8·count bytes beside the result.
     """
     words = raw_draws(count, seed=seed, index=index, stream=stream)
     low = np.uint64((1 << max(count - 1, 0).bit_length()) - 1)

@@ -53,7 +53,7 @@ def examine(
 
 @contextmanager
 def _scratch(place: Path) -> Iterator[int]:
-    """A file in the folder, whose name is gone at once: nothing is left behind, however this ends."""
+    """A file in the folder that loses its name at once: nothing is left behind, however this ends."""
     descriptor, name = tempfile.mkstemp(prefix=".megalite-doctor-", dir=place)
     try:
         Path(name).unlink()
@@ -72,7 +72,7 @@ def _space(place: Path, folder: Path, data: dict[str, str]) -> Finding:
 
 
 def _locks(descriptor: int) -> Finding:
-    """Two runs must not save to one folder; a lock tells the second."""
+    """Two runs must not save to one folder; a lock stops the second."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

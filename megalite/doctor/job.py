@@ -77,7 +77,7 @@ def _compared(found: Sequence[Finding]) -> dict[str, str]:
 
 
 def elsewhere(by_host: Mapping[str, Sequence[Finding]], *, here: str) -> Iterator[Finding]:
-    """What is to be mended on the other hosts; that of rank 0 has been said."""
+    """What is to be fixed on the other hosts; that of rank 0 has been said."""
     for host, found in by_host.items():
         for each in found:
             if host != here and each.level != "ok":

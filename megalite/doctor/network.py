@@ -67,7 +67,7 @@ def interfaces(folder: Path = Path("/sys/class/net")) -> list[Interface]:
             Interface(
                 name=name,
                 address=address,
-                # Loopback and tunnels say `unknown`; an address tells that they are in use.
+                # Loopback and tunnels say `unknown`; an address shows that they are in use.
                 is_up=state == "up" or (state != "down" and address is not None),
                 megabits=int(speed) if speed.isdecimal() and int(speed) < 1 << 31 else None,
             )
@@ -108,7 +108,7 @@ def chosen(variable: str, value: str, found: Sequence[Interface]) -> Finding:
     """Which of this host's interfaces a variable chooses.
 
     Args:
-        variable: GLOO, whose names are whole, or NCCL, whose are beginnings.
+        variable: GLOO, with whole names, or NCCL, with their beginnings.
         value: names with commas between; NCCL's may begin with `^` (all but these) or `=` (whole names).
     """
     names = [interface.name for interface in found]

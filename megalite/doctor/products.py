@@ -13,7 +13,7 @@ from megalite.topology.group import Group
 
 _found = partial(finding, "products")
 CHECKED = 512
-"""Rows, columns and terms of the product whose numbers are checked."""
+"""Rows, columns and terms of the product that is checked."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from megalite.topology.topology import Topology
 PARTS = (1, 257, 1 << 14)
 """Elements that each rank gives when numbers are checked."""
 SMALL = 4 << 10
-"""Bytes of the whole tensor whose time is the latency."""
+"""Bytes of the whole tensor that is timed for the latency."""
 LARGE = {"cpu": 8 << 20, "cuda": 256 << 20}
 """Bytes of the whole tensor that gives the rate."""
 

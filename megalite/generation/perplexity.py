@@ -115,7 +115,7 @@ class Windows:
         return 1 + -(-max(0, self.tokens - 1 - self.length) // self.stride)
 
     def span(self, window: int) -> tuple[int, int, int]:
-        """(first input, first input whose prediction counts, end of inputs): places among the tokens."""
+        """(first input, first input with a prediction that counts, end of inputs): places among the tokens."""
         start = window * self.stride
         counted = start if window == 0 else start - self.stride + self.length
         return start, counted, min(start + self.length, self.tokens - 1)

@@ -24,7 +24,7 @@ class Sampling:
 
     `repetition_penalty` r (arXiv 1909.05858) divides the logits of tokens that the text has already, prompt included,
     by r, or multiplies them by it where they are negative. `temperature` 0 takes the likeliest; else logits are divided
-    by it. `top_k` and then `top_p` keep the k likeliest tokens, and the fewest whose probabilities reach p, before one
+    by it. `top_k` and then `top_p` keep the k likeliest tokens, and the fewest that together reach p, before one
     is drawn.
     """
 
@@ -89,7 +89,7 @@ def choose(
 
 
 def _drawn(logits: torch.Tensor, sampling: Sampling, draws: Sequence[float]) -> torch.Tensor:
-    """The token in whose part of the distribution function a row's draw falls."""
+    """The token by the part of the distribution function in which a row's draw falls."""
     size = logits.shape[-1]
     scaled, order = logits.double() / sampling.temperature, None
     # A stable sort: of equal logits the lower id comes first on every device.

@@ -9,7 +9,7 @@ import numpy as np
 from megalite.parity.trajectory import Trajectory
 
 NEGLIGIBLE = {"gradient": 1e-5, "weight": 1e-3}
-"""A tensor all of whose elements are below this share of the largest element of any is measured by that share: what
+"""A tensor with all elements below this share of the largest element of any is measured by that share: what
 is zero but for rounding (the gradient of a bias that softmax cancels, and what Adam makes of it) has no digits to agree
 in."""
 

@@ -96,8 +96,8 @@ class RankPool:
             timeout: seconds without any rank finishing before the pool is stopped.
 
         Raises:
-            RankFailure: with the traceback of the first rank that raised. Its peers may then wait in a collective for
-                ever, so the pool is stopped.
+            RankFailure: with the traceback of the first rank that raised. Its peers may then wait in a collective
+                forever, so the pool is stopped.
         """
         assert size <= self.size and not self.stopped, (size, self.size, self.stopped)
         if size != self._job_size:

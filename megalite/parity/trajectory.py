@@ -77,7 +77,7 @@ class Trajectory(_Trajectory[np.ndarray]):
 class UnevenSamples:
     """Sample k is a pure function of (k, seq_length, vocab_size); a `SampleSource`.
 
-    In even samples two tokens of five end a document, in odd ones one of fifty. Whoever divides by a local number of
+    In even samples two tokens of five end a document, in odd ones one of fifty. Code that divides by a local number of
     unmasked tokens, or takes positions and visibility of one sample for another's, gets other numbers than one rank.
 
     Args:

@@ -82,11 +82,11 @@ def _find(
     was = ""
     if former is not None and former.world_size != world_size:
         was = f"; the checkpoint of step {former.step} is of {ranks(former.world_size)} as {_in_words(former.layout)}"
-    return layout, f"elastic: {ranks(world_size)}{was}; going on as {_in_words(layout)} ({why})"
+    return layout, f"elastic: {ranks(world_size)}{was}; continuing as {_in_words(layout)} ({why})"
 
 
 def newest_layout(folder: Path) -> Former | None:
-    """What the newest checkpoint whose manifest can be read says of its layout; None if there is none.
+    """What the newest checkpoint with a readable manifest says of its layout; None if there is none.
 
     Its files are not verified here. If they are damaged, loading says so and takes an older one; only the layout was
     then chosen by this one.

@@ -44,7 +44,7 @@ PARTS: Mapping[str, str] = {
 
 def plan_data(plan: Plan, tokens: float) -> dict[str, Any]:
     """Keys: `model`, `cluster`, `space`, `tokens`, `layouts` (fastest first), `frontier` ([bytes, seconds] in closed form);
-    `tokens` are of the training whose length is predicted."""
+    `tokens` are of the training to be predicted."""
     request, config = plan.request, plan.request.config
     best = plan.candidates[0]
     return {

@@ -17,7 +17,7 @@ from megalite.tokenizers.base import Tokenizer
 from megalite.tokenizers.build import build_tokenizer
 
 MAX_FAULTS = 100
-"""Bad lines whose place and reason are kept."""
+"""Bad lines that are kept, with place and reason."""
 _REMEDY = "give another --output-prefix"
 
 

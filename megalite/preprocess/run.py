@@ -319,7 +319,7 @@ class BackgroundSaver:
         Raises:
             OSError: it failed.
         """
-        # One thread works in order: this also comes after a save whose future a signal has lost.
+        # One thread works in order: this also comes after a save of which a signal has lost the future.
         self._thread.submit(lambda: None).result()
         if self._saving is not None:
             self._saving.result()

@@ -264,7 +264,7 @@ class _TokenCheck:
         self._end = 0
         """End of the last document that was read completely."""
         self._document = 0
-        """The first document whose end is not in `_ends` yet."""
+        """The first document with an end that is not in `_ends` yet."""
 
     def run(self, on_bytes: Callable[[int], None], sha256: str | None) -> Fault | None:
         """The fault at the lowest offset, or else bytes that are not those of the sha256."""

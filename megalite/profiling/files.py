@@ -33,7 +33,7 @@ class Fitted:
 
 
 def stand_in(machine: Machine, like: str | None) -> tuple[Cluster, bool]:
-    """The cluster (of the name or file `like`) whose figures stand for what is not measured, and whether its accelerator is
+    """The cluster (of the name or file `like`) that stands for what is not measured, and whether its accelerator is
     this one. Raises ConfigError if none was given and none is known for this accelerator."""
     if like is not None:
         base = load_cluster(like)
@@ -45,7 +45,7 @@ def stand_in(machine: Machine, like: str | None) -> tuple[Cluster, bool]:
         if _same_accelerator(machine, base):
             return base, True
     raise ConfigError(
-        f"no cluster file is known for {machine.device_name}, and one machine cannot show its network; say whose figures "
+        f"no cluster file is known for {machine.device_name}, and one machine cannot show its network; say which figures "
         f"stand for what is not measured, e.g. --like dgx-h100 (there are {', '.join(cluster_names())})"
     )
 

@@ -17,7 +17,7 @@ from megalite.profiling.timing import Timer, Timing
 
 HIDDEN_SIZES = (128, 256, 512, 768, 1024, 2048, 4096, 8192, 12288)
 TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192)
-SPLITS = (1, 8)  # tensor-parallel sizes whose narrow matrices are among the shapes
+SPLITS = (1, 8)  # tensor-parallel sizes with their narrow matrices among the shapes
 PRODUCTS = ("forward", "input-gradient", "weight-gradient")
 
 

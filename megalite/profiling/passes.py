@@ -179,7 +179,7 @@ def _parts(time: PassTime, cluster: Cluster, stack: SoftwareStack) -> Parts:
     return cost.forward_parts + cost.backward_parts if time.backward else cost.forward_parts
 
 
-FEW, MANY = 1, 5  # layers of the two stages whose difference is that of their layers
+FEW, MANY = 1, 5  # layers of the two stages that are compared
 TINY_MODEL = ModelConfig(
     num_layers=MANY,
     hidden_size=16,

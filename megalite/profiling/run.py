@@ -35,7 +35,7 @@ class Measurements:
     attention: tuple[pieces.AttentionTime, ...]
     memory: tuple[pieces.MemoryTime, ...]
     overheads: stages.Overheads
-    passes: tuple[stages.PassTime, ...]  # on a CPU, whose rates depend on more than bytes
+    passes: tuple[stages.PassTime, ...]  # on a CPU: its rates depend on more than bytes
     collectives: tuple[between.CollectiveTime, ...]
     turns: between.TurnTime | None = None  # where ranks outnumber cores
 

@@ -44,7 +44,7 @@ class Predicted:
     """A step as the planner sees it."""
 
     memory_bytes: int  # of the fullest rank
-    first_rank_bytes: int  # of rank 0, whose memory is measured
+    first_rank_bytes: int  # of rank 0, where memory is measured
     step_seconds: float | None = None  # None where no cluster is given
 
 

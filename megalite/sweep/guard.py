@@ -60,11 +60,11 @@ _BY_SIGNAL = 128  # what shells add to the number of a signal that ended a proce
 def main(arguments: list[str]) -> int:
     """Run the command; returns its exit status."""
     parent, *command = arguments
-    told: list[int] = []
+    received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
         # No more than that: an exception might come while a process is being started, and lose it.
-        told.append(number)
+        received.append(number)
 
     signal.signal(signal.SIGTERM, note)
     if sys.platform == "linux":
@@ -74,7 +74,7 @@ def main(arguments: list[str]) -> int:
         if os.getppid() != int(parent):  # it ended before it could be watched
             return _BY_SIGNAL + signal.SIGTERM
     process = subprocess.Popen(command, start_new_session=True)
-    while process.poll() is None and not told:
+    while process.poll() is None and not received:
         time.sleep(_POLL_SECONDS)
     if process.poll() is None:
         process.terminate()

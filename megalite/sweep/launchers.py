@@ -42,7 +42,7 @@ class LocalLauncher:
         return None
 
     def start(self, run: Run, folder: Path, *, timeout: float) -> "LocalRun":
-        """Start a run whose config is in `folder`, and whose log is to be there; raises ConfigError if it cannot be started."""
+        """Start a run with its config in `folder`, where its log is to be; raises ConfigError if it cannot be started."""
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         ranks = ["--nproc-per-node", str(run.ranks)]
         command = [*torchrun, *ranks, *training_command(folder / CONFIG, self._program)]

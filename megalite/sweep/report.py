@@ -1,4 +1,4 @@
-"""What a sweep tells: tables, judgement of predictions, a picture, constants fitted on what was measured."""
+"""What a sweep reports: tables, judgement of predictions, a picture, constants fitted on what was measured."""
 
 import dataclasses
 import statistics

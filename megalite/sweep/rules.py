@@ -75,7 +75,7 @@ def words(value: Any, where: str) -> dict[str, str]:
 
 
 def plain_settings(tree: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Settings of training by their own names, whichever spelling a mapping has, each with its type. Raises ConfigError for
+    """Settings of training by their own names, for any spelling in a mapping, each with its type. Raises ConfigError for
     a key that stands for a rule over other settings."""
     level = level_from_text(yaml.safe_dump(dict(tree)), where)
     if level.derived:

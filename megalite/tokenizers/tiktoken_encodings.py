@@ -1,4 +1,4 @@
-"""Encodings whose tiktoken files are known: which pattern cuts their words, and their special tokens.
+"""Encodings with known tiktoken files: which pattern cuts their words, and their special tokens.
 
 Sources: tiktoken's openai_public.py, Meta's Llama 3 tokenizer.py, Megatron-LM's tiktoken_tokenizer.py.
 """

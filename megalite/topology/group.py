@@ -53,7 +53,7 @@ class Work(Protocol):
 class _Then:
     """Works that started together, none for a group of one rank, with a step to run after them, once.
 
-    Whoever waits first runs it; `sent` stays alive until then.
+    The first wait runs it; `sent` stays alive until then.
     """
 
     works: Sequence[Work] = ()
@@ -269,12 +269,12 @@ class Group:
         """Raise the same error on every rank if any rank has one, and return on all of them otherwise.
 
         Local work that can fail on some ranks alone (opening a file, say) goes between a try and this call; without
-        it the ranks without the fault would wait for ever in the next collective.
+        it the ranks without the fault would wait forever in the next collective.
 
         Raises:
             ConfigError: the first failing rank's, where it is one (CheckpointError stays one).
             RemoteError: naming the first failing rank and its error, on the ranks without a fault, where it is not.
-            the error itself on a rank whose own is no ConfigError: no one else has its traceback.
+            the error itself on a rank that has another than a ConfigError: no one else has its traceback.
         """
         from_here = None if error is None else [_kind(error), str(error)]
         reports = self.gather_json(from_here, device)

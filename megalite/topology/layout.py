@@ -85,7 +85,7 @@ class ParallelLayout:
 
     @property
     def _experts_apart(self) -> bool:
-        """Experts have a grid of their own; else it is the dense one with cp folded into dp."""
+        """Experts have their own grid; else it is the dense one with cp folded into dp."""
         return self.ep > 1 or self.expert_tp != self.tp
 
     @property
@@ -180,7 +180,7 @@ class ParallelLayout:
 
 
 def _strides(sizes: dict[str, int], fastest_first: list[str]) -> dict[str, tuple[int, int]]:
-    """{axis: (size, stride)} of a grid whose first axis varies fastest."""
+    """{axis: (size, stride)} of a grid, the first axis varying fastest."""
     strides, stride = {}, 1
     for axis in fastest_first:
         strides[axis] = (sizes[axis], stride)
@@ -201,8 +201,8 @@ Span = tuple[int, int]
 def sequence_spans(seq_length: int, *, cp_rank: int, cp_size: int) -> tuple[Span, ...]:
     """The spans of true positions that rank `cp_rank` holds, in the order of its rows.
 
-    The sequence is cut into 2·cp equal chunks and rank r holds chunks r and 2·cp-1-r: an early one, whose queries
-    see few keys, with a late one, whose queries see many. So every rank has the same number of visible
+    The sequence is cut into 2·cp equal chunks and rank r holds chunks r and 2·cp-1-r: an early one, its queries
+    see few keys, with a late one, its queries see many. So every rank has the same number of visible
     (query, key) pairs against the keys of every other rank. One rank holds the one span (0, s).
 
     Source: zigzag order of ring attention (arXiv 2310.01889 with the load balance of arXiv 2311.09431).

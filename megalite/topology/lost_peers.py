@@ -33,7 +33,7 @@ def is_connection_error(error: BaseException) -> bool:
 
 
 def lost_ranks(group: Group, device: torch.device) -> list[int]:
-    """The global ranks of a gloo group whose connections to this one are closed; empty where that cannot be known.
+    """The global ranks of a gloo group that have closed their connections to this one; empty where that cannot be known.
 
     For a run that has failed: it leaves receives behind in the group, which nothing must use after this.
     """

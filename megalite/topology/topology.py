@@ -25,8 +25,8 @@ from megalite.watchdog.heartbeat import UNWATCHED, Heartbeat
 def schedule_as_batch() -> bool:
     """Put this process, and threads that it starts from now on, under SCHED_BATCH; True where that was done.
 
-    Each gloo collective wakes three threads of a rank in turn. Under the usual policy whoever is woken takes the core from
-    whoever computes or sends there, who then has to be woken again: an all-reduce takes three to four times as long
+    Each gloo collective wakes three threads of a rank in turn. Under the usual policy the one that is woken takes the core from
+    the one that computes or sends there, which then has to be woken again: an all-reduce takes three to four times as long
     (docs/performance.md). Under SCHED_BATCH the woken wait until the core is free. Weights and shares of the cores stay as
     they are, and no privilege is needed.
 
@@ -50,7 +50,7 @@ def fresh_part(store: dist.Store, *, rank: int, world_size: int, timeout: dateti
     """A part of `store` that is new and the same on all ranks of this start.
 
     Each rank says a word that it has made up. Rank 0 answers all words that it finds with the name of a meeting, once more
-    whenever one of them has changed: some are of former ranks. A rank goes to a meeting whose answer has its own word in
+    whenever one of them has changed: some are of former ranks. A rank goes to a meeting if the answer has its own word in
     it, and a meeting to which all have come is this start's. Nothing here blocks, so that a rank that has waited too long
     can say for whom.
 
@@ -227,7 +227,7 @@ class Topology:
 
         Args:
             made: process groups to re-use and add to, for programs that go through many layouts of one world.
-            heartbeat: what every group tells of its operations.
+            heartbeat: gets every group's operations.
         """
         if backend == "auto":
             backend = "nccl" if device.type == "cuda" else "gloo"
@@ -359,7 +359,7 @@ def _connect(edges: dict[tuple[int, int], Group], layout: ParallelLayout, rank: 
 
     NCCL connects an edge at its first message, and then holds the caller until the other end has come there too. In
     the midst of a program, where a receive is posted before the computation that its sender waits for, the two could
-    wait for each other for ever.
+    deadlock.
     """
     number = torch.zeros(1, device=device)
     for pair in layout.pipeline_edges():

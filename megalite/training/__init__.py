@@ -1,1 +1,1 @@
-"""The run: setting it up, one step of it, the loop, and what it tells."""
+"""The run: setting it up, one step of it, the loop, and its reports."""

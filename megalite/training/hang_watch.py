@@ -32,7 +32,7 @@ _MOST_ENTRIES = 8
 _WATCHER = "megalite.cli.hang_watch"
 """Run as a program: it must continue when this process is stopped."""
 _ROLL_CALL_SECONDS = 20.0
-"""What ranks whose collective has failed may take to find out who does not answer, and to leave."""
+"""What ranks with a failed collective may take to find out who does not answer, and to leave."""
 _GOODBYE_SECONDS = 5.0
 _LOOK_SECONDS = 5.0
 _LOOKS = 2
@@ -236,7 +236,7 @@ def begin_watch(
     try:
         everyone = world.gather_json({**me, "folder": folder}, device)
         leaders: dict[str, int] = {}
-        """Of each host the rank whose folder is used and that starts the watching process."""
+        """Of each host the rank that gives the folder and starts the watching process."""
         for rank, one in enumerate(everyone):
             if one["folder"] is not None:
                 leaders.setdefault(one["host"], rank)

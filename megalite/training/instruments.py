@@ -70,7 +70,7 @@ class Timings:
         self._units = units(topology.layout)
 
     def interval(self, *, steps: int, seconds: float) -> Report:
-        """The interval that ends here, whose steps took `seconds` on this rank; every rank calls it.
+        """The interval that ends here; its steps took `seconds` on this rank; every rank calls it.
 
         Collectives: an all-gather of a few numbers over the world, unless ranks run apart.
         """

@@ -40,7 +40,7 @@ def load_states(replica: Replica, checkpoint: Checkpoint, *, with_optimizer: boo
                     _load_flat(replica, state, checkpoint, notes)
     for state in replica.strategy.states():
         if with_optimizer or state.default == "parameter":
-            _load_flat(replica, state, checkpoint, notes, anew=not with_optimizer)
+            _load_flat(replica, state, checkpoint, notes, from_weights=not with_optimizer)
     if with_optimizer:
         for whole in tensor_states(replica):
             _load_tensor(whole, checkpoint, notes)
@@ -68,11 +68,11 @@ def _overlapping(state: FlatState) -> list[Placed]:
 
 
 def _load_flat(
-    replica: Replica, state: FlatState, checkpoint: Checkpoint, notes: dict[str, None], *, anew: bool = False
+    replica: Replica, state: FlatState, checkpoint: Checkpoint, notes: dict[str, None], *, from_weights: bool = False
 ) -> None:
     for placed in _overlapping(state):
         key = optimizer_key(state.name, placed.parameter.info.spec.name)
-        if not anew and checkpoint.has(key):
+        if not from_weights and checkpoint.has(key):
             _load_stored(replica, state, checkpoint, key, placed, notes)
         elif state.default == "parameter":
             _read_range(checkpoint, main_key(placed, checkpoint), placed, state.start, state.values)

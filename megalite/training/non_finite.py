@@ -155,7 +155,7 @@ def _samples(microbatches: Sequence[Microbatch], microbatch: int) -> str:
 
 
 def _first_bad(replica: Replica, *, weights: bool) -> tuple[int, int, str] | None:
-    """Stage, place in it and name of the first parameter of this rank whose weights, or gradient, are not finite."""
+    """Stage, place in it and name of the first parameter of this rank with weights, or a gradient, that are not finite."""
     bad: dict[torch.nn.Parameter, str] = {}
     for shard in replica.strategy.shards:
         # Of a gradient the range that this rank has the sum of; of a rank that owns none, its part of the sum.

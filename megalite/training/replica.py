@@ -189,7 +189,7 @@ def build_replica(
     *,
     asked: RunConfig | None = None,
 ) -> Replica:
-    """Everything of this rank for a validated config whose vocab_size is set.
+    """Everything of this rank for a validated config with its vocab_size set.
 
     Args:
         topology: of `layout_of(config)`.
@@ -199,7 +199,7 @@ def build_replica(
     programs = programs or Programs(config)
     stages, kernels, computes = modules or build_modules(config, topology, programs)
     precision = Precision.of(config.training.precision)
-    # In stage order: in a V the head's stage, whose products with a tied embedding are put off, comes after that of
+    # In stage order: in a V the head's stage, which puts off products with a tied embedding, comes after that of
     # the lookups.
     deferred = {stage: DeferredWeightGradients() for stage in stages}
     for stage, module in stages.items():

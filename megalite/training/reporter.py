@@ -46,7 +46,7 @@ class LossSpikes:
 
     @classmethod
     def resumed(cls, config: RunConfig) -> "LossSpikes":
-        """That of a run that may continue an earlier start, whose losses are in its metrics.jsonl. Called once that is open
+        """That of a run that may continue an earlier start, with losses in its metrics.jsonl. Called once that is open
         for writing: steps that will be made again are no longer in it."""
         logging = config.logging
         made = cls(window=logging.loss_spike_window, threshold=logging.loss_spike_threshold)

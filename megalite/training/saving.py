@@ -248,6 +248,6 @@ class Saver:
             self.saved_at = None
             if self._config.on_save_error == "stop":
                 raise SaveError(str(error)) from error
-            self._log(f"warning: {error}; going on without it, as on_save_error says")
+            self._log(f"warning: {error}; continuing without it, as on_save_error says")
             return
         self._log(f"saved {path} in {time.monotonic() - started:.1f} s")

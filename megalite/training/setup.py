@@ -29,7 +29,7 @@ from megalite.training.replica import Replica
 from megalite.training.sinks import BestEffort, JsonLines, MetricSink
 
 _EPOCHS = 2
-"""Whose indices are there before the first step: batches cross from one epoch to the next, and prefetch runs ahead."""
+"""Epochs with indices before the first step: batches cross from one epoch to the next, and prefetch runs ahead."""
 
 _WHEN_NAMED: Registry[Callable[..., Any]] = Registry(
     "part",
@@ -134,7 +134,7 @@ def open_data(replica: Replica, tokenizer: Tokenizer | None) -> Loaders:
     """Open the datasets on the ranks that read them, and on the first rank of each node.
 
     Raises:
-        ConfigError: the same on every rank, whichever of them found the fault.
+        ConfigError: the same on every rank.
     """
     topology = replica.topology
     error: ConfigError | None = None

@@ -29,7 +29,7 @@ class MetricSink(Protocol):
 
 
 class BestEffort:
-    """A sink whose failures end no run: records that cannot be written are dropped, and now and then one is tried.
+    """A sink that cannot end a run by failing: records that cannot be written are dropped, and now and then one is tried.
 
     Args:
         name: what the log calls it.
@@ -85,7 +85,7 @@ class AppendedFile:
         self._open()
 
     def append(self, record: bytes) -> None:
-        """Write, not only to memory of this process: whoever follows the file sees each record.
+        """Write, not only to memory of this process: a reader of the file sees each record.
 
         Raises:
             OSError: it cannot be written. If it has been removed, the next call makes it and its folder again.

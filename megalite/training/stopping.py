@@ -123,7 +123,7 @@ class StopRequests:
             raise StopRun(StopRequest(self.number))
 
     def refuse_old_file(self) -> None:
-        """A run whose exit file is there already would end at once.
+        """A run that finds its exit file would end at once.
 
         Raises:
             ConfigError: it does.

@@ -102,8 +102,8 @@ class Trainer:
     def fit(self) -> Ending:
         """Set up, train, and leave in `<run_dir>/exit.json` (rank 0) how it ended, also where this raises.
 
-        Until its first step a run has nothing to lose: a stop then ends it wherever it is, also on a rank whose
-        collective breaks because the others have left.
+        Until its first step a run has nothing to lose: a stop then ends it wherever it is, also on a rank with a
+        collective that breaks because the others have left.
 
         Raises:
             ConfigError: bad input, or data that cannot be read; the same on every rank.

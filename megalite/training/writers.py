@@ -104,7 +104,7 @@ class TensorBoard:
         start = f"events.out.tfevents.{time.time_ns() // 10**9:010}.{platform.node()}.{os.getpid()}"
         file = next(path for number in itertools.count() if not (path := folder / f"{start}.{number}").exists())
         version = self._event(wall_time=time.time(), file_version="brain.Event:2")
-        # No session start: readers would also drop the curves over samples, whose steps are samples, beyond it.
+        # No session start: readers would also drop the curves over samples, which count samples, beyond it.
         self._file = AppendedFile(file, head=self._framed([version]))
         self.close = self._file.close
 

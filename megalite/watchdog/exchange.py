@@ -16,7 +16,7 @@ from typing import Any
 from megalite.watchdog.rank_state import RankState, rank_from_json
 
 ASK = "ask"
-"""File in the folder whose appearance asks every rank for what torch's flight recorder has."""
+"""File in the folder that asks every rank for what torch's flight recorder has."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Exchange:
             self._thread.start()
 
     def hear(self) -> dict[str, list[RankState]]:
-        """What other hosts whose ranks stand still have said lately, by host."""
+        """What other hosts with ranks that stand still have said lately, by host."""
         now = time.monotonic()
         return {host: states for host, (since, states) in tuple(self._heard.items()) if now - since < _FRESH_SECONDS}
 

@@ -34,7 +34,7 @@ class Lane:
     """
 
     def start(self, begin: Callable[[], Waitable], operation: str, size: int = 0) -> Waitable:
-        """Begin an operation; whoever waits, in `begin` or for what is returned, is seen to wait.
+        """Begin an operation; a rank that waits, in `begin` or for what is returned, is seen to wait.
 
         Args:
             size: bytes, where every rank of the group has equally many; else 0.
@@ -178,7 +178,7 @@ class _FileLane(Lane):
 
 
 class _Counted:
-    """An operation whose waits can be seen."""
+    """An operation with waits that can be seen."""
 
     __slots__ = ("_lane", "_number", "_work")
 

@@ -93,7 +93,7 @@ class RankState:
 
 
 def read_rank(path: Path, *, rank: int, host: str, pid: int, process: str) -> RankState:
-    """Read a heartbeat file; a rank whose file is not there, or is none, has not begun to beat."""
+    """Read a heartbeat file; a rank without a file, or with a damaged one, has not begun to beat."""
     try:
         data = path.read_bytes()
     except OSError:

@@ -105,7 +105,7 @@ def find_unlike(states: Sequence[RankState]) -> dict[int, str]:
 
 
 def _minority(operations: Mapping[int, Operation]) -> list[int]:
-    """The ranks whose operation is not the common one; where there is none, those that did another one a step before."""
+    """The ranks with another operation than the common one; where there is none, those that did another one a step before."""
     kinds = Counter(operation[:2] for operation in operations.values())
     if len(kinds) == 1:
         return []
@@ -143,7 +143,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 _MOST_FRAMES, _MOST_RANKS = 8, 64
 _BETWEEN = ("torch/nn/modules/module.py", "torch/autograd/function.py")
-"""Files whose frames only stand between those of the model."""
+"""Files with frames that only stand between those of the model."""
 _INDENT = "    "
 
 

@@ -97,7 +97,7 @@ def test_goes_on_with_what_is_left(tmp_path: Path) -> None:
             if host.poll() is None:
                 lose(host)
     said = logs[0].read_text()
-    began = "elastic: 4 ranks; going on as tp 2 x cp 1 x dp 1 x pp 2, micro batch 1, all-reduce, recompute none (the layout of"
+    began = "elastic: 4 ranks; continuing as tp 2 x cp 1 x dp 1 x pp 2, micro batch 1, all-reduce, recompute none (the layout of"
     assert began in said
     assert "elastic: 2 ranks; the checkpoint of step " in said
     assert " is of 4 ranks as tp 2 x cp 1 x dp 1 x pp 2" in said

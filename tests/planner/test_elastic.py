@@ -72,7 +72,7 @@ def test_all_ranks_take_rank_zeros_answer(of_four: Path) -> None:
     (line,) = said
     assert line.startswith(
         "elastic: 2 ranks; the checkpoint of step 2 is of 4 ranks as tp 2 x cp 1 x dp 1 x pp 2, micro batch 1, all-reduce, "
-        f"recompute none; going on as tp {first['tp']} x cp 1 x dp {first['dp']} x pp {first['pp']}"
+        f"recompute none; continuing as tp {first['tp']} x cp 1 x dp {first['dp']} x pp {first['pp']}"
     )
     assert "(planned" in line
 
@@ -81,7 +81,7 @@ def test_on_the_same_ranks_nothing_changes(of_four: Path) -> None:
     found = run_ranks(4, taken, 4, str(of_four), {}, {})
     assert all((layout["tp"], layout["pp"], layout["dp"]) == (2, 2, 1) for layout, _ in found)
     assert found[0][1] == [
-        "elastic: 4 ranks; going on as tp 2 x cp 1 x dp 1 x pp 2, micro batch 1, all-reduce, recompute none (the layout of "
+        "elastic: 4 ranks; continuing as tp 2 x cp 1 x dp 1 x pp 2, micro batch 1, all-reduce, recompute none (the layout of "
         "the checkpoint of step 2)"
     ]
 

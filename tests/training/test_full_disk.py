@@ -129,7 +129,7 @@ def test_saves_that_fail_may_end_no_training_either(disk: Path) -> None:
     folder = disk / "run"
     more = {"save_interval": 3, "on_save_error": "continue"}
     lines = run({2: lambda: fill(disk), 7: (disk / "filling").unlink}, run_dir=str(folder), **more)
-    assert sum("going on without it" in line for line in lines) == 2  # steps 3 and 6
+    assert sum("continuing without it" in line for line in lines) == 2  # steps 3 and 6
     assert (folder / "checkpoints" / "step-0000008").is_dir() and told(folder)["status"] == "finished"
 
 

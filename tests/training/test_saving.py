@@ -132,7 +132,7 @@ def test_or_it_goes_on(tmp_path: Path, background: bool) -> None:
     results = run_ranks(2, failing, str(tmp_path / "s"), async_save=background, on_save_error="continue", keep_latest=2)
     for lines, error, _ in results:
         assert not error
-        assert lines[1].startswith("warning: cannot save") and "going on without it" in lines[1]
+        assert lines[1].startswith("warning: cannot save") and "continuing without it" in lines[1]
         assert [line.split()[0] for line in lines] == ["saved", "warning:", "saved", "saved"]
     assert steps_in(tmp_path / "s") == [3, 4]
 

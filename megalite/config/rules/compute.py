@@ -81,7 +81,7 @@ def _merged_attention(c: Settings) -> Findings:
     if tiled is not None and c.attention_backend not in ("auto", "flash"):
         yield say(
             c,
-            f"{{attention_backend}} cannot serve {tiled}, whose pieces are merged by what flash alone gives; use flash or auto",
+            f"{{attention_backend}} cannot serve {tiled}: its pieces are merged by what flash alone gives; use flash or auto",
         )
 
 

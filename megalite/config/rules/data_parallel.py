@@ -7,7 +7,7 @@ from megalite.config.rules.rule import Check, Settings, divisors, owned, rules, 
 
 _SERVERS = ("parameter-server", "sharded-parameter-server", "async-parameter-server")
 _APART = (*LOCAL_STRATEGIES, "async-parameter-server")
-"""Their ranks take steps of their own."""
+"""Their ranks step apart."""
 _SPLITS_MAIN = (
     *("all-reduce", "fused-all-reduce", "distributed-optimizer", "fully-sharded"),
     "sharded-parameter-server",
@@ -93,7 +93,7 @@ STRATEGY: tuple[Check, ...] = (
             # Weights are averaged in the order of ranks anyway.
             "{!reduction_order} has no effect with {dp_strategy} and {sync_warmup_steps}; use --sync-warmup-steps 100, or "
             "remove it": lambda c: c.dp_strategy in LOCAL_STRATEGIES and not c.sync_warmup_steps,
-            "{?cp|ep} does not go with {dp_strategy}, whose ranks take steps of their own; leave it out, or use --dp-strategy "
+            "{?cp|ep} does not go with {dp_strategy}: its ranks step apart; leave it out, or use --dp-strategy "
             "all-reduce": lambda c: c.dp_strategy in _APART,
             "{?pp|ep} does not go with {dp_strategy}, which gathers every layer for every microbatch; leave it out, or use "
             "--dp-strategy distributed-optimizer": lambda c: c.dp_strategy == "fully-sharded",
@@ -111,7 +111,7 @@ STRATEGY: tuple[Check, ...] = (
             "{?check_replicas_interval} has no effect with {dp_strategy}, which keeps no replicas of weights; remove it": (
                 lambda c: c.dp_strategy in (*_APART, "fully-sharded")
             ),
-            "{?check_replicas_interval} does not go with {optimizer}, whose ranks take local steps; remove it": (
+            "{?check_replicas_interval} does not go with {optimizer}: its ranks take local steps; remove it": (
                 lambda c: c.optimizer == "zero-one-adam"
             ),
             "{!compression_warmup_steps} has no effect with {grad_compression}; use --grad-compression onebit, or remove it": (
@@ -144,7 +144,7 @@ OPTIMIZER: tuple[Check, ...] = (
             ),
             "{?grad_compression} does not go with {optimizer}, which exchanges no gradients once it is frozen; use "
             "--grad-compression none": lambda c: c.optimizer in ONEBIT_OPTIMIZERS,
-            "{?cp|ep} does not go with {optimizer}, whose ranks take steps of their own; leave it out, or use --optimizer "
+            "{?cp|ep} does not go with {optimizer}: its ranks step apart; leave it out, or use --optimizer "
             "onebit-adam": lambda c: c.optimizer == "zero-one-adam",
             "{optimizer} does not go with {dp_strategy}: it needs whole tensors, of which servers hold parts that change at "
             "different times; use --optimizer adam": (

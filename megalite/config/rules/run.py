@@ -268,7 +268,7 @@ def _elastic(c: Settings) -> Findings:
     if c.save_interval is None or c.load is None:
         missing = "save_interval" if c.save_interval is None else "load"
         yield (
-            f"elastic needs {missing}: a run whose ranks change continues from its last checkpoint; add --save-interval 100 "
+            f"elastic needs {missing}: a run on changing ranks continues from its last checkpoint; add --save-interval 100 "
             "--load FOLDER --fresh-if-missing"
         )
     save = save_folder(c.run)

@@ -1,4 +1,4 @@
-"""costs.json: what the stages of a pipeline cost and hold, as measured or estimated by whoever wrote the file.
+"""costs.json: what the stages of a pipeline cost and hold, as measured or estimated.
 
 ```json
 {"unit": "ms", "forward": 18.5, "input_grad": 18.1, "weight_grad": 9.3, "p2p": 0.6,
@@ -49,7 +49,7 @@ class MemoryTable:
 
 @dataclass(frozen=True, kw_only=True)
 class CostTable:
-    """Costs before it is known how many stages a rank has: the same table serves schedules with one and with several.
+    """Costs before it is known the number of stages per rank: the same table serves schedules with one and with several.
 
     Without a file: forward, input gradient and weight gradient of a rank's share cost 1 each.
     """

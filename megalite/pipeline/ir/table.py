@@ -138,7 +138,7 @@ class Table:
 
     @cached_property
     def producers(self) -> tuple[list[int], list[int]]:
-        """By index, which action of its own stage and which of a neighbouring stage each computation needs.
+        """By index, which action of the same stage and which of a neighbouring stage each computation needs.
 
         One beyond the last index stands for one that is not there, two beyond for none needed.
         """

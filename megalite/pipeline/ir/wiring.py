@@ -12,7 +12,7 @@ from megalite.pipeline.ir.table import CODES, NOWHERE, BoolArray, Fault, IntArra
 
 @dataclass(frozen=True)
 class Wiring:
-    """A program whose lists are complete, in order and rightly wired. Whether a rank waits forever is left open.
+    """A program with complete lists, in order and rightly wired. Whether a rank waits forever is left open.
 
     Messages are numbered channel by channel, in the order in which they are sent, which is that of their receives.
     """

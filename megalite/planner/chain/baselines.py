@@ -66,7 +66,7 @@ class _Solver:
                 self._try(total, tail)
 
     def _try(self, total: int, tail: int) -> None:
-        """Plans whose last stage has `tail` of `total` components."""
+        """Plans with a last stage that has `tail` of `total` components."""
         head = np.maximum(self.best[:, :, total - tail - 1], self._hops[None, :] / tail)
         # [i, s, j]: head of i..s, then a stage s..j.
         slowest = np.maximum(head[:, :, None], self._alone[None, :, :, tail - 1])

@@ -76,12 +76,12 @@ class Search:
         L_q = entry_q + M (F_q + B_q) + ending_q
 
     So what a prefix has reached only grows. Of the rest one knows that some stage has at least an even share of its
-    work on the devices that are left; a prefix whose bound is not below the best plan is dropped. Bounds are
-    admissible: with `limit` not reached, no plan whose stages are placed by `placements` has a lower latency.
+    work on the devices that are left; a prefix with a bound not below the best plan is dropped. Bounds are
+    admissible: with `limit` not reached, no plan with stages placed by `placements` has a lower latency.
 
     With `grain` above 1 a stage has a multiple of that many devices: a coarse search that ends soon.
 
-    Source: Fan et al., "DAPPLE" (arXiv 2007.01045), section 4; the search is a branch and bound of our own.
+    Source: Fan et al., "DAPPLE" (arXiv 2007.01045), section 4; the search is our branch and bound.
     """
 
     def __init__(self, problem: Problem, microbatches: int, *, limit: int, keep: int, grain: int = 1) -> None:
@@ -149,7 +149,7 @@ class Search:
         return False
 
     def _close(self, node: _Node, options: _Options, latencies: Array) -> None:
-        """The plans whose last stage is the rest of the chain, on any number of devices."""
+        """The plans with a last stage that is the rest of the chain, on any number of devices."""
         last = len(self._problem.profile.layers)
         for row in np.argsort(latencies)[: self._keep]:
             if latencies[row] >= self._best:

@@ -80,7 +80,7 @@ class ChainPlan:
     warm_up: str = "pa"  # of 1F1B: "pa", or "pb" for about twice as many microbatches in flight
 
     def in_flight(self, stage: int) -> int:
-        """Microbatches whose activations a stage holds at most."""
+        """Microbatches that a stage holds activations of, at most."""
         left = len(self.stages) - stage
         return min(self.microbatches, left if self.warm_up == "pa" else 2 * left - 1)
 

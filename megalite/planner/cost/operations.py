@@ -3,7 +3,7 @@
 What is counted of the operations that only move bytes is what they read and write, in passes over [tokens, width]:
 a norm 2 and 3 (forward, backward), an activation gates+1 and 2·gates+1, dropout with residual sum 3 and 2, and of
 attention with scores in memory, b·a/t·s·s/cp of them, softmax 2 and 3 and dropout 2 and 2 with a byte of mask. A softmax
-that is not fused, or whose b·a/t the fused one does not take, has four operations more: two casts, scale and mask.
+that is not fused, or has a b·a/t that the fused one does not take, has four operations more: two casts, scale and mask.
 """
 
 from dataclasses import dataclass, replace
@@ -213,7 +213,7 @@ def dense_mlp(price: Pricing, width: Number) -> tuple[Piece, Piece]:
 
 
 def experts(price: Pricing) -> tuple[Piece, Piece, Piece]:
-    """(products, nonlinearity, exchange) of a MoE layer whose tokens choose evenly."""
+    """(products, nonlinearity, exchange) of a MoE layer with evenly spread tokens."""
     work = price.work
     rows = work.tokens / work.tp * work.topk  # of this rank's share of the tokens
     local = np.maximum(work.experts / work.ep, 1.0)

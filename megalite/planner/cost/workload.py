@@ -76,7 +76,7 @@ class Workload:
 
 
 def workload_of(config: RunConfig) -> Workload:
-    """The numbers of one validated config whose vocabulary is known."""
+    """The numbers of one validated config with a known vocabulary."""
     model, p, training = config.model, config.parallel, config.training
     assert p.dp is not None, "validate() resolves dp"
     factor = model.moe_expert_capacity_factor
@@ -121,7 +121,7 @@ def workload_of(config: RunConfig) -> Workload:
 
 
 def stacked(workloads: Sequence[Workload]) -> Workload:
-    """Several of one precision as one, whose fields are arrays over them."""
+    """Several of one precision as one with arrays for fields."""
     first = workloads[0]
     assert all(each.precision == first.precision for each in workloads), "one precision has one peak"
     names = {field.name for field in fields(Workload)} - {"precision", "element"}

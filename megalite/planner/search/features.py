@@ -223,7 +223,7 @@ class Feature(IntEnum):
     EMBEDDING = auto()
     HEAD = auto()
     COPY = auto()  # of a tied embedding that is on another rank too
-    DENSE_ACTIVE = auto()  # layers times microbatches whose graphs are alive
+    DENSE_ACTIVE = auto()  # layers times microbatches with live graphs
     EXPERTS_ACTIVE = auto()
     EMBEDDING_ACTIVE = auto()
     HEAD_ACTIVE = auto()

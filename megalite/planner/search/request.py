@@ -126,7 +126,7 @@ def fixed_settings(config: RunConfig, names: Iterable[str]) -> dict[str, tuple[A
 def request_for(
     config: RunConfig, *, world_size: int, fixed: Mapping[str, tuple[Any, ...]], memory_limit: float
 ) -> Request:
-    """A request for any layout of `config`, whose own one says nothing here; its batch and vocabulary are known.
+    """A request for any layout of `config`, the given one says nothing here; its batch and vocabulary are known.
 
     Raises ConfigError if the model is not legal, or no allowed strategy goes with the other settings.
     """

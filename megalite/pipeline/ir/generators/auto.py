@@ -102,7 +102,7 @@ def build_auto(
         costs: Per virtual stage, equal or not.
         sizes: In the unit of `limit`, per virtual stage. Default: an activation is 1, all else 0.
         limit: The most that a rank may hold, one number or one per rank. Default: no limit.
-        objective: "makespan", the time of a step whose end all ranks await; or "span", the longest time from a rank's
+        objective: "makespan", the time until all ranks have ended the step; or "span", the longest time from a rank's
             first start to its last end, for steps that follow each other without a barrier.
         recompute_ahead: Give every I and B an R, except right after its own F.
     """

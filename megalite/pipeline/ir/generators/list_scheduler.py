@@ -226,7 +226,7 @@ class _Run:
                 heappush(self.events, (known, rank))
 
     def _next(self, stages: Iterable[int], arrivals: Sequence[deque[float]], now: float) -> tuple[int, float]:
-        """The stage whose F (or I, B) should start now, or -1 and when one will have arrived, as far as known."""
+        """The stage of the F (or I, B) that should start now, or -1 and when one will have arrived, as far as known."""
         known = inf
         for stage in stages:
             if not arrivals[stage] or arrivals[stage][0] >= known:

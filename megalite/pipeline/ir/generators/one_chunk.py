@@ -80,8 +80,8 @@ def one_f_one_b(num_ranks: int, num_microbatches: int, warm_up: str = "pa") -> S
     GPipe's, (p-1)(F+B), and rank r holds K microbatches' activations. Warm-up "pb" has K = min(m, 2(p-r)-1): twice as
     many activations, for which each hop has a whole forward and backward of slack to hide its two messages in.
 
-    Sources: Narayanan et al., "PipeDream-2BW" (2021), the flush variant; Fan et al., "DAPPLE" (2021), whose policies
-    A and B the two warm-ups are.
+    Sources: Narayanan et al., "PipeDream-2BW" (2021), the flush variant; Fan et al., "DAPPLE" (2021): the two warm-ups are
+    its policies A and B.
     """
     if warm_up not in WARM_UPS:
         raise ConfigError(f"the warm-up of schedule 1f1b is {warm_up!r}; it must be one of {', '.join(WARM_UPS)}")

@@ -135,7 +135,7 @@ def build_schedule(
 
     Args:
         num_ranks: Pipeline ranks, p.
-        num_chunks: Stages a rank, v: 1 for gpipe, 1f1b, zb-h1 and zb-h2; 2 for zb-v and dualpipe-v; 2 or more for the
+        num_chunks: Stages per rank, v: 1 for gpipe, 1f1b, zb-h1 and zb-h2; 2 for zb-v and dualpipe-v; 2 or more for the
             rest.
         group: Microbatches that interleaved sends through a chunk before the next chunk's turn.
         warm_up: How far 1f1b runs ahead: "pa", or "pb" for twice as far.
