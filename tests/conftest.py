@@ -10,6 +10,7 @@ collection's time, and would continue at every full collection, were those objec
 
 import gc
 import os
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -27,3 +28,39 @@ def pytest_runtestloop() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+WAITING = (
+    "tests/e2e/",
+    "tests/training/test_stop",
+    "tests/watchdog/",
+    "tests/sweep/test_command.py",
+    "tests/topology/",
+)
+"""Tests that mostly wait: for processes to start, for time-outs, for the ends of runs."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Whole files, and of three or more workers the last for those that wait: the others keep the cores busy meanwhile."""
+    from xdist.scheduler.loadfile import LoadFileScheduling
+
+    class Lanes(LoadFileScheduling):
+        def _next(self, node: Any) -> str | None:
+            waits = len(self.registered_collections) > 2 and node is list(self.registered_collections)[-1]
+            fits = (file for file in self.workqueue if file.startswith(WAITING) == waits)
+            return next(fits, None if waits else next(iter(self.workqueue), None))
+
+        def _assign_work_unit(self, node: Any) -> None:
+            file = self._next(node)
+            if file is not None:
+                self.workqueue.move_to_end(file, last=False)
+                super()._assign_work_unit(node)
+
+        def _reschedule(self, node: Any) -> None:
+            if not node.shutting_down and self._next(node) is None:
+                node.shutdown()  # it ends its last test too, which it keeps until it knows what follows
+            else:
+                super()._reschedule(node)
+
+    return Lanes(config, log) if config.getoption("dist") == "loadfile" else None
