@@ -161,7 +161,7 @@ FIELDS = (
     r"batch 4",
     r"\d+ ms/step",
     r"\d+ tokens/s",
-    r"\d+ a rank",
+    r"\d+ per rank",
     r"\d[\d.e-]* TFLOP/s per rank",
     r"MFU \(PaLM\) .+",
     r"mem \d+ MiB",
