@@ -117,8 +117,14 @@ PRIVATE_KINDS = ("cp", "ep")
 would queue behind the gradient reductions that run under it."""
 
 GRADIENT_KINDS = ("dp-cp", "expert-dp")
-"""Kinds that gradients are summed over. On gloo a thread beside the program's exchanges some of them, in no fixed order
-with what layers exchange (expert-dp can have tp's ranks): they share process groups with one another alone."""
+"""Kinds that gradients are summed and parameters gathered over; they share process groups with one another alone. On NCCL
+to wait for a number behind them would be to wait for them; on gloo a thread beside the program's exchanges some of them,
+in no fixed order with what layers exchange (expert-dp can have tp's ranks)."""
+
+
+def communicator_of(kind: str) -> str:
+    """Groups of equal ranks share a process group where this is equal."""
+    return kind if kind in PRIVATE_KINDS else "gradients" if kind in GRADIENT_KINDS else "shared"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +187,7 @@ class Launch:
 class Topology:
     """Where this rank stands and the groups it is in.
 
+    `dp_cp_scalars` has the ranks of `dp_cp`, for numbers that are waited for while parameters are gathered there.
     `model` spans tp and pp (one replica of the network), `tp_dp_cp` all ranks at one place of the pipelines;
     `embedding` is None where this rank is neither first nor last in its pipeline. `edges` maps (sender, receiver), as
     pipeline ranks, to the pair's own group, in which the sender has index 0.
@@ -196,6 +203,7 @@ class Topology:
     dp: Group
     pp: Group
     dp_cp: Group
+    dp_cp_scalars: Group
     model: Group
     tp_cp: Group
     tp_dp_cp: Group
@@ -223,7 +231,7 @@ class Topology:
         As torch names process groups by a counter, every rank makes all of them in one order, also those that it
         is not in (those cost a few microseconds). Groups over the same ranks share a process group where their
         collectives are ordered by the program; pipeline edges have their own, since there order is per channel, and
-        so have `PRIVATE_KINDS` and, on gloo, `GRADIENT_KINDS`.
+        so have `PRIVATE_KINDS` and `GRADIENT_KINDS`.
 
         Args:
             made: process groups to re-use and add to, for programs that go through many layouts of one world.
@@ -234,11 +242,10 @@ class Topology:
         made = {} if made is None else made
         timeout = datetime.timedelta(minutes=timeout_minutes)
 
-        def group(kind: str, rank_lists: RankLists, *, private: bool = False) -> Group | None:
+        def group(kind: str, rank_lists: RankLists, communicator: str) -> Group | None:
             mine = None
             for ranks in rank_lists:
-                shared = "gradients" if kind in GRADIENT_KINDS and backend == "gloo" else "shared"
-                key = (kind if private else shared, ranks)
+                key = (communicator, ranks)
                 if len(ranks) > 1 and key not in made:
                     made[key] = dist.new_group(list(ranks), timeout=timeout, backend=backend)
                 if rank in ranks:
@@ -248,13 +255,12 @@ class Topology:
                     )
             return mine
 
-        groups = {
-            kind: group(kind, layout.groups(kind), private=kind in PRIVATE_KINDS) for kind in ParallelLayout.KINDS
-        }
+        groups = {kind: group(kind, layout.groups(kind), communicator_of(kind)) for kind in ParallelLayout.KINDS}
+        groups["dp-cp-scalars"] = group("dp-cp", layout.groups("dp-cp"), "shared")
         pipeline = groups["pp"].ranks if groups["pp"] else ()
         edges = {}
         for pair in layout.pipeline_edges():
-            edge = group(f"pp edge {pair[0]}->{pair[1]}", (pair,), private=True)
+            edge = group(kind := f"pp edge {pair[0]}->{pair[1]}", (pair,), kind)
             if edge is not None:
                 edges[pipeline.index(pair[0]), pipeline.index(pair[1])] = edge
         if backend == "nccl":

@@ -238,7 +238,7 @@ class Stepper:
         denominator = None
         if self._head_here:
             alone = auxiliary is not None and self._shares > 1
-            dp = Group.solo("dp") if alone else topology.dp_cp
+            dp = Group.solo("dp") if alone else topology.dp_cp_scalars
             denominator = token_denominator(microbatches, dp=dp, device=device)
             if alone:
                 # A share is a batch by itself, and one of several parts of the step.
