@@ -33,33 +33,36 @@ class Route:
 def plan_route(routing: Routing, *, experts: int, ep: Group, expert_tp: Group) -> Route:
     """Sort this rank's pairs by expert and agree with the other ranks on who sends how many rows.
 
-    Collectives: an all-to-all of E counts over ep and an all-gather of E counts over expert_tp, int64 / none. Waits
-    for the device: the host must know the numbers of rows.
+    Collectives: an all-to-all of E counts over ep and an all-gather of E counts over expert_tp, int64 / none. The
+    host waits once: it must know the numbers of rows.
     """
     chosen = routing.chosen.flatten()
     if routing.kept is not None:
         chosen = torch.where(routing.kept.flatten(), chosen, experts)  # dropped ones to the end
     sorted_pairs = chosen.sort(stable=True)
-    ours = torch.bincount(chosen, minlength=experts + 1)[:experts]
+    # Where each expert's run begins; `bincount` would make the host wait for the largest value.
+    ours = torch.searchsorted(sorted_pairs.values, torch.arange(experts + 1, device=chosen.device)).diff()
     per_rank = [experts // ep.size] * ep.size
     theirs = torch.empty_like(ours)
     ep.all_to_all(theirs, ours, per_rank, per_rank)
     table = torch.empty(expert_tp.size, experts, dtype=ours.dtype, device=ours.device)
     expert_tp.all_gather(table.view(-1), theirs)
-    # Rows of (rank of expert_tp, rank of ep, local expert), in the order in which they come.
-    host_sent = ours.view(ep.size, -1).sum(dim=1).tolist()
-    table = table.view(expert_tp.size, ep.size, -1).cpu()
+    # The one place where the host waits. Rows of (rank of expert_tp, rank of ep, local expert), in the order in which
+    # they come, behind those that are sent.
+    host = torch.cat((ours[None], table)).cpu()
+    host_sent, host_table = host[0].view(ep.size, -1).sum(dim=1).tolist(), host[1:].view(expert_tp.size, ep.size, -1)
+    gathered = host_table.sum(dim=(1, 2)).tolist()
     by_expert = None
     if expert_tp.size * ep.size > 1:
-        labels = torch.arange(table.shape[2]).repeat(expert_tp.size * ep.size)
-        by_expert = labels.repeat_interleave(table.flatten()).to(ours.device).argsort(stable=True)
+        labels = torch.arange(experts // ep.size, device=ours.device).repeat(expert_tp.size * ep.size)
+        by_expert = labels.repeat_interleave(table.flatten(), output_size=sum(gathered)).argsort(stable=True)
     return Route(
         pairs=sorted_pairs.indices[: sum(host_sent)],
         sent=host_sent,
-        received=table[expert_tp.rank].sum(dim=1).tolist(),
-        gathered=table.sum(dim=(1, 2)).tolist(),
+        received=host_table[expert_tp.rank].sum(dim=1).tolist(),
+        gathered=gathered,
         by_expert=by_expert,
-        counts=table.sum(dim=(0, 1)).tolist(),
+        counts=host_table.sum(dim=(0, 1)).tolist(),
     )
 
 
