@@ -56,21 +56,34 @@ class Bucket:
         self.grad = torch.zeros(size, dtype=grad_dtype, device=first.device)
         for placed in self.placed:
             self._adopt(placed)
+        if any(placed.parameter.draw is not None for placed in self.placed):
+            free_storage(self.data)  # until `draw`
         if not allocate:
             free_storage(self.grad)
         self._awaited = 0
         self._on_full: Callable[[], None] = lambda: None
 
     def _adopt(self, placed: Placed) -> None:
-        """Move the parameter's value into the buffer and let its gradients flow into the other."""
+        """Move the parameter's value, if it has one yet, into the buffer and let its gradients flow into the other."""
         parameter = placed.parameter
         view = self.data[placed.start : placed.stop].view(parameter.shape)
-        view.copy_(parameter.data)
+        if parameter.draw is None:
+            view.copy_(parameter.data)
         parameter.data = view
         parameter.main_grad = self.grad[placed.start : placed.stop].view(parameter.shape)
         parameter.grad_ready = self._note
         # Parameters that are used outside our linear layers and lookups get their gradient from autograd.
         parameter.register_post_accumulate_grad_hook(_move_to_main_grad)
+
+    def draw(self) -> None:
+        """Give parameters that were to be drawn late their first values."""
+        if not has_memory(self.data):
+            alloc_storage(self.data)
+            self.data.zero_()
+            for placed in self.placed:
+                assert placed.parameter.draw is not None
+                placed.parameter.draw(placed.parameter.data)
+                placed.parameter.draw = None
 
     def start_counting(self, on_full: Callable[[], None], pending: Counter[torch.nn.Parameter] | None = None) -> None:
         """From now on count gradients; `on_full` is called once each parameter's last one has come, at once if none

@@ -44,7 +44,7 @@ class FullySharded(DistributedOptimizer):
     as those of a unit are complete, and add up there over microbatches.
 
     A parameter that two units use (a tied embedding) is gathered with each; its gradient stays whole from the first of
-    its two parts to the second. The model is built whole and cut then: what a rank can build bounds its size.
+    its two parts to the second. The first values of a unit are drawn when it is cut: the model is never whole on a rank.
 
     Freed memory is that of the buckets' storage, and comes back to the same storage; so what autograd has saved of a
     parameter is right again when the backward reads it.
@@ -72,6 +72,7 @@ class FullySharded(DistributedOptimizer):
         return [bucket for own in reversed(members) for bucket in super(FullySharded, self)._make_buckets(own)]
 
     def _make_shard(self, bucket: Bucket) -> OptimizerShard:
+        bucket.draw()
         alloc_storage(bucket.grad)
         bucket.grad.zero_()
         shard = super()._make_shard(bucket)

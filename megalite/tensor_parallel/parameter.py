@@ -45,6 +45,8 @@ class ShardedParameter(torch.nn.Parameter):
     """Called before each look at `main_grad`: a buffer that comes and goes is there afterwards."""
     grad_ready: Callable[[], None] | None = None
     deferred: DeferredWeightGradients | None = None
+    draw: Callable[[Tensor], None] | None = None
+    """Fills a tensor of its shape with its first values; None: it has them."""
     accumulate_product: Callable[[Tensor, Tensor, Tensor], None] = staticmethod(accumulate_weight_grad)
     _main_grad: Tensor | None = None
 
@@ -141,7 +143,8 @@ class ParameterFactory:
 
     Modules take the groups that they communicate over from here as well: `cp` splits the sequence, `tp_cp` are all the
     ranks that one sequence can be on, `ep` splits the experts and `expert_tp` each expert's matrices. With `blank`
-    nothing is drawn: the weights come from elsewhere.
+    nothing is drawn: the weights come from elsewhere. With `late` parameters have a shape alone until their bucket draws
+    them (`ShardedParameter.draw`): a model that is sharded at once need not be whole in memory before.
     """
 
     tp: Group
@@ -155,6 +158,7 @@ class ParameterFactory:
     expert_tp: Group = field(default_factory=lambda: Group.solo("expert-tp"))
     kernels: Kernels = field(default_factory=Kernels)
     blank: bool = False
+    late: bool = False
 
     @property
     def sequence_region(self) -> Group:
@@ -191,8 +195,19 @@ class ParameterFactory:
             always_partial: each tp rank uses it on its own part of the work, with sequence parallelism or without.
             expert: dimension 0 runs over experts and is split over ep; `shard_dim` is split over expert_tp.
         """
-        data, spec = self._initial(name, shape, shard_dim=shard_dim, std=std, value=value, expert=expert)
-        parameter = ShardedParameter(data)
+        spec = self._spec(name, shape, shard_dim=shard_dim, expert=expert)
+
+        def draw(data: Tensor) -> None:
+            data.fill_(value)
+            if std is not None and not (data.is_meta or self.blank):  # on meta there are shapes alone
+                fill_normal(data, spec, dim=shard_dim or int(expert), std=std, seed=self.seed, expert=expert)
+
+        if self.late:
+            parameter = ShardedParameter(torch.empty((), dtype=self.dtype, device=self.device).expand(spec.shape))
+            parameter.draw = draw
+        else:
+            parameter = ShardedParameter(torch.empty(spec.shape, dtype=self.dtype, device=self.device))
+            draw(parameter.data)
         parameter.info = ParameterInfo(
             spec=spec,
             shard_dim=shard_dim,
@@ -206,10 +221,8 @@ class ParameterFactory:
             parameter.accumulate_product = self.kernel("weight_grad", shape[-1])
         return parameter
 
-    def _initial(
-        self, name: str, shape: tuple[int, ...], *, shard_dim: int | None, std: float | None, value: float, expert: bool
-    ) -> tuple[Tensor, ShardSpec]:
-        """The local slice with its first values."""
+    def _spec(self, name: str, shape: tuple[int, ...], *, shard_dim: int | None, expert: bool) -> ShardSpec:
+        """Which slice of the tensor this rank has."""
         spec = ShardSpec.whole(name, shape)
         if shard_dim is not None:
             group = self.expert_tp if expert else self.tp
@@ -218,7 +231,4 @@ class ParameterFactory:
             assert shard_dim != 0, name
             own = ShardSpec.split(name, shape, dim=0, index=self.ep.rank, parts=self.ep.size).slice[0]
             spec = ShardSpec(name=name, global_shape=spec.global_shape, slice=(own, *spec.slice[1:]))
-        data = torch.full(spec.shape, value, dtype=self.dtype, device=self.device)
-        if std is not None and not (data.is_meta or self.blank):  # on meta there are shapes alone
-            fill_normal(data, spec, dim=shard_dim or int(expert), std=std, seed=self.seed, expert=expert)
-        return data, spec
+        return spec

@@ -135,6 +135,7 @@ def build_stages(
         ep=topology.ep,
         expert_tp=topology.expert_tp,
         kernels=kernels,
+        late=config.parallel.dp_strategy == "fully-sharded",
     )
     recompute = Recompute(
         # Recompute-ahead runs whole stages again, as actions of the schedule.
