@@ -230,6 +230,7 @@ NEEDS_TORCH = (
     "megalite.cli.kernels",
     "megalite.cli.profile",
     "megalite.cli.profile_text",
+    "megalite.cli.rehearse",
 )
 TORCH_FREE_PACKAGES = ("megalite.partition", "megalite.planner", "megalite.data", "megalite.preprocess", "megalite.cli")
 """Beside rows 0 and 1: what the dry run, preprocessing and the command line's help are made of."""

@@ -7,7 +7,19 @@ CORE = (
     *("models", "kernels", "optimizers", "data", "tokenizers", "checkpoint", "training"),
 )
 TOOLS = (
-    *("preprocess", "planner", "profiling", "sweep", "parity", "conversion", "generation", "watchdog", "doctor", "cli"),
+    *(
+        "preprocess",
+        "planner",
+        "profiling",
+        "sweep",
+        "parity",
+        "rehearsal",
+        "conversion",
+        "generation",
+        "watchdog",
+        "doctor",
+        "cli",
+    ),
 )
 
 

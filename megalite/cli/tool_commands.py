@@ -40,6 +40,23 @@ CONFIG = Command(
     bare=0,
 )
 
+REHEARSE = Command(
+    "megalite rehearse",
+    "run a training step of any rank of any layout without devices or peers",
+    "Run the real training step of one rank, or of one rank of each kind, on tensors without contents: peak memory, kernels, "
+    "where the host waits for the device, every communication in its order; with --all-kinds a proof that all groups of the "
+    "world match and that nothing deadlocks. docs/rehearsal.md says what it shows and what it cannot.",
+    [
+        Flag("--all-kinds", "both corners of each pipeline place, and the proof", bool),
+        Flag("--workers", "processes; default: the usable cores", positive, "N"),
+    ],
+    "megalite.cli.rehearse:run",
+    ("megalite rehearse --preset gpt-1t --tp 8 --pp 64 --world-size 3072 --all-kinds",),
+    "Takes any flags of megalite train, --world-size N, --rank N and --json. Exit status: 0, or 1 if ranks do not match.",
+    settings=("--dry-run",),
+    bare=0,
+)
+
 SCHEDULE = Command(
     "megalite schedule",
     "draw, compare and check pipeline schedules",

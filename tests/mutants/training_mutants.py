@@ -31,7 +31,7 @@ OBJECTIVE = (
     Mutant(
         "denominator without cp",
         "megalite/training/step.py",
-        'Group.solo("dp") if alone else topology.dp_cp',
+        'Group.solo("dp") if alone else topology.dp_cp_scalars',
         'Group.solo("dp") if alone else topology.dp',
         f"{TRAJECTORY}[cp2-fp32]",
         "each context-parallel rank divides by the tokens of its part",
@@ -380,5 +380,21 @@ SHARDS_AND_PRECISION = (
         ".zero_()\n",
         _ONEBIT,
         "what the second compression has lost is forgotten",
+    ),
+    Mutant(
+        "the token count queues behind ZeRO-1's gathers",
+        "megalite/training/step.py",
+        "topology.dp_cp_scalars",
+        "topology.dp_cp",
+        "tests/rehearsal/test_proof.py::test_overlap_that_one_queue_takes_away",
+        "the forward waits for all parameters",
+    ),
+    Mutant(
+        "ZeRO-3 builds the model whole",
+        "megalite/training/replica.py",
+        'late=config.parallel.dp_strategy == "fully-sharded"',
+        "late=False",
+        "tests/rehearsal/test_rehearsal.py::test_a_sharded_model_is_never_whole",
+        "a rank needs memory for all weights",
     ),
 )

@@ -29,7 +29,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("megalite.models", "megalite.preprocess"),
     ("megalite.checkpoint", "megalite.generation", "megalite.planner"),
     ("megalite.training", "megalite.conversion", "megalite.profiling"),
-    ("megalite.parity", "megalite.sweep", "megalite.doctor"),
+    ("megalite.parity", "megalite.sweep", "megalite.doctor", "megalite.rehearsal"),
     ("megalite.cli",),
     ("pretrain_gpt", "tools"),
 )

@@ -1,0 +1,169 @@
+"""`megalite rehearse`: a training step of any rank, without devices or peers, and a proof for all of them."""
+
+import json
+import os
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from megalite.cli.display import status, table
+from megalite.cli.dry_run import with_vocabulary, world_size_of
+from megalite.cli.output import show
+from megalite.cli.tool_commands import REHEARSE
+from megalite.config.batch import microbatch_counts
+from megalite.config.byte_size import format_bytes
+from megalite.config.run import RunConfig
+from megalite.config.validate import validate
+from megalite.partition.memory import activation_peaks, rank_memory
+from megalite.partition.pipeline import layout_of, plan_stages, schedule_of
+from megalite.rehearsal.proof import covered
+from megalite.rehearsal.run import Rehearsal, rehearse
+from megalite.rehearsal.world import check, rehearse_world
+
+FAULTY = 1
+_SHOWN = 12
+"""Lines of a list."""
+
+main = REHEARSE
+
+
+def run(flags: Namespace) -> int:
+    """Rehearse, print, and return 1 if ranks would deadlock or do not agree."""
+    invocation = flags.invocation
+    world_size = world_size_of(invocation)
+    config = validate(invocation.config, world_size, invocation.explicit)
+    config = validate(with_vocabulary(config), world_size, invocation.explicit)
+    check(config, layout_of(config), invocation.rank)
+    faults: list[str] | None = None
+    if flags.all_kinds:
+        workers = flags.workers or len(os.sched_getaffinity(0))
+        world = rehearse_world(config, workers=workers, done=lambda count, total: status(f"{count} of {total} ranks"))
+        status("")
+        rehearsals, faults = world.rehearsals, world.faults
+    else:
+        rehearsals = [rehearse(config, invocation.rank or 0)]
+    if invocation.json:
+        found = {"world_size": world_size, "ranks": [_facts(config, each) for each in rehearsals], "faults": faults}
+        show(json.dumps(found, indent=2))
+    else:
+        for line in _text(config, rehearsals, faults):
+            show(line)
+    return FAULTY if faults else 0
+
+
+def _facts(config: RunConfig, found: Rehearsal) -> dict[str, Any]:
+    layout = layout_of(config)
+    operations = found.journal.operations[found.second_step :]
+    counts = Counter((one.kind, one.name, one.dtype) for one in operations)
+    nbytes: Counter[tuple[str, str, str]] = Counter()
+    for one in operations:
+        nbytes[one.kind, one.name, one.dtype] += one.nbytes
+    return {
+        "rank": found.rank,
+        "coordinate": layout.coordinate(found.rank)._asdict(),
+        "parameters": found.parameters,
+        "built_bytes": found.built_bytes,
+        "build_peak_bytes": found.build_peak_bytes,
+        "peak_bytes": found.peak_bytes,
+        "peak_in": found.peak_place,
+        "planned_bytes": _planned_bytes(config, layout.coordinate(found.rank).pp),
+        "kernels": dict(found.kernels),
+        "synchronisations": [
+            {"place": place, "why": why, "count": count} for (place, why), count in found.synchronisations.items()
+        ],
+        "communication": [
+            {"group": kind, "operation": name, "dtype": dtype, "count": count, "bytes": nbytes[kind, name, dtype]}
+            for (kind, name, dtype), count in counts.items()
+        ],
+        "overlap_lost": [each._asdict() for each in covered(found.journal, found.second_step)],
+    }
+
+
+def _planned_bytes(config: RunConfig, place: int) -> int:
+    stages = plan_stages(config)
+    peaks = activation_peaks(config, stages, schedule_of(config, microbatch_counts(config)[-1]))
+    return rank_memory(config, [plan for plan in stages if plan.rank == place], peaks[place]).total_bytes
+
+
+def _text(config: RunConfig, rehearsals: Sequence[Rehearsal], faults: list[str] | None) -> list[str]:
+    layout = layout_of(config)
+    facts = [_facts(config, found) for found in rehearsals]
+    lines = [
+        f"two steps of {len(facts)} of {layout.world_size} ranks, without devices or peers; the second is shown",
+        "",
+    ]
+    head = [
+        "rank",
+        "tp cp dp pp",
+        "parameters",
+        "built",
+        "peak",
+        "in",
+        "planned",
+        "kernels F",
+        "B",
+        "step",
+        "host waits",
+        "operations",
+    ]
+    rows = [head, *([*_row(found)] for found in facts)]
+    lines += [*table(rows, right=set(range(2, len(head))) - {5}), ""]
+    places = Counter[tuple[str, str]]()
+    for found in facts:
+        for each in found["synchronisations"]:
+            key = each["place"], each["why"]
+            places[key] = max(places[key], each["count"])
+    lines += ["host waits for the device (most times a step on one rank):"]
+    lines += table([[f"  {place}", why, f"{count}"] for (place, why), count in places.most_common(_SHOWN)], right={2})
+    exchanged: dict[tuple[str, str, str], tuple[int, int]] = {}
+    for found in facts:
+        for each in found["communication"]:
+            key3 = each["group"], each["operation"], each["dtype"]
+            exchanged[key3] = max(exchanged.get(key3, (0, 0)), (each["count"], each["bytes"]))
+    lines += ["", "communication (most on one rank):"]
+    lines += table(
+        [["  group", "operation", "type", "count", "bytes"]]
+        + [
+            [f"  {kind}", name, dtype, f"{n}", format_bytes(size)]
+            for (kind, name, dtype), (n, size) in exchanged.items()
+        ],
+        right={3, 4},
+    )
+    lost = {(each["waited"], each["covered"]): each for found in facts for each in found["overlap_lost"]}
+    if lost:
+        lines += ["", "overlap lost: to wait for the first is, on NCCL, to wait for the second too"]
+        lines += [
+            f"  {each['waited']} | {each['covered']}: {each['times']} times, {each['kernels']} kernels or more too early"
+            for each in lost.values()
+        ]
+    if faults is not None:
+        lines += ["", *(f"fault: {fault}" for fault in faults)]
+        if not faults:
+            lines.append(
+                "in every group all ranks start the same operations with the same sizes in the same order, and nothing deadlocks"
+            )
+    return lines
+
+
+def _row(found: dict[str, Any]) -> list[str]:
+    kernels = found["kernels"]
+    by_kind: dict[str, list[int]] = {"F": [], "B": []}
+    for action, count in kernels.items():
+        kind = action.lstrip("0123456789")[:1]
+        if action[:1].isdigit() and kind in "FBIW":
+            by_kind["F" if kind == "F" else "B"].append(count)
+    each = [f"{max(counts)}" if counts else "-" for counts in by_kind.values()]
+    return [
+        f"{found['rank']}",
+        " ".join(map(str, found["coordinate"].values())),
+        f"{found['parameters'] / 1e9:.2f} B",
+        format_bytes(found["built_bytes"]),
+        format_bytes(found["peak_bytes"]),
+        found["peak_in"],
+        format_bytes(found["planned_bytes"]),
+        *each,
+        f"{sum(kernels.values())}",
+        f"{sum(each['count'] for each in found['synchronisations'])}",
+        f"{sum(each['count'] for each in found['communication'])}",
+    ]

@@ -1,0 +1,1 @@
+"""Training steps without devices and without peers: what each rank would do, and a proof that it fits together."""

@@ -1,0 +1,300 @@
+"""A device that computes nothing: torch's meta tensors, watched while the real training step runs on them.
+
+Everything on the device has a shape and a type but no contents. The mode below sees each operator: it counts kernels,
+the memory of the storages that are alive, and the places where the host would wait for the device.
+"""
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+DEVICE = torch.device("meta")
+_PACKAGE = str(Path(__file__).parents[1])
+_OWN = (str(Path(__file__).parent), f"{_PACKAGE}/topology")
+_aten = torch.ops.aten
+_FLASH = 1
+"""In torch's SDPBackend; without an answer torch would take meta tensors through the kernel that keeps all scores."""
+_NO_KERNEL = frozenset(
+    {
+        _aten.detach.default,
+        _aten.alias.default,
+        _aten.empty.memory_format,
+        _aten.empty_strided.default,
+        _aten.empty_like.default,
+        _aten.new_empty.default,
+        _aten.new_empty_strided.default,
+        _aten.lift_fresh.default,
+        _aten._reshape_alias.default,
+        _aten._unsafe_view.default,
+    }
+)
+_BLOCK, _LARGE, _LARGE_BLOCK = 512, 1 << 20, 2 << 20
+"""Bytes that CUDA's caching allocator rounds to, below and above a MiB."""
+
+
+def allocated(nbytes: int) -> int:
+    """Bytes that the caching allocator of CUDA takes for a tensor."""
+    unit = _BLOCK if nbytes < _LARGE else _LARGE_BLOCK
+    return -(-nbytes // unit) * unit
+
+
+def place() -> str:
+    """`file:line` of the package's code that is running; rehearsal and groups left out."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (
+        not frame.f_code.co_filename.startswith(_PACKAGE) or frame.f_code.co_filename.startswith(_OWN)
+    ):
+        frame = frame.f_back
+    name = frame.f_code.co_filename
+    return f"{name.removeprefix(_PACKAGE + '/')}:{frame.f_lineno}"
+
+
+@dataclass
+class Memory:
+    """Bytes of the storages that are alive."""
+
+    live: int = 0
+    peak: int = 0
+    peak_place: str = ""
+    """What ran when the peak was reached."""
+    _seen: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    """By the storage's address: a weak reference, which calls back, and its bytes."""
+
+    def add(self, tensor: Tensor, where: Callable[[], str]) -> None:
+        """Count the tensor's storage, if it is new."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._seen:
+            return
+        size = allocated(storage.nbytes())
+        self._seen[key] = (weakref.ref(storage, lambda _: self._forget(key)), size)
+        self._grow(size, where)
+
+    def resized(self, storage: torch.UntypedStorage, where: Callable[[], str]) -> None:
+        """The storage has other bytes now."""
+        reference, before = self._seen.get(storage._cdata, (None, 0))
+        if reference is not None:
+            size = allocated(storage.nbytes())
+            self._seen[storage._cdata] = (reference, size)
+            self._grow(size - before, where)
+
+    def _grow(self, size: int, where: Callable[[], str]) -> None:
+        self.live += size
+        if self.live > self.peak:
+            self.peak, self.peak_place = self.live, where()
+
+    def _forget(self, key: int) -> None:
+        self.live -= self._seen.pop(key)[1]
+
+
+class _Shapes:
+    """What operators return, remembered by the shapes that they get: torch works each out in Python, which takes longer."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Any] = {}
+        """Shape, stride and type of each result; None of an operator that returns its first argument."""
+        self._returns: dict[Any, str] = {}
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        returns = self._returns.get(func) or self._returns.setdefault(func, _what_returns(func))
+        if returns == "other":
+            return func(*args, **kwargs)
+        try:
+            key = (func, *map(_facts, args), *((name, _facts(value)) for name, value in kwargs.items()))
+            known = self._known.get(key, ())
+        except TypeError:  # something without a hash
+            return func(*args, **kwargs)
+        if known == ():
+            found = func(*args, **kwargs)
+            tensors = found if isinstance(found, tuple) else (found,)
+            if all(isinstance(one, Tensor) and one.device.type == "meta" for one in tensors):
+                made = tuple((one.shape, one.stride(), one.dtype) for one in tensors)
+                self._known[key] = (isinstance(found, tuple), None if returns == "first" else made)
+            return found
+        is_tuple, made = known
+        if made is None:
+            return args[0]
+        results = tuple(torch.empty_strided(shape, stride, dtype=dtype, device=DEVICE) for shape, stride, dtype in made)
+        return results if is_tuple else results[0]
+
+
+_SHAPES = _Shapes()
+
+
+def _what_returns(func: Any) -> str:
+    """`new` tensors, its `first` argument, or `other`."""
+    returns = func._schema.returns
+    if func.is_view or not returns or func in _ANSWERS:
+        return "other"
+    if all(one.alias_info is None and str(one.type) == "Tensor" for one in returns):
+        return "other" if func._schema.is_mutable else "new"
+    first = func._schema.arguments[0].alias_info if func._schema.arguments else None
+    mutated = sum(argument.alias_info is not None for argument in func._schema.arguments)
+    is_first = len(returns) == 1 and mutated == 1 and first is not None and first.is_write
+    return "first" if is_first and func._schema.name.endswith("_") else "other"
+
+
+def _facts(value: Any) -> Any:
+    """Of an argument what shapes can depend on."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device.type
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_facts, value))
+    return type(value), value
+
+
+class Device(TorchDispatchMode):
+    """While it is entered, `meta` tensors are a device: counted, and answered for where the host looks at values.
+
+    Values that the host reads are made up: 0 of what was computed, and for experts a token count that is the same for
+    each. What follows from these counts by further operators is computed beside, on the CPU (`shadow`).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = Memory()
+        self.kernels: Counter[str] = Counter()
+        """Kernels by what ran: an action of the pipeline, or a phase of the step."""
+        self.synchronisations: Counter[tuple[str, str]] = Counter()
+        """(place, why) where the host waits for the device."""
+        self.launched = 0
+        """Kernels so far."""
+        self.running = "build"
+        self._shadows: dict[int, tuple[Any, Tensor]] = {}
+
+    def shadow(self, tensor: Tensor) -> Tensor | None:
+        """The values that a device tensor would have, where they are known."""
+        found = self._shadows.get(id(tensor))
+        return None if found is None else found[1]
+
+    def give(self, tensor: Tensor, values: Tensor) -> None:
+        """From now on `tensor`, and what it is a view of all of, has these values."""
+        base = tensor._base
+        for target in (tensor, *([base] if base is not None and base.numel() == tensor.numel() else [])):
+            key = id(target)
+            self._shadows[key] = (weakref.ref(target, self._dropping(key)), values.view(target.shape))
+
+    def _dropping(self, key: int) -> Callable[[Any], Any]:
+        return lambda _: self._shadows.pop(key, None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _ANSWERS:
+            answer = _ANSWERS[func](self, args, kwargs)
+            if answer is not None:
+                return answer[0]
+        found = _SHAPES.run(func, args, kwargs)
+        on_device = False
+        for leaf in tree_leaves(found) if isinstance(found, (tuple, list)) else (found,):
+            if isinstance(leaf, Tensor) and leaf.device.type == "meta":
+                on_device = True
+                self.memory.add(leaf, self._what_runs)
+        if on_device and not func.is_view and func not in _NO_KERNEL:
+            self.kernels[self.running] += 1
+            self.launched += 1
+        if self._shadows:
+            self._follow(func, args, kwargs, found)
+        return found
+
+    @contextmanager
+    def entered(self) -> Iterator["Device"]:
+        """With the memory of storages that are freed and allocated again counted too."""
+        original = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            result = original(storage, size)
+            self.memory.resized(storage, self._what_runs)
+            return result
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore
+        try:
+            with self:
+                yield self
+        finally:
+            torch.UntypedStorage.resize_ = original  # type: ignore
+
+    def synchronise(self, why: str) -> None:
+        """The host waits here."""
+        self.synchronisations[place(), why] += 1
+
+    def _what_runs(self) -> str:
+        return self.running
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, found: Any) -> None:
+        """Compute beside what follows from known values."""
+        leaves = [
+            leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.device.type == "meta"
+        ]
+        if not leaves:
+            return
+        known = [self.shadow(leaf) for leaf in leaves]
+        if all(values is None for values in known):
+            return
+        if any(values is None for values in known):
+            if isinstance(found, Tensor):  # written from what is not known
+                self._shadows.pop(id(found), None)
+            return
+
+        def beside(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return value if value.device.type != "meta" else self.shadow(value)
+            return torch.device("cpu") if isinstance(value, torch.device) else value
+
+        values = func(*tree_map(beside, args), **tree_map(beside, kwargs))
+        for tensor, value in zip(tree_leaves(found), tree_leaves(values), strict=True):
+            if isinstance(tensor, Tensor) and tensor.device.type == "meta":
+                self.give(tensor, value)
+
+
+def _scalar(device: Device, args: Any, _: Any) -> tuple[Any] | None:
+    (tensor,) = args
+    if tensor.device.type != "meta":
+        return None
+    device.synchronise("reads a value")
+    values = device.shadow(tensor)
+    zero = False if tensor.dtype is torch.bool else 0.0 if tensor.is_floating_point() else 0
+    return (zero if values is None else values.item(),)
+
+
+def _copy(device: Device, args: Any, kwargs: Any) -> tuple[Any] | None:
+    target = kwargs.get("device")
+    if target is None or torch.device(target).type == args[0].device.type:
+        return None
+    if torch.device(target).type == "cpu":
+        device.synchronise("copies to the host")
+        values = device.shadow(args[0])
+        dtype = kwargs.get("dtype") or args[0].dtype
+        return (torch.zeros(args[0].shape, dtype=dtype) if values is None else values.to(dtype, copy=True),)
+    if not kwargs.get("non_blocking"):
+        device.synchronise("copies from pageable memory")
+    return None
+
+
+def _even_bounds(device: Device, args: Any, kwargs: Any) -> tuple[Any] | None:
+    """`searchsorted` of experts in sorted choices: each expert is chosen as often as the others."""
+    chosen, experts = args[:2]
+    if chosen.device.type != "meta" or kwargs:  # with `right` it finds the documents of positions
+        return None
+    parts = experts.numel() - 1
+    found = torch.empty(experts.shape, dtype=torch.int64, device=DEVICE)
+    device.give(found, torch.arange(parts + 1) * chosen.numel() // parts)
+    return (found,)
+
+
+_ANSWERS: dict[Any, Callable[[Device, Any, Any], tuple[Any] | None]] = {
+    _aten._local_scalar_dense.default: _scalar,
+    _aten._to_copy.default: _copy,
+    _aten.searchsorted.Tensor: _even_bounds,
+    _aten._fused_sdp_choice.default: lambda device, args, kwargs: (_FLASH,),
+}
+"""Operators that need contents -> (result,), or None to let torch run them."""

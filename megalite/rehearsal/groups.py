@@ -1,0 +1,213 @@
+"""Groups without peers: each operation is written down, none is sent."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalite.rehearsal.device import DEVICE, Device, place
+from megalite.topology.group import DONE, Group, Work
+from megalite.topology.layout import ParallelLayout
+from megalite.topology.topology import Topology, communicator_of
+from megalite.watchdog.heartbeat import Heartbeat
+
+
+class Operation(NamedTuple):
+    """One communication as one rank starts it."""
+
+    kind: str
+    """Of the group, e.g. `tp`; of a pipeline edge `edge`."""
+    ranks: tuple[int, ...]
+    queue: str
+    """With `ranks` it names the communicator: its operations run in the order in which they are started."""
+    name: str
+    """`all_reduce sum`, `send`, ..."""
+    elements: int
+    dtype: str
+    nbytes: int
+    place: str
+    """`file:line` that started it."""
+    running: str
+    """The action of the pipeline, or the phase of the step, in which it was started."""
+
+    def __str__(self) -> str:
+        return f"{self.name} of {self.elements} {self.dtype} over {self.kind} {_shown(self.ranks)} at {self.place} in {self.running}"
+
+
+def _shown(ranks: Sequence[int]) -> str:
+    return f"[{', '.join(map(str, ranks[:4]))}{', ...' if len(ranks) > 4 else ''}]"
+
+
+class Event(NamedTuple):
+    """A rank starts or waits for its operation `number`."""
+
+    number: int
+    waits: bool
+    kernels: int
+    """That it has launched before."""
+
+
+@dataclass
+class Journal:
+    """What one rank communicates, in its order."""
+
+    device: Device
+    operations: list[Operation] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+
+    def start(self, operation: Operation) -> "_Recorded":
+        self.operations.append(operation)
+        self.happened(len(self.operations) - 1, waits=False)
+        return _Recorded(self, len(self.operations) - 1)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Between processes the device stays behind."""
+        return {"operations": self.operations, "events": self.events, "device": None}
+
+    def happened(self, number: int, *, waits: bool) -> None:
+        self.events.append(Event(number, waits, self.device.launched))
+
+
+@dataclass(eq=False)
+class _Recorded:
+    """An operation under way."""
+
+    journal: Journal | None
+    number: int
+
+    def wait(self) -> None:
+        journal, self.journal = self.journal, None
+        if journal is not None:
+            journal.happened(self.number, waits=True)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RehearsedGroup(Group):
+    """`Group` on NCCL as one of its ranks uses it. Where values are known, the others are taken to have the same."""
+
+    journal: Journal
+    queue: str
+
+    @property
+    def _uses_gloo(self) -> bool:
+        return False
+
+    def _record(self, name: str, tensor: Tensor) -> Work:
+        if self.size == 1:
+            return DONE
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return self.journal.start(
+            Operation(
+                self.name,
+                self.ranks,
+                self.queue,
+                name,
+                tensor.numel(),
+                dtype,
+                tensor.nbytes,
+                place(),
+                self.journal.device.running,
+            )
+        )
+
+    def _values(self, tensor: Tensor) -> Tensor | None:
+        return tensor if tensor.device.type == "cpu" else self.journal.device.shadow(tensor)
+
+    def _give(self, tensor: Tensor, values: Tensor) -> None:
+        if tensor.device.type == "cpu":
+            tensor.copy_(values)
+        else:
+            self.journal.device.give(tensor, values.clone())
+
+    def all_reduce_async(self, tensor: Tensor, *, op: str = "sum") -> Work:
+        values = self._values(tensor)
+        if values is not None and op == "sum" and self.size > 1:
+            self._give(tensor, values * self.size)
+        return self._record(f"all_reduce {op}", tensor)
+
+    def all_gather_async(self, output: Tensor, part: Tensor) -> Work:
+        values = self._values(part)
+        if values is not None:
+            self._give(output, values.repeat(self.size, *[1] * (values.dim() - 1)).view(output.shape))
+        return self._record("all_gather", part)
+
+    def reduce_scatter_async(self, output: Tensor, tensor: Tensor) -> Work:
+        return self._record("reduce_scatter", tensor)
+
+    def all_to_all(
+        self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+    ) -> None:
+        values = self._values(tensor)
+        if values is not None:
+            self._give(output, values)
+        self._record("all_to_all", tensor).wait()
+
+    def all_to_all_equal_async(self, output: Tensor, tensor: Tensor) -> Work:
+        return self._record("all_to_all", tensor)
+
+    def rotate_async(self, tensor: Tensor) -> tuple[Tensor, Work]:
+        return (tensor, DONE) if self.size == 1 else (torch.empty_like(tensor), self._record("rotate", tensor))
+
+    def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
+        self._record(f"broadcast from {source}", tensor).wait()
+
+    def send_async(self, tensor: Tensor, *, to: int) -> Work:
+        return self._record("send", tensor)
+
+    def receive_async(self, tensor: Tensor, *, source: int) -> Work:
+        return self._record("receive", tensor)
+
+    def gather_json(self, value: Any, device: torch.device) -> list[Any]:
+        return [value] * self.size
+
+    def broadcast_json(self, value: Any, device: torch.device) -> Any:
+        return value
+
+    def agree(self, error: BaseException | None, device: torch.device) -> None:
+        if error is not None:
+            raise error
+
+
+class RehearsedHeartbeat(Heartbeat):
+    """Reports to the device what runs."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def phase(self, name: str, *, patient: bool = False) -> None:
+        self._device.running = name
+
+    def act(self, action: bytes, position: int) -> None:
+        self._device.running = action.decode()
+
+
+def rehearsed_topology(layout: ParallelLayout, rank: int, journal: Journal) -> Topology:
+    """The topology of `rank`, as `Topology.create` would make it on NCCL."""
+    heartbeat = RehearsedHeartbeat(journal.device)
+
+    def group(kind: str, ranks: tuple[int, ...] | None, queue: str) -> Group | None:
+        if ranks is None:
+            return None
+        return RehearsedGroup(
+            name=kind, ranks=ranks, rank=ranks.index(rank), heartbeat=heartbeat, journal=journal, queue=queue
+        )
+
+    groups = {kind: group(kind, layout.group_of(kind, rank), communicator_of(kind)) for kind in ParallelLayout.KINDS}
+    groups["dp-cp-scalars"] = group("dp-cp", layout.group_of("dp-cp", rank), "shared")
+    pipeline = layout.group_of("pp", rank)
+    assert pipeline is not None
+    edges = {
+        (pipeline.index(pair[0]), pipeline.index(pair[1])): group("edge", pair, "edge")
+        for pair in layout.pipeline_edges()
+        if rank in pair
+    }
+    return Topology(
+        layout=layout,
+        rank=rank,
+        coordinate=layout.coordinate(rank),
+        device=DEVICE,
+        edges=edges,  # type: ignore[arg-type]
+        **{kind.replace("-", "_"): value for kind, value in groups.items()},  # type: ignore[arg-type]
+    )

@@ -1,0 +1,173 @@
+"""What the journals of ranks say about the whole world: that operations match, that nothing deadlocks, what overlaps.
+
+NCCL runs the operations of one communicator in the order in which they were started; to wait for one is to wait for all
+that were started on it before. A rank's compute stream waits as its program does.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from itertools import zip_longest
+from typing import NamedTuple
+
+from megalite.rehearsal.groups import Journal, Operation
+
+Communicator = tuple[str, tuple[int, ...]]
+"""(queue, ranks)."""
+_PARTNER = {"send": "receive", "receive": "send"}
+
+
+def _of(operation: Operation) -> Communicator:
+    return operation.queue, operation.ranks
+
+
+def _by_communicator(journal: Journal) -> dict[Communicator, list[Operation]]:
+    found: dict[Communicator, list[Operation]] = defaultdict(list)
+    for operation in journal.operations:
+        found[_of(operation)].append(operation)
+    return found
+
+
+def _matches(left: Operation, right: Operation) -> bool:
+    wanted = _PARTNER.get(left.name, left.name)
+    return (wanted, left.elements, left.dtype) == (right.name, right.elements, right.dtype)
+
+
+def mismatches(journals: Mapping[int, Journal]) -> Iterator[str]:
+    """The first place at which two ranks of a communicator do not start the same operation, for each communicator."""
+    first: dict[Communicator, tuple[int, list[Operation]]] = {}
+    for rank, journal in journals.items():
+        for communicator, operations in _by_communicator(journal).items():
+            other, theirs = first.setdefault(communicator, (rank, operations))
+            if other == rank:
+                continue
+            for number, (left, right) in enumerate(zip_longest(theirs, operations)):
+                if left is None or right is None or not _matches(left, right):
+                    yield f"operation {number} differs: rank {other} starts {_said(left)}; rank {rank} {_said(right)}"
+                    break
+
+
+def _said(operation: Operation | None) -> str:
+    return "nothing more" if operation is None else str(operation)
+
+
+def asymmetries(one: tuple[int, Journal], other: tuple[int, Journal]) -> Iterator[str]:
+    """The first difference between what two ranks at the same place of their pipelines do.
+
+    Where there is none, all ranks of this place are taken to do the same: those between two corners of the grid.
+    """
+    (rank, journal), (peer, theirs) = one, other
+    for left, right in zip_longest(journal.events, theirs.events):
+        mine = None if left is None else (left.waits, *_likeness(journal.operations[left.number]))
+        yours = None if right is None else (right.waits, *_likeness(theirs.operations[right.number]))
+        if mine != yours:
+            here, there = (
+                "nothing more"
+                if event is None
+                else f"{'waits for' if event.waits else 'starts'} {of.operations[event.number]}"
+                for event, of in ((left, journal), (right, theirs))
+            )
+            yield f"ranks {rank} and {peer} are at the same place, but rank {rank} {here}; rank {peer} {there}"
+            return
+
+
+def _likeness(operation: Operation) -> tuple[str, str, str, int, str]:
+    return operation.kind, operation.queue, operation.name, operation.elements, operation.dtype
+
+
+class _Blocked(NamedTuple):
+    communicator: Communicator
+    number: int
+    """Of the operation among those of the communicator."""
+    operation: Operation
+
+
+def deadlock(journals: Mapping[int, Journal]) -> str | None:
+    """Run the ranks against each other; None if all come to their end, else who waits for whom.
+
+    Args:
+        journals: of one pipeline, or of a whole world; operations of ranks that are not among them are taken to come.
+    """
+    order: dict[int, list[int]] = {}
+    for rank, journal in journals.items():
+        counts: Counter[Communicator] = Counter()
+        order[rank] = []
+        for operation in journal.operations:
+            order[rank].append(counts[_of(operation)])
+            counts[_of(operation)] += 1
+    started: dict[Communicator, dict[int, int]] = {}
+    """How many operations each of its ranks has started."""
+    for rank, journal in journals.items():
+        for operation in journal.operations:
+            started.setdefault(_of(operation), {}).setdefault(rank, 0)
+    at = dict.fromkeys(journals, 0)
+    waiting: dict[int, _Blocked] = {}
+    ready = set(journals)
+    while ready:
+        rank = ready.pop()
+        journal = journals[rank]
+        while at[rank] < len(journal.events):
+            event = journal.events[at[rank]]
+            operation, number = journal.operations[event.number], order[rank][event.number]
+            communicator = _of(operation)
+            if event.waits:
+                if min(started[communicator].values()) <= number:
+                    waiting[rank] = _Blocked(communicator, number, operation)
+                    break
+            else:
+                started[communicator][rank] += 1
+                ready.update(other for other in started[communicator] if waiting.pop(other, None) is not None)
+            at[rank] += 1
+    if not waiting:
+        return None
+    rank = next(iter(waiting))
+    chain: list[int] = []
+    while rank not in chain:
+        chain.append(rank)
+        blocked = waiting[rank]
+        rank = min(started[blocked.communicator], key=started[blocked.communicator].__getitem__)
+        if rank not in waiting:
+            chain.append(rank)
+            break
+    lines = [
+        f"rank {one} waits for {waiting[one].operation}" if one in waiting else f"rank {one} has ended" for one in chain
+    ]
+    return "these ranks wait for each other and will not continue: " + "; ".join(lines)
+
+
+class Covered(NamedTuple):
+    """A wait that also waits for another operation, which was to run on under further kernels."""
+
+    waited: str
+    """What is waited for, without sizes."""
+    covered: str
+    times: int
+    kernels: int
+    """Least number of kernels that the covered operation was still to run under."""
+
+
+def covered(journal: Journal, first: int = 0) -> list[Covered]:
+    """Overlap that the order of operations on one communicator takes away.
+
+    Args:
+        first: waits for operations before it are not reported.
+    """
+    waited_at = {event.number: event.kernels for event in journal.events if event.waits}
+    open_: dict[Communicator, list[int]] = defaultdict(list)
+    found: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for event in journal.events:
+        operation = journal.operations[event.number]
+        pending = open_[_of(operation)]
+        if not event.waits:
+            pending.append(event.number)
+            continue
+        if event.number in pending:
+            pending.remove(event.number)
+        for number in pending:
+            if number < event.number >= first and waited_at.get(number, 0) > event.kernels:
+                key = _named(operation), _named(journal.operations[number])
+                found[key].append(waited_at[number] - event.kernels)
+    return [Covered(waited, other, len(early), min(early)) for (waited, other), early in found.items()]
+
+
+def _named(operation: Operation) -> str:
+    return f"{operation.name} over {operation.kind} at {operation.place}"

@@ -1,0 +1,1 @@
+"""The rehearsal of training steps without devices."""

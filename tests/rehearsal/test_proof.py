@@ -1,0 +1,187 @@
+"""Faults planted into what ranks do are found and named; the clean program has none."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.cli.main import main
+from megalite.config.errors import ConfigError
+from megalite.partition.pipeline import layout_of
+from megalite.rehearsal import groups
+from megalite.rehearsal.device import Device
+from megalite.rehearsal.groups import Journal, Operation, RehearsedGroup
+from megalite.rehearsal.proof import asymmetries, covered, deadlock, mismatches
+from megalite.rehearsal.run import rehearse
+from megalite.rehearsal.world import check, corners, rehearse_world
+from megalite.topology.group import Group
+from megalite.topology.layout import ParallelLayout
+from megalite.training import step
+from tests.support.tiny import LLAMA, tiny_config
+
+Z1 = {"dp_strategy": "distributed-optimizer", "overlap_param_gather": True}
+CLEAN: dict[str, tuple[int, dict[str, Any]]] = {
+    "all axes": (16, {"tp": 2, "cp": 2, "pp": 2, "dp": 2, "sequence_parallel": True, **LLAMA}),
+    "vpp and zero": (8, {"pp": 2, "vpp": 2, "dp": 4, "global_batch_size": 16, **Z1}),
+    "zero bubble in a V": (8, {"tp": 2, "pp": 4, "vpp": 2, "num_layers": 8, "pipeline_schedule": "zb-v"}),
+    "sharded weights": (8, {"tp": 2, "dp": 4, "dp_strategy": "fully-sharded"}),
+    "experts": (8, {"tp": 2, "etp": 1, "pp": 2, "dp": 2, "ep": 4, "num_experts": 4, "moe_router_topk": 2}),
+    "server": (4, {"dp": 4, "dp_strategy": "sharded-parameter-server"}),
+}
+
+
+@pytest.mark.parametrize("layout", CLEAN)
+def test_layouts_fit_together(layout: str) -> None:
+    world, settings = CLEAN[layout]
+    config = tiny_config(world, **settings)
+    found = rehearse_world(config)
+    assert found.faults == []
+    assert [each.rank for each in found.rehearsals] == [rank for place in corners(layout_of(config)) for rank in place]
+
+
+def test_workers_find_the_same() -> None:
+    config = tiny_config(4, tp=2, pp=2)
+    alone, together = (rehearse_world(config, workers=workers) for workers in (1, 2))
+    assert together.faults == alone.faults == []
+    for ours, theirs in zip(together.rehearsals, alone.rehearsals, strict=True):
+        assert (ours.rank, ours.peak_bytes, ours.kernels) == (theirs.rank, theirs.peak_bytes, theirs.kernels)
+        assert ours.journal.operations == theirs.journal.operations and ours.journal.events == theirs.journal.events
+
+
+def test_an_operation_of_one_rank_alone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last tensor-parallel rank counts its tokens twice."""
+    count = step.token_denominator
+
+    def counts_twice(microbatches: Sequence[Any], *, dp: Group, device: torch.device) -> torch.Tensor:
+        if dp.ranks[0] % 2:
+            count(microbatches, dp=dp, device=device)
+        return count(microbatches, dp=dp, device=device)
+
+    monkeypatch.setattr(step, "token_denominator", counts_twice)
+    faults = rehearse_world(tiny_config(4, tp=2, dp=2)).faults
+    assert any(
+        "ranks 0 and 3 are at the same place" in fault and "all_reduce sum of 1 float64" in fault for fault in faults
+    )
+
+
+def test_another_size_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The receiver of an edge expects less than is sent."""
+    record = RehearsedGroup._record
+
+    def smaller(group: RehearsedGroup, name: str, tensor: torch.Tensor) -> Any:
+        return record(group, name, tensor[1:] if name == "receive" and group.ranks == (0, 1) else tensor)
+
+    monkeypatch.setattr(RehearsedGroup, "_record", smaller)
+    (fault,) = rehearse_world(tiny_config(2, pp=2)).faults
+    assert fault.startswith(
+        "operation 0 differs: rank 0 starts send of 512 float64 over edge [0, 1] at pipeline/executor.py:"
+    )
+    assert "rank 1 receive of 480 float64" in fault
+
+
+def test_a_swapped_pair_is_found_and_named() -> None:
+    """Two operations of rank 1, next to each other on one communicator and unlike, change places."""
+    config = tiny_config(4, tp=2, dp=2, **Z1)
+    ranks = {rank: rehearse(config, rank).journal for rank in range(4)}
+    assert list(mismatches(ranks)) == [] and deadlock(ranks) is None
+    operations = ranks[1].operations
+    place = next(
+        index
+        for index in range(len(operations) - 1)
+        if operations[index].ranks == operations[index + 1].ranks
+        and operations[index].elements != operations[index + 1].elements
+    )
+    first, second = operations[place], operations[place + 1]
+    operations[place : place + 2] = [second, first]
+    found = list(mismatches(ranks))
+    assert found and any(str(first) in fault or str(second) in fault for fault in found)
+    assert list(asymmetries((1, ranks[1]), (3, ranks[3])))
+
+
+def journal_of(*steps: str) -> Journal:
+    """`a` starts an operation over ranks 0 and 1 on communicator a and waits for it, `+a` only starts, `-a` waits for it."""
+    journal, works = Journal(Device()), dict[str, Any]()
+    for word in steps:
+        name = word.strip("+-")
+        if not word.startswith("-"):
+            operation = Operation(name, (0, 1), name, "all_reduce sum", 1, "float32", 4, f"{name}.py:1", "test")
+            works[name] = journal.start(operation)
+        if not word.startswith("+"):
+            works[name].wait()
+    return journal
+
+
+def test_ranks_that_wait_for_each_other_are_named() -> None:
+    assert deadlock({0: journal_of("a", "b"), 1: journal_of("a", "b")}) is None
+    assert deadlock({0: journal_of("+a", "b", "-a"), 1: journal_of("b", "a")}) is None
+    stuck = deadlock({0: journal_of("a", "b"), 1: journal_of("b", "a")})
+    assert stuck is not None and stuck.startswith("these ranks wait for each other and will not continue: ")
+    assert "rank 0 waits for all_reduce sum of 1 float32 over a [0, 1] at a.py:1" in stuck
+    assert "rank 1 waits for all_reduce sum of 1 float32 over b [0, 1] at b.py:1" in stuck
+    ended = deadlock({0: journal_of("a", "a"), 1: journal_of("a")})
+    assert ended is not None and "rank 0 waits for" in ended and "rank 1 has ended" in ended
+
+
+def test_overlap_that_one_queue_takes_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeRO-1's gathers run under the forward, but not if the token count goes behind them on their communicator."""
+    config = tiny_config(4, tp=2, dp=2, **Z1)
+    found = rehearse(config, 0)
+    assert covered(found.journal, found.second_step) == []
+    monkeypatch.setattr(groups, "communicator_of", lambda kind: "shared")
+    found = rehearse(config, 0)
+    lost = [
+        each for each in covered(found.journal, found.second_step) if each.covered.startswith("all_gather over dp-cp")
+    ]
+    assert [each.waited.partition(" at ")[0] for each in lost] == ["all_reduce sum over dp-cp"]
+    assert lost[0].times > 1 and lost[0].kernels > 0
+
+
+def test_corners() -> None:
+    assert corners(ParallelLayout(tp=2, dp=3, pp=2)) == [(0, 5), (6, 11)]
+    assert corners(ParallelLayout(pp=2)) == [(0,), (1,)]
+
+
+def test_what_cannot_be_rehearsed() -> None:
+    config = tiny_config(2, dp=2, dp_strategy="async-parameter-server")
+    with pytest.raises(
+        ConfigError, match=r"async-parameter-server cannot be rehearsed: .*rehearse --dp-strategy parameter-server"
+    ):
+        check(config, layout_of(config), None)
+    config = tiny_config(2, dp=2)
+    with pytest.raises(ConfigError, match="--rank 2 is not one of 2 ranks; give 0 to 1"):
+        check(config, layout_of(config), 2)
+
+
+FLAGS = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 96 --mock-data --lr 1e-3 "
+FLAGS += "--train-iters 4 --micro-batch-size 1 --global-batch-size 8 --tp 2 --pp 2 --world-size 8 --bf16"
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rehearse", *FLAGS.split(), "--all-kinds", "--workers", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "two steps of 4 of 8 ranks, without devices or peers" in said
+    assert "in every group all ranks start the same operations" in said and "training/step.py:" in said
+    assert main(["rehearse", *FLAGS.split(), "--rank", "5", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["world_size"], found["faults"]) == (8, None)
+    (rank,) = found["ranks"]
+    assert (rank["rank"], rank["coordinate"]) == (5, {"tp": 1, "cp": 0, "dp": 0, "pp": 1})
+    assert 0 < rank["built_bytes"] < rank["peak_bytes"] and rank["planned_bytes"] > 0
+    assert {"group": "edge", "operation": "receive", "dtype": "bfloat16", "count": 4, "bytes": 4 * 32 * 64 * 2} in rank[
+        "communication"
+    ]
+
+
+def test_a_world_that_does_not_fit_is_an_error_status(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = RehearsedGroup._record
+    monkeypatch.setattr(
+        RehearsedGroup,
+        "_record",
+        lambda group, name, tensor: record(group, name, tensor[1:] if name == "send" else tensor),
+    )
+    assert main(["rehearse", *FLAGS.split(), "--all-kinds", "--workers", "1"]) == 1
+    assert "fault: operation 0 differs: " in capsys.readouterr().out

@@ -1,0 +1,187 @@
+"""What a rehearsed rank does is what a real one does: operations, memory, and where the host waits."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megalite.partition.memory import rank_memory
+from megalite.partition.pipeline import plan_stages
+from megalite.rehearsal.device import Memory, allocated
+from megalite.rehearsal.run import Rehearsal, rehearse
+from megalite.topology.group import Group
+from megalite.training.replica import build_replica
+from megalite.watchdog.heartbeat import Heartbeat, Lane, Waitable
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.tiny import LLAMA, Runner, build, tiny_config
+
+Z1 = {"dp_strategy": "distributed-optimizer"}
+MOE = {"num_experts": 4, "moe_router_topk": 2, "num_layers": 2}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2-sp-pp2": (4, {"tp": 2, "pp": 2, "sequence_parallel": True}),
+    "pp2-vpp2": (2, {"pp": 2, "vpp": 2}),
+    "zb-v": (2, {"pp": 2, "vpp": 2, "pipeline_schedule": "zb-v"}),
+    "tp2-dp2-zero": (4, {"tp": 2, "dp": 2, **Z1}),
+    "cp2-dp2-zero-llama": (4, {"cp": 2, "dp": 2, **Z1, **LLAMA}),
+    "dp2-zero3": (2, {"dp": 2, "dp_strategy": "fully-sharded"}),
+    "dp2-ep2": (2, {"dp": 2, "ep": 2, **MOE}),
+    "tp2-ep2": (2, {"tp": 2, "etp": 1, "ep": 2, **MOE}),
+}
+layouts = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def rehearsed(layout: str, rank: int, **changes: Any) -> Rehearsal:
+    world, settings = LAYOUTS[layout]
+    return rehearse(tiny_config(world, **settings, **changes), rank)
+
+
+class Recording(Heartbeat):
+    """Writes down what every group starts: (kind, operation, bytes)."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[str, str, int]] = []
+
+    def lane(self, kind: str, ranks: tuple[int, ...]) -> Lane:
+        return _RecordingLane("edge" if kind.startswith("pp edge") else kind, self.found)
+
+
+class _RecordingLane(Lane):
+    def __init__(self, kind: str, found: list[tuple[str, str, int]]) -> None:
+        self._kind, self._found = kind, found
+
+    def start(self, begin: Any, operation: str, size: int = 0) -> Waitable:
+        self._found.append((self._kind, operation, size))
+        return begin()
+
+
+def real_operations(context: RankContext, world: int, settings: dict[str, Any]) -> list[tuple[str, str, int]]:
+    """Of the second step on gloo."""
+    config, recording = tiny_config(world, **settings), Recording()
+    topology = context.topology_of(config)
+    groups = {
+        field.name: dataclasses.replace(value, heartbeat=recording)
+        for field in dataclasses.fields(topology)
+        if isinstance(value := getattr(topology, field.name), Group)
+    }
+    edges = {pair: dataclasses.replace(edge, heartbeat=recording) for pair, edge in topology.edges.items()}
+    runner = Runner(build_replica(config, dataclasses.replace(topology, **groups, edges=edges)))
+    runner.step()
+    recording.found.clear()
+    runner.step()
+    return recording.found
+
+
+@layouts
+def test_operations_are_those_of_a_real_step(layout: str) -> None:
+    """In each group the same ones in the same order, on every rank; of those with unequal parts only the number."""
+    world, settings = LAYOUTS[layout]
+    for rank, real in enumerate(run_ranks(world, real_operations, world, settings)):
+        found = rehearsed(layout, rank)
+        ours = [(one.kind, one.name.split()[0], one.nbytes) for one in found.journal.operations[found.second_step :]]
+        for kind in {kind for kind, _, _ in (*real, *ours)}:
+            wanted = [(name, size) for of, name, size in real if of == kind]
+            mine = [(name, size) for of, name, size in ours if of == kind]
+            unequal = {place for place, (_, size) in enumerate(wanted) if not size}
+            assert [(name, 0 if place in unequal else size) for place, (name, size) in enumerate(mine)] == wanted, (
+                rank,
+                kind,
+            )
+
+
+class CpuMemory(TorchDispatchMode):
+    """`Memory` of real tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = Memory()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(found):
+            if isinstance(leaf, torch.Tensor):
+                self.memory.add(leaf, lambda: str(func))
+        return found
+
+
+def real_memory(context: RankContext, world: int, settings: dict[str, Any]) -> tuple[int, int]:
+    """(built, peak) of two real steps on the CPU."""
+    watched = CpuMemory()
+    with watched:
+        runner = Runner(build(context, tiny_config(world, **settings)))
+        built = watched.memory.live
+        runner.step()
+        runner.step()
+    return built, watched.memory.peak
+
+
+@pytest.mark.parametrize("layout", ["tp2-sp-pp2", "pp2-vpp2", "zb-v", "dp2-ep2"])
+def test_memory_is_that_of_a_real_step(layout: str) -> None:
+    """Without ZeRO, whose exchange on gloo takes a buffer that NCCL does not need."""
+    world, settings = LAYOUTS[layout]
+    larger = {"hidden_size": 128, "seq_length": 64, "precision": "fp32", "ffn_hidden_size": 512}
+    for rank, (built, peak) in enumerate(run_ranks(world, real_memory, world, {**settings, **larger})):
+        found = rehearsed(layout, rank, **larger)
+        assert found.built_bytes == pytest.approx(built, rel=0.02), rank
+        assert found.peak_bytes == pytest.approx(peak, rel=0.05), rank
+
+
+@layouts
+def test_what_is_held_is_what_the_formula_says(layout: str) -> None:
+    """Of a model whose tensors are large beside the allocator's blocks."""
+    larger = {"hidden_size": 2048, "ffn_hidden_size": 8192, "vocab_size": 32000, "precision": "bf16"}
+    world, settings = LAYOUTS[layout]
+    config = tiny_config(world, **{**settings, **larger, "ddp_bucket_size": 40_000_000})
+    found = rehearse(config, 0)
+    planned = rank_memory(config, [plan for plan in plan_stages(config) if plan.rank == 0], 0)
+    held = planned.parameter_bytes + planned.gradient_bytes + planned.optimizer_bytes
+    assert found.parameters == planned.parameters
+    assert found.end_bytes == pytest.approx(held, rel=0.01)
+
+
+def test_a_sharded_model_is_never_whole() -> None:
+    """ZeRO-3 draws, cuts and frees a unit before the next one has memory."""
+    larger = {"hidden_size": 1024, "ffn_hidden_size": 4096, "num_layers": 16, "vocab_size": 1024, "precision": "bf16"}
+    found = rehearse(tiny_config(64, dp=64, dp_strategy="fully-sharded", global_batch_size=64, **larger), 0)
+    weights = 2 * found.parameters
+    assert found.build_peak_bytes < weights / 2
+
+
+def test_the_host_waits_once_a_step_and_for_the_counts_of_experts() -> None:
+    """In each MoE layer and microbatch once."""
+    assert list(rehearsed("tp2-dp2-zero", 0).synchronisations.values()) == [1]
+    for layout in ("dp2-ep2", "tp2-ep2"):
+        waits = rehearsed(layout, 0).synchronisations
+        microbatches = 8 // LAYOUTS[layout][1].get("dp", 1)
+        in_dispatch = {
+            why: count for (place, why), count in waits.items() if place.startswith("models/moe/dispatch.py")
+        }
+        assert in_dispatch == {"copies to the host": 2 * microbatches}
+
+
+def test_tokens_are_spread_evenly_over_experts() -> None:
+    """Each rank gets as many rows as it sends: the exchange has the size of k times its tokens."""
+    found = rehearsed("dp2-ep2", 0)
+    rows = [one.elements for one in found.journal.operations if one.kind == "ep" and one.elements > 4]
+    assert set(rows) == {16 * 2 * 32}
+
+
+def test_memory_is_rounded_as_the_allocator_does() -> None:
+    assert [allocated(size) for size in (0, 1, 512, 513, (1 << 20) - 1, 1 << 20, (2 << 20) + 1)] == [
+        *(0, 512, 512, 1024, 1 << 20, 2 << 20, 4 << 20)
+    ]
+
+
+def test_freed_storages_leave_and_come_back() -> None:
+    memory = Memory()
+    tensor = torch.empty(1 << 20, device="meta")
+    memory.add(tensor, lambda: "here")
+    memory.add(tensor.view(2, -1), lambda: "view")
+    assert memory.live == memory.peak == 4 << 20 and memory.peak_place == "here"
+    tensor.untyped_storage().resize_(0)
+    memory.resized(tensor.untyped_storage(), lambda: "freed")
+    assert memory.live == 0
+    del tensor
+    assert memory.live == 0 and memory.peak == 4 << 20
