@@ -127,7 +127,7 @@ def choose_attention(backend: str, shape: AttentionShape, *, seq: int) -> Attent
         ConfigError: what was asked for is not there, or does not take this shape; with the reason.
     """
     if shape.device.type == "meta":  # shapes alone: nothing will be computed
-        return AttentionChoice(partial(_KERNELS["flash", "cuda"], grouped=True), "flash", "not on a device")
+        return AttentionChoice(partial(_KERNELS["flash", "cuda"], grouped=True), backend, "not on a device")
     if backend == "auto":
         if "amd-avx512" in cpu_kinds() and why_not_blocked(shape.device, shape.dtype) is None:
             return AttentionChoice(blocked_attention, "blocked", BLOCKED_BECAUSE)

@@ -114,7 +114,11 @@ def trained(context: RankContext, model: str, world: int, settings: Settings) ->
             assert isinstance(parameter, ShardedParameter)
             spec = parameter.info.spec
             assert spec.global_shape == tuple(full[spec.name].shape), spec.name
-            parameter.data.copy_(full[spec.name][tuple(slice(*bounds) for bounds in spec.slice)])
+            values = full[spec.name][tuple(slice(*bounds) for bounds in spec.slice)]
+            if parameter.draw is None:
+                parameter.data.copy_(values)
+            else:
+                parameter.draw = lambda data, values=values: data.copy_(values)
     runner = Runner(build_replica(config, topology, programs, modules))
     runner.loader.dataset, runner.loader.eod_token = Samples(), plain.END
     steps = [runner.step() for _ in range(plain.STEPS)]

@@ -30,6 +30,7 @@ PATHS = {
     "train --per-split-data-args-path {path} --vocab-size 64 --dry-run": "",
     "train --data-path {path} --vocab-size 64 --train-iters 1": "folder empty text under long",
     "train --mock-data --vocab-size 64 --train-iters 1 --load {path}": "folder empty bytes text long",
+    "rehearse --config {path}": "",
     "config --show --config {path}": "",
     "config --explain --config {path}": "",
     "preprocess --input {path} --output-prefix {out} --tokenizer-type ByteLevelTokenizer": "",
