@@ -83,6 +83,9 @@ class ParallelConfig:
     overlap_param_gather: bool = option(True)
     """distributed-optimizer, fully-sharded, parameter-server, sharded-parameter-server: gather updated parameters while the
     next forward runs."""
+    sanitize_communication: bool = option(False)
+    """For tests: what is on its way holds NaN until it is waited for, messages are delayed at random, and a tensor that
+    changes while an operation has it is an error that names the operation."""
     distributed_backend: str = option("auto", choices=("auto", "nccl", "gloo"))
     """auto: nccl on cuda, gloo on cpu."""
     distributed_timeout_minutes: float = option(10.0, above=0)

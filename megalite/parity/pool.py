@@ -20,7 +20,9 @@ import torch.distributed as dist
 
 from megalite.config.run import RunConfig
 from megalite.partition.pipeline import placement_of
+from megalite.topology.group import Group
 from megalite.topology.layout import ParallelLayout
+from megalite.topology.sanitizer import SanitizedGroup
 from megalite.topology.topology import ProcessGroups, Topology, schedule_as_batch
 
 _START_SECONDS = 180.0
@@ -38,16 +40,17 @@ class RankContext:
         self.rank = rank
         self.made = {} if made is None else made
 
-    def topology(self, **axes: Any) -> Topology:
+    def topology(self, *, sanitized: bool = False, **axes: Any) -> Topology:
         """The topology of `ParallelLayout(**axes)` over the first ranks of the pool."""
-        layout = ParallelLayout(**axes)
-        return Topology.create(layout, rank=self.rank, device=torch.device("cpu"), made=self.made)
+        layout, device = ParallelLayout(**axes), torch.device("cpu")
+        kind = SanitizedGroup if sanitized else Group
+        return Topology.create(layout, rank=self.rank, device=device, made=self.made, group_type=kind)
 
     def topology_of(self, config: RunConfig) -> Topology:
         """The topology of a validated config over the first ranks of the pool."""
         p, placement = config.parallel, placement_of(config)
         axes = {"tp": p.tp, "pp": p.pp, "cp": p.cp, "dp": p.dp, "ep": p.ep, "etp": p.expert_tp}
-        return self.topology(**axes, order=p.rank_order, placement=placement)
+        return self.topology(**axes, order=p.rank_order, placement=placement, sanitized=p.sanitize_communication)
 
 
 class RankPool:

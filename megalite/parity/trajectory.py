@@ -24,7 +24,10 @@ EOD = 0
 
 LAYOUT_OF_ONE_RANK = {
     **dict.fromkeys(("tp", "pp", "vpp", "cp", "ep", "dp", "pipeline_recv_prefetch", "pipeline_send_window"), 1),
-    **dict.fromkeys(("sequence_parallel", "tp_comm_overlap", "pipeline_check_memory", "recompute_ahead"), False),
+    **dict.fromkeys(
+        ("sequence_parallel", "tp_comm_overlap", "pipeline_check_memory", "recompute_ahead", "sanitize_communication"),
+        False,
+    ),
     **dict.fromkeys(("etp", "pipeline_schedule", "pipeline_schedule_file", "pipeline_layers", "pipeline_layout")),
     **dict.fromkeys(("pipeline_costs", "pipeline_memory_limit", "microbatch_group_size_per_virtual_pipeline_stage")),
     "cp_comm_type": "p2p",

@@ -4,13 +4,11 @@ Everything on the device has a shape and a type but no contents. The mode below 
 the memory of the storages that are alive, and the places where the host would wait for the device.
 """
 
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +16,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from megalite.topology.sanitizer import calling_line
+
 DEVICE = torch.device("meta")
-_PACKAGE = str(Path(__file__).parents[1])
-_OWN = (str(Path(__file__).parent), f"{_PACKAGE}/topology")
 _aten = torch.ops.aten
 _FLASH = 1
 """In torch's SDPBackend; without an answer torch would take meta tensors through the kernel that keeps all scores."""
@@ -46,17 +44,6 @@ def allocated(nbytes: int) -> int:
     """Bytes that the caching allocator of CUDA takes for a tensor."""
     unit = _BLOCK if nbytes < _LARGE else _LARGE_BLOCK
     return -(-nbytes // unit) * unit
-
-
-def place() -> str:
-    """`file:line` of the package's code that is running; rehearsal and groups left out."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and (
-        not frame.f_code.co_filename.startswith(_PACKAGE) or frame.f_code.co_filename.startswith(_OWN)
-    ):
-        frame = frame.f_back
-    name = frame.f_code.co_filename
-    return f"{name.removeprefix(_PACKAGE + '/')}:{frame.f_lineno}"
 
 
 @dataclass
@@ -225,7 +212,7 @@ class Device(TorchDispatchMode):
 
     def synchronise(self, why: str) -> None:
         """The host waits here."""
-        self.synchronisations[place(), why] += 1
+        self.synchronisations[calling_line(), why] += 1
 
     def _what_runs(self) -> str:
         return self.running

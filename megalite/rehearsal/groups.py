@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megalite.rehearsal.device import DEVICE, Device, place
+from megalite.rehearsal.device import DEVICE, Device
 from megalite.topology.group import DONE, Group, Work
 from megalite.topology.layout import ParallelLayout
+from megalite.topology.sanitizer import calling_line
 from megalite.topology.topology import Topology, communicator_of
 from megalite.watchdog.heartbeat import Heartbeat
 
@@ -107,7 +108,7 @@ class RehearsedGroup(Group):
                 tensor.numel(),
                 dtype,
                 tensor.nbytes,
-                place(),
+                calling_line(),
                 self.journal.device.running,
             )
         )

@@ -225,6 +225,7 @@ class Topology:
         timeout_minutes: float = 10.0,
         made: ProcessGroups | None = None,
         heartbeat: Heartbeat = UNWATCHED,
+        group_type: type[Group] = Group,
     ) -> "Topology":
         """Make the groups that `rank` is in. Every rank of the layout calls this at the same time.
 
@@ -236,6 +237,7 @@ class Topology:
         Args:
             made: process groups to re-use and add to, for programs that go through many layouts of one world.
             heartbeat: gets every group's operations.
+            group_type: `SanitizedGroup` finds wrong use of asynchronous operations.
         """
         if backend == "auto":
             backend = "nccl" if device.type == "cuda" else "gloo"
@@ -250,7 +252,7 @@ class Topology:
                     made[key] = dist.new_group(list(ranks), timeout=timeout, backend=backend)
                 if rank in ranks:
                     process_group = made[key] if len(ranks) > 1 else None
-                    mine = Group(
+                    mine = group_type(
                         name=kind, ranks=ranks, rank=ranks.index(rank), process_group=process_group, heartbeat=heartbeat
                     )
             return mine

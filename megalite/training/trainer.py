@@ -45,6 +45,7 @@ _WHEN_ASKED: Registry[Callable[..., Any]] = Registry(
     "part",
     {
         "load": "megalite.training.resume:resume",
+        "sanitize": "megalite.topology.sanitizer:SanitizedGroup",
         "save": "megalite.training.save_folder:SaveFolder",
         "check_replicas_interval": "megalite.training.state_tensors:compare_replicas",
         "lost peer": "megalite.data_parallel.peers:raise_if_peer_lost",
@@ -180,6 +181,7 @@ class Trainer:
             backend=config.parallel.distributed_backend,
             timeout_minutes=config.parallel.distributed_timeout_minutes,
             heartbeat=watch.heartbeat,
+            group_type=_WHEN_ASKED.get("sanitize") if config.parallel.sanitize_communication else Group,
         )
         try:
             modules = build_modules(config, topology, programs)
