@@ -134,11 +134,7 @@ def units(layout: ParallelLayout) -> list[list[tuple[int, ...]]]:
 
 
 def compare(seconds: Sequence[float], places: Sequence[Sequence[tuple[int, ...]]], threshold: float) -> list[Straggler]:
-    """Units that take at least `threshold` times the median of the others at their place, slowest first.
-
-    Args:
-        seconds: of each rank.
-    """
+    """Units that take at least `threshold` times the median of the others at their place, slowest first."""
     found = []
     for place in places:
         times = [max(seconds[rank] for rank in unit) for unit in place]
@@ -171,12 +167,6 @@ def _range(values: Sequence[float], scale: float, digits: int) -> str:
 class Instruments:
     """Of one rank; every rank makes them and calls them alike.
 
-    Args:
-        started: time of day at which this start of the run began.
-        step: where it stands.
-        apart: ranks take steps without waiting for one another.
-        log: prints a line; called on rank 0 alone.
-
     Collectives: those of `Timings`.
     """
 
@@ -204,6 +194,8 @@ class Instruments:
                 clock=self.clock,
             )
 
+        self._times = self._timings is not None or self._profiler is not None
+
     @property
     def tracer(self) -> Tracer | None:
         """What the executor reports its computations to."""
@@ -212,10 +204,6 @@ class Instruments:
             return timer
         return self.clock if timer is None else Together(self.clock, timer)
 
-    @property
-    def _times(self) -> bool:
-        return self._timings is not None or self._profiler is not None
-
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Around what a step does beside its program."""
         return self.clock.phase(name) if self._times else nullcontext()
@@ -223,8 +211,7 @@ class Instruments:
     def open(self, total_steps: int) -> None:
         """Before the first step, and before the sinks open their files: begin the account of this start of the run.
 
-        Raises:
-            ConfigError: a file cannot be written, on some ranks perhaps.
+        A ConfigError may be of some ranks alone.
         """
         topology, config = self._replica.topology, self._replica.config
         for traced in sorted(self.traces.steps if self.traces else ()):

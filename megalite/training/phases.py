@@ -40,7 +40,6 @@ class PhaseClock:
         self._name: record_function | None = None
 
     def start(self, action: Action) -> None:
-        """The action runs from here."""
         if self.named:
             self._name = record_function(f"{action} stage {action.stage} microbatch {action.microbatch}")
             self._name.__enter__()
@@ -106,11 +105,9 @@ class Together:
         self._tracers = tracers
 
     def start(self, action: Action) -> None:
-        """Inwards."""
         for tracer in self._tracers:
             tracer.start(action)
 
     def end(self, action: Action) -> None:
-        """Outwards."""
         for tracer in reversed(self._tracers):
             tracer.end(action)

@@ -23,10 +23,10 @@ from megalite.optimizers.schedules import Progress
 from megalite.tokenizers.base import Tokenizer
 from megalite.topology.group import Group
 from megalite.topology.layout import sequence_spans
-from megalite.training.ending import reserve_ending
 from megalite.training.instruments import Instruments
 from megalite.training.replica import Replica
 from megalite.training.sinks import BestEffort, JsonLines, MetricSink
+from megalite.training.stopping import reserve_ending
 
 _EPOCHS = 2
 """Whose indices are there before the first step: batches cross from one epoch to the next, and prefetch runs ahead."""

@@ -5,6 +5,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,19 +39,16 @@ class ActionTimer:
         self._marks: list[tuple[Action, _Mark, _Mark]] = []
 
     def begin(self) -> None:
-        """Start the clock."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._marks.clear()
         self._origin = self._now()
 
     def start(self, action: Action) -> None:
-        """The action runs from here."""
         if self._origin is not None:
             self._open = self._now()
 
     def end(self, action: Action) -> None:
-        """It has ended."""
         if self._origin is not None:
             self._marks.append((action, self._open, self._now()))
 
@@ -70,12 +68,8 @@ class ActionTimer:
         return event
 
 
-def _seconds(origin: _Mark, mark: _Mark) -> float:
-    if isinstance(origin, float):
-        assert isinstance(mark, float)
-        return mark - origin
-    assert not isinstance(mark, float)
-    return origin.elapsed_time(mark) / 1e3
+def _seconds(origin: Any, mark: Any) -> float:
+    return mark - origin if isinstance(origin, float) else origin.elapsed_time(mark) / 1e3
 
 
 class TraceWriter:
@@ -180,11 +174,7 @@ class StepProfiler:
         self._running: torch.profiler.profile | None = None
 
     def make_folder(self) -> None:
-        """Find out now whether the traces can be written.
-
-        Raises:
-            ConfigError: they cannot.
-        """
+        """Find out now whether the traces can be written."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -194,7 +184,6 @@ class StepProfiler:
             ) from None
 
     def begin(self, step: int) -> None:
-        """Before a step."""
         if step != self.first - 1:
             return
         known = torch.profiler.ProfilerActivity
@@ -209,34 +198,30 @@ class StepProfiler:
 
     def finish(self, step: int) -> str | None:
         """After a step; after the last one the files are written. Returns what the log should say of it."""
-        if self._running is None:
+        running = self._running
+        if running is None:
             return None
         if step < self.last:
-            self._running.step()
+            running.step()
             return None
+        self._clock.named = False
+        self.close()
         try:
-            return self._write()
+            running.export_chrome_trace(str(self._trace))
+            averages, tables = running.key_averages(), []
+            for device in self._devices:
+                table = self._trace.with_name(f"{self._trace.stem}-{device}.txt")
+                table.write_text(averages.table(sort_by=f"self_{device}_time_total", row_limit=_PROFILE_ROWS))
+                tables.append(table.name)
         except OSError as error:
             return f"warning: cannot write the profile to {self._folder}: {error.strerror}"
+        return (
+            f"profiled steps {self.first} to {step}: wrote {self._trace} for ui.perfetto.dev, tables in "
+            f"{' and '.join(tables)}"
+        )
 
     def close(self) -> None:
         """The run ends; what was profiled until here is dropped."""
         running, self._running = self._running, None
         if running is not None:
             running.stop()
-
-    def _write(self) -> str:
-        running = self._running
-        assert running is not None
-        self._clock.named = False
-        self.close()
-        running.export_chrome_trace(str(self._trace))
-        averages, tables = running.key_averages(), []
-        for device in self._devices:
-            table = self._trace.with_name(f"{self._trace.stem}-{device}.txt")
-            table.write_text(averages.table(sort_by=f"self_{device}_time_total", row_limit=_PROFILE_ROWS))
-            tables.append(table.name)
-        return (
-            f"profiled steps {self.first} to {self.last}: wrote {self._trace} for ui.perfetto.dev, tables in "
-            f"{' and '.join(tables)}"
-        )

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from megalite.config.batch import batch_size, steps_left
@@ -21,7 +20,6 @@ from megalite.tokenizers.base import Tokenizer
 from megalite.topology.group import Group
 from megalite.topology.lost_peers import RollCall
 from megalite.topology.topology import Launch, Topology, check_backend, start_distributed, stop_distributed
-from megalite.training.ending import Ending, forget_ending, write_ending
 from megalite.training.evaluation import Evaluator, meet, read_batches
 from megalite.training.hang_watch import HangWatch, begin_watch
 from megalite.training.instruments import Instruments
@@ -32,7 +30,7 @@ from megalite.training.reporter import LossSpikes, Reporter, SpeedMeter
 from megalite.training.setup import describe, open_data, open_reports, prepare_data, resolve
 from megalite.training.sinks import last_records
 from megalite.training.step import Stepper
-from megalite.training.stopping import StopRequest, StopRequests, StopRun
+from megalite.training.stopping import Ending, StopRequest, StopRequests, StopRun, forget_ending, write_ending
 
 if TYPE_CHECKING:
     from megalite.training.save_folder import SaveFolder
@@ -57,9 +55,8 @@ class Trainer:
     """Runs the training that a config describes, on all ranks of the launch; each of them makes one.
 
     Args:
-        explicit: settings that the user gave by name.
-        fixed: those of them that an elastic run must not change.
-        log: prints a line; called on rank 0 alone.
+        explicit, fixed: settings that the user gave by name; those of them that an elastic run must not change.
+        log: called on rank 0 alone.
         stops: what may end the run early, listening; default: nothing.
         watched: end this process if no rank progresses for hang_timeout_minutes.
         started: time of day from which the wall clock of goodput counts; default: now.
@@ -88,7 +85,7 @@ class Trainer:
         self._started = time.time() if started is None else started
         self._watched, self._take_layout = watched, take_layout
         self.launch = Launch.from_environment()
-        self.log = log if self.launch.rank == 0 else _silent
+        self.log = log if self.launch.rank == 0 else lambda line: None
         self.stops = stops or StopRequests()
         run_dir = config.logging.run_dir if self.launch.rank == 0 else None
         self._run_dir = None if run_dir is None else Path(run_dir)
@@ -226,10 +223,11 @@ class Trainer:
             device=topology.device,
             instruments=self.instruments,
         )
-        # The last that is pushed runs first.
-        stack.push(self._leave_folder)
+        # The last that is pushed runs first: the saver is waited for while the others are still there, and only then
+        # is the folder given up.
+        stack.push(lambda _, error, __: self._leave_folder(error))
         stack.callback(self._close)
-        stack.push(self._explain)
+        stack.push(lambda _, error, __: self._explain(error))
 
     def _open_folder(self, tokenizer: str | None) -> None:
         found: ConfigError | None = None
@@ -262,10 +260,7 @@ class Trainer:
                 self._step()
                 if self._after_step(self.progress.step):
                     break
-            if self.saver is not None:
-                self._heartbeat.phase("saving", patient=True)
-                with self.instruments.stall("save"):
-                    self.saver.finish(self.progress)
+            self._save_last()
             if self.progress.step == self.total:
                 self._evaluate_test()
                 return Ending.finished(self.progress.step)
@@ -324,9 +319,7 @@ class Trainer:
     def _after_step(self, step: int) -> bool:
         """Save, compare and evaluate where it is time to. True if the run is to stop here."""
         c, t = self.config.checkpoint, self.config.training
-        if (
-            self.saver is not None and not self._apart
-        ):  # otherwise the next save, where ranks meet, learns of the last one
+        if self.saver is not None and not self._apart:  # else the next save, where ranks meet, learns of the last one
             self.saver.poll()
         self._log_notes()
         compares = self.config.data_parallel.check_replicas_interval
@@ -350,6 +343,12 @@ class Trainer:
         if self._apart and self.progress.step < self.total:
             meet(self.stops, self.replica.topology)
 
+    def _save_last(self) -> None:
+        if self.saver is not None:
+            self._heartbeat.phase("saving", patient=True)
+            with self.instruments.stall("save"):
+                self.saver.finish(self.progress)
+
     def _save_and_stop(self, request: StopRequest) -> Ending:
         """Stop by agreement of all ranks."""
         step = self.progress.step
@@ -360,9 +359,7 @@ class Trainer:
         else:
             said = f"saved in {self.saver.folder}"
             self.log(f"{request.cause}: saving step {step}, and stopping")
-            self._heartbeat.phase("saving", patient=True)
-            with self.instruments.stall("save"):
-                self.saver.finish(self.progress)
+            self._save_last()
         self.log(f"{request.cause}: stopped at step {step}; {said}")
         return request.ending(step, said)
 
@@ -381,18 +378,18 @@ class Trainer:
 
     def _evaluate(self) -> None:
         if self.validation is not None:
-            self._heartbeat.phase("evaluating")
-            with self.instruments.stall("evaluation"):
-                loss = self.validation.loss()
-            self.reporter.evaluation(loss, at=self.progress)
+            self._report_loss(self.validation, "valid")
 
     def _evaluate_test(self) -> None:
         if self.test is not None:
-            self._heartbeat.phase("evaluating")
             self.test.prepare()
-            with self.instruments.stall("evaluation"):
-                loss = self.test.loss()
-            self.reporter.evaluation(loss, at=self.progress, split="test")
+            self._report_loss(self.test, "test")
+
+    def _report_loss(self, evaluator: Evaluator, split: str) -> None:
+        self._heartbeat.phase("evaluating")
+        with self.instruments.stall("evaluation"):
+            loss = evaluator.loss()
+        self.reporter.evaluation(loss, at=self.progress, split=split)
 
     def _log_notes(self) -> None:
         for notes in (self.loaders.index_notes, self.replica.strategy.notes, self.replica.optimizer.notes):
@@ -401,9 +398,7 @@ class Trainer:
 
     # ---- ending
 
-    def _explain(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def _explain(self, error: BaseException | None) -> None:
         """The run fails: finish the save under way, or find out which rank is gone."""
         if isinstance(error, (ConfigError, NonFiniteError)):
             if self.saver is not None and not isinstance(error, RankError):  # every rank is here: the copy was sound
@@ -424,9 +419,7 @@ class Trainer:
         self.reporter.close()
         self.replica.strategy.close()
 
-    def _leave_folder(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def _leave_folder(self, error: BaseException | None) -> None:
         if self._folder is not None:
             self._folder.leave(error, step=self.progress.step + 1, stopping=self.stops.request is not None)
 
@@ -444,7 +437,3 @@ def _all_ranks_end(error: BaseException | None) -> bool:
     if isinstance(error, (ConfigError, NonFiniteError)):
         return not isinstance(error, RankError)
     return error is None
-
-
-def _silent(line: str) -> None:
-    """Ranks other than 0."""

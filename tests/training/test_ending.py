@@ -10,11 +10,10 @@ import pytest
 from megalite.config.describe import replace
 from megalite.config.errors import CheckpointError, ConfigError
 from megalite.config.run import RunConfig
-from megalite.training.ending import FILE_NAME, Ending, write_ending
 from megalite.training.non_finite import NonFiniteError
 from megalite.training.save_folder import RestartLoopError
 from megalite.training.saving import SaveError
-from megalite.training.stopping import StopRequest, StopRequests, StopRun
+from megalite.training.stopping import FILE_NAME, Ending, StopRequest, StopRequests, StopRun, write_ending
 from megalite.training.trainer import Trainer
 
 

@@ -20,9 +20,9 @@ from megalite.checkpoint.files import free_bytes
 from megalite.config.describe import replace
 from megalite.config.run import RunConfig
 from megalite.training import sinks
-from megalite.training.ending import Ending, reserve_ending, write_ending
 from megalite.training.saving import SaveError
 from megalite.training.sinks import AppendedFile, BestEffort, JsonLines
+from megalite.training.stopping import Ending, reserve_ending, write_ending
 from megalite.training.trainer import Trainer
 from megalite.training.writers import CSVFile, TensorBoard
 from tests.support.tiny import TINY

@@ -12,8 +12,7 @@ from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 from megalite.topology.topology import Launch
 from megalite.training import trainer
-from megalite.training.memory import explaining_out_of_memory
-from megalite.training.out_of_memory import OutOfMemoryError, explained, predicted, remedies
+from megalite.training.memory import OutOfMemoryError, explained, explaining_out_of_memory, predicted, remedies
 from tests.support.tiny import TINY
 
 CPU_ERROR = (

@@ -21,8 +21,7 @@ from megalite.data_parallel.zero import DistributedOptimizer
 from megalite.optimizers.adam import AdamW
 from megalite.optimizers.schedules import Progress
 from megalite.topology.layout import ShardSpec
-from megalite.training.build import _flat_parameter
-from megalite.training.replica import Replica
+from megalite.training.replica import Replica, _flat_parameter
 from megalite.training.resume import load
 from megalite.training.saving import save
 from tests.support.ranks import RankContext, run_ranks
