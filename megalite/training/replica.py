@@ -41,7 +41,6 @@ class Precision:
 
     @classmethod
     def of(cls, name: str) -> "Precision":
-        """The formats behind `fp32`, `bf16`, `fp16` or `fp64`."""
         return cls(_FORMATS[name], torch.float64 if name == "fp64" else torch.float32)
 
 
@@ -118,10 +117,6 @@ class Programs:
 
     At the start the smallest and the largest are made and proved, and it is asked whether the schedule takes the numbers
     in between; their programs follow when they are first used. (The largest needs most memory.)
-
-    Raises:
-        ConfigError: the schedule cannot take a number of microbatches that the run will have, is not valid, or needs
-            more memory than pipeline_memory_limit.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -176,14 +171,12 @@ class Replica:
     scaler: LossScaler
 
     def schedule_of(self, batch_size: int) -> Schedule:
-        """What the pipeline does in a step with that many samples."""
         assert self.config.parallel.dp is not None
         each = self.config.training.micro_batch_size * self.config.parallel.dp
         return self.programs.program(batch_size // each).schedule
 
     @property
     def packs_documents(self) -> bool:
-        """Samples hold whole documents, and say where."""
         return self.config.data.packing == "best-fit"
 
     @property
@@ -256,12 +249,7 @@ Modules = tuple[dict[int, GPTStage], Kernels, tuple[str, ...]]
 
 
 def build_modules(config: RunConfig, topology: Topology, programs: Programs) -> Modules:
-    """What a rank computes with, before anything moves it.
-
-    Raises:
-        ConfigError: a kernel that was asked for cannot be had, or does not take what a stage needs of it: perhaps on some
-            ranks alone.
-    """
+    """What a rank computes with, before anything moves it. A ConfigError, of a kernel, may be of some ranks alone."""
     kernels = Kernels(kernel_requests(config.compute.kernels))
     kernels.check(topology.device)
     stages = build_stages(config, programs.stages, topology, Precision.of(config.training.precision), kernels)
@@ -277,12 +265,9 @@ def build_replica(
     *,
     asked: RunConfig | None = None,
 ) -> Replica:
-    """Everything of this rank for a validated config whose vocab_size is set.
+    """Everything of this rank for a validated config whose vocab_size is set, on the topology of `layout_of(config)`.
 
-    Args:
-        topology: of `layout_of(config)`.
-        programs, modules: if they have been made already.
-        asked: the config before it was resolved; default: nothing in it was derived.
+    `asked` is the config before it was resolved; default: nothing in it was derived.
     """
     programs = programs or Programs(config)
     stages, kernels, computes = modules or build_modules(config, topology, programs)

@@ -33,10 +33,7 @@ _SOURCES = ("data_path", "train_data_path", "mock_data")
 def data_changes(saved: Mapping[str, Any], config: RunConfig, *, dp: Any = None) -> list[str]:
     """A line for each difference between the training samples of a checkpoint's run and of this one from here on.
 
-    Args:
-        saved: the config in the checkpoint's manifest.
-        config: of the run that continues.
-        dp: data-parallel size of the checkpoint's run, for a global batch that its config leaves open.
+    `dp` is that of the checkpoint's run, for a global batch that its config leaves open.
     """
     # A setting that came after the checkpoint was written had its default's meaning.
     before = {
@@ -93,11 +90,7 @@ def _shown(value: Any) -> str:
 
 
 def resume(replica: Replica, *, tokenizer: str | None, log: Callable[[str], None]) -> Progress:
-    """Continue from what `load` says, or from step 0 where it is empty and may be.
-
-    Raises:
-        CheckpointError: as `load`.
-    """
+    """Continue from what `load` says, or from step 0 where it is empty and may be."""
     checkpoint = replica.config.checkpoint
     assert checkpoint.load is not None
     try:
@@ -118,8 +111,7 @@ def load(replica: Replica, folder: Path, *, tokenizer: str | None, log: Callable
     With `finetune` only the weights are loaded and the run starts at 0. Else the log says where the run will read other
     samples than the one that it continues; that is legal.
 
-    Raises:
-        CheckpointError: nothing there, damage, or another model; the same on every rank.
+    A CheckpointError is the same on every rank.
     """
     config, topology = replica.config, replica.topology
     checkpoint = find_checkpoint(
@@ -175,11 +167,7 @@ def _load_counters(replica: Replica, checkpoint: Checkpoint) -> Progress:
 
 
 def check_same_model(checkpoint: Checkpoint, model: ModelConfig, *, finetune: bool = False) -> None:
-    """The checkpoint's model section must describe the same network.
-
-    Raises:
-        CheckpointError: naming each field that differs with both values.
-    """
+    """The checkpoint's model section must describe the same network."""
     # A setting that came after the checkpoint was written: it had its default's meaning.
     section = checkpoint.manifest.config.get("model", {})
     if not isinstance(section, dict):
@@ -212,9 +200,6 @@ def load_states(replica: Replica, checkpoint: Checkpoint, *, with_optimizer: boo
 
     What a checkpoint of another strategy or optimizer does not have starts over, what differs between its replicas
     is averaged where the number of replicas is another or they share it, and the log says so.
-
-    Raises:
-        CheckpointError: something that must be there is not, or does not fit.
     """
     notes: dict[str, None] = {}
     with replica.strategy.main_in_memory():
@@ -331,11 +316,8 @@ def _load_tensor(state: TensorState, checkpoint: Checkpoint, notes: dict[str, No
 def _read_range(
     checkpoint: Checkpoint, key: str, placed: Placed, first: int, target: torch.Tensor, *, replica: int | None = None
 ) -> None:
-    """The elements of a parameter that lie in `target`, which holds a bucket's from `first` on.
-
-    Args:
-        replica: the tensor has a leading dimension, and they are in this place of it.
-    """
+    """The elements of a parameter that lie in `target`, which holds a bucket's from `first` on; of one `replica`, where the
+    tensor has a leading dimension over them."""
     spec = placed.parameter.info.spec
     start, stop = max(placed.start, first), min(placed.stop, first + target.numel())
     position = start - first

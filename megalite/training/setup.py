@@ -46,9 +46,6 @@ def leads_node(world: Group, device: torch.device, *, node: str | None = None) -
 
     By the hosts' names rather than LOCAL_RANK, which two launchers on one host may both count from 0.
 
-    Args:
-        node: name of this host, if it is not to be asked.
-
     Collectives: a gather over the world.
     """
     names = world.gather_json(platform.node() if node is None else node, device)
@@ -65,16 +62,7 @@ def prepare_indices(
     the background during the epoch before. A rank that finds none later (where the folder cannot be written, or has been
     emptied since) makes its own in memory: the samples are the same.
 
-    Args:
-        needs: what will be read; nothing on ranks that have opened no data.
-        notes: what the datasets of this rank have to say, filled as they do, also after this.
-        leads: this rank is the first of its node.
-
-    Returns:
-        what the log should say: the notes of all ranks.
-
-    Raises:
-        ConfigError: an index cannot be made, or cannot be kept where the user wants it; the same on every rank.
+    `notes` are what the datasets of this rank have to say, filled as they do, also after this. Returns those of all ranks.
 
     Collectives: three gathers over the world.
     """
@@ -109,11 +97,7 @@ class Loaders:
 
 
 def resolve(config: RunConfig, *, world_size: int, explicit: frozenset[str]) -> tuple[RunConfig, Tokenizer | None]:
-    """The complete, legal config of a run on `world_size` ranks, and its tokenizer.
-
-    Raises:
-        ConfigError: anything that the settings alone, or the tokenizer's files, make impossible.
-    """
+    """The complete, legal config of a run on `world_size` ranks, and its tokenizer."""
     validate(config, world_size, explicit, startable=True)
     data, tokenizer = config.data, None
     if any((data.tokenizer_type, data.tokenizer_model, data.vocab_file, data.merge_file, data.tiktoken_pattern)):
@@ -131,11 +115,7 @@ def resolve(config: RunConfig, *, world_size: int, explicit: frozenset[str]) -> 
 
 
 def open_data(replica: Replica, tokenizer: Tokenizer | None) -> Loaders:
-    """Open the datasets on the ranks that read them, and on the first rank of each node.
-
-    Raises:
-        ConfigError: the same on every rank, whichever of them found the fault.
-    """
+    """Open the datasets on the ranks that read them, and on the first rank of each node."""
     topology = replica.topology
     error: ConfigError | None = None
     loaders = Loaders()
@@ -199,11 +179,7 @@ def _open(replica: Replica, tokenizer: Tokenizer | None) -> Loaders:
 def open_reports(
     replica: Replica, instruments: Instruments, *, step: int, total: int, log: Callable[[str], None]
 ) -> list[MetricSink]:
-    """Rank 0's sinks; the others have none, but hear of it if rank 0 cannot write. The instruments open their files.
-
-    Raises:
-        ConfigError: something cannot be written; the same on every rank.
-    """
+    """Rank 0's sinks; the others have none, but hear of it if rank 0 cannot write. The instruments open their files."""
     topology = replica.topology
     sinks: list[MetricSink] = []
     found: ConfigError | None = None

@@ -171,9 +171,6 @@ def compare_replicas(replica: Replica, step: int) -> None:
     """After `step`: replicas that must be equal are.
 
     Collectives: those of `check_replicas`.
-
-    Raises:
-        ReplicasDifferError: as `check_replicas`.
     """
     strategy = replica.strategy
     if strategy.replicas_agree:
