@@ -101,13 +101,12 @@ def hold() -> None:
     lib.pthread_mutex_lock(mutex)
 
 
-def held(note: str, patience: float, starts: bool) -> None:
+def held(note: str, patience: float) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background have it ignored
     stops = StopRequests(signals=["SIGTERM"], patience=patience)
     stops.last_words = lambda request, text: Path(note).write_text(f"{request.cause}: {text}")
     with stops.listen():
-        if starts:
-            stops.started()
+        stops.started()
         Path(f"{note}.ready").touch()
         hold()
 
@@ -115,7 +114,7 @@ def held(note: str, patience: float, starts: bool) -> None:
 def status_of(tmp_path: Path, act: Callable[[int], None], patience: float = 60.0) -> tuple[int | None, str]:
     """Exit status and last words of a process that is held, after something has been done to it."""
     note = tmp_path / "note"
-    process = fork_server().Process(target=held, args=(str(note), patience, True))
+    process = fork_server().Process(target=held, args=(str(note), patience))
     process.start()
     try:
         end = time.monotonic() + 30.0

@@ -2,42 +2,21 @@
 
 import itertools
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megalite.config.run import RunConfig
 from megalite.optimizers.schedules import Schedules
 from megalite.partition.pipeline import schedule_of
-from megalite.pipeline.ir.actions import Action
-from megalite.pipeline.ir.generators.one_chunk import one_f_one_b
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.schedule import Schedule
-from megalite.pipeline.ir.simulate import Costs, Event, simulate
+from megalite.pipeline.ir.simulate import Costs, simulate
 from megalite.training.step import Stepper
-from megalite.training.trace import ActionTimer, TraceWriter, bubble_fraction, measured_costs
+from megalite.training.trace import TraceWriter, bubble_fraction, measured_costs
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import Runner, build, tiny_config
-
-
-def test_the_timer_notes_between_begin_and_take() -> None:
-    timer = ActionTimer(torch.device("cpu"))
-    first, second = Action.parse("0F0"), Action.parse("0B0")
-    timer.start(first)  # not begun: not noted
-    timer.end(first)
-    for _ in range(2):
-        timer.begin()
-        timer.start(first)
-        time.sleep(0.002)
-        timer.end(first)
-        timer.start(second)
-        timer.end(second)
-        (one, begin, end), (other, start, _) = timer.take()
-        assert (one, other) == (first, second)
-        assert 0.0 <= begin < begin + 0.002 <= end <= start
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
@@ -95,11 +74,6 @@ def test_a_step_on_four_ranks(tmp_path: Path) -> None:
             slices.sort(key=lambda e: e["ts"])
             for before, after in itertools.pairwise(slices):
                 assert before["ts"] + before["dur"] <= after["ts"] + 1e-3
-
-
-def test_events_of_one_rank() -> None:
-    events = [Event(0, action, 2.0 * i, 2.0 * i + 1) for i, action in enumerate(one_f_one_b(1, 2).actions[0])]
-    assert bubble_fraction(events) == pytest.approx(1 - 4 / 7)
 
 
 def build_schedule(config: RunConfig) -> Schedule:
