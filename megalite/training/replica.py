@@ -1,7 +1,8 @@
 """`Replica`: this rank's share of the network with everything that moves it: programs, stages, gradients, optimizer."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from megalite.config.batch import microbatch_counts
 from megalite.config.compute import kernel_requests
 from megalite.config.describe import without_credentials, without_derived
+from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 from megalite.data_parallel.facts import bucket_size
 from megalite.data_parallel.shards import OptimizerShard, StrategyGroups, StrategyOptions, placed_in
@@ -27,6 +29,7 @@ from megalite.pipeline.ir.schedule import Program, Schedule
 from megalite.pipeline.ir.validate import validate
 from megalite.tensor_parallel.deferred_weight_gradients import DeferredWeightGradients
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter, attach_deferred
+from megalite.topology.group import Group
 from megalite.topology.topology import Topology
 
 _FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -110,6 +113,22 @@ def _flat_parameter(shard: OptimizerShard) -> FlatParameter:
         )
     kind = shard.bucket.kind
     return FlatParameter(shard.main_param, kind.decay, tuple(segments), kind.orthogonal)
+
+
+@contextmanager
+def agreeing(world: Group, device: torch.device, kinds: type[Exception] = ConfigError) -> Iterator[None]:
+    """Inside, ranks work each for themselves: an error of these kinds on any of them is raised on all of them at the end.
+
+    Without it the ranks without the fault would wait for ever in the next collective.
+
+    Collectives: `Group.agree`, at the end.
+    """
+    found: Exception | None = None
+    try:
+        yield
+    except kinds as error:
+        found = error
+    world.agree(found, device)
 
 
 class Programs:

@@ -22,7 +22,7 @@ from megalite.data_parallel.facts import Placement
 from megalite.data_parallel.shards import OptimizerShard, placed_in
 from megalite.data_parallel.strategy import FlatState, TensorState
 from megalite.optimizers.schedules import Progress
-from megalite.training.replica import Replica
+from megalite.training.replica import Replica, agreeing
 from megalite.training.state_tensors import flat_states, tensor_spec, tensor_states
 
 _ORDER = {"training": ("seed", "seq_length"), "data": ("split", "packing", "data_order")}
@@ -130,12 +130,9 @@ def load(replica: Replica, folder: Path, *, tokenizer: str | None, log: Callable
         raise CheckpointError(
             f"{checkpoint.path} holds weights alone, no optimizer state to continue from; add --finetune"
         )
-    error, notes = None, list[str]()
-    try:
+    notes: list[str] = []
+    with agreeing(topology.world, topology.device, CheckpointError):
         load_states(replica, checkpoint, with_optimizer=not finetune, log=notes.append)
-    except CheckpointError as found:
-        error = found
-    topology.world.agree(error, topology.device)
     log(f"loaded {checkpoint.path} (written by {_describe(manifest.layout)})")
     progress = Progress(0, 0)
     if not finetune:

@@ -21,7 +21,7 @@ from megalite.config.exit_codes import NO_PROGRESS
 from megalite.config.run import RunConfig
 from megalite.optimizers.schedules import Progress
 from megalite.topology.group import Group
-from megalite.training.replica import Replica
+from megalite.training.replica import Replica, agreeing
 from megalite.training.saving import Saver
 from megalite.training.sinks import last_records
 
@@ -191,15 +191,12 @@ class SaveFolder:
         self._lock: int | None = None
         self._guard: RestartGuard | None = None
         config, topology = replica.config, replica.topology
-        found: ConfigError | None = None
-        if topology.rank == 0:
+        with agreeing(topology.world, topology.device):
             try:
-                self._take(Path(str(config.checkpoint.save)))
-            except ConfigError as error:
-                found = error
+                if topology.rank == 0:
+                    self._take(Path(str(config.checkpoint.save)))
             except OSError as error:
-                found = ConfigError(f"cannot write to {config.checkpoint.save}: {error.strerror}")
-        topology.world.agree(found, topology.device)
+                raise ConfigError(f"cannot write to {config.checkpoint.save}: {error.strerror}") from None
         try:
             require_progress(
                 self._guard, progress.step, config.logging.run_dir, world=topology.world, device=topology.device

@@ -24,7 +24,7 @@ from megalite.tokenizers.base import Tokenizer
 from megalite.topology.group import Group
 from megalite.topology.layout import sequence_spans
 from megalite.training.instruments import Instruments
-from megalite.training.replica import Replica
+from megalite.training.replica import Replica, agreeing
 from megalite.training.sinks import BestEffort, JsonLines, MetricSink
 from megalite.training.stopping import reserve_ending
 
@@ -67,15 +67,11 @@ def prepare_indices(
     Collectives: three gathers over the world.
     """
     for turn in (world.rank == 0, leads and world.rank != 0):
-        error: ConfigError | None = None
-        try:
+        with agreeing(world, device):
             for source, first, stop in needs if turn else ():
                 prepare: Callable[..., None] | None = getattr(source, "prepare", None)
                 if prepare is not None:
                     prepare(first, stop, epochs=_EPOCHS)
-        except ConfigError as found:
-            error = found
-        world.agree(error, device)
     everything = world.gather_json(notes, device)
     notes.clear()
     return list(dict.fromkeys(note for of_rank in everything for note in of_rank))
@@ -116,17 +112,13 @@ def resolve(config: RunConfig, *, world_size: int, explicit: frozenset[str]) -> 
 
 def open_data(replica: Replica, tokenizer: Tokenizer | None) -> Loaders:
     """Open the datasets on the ranks that read them, and on the first rank of each node."""
-    topology = replica.topology
-    error: ConfigError | None = None
-    loaders = Loaders()
-    if leads_node(topology.world, topology.device) or replica.reads_data:
+    topology, loaders = replica.topology, Loaders()
+    needs = leads_node(topology.world, topology.device) or replica.reads_data
+    with agreeing(topology.world, topology.device):
         try:
-            loaders = _open(replica, tokenizer)
-        except ConfigError as found:
-            error = found
-        except OSError as found:
-            error = ConfigError(f"cannot read {found.filename or 'the data'}: {found.strerror or found}")
-    topology.world.agree(error, topology.device)
+            loaders = _open(replica, tokenizer) if needs else loaders
+        except OSError as error:
+            raise ConfigError(f"cannot read {error.filename or 'the data'}: {error.strerror or error}") from None
     return loaders
 
 
@@ -182,14 +174,10 @@ def open_reports(
     """Rank 0's sinks; the others have none, but hear of it if rank 0 cannot write. The instruments open their files."""
     topology = replica.topology
     sinks: list[MetricSink] = []
-    found: ConfigError | None = None
-    try:
+    with agreeing(topology.world, topology.device):
         instruments.open(total)
         if topology.rank == 0:
             sinks = _open_sinks(replica, step=step, log=log)
-    except ConfigError as error:
-        found = error
-    topology.world.agree(found, topology.device)
     return sinks
 
 

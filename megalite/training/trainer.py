@@ -25,7 +25,7 @@ from megalite.training.hang_watch import HangWatch, begin_watch
 from megalite.training.instruments import Instruments
 from megalite.training.memory import explaining_out_of_memory, keep_freed_memory
 from megalite.training.non_finite import NonFiniteError
-from megalite.training.replica import Programs, Replica, build_modules, build_replica
+from megalite.training.replica import Programs, Replica, agreeing, build_modules, build_replica
 from megalite.training.reporter import LossSpikes, Reporter, SpeedMeter
 from megalite.training.setup import describe, open_data, open_reports, prepare_data, resolve
 from megalite.training.sinks import last_records
@@ -158,8 +158,7 @@ class Trainer:
             )
             world = dataclasses.replace(world, heartbeat=watch.heartbeat)
         self._roll = RollCall.open(world, launch, device)
-        found: Exception | None = None
-        try:
+        with agreeing(world, device, Exception):
             if parallel.elastic:
                 assert self._take_layout is not None, "an elastic run needs the planner's take_layout"
                 config, explicit = self._take_layout(
@@ -167,9 +166,6 @@ class Trainer:
                 )
             config, tokenizer = resolve(config, world_size=launch.world_size, explicit=explicit)
             programs, layout = Programs(config), layout_of(config)
-        except Exception as error:
-            found = error
-        world.agree(found, device)
         topology = Topology.create(
             layout,
             rank=launch.rank,
@@ -178,11 +174,8 @@ class Trainer:
             timeout_minutes=config.parallel.distributed_timeout_minutes,
             heartbeat=watch.heartbeat,
         )
-        try:
+        with agreeing(world, device):  # on kernels, which one stage may need and another not
             modules = build_modules(config, topology, programs)
-        except ConfigError as error:
-            found = error  # of kernels, which one stage may need and another not
-        world.agree(found, device)
         self.replica = build_replica(config, topology, programs, modules, asked=self.config)
         self.config = config
         return tokenizer
@@ -230,12 +223,8 @@ class Trainer:
         stack.push(lambda _, error, __: self._explain(error))
 
     def _open_folder(self, tokenizer: str | None) -> None:
-        found: ConfigError | None = None
-        try:
+        with agreeing(self.replica.topology.world, self.replica.topology.device):
             self.stops.refuse_old_file()
-        except ConfigError as error:
-            found = error
-        self.replica.topology.world.agree(found, self.replica.topology.device)
         self.saver: Saver | None = None
         self._folder: SaveFolder | None = None
         if self.config.checkpoint.save is None:
