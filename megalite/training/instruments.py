@@ -55,10 +55,8 @@ class Straggler:
 class Timings:
     """Collects every rank's phases once an interval.
 
-    Args:
-        apart: ranks take steps without waiting for one another: then rank 0 reports its own phases, and nothing is
-            gathered.
-        threshold: from which factor on a rank is called a straggler.
+    Where ranks step `apart`, without waiting for one another, rank 0 reports its own phases, and nothing is gathered. From a
+    factor of `threshold` on a rank is called a straggler.
 
     Collectives: a gather of the hosts' names, unless `apart`.
     """

@@ -10,7 +10,6 @@ import torch
 from megalite.checkpoint.load import Checkpoint, find_checkpoint
 from megalite.checkpoint.manifest import CheckpointMissing, optimizer_key, weight_key
 from megalite.checkpoint.safetensors_file import DTYPE_NAMES, TORCH_DTYPES
-from megalite.checkpoint.tiling import flat_boxes, volume
 from megalite.config.data import DEFAULT_SPLIT, DataConfig
 from megalite.config.errors import CheckpointError, ConfigError
 from megalite.config.model import TRAINING_FIELDS, ModelConfig
@@ -23,7 +22,7 @@ from megalite.data_parallel.shards import OptimizerShard, placed_in
 from megalite.data_parallel.strategy import FlatState, TensorState
 from megalite.optimizers.schedules import Progress
 from megalite.training.replica import Replica, agreeing
-from megalite.training.state_tensors import flat_states, tensor_spec, tensor_states
+from megalite.training.state_tensors import boxes_in, flat_states, tensor_spec, tensor_states
 
 _ORDER = {"training": ("seed", "seq_length"), "data": ("split", "packing", "data_order")}
 """Settings that the order of samples is a function of, by section."""
@@ -315,16 +314,11 @@ def _read_range(
 ) -> None:
     """The elements of a parameter that lie in `target`, which holds a bucket's from `first` on; of one `replica`, where the
     tensor has a leading dimension over them."""
-    spec = placed.parameter.info.spec
-    start, stop = max(placed.start, first), min(placed.stop, first + target.numel())
-    position = start - first
-    for box in flat_boxes(spec.shape, start - placed.start, stop - placed.start):
-        bounds = tuple((base + a, base + b) for (base, _), (a, b) in zip(spec.slice, box, strict=True))
-        size, shape = volume(box), tuple(after - before for before, after in box)
-        if replica is not None:
-            bounds, shape = ((replica, replica + 1), *bounds), (1, *shape)
-        checkpoint.read_into(target[position : position + size].view(shape), key, bounds)
-        position += size
+    for part, values in boxes_in(placed, target, first):
+        if replica is None:
+            checkpoint.read_into(values, key, part.slice)
+        else:
+            checkpoint.read_into(values.unsqueeze(0), key, ((replica, replica + 1), *part.slice))
 
 
 def main_key(placed: Placed, checkpoint: Checkpoint) -> str:

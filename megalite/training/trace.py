@@ -73,13 +73,7 @@ def _seconds(origin: Any, mark: Any) -> float:
 
 
 class TraceWriter:
-    """Traces chosen steps: one file each, with a track per pipeline rank, measured and simulated.
-
-    Args:
-        steps: numbers of the steps to trace.
-        folder: of the run; rank 0 writes there.
-        log: prints a line; called on rank 0 alone.
-    """
+    """Traces chosen steps: one file each, with a track per pipeline rank, measured and simulated; rank 0 writes them."""
 
     def __init__(self, topology: Topology, *, steps: Sequence[int], folder: Path, log: Callable[[str], None]) -> None:
         self._topology, self._folder, self._log = topology, folder, log
@@ -160,10 +154,8 @@ class StepProfiler:
     """Profiles the steps from `first` to `last` of this rank; both begin and finish are called for each step.
 
     In the step before, the profiler warms up: what its start costs is not in the trace. The file of rank R is
-    `<run_dir>/profile/rank-R-steps-A-B.json`, Chrome's format, for ui.perfetto.dev, with a table for each device.
-
-    Args:
-        clock: gives computations and phases names while the profiler runs.
+    `<run_dir>/profile/rank-R-steps-A-B.json`, Chrome's format, for ui.perfetto.dev, with a table for each device. The clock
+    gives computations and phases names while the profiler runs.
     """
 
     def __init__(self, run_dir: Path, *, rank: int, first: int, last: int, clock: PhaseClock) -> None:
