@@ -8,19 +8,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from megalite.config.errors import ConfigError
-from megalite.config.registry import Registry
 from megalite.pipeline.executor import Tracer
 from megalite.topology.layout import ParallelLayout
 from megalite.topology.topology import Topology
 from megalite.training.goodput import FAILED, FINISHED, STOPPED, SessionLog
 from megalite.training.memory import memory_now, peak_memory_bytes
-from megalite.training.phases import PHASES, PhaseClock, Together
 from megalite.training.replica import Replica
+from megalite.training.trace import PHASES, PhaseClock, StepProfiler, Together, TraceWriter
 
 _EACH_STEP = ("forward", "backward", "reduce", "optimizer", "data_wait", "other")
 """In ms a step; the others, which come now and then, in seconds of the interval."""
@@ -30,10 +28,6 @@ _COLUMNS = (*PHASES, "other", "memory")
 _NAMED_PEERS = 8
 _HISTORY = 200_000
 """Allocations that record_memory_history keeps."""
-
-_TRACING: Registry[Any] = Registry(
-    "tracing", {"profile": "megalite.training.trace:StepProfiler", "trace": "megalite.training.trace:TraceWriter"}
-)
 
 Report = tuple[dict[str, float], list[str]]
 """What an interval adds to its record, and lines for the log. The record: `<phase>_ms`, the most over ranks, and
@@ -175,16 +169,17 @@ class Instruments:
         self.clock = PhaseClock(topology.device)
         self._timings: Timings | None = None
         self._sessions: SessionLog | None = None
-        self._profiler = self.traces = None
+        self._profiler: StepProfiler | None = None
+        self.traces: TraceWriter | None = None
         if logging.trace:
             assert logging.run_dir is not None, "validate() asks for it"
             steps = [step + traced for traced in logging.trace_steps]
-            self.traces = _TRACING.get("trace")(topology, steps=steps, folder=Path(logging.run_dir), log=log)
+            self.traces = TraceWriter(topology, steps=steps, folder=Path(logging.run_dir), log=log)
         if logging.timing_log_level:
             self._timings = Timings(self.clock, topology, apart=apart, threshold=logging.straggler_threshold)
         if logging.profile and topology.rank in logging.profile_ranks:
             assert logging.run_dir is not None, "validate() asks for it"
-            self._profiler = _TRACING.get("profile")(
+            self._profiler = StepProfiler(
                 Path(logging.run_dir),
                 rank=topology.rank,
                 first=step + logging.profile_step_start,

@@ -269,6 +269,7 @@ class Stepper:
                 replica.programs.program(microbatches, evaluation=evaluation),
                 rank=replica.topology.pp.rank,
                 edges=replica.topology.edges,
+                # An executor is kept over steps, and must not keep a batch.
                 forward=lambda *arguments: self._forward(*arguments),
                 activation_shape=any_stage.activation_shape(replica.config.training.micro_batch_size),
                 dtype=replica.precision.compute,
@@ -291,6 +292,7 @@ class Stepper:
             if part is not None:
                 totals[index] = part
         over.all_reduce(totals)
+        # The one place of a step where the host waits for the device.
         return totals.tolist()
 
     def _scheduled(self, before: Progress, after: Progress) -> Progress:

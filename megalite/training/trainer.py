@@ -148,6 +148,7 @@ class Trainer:
         timeout = parallel.distributed_timeout_minutes
         start_distributed(launch, device, backend=parallel.distributed_backend, timeout_minutes=timeout)
         watch = HangWatch()
+        # Closed last: leaving the process groups can stand still too.
         stack.push(lambda _, error, __: watch.close(agreed=_all_ranks_end(error)))
         stack.push(lambda _, error, __: stop_distributed(agreed=_all_ranks_end(error)))
         world = Group("world", tuple(range(launch.world_size)), launch.rank)

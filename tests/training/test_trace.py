@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-import megalite.training.phases as phases_module
+import megalite.training.trace as trace_module
 from megalite.config.run import RunConfig
 from megalite.optimizers.schedules import Schedules
 from megalite.partition.pipeline import schedule_of
@@ -21,9 +21,8 @@ from megalite.topology.group import Group
 from megalite.topology.layout import ParallelLayout
 from megalite.training import instruments
 from megalite.training.instruments import Timings, compare, units
-from megalite.training.phases import PHASES, PhaseClock, Together
 from megalite.training.step import Stepper
-from megalite.training.trace import TraceWriter, bubble_fraction, measured_costs
+from megalite.training.trace import PHASES, PhaseClock, Together, TraceWriter, bubble_fraction, measured_costs
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import Runner, build, tiny_config
 
@@ -34,7 +33,7 @@ CPU = torch.device("cpu")
 def hand(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A clock that is moved by hand."""
     now = [100.0]
-    monkeypatch.setattr(phases_module.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(trace_module.time, "perf_counter", lambda: now[0])
     return now
 
 
