@@ -16,8 +16,7 @@ from megalite.config.exit_codes import INTERRUPTED
 from megalite.config.flags import Invocation, parse_arguments
 from megalite.config.registry import Registry
 from megalite.config.run import RunConfig
-from megalite.training.ending import write_ending
-from megalite.training.stopping import StopRequests, StopRun
+from megalite.training.stopping import StopRequests, StopRun, write_ending
 from megalite.watchdog.processes import started_at
 
 _IMPORTED = time.time()

@@ -106,7 +106,7 @@ class SanitizedGroup(Group):
     """
 
     forgotten: list[str] = field(default_factory=list)
-    """Operations that nobody can wait for any more."""
+    """Operations that can no longer be waited for."""
     _random: random.Random = field(default_factory=lambda: random.Random(1), repr=False)
 
     def delay(self) -> None:

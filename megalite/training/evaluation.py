@@ -23,9 +23,7 @@ def read_batches(
     """This rank's microbatches of one global batch (none where it reads no data), and the seconds that the rank which
     waited longest for its own has waited: all the others wait for it in the step.
 
-    Args:
-        scope: the ranks that take this batch together: the world in evaluation, in training the strategy's.
-        stops: what this rank has been asked; None where ranks of `scope` are not all ranks.
+    `scope`: the ranks that take this batch together. `stops` is None where those are not all ranks.
 
     Collectives: a max all-reduce of three numbers over `scope`; on a fault a gather.
 
@@ -63,9 +61,6 @@ def meet(stops: StopRequests, topology: Topology) -> None:
     """Where ranks that step apart have come together: learn whether one has been asked to stop.
 
     Collectives: a max all-reduce of one number over the world.
-
-    Raises:
-        StopRun: the same on every rank.
     """
     asked = torch.tensor([stops.number], device=topology.device)
     topology.world.all_reduce(asked, op="max")
@@ -74,12 +69,7 @@ def meet(stops: StopRequests, topology: Topology) -> None:
 
 
 class Evaluator:
-    """The loss over the first eval_iters global batches of a split: the same ones each time.
-
-    Args:
-        loader: None on ranks that read no data.
-        stops: looked at before each batch.
-    """
+    """The loss over the first eval_iters global batches of a split: the same ones each time."""
 
     def __init__(
         self, replica: Replica, stepper: Stepper, loader: BatchLoader | None, stops: StopRequests | None = None
@@ -96,11 +86,7 @@ class Evaluator:
             self._loader.prefetch(0, self._size)
 
     def loss(self) -> float:
-        """The mean over the batches; the same on every rank.
-
-        Raises:
-            ConfigError, StopRun: as `read_batches`.
-        """
+        """The mean over the batches; the same on every rank."""
         losses: list[float] = []
         stop = self._batches * self._size
         with self._strategy.consensus():

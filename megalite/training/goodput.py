@@ -67,17 +67,14 @@ class Goodput:
 
     @property
     def fraction(self) -> float:
-        """The goodput."""
         return self.steps / self.wall if self.wall > 0.0 else 0.0
 
     @property
     def other(self) -> float:
-        """What is none of the parts."""
         parts = self.steps + self.startup + self.evaluation + self.save + self.lost + self.gaps
         return max(0.0, self.wall - parts)
 
     def in_words(self) -> str:
-        """One line of a log."""
         parts = [f"start-up {self.startup:.1f} s"]
         parts += [f"evaluation {self.evaluation:.1f} s"] if self.evaluation else []
         parts += [f"saving {self.save:.1f} s"] if self.save else []
@@ -125,19 +122,8 @@ def read_sessions(folder: Path) -> list[Session]:
 
 
 class SessionLog:
-    """The session under way, after those that were. Made before metrics.jsonl drops the steps that are made again: their
-    time is read there.
-
-    Args:
-        folder: of the run; None: nothing is written.
-        started: time of day of this start.
-        step: where it stands.
-        resumes: it continues a run; else what was in the folder is forgotten.
-        log: prints a line.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """The session under way, after those that were; without a `folder` nothing is written, and unless it `resumes` what was
+    there is forgotten. Made before metrics.jsonl drops the steps that are made again: their time is read there."""
 
     def __init__(
         self,
@@ -180,7 +166,6 @@ class SessionLog:
             self.session.startup_seconds = max(0.0, time.time() - self.session.started - spent)
 
     def step(self, number: int, seconds: float) -> None:
-        """A step was made."""
         self.session.last_step = number
         self.session.steps_seconds += seconds
 

@@ -61,7 +61,6 @@ class FlightRecorder:
                 return
 
     def close(self) -> None:
-        """End the thread."""
         self._closed.set()
         self._thread.join()
 
@@ -113,11 +112,7 @@ class HangWatch:
 
 class _Watcher:
     """The watching process of this host, itself watched by a thread of each rank: one that has ended or is stopped is
-    reported, and the rank that started it starts another, which finds the heartbeats where they were.
-
-    Args:
-        leads: this rank starts it.
-        say: prints a line of this rank.
+    reported, and the rank that leads, which started it, starts another, which finds the heartbeats where they were.
     """
 
     def __init__(self, plan: WatchPlan, *, leads: bool, say: Callable[[str], None]) -> None:
@@ -205,16 +200,9 @@ def begin_watch(
 ) -> HangWatch:
     """Watch the ranks of this run from a separate process on each host, if hang_timeout_minutes says so.
 
-    Args:
-        run_dir: folder for the report, if the run has one.
-        log: prints a line.
-        say: prints a line of this rank.
+    `log` prints a line of the run, `say` one of this rank.
 
     Collectives: a gather over the world.
-
-    Raises:
-        ConfigError: it was asked for, on a system that it cannot work on.
-        RankError: no file can be written in the host's folder of temporary files.
     """
     if not parallel.hang_timeout:
         return HangWatch()

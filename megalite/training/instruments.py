@@ -8,19 +8,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from megalite.config.errors import ConfigError
-from megalite.config.registry import Registry
 from megalite.pipeline.executor import Tracer
 from megalite.topology.layout import ParallelLayout
 from megalite.topology.topology import Topology
 from megalite.training.goodput import FAILED, FINISHED, STOPPED, SessionLog
 from megalite.training.memory import memory_now, peak_memory_bytes
-from megalite.training.phases import PHASES, PhaseClock, Together
 from megalite.training.replica import Replica
+from megalite.training.trace import PHASES, PhaseClock, StepProfiler, Together, TraceWriter
 
 _EACH_STEP = ("forward", "backward", "reduce", "optimizer", "data_wait", "other")
 """In ms a step; the others, which come now and then, in seconds of the interval."""
@@ -30,10 +28,6 @@ _COLUMNS = (*PHASES, "other", "memory")
 _NAMED_PEERS = 8
 _HISTORY = 200_000
 """Allocations that record_memory_history keeps."""
-
-_TRACING: Registry[Any] = Registry(
-    "tracing", {"profile": "megalite.training.trace:StepProfiler", "trace": "megalite.training.trace:TraceWriter"}
-)
 
 Report = tuple[dict[str, float], list[str]]
 """What an interval adds to its record, and lines for the log. The record: `<phase>_ms`, the most over ranks, and
@@ -55,10 +49,8 @@ class Straggler:
 class Timings:
     """Collects every rank's phases once an interval.
 
-    Args:
-        apart: ranks take steps without waiting for one another: then rank 0 reports its own phases, and nothing is
-            gathered.
-        threshold: from which factor on a rank is called a straggler.
+    Where ranks step `apart`, without waiting for one another, rank 0 reports its own phases, and nothing is gathered. From a
+    factor of `threshold` on a rank is called a straggler.
 
     Collectives: a gather of the hosts' names, unless `apart`.
     """
@@ -134,11 +126,7 @@ def units(layout: ParallelLayout) -> list[list[tuple[int, ...]]]:
 
 
 def compare(seconds: Sequence[float], places: Sequence[Sequence[tuple[int, ...]]], threshold: float) -> list[Straggler]:
-    """Units that take at least `threshold` times the median of the others at their place, slowest first.
-
-    Args:
-        seconds: of each rank.
-    """
+    """Units that take at least `threshold` times the median of the others at their place, slowest first."""
     found = []
     for place in places:
         times = [max(seconds[rank] for rank in unit) for unit in place]
@@ -171,12 +159,6 @@ def _range(values: Sequence[float], scale: float, digits: int) -> str:
 class Instruments:
     """Of one rank; every rank makes them and calls them alike.
 
-    Args:
-        started: time of day at which this start of the run began.
-        step: where it stands.
-        apart: ranks take steps without waiting for one another.
-        log: prints a line; called on rank 0 alone.
-
     Collectives: those of `Timings`.
     """
 
@@ -187,22 +169,25 @@ class Instruments:
         self.clock = PhaseClock(topology.device)
         self._timings: Timings | None = None
         self._sessions: SessionLog | None = None
-        self._profiler = self.traces = None
+        self._profiler: StepProfiler | None = None
+        self.traces: TraceWriter | None = None
         if logging.trace:
             assert logging.run_dir is not None, "validate() asks for it"
             steps = [step + traced for traced in logging.trace_steps]
-            self.traces = _TRACING.get("trace")(topology, steps=steps, folder=Path(logging.run_dir), log=log)
+            self.traces = TraceWriter(topology, steps=steps, folder=Path(logging.run_dir), log=log)
         if logging.timing_log_level:
             self._timings = Timings(self.clock, topology, apart=apart, threshold=logging.straggler_threshold)
         if logging.profile and topology.rank in logging.profile_ranks:
             assert logging.run_dir is not None, "validate() asks for it"
-            self._profiler = _TRACING.get("profile")(
+            self._profiler = StepProfiler(
                 Path(logging.run_dir),
                 rank=topology.rank,
                 first=step + logging.profile_step_start,
                 last=step + logging.profile_step_end - 1,
                 clock=self.clock,
             )
+
+        self._times = self._timings is not None or self._profiler is not None
 
     @property
     def tracer(self) -> Tracer | None:
@@ -212,10 +197,6 @@ class Instruments:
             return timer
         return self.clock if timer is None else Together(self.clock, timer)
 
-    @property
-    def _times(self) -> bool:
-        return self._timings is not None or self._profiler is not None
-
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Around what a step does beside its program."""
         return self.clock.phase(name) if self._times else nullcontext()
@@ -223,8 +204,7 @@ class Instruments:
     def open(self, total_steps: int) -> None:
         """Before the first step, and before the sinks open their files: begin the account of this start of the run.
 
-        Raises:
-            ConfigError: a file cannot be written, on some ranks perhaps.
+        A ConfigError may be of some ranks alone.
         """
         topology, config = self._replica.topology, self._replica.config
         for traced in sorted(self.traces.steps if self.traces else ()):

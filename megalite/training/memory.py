@@ -1,22 +1,25 @@
-"""Memory of this rank, of its GPU or of the host."""
+"""Memory of this rank, of its GPU or of the host, and what is said where it runs out."""
 
 import ctypes
 import platform
+import re
 import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from megalite.config.registry import Registry
+from megalite.config.batch import microbatch_counts
+from megalite.config.byte_size import format_bytes
+from megalite.config.errors import ConfigError, RankError
 from megalite.config.run import RunConfig
+from megalite.config.validate import validate
+from megalite.partition.memory import RankMemory, activation_peaks, rank_memory
+from megalite.partition.pipeline import layout_of, plan_stages, schedule_of
 from megalite.topology.topology import Launch
 
-_EXPLAINED: Registry[Callable[..., Exception]] = Registry(
-    "out of memory", {"error": "megalite.training.out_of_memory:explained"}
-)
 _STATM = Path("/proc/self/statm")
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 """Of glibc's mallopt (malloc.h)."""
@@ -62,14 +65,76 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def explaining_out_of_memory(config: RunConfig, explicit: frozenset[str], launch: Launch) -> Iterator[None]:
-    """Turns torch's error of a full device into an `OutOfMemoryError`.
-
-    Args:
-        config, explicit: as for `Trainer`.
-    """
+    """Turns torch's error of a full device into an `OutOfMemoryError`."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise _EXPLAINED.get("error")(error, config, explicit, launch) from error
+        raise explained(error, config, explicit, launch) from error
+
+
+_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ [KMGT]iB|\d+ bytes)")
+
+
+class OutOfMemoryError(RankError):
+    """This rank's device has no room for what a step needs."""
+
+
+def explained(error: BaseException, config: RunConfig, explicit: frozenset[str], launch: Launch) -> OutOfMemoryError:
+    """The message to the user, in one line; with record_memory_history that is written first."""
+    on_cuda = isinstance(error, torch.OutOfMemoryError)
+    asked = _ASKED.search(str(error))
+    parts = [
+        f"rank {launch.rank} (host {platform.node()}) ran out of {'GPU' if on_cuda else 'host'} memory"
+        f"{f' when it asked for {asked[1]}' if asked else ''}"
+    ]
+    if on_cuda:
+        device = torch.device("cuda", torch.cuda.current_device())
+        parts.append(
+            f"the device has {format_bytes(torch.cuda.get_device_properties(device).total_memory)}, at most "
+            f"{format_bytes(peak_memory_bytes(device))} were allocated"
+        )
+    plan = predicted(config, explicit, launch)
+    if plan is not None:
+        parts.append(
+            f"the planner counts {format_bytes(plan.total_bytes)} here (parameters {format_bytes(plan.parameter_bytes)}, "
+            f"gradients {format_bytes(plan.gradient_bytes)}, optimizer {format_bytes(plan.optimizer_bytes)}, activations "
+            f"{format_bytes(plan.activation_bytes + plan.workspace_bytes)}), fragments and kernels' workspaces come on top"
+        )
+    parts.append(f"use {' or '.join(remedies(config))}; megalite plan finds layouts that fit")
+    if on_cuda and config.logging.record_memory_history:
+        path = Path(str(config.logging.run_dir)) / f"out-of-memory-rank-{launch.rank}.pickle"
+        try:
+            torch.cuda.memory._dump_snapshot(str(path))
+            parts.append(f"wrote its allocations to {path} for pytorch.org/memory_viz")
+        except (OSError, RuntimeError) as fault:
+            parts.append(f"its allocations could not be written to {path}: {fault}")
+    return OutOfMemoryError("; ".join(parts))
+
+
+def predicted(config: RunConfig, explicit: frozenset[str], launch: Launch) -> RankMemory | None:
+    """The planner's memory of this rank; None where it cannot tell, as without the size of the vocabulary."""
+    try:
+        config = validate(config, launch.world_size, explicit)
+        if config.model.vocab_size is None:
+            return None
+        stages, place = plan_stages(config), layout_of(config).coordinate(launch.rank).pp
+        peaks = activation_peaks(config, stages, schedule_of(config, microbatch_counts(config)[-1]))
+        return rank_memory(config, [plan for plan in stages if plan.rank == place], peaks[place])
+    except ConfigError:
+        return None
+
+
+def remedies(config: RunConfig) -> list[str]:
+    """Settings that need less memory, those that cost least first."""
+    t, p = config.training, config.parallel
+    found = {
+        "--dp-strategy distributed-optimizer (with dp above 1)": p.dp_strategy == "all-reduce",
+        f"--micro-batch-size {t.micro_batch_size // 2}": t.micro_batch_size > 1,
+        "--sequence-parallel": p.tp > 1 and not p.sequence_parallel,
+        "--recompute-granularity selective": t.recompute_granularity == "none",
+        "--recompute-granularity full": t.recompute_granularity != "full",
+        "a larger --tp or --pp": True,
+    }
+    return [remedy for remedy, helps in found.items() if helps]

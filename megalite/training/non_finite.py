@@ -35,11 +35,7 @@ def is_finite(values: torch.Tensor) -> bool:
 
 
 def remedy(config: RunConfig, steps: int, *, in_weights: bool) -> str:
-    """What may help against a loss or gradients that are not finite after `steps` steps of the run.
-
-    Args:
-        in_weights: the weights are not finite themselves.
-    """
+    """What may help against a loss, gradients or weights that are not finite after `steps` steps of the run."""
     c = config.checkpoint
     if steps == 0:
         std = f"--init-method-std ({config.model.init_method_std:g})"
@@ -67,7 +63,6 @@ class OutputWatch:
 
     @contextmanager
     def watching(self) -> Iterator["OutputWatch"]:
-        """Inside, forwards are watched."""
         handles = []
         for number, stage in self._replica.stages.items():
             handles.append(stage.register_forward_pre_hook(partial(self._begin, number)))
@@ -95,12 +90,8 @@ def locate(
     """Where a step's NaN or infinity shows first, in words, the same on every rank; and whether the weights have it.
 
     Looked at in this order: the weights, the outputs of a second forward, the losses, and the gradients as they are now,
-    summed over the data-parallel ranks. Of each the first in the order of microbatches and of the network.
-
-    Args:
-        losses: of this rank's microbatches, in order; empty where the head is not.
-        microbatches: of this rank; empty where it reads no data.
-        outputs: has watched the second forward; None: there was none.
+    summed over the data-parallel ranks. Of each the first in the order of microbatches and of the network. `outputs` is
+    None where there was no second forward.
 
     Collectives: a gather over the strategy's scope.
     """
@@ -190,14 +181,7 @@ def require_finite(saved: Sequence[Any], step: int, *, newest: str, world: Group
 
     It reads all of it once, which takes a small part of the time that the disk does.
 
-    Args:
-        saved: `state_tensors.Saved`.
-        newest: which checkpoint there is to continue from, in words.
-
     Collectives: a gather over `world`.
-
-    Raises:
-        NonFiniteError: naming the first rank's first tensor that is not; the same on every rank.
     """
     floats = [(entry, values) for entry, values in saved if values.is_floating_point() and values.numel()]
     bad: str | None = None

@@ -1,18 +1,26 @@
 """`Replica`: this rank's share of the network with everything that moves it: programs, stages, gradients, optimizer."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+
+import torch
 
 from megalite.config.batch import microbatch_counts
 from megalite.config.compute import kernel_requests
 from megalite.config.describe import without_credentials, without_derived
+from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
-from megalite.data_parallel.strategy import DataParallelStrategy
+from megalite.data_parallel.facts import bucket_size
+from megalite.data_parallel.shards import OptimizerShard, StrategyGroups, StrategyOptions, placed_in
+from megalite.data_parallel.strategy import STRATEGIES, DataParallelStrategy, strategy_name
 from megalite.kernels.registry import Kernels
 from megalite.models.compute import apply_compute
 from megalite.models.gpt import GPTStage
 from megalite.models.recompute import Recompute
-from megalite.optimizers.base import Optimizer
+from megalite.models.shapes import is_hidden_matrix
+from megalite.optimizers.base import OPTIMIZERS, Context, FlatParameter, Optimizer, Segment
 from megalite.optimizers.schedules import LossScaler
 from megalite.partition.pipeline import lowered, plan_stages, proved, schedule_of
 from megalite.partition.stages import StagePlan
@@ -20,9 +28,107 @@ from megalite.pipeline.ir.generators.registry import forward_only
 from megalite.pipeline.ir.schedule import Program, Schedule
 from megalite.pipeline.ir.validate import validate
 from megalite.tensor_parallel.deferred_weight_gradients import DeferredWeightGradients
-from megalite.tensor_parallel.parameter import ParameterFactory, attach_deferred
+from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter, attach_deferred
+from megalite.topology.group import Group
 from megalite.topology.topology import Topology
-from megalite.training.build import Precision, build_optimizer, build_strategy
+
+_FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """`compute` is the type of parameters and activations, `main` that of gradients and main parameters."""
+
+    compute: torch.dtype
+    main: torch.dtype
+
+    @classmethod
+    def of(cls, name: str) -> "Precision":
+        return cls(_FORMATS[name], torch.float64 if name == "fp64" else torch.float32)
+
+
+def build_strategy(
+    config: RunConfig, stages: Mapping[int, torch.nn.Module], topology: Topology, precision: Precision, kernels: Kernels
+) -> DataParallelStrategy:
+    """What `dp_strategy` names, over this rank's stages; their parameters move into its buckets."""
+    parallel, settings = config.parallel, config.data_parallel
+    parameters = [parameter for stage in stages.values() for parameter in stage.parameters()]
+    if config.optimizer.optimizer == "muon":
+        # Hidden matrices then share no bucket with parameters that are not orthogonalised.
+        for parameter in parameters:
+            if isinstance(parameter, ShardedParameter):
+                info = parameter.info
+                found = is_hidden_matrix(info.spec.name, info.spec.global_shape, decay=info.decay)
+                parameter.info = dataclasses.replace(info, orthogonal=found)
+    groups = StrategyGroups(
+        dp=topology.dp_cp,
+        expert_dp=topology.expert_dp,
+        tp=topology.tp,
+        embedding=topology.embedding,
+        world=topology.world,
+    )
+    elements = sum(parameter.numel() for parameter in parameters)
+    options = StrategyOptions(
+        bucket_size=bucket_size(config, topology.dp_cp.size),
+        grad_dtype=precision.main,
+        overlap=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        settings=settings,
+        wire_dtype=torch.bfloat16 if settings.wire_dtype == "bf16" else None,
+        by_rank=settings.reduction_order == "rank",
+        split_main=config.optimizer.main_params == "split",
+        l2norm=kernels.get("l2norm", device=topology.device, dtype=precision.main, size=elements),
+    )
+    strategy = STRATEGIES.get(strategy_name(config))
+    return strategy.from_config(stages, config, topology, groups=groups, options=options)
+
+
+def build_optimizer(
+    config: RunConfig, strategy: DataParallelStrategy, topology: Topology, kernels: Kernels
+) -> Optimizer:
+    """What `optimizer` names, over the strategy's shards."""
+    context = Context(topology=topology, kernels=kernels, replicas_agree=strategy.replicas_agree)
+    parameters = [_flat_parameter(shard) for shard in strategy.shards]
+    optimizer = OPTIMIZERS.get(config.optimizer.optimizer).from_config(parameters, config, context)
+    strategy.attach(optimizer)
+    return optimizer
+
+
+def _flat_parameter(shard: OptimizerShard) -> FlatParameter:
+    """A shard as the optimizer sees it."""
+    segments = []
+    for placed in placed_in(shard):
+        info = placed.parameter.info
+        start, stop = max(placed.start, shard.start), min(placed.stop, shard.stop)
+        segments.append(
+            Segment(
+                name=info.spec.name,
+                start=start - shard.start,
+                stop=stop - shard.start,
+                offset=start - placed.start,
+                global_shape=info.spec.global_shape,
+                slice=info.spec.slice,
+                counts=shard.counts_in_norm,
+            )
+        )
+    kind = shard.bucket.kind
+    return FlatParameter(shard.main_param, kind.decay, tuple(segments), kind.orthogonal)
+
+
+@contextmanager
+def agreeing(world: Group, device: torch.device, kinds: type[Exception] = ConfigError) -> Iterator[None]:
+    """Inside, ranks work each for themselves: an error of these kinds on any of them is raised on all of them at the end.
+
+    Without it the ranks without the fault would wait forever in the next collective.
+
+    Collectives: `Group.agree`, at the end.
+    """
+    found: Exception | None = None
+    try:
+        yield
+    except kinds as error:
+        found = error
+    world.agree(found, device)
 
 
 class Programs:
@@ -30,10 +136,6 @@ class Programs:
 
     At the start the smallest and the largest are made and proved, and it is asked whether the schedule takes the numbers
     in between; their programs follow when they are first used. (The largest needs most memory.)
-
-    Raises:
-        ConfigError: the schedule cannot take a number of microbatches that the run will have, is not valid, or needs
-            more memory than pipeline_memory_limit.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -88,14 +190,12 @@ class Replica:
     scaler: LossScaler
 
     def schedule_of(self, batch_size: int) -> Schedule:
-        """What the pipeline does in a step with that many samples."""
         assert self.config.parallel.dp is not None
         each = self.config.training.micro_batch_size * self.config.parallel.dp
         return self.programs.program(batch_size // each).schedule
 
     @property
     def packs_documents(self) -> bool:
-        """Samples hold whole documents, and say where."""
         return self.config.data.packing == "best-fit"
 
     @property
@@ -169,12 +269,7 @@ Modules = tuple[dict[int, GPTStage], Kernels, tuple[str, ...]]
 
 
 def build_modules(config: RunConfig, topology: Topology, programs: Programs) -> Modules:
-    """What a rank computes with, before anything moves it.
-
-    Raises:
-        ConfigError: a kernel that was asked for cannot be had, or does not take what a stage needs of it: perhaps on some
-            ranks alone.
-    """
+    """What a rank computes with, before anything moves it. A ConfigError, of a kernel, may be of some ranks alone."""
     kernels = Kernels(kernel_requests(config.compute.kernels))
     kernels.check(topology.device)
     stages = build_stages(config, programs.stages, topology, Precision.of(config.training.precision), kernels)
@@ -190,12 +285,9 @@ def build_replica(
     *,
     asked: RunConfig | None = None,
 ) -> Replica:
-    """Everything of this rank for a validated config with its vocab_size set.
+    """Everything of this rank for a validated config with its vocab_size set, on the topology of `layout_of(config)`.
 
-    Args:
-        topology: of `layout_of(config)`.
-        programs, modules: if they have been made already.
-        asked: the config before it was resolved; default: nothing in it was derived.
+    `asked` is the config before it was resolved; default: nothing in it was derived.
     """
     programs = programs or Programs(config)
     stages, kernels, computes = modules or build_modules(config, topology, programs)

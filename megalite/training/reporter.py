@@ -32,10 +32,7 @@ class LossSpikes:
 
     Neither moves by single outliers, nor does a loss that falls slowly, as they do, score high. The alarm is raised once:
     it is armed again when a score is below half the threshold. A loss that stays high is the usual one after half a window.
-
-    Args:
-        window: steps that a loss is compared with.
-        threshold: score from which on a loss is a spike; 0: none ever is.
+    With threshold 0 no loss is a spike.
     """
 
     def __init__(self, *, window: int, threshold: float) -> None:
@@ -110,8 +107,6 @@ class Speed:
 
 
 class SpeedMeter:
-    """Turns times and samples into a `Speed`."""
-
     def __init__(self, config: RunConfig, *, world_size: int, device: torch.device) -> None:
         self._seq_length = config.training.seq_length
         self._flops = flops_per_token(config.model, self._seq_length, "palm")
@@ -119,7 +114,6 @@ class SpeedMeter:
         self._peak = device_peak_tflops(config, device)
 
     def speed(self, *, seconds: float, steps: int, samples: int) -> Speed:
-        """Throughput of `steps` steps over `samples` samples that took `seconds`."""
         tokens = samples * self._seq_length / seconds
         tflops = tokens * self._flops / self._world_size / 1e12
         mfu = None if self._peak is None else tflops / self._peak
@@ -127,14 +121,7 @@ class SpeedMeter:
 
 
 class Reporter:
-    """Keeps the sums of the current log interval.
-
-    Args:
-        log: prints a line.
-        total_steps: length of the run, for "step 10/200" and the time left.
-        spikes: knows the losses of the steps before.
-        instruments: asked about each interval, and notified of each step.
-    """
+    """Keeps the sums of the current log interval. `instruments` are notified of each step, and asked about each interval."""
 
     def __init__(
         self,
@@ -175,10 +162,6 @@ class Reporter:
         """Take note of a step; every `log_interval` steps, and after the last, print a line and what the instruments say.
 
         Collectives: those of `Instruments.interval`, when a line is due.
-
-        Args:
-            bubble_fraction: measured, where the step was traced.
-            data_wait_seconds: part of the step in which the slowest rank waited for its batch.
         """
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
@@ -271,6 +254,5 @@ class Reporter:
         self.restart_clock()
 
     def close(self) -> None:
-        """Finish the sinks."""
         for sink in self._sinks:
             sink.close()

@@ -5,17 +5,24 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megalite.checkpoint.load import Checkpoint, find_checkpoint
-from megalite.checkpoint.manifest import CheckpointMissing
+from megalite.checkpoint.manifest import CheckpointMissing, optimizer_key, weight_key
+from megalite.checkpoint.safetensors_file import DTYPE_NAMES, TORCH_DTYPES
 from megalite.config.data import DEFAULT_SPLIT, DataConfig
 from megalite.config.errors import CheckpointError, ConfigError
 from megalite.config.model import TRAINING_FIELDS, ModelConfig
 from megalite.config.run import RunConfig
 from megalite.config.training import TrainingConfig
 from megalite.data.sources import megatron_lengths
+from megalite.data_parallel.buckets import Placed
+from megalite.data_parallel.facts import Placement
+from megalite.data_parallel.shards import OptimizerShard, placed_in
+from megalite.data_parallel.strategy import FlatState, TensorState
 from megalite.optimizers.schedules import Progress
-from megalite.training.load_states import load_states
-from megalite.training.replica import Replica
+from megalite.training.replica import Replica, agreeing
+from megalite.training.state_tensors import boxes_in, flat_states, tensor_spec, tensor_states
 
 _ORDER = {"training": ("seed", "seq_length"), "data": ("split", "packing", "data_order")}
 """Settings that the order of samples is a function of, by section."""
@@ -25,10 +32,7 @@ _SOURCES = ("data_path", "train_data_path", "mock_data")
 def data_changes(saved: Mapping[str, Any], config: RunConfig, *, dp: Any = None) -> list[str]:
     """A line for each difference between the training samples of a checkpoint's run and of this one from here on.
 
-    Args:
-        saved: the config in the checkpoint's manifest.
-        config: of the run that continues.
-        dp: data-parallel size of the checkpoint's run, for a global batch that its config leaves open.
+    `dp` is that of the checkpoint's run, for a global batch that its config leaves open.
     """
     # A setting that came after the checkpoint was written had its default's meaning.
     before = {
@@ -85,11 +89,7 @@ def _shown(value: Any) -> str:
 
 
 def resume(replica: Replica, *, tokenizer: str | None, log: Callable[[str], None]) -> Progress:
-    """Continue from what `load` says, or from step 0 where it is empty and may be.
-
-    Raises:
-        CheckpointError: as `load`.
-    """
+    """Continue from what `load` says, or from step 0 where it is empty and may be."""
     checkpoint = replica.config.checkpoint
     assert checkpoint.load is not None
     try:
@@ -110,8 +110,7 @@ def load(replica: Replica, folder: Path, *, tokenizer: str | None, log: Callable
     With `finetune` only the weights are loaded and the run starts at 0. Else the log says where the run will read other
     samples than the one that it continues; that is legal.
 
-    Raises:
-        CheckpointError: nothing there, damage, or another model; the same on every rank.
+    A CheckpointError is the same on every rank.
     """
     config, topology = replica.config, replica.topology
     checkpoint = find_checkpoint(
@@ -130,12 +129,9 @@ def load(replica: Replica, folder: Path, *, tokenizer: str | None, log: Callable
         raise CheckpointError(
             f"{checkpoint.path} holds weights alone, no optimizer state to continue from; add --finetune"
         )
-    error, notes = None, list[str]()
-    try:
+    notes: list[str] = []
+    with agreeing(topology.world, topology.device, CheckpointError):
         load_states(replica, checkpoint, with_optimizer=not finetune, log=notes.append)
-    except CheckpointError as found:
-        error = found
-    topology.world.agree(error, topology.device)
     log(f"loaded {checkpoint.path} (written by {_describe(manifest.layout)})")
     progress = Progress(0, 0)
     if not finetune:
@@ -167,11 +163,7 @@ def _load_counters(replica: Replica, checkpoint: Checkpoint) -> Progress:
 
 
 def check_same_model(checkpoint: Checkpoint, model: ModelConfig, *, finetune: bool = False) -> None:
-    """The checkpoint's model section must describe the same network.
-
-    Raises:
-        CheckpointError: naming each field that differs with both values.
-    """
+    """The checkpoint's model section must describe the same network."""
     # A setting that came after the checkpoint was written: it had its default's meaning.
     section = checkpoint.manifest.config.get("model", {})
     if not isinstance(section, dict):
@@ -197,3 +189,140 @@ def check_same_model(checkpoint: Checkpoint, model: ModelConfig, *, finetune: bo
 def _describe(layout: dict[str, object]) -> str:
     axes = [(axis, layout[axis]) for axis in ("tp", "pp", "dp", "cp", "ep") if axis in layout]
     return ", ".join(f"{axis} {size}" for axis, size in axes if axis not in ("cp", "ep") or size != 1)
+
+
+def load_states(replica: Replica, checkpoint: Checkpoint, *, with_optimizer: bool, log: Callable[[str], None]) -> None:
+    """Weights, main parameters and, with_optimizer, all else that optimizer and strategy remember.
+
+    What a checkpoint of another strategy or optimizer does not have starts over, what differs between its replicas
+    is averaged where the number of replicas is another or they share it, and the log says so.
+    """
+    notes: dict[str, None] = {}
+    with replica.strategy.main_in_memory():
+        for shard in replica.strategy.shards:
+            _load_weights(replica, shard, checkpoint)
+            if shard.is_copy:
+                for placed in placed_in(shard):
+                    _read_range(checkpoint, main_key(placed, checkpoint), placed, shard.start, shard.main_param.data)
+    if with_optimizer:
+        for shard in replica.strategy.shards:
+            for state in flat_states(replica, shard):
+                if state.name != "main_param":
+                    _load_flat(replica, state, checkpoint, notes)
+    for state in replica.strategy.states():
+        if with_optimizer or state.default == "parameter":
+            _load_flat(replica, state, checkpoint, notes, from_weights=not with_optimizer)
+    if with_optimizer:
+        for whole in tensor_states(replica):
+            _load_tensor(whole, checkpoint, notes)
+        for note in notes:
+            log(f"{checkpoint.path} {note}")
+
+
+def _load_weights(replica: Replica, shard: OptimizerShard, checkpoint: Checkpoint) -> None:
+    state = replica.strategy.weights(shard)
+    for placed in _overlapping(state):
+        spec = placed.parameter.info.spec
+        entry = checkpoint.entry(weight_key(spec.name))
+        if tuple(entry.global_shape) != tuple(spec.global_shape):
+            raise CheckpointError(
+                f"{checkpoint.path}: {weight_key(spec.name)} is {list(entry.global_shape)} there, "
+                f"{list(spec.global_shape)} here"
+            )
+        same = TORCH_DTYPES[entry.dtype] == state.values.dtype
+        key = weight_key(spec.name) if same else main_key(placed, checkpoint)
+        _read_range(checkpoint, key, placed, state.start, state.values)
+
+
+def _overlapping(state: FlatState) -> list[Placed]:
+    return [placed for placed in state.bucket.placed if placed.start < state.stop and placed.stop > state.start]
+
+
+def _load_flat(
+    replica: Replica, state: FlatState, checkpoint: Checkpoint, notes: dict[str, None], *, from_weights: bool = False
+) -> None:
+    for placed in _overlapping(state):
+        key = optimizer_key(state.name, placed.parameter.info.spec.name)
+        if not from_weights and checkpoint.has(key):
+            _load_stored(replica, state, checkpoint, key, placed, notes)
+        elif state.default == "parameter":
+            _read_range(checkpoint, main_key(placed, checkpoint), placed, state.start, state.values)
+            notes[f"has no {state.name} for this run: it starts from the parameters"] = None
+        elif state.default == "zeros":
+            _range_in(state, placed).zero_()
+            notes[f"has no {state.name} for this run: it starts from 0"] = None
+        else:
+            section = checkpoint.manifest.config.get("optimizer", {})
+            wrote = section.get("optimizer", "adam") if isinstance(section, dict) else "adam"
+            if wrote != (ours := replica.config.optimizer.optimizer):
+                raise CheckpointError(
+                    f"{checkpoint.path} was written with optimizer {wrote} and has no {state.name}, which {ours} needs; "
+                    f"use --optimizer {wrote}, or --finetune to start over from the weights"
+                )
+            checkpoint.entry(key)  # says that it is missing, and what is there instead
+
+
+def _range_in(state: FlatState, placed: Placed) -> torch.Tensor:
+    """The part of the state's values that belongs to one parameter."""
+    first, last = max(placed.start, state.start), min(placed.stop, state.stop)
+    return state.values[first - state.start : last - state.start]
+
+
+def _load_stored(
+    replica: Replica, state: FlatState, checkpoint: Checkpoint, key: str, placed: Placed, notes: dict[str, None]
+) -> None:
+    """A state that is there: one for all replicas, or under a leading dimension one for each replica."""
+    shape, here = placed.parameter.info.spec.global_shape, state.values.dtype
+    entry = checkpoint.entry(key)
+    stored, there = tuple(entry.global_shape), TORCH_DTYPES[entry.dtype]
+    floats = there.is_floating_point and here.is_floating_point
+    if floats and torch.finfo(there).eps < torch.finfo(here).eps:
+        notes[f"has {state.name} in {entry.dtype}, this run in {DTYPE_NAMES[here]}: it is rounded"] = None
+    if stored == shape:
+        _read_range(checkpoint, key, placed, state.start, state.values)
+        return
+    private = state.placement is Placement.PRIVATE
+    if len(stored) != 1 + len(shape) or stored[1:] != shape:
+        expected = ", or one such for each replica" if private else ""
+        raise CheckpointError(f"{checkpoint.path}: {key} is {list(stored)} there, {list(shape)} here{expected}")
+    group = replica.strategy.groups.replicas(state.bucket.kind)
+    if private and stored[0] == group.size:
+        _read_range(checkpoint, key, placed, state.start, state.values, replica=group.rank)
+        return
+    has = f"this run has {group.size if private else 'one for all'}"
+    notes[f"has {state.name} of {stored[0]} replicas, {has}: it takes their mean"] = None
+    target = _range_in(state, placed)
+    total = torch.zeros(target.shape, dtype=torch.float64, device=target.device)
+    one = torch.empty_like(target)
+    for index in range(stored[0]):
+        _read_range(checkpoint, key, placed, max(placed.start, state.start), one, replica=index)
+        total += one
+    target.copy_(total / stored[0])
+
+
+def _load_tensor(state: TensorState, checkpoint: Checkpoint, notes: dict[str, None]) -> None:
+    spec = tensor_spec(state)
+    key = optimizer_key(state.name, spec.name)
+    if not checkpoint.has(key) or tuple(checkpoint.entry(key).global_shape) != tuple(spec.global_shape):
+        notes[f"has no {state.name} for this run: it starts over"] = None
+        return
+    checkpoint.read_into(state.values.view(spec.shape), key, spec.slice)
+
+
+def _read_range(
+    checkpoint: Checkpoint, key: str, placed: Placed, first: int, target: torch.Tensor, *, replica: int | None = None
+) -> None:
+    """The elements of a parameter that lie in `target`, which holds a bucket's from `first` on; of one `replica`, where the
+    tensor has a leading dimension over them."""
+    for part, values in boxes_in(placed, target, first):
+        if replica is None:
+            checkpoint.read_into(values, key, part.slice)
+        else:
+            checkpoint.read_into(values.unsqueeze(0), key, ((replica, replica + 1), *part.slice))
+
+
+def main_key(placed: Placed, checkpoint: Checkpoint) -> str:
+    """Where the most precise values of a parameter are."""
+    name = placed.parameter.info.spec.name
+    main = optimizer_key("main_param", name)
+    return main if checkpoint.has(main) else weight_key(name)

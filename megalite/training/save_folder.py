@@ -6,8 +6,8 @@ import json
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -21,7 +21,7 @@ from megalite.config.exit_codes import NO_PROGRESS
 from megalite.config.run import RunConfig
 from megalite.optimizers.schedules import Progress
 from megalite.topology.group import Group
-from megalite.training.replica import Replica
+from megalite.training.replica import Replica, agreeing
 from megalite.training.saving import Saver
 from megalite.training.sinks import last_records
 
@@ -36,24 +36,18 @@ class RestartLoopError(ConfigError):
     exit_code = NO_PROGRESS
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """A start that failed."""
+class Attempt(NamedTuple):
+    """A start, from the checkpoint of a step, that failed in a later one, as far as is known."""
 
     start: int
-    """Step of the checkpoint that it continued from."""
     failed_in: int
-    """The step that it did not bring to its end, as far as is known."""
     error: str
 
 
 class RestartGuard:
-    """Of one start; rank 0 alone has one.
+    """Of one start; rank 0 alone has one. After `most` failures in the same step there is no further start.
 
-    Args:
-        folder: of checkpoints.
-        most: failures in the same step after which there is no further start; 0: any number.
-        settings: digest of the settings: a run with others is another attempt, and starts a new count.
+    A run with other settings, by their digest, starts a new count.
     """
 
     def __init__(self, folder: Path, *, most: int, settings: str) -> None:
@@ -70,14 +64,7 @@ class RestartGuard:
         return cls(Path(c.save), most=c.max_failures_at_step, settings=settings_digest(config))
 
     def begin(self, start: int, run_dir: str | None) -> None:
-        """The run continues from step `start`.
-
-        Args:
-            run_dir: its metrics.jsonl says how far a start came that left no error.
-
-        Raises:
-            RestartLoopError: the last `most` starts failed in one step, which is still to come.
-        """
+        """The run continues from step `start`; the metrics.jsonl in `run_dir` says how far a start came that left no error."""
         self._start = start
         self._failed = self._read(run_dir)
         last = self._failed[-self._most :]
@@ -129,7 +116,7 @@ class RestartGuard:
         state = {
             "settings": self._settings,
             "running": self._start if running else None,
-            "failed": [asdict(attempt) for attempt in self._failed],
+            "failed": [attempt._asdict() for attempt in self._failed],
         }
         with contextlib.suppress(OSError):
             replace_durably(self._path, json.dumps(state, indent=1).encode() + b"\n")
@@ -144,15 +131,9 @@ def settings_digest(config: RunConfig) -> str:
 def require_progress(
     guard: RestartGuard | None, start: int, run_dir: str | None, *, world: Group, device: torch.device
 ) -> None:
-    """Begin, and let all ranks hear of it if the run is not to.
-
-    Args:
-        guard: rank 0's; None on the others.
+    """Begin, and let all ranks hear of it if rank 0's guard refuses the run.
 
     Collectives: a broadcast.
-
-    Raises:
-        RestartLoopError: the same on every rank.
     """
     refused: str | None = None
     if guard is not None:
@@ -178,9 +159,6 @@ def refuse_foreign_checkpoints(config: RunConfig, progress: Progress) -> None:
 
     Later ones in the folder that the run has just resumed from are damaged, or they would have been taken. Nor may a
     run remove checkpoints that it has not made.
-
-    Raises:
-        ConfigError: the save folder holds checkpoints beyond `progress`, or any that keep_latest would remove.
     """
     c, resumes = config.checkpoint, resumes_own(config)
     if c.save is None or (resumes and c.ckpt_step is None):
@@ -203,14 +181,9 @@ def refuse_foreign_checkpoints(config: RunConfig, progress: Progress) -> None:
 
 
 class SaveFolder:
-    """The folder, for this run alone. Rank 0 locks and guards it while the run lasts.
+    """The folder, for this run alone. Rank 0 locks and guards it while the run lasts. Every rank gets the same errors.
 
     Collectives: a gather and a broadcast over the world.
-
-    Raises:
-        ConfigError: it cannot be written, another run has it, or its checkpoints are another run's; the same on every
-            rank.
-        RestartLoopError: the same step has failed again and again.
     """
 
     def __init__(self, replica: Replica, progress: Progress) -> None:
@@ -218,15 +191,12 @@ class SaveFolder:
         self._lock: int | None = None
         self._guard: RestartGuard | None = None
         config, topology = replica.config, replica.topology
-        found: ConfigError | None = None
-        if topology.rank == 0:
+        with agreeing(topology.world, topology.device):
             try:
-                self._take(Path(str(config.checkpoint.save)))
-            except ConfigError as error:
-                found = error
+                if topology.rank == 0:
+                    self._take(Path(str(config.checkpoint.save)))
             except OSError as error:
-                found = ConfigError(f"cannot write to {config.checkpoint.save}: {error.strerror}")
-        topology.world.agree(found, topology.device)
+                raise ConfigError(f"cannot write to {config.checkpoint.save}: {error.strerror}") from None
         try:
             require_progress(
                 self._guard, progress.step, config.logging.run_dir, world=topology.world, device=topology.device
@@ -274,12 +244,7 @@ class SaveFolder:
         return saver
 
     def leave(self, error: BaseException | None, *, step: int, stopping: bool) -> None:
-        """The run is over; another one may have the folder.
-
-        Args:
-            step: that it was in.
-            stopping: it was asked to stop.
-        """
+        """The run is over, or fails in `step`; `stopping`: it was asked to stop. Another one may have the folder."""
         try:
             if self._guard is not None and error is None:
                 self._guard.ended()

@@ -35,11 +35,7 @@ class HostMemory:
         self._buffers: list[torch.Tensor] = []
 
     def reserve(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Have the memory for copies of these.
-
-        Raises:
-            RuntimeError: there is not so much.
-        """
+        """Have the memory for copies of these."""
         if [(one.shape, one.dtype) for one in self._buffers] != [(one.shape, one.dtype) for one in tensors]:
             self._buffers = []
             self._buffers = [torch.empty(one.shape, dtype=one.dtype, pin_memory=one.is_cuda) for one in tensors]
@@ -62,11 +58,7 @@ def save(
     tokenizer: str | None,
     log: Callable[[str], None] = lambda line: None,
 ) -> Path:
-    """Write everything that the run needs to continue, from every rank; returns the checkpoint's folder.
-
-    Raises:
-        CheckpointError: the same on every rank.
-    """
+    """Write everything that the run needs to continue, from every rank; returns the checkpoint's folder."""
     topology = replica.topology
     with replica.strategy.consensus():
         saved = state_tensors(replica)
@@ -117,10 +109,7 @@ class Saver:
     """Saves a run's checkpoints: at once, or with `async_save` from a copy while training continues.
 
     With `on_save_error` continue a save that fails is reported and the run continues; the last one of the run must
-    succeed whatever it says.
-
-    Args:
-        log: prints a line; called on every rank.
+    succeed whatever it says. All errors are the same on every rank.
     """
 
     def __init__(self, replica: Replica, *, tokenizer: str | None, log: Callable[[str], None]) -> None:
@@ -140,9 +129,6 @@ class Saver:
         """Say how large a checkpoint will be and whether those of `steps` fit, before any work is done.
 
         Collectives: a few `gather_json` over the world.
-
-        Raises:
-            CheckpointError: there is no room for a single one on the disk, or for its copy in host memory.
         """
         with self._replica.strategy.consensus():
             saved = state_tensors(self._replica)
@@ -177,12 +163,7 @@ class Saver:
         agree(failure, world=self._world, device=self._device)
 
     def begin(self, progress: Progress) -> None:
-        """Save the state of now, unless it is saved already. A save under way is waited for first.
-
-        Raises:
-            SaveError: the same on every rank, if on_save_error is stop.
-            NonFiniteError: something in the state is not finite, whatever on_save_error says; the same on every rank.
-        """
+        """Save the state of now, unless it is saved already. A save under way is waited for first."""
         if self.saved_at == progress.step:
             return
         self.wait()
@@ -202,6 +183,7 @@ class Saver:
             if not self._config.async_save:
                 self._conclude(progress.step, started, lambda: write(plan, tensors, group, cpu))
                 return
+            # Before the next step may change a parameter: the thread writes from the copies alone.
             copies = self._memory.copy(tensors)
         work = BackgroundSave(lambda: write(plan, copies, group, cpu))
         self._under_way = (progress.step, started, work)
@@ -209,10 +191,8 @@ class Saver:
     def poll(self) -> None:
         """Between two steps: learn of a save that has ended since.
 
-        Collectives: while one is under way, an all-reduce of one number over the world.
-
-        Raises:
-            SaveError: it failed, and on_save_error is stop; the same on every rank at the same step.
+        Collectives: while one is under way, an all-reduce of one number over the world: a failure is then an error at the
+        same step of every rank.
         """
         if self._under_way is not None:
             done = torch.tensor([int(self._under_way[2].done)], device=self._device)
@@ -221,21 +201,13 @@ class Saver:
                 self.wait()
 
     def wait(self) -> None:
-        """Return when no save is under way.
-
-        Raises:
-            SaveError: as `poll`.
-        """
+        """Return when no save is under way."""
         if self._under_way is not None:
             (step, started, work), self._under_way = self._under_way, None
             self._conclude(step, started, work.result)
 
     def finish(self, progress: Progress) -> None:
-        """The end of the run: the state of now is saved when this returns.
-
-        Raises:
-            SaveError: it is not, whatever on_save_error says.
-        """
+        """The end of the run: the state of now is saved when this returns, whatever on_save_error says."""
         self.begin(progress)
         self.wait()
         if self.saved_at != progress.step:

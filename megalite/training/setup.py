@@ -23,10 +23,10 @@ from megalite.optimizers.schedules import Progress
 from megalite.tokenizers.base import Tokenizer
 from megalite.topology.group import Group
 from megalite.topology.layout import sequence_spans
-from megalite.training.ending import reserve_ending
 from megalite.training.instruments import Instruments
-from megalite.training.replica import Replica
+from megalite.training.replica import Replica, agreeing
 from megalite.training.sinks import BestEffort, JsonLines, MetricSink
+from megalite.training.stopping import reserve_ending
 
 _EPOCHS = 2
 """Epochs with indices before the first step: batches cross from one epoch to the next, and prefetch runs ahead."""
@@ -46,9 +46,6 @@ def leads_node(world: Group, device: torch.device, *, node: str | None = None) -
 
     By the hosts' names rather than LOCAL_RANK, which two launchers on one host may both count from 0.
 
-    Args:
-        node: name of this host, if it is not to be asked.
-
     Collectives: a gather over the world.
     """
     names = world.gather_json(platform.node() if node is None else node, device)
@@ -65,29 +62,16 @@ def prepare_indices(
     the background during the epoch before. A rank that finds none later (where the folder cannot be written, or has been
     emptied since) makes its own in memory: the samples are the same.
 
-    Args:
-        needs: what will be read; nothing on ranks that have opened no data.
-        notes: what the datasets of this rank have to say, filled as they do, also after this.
-        leads: this rank is the first of its node.
-
-    Returns:
-        what the log should say: the notes of all ranks.
-
-    Raises:
-        ConfigError: an index cannot be made, or cannot be kept where the user wants it; the same on every rank.
+    `notes` are what the datasets of this rank have to say, filled as they do, also after this. Returns those of all ranks.
 
     Collectives: three gathers over the world.
     """
     for turn in (world.rank == 0, leads and world.rank != 0):
-        error: ConfigError | None = None
-        try:
+        with agreeing(world, device):
             for source, first, stop in needs if turn else ():
                 prepare: Callable[..., None] | None = getattr(source, "prepare", None)
                 if prepare is not None:
                     prepare(first, stop, epochs=_EPOCHS)
-        except ConfigError as found:
-            error = found
-        world.agree(error, device)
     everything = world.gather_json(notes, device)
     notes.clear()
     return list(dict.fromkeys(note for of_rank in everything for note in of_rank))
@@ -109,11 +93,7 @@ class Loaders:
 
 
 def resolve(config: RunConfig, *, world_size: int, explicit: frozenset[str]) -> tuple[RunConfig, Tokenizer | None]:
-    """The complete, legal config of a run on `world_size` ranks, and its tokenizer.
-
-    Raises:
-        ConfigError: anything that the settings alone, or the tokenizer's files, make impossible.
-    """
+    """The complete, legal config of a run on `world_size` ranks, and its tokenizer."""
     validate(config, world_size, explicit, startable=True)
     data, tokenizer = config.data, None
     if any((data.tokenizer_type, data.tokenizer_model, data.vocab_file, data.merge_file, data.tiktoken_pattern)):
@@ -131,22 +111,14 @@ def resolve(config: RunConfig, *, world_size: int, explicit: frozenset[str]) -> 
 
 
 def open_data(replica: Replica, tokenizer: Tokenizer | None) -> Loaders:
-    """Open the datasets on the ranks that read them, and on the first rank of each node.
-
-    Raises:
-        ConfigError: the same on every rank.
-    """
-    topology = replica.topology
-    error: ConfigError | None = None
-    loaders = Loaders()
-    if leads_node(topology.world, topology.device) or replica.reads_data:
+    """Open the datasets on the ranks that read them, and on the first rank of each node."""
+    topology, loaders = replica.topology, Loaders()
+    needs = leads_node(topology.world, topology.device) or replica.reads_data
+    with agreeing(topology.world, topology.device):
         try:
-            loaders = _open(replica, tokenizer)
-        except ConfigError as found:
-            error = found
-        except OSError as found:
-            error = ConfigError(f"cannot read {found.filename or 'the data'}: {found.strerror or found}")
-    topology.world.agree(error, topology.device)
+            loaders = _open(replica, tokenizer) if needs else loaders
+        except OSError as error:
+            raise ConfigError(f"cannot read {error.filename or 'the data'}: {error.strerror or error}") from None
     return loaders
 
 
@@ -199,21 +171,13 @@ def _open(replica: Replica, tokenizer: Tokenizer | None) -> Loaders:
 def open_reports(
     replica: Replica, instruments: Instruments, *, step: int, total: int, log: Callable[[str], None]
 ) -> list[MetricSink]:
-    """Rank 0's sinks; the others have none, but hear of it if rank 0 cannot write. The instruments open their files.
-
-    Raises:
-        ConfigError: something cannot be written; the same on every rank.
-    """
+    """Rank 0's sinks; the others have none, but hear of it if rank 0 cannot write. The instruments open their files."""
     topology = replica.topology
     sinks: list[MetricSink] = []
-    found: ConfigError | None = None
-    try:
+    with agreeing(topology.world, topology.device):
         instruments.open(total)
         if topology.rank == 0:
             sinks = _open_sinks(replica, step=step, log=log)
-    except ConfigError as error:
-        found = error
-    topology.world.agree(found, topology.device)
     return sinks
 
 

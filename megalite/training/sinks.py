@@ -29,12 +29,7 @@ class MetricSink(Protocol):
 
 
 class BestEffort:
-    """A sink that cannot end a run by failing: records that cannot be written are dropped, and now and then one is tried.
-
-    Args:
-        name: what the log calls it.
-        log: prints a line.
-    """
+    """A sink that cannot end a run by failing: records that cannot be written are dropped, and now and then one is tried."""
 
     def __init__(self, sink: MetricSink, name: str, log: Callable[[str], None]) -> None:
         self._sink, self._name, self._log = sink, name, log
@@ -42,7 +37,6 @@ class BestEffort:
         self._next_try = 0.0
 
     def write(self, record: dict[str, Any]) -> None:
-        """Write the record, or drop it."""
         if self._dropped and time.monotonic() < self._next_try:
             self._dropped += 1
             return
@@ -73,11 +67,7 @@ class BestEffort:
 
 
 class AppendedFile:
-    """A file that gets whole records: one that the disk has no room for is cut off again.
-
-    Args:
-        head: stands at the start of the file.
-    """
+    """A file that gets whole records after its `head`: one that the disk has no room for is cut off again."""
 
     def __init__(self, path: Path, *, head: bytes = b"") -> None:
         self._path, self._head = path, head
@@ -85,11 +75,8 @@ class AppendedFile:
         self._open()
 
     def append(self, record: bytes) -> None:
-        """Write, not only to memory of this process: a reader of the file sees each record.
-
-        Raises:
-            OSError: it cannot be written. If it has been removed, the next call makes it and its folder again.
-        """
+        """Write, not only to memory of this process: a reader of the file sees each record. A file that has been
+        removed is an OSError once; the next call makes it and its folder again."""
         try:
             descriptor = self._open()
             status = os.fstat(descriptor)
@@ -114,7 +101,6 @@ class AppendedFile:
         return self._descriptor
 
     def close(self) -> None:
-        """Close it."""
         if self._descriptor is not None:
             descriptor, self._descriptor = self._descriptor, None
             os.close(descriptor)
@@ -123,11 +109,9 @@ class AppendedFile:
 class JsonLines:
     """`metrics.jsonl`: one object a line. NaN and infinities are the strings "nan", "inf": JSON has no others.
 
-    Args:
-        path: the file, appended to.
-        step: the run stands here: later records, of steps that a killed run had made and that will be made again,
-            are dropped, and with them lines that are no records. What the test split gave at a step is kept once,
-            however often a run that has come to its end is started again.
+    Records after `step`, of steps that a killed run had made and that will be made again, are dropped, and with them lines
+    that are no records. What the test split gave at a step is kept once, however often a run that has come to its end is
+    started again.
     """
 
     def __init__(self, path: Path, *, step: int) -> None:
@@ -149,7 +133,6 @@ class JsonLines:
         self.close = self._file.close
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append a line."""
         if record["kind"] == "test" and record["step"] in self._tested:
             return
         row = {

@@ -82,7 +82,7 @@ def _saved(replica: Replica, state: FlatState, group: Literal["weight", "optimiz
             continue
         parts: list[tuple[ShardSpec, torch.Tensor]] = []
         if state.placement is Placement.SHARDED:
-            parts += _owned_boxes(placed, state)
+            parts += boxes_in(placed, state.values, state.start)
         elif state.placement is Placement.PRIVATE:
             # One replica's values, in a tensor with a leading dimension over replicas.
             replicas, spec = replica.strategy.groups.replicas(state.bucket.kind), placed.parameter.info.spec
@@ -153,17 +153,20 @@ def _part(placed: Placed, spec: ShardSpec, flat: torch.Tensor) -> torch.Tensor:
     return flat[placed.start : placed.stop].view(whole.shape)[index]
 
 
-def _owned_boxes(placed: Placed, state: FlatState) -> Iterator[tuple[ShardSpec, torch.Tensor]]:
-    """A range of a parameter, which may begin and end inside a row, as slices with their values."""
+def boxes_in(placed: Placed, values: torch.Tensor, first: int) -> Iterator[tuple[ShardSpec, torch.Tensor]]:
+    """What of a parameter is in `values`, a bucket's elements from `first` on: slices, and views of their values.
+
+    It may begin and end inside a row; so it is several boxes.
+    """
     spec = placed.parameter.info.spec
-    start, stop = max(placed.start, state.start), min(placed.stop, state.stop)
+    start, stop = max(placed.start, first), min(placed.stop, first + values.numel())
     if start >= stop:
         return
-    position = start - state.start
+    position = start - first
     for box in flat_boxes(spec.shape, start - placed.start, stop - placed.start):
         bounds = tuple((base + a, base + b) for (base, _), (a, b) in zip(spec.slice, box, strict=True))
         part = ShardSpec(name=spec.name, global_shape=spec.global_shape, slice=bounds)
-        yield part, state.values[position : position + volume(box)]
+        yield part, values[position : position + volume(box)].view(part.shape)
         position += volume(box)
 
 
@@ -171,9 +174,6 @@ def compare_replicas(replica: Replica, step: int) -> None:
     """After `step`: replicas that must be equal are.
 
     Collectives: those of `check_replicas`.
-
-    Raises:
-        ReplicasDifferError: as `check_replicas`.
     """
     strategy = replica.strategy
     if strategy.replicas_agree:

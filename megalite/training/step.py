@@ -65,12 +65,8 @@ class StepResult:
 
 
 class Stepper:
-    """Runs steps of a replica.
-
-    Args:
-        tracer: of every computation of training steps.
-        phase: entered, by name, around what is neither: `reduce` and `optimizer`.
-    """
+    """Runs steps of a replica. `tracer` sees every computation of training steps; `phase` is entered, by name, around what is
+    none: `reduce` and `optimizer`."""
 
     def __init__(
         self,
@@ -95,19 +91,13 @@ class Stepper:
     def step(self, microbatches: Sequence[Microbatch], *, before: Progress, batch_size: int) -> StepResult:
         """Forward, backward, reduction, clipping and update over the global batch after `before`.
 
-        Args:
-            microbatches: this rank's; empty on ranks that read no data.
-            before: the position of the run.
-            batch_size: samples of the global batch.
+        `microbatches` are this rank's; empty on ranks that read no data.
 
         Collectives: those of the program and the strategy, one all-reduce over dp for the token count and one over
         the world for loss and norm, by which every rank takes the same decisions; where the strategy's `scope` is less
         than the world, the first is none and the other is over the scope.
 
-        Raises:
-            NonFiniteError: on every rank of the scope, before any parameter changed; not with `on_non_finite` skip, unless
-                too many steps in a row were skipped or the weights themselves are not finite; with fp16's dynamic loss
-                scale also where too many steps in a row overflow at its minimum.
+        A NonFiniteError comes on every rank of the scope, before any parameter changed.
         """
         replica, strategy, training = self._replica, self._replica.strategy, self._replica.config.training
         after = Progress(before.step + 1, before.samples + batch_size)
@@ -162,11 +152,7 @@ class Stepper:
         )
 
     def _count_overflow(self, shown: str) -> None:
-        """One more step that overflows; only those count that a smaller scale cannot help.
-
-        Raises:
-            NonFiniteError: too many in a row, on every rank of the scope.
-        """
+        """One more step that overflows; only those count that a smaller scale cannot help."""
         scaler, training = self._replica.scaler, self._replica.config.training
         if scaler.scale > training.min_loss_scale:
             return
@@ -190,9 +176,6 @@ class Stepper:
         """Find out where a step went wrong; returns what the log says of it if it is to be skipped.
 
         Collectives: where all ranks take steps together those of a second forward; a gather over the scope.
-
-        Raises:
-            NonFiniteError: the run is to stop; the same on every rank of the scope.
         """
         training = self._replica.config.training
         watch = OutputWatch(self._replica) if self._shares == 1 else None
@@ -286,6 +269,7 @@ class Stepper:
                 replica.programs.program(microbatches, evaluation=evaluation),
                 rank=replica.topology.pp.rank,
                 edges=replica.topology.edges,
+                # An executor is kept over steps, and must not keep a batch.
                 forward=lambda *arguments: self._forward(*arguments),
                 activation_shape=any_stage.activation_shape(replica.config.training.micro_batch_size),
                 dtype=replica.precision.compute,
@@ -308,6 +292,7 @@ class Stepper:
             if part is not None:
                 totals[index] = part
         over.all_reduce(totals)
+        # The one place of a step where the host waits for the device.
         return totals.tolist()
 
     def _scheduled(self, before: Progress, after: Progress) -> Progress:
@@ -316,7 +301,7 @@ class Stepper:
         return Progress(position.step - scaler.skipped_steps, position.samples - scaler.skipped_samples)
 
     def _factor(self, norm: float, scale: float) -> float:
-        """What undoes the loss scale and clips."""
+        """What undoes the loss scale and clips, in the one pass over gradients that the optimizer makes anyway."""
         clip = self._replica.config.optimizer.clip_grad
         factor = 1.0 / scale
         if clip > 0.0 and norm > clip:

@@ -6,19 +6,97 @@ lose: a signal ends the process where it stands, as Ctrl-C ends any Python progr
 """
 
 import contextlib
+import json
 import os
 import select
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
+from megalite.checkpoint.files import replace_durably, sync_folder, write_all
+from megalite.config.describe import redacted
 from megalite.config.errors import ConfigError
-from megalite.config.exit_codes import DONE, INTERRUPTED, REQUEUE
-from megalite.training.ending import Ending
+from megalite.config.exit_codes import DONE, FAILED, INTERRUPTED, REQUEUE
+
+FILE_NAME = "exit.json"
+_RESERVED, _RESERVED_BYTES = f".{FILE_NAME}.reserved", 16384
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """The end of a run; the same on every rank, but for errors."""
+
+    status: str
+    """`finished`; `requeue`: start the same command again; `stopped`: as it was asked to, and not to be started again;
+    `interrupted` by Ctrl-C; `failed`."""
+    reason: str
+    step: int | None
+    """Steps made since the very first start; None where it ended before it had looked for a checkpoint."""
+    exit_code: int
+    """One of `config.exit_codes`."""
+
+    @classmethod
+    def finished(cls, step: int) -> "Ending":
+        return cls(status="finished", reason="the last step is made", step=step, exit_code=DONE)
+
+    @classmethod
+    def failed(cls, error: BaseException, step: int | None) -> "Ending":
+        """An error has ended it, with the error's own exit status if it has one."""
+        code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", FAILED)
+        name = "" if code != FAILED else f"{type(error).__name__}: "
+        return cls(status="failed", reason=f"{name}{error}", step=step, exit_code=code)
+
+
+def forget_ending(run_dir: Path | None) -> None:
+    """A run begins. Without the file, a run is under way or was killed."""
+    if run_dir is not None:
+        with contextlib.suppress(OSError):
+            (run_dir / FILE_NAME).unlink(missing_ok=True)
+
+
+def reserve_ending(run_dir: Path) -> None:
+    """Take the room that `exit.json` will need: a run that a full disk ends could not say so, and would be started again."""
+    replace_durably(run_dir / _RESERVED, b" " * _RESERVED_BYTES)
+
+
+def write_ending(run_dir: Path | None, ending: Ending, *, make_folder: bool = False) -> None:
+    """Leave it in the run's folder, if there is one; where that cannot be written the log has said it all.
+
+    `make_folder`: the run has had its folder, and somebody may have removed it.
+    """
+    if run_dir is None:
+        return
+    with contextlib.suppress(OSError):
+        if make_folder:
+            run_dir.mkdir(exist_ok=True)
+        if not run_dir.is_dir():
+            return
+        reserved, text = run_dir / _RESERVED, _text_of(ending)
+        # Into the room that is there; where nothing was reserved this makes the file.
+        descriptor = os.open(reserved, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            write_all(descriptor, memoryview(text))
+            os.ftruncate(descriptor, len(text))
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        reserved.replace(run_dir / FILE_NAME)
+        sync_folder(run_dir)
+
+
+def _text_of(ending: Ending) -> bytes:
+    """JSON that fits into what is reserved."""
+    fields = redacted(asdict(ending))
+    reason, length = fields["reason"], len(fields["reason"])
+    while len(text := json.dumps(fields, indent=1).encode() + b"\n") > _RESERVED_BYTES:
+        length //= 2
+        fields["reason"] = f"{reason[:length]}... (the log has all of it)"
+    return text
+
 
 _FILE, _TIME, _SIGNALS = 1, 2, 100
 """What ranks exchange: the largest number counts."""
@@ -38,14 +116,12 @@ class StopRequest:
 
     @property
     def cause(self) -> str:
-        """In a word or two."""
         if self.number < _SIGNALS:
             return {_FILE: "the exit file is there", _TIME: "exit_duration_in_mins is over"}[self.number]
         return signal.Signals(self.number - _SIGNALS).name
 
     @property
     def exit_code(self) -> int:
-        """Exit status of a run that stops by it."""
         if self.number == _SIGNALS + signal.SIGINT:
             return INTERRUPTED
         return DONE if self.number == _FILE else REQUEUE
@@ -67,12 +143,8 @@ class StopRun(BaseException):
 class StopRequests:
     """What this rank has been asked. Without `listen` no signal is heard.
 
-    Args:
-        signals: names; SIGINT is always heard. One that the process was started to ignore, as by nohup, stays ignored.
-        minutes: from now on; None: no limit.
-        file: looked for by the rank that is given one.
-        patience: seconds after a signal in which the ranks must come to agree.
-        say: prints a line of this rank.
+    SIGINT is always heard; a signal that the process was started to ignore, as by nohup, stays ignored. After one the ranks
+    have `patience` seconds to come to agree.
     """
 
     def __init__(
@@ -109,25 +181,16 @@ class StopRequests:
     @property
     def number(self) -> int:
         """The request as ranks exchange it; 0 for none."""
-        request = self.request
-        return 0 if request is None else request.number
+        return 0 if (request := self.request) is None else request.number
 
     def started(self) -> None:
-        """From here on there is something to lose: signals wait until all ranks agree.
-
-        Raises:
-            StopRun: one has come already.
-        """
+        """From here on there is something to lose: signals wait until all ranks agree. One may have come already."""
         self._starting = False
         if self._heard and not self._leaving:
             raise StopRun(StopRequest(self.number))
 
     def refuse_old_file(self) -> None:
-        """A run that finds its exit file would end at once.
-
-        Raises:
-            ConfigError: it does.
-        """
+        """A run that finds its exit file would end at once."""
         if self.file is not None and self.file.exists():
             raise ConfigError(
                 f"{self.file} is there, which stops the run: remove it to train, or give another --exit-file"

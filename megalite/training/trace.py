@@ -1,21 +1,126 @@
-"""Files of chosen steps: what the pipeline did beside what the simulator says it could do, and torch's profile."""
+"""How long a rank is in each phase of its steps; of chosen steps a trace beside the simulated one, and torch's profile."""
 
 import json
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.autograd.profiler import record_function
 
 from megalite.config.errors import ConfigError
+from megalite.pipeline.executor import Tracer
 from megalite.pipeline.ir.actions import Action, Kind
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.perfetto import merge_traces
 from megalite.pipeline.ir.schedule import Schedule
 from megalite.pipeline.ir.simulate import Costs, Event, simulate
 from megalite.topology.topology import Topology
-from megalite.training.phases import PhaseClock
+
+PHASES = ("forward", "backward", "reduce", "optimizer", "data_wait", "evaluation", "save")
+"""`reduce` is what no computation hides of the gradients' reduction; `save` is what a save holds the steps up."""
+
+_FOLD_AT = 4096
+"""Pairs of CUDA events that may wait to be read."""
+
+
+class PhaseClock:
+    """Adds up seconds by phase; the host never waits for the device.
+
+    It is a tracer of the executor: time in which a computation waits for its input is in no phase. On CUDA a phase is
+    between two events of its stream, and counts once they have passed: of the last step of an interval the optimizer may
+    count in the next.
+
+    `named`: while the profiler runs, computations and phases have names in its trace: `1F0 stage 1 microbatch 0`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._on_cuda = device.type == "cuda"
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._opened = 0.0
+        self._opened_event: torch.cuda.Event | None = None
+        self._pending: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._free: list[torch.cuda.Event] = []
+        self.named = False
+        self._name: record_function | None = None
+
+    def start(self, action: Action) -> None:
+        if self.named:
+            self._name = record_function(f"{action} stage {action.stage} microbatch {action.microbatch}")
+            self._name.__enter__()
+        self._open()
+
+    def end(self, action: Action) -> None:
+        """It has ended. What computes and is no forward (recomputation ahead too) belongs to the backward."""
+        self._close("forward" if action.kind is Kind.F else "backward")
+        if self._name is not None:
+            self._name.__exit__(None, None, None)
+            self._name = None
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """What runs inside, on the device, is this phase. Phases and actions do not nest."""
+        with record_function(name) if self.named else nullcontext():
+            self._open()
+            yield
+            self._close(name)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Count seconds of the host's."""
+        self._seconds[name] += seconds
+
+    def take(self) -> dict[str, float]:
+        """Seconds of each of `PHASES` since the last call."""
+        self._fold()
+        taken, self._seconds = self._seconds, defaultdict(float)
+        return {name: taken[name] for name in PHASES}
+
+    def _open(self) -> None:
+        if self._on_cuda:
+            self._opened_event = self._event()
+        else:
+            self._opened = time.perf_counter()
+
+    def _close(self, name: str) -> None:
+        if not self._on_cuda:
+            self._seconds[name] += time.perf_counter() - self._opened
+            return
+        assert self._opened_event is not None, name
+        self._pending.append((name, self._opened_event, self._event()))
+        if len(self._pending) >= _FOLD_AT:
+            self._fold()
+
+    def _event(self) -> torch.cuda.Event:
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _fold(self) -> None:
+        """Count what has passed; `query` does not wait."""
+        while self._pending and self._pending[0][2].query():
+            name, start, end = self._pending.popleft()
+            self._seconds[name] += start.elapsed_time(end) / 1e3
+            self._free += (start, end)
+
+
+class Together:
+    """Several tracers as one; the first one's time holds the others'."""
+
+    def __init__(self, *tracers: Tracer) -> None:
+        self._tracers = tracers
+
+    def start(self, action: Action) -> None:
+        for tracer in self._tracers:
+            tracer.start(action)
+
+    def end(self, action: Action) -> None:
+        for tracer in reversed(self._tracers):
+            tracer.end(action)
+
 
 SHOWN_PIPELINES = 8
 """A trace has the first few pipelines of a run: data-parallel ones look alike, and viewers have their limits."""
@@ -38,19 +143,16 @@ class ActionTimer:
         self._marks: list[tuple[Action, _Mark, _Mark]] = []
 
     def begin(self) -> None:
-        """Start the clock."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._marks.clear()
         self._origin = self._now()
 
     def start(self, action: Action) -> None:
-        """The action runs from here."""
         if self._origin is not None:
             self._open = self._now()
 
     def end(self, action: Action) -> None:
-        """It has ended."""
         if self._origin is not None:
             self._marks.append((action, self._open, self._now()))
 
@@ -70,22 +172,12 @@ class ActionTimer:
         return event
 
 
-def _seconds(origin: _Mark, mark: _Mark) -> float:
-    if isinstance(origin, float):
-        assert isinstance(mark, float)
-        return mark - origin
-    assert not isinstance(mark, float)
-    return origin.elapsed_time(mark) / 1e3
+def _seconds(origin: Any, mark: Any) -> float:
+    return mark - origin if isinstance(origin, float) else origin.elapsed_time(mark) / 1e3
 
 
 class TraceWriter:
-    """Traces chosen steps: one file each, with a track per pipeline rank, measured and simulated.
-
-    Args:
-        steps: numbers of the steps to trace.
-        folder: of the run; rank 0 writes there.
-        log: prints a line; called on rank 0 alone.
-    """
+    """Traces chosen steps: one file each, with a track per pipeline rank, measured and simulated; rank 0 writes them."""
 
     def __init__(self, topology: Topology, *, steps: Sequence[int], folder: Path, log: Callable[[str], None]) -> None:
         self._topology, self._folder, self._log = topology, folder, log
@@ -166,10 +258,8 @@ class StepProfiler:
     """Profiles the steps from `first` to `last` of this rank; both begin and finish are called for each step.
 
     In the step before, the profiler warms up: what its start costs is not in the trace. The file of rank R is
-    `<run_dir>/profile/rank-R-steps-A-B.json`, Chrome's format, for ui.perfetto.dev, with a table for each device.
-
-    Args:
-        clock: gives computations and phases names while the profiler runs.
+    `<run_dir>/profile/rank-R-steps-A-B.json`, Chrome's format, for ui.perfetto.dev, with a table for each device. The clock
+    gives computations and phases names while the profiler runs.
     """
 
     def __init__(self, run_dir: Path, *, rank: int, first: int, last: int, clock: PhaseClock) -> None:
@@ -180,11 +270,7 @@ class StepProfiler:
         self._running: torch.profiler.profile | None = None
 
     def make_folder(self) -> None:
-        """Find out now whether the traces can be written.
-
-        Raises:
-            ConfigError: they cannot.
-        """
+        """Find out now whether the traces can be written."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -194,7 +280,6 @@ class StepProfiler:
             ) from None
 
     def begin(self, step: int) -> None:
-        """Before a step."""
         if step != self.first - 1:
             return
         known = torch.profiler.ProfilerActivity
@@ -209,34 +294,30 @@ class StepProfiler:
 
     def finish(self, step: int) -> str | None:
         """After a step; after the last one the files are written. Returns what the log should say of it."""
-        if self._running is None:
+        running = self._running
+        if running is None:
             return None
         if step < self.last:
-            self._running.step()
+            running.step()
             return None
+        self._clock.named = False
+        self.close()
         try:
-            return self._write()
+            running.export_chrome_trace(str(self._trace))
+            averages, tables = running.key_averages(), []
+            for device in self._devices:
+                table = self._trace.with_name(f"{self._trace.stem}-{device}.txt")
+                table.write_text(averages.table(sort_by=f"self_{device}_time_total", row_limit=_PROFILE_ROWS))
+                tables.append(table.name)
         except OSError as error:
             return f"warning: cannot write the profile to {self._folder}: {error.strerror}"
+        return (
+            f"profiled steps {self.first} to {step}: wrote {self._trace} for ui.perfetto.dev, tables in "
+            f"{' and '.join(tables)}"
+        )
 
     def close(self) -> None:
         """The run ends; what was profiled until here is dropped."""
         running, self._running = self._running, None
         if running is not None:
             running.stop()
-
-    def _write(self) -> str:
-        running = self._running
-        assert running is not None
-        self._clock.named = False
-        self.close()
-        running.export_chrome_trace(str(self._trace))
-        averages, tables = running.key_averages(), []
-        for device in self._devices:
-            table = self._trace.with_name(f"{self._trace.stem}-{device}.txt")
-            table.write_text(averages.table(sort_by=f"self_{device}_time_total", row_limit=_PROFILE_ROWS))
-            tables.append(table.name)
-        return (
-            f"profiled steps {self.first} to {self.last}: wrote {self._trace} for ui.perfetto.dev, tables in "
-            f"{' and '.join(tables)}"
-        )

@@ -5,8 +5,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from megalite.config.batch import batch_size, steps_left
 from megalite.config.errors import ConfigError, RankError
@@ -21,18 +20,17 @@ from megalite.tokenizers.base import Tokenizer
 from megalite.topology.group import Group
 from megalite.topology.lost_peers import RollCall
 from megalite.topology.topology import Launch, Topology, check_backend, start_distributed, stop_distributed
-from megalite.training.ending import Ending, forget_ending, write_ending
 from megalite.training.evaluation import Evaluator, meet, read_batches
 from megalite.training.hang_watch import HangWatch, begin_watch
 from megalite.training.instruments import Instruments
 from megalite.training.memory import explaining_out_of_memory, keep_freed_memory
 from megalite.training.non_finite import NonFiniteError
-from megalite.training.replica import Programs, Replica, build_modules, build_replica
+from megalite.training.replica import Programs, Replica, agreeing, build_modules, build_replica
 from megalite.training.reporter import LossSpikes, Reporter, SpeedMeter
 from megalite.training.setup import describe, open_data, open_reports, prepare_data, resolve
 from megalite.training.sinks import last_records
 from megalite.training.step import Stepper
-from megalite.training.stopping import StopRequest, StopRequests, StopRun
+from megalite.training.stopping import Ending, StopRequest, StopRequests, StopRun, forget_ending, write_ending
 
 if TYPE_CHECKING:
     from megalite.training.save_folder import SaveFolder
@@ -58,9 +56,8 @@ class Trainer:
     """Runs the training that a config describes, on all ranks of the launch; each of them makes one.
 
     Args:
-        explicit: settings that the user gave by name.
-        fixed: those of them that an elastic run must not change.
-        log: prints a line; called on rank 0 alone.
+        explicit, fixed: settings that the user gave by name; those of them that an elastic run must not change.
+        log: called on rank 0 alone.
         stops: what may end the run early, listening; default: nothing.
         watched: end this process if no rank progresses for hang_timeout_minutes.
         started: time of day from which the wall clock of goodput counts; default: now.
@@ -89,7 +86,7 @@ class Trainer:
         self._started = time.time() if started is None else started
         self._watched, self._take_layout = watched, take_layout
         self.launch = Launch.from_environment()
-        self.log = log if self.launch.rank == 0 else _silent
+        self.log = log if self.launch.rank == 0 else lambda line: None
         self.stops = stops or StopRequests()
         run_dir = config.logging.run_dir if self.launch.rank == 0 else None
         self._run_dir = None if run_dir is None else Path(run_dir)
@@ -152,6 +149,7 @@ class Trainer:
         timeout = parallel.distributed_timeout_minutes
         start_distributed(launch, device, backend=parallel.distributed_backend, timeout_minutes=timeout)
         watch = HangWatch()
+        # Closed last: leaving the process groups can stand still too.
         stack.push(lambda _, error, __: watch.close(agreed=_all_ranks_end(error)))
         stack.push(lambda _, error, __: stop_distributed(agreed=_all_ranks_end(error)))
         world = Group("world", tuple(range(launch.world_size)), launch.rank)
@@ -162,8 +160,7 @@ class Trainer:
             )
             world = dataclasses.replace(world, heartbeat=watch.heartbeat)
         self._roll = RollCall.open(world, launch, device)
-        found: Exception | None = None
-        try:
+        with agreeing(world, device, Exception):
             if parallel.elastic:
                 assert self._take_layout is not None, "an elastic run needs the planner's take_layout"
                 config, explicit = self._take_layout(
@@ -171,9 +168,7 @@ class Trainer:
                 )
             config, tokenizer = resolve(config, world_size=launch.world_size, explicit=explicit)
             programs, layout = Programs(config), layout_of(config)
-        except Exception as error:
-            found = error
-        world.agree(found, device)
+        kind = _WHEN_ASKED.get("sanitize") if config.parallel.sanitize_communication else Group
         topology = Topology.create(
             layout,
             rank=launch.rank,
@@ -181,13 +176,10 @@ class Trainer:
             backend=config.parallel.distributed_backend,
             timeout_minutes=config.parallel.distributed_timeout_minutes,
             heartbeat=watch.heartbeat,
-            group_type=_WHEN_ASKED.get("sanitize") if config.parallel.sanitize_communication else Group,
+            group_type=cast("type[Group]", kind),
         )
-        try:
+        with agreeing(world, device):  # on kernels, which one stage may need and another not
             modules = build_modules(config, topology, programs)
-        except ConfigError as error:
-            found = error  # of kernels, which one stage may need and another not
-        world.agree(found, device)
         self.replica = build_replica(config, topology, programs, modules, asked=self.config)
         self.config = config
         return tokenizer
@@ -228,18 +220,15 @@ class Trainer:
             device=topology.device,
             instruments=self.instruments,
         )
-        # The last that is pushed runs first.
-        stack.push(self._leave_folder)
+        # The last that is pushed runs first: the saver is waited for while the others are still there, and only then
+        # is the folder given up.
+        stack.push(lambda _, error, __: self._leave_folder(error))
         stack.callback(self._close)
-        stack.push(self._explain)
+        stack.push(lambda _, error, __: self._explain(error))
 
     def _open_folder(self, tokenizer: str | None) -> None:
-        found: ConfigError | None = None
-        try:
+        with agreeing(self.replica.topology.world, self.replica.topology.device):
             self.stops.refuse_old_file()
-        except ConfigError as error:
-            found = error
-        self.replica.topology.world.agree(found, self.replica.topology.device)
         self.saver: Saver | None = None
         self._folder: SaveFolder | None = None
         if self.config.checkpoint.save is None:
@@ -264,10 +253,7 @@ class Trainer:
                 self._step()
                 if self._after_step(self.progress.step):
                     break
-            if self.saver is not None:
-                self._heartbeat.phase("saving", patient=True)
-                with self.instruments.stall("save"):
-                    self.saver.finish(self.progress)
+            self._save_last()
             if self.progress.step == self.total:
                 self._evaluate_test()
                 return Ending.finished(self.progress.step)
@@ -326,9 +312,7 @@ class Trainer:
     def _after_step(self, step: int) -> bool:
         """Save, compare and evaluate where it is time to. True if the run is to stop here."""
         c, t = self.config.checkpoint, self.config.training
-        if (
-            self.saver is not None and not self._apart
-        ):  # otherwise the next save, where ranks meet, learns of the last one
+        if self.saver is not None and not self._apart:  # else the next save, where ranks meet, learns of the last one
             self.saver.poll()
         self._log_notes()
         compares = self.config.data_parallel.check_replicas_interval
@@ -352,6 +336,12 @@ class Trainer:
         if self._apart and self.progress.step < self.total:
             meet(self.stops, self.replica.topology)
 
+    def _save_last(self) -> None:
+        if self.saver is not None:
+            self._heartbeat.phase("saving", patient=True)
+            with self.instruments.stall("save"):
+                self.saver.finish(self.progress)
+
     def _save_and_stop(self, request: StopRequest) -> Ending:
         """Stop by agreement of all ranks."""
         step = self.progress.step
@@ -362,9 +352,7 @@ class Trainer:
         else:
             said = f"saved in {self.saver.folder}"
             self.log(f"{request.cause}: saving step {step}, and stopping")
-            self._heartbeat.phase("saving", patient=True)
-            with self.instruments.stall("save"):
-                self.saver.finish(self.progress)
+            self._save_last()
         self.log(f"{request.cause}: stopped at step {step}; {said}")
         return request.ending(step, said)
 
@@ -383,18 +371,18 @@ class Trainer:
 
     def _evaluate(self) -> None:
         if self.validation is not None:
-            self._heartbeat.phase("evaluating")
-            with self.instruments.stall("evaluation"):
-                loss = self.validation.loss()
-            self.reporter.evaluation(loss, at=self.progress)
+            self._report_loss(self.validation, "valid")
 
     def _evaluate_test(self) -> None:
         if self.test is not None:
-            self._heartbeat.phase("evaluating")
             self.test.prepare()
-            with self.instruments.stall("evaluation"):
-                loss = self.test.loss()
-            self.reporter.evaluation(loss, at=self.progress, split="test")
+            self._report_loss(self.test, "test")
+
+    def _report_loss(self, evaluator: Evaluator, split: str) -> None:
+        self._heartbeat.phase("evaluating")
+        with self.instruments.stall("evaluation"):
+            loss = evaluator.loss()
+        self.reporter.evaluation(loss, at=self.progress, split=split)
 
     def _log_notes(self) -> None:
         for notes in (self.loaders.index_notes, self.replica.strategy.notes, self.replica.optimizer.notes):
@@ -403,9 +391,7 @@ class Trainer:
 
     # ---- ending
 
-    def _explain(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def _explain(self, error: BaseException | None) -> None:
         """The run fails: finish the save under way, or find out which rank is gone."""
         if isinstance(error, (ConfigError, NonFiniteError)):
             if self.saver is not None and not isinstance(error, RankError):  # every rank is here: the copy was sound
@@ -426,9 +412,7 @@ class Trainer:
         self.reporter.close()
         self.replica.strategy.close()
 
-    def _leave_folder(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def _leave_folder(self, error: BaseException | None) -> None:
         if self._folder is not None:
             self._folder.leave(error, step=self.progress.step + 1, stopping=self.stops.request is not None)
 
@@ -446,7 +430,3 @@ def _all_ranks_end(error: BaseException | None) -> bool:
     if isinstance(error, (ConfigError, NonFiniteError)):
         return not isinstance(error, RankError)
     return error is None
-
-
-def _silent(line: str) -> None:
-    """Ranks other than 0."""

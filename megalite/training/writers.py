@@ -75,19 +75,11 @@ def _tagged(record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def tensorboard_installed() -> bool:
-    """The optional package is there."""
-    return importlib.util.find_spec("tensorboard") is not None
-
-
 class TensorBoard:
     """Event files. A run that resumes before its last record writes some steps once more, to the same values.
 
     Written here rather than by torch's SummaryWriter: that one writes in a thread, which a full disk ends with a traceback
     and for good.
-
-    Raises:
-        ConfigError: tensorboard is not installed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -129,9 +121,6 @@ class TensorBoard:
 class CSVFile:
     """`metrics.csv`: a row a record under one header. Of a run that resumes, the rows of steps that it makes again are
     dropped, as in metrics.jsonl.
-
-    Args:
-        step: the run stands here.
     """
 
     def __init__(self, path: Path, *, step: int) -> None:
@@ -147,7 +136,6 @@ class CSVFile:
         self.close = self._file.close
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append a row."""
         self._file.append(_rows([record]))
 
 
@@ -169,9 +157,6 @@ class Wandb:
     A run that resumes continues its curves: their id is in `<run_dir>/wandb-run-id`. What identifies the user comes
     from WANDB_API_KEY or `wandb login`, which this never reads; nothing of the environment, the command line, the
     console or git is sent, and the config goes without credentials.
-
-    Raises:
-        ConfigError: the package is not installed, or will not start.
     """
 
     def __init__(self, config: RunConfig, *, resumes: bool) -> None:
@@ -211,7 +196,6 @@ class Wandb:
             self._run.log({**_tagged(record), **axes})
 
     def close(self) -> None:
-        """Wait until everything is sent."""
         with _wandb_errors():
             self._run.finish()
 
@@ -240,10 +224,6 @@ def _run_id(folder: Path | None, resumes: bool) -> str:
 def open_writers(config: RunConfig, *, step: int) -> tuple[dict[str, MetricSink], bool]:
     """The sinks that a run has besides metrics.jsonl, by what the log calls them; and whether it goes without
     TensorBoard because that is not installed.
-
-    Raises:
-        ConfigError: a package that was asked for is not installed.
-        OSError: a file cannot be written.
     """
     logging, without = config.logging, False
     sinks: dict[str, MetricSink] = {}
@@ -253,7 +233,7 @@ def open_writers(config: RunConfig, *, step: int) -> tuple[dict[str, MetricSink]
             path = Path(logging.run_dir) / "metrics.csv"
             sinks[str(path)] = CSVFile(path, step=step)
         # Not asked for by name it may be left out: metrics.jsonl has the same numbers.
-        without = tensorboard is None and not tensorboard_installed()
+        without = tensorboard is None and importlib.util.find_spec("tensorboard") is None
         if tensorboard is None and not without:
             tensorboard = str(Path(logging.run_dir) / "tensorboard")
     if tensorboard is not None:

@@ -21,7 +21,7 @@ from megalite.tensor_parallel.parameter import ParameterFactory
 from megalite.topology.group import Group
 from megalite.topology.layout import ParallelLayout
 from megalite.topology.topology import Topology
-from megalite.training.build import Precision, build_optimizer, build_strategy
+from megalite.training.replica import Precision, build_optimizer, build_strategy
 from tests.data_parallel import network_namespace
 from tests.support.fork_server import fork_server
 

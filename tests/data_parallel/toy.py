@@ -14,7 +14,7 @@ from megalite.optimizers.base import Optimizer, Update
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
 from megalite.topology.group import Group
 from megalite.topology.topology import Topology
-from megalite.training.build import Precision, build_optimizer, build_strategy
+from megalite.training.replica import Precision, build_optimizer, build_strategy
 from tests.support.ranks import RankContext
 
 SHAPES = {"table": (24, 10), "up": (33, 10), "bias": (33,), "down": (10, 33), "norm": (10,)}

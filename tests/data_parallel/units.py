@@ -15,7 +15,7 @@ from megalite.optimizers.base import Optimizer, Update
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
 from megalite.topology.group import Group
 from megalite.topology.topology import Topology
-from megalite.training.build import Precision, build_optimizer, build_strategy
+from megalite.training.replica import Precision, build_optimizer, build_strategy
 from tests.support.ranks import RankContext
 
 UNITS = 5

@@ -5,7 +5,7 @@ import re
 from dataclasses import asdict
 
 from megalite.config import exit_codes
-from megalite.training.ending import Ending
+from megalite.training.stopping import Ending
 from tests.e2e.programs import REPOSITORY
 
 

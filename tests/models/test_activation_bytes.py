@@ -22,8 +22,7 @@ from megalite.partition.memory import activation_peaks
 from megalite.partition.pipeline import plan_stages, schedule_of
 from megalite.partition.stages import StagePlan
 from megalite.pipeline.ir.schedule import peak_activations
-from megalite.training.build import Precision
-from megalite.training.replica import build_stages
+from megalite.training.replica import Precision, build_stages
 from tests.models.live_bytes import LiveBytes, SavedBytes
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import Runner, build, tiny_config

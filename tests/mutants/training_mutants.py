@@ -121,7 +121,7 @@ GRADIENTS = (
     ),
     Mutant(
         "reduced without cp",
-        "megalite/training/build.py",
+        "megalite/training/replica.py",
         "dp=topology.dp_cp,",
         "dp=topology.dp,",
         f"{TRAJECTORY}[cp2-fp32]",

@@ -14,18 +14,18 @@ from typing import Any
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megalite.checkpoint.files import free_bytes
 from megalite.config.describe import replace
 from megalite.config.run import RunConfig
 from megalite.training import sinks
-from megalite.training.ending import Ending, reserve_ending, write_ending
 from megalite.training.saving import SaveError
 from megalite.training.sinks import AppendedFile, BestEffort, JsonLines
+from megalite.training.stopping import Ending, reserve_ending, write_ending
 from megalite.training.trainer import Trainer
 from megalite.training.writers import CSVFile, TensorBoard
 from tests.support.tiny import TINY
+from tests.training.test_sinks import record, scalars
 
 SETTINGS = {**TINY, "mock_data": True, "eod_mask_loss": False, "train_iters": 8, "log_interval": 1}
 
@@ -85,12 +85,6 @@ def told(folder: Path) -> dict[str, Any]:
     return found
 
 
-def scalars(folder: Path) -> list[int]:
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    return [event.step for event in events.Scalars("lm loss")]
-
-
 def test_a_full_disk_costs_records_alone(disk: Path, tmp_path: Path) -> None:
     folder = disk / "run"
 
@@ -141,7 +135,7 @@ def test_a_removed_folder_costs_records_alone(tmp_path: Path) -> None:
     assert [line for line in lines if line.startswith(said)]
     assert f"{folder}/metrics.jsonl is written again; 1 records are missing in it" in lines
     assert steps(folder) == [4, 5, 6, 7, 8]
-    assert scalars(tmp_path / "board") == list(range(1, 9))
+    assert [step for step, _ in scalars(tmp_path / "board")["lm loss"]] == list(range(1, 9))
     assert told(folder)["status"] == "finished"
     assert (tmp_path / "saved" / "step-0000008").is_dir()
 
@@ -155,10 +149,6 @@ def largest_file(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def record(step: int) -> dict[str, Any]:
-    return {"kind": "train", "step": step, "consumed_samples": 8 * step, "loss": 1.0 / step}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the signal of that limit ends the process")
@@ -187,7 +177,7 @@ def test_a_record_that_does_not_fit_is_cut_off_again(tmp_path: Path, kind: str) 
     ]
     assert "2 records are missing" in lines[1]
     if kind == "tensorboard":
-        assert scalars(path) == [1, 4]
+        assert [step for step, _ in scalars(path)["lm loss"]] == [1, 4]
     else:
         assert file.read_bytes().startswith(before) and file.read_bytes().count(b"\n") == before.count(b"\n") + 1
 

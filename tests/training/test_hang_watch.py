@@ -54,20 +54,14 @@ def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_it_leaves_nothing_behind(private: Path) -> None:
+@pytest.mark.parametrize("agreed", [True, False])
+def test_it_leaves_nothing_behind(private: Path, agreed: bool) -> None:
     watch = begin()
     assert watch._watcher is not None and watch._watcher.process is not None
     (folder,) = private.iterdir()
     assert folder.stat().st_mode & 0o777 == 0o700
     assert {path.name for path in folder.iterdir()} == {"rank-0.beat", "rank-0.stacks", "watcher"}
-    watch.close(agreed=True)
-    assert watch._watcher.process.returncode == 0 and list(private.iterdir()) == []
-
-
-def test_a_run_of_one_that_fails_leaves_nothing_either(private: Path) -> None:
-    watch = begin()
-    watch.close(agreed=False)
-    assert watch._watcher is not None and watch._watcher.process is not None
+    watch.close(agreed=agreed)
     assert watch._watcher.process.returncode == 0 and list(private.iterdir()) == []
 
 

@@ -12,9 +12,9 @@ import torch
 from megalite.optimizers.schedules import Schedules
 from megalite.parity.trajectory import Runner
 from megalite.topology.topology import Topology
-from megalite.training.phases import PhaseClock
 from megalite.training.replica import build_replica
 from megalite.training.step import Stepper
+from megalite.training.trace import PhaseClock
 from tests.support.tiny import LLAMA, tiny_config
 
 READS = ("tolist", "item", "cpu", "numpy", "nonzero", "__float__", "__int__", "__bool__", "__index__")

@@ -12,7 +12,6 @@ from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 from megalite.data.loader import BatchLoader, Microbatch
-from megalite.training.evaluation import read_batches
 from megalite.training.trainer import Trainer
 from tests.data.token_files import write_by_layout
 from tests.support.ranks import RankContext, run_ranks
@@ -85,24 +84,6 @@ def test_whatever_comes_next_is_read_while_a_step_computes(
     run(prefix, tmp_path / "run", save_interval=2, rampup_batch_size=[4, 4, 8])
     assert unprepared == []
     assert len(records(tmp_path / "run", "train")) == 4
-
-
-def reader(dataset: Any) -> BatchLoader:
-    return BatchLoader(
-        dataset, seq_length=16, eod_token=None, eod_mask_loss=False, dp_rank=0, dp_size=1, micro_batch_size=1
-    )
-
-
-@pytest.mark.parametrize(
-    "fault", [ConfigError("d.bin: document 3 is damaged"), OSError(5, "Input/output error", "d.bin")]
-)
-def test_who_cannot_read_is_said_with_what(fault: Exception) -> None:
-    topology = RankContext(0).topology()
-    loader = reader(Broken(fault))
-    loader.prefetch(0, 2)
-    with pytest.raises(ConfigError, match=r"^rank 0: .*d\.bin"):
-        read_batches(loader, 0, 2, topology=topology, scope=topology.world)
-    assert read_batches(None, 0, 2, topology=topology, scope=topology.world) == ([], 0.0)
 
 
 def test_the_wait_for_data_is_that_of_the_slowest_rank(prefix: str, tmp_path: Path) -> None:
@@ -242,9 +223,5 @@ def logged(context: RankContext, world: int, prefix: str) -> list[str]:
     """The log of this rank of a pipeline over all ranks."""
     lines: list[str] = []
     config = tiny_config(world, **FOUR_STEPS, pp=world, data_path=[prefix])
-    ReplicaTrainer(build(context, config), lines.append if context.rank == 0 else silent).fit()
+    ReplicaTrainer(build(context, config), lines.append if context.rank == 0 else lambda line: None).fit()
     return lines
-
-
-def silent(line: str) -> None:
-    """Ranks other than 0."""

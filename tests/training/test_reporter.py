@@ -1,15 +1,20 @@
 """The log line says everything that the run's owner looks for, and never leaves a number out."""
 
 import math
+import random
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import megalite.training.reporter as reporter_module
+from megalite.config.describe import replace
+from megalite.config.run import RunConfig
 from megalite.optimizers.schedules import Progress
-from megalite.training.reporter import Reporter, SpeedMeter, device_peak_tflops
+from megalite.training.reporter import LossSpikes, Reporter, SpeedMeter, device_peak_tflops
+from megalite.training.sinks import JsonLines
 from megalite.training.step import StepResult
 from tests.support.tiny import tiny_config
 
@@ -73,32 +78,6 @@ def test_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.search(r"\| mem \d+ MiB \|", line)
 
 
-def test_auxiliary_losses_are_reported_beside_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = Setup(monkeypatch)
-    for number in (1, 2):
-        setup.step(number, auxiliary={"load_balancing_loss": 0.0125, "z_loss": 0.5})
-    (line,) = setup.lines
-    assert "loss 2.0000 | load balancing loss 0.0125 | z loss 0.5000 | lr" in line
-    assert setup.sink.found[0]["load_balancing_loss"] == 0.0125
-
-
-def test_the_interval_starts_anew_after_each_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = Setup(monkeypatch)
-    for number in range(1, 5):
-        setup.step(number, seconds=number, loss=float(number), skipped=number == 1)
-    first, second = setup.lines
-    assert "loss 1.5000" in first and "1500 ms/step" in first and "skipped 1" in first
-    assert "loss 3.5000" in second and "3500 ms/step" in second and "skipped" not in second
-
-
-def test_the_last_step_is_reported_whatever_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = Setup(monkeypatch, interval=7)
-    for number in range(1, 21):
-        setup.step(number)
-    assert [re.findall(r"step\s+(\d+)/20", line)[0] for line in setup.lines] == ["7", "14", "20"]
-    assert setup.lines[-1].endswith("ETA 0:00:00")
-
-
 def test_waiting_for_data_is_noted_and_said_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup(monkeypatch)
     for number, waited in enumerate((0.001, 0.008, 0.0005, 0.0095, 0.0, 0.01), start=1):
@@ -107,20 +86,27 @@ def test_waiting_for_data_is_noted_and_said_where_it_matters(monkeypatch: pytest
     assert [record["data_wait_ms"] for record in setup.sink.found[:2]] == [1.0, 8.0]
 
 
-def test_nan_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_interval_starts_anew_and_the_last_step_ends_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = Setup(monkeypatch, interval=9)
+    for number in range(1, 21):
+        setup.step(number, seconds=number, loss=float(number), skipped=number == 1)
+    first, second, last = setup.lines
+    assert (
+        first.startswith("step  9/20") and "loss 5.0000" in first and "5000 ms/step" in first and "skipped 1" in first
+    )
+    assert "loss 14.0000" in second and "14000 ms/step" in second and "skipped" not in second
+    assert last.startswith("step 20/20") and last.endswith("ETA 0:00:00")
+
+
+def test_nan_an_unknown_peak_and_auxiliary_losses_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup(monkeypatch)
     setup.step(1, loss=math.nan, grad_norm=math.nan)
-    setup.step(2, grad_norm=math.inf)
-    assert "loss nan" in setup.lines[0]
+    setup.step(2, grad_norm=math.inf, auxiliary={"load_balancing_loss": 0.0125, "z_loss": 0.5})
+    assert "loss nan | load balancing loss 0.0125 | z loss 0.5000 | lr" in setup.lines[0]
+    assert "MFU (PaLM) unknown peak" in setup.lines[0] and setup.sink.found[0]["mfu"] is None
+    assert setup.sink.found[1]["z_loss"] == 0.5
     assert "grad norm inf" in setup.lines[0]
     assert math.isnan(setup.sink.found[0]["loss"])
-
-
-def test_an_unknown_peak_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = Setup(monkeypatch, interval=1)
-    setup.step(1)
-    assert "MFU (PaLM) unknown peak" in setup.lines[0]
-    assert setup.sink.found[0]["mfu"] is None
 
 
 def test_every_step_goes_to_the_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,17 +157,80 @@ def test_the_test_split_s_loss_and_one_that_is_not_a_number(monkeypatch: pytest.
         ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
         ("NVIDIA H100 PCIe", "bf16", 756.0),
         ("NVIDIA A100-SXM4-80GB", "fp16", 312.0),
-        ("NVIDIA H200", "bf16", 989.4),
         ("NVIDIA H100 80GB HBM3", "fp32", None),
         ("NVIDIA GeForce RTX 4090", "bf16", None),
     ],
 )
 def test_known_peaks(monkeypatch: pytest.MonkeyPatch, name: str, precision: str, peak: float | None) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert device_peak_tflops(tiny_config(1, precision=precision), torch.device("cuda", 0)) == peak
+    device = torch.device("cuda", 0)
+    assert device_peak_tflops(tiny_config(1, precision=precision), device) == peak
+    assert device_peak_tflops(tiny_config(1, precision=precision, peak_tflops=77.0), device) == 77.0
 
 
-def test_a_given_peak_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
-    given = tiny_config(1, precision="bf16", peak_tflops=77.0)
-    assert device_peak_tflops(given, torch.device("cuda", 0)) == 77.0
+def losses(count: int, *, seed: int = 1) -> list[float]:
+    """A loss that falls, with noise."""
+    draw = random.Random(seed)
+    return [3.0 + 4.0 * math.exp(-step / 80) + draw.gauss(0.0, 0.03) for step in range(count)]
+
+
+def alarms(values: list[float], *, window: int = 100, threshold: float = 10.0) -> list[int]:
+    spikes = LossSpikes(window=window, threshold=threshold)
+    return [step for step, loss in enumerate(values) if spikes.score(loss)[1]]
+
+
+def test_a_loss_that_falls_and_scatters_is_quiet() -> None:
+    for seed in range(5):
+        assert alarms(losses(600, seed=seed)) == []
+
+
+def test_a_jump_is_told_once_and_the_next_one_again() -> None:
+    values = losses(400)
+    values[200:205] = [8.0] * 5
+    values[300] = 9.0
+    assert alarms(values) == [200, 300]
+    assert alarms(values, threshold=0.0) == []
+
+
+def test_a_new_level_becomes_the_usual_one() -> None:
+    values = [value + (2.0 if step >= 200 else 0.0) for step, value in enumerate(losses(400))]
+    values[390] = 12.0
+    assert alarms(values, window=50) == [200, 390]
+
+
+def test_a_flat_loss_does_not_alarm_at_a_breath() -> None:
+    assert alarms([2.0] * 100 + [2.01] + [2.0] * 20) == []
+    assert alarms([2.0] * 100 + [2.2]) == [100]
+
+
+def test_what_is_not_finite_is_passed_over() -> None:
+    spikes = LossSpikes(window=20, threshold=5.0)
+    for loss in losses(40):
+        spikes.score(loss)
+    score, _ = spikes.score(3.7)
+    again = LossSpikes(window=20, threshold=5.0)
+    for loss in losses(40):
+        again.score(loss)
+    for loss in (math.nan, math.inf, -math.inf):
+        assert again.score(loss) == (None, False)
+    assert again.score(3.7)[0] == score
+
+
+def test_a_resumed_run_scores_as_one_that_did_not_stop(tmp_path: Path) -> None:
+    config = replace(RunConfig(), loss_spike_window=30, run_dir=str(tmp_path))
+    values = losses(200)
+    values[150] = 9.0
+    whole, scores = LossSpikes.resumed(config), []
+    for loss in values:
+        scores.append(whole.score(loss))
+    sink = JsonLines(tmp_path / "metrics.jsonl", step=0)
+    for step, loss in enumerate(values[:151], start=1):
+        sink.write({"kind": "train", "step": step, "loss": loss})
+    resumed = LossSpikes.resumed(config)
+    assert [resumed.score(loss) for loss in values[151:]] == scores[151:]
+    assert scores[150][1]
+
+
+def test_the_words() -> None:
+    said = LossSpikes(window=20, threshold=5.0).words(9.5, 31.25)
+    assert said.startswith("loss 9.5000 is a spike: 31.2 times the usual scatter")

@@ -56,29 +56,19 @@ def test_other_steps_progress_and_changes_count_anew(tmp_path: Path) -> None:
     fails(tmp_path, 110, 113, settings="a")
 
 
-def test_checkpoints_before_the_step_that_fails_are_no_progress(tmp_path: Path) -> None:
-    for start in (100, 105, 106):
-        fails(tmp_path, start, 107)
-    with pytest.raises(RestartLoopError):
-        fails(tmp_path, 106, 107)
-
-
 def test_an_end_as_it_was_meant_forgets_the_failures(tmp_path: Path) -> None:
     for _ in range(2):
         fails(tmp_path, 0, 3)
-    one = guard(tmp_path)
-    one.begin(0, None)
-    one.ended()
-    assert not (tmp_path / FILE_NAME).exists()
-    for _ in range(3):
-        fails(tmp_path, 0, 3)
-
-
-def test_one_that_was_asked_to_leave_is_no_failure(tmp_path: Path) -> None:
-    for _ in range(5):
+    for _ in range(5):  # asked to leave: that is no failure
         one = guard(tmp_path)
         one.begin(0, None)
         one.left()
+    one.ended()
+    assert not (tmp_path / FILE_NAME).exists()
+    for start in (0, 1, 2):  # checkpoints before the step that fails are no progress
+        fails(tmp_path, start, 3)
+    with pytest.raises(RestartLoopError):
+        fails(tmp_path, 2, 3)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"settings": "a"}', '{"settings": "a", "failed": [1]}'])

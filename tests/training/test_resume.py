@@ -1,15 +1,24 @@
 """What may change between a checkpoint and the run that takes it up (the precision, say), and what may not."""
 
+import dataclasses
+import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
+from megalite.checkpoint.load import Checkpoint
+from megalite.config.describe import replace
 from megalite.config.errors import CheckpointError
+from megalite.config.model import ModelConfig
+from megalite.config.run import RunConfig
 from megalite.optimizers.schedules import Progress
-from megalite.training.resume import load
+from megalite.training.resume import check_same_model, data_changes, load
+from megalite.training.save_folder import resumes_own
 from megalite.training.saving import save
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import Runner, assemble, build, local_parts, tiny_config
@@ -114,33 +123,25 @@ def refused(context: RankContext, folder: str, changes: dict[str, Any], fingerpr
 
 
 @pytest.mark.parametrize(
-    "changes, message",
+    "changes, tokenizer, message",
     [
-        ({"num_layers": 3}, "num_layers 4 there, 3 here"),
-        ({"ffn_hidden_size": 64}, "ffn_hidden_size 128 there, 64 here"),
-        ({"normalization": "RMSNorm"}, "normalization LayerNorm there, RMSNorm here"),
-        ({"tie_embeddings": False}, "tie_embeddings True there, False here"),
+        (
+            {"num_layers": 3, "tie_embeddings": False},
+            "a",
+            "num_layers 4 there, 3 here; tie_embeddings True there, False",
+        ),
         # The same tensors, yet another network.
-        ({"norm_epsilon": 1e-6}, "norm_epsilon 1e-05 there, 1e-06 here"),
-        ({"num_attention_heads": 2}, "num_attention_heads 4 there, 2 here"),
+        ({"num_attention_heads": 2}, "a", "num_attention_heads 4 there, 2 here"),
+        ({}, "b", "another tokenizer"),
+        ({"hidden_dropout": 0.1}, "a", "nothing was raised"),
     ],
 )
-def test_another_model_is_refused_by_name(
-    in_fp32: tuple[Path, list[dict[str, Any]]], changes: dict[str, Any], message: str
+def test_another_network_is_refused_by_name(
+    in_fp32: tuple[Path, list[dict[str, Any]]], changes: dict[str, Any], tokenizer: str, message: str
 ) -> None:
-    found = run_ranks(2, refused, str(in_fp32[0]), changes, "a" * 64)
+    found = run_ranks(2, refused, str(in_fp32[0]), changes, tokenizer * 64)
     assert found[0] == found[1]
     assert message in found[0]
-
-
-def test_another_tokenizer_is_refused(in_fp32: tuple[Path, list[dict[str, Any]]]) -> None:
-    found = run_ranks(2, refused, str(in_fp32[0]), {}, "b" * 64)
-    assert found[0] == found[1]
-    assert "another tokenizer" in found[0] and "--finetune" in found[0]
-
-
-def test_dropout_may_differ(in_fp32: tuple[Path, list[dict[str, Any]]]) -> None:
-    assert run_ranks(2, refused, str(in_fp32[0]), {"hidden_dropout": 0.1}, "a" * 64) == ["nothing was raised"] * 2
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -154,3 +155,122 @@ def test_finetune_takes_the_weights_alone(in_fp32: tuple[Path, list[dict[str, An
         np.testing.assert_array_equal(loaded["main_param"][name], values, err_msg=name)
         assert not loaded["exp_avg"][name].any()
         assert not loaded["exp_avg_sq"][name].any()
+
+
+def saved(model: ModelConfig) -> Checkpoint:
+    manifest = SimpleNamespace(config={"model": asdict(model)})
+    return cast(Checkpoint, SimpleNamespace(path="step-1", manifest=manifest))
+
+
+LEARNED = ModelConfig(vocab_size=64, max_position_embeddings=16)
+ROPE = dataclasses.replace(LEARNED, position_embedding_type="rope")
+
+
+def test_the_limit_of_positions_counts_only_where_it_is_a_shape() -> None:
+    check_same_model(saved(ROPE), dataclasses.replace(ROPE, max_position_embeddings=32))
+    with pytest.raises(CheckpointError, match="max_position_embeddings 16 there, 32 here"):
+        check_same_model(saved(LEARNED), dataclasses.replace(LEARNED, max_position_embeddings=32))
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"rotary_base": 500000.0}, "rotary_base 10000.0 there, 500000.0 here"),
+        (
+            {"rope_scaling": "llama3", "rope_scaling_factor": 4.0, "sliding_window": 32},
+            "rope_scaling none there, llama3",
+        ),
+    ],
+)
+def test_only_finetuning_may_stretch_the_positions(changes: dict[str, Any], said: str) -> None:
+    longer = dataclasses.replace(ROPE, **changes)
+    check_same_model(saved(ROPE), longer, finetune=True)
+    with pytest.raises(CheckpointError, match=said):
+        check_same_model(saved(ROPE), longer)
+
+
+def test_a_setting_that_an_older_checkpoint_does_not_know_had_its_default() -> None:
+    older = saved(ROPE)
+    for name in ("qk_norm", "sliding_window", "moe_layer_freq"):
+        del older.manifest.config["model"][name]
+    check_same_model(older, ROPE)
+    with pytest.raises(CheckpointError, match=r"qk_norm False there, True here"):
+        check_same_model(older, dataclasses.replace(ROPE, qk_norm=True))
+
+
+def test_one_folder_however_it_is_spelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    monkeypatch.chdir(tmp_path)
+    cases = {("a", str(tmp_path / "a")): True, ("a/", "link"): True, ("a", "b"): False, (None, None): False}
+    for (source, target), same in cases.items():
+        assert resumes_own(replace(RunConfig(), load=source, save=target)) == same
+    assert not resumes_own(replace(RunConfig(), load="a", save="a", finetune=True))
+
+
+BASE: dict[str, Any] = {"data_path": ["0.5", "a", "0.5", "b"], "eod_mask_loss": False}
+MEGATRON = {**BASE, "data_order": "megatron", "train_iters": 20}
+
+
+def in_manifest(**changes: Any) -> dict[str, Any]:
+    """The config in a manifest."""
+    config: dict[str, Any] = json.loads(json.dumps(asdict(tiny_config(1, **{**BASE, **changes}))))
+    return config
+
+
+def changed(config: RunConfig, **changes: Any) -> list[str]:
+    return data_changes(in_manifest(), replace(config, **changes))
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"seed": 99}, "seed 1234 -> 99"),
+        ({"seq_length": 32}, "seq_length 16 -> 32"),
+        ({"split": "8,1,1"}, "split 969,30,1 -> 8,1,1"),
+        ({"packing": "best-fit"}, "packing stream -> best-fit"),
+        ({"data_order": "megatron"}, "data_order megalite -> megatron"),
+        ({"data_path": ["0.7", "a", "0.3", "b"]}, "data_path 0.5 a 0.5 b -> 0.7 a 0.3 b"),
+        ({"mock_data": True}, "mock_data False -> True"),
+        ({"data_path": [], "train_data_path": ["c"]}, "train_data_path (none) -> c"),
+    ],
+)
+def test_each_difference_is_a_line(changes: dict[str, Any], said: str) -> None:
+    lines = changed(tiny_config(1, **BASE), **changes)
+    assert [line for line in lines if line.endswith(f": {said}")] == lines[-1:]
+    assert all("from here on" in line for line in lines)
+
+
+def test_what_is_no_part_of_the_order_is_not_said() -> None:
+    config = tiny_config(1, **BASE)
+    assert changed(config) == []
+    assert changed(config, split="969,30,1", global_batch_size=16, train_iters=40, lr=1.0, eval_iters=3) == []
+
+
+def test_settings_that_are_younger_than_the_checkpoint_had_their_defaults() -> None:
+    old = in_manifest()
+    del old["data"]["packing"], old["data"]["data_order"]
+    assert data_changes(old, tiny_config(1, **BASE)) == []
+
+
+def test_megatron_s_order_is_another_for_another_length() -> None:
+    longer = tiny_config(1, **{**MEGATRON, "train_iters": 40})
+    (line,) = data_changes(in_manifest(**MEGATRON), longer)
+    assert line.endswith("and samples may repeat: train 160 -> 320 samples")
+    assert data_changes(in_manifest(**MEGATRON), tiny_config(1, **MEGATRON)) == []
+    # The same number of samples is the same order.
+    assert (
+        data_changes(
+            in_manifest(**MEGATRON), tiny_config(1, **{**MEGATRON, "train_iters": 10, "global_batch_size": 16})
+        )
+        == []
+    )
+    open_batch = in_manifest(**MEGATRON, micro_batch_size=2)
+    open_batch["training"]["global_batch_size"] = None
+    assert data_changes(open_batch, tiny_config(1, **MEGATRON), dp=4) == []
+    (line,) = data_changes(open_batch, tiny_config(1, **MEGATRON), dp=2)
+    assert line.endswith("train 80 -> 160 samples")
+    unknown = in_manifest(**MEGATRON)
+    unknown["training"]["global_batch_size"] = "many"
+    (line,) = data_changes(unknown, longer)
+    assert line.startswith("the checkpoint does not say how long its run was")

@@ -344,9 +344,8 @@ def test_a_run_does_not_remove_what_another_has_made(tmp_path: Path) -> None:
     ):
         refuse_foreign_checkpoints(config, Progress(200, 1600))
     refuse_foreign_checkpoints(tiny_config(save=str(tmp_path / "s")), Progress(200, 1600))
-    mine = tiny_config(save=str(tmp_path / "s"), load=str(tmp_path / "s"), keep_latest=1)
-    refuse_foreign_checkpoints(mine, Progress(2, 16))
     own = {"save": str(tmp_path / "s"), "load": str(tmp_path / "s"), "keep_latest": 1}
+    refuse_foreign_checkpoints(tiny_config(**own), Progress(2, 16))
     refuse_foreign_checkpoints(tiny_config(ckpt_step=2, **own), Progress(2, 16))
     with pytest.raises(ConfigError, match="up to step 2 but this run starts at step 1"):
         refuse_foreign_checkpoints(tiny_config(ckpt_step=1, **own), Progress(1, 8))

@@ -1,15 +1,21 @@
 """metrics.jsonl and TensorBoard hold what was written, also NaN and also after a run was killed."""
 
+import csv
 import json
 import math
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megalite.config.describe import replace
+from megalite.config.errors import ConfigError
+from megalite.config.run import RunConfig
 from megalite.training.sinks import JsonLines
-from megalite.training.writers import TENSORBOARD_TAGS, TensorBoard
+from megalite.training.writers import COLUMNS, TENSORBOARD_TAGS, CSVFile, TensorBoard, Wandb
 
 
 def record(step: int, **more: Any) -> dict[str, Any]:
@@ -28,14 +34,9 @@ def test_each_record_is_a_line_at_once(tmp_path: Path) -> None:
     for step in (1, 2):
         sink.write(record(step, mfu=None, skipped=False))
         assert lines(tmp_path / "metrics.jsonl")[-1] == record(step, mfu=None, skipped=False)
+    sink.write(record(3, loss=math.nan, grad_norm=math.inf, lr=-math.inf))
     sink.close()
-
-
-def test_not_a_number_is_written_and_the_file_stays_json(tmp_path: Path) -> None:
-    sink = JsonLines(tmp_path / "metrics.jsonl", step=0)
-    sink.write(record(1, loss=math.nan, grad_norm=math.inf, lr=-math.inf))
-    sink.close()
-    (line,) = lines(tmp_path / "metrics.jsonl")
+    line = lines(tmp_path / "metrics.jsonl")[-1]
     assert (line["loss"], line["grad_norm"], line["lr"]) == ("nan", "inf", "-inf")
 
 
@@ -68,8 +69,10 @@ def test_tensorboard_has_megatrons_tags(tmp_path: Path) -> None:
     numbers = {name: float(index + 1) for index, name in enumerate(TENSORBOARD_TAGS)}
     for step in (1, 2):
         sink.write({**record(step), **numbers, "ms_per_step": 1500.0})
+    sink.write(record(3, mfu=None, grad_norm=math.nan))
     sink.close()
     found = scalars(tmp_path)
+    assert len(found["mfu"]) == 2 and math.isnan(found["grad-norm"][2][1]), "unknown is left out, NaN is shown"
     megatrons = {
         *("lm loss", "learning-rate", "grad-norm", "loss-scale", "batch-size"),
         *("iteration-time", "throughput", "lm loss validation", "lm loss validation ppl"),
@@ -77,19 +80,10 @@ def test_tensorboard_has_megatrons_tags(tmp_path: Path) -> None:
     }
     assert megatrons <= set(found)
     assert set(found) == {tag + end for tag in TENSORBOARD_TAGS.values() for end in ("", " vs samples")}
-    assert found["lm loss"] == [(1, 1.0), (2, 1.0)]
-    assert found["lm loss vs samples"] == [(8, 1.0), (16, 1.0)]
+    assert found["lm loss"][:2] == [(1, 1.0), (2, 1.0)]
+    assert found["lm loss vs samples"][:2] == [(8, 1.0), (16, 1.0)]
     assert found["learning-rate"] == [(step, numbers["lr"]) for step in (1, 2)]
     assert found["iteration-time"] == [(1, 1.5), (2, 1.5)], "in seconds, as Megatron-LM logs it"
-
-
-def test_tensorboard_leaves_out_what_is_unknown_and_shows_nan(tmp_path: Path) -> None:
-    sink = TensorBoard(tmp_path)
-    sink.write(record(1, mfu=None, grad_norm=math.nan))
-    sink.close()
-    found = scalars(tmp_path)
-    assert "mfu" not in found
-    assert math.isnan(found["grad-norm"][0][1])
 
 
 def test_tensorboard_keeps_both_curves_when_a_run_resumes(tmp_path: Path) -> None:
@@ -106,3 +100,142 @@ def test_tensorboard_keeps_both_curves_when_a_run_resumes(tmp_path: Path) -> Non
     assert {step for step, _ in found["lm loss"]} == {1, 2, 3, 4}
     assert {samples for samples, _ in found["lm loss vs samples"]} == {8, 16, 24, 32}
     assert dict(found["lm loss"])[2] == 0.5
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_row_a_record_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    sink = CSVFile(path, step=0)
+    for step in (1, 2):
+        sink.write(record(step, mfu=None, skipped=False, something_new=1))
+        assert rows(path)[-1]["step"] == str(step)
+    sink.write({"kind": "valid", "step": 2, "consumed_samples": 16, "valid_loss": math.nan})
+    sink.close()
+    first, second, valid = rows(path)
+    assert list(first) == list(COLUMNS)
+    assert (first["loss"], second["loss"], first["mfu"], first["valid_loss"]) == ("1.0", "0.5", "", "")
+    assert (valid["kind"], valid["valid_loss"], valid["loss"]) == ("valid", "nan", "")
+
+
+@pytest.mark.parametrize("cut", ["", "train,3,2", "train,x\n", "\0\0\n", "train\xff"])
+def test_a_resumed_run_drops_rows_as_it_drops_lines(tmp_path: Path, cut: str) -> None:
+    path = tmp_path / "metrics.csv"
+    for step, more in ((0, (1, 2, 3)), (2, (3, 4))):
+        sinks = (CSVFile(path, step=step), JsonLines(tmp_path / "metrics.jsonl", step=step))
+        for sink in sinks:
+            for number in more:
+                sink.write(record(number, loss=float(10 * step + number)))
+            sink.close()
+        if not step:
+            path.write_bytes(path.read_bytes() + cut.encode("latin-1"))
+    expected = [(row["step"], row["loss"]) for row in lines(tmp_path / "metrics.jsonl")]
+    assert [(int(row["step"]), float(row["loss"])) for row in rows(path)] == expected
+    assert expected == [(1, 1.0), (2, 2.0), (3, 23.0), (4, 24.0)]
+
+
+def test_rows_of_an_older_header_move_to_the_new_one(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    path.write_text("step,kind,loss,gone\n1,train,2.5,x\n2,train,2.25,x\n")
+    CSVFile(path, step=1).close()
+    (row,) = rows(path)
+    assert (row["step"], row["kind"], row["loss"]) == ("1", "train", "2.5")
+
+
+class Stub:
+    """`wandb` as far as it is used; it takes no argument that the package does not take."""
+
+    def __init__(self) -> None:
+        self.started: list[dict[str, Any]] = []
+        self.logged: list[dict[str, Any]] = []
+        self.finished = 0
+        self.axes: list[tuple[str, str | None]] = []
+
+    def init(
+        self,
+        entity: str | None = None,
+        project: str | None = None,
+        dir: str | None = None,
+        id: str | None = None,
+        name: str | None = None,
+        config: dict[str, Any] | None = None,
+        resume: str | None = None,
+        save_code: bool | None = None,
+        settings: dict[str, Any] | None = None,
+    ) -> "Stub":
+        self.started.append({name: value for name, value in locals().items() if name != "self"})
+        return self
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        self.axes.append((name, step_metric))
+
+    def log(self, data: dict[str, Any], step: int | None = None, commit: bool | None = None) -> None:
+        assert step is None
+        self.logged.append(data)
+
+    def finish(self, exit_code: int | None = None) -> None:
+        self.finished += 1
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> Stub:
+    stub, module = Stub(), types.ModuleType("wandb")
+    vars(module)["init"] = stub.init
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return stub
+
+
+def config_of(folder: Path, **more: Any) -> RunConfig:
+    return replace(RunConfig(), run_dir=str(folder), metrics=["wandb"], wandb_project="tiny", **more)
+
+
+def test_wandb_gets_the_numbers_under_their_tags(tmp_path: Path, wandb: Stub) -> None:
+    sink = Wandb(config_of(tmp_path), resumes=False)
+    sink.write(record(1, ms_per_step=1500.0, forward_ms=250.0, mfu=None, grad_norm=math.inf))
+    sink.close()
+    (started,) = wandb.started
+    assert (started["project"], started["name"], started["dir"]) == ("tiny", tmp_path.name, str(tmp_path))
+    assert started["settings"]["x_disable_meta"] and started["settings"]["console"] == "off"
+    assert wandb.axes == [("*", "step")]
+    assert wandb.logged == [
+        {
+            "lm loss": 1.0,
+            "iteration-time": 1.5,
+            "forward-compute-time": 0.25,
+            "grad-norm": math.inf,
+            "step": 1,
+            "consumed_samples": 8,
+        }
+    ]
+    assert wandb.finished == 1
+
+
+def test_wandb_goes_on_with_the_curves_of_a_run_that_resumes(tmp_path: Path, wandb: Stub) -> None:
+    for resumes in (False, True, False):
+        Wandb(config_of(tmp_path), resumes=resumes)
+    first, second, third = (started["id"] for started in wandb.started)
+    assert first == second != third
+
+
+def test_wandb_learns_no_credentials(tmp_path: Path, wandb: Stub) -> None:
+    Wandb(config_of(tmp_path, wandb_exp_name="s3://me:hunter2@host/run"), resumes=False)
+    assert "hunter2" not in str(wandb.started[0]["config"])
+    assert "s3://***@host/run" in str(wandb.started[0]["config"])
+
+
+def test_wandb_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"^metrics has wandb in it but .*; pip install wandb, or leave"):
+        Wandb(config_of(tmp_path), resumes=False)
+
+
+def test_wandb_that_does_not_start(tmp_path: Path, wandb: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**named: Any) -> None:
+        raise RuntimeError("no key for https://me:hunter2@host,\ncall login")
+
+    monkeypatch.setattr(sys.modules["wandb"], "init", refuse)
+    with pytest.raises(ConfigError, match=r"^wandb does not start: no key for https://\*\*\*@host, call login; run"):
+        Wandb(config_of(tmp_path), resumes=False)

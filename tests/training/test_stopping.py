@@ -1,18 +1,26 @@
 """What a rank hears, when it leaves at once, and when it does not come to an agreement."""
 
 import ctypes
+import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import megalite.training.stopping as stopping
-from megalite.config.errors import ConfigError
-from megalite.training.stopping import StopRequest, StopRequests, StopRun
+from megalite.config.describe import replace
+from megalite.config.errors import CheckpointError, ConfigError
+from megalite.config.run import RunConfig
+from megalite.training.non_finite import NonFiniteError
+from megalite.training.save_folder import RestartLoopError
+from megalite.training.saving import SaveError
+from megalite.training.stopping import FILE_NAME, Ending, StopRequest, StopRequests, StopRun, write_ending
+from megalite.training.trainer import Trainer
 from tests.support.fork_server import fork_server
 
 
@@ -101,13 +109,12 @@ def hold() -> None:
     lib.pthread_mutex_lock(mutex)
 
 
-def held(note: str, patience: float, starts: bool) -> None:
+def held(note: str, patience: float) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background have it ignored
     stops = StopRequests(signals=["SIGTERM"], patience=patience)
     stops.last_words = lambda request, text: Path(note).write_text(f"{request.cause}: {text}")
     with stops.listen():
-        if starts:
-            stops.started()
+        stops.started()
         Path(f"{note}.ready").touch()
         hold()
 
@@ -115,7 +122,7 @@ def held(note: str, patience: float, starts: bool) -> None:
 def status_of(tmp_path: Path, act: Callable[[int], None], patience: float = 60.0) -> tuple[int | None, str]:
     """Exit status and last words of a process that is held, after something has been done to it."""
     note = tmp_path / "note"
-    process = fork_server().Process(target=held, args=(str(note), patience, True))
+    process = fork_server().Process(target=held, args=(str(note), patience))
     process.start()
     try:
         end = time.monotonic() + 30.0
@@ -168,3 +175,81 @@ def test_patience_has_an_end(tmp_path: Path) -> None:
     status, said = status_of(tmp_path, lambda process: os.kill(process, signal.SIGTERM), patience=0.3)
     assert status == 75
     assert said.startswith("SIGTERM: SIGTERM came 0.3 s ago and the ranks have not come to the end of their step")
+
+
+def told(folder: Path) -> dict[str, Any]:
+    found = json.loads((folder / FILE_NAME).read_text())
+    assert set(found) == {"status", "reason", "step", "exit_code"}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "code", "cause"),
+    [
+        (100 + signal.SIGTERM, "requeue", 75, "SIGTERM"),
+        (100 + signal.SIGUSR1, "requeue", 75, "SIGUSR1"),
+        (100 + signal.SIGINT, "interrupted", 130, "SIGINT"),
+        (1, "stopped", 0, "the exit file is there"),
+        (2, "requeue", 75, "exit_duration_in_mins is over"),
+    ],
+)
+def test_requests(tmp_path: Path, number: int, status: str, code: int, cause: str) -> None:
+    write_ending(tmp_path, StopRequest(number).ending(7, "saved in s"))
+    found = {"status": status, "reason": f"{cause}; saved in s", "step": 7, "exit_code": code}
+    assert told(tmp_path) == found
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "reason"),
+    [
+        (ConfigError("no"), 2, "no"),
+        (CheckpointError("no"), 2, "no"),
+        (NonFiniteError("nan"), 3, "nan"),
+        (SaveError("full"), 4, "full"),
+        (RestartLoopError("again"), 5, "again"),
+        (RuntimeError("gone"), 1, "RuntimeError: gone"),
+    ],
+)
+def test_errors(tmp_path: Path, error: Exception, code: int, reason: str) -> None:
+    def fails() -> Ending:
+        assert not (tmp_path / FILE_NAME).exists(), "the last run's end is no end of this one"
+        raise error
+
+    write_ending(tmp_path, Ending.finished(1))
+    with pytest.raises(type(error)):
+        end(fails, tmp_path, StopRequests(), step=5, moved=True)
+    assert told(tmp_path) == {"status": "failed", "reason": reason, "step": 5, "exit_code": code}
+
+
+def end(run: Any, folder: Path, stops: StopRequests, *, step: int | None = None, moved: bool = False) -> Ending:
+    """A run whose setup is `run`: what it raises is how it ends."""
+    trainer = Trainer(replace(RunConfig(), run_dir=str(folder)), log=lambda line: None, stops=stops)
+    trainer._step_reached, trainer._moved = step, moved
+    trainer._build = lambda stack: run()  # type: ignore[method-assign]
+    return trainer.fit()
+
+
+def test_a_stop_before_the_first_step(tmp_path: Path) -> None:
+    def stopped() -> Ending:
+        raise StopRun(StopRequest(100 + signal.SIGTERM))
+
+    assert end(stopped, tmp_path, StopRequests(), step=4).exit_code == 75
+    assert told(tmp_path)["step"] == 4
+
+
+def test_a_collective_that_breaks_as_peers_leave_is_a_stop_until_the_first_step(tmp_path: Path) -> None:
+    def broken() -> Ending:
+        raise RuntimeError("Connection closed by peer")
+
+    asked = StopRequests(minutes=-1.0)
+    assert end(broken, tmp_path, asked).status == "requeue"
+    with pytest.raises(RuntimeError):
+        end(broken, tmp_path, asked, step=1, moved=True)
+    with pytest.raises(RuntimeError):
+        end(broken, tmp_path, StopRequests())
+
+
+def test_nobody_is_told_where_there_is_no_folder(tmp_path: Path) -> None:
+    write_ending(tmp_path / "nothing", Ending.finished(1))
+    write_ending(None, Ending.finished(1))
+    assert list(tmp_path.iterdir()) == []

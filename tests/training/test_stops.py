@@ -15,11 +15,10 @@ from megalite.config.errors import ConfigError
 from megalite.config.exit_codes import NO_PROGRESS
 from megalite.config.run import RunConfig
 from megalite.optimizers.schedules import Progress
-from megalite.training.ending import Ending
 from megalite.training.non_finite import NonFiniteError
 from megalite.training.save_folder import RestartLoopError
 from megalite.training.step import Stepper
-from megalite.training.stopping import StopRequests
+from megalite.training.stopping import Ending, StopRequests
 from megalite.training.trainer import Trainer
 from tests.faults.compare import check_state, open_sound
 from tests.support.ranks import RankContext, run_ranks

@@ -1,4 +1,4 @@
-"""The measured pipeline beside the simulated one."""
+"""Where a step's time goes on one rank: each computation and phase is counted once, under its name."""
 
 import itertools
 import json
@@ -9,35 +9,177 @@ from typing import Any
 import pytest
 import torch
 
+import megalite.training.trace as trace_module
 from megalite.config.run import RunConfig
 from megalite.optimizers.schedules import Schedules
 from megalite.partition.pipeline import schedule_of
 from megalite.pipeline.ir.actions import Action
-from megalite.pipeline.ir.generators.one_chunk import one_f_one_b
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.schedule import Schedule
-from megalite.pipeline.ir.simulate import Costs, Event, simulate
+from megalite.pipeline.ir.simulate import Costs, simulate
+from megalite.topology.group import Group
+from megalite.topology.layout import ParallelLayout
+from megalite.training import instruments
+from megalite.training.instruments import Timings, compare, units
 from megalite.training.step import Stepper
-from megalite.training.trace import ActionTimer, TraceWriter, bubble_fraction, measured_costs
+from megalite.training.trace import PHASES, PhaseClock, Together, TraceWriter, bubble_fraction, measured_costs
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import Runner, build, tiny_config
 
+CPU = torch.device("cpu")
 
-def test_the_timer_notes_between_begin_and_take() -> None:
-    timer = ActionTimer(torch.device("cpu"))
-    first, second = Action.parse("0F0"), Action.parse("0B0")
-    timer.start(first)  # not begun: not noted
-    timer.end(first)
-    for _ in range(2):
-        timer.begin()
-        timer.start(first)
-        time.sleep(0.002)
-        timer.end(first)
-        timer.start(second)
-        timer.end(second)
-        (one, begin, end), (other, start, _) = timer.take()
-        assert (one, other) == (first, second)
-        assert 0.0 <= begin < begin + 0.002 <= end <= start
+
+@pytest.fixture
+def hand(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock that is moved by hand."""
+    now = [100.0]
+    monkeypatch.setattr(trace_module.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def run_action(clock: PhaseClock, hand: list[float], text: str, seconds: float) -> None:
+    action = Action.parse(text)
+    clock.start(action)
+    hand[0] += seconds
+    clock.end(action)
+
+
+def test_actions_and_phases_add_up(hand: list[float]) -> None:
+    clock = PhaseClock(CPU)
+    for text, seconds in (("0F0", 1.0), ("0F1", 2.0), ("0R0", 4.0), ("0B0", 8.0), ("1I0", 16.0), ("1W0", 32.0)):
+        run_action(clock, hand, text, seconds)
+        hand[0] += 1000.0  # waiting lies between computations
+    with clock.phase("reduce"):
+        hand[0] += 64.0
+    clock.add("save", 3.0)
+    clock.add("save", 4.0)
+    expected = {"forward": 3.0, "backward": 60.0, "reduce": 64.0, "save": 7.0}
+    assert clock.take() == {**dict.fromkeys(PHASES, 0.0), **expected}
+    assert clock.take() == dict.fromkeys(PHASES, 0.0)
+
+
+class Slow:
+    """A tracer: each backward takes longer."""
+
+    def start(self, action: Action) -> None:
+        pass
+
+    def end(self, action: Action) -> None:
+        if str(action).startswith("1B"):
+            time.sleep(0.01)
+
+
+def timed(context: RankContext, settings: dict[str, Any]) -> tuple[dict[str, float], float]:
+    config = tiny_config(2, **settings)
+    replica = build(context, config)
+    runner, clock = Runner(replica), PhaseClock(CPU)
+    runner.step()
+    runner.stepper = Stepper(replica, Schedules(config), tracer=Together(clock, Slow()), phase=clock.phase)
+    started = time.perf_counter()
+    runner.step()
+    return clock.take(), time.perf_counter() - started
+
+
+def test_a_step_of_two_stages_knows_its_phases() -> None:
+    """Eight backwards of the last stage are held up; the first stage waits for them, which is no phase of its."""
+    (first, whole), (last, _) = run_ranks(2, timed, {"pp": 2, "num_layers": 2})
+    for taken in (first, last):
+        assert all(taken[name] > 0.0 for name in ("forward", "backward", "reduce", "optimizer"))
+    assert last["backward"] >= 0.08
+    assert first["backward"] < whole - 0.05
+    assert sum(first.values()) < whole - 0.05
+
+
+def report(context: RankContext, axes: dict[str, int], forward: list[float], apart: bool = False) -> Any:
+    """An interval of two steps in which each rank computed as long as it is told; (report, collectives)."""
+    topology = context.topology(**axes)
+    gathers: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(instruments.platform, "node", lambda: f"host{context.rank}")
+        patch.setattr(instruments, "peak_memory_bytes", lambda device: (context.rank + 1) << 20)
+        clock = PhaseClock(topology.device)
+        timings = Timings(clock, topology, apart=apart, threshold=1.5)
+        gather = Group.all_gather
+
+        def counted(self: Group, *arguments: Any) -> None:
+            gathers.append(self.name)
+            gather(self, *arguments)
+
+        patch.setattr(Group, "all_gather", counted)
+        clock.add("forward", 2 * forward[context.rank])
+        clock.add("optimizer", 0.004)
+        clock.add("save", 0.5)
+        assert gathers == []
+        found = timings.interval(steps=2, seconds=4.0)
+    return *found, gathers
+
+
+def test_least_and_most_over_ranks() -> None:
+    results = run_ranks(2, report, {"dp": 2}, [1.0, 1.25])
+    assert results[0] == results[1]
+    fields, lines, gathers = results[0]
+    assert gathers == ["world"], "one small gather an interval"
+    assert (fields["forward_ms"], fields["forward_ms_min"]) == pytest.approx((1250.0, 1000.0))
+    assert fields["optimizer_ms"] == pytest.approx(2.0)
+    assert fields["other_ms"] == pytest.approx(998.0)  # two seconds a step
+    assert (fields["save_seconds"], fields["evaluation_seconds"]) == (0.5, 0.0)
+    assert fields["memory_bytes_max"] == 2 << 20
+    assert fields["straggler_factor"] == pytest.approx(1.25)
+    assert lines == [
+        "  ms/step of 2 ranks, least–most: forward 1000.0–1250.0, backward 0.0, reduce 0.0, optimizer 2.0, data 0.0, "
+        "other 748.0–998.0 | mem 1–2 MiB | save 0.50 s"
+    ]
+
+
+def test_a_straggler_is_named_with_its_host() -> None:
+    _, lines, _ = run_ranks(4, report, {"dp": 4}, [1.0, 1.1, 1.8, 0.9])[0]
+    assert lines[1:] == [
+        "straggler: rank 2 (host host2) took 1800.0 ms a step for forward and backward, 1.80 times the median of its peers "
+        "(ranks 0 1 3)"
+    ]
+
+
+def test_ranks_that_wait_for_each_other_are_one() -> None:
+    _, lines, _ = run_ranks(4, report, {"tp": 2, "dp": 2}, [1.0, 1.0, 2.0, 1.9])[0]
+    assert lines[1:] == [
+        "straggler: ranks 2 3 (host host2 host3), which wait for each other in every layer, took 2000.0 ms a step for "
+        "forward and backward, 2.00 times the median of their peers (ranks 0 1)"
+    ]
+
+
+def test_ranks_that_run_apart_exchange_nothing() -> None:
+    first, second = run_ranks(2, report, {"dp": 2}, [1.0, 3.0], apart=True)
+    assert first[2] == second[2] == []
+    assert first[0]["forward_ms"] == first[0]["forward_ms_min"] == pytest.approx(1000.0)
+    assert first[1] == [
+        "  ms/step: forward 1000.0, backward 0.0, reduce 0.0, optimizer 2.0, data 0.0, other 998.0 | save 0.50 s"
+    ]
+
+
+@pytest.mark.parametrize(
+    "axes, expected",
+    [
+        ({"dp": 2, "pp": 2}, [[(0,), (1,)], [(2,), (3,)]]),
+        ({"tp": 2, "dp": 2}, [[(0, 1), (2, 3)]]),
+        ({"cp": 2, "dp": 2}, [[(0, 1), (2, 3)]]),
+        ({"dp": 4, "ep": 2}, [[(0, 1), (2, 3)]]),
+        ({"tp": 2, "dp": 2, "ep": 2, "etp": 2}, [[(0, 1, 2, 3)]]),
+    ],
+)
+def test_units(axes: dict[str, int], expected: list[list[tuple[int, ...]]]) -> None:
+    assert units(ParallelLayout(**axes)) == expected
+
+
+def test_stages_are_not_compared_with_one_another() -> None:
+    """The last stage has the head: it takes longer, and that is no one's fault."""
+    places = units(ParallelLayout(dp=3, pp=2))
+    assert compare([1.0, 1.0, 1.0, 5.0, 5.0, 5.1], places, 1.2) == []
+    (found,) = compare([1.0, 1.0, 1.0, 5.0, 7.5, 5.0], places, 1.2)
+    assert (found.ranks, found.factor, found.peers) == ((4,), 1.5, (3, 5))
+    assert compare([1.0, 9.0], units(ParallelLayout(pp=2)), 1.2) == [], "without peers there is no straggler"
+    # Not with itself among them: of two, one could never take twice the median.
+    (found,) = compare([1.0, 3.0], units(ParallelLayout(dp=2)), 1.2)
+    assert (found.ranks, found.factor, found.peers) == ((1,), 3.0, (0,))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
@@ -95,11 +237,6 @@ def test_a_step_on_four_ranks(tmp_path: Path) -> None:
             slices.sort(key=lambda e: e["ts"])
             for before, after in itertools.pairwise(slices):
                 assert before["ts"] + before["dur"] <= after["ts"] + 1e-3
-
-
-def test_events_of_one_rank() -> None:
-    events = [Event(0, action, 2.0 * i, 2.0 * i + 1) for i, action in enumerate(one_f_one_b(1, 2).actions[0])]
-    assert bubble_fraction(events) == pytest.approx(1 - 4 / 7)
 
 
 def build_schedule(config: RunConfig) -> Schedule:

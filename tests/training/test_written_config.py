@@ -75,29 +75,20 @@ def test_what_was_derived_is_left_open_and_what_was_given_stays(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "flags, save",
+    "text, flags, save",
     [
-        ([], "runs/a/checkpoints"),
-        (["--run-dir", "runs/b"], None),
-        (["--run-dir", "runs/b", "--save", "runs/a/checkpoints"], "runs/a/checkpoints"),
+        ("{save: runs/a/checkpoints, save_interval: 5, run_dir: runs/a}", "", "runs/a/checkpoints"),
+        ("{save: runs/a/checkpoints, save_interval: 5, run_dir: runs/a}", "--run-dir runs/b", None),
+        ("{save: runs/a/checkpoints, save_interval: 5, run_dir: runs/a}", "--run-dir runs/b --save c", "c"),
+        ("{save: elsewhere, save_interval: 5, run_dir: runs/a}", "--run-dir runs/b", "elsewhere"),
+        # It saves at the end, and without the folder nothing would be saved.
+        ("{save: runs/a/checkpoints, run_dir: runs/a}", "--run-dir runs/b", "runs/a/checkpoints"),
+        ("{save: runs/a/checkpoints, save_interval: 5}", "--run-dir runs/b", "runs/a/checkpoints"),
     ],
 )
-def test_a_folder_that_a_former_version_wrote_follows_run_dir(tmp_path: Path, flags: list[str], save: str) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_text("checkpoint: {save: runs/a/checkpoints, save_interval: 5}\nlogging: {run_dir: runs/a}\n")
-    assert parse_arguments(["--config", str(file), *flags]).config.checkpoint.save == save
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{save: elsewhere, save_interval: 5, run_dir: runs/a}",
-        "{save: runs/a/checkpoints, run_dir: runs/a}",  # saves at the end, and without it nothing would be
-        "{save: runs/a/checkpoints, save_interval: 5}",
-    ],
-)
-def test_other_folders_stay(tmp_path: Path, text: str) -> None:
+def test_a_folder_that_a_former_version_wrote_follows_run_dir(
+    tmp_path: Path, text: str, flags: str, save: str | None
+) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(text)
-    config = parse_arguments(["--config", str(file), "--run-dir", "runs/b"]).config
-    assert config.checkpoint.save == files.load(file).checkpoint.save is not None
+    assert parse_arguments(["--config", str(file), *flags.split()]).config.checkpoint.save == save

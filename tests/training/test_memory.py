@@ -1,5 +1,8 @@
 """Memory that runs out is one error: who, how much, what the layout needs and what would need less."""
 
+import platform
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,7 @@ from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 from megalite.topology.topology import Launch
 from megalite.training import trainer
-from megalite.training.memory import explaining_out_of_memory
-from megalite.training.out_of_memory import OutOfMemoryError, explained, predicted, remedies
+from megalite.training.memory import OutOfMemoryError, explained, explaining_out_of_memory, predicted, remedies
 from tests.support.tiny import TINY
 
 CPU_ERROR = (
@@ -86,3 +88,33 @@ def test_a_history_of_allocations_needs_cuda(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"^record_memory_history has no effect on cpu: only CUDA's allocator keeps"):
         trainer.Trainer(config, explicit=frozenset(), log=print).fit()
+
+
+PROGRAM = """
+import resource, sys
+import torch
+from megalite.training.memory import keep_freed_memory
+if sys.argv[1] == "keep":
+    assert keep_freed_memory()
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    torch.ones(1 << 24)
+before = faults()
+for _ in range(10):
+    torch.ones(1 << 24)
+print(faults() - before)
+"""
+
+
+def faults(word: str) -> int:
+    ended = subprocess.run([sys.executable, "-c", PROGRAM, word], capture_output=True, text=True, check=True)
+    return int(ended.stdout)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library has another allocator")
+def test_the_same_tensor_again_brings_no_new_pages() -> None:
+    # 64 MiB ten times: in huge pages a few hundred faults, else 164,000.
+    given_back, kept = faults("give back"), faults("keep")
+    assert given_back > 300
+    assert kept < 0.1 * given_back
