@@ -249,7 +249,7 @@ class Executor:
                 step.kept_inputs[key] = x
         if stage == self._last_stage:
             step.losses.append(output.detach())
-        elif self._is_here(stage + 1):
+        elif self._placement[stage + 1] == self._rank:
             step.inputs[stage + 1, microbatch] = output.detach()
             if has_graph:
                 free_output(output)  # the next stage's input has the memory, and frees it with its own backward
@@ -284,7 +284,7 @@ class Executor:
         if x is None:
             return
         assert x.grad is not None, action
-        if self._is_here(stage - 1):
+        if self._placement[stage - 1] == self._rank:
             step.output_grads[stage - 1, microbatch] = x.grad
         else:
             step.input_grads[key] = x.grad
@@ -321,9 +321,6 @@ class Executor:
         pending = sum(deferred.pending for deferred in self._deferred.values())
         found = LiveUnits(len(step.outputs), len(step.kept_inputs), pending)
         assert found == expected, f"after {action} rank {self._rank} holds {found}; the program says {expected}"
-
-    def _is_here(self, stage: int) -> bool:
-        return self._placement[stage] == self._rank
 
 
 def _deferred_for(program: Program, rank: int, given: Mapping[int, WeightGradients]) -> dict[int, WeightGradients]:
