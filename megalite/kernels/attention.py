@@ -106,7 +106,7 @@ def tile_backward(
 
 
 def _fused_on_cuda(q: Tensor) -> bool:
-    return q.is_cuda and q.dtype in HALVES and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return q.device.type != "cpu" and q.dtype in HALVES and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
 
 def _fused_on_cpu(q: Tensor) -> bool:

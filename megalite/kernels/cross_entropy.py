@@ -79,6 +79,6 @@ def _own_columns(labels: Tensor, first: int, columns: int) -> tuple[Tensor, Tens
 def _blocks(logits: Tensor) -> Iterator[slice]:
     """Spans of rows: on a GPU, where launches count more than passes, all of them."""
     n, v = logits.shape
-    rows = n if logits.is_cuda else max(1, _BLOCK // max(v, 1))
+    rows = n if logits.device.type != "cpu" else max(1, _BLOCK // max(v, 1))
     for begin in range(0, n, max(rows, 1)):
         yield slice(begin, begin + rows)

@@ -1,0 +1,68 @@
+"""Every preset in the layout that one would give it, up to 16,384 ranks: both corners of the first and the last place."""
+
+import pytest
+
+from megalite.config.files import read_preset
+from megalite.config.flags import parse_arguments
+from megalite.config.validate import validate
+from megalite.partition.pipeline import layout_of
+from megalite.rehearsal.proof import asymmetries, covered, mismatches
+from megalite.rehearsal.run import rehearse
+from megalite.rehearsal.world import corners
+from megalite.training.replica import Programs
+
+ZERO = "--dp-strategy distributed-optimizer"
+SP = "--sequence-parallel"
+LAYOUTS = {
+    "gpt2-124m": (8, ""),
+    "gpt3-350m": (16, ""),
+    "gpt3-1.3b": (32, ZERO),
+    "gpt3-2.7b": (64, ZERO),
+    "gpt3-6.7b": (64, f"--tp 2 {SP} {ZERO}"),
+    "gpt3-13b": (128, f"--tp 4 {SP} {ZERO}"),
+    "gpt3-175b": (1024, f"--tp 8 --pp 8 --vpp 2 {SP} {ZERO}"),
+    "gpt-1t": (3072, f"--tp 8 --pp 64 {SP} {ZERO}"),
+    "llama2-7b": (64, "--dp-strategy fully-sharded"),
+    "llama3-8b": (64, f"--tp 2 --cp 2 {SP} {ZERO}"),
+    "llama3.1-8b": (64, f"--tp 4 --cp 4 {SP} {ZERO}"),
+    "llama3-70b": (512, f"--tp 8 --pp 4 --vpp 5 {SP} {ZERO}"),
+    "mistral-7b": (32, f"--tp 2 --cp 2 {SP} {ZERO}"),
+    "qwen2-7b": (32, f"--tp 4 {SP} {ZERO}"),
+    "qwen3-8b": (64, f"--tp 4 --cp 2 {SP} {ZERO}"),
+    "gemma-7b": (32, f"--tp 4 {SP} {ZERO}"),
+    "mixtral-8x7b": (64, f"--tp 2 --pp 4 --ep 8 --etp 1 {SP} {ZERO}"),
+    "deepseek-moe-16b": (64, f"--pp 2 --ep 8 {ZERO}"),
+}
+LLAMA_405B = (
+    "--num-layers 126 --hidden-size 16384 --num-attention-heads 128 --num-query-groups 8 --ffn-hidden-size 53248"
+)
+RUNS = {name: (world, f"--preset {name} {layout}") for name, (world, layout) in LAYOUTS.items()}
+RUNS["405B on 16,384"] = (16384, f"--preset llama3-70b {LLAMA_405B} --tp 8 --pp 16 {SP} {ZERO}")
+
+
+def test_every_preset_has_a_layout() -> None:
+    for name in LAYOUTS:
+        read_preset(name)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_natural_layout(name: str) -> None:
+    world, words = RUNS[name]
+    flags = f"{words} --vocab-size 128256 --bf16 --mock-data --micro-batch-size 1 --train-iters 10"
+    dp_and_more = parse_arguments([*flags.split(), "--global-batch-size", str(world)], world_size=world).config
+    replicas = world // (dp_and_more.parallel.tp * dp_and_more.parallel.pp * dp_and_more.parallel.cp)
+    batch = replicas * max(2, dp_and_more.parallel.pp)
+    invocation = parse_arguments([*flags.split(), "--global-batch-size", str(batch)], world_size=world)
+    config = validate(invocation.config, world, invocation.explicit)
+    layout, programs = layout_of(config), Programs(config)
+    places = corners(layout)
+    found = {rank: rehearse(config, rank, programs) for place in {places[0], places[-1]} for rank in place}
+    journals = {rank: each.journal for rank, each in found.items()}
+    for first, *others in (places[0], places[-1]):
+        for other in others:
+            assert list(asymmetries((first, journals[first]), (other, journals[other]))) == []
+    assert list(mismatches(journals)) == []
+    for each in found.values():
+        assert 0 < each.built_bytes <= each.peak_bytes
+        lost = covered(each.journal, each.second_step)
+        assert not [pair for pair in lost if "all_reduce sum over dp-cp" in pair.waited], lost
