@@ -16,7 +16,7 @@ CEILINGS = {
     "megalite: small files with one importer": 12,
     "tests: lines": 65_440,
     "benchmarks: lines": 8_000,
-    "docs: words": 35_560,
+    "docs: words": 35_620,
 }
 
 
