@@ -12,6 +12,7 @@ from drawings import (
     context,
     data,
     experts,
+    imports,
     overview,
     pipeline,
     ranks,
@@ -37,6 +38,7 @@ DRAWINGS: dict[str, Callable[[], Drawing]] = {
     "samples": samples.draw,
     "strategies": strategies.draw,
     "overview": overview.draw,
+    "imports": imports.draw,
 }
 
 

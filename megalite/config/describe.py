@@ -7,7 +7,7 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Any
 
@@ -79,11 +79,17 @@ class Setting:
     """The docstring under the field, on one line."""
     flags: tuple[str, ...]
     """Spellings on the command line, the canonical one first."""
-    choices: tuple[str, ...]
+    legal: Collection[str]
+    """`choices`, live: some grow with what a run registers."""
     basic: bool
     """Shown by `--help`."""
     bounds: Bounds | None
     """Of a number, or of each in a list."""
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The legal values, where they are few."""
+        return tuple(self.legal)
 
     @property
     def type_name(self) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 MOST = 2.0**40
@@ -33,7 +34,7 @@ def plain(value: float) -> str:
 
 
 def option(
-    default: Any, *, flags: tuple[str, ...] = (), choices: tuple[str, ...] = (), basic: bool = False, **bounds: float
+    default: Any, *, flags: tuple[str, ...] = (), choices: Collection[str] = (), basic: bool = False, **bounds: float
 ) -> Any:
     """Declare one setting of a config dataclass.
 
@@ -46,7 +47,7 @@ def option(
         basic: shown by `--help`; the others only by `--help-all`.
         bounds: of a number, as in `Bounds`.
     """
-    metadata = {"flags": flags, "choices": choices, "basic": basic, "bounds": Bounds(**bounds) if bounds else None}
+    metadata = {"flags": flags, "legal": choices, "basic": basic, "bounds": Bounds(**bounds) if bounds else None}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megalite.config.errors import ConfigError
 from megalite.config.option import option
+from megalite.config.strategies import STRATEGIES, StrategyFacts
 
 PIPELINE_SCHEDULES = (
     *("1f1b", "interleaved", "gpipe", "looped-bfs"),
@@ -13,13 +14,6 @@ PIPELINE_SCHEDULES = (
 )
 V_SCHEDULES = ("zb-v", "dualpipe-v")
 """Two virtual stages per rank, down and up again."""
-DP_STRATEGIES = (
-    *("all-reduce", "fused-all-reduce", "distributed-optimizer", "fully-sharded"),
-    *("parameter-server", "sharded-parameter-server", "async-parameter-server"),
-    *("local-sgd", "diloco", "gossip"),
-)
-LOCAL_STRATEGIES = ("local-sgd", "diloco", "gossip")
-"""Each data-parallel rank has its own weights, at least for some steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +67,7 @@ class ParallelConfig:
     """Sends that may be pending to one neighbour; each keeps an output alive."""
     pipeline_check_memory: bool = option(False)
     """Assert after each action that what is alive is what the proof of the schedule said."""
-    dp_strategy: str = option("all-reduce", choices=DP_STRATEGIES, basic=True)
+    dp_strategy: str = option("all-reduce", choices=STRATEGIES.keys(), basic=True)
     """What data-parallel ranks exchange; docs/data_parallel.md explains each. distributed-optimizer is ZeRO-1 (or 2),
     fully-sharded ZeRO-3."""
     ddp_bucket_size: int = option(40_000_000, at_least=1)
@@ -108,6 +102,11 @@ class ParallelConfig:
         if self.pipeline_schedule_file is not None:
             return "file"
         return self.pipeline_schedule or ("interleaved" if self.vpp > 1 else "1f1b")
+
+    @property
+    def strategy(self) -> StrategyFacts:
+        """What `dp_strategy` names."""
+        return STRATEGIES[self.dp_strategy]
 
     @property
     def hang_timeout(self) -> float:

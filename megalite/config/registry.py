@@ -3,11 +3,17 @@ to the same table by the decorator."""
 
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from megalite.config.errors import ConfigError
 
 T = TypeVar("T")
+
+
+def imported(path: str) -> Any:
+    """What `module:attribute` names."""
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 class Registry(Generic[T]):
@@ -49,8 +55,7 @@ class Registry(Generic[T]):
             ConfigError: there is none.
         """
         if name in self._builtin and name not in self._registered:
-            module, _, attribute = self._builtin[name].partition(":")
-            self._registered[name] = getattr(importlib.import_module(module), attribute)
+            self._registered[name] = imported(self._builtin[name])
         if name not in self._registered:
             raise ConfigError(f"{self._setting} is {name!r}; it must be one of {', '.join(self.names)}")
         return self._registered[name]

@@ -69,15 +69,12 @@ def message_elements(megabytes: float, width: int) -> int:
 
 def bucket_size(config: RunConfig, replicas: int) -> int:
     """Elements at which a bucket is closed, with so many dp·cp ranks."""
-    if config.parallel.dp_strategy == "fused-all-reduce":
+    rule = config.parallel.strategy.buckets
+    if rule == "whole":
         return sys.maxsize
-    if config.parallel.dp_strategy == "sharded-parameter-server":
+    if rule == "messages":
         return replicas * message_elements(config.data_parallel.server_chunk_mb, wire_width(config))
     return config.parallel.ddp_bucket_size
-
-
-SHARDED = ("distributed-optimizer", "sharded-parameter-server", "fully-sharded")
-"""Strategies in which each replica updates an equal part of a bucket: it has the optimizer's states of that alone."""
 
 
 class Placement(Enum):
@@ -119,17 +116,11 @@ STATES: Mapping[str, StateFact] = {
 
 def strategy_states(config: RunConfig) -> tuple[str, ...]:
     """The states that a run's strategy keeps where there are several replicas, in addition to the optimizer's."""
-    d, strategy = config.data_parallel, config.parallel.dp_strategy
-    codec = "onebit" if config.optimizer.optimizer in ONEBIT_OPTIMIZERS else d.grad_compression
+    onebit = config.optimizer.optimizer in ONEBIT_OPTIMIZERS
+    codec = "onebit" if onebit else config.data_parallel.grad_compression
     if codec != "none":
         return tuple(name for name in STATES if name.startswith(f"{codec}_"))
-    if strategy == "local-sgd":
-        return ("anchor",) if d.wire_dtype == "bf16" else ()
-    if strategy == "diloco":
-        return ("anchor", "outer_momentum", *(("outer_mean",) if d.sync_delay else ()))
-    if strategy == "gossip":
-        return ("gossip_momentum",) if d.gossip_algorithm == "decentlam" else ()
-    return ()
+    return config.parallel.strategy.states(config)
 
 
 def state_elements(names: Iterable[str], replicas: int) -> float:

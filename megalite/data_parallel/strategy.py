@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megalite.config.optimizer import ONEBIT_OPTIMIZERS
-from megalite.config.registry import Registry
+from megalite.config.registry import imported
 from megalite.config.run import RunConfig
 from megalite.data_parallel.buckets import Bucket, Placed, make_buckets, parameters_of
 from megalite.data_parallel.facts import STATES, BucketKind, Placement
@@ -381,35 +381,17 @@ class AllReduce(DataParallelStrategy):
         return self.channel(bucket).all_reduce_async(bucket.grad)
 
 
-_HERE = "megalite.data_parallel"
-
-STRATEGIES: Registry[type[DataParallelStrategy]] = Registry(
-    "dp_strategy",
-    {
-        "all-reduce": f"{_HERE}.strategy:AllReduce",
-        "distributed-optimizer": f"{_HERE}.zero:DistributedOptimizer",
-        "fully-sharded": f"{_HERE}.fully_sharded:FullySharded",
-        "fused-all-reduce": f"{_HERE}.fused_all_reduce:FusedAllReduce",
-        "compressed-all-reduce": f"{_HERE}.more.compression:CompressedAllReduce",
-        "parameter-server": f"{_HERE}.more.parameter_server:ParameterServer",
-        "sharded-parameter-server": f"{_HERE}.more.parameter_server:ShardedParameterServer",
-        "async-parameter-server": f"{_HERE}.more.parameter_server:AsyncParameterServer",
-        "momentum-exchange": f"{_HERE}.more.compression:MomentumExchange",
-        "local-momentum-exchange": f"{_HERE}.more.compression:LocalMomentumExchange",
-        "local-sgd": f"{_HERE}.more.local_sgd:LocalSGD",
-        "diloco": f"{_HERE}.more.local_sgd:DiLoCo",
-        "gossip": f"{_HERE}.more.local_sgd:Gossip",
-    },
-)
-"""By name; a new strategy is a class with `@STRATEGIES.register`, or a line here."""
+_MORE = "megalite.data_parallel.more.compression"
 
 
-def strategy_name(config: RunConfig) -> str:
-    """What replicas exchange: `dp_strategy`, unless compression or a 1-bit optimizer exchanges something else."""
+def strategy_class(config: RunConfig) -> type[DataParallelStrategy]:
+    """What `dp_strategy` names, unless compression or a 1-bit optimizer exchanges something else."""
     if config.data_parallel.grad_compression != "none":
-        return "compressed-all-reduce"
-    if config.optimizer.optimizer == "zero-one-adam":
-        return "local-momentum-exchange"
-    if config.optimizer.optimizer in ONEBIT_OPTIMIZERS:
-        return "momentum-exchange"
-    return config.parallel.dp_strategy
+        path = f"{_MORE}:CompressedAllReduce"
+    elif config.optimizer.optimizer == "zero-one-adam":
+        path = f"{_MORE}:LocalMomentumExchange"
+    elif config.optimizer.optimizer in ONEBIT_OPTIMIZERS:
+        path = f"{_MORE}:MomentumExchange"
+    else:
+        path = config.parallel.strategy.implementation
+    return imported(path)

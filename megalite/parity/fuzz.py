@@ -10,6 +10,7 @@ from typing import Any
 from megalite.config.describe import settings
 from megalite.config.errors import ConfigError
 from megalite.config.flags import parse_arguments
+from megalite.config.strategies import STRATEGIES
 from megalite.parity.pool import RankPool
 from megalite.parity.report import Report, run_parity
 from megalite.parity.shrink import EXACT_STRATEGIES, MAX_BATCH, MAX_WORLD, Shrunk, shrink
@@ -106,15 +107,16 @@ def _layout(generator: random.Random) -> Drawn:
 
 
 def _strategy(generator: random.Random, pp: int) -> Drawn:
-    strategy = generator.choice([name for name in EXACT_STRATEGIES if pp == 1 or name != "fully-sharded"])
-    found: Drawn = {"dp_strategy": strategy}
-    if strategy not in ("all-reduce", "fused-all-reduce"):
+    names = [name for name in EXACT_STRATEGIES if pp == 1 or not STRATEGIES[name].shards_parameters]
+    found: Drawn = {"dp_strategy": generator.choice(names)}
+    strategy = STRATEGIES[found["dp_strategy"]]
+    if strategy.has("overlap_param_gather"):
         found["overlap_param_gather"] = generator.random() < 0.5
-    if strategy == "distributed-optimizer":
+    if strategy.has("shard_gradients"):
         found["shard_gradients"] = generator.random() < 0.5
-    if strategy == "fused-all-reduce":
+    if strategy.has("fusion_threshold_mb"):
         found["fusion_threshold_mb"] = generator.choice((0.0001, 0.005, 64.0))
-    if strategy.endswith("server"):
+    if strategy.has("server_chunk_mb"):
         found["server_chunk_mb"] = generator.choice((0.001, 0.003, 4.0))
     elif generator.random() < 0.3:
         found["reduction_order"] = "rank"

@@ -12,6 +12,7 @@ from megalite.config.describe import replace, settings, values_of
 from megalite.config.errors import ConfigError
 from megalite.config.optimizer import ONEBIT_OPTIMIZERS
 from megalite.config.run import RunConfig
+from megalite.config.strategies import STRATEGIES
 from megalite.config.validate import validate
 from megalite.parity.sizes import (
     Changes,
@@ -29,10 +30,7 @@ MAX_WORLD = 8
 
 MAX_BATCH, MAX_MICRO_BATCH, MAX_GROUP = 32, 2, 8
 
-EXACT_STRATEGIES = (
-    *("all-reduce", "fused-all-reduce", "distributed-optimizer", "fully-sharded"),
-    *("parameter-server", "sharded-parameter-server"),
-)
+EXACT_STRATEGIES = tuple(name for name, facts in STRATEGIES.items() if facts.weights == "equal")
 """Each step takes the mean gradient of the batch, whole, at the weights that all ranks have."""
 
 _LOSS_SCALE = 1024.0

@@ -6,7 +6,6 @@ from typing import NamedTuple
 from megalite.config.optimizer import state_names
 from megalite.config.run import RunConfig
 from megalite.data_parallel.facts import (
-    SHARDED,
     BucketKind,
     bucket_size,
     cut_into_buckets,
@@ -41,9 +40,9 @@ def element_bytes(config: RunConfig, shape: ParameterShape, replicas: int) -> El
     """What one element of a tensor takes on a rank that holds it, if `replicas` ranks hold the same part."""
     element = ELEMENT_BYTES[config.training.precision]
     main = max(4, element)
-    sharded = config.parallel.dp_strategy in SHARDED
-    whole = config.parallel.dp_strategy == "fully-sharded"
-    parts = replicas if sharded else 1
+    strategy = config.parallel.strategy
+    whole = strategy.shards_parameters
+    parts = replicas if strategy.shards_states else 1
     gradient_parts = replicas if whole or config.data_parallel.shard_gradients else 1
     apart = {"fp32": main, "split": 2}[config.optimizer.main_params] if element < main else 0
     return ElementBytes(
@@ -68,7 +67,7 @@ def strategy_bytes(config: RunConfig, replicas: int) -> float:
     if replicas == 1:
         return 0.0
     main = max(4, ELEMENT_BYTES[config.training.precision])
-    if config.parallel.dp_strategy == "async-parameter-server":
+    if config.parallel.strategy.weights == "stale":
         # The server's parameters are not its own worker's; and it holds a push of each worker at a time.
         copied = main if ELEMENT_BYTES[config.training.precision] == main else 0
         return copied + replicas * wire_width(config)
@@ -88,7 +87,7 @@ class PlannedBucket:
     elements: int
     shapes: tuple[ParameterShape, ...]
     unit: str = ""
-    """fully-sharded: which module's it is."""
+    """Where parameters are sharded: which module's it is."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -103,7 +102,7 @@ def planned_buckets(config: RunConfig, plan: StagePlan, stages: tuple[StagePlan,
     if tied_apart and plan.has_head and shares_embedding(stages):
         # It is the first stage's.
         shapes = [shape for shape in shapes if shape.name != "embedding.word.weight"]
-    if config.parallel.dp_strategy != "fully-sharded":
+    if not config.parallel.strategy.shards_parameters:
         return _cut(config, shapes, tied_apart=tied_apart)
     units: dict[str, list[ParameterShape]] = {}
     for shape in shapes:

@@ -55,7 +55,7 @@ def gather_counts(
 
 def whole_bytes(config: RunConfig, plan: StagePlan, stages: tuple[StagePlan, ...]) -> int:
     """At the most, beside the parts that a rank keeps: gathered parameters, and gradients that come in or are sent."""
-    parameters = config.parallel.dp_strategy == "fully-sharded"
+    parameters = config.parallel.strategy.shards_parameters
     if not parameters and not config.data_parallel.shard_gradients:
         return 0
     buckets = planned_buckets(config, plan, stages)
@@ -226,7 +226,7 @@ def held_buckets(config: RunConfig, rank: int) -> list[HeldBucket]:
     wait is counted as in `element_bytes`.
     """
     layout, stages = layout_of(config), plan_stages(config)
-    served = config.parallel.dp_strategy in ("parameter-server", "async-parameter-server")
+    served = config.parallel.strategy.served
     found = []
     for plan in stages_of_rank(config, rank):
         for bucket in planned_buckets(config, plan, stages):

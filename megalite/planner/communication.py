@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from megalite.config.optimizer import ONEBIT_OPTIMIZERS
-from megalite.config.parallel import LOCAL_STRATEGIES
 from megalite.config.run import RunConfig
+from megalite.config.strategies import BucketTraffic
 from megalite.data_parallel.facts import low_rank_pays, wire_width
 from megalite.models.shapes import ParameterShape
 from megalite.partition.activations import ELEMENT_BYTES
@@ -27,17 +27,16 @@ Volume = tuple[str, str, int]  # group, operation, bytes
 
 def norm_terms(config: RunConfig) -> int:
     """Numbers that tell the gradient's norm, in the all-reduce that all ranks take part in."""
-    strategy = config.parallel.dp_strategy
-    if strategy in LOCAL_STRATEGIES:
+    if config.parallel.strategy.weights == "local":
         assert config.parallel.dp is not None
         return config.parallel.dp
-    return 2 if strategy == "fused-all-reduce" or config.optimizer.optimizer in ONEBIT_OPTIMIZERS else 1
+    return 2 if config.optimizer.optimizer in ONEBIT_OPTIMIZERS else config.parallel.strategy.norm_terms
 
 
 def time_basis(config: RunConfig) -> str:
     """What the replicas' exchanges of a step are of, where steps are not alike; else nothing."""
     p, d = config.parallel, config.data_parallel
-    if p.dp_strategy in ("local-sgd", "diloco"):
+    if p.strategy.has("sync_interval"):
         return f"mean over {d.sync_interval} steps"
     if config.optimizer.optimizer in ONEBIT_OPTIMIZERS:
         return "once frozen"
@@ -45,7 +44,7 @@ def time_basis(config: RunConfig) -> str:
         return f"after {d.compression_warmup_steps} steps"
     t = config.training
     several = t.recompute_granularity == "full" and t.recompute_method == "uniform" and t.recompute_num_layers > 1
-    if p.dp_strategy == "fully-sharded" and several:
+    if p.strategy.shards_parameters and several:
         return "about: layers recomputed together are gathered once more"
     return ""
 
@@ -56,7 +55,7 @@ def gradient_volumes(
     """Of one stage in a step, on the data-parallel rank that sends most."""
     width = max(4, ELEMENT_BYTES[config.training.precision])
     buckets = planned_buckets(config, plan, stages)
-    whole = config.parallel.dp_strategy == "fully-sharded"
+    whole = config.parallel.strategy.shards_parameters
     gathers = gather_counts(config, units_of(config, buckets), num_microbatches) if whole else {}
     for bucket in buckets:
         # Where gradients are sharded, what several ranks hold in parts is summed range by range.
@@ -74,35 +73,24 @@ def _exchanges(
     config: RunConfig, bucket: PlannedBucket, num_microbatches: int, gathers: int
 ) -> Iterable[tuple[str, float]]:
     """(operation, bytes) over the replicas of one bucket, which is gathered so many times."""
-    p, d = config.parallel, config.data_parallel
-    n, count = bucket.elements, bucket.replicas
-    element = ELEMENT_BYTES[config.training.precision]
-    wire, narrow = wire_width(config), d.wire_dtype == "bf16"
-    in_parts = narrow or d.reduction_order == "rank"
-    lossy = d.grad_compression != "none" and bucket.shapes[0].decay  # norms and biases travel whole
+    d, shape = config.data_parallel, bucket.shapes[0]
+    lossy = d.grad_compression != "none" and shape.decay  # norms and biases travel whole
     if config.optimizer.optimizer in ONEBIT_OPTIMIZERS or lossy:
         return _compressed(config, bucket)
-    if p.dp_strategy in ("all-reduce", "fused-all-reduce"):
-        return [("all-to-all", n * wire), ("all-gather", n * wire)] if in_parts else [("all-reduce", n * wire)]
-    if p.dp_strategy in ("distributed-optimizer", "fully-sharded"):
-        sharded = d.shard_gradients or p.dp_strategy == "fully-sharded"
-        pushes = num_microbatches if sharded else 1
-        return [
-            ("all-to-all" if in_parts else "reduce-scatter", pushes * n * wire),
-            ("all-gather", gathers * n * element),
-        ]
-    if p.dp_strategy == "sharded-parameter-server":
-        return [("all-to-all", n * wire), ("all-gather", n * element)]
-    if p.dp_strategy in ("parameter-server", "async-parameter-server"):
-        return [("send", (count - 1) * n * element)]
-    if p.dp_strategy == "gossip":
-        peers = 1 if d.gossip_graph == "one-peer" or count == 2 else 2
-        return [("send", peers * n * wire)]
-    size = wire
-    if d.average_optimizer_state:
-        states = moment_widths(config, bucket.shapes[0])
-        size += len(states) * wire if narrow else sum(states)
-    return [("all-to-all", n * size / d.sync_interval), ("all-gather", n * size / d.sync_interval)]
+    narrow, wire, states = d.wire_dtype == "bf16", wire_width(config), moment_widths(config, shape)
+    return config.parallel.strategy.traffic(
+        BucketTraffic(
+            config=config,
+            elements=bucket.elements,
+            replicas=bucket.replicas,
+            parameter=ELEMENT_BYTES[config.training.precision],
+            wire=wire,
+            in_parts=narrow or d.reduction_order == "rank",
+            gathers=gathers,
+            microbatches=num_microbatches,
+            state_bytes=len(states) * wire if narrow else sum(states),
+        )
+    )
 
 
 def _compressed(config: RunConfig, bucket: PlannedBucket) -> Iterable[tuple[str, float]]:

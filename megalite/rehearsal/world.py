@@ -15,16 +15,12 @@ from megalite.rehearsal.run import Rehearsal, rehearse
 from megalite.topology.layout import ParallelLayout
 from megalite.training.replica import Programs
 
-WITH_THREADS = ("async-parameter-server",)
-"""Strategies with servers in threads, which use further groups on gloo."""
-
 
 def check(config: RunConfig, layout: ParallelLayout, rank: int | None) -> None:
     """Raise a ConfigError for what cannot be rehearsed."""
-    strategy = config.parallel.dp_strategy
-    if strategy in WITH_THREADS:
+    if config.parallel.strategy.weights == "stale":
         raise ConfigError(
-            f"dp_strategy {strategy} cannot be rehearsed: its servers are threads that step by what arrives; rehearse "
+            f"dp_strategy {config.parallel.dp_strategy} cannot be rehearsed: its servers are threads that step by what arrives; rehearse "
             "--dp-strategy parameter-server, or run it on gloo"
         )
     if rank is not None and not 0 <= rank < layout.world_size:

@@ -14,7 +14,7 @@ from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 from megalite.data_parallel.facts import bucket_size
 from megalite.data_parallel.shards import OptimizerShard, StrategyGroups, StrategyOptions, placed_in
-from megalite.data_parallel.strategy import STRATEGIES, DataParallelStrategy, strategy_name
+from megalite.data_parallel.strategy import DataParallelStrategy, strategy_class
 from megalite.kernels.registry import Kernels
 from megalite.models.compute import apply_compute
 from megalite.models.gpt import GPTStage
@@ -79,7 +79,7 @@ def build_strategy(
         split_main=config.optimizer.main_params == "split",
         l2norm=kernels.get("l2norm", device=topology.device, dtype=precision.main, size=elements),
     )
-    strategy = STRATEGIES.get(strategy_name(config))
+    strategy = strategy_class(config)
     return strategy.from_config(stages, config, topology, groups=groups, options=options)
 
 
@@ -235,7 +235,7 @@ def build_stages(
         ep=topology.ep,
         expert_tp=topology.expert_tp,
         kernels=kernels,
-        late=config.parallel.dp_strategy == "fully-sharded",
+        late=config.parallel.strategy.shards_parameters,
     )
     recompute = Recompute(
         # Recompute-ahead runs whole stages again, as actions of the schedule.

@@ -8,12 +8,13 @@ import pytest
 from megalite.config.describe import replace, settings, values_of
 from megalite.config.errors import ConfigError
 from megalite.config.optimizer import ONEBIT_OPTIMIZERS, OPTIMIZERS
-from megalite.config.parallel import COMPRESSIONS, DP_STRATEGIES
+from megalite.config.parallel import COMPRESSIONS
 from megalite.config.run import RunConfig
+from megalite.config.strategies import STRATEGIES
 from megalite.config.validate import validate
 
 CHOOSERS = {
-    "dp_strategy": DP_STRATEGIES,
+    "dp_strategy": tuple(STRATEGIES),
     "optimizer": OPTIMIZERS,
     "grad_compression": tuple(name for name in COMPRESSIONS if name != "none"),
 }

@@ -11,7 +11,7 @@ from megalite.config.registry import Registry
 
 def test_what_is_not_named_is_not_imported() -> None:
     code = (
-        "import sys; from megalite.data_parallel.strategy import STRATEGIES; STRATEGIES.get('gossip'); "
+        "import sys; from megalite.data_parallel.strategy import strategy_class; from megalite.config.describe import replace; from megalite.config.run import RunConfig; strategy_class(replace(RunConfig(), dp_strategy='gossip')); "
         "print([n for n in sys.modules if n.startswith('megalite.data_parallel.more.')])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

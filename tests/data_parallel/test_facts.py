@@ -6,7 +6,16 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.data_parallel.facts import SHARDED, bucket_size, state_elements, strategy_states
+from megalite.config.errors import ConfigError
+from megalite.config.flags import parse_arguments
+from megalite.config.strategies import STRATEGIES, StrategyFacts
+from megalite.config.validate import validate
+from megalite.data_parallel.buckets import Bucket
+from megalite.data_parallel.facts import bucket_size, state_elements, strategy_states
+from megalite.data_parallel.strategy import DataParallelStrategy
+from megalite.optimizers.base import Update
+from megalite.planner.communication import step_volumes
+from megalite.topology.group import Work
 from tests.data_parallel.toy import ToyRun
 from tests.support.ranks import RankContext, run_ranks
 
@@ -17,7 +26,7 @@ CASES: list[dict[str, Any]] = [
     {},
     *({"grad_compression": name} for name in ("onebit", "uint8", "topk", "powersgd")),
     *({"optimizer": name, **FROZEN} for name in ("onebit-adam", "onebit-lamb", "zero-one-adam")),
-    *({"dp_strategy": name} for name in SHARDED),
+    *({"dp_strategy": name} for name, facts in STRATEGIES.items() if facts.shards_states),
     {"dp_strategy": "local-sgd"},
     {"dp_strategy": "local-sgd", "wire_dtype": "bf16"},
     {"dp_strategy": "diloco", "sync_interval": 4},
@@ -41,7 +50,9 @@ def kept(context: RankContext) -> list[tuple[set[str], float, set[str], float]]:
         elements = state_elements(stated, RANKS) * sum(bucket.data.numel() for bucket in buckets)
         mine = float(sum(state.values.numel() for state in states))
         found.append(({state.name for state in states}, mine, set(stated), elements))
-        parts = RANKS if run.config.parallel.dp_strategy in SHARDED else 1
+        parts = RANKS if run.config.parallel.strategy.shards_states else 1
+        if "optimizer" not in settings:
+            assert run.strategy.replicas_agree == (run.config.parallel.strategy.weights == "equal"), settings
         for shard in run.strategy.shards:
             assert shard.main_param.numel() * parts == shard.bucket.data.numel(), settings
         run.strategy.close()
@@ -74,3 +85,55 @@ def test_buckets_are_closed_at_the_stated_size(settings: dict[str, Any], size: i
     assert len(run.strategy.all_buckets()) == buckets
     for bucket in run.strategy.all_buckets():
         assert bucket.placed[-1].start < size, "it was still open when the last one came"
+
+
+class Tripled(DataParallelStrategy):
+    """Replicas' gradients are summed, and counted three times."""
+
+    def _reduce(self, bucket: Bucket) -> Work:
+        return self.channel(bucket).all_reduce_async(bucket.grad.mul_(3))
+
+
+TRIPLED = StrategyFacts(
+    implementation=f"{__name__}:Tripled",
+    settings="ddp_bucket_size",
+    traffic=lambda t: [("all-reduce", 3 * t.elements * t.wire)],
+)
+
+
+def weights_of(context: RankContext) -> list[dict[str, torch.Tensor]]:
+    """After a step of SGD: by the strategy that this file adds, and by an all-reduce of gradients three times as large."""
+    found = []
+    STRATEGIES["tripled"] = TRIPLED
+    try:
+        for name, scale in (("tripled", 1.0), ("all-reduce", 3.0)):
+            run = ToyRun(
+                context.topology(dp=RANKS), {"dp_strategy": name, "weight_decay": 0.0, **SGD, "sgd_momentum": 0.0}
+            )
+            run.gradients(scale=scale)
+            run.strategy.update(run.optimizer, Update(step=1, lr=0.01, weight_decay=0.0, factor=1.0))
+            found.append(run.weights())
+            run.strategy.close()
+    finally:
+        del STRATEGIES["tripled"]
+    return found
+
+
+def test_a_strategy_is_a_class_and_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    for mine, usual in run_ranks(RANKS, weights_of):
+        for name, values in mine.items():
+            torch.testing.assert_close(values, usual[name])
+
+    monkeypatch.setitem(STRATEGIES, "tripled", TRIPLED)
+    line = "--dp-strategy tripled --num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 64 --mock-data"
+    words = [
+        *line.split(),
+        *["--seq-length", "64", "--micro-batch-size", "1", "--global-batch-size", "4", "--train-iters", "3"],
+    ]
+    config = validate(parse_arguments(words).config, 2)
+    usual = validate(parse_arguments([*words, "--dp-strategy", "all-reduce"][2:]).config, 2)
+    key = "dp-cp", "all-reduce"
+    tokens = 8
+    assert step_volumes(config, 0, 2)[key] - tokens == 3 * (step_volumes(usual, 0, 2)[key] - tokens)
+    with pytest.raises(ConfigError, match="shard_gradients has no effect with dp_strategy tripled"):
+        validate(parse_arguments([*words, "--shard-gradients"]).config, 2, frozenset({"shard_gradients"}))

@@ -131,6 +131,7 @@ CHANGES: list[tuple[str, str, Any]] = [
     ("data", "bucket_layers", lambda: [[5, 4, 3], [2, 1, 0]]),
     ("token_file", "IndexedDatasetWriter", lambda prefix, dtype: IndexedDatasetWriter(prefix, np.int32)),
     ("samples", "PackedDataset", _OtherSeed),
+    ("imports", "imported", lambda package: frozenset({"config"}) - {package}),
     ("strategies", "wire_factor", lambda operation, size: 1.0),
 ]
 """Per drawing, something that the package says, and what it could say instead."""

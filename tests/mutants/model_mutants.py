@@ -320,7 +320,7 @@ SCHEDULES_AND_PLANS = (
     Mutant(
         "planned moments are whole",
         "megalite/partition/buckets.py",
-        "parts = replicas if sharded else 1",
+        "parts = replicas if strategy.shards_states else 1",
         "parts = 1",
         "tests/planner/test_states.py::test_a_rank_holds_what_is_planned[zero-1]",
         "the planner does not shard optimizer states",

@@ -392,7 +392,7 @@ SHARDS_AND_PRECISION = (
     Mutant(
         "ZeRO-3 builds the model whole",
         "megalite/training/replica.py",
-        'late=config.parallel.dp_strategy == "fully-sharded"',
+        "late=config.parallel.strategy.shards_parameters",
         "late=False",
         "tests/rehearsal/test_rehearsal.py::test_a_sharded_model_is_never_whole",
         "a rank needs memory for all weights",

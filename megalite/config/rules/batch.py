@@ -4,7 +4,6 @@ global_batch_size resolved."""
 from megalite.config.batch import decay_length, samples_per_microbatch, steps_until, total_steps
 from megalite.config.errors import Findings
 from megalite.config.optimizer import ONEBIT_OPTIMIZERS
-from megalite.config.parallel import LOCAL_STRATEGIES
 from megalite.config.rules.rule import Check, Settings, multiples, rules, say
 
 _MOST_SIZES = 10_000
@@ -178,7 +177,7 @@ def _warmups(c: Settings) -> Findings:
         return  # that is said of train_samples
     if c.grad_compression != "none":
         yield _shorter(c, "compression_warmup_steps")
-    if c.dp_strategy in LOCAL_STRATEGIES:
+    if c.strategy.weights == "local":
         yield _shorter(c, "sync_warmup_steps")
     if c.optimizer in ONEBIT_OPTIMIZERS:
         yield _onebit_warmup(c) if c.freeze_step is None else _shorter(c, "freeze_step")
@@ -223,9 +222,9 @@ def _lr_warmup_steps(c: Settings) -> int:
 
 def _exchanges(c: Settings) -> Findings:
     """Weights that would not be exchanged once, or not be used."""
-    if not _has_length(c) or c.dp_strategy not in ("local-sgd", "diloco"):
+    if not _has_length(c) or not c.strategy.has("sync_interval"):
         return
-    total, streams = total_steps(c.run), c.dp_strategy == "diloco"
+    total, streams = total_steps(c.run), c.strategy.has("sync_delay")
     delay, fragments = (c.sync_delay, c.sync_fragments) if streams else (0, 1)
     first = c.sync_interval + c.sync_warmup_steps + delay
     if first > total:

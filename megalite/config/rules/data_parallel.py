@@ -2,17 +2,9 @@
 
 from megalite.config.errors import Findings
 from megalite.config.optimizer import ONEBIT_OPTIMIZERS, OPTIMIZERS
-from megalite.config.parallel import DP_STRATEGIES, LOCAL_STRATEGIES
 from megalite.config.rules.rule import Check, Settings, divisors, owned, rules, say
+from megalite.config.strategies import STRATEGIES
 
-_SERVERS = ("parameter-server", "sharded-parameter-server", "async-parameter-server")
-_APART = (*LOCAL_STRATEGIES, "async-parameter-server")
-"""Their ranks step apart."""
-_SPLITS_MAIN = (
-    *("all-reduce", "fused-all-reduce", "distributed-optimizer", "fully-sharded"),
-    "sharded-parameter-server",
-)
-"""They can keep main parameters as the bits that bf16 parameters lack."""
 ADAM_SETTINGS = ("adam_beta1", "adam_beta2", "adam_eps")
 """What every optimizer but SGD goes by: presets give them for Adam."""
 
@@ -21,21 +13,6 @@ def _but(names: tuple[str, ...], *without: str) -> tuple[str, ...]:
     return tuple(name for name in names if name not in without)
 
 
-_OF_STRATEGIES = {
-    "overlap_param_gather": ("distributed-optimizer", "fully-sharded", "parameter-server", "sharded-parameter-server"),
-    "shard_gradients": ("distributed-optimizer",),
-    "fusion_threshold_mb": ("fused-all-reduce",),
-    "server_chunk_mb": _SERVERS,
-    "max_staleness|staleness_aware_lr": ("async-parameter-server",),
-    "sync_interval": ("local-sgd", "diloco"),
-    "sync_warmup_steps": LOCAL_STRATEGIES,
-    "average_optimizer_state": ("local-sgd",),
-    "outer_lr|outer_momentum|sync_fragments|sync_delay|sync_mix": ("diloco",),
-    "gossip_graph|gossip_algorithm": ("gossip",),
-    "grad_compression": ("all-reduce",),
-    "reduction_order": _but(DP_STRATEGIES, "async-parameter-server"),
-    "ddp_bucket_size": _but(DP_STRATEGIES, "fused-all-reduce", "sharded-parameter-server"),
-}
 _OF_OPTIMIZERS = {
     "|".join(ADAM_SETTINGS): _but(OPTIMIZERS, "sgd"),
     "sgd_momentum|sgd_nesterov": ("sgd",),
@@ -45,6 +22,17 @@ _OF_OPTIMIZERS = {
     "local_step_clipper|local_step_scaler|variance_update_scaler": ("zero-one-adam",),
     "exp_avg_dtype|exp_avg_sq_dtype|stochastic_rounding": ("adam",),
 }
+
+
+def _of_other_strategies(c: Settings) -> Findings:
+    """Settings that mean something to other strategies alone."""
+    owners: dict[str, list[str]] = {}
+    for name, facts in STRATEGIES.items():
+        for setting in facts.settings.split():
+            owners.setdefault(setting, []).append(name)
+    for setting, names in owners.items():
+        if c.gives(setting) and c.dp_strategy not in names:
+            yield say(c, f"{{{setting}}} has no effect with {{dp_strategy}}; use --dp-strategy {names[0]} or remove it")
 
 
 def _fragments(c: Settings) -> Findings:
@@ -86,22 +74,22 @@ def _has_no_state(c: Settings) -> bool:
 
 
 STRATEGY: tuple[Check, ...] = (
-    *owned("dp_strategy", _OF_STRATEGIES),
+    _of_other_strategies,
     *owned("grad_compression", {"topk_density": ("topk",), "powersgd_rank": ("powersgd",)}),
     *rules(
         {
             # Weights are averaged in the order of ranks anyway.
             "{!reduction_order} has no effect with {dp_strategy} and {sync_warmup_steps}; use --sync-warmup-steps 100, or "
-            "remove it": lambda c: c.dp_strategy in LOCAL_STRATEGIES and not c.sync_warmup_steps,
+            "remove it": lambda c: c.strategy.weights == "local" and not c.sync_warmup_steps,
             "{?cp|ep} does not go with {dp_strategy}: its ranks step apart; leave it out, or use --dp-strategy "
-            "all-reduce": lambda c: c.dp_strategy in _APART,
+            "all-reduce": lambda c: c.strategy.weights != "equal",
             "{?pp|ep} does not go with {dp_strategy}, which gathers every layer for every microbatch; leave it out, or use "
-            "--dp-strategy distributed-optimizer": lambda c: c.dp_strategy == "fully-sharded",
+            "--dp-strategy distributed-optimizer": lambda c: c.strategy.shards_parameters,
             "{etp} does not go with {dp_strategy} and {tp}: experts would have other replicas than the rest; use --etp {=tp}": (
-                lambda c: c.dp_strategy in _APART and c.num_experts and c.expert_tp != c.tp
+                lambda c: c.strategy.weights != "equal" and c.num_experts and c.expert_tp != c.tp
             ),
             "{precision} does not go with {dp_strategy}: its ranks never agree on a loss scale; use --precision bf16": (
-                lambda c: c.dp_strategy == "async-parameter-server" and c.precision == "fp16"
+                lambda c: c.strategy.weights == "stale" and c.precision == "fp16"
             ),
             "{gossip_algorithm} does not go with {gossip_graph}: its correction grows without bound from 6 ranks on; use "
             "--gossip-graph ring": lambda c: _corrects_momentum(c) and c.gossip_graph == "one-peer",
@@ -109,7 +97,7 @@ STRATEGY: tuple[Check, ...] = (
                 lambda c: c.dp is not None and c.dp * c.cp == 1
             ),
             "{?check_replicas_interval} has no effect with {dp_strategy}, which keeps no replicas of weights; remove it": (
-                lambda c: c.dp_strategy in (*_APART, "fully-sharded")
+                lambda c: c.strategy.weights != "equal" or c.strategy.shards_parameters
             ),
             "{?check_replicas_interval} does not go with {optimizer}: its ranks take local steps; remove it": (
                 lambda c: c.optimizer == "zero-one-adam"
@@ -148,10 +136,10 @@ OPTIMIZER: tuple[Check, ...] = (
             "onebit-adam": lambda c: c.optimizer == "zero-one-adam",
             "{optimizer} does not go with {dp_strategy}: it needs whole tensors, of which servers hold parts that change at "
             "different times; use --optimizer adam": (
-                lambda c: c.optimizer in ("lamb", "muon") and c.dp_strategy == "async-parameter-server"
+                lambda c: c.optimizer in ("lamb", "muon") and c.strategy.weights == "stale"
             ),
             "{optimizer} does not go with {dp_strategy}: its trust ratios are of weights that all ranks share; use --optimizer "
-            "adam, or --dp-strategy all-reduce": lambda c: c.optimizer == "lamb" and c.dp_strategy in LOCAL_STRATEGIES,
+            "adam, or --dp-strategy all-reduce": lambda c: c.optimizer == "lamb" and c.strategy.weights == "local",
             "{gossip_algorithm} corrects the momentum of SGD, not {optimizer}; use --optimizer sgd, or --gossip-algorithm "
             "d-psgd": lambda c: _corrects_momentum(c) and c.optimizer != "sgd",
             "{?sgd_nesterov} does not go with {gossip_algorithm}, which corrects plain momentum; use --no-sgd-nesterov": (
@@ -161,7 +149,7 @@ OPTIMIZER: tuple[Check, ...] = (
                 lambda c: c.main_params == "split" and c.precision != "bf16"
             ),
             "{main_params} does not go with {dp_strategy}; use --dp-strategy distributed-optimizer, or --main-params fp32": (
-                lambda c: c.main_params == "split" and c.dp_strategy not in _SPLITS_MAIN
+                lambda c: c.main_params == "split" and (c.strategy.served or c.strategy.weights != "equal")
             ),
             "{main_params} does not go with {optimizer}, which keeps its own parameters; use --main-params fp32": (
                 lambda c: c.main_params == "split" and c.optimizer == "zero-one-adam"

@@ -9,13 +9,12 @@ from megalite.config.errors import Findings, nearest
 from megalite.config.optimizer import ONEBIT_OPTIMIZERS, OPTIMIZERS
 from megalite.config.rules.rule import Check, Settings, rules, say
 from megalite.config.run import save_folder, saves
+from megalite.config.strategies import searched_strategies
 
 EXIT_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGHUP")
 """Those that may stop a run; SIGINT always does."""
 WRITERS = ("csv", "wandb")
 """What `metrics` can name beside metrics.jsonl and TensorBoard."""
-STRATEGIES = ("all-reduce", "distributed-optimizer", "fully-sharded")
-"""The strategies that the planner chooses among."""
 
 
 def _sources(c: Settings) -> list[str]:
@@ -193,7 +192,7 @@ STOPS: tuple[Check, ...] = (
                 lambda c: not c.check_for_nan_in_loss_and_grad
             ),
             "{?on_non_finite} does not go with {dp_strategy}, where the server waits for a push in every step; use "
-            "--on-non-finite stop": lambda c: c.dp_strategy == "async-parameter-server",
+            "--on-non-finite stop": lambda c: c.strategy.weights == "stale",
             "{!loss_spike_window} has no effect with {loss_spike_threshold}; use --loss-spike-threshold 10 or remove it": (
                 lambda c: c.loss_spike_threshold == 0
             ),
@@ -284,7 +283,11 @@ def _elastic(c: Settings) -> Findings:
             yield say(c, f"elastic and {{{name}}} contradict: that is for one layout; remove one of them")
     if c.pipeline_schedule == "auto":
         yield say(c, "elastic and {pipeline_schedule} contradict: that is for one layout; use --pipeline-schedule 1f1b")
-    for name, works in (("dp_strategy", STRATEGIES), ("grad_compression", ("none",)), ("optimizer", _NOT_ONEBIT)):
+    for name, works in (
+        ("dp_strategy", searched_strategies()),
+        ("grad_compression", ("none",)),
+        ("optimizer", _NOT_ONEBIT),
+    ):
         if getattr(c, name) not in works:
             yield say(
                 c,

@@ -51,7 +51,7 @@ def stage_exchange(
     # The ends of a pipeline that lies inside a node are in one node, however far apart.
     ends = hop if hop * sizes["pp"] <= cluster.node.accelerators else hop * (sizes["pp"] - 1)
     strides = {"tp": 1.0, "expert-tp": 1.0, "embedding": ends}
-    fully = config.parallel.dp_strategy == "fully-sharded"
+    fully = config.parallel.strategy.shards_parameters
     reduce = gather = 0.0
     pieces = 0
     totals = Counter(gradient_volumes(config, plan, stages, num_microbatches))
@@ -86,7 +86,7 @@ def _exposed_exchange(
     end = max((event.end for event in events), default=0.0) + run.shift
     reduce, gather = sum(each.reduce for each in exchanges), sum(each.gather for each in exchanges)
     hidden_gather = first_forward if stack.overlap_gradients and p.overlap_param_gather else 0.0
-    fully = p.dp_strategy == "fully-sharded"
+    fully = p.strategy.shards_parameters
     late = 0.0 if fully else max(0.0, gather - hidden_gather)
     if not (stack.overlap_gradients and p.overlap_grad_reduce):
         return end + reduce + (gather if fully else 0.0), late
@@ -114,12 +114,11 @@ def optimizer_seconds(config: RunConfig, plans: Sequence[StagePlan], cluster: Cl
     """States read and written, gradients read for norm and update and set to zero, parameters written."""
     p, sizes = config.parallel, group_sizes(config)
     width = max(4, ELEMENT_BYTES[config.training.precision])
-    sharded = p.dp_strategy in ("distributed-optimizer", "sharded-parameter-server", "fully-sharded")
     total = 0.0
     for shape in shapes_of_rank(config, list(plans)):
         replicas = sizes["expert-dp" if shape.expert else "dp-cp"]
         each = element_bytes(config, shape, replicas)
-        updated = 1.0 / replicas if sharded else 1.0
+        updated = 1.0 / replicas if p.strategy.shards_states else 1.0
         bytes_each = 2.0 * each.optimizer + each.gradient + (2.0 * width + width / 2) * updated
         total += bytes_each * local_size(shape, config)
     return total / (cluster.accelerator.memory_bandwidth * cluster.efficiency.memory)

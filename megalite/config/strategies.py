@@ -1,0 +1,186 @@
+"""What each data-parallel strategy is to the rest of megalite: its rules, memory, traffic and place in searches.
+
+A strategy is a class (`data_parallel.strategy.DataParallelStrategy`) and one entry of `STRATEGIES`; nothing else asks for
+its name.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+Config = Any
+"""A RunConfig, whose module imports this one."""
+
+Volumes = list[tuple[str, float]]
+"""(operation, bytes), as `planner.communication` counts them."""
+
+
+class BucketTraffic(NamedTuple):
+    """One bucket in one step, as what replicas send of it depends on it."""
+
+    config: Config
+    elements: int
+    replicas: int
+    parameter: int
+    """Bytes of an element of the model's parameters."""
+    wire: int
+    """Bytes of an element of a gradient on the wire."""
+    in_parts: bool
+    """Sums are made from parts in an order that we choose, instead of by the library's reduction."""
+    gathers: int
+    """How often the parameters are gathered."""
+    microbatches: int
+    state_bytes: int
+    """Of an element of all the optimizer's states on the wire."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyFacts:
+    """Of one strategy."""
+
+    implementation: str
+    """`module:class`, imported when a run names the strategy."""
+    traffic: Callable[[BucketTraffic], Volumes]
+    """What the replica that sends most sends of a bucket in a step, on average."""
+    settings: str
+    """The settings that mean something to it, of those that only some strategies have."""
+    weights: Literal["equal", "local", "stale"] = "equal"
+    """Of replicas: equal after each step; each its own, at least for some steps; or as old as a server's last answer."""
+    shards: Literal["nothing", "states", "parameters"] = "nothing"
+    """What a replica has an equal part of alone: the optimizer's states (it then updates that part), or parameters too."""
+    served: bool = False
+    """The first replica alone has main parameters and the optimizer's states."""
+    buckets: Literal["settings", "whole", "messages"] = "settings"
+    """As large as `ddp_bucket_size`, as all parameters, or as a message to each server."""
+    norm_terms: int = 1
+    """Numbers that give the gradient's norm, in the all-reduce of the whole world."""
+    states: Callable[[Config], tuple[str, ...]] = lambda config: ()
+    """What it keeps of each element, by names of `data_parallel.facts.STATES`."""
+    searched: bool = False
+    """The planner, and an elastic run, may choose it: its numbers do not depend on the layout."""
+
+    def has(self, setting: str) -> bool:
+        """The setting means something to it."""
+        return setting in self.settings.split()
+
+    @property
+    def shards_states(self) -> bool:
+        """Each replica updates an equal part of a bucket."""
+        return self.shards != "nothing"
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Each replica has an equal part of the parameters between their uses."""
+        return self.shards == "parameters"
+
+
+def _summed(t: BucketTraffic) -> Volumes:
+    size = t.elements * t.wire
+    return [("all-to-all", size), ("all-gather", size)] if t.in_parts else [("all-reduce", size)]
+
+
+def _sharded(t: BucketTraffic, pushes: int) -> Volumes:
+    reduction = "all-to-all" if t.in_parts else "reduce-scatter"
+    return [(reduction, pushes * t.elements * t.wire), ("all-gather", t.gathers * t.elements * t.parameter)]
+
+
+def _served(t: BucketTraffic) -> Volumes:
+    return [("send", (t.replicas - 1) * t.elements * t.parameter)]
+
+
+def _averaged(t: BucketTraffic) -> Volumes:
+    d = t.config.data_parallel
+    size = t.elements * (t.wire + (t.state_bytes if d.average_optimizer_state else 0)) / d.sync_interval
+    return [("all-to-all", size), ("all-gather", size)]
+
+
+def _neighbours(t: BucketTraffic) -> Volumes:
+    peers = 1 if t.config.data_parallel.gossip_graph == "one-peer" or t.replicas == 2 else 2
+    return [("send", peers * t.elements * t.wire)]
+
+
+_HERE = "megalite.data_parallel"
+_GRADIENTS = "reduction_order ddp_bucket_size"
+_LOCAL = f"{_GRADIENTS} sync_warmup_steps"
+
+STRATEGIES: dict[str, StrategyFacts] = {
+    "all-reduce": StrategyFacts(
+        implementation=f"{_HERE}.strategy:AllReduce",
+        settings=f"{_GRADIENTS} grad_compression",
+        traffic=_summed,
+        searched=True,
+    ),
+    "fused-all-reduce": StrategyFacts(
+        implementation=f"{_HERE}.fused_all_reduce:FusedAllReduce",
+        settings="reduction_order fusion_threshold_mb",
+        traffic=_summed,
+        buckets="whole",
+        norm_terms=2,
+    ),
+    "distributed-optimizer": StrategyFacts(
+        implementation=f"{_HERE}.zero:DistributedOptimizer",
+        settings=f"{_GRADIENTS} overlap_param_gather shard_gradients",
+        traffic=lambda t: _sharded(t, t.microbatches if t.config.data_parallel.shard_gradients else 1),
+        shards="states",
+        searched=True,
+    ),
+    "fully-sharded": StrategyFacts(
+        implementation=f"{_HERE}.fully_sharded:FullySharded",
+        settings=f"{_GRADIENTS} overlap_param_gather",
+        traffic=lambda t: _sharded(t, t.microbatches),
+        shards="parameters",
+        searched=True,
+    ),
+    "parameter-server": StrategyFacts(
+        implementation=f"{_HERE}.more.parameter_server:ParameterServer",
+        settings=f"{_GRADIENTS} overlap_param_gather server_chunk_mb",
+        traffic=_served,
+        served=True,
+    ),
+    "sharded-parameter-server": StrategyFacts(
+        implementation=f"{_HERE}.more.parameter_server:ShardedParameterServer",
+        settings="reduction_order overlap_param_gather server_chunk_mb",
+        traffic=lambda t: [("all-to-all", t.elements * t.wire), ("all-gather", t.elements * t.parameter)],
+        shards="states",
+        buckets="messages",
+    ),
+    "async-parameter-server": StrategyFacts(
+        implementation=f"{_HERE}.more.parameter_server:AsyncParameterServer",
+        settings="ddp_bucket_size server_chunk_mb max_staleness staleness_aware_lr",
+        traffic=_served,
+        weights="stale",
+        served=True,
+    ),
+    "local-sgd": StrategyFacts(
+        implementation=f"{_HERE}.more.local_sgd:LocalSGD",
+        settings=f"{_LOCAL} sync_interval average_optimizer_state",
+        traffic=_averaged,
+        weights="local",
+        states=lambda config: ("anchor",) if config.data_parallel.wire_dtype == "bf16" else (),
+    ),
+    "diloco": StrategyFacts(
+        implementation=f"{_HERE}.more.local_sgd:DiLoCo",
+        settings=f"{_LOCAL} sync_interval outer_lr outer_momentum sync_fragments sync_delay sync_mix",
+        traffic=_averaged,
+        weights="local",
+        states=lambda config: (
+            "anchor",
+            "outer_momentum",
+            *(["outer_mean"] if config.data_parallel.sync_delay else []),
+        ),
+    ),
+    "gossip": StrategyFacts(
+        implementation=f"{_HERE}.more.local_sgd:Gossip",
+        settings=f"{_LOCAL} gossip_graph gossip_algorithm",
+        traffic=_neighbours,
+        weights="local",
+        states=lambda config: ("gossip_momentum",) if config.data_parallel.gossip_algorithm == "decentlam" else (),
+    ),
+}
+"""By name, as `dp_strategy` gives it. Your own: `STRATEGIES["mine"] = StrategyFacts(implementation="my_module:Mine", ...)`
+before the config is read."""
+
+
+def searched_strategies() -> tuple[str, ...]:
+    """Those that the planner and an elastic run choose among."""
+    return tuple(name for name, facts in STRATEGIES.items() if facts.searched)
