@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 
-.PHONY: help demo test check format bench bench-gpu docs lock parity-fuzz test-mutants test-faults test-cycles clean
+.PHONY: help demo test check format bench bench-gpu docs lock parity-fuzz rehearse-cuda test-mutants test-faults test-cycles clean
 help:
 	@echo "make demo    train a small GPT on real text over 4 ranks, switch the layout half way, generate text"
 	@echo "make test    set up .venv and run the tests"
@@ -18,6 +18,7 @@ help:
 	@echo "make lock    newest versions of all that is installed, written into constraints.txt"
 	@echo "make parity-fuzz SECONDS=600 [SEED=0]  random layouts against one rank"
 	@echo "make test-mutants [ONLY=cp2]  put each fault of a list into a copy, see that its test fails"
+	@echo "make rehearse-cuda PYTHON=...  the program on GPUs that are not there; needs gcc and a CUDA build of torch"
 	@echo "make test-faults N=100 [SEED=0]  kill training runs at N instants, restart them, compare to the bit"
 	@echo "make test-cycles N=200 [SEED=0]  start and stop training runs by signals, see that nothing is left behind"
 	@echo "make clean   remove .venv, runs/ and caches"
@@ -63,6 +64,9 @@ lock: $(STAMP)
 	$(PIP) --upgrade --upgrade-strategy eager --no-build-isolation --editable '.[dev]'
 	$(BIN)/python tools/lock.py
 	@touch $(STAMP)
+
+rehearse-cuda: $(STAMP)
+	$(BIN)/python -m tests.rehearsal.cuda.run --python $(PYTHON)
 
 SECONDS ?= 600
 SEED ?= 0

@@ -3,21 +3,26 @@
 A pinned kernel is torch's operator itself, so that nothing is decided per call. Ours (`blocked`) multiplies scores in
 fp32 and the rest in bf16, for CPUs on which torch's flash kernel is slower than that."""
 
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, lru_cache, partial
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.config.errors import ConfigError
 from megalite.kernels.attention import HALVES, causal_attention, for_every_head, readable
 from megalite.kernels.probes import cpu_kinds
 
+PINNED = True  # what is copied to the device lies in memory that needs no wait
+VARLEN_LIMIT = 1e-2  # of the norm of results; bf16 keeps 3 digits
 SCORES = 1 << 20  # elements of the scores that are there at once, for as many heads as fit: some MB, which caches hold
 
 
@@ -198,6 +203,70 @@ def _pinned(operator: Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor]) ->
         return operator(q, k, v, causal, grouped)
 
     return attention
+
+
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, window: int | None, document_starts: tuple[tuple[int, ...], ...] | None
+) -> Tensor:
+    """Causal attention within documents and a window, of whole sequences, by one flash kernel on CUDA.
+
+    Args:
+        q: [b, heads, s, d]; k, v: [b, groups, s, d].
+        window: keys that a query sees, its own among them; None: all before it.
+        document_starts: of each sample the ascending first positions of its documents; None: each is one.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    b, heads, s, d = q.shape
+    bounds, longest = _bounds(document_starts or ((0,),) * b, s, q.device)
+    q, k, v = (tensor.permute(0, 2, 1, 3).reshape(b * s, -1, d) for tensor in (q, k, v))
+    # torch 2.11 takes grouped keys without being told.
+    told: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    seen = (-1 if window is None else window - 1, 0)
+    out = varlen_attn(q, k, v, bounds, bounds, longest, longest, window_size=seen, **told)
+    assert isinstance(out, Tensor)
+    return out.view(b, s, heads, d).permute(0, 2, 1, 3)
+
+
+@lru_cache(maxsize=8)
+def _bounds(document_starts: tuple[tuple[int, ...], ...], s: int, device: torch.device) -> tuple[Tensor, int]:
+    """Where documents begin and the last one ends, in the samples one behind the other, and the longest one's length."""
+    places = [sample * s + start for sample, starts in enumerate(document_starts) for start in starts]
+    places.append(len(document_starts) * s)
+    bounds = torch.tensor(places, dtype=torch.int32, pin_memory=PINNED).to(device, non_blocking=True)
+    return bounds, max(stop - start for start, stop in pairwise(places))
+
+
+@cache
+def why_not_varlen(shape: AttentionShape) -> str | None:
+    """Why `varlen_attention` must not serve, or None: what it takes, then its numbers on a few rows."""
+    if shape.device.type != "cuda":
+        return f"there is none on {shape.device.type}"
+    if shape.dtype not in HALVES or shape.head_size % 8 or shape.head_size > 256:
+        return f"it takes bfloat16 and float16 and head sizes up to 256 that are multiples of 8, not {shape.head_size}"
+    b, s, window, starts = 2, 64, 9, ((0, 3, 40), (0,))
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(b, heads, s, shape.head_size) for heads in (shape.heads, shape.groups, shape.groups)]
+    halves = [torch.randn(size, generator=generator).to(shape.device, shape.dtype).requires_grad_() for size in sizes]
+    exact = [tensor.detach().float().requires_grad_() for tensor in halves]
+    document = torch.stack([torch.bucketize(torch.arange(s), torch.tensor(each), right=True) for each in starts])
+    distance = torch.arange(s).unsqueeze(1) - torch.arange(s)
+    visible = (distance >= 0) & (distance < window) & (document.unsqueeze(2) == document.unsqueeze(1))
+    k, v = (for_every_head(tensor, shape.heads) for tensor in exact[1:])
+    mask = visible.unsqueeze(1).to(shape.device)
+    right = F.scaled_dot_product_attention(exact[0], k, v, attn_mask=mask)
+    try:
+        found = varlen_attention(*halves, window=window, document_starts=starts)
+        found.square().sum().backward()
+    except (ImportError, RuntimeError, TypeError) as error:
+        return str(error).partition("\n")[0]
+    right.square().sum().backward()
+    for ours, theirs in ((found, right), *((half.grad, whole.grad) for half, whole in zip(halves, exact))):
+        assert ours is not None and theirs is not None
+        off = float((ours.float() - theirs).norm() / theirs.norm().clamp_(min=1e-30))
+        if not off <= VARLEN_LIMIT:
+            return f"its numbers are off by {off:.1e} of their norm, and {VARLEN_LIMIT:.0e} is allowed"
+    return None
 
 
 _aten = torch.ops.aten

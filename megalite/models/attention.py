@@ -42,6 +42,8 @@ class Attention(torch.nn.Module):
         self.recompute_core = recompute.selects("core_attn")
         self.dropout = config.attention_dropout
         self.causal_attention: Callable[..., Tensor] = causal_attention
+        self.masked_attention: Callable[..., Tensor] | None = None
+        """For windows and documents of whole sequences, where one kernel takes them; None: tiles."""
         self.head_size = config.head_size
         self.queries = config.num_attention_heads // config.query_groups
         self.groups = config.query_groups // factory.tp.size
@@ -129,6 +131,9 @@ class Attention(torch.nn.Module):
             return self._core_with_dropout(q, k, v, context, context.stream)
         if context.visibility == CAUSAL and self.core_cp.size == 1:
             return self.causal_attention(q, k, v)
+        if self.masked_attention is not None and self.core_cp.size == 1:
+            rule = context.visibility
+            return self.masked_attention(q, k, v, window=rule.window, document_starts=rule.document_starts)
         length = q.shape[2] * self.core_cp.size
         return ring_attention(q, k, v, cp=self.core_cp, seq_length=length, visibility=context.visibility)
 

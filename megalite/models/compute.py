@@ -2,7 +2,7 @@
 
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig, attention_in_tiles
-from megalite.kernels.attention_backends import AttentionShape, choose_attention
+from megalite.kernels.attention_backends import AttentionShape, choose_attention, varlen_attention, why_not_varlen
 from megalite.kernels.compiled import compiled, why_not_compile
 from megalite.kernels.matmul import ALIGNMENT, Fp8Products, quantise, why_not_fp8
 from megalite.models.attention import Attention
@@ -59,6 +59,10 @@ def _use_attention(stage: GPTStage, config: RunConfig) -> list[str]:
     for layer in layers:
         layer.causal_attention = choice.kernel
     tiled = attention_in_tiles(config)
+    if tiled is not None and first.core_cp.size == 1 and why_not_varlen(shape) is None:
+        for layer in layers:
+            layer.masked_attention = varlen_attention
+        return [f"attention flash, with lengths of documents and a window in the kernel, for {tiled}"]
     if tiled is not None:
         return [f"attention in pieces that are merged, for {tiled}"]
     return [f"attention {choice.backend} ({choice.why})"]

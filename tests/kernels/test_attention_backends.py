@@ -8,9 +8,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.config.errors import ConfigError
+from megalite.context_parallel.ring import ring_attention
+from megalite.context_parallel.tiles import Visibility
 from megalite.kernels import attention_backends
 from megalite.kernels.attention import causal_attention
-from megalite.kernels.attention_backends import AttentionShape, blocked_attention, choose_attention, why_not_blocked
+from megalite.kernels.attention_backends import (
+    AttentionShape,
+    blocked_attention,
+    choose_attention,
+    varlen_attention,
+    why_not_blocked,
+    why_not_varlen,
+)
+from megalite.topology.group import Group
 
 CPU = torch.device("cpu")
 
@@ -228,3 +238,61 @@ def test_what_it_does_not_take() -> None:
     assert why_not_blocked(torch.device("cuda"), torch.bfloat16) == "there is none on cuda"
     choice = choose_attention("blocked", AttentionShape(CPU, torch.bfloat16, 4, 2, 16), seq=12)
     assert (choice.backend, choice.why) == ("blocked", "asked for")
+
+
+def dense_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds_q: Tensor,
+    bounds_k: Tensor,
+    longest_q: int,
+    longest_k: int,
+    *,
+    window_size: tuple[int, int],
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch's varlen_attn as its page describes it, one sequence after the other."""
+    assert bounds_q.dtype == bounds_k.dtype == torch.int32
+    assert longest_q == longest_k == int(bounds_q.diff().max())
+    assert window_size[1] == 0 and enable_gqa
+    found = []
+    for first, stop in zip(bounds_q.tolist(), bounds_q.tolist()[1:]):
+        places = torch.arange(stop - first)
+        distance = places.unsqueeze(1) - places
+        seen = (distance >= 0) & ((distance <= window_size[0]) | (window_size[0] < 0))
+        rows = (tensor[first:stop].transpose(0, 1) for tensor in (q, k, v))
+        found.append(torch.nn.functional.scaled_dot_product_attention(*rows, attn_mask=seen, enable_gqa=True))
+    return torch.cat(found, dim=1).transpose(0, 1)
+
+
+@pytest.mark.parametrize("window", [None, 3, 100])
+@pytest.mark.parametrize("starts", [None, ((0, 5, 6), (0,))])
+def test_documents_and_windows_in_one_kernel(
+    starts: tuple[tuple[int, ...], ...] | None, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the kernel is given is what the tiles compute, gradients too."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", dense_varlen)
+    monkeypatch.setattr(attention_backends, "PINNED", False)
+    given = drawn(shape(groups=2), 12, 12)
+    rule = Visibility(window=window, document_starts=starts)
+    right = ring_attention(*given, cp=Group.solo("cp"), seq_length=12, visibility=rule)
+    grad = torch.linspace(-1.0, 1.0, right.numel(), dtype=torch.float64).view(right.shape)
+    wanted = torch.autograd.grad(right, given, grad)
+    found = varlen_attention(*given, window=window, document_starts=starts)
+    torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
+    for ours, theirs in zip(torch.autograd.grad(found, given, grad), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_it_is_for_halves_on_cuda() -> None:
+    assert why_not_varlen(shape(torch.bfloat16)) == "there is none on cpu"
+    on_cuda = shape(torch.float32, device=torch.device("cuda"))
+    assert "it takes bfloat16 and float16" in (why_not_varlen(on_cuda) or "")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("groups", [4, 2])
+def test_its_numbers_on_a_gpu(groups: int) -> None:
+    assert why_not_varlen(shape(torch.bfloat16, groups, torch.device("cuda"))) is None

@@ -1,6 +1,7 @@
 """Which kernel serves an operation: by preference, by request, and what is said where that cannot be."""
 
 import dataclasses
+import inspect
 import re
 from types import MappingProxyType
 
@@ -61,6 +62,20 @@ def test_every_operation_has_torchs_kernel() -> None:
         assert backends["torch"].dtypes == (torch.float64, *FLOATS)
         assert backends["torch"].limit is None and backends["torch"].extension is None
         assert backends["torch"].load() is not None
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_kernels_of_an_operation_are_called_alike(operation: str) -> None:
+    """Names, order and defaults of the arguments: a call that one takes, all take."""
+
+    def parameters(implementation: Implementation) -> list[list[tuple[str, object]]]:
+        loaded = implementation.load()
+        functions = loaded if isinstance(loaded, tuple) else (loaded,)
+        return [[(each.name, each.default) for each in inspect.signature(f).parameters.values()] for f in functions]
+
+    backends = IMPLEMENTATIONS[operation]
+    for backend in set(backends) - {"torch", "apex"}:
+        assert parameters(backends[backend]) == parameters(backends["torch"]), backend
 
 
 def test_get_gives_the_function_itself() -> None:

@@ -193,7 +193,7 @@ def _constants(kind: int, n: int, tile: Cut, dtype: torch.dtype) -> dict[str, An
     return {"KIND": kind, **sizes, "ACC": accumulator(dtype), "num_warps": tile.warps}
 
 
-def bias_gelu(x: Tensor, bias: Tensor | None, *, tanh: bool = False) -> Tensor:
+def bias_gelu(x: Tensor, bias: Tensor | None = None, *, tanh: bool = False) -> Tensor:
     """See `layer_ops.bias_gelu`: computed in fp32, in fp64 for fp64, and rounded once; keeps x.
 
     The bias's gradient comes in the same pass as that of x, in the same order in every run on a device.

@@ -1,0 +1,165 @@
+"""Runs the real program on GPUs that are not there: `make rehearse-cuda`, with a CUDA build of torch and no driver.
+
+`torchrun pretrain_gpt.py` starts as on a machine with eight H100s. torch's own CUDA code, its caching allocator and
+ProcessGroupNCCL run, and every Triton kernel is compiled for sm_90 and launched; only the libraries below them are played
+(`runtime.c`, `nccl.c`). It shows what crashes, waits, or would deadlock. No kernel computes, so numbers are zero.
+
+    python -m tests.rehearsal.cuda.run [--python PYTHON] [CASE ...]
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from megalite.data.indexed_dataset import token_dtype
+from megalite.data.indexed_writer import IndexedDatasetWriter
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+MODEL = (
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --vocab-size 1000 --device cuda "
+    "--micro-batch-size 2 --train-iters 4 --log-interval 2 --save-interval 2 "
+    # What these look at has not been computed.
+    "--no-check-weights-before-save --no-check-for-nan-in-loss-and-grad"
+)
+LLAMA = "--normalization RMSNorm --activation swiglu --position-embedding-type rope --num-query-groups 2 --no-add-bias-linear"
+CASES: dict[str, tuple[int, str]] = {
+    "one GPU": (1, ""),
+    "evaluation": (1, "--eval-interval 2 --eval-iters 1"),
+    "llama": (1, LLAMA),
+    "window": (1, f"{LLAMA} --sliding-window 64"),
+    "documents, window": (
+        1,
+        f"{LLAMA} --sliding-window 64 --reset-attention-mask --data-path {{tokens}} --tokenizer-type ByteLevelTokenizer",
+    ),
+    "fp32": (1, "--precision fp32"),
+    "fp16": (2, "--precision fp16 --tp 2"),
+    "fp8": (2, "--fp8"),
+    "dropout": (2, "--hidden-dropout 0.1 --attention-dropout 0.1"),
+    "full recompute": (1, "--recompute-granularity full"),
+    "selective recompute": (2, "--recompute-granularity selective --tp 2 --sequence-parallel --tp-comm-overlap"),
+    "asynchronous save": (2, "--async-save"),
+    "tp2 pp2 ZeRO-1": (4, "--tp 2 --pp 2 --sequence-parallel --dp-strategy distributed-optimizer"),
+    "tp2 cp2": (4, f"{LLAMA} --tp 2 --cp 2"),
+    "cp2 all-to-all": (2, "--cp 2 --cp-comm-type a2a"),
+    "interleaved": (4, "--pp 2 --vpp 2"),
+    "zb-h1": (2, "--pp 2 --pipeline-schedule zb-h1"),
+    "zb-h2": (2, "--pp 2 --pipeline-schedule zb-h2"),
+    "zb-v": (2, "--pp 2 --pipeline-schedule zb-v"),
+    "dualpipe-v": (2, "--pp 2 --pipeline-schedule dualpipe-v"),
+    "gpipe": (2, "--pp 2 --pipeline-schedule gpipe"),
+    "ZeRO-1": (2, "--dp-strategy distributed-optimizer"),
+    "ZeRO-2": (2, "--dp-strategy distributed-optimizer --shard-gradients"),
+    "ZeRO-3": (2, "--dp-strategy fully-sharded"),
+    "split main parameters": (2, "--main-params split --dp-strategy distributed-optimizer"),
+    "wire bf16": (2, "--wire-dtype bf16"),
+    "order of ranks": (2, "--reduction-order rank"),
+    "fused all-reduce": (2, "--dp-strategy fused-all-reduce"),
+    "parameter server": (2, "--dp-strategy parameter-server"),
+    "sharded server": (2, "--dp-strategy sharded-parameter-server"),
+    "asynchronous server": (2, "--dp-strategy async-parameter-server"),
+    "local SGD": (2, "--dp-strategy local-sgd --sync-interval 2"),
+    "DiLoCo": (2, "--dp-strategy diloco --sync-interval 2"),
+    "gossip": (2, "--dp-strategy gossip"),
+    "1-bit gradients": (2, "--grad-compression onebit"),
+    "uint8 gradients": (2, "--grad-compression uint8"),
+    "LAMB": (2, "--optimizer lamb"),
+    "Muon": (2, "--optimizer muon --dp-strategy distributed-optimizer"),
+    "SGD": (1, "--optimizer sgd"),
+    "1-bit Adam": (2, "--optimizer onebit-adam --freeze-step 2"),
+    "1-bit LAMB": (2, "--optimizer onebit-lamb --freeze-step 2"),
+    "bf16 moments": (1, "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --stochastic-rounding"),
+    "experts": (2, "--num-experts 4 --ep 2 --moe-aux-loss-coeff 0.01"),
+    "experts, tp": (4, f"{LLAMA} --num-experts 4 --ep 2 --tp 2 --moe-router-topk 2 --sequence-parallel"),
+}
+"""Name -> ranks and flags. Left out is what computed values decide: topk, powersgd and 0/1 Adam look at gradients."""
+
+
+def words_of(name: str, tokens: str = "tokens") -> list[str]:
+    """The flags of a case, defaults filled in; `tokens` are files that it may read."""
+    words = [*MODEL.split(), *CASES[name][1].format(tokens=tokens).split()]
+    if "--data-path" not in words:
+        words.append("--mock-data")
+    for setting, value in (("--global-batch-size", "16"), ("--precision", "bf16")):
+        if setting not in words:
+            words += [setting, value]
+    return words
+
+
+def build(folder: Path) -> Path:
+    """The played libraries, in one that answers to the driver's name."""
+    library = folder / "libcuda.so.1"
+    flags = ["-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-Wl,-soname,libcuda.so.1"]
+    sources = [str(HERE / name) for name in ("runtime.c", "nccl.c")]
+    subprocess.run(["gcc", *flags, "-o", str(library), *sources, "-lpthread", "-lrt"], check=True)
+    return library
+
+
+def rehearse(name: str, library: Path, python: str, folder: Path) -> tuple[bool, str]:
+    """Run one case, and once more from its checkpoint; whether both ended well, and a line about it."""
+    ranks, words = CASES[name][0], [*words_of(name, str(folder / "tokens")), "--run-dir", str(folder / "run")]
+    with IndexedDatasetWriter(folder / "tokens", token_dtype(1000)) as writer:
+        for length in range(20, 220):
+            writer.add_document(list(range(length)))
+    steps = folder / "steps.json"
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": str(library),
+        "TRITON_LIBCUDA_PATH": str(library.parent),
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "REHEARSED_RUNTIME": str(library),
+        "REHEARSED_STEPS": str(steps),
+    }
+    torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    for again in ("", "continued: "):
+        if again:
+            words[words.index("--train-iters") + 1] = "6"
+            words += ["--load", str(folder / "run" / "checkpoints")]
+        command = [*torchrun, str(HERE / "program.py"), *words]
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=ROOT)
+        except subprocess.TimeoutExpired:
+            return False, f"{again}hangs"
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if "rror: " in line and "ChildFailed" not in line]
+            return False, again + (lines[0] if lines else done.stderr[-300:])
+    launches, waits = json.loads(steps.read_text())[-1]
+    return True, f"{launches:6} launches, {waits:3} host waits a step"
+
+
+def main() -> int:
+    """Run the cases and print a line for each; 1 if one fails."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", default=sys.executable, help="interpreter with a CUDA build of torch")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="of those in CASES; default: all")
+    arguments = parser.parse_args()
+    version = subprocess.run(
+        [arguments.python, "-c", "import torch; print(torch.__version__, torch.version.cuda)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    if version[1] == "None":
+        print(
+            f"torch {version[0]} is no CUDA build; give one with --python (pip install torch==2.11.0 --index-url pypi.org)"
+        )
+        return 2
+    failed = 0
+    with tempfile.TemporaryDirectory() as name:
+        library = build(Path(name))
+        for index, case in enumerate(arguments.cases or CASES):
+            folder = Path(name) / str(index)
+            folder.mkdir()
+            well, line = rehearse(case, library, arguments.python, folder)
+            failed += not well
+            print(f"{'ok    ' if well else 'FAILED'} {case:24} {CASES[case][0]} ranks  {line}", flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

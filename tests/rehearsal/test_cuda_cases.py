@@ -1,0 +1,39 @@
+"""The cases of `make rehearse-cuda`: every one is a run that could start; where torch has CUDA, some are run."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalite.config.flags import parse_arguments
+from megalite.config.parallel import PIPELINE_SCHEDULES
+from megalite.config.strategies import STRATEGIES
+from megalite.config.validate import validate
+from tests.rehearsal.cuda.run import CASES, build, rehearse, words_of
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_case_is_a_run(name: str) -> None:
+    invocation = parse_arguments([*words_of(name), "--run-dir", "runs"])
+    validate(invocation.config, CASES[name][0], invocation.explicit)
+
+
+def test_every_strategy_and_schedule_has_one() -> None:
+    configs = [parse_arguments(words_of(name)).config.parallel for name in CASES]
+    assert {config.dp_strategy for config in configs} == set(STRATEGIES)
+    assert {config.schedule_name for config in configs} >= set(PIPELINE_SCHEDULES) - {"auto", "looped-bfs"}
+
+
+def test_the_libraries_compile(tmp_path: Path) -> None:
+    if shutil.which("gcc") is None:
+        pytest.skip("no gcc")
+    assert build(tmp_path).stat().st_size > 10_000
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="no CUDA build of torch")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_ranks_train_and_continue(tmp_path: Path) -> None:
+    well, line = rehearse("tp2 pp2 ZeRO-1", build(tmp_path), sys.executable, tmp_path)
+    assert well, line
