@@ -244,13 +244,14 @@ class Group:
         payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
         lengths = torch.zeros(self.size, dtype=torch.int64, device=device)
         self.all_gather(lengths, torch.tensor([payload.numel()], dtype=torch.int64, device=device))
-        longest = int(lengths.max())
+        sizes = self._read(lengths).tolist()
+        longest = max(sizes)
         padded = torch.zeros(longest, dtype=torch.uint8, device=device)
         padded[: payload.numel()] = payload
         everything = torch.empty(self.size * longest, dtype=torch.uint8, device=device)
         self.all_gather(everything, padded)
-        rows = everything.view(self.size, longest).cpu()
-        return [json.loads(bytes(row[:length].tolist())) for row, length in zip(rows, lengths.tolist(), strict=True)]
+        rows = self._read(everything).view(self.size, longest)
+        return [json.loads(bytes(row[:length].tolist())) for row, length in zip(rows, sizes, strict=True)]
 
     def broadcast_json(self, value: Any, device: torch.device) -> Any:
         """Rank 0's `value` (anything JSON can hold) on every rank; the others' are not looked at."""
@@ -261,9 +262,16 @@ class Group:
             payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         length = torch.tensor([payload.numel()], dtype=torch.int64, device=device)
         self.broadcast(length)
-        data = payload.to(device) if self.rank == 0 else length.new_empty(int(length), dtype=torch.uint8)
+        data = payload.to(device) if self.rank == 0 else length.new_empty(int(self._read(length)), dtype=torch.uint8)
         self.broadcast(data)
-        return json.loads(data.cpu().numpy().tobytes())
+        return json.loads(self._read(data).numpy().tobytes())
+
+    def _read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """On the host. Threads that work beside the training read tensors of the host alone, and are no wait."""
+        if tensor.device.type == "cpu":
+            return tensor
+        with self.heartbeat.synchronise():
+            return tensor.cpu()
 
     def agree(self, error: BaseException | None, device: torch.device) -> None:
         """Raise the same error on every rank if any rank has one, and return on all of them otherwise.
