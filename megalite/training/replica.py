@@ -15,9 +15,8 @@ from megalite.config.run import RunConfig
 from megalite.data_parallel.facts import bucket_size
 from megalite.data_parallel.shards import OptimizerShard, StrategyGroups, StrategyOptions, placed_in
 from megalite.data_parallel.strategy import STRATEGIES, DataParallelStrategy, strategy_name
-from megalite.kernels.numerics import use_numerics
 from megalite.kernels.registry import Kernels
-from megalite.models.compute import apply_compute
+from megalite.models.compute import apply_compute, use_numerics
 from megalite.models.gpt import GPTStage
 from megalite.models.recompute import Recompute
 from megalite.models.shapes import is_hidden_matrix

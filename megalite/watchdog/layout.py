@@ -34,7 +34,7 @@ OPERATIONS = (
     *("broadcast", "rotate", "send", "receive", "synchronise"),
 )
 SYNCHRONISE = "synchronise"
-"""Of a rank alone: the host waits for the device, whose numbers it reads, and so for all that was queued there before."""
+"""Of a rank alone: the host reads numbers of the device, and waits for all that was queued there before."""
 CODES = {name: code for code, name in enumerate(OPERATIONS)}
 
 

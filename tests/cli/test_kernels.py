@@ -60,7 +60,7 @@ def test_what_a_choice_would_give(capsys: Captured, monkeypatch: pytest.MonkeyPa
     ("choice", "error"),
     [
         ("apex", "kernels: apex cannot be had: apex has no cpu; it needs a CUDA device; remove it"),
-        ("rmsnrm=torch", "kernels rmsnrm=torch: no operation rmsnrm (did you mean rmsnorm?) (one of rmsnorm"),
+        ("rmsnrm=torch", "kernels rmsnrm=torch: no operation rmsnrm: did you mean rmsnorm? (one of rmsnorm"),
         ("appex", "kernels: 'appex' is neither OPERATION=BACKEND, such as rmsnorm=triton, nor one of apex, triton"),
     ],
 )

@@ -10,7 +10,7 @@ import torch
 
 from megalite.config.compute import ComputeConfig
 from megalite.config.errors import ConfigError
-from megalite.kernels.numerics import use_numerics
+from megalite.models.compute import use_numerics
 from megalite.parity.trajectory import Runner
 from megalite.topology.topology import Topology
 from megalite.training.replica import build_replica
