@@ -134,6 +134,7 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         "check_for_nan_in_loss_and_grad": "on in both",
         # compute
         "attention_backend": "auto, flash, cudnn (`fused`), efficient, math (`unfused`, `local`)",
+        "deterministic": "`--deterministic-mode`; without theirs for NCCL and Transformer Engine",
         "tp_comm_overlap": "by point-to-point pieces in plain torch; theirs needs Transformer Engine",
         # checkpoint
         "save": "or `--run-dir`, under which everything goes",

@@ -11,7 +11,7 @@ import torch
 from megalite.cli.display import table
 from megalite.cli.output import show
 from megalite.cli.tool_commands import KERNELS
-from megalite.config.compute import OPERATIONS
+from megalite.config.compute import ALL_OPERATIONS, OPERATIONS, kernel_requests, unknown_kernels
 from megalite.config.errors import ConfigError
 from megalite.kernels.registry import IMPLEMENTATIONS, Kernels, Use, backends_of, why_not, why_not_backend
 
@@ -61,7 +61,7 @@ class Chosen:
 def run(flags: Namespace) -> int:
     device = _device(flags.device)
     rows = [row for operation in OPERATIONS for row in _rows(operation, device.type)]
-    chosen = chosen_kernels(device)
+    chosen = chosen_kernels(device, [flags.kernels] if flags.kernels else [])
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     if flags.json:
         lists = {"kernels": [asdict(row) for row in rows], "chosen": [asdict(choice) for choice in chosen]}
@@ -94,16 +94,22 @@ def _rows(operation: str, device: str) -> list[Row]:
     return rows
 
 
-def chosen_kernels(device: torch.device) -> list[Chosen]:
-    """What would serve each operation of a model of hidden size 4096."""
-    found = []
+def chosen_kernels(device: torch.device, given: Sequence[str] = ()) -> list[Chosen]:
+    """What would serve each operation of a model of hidden size 4096, with `kernels` as given."""
+    requests, found = kernel_requests([*given]), []
+    for finding in unknown_kernels(requests):
+        raise ConfigError(finding)
+    Kernels(requests).check(device)
     for operation in OPERATIONS:
         size = SIZES.get(operation, 4096)
         for dtype in _types(operation):
-            kernels = Kernels()
+            kernels = Kernels(requests)
             kernels.get(operation, device=device, dtype=dtype, size=size)
             choice = kernels.chosen[0]
-            found.append(Chosen(operation, size, str(dtype), choice.backend, choice.why))
+            why = (
+                choice.why if choice.instead is None else f"{choice.why}; {requests[ALL_OPERATIONS]}: {choice.instead}"
+            )
+            found.append(Chosen(operation, size, str(dtype), choice.backend, why))
     return found
 
 

@@ -253,10 +253,14 @@ KERNELS = Command(
     "megalite kernels",
     "operations, their kernels, what can run here or why not, and what would be chosen",
     "Operations, their kernels of each backend, whether they can run here or why not, and which would serve a model of "
-    "hidden size 4096. To choose one: --kernels OPERATION=BACKEND of a run. docs/kernels.md",
-    [Flag("--device", "the device asked about (cuda where there is one)", choices=("cpu", "cuda")), _JSON],
+    "hidden size 4096, also with --kernels of a run. docs/kernels.md",
+    [
+        Flag("--device", "the device asked about (cuda where there is one)", choices=("cpu", "cuda")),
+        Flag("--kernels", "as a run takes it: apex, or apex,adam=torch", value="CHOICES"),
+        _JSON,
+    ],
     "megalite.cli.kernels:run",
-    ("megalite kernels --device cpu --json",),
+    ("megalite kernels --device cpu --json", "megalite kernels --kernels torch"),
 )
 
 PLOT = Command(

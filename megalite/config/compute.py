@@ -1,10 +1,10 @@
 """How a rank computes."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from megalite.config.errors import ConfigError
+from megalite.config.errors import ConfigError, nearest
 from megalite.config.option import option
 
 BACKENDS = ("apex", "triton", "onednn", "torch")
@@ -39,7 +39,8 @@ class ComputeConfig:
     """Kernels and how layers compute."""
 
     kernels: list[str] = option([])
-    """Kernels by hand, OPERATION=BACKEND with commas or spaces between: rmsnorm=triton,adam=apex. The others are chosen
+    """Kernels by hand: a BACKEND (apex, triton, onednn, torch) goes first for all operations that it can serve, and
+    OPERATION=BACKEND serves that one or is an error; with commas or spaces between: apex,adam=torch. The others are chosen
     by a table of measured speeds; `megalite kernels` lists operations, backends and what is there."""
     attention_backend: str = option("auto", choices=ATTENTION_BACKENDS)
     """Which of torch's kernels computes causal attention: flash or cudnn or efficient (half types on CUDA; efficient also
@@ -53,6 +54,12 @@ class ComputeConfig:
     """Linear layers multiply in fp8 (e4m3 forward, e5m2 gradients, one scale a tensor), except in the first and the last
     layer, in experts and in the head. Weights, weight gradients and optimizer are as without. Needs precision bf16 and a
     GPU of compute capability 8.9 or more."""
+    tf32: bool = option(False)
+    """Products of fp32 matrices on CUDA round their factors to TF32, with 10 bits instead of 23, and add in fp32: several
+    times the rate, errors near 5e-4. Needs compute capability 8.0 or more."""
+    deterministic: bool = option(False, flags=("--deterministic-mode",))
+    """The same bits in every run of one layout, also on CUDA: torch takes repeatable forms of its operations, and one that has
+    none ends the run with its name. Slower. A CPU gives the same bits anyway."""
     compile: bool = option(False)
     """torch.compile for what is between the matrix products, attention and communication: norms, activations, rotary
     embedding, dropout with residual sum, as far as torch's kernels serve them. Takes a minute at start."""
@@ -61,23 +68,41 @@ class ComputeConfig:
     zeroed pages each time. --no-keep-cpu-memory for processes that share a machine short of memory."""
 
 
+ALL_OPERATIONS = ""
+"""Stands for every operation that is not asked for by name."""
+
+
 def kernel_requests(given: list[str]) -> dict[str, str]:
-    """Operation -> backend, of the setting `kernels`.
+    """Operation -> backend, of the setting `kernels`; a backend alone is that of `ALL_OPERATIONS`.
 
     Raises:
-        ConfigError: not OPERATION=BACKEND, an operation twice.
+        ConfigError: neither OPERATION=BACKEND nor BACKEND, an operation twice.
     """
     requests: dict[str, str] = {}
     for text in (part.strip() for entry in given for part in entry.split(",")):
         operation, equals, backend = (part.strip() for part in text.partition("="))
-        if not (operation and equals and backend):
-            raise ConfigError(f"kernels: {text!r} is not OPERATION=BACKEND, such as rmsnorm=triton")
+        if operation in BACKENDS and not equals:
+            operation, backend = ALL_OPERATIONS, operation
+        elif not (operation and equals and backend):
+            raise ConfigError(
+                f"kernels: {text!r} is neither OPERATION=BACKEND, such as rmsnorm=triton, nor one of {', '.join(BACKENDS)}"
+            )
         if requests.get(operation, backend) != backend:
             raise ConfigError(
-                f"kernels: {operation} is given twice, as {requests[operation]} and {backend}; keep one of them"
+                f"kernels: {operation or 'the backend of all operations'} is given twice, as {requests[operation]} and "
+                f"{backend}; keep one of them"
             )
         requests[operation] = backend
     return requests
+
+
+def unknown_kernels(requests: Mapping[str, str]) -> Iterator[str]:
+    """What is wrong with `kernel_requests`: no such operation or backend."""
+    for operation, backend in requests.items():
+        operations = [*OPERATIONS] if operation != ALL_OPERATIONS else [ALL_OPERATIONS]
+        for kind, name, known in (("operation", operation, operations), ("backend", backend, [*BACKENDS])):
+            if name not in known:
+                yield f"kernels {operation}={backend}: no {kind} {name}{nearest(name, known)} (one of {', '.join(known)})"
 
 
 def kernels_in_words(chosen: Mapping[str, str]) -> str:

@@ -169,7 +169,6 @@ _REASONS: Mapping[str, str] = {
     "ranks come from torchrun's environment": "--local-rank --lazy-mpu-init",
     "use --dp-strategy": "--DDP-impl",
     "there are none but those that a CPU run or a background save needs": "--disable-gloo-process-groups",
-    "this is not supported: a CPU gives the same bits in every run, some kernels of CUDA do not": "--deterministic-mode",
     "the whole head is rotated": "--rotary-percent",
     "use --position-embedding-type rope": "--rope-type",
     "this is not supported: --activation is gelu, gelu_tanh, swiglu, geglu or geglu_tanh": "--squared-relu",

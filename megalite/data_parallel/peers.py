@@ -110,7 +110,9 @@ def check_replicas(
             if state.bucket in buckets
             for p, first, last in state.bucket.within(state.start, state.stop)
         ]
-        found = group.gather_json(fingerprints([values for _, values in own]), strategy.device)
+        with group.heartbeat.synchronise():
+            prints = fingerprints([values for _, values in own])
+        found = group.gather_json(prints, strategy.device)
         for rank, prints in enumerate(found):
             differ = [ours != theirs for ours, theirs in zip(found[0], prints, strict=True)]
             if error is None and any(differ):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import yaml
 
-from megalite.config.compute import BACKENDS, OPERATIONS
+from megalite.config.compute import ALL_OPERATIONS, BACKENDS, OPERATIONS
 from megalite.config.errors import ConfigError
 from megalite.kernels.probes import (
     cpu_kinds,
@@ -213,23 +213,28 @@ class Choice:
     use: Use
     backend: str
     why: str  # asked for, or which rule of the table of preferences
+    instead: str | None = None  # why the backend that goes first for all operations does not serve it
 
 
 class Kernels:
     """Chooses the kernels of one run and remembers what it chose.
 
     Args:
-        requests: operation -> backend, which then serves every use of the operation.
+        requests: operation -> backend, which then serves every use of the operation; of `ALL_OPERATIONS` the one that goes
+            first for each use that it takes.
         preferences: the order among backends where nothing is asked for.
     """
 
     def __init__(self, requests: Mapping[str, str] | None = None, *, preferences: Preferences | None = None) -> None:
         self._requests = dict(requests or {})
+        self._first = self._requests.pop(ALL_OPERATIONS, None)
         self._preferences = preferences or shipped_preferences()
         self._chosen: dict[tuple[str, Use], tuple[Choice, Any]] = {}
 
     def check(self, device: torch.device) -> None:
         """Raise ConfigError if a backend that was asked for cannot run on `device`, or has no such operation."""
+        if self._first is not None and (reason := why_not_backend(self._first, device.type)) is not None:
+            raise ConfigError(f"kernels: {self._first} cannot be had: {reason}; remove it")
         for operation, backend in self._requests.items():
             found = _of_backend(operation, backend)
             _refuse(operation, backend, why_not_backend(backend, device.type) or found.why_not_here())
@@ -251,6 +256,16 @@ class Kernels:
         """So far, in the order in which modules asked."""
         return [choice for choice, _ in self._chosen.values()]
 
+    def not_first(self) -> str | None:
+        """What serves the operations that the backend of all operations does not, and why it does not; None: it serves all."""
+        groups: dict[tuple[str, str], list[str]] = {}
+        for choice in self.chosen:
+            if choice.instead is not None:
+                operations = groups.setdefault((choice.backend, choice.instead), [])
+                operations += [choice.operation] if choice.operation not in operations else []
+        parts = [f"{backend} for {', '.join(of)} ({reason})" for (backend, reason), of in groups.items()]
+        return f"kernels: not {self._first} but {'; '.join(parts)}" if parts else None
+
     def summary(self) -> dict[str, str]:
         """Operation -> backend; several with a plus sign between them."""
         pairs = sorted({(choice.operation, choice.backend) for choice in self.chosen})
@@ -258,21 +273,25 @@ class Kernels:
 
     def _serving(self, operation: str, device: torch.device, use: Use) -> tuple[Choice, Any]:
         if (operation, use) not in self._chosen:
-            backend, why = self._choose(operation, use, device)
-            kernel = _of_backend(operation, backend).load()
-            self._chosen[operation, use] = Choice(operation, use, backend, why), kernel
+            choice = self._choose(operation, use, device)
+            self._chosen[operation, use] = choice, _of_backend(operation, choice.backend).load()
         return self._chosen[operation, use]
 
-    def _choose(self, operation: str, use: Use, device: torch.device) -> tuple[str, str]:
-        asked = self._requests.get(operation)
+    def _choose(self, operation: str, use: Use, device: torch.device) -> Choice:
+        asked, first, instead = self._requests.get(operation), self._first, None
         if asked is not None:
             _refuse(operation, asked, why_not(operation, asked, use))
-            return asked, "asked for"
+            return Choice(operation, use, asked, "asked for")
+        if first is not None:
+            none = None if first in IMPLEMENTATIONS[operation] else "it has none"
+            instead = none or why_not(operation, first, use)
+            if instead is None:
+                return Choice(operation, use, first, "asked for, for all operations")
         order, why = self._preferences.order(operation, use, device)
         for backend in order:
             if backend in IMPLEMENTATIONS[operation] and why_not(operation, backend, use) is None:
-                return backend, why
-        return "torch", "nothing else takes it"
+                return Choice(operation, use, backend, why, instead)
+        return Choice(operation, use, "torch", "nothing else takes it", instead)
 
 
 def why_not_backend(backend: str, device: str) -> str | None:

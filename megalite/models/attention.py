@@ -89,13 +89,16 @@ class Attention(torch.nn.Module):
         qkv = self.qkv(x)
         s, b = qkv.shape[:2]
         qkv = qkv.view(s, b, self.groups, self.queries + 2, self.head_size)
-        q, k, v = self._split(qkv)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if context.rope is not None:
-            q, k = self._rope(q, *context.rope), self._rope(k, *context.rope)
-            if self.q_norm is None:  # nothing else keeps qkv: a view would
-                v = v.contiguous()
+        if self.q_norm is None and context.rope is not None and context.rope[0].shape[1] == 1:
+            q, k, v = self._turned(qkv, *context.rope)
+        else:
+            q, k, v = self._split(qkv)
+            if self.q_norm is not None and self.k_norm is not None:
+                q, k = self.q_norm(q), self.k_norm(k)
+            if context.rope is not None:
+                q, k = self._rope(q, *context.rope), self._rope(k, *context.rope)
+                if self.q_norm is None:  # nothing else keeps qkv: a view would
+                    v = v.contiguous()
         if self.exchange_heads:
             grouped = q.unflatten(2, (self.groups, self.queries))
             packed = torch.cat((grouped, k.unsqueeze(3), v.unsqueeze(3)), dim=3)
@@ -122,6 +125,13 @@ class Attention(torch.nn.Module):
         if self.queries > 1:  # flatten has copied the queries: views would keep all of qkv too
             k, v = k.contiguous(), v.contiguous()
         return q, k, v
+
+    def _turned(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`_split` of qkv [s, b, groups, queries + 2, d], queries and keys rotated by one table [s, 1, 1, d/2] for all
+        sequences. They are read where the projection left them: a group is to the kernel as a sequence."""
+        q, k, v = qkv.split((self.queries, 1, 1), dim=3)
+        q = self._rope(q.flatten(1, 2), cos, sin).view(*q.shape[:2], -1, self.head_size)
+        return q, self._rope(k.squeeze(3), cos, sin), v.squeeze(3).contiguous()
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
         """Queries [b, heads, s, d] against keys and values [b, groups, s, d] -> [b, heads, s, d]."""

@@ -1,5 +1,8 @@
-"""How the layers of a stage compute: section `compute` of the config, applied once when they are built."""
+"""How a rank and the layers of its stages compute: section `compute` of the config, applied once when they are built."""
 
+import torch
+
+from megalite.config.compute import ComputeConfig
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig, attention_in_tiles
 from megalite.kernels.attention_backends import AttentionShape, choose_attention, varlen_attention, why_not_varlen
@@ -10,6 +13,37 @@ from megalite.models.gpt import GPTStage
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 _LINEAR = (ColumnParallelLinear, RowParallelLinear)
+
+
+def why_not_tf32(device: torch.device) -> str | None:
+    """Why the device cannot multiply in TF32, or None."""
+    if device.type != "cuda":
+        return f"{device.type} has no products in TF32"
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < (8, 0):
+        return f"it takes compute capability 8.0 or more, and this device has {major}.{minor}"
+    return None
+
+
+def use_numerics(compute: ComputeConfig, device: torch.device) -> list[str]:
+    """Do what `tf32` and `deterministic` ask for, of the whole process; returns lines for the log.
+
+    Raises:
+        ConfigError: TF32 is not there on the device.
+    """
+    lines = []
+    if compute.tf32:
+        if (reason := None if device.type == "meta" else why_not_tf32(device)) is not None:
+            raise ConfigError(f"tf32 cannot be had: {reason}; remove it")
+        # The older of torch's two spellings: it sets what the newer one does, and torch.compile still reads it.
+        torch.backends.cuda.matmul.allow_tf32 = True
+        lines.append("fp32 products in TF32")
+    if compute.deterministic:
+        torch.use_deterministic_algorithms(True)
+        # Else torch fills each new tensor with NaN: nothing here is read before it was written.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        lines.append("deterministic: operations of torch take repeatable forms, or are refused")
+    return lines
 
 
 def apply_compute(stage: GPTStage, config: RunConfig) -> list[str]:

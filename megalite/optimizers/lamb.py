@@ -43,6 +43,11 @@ class TensorSums:
         """In place: the sums (or maxima) over all ranks."""
         self._group.all_reduce(table, op=op)
 
+    def read(self, table: torch.Tensor) -> Any:
+        """Its numbers, for which the host waits for the device."""
+        with self._group.heartbeat.synchronise():
+            return table.tolist()
+
 
 class Pieces:
     """Adds up numbers of pieces of tensors, of which `columns` says the places in a row of `sums`: many launches' work
@@ -175,7 +180,8 @@ class LAMB(Optimizer):
             )
         squares = torch.stack([self._pieces.add_up(norms[::2]), self._pieces.add_up(norms[1::2])])
         self._sums.all_reduce(squares)
-        self._ratios = trust_ratios(*squares, lowest=c.lamb_min_coeff, highest=c.lamb_max_coeff).tolist()
+        ratios = trust_ratios(*squares, lowest=c.lamb_min_coeff, highest=c.lamb_max_coeff)
+        self._ratios = self._sums.read(ratios)
         for block in self._blocks:
             _, lamb_step = self._kernels[block.param]
             lamb_step(

@@ -89,7 +89,8 @@ class FreezePoint:
             return None
         total = norm().view(1).clone()
         self._world.all_reduce(total)
-        before, self._last = self._last, (step, float(total.item()))
+        with self._world.heartbeat.synchronise():
+            before, self._last = self._last, (step, float(total.item()))
         if step <= self._warmup or before is None or before[0] != step - self._every or before[1] <= 0.0:
             return None
         ratio = self._last[1] / before[1]
@@ -165,7 +166,7 @@ def bound_moments(
                 table[0, sums.column(each)] += moment[each.start : each.stop].sum(dtype=torch.float64)
                 table[1, sums.column(each)] += each.stop - each.start
     sums.all_reduce(table)
-    totals, counts = table.tolist()
+    totals, counts = sums.read(table)
     quiet = NOISE_SHARE * optimizer.config.adam_eps**2 * (1.0 - optimizer.config.adam_beta2**updates)
     for flat, moment in zip(optimizer.parameters, moments, strict=True):
         columns = [sums.column(each) for each in flat.segments]

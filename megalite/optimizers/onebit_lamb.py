@@ -128,7 +128,7 @@ class OneBitLAMB(FrozenMoments):
         if self.config.onebit_scale == "tensor":
             exchange(flat, grad)
             return
-        sigma = self._sigma.tolist()
+        sigma = self._sums.read(self._sigma)
         sizes = [sigma[self._sums.column(segment)] for segment in flat.segments]
         parts = [grad[segment.start : segment.stop] for segment in flat.segments]
         torch._foreach_mul_(parts, sizes)

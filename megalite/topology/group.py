@@ -245,12 +245,12 @@ class Group:
         payload = json.dumps(value).encode()
         lengths = torch.empty(self.size, dtype=torch.int64, device=device)
         self.all_gather(lengths, torch.tensor([len(payload)], dtype=torch.int64, device=device))
-        counts = lengths.tolist()
+        counts = self._read(lengths).tolist()
         longest = max(counts)
         padded = torch.frombuffer(bytearray(payload.ljust(longest)), dtype=torch.uint8).to(device)
         everything = torch.empty(self.size * longest, dtype=torch.uint8, device=device)
         self.all_gather(everything, padded)
-        rows = everything.cpu().view(self.size, longest)
+        rows = self._read(everything).view(self.size, longest)
         return [json.loads(row[:count].numpy().tobytes()) for row, count in zip(rows, counts, strict=True)]
 
     def broadcast_json(self, value: Any, device: torch.device) -> Any:
@@ -262,9 +262,16 @@ class Group:
             payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         length = torch.tensor([payload.numel()], dtype=torch.int64, device=device)
         self.broadcast(length)
-        data = payload.to(device) if self.rank == 0 else length.new_empty(int(length), dtype=torch.uint8)
+        data = payload.to(device) if self.rank == 0 else length.new_empty(int(self._read(length)), dtype=torch.uint8)
         self.broadcast(data)
-        return json.loads(data.cpu().numpy().tobytes())
+        return json.loads(self._read(data).numpy().tobytes())
+
+    def _read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """On the host. Threads that work beside the training read tensors of the host alone, and are no wait."""
+        if tensor.device.type == "cpu":
+            return tensor
+        with self.heartbeat.synchronise():
+            return tensor.cpu()
 
     def agree(self, error: BaseException | None, device: torch.device) -> None:
         """Raise the same error on every rank if any rank has one, and return on all of them otherwise.

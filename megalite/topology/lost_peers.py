@@ -24,6 +24,8 @@ _NOTICE_SECONDS = 0.3
 _CLOSED_SIGNS = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed"),
     *("Connection refused", "remote process exited", "ncclRemoteError", "Application timeout caused pair closure"),
+    *("Connection timed out", "No route to host", "Software caused connection abort", "Got completion from peer"),
+    *("Connection closed by remote peer", "NCCL communicator was aborted"),
 )
 
 
@@ -55,7 +57,14 @@ def lost_ranks(group: Group, device: torch.device) -> list[int]:
 ANSWER_SECONDS = 5.0
 """Ranks that wait for the same one time out within a step of each other."""
 _POLL_SECONDS = 0.2
-_TIMEOUT_SIGNS = ("Timed out waiting", "Application timeout caused pair closure")
+_TIMEOUT_SIGNS = (
+    *("Timed out waiting", "Application timeout caused pair closure"),
+    "Watchdog caught collective operation timeout",
+)
+_NCCL_STARTS = "is setting up NCCL communicator"
+"""At the first operation of a group: the members meet in the store."""
+_NCCL_SYSTEM = "ncclSystemError"
+"""A socket or a device of the network, as a rule, also where it says no more."""
 
 
 class NoAnswerError(RuntimeError):
@@ -63,8 +72,16 @@ class NoAnswerError(RuntimeError):
 
 
 def is_timeout(error: BaseException) -> bool:
-    """A collective or a message of gloo has waited for longer than distributed_timeout_minutes."""
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _TIMEOUT_SIGNS)
+    """A collective or a message has waited for longer than distributed_timeout_minutes, as gloo and NCCL say it."""
+    text = str(error)
+    starts = _NCCL_STARTS in text and "timeout" in text.lower()
+    return isinstance(error, RuntimeError) and (starts or any(sign in text for sign in _TIMEOUT_SIGNS))
+
+
+def _is_nccls(error: BaseException) -> bool:
+    """NCCL has failed between ranks, and not by this rank's device."""
+    text = str(error)
+    return _NCCL_SYSTEM in text or ("nccl" in text.lower() and is_connection_error(error))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,12 +141,19 @@ class RollCall:
     def explain(self, error: BaseException, *, seconds: float = ANSWER_SECONDS) -> None:
         """Look at an error that ended this rank; return if it is not that a collective has timed out.
 
+        Of gloo the connections say who is gone; of NCCL, which has no such, those count that do not answer.
+
         Raises:
-            NoAnswerError: it is that, and who does not answer.
+            NoAnswerError: it is that, or NCCL has lost a connection, and who does not answer.
         """
+        text = str(error).partition("Exception raised from")[0].strip()  # behind it are frames of C++
         if is_timeout(error):
-            found = self._finding(self.missing(seconds), seconds)
-            raise NoAnswerError(f"{found} ({str(error).strip()})") from error
+            raise NoAnswerError(f"{self._finding(self.missing(seconds), seconds)} ({text})") from error
+        if isinstance(error, RuntimeError) and _is_nccls(error) and (missing := self.missing(seconds)):
+            raise NoAnswerError(
+                f"NCCL has lost a connection, and {self.named(missing)} do{'es' if len(missing) == 1 else ''} not answer "
+                f"within {seconds:g} s: gone, cut off, or still waiting in NCCL; see what was printed there last ({text})"
+            ) from error
 
     def _finding(self, missing: list[int] | None, seconds: float) -> str:
         waited = "a collective has waited for longer than distributed_timeout_minutes"

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from megalite.config.errors import ConfigError, RankError
 from megalite.topology.group import Group
 from megalite.topology.layout import Coordinate, ParallelLayout, RankLists
 from megalite.watchdog.heartbeat import UNWATCHED, Heartbeat
+from megalite.watchdog.layout import lane_name
 
 
 def schedule_as_batch() -> bool:
@@ -127,6 +129,12 @@ def communicator_of(kind: str) -> str:
     return kind if kind in PRIVATE_KINDS else "gradients" if kind in GRADIENT_KINDS else "shared"
 
 
+_RECORDED = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_DUMPED = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+"""Variables of torch's flight recorder: how many operations it keeps, where it writes them. The second name is the former."""
+_ENTRIES = "2000"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Launch:
     """What the launcher says of this process."""
@@ -156,7 +164,7 @@ class Launch:
                 world_size=int(env.get("WORLD_SIZE", 1)),
                 local_rank=int(env.get("LOCAL_RANK", 0)),
                 error_file=env.get("TORCHELASTIC_ERROR_FILE"),
-                flight_recorder=env.get("TORCH_FR_BUFFER_SIZE", "0") != "0",
+                flight_recorder=any(env.get(name, "0") != "0" for name in _RECORDED),
                 host=int(env.get("GROUP_RANK", 0)),
                 store=None if address is None or port is None else (address, int(port)),
                 store_is_launchers=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
@@ -165,6 +173,21 @@ class Launch:
             raise ConfigError(
                 f"RANK, WORLD_SIZE, LOCAL_RANK, GROUP_RANK and MASTER_PORT must be integers ({error}); use torchrun"
             ) from None
+
+    def recorded(self, backend: str, device: torch.device, run_dir: str | None) -> "Launch":
+        """The same with torch's flight recorder on where NCCL communicates; before the first process group.
+
+        Its files, where a collective times out, are `flight-rank-N` in the run's folder. What the user has set stays.
+        """
+        if self.world_size == 1 or ("nccl" if backend == "auto" and device.type == "cuda" else backend) != "nccl":
+            return self
+        wanted: list[tuple[tuple[str, ...], str]] = [(_RECORDED, _ENTRIES), (("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1")]
+        if run_dir is not None:
+            wanted.append((_DUMPED, str(Path(run_dir).absolute() / "flight-rank-")))
+        for names, value in wanted:
+            if not any(name in os.environ for name in names):
+                os.environ[names[0]] = value
+        return dataclasses.replace(self, flight_recorder=any(os.environ.get(name, "0") != "0" for name in _RECORDED))
 
     def device(self, name: str) -> torch.device:
         """The device for `auto`, `cpu` or `cuda`; on cuda, the one of this local rank."""
@@ -181,6 +204,14 @@ class Launch:
         device = torch.device("cuda", self.local_rank)
         torch.cuda.set_device(device)
         return device
+
+
+def fix_cublas_workspace() -> None:
+    """Have cuBLAS add in one order in every run, which deterministic algorithms need; before the first product of matrices.
+
+    What the user has set stays; torch says if it will not do.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -249,7 +280,9 @@ class Topology:
             for ranks in rank_lists:
                 key = (communicator, ranks)
                 if len(ranks) > 1 and key not in made:
-                    made[key] = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+                    # The description is what the flight recorder calls it.
+                    words = lane_name(communicator, ranks)
+                    made[key] = dist.new_group(list(ranks), timeout=timeout, backend=backend, group_desc=words)
                 if rank in ranks:
                     process_group = made[key] if len(ranks) > 1 else None
                     mine = group_type(

@@ -47,7 +47,8 @@ def read_batches(
         worst = [float(fault is not None), waited, float(asked)]
         agreed = torch.tensor(worst, dtype=torch.float64, device=topology.device)
         scope.all_reduce(agreed, op="max")
-        failed, waited, asked = agreed.tolist()
+        with topology.world.heartbeat.synchronise():
+            failed, waited, asked = agreed.tolist()
         if failed:
             scope.agree(fault, topology.device)
     elif fault is not None:
@@ -64,8 +65,10 @@ def meet(stops: StopRequests, topology: Topology) -> None:
     """
     asked = torch.tensor([stops.number], device=topology.device)
     topology.world.all_reduce(asked, op="max")
-    if asked.item():
-        raise StopRun(StopRequest(int(asked.item())))
+    with topology.world.heartbeat.synchronise():
+        number = int(asked.item())
+    if number:
+        raise StopRun(StopRequest(number))
 
 
 class Evaluator:

@@ -1,4 +1,4 @@
-"""Starts and watches the process that watches this host's ranks; reads NCCL's flight recorder for it."""
+"""Starts and watches the process that watches this host's ranks; reads torch's flight recorder for it."""
 
 import contextlib
 import json
@@ -21,13 +21,13 @@ from megalite.config.parallel import ParallelConfig
 from megalite.topology.group import Group
 from megalite.topology.topology import Launch
 from megalite.watchdog.exchange import ASK, WatchedRank, WatchPlan
+from megalite.watchdog.flight import condensed
 from megalite.watchdog.heartbeat import UNWATCHED, FileHeartbeat, Heartbeat
 from megalite.watchdog.processes import GONE, RUNNING, STOPPED, Handlers, host_key, network_key, start_time, supported
 from megalite.watchdog.processes import state as process_state
 
 _DUMP = "_dump_fr_trace_json"
 _RECORDER_LOOK_SECONDS = 0.1
-_MOST_ENTRIES = 8
 
 _WATCHER = "megalite.cli.hang_watch"
 """Run as a program: it must continue when this process is stopped."""
@@ -71,17 +71,8 @@ def available() -> bool:
 
 
 def last_entries() -> list[dict[str, Any]]:
-    """The newest entries, oldest first: `{"group": "tp", "seq": 41, "op": "gloo:all_reduce", "state": "completed"}`."""
-    trace = json.loads(getattr(torch._C._distributed_c10d, _DUMP)())
-    return [
-        {
-            "group": (entry.get("process_group") or ["?"])[0],
-            "seq": max(entry.get("collective_seq_id", 0), entry.get("p2p_seq_id", 0)),
-            "op": entry.get("profiling_name", "?"),
-            "state": entry.get("state", "?"),
-        }
-        for entry in trace.get("entries", [])[-_MOST_ENTRIES:]
-    ]
+    """What this process's recorder has, as `condensed` gives it. JSON holds no stacks: of them torch would need Python's lock."""
+    return condensed(json.loads(getattr(torch._C._distributed_c10d, _DUMP)()))
 
 
 @dataclass

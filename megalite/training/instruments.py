@@ -94,7 +94,8 @@ class Timings:
             return [row]
         every = torch.empty(world.size * len(row), dtype=torch.float64, device=device)
         world.all_gather(every, torch.tensor(row, dtype=torch.float64, device=device))
-        return every.view(world.size, len(row)).tolist()
+        with world.heartbeat.synchronise():
+            return every.view(world.size, len(row)).tolist()
 
     def _said(self, one: Straggler) -> str:
         several, peers = len(one.ranks) > 1, " ".join(map(str, one.peers[:_NAMED_PEERS]))

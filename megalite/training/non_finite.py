@@ -187,7 +187,9 @@ def require_finite(saved: Sequence[Any], step: int, *, newest: str, world: Group
     bad: str | None = None
     if floats:
         # One wait for the device rather than one a tensor.
-        good = torch.stack([torch.stack(torch.aminmax(values)).isfinite().all() for _, values in floats]).tolist()
+        finite = torch.stack([torch.stack(torch.aminmax(values)).isfinite().all() for _, values in floats])
+        with world.heartbeat.synchronise():
+            good = finite.tolist()
         names = [f"{entry.state or 'weights'} of {entry.spec.name}" for entry, _ in floats]
         bad = next((name for name, is_good in zip(names, good, strict=True) if not is_good), None)
     for rank, name in enumerate(world.gather_json(bad, device)):

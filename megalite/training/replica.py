@@ -16,7 +16,7 @@ from megalite.data_parallel.facts import bucket_size
 from megalite.data_parallel.shards import OptimizerShard, StrategyGroups, StrategyOptions, placed_in
 from megalite.data_parallel.strategy import DataParallelStrategy, strategy_class
 from megalite.kernels.registry import Kernels
-from megalite.models.compute import apply_compute
+from megalite.models.compute import apply_compute, use_numerics
 from megalite.models.gpt import GPTStage
 from megalite.models.recompute import Recompute
 from megalite.models.shapes import is_hidden_matrix
@@ -30,7 +30,7 @@ from megalite.pipeline.ir.validate import validate
 from megalite.tensor_parallel.deferred_weight_gradients import DeferredWeightGradients
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter, attach_deferred
 from megalite.topology.group import Group
-from megalite.topology.topology import Topology
+from megalite.topology.topology import Topology, fix_cublas_workspace
 
 _FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -272,8 +272,11 @@ def build_modules(config: RunConfig, topology: Topology, programs: Programs) -> 
     """What a rank computes with, before anything moves it. A ConfigError, of a kernel, may be of some ranks alone."""
     kernels = Kernels(kernel_requests(config.compute.kernels))
     kernels.check(topology.device)
+    numerics = use_numerics(config.compute, topology.device)
+    if config.compute.deterministic:
+        fix_cublas_workspace()
     stages = build_stages(config, programs.stages, topology, Precision.of(config.training.precision), kernels)
-    lines = [line for stage in stages.values() for line in apply_compute(stage, config)]
+    lines = [*numerics, *(line for stage in stages.values() for line in apply_compute(stage, config))]
     return stages, kernels, tuple(dict.fromkeys(lines))
 
 

@@ -293,7 +293,8 @@ class Stepper:
                 totals[index] = part
         over.all_reduce(totals)
         # The one place of a step where the host waits for the device.
-        return totals.tolist()
+        with topology.world.heartbeat.synchronise():
+            return totals.tolist()
 
     def _scheduled(self, before: Progress, after: Progress) -> Progress:
         """Where learning rate and weight decay are: they wait for steps that were skipped."""

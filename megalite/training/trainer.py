@@ -147,6 +147,7 @@ class Trainer:
         if device.type == "cpu" and config.compute.keep_cpu_memory:
             keep_freed_memory()
         timeout = parallel.distributed_timeout_minutes
+        launch = launch.recorded(parallel.distributed_backend, device, config.logging.run_dir)
         start_distributed(launch, device, backend=parallel.distributed_backend, timeout_minutes=timeout)
         watch = HangWatch()
         # Closed last: leaving the process groups can stand still too.

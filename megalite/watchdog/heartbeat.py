@@ -9,12 +9,13 @@ import mmap
 import os
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from time import monotonic
 from typing import Any, Protocol
 
 from megalite.watchdog import layout
-from megalite.watchdog.layout import CODES, LANES, lane_name
+from megalite.watchdog.layout import CODES, LANES, SYNCHRONISE, lane_name
 from megalite.watchdog.processes import start_time
 
 _MOST_REMEMBERED = 100_000
@@ -65,6 +66,10 @@ class Heartbeat:
         """The lane of a group; the same one for the same kind and ranks."""
         return _NO_LANE
 
+    def synchronise(self) -> AbstractContextManager[None]:
+        """Around a read of numbers that a device computes: on CUDA the one place where a rank waits for its peers."""
+        return nullcontext()
+
     def close(self, *, failed: bool = False) -> None:
         """No one watches any more.
 
@@ -96,6 +101,7 @@ class FileHeartbeat(Heartbeat):
         self._count = 0
         self._lanes: dict[str, _FileLane] = {}
         self._making = threading.Lock()
+        self._rank = rank
         self._step = -1
         self.phase("starting", patient=True)
         pid = os.getpid()
@@ -132,6 +138,10 @@ class FileHeartbeat(Heartbeat):
                 self._lanes[name] = _FileLane(self, self._memory, len(self._lanes), name)
             return self._lanes[name]
 
+    def synchronise(self) -> AbstractContextManager[None]:
+        lane = self.lane(SYNCHRONISE, (self._rank,))
+        return _Reading(lane) if isinstance(lane, _FileLane) else nullcontext()
+
     def close(self, *, failed: bool = False) -> None:
         # The memory stays mapped: a thread that is left behind may still beat.
         self.phase("failed" if failed else "ended")
@@ -146,6 +156,13 @@ class _FileLane(Lane):
         self._this_step: list[tuple[int, int]] = []
         self._step_before: list[tuple[int, int]] = []
         layout.LANE_NAME.pack_into(memory, at, name.encode()[: layout.LANE_NAME.size])
+
+    def synchronise(self) -> None:
+        """The host begins to wait for its device. The operation before it stays the rank's last one."""
+        self._begun = number = self._begun + 1
+        place = self._recent_at + number % layout.RECENT * layout.OPERATION.size
+        layout.OPERATION.pack_into(self._memory, place, 0, CODES[SYNCHRONISE], False)
+        self.wait_for(number)
 
     def start(self, begin: Callable[[], Waitable], operation: str, size: int = 0) -> Waitable:
         self._begun = number = self._begun + 1
@@ -175,6 +192,21 @@ class _FileLane(Lane):
 
     def _write(self, waiting: int) -> None:
         layout.LANE.pack_into(self._memory, self._at, self._begun, waiting)
+
+
+class _Reading(AbstractContextManager[None]):
+    """While inside, the host waits for its device."""
+
+    __slots__ = ("_lane",)
+
+    def __init__(self, lane: _FileLane) -> None:
+        self._lane = lane
+
+    def __enter__(self) -> None:
+        self._lane.synchronise()
+
+    def __exit__(self, *error: object) -> None:
+        self._lane.wait_for(0)
 
 
 class _Counted:

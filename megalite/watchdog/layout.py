@@ -31,8 +31,10 @@ SIZE = LANES_AT + LANES * LANE_BYTES
 
 OPERATIONS = (
     *("nothing", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"),
-    *("broadcast", "rotate", "send", "receive"),
+    *("broadcast", "rotate", "send", "receive", "synchronise"),
 )
+SYNCHRONISE = "synchronise"
+"""Of a rank alone: the host reads numbers of the device, and waits for all that was queued there before."""
 CODES = {name: code for code, name in enumerate(OPERATIONS)}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megalite.watchdog import layout
-from megalite.watchdog.layout import OPERATIONS
+from megalite.watchdog.layout import OPERATIONS, SYNCHRONISE
 
 PHASES = ("starting", "step", "update", "evaluating", "saving", "ended", "failed")
 """The parts of a run, in the order in which one step of it goes through them."""
@@ -79,6 +79,11 @@ class RankState:
         """It has come to an end before the run has."""
         return self.phase == "failed" or (self.process == "gone" and self.phase != "ended")
 
+    @property
+    def reads_device(self) -> bool:
+        """Its host waits for the device, and so for all that was queued there before."""
+        return any(lane.waiting and name.startswith(SYNCHRONISE) for name, lane in self.lanes.items())
+
     def doing(self) -> str:
         """`step 7, action 2F0, last all_reduce 41 of tp [0, 1]`."""
         words = [f"step {self.step}" if self.step >= 0 else "before its first step"]
@@ -89,6 +94,8 @@ class RankState:
         lane = self.lanes.get(self.last_lane)
         if lane is not None:
             words.append(f"last {lane.recent[-1].name} {lane.begun} of {self.last_lane}")
+        if self.reads_device:
+            words.append("the host waits for the device")
         return ", ".join(words)
 
 

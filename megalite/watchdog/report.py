@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.exit_codes import HUNG
-from megalite.watchdog.layout import RECENT
+from megalite.watchdog.flight import oldest, stuck_operations
+from megalite.watchdog.layout import RECENT, SYNCHRONISE
 from megalite.watchdog.processes import in_the_kernel
 from megalite.watchdog.rank_state import Operation, RankState
 
@@ -29,9 +30,15 @@ class Wait:
     number: int
     behind: tuple[int, ...]
     """Ranks of the group that have not begun it; empty: all have."""
+    on_device: bool = False
+    """The host waits for the device, where the operation is queued; without one nothing there waits for a rank."""
 
     def __str__(self) -> str:
+        if self.on_device and not self.behind:
+            return "waits for its device, and all that can be seen have begun what is queued there"
         words = f"waits in {self.operation} {self.number} of {self.lane}"
+        if self.on_device:
+            words = f"waits for its device, where {self.operation} {self.number} of {self.lane} is queued"
         if self.behind:
             return f"{words}, which {_ranks(self.behind)} {'has' if len(self.behind) == 1 else 'have'} not begun"
         return f"{words}, which all that can be seen have begun"
@@ -58,7 +65,14 @@ def find_culprits(states: Sequence[RankState]) -> Verdict:
     left = [state.rank for state in states if state.phase == "ended"]
     waiting = {wait.rank for wait in waits}
     free = set(by_rank) - waiting
-    blamed = free & {rank for wait in waits for rank in wait.behind}
+    awaited = {rank for wait in waits for rank in wait.behind}
+    blamed = free & awaited
+    if not blamed:
+        on_ranks = {wait.rank for wait in waits if wait.behind or not wait.on_device}
+        for rank in sorted(waiting & awaited - on_ranks):
+            lost[rank] = "its device has not finished what it has to do, and waits for no other rank"
+        if lost:
+            return _verdict(lost, reasons)
     # A rank that no one waits for may compute for long, as those that work apart do; it is named if no one else can be.
     for rank in sorted(blamed or free - set(left) or free):
         lost[rank] = "it has ended, and others wait for it" if rank in left else "it waits for no other rank"
@@ -70,15 +84,19 @@ def find_culprits(states: Sequence[RankState]) -> Verdict:
 def _waits(state: RankState, states: Sequence[RankState]) -> list[Wait]:
     if state.process == "gone":
         return []
-    found = []
+    found, device = [], state.reads_device
     for name, lane in state.lanes.items():
-        if lane.waiting:
+        # What is queued on a device waits there, as the host does for all of it.
+        number = lane.waiting or (lane.begun if device else 0)
+        if number:
             peers = [other for other in states if name in other.lanes and other.rank != state.rank]
-            behind = tuple(sorted(peer.rank for peer in peers if peer.lanes[name].begun < lane.waiting))
-            operation = lane.operation(lane.waiting)
+            behind = tuple(sorted(peer.rank for peer in peers if peer.lanes[name].begun < number))
+            operation = lane.operation(number)
             what = "operation" if operation is None else operation.name
-            found.append(Wait(state.rank, name, what, lane.waiting, behind))
-    return found
+            queued = device and (not lane.waiting or name.startswith(SYNCHRONISE))
+            found.append(Wait(state.rank, name, what, number, behind, on_device=queued))
+    # Of what is queued on a device only what a rank has not begun says why it waits.
+    return [wait for wait in found if wait.behind or not wait.on_device] or found[:1]
 
 
 def find_unlike(states: Sequence[RankState]) -> dict[int, str]:
@@ -141,7 +159,7 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, sorted(ranks)))}"
 
 
-_MOST_FRAMES, _MOST_RANKS = 8, 64
+_MOST_FRAMES, _MOST_RANKS, _MOST_STUCK = 8, 64, 4
 _BETWEEN = ("torch/nn/modules/module.py", "torch/autograd/function.py")
 """Files with frames that only stand between those of the model."""
 _INDENT = "    "
@@ -161,7 +179,7 @@ class Report:
     stacks: Mapping[int, str]
     """By rank of this host, as faulthandler writes them."""
     flight: Mapping[int, Sequence[Mapping[str, Any]]]
-    """By rank of this host: the newest entries of torch's flight recorder."""
+    """By rank of this host: entries of torch's flight recorder, as `flight.condensed` gives them."""
     kernel: Mapping[int, str]
     """By rank of this host: the kernel's function that its process sleeps in."""
     unheard: Sequence[str]
@@ -172,7 +190,10 @@ class Report:
     def headline(self) -> str:
         """`rank 1 stands still: its process is stopped ...`, of each rank that is to blame."""
         if not self.verdict.culprits:
-            return "no rank can be distinguished from the others: all wait, and each has begun what the others wait for"
+            all_wait = (
+                "no rank can be distinguished from the others: all wait, and each has begun what the others wait for"
+            )
+            return "; ".join([all_wait, *stuck_operations(self.flight)[:1]])
         return "; ".join(f"rank {rank} stands still: {self.verdict.reasons[rank]}" for rank in self.verdict.culprits)
 
     def summary(self, written: Path | None) -> str:
@@ -186,7 +207,7 @@ class Report:
             reason = self.verdict.reasons.get(state.rank, "is blamed by no one")
             blamed = state.rank in self.verdict.culprits
             lines.append(f"{_INDENT}rank {state.rank}{'' if blamed else f' {reason}'}: {state.doing()}")
-        lines += self._limits()
+        lines += [*self._limits(), *self._stuck()]
         where = written or "this is all there is: the run has no folder (--run-dir)"
         lines.append(f"{_INDENT}stacks of all ranks: {where}" if written else f"{_INDENT}{where}")
         return "\n".join(lines) + "\n"
@@ -198,7 +219,7 @@ class Report:
             "",
             f"No rank of {self.world_size} has progressed for {self.silent:.1f} s; the limit is {self.limit:g} s "
             f"(--hang-timeout-minutes). The run was ended with status {HUNG}.",
-            *(line.strip() for line in self._limits()),
+            *(line.strip() for line in (*self._limits(), *self._stuck())),
             "",
         ]
         for state in self._in_order():
@@ -209,9 +230,10 @@ class Report:
                 f"{_INDENT}process {state.pid} on {state.host}: {state.process}, last beat {state.silent:.1f} s ago"
                 f"{f', asleep in the kernel in {asleep}' if asleep else ''}"
             )
-            for entry in self.flight.get(state.rank, ())[-1:]:
-                words = f"{entry.get('op')} {entry.get('seq')} of {entry.get('group')}, {entry.get('state')}"
-                lines.append(f"{_INDENT}flight recorder: {words}")
+            if entry := oldest(self.flight.get(state.rank, ())):
+                lines.append(
+                    f"{_INDENT}flight recorder: {entry['op']} {entry['seq']} of {entry['group']}, {entry['state']}"
+                )
             frames = main_thread(self.stacks.get(state.rank, ""))
             lines += [f"{_INDENT}{frame}" for frame in frames]
         for rank, stack in sorted(self.stacks.items()):
@@ -254,6 +276,9 @@ class Report:
         """Those to blame first, and no more than can be read."""
         culprits = self.verdict.culprits
         return sorted(self.states, key=lambda state: (state.rank not in culprits, state.rank))[:_MOST_RANKS]
+
+    def _stuck(self) -> list[str]:
+        return [f"{_INDENT}flight recorder: {line}" for line in stuck_operations(self.flight)[:_MOST_STUCK]]
 
     def _limits(self) -> list[str]:
         lines = []

@@ -46,6 +46,41 @@ def test_json(capsys: Captured) -> None:
     ]
 
 
+def test_what_a_choice_would_give(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megalite.kernels.registry.why_not_triton", lambda device: None)
+    rows = {(row["operation"], row["dtype"]): row for row in asked(capsys, "--kernels", "triton,adam=torch")["chosen"]}
+    assert rows["swiglu", "torch.bfloat16"]["backend"] == "triton"
+    assert rows["swiglu", "torch.bfloat16"]["why"] == "asked for, for all operations"
+    assert (rows["adam", "torch.float32"]["backend"], rows["adam", "torch.float32"]["why"]) == ("torch", "asked for")
+    assert rows["softmax", "torch.float32"]["backend"] == "torch"
+    assert rows["softmax", "torch.float32"]["why"] == "no rule: torch; triton: it has none"
+
+
+@pytest.mark.parametrize(
+    ("choice", "error"),
+    [
+        ("apex", "kernels: apex cannot be had: apex has no cpu; it needs a CUDA device; remove it"),
+        ("rmsnrm=torch", "kernels rmsnrm=torch: no operation rmsnrm: did you mean rmsnorm? (one of rmsnorm"),
+        ("appex", "kernels: 'appex' is neither OPERATION=BACKEND, such as rmsnorm=triton, nor one of apex, triton"),
+    ],
+)
+def test_a_choice_that_cannot_be_had(capsys: Captured, choice: str, error: str) -> None:
+    assert main(["kernels", "--device", "cpu", "--kernels", choice]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {error}")
+
+
+def test_a_run_says_once_what_its_first_backend_does_not_serve(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """oneDNN, which a CPU has, has matrix products alone."""
+    monkeypatch.setattr("megalite.kernels.registry.why_not_onednn", lambda device: None)
+    words = [*TINY.split(), "--train-iters", "2", "--device", "cpu", "--kernels", "onednn"]
+    assert main(["train", *words]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("kernels: not onednn but ")]
+    assert len(lines) == 1
+    assert "torch for layernorm, " in lines[0] and "(it has none)" in lines[0] and "matmul" not in lines[0]
+
+
 def test_a_type_that_a_kernel_does_not_take(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of apex's cross-entropy, where apex is."""
     monkeypatch.setattr(kernels, "why_not_backend", lambda backend, device: None)

@@ -341,7 +341,12 @@ _TABLE = """
 1 --tokenizer-type HuggingFaceTokenizer --tokenizer-model t --tiktoken-pattern x+
     => tiktoken_pattern x+ … tokenizer_type HuggingFaceTokenizer … TikTokenizer
 1 --tiktoken-pattern x+ => tiktoken_pattern x+ has no effect without a tiktoken file … --tokenizer-model FILE
-1 --kernels rmsnorm => kernels … 'rmsnorm' is not OPERATION=BACKEND … rmsnorm=triton
+1 --kernels rmsnorm => kernels … 'rmsnorm' is neither OPERATION=BACKEND … rmsnorm=triton … apex, triton, onednn, torch
+1 --kernels apex,triton => kernels … backend of all operations is given twice, as apex and triton … keep one of them
+1 --tf32 --bf16 => tf32 has no effect with precision bf16 … nothing multiplies in fp32 … --precision fp32
+1 --tf32 --fp64 => tf32 has no effect with precision fp64
+1 --deterministic --compile => deterministic and compile do not go together … keep one of them
+1 --deterministic --attention-backend cudnn => deterministic and attention_backend cudnn … use flash or auto
 1 --kernels rmsnrom=triton => kernels rmsnrom=triton … did you mean rmsnorm?
 1 --kernels rmsnorm=triton adam=apx => kernels adam=apx … did you mean apex?
 1 --kernels adam=apex,adam=torch => kernels … adam is given twice, as apex and torch

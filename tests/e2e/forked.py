@@ -97,6 +97,7 @@ def _be_rank(
         os.close(opened)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     os.environ.update(variables)
+    tempfile.tempdir = None  # torch._dynamo has asked for it, and TMPDIR may be another one here
     os.chdir(folder)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
     if before is not None:

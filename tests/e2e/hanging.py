@@ -24,6 +24,11 @@ def sleep() -> None:
     time.sleep(1000)
 
 
+def device() -> None:
+    """Read numbers of a device that does not finish."""
+    torch.Tensor.tolist = lambda tensor: time.sleep(1000)  # type: ignore[method-assign, assignment]
+
+
 def stop() -> None:
     """Be stopped from outside."""
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -79,7 +84,7 @@ def kill() -> None:
 
 
 FAULTS: dict[str, Callable[[], None]] = {
-    fault.__name__: fault for fault in (sleep, stop, hold, skip, reshape, unwatched, fail, kill)
+    fault.__name__: fault for fault in (sleep, device, stop, hold, skip, reshape, unwatched, fail, kill)
 }
 
 

@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not supported(), reason="the w
 CASES = {
     "asleep, tp 2": ("sleep", 1, ["--tp", "2"], "it waits for no other rank"),
     "asleep, pp 2, the first stage": ("sleep", 0, ["--pp", "2"], "it waits for no other rank"),
+    "its device stands still, dp 2": ("device", 1, ["--dp", "2"], "its device has not finished what it has to do"),
     "stopped, pp 2": ("stop", 1, ["--pp", "2"], "its process is stopped"),
     "holds Python's lock, dp 2": ("hold", 0, ["--dp", "2"], "it waits for no other rank"),
     "left one out, tp 2": ("skip", 1, ["--tp", "2"], "its operation "),
@@ -38,6 +39,11 @@ def test_it_is_named(tmp_path: Path, case: str) -> None:
     # A thread answers for the recorder, which needs Python's lock.
     assert fault != "hold" or str(rank) not in end.report["flight"]
     assert "gloo:all_reduce" in str(end.report["flight"][str(1 - rank)])
+    waits = re.search(r"flight recorder: (gloo:\w+ \d+ of .*) has not finished on rank (\d)", end.said)
+    # Messages of gloo are not recorded.
+    assert fault in ("hold", "skip", "reshape") or "--pp" in flags or (waits and waits.group(2) == str(1 - rank)), (
+        end.said
+    )
     assert len(stacks) == 2 and all("most recent call first" in stack for stack in stacks.values())
 
 

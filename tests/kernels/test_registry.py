@@ -8,7 +8,7 @@ from types import MappingProxyType
 import pytest
 import torch
 
-from megalite.config.compute import OPERATIONS
+from megalite.config.compute import ALL_OPERATIONS, OPERATIONS, kernel_requests
 from megalite.config.errors import ConfigError
 from megalite.kernels import layer_ops, registry
 from megalite.kernels.cross_entropy import cross_entropy_backward, cross_entropy_forward
@@ -140,6 +140,35 @@ def test_what_is_asked_for_serves_every_use(everywhere: None) -> None:
     assert kernels.get("rmsnorm", device=CPU, dtype=torch.float32, size=8) is layer_ops.layer_norm
     assert kernels.get("layernorm", device=CPU, dtype=torch.float32, size=8) is layer_ops.layer_norm
     assert kernels.chosen[-1].why == "no rule: torch"
+
+
+def test_one_backend_goes_first_for_all_operations(everywhere: None) -> None:
+    kernels = Kernels(kernel_requests(["apex", "layernorm=torch"]), preferences=read_preferences("[]", "test"))
+    kernels.check(CPU)
+    assert chosen(kernels) == ("apex", "asked for, for all operations")
+    assert kernels.not_first() is None
+    for operation in ("layernorm", "swiglu", "geglu", "matmul"):
+        kernels.get(operation, device=CPU, dtype=torch.float32, size=8)
+    assert kernels.chosen[1].why == "asked for"  # by its name
+    assert chosen(kernels, torch.bfloat16) == ("torch", "no rule: torch")
+    assert chosen(kernels, size=5000) == ("torch", "no rule: torch")
+    assert kernels.not_first() == (
+        "kernels: not apex but torch for swiglu, geglu, matmul (it has none); torch for rmsnorm (it takes float32, not "
+        "bfloat16); torch for rmsnorm (it takes sizes up to 4096)"
+    )
+
+
+def test_where_the_first_does_not_serve_the_order_holds(everywhere: None) -> None:
+    text = '- {operation: rmsnorm, device: cpu, order: [triton], because: "rule 0"}'
+    kernels = Kernels({ALL_OPERATIONS: "apex"}, preferences=read_preferences(text, "test"))
+    assert chosen(kernels, torch.bfloat16) == ("triton", "rule 0")
+    assert Kernels({ALL_OPERATIONS: "torch"}).not_first() is None
+    assert chosen(Kernels({ALL_OPERATIONS: "torch"}, preferences=read_preferences(text, "test")))[0] == "torch"
+
+
+def test_a_first_that_cannot_run_here() -> None:
+    with pytest.raises(ConfigError, match=r"^kernels: apex cannot be had: apex has no cpu; .*; remove it$"):
+        Kernels({ALL_OPERATIONS: "apex"}).check(CPU)
 
 
 def test_a_use_that_the_request_does_not_take(everywhere: None) -> None:

@@ -1,10 +1,13 @@
 """The model against a plain functional one."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
 from megalite.kernels.unfused_attention import unfused_attention
+from megalite.models.attention import Attention
 from megalite.models.gpt import GPTStage
 from tests.models.plain_gpt import Plain, losses
 from tests.models.stages import GPT, LLAMA, B, S, build, named, varied
@@ -44,6 +47,35 @@ def gradients(stage: GPTStage) -> tuple[Tensor, dict[str, Tensor]]:
         assert parameter.grad is not None, name
         grads[name] = parameter.grad
     return found.detach(), grads
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-one-group-tied", "llama-biases", "layernorm-rope"])
+def test_rope_reads_the_projection_itself(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries of a group are rotated where they are; the numbers are those of a copy, to the bit."""
+    stage = build(FAMILIES[family], dtype=torch.float32)
+    shake(stage)
+    of_projection = []
+    for layer in stage.layers.values():
+        turn = layer.attention._rope
+
+        def seen(x: Tensor, cos: Tensor, sin: Tensor, turn: Callable[..., Tensor] = turn) -> Tensor:
+            of_projection.append(x.untyped_storage().nbytes() > x.nbytes)
+            return turn(x, cos, sin)
+
+        layer.attention._rope = seen
+    ours, grads = gradients(stage)
+    assert len(of_projection) == 6 and all(of_projection)
+
+    def copied(self: Attention, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self._split(qkv)
+        return self._rope(q, cos, sin), self._rope(k, cos, sin), v.contiguous()
+
+    monkeypatch.setattr(Attention, "_turned", copied)
+    again = build(FAMILIES[family], dtype=torch.float32)
+    shake(again)
+    theirs, others = gradients(again)
+    assert torch.equal(ours, theirs)
+    assert all(torch.equal(grad, others[name]) for name, grad in grads.items())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

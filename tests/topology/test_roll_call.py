@@ -7,12 +7,56 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megalite.topology.lost_peers import NoAnswerError, RollCall, is_timeout
+from megalite.topology.lost_peers import NoAnswerError, RollCall, is_connection_error, is_timeout
 from megalite.topology.topology import Launch
 from tests.support.ranks import RankContext, run_ranks
 
 SECONDS = 1.0
 TIMED_OUT = RuntimeError("[unbound_buffer.cc:81] Timed out waiting 5000ms for recv operation to complete")
+
+
+NCCL_TIMED_OUT = (
+    # pytorch#118369 and LlamaFactory#7396; Megatron-LM#935; mmdetection#12392; NeMo Speech#14399; HLLM#20; pytorch#82091
+    "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1580, OpType=ALLREDUCE, NumelIn=466119168, "
+    "NumelOut=466119168, Timeout(ms)=600000) ran for 600060 milliseconds before timing out.",
+    "[PG 1 Rank 6] Process group watchdog thread terminated with exception: [Rank 6] Watchdog caught collective operation "
+    "timeout: WorkNCCL(SeqNum=199, OpType=_REDUCE_SCATTER_BASE, NumelIn=7098994688, NumelOut=443687168, "
+    "Timeout(ms)=600000) ran for 882722 milliseconds before timing out.\nException raised from checkTimeout at "
+    "/opt/pytorch/pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:567 (most recent call first):\nframe #0: c10",
+    "NCCL communicator was aborted on rank 1.  Original reason for failure was: [Rank 1] Watchdog caught collective "
+    "operation timeout: WorkNCCL(SeqNum=2511984, OpType=ALLREDUCE, Timeout(ms)=1800000) ran for 1809553 milliseconds "
+    "before timing out.",
+    "[1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key '0', but "
+    "store->get('0') got error: wait timeout after 600000ms, keys: /default_pg/0//cuda//0",
+    "[3] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key '0', but "
+    "store->get('0') got error: Socket Timeout",
+    "[1] is setting up NCCL communicator and retreiving ncclUniqueId from [0] via c10d key-value store by key '0', but "
+    "store->get('0') got error: Timeout waiting for key: default_pg/0/0 after 1800000 ms",
+)
+NCCL_LOST = (
+    # nccl#2076; nccl#1928; stanford_alpaca#207; nccl#834 (with the socket's words)
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:268, remote process exited or there was a network "
+    "error, NCCL version 2.21.5\nncclRemoteError: A call failed possibly due to a network error or a remote process "
+    "exiting prematurely.\nLast error:\nsocketProgressOpt: Call to recv from 172.16.0.1<33759> failed : Connection reset "
+    "by peer",
+    "NCCL error in: /opt/pytorch/pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3763, remote process exited or "
+    "there was a network error, NCCL version 2.28.8",
+    "NCCL error: remote process exited or there was a network error, NCCL version 2.14.3 ncclRemoteError: A call failed "
+    "possibly due to a network error or a remote process exiting prematurely. Last error: NET/IB : Got completion from "
+    "peer 11.214.147.122<39138> with error 12, opcode 0, len 0, vendor err 129",
+    "NCCL communicator was aborted on rank 0.",
+)
+NCCL_SYSTEM = (  # pytorch#149984
+    "Collective WorkNCCL(SeqNum=2, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=1000000) raised the following async "
+    "exception: NCCL error: unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.25.1\n"
+    "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error. \nLast error:\n"
+)
+NCCL_OURS = (  # nccl#1241; and a device's own fault
+    "NCCL error in: /opt/pytorch/pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:1287, invalid usage, NCCL version "
+    "2.17.1\nncclInvalidUsage: This usually reflects invalid usage of NCCL library.",
+    "NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:1333, unhandled cuda error, NCCL version 2.18.6\n"
+    "ncclUnhandledCudaError: Call to CUDA function failed.",
+)
 
 
 def launch_of(rank: int, world: int, port: int) -> Launch:
@@ -28,6 +72,7 @@ def explained(
     absent: tuple[int, ...] = (),
     twice: bool = False,
     seconds: float = SECONDS,
+    text: str | None = None,
 ) -> Any:
     """What a rank says after a timeout in which `absent` ranks give no answer."""
     group = context.topology(dp=world).world
@@ -41,7 +86,7 @@ def explained(
     if context.rank in absent:
         return None
     try:
-        roll.explain(TIMED_OUT, seconds=seconds)
+        roll.explain(TIMED_OUT if text is None else dist.DistBackendError(text), seconds=seconds)
     except NoAnswerError as error:
         return str(error)
     return "nothing was raised"
@@ -92,6 +137,47 @@ def test_other_errors_are_left_alone() -> None:
         assert not is_timeout(error)
         roll.explain(error)
     assert is_timeout(TIMED_OUT)
+
+
+@pytest.mark.parametrize("text", NCCL_TIMED_OUT)
+def test_nccls_time_outs(text: str) -> None:
+    assert is_timeout(dist.DistBackendError(text)) and is_timeout(RuntimeError(text))
+    assert not is_timeout(ValueError(text))
+
+
+@pytest.mark.parametrize("text", NCCL_LOST)
+def test_nccls_lost_connections(text: str) -> None:
+    assert is_connection_error(dist.DistBackendError(text)) and not is_timeout(dist.DistBackendError(text))
+
+
+@pytest.mark.parametrize("text", [NCCL_SYSTEM, *NCCL_OURS])
+def test_what_nccl_says_of_this_rank_alone_is_neither(text: str) -> None:
+    assert not is_connection_error(dist.DistBackendError(text)) and not is_timeout(dist.DistBackendError(text))
+
+
+def test_after_a_time_out_of_nccl_the_roll_is_called(port: int) -> None:
+    said = run_ranks(2, explained, 2, port, (1,), text=NCCL_TIMED_OUT[1])[0]
+    assert "rank 1 on host 0 (" in said and "does not answer within" in said
+    assert "WorkNCCL(SeqNum=199, OpType=_REDUCE_SCATTER_BASE" in said and "frame #0" not in said
+
+
+@pytest.mark.parametrize("text", [NCCL_LOST[1], NCCL_SYSTEM])
+def test_who_does_not_answer_once_nccl_has_failed(port: int, text: str) -> None:
+    said = run_ranks(2, explained, 2, port, (1,), text=text)[0]
+    assert said.startswith("NCCL has lost a connection, and rank 1 on host 0 (")
+    assert "gone, cut off, or still waiting in NCCL" in said
+
+
+def test_where_all_answer_nccls_error_stays_what_it_is(port: int) -> None:
+    assert run_ranks(2, explained, 2, port, seconds=60.0, text=NCCL_LOST[0]) == 2 * ["nothing was raised"]
+
+
+@pytest.mark.parametrize("text", NCCL_OURS)
+def test_a_fault_of_this_ranks_own_calls_no_roll(text: str) -> None:
+    roll = RollCall(rank=0, hosts=("host 0 (a)", "host 1 (b)"), key="k", store=("127.0.0.1", 1))
+    began = time.monotonic()
+    roll.explain(dist.DistBackendError(text), seconds=60.0)
+    assert time.monotonic() - began < 5.0
 
 
 def test_one_rank_has_nobody_to_ask() -> None:

@@ -20,6 +20,11 @@ def rank(number: int, lanes: dict[str, LaneState] | None = None, **more: Any) ->
     return RankState(rank=number, lanes=lanes or {}, **{**values, **more})
 
 
+def reads(number: int, lanes: dict[str, LaneState], **more: Any) -> RankState:
+    """On CUDA: nothing waits but the host, for its device."""
+    return rank(number, {**lanes, f"synchronise [{number}]": lane(9, waiting=True, operation="synchronise")}, **more)
+
+
 TP, DP, WORLD = "tp [0, 1]", "dp [0, 2]", "world [0, 1]"
 WAITS = {TP: lane(42, waiting=True)}
 
@@ -98,6 +103,22 @@ CASES: dict[str, tuple[list[RankState], tuple[int, ...], str]] = {
     "failed": ([rank(0, WAITS), rank(1, WAITS, phase="failed")], (1,), "it has failed"),
     "one process alone": ([rank(0)], (0,), "it waits for no other rank"),
     "no one can be distinguished from the others": ([rank(0, WAITS), rank(1, WAITS)], (), ""),
+    "one sleeps, the other's device waits for it": (
+        [reads(0, {TP: lane(42), DP: lane(6)}), rank(1, {TP: lane(41)}), reads(2, {DP: lane(6)})],
+        (1,),
+        "it waits for no other rank",
+    ),
+    "a device stands still": (
+        [rank(0, {TP: lane(42), WORLD: lane(4, waiting=True)}), reads(1, {TP: lane(42), WORLD: lane(3)})],
+        (1,),
+        "its device has not finished what it has to do, and waits for no other rank",
+    ),
+    "all wait for their devices": ([reads(0, {TP: lane(42)}), reads(1, {TP: lane(42)})], (), ""),
+    "one has gone past what the other's device waits for": (
+        [reads(0, {TP: lane(42), WORLD: lane(3)}), reads(1, {TP: lane(41), WORLD: lane(4)}, phase="update")],
+        (1,),
+        "it has gone past all_reduce 42 of tp [0, 1] (it has begun 41), in which rank 0 waits for it",
+    ),
 }
 
 
@@ -116,3 +137,10 @@ def test_who_waits_says_for_whom() -> None:
     states, _, _ = CASES["stopped inside the collective"]
     said = find_culprits(states).reasons[0]
     assert said == "waits in all_reduce 42 of tp [0, 1], which all that can be seen have begun"
+
+
+def test_who_waits_for_its_device_says_what_is_queued_there() -> None:
+    states, _, _ = CASES["one sleeps, the other's device waits for it"]
+    reasons = find_culprits(states).reasons
+    assert reasons[0] == "waits for its device, where all_reduce 42 of tp [0, 1] is queued, which rank 1 has not begun"
+    assert reasons[2] == "waits for its device, and all that can be seen have begun what is queued there"

@@ -103,6 +103,23 @@ def test_an_operation_that_fails_is_not_waited_for_any_more(tmp_path: Path) -> N
     assert look(tmp_path / "b").lanes["tp [0, 1]"].waiting == 0
 
 
+def test_a_read_of_the_device_is_seen(tmp_path: Path) -> None:
+    beats = FileHeartbeat(tmp_path / "b", rank=3)
+    beats.begin_step(1)
+    beats.lane("tp", (2, 3)).start(lambda: WORK, "all_reduce", 8).wait()
+    assert not look(tmp_path / "b").reads_device
+    for number in (1, 2):
+        with pytest.raises(ZeroDivisionError), beats.synchronise():
+            inside = look(tmp_path / "b")
+            assert inside.reads_device and inside.lanes["synchronise [3]"].waiting == number
+            assert inside.doing() == "step 1, last all_reduce 1 of tp [2, 3], the host waits for the device"
+            _ = 1 / 0
+    after = look(tmp_path / "b")
+    assert not after.reads_device and after.beats > inside.beats
+    with UNWATCHED.synchronise():
+        pass
+
+
 def test_groups_beyond_the_last_lane_beat_all_the_same(tmp_path: Path) -> None:
     beats = FileHeartbeat(tmp_path / "b", rank=0)
     lanes = [beats.lane("pp edge", (0, peer)) for peer in range(1, LANES + 3)]
@@ -111,6 +128,8 @@ def test_groups_beyond_the_last_lane_beat_all_the_same(tmp_path: Path) -> None:
         lane.start(lambda: WORK, "send").wait()
     state = look(tmp_path / "b")
     assert len(state.lanes) == LANES and state.last_lane == f"pp edge [0, {LANES}]"
+    with beats.synchronise():
+        assert not look(tmp_path / "b").reads_device
 
 
 def test_no_two_groups_have_one_name() -> None:

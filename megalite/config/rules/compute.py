@@ -3,7 +3,7 @@
 Whether a kernel works on the device is known when it is built.
 """
 
-from megalite.config.compute import BACKENDS, OPERATIONS, kernel_requests
+from megalite.config.compute import kernel_requests, unknown_kernels
 from megalite.config.errors import Findings, nearest
 from megalite.config.rules.rule import Check, Settings, divisors, rules, say
 from megalite.config.run import attention_in_tiles, stage_layers
@@ -70,10 +70,13 @@ NETWORK: tuple[Check, ...] = (
 
 
 def _kernels(c: Settings) -> Findings:
-    for operation, backend in kernel_requests(c.kernels).items():
-        for kind, name, known in (("operation", operation, [*OPERATIONS]), ("backend", backend, [*BACKENDS])):
-            if name not in known:
-                yield f"kernels {operation}={backend}: no {kind} {name}{nearest(name, known)} (one of {', '.join(known)})"
+    yield from unknown_kernels(kernel_requests(c.kernels))
+
+
+def _has_fp32_products(c: Settings) -> bool:
+    """Matrices of more than routing, Muon and PowerSGD, which multiply in fp32 in half types too."""
+    of_half = c.num_experts is not None or c.optimizer == "muon" or c.grad_compression == "powersgd"
+    return c.precision == "fp32" or (c.precision in ("bf16", "fp16") and of_half)
 
 
 def _merged_attention(c: Settings) -> Findings:
@@ -98,6 +101,14 @@ COMPUTE: tuple[Check, ...] = (
             "{?tp_comm_overlap} and fp8 do not go together: a tensor that comes in pieces has no one scale; keep one of them": (
                 lambda c: c.fp8
             ),
+            "{?tf32} has no effect with precision {=precision}, in which nothing multiplies in fp32; use --precision fp32 or "
+            "remove it": lambda c: not _has_fp32_products(c),
+            "{?deterministic} and compile do not go together: the compiler chooses among orders of addition by timing them; keep "
+            "one of them": lambda c: c.compile,
+            "{?deterministic} and {attention_backend} do not go together: its backward adds in an order that varies; use flash or "
+            "auto": lambda c: c.attention_backend == "cudnn",
+            "{?deterministic} and {dp_strategy} do not go together: what a worker gets depends on when it asks; use "
+            "parameter-server or remove it": lambda c: c.dp_strategy == "async-parameter-server",
             "{?fp8} needs precision bf16, not {=precision}; add --bf16": lambda c: c.precision != "bf16",
             # Without the first and the last layer, which stay in bf16.
             "{?fp8} has no effect with {num_layers}; use num_layers 3 or more, or remove it": lambda c: (

@@ -106,7 +106,8 @@ class CompressedAllReduce(AllReduce):
         sums = torch.stack([bucket.grad.sum() for bucket in self.all_buckets()])
         overflow = sums.isfinite().logical_not_().any().float()
         self.groups.world.all_reduce(overflow, op="max")
-        overflowed = bool(overflow.item())
+        with self.groups.world.heartbeat.synchronise():
+            overflowed = bool(overflow.item())
         for bucket in self._full:
             if overflowed:
                 # It may be on one rank alone; every rank's norm has to be NaN.

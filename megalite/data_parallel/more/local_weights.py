@@ -167,7 +167,8 @@ class OwnWeights(DataParallelStrategy):
                 sums[0] += torch.linalg.vector_norm(own - mean).double().square()
                 sums[1] += torch.linalg.vector_norm(mean).double().square()
         self.groups.world.all_reduce(sums)
-        apart, whole = sums.tolist()
+        with self.groups.world.heartbeat.synchronise():
+            apart, whole = sums.tolist()
         self._noted = self.step
         if apart > 0.0 and whole > 0.0:
             share = math.sqrt(apart / whole)

@@ -49,7 +49,8 @@ def plan_route(routing: Routing, *, experts: int, ep: Group, expert_tp: Group) -
     expert_tp.all_gather(table.view(-1), theirs)
     # The one place where the host waits. Rows of (rank of expert_tp, rank of ep, local expert), in the order in which
     # they come, behind those that are sent.
-    host = torch.cat((ours[None], table)).cpu()
+    with ep.heartbeat.synchronise():
+        host = torch.cat((ours[None], table)).cpu()
     host_sent, host_table = host[0].view(ep.size, -1).sum(dim=1).tolist(), host[1:].view(expert_tp.size, ep.size, -1)
     gathered = host_table.sum(dim=(1, 2)).tolist()
     by_expert = None
