@@ -4,6 +4,7 @@ import ctypes
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ def watch(runtime: ctypes.CDLL, steps: list[tuple[int, int]]) -> None:
     step = Stepper.step
 
     def counted(self: Stepper, *args: Any, **kwargs: Any) -> Any:
+        if len(steps) == 2 and os.environ["RANK"] == os.environ.get("REHEARSED_SLEEPER"):
+            time.sleep(600)
         before = runtime.rehearsal_launches(), runtime.rehearsal_waits()
         result = step(self, *args, **kwargs)
         steps.append((runtime.rehearsal_launches() - before[0], runtime.rehearsal_waits() - before[1]))

@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from megalite.data.indexed_dataset import token_dtype
@@ -79,6 +80,9 @@ CASES: dict[str, tuple[int, str]] = {
 """Name -> ranks and flags. Left out is what computed values decide: topk, powersgd and 0/1 Adam look at gradients."""
 
 
+HANG = "a rank that hangs"
+
+
 def words_of(name: str, tokens: str = "tokens") -> list[str]:
     """The flags of a case, defaults filled in; `tokens` are files that it may read."""
     words = [*MODEL.split(), *CASES[name][1].format(tokens=tokens).split()]
@@ -106,6 +110,36 @@ def rehearse(name: str, library: Path, python: str, folder: Path) -> tuple[bool,
         for length in range(20, 220):
             writer.add_document(list(range(length)))
     steps = folder / "steps.json"
+    for again in ("", "continued: "):
+        if again:
+            words[words.index("--train-iters") + 1] = "6"
+            words += ["--load", str(folder / "run" / "checkpoints")]
+        try:
+            done = _torchrun(python, library, ranks, words, REHEARSED_STEPS=str(steps))
+        except subprocess.TimeoutExpired:
+            return False, f"{again}hangs"
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if "rror: " in line and "ChildFailed" not in line]
+            return False, again + (lines[0] if lines else done.stderr[-300:])
+    launches, waits = json.loads(steps.read_text())[-1]
+    return True, f"{ranks} ranks, {launches:6} launches, {waits:3} host waits a step"
+
+
+def hang(library: Path, python: str, folder: Path) -> tuple[bool, str]:
+    """A rank that never comes, on NCCL: whether the report names it and the operation that waits for it."""
+    words = [*words_of("fp16"), "--run-dir", str(folder / "run"), "--hang-timeout-minutes", "0.3"]
+    done = _torchrun(python, library, 2, words, REHEARSED_SLEEPER="1")
+    wanted = "rank 1 stands still", "is queued, which rank 1 has not begun"
+    missing = [words for words in wanted if words not in done.stderr]
+    return (
+        not missing,
+        f"the report does not say {missing[0]!r}" if missing else "rank 1 is named, and what waits for it",
+    )
+
+
+def _torchrun(
+    python: str, library: Path, ranks: int, words: list[str], **variables: str
+) -> subprocess.CompletedProcess[str]:
     environment = {
         **os.environ,
         "LD_PRELOAD": str(library),
@@ -113,23 +147,11 @@ def rehearse(name: str, library: Path, python: str, folder: Path) -> tuple[bool,
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "REHEARSED_RUNTIME": str(library),
-        "REHEARSED_STEPS": str(steps),
+        **variables,
     }
-    torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    for again in ("", "continued: "):
-        if again:
-            words[words.index("--train-iters") + 1] = "6"
-            words += ["--load", str(folder / "run" / "checkpoints")]
-        command = [*torchrun, str(HERE / "program.py"), *words]
-        try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=ROOT)
-        except subprocess.TimeoutExpired:
-            return False, f"{again}hangs"
-        if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if "rror: " in line and "ChildFailed" not in line]
-            return False, again + (lines[0] if lines else done.stderr[-300:])
-    launches, waits = json.loads(steps.read_text())[-1]
-    return True, f"{launches:6} launches, {waits:3} host waits a step"
+    launcher = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [*launcher, str(HERE / "program.py"), *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=ROOT)
 
 
 def main() -> int:
@@ -152,12 +174,13 @@ def main() -> int:
     failed = 0
     with tempfile.TemporaryDirectory() as name:
         library = build(Path(name))
-        for index, case in enumerate(arguments.cases or CASES):
+        for index, case in enumerate(arguments.cases or [*CASES, HANG]):
             folder = Path(name) / str(index)
             folder.mkdir()
-            well, line = rehearse(case, library, arguments.python, folder)
+            run = hang if case == HANG else partial(rehearse, case)
+            well, line = run(library, arguments.python, folder)
             failed += not well
-            print(f"{'ok    ' if well else 'FAILED'} {case:24} {CASES[case][0]} ranks  {line}", flush=True)
+            print(f"{'ok    ' if well else 'FAILED'} {case:24} {line}", flush=True)
     return int(failed > 0)
 
 
