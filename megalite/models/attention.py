@@ -1,7 +1,7 @@
 """Causal self-attention, multi-head or grouped-query, on a whole sequence or one split over cp."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -118,9 +118,12 @@ class Attention(torch.nn.Module):
             mixed = heads_to_sequence(mixed, cp=self.cp, seq_length=context.seq_length)
         return self.out(mixed.reshape(s, b, -1), add_late_bias=add_late_bias)
 
+    def _parts(self, qkv: Tensor) -> Sequence[Tensor]:
+        return qkv.split((self.queries, 1, 1), dim=3)
+
     def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[s, b, groups, queries + 2, d] -> queries [s, b, heads, d], keys and values [s, b, groups, d]."""
-        q, k, v = qkv.split((self.queries, 1, 1), dim=3)
+        q, k, v = self._parts(qkv)
         q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
         if self.queries > 1:  # flatten has copied the queries: views would keep all of qkv too
             k, v = k.contiguous(), v.contiguous()
@@ -129,7 +132,7 @@ class Attention(torch.nn.Module):
     def _turned(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`_split` of qkv [s, b, groups, queries + 2, d], queries and keys rotated by one table [s, 1, 1, d/2] for all
         sequences. They are read where the projection left them: a group is to the kernel as a sequence."""
-        q, k, v = qkv.split((self.queries, 1, 1), dim=3)
+        q, k, v = self._parts(qkv)
         q = self._rope(q.flatten(1, 2), cos, sin).view(*q.shape[:2], -1, self.head_size)
         return q, self._rope(k.squeeze(3), cos, sin), v.squeeze(3).contiguous()
 

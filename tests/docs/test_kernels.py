@@ -27,7 +27,7 @@ def test_command_runs(
 
 
 def test_all_commands_are_there() -> None:
-    assert len(COMMANDS) == 3
+    assert len(COMMANDS) == 4
 
 
 def test_the_table_is_what_there_is() -> None:

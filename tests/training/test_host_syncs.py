@@ -3,6 +3,7 @@
 import sys
 import warnings
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ import torch
 
 from megalite.optimizers.schedules import Schedules
 from megalite.parity.trajectory import Runner
+from megalite.topology.group import Group
+from megalite.topology.layout import ParallelLayout
 from megalite.topology.topology import Topology
 from megalite.training.replica import build_replica
 from megalite.training.step import Stepper
 from megalite.training.trace import PhaseClock
+from megalite.watchdog.heartbeat import Heartbeat
 from tests.support.tiny import LLAMA, tiny_config
 
 READS = ("tolist", "item", "cpu", "numpy", "nonzero", "__float__", "__int__", "__bool__", "__index__")
@@ -54,6 +58,38 @@ def test_a_step_reads_numbers_once(family: str, monkeypatch: pytest.MonkeyPatch)
     run.step()
     del seen["__float__", "step.py"]
     assert {**seen} == {("tolist", "step.py"): 1}
+
+
+class Noted(Heartbeat):
+    """Counts the waits that the watching process sees."""
+
+    waits = 0
+
+    def synchronise(self) -> AbstractContextManager[None]:
+        self.waits += 1
+        return nullcontext()
+
+
+@pytest.mark.parametrize(("experts", "layers"), [({}, 0), ({"num_experts": 4}, 2)])
+def test_the_watch_sees_each_read_of_a_step(experts: dict[str, Any], layers: int) -> None:
+    """One for loss and norm; experts read how many rows each gets, in each layer and microbatch."""
+    config = tiny_config(**LLAMA, device="cpu", num_layers=2, global_batch_size=3, **experts)
+    heartbeat = Noted()
+    topology = Topology.create(ParallelLayout(), rank=0, device=torch.device("cpu"), heartbeat=heartbeat)
+    run = Runner(build_replica(config, topology))
+    run.step()
+    heartbeat.waits = 0
+    run.step()
+    assert heartbeat.waits == 1 + 3 * layers
+
+
+def test_a_group_reads_a_device_under_the_watch() -> None:
+    heartbeat = Noted()
+    group = Group("world", (0,), 0, heartbeat=heartbeat)
+    assert group._read(torch.ones(1)).item() == 1.0 and heartbeat.waits == 0
+    with pytest.raises(NotImplementedError):  # of tensors without contents
+        group._read(torch.ones(1, device="meta"))
+    assert heartbeat.waits == 1
 
 
 @pytest.mark.gpu
