@@ -53,6 +53,8 @@ class ComputeConfig:
     """Linear layers multiply in fp8 (e4m3 forward, e5m2 gradients, one scale a tensor), except in the first and the last
     layer, in experts and in the head. Weights, weight gradients and optimizer are as without. Needs precision bf16 and a
     GPU of compute capability 8.9 or more."""
+    deterministic_mode: bool = option(False)
+    """Only kernels that give the same bits in every run, on CUDA too; an operation without one is an error. Slower."""
     compile: bool = option(False)
     """torch.compile for what is between the matrix products, attention and communication: norms, activations, rotary
     embedding, dropout with residual sum, as far as torch's kernels serve them. Takes a minute at start."""

@@ -60,7 +60,8 @@ class Attention(torch.nn.Module):
             bias=config.add_bias_linear or config.add_qkv_bias,
             factory=factory,
         )
-        self._rope = factory.kernel("rope", config.head_size)
+        self._rope = factory.kernel("rope", config.rotary_size)
+        self.rotary_size, self.rotary_interleaved = config.rotary_size, config.rotary_interleaved
         self._softmax = None
         if self.dropout > 0.0 and self.core_cp.size == 1:
             self._softmax = factory.kernel("softmax", config.max_position_embeddings or 0)
@@ -91,7 +92,7 @@ class Attention(torch.nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if context.rope is not None:
-            q, k = self._rope(q, *context.rope), self._rope(k, *context.rope)
+            q, k = self._turned(q, *context.rope), self._turned(k, *context.rope)
             if self.q_norm is None:  # nothing else keeps qkv: a view would
                 v = v.contiguous()
         if self.exchange_heads:
@@ -112,6 +113,20 @@ class Attention(torch.nn.Module):
         if self.exchange_heads:
             mixed = heads_to_sequence(mixed, cp=self.cp, seq_length=context.seq_length)
         return self.out(mixed.reshape(s, b, -1), add_late_bias=add_late_bias)
+
+    def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """RoPE on the first `rotary_size` channels of queries or keys.
+
+        Interleaved pairs are turned as halves, in another order of the channels: scores do not depend on an order that
+        queries and keys have in common.
+        """
+        if self.rotary_size == self.head_size and not self.rotary_interleaved:
+            turned: Tensor = self._rope(x, cos, sin)
+            return turned
+        pairs, rest = x[..., : self.rotary_size], x[..., self.rotary_size :]
+        if self.rotary_interleaved:
+            pairs = pairs.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        return torch.cat((self._rope(pairs.contiguous(), cos, sin), rest), dim=-1)
 
     def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[s, b, groups, queries + 2, d] -> queries [s, b, heads, d], keys and values [s, b, groups, d]."""

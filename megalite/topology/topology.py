@@ -41,6 +41,17 @@ def schedule_as_batch() -> bool:
     return True
 
 
+def compute_deterministically() -> None:
+    """Have torch, cuBLAS and NCCL give the same bits in every run; before any of them is first used on a device.
+
+    An operation of torch that has no such kernel is an error from then on.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NCCL_ALGO", "Ring")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs a pass, for debugging
+
+
 _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.01, 0.5
 _NAMED = 16
 """Ranks that a message names."""

@@ -19,7 +19,14 @@ from megalite.partition.pipeline import layout_of
 from megalite.tokenizers.base import Tokenizer
 from megalite.topology.group import Group
 from megalite.topology.lost_peers import RollCall
-from megalite.topology.topology import Launch, Topology, check_backend, start_distributed, stop_distributed
+from megalite.topology.topology import (
+    Launch,
+    Topology,
+    check_backend,
+    compute_deterministically,
+    start_distributed,
+    stop_distributed,
+)
 from megalite.training.evaluation import Evaluator, meet, read_batches
 from megalite.training.hang_watch import HangWatch, begin_watch
 from megalite.training.instruments import Instruments
@@ -153,6 +160,8 @@ class Trainer:
         stack.push(lambda _, error, __: watch.close(agreed=_all_ranks_end(error)))
         stack.push(lambda _, error, __: stop_distributed(agreed=_all_ranks_end(error)))
         world = Group("world", tuple(range(launch.world_size)), launch.rank)
+        if config.compute.deterministic_mode:
+            compute_deterministically()
         if self._watched:
             run_dir, say = config.logging.run_dir, self.stops.say
             watch = begin_watch(
@@ -301,7 +310,14 @@ class Trainer:
                 bubble = traces.finish(after.step, self.replica.schedule_of(size))
             self.progress = after
             self._step_reached, self._moved = after.step, True
-            self.reporter.step(result, after=after, batch_size=size, bubble_fraction=bubble, data_wait_seconds=waited)
+            self.reporter.step(
+                result,
+                after=after,
+                batch_size=size,
+                bubble_fraction=bubble,
+                data_wait_seconds=waited,
+                params_norm=self.stepper.params_norm if self.config.logging.log_params_norm else None,
+            )
             if self.instruments.finish(after.step):
                 self.reporter.restart_clock()
         except (ConfigError, NonFiniteError) as error:
