@@ -131,19 +131,17 @@ def _from_script(text: str, path: Path, given: Mapping[str, str]) -> list[Launch
 
     def command(shell: Shell, words: list[str]) -> None:
         at = next((i for i, word in enumerate(words) if _SCRIPT.fullmatch(Path(word).name)), None)
+        _note_ranks(words, scheduled)
         string = next((words[i + 1] for i in range(len(words) - 1) if words[i] in ("-c", "-lc", "-xc") and i), None)
         other = next((path.parent / Path(word).name for word in words if word.endswith(".sh")), None)
         if string is not None and "pretrain" in string:
-            _note_ranks(words, scheduled)
             shell.run(string, str(path))
         elif words[0] == "eval":
             shell.run(" ".join(words[1:]), str(path))
         elif at is not None and words[0] not in ("echo", "ls", "cat", "printf", "cp", "test"):
-            _note_ranks(words[:at], scheduled)
             found.append(_launch(words[:at], words[at + 1 :], scheduled, str(path)))
         elif other is not None and other.is_file() and other not in nested and words[0] not in ("echo", "chmod"):
             nested.add(other)
-            _note_ranks(words, scheduled)
             shell.run(read_input(other, "script"), str(other))
 
     Shell(command, given, path.parent).run(text, str(path))

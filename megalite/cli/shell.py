@@ -8,118 +8,17 @@ run: a test of a file counts as true, the output of a command as unknown. What i
 import ast
 import fnmatch
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megalite.cli.shell_words import Lexer, Token, tokens
 from megalite.config.errors import ConfigError
 
 _MOST_COMMANDS, _DEEPEST = 100_000, 20
-_OPERATORS = ("&&", "||", ";;", "<<<", "<<-", "<<", ">>", "&>", "|&", ";", "|", "&", "(", ")", "<", ">", "\n")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _UNKNOWN = re.compile(r"\$(\{[^}]*\}|\w+|\()|`")
 _MODIFIED = re.compile(r"(#?)([A-Za-z_]\w*|[0-9]+|[@*#?$!])(\[[^\]]*\])?(.*)", re.DOTALL)
-
-
-@dataclass(frozen=True)
-class Token:
-    """A raw word, quotes and all, or an operator; a word may be an array's `NAME=(`, with its raw words."""
-
-    text: str
-    is_operator: bool = False
-    array: tuple[str, ...] | None = None
-    document: str | None = None
-    """Of `<<`: the text below."""
-
-
-def tokens(text: str, where: str) -> list[Token]:
-    """The words and operators of a script."""
-    return list(_Lexer(text, where).tokens())
-
-
-class _Lexer:
-    def __init__(self, text: str, where: str) -> None:
-        self._text, self._where, self._at = text.replace("\\\n", " ").replace("\r\n", "\n"), where, 0
-        self._documents: list[tuple[str, bool]] = []
-
-    def tokens(self, *, inside: bool = False) -> Iterator[Token]:
-        """Up to the end, or inside an array up to its closing parenthesis."""
-        text = self._text
-        while self._at < len(text):
-            char = text[self._at]
-            if char in " \t" or (inside and char == "\n"):
-                self._at += 1
-            elif char == "#":
-                end = text.find("\n", self._at)
-                self._at = len(text) if end < 0 else end
-            elif inside and char == ")":
-                self._at += 1
-                return
-            elif operator := next((each for each in _OPERATORS if text.startswith(each, self._at)), None):
-                self._at += len(operator)
-                yield from self._operator(operator)
-            else:
-                word = self._word()
-                if re.fullmatch(r"[A-Za-z_]\w*\+?=", word) and text.startswith("(", self._at):
-                    self._at += 1
-                    yield Token(word, array=tuple(token.text for token in self.tokens(inside=True)))
-                else:
-                    yield Token(word)
-        if inside:
-            raise ConfigError(f"{self._where}: an array is not closed; add )")
-
-    def _operator(self, operator: str) -> Iterator[Token]:
-        if operator in ("<<", "<<-"):
-            while self._text.startswith((" ", "\t"), self._at):
-                self._at += 1
-            self._documents.append((self._word(), operator == "<<-"))
-            return
-        yield Token(operator, is_operator=True)
-        if operator == "\n":
-            for delimiter, indented in self._documents:
-                lines = []
-                while self._at < len(self._text):
-                    line, _, _ = self._text[self._at :].partition("\n")
-                    self._at += len(line) + 1
-                    if (line.lstrip("\t") if indented else line) == re.sub(r"[\"'\\]", "", delimiter):
-                        break
-                    lines.append(line)
-                quoted = any(mark in delimiter for mark in "\"'\\")
-                yield Token("'" if quoted else "", document="\n".join(lines))
-            self._documents = []
-
-    def _word(self) -> str:
-        """A raw word: up to white space or an operator outside quotes."""
-        start, text = self._at, self._text
-        while self._at < len(text):
-            char = text[self._at]
-            if char in " \t\n;|&()<>":
-                break
-            self._at = self._skip(self._at)
-        return text[start : self._at]
-
-    def _skip(self, at: int) -> int:
-        """Behind the character, the quoted text or the expansion that begins here."""
-        text, char = self._text, self._text[at]
-        if char == "\\":
-            return min(at + 2, len(text))
-        if char == "'":
-            return self._behind("'", at + 1, literal=True)
-        if char in '"`':
-            return self._behind(char, at + 1)
-        for opening, closing in (("${", "}"), ("$((", "))"), ("$(", ")")):
-            if text.startswith(opening, at):
-                return self._behind(closing, at + len(opening))
-        return at + 1
-
-    def _behind(self, closing: str, at: int, *, literal: bool = False) -> int:
-        text = self._text
-        while at < len(text):
-            if text.startswith(closing, at):
-                return at + len(closing)
-            nested = not literal and (text[at] in "\\`" or text[at] == "$" or (text[at] in "\"'" and closing != '"'))
-            at = self._skip(at) if nested and text[at] != closing else at + 1
-        raise ConfigError(f"{self._where}: a {closing} is missing")
 
 
 @dataclass
@@ -143,7 +42,10 @@ class Shell:
         if self.depth >= _DEEPEST:
             raise ConfigError(f"{where}: scripts start one another more than {_DEEPEST} deep")
         self.depth += 1
-        _Block(self, tokens(text, where), where).follow()
+        try:
+            _Block(self, tokens(text, where), where).follow()
+        except IndexError:
+            raise ConfigError(f"{where} ends within a command") from None
         self.depth -= 1
 
     def assign(self, name: str, values: list[str], *, add: bool = False, array: bool = False) -> None:
@@ -221,8 +123,8 @@ class Shell:
 
     def _reference(self, raw: str, at: int) -> tuple[int, list[str]]:
         """The expansion that begins here: where it ends, and its values; an unknown one as it is written."""
-        lexer = _Lexer(raw, "script")
-        end = lexer._skip(at)
+        lexer = Lexer(raw, "script")
+        end = lexer.skip(at)
         text = raw[at:end]
         if text.startswith("$(("):
             number = self._arithmetic(text[3:-2])
@@ -475,8 +377,8 @@ class _Block:
                 self._at += 1
             self._until(("}",), live=False)
             return
-        while token.is_operator and token.text in (">", ">>", "<", "&>", "<<<"):
-            self._at += 2  # a file
+        while token.is_operator and token.text == "<<<":
+            self._at += 2
             token = self._script[self._at]
         shell = self._shell
         if not live:

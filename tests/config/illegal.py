@@ -323,7 +323,7 @@ _TABLE = """
     => step_batch_size_schedule 0:8,200:16 has two sizes within one sequence of seq_length 256
 2 --step-batch-size-schedule 0:3,2K:16 => step_batch_size_schedule has the size 3 … micro_batch_size·dp = 1·2 = 2 … 2 or 4
 1 --step-batch-size-schedule 0:8,2K:16 --rampup-batch-size 8 8 100
-    => rampup_batch_size 8 8 100 and step_batch_size_schedule 0:8,2K:16 both say
+    => rampup_batch_size 8,8,100 and step_batch_size_schedule 0:8,2K:16 both say
 1 --decoupled-min-lr 1e-5 => decoupled_min_lr 1e-05 has no effect without decoupled_lr … --decoupled-lr
 1 --decoupled-lr 1e-4 --min-lr 1e-3 => decoupled_lr 0.0001 is below what it decays to … --decoupled-min-lr 0
 1 --decoupled-lr 1e-4 --optimizer lamb => decoupled_lr 0.0001 does not go with optimizer lamb … --optimizer adam

@@ -28,6 +28,7 @@ def check_rampup_form(c: Settings) -> Findings:
             yield f"rampup_batch_size {what} is {value}; it must be below {_MOST_SAMPLES}"
     if c.step_batch_size_schedule is not None:
         yield say(c, "{rampup_batch_size} and {step_batch_size_schedule} both say the batch size; keep one of them")
+        return
     if c.global_batch_size is None:
         yield f"rampup_batch_size needs the batch size to grow to; add --global-batch-size, e.g. {ramp[0] + ramp[1]}"
     elif ramp[1] > 0 and (sizes := (c.global_batch_size - ramp[0]) // ramp[1]) > _MOST_SIZES:
