@@ -14,6 +14,7 @@ from pathlib import Path
 import yaml
 
 from megalite.cli.dry_run import report, world_size_of
+from megalite.cli.output import show
 from megalite.cli.port import Launch, port, read_launches
 from megalite.config.errors import ConfigError
 from megalite.config.flags import parse_arguments
@@ -80,9 +81,9 @@ def main() -> int:
             for problem in dict.fromkeys(found):
                 reasons[f"{way}: {re.sub(r'[0-9]+', 'N', problem)}"].append(name)
     for way in ("unchanged", "ported"):
-        print(f"{way}: {passed[way]} of {len(files)} pass --dry-run ({100 * passed[way] / max(len(files), 1):.1f} %)")
+        show(f"{way}: {passed[way]} of {len(files)} pass --dry-run ({100 * passed[way] / max(len(files), 1):.1f} %)")
     for reason, names in sorted(reasons.items(), key=lambda item: (item[0].split(":")[0], -len(item[1]))):
-        print(f"{len(names):4} {reason} [{names[0]}]")
+        show(f"{len(names):4} {reason} [{names[0]}]")
     return 0
 
 

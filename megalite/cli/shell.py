@@ -273,11 +273,12 @@ class _Block:
             words = self._line()
             name, values = words[0].text, [value for word in words[2:] for value in self._shell.expand(word.text)]
             start = self._at
-            for value in (values[:100] if live else []) or [None]:
+            for value in values[:100] if live else []:
                 self._at = start
-                if value is not None:
-                    self._shell.assign(name, [value])
-                self._until(("done",), live=live and value is not None)
+                self._shell.assign(name, [value])
+                self._until(("done",), live=True)
+            if not values or not live:
+                self._until(("done",), live=False)
         else:  # a loop over what is not known here: its body is passed over
             self._line()
             self._until(("done",), live=False)

@@ -11,6 +11,7 @@ from typing import Any
 
 from megalite.config.data import DATA_FILES, PATH_SETTINGS
 from megalite.config.errors import ConfigError, nearest
+from megalite.config.megatron_flags import FP8
 
 SHORTHANDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -74,6 +75,14 @@ REFUSED_VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     }
 )
 """Setting -> Megatron's word for a value that there is not here -> what to use."""
+
+SAID: Mapping[str, str] = MappingProxyType(
+    {
+        "--fp8-format": FP8,
+        "--no-load-optim": "learning rate and weight decay go on from the step that is loaded; Megatron-LM starts them over",
+    }
+)
+"""Flag of those above -> the difference that is said each time."""
 
 DERIVED: Mapping[str, type | None] = MappingProxyType(
     {

@@ -400,10 +400,11 @@ _REFUSED: Mapping[str, str] = {
     "use --config FILE": "--yaml-cfg=",
 }
 
-_DIFFERS: Mapping[str, str] = {
+FP8 = (
     "fp8 here has one scale a tensor, of the tensor itself; first and last layer, experts, head and weight gradients are "
-    "in bf16": "--fp8-recipe=tensorwise|delayed --fp8-amax-history-len= --fp8-amax-compute-algo="
-}
+    "in bf16"
+)
+_DIFFERS: Mapping[str, str] = {FP8: "--fp8-recipe=tensorwise|delayed --fp8-amax-history-len= --fp8-amax-compute-algo="}
 
 
 @dataclass(frozen=True)

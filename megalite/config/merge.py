@@ -7,8 +7,8 @@ from typing import Any
 from megalite.config.data import DATA_FILES
 from megalite.config.describe import replace, settings
 from megalite.config.errors import ConfigError, Problems, Reported, gathered, shortened
-from megalite.config.megatron import DERIVED, FROM_VALUE, SHORTHANDS, settings_of_word
-from megalite.config.megatron_flags import ALREADY_SO, Note
+from megalite.config.megatron import DERIVED, FROM_VALUE, SAID, SHORTHANDS, settings_of_word
+from megalite.config.megatron_flags import ALREADY_SO, DIFFERS, Note
 from megalite.config.parallel import V_SCHEDULES, parse_pipeline_layout
 from megalite.config.run import RunConfig, save_folder
 from megalite.config.training import parse_batch_schedule
@@ -68,6 +68,8 @@ class Level:
             given = FROM_VALUE[flag](str(value), where)
         else:
             given = settings_of_word(flag, value if isinstance(value, str) else shortened(value), where)
+        if flag in SAID:
+            self.notes.append(Note(flag, DIFFERS, SAID[flag]))
         for name, fixed in given.items():
             self.add(name, fixed, source)
 

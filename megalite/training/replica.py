@@ -62,7 +62,9 @@ def build_strategy(
                 parameter.info = dataclasses.replace(info, orthogonal=found)
     if config.optimizer.decoupled_lr is not None:
         for parameter in parameters:
-            parameter.info = dataclasses.replace(parameter.info, decoupled_lr=parameter.info.spec.name in DECOUPLED)
+            if isinstance(parameter, ShardedParameter):
+                decoupled = parameter.info.spec.name in DECOUPLED
+                parameter.info = dataclasses.replace(parameter.info, decoupled_lr=decoupled)
     groups = StrategyGroups(
         dp=topology.dp_cp,
         expert_dp=topology.expert_dp,

@@ -157,7 +157,7 @@ SCHEDULES: tuple[Check, ...] = (
                 lambda c: c.decoupled_lr is None
             ),
             "{?decoupled_lr} is below what it decays to; use --decoupled-min-lr 0": (
-                lambda c: (c.min_lr if c.decoupled_min_lr is None else c.decoupled_min_lr) > c.decoupled_lr
+                lambda c: (c.min_lr if c.decoupled_min_lr is None else c.decoupled_min_lr) > (c.decoupled_lr or 0.0)
             ),
             "{?decoupled_lr} does not go with {optimizer}; use --optimizer adam": lambda c: c.optimizer != "adam",
             "{?decoupled_lr|log_params_norm|log_num_zeros_in_grad} does not go with {dp_strategy}; use --dp-strategy "
