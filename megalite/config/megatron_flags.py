@@ -303,7 +303,7 @@ _NO_EFFECT: Mapping[str, str] = {
         "--no-rl-verify-model-weights-swap --rl-skip-bos-token --no-rl-skip-bos-token --rl-profile "
         "--rl-profile-dir= --rl-inference-parsers=*"
     ),
-    "BERT, T5, retrieval, vision and Mamba models, whose settings a GPT does not read": (
+    "settings of BERT, T5, retrieval, vision and Mamba models": (
         "--decoder-seq-length= --sample-rate= --mask-prob= --short-seq-prob= --bert-no-binary-head "
         "--output-bert-embeddings --bert-embedder-type= --ict-head-size= --biencoder-projection-dim= "
         "--biencoder-shared-query-context-model --ict-load= --bert-load= --titles-data-path= "
