@@ -1,12 +1,12 @@
-"""Coming from Megatron-LM: its flags beside ours, those that set something else, and those that are refused."""
+"""Coming from Megatron-LM: its flags beside ours, those that set something else, those that are accepted, and those that are refused."""
 
-import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from megalite.config.describe import settings
-from megalite.config.help import other_flags, refused_flags
+from megalite.config.help import other_flags
 from megalite.config.megatron import REFUSED_VALUES
+from megalite.config.megatron_flags import REFUSED, known_flags
 from megalite.training.writers import TENSORBOARD_TAGS
 
 SAME = "the same"
@@ -25,6 +25,8 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         "the layout. A padded vocabulary that tp does not divide is an error that names a multiple",
         "max_position_embeddings": "required there; here it is `--seq-length` unless given",
         "position_embedding_type": "learned_absolute, rope and none; theirs also has yarn, mrope and relative",
+        "rotary_percent": SAME,
+        "rotary_interleaved": SAME,
         "rotary_base": "theirs is a whole number",
         "rope_scaling_factor": SAME,
         "normalization": SAME,
@@ -52,10 +54,10 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         "pp": SAME,
         "vpp": "`--num-layers-per-virtual-pipeline-stage` works too. Layers need not divide evenly",
         "cp": SAME,
-        "cp_comm_type": "p2p and a2a; theirs also has allgather and a2a+p2p",
+        "cp_comm_type": "p2p and a2a; theirs also has allgather and a2a+p2p, for which p2p is taken",
         "ep": SAME,
         "etp": SAME,
-        "sequence_parallel": "at tp 1 an error here, switched off there",
+        "sequence_parallel": "off at tp 1, as there, and said",
         "microbatch_group_size_per_virtual_pipeline_stage": "any number from pp up, and any number of microbatches",
         "pipeline_layout": "the letters E, t, L, m of theirs that we have: E, t and L",
         "ddp_bucket_size": "theirs is max(40 million, 1 million · dp)",
@@ -69,6 +71,8 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         "optimizer": "adam, sgd and muon are both's; lamb and the 1-bit ones are ours",
         "lr": "required there",
         "min_lr": SAME,
+        "decoupled_lr": "with `--optimizer adam`",
+        "decoupled_min_lr": "`--min-lr` unless given",
         "lr_decay_style": "theirs is linear",
         "lr_decay_iters": SAME,
         "lr_decay_samples": SAME,
@@ -99,8 +103,8 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         "test_data_path": SAME,
         "split": "969,30,1 unless given, in both",
         "mock_data": "needs `--vocab-size`",
-        "tokenizer_type": "inferred from the files unless given. Theirs that are missing here: Llama2Tokenizer (use "
-        "SentencePieceTokenizer) and BERT's",
+        "tokenizer_type": "inferred from the files unless given. GPTSentencePieceTokenizer and Llama2Tokenizer are "
+        "SentencePieceTokenizer; BERT's are missing",
         "tokenizer_model": "a file or a folder",
         "vocab_file": SAME,
         "merge_file": SAME,
@@ -112,6 +116,7 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         # training
         "micro_batch_size": "required there",
         "global_batch_size": SAME,
+        "step_batch_size_schedule": "beside it theirs forbids `--global-batch-size`; here it must be the last size",
         "rampup_batch_size": "works; in recent versions of theirs the flag has no effect",
         "train_iters": SAME,
         "train_samples": SAME,
@@ -127,14 +132,14 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         "recompute_method": "theirs must be given with full",
         "recompute_num_layers": SAME,
         "eval_interval": "no evaluation unless given; theirs is 1000",
-        "eval_iters": "theirs is 100",
+        "eval_iters": "theirs is 100; 0 is no evaluation in both",
         "exit_interval": SAME,
         "exit_duration_in_mins": "status 75; theirs ends with 0",
         "exit_signals": "`--exit-signal` takes one; ours are TERM and USR1 unless given, and always heard",
         "check_for_nan_in_loss_and_grad": "on in both",
         # compute
         "attention_backend": "auto, flash, cudnn (`fused`), efficient, math (`unfused`, `local`)",
-        "deterministic": "`--deterministic-mode`; without theirs for NCCL and Transformer Engine",
+        "deterministic": "needs no variables and no other attention; an operation without such a kernel is an error",
         "tp_comm_overlap": "by point-to-point pieces in plain torch; theirs needs Transformer Engine",
         # checkpoint
         "save": "or `--run-dir`, under which everything goes",
@@ -145,9 +150,11 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         "finetune": SAME,
         # logging
         "log_interval": "theirs is 100",
+        "log_params_norm": "with each log line; theirs in each step",
+        "log_num_zeros_in_grad": SAME,
         "tensorboard_dir": "`<run_dir>/tensorboard` unless given",
-        "timing_log_level": "0 and 1; theirs also has 2",
-        "wandb_project": SAME,
+        "timing_log_level": "0 and 1; 2 of theirs is 1",
+        "wandb_project": "turns the writer on, as there",
         "wandb_entity": SAME,
         "wandb_exp_name": SAME,
         "profile": "by torch.profiler alone",
@@ -166,7 +173,7 @@ def their_flag(name: str) -> str:
     return flags[0] if len(flags) == 1 or name in _CANONICAL else flags[1]
 
 
-_CANONICAL = ("microbatch_group_size_per_virtual_pipeline_stage", "norm_epsilon")
+_CANONICAL = ("microbatch_group_size_per_virtual_pipeline_stage", "norm_epsilon", "save_interval")
 """Settings whose own name is Megatron-LM's, although they have another spelling."""
 
 
@@ -193,12 +200,22 @@ def other_flags_table() -> str:
     return "\n".join(["| Megatron-LM | here |", "|---|---|", *other_flags()]) + "\n"
 
 
-def refused_table() -> str:
-    """Flags and words that are errors here, by what to use or why nothing is needed."""
+def accepted_table(*kinds: str) -> str:
+    """Flags of some classes, by what is said of them; with values where only these are of the class."""
     reasons: dict[str, list[str]] = {}
-    for row in refused_flags():
-        _, flags, why, _ = re.split(r"(?<!\\\\)\|", row)
-        reasons.setdefault(why.strip(), []).append(flags.strip())
+    for known in known_flags().values():
+        if known.kind in kinds:
+            only = "" if known.values in (None, "*", ".*") else f" {known.values}"
+            reasons.setdefault(known.why, []).append(f"`{known.flag}{only}`")
+    return "".join(f"- {why}: {', '.join(flags)}\n" for why, flags in reasons.items())
+
+
+def refused_table() -> str:
+    """Flags and words that are errors here, by what to use or why it cannot be had."""
+    reasons: dict[str, list[str]] = {}
+    for known in known_flags().values():
+        if known.kind == REFUSED:
+            reasons.setdefault(known.why, []).append(f"`{known.flag}`")
     for name, words in REFUSED_VALUES.items():
         for word, why in words.items():
             reasons.setdefault(why, []).append(f"`{settings()[name].flags[0]} {word}`")

@@ -8,14 +8,23 @@ import gc
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from megalite.cli.dry_run_text import format_rank, format_report
-from megalite.config.batch import batch_sizes, microbatch_counts, samples_per_microbatch, total_samples, total_steps
+from megalite.cli.output import tell
+from megalite.config.batch import (
+    batch_sizes,
+    microbatch_counts,
+    samples_per_microbatch,
+    schedule_in_samples,
+    total_samples,
+    total_steps,
+)
 from megalite.config.describe import replace, sectioned
 from megalite.config.errors import ConfigError
 from megalite.config.flags import Invocation
-from megalite.config.run import RunConfig
+from megalite.config.run import RunConfig, least_ranks
 from megalite.config.validate import validate
 from megalite.models.shapes import flops_per_token, parameter_count
 from megalite.partition.memory import (
@@ -43,13 +52,14 @@ LISTED_RANKS = 64
 LISTED_GROUPS = 4
 GRID_STAGES, GRID_MICROBATCHES = 8, 16
 """The schedule is drawn up to this many virtual stages and microbatches."""
+USUAL_SIZES = {"GPT2BPETokenizer": 50_257, "HuggingFaceTokenizer": 128_256, "TikTokenizer": 131_072}
+"""Vocabulary of a kind of tokenizer, for a dry run without its files: nothing but sizes depends on it. Others: 32,000."""
 _HELD = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 
 
 def world_size_of(invocation: Invocation) -> int:
-    """--world-size if it was given, else tp·pp·cp·dp with dp 1 if that is open."""
-    p = invocation.config.parallel
-    return invocation.world_size or p.tp * p.pp * p.cp * (p.dp or 1)
+    """--world-size if it was given, else the least that fits."""
+    return invocation.world_size or least_ranks(invocation.config)
 
 
 def dry_run(invocation: Invocation) -> str:
@@ -114,9 +124,16 @@ def _checked(config: RunConfig, world_size: int, explicit: frozenset[str]) -> Ru
 
 
 def with_vocabulary(config: RunConfig) -> RunConfig:
-    """The config with the size of its tokenizer's vocabulary."""
+    """The config with the size of its tokenizer's vocabulary, a usual one where its files are not here."""
     if config.model.vocab_size is not None:
         return config
+    files = [file for file in (config.data.tokenizer_model, config.data.vocab_file, config.data.merge_file) if file]
+    if files and not any(map(_is_here, files)):
+        size = USUAL_SIZES.get(
+            config.data.tokenizer_type or ("GPT2BPETokenizer" if config.data.vocab_file else ""), 32_000
+        )
+        tell(f"{files[0]} is not here: a vocabulary of {size} is assumed; say another by --vocab-size")
+        return replace(config, vocab_size=size)
     tokenizer = build_tokenizer(config.data, None)
     if tokenizer is None:
         raise ConfigError(
@@ -124,6 +141,13 @@ def with_vocabulary(config: RunConfig) -> RunConfig:
             "--tokenizer-model FILE)"
         )
     return replace(config, vocab_size=tokenizer.vocab_size)
+
+
+def _is_here(file: str) -> bool:
+    try:
+        return Path(file).exists()
+    except OSError:  # a name that no file can have
+        return False
 
 
 def _layout_report(config: RunConfig, layout: ParallelLayout) -> dict[str, Any]:
@@ -209,11 +233,18 @@ def _batch_report(config: RunConfig) -> dict[str, Any]:
         "seq_length": t.seq_length,
         "tokens_per_step": sizes[-1] * t.seq_length,
         "batch_sizes": list(sizes),
-        "rampup_samples": t.rampup_batch_size[2] if t.rampup_batch_size else 0,
+        "rampup_samples": _final_from(config),
         "train_steps": total_steps(config) if length_known else None,
         "train_samples": samples,
         "train_tokens": None if samples is None else samples * t.seq_length,
     }
+
+
+def _final_from(config: RunConfig) -> int:
+    """Samples after which the batch has its final size."""
+    if schedule := schedule_in_samples(config):
+        return schedule[-1][0]
+    return config.training.rampup_batch_size[2] if config.training.rampup_batch_size else 0
 
 
 def _model_report(config: RunConfig) -> dict[str, Any]:

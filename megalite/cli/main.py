@@ -15,7 +15,7 @@ _OTHERS = (tool.DOCTOR, tool.KERNELS, tool.PLOT, tool.RUNS)
 COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
         command.name.removeprefix("megalite "): command
-        for command in (tool.TRAIN, tool.CONFIG, *_DATA, *_MODELS, *_LAYOUTS, *_OTHERS)
+        for command in (tool.TRAIN, tool.CONFIG, tool.PORT, *_DATA, *_MODELS, *_LAYOUTS, *_OTHERS)
     }
 )
 """What does the work is imported when the words have been read: help needs no torch."""

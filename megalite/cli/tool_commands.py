@@ -40,6 +40,29 @@ CONFIG = Command(
     bare=0,
 )
 
+PORT = Command(
+    "megalite port",
+    "turn a launch script or YAML of Megatron-LM into ours",
+    "Read a launch script of Megatron-LM (bash that runs pretrain_gpt.py by torchrun, srun or python) or a model_config.yaml "
+    "of its tests, and print the command line, the config, what was dropped and what differs. Nothing is run: variables "
+    "without a value stay as they are written. docs/from_megatron.md says more.",
+    [
+        Flag("script", "a bash script, or YAML with MODEL_ARGS", Path, "SCRIPT"),
+        Flag(
+            "--set",
+            "the value of a variable, or of an argument: 1=checkpoints; repeat it",
+            value="NAME=VALUE",
+            repeat=True,
+        ),
+        Flag("--world-size", "ranks; default: what the launcher says", positive, "N"),
+        Flag("--output", "write the config there", Path, "FILE"),
+        _JSON,
+    ],
+    "megalite.cli.port:run",
+    ("megalite port train_llama3_8b.sh --set 1=checkpoints --output run.yaml",),
+    "Exit status: 0, or 2 if something in it cannot be had: all of it is named.",
+)
+
 REHEARSE = Command(
     "megalite rehearse",
     "run a training step of any rank of any layout without devices or peers",

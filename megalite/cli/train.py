@@ -4,16 +4,20 @@ import contextlib
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import megalite
+from megalite.checkpoint.folders import candidates
+from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointMissing, Manifest
 from megalite.cli.failures import UNDER_TORCHRUN, End, guarded, is_first_rank, refuse
 from megalite.cli.output import show, tell
 from megalite.config.describe import redact_text
+from megalite.config.errors import ConfigError
 from megalite.config.exit_codes import INTERRUPTED
 from megalite.config.flags import Invocation, parse_arguments
+from megalite.config.reading import read_text
 from megalite.config.registry import Registry
 from megalite.config.run import RunConfig
 from megalite.training.stopping import StopRequests, StopRun, write_ending
@@ -39,7 +43,10 @@ ANSWERS: Registry[Callable[..., str]] = Registry(
 def main(argv: Sequence[str] | None = None, *, program: str = "megalite train") -> int:
     """Train, or show help or a dry run; returns the exit status."""
     with guarded("megalite train", argv, lasting=True) as end:
-        invocation = parse_arguments(end.words, world_size=_of_environment("WORLD_SIZE", 1))
+        invocation = parse_arguments(end.words, world_size=_of_environment("WORLD_SIZE", 1), shape=_shape_in)
+        if is_first_rank():
+            for remark in invocation.remarks:
+                tell(remark)
         if invocation.help is not None:
             show(ANSWERS.get(invocation.help)(program))
         elif invocation.version:
@@ -72,6 +79,19 @@ def main(argv: Sequence[str] | None = None, *, program: str = "megalite train") 
             if end.status == INTERRUPTED and is_first_rank():
                 tell("interrupted")
     return end.status or 0
+
+
+def _shape_in(folder: str, step: int | None) -> Mapping[str, Any] | None:
+    """The model's settings in the newest checkpoint of a folder, or in that of a step."""
+    try:
+        name = candidates(Path(folder), step)[0].name
+        file = Path(folder) / name / MANIFEST_NAME
+        section = Manifest.from_json(read_text(file), source=str(file)).config.get("model", {})
+    except CheckpointMissing:
+        return None
+    except OSError as error:
+        raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from None
+    return section if isinstance(section, dict) else {}
 
 
 def _run_dir(config: RunConfig) -> Path | None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
+from megalite.config.training import parse_batch_schedule
 
 
 def samples_per_microbatch(config: RunConfig) -> int:
@@ -20,10 +21,13 @@ def batch_size(config: RunConfig, consumed_samples: int) -> int:
     """Sequences in the step that starts after `consumed_samples` (of a validated config).
 
     With ramp-up START INCREMENT SAMPLES the batch grows in n = (global - START) / INCREMENT increments, the k-th after
-    k·SAMPLES/n samples (Megatron-LM's rule, in whole numbers).
+    k·SAMPLES/n samples (Megatron-LM's rule, in whole numbers). With step_batch_size_schedule it is the last size that the
+    samples have reached.
     """
     final = config.training.global_batch_size
     assert final is not None, "validate() resolves global_batch_size"
+    if schedule := schedule_in_samples(config):
+        return next(size for start, size in reversed(schedule) if consumed_samples >= start)
     if not config.training.rampup_batch_size:
         return final
     start, increment, samples = config.training.rampup_batch_size
@@ -33,9 +37,11 @@ def batch_size(config: RunConfig, consumed_samples: int) -> int:
 
 
 def batch_sizes(config: RunConfig) -> tuple[int, ...]:
-    """Every batch size of the run, in order: one, or all steps of the ramp-up."""
+    """Every batch size of the run, in order: one, or all steps of the ramp-up or the schedule."""
     final = config.training.global_batch_size
     assert final is not None, "validate() resolves global_batch_size"
+    if schedule := schedule_in_samples(config):
+        return tuple(size for _, size in schedule)
     if not config.training.rampup_batch_size:
         return (final,)
     start, increment, samples = config.training.rampup_batch_size
@@ -50,19 +56,32 @@ def microbatch_counts(config: RunConfig) -> tuple[int, ...]:
 def ramp(config: RunConfig, consumed: int = 0) -> Iterator[tuple[int, int]]:
     """(batch size, steps of it) one after the other, from `consumed` samples until the batch has its final size.
 
-    There are as many as the ramp-up has sizes, however many steps it takes.
+    There are as many as the ramp-up or the schedule has sizes, however many steps it takes.
     """
-    if not config.training.rampup_batch_size:
-        return
-    start, increment, samples = config.training.rampup_batch_size
-    final = config.training.global_batch_size
-    assert final is not None, "validate() resolves global_batch_size"
-    while (size := batch_size(config, consumed)) != final:
-        # The size after this one comes from k·SAMPLES/n samples on, rounded up.
-        ends = -(-((size - start) // increment + 1) * samples // ((final - start) // increment))
+    while (ends := _next_size(config, consumed)) is not None:
+        size = batch_size(config, consumed)
         steps = -(-(ends - consumed) // size)
         yield size, steps
         consumed += steps * size
+
+
+def _next_size(config: RunConfig, consumed: int) -> int | None:
+    """Samples from which on the batch has another size than after `consumed`; None: it has its final size."""
+    if schedule := schedule_in_samples(config):
+        return next((start for start, _ in schedule if start > consumed), None)
+    final, size = config.training.global_batch_size, batch_size(config, consumed)
+    if not config.training.rampup_batch_size or size == final:
+        return None
+    assert final is not None, "validate() resolves global_batch_size"
+    start, increment, samples = config.training.rampup_batch_size
+    # The size after this one comes from k·SAMPLES/n samples on, rounded up.
+    return -(-((size - start) // increment + 1) * samples // ((final - start) // increment))
+
+
+def schedule_in_samples(config: RunConfig) -> list[tuple[int, int]]:
+    """(samples from which on, batch size) of step_batch_size_schedule; empty without one."""
+    text, length = config.training.step_batch_size_schedule, config.training.seq_length
+    return [] if text is None else [(tokens // length, size) for tokens, size in parse_batch_schedule(text)]
 
 
 def total_steps(config: RunConfig) -> int:

@@ -83,6 +83,18 @@ Findings: TypeAlias = "Iterator[str | Findings]"
 """What a rule yields: problems, and other rules, each of which ends alone where it reads a wrong setting."""
 
 
+class Idle(str):
+    """What a rule yields of a setting that has no effect where that is no error: it is said, and ignored."""
+
+    setting: str
+    """Its name."""
+
+    def __new__(cls, text: str, setting: str) -> "Idle":
+        made = super().__new__(cls, text)
+        made.setting = setting
+        return made
+
+
 class Problems:
     """What is wrong so far, and the settings that are known to be wrong, so that one answer names all of it."""
 
@@ -90,6 +102,8 @@ class Problems:
         self.found: dict[str, None] = {}
         self.wrong: set[str] = set()
         """Names of settings; rules that read them are skipped."""
+        self.idle: dict[str, str] = {}
+        """Setting without effect -> why, where that is no error."""
 
     def add(self, text: str, *wrong: str) -> None:
         """Record a problem, once, and the settings that are wrong by it."""
@@ -113,7 +127,9 @@ class Problems:
         before = len(self.found)
         with self.collecting(*wrong):
             for found in findings:
-                if isinstance(found, str):
+                if isinstance(found, Idle):
+                    self.idle[found.setting] = str(found)
+                elif isinstance(found, str):
                     self.add(found)
                 else:
                     self.extend(found)

@@ -10,7 +10,8 @@ import yaml
 from megalite.config.data import PATH_SETTINGS, words_of
 from megalite.config.describe import Setting, sectioned, sections, settings
 from megalite.config.errors import ConfigError, Problems, closest, gathered, nearest, shortened
-from megalite.config.megatron import NO_EFFECT, STANDS_FOR
+from megalite.config.megatron import STANDS_FOR
+from megalite.config.megatron_flags import known_flags
 from megalite.config.merge import Level, merge
 from megalite.config.reading import load_mapping, read_input
 from megalite.config.run import RunConfig
@@ -100,8 +101,10 @@ def _add(level: Level, key: Any, value: Any, source: str, section: str | None) -
         if section is not None:
             raise ConfigError(f"{where}: {key} belongs to no section; write it at the top level of the file")
         level.add_stand_in(flag, value, f"{where}: {key}", source)
-    elif flag in NO_EFFECT:
-        raise ConfigError(f"{where}: {key} has no effect: {NO_EFFECT[flag]}; remove it")
+    elif flag in known_flags():
+        if value is not None and value is not False:
+            words = value if isinstance(value, list) else [] if value is True else [value]
+            level.notes.append(known_flags()[flag].judge([str(word) for word in words], f"{where}: {key}"))
     elif section is None and key in sections():
         example = next(setting for setting in settings().values() if setting.section == key)
         raise ConfigError(

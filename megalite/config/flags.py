@@ -6,18 +6,20 @@ answer, and Megatron-LM's spellings beside ours.
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
 from typing import Any
 
-from megalite.config.data import DATA_FILES
 from megalite.config.describe import Setting, settings
 from megalite.config.errors import ConfigError, Problems, closest, nearest
 from megalite.config.files import read_level, read_preset
-from megalite.config.megatron import DERIVED, NO_EFFECT, REFUSED_VALUES, STANDS_FOR, VALUES, WORDS
+from megalite.config.megatron import DERIVED, FROM_VALUE, REFUSED_VALUES, STANDS_FOR, VALUES, WORDS
+from megalite.config.megatron_flags import DIFFERS, NO_EFFECT_HERE, Note, known_flags, summary
 from megalite.config.merge import Level, merge
-from megalite.config.run import RunConfig
+from megalite.config.model import TRAINING_FIELDS
+from megalite.config.rules.rule import IDLE
+from megalite.config.run import RunConfig, least_ranks
 from megalite.config.validate import validate
 from megalite.config.values import from_words
 
@@ -27,8 +29,9 @@ RUN_OPTIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "--preset": ("NAME", "Start from a named model; files and flags go over it."),
         "--dry-run": ("", "Print layout, memory, schedule and batch sizes; needs no devices."),
         "--json": ("", "With --dry-run: print it as JSON."),
-        "--world-size": ("N", "With --dry-run: number of ranks; default tp·pp·cp·dp."),
+        "--world-size": ("N", "With --dry-run: number of ranks; default the least that fits."),
         "--rank": ("N", "With --dry-run: what this one rank holds and does, counted from 0."),
+        "--use-checkpoint-args": ("", "Take the shape of the model from the checkpoint in --load, if there is one."),
         "--help": ("", "The settings most runs need."),
         "--help-all": ("", "Every setting."),
         "--version": ("", "Print the version."),
@@ -55,6 +58,13 @@ class Invocation:
     help: str | None = None
     """`basic` or `all` if help was asked for; the rest of the command line is then not read."""
     version: bool = False
+    notes: tuple[Note, ...] = ()
+    """What was given, sets nothing and is accepted."""
+
+    @property
+    def remarks(self) -> list[str]:
+        """A line for all of `notes`, and one for each difference."""
+        return summary(self.notes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,24 +75,46 @@ class _Occurrence:
     words: list[str]
 
 
-def parse_arguments(argv: list[str], *, others: Iterable[str] = (), world_size: int | None = None) -> Invocation:
-    """Read a command line (without the program's name): default < preset < --config files < flags.
+Shape = Callable[[str, int | None], Mapping[str, Any] | None]
+"""(folder, step) -> the model's settings in the checkpoint there; None where there is none."""
 
-    If anything is wrong with flags or files, the rules are asked too about what is right in them, so that one answer
-    names everything.
+
+def parse_arguments(
+    argv: list[str], *, others: Iterable[str] = (), world_size: int | None = None, shape: Shape | None = None
+) -> Invocation:
+    """Read a command line (without the program's name): default < preset < --config files < flags.
 
     Args:
         others: flags that the caller has taken out; an unknown one may be meant for one of them.
-        world_size: number of ranks of the run that is about to start, for those rules; default: nothing starts.
+        world_size: number of ranks of the run that is about to start, for the rules; default: nothing starts.
+        shape: reads checkpoints for --use-checkpoint-args.
 
     Raises:
         ConfigError: unknown flags (the nearest are named), values of the wrong type, one setting given two values,
-            flags that have no effect here.
+            flags of Megatron-LM that change what is computed and cannot be had.
+    """
+    problems = Problems()
+    invocation = read_arguments(argv, problems, others=others, world_size=world_size, shape=shape)
+    problems.raise_all()
+    return invocation
+
+
+def read_arguments(
+    argv: list[str],
+    problems: Problems,
+    *,
+    others: Iterable[str] = (),
+    world_size: int | None = None,
+    shape: Shape | None = None,
+) -> Invocation:
+    """What is right in a command line; `problems` gets the rest.
+
+    If anything is wrong with flags or files, the rules are asked too about what is right in them, so that one answer
+    names everything. Arguments as for `parse_arguments`.
     """
     for flag, asked in {"--help-all": "all", "--help": "basic", "-h": "basic", "--version": None}.items():
         if flag in argv:
             return Invocation(**vars(merge([])), help=asked, version=asked is None)
-    problems = Problems()
     options: dict[str, list[str]] = {}
     level = Level(always_explicit=True)
     for occurrence in _occurrences(argv, problems):
@@ -98,7 +130,11 @@ def parse_arguments(argv: list[str], *, others: Iterable[str] = (), world_size: 
         for name in names:
             with problems.collecting(*unread):
                 levels.append(read(name, problems=problems))
-    merged = merge([*levels, level], problems)
+    levels.append(level)
+    if "--use-checkpoint-args" in options:
+        with problems.collecting():
+            levels.append(_of_checkpoint(levels, shape))
+    merged = merge(levels, problems)
     dry_run = "--dry-run" in options
     numbers: dict[str, int] = {}
     for flag, least in {"--world-size": 1, "--rank": 0}.items():
@@ -108,19 +144,46 @@ def parse_arguments(argv: list[str], *, others: Iterable[str] = (), world_size: 
     for flag in ("--json", "--world-size", "--rank"):
         if flag in options and not dry_run:
             problems.add(f"{flag} has no effect without --dry-run; add --dry-run or remove it")
-    if problems.found:
-        p = merged.config.parallel
-        ranks = (numbers.get("--world-size") or max(p.tp * p.pp * p.cp * (p.dp or 1), 1)) if dry_run else world_size
+    idle: Problems | None = None
+    if problems.found or merged.explicit & IDLE:
+        ranks = (numbers.get("--world-size") or least_ranks(merged.config)) if dry_run else world_size
         starts = world_size is not None and not dry_run
-        validate(merged.config, ranks, merged.explicit, startable=starts, problems=problems)
-    problems.raise_all()
+        # Where nothing is wrong with flags and files the caller validates: here only what has no effect is of interest.
+        idle = problems if problems.found else Problems()
+        validate(merged.config, ranks, merged.explicit, startable=starts, problems=idle)
+    without_effect = (
+        [Note(f"--{name.replace('_', '-')}", NO_EFFECT_HERE, why) for name, why in idle.idle.items()] if idle else []
+    )
     return Invocation(
-        **vars(merged),
+        **(vars(merged) | {"notes": (*merged.notes, *without_effect)}),
         dry_run=dry_run,
         json="--json" in options,
         world_size=numbers.get("--world-size"),
         rank=numbers.get("--rank"),
     )
+
+
+def _of_checkpoint(levels: Sequence[Level], shape: Shape | None) -> Level:
+    """The shape of the model in the checkpoint that is loaded: over everything else, as in Megatron-LM."""
+    given = {name: value for level in levels for name, value in level.given.items()}
+    load, step = given.get("load"), given.get("ckpt_step")
+    if load is None or load.value is None:
+        raise ConfigError("--use-checkpoint-args takes the model from a checkpoint; add --load FOLDER or remove it")
+    if shape is None:
+        raise ConfigError("--use-checkpoint-args reads no checkpoint here; use --config with the config.yaml in it")
+    level, found = Level(), shape(load.value, None if step is None else step.value)
+    if found is None:
+        why = f"{load.value} has no checkpoint: the settings count as given"
+        level.notes.append(Note("--use-checkpoint-args", NO_EFFECT_HERE, why))
+        return level
+    for name, value in found.items():
+        if name not in settings() or name in TRAINING_FIELDS:
+            continue
+        level.add(name, value, f"checkpoint {load.value}")
+        if name in given and given[name].value != value:
+            said = f"{given[name].source} says {given[name].value}, the checkpoint {value}, which counts"
+            level.notes.append(Note(name, DIFFERS, said))
+    return level
 
 
 def _meant_by(flag: str) -> set[str]:
@@ -169,15 +232,15 @@ def _add_setting(level: Level, occurrence: _Occurrence, others: Iterable[str]) -
         if (
             len(words) > 1
             or words == [""]
-            or (not words and (flag in WORDS or flag in DATA_FILES or DERIVED.get(flag)))
+            or (not words and (flag in WORDS or flag in FROM_VALUE or DERIVED.get(flag)))
         ):
             raise ConfigError(f"{flag} takes one value, got {' '.join(words) or 'none'}")
         value = int(words[0]) if words and words[0].isdecimal() and flag in DERIVED else words[0] if words else True
         level.add_stand_in(flag, value, flag, f"flag {flag}")
-    elif flag in NO_EFFECT:
-        raise ConfigError(f"{flag} has no effect: {NO_EFFECT[flag]}; remove it")
+    elif flag in known_flags():
+        level.notes.append(known_flags()[flag].judge(words, flag))
     else:
-        known = [*others, *_setting_flags(), *RUN_OPTIONS, *STANDS_FOR]
+        known = [*others, *_setting_flags(), *RUN_OPTIONS, *STANDS_FOR, *known_flags()]
         raise ConfigError(f"unknown flag {flag}{nearest(flag, known)} (--help-all lists all)")
 
 
@@ -200,6 +263,8 @@ def _value_of(setting: Setting, occurrence: _Occurrence) -> Any:
         return on
     if not words:
         raise ConfigError(f"{flag} needs a value ({setting.type_name})")
+    if len(words) > 1 and setting.name == "step_batch_size_schedule":
+        words = [" ".join(words)]  # bash takes its quotes off where scripts keep it in an array
     if len(words) > 1 and not setting.is_list:
         raise ConfigError(f"{flag} takes one value, got {len(words)}: {' '.join(words)}")
     for word in words:

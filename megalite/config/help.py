@@ -4,11 +4,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from megalite.config.data import DATA_FILES
 from megalite.config.describe import Setting, sections, settings
 from megalite.config.files import preset_names
 from megalite.config.flags import RUN_OPTIONS
-from megalite.config.megatron import DERIVED, NO_EFFECT, SHORTHANDS, VALUES, WORDS
+from megalite.config.megatron import DERIVED, FROM_VALUE, SHORTHANDS, VALUES, WORDS
+from megalite.config.megatron_flags import known_flags
 
 _PLACEHOLDERS = {int: "N", float: "X", str: "TEXT", bool: ""}
 
@@ -45,8 +45,9 @@ def full_help(program: str) -> str:
                 lines.append(f"      {setting.help} [{setting.type_name}; default {_shown(setting.default)}]")
     lines += ["", "Megatron-LM's flags that set something else:"]
     lines += [f"  {flag:<42} {_sets(values)}" for flag, values in _words()]
-    lines += [f"  {flag}{' N' if takes_value else ''}" for flag, takes_value in DERIVED.items()]
-    lines += [f"  {flag} FILE" for flag in DATA_FILES]
+    lines += [f"  {flag}{f' {_PLACEHOLDERS[kind]}' if kind else ''}" for flag, kind in DERIVED.items()]
+    lines += [f"  {flag} {'FILE' if flag.endswith('-path') else 'VALUE'}" for flag in FROM_VALUE]
+    lines += [f"  and {len(known_flags())} that set nothing or are refused: docs/from_megatron.md"]
     return "\n".join(lines)
 
 
@@ -83,16 +84,11 @@ def other_flags() -> list[str]:
     """Rows of Megatron-LM's flags that stand for settings of another name: flag, settings."""
     lines = [f"| `{flag}` | {_sets(values)} |" for flag, values in _words()]
     lines += [f"| `{flag}` | {_DERIVED_MEANING[flag]} |" for flag in DERIVED]
-    lines += [f"| `{flag}` | {_DATA_FILE_MEANING[flag]} |" for flag in DATA_FILES]
+    lines += [f"| `{flag}` | {_VALUE_MEANING[flag]} |" for flag in FROM_VALUE]
     for name, words in VALUES.items():
         flag = settings()[name].flags[0]
         lines += [f"| `{flag} {word}` | `{name}: {ours}` |" for word, ours in words.items()]
     return lines
-
-
-def refused_flags() -> list[str]:
-    """Rows of its flags that are errors here: flag, reason."""
-    return [f"| `{flag}` | {_cell(reason)} |" for flag, reason in NO_EFFECT.items()]
 
 
 _DERIVED_MEANING = {
@@ -100,12 +96,22 @@ _DERIVED_MEANING = {
     "--decoder-first-pipeline-num-layers": "`pipeline_layers` with N layers on the first pipeline rank",
     "--decoder-last-pipeline-num-layers": "`pipeline_layers` with N layers on the last pipeline rank",
     "--group-query-attention": "needs `num_query_groups`, which alone is enough",
+    "--use-distributed-optimizer": "`dp_strategy: distributed-optimizer`, unless another flag shards parameters too",
+    "--account-for-embedding-in-pipeline-split": "`pipeline_layers` with a layer less on the first stage",
+    "--account-for-loss-in-pipeline-split": "`pipeline_layers` with a layer less on the last stage",
+    "--eval-global-batch-size": "nothing, where it is `global_batch_size`; refused else",
+    "--no-position-embedding": "nothing, with `position_embedding_type` rope or none",
+    "--moe-router-load-balancing-type": "`seq_aux_loss` is what is computed; `aux_loss` is the same with `micro_batch_size` 1 "
+    "and refused else; `none` is `moe_aux_loss_coeff: 0`",
 }
 
-_DATA_FILE_MEANING = {
+_VALUE_MEANING = {
     "--data-args-path": "`data_path`, read from a text file",
     "--per-split-data-args-path": "`train_data_path`, `valid_data_path` and `test_data_path`, read from the keys `train`, "
     "`valid` and `test` of a JSON file",
+    "--save-retain-interval": "`keep_latest: 1` and `keep_every` of that many steps",
+    "--window-size": "`sliding_window` of one key more than the left number, for the query's own",
+    "--rotary-seq-len-interpolation-factor": "`rope_scaling: linear` with `rope_scaling_factor`",
 }
 
 

@@ -1,15 +1,17 @@
-"""Megatron-LM's flags that are not the name of a setting here, so that launch scripts port.
+"""Megatron-LM's flags that set something of another name here, so that launch scripts port.
 
-Flags that set a setting to a fixed value, or by a word; values that have another name here, or none; flags with a value
-that follows from other settings; and flags that cannot do anything here and are refused with the reason (never swallowed).
+Flags that set a setting to a fixed value, by a word, or from their value; values that have another name here, or none;
+and flags that mean something only beside other settings. `megatron_flags.py` has those that set nothing.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from megalite.config.data import DATA_FILES, PATH_SETTINGS
 from megalite.config.errors import ConfigError, nearest
+from megalite.config.megatron_flags import FP8
 
 SHORTHANDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -18,16 +20,21 @@ SHORTHANDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "--fp32": {"precision": "fp32"},
         "--fp64": {"precision": "fp64"},
         "--swiglu": {"activation": "swiglu"},
+        "--squared-relu": {"activation": "squared_relu"},
+        "--openai-gelu": {"activation": "gelu_tanh"},
         "--disable-bias-linear": {"add_bias_linear": False},
         "--untie-embeddings-and-output-weights": {"tie_embeddings": False},
         "--use-rotary-position-embeddings": {"position_embedding_type": "rope"},
         "--use-rope-scaling": {"rope_scaling": "llama3"},
-        "--use-distributed-optimizer": {"dp_strategy": "distributed-optimizer"},
+        "--no-pad-vocab-size": {"make_vocab_size_divisible_by": 1},
+        "--disable-pad-vocab-size": {"make_vocab_size_divisible_by": 1},
         "--use-torch-fsdp2": {"dp_strategy": "fully-sharded"},
         "--grad-reduce-in-bf16": {"wire_dtype": "bf16"},
         "--use-tp-pp-dp-mapping": {"rank_order": "tp-cp-ep-pp-dp"},
         "--recompute-activations": {"recompute_granularity": "selective"},
         "--exit-on-missing-checkpoint": {"fresh_if_missing": False},
+        "--no-load-optim": {"load_optimizer": False},
+        "--use-checkpoint-opt-param-scheduler": {"require_same_schedule": True},
     }
 )
 """Flag without a value -> the settings it stands for."""
@@ -39,7 +46,9 @@ WORDS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             "optim": {"dp_strategy": "distributed-optimizer"},
             "optim_grads": {"dp_strategy": "distributed-optimizer", "shard_gradients": True},
             "optim_grads_params": {"dp_strategy": "fully-sharded"},
-        }
+        },
+        "--megatron-fsdp-grad-comm-dtype": {"auto": {}, "fp32": {}, "bf16": {"wire_dtype": "bf16"}},
+        "--fp8-format": {"hybrid": {"fp8": True}},
     }
 )
 """Flag with a word -> the word -> the settings it stands for."""
@@ -48,6 +57,12 @@ VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "recompute_modules": {"moe_act": "mlp_act"},
         "attention_backend": {"fused": "cudnn", "unfused": "math", "local": "math"},
+        "cp_comm_type": {"allgather": "p2p", "a2a+p2p": "p2p"},
+        "timing_log_level": {"2": "1"},
+        "tokenizer_type": {
+            "GPTSentencePieceTokenizer": "SentencePieceTokenizer",
+            "Llama2Tokenizer": "SentencePieceTokenizer",
+        },
     }
 )
 """Setting -> Megatron's word for one of its values on the command line -> ours."""
@@ -61,15 +76,65 @@ REFUSED_VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
 )
 """Setting -> Megatron's word for a value that there is not here -> what to use."""
 
-DERIVED: Mapping[str, bool] = MappingProxyType(
+SAID: Mapping[str, str] = MappingProxyType(
     {
-        "--num-layers-per-virtual-pipeline-stage": True,
-        "--decoder-first-pipeline-num-layers": True,
-        "--decoder-last-pipeline-num-layers": True,
-        "--group-query-attention": False,
+        "--fp8-format": FP8,
+        "--no-load-optim": "learning rate and weight decay continue from the step that is loaded; Megatron-LM starts them again",
     }
 )
-"""Flag that needs other settings before it means anything (see merge.py) -> whether it takes a whole number."""
+"""Flag of those above -> the difference that is said each time."""
+
+DERIVED: Mapping[str, type | None] = MappingProxyType(
+    {
+        "--num-layers-per-virtual-pipeline-stage": int,
+        "--decoder-first-pipeline-num-layers": int,
+        "--decoder-last-pipeline-num-layers": int,
+        "--group-query-attention": None,
+        "--no-position-embedding": None,
+        "--use-distributed-optimizer": None,
+        "--account-for-embedding-in-pipeline-split": None,
+        "--account-for-loss-in-pipeline-split": None,
+        "--eval-global-batch-size": int,
+        "--moe-router-load-balancing-type": str,
+    }
+)
+"""Flag that needs other settings before it means anything (see merge.py) -> the type of its value, if it takes one."""
+
+
+def _kept_checkpoints(text: str, where: str) -> dict[str, Any]:
+    """`--save-retain-interval N`: Megatron keeps the newest checkpoint and each of a multiple of N steps."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"{where} takes a whole number of at least 1, such as 1000, got {text}")
+    return {"keep_latest": 1, "keep_every": int(text)}
+
+
+def _window(text: str, where: str) -> dict[str, Any]:
+    """`--window-size LEFT,RIGHT`: keys beside the query's own."""
+    numbers = re.fullmatch(r"\(?\s*(-?\d+)\s*,\s*(-?\d+)\s*\)?", text)
+    if numbers is None:
+        raise ConfigError(f"{where} takes two numbers such as 127,0, got {text}")
+    left, right = int(numbers[1]), int(numbers[2])
+    if right > 0 or (left, right) == (0, 0) or left < -1:
+        raise ConfigError(f"{where} cannot be {text}: attention is causal; use e.g. 127,0, or -1,0 for no window")
+    return {} if left == -1 else {"sliding_window": left + 1}
+
+
+def _interpolated(text: str, where: str) -> dict[str, Any]:
+    """`--rotary-seq-len-interpolation-factor N`: all positions divided by N."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"{where} takes a whole number of at least 1, such as 4, got {text}")
+    return {} if text == "1" else {"rope_scaling": "linear", "rope_scaling_factor": float(text)}
+
+
+FROM_VALUE: Mapping[str, Callable[[str, str], dict[str, Any]]] = MappingProxyType(
+    {
+        **DATA_FILES,
+        "--save-retain-interval": _kept_checkpoints,
+        "--window-size": _window,
+        "--rotary-seq-len-interpolation-factor": _interpolated,
+    }
+)
+"""Flag -> (its value, the flag) -> the settings that follow."""
 
 STANDS_FOR: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -79,127 +144,19 @@ STANDS_FOR: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "--decoder-first-pipeline-num-layers": ("pipeline_layers",),
         "--decoder-last-pipeline-num-layers": ("pipeline_layers",),
         "--group-query-attention": (),
+        "--no-position-embedding": (),
+        "--use-distributed-optimizer": ("dp_strategy",),
+        "--account-for-embedding-in-pipeline-split": ("pipeline_layers",),
+        "--account-for-loss-in-pipeline-split": ("pipeline_layers",),
+        "--eval-global-batch-size": (),
+        "--moe-router-load-balancing-type": ("moe_aux_loss_coeff",),
         **dict.fromkeys(DATA_FILES, PATH_SETTINGS),
+        "--save-retain-interval": ("keep_latest", "keep_every"),
+        "--window-size": ("sliding_window",),
+        "--rotary-seq-len-interpolation-factor": ("rope_scaling", "rope_scaling_factor"),
     }
 )
 """Flag that is no setting -> the settings that it gives."""
-
-_REASONS: Mapping[str, str] = {
-    "fused attention is always used (except with attention_dropout above 0)": "--use-flash-attn",
-    "there is one implementation of the model": (
-        "--use-mcore-models --use-legacy-models --transformer-impl --spec --use-te-activation-func"
-    ),
-    "the fastest kernel for the device is picked by itself": (
-        "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion "
-        "--no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm "
-        "--cross-entropy-loss-fusion --cross-entropy-fusion-impl --moe-router-fusion --moe-grouped-gemm "
-        "--moe-use-legacy-grouped-gemm --moe-permute-fusion"
-    ),
-    "softmax is always computed in fp32 (fp64 in fp64 runs)": "--attention-softmax-in-fp32",
-    "the all-reduce always overlaps with the weight gradient": "--no-async-tensor-model-parallel-allreduce",
-    "sends and receives are always asynchronous": "--overlap-p2p-communication --no-overlap-p2p-communication",
-    "--tp-comm-overlap has no settings": "--tp-comm-overlap-cfg",
-    "use --sequence-parallel, which shards what recompute saves": "--distribute-saved-activations",
-    "gradients are always accumulated in fp32, and reduced in it unless --wire-dtype bf16 is given": (
-        "--accumulate-allreduce-grads-in-fp32 --main-grads-dtype"
-    ),
-    "main parameters are fp32; --main-params split keeps of them what bf16 parameters lack": "--main-params-dtype",
-    "--main-params, --exp-avg-dtype and --exp-avg-sq-dtype work without it": "--use-precision-aware-optimizer",
-    "this is not supported: use --dp-strategy distributed-optimizer or fully-sharded": (
-        "--optimizer-cpu-offload --optimizer-offload-fraction"
-    ),
-    "this is not supported: states are sharded over all replicas": "--num-distributed-optimizer-instances",
-    "--data-parallel-sharding-strategy, or --dp-strategy, alone says what is sharded": (
-        "--use-megatron-fsdp --use-custom-fsdp"
-    ),
-    "use --overlap-param-gather, which overlaps with the next forward": "--overlap-param-gather-with-optimizer-step",
-    "each pipeline stage gathers on its own, before the layers that need it": "--align-param-gather",
-    "each pipeline stage reduces on its own, as its gradients are ready": "--no-align-grad-reduce",
-    "use --no-overlap-grad-reduce to reduce after the last backward": "--delay-grad-reduce",
-    "use --ddp-bucket-size; buckets are padded so that they divide among the ranks": (
-        "--ddp-num-buckets --ddp-pad-buckets-for-high-nccl-busbw"
-    ),
-    "gradients are parts of the global mean already, so that a sum is right": "--ddp-average-in-collective",
-    "this is not supported": (
-        "--use-nccl-ub --vocab-extra-ids --manual-gc --manual-gc-interval --empty-unused-memory-level "
-        "--mtp-num-layers --multi-latent-attention --moe-router-num-groups --moe-router-group-topk "
-        "--moe-router-enable-expert-bias --moe-router-bias-update-rate --moe-input-jitter-eps "
-        "--moe-shared-expert-gate --moe-per-layer-logging --moe-use-upcycling --decrease-batch-size-if-needed "
-        "--sft"
-    ),
-    "this is not supported: parameters are gathered in the format of --precision": "--fp8-param-gather",
-    "this is not supported: each rank builds its stages, which are cut then": "--init-model-with-meta-device",
-    "updates of matrices have the root mean square --muon-scale": "--muon-scale-mode",
-    "use --muon-scale, which is the root mean square of an update": "--muon-extra-scale-factor",
-    "queries, keys and values of a layer are orthogonalised as one matrix": "--muon-split-qkv --muon-no-split-qkv",
-    "this is not supported: all parameters have one learning rate": "--decoupled-lr --decoupled-min-lr",
-    "the loss is always the mean over the unmasked tokens of the global batch": "--calculate-per-token-loss",
-    "one background thread prepares the next batch": "--num-workers",
-    "samples are read once an epoch, in the order that --seed and --data-order give": "--dataloader-type",
-    "token files are always memory-mapped": "--no-mmap-bin-files",
-    "token files are always memory-mapped .bin/.idx pairs": "--data-impl",
-    "no attention mask is ever made": "--no-create-attention-mask-in-dataloader",
-    "one thread makes the index of an epoch; the order of samples is computed": "--num-dataset-builder-threads",
-    "initial weights never depend on device or layout": "--use-cpu-initialization",
-    "initial weights never depend on the layout": "--data-parallel-random-init",
-    "each rank draws its own shards alone; --load then replaces them": "--no-initialization",
-    "say --position-embedding-type rope or none instead": "--no-position-embedding",
-    "SIGTERM and SIGUSR1 always lead to a checkpoint: see --exit-signals": "--exit-signal-handler",
-    "spikes of the loss are always reported: see --loss-spike-threshold": "--check-for-spiky-loss",
-    "the shape of the model is checked against the checkpoint; use --config with the config.yaml in it instead": "--use-checkpoint-args",
-    "the schedule is always the one of the present settings": (
-        "--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler"
-    ),
-    "there is one checkpoint format, which any layout can load": (
-        "--ckpt-format --use-dist-ckpt --dist-ckpt-format --dist-ckpt-optim-fully-reshardable "
-        "--ckpt-fully-parallel-save --ckpt-fully-parallel-load --ckpt-assume-constant-structure "
-        "--dist-ckpt-strictness --auto-detect-ckpt-format"
-    ),
-    "use --finetune to load the weights alone": "--no-load-optim --no-load-rng",
-    "a checkpoint always holds everything that a resumed run needs": "--no-save-optim --no-save-rng",
-    "--async-save writes from a thread of each rank": "--async-strategy --use-persistent-ckpt-worker",
-    "use --keep-latest 1 --keep-every N": "--save-retain-interval",
-    "every checkpoint has a sha256 of each file, and is verified when it is loaded": "--verify-integrity",
-    "it is always logged": (
-        "--log-throughput --log-memory-to-tensorboard --log-world-size-to-tensorboard "
-        "--log-batch-size-to-tensorboard --log-learning-rate-to-tensorboard --log-loss-scale-to-tensorboard "
-        "--log-validation-ppl-to-tensorboard --log-timers-to-tensorboard"
-    ),
-    "TensorBoard follows --log-interval": "--tensorboard-log-interval",
-    "ranks come from torchrun's environment": "--local-rank --lazy-mpu-init",
-    "use --dp-strategy": "--DDP-impl",
-    "there are none but those that a CPU run or a background save needs": "--disable-gloo-process-groups",
-    "the whole head is rotated": "--rotary-percent",
-    "use --position-embedding-type rope": "--rope-type",
-    "this is not supported: --activation is gelu, gelu_tanh, swiglu, geglu or geglu_tanh": "--squared-relu",
-    "use --sliding-window, which counts the query's own key too: one more than the left size here": "--window-size",
-    "this is not supported: --sliding-window is for all layers alike": "--window-attn-skip-freq",
-    "the two halves of a head are rotated against each other, as in Llama": "--rotary-interleaved",
-    "use --rope-scaling linear with --rope-scaling-factor": "--rotary-seq-len-interpolation-factor",
-    "use --cp-comm-type p2p or a2a": "--hierarchical-context-parallel-sizes",
-    "the load-balancing loss is taken over each sequence, with the weight --moe-aux-loss-coeff": "--moe-router-load-balancing-type",
-    "this is not supported: scores are a softmax": "--moe-router-score-function",
-    "routing is always computed in fp32 (fp64 in fp64 runs)": "--moe-router-dtype",
-    "tokens are always exchanged by an all-to-all over --ep": "--moe-token-dispatcher-type --moe-enable-deepep",
-    "tokens are not exchanged while the shared expert runs": "--moe-shared-expert-overlap",
-    "experts compute the tokens that they have, without padding": "--moe-pad-expert-input-to-capacity",
-    "use --recompute-granularity selective --recompute-modules moe": "--moe-layer-recompute",
-    "use --etp": "--moe-extended-tp",
-    "the cut of layers always weighs embedding and head": (
-        "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
-    ),
-    "use --rampup-batch-size START INCREMENT SAMPLES": "--step-batch-size-schedule",
-    "its files go to <run_dir>/wandb": "--wandb-save-dir",
-    "least and most over ranks are logged; TensorBoard has the most": "--timing-log-option",
-    "--timing-log-level 1, the default, names stragglers": "--log-straggler",
-    "--profile uses it without": "--use-pytorch-profiler",
-    "it is written to <run_dir>/out-of-memory-rank-N.pickle": "--memory-snapshot-path",
-    "use --dry-run, which needs no devices": "--fake-process-group",
-}
-NO_EFFECT: Mapping[str, str] = MappingProxyType(
-    {flag: why for why, flags in _REASONS.items() for flag in flags.split()}
-)
-"""Flag of Megatron-LM that would change nothing here -> why."""
 
 
 def settings_of_word(flag: str, word: str, where: str) -> Mapping[str, Any]:

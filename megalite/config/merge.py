@@ -1,15 +1,17 @@
 """Levels of settings (preset, files, flags) and how they become one RunConfig."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megalite.config.data import DATA_FILES
 from megalite.config.describe import replace, settings
 from megalite.config.errors import ConfigError, Problems, Reported, gathered, shortened
-from megalite.config.megatron import DERIVED, SHORTHANDS, settings_of_word
+from megalite.config.megatron import DERIVED, FROM_VALUE, SAID, SHORTHANDS, settings_of_word
+from megalite.config.megatron_flags import ALREADY_SO, DIFFERS, Note
 from megalite.config.parallel import V_SCHEDULES, parse_pipeline_layout
 from megalite.config.run import RunConfig, save_folder
+from megalite.config.training import parse_batch_schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Level:
         """Values equal to the default count as asked for too (flags); a dumped config restates every default."""
         self.given: dict[str, Given] = {}
         self.derived: dict[str, Given] = {}
+        self.notes: list[Note] = []
+        """What it gives that sets nothing, and is accepted."""
 
     def add(self, name: str, value: Any, source: str) -> None:
         """Record a setting.
@@ -47,20 +51,25 @@ class Level:
             ConfigError: the value is not what the flag takes; the message starts with `where`.
         """
         given: Mapping[str, Any] = {}
-        if (flag in SHORTHANDS or DERIVED.get(flag) is False) and value is not True:
+        if (flag in SHORTHANDS or DERIVED.get(flag, int) is None) and value is not True:
             raise ConfigError(f"{where} takes no value but true, got {shortened(value)}; remove it")
         if flag in DERIVED:
-            if DERIVED[flag] and (isinstance(value, bool) or not isinstance(value, int)):
+            if DERIVED[flag] is int and (isinstance(value, bool) or not isinstance(value, int)):
                 raise ConfigError(f"{where} takes a whole number such as 4, got {shortened(value)}")
             _add(self.derived, flag, Given(value, source))
         elif flag in SHORTHANDS:
             given = SHORTHANDS[flag]
-        elif flag in DATA_FILES:
-            if not isinstance(value, str):
-                raise ConfigError(f"{where} takes the path of a file, got {shortened(value)}")
-            given = DATA_FILES[flag](value, where)
+        elif flag in FROM_VALUE:
+            if not isinstance(value, str) and (
+                flag in DATA_FILES or isinstance(value, bool) or not isinstance(value, int)
+            ):
+                what = "the path of a file" if flag in DATA_FILES else "one value"
+                raise ConfigError(f"{where} takes {what}, got {shortened(value)}")
+            given = FROM_VALUE[flag](str(value), where)
         else:
             given = settings_of_word(flag, value if isinstance(value, str) else shortened(value), where)
+        if flag in SAID:
+            self.notes.append(Note(flag, DIFFERS, SAID[flag]))
         for name, fixed in given.items():
             self.add(name, fixed, source)
 
@@ -83,6 +92,8 @@ class Merged:
     """Setting -> `default`, `preset NAME`, `file PATH` or `flag --NAME`."""
     explicit: frozenset[str]
     """Settings that someone asked for: by a flag, or by a file with a value that is not the default."""
+    notes: tuple[Note, ...] = ()
+    """What was given that sets nothing, and is accepted: flags of Megatron-LM."""
 
 
 def merge(levels: Sequence[Level], problems: Problems | None = None) -> Merged:
@@ -107,7 +118,7 @@ def merge(levels: Sequence[Level], problems: Problems | None = None) -> Merged:
     }
     provenance = {name: top[name].source if name in top else "default" for name in settings()}
     config = replace(RunConfig(), **{name: given.value for name, given in top.items()})
-    return Merged(config, provenance, frozenset(explicit))
+    return Merged(config, provenance, frozenset(explicit), tuple(note for level in levels for note in level.notes))
 
 
 def _overlay(levels: Sequence[Level]) -> dict[str, Given]:
@@ -145,6 +156,82 @@ def _resolve_derived(levels: Sequence[Level], problems: Problems) -> None:
         grouped = level.derived.get("--group-query-attention")
         if grouped and "num_query_groups" not in problems.wrong and _value(levels, "num_query_groups") is None:
             problems.add(f"{grouped.source} says nothing without the number of groups; add --num-query-groups, e.g. 8")
+        accounted = [level.derived[flag] for flag in _ACCOUNTED if flag in level.derived]
+        if accounted:
+            with problems.collecting("pipeline_layers"):
+                level.add("pipeline_layers", _accounted_layers(level, _sizes(levels, problems)), accounted[0].source)
+        for flag, resolve in _RESOLVED.items():
+            if flag in level.derived:
+                with problems.collecting():
+                    resolve(level, level.derived[flag], levels)
+
+
+def _no_position_embedding(level: Level, given: Given, levels: Sequence[Level]) -> None:
+    """Megatron-LM takes it with rope alone, where there is no learned embedding."""
+    if (kind := _value(levels, "position_embedding_type")) == "learned_absolute":
+        raise ConfigError(f"{given.source} contradicts position_embedding_type {kind}; use rope or none")
+    level.notes.append(Note("--no-position-embedding", ALREADY_SO, f"position_embedding_type is {kind}"))
+
+
+def _load_balancing(level: Level, given: Given, levels: Sequence[Level]) -> None:
+    """Megatron-LM's aux_loss is over a microbatch, ours over each sequence: one and the same where a microbatch is one."""
+    kind, flag = str(given.value), "--moe-router-load-balancing-type"
+    if kind == "none":
+        level.add("moe_aux_loss_coeff", 0.0, given.source)
+        return
+    if kind not in ("aux_loss", "seq_aux_loss"):
+        raise ConfigError(f"{given.source} {kind} is refused: the loss is over each sequence; use seq_aux_loss or none")
+    size = _value(levels, "micro_batch_size")
+    if kind == "aux_loss" and _value(levels, "moe_aux_loss_coeff") and size != 1:
+        raise ConfigError(
+            f"{given.source} {kind} is over the {size} sequences of a microbatch, the loss here over each sequence; use "
+            "seq_aux_loss, or --micro-batch-size 1, where both are the same"
+        )
+    level.notes.append(Note(flag, ALREADY_SO, "the load-balancing loss is over each sequence"))
+
+
+def _sharded_states(level: Level, given: Given, _: Sequence[Level]) -> None:
+    """Megatron-LM wants it beside FSDP, which says more."""
+    strategy = level.given.get("dp_strategy")
+    if strategy is not None and strategy.value == "fully-sharded" and strategy.source != "flag --dp-strategy":
+        level.notes.append(Note("--use-distributed-optimizer", ALREADY_SO, "fully-sharded shards the states too"))
+    else:
+        level.add("dp_strategy", "distributed-optimizer", given.source)
+
+
+def _eval_batch(level: Level, given: Given, levels: Sequence[Level]) -> None:
+    schedule, size = _value(levels, "step_batch_size_schedule"), _value(levels, "global_batch_size")
+    if schedule is not None:
+        size = parse_batch_schedule(schedule)[-1][1]
+    if given.value != size:
+        raise ConfigError(
+            f"{given.source} {given.value} is refused: evaluations have batches of global_batch_size {size}; leave it out, and "
+            "scale --eval-iters"
+        )
+    level.notes.append(Note("--eval-global-batch-size", ALREADY_SO, "evaluations have batches of global_batch_size"))
+
+
+_RESOLVED: Mapping[str, Callable[[Level, Given, Sequence[Level]], None]] = {
+    "--no-position-embedding": _no_position_embedding,
+    "--moe-router-load-balancing-type": _load_balancing,
+    "--use-distributed-optimizer": _sharded_states,
+    "--eval-global-batch-size": _eval_batch,
+}
+_ACCOUNTED = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
+"""Embedding and loss take the place of a layer of the first and of the last stage."""
+
+
+def _accounted_layers(level: Level, sizes: tuple[int, int, int]) -> list[int]:
+    layers, pp, vpp = sizes
+    stages, ends = pp * vpp, [int(flag in level.derived) for flag in _ACCOUNTED]
+    each, rest = divmod(layers + sum(ends), stages)
+    source = " and ".join(level.derived[flag].source for flag in _ACCOUNTED if flag in level.derived)
+    if rest or stages < 2:
+        raise ConfigError(
+            f"{source}: num_layers {layers} and {sum(ends)} more do not divide among pp·vpp = {pp}·{vpp} stages; leave it out: "
+            "the cut of layers weighs embedding and head"
+        )
+    return [each - ends[0] * (stage == 0) - ends[1] * (stage == stages - 1) for stage in range(stages)]
 
 
 def _chunks_of_layout_and_schedule(levels: Sequence[Level], problems: Problems) -> None:

@@ -40,6 +40,10 @@ class ModelConfig:
     """How positions enter."""
     rotary_base: float = option(10000.0, above=0)
     """RoPE's theta."""
+    rotary_percent: float = option(1.0, above=0, at_most=1)
+    """Share of each head that RoPE turns, from its first channel on; the rest has no position (GPT-NeoX)."""
+    rotary_interleaved: bool = option(False)
+    """RoPE turns neighbouring channels against each other (GPT-J) instead of the two halves of a head (Llama)."""
     rope_scaling: str = option("none", choices=("none", "linear", "llama3"))
     """How RoPE is stretched for longer sequences: all frequencies by the factor (linear), or the slow ones (llama3)."""
     rope_scaling_factor: float = option(8.0, above=1)
@@ -60,7 +64,7 @@ class ModelConfig:
     """Norm over each head of queries and keys before RoPE (Qwen3)."""
     norm_epsilon: float = option(1e-5, above=0, flags=("--layernorm-epsilon",))
     """Added to the variance inside the norm."""
-    activation: str = option("gelu", choices=("gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh"))
+    activation: str = option("gelu", choices=("gelu", "gelu_tanh", "squared_relu", "swiglu", "geglu", "geglu_tanh"))
     """MLP nonlinearity; swiglu and geglu have a gate beside the up projection."""
     add_bias_linear: bool = option(True)
     """Biases in the linear layers of attention and MLP; router and experts have none."""
@@ -105,6 +109,11 @@ class ModelConfig:
     def head_size(self) -> int:
         """Size of one attention head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary_size(self) -> int:
+        """Channels of a head that RoPE turns."""
+        return int(self.head_size * self.rotary_percent)
 
     @property
     def query_groups(self) -> int:

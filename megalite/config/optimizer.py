@@ -34,6 +34,10 @@ class OptimizerConfig:
     """Peak learning rate."""
     min_lr: float = option(0.0, at_least=0, basic=True)
     """Learning rate at and after the end of decay."""
+    decoupled_lr: float | None = option(None, above=0)
+    """Peak learning rate of the word embedding and the output head alone; default: lr."""
+    decoupled_min_lr: float | None = option(None, at_least=0)
+    """decoupled_lr: what it decays to; default: min_lr."""
     lr_decay_style: str = option(
         "cosine", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"), basic=True
     )

@@ -1,5 +1,6 @@
 """`RunConfig`: everything that decides a run, in one frozen value, and what follows from several of its sections."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
@@ -24,6 +25,24 @@ class RunConfig:
     compute: ComputeConfig = field(default_factory=ComputeConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+
+def least_ranks(config: RunConfig) -> int:
+    """tp·pp·cp·dp; where dp is open, with the least that experts leave."""
+    p = config.parallel
+    stage, grid = max(p.tp * p.cp, 1), max(p.expert_tp * p.ep, 1) if config.model.num_experts else 1
+    return max(stage * p.pp * (p.dp or grid // math.gcd(stage, grid)), 1)
+
+
+def profile_folder(config: RunConfig) -> str | None:
+    """Where `profile` writes its folder: to run_dir, else to tensorboard_dir."""
+    return config.logging.run_dir or config.logging.tensorboard_dir
+
+
+def writers(config: RunConfig) -> list[str]:
+    """Further writers of metrics: those that `metrics` names, and wandb where there is a project to write to."""
+    named, project = config.logging.metrics, config.logging.wandb_project
+    return named if project is None or "wandb" in named else [*named, "wandb"]
 
 
 def saves(config: RunConfig) -> bool:

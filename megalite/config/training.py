@@ -1,8 +1,32 @@
 """The run: batch sizes, length, precision, recompute, evaluation; checkpoints; what is logged."""
 
+import re
 from dataclasses import dataclass
+from itertools import pairwise
 
+from megalite.config.errors import ConfigError
 from megalite.config.option import option
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_ENTRY = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)([KMBT]?):(\d{1,7})", re.IGNORECASE)
+
+
+def parse_batch_schedule(text: str) -> list[tuple[int, int]]:
+    """(tokens from which on, batch size) of each step of `step_batch_size_schedule`, as Megatron-LM reads it.
+
+    Raises:
+        ConfigError: not FROM:SIZE pairs that start from 0 and rise.
+    """
+    found, example = [], 'e.g. "0:384 200B:768 400B:1152"'
+    for entry in text.replace(",", " ").split():
+        match = _ENTRY.fullmatch(entry)
+        if match is None or int(match[3]) < 1:
+            raise ConfigError(f"step_batch_size_schedule has {entry} in it, which is no FROM:SIZE; {example}")
+        found.append((int(float(match[1]) * _UNITS[match[2].upper()]), int(match[3])))
+    thresholds = [tokens for tokens, _ in found]
+    if not found or thresholds[0] != 0 or any(after <= before for before, after in pairwise(thresholds)):
+        raise ConfigError(f"step_batch_size_schedule {text!r} must start from 0 tokens and rise; {example}")
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +39,9 @@ class TrainingConfig:
     """Sequences in one step over all ranks; default micro_batch_size · dp."""
     rampup_batch_size: list[int] | None = option(None)
     """START INCREMENT SAMPLES: grow the batch from START to global_batch_size by INCREMENT over SAMPLES samples."""
+    step_batch_size_schedule: str | None = option(None)
+    """FROM:SIZE ...: the batch has SIZE sequences from so many tokens on, e.g. "0:384 200B:768 400B:1152" (K, M, B, T are
+    thousands to trillions); then global_batch_size is the last of them."""
     train_iters: int | None = option(None, at_least=1, basic=True)
     """Length of the run in steps."""
     train_samples: int | None = option(None, at_least=1)
@@ -51,8 +78,8 @@ class TrainingConfig:
     """auto: cuda if there is one."""
     eval_interval: int | None = option(None, at_least=1, basic=True)
     """Steps between evaluations on the validation split; default: none."""
-    eval_iters: int = option(10, at_least=1)
-    """Global batches in one evaluation."""
+    eval_iters: int = option(10, at_least=0)
+    """Global batches in one evaluation; 0: no evaluation."""
     exit_interval: int | None = option(None, at_least=1)
     """Stop (and save) after a step divisible by this, as if the run had been interrupted."""
     exit_duration_in_mins: float | None = option(None, above=0)
@@ -78,7 +105,7 @@ class CheckpointConfig:
     save: str | None = option(None, basic=True)
     """Folder for checkpoints; default <run_dir>/checkpoints if save_interval is set. A file that names this folder of its
     run_dir means the default: with another --run-dir checkpoints go there."""
-    save_interval: int | None = option(None, at_least=1, basic=True)
+    save_interval: int | None = option(None, at_least=1, flags=("--persistent-save-interval",), basic=True)
     """Steps between checkpoints; one is also written at the end."""
     async_save: bool = option(False, basic=True)
     """Copy the state to host memory and write it from there while training continues."""
@@ -100,6 +127,10 @@ class CheckpointConfig:
     """Start from step 0 if load holds no checkpoint; otherwise that is an error."""
     finetune: bool = option(False)
     """Load weights alone: optimizer, step and data position start afresh."""
+    load_optimizer: bool = option(True)
+    """Resume with the states of the optimizer; --no-load-optimizer lets them start afresh, at the step that was saved."""
+    require_same_schedule: bool = option(False)
+    """Refuse a checkpoint of a run with other schedules of learning rate and weight decay than these settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,15 +139,19 @@ class LoggingConfig:
 
     log_interval: int = option(10, at_least=1, basic=True)
     """Steps between log lines."""
+    log_params_norm: bool = option(False)
+    """Log the L2 norm of all weights with each line."""
+    log_num_zeros_in_grad: bool = option(False)
+    """Log how many elements of the whole model's gradient are 0 with each line."""
     run_dir: str | None = option(None, basic=True)
     """Folder for config.yaml, metrics.jsonl, sessions.json and tensorboard/; default: none of them is
     written."""
     tensorboard_dir: str | None = option(None)
     """TensorBoard event files; default <run_dir>/tensorboard."""
     metrics: list[str] = option([])
-    """Further writers of the numbers in metrics.jsonl: csv (<run_dir>/metrics.csv), wandb."""
+    """Further writers of the numbers in metrics.jsonl: csv (<run_dir>/metrics.csv), wandb (where wandb_project is set)."""
     wandb_project: str | None = option(None)
-    """Project at Weights & Biases; its key comes from WANDB_API_KEY or `wandb login`, never from a flag."""
+    """Project at Weights & Biases, which turns its writer on; its key comes from WANDB_API_KEY or `wandb login`, never from a flag."""
     wandb_entity: str | None = option(None)
     """Team or user there; default: that of the key."""
     wandb_exp_name: str | None = option(None)
@@ -136,7 +171,7 @@ class LoggingConfig:
     loss_spike_window: int = option(100, at_least=8)
     """Recent steps that a loss is compared with."""
     profile: bool = option(False)
-    """Write torch.profiler's traces and tables of some steps to <run_dir>/profile."""
+    """Write torch.profiler's traces and tables of some steps to <run_dir>/profile, or to <tensorboard_dir>/profile without a run_dir."""
     profile_step_start: int = option(10, at_least=2)
     """First step to profile, counted from where this run starts; in the one before the profiler warms up."""
     profile_step_end: int = option(12, at_least=3)

@@ -13,20 +13,21 @@ from megalite.config.batch import microbatch_counts, samples_per_microbatch
 from megalite.config.describe import replace, settings, values_of
 from megalite.config.errors import Findings, Problems, gathered
 from megalite.config.option import plain
-from megalite.config.rules.batch import BATCH, LENGTHS, SCHEDULES, check_rampup_form
+from megalite.config.rules.batch import BATCH, LENGTHS, SCHEDULES, check_rampup_form, check_schedule_form
 from megalite.config.rules.compute import COMPUTE, LLAMA3_SETTINGS, NETWORK, RECOMPUTE
 from megalite.config.rules.data_parallel import ADAM_SETTINGS, OPTIMIZER, STRATEGY
 from megalite.config.rules.layout import CUTS, EXPERTS, LAYOUT, resolve_dp
 from megalite.config.rules.rule import Check, Settings, rules, see
-from megalite.config.rules.run import CHECKPOINT, DATA, ELASTIC, HANG, STOPS, VISIBILITY
+from megalite.config.rules.run import CHECKPOINT, DATA, ELASTIC, HANG, STOPS, TOKENIZER, VISIBILITY
 from megalite.config.run import RunConfig
+from megalite.config.training import parse_batch_schedule
 from megalite.config.values import check_choice
 
 __all__ = ["microbatch_counts", "require_startable", "validate"]
 
 _OF_WHAT_IS_ASKED: tuple[Check, ...] = (
     *(*LAYOUT, *HANG, *ELASTIC, *STRATEGY, *OPTIMIZER),
-    *(*COMPUTE, *NETWORK, *EXPERTS, *CUTS, *RECOMPUTE),
+    *(*COMPUTE, *NETWORK, *EXPERTS, *CUTS, *RECOMPUTE, *TOKENIZER),
 )
 _OF_WHAT_IS_RESOLVED: tuple[Check, ...] = (*BATCH, *SCHEDULES, *LENGTHS, *DATA, *CHECKPOINT, *STOPS, *VISIBILITY)
 _OF_WHAT_STARTS: tuple[Check, ...] = (
@@ -85,6 +86,7 @@ def validate(
 
         _check_values(config, found)
         found.extend(check_rampup_form(see(config, explicit, found.wrong)), "rampup_batch_size")
+        found.extend(check_schedule_form(see(config, explicit, found.wrong)), "step_batch_size_schedule")
         if world_size is None:
             found.wrong.add("dp")
         with found.collecting("dp"):
@@ -135,10 +137,20 @@ def _without_idle(config: RunConfig) -> RunConfig:
     """Put back what a preset sets and a flag left without effect: read again from a file, it would be an error."""
     model = config.model
     idle: list[str] = []
+    if model.attention_dropout:
+        idle.append("attention_backend")
+    if config.data.tokenizer_type not in (None, "TikTokenizer") or config.data.tokenizer_model is None:
+        idle.append("tiktoken_pattern")
+    if config.parallel.tp == 1:
+        idle.append("sequence_parallel")
+    if config.compute.fp8 or config.parallel.tp == 1 or not config.parallel.sequence_parallel:
+        idle.append("tp_comm_overlap")
+    if config.training.eval_iters == 0:
+        idle += ["eval_interval", "eval_iters"]
     if model.num_experts is None:
-        idle += [name for name in settings() if name.startswith("moe_")]
+        idle += ["etp", *(name for name in settings() if name.startswith("moe_"))]
     if model.position_embedding_type != "rope":
-        idle.append("rotary_base")
+        idle += ["rotary_base", "rotary_percent", "rotary_interleaved"]
     if model.rope_scaling == "none":
         idle.append("rope_scaling_factor")
     if model.rope_scaling != "llama3":
@@ -148,10 +160,14 @@ def _without_idle(config: RunConfig) -> RunConfig:
     return replace(config, **{name: settings()[name].default for name in idle})
 
 
+def _last_size(c: Settings) -> int | None:
+    return parse_batch_schedule(c.step_batch_size_schedule)[-1][1] if c.step_batch_size_schedule is not None else None
+
+
 _DERIVED: Mapping[str, Callable[[Settings], object]] = MappingProxyType(
     {
         "etp": lambda c: c.expert_tp if c.num_experts else c.etp,
-        "global_batch_size": lambda c: c.global_batch_size or samples_per_microbatch(c.run),
+        "global_batch_size": lambda c: c.global_batch_size or _last_size(c) or samples_per_microbatch(c.run),
         "num_query_groups": lambda c: c.query_groups,
         "kv_channels": lambda c: c.head_size,
         "ffn_hidden_size": lambda c: c.ffn_size or None,  # 0: no layer has a dense MLP

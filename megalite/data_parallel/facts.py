@@ -27,6 +27,7 @@ class BucketKind(NamedTuple):
     tied: bool
     expert: bool
     orthogonal: bool = False
+    decoupled_lr: bool = False
 
     @property
     def in_parts(self) -> bool:

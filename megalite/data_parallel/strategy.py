@@ -269,6 +269,24 @@ class DataParallelStrategy(ABC):
             return torch.zeros((), dtype=torch.float64, device=self.device)
         return self.options.l2norm(counted).square()
 
+    def local_zeros(self) -> torch.Tensor:
+        """This rank's part of the number of gradient elements that are 0, fp64; padding is none of them."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for shard in self.shards:
+            if shard.counts_in_norm:
+                end = max((stop for _, _, stop in shard.bucket.within(shard.start, shard.stop)), default=shard.start)
+                real = shard.grad[: end - shard.start]
+                total += real.numel() - torch.count_nonzero(real)
+        return total
+
+    def local_params_squared(self) -> torch.Tensor:
+        """This rank's part of Σw² over the whole model's main parameters, fp64."""
+        with self.main_in_memory():
+            counted = [shard.main_param.data for shard in self.shards if shard.counts_in_norm]
+            if not counted:
+                return torch.zeros((), dtype=torch.float64, device=self.device)
+            return self.options.l2norm(counted).square()
+
     # ---- optimizer states and weights
 
     def update(self, optimizer: Optimizer, update: Update) -> None:

@@ -111,6 +111,11 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, *, tanh: bool = False) -> T
     return F.gelu(x if bias is None else x + bias, approximate="tanh" if tanh else "none")
 
 
+def squared_relu(x: Tensor) -> Tensor:
+    """max(x, 0)² (arXiv 2109.08668)."""
+    return F.relu(x).square()
+
+
 class _Gated(torch.autograd.Function):
     """f(gate)·up; the backward computes f(gate) again rather than keeping a third tensor of this size."""
 
@@ -150,13 +155,13 @@ def geglu(x: Tensor, *, tanh: bool = False) -> Tensor:
 
 
 def rope_frequencies(config: ModelConfig) -> Tensor:
-    """θ_i = base^(-2i/d) [d/2] in fp64, slowed down for sequences longer than those first trained on.
+    """θ_i = base^(-2i/d) [d/2] in fp64 for the d channels of a head that are turned, slowed down for sequences longer than those first trained on.
 
     Scaling `linear`: every θ / factor (arXiv 2306.15595). `llama3` (Llama 3.1, arXiv 2407.21783): by the turns that a pair
     makes within the original positions. Fewer than low_freq_factor: θ / factor; more than high_freq_factor: θ; in between
     the two are mixed linearly in the number of turns.
     """
-    size, factor, low = config.head_size, config.rope_scaling_factor, config.rope_low_freq_factor
+    size, factor, low = config.rotary_size, config.rope_scaling_factor, config.rope_low_freq_factor
     theta = config.rotary_base ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
     if config.rope_scaling == "none":
         return theta

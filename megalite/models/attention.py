@@ -62,7 +62,9 @@ class Attention(torch.nn.Module):
             bias=config.add_bias_linear or config.add_qkv_bias,
             factory=factory,
         )
-        self._rope = factory.kernel("rope", config.head_size)
+        self._rope = factory.kernel("rope", config.rotary_size)
+        self.rotary_size, self.rotary_interleaved = config.rotary_size, config.rotary_interleaved
+        self.plain_rope = config.rotary_size == config.head_size and not config.rotary_interleaved
         self._softmax = None
         if self.dropout > 0.0 and self.core_cp.size == 1:
             self._softmax = factory.kernel("softmax", config.max_position_embeddings or 0)
@@ -89,14 +91,14 @@ class Attention(torch.nn.Module):
         qkv = self.qkv(x)
         s, b = qkv.shape[:2]
         qkv = qkv.view(s, b, self.groups, self.queries + 2, self.head_size)
-        if self.q_norm is None and context.rope is not None and context.rope[0].shape[1] == 1:
-            q, k, v = self._turned(qkv, *context.rope)
+        if self.q_norm is None and self.plain_rope and context.rope is not None and context.rope[0].shape[1] == 1:
+            q, k, v = self._turned_in_place(qkv, *context.rope)
         else:
             q, k, v = self._split(qkv)
             if self.q_norm is not None and self.k_norm is not None:
                 q, k = self.q_norm(q), self.k_norm(k)
             if context.rope is not None:
-                q, k = self._rope(q, *context.rope), self._rope(k, *context.rope)
+                q, k = self._turned(q, *context.rope), self._turned(k, *context.rope)
                 if self.q_norm is None:  # nothing else keeps qkv: a view would
                     v = v.contiguous()
         if self.exchange_heads:
@@ -121,6 +123,20 @@ class Attention(torch.nn.Module):
     def _parts(self, qkv: Tensor) -> Sequence[Tensor]:
         return qkv.split((self.queries, 1, 1), dim=3)
 
+    def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """RoPE on the first `rotary_size` channels of queries or keys.
+
+        Interleaved pairs are turned as halves, in another order of the channels: scores do not depend on an order that
+        queries and keys have in common.
+        """
+        if self.plain_rope:
+            turned: Tensor = self._rope(x, cos, sin)
+            return turned
+        pairs, rest = x[..., : self.rotary_size], x[..., self.rotary_size :]
+        if self.rotary_interleaved:
+            pairs = pairs.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        return torch.cat((self._rope(pairs.contiguous(), cos, sin), rest), dim=-1)
+
     def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[s, b, groups, queries + 2, d] -> queries [s, b, heads, d], keys and values [s, b, groups, d]."""
         q, k, v = self._parts(qkv)
@@ -129,7 +145,7 @@ class Attention(torch.nn.Module):
             k, v = k.contiguous(), v.contiguous()
         return q, k, v
 
-    def _turned(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _turned_in_place(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`_split` of qkv [s, b, groups, queries + 2, d], queries and keys rotated by one table [s, 1, 1, d/2] for all
         sequences. They are read where the projection left them: a group is to the kernel as a sequence."""
         q, k, v = self._parts(qkv)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.model import ModelConfig
+from megalite.kernels.layer_ops import squared_relu
 from megalite.models.recompute import Recompute, not_saving
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.tensor_parallel.parameter import ParameterFactory
@@ -16,10 +17,12 @@ from megalite.tensor_parallel.parameter import ParameterFactory
 def activation_of(name: str, size: int, *, factory: ParameterFactory) -> Callable[..., Tensor]:
     """x [..., size] -> [..., size], or x [..., 2·size] where there is a gate, in the first half.
 
-    Without a gate it takes a bias too: `f(x, bias)`. `name` is `ModelConfig.activation`, `size` the features on this rank.
+    gelu takes a bias too: `f(x, bias)`. `name` is `ModelConfig.activation`, `size` the features on this rank.
     """
     if name == "swiglu":
         return factory.kernel("swiglu", size)
+    if name == "squared_relu":
+        return squared_relu
     kind, _, tanh = name.partition("_")
     return partial(factory.kernel({"geglu": "geglu", "gelu": "bias_gelu"}[kind], size), tanh=bool(tanh))
 
@@ -44,7 +47,9 @@ class MLP(torch.nn.Module):
         local = f // factory.tp.size
         self.activation = activation_of(config.activation, local, factory=factory)
         # A fused kernel gives the bias's gradient in the pass that it makes anyway.
-        self.fuses_bias = config.add_bias_linear and not config.is_gated and factory.fuses("bias_gelu", local)
+        self.fuses_bias = (
+            config.add_bias_linear and config.activation in ("gelu", "gelu_tanh") and factory.fuses("bias_gelu", local)
+        )
         self.recompute_activation = recompute is not None and recompute.selects("mlp_act")
         self.up = ColumnParallelLinear(
             f"{name}.up",

@@ -40,6 +40,10 @@ def is_hidden_matrix(name: str, shape: tuple[int, ...], *, decay: bool) -> bool:
     return decay and len(shape) >= 2 and name.split(".")[0] not in ("embedding", "head")
 
 
+DECOUPLED = frozenset({"embedding.word.weight", "head.weight"})
+"""What `decoupled_lr` is of: the word embedding and the output head, as in Megatron-LM."""
+
+
 def _matrix(
     name: str, shape: tuple[int, ...], shard_dim: int | None, init: Init = "normal", expert: bool = False
 ) -> ParameterShape:

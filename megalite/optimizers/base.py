@@ -47,6 +47,8 @@ class FlatParameter:
     """In the order of their places; padding is in none."""
     orthogonal: bool = False
     """It holds nothing but hidden matrices, which Muon orthogonalises."""
+    decoupled_lr: bool = False
+    """It holds nothing but word embedding and head, which have their own learning rate."""
 
     @property
     def grad(self) -> torch.Tensor:
@@ -62,10 +64,16 @@ class Update:
     """The current step, counted from 1."""
     lr: float
     weight_decay: float
+    decoupled_lr: float | None = None
+    """That of flat parameters with `decoupled_lr`."""
     factor: float = 1.0
     """Gradients must still be multiplied with it: it undoes the loss scale and clips."""
     copies: Mapping[torch.nn.Parameter, torch.Tensor] = field(default_factory=dict)
     """Where new parameters are put as well, rounded: for optimizers with `writes_copies`."""
+
+    def rate(self, flat: FlatParameter) -> float:
+        """The learning rate of a flat parameter."""
+        return self.lr if self.decoupled_lr is None or not flat.decoupled_lr else self.decoupled_lr
 
     @property
     def kept(self) -> float:

@@ -130,27 +130,37 @@ class Schedules:
         return int(self._warmup / self._unit)
 
     def lr(self, progress: Progress) -> float:
+        return self._lr(progress, self._config.lr, self._config.min_lr)
+
+    def decoupled_lr(self, progress: Progress) -> float | None:
+        """That of word embedding and head, where it is another."""
+        c = self._config
+        if c.decoupled_lr is None:
+            return None
+        return self._lr(progress, c.decoupled_lr, c.min_lr if c.decoupled_min_lr is None else c.decoupled_min_lr)
+
+    def _lr(self, progress: Progress, peak: float, least: float) -> float:
         c, x = self._config, self._position(progress)
         if self._warmup and x <= self._warmup:
-            return c.lr_warmup_init + (c.lr - c.lr_warmup_init) * x / self._warmup
+            return c.lr_warmup_init + (peak - c.lr_warmup_init) * x / self._warmup
         if c.lr_decay_style == "constant":
-            return c.lr
+            return peak
         if x > self._length:
-            return c.min_lr
+            return least
         if c.lr_decay_style == "inverse-square-root":
-            return max(c.min_lr, c.lr * max(self._warmup, 1) ** 0.5 / max(x, 1) ** 0.5)
+            return max(least, peak * max(self._warmup, 1) ** 0.5 / max(x, 1) ** 0.5)
         if c.lr_decay_style == "WSD":
-            return self._wsd(x)
+            return self._wsd(x, peak, least)
         ratio = (x - self._warmup) / (self._length - self._warmup)
         remaining = 1.0 - ratio if c.lr_decay_style == "linear" else 0.5 * (math.cos(math.pi * ratio) + 1.0)
-        return c.min_lr + (c.lr - c.min_lr) * remaining
+        return least + (peak - least) * remaining
 
-    def _wsd(self, x: int) -> float:
+    def _wsd(self, x: int, peak: float, least: float) -> float:
         """Warm-up, stable, decay (arXiv 2404.06395); the four decays are Megatron-LM's."""
         c = self._config
         start = self._length - self._wsd_decay
         if x <= start:
-            return c.lr
+            return peak
         ratio = (x - start) / self._wsd_decay
         remaining = {
             "linear": 1.0 - ratio,
@@ -158,7 +168,7 @@ class Schedules:
             "exponential": 2.0 * 0.5**ratio - 1.0,
             "minus_sqrt": 1.0 - math.sqrt(ratio),
         }[c.lr_wsd_decay_style]
-        return c.min_lr + (c.lr - c.min_lr) * remaining
+        return least + (peak - least) * remaining
 
     def weight_decay(self, progress: Progress) -> float:
         """Weight decay at a position of `read_at`; it moves over the length of the run."""

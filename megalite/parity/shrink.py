@@ -139,7 +139,7 @@ def _check_asked(config: RunConfig, explicit: frozenset[str], dp: int) -> None:
     p = config.parallel
     config = replace(config, vocab_size=config.model.vocab_size or 50257)
     if p.dp is None:  # the batch belongs to a world that we do not know
-        config = replace(config, dp=dp, global_batch_size=None, rampup_batch_size=None)
+        config = replace(config, dp=dp, global_batch_size=None, rampup_batch_size=None, step_batch_size_schedule=None)
     dp, batch_given = p.dp or dp, config.training.global_batch_size is not None
     config = validate(config, p.tp * p.pp * p.cp * dp, explicit)
     etp = config.parallel.etp
@@ -213,7 +213,7 @@ def _batch_changes(config: RunConfig, world: int) -> Changes:
     group = p.microbatch_group_size_per_virtual_pipeline_stage
     if group is not None and group > MAX_GROUP:
         changes["microbatch_group_size_per_virtual_pipeline_stage"] = None
-    config = replace(config, **changes, global_batch_size=None, rampup_batch_size=None)
+    config = replace(config, **changes, global_batch_size=None, rampup_batch_size=None, step_batch_size_schedule=None)
     unit = samples_per_microbatch(config)
     counts = list(range(p.pp + 1, 4 * MAX_BATCH))
     size, ramp = training.global_batch_size, training.rampup_batch_size

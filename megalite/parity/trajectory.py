@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from megalite.config.batch import batch_size
+from megalite.config.batch import batch_size, batch_sizes
 from megalite.config.describe import replace
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
@@ -172,10 +172,10 @@ def whole(ranks: Sequence[RankTrajectory]) -> Trajectory:
 def plain(config: RunConfig) -> RunConfig:
     """The same run on one rank with nothing split, reordered or recomputed, the whole batch in one microbatch.
 
-    With a batch-size ramp-up the microbatches stay as they are: no one size fits every step.
+    With a batch-size ramp-up or schedule the microbatches stay as they are: no one size fits every step.
     """
     training = config.training
-    size = training.micro_batch_size if training.rampup_batch_size else training.global_batch_size
+    size = training.global_batch_size if len(batch_sizes(config)) == 1 else training.micro_batch_size
     return validate(replace(config, **LAYOUT_OF_ONE_RANK, micro_batch_size=size), 1)
 
 

@@ -14,7 +14,7 @@ from megalite.data_parallel.facts import (
     strategy_states,
     wire_width,
 )
-from megalite.models.shapes import ParameterShape, is_hidden_matrix
+from megalite.models.shapes import DECOUPLED, ParameterShape, is_hidden_matrix
 from megalite.partition.activations import ELEMENT_BYTES
 from megalite.partition.stages import StagePlan, shapes_of, shares_embedding
 
@@ -133,6 +133,7 @@ def _cut(config: RunConfig, shapes: list[ParameterShape], *, tied_apart: bool, u
             partial_over_tp=is_partial(shape, config),
             tied=tied_apart and shape.name == "embedding.word.weight",
             expert=shape.expert,
+            decoupled_lr=config.optimizer.decoupled_lr is not None and shape.name in DECOUPLED,
             orthogonal=muon and is_hidden_matrix(shape.name, shape.shape, decay=shape.decay),
         )
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from megalite.config.errors import ConfigError
+from megalite.config.run import profile_folder
 from megalite.pipeline.executor import Tracer
 from megalite.topology.layout import ParallelLayout
 from megalite.topology.topology import Topology
@@ -179,9 +180,10 @@ class Instruments:
         if logging.timing_log_level:
             self._timings = Timings(self.clock, topology, apart=apart, threshold=logging.straggler_threshold)
         if logging.profile and topology.rank in logging.profile_ranks:
-            assert logging.run_dir is not None, "validate() asks for it"
+            folder = profile_folder(replica.config)
+            assert folder is not None, "validate() asks for it"
             self._profiler = StepProfiler(
-                Path(logging.run_dir),
+                Path(folder),
                 rank=topology.rank,
                 first=step + logging.profile_step_start,
                 last=step + logging.profile_step_end - 1,

@@ -19,7 +19,7 @@ from megalite.kernels.registry import Kernels
 from megalite.models.compute import apply_compute, use_numerics
 from megalite.models.gpt import GPTStage
 from megalite.models.recompute import Recompute
-from megalite.models.shapes import is_hidden_matrix
+from megalite.models.shapes import DECOUPLED, is_hidden_matrix
 from megalite.optimizers.base import OPTIMIZERS, Context, FlatParameter, Optimizer, Segment
 from megalite.optimizers.schedules import LossScaler
 from megalite.partition.pipeline import lowered, plan_stages, proved, schedule_of
@@ -60,6 +60,11 @@ def build_strategy(
                 info = parameter.info
                 found = is_hidden_matrix(info.spec.name, info.spec.global_shape, decay=info.decay)
                 parameter.info = dataclasses.replace(info, orthogonal=found)
+    if config.optimizer.decoupled_lr is not None:
+        for parameter in parameters:
+            if isinstance(parameter, ShardedParameter):
+                decoupled = parameter.info.spec.name in DECOUPLED
+                parameter.info = dataclasses.replace(parameter.info, decoupled_lr=decoupled)
     groups = StrategyGroups(
         dp=topology.dp_cp,
         expert_dp=topology.expert_dp,
@@ -112,7 +117,7 @@ def _flat_parameter(shard: OptimizerShard) -> FlatParameter:
             )
         )
     kind = shard.bucket.kind
-    return FlatParameter(shard.main_param, kind.decay, tuple(segments), kind.orthogonal)
+    return FlatParameter(shard.main_param, kind.decay, tuple(segments), kind.orthogonal, kind.decoupled_lr)
 
 
 @contextmanager

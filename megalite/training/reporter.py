@@ -158,10 +158,11 @@ class Reporter:
         batch_size: int,
         bubble_fraction: float | None = None,
         data_wait_seconds: float = 0.0,
+        params_norm: Callable[[], float] | None = None,
     ) -> None:
         """Take note of a step; every `log_interval` steps, and after the last, print a line and what the instruments say.
 
-        Collectives: those of `Instruments.interval`, when a line is due.
+        Collectives: those of `Instruments.interval` and of `params_norm`, when a line is due.
         """
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
@@ -187,6 +188,8 @@ class Reporter:
             "dp_wire_bytes": result.wire_bytes,
             **asdict(self._meter.speed(seconds=seconds, steps=1, samples=batch_size)),
         }
+        further = {"decoupled_lr": result.decoupled_lr, "num_zeros": result.num_zeros}
+        record |= {name: value for name, value in further.items() if value is not None}
         if bubble_fraction is not None:
             record["bubble_fraction"] = bubble_fraction
         if result.fault is not None:
@@ -204,9 +207,11 @@ class Reporter:
             if due:
                 fields, lines = self._instruments.interval(steps=len(self._losses), seconds=self._seconds)
                 record |= fields
+        if due and params_norm is not None:
+            record["params_norm"] = params_norm()
         self._write(record)
         if due:
-            for line in (self._line(result, after, batch_size), *lines):
+            for line in (self._line(result, after, batch_size, record.get("params_norm")), *lines):
                 self._log(line)
             self._begin_interval()
 
@@ -214,7 +219,7 @@ class Reporter:
         for sink in self._sinks:
             sink.write(record)
 
-    def _line(self, result: StepResult, after: Progress, batch_size: int) -> str:
+    def _line(self, result: StepResult, after: Progress, batch_size: int, params_norm: object) -> str:
         steps = len(self._losses)
         speed = self._meter.speed(seconds=self._seconds, steps=steps, samples=self._samples)
         minutes, seconds = divmod(round((self._total - after.step) * speed.ms_per_step / 1e3), 60)
@@ -224,7 +229,10 @@ class Reporter:
             f"loss {math.fsum(self._losses) / steps:.4f}",
             *(f"{name.replace('_', ' ')} {value:.4f}" for name, value in result.auxiliary.items()),
             f"lr {result.lr:.3e}",
+            *([] if result.decoupled_lr is None else [f"decoupled lr {result.decoupled_lr:.3e}"]),
             f"grad norm {result.grad_norm:.3f}",
+            *([] if result.num_zeros is None else [f"num zeros {result.num_zeros}"]),
+            *([f"params norm {params_norm:.3f}"] if isinstance(params_norm, float) else []),
             f"loss scale {result.loss_scale:g}",
             f"batch {batch_size}",
             f"{speed.ms_per_step:.0f} ms/step",

@@ -13,6 +13,7 @@ from megalite.checkpoint.safetensors_file import DTYPE_NAMES, TORCH_DTYPES
 from megalite.config.data import DEFAULT_SPLIT, DataConfig
 from megalite.config.errors import CheckpointError, ConfigError
 from megalite.config.model import TRAINING_FIELDS, ModelConfig
+from megalite.config.optimizer import OptimizerConfig
 from megalite.config.run import RunConfig
 from megalite.config.training import TrainingConfig
 from megalite.data.sources import megatron_lengths
@@ -125,33 +126,39 @@ def load(replica: Replica, folder: Path, *, tokenizer: str | None, log: Callable
             f"{checkpoint.path} was trained with another tokenizer (sha256 {manifest.tokenizer[:12]}..., "
             f"this run's is {tokenizer[:12]}...); give the same tokenizer, or --finetune to start over from the weights"
         )
-    if not finetune and not any(key.startswith("optimizer.") for key in manifest.tensors):
+    with_optimizer = not finetune and config.checkpoint.load_optimizer
+    if not finetune and config.checkpoint.require_same_schedule:
+        check_same_schedule(checkpoint, config.optimizer)
+    if with_optimizer and not any(key.startswith("optimizer.") for key in manifest.tensors):
         raise CheckpointError(
-            f"{checkpoint.path} holds weights alone, no optimizer state to continue from; add --finetune"
+            f"{checkpoint.path} holds weights alone, no optimizer state to continue from; add --finetune, or --no-load-optim"
         )
     notes: list[str] = []
     with agreeing(topology.world, topology.device, CheckpointError):
-        load_states(replica, checkpoint, with_optimizer=not finetune, log=notes.append)
+        load_states(replica, checkpoint, with_optimizer=with_optimizer, log=notes.append)
     log(f"loaded {checkpoint.path} (written by {_describe(manifest.layout)})")
     progress = Progress(0, 0)
     if not finetune:
         for line in (*notes, *data_changes(manifest.config, config, dp=manifest.layout.get("dp"))):
             log(line)
-        progress = _load_counters(replica, checkpoint)
+        if not with_optimizer:
+            log("the optimizer's states start afresh, as load_optimizer says")
+        progress = _load_counters(replica, checkpoint, with_optimizer=with_optimizer)
     replica.strategy.loaded()
     return progress
 
 
-def _load_counters(replica: Replica, checkpoint: Checkpoint) -> Progress:
+def _load_counters(replica: Replica, checkpoint: Checkpoint, *, with_optimizer: bool) -> Progress:
     counters = checkpoint.manifest.counters
     try:
         if int(counters["step"]) != checkpoint.manifest.step:
             raise ValueError(f"step is {counters['step']} in a checkpoint of step {checkpoint.manifest.step}")
-        replica.optimizer.updates = int(counters["optimizer_updates"])
         replica.scaler.load_state(counters["loss_scaler"])
-        # Checkpoints from before there were such counters have none.
-        replica.optimizer.load_counters(counters.get("optimizer", {}))
-        replica.strategy.load_counters(counters.get("strategy", {}))
+        if with_optimizer:
+            replica.optimizer.updates = int(counters["optimizer_updates"])
+            # Checkpoints from before there were such counters have none.
+            replica.optimizer.load_counters(counters.get("optimizer", {}))
+            replica.strategy.load_counters(counters.get("strategy", {}))
         return Progress(int(counters["step"]), int(counters["consumed_samples"]))
     except ConfigError:
         raise  # of a setting that does not go with what was saved
@@ -160,6 +167,31 @@ def _load_counters(replica: Replica, checkpoint: Checkpoint) -> Progress:
             f"{checkpoint.path}: its counters are not those of a training run ({type(error).__name__}: {error}); "
             "--finetune takes the weights alone"
         ) from None
+
+
+SCHEDULE = (
+    *("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "lr_decay_style", "lr_decay_iters", "lr_decay_samples"),
+    *("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction", "lr_warmup_init", "lr_schedule_offset"),
+    *("lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style", "weight_decay", "weight_decay_incr_style"),
+    *("start_weight_decay", "end_weight_decay"),
+)
+"""Settings of the schedules of learning rate and weight decay."""
+
+
+def check_same_schedule(checkpoint: Checkpoint, optimizer: OptimizerConfig) -> None:
+    """The checkpoint's run must have had the schedules of these settings."""
+    section = checkpoint.manifest.config.get("optimizer", {})
+    saved = asdict(OptimizerConfig()) | (section if isinstance(section, dict) else {})
+    differ = [
+        f"{name} {saved[name]} there, {value} here"
+        for name in SCHEDULE
+        if saved[name] != (value := getattr(optimizer, name))
+    ]
+    if differ:
+        raise CheckpointError(
+            f"{checkpoint.path} has other schedules: {'; '.join(differ)}. Give the checkpoint's settings, or leave out "
+            "--require-same-schedule (--use-checkpoint-opt-param-scheduler)"
+        )
 
 
 def check_same_model(checkpoint: Checkpoint, model: ModelConfig, *, finetune: bool = False) -> None:

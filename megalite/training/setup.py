@@ -15,6 +15,7 @@ from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
 from megalite.config.registry import Registry
 from megalite.config.run import RunConfig, save_folder
+from megalite.config.run import writers as wanted_writers
 from megalite.config.validate import validate
 from megalite.data.dataset import SampleSource
 from megalite.data.loader import BatchLoader
@@ -192,7 +193,7 @@ def _open_sinks(replica: Replica, *, step: int, log: Callable[[str], None]) -> l
             reserve_ending(folder)
             replace_durably(folder / "config.yaml", files.dump(replica.written).encode())
             sinks[f"{folder / 'metrics.jsonl'}"] = JsonLines(folder / "metrics.jsonl", step=step)
-        if run_dir is not None or config.logging.tensorboard_dir is not None or config.logging.metrics:
+        if run_dir is not None or config.logging.tensorboard_dir is not None or wanted_writers(config):
             more, without = _WHEN_NAMED.get("writers")(config, step=step)
             sinks |= more
             if without:

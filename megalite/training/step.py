@@ -60,6 +60,10 @@ class StepResult:
     """What the data-parallel strategy exchanged."""
     wire_bytes: float
     """What this rank has sent for data parallelism, without headers; of this rank alone."""
+    decoupled_lr: float | None = None
+    """That of word embedding and head, where it is another."""
+    num_zeros: int | None = None
+    """Elements of the whole model's gradient that are 0, with log_num_zeros_in_grad."""
     fault: str | None = None
     """Why it was skipped, for the log, where that is no fp16 overflow."""
 
@@ -116,12 +120,14 @@ class Stepper:
 
         terms = [auxiliary.totals.get(name) for name in self._auxiliary_names]
         parts = strategy.norm_terms()
-        loss, *sums = self._totals(strategy.scope, losses, *parts, *terms)
+        zeros = [strategy.local_zeros()] if replica.config.logging.log_num_zeros_in_grad else []
+        loss, *sums = self._totals(strategy.scope, losses, *parts, *terms, *zeros)
+        num_zeros = int(sums.pop()) if zeros else None
         loss, added = self._shares * loss / scale, [self._shares * term for term in sums[len(parts) :]]
         norms = strategy.norms(sums[: len(parts)])
         norm, clipping = norms.shown / scale, norms.clipping / scale
         scheduled = self._scheduled(before, after)
-        lr = self._schedules.lr(scheduled)
+        lr, decoupled = self._schedules.lr(scheduled), self._schedules.decoupled_lr(scheduled)
         finite = math.isfinite(norm) and math.isfinite(loss)
         checks = training.check_for_nan_in_loss_and_grad
         # The scale can be too large for gradients; a loss that is not finite itself has another cause.
@@ -137,19 +143,28 @@ class Stepper:
             self._skipped_in_a_row = self._overflows_in_a_row = 0
             decay, factor = self._schedules.weight_decay(scheduled), self._factor(clipping, scale)
             with self._phase("optimizer"):
-                strategy.update(replica.optimizer, Update(step=after.step, lr=lr, weight_decay=decay, factor=factor))
+                update = Update(step=after.step, lr=lr, decoupled_lr=decoupled, weight_decay=decay, factor=factor)
+                strategy.update(replica.optimizer, update)
         replica.scaler.update(overflow=overflow, fault=fault is not None, samples=batch_size)
         return StepResult(
             loss=loss,
             grad_norm=norm,
             lr=lr,
             loss_scale=scale,
+            decoupled_lr=decoupled,
+            num_zeros=num_zeros,
             skipped=skipped,
             fault=fault,
             auxiliary=dict(zip(self._auxiliary_names, added, strict=True)),
             phase=strategy.phase(after.step),
             wire_bytes=strategy.wire(),
         )
+
+    def params_norm(self) -> float:
+        """L2 norm of all main parameters. Collectives: one all-reduce of a number over the world."""
+        total = self._replica.strategy.local_params_squared().clone()
+        self._replica.topology.world.all_reduce(total)
+        return math.sqrt(float(total))
 
     def _count_overflow(self, shown: str) -> None:
         """One more step that overflows; only those count that a smaller scale cannot help."""

@@ -302,7 +302,14 @@ class Trainer:
                 bubble = traces.finish(after.step, self.replica.schedule_of(size))
             self.progress = after
             self._step_reached, self._moved = after.step, True
-            self.reporter.step(result, after=after, batch_size=size, bubble_fraction=bubble, data_wait_seconds=waited)
+            self.reporter.step(
+                result,
+                after=after,
+                batch_size=size,
+                bubble_fraction=bubble,
+                data_wait_seconds=waited,
+                params_norm=self.stepper.params_norm if self.config.logging.log_params_norm else None,
+            )
             if self.instruments.finish(after.step):
                 self.reporter.restart_clock()
         except (ConfigError, NonFiniteError) as error:

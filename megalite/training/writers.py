@@ -17,6 +17,7 @@ from megalite.checkpoint.files import replace_durably
 from megalite.config.describe import redact_text, redacted, sectioned
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
+from megalite.config.run import writers as wanted
 from megalite.training.sinks import AppendedFile, MetricSink
 
 TENSORBOARD_TAGS = {
@@ -25,7 +26,10 @@ TENSORBOARD_TAGS = {
     "load_balancing_loss": "load_balancing_loss",
     "z_loss": "z_loss",
     "lr": "learning-rate",
+    "decoupled_lr": "decoupled-learning-rate",
     "grad_norm": "grad-norm",
+    "num_zeros": "num-zeros",
+    "params_norm": "params-norm",
     "loss_scale": "loss-scale",
     "batch_size": "batch-size",
     "ms_per_step": "iteration-time",
@@ -238,6 +242,6 @@ def open_writers(config: RunConfig, *, step: int) -> tuple[dict[str, MetricSink]
             tensorboard = str(Path(logging.run_dir) / "tensorboard")
     if tensorboard is not None:
         sinks[tensorboard] = TensorBoard(Path(tensorboard))
-    if "wandb" in logging.metrics:
+    if "wandb" in wanted(config):
         sinks["wandb"] = Wandb(config, resumes=config.checkpoint.load is not None)
     return sinks, without

@@ -179,7 +179,6 @@ def test_trillion_parameters_on_3072_ranks() -> None:
             "--dry-run --vocab-size 8 --pp 2 --vpp 2 --num-layers 4 --global-batch-size 3 --pipeline-schedule dualpipe-v",
             "dualpipe-v",
         ),
-        ("--dry-run --tokenizer-model nowhere.model", "nowhere.model"),
     ],
 )
 def test_errors(flags: str, message: str) -> None:

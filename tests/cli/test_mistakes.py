@@ -22,8 +22,9 @@ SPOKEN = [*COMMANDS, *NESTED]
 
 PATHS = {
     "train --config {path} --dry-run": "",
-    "train --tokenizer-model {path} --dry-run": "",
-    "train --vocab-file {path} --merge-file {path} --tokenizer-type GPT2BPETokenizer --dry-run": "",
+    "train --tokenizer-model {path} --dry-run": "missing under long",
+    "train --vocab-file {path} --merge-file {path} --tokenizer-type GPT2BPETokenizer --dry-run": "missing under long",
+    "port {path}": "",
     "train --vocab-size 64 --pp 2 --pipeline-schedule-file {path} --dry-run": "",
     "train --vocab-size 64 --pp 2 --pipeline-costs {path} --pipeline-schedule auto --dry-run": "",
     "train --data-args-path {path} --vocab-size 64 --dry-run": "text",

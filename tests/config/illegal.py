@@ -15,7 +15,6 @@ _TABLE = """
 2 --tp 4 => world size 2 … tp·pp·cp = 4·1·1 = 4 … start 4 ranks … among 1, 2
 8 --tp 2 --pp 2 --dp 3 => dp 3 does not fit … --dp 2 or start 12 ranks
 4 --vpp 2 => vpp 2 has no effect with pp 1 … pp 2 or more, or vpp 1
-4 --sequence-parallel => sequence_parallel has no effect with tp 1 … tp 2 or more, or --no-sequence-parallel
 4 --pp 2 --microbatch-group-size 4 => microbatch_group_size_per_virtual_pipeline_stage 4 … schedule 1f1b … vpp 2
 4 --pp 2 --vpp 2 --num-layers 4 --pipeline-schedule looped-bfs --microbatch-group-size 4
     => microbatch_group_size_per_virtual_pipeline_stage 4 … schedule looped-bfs … vpp 2
@@ -61,18 +60,10 @@ _TABLE = """
     => num_layers 3 is less than pp·vpp = 2·2 = 4 stages … num_layers 4 or more, or pp·vpp up to 3
 2 --pp 2 --num-layers 4 --pipeline-layers 2,1,1 => pipeline_layers 2,1,1 has 3 entries … pp·vpp = 2·1 = 2 stages … 2,2
 2 --pp 2 --num-layers 5 --pipeline-layers 2,2 => pipeline_layers 2,2 adds up to 4, but num_layers is 5 … 2,3
-1 --cp-comm-type a2a => cp_comm_type a2a has no effect with cp 1 … cp 2 or more
-1 --cp-comm-type p2p --seq-length 128 => cp_comm_type p2p has no effect with cp 1 … cp 2 or more
 4 --cp 4 --cp-comm-type a2a --num-attention-heads 8 --num-query-groups 2 => cp_comm_type a2a … 2/1 = 2 … cp 4 … cp 1, 2
 4 --tp 2 --cp 2 --cp-comm-type a2a --num-attention-heads 8 --num-query-groups 2
     => cp_comm_type a2a … 2/2 = 1 … cp 2 … cp 1
 4 --tp 2 --cp 2 --sequence-parallel --seq-length 6 => seq_length 6 … 2·cp = 4 … a multiple, e.g. 8
-1 --recompute-modules mlp => recompute_modules mlp … recompute_granularity none … recompute-granularity selective
-1 --recompute-granularity full --recompute-modules core_attn
-    => recompute_modules core_attn … recompute_granularity full … recompute-granularity selective
-1 --recompute-method block => recompute_method block … recompute_granularity none … --recompute-granularity full
-1 --recompute-granularity selective --recompute-num-layers 2
-    => recompute_num_layers 2 … recompute_granularity selective … recompute-granularity full
 1 --recompute-activations --recompute-modules core_atn => recompute_modules has core_atn in it: did you mean core_attn?
 1 --recompute-activations --recompute-modules mlp mlp => recompute_modules names mlp twice
 1 --recompute-activations --recompute-modules mlp_act moe_act => recompute_modules names mlp_act twice
@@ -91,7 +82,6 @@ _TABLE = """
 # Model and experts.
 1 --hidden-dropout 1 => hidden_dropout is 1 … below 1, e.g. 0.0
 2 --ep 2 => ep 2 has no effect without experts … --num-experts 2 or use ep 1
-1 --etp 1 => etp 1 has no effect without experts … --num-experts 8
 1 --num-experts 2 --moe-router-topk 3 => moe_router_topk 3 is more than num_experts 2 … at most 2
 3 --num-experts 8 --ep 3 => num_experts 8 is not divisible by ep 3 … ep 1
 4 --num-experts 8 --ep 8 => tp·cp·dp = 4 … etp·ep = 1·8 = 8 … choose etp·ep among 1, 2, 4
@@ -101,7 +91,6 @@ _TABLE = """
     => hidden_size 16 with activation swiglu … 0 … --ffn-hidden-size, e.g. 64
 1 --position-embedding-type rope --kv-channels 15
     => a head size of 15 is odd, but rope turns pairs of channels … an even one, e.g. --kv-channels 64
-1 --rotary-base 500000 => rotary_base 500000 has no effect with position_embedding_type learned_absolute … rope
 4 --tp 4 --num-experts 4 --ffn-hidden-size 90 --etp 4 => ffn_hidden_size 90 is not divisible by etp 4 … etp 1, 2
 1 --add-qkv-bias => add_qkv_bias has no effect with add_bias_linear … remove it, or add --disable-bias-linear
 1 --rope-scaling llama3 => rope_scaling llama3 … position_embedding_type learned_absolute … rope
@@ -112,10 +101,6 @@ _TABLE = """
     => rope_original_max_positions 4096 … rope_scaling none … llama3
 1 --position-embedding-type rope --rope-scaling llama3 --rope-low-freq-factor 4
     => rope_low_freq_factor 4 … rope_high_freq_factor 4 … less than 4
-1 --moe-ffn-hidden-size 64 => moe_ffn_hidden_size 64 has no effect without experts … --num-experts 8
-1 --moe-router-pre-softmax => moe_router_pre_softmax has no effect without experts … --num-experts 8
-1 --num-experts 4 --moe-token-drop-policy position
-    => moe_token_drop_policy position … moe_expert_capacity_factor … moe-expert-capacity-factor 1.25
 1 --num-experts 8 --moe-expert-capacity-factor 4
     => moe_expert_capacity_factor 4 … num_experts 8 and moe_router_topk 2 … less than 4
 1 --num-experts 8 --moe-router-topk 1
@@ -133,15 +118,10 @@ _TABLE = """
 4 --tp 4 --num-experts 4 --seq-length 102 => seq_length 102 is not divisible by tp 4 … a multiple, e.g. 104
 8 --tp 4 --cp 2 --num-experts 4 --seq-length 100 => seq_length 100 … tp·cp = 8 … a multiple, e.g. 104
 # Kernels and attention.
-1 --attention-backend flash --attention-dropout 0.1
-    => attention_backend flash … attention_dropout 0.1 … attention_dropout 0
 1 --attention-backend math --sliding-window 8 => attention_backend math cannot serve sliding_window 8 … flash or auto
 2 --attention-backend cudnn --cp 2 => attention_backend cudnn cannot serve cp 2 with cp_comm_type p2p … flash or auto
 1 --attention-backend efficient --reset-attention-mask
     => attention_backend efficient cannot serve reset_attention_mask … flash or auto
-1 --tp-comm-overlap => tp_comm_overlap has no effect without sequence_parallel … --tp 2 --sequence-parallel
-2 --tp-comm-overlap --tp 2 => tp_comm_overlap has no effect without sequence_parallel … --tp 2 --sequence-parallel
-2 --tp-comm-overlap --tp 2 --sequence-parallel --fp8 --bf16 --num-layers 3 => tp_comm_overlap and fp8 do not go together
 1 --fp8 --fp16 --num-layers 3 => fp8 needs precision bf16, not fp16 … --bf16
 1 --fp8 --bf16 --num-layers 2 => fp8 has no effect with num_layers 2 … num_layers 3 or more
 # Strategies, optimizers, number formats.
@@ -208,7 +188,6 @@ _TABLE = """
     => reduction_order rank … dp_strategy async-parameter-server … dp-strategy all-reduce
 2 --dp-strategy fused-all-reduce --ddp-bucket-size 1000
     => ddp_bucket_size 1000 … dp_strategy fused-all-reduce … dp-strategy all-reduce
-1 --check-replicas-interval 5 => check_replicas_interval 5 has no effect with dp 1 … start more ranks
 2 --check-replicas-interval 61 --train-iters 60
     => check_replicas_interval 61 … train_iters 60 … check-replicas-interval 10
 2 --optimizer sgd --adam-beta2 0.95 => adam_beta2 0.95 has no effect with optimizer sgd … --optimizer adam
@@ -240,12 +219,11 @@ _TABLE = """
 2 --topk-density 1.5 => topk_density is 1.5 … at most 1, e.g. 0.01
 2 --server-chunk-mb 0.0009 => server_chunk_mb is 0.0009 … at least 0.001, e.g. 4.0
 # Batch, schedules, data, checkpoints, reports.
-1 --timing-log-level 2 => timing_log_level is 2 … at most 1, e.g. 1
 1 --straggler-threshold 1 => straggler_threshold is 1 … above 1, e.g. 1.2
 1 --timing-log-level 0 --straggler-threshold 1.5 => straggler_threshold 1.5 … timing_log_level 0 … timing-log-level 1
 1 --metrics cvs --run-dir r => metrics has cvs in it: did you mean csv?
 1 --metrics csv => metrics csv has no folder to write to … --run-dir runs/mine
-1 --wandb-project tiny => wandb_project tiny has no effect without metrics wandb … --metrics wandb
+1 --wandb-entity team => wandb_entity team has no effect without wandb_project … --wandb-project NAME
 1 --metrics wandb --run-dir r => metrics wandb needs a project to write to … --wandb-project NAME
 1 --metrics wandb --wandb-project tiny => metrics wandb needs a name for the run … --wandb-exp-name NAME
 1 --profile => profile has no folder to write to … --run-dir runs/mine
@@ -311,9 +289,6 @@ _TABLE = """
 1 --data-path a --mock-data --vocab-size 8 => data_path a and mock_data are two sources of tokens
 1 --data-path a --train-data-path b => data_path a and train_data_path b are two sources of tokens
 1 --valid-data-path a => valid_data_path a needs train_data_path … it, or use data_path with split
-1 --split 9,1,0 => split 9,1,0 has no effect without data_path … data_path
-1 --train-data-path a --split 9,1,0 => split 9,1,0 has no effect with train_data_path … data_path
-1 --mock-data --vocab-size 8 --split 9,1,0 => split 9,1,0 has no effect with mock_data … data_path
 1 --train-data-path a --eval-interval 10 => eval_interval 10 needs data to evaluate on … --valid-data-path
 1 --mock-data => mock_data needs the range of its tokens … --vocab-size, e.g. 1024
 1 --vocab-file a => vocab_file a needs merge_file … --merge-file
@@ -326,7 +301,6 @@ _TABLE = """
     => keep_every 100 … save_interval 30 … e.g. --keep-every 120
 1 --ckpt-step 10 => ckpt_step 10 has no effect without load … --load FOLDER
 1 --fresh-if-missing => fresh_if_missing has no effect without load … --load FOLDER
-1 --eval-iters 10 => eval_iters 10 has no effect without eval_interval … --eval-interval 100
 1 --mock-data --vocab-size 8 --reset-attention-mask => reset_attention_mask … mock_data … data_path
 1 --data-path a --tokenizer-model t --reset-position-ids --position-embedding-type none
     => reset_position_ids … position_embedding_type none … rope or learned_absolute
@@ -336,11 +310,7 @@ _TABLE = """
 1 --mock-data --vocab-size 64 --packing best-fit => packing best-fit has no effect with mock_data … data_path
 1 --data-path a --packing best-fit --data-order megatron
     => packing best-fit … data_order megatron … packing stream or data_order megalite
-1 --data-path a --packing best-fit --data-cache-path c => data_cache_path c … packing best-fit … packing stream
 1 --data-path a --packing best-fit --reset-attention-mask => reset_attention_mask … packing best-fit … packing stream
-1 --tokenizer-type HuggingFaceTokenizer --tokenizer-model t --tiktoken-pattern x+
-    => tiktoken_pattern x+ … tokenizer_type HuggingFaceTokenizer … TikTokenizer
-1 --tiktoken-pattern x+ => tiktoken_pattern x+ has no effect without a tiktoken file … --tokenizer-model FILE
 1 --kernels rmsnorm => kernels … 'rmsnorm' is neither OPERATION=BACKEND … rmsnorm=triton … apex, triton, onednn, torch
 1 --kernels apex,triton => kernels … backend of all operations is given twice, as apex and triton … keep one of them
 1 --tf32 --bf16 => tf32 has no effect with precision bf16 … nothing multiplies in fp32 … --precision fp32
@@ -350,6 +320,23 @@ _TABLE = """
 1 --kernels rmsnrom=triton => kernels rmsnrom=triton … did you mean rmsnorm?
 1 --kernels rmsnorm=triton adam=apx => kernels adam=apx … did you mean apex?
 1 --kernels adam=apex,adam=torch => kernels … adam is given twice, as apex and torch
+# Batch schedules, another learning rate, rotary channels.
+1 --step-batch-size-schedule 1:8 => step_batch_size_schedule '1:8' must start from 0 tokens and rise … 0:384 200B:768
+1 --step-batch-size-schedule 0:8,x => step_batch_size_schedule has x in it … 0:384 200B:768
+1 --step-batch-size-schedule 0:8,2K:16 --global-batch-size 8 => global_batch_size 8 is not the last size … use 16
+1 --step-batch-size-schedule 0:8,200:16 --seq-length 256
+    => step_batch_size_schedule 0:8,200:16 has two sizes within one sequence of seq_length 256
+2 --step-batch-size-schedule 0:3,2K:16 => step_batch_size_schedule has the size 3 … micro_batch_size·dp = 1·2 = 2 … 2 or 4
+1 --step-batch-size-schedule 0:8,2K:16 --rampup-batch-size 8 8 100
+    => rampup_batch_size 8,8,100 and step_batch_size_schedule 0:8,2K:16 both say
+1 --decoupled-min-lr 1e-5 => decoupled_min_lr 1e-05 has no effect without decoupled_lr … --decoupled-lr
+1 --decoupled-lr 1e-4 --min-lr 1e-3 => decoupled_lr 0.0001 is below what it decays to … --decoupled-min-lr 0
+1 --decoupled-lr 1e-4 --optimizer lamb => decoupled_lr 0.0001 does not go with optimizer lamb … --optimizer adam
+2 --log-params-norm --dp-strategy gossip --sync-warmup-steps 1
+    => log_params_norm does not go with dp_strategy gossip … --dp-strategy all-reduce
+1 --position-embedding-type rope --kv-channels 6 --rotary-percent 0.5
+    => rotary_percent 0.5 of a head size of 6 is 3 channels … use 1 or 0.5
+1 --rotary-interleaved => rotary_interleaved has no effect with position_embedding_type learned_absolute … rope
 # Elastic runs.
 1 --elastic-cluster dgx-h100 => elastic_cluster dgx-h100 has no effect without elastic … --elastic
 2 --elastic --run-dir r --save-interval 5 --load r/checkpoints

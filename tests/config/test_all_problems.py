@@ -32,7 +32,6 @@ def test_flags_and_files_together(tmp_path: Path) -> None:
         f"file {file}, model: num_layers takes a whole number such as 4, got 'four'",
         f"file {file}, model: unknown key hiden_size: did you mean hidden_size?",
         "lr is -1; it must be above 0, e.g. 0.001",
-        "split 9,1,0 has no effect with mock_data; use data_path or remove it",
     )
 
 

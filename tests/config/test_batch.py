@@ -49,7 +49,20 @@ def test_ramp_up_edges(ramp: str, final: int, sizes: tuple[int, ...]) -> None:
     assert batch_size(config, 10**9) == final
 
 
-@pytest.mark.parametrize("ramp", ["", "--rampup-batch-size 2 2 25", "--rampup-batch-size 4 4 7"])
+def test_a_schedule_steps_where_its_tokens_have_been_seen() -> None:
+    config = config_of("--step-batch-size-schedule 0:4,1K:8,0.004M:2 --seq-length 100")
+    assert [batch_size(config, consumed) for consumed in (0, 9, 10, 39, 40, 10**9)] == [4, 4, 8, 8, 2, 2]
+    assert batch_sizes(config) == (4, 8, 2)
+    assert config.training.global_batch_size == 2
+
+
+@pytest.mark.parametrize(
+    "ramp",
+    [
+        *("", "--rampup-batch-size 2 2 25", "--rampup-batch-size 4 4 7"),
+        *("--step-batch-size-schedule 0:2,512:8", "--step-batch-size-schedule 0:8,1024:2,2048:8 --seq-length 64"),
+    ],
+)
 @pytest.mark.parametrize("length", range(1, 60, 7))
 def test_totals_equal_a_count(ramp: str, length: int) -> None:
     by_steps = config_of(f"--global-batch-size 8 --train-iters {length} {ramp}")

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from megalite.config.data import DATA_FILES
 from megalite.config.describe import settings, values_of
 from megalite.config.errors import ConfigError
 from megalite.config.flags import parse_arguments
-from megalite.config.megatron import DERIVED, NO_EFFECT, SHORTHANDS, WORDS
+from megalite.config.megatron import DERIVED, FROM_VALUE, SHORTHANDS, WORDS
+from megalite.config.megatron_flags import REFUSED, known_flags
 from megalite.config.run import RunConfig
 
 EXAMPLES = {int: "3", float: "0.25", str: "x"}
@@ -68,6 +68,27 @@ def test_every_setting_by_every_spelling(name: str) -> None:
         ("--no-overlap-grad-reduce", {"overlap_grad_reduce": False}),
         ("--no-check-for-nan-in-loss-and-grad", {"check_for_nan_in_loss_and_grad": False}),
         ("--group-query-attention --num-query-groups 2", {"num_query_groups": 2}),
+        ("--save-retain-interval 500", {"keep_latest": 1, "keep_every": 500}),
+        ("--window-size 127,0", {"sliding_window": 128}),
+        ("--window-size (127,0)", {"sliding_window": 128}),
+        ("--window-size=-1,0", {}),
+        ("--rotary-seq-len-interpolation-factor 4", {"rope_scaling": "linear", "rope_scaling_factor": 4.0}),
+        ("--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2 --timing-log-level 2", {}),
+        ("--tokenizer-type Llama2Tokenizer", {"tokenizer_type": "SentencePieceTokenizer"}),
+        ("--squared-relu --no-pad-vocab-size", {"activation": "squared_relu", "make_vocab_size_divisible_by": 1}),
+        ("--use-distributed-optimizer", {"dp_strategy": "distributed-optimizer"}),
+        ("--use-distributed-optimizer --use-torch-fsdp2", {"dp_strategy": "fully-sharded"}),
+        ("--fp8-format hybrid --fp8-recipe tensorwise --fp8-amax-history-len 16", {"fp8": True}),
+        ("--moe-router-load-balancing-type none", {}),
+        ("--step-batch-size-schedule 0:16 2.4B:320", {"step_batch_size_schedule": "0:16 2.4B:320"}),
+        (
+            "--no-load-optim --use-checkpoint-opt_param-scheduler",
+            {"load_optimizer": False, "require_same_schedule": True},
+        ),
+        (
+            "--num-layers 6 --pp 4 --vpp 2 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+            {"num_layers": 6, "pp": 4, "vpp": 2, "pipeline_layers": [0, 1, 1, 1, 1, 1, 1, 0]},
+        ),
         ("--num-layers 12 --pp 2 --num-layers-per-virtual-pipeline-stage 3", {"num_layers": 12, "pp": 2, "vpp": 2}),
         ("--num-layers 12 --pp 2 --num-layers-per-virtual-pipeline-stage 6", {"num_layers": 12, "pp": 2}),
         (
@@ -96,17 +117,63 @@ def test_none_unsets() -> None:
     assert config.model.num_layers == 12
 
 
-@pytest.mark.parametrize("flag", NO_EFFECT)
-def test_flag_without_effect_says_why(flag: str) -> None:
+def test_each_flag_of_the_table_is_accepted_or_refused() -> None:
+    """With as many words as it takes: notes for all that are accepted, one answer for all that are not."""
+    for flag, known in known_flags().items():
+        example = "" if known.values is None else "7" if known.values in ("*", ".*") else known.values.split("|")[0]
+        words = [flag, *([example.replace("0?\\.0*", "0.0").replace("0?\\.0050*", "0.005")] if example else [])]
+        if known.kind == REFUSED:
+            with pytest.raises(ConfigError, match=f"^{flag}.* is refused: "):
+                parse_arguments(words)
+        else:
+            (note,) = parse_arguments(words).notes
+            assert (note.kind, note.why) == (known.kind, known.why)
+            assert parse_arguments(words).config == RunConfig()
+
+
+def test_one_line_names_all_that_is_accepted() -> None:
+    flags = "--use-mcore-models --no-rope-fusion --num-workers 2 --transformer-impl local --moe-router-topk 4 --fp8-recipe delayed"
+    assert parse_arguments(flags.split()).remarks == [
+        "already so: --use-mcore-models --transformer-impl; no effect here: --no-rope-fusion --num-workers --moe-router-topk "
+        "(docs/from_megatron.md says why)",
+        "--fp8-recipe delayed: fp8 here has one scale a tensor, of the tensor itself; first and last layer, experts, head and "
+        "weight gradients are in bf16",
+    ]
+    assert parse_arguments(["--tp", "1"]).remarks == []
+
+
+def test_files_take_the_same_flags(tmp_path: Path) -> None:
+    """A switch that a file turns off asks for nothing."""
+    file = tmp_path / "run.yaml"
+    file.write_text("use_mcore_models: true\nno_rope_fusion: false\nmulti-latent-attention: null\nnum_workers: 4\n")
+    assert [note.what for note in parse_arguments(["--config", str(file)]).notes] == [
+        "--use-mcore-models",
+        "--num-workers",
+    ]
+    file.write_text("multi_latent_attention: true\ncuda_graph_scope: [a, b]\nuse_mup: true\n")
     with pytest.raises(ConfigError) as error:
-        parse_arguments([flag, "1"])
-    assert str(error.value) == f"{flag} has no effect: {NO_EFFECT[flag]}; remove it"
+        parse_arguments(["--config", str(file)])
+    assert [problem.split(" is refused")[0] for problem in error.value.problems] == [
+        f"file {file}: multi_latent_attention True".removesuffix(" True"),
+        f"file {file}: use_mup",
+    ]
+
+
+def test_the_shape_of_a_checkpoint_counts() -> None:
+    shape = {"num_layers": 8, "hidden_size": 64, "hidden_dropout": 0.5, "of_a_later_version": 1}
+    flags = ["--load", "ckpt", "--use-checkpoint-args", "--num-layers", "4", "--hidden-size", "64"]
+    invocation = parse_arguments(flags, shape=lambda folder, step: shape if (folder, step) == ("ckpt", None) else None)
+    assert invocation.config.model.num_layers == 8 and invocation.config.model.hidden_dropout == 0.0
+    assert invocation.remarks == ["num_layers: flag --num-layers says 4, the checkpoint 8, which counts"]
+    without = parse_arguments(flags, shape=lambda folder, step: None)
+    assert without.config.model.num_layers == 4
+    assert [note.why for note in without.notes] == ["ckpt has no checkpoint: the settings count as given"]
 
 
 def test_tables_of_flags_do_not_overlap() -> None:
     own = {flag for setting in settings().values() for flag in setting.flags}
     negative = {"--no-" + flag[2:] for setting in settings().values() if setting.type is bool for flag in setting.flags}
-    tables = [own, negative, set(SHORTHANDS), set(WORDS), set(DERIVED), set(DATA_FILES), set(NO_EFFECT)]
+    tables = [own, negative, set(SHORTHANDS), set(WORDS), set(DERIVED), set(FROM_VALUE), set(known_flags())]
     assert len(set().union(*tables)) == sum(map(len, tables))
 
 
@@ -137,8 +204,8 @@ def test_tables_of_flags_do_not_overlap() -> None:
         ("--lr fast", "--lr: lr takes a number such as 0.1, got 'fast'"),
         ("--lr nan", "--lr: lr takes a number such as 0.1, got 'nan'"),
         ("--precision b16", "--precision: precision cannot be 'b16': did you mean bf16? (one of fp32, bf16, fp16, fp64)"),
-        ("--moe-layer-recompute", "--moe-layer-recompute has no effect: use --recompute-granularity selective "
-         "--recompute-modules moe; remove it"),
+        ("--moe-layer-recompute", "--moe-layer-recompute is refused: use --recompute-granularity selective "
+         "--recompute-modules moe"),
         ("--optimizer dist_muon", "--optimizer cannot be dist_muon; use --optimizer muon --dp-strategy "
          "distributed-optimizer, which deals out states and matrices"),
         ("--data-parallel-sharding-strategy optim_grad", "--data-parallel-sharding-strategy cannot be optim_grad: did you "
@@ -147,10 +214,33 @@ def test_tables_of_flags_do_not_overlap() -> None:
         ("--data-parallel-sharding-strategy optim --dp-strategy fully-sharded", "dp_strategy is given twice: "
          "'distributed-optimizer' by flag --data-parallel-sharding-strategy and 'fully-sharded' by flag --dp-strategy; "
          "keep one of them"),
-        ("--use-megatron-fsdp", "--use-megatron-fsdp has no effect: --data-parallel-sharding-strategy, or --dp-strategy, "
-         "alone says what is sharded; remove it"),
-        ("--window-size 4095,0", "--window-size has no effect: use --sliding-window, which counts the query's own key "
-         "too: one more than the left size here; remove it"),
+        ("--use-megatron-fsdp yes", "--use-megatron-fsdp takes no value, got yes; remove it"),
+        ("--num-workers", "--num-workers takes one value, got none"),
+        ("--num-workers 1 2", "--num-workers takes one value, got 1 2"),
+        ("--transformer-impl mine", "--transformer-impl mine is refused: there is one implementation of the model, with the "
+         "kernels that its device has; leave it out"),
+        ("--multi-latent-attention --use-mup", "there are 2 problems:\n- --multi-latent-attention is refused: this kind of "
+         "attention is not supported; use attention with --num-query-groups\n- --use-mup is refused: this initialization is "
+         "not supported; use --init-method-std for all matrices"),
+        ("--window-size 4095,1", "--window-size cannot be 4095,1: attention is causal; use e.g. 127,0, or -1,0 for no window"),
+        ("--window-size 9", "--window-size takes two numbers such as 127,0, got 9"),
+        ("--rotary-seq-len-interpolation-factor 1.5", "--rotary-seq-len-interpolation-factor takes a whole number of at "
+         "least 1, such as 4, got 1.5"),
+        ("--no-position-embedding", "flag --no-position-embedding contradicts position_embedding_type learned_absolute; use "
+         "rope or none"),
+        ("--moe-router-load-balancing-type sinkhorn", "flag --moe-router-load-balancing-type sinkhorn is refused: the loss is "
+         "over each sequence; use seq_aux_loss or none"),
+        ("--num-experts 4 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 --micro-batch-size 2", "flag "
+         "--moe-router-load-balancing-type aux_loss is over the 2 sequences of a microbatch, the loss here over each "
+         "sequence; use seq_aux_loss, or --micro-batch-size 1, where both are the same"),
+        ("--global-batch-size 8 --eval-global-batch-size 16", "flag --eval-global-batch-size 16 is refused: evaluations have "
+         "batches of global_batch_size 8; leave it out, and scale --eval-iters"),
+        ("--fp8-format e4m3", "--fp8-format cannot be e4m3 (one of hybrid)"),
+        ("--use-checkpoint-args", "--use-checkpoint-args takes the model from a checkpoint; add --load FOLDER or remove it"),
+        ("--use-checkpoint-args --load x", "--use-checkpoint-args reads no checkpoint here; use --config with the config.yaml "
+         "in it"),
+        ("--dp-strategy fully-sharded --use-distributed-optimizer", "dp_strategy is given twice: 'fully-sharded' by flag "
+         "--dp-strategy and 'distributed-optimizer' by flag --use-distributed-optimizer; keep one of them"),
         ("--load=", "--load: load is empty; leave it out or give it a value"),
         ("--config", "--config takes one FILE, got none"),
         ("--config nowhere/run.yaml", "config file nowhere/run.yaml does not exist: there is no folder nowhere"),

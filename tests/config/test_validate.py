@@ -29,6 +29,54 @@ def test_rule(world_size: int, flags: str, parts: list[str]) -> None:
     assert re.search(".*".join(map(re.escape, parts)), problem), problem
 
 
+# (world size, command line): the first setting has no effect, as scripts of Megatron-LM have it
+IDLE = [
+    (4, "--sequence-parallel"),
+    (1, "--cp-comm-type a2a"),
+    (1, "--cp-comm-type p2p --seq-length 128"),
+    (1, "--recompute-modules mlp"),
+    (1, "--recompute-granularity full --recompute-modules core_attn"),
+    (1, "--recompute-method block"),
+    (1, "--recompute-granularity selective --recompute-num-layers 2"),
+    (1, "--etp 1"),
+    (1, "--rotary-base 500000"),
+    (1, "--moe-ffn-hidden-size 64"),
+    (1, "--moe-router-pre-softmax"),
+    (1, "--num-experts 4 --moe-token-drop-policy position"),
+    (1, "--attention-backend flash --attention-dropout 0.1"),
+    (1, "--tp-comm-overlap"),
+    (2, "--tp-comm-overlap --tp 2"),
+    (2, "--tp-comm-overlap --tp 2 --sequence-parallel --fp8 --bf16 --num-layers 3"),
+    (1, "--check-replicas-interval 5"),
+    (1, "--split 9,1,0"),
+    (1, "--train-data-path a --split 9,1,0"),
+    (1, "--mock-data --vocab-size 8 --split 9,1,0"),
+    (1, "--eval-iters 10"),
+    (1, "--data-path a --packing best-fit --data-cache-path c"),
+    (1, "--tokenizer-type HuggingFaceTokenizer --tokenizer-model t --tiktoken-pattern x+"),
+    (1, "--tiktoken-pattern x+"),
+]
+
+
+@pytest.mark.parametrize(("world_size", "flags"), IDLE, ids=[flags for _, flags in IDLE])
+def test_what_has_no_effect_is_said_and_taken(world_size: int, flags: str) -> None:
+    invocation = parse_arguments(flags.split(), world_size=world_size)
+    validate(invocation.config, world_size, invocation.explicit)
+    (note,) = invocation.notes
+    assert note.what in flags and note.kind == "no effect here"
+    assert re.match(r"[a-z0-9_]+( .*)? has no effect with", note.why), note.why
+    assert invocation.remarks == [f"no effect here: {note.what} (docs/from_megatron.md says why)"]
+
+
+def test_what_has_no_effect_leaves_no_trace() -> None:
+    invocation = parse_arguments(
+        ["--sequence-parallel", "--tp-comm-overlap", "--etp", "1", "--tiktoken-pattern", "x+", "--eval-iters", "0"]
+    )
+    config = validate(invocation.config, 1, invocation.explicit)
+    assert not (config.parallel.sequence_parallel or config.compute.tp_comm_overlap or config.parallel.etp)
+    assert config.training.eval_iters == RunConfig().training.eval_iters
+
+
 def test_the_table_has_sixty_illegal_combinations() -> None:
     """A combination: the message names two settings or more, as settings or as flags."""
     words = [set(re.findall(r"[a-z][a-z0-9_-]*[a-z0-9]", " ".join(parts))) for _, _, parts in ILLEGAL]

@@ -7,10 +7,10 @@ from types import ModuleType
 
 import pytest
 
-from megalite.config.data import DATA_FILES
 from megalite.config.describe import settings
 from megalite.config.flags import parse_arguments
-from megalite.config.megatron import DERIVED, NO_EFFECT, REFUSED_VALUES, SHORTHANDS, VALUES, WORDS
+from megalite.config.megatron import DERIVED, FROM_VALUE, REFUSED_VALUES, SHORTHANDS, VALUES, WORDS
+from megalite.config.megatron_flags import known_flags
 from tests.e2e.programs import REPOSITORY
 
 SCRIPTS = REPOSITORY / "docs" / "tables"
@@ -112,7 +112,6 @@ def test_each_feature_works_alone(load: Load) -> None:
     [
         ("pp", "ZeRO-3", "pp 2 does not go with dp_strategy fully-sharded"),
         ("1-bit Adam", "ZeRO-1", "optimizer onebit-adam does not go with dp_strategy distributed-optimizer"),
-        ("tp overlap", "fp8", "tp_comm_overlap and fp8 do not go together"),
         ("zero bubble", "vpp", "zb-h1 takes one stage per rank but vpp is 2"),
         ("ep", "tp", None),
         ("V schedules", "recompute ahead", None),
@@ -148,12 +147,13 @@ def test_what_is_said_to_be_theirs_is_a_setting(load: Load) -> None:
 def test_every_spelling_of_theirs_is_on_the_page(load: Load) -> None:
     flags = load("megatron_flags")
     words = [f"{flag} {word}" for flag, words in WORDS.items() for word in words]
-    names = [*SHORTHANDS, *words, *DERIVED, *DATA_FILES, *NO_EFFECT]
+    names = [*SHORTHANDS, *words, *DERIVED, *FROM_VALUE]
     names += [f"{settings()[name].flags[0]} {word}" for name in VALUES for word in VALUES[name]]
     names += [f"{settings()[name].flags[0]} {word}" for name, row in REFUSED_VALUES.items() for word in row]
     names += [flags.their_flag(name) for name in flags.THEIRS]
     assert [name for name in names if f"`{name}`" not in COMING] == []
-    assert [why for why in NO_EFFECT.values() if why.replace("|", "\\|") not in COMING] == []
+    assert [name for name in known_flags() if f"`{name}`" not in COMING and f"`{name} " not in COMING] == []
+    assert [known.why for known in known_flags().values() if known.why not in COMING] == []
 
 
 def test_their_flags_are_read(load: Load) -> None:

@@ -22,6 +22,8 @@ class Plain:
     eps: float = 1e-5
     activation: str = "gelu"
     rope_base: float | None = None
+    rotary_size: int | None = None
+    rotary_interleaved: bool = False
     tied: bool = True
 
 
@@ -37,13 +39,16 @@ def bias(w: Weights, name: str, like: Tensor) -> Tensor:
     return w.get(f"{name}.bias", like.new_zeros(()))
 
 
-def rotate(x: Tensor, base: float) -> Tensor:
-    """Pairs (x_i, x_{i+d/2}) of [b, s, ..., d] turned by position · base^(-2i/d)."""
-    s, d = x.shape[1], x.shape[-1]
+def rotate(x: Tensor, base: float, size: int | None = None, interleaved: bool = False) -> Tensor:
+    """Pairs (x_i, x_{i+d/2}), or (x_2i, x_2i+1), of the first d channels of [b, s, ..., channels] turned by position ·
+    base^(-2i/d)."""
+    s, d = x.shape[1], size or x.shape[-1]
+    x, rest = x[..., :d], x[..., d:]
     theta = torch.tensor([[t * base ** (-2 * i / d) for i in range(d // 2)] for t in range(s)], dtype=x.dtype)
     theta = theta.view(s, *[1] * (x.dim() - 3), d // 2)
-    a, b = x[..., : d // 2], x[..., d // 2 :]
-    return torch.cat([a * theta.cos() - b * theta.sin(), a * theta.sin() + b * theta.cos()], -1)
+    a, b = (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., : d // 2], x[..., d // 2 :])
+    turned = (a * theta.cos() - b * theta.sin(), a * theta.sin() + b * theta.cos())
+    return torch.cat([torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1), rest], -1)
 
 
 def attend(w: Weights, name: str, x: Tensor, c: Plain) -> Tensor:
@@ -55,7 +60,7 @@ def attend(w: Weights, name: str, x: Tensor, c: Plain) -> Tensor:
         qkv = qkv + w[f"{name}.qkv.bias"].view(c.groups, per + 2, c.head_size)
     q, k, v = qkv[:, :, :, :per], qkv[:, :, :, per], qkv[:, :, :, per + 1]
     if c.rope_base is not None:
-        q, k = rotate(q, c.rope_base), rotate(k, c.rope_base)
+        q, k = (rotate(x, c.rope_base, c.rotary_size, c.rotary_interleaved) for x in (q, k))
     scores = torch.einsum("bsgjd,btgd->bgjst", q, k) / math.sqrt(c.head_size)
     s = x.shape[1]
     future = torch.tensor([[t > i for t in range(s)] for i in range(s)])
@@ -72,7 +77,9 @@ def feed_forward(w: Weights, name: str, x: Tensor, c: Plain) -> Tensor:
         y = both[0] * torch.sigmoid(both[0]) * both[1]
     else:
         y = torch.einsum("bsh,fh->bsf", x, w[f"{name}.up.weight"]) + bias(w, f"{name}.up", x)
-        if c.activation == "gelu_tanh":
+        if c.activation == "squared_relu":
+            y = y.clamp(min=0.0) ** 2
+        elif c.activation == "gelu_tanh":
             y = 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
         else:
             y = 0.5 * y * (1 + torch.erf(y / math.sqrt(2)))

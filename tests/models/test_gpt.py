@@ -19,6 +19,9 @@ FAMILIES = {
     "llama": LLAMA,
     "llama-one-group-tied": varied(LLAMA, num_query_groups=1, tie_embeddings=True),
     "llama-biases": varied(LLAMA, add_bias_linear=True),
+    "nemotron": varied(LLAMA, rotary_percent=0.7, activation="squared_relu", norm_zero_centered=False),
+    "gpt-j": varied(LLAMA, rotary_interleaved=True, activation="gelu_tanh"),
+    "gpt-j-part": varied(LLAMA, rotary_interleaved=True, rotary_percent=0.7, num_query_groups=4),
     "layernorm-rope": varied(LLAMA, normalization="LayerNorm", activation="gelu", num_query_groups=4),
 }
 
@@ -95,6 +98,8 @@ def test_losses_and_every_gradient_are_those_of_the_plain_model(family: str) -> 
         eps=model.norm_epsilon,
         activation=model.activation,
         rope_base=model.rotary_base if model.position_embedding_type == "rope" else None,
+        rotary_size=model.rotary_size,
+        rotary_interleaved=model.rotary_interleaved,
         tied=model.tie_embeddings,
     )
     full = {name: parameter.detach().clone().requires_grad_() for name, parameter in named(stage).items()}

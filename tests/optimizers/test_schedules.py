@@ -68,3 +68,13 @@ def test_warm_up_as_long_as_the_decay_is_refused() -> None:
     config = validate(replace(RunConfig(), **BASE), 1)
     with pytest.raises(ConfigError, match="warm-up takes 100 steps but the decay ends after 100"):
         Schedules(replace(config, lr_warmup_iters=100))
+
+
+def test_embedding_and_head_may_have_their_own_learning_rate() -> None:
+    """The same shape between other ends; the least is min_lr unless given."""
+    made = schedules(lr_decay_style="linear", lr_warmup_iters=20, decoupled_lr=5.0)
+    assert [made.decoupled_lr(Progress(step, 4 * step)) for step in (10, 20, 60, 100, 130)] == [2.5, 5.0, 2.6, 0.2, 0.2]
+    made = schedules(lr_decay_style="linear", lr_warmup_iters=20, decoupled_lr=5.0, decoupled_min_lr=1.0)
+    assert [made.decoupled_lr(Progress(step, 4 * step)) for step in (60, 100)] == [3.0, 1.0]
+    assert made.lr(Progress(60, 240)) == pytest.approx(0.6)
+    assert schedules().decoupled_lr(Progress(60, 240)) is None

@@ -157,6 +157,24 @@ def test_finetune_takes_the_weights_alone(in_fp32: tuple[Path, list[dict[str, An
         assert not loaded["exp_avg_sq"][name].any()
 
 
+def test_no_load_optim_takes_weights_and_position_alone(in_fp32: tuple[Path, list[dict[str, Any]]]) -> None:
+    folder, run = in_fp32
+    ours = run_ranks(2, converted, ZERO, str(folder), {"load_optimizer": False, "precision": "fp32"})
+    loaded, saved = whole(ours, "loaded"), whole(run, "saved")
+    assert ours[0]["progress"].step == BEFORE and ours[0]["updates"] == 0
+    for name, values in saved["weight"].items():
+        np.testing.assert_array_equal(loaded["main_param"][name], values, err_msg=name)
+        assert not loaded["exp_avg"][name].any() and not loaded["exp_avg_sq"][name].any()
+
+
+def test_the_schedule_of_a_checkpoint_may_be_required(in_fp32: tuple[Path, list[dict[str, Any]]]) -> None:
+    required = {"require_same_schedule": True}
+    assert run_ranks(2, refused, str(in_fp32[0]), required, "a" * 64) == ["nothing was raised"] * 2
+    found = run_ranks(2, refused, str(in_fp32[0]), {**required, "lr": 0.5, "lr_warmup_iters": 3}, "a" * 64)
+    assert found[0] == found[1]
+    assert "has other schedules: lr 0.01 there, 0.5 here; lr_warmup_iters 2 there, 3 here. Give" in found[0]
+
+
 def saved(model: ModelConfig) -> Checkpoint:
     manifest = SimpleNamespace(config={"model": asdict(model)})
     return cast(Checkpoint, SimpleNamespace(path="step-1", manifest=manifest))

@@ -52,6 +52,53 @@ def test_a_run_with_ramp_up_has_the_numbers_of_one_rank(ramp_on_one_rank: Any, s
     assert_same_numbers(ours, ramp_on_one_rank)
 
 
+STEPWISE = {"step_batch_size_schedule": "0:4 0.128K:8 320:12"}
+
+
+def test_a_run_with_a_batch_schedule_has_the_numbers_of_one_rank() -> None:
+    """8 samples of 16 tokens in batches of 4, then 12 in batches of 8, then 12 each."""
+    alone = whole([trajectory(RankContext(0, {}), 1, {**STEPWISE, "global_batch_size": None})])
+    ours = whole(run_ranks(2, trajectory, 2, {**STEPWISE, "global_batch_size": None, "dp": 2, **Z1}))
+    assert_same_numbers(ours, alone)
+
+
+def counted(context: RankContext, world: int, settings: dict[str, Any]) -> list[tuple[int | None, float]]:
+    """(zeros in the gradient, norm of the parameters) of three steps."""
+    logs = {"log_num_zeros_in_grad": True, "log_params_norm": True}
+    runner = Runner(build(context, tiny_config(world, **logs, **settings)))
+    return [(runner.step().num_zeros, runner.stepper.params_norm()) for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tp": 2},
+        {"pp": 2, "dp": 2, **Z1},
+        {"dp": 2, "dp_strategy": "fully-sharded"},
+        {"dp": 2, "dp_strategy": "fused-all-reduce"},
+    ],
+    ids=str,
+)
+def test_zeros_and_norm_of_the_parameters_are_of_the_whole_model(settings: dict[str, Any]) -> None:
+    """Padding and copies count once; of the embedding, rows of tokens that are in no sample have no gradient.
+
+    Not over cp, which rounds to 0 what is 0 but for rounding, such as the gradient of a key's bias.
+    """
+    world = int(np.prod([settings.get(axis, 1) for axis in ("tp", "pp", "dp")]))
+    untied = {"tie_embeddings": False}
+    alone = counted(RankContext(0, {}), 1, untied)
+    runner = Runner(build(RankContext(0, {}), tiny_config(1, **untied)))
+    for zeros, norm in alone:
+        runner.step()
+        parameters = [p for stage in runner.replica.stages.values() for p in stage.parameters()]
+        gradients = [parameter.main_grad for parameter in parameters]
+        assert zeros == sum(int((gradient == 0).sum()) for gradient in gradients) > 32
+        assert norm == pytest.approx(float(sum(p.detach().square().sum() for p in parameters)) ** 0.5, rel=1e-12)
+    for ours in run_ranks(world, counted, world, {**settings, **untied}):
+        assert [zeros for zeros, _ in ours] == [zeros for zeros, _ in alone]
+        assert [norm for _, norm in ours] == pytest.approx([norm for _, norm in alone], rel=1e-9)
+
+
 def test_clipping_scales_to_the_bound_and_no_further() -> None:
     """After a step the gradients hold the clipped values: their norm is the bound, or what it was if below."""
     for clip, factor in ((0.05, None), (1e3, 1.0), (0.0, 1.0)):

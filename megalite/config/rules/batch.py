@@ -1,10 +1,11 @@
 """Rules about batch sizes, the length of the run, and the schedules over it; those of batch and length need dp and
 global_batch_size resolved."""
 
-from megalite.config.batch import decay_length, samples_per_microbatch, steps_until, total_steps
+from megalite.config.batch import batch_sizes, decay_length, samples_per_microbatch, steps_until, total_steps
 from megalite.config.errors import Findings
 from megalite.config.optimizer import ONEBIT_OPTIMIZERS
 from megalite.config.rules.rule import Check, Settings, multiples, rules, say
+from megalite.config.training import parse_batch_schedule
 
 _MOST_SIZES = 10_000
 """Of a ramp-up."""
@@ -24,6 +25,9 @@ def check_rampup_form(c: Settings) -> Findings:
             yield f"rampup_batch_size {what} is {value}; it must be at least {low}, {example}"
         if value >= _MOST_SAMPLES:
             yield f"rampup_batch_size {what} is {value}; it must be below {_MOST_SAMPLES}"
+    if c.step_batch_size_schedule is not None:
+        yield say(c, "{rampup_batch_size} and {step_batch_size_schedule} both say the batch size; keep one of them")
+        return
     if c.global_batch_size is None:
         yield f"rampup_batch_size needs the batch size to grow to; add --global-batch-size, e.g. {ramp[0] + ramp[1]}"
     elif ramp[1] > 0 and (sizes := (c.global_batch_size - ramp[0]) // ramp[1]) > _MOST_SIZES:
@@ -34,13 +38,31 @@ def check_rampup_form(c: Settings) -> Findings:
         )
 
 
+def check_schedule_form(c: Settings) -> Findings:
+    """FROM:SIZE pairs, before anything divides by them."""
+    if c.step_batch_size_schedule is None:
+        return
+    *_, (_, last) = steps = parse_batch_schedule(c.step_batch_size_schedule)
+    if c.global_batch_size not in (None, last):
+        yield say(
+            c, f"{{global_batch_size}} is not the last size of {{step_batch_size_schedule}}; use {last} or leave it out"
+        )
+    if len({tokens // c.seq_length for tokens, _ in steps}) < len(steps):
+        yield say(
+            c, "{step_batch_size_schedule} has two sizes within one sequence of {seq_length} tokens; leave one out"
+        )
+
+
 def _whole_microbatches(c: Settings) -> Findings:
     """At every step of a ramp-up."""
     unit, final = samples_per_microbatch(c.run), c.global_batch_size
     assert final is not None
     product = f"micro_batch_size·dp = {c.micro_batch_size}·{c.dp} = {unit}"
-    if final % unit:
+    if final % unit and c.step_batch_size_schedule is None:
         yield f"global_batch_size {final} is not a multiple of {product}; use {multiples(final, unit)}"
+    for size in batch_sizes(c.run) if c.step_batch_size_schedule is not None else ():
+        if size % unit:
+            yield f"step_batch_size_schedule has the size {size}, which is not a multiple of {product}; use {multiples(size, unit)}"
     if c.rampup_batch_size is None:
         return
     start, increment, _ = c.rampup_batch_size
@@ -63,7 +85,7 @@ def _whole_microbatches(c: Settings) -> Findings:
 
 def _one_batch(c: Settings) -> Findings:
     if c.train_samples is not None and total_steps(c.run) == 0:
-        first = c.rampup_batch_size[0] if c.rampup_batch_size else c.global_batch_size
+        first = batch_sizes(c.run)[0]
         yield say(c, f"{{train_samples}} is less than one batch of {first}; use at least {first}")
 
 
@@ -85,7 +107,7 @@ def _units(c: Settings) -> Findings:
     other = "samples" if c.train_iters is not None else "iters" if c.train_samples is not None else None
     unit = "iters" if other == "samples" else "samples"
     for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
-        given = [kind for kind in ("iters", "samples") if getattr(c, f"{name}_{kind}") is not None]
+        given = [kind for kind in ("iters", "samples") if getattr(c, f"{name}_{kind}")]
         if len(given) == 2:
             yield say(c, f"{{{name}_iters}} and {{{name}_samples}} say the same thing twice; keep one of them")
         if other in given:
@@ -97,7 +119,7 @@ def _units(c: Settings) -> Findings:
 
 def _warmup(c: Settings) -> Findings:
     names = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction")
-    given = [f"{{{name}}}" for name in names if getattr(c, name) is not None]
+    given = [f"{{{name}}}" for name in names if getattr(c, name)]
     if len(given) > 1:
         yield say(c, f"{' and '.join(given)} both set the length of the warm-up; keep one of them")
     if c.lr_warmup_init and not given:
@@ -120,6 +142,8 @@ def _final_decay(c: Settings) -> Findings:
         yield f"lr_wsd_decay_{unit} {final} is longer than the decay of {length} {unit}; use at most {length}"
 
 
+_WHOLE = ("all-reduce", "fused-all-reduce", "distributed-optimizer", "fully-sharded")
+"""Strategies with one update of all ranks in each step."""
 _DYNAMIC_SCALE = "initial_loss_scale|min_loss_scale|loss_scale_window|hysteresis"
 SCHEDULES: tuple[Check, ...] = (
     _units,
@@ -128,6 +152,15 @@ SCHEDULES: tuple[Check, ...] = (
     *rules(
         {
             "{min_lr} is above {lr}; use at most {=lr}": lambda c: c.min_lr > c.lr,
+            "{?decoupled_min_lr} has no effect without decoupled_lr; add --decoupled-lr or remove it": (
+                lambda c: c.decoupled_lr is None
+            ),
+            "{?decoupled_lr} is below what it decays to; use --decoupled-min-lr 0": (
+                lambda c: (c.min_lr if c.decoupled_min_lr is None else c.decoupled_min_lr) > (c.decoupled_lr or 0.0)
+            ),
+            "{?decoupled_lr} does not go with {optimizer}; use --optimizer adam": lambda c: c.optimizer != "adam",
+            "{?decoupled_lr|log_params_norm|log_num_zeros_in_grad} does not go with {dp_strategy}; use --dp-strategy "
+            "all-reduce, distributed-optimizer or fully-sharded": lambda c: c.dp_strategy not in _WHOLE,
             "{!min_lr|lr_decay_iters|lr_decay_samples} has no effect with {lr_decay_style}; use cosine or remove it": (
                 lambda c: c.lr_decay_style == "constant"
             ),

@@ -47,7 +47,10 @@ NETWORK: tuple[Check, ...] = (
             "a head size of {=head_size} is odd, but rope turns pairs of channels; use an even one, e.g. --kv-channels 64": (
                 lambda c: c.position_embedding_type == "rope" and c.head_size % 2
             ),
-            "{!rotary_base} has no effect with {position_embedding_type}; use rope or remove it": (
+            "{?rotary_percent} of a head size of {=head_size} is {=rotary_size} channels, which are no pairs; use 1 or 0.5": (
+                lambda c: c.position_embedding_type == "rope" and (c.rotary_size % 2 or c.rotary_size < 2)
+            ),
+            "{!rotary_base|rotary_percent|rotary_interleaved} has no effect with {position_embedding_type}; use rope or remove it": (
                 lambda c: c.position_embedding_type != "rope"
             ),
             "{?rope_scaling} has no effect with {position_embedding_type}; use rope, or --rope-scaling none": (
@@ -98,7 +101,7 @@ COMPUTE: tuple[Check, ...] = (
             "{?tp_comm_overlap} has no effect without sequence_parallel; add --tp 2 --sequence-parallel or remove it": (
                 lambda c: c.tp == 1 or not c.sequence_parallel
             ),
-            "{?tp_comm_overlap} and fp8 do not go together: a tensor that comes in pieces has no one scale; keep one of them": (
+            "{?tp_comm_overlap} has no effect with fp8: a tensor that comes in pieces has no one scale": (
                 lambda c: c.fp8
             ),
             "{?tf32} has no effect with precision {=precision}, in which nothing multiplies in fp32; use --precision fp32 or "

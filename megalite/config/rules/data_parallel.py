@@ -96,7 +96,7 @@ STRATEGY: tuple[Check, ...] = (
             "{!check_replicas_interval} has no effect with dp 1, where no weight has a replica; start more ranks or remove it": (
                 lambda c: c.dp is not None and c.dp * c.cp == 1
             ),
-            "{?check_replicas_interval} has no effect with {dp_strategy}, which keeps no replicas of weights; remove it": (
+            "{?check_replicas_interval} has nothing to compare with {dp_strategy}, which keeps no replicas of weights; remove it": (
                 lambda c: c.strategy.weights != "equal" or c.strategy.shards_parameters
             ),
             "{?check_replicas_interval} does not go with {optimizer}: its ranks take local steps; remove it": (

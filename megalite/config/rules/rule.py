@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from megalite.config.compute import ComputeConfig
 from megalite.config.data import DataConfig
 from megalite.config.describe import sections, settings, values_of
-from megalite.config.errors import Findings, Reported
+from megalite.config.errors import Findings, Idle, Reported
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import DataParallelConfig, ParallelConfig
@@ -50,6 +50,16 @@ def see(config: RunConfig, explicit: frozenset[str] = frozenset(), wrong: Collec
     return seen
 
 
+IDLE = frozenset(
+    {
+        *("sequence_parallel", "split", "tiktoken_pattern", "eval_iters", "data_cache_path"),
+        *("cp_comm_type", "tp_comm_overlap", "check_replicas_interval", "etp", "rotary_base", "rotary_percent"),
+        *("load_optimizer", "require_same_schedule", "attention_backend"),
+        *("recompute_method", "recompute_num_layers", "recompute_modules"),
+        *(name for name in settings() if name.startswith("moe_")),
+    }
+)
+"""Settings that scripts of Megatron-LM give where they have no effect, as it allows: said, and ignored."""
 Check = Callable[[Settings], Findings]
 """A rule; what it yields is wrong."""
 _NAMED = re.compile(r"\{([=!?]?)([\w|]+)\}")
@@ -86,7 +96,7 @@ def _rule(text: str, when: Callable[[Settings], object], mark: str, name: str) -
     def check(c: Settings) -> Findings:
         given = not mark or (c.gives(name) if mark == "!" else getattr(c, name) != settings()[name].default)
         if given and when(c):
-            yield say(c, text)
+            yield Idle(say(c, text), name) if name in IDLE and "has no effect" in text else say(c, text)
 
     return check
 

@@ -5,10 +5,10 @@ from pathlib import PurePath
 
 from megalite.config.data import PATH_SETTINGS, parse_data_path, parse_split
 from megalite.config.describe import settings
-from megalite.config.errors import Findings, nearest
+from megalite.config.errors import Findings, Idle, nearest
 from megalite.config.optimizer import ONEBIT_OPTIMIZERS, OPTIMIZERS
 from megalite.config.rules.rule import Check, Settings, rules, say
-from megalite.config.run import save_folder, saves
+from megalite.config.run import profile_folder, save_folder, saves, writers
 from megalite.config.strategies import searched_strategies
 
 EXIT_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGHUP")
@@ -35,7 +35,7 @@ def _two_sources(c: Settings) -> Findings:
 def _split_without_data_path(c: Settings) -> Findings:
     if c.split is not None and not c.data_path and len(sources := _sources(c)) < 2:
         cause = f"with {sources[0]}" if sources else "without data_path"
-        yield say(c, f"{{split}} has no effect {cause}; use data_path or remove it")
+        yield Idle(say(c, f"{{split}} has no effect {cause}"), "split")
 
 
 def _parsed(parse: Callable[..., object], *names: str) -> list[Check]:
@@ -70,6 +70,18 @@ def _bpe_files(c: Settings) -> Findings:
 
 
 _DOCUMENTS = "eod_mask_loss|reset_attention_mask|reset_position_ids"
+TOKENIZER: tuple[Check, ...] = (
+    *rules(
+        {
+            "{?tiktoken_pattern} has no effect with {tokenizer_type}; use TikTokenizer or remove it": (
+                lambda c: c.tokenizer_type not in (None, "TikTokenizer")
+            ),
+            "{?tiktoken_pattern} has no effect without a tiktoken file; add --tokenizer-model FILE or remove it": (
+                lambda c: c.tokenizer_model is None
+            ),
+        }
+    ),
+)
 DATA: tuple[Check, ...] = (
     _two_sources,
     _split_without_data_path,
@@ -100,12 +112,6 @@ DATA: tuple[Check, ...] = (
                 lambda c: c.position_embedding_type == "none"
             ),
             "{?tokenizer_model} and {vocab_file} are two tokenizers; keep one of them": lambda c: c.vocab_file,
-            "{?tiktoken_pattern} has no effect with {tokenizer_type}; use TikTokenizer or remove it": (
-                lambda c: c.tokenizer_type not in (None, "TikTokenizer")
-            ),
-            "{?tiktoken_pattern} has no effect without a tiktoken file; add --tokenizer-model FILE or remove it": (
-                lambda c: c.tokenizer_model is None
-            ),
             "{!eval_iters} has no effect without eval_interval; add --eval-interval 100 or remove it": (
                 lambda c: c.eval_interval is None
             ),
@@ -134,7 +140,7 @@ CHECKPOINT: tuple[Check, ...] = (
             "{?keep_every} has no effect without keep_latest: all checkpoints are kept; add --keep-latest 2 or remove it": (
                 lambda c: c.keep_latest is None
             ),
-            "{?ckpt_step|finetune|fresh_if_missing} has no effect without load; add --load FOLDER or remove it": (
+            "{?ckpt_step|finetune|fresh_if_missing|load_optimizer|require_same_schedule} has no effect without load; add --load FOLDER or remove it": (
                 lambda c: c.load is None
             ),
         }
@@ -225,20 +231,21 @@ def _profile(c: Settings) -> Findings:
 VISIBILITY: tuple[Check, ...] = (
     *rules(
         {
-            "{?profile|record_memory_history|trace} has no folder to write to; add --run-dir runs/mine": (
-                lambda c: c.run_dir is None
+            "{?record_memory_history|trace} has no folder to write to; add --run-dir runs/mine": lambda c: (
+                c.run_dir is None
             ),
+            "{?profile} has no folder to write to; add --run-dir runs/mine": lambda c: profile_folder(c.run) is None,
             "metrics csv has no folder to write to; add --run-dir runs/mine": (
                 lambda c: "csv" in c.metrics and c.run_dir is None
             ),
-            "{!wandb_project|wandb_entity|wandb_exp_name} has no effect without metrics wandb; add --metrics wandb or remove it": (
-                lambda c: "wandb" not in c.metrics
+            "{!wandb_entity|wandb_exp_name} has no effect without wandb_project; add --wandb-project NAME or remove it": (
+                lambda c: "wandb" not in writers(c.run)
             ),
             "metrics wandb needs a project to write to; add --wandb-project NAME": (
                 lambda c: "wandb" in c.metrics and c.wandb_project is None
             ),
             "metrics wandb needs a name for the run; add --wandb-exp-name NAME or --run-dir runs/NAME": (
-                lambda c: "wandb" in c.metrics and c.wandb_exp_name is None and c.run_dir is None
+                lambda c: "wandb" in writers(c.run) and c.wandb_exp_name is None and c.run_dir is None
             ),
             "{!straggler_threshold} has no effect with {timing_log_level}; use --timing-log-level 1 or remove it": (
                 lambda c: c.timing_log_level == 0

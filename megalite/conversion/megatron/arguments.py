@@ -93,7 +93,7 @@ class Arguments:
 _MUST_BE: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         """
-    squared_relu quick_geglu multi_latent_attention rotary_interleaved
+    quick_geglu multi_latent_attention
     apply_residual_connection_post_layernorm is_hybrid_model qk_l2_norm
     moe_router_enable_expert_bias moe_shared_expert_gate use_mup retro_add_retriever
     attention_output_gate moe_apply_probs_on_input geglu
@@ -118,7 +118,6 @@ _MUST_BE: Mapping[str, tuple[Any, ...]] = {
     "rope_type": (None, "rope"),
     "softmax_type": (None, "vanilla"),
     "moe_token_drop_policy": (None, "probs", "position"),
-    "rotary_percent": (None, 1.0),
     "position_embedding_type": (None, "learned_absolute", "rope", "none"),
     "normalization": (None, "LayerNorm", "RMSNorm"),
 }
@@ -185,6 +184,8 @@ def _activation(args: Arguments, biases: bool) -> str:
     """Megatron-LM's fused bias and GELU is the tanh approximation; without biases nothing is fused."""
     if args.flag("swiglu", False):
         return "swiglu"
+    if args.flag("squared_relu", False):
+        return "squared_relu"
     if args.flag("openai_gelu", False):
         return "gelu_tanh"
     fused = args.flag("bias_gelu_fusion", True) and biases and not args.flag("onnx_safe", False)
@@ -211,6 +212,9 @@ def _positions(args: Arguments) -> dict[str, Any]:
     if args.flag("use_rotary_position_embeddings", False):
         kind = "rope"
     settings: dict[str, Any] = {"position_embedding_type": kind, "rotary_base": args.number("rotary_base", 10000)}
+    if kind == "rope":
+        settings["rotary_percent"] = args.number("rotary_percent", 1.0)
+        settings["rotary_interleaved"] = args.flag("rotary_interleaved", False)
     factor = args.number("rotary_seq_len_interpolation_factor", 1)
     if kind == "rope" and args.flag("use_rope_scaling", False):
         if factor != 1:

@@ -55,7 +55,7 @@ def require_expressible(model: ModelConfig, *, tp: int, pp: int) -> None:
 
 def _inexpressible(model: ModelConfig) -> Iterator[str]:
     if model.activation in ("geglu", "geglu_tanh"):
-        yield f"activation {model.activation} (it has gelu, gelu_tanh with biases, swiglu)"
+        yield f"activation {model.activation} (it has gelu, gelu_tanh with biases, squared_relu, swiglu)"
     if model.activation == "gelu_tanh" and not model.add_bias_linear:
         yield "activation gelu_tanh without add_bias_linear (it is part of the fused bias)"
     if model.scale_embeddings:
@@ -119,8 +119,8 @@ def megatron_args(weights: Weights, *, dtype: torch.dtype, tp: int, pp: int) -> 
         "add_position_embedding": True,
         "use_rotary_position_embeddings": model.position_embedding_type == "rope",
         "rotary_base": int(model.rotary_base),
-        "rotary_percent": 1.0,
-        "rotary_interleaved": False,
+        "rotary_percent": model.rotary_percent,
+        "rotary_interleaved": model.rotary_interleaved,
         "rotary_seq_len_interpolation_factor": int(model.rope_scaling_factor) if scaling == "linear" else None,
         "use_rope_scaling": scaling == "llama3",
         "rope_scaling_factor": model.rope_scaling_factor if scaling == "llama3" else 8.0,
@@ -129,7 +129,7 @@ def megatron_args(weights: Weights, *, dtype: torch.dtype, tp: int, pp: int) -> 
         "apply_layernorm_1p": model.norm_zero_centered,
         "qk_layernorm": model.qk_norm,
         "swiglu": model.activation == "swiglu",
-        "squared_relu": False,
+        "squared_relu": model.activation == "squared_relu",
         "bias_gelu_fusion": model.activation == "gelu_tanh",
         "untie_embeddings_and_output_weights": not model.tie_embeddings,
         "apply_query_key_layer_scaling": False,

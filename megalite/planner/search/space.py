@@ -208,7 +208,7 @@ def _shares(request: Request, pp: int) -> Shares:
     if "dp" in request.fixed:
         legal &= np.isin(dp, request.fixed["dp"])
     legal &= (strategy != STRATEGIES.index("fully-sharded")) | ((ep == 1) & (pp == 1))
-    if config.training.rampup_batch_size:  # every batch of a ramp-up is whole microbatches
+    if len(batch_sizes(config)) > 1:  # every batch of a ramp-up or schedule is whole microbatches
         for size in batch_sizes(config):
             legal &= size % np.maximum(dp * micro_batch, 1) == 0
     if config.parallel.cp_comm_type == "a2a":

@@ -44,7 +44,7 @@ def test_what_is_missing(tmp_path: Path) -> None:
         ("bias", {"add_qkv_bias": True}, "lacks decoder.layers.0.self_attention.linear_qkv.bias"),
         ("norm", {"qk_layernorm": True}, "lacks decoder.layers.0.self_attention.q_layernorm.weight"),
         ("width", {"ffn_hidden_size": 40}, r"is \[96, 32\]; its args make it \[80, 32\]"),
-        ("rope", {"rotary_percent": 0.5}, "args.rotary_percent"),
+        ("rope", {"rope_type": "yarn"}, "args.rope_type"),
     ):
         with pytest.raises(ConversionError, match=message):
             open_megatron(dist_builder.save(tmp_path / name, weights, **args))

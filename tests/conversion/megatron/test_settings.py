@@ -36,8 +36,8 @@ def test_activation(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "args, message",
     [
-        ({"squared_relu": True}, "args.squared_relu = True"),
-        ({"rotary_percent": 0.5, "rotary_interleaved": True}, "args.rotary_interleaved = True, args.rotary_percent"),
+        ({"quick_geglu": True}, "args.quick_geglu = True"),
+        ({"rope_type": "yarn", "qk_l2_norm": True}, "args.qk_l2_norm = True, args.rope_type"),
         ({"position_embedding_type": "relative"}, "args.position_embedding_type = 'relative'"),
         ({"multi_latent_attention": True}, "args.multi_latent_attention"),
         ({"hidden_size": "32"}, "args.hidden_size is '32'; a whole number"),

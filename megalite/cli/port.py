@@ -1,0 +1,365 @@
+"""`megalite port`: a launch script or YAML of Megatron-LM as a command line and a config of megalite."""
+
+import json
+import re
+import shlex
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megalite.cli.output import show, write_file
+from megalite.cli.shell import Shell, is_unknown
+from megalite.cli.tool_commands import PORT
+from megalite.config.describe import replace, settings, values_of
+from megalite.config.errors import ConfigError, Problems
+from megalite.config.flags import Invocation, read_arguments
+from megalite.config.megatron_flags import ALREADY_SO, DIFFERS, NO_EFFECT_HERE
+from megalite.config.reading import load_mapping, read_input
+from megalite.config.run import RunConfig, least_ranks
+from megalite.config.validate import validate
+
+main = PORT
+
+_SCRIPT = re.compile(r"(?:pretrain|train|finetune)\w*\.py")
+_YAML_KEY = "MODEL_ARGS"
+
+THEIR_DEFAULTS: Mapping[str, Any] = {
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.1,
+    "lr_decay_style": "linear",
+    "lr_schedule_offset": "megatron",
+    "data_order": "megatron",
+    "log_interval": 100,
+    "eval_iters": 100,
+    "fresh_if_missing": True,
+    "initial_loss_scale": 2.0**32,
+}
+"""Setting -> Megatron-LM's default where ours is another and it matters to the result: written into the config."""
+
+
+@dataclass
+class Launch:
+    """What a script starts."""
+
+    words: list[str]
+    """The flags of training."""
+    ranks: int | None = None
+    """Where launcher or scheduler say it."""
+    launcher: list[str] = field(default_factory=list)
+    """`torchrun` with its flags; empty if it is none."""
+    source: str = ""
+    """The script or the YAML section."""
+    remarks: tuple[str, ...] = ()
+    """What reading it has to say."""
+
+
+@dataclass
+class Ported:
+    """A launch in megalite's words."""
+
+    launch: Launch
+    invocation: Invocation
+    """Of what can be had, with Megatron-LM's defaults."""
+    problems: list[str]
+    """What cannot be had, all of it."""
+    defaults: dict[str, Any]
+    """Settings that the script leaves to Megatron-LM's defaults."""
+
+    @property
+    def config(self) -> RunConfig:
+        return replace(self.invocation.config, **self.defaults)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Setting -> value, of all that the script says or leaves to their defaults."""
+        values = values_of(self.config)
+        named = [name for name, source in self.invocation.provenance.items() if source != "default"]
+        return {name: values[name] for name in settings() if name in named or name in self.defaults}
+
+
+def run(flags: Namespace) -> int:
+    given = {}
+    for pair in flags.set or ():
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"--set takes NAME=VALUE such as DATA_PATH=/data/text, got {pair}")
+        given[name] = value
+    launches = read_launches(flags.script, given)
+    ported = [port(launch, world_size=flags.world_size) for launch in launches]
+    if flags.output is not None:
+        if len(ported) > 1:
+            raise ConfigError(f"{flags.script} starts {len(ported)} runs; --output is for one")
+        write_file(flags.output, as_yaml(ported[0]))
+    if flags.json:
+        show(json.dumps([_as_json(each) for each in ported], indent=2))
+    else:
+        show("\n\n".join(as_text(each, flags.output) for each in ported))
+    problems = [problem for each in ported for problem in each.problems]
+    if problems:
+        raise ConfigError(*dict.fromkeys(problems))
+    return 0
+
+
+# ---- reading
+
+
+def read_launches(path: Path, given: Mapping[str, str]) -> list[Launch]:
+    """The trainings that a bash script starts, or that a YAML file describes.
+
+    Args:
+        given: values of variables.
+
+    Raises:
+        ConfigError: there are none, or the file is neither.
+    """
+    text = read_input(path, "script")
+    found = _from_yaml(text, path, given) if path.suffix in (".yaml", ".yml") else _from_script(text, path, given)
+    if not found:
+        what = f"{_YAML_KEY} of flags" if path.suffix in (".yaml", ".yml") else "command that runs pretrain_gpt.py"
+        raise ConfigError(f"{path} has no {what}")
+    return found
+
+
+def _from_script(text: str, path: Path, given: Mapping[str, str]) -> list[Launch]:
+    found: list[Launch] = []
+    scheduled = dict(re.findall(r"^#SBATCH\s+--([\w-]+)[= ](\S+)", text, re.MULTILINE))
+    nested: set[Path] = set()
+
+    def command(shell: Shell, words: list[str]) -> None:
+        at = next((i for i, word in enumerate(words) if _SCRIPT.fullmatch(Path(word).name)), None)
+        _note_ranks(words, scheduled)
+        string = next((words[i + 1] for i in range(len(words) - 1) if words[i] in ("-c", "-lc", "-xc") and i), None)
+        other = next((path.parent / Path(word).name for word in words if word.endswith(".sh")), None)
+        if string is not None and "pretrain" in string:
+            shell.run(string, str(path))
+        elif words[0] == "eval":
+            shell.run(" ".join(words[1:]), str(path))
+        elif at is not None and words[0] not in ("echo", "ls", "cat", "printf", "cp", "test"):
+            found.append(_launch(words[:at], words[at + 1 :], scheduled, str(path)))
+        elif other is not None and other.is_file() and other not in nested and words[0] not in ("echo", "chmod"):
+            nested.add(other)
+            shell.run(read_input(other, "script"), str(other))
+
+    Shell(command, given, path.parent).run(text, str(path))
+    return found
+
+
+def _note_ranks(words: list[str], scheduled: dict[str, str]) -> None:
+    """The numbers of nodes and tasks that srun and sbatch take."""
+    if words and words[0] in ("srun", "sbatch", "salloc"):
+        for at, word in enumerate(words):
+            name, equals, value = word.lstrip("-").partition("=")
+            if name in ("N", "nodes", "n", "ntasks", "ntasks-per-node", "gpus-per-node", "gres"):
+                scheduled[{"N": "nodes", "n": "ntasks"}.get(name, name)] = (
+                    value if equals else words[at + 1 : at + 2][0]
+                )
+
+
+def _launch(before: list[str], words: list[str], scheduled: Mapping[str, str], source: str) -> Launch:
+    """From the launcher's words and those of training."""
+    start = next(
+        (
+            i
+            for i, word in enumerate(before)
+            if word in ("torchrun", "torch.distributed.run", "torch.distributed.launch", "ft_launcher")
+        ),
+        None,
+    )
+    numbers = {}
+    launcher: list[str] = []
+    if start is not None:
+        launcher = [
+            "torchrun",
+            *(word.replace("_", "-", 8) if word.startswith("--") else word for word in before[start + 1 :]),
+        ]
+        launcher = [word for word in launcher if word not in ("--no-python",)]
+        for at, word in enumerate(launcher):
+            name, equals, value = word.partition("=")
+            numbers[name.lstrip("-")] = value if equals else next(iter(launcher[at + 1 : at + 2]), "")
+        nodes, each = numbers.get("nnodes", "1"), numbers.get("nproc-per-node", "1")
+    else:
+        gpus = re.search(r"(\d+)$", scheduled.get("gres", ""))
+        nodes = scheduled.get("nodes", "1")
+        each = scheduled.get("ntasks-per-node") or (gpus[1] if gpus else "")
+        if scheduled.get("ntasks", "").isdecimal():
+            nodes, each = "1", scheduled["ntasks"]
+    ranks = int(nodes) * int(each) if nodes.isdecimal() and each.isdecimal() else None
+    return Launch(_without_quotes(words), ranks, launcher, source)
+
+
+def _without_quotes(words: list[str]) -> list[str]:
+    """Words up to what belongs to the shell, without quotes within quotes, which bash would hand on."""
+    return [word[1:-1] if len(word) > 1 and word[0] == word[-1] and word[0] in "'\"" else word for word in words]
+
+
+def _from_yaml(text: str, path: Path, given: Mapping[str, str]) -> list[Launch]:
+    """`MODEL_ARGS`, as Megatron-LM's functional tests have it; `MODEL_ARGS_2` is of a second run."""
+    twice = Problems()
+    tree = load_mapping(text, str(path), f"{_YAML_KEY}: {{--num-layers: 12}}", twice)
+    remarks = tuple(text.replace("keep one of them", "the last one counts") for text in twice.found)
+    shell = Shell(lambda shell, words: None, given, path.parent)
+    found = []
+    for key, section in tree.items():
+        if isinstance(key, str) and re.fullmatch(rf"{_YAML_KEY}(_\d+)?", key) and isinstance(section, dict):
+            words = [word for flag, value in section.items() for word in _words(str(flag), value, shell)]
+            found.append(Launch(words, source=f"{path}, {key}", remarks=remarks))
+    return found
+
+
+def _words(flag: str, value: Any, shell: Shell) -> Iterator[str]:
+    if value is False or value is None:
+        return
+    yield flag if flag.startswith("--") else f"--{flag}"
+    if value is True or str(value).strip() == "true":
+        return
+    values = value if isinstance(value, list) else [value]
+    for each in values:
+        text = str(each).strip()
+        # In their files a list may be text, of words in brackets.
+        inner = re.fullmatch(r"\[([^\]]+)\]", text) if not re.search(r"[*+]", text) else None
+        for word in inner[1].replace(",", " ").split() if inner else [text]:
+            yield "".join(shell.expand('"' + word.replace('"', '\\"') + '"'))
+
+
+# ---- porting
+
+
+def port(launch: Launch, *, world_size: int | None = None) -> Ported:
+    """The launch in megalite's words; nothing is raised, problems are in the answer."""
+    problems = Problems()
+    unknown = [word for word in launch.words if is_unknown(word) and not word.startswith("--")]
+    invocation = read_arguments([*launch.words, "--dry-run"], problems)
+    config = invocation.config
+    named = {name for name, source in invocation.provenance.items() if source != "default"}
+    defaults = {
+        name: value
+        for name, value in THEIR_DEFAULTS.items()
+        if name not in named and name not in problems.wrong and _matters(name, config, named)
+    }
+    least = least_ranks(config)
+    ranks = world_size or launch.ranks or least
+    if not problems.found:
+        asked, explicit = replace(config, **defaults), invocation.explicit | set(defaults)
+        validate(asked, ranks, explicit, problems=problems)
+        if problems.found and world_size is None and ranks < least:
+            # How many nodes there are is most often said when the script is started.
+            problems = Problems()
+            validate(asked, least, explicit, problems=problems)
+    launch.ranks = world_size or launch.ranks
+    hints = [
+        f"{word} has no value; give it by --set NAME=VALUE"
+        for word in unknown
+        if any(word in text and "refused" not in text for text in problems.found)
+    ]
+    return Ported(launch, invocation, [*problems.found, *dict.fromkeys(hints)], defaults)
+
+
+def _matters(name: str, config: RunConfig, named: set[str]) -> bool:
+    """Their default has a meaning in this run."""
+    match name:
+        case "lr_schedule_offset":
+            return bool(named & {"lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"})
+        case "data_order":
+            return bool(config.data.data_path or config.data.train_data_path) and not config.data.mock_data
+        case "eval_iters":
+            return config.training.eval_interval is not None
+        case "fresh_if_missing":
+            return config.checkpoint.load is not None
+        case "initial_loss_scale":
+            return config.training.precision == "fp16" and config.training.loss_scale is None
+    return True
+
+
+# ---- writing
+
+
+def command_line(ported: Ported, config_file: str | None = None) -> str:
+    """What starts it: with a file for the settings, or with all of them as flags."""
+    launcher = ported.launch.launcher
+    if not launcher and ported.launch.ranks:
+        launcher = ["torchrun", "--nproc-per-node", str(min(ported.launch.ranks, 8))]
+        if ported.launch.ranks > 8:
+            launcher += ["--nnodes", str(-(-ported.launch.ranks // 8))]
+    parts = [" ".join(_quoted(word) for word in launcher), "pretrain_gpt.py"] if launcher else ["megalite train"]
+    if config_file is not None:
+        return f"{' '.join(parts)} --config {_quoted(config_file)}"
+    flags = []
+    for name, value in ported.given.items():
+        setting = settings()[name]
+        flag = setting.flags[0]
+        if setting.type is bool:
+            flags.append(flag if value else f"--no-{flag[2:]}")
+        else:
+            values = value if isinstance(value, list) else ["none" if value is None else value]
+            flags.append(" ".join([flag, *(_quoted(_plain(each)) for each in values)]))
+    return " \\\n    ".join([" ".join(parts), *flags])
+
+
+def _plain(value: Any) -> str:
+    return f"{value:.12g}" if isinstance(value, float) else str(value)
+
+
+def _quoted(word: str) -> str:
+    """For bash; variables in it stay variables."""
+    return '"' + word.replace('"', '\\"') + '"' if is_unknown(word) else shlex.quote(word)
+
+
+def as_yaml(ported: Ported) -> str:
+    """The config file: what the script says, by section."""
+    tree: dict[str, dict[str, Any]] = {}
+    for name, value in ported.given.items():
+        tree.setdefault(settings()[name].section, {})[name] = value
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, default_flow_style=None, width=100)
+
+
+def remarks(ported: Ported) -> Iterator[tuple[str, list[str]]]:
+    """(heading, lines): what was dropped, what differs, what is open."""
+    notes = ported.invocation.notes
+    for kind in (ALREADY_SO, NO_EFFECT_HERE):
+        lines: dict[str, list[str]] = {}
+        for note in notes:
+            if note.kind == kind and note.what not in lines.setdefault(note.why, []):
+                lines[note.why].append(note.what)
+        yield f"dropped, {kind}", [f"{' '.join(flags)}: {why}" for why, flags in lines.items()]
+    differs = [*ported.launch.remarks, *(f"{note.what}: {note.why}" for note in notes if note.kind == DIFFERS)]
+    differs += [
+        f"{name} {_plain(value)} is Megatron-LM's default: it is written out" for name, value in ported.defaults.items()
+    ]
+    if "--calculate-per-token-loss" not in ported.launch.words:
+        differs.append(
+            "the loss is the mean over all tokens of the batch, as with --calculate-per-token-loss: the same without masks"
+        )
+    if ported.config.checkpoint.load is None or ported.config.checkpoint.fresh_if_missing:
+        differs.append("initial weights are drawn otherwise: continue from a converted checkpoint to compare")
+    if ported.launch.ranks is not None and ported.launch.ranks < (least := least_ranks(ported.config)):
+        differs.append(f"the script starts {ported.launch.ranks} ranks, which do not fit: start at least {least}")
+    yield "differs", list(dict.fromkeys(differs))
+    yield (
+        "has no value yet (--set NAME=VALUE)",
+        list(dict.fromkeys(word for word in ported.launch.words if is_unknown(word))),
+    )
+
+
+def as_text(ported: Ported, written: Path | None) -> str:
+    """The answer for people."""
+    lines = [f"# {ported.launch.source}", command_line(ported, None if written is None else str(written))]
+    if written is None:
+        lines += ["", "# the same as a config file", as_yaml(ported).rstrip("\n")]
+    for heading, remarked in remarks(ported):
+        lines += ["", f"# {heading}", *(f"#   {line}" for line in remarked)] if remarked else []
+    return "\n".join(lines)
+
+
+def _as_json(ported: Ported) -> dict[str, Any]:
+    return {
+        "source": ported.launch.source,
+        "ranks": ported.launch.ranks,
+        "command": command_line(ported),
+        "settings": ported.given,
+        "remarks": dict(remarks(ported)),
+        "problems": ported.problems,
+    }

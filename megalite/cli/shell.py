@@ -1,0 +1,408 @@
+"""Reading bash without running it: what a launch script would start, as words, with variables, arrays and conditions.
+
+Enough of the language for scripts that put flags together: assignments, arrays, quotes, `${NAME:-default}`, arithmetic,
+`if` with tests, `case`, loops over words, `source`, here-documents and strings that another shell runs. Commands are never
+run: a test of a file counts as true, the output of a command as unknown. What is unknown stays as it is written.
+"""
+
+import ast
+import fnmatch
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megalite.cli.shell_words import Lexer, Token, tokens
+from megalite.config.errors import ConfigError
+
+_MOST_COMMANDS, _DEEPEST = 100_000, 20
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_UNKNOWN = re.compile(r"\$(\{[^}]*\}|\w+|\()|`")
+_MODIFIED = re.compile(r"(#?)([A-Za-z_]\w*|[0-9]+|[@*#?$!])(\[[^\]]*\])?(.*)", re.DOTALL)
+
+
+@dataclass
+class Shell:
+    """Follows a script and hands each command, in words, to `command`.
+
+    Args:
+        command: its name and words, expanded; called for all but what the shell itself understands.
+        given: values of variables that the script leaves open, or takes from its environment or command line.
+    """
+
+    command: Callable[["Shell", list[str]], None]
+    given: Mapping[str, str]
+    folder: Path
+    variables: dict[str, list[str]] = field(default_factory=dict)
+    depth: int = 0
+    done: int = 0
+
+    def run(self, text: str, where: str) -> None:
+        """Follow a script, or a string that a shell would run."""
+        if self.depth >= _DEEPEST:
+            raise ConfigError(f"{where}: scripts start one another more than {_DEEPEST} deep")
+        self.depth += 1
+        try:
+            _Block(self, tokens(text, where), where).follow()
+        except IndexError:
+            raise ConfigError(f"{where} ends within a command") from None
+        self.depth -= 1
+
+    def assign(self, name: str, values: list[str], *, add: bool = False, array: bool = False) -> None:
+        if not array and not add and values and is_unknown(values[0]) and re.fullmatch(r"\$\{?\w+\}?", values[0]):
+            # `CHECKPOINT=$1`: its own name says more than the place.
+            values = [self.given.get(name, f"${{{name}}}")]
+        elif name in self.given and not array:
+            values = [self.given[name]]
+        before = self.variables.get(name, [])
+        if add and not array:
+            values = [(before[0] if before else "") + values[0]]
+        elif add:
+            values = [*before, *values]
+        self.variables[name] = values
+
+    def value(self, name: str) -> list[str] | None:
+        """Of a variable; None: unknown."""
+        if name in self.variables:
+            return self.variables[name]
+        return [self.given[name]] if name in self.given else None
+
+    def expand(self, raw: str, *, split: bool = True) -> list[str]:
+        """The words that a raw word becomes."""
+        fields, started = [""], False
+        at = 0
+        while at < len(raw):
+            char = raw[at]
+            if char == "\\" and at + 1 < len(raw):
+                fields[-1] += raw[at + 1]
+                at, started = at + 2, True
+            elif char == "'":
+                end = raw.index("'", at + 1)
+                fields[-1] += raw[at + 1 : end]
+                at, started = end + 1, True
+            elif char == '"':
+                at = self._double(raw, at + 1, fields)
+                started = True
+            elif char in "$`":
+                at, values = self._reference(raw, at)
+                words = [word for value in values for word in (value.split() if split else [value])]
+                blank = "".join(values)
+                if words and split and blank[:1].isspace() and fields[-1]:
+                    fields.append("")
+                for index, word in enumerate(words):
+                    fields += [""] if index else []
+                    fields[-1] += word
+                    started = True
+                if words and split and blank[-1:].isspace():
+                    fields.append("")
+            else:
+                fields[-1] += char
+                at, started = at + 1, True
+        if split and len(fields) > 1 and not fields[-1]:
+            fields.pop()
+        return fields if started else []
+
+    def _double(self, raw: str, at: int, fields: list[str]) -> int:
+        """Inside double quotes: nothing is split, but an array's `[@]` is one word each."""
+        while at < len(raw) and raw[at] != '"':
+            if raw[at] == "\\" and at + 1 < len(raw) and raw[at + 1] in '"\\$`':
+                fields[-1] += raw[at + 1]
+                at += 2
+            elif raw[at] in "$`":
+                whole = raw[at:]
+                at, values = self._reference(raw, at)
+                if len(values) > 1 and "[*]" in whole[: len(whole) - len(raw) + at]:
+                    values = [" ".join(values)]
+                for index, value in enumerate(values):
+                    fields += [""] if index else []
+                    fields[-1] += value
+            else:
+                fields[-1] += raw[at]
+                at += 1
+        return at + 1
+
+    def _reference(self, raw: str, at: int) -> tuple[int, list[str]]:
+        """The expansion that begins here: where it ends, and its values; an unknown one as it is written."""
+        lexer = Lexer(raw, "script")
+        end = lexer.skip(at)
+        text = raw[at:end]
+        if text.startswith("$(("):
+            number = self._arithmetic(text[3:-2])
+            return end, [text if number is None else str(number)]
+        if text[:2] == "${":
+            values = self._modified(text[2:-1])
+            return end, [text] if values is None else values
+        if text == "$" and (name := re.match(r"[A-Za-z_]\w*|[0-9]|[@*#?$!]", raw[at + 1 :])):
+            end = at + 1 + name.end()
+            values = ["0"] if name[0] == "#" else [] if name[0] in "@*" else self.value(name[0])
+            return end, [raw[at:end]] if values is None else values[:1] or [""]
+        return end, [text]
+
+    def _modified(self, inner: str) -> list[str] | None:
+        """`${inner}`."""
+        match = _MODIFIED.fullmatch(inner)
+        if match is None:
+            return None
+        length, name, index, rest = match.groups()
+        values = self.value(name)
+        known = values is not None and not (len(values) == 1 and is_unknown(values[0]))
+        if length:
+            return [str(len(values) if index in ("[@]", "[*]") else len(values[0]))] if known and values else None
+        if index and values is not None:
+            place = index[1:-1]
+            values = (
+                values if place in ("@", "*") else values[int(place) : int(place) + 1] if place.isdecimal() else None
+            )
+        elif values:
+            values = values[:1]
+        operator, word = next(
+            ((op, rest[len(op) :]) for op in (":-", ":=", ":+", ":?", "-", "=", "+") if rest.startswith(op)), ("", "")
+        )
+        if operator in (":-", ":=", "-", "="):
+            return values if known and values != [""] else [" ".join(self.expand(word, split=False))]
+        if operator in (":+", "+"):
+            return [" ".join(self.expand(word, split=False))] if known and values != [""] else []
+        if values is None or not rest or operator:
+            return [] if index and name not in self.given and name in self.variables and values is None else values
+        return [_cut(value, rest) for value in values] if known else None
+
+    def _arithmetic(self, text: str) -> int | None:
+        words = re.sub(
+            r"\$\{?([A-Za-z_]\w*)\}?|\b([A-Za-z_]\w*)", lambda m: (self.value(m[1] or m[2]) or ["?"])[0], text
+        )
+        try:
+            return _number(ast.parse(words.strip(), mode="eval").body)
+        except (SyntaxError, ValueError, ZeroDivisionError):
+            return None
+
+
+def is_unknown(text: str) -> bool:
+    """Something in it has no value: it stands there as the script has it."""
+    return _UNKNOWN.search(text) is not None
+
+
+def _number(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_number(node.operand)
+    if isinstance(node, ast.BinOp):
+        left, right = _number(node.left), _number(node.right)
+        match node.op:
+            case ast.Add():
+                return left + right
+            case ast.Sub():
+                return left - right
+            case ast.Mult() if max(abs(left), abs(right)) < 2**40:
+                return left * right
+            case ast.Div() | ast.FloorDiv():
+                return left // right
+            case ast.Mod():
+                return left % right
+    raise ValueError(ast.dump(node))
+
+
+def _cut(value: str, rest: str) -> str:
+    """`${NAME%pattern}` and its kin, and `${NAME/old/new}`; anything else leaves the value as it is."""
+    if rest[0] == "/":
+        old, _, new = rest[1:].lstrip("/").partition("/")
+        return value.replace(old, new) if rest.startswith("//") else value.replace(old, new, 1)
+    mark, greedy = rest[0], rest[:2] in ("##", "%%")
+    pattern = rest[2:] if greedy else rest[1:]
+    if mark not in "#%":
+        return value
+    cuts = range(len(value) + 1)
+    pieces = (
+        [(value[cut:], value[:cut]) for cut in cuts] if mark == "#" else [(value[:cut], value[cut:]) for cut in cuts]
+    )
+    fitting = [kept for kept, gone in pieces if fnmatch.fnmatchcase(gone, pattern)]
+    return (min if greedy else max)(fitting, key=len) if fitting else value
+
+
+class _Block:
+    """The commands of one script, with the conditions around them."""
+
+    def __init__(self, shell: Shell, script: list[Token], where: str) -> None:
+        self._shell, self._script, self._where = shell, [*script, Token("\n", is_operator=True)], where
+        self._at = 0
+
+    def follow(self) -> None:
+        self._until((), live=True)
+
+    def _until(self, ends: tuple[str, ...], *, live: bool) -> str:
+        """Follow commands up to a word of `ends`, which is returned."""
+        while self._at < len(self._script):
+            token = self._script[self._at]
+            if not token.is_operator and token.text in ends:
+                self._at += 1
+                return token.text
+            if token.is_operator and token.text in ends:
+                self._at += 1
+                return token.text
+            if token.is_operator or token.document is not None:
+                self._at += 1
+                if token.document is not None and live:
+                    self._document(token)
+            elif token.text in ("if", "while", "until", "for", "case", "select", "function"):
+                self._compound(token.text, live=live)
+            elif token.text in ("{", "}", "do", "then", "!", "time", "done", "fi", "esac", "else"):
+                self._at += 1
+            else:
+                self._simple(live=live)
+        if ends:
+            raise ConfigError(f"{self._where}: {' or '.join(ends)} is missing")
+        return ""
+
+    def _document(self, token: Token) -> None:
+        """The text below `sbatch <<EOF` is a script."""
+        assert token.document is not None
+        shell = self._shell
+        text = token.document if token.text else " ".join(shell.expand('"' + token.document.replace('"', '\\"') + '"'))
+        if "pretrain" in text:
+            shell.run(text, self._where)
+
+    def _compound(self, kind: str, *, live: bool) -> None:
+        self._at += 1
+        if kind == "if":
+            self._if(live=live)
+        elif kind == "case":
+            self._case(live=live)
+        elif kind == "function":
+            self._line()
+        elif kind == "for":
+            words = self._line()
+            name, values = words[0].text, [value for word in words[2:] for value in self._shell.expand(word.text)]
+            start = self._at
+            for value in values[:100] if live else []:
+                self._at = start
+                self._shell.assign(name, [value])
+                self._until(("done",), live=True)
+            if not values or not live:
+                self._until(("done",), live=False)
+        else:  # a loop over what is not known here: its body is passed over
+            self._line()
+            self._until(("done",), live=False)
+
+    def _line(self) -> list[Token]:
+        """The words up to the end of the line."""
+        words = []
+        while not (token := self._script[self._at]).is_operator or token.text in ("&&", "||", "|", "(", ")", "<", ">"):
+            words.append(token)
+            self._at += 1
+        self._at += 1
+        return words
+
+    def _if(self, *, live: bool) -> None:
+        taken = False
+        while True:
+            holds = self._condition(self._line()) and live and not taken
+            if self._script[self._at].text == "then":
+                self._at += 1
+            end = self._until(("elif", "else", "fi"), live=holds)
+            taken = taken or holds
+            if end == "else":
+                self._until(("fi",), live=live and not taken)
+                return
+            if end == "fi":
+                return
+
+    def _condition(self, words: list[Token]) -> bool:
+        """Tests joined by && and ||, from left to right."""
+        holds, joint, test = True, "&&", list[Token]()
+        for word in [*words, Token("&&", is_operator=True)]:
+            if word.is_operator and word.text in ("&&", "||"):
+                found = self._test([each.text for each in test if each.text not in ("then",)])
+                holds = (holds and found) if joint == "&&" else (holds or found)
+                joint, test = word.text, []
+            else:
+                test.append(word)
+        return holds
+
+    def _test(self, raw: list[str]) -> bool:
+        if raw[:1] == ["!"]:
+            return not self._test(raw[1:])
+        if raw[:1] not in (["["], ["[["], ["test"]):
+            return raw[:1] != ["false"]
+        expanded = [" ".join(self._shell.expand(text, split=False)) for text in raw[1:] if text not in ("]", "]]")]
+        words = ["" if is_unknown(word) else word for word in expanded]
+        negated = words[:1] == ["!"]
+        return self._holds(words[negated:]) != negated
+
+    @staticmethod
+    def _holds(words: list[str]) -> bool:
+        match words:
+            case ["-n", word] | [word]:
+                return word != ""
+            case ["-z", word]:
+                return word == ""
+            case [left, "=" | "==", right]:
+                return fnmatch.fnmatchcase(left, right)
+            case [left, "!=", right]:
+                return not fnmatch.fnmatchcase(left, right)
+            case [left, "-eq" | "-ne" | "-gt" | "-ge" | "-lt" | "-le" as how, right]:
+                if not (left.lstrip("-").isdecimal() and right.lstrip("-").isdecimal()):
+                    return False
+                a, b = int(left), int(right)
+                return {"-eq": a == b, "-ne": a != b, "-gt": a > b, "-ge": a >= b, "-lt": a < b, "-le": a <= b}[how]
+        return bool(words) and words[0].startswith("-")  # tests of files
+
+    def _case(self, *, live: bool) -> None:
+        head = [self._script[self._at]]
+        self._at += 2  # and `in`
+        word = " ".join(self._shell.expand(head[0].text, split=False))
+        matched = False
+        while True:
+            while self._script[self._at].is_operator:
+                self._at += 1
+            if self._script[self._at].text == "esac":
+                self._at += 1
+                return
+            patterns = []
+            while not (token := self._script[self._at]).is_operator or token.text != ")":
+                patterns += [] if token.is_operator else ["".join(self._shell.expand(token.text, split=False))]
+                self._at += 1
+            self._at += 1
+            fits = not matched and any(fnmatch.fnmatchcase(word, pattern) for pattern in patterns)
+            matched = matched or fits
+            if self._until((";;", "esac"), live=live and fits) == "esac":
+                return
+
+    def _simple(self, *, live: bool) -> None:
+        """A command with its words, up to an operator."""
+        line: list[Token] = []
+        while not (token := self._script[self._at]).is_operator and token.document is None:
+            line.append(token)
+            self._at += 1
+        if token.text == "(" and len(line) == 1:  # a function's name: its body is never called here
+            while self._script[self._at].text in ("(", ")", "\n", "{"):
+                self._at += 1
+            self._until(("}",), live=False)
+            return
+        while token.is_operator and token.text == "<<<":
+            self._at += 2
+            token = self._script[self._at]
+        shell = self._shell
+        if not live:
+            return
+        shell.done += 1
+        if shell.done > _MOST_COMMANDS:
+            raise ConfigError(f"{self._where} has more than {_MOST_COMMANDS} commands")
+        while line and line[0].text in ("export", "local", "declare", "readonly", "typeset", "exec", "nohup", "env"):
+            line = [word for word in line[1:] if not re.fullmatch(r"-[a-zA-Z]", word.text)]
+        while line:
+            match = _ASSIGNMENT.fullmatch(line[0].text)
+            if match is None:
+                break
+            name, add, raw = match.groups()
+            values = line[0].array
+            if values is not None:
+                shell.assign(name, [word for each in values for word in shell.expand(each)], add=bool(add), array=True)
+            else:
+                shell.assign(name, [" ".join(shell.expand(raw, split=False))], add=bool(add))
+            line = line[1:]
+        words = [word for token in line for word in shell.expand(token.text)]
+        if words[:1] == ["unset"]:
+            for name in words[1:]:
+                shell.variables.pop(name, None)
+        elif words:
+            shell.command(shell, words)

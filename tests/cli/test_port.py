@@ -1,0 +1,237 @@
+"""`megalite port`: scripts and YAML in the shape of Megatron-LM's, read without running anything."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megalite.cli.main import main
+from megalite.cli.port import Launch, port, read_launches
+from megalite.cli.shell import Shell
+from megalite.config.describe import values_of
+from megalite.config.errors import ConfigError
+from megalite.config.flags import parse_arguments
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "from_megatron" / "train_gpt.sh"
+
+Captured = pytest.CaptureFixture[str]
+
+
+def commands(script: str, **given: str) -> list[list[str]]:
+    """What a script would run."""
+    found: list[list[str]] = []
+    Shell(lambda shell, words: found.append(words), given, Path()).run(script, "test")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("a=1; run --x $a ${a}2 '$a' \"$a b\" \\$a", [["run", "--x", "1", "12", "$a", "1 b", "$a"]]),
+        ("A=(x 'y z' # no word\n w)\nA+=(v)\nrun ${A[@]}\nrun \"${A[@]}\" ${#A[@]} ${A[1]}", [
+            ["run", "x", "y", "z", "w", "v"], ["run", "x", "y z", "w", "v", "4", "y", "z"]]),
+        ("A='-a 1'\nA+=' -b'\nrun $A \"$A\"", [["run", "-a", "1", "-b", "-a 1 -b"]]),
+        ("run ${X:-a b} ${X:-\"c\"} \"${Y}\" ${Y:+z} $X/f", [["run", "a", "b", "c", "${Y}", "$X/f"]]),
+        ("N=3; run $((N*8+1)) $(( $N / 2 )) $((Z+1))", [["run", "25", "1", "$((Z+1))"]]),
+        ("C=$1; D=${2:-dir}; run --save $C --d $D", [["run", "--save", "${C}", "--d", "dir"]]),
+        ("P=/a/b.sh; run ${P%.sh} ${P##*/} ${P/b/c} `date` $(pwd)/x", [
+            ["run", "/a/b", "b.sh", "/a/c.sh", "`date`", "$(pwd)/x"]]),
+        ("if [ -n \"$W\" ]; then run w; elif [[ 2 -gt 1 && -z \"$W\" ]]; then run e; else run x; fi; run end", [
+            ["run", "e"], ["run", "end"]]),
+        ("if [ ! -f x ]; then\n  echo no\n  exit 1\nfi\nrun", [["run"]]),
+        ("case $K in a) run 1;; b*|c) run 2 ;; *) run 3;; esac", [["run", "3"]]),
+        ("K=bee\ncase \"$K\" in\n a) run 1 ;;\n b*|c) run 2 ;;\nesac\nrun", [["run", "2"], ["run"]]),
+        ("while [[ $# -gt 0 ]]; do case $1 in --x) A=$2; shift 2;; esac; done; for i in 1 2; do run $i; done", [
+            ["run", "1"], ["run", "2"]]),
+        ("f() { run inside\n}\nexport A=5 B=6\nrun $A \\\n  $B > log.txt 2>&1 | tee x", [["run", "5", "6"], ["tee", "x"]]),
+        ("unset A; A=1 run $A && B=2\nrun $B", [["run", "1"], ["run", "2"]]),
+    ],
+)  # fmt: skip
+def test_shell(script: str, expected: list[list[str]]) -> None:
+    assert commands(script) == expected
+
+
+@pytest.mark.parametrize("script", ["A=(a b", "run 'x", 'run "x', "if true; then run", "run ${x", "case x in"])
+def test_shell_errors_are_of_the_user(script: str) -> None:
+    with pytest.raises(ConfigError):
+        commands(script)
+
+
+LAUNCHES = {
+    "torchrun": ("torchrun --nproc_per_node 4 --nnodes=2 pretrain_gpt.py --tp 2 --bf16", 8),
+    "module": ("python -m torch.distributed.run --nproc-per-node=2 /opt/pretrain_gpt.py --tp 2 --bf16", 2),
+    "srun": ("srun -N 4 --ntasks-per-node=8 python -u pretrain_gpt.py --tp 2 --bf16", 32),
+    "string": ("CMD=\"python -u $D/pretrain_gpt.py --tp 2 --bf16\"\nsrun -n 16 -l sh -c \"${CMD}\"", 16),
+    "sbatch": ("#SBATCH --nodes=2\n#SBATCH --gres=gpu:4\nsrun bash -c 'python pretrain_gpt.py --tp 2 --bf16'", 8),
+    "eval": ('run="torchrun --nproc_per_node 8 pretrain_gpt.py --tp 2 --bf16"\neval $run', 8),
+    "document": ("F='--tp 2 --bf16'\nsbatch --nodes=2 <<EOF\nsrun --ntasks-per-node=4 python pretrain_gpt.py $F\nEOF", 8),
+    "alone": ("python pretrain_gpt.py --tp 2 --bf16", None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LAUNCHES)
+def test_launchers(kind: str, tmp_path: Path) -> None:
+    text, ranks = LAUNCHES[kind]
+    script = tmp_path / "run.sh"
+    script.write_text(f"#!/bin/bash\n{text}\n")
+    (launch,) = read_launches(script, {})
+    assert launch.words == ["--tp", "2", "--bf16"]
+    assert launch.ranks == ranks
+
+
+def test_scripts_that_read_other_scripts(tmp_path: Path) -> None:
+    (tmp_path / "flags.sh").write_text('FLAGS=" --num-layers ${LAYERS} \\\n --bf16 "')
+    (tmp_path / "start.sh").write_text("#!/bin/bash\nsrun python pretrain_gpt.py ${FLAGS}\n")
+    (tmp_path / "run.sh").write_text(
+        "LAYERS=7\n. `pwd`/flags.sh\nsbatch --nodes=2 --ntasks-per-node=8 start.sh\nexit 0\n"
+    )
+    (launch,) = read_launches(tmp_path / "run.sh", {})
+    assert (launch.words, launch.ranks) == (["--num-layers", "7", "--bf16"], 16)
+
+
+def test_the_example(capsys: Captured, tmp_path: Path) -> None:
+    """The config and the flags say the same, and theirs are written out where ours differ."""
+    output = tmp_path / "run.yaml"
+    assert main(["port", str(EXAMPLE), "--set", "1=ckpt", "--set", "DATA_PATH=d", "--output", str(output)]) == 0
+    said = capsys.readouterr().out
+    assert "torchrun --nproc-per-node 8 --nnodes 1 pretrain_gpt.py --config" in said
+    for line in (
+        "--use-mcore-models: there is one implementation of the model",
+        "--no-gradient-accumulation-fusion: kernels and fusions",
+        "hidden_dropout 0.1 is Megatron-LM's default",
+        "fresh_if_missing True is Megatron-LM's default",
+    ):
+        assert line in said
+    assert "no value yet" not in said
+    ported = parse_arguments(["--config", str(output)]).config
+    assert (ported.parallel.tp, ported.parallel.sequence_parallel, ported.training.global_batch_size) == (2, True, 32)
+    assert (ported.checkpoint.save, ported.data.data_path, ported.model.hidden_dropout) == ("ckpt", ["d"], 0.1)
+    assert main(["port", str(EXAMPLE), "--set", "1=ckpt", "--set", "DATA_PATH=d", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    flags = found["command"].replace("\\\n", " ").split()
+    assert values_of(parse_arguments(flags[flags.index("pretrain_gpt.py") + 1 :]).config) == values_of(ported)
+    assert found["ranks"] == 8 and found["problems"] == []
+
+
+def test_variables_without_a_value_stay(capsys: Captured) -> None:
+    assert main(["port", str(EXAMPLE)]) == 0
+    said = capsys.readouterr().out
+    assert '--save "${CHECKPOINTS}"' in said
+    assert said.rstrip().endswith("# has no value yet (--set NAME=VALUE)\n#   ${CHECKPOINTS}")
+
+
+CASE = {
+    "ENV_VARS": {"CUDA_DEVICE_MAX_CONNECTIONS": 1},
+    "TEST_TYPE": "ckpt-resume",
+    "MODEL_ARGS": {
+        "--num-layers": 12,
+        "--hidden-size": 512,
+        "--num-attention-heads": 8,
+        "--log-params-norm": True,
+        "--log-num-zeros-in-grad": True,
+        "--log-timers-to-tensorboard": True,
+        "--tensorboard-dir": "${TENSORBOARD_PATH}",
+        "--micro-batch-size": 4,
+        "--global-batch-size": 32,
+        "--seq-length": 1024,
+        "--max-position-embeddings": 1024,
+        "--train-iters": 50,
+        "--timing-log-level": 0,
+        "--lr-decay-iters": 320000,
+        "--save": "${CHECKPOINT_SAVE_PATH}",
+        "--load": "${CHECKPOINT_LOAD_PATH}",
+        "--data-path": "${DATA_PATH}/my-gpt3_00_text_document",
+        "--vocab-file": "${DATA_PATH}/bpe/vocab.json",
+        "--merge-file": "${DATA_PATH}/bpe/merges.txt",
+        "--split": "949,50,1",
+        "--lr": 0.00015,
+        "--lr-warmup-fraction": ".01",
+        "--eval-interval": 1000,
+        "--eval-iters": 10,
+        "--transformer-impl": "transformer_engine",
+        "--pipeline-model-parallel-size": 4,
+        "--num-layers-per-virtual-pipeline-stage": 1,
+        "--decoupled-lr": 0.0002,
+        "--deterministic-mode": True,
+        "--no-rope-fusion": False,
+        "--use-checkpoint-opt_param-scheduler": True,
+        "--ckpt-format": "torch_dist",
+        "--bf16": True,
+        "--window-size": "(127,0)",
+        "--hierarchical-context-parallel-sizes": "[2 2]",
+    },
+}
+
+
+def test_a_case_of_their_tests_runs_dry(capsys: Captured, tmp_path: Path) -> None:
+    """Unchanged, although nothing that it names is there, and as ported."""
+    case, ported = tmp_path / "model_config.yaml", tmp_path / "run.yaml"
+    case.write_text(yaml.safe_dump(CASE))
+    (launch,) = read_launches(case, {})
+    sizes = launch.words.index("--hierarchical-context-parallel-sizes")
+    assert launch.words[sizes + 1 : sizes + 3] == ["2", "2"] and "(127,0)" in launch.words
+    assert "--no-rope-fusion" not in launch.words and "--deterministic-mode" in launch.words
+    assert main(["train", *launch.words, "--dry-run"]) == 0
+    said = capsys.readouterr()
+    assert "is not here: a vocabulary of 50257 is assumed" in said.err
+    assert "already so: --log-timers-to-tensorboard --transformer-impl; no effect here: --ckpt-format" in said.err
+    assert main(["port", str(case), "--output", str(ported)]) == 0
+    assert main(["train", "--config", str(ported), "--dry-run"]) == 0
+    config = parse_arguments(["--config", str(ported)]).config
+    assert (config.parallel.vpp, config.model.sliding_window, config.optimizer.decoupled_lr) == (3, 128, 0.0002)
+
+
+def test_all_that_cannot_be_had_is_named_at_once(capsys: Captured, tmp_path: Path) -> None:
+    case = tmp_path / "model_config.yaml"
+    refused = {"--multi-latent-attention": True, "--use-mup": True, "--seed": "${SEED}", "--q-lora-rank": 3}
+    case.write_text(yaml.safe_dump({"MODEL_ARGS": {**CASE["MODEL_ARGS"], **refused}}))  # type: ignore[dict-item]
+    assert main(["port", str(case)]) == 2
+    said = capsys.readouterr()
+    assert "--num-layers 12" in said.out and "--multi-latent-attention" not in said.out
+    for part in (
+        "there are 4 problems",
+        "--multi-latent-attention is refused",
+        "--use-mup is refused",
+        "${SEED} has no value",
+    ):
+        assert part in said.err
+    assert main(["port", str(case), "--set", "SEED=7"]) == 2
+    assert "SEED" not in capsys.readouterr().err
+
+
+def test_too_few_ranks_are_said(tmp_path: Path) -> None:
+    """Of the 8 ranks of one node, the script's default, experts and stages leave none."""
+    words = [
+        "--num-layers",
+        "8",
+        "--pp",
+        "4",
+        "--num-experts",
+        "8",
+        "--ep",
+        "8",
+        "--vocab-size",
+        "64",
+        "--disable-bias-linear",
+        "--mock-data",
+    ]
+    found = port(Launch(words, ranks=8))
+    assert found.problems == []
+    assert port(Launch(words), world_size=8).problems != []
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("run.sh", "echo pretrain_gpt.py --tp 2\n", "has no command that runs pretrain_gpt.py"),
+        ("run.yaml", "a: 1\n", "has no MODEL_ARGS of flags"),
+        ("run.sh", "A=(1\n", "an array is not closed"),
+    ],
+)
+def test_files_without_a_launch(name: str, text: str, message: str, capsys: Captured, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    assert main(["port", str(tmp_path / name)]) == 2
+    assert message in capsys.readouterr().err
+    assert main(["port", str(EXAMPLE), "--set", "x"]) == 2
+    assert "--set takes NAME=VALUE" in capsys.readouterr().err
