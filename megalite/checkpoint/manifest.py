@@ -11,7 +11,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megalite.checkpoint.tiling import Slice, tiling_fault, volume
@@ -112,7 +112,7 @@ class Manifest:
 
     step: int
     files: dict[str, FileEntry]
-    tensors: dict[str, TensorEntry]
+    tensors: Mapping[str, TensorEntry]
     counters: dict[str, Any]
     config: dict[str, Any]
     layout: dict[str, Any]
@@ -147,6 +147,41 @@ def plain_parts(files: Mapping[str, FileEntry], tensors: Mapping[str, TensorEntr
             key: {**vars(entry), "parts": [vars(part) for part in entry.parts]} for key, entry in tensors.items()
         },
     }
+
+
+class _Entries(Mapping[str, TensorEntry]):
+    """Of each tensor its canonical JSON, parsed when it is asked for."""
+
+    def __init__(self, texts: dict[str, str]) -> None:
+        self._texts, self._parsed = texts, dict[str, TensorEntry]()
+
+    def __getitem__(self, key: str) -> TensorEntry:
+        if key not in self._parsed:
+            self._parsed[key] = _parse_tensor(key, json.loads(self._texts[key]))
+        return self._parsed[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._texts
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._texts)
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+
+def in_pieces(manifest: Manifest) -> list[Any]:
+    """Plain JSON of a sound manifest, each tensor as a text of its own."""
+    with many_objects():
+        plain = plain_parts(manifest.files, manifest.tensors)
+        texts = {key: _canonical(value) for key, value in plain.pop("tensors").items()}
+        return [{**vars(manifest), **plain, "tensors": {}}, texts]
+
+
+def from_pieces(pieces: Sequence[Any]) -> Manifest:
+    """The manifest that `in_pieces` has taken apart."""
+    body, texts = pieces
+    return replace(_parse_manifest(body), tensors=_Entries(texts))
 
 
 def listed_files(text: str, *, source: str = MANIFEST_NAME) -> dict[str, FileEntry]:

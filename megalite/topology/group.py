@@ -5,6 +5,7 @@ same code without a branch.
 """
 
 import json
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -250,20 +251,21 @@ class Group:
         everything = torch.empty(self.size * longest, dtype=torch.uint8, device=device)
         self.all_gather(everything, padded)
         rows = everything.view(self.size, longest).cpu()
-        return [json.loads(bytes(row[:length].tolist())) for row, length in zip(rows, lengths.tolist(), strict=True)]
+        return [json.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths.tolist(), strict=True)]
 
     def broadcast_json(self, value: Any, device: torch.device) -> Any:
-        """Rank 0's `value` (anything JSON can hold) on every rank; the others' are not looked at."""
+        """Rank 0's `value` (anything JSON can hold) on every rank; the others' are not looked at. It may be large."""
         if self.size == 1:
             return value
         payload = torch.empty(0, dtype=torch.uint8)
         if self.rank == 0:
-            payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+            text = zlib.compress(json.dumps(value).encode(), level=1)
+            payload = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         length = torch.tensor([payload.numel()], dtype=torch.int64, device=device)
         self.broadcast(length)
         data = payload.to(device) if self.rank == 0 else length.new_empty(int(length), dtype=torch.uint8)
         self.broadcast(data)
-        return json.loads(data.cpu().numpy().tobytes())
+        return json.loads(zlib.decompress(data.cpu().numpy().tobytes()))
 
     def agree(self, error: BaseException | None, device: torch.device) -> None:
         """Raise the same error on every rank if any rank has one, and return on all of them otherwise.
