@@ -1,6 +1,7 @@
 """Finding a checkpoint that verifies, and reading any slice of any tensor in it."""
 
 import difflib
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -180,9 +181,11 @@ def verify_checkpoint(path: Path, step: int, *, world: Group, device: torch.devi
 def _unlike(manifest: Path, at: int, seal: bytes) -> str:
     """Why this rank does not see the manifest that rank 0 has read, from its seal alone; empty if it does."""
     try:
-        with open(open_plain(manifest), "rb", buffering=0) as file:
-            file.seek(at)
-            same = file.read(len(seal)) == seal
+        descriptor = open_plain(manifest)
+        try:
+            same = os.pread(descriptor, len(seal), at) == seal
+        finally:
+            os.close(descriptor)
     except CheckpointError as error:
         return str(error)
     except OSError as error:
