@@ -170,7 +170,7 @@ def verify_checkpoint(path: Path, step: int, *, world: Group, device: torch.devi
     if fault:
         return None, fault
     if manifest is None:
-        manifest = from_pieces(pieces)
+        manifest = from_pieces(*pieces)
     faults = world.gather_json(_unlike(path / MANIFEST_NAME, at, seal.encode()), device)
     if any(faults):
         return None, next(filter(None, faults))

@@ -9,7 +9,7 @@ import gc
 import hashlib
 import json
 import re
-from collections import Counter
+from collections import Counter, UserDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -149,38 +149,27 @@ def plain_parts(files: Mapping[str, FileEntry], tensors: Mapping[str, TensorEntr
     }
 
 
-class _Entries(Mapping[str, TensorEntry]):
-    """Of each tensor its canonical JSON, parsed when it is asked for."""
-
-    def __init__(self, texts: dict[str, str]) -> None:
-        self._texts, self._parsed = texts, dict[str, TensorEntry]()
+class _Entries(UserDict[str, Any]):
+    """Tensors, each as its canonical JSON until it is asked for."""
 
     def __getitem__(self, key: str) -> TensorEntry:
-        if key not in self._parsed:
-            self._parsed[key] = _parse_tensor(key, json.loads(self._texts[key]))
-        return self._parsed[key]
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._texts
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._texts)
-
-    def __len__(self) -> int:
-        return len(self._texts)
+        if isinstance(self.data[key], str):
+            self.data[key] = _parse_tensor(key, json.loads(self.data[key]))
+        return self.data[key]  # type: ignore[no-any-return]
 
 
 def in_pieces(manifest: Manifest) -> list[Any]:
     """Plain JSON of a sound manifest, each tensor as a text of its own."""
     with many_objects():
         plain = plain_parts(manifest.files, manifest.tensors)
-        texts = {key: _canonical(value) for key, value in plain.pop("tensors").items()}
-        return [{**vars(manifest), **plain, "tensors": {}}, texts]
+        return [
+            {**vars(manifest), **plain, "tensors": {}},
+            {key: _canonical(one) for key, one in plain["tensors"].items()},
+        ]
 
 
-def from_pieces(pieces: Sequence[Any]) -> Manifest:
+def from_pieces(body: dict[str, Any], texts: dict[str, str]) -> Manifest:
     """The manifest that `in_pieces` has taken apart."""
-    body, texts = pieces
     return replace(_parse_manifest(body), tensors=_Entries(texts))
 
 

@@ -69,7 +69,8 @@ def fresh_part(store: dist.Store, *, rank: int, world_size: int, timeout: dateti
             if said != answered:
                 answered, name = said, uuid.uuid4().hex
                 # As one request: thousands would follow one another.
-                store.multi_set([_answer(other) for other in ranks], [f"{heard.decode()} {name}" for heard in said])
+                answers = [f"{heard.decode()} {name}" for heard in said]
+                store.multi_set([_answer(other) for other in ranks], answers)  # type: ignore[attr-defined]
         if store.check([_answer(rank)]):
             word, meeting = store.get(_answer(rank)).decode().split()
             if word == mine:

@@ -64,7 +64,7 @@ class Timings:
         self._clock, self._topology, self._threshold = clock, topology, threshold
         self._gathers = not apart and topology.world.size > 1
         self._hosts = topology.world.gather_json(platform.node(), topology.device) if self._gathers else []
-        self._units = units(topology.layout)
+        self._units = units(topology.layout) if topology.world.rank == 0 else []  # which alone compares
 
     def interval(self, *, steps: int, seconds: float) -> Report:
         """The interval that ends here; its steps took `seconds` on this rank; every rank calls it, and rank 0 learns of it.
