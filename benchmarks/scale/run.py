@@ -61,12 +61,6 @@ class Store(dist.Store):
         super().__init__()
         self.held, self.others, self.asked = held, others, set[tuple[str, str]]()
 
-    def set(self, key: str, value: str) -> None:
-        self.multi_set([key], [value])
-
-    def get(self, key: str) -> bytes:
-        return self.multi_get([key])[0]
-
     def multi_set(self, keys: list[str], values: list[str]) -> None:
         self.asked.add(("set", keys[0]))
         self.held.update(zip(keys, map(str.encode, values), strict=True))
@@ -75,13 +69,16 @@ class Store(dist.Store):
         self.asked.add(("get", keys[0]))
         return [self.held[key] for key in keys]
 
+    set = lambda self, key, value: self.multi_set([key], [value])  # noqa: E731
+    get = lambda self, key: self.multi_get([key])[0]  # noqa: E731
+
     def check(self, keys: list[str]) -> bool:
         self.asked.add(("check", keys[0]))
         return all(key in self.held for key in keys)
 
     def add(self, key: str, amount: int) -> int:
         self.asked.add((f"add {amount}", key))
-        self.held[key] = b"+" * (len(self.held.get(key, b"")) + amount)
+        self.held[key] = self.held.get(key, b"") + b"+" * amount
         return len(self.held[key]) + self.others
 
 
@@ -94,10 +91,9 @@ def calls_of(work: Callable[[], Any]) -> tuple[Any, int]:
         count += event == "call"
 
     sys.setprofile(note)
-    try:
-        return work(), count
-    finally:
-        sys.setprofile(None)
+    found = work()
+    sys.setprofile(None)
+    return found, count
 
 
 def meeting(world: int) -> Counts:
@@ -112,8 +108,7 @@ def meeting(world: int) -> Counts:
 
 def start(layout: ParallelLayout) -> Counts:
     """Process groups of rank 0, and what it remembers of all ranks."""
-    made: list[list[int]] = []
-    new_group = dist.new_group
+    made, new_group = list[list[int]](), dist.new_group
 
     def counted(ranks: list[int], **options: Any) -> Any:
         made.append(ranks)
@@ -126,46 +121,34 @@ def start(layout: ParallelLayout) -> Counts:
 
     store = Store({}, 0)
     dist.init_process_group("fake", store=store, rank=0, world_size=layout.world_size)
-    try:
-        with mock.patch.object(dist, "new_group", counted):
-            (*_, joined, trees), calls = calls_of(everything)
-            tracemalloc.start()
-            kept = everything()
-        held = tracemalloc.get_traced_memory()[0]
-        del kept
-    finally:
-        tracemalloc.stop()
-        dist.destroy_process_group()
+    with mock.patch.object(dist, "new_group", counted):
+        (*_, joined, trees), calls = calls_of(everything)
+        tracemalloc.start()
+        kept = everything()
+    held = tracemalloc.get_traced_memory()[0]
+    del kept
+    tracemalloc.stop()
+    dist.destroy_process_group()
     assert not store.asked, "a group that is made asks nothing of the store"
     tree = made[trees : len(made) // 2]
-    return {
-        "communicators": joined,
-        "background connections": sum(len(ranks) - 1 for ranks in tree if 0 in ranks),
-        "all background connections": sum(len(ranks) * (len(ranks) - 1) // 2 for ranks in tree),
-        "start calls": calls,
-        "bookkeeping bytes": held,
-    }
+    mine, every = (sum(len(ranks) - 1 for ranks in tree if 0 in ranks), sum(math.comb(len(ranks), 2) for ranks in tree))
+    found = {"communicators": joined, "background connections": mine, "all background connections": every}
+    return {**found, "start calls": calls, "bookkeeping bytes": held}
 
 
 def reports(invocation: Invocation, layout: ParallelLayout) -> Counts:
     """Over the world: what a step exchanges, and a line of the log."""
     step = rehearse(invocation.config, 0)
-    operations = step.journal.operations[step.second_step :]
     journal = Journal(Device())
     topology = dataclasses.replace(rehearsed_topology(layout, 0, journal), device=CPU)
     read_batches(None, 0, 0, topology=topology, scope=topology.world, stops=StopRequests())
-    operations += journal.operations
-    timings = Timings(PhaseClock(CPU), topology, apart=False, threshold=1.5)
-    before = len(journal.operations)
+    operations = [*step.journal.operations[step.second_step :], *journal.operations]
+    world = [operation.nbytes for operation in operations if len(operation.ranks) == layout.world_size]
+    timings, before = Timings(PhaseClock(CPU), topology, apart=False, threshold=1.5), len(journal.operations)
     _, calls = calls_of(lambda: timings.interval(steps=1, seconds=1.0))
     gathered = layout.world_size * sum(operation.nbytes for operation in journal.operations[before:])
-    world = [operation for operation in operations if len(operation.ranks) == layout.world_size]
-    return {
-        "world operations of a step": len(world),
-        "their bytes": sum(operation.nbytes for operation in world),
-        "bytes of a line": gathered,
-        "calls of a line": calls,
-    }
+    found = {"world operations of a step": len(world), "their bytes": sum(world)}
+    return {**found, "bytes of a line": gathered, "calls of a line": calls}
 
 
 def replica_of(invocation: Invocation, layout: ParallelLayout, rank: int, programs: Programs) -> Replica:
@@ -199,19 +182,13 @@ def save_and_load(invocation: Invocation, layout: ParallelLayout) -> Counts:
             entries, sent = max(entries, len(plan)), max(sent, Path(folder, f"part-{rank}.json").stat().st_size)
         preamble = Manifest(step=1, files={}, tensors={}, counters={}, config={}, layout={}, megalite_version="")
         manifest = _merge(Path(folder), preamble, layout.world_size)
-    text = manifest.to_json()
-    pieces = json.dumps(in_pieces(manifest))
-    received = from_pieces(*json.loads(pieces))
+    received = from_pieces(*json.loads(pieces := json.dumps(in_pieces(manifest))))
     index = Index(Path(), received)
     load_states(replica_of(invocation, layout, 0, programs), index, with_optimizer=True, log=lambda line: None)
-    return {
-        "tensors of a save plan": entries,
-        "bytes of a save plan": sent,
-        "manifest bytes": len(text),
-        "manifest bytes sent": len(zlib.compress(pieces.encode(), level=1)),
-        "tensors parsed": sum(not isinstance(one, str) for one in vars(received.tensors)["data"].values()),
-        "files opened": len(index._open),
-    }
+    parsed = sum(not isinstance(one, str) for one in vars(received.tensors)["data"].values())
+    found = {"tensors of a save plan": entries, "bytes of a save plan": sent, "manifest bytes": len(manifest.to_json())}
+    found["manifest bytes sent"] = len(zlib.compress(pieces.encode(), level=1))
+    return {**found, "tensors parsed": parsed, "files opened": len(index._open)}
 
 
 def counts(world: int) -> Counts:
@@ -230,20 +207,18 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--worlds", nargs="+", type=int, choices=LAYOUTS, default=list(LAYOUTS), metavar="N")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the curves there, both axes in powers of ten")
     arguments = parser.parse_args(words)
+    if len(arguments.worlds) < 2:
+        parser.error("--worlds: growth takes two of them at least, e.g. --worlds 8 64")
     worlds, found = arguments.worlds, [counts(world) for world in arguments.worlds]
     rows: dict[str, list[float]] = {name: [one[name] for one in found] for name in found[0]}
 
-    def exponent(values: Sequence[float]) -> float:
-        return math.log(max(values[-1], 1) / max(values[-2], 1)) / math.log(worlds[-1] / worlds[-2])
-
-    grown = {name: exponent(values) if len(worlds) > 1 else 0.0 for name, values in rows.items()}
+    far = math.log(worlds[-1] / worlds[-2])
+    grown = {name: math.log(max(values[-1], 1) / max(values[-2], 1)) / far for name, values in rows.items()}
     lines = [[name, *(f"{value:,.0f}" for value in values), f"{grown[name]:.2f}"] for name, values in rows.items()]
     print(common.markdown([["of a rank", *worlds, "exponent"], *lines]))
     if arguments.svg is not None:
-        curves = [
-            Line(name, [(math.log10(x), math.log10(max(y, 1))) for x, y in zip(worlds, values, strict=True)], number)
-            for number, (name, values) in enumerate(rows.items())
-        ]
+        points = {name: [(math.log10(x), math.log10(max(y, 1))) for x, y in zip(worlds, rows[name])] for name in rows}
+        curves = [Line(name, points[name], number) for number, name in enumerate(rows)]
         arguments.svg.write_text(draw_curves(curves, x_label="log10 of ranks", y_label="log10 of the count"))
     common.write_json(arguments.json, "scale.run", words, {"worlds": worlds, "rows": rows, "exponents": grown})
 

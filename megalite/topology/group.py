@@ -4,6 +4,7 @@ A group of one rank needs no process group: its collectives are identities, so t
 same code without a branch.
 """
 
+import functools
 import json
 import zlib
 from collections.abc import Callable, Sequence
@@ -118,11 +119,7 @@ class Group:
         if self.size == 1:
             return DONE
         reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
-        return self._lane.start(
-            lambda: dist.all_reduce(tensor, reduce_op, group=self.process_group, async_op=True),
-            "all_reduce",
-            tensor.nbytes,
-        )
+        return self._start("all_reduce", tensor.nbytes, dist.all_reduce, tensor, reduce_op)
 
     def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> None:
         """`output` [size·n, ...] becomes the parts [n, ...] of all ranks, in rank order."""
@@ -134,9 +131,7 @@ class Group:
             if output.data_ptr() != part.data_ptr():
                 output.copy_(part)
             return DONE
-        return self._lane.start(
-            lambda: _all_gather_single(output, part, group=self.process_group, async_op=True), "all_gather", part.nbytes
-        )
+        return self._start("all_gather", part.nbytes, _all_gather_single, output, part)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """`output` [n, ...] becomes this rank's part of the sum over ranks of `tensor` [size·n, ...]."""
@@ -153,11 +148,7 @@ class Group:
                 output.copy_(tensor)
             return DONE
         if not self._uses_gloo:
-            return self._lane.start(
-                lambda: _reduce_scatter_single(output, tensor, group=self.process_group, async_op=True),
-                "reduce_scatter",
-                tensor.nbytes,
-            )
+            return self._start("reduce_scatter", tensor.nbytes, _reduce_scatter_single, output, tensor)
         received = torch.empty_like(tensor)
         work = self._start_exchange(received, tensor, "reduce_scatter")
         parts = received.view(self.size, *output.shape)
@@ -176,10 +167,7 @@ class Group:
             output.copy_(tensor)
             return
         splits = list(output_splits), list(input_splits)
-        self._lane.start(
-            lambda: dist.all_to_all_single(output, tensor, *splits, group=self.process_group, async_op=True),
-            "all_to_all",
-        ).wait()
+        self._start("all_to_all", 0, dist.all_to_all_single, output, tensor, *splits).wait()
 
     def all_to_all_equal(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """Part i of `tensor` [size, ...] goes to rank i; `output` [size, ...] gets part i from rank i."""
@@ -193,11 +181,12 @@ class Group:
         return self._start_exchange(output, tensor, "all_to_all")
 
     def _start_exchange(self, output: torch.Tensor, tensor: torch.Tensor, operation: str) -> Work:
-        return self._lane.start(
-            lambda: dist.all_to_all_single(output, tensor, group=self.process_group, async_op=True),
-            operation,
-            tensor.nbytes,
-        )
+        return self._start(operation, tensor.nbytes, dist.all_to_all_single, output, tensor)
+
+    def _start(self, operation: str, size: int, call: Callable[..., Work | None], *arguments: Any) -> Work:
+        """Begin `call` over the group; `size`: see `Lane.start`."""
+        begin = functools.partial(call, *arguments, group=self.process_group, async_op=True)
+        return self._lane.start(lambda: _started(begin()), operation, size)
 
     def rotate_async(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Work]:
         """One step round the ring of ranks: `tensor` goes to the next rank, the previous one's comes, of equal shape.
@@ -220,11 +209,7 @@ class Group:
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> None:
         """In place: every rank gets the tensor of the rank with index `source`."""
         if self.size > 1:
-            self._lane.start(
-                lambda: _started(dist.broadcast(tensor, self.ranks[source], group=self.process_group, async_op=True)),
-                "broadcast",
-                tensor.nbytes,
-            ).wait()
+            self._start("broadcast", tensor.nbytes, dist.broadcast, tensor, self.ranks[source]).wait()
 
     def send_async(self, tensor: torch.Tensor, *, to: int) -> Work:
         """Send to the rank with index `to`; the k-th send matches the receiver's k-th receive."""

@@ -25,10 +25,8 @@ from megalite.watchdog.heartbeat import UNWATCHED, Heartbeat
 def schedule_as_batch() -> bool:
     """Put this process, and threads that it starts from now on, under SCHED_BATCH; True where that was done.
 
-    Each gloo collective wakes three threads of a rank in turn. Under the usual policy the one that is woken takes the core from
-    the one that computes or sends there, which then has to be woken again: an all-reduce takes three to four times as long
-    (docs/performance.md). Under SCHED_BATCH the woken wait until the core is free. Weights and shares of the cores stay as
-    they are, and no privilege is needed.
+    A thread that gloo wakes then waits until the core is free; else it interrupts the one that computes or sends, and an
+    all-reduce takes three to four times as long (docs/performance.md). Shares of the cores stay as they are.
 
     Left alone: systems without the policy, those that forbid it, and a policy that somebody chose (chrt).
     """
