@@ -1,8 +1,6 @@
 """The stages of a small GPT in fp32, and our executor over them; gradients go to `.grad`."""
 
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +20,6 @@ from megalite.pipeline.ir.memory import Sizes, memory_peaks
 from megalite.pipeline.ir.schedule import Schedule
 from megalite.pipeline.ir.validate import validate
 from megalite.tensor_parallel.deferred_weight_gradients import DeferredWeightGradients
-from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.tensor_parallel.parameter import ParameterFactory, attach_deferred
 from megalite.topology.group import Group
 from megalite.topology.topology import Topology
@@ -32,20 +29,6 @@ MODEL = ModelConfig(
     **settings("num_layers=8 hidden_size=256 num_attention_heads=8 vocab_size=512 tie_embeddings=false"),
     max_position_embeddings=SEQ,
 )
-
-
-class _Linear(torch.nn.Module):
-    """The parameters of one of our linear layers under autograd's own linear function."""
-
-    late_bias = None  # on one tensor-parallel rank no bias is left to the layer that follows
-
-    def __init__(self, ours: ColumnParallelLinear | RowParallelLinear) -> None:
-        super().__init__()
-        self.weight, self.bias = ours.weight, ours.bias
-
-    def forward(self, x: torch.Tensor, *, add_late_bias: bool = True, add_bias: bool = True) -> torch.Tensor:
-        bias = None if self.bias is None or not add_bias else self.bias.flatten()
-        return F.linear(x, self.weight.flatten(0, -2), bias)
 
 
 class Part(torch.nn.Module):
@@ -59,44 +42,18 @@ class Part(torch.nn.Module):
         return self.stage(x, self.stage.context())
 
 
-def build_part(stage: int, num_stages: int, *, plain: bool) -> Part:
+def build_part(stage: int, num_stages: int) -> Part:
     """Layers of a stage, in fp32, the same weights wherever it is built."""
     each = MODEL.num_layers // num_stages
     factory = ParameterFactory(tp=Group.solo("tp"), seed=3, dtype=torch.float32, device=torch.device("cpu"))
     place = {"first_layer": stage * each, "last_layer": (stage + 1) * each, "seq_length": SEQ}
     ends = {"has_embedding": stage == 0, "has_head": stage == num_stages - 1}
-    part = Part(GPTStage(MODEL, **place, **ends, factory=factory).eval())
-    if plain:
-        for module in list(part.modules()):
-            for name, child in list(module.named_children()):
-                if isinstance(child, ColumnParallelLinear | RowParallelLinear):
-                    setattr(module, name, _Linear(child))
-    return part
+    return Part(GPTStage(MODEL, **place, **ends, factory=factory).eval())
 
 
 def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Sum of the microbatch's losses: logits [s, b, V], labels [b, s]."""
     return F.cross_entropy(logits.flatten(0, 1), labels.t().flatten(), reduction="sum")
-
-
-@dataclass
-class System:
-    """One of the competitors on one rank."""
-
-    run: Callable[[], object]
-    parts: dict[int, Part]
-
-    def zero_grad(self) -> None:
-        for part in self.parts.values():
-            part.zero_grad(set_to_none=True)
-
-    def grads(self) -> dict[str, torch.Tensor]:
-        return {
-            f"{stage}.{name}": parameter.grad.clone()
-            for stage, part in self.parts.items()
-            for name, parameter in part.named_parameters()
-            if parameter.grad is not None
-        }
 
 
 def batch_of(microbatches: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,11 +64,11 @@ def batch_of(microbatches: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, labels
 
 
-def build_ours(schedule: Schedule, topology: Topology, *, tracer: Tracer | None = None) -> System:
+def build_ours(schedule: Schedule, topology: Topology, *, tracer: Tracer | None = None) -> Executor:
     """The executor over this rank's stages."""
     rank, last = topology.pp.rank, schedule.num_stages - 1
     stages = schedule.stages_of(rank)
-    parts = {stage: build_part(stage, schedule.num_stages, plain=False) for stage in stages}
+    parts = {stage: build_part(stage, schedule.num_stages) for stage in stages}
     deferred = {stage: DeferredWeightGradients() for stage in parts}
     for stage, part in parts.items():
         attach_deferred(part, deferred[stage])
@@ -123,11 +80,10 @@ def build_ours(schedule: Schedule, topology: Topology, *, tracer: Tracer | None 
 
     program = lower(schedule)
     validate(program)
-    executor = Executor(
+    return Executor(
         program, rank=rank, edges=topology.edges, forward=forward, activation_shape=(SEQ, MICRO, MODEL.hidden_size),
         dtype=torch.float32, device=torch.device("cpu"), reducer=None, deferred=deferred, tracer=tracer,
     )  # fmt: skip
-    return System(executor.run, parts)
 
 
 RANKS, MICROBATCHES = 2, 16
@@ -179,7 +135,7 @@ def _storages(tree: Any) -> list[torch.UntypedStorage]:
 
 def graph_bytes(stage: int) -> int:
     """What one microbatch's graph of a stage holds, its input included, its output not if that is sent on."""
-    part, last = build_part(stage, RANKS, plain=False), stage == RANKS - 1
+    part, last = build_part(stage, RANKS), stage == RANKS - 1
     tokens = torch.zeros(MICRO, SEQ, dtype=torch.int64)
     with LiveBytes() as live:
         x = torch.zeros(SEQ, MICRO, MODEL.hidden_size).requires_grad_() if stage else tokens
@@ -194,11 +150,11 @@ def run_rank(context: RankContext, name: str) -> tuple[int, int]:
     """Bytes held after any computation, and with temporaries, in a step after the first."""
     schedule = build_schedule(name, num_ranks=RANKS, num_chunks=1, num_microbatches=MICROBATCHES)
     live = LiveBytes()
-    system = build_ours(schedule, context.topology(pp=RANKS), tracer=live)
-    system.run()  # gradients exist from here on
+    executor = build_ours(schedule, context.topology(pp=RANKS), tracer=live)
+    executor.run()  # gradients exist from here on
     live.held = 0
     with live:
-        system.run()
+        executor.run()
     return live.held, live.peak
 
 

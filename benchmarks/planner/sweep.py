@@ -10,7 +10,6 @@ stopped.
 
 import csv
 import statistics
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,17 +41,12 @@ LAYOUTS = {
 }
 
 
-def start(*words: str, ranks: int = 1) -> None:
-    """A program of this interpreter, one thread per rank; raises CalledProcessError."""
-    subprocess.run(common.python(*words, ranks=ranks), check=True, env=common.environment())
-
-
 def profile(folder: Path, seconds: float) -> None:
     """cluster.yaml and stack.yaml of this machine, unless they are there."""
     cluster, stack = str(folder / "cluster.yaml"), str(folder / "stack.yaml")
     if not Path(stack).exists():
         words = ("-m", "megalite.cli.profile", "--seconds", f"{seconds:g}")
-        start(*words, "--output", cluster, "--output-stack", stack, ranks=RANKS)
+        common.run_python(*words, "--output", cluster, "--output-stack", stack, ranks=RANKS)
 
 
 def sweep(folder: Path, steps: int, turn: int) -> list[dict[str, Any]]:
@@ -62,7 +56,7 @@ def sweep(folder: Path, steps: int, turn: int) -> list[dict[str, Any]]:
     content["environment"] = {"OMP_NUM_THREADS": 1}
     (folder / "sweep.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
     output = folder / f"results-{turn}"
-    start("-m", "megalite.cli.main", "sweep", str(folder / "sweep.yaml"), "--output", str(output))
+    common.run_python("-m", "megalite.cli.main", "sweep", str(folder / "sweep.yaml"), "--output", str(output))
     with (output / "results.csv").open() as file:
         return list(csv.DictReader(file))
 

@@ -1,15 +1,25 @@
 """Finding a checkpoint that verifies, and reading any slice of any tensor in it."""
 
 import difflib
-import hashlib
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from megalite.checkpoint.files import entry_fault, read_text
+from megalite.checkpoint.files import entry_fault, open_plain, read_text
 from megalite.checkpoint.folders import Candidate, candidates
-from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointMissing, FileEntry, Manifest, TensorEntry, part_keys
+from megalite.checkpoint.manifest import (
+    MANIFEST_NAME,
+    CheckpointMissing,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    from_pieces,
+    in_pieces,
+    part_keys,
+)
 from megalite.checkpoint.safetensors_file import TORCH_DTYPES, SafetensorsReader
 from megalite.checkpoint.safetensors_header import Record
 from megalite.checkpoint.tiling import Slice, overlap, relative, within
@@ -109,7 +119,7 @@ def find_checkpoint(
         log: gets a line for each damaged checkpoint passed over: which file, and what is wrong. Every rank calls it
             with the same lines, so give it one that prints on one rank.
 
-    Collectives: one `gather_json` over `world`, and two for each checkpoint examined.
+    Collectives: a broadcast over `world`, and those of `verify_checkpoint` for each checkpoint examined.
     """
     damaged: list[str] = []
     for candidate in _agreed_candidates(folder, step, world, device):
@@ -141,25 +151,46 @@ def _agreed_candidates(folder: Path, step: int | None, world: Group, device: tor
 def verify_checkpoint(path: Path, step: int, *, world: Group, device: torch.device) -> tuple[Manifest | None, str]:
     """The manifest if the checkpoint verifies, else None and what is wrong with it; the same on every rank.
 
-    Collectives: two `gather_json` over `world`.
+    Rank 0 reads and checks it; the others get a copy and parse what they ask for: of thousands of ranks it has hundreds of
+    thousands of parts.
+
+    Collectives: a broadcast and two `gather_json` over `world`.
     """
-    manifest, text, fault = None, "", None
-    try:
-        text = read_text(path / MANIFEST_NAME)
-        manifest = Manifest.from_json(text)
-        if manifest.step != step:
-            fault = f"{MANIFEST_NAME}: is of step {manifest.step}"
-    except CheckpointError as error:
-        fault = str(error)
-    views = world.gather_json([fault, hashlib.sha256(text.encode()).hexdigest()], device)
-    faults = [view[0] for view in views if view[0] is not None]
-    if faults:
-        return None, faults[0]
-    if len({view[1] for view in views}) > 1:
-        return (None, f"{MANIFEST_NAME}: ranks read different content: the folder must be on a shared file system")
-    assert manifest is not None
+    manifest, sent = None, list[Any]()
+    if world.rank == 0:
+        try:
+            text = read_text(path / MANIFEST_NAME)
+            manifest = Manifest.from_json(text)
+            at = text.rindex('"sha256":')  # of the whole: no tensor has such a field
+            fault = "" if manifest.step == step else f"{MANIFEST_NAME}: is of step {manifest.step}"
+            sent = [fault, at, text[at : at + 75], *(in_pieces(manifest) if world.size > 1 else ())]
+        except CheckpointError as error:
+            sent = [str(error), 0, ""]
+    fault, at, seal, *pieces = world.broadcast_json(sent, device)
+    if fault:
+        return None, fault
+    if manifest is None:
+        manifest = from_pieces(*pieces)
+    faults = world.gather_json(_unlike(path / MANIFEST_NAME, at, seal.encode()), device)
+    if any(faults):
+        return None, next(filter(None, faults))
     files_fault = verify_files(path, manifest.files, world=world, device=device)
     return (None, files_fault) if files_fault else (manifest, "")
+
+
+def _unlike(manifest: Path, at: int, seal: bytes) -> str:
+    """Why this rank does not see the manifest that rank 0 has read, from its seal alone; empty if it does."""
+    try:
+        descriptor = open_plain(manifest)
+        try:
+            same = os.pread(descriptor, len(seal), at) == seal
+        finally:
+            os.close(descriptor)
+    except CheckpointError as error:
+        return str(error)
+    except OSError as error:
+        return f"{manifest.name}: {error.strerror}"
+    return "" if same else f"{manifest.name}: ranks read different content: the folder must be on a shared file system"
 
 
 def verify_files(

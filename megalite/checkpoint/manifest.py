@@ -9,9 +9,9 @@ import gc
 import hashlib
 import json
 import re
-from collections import Counter
+from collections import Counter, UserDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megalite.checkpoint.tiling import Slice, tiling_fault, volume
@@ -112,7 +112,7 @@ class Manifest:
 
     step: int
     files: dict[str, FileEntry]
-    tensors: dict[str, TensorEntry]
+    tensors: Mapping[str, TensorEntry]
     counters: dict[str, Any]
     config: dict[str, Any]
     layout: dict[str, Any]
@@ -147,6 +147,30 @@ def plain_parts(files: Mapping[str, FileEntry], tensors: Mapping[str, TensorEntr
             key: {**vars(entry), "parts": [vars(part) for part in entry.parts]} for key, entry in tensors.items()
         },
     }
+
+
+class _Entries(UserDict[str, Any]):
+    """Tensors, each as its canonical JSON until it is asked for."""
+
+    def __getitem__(self, key: str) -> TensorEntry:
+        if isinstance(self.data[key], str):
+            self.data[key] = _parse_tensor(key, json.loads(self.data[key]))
+        return self.data[key]  # type: ignore[no-any-return]
+
+
+def in_pieces(manifest: Manifest) -> list[Any]:
+    """Plain JSON of a sound manifest, each tensor as a text of its own."""
+    with many_objects():
+        plain = plain_parts(manifest.files, manifest.tensors)
+        return [
+            {**vars(manifest), **plain, "tensors": {}},
+            {key: _canonical(one) for key, one in plain["tensors"].items()},
+        ]
+
+
+def from_pieces(body: dict[str, Any], texts: dict[str, str]) -> Manifest:
+    """The manifest that `in_pieces` has taken apart."""
+    return replace(_parse_manifest(body), tensors=_Entries(texts))
 
 
 def listed_files(text: str, *, source: str = MANIFEST_NAME) -> dict[str, FileEntry]:

@@ -175,7 +175,6 @@ def save_checkpoint(
             that they are on.
         log: called on rank 0 with what goes wrong once the checkpoint is there.
 
-
     Collectives: a few `gather_json` over `world`, and what `tensors` does.
     """
     staging = folder / staging_name(step)

@@ -102,7 +102,7 @@ class NativeWeights(Weights):
                 found, expected = list(entry.global_shape), list(shape.shape)
                 raise ConversionError(f"{self.path}: {name} has shape {found}; a model of its settings has {expected}")
             self._keys[name] = key
-        others = sorted({entry.name for entry in self._checkpoint.manifest.tensors.values()} - self._keys.keys())
+        others = sorted({key.partition(":")[2] for key in self._checkpoint.manifest.tensors} - self._keys.keys())
         if others:
             raise ConversionError(f"{self.path} holds {others[0]}, which a model of its settings does not have")
 

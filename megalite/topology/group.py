@@ -4,7 +4,9 @@ A group of one rank needs no process group: its collectives are identities, so t
 same code without a branch.
 """
 
+import functools
 import json
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -117,11 +119,7 @@ class Group:
         if self.size == 1:
             return DONE
         reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
-        return self._lane.start(
-            lambda: dist.all_reduce(tensor, reduce_op, group=self.process_group, async_op=True),
-            "all_reduce",
-            tensor.nbytes,
-        )
+        return self._start("all_reduce", tensor.nbytes, dist.all_reduce, tensor, reduce_op)
 
     def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> None:
         """`output` [size·n, ...] becomes the parts [n, ...] of all ranks, in rank order."""
@@ -133,9 +131,7 @@ class Group:
             if output.data_ptr() != part.data_ptr():
                 output.copy_(part)
             return DONE
-        return self._lane.start(
-            lambda: _all_gather_single(output, part, group=self.process_group, async_op=True), "all_gather", part.nbytes
-        )
+        return self._start("all_gather", part.nbytes, _all_gather_single, output, part)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """`output` [n, ...] becomes this rank's part of the sum over ranks of `tensor` [size·n, ...]."""
@@ -152,11 +148,7 @@ class Group:
                 output.copy_(tensor)
             return DONE
         if not self._uses_gloo:
-            return self._lane.start(
-                lambda: _reduce_scatter_single(output, tensor, group=self.process_group, async_op=True),
-                "reduce_scatter",
-                tensor.nbytes,
-            )
+            return self._start("reduce_scatter", tensor.nbytes, _reduce_scatter_single, output, tensor)
         received = torch.empty_like(tensor)
         work = self._start_exchange(received, tensor, "reduce_scatter")
         parts = received.view(self.size, *output.shape)
@@ -175,10 +167,7 @@ class Group:
             output.copy_(tensor)
             return
         splits = list(output_splits), list(input_splits)
-        self._lane.start(
-            lambda: dist.all_to_all_single(output, tensor, *splits, group=self.process_group, async_op=True),
-            "all_to_all",
-        ).wait()
+        self._start("all_to_all", 0, dist.all_to_all_single, output, tensor, *splits).wait()
 
     def all_to_all_equal(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """Part i of `tensor` [size, ...] goes to rank i; `output` [size, ...] gets part i from rank i."""
@@ -192,11 +181,12 @@ class Group:
         return self._start_exchange(output, tensor, "all_to_all")
 
     def _start_exchange(self, output: torch.Tensor, tensor: torch.Tensor, operation: str) -> Work:
-        return self._lane.start(
-            lambda: dist.all_to_all_single(output, tensor, group=self.process_group, async_op=True),
-            operation,
-            tensor.nbytes,
-        )
+        return self._start(operation, tensor.nbytes, dist.all_to_all_single, output, tensor)
+
+    def _start(self, operation: str, size: int, call: Callable[..., Work | None], *arguments: Any) -> Work:
+        """Begin `call` over the group; `size`: see `Lane.start`."""
+        begin = functools.partial(call, *arguments, group=self.process_group, async_op=True)
+        return self._lane.start(lambda: _started(begin()), operation, size)
 
     def rotate_async(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Work]:
         """One step round the ring of ranks: `tensor` goes to the next rank, the previous one's comes, of equal shape.
@@ -219,11 +209,7 @@ class Group:
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> None:
         """In place: every rank gets the tensor of the rank with index `source`."""
         if self.size > 1:
-            self._lane.start(
-                lambda: _started(dist.broadcast(tensor, self.ranks[source], group=self.process_group, async_op=True)),
-                "broadcast",
-                tensor.nbytes,
-            ).wait()
+            self._start("broadcast", tensor.nbytes, dist.broadcast, tensor, self.ranks[source]).wait()
 
     def send_async(self, tensor: torch.Tensor, *, to: int) -> Work:
         """Send to the rank with index `to`; the k-th send matches the receiver's k-th receive."""
@@ -254,17 +240,18 @@ class Group:
         return [json.loads(row[:count].numpy().tobytes()) for row, count in zip(rows, counts, strict=True)]
 
     def broadcast_json(self, value: Any, device: torch.device) -> Any:
-        """Rank 0's `value` (anything JSON can hold) on every rank; the others' are not looked at."""
+        """Rank 0's `value` (anything JSON can hold) on every rank; the others' are not looked at. It may be large."""
         if self.size == 1:
             return value
         payload = torch.empty(0, dtype=torch.uint8)
         if self.rank == 0:
-            payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+            text = zlib.compress(json.dumps(value).encode(), level=1)
+            payload = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         length = torch.tensor([payload.numel()], dtype=torch.int64, device=device)
         self.broadcast(length)
         data = payload.to(device) if self.rank == 0 else length.new_empty(int(self._read(length)), dtype=torch.uint8)
         self.broadcast(data)
-        return json.loads(self._read(data).numpy().tobytes())
+        return json.loads(zlib.decompress(self._read(data).numpy().tobytes()))
 
     def _read(self, tensor: torch.Tensor) -> torch.Tensor:
         """On the host. Threads that work beside the training read tensors of the host alone, and are no wait."""

@@ -27,10 +27,8 @@ from megalite.watchdog.layout import lane_name
 def schedule_as_batch() -> bool:
     """Put this process, and threads that it starts from now on, under SCHED_BATCH; True where that was done.
 
-    Each gloo collective wakes three threads of a rank in turn. Under the usual policy the one that is woken takes the core from
-    the one that computes or sends there, which then has to be woken again: an all-reduce takes three to four times as long
-    (docs/performance.md). Under SCHED_BATCH the woken wait until the core is free. Weights and shares of the cores stay as
-    they are, and no privilege is needed.
+    A thread that gloo wakes then waits until the core is free; else it interrupts the one that computes or sends, and an
+    all-reduce takes three to four times as long (docs/performance.md). Shares of the cores stay as they are.
 
     Left alone: systems without the policy, those that forbid it, and a policy that somebody chose (chrt).
     """
@@ -70,8 +68,9 @@ def fresh_part(store: dist.Store, *, rank: int, world_size: int, timeout: dateti
             said = store.multi_get([_word(other) for other in ranks])
             if said != answered:
                 answered, name = said, uuid.uuid4().hex
-                for other, heard in enumerate(said):
-                    store.set(_answer(other), f"{heard.decode()} {name}")
+                # As one request: thousands would follow one another.
+                answers = [f"{heard.decode()} {name}" for heard in said]
+                store.multi_set([_answer(other) for other in ranks], answers)  # type: ignore[attr-defined]
         if store.check([_answer(rank)]):
             word, meeting = store.get(_answer(rank)).decode().split()
             if word == mine:
@@ -272,7 +271,11 @@ class Topology:
         """
         if backend == "auto":
             backend = "nccl" if device.type == "cuda" else "gloo"
-        made = {} if made is None else made
+        if made is None:
+            made = {}
+            if dist.is_initialized() and (dist.get_world_size(), dist.get_backend()) == (layout.world_size, backend):
+                # A further communicator of all ranks is the most expensive one to make.
+                made["shared", layout.groups("world")[0]] = dist.group.WORLD
         timeout = datetime.timedelta(minutes=timeout_minutes)
 
         def group(kind: str, rank_lists: RankLists, communicator: str) -> Group | None:
@@ -299,7 +302,7 @@ class Topology:
             if edge is not None:
                 edges[pipeline.index(pair[0]), pipeline.index(pair[1])] = edge
         if backend == "nccl":
-            _connect(edges, layout, rank, device)
+            _connect(edges, device)
         return cls(
             layout=layout,
             rank=rank,
@@ -315,18 +318,52 @@ class Topology:
         return cls.create(ParallelLayout(), rank=0, device=device or torch.device("cpu"))
 
 
-def background_group(world: Group) -> Group:
-    """A second group of all ranks, on gloo and the CPU, for a thread that works beside the training.
+FAN_OUT = 16
+"""Ranks of a gloo group among which small values of the whole world are exchanged."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TreeGroup(Group):
+    """Many ranks on gloo, for JSON alone: `FAN_OUT` ranks each are a group, their first ranks are grouped likewise, and so on.
+
+    Every two ranks of a gloo group have a connection: one group of 3,072 ranks would take 4.7 million, these 25,000.
+    """
+
+    levels: tuple[Group, ...]
+    """Those that this rank is in, from the lowest."""
+
+    def gather_json(self, value: Any, device: torch.device) -> list[Any]:
+        rows = [value]
+        for level in self.levels:
+            rows = [row for part in level.gather_json(rows, device) for row in part]
+        return list(self.broadcast_json(rows, device))
+
+    def broadcast_json(self, value: Any, device: torch.device) -> Any:
+        for level in reversed(self.levels):
+            value = level.broadcast_json(value, device)
+        return value
+
+
+def background_group(world: Group, *, fan_out: int = FAN_OUT) -> Group:
+    """A second group of all ranks, on gloo and the CPU, for a thread that works beside the training: JSON alone.
 
     It waits for as long as a disk may take; a peer that dies ends the wait at once.
 
-    Collectives: makes a process group; every rank calls it at the same time.
+    Collectives: makes process groups; every rank calls it at the same time.
     """
-    if world.size == 1:
-        return world
-    timeout = datetime.timedelta(days=1)
-    made = dist.new_group(list(world.ranks), timeout=timeout, backend="gloo")
-    return dataclasses.replace(world, name="background", process_group=made)
+    me, ranks, levels = world.ranks[world.rank], world.ranks, list[Group]()
+    while len(ranks) > 1:
+        for some in (ranks[first : first + fan_out] for first in range(0, len(ranks), fan_out)):
+            if len(some) > 1:
+                made = dist.new_group(list(some), timeout=datetime.timedelta(days=1), backend="gloo")
+                if me in some:
+                    levels.append(Group("background", some, some.index(me), made, world.heartbeat))
+        ranks = ranks[::fan_out]
+    if world.size <= fan_out:
+        return levels[0] if levels else world
+    fields = {field.name: getattr(world, field.name) for field in dataclasses.fields(Group) if field.init}
+    # What it does not offer must fail, and not run on the group of the training.
+    return TreeGroup(**{**fields, "process_group": dist.GroupMember.NON_GROUP_MEMBER}, levels=tuple(levels))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -395,21 +432,20 @@ def start_distributed(launch: Launch, device: torch.device, *, backend: str, tim
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
 
 
-def _connect(edges: dict[tuple[int, int], Group], layout: ParallelLayout, rank: int, device: torch.device) -> None:
-    """Send one number over every edge, all ranks in the same order.
+def _connect(edges: dict[tuple[int, int], Group], device: torch.device) -> None:
+    """Send one number over every edge.
 
     NCCL connects an edge at its first message, and then holds the caller until the other end has come there too. In
     the midst of a program, where a receive is posted before the computation that its sender waits for, the two could
-    deadlock.
+    deadlock. All ranks take the edges in one order, every second place of the pipeline first: in the order of the places
+    each would wait for all before it.
     """
     number = torch.zeros(1, device=device)
-    for pair in layout.pipeline_edges():
-        for edge in edges.values():
-            if edge.ranks == pair:
-                if rank == pair[0]:
-                    edge.send_async(number, to=1).wait()
-                else:
-                    edge.receive_async(number, source=0).wait()
+    for _, edge in sorted(edges.items(), key=lambda item: (min(item[0]) % 2, item[0])):
+        if edge.rank == 0:
+            edge.send_async(number, to=1).wait()
+        else:
+            edge.receive_async(number, source=0).wait()
 
 
 def stop_distributed(*, agreed: bool = True) -> None:

@@ -1,7 +1,7 @@
 """What a run is watched with: phases, their report, the profiler, the account of its time."""
 
+import bisect
 import platform
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,7 +44,12 @@ class Straggler:
     """Forward and backward of a step, without waiting for other stages; of the slowest of them."""
     factor: float
     """Over the median of the peers."""
-    peers: tuple[int, ...]
+    place: Sequence[tuple[int, ...]]
+    """They and their peers."""
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        return tuple(rank for unit in self.place if unit != self.ranks for rank in unit)
 
 
 class Timings:
@@ -60,14 +65,16 @@ class Timings:
         self._clock, self._topology, self._threshold = clock, topology, threshold
         self._gathers = not apart and topology.world.size > 1
         self._hosts = topology.world.gather_json(platform.node(), topology.device) if self._gathers else []
-        self._units = units(topology.layout)
+        self._units = units(topology.layout) if topology.world.rank == 0 else []  # which alone compares
 
     def interval(self, *, steps: int, seconds: float) -> Report:
-        """The interval that ends here; its steps took `seconds` on this rank; every rank calls it.
+        """The interval that ends here; its steps took `seconds` on this rank; every rank calls it, and rank 0 learns of it.
 
         Collectives: an all-gather of a few numbers over the world, unless ranks run apart.
         """
         rows = self._gather(steps, seconds)
+        if not rows:
+            return {}, []
         columns = {name: [row[index] for row in rows] for index, name in enumerate(_COLUMNS)}
         fields: dict[str, float] = {}
         for name in _EACH_STEP:
@@ -85,7 +92,7 @@ class Timings:
         return fields, lines
 
     def _gather(self, steps: int, seconds: float) -> list[list[float]]:
-        """A row per rank: seconds a step, or of the interval, and bytes."""
+        """A row per rank, on rank 0: seconds a step, or of the interval, and bytes."""
         world, device = self._topology.world, self._topology.device
         taken = self._clock.take()
         mine = {name: taken[name] / steps if name in _EACH_STEP else taken[name] for name in PHASES}
@@ -95,6 +102,8 @@ class Timings:
             return [row]
         every = torch.empty(world.size * len(row), dtype=torch.float64, device=device)
         world.all_gather(every, torch.tensor(row, dtype=torch.float64, device=device))
+        if world.rank > 0:
+            return []
         with world.heartbeat.synchronise():
             return every.view(world.size, len(row)).tolist()
 
@@ -132,12 +141,14 @@ def compare(seconds: Sequence[float], places: Sequence[Sequence[tuple[int, ...]]
     found = []
     for place in places:
         times = [max(seconds[rank] for rank in unit) for unit in place]
-        for index, unit in enumerate(place):
-            others = times[:index] + times[index + 1 :]
-            median = statistics.median(others) if others else 0.0
-            if median > 0.0 and times[index] >= threshold * median:
-                peers = tuple(rank for other in place if other is not unit for rank in other)
-                found.append(Straggler(unit, times[index], times[index] / median, peers))
+        ordered, last = sorted(times), len(times) - 2
+        for unit, time_ in zip(place, times, strict=True) if last >= 0 else ():
+            # The median of the others, whose k-th is the k-th of all or the next: to sort them for each unit takes the square.
+            own = bisect.bisect_left(ordered, time_)
+            low, high = (ordered[k + (k >= own)] for k in (last // 2, (last + 1) // 2))
+            median = (low + high) / 2
+            if median > 0.0 and time_ >= threshold * median:
+                found.append(Straggler(unit, time_, time_ / median, place))
     return sorted(found, key=lambda one: -one.factor)
 
 

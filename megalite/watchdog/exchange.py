@@ -81,7 +81,10 @@ class WatchPlan:
 
 
 _FRESH_SECONDS = 10.0
-"""How old what another host says may be."""
+"""How old what another host says may be, beside two rounds of reading."""
+_ROUND_SECONDS, _HOST_SECONDS = 0.2, 0.005
+"""From one reading of all hosts' files to the next, at least, and for each host: of a shared disk each host asks equally much,
+however many there are."""
 
 
 class Exchange:
@@ -95,6 +98,7 @@ class Exchange:
         self._folder = None
         if plan.report_folder is not None and len(plan.hosts) > 1:
             self._folder = Path(plan.report_folder, f".hang-{plan.run}")
+        self._round = max(_ROUND_SECONDS, _HOST_SECONDS * len(plan.hosts))
         self._said: Sequence[RankState] | None = None
         self._heard: dict[str, tuple[float, list[RankState]]] = {}
         self._thread: threading.Thread | None = None
@@ -119,8 +123,8 @@ class Exchange:
 
     def hear(self) -> dict[str, list[RankState]]:
         """What other hosts with ranks that stand still have said lately, by host."""
-        now = time.monotonic()
-        return {host: states for host, (since, states) in tuple(self._heard.items()) if now - since < _FRESH_SECONDS}
+        oldest = time.monotonic() - _FRESH_SECONDS - 2 * self._round
+        return {host: states for host, (since, states) in tuple(self._heard.items()) if since > oldest}
 
     def close(self) -> None:
         """Take back what was said; the last host to do so removes the folder."""
@@ -133,7 +137,7 @@ class Exchange:
         assert self._folder is not None
         mine = self._folder / f"{self._plan.hosts.index(self._plan.host)}.json"
         seen: dict[str, str] = {}
-        while not self._closed.wait(0.2):
+        while not self._closed.wait(self._round):
             said = self._said
             with contextlib.suppress(OSError):
                 self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -6,7 +6,6 @@ import torch
 from benchmarks.pipeline import fidelity as pipeline_dapple
 from benchmarks.pipeline.fidelity import AUTO, NAMED
 from benchmarks.pipeline.gpt import LiveBytes
-from benchmarks.pipeline.peer import PAIRS
 from benchmarks.pipeline.sleep import (
     CappedMemory,
     Durations,
@@ -17,7 +16,7 @@ from benchmarks.pipeline.sleep import (
     step_times,
 )
 from megalite.pipeline.ir.actions import Kind
-from megalite.pipeline.ir.generators.registry import SCHEDULES, build_schedule
+from megalite.pipeline.ir.generators.registry import SCHEDULES
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.schedule import Schedule
 from megalite.pipeline.ir.simulate import simulate
@@ -113,8 +112,6 @@ def test_a_step_lasts_from_the_first_start_to_the_last_end() -> None:
 def test_every_schedule_is_measured() -> None:
     assert {family for family, _, _ in NAMED.values()} == set(SCHEDULES)
     assert set(AUTO.values()) == {1, 2}
-    for name, pair in PAIRS.items():
-        build_schedule(name, num_ranks=4, num_chunks=pair.chunks, num_microbatches=8)
 
 
 def test_live_bytes_are_those_of_living_storages() -> None:

@@ -35,6 +35,7 @@ SMALLEST = (
     ("pipeline.run", ["--quick", "--memory", "--only", "1f1b"], "memory"),
     ("planner.chain", ["--models", "gnmt-16", "--clusters", "2x8"], "rows"),
     ("planner.search", ["--cases", "8B x 64", "--refined", "2"], "cases"),
+    ("scale.run", ["--worlds", "8", "64"], "exponents"),
     ("steps.soak", ["--steps", "5"], "ranks"),
 )
 
