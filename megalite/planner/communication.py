@@ -53,7 +53,6 @@ def time_basis(config: RunConfig) -> str:
 def gradient_volumes(
     config: RunConfig, plan: StagePlan, stages: tuple[StagePlan, ...], num_microbatches: int
 ) -> Iterator[Volume]:
-    """Of one stage in a step, on the data-parallel rank that sends most."""
     width = max(4, ELEMENT_BYTES[config.training.precision])
     buckets = planned_buckets(config, plan, stages)
     whole = config.parallel.dp_strategy == "fully-sharded"
@@ -141,11 +140,9 @@ def wire_factor(operation: str, size: int) -> float:
 
 
 def step_volumes(config: RunConfig, pipeline_rank: int, num_microbatches: int) -> Mapping[tuple[str, str], int]:
-    """(group, operation) -> bytes of a step, on a rank at this place of the pipeline; groups of one rank left out.
-
-    How many rows an expert's rank gets is known only when the tokens have chosen. They are counted as the mean over
-    the ranks of the expert grid, which is exact where no token is dropped.
-    """
+    """(group, operation) -> bytes of a step, on a rank at this place of the pipeline; groups of one rank left out. How
+    many rows an expert's rank gets is known only when the tokens have chosen. They are counted as the mean over the
+    ranks of the expert grid, which is exact where no token is dropped."""
     stages = plan_stages(config)
     mine = [plan for plan in stages if plan.rank == pipeline_rank]
     found: Counter[tuple[str, str]] = Counter()
@@ -203,7 +200,6 @@ class _Microbatch:
         self._exchange = [] if p.sequence_parallel else [("tp", "all-gather", self._activations)]  # behind experts
 
     def through(self, plan: StagePlan, stages: tuple[StagePlan, ...]) -> Iterator[Volume]:
-        """One stage."""
         p = self._config.parallel
         if plan.has_embedding:
             yield from self._embedding()

@@ -31,7 +31,6 @@ class LinearShape:
 
     @property
     def flops(self) -> int:
-        """Of each of its three products."""
         return 2 * self.tokens * self.outputs * self.inputs
 
     def bytes(self, itemsize: int) -> int:
@@ -61,7 +60,6 @@ class GemmTime:
 
     @property
     def flops_per_second(self) -> float:
-        """Achieved."""
         return 2 * self.m * self.n * self.k / self.timing.seconds
 
 
@@ -77,9 +75,7 @@ def layer_shapes() -> list[LinearShape]:
 
 def chosen_shapes(*, count: int, most_flops: float, most_bytes: float, itemsize: int) -> list[LinearShape]:
     """At most `count` of `layer_shapes()` that are within the limits, evenly spread over the logarithm of their FLOPs.
-
-    The smallest is always among them, also where it is beyond the limits.
-    """
+    The smallest is always among them, also where it is beyond the limits."""
     smallest, *rest = layer_shapes()
     fitting = [smallest] + [
         shape for shape in rest if shape.flops <= most_flops and shape.bytes(itemsize) <= most_bytes
@@ -158,8 +154,6 @@ class AttentionShape:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionTime:
-    """Forward or backward of one shape."""
-
     kind: str  # `fused` or `unfused`
     backward: bool
     shape: AttentionShape
@@ -173,10 +167,8 @@ class AttentionTime:
 
 
 def attention_shapes(*, most_flops: float, most_bytes: float) -> list[AttentionShape]:
-    """Heads of 64 and 128 over growing sequences, as far as the limits go; at least the smallest of each.
-
-    `most_bytes` bounds the fp32 scores of the unfused path.
-    """
+    """Heads of 64 and 128 over growing sequences, as far as the limits go; at least the smallest of each. `most_bytes`
+    bounds the fp32 scores of the unfused path."""
     shapes = []
     for d in (64, 128):
         for s in (128, 512, 2048, 4096):
@@ -237,7 +229,6 @@ class MemoryTime:
 
     @property
     def bytes_per_second(self) -> float:
-        """Achieved."""
         return self.bytes_moved / self.timing.seconds
 
 

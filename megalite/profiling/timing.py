@@ -24,8 +24,6 @@ _PRODUCTS = 10  # of 256 x 256 matrices, 0.4 ms each on an idle core with AVX-51
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """One operation's time."""
-
     seconds: float  # median
     spread: float
     """Distance between the quartiles over the median: 0.1 says that the middle half of the samples lies within 10 %."""
@@ -33,7 +31,6 @@ class Timing:
 
 
 def timing_of(samples: Sequence[float]) -> Timing:
-    """Median and spread of at least two samples, in seconds."""
     median = statistics.median(samples)
     low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
     return Timing(seconds=median, spread=(high - low) / median if median else 0.0, samples=len(samples))
@@ -52,11 +49,9 @@ def products(count: int, device: torch.device) -> Callable[[], None]:
 
 
 class Timer:
-    """Times operations on one device (waited for before each look at the clock) of each rank of `world`.
-
-    `crowded`: there are more ranks than cores, so that they take turns: a sample is longer than many turns, or its median
-    would be the speed of a rank that has a core to itself. `clock` is for tests.
-    """
+    """Times operations on one device (waited for before each look at the clock) of each rank of `world`. `crowded`:
+    there are more ranks than cores, so that they take turns: a sample is longer than many turns, or its median would be
+    the speed of a rank that has a core to itself. `clock` is for tests."""
 
     def __init__(
         self,
@@ -71,8 +66,7 @@ class Timer:
         self._shortest = 2e-3 if device.type == "cuda" else 5e-4
         if crowded:
             self._shortest = 20e-3  # a scheduler's turn is a few milliseconds
-        self._computing: list[float] = []
-        """What `amid` takes off, measured again each time."""
+        self._computing: list[float] = []  # what `amid` takes off, measured again each time
 
     def each(self, run: Callable[[], object], *, seconds: float) -> Timing:
         """Every rank runs `run` by itself for about `seconds`, all at once.
@@ -137,11 +131,9 @@ class Timer:
         return Timing(seconds=statistics.median(seconds), spread=statistics.median(spreads), samples=min(samples))
 
     def each_over_ranks(self, run: Callable[[], object], *, seconds: float) -> Timing:
-        """`each`, then `over_ranks`."""
         return self.over_ranks(self.each(run, seconds=seconds))
 
     def barrier(self) -> None:
-        """Every rank has come here."""
         self._slowest(0.0)
 
     def _slowest(self, seconds: float) -> float:
@@ -152,10 +144,8 @@ class Timer:
         return float(number.item())
 
     def _repeats(self, run: Callable[[], object], *, agree: Callable[[float], float]) -> tuple[int, float]:
-        """(runs in a sample, about how many seconds it takes), after a warm-up.
-
-        The number grows step by step: one short run may have had a core to itself by luck.
-        """
+        """(runs in a sample, about how many seconds it takes), after a warm-up. The number grows step by step: one
+        short run may have had a core to itself by luck."""
         self._sample(run, 1)
         repeats = 1
         while True:

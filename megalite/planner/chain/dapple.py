@@ -15,8 +15,6 @@ from megalite.planner.chain.judge import Problem
 
 
 class Found(NamedTuple):
-    """What the search for one number of microbatches gave."""
-
     plans: list[tuple[float, plans.Stages]]  # (latency, stages), the best first
     complete: bool  # no plan of this family has a lower latency: the search did not stop at its limit
     nodes: int  # partial plans that were looked into

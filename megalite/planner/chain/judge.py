@@ -52,8 +52,6 @@ def latency(costs: PlanCosts, microbatches: int, in_flight: list[int]) -> float:
 
 
 class Run(NamedTuple):
-    """What the clock showed."""
-
     seconds: float  # until every stage has done its last backward and reduced its gradients
     starts: tuple[tuple[float, ...], ...]  # per stage, when each action of its list starts
     backwards_done: tuple[float, ...]  # per stage, the end of its last backward
@@ -193,8 +191,6 @@ _MOST_MICROBATCHES = 512  # more would shorten the bubble no further, and simula
 
 
 class Judged(NamedTuple):
-    """A plan and what it costs."""
-
     plan: ChainPlan
     seconds: float  # of a step, simulated
     memory: tuple[float, ...]  # per stage, bytes on one of its devices
@@ -202,8 +198,6 @@ class Judged(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be planned."""
-
     profile: ChainProfile
     cluster: ChainCluster
     global_batch: int  # samples a step
@@ -217,7 +211,6 @@ class Problem:
         return [count for count in range(1, most + 1) if self.global_batch % count == 0]
 
     def plan(self, stages: Stages, microbatches: int, warm_up: str = "pa") -> ChainPlan:
-        """The stages with that many microbatches."""
         return ChainPlan(stages, microbatches, self.global_batch // microbatches, warm_up)
 
 
@@ -231,7 +224,6 @@ class Judge:
         self.work = 0  # microbatches times stages that were simulated so far: what simulating costs
 
     def seconds(self, plan: ChainPlan) -> float:
-        """Of a step, simulated."""
         if plan not in self.known:
             self.work += plan.microbatches * len(plan.stages)
             costs = plan_costs(plan, self.problem.profile, self.problem.cluster)
@@ -247,7 +239,6 @@ class Judge:
         return self._bounds[plan]
 
     def memory(self, plan: ChainPlan) -> tuple[float, ...]:
-        """Per stage, bytes on a device."""
         return memory_bytes(plan, self.problem.profile)
 
     def fits(self, plan: ChainPlan) -> bool:

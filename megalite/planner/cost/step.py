@@ -22,9 +22,15 @@ from megalite.pipeline.ir.actions import Kind
 from megalite.pipeline.ir.simulate import Event, Timeline, shared_makespan
 from megalite.planner.clock import Clock, Run
 from megalite.planner.communication import gradient_volumes, group_sizes
-from megalite.planner.cost.rates import collective_seconds, data_stride, links_of, pipeline_stride, sharing_ranks
+from megalite.planner.cost.rates import (
+    collective_seconds,
+    data_stride,
+    links_of,
+    pipeline_stride,
+    sharing_ranks,
+    workload_of,
+)
 from megalite.planner.cost.stage import StageCost, StageKind, simulator_costs, stage_costs, stage_kind
-from megalite.planner.cost.workload import workload_of
 from megalite.planner.hardware import Cluster, SoftwareStack
 
 
@@ -127,8 +133,6 @@ def optimizer_seconds(config: RunConfig, plans: Sequence[StagePlan], cluster: Cl
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """One step. Seconds, bytes, shares."""
-
     step_seconds: float
     tokens_per_second: float
     mfu: float  # model FLOPs of attention over the whole sequence (palm), as a share of the peak of all ranks
@@ -145,10 +149,8 @@ class Prediction:
 
 
 def predict(config: RunConfig, cluster: Cluster, stack: SoftwareStack, *, with_memory: bool = True) -> Prediction:
-    """What a step of the largest batch takes; `config` is validated for its world size, its vocabulary known.
-
-    Raises ConfigError if the schedule does not take these sizes, or the accelerator does not have the precision.
-    """
+    """What a step of the largest batch takes; `config` is validated for its world size, its vocabulary known. Raises
+    ConfigError if the schedule does not take these sizes, or the accelerator does not have the precision."""
     p, training, count = config.parallel, config.training, microbatch_counts(config)[-1]
     stages = plan_stages(config)
     costs = stage_costs(config, stages, cluster, stack)

@@ -15,14 +15,20 @@ import numpy.typing as npt
 from megalite.config.run import RunConfig
 from megalite.partition.activations import ELEMENT_BYTES
 from megalite.planner.cost.operations import Pricing
-from megalite.planner.cost.rates import collective_seconds, data_stride, message_seconds, pipeline_stride, sharing_ranks
+from megalite.planner.cost.rates import (
+    Workload,
+    collective_seconds,
+    data_stride,
+    message_seconds,
+    pipeline_stride,
+    sharing_ranks,
+    workload_of,
+)
 from megalite.planner.cost.stage import StageCost, layer_seconds, stage_cost
-from megalite.planner.cost.workload import Workload, workload_of
 from megalite.planner.hardware import Cluster, SoftwareStack
 from megalite.planner.search.features import Cut
 from megalite.planner.search.memory import Sizer
-from megalite.planner.search.request import RECOMPUTE, STRATEGIES
-from megalite.planner.search.space import Pipeline, Shares
+from megalite.planner.search.space import RECOMPUTE, STRATEGIES, Pipeline, Shares
 
 Floats = npt.NDArray[np.float64]
 
@@ -41,7 +47,6 @@ class Prices:
     sharing: Floats  # ranks a core, of which some may wait while others compute
 
     def take(self, which: slice | npt.NDArray[np.intp]) -> "Prices":
-        """Those of some shares."""
         return Prices(**{name: value[..., which] for name, value in vars(self).items()})
 
 
@@ -54,7 +59,6 @@ class Clock:
     stack: SoftwareStack
 
     def prices(self, shares: Shares, pp: int) -> Prices:
-        """Of shares of pipelines of pp ranks."""
         work, count, model = self._workload(shares, pp), len(shares), self.config.model
         price, constant = Pricing.of(work, self.cluster, self.stack), self.stack.microbatch_seconds
         kinds = {model.is_moe_layer(index) for index in range(model.num_layers)}

@@ -3,10 +3,9 @@
 import pytest
 
 from megalite.config.errors import ConfigError
-from megalite.planner.chain.inputs import ChainCluster, read_cluster
+from megalite.planner.chain.inputs import ChainCluster, global_batch, read_cluster, twin
 from megalite.planner.chain.judge import Judge, Problem
 from megalite.planner.chain.planning import BASELINES, DATA_PARALLEL, PIPEDREAM, STRAIGHT, plan_chain
-from megalite.planner.chain.twins import global_batch, twin
 from tests.planner.chain.chains import brute_force, chain, cluster, random_chain
 
 NO_LIMIT = float("inf")
