@@ -37,11 +37,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TokenizerChoice:
-    """What the user says of the tokenizer. `model`: its file or folder; None: the model's own. `tiktoken_pattern`: how
-    that one, of tiktoken, cuts words."""
+    """What the user says of the tokenizer."""
 
-    model: str | None = None
-    tiktoken_pattern: str | None = None
+    model: str | None = None  # its file or folder; None: the model's own
+    tiktoken_pattern: str | None = None  # how that one, of tiktoken, cuts words
 
     def __post_init__(self) -> None:
         if self.tiktoken_pattern is not None and self.model is None:

@@ -71,23 +71,17 @@ OURS, STOCK = "megalite", "transformers"
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """What the comparison found.
+    """What the comparison found: by name, and of logits, the largest absolute differences."""
 
-    `wrong`: by name the largest absolute difference of tensors of the target that are not the source's, rounded to
-    their type, bit for bit, or in which a finite number would be rounded to infinity. `rounded`: the same of tensors
-    that rounding to a narrower type has changed. `logits`: largest absolute difference between the source's and the
-    target's logits. `unexplained`: the part of it that rounding does not explain: between the target's logits and those
-    of the source's weights rounded to the target's types, or, if it is larger, between the source's by two programs.
-    `tolerance`: on `unexplained`, for a scale of 1. `computed`: who computed the source's logits, the target's, in
-    which type and on what."""
-
-    wrong: dict[str, float]
-    rounded: dict[str, float]
+    wrong: dict[str, float]  # tensors that are not the source's, rounded to their type, bit for bit
+    rounded: dict[str, float]  # tensors that rounding to a narrower type has changed
     logits: float
+    # What of it rounding does not explain: between the target's logits and those of the source's weights rounded to the
+    # target's types, or, if it is larger, between the source's by two programs.
     unexplained: float
     scale: float
-    tolerance: float
-    computed: str
+    tolerance: float  # on `unexplained`, for a scale of 1
+    computed: str  # who computed the source's logits, the target's, in which type and on what
 
     @property
     def passed(self) -> bool:

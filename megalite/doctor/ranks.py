@@ -58,9 +58,9 @@ def measure(world: Group, device: torch.device, *, host: str, seconds: float) ->
     Collectives: those that are tested."""
     timer = Timer(device, world)
     wrong = []
-    for name, is_right in CHECKS.items():
+    for name in CHECKS:
         with _step(name):
-            if not all(is_right(world, device, count) for count in PARTS):
+            if not all(is_right(name, world, device, count) for count in PARTS):
                 wrong.append(name)
     latency, rate = {}, {}
     each = 0.6 * seconds / (2 * len(_SENT))
@@ -101,60 +101,35 @@ def part_of(rank: int, count: int, device: torch.device) -> torch.Tensor:
     return (torch.arange(count, device=device) % 97 + rank % 13).float()
 
 
-def _all_reduce(world: Group, device: torch.device, count: int) -> bool:
-    tensor = part_of(world.rank, count, device)
-    world.all_reduce(tensor)
-    return torch.equal(tensor, _sum(world, count, device))
+CHECKS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "messages")
 
 
-def _all_gather(world: Group, device: torch.device, count: int) -> bool:
+def is_right(name: str, world: Group, device: torch.device, count: int) -> bool:
+    """Whether the numbers that one of `CHECKS` gives this rank are right, if every rank gives `count`."""
+    rank, ranks = world.rank, range(world.size)
+    parts = [part_of(each, count, device) for each in ranks]
+    mine, part = parts[rank].clone(), torch.empty(count, device=device)
     whole = torch.empty(world.size * count, device=device)
-    world.all_gather(whole, part_of(world.rank, count, device))
-    return torch.equal(whole, torch.cat([part_of(rank, count, device) for rank in range(world.size)]))
-
-
-def _reduce_scatter(world: Group, device: torch.device, count: int) -> bool:
-    mine = part_of(world.rank, count, device)
-    whole = torch.cat([mine * (place % 7 + 1) for place in range(world.size)])
-    part = torch.empty(count, device=device)
-    world.reduce_scatter(part, whole)
-    return torch.equal(part, _sum(world, count, device) * (world.rank % 7 + 1))
-
-
-def _all_to_all(world: Group, device: torch.device, count: int) -> bool:
-    mine = part_of(world.rank, count, device)
-    out = torch.empty(world.size * count, device=device)
-    world.all_to_all_equal(out, torch.cat([mine + place % 7 for place in range(world.size)]))
-    wanted = [part_of(rank, count, device) + world.rank % 7 for rank in range(world.size)]
-    return torch.equal(out, torch.cat(wanted))
-
-
-def _broadcast(world: Group, device: torch.device, count: int) -> bool:
-    source = world.size - 1
-    tensor = part_of(world.rank, count, device)
-    world.broadcast(tensor, source=source)
-    return torch.equal(tensor, part_of(source, count, device))
-
-
-def _messages(world: Group, device: torch.device, count: int) -> bool:
-    received, work = world.rotate_async(part_of(world.rank, count, device))
+    match name:
+        case "all-reduce":
+            world.all_reduce(mine)
+            return torch.equal(mine, torch.stack(parts).sum(0))
+        case "all-gather":
+            world.all_gather(whole, mine)
+            return torch.equal(whole, torch.cat(parts))
+        case "reduce-scatter":
+            world.reduce_scatter(part, torch.cat([mine * (place % 7 + 1) for place in ranks]))
+            return torch.equal(part, torch.stack(parts).sum(0) * (rank % 7 + 1))
+        case "all-to-all":
+            world.all_to_all_equal(whole, torch.cat([mine + place % 7 for place in ranks]))
+            return torch.equal(whole, torch.cat([each + rank % 7 for each in parts]))
+        case "broadcast":
+            world.broadcast(mine, source=world.size - 1)
+            return torch.equal(mine, parts[-1])
+    received, work = world.rotate_async(mine)
     work.wait()
-    return torch.equal(received, part_of((world.rank - 1) % world.size, count, device))
+    return torch.equal(received, parts[rank - 1])
 
-
-def _sum(world: Group, count: int, device: torch.device) -> torch.Tensor:
-    return torch.stack([part_of(rank, count, device) for rank in range(world.size)]).sum(0)
-
-
-CHECKS: Mapping[str, Callable[[Group, torch.device, int], bool]] = {
-    "all-reduce": _all_reduce,
-    "all-gather": _all_gather,
-    "reduce-scatter": _reduce_scatter,
-    "all-to-all": _all_to_all,
-    "broadcast": _broadcast,
-    "messages": _messages,
-}
-"""Operation -> whether its numbers are right on this rank."""
 
 _SENT: Mapping[str, Callable[[int], float]] = {
     "all-reduce": lambda ranks: 2 * (ranks - 1) / ranks,

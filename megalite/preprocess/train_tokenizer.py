@@ -29,19 +29,15 @@ _HELD_OUT_EVERY, _HELD_OUT_FIRST = 50, 10
 
 @dataclass
 class TrainingText:
-    """At most max_bytes of the inputs' text, document by document; iterating counts what was read.
-
-    Of inputs that hold more, pieces are taken so that at any place the text taken is to max_bytes what the bytes on
-    disk passed are to all of them: the end of a corpus counts as much as its beginning. Standard input, of unknown
-    length, is taken from its start. Every 50th document, from the 11th on, is held out, to measure the tokenizer on.
-
-    `keys`: keys of the text in a document. `max_bytes`: of UTF-8 text; the last document is cut there. `advance`:
-    called with the bytes of text just read."""
+    """At most max_bytes of the inputs' text, document by document; iterating counts what was read. Of inputs that hold
+    more, pieces are taken so that at any place the text taken is to max_bytes what the bytes on disk passed are to all
+    of them: the end of a corpus counts as much as its beginning. Standard input, of unknown length, is taken from its
+    start. Every 50th document, from the 11th on, is held out, to measure the tokenizer on."""
 
     inputs: Sequence[Input]
-    keys: Sequence[str]
-    max_bytes: int
-    advance: Callable[[int], None] = lambda count: None
+    keys: Sequence[str]  # keys of the text in a document
+    max_bytes: int  # of UTF-8 text; the last document is cut there
+    advance: Callable[[int], None] = lambda count: None  # called with the bytes of text just read
     num_bytes: int = 0  # bytes of text read so far, those held out among them
     documents: int = 0  # documents read so far (texts, where there are several keys)
     bad: int = 0  # bad lines

@@ -337,7 +337,7 @@ def test_one_more_input_is_read_or_refused(tmp_path: Path, renamed: bool) -> Non
     paths = [write_numbers(tmp_path / f"{name}.jsonl", 20, 20 * i) for i, name in enumerate("ab")]
     leave_finished(tmp_path, "0.idx" if renamed else "0.bin", paths[0])
     if renamed:
-        with pytest.raises(ConfigError, match=r"names, and input .*b\.jsonl is not one that it read; add --res"):
+        with pytest.raises(ConfigError, match=r"renaming, and input .*b\.jsonl is not one that it read; add --res"):
             run_numbers(tmp_path, *paths)
         assert (tmp_path / "out_text_document.bin").exists() and (tmp_path / "out.unfinished").exists()
     result = run_numbers(tmp_path, *paths, restart=renamed)

@@ -225,7 +225,7 @@ def test_inputs_and_settings_that_do_not_work(tmp_path: Path) -> None:
         ([good], {"json_keys": ()}, "must name one or more different keys"),
         ([good], {"json_keys": ("a", "a")}, "'a a' must name one or more different keys"),
         ([good], {"json_keys": ("a/b",)}, "'a/b' cannot be part of a file's name"),
-        ([good], {"max_document_bytes": 0}, "max_document_bytes 0 must be at least 1"),
+        ([good], {"max_document_bytes": 0}, "max_document_bytes 0 is below 1"),
         ([tmp_path / "plain.txt"], {"json_keys": ("a", "b")}, r"plain\.txt is plain text without keys"),
     ]
     before = sorted(tmp_path.iterdir())

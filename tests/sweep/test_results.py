@@ -72,7 +72,7 @@ def test_a_folder_belongs_to_one_sweep_and_one_process(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has a sweep with launcher local, not sbatch"):
         Store.open(folder, spec, "sbatch")
     wider, _ = read_runs(write_sweep(tmp_path, settings=MODEL | {"hidden_size": 64}))
-    with pytest.raises(ConfigError, match="its settings is"):
+    with pytest.raises(ConfigError, match="has a sweep with settings"):
         Store.open(folder, wider, "local")
     more, _ = read_runs(write_sweep(tmp_path, grid={"tp": [1, 2, 4]}, timeout=7))
     Store.open(folder, more, "local").close()  # a sweep may grow

@@ -107,20 +107,15 @@ _NO_BUFFERS = re.compile(r"(?!)")
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One architecture of transformers.
-
-    `read`: from config.json to the network and its longest sequence; raises ConversionError for what we have not.
-    `write`: from the network to config.json, as far as that can say it. `pieces`: its tensors; see `gpt2_pieces`.
-    `buffers`: names of tensors in old files that hold no weights: masks, frequencies. `whole_heads`: the class takes no
-    hidden_size that num_attention_heads does not divide, head_dim or not."""
+    """One architecture of transformers."""
 
     name: str
     architecture: str
-    read: Callable[[ModelFile], tuple[ModelConfig, int]]
-    write: Callable[[ModelConfig, int], dict[str, Any]]
-    pieces: Callable[[ModelConfig, Collection[str] | None], Iterator[Piece]]
-    buffers: re.Pattern[str] = _NO_BUFFERS
-    whole_heads: bool = False
+    read: Callable[[ModelFile], tuple[ModelConfig, int]]  # config.json -> network and its longest sequence
+    write: Callable[[ModelConfig, int], dict[str, Any]]  # network -> config.json, as far as that can say it
+    pieces: Callable[[ModelConfig, Collection[str] | None], Iterator[Piece]]  # see `gpt2_pieces`
+    buffers: re.Pattern[str] = _NO_BUFFERS  # tensors of old files that are no weights: masks, frequencies
+    whole_heads: bool = False  # num_attention_heads must divide hidden_size
 
 
 def _llama_like(name: str, architecture: str, rules: LlamaLike, *, whole_heads: bool = False) -> Family:

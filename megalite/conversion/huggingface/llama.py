@@ -31,26 +31,20 @@ _SAME = (
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaLike:
-    """One family: its features, and what its configuration class of transformers takes for a key that is missing.
-
-    `max_positions, norm_epsilon, rotary_base`: defaults. `key_value_heads`: default; None: as many as there are query
-    heads. `head_size`: default; None: hidden_size / num_attention_heads. `linear_biases`: attention_bias and mlp_bias
-    exist; other families have the first or neither. `attention_bias`: attention_bias exists. `qkv_bias`: query, key and
-    value have a bias, always. `qk_norm`: queries and keys are normalised, always. `window`: the default of
-    sliding_window, or `switched` (use_sliding_window must be on and the layer reach max_window_layers), or `none`.
-    `experts`: the MLP is a mixture of experts, always."""
+    """One family: its features, and what its configuration class of transformers takes for a key that is missing."""
 
     max_positions: int
     norm_epsilon: float = 1e-6
     rotary_base: float = 1e4
-    key_value_heads: int | None = None
-    head_size: int | None = None
-    linear_biases: bool = False
-    attention_bias: bool = False
-    qkv_bias: bool = False
-    qk_norm: bool = False
+    key_value_heads: int | None = None  # None: as many as there are query heads
+    head_size: int | None = None  # None: hidden_size / num_attention_heads
+    linear_biases: bool = False  # attention_bias and mlp_bias exist
+    attention_bias: bool = False  # of the two the first alone exists
+    qkv_bias: bool = False  # query, key and value have a bias, always
+    qk_norm: bool = False  # always
+    # The default of sliding_window, or `switched` (use_sliding_window is on and the layer reaches max_window_layers).
     window: int | str | None = "none"
-    experts: bool = False
+    experts: bool = False  # always
 
     def read(self, file: ModelFile) -> tuple[ModelConfig, int]:
         positions = file.integer("max_position_embeddings", self.max_positions)

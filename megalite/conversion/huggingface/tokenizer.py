@@ -37,20 +37,17 @@ _SPACE = "▁"
 
 @dataclass(frozen=True)
 class SentencePieceModel:
-    """What a .model file says, as far as ids depend on it. `pieces`: by id: text, score and kind. `unigram`: the
-    unigram model; else byte-pair encoding. `bos, eos, pad`: ids; below 0: there is none. `character_map`: the
-    compiled normalisation of characters; empty: none. `space_in_front`: a space is put in front of a text.
-    `one_space`: runs of spaces become one, those at both ends none."""
+    """What a .model file says, as far as ids depend on it."""
 
-    pieces: list[tuple[str, float, int]]
-    unigram: bool
+    pieces: list[tuple[str, float, int]]  # by id: text, score and kind
+    unigram: bool  # the unigram model; else byte-pair encoding
     byte_fallback: bool
-    bos: int
-    eos: int
-    pad: int
-    character_map: bytes
-    space_in_front: bool
-    one_space: bool
+    bos: int  # ids; below 0: there is none
+    eos: int  # ids; below 0: there is none
+    pad: int  # ids; below 0: there is none
+    character_map: bytes  # the compiled normalisation of characters; empty: none
+    space_in_front: bool  # a space is put in front of a text
+    one_space: bool  # runs of spaces become one, those at both ends none
 
     @cached_property
     def unknown(self) -> int:

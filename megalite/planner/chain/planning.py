@@ -289,7 +289,9 @@ def plan_chain(
     problem = Problem(profile, cluster, global_batch, limit)
     counts = problem.microbatch_counts()
     if len(counts) > _MOST_COUNTS:
-        raise ConfigError(f"global_batch_size {global_batch} has {len(counts)} divisors to search; use a power of 2")
+        raise ConfigError(
+            f"global_batch_size {global_batch} has {len(counts)} divisors; use {1 << global_batch.bit_length() - 1}"
+        )
     judge = Judge(problem)
     stages_of = {
         PIPEDREAM: pipedream_plan(profile, cluster),
@@ -316,7 +318,9 @@ def plan_chain(
             nodes, complete = nodes + found.nodes, complete and found.complete
             judged = _judge(judge, dict.fromkeys(stages for _, stages in found.plans), judged)
     if not judged:
-        raise _nothing_fits(judge, candidates)
+        least = min(max(judge.memory(problem.plan(each, count))) for each in candidates for count in counts)
+        what = f"no plan for {profile.name} on {cluster.name} fits {format_bytes(problem.memory)} a device"
+        raise ConfigError(f"{what}: the nearest needs {format_bytes(least)}; give more memory or more devices")
     # The fastest plan of each number of stages: small changes seldom lead from one number to another.
     unlike: dict[int, Judged] = {}
     for plan in sorted(judged.values(), key=lambda plan: plan.seconds):
@@ -338,14 +342,3 @@ def _judge(judge: Judge, candidates: dict[Stages, None], judged: dict[Stages, Ju
             judged[stages] = found
             fastest = min(fastest, found.seconds)
     return judged
-
-
-def _nothing_fits(judge: Judge, candidates: dict[Stages, None]) -> ConfigError:
-    problem = judge.problem
-    counts = problem.microbatch_counts()
-    needs = [(max(judge.memory(problem.plan(stages, count))), len(stages)) for stages in candidates for count in counts]
-    least, stages = min(needs)
-    return ConfigError(
-        f"no plan for {problem.profile.name} on {problem.cluster.name} fits {format_bytes(problem.memory)} a device: the "
-        f"nearest, in {stages} stage{'s' * (stages > 1)}, needs {format_bytes(least)}; give more memory, more devices or smaller layers"
-    )

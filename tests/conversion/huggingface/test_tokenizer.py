@@ -241,7 +241,7 @@ def test_faults(tmp_path: Path) -> None:
         (["tokenizer.model"], r"tokenizer\.model is tiktoken's; .*--without-tokenizer"),
         (["a.json", "b.json"], r"b\.json: a second tokenizer\.json beside .*a\.json"),
         (["vocab.json", "merges.txt"], r"<\|endoftext\|> is not in the vocabulary"),
-        (["merges.txt"], "do not make a tokenizer"),
+        (["merges.txt"], "are no tokenizer"),
         (["gone.json"], "cannot be read"),
     ):
         with pytest.raises(ConversionError, match=message):
