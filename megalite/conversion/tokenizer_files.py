@@ -20,8 +20,7 @@ TOKENIZER_FILES = (
 
 MODEL_JSON, MODEL_SENTENCEPIECE, VOCAB, MERGES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 _KNOWN = (MODEL_JSON, MODEL_SENTENCEPIECE, VOCAB, MERGES)
-_COMPANIONS = tuple(name for name in TOKENIZER_FILES if name not in _KNOWN)
-"""Settings that go along with a tokenizer and do not make one."""
+_COMPANIONS = tuple(name for name in TOKENIZER_FILES if name not in _KNOWN)  # make no tokenizer
 _NO_HINTS = DataConfig()
 
 

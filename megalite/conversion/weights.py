@@ -22,8 +22,7 @@ View = Callable[[torch.Tensor], torch.Tensor]
 """From one of our tensors, whole, to the view of it that is their tensor. A view, never a copy: importing writes
 through it. Indexing, `view`, `unflatten`, `transpose` and `narrow` give views."""
 
-Read = Callable[[int, int], torch.Tensor]
-"""`read(start, count)`: that many elements of a stored tensor, flat, from the `start`-th on."""
+Read = Callable[[int, int], torch.Tensor]  # (start, count) -> elements of a stored tensor, flat
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -83,10 +82,8 @@ class Weights:
     model: ModelConfig  # with vocab_size and (for learned positions) max_position_embeddings resolved
     seq_length: int
     tokenizer_files: Sequence[Path]
-    tokenizer_hints: DataConfig
-    """What these files do not tell: the tokenizer_type of one that has none, and tiktoken_pattern."""
-    generation: Mapping[str, Any]
-    """What generation_config.json would say: bos_token_id, eos_token_id, ..., as far as it is known."""
+    tokenizer_hints: DataConfig  # a tokenizer_type that has no files, and tiktoken_pattern
+    generation: Mapping[str, Any]  # of generation_config.json, as far as it is known
 
     def dtype(self, name: str) -> torch.dtype:
         raise NotImplementedError

@@ -190,8 +190,7 @@ def checked(dtype: torch.dtype, device: torch.device, *, multiply: Product | Non
 def rate_of(timer: Timer, dtype: torch.dtype, *, seconds: float) -> float:
     """FLOP/s of a large product; on several ranks of this one, while the others multiply as well.
 
-    Collectives: barriers over the timer's world.
-    """
+    Collectives: barriers over the timer's world."""
     size = 8192 if timer.device.type == "cuda" else 1024
     a = torch.randn(size, size, device=timer.device).to(dtype)
     multiply = product_of(dtype, timer.device, size=size)

@@ -26,8 +26,7 @@ from megalite.config.byte_size import format_bytes
 from megalite.profiling.collectives import device_facts
 
 Level = Literal["ok", "warning", "error"]
-LEVELS: tuple[Level, ...] = ("ok", "warning", "error")
-"""A warning costs speed, or works on one node alone; an error keeps a run from working."""
+LEVELS: tuple[Level, ...] = ("ok", "warning", "error")  # a warning costs speed, an error a run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +73,7 @@ def read(path: Path) -> str:
 _found = partial(finding, "host")
 GIB = 1 << 30
 LEAST_FILES = 4096  # open files: a rank has a socket to each of its peers, in each group, beside data files and logs
-LEAST_SHARED = GIB
-"""Bytes of /dev/shm: NCCL keeps some 10 MB of buffers there for each pair of GPUs of a node; containers often have 64 MB."""
+LEAST_SHARED = GIB  # of /dev/shm: NCCL keeps some 10 MB there for each pair of GPUs; containers often have 64 MB
 _INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "sve", "bf16")
 
 

@@ -13,8 +13,7 @@ from megalite.doctor.host import Finding, finding, read
 
 _found = partial(finding, "network")
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-SHOWN = ("GLOO_", "NCCL_", "TORCH_NCCL_", "UCX_", "FI_")
-"""Beginnings of variables that change how ranks reach each other."""
+SHOWN = ("GLOO_", "NCCL_", "TORCH_NCCL_", "UCX_", "FI_")  # variables that change the network
 _ADDRESS_OF = 0x8915  # SIOCGIFADDR
 
 

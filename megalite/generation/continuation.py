@@ -28,8 +28,7 @@ class Sampling:
     `repetition_penalty` r (arXiv 1909.05858) divides the logits of tokens that the text has already, prompt included,
     by r, or multiplies them by it where they are negative. `temperature` 0 takes the likeliest; else logits are divided
     by it. `top_k` and then `top_p` keep the k likeliest tokens, and the fewest that together reach p, before one
-    is drawn.
-    """
+    is drawn."""
 
     max_new_tokens: int = 100
     repetition_penalty: float = 1.0
@@ -140,8 +139,7 @@ def _content(path: str) -> bytes:
 
 
 _HALF_A_CHARACTER = "\ufffd"
-_BEFORE = 6
-"""Tokens of the prompt that are decoded along with the first new one: some tokenizers drop a space at the beginning."""
+_BEFORE = 6  # tokens of the prompt decoded with the first new one: some tokenizers drop a first space
 
 
 class GrowingText:

@@ -170,8 +170,7 @@ def _chosen(stage: GPTStage, lane: Lane, logits: torch.Tensor, sampling: Samplin
 def whole_vocabulary(stage: GPTStage, logits: torch.Tensor) -> torch.Tensor:
     """[b, V/tp] -> [b, vocab_size], without the padding.
 
-    Collectives: an all-gather over tp.
-    """
+    Collectives: an all-gather over tp."""
     parts = logits.new_empty(stage.tp.size * logits.shape[0], logits.shape[1])
     stage.tp.all_gather(parts, logits.contiguous())
     whole = parts.view(stage.tp.size, *logits.shape).transpose(0, 1).flatten(1)

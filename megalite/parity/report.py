@@ -55,8 +55,7 @@ def worst_tensor(
 
     The difference is the size of (ours - reference) over that of its tensor in the reference, or over `negligible`
     times the largest of all tensors if that is more. A tensor's size is its largest magnitude, or, unless
-    `by_elements`, its root mean square: where both runs round, single elements say little.
-    """
+    `by_elements`, its root mean square: where both runs round, single elements say little."""
     assert ours.keys() == reference.keys(), ours.keys() ^ reference.keys()
     sizes = {name: _size(tensor, by_elements) for name, tensor in reference.items()}
     least = max(negligible * max(sizes.values()), 1e-30)

@@ -184,8 +184,7 @@ class _Microbatch:
 
     Forward into a column-parallel layer (`_enter`) sequence parallelism gathers the input; out of a row-parallel layer or
     the embedding (`_leave`) the output is summed. Backward into a column-parallel layer the input is gathered again for
-    the weight's gradient, and its own gradient summed; out of a row-parallel layer the gradient is gathered.
-    """
+    the weight's gradient, and its own gradient summed; out of a row-parallel layer the gradient is gathered."""
 
     def __init__(self, config: RunConfig) -> None:
         p, training = config.parallel, config.training
@@ -284,8 +283,7 @@ class _Microbatch:
         """Collectives of forwards that the backward runs again.
 
         A recomputed region ends with the last tensor that it has to keep: what leaves the region after that, the sum over
-        tp as a rule, is not made a second time. Dropout behind it keeps a mask, and then it is.
-        """
+        tp as a rule, is not made a second time. Dropout behind it keeps a mask, and then it is."""
         training = self._config.training
         if training.recompute_granularity == "full":
             whole = training.recompute_method == "uniform"

@@ -90,8 +90,7 @@ class Written:
     tokens: int
     dtype: np.dtype
     statistics: DatasetStatistics | None  # of its tokens and documents; None if there is no side file
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Length and sha256 of .bin and .idx, as in the side file; empty without one."""
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)  # of .bin and .idx, as in the side file
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ _REMEDY = "give another --output-prefix"
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessJob:
-    inputs: tuple[str, ...]
-    """Files (.jsonl, .txt, .parquet; .gz and .zst of them), folders and globs of them; `-` is stdin."""
+    inputs: tuple[str, ...]  # files (.jsonl, .txt, .parquet; .gz, .zst), folders, globs; `-` is stdin
     output_prefix: str  # output is {output_prefix}_{key}_document.bin, .idx and .json for each key
     tokenizer: DataConfig  # tokenizer_type, tokenizer_model, vocab_file, merge_file and tiktoken_pattern are read
     vocab_size: int | None = None  # for NullTokenizer
@@ -101,7 +100,7 @@ def check_target(job: PreprocessJob, inputs: Sequence[Input]) -> None:
     prefix, unfinished = job.output_prefix, job.unfinished
     if not prefix or prefix.endswith("/") or "\0" in prefix:
         raise ConfigError(f"--output-prefix {prefix!r} has no name; try {prefix.rstrip(chr(0)) or 'data/'}corpus")
-    targets = _targets(job)
+    targets = [Path(f"{name}{suffix}") for name in job.prefixes for suffix in SUFFIXES]
     _check_folder(unfinished.parent)
     for target in targets:
         try:
@@ -133,10 +132,6 @@ def require_free(job: PreprocessJob) -> None:
                     facts = None
                 size = f" ({facts['documents']:,} documents)" if facts else ""
                 raise ConfigError(f"{prefix}{suffix} exists{size}; {_REMEDY}, or --restart to replace it")
-
-
-def _targets(job: PreprocessJob) -> list[Path]:
-    return [Path(f"{prefix}{suffix}") for prefix in job.prefixes for suffix in SUFFIXES]
 
 
 def _check_folder(folder: Path) -> None:

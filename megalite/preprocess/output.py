@@ -19,8 +19,7 @@ from megalite.preprocess.pieces import Piece
 from megalite.tokenizers.base import Tokenizer
 
 LISTED_INPUTS = 1000  # a side file does not list more
-_LARGEST_VOCABULARY = 1 << 24
-"""Ids of a larger vocabulary are not counted: the table would take more memory than all else."""
+_LARGEST_VOCABULARY = 1 << 24  # ids of a larger one are not counted: the table would be too large
 _MOST_COMMON, _TEXT_LIMIT = 20, 40
 
 
@@ -29,8 +28,7 @@ class TokenizedPiece:
     """The good documents of a piece, and what was left out."""
 
     lines: int  # lines of the piece, bad and blank ones included
-    tokens: list[NDArray]
-    """For each key the tokens of all documents, one after another, in the type that they are stored in."""
+    tokens: list[NDArray]  # for each key those of all documents, joined, in the stored type
     lengths: list[NDArray[np.int64]]  # for each key the tokens of each document `[documents]`
     bad: dict[str, int]  # lines left out, by kind
     faults: list[tuple[int, str]]  # (line within the piece, reason) of the first of them, in order

@@ -39,12 +39,9 @@ FOREIGN_HEADS = (
 class Limits:
     """How much of an input is held at a time."""
 
-    max_document_bytes: int = 8 << 20
-    """A longer line, paragraph or text file is a bad document. A tokenizer may need 70 times its size in memory."""
-    piece_bytes: int = 1 << 18
-    """About how much text a piece holds; it extends to the end of the document that crosses this."""
-    text_documents: TextDocuments = "file"
-    """What a document is in a text file: the file, each line, or each paragraph (empty lines divide them)."""
+    max_document_bytes: int = 8 << 20  # longer ones are bad: a tokenizer may need 70 times its size
+    piece_bytes: int = 1 << 18  # about; a piece extends to the end of the document that crosses it
+    text_documents: TextDocuments = "file"  # what a document is in a text file
 
 
 @dataclass(frozen=True)
@@ -152,8 +149,7 @@ class _Stream:
         self._sha256 = hashlib.sha256() if hashed else None
         self._buffer = bytearray()
         self._start = 0  # of the piece at the beginning of the buffer
-        self._dropped = self._dropped_lines = 0
-        """Bytes, and line ends among them, of this piece that are not in the buffer: inside a document too long."""
+        self._dropped = self._dropped_lines = 0  # bytes and line ends inside a document too long
         self._hashed = 0  # bytes of the buffer that the sha256 has
         self._disk_bytes = 0
         self._is_plain = False

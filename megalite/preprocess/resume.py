@@ -130,8 +130,7 @@ class JournalContent:
     inputs: list[Stamp]  # as the last run to write here found them
     marks: list[Mark]
     ends: list[int]  # where the line of each mark ends
-    files: list[dict[str, dict[str, Any]]] | None
-    """Once the output is complete: for each key, suffix -> bytes and sha256."""
+    files: list[dict[str, dict[str, Any]]] | None  # once complete: for each key, suffix -> bytes, sha256
 
 
 class Journal:

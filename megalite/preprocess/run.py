@@ -15,6 +15,7 @@ from megalite.checkpoint.files import sync_folder, write_durably
 from megalite.config.errors import ConfigError
 from megalite.data.indexed_writer import write_lengths_index
 from megalite.data.token_files import SUFFIXES, encode_side_file
+from megalite.preprocess import resume
 from megalite.preprocess.documents import read_piece
 from megalite.preprocess.inputs import Input, find_inputs
 from megalite.preprocess.job import (
@@ -28,20 +29,6 @@ from megalite.preprocess.job import (
 )
 from megalite.preprocess.output import Output, PieceTokenizer, TokenizedPiece
 from megalite.preprocess.pieces import Piece, Place, cut
-from megalite.preprocess.resume import (
-    JOURNAL,
-    Beginning,
-    Journal,
-    Mark,
-    Stamp,
-    UnfinishedFolder,
-    begin,
-    complete_output,
-    input_stamp,
-    job_facts,
-    move_into_place,
-    read_journal,
-)
 from megalite.preprocess.workers import WorkerPool
 from megalite.tokenizers.base import Tokenizer
 
@@ -54,8 +41,7 @@ _SEARCHED_PIECES, _SEARCHED_BYTES = 100, 1 << 14  # of the input, for the first 
 class Plan:
     inputs: list[Input]
     tokenizer: Tokenizer
-    place: str = ""
-    """`file:line` of the first document; empty if the input begins with none, or is stdin, which is read only once."""
+    place: str = ""  # `file:line` of the first document; empty if none begins the input, or it is stdin
     text: str = ""  # under the first key
     ids: Sequence[int] = ()  # with the end-of-document token, if the job appends it
 
@@ -66,7 +52,7 @@ def plan(job: PreprocessJob) -> Plan:
     check_settings(job)
     inputs = find_inputs(job.inputs)
     check_target(job, inputs)
-    unfinished = read_journal(job.unfinished / JOURNAL)
+    unfinished = resume.read_journal(job.unfinished / resume.JOURNAL)
     if unfinished is None or not unfinished.marks:
         require_free(job)
     tokenizer = require_tokenizer(job)
@@ -101,19 +87,19 @@ def preprocess(job: PreprocessJob, on_progress: Callable[[Progress], None] = lam
     inputs = find_inputs(job.inputs)
     check_target(job, inputs)
     tokenizer = require_tokenizer(job)
-    stamps = [input_stamp(item) for item in inputs]
-    facts = job_facts(job, tokenizer)
-    folder = UnfinishedFolder(job.unfinished)
+    stamps = [resume.input_stamp(item) for item in inputs]
+    facts = resume.job_facts(job, tokenizer)
+    folder = resume.UnfinishedFolder(job.unfinished)
     try:
-        mark = complete_output(folder, job, facts, stamps)
+        mark = resume.complete_output(folder, job, facts, stamps)
         if mark is None:
-            beginning = begin(folder, job, facts, stamps)
+            beginning = resume.begin(folder, job, facts, stamps)
             progress = _Run(job, inputs, stamps, tokenizer, folder, beginning).run(on_progress)
         else:
             progress = _progress_at(mark, inputs, list(mark.faults))
             progress.notice = "an earlier run had done all of it and only had to rename its files"
             try:
-                move_into_place(folder.path, job.prefixes)
+                resume.move_into_place(folder.path, job.prefixes)
             except BaseException as error:
                 error.add_note(_kept_note(progress.documents, folder))
                 raise
@@ -132,10 +118,10 @@ class _Run:
         self,
         job: PreprocessJob,
         inputs: Sequence[Input],
-        stamps: list[Stamp],
+        stamps: list[resume.Stamp],
         tokenizer: Tokenizer,
-        folder: UnfinishedFolder,
-        beginning: Beginning,
+        folder: resume.UnfinishedFolder,
+        beginning: resume.Beginning,
     ) -> None:
         self._job, self._inputs, self._stamps = job, inputs, stamps
         self._tokenizer, self._folder, self._journal = tokenizer, folder, beginning.journal
@@ -163,7 +149,7 @@ class _Run:
             try:
                 self._read_all(on_progress)
                 self._complete()
-                move_into_place(self._folder.path, self._job.prefixes)
+                resume.move_into_place(self._folder.path, self._job.prefixes)
             except BaseException as error:
                 self._give_up(error)
                 if not isinstance(error, OSError) or error.errno not in _FULL_DISK:
@@ -241,7 +227,7 @@ class _Run:
         self._journal.append({"complete": made})
 
     def _require_unchanged(self, source: int) -> None:
-        before, now = self._stamps[source], input_stamp(self._inputs[source])
+        before, now = self._stamps[source], resume.input_stamp(self._inputs[source])
         if now != before:
             raise ConfigError(f"input {before[0]} has changed while it was read; start again with --restart")
 
@@ -265,7 +251,7 @@ class BackgroundSaver:
     `save_soon` does something; 0 is always, even if it has to wait for the previous save."""
 
     def __init__(
-        self, journal: Journal, outputs: Sequence[Output], last: Mark | None, faults: int, seconds: float
+        self, journal: resume.Journal, outputs: Sequence[Output], last: resume.Mark | None, faults: int, seconds: float
     ) -> None:
         self._journal, self._outputs, self._faults, self._seconds = journal, outputs, faults, seconds
         self.saved = self._captured = last  # the last mark in the journal
@@ -298,9 +284,9 @@ class BackgroundSaver:
     def close(self) -> None:
         self._thread.shutdown()
 
-    def _capture(self, place: Place, progress: Progress) -> Mark:
+    def _capture(self, place: Place, progress: Progress) -> resume.Mark:
         """The state now, all of it handed to the system."""
-        self._captured = mark = Mark(
+        self._captured = mark = resume.Mark(
             place=place,
             input_bytes=progress.input_bytes,
             disk_bytes=progress.disk_bytes,
@@ -312,7 +298,7 @@ class BackgroundSaver:
         self._captured_at = time.monotonic()
         return mark
 
-    def _save(self, mark: Mark) -> None:
+    def _save(self, mark: resume.Mark) -> None:
         for output in self._outputs:
             output.sync()
         self._journal.mark(mark)
@@ -346,11 +332,11 @@ def _tokenized(
     pool.close()
 
 
-def _kept_note(documents: int, folder: UnfinishedFolder) -> str:
+def _kept_note(documents: int, folder: resume.UnfinishedFolder) -> str:
     return f"{documents:,} documents are kept in {folder.path}: the same command resumes there, --restart drops them"
 
 
-def _progress_at(mark: Mark | None, inputs: Sequence[Input], faults: list[str]) -> Progress:
+def _progress_at(mark: resume.Mark | None, inputs: Sequence[Input], faults: list[str]) -> Progress:
     sizes = [item.size for item in inputs]
     progress = Progress(disk_total=None if None in sizes else sum(size or 0 for size in sizes))
     if mark is not None:

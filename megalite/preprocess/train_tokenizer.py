@@ -21,8 +21,7 @@ from megalite.tokenizers.tiktoken_encodings import LLAMA3_PATTERN
 
 WORD_PATTERNS: dict[str, str | None] = {"gpt2": None, "gpt4": LLAMA3_PATTERN}
 """How byte-level BPE splits words: gpt2's are part of the library; gpt4's, and Llama 3's, split numbers into threes."""
-_MAX_VOCABULARY = 1 << 20
-"""Ten times what large models have; the libraries reserve memory for as many as they are asked for."""
+_MAX_VOCABULARY = 1 << 20  # ten times what large models have; libraries reserve memory for all
 _NO_SENTENCE_LIMIT = 1 << 30
 _HELD_OUT_EVERY, _HELD_OUT_FIRST = 50, 10
 
@@ -41,8 +40,7 @@ class TrainingText:
     num_bytes: int = 0  # bytes of text read so far, those held out among them
     documents: int = 0  # documents read so far (texts, where there are several keys)
     bad: int = 0  # bad lines
-    first_bad: str = ""
-    """The first of them and what is wrong with it; after a part that was left out, line numbers are unknown."""
+    first_bad: str = ""  # with what is wrong; without a line number after a part was left out
     is_share: bool = False  # there was more text than max_bytes
     held_out: list[str] = field(default_factory=list)
 

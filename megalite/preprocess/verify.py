@@ -130,8 +130,7 @@ class Verified:
     largest_id: int | None = None  # None if there are no tokens
     vocab_size: int | None = None  # what every id was compared with, if anything
     hashed: bool = False  # the sha256 of both files was compared with the side file's
-    eod: int | None = None
-    """The id that every document was checked to end with; None if the side file does not promise one."""
+    eod: int | None = None  # every document was checked to end with it; None: nothing promises one
     has_side_file: bool = False
     bad_side_file: str | None = None  # why the side file could not be used: the pair was checked without it
 

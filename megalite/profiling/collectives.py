@@ -157,8 +157,7 @@ def make_channels(
 ) -> list[Channels]:
     """Groups inside a node (of 2 ranks and of all), and across nodes (one rank of each), with a pair for messages.
 
-    Collectives: makes process groups (`made` as for `Topology.create`); every rank calls it at the same time.
-    """
+    Collectives: makes process groups (`made` as for `Topology.create`); every rank calls it at the same time."""
     made = {} if made is None else made
     local, nodes = machine.ranks_per_node, machine.nodes
 
@@ -201,8 +200,7 @@ def measure_collectives(
 ) -> Iterator[CollectiveTime]:
     """Every operation at every size, `seconds` in all.
 
-    Collectives: those that are measured, and barriers and gathers over the timer's world.
-    """
+    Collectives: those that are measured, and barriers and gathers over the timer's world."""
     each = seconds / max(1, len(sizes) * (1 + len(channels.groups) * len(OPERATIONS)))
     for size in sizes:
         for group in channels.groups:
@@ -287,16 +285,12 @@ class TurnTime:
 def measure_turns(timer: Timer, channels: Channels, *, seconds: float) -> TurnTime:
     """Pairs of neighbours inside a node, for about `seconds`.
 
-    Collectives: messages between them, barriers and gathers over the timer's world.
-    """
+    Collectives: messages between them, barriers and gathers over the timer's world."""
     compute = products(_TURN_PRODUCTS, timer.device)
     in_turn = there_and_back(channels, torch.zeros(1, device=timer.device), compute)
     # The machine's speed drifts: both are looked at in turns.
     looks = [[timer.together(run, seconds=seconds / (2 * _LOOKS)) for run in (compute, in_turn)] for _ in range(_LOOKS)]
     idle = channels.edges is None
-    times = (timer.over_ranks(_median(timings), idle=idle) for timings in zip(*looks, strict=True))
+    middle = (sorted(timings, key=lambda timing: timing.seconds)[_LOOKS // 2] for timings in zip(*looks, strict=True))
+    times = (timer.over_ranks(timing, idle=idle) for timing in middle)
     return TurnTime(at_once=next(times), in_turn=next(times))
-
-
-def _median(timings: tuple[Timing, ...]) -> Timing:
-    return sorted(timings, key=lambda timing: timing.seconds)[len(timings) // 2]

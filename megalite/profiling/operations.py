@@ -106,8 +106,7 @@ def measure_gemms(
 ) -> Iterator[GemmTime]:
     """Times of the three products of each shape, every rank at its own at once; `seconds` in all.
 
-    Collectives: barriers and gathers over the timer's world.
-    """
+    Collectives: barriers and gathers over the timer's world."""
     each = seconds / max(1, len(shapes) * len(PRODUCTS))
     for shape in shapes:
         for product, run in _products(shape, dtype, timer.device):
@@ -184,8 +183,7 @@ def measure_attention(
 ) -> Iterator[AttentionTime]:
     """Forward and backward of each shape, fused and unfused; every rank at once, `seconds` in all.
 
-    Collectives: barriers and gathers over the timer's world.
-    """
+    Collectives: barriers and gathers over the timer's world."""
     each = seconds / max(1, 4 * len(shapes))
     for shape in shapes:
         for kind in KINDS:
@@ -214,8 +212,7 @@ def _attention_passes(
 
 
 OPERATIONS = ("copy", "add", "adam")
-ADAM_BYTES = 28
-"""An element of AdamW in fp32: it reads parameter, gradient and two moments and writes all but the gradient."""
+ADAM_BYTES = 28  # an element of AdamW in fp32: reads parameter, gradient, two moments; writes three
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,8 +245,7 @@ def first_bandwidth(timer: Timer) -> float:
 def measure_memory(timer: Timer, *, sizes: list[int], seconds: float) -> Iterator[MemoryTime]:
     """Copy, sum and optimizer step at each size; every rank at once, `seconds` in all.
 
-    Collectives: barriers and gathers over the timer's world.
-    """
+    Collectives: barriers and gathers over the timer's world."""
     each = seconds / max(1, len(sizes) * len(OPERATIONS))
     for elements in sizes:
         for operation, bytes_moved, run in _memory_passes(elements, timer.device):

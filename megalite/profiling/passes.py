@@ -86,8 +86,7 @@ def measure_passes(
 ) -> Iterator[PassTime]:
     """Stages of at most so many FLOPs, every rank at once, `seconds` in all.
 
-    Collectives: barriers and gathers over the timer's world.
-    """
+    Collectives: barriers and gathers over the timer's world."""
     shapes = [shape for shape in SHAPES if shape.flops <= most_flops] or list(SHAPES[:3])
     each = seconds / (2 * len(shapes))
     for shape in shapes:
@@ -140,8 +139,7 @@ def with_passes(
     Least squares over relative errors, with products (of the cluster) and attention (of the stack) as the formulas have
     them. `source` says when, with what and how it was measured, for the provenance. Any operation takes `least_operation`
     seconds: the fit cannot tell operations from elementwise work and passes where the times are noisy, and gives one of
-    them all; but none is free.
-    """
+    them all; but none is free."""
     plain = dataclasses.replace(stack, elementwise_slowdown=1.0)
     without = dataclasses.replace(stack, elementwise_slowdown=0.0)
     known, moved, operations, passes = [], [], [], []
@@ -200,8 +198,7 @@ class Overheads:
 def measure_overheads(timer: Timer, *, dtype: torch.dtype, seconds: float) -> Overheads:
     """Every rank at once, `seconds` in all.
 
-    Collectives: barriers and gathers over the timer's world.
-    """
+    Collectives: barriers and gathers over the timer's world."""
 
     def timed(run: Callable[[], object]) -> Timing:
         return timer.each_over_ranks(run, seconds=seconds / 6)

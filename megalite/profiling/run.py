@@ -46,8 +46,7 @@ def check_dtypes(names: Sequence[str], world: Group, device: torch.device) -> No
     """Try a product of each type on every rank. Raises ConfigError: a rank's device does not have one; the same on
     every rank.
 
-    Collectives: a gather over the world.
-    """
+    Collectives: a gather over the world."""
     failed: ConfigError | None = None
     for name in names:
         try:
@@ -75,8 +74,7 @@ def measure(
 ) -> Measurements:
     """Measure for about `seconds`. Every rank calls it at the same time; `made` is as for `Topology.create`.
 
-    Collectives: those that are measured, and barriers and gathers over the timer's world.
-    """
+    Collectives: those that are measured, and barriers and gathers over the timer's world."""
     left_out = set() if machine.ranks > 1 else {"collectives"}
     if machine.device_type != "cpu":
         left_out.add("passes")

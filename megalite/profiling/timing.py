@@ -25,8 +25,7 @@ _PRODUCTS = 10  # of 256 x 256 matrices, 0.4 ms each on an idle core with AVX-51
 @dataclass(frozen=True, kw_only=True)
 class Timing:
     seconds: float  # median
-    spread: float
-    """Distance between the quartiles over the median: 0.1 says that the middle half of the samples lies within 10 %."""
+    spread: float  # distance between the quartiles over the median
     samples: int
 
 
@@ -71,8 +70,7 @@ class Timer:
     def each(self, run: Callable[[], object], *, seconds: float) -> Timing:
         """Every rank runs `run` by itself for about `seconds`, all at once.
 
-        Collectives: a barrier over the world.
-        """
+        Collectives: a barrier over the world."""
         repeats, _ = self._repeats(run, agree=lambda seconds: seconds)
         self.barrier()
         samples: list[float] = []
@@ -88,8 +86,7 @@ class Timer:
     def together(self, run: Callable[[], object], *, seconds: float) -> Timing:
         """The ranks run `run`, in which they wait for each other, equally often, for about `seconds`.
 
-        Collectives: those of `run`, a barrier and the maximum of a number over the world.
-        """
+        Collectives: those of `run`, a barrier and the maximum of a number over the world."""
         self.barrier()
         repeats, sample = self._repeats(run, agree=self._slowest)
         count = max(FEWEST, min(MOST, int(seconds / max(sample, 1e-9))))
@@ -102,8 +99,7 @@ class Timer:
         of some milliseconds, about what lies between two collectives of a layer; their own time, measured likewise, is
         taken off.
 
-        Collectives: those of `run`, barriers and maxima of a number over the world.
-        """
+        Collectives: those of `run`, barriers and maxima of a number over the world."""
         if not self._crowded:
             return self.together(run, seconds=seconds)
         compute = products(_PRODUCTS, self.device)
@@ -123,8 +119,7 @@ class Timer:
     def over_ranks(self, timing: Timing, *, idle: bool = False) -> Timing:
         """The median of the ranks' medians, and of their spreads, over those that are not idle; the same on every rank.
 
-        Collectives: a gather over the world.
-        """
+        Collectives: a gather over the world."""
         mine = None if idle else [timing.seconds, timing.spread, timing.samples]
         rows = [row for row in self.world.gather_json(mine, self.device) if row is not None]
         seconds, spreads, samples = zip(*rows, strict=True)
@@ -176,8 +171,7 @@ def fit_times(
 
     Least squares over the relative errors: each row is divided by its time, so that a message of a kilobyte counts as
     much as one of a megabyte. The columns are few, one a constant (latencies of a ring's steps, bytes or FLOPs of each
-    measurement): the best solution with constants at 0 is found by trying all choices of them.
-    """
+    measurement): the best solution with constants at 0 is found by trying all choices of them."""
     time = np.asarray(seconds, dtype=float)
     left = np.ones(len(time)) if known is None else 1.0 - np.asarray(known, dtype=float) / time
     rows = np.stack([np.asarray(column, dtype=float) for column in columns], axis=1) / time[:, None]

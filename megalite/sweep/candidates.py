@@ -20,7 +20,7 @@ from megalite.config.data import DataConfig
 from megalite.config.describe import replace, settings, values_of
 from megalite.config.errors import ConfigError
 from megalite.config.files import level_from_text, read_level, read_preset
-from megalite.config.merge import Level, Merged, merge
+from megalite.config.merge import Level, merge
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.partition.memory import activation_peaks, rank_memory
@@ -83,7 +83,8 @@ def expand(spec: SweepSpec) -> Expansion:
     levels = _base_levels(spec)
     candidates, left_out = [], 0
     for source, given in _points(spec):
-        merged = _merge(levels, given, source)
+        # Merging fills in what the levels' rules stand for, differently for each configuration.
+        merged = merge([*copy.deepcopy(levels), _level(given, source)])
         config, fixed = fix(merged.config, spec.steps)
         p = config.parallel
         candidate = Candidate(
@@ -113,11 +114,6 @@ def _base_levels(spec: SweepSpec) -> list[Level]:
 
 def _level(given: Mapping[str, Any], source: str) -> Level:
     return level_from_text(yaml.safe_dump(dict(given)), source)
-
-
-def _merge(levels: list[Level], given: Mapping[str, Any], source: str) -> Merged:
-    # Merging fills in what the levels' rules stand for, differently for each configuration.
-    return merge([*copy.deepcopy(levels), _level(given, source)])
 
 
 def _points(spec: SweepSpec) -> Iterator[tuple[str, Mapping[str, Any]]]:

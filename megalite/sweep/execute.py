@@ -252,8 +252,7 @@ class _Active:
     launched: Launched
 
 
-Observer = Callable[[Sequence[Progress], Result | None], None]
-"""Called with what is under way, and with a result when there is a new one."""
+Observer = Callable[[Sequence[Progress], Result | None], None]  # what is under way, a new result
 
 
 def launchable(runs: Sequence[Run], launcher: Launcher) -> tuple[Run, ...]:

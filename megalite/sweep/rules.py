@@ -111,8 +111,7 @@ _EXAMPLE = '"tp * pp > 8" or {tp: 4, pp: [2, 4]}'
 @dataclass(frozen=True)
 class Condition:
     where: str
-    values: tuple[tuple[str, tuple[Any, ...]], ...] = ()
-    """Setting -> the values that it may have; all of them must hold."""
+    values: tuple[tuple[str, tuple[Any, ...]], ...] = ()  # setting -> values; all must hold
     formula: ast.expr | None = None
 
     def holds(self, of: Mapping[str, Any]) -> bool:

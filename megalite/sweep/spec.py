@@ -22,8 +22,7 @@ class SbatchSpec:
     gpus_per_node: int = 8  # ranks on one node; a job has as many nodes as it needs
     at_once: int = 1  # jobs in the queue at one time
     poll_seconds: float = 10.0  # between two looks at the queue
-    options: Mapping[str, str] = field(default_factory=dict)
-    """Further options by their long names: partition, account, ..."""
+    options: Mapping[str, str] = field(default_factory=dict)  # by long names: partition, ...
     setup: tuple[str, ...] = ()  # shell lines before the run: modules, virtual environments
 
 
@@ -34,8 +33,7 @@ class SweepSpec:
     base: tuple[Path, ...] = ()  # config files, later ones win
     settings: Mapping[str, Any] = field(default_factory=dict)  # over the base, the same in all configurations
     ranks: int | None = None  # of every configuration; default tp·pp·cp·dp of each
-    grid: tuple[tuple[str, tuple[Mapping[str, Any], ...]], ...] = ()
-    """Axes of the cartesian product: the key as written, and for each value the settings that it stands for."""
+    grid: tuple[tuple[str, tuple[Mapping[str, Any], ...]], ...] = ()  # axes: key, settings of each value
     listed: tuple[Mapping[str, Any], ...] = ()
     from_plan: Path | None = None
     top: int | None = None  # of the plan's entries, from the first on; default all

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from megalite.config.errors import ConfigError
 from megalite.config.reading import open_regular
 
-MAX_TOKENIZER_BYTES = 1 << 30
-"""A tokenizer file has at most tens of megabytes; a corpus given in its place is not read into memory."""
+MAX_TOKENIZER_BYTES = 1 << 30  # a corpus given in its place is not read into memory
 
 
 class Tokenizer(ABC):

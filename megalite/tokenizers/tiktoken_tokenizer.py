@@ -139,8 +139,7 @@ class TikTokenizer(Tokenizer):
         """The same ids, for texts on which tiktoken's regular expressions panic.
 
         That happens in runs of some 100,000 characters of white space, as (?!\\S) keeps a step for each. The package
-        `regex` splits the words without a bound, and tiktoken merges each.
-        """
+        `regex` splits the words without a bound, and tiktoken merges each."""
         # To `regex`, `$` is also before a last line end; ours come after \s++, which leaves none.
         words = regex.compile(self._plan.pattern).finditer(text)
         encode = self._word_encoding.encode_ordinary

@@ -75,8 +75,7 @@ def refuse_code(values: Mapping[str, Any], where: Path | str) -> None:
 
 MAX_LAYERS = 1 << 16  # more than any network has: what is checked layer by layer must end
 
-Table = Sequence[tuple[Any, ...]]
-"""Of what is the same in both: (our setting, their key, a method of `ModelFile`[, the default of a missing key])."""
+Table = Sequence[tuple[Any, ...]]  # of (our setting, their key, a method of `ModelFile`[, default])
 
 
 def written(model: ModelConfig, table: Table) -> dict[str, Any]:

@@ -124,8 +124,7 @@ class HuggingFaceWeights(Weights):
     Opening checks all names, shapes and types against config.json; of the values it reads none, but where a tied head
     is stored beside the word embedding: then the two must be equal.
 
-    `token_ids` has what config.json says of `TOKEN_IDS`; for others transformers takes what the family's class has.
-    """
+    `token_ids` has what config.json says of `TOKEN_IDS`; for others transformers takes what the family's class has."""
 
     format = "huggingface"
     tokenizer_hints = DataConfig()
@@ -244,8 +243,7 @@ def write_huggingface(
 
     Rows that pad the vocabulary are left out. What is interrupted continues, when called again, at that file.
 
-    `family` is a name of `FAMILIES`; None: that of a Hugging Face source, else the first that expresses it.
-    """
+    `family` is a name of `FAMILIES`; None: that of a Hugging Face source, else the first that expresses it."""
     opened = innermost(weights)
     theirs = opened if isinstance(opened, HuggingFaceWeights) else None
     if family is None and theirs is not None:

@@ -115,11 +115,9 @@ def require_readable(path: Path, name: str, dtype: torch.dtype) -> None:
         raise ConversionError(f"{path}: {name} is of the type {dtype}: quantized, not read; save it as {known}")
 
 
-_LOCAL_HEADER = struct.Struct("<4s22xHH")
-"""Of a zip entry: signature, then the lengths of name and extra field, behind which the data start."""
+_LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, then lengths of name and extra field
 
-LARGEST_ENTRY = 1 << 30
-"""Bytes of an entry of the archive that is no tensor: what torch.save makes of the settings and names is far less."""
+LARGEST_ENTRY = 1 << 30  # bytes of an entry that is no tensor: settings and names take far less
 
 _DIRECTORY_ENTRY = 46  # bytes of an entry in the archive's directory, without name, extra field and comment
 
@@ -141,8 +139,7 @@ class TorchFile:
     FakeTensorMode it reads no storage, and each says where in the file it is. Elements are read from there and
     compared with the zip archive's CRC-32, which `torch.load` leaves unread.
 
-    The file is opened for each call and closed again: a checkpoint has hundreds of them.
-    """
+    The file is opened for each call and closed again: a checkpoint has hundreds of them."""
 
     def __init__(self, path: Path, start: int = 0, length: int | None = None) -> None:
         self.name = str(path) if length is None else f"{path} (bytes {start} to {start + length})"
@@ -254,8 +251,7 @@ def refusal(name: str, fault: str) -> str:
     return f"{name} cannot be read as a file of tensors and settings: {reason.strip()}"
 
 
-Reserve = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
-"""A tensor of a shape and type that has no elements yet."""
+Reserve = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]  # without elements yet
 
 _DESCRIPTOR = b"PK\7\x08"  # what stands behind the bytes of an entry without a checksum in its header; it comes next
 _CHECKSUM_IN_ENTRY = 16  # where the checksum is in an entry of the archive's directory

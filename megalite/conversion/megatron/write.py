@@ -197,8 +197,7 @@ def write_megatron(
     files of its pipeline stage, which are filled together; a conversion that was interrupted continues with the first
     stage that is not finished.
 
-    Tensor- and pipeline-parallel sizes must divide heads, groups, MLP width, and layers.
-    """
+    Tensor- and pipeline-parallel sizes must divide heads, groups, MLP width, and layers."""
     if implementation not in TRANSFORMER_IMPLEMENTATIONS:
         raise ConversionError(f"--transformer-impl {implementation!r}; use {', '.join(TRANSFORMER_IMPLEMENTATIONS)}")
     require_expressible(weights.model, tp=tp, pp=pp)

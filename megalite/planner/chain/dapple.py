@@ -79,8 +79,7 @@ class Search:
 
     With `grain` above 1 a stage has a multiple of that many devices: a coarse search that ends soon.
 
-    Source: Fan et al., "DAPPLE" (arXiv 2007.01045), section 4; the search is our branch and bound.
-    """
+    Source: Fan et al., "DAPPLE" (arXiv 2007.01045), section 4; the search is our branch and bound."""
 
     def __init__(self, problem: Problem, microbatches: int, *, limit: int, keep: int, grain: int = 1) -> None:
         self._problem, self._count = problem, microbatches

@@ -97,8 +97,7 @@ class Layer:
     name: str
     forward_ms: float = field(metadata=OR_ZERO)
     backward_ms: float = field(metadata=OR_ZERO)  # gradients of input and weights
-    output_bytes: float = field(metadata=OR_ZERO)
-    """What it hands to the next layer; the gradient that comes back is as large."""
+    output_bytes: float = field(metadata=OR_ZERO)  # handed to the next layer; its gradient is as large
     activation_bytes: float = field(metadata=OR_ZERO)  # what it keeps from its forward to its backward
     parameter_bytes: float = field(metadata=OR_ZERO)  # of the weights alone; gradients are as large
 

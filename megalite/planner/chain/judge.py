@@ -26,8 +26,7 @@ def latency(costs: PlanCosts, microbatches: int, in_flight: list[int]) -> float:
 
     No plan is faster than this where links carry what they must (`simulate` is never below it).
 
-    Source: Fan et al., "DAPPLE" (arXiv 2007.01045), section 4.1. `in_flight`: K of each stage.
-    """
+    Source: Fan et al., "DAPPLE" (arXiv 2007.01045), section 4.1. `in_flight`: K of each stage."""
     count = len(costs.forward)
     hops = (*costs.hops, 0.0)
     # Of a microbatch, from the start of its forward on stage s to the end of its backward there.
@@ -68,8 +67,7 @@ def run(plan: ChainPlan, costs: PlanCosts, cluster: ChainCluster) -> Run:
     after its last backward; those that cross a common network go one after another, and let messages pass, which are
     small by then. Where no hop shares a network it equals `megalite.pipeline.ir.simulate`.
 
-    Computation and communication overlap; a reduction does not overlap its own stage's backwards.
-    """
+    Computation and communication overlap; a reduction does not overlap its own stage's backwards."""
     lists = one_f_one_b(len(plan.stages), plan.microbatches, plan.warm_up).actions
     clock = _Clock(plan, costs, cluster, lists)
     done = tuple(starts[-1] + duration for starts, duration in zip(clock.starts, costs.backward, strict=True))

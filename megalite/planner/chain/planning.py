@@ -37,8 +37,7 @@ def pipedream_plan(profile: ChainProfile, cluster: ChainCluster) -> Stages:
     A of one level is U of the next. It is the time between microbatches of a pipeline that never drains and reduces
     gradients after every microbatch; the bubble of a synchronous step and its one reduction do not occur in it.
 
-    Source: Narayanan et al., "PipeDream" (SOSP 2019), section 3.1.
-    """
+    Source: Narayanan et al., "PipeDream" (SOSP 2019), section 3.1."""
     layers, size = len(profile.layers), profile.batch_size
     work = (profile.forward + profile.backward) * size
     own = work[None, :] - work[:, None]
@@ -218,7 +217,8 @@ def _device_moves(stages: Stages, judge: Judge) -> Iterator[Stages]:
     for stage in stages:
         used = _sum(used, stage.devices)
     free = taken_from(judge.problem.cluster.empty, used)
-    slowest = max(range(len(stages)), key=lambda s: _work(stages[s], judge))
+    work = judge.problem.profile.forward + judge.problem.profile.backward  # seconds a sample, before each cut
+    slowest = max(range(len(stages)), key=lambda s: (work[stages[s].last] - work[stages[s].first]) / stages[s].replicas)
 
     def moved(machine: int, changes: dict[int, int]) -> Stages:
         """Each stage with so many devices of a machine more."""
@@ -237,13 +237,6 @@ def _device_moves(stages: Stages, judge: Judge) -> Iterator[Stages]:
             yield moved(machine, {giver: -1})
             for taker in {giver - 1, giver + 1, slowest} & set(range(len(stages))) - {giver}:
                 yield moved(machine, {giver: -1, taker: 1})
-
-
-def _work(stage: Stage, judge: Judge) -> float:
-    """Seconds a sample, shared by the replicas."""
-    profile = judge.problem.profile
-    seconds = profile.forward + profile.backward
-    return float(seconds[stage.last] - seconds[stage.first]) / stage.replicas
 
 
 def _sum(one: Counts, other: Counts) -> Counts:
@@ -281,8 +274,7 @@ def plan_chain(
     microbatches, and small changes to the best of these: so the result is never slower than a baseline that fits.
 
     `memory` is bytes of a device (default what the cluster has; `inf` lifts the limit). Raises ConfigError if the batch
-    cannot be used, or no plan fits the memory (the nearest miss is named).
-    """
+    cannot be used, or no plan fits the memory (the nearest miss is named)."""
     limit = cluster.memory_gb * 1e9 if memory is None else memory
     if global_batch < 1:
         raise ConfigError(f"global_batch_size is {global_batch}; it must be 1 or more, such as {profile.batch_size}")

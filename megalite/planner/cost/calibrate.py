@@ -80,8 +80,7 @@ def fit(
 
     A constant that the rows say nothing of stays where it is. `source` says what the rows are, for the provenance; `only`
     names the constants to fit, of `PRIORS`. Raises ConfigError if there are no rows, one is not a positive time, or there
-    is no such constant.
-    """
+    is no such constant."""
     if not rows:
         raise ConfigError("there is nothing to fit: give at least one measured step")
     for row in rows:

@@ -238,8 +238,7 @@ def head(price: Pricing) -> Piece:
 
     A loss that is not fused turns the logits round and copies them (3 passes and one in fp32), reads the copy for its
     maximum and for the sum, reads and writes it for the difference, its exponential and the quotient; and in the
-    backward once more for the product with the loss's gradient, on the way back to the logits.
-    """
+    backward once more for the product with the loss's gradient, on the way back to the logits."""
     work = price.work
     width = work.vocabulary / work.tp
     exact = max(4.0, work.element) / work.element

@@ -135,8 +135,7 @@ def stacked(workloads: Sequence[Workload]) -> Workload:
 # smaller tiles read more for each product, and fill the last wave better. Typical of vendors' libraries; assumed.
 TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.6))
 RAMP = 128  # steps along k that a tile takes to fill its pipeline and to write itself out
-CORNER = 1.5
-"""q: how sharp the roofline's corner is. Infinite if what is read and written hid behind the products in full."""
+CORNER = 1.5  # q: how sharp the roofline's corner is; infinite if memory hid behind the products in full
 
 
 def gemm_seconds(
@@ -149,8 +148,7 @@ def gemm_seconds(
     batch · ceil(m/rows) · ceil(n/columns) tiles on so many multiprocessors. On one multiprocessor (a CPU core) nothing
     is cut: 2mnk / (peak · efficiency).
 
-    `element` is bytes of one number, `peak` FLOP/s at the precision.
-    """
+    `element` is bytes of one number, `peak` FLOP/s at the precision."""
     rate = peak * cluster.efficiency.gemm
     count = cluster.accelerator.multiprocessors
     bandwidth = cluster.accelerator.memory_bandwidth * cluster.efficiency.memory

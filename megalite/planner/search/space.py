@@ -173,8 +173,7 @@ LOOPED = ("interleaved", "looped-bfs")
 VEE = ("zb-v", "dualpipe-v")
 
 
-_IN_ONE = {"gpipe": "1f1b", "looped-bfs": "interleaved"}
-"""Schedule -> the one that it equals if there is one microbatch."""
+_IN_ONE = {"gpipe": "1f1b", "looped-bfs": "interleaved"}  # schedule -> its equal with one microbatch
 
 
 class Pipeline(NamedTuple):
