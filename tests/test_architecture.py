@@ -163,7 +163,7 @@ LAYER_FAULTS = [
     ("megalite.optimizers.x", "from megalite.tensor_parallel.parameter import ShardedParameter"),
     ("megalite.models.x", "from megalite.optimizers.adam import AdamW"),
     ("megalite.models.x", "from megalite.data.loader import Microbatch"),
-    ("megalite.checkpoint.x", "from megalite.generation.sample import Sampling"),
+    ("megalite.checkpoint.x", "from megalite.generation.continuation import Sampling"),
     ("megalite.generation.x", "import megalite.training.step"),
     ("megalite.training.x", "from megalite.cli import train"),
     ("megalite.training.x", "def f():\n    from megalite.cli.train import main"),

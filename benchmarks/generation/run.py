@@ -20,8 +20,8 @@ import torch
 
 from benchmarks import common
 from megalite.conversion.inference import load_model
+from megalite.generation.continuation import Sampling
 from megalite.generation.generate import Chain, generate_batch
-from megalite.generation.sample import Sampling
 from megalite.topology.topology import Topology
 
 Generate = Callable[[int], list[list[int]]]  # from a number of new tokens to the new tokens of each prompt

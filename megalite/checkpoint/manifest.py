@@ -155,7 +155,7 @@ class _Entries(UserDict[str, Any]):
     def __getitem__(self, key: str) -> TensorEntry:
         if isinstance(self.data[key], str):
             self.data[key] = _parse_tensor(key, json.loads(self.data[key]))
-        return self.data[key]  # type: ignore[no-any-return]
+        return self.data[key]
 
 
 def in_pieces(manifest: Manifest) -> list[Any]:

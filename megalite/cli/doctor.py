@@ -13,7 +13,7 @@ from megalite.cli.kernels import chosen_kernels
 from megalite.cli.output import show, tell, visible
 from megalite.cli.tool_commands import DOCTOR, DOCTOR_SECONDS
 from megalite.config.errors import ConfigError
-from megalite.doctor import devices, disk, host, job, network, products, ranks, versions
+from megalite.doctor import devices, host, network, ranks
 from megalite.doctor.host import Finding, worst
 from megalite.topology.layout import ParallelLayout
 from megalite.topology.topology import Launch, Topology, start_distributed, stop_distributed
@@ -44,7 +44,7 @@ def run(flags: Namespace) -> int:
         status = _report(findings, as_json=flags.json, say=show if launch.rank == 0 else _nothing)
         agreed = True
         return status
-    except job.ExchangeFailed as failure:
+    except ranks.ExchangeFailed as failure:
         # Each rank that noticed: the one that did not is the one to look at.
         tell(f"error: {visible(str(failure))}")
         return SICK
@@ -78,19 +78,19 @@ def _together(flags: Namespace, launch: Launch, device: torch.device) -> Iterato
     layout = ParallelLayout(dp=launch.world_size)
     world = Topology.create(layout, rank=launch.rank, device=device, timeout_minutes=_JOB_MINUTES).world
     seconds = (1 - _SHARE_OF_PRODUCTS) * (flags.seconds or DOCTOR_SECONDS)
-    yield from job.examine(world, device, own, host=platform.node(), seconds=seconds)
+    yield from ranks.examine_job(world, device, own, host=platform.node(), seconds=seconds)
 
 
 def _of_host(flags: Namespace, device: torch.device) -> Iterator[Finding]:
-    yield from versions.examine()
+    yield from host.examine_versions()
     yield from host.examine(os.environ, gpus=torch.cuda.device_count())
     yield from devices.examine()
     yield from devices.kernel_backends(device)
     yield _chosen(device)
     yield from network.examine(os.environ)
-    yield from disk.examine(flags.run_dir)
+    yield from host.examine_disk(flags.run_dir)
     if not flags.no_self_test:
-        yield from products.examine(device, seconds=_SHARE_OF_PRODUCTS * (flags.seconds or DOCTOR_SECONDS))
+        yield from devices.examine_products(device, seconds=_SHARE_OF_PRODUCTS * (flags.seconds or DOCTOR_SECONDS))
 
 
 def _chosen(device: torch.device) -> Finding:

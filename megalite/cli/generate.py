@@ -16,9 +16,8 @@ from megalite.cli.model_commands import GENERATE
 from megalite.config.errors import ConfigError, RankError
 from megalite.conversion.inference import InferenceModel, TokenizerChoice, load_model
 from megalite.conversion.native import PRECISIONS
-from megalite.generation.continuation import Continuation, GrowingText
+from megalite.generation.continuation import Continuation, GrowingText, Sampling, read_prompts
 from megalite.generation.generate import Chain, generate_batch
-from megalite.generation.sample import Sampling, read_prompts
 from megalite.tokenizers.subword import HuggingFaceTokenizer
 from megalite.topology.layout import ParallelLayout
 from megalite.topology.topology import Launch, Topology, start_distributed, stop_distributed

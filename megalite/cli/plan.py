@@ -25,7 +25,8 @@ from megalite.planner.report import (
     write_files,
     write_text,
 )
-from megalite.planner.search.request import (
+from megalite.planner.search.search import Plan, find
+from megalite.planner.search.space import (
     USUAL_MEMORY,
     Request,
     fixed_settings,
@@ -33,7 +34,6 @@ from megalite.planner.search.request import (
     refuse_not_searched,
     request_for,
 )
-from megalite.planner.search.search import Plan, find
 
 _WIDTH = 160
 """Of a timeline where there is no terminal."""

@@ -19,8 +19,7 @@ from megalite.cli.tool_commands import SWEEP
 from megalite.config.byte_size import format_bytes
 from megalite.config.errors import ConfigError
 from megalite.sweep.candidates import Run, check_all, expand, read_machine, refusals
-from megalite.sweep.execute import Progress, execute, launchable
-from megalite.sweep.launchers import Launcher, LocalLauncher, SbatchLauncher
+from megalite.sweep.execute import Launcher, LocalLauncher, Progress, SbatchLauncher, execute, launchable
 from megalite.sweep.report import REPORT, calibrate, refuse_taken, summary, write_report
 from megalite.sweep.results import RESULTS, TABLE, Result, Store, refused
 from megalite.sweep.spec import SweepSpec, read_spec

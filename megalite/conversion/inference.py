@@ -2,10 +2,10 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -32,29 +32,22 @@ from megalite.tokenizers.base import Tokenizer
 from megalite.tokenizers.build import build_tokenizer, is_tiktoken_model
 from megalite.topology.topology import Topology
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class TokenizerChoice:
-    """What the user says of the tokenizer.
+    """What the user says of the tokenizer."""
 
-    Args:
-        model: its file or folder; None: the model's own.
-        tiktoken_pattern: how that one, of tiktoken, cuts words.
-    """
-
-    model: str | None = None
-    tiktoken_pattern: str | None = None
+    model: str | None = None  # its file or folder; None: the model's own
+    tiktoken_pattern: str | None = None  # how that one, of tiktoken, cuts words
 
     def __post_init__(self) -> None:
         if self.tiktoken_pattern is not None and self.model is None:
-            raise ConfigError(
-                f"--tiktoken-pattern {self.tiktoken_pattern} has no effect without --tokenizer-model; give that too, or "
-                "leave it out"
-            )
+            raise ConfigError(f"--tiktoken-pattern {self.tiktoken_pattern} has no effect without --tokenizer-model")
 
 
 def checkpoint_tokenizer(checkpoint: Checkpoint, choice: TokenizerChoice) -> Tokenizer | None:
-    """The tokenizer that a checkpoint was trained with, wherever it is now."""
     home = checkpoint.path.parent
     data = DataConfig(**checkpoint.manifest.config["data"])
     if choice.model is not None:
@@ -65,10 +58,7 @@ def checkpoint_tokenizer(checkpoint: Checkpoint, choice: TokenizerChoice) -> Tok
     else:
         missing = missing_tokenizer(data, home)
         if missing is not None:
-            raise ConfigError(
-                f"the tokenizer of {checkpoint.path} {missing}; give --tokenizer-model (a file, or the folder of "
-                "vocab.json and merges.txt)"
-            )
+            raise ConfigError(f"the tokenizer of {checkpoint.path} {missing}; give --tokenizer-model FILE")
         data = _as_it_is_now(data, home)
     tokenizer = build_tokenizer(data, checkpoint.manifest.config["model"]["vocab_size"])
     if tokenizer is None:
@@ -93,7 +83,6 @@ def _as_it_is_now(data: DataConfig, home: Path) -> DataConfig:
 
 
 def folder_tokenizer(weights: HuggingFaceWeights, choice: TokenizerChoice) -> Tokenizer | None:
-    """The tokenizer of a Hugging Face folder, None if it has none; or the one chosen."""
     if choice.model is None:
         return tokenizer_of(weights)
     data = DataConfig(tokenizer_model=choice.model, tiktoken_pattern=choice.tiktoken_pattern)
@@ -102,8 +91,7 @@ def folder_tokenizer(weights: HuggingFaceWeights, choice: TokenizerChoice) -> To
 
 def folder_end_ids(weights: HuggingFaceWeights, tokenizer: Tokenizer | None) -> frozenset[int]:
     """Tokens that end a text where transformers generates: the eos_token_id of generation_config.json, else that of
-    config.json; and the tokenizer's end of document.
-    """
+    config.json; and the tokenizer's end of document."""
     generation = read_json(weights.path, GENERATION) or {}
     where, named = weights.path / "config.json", weights.token_ids.get("eos_token_id")
     if generation.get("eos_token_id") is not None:
@@ -118,15 +106,12 @@ def folder_end_ids(weights: HuggingFaceWeights, tokenizer: Tokenizer | None) -> 
 class InferenceModel:
     """One rank's part of a model that is not trained any more, and what its text is made of."""
 
-    path: Path
-    """The checkpoint or folder that it was read from."""
+    path: Path  # the checkpoint or folder that it was read from
     model: ModelConfig
-    seq_length: int
-    """Longest sequence that it was made for."""
+    seq_length: int  # longest sequence that it was made for
     stage: GPTStage
     tokenizer: Tokenizer | None
-    end_ids: frozenset[int]
-    """Tokens that end a text."""
+    end_ids: frozenset[int]  # tokens that end a text
     is_huggingface: bool
 
 
@@ -145,10 +130,7 @@ class _FromCheckpoint:
         key, main = weight_key(spec.name), optimizer_key("main_param", spec.name)
         entry = self._checkpoint.entry(key)
         if entry.global_shape != spec.global_shape:
-            raise ConversionError(
-                f"{self.path}: {spec.name} has shape {list(entry.global_shape)}; a model of its settings has "
-                f"{list(spec.global_shape)}"
-            )
+            raise ConversionError(f"{self.path}: {spec.name} is {entry.global_shape}, not {spec.global_shape}")
         if TORCH_DTYPES[entry.dtype] != parameter.dtype and self._checkpoint.has(main):
             key = main
         self._checkpoint.read_into(parameter.data, key, spec.slice)
@@ -180,49 +162,49 @@ class _FromFolder:
         return folder_end_ids(self._weights, tokenizer)
 
 
-Source = _FromCheckpoint | _FromFolder
-"""Where the weights come from; the same on every rank."""
+Source = _FromCheckpoint | _FromFolder  # where the weights come from; the same on every rank
 
 
 def open_source(folder: Path, *, step: int | None, topology: Topology, log: Callable[[str], None]) -> Source:
-    """Find the weights in `folder`, and check what can be checked before they are read.
+    """Find the weights in `folder`, and check what can be checked before they are read. `folder`: of checkpoints (the
+    newest that verifies is taken, or that of `step`), one checkpoint, or a Hugging Face model. `log`: as in
+    `find_checkpoint`.
 
-    Args:
-        folder: of checkpoints (the newest that verifies is taken, or that of `step`), one checkpoint, or a Hugging Face
-            model.
-        log: as in `find_checkpoint`.
+    Collectives: gathers over the world."""
 
-    Collectives: gathers over the world.
-    """
-    source: _FromFolder | None = None
-    error: Exception | None = None
-    try:
+    def look() -> _FromFolder | None:
         # Of a folder that is not there the checkpoints' reader says what is there instead.
         kind = detect_format(folder) if folder.is_dir() else "native"
         if kind == "megatron":
-            raise ConversionError(
-                f"{folder} is of Megatron-LM; megalite convert {folder} NEW --to native makes a checkpoint that can be loaded"
-            )
-        if kind == "huggingface":
-            if step is not None:
-                raise ConversionError(
-                    f"--ckpt-step {step} has no effect on {folder}: a Hugging Face folder holds one model; leave it out"
-                )
-            source = _FromFolder(HuggingFaceWeights(folder))
-    except (ConfigError, OSError) as found:
-        error = found if isinstance(found, ConfigError) else ConversionError(f"cannot read {folder}: {found}")
-    topology.world.agree(error, topology.device)
+            raise ConversionError(f"{folder} is Megatron-LM's; run megalite convert {folder} NEW --to native")
+        if kind == "native":
+            return None
+        if step is not None:
+            raise ConversionError(f"--ckpt-step {step} has no effect on {folder} of Hugging Face; leave it out")
+        return _FromFolder(HuggingFaceWeights(folder))
+
+    source = _agreed(look, folder, topology)
     if source is not None:
         return source
     own = step_of(folder.absolute().name)
     if own is not None and (folder / MANIFEST_NAME).exists():
         if step not in (None, own):
-            raise ConversionError(
-                f"--ckpt-step {step} contradicts {folder}, which is the checkpoint of step {own}; leave it out"
-            )
+            raise ConversionError(f"--ckpt-step {step} contradicts {folder}; leave it out")
         folder, step = folder.absolute().parent, own
     found_one = find_checkpoint(folder, step=step, world=topology.world, device=topology.device, log=log)
     return _FromCheckpoint(found_one)
+
+
+def _agreed(work: Callable[[], T], folder: Path, topology: Topology) -> T:
+    """What `work` returns; what it raises on some rank is raised on all."""
+    found: list[T] = []
+    error: ConfigError | None = None
+    try:
+        found.append(work())
+    except (ConfigError, OSError) as fault:
+        error = fault if isinstance(fault, ConfigError) else ConversionError(f"cannot read {folder}: {fault}")
+    topology.world.agree(error, topology.device)
+    return found[0]
 
 
 def check_layout(model: ModelConfig, *, tp: int, pp: int) -> None:
@@ -240,10 +222,7 @@ def check_layout(model: ModelConfig, *, tp: int, pp: int) -> None:
             gcd = math.gcd(*widths.values())
             raise ConfigError(f"{name} {size} is not divisible by tp {tp}; use tp {divisors(gcd)}")
     if pp > model.num_layers:
-        raise ConfigError(
-            f"pp {pp} is more than the model's {model.num_layers} layers, and each stage needs one; use --pp up to "
-            f"{model.num_layers}"
-        )
+        raise ConfigError(f"pp {pp} is more than the model's layers; use --pp up to {model.num_layers}")
 
 
 def build_stage(source: Source, topology: Topology, dtype: torch.dtype) -> GPTStage:
@@ -281,34 +260,29 @@ def load_model(
     needs_tokenizer: bool = True,
     log: Callable[[str], None],
 ) -> InferenceModel:
-    """A model on the ranks of `topology`, which has neither cp nor ep: each rank reads what it holds.
+    """A model on the ranks of `topology`, which has neither cp nor ep: each rank reads what it holds. `folder, step,
+    log`: see `open_source`. `dtype`: of parameters and activations; None: the type that the weights are stored in.
+    `tokenizer`: another than its own. `needs_tokenizer`: False: leave the tokenizer alone; nothing ends a text then.
 
-    Args:
-        folder, step, log: see `open_source`.
-        dtype: of parameters and activations; None: the type that the weights are stored in.
-        tokenizer: another than its own.
-        needs_tokenizer: False: leave the tokenizer alone; nothing ends a text then.
-
-    Collectives: gathers over the world.
-    """
+    Collectives: gathers over the world."""
     layout = topology.layout
     assert (layout.cp, layout.ep) == (1, 1), layout
     source = open_source(folder, step=step, topology=topology, log=log)
     check_layout(source.model, tp=layout.tp, pp=layout.pp)
-    found, stage, error = None, None, None
-    end_ids: frozenset[int] = frozenset()
-    try:
+
+    def read() -> tuple[GPTStage, Tokenizer | None, frozenset[int]]:
+        found, end_ids = None, frozenset[int]()
         if needs_tokenizer:
             found = source.tokenizer(tokenizer or TokenizerChoice())
             _check_tokenizer(source, found)
             end_ids = source.end_ids(found)
         stage = build_stage(source, topology, dtype or source.dtype)
-        for parameter in _parameters(stage):
+        for parameter in stage.requires_grad_(False).parameters():
+            assert isinstance(parameter, ShardedParameter)
             source.fill(parameter)
-    except (ConfigError, OSError) as fault:
-        error = fault if isinstance(fault, ConfigError) else ConversionError(f"cannot read {folder}: {fault}")
-    topology.world.agree(error, topology.device)
-    assert stage is not None
+        return stage, found, end_ids
+
+    stage, found, end_ids = _agreed(read, folder, topology)
     return InferenceModel(
         path=source.path,
         model=source.model,
@@ -320,19 +294,13 @@ def load_model(
     )
 
 
-def _parameters(stage: GPTStage) -> Iterator[ShardedParameter]:
-    for parameter in stage.requires_grad_(False).parameters():
-        assert isinstance(parameter, ShardedParameter)
-        yield parameter
-
-
 def _check_tokenizer(source: Source, tokenizer: Tokenizer | None) -> None:
     if tokenizer is None:
         raise ConfigError(f"{source.path} has no tokenizer; give one with --tokenizer-model")
     size = source.model.vocab_size
     assert size is not None
     if tokenizer.vocab_size > size:
-        raise ConfigError(
-            f"the tokenizer ({tokenizer.name}) has {tokenizer.vocab_size} ids, but the vocab_size of {source.path} is {size}; "
-            "give the model's own with --tokenizer-model"
+        what = (
+            f"the tokenizer ({tokenizer.name}) has {tokenizer.vocab_size} ids, but the vocab_size of {source.path} is"
         )
+        raise ConfigError(f"{what} {size}; give the model's own with --tokenizer-model")

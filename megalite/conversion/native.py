@@ -67,14 +67,9 @@ _CPU = torch.device("cpu")
 
 
 class NativeWeights(Weights):
-    """A verified checkpoint of megalite's.
-
-    Where it has main parameters (of a run in bf16 or fp16) these are the weights: nothing else has all their digits.
-
-    Args:
-        folder: of checkpoints, or one checkpoint in it.
-        step: which of a folder of checkpoints; default the newest. There is no falling back to an older one.
-    """
+    """A verified checkpoint of megalite's. Where it has main parameters (of a run in bf16 or fp16) these are the
+    weights: nothing else has all their digits. `folder`: of checkpoints, or one checkpoint in it. `step`: which of a
+    folder of checkpoints; default the newest. There is no falling back to an older one."""
 
     format = "megalite"
 
@@ -173,10 +168,8 @@ def write_native(
     advance: Advance = silent,
     log: Log = silent,
 ) -> Path:
-    """A folder of checkpoints with one of step 0, of weights alone; returns the folder.
-
-    Beside it lie `config.yaml` (the settings of the model, for `--config`) and `tokenizer/`.
-    """
+    """A folder of checkpoints with one of step 0, of weights alone; returns the folder. Beside it lie `config.yaml`
+    (the settings of the model, for `--config`) and `tokenizer/`."""
     folder = folder.resolve()
     shapes = parameter_shapes(weights.model)
     targets = [
@@ -249,10 +242,7 @@ def _fitting_tokenizer(weights: Weights) -> str | None:
     assert size is not None
     if tokenizer.vocab_size > size:
         shown = weights.tokenizer_files[0] if weights.tokenizer_files else tokenizer.name
-        raise ConversionError(
-            f"{shown} has {tokenizer.vocab_size} ids, the model's vocab_size is {size}; give the model's own "
-            "with --tokenizer-model, or --without-tokenizer"
-        )
+        raise ConversionError(f"{shown} has {tokenizer.vocab_size} ids, the model {size}; use --without-tokenizer")
     return tokenizer.fingerprint()
 
 

@@ -30,23 +30,19 @@ from megalite.checkpoint.safetensors_header import Record
 from megalite.config.errors import CheckpointError
 from megalite.conversion.weights import ConversionError, LastRead, Piece, Weights, blocks, parameter_shapes
 
-Advance = Callable[[int], None]
-"""Called with the number of bytes just written, for a progress bar."""
+Advance = Callable[[int], None]  # called with the number of bytes just written, for a progress bar
 
-Log = Callable[[str], None]
-"""Called with a line for people."""
+Log = Callable[[str], None]  # called with a line for people
 
 STAGING_PREFIX = ".tmp-convert-"
-_NAME_MAX = 255
-"""Bytes of the name of a file or folder, on every file system in use."""
+_NAME_MAX = 255  # bytes of the name of a file or folder, on every file system in use
 
 
 def silent(said: object) -> None:
     """The `Log` and the `Advance` of who wants none."""
 
 
-DEFAULT_FILE_BYTES = 5 * 10**9
-"""Where the next safetensors file begins; a larger tensor has a file for itself."""
+DEFAULT_FILE_BYTES = 5 * 10**9  # where the next safetensors file begins; a larger tensor has a file for itself
 
 
 class Output:
@@ -55,9 +51,7 @@ class Output:
     Files are written to `staging`, beside the target. One that is finished is noted with `mark`; a later conversion of
     the same `identity` into the same target finds it there and does not write it again. `commit` renames the folder.
 
-    Args:
-        target: must not exist yet, or be an empty folder.
-    """
+    `target`: must not exist yet, or be an empty folder."""
 
     def __init__(
         self, target: Path, *, identity: Mapping[str, Any], files: Sequence[str] = (), log: Log = silent
@@ -174,9 +168,7 @@ def workplace_of(target: Path) -> Path:
     limit = _NAME_MAX - len(STAGING_PREFIX)
     for part, most in ((resolved.name, limit), *((name, _NAME_MAX) for name in resolved.parent.parts)):
         if len(os.fsencode(part)) > most:
-            raise ConversionError(
-                f"{part[:40]}... in the target has {len(os.fsencode(part))} bytes; give one of at most {most}"
-            )
+            raise ConversionError(f"{part[:40]}... in the target has {len(os.fsencode(part))} bytes; use up to {most}")
     return resolved.with_name(f"{STAGING_PREFIX}{resolved.name}")
 
 
@@ -228,8 +220,7 @@ def _is_whole(path: Path, length: int) -> bool:
         return False
 
 
-_HEADER_ROOM = 160
-"""Bytes that a tensor takes in a file's header at most, beside its key: dtype, shape and two offsets."""
+_HEADER_ROOM = 160  # bytes that a tensor takes in a file's header at most, beside its key: dtype, shape and two offsets
 
 
 @dataclass(frozen=True)
@@ -271,13 +262,9 @@ def write_file(
     metadata: Mapping[str, str],
 ) -> FileEntry:
     """Write one file, or, if an earlier run has finished it, pass over it (and advance by its bytes all the same).
-
-    Args:
-        name: below `output.staging`; folders are made.
-        targets: in the order of the file. Those that are pieces of one tensor should follow each other: then it is read
-            once, also across files if `weights` is a `LastRead`.
-        digest: hash what is written.
-    """
+    `name`: below `output.staging`; folders are made. `targets`: in the order of the file. Those that are pieces of
+    one tensor should follow each other: then it is read once, also across files if `weights` is a `LastRead`.
+    `digest`: hash what is written."""
     done = output.finished(name)
     if done is not None:
         advance(sum(target.record.nbytes for target in targets))
@@ -307,10 +294,8 @@ def _blocks_of(target: Target, ours: torch.Tensor, *, copy: bool) -> Iterator[to
 def stored_blocks(
     name: str, values: torch.Tensor, dtype: torch.dtype, count: int, *, copy: bool = False
 ) -> Iterator[torch.Tensor]:
-    """The `count` elements of a stored tensor in contiguous blocks of its type: `values`, then zeros.
-
-    copy: give no views of `values`: who hashes a block late would keep all of them in memory.
-    """
+    """The `count` elements of a stored tensor in contiguous blocks of its type: `values`, then zeros. copy: give no
+    views of `values`: who hashes a block late would keep all of them in memory."""
     for block in blocks(values):
         stored = torch.empty(block.shape, dtype=dtype).copy_(block) if copy else block.to(dtype).contiguous()
         refuse_overflow(name, block, stored)
@@ -332,7 +317,4 @@ def refuse_overflow(name: str, before: torch.Tensor, after: torch.Tensor) -> Non
         lost = row.isfinite() & ~stored.isfinite()
         if lost.any():
             worst = float(row[lost].double().abs().max())
-            raise ConversionError(
-                f"{name} holds {worst:g}, too large for {str(after.dtype).removeprefix('torch.')}, which "
-                f"ends at {limit:g}; use bf16 or fp32"
-            )
+            raise ConversionError(f"{name} holds {worst:g}, above the {limit:g} of {after.dtype}; use bf16 or fp32")

@@ -20,8 +20,7 @@ TOKENIZER_FILES = (
 
 MODEL_JSON, MODEL_SENTENCEPIECE, VOCAB, MERGES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 _KNOWN = (MODEL_JSON, MODEL_SENTENCEPIECE, VOCAB, MERGES)
-_COMPANIONS = tuple(name for name in TOKENIZER_FILES if name not in _KNOWN)
-"""Settings that go along with a tokenizer and do not make one."""
+_COMPANIONS = tuple(name for name in TOKENIZER_FILES if name not in _KNOWN)  # make no tokenizer
 _NO_HINTS = DataConfig()
 
 
@@ -47,11 +46,8 @@ def tokenizer_folder_files(path: Path, kind: str | None = None) -> list[Path]:
 
 
 def saved_tokenizer_files(data: DataConfig, home: Path) -> list[Path]:
-    """The files of the tokenizer that a checkpoint was trained with; none if one of them is gone.
-
-    Args:
-        home: the folder of the checkpoint's step folders; files that have moved along with it are in `tokenizer/`.
-    """
+    """The files of the tokenizer that a checkpoint was trained with; none if one of them is gone. `home`: the folder of
+    the checkpoint's step folders; files that have moved along with it are in `tokenizer/`."""
     own = _own_folder(home)
     recorded = _recorded(data)
     places = [path for path in (_place(text, own) for text in recorded) if path is not None]
@@ -86,10 +82,8 @@ def _place(text: str, own: Path) -> Path | None:
 
 
 def named_tokenizer_files(files: Sequence[Path]) -> dict[str, Path]:
-    """Each file by the name it is looked for under. It may be called anything: its content decides.
-
-    tiktoken's is called tokenizer.model, as Meta calls Llama 3's.
-    """
+    """Each file by the name it is looked for under. It may be called anything: its content decides. tiktoken's is
+    called tokenizer.model, as Meta calls Llama 3's."""
     contents = {path: read_tokenizer_file(path) for path in files}
     vocabulary = any(_canonical_name(path, content) == VOCAB for path, content in contents.items())
     named: dict[str, Path] = {}
@@ -141,7 +135,6 @@ def tokenizer_settings(named: dict[str, Path], hints: DataConfig = _NO_HINTS, fo
 def open_tokenizer(
     files: Sequence[Path], hints: DataConfig = _NO_HINTS, vocab_size: int | None = None
 ) -> Tokenizer | None:
-    """The tokenizer that the files make, or None of none."""
     return build_tokenizer(tokenizer_settings(named_tokenizer_files(files), hints), vocab_size)
 
 

@@ -16,8 +16,7 @@ from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParamete
 from megalite.tokenizers.base import Tokenizer
 from megalite.topology.group import Group
 
-OLDEST = 5
-"""First major version that spells the settings as they are used here."""
+OLDEST = 5  # first major version that spells the settings as they are used here
 
 
 def stock_version() -> str | None:
@@ -32,10 +31,8 @@ def stock_version() -> str | None:
 @torch.no_grad()
 def stock_logits(folder: Path, tokens: torch.Tensor, dtype: torch.dtype, *, has_experts: bool) -> torch.Tensor:
     """Logits [b, s, vocab_size] of tokens [b, s] by `AutoModelForCausalLM`, computed in `dtype` on the CPU.
-
     transformers computes norms, rotary tables and softmaxes in float32 whatever `dtype` is. No code of the folder is
-    run and nothing is downloaded.
-    """
+    run and nothing is downloaded."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -54,16 +51,12 @@ def stock_logits(folder: Path, tokens: torch.Tensor, dtype: torch.dtype, *, has_
         logits: torch.Tensor = model.eval()(tokens, use_cache=False).logits
     except Exception as error:  # of many kinds, for whatever is wrong in the folder
         said = (str(error).strip().splitlines() or [""])[0]
-        raise ConversionError(
-            f"{folder}: transformers {stock_version()} does not load it: {type(error).__name__}: {said}"
-        ) from None
+        raise ConversionError(f"{folder}: transformers does not load it: {type(error).__name__}: {said}") from None
     return logits
 
 
-DOUBLE_BELOW = 10_000_000
-"""Parameters of a model that is computed in float64; larger ones in float32."""
-SEQUENCES, TOKENS = 2, 64
-"""Of the batch that both sides are run on; no more tokens than the model takes."""
+DOUBLE_BELOW = 10_000_000  # parameters of a model that is computed in float64; larger ones in float32
+SEQUENCES, TOKENS = 2, 64  # of the batch that both sides are run on; no more tokens than the model takes
 TEXT = (
     "A checkpoint that was moved from one format to another must say the same as before, word for word and to the last "
     "digit; 3.14159 and 2.71828 are two numbers, and so are 1, 2, 4, 8, 16, 32.\n"
@@ -78,26 +71,17 @@ OURS, STOCK = "megalite", "transformers"
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """What the comparison found.
+    """What the comparison found: by name, and of logits, the largest absolute differences."""
 
-    Args:
-        wrong: by name the largest absolute difference of tensors of the target that are not the source's, rounded to
-            their type, bit for bit, or in which a finite number would be rounded to infinity.
-        rounded: the same of tensors that rounding to a narrower type has changed.
-        logits: largest absolute difference between the source's and the target's logits.
-        unexplained: the part of it that rounding does not explain: between the target's logits and those of the source's
-            weights rounded to the target's types, or, if it is larger, between the source's by two programs.
-        tolerance: on `unexplained`, for a scale of 1.
-        computed: who computed the source's logits, the target's, in which type and on what.
-    """
-
-    wrong: dict[str, float]
-    rounded: dict[str, float]
+    wrong: dict[str, float]  # tensors that are not the source's, rounded to their type, bit for bit
+    rounded: dict[str, float]  # tensors that rounding to a narrower type has changed
     logits: float
+    # What of it rounding does not explain: between the target's logits and those of the source's weights rounded to the
+    # target's types, or, if it is larger, between the source's by two programs.
     unexplained: float
     scale: float
-    tolerance: float
-    computed: str
+    tolerance: float  # on `unexplained`, for a scale of 1
+    computed: str  # who computed the source's logits, the target's, in which type and on what
 
     @property
     def passed(self) -> bool:
@@ -138,11 +122,8 @@ class Rounded(Wrapped):
 
 
 def verify(source: Weights, target: Weights, *, log: Callable[[str], None], use_stock: bool = True) -> Verification:
-    """Compare a converted model, opened again, with what it was made from.
-
-    Logits of a Hugging Face folder come from stock transformers where that is installed, others from this package. One
-    model at a time is in memory.
-    """
+    """Compare a converted model, opened again, with what it was made from. Logits of a Hugging Face folder come from
+    stock transformers where that is installed, others from this package. One model at a time is in memory."""
     ours, theirs = parameter_shapes(source.model), parameter_shapes(target.model)
     if source.model.vocab_size != target.model.vocab_size:
         sizes = f"vocab_size {source.model.vocab_size} and {target.model.vocab_size}"

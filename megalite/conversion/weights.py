@@ -16,15 +16,13 @@ from megalite.config.errors import ConfigError
 from megalite.config.model import ModelConfig
 from megalite.models.shapes import ParameterShape, stage_shapes
 
-BLOCK = 4 << 20
-"""Bytes that are read, converted, hashed or written at once."""
+BLOCK = 4 << 20  # bytes that are read, converted, hashed or written at once
 
 View = Callable[[torch.Tensor], torch.Tensor]
 """From one of our tensors, whole, to the view of it that is their tensor. A view, never a copy: importing writes
 through it. Indexing, `view`, `unflatten`, `transpose` and `narrow` give views."""
 
-Read = Callable[[int, int], torch.Tensor]
-"""`read(start, count)`: that many elements of a stored tensor, flat, from the `start`-th on."""
+Read = Callable[[int, int], torch.Tensor]  # (start, count) -> elements of a stored tensor, flat
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -40,9 +38,7 @@ def first_rows(rows: int, first: int = 0) -> View:
 @dataclass(frozen=True)
 class Piece:
     """One tensor of theirs, of `shape`: a `view` of the tensor of ours named `ours`, in the same order of elements.
-
-    Elements of theirs beyond the view's pad the vocabulary: zeros when written, not read.
-    """
+    Elements of theirs beyond the view's pad the vocabulary: zeros when written, not read."""
 
     theirs: str
     ours: str
@@ -72,34 +68,24 @@ def fill(place: torch.Tensor, read: Read) -> None:
 
 
 class ConversionError(ConfigError):
-    """Weights cannot be converted; the message names the file or the field, and what would work.
-
-    Every function of this package may raise it.
-    """
+    """Weights cannot be converted; the message names the file or the field, and what would work. Every function of this
+    package may raise it."""
 
 
 class Weights:
-    """A model on disk, whatever its format, open for reading. Nothing is read before it is asked for.
-
-    Subclasses give each tensor of `parameter_shapes(model)` under its name, whole and unsharded, on the CPU. Rows of
-    the word embedding and of the head beyond `model.vocab_size` are padding: a writer makes as many as the
-    target has.
-    """
+    """A model on disk, whatever its format, open for reading. Nothing is read before it is asked for. Subclasses give
+    each tensor of `parameter_shapes(model)` under its name, whole and unsharded, on the CPU. Rows of the word embedding
+    and of the head beyond `model.vocab_size` are padding: a writer makes as many as the target has."""
 
     path: Path
-    format: str
-    """`megalite`, `huggingface` or `megatron`."""
-    model: ModelConfig
-    """With vocab_size and (for learned positions) max_position_embeddings resolved."""
+    format: str  # `megalite`, `huggingface` or `megatron`
+    model: ModelConfig  # with vocab_size and (for learned positions) max_position_embeddings resolved
     seq_length: int
     tokenizer_files: Sequence[Path]
-    tokenizer_hints: DataConfig
-    """What these files do not tell: the tokenizer_type of one that has none, and tiktoken_pattern."""
-    generation: Mapping[str, Any]
-    """What generation_config.json would say: bos_token_id, eos_token_id, ..., as far as it is known."""
+    tokenizer_hints: DataConfig  # a tokenizer_type that has no files, and tiktoken_pattern
+    generation: Mapping[str, Any]  # of generation_config.json, as far as it is known
 
     def dtype(self, name: str) -> torch.dtype:
-        """Type that a tensor is stored in."""
         raise NotImplementedError
 
     def read(self, name: str) -> torch.Tensor:
@@ -158,10 +144,8 @@ class Repadded(Wrapped):
 
 
 class WithTokenizer(Wrapped):
-    """Another tokenizer's files, or none, in place of the source's own.
-
-    Ids of another tokenizer are others; of the hints only the pattern stays, which a tiktoken file may need.
-    """
+    """Another tokenizer's files, or none, in place of the source's own. Ids of another tokenizer are others; of the
+    hints only the pattern stays, which a tiktoken file may need."""
 
     def __init__(self, inner: Weights, files: Sequence[Path]) -> None:
         super().__init__(inner)

@@ -1,10 +1,18 @@
-"""Findings, and the processor, memory and limits of this host, as far as this process may use them."""
+"""Findings, and those about this host: processor, memory and limits, the folder of a run, and versions of packages."""
 
+import fcntl
+import importlib.metadata
 import os
+import platform
 import re
 import resource
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,28 +20,23 @@ from typing import Any, Literal
 
 import torch
 
+import megalite
+from megalite.checkpoint.files import write_all
 from megalite.config.byte_size import format_bytes
 from megalite.profiling.collectives import device_facts
 
 Level = Literal["ok", "warning", "error"]
-LEVELS: tuple[Level, ...] = ("ok", "warning", "error")
-"""A warning costs speed, or works on one node alone; an error keeps a run from working."""
+LEVELS: tuple[Level, ...] = ("ok", "warning", "error")  # a warning costs speed, an error a run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One line of the report."""
-
-    topic: str
-    """What it belongs to, such as `network`."""
+    topic: str  # what it belongs to, such as `network`
     name: str
     level: Level = "ok"
-    text: str
-    """What was found, in a line."""
-    remedy: str | None = None
-    """What to do, in a line; every warning and error has one."""
-    data: dict[str, Any] = field(default_factory=dict)
-    """The same for programs; JSON can hold it."""
+    text: str  # what was found, in a line
+    remedy: str | None = None  # what to do, in a line; every warning and error has one
+    data: dict[str, Any] = field(default_factory=dict)  # the same for programs; JSON can hold it
 
     def __post_init__(self) -> None:
         if self.level != "ok" and self.remedy is None:
@@ -69,10 +72,8 @@ def read(path: Path) -> str:
 
 _found = partial(finding, "host")
 GIB = 1 << 30
-LEAST_FILES = 4096
-"""Open files: a rank has a socket to each of its peers, in each group, beside data files and logs."""
-LEAST_SHARED = GIB
-"""Bytes of /dev/shm: NCCL keeps some 10 MB of buffers there for each pair of GPUs of a node; containers often have 64 MB."""
+LEAST_FILES = 4096  # open files: a rank has a socket to each of its peers, in each group, beside data files and logs
+LEAST_SHARED = GIB  # of /dev/shm: NCCL keeps some 10 MB there for each pair of GPUs; containers often have 64 MB
 _INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "sve", "bf16")
 
 
@@ -170,3 +171,157 @@ def _locked_memory(places: Places, gpus: int) -> Finding:
     remedy = "InfiniBand registers memory: ulimit -l unlimited (docker run --ulimit memlock=-1)"
     text = format_bytes(soft) if limited else "unlimited"
     return _found("locked memory", text, {"soft": soft, "hard": hard}, remedy if limited and needed else None)
+
+
+_on_disk = partial(finding, "disk")
+BYTES = 64 << 20  # written in one go; fewer where the disk is slow
+SYNCS = 20
+SECONDS = 2.0  # that each of the two tests may take
+LEAST_FREE = 1 << 30
+SLOWEST_SYNC = 0.1  # seconds: metrics and checkpoints are synced by a thread or a rank that others wait for
+
+
+def examine_disk(
+    folder: Path, *, seconds: float = SECONDS, clock: Callable[[], float] = time.perf_counter
+) -> Iterator[Finding]:
+    """Findings on the folder, or on the nearest one above it that is there. What is written is removed again. `folder`:
+    of a run; it need not be there yet. `seconds`: that each test may take. `clock`: seconds; tests give their own."""
+    place = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    data = {"folder": str(folder), "tested": str(place)}
+    if not place.is_dir():
+        yield _on_disk("folder", f"{place} is a file", data, "give a folder with --run-dir", "error")
+        return
+    try:
+        with _scratch(place) as descriptor:
+            yield _space(place, folder, data)
+            yield _locks(descriptor)
+            yield from _speed(descriptor, seconds, clock)
+    except OSError as error:
+        remedy = "give a folder that can be written to with --run-dir, or make room there"
+        yield _on_disk("folder", f"cannot write to {place}: {error.strerror or error}", data, remedy, "error")
+
+
+@contextmanager
+def _scratch(place: Path) -> Iterator[int]:
+    """A file in the folder that loses its name at once: nothing is left behind, however this ends."""
+    descriptor, name = tempfile.mkstemp(prefix=".megalite-doctor-", dir=place)
+    try:
+        Path(name).unlink()
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _space(place: Path, folder: Path, data: dict[str, str]) -> Finding:
+    usage = shutil.disk_usage(place)
+    there = "" if place == folder.absolute() else f" (of {place}: {folder} is not there yet)"
+    text = f"{folder}: {format_bytes(usage.free)} free of {format_bytes(usage.total)}{there}"
+    remedy = "make room: a checkpoint takes 12 to 18 bytes a parameter, and two are kept while one is written"
+    sizes = {**data, "free": usage.free, "bytes": usage.total}
+    return _on_disk("folder", text, sizes, remedy if usage.free < LEAST_FREE else None)
+
+
+def _locks(descriptor: int) -> Finding:
+    """Two runs must not save to one folder; a lock stops the second."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        remedy = "take care that no two runs save to one folder: nothing can stop them here"
+        return _on_disk("locks", f"this file system locks no files ({error.strerror})", {"work": False}, remedy)
+    return _on_disk("locks", "a second run in a folder is noticed", {"work": True})
+
+
+def _speed(descriptor: int, seconds: float, clock: Callable[[], float]) -> Iterator[Finding]:
+    """Rate of a large write with its sync, and time of a small one."""
+    block = memoryview(os.urandom(1 << 20))  # no zeros, which some disks do not store
+    written, start = 0, clock()
+    while written < BYTES and clock() - start < seconds / 2:
+        write_all(descriptor, block)
+        written += len(block)
+    os.fsync(descriptor)
+    rate = written / max(clock() - start, 1e-9)
+    text = f"{rate / 1e6:,.0f} MB/s to the disk ({format_bytes(written)} and a sync)"
+    yield _on_disk("writing", text, {"bytes_per_second": rate})
+    times: list[float] = []
+    start = clock()
+    while len(times) < 3 or (len(times) < SYNCS and clock() - start < seconds):
+        before = clock()
+        os.pwrite(descriptor, block[:4096], 0)
+        os.fsync(descriptor)
+        times.append(clock() - before)
+    median, longest = statistics.median(times), max(times)
+    text = f"{1e3 * median:.1f} ms, at most {1e3 * longest:.1f} ms, for 4 KiB"
+    remedy = "ranks wait for it: keep --run-dir on a faster disk, or save less often"
+    data = {"seconds": median, "longest": longest}
+    yield _on_disk("fsync", text, data, remedy if median > SLOWEST_SYNC else None)
+
+
+VERSIONS = "versions"
+_version = partial(finding, VERSIONS)
+OLDEST_PYTHON = (3, 11)
+
+
+@dataclass(frozen=True)
+class Package:
+    name: str
+    least: str = ""  # oldest version that will do, where there is one
+    extra: str | None = None  # of megalite, that brings it; None for what is always needed
+    use: str = ""  # of an optional one
+
+
+PACKAGES = (
+    Package("torch", "2.11"),
+    Package("numpy"),
+    Package("safetensors", "0.5"),
+    Package("pyyaml"),
+    Package("sentencepiece", "0.2.1"),
+    Package("regex"),
+    Package("rich", "13"),
+    Package("jinja2"),
+    Package("tokenizers", "0.20", "tokenizers", "Hugging Face tokenizers"),
+    Package("tiktoken", "0.7", "tokenizers", "tiktoken files"),
+    Package("zstandard", "0.19", "data", ".zst input"),
+    Package("pyarrow", "", "data", ".parquet input"),
+    Package("tensorboard", "", "tensorboard", "--tensorboard-dir"),
+    Package("matplotlib", "", "plot", "megalite plot"),
+    Package("wandb", "0.19", "wandb", "--metrics wandb"),
+    Package("triton", "3.6", "dev", "our fused kernels; wheels of torch for CUDA bring it"),
+    Package("transformers", "5", "dev", "comparisons with Hugging Face's models"),
+)
+"""As in pyproject.toml, but for tools of development."""
+
+
+def examine_versions(version_of: Callable[[str], str | None] | None = None) -> Iterator[Finding]:
+    """A finding for Python, for megalite and for each package. `version_of`: installed version of a distribution, or
+    None; default: of this environment."""
+    version, system = platform.python_version(), f"{platform.system()} {platform.release()}, {platform.machine()}"
+    data = {"version": version, "executable": sys.executable, "system": system}
+    yield _version("python", f"{version} ({sys.executable}) on {system}", data)
+    yield _version("megalite", megalite.__version__, {"version": megalite.__version__})
+    for package in PACKAGES:
+        yield _package_finding(package, (version_of or installed_version)(package.name))
+
+
+def installed_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _package_finding(package: Package, version: str | None) -> Finding:
+    least, extra = package.least, package.extra
+    install = f"pip install 'megalite[{extra}]'" if extra else f"pip install '{package.name}{least and '>=' + least}'"
+    text, wrong = version or "not installed", version is None and extra is None
+    if version is None and extra is not None:
+        text = f"not installed; for {package.use}: {install}"
+    elif version is not None and least and _numbers(version) < _numbers(least):
+        text, wrong = f"{version}, older than {least}", True
+    data = {"version": version, "least": least or None, "extra": extra}
+    return _version(package.name, text, data, install if wrong else None, "error" if extra is None else "warning")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The release as numbers: (2, 11, 0) of `2.11.0a0+cu128`."""
+    release = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in release[0].split(".")) if release else ()

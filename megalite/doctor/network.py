@@ -13,22 +13,16 @@ from megalite.doctor.host import Finding, finding, read
 
 _found = partial(finding, "network")
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-SHOWN = ("GLOO_", "NCCL_", "TORCH_NCCL_", "UCX_", "FI_")
-"""Beginnings of variables that change how ranks reach each other."""
-_ADDRESS_OF = 0x8915
-"""SIOCGIFADDR."""
+SHOWN = ("GLOO_", "NCCL_", "TORCH_NCCL_", "UCX_", "FI_")  # variables that change the network
+_ADDRESS_OF = 0x8915  # SIOCGIFADDR
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interface:
-    """A network interface of this host."""
-
     name: str
-    address: str | None
-    """IPv4; None if it has none."""
+    address: str | None  # IPv4; None if it has none
     is_up: bool
-    megabits: int | None
-    """Per second, where the driver says it."""
+    megabits: int | None  # per second, where the driver says it
 
     @property
     def is_loopback(self) -> bool:
@@ -58,7 +52,6 @@ def examine(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def interfaces(folder: Path = Path("/sys/class/net")) -> list[Interface]:
-    """Of this host, in the system's order."""
     found = []
     for _, name in socket.if_nameindex():
         state, speed = read(folder / name / "operstate"), read(folder / name / "speed")
@@ -83,11 +76,7 @@ def host_name(
     resolve: Callable[[str], str] = socket.gethostbyname,
 ) -> Finding:
     """gloo binds to the address that the host's own name stands for: one of loopback works within this node alone.
-
-    Args:
-        usable: its interfaces that lead elsewhere.
-        resolve: name -> IPv4 address.
-    """
+    `usable`: its interfaces that lead elsewhere. `resolve`: name -> IPv4 address."""
     address: str | None
     try:
         address = resolve(name)
@@ -105,12 +94,8 @@ def host_name(
 
 
 def chosen(variable: str, value: str, found: Sequence[Interface]) -> Finding:
-    """Which of this host's interfaces a variable chooses.
-
-    Args:
-        variable: GLOO, with whole names, or NCCL, with their beginnings.
-        value: names with commas between; NCCL's may begin with `^` (all but these) or `=` (whole names).
-    """
+    """Which of this host's interfaces a variable chooses. `variable`: GLOO, with whole names, or NCCL, with their
+    beginnings. `value`: names with commas between; NCCL's may begin with `^` (all but these) or `=` (whole names)."""
     names = [interface.name for interface in found]
     excludes, exact = value.startswith("^"), variable == GLOO or value.startswith(("=", "^="))
     words = [word.strip() for word in value.lstrip("^=").split(",") if word.strip()]
@@ -141,7 +126,6 @@ def master(address: str, *, resolve: Callable[[str], str] = socket.gethostbyname
 
 
 def adapters(folder: Path) -> Finding:
-    """InfiniBand and RoCE adapters, and ports of them that are not up."""
     ports = sorted(folder.glob("*/ports/*/state"))
     states = {f"{path.parts[-4]}:{path.parts[-2]}": read(path).partition(": ")[2] or "unknown" for path in ports}
     idle = [name for name, state in states.items() if state != "ACTIVE"]
@@ -152,7 +136,6 @@ def adapters(folder: Path) -> Finding:
 
 
 def _address_of(name: str) -> str | None:
-    """IPv4 address of an interface, or None."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
             answer = fcntl.ioctl(asking.fileno(), _ADDRESS_OF, struct.pack("256s", name.encode()[:15]))

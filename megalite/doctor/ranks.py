@@ -1,30 +1,29 @@
-"""Tests of collectives: the ranks that run them, what they exchange, and what their reports say."""
+"""Tests of collectives, by ranks started here or under a launcher, and what the reports of all ranks say together."""
 
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from megalite.config.byte_size import format_bytes
-from megalite.doctor.host import Finding, finding
-from megalite.doctor.products import precisions, rate_of
+from megalite.doctor import devices
+from megalite.doctor.devices import precisions, rate_of
+from megalite.doctor.host import VERSIONS, Finding, Level, finding
 from megalite.parity.pool import RankContext, RankFailure, RankPool
 from megalite.profiling.timing import Timer
 from megalite.topology.group import Group
 from megalite.topology.layout import ParallelLayout
+from megalite.topology.lost_peers import lost_ranks
 from megalite.topology.topology import Topology
 
-PARTS = (1, 257, 1 << 14)
-"""Elements that each rank gives when numbers are checked."""
-SMALL = 4 << 10
-"""Bytes of the whole tensor that is timed for the latency."""
-LARGE = {"cpu": 8 << 20, "cuda": 256 << 20}
-"""Bytes of the whole tensor that gives the rate."""
+PARTS = (1, 257, 1 << 14)  # elements that each rank gives when numbers are checked
+SMALL = 4 << 10  # bytes of the whole tensor that is timed for the latency
+LARGE = {"cpu": 8 << 20, "cuda": 256 << 20}  # bytes of the whole tensor that gives the rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,16 +33,11 @@ class RankReport:
     rank: int
     host: str
     device: str
-    wrong: tuple[str, ...]
-    """Operations that gave wrong numbers."""
-    latency: Mapping[str, float]
-    """Operation -> seconds of a small one."""
-    rate: Mapping[str, float]
-    """Operation -> bytes that a rank sends, a second, in a large one."""
-    products: float
-    """FLOP/s while all ranks multiply."""
-    pairs: tuple[tuple[str, str, float], ...]
-    """(this host, the next, bytes a second between them), on the first rank of each of several hosts."""
+    wrong: tuple[str, ...]  # operations that gave wrong numbers
+    latency: Mapping[str, float]  # operation -> seconds of a small one
+    rate: Mapping[str, float]  # operation -> bytes that a rank sends, a second, in a large one
+    products: float  # FLOP/s while all ranks multiply
+    pairs: tuple[tuple[str, str, float], ...]  # (this host, the next, bytes a second), on each host's first rank
 
     def as_data(self) -> dict[str, Any]:
         """For `from_data`."""
@@ -57,21 +51,15 @@ class RankReport:
 
 
 def measure(world: Group, device: torch.device, *, host: str, seconds: float) -> RankReport:
-    """Check and time everything over the world; every rank calls it at the same time.
+    """Check and time everything over the world; every rank calls it at the same time. `seconds`: about how long all
+    timings take together. Raises RuntimeError: something failed; the message begins with what.
 
-    Args:
-        seconds: about how long all timings take together.
-
-    Raises:
-        RuntimeError: something failed; the message begins with what.
-
-    Collectives: those that are tested.
-    """
+    Collectives: those that are tested."""
     timer = Timer(device, world)
     wrong = []
-    for name, is_right in CHECKS.items():
+    for name in CHECKS:
         with _step(name):
-            if not all(is_right(world, device, count) for count in PARTS):
+            if not all(is_right(name, world, device, count) for count in PARTS):
                 wrong.append(name)
     latency, rate = {}, {}
     each = 0.6 * seconds / (2 * len(_SENT))
@@ -112,60 +100,35 @@ def part_of(rank: int, count: int, device: torch.device) -> torch.Tensor:
     return (torch.arange(count, device=device) % 97 + rank % 13).float()
 
 
-def _all_reduce(world: Group, device: torch.device, count: int) -> bool:
-    tensor = part_of(world.rank, count, device)
-    world.all_reduce(tensor)
-    return torch.equal(tensor, _sum(world, count, device))
+CHECKS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "messages")
 
 
-def _all_gather(world: Group, device: torch.device, count: int) -> bool:
+def is_right(name: str, world: Group, device: torch.device, count: int) -> bool:
+    """Whether the numbers that one of `CHECKS` gives this rank are right, if every rank gives `count`."""
+    rank, ranks = world.rank, range(world.size)
+    parts = [part_of(each, count, device) for each in ranks]
+    mine, part = parts[rank].clone(), torch.empty(count, device=device)
     whole = torch.empty(world.size * count, device=device)
-    world.all_gather(whole, part_of(world.rank, count, device))
-    return torch.equal(whole, torch.cat([part_of(rank, count, device) for rank in range(world.size)]))
-
-
-def _reduce_scatter(world: Group, device: torch.device, count: int) -> bool:
-    mine = part_of(world.rank, count, device)
-    whole = torch.cat([mine * (place % 7 + 1) for place in range(world.size)])
-    part = torch.empty(count, device=device)
-    world.reduce_scatter(part, whole)
-    return torch.equal(part, _sum(world, count, device) * (world.rank % 7 + 1))
-
-
-def _all_to_all(world: Group, device: torch.device, count: int) -> bool:
-    mine = part_of(world.rank, count, device)
-    out = torch.empty(world.size * count, device=device)
-    world.all_to_all_equal(out, torch.cat([mine + place % 7 for place in range(world.size)]))
-    wanted = [part_of(rank, count, device) + world.rank % 7 for rank in range(world.size)]
-    return torch.equal(out, torch.cat(wanted))
-
-
-def _broadcast(world: Group, device: torch.device, count: int) -> bool:
-    source = world.size - 1
-    tensor = part_of(world.rank, count, device)
-    world.broadcast(tensor, source=source)
-    return torch.equal(tensor, part_of(source, count, device))
-
-
-def _messages(world: Group, device: torch.device, count: int) -> bool:
-    received, work = world.rotate_async(part_of(world.rank, count, device))
+    match name:
+        case "all-reduce":
+            world.all_reduce(mine)
+            return torch.equal(mine, torch.stack(parts).sum(0))
+        case "all-gather":
+            world.all_gather(whole, mine)
+            return torch.equal(whole, torch.cat(parts))
+        case "reduce-scatter":
+            world.reduce_scatter(part, torch.cat([mine * (place % 7 + 1) for place in ranks]))
+            return torch.equal(part, torch.stack(parts).sum(0) * (rank % 7 + 1))
+        case "all-to-all":
+            world.all_to_all_equal(whole, torch.cat([mine + place % 7 for place in ranks]))
+            return torch.equal(whole, torch.cat([each + rank % 7 for each in parts]))
+        case "broadcast":
+            world.broadcast(mine, source=world.size - 1)
+            return torch.equal(mine, parts[-1])
+    received, work = world.rotate_async(mine)
     work.wait()
-    return torch.equal(received, part_of((world.rank - 1) % world.size, count, device))
+    return torch.equal(received, parts[rank - 1])
 
-
-def _sum(world: Group, count: int, device: torch.device) -> torch.Tensor:
-    return torch.stack([part_of(rank, count, device) for rank in range(world.size)]).sum(0)
-
-
-CHECKS: Mapping[str, Callable[[Group, torch.device, int], bool]] = {
-    "all-reduce": _all_reduce,
-    "all-gather": _all_gather,
-    "reduce-scatter": _reduce_scatter,
-    "all-to-all": _all_to_all,
-    "broadcast": _broadcast,
-    "messages": _messages,
-}
-"""Operation -> whether its numbers are right on this rank."""
 
 _SENT: Mapping[str, Callable[[int], float]] = {
     "all-reduce": lambda ranks: 2 * (ranks - 1) / ranks,
@@ -177,7 +140,6 @@ _SENT: Mapping[str, Callable[[int], float]] = {
 
 
 def _seconds(timer: Timer, name: str, size: int, seconds: float) -> float:
-    """Of one operation on `size` bytes."""
     world = timer.world
     part = torch.zeros(max(1, size // (4 * world.size)), device=timer.device)
     whole = torch.zeros(part.numel() * world.size, device=timer.device)
@@ -231,10 +193,8 @@ def _pairs(timer: Timer, host: str, size: int, seconds: float) -> tuple[tuple[st
 
 
 _found = partial(finding, "collectives")
-SLOW = 0.7
-"""Of the median rate: a rank or a pair of hosts below it is named."""
-TIMEOUT = 90.0
-"""Seconds until ranks that are started here are given up."""
+SLOW = 0.7  # of the median rate: a rank or a pair of hosts below it is named
+TIMEOUT = 90.0  # seconds until ranks that are started here are given up
 
 
 def examine(*, ranks: int, device_type: str, host: str, seconds: float) -> Iterator[Finding]:
@@ -251,7 +211,6 @@ def examine(*, ranks: int, device_type: str, host: str, seconds: float) -> Itera
 
 
 def measured(context: RankContext, ranks: int, device_type: str, host: str, seconds: float) -> dict[str, object]:
-    """The report of one rank of a pool."""
     device = torch.device("cpu")
     if device_type == "cuda":
         device = torch.device("cuda", context.rank)
@@ -317,3 +276,68 @@ def _between_hosts(pairs: Sequence[tuple[str, str, float]]) -> Finding:
     twice = [host for host in dict.fromkeys(ends) if ends.count(host) > 1]
     remedy = f"look at {', '.join(twice) or 'both ends'}: adapter, cable, switch port, or leave it out"
     return _found("hosts", text, {"pairs": [list(pair) for pair in pairs]}, remedy if slow else None)
+
+
+_of_hosts = partial(finding, "hosts")
+
+
+class ExchangeFailed(Exception):
+    """The ranks could not exchange something."""
+
+
+def examine_job(
+    world: Group, device: torch.device, own: Sequence[Finding], *, host: str, seconds: float
+) -> Iterator[Finding]:
+    """What the ranks (two or more) found together; the same on every rank. `own`: what this rank found by itself: the
+    first rank of each host everything, the others nothing. `seconds`: about how long all timings take together.
+    Raises ExchangeFailed: on each rank that has noticed, with its host.
+
+    Collectives: over the world, those that are tested and gathers."""
+    try:
+        rows = world.gather_json([host, [asdict(each) for each in own]], device)
+        reports = world.gather_json(measure(world, device, host=host, seconds=seconds).as_data(), device)
+    except RuntimeError as error:
+        gone = lost_ranks(world, device)
+        lost = f"; gone: rank {', '.join(map(str, gone))}" if gone else ""
+        raise ExchangeFailed(f"rank {world.rank} on {host}: {error}{lost}") from error
+    by_host = {name: [Finding(**each) for each in found] for name, found in rows if found}
+    yield from unlike(by_host)
+    yield from elsewhere(by_host, here=rows[0][0])
+    yield from findings([RankReport.from_data(report) for report in reports])
+
+
+def unlike(by_host: Mapping[str, Sequence[Finding]]) -> Iterator[Finding]:
+    """Versions and devices that differ between hosts, of what each host found by itself."""
+    alike = True
+    first, *others = by_host
+    remedy = "install the same on all hosts, from one image or one lock file"
+    for name in _compared(by_host[first]):
+        texts = {host: _compared(found).get(name, "not there") for host, found in by_host.items()}
+        odd = [host for host in others if texts[host] != texts[first]]
+        if odd:
+            alike = False
+            shown = ", ".join(f"{texts[host]} on {host}" for host in odd[:4]) + (", ..." if len(odd) > 4 else "")
+            level: Level = "error" if name in ("megalite", "torch", "nccl") else "warning"
+            yield _of_hosts(name, f"{texts[first]} on {first}, {shown}", {"by_host": texts}, remedy, level)
+    if alike:
+        yield _of_hosts("alike", f"{len(by_host)} hosts have the same versions and GPUs")
+
+
+def _compared(found: Sequence[Finding]) -> dict[str, str]:
+    compared = {}
+    for each in found:
+        if each.topic == VERSIONS and each.name != "python":
+            compared[each.name] = str(each.data.get("version"))
+        elif each.topic == devices.TOPIC and each.name == "nccl":
+            compared["nccl"] = each.text
+        elif each.topic == devices.TOPIC and each.name.startswith("cuda:"):
+            compared[each.name] = str(each.data.get("name"))
+    return compared
+
+
+def elsewhere(by_host: Mapping[str, Sequence[Finding]], *, here: str) -> Iterator[Finding]:
+    """What is to be fixed on the other hosts; that of rank 0 has been said."""
+    for host, found in by_host.items():
+        for each in found:
+            if host != here and each.level != "ok":
+                yield replace(each, name=f"{each.name} of {host}", data={**each.data, "host": host})

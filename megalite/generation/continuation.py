@@ -1,20 +1,145 @@
-"""Prompts on their way to texts, and the batches that they travel in."""
+"""Prompts on their way to texts: how tokens are chosen, the texts that grow, and the batches that they travel in."""
 
+import hashlib
+import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 
 from megalite.config.errors import ConfigError
 from megalite.config.model import ModelConfig
-from megalite.generation.sample import NOT_A_NUMBER, Draws, Sampling
+from megalite.data.random_draws import raw_draws
 from megalite.models.context import KeyValueCache
+from megalite.preprocess.documents import BadDocument, parse_line, plain_text
+from megalite.preprocess.inputs import STDIN, open_regular, unreadable
+
+NOT_A_NUMBER = -1  # in the place of a token where the logits hold a NaN: every rank must hear of it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen, in the order of the fields.
+
+    `repetition_penalty` r (arXiv 1909.05858) divides the logits of tokens that the text has already, prompt included,
+    by r, or multiplies them by it where they are negative. `temperature` 0 takes the likeliest; else logits are divided
+    by it. `top_k` and then `top_p` keep the k likeliest tokens, and the fewest that together reach p, before one
+    is drawn."""
+
+    max_new_tokens: int = 100
+    repetition_penalty: float = 1.0
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        rules = {
+            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
+            "repetition_penalty": (0.0 < self.repetition_penalty < math.inf, "above 0, e.g. 1.2 (1 changes nothing)"),
+            "temperature": (0.0 <= self.temperature < math.inf, "0 (greedy) or above, e.g. 0.8"),
+            "top_k": (self.top_k is None or self.top_k >= 1, "at least 1, e.g. 50"),
+            "top_p": (self.top_p is None or 0.0 < self.top_p <= 1.0, "above 0 and at most 1, e.g. 0.95"),
+        }
+        for name, (holds, wanted) in rules.items():
+            if not holds:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be {wanted}")
+
+
+class Draws:
+    """Numbers in (0, 1) for the tokens of one text. A pure function of the arguments: neither the other prompts nor the
+    layout changes them. `prompt`: its tokens. `copy`: how many prompts of the same tokens come before this one, so that
+    equal prompts get different texts."""
+
+    def __init__(self, seed: int, prompt: Sequence[int], copy: int) -> None:
+        words = f"{seed}\0{copy}\0{' '.join(map(str, prompt))}".encode()
+        digest = hashlib.blake2b(words, digest_size=16).digest()
+        self._seed, self._index = (int.from_bytes(half, "little") for half in (digest[:8], digest[8:]))
+
+    def __call__(self, number: int) -> float:
+        word = int(raw_draws(1, seed=self._seed, index=self._index, stream=number)[0])
+        return ((word >> 12) + 0.5) / (1 << 52)
+
+
+def choose(
+    logits: torch.Tensor, sampling: Sampling, draws: Sequence[float], *, seen: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The next token of each row, int64 [b]; NOT_A_NUMBER where a logit is a NaN. `logits`: [b, vocab_size], the same
+    bits on every rank that calls this. `draws`: [b] in (0, 1); not read if the temperature is 0. `seen`: boolean [b,
+    vocab_size], the tokens that a text has already, for a repetition penalty."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    broken = logits.isnan().any(dim=-1)
+    if seen is not None:
+        penalty = sampling.repetition_penalty
+        logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+    chosen = logits.argmax(dim=-1) if sampling.temperature == 0.0 else _drawn(logits, sampling, draws)
+    return chosen.masked_fill(broken, NOT_A_NUMBER)
+
+
+def _drawn(logits: torch.Tensor, sampling: Sampling, draws: Sequence[float]) -> torch.Tensor:
+    """The token by the part of the distribution function in which a row's draw falls."""
+    size = logits.shape[-1]
+    scaled, order = logits.double() / sampling.temperature, None
+    # A stable sort: of equal logits the lower id comes first on every device.
+    if sampling.top_k is not None or sampling.top_p is not None:
+        scaled, order = scaled.sort(dim=-1, descending=True, stable=True)
+        size = min(sampling.top_k or size, size)
+    probabilities = scaled[:, :size].softmax(dim=-1)
+    if sampling.top_p is not None:
+        # A token stays if those before it have not reached p yet: the likeliest always does.
+        before = probabilities.cumsum(dim=-1) - probabilities
+        probabilities = probabilities.masked_fill(before >= sampling.top_p, 0.0)
+    reached = probabilities.cumsum(dim=-1)
+    at = torch.tensor(draws, dtype=reached.dtype, device=reached.device).unsqueeze(-1) * reached[:, -1:]
+    place = torch.searchsorted(reached, at, right=True).clamp(max=size - 1)
+    return (place if order is None else order.gather(-1, place)).squeeze(-1)
+
+
+_JSON_SUFFIXES = (".jsonl", ".ndjson")
+_MAX_BYTES = 1 << 30
+
+
+def read_prompts(path: str, key: str | None) -> list[str]:
+    """The prompts of a file: of a .jsonl the texts under `key`, of any other, and of standard input, its lines. Blank
+    lines are left out. `path`: `-` is standard input. `key`: None: `prompt`. Raises ConfigError: the file cannot be
+    read, has a line that is no prompt or none at all, or `key` has no effect."""
+    is_json = Path(path).suffix.lower() in _JSON_SUFFIXES
+    if key is not None and not is_json:
+        raise ConfigError(f"--prompt-key {key} has no effect on {path}; leave it out, or give a .jsonl file")
+    prompts = []
+    for number, line in enumerate(_content(path).split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            prompts += parse_line(line, [key or "prompt"]) if is_json else [plain_text(line.rstrip(b"\r"))]
+        except BadDocument as error:
+            raise ConfigError(f"{path}:{number}: {error}; fix the line or leave it out") from None
+    if not prompts:
+        raise ConfigError(f"{path} has no prompts; write one on each line")
+    return prompts
+
+
+def _content(path: str) -> bytes:
+    if path == STDIN:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise ConfigError(f"--prompts {STDIN}: standard input is a terminal; pipe prompts into the command")
+        return sys.stdin.buffer.read()
+    with open_regular(path) as file:
+        try:
+            content = file.read(_MAX_BYTES + 1) or b""
+        except OSError as error:
+            raise unreadable(path, error) from None
+    if len(content) > _MAX_BYTES:
+        raise ConfigError(f"{path} has more than {_MAX_BYTES:,} bytes; give prompts, not a corpus")
+    return content.removeprefix(b"\xef\xbb\xbf")
+
 
 _HALF_A_CHARACTER = "\ufffd"
-_BEFORE = 6
-"""Tokens of the prompt that are decoded along with the first new one: some tokenizers drop a space at the beginning."""
+_BEFORE = 6  # tokens of the prompt decoded with the first new one: some tokenizers drop a first space
 
 
 class GrowingText:
@@ -23,19 +148,14 @@ class GrowingText:
     A token may end in the middle of a character: its part of the text waits for the rest. And what may be the beginning of
     a stop string waits until that is certain.
 
-    Args:
-        decode: text of token ids.
-        prompt: the tokens before.
-        stops: the text ends before the first of these strings.
-
+    `decode`: text of token ids. `prompt`: the tokens before. `stops`: the text ends before the first of these strings.
     """
 
     def __init__(
         self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int], stops: Sequence[str] = ()
     ) -> None:
         self.text = ""
-        self.stopped = False
-        """A stop string has come."""
+        self.stopped = False  # a stop string has come
         self._decode, self._stops = decode, stops
         self._held_back = max(map(len, stops), default=1) - 1
         self._ids = list(prompt[-_BEFORE:])
@@ -76,39 +196,26 @@ class GrowingText:
             self.stopped = True
 
 
-MakeText = Callable[[Sequence[int]], GrowingText]
-"""From a prompt's tokens to its text."""
+MakeText = Callable[[Sequence[int]], GrowingText]  # from a prompt's tokens to its text
 
 
 @dataclass(kw_only=True, eq=False)
 class Continuation:
-    """One prompt and what has come after it so far; the same on every rank."""
-
     index: int
     prompt: tuple[int, ...]
     draws: Draws
     text: GrowingText | None
-    new: list[int] = field(default_factory=list)
-    """Tokens after the prompt, without the end of document."""
-    finish: str | None = None
-    """Why it has ended: `eod`, a `stop` string, or its `length`; None: it has not."""
+    new: list[int] = field(default_factory=list)  # tokens after the prompt, without the end of document
+    finish: str | None = None  # why it has ended: `eod`, a `stop` string, or its `length`; None: it has not
 
     @property
     def last(self) -> int:
-        """The last token."""
         return self.new[-1] if self.new else self.prompt[-1]
 
     def take(self, token: int, *, end_ids: frozenset[int], max_new_tokens: int) -> None:
-        """One more token has been chosen.
-
-        Raises:
-            ConfigError: there was nothing to choose from; the same on every rank.
-        """
+        """One more token has been chosen. Raises ConfigError: there was nothing to choose from; the same on every rank."""
         if token == NOT_A_NUMBER:
-            raise ConfigError(
-                f"prompt {self.index + 1}: the logits of new token {len(self.new) + 1} are not numbers (NaN): the weights are "
-                "damaged, or too large for the type they are computed in; try --dtype fp32"
-            )
+            raise ConfigError(f"prompt {self.index + 1}: logits are not numbers; try --dtype fp32")
         if token in end_ids:
             self.finish = "eod"
         else:
@@ -126,7 +233,6 @@ class Continuation:
 def continuations_of(
     prompts: Sequence[Sequence[int]], sampling: Sampling, make_text: MakeText | None
 ) -> list[Continuation]:
-    """One for each prompt, in their order."""
     met: Counter[tuple[int, ...]] = Counter()
     found = []
     for index, prompt in enumerate(map(tuple, prompts)):
@@ -138,11 +244,8 @@ def continuations_of(
 
 
 def check_prompts(model: ModelConfig, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-    """Every prompt has tokens, which the model knows, and leaves room for the new ones.
-
-    Raises:
-        ConfigError: one does not.
-    """
+    """Every prompt has tokens, which the model knows, and leaves room for the new ones. Raises ConfigError: one does
+    not."""
     limit, vocab_size = model.max_position_embeddings, model.vocab_size
     assert vocab_size is not None
     if not prompts:
@@ -152,10 +255,7 @@ def check_prompts(model: ModelConfig, prompts: Sequence[Sequence[int]], sampling
             raise ConfigError(f"prompt {number} has no tokens; give at least one character of text")
         if not 0 <= min(prompt) <= max(prompt) < vocab_size:
             bad = next(token for token in prompt if not 0 <= token < vocab_size)
-            raise ConfigError(
-                f"prompt {number} has token {bad}, but the model's vocab_size is {vocab_size}; use the tokenizer that it "
-                "was trained with"
-            )
+            raise ConfigError(f"prompt {number} has token {bad}, not below vocab_size {vocab_size}; use its tokenizer")
         if model.position_embedding_type != "learned_absolute" or limit is None:
             continue
         room = limit - len(prompt)
@@ -172,24 +272,17 @@ class Lane:
     The first step takes their prompts, padded at the end to the longest: no token sees what comes behind it, so nothing
     needs a mask. Later ones take one token a row, each at its own position. Those that have ended leave the batch.
 
-    Args:
-        rows: at least one.
-        max_new_tokens: of each.
-    """
+    `rows`: at least one. `max_new_tokens`: of each."""
 
     def __init__(self, rows: Sequence[Continuation], max_new_tokens: int) -> None:
         self.rows = list(rows)
-        self.lengths = [0 for _ in rows]
-        """Tokens of each row that are in the cache."""
+        self.lengths = [0 for _ in rows]  # tokens of each row that are in the cache
         self.cache = KeyValueCache(max(len(row.prompt) for row in rows) + max_new_tokens)
-        self.chosen: torch.Tensor | None = None
-        """On the last stage: int64 [b], the tokens of the last step."""
-        self.seen: torch.Tensor | None = None
-        """On the last stage, for a repetition penalty: boolean [b, vocab_size]."""
+        self.chosen: torch.Tensor | None = None  # on the last stage: int64 [b], the tokens of the last step
+        self.seen: torch.Tensor | None = None  # on the last stage, for a repetition penalty: boolean [b, vocab_size]
 
     @property
     def is_new(self) -> bool:
-        """The next step takes the prompts."""
         return self.lengths[0] == 0
 
     @property
@@ -204,16 +297,12 @@ class Lane:
         return torch.tensor(padded, dtype=torch.int64, device=device)
 
     def advance(self) -> None:
-        """The step has been made."""
         new = self.is_new
         self.lengths = [len(row.prompt) if new else length + 1 for row, length in zip(self.rows, self.lengths)]
 
     def take(self, tokens: Sequence[int], *, end_ids: frozenset[int], max_new_tokens: int) -> Iterator[Continuation]:
         """Hand out the tokens of a step; gives each row as it is with its own, and then lets those that ended go.
-
-        Raises:
-            ConfigError: as `Continuation.take`.
-        """
+        Raises ConfigError: as `Continuation.take`."""
         for row, token in zip(self.rows, tokens, strict=True):
             row.take(token, end_ids=end_ids, max_new_tokens=max_new_tokens)
             yield row
@@ -230,9 +319,8 @@ class Lane:
 def lanes_of(
     continuations: Sequence[Continuation], *, batch_size: int, in_flight: int, max_new_tokens: int
 ) -> list[Lane]:
-    """Batches of at most `batch_size`, about equal, prompts of like length together; at least `in_flight` of them
-    where there are that many prompts, so that no pipeline stage is without one.
-    """
+    """Batches of at most `batch_size`, about equal, prompts of like length together; at least `in_flight` of them where
+    there are that many prompts, so that no pipeline stage is without one."""
     by_length = sorted(continuations, key=lambda one: len(one.prompt))
     total = len(by_length)
     count = max(-(-total // batch_size), min(in_flight, total))

@@ -6,8 +6,16 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from megalite.config.errors import ConfigError
-from megalite.generation.continuation import Continuation, Lane, MakeText, check_prompts, continuations_of, lanes_of
-from megalite.generation.sample import Sampling, choose
+from megalite.generation.continuation import (
+    Continuation,
+    Lane,
+    MakeText,
+    Sampling,
+    check_prompts,
+    choose,
+    continuations_of,
+    lanes_of,
+)
 from megalite.models.gpt import GPTStage
 from megalite.pipeline.executor import Channels
 from megalite.topology.group import Group
@@ -24,11 +32,8 @@ class Chain:
     Activations go from stage to stage, tokens from the last round to the first and on to those between: a message on
     each edge at a time, in the one order that all ranks know from the tokens.
 
-    Args:
-        stage: the one stage here.
-        topology: of the pipeline; None: the model is in one stage.
-        send_window: sends that may be under way on an edge; where nothing goes round, few of them save memory.
-    """
+    `stage`: the one stage here. `topology`: of the pipeline; None: the model is in one stage. `send_window`: sends that
+    may be under way on an edge; where nothing goes round, few of them save memory."""
 
     def __init__(self, stage: GPTStage, topology: Topology | None = None, *, send_window: int = SEND_WINDOW) -> None:
         pp, edges = (Group.solo("pp"), {}) if topology is None else (topology.pp, dict(topology.edges))
@@ -39,14 +44,12 @@ class Chain:
         self.drain = self._channels.drain
 
     def activations(self, length: int, rows: int) -> torch.Tensor:
-        """What the stage before has computed, [length, rows, h]."""
         hidden_size, factory = self.stage.config.hidden_size, self.stage.factory
         x = torch.empty(length, rows, hidden_size, dtype=factory.dtype, device=factory.device)
         self._channels.receive(x, source=self._rank - 1).wait()
         return x
 
     def pass_on(self, x: torch.Tensor) -> None:
-        """Send what this stage has computed to the next."""
         self._channels.send(x.contiguous(), to=self._rank + 1)
 
     def announce(self, tokens: torch.Tensor) -> None:
@@ -65,8 +68,7 @@ class Chain:
         return heard
 
 
-BATCH_SIZE = 16
-"""Default of the prompts in a batch at most."""
+BATCH_SIZE = 16  # default of the prompts in a batch at most
 
 
 def generate_batch(
@@ -86,17 +88,12 @@ def generate_batch(
     Over pp as many batches are in flight as there are stages. The stages agree on nothing: each hears all tokens, and what
     follows from them (who has ended, which batch is next) is the same arithmetic everywhere.
 
-    Args:
-        end_ids: tokens that end a text.
-        make_text: where texts are wanted as such, and for stop strings.
-
-    Raises:
-        ConfigError: a prompt is empty, has unknown tokens or too many for learned positions; logits that are not
-            numbers. The same on every rank.
+    `end_ids`: tokens that end a text. `make_text`: where texts are wanted as such, and for stop strings. Raises
+    ConfigError: a prompt is empty, has unknown tokens or too many for learned positions; logits that are not numbers.
+    The same on every rank.
 
     Collectives: those of the forward; for each batch and token on the last stage one all-gather of the logits and one
-    broadcast of the tokens over tp; over pp one message of activations, and one of tokens, an edge.
-    """
+    broadcast of the tokens over tp; over pp one message of activations, and one of tokens, an edge."""
     check_prompts(chain.stage.config, prompts, sampling)
     chain.stage.eval()
     continuations = continuations_of(prompts, sampling, make_text)
@@ -124,7 +121,6 @@ def generate_batch(
 
 
 def _tokens(chain: Chain, lane: Lane) -> list[int]:
-    """What the lane's last step has chosen."""
     if not chain.is_last:
         return chain.hear(len(lane.rows))
     assert lane.chosen is not None
@@ -174,8 +170,7 @@ def _chosen(stage: GPTStage, lane: Lane, logits: torch.Tensor, sampling: Samplin
 def whole_vocabulary(stage: GPTStage, logits: torch.Tensor) -> torch.Tensor:
     """[b, V/tp] -> [b, vocab_size], without the padding.
 
-    Collectives: an all-gather over tp.
-    """
+    Collectives: an all-gather over tp."""
     parts = logits.new_empty(stage.tp.size * logits.shape[0], logits.shape[1])
     stage.tp.all_gather(parts, logits.contiguous())
     whole = parts.view(stage.tp.size, *logits.shape).transpose(0, 1).flatten(1)

@@ -24,14 +24,12 @@ class TokenStream:
     """Arrays of token ids, one after the other; those of token files stay on the disk until they are read."""
 
     parts: Sequence[NDArray[np.integer]]
-    text_bytes: int | None = None
-    """Of UTF-8 text that it stands for; None: not known."""
+    text_bytes: int | None = None  # of UTF-8 text that it stands for; None: not known
 
     def __len__(self) -> int:
         return sum(map(len, self.parts))
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Tokens [start, stop)."""
         found, first = [], 0
         for part in self.parts:
             found.append(part[max(start - first, 0) : max(stop - first, 0)])
@@ -40,25 +38,16 @@ class TokenStream:
 
 
 def stream_of_files(prefixes: Sequence[str], vocab_size: int) -> TokenStream:
-    """The documents of token files, in their order, as they were written.
-
-    Raises:
-        ConfigError: one is missing or damaged, or has ids that the model does not know.
-    """
+    """The documents of token files, in their order, as they were written. Raises ConfigError: one is missing or
+    damaged, or has ids that the model does not know."""
     files = TokenFiles(vocab_size)
     return TokenStream([files.open(prefix).tokens for prefix in prefixes])
 
 
 def stream_of_texts(patterns: Sequence[str], *, key: str, limits: Limits, tokenizer: Tokenizer) -> TokenStream:
-    """The documents of text, jsonl or parquet files, each with an end of document behind it.
-
-    Args:
-        patterns: as those of `find_inputs`.
-        key: of the text in a line of JSON or a row.
-
-    Raises:
-        ConfigError: a file cannot be read, or has a line that is no document.
-    """
+    """The documents of text, jsonl or parquet files, each with an end of document behind it. `patterns`: as those of
+    `find_inputs`. `key`: of the text in a line of JSON or a row. Raises ConfigError: a file cannot be read, or has a
+    line that is no document."""
     parts, text_bytes = [], 0
     end = np.array([tokenizer.eod], dtype=np.int32)
     for texts in _texts(patterns, key, limits):
@@ -92,9 +81,7 @@ class Windows:
     the one that predicts it; with a smaller stride each but the first few sees length - stride at least, for length/stride
     times the work.
 
-    Raises:
-        ConfigError: sizes that cannot be.
-    """
+    Raises ConfigError: sizes that cannot be."""
 
     tokens: int
     length: int
@@ -106,10 +93,7 @@ class Windows:
         if self.length < 1:
             raise ConfigError(f"seq_length is {self.length}; it must be at least 1")
         if not 1 <= self.stride <= self.length:
-            raise ConfigError(
-                f"stride is {self.stride} with seq_length {self.length}; it must be from 1 to {self.length} (windows that do "
-                "not overlap)"
-            )
+            raise ConfigError(f"stride is {self.stride}; it must be from 1 to seq_length, {self.length}")
 
     def __len__(self) -> int:
         return 1 + -(-max(0, self.tokens - 1 - self.length) // self.stride)
@@ -123,19 +107,13 @@ class Windows:
 
 @dataclass(frozen=True, kw_only=True)
 class Perplexity:
-    """What a model makes of some tokens."""
-
-    loss: float
-    """Mean cross-entropy of a predicted token, in nats."""
-    tokens: int
-    """Predicted tokens."""
+    loss: float  # mean cross-entropy of a predicted token, in nats
+    tokens: int  # predicted tokens
     windows: int
-    text_bytes: int | None
-    """Bytes of the text that the tokens stand for, if that is known."""
+    text_bytes: int | None  # bytes of the text that the tokens stand for, if that is known
 
     @property
     def perplexity(self) -> float:
-        """exp(loss)."""
         return math.exp(self.loss)
 
     @property
@@ -150,9 +128,7 @@ def check_windows(model: ModelConfig, windows: Windows) -> None:
     """Raises ConfigError unless learned positions reach as far as a window."""
     limit = model.max_position_embeddings
     if model.position_embedding_type == "learned_absolute" and limit is not None and windows.length > limit:
-        raise ConfigError(
-            f"seq_length is {windows.length}, but the model has {limit} positions; --seq-length {limit} works"
-        )
+        raise ConfigError(f"seq_length {windows.length} is above {limit} positions; --seq-length {limit} works")
 
 
 def measure(chain: Chain, stream: TokenStream, windows: Windows, topology: Topology, *, batch_size: int) -> Perplexity:
@@ -161,15 +137,10 @@ def measure(chain: Chain, stream: TokenStream, windows: Windows, topology: Topol
     Batches of windows are dealt out over dp, and run through the stages one after the other. The losses of windows are added up
     exactly, so that neither dp nor the batch size changes a bit of their sum.
 
-    Args:
-        windows: of this stream, and of lengths that the model takes.
-        batch_size: windows that go through the model together.
+    `windows`: of this stream, and of lengths that the model takes. `batch_size`: windows that go through the model
+    together. Raises ConfigError: a loss is not a number; the same on every rank.
 
-    Raises:
-        ConfigError: a loss is not a number; the same on every rank.
-
-    Collectives: those of the forward; over the world one all-reduce of a number for each window.
-    """
+    Collectives: those of the forward; over the world one all-reduce of a number for each window."""
     check_windows(chain.stage.config, windows)
     losses = torch.zeros(len(windows), dtype=torch.float64)
     for first in range(topology.dp.rank * batch_size, len(windows), topology.dp.size * batch_size):
@@ -183,9 +154,7 @@ def measure(chain: Chain, stream: TokenStream, windows: Windows, topology: Topol
     predicted = windows.tokens - 1
     loss = math.fsum(losses.tolist()) / predicted
     if not math.isfinite(loss):
-        raise ConfigError(
-            f"the loss is {loss}: the weights are damaged, or too large for the type they are computed in; try --dtype fp32"
-        )
+        raise ConfigError(f"the loss is {loss}: damaged weights, or too large for their type; try --dtype fp32")
     return Perplexity(loss=loss, tokens=predicted, windows=len(windows), text_bytes=stream.text_bytes)
 
 

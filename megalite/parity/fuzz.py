@@ -15,20 +15,15 @@ from megalite.parity.pool import RankPool
 from megalite.parity.report import Report, run_parity
 from megalite.parity.shrink import EXACT_STRATEGIES, MAX_BATCH, MAX_WORLD, Shrunk, shrink
 
-Drawn = dict[str, Any]
-"""Setting -> value."""
+Drawn = dict[str, Any]  # setting -> value
 
 
 def fuzz(
     seconds: float, *, seed: int, steps: int, tolerance: float | None, failed: Callable[[str, Report], None]
 ) -> tuple[int, int]:
-    """Try drawn configs until the time is up; returns how many were tried and how many failed.
-
-    Config number i depends on (seed, i) alone, so a longer run with the same seed begins with the same configs.
-
-    Args:
-        failed: called with the command line that repeats a failure, and what was found.
-    """
+    """Try drawn configs until the time is up; returns how many were tried and how many failed. Config number i depends
+    on (seed, i) alone, so a longer run with the same seed begins with the same configs. `failed`: called with the
+    command line that repeats a failure, and what was found."""
     end = time.monotonic() + seconds
     tried = failures = 0
     pool = RankPool(MAX_WORLD)
@@ -61,7 +56,6 @@ def draw(generator: random.Random) -> tuple[list[str], Shrunk]:
 
 
 def to_flags(drawn: Drawn) -> list[str]:
-    """The command line that sets these settings."""
     words: list[str] = []
     for name, value in drawn.items():
         flag = settings()[name].flags[0]

@@ -54,12 +54,8 @@ class RankContext:
 
 
 class RankPool:
-    """`size` spawned workers; use as a context manager, or call `stop`.
-
-    Args:
-        size: the largest number of ranks that one call can have.
-        strict: warnings are errors in the workers.
-    """
+    """`size` spawned workers; use as a context manager, or call `stop`. `size`: the largest number of ranks that one
+    call can have. `strict`: warnings are errors in the workers."""
 
     def __init__(self, size: int, *, strict: bool = False) -> None:
         context = multiprocessing.get_context("spawn")
@@ -93,15 +89,10 @@ class RankPool:
     def run(self, size: int, fn: Callable[..., Any], *args: Any, timeout: float = 240.0, **kwargs: Any) -> list[Any]:
         """Call `fn(context, *args, **kwargs)` on ranks 0..size-1 together and return their results in rank order.
 
-        Args:
-            size: number of ranks, at most that of the pool.
-            fn: a function at module level (workers import it); `context` is a `RankContext`.
-            timeout: seconds without any rank finishing before the pool is stopped.
-
-        Raises:
-            RankFailure: with the traceback of the first rank that raised. Its peers may then wait in a collective
-                forever, so the pool is stopped.
-        """
+        `size`: number of ranks, at most that of the pool. `fn`: a function at module level (workers import it);
+        `context` is a `RankContext`. `timeout`: seconds without any rank finishing before the pool is stopped. Raises
+        RankFailure: with the traceback of the first rank that raised. Its peers may then wait in a collective forever,
+        so the pool is stopped."""
         assert size <= self.size and not self.stopped, (size, self.size, self.stopped)
         if size != self._job_size:
             self._job, self._job_size = self._job + 1, size
@@ -133,7 +124,6 @@ class RankPool:
         return [results[rank] for rank in range(size)]
 
     def stop(self) -> None:
-        """End the workers, whatever they are at; nothing is left behind."""
         self.stopped = True
         for process in self._processes:
             process.kill()

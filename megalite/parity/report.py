@@ -1,18 +1,115 @@
-"""One comparison of a layout with one rank, as a table and as data."""
+"""Two trajectories side by side, every number that a layout must not change; the comparison as a table and as data."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
+
+import numpy as np
 
 from megalite.config.batch import batch_size, samples_after
 from megalite.config.describe import sectioned
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
-from megalite.parity.compare import Line, compare
 from megalite.parity.pool import RankFailure, RankPool
 from megalite.parity.shrink import Shrunk
-from megalite.parity.tensors import CopiesDifferError
-from megalite.parity.trajectory import Trajectory, one_rank_trajectory, rank_trajectory, whole
+from megalite.parity.trajectory import CopiesDifferError, Trajectory, one_rank_trajectory, rank_trajectory, whole
 from megalite.training.non_finite import NonFiniteError
+
+NEGLIGIBLE = {"gradient": 1e-5, "weight": 1e-3}
+"""A tensor with all elements below this share of the largest element of any is measured by that share: what
+is zero but for rounding (the gradient of a bias that softmax cancels, and what Adam makes of it) has no digits to agree
+in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    what: str  # `loss`, `gradient norm`, `load balancing loss`, ..., `gradient`, `weight` or `evaluation loss`
+    step: int | None  # from 1; None after the last step
+    one_rank: float  # the number, or of tensors the size of the worst of them (see `worst_tensor`)
+    layout: float
+    difference: float  # relative
+    tensor: str | None = None  # name of the worst tensor
+
+
+class NumbersDifferError(AssertionError):
+    """A layout changed a number by more than the tolerance."""
+
+
+def relative_difference(ours: float, reference: float) -> float:
+    """|ours - reference| / |reference|; infinite where one of them is finite, 0 where neither is."""
+    finite = math.isfinite(ours), math.isfinite(reference)
+    if not all(finite):
+        return math.inf if any(finite) else 0.0
+    return abs(ours - reference) / max(abs(reference), 1e-30)
+
+
+def _size(tensor: np.ndarray, by_elements: bool) -> float:
+    return float(np.abs(tensor).max() if by_elements else np.sqrt(np.mean(np.square(tensor, dtype=np.float64))))
+
+
+def worst_tensor(
+    ours: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray], *, negligible: float, by_elements: bool = True
+) -> tuple[float, str, float, float]:
+    """(difference, name, size in the reference, in ours) of the tensor that differs most.
+
+    The difference is the size of (ours - reference) over that of its tensor in the reference, or over `negligible`
+    times the largest of all tensors if that is more. A tensor's size is its largest magnitude, or, unless
+    `by_elements`, its root mean square: where both runs round, single elements say little."""
+    assert ours.keys() == reference.keys(), ours.keys() ^ reference.keys()
+    sizes = {name: _size(tensor, by_elements) for name, tensor in reference.items()}
+    least = max(negligible * max(sizes.values()), 1e-30)
+
+    def difference(name: str) -> float:
+        worst = _size(ours[name] - reference[name], by_elements)
+        return worst / max(sizes[name], least) if math.isfinite(worst) else math.inf
+
+    found = {name: difference(name) for name in reference}
+    name = max(found, key=lambda name: found[name])
+    return found[name], name, sizes[name], _size(ours[name], by_elements)
+
+
+def compare(ours: Trajectory, reference: Trajectory, *, by_elements: bool = True) -> list[Line]:
+    """Losses, norms and every gradient of every step, then weights and evaluation. Where neither run's loss or norm is
+    finite (fp16 that overflows, and skips the step) there are no gradients to compare."""
+    assert len(ours.steps) == len(reference.steps)
+    lines = []
+
+    def number(what: str, step: int | None, mine: float, theirs: float) -> None:
+        difference = relative_difference(mine, theirs)
+        lines.append(Line(what=what, step=step, one_rank=theirs, layout=mine, difference=difference))
+
+    def tensors(what: str, step: int | None, mine: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray]) -> None:
+        difference, name, size, own_size = worst_tensor(
+            mine, theirs, negligible=NEGLIGIBLE[what], by_elements=by_elements
+        )
+        lines.append(Line(what=what, step=step, one_rank=size, layout=own_size, difference=difference, tensor=name))
+
+    for index, (mine, theirs) in enumerate(zip(ours.steps, reference.steps, strict=True)):
+        step = index + 1
+        number("loss", step, mine.loss, theirs.loss)
+        assert mine.auxiliary.keys() == theirs.auxiliary.keys()
+        for name, value in theirs.auxiliary.items():
+            number(name.replace("_", " "), step, mine.auxiliary[name], value)
+        number("gradient norm", step, mine.grad_norm, theirs.grad_norm)
+        if mine.is_finite or theirs.is_finite:
+            tensors("gradient", step, ours.gradients[index], reference.gradients[index])
+    tensors("weight", None, ours.weights, reference.weights)
+    number("evaluation loss", None, ours.evaluation, reference.evaluation)
+    return lines
+
+
+def require_same(ours: Trajectory, reference: Trajectory, tolerance: float) -> None:
+    """Check every line. Raises NumbersDifferError: naming the first number that differs by more than `tolerance`: what
+    it comes from is nearest to the fault."""
+    for line in compare(ours, reference):
+        if not line.difference <= tolerance:
+            where = f" of {line.tensor}" if line.tensor else ""
+            when = f" in step {line.step}" if line.step else ""
+            raise NumbersDifferError(
+                f"{line.what}{where}{when}: {line.layout:.12g}, on one rank {line.one_rank:.12g}, relative difference "
+                f"{line.difference:.2e}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +120,6 @@ class Tolerance:
     tensor: float
 
     def allows(self, line: Line) -> bool:
-        """The line is within it."""
         return line.difference <= (self.number if line.tensor is None else self.tensor)
 
     def __str__(self) -> str:
@@ -43,24 +139,18 @@ and tensors are compared by their root mean square; a sum left out or counted tw
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What `megalite parity` says."""
-
     shrunk: Shrunk
     steps: int
     tolerance: Tolerance
-    lines: list[Line]
-    """Empty if the layout did not run to its end, or its ranks do not agree among themselves."""
-    failure: str | None = None
-    """Why there are no lines."""
+    lines: list[Line]  # empty if the layout did not run to its end, or its ranks do not agree among themselves
+    failure: str | None = None  # why there are no lines
 
     @property
     def same(self) -> bool:
-        """Every number is within the tolerance."""
         return self.failure is None and all(map(self.tolerance.allows, self.lines))
 
     @property
     def verdict(self) -> str:
-        """The last line of the table."""
         if self.failure is not None:
             return f"DIFFERENT: {self.failure}"
         worst = max(self.lines, key=lambda line: line.difference)
@@ -78,14 +168,9 @@ class Report:
 
 
 def run_parity(shrunk: Shrunk, *, steps: int, tolerance: float | None, pool: RankPool) -> Report:
-    """Run one rank in this process and the layout on the pool, and compare.
-
-    Args:
-        tolerance: largest relative difference; default: that of the precision.
-
-    Raises:
-        ConfigError: one rank makes no step with a finite gradient: whatever the layout does, nothing would be proven.
-    """
+    """Run one rank in this process and the layout on the pool, and compare. `tolerance`: largest relative difference;
+    default: that of the precision. Raises ConfigError: one rank makes no step with a finite gradient: whatever the
+    layout does, nothing would be proven."""
     config = shrunk.config
     precision = config.training.precision
     allowed = TOLERANCES[precision] if tolerance is None else Tolerance(number=tolerance, tensor=tolerance)
@@ -107,10 +192,7 @@ def _reference(config: RunConfig, steps: int) -> Trajectory:
         raise ConfigError(f"the model does not train on one rank, so no layout can be compared: {error}") from error
     if not any(step.is_finite for step in reference.steps):
         scale = config.training.initial_loss_scale
-        raise ConfigError(
-            f"on one rank all {steps} steps overflow, from loss scale {scale:g} on, so no layout can be compared; use "
-            f"--initial-loss-scale 1024 with a --min-loss-scale below it, or more --steps than {steps}"
-        )
+        raise ConfigError(f"one rank overflows in {steps} steps at loss scale {scale:g}; try --initial-loss-scale 1024")
     return reference
 
 
@@ -154,7 +236,6 @@ def as_data(report: Report) -> dict[str, Any]:
 
 
 def _batch(report: Report) -> str:
-    """Sizes of the first and the last step."""
     config, steps = report.shrunk.config, report.steps
     first = batch_size(config, 0)
     last = samples_after(config, steps) - samples_after(config, steps - 1)

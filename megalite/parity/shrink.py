@@ -3,6 +3,7 @@
 What is already small stays as it is, so a config that has been shrunk, or was drawn small, is not changed again.
 """
 
+import math
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -11,30 +12,130 @@ from megalite.config.batch import microbatch_counts, samples_per_microbatch
 from megalite.config.describe import replace, settings, values_of
 from megalite.config.errors import ConfigError
 from megalite.config.optimizer import ONEBIT_OPTIMIZERS
-from megalite.config.run import RunConfig
+from megalite.config.run import RunConfig, stage_layers
 from megalite.config.strategies import STRATEGIES
 from megalite.config.validate import validate
-from megalite.parity.sizes import (
-    Changes,
-    attention_changes,
-    expert_changes,
-    layer_changes,
-    sequence_changes,
-    width_changes,
-)
 from megalite.partition.pipeline import schedule_of
 from megalite.topology.layout import ParallelLayout
 
-MAX_WORLD = 8
-"""Ranks that are started unless --world-size asks for more."""
+Changes = dict[str, Any]  # setting -> new value
+
+MAX_LAYERS, MAX_HEADS, MAX_HIDDEN, MAX_FFN, MAX_VOCAB = 12, 16, 128, 256, 256
+MAX_EXPERTS, MAX_EXPERT_FFN, MAX_SEQ = 8, 64, 64
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def layer_changes(config: RunConfig) -> Changes:
+    """Two layers a stage (one if there are many stages), uneven if they were uneven; dense and expert layers both."""
+    model, p = config.model, config.parallel
+    if model.num_layers <= MAX_LAYERS:
+        return {}
+    changes: Changes = {}
+    stages = p.pp * p.vpp
+    cut = stage_layers(config)
+    if cut is not None:
+        counts = sorted({count for count in cut if count})
+        small = [min(counts.index(count) + 1, 3) if count else 0 for count in cut]
+        changes |= {"pipeline_layers": small, "pipeline_layout": None}
+        layers = sum(small)
+    else:
+        layers = stages * (2 if 2 * stages <= MAX_LAYERS else 1) + bool(model.num_layers % stages)
+    if model.num_experts:
+        changes["moe_layer_freq"] = min(model.moe_layer_freq, 2)
+        changes["moe_first_dense_layers"] = min(model.moe_first_dense_layers, 1, layers - 1)
+        if cut is None:
+            layers = max(layers, changes["moe_first_dense_layers"] + 2)
+    changes["num_layers"] = layers
+    changes["recompute_num_layers"] = min(config.training.recompute_num_layers, max(1, layers // stages))
+    return changes
+
+
+def attention_changes(config: RunConfig) -> Changes:
+    """Heads that the layout divides, queries sharing keys where they did, heads as wide as the model or not."""
+    model, p = config.model, config.parallel
+    heads, groups = model.num_attention_heads, model.query_groups
+    if heads <= MAX_HEADS and model.hidden_size <= MAX_HIDDEN:
+        return {}
+    changes: Changes = {}
+    if heads > MAX_HEADS:
+        share = p.tp * (p.cp if p.cp_comm_type == "a2a" else 1)
+        sharing = min(heads // groups, 2)
+        small_groups = 1 if groups == 1 else _up(2 if sharing > 1 else 4, share)
+        heads = small_groups * sharing if groups > 1 else _up(4, share)
+        changes["num_attention_heads"] = heads
+        if model.num_query_groups is not None:
+            changes["num_query_groups"] = small_groups
+    # Heads of 8, together as wide as the model, or wider or narrower where they were.
+    together = model.head_size * model.num_attention_heads
+    per_head = 6 if together > model.hidden_size else 12 if together < model.hidden_size else 8
+    changes["hidden_size"] = heads * per_head
+    if model.kv_channels is not None:
+        changes["kv_channels"] = 8
+    return changes
+
+
+def width_changes(config: RunConfig) -> Changes:
+    """MLP and vocabulary: small, uneven to powers of two."""
+    model, p = config.model, config.parallel
+    changes: Changes = {}
+    if model.ffn_size > MAX_FFN or model.ffn_size < 1:
+        changes["ffn_hidden_size"] = _up(48, 2 * math.lcm(p.tp, p.expert_tp))
+    if model.vocab_size is None or model.vocab_size > MAX_VOCAB:
+        changes["vocab_size"] = 93
+        changes["make_vocab_size_divisible_by"] = math.lcm(8, p.tp)
+    return changes
+
+
+def expert_changes(config: RunConfig) -> Changes:
+    """Few narrow experts, several of them chosen if several were, some of the tokens still over the capacity."""
+    model, p = config.model, config.parallel
+    if model.num_experts is None:
+        return {}
+    changes: Changes = {}
+    experts, topk = model.num_experts, model.moe_router_topk
+    if experts > MAX_EXPERTS:
+        experts = _up(MAX_EXPERTS, p.ep)
+        topk = min(topk, 3)
+        changes |= {"num_experts": experts, "moe_router_topk": topk}
+    if model.moe_ffn_hidden_size is not None and model.moe_ffn_hidden_size > MAX_EXPERT_FFN:
+        changes["moe_ffn_hidden_size"] = _up(24, 2 * p.expert_tp)
+    shared = model.moe_shared_expert_intermediate_size
+    if shared is not None and shared > MAX_EXPERT_FFN:
+        changes["moe_shared_expert_intermediate_size"] = _up(16, 2 * p.tp)
+    capacity = model.moe_expert_capacity_factor
+    if capacity is not None and capacity >= experts / topk:
+        changes["moe_expert_capacity_factor"] = (1 + experts / topk) / 2
+    return changes
+
+
+def sequence_changes(config: RunConfig) -> Changes:
+    """A sequence that cp and tp can cut; window and position limits in proportion to it."""
+    model, p, s = config.model, config.parallel, config.training.seq_length
+    if s <= MAX_SEQ:
+        return {}
+    over_tp = p.tp * p.cp if p.sequence_parallel or model.num_experts else 1
+    small = _up(24, math.lcm(2 * p.cp if p.cp > 1 else 1, over_tp))
+    changes: Changes = {"seq_length": small}
+    if model.sliding_window is not None:
+        changes["sliding_window"] = max(2, round(model.sliding_window * small / s))
+    if model.max_position_embeddings is not None:
+        changes["max_position_embeddings"] = max(small, round(model.max_position_embeddings * small / s))
+    if model.rope_scaling == "llama3":
+        changes["rope_original_max_positions"] = small // 2
+    return changes
+
+
+MAX_WORLD = 8  # ranks that are started unless --world-size asks for more
 
 MAX_BATCH, MAX_MICRO_BATCH, MAX_GROUP = 32, 2, 8
 
 EXACT_STRATEGIES = tuple(name for name, facts in STRATEGIES.items() if facts.weights == "equal")
 """Each step takes the mean gradient of the batch, whole, at the weights that all ranks have."""
 
-_LOSS_SCALE = 1024.0
-"""The highest that a dynamic loss scale starts from."""
+_LOSS_SCALE = 1024.0  # the highest that a dynamic loss scale starts from
 _LOSS_SCALES = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 """Of fp16 alone."""
 _SECTIONS_LEFT_OUT = ("data", "checkpoint", "logging")
@@ -49,10 +150,7 @@ _FORMATS = ("main_params", "exp_avg_dtype", "exp_avg_sq_dtype", "stochastic_roun
 
 @dataclass(frozen=True, kw_only=True)
 class Shrunk:
-    """What is run in place of the user's config."""
-
-    config: RunConfig
-    """Validated for `world_size` ranks."""
+    config: RunConfig  # validated for `world_size` ranks
     world_size: int
     changes: dict[str, tuple[Any, Any]]
     """Sizes, and settings that were asked for, that were changed: setting -> (before, after), None where it was left
@@ -74,16 +172,10 @@ def shrink(
     one makes steps out of gradients that are zero but for rounding). A ramp-up grows the batch after the first step.
     Masks are uneven (eod_mask_loss), and numbers are fp64.
 
-    Args:
-        world_size: ranks to run on; default: those of the layout, with dp at most 2 and the world at most `MAX_WORLD`.
-        keep: of precision (and the formats of the optimizer's numbers with it) and eod_mask_loss those that stay as
-            the config has them.
-        explicit: `Invocation.explicit`.
-
-    Raises:
-        ConfigError: the user's own config is not legal, is not meant to give the numbers of one rank, or needs more
-            ranks than `MAX_WORLD`.
-    """
+    `world_size`: ranks to run on; default: those of the layout, with dp at most 2 and the world at most `MAX_WORLD`.
+    `keep`: of precision (and the formats of the optimizer's numbers with it) and eod_mask_loss those that stay as the
+    config has them. `explicit`: `Invocation.explicit`. Raises ConfigError: the user's own config is not legal, is not
+    meant to give the numbers of one rank, or needs more ranks than `MAX_WORLD`."""
     _check_exact(config)
     dp = _data_parallel(config, world_size)
     p = config.parallel
@@ -112,11 +204,8 @@ def shrink(
 
 
 def _check_exact(config: RunConfig) -> None:
-    """Refuse what takes other steps than one rank, by design.
-
-    Raises:
-        ConfigError: naming the setting and what can be compared.
-    """
+    """Refuse what takes other steps than one rank, by design. Raises ConfigError: naming the setting and what can be
+    compared."""
     d, optimizer, strategy = config.data_parallel, config.optimizer.optimizer, config.parallel.dp_strategy
     base = "lamb" if optimizer == "onebit-lamb" else "adam"
     refused = {
@@ -155,15 +244,10 @@ def _data_parallel(config: RunConfig, world_size: int | None) -> int:
     replica = p.tp * p.pp * p.cp
     if world_size is not None:
         if world_size % replica:
-            raise ConfigError(
-                f"--world-size {world_size} is not a multiple of tp·pp·cp = {p.tp}·{p.pp}·{p.cp} = {replica}; use "
-                f"{max(1, world_size // replica) * replica}"
-            )
+            fits = max(1, world_size // replica) * replica
+            raise ConfigError(f"--world-size {world_size} is no multiple of tp·pp·cp = {replica}; use {fits}")
         if p.dp not in (None, world_size // replica):
-            raise ConfigError(
-                f"--world-size {world_size} / (tp·pp·cp = {replica}) is {world_size // replica}, not dp {p.dp}; use "
-                f"--world-size {replica * (p.dp or 1)}"
-            )
+            raise ConfigError(f"--world-size {world_size} is not for dp {p.dp}; use {replica * (p.dp or 1)}")
         return world_size // replica
     whole = p.expert_tp * p.ep if config.model.num_experts else 1
     wanted, most = min(p.dp or 2, MAX_WORLD // replica), MAX_WORLD // replica
@@ -171,16 +255,10 @@ def _data_parallel(config: RunConfig, world_size: int | None) -> int:
         if p.tp * p.cp * dp % whole == 0:
             return dp
     least = next(dp for dp in range(1, whole + 1) if p.tp * p.cp * dp % whole == 0)
-    raise ConfigError(
-        f"the layout needs {replica * least} ranks, more than the {MAX_WORLD} that megalite parity starts by itself; "
-        f"use smaller sizes of tp {p.tp}, pp {p.pp}, cp {p.cp}"
-        + (f", ep {p.ep}" if whole > 1 else "")
-        + f", or --world-size {replica * least} if this machine can run so many processes"
-    )
+    raise ConfigError(f"the layout needs over {MAX_WORLD} ranks; shrink it, or use --world-size {replica * least}")
 
 
 def _run_changes(config: RunConfig, keep: frozenset[str]) -> Changes:
-    """Everything about the run that is not its sizes."""
     defaults = {name: setting.default for name, setting in settings().items()}
     kept = _KEPT_OPTIMIZER + (_FORMATS if "precision" in keep else ())
     changes: Changes = {

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
+import torch
 
 from megalite.config.batch import batch_size, batch_sizes
 from megalite.config.describe import replace
@@ -14,13 +15,62 @@ from megalite.config.validate import validate
 from megalite.data.dataset import Packing
 from megalite.optimizers.schedules import Progress, Schedules
 from megalite.parity.pool import RankContext
-from megalite.parity.tensors import CopiesDifferError, Part, assemble, local_parts
 from megalite.training.replica import Replica, build_replica
 from megalite.training.setup import make_loader
 from megalite.training.step import Stepper, StepResult
 
-EOD = 0
-"""The end-of-document token of `UnevenSamples`."""
+Part = tuple[tuple[int, ...], tuple[tuple[int, int], ...], np.ndarray]  # global shape, slice, values
+
+
+class CopiesDifferError(AssertionError):
+    """Two ranks hold different numbers where the layout says that they hold the same."""
+
+
+def local_parts(replica: Replica, kind: str) -> dict[str, Part]:
+    """This rank's slice of every parameter, by name. `kind`: `weight`, `grad` (as reduced), `main_param`, or an
+    optimizer state such as `exp_avg`.
+
+    Collectives: with the distributed optimizer an all-gather over a bucket's ranks, but for `weight`."""
+    parts = {}
+    strategy = replica.strategy
+    strategy.wait_for_parameters()
+    for shard in strategy.shards:
+        if kind == "weight":
+            flat = shard.bucket.data
+        else:
+            grad = shard.main_param.grad
+            assert grad is not None
+            states = {"grad": grad, "main_param": shard.main_param.data, **replica.optimizer.state(shard.main_param)}
+            flat = strategy.gather(shard, states[kind])
+        for placed in shard.bucket.placed:
+            spec = placed.parameter.info.spec
+            values = flat[placed.start : placed.stop].view(spec.shape).detach().clone()
+            if values.dtype == torch.bfloat16:
+                values = values.float()  # numpy has no bf16; fp32 holds each of its values
+            parts[spec.name] = (spec.global_shape, spec.slice, values.numpy())
+    return parts
+
+
+def assemble(ranks: Sequence[dict[str, Part]]) -> dict[str, np.ndarray]:
+    """Full tensors, in float64, from the slices of all ranks. Raises CopiesDifferError: a slice that several ranks hold
+    is not the same on all of them, to the bit."""
+    full: dict[str, np.ndarray] = {}
+    filled: dict[str, np.ndarray] = {}
+    for parts in ranks:
+        for name, (shape, bounds, values) in parts.items():
+            tensor = full.setdefault(name, np.zeros(shape))
+            seen = filled.setdefault(name, np.zeros(shape, dtype=bool))
+            place = tuple(slice(start, stop) for start, stop in bounds)
+            if seen[place].any() and not np.array_equal(tensor[place], values, equal_nan=True):
+                worst = np.nanmax(np.abs(tensor[place] - values))
+                raise CopiesDifferError(f"copies of {name} on several ranks differ by up to {worst:.2e}")
+            tensor[place], seen[place] = values, True
+    for name, seen in filled.items():
+        assert seen.all(), f"part of {name} is on no rank"
+    return full
+
+
+EOD = 0  # the end-of-document token of `UnevenSamples`
 
 LAYOUT_OF_ONE_RANK = {
     **dict.fromkeys(("tp", "pp", "vpp", "cp", "ep", "dp", "pipeline_recv_prefetch", "pipeline_send_window"), 1),
@@ -41,15 +91,12 @@ LAYOUT_OF_ONE_RANK = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scalars:
-    """The numbers of a step that every rank knows."""
-
     loss: float
     grad_norm: float
     auxiliary: dict[str, float]
 
     @property
     def is_finite(self) -> bool:
-        """The step had a gradient, and was not skipped."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
@@ -58,15 +105,10 @@ Tensor = TypeVar("Tensor")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Trajectory(Generic[Tensor]):
-    """Everything that some steps have done."""
-
     steps: list[Scalars]
-    gradients: list[dict[str, Tensor]]
-    """The reduced and clipped gradients of each step."""
-    weights: dict[str, Tensor]
-    """After the steps."""
-    evaluation: float
-    """The loss of the next batch, evaluated."""
+    gradients: list[dict[str, Tensor]]  # the reduced and clipped gradients of each step
+    weights: dict[str, Tensor]  # after the steps
+    evaluation: float  # the loss of the next batch, evaluated
 
 
 class RankTrajectory(_Trajectory[Part]):
@@ -83,11 +125,8 @@ class UnevenSamples:
     In even samples two tokens of five end a document, in odd ones one of fifty. Code that divides by a local number of
     unmasked tokens, or takes positions and visibility of one sample for another's, gets other numbers than one rank.
 
-    Args:
-        seq_length: inputs of a sample.
-        vocab_size: tokens are below it.
-        packed: the documents are packed, and up to a quarter of the sample is padding, none of it in every third.
-    """
+    `seq_length`: inputs of a sample. `vocab_size`: tokens are below it. `packed`: the documents are packed, and up to a
+    quarter of the sample is padding, none of it in every third."""
 
     def __init__(self, seq_length: int, vocab_size: int, *, packed: bool = False) -> None:
         self.seq_length, self.vocab_size, self.packed = seq_length, vocab_size, packed
@@ -151,11 +190,7 @@ def rank_trajectory(context: RankContext, config: RunConfig, steps: int) -> Rank
 
 
 def whole(ranks: Sequence[RankTrajectory]) -> Trajectory:
-    """Put the ranks' slices together.
-
-    Raises:
-        CopiesDifferError: ranks that must hold the same numbers do not.
-    """
+    """Put the ranks' slices together. Raises CopiesDifferError: ranks that must hold the same numbers do not."""
     first = ranks[0]
     for rank, other in enumerate(ranks):
         # As texts, which have all digits: NaN, in steps that overflow, is equal to nothing.
@@ -170,10 +205,8 @@ def whole(ranks: Sequence[RankTrajectory]) -> Trajectory:
 
 
 def plain(config: RunConfig) -> RunConfig:
-    """The same run on one rank with nothing split, reordered or recomputed, the whole batch in one microbatch.
-
-    With a batch-size ramp-up or schedule the microbatches stay as they are: no one size fits every step.
-    """
+    """The same run on one rank with nothing split, reordered or recomputed, the whole batch in one microbatch. With a
+    batch-size ramp-up or schedule the microbatches stay as they are: no one size fits every step."""
     training = config.training
     size = training.global_batch_size if len(batch_sizes(config)) == 1 else training.micro_batch_size
     return validate(replace(config, **LAYOUT_OF_ONE_RANK, micro_batch_size=size), 1)

@@ -27,8 +27,6 @@ _EQUAL = 1e-9  # of a step: rounding
 
 
 class Run(NamedTuple):
-    """A simulated step, and what it was extended by."""
-
     timeline: Timeline
     scale: float  # microbatches of the step over those simulated
     shift: float  # seconds that the step is longer by
@@ -36,20 +34,16 @@ class Run(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
         return self.timeline.makespan + self.shift
 
     @property
     def bubble(self) -> float:
-        """Idle share of the busiest rank."""
         return max(0.0, 1.0 - self.scale * max(self.timeline.busy) / self.seconds)  # less than 0 by rounding
 
 
 def bubble_fraction(config: RunConfig, stages: tuple[StagePlan, ...], num_microbatches: int) -> float:
-    """Idle share of the busiest pipeline rank in one step, by FLOPs (or the costs file); messages count as nothing.
-
-    A backward counts as two forwards and what it recomputes.
-    """
+    """Idle share of the busiest pipeline rank in one step, by FLOPs (or the costs file); messages count as nothing. A
+    backward counts as two forwards and what it recomputes."""
     return Clock(config, len(stages), num_microbatches).run(costs_of(config, stages)).bubble
 
 
@@ -68,7 +62,6 @@ class Clock:
         self._programs: dict[int, Program] = {}
 
     def program(self, num_microbatches: int) -> Program:
-        """The schedule with that number of microbatches, with its communication."""
         if num_microbatches not in self._programs:
             schedule = schedule_of(self._config, num_microbatches)
             self._programs[num_microbatches] = lowered(self._config, schedule)
@@ -136,11 +129,9 @@ def _cycle(timeline: Timeline, period: int) -> int:
 
 
 def _end_alike(longer: Timeline, shorter: Timeline) -> bool:
-    """The last halves of all ranks' lists start later by one and the same time.
-
-    Steps with whole cycles more begin as these do: where all that the end waits for has moved by the same time, so has
-    what follows it, once more for each cycle.
-    """
+    """The last halves of all ranks' lists start later by one and the same time. Steps with whole cycles more begin as
+    these do: where all that the end waits for has moved by the same time, so has what follows it, once more for each
+    cycle."""
     moved = [
         later[-(len(sooner) // 2) :] - sooner[-(len(sooner) // 2) :]
         for later, sooner in zip(_starts(longer), _starts(shorter), strict=True)

@@ -52,7 +52,6 @@ def time_basis(config: RunConfig) -> str:
 def gradient_volumes(
     config: RunConfig, plan: StagePlan, stages: tuple[StagePlan, ...], num_microbatches: int
 ) -> Iterator[Volume]:
-    """Of one stage in a step, on the data-parallel rank that sends most."""
     width = max(4, ELEMENT_BYTES[config.training.precision])
     buckets = planned_buckets(config, plan, stages)
     whole = config.parallel.strategy.shards_parameters
@@ -129,11 +128,9 @@ def wire_factor(operation: str, size: int) -> float:
 
 
 def step_volumes(config: RunConfig, pipeline_rank: int, num_microbatches: int) -> Mapping[tuple[str, str], int]:
-    """(group, operation) -> bytes of a step, on a rank at this place of the pipeline; groups of one rank left out.
-
-    How many rows an expert's rank gets is known only when the tokens have chosen. They are counted as the mean over
-    the ranks of the expert grid, which is exact where no token is dropped.
-    """
+    """(group, operation) -> bytes of a step, on a rank at this place of the pipeline; groups of one rank left out. How
+    many rows an expert's rank gets is known only when the tokens have chosen. They are counted as the mean over the
+    ranks of the expert grid, which is exact where no token is dropped."""
     stages = plan_stages(config)
     mine = [plan for plan in stages if plan.rank == pipeline_rank]
     found: Counter[tuple[str, str]] = Counter()
@@ -175,8 +172,7 @@ class _Microbatch:
 
     Forward into a column-parallel layer (`_enter`) sequence parallelism gathers the input; out of a row-parallel layer or
     the embedding (`_leave`) the output is summed. Backward into a column-parallel layer the input is gathered again for
-    the weight's gradient, and its own gradient summed; out of a row-parallel layer the gradient is gathered.
-    """
+    the weight's gradient, and its own gradient summed; out of a row-parallel layer the gradient is gathered."""
 
     def __init__(self, config: RunConfig) -> None:
         p, training = config.parallel, config.training
@@ -191,7 +187,6 @@ class _Microbatch:
         self._exchange = [] if p.sequence_parallel else [("tp", "all-gather", self._activations)]  # behind experts
 
     def through(self, plan: StagePlan, stages: tuple[StagePlan, ...]) -> Iterator[Volume]:
-        """One stage."""
         p = self._config.parallel
         if plan.has_embedding:
             yield from self._embedding()
@@ -276,8 +271,7 @@ class _Microbatch:
         """Collectives of forwards that the backward runs again.
 
         A recomputed region ends with the last tensor that it has to keep: what leaves the region after that, the sum over
-        tp as a rule, is not made a second time. Dropout behind it keeps a mask, and then it is.
-        """
+        tp as a rule, is not made a second time. Dropout behind it keeps a mask, and then it is."""
         training = self._config.training
         if training.recompute_granularity == "full":
             whole = training.recompute_method == "uniform"

@@ -3,7 +3,7 @@
 Bandwidths are bytes a second in one direction, latencies seconds, peaks FLOP/s of dense products.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -28,8 +28,6 @@ class Accelerator:
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """The machine around some accelerators."""
-
     accelerators: int
     link_bandwidth: float  # of one accelerator to the others of its node
     link_latency: float = field(metadata=OR_ZERO)  # of one step of a collective inside the node
@@ -42,8 +40,6 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Between nodes."""
-
     nics: int  # adapters of a node, which its accelerators share equally
     nic_bandwidth: float
     latency: float = field(metadata=OR_ZERO)
@@ -66,11 +62,8 @@ class Efficiency:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Equal nodes; how many is the run's affair.
-
-    `provenance` says of `accelerator`, `node`, `network` and each `efficiency.NAME` where the figures are from: vendor,
-    fitted on, measured by, or assumed.
-    """
+    """Equal nodes; how many is the run's affair. `provenance` says of `accelerator`, `node`, `network` and each
+    `efficiency.NAME` where the figures are from: vendor, fitted on, measured by, or assumed."""
 
     name: str
     description: str
@@ -85,10 +78,7 @@ class Cluster:
         peaks = self.accelerator.peak_flops
         if precision not in peaks:
             works = "fp16" if "fp16" in peaks else min(peaks, key=list(PRECISIONS).index)
-            raise ConfigError(
-                f"cluster {self.name} has no peak for {precision}: {self.accelerator.name} has {', '.join(peaks)}; use "
-                f"--{works}"
-            )
+            raise ConfigError(f"cluster {self.name} has no peak for {precision}, but {', '.join(peaks)}; use --{works}")
         return peaks[precision]
 
     @property
@@ -99,8 +89,6 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class SoftwareStack:
-    """One way to run the same model."""
-
     name: str
     description: str
     fused_attention: bool  # scores never reach memory; the half above the diagonal is not computed (flash attention)
@@ -135,12 +123,10 @@ _FIGURES = (
 
 
 def cluster_names() -> list[str]:
-    """Names of the clusters that come with megalite."""
     return sorted(path.stem for path in _CLUSTERS.glob("*.yaml"))
 
 
 def stack_names() -> list[str]:
-    """Names of the stacks that come with megalite."""
     return sorted(path.stem for path in _STACKS.glob("*.yaml"))
 
 
@@ -149,14 +135,9 @@ def load_cluster(name_or_path: str) -> Cluster:
     has no provenance."""
     path = find_file(name_or_path, _CLUSTERS, kind="cluster")
     cluster = build(Cluster, read_yaml(path, kind="cluster"), f"cluster file {path}")
-    shares = {f"efficiency.{each.name}": each.default for each in fields(Efficiency)}
-    known = ["accelerator", "node", "network", *shares]
-    at_default = {
-        name
-        for name, default in shares.items()
-        if getattr(cluster.efficiency, name.removeprefix("efficiency.")) == default
-    }
-    _check_provenance(f"cluster file {path}", cluster.provenance, known, at_default)
+    shares = {f"efficiency.{f.name}": getattr(cluster.efficiency, f.name) != f.default for f in fields(Efficiency)}
+    needed = {"accelerator": True, "node": True, "network": True, **shares}
+    _check_provenance(f"cluster file {path}", cluster.provenance, needed)
     return cluster
 
 
@@ -164,30 +145,24 @@ def load_stack(name_or_path: str) -> SoftwareStack:
     """A stack by its name or from a file; raises as `load_cluster`."""
     path = find_file(name_or_path, _STACKS, kind="stack")
     stack = build(SoftwareStack, read_yaml(path, kind="stack"), f"stack file {path}")
-    at_default = {"product_rate"} if stack.product_rate == 1.0 else ()
-    _check_provenance(f"stack file {path}", stack.provenance, _FIGURES, at_default)
+    needed = {name: name != "product_rate" or stack.product_rate != 1.0 for name in _FIGURES}
+    _check_provenance(f"stack file {path}", stack.provenance, needed)
     return stack
 
 
-def _check_provenance(where: str, given: Mapping[str, str], known: Collection[str], optional: Collection[str]) -> None:
-    for name in known:
-        if name not in given and name not in optional:
-            raise ConfigError(
-                f"{where}: provenance: {name} is missing; say where the figures are from, such as vendor, measured with "
-                f"..., fitted on ..., or assumed"
-            )
-    for name in given:
-        if name not in known:
-            raise ConfigError(f"{where}: provenance: unknown name {name} (there are {', '.join(known)})")
+def _check_provenance(where: str, given: Mapping[str, str], needed: Mapping[str, bool]) -> None:
+    """`needed`: figure -> it must be there; those that are at their default need not."""
+    for name in [name for name, must in needed.items() if must and name not in given]:
+        raise ConfigError(f"{where}: provenance: {name} is missing; say vendor, measured, fitted or assumed")
+    for name in given.keys() - needed.keys():
+        raise ConfigError(f"{where}: provenance: unknown name {name} (there are {', '.join(needed)})")
 
 
 def save_cluster(cluster: Cluster, path: str | Path) -> None:
-    """Write a file that `load_cluster` reads back equal."""
     write_yaml(cluster, path, header="Bytes, seconds, FLOP/s; bandwidths in one direction. docs/planner.md")
 
 
 def save_stack(stack: SoftwareStack, path: str | Path) -> None:
-    """Write a file that `load_stack` reads back equal."""
     write_yaml(stack, path, header="Seconds of the host; what is fused and what overlaps. docs/planner.md")
 
 

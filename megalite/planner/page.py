@@ -74,7 +74,6 @@ class Table:
     left: Collection[int] = ()
 
     def side(self, column: int) -> str:
-        """The class of a column's cells."""
         return "left" if column in self.left else ""
 
 
@@ -89,7 +88,6 @@ class Section:
 
 
 def page(title: str, sections: Sequence[Section]) -> str:
-    """The whole file."""
     return _rendered(_PAGE, title=title, sections=sections, style=_STYLE) + "\n"
 
 
@@ -119,10 +117,8 @@ def scatter(
     diagonal: bool = False,
     frontier: Sequence[tuple[float, float]] = (),
 ) -> str:
-    """SVG: dots over linear axes that start at 0.
-
-    `diagonal` draws x = y, with the same scale on both axes; `frontier` a staircase: more x is no less y.
-    """
+    """SVG: dots over linear axes that start at 0. `diagonal` draws x = y, with the same scale on both axes; `frontier`
+    a staircase: more x is no less y."""
     points = [*((dot.x, dot.y) for dot in dots), *frontier]
     most_x, most_y = _round_top(x for x, _ in points), _round_top(y for _, y in points)
     if diagonal:

@@ -39,7 +39,6 @@ PARTS: Mapping[str, str] = {
     "optimizer": "optimizer",
     "step": "constants of a step",
 }
-"""Part of a step -> what it is."""
 
 
 def plan_data(plan: Plan, tokens: float) -> dict[str, Any]:
@@ -131,7 +130,6 @@ def duration_in_words(seconds: float) -> str:
 
 
 def count_in_words(number: float) -> str:
-    """`300B`, `1.5T`, `175B`."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if number >= size:
             return f"{number / size:.4g}{unit}"
@@ -146,7 +144,6 @@ COLUMNS = (
 
 
 def format_plan(data: dict[str, Any]) -> str:
-    """The dict of `plan_data` in sections."""
     layouts = data["layouts"]
     rows = [COLUMNS, *map(cells, layouts)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -282,7 +279,6 @@ def html_page(data: dict[str, Any], timeline: Timeline) -> str:
 
 
 def _timeline_svg(timeline: Timeline, layout: dict[str, Any]) -> str:
-    """The pipeline's step to scale."""
     peaks = tuple(str(peak) for peak in timeline.peak_activations)
     count = timeline.schedule.num_microbatches
     shown = "" if count == layout["microbatches"] else f", the first {count} of {layout['microbatches']} microbatches"
@@ -291,10 +287,8 @@ def _timeline_svg(timeline: Timeline, layout: dict[str, Any]) -> str:
 
 
 def training_config(plan: Plan, tokens: float) -> dict[str, Any]:
-    """Settings of the best layout, flat: `pretrain_gpt.py --config` runs it as it is, on that number of ranks only.
-
-    dp is among them, so that another world size is refused. Without a given length the run gets that of `tokens`.
-    """
+    """Settings of the best layout, flat: `pretrain_gpt.py --config` runs it as it is, on that number of ranks only. dp
+    is among them, so that another world size is refused. Without a given length the run gets that of `tokens`."""
     best = plan.candidates[0]
     values, default, training = values_of(best.config), settings(), best.config.training
     found = {name: value for name, value in values.items() if value is not None and value != default[name].default}
@@ -329,7 +323,6 @@ def write_files(plan: Plan, path: Path, tokens: float) -> list[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Raises ConfigError if the file cannot be written."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -20,8 +20,7 @@ from megalite.data.indexed_writer import require_fit, write_index
 from megalite.data.token_files import SUFFIXES, encode_side_file
 from megalite.preprocess.output import DatasetStatistics
 
-BLOCK = 1 << 17
-"""Documents that are looked at together: a file may have a billion of them."""
+BLOCK = 1 << 17  # documents that are looked at together: a file may have a billion of them
 
 
 def token_ends(dataset: IndexedDataset, documents: range) -> NDArray[np.int64]:
@@ -76,11 +75,7 @@ class Part:
         return len(self.tokens) * self.dtype.itemsize
 
     def open(self) -> IndexedDataset:
-        """The dataset.
-
-        Raises:
-            ConfigError: it is no longer what it was.
-        """
+        """The dataset. Raises ConfigError: it is no longer what it was."""
         dataset = IndexedDataset(self.prefix)
         if dataset.num_documents < self.documents.stop or Part.of(dataset, self.documents) != self:
             raise ConfigError(f"{self.prefix} changed while it was read; try again when nothing writes to it")
@@ -94,18 +89,14 @@ class Written:
     sequences: int
     tokens: int
     dtype: np.dtype
-    statistics: DatasetStatistics | None
-    """Of its tokens and documents; None if there is no side file."""
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Length and sha256 of .bin and .idx, as in the side file; empty without one."""
+    statistics: DatasetStatistics | None  # of its tokens and documents; None if there is no side file
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)  # of .bin and .idx, as in the side file
 
 
 @dataclass(frozen=True)
 class SideFile:
-    vocab_size: int
-    """Every id is below it."""
-    facts: Callable[[Written], Mapping[str, Any]]
-    """What it says of the new dataset."""
+    vocab_size: int  # every id is below it
+    facts: Callable[[Written], Mapping[str, Any]]  # what it says of the new dataset
 
 
 def write_parts(
@@ -122,16 +113,11 @@ def write_parts(
     The files get their names when all is on the disk, .bin first; a failure leaves nothing behind. No files of these
     names may exist. Memory does not grow with the files.
 
-    Args:
-        dtype: type of the new dataset's tokens; ids of another type are converted.
-        side_file: if there is to be one: ids are then counted and the files hashed.
-        digests: sha256 by prefix and suffix, of datasets that are copied as a whole: they are compared on the way.
-        on_bytes: called with the number of bytes of .bin files just read.
-
-    Raises:
-        ConfigError: an id does not fit `dtype`, or is not below the side file's `vocab_size`; the folder cannot be
-            written to, or the disk has not enough room; a dataset is damaged, or not what `digests` says.
-    """
+    `dtype`: type of the new dataset's tokens; ids of another type are converted. `side_file`: if there is to be one:
+    ids are then counted and the files hashed. `digests`: sha256 by prefix and suffix, of datasets that are copied as a
+    whole: they are compared on the way. `on_bytes`: called with the number of bytes of .bin files just read. Raises
+    ConfigError: an id does not fit `dtype`, or is not below the side file's `vocab_size`; the folder cannot be written
+    to, or the disk has not enough room; a dataset is damaged, or not what `digests` says."""
     folder = make_folder(prefix)
     written = Written(
         prefix,
@@ -144,10 +130,7 @@ def write_parts(
     needed = written.tokens * dtype.itemsize + 12 * written.sequences + 8 * written.documents
     free = free_bytes(folder)
     if free is not None and free < needed:
-        raise ConfigError(
-            f"{folder} has {free} bytes free, {needed} are needed for {prefix}; free some, or give an --output-prefix on "
-            "another disk"
-        )
+        raise ConfigError(f"{folder} has {free} bytes free, {needed} are needed for {prefix}; use another disk")
     unique = f"{os.getpid()}-{secrets.token_hex(4)}.tmp"
     suffixes = SUFFIXES if side_file is not None else SUFFIXES[:2]
     partial = {suffix: Path(f"{prefix}{suffix}.{unique}") for suffix in suffixes}
@@ -241,27 +224,18 @@ def _write_index(path: Path, parts: Sequence[Part], written: Written) -> tuple[i
 
 def _compare(path: Path, found: str, expected: str) -> None:
     if found != expected:
-        raise ConfigError(
-            f"{path}: sha256 is {found[:16]}..., expected {expected[:16]}... as in its side file: it is damaged; "
-            "copy it again from an undamaged one"
-        )
+        raise ConfigError(f"{path} is damaged: sha256 is {found[:16]}..., expected {expected[:16]}...; copy it again")
 
 
 def _check_ids(dataset: IndexedDataset, tokens: NDArray, vocab_size: int) -> None:
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocab_size:
-        raise ConfigError(
-            f"{dataset.bin_path}: token id {low if low < 0 else high}, expected 0 to {vocab_size - 1} by its side "
-            "file: it is damaged, or the side file is another dataset's; megalite data verify says where"
-        )
+        raise ConfigError(f"{dataset.bin_path}: token id {low if low < 0 else high}, expected 0 to {vocab_size - 1}")
 
 
 def check_output_prefix(prefix: str | Path, *, example: str) -> None:
-    """A prefix ends in a name: files of `folder/` would be hidden ones.
-
-    Raises:
-        ConfigError: it does not; shows a prefix that ends in `example`.
-    """
+    """A prefix ends in a name: files of `folder/` would be hidden ones. Raises ConfigError: it does not; shows a prefix
+    that ends in `example`."""
     if not Path(prefix).name or str(prefix).endswith(("/", "/.", "/..")):
         raise ConfigError(f"output_prefix {prefix} has no name; give one such as {Path(prefix) / example}")
 
@@ -276,11 +250,8 @@ def refuse_existing(prefixes: Sequence[str]) -> None:
 
 
 def make_folder(prefix: str | Path) -> Path:
-    """The folder of the files of a prefix, made if need be; a file can be written there.
-
-    Raises:
-        ConfigError: none can; names the prefix, the folder and the reason.
-    """
+    """The folder of the files of a prefix, made if need be; a file can be written there. Raises ConfigError: none can;
+    names the prefix, the folder and the reason."""
     folder = Path(f"{prefix}.new").parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -288,8 +259,5 @@ def make_folder(prefix: str | Path) -> Path:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ConfigError(
-            f"output_prefix {prefix}: no file can be written in {folder} ({error.strerror}); give a prefix in a folder "
-            "that can be written to"
-        ) from None
+        raise ConfigError(f"output_prefix {prefix}: cannot write to {folder}: {error.strerror}") from None
     return folder

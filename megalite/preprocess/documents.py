@@ -41,21 +41,16 @@ class BadDocument(ValueError):
 class BadLine:
     """A line (paragraph, file, row) that is not a document."""
 
-    line: int
-    """Its number in the piece, from 0."""
-    kind: str
-    """One of KINDS."""
+    line: int  # its number in the piece, from 0
+    kind: str  # one of KINDS
     reason: str
 
 
 @dataclass
 class PieceTexts:
-    lines: int
-    """Lines in the piece, blank ones included; rows of a parquet file."""
-    texts: list[list[str]]
-    """[key][document]: a document is left out as a whole, so that all keys keep in step."""
-    at: list[int] = field(default_factory=list)
-    """[document]: the number in the piece of its (first) line, from 0."""
+    lines: int  # lines in the piece, blank ones included; rows of a parquet file
+    texts: list[list[str]]  # [key][document]: a document is left out as a whole, so that all keys keep in step
+    at: list[int] = field(default_factory=list)  # [document]: the number in the piece of its (first) line, from 0
     bad: list[BadLine] = field(default_factory=list)
 
     def add(self, line: int, texts: Sequence[str]) -> None:
@@ -160,11 +155,8 @@ def _too_long(limits: Limits) -> BadDocument:
 
 
 def parse_line(raw: bytes, keys: Sequence[str]) -> list[str]:
-    """The texts under `keys` of a JSON object; the last one of a key that occurs twice.
-
-    Raises:
-        BadDocument: not UTF-8, not a JSON object, a key missing, its value not a string, empty or half a surrogate pair.
-    """
+    """The texts under `keys` of a JSON object; the last one of a key that occurs twice. Raises BadDocument: not UTF-8,
+    not a JSON object, a key missing, its value not a string, empty or half a surrogate pair."""
     line = _decode(raw)
     try:
         document, end = _scan(line, 0)
@@ -190,11 +182,7 @@ def parse_line(raw: bytes, keys: Sequence[str]) -> list[str]:
 
 
 def plain_text(raw: bytes) -> str:
-    """The text of a document that is nothing but text.
-
-    Raises:
-        BadDocument: not UTF-8, or empty.
-    """
+    """The text of a document that is nothing but text. Raises BadDocument: not UTF-8, or empty."""
     if not raw:
         raise BadDocument("empty text", "empty text")
     return _decode(raw)

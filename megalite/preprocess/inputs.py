@@ -18,10 +18,8 @@ from megalite.preprocess.streams import Compression, file_blocks, unreadable
 
 Kind = Literal["jsonl", "text", "parquet"]
 
-STDIN = "-"
-"""The name of standard input."""
-UNFINISHED = ".unfinished"
-"""Suffix of the folder of an unfinished run."""
+STDIN = "-"  # the name of standard input
+UNFINISHED = ".unfinished"  # suffix of the folder of an unfinished run
 SUFFIXES = ".jsonl, .jsonl.gz, .jsonl.zst, .txt, .txt.gz, .txt.zst, .parquet"
 """For messages; .ndjson is .jsonl by another name, and .json is taken where it holds a JSON object a line."""
 _COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".zst": "zst"}
@@ -38,16 +36,12 @@ class Input:
     path: str
     kind: Kind
     compression: Compression | None
-    size: int | None
-    """Bytes on disk; None for standard input."""
+    size: int | None  # bytes on disk; None for standard input
 
 
 def open_regular(path: str) -> BinaryIO:
-    """An input file, opened without waiting for anything.
-
-    Raises:
-        ConfigError: it cannot be opened, or is not a regular file.
-    """
+    """An input file, opened without waiting for anything. Raises ConfigError: it cannot be opened, or is not a regular
+    file."""
     try:
         return reading.open_regular(path)
     except OSError as error:
@@ -56,11 +50,7 @@ def open_regular(path: str) -> BinaryIO:
 
 
 def stdin_number() -> int:
-    """The file descriptor of standard input.
-
-    Raises:
-        ConfigError: there is none, or it is a terminal.
-    """
+    """The file descriptor of standard input. Raises ConfigError: there is none, or it is a terminal."""
     try:
         number = sys.stdin.fileno()
     except (AttributeError, OSError, ValueError):
@@ -77,9 +67,7 @@ def find_inputs(patterns: Sequence[str]) -> list[Input]:
     divide their output by hashes), a .json that does not hold a JSON object a line, or in the folder of an unfinished
     run. A file with two names (symbolic links) is taken under the first. `-` is standard input, a JSON object a line.
 
-    Raises:
-        ConfigError: nothing matches; a named file is empty, of an unknown kind, not a regular file or unreadable.
-    """
+    Raises ConfigError: nothing matches; a named file is empty, of an unknown kind, not a regular file or unreadable."""
     found: dict[str, Input] = {}
     for pattern in patterns:
         if pattern == STDIN:
@@ -133,7 +121,6 @@ def _search(folder: str) -> Iterator[str]:
 
 
 def _is_wanted(path: str) -> bool:
-    """Whether a file that a search found is an input."""
     kind, suffix, compression = _kind_of(Path(path).name)
     if kind is None:
         return False
@@ -144,7 +131,6 @@ def _is_wanted(path: str) -> bool:
 
 
 def _kind_of(name: str) -> tuple[Kind | None, str, Compression | None]:
-    """Kind, suffix without the compression's, and compression, by the name."""
     stem, suffix = os.path.splitext(name.lower())  # noqa: PTH122 Path.suffix knows no file named ".jsonl.gz" in its parts
     compression = _COMPRESSIONS.get(suffix)
     if compression:
@@ -162,10 +148,7 @@ def _describe(path: str) -> Input:
     if not size:
         raise unreadable(path, "it is empty (0 bytes; a download that failed?)")
     if suffix == ".json" and (reason := _why_not_lines(path, compression)):
-        raise ConfigError(
-            f"input {path} is not one JSON object a line: {reason}; turn it into .jsonl, "
-            "for an array with: jq -c '.[]' IN.json > OUT.jsonl"
-        )
+        raise ConfigError(f"input {path} is not one JSON object a line: {reason}; for an array use jq -c '.[]'")
     return Input(path, kind, compression, size)
 
 

@@ -16,38 +16,25 @@ from megalite.preprocess.workers import MAX_WORKERS
 from megalite.tokenizers.base import Tokenizer
 from megalite.tokenizers.build import build_tokenizer
 
-MAX_FAULTS = 100
-"""Bad lines that are kept, with place and reason."""
+MAX_FAULTS = 100  # bad lines that are kept, with place and reason
 _REMEDY = "give another --output-prefix"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessJob:
-    """What to tokenize and how."""
-
-    inputs: tuple[str, ...]
-    """Files (.jsonl, .txt, .parquet; .gz and .zst of them), folders and globs of them; `-` is stdin."""
-    output_prefix: str
-    """Output is {output_prefix}_{key}_document.bin, .idx and .json for each key."""
-    tokenizer: DataConfig
-    """tokenizer_type, tokenizer_model, vocab_file, merge_file and tiktoken_pattern are read."""
-    vocab_size: int | None = None
-    """For NullTokenizer."""
-    json_keys: tuple[str, ...] = ("text",)
-    """Which values of a JSON object are text; each makes a dataset."""
-    append_eod: bool = False
-    """End each document with the tokenizer's end-of-document token."""
+    inputs: tuple[str, ...]  # files (.jsonl, .txt, .parquet; .gz, .zst), folders, globs; `-` is stdin
+    output_prefix: str  # output is {output_prefix}_{key}_document.bin, .idx and .json for each key
+    tokenizer: DataConfig  # tokenizer_type, tokenizer_model, vocab_file, merge_file and tiktoken_pattern are read
+    vocab_size: int | None = None  # for NullTokenizer
+    json_keys: tuple[str, ...] = ("text",)  # which values of a JSON object are text; each makes a dataset
+    append_eod: bool = False  # end each document with the tokenizer's end-of-document token
     max_document_bytes: int = Limits.max_document_bytes
     text_documents: TextDocuments = "file"
-    workers: int = 1
-    """Processes that tokenize; 1 works in this process. The output does not depend on it."""
-    strict: bool = False
-    """Stop at the first bad line."""
-    restart: bool = False
-    """Drop what an unfinished run has left, and replace finished files."""
+    workers: int = 1  # processes that tokenize; 1 works in this process. The output does not depend on it.
+    strict: bool = False  # stop at the first bad line
+    restart: bool = False  # drop what an unfinished run has left, and replace finished files
     piece_bytes: int = Limits.piece_bytes
-    checkpoint_seconds: float = 5.0
-    """How often the work is saved against a kill; 0 is after every piece."""
+    checkpoint_seconds: float = 5.0  # how often the work is saved against a kill; 0 is after every piece
 
     @property
     def limits(self) -> Limits:
@@ -65,29 +52,18 @@ class PreprocessJob:
 
 @dataclass
 class Progress:
-    """How far the job is, and in the end what it did."""
-
     documents: int = 0
-    tokens: int = 0
-    """Over all keys."""
-    input_bytes: int = 0
-    """Bytes of text read, after decompression."""
-    disk_bytes: int = 0
-    """Bytes of the input files that have been read."""
-    disk_total: int | None = None
-    """Bytes of all input files; None if stdin is among them."""
-    bad: dict[str, int] = field(default_factory=dict)
-    """Lines left out, by kind."""
-    faults: list[str] = field(default_factory=list)
-    """The first of them (at most MAX_FAULTS), `file:line: reason`."""
-    kept_documents: int = 0
-    """Of all these, what an earlier run did."""
+    tokens: int = 0  # over all keys
+    input_bytes: int = 0  # bytes of text read, after decompression
+    disk_bytes: int = 0  # bytes of the input files that have been read
+    disk_total: int | None = None  # bytes of all input files; None if stdin is among them
+    bad: dict[str, int] = field(default_factory=dict)  # lines left out, by kind
+    faults: list[str] = field(default_factory=list)  # the first of them (at most MAX_FAULTS), `file:line: reason`
+    kept_documents: int = 0  # of all these, what an earlier run did
     kept_tokens: int = 0
     kept_bytes: int = 0
-    notice: str = ""
-    """What became of an earlier run's work; empty if there was none."""
-    outputs: list[str] = field(default_factory=list)
-    """Prefixes of the datasets, once they are there."""
+    notice: str = ""  # what became of an earlier run's work; empty if there was none
+    outputs: list[str] = field(default_factory=list)  # prefixes of the datasets, once they are there
     output_bytes: int = 0
 
     @property
@@ -100,11 +76,7 @@ def usable_cores() -> int:
 
 
 def require_tokenizer(job: PreprocessJob) -> Tokenizer:
-    """The job's tokenizer.
-
-    Raises:
-        ConfigError: there is none, or its files are bad.
-    """
+    """The job's tokenizer. Raises ConfigError: there is none, or its files are bad."""
     tokenizer = build_tokenizer(job.tokenizer, job.vocab_size)
     if tokenizer is None:
         raise ConfigError("no tokenizer: give --tokenizer-model FILE, or --vocab-file and --merge-file")
@@ -112,36 +84,23 @@ def require_tokenizer(job: PreprocessJob) -> Tokenizer:
 
 
 def check_settings(job: PreprocessJob) -> None:
-    """Raise a ConfigError for settings that cannot work."""
     if not 1 <= job.workers <= MAX_WORKERS:
-        raise ConfigError(
-            f"workers {job.workers} must be at least 1 and at most {MAX_WORKERS}; try the number of cores"
-        )
+        raise ConfigError(f"workers {job.workers} is not from 1 to {MAX_WORKERS}; try the number of cores")
     if job.max_document_bytes < 1:
-        raise ConfigError(
-            f"max_document_bytes {job.max_document_bytes} must be at least 1; try {Limits.max_document_bytes}"
-        )
+        raise ConfigError(f"max_document_bytes {job.max_document_bytes} is below 1; try {Limits.max_document_bytes}")
     check_keys(job.json_keys)
     for key in job.json_keys:
         if "/" in key or "\0" in key:
-            raise ConfigError(
-                f"json_keys: {key!r} cannot be part of a file's name, which {job.output_prefix}_KEY_document is; "
-                "rename the key in the input"
-            )
+            raise ConfigError(f"json_keys: {key!r} cannot be part of a file's name; rename the key in the input")
 
 
 def check_target(job: PreprocessJob, inputs: Sequence[Input]) -> None:
-    """Refuse an --output-prefix that cannot work, or that would overwrite the input. Nothing is written.
-
-    Raises:
-        ConfigError: names the path, what is wrong with it, and the remedy.
-    """
+    """Refuse an --output-prefix that cannot work, or that would overwrite the input. Nothing is written. Raises
+    ConfigError: names the path, what is wrong with it, and the remedy."""
     prefix, unfinished = job.output_prefix, job.unfinished
     if not prefix or prefix.endswith("/") or "\0" in prefix:
-        raise ConfigError(
-            f"--output-prefix {prefix!r} must end in the beginning of a file's name; try {prefix.rstrip(chr(0)) or 'data/'}corpus"
-        )
-    targets = _targets(job)
+        raise ConfigError(f"--output-prefix {prefix!r} has no name; try {prefix.rstrip(chr(0)) or 'data/'}corpus")
+    targets = [Path(f"{name}{suffix}") for name in job.prefixes for suffix in SUFFIXES]
     _check_folder(unfinished.parent)
     for target in targets:
         try:
@@ -159,9 +118,7 @@ def check_target(job: PreprocessJob, inputs: Sequence[Input]) -> None:
         if item.size is not None and path in outputs:
             raise ConfigError(f"input {item.path} would be overwritten by the output; {_REMEDY}")
         if item.size is not None and path.startswith(folder + os.sep):
-            raise ConfigError(
-                f"input {item.path} lies in {unfinished}, the folder of the unfinished output; move it, or {_REMEDY}"
-            )
+            raise ConfigError(f"input {item.path} lies in {unfinished}, where the output is made; {_REMEDY}")
 
 
 def require_free(job: PreprocessJob) -> None:
@@ -177,12 +134,7 @@ def require_free(job: PreprocessJob) -> None:
                 raise ConfigError(f"{prefix}{suffix} exists{size}; {_REMEDY}, or --restart to replace it")
 
 
-def _targets(job: PreprocessJob) -> list[Path]:
-    return [Path(f"{prefix}{suffix}") for prefix in job.prefixes for suffix in SUFFIXES]
-
-
 def _check_folder(folder: Path) -> None:
-    """The folder can be written, or made in one that can."""
     there = Path(os.path.abspath(folder))  # noqa: PTH100 resolve() would fail where there is a loop of links
     while not os.path.lexists(there):
         there = there.parent

@@ -19,8 +19,7 @@ from megalite.preprocess.output import LISTED_INPUTS
 
 _KEPT_IF_EQUAL = ("key", "keys", "append_eod")
 _OF_ONE_JOB = ("bad_lines", "inputs")
-Side = dict[str, Any]
-"""The facts of a side file."""
+Side = dict[str, Any]  # the facts of a side file
 
 
 def merge(
@@ -35,13 +34,9 @@ def merge(
     If all have side files that agree on the vocabulary, the new one has one too. The sha256 that side files have are
     compared on the way.
 
-    Args:
-        dtype: type of the new tokens; needed if the datasets' types differ.
-        on_bytes: called with the number of bytes of .bin files just read.
-
-    Raises:
-        ConfigError: a dataset is damaged, their types or tokenizers differ, an id does not fit, or the output exists.
-    """
+    `dtype`: type of the new tokens; needed if the datasets' types differ. `on_bytes`: called with the number of bytes
+    of .bin files just read. Raises ConfigError: a dataset is damaged, their types or tokenizers differ, an id does not
+    fit, or the output exists."""
     refuse_existing([output])
     sides = [read_side_file(prefix) for prefix in prefixes]
     _check_tokenizers(prefixes, sides)
@@ -74,17 +69,9 @@ def _common_dtype(parts: Sequence[Part]) -> np.dtype:
 def split_dataset(
     prefix: str, outputs: Sequence[tuple[str, range]], *, on_bytes: Callable[[int], None] = lambda count: None
 ) -> list[Written]:
-    """Write documents of a dataset as separate datasets, one for each of `outputs`; all of them or none.
-
-    If the dataset has a side file, each part gets one.
-
-    Args:
-        outputs: (prefix, documents) of each part.
-        on_bytes: called with the number of bytes of .bin just read.
-
-    Raises:
-        ConfigError: the dataset is damaged, or an output exists.
-    """
+    """Write documents of a dataset as separate datasets, one for each of `outputs`; all of them or none. If the dataset
+    has a side file, each part gets one. `outputs`: (prefix, documents) of each part. `on_bytes`: called with the number
+    of bytes of .bin just read. Raises ConfigError: the dataset is damaged, or an output exists."""
     refuse_existing([output for output, _ in outputs])
     side = read_side_file(prefix)
     dataset = IndexedDataset(prefix)
@@ -107,12 +94,8 @@ def split_dataset(
 
 def parts_of_equal_tokens(dataset: IndexedDataset, parts: int) -> list[range]:
     """Documents of each of `parts` parts, each with a document at least, about as many tokens in one as in another.
-
-    Part k ends at the document border nearest to token (k + 1) / parts of all.
-
-    Raises:
-        ConfigError: more parts than documents, or none.
-    """
+    Part k ends at the document border nearest to token (k + 1) / parts of all. Raises ConfigError: more parts than
+    documents, or none."""
     documents, tokens = dataset.num_documents, dataset.num_tokens
     if not 1 <= parts <= documents:
         raise ConfigError(f"parts {parts}: {dataset.prefix} has {documents} documents; give 1 to {documents}")
@@ -127,11 +110,8 @@ def parts_of_equal_tokens(dataset: IndexedDataset, parts: int) -> list[range]:
 
 
 def parts_of_split(dataset: IndexedDataset, split: str) -> list[range]:
-    """Documents of train, valid and test, cut exactly where a run with this --split cuts.
-
-    Raises:
-        ConfigError: the split is bad, or a run would cut between two sequences of one document.
-    """
+    """Documents of train, valid and test, cut exactly where a run with this --split cuts. Raises ConfigError: the split
+    is bad, or a run would cut between two sequences of one document."""
     indices = dataset.document_indices
     stops = [sequences.stop for sequences in split_documents(split, len(dataset))]
     above = [bisect_left(indices, stop) for stop in stops]
@@ -159,11 +139,8 @@ def _tokenizer(side: Side | None) -> Side | None:
 
 
 def _check_tokenizers(prefixes: Sequence[str], sides: Sequence[Side | None]) -> None:
-    """Datasets must not be merged if their side files name different tokenizers.
-
-    Raises:
-        ConfigError: names the first two that differ, and their tokenizers.
-    """
+    """Datasets must not be merged if their side files name different tokenizers. Raises ConfigError: names the first
+    two that differ, and their tokenizers."""
     named = [(prefix, _tokenizer(side)) for prefix, side in zip(prefixes, sides, strict=True)]
     known = [(prefix, tokenizer) for prefix, tokenizer in named if tokenizer is not None]
     for prefix, tokenizer in known[1:]:

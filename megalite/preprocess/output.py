@@ -18,10 +18,8 @@ from megalite.preprocess.job import MAX_FAULTS, PreprocessJob, Progress, require
 from megalite.preprocess.pieces import Piece
 from megalite.tokenizers.base import Tokenizer
 
-LISTED_INPUTS = 1000
-"""A side file does not list more."""
-_LARGEST_VOCABULARY = 1 << 24
-"""Ids of a larger vocabulary are not counted: the table would take more memory than all else."""
+LISTED_INPUTS = 1000  # a side file does not list more
+_LARGEST_VOCABULARY = 1 << 24  # ids of a larger one are not counted: the table would be too large
 _MOST_COMMON, _TEXT_LIMIT = 20, 40
 
 
@@ -29,21 +27,14 @@ _MOST_COMMON, _TEXT_LIMIT = 20, 40
 class TokenizedPiece:
     """The good documents of a piece, and what was left out."""
 
-    lines: int
-    """Lines of the piece, bad and blank ones included."""
-    tokens: list[NDArray]
-    """For each key the tokens of all documents, one after another, in the type that they are stored in."""
-    lengths: list[NDArray[np.int64]]
-    """For each key the tokens of each document `[documents]`."""
-    bad: dict[str, int]
-    """Lines left out, by kind."""
-    faults: list[tuple[int, str]]
-    """(line within the piece, reason) of the first of them, in order."""
+    lines: int  # lines of the piece, bad and blank ones included
+    tokens: list[NDArray]  # for each key those of all documents, joined, in the stored type
+    lengths: list[NDArray[np.int64]]  # for each key the tokens of each document `[documents]`
+    bad: dict[str, int]  # lines left out, by kind
+    faults: list[tuple[int, str]]  # (line within the piece, reason) of the first of them, in order
 
 
 class PieceTokenizer:
-    """Tokenizes pieces; built once in each process."""
-
     def __init__(self, job: PreprocessJob, tokenizer: Tokenizer | None = None) -> None:
         self._keys, self._limits = job.json_keys, job.limits
         self._tokenizer = tokenizer or require_tokenizer(job)
@@ -51,11 +42,8 @@ class PieceTokenizer:
         self._dtype = token_dtype(self._tokenizer.vocab_size)
 
     def __call__(self, piece: Piece) -> TokenizedPiece:
-        """Read the piece and tokenize it. A document is left out as a whole, so that all keys keep in step.
-
-        Raises:
-            ConfigError: the tokenizer gives ids outside its vocabulary.
-        """
+        """Read the piece and tokenize it. A document is left out as a whole, so that all keys keep in step. Raises
+        ConfigError: the tokenizer gives ids outside its vocabulary."""
         read = read_piece(piece, self._keys, self._limits)
         left_out: dict[int, tuple[str, str]] = {}
         encoded = [self._encode(key, texts, left_out) for key, texts in zip(self._keys, read.texts, strict=True)]
@@ -110,10 +98,7 @@ class PieceTokenizer:
         size = self._tokenizer.vocab_size
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < size:
             wrong = int(tokens.max()) if int(tokens.min()) >= 0 else int(tokens.min())
-            raise ConfigError(
-                f"{self._tokenizer.name} gives token id {wrong}, but its vocabulary is {size} ids; its files do not belong "
-                "together: fetch them again"
-            )
+            raise ConfigError(f"{self._tokenizer.name} gives token id {wrong}, beyond its {size} ids; fetch it again")
         return tokens.astype(self._dtype), lengths
 
 
@@ -130,7 +115,6 @@ class DatasetStatistics:
         self._buckets = np.zeros(33, dtype=np.int64)
 
     def add_tokens(self, tokens: NDArray) -> None:
-        """Count ids, all of them in the vocabulary."""
         if self._counts is not None and len(tokens):
             found = np.bincount(tokens)
             self._counts[: len(found)] += found
@@ -177,10 +161,8 @@ class OutputState(NamedTuple):
 
     documents: int
     tokens: int
-    bin_sha256: str
-    """Of the .bin up to here."""
-    lengths_sha256: str
-    """Of the documents' lengths up to here."""
+    bin_sha256: str  # of the .bin up to here
+    lengths_sha256: str  # of the documents' lengths up to here
 
     @classmethod
     def of(cls, counts: TokenCounts) -> "OutputState":
@@ -189,12 +171,8 @@ class OutputState(NamedTuple):
 
 
 class Output:
-    """The growing files of one key in the folder of an unfinished run.
-
-    Args:
-        counts, statistics: of what the files hold and is to be kept; what is beyond that is cut off.
-        name: what errors call it.
-    """
+    """The growing files of one key in the folder of an unfinished run. `counts, statistics`: of what the files hold and
+    is to be kept; what is beyond that is cut off. `name`: what errors call it."""
 
     def __init__(
         self, folder: Path, number: int, counts: TokenCounts, statistics: DatasetStatistics, *, name: str

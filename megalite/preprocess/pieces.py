@@ -22,10 +22,8 @@ Form = Literal["json", "line", "paragraph", "file", "rows"]
 
 LINE_END = re.compile(rb"\n")
 PARAGRAPH_END = re.compile(rb"\n\r?\n")
-_SEPARATOR_BYTES = 3
-"""The longest of them."""
-_SLACK = 8
-"""More than the line ends around a document; with them it may exceed max_document_bytes by that much."""
+_SEPARATOR_BYTES = 3  # the longest of them
+_SLACK = 8  # more than the line ends around a document; with them it may exceed max_document_bytes by that much
 FOREIGN_HEADS = (
     (b"\x1f\x8b", "gzip data", "gzip -dc"),
     (b"\x28\xb5\x2f\xfd", "zstd data", "zstd -dc"),
@@ -41,49 +39,35 @@ FOREIGN_HEADS = (
 class Limits:
     """How much of an input is held at a time."""
 
-    max_document_bytes: int = 8 << 20
-    """A longer line, paragraph or text file is a bad document. A tokenizer may need 70 times its size in memory."""
-    piece_bytes: int = 1 << 18
-    """About how much text a piece holds; it extends to the end of the document that crosses this."""
-    text_documents: TextDocuments = "file"
-    """What a document is in a text file: the file, each line, or each paragraph (empty lines divide them)."""
+    max_document_bytes: int = 8 << 20  # longer ones are bad: a tokenizer may need 70 times its size
+    piece_bytes: int = 1 << 18  # about; a piece extends to the end of the document that crosses it
+    text_documents: TextDocuments = "file"  # what a document is in a text file
 
 
 @dataclass(frozen=True)
 class Place:
     """A place between two documents of the inputs."""
 
-    source: int
-    """Number of the input, from 0."""
-    offset: int
-    """Bytes of (decompressed) content before it, or rows of a parquet file."""
-    lines: int = 0
-    """Lines (rows) before it."""
-    digest: str = ""
-    """For standard input: sha256 of the content before it."""
+    source: int  # number of the input, from 0
+    offset: int  # bytes of (decompressed) content before it, or rows of a parquet file
+    lines: int = 0  # lines (rows) before it
+    digest: str = ""  # for standard input: sha256 of the content before it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
     """A part of one input, for one worker; it can be sent to another process."""
 
-    source: int
-    """Number of the input, from 0."""
+    source: int  # number of the input, from 0
     path: str
     form: Form
-    start: int
-    """Where it starts: bytes of (decompressed) content, or rows of a parquet file."""
+    start: int  # where it starts: bytes of (decompressed) content, or rows of a parquet file
     stop: int
-    content: bytes = b""
-    """Its bytes; fewer than stop - start if its last document is too long."""
-    dropped_lines: int = 0
-    """Line ends in the bytes that are not in `content`."""
-    columns: tuple[Column, ...] = ()
-    """The rows of a parquet file, a column for each key."""
-    disk_bytes: int = 0
-    """How much of the file on disk has been read when the piece ends."""
-    digest: str = ""
-    """For standard input: sha256 of it from its beginning to `stop`."""
+    content: bytes = b""  # its bytes; fewer than stop - start if its last document is too long
+    dropped_lines: int = 0  # line ends in the bytes that are not in `content`
+    columns: tuple[Column, ...] = ()  # the rows of a parquet file, a column for each key
+    disk_bytes: int = 0  # how much of the file on disk has been read when the piece ends
+    digest: str = ""  # for standard input: sha256 of it from its beginning to `stop`
 
     @property
     def num_bytes(self) -> int:
@@ -99,20 +83,14 @@ class Piece:
 def cut(
     inputs: Sequence[Input], *, keys: Sequence[str], limits: Limits, after: Place | None = None
 ) -> Generator[Piece, None, None]:
-    """All pieces, in the order of the inputs, read by a thread a few pieces ahead; with `after`, those from that place on.
-
-    Raises:
-        ConfigError: keys or limits do not fit the inputs; an input is missing, damaged or has changed.
-    """
+    """All pieces, in the order of the inputs, read by a thread a few pieces ahead; with `after`, those from that place
+    on. Raises ConfigError: keys or limits do not fit the inputs; an input is missing, damaged or has changed."""
     check_keys(keys)
     plain = next((item for item in inputs if item.kind == "text"), None)
     if plain and len(keys) > 1:
         raise ConfigError(f"json_keys {' '.join(keys)!r}: {plain.path} is plain text without keys; give one key")
     if limits.max_document_bytes < 1 or limits.piece_bytes < 1:
-        raise ConfigError(
-            f"max_document_bytes {limits.max_document_bytes} and piece_bytes {limits.piece_bytes} must be at least 1; try "
-            f"{Limits()}"
-        )
+        raise ConfigError(f"max_document_bytes and piece_bytes must be at least 1, as in {Limits()}; they are {limits}")
     assert after is None or (0 <= after.source < len(inputs) and after.offset >= 0), after
 
     def pieces(stop: Event) -> Iterator[Piece]:
@@ -162,34 +140,22 @@ def _check_size(item: Input, file: BinaryIO) -> None:
 
 
 class _Stream:
-    """A stream of bytes, cut into pieces; holds at most piece_bytes + max_document_bytes and some blocks.
-
-    Args:
-        path: its name, for messages.
-        blocks: its content from the beginning.
-        make: makes a piece.
-        hashed: keep a running sha256 of the content, for a stream that no file identifies.
-    """
+    """A stream of bytes, cut into pieces; holds at most piece_bytes + max_document_bytes and some blocks. `path`: its
+    name, for messages. `blocks`: its content from the beginning. `make`: makes a piece. `hashed`: keep a running
+    sha256 of the content, for a stream that no file identifies."""
 
     def __init__(self, path: str, blocks: Blocks, limits: Limits, make: Callable[..., Piece], *, hashed: bool) -> None:
         self._path, self._blocks, self._limits, self._make = path, blocks, limits, make
         self._sha256 = hashlib.sha256() if hashed else None
         self._buffer = bytearray()
-        self._start = 0
-        """Of the piece at the beginning of the buffer."""
-        self._dropped = self._dropped_lines = 0
-        """Bytes, and line ends among them, of this piece that are not in the buffer: inside a document too long."""
-        self._hashed = 0
-        """Bytes of the buffer that the sha256 has."""
+        self._start = 0  # of the piece at the beginning of the buffer
+        self._dropped = self._dropped_lines = 0  # bytes and line ends inside a document too long
+        self._hashed = 0  # bytes of the buffer that the sha256 has
         self._disk_bytes = 0
         self._is_plain = False
 
     def cut(self, form: Form, place: Place, file: BinaryIO | None = None) -> Iterator[Piece]:
-        """The pieces from `place` on.
-
-        Args:
-            file: the file, if it is not compressed: it need not be read up to `place`.
-        """
+        """The pieces from `place` on. `file`: the file, if it is not compressed: it need not be read up to `place`."""
         if form == "file":
             if not place.offset:
                 yield self._whole()
@@ -242,11 +208,8 @@ class _Stream:
                 raise ConfigError(f"input {self._path} holds {what}, not lines of JSON; {how}")
 
     def _skip(self, place: Place) -> None:
-        """Continue at a place.
-
-        Raises:
-            ConfigError: no piece can have ended there, or (standard input) the content before it was another.
-        """
+        """Continue at a place. Raises ConfigError: no piece can have ended there, or (standard input) the content
+        before it was another."""
         last = b"\n"
         while (left := place.offset - self._start) > 0:
             if not self._buffer and not self._more():
@@ -260,7 +223,6 @@ class _Stream:
             raise changed(self._path, f"its first {place.offset} bytes are not those that were read before")
 
     def _more(self) -> bool:
-        """Read one more block; false at the end."""
         content, self._disk_bytes = next(self._blocks, (b"", self._disk_bytes))
         self._buffer += content
         return bool(content)

@@ -15,6 +15,7 @@ from megalite.checkpoint.files import sync_folder, write_durably
 from megalite.config.errors import ConfigError
 from megalite.data.indexed_writer import write_lengths_index
 from megalite.data.token_files import SUFFIXES, encode_side_file
+from megalite.preprocess import resume
 from megalite.preprocess.documents import read_piece
 from megalite.preprocess.inputs import Input, find_inputs
 from megalite.preprocess.job import (
@@ -28,50 +29,30 @@ from megalite.preprocess.job import (
 )
 from megalite.preprocess.output import Output, PieceTokenizer, TokenizedPiece
 from megalite.preprocess.pieces import Piece, Place, cut
-from megalite.preprocess.resume import Beginning, begin, complete_output, input_stamp, job_facts
-from megalite.preprocess.unfinished import (
-    JOURNAL,
-    Journal,
-    Mark,
-    Stamp,
-    UnfinishedFolder,
-    move_into_place,
-    read_journal,
-)
 from megalite.preprocess.workers import WorkerPool
 from megalite.tokenizers.base import Tokenizer
 
-_FEW_PIECES = 8
-"""Fewer are not worth the start of a worker."""
+_FEW_PIECES = 8  # fewer are not worth the start of a worker
 _FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_SEARCHED_PIECES, _SEARCHED_BYTES = 100, 1 << 14
-"""Of the input, for the first document of a plan."""
+_SEARCHED_PIECES, _SEARCHED_BYTES = 100, 1 << 14  # of the input, for the first document of a plan
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Inputs that would be read, and how their first good document would look."""
-
     inputs: list[Input]
     tokenizer: Tokenizer
-    place: str = ""
-    """`file:line` of the first document; empty if the input begins with none, or is stdin, which is read only once."""
-    text: str = ""
-    """Under the first key."""
-    ids: Sequence[int] = ()
-    """With the end-of-document token, if the job appends it."""
+    place: str = ""  # `file:line` of the first document; empty if none begins the input, or it is stdin
+    text: str = ""  # under the first key
+    ids: Sequence[int] = ()  # with the end-of-document token, if the job appends it
 
 
 def plan(job: PreprocessJob) -> Plan:
-    """Find the inputs, load the tokenizer and read the first document; nothing is written.
-
-    Raises:
-        ConfigError: as the job itself would.
-    """
+    """Find the inputs, load the tokenizer and read the first document; nothing is written. Raises ConfigError: as the
+    job itself would."""
     check_settings(job)
     inputs = find_inputs(job.inputs)
     check_target(job, inputs)
-    unfinished = read_journal(job.unfinished / JOURNAL)
+    unfinished = resume.read_journal(job.unfinished / resume.JOURNAL)
     if unfinished is None or not unfinished.marks:
         require_free(job)
     tokenizer = require_tokenizer(job)
@@ -99,28 +80,26 @@ def preprocess(job: PreprocessJob, on_progress: Callable[[Progress], None] = lam
     from which the same job resumes; an exception that ends a run has a note (`__notes__`) of that. The output does not
     depend on workers, on how the input was cut, or on kills.
 
-    Raises:
-        ConfigError: inputs, keys or tokenizer are bad, no document is good, (strict) any line is bad, a worker died,
-            the disk is full, the output cannot be where it is wanted or exists already, or the unfinished work is that
-            of another job.
-    """
+    Raises ConfigError: inputs, keys or tokenizer are bad, no document is good, (strict) any line is bad, a worker died,
+    the disk is full, the output cannot be where it is wanted or exists already, or the unfinished work is that of
+    another job."""
     check_settings(job)
     inputs = find_inputs(job.inputs)
     check_target(job, inputs)
     tokenizer = require_tokenizer(job)
-    stamps = [input_stamp(item) for item in inputs]
-    facts = job_facts(job, tokenizer)
-    folder = UnfinishedFolder(job.unfinished)
+    stamps = [resume.input_stamp(item) for item in inputs]
+    facts = resume.job_facts(job, tokenizer)
+    folder = resume.UnfinishedFolder(job.unfinished)
     try:
-        mark = complete_output(folder, job, facts, stamps)
+        mark = resume.complete_output(folder, job, facts, stamps)
         if mark is None:
-            beginning = begin(folder, job, facts, stamps)
+            beginning = resume.begin(folder, job, facts, stamps)
             progress = _Run(job, inputs, stamps, tokenizer, folder, beginning).run(on_progress)
         else:
             progress = _progress_at(mark, inputs, list(mark.faults))
             progress.notice = "an earlier run had done all of it and only had to rename its files"
             try:
-                move_into_place(folder.path, job.prefixes)
+                resume.move_into_place(folder.path, job.prefixes)
             except BaseException as error:
                 error.add_note(_kept_note(progress.documents, folder))
                 raise
@@ -139,10 +118,10 @@ class _Run:
         self,
         job: PreprocessJob,
         inputs: Sequence[Input],
-        stamps: list[Stamp],
+        stamps: list[resume.Stamp],
         tokenizer: Tokenizer,
-        folder: UnfinishedFolder,
-        beginning: Beginning,
+        folder: resume.UnfinishedFolder,
+        beginning: resume.Beginning,
     ) -> None:
         self._job, self._inputs, self._stamps = job, inputs, stamps
         self._tokenizer, self._folder, self._journal = tokenizer, folder, beginning.journal
@@ -158,8 +137,7 @@ class _Run:
         self._saver = BackgroundSaver(
             self._journal, self._outputs, mark, len(self.progress.faults), job.checkpoint_seconds
         )
-        self._is_halfway = False
-        """Some outputs may have a piece that others do not."""
+        self._is_halfway = False  # some outputs may have a piece that others do not
 
     def run(self, on_progress: Callable[[Progress], None]) -> Progress:
         """Do the job, or leave the work where the next run finds it."""
@@ -171,7 +149,7 @@ class _Run:
             try:
                 self._read_all(on_progress)
                 self._complete()
-                move_into_place(self._folder.path, self._job.prefixes)
+                resume.move_into_place(self._folder.path, self._job.prefixes)
             except BaseException as error:
                 self._give_up(error)
                 if not isinstance(error, OSError) or error.errno not in _FULL_DISK:
@@ -249,12 +227,9 @@ class _Run:
         self._journal.append({"complete": made})
 
     def _require_unchanged(self, source: int) -> None:
-        before, now = self._stamps[source], input_stamp(self._inputs[source])
+        before, now = self._stamps[source], resume.input_stamp(self._inputs[source])
         if now != before:
-            raise ConfigError(
-                f"input {before[0]} has changed while it was read (it had {before[1]} bytes, now {now[1]}); "
-                "once nothing writes to it, start again with --restart"
-            )
+            raise ConfigError(f"input {before[0]} has changed while it was read; start again with --restart")
 
     def _give_up(self, error: BaseException) -> None:
         """Save what can be saved, and note on the error what that is; if nothing is saved, leave nothing behind."""
@@ -272,29 +247,21 @@ class _Run:
 
 class BackgroundSaver:
     """Puts outputs on the disk and then a mark into the journal, in a thread: a slow disk does not delay the work.
-
-    Args:
-        last: the mark that the run resumes from.
-        faults: how many bad lines the journal has.
-        seconds: how often `save_soon` does something; 0 is always, even if it has to wait for the previous save.
-    """
+    `last`: the mark that the run resumes from. `faults`: how many bad lines the journal has. `seconds`: how often
+    `save_soon` does something; 0 is always, even if it has to wait for the previous save."""
 
     def __init__(
-        self, journal: Journal, outputs: Sequence[Output], last: Mark | None, faults: int, seconds: float
+        self, journal: resume.Journal, outputs: Sequence[Output], last: resume.Mark | None, faults: int, seconds: float
     ) -> None:
         self._journal, self._outputs, self._faults, self._seconds = journal, outputs, faults, seconds
-        self.saved = self._captured = last
-        """The last mark in the journal."""
+        self.saved = self._captured = last  # the last mark in the journal
         self._captured_at = time.monotonic()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._saving: Future[None] | None = None
 
     def save_soon(self, place: Place, progress: Progress) -> None:
-        """Save in the background, if it is time to and the previous save is over.
-
-        Raises:
-            OSError: the previous save failed.
-        """
+        """Save in the background, if it is time to and the previous save is over. Raises OSError: the previous save
+        failed."""
         if time.monotonic() - self._captured_at < self._seconds:
             return
         if self._saving is not None:
@@ -304,21 +271,11 @@ class BackgroundSaver:
         self._saving = self._thread.submit(self._save, self._capture(place, progress))
 
     def save_now(self, place: Place | None, progress: Progress) -> None:
-        """Save before returning.
-
-        Raises:
-            OSError: it cannot be written.
-        """
         self.wait()
         if place is not None and (self._captured is None or self._captured.place != place):
             self._save(self._capture(place, progress))
 
     def wait(self) -> None:
-        """Wait for the save in progress.
-
-        Raises:
-            OSError: it failed.
-        """
         # One thread works in order: this also comes after a save of which a signal has lost the future.
         self._thread.submit(lambda: None).result()
         if self._saving is not None:
@@ -327,9 +284,9 @@ class BackgroundSaver:
     def close(self) -> None:
         self._thread.shutdown()
 
-    def _capture(self, place: Place, progress: Progress) -> Mark:
+    def _capture(self, place: Place, progress: Progress) -> resume.Mark:
         """The state now, all of it handed to the system."""
-        self._captured = mark = Mark(
+        self._captured = mark = resume.Mark(
             place=place,
             input_bytes=progress.input_bytes,
             disk_bytes=progress.disk_bytes,
@@ -341,7 +298,7 @@ class BackgroundSaver:
         self._captured_at = time.monotonic()
         return mark
 
-    def _save(self, mark: Mark) -> None:
+    def _save(self, mark: resume.Mark) -> None:
         for output in self._outputs:
             output.sync()
         self._journal.mark(mark)
@@ -375,11 +332,11 @@ def _tokenized(
     pool.close()
 
 
-def _kept_note(documents: int, folder: UnfinishedFolder) -> str:
+def _kept_note(documents: int, folder: resume.UnfinishedFolder) -> str:
     return f"{documents:,} documents are kept in {folder.path}: the same command resumes there, --restart drops them"
 
 
-def _progress_at(mark: Mark | None, inputs: Sequence[Input], faults: list[str]) -> Progress:
+def _progress_at(mark: resume.Mark | None, inputs: Sequence[Input], faults: list[str]) -> Progress:
     sizes = [item.size for item in inputs]
     progress = Progress(disk_total=None if None in sizes else sum(size or 0 for size in sizes))
     if mark is not None:

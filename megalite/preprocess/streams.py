@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.config.errors import ConfigError
+from megalite.tokenizers.base import missing_package
 
 if TYPE_CHECKING:
     import pyarrow
@@ -24,19 +25,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Compression = Literal["gz", "zst"]
-Blocks = Generator[tuple[bytes, int], None, None]
-"""(bytes, how much has been read from the disk so far)"""
+Blocks = Generator[tuple[bytes, int], None, None]  # (bytes, how much has been read from the disk so far)
 
 AHEAD_ITEMS = 8
 _READ_BYTES = 1 << 18
-_ZSTD_INPUT = 1 << 10
-"""A zstd block of 4 bytes may stand for 128 KiB: 32 MiB."""
+_ZSTD_INPUT = 1 << 10  # a zstd block of 4 bytes may stand for 128 KiB: 32 MiB
 _ZSTD_WINDOW = 1 << 27
 _POLL_SECONDS = 0.1
 
 
-_ROWS = 16
-"""Read at a time: however large the texts after these are, or how well they are compressed."""
+_ROWS = 16  # read at a time: however large the texts after these are, or how well they are compressed
 _BUFFER_BYTES = 1 << 18
 _SHOWN_COLUMNS = 20
 
@@ -62,10 +60,8 @@ def file_blocks(path: str, file: BinaryIO, compression: Compression | None, stop
     Several gzip members or zstd frames one after the other are one content. Memory is bounded, also for content that
     is compressed many thousandfold.
 
-    Raises:
-        ConfigError: the file cannot be read, is damaged, ends early, or zstandard is not installed.
-        Stopped: `stop` is set.
-    """
+    Raises ConfigError: the file cannot be read, is damaged, ends early, or zstandard is not installed. Stopped: `stop`
+    is set."""
     try:
         if compression == "zst":
             yield from _zstd_blocks(path, file, stop)
@@ -87,9 +83,7 @@ def _zstd_blocks(path: str, file: BinaryIO, stop: Event) -> Blocks:
     try:
         import zstandard
     except ImportError:
-        raise ConfigError(
-            f"{path} needs the package zstandard, which is not installed: pip install 'megalite[data]'"
-        ) from None
+        raise missing_package(path, "zstandard", "data") from None
     decoder = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
     frame: Any = None
     try:
@@ -114,12 +108,8 @@ def _zstd_blocks(path: str, file: BinaryIO, stop: Event) -> Blocks:
 
 
 def pipe_blocks(number: int, stop: Event) -> Blocks:
-    """What comes out of standard input, without ever waiting in a call that cannot be stopped.
-
-    Raises:
-        ConfigError: it cannot be read.
-        Stopped: `stop` is set.
-    """
+    """What comes out of standard input, without ever waiting in a call that cannot be stopped. Raises ConfigError: it
+    cannot be read. Stopped: `stop` is set."""
     total = 0
     try:
         while True:
@@ -141,11 +131,9 @@ def check(stop: Event) -> None:
 
 
 def read_ahead(make: Callable[[Event], Iterator[T]]) -> Generator[T, None, None]:
-    """The items of an iterator that a thread runs, at most AHEAD_ITEMS ahead.
-
-    The thread ends with this generator, also if that is closed early: `make` gets an event that is then set and on
-    which it raises Stopped. What else it raises is raised here, after the items before it.
-    """
+    """The items of an iterator that a thread runs, at most AHEAD_ITEMS ahead. The thread ends with this generator, also
+    if that is closed early: `make` gets an event that is then set and on which it raises Stopped. What else it raises
+    is raised here, after the items before it."""
     stop = Event()
     items: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(AHEAD_ITEMS)
 
@@ -191,10 +179,8 @@ class Column:
     """The texts of some rows of a column: row i is data[offsets[i]:offsets[i + 1]]."""
 
     data: bytes
-    offsets: NDArray[np.int64]
-    """[rows + 1]"""
-    nulls: tuple[int, ...]
-    """Rows without a value."""
+    offsets: NDArray[np.int64]  # [rows + 1]
+    nulls: tuple[int, ...]  # rows without a value
 
 
 def cut_parquet(
@@ -206,17 +192,12 @@ def cut_parquet(
     Only the columns of `keys` are read, through small buffers and a few rows at a time, so that memory grows neither
     with the row groups nor with how well they are compressed.
 
-    Raises:
-        ConfigError: the file is damaged, has become shorter, lacks a column or has no texts in it, or pyarrow is not
-            installed.
-        Stopped: `stop` is set.
-    """
+    Raises ConfigError: the file is damaged, has become shorter, lacks a column or has no texts in it, or pyarrow is not
+    installed. Stopped: `stop` is set."""
     try:
         import pyarrow.parquet
     except ImportError:
-        raise ConfigError(
-            f"{path} needs the package pyarrow, which is not installed: pip install 'megalite[data]'"
-        ) from None
+        raise missing_package(path, "pyarrow", "data") from None
     try:
         # pyarrow compares the checksums of pages (where the writer left some) only on request.
         with pyarrow.parquet.ParquetFile(
@@ -257,10 +238,9 @@ def _check_columns(path: str, schema: "pyarrow.Schema", keys: Sequence[str]) -> 
 def _pieces(
     file: "pyarrow.parquet.ParquetFile", keys: Sequence[str], piece_bytes: int, start: int
 ) -> Iterator[tuple[int, int, list[list["pyarrow.Array"]]]]:
-    """(first row, row after the last, [part][key] texts) from row `start` on; a piece may have parts of several batches.
-
-    Where pieces end depends on the content alone: from row `start`, where one ended, they end as they did then.
-    """
+    """(first row, row after the last, [part][key] texts) from row `start` on; a piece may have parts of several
+    batches. Where pieces end depends on the content alone: from row `start`, where one ended, they end as they did
+    then."""
     row = 0
     for number in range(file.metadata.num_row_groups):
         rows = file.metadata.row_group(number).num_rows

@@ -15,46 +15,33 @@ from megalite.preprocess.copying import check_output_prefix, make_folder
 from megalite.preprocess.documents import PieceTexts, read_piece
 from megalite.preprocess.inputs import Input
 from megalite.preprocess.pieces import Limits, cut
-from megalite.tokenizers.base import is_failure
+from megalite.tokenizers.base import is_failure, missing_package
 from megalite.tokenizers.subword import GPT2_END
 from megalite.tokenizers.tiktoken_encodings import LLAMA3_PATTERN
 
 WORD_PATTERNS: dict[str, str | None] = {"gpt2": None, "gpt4": LLAMA3_PATTERN}
 """How byte-level BPE splits words: gpt2's are part of the library; gpt4's, and Llama 3's, split numbers into threes."""
-_MAX_VOCABULARY = 1 << 20
-"""Ten times what large models have; the libraries reserve memory for as many as they are asked for."""
+_MAX_VOCABULARY = 1 << 20  # ten times what large models have; libraries reserve memory for all
 _NO_SENTENCE_LIMIT = 1 << 30
 _HELD_OUT_EVERY, _HELD_OUT_FIRST = 50, 10
 
 
 @dataclass
 class TrainingText:
-    """At most max_bytes of the inputs' text, document by document; iterating counts what was read.
-
-    Of inputs that hold more, pieces are taken so that at any place the text taken is to max_bytes what the bytes on
-    disk passed are to all of them: the end of a corpus counts as much as its beginning. Standard input, of unknown
-    length, is taken from its start. Every 50th document, from the 11th on, is held out, to measure the tokenizer on.
-
-    Args:
-        keys: keys of the text in a document.
-        max_bytes: of UTF-8 text; the last document is cut there.
-        advance: called with the bytes of text just read.
-    """
+    """At most max_bytes of the inputs' text, document by document; iterating counts what was read. Of inputs that hold
+    more, pieces are taken so that at any place the text taken is to max_bytes what the bytes on disk passed are to all
+    of them: the end of a corpus counts as much as its beginning. Standard input, of unknown length, is taken from its
+    start. Every 50th document, from the 11th on, is held out, to measure the tokenizer on."""
 
     inputs: Sequence[Input]
-    keys: Sequence[str]
-    max_bytes: int
-    advance: Callable[[int], None] = lambda count: None
-    num_bytes: int = 0
-    """Bytes of text read so far, those held out among them."""
-    documents: int = 0
-    """Documents read so far (texts, where there are several keys)."""
-    bad: int = 0
-    """Bad lines."""
-    first_bad: str = ""
-    """The first of them and what is wrong with it; after a part that was left out, line numbers are unknown."""
-    is_share: bool = False
-    """There was more text than max_bytes."""
+    keys: Sequence[str]  # keys of the text in a document
+    max_bytes: int  # of UTF-8 text; the last document is cut there
+    advance: Callable[[int], None] = lambda count: None  # called with the bytes of text just read
+    num_bytes: int = 0  # bytes of text read so far, those held out among them
+    documents: int = 0  # documents read so far (texts, where there are several keys)
+    bad: int = 0  # bad lines
+    first_bad: str = ""  # with what is wrong; without a line number after a part was left out
+    is_share: bool = False  # there was more text than max_bytes
     held_out: list[str] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[str]:
@@ -110,10 +97,8 @@ class TrainingText:
 
 
 class _CountedTexts:
-    """Passes texts on, counts their characters and keeps the exception that reading them raised.
-
-    SentencePiece takes an exception of its iterator for the end of the text and would train on the part before it.
-    """
+    """Passes texts on, counts their characters and keeps the exception that reading them raised. SentencePiece takes an
+    exception of its iterator for the end of the text and would train on the part before it."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._texts = texts
@@ -148,14 +133,9 @@ def train_sentencepiece(
     SentencePiece's own sign for a space, which decodes to one. Digits are single pieces. The same texts in the same
     order give the same file.
 
-    Args:
-        model_type: "bpe" (byte-pair encoding) or "unigram" (Kudo 2018).
-
-    Raises:
-        ConfigError: no text, or too little of it for vocab_size; the file exists, or its folder cannot be written to;
-            what `texts` raises is raised again.
-        OSError: the file cannot be written.
-    """
+    `model_type`: "bpe" (byte-pair encoding) or "unigram" (Kudo 2018). Raises ConfigError: no text, or too little of it
+    for vocab_size; the file exists, or its folder cannot be written to; what `texts` raises is raised again. OSError:
+    the file cannot be written."""
     path = _output(output_prefix, ".model")
     _check_size(vocab_size, 260, "256 bytes, 3 control pieces and a character")
     source = _CountedTexts(texts)
@@ -180,9 +160,8 @@ def train_sentencepiece(
         )
     except (RuntimeError, ValueError) as error:
         source.require_any()
-        raise ConfigError(
-            f"vocab_size {vocab_size} cannot be trained on {source.characters} characters: {_reason(str(error))}"
-        ) from None
+        why = f"on {source.characters} characters: {_reason(str(error))}"
+        raise ConfigError(f"vocab_size {vocab_size} cannot be trained {why}") from None
     source.require_any()
     return _write(path, model.getvalue())
 
@@ -194,22 +173,14 @@ def train_byte_level(texts: Iterable[str], *, output_prefix: str | Path, vocab_s
     <|endoftext|>, id 0, is the end of document; spelled out in a text it is that token, as in every tokenizer.json, and
     decoding leaves it out. The same texts in the same order give the same file.
 
-    Args:
-        words: a key of WORD_PATTERNS; tokens do not reach from one word into the next.
-
-    Raises:
-        ConfigError: as `train_sentencepiece`, or the package `tokenizers` is not installed.
-        OSError: the file cannot be written.
-    """
+    `words`: a key of WORD_PATTERNS; tokens do not reach from one word into the next. Raises ConfigError: as
+    `train_sentencepiece`, or the package `tokenizers` is not installed. OSError: the file cannot be written."""
     path = _output(output_prefix, ".json")
     _check_size(vocab_size, 257, "256 bytes and the end of document")
     try:
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError:
-        raise ConfigError(
-            "byte-level BPE is trained by the package tokenizers, which is not installed: "
-            "pip install 'megalite[tokenizers]'"
-        ) from None
+        raise missing_package("byte-level BPE", "tokenizers", "tokenizers") from None
     pattern = WORD_PATTERNS[words]
     tokenizer = Tokenizer(models.BPE())
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
@@ -232,15 +203,11 @@ def train_byte_level(texts: Iterable[str], *, output_prefix: str | Path, vocab_s
         raise ConfigError(f"byte-level BPE cannot be trained: {str(error)[:200]}") from None
     source.require_any()
     if tokenizer.get_vocab_size() < vocab_size:
-        raise ConfigError(
-            f"{source.characters} characters give no more than {tokenizer.get_vocab_size()} tokens, {vocab_size} are "
-            f"wanted; give more text, or --vocab-size {tokenizer.get_vocab_size()}"
-        )
+        raise ConfigError(f"{source.characters} characters give at most --vocab-size {tokenizer.get_vocab_size()}")
     return _write(path, tokenizer.to_str(pretty=True).encode())
 
 
 def _output(prefix: str | Path, suffix: str) -> Path:
-    """The file to write, checked before the training."""
     check_output_prefix(prefix, example="tokenizer")
     path = Path(f"{prefix}{suffix}")
     _refuse_existing(path)
@@ -274,6 +241,4 @@ def _reason(error: str) -> str:
 
 def _check_size(vocab_size: int, least: int, what: str) -> None:
     if not least <= vocab_size <= _MAX_VOCABULARY:
-        raise ConfigError(
-            f"vocab_size {vocab_size} is not from {least} ({what}) to {_MAX_VOCABULARY}; try --vocab-size 32000"
-        )
+        raise ConfigError(f"vocab_size {vocab_size} is not from {least} ({what}) to {_MAX_VOCABULARY}; try 32000")

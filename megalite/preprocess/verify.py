@@ -24,9 +24,7 @@ def find_prefixes(entries: Sequence[str]) -> list[str]:
     An entry is a prefix, one of a dataset's files (a shell may expand `data/*`), or a folder of datasets. Half a pair
     counts too: opening it says what is missing.
 
-    Raises:
-        ConfigError: a dataset is named twice, or an entry is none or a folder without any.
-    """
+    Raises ConfigError: a dataset is named twice, or an entry is none or a folder without any."""
     found: dict[str, tuple[str, set[str]]] = {}
     for entry in entries:
         prefixes, suffix = _of_entry(entry)
@@ -55,11 +53,8 @@ def _of_entry(entry: str) -> tuple[list[str], str]:
 
 
 def parse_documents(text: str, dataset: IndexedDataset) -> range:
-    """`3:10` (3 up to and without 10), `3:`, `:10` or `3` as a range of the documents of a dataset.
-
-    Raises:
-        ConfigError: something else, or a range that is empty or extends beyond the last document.
-    """
+    """`3:10` (3 up to and without 10), `3:`, `:10` or `3` as a range of the documents of a dataset. Raises ConfigError:
+    something else, or a range that is empty or extends beyond the last document."""
     first, colon, last = text.partition(":")
     count = dataset.num_documents
     if not count:
@@ -82,18 +77,13 @@ def parse_documents(text: str, dataset: IndexedDataset) -> range:
 class Document:
     number: int
     sequences: int
-    length: int
-    """All its tokens."""
-    tokens: list[int]
-    """The first of them."""
+    length: int  # all its tokens
+    tokens: list[int]  # the first of them
 
 
 def inspect(dataset: IndexedDataset) -> dict[str, Any]:
-    """The facts of a dataset; reads its index and side file. Memory does not grow with the files.
-
-    Raises:
-        ConfigError: the side file is damaged.
-    """
+    """The facts of a dataset; reads its index and side file. Memory does not grow with the files. Raises ConfigError:
+    the side file is damaged."""
     statistics = DatasetStatistics(0)
     empty = 0
     for lengths in lengths_in_blocks(dataset, range(dataset.num_documents)):
@@ -123,36 +113,26 @@ def read_documents(dataset: IndexedDataset, documents: range, *, max_tokens: int
 
 @dataclass(frozen=True)
 class Fault:
-    path: str
-    """The file."""
-    offset: int | None
-    """The byte, where one byte (or item) is wrong."""
-    text: str
-    """File, byte, what is there and what should be."""
+    path: str  # the file
+    offset: int | None  # the byte, where one byte (or item) is wrong
+    text: str  # file, byte, what is there and what should be
 
 
 @dataclass(frozen=True)
 class Verified:
     prefix: str
-    fault: Fault | None
-    """None: sound."""
+    fault: Fault | None  # None: sound
     documents: int = 0
     sequences: int = 0
     tokens: int = 0
-    bytes: int = 0
-    """Length of both files."""
+    bytes: int = 0  # length of both files
     dtype: str = ""
-    largest_id: int | None = None
-    """None if there are no tokens."""
-    vocab_size: int | None = None
-    """What every id was compared with, if anything."""
-    hashed: bool = False
-    """The sha256 of both files was compared with the side file's."""
-    eod: int | None = None
-    """The id that every document was checked to end with; None if the side file does not promise one."""
+    largest_id: int | None = None  # None if there are no tokens
+    vocab_size: int | None = None  # what every id was compared with, if anything
+    hashed: bool = False  # the sha256 of both files was compared with the side file's
+    eod: int | None = None  # every document was checked to end with it; None: nothing promises one
     has_side_file: bool = False
-    bad_side_file: str | None = None
-    """Why the side file could not be used: the pair was checked without it."""
+    bad_side_file: str | None = None  # why the side file could not be used: the pair was checked without it
 
 
 def verify(
@@ -169,14 +149,9 @@ def verify(
     `vocab_size`; the end-of-document id at the end of each document that has tokens, if the side file says that it
     was appended; the sha256 of .bin. Memory does not grow with the files.
 
-    Args:
-        vocab_size: ids must be below it and below the side file's.
-        hashes: compare sha256 with the side file.
-        on_bytes: called with the number of bytes just read.
-
-    Raises:
-        ConfigError: a file is missing or cannot be read, or is of a kind that is not supported.
-    """
+    `vocab_size`: ids must be below it and below the side file's. `hashes`: compare sha256 with the side file.
+    `on_bytes`: called with the number of bytes just read. Raises ConfigError: a file is missing or cannot be read, or
+    is of a kind that is not supported."""
     side: dict[str, Any] | None = None
     bad_side_file = None
     try:
@@ -220,7 +195,6 @@ def verify(
 
 
 def dataset_bytes(prefix: str) -> int:
-    """Length of .bin and .idx together; a missing file counts 0."""
     paths = [Path(f"{prefix}{suffix}") for suffix in (".bin", ".idx")]
     return sum(path.stat().st_size for path in paths if path.exists())
 
@@ -259,12 +233,9 @@ class _TokenCheck:
     def __init__(self, dataset: IndexedDataset, vocab_size: int | None, eod: int | None) -> None:
         self.dataset, self.vocab_size, self.eod = dataset, vocab_size, eod
         self.largest: int | None = None
-        self._ends = np.empty(0, dtype=np.int64)
-        """Ends of documents that have not been read yet, all after `_end`."""
-        self._end = 0
-        """End of the last document that was read completely."""
-        self._document = 0
-        """The first document with an end that is not in `_ends` yet."""
+        self._ends = np.empty(0, dtype=np.int64)  # ends of documents that have not been read yet, all after `_end`
+        self._end = 0  # end of the last document that was read completely
+        self._document = 0  # the first document with an end that is not in `_ends` yet
 
     def run(self, on_bytes: Callable[[int], None], sha256: str | None) -> Fault | None:
         """The fault at the lowest offset, or else bytes that are not those of the sha256."""

@@ -30,11 +30,8 @@ class WorkerPool(Generic[A, P, R]):
     is closed and when this process dies in any way. SIGINT and SIGTERM, which reach all processes of a terminal or a
     batch job, are left to the parent.
 
-    Args:
-        count: processes at most.
-        build: a function of a module, which workers import.
-        argument: what `build` is called with; it is pickled, as are pieces and results.
-    """
+    `count`: processes at most. `build`: a function of a module, which workers import. `argument`: what `build` is
+    called with; it is pickled, as are pieces and results."""
 
     def __init__(self, count: int, build: Callable[[A], Callable[[P], R]], argument: A) -> None:
         context = multiprocessing.get_context("spawn")
@@ -51,9 +48,7 @@ class WorkerPool(Generic[A, P, R]):
         Pieces in flight are bounded by number and by the sum of their `size` (bytes); one is always allowed. An
         exception that ends `pieces` is raised after the results of all pieces before it, as it is without workers.
 
-        Raises:
-            ConfigError: the function raised it, or a worker died.
-        """
+        Raises ConfigError: the function raised it, or a worker died."""
         pending: deque[tuple[P, int, Future[R]]] = deque()
         in_flight, exhausted = 0, False
         fault: Exception | None = None
@@ -83,7 +78,6 @@ class WorkerPool(Generic[A, P, R]):
             yield done, result
 
     def close(self, *, kill: bool = False) -> None:
-        """End all workers; `kill` does not wait for their work."""
         if kill:
             self._alive.close()
         self._executor.shutdown(cancel_futures=True)
@@ -101,14 +95,10 @@ class WorkerPool(Generic[A, P, R]):
 
     def _death(self) -> ConfigError:
         self._alive.close()  # the executor sends the other workers SIGTERM, which they block, and waits for them
-        return ConfigError(
-            f"a worker process died (out of memory?) with {self._count} workers; fewer "
-            f"(--workers {max(self._count // 2, 1)}) need less memory"
-        )
+        return ConfigError(f"a worker process died (out of memory?); use fewer: --workers {max(self._count // 2, 1)}")
 
 
-_worker: dict[str, Any] = {}
-"""In a worker: how to build its function, and the function."""
+_worker: dict[str, Any] = {}  # in a worker: how to build its function, and the function
 
 
 def _start(build: Callable[[Any], Callable[[Any], Any]], argument: Any, parent: Connection) -> None:

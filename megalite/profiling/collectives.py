@@ -21,8 +21,6 @@ from megalite.topology.topology import ProcessGroups, Topology
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The same on every rank."""
-
     device_type: str
     device_name: str
     memory_bytes: int  # of one rank: a GPU's, or its equal share of the node's
@@ -36,7 +34,6 @@ class Machine:
 
     @property
     def ranks(self) -> int:
-        """All."""
         return self.nodes * self.ranks_per_node
 
     @property
@@ -56,11 +53,9 @@ class Machine:
 
 
 def describe_machine(world: Group, device: torch.device, *, node: str | None = None) -> Machine:
-    """Asks every rank for its host (unless `node` is its name) and its device.
-
-    Raises ConfigError if devices or numbers of threads differ, or the ranks of nodes are unequal in number or not
-    consecutive; the same on every rank. Collectives: a gather over the world.
-    """
+    """Asks every rank for its host (unless `node` is its name) and its device. Raises ConfigError if devices or numbers
+    of threads differ, or the ranks of nodes are unequal in number or not consecutive; the same on every rank.
+    Collectives: a gather over the world."""
     name, memory, multiprocessors = device_facts(device)
     mine = [platform.node() if node is None else node, name, torch.get_num_threads()]
     rows = world.gather_json(mine, device)
@@ -68,10 +63,7 @@ def describe_machine(world: Group, device: torch.device, *, node: str | None = N
     for rank, row in enumerate(rows):
         for what, index in (("device", 1), ("number of threads", 2)):
             if row[index] != rows[0][index]:
-                raise ConfigError(
-                    f"the {what} is {rows[0][index]} on rank 0 and {row[index]} on rank {rank}; profile machines that are "
-                    f"alike, one cluster file for each kind"
-                )
+                raise ConfigError(f"the {what} is {rows[0][index]} on rank 0, {row[index]} on {rank}; use equal ones")
     return Machine(
         device_type=device.type,
         device_name=name,
@@ -124,8 +116,6 @@ OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveTime:
-    """One operation at one size of message."""
-
     operation: str  # one of OPERATIONS, or `p2p`
     place: str  # `inside` a node or `across` nodes
     ranks: int  # of the group
@@ -150,7 +140,6 @@ class CollectiveTime:
 
     @property
     def bytes_per_second(self) -> float:
-        """Sent, achieved."""
         return self.wire_bytes / self.timing.seconds
 
 
@@ -168,8 +157,7 @@ def make_channels(
 ) -> list[Channels]:
     """Groups inside a node (of 2 ranks and of all), and across nodes (one rank of each), with a pair for messages.
 
-    Collectives: makes process groups (`made` as for `Topology.create`); every rank calls it at the same time.
-    """
+    Collectives: makes process groups (`made` as for `Topology.create`); every rank calls it at the same time."""
     made = {} if made is None else made
     local, nodes = machine.ranks_per_node, machine.nodes
 
@@ -212,8 +200,7 @@ def measure_collectives(
 ) -> Iterator[CollectiveTime]:
     """Every operation at every size, `seconds` in all.
 
-    Collectives: those that are measured, and barriers and gathers over the timer's world.
-    """
+    Collectives: those that are measured, and barriers and gathers over the timer's world."""
     each = seconds / max(1, len(sizes) * (1 + len(channels.groups) * len(OPERATIONS)))
     for size in sizes:
         for group in channels.groups:
@@ -298,16 +285,12 @@ class TurnTime:
 def measure_turns(timer: Timer, channels: Channels, *, seconds: float) -> TurnTime:
     """Pairs of neighbours inside a node, for about `seconds`.
 
-    Collectives: messages between them, barriers and gathers over the timer's world.
-    """
+    Collectives: messages between them, barriers and gathers over the timer's world."""
     compute = products(_TURN_PRODUCTS, timer.device)
     in_turn = there_and_back(channels, torch.zeros(1, device=timer.device), compute)
     # The machine's speed drifts: both are looked at in turns.
     looks = [[timer.together(run, seconds=seconds / (2 * _LOOKS)) for run in (compute, in_turn)] for _ in range(_LOOKS)]
     idle = channels.edges is None
-    times = (timer.over_ranks(_median(timings), idle=idle) for timings in zip(*looks, strict=True))
+    middle = (sorted(timings, key=lambda timing: timing.seconds)[_LOOKS // 2] for timings in zip(*looks, strict=True))
+    times = (timer.over_ranks(timing, idle=idle) for timing in middle)
     return TurnTime(at_once=next(times), in_turn=next(times))
-
-
-def _median(timings: tuple[Timing, ...]) -> Timing:
-    return sorted(timings, key=lambda timing: timing.seconds)[len(timings) // 2]

@@ -11,9 +11,8 @@ import numpy as np
 from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
 from megalite.planner.cost.operations import Pricing
-from megalite.planner.cost.rates import gemm_seconds
+from megalite.planner.cost.rates import gemm_seconds, workload_of
 from megalite.planner.cost.stage import layer_parts
-from megalite.planner.cost.workload import workload_of
 from megalite.planner.hardware import Accelerator, Cluster, Network, SoftwareStack, cluster_names, load_cluster
 from megalite.profiling.collectives import CollectiveTime, Machine
 from megalite.profiling.operations import AttentionTime, GemmTime, MemoryTime
@@ -26,8 +25,6 @@ ELEMENT_BYTES = {"fp64": 8.0, "fp32": 4.0, "bf16": 2.0, "fp16": 2.0}
 
 @dataclasses.dataclass(frozen=True)
 class Fitted:
-    """A cluster, and how well its formulas give the measured times."""
-
     cluster: Cluster
     errors: dict[str, float]  # part -> mean of |formula / measured - 1|
 
@@ -44,10 +41,7 @@ def stand_in(machine: Machine, like: str | None) -> tuple[Cluster, bool]:
         base = load_cluster(name)
         if _same_accelerator(machine, base):
             return base, True
-    raise ConfigError(
-        f"no cluster file is known for {machine.device_name}, and one machine cannot show its network; say which figures "
-        f"stand for what is not measured, e.g. --like dgx-h100 (there are {', '.join(cluster_names())})"
-    )
+    raise ConfigError(f"{machine.device_name} is in no cluster file; give --like {', '.join(cluster_names())}")
 
 
 def _same_accelerator(machine: Machine, base: Cluster) -> bool:
@@ -59,14 +53,9 @@ def _same_accelerator(machine: Machine, base: Cluster) -> bool:
 
 
 def fit_cluster(measured: Measurements, base: Cluster, *, nominal: bool, name: str, source: str) -> Fitted:
-    """The cluster of these measurements.
-
-    Args:
-        base: gives what was not measured.
-        nominal: the accelerator is the base's: its peaks are the vendor's and efficiencies are shares of them. Else the
-            peaks are the highest rates that were reached.
-        source: when, with what and how it was measured, for the provenance.
-    """
+    """The cluster of these measurements. `base`: gives what was not measured. `nominal`: the accelerator is the base's:
+    its peaks are the vendor's and efficiencies are shares of them. Else the peaks are the highest rates that were
+    reached. `source`: when, with what and how it was measured, for the provenance."""
     machine = measured.machine
     provenance = {key: f"assumed, from cluster {base.name}" for key in base.provenance}
     accelerator, gemm, memory, errors = _fit_accelerator(measured, base, nominal=nominal)
@@ -116,7 +105,6 @@ def fit_cluster(measured: Measurements, base: Cluster, *, nominal: bool, name: s
 
 
 def describe(machine: Machine) -> str:
-    """The machine in a line, with what ranks share."""
     ranks = f"{_count(machine.ranks, 'rank')} on {_count(machine.nodes, 'node')}"
     threads = f", {_count(machine.threads, 'thread')} per rank" if machine.device_type == "cpu" else ""
     shared = (
@@ -168,11 +156,9 @@ def _fit_accelerator(
 
 
 def fit_memory(times: Sequence[MemoryTime], start: float) -> tuple[float, float, float]:
-    """(highest rate, rate of operations, mean relative error).
-
-    The second is the median over all operations and sizes: on a CPU a part of what training touches lies in caches. The
-    `start` seconds of an operation are not counted to its bytes.
-    """
+    """(highest rate, rate of operations, mean relative error). The second is the median over all operations and sizes:
+    on a CPU a part of what training touches lies in caches. The `start` seconds of an operation are not counted to its
+    bytes."""
     rates = [time.bytes_moved / max(time.timing.seconds - start, time.timing.seconds / 10) for time in times]
     rate = statistics.median(rates)
     errors = [abs((start + time.bytes_moved / rate) / time.timing.seconds - 1) for time in times]
@@ -181,11 +167,9 @@ def fit_memory(times: Sequence[MemoryTime], start: float) -> tuple[float, float,
 
 
 def fit_gemm(times: Sequence[GemmTime], cluster: Cluster) -> tuple[float, float, float]:
-    """(efficiency, seconds of an operation beside its product, mean relative error) of `gemm_seconds`.
-
-    Both are searched over a grid for the least sum of absolute relative errors: what another program disturbed does not
-    draw the fit after it. `times` are of one type; `cluster` has everything but its efficiency of products.
-    """
+    """(efficiency, seconds of an operation beside its product, mean relative error) of `gemm_seconds`. Both are
+    searched over a grid for the least sum of absolute relative errors: what another program disturbed does not draw the
+    fit after it. `times` are of one type; `cluster` has everything but its efficiency of products."""
     dtype, seconds = times[0].dtype, np.array([time.timing.seconds for time in times])
     m, n, k = (np.array([float(getattr(time, letter)) for time in times]) for letter in "mnk")
     # The gradient of weights is added to what is there: 4 bytes read and written.
@@ -262,10 +246,8 @@ def fit_stack(
 
 
 def operation_seconds(overheads: Overheads, cluster: Cluster, stack: SoftwareStack, dtype: str) -> float:
-    """The host's time for one operation: a tiny layer's forward and backward over the operations that the planner counts.
-
-    On a synchronous device the little that the device itself takes is left out.
-    """
+    """The host's time for one operation: a tiny layer's forward and backward over the operations that the planner
+    counts. On a synchronous device the little that the device itself takes is left out."""
     config = replace(config_of(TINY_MODEL, TINY_TOKENS), precision=dtype)
     piece, _ = layer_parts(Pricing.of(workload_of(config), cluster, stack))
     whole = piece.forward + piece.input_gradient + piece.weight_gradient

@@ -31,7 +31,6 @@ class LinearShape:
 
     @property
     def flops(self) -> int:
-        """Of each of its three products."""
         return 2 * self.tokens * self.outputs * self.inputs
 
     def bytes(self, itemsize: int) -> int:
@@ -61,7 +60,6 @@ class GemmTime:
 
     @property
     def flops_per_second(self) -> float:
-        """Achieved."""
         return 2 * self.m * self.n * self.k / self.timing.seconds
 
 
@@ -77,9 +75,7 @@ def layer_shapes() -> list[LinearShape]:
 
 def chosen_shapes(*, count: int, most_flops: float, most_bytes: float, itemsize: int) -> list[LinearShape]:
     """At most `count` of `layer_shapes()` that are within the limits, evenly spread over the logarithm of their FLOPs.
-
-    The smallest is always among them, also where it is beyond the limits.
-    """
+    The smallest is always among them, also where it is beyond the limits."""
     smallest, *rest = layer_shapes()
     fitting = [smallest] + [
         shape for shape in rest if shape.flops <= most_flops and shape.bytes(itemsize) <= most_bytes
@@ -110,8 +106,7 @@ def measure_gemms(
 ) -> Iterator[GemmTime]:
     """Times of the three products of each shape, every rank at its own at once; `seconds` in all.
 
-    Collectives: barriers and gathers over the timer's world.
-    """
+    Collectives: barriers and gathers over the timer's world."""
     each = seconds / max(1, len(shapes) * len(PRODUCTS))
     for shape in shapes:
         for product, run in _products(shape, dtype, timer.device):
@@ -158,8 +153,6 @@ class AttentionShape:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionTime:
-    """Forward or backward of one shape."""
-
     kind: str  # `fused` or `unfused`
     backward: bool
     shape: AttentionShape
@@ -173,10 +166,8 @@ class AttentionTime:
 
 
 def attention_shapes(*, most_flops: float, most_bytes: float) -> list[AttentionShape]:
-    """Heads of 64 and 128 over growing sequences, as far as the limits go; at least the smallest of each.
-
-    `most_bytes` bounds the fp32 scores of the unfused path.
-    """
+    """Heads of 64 and 128 over growing sequences, as far as the limits go; at least the smallest of each. `most_bytes`
+    bounds the fp32 scores of the unfused path."""
     shapes = []
     for d in (64, 128):
         for s in (128, 512, 2048, 4096):
@@ -192,8 +183,7 @@ def measure_attention(
 ) -> Iterator[AttentionTime]:
     """Forward and backward of each shape, fused and unfused; every rank at once, `seconds` in all.
 
-    Collectives: barriers and gathers over the timer's world.
-    """
+    Collectives: barriers and gathers over the timer's world."""
     each = seconds / max(1, 4 * len(shapes))
     for shape in shapes:
         for kind in KINDS:
@@ -222,8 +212,7 @@ def _attention_passes(
 
 
 OPERATIONS = ("copy", "add", "adam")
-ADAM_BYTES = 28
-"""An element of AdamW in fp32: it reads parameter, gradient and two moments and writes all but the gradient."""
+ADAM_BYTES = 28  # an element of AdamW in fp32: reads parameter, gradient, two moments; writes three
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +226,6 @@ class MemoryTime:
 
     @property
     def bytes_per_second(self) -> float:
-        """Achieved."""
         return self.bytes_moved / self.timing.seconds
 
 
@@ -257,8 +245,7 @@ def first_bandwidth(timer: Timer) -> float:
 def measure_memory(timer: Timer, *, sizes: list[int], seconds: float) -> Iterator[MemoryTime]:
     """Copy, sum and optimizer step at each size; every rank at once, `seconds` in all.
 
-    Collectives: barriers and gathers over the timer's world.
-    """
+    Collectives: barriers and gathers over the timer's world."""
     each = seconds / max(1, len(sizes) * len(OPERATIONS))
     for elements in sizes:
         for operation, bytes_moved, run in _memory_passes(elements, timer.device):

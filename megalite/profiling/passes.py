@@ -19,9 +19,8 @@ from megalite.models.gpt import GPTStage
 from megalite.optimizers.adam import AdamW
 from megalite.optimizers.base import FlatParameter, Update
 from megalite.planner.cost.operations import Pricing
-from megalite.planner.cost.rates import Parts
+from megalite.planner.cost.rates import Parts, workload_of
 from megalite.planner.cost.stage import stage_cost
-from megalite.planner.cost.workload import workload_of
 from megalite.planner.hardware import Cluster, SoftwareStack
 from megalite.profiling.timing import Timer, Timing, fit_times
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
@@ -40,7 +39,6 @@ class StageShape:
 
     @property
     def config(self) -> RunConfig:
-        """Of a model with such a stage."""
         llama = self.family == "llama"
         model = ModelConfig(
             num_layers=self.layers,
@@ -57,13 +55,11 @@ class StageShape:
 
     @property
     def flops(self) -> float:
-        """Of products, forward and backward, about."""
         weights = 12.0 * self.layers * self.hidden**2 + self.vocabulary * self.hidden
         return 6.0 * weights * self.sequence
 
 
 def config_of(model: ModelConfig, sequence: int) -> RunConfig:
-    """One rank, one sequence a step."""
     config = dataclasses.replace(RunConfig(), model=model)
     config = replace(config, seq_length=sequence, micro_batch_size=1, global_batch_size=1, train_iters=1)
     return validate(config, world_size=1)
@@ -79,8 +75,6 @@ SHAPES = tuple(
 
 @dataclass(frozen=True, kw_only=True)
 class PassTime:
-    """A forward, or a forward with its backward."""
-
     shape: StageShape
     backward: bool
     dtype: str
@@ -92,8 +86,7 @@ def measure_passes(
 ) -> Iterator[PassTime]:
     """Stages of at most so many FLOPs, every rank at once, `seconds` in all.
 
-    Collectives: barriers and gathers over the timer's world.
-    """
+    Collectives: barriers and gathers over the timer's world."""
     shapes = [shape for shape in SHAPES if shape.flops <= most_flops] or list(SHAPES[:3])
     each = seconds / (2 * len(shapes))
     for shape in shapes:
@@ -146,8 +139,7 @@ def with_passes(
     Least squares over relative errors, with products (of the cluster) and attention (of the stack) as the formulas have
     them. `source` says when, with what and how it was measured, for the provenance. Any operation takes `least_operation`
     seconds: the fit cannot tell operations from elementwise work and passes where the times are noisy, and gives one of
-    them all; but none is free.
-    """
+    them all; but none is free."""
     plain = dataclasses.replace(stack, elementwise_slowdown=1.0)
     without = dataclasses.replace(stack, elementwise_slowdown=0.0)
     known, moved, operations, passes = [], [], [], []
@@ -206,8 +198,7 @@ class Overheads:
 def measure_overheads(timer: Timer, *, dtype: torch.dtype, seconds: float) -> Overheads:
     """Every rank at once, `seconds` in all.
 
-    Collectives: barriers and gathers over the timer's world.
-    """
+    Collectives: barriers and gathers over the timer's world."""
 
     def timed(run: Callable[[], object]) -> Timing:
         return timer.each_over_ranks(run, seconds=seconds / 6)
@@ -232,7 +223,6 @@ def measure_overheads(timer: Timer, *, dtype: torch.dtype, seconds: float) -> Ov
 
 
 def _step(device: torch.device) -> Callable[[], object]:
-    """Norm, update and clearing of 1024 parameters."""
     parameter = torch.nn.Parameter(torch.zeros(1024, device=device))
     parameter.grad = torch.zeros_like(parameter)
     optimizer = AdamW([FlatParameter(param=parameter, decay=True, segments=())], OptimizerConfig())

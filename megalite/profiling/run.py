@@ -27,8 +27,6 @@ not chosen."""
 
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
-    """All that was measured, the same on every rank."""
-
     machine: between.Machine
     dtypes: tuple[str, ...]
     gemms: tuple[pieces.GemmTime, ...]
@@ -41,17 +39,14 @@ class Measurements:
 
 
 def default_dtypes(device: torch.device) -> tuple[str, ...]:
-    """What training on such a device mostly uses."""
     return ("bf16",) if device.type == "cuda" else ("fp32",)
 
 
 def check_dtypes(names: Sequence[str], world: Group, device: torch.device) -> None:
-    """Try a product of each type on every rank.
+    """Try a product of each type on every rank. Raises ConfigError: a rank's device does not have one; the same on
+    every rank.
 
-    Raises ConfigError: a rank's device does not have one; the same on every rank.
-
-    Collectives: a gather over the world.
-    """
+    Collectives: a gather over the world."""
     failed: ConfigError | None = None
     for name in names:
         try:
@@ -79,8 +74,7 @@ def measure(
 ) -> Measurements:
     """Measure for about `seconds`. Every rank calls it at the same time; `made` is as for `Topology.create`.
 
-    Collectives: those that are measured, and barriers and gathers over the timer's world.
-    """
+    Collectives: those that are measured, and barriers and gathers over the timer's world."""
     left_out = set() if machine.ranks > 1 else {"collectives"}
     if machine.device_type != "cpu":
         left_out.add("passes")

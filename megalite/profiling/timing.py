@@ -24,16 +24,12 @@ _PRODUCTS = 10  # of 256 x 256 matrices, 0.4 ms each on an idle core with AVX-51
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """One operation's time."""
-
     seconds: float  # median
-    spread: float
-    """Distance between the quartiles over the median: 0.1 says that the middle half of the samples lies within 10 %."""
+    spread: float  # distance between the quartiles over the median
     samples: int
 
 
 def timing_of(samples: Sequence[float]) -> Timing:
-    """Median and spread of at least two samples, in seconds."""
     median = statistics.median(samples)
     low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
     return Timing(seconds=median, spread=(high - low) / median if median else 0.0, samples=len(samples))
@@ -52,11 +48,9 @@ def products(count: int, device: torch.device) -> Callable[[], None]:
 
 
 class Timer:
-    """Times operations on one device (waited for before each look at the clock) of each rank of `world`.
-
-    `crowded`: there are more ranks than cores, so that they take turns: a sample is longer than many turns, or its median
-    would be the speed of a rank that has a core to itself. `clock` is for tests.
-    """
+    """Times operations on one device (waited for before each look at the clock) of each rank of `world`. `crowded`:
+    there are more ranks than cores, so that they take turns: a sample is longer than many turns, or its median would be
+    the speed of a rank that has a core to itself. `clock` is for tests."""
 
     def __init__(
         self,
@@ -71,14 +65,12 @@ class Timer:
         self._shortest = 2e-3 if device.type == "cuda" else 5e-4
         if crowded:
             self._shortest = 20e-3  # a scheduler's turn is a few milliseconds
-        self._computing: list[float] = []
-        """What `amid` takes off, measured again each time."""
+        self._computing: list[float] = []  # what `amid` takes off, measured again each time
 
     def each(self, run: Callable[[], object], *, seconds: float) -> Timing:
         """Every rank runs `run` by itself for about `seconds`, all at once.
 
-        Collectives: a barrier over the world.
-        """
+        Collectives: a barrier over the world."""
         repeats, _ = self._repeats(run, agree=lambda seconds: seconds)
         self.barrier()
         samples: list[float] = []
@@ -94,8 +86,7 @@ class Timer:
     def together(self, run: Callable[[], object], *, seconds: float) -> Timing:
         """The ranks run `run`, in which they wait for each other, equally often, for about `seconds`.
 
-        Collectives: those of `run`, a barrier and the maximum of a number over the world.
-        """
+        Collectives: those of `run`, a barrier and the maximum of a number over the world."""
         self.barrier()
         repeats, sample = self._repeats(run, agree=self._slowest)
         count = max(FEWEST, min(MOST, int(seconds / max(sample, 1e-9))))
@@ -108,8 +99,7 @@ class Timer:
         of some milliseconds, about what lies between two collectives of a layer; their own time, measured likewise, is
         taken off.
 
-        Collectives: those of `run`, barriers and maxima of a number over the world.
-        """
+        Collectives: those of `run`, barriers and maxima of a number over the world."""
         if not self._crowded:
             return self.together(run, seconds=seconds)
         compute = products(_PRODUCTS, self.device)
@@ -129,19 +119,16 @@ class Timer:
     def over_ranks(self, timing: Timing, *, idle: bool = False) -> Timing:
         """The median of the ranks' medians, and of their spreads, over those that are not idle; the same on every rank.
 
-        Collectives: a gather over the world.
-        """
+        Collectives: a gather over the world."""
         mine = None if idle else [timing.seconds, timing.spread, timing.samples]
         rows = [row for row in self.world.gather_json(mine, self.device) if row is not None]
         seconds, spreads, samples = zip(*rows, strict=True)
         return Timing(seconds=statistics.median(seconds), spread=statistics.median(spreads), samples=min(samples))
 
     def each_over_ranks(self, run: Callable[[], object], *, seconds: float) -> Timing:
-        """`each`, then `over_ranks`."""
         return self.over_ranks(self.each(run, seconds=seconds))
 
     def barrier(self) -> None:
-        """Every rank has come here."""
         self._slowest(0.0)
 
     def _slowest(self, seconds: float) -> float:
@@ -152,10 +139,8 @@ class Timer:
         return float(number.item())
 
     def _repeats(self, run: Callable[[], object], *, agree: Callable[[float], float]) -> tuple[int, float]:
-        """(runs in a sample, about how many seconds it takes), after a warm-up.
-
-        The number grows step by step: one short run may have had a core to itself by luck.
-        """
+        """(runs in a sample, about how many seconds it takes), after a warm-up. The number grows step by step: one
+        short run may have had a core to itself by luck."""
         self._sample(run, 1)
         repeats = 1
         while True:
@@ -186,8 +171,7 @@ def fit_times(
 
     Least squares over the relative errors: each row is divided by its time, so that a message of a kilobyte counts as
     much as one of a megabyte. The columns are few, one a constant (latencies of a ring's steps, bytes or FLOPs of each
-    measurement): the best solution with constants at 0 is found by trying all choices of them.
-    """
+    measurement): the best solution with constants at 0 is found by trying all choices of them."""
     time = np.asarray(seconds, dtype=float)
     left = np.ones(len(time)) if known is None else 1.0 - np.asarray(known, dtype=float) / time
     rows = np.stack([np.asarray(column, dtype=float) for column in columns], axis=1) / time[:, None]

@@ -20,36 +20,27 @@ from megalite.config.data import DataConfig
 from megalite.config.describe import replace, settings, values_of
 from megalite.config.errors import ConfigError
 from megalite.config.files import level_from_text, read_level, read_preset
-from megalite.config.merge import Level, Merged, merge
+from megalite.config.merge import Level, merge
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.partition.memory import activation_peaks, rank_memory
 from megalite.partition.pipeline import lowered, plan_stages, proved, schedule_of
+from megalite.planner.cost.calibrate import Machine
 from megalite.planner.cost.step import predict
-from megalite.planner.hardware import Cluster, SoftwareStack, load_cluster, load_stack
+from megalite.planner.hardware import load_cluster, load_stack
 from megalite.sweep.rules import RANKS, entries, fix, ignored, mapping, plain_settings, read_mapping
 from megalite.sweep.spec import SweepSpec
 from megalite.tokenizers.build import build_tokenizer
 
 
-class Machine(NamedTuple):
-    """The hardware and software that times are predicted for."""
-
-    cluster: Cluster
-    stack: SoftwareStack
-
-
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """A step as the planner sees it."""
-
     memory_bytes: int  # of the fullest rank
     first_rank_bytes: int  # of rank 0, where memory is measured
     step_seconds: float | None = None  # None where no cluster is given
 
 
 def read_machine(cluster: str | None, stack: str) -> Machine | None:
-    """The machine that a sweep names, or None. Raises ConfigError if there is no such cluster or stack."""
     return None if cluster is None else Machine(load_cluster(cluster), load_stack(stack))
 
 
@@ -72,8 +63,6 @@ MOST = 100_000  # configurations of one sweep: a grid with more is a slip
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One configuration, not yet checked."""
-
     source: str  # `grid`, `list, entry 2` or `plan 1`
     settings: Mapping[str, Any]  # what it gives over the base
     config: RunConfig
@@ -82,8 +71,6 @@ class Candidate:
 
 
 class Expansion(NamedTuple):
-    """All configurations of a sweep."""
-
     candidates: tuple[Candidate, ...]
     base: RunConfig  # what the candidates are laid over
     left_out: int  # by `exclude` and `only`
@@ -96,7 +83,8 @@ def expand(spec: SweepSpec) -> Expansion:
     levels = _base_levels(spec)
     candidates, left_out = [], 0
     for source, given in _points(spec):
-        merged = _merge(levels, given, source)
+        # Merging fills in what the levels' rules stand for, differently for each configuration.
+        merged = merge([*copy.deepcopy(levels), _level(given, source)])
         config, fixed = fix(merged.config, spec.steps)
         p = config.parallel
         candidate = Candidate(
@@ -111,9 +99,7 @@ def expand(spec: SweepSpec) -> Expansion:
         else:
             left_out += 1
     if not candidates:
-        raise ConfigError(
-            f"sweep {spec.path}: exclude and only leave none of {left_out} configurations; relax one of them"
-        )
+        raise ConfigError(f"sweep {spec.path}: exclude and only leave none of {left_out} configurations")
     base = merge(copy.deepcopy(levels)).config
     return Expansion(tuple(candidates), fix(base, spec.steps)[0], left_out, tuple(ignored(base)))
 
@@ -128,11 +114,6 @@ def _base_levels(spec: SweepSpec) -> list[Level]:
 
 def _level(given: Mapping[str, Any], source: str) -> Level:
     return level_from_text(yaml.safe_dump(dict(given)), source)
-
-
-def _merge(levels: list[Level], given: Mapping[str, Any], source: str) -> Merged:
-    # Merging fills in what the levels' rules stand for, differently for each configuration.
-    return merge([*copy.deepcopy(levels), _level(given, source)])
 
 
 def _points(spec: SweepSpec) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -179,8 +160,6 @@ _KEY_LENGTH = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A checked configuration."""
-
     key: str  # digest of the config and the number of ranks: the same configuration in another sweep has the same
     source: str
     label: str  # in a few words, for people
@@ -192,17 +171,14 @@ class Run:
 
     @property
     def tokens_per_step(self) -> int:
-        """Of the global batch."""
         t = self.config.training
         assert t.global_batch_size is not None, "validate() resolves it"
         return t.global_batch_size * t.seq_length
 
 
 def check_all(expansion: Expansion, *, memory_limit: float | None, machine: Machine | None) -> tuple[Run, ...]:
-    """Each candidate as a run, in the same order; of those that are the same configuration the first.
-
-    A run that is predicted to need more than `memory_limit` bytes on a rank is refused; `machine` predicts times.
-    """
+    """Each candidate as a run, in the same order; of those that are the same configuration the first. A run that is
+    predicted to need more than `memory_limit` bytes on a rank is refused; `machine` predicts times."""
     vocabularies: list[tuple[DataConfig, int | ConfigError]] = []
     apart, changed = _names(expansion)
     runs: dict[str, Run] = {}
@@ -232,10 +208,8 @@ def check_all(expansion: Expansion, *, memory_limit: float | None, machine: Mach
 
 
 def _names(expansion: Expansion) -> tuple[list[str], list[str]]:
-    """Settings that tell the runs apart in a few words, and all those that some run changes.
-
-    What all of them change alike distinguishes none; a single run is named by what it changes.
-    """
+    """Settings that tell the runs apart in a few words, and all those that some run changes. What all of them change
+    alike distinguishes none; a single run is named by what it changes."""
     given = {name for candidate in expansion.candidates for name in candidate.settings}
     base, *values = map(values_of, (expansion.base, *(each.config for each in expansion.candidates)))
     apart = [name for name in settings() if name in given and any(v[name] != values[0][name] for v in values)]
@@ -259,9 +233,7 @@ def _predicted(config: RunConfig, limit: float | None, machine: Machine | None) 
     config, as where it has no such precision."""
     memory = predicted_memory(config)
     if limit is not None and memory.memory_bytes > limit:
-        raise ConfigError(
-            f"needs {format_bytes(memory.memory_bytes)} on the fullest rank, more than memory_limit {format_bytes(limit)}"
-        )
+        raise ConfigError(f"needs {format_bytes(memory.memory_bytes)} a rank, over memory_limit {format_bytes(limit)}")
     if machine is None:
         return memory
     return dataclasses.replace(memory, step_seconds=float(predict(config, *machine, with_memory=False).step_seconds))
@@ -286,5 +258,4 @@ def _vocabulary(config: RunConfig, known: list[tuple[DataConfig, int | ConfigErr
 
 
 def refusals(runs: Sequence[Run]) -> Iterator[str]:
-    """A line for each run that cannot be made."""
     return (f"{run.label}: {run.refused}" for run in runs if run.refused is not None)

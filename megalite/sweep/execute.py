@@ -1,27 +1,245 @@
-"""Launches the runs of a sweep and keeps what came of each."""
+"""Launches the runs of a sweep, with torchrun here or as jobs of Slurm, and keeps what came of each."""
 
+import contextlib
 import dataclasses
+import math
 import os
+import re
+import shlex
 import shutil
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megalite.checkpoint.files import write_durably
 from megalite.config import files
 from megalite.config.describe import replace
+from megalite.config.errors import ConfigError
+from megalite.sweep import guard
 from megalite.sweep.candidates import Run
-from megalite.sweep.launchers import CONFIG, Launched, Launcher
-from megalite.sweep.results import Result, Store, outcome, refused, steps_made
+from megalite.sweep.results import LOG, Result, Store, outcome, refused, steps_made
+from megalite.sweep.spec import SbatchSpec
+
+CONFIG = "config.yaml"  # in a run's folder: what it is started with. Training writes it again, resolved.
+
+
+def training_command(config: Path, program: Path | None) -> list[str]:
+    start = ["-m", "megalite.cli.main", "train"] if program is None else [str(program.resolve())]
+    return [*start, "--config", str(config)]
+
+
+class LocalLauncher:
+    """Starts `torchrun --standalone`; a run ends when the sweep does, in whatever way that ends. `environment` are the
+    variables of the runs; `program` trains in place of `megalite train`."""
+
+    at_once = 1
+
+    def __init__(self, *, environment: Mapping[str, str], program: Path | None = None) -> None:
+        self._environment, self._program = dict(environment), program
+
+    def fault(self, run: Run) -> str | None:
+        """None: torchrun starts any number of ranks."""
+        return None
+
+    def start(self, run: Run, folder: Path, *, timeout: float) -> "LocalRun":
+        """Start a run with its config in `folder`, where its log is to be; raises ConfigError if it cannot be started."""
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        ranks = ["--nproc-per-node", str(run.ranks)]
+        command = [*torchrun, *ranks, *training_command(folder / CONFIG, self._program)]
+        try:
+            return LocalRun(command, folder / LOG, environment=self._environment)
+        except OSError as error:
+            raise ConfigError(f"cannot start {run.label}: {error.strerror}: {error.filename}") from None
+
+    def clear(self, folder: Path) -> None:
+        """Nothing: its runs end with the sweep."""
+
+
+class LocalRun:
+    """A command under way, below a guard that ends with this process and leaves nothing behind; `log` takes what it says."""
+
+    def __init__(self, command: Sequence[str], log: Path, *, environment: Mapping[str, str]) -> None:
+        with log.open("wb") as file:
+            self._guard = subprocess.Popen(
+                [sys.executable, "-m", guard.__name__, str(os.getpid()), *command],
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for the sweep, which ends its runs in order
+            )
+        self._started = time.monotonic()
+
+    def poll(self) -> int | None:
+        return self._guard.poll()
+
+    def seconds(self) -> float:
+        return time.monotonic() - self._started
+
+    def end(self) -> None:
+        self._guard.terminate()
+        try:
+            self._guard.wait(3 * guard.END_SECONDS)
+        except subprocess.TimeoutExpired:
+            guard.kill_below(self._guard.pid)
+            self._guard.kill()
+            self._guard.wait()
+
+
+SCRIPT, JOB, STATUS = "job.sh", "job-id", "exit-status"
+_PORT = 29400
+_SPECIAL = re.compile(r"[^\w@%+=:,./-]|^$")
+_UNKNOWN_STATUS = 1  # of a job that is gone and left none: it was killed
+_WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SUSPENDED")
+_LOOKS_AFTER_END = 3  # the file system of the nodes may show a job's last files a little later than the queue
+_ANSWER_SECONDS = 60.0
+
+
+def job_script(
+    run: Run, folder: Path, *, spec: SbatchSpec, timeout: float, environment: Mapping[str, str], program: Path | None
+) -> str:
+    """The script of a run's job: torchrun on every node, and its exit status in a file."""
+    nodes = -(-run.ranks // spec.gpus_per_node)
+    a_node = run.ranks // nodes
+    folder = folder.resolve()
+    options = {
+        "job-name": f"sweep-{run.key}",
+        "nodes": str(nodes),
+        "ntasks-per-node": "1",
+        "gpus-per-node": str(a_node),
+        "time": str(max(math.ceil(timeout / 60.0), 1)),
+        "output": str(folder / LOG).replace("%", "%%"),  # Slurm puts a job's number for %j
+        **spec.options,
+    }
+    torchrun = [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--nnodes", str(nodes), "--nproc-per-node", str(a_node)),
+        *("--rdzv-backend", "c10d"),
+    ]
+    training = training_command(folder / CONFIG, program)
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH --{name}={_quoted(value)}" for name, value in options.items()),
+            f"cd {shlex.quote(str(Path.cwd()))}",
+            *spec.setup,
+            *(f"export {name}={shlex.quote(value)}" for name, value in environment.items()),
+            'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+            f'srun {shlex.join(torchrun)} --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$head:{_PORT}" '
+            f"{shlex.join(training)}",
+            f"echo $? > {shlex.quote(str(folder / STATUS))}",
+            "",
+        ]
+    )
+
+
+def _quoted(value: str) -> str:
+    """One word of a line that sbatch reads: it knows both quotes, and # begins a comment. No value has a quote in it."""
+    return f"'{value}'" if _SPECIAL.search(value) else value
+
+
+class SbatchLauncher:
+    def __init__(self, spec: SbatchSpec, *, environment: Mapping[str, str], program: Path | None = None) -> None:
+        self.at_once = spec.at_once
+        self._spec, self._environment, self._program = spec, dict(environment), program
+
+    def fault(self, run: Run) -> str | None:
+        """Ranks that do not fill all of their nodes alike."""
+        a_node = self._spec.gpus_per_node
+        nodes = -(-run.ranks // a_node)
+        fits = run.ranks % nodes == 0
+        return (
+            None
+            if fits
+            else f"{run.ranks} ranks do not divide over {nodes} nodes of {a_node}; use e.g. {nodes * a_node}"
+        )
+
+    def start(self, run: Run, folder: Path, *, timeout: float) -> "Job":
+        if any(letter in str(folder.resolve()) for letter in "'\"\\\n"):
+            raise ConfigError(f"{folder.resolve()}: sbatch takes no quotes and backslashes there; change --output")
+        script = job_script(
+            run, folder, spec=self._spec, timeout=timeout, environment=self._environment, program=self._program
+        )
+        (folder / SCRIPT).write_text(script)
+        answer = _ask("sbatch", "--parsable", str(folder / SCRIPT))
+        job = answer.strip().partition(";")[0]
+        if not job.isdecimal():
+            raise ConfigError(f"sbatch was to answer with the number of a job, and said {answer.strip()!r}")
+        (folder / JOB).write_text(job)
+        return Job(job, folder, every=self._spec.poll_seconds)
+
+    def clear(self, folder: Path) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            _cancel((folder / JOB).read_text().strip())
+
+
+class Job:
+    def __init__(self, job: str, folder: Path, *, every: float) -> None:
+        self._job, self._folder, self._every = job, folder, every
+        self._looked = -math.inf
+        self._started: float | None = None
+        self._missing = 0
+
+    def poll(self) -> int | None:
+        """Exit status from the script's file, once the job has left the queue."""
+        now = time.monotonic()
+        if now - self._looked < self._every:
+            return None
+        self._looked = now
+        state = _state(self._job)
+        if state is not None:
+            if self._started is None and state not in _WAITING:
+                self._started = now
+            return None
+        with contextlib.suppress(OSError, ValueError):
+            return int((self._folder / STATUS).read_text())
+        self._missing += 1
+        return _UNKNOWN_STATUS if self._missing >= _LOOKS_AFTER_END else None
+
+    def seconds(self) -> float:
+        return 0.0 if self._started is None else time.monotonic() - self._started
+
+    def end(self) -> None:
+        _cancel(self._job)
+
+
+def _state(job: str) -> str | None:
+    command = ["squeue", "--noheader", "--jobs", job, "--format", "%T"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False)
+    if answer.returncode != 0 and "Invalid job id" not in answer.stderr:
+        return "UNKNOWN"  # the controller is busy: ask again
+    return answer.stdout.strip().partition("\n")[0] or None
+
+
+def _cancel(job: str) -> None:
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        subprocess.run(["scancel", job], capture_output=True, timeout=_ANSWER_SECONDS, check=False)
+
+
+def _ask(*command: str) -> str:
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False)
+    except OSError as error:
+        raise ConfigError(f"cannot start {command[0]}: {error.strerror}; use --launcher local here") from None
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{command[0]} has not answered for {_ANSWER_SECONDS:g} s") from None
+    if answer.returncode != 0:
+        raise ConfigError(f"{command[0]} refused the job: {answer.stderr.strip() or answer.stdout.strip()}")
+    return answer.stdout
+
+
+Launched = LocalRun | Job  # a run that has been started: poll() gives its exit status, or None while it is under way
+Launcher = LocalLauncher | SbatchLauncher
+
 
 _LOOK_SECONDS = 0.2  # between two looks at what is under way
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """A run under way."""
-
     run: Run
     steps: int
     seconds: float
@@ -34,12 +252,10 @@ class _Active:
     launched: Launched
 
 
-Observer = Callable[[Sequence[Progress], Result | None], None]
-"""Called with what is under way, and with a result when there is a new one."""
+Observer = Callable[[Sequence[Progress], Result | None], None]  # what is under way, a new result
 
 
 def launchable(runs: Sequence[Run], launcher: Launcher) -> tuple[Run, ...]:
-    """The runs, with those refused that the launcher cannot start."""
     return tuple(
         run if run.refused is not None else dataclasses.replace(run, refused=launcher.fault(run)) for run in runs
     )
@@ -56,11 +272,9 @@ def execute(
     retry: bool,
     observe: Observer,
 ) -> None:
-    """Run what has no result yet, in order; whatever ends it, nothing is left running.
-
-    The first `warm_up` steps of a run are not measured; a run may take `timeout` seconds; at most `limit` are launched;
-    `retry` runs again what did not end well. Raises ConfigError if a run cannot be started at all.
-    """
+    """Run what has no result yet, in order; whatever ends it, nothing is left running. The first `warm_up` steps of a
+    run are not measured; a run may take `timeout` seconds; at most `limit` are launched; `retry` runs again what did
+    not end well. Raises ConfigError if a run cannot be started at all."""
     for run in runs:
         if run.refused is not None:
             store.append(refused(run))
@@ -87,7 +301,6 @@ def execute(
 
 
 def _prepare(run: Run, store: Store, launcher: Launcher) -> Path:
-    """An empty folder with the run's config."""
     folder = store.run_folder(run)
     if folder.exists():
         launcher.clear(folder)

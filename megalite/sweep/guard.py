@@ -40,10 +40,8 @@ def descendants(pid: int) -> set[int]:
 
 
 def kill_below(pid: int) -> None:
-    """Kill every process below `pid` and wait until they are gone.
-
-    Memory of a device is free again only then, and the next run is about to ask for it.
-    """
+    """Kill every process below `pid` and wait until they are gone. Memory of a device is free again only then, and the
+    next run is about to ask for it."""
     last = time.monotonic() + END_SECONDS
     while (below := descendants(pid)) and time.monotonic() < last:
         for child in below:
@@ -58,7 +56,6 @@ _BY_SIGNAL = 128  # what shells add to the number of a signal that ended a proce
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command; returns its exit status."""
     parent, *command = arguments
     received: list[int] = []
 

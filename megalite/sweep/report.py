@@ -10,41 +10,34 @@ from pathlib import Path
 from megalite.checkpoint.files import replace_durably
 from megalite.config.byte_size import format_bytes
 from megalite.config.errors import ConfigError
-from megalite.planner.cost.calibrate import Measured, fit
+from megalite.planner.cost.calibrate import Machine, Measured, fit
 from megalite.planner.hardware import save_cluster, save_stack
 from megalite.planner.page import Dot, Row, Section, Table, page, scatter
-from megalite.sweep.candidates import Machine, Run
+from megalite.sweep.candidates import Run
 from megalite.sweep.results import OK, Result
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A run that was predicted and measured."""
-
     run: Run
     predicted_seconds: float
     measured_seconds: float
 
     @property
     def predicted_speed(self) -> float:
-        """Tokens a second."""
         return self.run.tokens_per_step / self.predicted_seconds
 
     @property
     def measured_speed(self) -> float:
-        """Tokens a second."""
         return self.run.tokens_per_step / self.measured_seconds
 
     @property
     def error(self) -> float:
-        """predicted / measured - 1, of the seconds of a step."""
         return self.predicted_seconds / self.measured_seconds - 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """Of all runs that were predicted and measured; None where there are too few."""
-
     pairs: tuple[Pair, ...]
     pick: Pair | None  # predicted fastest among those that ran, in tokens a second
     best: Pair | None  # measured fastest
@@ -55,7 +48,6 @@ class Judgement:
 
 
 def judge(runs: Sequence[Run], results: Mapping[str, Result]) -> Judgement:
-    """Compare what was predicted with what was measured."""
     pairs, failed = [], []
     for run in runs:
         result = results.get(run.key)
@@ -113,14 +105,10 @@ def refuse_taken(path: Path) -> None:
 
 def calibrate(runs: Sequence[Run], results: Mapping[str, Result], machine: Machine, path: Path, *, source: str) -> str:
     """Fit, and write the cluster to `path` and the stack to `stack_file(path)`; returns what it did, for people.
-
-    `source` says what the measurements are, for the provenance. Raises ConfigError if too few runs were measured.
-    """
+    `source` says what the measurements are, for the provenance. Raises ConfigError if too few runs were measured."""
     pairs = judge(runs, results).pairs
     if len(pairs) < FEWEST:
-        raise ConfigError(
-            f"--calibrate needs {FEWEST} runs or more that ended well, there are {len(pairs)}; run more configurations"
-        )
+        raise ConfigError(f"--calibrate needs {FEWEST} runs that ended well, there are {len(pairs)}; run more")
     rows = [Measured(pair.run.config, pair.measured_seconds) for pair in pairs]
     found = fit(rows, machine.cluster, machine.stack, source=source)
     stack_path = stack_file(path)
@@ -249,7 +237,6 @@ def _table(runs: Sequence[Run], results: Mapping[str, Result], judgement: Judgem
 
 
 def _seconds(value: float | None) -> str:
-    """`1.23 s`, `45.6 ms`."""
     if value is None:
         return ""
     return f"{value:.3g} s" if value >= 1.0 else f"{1e3 * value:.3g} ms"

@@ -27,8 +27,6 @@ RESULTS, TABLE, IDENTITY, RUNS = "results.jsonl", "results.csv", "sweep.json", "
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """How one run ended."""
-
     key: str
     settings: Mapping[str, Any]
     ranks: int
@@ -50,10 +48,8 @@ _FIELDS = frozenset(each.name for each in dataclasses.fields(Result))
 
 @dataclass
 class Store:
-    """The folder of a sweep, kept for this process alone until `close`.
-
-    Every line is on the disk when `append` returns; a line that a crash has cut off is no result.
-    """
+    """The folder of a sweep, kept for this process alone until `close`. Every line is on the disk when `append`
+    returns; a line that a crash has cut off is no result."""
 
     folder: Path
     results: dict[str, Result] = field(default_factory=dict)  # key -> the last result
@@ -109,21 +105,17 @@ class Store:
         self.results[result.key] = result
 
     def is_done(self, key: str, *, retry: bool = False) -> bool:
-        """The run has a result, or with `retry` a good one."""
         result = self.results.get(key)
         return result is not None and result.launched and (result.status == OK or not retry)
 
     def run_folder(self, run: Run) -> Path:
-        """Where a run leaves its config, log and metrics."""
         name = "".join(letter if letter.isalnum() or letter in ".-" else "_" for letter in run.label)
         return self.folder / RUNS / f"{name[:60]}-{run.key}"
 
     def write_table(self, runs: Sequence[Run]) -> None:
-        """results.csv: a row a run, in the sweep's order."""
         replace_durably(self.folder / TABLE, table(runs, self.results).encode())
 
     def close(self) -> None:
-        """Leave the folder to others."""
         for descriptor in (self._file, self._lock):
             if descriptor is not None and descriptor >= 0:
                 with contextlib.suppress(OSError):
@@ -154,10 +146,7 @@ def _refuse_other(path: Path, here: Mapping[str, Any]) -> None:
         raise ConfigError(f"{path} is damaged; give another folder with --output")
     for name, value in here.items():
         if there.get(name) != value:
-            raise ConfigError(
-                f"{path.parent} holds another sweep: its {name} is {json.dumps(there.get(name))}, here it is "
-                f"{json.dumps(value)}; give another folder with --output"
-            )
+            raise ConfigError(f"{path.parent} has a sweep with {name} {there.get(name)}, not {value}; change --output")
 
 
 def read_results(path: Path) -> list[Result]:
@@ -292,7 +281,6 @@ def _short(line: str) -> str:
 
 
 def refused(run: Run) -> Result:
-    """The result of a run that the checks refused."""
     assert run.refused is not None
     return Result(
         key=run.key,

@@ -43,8 +43,6 @@ def _number(value: Any) -> bool:
 
 
 def _taking(what: str, legal: Callable[[Any], bool], convert: Callable[[Any], Any] = lambda value: value) -> Reader:
-    """A reader of values that are legal."""
-
     def read(value: Any, where: str) -> Any:
         if not legal(value):
             raise ConfigError(f"{where} takes {what}, got {reprlib.repr(value)}")
@@ -80,10 +78,7 @@ def plain_settings(tree: Mapping[str, Any], where: str) -> dict[str, Any]:
     level = level_from_text(yaml.safe_dump(dict(tree)), where)
     if level.derived:
         flag = next(iter(level.derived))
-        raise ConfigError(
-            f"{where}: {flag.removeprefix('--').replace('-', '_')} is worked out of other settings and cannot be varied; "
-            f"use vpp, pipeline_layers or num_query_groups"
-        )
+        raise ConfigError(f"{where}: {flag.removeprefix('--')} stands for other settings; use vpp or num_query_groups")
     return {name: given.value for name, given in level.given.items()}
 
 
@@ -115,11 +110,8 @@ _EXAMPLE = '"tp * pp > 8" or {tp: 4, pp: [2, 4]}'
 
 @dataclass(frozen=True)
 class Condition:
-    """One entry of `exclude` or `only`."""
-
     where: str
-    values: tuple[tuple[str, tuple[Any, ...]], ...] = ()
-    """Setting -> the values that it may have; all of them must hold."""
+    values: tuple[tuple[str, tuple[Any, ...]], ...] = ()  # setting -> values; all must hold
     formula: ast.expr | None = None
 
     def holds(self, of: Mapping[str, Any]) -> bool:
@@ -133,7 +125,6 @@ class Condition:
 
 
 def read_condition(given: Any, where: str) -> Condition:
-    """A condition as it stands in a file."""
     if isinstance(given, dict) and given:
         return Condition(where, values=tuple(_allowed(name, value, where) for name, value in given.items()))
     if not isinstance(given, str) or not given.strip():
@@ -165,34 +156,21 @@ def _allowed(name: Any, value: Any, where: str) -> tuple[str, tuple[Any, ...]]:
     return canonical, tuple(found)
 
 
-def _check(node: ast.expr, where: str) -> None:
+_NODES = (
+    *(ast.Name, ast.Constant, ast.BoolOp, ast.UnaryOp, ast.BinOp, ast.Compare, ast.List, ast.Tuple),
+    *(ast.Load, ast.boolop, ast.Not, ast.USub, *_BINARY, *_COMPARE),
+)
+
+
+def _check(formula: ast.expr, where: str) -> None:
     """Only numbers, text, settings, sums and comparisons."""
-    children: list[ast.expr]
-    match node:
-        case ast.Name():
-            known = (*settings(), RANKS)
-            if node.id not in known:
-                raise ConfigError(f"{where}: {node.id} is not a setting{nearest(node.id, known)}")
-            return
-        case ast.Constant() if node.value is None or isinstance(node.value, bool | int | float | str):
-            return
-        case ast.BoolOp():
-            children = node.values
-        case ast.UnaryOp(op=ast.Not() | ast.USub()):
-            children = [node.operand]
-        case ast.BinOp() if type(node.op) in _BINARY:
-            children = [node.left, node.right]
-        case ast.Compare() if all(type(op) in _COMPARE for op in node.ops):
-            children = [node.left, *node.comparators]
-        case ast.List() | ast.Tuple():
-            children = node.elts
-        case _:
-            raise ConfigError(
-                f"{where}: {ast.unparse(node)} is more than a condition takes; use settings, numbers, + - * / // %, "
-                f"comparisons, in, and, or, not, as in {_EXAMPLE}"
-            )
-    for child in children:
-        _check(child, where)
+    known = (*settings(), RANKS)
+    for node in ast.walk(formula):
+        plain = not isinstance(node, ast.Constant) or isinstance(node.value, bool | int | float | str | None)
+        if not isinstance(node, _NODES) or not plain:
+            raise ConfigError(f"{where}: {ast.unparse(formula)} is no condition; write conditions such as {_EXAMPLE}")
+        if isinstance(node, ast.Name) and node.id not in known:
+            raise ConfigError(f"{where}: {node.id} is not a setting{nearest(node.id, known)}")
 
 
 def _value(node: ast.expr, of: Mapping[str, Any]) -> Any:

@@ -19,27 +19,21 @@ DEFAULT_TIMEOUT = 300.0  # seconds that a run may take, its start included
 
 @dataclass(frozen=True, kw_only=True)
 class SbatchSpec:
-    """How jobs are submitted."""
-
     gpus_per_node: int = 8  # ranks on one node; a job has as many nodes as it needs
     at_once: int = 1  # jobs in the queue at one time
     poll_seconds: float = 10.0  # between two looks at the queue
-    options: Mapping[str, str] = field(default_factory=dict)
-    """Further options by their long names: partition, account, ..."""
+    options: Mapping[str, str] = field(default_factory=dict)  # by long names: partition, ...
     setup: tuple[str, ...] = ()  # shell lines before the run: modules, virtual environments
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepSpec:
-    """A sweep.yaml, checked as far as it can be without making configurations of it."""
-
     path: Path
     preset: str | None = None
     base: tuple[Path, ...] = ()  # config files, later ones win
     settings: Mapping[str, Any] = field(default_factory=dict)  # over the base, the same in all configurations
     ranks: int | None = None  # of every configuration; default tp·pp·cp·dp of each
-    grid: tuple[tuple[str, tuple[Mapping[str, Any], ...]], ...] = ()
-    """Axes of the cartesian product: the key as written, and for each value the settings that it stands for."""
+    grid: tuple[tuple[str, tuple[Mapping[str, Any], ...]], ...] = ()  # axes: key, settings of each value
     listed: tuple[Mapping[str, Any], ...] = ()
     from_plan: Path | None = None
     top: int | None = None  # of the plan's entries, from the first on; default all
@@ -101,14 +95,9 @@ def _options(value: Any, where: str) -> dict[str, str]:
     found = rules.words(value, where)
     for name, word in found.items():
         if not _OPTION.fullmatch(name):
-            raise ConfigError(
-                f"{where}: {reprlib.repr(name)} is no long option of sbatch; write its name without dashes before it, "
-                f"such as account or cpus-per-task"
-            )
+            raise ConfigError(f"{where}: {reprlib.repr(name)} is no long option of sbatch such as cpus-per-task")
         if not word.isprintable() or any(letter in word for letter in "'\"\\"):
-            raise ConfigError(
-                f"{where}: {name} is {reprlib.repr(word)}; it cannot have quotes, backslashes or line breaks"
-            )
+            raise ConfigError(f"{where}: {name} is {reprlib.repr(word)}; use no quotes, backslashes or line breaks")
     return found
 
 
@@ -117,10 +106,7 @@ def _environment(value: Any, where: str) -> dict[str, str]:
     found = rules.words(value, where)
     for name, word in found.items():
         if not _VARIABLE.fullmatch(name) or "\0" in word:
-            raise ConfigError(
-                f"{where}: {reprlib.repr(name)} cannot be a variable; names are letters, digits and _, such as "
-                f"OMP_NUM_THREADS, and values are text"
-            )
+            raise ConfigError(f"{where}: {reprlib.repr(name)} is no variable such as OMP_NUM_THREADS with a text")
     return found
 
 
@@ -167,9 +153,7 @@ def read_spec(path: Path) -> SweepSpec:
     """The sweep that a file describes. Paths in it are relative to its folder."""
     found = rules.read_keys(rules.read_mapping(path, "sweep"), KEYS, f"sweep {path}")
     if not {"grid", "list", "from_plan"} & set(found):
-        raise ConfigError(
-            f"sweep {path} names no configurations; add grid, list or from_plan, e.g. grid: {{tp: [1, 2], pp: [1, 2]}}"
-        )
+        raise ConfigError(f"sweep {path} is empty; add from_plan, list or grid: {{tp: [1, 2], pp: [1, 2]}}")
     for name, needs in (("top", "from_plan"), ("stack", "cluster")):
         if name in found and needs not in found:
             raise ConfigError(f"sweep {path}: {name} has no effect without {needs}; add {needs} or remove it")
@@ -185,10 +169,7 @@ def read_spec(path: Path) -> SweepSpec:
             found[name] = str(path.parent / found[name])
     spec = SweepSpec(path=path, **found)
     if spec.warm_up_steps >= spec.steps:
-        raise ConfigError(
-            f"sweep {path}: warm_up_steps {spec.warm_up_steps} leaves nothing of steps {spec.steps} to measure; use e.g. "
-            f"steps: {spec.warm_up_steps + 5}"
-        )
+        raise ConfigError(f"sweep {path}: warm_up_steps {spec.warm_up_steps} needs steps: {spec.warm_up_steps + 5}")
     if spec.program is not None and not spec.program.is_file():
         raise ConfigError(f"sweep {path}: program {spec.program} does not exist; leave it out to use megalite train")
     return spec

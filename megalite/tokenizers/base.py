@@ -12,27 +12,20 @@ from numpy.typing import NDArray
 from megalite.config.errors import ConfigError
 from megalite.config.reading import open_regular
 
-MAX_TOKENIZER_BYTES = 1 << 30
-"""A tokenizer file has at most tens of megabytes; a corpus given in its place is not read into memory."""
+MAX_TOKENIZER_BYTES = 1 << 30  # a corpus given in its place is not read into memory
 
 
 class Tokenizer(ABC):
     """Text to ids and back."""
 
-    name: str
-    """Kind of tokenizer, as --tokenizer-type spells it."""
-    vocab_size: int
-    """Ids are below this."""
-    eod: int
-    """Id of the end-of-document token."""
+    name: str  # kind of tokenizer, as --tokenizer-type spells it
+    vocab_size: int  # ids are below this
+    eod: int  # id of the end-of-document token
     _fingerprint: str
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`; nothing is added at the start or the end.
-
-        Raises:
-            ConfigError: the text has no ids: it holds half of a surrogate pair, or (NullTokenizer) no numbers.
-        """
+        """Ids of `text`; nothing is added at the start or the end. Raises ConfigError: the text has no ids: it holds
+        half of a surrogate pair, or (NullTokenizer) no numbers."""
         return list(self.encode_batch([text])[0])
 
     @abstractmethod
@@ -49,11 +42,9 @@ class Tokenizer(ABC):
 
 
 class ByteLevelTokenizer(Tokenizer):
-    """Ids 0 to 255 are the bytes of the UTF-8 text, 256 is the end of document.
-
-    Megatron-LM's byte tokenizer ends a document with id 0, which a NUL in a text also is, and drops bytes that are
-    not UTF-8 when it decodes. Here every text comes back as it was; token files take two bytes an id.
-    """
+    """Ids 0 to 255 are the bytes of the UTF-8 text, 256 is the end of document. Megatron-LM's byte tokenizer ends a
+    document with id 0, which a NUL in a text also is, and drops bytes that are not UTF-8 when it decodes. Here every
+    text comes back as it was; token files take two bytes an id."""
 
     name = "ByteLevelTokenizer"
     vocab_size = 257
@@ -73,19 +64,14 @@ class ByteLevelTokenizer(Tokenizer):
 
 
 class NullTokenizer(Tokenizer):
-    """Text is ids in decimal, separated by white space; the last id of the vocabulary is the end of document.
-
-    Raises:
-        ConfigError: vocab_size is missing or below 1.
-    """
+    """Text is ids in decimal, separated by white space; the last id of the vocabulary is the end of document. Raises
+    ConfigError: vocab_size is missing or below 1."""
 
     name = "NullTokenizer"
 
     def __init__(self, vocab_size: int | None) -> None:
         if vocab_size is None or vocab_size < 1:
-            raise ConfigError(
-                f"NullTokenizer needs a vocab_size of at least 1, got {vocab_size}; try --vocab-size 32000"
-            )
+            raise ConfigError(f"NullTokenizer needs a vocab_size, got {vocab_size}; try --vocab-size 32000")
         self.vocab_size = vocab_size
         self.eod = vocab_size - 1
         self._fingerprint = digest(f"{self.name} {vocab_size}".encode())
@@ -105,11 +91,8 @@ class NullTokenizer(Tokenizer):
 
 
 def read_tokenizer_file(path: str | Path) -> bytes:
-    """All of a tokenizer file.
-
-    Raises:
-        ConfigError: it cannot be read, is not a regular file, or is longer than MAX_TOKENIZER_BYTES.
-    """
+    """All of a tokenizer file. Raises ConfigError: it cannot be read, is not a regular file, or is longer than
+    MAX_TOKENIZER_BYTES."""
     remedy = "give the path of an existing file"
     try:
         opened = open_regular(path)
@@ -120,10 +103,7 @@ def read_tokenizer_file(path: str | Path) -> bytes:
     with opened as file:
         size = os.fstat(file.fileno()).st_size
         if size > MAX_TOKENIZER_BYTES:
-            raise ConfigError(
-                f"tokenizer file {path} has {size} bytes, more than any tokenizer ({MAX_TOKENIZER_BYTES}); "
-                "give the tokenizer's own file"
-            )
+            raise ConfigError(f"tokenizer file {path} has {size} bytes, more than {MAX_TOKENIZER_BYTES}")
         return file.read()
 
 
@@ -146,10 +126,7 @@ def utf8(text: str) -> bytes:
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ConfigError(
-            f"a text holds half of a surrogate pair (U+{ord(text[error.start]):04X}) at character {error.start}; fix or "
-            "drop that document"
-        ) from None
+        raise ConfigError(f"a text holds half of a surrogate pair at character {error.start}; fix the text") from None
 
 
 def require_characters(texts: Sequence[str]) -> None:
@@ -157,6 +134,10 @@ def require_characters(texts: Sequence[str]) -> None:
     for text in texts:
         if not text.isascii():
             utf8(text)
+
+
+def missing_package(what: object, package: str, extra: str) -> ConfigError:
+    return ConfigError(f"{what} needs the package {package}, which is not installed: pip install 'megalite[{extra}]'")
 
 
 def is_failure(error: BaseException) -> bool:

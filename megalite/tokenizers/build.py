@@ -12,8 +12,7 @@ from megalite.tokenizers.tiktoken_tokenizer import TikTokenizer
 
 SENTENCEPIECE, HUGGING_FACE, TIKTOKEN = "SentencePieceTokenizer", "HuggingFaceTokenizer", "TikTokenizer"
 _GPT2 = "GPT2BPETokenizer"
-WITHOUT_FILES = ("NullTokenizer", "ByteLevelTokenizer")
-"""Kinds that tokenizer_type alone makes."""
+WITHOUT_FILES = ("NullTokenizer", "ByteLevelTokenizer")  # kinds that tokenizer_type alone makes
 _DESCRIPTIONS = {HUGGING_FACE: "a Hugging Face tokenizer.json", TIKTOKEN: "a tiktoken file"}
 _EXAMPLES = {SENTENCEPIECE: "tokenizer.model", HUGGING_FACE: "tokenizer.json", TIKTOKEN: "cl100k_base.tiktoken"}
 _MARK = b"\xef\xbb\xbf"
@@ -30,85 +29,49 @@ def build_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer | Non
     tokenizer_model may be a folder that holds tokenizer.json, tokenizer.model, one .tiktoken file, or vocab.json and
     merges.txt: the first of them that is of tokenizer_type, if that is set.
 
-    Args:
-        data: its tokenizer_type, tokenizer_model, vocab_file, merge_file and tiktoken_pattern are read.
-        vocab_size: for NullTokenizer, which has no file, and for a tiktoken file in JSON.
-
-    Raises:
-        ConfigError: a file is missing or garbled, or the settings contradict each other.
-    """
+    `data`: its tokenizer_type, tokenizer_model, vocab_file, merge_file and tiktoken_pattern are read. `vocab_size`: for
+    NullTokenizer, which has no file, and for a tiktoken file in JSON. Raises ConfigError: a file is missing or garbled,
+    or the settings contradict each other."""
     model, vocab_file, merge_file = data.tokenizer_model, data.vocab_file, data.merge_file
     if model is not None and (vocab_file is not None or merge_file is not None):
-        raise ConfigError(
-            f"tokenizer_model {model} and vocab_file {vocab_file} / merge_file {merge_file} are given at once; "
-            "a tokenizer has either one model file or a vocab.json and a merges.txt"
-        )
+        raise ConfigError(f"tokenizer_model {model} excludes vocab_file {vocab_file} and merge_file {merge_file}")
     if data.tokenizer_type in WITHOUT_FILES:
-        return _without_files(data, vocab_size)
+        files = ("tokenizer_model", "vocab_file", "merge_file", "tiktoken_pattern")
+        _refuse(data.tokenizer_type, **{name: getattr(data, name) for name in files})
+        return NullTokenizer(vocab_size) if data.tokenizer_type == "NullTokenizer" else ByteLevelTokenizer()
     if model is not None and Path(model).is_dir():
         model, vocab_file, merge_file = look_into(Path(model), data.tokenizer_type)
     kind = data.tokenizer_type or _kind_of(model, vocab_file, merge_file)
     if kind is None:
         if data.tiktoken_pattern is not None:
-            raise ConfigError(
-                f"tiktoken_pattern ({data.tiktoken_pattern}) is given without a tokenizer; give --tokenizer-model FILE"
-            )
+            raise ConfigError(f"tiktoken_pattern ({data.tiktoken_pattern}) needs --tokenizer-model FILE")
         return None
     if kind == SENTENCEPIECE and data.tokenizer_type is None and data.tiktoken_pattern is not None:
         kind = TIKTOKEN  # the content proves nothing, and only this kind has the setting
     if kind != TIKTOKEN and data.tiktoken_pattern is not None:
-        raise ConfigError(
-            f"{kind} ({model or vocab_file}) does not read tiktoken_pattern ({data.tiktoken_pattern}); leave it out or "
-            "give a tiktoken file"
-        )
+        raise ConfigError(f"{kind} ({model or vocab_file}) does not read tiktoken_pattern ({data.tiktoken_pattern})")
     if kind == _GPT2:
         _refuse(kind, tokenizer_model=model)
         if vocab_file is None or merge_file is None:
-            raise ConfigError(
-                f"{kind} needs vocab_file and merge_file, got {vocab_file} and {merge_file}; "
-                "give --vocab-file vocab.json --merge-file merges.txt"
-            )
+            raise ConfigError(f"{kind} needs --vocab-file and --merge-file, got {vocab_file} and {merge_file}")
         return GPT2BPETokenizer(vocab_file, merge_file)
     _refuse(kind, vocab_file=vocab_file, merge_file=merge_file)
     if kind not in _EXAMPLES:
-        raise ConfigError(
-            f"tokenizer_type {kind} is unknown; use one of {', '.join((*_EXAMPLES, _GPT2, *WITHOUT_FILES))}"
-        )
+        raise ConfigError(f"tokenizer_type {kind} is unknown; use {', '.join((*_EXAMPLES, _GPT2, *WITHOUT_FILES))}")
     if model is None:
         raise ConfigError(f"{kind} needs tokenizer_model, which is not set; give --tokenizer-model {_EXAMPLES[kind]}")
     detected = detect_kind(read_tokenizer_file(model), model)
     if detected != kind and detected in _DESCRIPTIONS:
-        raise ConfigError(
-            f"tokenizer_model {model} is {_DESCRIPTIONS[detected]}, which tokenizer_type {kind} does not read; give "
-            f"--tokenizer-type {detected} or leave that out"
-        )
+        raise ConfigError(f"tokenizer_model {model} is {_DESCRIPTIONS[detected]}; use --tokenizer-type {detected}")
     if kind == TIKTOKEN:
         return TikTokenizer(model, data.tiktoken_pattern, vocab_size)
     return SentencePieceTokenizer(model) if kind == SENTENCEPIECE else HuggingFaceTokenizer(model)
 
 
-def _without_files(data: DataConfig, vocab_size: int | None) -> Tokenizer:
-    kind = data.tokenizer_type
-    assert kind is not None
-    _refuse(
-        kind,
-        tokenizer_model=data.tokenizer_model,
-        vocab_file=data.vocab_file,
-        merge_file=data.merge_file,
-        tiktoken_pattern=data.tiktoken_pattern,
-    )
-    return NullTokenizer(vocab_size) if kind == "NullTokenizer" else ByteLevelTokenizer()
-
-
 def look_into(folder: Path, wanted: str | None) -> tuple[str | None, str | None, str | None]:
-    """(model, vocab_file, merge_file) of a folder as Hugging Face, Meta and OpenAI lay them out.
-
-    Args:
-        wanted: the tokenizer_type; of several tokenizers the first of this kind is taken.
-
-    Raises:
-        ConfigError: there is none, or several of which none is wanted more than another.
-    """
+    """(model, vocab_file, merge_file) of a folder as Hugging Face, Meta and OpenAI lay them out. `wanted`: the
+    tokenizer_type; of several tokenizers the first of this kind is taken. Raises ConfigError: there is none, or
+    several of which none is wanted more than another."""
     ranked = sorted(folder.glob("*.tiktoken"))
     named = [folder / name for name in ("tokenizer.json", "tokenizer.model") if (folder / name).is_file()]
     models = [*named, *ranked]
@@ -118,26 +81,16 @@ def look_into(folder: Path, wanted: str | None) -> tuple[str | None, str | None,
     if vocab_file.is_file() and merge_file.is_file() and (wanted == _GPT2 or not models):
         return None, str(vocab_file), str(merge_file)
     if models and models[0] in ranked and len(ranked) > 1:
-        raise ConfigError(
-            f"tokenizer_model {folder} holds several tokenizers: {', '.join(path.name for path in ranked[:5])}; give the "
-            "path of one file"
-        )
+        raise ConfigError(f"tokenizer_model {folder} holds {', '.join(path.name for path in ranked[:5])}; give one")
     if models:
         return str(models[0]), None, None
-    raise ConfigError(
-        f"tokenizer_model {folder} is a folder without tokenizer.json, tokenizer.model, a .tiktoken file, or vocab.json "
-        "and merges.txt; give the path of the model file"
-    )
+    raise ConfigError(f"tokenizer_model {folder} holds no tokenizer.json, tokenizer.model or .tiktoken; give a file")
 
 
 def detect_kind(content: bytes, path: str | Path) -> str:
     """Kind of tokenizer: a JSON object is Hugging Face's, a JSON list or lines of base64 and a number are tiktoken's.
-
-    Anything else may be SentencePiece's protocol buffer, which has no mark of its kind.
-
-    Raises:
-        ConfigError: it is half of a GPT-2 BPE, which --vocab-file and --merge-file take.
-    """
+    Anything else may be SentencePiece's protocol buffer, which has no mark of its kind. Raises ConfigError: it is half
+    of a GPT-2 BPE, which --vocab-file and --merge-file take."""
     plain = content.removeprefix(_MARK)
     half = "merge" if plain.startswith(b"#version") else None
     if _OBJECT.match(plain):
@@ -158,11 +111,7 @@ def is_tiktoken(content: bytes) -> bool:
 
 
 def is_tiktoken_model(model: str) -> bool:
-    """tokenizer_model, a file or a folder, is tiktoken's.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
+    """tokenizer_model, a file or a folder, is tiktoken's. Raises ConfigError: it cannot be read."""
     file = look_into(Path(model), None)[0] if Path(model).is_dir() else model
     return file is not None and is_tiktoken(read_tokenizer_file(file))
 

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 import sentencepiece
 
 from megalite.config.errors import ConfigError
-from megalite.tokenizers.base import Tokenizer, digest, is_failure, read_tokenizer_file, require_characters
+from megalite.tokenizers.base import (
+    Tokenizer,
+    digest,
+    is_failure,
+    missing_package,
+    read_tokenizer_file,
+    require_characters,
+)
 
 if TYPE_CHECKING:
     import tokenizers
@@ -20,11 +27,8 @@ TOKENIZER_NAME, SETTINGS_NAME = "tokenizer.json", "tokenizer_config.json"
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model; its </s> is the end of document.
-
-    Raises:
-        ConfigError: the file is missing, not a SentencePiece model, or without </s>.
-    """
+    """A SentencePiece model; its </s> is the end of document. Raises ConfigError: the file is missing, not a
+    SentencePiece model, or without </s>."""
 
     name = "SentencePieceTokenizer"
 
@@ -42,10 +46,7 @@ class SentencePieceTokenizer(Tokenizer):
         self._fingerprint = digest(content)
         self.eod = self._processor.eos_id()
         if self.eod < 0:
-            raise ConfigError(
-                f"{model_file} has no end-of-sequence piece (eos_id -1), which ends documents; train it with eos_id >= 0, "
-                "as `megalite train-tokenizer` does"
-            )
+            raise ConfigError(f"{model_file} has no end-of-sequence piece to end documents; train it with eos_id >= 0")
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         require_characters(texts)
@@ -61,8 +62,6 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class _TokenizersLibrary(Tokenizer):
-    """What a tokenizer of the package `tokenizers` does; subclasses load it."""
-
     _path: str | Path
     _tokenizer: "tokenizers.Tokenizer"
 
@@ -87,11 +86,8 @@ class HuggingFaceTokenizer(_TokenizersLibrary):
     """A tokenizer.json. Its end of document is the eos_token of the tokenizer_config.json beside it; without one, the
     first of END_OF_DOCUMENT in the vocabulary.
 
-    Special tokens written out in a text are recognised, as Hugging Face does it.
-
-    Raises:
-        ConfigError: a file is missing or garbled, there is no end-of-document token, or `tokenizers` is not installed.
-    """
+    Special tokens written out in a text are recognised, as Hugging Face does it. Raises ConfigError: a file is missing
+    or garbled, there is no end-of-document token, or `tokenizers` is not installed."""
 
     name = "HuggingFaceTokenizer"
 
@@ -117,10 +113,7 @@ class HuggingFaceTokenizer(_TokenizersLibrary):
         self._fingerprint = digest(content) if end in (None, guess) else digest(content, str(end).encode())
         end = end or guess
         if end is None:
-            raise ConfigError(
-                f"{tokenizer_file} has no end-of-document token: none of {', '.join(END_OF_DOCUMENT)} is in its "
-                f"vocabulary; name it as eos_token in a {SETTINGS_NAME} beside a {TOKENIZER_NAME}"
-            )
+            raise ConfigError(f"{tokenizer_file} has none of {', '.join(END_OF_DOCUMENT)}; name it in {SETTINGS_NAME}")
         self.eod: int = vocabulary[end]
 
     def beginning(self) -> list[int]:
@@ -133,16 +126,10 @@ class HuggingFaceTokenizer(_TokenizersLibrary):
 class GPT2BPETokenizer(_TokenizersLibrary):
     """GPT-2's byte-level BPE (Radford et al. 2019): every text has ids and decodes to itself.
 
-    A text that spells out <|endoftext|> gets the ids of its letters: only the caller ends a document.
-
-    Args:
-        vocab_file: vocab.json, token -> id.
-        merge_file: merges.txt, one pair a line, the first to be merged first.
-
-    Raises:
-        ConfigError: a file is missing or garbled, the two do not belong together, <|endoftext|> or a byte is missing,
-            or `tokenizers` is not installed.
-    """
+    A text that spells out <|endoftext|> gets the ids of its letters: only the caller ends a document. `vocab_file`:
+    vocab.json, token -> id. `merge_file`: merges.txt, one pair a line, the first to be merged first. Raises
+    ConfigError: a file is missing or garbled, the two do not belong together, <|endoftext|> or a byte is missing, or
+    `tokenizers` is not installed."""
 
     name = "GPT2BPETokenizer"
 
@@ -156,10 +143,7 @@ class GPT2BPETokenizer(_TokenizersLibrary):
         self.eod, self.vocab_size = vocabulary[GPT2_END], max(vocabulary.values()) + 1
         missing = sorted(set(library.pre_tokenizers.ByteLevel.alphabet()) - vocabulary.keys())
         if missing:
-            raise ConfigError(
-                f"{vocab_file}: {len(missing)} of the 256 byte symbols are missing, {missing[0]!r} among them; "
-                "give the vocab.json of a byte-level BPE"
-            )
+            raise ConfigError(f"{vocab_file} lacks {len(missing)} of 256 bytes, such as {missing[0]!r}; give another")
         merges = _parse_merges(merge_bytes, merge_file, vocabulary, vocab_file)
         self._tokenizer = library.Tokenizer(library.models.BPE(vocab=vocabulary, merges=merges))
         self._tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -171,9 +155,7 @@ def _library(path: str | Path) -> Any:
     try:
         import tokenizers
     except ImportError:
-        raise ConfigError(
-            f"{path} needs the package tokenizers, which is not installed: pip install 'megalite[tokenizers]'"
-        ) from None
+        raise missing_package(path, "tokenizers", "tokenizers") from None
     return tokenizers
 
 
@@ -196,9 +178,7 @@ def _parse_vocabulary(content: bytes, path: str | Path) -> dict[str, int]:
         raise ConfigError(f"{path} is not JSON: {error}; give the vocab.json of a GPT-2 tokenizer") from None
     ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [None]
     if not all(type(i) is int and 0 <= i < 1 << 31 for i in ids) or len(set(ids)) != len(ids):
-        raise ConfigError(
-            f"{path}: expected an object of tokens with different ids from 0 on, as in GPT-2's vocab.json"
-        )
+        raise ConfigError(f"{path}: expected an object of tokens and ids, as GPT-2's vocab.json")
     return dict(vocabulary)
 
 
@@ -220,8 +200,6 @@ def _parse_merges(
             raise ConfigError(f"{path}:{number}: expected two symbols separated by a space, got {line[:60]!r}")
         unknown = [token for token in (*pair, "".join(pair)) if token not in vocabulary]
         if unknown:
-            raise ConfigError(
-                f"{path}:{number}: {unknown[0]!r} is not in {vocab_file}; give the two files of one tokenizer"
-            )
+            raise ConfigError(f"{path}:{number}: {unknown[0]!r} is not in {vocab_file}; give one tokenizer's files")
         merges[pair[0], pair[1]] = None
     return list(merges)

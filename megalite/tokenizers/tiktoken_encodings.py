@@ -29,12 +29,9 @@ MEGATRON_V2_PATTERN = rf"{_MARKED}{_UPPER}*{_LOWER}+|{_MARKED}{_UPPER}+{_LOWER}*
 @dataclass(frozen=True)
 class Encoding:
     pattern: str
-    ranks: int
-    """Number of ranks in its file."""
-    special: tuple[tuple[str, int], ...]
-    """Special tokens and their ids; the first one ends a document."""
-    sha256: str
-    """Of the file as it is published."""
+    ranks: int  # number of ranks in its file
+    special: tuple[tuple[str, int], ...]  # special tokens and their ids; the first one ends a document
+    sha256: str  # of the file as it is published
 
 
 def _llama3_special() -> tuple[tuple[str, int], ...]:

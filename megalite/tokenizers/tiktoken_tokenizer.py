@@ -16,11 +16,17 @@ from typing import Any
 import regex
 
 from megalite.config.errors import ConfigError
-from megalite.tokenizers.base import Tokenizer, digest, is_failure, read_tokenizer_file, require_characters
+from megalite.tokenizers.base import (
+    Tokenizer,
+    digest,
+    is_failure,
+    missing_package,
+    read_tokenizer_file,
+    require_characters,
+)
 from megalite.tokenizers.tiktoken_encodings import ENCODINGS, PATTERNS, megatron_special
 
-_MAX_RANK = 1 << 24
-"""Far more than any vocabulary, and few enough that a garbled rank costs no memory."""
+_MAX_RANK = 1 << 24  # far more than any vocabulary, and few enough that a garbled rank costs no memory
 _MEGATRON_SPECIAL = 1000
 _MEGATRON_VOCABULARY = 1 << 17
 _WINDOW = 1 << 12
@@ -33,14 +39,10 @@ _PROBE = "".join(
 
 @dataclass(frozen=True)
 class _Plan:
-    """How a file's ranks become ids."""
-
     ranks: dict[bytes, int]
     pattern: str
-    is_implied: bool
-    """The file alone implies the pattern."""
-    special: tuple[tuple[str, int], ...]
-    """The first one is the end of document."""
+    is_implied: bool  # the file alone implies the pattern
+    special: tuple[tuple[str, int], ...]  # the first one is the end of document
 
     @property
     def is_known(self) -> bool:
@@ -56,16 +58,10 @@ class TikTokenizer(Tokenizer):
     Megatron-LM's JSON list ids are rank + 1000, the first 1000 being special tokens with </s> = 2 as the end of
     document; the default pattern is v2, and entries past vocab_size (default 131072) ids are left out.
 
-    Special tokens spelled out in a text get the ids of their letters: only the caller ends a document.
-
-    Args:
-        pattern: the regular expression that splits text into words, or a name of PATTERNS.
-        vocab_size: for a JSON list, number of ids.
-
-    Raises:
-        ConfigError: the file is missing or garbled, the pattern is needed, invalid or leaves characters out, or
-            `tiktoken` is not installed.
-    """
+    Special tokens spelled out in a text get the ids of their letters: only the caller ends a document. `pattern`: the
+    regular expression that splits text into words, or a name of PATTERNS. `vocab_size`: for a JSON list, number of ids.
+    Raises ConfigError: the file is missing or garbled, the pattern is needed, invalid or leaves characters out, or
+    `tiktoken` is not installed."""
 
     name = "TikTokenizer"
 
@@ -74,9 +70,7 @@ class TikTokenizer(Tokenizer):
         try:
             import tiktoken
         except ImportError:
-            raise ConfigError(
-                f"{model_file} needs the package tiktoken, which is not installed: pip install 'megalite[tokenizers]'"
-            ) from None
+            raise missing_package(model_file, "tiktoken", "tokenizers") from None
         self._make_encoding = tiktoken.Encoding
         self._path = model_file
         is_list = content.lstrip()[:1] == b"["
@@ -125,9 +119,7 @@ class TikTokenizer(Tokenizer):
         except BaseException as error:
             if not is_failure(error):
                 raise
-            raise ConfigError(
-                f"{self._path}: tiktoken refuses the file or the pattern {pattern[:100]!r}: {str(error)[:200]}"
-            ) from None
+            raise ConfigError(f"{self._path}: tiktoken refuses it or {pattern[:100]!r}: {str(error)[:200]}") from None
 
     def _encode(self, text: str) -> list[int]:
         if self._plan.is_known and _has_long_space(text):
@@ -140,18 +132,14 @@ class TikTokenizer(Tokenizer):
             if self._plan.is_known:
                 return self._encode_by_words(text)
             # A pattern of the user's may mean something else to another engine.
-            raise ConfigError(
-                f"{self._path}: the pattern {self._plan.pattern[:100]!r} fails on a text of {len(text)} characters: "
-                f"{str(error)[:200]}; use a simpler pattern, or drop that document"
-            ) from None
+            raise ConfigError(f"{self._path}: {self._plan.pattern[:99]!r} fails on a text: {str(error)[:99]}") from None
         return ids
 
     def _encode_by_words(self, text: str) -> list[int]:
         """The same ids, for texts on which tiktoken's regular expressions panic.
 
         That happens in runs of some 100,000 characters of white space, as (?!\\S) keeps a step for each. The package
-        `regex` splits the words without a bound, and tiktoken merges each.
-        """
+        `regex` splits the words without a bound, and tiktoken merges each."""
         # To `regex`, `$` is also before a last line end; ours come after \s++, which leaves none.
         words = regex.compile(self._plan.pattern).finditer(text)
         encode = self._word_encoding.encode_ordinary
@@ -180,10 +168,7 @@ def _plan_lines(content: bytes, path: str | Path, pattern: str | None) -> _Plan:
     used, special_ids = set(ranks.values()), [i for _, i in special]
     holes = set(range(last)) - used - set(special_ids)
     if holes:
-        raise ConfigError(
-            f"{path}: ranks are not contiguous: {min(holes)} is missing of {len(ranks)} ranks up to {last}; give the "
-            "whole file"
-        )
+        raise ConfigError(f"{path}: rank {min(holes)} is missing of ranks up to {last}; give the whole file")
     taken = [i for i in special_ids if i in used]
     if taken:
         raise ConfigError(f"{path}: rank {taken[0]} is a special token of {known}; give {known}'s own file")
@@ -196,23 +181,16 @@ def _plan_list(content: bytes, path: str | Path, pattern: str | None, vocab_size
     size = _MEGATRON_VOCABULARY if vocab_size is None else vocab_size
     least = _MEGATRON_SPECIAL + 256
     if size < least:
-        raise ConfigError(
-            f"{path}: vocab_size {size} is too small for {_MEGATRON_SPECIAL} special tokens and 256 bytes; give at least "
-            f"{least}"
-        )
+        raise ConfigError(f"{path}: vocab_size {size} is too small; give at least {least}")
     ranks = _parse_ranks(_json_entries(content, path), path)
     shifted = {token: rank + _MEGATRON_SPECIAL for token, rank in ranks.items() if rank < size - _MEGATRON_SPECIAL}
     if sum(len(token) == 1 for token in shifted) < 256:
-        raise ConfigError(
-            f"{path}: the 256 single bytes are not all among the first {size - _MEGATRON_SPECIAL} ranks; give a larger "
-            "--vocab-size"
-        )
+        raise ConfigError(f"{path}: the first {size - _MEGATRON_SPECIAL} ranks lack bytes; use a larger --vocab-size")
     chosen = PATTERNS.get(pattern or "v2", pattern or "")
     return _Plan(shifted, chosen, chosen == PATTERNS["v2"], megatron_special(_MEGATRON_SPECIAL))
 
 
-_Entry = tuple[str, Any, Any]
-"""Where in the file, token in base64, rank."""
+_Entry = tuple[str, Any, Any]  # where in the file, token in base64, rank
 
 
 def _parse_ranks(entries: Sequence[_Entry], path: str | Path) -> dict[bytes, int]:
@@ -235,10 +213,7 @@ def _parse_ranks(entries: Sequence[_Entry], path: str | Path) -> dict[bytes, int
         ranks[token], owners[rank] = rank, place
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
-        raise ConfigError(
-            f"{path}: {len(missing)} of the 256 single bytes are missing, 0x{missing[0]:02x} among them; give the whole "
-            "file of a byte-level BPE"
-        )
+        raise ConfigError(f"{path}: {len(missing)} of the 256 single bytes are missing; give the whole file")
     return dict(sorted(ranks.items(), key=lambda item: item[1]))
 
 
@@ -265,9 +240,7 @@ def _json_entries(content: bytes, path: str | Path) -> list[_Entry]:
         place = f"entry {i}"
         fields = {"rank", "token_bytes"}
         if not isinstance(value, dict) or not fields <= value.keys() <= fields | {"token_str"}:
-            raise ConfigError(
-                f"{path}: {place}: expected an object of rank, token_bytes and token_str, got {str(value)[:60]}"
-            )
+            raise ConfigError(f"{path}: {place}: expected rank, token_bytes and token_str, got {str(value)[:60]}")
         rank = value["rank"]
         if type(rank) is int and 0 <= rank < _MAX_RANK and rank != i:
             raise ConfigError(f"{path}: {place}: rank is {rank}; such a list is in the order of ranks")

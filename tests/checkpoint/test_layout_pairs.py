@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megalite.optimizers.schedules import Progress
-from megalite.parity.tensors import Part
+from megalite.parity.trajectory import Part
 from megalite.training import state_tensors
 from megalite.training.replica import Replica
 from megalite.training.resume import load

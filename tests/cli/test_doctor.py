@@ -9,7 +9,7 @@ import torch
 
 from megalite.cli import doctor
 from megalite.cli.main import main
-from megalite.doctor import disk
+from megalite.doctor import host
 from megalite.doctor.host import Finding
 from tests.support.ranks import forked_pools
 
@@ -19,8 +19,8 @@ TOPICS = ["versions", "host", "devices", "kernels", "network", "disk", "products
 
 @pytest.fixture(autouse=True)
 def little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "BYTES", 1 << 20)
-    monkeypatch.setattr(disk, "SYNCS", 3)
+    monkeypatch.setattr(host, "BYTES", 1 << 20)
+    monkeypatch.setattr(host, "SYNCS", 3)
 
 
 def test_the_whole_report(monkeypatch: pytest.MonkeyPatch, capsys: Captured, tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from megalite.cli.generate import DTYPES, main
 from megalite.config.reading import PRECISIONS
 from megalite.conversion.huggingface.weights import write_huggingface
 from megalite.conversion.native import write_native
+from megalite.generation.continuation import Sampling
 from megalite.generation.generate import BATCH_SIZE
-from megalite.generation.sample import Sampling
 from tests.conversion.samples import LLAMA, MadeUp, byte_tokenizer
 
 Captured = pytest.CaptureFixture[str]

@@ -70,7 +70,7 @@ def test_memory(tiny: str, capsys: Captured) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--cluster", "2x9z"], "there is no cluster 2x9z"),
+        (["--cluster", "2x9z"], "no cluster 2x9z"),
         (["--memory", "much"], "--memory is much; use bytes such as 16GB"),
         (["--memory", "0GB"], "--memory is 0GB"),
         (["--global-batch-size", "0"], "global_batch_size is 0; it must be 1 or more"),
@@ -88,4 +88,4 @@ def test_bad_input(flags: list[str], message: str, tiny: str, capsys: Captured) 
 
 def test_no_such_profile(capsys: Captured) -> None:
     assert main(["vgg-9", "--cluster", "A", "--global-batch-size", "8"]) == 2
-    assert "there is no chain profile vgg-9: did you mean vgg-19?" in capsys.readouterr().err
+    assert "no chain profile vgg-9: did you mean vgg-19?" in capsys.readouterr().err

@@ -71,7 +71,7 @@ def test_bad_lines_and_few_documents(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["--pattern", "gpt4"], "sentencepiece-bpe does not read pattern (gpt4); use --type byte-level-bpe"),
         (["--json-keys", "absent"], "lines left out, the first "),
         (["--output-prefix", "folder/"], "output_prefix folder/ has no name"),
-        (["--output-prefix", "/proc/own"], "output_prefix /proc/own: no file can be written in /proc ("),
+        (["--output-prefix", "/proc/own"], "output_prefix /proc/own: cannot write to /proc: "),
         (["--input", "absent.jsonl"], "absent.jsonl"),
     ],
 )

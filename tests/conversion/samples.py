@@ -20,8 +20,7 @@ from megalite.training.saving import save
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import Runner, assemble, build, local_parts, tiny_config
 
-VOCAB = 301
-"""Above the 257 ids of `byte_tokenizer`, and no multiple of 8."""
+VOCAB = 301  # Above the 257 ids of `byte_tokenizer`, and no multiple of 8
 
 GPT: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": VOCAB}
 GPT |= {"make_vocab_size_divisible_by": 8, "seq_length": 24}

@@ -162,8 +162,8 @@ def test_the_target_and_the_family_are_looked_at_before_the_source(
     for target, flags, says in [
         (tmp_path / "file" / "deep", [], "is not a folder; give another target"),
         (tmp_path / "new", ["--family", "bert"], "bert"),
-        (tmp_path / "new", ["--family", ""], "'' is not a family that can be expressed; use gpt2, llama"),
-        (tmp_path / ("n" * 250), [], "has 250 bytes; give one of at most 242"),
+        (tmp_path / "new", ["--family", ""], "'' is no family of ours; use gpt2, llama"),
+        (tmp_path / ("n" * 250), [], "has 250 bytes; use up to 242"),
         (Path("/"), [], "the target is /"),
     ]:
         assert run(tmp_path / "nowhere", target, "--to", "huggingface", *flags) == 2

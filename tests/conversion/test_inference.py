@@ -15,10 +15,10 @@ from megalite.config.model import ModelConfig
 from megalite.conversion.huggingface.weights import HuggingFaceWeights
 from megalite.conversion.inference import TokenizerChoice, check_layout, folder_end_ids, load_model
 from megalite.conversion.native import write_native
+from megalite.generation.continuation import Sampling
 from megalite.generation.generate import Chain
 from megalite.generation.perplexity import TokenStream, Windows, measure
-from megalite.generation.sample import Sampling
-from megalite.parity.tensors import assemble
+from megalite.parity.trajectory import assemble
 from megalite.tensor_parallel.parameter import ShardedParameter
 from megalite.topology.topology import Topology
 from tests.conversion.huggingface.models import edit_config, saved
@@ -125,7 +125,7 @@ SIZES = {"num_attention_heads": 6, "num_query_groups": 6, "hidden_size": 48, "ff
             (2, 1),
             "the width of the shared expert 5 is not divisible by tp 2; use tp 1",
         ),
-        ({}, (2, 3), "pp 3 is more than the model's 2 layers, and each stage needs one; use --pp up to 2"),
+        ({}, (2, 3), "pp 3 is more than the model's layers; use --pp up to 2"),
     ],
 )
 def test_layouts_that_do_not_fit(changes: dict[str, int], layout: tuple[int, int], message: str) -> None:
@@ -152,7 +152,7 @@ def test_what_cannot_be_opened(tmp_path: Path) -> None:
         (tmp_path / "empty", {}, "is no model of a known format: .* it holds nothing"),
         (tmp_path / "our", {}, "no checkpoint: .*our does not exist; there is .*ours"),
         (tmp_path / "file", {}, "file"),
-        (tmp_path / "megatron", {}, "is of Megatron-LM; megalite convert .* --to native"),
+        (tmp_path / "megatron", {}, "is Megatron-LM's; run megalite convert .* --to native"),
         (tmp_path / "theirs", {"step": 3}, "--ckpt-step 3 has no effect on .*theirs"),
         (tmp_path / "theirs", {"needs_tokenizer": True}, "theirs has no tokenizer; give one with --tokenizer-model"),
         (native, {"step": 3}, "has no checkpoint of step 3; it has steps 0"),

@@ -13,8 +13,7 @@ from megalite.conversion.weights import parameter_shapes
 from tests.conversion.samples import GPT, MadeUp
 
 SHAPE = {"num_layers": 1, "hidden_size": 512, "num_attention_heads": 8, "ffn_hidden_size": 96 * 1024}
-BLOCKS = 64 << 20
-"""Bytes of all blocks in flight, with what the allocator keeps."""
+BLOCKS = 64 << 20  # bytes of all blocks in flight, with what the allocator keeps
 
 CONVERSION = """
 import sys

@@ -184,7 +184,7 @@ class TestStock:
         text = config.read_text()
         config.write_text(json.dumps({**json.loads(text), "model_type": "unheard-of"}))
         try:
-            with pytest.raises(ConversionError, match=r"transformers 5.* does not load it: ValueError"):
+            with pytest.raises(ConversionError, match=r"transformers does not load it: ValueError"):
                 compared(MadeUp(tmp_path, LLAMA), target, use_stock=True)
         finally:
             config.write_text(text)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.parity.compare import require_same
+from megalite.parity.report import require_same
 from megalite.parity.trajectory import rank_trajectory
 from megalite.training.resume import load
 from megalite.training.saving import save

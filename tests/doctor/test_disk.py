@@ -7,19 +7,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from megalite.doctor import disk
+from megalite.doctor import host
 from megalite.doctor.host import Finding
 
 
 @pytest.fixture(autouse=True)
 def little(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few bytes and syncs."""
-    monkeypatch.setattr(disk, "BYTES", 2 << 20)
-    monkeypatch.setattr(disk, "SYNCS", 3)
+    monkeypatch.setattr(host, "BYTES", 2 << 20)
+    monkeypatch.setattr(host, "SYNCS", 3)
 
 
 def looked_at(folder: Path, **options: object) -> dict[str, Finding]:
-    return {finding.name: finding for finding in disk.examine(folder, **options)}  # type: ignore[arg-type]
+    return {finding.name: finding for finding in host.examine_disk(folder, **options)}  # type: ignore[arg-type]
 
 
 def test_a_good_folder(tmp_path: Path) -> None:
@@ -57,9 +57,9 @@ def test_a_disk_that_fills_up_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     def full(descriptor: int, block: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(disk, "write_all", full)
+    monkeypatch.setattr(host, "write_all", full)
     before = len(list(Path("/proc/self/fd").iterdir()))
-    findings = list(disk.examine(tmp_path))
+    findings = list(host.examine_disk(tmp_path))
     assert findings[-1].level == "error" and "No space left" in findings[-1].text
     assert list(tmp_path.iterdir()) == [] and len(list(Path("/proc/self/fd").iterdir())) == before
 

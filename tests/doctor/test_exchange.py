@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megalite.doctor import ranks as doctor_ranks
-from megalite.doctor.ranks import CHECKS, RankReport, measure
+from megalite.doctor.ranks import CHECKS, RankReport, is_right, measure
 from megalite.topology.group import DONE, Group
 from tests.support.ranks import RankContext, run_ranks
 
@@ -71,7 +71,7 @@ def spoiled(context: RankContext, name: str) -> list[str]:
     rotate = Group.rotate_async
     patched = off_ring if name == "rotate_async" else off(getattr(Group, name), 0)
     with mock.patch.object(Group, name, patched):
-        return [check for check, is_right in CHECKS.items() if not is_right(world, CPU, 257)]
+        return [check for check in CHECKS if not is_right(check, world, CPU, 257)]
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from megalite.doctor import products
-from megalite.doctor.products import BF16, FP16, FP32, Precision, checked, examine, judged
+from megalite.doctor import devices
+from megalite.doctor.devices import BF16, FP16, FP32, Precision, checked, examine_products, judged
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "CHECKED", 128)
-    monkeypatch.setattr(products, "rate_of", lambda timer, dtype, *, seconds: 1e9)
+    monkeypatch.setattr(devices, "CHECKED", 128)
+    monkeypatch.setattr(devices, "rate_of", lambda timer, dtype, *, seconds: 1e9)
 
 
 @pytest.mark.parametrize("kind", [FP32, BF16, FP16], ids=lambda kind: kind.name)
@@ -53,7 +53,7 @@ def test_a_gpu_that_does_not_repeat_itself() -> None:
 
 
 def test_each_precision_has_a_row() -> None:
-    rows = list(examine(CPU, seconds=0.0))
+    rows = list(examine_products(CPU, seconds=0.0))
     assert [row.data["precision"] for row in rows] == ["fp32", "bf16"]
 
 
@@ -61,6 +61,6 @@ def test_a_type_that_the_device_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*operands: object, **options: object) -> None:
         raise RuntimeError('"addmm" not implemented\nmore')
 
-    monkeypatch.setattr(products, "checked", refuse)
-    row = next(examine(CPU, seconds=0.0))
+    monkeypatch.setattr(devices, "checked", refuse)
+    row = next(examine_products(CPU, seconds=0.0))
     assert (row.level, row.text) == ("error", 'fp32: "addmm" not implemented')

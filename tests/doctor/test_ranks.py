@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megalite.doctor import job, ranks
+from megalite.doctor import ranks
 from megalite.doctor.host import Finding
 from megalite.doctor.ranks import RankReport, findings
 from tests.support.ranks import RankContext, forked_pools, run_ranks
@@ -81,10 +81,10 @@ def version(name: str, text: str) -> Finding:
 def test_hosts_that_are_not_alike() -> None:
     a = [version("torch", "2.11"), version("pyarrow", "1"), version("python", "3.11")]
     b = [version("torch", "2.12"), version("pyarrow", "2"), version("python", "3.12")]
-    found = {row.name: row for row in job.unlike({"a": a, "b": a, "c": b})}
+    found = {row.name: row for row in ranks.unlike({"a": a, "b": a, "c": b})}
     assert {name: row.level for name, row in found.items()} == {"torch": "error", "pyarrow": "warning"}
     assert found["torch"].text == "2.11 on a, 2.12 on c"
-    (row,) = job.unlike({"a": a, "b": a})
+    (row,) = ranks.unlike({"a": a, "b": a})
     assert row.text == "2 hosts have the same versions and GPUs"
 
 
@@ -100,7 +100,7 @@ def at_once(context: RankContext, hosts: list[str]) -> list[tuple[str, str, str]
         mock.patch.dict(ranks.LARGE, cpu=1 << 16),
         mock.patch.object(ranks, "rate_of", lambda timer, dtype, *, seconds: 1e9),
     ):
-        found = list(job.examine(world, torch.device("cpu"), own, host=host, seconds=0.02))
+        found = list(ranks.examine_job(world, torch.device("cpu"), own, host=host, seconds=0.02))
     return [(row.topic, row.name, row.level) for row in found]
 
 
@@ -119,13 +119,10 @@ def gone(context: RankContext) -> str:
         raise RuntimeError("Connection closed by peer")
 
     # The real one leaves receives behind, and the group is used again here.
-    with (
-        mock.patch.object(job, "lost_ranks", lambda group, device: [0]),
-        mock.patch.dict(ranks.CHECKS, {"all-reduce": fail}),
-    ):
+    with mock.patch.object(ranks, "lost_ranks", lambda group, device: [0]), mock.patch.object(ranks, "is_right", fail):
         try:
-            list(job.examine(world, torch.device("cpu"), [], host="b", seconds=0.02))
-        except job.ExchangeFailed as failure:
+            list(ranks.examine_job(world, torch.device("cpu"), [], host="b", seconds=0.02))
+        except ranks.ExchangeFailed as failure:
             return str(failure)
     return "nothing"
 

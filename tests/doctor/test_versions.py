@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.doctor.host import Finding, worst
-from megalite.doctor.versions import OLDEST_PYTHON, PACKAGES, examine, installed_version
+from megalite.doctor.host import OLDEST_PYTHON, PACKAGES, Finding, examine_versions, installed_version, worst
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 DEVELOPMENT = {
@@ -42,12 +41,12 @@ def test_the_table_is_that_of_the_project() -> None:
 
 
 def found(**versions: str | None) -> dict[str, Finding]:
-    return {finding.name: finding for finding in examine(lambda name: versions.get(name, "99.0"))}
+    return {finding.name: finding for finding in examine_versions(lambda name: versions.get(name, "99.0"))}
 
 
 def test_here() -> None:
     assert installed_version("torch") is not None and installed_version("no-such-package") is None
-    rows = {finding.name: finding for finding in examine()}
+    rows = {finding.name: finding for finding in examine_versions()}
     assert worst(rows.values()) == "ok"
     assert set(rows) == {"python", "megalite", *(package.name for package in PACKAGES)}
 

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from megalite.generation.continuation import MakeText
+from megalite.generation.continuation import MakeText, Sampling
 from megalite.generation.generate import Chain, generate_batch
-from megalite.generation.sample import Sampling
 from megalite.models.gpt import GPTStage
 from megalite.partition.stages import cut_stages
 from megalite.topology.topology import Topology
@@ -12,8 +11,7 @@ from tests.models.stages import build
 from tests.support.tiny import LLAMA, tiny_config
 
 PROMPT = [5, 17, 60, 3]
-PROMPTS = [PROMPT, [88], [4, 4, 4, 9, 30, 2, 71], [90, 1], PROMPT]
-"""Of unequal lengths, one of them twice."""
+PROMPTS = [PROMPT, [88], [4, 4, 4, 9, 30, 2, 71], [90, 1], PROMPT]  # of unequal lengths, one of them twice
 VOCAB = 93
 
 FAMILIES: dict[str, dict[str, Any]] = {

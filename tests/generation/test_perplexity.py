@@ -38,7 +38,7 @@ def test_windows(tokens: int, length: int, stride: int) -> None:
     [
         ((1, 8, 8), "there are 1 tokens; two are needed"),
         ((9, 0, 1), "seq_length is 0"),
-        ((9, 8, 9), "stride is 9 with seq_length 8; it must be from 1 to 8"),
+        ((9, 8, 9), "stride is 9; it must be from 1 to seq_length, 8"),
         ((9, 8, 0), "stride is 0"),
     ],
 )
@@ -134,6 +134,6 @@ def refused(context: RankContext, settings: dict[str, Any], length: int, *, spoi
 
 def test_errors_on_every_rank() -> None:
     for said in run_ranks(4, refused, {}, 17, spoil=False, tp=2, pp=2):
-        assert said == "seq_length is 17, but the model has 16 positions; --seq-length 16 works"
+        assert said == "seq_length 17 is above 16 positions; --seq-length 16 works"
     for said in run_ranks(4, refused, LLAMA, 17, spoil=True, pp=2, dp=2):
-        assert said.startswith("the loss is nan: the weights are damaged")
+        assert said.startswith("the loss is nan: damaged weights")

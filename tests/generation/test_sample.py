@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megalite.config.errors import ConfigError
-from megalite.generation.sample import NOT_A_NUMBER, Draws, Sampling, choose
+from megalite.generation.continuation import NOT_A_NUMBER, Draws, Sampling, choose
 
 LOGITS = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05]).log()
 

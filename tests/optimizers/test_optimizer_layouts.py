@@ -13,7 +13,7 @@ import torch
 from megalite.optimizers import muon
 from megalite.optimizers.lamb import LAMB
 from megalite.optimizers.muon import Muon
-from megalite.parity.compare import worst_tensor
+from megalite.parity.report import worst_tensor
 from megalite.parity.trajectory import RankTrajectory, Trajectory, one_rank_trajectory, rank_trajectory
 from megalite.training.resume import load
 from megalite.training.saving import save

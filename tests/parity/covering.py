@@ -16,12 +16,9 @@ from collections.abc import Callable, Iterator, Mapping
 from tests.parity.factors import AXES, COMPANY, FACTORS, MAX_WORLD, Row, refusal, settings_of, world_of
 
 SEED = 20
-DRAWN = 1500
-"""Legal rows to choose from."""
-TRIES = 50
-"""Draws around one pair before it counts as not legal."""
-SIZES = ("layers", "micro", "batch")
-"""What makes a row large and is in no triple of `TRIPLES`."""
+DRAWN = 1500  # Legal rows to choose from
+TRIES = 50  # Draws around one pair before it counts as not legal
+SIZES = ("layers", "micro", "batch")  # what makes a row large and is in no triple of `TRIPLES`
 TRIPLES = ("tp", "sp", "cp", "ep", "etp", "pp", "vpp", "dp", "strategy", "recompute", "family")
 
 Pair = tuple[tuple[str, str], tuple[str, str]]
@@ -47,11 +44,9 @@ GRIDS = _grids()
 
 
 def draw(generator: random.Random, fixed: Mapping[str, str]) -> Row | None:
-    """A legal row with the fixed values, or None if this draw gave none.
-
-    Each factor is plain in half of the draws, else any of its values: so all rows can come, and most are legal. Where a
-    value needs company, it gets it, or gives way if the company is fixed otherwise.
-    """
+    """A legal row with the fixed values, or None if this draw gave none. Each factor is plain in half of the draws,
+    else any of its values: so all rows can come, and most are legal. Where a value needs company, it gets it, or gives
+    way if the company is fixed otherwise."""
     row = {}
     for factor, values in FACTORS.items():
         names = list(values)
@@ -135,10 +130,8 @@ def covering_rows(at_least: int, drawn: int = DRAWN) -> tuple[Row, ...]:
 
 
 def _made_small(rows: list[Row]) -> list[Row]:
-    """The same rows, the dearest first, each with the cheapest `SIZES` that lose no pair.
-
-    Where there is a pipeline, a rank keeps the two microbatches a stage that fill it.
-    """
+    """The same rows, the dearest first, each with the cheapest `SIZES` that lose no pair. Where there is a pipeline, a
+    rank keeps the two microbatches a stage that fill it."""
     rows = list(rows)
     counts = Counter(pair for row in rows for pair in pairs_of(row))
     sizes = [dict(zip(SIZES, values, strict=True)) for values in itertools.product(*(FACTORS[n] for n in SIZES))]
@@ -168,11 +161,9 @@ def _fills(row: Row) -> float:
 
 
 def price(row: Row) -> int:
-    """About how long the row takes; fitted to measured times, a unit is some 7 ms.
-
-    Each rank costs something. Layers and microbatches cost their computation and, above all, the collectives in them,
-    of which one costs the machine the square of the ranks in it. To search for a schedule costs each rank time, too.
-    """
+    """About how long the row takes; fitted to measured times, a unit is some 7 ms. Each rank costs something. Layers
+    and microbatches cost their computation and, above all, the collectives in them, of which one costs the machine the
+    square of the ranks in it. To search for a schedule costs each rank time, too."""
     ranks = world_of(settings_of(row))
     passes = int(row["layers"]) * int(row["batch"]) // int(row["micro"])
     search = 13 if row["schedule"] == "auto" else 0

@@ -14,8 +14,7 @@ Settings = dict[str, Any]
 
 MAX_WORLD = 8
 
-GPT: Settings = {"num_attention_heads": 8}
-"""Learned positions, LayerNorm, GELU, biases, tied embeddings."""
+GPT: Settings = {"num_attention_heads": 8}  # Learned positions, LayerNorm, GELU, biases, tied embeddings
 
 EXPERTS: Settings = {**LLAMA, "num_experts": 4, "moe_router_topk": 2}
 
@@ -141,8 +140,7 @@ COMPANY: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
 """Values that have no effect alone, and the factor that must have one of some values beside them. It only guides the
 draw: what is legal, the validator decides."""
 
-Row = dict[str, str]
-"""Factor -> value."""
+Row = dict[str, str]  # Factor -> value
 
 
 def settings_of(row: Row) -> Settings:
@@ -159,10 +157,8 @@ def world_of(settings: Settings) -> int:
 
 
 def refusal(settings: Settings) -> str | None:
-    """Why a layout is not legal, or None; everything set beyond `TINY` counts as asked for.
-
-    Where a schedule is searched for, the default one stands for it: a search takes long and always finds one.
-    """
+    """Why a layout is not legal, or None; everything set beyond `TINY` counts as asked for. Where a schedule is
+    searched for, the default one stands for it: a search takes long and always finds one."""
     world = world_of(settings)
     if world > MAX_WORLD:
         return f"world {world}"

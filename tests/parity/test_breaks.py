@@ -19,7 +19,7 @@ from megalite.data_parallel.facts import BucketKind
 from megalite.data_parallel.shards import OptimizerShard, StrategyGroups
 from megalite.data_parallel.strategy import AllReduce, DataParallelStrategy
 from megalite.models.context import ForwardContext
-from megalite.parity.compare import require_same
+from megalite.parity.report import require_same
 from megalite.parity.trajectory import RankTrajectory, rank_trajectory, whole
 from megalite.tensor_parallel.random import DropoutStream
 from megalite.topology.group import DONE, Group, Work
@@ -28,8 +28,7 @@ from tests.parity.reference import STEPS, TOLERANCE, reference
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import tiny_config
 
-Break = Callable[[pytest.MonkeyPatch, int], None]
-"""What is done to one rank's process; the rank is given."""
+Break = Callable[[pytest.MonkeyPatch, int], None]  # what is done to one rank's process; the rank is given
 
 
 def nothing(patch: pytest.MonkeyPatch, rank: int) -> None:

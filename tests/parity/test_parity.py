@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from megalite.parity.compare import require_same
+from megalite.parity.report import require_same
 from megalite.parity.trajectory import rank_trajectory
 from tests.parity.covering import PAIRS, Pair, covering_rows, pairs_of
 from tests.parity.factors import AXES, FACTORS, FAMILIES, MAX_WORLD, MOE, Row, Settings, refusal, settings_of, world_of

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megalite.parity.tensors import assemble, local_parts
-from megalite.parity.trajectory import Runner
+from megalite.parity.trajectory import Runner, assemble, local_parts
 from tests.parity.factors import FAMILIES, LOSSES, Settings, world_of
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import build, tiny_config

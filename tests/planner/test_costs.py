@@ -14,8 +14,7 @@ LLAMA = (
 )
 EXPERTS = f"{LLAMA} --num-experts 8 --moe-ffn-hidden-size 32 --moe-shared-expert-intermediate-size 32"
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
-PROJECTIONS = 2 * 2 * (3 * 64 * 64 + 64 * 64)
-"""Query, key, value and output of both layers, for a token."""
+PROJECTIONS = 2 * 2 * (3 * 64 * 64 + 64 * 64)  # Query, key, value and output of both layers, for a token
 
 
 def config_of(line: str) -> RunConfig:

@@ -12,8 +12,7 @@ from megalite.checkpoint.manifest import MANIFEST_NAME, Manifest
 from megalite.config.describe import replace, value_of
 from megalite.config.errors import CheckpointError
 from megalite.config.run import RunConfig
-from megalite.planner.elastic import _saved, newest_layout, take_layout
-from megalite.planner.search.relayout import LAYOUT
+from megalite.planner.elastic import LAYOUT, _saved, newest_layout, take_layout
 from megalite.training.replica import build_replica
 from megalite.training.saving import save
 from tests.support.ranks import RankContext, run_ranks

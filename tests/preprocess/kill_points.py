@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megalite.preprocess.resume import read_journal
 from megalite.preprocess.run import preprocess
-from megalite.preprocess.unfinished import read_journal
 from tests.preprocess.jobs import SUFFIXES, number_job, output_bytes, write_numbers
 
 CALLS = ("fsync", "replace", "rename", "unlink", "ftruncate", "truncate", "write", "mkdir", "rmdir")

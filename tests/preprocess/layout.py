@@ -6,8 +6,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-LETTERS = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}
-"""Struct letters of the token types, by code."""
+LETTERS = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}  # Struct letters of the token types, by code
 NAMES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 
 MIXED = [[[1, 2, 3]], [[4], [], [5, 6]], [], [[]], [[7, 8], [9]], [[10, 11, 12, 13]]]

@@ -11,8 +11,7 @@ from megalite.preprocess.documents import PieceTexts, read_piece
 from megalite.preprocess.inputs import find_inputs
 from megalite.preprocess.pieces import Limits, Piece, Place, cut
 
-Found = tuple[list[str], list[tuple[str, int, str]]]
-"""Texts, and (file name, line from 1, kind) of what is bad."""
+Found = tuple[list[str], list[tuple[str, int, str]]]  # Texts, and (file name, line from 1, kind) of what is bad
 
 
 def write(path: Path, content: bytes) -> Path:

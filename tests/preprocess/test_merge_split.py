@@ -133,7 +133,7 @@ def test_inputs_that_have_changed(tmp_path: Path, suffix: str, offset: int) -> N
     data[offset] ^= 2
     Path(a + suffix).write_bytes(data)
     for dtype in (None, "int32"):
-        with pytest.raises(ConfigError, match=rf"a\{suffix}: sha256 is .* as in its side file: it is damaged"):
+        with pytest.raises(ConfigError, match=rf"a\{suffix} is damaged: sha256 is .*; copy it again"):
             merge([a], str(tmp_path / "all"), dtype=dtype)
     assert not list(tmp_path.glob("all*"))
 
@@ -159,9 +159,7 @@ def test_an_output_without_a_name_or_a_folder(tmp_path: Path) -> None:
             merge([a], output)
     (tmp_path / "file").write_text("")
     for folder in ("/proc", tmp_path / "file"):
-        with pytest.raises(
-            ConfigError, match=f"output_prefix {folder}/o: no file can be written in {folder} .*; give a prefix in a"
-        ):
+        with pytest.raises(ConfigError, match=f"output_prefix {folder}/o: cannot write to {folder}: "):
             merge([a], f"{folder}/o")
     assert len(list(tmp_path.iterdir())) == 3
 

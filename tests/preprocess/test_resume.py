@@ -20,8 +20,8 @@ from megalite.config.errors import ConfigError
 from megalite.data.token_files import read_side_file
 from megalite.preprocess.job import Progress
 from megalite.preprocess.pieces import Place
+from megalite.preprocess.resume import Journal, Mark
 from megalite.preprocess.run import BackgroundSaver, preprocess
-from megalite.preprocess.unfinished import Journal, Mark
 from tests.preprocess.jobs import Stop, documents, number_job, output_bytes, run_numbers, stop_after, write_numbers
 
 ROOT = Path(__file__).parents[2]
@@ -147,11 +147,11 @@ def test_a_journal_that_says_nothing_is_a_new_start(tmp_path: Path, undisturbed:
 
 
 OTHER_JOBS = {
-    "append_eod was True, now it is False": {"append_eod": False},
-    "tokenizer's sha256 was [0-9a-f]{64}, now it is [0-9a-f]{64}": {"vocab_size": 1001},
-    "json keys was .'text'., now it is .'body'.": {"json_keys": ("body",)},
-    "text_documents was file, now it is line": {"text_documents": "line"},
-    "max_document_bytes was 8388608, now it is 1000": {"max_document_bytes": 1000},
+    "append_eod was True, now False": {"append_eod": False},
+    "tokenizer's sha256 was [0-9a-f]{64}, now [0-9a-f]{64}": {"vocab_size": 1001},
+    "json keys was .'text'., now .'body'.": {"json_keys": ("body",)},
+    "text_documents was file, now line": {"text_documents": "line"},
+    "max_document_bytes was 8388608, now 1000": {"max_document_bytes": 1000},
 }
 
 
@@ -160,7 +160,7 @@ def test_work_of_another_job_is_refused(tmp_path: Path, undisturbed: list[bytes]
     folder = leave_unfinished(tmp_path)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     settings = {"append_eod": True} | OTHER_JOBS[message]
-    with pytest.raises(ConfigError, match=f"unfinished work of another job: ({message}); add --restart"):
+    with pytest.raises(ConfigError, match=f"holds another job: ({message}); add --restart"):
         run_numbers(tmp_path, tmp_path / "a.jsonl", **settings)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     if "json_keys" not in settings:
@@ -182,10 +182,12 @@ def test_an_input_that_was_read_may_not_change_and_others_may(tmp_path: Path) ->
     content = (tmp_path / "b.jsonl").read_bytes()
     (tmp_path / "b.jsonl").write_bytes(content)
     os.utime(tmp_path / "b.jsonl", ns=(1, 1))
-    with pytest.raises(ConfigError, match=r"has read .*/b\.jsonl \(\d+ bytes of 20.*now it is \d+ bytes of 1970"):
+    with pytest.raises(
+        ConfigError, match=r"holds work on .*/b\.jsonl \(\d+ bytes of 20.*now it is .* \(\d+ bytes of 1970"
+    ):
         preprocess(job)
     (tmp_path / "a.jsonl").unlink()
-    with pytest.raises(ConfigError, match=r"has read .*/a\.jsonl .*now input 1 is .*/b\.jsonl; add --restart"):
+    with pytest.raises(ConfigError, match=r"holds work on .*/a\.jsonl .*now it is .*/b\.jsonl .*; add --restart"):
         preprocess(job)
     write_numbers(tmp_path / "a.jsonl", 100)
     assert run_numbers(tmp_path, tmp_path / "[a-z].jsonl", restart=True).documents == 260
@@ -214,7 +216,7 @@ def test_an_input_that_changes_while_it_is_read(tmp_path: Path, name: str) -> No
         seen.append(progress.documents)
         os.utime(tmp_path / f"{name}.jsonl", ns=(1, 1))
 
-    message = rf"{name}\.jsonl has changed while it was read .*start again with --restart"
+    message = rf"{name}\.jsonl has changed while it was read; start again with --restart"
     with pytest.raises(ConfigError, match=message):
         preprocess(number_job(tmp_path, tmp_path / "a.jsonl", tmp_path / "b.jsonl"), touch)
     assert seen[-1] == (100 if name == "a" else 200)
@@ -243,7 +245,7 @@ def test_one_process_at_a_time(tmp_path: Path, undisturbed: list[bytes]) -> None
     folder = leave_unfinished(tmp_path)
     lock = lock_folder(folder)
     assert lock is not None
-    with pytest.raises(ConfigError, match=r"out\.unfinished is in use: another process"):
+    with pytest.raises(ConfigError, match=r"out\.unfinished is in use by another process"):
         run_numbers(tmp_path, tmp_path / "a.jsonl", append_eod=True)
     os.close(lock)
     run_numbers(tmp_path, tmp_path / "a.jsonl", append_eod=True)
@@ -254,7 +256,7 @@ def test_a_folder_of_that_name_that_is_not_ours(tmp_path: Path) -> None:
     path = write_numbers(tmp_path / "a.jsonl", 3)
     (tmp_path / "out.unfinished").mkdir()
     (tmp_path / "out.unfinished" / "thesis.tex").write_text("x")
-    with pytest.raises(ConfigError, match=r"out\.unfinished holds 'thesis\.tex', which no run has left"):
+    with pytest.raises(ConfigError, match=r"out\.unfinished holds 'thesis\.tex', which is none of ours"):
         run_numbers(tmp_path, path, restart=True)
     assert (tmp_path / "out.unfinished" / "thesis.tex").exists()
     (tmp_path / "out.unfinished" / "thesis.tex").unlink()
@@ -335,7 +337,7 @@ def test_one_more_input_is_read_or_refused(tmp_path: Path, renamed: bool) -> Non
     paths = [write_numbers(tmp_path / f"{name}.jsonl", 20, 20 * i) for i, name in enumerate("ab")]
     leave_finished(tmp_path, "0.idx" if renamed else "0.bin", paths[0])
     if renamed:
-        with pytest.raises(ConfigError, match=r"names, and input .*b\.jsonl is not one that it read; add --res"):
+        with pytest.raises(ConfigError, match=r"renaming, and input .*b\.jsonl is not one that it read; add --res"):
             run_numbers(tmp_path, *paths)
         assert (tmp_path / "out_text_document.bin").exists() and (tmp_path / "out.unfinished").exists()
     result = run_numbers(tmp_path, *paths, restart=renamed)
@@ -347,7 +349,7 @@ def test_one_more_input_is_read_or_refused(tmp_path: Path, renamed: bool) -> Non
 def test_one_input_fewer_is_refused(tmp_path: Path, file: str) -> None:
     paths = [write_numbers(tmp_path / f"{name}.jsonl", 20, 20 * i) for i, name in enumerate("ab")]
     leave_finished(tmp_path, file, *paths)
-    with pytest.raises(ConfigError, match=r"now input 2 is missing; add --restart"):
+    with pytest.raises(ConfigError, match=r"now it is missing; add --restart"):
         run_numbers(tmp_path, paths[0])
     assert run_numbers(tmp_path, paths[0], restart=True).documents == 20
 
@@ -376,7 +378,7 @@ def test_standard_input_before_another_cannot_be_compared(tmp_path: Path, feed: 
     feed(first)
     leave_finished(tmp_path, "0.bin", "-", other)
     feed(other)
-    with pytest.raises(ConfigError, match="has read all of standard input, which cannot be compared; add --res"):
+    with pytest.raises(ConfigError, match="holds work on standard input, which cannot be compared; add --res"):
         run_numbers(tmp_path, "-", other)
 
 

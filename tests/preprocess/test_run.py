@@ -220,12 +220,12 @@ def test_inputs_and_settings_that_do_not_work(tmp_path: Path) -> None:
         ),
         ([tmp_path / "blank.jsonl"], {}, r"no document in .*blank\.jsonl$"),
         ([tmp_path / "blank.jsonl", tmp_path / "bad.jsonl"], {}, r"in .*blank\.jsonl and 1 more; the first of 1"),
-        ([good], {"workers": 0}, "workers 0 must be at least 1"),
-        ([good], {"workers": 1025}, "workers 1025 must be at least 1 and at most 1024"),
+        ([good], {"workers": 0}, "workers 0 is not from 1 to 1024"),
+        ([good], {"workers": 1025}, "workers 1025 is not from 1 to 1024"),
         ([good], {"json_keys": ()}, "must name one or more different keys"),
         ([good], {"json_keys": ("a", "a")}, "'a a' must name one or more different keys"),
         ([good], {"json_keys": ("a/b",)}, "'a/b' cannot be part of a file's name"),
-        ([good], {"max_document_bytes": 0}, "max_document_bytes 0 must be at least 1"),
+        ([good], {"max_document_bytes": 0}, "max_document_bytes 0 is below 1"),
         ([tmp_path / "plain.txt"], {"json_keys": ("a", "b")}, r"plain\.txt is plain text without keys"),
     ]
     before = sorted(tmp_path.iterdir())
@@ -241,7 +241,7 @@ def test_a_tokenizer_that_gives_ids_beyond_its_vocabulary(tmp_path: Path, monkey
     monkeypatch.setattr(
         "megalite.tokenizers.base.NullTokenizer.encode_batch", lambda self, texts: [[5, 1000]] * len(texts)
     )
-    with pytest.raises(ConfigError, match="NullTokenizer gives token id 1000, but its vocabulary is 1000 ids"):
+    with pytest.raises(ConfigError, match="NullTokenizer gives token id 1000, beyond its 1000 ids"):
         run_numbers(tmp_path, write_jsonl(tmp_path / "a.jsonl", ["1"]))
 
 
@@ -308,7 +308,7 @@ def test_the_output_may_not_be_an_input(tmp_path: Path, job: PreprocessJob) -> N
     path.unlink()
     (tmp_path / "out.unfinished").mkdir()
     inside = write_numbers(tmp_path / "out.unfinished" / "0.jsonl", 3)
-    assert_refused(replace(job, inputs=(*job.inputs, str(inside))), r"0\.jsonl lies in .*out\.unfinished, the fold")
+    assert_refused(replace(job, inputs=(*job.inputs, str(inside))), r"0\.jsonl lies in .*out\.unfinished, where")
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx", ".json"])
@@ -329,7 +329,7 @@ def test_output_that_is_there_is_replaced_only_when_told(tmp_path: Path, job: Pr
 
 @pytest.mark.parametrize("prefix", ["", "data/"])
 def test_a_prefix_must_begin_a_name(job: PreprocessJob, prefix: str) -> None:
-    assert_refused(replace(job, output_prefix=prefix), f"--output-prefix '{prefix}' must end in .*try data/corpus")
+    assert_refused(replace(job, output_prefix=prefix), f"--output-prefix '{prefix}' has no name; try data/corpus")
 
 
 def test_places_that_cannot_be_written(tmp_path: Path, job: PreprocessJob, monkeypatch: pytest.MonkeyPatch) -> None:

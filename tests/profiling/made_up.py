@@ -25,8 +25,7 @@ CPU = Machine(
     accelerators_per_node=4,
     torch_version="2.13.0",
 )
-START = 2e-6
-"""Of every operation."""
+START = 2e-6  # of every operation
 
 
 def took(seconds: float) -> Timing:

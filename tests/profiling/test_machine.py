@@ -47,4 +47,4 @@ def _more_threads(context: RankContext) -> str:
 def test_unlike_ranks_are_refused() -> None:
     said = run_ranks(2, _more_threads)
     assert said[0] == said[1]
-    assert said[0].startswith("the number of threads is 1 on rank 0 and 2 on rank 1")
+    assert said[0].startswith("the number of threads is 1 on rank 0, 2 on 1")

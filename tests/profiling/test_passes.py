@@ -6,8 +6,8 @@ import pytest
 
 from megalite.config.describe import replace
 from megalite.planner.cost.operations import Pricing
+from megalite.planner.cost.rates import workload_of
 from megalite.planner.cost.stage import stage_cost
-from megalite.planner.cost.workload import workload_of
 from megalite.planner.hardware import SoftwareStack, load_cluster, load_stack
 from megalite.profiling.passes import SHAPES, PassTime, StageShape, with_passes
 from tests.profiling.made_up import cpu_cluster, took

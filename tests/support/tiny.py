@@ -5,9 +5,18 @@ from typing import Any
 from megalite.config.describe import replace
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
-from megalite.parity.compare import require_same
-from megalite.parity.tensors import Part, assemble, local_parts
-from megalite.parity.trajectory import RankTrajectory, Runner, Trajectory, UnevenSamples, rank_trajectory, whole
+from megalite.parity.report import require_same
+from megalite.parity.trajectory import (
+    Part,
+    RankTrajectory,
+    Runner,
+    Trajectory,
+    UnevenSamples,
+    assemble,
+    local_parts,
+    rank_trajectory,
+    whole,
+)
 from megalite.training.replica import Replica, build_replica
 from tests.support.ranks import RankContext
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import yaml
 
-from megalite.sweep.candidates import Machine, Run, check_all, expand
+from megalite.planner.cost.calibrate import Machine
+from megalite.sweep.candidates import Run, check_all, expand
 from megalite.sweep.results import OK, Result
 from megalite.sweep.spec import SweepSpec, read_spec
 

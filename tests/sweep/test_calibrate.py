@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from megalite.config.errors import ConfigError
+from megalite.planner.cost.calibrate import Machine
 from megalite.planner.cost.step import predict
 from megalite.planner.hardware import load_cluster, load_stack
-from megalite.sweep.candidates import Machine, read_machine
+from megalite.sweep.candidates import read_machine
 from megalite.sweep.report import calibrate, refuse_taken, stack_file
 from tests.sweep.sweeps import measured, read_runs, write_sweep
 
@@ -44,7 +45,7 @@ def test_what_cannot_be_fitted_or_written(tmp_path: Path) -> None:
     machine = read_machine("cpu-box", "fused")
     assert machine is not None
     _, runs = read_runs(write_sweep(tmp_path), machine=machine)
-    with pytest.raises(ConfigError, match="--calibrate needs 3 runs or more that ended well, there are 1"):
+    with pytest.raises(ConfigError, match="--calibrate needs 3 runs that ended well, there are 1"):
         calibrate(runs, {runs[0].key: measured(runs[0], 1.0)}, machine, tmp_path / "a.yaml", source="steps")
     refuse_taken(tmp_path / "a.yaml")
     (tmp_path / "a-stack.yaml").write_text("")

@@ -16,9 +16,8 @@ from megalite.cli.failures import Stopped, first_signal_raises
 from megalite.config import files
 from megalite.sweep import guard
 from megalite.sweep.candidates import Run
-from megalite.sweep.execute import Progress, execute, launchable
+from megalite.sweep.execute import CONFIG, LocalRun, Progress, SbatchLauncher, execute, launchable
 from megalite.sweep.guard import descendants
-from megalite.sweep.launchers import CONFIG, LocalRun, SbatchLauncher
 from megalite.sweep.results import FAILED, OK, OOM, REFUSED, TIMEOUT, Result, Store
 from megalite.sweep.spec import SbatchSpec
 from tests.sweep.sweeps import MODEL, read_runs, write_sweep
@@ -30,8 +29,7 @@ done > "$0/metrics.jsonl"
 """
 OUT_OF_MEMORY = 'echo "torch.OutOfMemoryError: CUDA out of memory."; exit 1'
 BROKEN = 'echo "RuntimeError: no such luck"; exit 1'
-HANGING = "setsid sleep 600 & echo $! > $0/child; wait"
-"""Its child is in its own session, as torchrun's ranks are."""
+HANGING = "setsid sleep 600 & echo $! > $0/child; wait"  # its child is in its own session, as torchrun's ranks are
 
 
 class StubLauncher:
@@ -207,7 +205,7 @@ def test_orphans_end_with_their_run(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no one hears of the end of a parent")
 def test_a_run_ends_with_its_sweep(tmp_path: Path) -> None:
-    code = "import os, pathlib, sys, time; from megalite.sweep.launchers import LocalRun; "
+    code = "import os, pathlib, sys, time; from megalite.sweep.execute import LocalRun; "
     code += (
         "LocalRun(['/bin/sh', '-c', sys.argv[1]], pathlib.Path(sys.argv[2]), environment=os.environ); time.sleep(600)"
     )

@@ -67,12 +67,12 @@ def test_a_folder_belongs_to_one_sweep_and_one_process(tmp_path: Path) -> None:
         Store.open(folder, spec, "local")
     store.close()
     longer, _ = read_runs(write_sweep(tmp_path, steps=9))
-    with pytest.raises(ConfigError, match="holds another sweep: its steps is 3, here it is 9; give another"):
+    with pytest.raises(ConfigError, match="has a sweep with steps 3, not 9; change --output"):
         Store.open(folder, longer, "local")
-    with pytest.raises(ConfigError, match='its launcher is "local", here it is "sbatch"'):
+    with pytest.raises(ConfigError, match="has a sweep with launcher local, not sbatch"):
         Store.open(folder, spec, "sbatch")
     wider, _ = read_runs(write_sweep(tmp_path, settings=MODEL | {"hidden_size": 64}))
-    with pytest.raises(ConfigError, match="its settings is"):
+    with pytest.raises(ConfigError, match="has a sweep with settings"):
         Store.open(folder, wider, "local")
     more, _ = read_runs(write_sweep(tmp_path, grid={"tp": [1, 2, 4]}, timeout=7))
     Store.open(folder, more, "local").close()  # a sweep may grow

@@ -96,7 +96,7 @@ def cache() -> dict[str, Any]:
 def test_what_has_no_text_and_no_ids(byte_bpe: Path, kind: str) -> None:
     tokenizer = opened(byte_bpe, kind)
     assert tokenizer.decode([*tokenizer.encode("x = 1"), tokenizer.vocab_size, 1 << 40, -1]) == "x = 1"
-    with pytest.raises(ConfigError, match=r"half of a surrogate pair \(U\+D83D\) at character 1"):
+    with pytest.raises(ConfigError, match=r"half of a surrogate pair at character 1"):
         tokenizer.encode_batch(["fine", "x\ud83d"])
     # Only the caller ends a document; a tokenizer.json recognises what is spelled out, as Hugging Face does.
     assert (tokenizer.eod in tokenizer.encode(SPELLED)) == (kind == "hugging face")

@@ -42,7 +42,7 @@ def test_an_own_pattern(byte_bpe: Path) -> None:
     ("pattern", "message"),
     [
         (None, r"this file of 1499 ranks does not say .*; give --tiktoken-pattern NAME \(r50k_base, .*v2\)"),
-        ("(", r"tiktoken refuses the file or the pattern '\('"),
+        ("(", r"tiktoken refuses it or '\('"),
         (r"\w+", r"the pattern '\\\\w\+' leaves characters out or matches nothing; every character"),
         ("", r"leaves characters out or matches nothing.*\|\\s\+\|\\S"),
         ("\ud800", "refuses"),
@@ -57,7 +57,7 @@ def test_a_pattern_that_runs_out_of_steps(tmp_path: Path) -> None:
     """A panic of the library, which is no Exception in Python, becomes an error that names file and pattern."""
     tokenizer = TikTokenizer(write_tiktoken(tmp_path / "x.tiktoken", BYTES), r"(?:a(?=a)|a)+(?!\S)|\s|\S")
     assert tokenizer.encode("aa b") == list(b"aa b")
-    with pytest.raises(ConfigError, match=r"x\.tiktoken: the pattern .* fails on a text of 300001 characters"):
+    with pytest.raises(ConfigError, match=r"x\.tiktoken: .* fails on a text"):
         tokenizer.encode("a" * 300_000 + "b")
 
 
@@ -164,7 +164,7 @@ class TestMegatronList:
         assert tokenizer.decode(tokenizer.encode(SOURCE)) == SOURCE
         assert tokenizer.fingerprint() != TikTokenizer(byte_bpe / "list.json").fingerprint()
         assert TikTokenizer(byte_bpe / "list.json", vocab_size=9999).vocab_size == 2499
-        with pytest.raises(ConfigError, match="vocab_size 1200 is too small for 1000 special tokens and 256 bytes"):
+        with pytest.raises(ConfigError, match="vocab_size 1200 is too small; give at least 1256"):
             TikTokenizer(byte_bpe / "list.json", vocab_size=1200)
 
     @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ class TestMegatronList:
             ({"token_bytes": None}, r"entry 3: 'None' is not base64"),
             ({"token_bytes": "é"}, r"entry 3: 'é' is not base64"),
             ({"token_bytes": "AA=="}, r"entry 3: token b'\\x00' has rank 0 already"),
-            ({"other": 1}, r"entry 3: expected an object of rank, token_bytes and token_str"),
+            ({"other": 1}, r"entry 3: expected rank, token_bytes and token_str"),
         ],
     )
     def test_garbled_entries(self, tmp_path: Path, change: dict[str, object], message: str) -> None:
@@ -207,7 +207,7 @@ class TestMegatronList:
         (b"AAA= 99999999", "line 257: rank '99999999' is not a number"),
         (b"AAA= 7", "line 257: rank 7 is taken by line 8 already"),
         (b"BA== 256", r"line 257: token b'\\x04' has rank 4 already"),
-        (b"AAA= 300", "ranks are not contiguous: 256 is missing of 257 ranks up to 300"),
+        (b"AAA= 300", "rank 256 is missing of ranks up to 300"),
     ],
 )
 def test_garbled_lines(tmp_path: Path, line: bytes, message: str) -> None:
@@ -220,7 +220,7 @@ def test_garbled_lines(tmp_path: Path, line: bytes, message: str) -> None:
 
 def test_a_file_that_lacks_bytes(tmp_path: Path) -> None:
     path = write_tiktoken(tmp_path / "few.tiktoken", {bytes([i]): i for i in range(255)})
-    with pytest.raises(ConfigError, match=r"few\.tiktoken: 1 of the 256 single bytes are missing, 0xff among them"):
+    with pytest.raises(ConfigError, match=r"few\.tiktoken: 1 of the 256 single bytes are missing"):
         TikTokenizer(path, "gpt2")
 
 

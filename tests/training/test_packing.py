@@ -10,7 +10,7 @@ from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.loader import BatchLoader
 from megalite.data.packed_dataset import PackedDataset
 from megalite.optimizers.schedules import Schedules
-from megalite.parity.compare import require_same
+from megalite.parity.report import require_same
 from megalite.parity.trajectory import one_rank_trajectory, rank_trajectory
 from megalite.training.replica import Replica
 from megalite.training.step import Stepper

@@ -14,18 +14,15 @@ from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.conversion.weights import ConversionError
 
-MAX_JSON = 256 << 20
-"""Bytes of a JSON file that is read: the largest tokenizers take a tenth of it."""
+MAX_JSON = 256 << 20  # bytes of a JSON file that is read: the largest tokenizers take a tenth of it
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,200}")
 
 
 def find_file(folder: Path, name: str) -> Path | None:
-    """Where the content of a file of `folder` is; None if there is none of that name.
-
-    A link may stay inside the folder. In Hugging Face's cache, `.../snapshots/REVISION/`, files are links to
-    `.../blobs/`: those are followed too, and no others.
-    """
+    """Where the content of a file of `folder` is; None if there is none of that name. A link may stay inside the
+    folder. In Hugging Face's cache, `.../snapshots/REVISION/`, files are links to `.../blobs/`: those are followed too,
+    and no others."""
     if not _NAME.fullmatch(name):
         raise ConversionError(f"{folder}: {name[:200]!r} is not the name of a file in this folder")
     path = folder / name
@@ -46,7 +43,6 @@ def find_file(folder: Path, name: str) -> Path | None:
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any] | None:
-    """The JSON object in a file of `folder`, or None if there is no such file."""
     path = find_file(folder, name)
     if path is None:
         return None
@@ -74,17 +70,12 @@ def refuse_code(values: Mapping[str, Any], where: Path | str) -> None:
     """Nothing from a folder is ever run, so a file that asks for it describes something else than is read here."""
     for key in ("auto_map", "trust_remote_code", "custom_pipelines"):
         if values.get(key):
-            raise ConversionError(
-                f"{where}: {key} names code of the folder's own, which is never run; remove {key} "
-                "if transformers has the model itself"
-            )
+            raise ConversionError(f"{where}: {key} names code of the folder's own, which is never run; remove {key}")
 
 
-MAX_LAYERS = 1 << 16
-"""More than any network has: what is checked layer by layer must end."""
+MAX_LAYERS = 1 << 16  # more than any network has: what is checked layer by layer must end
 
-Table = Sequence[tuple[Any, ...]]
-"""Of what is the same in both: (our setting, their key, a method of `ModelFile`[, the default of a missing key])."""
+Table = Sequence[tuple[Any, ...]]  # of (our setting, their key, a method of `ModelFile`[, default])
 
 
 def written(model: ModelConfig, table: Table) -> dict[str, Any]:
@@ -93,8 +84,6 @@ def written(model: ModelConfig, table: Table) -> dict[str, Any]:
 
 
 class ModelFile:
-    """The values of a config.json; every access says what type it must have."""
-
     def __init__(self, values: Mapping[str, Any], where: Path | str) -> None:
         self.values = values
         self.where = where
@@ -112,7 +101,6 @@ class ModelFile:
         return value
 
     def optional_integer(self, name: str, default: int | None = None, *, limit: int = (1 << 31) - 1) -> int | None:
-        """A whole number of at least 1, or null."""
         value = self.values.get(name, default)
         ok = value is None or (type(value) is int and 1 <= value <= limit)
         found: int | None = self._checked(name, value, ok, f"a whole number from 1 to {limit}")

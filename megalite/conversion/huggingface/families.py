@@ -27,7 +27,6 @@ _GPT2 = (
 
 
 def read_gpt2(file: ModelFile) -> tuple[ModelConfig, int]:
-    """The network of a GPT-2 config.json, and its number of positions."""
     for name, needed in (
         ("scale_attn_weights", True),
         ("scale_attn_by_inverse_layer_idx", False),
@@ -55,7 +54,6 @@ def read_gpt2(file: ModelFile) -> tuple[ModelConfig, int]:
 
 
 def write_gpt2(model: ModelConfig, seq_length: int) -> dict[str, Any]:
-    """What a GPT-2 config.json says of the network, as far as it can."""
     return {
         **written(model, _GPT2),
         "n_inner": model.ffn_size,
@@ -67,12 +65,8 @@ def write_gpt2(model: ModelConfig, seq_length: int) -> dict[str, Any]:
 
 
 def gpt2_pieces(model: ModelConfig, present: Collection[str] | None) -> Iterator[Piece]:
-    """Every tensor of GPT2LMHeadModel, in the order of ours.
-
-    Args:
-        model: the network.
-        present: the names in the files: without the prefix where it is the inner model that was saved. None: to write.
-    """
+    """Every tensor of GPT2LMHeadModel, in the order of ours. `model`: the network. `present`: the names in the files:
+    without the prefix where it is the inner model that was saved. None: to write."""
     prefix = _PREFIX if present is None or f"{_PREFIX}wte.weight" in present else ""
     assert model.vocab_size is not None and model.max_position_embeddings is not None
     h, f, v, positions = model.hidden_size, model.ffn_size, model.vocab_size, model.max_position_embeddings
@@ -113,23 +107,15 @@ _NO_BUFFERS = re.compile(r"(?!)")
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One architecture of transformers.
-
-    Args:
-        read: from config.json to the network and its longest sequence; raises ConversionError for what we have not.
-        write: from the network to config.json, as far as that can say it.
-        pieces: its tensors; see `gpt2_pieces`.
-        buffers: names of tensors in old files that hold no weights: masks, frequencies.
-        whole_heads: the class takes no hidden_size that num_attention_heads does not divide, head_dim or not.
-    """
+    """One architecture of transformers."""
 
     name: str
     architecture: str
-    read: Callable[[ModelFile], tuple[ModelConfig, int]]
-    write: Callable[[ModelConfig, int], dict[str, Any]]
-    pieces: Callable[[ModelConfig, Collection[str] | None], Iterator[Piece]]
-    buffers: re.Pattern[str] = _NO_BUFFERS
-    whole_heads: bool = False
+    read: Callable[[ModelFile], tuple[ModelConfig, int]]  # config.json -> network and its longest sequence
+    write: Callable[[ModelConfig, int], dict[str, Any]]  # network -> config.json, as far as that can say it
+    pieces: Callable[[ModelConfig, Collection[str] | None], Iterator[Piece]]  # see `gpt2_pieces`
+    buffers: re.Pattern[str] = _NO_BUFFERS  # tensors of old files that are no weights: masks, frequencies
+    whole_heads: bool = False  # num_attention_heads must divide hidden_size
 
 
 def _llama_like(name: str, architecture: str, rules: LlamaLike, *, whole_heads: bool = False) -> Family:
@@ -175,15 +161,12 @@ _ALL = (
         ),
     ),
 )
-FAMILIES = {family.name: family for family in _ALL}
-"""By model_type. Where several express a model, the first is taken."""
+FAMILIES = {family.name: family for family in _ALL}  # by model_type. Where several express a model, the first is taken.
 
 
 def family_named(name: str) -> Family:
     if name not in FAMILIES:
-        raise ConversionError(
-            f"{name[:60] or repr(name)} is not a family that can be expressed; use {', '.join(FAMILIES)}"
-        )
+        raise ConversionError(f"{name[:60] or repr(name)} is no family of ours; use {', '.join(FAMILIES)}")
     return FAMILIES[name]
 
 

@@ -31,35 +31,22 @@ _SAME = (
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaLike:
-    """One family: its features, and what its configuration class of transformers takes for a key that is missing.
-
-    Args:
-        max_positions, norm_epsilon, rotary_base: defaults.
-        key_value_heads: default; None: as many as there are query heads.
-        head_size: default; None: hidden_size / num_attention_heads.
-        linear_biases: attention_bias and mlp_bias exist; other families have the first or neither.
-        attention_bias: attention_bias exists.
-        qkv_bias: query, key and value have a bias, always.
-        qk_norm: queries and keys are normalised, always.
-        window: the default of sliding_window, or `switched` (use_sliding_window must be on and the layer reach
-            max_window_layers), or `none`.
-        experts: the MLP is a mixture of experts, always.
-    """
+    """One family: its features, and what its configuration class of transformers takes for a key that is missing."""
 
     max_positions: int
     norm_epsilon: float = 1e-6
     rotary_base: float = 1e4
-    key_value_heads: int | None = None
-    head_size: int | None = None
-    linear_biases: bool = False
-    attention_bias: bool = False
-    qkv_bias: bool = False
-    qk_norm: bool = False
+    key_value_heads: int | None = None  # None: as many as there are query heads
+    head_size: int | None = None  # None: hidden_size / num_attention_heads
+    linear_biases: bool = False  # attention_bias and mlp_bias exist
+    attention_bias: bool = False  # of the two the first alone exists
+    qkv_bias: bool = False  # query, key and value have a bias, always
+    qk_norm: bool = False  # always
+    # The default of sliding_window, or `switched` (use_sliding_window is on and the layer reaches max_window_layers).
     window: int | str | None = "none"
-    experts: bool = False
+    experts: bool = False  # always
 
     def read(self, file: ModelFile) -> tuple[ModelConfig, int]:
-        """The network of a config.json, and the longest sequence that it was made for."""
         positions = file.integer("max_position_embeddings", self.max_positions)
         settings = file.settings(_SAME)
         heads = settings["num_attention_heads"]
@@ -85,7 +72,6 @@ class LlamaLike:
         return file.model(seq_length=positions, **settings), positions
 
     def write(self, model: ModelConfig, seq_length: int) -> dict[str, Any]:
-        """What a config.json of the family says of the network, as far as it can."""
         values: dict[str, Any] = {
             **written(model, _SAME),
             "num_key_value_heads": model.query_groups,
@@ -160,12 +146,8 @@ class LlamaLike:
 
 
 def llama_pieces(model: ModelConfig, present: Collection[str] | None) -> Iterator[Piece]:
-    """Every tensor of LlamaForCausalLM and of those like it, in the order of ours.
-
-    Args:
-        model: the network.
-        present: the names in the files, which tell the variants apart. None: to write.
-    """
+    """Every tensor of LlamaForCausalLM and of those like it, in the order of ours. `model`: the network. `present`: the
+    names in the files, which tell the variants apart. None: to write."""
     assert model.vocab_size is not None
     h = model.hidden_size
     rows, vocabulary = (model.vocab_size, h), first_rows(model.vocab_size)
@@ -242,5 +224,4 @@ def _experts(model: ModelConfig, layer: str, here: str, present: Collection[str]
 
 
 def _at(*index: int) -> View:
-    """One slice of the leading dimensions."""
     return lambda ours: ours[index]

@@ -37,26 +37,17 @@ _SPACE = "▁"
 
 @dataclass(frozen=True)
 class SentencePieceModel:
-    """What a .model file says, as far as ids depend on it.
+    """What a .model file says, as far as ids depend on it."""
 
-    Args:
-        pieces: by id: text, score and kind.
-        unigram: the unigram model; else byte-pair encoding.
-        bos, eos, pad: ids; below 0: there is none.
-        character_map: the compiled normalisation of characters; empty: none.
-        space_in_front: a space is put in front of a text.
-        one_space: runs of spaces become one, those at both ends none.
-    """
-
-    pieces: list[tuple[str, float, int]]
-    unigram: bool
+    pieces: list[tuple[str, float, int]]  # by id: text, score and kind
+    unigram: bool  # the unigram model; else byte-pair encoding
     byte_fallback: bool
-    bos: int
-    eos: int
-    pad: int
-    character_map: bytes
-    space_in_front: bool
-    one_space: bool
+    bos: int  # ids; below 0: there is none
+    eos: int  # ids; below 0: there is none
+    pad: int  # ids; below 0: there is none
+    character_map: bytes  # the compiled normalisation of characters; empty: none
+    space_in_front: bool  # a space is put in front of a text
+    one_space: bool  # runs of spaces become one, those at both ends none
 
     @cached_property
     def unknown(self) -> int:
@@ -259,12 +250,9 @@ class Exported:
 
 
 def export_tokenizer(paths: Sequence[Path], seq_length: int, family: str) -> Exported:
-    """The files that make `AutoTokenizer` give the ids of the tokenizer in `paths`.
-
-    Files of a Hugging Face folder (it has a tokenizer_config.json) stay as they are. Else the tokenizer is a
-    tokenizer.json, a SentencePiece model, or vocab.json and merges.txt, under whatever names; its end of document is
-    the eos token.
-    """
+    """The files that make `AutoTokenizer` give the ids of the tokenizer in `paths`. Files of a Hugging Face folder (it
+    has a tokenizer_config.json) stay as they are. Else the tokenizer is a tokenizer.json, a SentencePiece model, or
+    vocab.json and merges.txt, under whatever names; its end of document is the eos token."""
     where = _named(paths)
     files = {name: read_tokenizer_file(path) for name, path in where.items()}
     parsed = {name: parse_json(files[name], where[name]) for name in _PARSED if name in files}
@@ -284,15 +272,11 @@ def export_tokenizer(paths: Sequence[Path], seq_length: int, family: str) -> Exp
 
 
 def _named(paths: Sequence[Path]) -> dict[str, Path]:
-    """The files by the name that each has in a Hugging Face folder."""
     try:
         found = named_tokenizer_files(paths)
         for path in (found[name] for name in ("tokenizer.model", "tokenizer.json") if name in found):
             if is_tiktoken(read_tokenizer_file(path)):
-                raise ConversionError(
-                    f"{path} is a tiktoken file, of which transformers makes no tokenizer; leave it out "
-                    "(--without-tokenizer), or give the tokenizer.json of the same model with --tokenizer-model"
-                )
+                raise ConversionError(f"{path} is tiktoken's; give a tokenizer.json, or --without-tokenizer")
     except ConfigError as error:
         raise ConversionError(str(error)) from None
     return found
@@ -314,10 +298,7 @@ def _make_settings(files: dict[str, bytes], where: Mapping[str, Path], seq_lengt
         files["tokenizer.json"] = _compact(_byte_level_bpe(files, where))
         tokens = {name: GPT2_END for name in ("bos_token", "eos_token", "unk_token")}
     else:
-        raise ConversionError(
-            f"{', '.join(map(str, where.values()))} do not make a tokenizer; give tokenizer.json, "
-            "tokenizer.model, or vocab.json and merges.txt"
-        )
+        raise ConversionError(f"{', '.join(map(str, where.values()))} are no tokenizer; give a tokenizer.json")
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": seq_length,
@@ -334,10 +315,7 @@ def _require_qwen2(content: bytes) -> None:
     kinds = [step.get("type") for step in rest]
     normalizer = (tokenizer.get("normalizer") or {}).get("type")
     if (split.get("pattern"), kinds, normalizer) != ({"Regex": _QWEN2_WORDS}, ["ByteLevel"], "NFC"):
-        raise ConversionError(
-            "transformers gives every qwen2 model the tokenizer class of Qwen2, which would cut text into other tokens "
-            "than this model's tokenizer does; leave the tokenizer out (--without-tokenizer) and load it by itself"
-        )
+        raise ConversionError("transformers cuts text of a qwen2 as Qwen2's tokenizer does; use --without-tokenizer")
 
 
 def _byte_level_bpe(files: Mapping[str, bytes], where: Mapping[str, Path]) -> dict[str, Any]:

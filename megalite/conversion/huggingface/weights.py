@@ -108,10 +108,7 @@ class Shards:
 def _no_weights(folder: Path) -> ConversionError:
     pickled = [name for name in _PICKLED if (folder / name).exists()]
     if pickled:
-        return ConversionError(
-            f"{folder} has its weights in {pickled[0]}, a pickle, which is not read because it can run code; "
-            "if you trust it, load it with transformers and write it with save_pretrained, which makes safetensors"
-        )
+        return ConversionError(f"{folder} has {pickled[0]}, a pickle, which can run code; save it as safetensors")
     if (folder / "adapter_config.json").exists():
         return ConversionError(f"{folder} holds an adapter, not a model; merge it into its base model first")
     return ConversionError(f"{folder} has no {SINGLE} and no {INDEX}; give the folder of a model")
@@ -127,8 +124,7 @@ class HuggingFaceWeights(Weights):
     Opening checks all names, shapes and types against config.json; of the values it reads none, but where a tied head
     is stored beside the word embedding: then the two must be equal.
 
-    `token_ids` has what config.json says of `TOKEN_IDS`; for others transformers takes what the family's class has.
-    """
+    `token_ids` has what config.json says of `TOKEN_IDS`; for others transformers takes what the family's class has."""
 
     format = "huggingface"
     tokenizer_hints = DataConfig()
@@ -187,10 +183,7 @@ class HuggingFaceWeights(Weights):
             unknown.remove(HEAD)
         if unknown:
             more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-            raise ConversionError(
-                f"{self._shards.path_of(unknown[0])}: {unknown[0][:200]}{more}: {self.family.name} as config.json "
-                "describes it has no such tensor"
-            )
+            raise ConversionError(f"{self._shards.path_of(unknown[0])}: no {self.family.name} has {unknown[0]}{more}")
         self._shapes = {name: shape.shape for name, shape in parameter_shapes(self.model).items()}
         assert list(found) == list(self._shapes), "the table of pieces is not that of our parameters"
         return found
@@ -198,18 +191,12 @@ class HuggingFaceWeights(Weights):
     def _check(self, piece: Piece) -> None:
         record = self._shards.records.get(piece.theirs)
         if record is None:
-            raise ConversionError(
-                f"{self.path}: {piece.theirs} is missing; {self.family.name} of its config.json has it"
-            )
+            raise ConversionError(f"{self.path}: {piece.theirs} is missing, which its config.json asks for")
         where = f"{self._shards.path_of(piece.theirs)}: {piece.theirs}"
         if record.shape != piece.shape:
-            raise ConversionError(
-                f"{where} has the shape {list(record.shape)}; by config.json it is {list(piece.shape)}"
-            )
+            raise ConversionError(f"{where} is {list(record.shape)}; by config.json it is {list(piece.shape)}")
         if record.dtype not in TORCH_DTYPES or not TORCH_DTYPES[record.dtype].is_floating_point:
-            raise ConversionError(
-                f"{where} is {record.dtype}; weights must be BF16, F16, F32 or F64 (quantized ones are not read)"
-            )
+            raise ConversionError(f"{where} is {record.dtype}; weights must be BF16, F16, F32 or F64")
 
     def _check_tied(self, word: str) -> None:
         """A head that is stored though it is tied must be the word embedding, bit for bit."""
@@ -221,10 +208,7 @@ class HuggingFaceWeights(Weights):
             ours, theirs = (part.view(torch.uint8) for part in parts)
             same = same and torch.equal(ours, theirs)
         if not same:
-            raise ConversionError(
-                f"{self.path / 'config.json'}: tie_word_embeddings is true, but {HEAD} differs from {word}; "
-                "set it to false"
-            )
+            raise ConversionError(f"{self.path}/config.json: tie_word_embeddings must be false: {HEAD} is not {word}")
 
 
 def _token_id(value: Any, name: str, where: Path) -> int | list[int] | None:
@@ -238,9 +222,7 @@ def _family_of(values: dict[str, Any], where: Path) -> Family:
     refuse_code(values, where)
     quantized = values.get("quantization_config")
     if quantized:
-        raise ConversionError(
-            f"{where}: quantization_config: the weights are quantized; convert what they were made of"
-        )
+        raise ConversionError(f"{where}: quantization_config: quantized weights are not read; convert their source")
     name = values.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         raise ConversionError(f"{where}: model_type is {str(name)[:60]!r}; what can be read is {', '.join(FAMILIES)}")
@@ -261,8 +243,7 @@ def write_huggingface(
 
     Rows that pad the vocabulary are left out. What is interrupted continues, when called again, at that file.
 
-    `family` is a name of `FAMILIES`; None: that of a Hugging Face source, else the first that expresses it.
-    """
+    `family` is a name of `FAMILIES`; None: that of a Hugging Face source, else the first that expresses it."""
     opened = innermost(weights)
     theirs = opened if isinstance(opened, HuggingFaceWeights) else None
     if family is None and theirs is not None:

@@ -196,9 +196,7 @@ def _vocabulary(args: Arguments, padded: int, tp: int) -> tuple[int, int]:
     """Size and multiple, such that our padding is theirs; the padded size is the size where the true one is not known."""
     stated = args.whole("padded_vocab_size", padded)
     if stated != padded:
-        raise ConversionError(
-            f"{args.path}: args.padded_vocab_size is {stated}, but the word embedding has {padded} rows"
-        )
+        raise ConversionError(f"{args.path}: args.padded_vocab_size is {stated}, the embedding has {padded} rows")
     multiple = args.whole("make_vocab_size_divisible_by", 128) * tp
     size = None if args.get("vocab_size") is None else args.whole("vocab_size")
     # The NullTokenizer counts its end-of-document token or not, by version.
@@ -218,10 +216,7 @@ def _positions(args: Arguments) -> dict[str, Any]:
     factor = args.number("rotary_seq_len_interpolation_factor", 1)
     if kind == "rope" and args.flag("use_rope_scaling", False):
         if factor != 1:
-            raise ConversionError(
-                f"{args.path}: args.use_rope_scaling and args.rotary_seq_len_interpolation_factor = {factor} together "
-                "is no RoPE of ours"
-            )
+            raise ConversionError(f"{args.path}: args.use_rope_scaling with interpolation factor {factor} is not ours")
         settings |= {"rope_scaling": "llama3", "rope_scaling_factor": args.number("rope_scaling_factor", 8.0)}
     elif kind == "rope" and factor != 1:
         settings |= {"rope_scaling": "linear", "rope_scaling_factor": factor}
@@ -283,6 +278,4 @@ def _expert_layers(args: Arguments) -> tuple[int, int]:
         every = after[0] - first if after else layers
         if all((index - first) % every == 0 for index in after) and len(after) == (layers - 1 - first) // every:
             return first, every
-    raise ConversionError(
-        f"{args.path}: args.moe_layer_freq is {pattern!r}; megalite has dense layers and then experts in every n-th"
-    )
+    raise ConversionError(f"{args.path}: args.moe_layer_freq is {pattern!r}; only every n-th layer after dense ones")

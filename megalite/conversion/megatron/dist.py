@@ -44,7 +44,6 @@ class Made:
     items: list[Any] = field(default_factory=list)
 
     def get(self, attribute: str) -> Any:
-        """An attribute of its state; None if it has none."""
         state = self.state[1] if isinstance(self.state, tuple) and len(self.state) == 2 else self.state
         return state.get(attribute) if isinstance(state, dict) else None
 
@@ -64,10 +63,7 @@ _ITEMS = {"APPEND": 1, "SETITEM": 2, "APPENDS": None, "ADDITEMS": None, "SETITEM
 
 def describe(data: bytes, allowed: Collection[str]) -> Any:
     """The value that a pickle describes: dicts, lists, tuples, numbers, strings, `Name` (one of `allowed`) and `Made`.
-
-    Raises:
-        PickleError: another name occurs, or the bytes are not a pickle of plain data.
-    """
+    Raises PickleError: another name occurs, or the bytes are not a pickle of plain data."""
     try:
         (value,) = _stack(data, allowed)
     except PickleError:
@@ -78,7 +74,6 @@ def describe(data: bytes, allowed: Collection[str]) -> Any:
 
 
 def _stack(data: bytes, allowed: Collection[str]) -> list[Any]:
-    """What the opcodes leave on the stack."""
     stack: list[Any] = []
     marks: list[int] = []
     memo: dict[int, Any] = {}
@@ -206,9 +201,7 @@ def read_metadata(path: Path) -> dict[str, StoredTensor]:
             if stored.name.endswith(".TensorStorageMetadata")
         }
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise ConversionError(
-            f"{path} is not what this version of torch writes ({error!r}); use --ckpt-format torch"
-        ) from None
+        raise ConversionError(f"{path} is not what this torch writes ({error!r}); use --ckpt-format torch") from None
 
 
 def _tensor(name: str, stored: Made, places: dict[Any, tuple[str, int, int]]) -> StoredTensor:
@@ -310,9 +303,7 @@ class MegatronDistWeights(MegatronModel):
             place = source.piece.view(output).view(source.piece.shape)
             filled = sum(self._fill(place, source, block) for block in source.stored.pieces)
             if filled != place.numel():
-                raise ConversionError(
-                    f"{self.path}: {source.piece.theirs}: its blocks have {filled} of {place.numel()} elements"
-                )
+                raise ConversionError(f"{self.path}: {source.piece.theirs} has {filled} of {place.numel()} elements")
         return output
 
     def _fill(self, place: torch.Tensor, source: _Source, block: StoredPiece) -> int:

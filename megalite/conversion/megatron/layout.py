@@ -40,8 +40,7 @@ _RENAMED = tuple(
         (r"\.mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$", r".mlp.experts.local_experts.\3.\1.\2"),
     )
 )
-_DEEPEST = 16
-"""Dicts in each other; the oldest versions had 4."""
+_DEEPEST = 16  # dicts in each other; the oldest versions had 4
 _IGNORED = re.compile(r"(\._extra_state\d*(/.*)?|(^|\.)rotary_pos_emb\.inv_freq)$")
 _FUSED = (
     (re.compile(r"\.input_layernorm\.(weight|bias)$"), r".self_attention.linear_qkv.layer_norm_\1"),
@@ -59,21 +58,16 @@ def common_name(name: str) -> str | None:
 
 
 def fused_name(name: str, *, has_experts: bool) -> str:
-    """The name in Transformer Engine's layers, where a norm belongs to the linear layer after it.
-
-    The norm before experts has no linear layer after it.
-    """
+    """The name in Transformer Engine's layers, where a norm belongs to the linear layer after it. The norm before
+    experts has no linear layer after it."""
     for pattern, replacement in _FUSED[:1] if has_experts else _FUSED:
         name = pattern.sub(replacement, name)
     return name
 
 
 class Named(dict[str, torch.Tensor]):
-    """Tensors by common name.
-
-    Attributes:
-        old_qkv: names of those that are stored as `query_key_value`, with other orders of rows at first.
-    """
+    """Tensors by common name. `old_qkv`: names of those that are stored as `query_key_value`, with other orders of rows
+    at first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,12 +129,8 @@ class Stage:
 def stage_pieces(
     model: ModelConfig, stage: Stage, shard: Shard, *, vocabulary: int, grouped: bool = False
 ) -> Iterator[Piece]:
-    """The tensors of one file's model under their common names, in the order of the forward pass.
-
-    Args:
-        vocabulary: their padded vocabulary, over all ranks.
-        grouped: experts are megatron.core's GroupedMLP, two matrices for all.
-    """
+    """The tensors of one file's model under their common names, in the order of the forward pass. `vocabulary`: their
+    padded vocabulary, over all ranks. `grouped`: experts are megatron.core's GroupedMLP, two matrices for all."""
     if stage.has_embedding:
         for shape in embedding_shapes(model):
             yield (

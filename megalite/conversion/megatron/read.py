@@ -30,8 +30,7 @@ from megalite.models.shapes import ParameterShape
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
-Place = tuple[int, int, int]
-"""Tensor-, pipeline- and expert-parallel rank."""
+Place = tuple[int, int, int]  # Tensor-, pipeline- and expert-parallel rank
 _STEP = re.compile(r"iter_(\d{7,})$")
 _RANK = re.compile(r"mp_rank_(\d{2,})((?:_\d{3,})*)$")
 
@@ -67,7 +66,6 @@ def refuse_unknown(path: Path, unknown: Collection[str]) -> None:
 
 
 def is_step(folder: Path) -> bool:
-    """It is the folder of one iteration: files of ranks, or one `torch_dist` checkpoint."""
     return folder.is_dir() and (is_dist(folder) or any(folder.glob("mp_rank_*")))
 
 
@@ -88,9 +86,7 @@ def step_folder(folder: Path, iteration: int | None = None) -> Path:
         return found
     tracker = folder / TRACKER
     if not tracker.is_file():
-        raise ConversionError(
-            f"{folder} is no Megatron-LM checkpoint: no {TRACKER} nor mp_rank_*; it has {_known(folder)}"
-        )
+        raise ConversionError(f"{folder} is no Megatron-LM checkpoint: no {TRACKER}; it has {_known(folder)}")
     text = tracker.read_text(errors="replace")[:100].strip()
     if text != RELEASE and not re.fullmatch(r"\d{1,18}", text):
         raise ConversionError(f"{tracker} holds {text!r}; it must be a number or {RELEASE}")
@@ -106,10 +102,8 @@ def _known(folder: Path) -> str:
 
 
 def rank_files(step: Path, *, expert_parallel: int = 1) -> Grid:
-    """The model files of a `torch` step; every rank of the grid must have one.
-
-    `mp_rank_TT_NNN` is a pipeline rank, or with one pipeline stage an expert-parallel rank: only the arguments tell.
-    """
+    """The model files of a `torch` step; every rank of the grid must have one. `mp_rank_TT_NNN` is a pipeline rank, or
+    with one pipeline stage an expert-parallel rank: only the arguments tell."""
     found: dict[tuple[int, int, int], Path] = {}
     for path in sorted(step.glob("mp_rank_*")):
         match = _RANK.fullmatch(path.name)
@@ -131,8 +125,7 @@ def rank_files(step: Path, *, expert_parallel: int = 1) -> Grid:
     for place in itertools.product(range(tp), range(pp), range(ep)):
         if place not in found:
             raise ConversionError(
-                f"{step / rank_folder(*place, pp=pp, ep=ep) / MODEL_FILES[0]} is missing; the other files are of tensor "
-                f"{tp} x pipeline {pp} x expert {ep} ranks"
+                f"{step / rank_folder(*place, pp=pp, ep=ep) / MODEL_FILES[0]} is missing of {tp} x {pp} x {ep} ranks"
             )
     return Grid(tp, pp, ep, found)
 
@@ -237,10 +230,8 @@ class MegatronWeights(MegatronModel):
             one, other = (each.file.read(each.tensor, start, length) for each in (source, copy))
             # As bytes too, because NaN is not equal to itself.
             if not torch.equal(one, other) and not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
-                raise ConversionError(
-                    f"{source.piece.theirs} of {source.file.name} and {copy.piece.theirs} of {copy.file.name} differ: "
-                    "one is of another time or run"
-                )
+                names = [f"{each.piece.theirs} of {each.file.name}" for each in (source, copy)]
+                raise ConversionError(f"{names[0]} and {names[1]} differ")
 
     def _index(self, files: Mapping[Place, RankFile]) -> None:
         """For each tensor of ours the pieces of it, and their copies; every tensor of every file must be one."""
@@ -269,10 +260,7 @@ class MegatronWeights(MegatronModel):
         """What a chunk of a file should hold, the rows of qkv in the order that they have there."""
         held = file.chunks[chunk]
         if held.old_qkv and file.version < 2.0 and self.model.query_groups != self.model.num_attention_heads:
-            raise ConversionError(
-                f"{file.path}: checkpoint_version {file.version} is of a time before args.num_query_groups "
-                f"({self.model.query_groups} of {self.model.num_attention_heads} heads); 2.0 and later have it"
-            )
+            raise ConversionError(f"{file.path}: checkpoint_version {file.version} has no args.num_query_groups")
         grouped = any(name.endswith(".mlp.experts.weight1") for name in held)
         for piece in stage_pieces(self.model, stage, shard, vocabulary=self._vocabulary, grouped=grouped):
             old = file.version < 2.0 and piece.theirs in held.old_qkv
@@ -300,9 +288,7 @@ def _open_grid(step: Path) -> tuple[Grid, dict[Place, RankFile]]:
     for file in files.values():
         different = [] if file is first else first.args.differences(file.args)
         if different or file.version != first.version:
-            raise ConversionError(
-                f"{first.path} and {file.path} differ: {'; '.join(different) or 'checkpoint_version'}"
-            )
+            raise ConversionError(f"{first.path} and {file.path} differ: {'; '.join(different) or 'version'}")
     return grid, files
 
 

@@ -115,14 +115,11 @@ def require_readable(path: Path, name: str, dtype: torch.dtype) -> None:
         raise ConversionError(f"{path}: {name} is of the type {dtype}: quantized, not read; save it as {known}")
 
 
-_LOCAL_HEADER = struct.Struct("<4s22xHH")
-"""Of a zip entry: signature, then the lengths of name and extra field, behind which the data start."""
+_LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, then lengths of name and extra field
 
-LARGEST_ENTRY = 1 << 30
-"""Bytes of an entry of the archive that is no tensor: what torch.save makes of the settings and names is far less."""
+LARGEST_ENTRY = 1 << 30  # bytes of an entry that is no tensor: settings and names take far less
 
-_DIRECTORY_ENTRY = 46
-"""Bytes of an entry in the archive's directory, without name, extra field and comment."""
+_DIRECTORY_ENTRY = 46  # bytes of an entry in the archive's directory, without name, extra field and comment
 
 
 @dataclass(frozen=True)
@@ -142,8 +139,7 @@ class TorchFile:
     FakeTensorMode it reads no storage, and each says where in the file it is. Elements are read from there and
     compared with the zip archive's CRC-32, which `torch.load` leaves unread.
 
-    The file is opened for each call and closed again: a checkpoint has hundreds of them.
-    """
+    The file is opened for each call and closed again: a checkpoint has hundreds of them."""
 
     def __init__(self, path: Path, start: int = 0, length: int | None = None) -> None:
         self.name = str(path) if length is None else f"{path} (bytes {start} to {start + length})"
@@ -157,10 +153,8 @@ class TorchFile:
             raise ConversionError(f"{self.name} cannot be read: {error}") from None
 
     def read(self, tensor: torch.Tensor, start: int, count: int) -> torch.Tensor:
-        """`count` elements of a tensor in `content` from the `start`-th on: a new tensor of one dimension.
-
-        The first read of a storage compares all of it with its checksum.
-        """
+        """`count` elements of a tensor in `content` from the `start`-th on: a new tensor of one dimension. The first
+        read of a storage compares all of it with its checksum."""
         size = tensor.element_size()
         output = torch.empty(count, dtype=tensor.dtype)
         if count == 0:
@@ -169,9 +163,7 @@ class TorchFile:
         if first + tensor.numel() * size > record.length:
             raise ConversionError(f"{self.name} is damaged: a tensor is longer than its bytes")
         if not tensor.is_contiguous():
-            raise ConversionError(
-                f"{self.name} holds a tensor with strides {list(tensor.stride())}; save contiguous() ones"
-            )
+            raise ConversionError(f"{self.name} has a tensor of strides {tensor.stride()}; save contiguous() ones")
         buffer = output.view(torch.uint8).numpy().data
         try:
             with open_span(*self._span) as stream:
@@ -179,10 +171,7 @@ class TorchFile:
                     crc = _crc(stream, record)
                     # 0: space that torch.serialization.skip_data reserved and somebody filled later.
                     if record.crc not in (0, crc):
-                        raise ConversionError(
-                            f"{self.name} is damaged: the checksum of the {record.length} bytes from {record.start} on "
-                            f"is {crc:08x} and not {record.crc:08x}; take another copy of the file"
-                        )
+                        raise ConversionError(f"{self.name} is damaged: checksum {crc:08x}, not {record.crc:08x}")
                     self._sound.add(record.start)
                 stream.seek(record.start + first + start * size)
                 if stream.readinto(buffer) != len(buffer):  # type: ignore[attr-defined]
@@ -192,7 +181,6 @@ class TorchFile:
         return output
 
     def record(self, tensor: torch.Tensor) -> Record:
-        """Where the storage of a tensor in `content` is."""
         storage = tensor.untyped_storage()
         record = self._records.get(getattr(storage, "_checkpoint_offset", -1))
         if record is None or record.length != storage.nbytes():
@@ -217,10 +205,7 @@ class TorchFile:
                         if entry.filename.endswith("/byteorder") and data != b"little":
                             raise ConversionError(f"{self.name} was written on a big-endian machine")
         except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, struct.error) as error:
-            raise ConversionError(
-                f"{self.name} is not a whole file of torch.save ({error}); one of torch before 1.6 "
-                "must be loaded and saved again by a newer torch"
-            ) from None
+            raise ConversionError(f"{self.name} is not a whole file of torch.save (torch 1.6 on): {error}") from None
         records = {}
         for entry in entries:
             stream.seek(entry.header_offset)
@@ -266,13 +251,10 @@ def refusal(name: str, fault: str) -> str:
     return f"{name} cannot be read as a file of tensors and settings: {reason.strip()}"
 
 
-Reserve = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
-"""A tensor of a shape and type that has no elements yet."""
+Reserve = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]  # without elements yet
 
-_DESCRIPTOR = b"PK\7\x08"
-"""What stands behind the bytes of an entry without a checksum in its header; it comes next."""
-_CHECKSUM_IN_ENTRY = 16
-"""Where the checksum is in an entry of the archive's directory."""
+_DESCRIPTOR = b"PK\7\x08"  # what stands behind the bytes of an entry without a checksum in its header; it comes next
+_CHECKSUM_IN_ENTRY = 16  # where the checksum is in an entry of the archive's directory
 
 
 class TorchFileWriter:
@@ -281,10 +263,8 @@ class TorchFileWriter:
     `torch.save` under `skip_data` leaves holes where the elements belong. The checksums of the zip archive, which it
     cannot know, are put in at the end, so that the file is one that every unzip finds sound.
 
-    Args:
-        path: replaced if it exists.
-        content: makes what is to be saved; of tensors only those that it reserves, each with elements.
-    """
+    `path`: replaced if it exists. `content`: makes what is to be saved; of tensors only those that it reserves, each
+    with elements."""
 
     def __init__(self, path: Path, content: Callable[[Reserve], Mapping[str, Any]]) -> None:
         with FakeTensorMode():
@@ -297,8 +277,7 @@ class TorchFileWriter:
             raise OSError(error.errno, error.strerror, str(path)) from None
         self._file: BinaryIO = path.open("r+b")
         self._reserved = TorchFile(path)
-        self.content: Any = self._reserved.content
-        """What a reader will find; `fill` takes its tensors."""
+        self.content: Any = self._reserved.content  # what a reader will find; `fill` takes its tensors
         self._checksums: list[tuple[Record, int]] = []
 
     def fill(self, name: str, place: torch.Tensor, values: torch.Tensor, advance: Callable[[int], None]) -> None:

@@ -48,9 +48,7 @@ def require_expressible(model: ModelConfig, *, tp: int, pp: int) -> None:
         if size < 1 or value % size:
             parallel = "tp" if name != "num_layers" else "pp"
             fitting = [n for n in range(1, value + 1) if value % n == 0]
-            raise ConversionError(
-                f"{parallel} {size} does not divide {name} {value}; take one of {', '.join(map(str, fitting[:12]))}"
-            )
+            raise ConversionError(f"{parallel} {size} does not divide {name} {value}; use one of {fitting[:12]}")
 
 
 def _inexpressible(model: ModelConfig) -> Iterator[str]:
@@ -78,10 +76,8 @@ def _inexpressible_positions(model: ModelConfig) -> Iterator[str]:
 
 
 def vocabulary_of(model: ModelConfig, tp: int) -> tuple[int, int]:
-    """(multiple, padded size): Megatron-LM pads to `multiple · tp`.
-
-    A model that was imported from `tp` ranks comes out with the rows it had.
-    """
+    """(multiple, padded size): Megatron-LM pads to `multiple · tp`. A model that was imported from `tp` ranks comes out
+    with the rows it had."""
     multiple = model.make_vocab_size_divisible_by
     if multiple % (128 * tp) == 0:
         multiple //= tp
@@ -155,10 +151,8 @@ def megatron_args(weights: Weights, *, dtype: torch.dtype, tp: int, pp: int) -> 
 
 
 def _tokenizer_type(files: Sequence[Path]) -> str | None:
-    """The kind that the source's files are of, under Megatron-LM's name for it; None of none.
-
-    Its files do not go along.
-    """
+    """The kind that the source's files are of, under Megatron-LM's name for it; None of none. Its files do not go
+    along."""
     named = named_tokenizer_files(files) if has_tokenizer(files) else {}
     if MODEL_JSON in named:
         return "HuggingFaceTokenizer"
@@ -203,12 +197,9 @@ def write_megatron(
     files of its pipeline stage, which are filled together; a conversion that was interrupted continues with the first
     stage that is not finished.
 
-    Tensor- and pipeline-parallel sizes must divide heads, groups, MLP width, and layers.
-    """
+    Tensor- and pipeline-parallel sizes must divide heads, groups, MLP width, and layers."""
     if implementation not in TRANSFORMER_IMPLEMENTATIONS:
-        raise ConversionError(
-            f"--transformer-impl {implementation!r}; it is one of {', '.join(TRANSFORMER_IMPLEMENTATIONS)}"
-        )
+        raise ConversionError(f"--transformer-impl {implementation!r}; use {', '.join(TRANSFORMER_IMPLEMENTATIONS)}")
     require_expressible(weights.model, tp=tp, pp=pp)
     identity = identity_of(weights, to="megatron", dtype=dtype, tp=tp, pp=pp, implementation=implementation)
     export = _Export(weights, dtype, tp, pp, implementation)
@@ -251,7 +242,6 @@ class _Export:
         return sum(math.prod(piece.shape) * self._type(piece).itemsize for piece in pieces)
 
     def write_stage(self, stage: int, output: Output, advance: Advance) -> None:
-        """All files of one pipeline stage; each tensor of ours is read once."""
         names = self.files(stage)
         ranks = [self.pieces(stage, rank) for rank in range(self.tp)]
         with contextlib.ExitStack() as files:

@@ -15,8 +15,6 @@ from megalite.planner.chain.judge import Problem
 
 
 class Found(NamedTuple):
-    """What the search for one number of microbatches gave."""
-
     plans: list[tuple[float, plans.Stages]]  # (latency, stages), the best first
     complete: bool  # no plan of this family has a lower latency: the search did not stop at its limit
     nodes: int  # partial plans that were looked into
@@ -81,8 +79,7 @@ class Search:
 
     With `grain` above 1 a stage has a multiple of that many devices: a coarse search that ends soon.
 
-    Source: Fan et al., "DAPPLE" (arXiv 2007.01045), section 4; the search is our branch and bound.
-    """
+    Source: Fan et al., "DAPPLE" (arXiv 2007.01045), section 4; the search is our branch and bound."""
 
     def __init__(self, problem: Problem, microbatches: int, *, limit: int, keep: int, grain: int = 1) -> None:
         self._problem, self._count = problem, microbatches

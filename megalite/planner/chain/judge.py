@@ -26,8 +26,7 @@ def latency(costs: PlanCosts, microbatches: int, in_flight: list[int]) -> float:
 
     No plan is faster than this where links carry what they must (`simulate` is never below it).
 
-    Source: Fan et al., "DAPPLE" (arXiv 2007.01045), section 4.1. `in_flight`: K of each stage.
-    """
+    Source: Fan et al., "DAPPLE" (arXiv 2007.01045), section 4.1. `in_flight`: K of each stage."""
     count = len(costs.forward)
     hops = (*costs.hops, 0.0)
     # Of a microbatch, from the start of its forward on stage s to the end of its backward there.
@@ -52,8 +51,6 @@ def latency(costs: PlanCosts, microbatches: int, in_flight: list[int]) -> float:
 
 
 class Run(NamedTuple):
-    """What the clock showed."""
-
     seconds: float  # until every stage has done its last backward and reduced its gradients
     starts: tuple[tuple[float, ...], ...]  # per stage, when each action of its list starts
     backwards_done: tuple[float, ...]  # per stage, the end of its last backward
@@ -70,8 +67,7 @@ def run(plan: ChainPlan, costs: PlanCosts, cluster: ChainCluster) -> Run:
     after its last backward; those that cross a common network go one after another, and let messages pass, which are
     small by then. Where no hop shares a network it equals `megalite.pipeline.ir.simulate`.
 
-    Computation and communication overlap; a reduction does not overlap its own stage's backwards.
-    """
+    Computation and communication overlap; a reduction does not overlap its own stage's backwards."""
     lists = one_f_one_b(len(plan.stages), plan.microbatches, plan.warm_up).actions
     clock = _Clock(plan, costs, cluster, lists)
     done = tuple(starts[-1] + duration for starts, duration in zip(clock.starts, costs.backward, strict=True))
@@ -193,8 +189,6 @@ _MOST_MICROBATCHES = 512  # more would shorten the bubble no further, and simula
 
 
 class Judged(NamedTuple):
-    """A plan and what it costs."""
-
     plan: ChainPlan
     seconds: float  # of a step, simulated
     memory: tuple[float, ...]  # per stage, bytes on one of its devices
@@ -202,8 +196,6 @@ class Judged(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be planned."""
-
     profile: ChainProfile
     cluster: ChainCluster
     global_batch: int  # samples a step
@@ -217,7 +209,6 @@ class Problem:
         return [count for count in range(1, most + 1) if self.global_batch % count == 0]
 
     def plan(self, stages: Stages, microbatches: int, warm_up: str = "pa") -> ChainPlan:
-        """The stages with that many microbatches."""
         return ChainPlan(stages, microbatches, self.global_batch // microbatches, warm_up)
 
 
@@ -231,7 +222,6 @@ class Judge:
         self.work = 0  # microbatches times stages that were simulated so far: what simulating costs
 
     def seconds(self, plan: ChainPlan) -> float:
-        """Of a step, simulated."""
         if plan not in self.known:
             self.work += plan.microbatches * len(plan.stages)
             costs = plan_costs(plan, self.problem.profile, self.problem.cluster)
@@ -247,7 +237,6 @@ class Judge:
         return self._bounds[plan]
 
     def memory(self, plan: ChainPlan) -> tuple[float, ...]:
-        """Per stage, bytes on a device."""
         return memory_bytes(plan, self.problem.profile)
 
     def fits(self, plan: ChainPlan) -> bool:

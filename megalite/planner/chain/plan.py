@@ -58,7 +58,6 @@ class Stage(NamedTuple):
 
     @property
     def replicas(self) -> int:
-        """Over all machines."""
         return sum(self.devices)
 
     @property
@@ -72,8 +71,6 @@ Stages = tuple[Stage, ...]
 
 @dataclass(frozen=True)
 class ChainPlan:
-    """How to train: the stages, and the schedule of a step."""
-
     stages: Stages
     microbatches: int
     microbatch_size: int  # samples, over all replicas of a stage
@@ -149,7 +146,6 @@ class PlanCosts:
 
 
 def plan_costs(plan: ChainPlan, profile: ChainProfile, cluster: ChainCluster) -> PlanCosts:
-    """The costs that the judge and the latency formula share."""
     forward, backward, reduce = [], [], []
     for stage in plan.stages:
         samples = profile.slice_samples(plan.microbatch_size, stage.replicas)

@@ -1,23 +1,159 @@
 """The planner for chains: all ways of planning, one judge, the fastest, and small changes for as long as one helps."""
 
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import NamedTuple
+
+import numpy as np
 
 from megalite.config.byte_size import format_bytes
 from megalite.config.errors import ConfigError
-from megalite.planner.chain.baselines import data_parallel, even_stages, pipedream_plan, straight
 from megalite.planner.chain.dapple import Search
-from megalite.planner.chain.inputs import ChainCluster, ChainProfile
+from megalite.planner.chain.inputs import Array, ChainCluster, ChainProfile
 from megalite.planner.chain.judge import Judge, Judged, Problem
-from megalite.planner.chain.plan import ChainPlan, Counts, Stage, Stages, placements, taken_from
+from megalite.planner.chain.plan import (
+    GIGA,
+    ChainPlan,
+    Counts,
+    Stage,
+    Stages,
+    append_first,
+    hop_seconds,
+    placements,
+    shares,
+    taken_from,
+)
+
+
+def pipedream_plan(profile: ChainProfile, cluster: ChainCluster) -> Stages:
+    """The stages that minimise PipeDream's objective, on all devices of the cluster.
+
+    For m components of a level with bandwidth B, layers i..j, a component's own time U (the layer sum, or what the
+    level below found for its whole machine), weights w and outputs a (of a microbatch of the profile's batch size):
+
+        T(i, j, m) = (U(i, j) + 4 (m - 1) w / (B m)) / m
+        A(i, j, m) = min(T(i, j, m), min over s, m' of max(A(i, s, m - m'), 2 a_s / (B m'), T(s, j, m')))
+
+    A of one level is U of the next. It is the time between microbatches of a pipeline that never drains and reduces
+    gradients after every microbatch; the bubble of a synchronous step and its one reduction do not occur in it.
+
+    Source: Narayanan et al., "PipeDream" (SOSP 2019), section 3.1."""
+    layers, size = len(profile.layers), profile.batch_size
+    work = (profile.forward + profile.backward) * size
+    own = work[None, :] - work[:, None]
+    levels = []
+    for components, reduce, message in (
+        (cluster.gpus_per_machine, cluster.link_gb_per_s, cluster.link_gb_per_s),
+        (cluster.machines, cluster.network_gb_per_s, cluster.message_gb_per_s),
+    ):
+        level = _Solver(profile, own, components, reduce * GIGA, message * GIGA)
+        levels.append(level)
+        own = level.best[:, :, components - 1]
+    found: list[Stage] = []
+    inner, outer = levels
+    machine = 0
+    for first, last, machines in outer.stages(0, layers, cluster.machines):
+        for begin, end, devices in inner.stages(first, last, cluster.gpus_per_machine):
+            counts = [0] * cluster.machines
+            counts[machine : machine + machines] = [devices] * machines
+            found.append(Stage(begin, end, tuple(counts)))
+        machine += machines
+    return tuple(found)
+
+
+class _Solver:
+    """One level of the dynamic program, all intervals of layers at once."""
+
+    def __init__(self, profile: ChainProfile, own: Array, components: int, reduce: float, message: float) -> None:
+        layers = len(profile.layers)
+        weights = profile.parameters[None, :] - profile.parameters[:, None]
+        m = np.arange(1, components + 1)
+        replicated = (own[:, :, None] + 4.0 * (m - 1) * weights[:, :, None] / (reduce * m)) / m
+        # Intervals that hold no layer are no stage.
+        legal = np.arange(layers + 1)[:, None] < np.arange(layers + 1)[None, :]
+        replicated[~legal] = np.inf
+        self._alone = replicated
+        self._hops = 2.0 * profile.outputs * profile.batch_size / message
+        self.best = replicated.copy()
+        self._cut = np.full(replicated.shape, -1)
+        self._tail = np.zeros(replicated.shape, dtype=int)
+        for total in range(2, components + 1):
+            for tail in range(1, total):
+                self._try(total, tail)
+
+    def _try(self, total: int, tail: int) -> None:
+        """Plans with a last stage that has `tail` of `total` components."""
+        head = np.maximum(self.best[:, :, total - tail - 1], self._hops[None, :] / tail)
+        # [i, s, j]: head of i..s, then a stage s..j.
+        slowest = np.maximum(head[:, :, None], self._alone[None, :, :, tail - 1])
+        cut = slowest.argmin(axis=1)
+        value = np.take_along_axis(slowest, cut[:, None, :], axis=1)[:, 0, :]
+        better = value < self.best[:, :, total - 1]
+        self.best[:, :, total - 1][better] = value[better]
+        self._cut[:, :, total - 1][better] = cut[better]
+        self._tail[:, :, total - 1][better] = tail
+
+    def stages(self, first: int, last: int, components: int) -> list[tuple[int, int, int]]:
+        """(first layer, end, components) of each stage of the best plan, in order."""
+        found: list[tuple[int, int, int]] = []
+        while True:
+            cut = int(self._cut[first, last, components - 1])
+            if cut < 0:
+                return [(first, last, components), *reversed(found)]
+            tail = int(self._tail[first, last, components - 1])
+            found.append((cut, last, tail))
+            last, components = cut, components - tail
+
+
+def data_parallel(profile: ChainProfile, cluster: ChainCluster) -> Stages:
+    return (Stage(0, len(profile.layers), cluster.empty),)
+
+
+def straight(profile: ChainProfile, cluster: ChainCluster) -> Stages:
+    """One device a stage, as many as there are layers for, cut so that the slowest stage or message is as
+    fast as it can be."""
+    return even_stages(profile, cluster, min(cluster.num_gpus, len(profile.layers)), each=1)
+
+
+def even_stages(profile: ChainProfile, cluster: ChainCluster, count: int, *, each: int | None = None) -> Stages:
+    """`count` stages on `each` devices (default: all devices, shared out as evenly as they go, early stages more).
+    Machines are filled one after another. The cut makes the slowest as fast as it can be, stage or message."""
+    devices = cluster.num_gpus
+    sizes = [each or devices // count + (number < devices % count) for number in range(count)]
+    free, places = cluster.empty, []
+    for size in sizes:
+        places.append(append_first(free, size, whole=cluster.gpus_per_machine))
+        free = taken_from(free, places[-1])
+    hops = [hop_seconds(shares(here, there), 1.0, cluster) for here, there in pairwise(places)]
+    cuts = cut(profile, sizes, hops)
+    return tuple(map(Stage, cuts, cuts[1:], places))
+
+
+def cut(profile: ChainProfile, devices: list[int], hops: list[float]) -> list[int]:
+    """Where stages begin and end, at least a layer each: the least possible maximum over stages and messages.
+    `devices`: Per stage. `hops`: Between stages, the seconds of a byte."""
+    work = profile.forward + profile.backward
+    layers, count = len(profile.layers), len(devices)
+    best = np.full((count + 1, layers + 1), np.inf)
+    best[0, 0] = 0.0
+    begin = np.zeros((count + 1, layers + 1), dtype=int)
+    for number, (size, hop) in enumerate(zip(devices, [*hops, 0.0], strict=True)):
+        # [i, j]: stages before it end at i, it ends at j.
+        slowest = np.maximum(best[number][:, None], (work[None, :] - work[:, None]) / size)
+        slowest = np.maximum(slowest, hop * profile.outputs[None, :])
+        slowest[np.tri(layers + 1, dtype=bool)] = np.inf
+        begin[number + 1] = slowest.argmin(axis=0)
+        best[number + 1] = slowest.min(axis=0)
+    cuts = [layers]
+    for number in range(count, 0, -1):
+        cuts.append(int(begin[number, cuts[-1]]))
+    return cuts[::-1]
 
 
 def refine(judge: Judge, start: Judged, *, work: int) -> Judged:
     """The plan, bettered by a faster neighbour again and again, until there is none or enough has been simulated.
-
-    Neighbours are taken in the order of their latency formula; those that cannot be faster by it are not simulated, and at
-    most `work` microbatches times stages are.
-    """
+    Neighbours are taken in the order of their latency formula; those that cannot be faster by it are not simulated, and
+    at most `work` microbatches times stages are."""
     best: Judged | None = start
     last = judge.work + work
     while best is not None and judge.work < last:
@@ -81,7 +217,8 @@ def _device_moves(stages: Stages, judge: Judge) -> Iterator[Stages]:
     for stage in stages:
         used = _sum(used, stage.devices)
     free = taken_from(judge.problem.cluster.empty, used)
-    slowest = max(range(len(stages)), key=lambda s: _work(stages[s], judge))
+    work = judge.problem.profile.forward + judge.problem.profile.backward  # seconds a sample, before each cut
+    slowest = max(range(len(stages)), key=lambda s: (work[stages[s].last] - work[stages[s].first]) / stages[s].replicas)
 
     def moved(machine: int, changes: dict[int, int]) -> Stages:
         """Each stage with so many devices of a machine more."""
@@ -102,13 +239,6 @@ def _device_moves(stages: Stages, judge: Judge) -> Iterator[Stages]:
                 yield moved(machine, {giver: -1, taker: 1})
 
 
-def _work(stage: Stage, judge: Judge) -> float:
-    """Seconds a sample, shared by the replicas."""
-    profile = judge.problem.profile
-    seconds = profile.forward + profile.backward
-    return float(seconds[stage.last] - seconds[stage.first]) / stage.replicas
-
-
 def _sum(one: Counts, other: Counts) -> Counts:
     return tuple(a + b for a, b in zip(one, other, strict=True))
 
@@ -124,12 +254,9 @@ _REACH = 1.1  # a plan this much slower than the fastest may still be the one th
 
 
 class Planned(NamedTuple):
-    """What `plan_chain` found.
-
-    The baselines have the microbatches and the warm-up that suit them best; where none of these fits the memory, those that
-    are fastest if there were enough. Complete: the search never stopped at its limit, so memory aside no plan placed in
-    the three ways has a lower latency formula than those that were judged.
-    """
+    """What `plan_chain` found. The baselines have the microbatches and the warm-up that suit them best; where none of
+    these fits the memory, those that are fastest if there were enough. Complete: the search never stopped at its limit,
+    so memory aside no plan placed in the three ways has a lower latency formula than those that were judged."""
 
     best: Judged  # the fastest plan that fits the memory
     baselines: Mapping[str, Judged]
@@ -147,8 +274,7 @@ def plan_chain(
     microbatches, and small changes to the best of these: so the result is never slower than a baseline that fits.
 
     `memory` is bytes of a device (default what the cluster has; `inf` lifts the limit). Raises ConfigError if the batch
-    cannot be used, or no plan fits the memory (the nearest miss is named).
-    """
+    cannot be used, or no plan fits the memory (the nearest miss is named)."""
     limit = cluster.memory_gb * 1e9 if memory is None else memory
     if global_batch < 1:
         raise ConfigError(f"global_batch_size is {global_batch}; it must be 1 or more, such as {profile.batch_size}")
@@ -156,8 +282,7 @@ def plan_chain(
     counts = problem.microbatch_counts()
     if len(counts) > _MOST_COUNTS:
         raise ConfigError(
-            f"global_batch_size {global_batch} can be cut into microbatches in {len(counts)} ways, more than the "
-            f"{_MOST_COUNTS} that are searched; use a power of 2 near it, such as {1 << global_batch.bit_length() - 1}"
+            f"global_batch_size {global_batch} has {len(counts)} divisors; use {1 << global_batch.bit_length() - 1}"
         )
     judge = Judge(problem)
     stages_of = {
@@ -185,7 +310,9 @@ def plan_chain(
             nodes, complete = nodes + found.nodes, complete and found.complete
             judged = _judge(judge, dict.fromkeys(stages for _, stages in found.plans), judged)
     if not judged:
-        raise _nothing_fits(judge, candidates)
+        least = min(max(judge.memory(problem.plan(each, count))) for each in candidates for count in counts)
+        what = f"no plan for {profile.name} on {cluster.name} fits {format_bytes(problem.memory)} a device"
+        raise ConfigError(f"{what}: the nearest needs {format_bytes(least)}; give more memory or more devices")
     # The fastest plan of each number of stages: small changes seldom lead from one number to another.
     unlike: dict[int, Judged] = {}
     for plan in sorted(judged.values(), key=lambda plan: plan.seconds):
@@ -207,14 +334,3 @@ def _judge(judge: Judge, candidates: dict[Stages, None], judged: dict[Stages, Ju
             judged[stages] = found
             fastest = min(fastest, found.seconds)
     return judged
-
-
-def _nothing_fits(judge: Judge, candidates: dict[Stages, None]) -> ConfigError:
-    problem = judge.problem
-    counts = problem.microbatch_counts()
-    needs = [(max(judge.memory(problem.plan(stages, count))), len(stages)) for stages in candidates for count in counts]
-    least, stages = min(needs)
-    return ConfigError(
-        f"no plan for {problem.profile.name} on {problem.cluster.name} fits {format_bytes(problem.memory)} a device: the "
-        f"nearest, in {stages} stage{'s' * (stages > 1)}, needs {format_bytes(least)}; give more memory, more devices or smaller layers"
-    )

@@ -19,10 +19,9 @@ from megalite.config.run import RunConfig
 from megalite.config.values import nearest
 from megalite.partition.pipeline import plan_stages
 from megalite.planner.cost.operations import Pricing
-from megalite.planner.cost.rates import data_stride, members_in_node
+from megalite.planner.cost.rates import data_stride, members_in_node, stacked, workload_of
 from megalite.planner.cost.stage import StageKind, stage_cost, stage_kind
 from megalite.planner.cost.step import predict
-from megalite.planner.cost.workload import stacked, workload_of
 from megalite.planner.hardware import Cluster, SoftwareStack
 
 Array = npt.NDArray[np.float64]
@@ -47,29 +46,26 @@ class Measured:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a fit found."""
-
     cluster: Cluster
     stack: SoftwareStack
     predicted: tuple[float, ...]  # seconds of each row with the fitted constants
     errors: tuple[float, ...]  # predicted / measured - 1 of each row
 
 
-class _Machine(NamedTuple):
+class Machine(NamedTuple):
     cluster: Cluster
     stack: SoftwareStack
 
     def value(self, name: str) -> float:
-        """Of one of `PRIORS`."""
         return float(getattr(self.cluster.efficiency if name in _EFFICIENCIES else self.stack, name))
 
-    def replaced(self, names: Sequence[str], logarithms: Array) -> "_Machine":
+    def replaced(self, names: Sequence[str], logarithms: Array) -> "Machine":
         """The same with the constants exp(logarithms)."""
         values = dict(zip(names, map(float, np.exp(logarithms))))
         shares = {name: min(1.0, value) for name, value in values.items() if name in _EFFICIENCIES}
         rest: dict[str, Any] = {name: value for name, value in values.items() if name in _CONSTANTS}
         efficiency = replace(self.cluster.efficiency, **shares)
-        return _Machine(replace(self.cluster, efficiency=efficiency), replace(self.stack, **rest))
+        return Machine(replace(self.cluster, efficiency=efficiency), replace(self.stack, **rest))
 
 
 def fit(
@@ -84,8 +80,7 @@ def fit(
 
     A constant that the rows say nothing of stays where it is. `source` says what the rows are, for the provenance; `only`
     names the constants to fit, of `PRIORS`. Raises ConfigError if there are no rows, one is not a positive time, or there
-    is no such constant.
-    """
+    is no such constant."""
     if not rows:
         raise ConfigError("there is nothing to fit: give at least one measured step")
     for row in rows:
@@ -94,7 +89,7 @@ def fit(
     for name in only:
         if name not in PRIORS:
             raise ConfigError(f"cannot fit {name}{nearest(name, PRIORS)} (constants are {', '.join(PRIORS)})")
-    machine = _Machine(cluster, stack)
+    machine = Machine(cluster, stack)
     names = [name for name in PRIORS if name in only and machine.value(name) > 0]
     start = np.log([machine.value(name) for name in names])
     measured = np.log([row.seconds for row in rows])
@@ -163,7 +158,7 @@ def _steps(
 class _Followed:
     """All rows at once, near the constants that they were simulated with."""
 
-    def __init__(self, rows: Sequence[Measured], machine: _Machine, names: Sequence[str]) -> None:
+    def __init__(self, rows: Sequence[Measured], machine: Machine, names: Sequence[str]) -> None:
         self._machine, self._names = machine, names
         found = [predict(row.config, *machine, with_memory=False) for row in rows]
         self.seconds = [each.step_seconds for each in found]
@@ -189,7 +184,7 @@ class _Followed:
         # Of each row, simulated computation over the closed form's.
         self._factor = (np.array(self.seconds) - sum(self._parts.values())) / self._computation(machine)
 
-    def _computation(self, machine: _Machine) -> Array:
+    def _computation(self, machine: Machine) -> Array:
         """Busiest rank for all microbatches, and the others once for each chunk."""
         total = stage_cost(Pricing.of(self._work, *machine), **self._counts).total
         busy = np.bincount(self._rank, weights=total)

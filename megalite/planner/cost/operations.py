@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megalite.planner.cost.rates import Parts, collective_seconds, gemm_seconds
-from megalite.planner.cost.workload import Number, Workload
+from megalite.planner.cost.rates import Number, Parts, Workload, collective_seconds, gemm_seconds
 from megalite.planner.hardware import Cluster, SoftwareStack
 
 
@@ -49,7 +48,6 @@ class Pricing:
         return cls(work, cluster, stack, cluster.peak(work.precision))
 
     def gemm(self, m: Number, n: Number, k: Number, batch: Number = 1.0) -> Parts:
-        """One operation that multiplies `batch` pairs."""
         peak = self.peak * self.stack.product_rate
         seconds = gemm_seconds(m, n, k, batch=batch, element=self.work.element, peak=peak, cluster=self.cluster)
         return Parts(gemm=seconds, operations=1.0)
@@ -63,7 +61,6 @@ class Pricing:
         )
 
     def moved(self, volume: Number, operations: Number = 1.0) -> Parts:
-        """So many bytes read and written."""
         rate = self.cluster.accelerator.memory_bandwidth * self.cluster.efficiency.memory
         return Parts(memory=volume / rate, operations=operations)
 
@@ -73,7 +70,6 @@ class Pricing:
         return Piece(self.moved(forward * size, operations), self.moved(backward * size, operations), Parts())
 
     def tensor(self, operation: str, volume: Number) -> Parts:
-        """A collective of tensor parallelism."""
         seconds = collective_seconds(operation, volume, self.work.tp, 1.0, self.cluster)
         return Parts(tensor=seconds, collectives=np.where(self.work.tp > 1, self.work.tp / 2.0, 0.0))
 
@@ -88,13 +84,10 @@ class Pricing:
         return parts + self.tensor("all-reduce", work.activation_bytes) * (1.0 - work.sequence_parallel)
 
     def block_communication(self, products: Parts) -> Piece:
-        """Of attention, or of a dense MLP: the backward gathers the input again for the weight's gradient.
-
-        Args:
-            products: those of the weights' gradients, as long as those of the inputs'. Where the stack says so, the latter
-                hide that gathering, and they themselves the sum of the input's gradient: as far as they last. On a CPU
-                nothing is hidden: what moves the bytes there is what computes.
-        """
+        """Of attention, or of a dense MLP: the backward gathers the input again for the weight's gradient. `products`:
+        those of the weights' gradients, as long as those of the inputs'. Where the stack says so, the latter hide
+        that gathering, and they themselves the sum of the input's gradient: as far as they last. On a CPU nothing is
+        hidden: what moves the bytes there is what computes."""
         gather, reduce = self.enter(), self.leave()
         backward = gather * 2.0 + reduce
         if self.cluster.accelerator.asynchronous:
@@ -245,8 +238,7 @@ def head(price: Pricing) -> Piece:
 
     A loss that is not fused turns the logits round and copies them (3 passes and one in fp32), reads the copy for its
     maximum and for the sum, reads and writes it for the difference, its exponential and the quotient; and in the
-    backward once more for the product with the loss's gradient, on the way back to the logits.
-    """
+    backward once more for the product with the loss's gradient, on the way back to the logits."""
     work = price.work
     width = work.vocabulary / work.tp
     exact = max(4.0, work.element) / work.element

@@ -12,8 +12,7 @@ from megalite.partition.pipeline import has_recompute_actions
 from megalite.partition.stages import StagePlan
 from megalite.pipeline.ir.simulate import Costs, Link
 from megalite.planner.cost import operations
-from megalite.planner.cost.rates import Parts
-from megalite.planner.cost.workload import Number, Workload, workload_of
+from megalite.planner.cost.rates import Number, Parts, Workload, workload_of
 from megalite.planner.hardware import Cluster, SoftwareStack
 
 
@@ -28,7 +27,6 @@ class StageKind(NamedTuple):
 
 
 def stage_kind(config: RunConfig, plan: StagePlan) -> StageKind:
-    """What a stage holds."""
     moe = sum(config.model.is_moe_layer(index) for index in range(plan.first_layer, plan.last_layer))
     kept = plan.num_layers - sum(map(len, recompute_units(config, plan)))
     counts = (plan.num_layers - moe, moe, plan.has_embedding, plan.has_head, kept)
@@ -58,12 +56,10 @@ class StageCost:
         return self.forward + self.backward + self.recompute
 
     def __add__(self, other: "StageCost") -> "StageCost":
-        """One after the other."""
         return StageCost(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
     @property
     def parts(self) -> Parts:
-        """The same by kind."""
         return self.forward_parts + self.backward_parts + self.recompute_parts
 
 

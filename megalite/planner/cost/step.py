@@ -22,9 +22,8 @@ from megalite.pipeline.ir.actions import Kind
 from megalite.pipeline.ir.simulate import Event, Timeline, shared_makespan
 from megalite.planner.clock import Clock, Run
 from megalite.planner.communication import gradient_volumes, group_sizes
-from megalite.planner.cost.rates import collective_seconds, data_stride, links_of, pipeline_stride, sharing_ranks
+from megalite.planner.cost import rates
 from megalite.planner.cost.stage import StageCost, StageKind, simulator_costs, stage_costs, stage_kind
-from megalite.planner.cost.workload import workload_of
 from megalite.planner.hardware import Cluster, SoftwareStack
 
 
@@ -46,8 +45,8 @@ def stage_exchange(
 ) -> Exchange:
     """The exchanges that `gradient_volumes` lists, one after the other."""
     narrow = ELEMENT_BYTES[config.training.precision] / wire_width(config) if stack.half_gradients else 1.0
-    sizes, work = group_sizes(config), workload_of(config)
-    stride, hop = float(data_stride(work)), float(pipeline_stride(work))
+    sizes, work = group_sizes(config), rates.workload_of(config)
+    stride, hop = float(rates.data_stride(work)), float(rates.pipeline_stride(work))
     # The ends of a pipeline that lies inside a node are in one node, however far apart.
     ends = hop if hop * sizes["pp"] <= cluster.node.accelerators else hop * (sizes["pp"] - 1)
     strides = {"tp": 1.0, "expert-tp": 1.0, "embedding": ends}
@@ -56,7 +55,7 @@ def stage_exchange(
     pieces = 0
     totals = Counter(gradient_volumes(config, plan, stages, num_microbatches))
     for (group, operation, volume), count in totals.items():
-        each = float(collective_seconds(operation, volume, sizes[group], strides.get(group, stride), cluster))
+        each = float(rates.collective_seconds(operation, volume, sizes[group], strides.get(group, stride), cluster))
         if operation == "all-gather" and (fully or group in ("dp-cp", "expert-dp")):
             gather += count * each
         else:
@@ -80,8 +79,7 @@ def _exposed_exchange(
     With overlap each stage's exchange starts under its last backward: a stage's gradients are complete with its last B or
     W; piece by piece they are sent while it runs, one stage after another. Ranks that finish before the last one have the
     rest of the cool-down too. Where each microbatch's gradients are sent, the last one's are so; those before it have all
-    the computation there is to hide under. Parameters can be gathered ahead under `first_forward` seconds.
-    """
+    the computation there is to hide under. Parameters can be gathered ahead under `first_forward` seconds."""
     p = config.parallel
     end = max((event.end for event in events), default=0.0) + run.shift
     reduce, gather = sum(each.reduce for each in exchanges), sum(each.gather for each in exchanges)
@@ -126,8 +124,6 @@ def optimizer_seconds(config: RunConfig, plans: Sequence[StagePlan], cluster: Cl
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """One step. Seconds, bytes, shares."""
-
     step_seconds: float
     tokens_per_second: float
     mfu: float  # model FLOPs of attention over the whole sequence (palm), as a share of the peak of all ranks
@@ -144,14 +140,12 @@ class Prediction:
 
 
 def predict(config: RunConfig, cluster: Cluster, stack: SoftwareStack, *, with_memory: bool = True) -> Prediction:
-    """What a step of the largest batch takes; `config` is validated for its world size, its vocabulary known.
-
-    Raises ConfigError if the schedule does not take these sizes, or the accelerator does not have the precision.
-    """
+    """What a step of the largest batch takes; `config` is validated for its world size, its vocabulary known. Raises
+    ConfigError if the schedule does not take these sizes, or the accelerator does not have the precision."""
     p, training, count = config.parallel, config.training, microbatch_counts(config)[-1]
     stages = plan_stages(config)
     costs = stage_costs(config, stages, cluster, stack)
-    links = links_of(config, cluster, stack)
+    links = rates.links_of(config, cluster, stack)
     clock, timing = Clock(config, len(stages), count), simulator_costs(costs, config, links)
     run = clock.run(timing)
     free = clock.run(replace(timing, links={})) if links else run
@@ -159,14 +153,14 @@ def predict(config: RunConfig, cluster: Cluster, stack: SoftwareStack, *, with_m
     ends, gathers, optimizers = _exchanges(config, by_rank, stages, costs, run, count, cluster, stack)
     world = group_sizes(config)["world"]
     # The norm's sum over the world lets no one update before all have their gradients.
-    norm = float(collective_seconds("all-reduce", 8.0, world, 1.0, cluster))
+    norm = float(rates.collective_seconds("all-reduce", 8.0, world, 1.0, cluster))
     gradients = max(ends) - run.seconds
     after = {"optimizer": max(optimizers), "step": stack.step_seconds + norm}
     exposed = {"pipeline": run.seconds - free.seconds, "gradients": gradients, "parameters": max(gathers)}
     inside = _busiest(run, stages, costs, count, stack)
     parts = {**inside, "bubble": free.seconds - sum(inside.values()), **exposed, **after}
     taken, bubble = run.seconds, run.bubble
-    crowd = float(sharing_ranks(pipeline_stride(workload_of(config)), p.pp, cluster))
+    crowd = float(rates.sharing_ranks(rates.pipeline_stride(rates.workload_of(config)), p.pp, cluster))
     if crowd > 1.0:
         busy = run.timeline.busy
         taken = max(

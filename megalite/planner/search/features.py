@@ -18,7 +18,8 @@ import numpy.typing as npt
 
 from megalite.config.run import RunConfig, stage_layers
 from megalite.models.shapes import head_forward_flops, layer_forward_flops
-from megalite.pipeline.ir.generators.many_chunks import smallest_group
+from megalite.pipeline.ir.actions import Kind
+from megalite.pipeline.ir.generators.many_chunks import dualpipe_v_row, smallest_group, zb_v_row
 from megalite.pipeline.ir.generators.one_chunk import loop_placement, v_placement
 from megalite.pipeline.ir.partition import partition_layers
 from megalite.planner.search.space import VEE, Pipeline
@@ -97,8 +98,6 @@ def _zero_bubble(p: int, m: int, depth: int, ranks: Counts) -> InFlight:
     return InFlight(graphs, np.stack((last.deferred, put_off))[:, :, None])
 
 
-_F, _I, _W, _B = range(4)
-_STEPS = {kind + chunk: ("FIWB".index(kind), int(chunk or -1)) for kind in "FIWB" for chunk in ("0", "1", "")}
 # Of graphs and of what is deferred, by chunk: moments that are largest by one of these are kept. Where the second chunk
 # of a rank has the head it may weigh much more than the first.
 _WEIGHTS = np.array(
@@ -113,80 +112,18 @@ _WEIGHTS = np.array(
 )
 
 
+_CHANGES = {Kind.F: (1, 0), Kind.I: (-1, 1), Kind.W: (0, -1), Kind.B: (-1, 0)}  # of graphs and of what is deferred
+
+
 @lru_cache(maxsize=4096)
 def _vee(schedule: str, p: int, m: int, rank: int) -> Counts:
-    """[weights, 4] of one rank."""
-    kind, chunk = (_dualpipe_v if schedule == "dualpipe-v" else _zb_v)(p, m, rank)
-    held = _held(kind, chunk, rank, p, m)
+    """[weights, 4] of one rank: graphs and deferred inputs of both chunks after the steps that are the fullest."""
+    row = (dualpipe_v_row if schedule == "dualpipe-v" else zb_v_row)(rank, p, m)
+    changes = np.zeros((len(row), 2, 2), dtype=np.int64)
+    for change, action in zip(changes, row, strict=True):
+        change[:, int(action.stage >= p)] = _CHANGES[action.kind]
+    held = changes.reshape(-1, 4).cumsum(axis=0)
     return held[np.argmax(held @ _WEIGHTS.T, axis=0)]
-
-
-def _phases(*phases: tuple[int, str]) -> tuple[Counts, Counts]:
-    """(kind, chunk) of each step of repeated phases; a W without a chunk has -1."""
-    steps = [_STEPS[step] for times, text in phases for step in text.split() * max(times, 0)]
-    kinds, chunks = np.array(steps, dtype=np.int64).T
-    return kinds, chunks.copy()
-
-
-def _zb_v(p: int, m: int, rank: int) -> tuple[Counts, Counts]:
-    """The walk of generators/many_chunks.py: what it says of a rank, as arrays."""
-    count, left = max(m, 2 * p - 1), p - rank
-    both = count - (2 * p - rank - 1)
-    return _phases(
-        (2 * left - 1, "F0"),
-        (rank, "F1 F0"),
-        (left, "F1 I1 W1"),
-        (both, "F0 I0 W0 F1 I1 W1"),
-        (count - p - both, "I0 W0 F1 I1 W1"),
-        (rank, "I0 I1"),
-        (left, "I0 W0"),
-        (rank, "W1"),
-        (rank, "W0"),
-    )
-
-
-def _dualpipe_v(p: int, m: int, rank: int) -> tuple[Counts, Counts]:
-    left = p - rank - 1
-    kinds, chunks = _phases(
-        (2 * left, "F0"),
-        (rank + 1, "F0 F1"),
-        (left, "I1 W F1"),
-        (m - 2 * p + rank + 1, "F0 B1 F1 B0"),
-        (left, "B1 F1 B0"),
-        ((rank + 1) // 2, "B1 B0"),
-        ((rank + 1) % 2, "B1 I0"),
-        ((rank + 1) // 2, "I1 I0"),
-        (left, "W I0"),
-        (rank + 1, "W"),
-    )
-    # Each W is of the oldest I that has none.
-    chunks[kinds == _W] = chunks[kinds == _I]
-    return kinds, chunks
-
-
-def _held(kind: Counts, chunk: Counts, rank: int, p: int, m: int) -> Counts:
-    """[steps, 4]: graphs and deferred inputs of both chunks after each step."""
-    if m < 2 * p - 1 and not (kind == _B).any():
-        # The order of 2p-1 microbatches with those left out that there are not.
-        number = np.zeros(len(kind), dtype=np.int64)
-        for code in range(8):
-            mine = kind * 2 + chunk == code
-            number[mine] = np.arange(mine.sum())
-        kind, chunk = kind[number < m], chunk[number < m]
-    follows = (kind[:-1] == _I) & (kind[1:] == _W) & (chunk[:-1] == chunk[1:])
-    # No one waits for the I of the first stage, nor at the turn of the V: it is one B with its W.
-    alone = ((chunk == 0) & (rank == 0)) | ((chunk == 1) & (rank == p - 1))
-    merged = np.flatnonzero(follows & alone[:-1])
-    kind = kind.copy()
-    kind[merged] = _B
-    keep = np.ones(len(kind), dtype=bool)
-    keep[merged + 1] = False
-    kind, chunk = kind[keep], chunk[keep]
-    change = np.zeros((len(kind), 4), dtype=np.int64)
-    step = np.arange(len(kind))
-    change[step, chunk] = np.select([kind == _F, (kind == _I) | (kind == _B)], [1, -1], 0)
-    change[step, 2 + chunk] = np.select([kind == _I, kind == _W], [1, -1], 0)
-    return np.cumsum(change, axis=0)
 
 
 @dataclass(frozen=True)
@@ -216,8 +153,6 @@ Floats = npt.NDArray[np.float64]
 
 
 class Feature(IntEnum):
-    """Of a rank at a moment; and row of a share's coefficients."""
-
     DENSE = 0  # layers held, with a dense MLP; and so on
     EXPERTS = auto()
     EMBEDDING = auto()
@@ -257,11 +192,9 @@ class Counter:
         self._known: dict[tuple[Pipeline, int], Floats] = {}
 
     def cut(self, pipeline: Pipeline) -> Cut:
-        """The stages of a pipeline, cut as `partition.stages.cut_stages` does.
-
-        Where layers differ in cost and a rank has several chunks, the cut is estimated as if they did not: the exact one
-        takes a search, which the layouts that are refined get.
-        """
+        """The stages of a pipeline, cut as `partition.stages.cut_stages` does. Where layers differ in cost and a rank
+        has several chunks, the cut is estimated as if they did not: the exact one takes a search, which the layouts
+        that are refined get."""
         key = (pipeline.pp, pipeline.vpp, pipeline.schedule in VEE)
         if key not in self._cuts:
             self._cuts[key] = self._make_cut(*key)

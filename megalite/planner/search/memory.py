@@ -28,8 +28,7 @@ from megalite.partition.buckets import element_bytes, local_size, moment_widths
 from megalite.partition.memory import whole_bytes
 from megalite.partition.stages import StagePlan
 from megalite.planner.search.features import Feature, Floats
-from megalite.planner.search.request import RECOMPUTE, STRATEGIES
-from megalite.planner.search.space import Shares
+from megalite.planner.search.space import RECOMPUTE, STRATEGIES, Shares
 
 
 def fullest(rows: Sequence[Floats], coefficients: Floats) -> Floats:
@@ -183,7 +182,6 @@ class Sizer:
         return tuple(kinds.index(kind) if kind in kinds else None for kind in (False, True))  # type: ignore[return-value]
 
     def _with(self, shares: Shares, place: int, pp: int, **changed: int) -> RunConfig:
-        """The config of one share, as far as sizes go."""
         strategy = STRATEGIES[shares.strategy[place]]
         config = self.config
         return replace(

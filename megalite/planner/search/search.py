@@ -23,14 +23,22 @@ from megalite.partition.memory import RankMemory
 from megalite.partition.pipeline import placement_of, plan_stages
 from megalite.pipeline.ir.partition import partition_layers
 from megalite.planner.cost.operations import Pricing
+from megalite.planner.cost.rates import workload_of
 from megalite.planner.cost.stage import layer_seconds, stage_cost
 from megalite.planner.cost.step import Prediction, predict
-from megalite.planner.cost.workload import workload_of
 from megalite.planner.hardware import Cluster, SoftwareStack
 from megalite.planner.search.features import Counter
 from megalite.planner.search.memory import Sizer, fullest
-from megalite.planner.search.request import CHOICES, Request, not_default
-from megalite.planner.search.space import Layout, Pipeline, Shares, Space, enumerate_space
+from megalite.planner.search.space import (
+    CHOICES,
+    Layout,
+    Pipeline,
+    Request,
+    Shares,
+    Space,
+    enumerate_space,
+    not_default,
+)
 from megalite.planner.search.time import Clock, Prices
 
 Floats = npt.NDArray[np.float64]
@@ -48,21 +56,17 @@ class Survey:
 
     @cached_property
     def all_bytes(self) -> Floats:
-        """`memory` of all blocks, one after the other."""
         return np.concatenate([each.reshape(-1) for each in self.memory])
 
     @cached_property
     def all_seconds(self) -> Floats:
-        """`seconds` of all blocks."""
         return np.concatenate([each.reshape(-1) for each in self.seconds])
 
     @property
     def fitting(self) -> int:
-        """Layouts within the memory limit."""
         return int(sum(np.isfinite(each).sum() for each in self.seconds))
 
     def at(self, index: int) -> Layout:
-        """The layout with that number, over all blocks."""
         for block in self.space.blocks:
             if index < len(block):
                 return block.layout(*divmod(index, len(block.shares)))
@@ -121,7 +125,6 @@ def survey(request: Request, cluster: Cluster, stack: SoftwareStack) -> Survey:
 def _times(
     clock: Clock, counter: Counter, pipelines: tuple[Pipeline, ...], prices: Prices, fits: npt.NDArray[np.bool_]
 ) -> Floats:
-    """Seconds of what fits."""
     found = np.full(fits.shape, np.inf)
     rows, columns = np.flatnonzero(fits.any(1)), np.flatnonzero(fits.any(0))
     if len(rows):
@@ -131,15 +134,12 @@ def _times(
     return np.where(fits, found, np.inf)
 
 
-_MORE = 5  # doublings of the ranks that are tried
-
-
 def nothing_legal(request: Request) -> ConfigError:
     """No layout obeys all rules: the first constraint without which some do, and what it could be."""
     words = {name: f"{name} {' or '.join(map(_word, values))}" for name, values in request.fixed.items()}
     world = request.world_size
     for name in request.fixed:
-        space = enumerate_space(_without(request, name))
+        space = enumerate_space(replace(request, fixed={n: kept for n, kept in request.fixed.items() if n != name}))
         if len(space):
             others = " and ".join(text for other, text in words.items() if other != name)
             possible = ", ".join(map(_word, _values(space, name)))
@@ -147,35 +147,20 @@ def nothing_legal(request: Request) -> ConfigError:
                 f"no layout of {world} ranks can have {words[name]}{' with ' * bool(others)}{others}; use {name} {possible}"
             )
     if words:
-        return ConfigError(
-            f"no layout of {world} ranks can have {', '.join(words.values())}, nor with any one of these free; remove some"
-        )
+        return ConfigError(f"no layout of {world} ranks can have {', '.join(words.values())}; remove several of these")
     return ConfigError(
         f"no layout is legal on {world} ranks with global_batch_size {request.config.training.global_batch_size}: use a "
         f"batch that is a multiple of more of the ranks' divisors, such as {world}, or another --gpus"
     )
 
 
-def nothing_fits(found: Survey, cluster: Cluster, stack: SoftwareStack) -> ConfigError:
-    """All that is legal needs more memory than there is: the least of it, and what would make it fit."""
-    request, world = found.request, found.request.world_size
+def nothing_fits(found: Survey) -> ConfigError:
+    """All that is legal needs more memory than there is: the least of it."""
     layout, least = found.leanest()
-    ways = [f"with --max-memory {int(np.ceil(least / 1e9))}GB on devices that have it"]
-    freed = [
-        (f"without {name} {' or '.join(map(_word, values))}", _without(request, name))
-        for name, values in request.fixed.items()
-    ]
-    counts = [world << doublings for doublings in range(1, _MORE + 1)]
-    larger = [(f"with --gpus {count}", replace(request, world_size=count)) for count in counts]
-    for changes in (freed, larger):
-        for words, changed in changes:
-            other = survey(changed, cluster, stack)
-            if other.fitting:
-                ways.append(f"{words}, e.g. {describe(next(other.fastest())[0])}")
-                break
     return ConfigError(
-        f"none of {len(found.space)} layouts fits into {format_bytes(request.memory_limit)} per rank on {world} ranks; the "
-        f"least takes {format_bytes(least)}: {describe(layout)}. It fits {', or '.join(ways)}"
+        f"none of {len(found.space)} layouts fits into {format_bytes(found.request.memory_limit)} per rank on "
+        f"{found.request.world_size} ranks; the least takes {format_bytes(least)}: {describe(layout)}; use --max-memory "
+        f"{int(np.ceil(least / 1e9))}GB on devices that have it, more --gpus, or fewer constraints"
     )
 
 
@@ -195,16 +180,11 @@ def describe(layout: Layout) -> str:
     return ", ".join(word for word in words if word)
 
 
-def _without(request: Request, name: str) -> Request:
-    return replace(request, fixed={other: kept for other, kept in request.fixed.items() if other != name})
-
-
 def _word(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _values(space: Space, name: str) -> list[Any]:
-    """What a setting is somewhere in the space."""
     of_pipeline = {"pp": "pp", "vpp": "vpp", "pipeline_schedule": "schedule"}
     if name in of_pipeline:
         return sorted({getattr(each, of_pipeline[name]) for block in space.blocks for each in block.pipelines})
@@ -219,8 +199,6 @@ RECUT = 2  # of the best, how many are cut again by predicted seconds
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A layout that was refined."""
-
     layout: Layout
     settings: Mapping[str, Any]  # what the plan decides, flat; with pipeline_layers where the cut was made again
     config: RunConfig  # validated
@@ -237,8 +215,6 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The answer to a request."""
-
     request: Request
     cluster: Cluster
     stack: SoftwareStack
@@ -261,7 +237,7 @@ def find(request: Request, cluster: Cluster, stack: SoftwareStack, *, top: int =
             if candidate is not None:
                 candidates[kind] = candidate
     if not candidates:
-        raise nothing_fits(found, cluster, stack)
+        raise nothing_fits(found)
 
     def step_seconds(candidate: Candidate) -> float:
         return candidate.prediction.step_seconds

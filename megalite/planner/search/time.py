@@ -14,15 +14,13 @@ import numpy.typing as npt
 
 from megalite.config.run import RunConfig
 from megalite.partition.activations import ELEMENT_BYTES
+from megalite.planner.cost import rates
 from megalite.planner.cost.operations import Pricing
-from megalite.planner.cost.rates import collective_seconds, data_stride, message_seconds, pipeline_stride, sharing_ranks
 from megalite.planner.cost.stage import StageCost, layer_seconds, stage_cost
-from megalite.planner.cost.workload import Workload, workload_of
 from megalite.planner.hardware import Cluster, SoftwareStack
 from megalite.planner.search.features import Cut
 from megalite.planner.search.memory import Sizer
-from megalite.planner.search.request import RECOMPUTE, STRATEGIES
-from megalite.planner.search.space import Pipeline, Shares
+from megalite.planner.search.space import RECOMPUTE, STRATEGIES, Pipeline, Shares
 
 Floats = npt.NDArray[np.float64]
 
@@ -41,7 +39,6 @@ class Prices:
     sharing: Floats  # ranks a core, of which some may wait while others compute
 
     def take(self, which: slice | npt.NDArray[np.intp]) -> "Prices":
-        """Those of some shares."""
         return Prices(**{name: value[..., which] for name, value in vars(self).items()})
 
 
@@ -54,7 +51,6 @@ class Clock:
     stack: SoftwareStack
 
     def prices(self, shares: Shares, pp: int) -> Prices:
-        """Of shares of pipelines of pp ranks."""
         work, count, model = self._workload(shares, pp), len(shares), self.config.model
         price, constant = Pricing.of(work, self.cluster, self.stack), self.stack.microbatch_seconds
         kinds = {model.is_moe_layer(index) for index in range(model.num_layers)}
@@ -64,14 +60,17 @@ class Clock:
         for row, end in ((2, "has_embedding"), (3, "has_head")):
             layers[:, row] = _parts(stage_cost(price, **{end: 1.0}), constant, count)
         reduce, gather, pieces, each = self._exchanges(work, shares, pp)
+        rate = self.cluster.accelerator.memory_bandwidth * self.cluster.efficiency.memory
+        dense, experts, embedding, *_ = Sizer(self.config).states(shares, pp)
         return Prices(
             layers=layers,
             message=self._message(work, pp),
             after=np.stack((reduce, gather)),
             each=each,
             pieces=pieces,
-            optimizer=self._optimizer(shares, pp),
-            sharing=np.broadcast_to(sharing_ranks(pipeline_stride(work), pp, self.cluster), (count,)),
+            # States are read and written, gradients read, parameters written: about twice all that is held.
+            optimizer=2.0 * self._on_rank(dense, experts, embedding, pp) / rate,
+            sharing=np.broadcast_to(rates.sharing_ranks(rates.pipeline_stride(work), pp, self.cluster), (count,)),
         )
 
     def seconds(self, pipelines: Sequence[Pipeline], cuts: Sequence[Cut], prices: Prices) -> Floats:
@@ -118,7 +117,7 @@ class Clock:
         each = np.maximum(m * (prices.each - (busiest if overlapped else 0.0)), 0.0)
         return np.maximum(end, each) + np.maximum(gather - hidden, 0.0) + prices.optimizer + stack.step_seconds
 
-    def _workload(self, shares: Shares, pp: int) -> Workload:
+    def _workload(self, shares: Shares, pp: int) -> rates.Workload:
         p = self.config.parallel
         tp = shares.tp.astype(float)
         recompute, modules = shares.recompute, self.config.training.recompute_modules
@@ -128,7 +127,7 @@ class Clock:
             return selective * (module in modules)
 
         return replace(
-            workload_of(replace(self.config, parallel=replace(p, dp=1))),
+            rates.workload_of(replace(self.config, parallel=replace(p, dp=1))),
             batch=shares.micro_batch_size.astype(float),
             tp=tp,
             cp=shares.cp.astype(float),
@@ -145,19 +144,19 @@ class Clock:
             recompute_moe=of("moe"),
         )
 
-    def _message(self, work: Workload, pp: int) -> Floats:
-        volume, stride = work.activation_bytes / work.split, pipeline_stride(work)
-        inside = sum(message_seconds(volume, 0.0, self.cluster))
-        outside = sum(message_seconds(volume, 1.0, self.cluster))
+    def _message(self, work: rates.Workload, pp: int) -> Floats:
+        volume, stride = work.activation_bytes / work.split, rates.pipeline_stride(work)
+        inside = sum(rates.message_seconds(volume, 0.0, self.cluster))
+        outside = sum(rates.message_seconds(volume, 1.0, self.cluster))
         crossing = np.minimum(stride / self.cluster.node.accelerators, 1.0)
         if pp > 1:
             # Whole pipelines inside a node cross nothing.
             crossing = np.where(stride * pp <= self.cluster.node.accelerators, 0.0, crossing)
         return inside + crossing * (outside - inside)
 
-    def _exchanges(self, work: Workload, shares: Shares, pp: int) -> tuple[Floats, Floats, Floats, Floats]:
+    def _exchanges(self, work: rates.Workload, shares: Shares, pp: int) -> tuple[Floats, Floats, Floats, Floats]:
         """(gradients, parameters, collectives of gradients) after the last backward, and what comes with each microbatch."""
-        config, stride = self.config, data_stride(work)
+        config, stride = self.config, rates.data_stride(work)
         element = ELEMENT_BYTES[config.training.precision]
         wire = 2 if config.data_parallel.wire_dtype == "bf16" else max(4, element)
         dense, experts, embedding, *_ = np.moveaxis(Sizer(self.config).elements(shares, pp), 2, 0)
@@ -165,9 +164,9 @@ class Clock:
         replicas = (work.dp * work.cp, work.tp * work.cp * work.dp / (work.expert_tp * work.ep))
         reduce = gather = summed = np.zeros(len(shares))
         for count, group in zip(sizes, replicas, strict=True):
-            summed = summed + collective_seconds("all-reduce", count * wire, group, stride, self.cluster)
-            reduce = reduce + collective_seconds("reduce-scatter", count * wire, group, stride, self.cluster)
-            gather = gather + collective_seconds("all-gather", count * element, group, stride, self.cluster)
+            summed = summed + rates.collective_seconds("all-reduce", count * wire, group, stride, self.cluster)
+            reduce = reduce + rates.collective_seconds("reduce-scatter", count * wire, group, stride, self.cluster)
+            gather = gather + rates.collective_seconds("all-gather", count * element, group, stride, self.cluster)
         strategy = [shares.strategy == index for index in range(len(STRATEGIES))]
         pieces = np.maximum(sizes.sum(0) / config.parallel.ddp_bucket_size, 1.0)
         once = np.select(strategy, [summed, reduce, reduce, reduce])
@@ -181,12 +180,6 @@ class Clock:
         moe = sum(model.is_moe_layer(index) for index in range(model.num_layers))
         found: Floats = (dense * (model.num_layers - moe) + experts * moe) / pp + embedding
         return found
-
-    def _optimizer(self, shares: Shares, pp: int) -> Floats:
-        """States are read and written, gradients read, parameters written: about twice all that is held."""
-        rate = self.cluster.accelerator.memory_bandwidth * self.cluster.efficiency.memory
-        dense, experts, embedding, *_ = Sizer(self.config).states(shares, pp)
-        return 2.0 * self._on_rank(dense, experts, embedding, pp) / rate
 
 
 _WAITING = ("1f1b", "interleaved", "zb-h1")  # schedules in which each microbatch waits for its messages

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from megalite.config.data import DataConfig
 from megalite.config.model import ModelConfig
 from megalite.conversion.weights import Weights, parameter_shapes
-from megalite.generation.sample import Sampling
+from megalite.generation.continuation import Sampling
 from megalite.models.gpt import GPTStage
 from tests.generation.models import new_tokens
 from tests.models.stages import B, S, build, named

@@ -135,7 +135,7 @@ def test_a_tied_head_of_other_values_is_refused(tmp_path: Path) -> None:
         return tensors
 
     rename(tmp_path, change)
-    with pytest.raises(ConversionError, match=r"lm_head\.weight differs from model\.embed_tokens"):
+    with pytest.raises(ConversionError, match=r"must be false: lm_head\.weight is not model\.embed_tokens"):
         HuggingFaceWeights(tmp_path)
     edit_config(tmp_path, tie_word_embeddings=False)
     head = HuggingFaceWeights(tmp_path).read("head.weight")

@@ -246,7 +246,7 @@ REFUSED: list[tuple[str | None, ModelConfig, str]] = [
     ("llama", varied(LLAMA, hidden_size=18, num_attention_heads=4), "--family mistral is the same model"),
     ("qwen3", LLAMA, "qwen3 differs: qk_norm is False, qwen3 has True; --family llama is the same model"),
     ("gpt2", LLAMA, "position_embedding_type is rope, gpt2 has learned_absolute"),
-    ("gemma", LLAMA, "gemma is not a family that can be expressed; use gpt2, llama, mistral"),
+    ("gemma", LLAMA, "gemma is no family of ours; use gpt2, llama, mistral"),
 ]
 
 

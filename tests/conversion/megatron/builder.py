@@ -147,13 +147,8 @@ def save(
     change: Callable[[dict[str, Any]], dict[str, Any]] = lambda content: content,
     **args: Any,
 ) -> Path:
-    """iter_0000003 with the tracker beside it.
-
-    Args:
-        stages: layers of each pipeline stage; default all in one.
-        change: what a file's content becomes before it is saved.
-        args: arguments that are otherwise.
-    """
+    """iter_0000003 with the tracker beside it. `stages`: layers of each pipeline stage; default all in one. `change`:
+    what a file's content becomes before it is saved. `args`: arguments that are otherwise."""
     counts = stages or (weights.model.num_layers,)
     pp, done = len(counts), 0
     for index, count in enumerate(counts):

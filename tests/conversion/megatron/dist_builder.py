@@ -21,16 +21,12 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from tests.conversion.megatron import builder
 from tests.conversion.samples import MadeUp
 
-Block = tuple[tuple[int, ...], torch.Tensor]
-"""Where it starts, and its elements."""
+Block = tuple[tuple[int, ...], torch.Tensor]  # where it starts, and its elements
 
 
 def model_blocks(weights: MadeUp, tp: int, *, stacked: bool) -> dict[str, tuple[tuple[int, ...], list[Block]]]:
-    """Name -> global shape and blocks of each rank.
-
-    Args:
-        stacked: layers are one tensor, the layer its first dimension; experts are stacked in any case.
-    """
+    """Name -> global shape and blocks of each rank. `stacked`: layers are one tensor, the layer its first dimension;
+    experts are stacked in any case."""
     model = weights.model
     found: dict[str, tuple[tuple[int, ...], list[Block]]] = {}
     ranks = [

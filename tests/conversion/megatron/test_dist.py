@@ -92,7 +92,7 @@ def test_a_gap_is_found(tmp_path: Path) -> None:
     shape, parts = blocks["output_layer.weight"]
     blocks["output_layer.weight"] = shape, parts[:1]
     (step / ".metadata").write_bytes(pickle.dumps(dist_builder.metadata(step, blocks)))
-    with pytest.raises(ConversionError, match=r"output_layer.weight: its blocks have 4864 of 9728 elements"):
+    with pytest.raises(ConversionError, match=r"output_layer.weight has 4864 of 9728 elements"):
         open_megatron(folder).read("head.weight")
 
 
@@ -113,7 +113,7 @@ def test_a_damaged_block_is_found(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[bytes(data).index(values[:300]) + 77] ^= 4
     path.write_bytes(data)
-    with pytest.raises(ConversionError, match="is damaged: the checksum"):
+    with pytest.raises(ConversionError, match="is damaged: checksum"):
         open_megatron(folder).read("embedding.word.weight")
 
 

@@ -219,7 +219,7 @@ def test_megatron_core_never_had_an_old_order(tmp_path: Path) -> None:
     folder = builder.save(
         tmp_path / "old", weights, change=lambda content: unversioned(older(content)), num_query_groups=2
     )
-    with pytest.raises(ConversionError, match=r"checkpoint_version 0 .* \(2 of 4 heads\)"):
+    with pytest.raises(ConversionError, match=r"checkpoint_version 0 has no args.num_query_groups"):
         open_megatron(folder)
 
 
@@ -318,7 +318,7 @@ def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
         with pytest.raises(ConversionError, match=message):
             open_megatron(builder.save(tmp_path / change.__name__, weights, change=change))
     found = open_megatron(builder.save(tmp_path / "turned", weights, change=turned))
-    with pytest.raises(ConversionError, match="with strides"):
+    with pytest.raises(ConversionError, match="of strides"):
         found.read("layers.0.attention.out.weight")
 
 
@@ -340,5 +340,5 @@ def test_ranks_that_disagree(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match=r"mp_rank_01_001.model_optim_rng.pt is missing"):
         open_megatron(folder)
     path.parent.rmdir()
-    with pytest.raises(ConversionError, match=r"mp_rank_01_001.model_optim_rng.pt is missing; .*tensor 2 x pipeline 2"):
+    with pytest.raises(ConversionError, match=r"mp_rank_01_001.model_optim_rng.pt is missing of 2 x 2 x 1 ranks"):
         open_megatron(folder)

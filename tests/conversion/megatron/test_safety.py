@@ -134,7 +134,7 @@ def test_old_and_other_files(tmp_path: Path) -> None:
     """torch before 1.6, TorchScript, a plain pickle, a compressed archive, no file at all."""
     path = tmp_path / "f.pt"
     torch.save({"a": torch.zeros(3)}, path, _use_new_zipfile_serialization=False)
-    with pytest.raises(ConversionError, match=r"not a whole file of torch.save .* saved again by a newer torch"):
+    with pytest.raises(ConversionError, match=r"not a whole file of torch.save .torch 1.6 on."):
         TorchFile(path)
     path.write_bytes(pickle.dumps({"a": 1}))
     with pytest.raises(ConversionError, match=r"not a whole file of torch.save"):
@@ -248,8 +248,8 @@ DEEP = 500_000
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"(" * DEEP + b"t" * DEEP, "is not what this version of torch writes"),
-        (b"]" * DEEP + b"a" * (DEEP - 1), "is not what this version of torch writes"),
+        (b"(" * DEEP + b"t" * DEEP, "is not what this torch writes"),
+        (b"]" * DEEP + b"a" * (DEEP - 1), "is not what this torch writes"),
         (b"}" + b"(" * DEEP + b"t" * DEEP + b"Ns", "tuple as a key"),  # hashing it would end the process
     ],
 )

@@ -43,7 +43,7 @@ def test_activation(tmp_path: Path) -> None:
         ({"hidden_size": "32"}, "args.hidden_size is '32'; a whole number"),
         ({"num_layers": 3}, "args.num_layers is 3, but the files have 2 layers"),
         ({"hidden_size": 64, "kv_channels": 8}, r"word_embeddings.weight is \[304, 32\]; .* make it \[304, 64\]"),
-        ({"padded_vocab_size": 400}, "args.padded_vocab_size is 400, but the word embedding has 304 rows"),
+        ({"padded_vocab_size": 400}, "args.padded_vocab_size is 400, the embedding has 304 rows"),
         ({"tensor_model_parallel_size": 2}, "args.tensor_model_parallel_size is 2, but .* the files of 1"),
         ({"untie_embeddings_and_output_weights": False}, None),
         ({"normalization": "LayerNorm"}, "lacks .*layernorm.bias, which its args ask for"),
@@ -64,7 +64,10 @@ def test_activation(tmp_path: Path) -> None:
         ({"num_layers": 3 * 10**7}, "args.num_layers is 30000000, but the files have 2 layers"),
         ({"hidden_size": torch.zeros(3)}, "args.hidden_size is a FakeTensor, not a plain value"),
         ({"num_experts": 4, "moe_layer_freq": 0}, "args.moe_layer_freq is 0; a whole number above 0"),
-        ({"num_experts": 4, "moe_layer_freq": [1, 0, 1]}, "args.moe_layer_freq is .1, 0, 1.; megalite has dense"),
+        (
+            {"num_experts": 4, "moe_layer_freq": [1, 0, 1]},
+            "args.moe_layer_freq is .1, 0, 1.; only every n-th layer after dense",
+        ),
     ],
 )
 def test_args_that_do_not_fit(tmp_path: Path, args: dict[str, Any], message: str | None) -> None:

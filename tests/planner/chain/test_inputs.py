@@ -6,8 +6,15 @@ from typing import Any
 import pytest
 
 from megalite.config.errors import ConfigError
-from megalite.planner.chain.inputs import parse_profile, read_cluster, read_profile
-from megalite.planner.chain.twins import TWINS, find_profile, global_batch, twin
+from megalite.planner.chain.inputs import (
+    TWINS,
+    find_profile,
+    global_batch,
+    parse_profile,
+    read_cluster,
+    read_profile,
+    twin,
+)
 from tests.e2e.programs import REPOSITORY
 
 LAYER = {
@@ -21,14 +28,14 @@ LAYER = {
 PROFILE: dict[str, Any] = {"name": "mine", "batch_size": 4, "layers": [LAYER]}
 
 BAD_PROFILES = [
-    ({"layers": None}, "layers must be a list .* it is missing"),
+    ({"layers": None}, "layers must be mappings .* it is missing"),
     ({"layers": ["conv"]}, "layer 0 takes a mapping such as `name: conv`, got 'conv'"),
     ({"layers": [LAYER, LAYER | {"forward_ms": -1}]}, "layer 1 \\(conv\\): forward_ms is -1; .* 0 or more"),
     ({"layers": [LAYER | {"paramter_bytes": 3}]}, "unknown key paramter_bytes: did you mean parameter_bytes"),
     ({"layers": [{"name": "conv", "forward_ms": 1}]}, "layer 0 \\(conv\\): backward_ms is missing"),
     ({"layers": [LAYER | {"repeat": 0}]}, "repeat takes a whole number from 1, .* got 0"),
     ({"layers": [LAYER | {"repeat": 10**9}]}, "repeat is 1000000000; use at most 512"),
-    ({"layers": [LAYER | {"repeat": 300}] * 2}, "there are 600 layers; use at most 512"),
+    ({"layers": [LAYER | {"repeat": 300}] * 2}, "there are 600 layers; join some, to have at most 512"),
     ({"layers": [LAYER | {"forward_ms": 0, "backward_ms": 0}]}, "every forward_ms and backward_ms is 0"),
     ({"smallest_batch": 8}, "smallest_batch 8 is above batch_size 4"),
     ({"smallest_batch": True}, "smallest_batch takes a whole number from 1"),
@@ -60,7 +67,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     path.write_text("name: [")
     with pytest.raises(ConfigError, match=r"mine\.yaml is not YAML"):
         read_profile(path)
-    with pytest.raises(ConfigError, match=r"there is no chain profile bert-49: did you mean bert-48"):
+    with pytest.raises(ConfigError, match=r"no chain profile bert-49: did you mean bert-48"):
         find_profile("bert-49")
 
 
@@ -87,11 +94,11 @@ def test_clusters(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("D", "there is no cluster D"),
-        ("2by8", "there is no cluster 2by8"),
+        ("D", "no cluster D"),
+        ("2by8", "no cluster 2by8"),
         ("0x8", "cluster 0x8 has a 0 in it"),
         ("2x8@0", "cluster 2x8@0 has a 0 in it"),
-        ("300x8", "has 2400 devices; chains are planned for at most 256"),
+        ("300x8", "has 2400 devices; use at most 256"),
     ],
 )
 def test_bad_clusters(name: str, message: str) -> None:

@@ -4,9 +4,9 @@ from itertools import combinations, product
 
 import pytest
 
-from megalite.planner.chain.baselines import pipedream_plan
 from megalite.planner.chain.inputs import ChainCluster, ChainProfile
 from megalite.planner.chain.plan import Stages
+from megalite.planner.chain.planning import pipedream_plan
 from tests.planner.chain.chains import chain, cluster, random_chain
 
 

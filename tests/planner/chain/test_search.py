@@ -5,7 +5,6 @@ from itertools import combinations
 
 import pytest
 
-from megalite.planner.chain.baselines import cut, data_parallel, even_stages, straight
 from megalite.planner.chain.dapple import Search
 from megalite.planner.chain.inputs import ChainCluster
 from megalite.planner.chain.judge import Judge, Judged, Problem
@@ -19,7 +18,7 @@ from megalite.planner.chain.plan import (
     scatter_first,
     taken_from,
 )
-from megalite.planner.chain.planning import refine
+from megalite.planner.chain.planning import cut, data_parallel, even_stages, refine, straight
 from tests.planner.chain.chains import chain, cluster, random_chain
 
 

@@ -7,15 +7,13 @@ import pytest
 
 from megalite.partition.pipeline import plan_stages
 from megalite.planner.cost.operations import Pricing, attention_core, attention_projections, dense_mlp, head
-from megalite.planner.cost.rates import Parts
+from megalite.planner.cost.rates import Parts, stacked, workload_of
 from megalite.planner.cost.stage import StageCost, layer_seconds, stage_cost, stage_costs
-from megalite.planner.cost.workload import stacked, workload_of
 from megalite.planner.hardware import Cluster, SoftwareStack, load_stack
 from tests.planner.cost.machines import BASE, ENDLESS, STACK, cluster_with, config_of, without_host
 
 UNFUSED = load_stack("unfused")
-SLOW_MEMORY = cluster_with(multiprocessors=1, memory_bandwidth=1.0, memory=1.0, kernel_seconds=0.0)
-"""Bytes are seconds."""
+SLOW_MEMORY = cluster_with(multiprocessors=1, memory_bandwidth=1.0, memory=1.0, kernel_seconds=0.0)  # bytes are seconds
 
 
 def test_softmax_and_dropout_of_scores_in_memory_by_their_bytes() -> None:

@@ -99,7 +99,7 @@ FAULTS = [
     (_set("accelerator", "asynchronous", to="yes"), "asynchronous takes true or false"),
     (_set("name", to=7), "name takes text, got 7"),
     (_set("node", to=[8]), "node takes `key: value` lines"),
-    (_drop("provenance", "efficiency.link"), "provenance: efficiency.link is missing; say where"),
+    (_drop("provenance", "efficiency.link"), "provenance: efficiency.link is missing; say vendor"),
     (_set("provenance", "efficiency.links", to="vendor"), "provenance: unknown name efficiency.links"),
 ]
 

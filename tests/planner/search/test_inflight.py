@@ -9,8 +9,7 @@ from megalite.pipeline.ir.schedule import Program
 from megalite.planner.search.features import in_flight, steady
 from megalite.planner.search.space import LOOPED, ONE_CHUNK, Pipeline
 
-WEIGHTS = [(1.0, 0.0), (1.0, 0.6), (0.1, 1.0)]
-"""Of a graph, and of what waits for a W."""
+WEIGHTS = [(1.0, 0.0), (1.0, 0.6), (0.1, 1.0)]  # of a graph, and of what waits for a W
 
 
 def shapes(schedule: str) -> list[tuple[int, int, int]]:

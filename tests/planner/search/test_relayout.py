@@ -8,12 +8,12 @@ from megalite.config.describe import replace, value_of
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
+from megalite.planner import elastic as under_test
 from megalite.planner.cost.step import predict
+from megalite.planner.elastic import ALMOST, LAYOUT, Former, Relayout, relayout
 from megalite.planner.hardware import cluster_of_device, load_cluster, load_stack
-from megalite.planner.search import relayout as under_test
-from megalite.planner.search.relayout import ALMOST, LAYOUT, Former, Relayout, relayout
-from megalite.planner.search.request import fixed_settings, request_for
 from megalite.planner.search.search import find
+from megalite.planner.search.space import fixed_settings, request_for
 from tests.support.tiny import TINY
 
 CLUSTER, STACK = load_cluster("cpu-box"), load_stack("fused")

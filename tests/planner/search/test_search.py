@@ -8,8 +8,8 @@ from megalite.config.errors import ConfigError
 from megalite.planner.cost.step import predict
 from megalite.planner.hardware import Cluster, SoftwareStack
 from megalite.planner.search import search
-from megalite.planner.search.request import Request
 from megalite.planner.search.search import Plan, Survey, config_of, find, survey
+from megalite.planner.search.space import Request
 from tests.planner.search.asking import TINY, asked
 
 GPT = "--preset gpt3-2.7b --cluster dgx-a100 --gpus 16 --global-batch-size 32"
@@ -82,15 +82,8 @@ def test_a_model_that_fits_nowhere() -> None:
     message = str(caught.value)
     assert "fits into 27.94 GiB per rank on 1 ranks; the least takes" in message
     assert "recompute full" in message
-    assert "with --max-memory" in message
-    needed = message.split("with --max-memory ")[1].split()[0]
+    needed = message.split("use --max-memory ")[1].split()[0]
     assert planned(flags.replace("30GB", needed), top=1).candidates
-    assert "or with --gpus 4, e.g. " in message or "or with --gpus 8, e.g. " in message
-
-
-def test_a_constraint_in_the_way_of_fitting() -> None:
-    with pytest.raises(ConfigError, match=r"without (recompute_granularity none|micro_batch_size 2), e\.g\. tp"):
-        planned(f"{GPT} --max-memory 3500MB --fix recompute=none --micro-batch-size 2")
 
 
 def test_an_impossible_constraint() -> None:
@@ -98,5 +91,5 @@ def test_an_impossible_constraint() -> None:
         planned(f"{GPT} --tp 7")
     with pytest.raises(ConfigError, match="can have vpp 3 with pipeline_schedule zb-v; use vpp 2"):
         planned(f"{GPT} --fix schedule=zb-v --vpp 3")
-    with pytest.raises(ConfigError, match="nor with any one of these free"):
+    with pytest.raises(ConfigError, match="tp 7, pp 5; remove several of these"):
         planned(f"{GPT} --fix tp=7 --fix pp=5")

@@ -11,9 +11,8 @@ from megalite.config.errors import ConfigError
 from megalite.config.validate import validate
 from megalite.partition.pipeline import schedule_of
 from megalite.pipeline.ir.generators.registry import SCHEDULES, build_schedule, placement_for
-from megalite.planner.search.request import Request, not_default, parse_constraint
 from megalite.planner.search.search import config_of
-from megalite.planner.search.space import Layout, divisors, enumerate_space
+from megalite.planner.search.space import Layout, Request, divisors, enumerate_space, not_default, parse_constraint
 from tests.planner.search.asking import EXPERTS, TINY, asked
 
 STRATEGIES: dict[str, dict[str, Any]] = {

@@ -4,6 +4,7 @@ A rank's chunk c is stage c * num_ranks + rank.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import count
 
 from megalite.config.errors import ConfigError
@@ -134,25 +135,25 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
 
     Source: Qi et al., "Pipeline Parallelism with Controllable Memory" (2024), and "Zero Bubble Pipeline Parallelism".
     """
-    placement = v_placement(num_ranks)
-    total = max(num_microbatches, 2 * num_ranks - 1)
+    row = partial(zb_v_row, num_ranks=num_ranks, num_microbatches=num_microbatches)
+    return row_by_row("zb-v", v_placement(num_ranks), num_microbatches, row)
 
-    def row(rank: int) -> Iterable[Action]:
-        walk = _Walk(rank, num_ranks)
-        left = num_ranks - rank
-        walk.repeat(2 * left - 1, "F0")
-        walk.repeat(rank, "F1 F0")
-        walk.repeat(left, "F1 I1 W1")
-        with_forward = total - (2 * num_ranks - rank - 1)
-        walk.repeat(with_forward, "F0 I0 W0 F1 I1 W1")
-        walk.repeat(total - num_ranks - with_forward, "I0 W0 F1 I1 W1")
-        walk.repeat(rank, "I0 I1")
-        walk.repeat(left, "I0 W0")
-        walk.repeat(rank, "W1")
-        walk.repeat(rank, "W0")
-        return merge_halves((action for action in walk.done if action.microbatch < num_microbatches), placement)
 
-    return row_by_row("zb-v", placement, num_microbatches, row)
+def zb_v_row(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:
+    """A rank's list in `zb_v`."""
+    walk = _Walk(rank, num_ranks)
+    left, total = num_ranks - rank, max(num_microbatches, 2 * num_ranks - 1)
+    walk.repeat(2 * left - 1, "F0")
+    walk.repeat(rank, "F1 F0")
+    walk.repeat(left, "F1 I1 W1")
+    with_forward = total - (2 * num_ranks - rank - 1)
+    walk.repeat(with_forward, "F0 I0 W0 F1 I1 W1")
+    walk.repeat(total - num_ranks - with_forward, "I0 W0 F1 I1 W1")
+    walk.repeat(rank, "I0 I1")
+    walk.repeat(left, "I0 W0")
+    walk.repeat(rank, "W1")
+    walk.repeat(rank, "W0")
+    return merge_halves((a for a in walk.done if a.microbatch < num_microbatches), v_placement(num_ranks))
 
 
 def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -176,23 +177,26 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
             f"any number"
         )
 
-    def row(rank: int) -> Iterable[Action]:
-        walk = _Walk(rank, num_ranks)
-        left = num_ranks - rank - 1
-        walk.repeat(2 * left, "F0")
-        walk.repeat(rank + 1, "F0 F1")
-        walk.repeat(left, "I1 W F1")
-        walk.repeat(num_microbatches - 2 * num_ranks + rank + 1, "F0 B1 F1 B0")
-        walk.repeat(left, "B1 F1 B0")
-        # Of the last 2(r+1) backwards the first half is whole.
-        walk.repeat((rank + 1) // 2, "B1 B0")
-        walk.repeat((rank + 1) % 2, "B1 I0")
-        walk.repeat((rank + 1) // 2, "I1 I0")
-        walk.repeat(left, "W I0")
-        walk.repeat(rank + 1, "W")
-        return merge_halves(walk.done, placement)
-
+    row = partial(dualpipe_v_row, num_ranks=num_ranks, num_microbatches=num_microbatches)
     return row_by_row("dualpipe-v", placement, num_microbatches, row)
+
+
+def dualpipe_v_row(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:
+    """A rank's list in `dualpipe_v`."""
+    walk = _Walk(rank, num_ranks)
+    left = num_ranks - rank - 1
+    walk.repeat(2 * left, "F0")
+    walk.repeat(rank + 1, "F0 F1")
+    walk.repeat(left, "I1 W F1")
+    walk.repeat(num_microbatches - 2 * num_ranks + rank + 1, "F0 B1 F1 B0")
+    walk.repeat(left, "B1 F1 B0")
+    # Of the last 2(r+1) backwards the first half is whole.
+    walk.repeat((rank + 1) // 2, "B1 B0")
+    walk.repeat((rank + 1) % 2, "B1 I0")
+    walk.repeat((rank + 1) // 2, "I1 I0")
+    walk.repeat(left, "W I0")
+    walk.repeat(rank + 1, "W")
+    return merge_halves(walk.done, v_placement(num_ranks))
 
 
 class _Walk:
