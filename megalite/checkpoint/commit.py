@@ -37,6 +37,8 @@ from megalite.checkpoint.manifest import (
 )
 from megalite.config.errors import CheckpointError
 
+_part_name = "part-{}.json".format
+
 
 @dataclass(frozen=True)
 class RankPart:
@@ -112,10 +114,6 @@ def write_rank_part(staging: Path, rank: int, part: RankPart) -> None:
     sync_folder(staging)
 
 
-def _part_name(rank: int) -> str:
-    return f"part-{rank}.json"
-
-
 def publish(staging: Path, preamble: Manifest, ranks: int, log: Callable[[str], None]) -> Path:
     """Merge the parts of all ranks into the manifest, and give the finished folder its name (rank 0).
 
@@ -153,11 +151,9 @@ def correct_latest(folder: Path, step: int) -> None:
     A crash between the commit and its announcement leaves the name of the one before.
     """
     path, text = folder / LATEST_NAME, f"{step_name(step)}\n".encode()
-    try:
+    with contextlib.suppress(FileNotFoundError):
         if path.read_bytes() == text:
             return
-    except FileNotFoundError:
-        pass
     replace_durably(path, text)
 
 

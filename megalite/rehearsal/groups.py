@@ -98,20 +98,9 @@ class RehearsedGroup(Group):
     def _record(self, name: str, tensor: Tensor) -> Work:
         if self.size == 1:
             return DONE
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return self.journal.start(
-            Operation(
-                self.name,
-                self.ranks,
-                self.queue,
-                name,
-                tensor.numel(),
-                dtype,
-                tensor.nbytes,
-                calling_line(),
-                self.journal.device.running,
-            )
-        )
+        what = name, tensor.numel(), str(tensor.dtype).removeprefix("torch."), tensor.nbytes
+        where = calling_line(), self.journal.device.running
+        return self.journal.start(Operation(self.name, self.ranks, self.queue, *what, *where))
 
     def _values(self, tensor: Tensor) -> Tensor | None:
         return tensor if tensor.device.type == "cpu" else self.journal.device.shadow(tensor)

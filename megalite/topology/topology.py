@@ -4,7 +4,6 @@ torch's DeviceMesh is not underneath: it cannot express the embedding groups or 
 lists of `ParallelLayout` are the single source instead.
 """
 
-import dataclasses
 import datetime
 import os
 import time
@@ -44,6 +43,8 @@ def schedule_as_batch() -> bool:
 _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.01, 0.5
 _NAMED = 16
 """Ranks that a message names."""
+_word, _answer, _seat = "megalite/word/{}".format, "megalite/answer/{}".format, "megalite/{}/come/{}".format
+"""Of a rank, or of a meeting and a rank, the key in the store."""
 
 
 def fresh_part(store: dist.Store, *, rank: int, world_size: int, timeout: datetime.timedelta) -> dist.PrefixStore:
@@ -88,18 +89,6 @@ def fresh_part(store: dist.Store, *, rank: int, world_size: int, timeout: dateti
             )
         time.sleep(pause)
         pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
-
-
-def _word(rank: int) -> str:
-    return f"megalite/word/{rank}"
-
-
-def _answer(rank: int) -> str:
-    return f"megalite/answer/{rank}"
-
-
-def _seat(meeting: str, rank: int) -> str:
-    return f"megalite/{meeting}/come/{rank}"
 
 
 def _who_is_missing(store: dist.Store, meeting: str, ranks: range) -> list[int]:
@@ -259,10 +248,9 @@ class Topology:
     ) -> "Topology":
         """Make the groups that `rank` is in. Every rank of the layout calls this at the same time.
 
-        As torch names process groups by a counter, every rank makes all of them in one order, also those that it
-        is not in (those cost a few microseconds). Groups over the same ranks share a process group where their
-        collectives are ordered by the program; pipeline edges have their own, since there order is per channel, and
-        so have `PRIVATE_KINDS` and `GRADIENT_KINDS`.
+        As torch names process groups by a counter, every rank makes all of them in one order (those that it is not in cost
+        microseconds). Groups over the same ranks share a process group where the program orders their collectives; pipeline
+        edges have their own, and so have `PRIVATE_KINDS` and `GRADIENT_KINDS`.
 
         Args:
             made: process groups to re-use and add to, for programs that go through many layouts of one world.
@@ -324,10 +312,8 @@ FAN_OUT = 16
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TreeGroup(Group):
-    """Many ranks on gloo, for JSON alone: `FAN_OUT` ranks each are a group, their first ranks are grouped likewise, and so on.
-
-    Every two ranks of a gloo group have a connection: one group of 3,072 ranks would take 4.7 million, these 25,000.
-    """
+    """Many ranks on gloo, for JSON alone: `FAN_OUT` each are a group, and so are the first ranks of these, and so on. As every
+    two ranks of a gloo group have a connection, one group of 3,072 ranks would take 4.7 million, these 25,000."""
 
     levels: tuple[Group, ...]
     """Those that this rank is in, from the lowest."""
@@ -361,9 +347,10 @@ def background_group(world: Group, *, fan_out: int = FAN_OUT) -> Group:
         ranks = ranks[::fan_out]
     if world.size <= fan_out:
         return levels[0] if levels else world
-    fields = {field.name: getattr(world, field.name) for field in dataclasses.fields(Group) if field.init}
-    # What it does not offer must fail, and not run on the group of the training.
-    return TreeGroup(**{**fields, "process_group": dist.GroupMember.NON_GROUP_MEMBER}, levels=tuple(levels))
+    none = (
+        dist.GroupMember.NON_GROUP_MEMBER
+    )  # what it does not offer must fail, and not run on the group of the training
+    return TreeGroup("background", world.ranks, world.rank, none, world.heartbeat, levels=tuple(levels))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -400,11 +387,7 @@ def server_groups(topology: Topology, *, timeout_minutes: float) -> ServerGroups
 
 
 def check_backend(backend: str, device: torch.device) -> None:
-    """nccl needs CUDA devices, and gloo exchanges no CUDA tensors between two ranks.
-
-    Raises:
-        ConfigError: they do not fit.
-    """
+    """Raise a ConfigError where they do not fit: nccl needs CUDA devices, and gloo exchanges no CUDA tensors between two ranks."""
     fits = {"cpu": "gloo", "cuda": "nccl"}[device.type]
     if backend not in ("auto", fits):
         raise ConfigError(
@@ -435,10 +418,8 @@ def start_distributed(launch: Launch, device: torch.device, *, backend: str, tim
 def _connect(edges: dict[tuple[int, int], Group], device: torch.device) -> None:
     """Send one number over every edge.
 
-    NCCL connects an edge at its first message, and then holds the caller until the other end has come there too. In
-    the midst of a program, where a receive is posted before the computation that its sender waits for, the two could
-    deadlock. All ranks take the edges in one order, every second place of the pipeline first: in the order of the places
-    each would wait for all before it.
+    NCCL connects an edge at its first message, and holds the caller until the other end comes there: in the midst of a program
+    the two could deadlock. The order is the same on all ranks, and no chain: every second place of the pipeline is first.
     """
     number = torch.zeros(1, device=device)
     for _, edge in sorted(edges.items(), key=lambda item: (min(item[0]) % 2, item[0])):

@@ -238,14 +238,14 @@ def begin_watch(
 def _join(plan: WatchPlan, rank: int, *, leads: bool, say: Callable[[str], None]) -> HangWatch:
     """Begin to beat, and on one rank of the host to watch."""
     try:
-        heartbeat = FileHeartbeat(plan.heartbeat(rank), rank=rank)
-        handlers = Handlers(plan.stacks(rank))
+        heartbeat = FileHeartbeat(plan.file(rank, "beat"), rank=rank)
+        handlers = Handlers(plan.file(rank, "stacks"))
     except OSError as error:
         raise RankError(
             f"rank {rank} cannot write its heartbeat to {plan.folder}: {error.strerror}; set TMPDIR to a folder with room, "
             "or use --hang-timeout-minutes 0"
         ) from None
-    recorder = FlightRecorder(Path(plan.folder), plan.flight(rank)) if plan.flight_recorder else None
+    recorder = FlightRecorder(Path(plan.folder), plan.file(rank, "flight")) if plan.flight_recorder else None
     watcher = _Watcher(plan, leads=leads, say=say)
     return HangWatch(heartbeat, rank, plan.world_size == 1, handlers, recorder, watcher)
 

@@ -61,17 +61,9 @@ class WatchPlan:
         """The file that says which process watches: its id and its start time."""
         return Path(self.folder, "watcher")
 
-    def heartbeat(self, rank: int) -> Path:
-        """The file that a rank beats into."""
-        return Path(self.folder, f"rank-{rank}.beat")
-
-    def stacks(self, rank: int) -> Path:
-        """The file that a rank's stacks go to."""
-        return Path(self.folder, f"rank-{rank}.stacks")
-
-    def flight(self, rank: int) -> Path:
-        """The file that the newest entries of a rank's flight recorder go to, as JSON."""
-        return Path(self.folder, f"rank-{rank}.flight")
+    def file(self, rank: int, kind: str) -> Path:
+        """What a rank leaves: its `beat`, its `stacks`, and as JSON the newest entries of its `flight` recorder."""
+        return Path(self.folder, f"rank-{rank}.{kind}")
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "WatchPlan":
@@ -83,8 +75,7 @@ class WatchPlan:
 _FRESH_SECONDS = 10.0
 """How old what another host says may be, beside two rounds of reading."""
 _ROUND_SECONDS, _HOST_SECONDS = 0.2, 0.005
-"""From one reading of all hosts' files to the next, at least, and for each host: of a shared disk each host asks equally much,
-however many there are."""
+"""From one reading of all hosts' files to the next, at least, and for each of them: hosts always read equally much."""
 
 
 class Exchange:

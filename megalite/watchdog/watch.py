@@ -118,7 +118,7 @@ class _Watch:
     def _look(self, ranks: Sequence[WatchedRank]) -> list[RankState]:
         return [
             read_rank(
-                self._plan.heartbeat(each.rank),
+                self._plan.file(each.rank, "beat"),
                 rank=each.rank,
                 host=self._plan.host,
                 pid=each.pid,
@@ -162,7 +162,7 @@ class _Watch:
             Path(self._plan.folder, ASK).touch()
         asked = time.monotonic()
         stacks = ask_for_stacks(
-            {state.rank: (state.pid, self._plan.stacks(state.rank)) for state in alive}, seconds=_STACKS_SECONDS
+            {state.rank: (state.pid, self._plan.file(state.rank, "stacks")) for state in alive}, seconds=_STACKS_SECONDS
         )
         report = Report(
             silent=min(state.silent for state in alive),
@@ -186,7 +186,7 @@ class _Watch:
         """What the ranks that have a flight recorder, and could answer, have written."""
         if not self._plan.flight_recorder:
             return {}
-        paths = {state.rank: self._plan.flight(state.rank) for state in alive}
+        paths = {state.rank: self._plan.file(state.rank, "flight") for state in alive}
         while time.monotonic() < end and not all(path.exists() for path in paths.values()):
             time.sleep(0.02)
         return {rank: json.loads(path.read_text()) for rank, path in paths.items() if path.exists()}
