@@ -159,7 +159,7 @@ class _Entries(UserDict[str, Any]):
 
 
 def in_pieces(manifest: Manifest) -> list[Any]:
-    """Plain JSON of a sound manifest, each tensor as a text of its own."""
+    """Plain JSON of a sound manifest, each tensor as one text."""
     with many_objects():
         plain = plain_parts(manifest.files, manifest.tensors)
         return [

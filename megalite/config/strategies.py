@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 Config = Any
-"""A RunConfig, whose module imports this one."""
+"""A RunConfig; its module imports this one."""
 
 Volumes = list[tuple[str, float]]
 """(operation, bytes), as `planner.communication` counts them."""

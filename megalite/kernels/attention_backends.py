@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.config.errors import ConfigError
+from megalite.config.registry import imported
 from megalite.kernels.attention import HALVES, causal_attention, for_every_head, readable
 from megalite.kernels.probes import cpu_kinds
 
@@ -215,15 +216,14 @@ def varlen_attention(
         window: keys that a query sees, its own among them; None: all before it.
         document_starts: of each sample the ascending first positions of its documents; None: each is one.
     """
-    from torch.nn.attention.varlen import varlen_attn
-
+    kernel = imported("torch.nn.attention.varlen:varlen_attn")  # when needed: it takes seconds
     b, heads, s, d = q.shape
     bounds, longest = _bounds(document_starts or ((0,),) * b, s, q.device)
     q, k, v = (tensor.permute(0, 2, 1, 3).reshape(b * s, -1, d) for tensor in (q, k, v))
     # torch 2.11 takes grouped keys without being told.
-    told: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    told: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
     seen = (-1 if window is None else window - 1, 0)
-    out = varlen_attn(q, k, v, bounds, bounds, longest, longest, window_size=seen, **told)
+    out = kernel(q, k, v, bounds, bounds, longest, longest, window_size=seen, **told)
     assert isinstance(out, Tensor)
     return out.view(b, s, heads, d).permute(0, 2, 1, 3)
 

@@ -4,6 +4,7 @@ torch's DeviceMesh is not underneath: it cannot express the embedding groups or 
 lists of `ParallelLayout` are the single source instead.
 """
 
+import dataclasses
 import datetime
 import os
 import time
@@ -347,9 +348,8 @@ def background_group(world: Group, *, fan_out: int = FAN_OUT) -> Group:
         ranks = ranks[::fan_out]
     if world.size <= fan_out:
         return levels[0] if levels else world
-    none = (
-        dist.GroupMember.NON_GROUP_MEMBER
-    )  # what it does not offer must fail, and not run on the group of the training
+    # What it does not offer must fail, and not run on the group of the training.
+    none: Any = dist.GroupMember.NON_GROUP_MEMBER
     return TreeGroup("background", world.ranks, world.rank, none, world.heartbeat, levels=tuple(levels))
 
 
