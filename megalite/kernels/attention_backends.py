@@ -220,10 +220,10 @@ def varlen_attention(
     b, heads, s, d = q.shape
     bounds, longest = _bounds(document_starts or ((0,),) * b, s, q.device)
     q, k, v = (tensor.permute(0, 2, 1, 3).reshape(b * s, -1, d) for tensor in (q, k, v))
-    # torch 2.11 takes grouped keys without being told.
-    told: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
+    # torch 2.11 takes grouped keys without the argument.
+    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
     seen = (-1 if window is None else window - 1, 0)
-    out = kernel(q, k, v, bounds, bounds, longest, longest, window_size=seen, **told)
+    out = kernel(q, k, v, bounds, bounds, longest, longest, window_size=seen, **grouped)
     assert isinstance(out, Tensor)
     return out.view(b, s, heads, d).permute(0, 2, 1, 3)
 
