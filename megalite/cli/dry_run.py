@@ -53,7 +53,7 @@ LISTED_GROUPS = 4
 GRID_STAGES, GRID_MICROBATCHES = 8, 16
 """The schedule is drawn up to this many virtual stages and microbatches."""
 USUAL_SIZES = {"GPT2BPETokenizer": 50_257, "HuggingFaceTokenizer": 128_256, "TikTokenizer": 131_072}
-"""Vocabulary of a tokenizer whose files are not where the dry run is made: nothing but sizes depends on it. Others: 32,000."""
+"""Vocabulary of a kind of tokenizer, for a dry run without its files: nothing but sizes depends on it. Others: 32,000."""
 _HELD = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 
 

@@ -20,8 +20,9 @@ def samples_per_microbatch(config: RunConfig) -> int:
 def batch_size(config: RunConfig, consumed_samples: int) -> int:
     """Sequences in the step that starts after `consumed_samples` (of a validated config).
 
-    With step_batch_size_schedule it is the last size whose tokens have been seen, and with ramp-up START INCREMENT SAMPLES the batch grows in n = (global - START) / INCREMENT increments, the k-th after
-    k·SAMPLES/n samples (Megatron-LM's rule, in whole numbers).
+    With ramp-up START INCREMENT SAMPLES the batch grows in n = (global - START) / INCREMENT increments, the k-th after
+    k·SAMPLES/n samples (Megatron-LM's rule, in whole numbers). With step_batch_size_schedule it is the last size that the
+    samples have reached.
     """
     final = config.training.global_batch_size
     assert final is not None, "validate() resolves global_batch_size"

@@ -79,7 +79,7 @@ REFUSED_VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
 SAID: Mapping[str, str] = MappingProxyType(
     {
         "--fp8-format": FP8,
-        "--no-load-optim": "learning rate and weight decay go on from the step that is loaded; Megatron-LM starts them over",
+        "--no-load-optim": "learning rate and weight decay continue from the step that is loaded; Megatron-LM starts them again",
     }
 )
 """Flag of those above -> the difference that is said each time."""

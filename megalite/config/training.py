@@ -130,7 +130,7 @@ class CheckpointConfig:
     load_optimizer: bool = option(True)
     """Resume with the states of the optimizer; --no-load-optimizer lets them start afresh, at the step that was saved."""
     require_same_schedule: bool = option(False)
-    """Refuse a checkpoint whose run had other schedules of learning rate and weight decay than the settings say."""
+    """Refuse a checkpoint of a run with other schedules of learning rate and weight decay than these settings."""
 
 
 @dataclass(frozen=True, kw_only=True)

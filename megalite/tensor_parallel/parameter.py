@@ -31,7 +31,7 @@ class ParameterInfo:
     orthogonal: bool = False
     """The optimizer orthogonalises its update, so it keeps other states than the rest and shares no bucket with it."""
     decoupled_lr: bool = False
-    """It has a learning rate of its own with others of its kind, so it shares no bucket with the rest."""
+    """Its learning rate is `decoupled_lr`, so it shares no bucket with the rest."""
 
 
 class ShardedParameter(torch.nn.Parameter):

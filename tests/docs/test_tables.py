@@ -112,7 +112,6 @@ def test_each_feature_works_alone(load: Load) -> None:
     [
         ("pp", "ZeRO-3", "pp 2 does not go with dp_strategy fully-sharded"),
         ("1-bit Adam", "ZeRO-1", "optimizer onebit-adam does not go with dp_strategy distributed-optimizer"),
-        ("tp overlap", "fp8", "tp_comm_overlap and fp8 do not go together"),
         ("zero bubble", "vpp", "zb-h1 takes one stage per rank but vpp is 2"),
         ("ep", "tp", None),
         ("V schedules", "recompute ahead", None),

@@ -285,8 +285,8 @@ NORM_AND_UPDATE = (
     Mutant(
         "first step with a learning rate of zero",
         "megalite/optimizers/schedules.py",
-        "(c.lr - c.lr_warmup_init) * x / self._warmup",
-        "(c.lr - c.lr_warmup_init) * (x - 1) / self._warmup",
+        "(peak - c.lr_warmup_init) * x / self._warmup",
+        "(peak - c.lr_warmup_init) * (x - 1) / self._warmup",
         "tests/optimizers/test_schedules.py::test_warm_up_is_linear_and_the_first_step_learns",
         "the warm-up is a step late",
     ),

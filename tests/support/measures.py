@@ -10,13 +10,13 @@ ROOT = Path(__file__).parents[2]
 SMALL = 60
 """Lines; a shorter file with one importer belongs to its importer."""
 CEILINGS = {
-    "megalite: lines": 64_300,
-    "megalite: files": 358,
+    "megalite: lines": 66_250,
+    "megalite: files": 361,
     "megalite: longest file": 500,
     "megalite: small files with one importer": 12,
-    "tests: lines": 65_440,
+    "tests: lines": 66_000,
     "benchmarks: lines": 8_000,
-    "docs: words": 35_620,
+    "docs: words": 37_300,
 }
 
 

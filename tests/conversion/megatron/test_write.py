@@ -111,10 +111,13 @@ def test_settings_survive(tmp_path: Path) -> None:
     changes = {"norm_zero_centered": True, "norm_epsilon": 1e-6, "rotary_base": 5e5, "kv_channels": 16}
     changes |= {"rope_scaling": "linear", "rope_scaling_factor": 4.0, "num_experts": 4, "moe_router_topk": 1}
     changes |= {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 2.5}
+    changes |= {"rotary_percent": 0.5, "rotary_interleaved": True}
     weights = MadeUp(tmp_path, LLAMA | changes)
     model = open_megatron(write(weights)).model
     for name, value in changes.items():
         assert getattr(model, name) == value, name
+    squared = MadeUp(tmp_path / "squared", LLAMA | {"activation": "squared_relu"})
+    assert open_megatron(write(squared)).model.activation == "squared_relu"
 
 
 def test_dtype(tmp_path: Path) -> None:
