@@ -110,7 +110,6 @@ _ALREADY_SO: Mapping[str, str] = {
         "--disable-tokenizer-sentencepiece-ignore-extra-whitespaces --use-gigatoken"
     ),
     "there is no storage service": "--disable-msc",
-    "no CUDA graph is made": "--cuda-graph-impl=none",
 }
 _NO_EFFECT: Mapping[str, str] = {
     "kernels and fusions: the fastest kernel for the device is picked": (
@@ -126,7 +125,7 @@ _NO_EFFECT: Mapping[str, str] = {
         "--moe-mlp-glu-interleave-size= --muon-use-syrk --no-gradient-reduce-div-fusion --onnx-safe="
     ),
     "CUDA graphs": (
-        "--enable-cuda-graph --external-cuda-graph --cuda-graph-scope=* --cuda-graph-modules=* "
+        "--cuda-graph-impl= --enable-cuda-graph --external-cuda-graph --cuda-graph-scope=* --cuda-graph-modules=* "
         "--cuda-graph-warmup-steps= --optimizer-cuda-graph --inference-cuda-graph-scope= "
         "--moe-pad-experts-for-cuda-graph-inference --moe-pad-expert-input-to-capacity"
     ),
