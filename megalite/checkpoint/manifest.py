@@ -155,11 +155,11 @@ class _Entries(UserDict[str, Any]):
     def __getitem__(self, key: str) -> TensorEntry:
         if isinstance(self.data[key], str):
             self.data[key] = _parse_tensor(key, json.loads(self.data[key]))
-        return self.data[key]  # type: ignore[no-any-return]
+        return self.data[key]
 
 
 def in_pieces(manifest: Manifest) -> list[Any]:
-    """Plain JSON of a sound manifest, each tensor as a text of its own."""
+    """Plain JSON of a sound manifest, each tensor as a separate text."""
     with many_objects():
         plain = plain_parts(manifest.files, manifest.tensors)
         return [
