@@ -10,13 +10,13 @@ ROOT = Path(__file__).parents[2]
 SMALL = 60
 """Lines; a shorter file with one importer belongs to its importer."""
 CEILINGS = {
-    "megalite: lines": 66_250,
-    "megalite: files": 361,
+    "megalite: lines": 65_150,
+    "megalite: files": 348,
     "megalite: longest file": 500,
     "megalite: small files with one importer": 12,
-    "tests: lines": 66_000,
+    "tests: lines": 67_050,
     "benchmarks: lines": 8_000,
-    "docs: words": 37_300,
+    "docs: words": 38_000,
 }
 
 
@@ -26,14 +26,14 @@ def measures() -> dict[str, int]:
     rooms = sorted(count for path, count in lines["megalite"].items() if path.name != "__init__.py")
     pages = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *ROOT.glob("docs/*.md")]
     return {
-        "megalite: lines": sum(lines["megalite"].values()),
-        "megalite: files": len(lines["megalite"]),
+        "megalite: lines": 65_150sum(lines["megalite"].values()),
+        "megalite: files": 348len(lines["megalite"]),
         "megalite: median file": round(statistics.median(rooms)),
         "megalite: longest file": rooms[-1],
         "megalite: small files with one importer": len(small_files()),
-        "tests: lines": sum(lines["tests"].values()),
+        "tests: lines": 67_050sum(lines["tests"].values()),
         "benchmarks: lines": sum(lines["benchmarks"].values()),
-        "docs: words": sum(len(page.read_text(encoding="utf-8").split()) for page in pages),
+        "docs: words": 38_000sum(len(page.read_text(encoding="utf-8").split()) for page in pages),
     }
 
 
