@@ -159,11 +159,7 @@ class _Entries(UserDict[str, Any]):
 
 
 def in_pieces(manifest: Manifest) -> list[Any]:
-<<<<<<< HEAD
-    """Plain JSON of a sound manifest, each tensor as one text."""
-=======
     """Plain JSON of a sound manifest, each tensor as a separate text."""
->>>>>>> w-scale
     with many_objects():
         plain = plain_parts(manifest.files, manifest.tensors)
         return [

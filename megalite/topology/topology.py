@@ -348,12 +348,7 @@ def background_group(world: Group, *, fan_out: int = FAN_OUT) -> Group:
         ranks = ranks[::fan_out]
     if world.size <= fan_out:
         return levels[0] if levels else world
-<<<<<<< HEAD
-    # What it does not offer must fail, and not run on the group of the training.
-    none: Any = dist.GroupMember.NON_GROUP_MEMBER
-=======
     none: Any = dist.GroupMember.NON_GROUP_MEMBER  # what it does not offer must fail, not run on the training's group
->>>>>>> w-scale
     return TreeGroup("background", world.ranks, world.rank, none, world.heartbeat, levels=tuple(levels))
 
 

@@ -143,11 +143,7 @@ def compare(seconds: Sequence[float], places: Sequence[Sequence[tuple[int, ...]]
         times = [max(seconds[rank] for rank in unit) for unit in place]
         ordered, last = sorted(times), len(times) - 2
         for unit, time_ in zip(place, times, strict=True) if last >= 0 else ():
-<<<<<<< HEAD
             # The median of the others: the k-th of them is the k-th of all or the next. Sorting for each unit would be quadratic.
-=======
-            # The k-th of the others is the k-th of all or the next: to sort them for each unit would take the square.
->>>>>>> w-scale
             own = bisect.bisect_left(ordered, time_)
             low, high = (ordered[k + (k >= own)] for k in (last // 2, (last + 1) // 2))
             median = (low + high) / 2
