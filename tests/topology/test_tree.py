@@ -47,8 +47,10 @@ def test_a_tree_gathers_as_one_group_does() -> None:
 
 def one_leaves(context: RankContext) -> str:
     """A rank that is gone closes its connections, and so does each that finds an error."""
-    tree = background_group(context.topology(dp=8).world, fan_out=2)
+    world = context.topology(dp=8).world
+    tree = background_group(world, fan_out=2)
     assert isinstance(tree, TreeGroup)
+    world.gather_json(None, CPU)  # all have connected
     said = "gone"
     if context.rank != 5:
         try:
