@@ -121,13 +121,14 @@ class SplitMain:
 
     def fold(self) -> None:
         """Keep what `main` lacks in the weights, and free it."""
-        bits, ties = self._main.data.view(torch.int32), []
+        bits = self._main.data.view(torch.int32)
+        ties = torch.empty_like(bits, dtype=torch.bool)
         for start, stop in self._pieces():
             low = bits[start:stop] - self._high(start, stop)
-            ties.append((low == _HIGHEST + 1).nonzero().view(-1) + start)
+            torch.eq(low, _HIGHEST + 1, out=ties[start:stop])
             # NaN alone is further from its rounded value: it stays one.
             self._low[start:stop] = low.clamp_(-_HIGHEST - 1, _HIGHEST)
-        self._ties = torch.cat(ties) if ties else self._ties
+        self._ties = ties.nonzero().view(-1)  # here the host waits for the device: once, not for each piece
         # Not a storage of size 0: torch does not let go of memory that numpy has seen, and reading it would be reading
         # anything.
         self._main.data = self._main.data.new_full((1,), math.nan).expand(self._low.numel())
