@@ -4,7 +4,7 @@ from typing import Any
 
 from megalite.config.batch import microbatch_counts
 from megalite.config.describe import replace
-from megalite.config.errors import ConfigError
+from megalite.config.errors import ConfigError, Problems
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.partition.pipeline import layout_of, schedule_of
@@ -163,7 +163,12 @@ def refusal(settings: Settings) -> str | None:
     if world > MAX_WORLD:
         return f"world {world}"
     try:
-        config = validate(replace(RunConfig(), **{**TINY, **settings}), world, explicit=frozenset(settings))
+        problems = Problems()
+        config = replace(RunConfig(), **{**TINY, **settings})
+        config = validate(config, world, explicit=frozenset(settings), problems=problems)
+        problems.raise_all()
+        if problems.idle:  # the twin of a layout without it
+            return next(iter(problems.idle.values()))
         if config.parallel.pipeline_schedule == "auto":
             config = replace(config, pipeline_schedule=None)
         layout_of(config)

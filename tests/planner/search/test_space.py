@@ -54,7 +54,7 @@ def brute_force(request: Request, eps: tuple[int, ...], schedules: tuple[str, ..
         if rest or batch % (dp * micro):
             continue
         for name, sequence in itertools.product(STRATEGIES, (False, True)):
-            if pp == 1 and schedule != "1f1b":
+            if (pp == 1 and schedule != "1f1b") or (tp == 1 and sequence):
                 continue
             if batch == dp * micro and schedule in ("gpipe", "looped-bfs"):
                 continue  # 1f1b or interleaved in one microbatch
