@@ -71,13 +71,11 @@ CASES: dict[str, tuple[int, str]] = {
     "LAMB": (2, "--optimizer lamb"),
     "Muon": (2, "--optimizer muon --dp-strategy distributed-optimizer"),
     "SGD": (1, "--optimizer sgd"),
-    "1-bit Adam": (2, "--optimizer onebit-adam --freeze-step 2"),
-    "1-bit LAMB": (2, "--optimizer onebit-lamb --freeze-step 2"),
     "bf16 moments": (1, "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --stochastic-rounding"),
     "experts": (2, "--num-experts 4 --ep 2 --moe-aux-loss-coeff 0.01"),
     "experts, tp": (4, f"{LLAMA} --num-experts 4 --ep 2 --tp 2 --moe-router-topk 2 --sequence-parallel"),
 }
-"""Name -> ranks and flags. Left out is what computed values decide: topk, powersgd and 0/1 Adam look at gradients."""
+"""Name -> ranks and flags. Left out is what computed values decide: topk, powersgd and the 1-bit optimizers look at gradients."""
 
 
 HANG = "a rank that hangs"

@@ -32,12 +32,11 @@ static void forget(void) {
 void know(const void *at, size_t size, const void *data) {
   if (size > KNOWN) return;
   pthread_mutex_lock(&knowing);
-  int i = 0;
-  while (i < known_count && contents[i].at != at) i++;
-  if (i < known_count) free(contents[i].data);
-  else if (known_count < (int)(sizeof contents / sizeof *contents)) known_count++;
-  else i = 0, free(contents[0].data);
-  contents[i] = (Known){at, size, memcpy(malloc(size ? size : 1), data, size)};
+  for (int i = known_count - 1; i >= 0; i--) /* what was there before */
+    if (contents[i].at < (char *)at + size && (char *)at < contents[i].at + contents[i].size)
+      free(contents[i].data), contents[i] = contents[--known_count];
+  if (known_count < (int)(sizeof contents / sizeof *contents))
+    contents[known_count++] = (Known){at, size, memcpy(malloc(size ? size : 1), data, size)};
   pthread_mutex_unlock(&knowing);
 }
 
