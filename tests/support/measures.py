@@ -16,7 +16,7 @@ CEILINGS = {
     "megalite: small files with one importer": 12,
     "tests: lines": 67_050,
     "benchmarks: lines": 8_000,
-    "docs: words": 38_000,
+    "docs: words": 38_080,
 }
 
 
