@@ -102,7 +102,7 @@ class RoundedAdamW(AdamW):
         moments = [values.float() if values.dtype == torch.bfloat16 else values for values in kept]
         adamw(
             *([flat.param.data[start:stop]], [grad[start:stop]], [moments[0]], [moments[1]], []),
-            [torch.tensor(float(self.updates), device=grad.device)],
+            [torch.full((), float(self.updates), device=grad.device)],
             fused=True,
             amsgrad=False,
             beta1=config.adam_beta1,
