@@ -21,9 +21,8 @@ from megalite.config.errors import ConfigError
 from megalite.config.registry import imported
 from megalite.kernels.attention import HALVES, causal_attention, for_every_head, readable
 from megalite.kernels.probes import cpu_kinds
+from megalite.kernels.self_check import LIMITS, Inputs, relative, through
 
-PINNED = True  # what is copied to the device lies in memory that needs no wait
-VARLEN_LIMIT = 1e-2  # of the norm of results; bf16 keeps 3 digits
 SCORES = 1 << 20  # elements of the scores that are there at once, for as many heads as fit: some MB, which caches hold
 
 
@@ -233,7 +232,7 @@ def _bounds(document_starts: tuple[tuple[int, ...], ...], s: int, device: torch.
     """Where documents begin and the last one ends, in the samples one behind the other, and the longest one's length."""
     places = [sample * s + start for sample, starts in enumerate(document_starts) for start in starts]
     places.append(len(document_starts) * s)
-    bounds = torch.tensor(places, dtype=torch.int32, pin_memory=PINNED).to(device, non_blocking=True)
+    bounds = torch.tensor(places, dtype=torch.int32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
     return bounds, max(stop - start for start, stop in pairwise(places))
 
 
@@ -244,28 +243,32 @@ def why_not_varlen(shape: AttentionShape) -> str | None:
         return f"there is none on {shape.device.type}"
     if shape.dtype not in HALVES or shape.head_size % 8 or shape.head_size > 256:
         return f"it takes bfloat16 and float16 and head sizes up to 256 that are multiples of 8, not {shape.head_size}"
+    return varlen_fault(shape)
+
+
+def varlen_fault(shape: AttentionShape) -> str | None:
+    """What is wrong with `varlen_attention` on a few rows with documents and a window, or None."""
     b, s, window, starts = 2, 64, 9, ((0, 3, 40), (0,))
-    generator = torch.Generator().manual_seed(0)
-    sizes = [(b, heads, s, shape.head_size) for heads in (shape.heads, shape.groups, shape.groups)]
-    halves = [torch.randn(size, generator=generator).to(shape.device, shape.dtype).requires_grad_() for size in sizes]
-    exact = [tensor.detach().float().requires_grad_() for tensor in halves]
-    document = torch.stack([torch.bucketize(torch.arange(s), torch.tensor(each), right=True) for each in starts])
-    distance = torch.arange(s).unsqueeze(1) - torch.arange(s)
-    visible = (distance >= 0) & (distance < window) & (document.unsqueeze(2) == document.unsqueeze(1))
-    k, v = (for_every_head(tensor, shape.heads) for tensor in exact[1:])
-    mask = visible.unsqueeze(1).to(shape.device)
-    right = F.scaled_dot_product_attention(exact[0], k, v, attn_mask=mask)
+    inputs, sizes = Inputs(shape.dtype, str(shape.device)), (shape.heads, shape.groups, shape.groups)
+    drawn = [inputs.normal(b, heads, s, shape.head_size) for heads in sizes]
+    places = torch.arange(s)
+    document = torch.stack([torch.bucketize(places, torch.tensor(each), right=True) for each in starts])
+    distance = places.unsqueeze(1) - places
+    seen = (distance >= 0) & (distance < window) & (document.unsqueeze(2) == document.unsqueeze(1))
+    mask = seen.unsqueeze(1).to(shape.device)
+
+    def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = for_every_head(k, shape.heads), for_every_head(v, shape.heads)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
     try:
-        found = varlen_attention(*halves, window=window, document_starts=starts)
-        found.square().sum().backward()
-    except (ImportError, RuntimeError, TypeError) as error:
+        found = through(partial(varlen_attention, window=window, document_starts=starts), drawn)
+    except (ImportError, RuntimeError, TypeError, AttributeError) as error:
         return str(error).partition("\n")[0]
-    right.square().sum().backward()
-    for ours, theirs in ((found, right), *((half.grad, whole.grad) for half, whole in zip(halves, exact))):
-        assert ours is not None and theirs is not None
-        off = float((ours.float() - theirs).norm() / theirs.norm().clamp_(min=1e-30))
-        if not off <= VARLEN_LIMIT:
-            return f"its numbers are off by {off:.1e} of their norm, and {VARLEN_LIMIT:.0e} is allowed"
+    right, limit = through(masked, [tensor.float() for tensor in drawn]), LIMITS[shape.dtype]
+    for name, wanted in right.items():
+        if not (off := relative(found[name], wanted)) <= limit:  # NaN too
+            return f"{name} is off by {off:.1e} of its norm, and {limit:.0e} is allowed"
     return None
 
 

@@ -53,7 +53,7 @@ def _why_wrong(backend: str, operation: str, kernel: Any, dtype: torch.dtype, de
         return f"{backend}'s failed when it was tried here ({str(raised).partition(chr(10))[0]})"
     wanted = case(reference, Inputs(dtype, device), size)
     for name, right in wanted.items():
-        error = _relative(found[name], right)
+        error = relative(found[name], right)
         if not error <= LIMITS[dtype]:  # NaN too
             return (
                 f"{backend}'s gave other numbers than torch when it was tried here: {name} is off by {error:.1e} of "
@@ -62,12 +62,12 @@ def _why_wrong(backend: str, operation: str, kernel: Any, dtype: torch.dtype, de
     return None
 
 
-def _relative(found: Tensor, right: Tensor) -> float:
+def relative(found: Tensor, right: Tensor) -> float:
     found, right = found.double(), right.double()
     return (torch.linalg.vector_norm(found - right) / torch.linalg.vector_norm(right)).item()
 
 
-def _through(function: Callable[..., Tensor], inputs: Sequence[Tensor], *rest: Any) -> Results:
+def through(function: Callable[..., Tensor], inputs: Sequence[Tensor], *rest: Any) -> Results:
     """The output and the gradients of all inputs, for a gradient that is a function of the output."""
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     with torch.enable_grad():
@@ -77,12 +77,12 @@ def _through(function: Callable[..., Tensor], inputs: Sequence[Tensor], *rest: A
 
 
 def _norm(kernel: Any, draw: Inputs, size: int, *, parameters: int) -> Results:
-    return _through(kernel, (draw.normal(ROWS, size), *(draw.normal(size) for _ in range(parameters))), 1e-5)
+    return through(kernel, (draw.normal(ROWS, size), *(draw.normal(size) for _ in range(parameters))), 1e-5)
 
 
 def _rope(kernel: Any, draw: Inputs, size: int) -> Results:
     angles = draw.normal(ROWS // 4, 1, 1, size // 2, dtype=torch.float32)
-    return _through(kernel, (draw.normal(ROWS // 4, 2, 2, size),), angles.cos(), angles.sin())
+    return through(kernel, (draw.normal(ROWS // 4, 2, 2, size),), angles.cos(), angles.sin())
 
 
 def _softmax(kernel: Any, draw: Inputs, size: int) -> Results:

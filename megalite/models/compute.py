@@ -93,12 +93,15 @@ def _use_attention(stage: GPTStage, config: RunConfig) -> list[str]:
     for layer in layers:
         layer.causal_attention = choice.kernel
     tiled = attention_in_tiles(config)
-    if tiled is not None and first.core_cp.size == 1 and why_not_varlen(shape) is None:
-        for layer in layers:
-            layer.masked_attention = varlen_attention
-        return [f"attention flash, with lengths of documents and a window in the kernel, for {tiled}"]
     if tiled is not None:
-        return [f"attention in pieces that are merged, for {tiled}"]
+        reason = why_not_varlen(shape) if first.core_cp.size == 1 else None
+        if first.core_cp.size == 1 and reason is None:
+            for layer in layers:
+                layer.masked_attention = varlen_attention
+            return [f"attention flash, with lengths of documents and a window in the kernel, for {tiled}"]
+        # On a CPU there is no such kernel to miss.
+        missed = f" (not in one kernel: {reason})" if reason is not None and shape.device.type == "cuda" else ""
+        return [f"attention in pieces that are merged, for {tiled}{missed}"]
     return [f"attention {choice.backend} ({choice.why})"]
 
 

@@ -144,7 +144,7 @@ class Device(TorchDispatchMode):
     """While it is entered, `meta` tensors are a device: counted, and answered for where the host looks at values.
 
     Values that the host reads are made up: 0 of what was computed, and for experts a token count that is the same for
-    each. What follows from these counts by further operators is computed beside, on the CPU (`shadow`).
+    each. What follows from these counts by further operators is computed on the CPU as well (`shadow`).
     """
 
     def __init__(self) -> None:
@@ -218,7 +218,7 @@ class Device(TorchDispatchMode):
         return self.running
 
     def _follow(self, func: Any, args: Any, kwargs: Any, found: Any) -> None:
-        """Compute beside what follows from known values."""
+        """Compute on the CPU what follows from known values."""
         leaves = [
             leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.device.type == "meta"
         ]
@@ -232,12 +232,12 @@ class Device(TorchDispatchMode):
                 self._shadows.pop(id(found), None)
             return
 
-        def beside(value: Any) -> Any:
+        def on_cpu(value: Any) -> Any:
             if isinstance(value, Tensor):
                 return value if value.device.type != "meta" else self.shadow(value)
             return torch.device("cpu") if isinstance(value, torch.device) else value
 
-        values = func(*tree_map(beside, args), **tree_map(beside, kwargs))
+        values = func(*tree_map(on_cpu, args), **tree_map(on_cpu, kwargs))
         for tensor, value in zip(tree_leaves(found), tree_leaves(values), strict=True):
             if isinstance(tensor, Tensor) and tensor.device.type == "meta":
                 self.give(tensor, value)

@@ -233,7 +233,9 @@ def _predicted(config: RunConfig, limit: float | None, machine: Machine | None) 
     config, as where it has no such precision."""
     memory = predicted_memory(config)
     if limit is not None and memory.memory_bytes > limit:
-        raise ConfigError(f"needs {format_bytes(memory.memory_bytes)} a rank, over memory_limit {format_bytes(limit)}")
+        raise ConfigError(
+            f"needs {format_bytes(memory.memory_bytes)} per rank, over memory_limit {format_bytes(limit)}"
+        )
     if machine is None:
         return memory
     return dataclasses.replace(memory, step_seconds=float(predict(config, *machine, with_memory=False).step_seconds))

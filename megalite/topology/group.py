@@ -254,7 +254,7 @@ class Group:
         return json.loads(zlib.decompress(self._read(data).numpy().tobytes()))
 
     def _read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """On the host. Threads that work beside the training read tensors of the host alone, and are no wait."""
+        """On the host. Background threads read host tensors alone, which is no wait."""
         if tensor.device.type == "cpu":
             return tensor
         with self.heartbeat.synchronise():

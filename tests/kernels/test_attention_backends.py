@@ -17,6 +17,7 @@ from megalite.kernels.attention_backends import (
     blocked_attention,
     choose_attention,
     varlen_attention,
+    varlen_fault,
     why_not_blocked,
     why_not_varlen,
 )
@@ -273,7 +274,6 @@ def test_documents_and_windows_in_one_kernel(
 ) -> None:
     """What the kernel is given is what the tiles compute, gradients too."""
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", dense_varlen)
-    monkeypatch.setattr(attention_backends, "PINNED", False)
     given = drawn(shape(groups=2), 12, 12)
     rule = Visibility(window=window, document_starts=starts)
     right = ring_attention(*given, cp=Group.solo("cp"), seq_length=12, visibility=rule)
@@ -283,6 +283,20 @@ def test_documents_and_windows_in_one_kernel(
     torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
     for ours, theirs in zip(torch.autograd.grad(found, given, grad), wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_wrong_numbers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = AttentionShape(CPU, torch.bfloat16, 4, 2, 16)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", dense_varlen)
+    with torch.no_grad():  # as where text is generated
+        assert varlen_fault(of) is None
+    for other in (lambda window: (window[0] + 1, 0), lambda window: (-1, 0)):
+
+        def wrong(*inputs: Any, window_size: Any, other: Any = other, enable_gqa: bool = False) -> Tensor:
+            return dense_varlen(*inputs, window_size=other(window_size), enable_gqa=enable_gqa)
+
+        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", wrong)
+        assert "is off by" in (varlen_fault(of) or "")
 
 
 def test_it_is_for_halves_on_cuda() -> None:

@@ -64,7 +64,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_deterministic_run_has_the_bits_of_any_other(model: str) -> None:
-    """Nothing in a step is refused by torch, whose list is nearly the same on CUDA."""
+    """Nothing in a step is refused by torch; its list is nearly the same on CUDA."""
     norms = []
     for asked in (False, True):
         config = tiny_config(**MODELS[model], num_layers=2, global_batch_size=2, deterministic=asked)

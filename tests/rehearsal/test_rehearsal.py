@@ -119,7 +119,7 @@ def real_memory(context: RankContext, world: int, settings: dict[str, Any]) -> t
 
 @pytest.mark.parametrize("layout", ["tp2-sp-pp2", "pp2-vpp2", "zb-v", "dp2-ep2"])
 def test_memory_is_that_of_a_real_step(layout: str) -> None:
-    """Without ZeRO, whose exchange on gloo takes a buffer that NCCL does not need."""
+    """Without ZeRO: its exchange on gloo takes a buffer that NCCL does not need."""
     world, settings = LAYOUTS[layout]
     larger = {"hidden_size": 128, "seq_length": 64, "precision": "fp32", "ffn_hidden_size": 512}
     for rank, (built, peak) in enumerate(run_ranks(world, real_memory, world, {**settings, **larger})):
@@ -130,7 +130,7 @@ def test_memory_is_that_of_a_real_step(layout: str) -> None:
 
 @layouts
 def test_what_is_held_is_what_the_formula_says(layout: str) -> None:
-    """Of a model whose tensors are large beside the allocator's blocks."""
+    """Of a model with tensors that are large compared with the allocator's blocks."""
     larger = {"hidden_size": 2048, "ffn_hidden_size": 8192, "vocab_size": 32000, "precision": "bf16"}
     world, settings = LAYOUTS[layout]
     config = tiny_config(world, **{**settings, **larger, "ddp_bucket_size": 40_000_000})

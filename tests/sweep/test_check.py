@@ -35,7 +35,7 @@ def test_memory_limit(tmp_path: Path) -> None:
     assert whole.predicted.memory_bytes > half.predicted.memory_bytes
     limit = float(half.predicted.memory_bytes)
     _, (large, fits) = read_runs(path, memory_limit=limit)
-    assert "a rank, over memory_limit" in str(large.refused)
+    assert "per rank, over memory_limit" in str(large.refused)
     assert fits.refused is None
 
 

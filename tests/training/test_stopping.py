@@ -177,7 +177,7 @@ def test_patience_has_an_end(tmp_path: Path) -> None:
     assert said.startswith("SIGTERM: SIGTERM came 0.3 s ago and the ranks have not come to the end of their step")
 
 
-def told(folder: Path) -> dict[str, Any]:
+def reported(folder: Path) -> dict[str, Any]:
     found = json.loads((folder / FILE_NAME).read_text())
     assert set(found) == {"status", "reason", "step", "exit_code"}
     return found
@@ -196,7 +196,7 @@ def told(folder: Path) -> dict[str, Any]:
 def test_requests(tmp_path: Path, number: int, status: str, code: int, cause: str) -> None:
     write_ending(tmp_path, StopRequest(number).ending(7, "saved in s"))
     found = {"status": status, "reason": f"{cause}; saved in s", "step": 7, "exit_code": code}
-    assert told(tmp_path) == found
+    assert reported(tmp_path) == found
 
 
 @pytest.mark.parametrize(
@@ -218,11 +218,11 @@ def test_errors(tmp_path: Path, error: Exception, code: int, reason: str) -> Non
     write_ending(tmp_path, Ending.finished(1))
     with pytest.raises(type(error)):
         end(fails, tmp_path, StopRequests(), step=5, moved=True)
-    assert told(tmp_path) == {"status": "failed", "reason": reason, "step": 5, "exit_code": code}
+    assert reported(tmp_path) == {"status": "failed", "reason": reason, "step": 5, "exit_code": code}
 
 
 def end(run: Any, folder: Path, stops: StopRequests, *, step: int | None = None, moved: bool = False) -> Ending:
-    """A run whose setup is `run`: what it raises is how it ends."""
+    """A run with `run` as its setup: what it raises is how it ends."""
     trainer = Trainer(replace(RunConfig(), run_dir=str(folder)), log=lambda line: None, stops=stops)
     trainer._step_reached, trainer._moved = step, moved
     trainer._build = lambda stack: run()  # type: ignore[method-assign]
@@ -234,7 +234,7 @@ def test_a_stop_before_the_first_step(tmp_path: Path) -> None:
         raise StopRun(StopRequest(100 + signal.SIGTERM))
 
     assert end(stopped, tmp_path, StopRequests(), step=4).exit_code == 75
-    assert told(tmp_path)["step"] == 4
+    assert reported(tmp_path)["step"] == 4
 
 
 def test_a_collective_that_breaks_as_peers_leave_is_a_stop_until_the_first_step(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_a_step_of_two_stages_knows_its_phases() -> None:
 
 
 def report(context: RankContext, axes: dict[str, int], forward: list[float], apart: bool = False) -> Any:
-    """An interval of two steps in which each rank computed as long as it is told; (report, collectives)."""
+    """An interval of two steps in which each rank computed as long as it was asked to; (report, collectives)."""
     topology = context.topology(**axes)
     gathers: list[str] = []
     with pytest.MonkeyPatch.context() as patch:

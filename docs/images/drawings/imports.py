@@ -66,7 +66,7 @@ def draw() -> Drawing:
     )
     place: dict[str, tuple[float, float, float]] = {}
     for level in range(floors):
-        # Beside what it imports, so that lines are short.
+        # Near what it imports, so that lines are short.
         names = sorted(
             (name for name in packages() if floor(name) == level),
             key=lambda name: (sum(place[b][0] for b in imported(name)) / max(1, len(imported(name))), name),

@@ -19,7 +19,7 @@ def timeline() -> Timeline:
 
 
 def draw() -> Drawing:
-    """A row a rank, time to the right; the number in a box is the microbatch."""
+    """A row per rank, time to the right; the number in a box is the microbatch."""
     drawing = Drawing(
         296,
         "Pipeline parallelism: interleaved 1F1B with 4 ranks, 2 chunks per rank and 8 microbatches; forwards, "

@@ -1,4 +1,4 @@
-"""Timelines as a Chrome trace, which ui.perfetto.dev and chrome://tracing open: a track a rank, arrows for messages."""
+"""Timelines as a Chrome trace, which ui.perfetto.dev and chrome://tracing open: a track per rank, arrows for messages."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence

@@ -55,7 +55,7 @@ def render_grid(
     columns: Mapping[str, Sequence[str]] | None = None,
     paint: Paint | None = None,
 ) -> str:
-    """A row a rank, a column a time slot, each row ending with its bubble (idle share) and peak live activations.
+    """A row per rank, a column per time slot, each row ending with its bubble (idle share) and peak live activations.
 
     A `Schedule` is drawn in unit time: one slot an action, messages at once. Of a `Timeline` the slot is the shortest
     action. With one stage per rank cells read `F2`, with several `5F2` (stage 5). What goes beyond `width` characters or
@@ -106,7 +106,7 @@ def render_grid(
 def render_lists(
     actions: Sequence[Sequence[Action]], marks: Mapping[int, int], *, width: int = 120, max_ranks: int = 16
 ) -> str:
-    """The action lists as they stand, a row a rank, for programs that no clock can run.
+    """The action lists as they stand, a row per rank, for programs that no clock can run.
 
     `marks` (rank -> position) are shown as `>2F3<`; long rows are cut around their mark, and a rank without one around
     the first mark's position. With more than `max_ranks` ranks those without a mark are left out first.

@@ -1,4 +1,4 @@
-"""Timelines as one SVG picture: a row a rank, time to scale, colour by kind, no script and nothing from outside."""
+"""Timelines as one SVG picture: a row per rank, time to scale, colour by kind, no script and nothing from outside."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
