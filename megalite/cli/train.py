@@ -82,16 +82,19 @@ def main(argv: Sequence[str] | None = None, *, program: str = "megalite train") 
 
 
 def _shape_in(folder: str, step: int | None) -> Mapping[str, Any] | None:
-    """The model's settings in the newest checkpoint of a folder, or in that of a step."""
+    """The model's settings, and its sequence length, in the newest checkpoint of a folder, or in that of a step."""
     try:
         name = candidates(Path(folder), step)[0].name
         file = Path(folder) / name / MANIFEST_NAME
-        section = Manifest.from_json(read_text(file), source=str(file)).config.get("model", {})
+        config = Manifest.from_json(read_text(file), source=str(file)).config
     except CheckpointMissing:
         return None
     except OSError as error:
         raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from None
-    return section if isinstance(section, dict) else {}
+    model, training = (
+        section if isinstance(section := config.get(name), dict) else {} for name in ("model", "training")
+    )
+    return model | {name: training[name] for name in ("seq_length",) if name in training}
 
 
 def _run_dir(config: RunConfig) -> Path | None:

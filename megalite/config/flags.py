@@ -31,7 +31,10 @@ RUN_OPTIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "--json": ("", "With --dry-run: print it as JSON."),
         "--world-size": ("N", "With --dry-run: number of ranks; default the least that fits."),
         "--rank": ("N", "With --dry-run: what this one rank holds and does, counted from 0."),
-        "--use-checkpoint-args": ("", "Take the shape of the model from the checkpoint in --load, if there is one."),
+        "--use-checkpoint-args": (
+            "",
+            "Take the shape of the model, and the sequence length if none is given, from the checkpoint in --load.",
+        ),
         "--help": ("", "The settings most runs need."),
         "--help-all": ("", "Every setting."),
         "--version": ("", "Print the version."),
@@ -177,7 +180,7 @@ def _of_checkpoint(levels: Sequence[Level], shape: Shape | None) -> Level:
         level.notes.append(Note("--use-checkpoint-args", NO_EFFECT_HERE, why))
         return level
     for name, value in found.items():
-        if name not in settings() or name in TRAINING_FIELDS:
+        if name not in settings() or name in TRAINING_FIELDS or (name == "seq_length" and name in given):
             continue
         level.add(name, value, f"checkpoint {load.value}")
         if name in given and given[name].value != value:

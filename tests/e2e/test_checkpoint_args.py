@@ -1,0 +1,22 @@
+"""`--use-checkpoint-args`: a run continues a real checkpoint with no setting of the model given."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.e2e.programs import REPOSITORY
+
+COMMON = "--mock-data --micro-batch-size 1 --global-batch-size 2 --log-interval 1 --device cpu"
+MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --vocab-size 64 --swiglu"
+
+
+def test_the_model_and_its_sequence_come_from_the_checkpoint(tmp_path: Path) -> None:
+    lines = (
+        f"{COMMON} {MODEL} --train-iters 2 --save-interval 2 --save {tmp_path}",
+        f"{COMMON} --train-iters 3 --load {tmp_path} --use-checkpoint-args",
+    )
+    for line in lines:
+        command = [sys.executable, str(REPOSITORY / "pretrain_gpt.py"), *line.split()]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    assert "step 3/3" in done.stdout and "step 1/3" not in done.stdout
