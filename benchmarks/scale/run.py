@@ -38,7 +38,7 @@ from megalite.rehearsal.device import Device
 from megalite.rehearsal.groups import Journal, rehearsed_topology
 from megalite.rehearsal.run import rehearse
 from megalite.topology.layout import ParallelLayout
-from megalite.topology.topology import Topology, background_group, fresh_part
+from megalite.topology.topology import Topology, fresh_part, host_group
 from megalite.training.evaluation import read_batches
 from megalite.training.instruments import Timings, units
 from megalite.training.replica import Programs, Replica, build_replica
@@ -117,7 +117,13 @@ def start(layout: ParallelLayout) -> Counts:
     def everything() -> Any:
         topology = Topology.create(layout, rank=0, device=CPU, backend="fake")
         joined, trees = sum(0 in ranks for ranks in made), len(made)
-        return topology, background_group(topology.world), units(layout), joined, trees
+        return (
+            topology,
+            host_group(topology.world, "background", timeout=datetime.timedelta(seconds=60)),
+            units(layout),
+            joined,
+            trees,
+        )
 
     store = Store({}, 0)
     dist.init_process_group("fake", store=store, rank=0, world_size=layout.world_size)

@@ -207,7 +207,8 @@ def fix_cublas_workspace() -> None:
 class Topology:
     """Where this rank stands and the groups it is in.
 
-    `dp_cp_scalars` has the ranks of `dp_cp`, for numbers that are waited for while parameters are gathered there.
+    `dp_cp_scalars` has the ranks of `dp_cp`, for numbers that are waited for while parameters are gathered there. `host` is
+    all ranks, for tensors of the CPU: what the host alone needs to know makes it wait for no device.
     `model` spans tp and pp (one replica of the network), `tp_dp_cp` all ranks at one place of the pipelines;
     `embedding` is None where this rank is neither first nor last in its pipeline. `edges` maps (sender, receiver), as
     pipeline ranks, to the pair's own group, in which the sender has index 0.
@@ -218,6 +219,7 @@ class Topology:
     coordinate: Coordinate
     device: torch.device
     world: Group
+    host: Group
     tp: Group
     cp: Group
     dp: Group
@@ -274,7 +276,10 @@ class Topology:
                 if len(ranks) > 1 and key not in made:
                     # The description is what the flight recorder calls it.
                     words = lane_name(communicator, ranks)
-                    made[key] = dist.new_group(list(ranks), timeout=timeout, backend=backend, group_desc=words)
+                    options = None if communicator == "gradients" else _urgent(backend)
+                    made[key] = dist.new_group(
+                        list(ranks), timeout=timeout, backend=backend, group_desc=words, pg_options=options
+                    )
                 if rank in ranks:
                     process_group = made[key] if len(ranks) > 1 else None
                     mine = group_type(
@@ -290,6 +295,8 @@ class Topology:
             edge = group(kind := f"pp edge {pair[0]}->{pair[1]}", (pair,), kind)
             if edge is not None:
                 edges[pipeline.index(pair[0]), pipeline.index(pair[1])] = edge
+        world = groups["world"]
+        assert world is not None
         if backend == "nccl":
             _connect(edges, device)
         return cls(
@@ -297,6 +304,7 @@ class Topology:
             rank=rank,
             coordinate=layout.coordinate(rank),
             device=device,
+            host=host_group(world, "host", timeout=timeout, made=made) if backend == "nccl" else world,
             edges=edges,
             **{kind.replace("-", "_"): value for kind, value in groups.items()},  # type: ignore[arg-type]
         )
@@ -313,11 +321,17 @@ FAN_OUT = 16
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TreeGroup(Group):
-    """Many ranks on gloo, for JSON alone: `FAN_OUT` each are a group, and so are the first ranks of these, and so on. As every
-    two ranks of a gloo group have a connection, one group of 3,072 ranks would take 4.7 million, these 25,000."""
+    """Many ranks on gloo, for JSON and few numbers: `FAN_OUT` each are a group, and so are the first ranks of these, and so on.
+    As every two ranks of a gloo group have a connection, one group of 3,072 ranks would take 4.7 million, these 25,000."""
 
     levels: tuple[Group, ...]
     """Those that this rank is in, from the lowest."""
+
+    def all_reduce(self, tensor: torch.Tensor, *, op: str = "sum") -> None:
+        for level in self.levels:
+            level.all_reduce(tensor, op=op)
+        for level in reversed(self.levels):
+            level.broadcast(tensor)
 
     def gather_json(self, value: Any, device: torch.device) -> list[Any]:
         rows = [value]
@@ -331,25 +345,30 @@ class TreeGroup(Group):
         return value
 
 
-def background_group(world: Group, *, fan_out: int = FAN_OUT) -> Group:
-    """A second group of all ranks, on gloo and the CPU, for a thread that works beside the training: JSON alone.
+def host_group(
+    world: Group, name: str, *, timeout: datetime.timedelta, made: ProcessGroups | None = None, fan_out: int = FAN_OUT
+) -> Group:
+    """A further group of all ranks, on gloo and the CPU: JSON and all-reduces of few numbers alone.
 
-    It waits for as long as a disk may take; a peer that dies ends the wait at once.
+    Args:
+        timeout: a peer that dies ends the wait at once, however long it is.
+        made: process groups to re-use and add to.
 
     Collectives: makes process groups; every rank calls it at the same time.
     """
     me, ranks, levels = world.ranks[world.rank], world.ranks, list[Group]()
+    made = {} if made is None else made
     while len(ranks) > 1:
         for some in (ranks[first : first + fan_out] for first in range(0, len(ranks), fan_out)):
-            if len(some) > 1:
-                made = dist.new_group(list(some), timeout=datetime.timedelta(days=1), backend="gloo")
-                if me in some:
-                    levels.append(Group("background", some, some.index(me), made, world.heartbeat))
+            if len(some) > 1 and (name, some) not in made:
+                made[name, some] = dist.new_group(list(some), timeout=timeout, backend="gloo")
+            if len(some) > 1 and me in some:
+                levels.append(Group(name, some, some.index(me), made[name, some], world.heartbeat))
         ranks = ranks[::fan_out]
     if world.size <= fan_out:
         return levels[0] if levels else world
     none: Any = dist.GroupMember.NON_GROUP_MEMBER  # what it does not offer must fail, not run on the training's group
-    return TreeGroup("background", world.ranks, world.rank, none, world.heartbeat, levels=tuple(levels))
+    return TreeGroup(name, world.ranks, world.rank, none, world.heartbeat, levels=tuple(levels))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -406,12 +425,19 @@ def start_distributed(launch: Launch, device: torch.device, *, backend: str, tim
     timeout = datetime.timedelta(minutes=timeout_minutes)
     # No device_id: it would make every rank take part in the creation of every NCCL communicator.
     if launch.store is None or not launch.store_is_launchers:
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(backend, timeout=timeout, pg_options=_urgent(backend))
         return
     rank, world_size = launch.rank, launch.world_size
     kept = dist.TCPStore(*launch.store, world_size, is_master=False, timeout=timeout)
     store = fresh_part(kept, rank=rank, world_size=world_size, timeout=timeout)
-    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
+    options = _urgent(backend)
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size, pg_options=options)
+
+
+def _urgent(backend: str) -> Any:
+    """Options of a group whose operations the program waits for: on NCCL its kernels come before those that wait for a free
+    multiprocessor, as CUDA_DEVICE_MAX_CONNECTIONS=1 gives in other frameworks. Gradients have a whole backward."""
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if backend == "nccl" else None
 
 
 def _connect(edges: dict[tuple[int, int], Group], device: torch.device) -> None:

@@ -10,6 +10,8 @@ from megalite.training.replica import Replica
 from megalite.training.step import Stepper
 from megalite.training.stopping import StopRequest, StopRequests, StopRun
 
+CPU = torch.device("cpu")
+
 
 def read_batches(
     loader: BatchLoader | None,
@@ -25,7 +27,8 @@ def read_batches(
 
     `scope`: the ranks that take this batch together. `stops` is None where those are not all ranks.
 
-    Collectives: a max all-reduce of three numbers over `scope`; on a fault a gather.
+    Collectives: a max all-reduce of three numbers over `scope`; on a fault a gather. Where all ranks take the batch, on the
+    host: the device may still be in the step before.
 
     Raises:
         ConfigError: a rank cannot read its data; the same on every rank of `scope`.
@@ -44,13 +47,13 @@ def read_batches(
         except Exception as error:
             fault = error
     if scope.size > 1:
-        worst = [float(fault is not None), waited, float(asked)]
-        agreed = torch.tensor(worst, dtype=torch.float64, device=topology.device)
-        scope.all_reduce(agreed, op="max")
-        with topology.world.heartbeat.synchronise():
+        group, device = (topology.host, CPU) if scope.size == topology.world.size else (scope, topology.device)
+        agreed = torch.tensor([float(fault is not None), waited, float(asked)], dtype=torch.float64, device=device)
+        group.all_reduce(agreed, op="max")
+        with group.heartbeat.synchronise():
             failed, waited, asked = agreed.tolist()
         if failed:
-            scope.agree(fault, topology.device)
+            group.agree(fault, device)
     elif fault is not None:
         raise fault
     if asked:
@@ -61,13 +64,11 @@ def read_batches(
 def meet(stops: StopRequests, topology: Topology) -> None:
     """Where ranks that step apart have come together: learn whether one has been asked to stop.
 
-    Collectives: a max all-reduce of one number over the world.
+    Collectives: a max all-reduce of one number over the world, on the host.
     """
-    asked = torch.tensor([stops.number], device=topology.device)
-    topology.world.all_reduce(asked, op="max")
-    with topology.world.heartbeat.synchronise():
-        number = int(asked.item())
-    if number:
+    asked = torch.tensor([stops.number])
+    topology.host.all_reduce(asked, op="max")
+    if number := int(asked.item()):
         raise StopRun(StopRequest(number))
 
 

@@ -1,5 +1,6 @@
 """When and how a run saves itself, and what it does if it cannot."""
 
+import datetime
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -16,7 +17,7 @@ from megalite.config.errors import CheckpointError
 from megalite.config.exit_codes import NOT_SAVED
 from megalite.optimizers.schedules import Progress
 from megalite.topology.group import Group
-from megalite.topology.topology import background_group
+from megalite.topology.topology import host_group
 from megalite.training.non_finite import require_finite
 from megalite.training.replica import Replica
 from megalite.training.state_tensors import state_tensors
@@ -121,7 +122,7 @@ class Saver:
         self._under_way: tuple[int, float, BackgroundSave] | None = None
         self._memory = HostMemory()
         # For saves at once too: a disk may be slower than any timeout that is right for training.
-        self._background = background_group(self._world)
+        self._background = host_group(self._world, "background", timeout=datetime.timedelta(days=1))
         self.saved_at: int | None = None
         """The step of the last checkpoint that was written or is being written."""
 

@@ -61,6 +61,7 @@ def topology_of(layout: ParallelLayout, rank: int) -> Topology:
         coordinate=layout.coordinate(rank),
         device=torch.device("meta"),
         edges={},
+        host=groups["world"],  # type: ignore[arg-type]
         dp_cp_scalars=groups["dp_cp"],  # type: ignore[arg-type]
         **groups,  # type: ignore[arg-type]
     )

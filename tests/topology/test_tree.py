@@ -1,5 +1,6 @@
 """What grows with the world at a start: connections of gloo groups, and how many of them wait for one another."""
 
+import datetime
 from collections import Counter
 from typing import Any
 
@@ -10,15 +11,15 @@ import torch.distributed as dist
 from megalite.config.errors import ConfigError
 from megalite.topology.group import DONE, Group, Work
 from megalite.topology.layout import ParallelLayout
-from megalite.topology.topology import FAN_OUT, TreeGroup, _connect, background_group
+from megalite.topology.topology import FAN_OUT, TreeGroup, _connect, host_group
 from tests.support.ranks import RankContext, run_ranks
 
-CPU = torch.device("cpu")
+CPU, TIMEOUT = torch.device("cpu"), datetime.timedelta(seconds=60)
 
 
 def small_values(context: RankContext, fan_out: int) -> dict[str, Any]:
     world = context.topology(dp=7).world
-    tree = background_group(world, fan_out=fan_out)
+    tree = host_group(world, "background", timeout=TIMEOUT, fan_out=fan_out)
     said = {}
     for failing in (None, 0, 4, 6):
         try:
@@ -27,9 +28,13 @@ def small_values(context: RankContext, fan_out: int) -> dict[str, Any]:
             said[failing] = str(error)
     value = {"rank": context.rank, "text": "é" * context.rank}
     with pytest.raises((RuntimeError, AttributeError, ValueError, TypeError)):
-        tree.all_reduce(torch.ones(1))
+        tree.all_reduce_async(torch.ones(1)).wait()
+    numbers = {"max": torch.tensor([float(context.rank), -1.0]), "sum": torch.tensor([2.0**context.rank, 1.0])}
+    for operation, tensor in numbers.items():
+        tree.all_reduce(tensor, op=operation)
     return {
         "same": tree.gather_json(value, CPU) == world.gather_json(value, CPU),
+        "numbers": {operation: tensor.tolist() for operation, tensor in numbers.items()},
         "from 0": tree.broadcast_json(value, CPU),
         "said": said,
         "peers": [level.ranks for level in tree.levels] if isinstance(tree, TreeGroup) else [],
@@ -39,6 +44,7 @@ def small_values(context: RankContext, fan_out: int) -> dict[str, Any]:
 def test_a_tree_gathers_as_one_group_does() -> None:
     for rank, found in enumerate(run_ranks(7, small_values, 3)):
         assert found["same"]
+        assert found["numbers"] == {"max": [6.0, -1.0], "sum": [127.0, 7.0]}
         assert found["from 0"] == {"rank": 0, "text": ""}
         assert found["said"] == {failing: f"of rank {failing}" for failing in (0, 4, 6)}
         leaf = {0: (0, 1, 2), 1: (3, 4, 5)}.get(rank // 3)
@@ -48,7 +54,7 @@ def test_a_tree_gathers_as_one_group_does() -> None:
 def one_leaves(context: RankContext) -> str:
     """A rank that is gone closes its connections, and so does each that finds an error."""
     world = context.topology(dp=8).world
-    tree = background_group(world, fan_out=2)
+    tree = host_group(world, "background", timeout=TIMEOUT, fan_out=2)
     assert isinstance(tree, TreeGroup)
     world.gather_json(None, CPU)  # all have connected
     said = "gone"
@@ -71,7 +77,7 @@ def test_no_rank_waits_for_one_that_is_gone() -> None:
 def test_connections_of_a_rank_are_few(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[list[int]] = []
     monkeypatch.setattr(dist, "new_group", lambda ranks, **_: made.append(ranks))
-    background_group(Group("world", tuple(range(world)), 0))
+    host_group(Group("world", tuple(range(world)), 0), "host", timeout=TIMEOUT)
     peers = Counter({rank: 0 for rank in range(world)})
     for ranks in made:
         peers.update(dict.fromkeys(ranks, len(ranks) - 1))

@@ -11,24 +11,36 @@ from typing import Any
 import torch
 
 from megalite.cli.train import main
+from megalite.training.reporter import Reporter
 from megalite.training.step import Stepper
+from megalite.training.trainer import Trainer
 
 
 def watch(runtime: ctypes.CDLL, steps: list[tuple[int, int]]) -> None:
-    """Append (launches, host waits) of each step to `steps`."""
+    """Append (launches, host waits) of each step to `steps`, those of its line in the log left out."""
     for name in ("rehearsal_launches", "rehearsal_waits"):
         getattr(runtime, name).restype = ctypes.c_long
-    step = Stepper.step
+    step, report, compute = Trainer._step, Reporter.step, Stepper.step
 
-    def counted(self: Stepper, *args: Any, **kwargs: Any) -> Any:
+    def now() -> tuple[int, int]:
+        return runtime.rehearsal_launches(), runtime.rehearsal_waits()
+
+    def counted(self: Trainer) -> None:
+        begun = now()
+        step(self)
+        launches, waits = steps[-1]
+        steps[-1] = launches - begun[0], waits - begun[1]
+
+    def reported(self: Reporter, *args: Any, **kwargs: Any) -> None:
+        steps.append(now())  # the end of the step, for `counted`
+        report(self, *args, **kwargs)
+
+    def computed(self: Stepper, *args: Any, **kwargs: Any) -> Any:
         if len(steps) == 2 and os.environ["RANK"] == os.environ.get("REHEARSED_SLEEPER"):
-            time.sleep(600)
-        before = runtime.rehearsal_launches(), runtime.rehearsal_waits()
-        result = step(self, *args, **kwargs)
-        steps.append((runtime.rehearsal_launches() - before[0], runtime.rehearsal_waits() - before[1]))
-        return result
+            time.sleep(600)  # all others have gone to their devices by then
+        return compute(self, *args, **kwargs)
 
-    Stepper.step = counted  # type: ignore[method-assign]
+    Trainer._step, Reporter.step, Stepper.step = counted, reported, computed  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
