@@ -17,7 +17,7 @@ Job = tuple[Callable[[], None], "Future[None]"]
 
 
 class Background:
-    """One thread that runs what it is given, in that order; on CUDA there is none, as streams order the work.
+    """One thread that runs what it is given, in that order; on CUDA a stream, so that sums run under the computation.
 
     All ranks ask for the same things in the same order; nothing else may use the group meanwhile. After something has
     failed nothing further is run, as the peers wait for what did not happen: all that is asked for fails with that.
@@ -28,9 +28,19 @@ class Background:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last: Future[None] | None = None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def run(self, work: Callable[[], None]) -> Work:
-        """Start `work`; `wait()` on what is returned raises what it raised."""
+        """Start `work`; `wait()` on what is returned raises what it raised.
+
+        On CUDA `work` comes after all that is queued now, and what it changes may be used after `wait()`. Memory that it
+        takes may outlive it, but only what runs here may free that.
+        """
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                work()
+            return _Queued(self._stream.record_event(), self._device)
         if self._device.type != "cpu":
             work()
             return DONE
@@ -74,6 +84,16 @@ class _Waiting:
 
     def wait(self) -> Any:
         return self.future.result()
+
+
+@dataclass
+class _Queued:
+    done: torch.cuda.Event
+    device: torch.device
+
+    def wait(self) -> Any:
+        """The current stream waits; the host does not."""
+        torch.cuda.current_stream(self.device).wait_event(self.done)
 
 
 class WireCounter:

@@ -74,7 +74,22 @@ def test_close_does_not_wait_for_a_work_that_never_ends() -> None:
     mine.join()
 
 
-def test_without_a_cpu_there_is_no_thread() -> None:
+def test_on_a_device_there_is_no_thread() -> None:
     names: list[str] = []
     Background(torch.device("meta")).run(lambda: names.append(threading.current_thread().name)).wait()
     assert names == [threading.main_thread().name]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda_it_is_a_stream_between_two_parts_of_the_computation() -> None:
+    device = torch.device("cuda", 0)
+    background, x = Background(device), torch.ones(1 << 24, device=device)
+    for _ in range(50):
+        x.mul_(1.0)
+    x.mul_(3.0)
+    work = background.run(lambda: x.add_(1.0))
+    beside = torch.ones(1 << 20, device=device).sum()  # may run at the same time
+    work.wait()
+    x.mul_(2.0)
+    assert torch.equal(x, torch.full_like(x, 8.0)) and beside.item() == 1 << 20
