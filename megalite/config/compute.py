@@ -20,6 +20,7 @@ OPERATIONS: Mapping[str, str] = MappingProxyType(
         "geglu": "gelu(gate) · up",
         "rope": "rotary position embedding",
         "softmax": "softmax of attention scores in memory, where attention has dropout",
+        "dropout_mask": "which elements dropout keeps",
         "cross_entropy": "cross-entropy over this rank's part of the vocabulary",
         "matmul": "output and input gradient of linear layers",
         "weight_grad": "weight gradients added to the main gradient",

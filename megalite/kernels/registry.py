@@ -111,6 +111,8 @@ _ROWS = (
     Implementation("cross_entropy", "apex", f"apex.layers:{_CROSS_ENTROPY}", _LOWER, "xentropy_cuda"),
     Implementation("softmax", "torch", f"unfused_attention:{_SOFTMAX}"),
     Implementation("softmax", "apex", f"apex.layers:{_SOFTMAX}", HALVES, _CAUSAL, softmax_limit),
+    Implementation("dropout_mask", "torch", "dropout:dropout_mask"),
+    Implementation("dropout_mask", "triton", "triton.dropout:dropout_mask", FLOATS),
     Implementation("matmul", "torch", "matmul:matmul"),
     Implementation("matmul", "onednn", "matmul:onednn_matmul", _FP32),
     Implementation("weight_grad", "torch", "matmul:accumulate_weight_grad"),

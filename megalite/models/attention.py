@@ -174,12 +174,8 @@ class Attention(torch.nn.Module):
         columns = torch.arange(length, device=q.device)
         rows = columns if self.core_cp.size == 1 else context.positions
         k, v = (gather_sequence(tensor, cp=self.core_cp, dim=2, seq_length=length) for tensor in (k, v))
-        masks = [
-            stream.keep(f"{self.name}.{head}", sample, (length, length), self.dropout, q.device)[rows]
-            for sample in range(q.shape[0])
-            for head in range(self.first_head, self.first_head + q.shape[1])
-        ]
-        keep = torch.stack(masks).unflatten(0, q.shape[:2])
+        keep = torch.empty(*q.shape[:3], length, dtype=torch.bool, device=q.device)
+        stream.fill(keep, rows, self.dropout, site=f"{self.name}.probabilities", first_head=self.first_head)
         causal = self._softmax if context.visibility == CAUSAL else None
         visible = None if causal is not None else _visible(rows, columns, context.visibility)
         return unfused_attention(q, k, v, visible=visible, keep=keep, p=self.dropout, causal=causal)

@@ -155,7 +155,7 @@ class ForwardContext:
         if p == 0.0 or self.stream is None:
             return None
         rows = self.positions.tensor_split(region.size)[region.rank]
-        return keep_mask(x, p, site=site, stream=self.stream, rows=rows, length=self.seq_length)
+        return keep_mask(x, p, site=site, stream=self.stream, rows=rows)
 
 
 def document_position_ids(positions: Tensor, document_starts: tuple[tuple[int, ...], ...]) -> Tensor:

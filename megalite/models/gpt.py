@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megalite.config.model import ModelConfig
 from megalite.context_parallel.tiles import Visibility
+from megalite.kernels.dropout import dropout_mask
 from megalite.kernels.layer_ops import masked_dropout, rope_frequencies, rope_tables
 from megalite.kernels.matmul import Products
 from megalite.models.block import Block, run_layers
@@ -121,6 +122,8 @@ class GPTStage(torch.nn.Module):
         spans = sequence_spans(seq_length, cp_rank=factory.cp.rank, cp_size=factory.cp.size)
         self._positions = torch.cat([torch.arange(*span, device=factory.device) for span in spans])
         self._rope: tuple[Tensor, Tensor] | None = None
+        drops = config.hidden_dropout > 0.0 or config.attention_dropout > 0.0
+        self._draw = factory.kernel("dropout_mask", config.hidden_size) if drops else dropout_mask
 
     @property
     def tp(self) -> Group:
@@ -161,7 +164,7 @@ class GPTStage(torch.nn.Module):
             seq_length=self.seq_length,
             positions=self._positions,
             position_ids=ids,
-            stream=DropoutStream(self.factory.seed, sample_ids) if self.training else None,
+            stream=DropoutStream(self.factory.seed, sample_ids, self._draw) if self.training else None,
             rope=self._rope_rows(ids, self.seq_length),
             visibility=Visibility(window=self._window(self.seq_length), document_starts=attention_documents),
             auxiliary=auxiliary,

@@ -3,9 +3,9 @@
 Weights: every fixed-size block of rows (or columns, for a parameter split along columns) is drawn from a counter
 generator keyed by (seed, full name, block index). A rank draws the blocks that its shard touches and no others.
 
-Dropout: the mask of one sample at one site is drawn in full from a generator keyed by (seed, site, sample index), and a
-rank uses its part. So masks are the same in every layout, a recomputed forward draws the same, and there is no generator
-state that a checkpoint would have to hold.
+Dropout: each element of a mask follows from (seed, site, sample index, position, column), and a rank draws its own. So
+masks are the same in every layout and on every device, a recomputed forward draws the same, and there is no generator state
+that a checkpoint would have to hold.
 """
 
 import hashlib
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megalite.kernels.dropout import DropoutMask, dropout_mask
 from megalite.topology.layout import ShardSpec
 
 BLOCK = 64
@@ -57,25 +58,23 @@ def _fill_blocks(tensor: Tensor, spec: ShardSpec, dim: int, std: float, key: tup
 
 @dataclass(frozen=True)
 class DropoutStream:
-    """What the masks of one microbatch are keyed by."""
+    """What the masks of one microbatch are keyed by, and the kernel that draws them."""
 
     seed: int
     sample_ids: tuple[int, ...]
+    draw: DropoutMask = dropout_mask
 
-    def keep(self, site: str, sample: int, shape: tuple[int, ...], p: float, device: torch.device) -> Tensor:
-        """The boolean keep-mask of one sample (by its place in the microbatch) at one site, full shape."""
-        generator = torch.Generator(device)
-        generator.manual_seed(_key(self.seed, site, self.sample_ids[sample], size=8) >> 1)
-        return torch.rand(shape, generator=generator, device=device) >= p
+    def fill(self, keep: Tensor, rows: Tensor, p: float, *, site: str, first_head: int = 0) -> None:
+        """`keep` [samples, heads, rows, n] of one site: each element is false with probability p."""
+        key = _key(self.seed, site, size=8) >> 2 | 1 << 62  # of 63 bits always, as kernels are compiled for one type
+        self.draw(keep, rows, key=key, samples=self.sample_ids, first_head=first_head, p=p)
 
 
-def keep_mask(x: Tensor, p: float, *, site: str, stream: DropoutStream, rows: Tensor, length: int) -> Tensor:
+def keep_mask(x: Tensor, p: float, *, site: str, stream: DropoutStream, rows: Tensor) -> Tensor:
     """What stays of x [s_local, b, h] if each element falls with probability p: boolean, of x's shape.
 
     `site` names the place in the network, e.g. `"layers.3.mlp"`; `rows` are the positions of x's, int64 [s_local].
     """
-    masks = [
-        stream.keep(site, sample, (length, x.shape[2]), p, x.device).index_select(0, rows)
-        for sample in range(x.shape[1])
-    ]
-    return torch.stack(masks, dim=1)
+    keep = torch.empty(x.shape, dtype=torch.bool, device=x.device)
+    stream.fill(keep.transpose(0, 1).unsqueeze(1), rows, p, site=site)
+    return keep

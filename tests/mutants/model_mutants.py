@@ -15,8 +15,8 @@ RANDOMNESS = (
     Mutant(
         "masks by place in the microbatch",
         "megalite/tensor_parallel/random.py",
-        "self.sample_ids[sample]",
-        "sample",
+        "samples=self.sample_ids",
+        "samples=range(len(self.sample_ids))",
         f"{_RANDOM}::test_a_sample_falls_alike_in_every_microbatch",
         "a sample's dropout depends on micro_batch_size",
     ),

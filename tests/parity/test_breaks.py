@@ -98,12 +98,12 @@ def input_gradient_left_in_parts(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 def masks_by_rank(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Dropout draws from a generator of the rank, not of the sample."""
-    keep = DropoutStream.keep
+    fill = DropoutStream.fill
 
-    def own(stream: DropoutStream, site: str, sample: int, *rest: Any) -> torch.Tensor:
-        return keep(stream, f"{site} of rank {rank}", sample, *rest)
+    def own(stream: DropoutStream, *masks: Any, site: str, **rest: Any) -> None:
+        fill(stream, *masks, site=f"{site} of rank {rank}", **rest)
 
-    patch.setattr(DropoutStream, "keep", own)
+    patch.setattr(DropoutStream, "fill", own)
 
 
 def half_published(patch: pytest.MonkeyPatch, rank: int) -> None:

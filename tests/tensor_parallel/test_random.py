@@ -77,7 +77,7 @@ def dropped(
     rows = list(range(12)) if rows is None else rows
     x = X[rows, : len(ids)]
     stream = DropoutStream(seed, ids)
-    keep = keep_mask(x, p, site=site, stream=stream, rows=torch.tensor(rows), length=12)
+    keep = keep_mask(x, p, site=site, stream=stream, rows=torch.tensor(rows))
     return masked_dropout(x, keep, p)
 
 
@@ -123,11 +123,20 @@ def test_sites_samples_and_seeds_are_independent() -> None:
 
 
 def test_keep_mask_of_attention_probabilities() -> None:
-    mask = STREAM.keep("layers.0.attention.1", 2, (30, 40), 0.1, CPU)
-    assert mask.shape == (30, 40)
-    assert mask.dtype == torch.bool
-    assert torch.equal(mask, DropoutStream(3, (12,)).keep("layers.0.attention.1", 0, (30, 40), 0.1, CPU))
-    assert mask.double().mean().item() == pytest.approx(0.9, abs=4 * (0.09 / 1200) ** 0.5)
+    """Of three heads on one rank, and of the last of them on another."""
+    mask, other = (torch.zeros(4, heads, 30, 40, dtype=torch.bool) for heads in (3, 1))
+    STREAM.fill(mask, torch.arange(30), 0.1, site="layers.0.attention")
+    STREAM.fill(other, torch.arange(30), 0.1, site="layers.0.attention", first_head=2)
+    assert torch.equal(mask[:, 2:], other)
+    assert mask.double().mean().item() == pytest.approx(0.9, abs=4 * (0.09 / mask.numel()) ** 0.5)
+    assert not torch.equal(mask[:, 0], mask[:, 1])
+
+
+def test_masks_stay_as_they_are() -> None:
+    """A run that continues with another version drops what it would have dropped."""
+    mask = torch.zeros(4, 2, 30, 40, dtype=torch.bool)
+    STREAM.fill(mask, torch.arange(30), 0.1, site="layers.0.attention")
+    assert hashlib.sha256(mask.numpy().tobytes()).hexdigest()[:16] == "8eab4778c327f889"
 
 
 GATED, DOWN = (4, 2, 192, 6), (4, 6, 192)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megalite.kernels.triton.activations import bias_gelu, geglu, swiglu
 from megalite.kernels.triton.cross_entropy import cross_entropy_backward, cross_entropy_forward
+from megalite.kernels.triton.dropout import dropout_mask
 from megalite.kernels.triton.norms import add_norm, layernorm, rmsnorm
 from megalite.kernels.triton.optimizer_ops import adam, l2norm, lamb_moments, lamb_step
 from megalite.kernels.triton.rope import rope
@@ -51,6 +52,11 @@ def turns(heads: int, size: int, dtype: torch.dtype = BF16) -> None:
     back(rope(empty(S, B, heads, size, dtype=dtype), *angles))
 
 
+def masks(rows: int, width: int, heads: int = 1) -> None:
+    keep = empty(B, heads, rows, width, dtype=torch.bool)
+    dropout_mask(keep, empty(rows, dtype=torch.int64), key=1 << 62, samples=range(B), first_head=0, p=0.1)
+
+
 def losses(n: int, v: int, dtype: torch.dtype = BF16) -> None:
     labels = empty(n, dtype=torch.int64)
     stats, saved = cross_entropy_forward(empty(n, v, dtype=dtype, grad=False), labels, v)
@@ -90,6 +96,8 @@ CALLS: Mapping[str, Callable[[], object]] = {
     "swiglu and geglu 5504 fp16": lambda: gates(5504, FP16),
     "rope 64 fp32": lambda: turns(16, 64, FP32),
     "rope 128": lambda: turns(32, 128),
+    "dropout_mask 4096": lambda: masks(S, 4096),
+    "dropout_mask of attention, odd": lambda: masks(127, 127, heads=16),
     "cross_entropy 131072": lambda: losses(S * B, 131072),
     "cross_entropy 131072 fp32": lambda: losses(S * B, 131072, FP32),
     "cross_entropy 50304/8, few rows": lambda: losses(64, 6288),
