@@ -36,7 +36,7 @@ OPERATIONS = {  # the same for operations of a CPU, by torch's names
 OURS = {  # modules of megalite.kernels.triton -> row
     "optimizer_ops": "optimizer",
     "cross_entropy": "cross-entropy",
-    "norms norm_backward activations rope": "norms and activations",
+    "norms norm_backward activations rope dropout": "norms and activations",
 }
 OTHER = "other"
 OPERATION = ("aten::", "c10d::", "gloo", "mkldnn::")

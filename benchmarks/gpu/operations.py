@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu.clock import Work
+from megalite.kernels.dropout import dropout_mask
 
 Tensors = dict[str, Any]  # by name: tensors, and None where an input is left out
 EPS = 1e-5
@@ -217,6 +218,12 @@ def _of_x(plain: Any, *names: str, scale: tuple[float, ...] = ()) -> Operation:
     )
 
 
+def _mask(kernel: Any, tensors: Tensors) -> torch.Tensor:
+    keep = torch.empty_like(tensors["like"])
+    kernel(keep.view(1, 1, *keep.shape), tensors["rows"], key=1 << 62, samples=(1,), first_head=0, p=0.1)
+    return keep
+
+
 def _gated(plain: Any) -> Operation:
     return differentiable(
         lambda kernel, t: kernel(t["x"]), plain=plain, wrt=("x",), rows=("x",), make=_gated_inputs, bytes=_moves(3, 5)
@@ -231,6 +238,18 @@ DIFFERENTIABLE: Mapping[str, Operation] = {
     "bias_gelu": _of_x(bias_gelu, "bias"),
     "swiglu": _gated(swiglu),
     "geglu": _gated(geglu),
+    "dropout_mask": Operation(
+        make=lambda shape, dtype, device: {
+            "rows": torch.arange(shape.rows, device=device),
+            "like": torch.empty(shape.rows, shape.size, dtype=torch.bool, device=device),
+        },
+        passes=lambda kernel, t: [Pass("forward", lambda: _mask(kernel, t))],
+        outputs=lambda kernel, t: {"y0": _mask(kernel, t).float()},
+        rows=frozenset(("rows", "like", "y0")),
+        bytes=lambda s, e: (s.rows * s.size,),
+        plain=dropout_mask,
+        fused=False,
+    ),
     "rope": differentiable(
         lambda kernel, t: kernel(t["x"], t["cos"], t["sin"]),
         plain=rope,

@@ -51,6 +51,7 @@ MODEL = "--preset gpt3-175b --vocab-size 51200 --bf16 --mock-data --micro-batch-
 LAYOUTS = {8: (2, 2), 64: (4, 4), 512: (8, 8), 4096: (8, 16)}
 """World -> (tp, pp); the rest is data parallel, by ZeRO-1."""
 CPU, FILE = torch.device("cpu"), FileEntry(1 << 40, "0" * 64)
+MINUTE = datetime.timedelta(minutes=1)
 Counts = dict[str, float]
 
 
@@ -100,9 +101,8 @@ def meeting(world: int) -> Counts:
     """Of the first and the last rank, once all others have come."""
     held = {f"megalite/word/{rank}": b"w" for rank in range(1, world - 1)}
     stores = {rank: Store(held, world - 2) for rank in (0, world - 1)}
-    seconds = datetime.timedelta(seconds=60)
     with ThreadPoolExecutor(2) as threads:
-        list(threads.map(lambda r: fresh_part(stores[r], rank=r, world_size=world, timeout=seconds), stores))
+        list(threads.map(lambda r: fresh_part(stores[r], rank=r, world_size=world, timeout=MINUTE), stores))
     return {"store requests": max(len(store.asked) for store in stores.values())}
 
 
@@ -117,13 +117,8 @@ def start(layout: ParallelLayout) -> Counts:
     def everything() -> Any:
         topology = Topology.create(layout, rank=0, device=CPU, backend="fake")
         joined, trees = sum(0 in ranks for ranks in made), len(made)
-        return (
-            topology,
-            host_group(topology.world, "background", timeout=datetime.timedelta(seconds=60)),
-            units(layout),
-            joined,
-            trees,
-        )
+        background = host_group(topology.world, "background", timeout=MINUTE)
+        return topology, background, units(layout), joined, trees
 
     store = Store({}, 0)
     dist.init_process_group("fake", store=store, rank=0, world_size=layout.world_size)

@@ -1,4 +1,4 @@
-"""Dropout masks whose every element follows from what it belongs to: the same bits on any device, in any layout."""
+"""Dropout masks: each element follows from what it belongs to, with the same bits on any device and in any layout."""
 
 from collections.abc import Sequence
 from itertools import pairwise

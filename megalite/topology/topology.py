@@ -435,8 +435,8 @@ def start_distributed(launch: Launch, device: torch.device, *, backend: str, tim
 
 
 def _urgent(backend: str) -> Any:
-    """Options of a group whose operations the program waits for: on NCCL its kernels come before those that wait for a free
-    multiprocessor, as CUDA_DEVICE_MAX_CONNECTIONS=1 gives in other frameworks. Gradients have a whole backward."""
+    """Options of a group that the program waits for: on NCCL its kernels come before those that wait for a free multiprocessor,
+    as CUDA_DEVICE_MAX_CONNECTIONS=1 gives in other frameworks. Gradients have a whole backward."""
     return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if backend == "nccl" else None
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks import common
-from benchmarks.cpu import heartbeat
 
 FOLDER = common.ROOT / "benchmarks"
 FILES = sorted(FOLDER.rglob("*.py"))
@@ -58,8 +57,8 @@ def test_the_options_of_each_command_exist(line: str, capsys: pytest.CaptureFixt
     words = shlex.split(line.strip("`"))
     at = words.index("-m")
     module = importlib.import_module(words[at + 1])
-    if words[at + 1] in ("benchmarks.steps.breakdown", "benchmarks.cpu.heartbeat"):
-        return  # they take the flags of pretrain_gpt.py, and none
+    if words[at + 1] == "benchmarks.steps.breakdown":
+        return  # it takes the flags of pretrain_gpt.py
     with pytest.raises(SystemExit) as ended:
         module.main([*words[at + 2 :], "--help"])
     assert ended.value.code == 0
@@ -75,14 +74,6 @@ def test_it_runs(program: str, words: Sequence[str], key: str, tmp_path: Path) -
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["command"].startswith(f"python -m benchmarks.{program} ")
     assert found["torch"] and found["machine"] and found[key]
-
-
-def test_the_heartbeat_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(heartbeat, "CALLS", 2)
-    monkeypatch.setattr(heartbeat, "RUNS", 2)
-    heartbeat.main()
-    lines = re.findall(r"action +[\d.]+ us +collective and its wait +[\d.]+ us", capsys.readouterr().out)
-    assert len(lines) == 2
 
 
 def test_the_whole_stays_small() -> None:
