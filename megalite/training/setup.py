@@ -1,6 +1,7 @@
 """From a config to data, indices, reports: everything that can be wrong is found here, before the first step."""
 
 import platform
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,7 +121,25 @@ def open_data(replica: Replica, tokenizer: Tokenizer | None) -> Loaders:
             loaders = _open(replica, tokenizer) if needs else loaders
         except OSError as error:
             raise ConfigError(f"cannot read {error.filename or 'the data'}: {error.strerror or error}") from None
+    if replica.config.data.dataset is not None:
+        _require_same_samples(loaders, replica.config.data.dataset, topology.world, topology.device)
     return loaders
+
+
+def _require_same_samples(loaders: Loaders, name: str, world: Group, device: torch.device) -> None:
+    """A user's dataset must be the same on all ranks: those of a tensor-parallel group read each sample once more.
+
+    Collectives: a gather over the world.
+    """
+    datasets = loaders.datasets
+    mine = None if datasets is None or datasets.train is None else zlib.crc32(datasets.train.sample(0).tobytes())
+    seen = [(rank, digest) for rank, digest in enumerate(world.gather_json(mine, device)) if digest is not None]
+    other = next((rank for rank, digest in seen if digest != seen[0][1]), None)
+    if other is not None:
+        raise ConfigError(
+            f"dataset {name}: ranks {seen[0][0]} and {other} read other tokens as sample 0; a sample must be a function of its "
+            "number alone, on every rank"
+        )
 
 
 def prepare_data(replica: Replica, loaders: Loaders, progress: Progress) -> list[str]:

@@ -15,7 +15,7 @@ from megalite.config.validate import validate
 
 CHOOSERS = {
     "dp_strategy": tuple(STRATEGIES),
-    "optimizer": OPTIMIZERS,
+    "optimizer": tuple(OPTIMIZERS),
     "grad_compression": tuple(name for name in COMPRESSIONS if name != "none"),
 }
 SHORT = {"1-bit optimizers": ONEBIT_OPTIMIZERS}

@@ -1,0 +1,87 @@
+"""examples/extend: each addition trains, on one layout and on another, and continues where it was stopped."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.forked import train_forked
+from tests.e2e.programs import REPOSITORY, TORCHRUN, run
+
+EXTEND = REPOSITORY / "examples" / "extend"
+pytestmark = pytest.mark.e2e
+MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --precision fp64 --device cpu"
+STEPS = "--global-batch-size 4 --train-iters 6 --lr 1e-3 --log-interval 1"
+MOCK = "--mock-data --vocab-size 64"
+BYTES = "--import examples.extend.text_bytes --dataset text-bytes --data-path README.md --vocab-size 256"
+
+
+def records(run_dir: Path, kind: str = "train") -> list[dict[str, Any]]:
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [record for record in lines if record["kind"] == kind]
+
+
+def losses(run_dir: Path, kind: str = "train") -> list[float]:
+    return [record["loss" if kind == "train" else f"{kind}_loss"] for record in records(run_dir, kind)]
+
+
+def train(ranks: int, run_dir: Path, *flags: str) -> list[float]:
+    words = f"{MODEL} {STEPS} {' '.join(flags)} --run-dir {run_dir}".split()
+    train_forked(ranks, *words).require_success()
+    return losses(run_dir)
+
+
+@pytest.mark.parametrize("path", sorted(EXTEND.glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_is_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) < 60
+
+
+def test_there_are_five() -> None:
+    assert len([*EXTEND.glob("*.py")]) == 5
+
+
+def test_a_dataset_on_two_layouts_and_continued(tmp_path: Path) -> None:
+    one = train(1, tmp_path / "one", BYTES, "--eval-interval 3 --eval-iters 1")
+    two = train(2, tmp_path / "two", BYTES, "--eval-interval 3 --eval-iters 1 --tp 2")
+    assert two == pytest.approx(one, rel=1e-9)
+    assert losses(tmp_path / "two", "valid") == pytest.approx(losses(tmp_path / "one", "valid"), rel=1e-9)
+    saves = f"--save-interval 3 --load {tmp_path}/stopped/checkpoints --fresh-if-missing"
+    first = train(1, tmp_path / "stopped", BYTES, saves, "--exit-interval 3")
+    again = train(1, tmp_path / "stopped", BYTES, saves)
+    assert len(first) == 3 and again == one
+
+
+def test_a_layer_on_two_layouts(tmp_path: Path) -> None:
+    flags = f"--import examples.extend.parallel_block --block parallel --hidden-dropout 0.1 {MOCK}"
+    one = train(1, tmp_path / "one", flags)
+    assert train(2, tmp_path / "tp", flags, "--tp 2 --sequence-parallel") == pytest.approx(one, rel=1e-9)
+    assert train(2, tmp_path / "pp", flags, "--pp 2") == pytest.approx(one, rel=1e-9)
+    assert train(1, tmp_path / "gpt", f"--hidden-dropout 0.1 {MOCK}") != pytest.approx(one, rel=1e-6)
+
+
+def test_an_optimizer_by_torchrun_continued_on_another_layout(tmp_path: Path) -> None:
+    """Its state is in the checkpoint: sharded over two ranks, then whole on one."""
+    flags = f"--import examples.extend.lion --optimizer lion {MOCK}"
+    one = train(1, tmp_path / "one", flags)
+    words = f"{MODEL} {STEPS} {flags} --run-dir {tmp_path}/two --dp-strategy distributed-optimizer"
+    stop = "--save-interval 3 --exit-interval 3"
+    launch = [*TORCHRUN, "--nproc-per-node", "2", "pretrain_gpt.py"]
+    run(*launch, *words.split(), *stop.split()).require_success()
+    assert losses(tmp_path / "two") == pytest.approx(one[:3], rel=1e-9)
+    again = train(1, tmp_path / "again", flags, f"--load {tmp_path}/two/checkpoints")
+    assert again == pytest.approx(one[3:], rel=1e-9)
+    fresh = train(1, tmp_path / "fresh", flags, f"--load {tmp_path}/two/checkpoints --no-load-optimizer")
+    assert fresh != pytest.approx(one[3:], rel=1e-9), "the state has a part in it"
+
+
+def test_a_schedule(tmp_path: Path) -> None:
+    flags = f"--import examples.extend.eager_1f1b --pipeline-schedule eager-1f1b {MOCK} --micro-batch-size 1"
+    one = train(1, tmp_path / "one", flags)
+    assert train(2, tmp_path / "two", flags, "--pp 2 --pipeline-check-memory") == pytest.approx(one, rel=1e-9)
+
+
+def test_a_writer(tmp_path: Path) -> None:
+    flags = f"--import examples.extend.best_loss --metrics best-loss {MOCK} --eval-interval 2 --eval-iters 1"
+    train(1, tmp_path, flags)
+    assert json.loads((tmp_path / "best.json").read_text())["valid_loss"] == min(losses(tmp_path, "valid"))
