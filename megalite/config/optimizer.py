@@ -36,7 +36,8 @@ def _of_muon(c: "OptimizerConfig", hidden_matrix: bool) -> Formats:
     return {"momentum_buffer": "main"} if hidden_matrix else {"exp_avg": "main", "exp_avg_sq": "main"}
 
 
-_HERE, _ADAM = "megalite.optimizers", "adam_beta1 adam_beta2 adam_eps"
+_HERE = "megalite.optimizers"
+_ADAM = "adam_beta1 adam_beta2 adam_eps"
 _ONEBIT = f"{_ADAM} freeze_step freeze_threshold onebit_scale"
 _LAMB = "lamb_min_coeff lamb_max_coeff"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -80,14 +81,11 @@ OPTIMIZERS: Registry[Any] = Registry(
 LR_SCHEDULES: Registry[Callable[..., float]] = Registry(
     "lr_decay_style",
     {
-        name: f"{_HERE}.schedules:{function}"
-        for name, function in {
-            "constant": "constant",
-            "linear": "linear",
-            "cosine": "cosine",
-            "inverse-square-root": "inverse_square_root",
-            "WSD": "warmup_stable_decay",
-        }.items()
+        "constant": f"{_HERE}.schedules:constant",
+        "linear": f"{_HERE}.schedules:linear",
+        "cosine": f"{_HERE}.schedules:cosine",
+        "inverse-square-root": f"{_HERE}.schedules:inverse_square_root",
+        "WSD": f"{_HERE}.schedules:warmup_stable_decay",
     },
 )
 """Functions of an `optimizers.schedules.Decay`, from the end of warm-up to that of the decay."""

@@ -140,7 +140,7 @@ class CheckpointConfig:
 
 
 WRITERS: Registry[Callable[..., Any]] = Registry(
-    "metrics", {name: f"megalite.training.writers:{name}_writer" for name in ("csv", "wandb")}
+    "metrics", {"csv": "megalite.training.writers:csv_writer", "wandb": "megalite.training.writers:wandb_writer"}
 )
 """Makers of `training.sinks.MetricSink`, called with (config, step=) on rank 0: the run continues after that step."""
 

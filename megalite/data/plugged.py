@@ -75,7 +75,7 @@ def as_source(given: Any, config: RunConfig, split: str) -> SampleSource:
 
 @dataclass(eq=False)
 class _Shuffled:
-    """A finite dataset again and again, each epoch in an order of its own."""
+    """A finite dataset again and again, each epoch in another order."""
 
     items: Any
     seed: int

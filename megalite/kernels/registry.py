@@ -242,7 +242,7 @@ class Kernels:
         if self._first is not None and (reason := why_not_backend(self._first, device.type)) is not None:
             raise ConfigError(f"kernels: {self._first} cannot be had: {reason}; remove it")
         for operation, backend in self._requests.items():
-            found = _of_backend(operation, backend)
+            found = kernel_of(operation, backend)
             _refuse(operation, backend, why_not_backend(backend, device.type) or found.why_not_here())
 
     def get(self, operation: str, *, device: torch.device, dtype: torch.dtype, size: int) -> Any:
@@ -280,7 +280,7 @@ class Kernels:
     def _serving(self, operation: str, device: torch.device, use: Use) -> tuple[Choice, Any]:
         if (operation, use) not in self._chosen:
             choice = self._choose(operation, use, device)
-            self._chosen[operation, use] = choice, _of_backend(operation, choice.backend).load()
+            self._chosen[operation, use] = choice, kernel_of(operation, choice.backend).load()
         return self._chosen[operation, use]
 
     def _choose(self, operation: str, use: Use, device: torch.device) -> Choice:
@@ -309,15 +309,17 @@ def why_not_backend(backend: str, device: str) -> str | None:
 
 def why_not(operation: str, backend: str, use: Use) -> str | None:
     """Why a backend cannot serve a use here, or None."""
-    return why_not_backend(backend, use.device) or _of_backend(operation, backend).why_not(use)
+    return why_not_backend(backend, use.device) or kernel_of(operation, backend).why_not(use)
 
 
 def backends_of(operation: str) -> list[str]:
-    """Those that have a kernel for it, in the order of BACKENDS."""
-    return [backend for backend in BACKENDS if backend in IMPLEMENTATIONS[operation]]
+    """Those that have a kernel for it, in the order of BACKENDS; then users'."""
+    names = (name.partition("=") for name in KERNELS)
+    theirs = [backend for of, _, backend in names if of == operation]
+    return [*(backend for backend in BACKENDS if backend in IMPLEMENTATIONS[operation]), *theirs]
 
 
-def _of_backend(operation: str, backend: str) -> Implementation:
+def kernel_of(operation: str, backend: str) -> Implementation:
     found = IMPLEMENTATIONS[operation].get(backend)
     if found is None and (name := f"{operation}={backend}") in KERNELS:
         facts: KernelFacts = KERNELS.facts(name)

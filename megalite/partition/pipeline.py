@@ -107,7 +107,7 @@ def schedule_of(config: RunConfig, num_microbatches: int) -> Schedule:
         return schedule
     if p.schedule_name == "auto":
         return _auto(_Key(config), placement_of(config), num_microbatches)
-    # One that a notebook has defined anew must be made anew.
+    # A notebook may define one again under its name.
     build = _named if p.schedule_name in PIPELINE_SCHEDULES.builtin else build_schedule
     return build(
         p.schedule_name,

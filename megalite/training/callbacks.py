@@ -3,12 +3,12 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megalite.training.stopping import Ending
 
-if TYPE_CHECKING:
-    from megalite.training.trainer import Trainer
+Trainer = Any
+"""A `training.trainer.Trainer`; its module imports this one."""
 
 
 class Callback:
@@ -18,19 +18,19 @@ class Callback:
     An error in a callback ends the run, as one of the training would: what was saved is kept.
     """
 
-    def on_start(self, trainer: "Trainer") -> None:
+    def on_start(self, trainer: Trainer) -> None:
         """Everything is built and loaded: `trainer.config` is resolved, `trainer.progress` where the run continues."""
 
-    def on_step_end(self, trainer: "Trainer", record: dict[str, Any]) -> None:
+    def on_step_end(self, trainer: Trainer, record: dict[str, Any]) -> None:
         """A step has been made; `record` is its line of metrics.jsonl: step, consumed_samples, loss, lr, grad_norm, ..."""
 
-    def on_evaluation(self, trainer: "Trainer", record: dict[str, Any]) -> None:
+    def on_evaluation(self, trainer: Trainer, record: dict[str, Any]) -> None:
         """`record` has valid_loss and valid_perplexity, or test_loss and test_perplexity."""
 
-    def on_checkpoint(self, trainer: "Trainer", path: Path) -> None:
+    def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
         """A checkpoint is complete on the disk. With async_save this comes some steps after its own."""
 
-    def on_end(self, trainer: "Trainer", ending: Ending) -> None:
+    def on_end(self, trainer: Trainer, ending: Ending) -> None:
         """The run has come to its end in order, finished or stopped; the last checkpoint is written. An error skips this."""
 
 
@@ -41,7 +41,7 @@ class CallbackError(Exception):
 class Callbacks:
     """Those of a run, in their order; as a sink of metrics, what records tell."""
 
-    def __init__(self, callbacks: Sequence[Callback], trainer: "Trainer") -> None:
+    def __init__(self, callbacks: Sequence[Callback], trainer: Trainer) -> None:
         self._callbacks, self._trainer = callbacks, trainer
         self.start: Callable[[], None] = partial(self._call, "on_start")
         self.checkpoint: Callable[[Path], None] = partial(self._call, "on_checkpoint")

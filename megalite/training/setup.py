@@ -1,5 +1,7 @@
 """From a config to data, indices, reports: everything that can be wrong is found here, before the first step."""
 
+import dataclasses
+import itertools
 import platform
 import zlib
 from collections.abc import Callable, Sequence
@@ -12,8 +14,11 @@ import torch
 from megalite.checkpoint.files import replace_durably
 from megalite.config import files
 from megalite.config.compute import kernels_in_words
+from megalite.config.data import DATASETS
 from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
+from megalite.config.model import BLOCKS, ModelConfig
+from megalite.config.optimizer import OPTIMIZERS
 from megalite.config.registry import Registry
 from megalite.config.run import RunConfig, save_folder
 from megalite.config.run import writers as wanted_writers
@@ -92,6 +97,34 @@ class Loaders:
     """Open on the ranks that read data, and on the first of each node, which makes their indices."""
     index_notes: list[str] = field(default_factory=list)
     """Gets what the datasets have to say about their indices."""
+
+
+def with_parts(config: RunConfig, *, dataset: Any, model: Any, optimizer: Any) -> RunConfig:
+    """The config with what was given beside it, by the names under which that is registered."""
+    if isinstance(model, ModelConfig):
+        config = dataclasses.replace(config, model=model)
+    elif isinstance(model, torch.nn.Module):
+        raise ConfigError(
+            f"model is a {type(model).__name__} that is built already, with parameters that do not know how they are split over "
+            "ranks; give a layer class registered in BLOCKS, or a ModelConfig (megalite convert reads others' checkpoints)"
+        )
+    elif model is not None:
+        config = replace(config, block=BLOCKS.name_of(model))
+    if optimizer is not None:
+        config = replace(config, optimizer=OPTIMIZERS.name_of(optimizer))
+    if dataset is not None:
+        config = replace(config, dataset=_named_dataset(dataset))
+    return config
+
+
+def _named_dataset(given: Any) -> str:
+    """The name of a registered dataset, or one that it gets here."""
+    if isinstance(given, str) or any(entry.implementation is given for entry in DATASETS.entries.values()):
+        return DATASETS.name_of(given)
+    kind = type(given).__name__
+    name = next(name for number in itertools.count(1) if (name := f"{kind}-{number}") not in DATASETS.entries)
+    DATASETS.register(name)(given)
+    return name
 
 
 def resolve(config: RunConfig, *, world_size: int, explicit: frozenset[str]) -> tuple[RunConfig, Tokenizer | None]:

@@ -1,7 +1,6 @@
 """`Trainer`: one run, from its config to its end."""
 
 import dataclasses
-import itertools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -9,15 +8,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
-
 from megalite.config.batch import batch_size, steps_left
-from megalite.config.data import DATASETS
-from megalite.config.describe import replace
 from megalite.config.errors import ConfigError, RankError
 from megalite.config.exit_codes import DONE
-from megalite.config.model import BLOCKS, ModelConfig
-from megalite.config.optimizer import OPTIMIZERS
 from megalite.config.registry import Registry, import_modules
 from megalite.config.rules.run import ELASTIC
 from megalite.config.run import RunConfig
@@ -36,7 +29,7 @@ from megalite.training.memory import explaining_out_of_memory, keep_freed_memory
 from megalite.training.non_finite import NonFiniteError
 from megalite.training.replica import Programs, Replica, agreeing, build_modules, build_replica
 from megalite.training.reporter import LossSpikes, Reporter, SpeedMeter
-from megalite.training.setup import describe, open_data, open_reports, prepare_data, resolve
+from megalite.training.setup import describe, open_data, open_reports, prepare_data, resolve, with_parts
 from megalite.training.sinks import last_records
 from megalite.training.step import Stepper
 from megalite.training.stopping import Ending, StopRequest, StopRequests, StopRun, forget_ending, write_ending
@@ -108,7 +101,7 @@ class Trainer:
         take_layout: TakeLayout | None = None,
     ) -> None:
         import_modules(config.training.imports)
-        self.config = _with_parts(config, dataset=dataset, model=model, optimizer=optimizer)
+        self.config = with_parts(config, dataset=dataset, model=model, optimizer=optimizer)
         self._explicit, self._fixed = explicit, fixed
         self._started = time.time() if started is None else started
         self._watched, self._take_layout = watched, take_layout
@@ -474,31 +467,3 @@ def _all_ranks_end(error: BaseException | None) -> bool:
     if isinstance(error, (ConfigError, NonFiniteError)):
         return not isinstance(error, RankError)
     return error is None
-
-
-def _with_parts(config: RunConfig, *, dataset: Any, model: Any, optimizer: Any) -> RunConfig:
-    """The config with what was given beside it, by the names under which that is registered."""
-    if isinstance(model, ModelConfig):
-        config = dataclasses.replace(config, model=model)
-    elif isinstance(model, torch.nn.Module):
-        raise ConfigError(
-            f"model is a {type(model).__name__} that is built already, whose parameters do not know how they are split over "
-            "ranks; give a layer class registered in BLOCKS, or a ModelConfig (megalite convert reads others' checkpoints)"
-        )
-    elif model is not None:
-        config = replace(config, block=BLOCKS.name_of(model))
-    if optimizer is not None:
-        config = replace(config, optimizer=OPTIMIZERS.name_of(optimizer))
-    if dataset is not None:
-        config = replace(config, dataset=_named_dataset(dataset))
-    return config
-
-
-def _named_dataset(given: Any) -> str:
-    """The name of a registered dataset, or one that it gets here."""
-    if isinstance(given, str) or any(entry.implementation is given for entry in DATASETS.entries.values()):
-        return DATASETS.name_of(given)
-    kind = type(given).__name__
-    name = next(name for number in itertools.count(1) if (name := f"{kind}-{number}") not in DATASETS.entries)
-    DATASETS.register(name)(given)
-    return name

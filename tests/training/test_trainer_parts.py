@@ -19,8 +19,15 @@ from megalite.training.stopping import Ending
 from tests.support.plugins import registered
 
 SIZES: dict[str, Any] = {
-    "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "vocab_size": 64,
-    "global_batch_size": 4, "train_iters": 4, "device": "cpu", "log_interval": 1,
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "seq_length": 16,
+    "vocab_size": 64,
+    "global_batch_size": 4,
+    "train_iters": 4,
+    "device": "cpu",
+    "log_interval": 1,
 }
 
 
@@ -232,7 +239,9 @@ def test_an_optimizer_and_a_model_by_class_or_name() -> None:
     with registered(OPTIMIZERS, "sign", Sign, states=(), settings=""):
         by_class, by_name = fit(mock(), optimizer=Sign), fit(mock(), optimizer="sign")
         assert [r["loss"] for r in by_class] == [r["loss"] for r in by_name]
-        with pytest.raises(ConfigError, match="exp_avg_dtype bf16 has no effect with optimizer sign; use --optimizer adam"):
+        with pytest.raises(
+            ConfigError, match="exp_avg_dtype bf16 has no effect with optimizer sign; use --optimizer adam"
+        ):
             Trainer(mock(exp_avg_dtype="bf16"), optimizer=Sign, explicit=frozenset({"exp_avg_dtype"})).fit()
     with pytest.raises(ConfigError, match="optimizer: Sign is not registered"):
         Trainer(mock(), optimizer=Sign)

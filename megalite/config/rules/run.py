@@ -104,7 +104,7 @@ DATA: tuple[Check, ...] = (
             "{?mock_data} needs the range of its tokens; add --vocab-size, e.g. 1024": lambda c: c.vocab_size is None,
             f"{{!packing|data_order|data_cache_path|{_DOCUMENTS}}} has no effect with mock_data, which has no documents; use "
             "data_path or remove it": lambda c: c.mock_data and not c.data_path,
-            "{!packing|data_order|data_cache_path} has no effect with {dataset}, whose samples are as it gives them; remove "
+            "{!packing|data_order|data_cache_path} has no effect with {dataset}, which gives samples as they are; remove "
             "it": lambda c: c.dataset is not None,
             "{?packing} does not go with {data_order}, which cuts samples from one stream of documents; use packing stream or "
             "data_order megalite": lambda c: c.data_order == "megatron",
