@@ -14,7 +14,8 @@ from megalite.config.errors import ConfigError
 from megalite.config.model import BLOCKS
 from megalite.config.optimizer import OPTIMIZERS
 from megalite.config.run import RunConfig
-from megalite.data_parallel.facts import bucket_size
+from megalite.config.strategies import STRATEGIES
+from megalite.data_parallel.facts import bucket_size, strategy_states
 from megalite.data_parallel.shards import OptimizerShard, StrategyGroups, StrategyOptions, placed_in
 from megalite.data_parallel.strategy import DataParallelStrategy, strategy_class
 from megalite.kernels.registry import Kernels
@@ -100,7 +101,20 @@ def build_optimizer(
     optimizer: Optimizer = OPTIMIZERS.get(name).from_config(parameters, config, context)
     check_states(name, optimizer)
     strategy.attach(optimizer)
+    if config.parallel.dp_strategy not in STRATEGIES.builtin and topology.dp_cp.size > 1:
+        _check_strategy_states(config, strategy)
     return optimizer
+
+
+def _check_strategy_states(config: RunConfig, strategy: DataParallelStrategy) -> None:
+    """Raise ConfigError unless a user's strategy keeps what it was registered with; main parameters are there anyway."""
+    kept = sorted({state.name for state in strategy.states()} - {"main_param", "replica_param"})
+    stated = sorted(strategy_states(config))
+    if kept != stated:
+        raise ConfigError(
+            f"dp_strategy {config.parallel.dp_strategy} keeps the states {', '.join(kept) or 'none'}, but is registered with "
+            f"{', '.join(stated) or 'none'}, by which memory is planned; correct `states` where it is registered"
+        )
 
 
 def _flat_parameter(shard: OptimizerShard) -> FlatParameter:

@@ -12,14 +12,16 @@ from megalite.config.flags import parse_arguments
 from megalite.config.strategies import STRATEGIES
 from megalite.config.validate import validate
 from megalite.data_parallel.buckets import Bucket
-from megalite.data_parallel.facts import bucket_size, state_elements, strategy_states
-from megalite.data_parallel.strategy import DataParallelStrategy
+from megalite.data_parallel.facts import STATES, Placement, StateFact, bucket_size, state_elements, strategy_states
+from megalite.data_parallel.strategy import DataParallelStrategy, FlatState
 from megalite.optimizers.base import Update
+from megalite.partition.buckets import strategy_bytes
 from megalite.planner.communication import step_volumes
 from megalite.topology.group import Work
 from tests.data_parallel.toy import ToyRun
 from tests.support.plugins import registered
 from tests.support.ranks import RankContext, run_ranks
+from tests.support.tiny import build, tiny_config
 
 RANKS = 2
 SGD = {"optimizer": "sgd"}
@@ -100,6 +102,43 @@ def tripled() -> AbstractContextManager[None]:
     """Inside, it is registered."""
     facts = {"settings": "ddp_bucket_size", "traffic": lambda t: [("all-reduce", 3 * t.elements * t.wire)]}
     return registered(STRATEGIES, "tripled", Tripled, **facts)
+
+
+class Keeping(Tripled):
+    """Has a state for each element."""
+
+    def states(self) -> list[FlatState]:
+        return [
+            FlatState("seen", bucket, torch.zeros_like(bucket.data), Placement.REPLICATED)
+            for bucket in self.all_buckets()
+        ]
+
+
+def built_with(context: RankContext, states: tuple[str, ...]) -> str:
+    """What building a run says of a strategy that keeps `seen`, and is registered with `states`."""
+    facts = {"traffic": lambda t: [("all-reduce", t.elements * t.wire)], "states": lambda config: states}
+    with registered(STRATEGIES, "keeping", Keeping, **facts):
+        try:
+            replica = build(context, tiny_config(RANKS, dp=RANKS, dp_strategy="keeping"))
+        except ConfigError as error:
+            return str(error)
+        replica.strategy.close()
+    return ""
+
+
+def test_a_strategy_keeps_what_it_is_registered_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_ranks(RANKS, built_with, ("seen",)) == [""] * RANKS
+    for said in run_ranks(RANKS, built_with, ()):
+        assert said.startswith(
+            "dp_strategy keeping keeps the states seen, but is registered with none, by which memory"
+        )
+    facts = {"traffic": lambda t: [], "states": lambda config: ("seen",)}
+    with registered(STRATEGIES, "keeping", Keeping, **facts):
+        config = tiny_config(RANKS, dp=RANKS, dp_strategy="keeping", precision="fp32")
+        with pytest.raises(ConfigError, match=r"keeps a state seen, of which nothing is stated; add STATES\['seen'\]"):
+            strategy_bytes(config, RANKS)
+        monkeypatch.setitem(STATES, "seen", StateFact(Placement.REPLICATED, "zeros"))
+        assert strategy_bytes(config, RANKS) == 4
 
 
 def weights_of(context: RankContext) -> list[dict[str, torch.Tensor]]:

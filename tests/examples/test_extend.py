@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
+from megalite.cli.main import main
+from tests.docs.execution import in_process
 from tests.e2e.forked import train_forked
 from tests.e2e.programs import REPOSITORY, TORCHRUN, run
+from tests.support.ranks import forked_pools
 
 EXTEND = REPOSITORY / "examples" / "extend"
 pytestmark = pytest.mark.e2e
@@ -85,3 +88,35 @@ def test_a_writer(tmp_path: Path) -> None:
     flags = f"--import examples.extend.best_loss --metrics best-loss {MOCK} --eval-interval 2 --eval-iters 1"
     train(1, tmp_path, flags)
     assert json.loads((tmp_path / "best.json").read_text())["valid_loss"] == min(losses(tmp_path, "valid"))
+
+
+def test_a_module_that_cannot_be_imported_ends_all_ranks_before_any_work(tmp_path: Path) -> None:
+    words = f"{MODEL} {STEPS} {MOCK} --import examples.extend.tiger --run-dir {tmp_path}/run".split()
+    outcome = train_forked(2, *words)
+    says = "error: --import examples.extend.tiger cannot be imported: ModuleNotFoundError: No module named"
+    assert outcome.status == 2 and all(line.startswith(says) for line in outcome.errors) and outcome.errors
+    assert not (tmp_path / "run").exists()
+
+
+def said(*words: str) -> Any:
+    """What a command prints as JSON."""
+    with forked_pools():
+        found = in_process(main, " ".join(words).split())
+    assert found.status == 0, found.out + found.err
+    return json.loads(found.out)
+
+
+def test_other_commands_see_it() -> None:
+    lion = f"--import examples.extend.lion --optimizer lion {MOCK} {MODEL} {STEPS} --json"
+    (memory,) = said("train --dry-run", lion)["memory"]["pipeline_ranks"]
+    assert memory["optimizer_bytes"] == 8 * memory["parameters"], "one state, of 8 bytes in fp64"
+    assert said("config --show", lion)["training"]["imports"] == ["examples.extend.lion"]
+    assert said("rehearse", lion)
+    drawn = "schedule --import examples.extend.eager_1f1b --schedule eager-1f1b --pp 4 --microbatches 8 --json"
+    assert "eager-1f1b" in json.dumps(said(drawn))
+
+
+def test_parity_of_a_layer() -> None:
+    """Its ranks are other processes, which get the config from this one."""
+    layer = f"--import examples.extend.parallel_block --block parallel {MOCK} {MODEL} --global-batch-size 4"
+    assert said("parity", layer, "--tp 2 --steps 2 --json")
