@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megalite.config import registry
+from megalite.config.data import DATASETS
 from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
 from megalite.config.files import configure, load
@@ -26,6 +27,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtu
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(OPTIMIZERS, "entries", dict(OPTIMIZERS.entries))
+    monkeypatch.setattr(DATASETS, "entries", {})
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     return tmp_path

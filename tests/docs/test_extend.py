@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from megalite import KERNELS, LR_SCHEDULES, OPTIMIZERS
+from megalite import DATASETS, KERNELS, LR_SCHEDULES, OPTIMIZERS
 from tests.e2e.programs import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "extend.md").read_text(encoding="utf-8")
@@ -14,7 +14,7 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```\n+(?:^```text\n(.*?)^```)?", PAGE, r
 
 
 def test_the_blocks_print_what_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    for registry in (KERNELS, LR_SCHEDULES, OPTIMIZERS):
+    for registry in (DATASETS, KERNELS, LR_SCHEDULES, OPTIMIZERS):
         monkeypatch.setattr(registry, "entries", dict(registry.entries))
     assert len(BLOCKS) == PAGE.count("```python") == 6
     names: dict[str, object] = {"__name__": "notebook"}
