@@ -65,6 +65,8 @@ class Registry(Collection[str], Generic[T]):
         return len(self.entries)
 
     def __contains__(self, name: object) -> bool:
+        if not isinstance(name, str):
+            return False
         if name not in self.entries:
             _load_entry_points()
         return name in self.entries

@@ -20,14 +20,14 @@ _STREAM = 16
 def open_plugged(config: RunConfig, split: str, tokenizer: Any) -> SampleSource | None:
     """A split of the run's dataset; None where it has none.
 
-    What is registered is a function of (split, config, tokenizer), a mapping from splits to datasets, or one for training
-    alone. See `as_source` for what a dataset may be.
+    What is registered is a function of (split, config, tokenizer), a mapping from train, valid (or validation) and test to
+    datasets, or one for training alone. See `as_source` for what a dataset may be.
     """
     name = config.data.dataset
     assert name is not None
     given = DATASETS.get(name)
     if isinstance(given, Mapping):
-        given = given.get(split)
+        given = given.get(split, given.get("validation") if split == "valid" else None)
     elif callable(given) and not _is_dataset(given):
         given = given(split, config, tokenizer)
     elif split != "train":

@@ -197,6 +197,8 @@ def test_a_bad_dataset_is_refused(given: Any, says: str) -> None:
 
 def test_an_evaluation_needs_its_split() -> None:
     config = configure(**SIZES, eval_interval=2)
+    both = {"train": Counted(), "validation": Counted()}
+    assert fit(config, dataset=both)
     with pytest.raises(ConfigError, match=r"no validation data; let dataset .* give a split valid"):
         Trainer(config, dataset=Counted(), log=lambda line: None).fit()
 
