@@ -241,6 +241,22 @@ def test_the_shipped_rules_name_kernels_that_exist() -> None:
         assert rule.dtypes <= {"float32", "bfloat16", "float16"}, rule
 
 
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_users_kernel_of_each_operation_can_be_tried(operation: str) -> None:
+    """torch's own passes as a user's, and one that fails is refused with what it says."""
+    torchs = IMPLEMENTATIONS[operation]["torch"].load()
+    name, sizes = f"{operation}=mine", {"device": CPU, "dtype": torch.float32, "size": 64}
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("not today")
+
+    with registered(KERNELS, name, torchs):
+        assert Kernels({operation: "mine"}).get(operation, **sizes) is torchs
+    refused = pytest.raises(ConfigError, match=rf"{name} cannot be had: mine's failed when .* here \(not today\)")
+    with registered(KERNELS, name, tuple(fail for _ in torchs) if isinstance(torchs, tuple) else fail), refused:
+        Kernels({operation: "mine"}).get(operation, **sizes)
+
+
 def test_a_users_kernel_serves_where_it_is_asked_for_and_right() -> None:
     def wrong(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         return 1.01 * layer_ops.rms_norm(x, weight, epsilon)
