@@ -1,6 +1,7 @@
 """examples/extend: each addition trains, on one layout and on another, and continues where it was stopped."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,24 @@ def test_a_layer_on_two_layouts(tmp_path: Path) -> None:
     assert train(2, tmp_path / "tp", flags, "--tp 2 --sequence-parallel") == pytest.approx(one, rel=1e-9)
     assert train(2, tmp_path / "pp", flags, "--pp 2") == pytest.approx(one, rel=1e-9)
     assert train(1, tmp_path / "gpt", f"--hidden-dropout 0.1 {MOCK}") != pytest.approx(one, rel=1e-6)
+
+
+def test_text_from_a_layer(tmp_path: Path) -> None:
+    """A checkpoint names its kind of layer, and imports nothing: that is for the user to say."""
+    layer = "--import examples.extend.parallel_block"
+    train(
+        1,
+        tmp_path,
+        f"{layer} --block parallel --mock-data --tokenizer-type ByteLevelTokenizer --vocab-size 512 --save-interval 6",
+    )
+    words = f"generate --load {tmp_path}/checkpoints --prompt ab --max-new-tokens 3 --device cpu"
+    start = [sys.executable, "-m", "megalite.cli.main", *words.split()]
+    run(*start, *layer.split()).require_success()
+    refused = run(*start)
+    assert (
+        refused.status == 2
+        and "block cannot be 'parallel' (one of gpt; --import MODULE registers others)" in refused.err
+    )
 
 
 def test_an_optimizer_by_torchrun_continued_on_another_layout(tmp_path: Path) -> None:

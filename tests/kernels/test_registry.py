@@ -258,8 +258,8 @@ def test_a_users_kernel_of_each_operation_can_be_tried(operation: str) -> None:
 
 
 def test_a_users_kernel_serves_where_it_is_asked_for_and_right() -> None:
-    def wrong(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        return 1.01 * layer_ops.rms_norm(x, weight, epsilon)
+    def wrong(*inputs: Any, **options: Any) -> torch.Tensor:
+        return 1.01 * layer_ops.rms_norm(*inputs, **options)
 
     sizes = {"device": CPU, "dtype": torch.float32, "size": 8}
     with registered(KERNELS, "rmsnorm=mine", layer_ops.rms_norm, dtypes=("float32",)):
