@@ -4,14 +4,25 @@ from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["ConfigError", "RunConfig", "Trainer", "validate"]
-
 _HOMES = {
+    "BLOCKS": "megalite.config.model",
+    "Block": "megalite.models.block",
+    "Callback": "megalite.training.callbacks",
     "ConfigError": "megalite.config.errors",
+    "DATASETS": "megalite.config.data",
+    "KERNELS": "megalite.config.compute",
+    "LR_SCHEDULES": "megalite.config.optimizer",
+    "OPTIMIZERS": "megalite.config.optimizer",
+    "Optimizer": "megalite.optimizers.base",
+    "PIPELINE_SCHEDULES": "megalite.config.parallel",
     "RunConfig": "megalite.config.run",
+    "STRATEGIES": "megalite.config.strategies",
     "Trainer": "megalite.training.trainer",
+    "WRITERS": "megalite.config.training",
+    "configure": "megalite.config.files",
     "validate": "megalite.config.validate",
 }
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:

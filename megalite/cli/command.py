@@ -9,7 +9,7 @@ import re
 import textwrap
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ import megalite
 from megalite.cli.failures import DEBUG_FLAG, guarded
 from megalite.cli.output import show
 from megalite.config.errors import ConfigError, Problems, closest, nearest
+from megalite.config.registry import import_modules
 
 OPTIONAL, ANY, SOME = (0, 1), (0, math.inf), (1, math.inf)
 """Numbers of values, at least and at most."""
@@ -39,7 +40,7 @@ class Flag:
     value: str = ""
     """Stands for the value in the help."""
     default: Any = None
-    choices: Sequence[str] = ()
+    choices: Collection[str] = ()
     count: tuple[float, float] = (1, 1)
     """How many values it takes; more than one make a list."""
     required: bool = False
@@ -95,6 +96,11 @@ class Flag:
             known = ", ".join(self.choices)
             raise ConfigError(f"{self.shown}: there is no {value}{nearest(word, self.choices)} (one of {known})")
         return value
+
+
+IMPORT = Flag(
+    "--import", "your modules, which register more; may be given again", str, "MODULE", count=SOME, repeat=True
+)
 
 
 @dataclass(frozen=True)
@@ -165,6 +171,8 @@ class Command:
         Raises:
             ConfigError: everything that is wrong with them, in one.
         """
+        if IMPORT.name in self.spellings:  # what values may be depends on them
+            import_modules(_imports(deque(words)))
         reading = _Reading(self)
         reading.found.words = list(words)
         with reading.problems.collecting():
@@ -341,6 +349,15 @@ class _Reading:
                 self.problems.add(f"{both[0]} and {both[1]} contradict; keep one of them")
             if self.command.one_needed and not {flag.name for flag in (*self.given, *meant)} & set(group):
                 self.problems.add(f"give one of {' '.join(group)}")
+
+
+def _imports(words: deque[str]) -> list[str]:
+    found = []
+    while words:
+        word = words.popleft()
+        if word.partition("=")[0] == IMPORT.name:
+            found += _values(word, words, math.inf)
+    return found
 
 
 def _values(word: str, rest: deque[str], most: float) -> list[str]:

@@ -37,7 +37,7 @@ def run(flags: Namespace) -> int:
         show(json.dumps(reports, indent=2))
     elif not reports:
         packed = "packing best-fit keeps no index: which documents go together is found in memory for each epoch"
-        show(packed if invocation.config.data.packing == "best-fit" else "mock data needs no index")
+        show(packed if invocation.config.data.packing == "best-fit" else "this data needs no index")
     return 0
 
 

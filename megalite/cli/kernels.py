@@ -13,7 +13,7 @@ from megalite.cli.output import show
 from megalite.cli.tool_commands import KERNELS
 from megalite.config.compute import ALL_OPERATIONS, OPERATIONS, kernel_requests, unknown_kernels
 from megalite.config.errors import ConfigError
-from megalite.kernels.registry import IMPLEMENTATIONS, Kernels, Use, backends_of, why_not, why_not_backend
+from megalite.kernels.registry import Kernels, Use, backends_of, kernel_of, why_not, why_not_backend
 
 SIZES: Mapping[str, int] = MappingProxyType(
     {
@@ -84,7 +84,7 @@ def _types(operation: str) -> tuple[torch.dtype, ...]:
 def _rows(operation: str, device: str) -> list[Row]:
     rows = []
     for backend in backends_of(operation):
-        here = why_not_backend(backend, device) or IMPLEMENTATIONS[operation][backend].why_not_here()
+        here = why_not_backend(backend, device) or kernel_of(operation, backend).why_not_here()
         refused = {}
         if here is None:
             uses = [Use(device, dtype, SIZES.get(operation, 4096)) for dtype in _types(operation)]

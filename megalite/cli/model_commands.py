@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megalite.cli.command import OPTIONAL, SOME, Command, Flag, positive
+from megalite.cli.command import IMPORT, OPTIONAL, SOME, Command, Flag, positive
 from megalite.config.describe import settings
 from megalite.config.reading import PRECISIONS
 from megalite.conversion.formats import FORMATS, TRANSFORMER_IMPLEMENTATIONS
@@ -243,6 +243,7 @@ def _model(tp_default: str) -> list[Flag]:
             required=True,
         ),
         Flag("--ckpt-step", "use the checkpoint of this step instead", int, "N"),
+        IMPORT,
         Flag("--tp", f"tensor parallel ranks ({tp_default})", positive, "N"),
         Flag("--pp", "pipeline parallel ranks (1)", positive, "N"),
         Flag("--cp", type=int, default=1),

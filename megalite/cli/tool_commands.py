@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from megalite.cli.command import ANY, SOME, Command, Flag, above_zero, not_negative, positive
+from megalite.cli.command import ANY, IMPORT, SOME, Command, Flag, above_zero, not_negative, positive
+from megalite.config.parallel import PIPELINE_SCHEDULES
 from megalite.config.reading import PRECISIONS
 from megalite.pipeline.ir.generators.registry import SCHEDULES
 
@@ -87,9 +88,21 @@ SCHEDULE = Command(
     "schedule that you wrote before training with it. Costs are those of a rank's whole share of the model for one "
     "microbatch; without --costs forward, input gradient and weight gradient take 1 each. docs/schedules.md explains it.",
     [
-        Flag("--schedule", f"{', '.join(NAMES)} (default 1f1b, with --vpp interleaved)", value="NAME", choices=NAMES),
+        Flag(
+            "--schedule",
+            f"{', '.join(NAMES)} (default 1f1b, with --vpp interleaved)",
+            value="NAME",
+            choices=PIPELINE_SCHEDULES,
+        ),
+        IMPORT,
         Flag("--csv", "a schedule that you wrote: one line per rank, 0F0,0B0,...", Path, "FILE"),
-        Flag("--compare", "several schedules in one table (default all)", value="NAME", choices=NAMES, count=ANY),
+        Flag(
+            "--compare",
+            "several schedules in one table (default all)",
+            value="NAME",
+            choices=PIPELINE_SCHEDULES,
+            count=ANY,
+        ),
         Flag("--pp", "pipeline ranks", positive, "P"),
         Flag("--vpp", "stages per rank (default: what the schedule needs)", positive, "V"),
         Flag("--microbatches", "microbatches in a step", positive, "M"),
@@ -280,6 +293,7 @@ KERNELS = Command(
     [
         Flag("--device", "the device asked about (cuda where there is one)", choices=("cpu", "cuda")),
         Flag("--kernels", "as a run takes it: apex, or apex,adam=torch", value="CHOICES"),
+        IMPORT,
         _JSON,
     ],
     "megalite.cli.kernels:run",

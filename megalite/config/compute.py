@@ -3,9 +3,11 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from megalite.config.errors import ConfigError, nearest
 from megalite.config.option import option
+from megalite.config.registry import Registry
 
 BACKENDS = ("apex", "triton", "onednn", "torch")
 """Where kernels come from: NVIDIA's apex, our Triton ones, the oneDNN inside torch where torch does not take it itself, torch."""
@@ -69,6 +71,19 @@ class ComputeConfig:
     zeroed pages each time. --no-keep-cpu-memory for processes that share a machine short of memory."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class KernelFacts:
+    """Of a user's kernel; it has the signature of torch's for the operation."""
+
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    devices: tuple[str, ...] = ("cpu", "cuda")
+
+
+KERNELS: Registry[Any] = Registry("kernels", facts=KernelFacts)
+"""What users add, as OPERATION=BACKEND: a function, or a tuple of them where torch's are several. It serves where that is
+asked for, once it has given torch's numbers on a few rows. Our own are rows in `kernels.registry`."""
+
+
 ALL_OPERATIONS = ""
 """Stands for every operation that is not asked for by name."""
 
@@ -100,6 +115,8 @@ def kernel_requests(given: list[str]) -> dict[str, str]:
 def unknown_kernels(requests: Mapping[str, str]) -> Iterator[str]:
     """What is wrong with `kernel_requests`: no such operation or backend."""
     for operation, backend in requests.items():
+        if operation in OPERATIONS and f"{operation}={backend}" in KERNELS:
+            continue
         operations = [*OPERATIONS] if operation != ALL_OPERATIONS else [ALL_OPERATIONS]
         for kind, name, known in (("operation", operation, operations), ("backend", backend, [*BACKENDS])):
             if name not in known:

@@ -11,6 +11,7 @@ from typing import Any
 from megalite.config.errors import ConfigError, shortened
 from megalite.config.option import option
 from megalite.config.reading import read_input
+from megalite.config.registry import Registry
 
 SPLITS = ("train", "valid", "test")
 DEFAULT_SPLIT = "969,30,1"
@@ -168,6 +169,10 @@ def _unique(where: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+DATASETS: Registry[Any] = Registry("dataset")
+"""Functions of (split, config, tokenizer) that give a dataset as `data.dataset.as_source` takes it, or None."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Token files (`<prefix>.bin`/`<prefix>.idx`), their split, and the tokenizer that made them."""
@@ -184,6 +189,8 @@ class DataConfig:
     """Train, valid and test shares of data_path's documents; default 969,30,1."""
     mock_data: bool = option(False)
     """Train on made-up tokens (for timing); needs vocab_size."""
+    dataset: str | None = option(None, choices=DATASETS)
+    """A dataset that one of `imports` has registered, instead of token files; it may read data_path as it likes."""
     tokenizer_type: str | None = option(
         None,
         choices=(

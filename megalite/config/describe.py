@@ -92,10 +92,15 @@ class Setting:
         return tuple(self.legal)
 
     @property
+    def shipped(self) -> tuple[str, ...]:
+        """Those of `choices` that come with megalite."""
+        return tuple(getattr(self.legal, "builtin", self.legal))
+
+    @property
     def type_name(self) -> str:
         """The type in words, for messages and tables."""
-        if self.choices:
-            return " | ".join(self.choices)
+        if self.shipped:
+            return " | ".join(self.shipped)
         return f"list of {self.type.__name__}" if self.is_list else self.type.__name__
 
 

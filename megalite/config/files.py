@@ -1,5 +1,6 @@
 """YAML config files: load with every key checked, dump so that it loads equal."""
 
+import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ from megalite.config.megatron import STANDS_FOR
 from megalite.config.megatron_flags import known_flags
 from megalite.config.merge import Level, merge
 from megalite.config.reading import load_mapping, read_input
+from megalite.config.registry import import_modules
 from megalite.config.run import RunConfig
 from megalite.config.values import coerce
 
@@ -49,8 +51,45 @@ def read_level(path: str | Path, source: str | None = None, *, problems: Problem
 def level_from_text(text: str, source: str, problems: Problems | None = None) -> Level:
     """What YAML text gives; sections and flat keys may be mixed. `problems` and errors as for `read_level`."""
     with gathered(problems) as found:
+        return _level_of(load_mapping(text, source, "num_layers: 4", found), source, found)
+
+
+def configure(**settings: Any) -> RunConfig:
+    """The config that a file with these keys describes: `configure(num_layers=4, tp=2, imports=["my_module"])`.
+
+    Raises:
+        ConfigError: keys or values that are not legal.
+    """
+    with gathered(None) as problems:
+        return merge([_level_of(settings, "configure", problems)], problems).config
+
+
+def imports_of(path: str) -> list[str]:
+    """The modules that a file imports; none where it cannot be read, which is said where that is done."""
+    try:
+        text = read_input(path, "config file")
+        return _imports(load_mapping(text, path, "num_layers: 4")) if _IMPORTS.search(text) else []
+    except ConfigError:
+        return []
+
+
+_IMPORTS = re.compile(r"^\s*imports?\s*:(?!\s*\[\s*\]\s*$)", re.MULTILINE)
+
+
+def _imports(tree: Mapping[Any, Any]) -> list[str]:
+    section = tree.get("training")
+    for part in (tree, section if isinstance(section, dict) else {}):
+        for key in ("import", "imports"):
+            if isinstance(part.get(key), list | tuple):
+                return [module for module in part[key] if isinstance(module, str)]
+    return []
+
+
+def _level_of(tree: Mapping[Any, Any], source: str, problems: Problems) -> Level:
+    import_modules(_imports(tree))  # what values may be depends on them
+    with gathered(problems) as found:
         level = Level()
-        for key, value in load_mapping(text, source, "num_layers: 4", found).items():
+        for key, value in tree.items():
             if key in sections() and (isinstance(value, dict) or value is None):
                 for name, inner in (value or {}).items():
                     with found.collecting(*_meant_by(name)):

@@ -13,11 +13,12 @@ from typing import Any
 
 from megalite.config.describe import Setting, settings
 from megalite.config.errors import ConfigError, Problems, closest, nearest
-from megalite.config.files import read_level, read_preset
+from megalite.config.files import imports_of, read_level, read_preset
 from megalite.config.megatron import DERIVED, FROM_VALUE, REFUSED_VALUES, STANDS_FOR, VALUES, WORDS
 from megalite.config.megatron_flags import DIFFERS, NO_EFFECT_HERE, Note, known_flags, summary
 from megalite.config.merge import Level, merge
 from megalite.config.model import TRAINING_FIELDS
+from megalite.config.registry import import_modules
 from megalite.config.rules.rule import IDLE
 from megalite.config.run import RunConfig, least_ranks
 from megalite.config.validate import validate
@@ -120,7 +121,13 @@ def read_arguments(
             return Invocation(**vars(merge([])), help=asked, version=asked is None)
     options: dict[str, list[str]] = {}
     level = Level(always_explicit=True)
-    for occurrence in _occurrences(argv, problems):
+    occurrences = _occurrences(argv, problems)
+    for occurrence in occurrences:  # what flags may say depends on them
+        if occurrence.flag in settings()["imports"].flags:
+            import_modules(occurrence.words)
+        elif occurrence.flag == "--config":
+            import_modules(module for word in occurrence.words for module in imports_of(word))
+    for occurrence in occurrences:
         with problems.collecting(*_meant_by(occurrence.flag)):
             if occurrence.flag in RUN_OPTIONS:
                 _add_run_option(options, occurrence)

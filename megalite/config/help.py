@@ -72,7 +72,7 @@ def markdown() -> str:
         for setting in settings().values():
             if setting.section == section:
                 also = "".join(f", `{flag}`" for flag in setting.flags if flag[2:].replace("-", "_") != setting.name)
-                kind = _code("|".join(setting.choices)) or setting.type_name
+                kind = _code("|".join(setting.shipped)) or setting.type_name
                 default = _code(_shown(setting.default, ""))
                 lines.append(f"- `{setting.name}`{also} ({kind}{default and f', {default}'}): {setting.help}")
     lines += ["", "## Presets", "", ", ".join(f"`{name}`" for name in preset_names())]

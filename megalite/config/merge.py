@@ -9,7 +9,7 @@ from megalite.config.describe import replace, settings
 from megalite.config.errors import ConfigError, Problems, Reported, gathered, shortened
 from megalite.config.megatron import DERIVED, FROM_VALUE, SAID, SHORTHANDS, settings_of_word
 from megalite.config.megatron_flags import ALREADY_SO, DIFFERS, Note
-from megalite.config.parallel import V_SCHEDULES, parse_pipeline_layout
+from megalite.config.parallel import PIPELINE_SCHEDULES, parse_pipeline_layout
 from megalite.config.run import RunConfig, save_folder
 from megalite.config.training import parse_batch_schedule
 
@@ -74,7 +74,13 @@ class Level:
             self.add(name, fixed, source)
 
 
+def _together(*imports: Given) -> list[str]:
+    return list(dict.fromkeys(module for given in imports for module in given.value))
+
+
 def _add(table: dict[str, Given], name: str, new: Given) -> None:
+    if name == "imports" and name in table:
+        new = table[name] = Given(_together(table[name], new), new.source)
     old = table.setdefault(name, new)
     if old.value != new.value:
         raise ConfigError(
@@ -108,6 +114,9 @@ def merge(levels: Sequence[Level], problems: Problems | None = None) -> Merged:
     with gathered(problems) as found:
         _resolve_derived(levels, found)
     top = _overlay(levels)
+    imports = [level.given["imports"] for level in levels if "imports" in level.given]
+    if len(imports) > 1:  # one level's modules do not stand in for another's
+        top["imports"] = Given(_together(*imports), imports[-1].source)
     _forget_former_folder(levels, top)
     explicit = {
         name
@@ -245,7 +254,7 @@ def _chunks_of_layout_and_schedule(levels: Sequence[Level], problems: Problems) 
     if layout and layout.value is not None:
         stages = len(parse_pipeline_layout(layout.value))
         source, vpp = layout, stages // pp if stages % pp == 0 else 1
-    elif schedule and schedule.value in V_SCHEDULES:
+    elif schedule and schedule.value and PIPELINE_SCHEDULES.facts(schedule.value).chunks == "vee":
         source, vpp = schedule, 2
     else:
         return

@@ -1,8 +1,11 @@
 """What the network is: shapes, norms, activations, positions."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from megalite.config.option import option
+from megalite.config.registry import Registry
 
 TRAINING_FIELDS = frozenset(
     {
@@ -15,11 +18,26 @@ checkpoint and the run that loads it, and other formats need not express them.""
 
 
 @dataclass(frozen=True, kw_only=True)
+class BlockFacts:
+    """Of one kind of layer."""
+
+    shapes: "Callable[[ModelConfig, int], list[Any]] | None" = None
+    """Of a model and a layer's number: its parameters, as `models.shapes.ParameterShape`; None: those of gpt. Memory and
+    FLOPs follow, and a run makes sure that they are all. Activations count as those of gpt."""
+
+
+BLOCKS: Registry[Any] = Registry("block", {"gpt": "megalite.models.block:Block"}, BlockFacts)
+"""Layers with the signature of `models.block.Block`. Your own: `@BLOCKS.register("mine")` above a subclass."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """One GPT. GPT-2/3 by default; Llama by `normalization`, `activation`, `position_embedding_type` and so on."""
 
     num_layers: int = option(2, at_least=1, below=10_000, basic=True)
     """Transformer blocks."""
+    block: str = option("gpt", choices=BLOCKS)
+    """Kind of the transformer blocks: gpt, or one that an import has registered."""
     hidden_size: int = option(128, at_least=1, below=2**24, basic=True)
     """Width h of the residual stream."""
     num_attention_heads: int = option(4, at_least=1, below=2**24, basic=True)

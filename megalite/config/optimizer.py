@@ -1,24 +1,94 @@
 """Optimizer, clipping, learning-rate and weight-decay schedules."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
+from typing import Any, Literal
 
 from megalite.config.option import option
+from megalite.config.registry import Registry
 
-STATES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+Formats = Mapping[str, Literal["main", "bf16"]]
+"""State -> its number format: that of main parameters, or bf16."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerFacts:
+    """Of one optimizer."""
+
+    states: "tuple[str, ...] | Callable[[OptimizerConfig, bool], Formats]"
+    """What it keeps of each element, in the precision of main parameters; or a function of its settings and of whether
+    the parameter is a hidden matrix. Dry run and planner count these, and a run makes sure that they are all."""
+    settings: str = "adam_beta1 adam_beta2 adam_eps"
+    """Those that mean something to it, of those that only some optimizers have."""
+    matrices_apart: bool = False
+    """Hidden matrices share no bucket with other parameters; `FlatParameter.orthogonal` says which they are."""
+
+
+def _of_adam(c: "OptimizerConfig", hidden_matrix: bool) -> Formats:
+    formats: dict[str, Literal["main", "bf16"]] = {}
+    for name, dtype in (("exp_avg", c.exp_avg_dtype), ("exp_avg_sq", c.exp_avg_sq_dtype)):
+        formats[name] = "bf16" if dtype == "bf16" else "main"
+    return formats
+
+
+def _of_muon(c: "OptimizerConfig", hidden_matrix: bool) -> Formats:
+    """What is no hidden matrix it leaves to AdamW."""
+    return {"momentum_buffer": "main"} if hidden_matrix else {"exp_avg": "main", "exp_avg_sq": "main"}
+
+
+_HERE = "megalite.optimizers"
+_ADAM = "adam_beta1 adam_beta2 adam_eps"
+_ONEBIT = f"{_ADAM} freeze_step freeze_threshold onebit_scale"
+_LAMB = "lamb_min_coeff lamb_max_coeff"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+OPTIMIZERS: Registry[Any] = Registry(
+    "optimizer",
     {
-        "adam": ("exp_avg", "exp_avg_sq"),
-        "sgd": ("momentum_buffer",),
-        "lamb": ("exp_avg", "exp_avg_sq"),
-        "muon": ("momentum_buffer",),
-        "onebit-adam": ("exp_avg", "exp_avg_sq"),
-        "onebit-lamb": ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh"),
-        "zero-one-adam": ("exp_avg", "exp_avg_sq", "local_update", "synced_param"),
-    }
+        "adam": (
+            f"{_HERE}.adam:AdamW",
+            OptimizerFacts(states=_of_adam, settings=f"{_ADAM} exp_avg_dtype exp_avg_sq_dtype stochastic_rounding"),
+        ),
+        "sgd": (
+            f"{_HERE}.sgd:SGD",
+            OptimizerFacts(
+                states=lambda c, _: {"momentum_buffer": "main"} if c.sgd_momentum else {},
+                settings="sgd_momentum sgd_nesterov",
+            ),
+        ),
+        "lamb": (f"{_HERE}.lamb:LAMB", OptimizerFacts(states=MOMENTS, settings=f"{_ADAM} {_LAMB}")),
+        "muon": (
+            f"{_HERE}.muon:Muon",
+            OptimizerFacts(
+                states=_of_muon, settings=f"{_ADAM} muon_momentum muon_steps muon_scale", matrices_apart=True
+            ),
+        ),
+        "onebit-adam": (f"{_HERE}.onebit:OneBitAdam", OptimizerFacts(states=MOMENTS, settings=_ONEBIT)),
+        "onebit-lamb": (
+            f"{_HERE}.onebit_lamb:OneBitLAMB",
+            OptimizerFacts(states=(*MOMENTS, "exp_avg_sq_fresh"), settings=f"{_ONEBIT} {_LAMB}"),
+        ),
+        "zero-one-adam": (
+            f"{_HERE}.zero_one_adam:ZeroOneAdam",
+            OptimizerFacts(
+                states=(*MOMENTS, "local_update", "synced_param"),
+                settings=f"{_ONEBIT} local_step_clipper local_step_scaler variance_update_scaler",
+            ),
+        ),
+    },
+    OptimizerFacts,
 )
-"""Optimizer -> what it keeps of each element, in the precision of main parameters; see `state_names`."""
-OPTIMIZERS = tuple(STATES)
+"""Subclasses of `optimizers.base.Optimizer`. Your own: `@OPTIMIZERS.register("mine", states=("exp_avg",))` above its class."""
+LR_SCHEDULES: Registry[Callable[..., float]] = Registry(
+    "lr_decay_style",
+    {
+        "constant": f"{_HERE}.schedules:constant",
+        "linear": f"{_HERE}.schedules:linear",
+        "cosine": f"{_HERE}.schedules:cosine",
+        "inverse-square-root": f"{_HERE}.schedules:inverse_square_root",
+        "WSD": f"{_HERE}.schedules:warmup_stable_decay",
+    },
+)
+"""Functions of an `optimizers.schedules.Decay`, from the end of warm-up to that of the decay."""
 ONEBIT_OPTIMIZERS = ("onebit-adam", "onebit-lamb", "zero-one-adam")
 """They exchange their own state instead of gradients once they are frozen."""
 
@@ -38,9 +108,7 @@ class OptimizerConfig:
     """Peak learning rate of the word embedding and the output head alone; default: lr."""
     decoupled_min_lr: float | None = option(None, at_least=0)
     """decoupled_lr: what it decays to; default: min_lr."""
-    lr_decay_style: str = option(
-        "cosine", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"), basic=True
-    )
+    lr_decay_style: str = option("cosine", choices=LR_SCHEDULES, basic=True)
     """Decay after warm-up."""
     lr_decay_iters: int | None = option(None, at_least=1)
     """Steps at which min_lr is reached; default train_iters."""
@@ -116,8 +184,8 @@ class OptimizerConfig:
     """adam: round bf16 moments up or down at random, by how near they are, instead of to the nearest."""
 
 
-def state_names(config: OptimizerConfig, *, hidden_matrix: bool = True) -> tuple[str, ...]:
-    """The optimizer's states of a parameter. Without momentum SGD has none; what is no hidden matrix Muon leaves to AdamW."""
-    if config.optimizer == "sgd" and not config.sgd_momentum:
-        return ()
-    return STATES["adam" if config.optimizer == "muon" and not hidden_matrix else config.optimizer]
+def state_formats(config: OptimizerConfig, *, hidden_matrix: bool = True) -> Formats:
+    """The states of a parameter that the optimizer keeps, in their order."""
+    states = OPTIMIZERS.facts(config.optimizer).states
+    formats: Formats = states(config, hidden_matrix) if callable(states) else dict.fromkeys(states, "main")
+    return formats

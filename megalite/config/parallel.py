@@ -1,19 +1,44 @@
 """How ranks are split: the parallel axes, what data-parallel ranks exchange, layouts of pipeline stages."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from megalite.config.errors import ConfigError
 from megalite.config.option import option
+from megalite.config.registry import Registry
 from megalite.config.strategies import STRATEGIES, StrategyFacts
 
-PIPELINE_SCHEDULES = (
-    *("1f1b", "interleaved", "gpipe", "looped-bfs"),
-    *("zb-h1", "zb-h2", "zb-v", "dualpipe-v", "auto"),
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleFacts:
+    """Of one pipeline schedule, by its generator f."""
+
+    chunks: Literal["one", "vee", "several"] = "one"
+    """Stages on each rank: one, as f(ranks, microbatches); two, down the ranks and up again, as f(ranks, microbatches);
+    or any number from two on, round and round, as f(ranks, chunks, microbatches)."""
+    nearest: str = "interleaved (vpp 2 or more)"
+    """Of a schedule of one stage per rank: what is like it with several."""
+
+
+_HERE = "megalite.pipeline.ir.generators"
+PIPELINE_SCHEDULES: Registry[Callable[..., Any]] = Registry(
+    "pipeline_schedule",
+    {
+        "gpipe": (f"{_HERE}.one_chunk:gpipe", ScheduleFacts(nearest="looped-bfs (vpp 2 or more)")),
+        "1f1b": f"{_HERE}.one_chunk:one_f_one_b",
+        "interleaved": (f"{_HERE}.many_chunks:interleaved", ScheduleFacts(chunks="several")),
+        "looped-bfs": (f"{_HERE}.many_chunks:looped_bfs", ScheduleFacts(chunks="several")),
+        "zb-h1": (f"{_HERE}.one_chunk:zb_h1", ScheduleFacts(nearest="zb-v (vpp 2)")),
+        "zb-h2": (f"{_HERE}.one_chunk:zb_h2", ScheduleFacts(nearest="zb-v (vpp 2)")),
+        "zb-v": (f"{_HERE}.many_chunks:zb_v", ScheduleFacts(chunks="vee")),
+        "dualpipe-v": (f"{_HERE}.many_chunks:dualpipe_v", ScheduleFacts(chunks="vee")),
+        "auto": f"{_HERE}.auto:build_auto",
+    },
+    ScheduleFacts,
 )
-V_SCHEDULES = ("zb-v", "dualpipe-v")
-"""Two virtual stages per rank, down and up again."""
+"""Generators of schedules; `auto` alone is given the costs and sizes of stages instead of numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +92,7 @@ class ParallelConfig:
     """Sends that may be pending to one neighbour; each keeps an output alive."""
     pipeline_check_memory: bool = option(False)
     """Assert after each action that what is alive is what the proof of the schedule said."""
-    dp_strategy: str = option("all-reduce", choices=STRATEGIES.keys(), basic=True)
+    dp_strategy: str = option("all-reduce", choices=STRATEGIES, basic=True)
     """What data-parallel ranks exchange; docs/data_parallel.md explains each. distributed-optimizer is ZeRO-1 (or 2),
     fully-sharded ZeRO-3."""
     ddp_bucket_size: int = option(40_000_000, at_least=1)
@@ -106,7 +131,8 @@ class ParallelConfig:
     @property
     def strategy(self) -> StrategyFacts:
         """What `dp_strategy` names."""
-        return STRATEGIES[self.dp_strategy]
+        facts: StrategyFacts = STRATEGIES.facts(self.dp_strategy)
+        return facts
 
     @property
     def hang_timeout(self) -> float:

@@ -3,12 +3,14 @@
 import math
 from dataclasses import dataclass, field
 from pathlib import PurePath
+from typing import Any
 
 from megalite.config.compute import ComputeConfig
 from megalite.config.data import DataConfig
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import DataParallelConfig, ParallelConfig, parse_pipeline_layout
+from megalite.config.registry import import_modules
 from megalite.config.training import CheckpointConfig, LoggingConfig, TrainingConfig
 
 
@@ -25,6 +27,11 @@ class RunConfig:
     compute: ComputeConfig = field(default_factory=ComputeConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In a process that gets the config from another: what it names is registered there too."""
+        vars(self).update(state)
+        import_modules(self.training.imports)
 
 
 def least_ranks(config: RunConfig) -> int:

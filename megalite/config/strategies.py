@@ -1,12 +1,14 @@
 """What each data-parallel strategy is to the rest of megalite: its rules, memory, traffic and place in searches.
 
-A strategy is a class (`data_parallel.strategy.DataParallelStrategy`) and one entry of `STRATEGIES`; nothing else asks for
-its name.
+A strategy is a class (`data_parallel.strategy.DataParallelStrategy`) and the facts that it is registered with in
+`STRATEGIES`; nothing else asks for its name.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
+
+from megalite.config.registry import Registry
 
 Config = Any
 """A RunConfig; its module imports this one."""
@@ -38,11 +40,9 @@ class BucketTraffic(NamedTuple):
 class StrategyFacts:
     """Of one strategy."""
 
-    implementation: str
-    """`module:class`, imported when a run names the strategy."""
     traffic: Callable[[BucketTraffic], Volumes]
     """What the replica that sends most sends of a bucket in a step, on average."""
-    settings: str
+    settings: str = ""
     """The settings that mean something to it, of those that only some strategies have."""
     weights: Literal["equal", "local", "stale"] = "equal"
     """Of replicas: equal after each step; each its own, at least for some steps; or as old as a server's last answer."""
@@ -103,84 +103,98 @@ _HERE = "megalite.data_parallel"
 _GRADIENTS = "reduction_order ddp_bucket_size"
 _LOCAL = f"{_GRADIENTS} sync_warmup_steps"
 
-STRATEGIES: dict[str, StrategyFacts] = {
-    "all-reduce": StrategyFacts(
-        implementation=f"{_HERE}.strategy:AllReduce",
-        settings=f"{_GRADIENTS} grad_compression",
-        traffic=_summed,
-        searched=True,
-    ),
-    "fused-all-reduce": StrategyFacts(
-        implementation=f"{_HERE}.fused_all_reduce:FusedAllReduce",
-        settings="reduction_order fusion_threshold_mb",
-        traffic=_summed,
-        buckets="whole",
-        norm_terms=2,
-    ),
-    "distributed-optimizer": StrategyFacts(
-        implementation=f"{_HERE}.zero:DistributedOptimizer",
-        settings=f"{_GRADIENTS} overlap_param_gather shard_gradients",
-        traffic=lambda t: _sharded(t, t.microbatches if t.config.data_parallel.shard_gradients else 1),
-        shards="states",
-        searched=True,
-    ),
-    "fully-sharded": StrategyFacts(
-        implementation=f"{_HERE}.fully_sharded:FullySharded",
-        settings=f"{_GRADIENTS} overlap_param_gather",
-        traffic=lambda t: _sharded(t, t.microbatches),
-        shards="parameters",
-        searched=True,
-    ),
-    "parameter-server": StrategyFacts(
-        implementation=f"{_HERE}.more.parameter_server:ParameterServer",
-        settings=f"{_GRADIENTS} overlap_param_gather server_chunk_mb",
-        traffic=_served,
-        served=True,
-    ),
-    "sharded-parameter-server": StrategyFacts(
-        implementation=f"{_HERE}.more.parameter_server:ShardedParameterServer",
-        settings="reduction_order overlap_param_gather server_chunk_mb",
-        traffic=lambda t: [("all-to-all", t.elements * t.wire), ("all-gather", t.elements * t.parameter)],
-        shards="states",
-        buckets="messages",
-    ),
-    "async-parameter-server": StrategyFacts(
-        implementation=f"{_HERE}.more.parameter_server:AsyncParameterServer",
-        settings="ddp_bucket_size server_chunk_mb max_staleness staleness_aware_lr",
-        traffic=_served,
-        weights="stale",
-        served=True,
-    ),
-    "local-sgd": StrategyFacts(
-        implementation=f"{_HERE}.more.local_sgd:LocalSGD",
-        settings=f"{_LOCAL} sync_interval average_optimizer_state",
-        traffic=_averaged,
-        weights="local",
-        states=lambda config: ("anchor",) if config.data_parallel.wire_dtype == "bf16" else (),
-    ),
-    "diloco": StrategyFacts(
-        implementation=f"{_HERE}.more.local_sgd:DiLoCo",
-        settings=f"{_LOCAL} sync_interval outer_lr outer_momentum sync_fragments sync_delay sync_mix",
-        traffic=_averaged,
-        weights="local",
-        states=lambda config: (
-            "anchor",
-            "outer_momentum",
-            *(["outer_mean"] if config.data_parallel.sync_delay else []),
+STRATEGIES: Registry[type] = Registry(
+    "dp_strategy",
+    {
+        "all-reduce": (
+            f"{_HERE}.strategy:AllReduce",
+            StrategyFacts(settings=f"{_GRADIENTS} grad_compression", traffic=_summed, searched=True),
         ),
-    ),
-    "gossip": StrategyFacts(
-        implementation=f"{_HERE}.more.local_sgd:Gossip",
-        settings=f"{_LOCAL} gossip_graph gossip_algorithm",
-        traffic=_neighbours,
-        weights="local",
-        states=lambda config: ("gossip_momentum",) if config.data_parallel.gossip_algorithm == "decentlam" else (),
-    ),
-}
-"""By name, as `dp_strategy` gives it. Your own: `STRATEGIES["mine"] = StrategyFacts(implementation="my_module:Mine", ...)`
-before the config is read."""
+        "fused-all-reduce": (
+            f"{_HERE}.fused_all_reduce:FusedAllReduce",
+            StrategyFacts(
+                settings="reduction_order fusion_threshold_mb", traffic=_summed, buckets="whole", norm_terms=2
+            ),
+        ),
+        "distributed-optimizer": (
+            f"{_HERE}.zero:DistributedOptimizer",
+            StrategyFacts(
+                settings=f"{_GRADIENTS} overlap_param_gather shard_gradients",
+                traffic=lambda t: _sharded(t, t.microbatches if t.config.data_parallel.shard_gradients else 1),
+                shards="states",
+                searched=True,
+            ),
+        ),
+        "fully-sharded": (
+            f"{_HERE}.fully_sharded:FullySharded",
+            StrategyFacts(
+                settings=f"{_GRADIENTS} overlap_param_gather",
+                traffic=lambda t: _sharded(t, t.microbatches),
+                shards="parameters",
+                searched=True,
+            ),
+        ),
+        "parameter-server": (
+            f"{_HERE}.more.parameter_server:ParameterServer",
+            StrategyFacts(settings=f"{_GRADIENTS} overlap_param_gather server_chunk_mb", traffic=_served, served=True),
+        ),
+        "sharded-parameter-server": (
+            f"{_HERE}.more.parameter_server:ShardedParameterServer",
+            StrategyFacts(
+                settings="reduction_order overlap_param_gather server_chunk_mb",
+                traffic=lambda t: [("all-to-all", t.elements * t.wire), ("all-gather", t.elements * t.parameter)],
+                shards="states",
+                buckets="messages",
+            ),
+        ),
+        "async-parameter-server": (
+            f"{_HERE}.more.parameter_server:AsyncParameterServer",
+            StrategyFacts(
+                settings="ddp_bucket_size server_chunk_mb max_staleness staleness_aware_lr",
+                traffic=_served,
+                weights="stale",
+                served=True,
+            ),
+        ),
+        "local-sgd": (
+            f"{_HERE}.more.local_sgd:LocalSGD",
+            StrategyFacts(
+                settings=f"{_LOCAL} sync_interval average_optimizer_state",
+                traffic=_averaged,
+                weights="local",
+                states=lambda config: ("anchor",) if config.data_parallel.wire_dtype == "bf16" else (),
+            ),
+        ),
+        "diloco": (
+            f"{_HERE}.more.local_sgd:DiLoCo",
+            StrategyFacts(
+                settings=f"{_LOCAL} sync_interval outer_lr outer_momentum sync_fragments sync_delay sync_mix",
+                traffic=_averaged,
+                weights="local",
+                states=lambda config: (
+                    "anchor",
+                    "outer_momentum",
+                    *(["outer_mean"] if config.data_parallel.sync_delay else []),
+                ),
+            ),
+        ),
+        "gossip": (
+            f"{_HERE}.more.local_sgd:Gossip",
+            StrategyFacts(
+                settings=f"{_LOCAL} gossip_graph gossip_algorithm",
+                traffic=_neighbours,
+                weights="local",
+                states=lambda config: (
+                    ("gossip_momentum",) if config.data_parallel.gossip_algorithm == "decentlam" else ()
+                ),
+            ),
+        ),
+    },
+    StrategyFacts,
+)
+"""By name, as `dp_strategy` gives it. Your own: `@STRATEGIES.register("mine", traffic=..., ...)` above its class."""
 
 
 def searched_strategies() -> tuple[str, ...]:
     """Those that the planner and an elastic run choose among."""
-    return tuple(name for name, facts in STRATEGIES.items() if facts.searched)
+    return tuple(name for name in STRATEGIES if STRATEGIES.facts(name).searched)

@@ -1,11 +1,14 @@
 """The run: batch sizes, length, precision, recompute, evaluation; checkpoints; what is logged."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from megalite.config.errors import ConfigError
 from megalite.config.option import option
+from megalite.config.registry import Registry
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _ENTRY = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)([KMBT]?):(\d{1,7})", re.IGNORECASE)
@@ -76,6 +79,9 @@ class TrainingConfig:
     more microbatch of a stage."""
     device: str = option("auto", choices=("auto", "cpu", "cuda"))
     """auto: cuda if there is one."""
+    imports: list[str] = option([], flags=("--import",), basic=True)
+    """Your modules, e.g. my_package.my_module, imported before anything is checked: they register datasets, layers,
+    optimizers and more by decorators (docs/extend.md). May be given again; those of files and flags add up."""
     eval_interval: int | None = option(None, at_least=1, basic=True)
     """Steps between evaluations on the validation split; default: none."""
     eval_iters: int = option(10, at_least=0)
@@ -133,6 +139,12 @@ class CheckpointConfig:
     """Refuse a checkpoint of a run with other schedules of learning rate and weight decay than these settings."""
 
 
+WRITERS: Registry[Callable[..., Any]] = Registry(
+    "metrics", {"csv": "megalite.training.writers:csv_writer", "wandb": "megalite.training.writers:wandb_writer"}
+)
+"""Makers of `training.sinks.MetricSink`, called with (config, step=) on rank 0: the run continues after that step."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
     """Log lines, TensorBoard, JSONL, timers, profiler."""
@@ -149,7 +161,8 @@ class LoggingConfig:
     tensorboard_dir: str | None = option(None)
     """TensorBoard event files; default <run_dir>/tensorboard."""
     metrics: list[str] = option([])
-    """Further writers of the numbers in metrics.jsonl: csv (<run_dir>/metrics.csv), wandb (where wandb_project is set)."""
+    """Further writers of the numbers in metrics.jsonl: csv (<run_dir>/metrics.csv), wandb (where wandb_project is set), or
+    what an import has registered."""
     wandb_project: str | None = option(None)
     """Project at Weights & Biases, which turns its writer on; its key comes from WANDB_API_KEY or `wandb login`, never from a flag."""
     wandb_entity: str | None = option(None)

@@ -12,7 +12,9 @@ from typing import Any
 from megalite.config.batch import microbatch_counts, samples_per_microbatch
 from megalite.config.describe import replace, settings, values_of
 from megalite.config.errors import Findings, Problems, gathered
+from megalite.config.optimizer import OPTIMIZERS
 from megalite.config.option import plain
+from megalite.config.registry import import_modules
 from megalite.config.rules.batch import BATCH, LENGTHS, SCHEDULES, check_rampup_form, check_schedule_form
 from megalite.config.rules.compute import COMPUTE, LLAMA3_SETTINGS, NETWORK, RECOMPUTE
 from megalite.config.rules.data_parallel import ADAM_SETTINGS, OPTIMIZER, STRATEGY
@@ -37,11 +39,13 @@ _OF_WHAT_STARTS: tuple[Check, ...] = (
                 lambda c: c.train_iters is None and c.train_samples is None
             ),
             "there is no data to train on; add --data-path PREFIX (or --mock-data --vocab-size 1024)": (
-                lambda c: not (c.data_path or c.train_data_path or c.mock_data)
+                lambda c: not (c.data_path or c.train_data_path or c.mock_data or c.dataset)
             ),
             # Mock data without it has its own rule, and without any data there is no tokenizer yet.
             "the size of the vocabulary is not known; add --tokenizer-model FILE or --vocab-size 50257": (
-                lambda c: (c.data_path or c.train_data_path) and c.vocab_size is None and not _has_tokenizer(c)
+                lambda c: (
+                    (c.data_path or c.train_data_path or c.dataset) and c.vocab_size is None and not _has_tokenizer(c)
+                )
             ),
         }
     ),
@@ -77,6 +81,7 @@ def validate(
     Raises:
         ConfigError: everything that is not legal, each with its name, both values and a value that works.
     """
+    import_modules(config.training.imports)
     with gathered(problems) as found:
 
         def check(*checks: Check) -> None:
@@ -155,8 +160,8 @@ def _without_idle(config: RunConfig) -> RunConfig:
         idle.append("rope_scaling_factor")
     if model.rope_scaling != "llama3":
         idle += LLAMA3_SETTINGS
-    if config.optimizer.optimizer == "sgd":
-        idle += ADAM_SETTINGS
+    used = OPTIMIZERS.facts(config.optimizer.optimizer).settings.split()
+    idle += [name for name in ADAM_SETTINGS if name not in used]
     return replace(config, **{name: settings()[name].default for name in idle})
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from megalite.config.describe import Setting
 from megalite.config.errors import ConfigError, nearest, shortened
+from megalite.config.registry import Registry
 
 _LARGEST = 2**63
 _EXAMPLES = {int: "4", float: "0.1", bool: "true", str: "some text"}
@@ -51,10 +52,12 @@ def _element(setting: Setting, value: Any, where: str) -> Any:
 
 def check_choice(setting: Setting, value: Any, where: str) -> None:
     """Raise ConfigError unless the value is one of the setting's choices (if it has any)."""
-    if setting.choices and value is not None and value not in setting.choices:
+    registered = isinstance(setting.legal, Registry)
+    if (registered or setting.legal) and value is not None and value not in setting.legal:
+        known = f"one of {', '.join(setting.choices)}" if setting.choices else "nothing is registered for it"
+        more = "; --import MODULE registers others" if registered else ""
         raise ConfigError(
-            f"{where}: {setting.name} cannot be {shortened(value)}{nearest(str(value), setting.choices)} "
-            f"(one of {', '.join(setting.choices)})"
+            f"{where}: {setting.name} cannot be {shortened(value)}{nearest(str(value), setting.choices)} ({known}{more})"
         )
 
 

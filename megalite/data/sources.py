@@ -23,6 +23,7 @@ _WHEN_SET: Registry[Callable[..., Any]] = Registry(
         "blend": "megalite.data.blended:BlendedDataset",
         "best-fit": "megalite.data.packed_dataset:PackedDataset",
         "megatron": "megalite.data.megatron_dataset:megatron_split",
+        "plugged": "megalite.data.plugged:open_plugged",
     },
 )
 """Imported where a config names them."""
@@ -62,12 +63,21 @@ def open_run_datasets(
     Raises:
         ConfigError: as `build_datasets`; or a split that the run needs has no documents.
     """
-    datasets, notes = _build_for_run(config, tokenizer, log)
+    if config.data.dataset is None:
+        datasets, notes = _build_for_run(config, tokenizer, log)
+    else:
+        wanted = SPLITS if config.training.eval_interval is not None else SPLITS[:1]
+        open_split = partial(_WHEN_SET.get("plugged"), config, tokenizer=tokenizer)
+        datasets, notes = Datasets(**{split: open_split(split) if split in wanted else None for split in SPLITS}), []
+        if datasets.train is None:
+            raise ConfigError(f"dataset {config.data.dataset} gives nothing for the split train")
     split = config.data.split or DEFAULT_SPLIT
     if datasets.train is None:
         raise ConfigError(f"the training split is empty (split {split}); give it a share, e.g. --split 969,30,1")
     if config.training.eval_interval is not None and datasets.valid is None:
         cause, remedy = "", "add --valid-data-path PREFIX"
+        if config.data.dataset is not None:
+            cause, remedy = "", f"let dataset {config.data.dataset} give a split valid"
         if config.data.data_path:
             cause, remedy = f" (split {split})", "give it a larger share of --split or more documents"
         raise ConfigError(

@@ -4,10 +4,11 @@ A parameter here is anything with a kind and a size: a tensor in training, a sha
 """
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import NamedTuple, TypeVar
 
+from megalite.config.errors import ConfigError
 from megalite.config.optimizer import ONEBIT_OPTIMIZERS
 from megalite.config.run import RunConfig
 
@@ -97,7 +98,7 @@ class StateFact(NamedTuple):
     main parameters)."""
 
 
-STATES: Mapping[str, StateFact] = {
+STATES: dict[str, StateFact] = {
     "onebit_error": StateFact(Placement.PRIVATE, "zeros"),
     "onebit_server_error": StateFact(Placement.SHARDED, "zeros"),
     "uint8_error": StateFact(Placement.PRIVATE, "zeros"),
@@ -112,7 +113,8 @@ STATES: Mapping[str, StateFact] = {
     "replica_param": StateFact(Placement.PRIVATE, "parameter"),
     "main_param": StateFact(Placement.REPLICATED, "required"),
 }
-"""By their names in checkpoints; values have the precision of main parameters."""
+"""By their names in checkpoints; values have the precision of main parameters. A strategy of users has its own added
+where it is registered."""
 
 
 def strategy_states(config: RunConfig) -> tuple[str, ...]:
@@ -126,7 +128,21 @@ def strategy_states(config: RunConfig) -> tuple[str, ...]:
 
 def state_elements(names: Iterable[str], replicas: int) -> float:
     """Elements that a rank keeps of the states for each element of a bucket."""
-    return sum(1 / replicas if STATES[name].placement is Placement.SHARDED else 1.0 for name in names)
+    return sum(1 / replicas if state_fact(name).placement is Placement.SHARDED else 1.0 for name in names)
+
+
+def state_fact(name: str) -> StateFact:
+    """What is stated of a strategy's state.
+
+    Raises:
+        ConfigError: nothing is.
+    """
+    if name not in STATES:
+        raise ConfigError(
+            f"a data-parallel strategy keeps a state {name}, of which nothing is stated; add STATES[{name!r}] = "
+            "StateFact(placement, default) of megalite.data_parallel.facts where it is registered"
+        )
+    return STATES[name]
 
 
 def low_rank_pays(rank: int, a: int, b: int) -> bool:

@@ -20,6 +20,7 @@ import torch
 from megalite.config.optimizer import ONEBIT_OPTIMIZERS
 from megalite.config.registry import imported
 from megalite.config.run import RunConfig
+from megalite.config.strategies import STRATEGIES
 from megalite.data_parallel.buckets import Bucket, Placed, make_buckets, parameters_of
 from megalite.data_parallel.facts import STATES, BucketKind, Placement
 from megalite.data_parallel.shards import Norms, OptimizerShard, SplitMain, StrategyGroups, StrategyOptions, unfolded
@@ -411,5 +412,5 @@ def strategy_class(config: RunConfig) -> type[DataParallelStrategy]:
     elif config.optimizer.optimizer in ONEBIT_OPTIMIZERS:
         path = f"{_MORE}:MomentumExchange"
     else:
-        path = config.parallel.strategy.implementation
+        return STRATEGIES.get(config.parallel.dp_strategy)
     return imported(path)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import yaml
 
-from megalite.config.compute import ALL_OPERATIONS, BACKENDS, OPERATIONS
+from megalite.config.compute import ALL_OPERATIONS, BACKENDS, KERNELS, OPERATIONS, KernelFacts
 from megalite.config.errors import ConfigError
 from megalite.kernels.probes import (
     cpu_kinds,
@@ -51,9 +51,13 @@ class Implementation:
     dtypes: tuple[torch.dtype, ...] = ALL
     extension: str | None = None  # of apex
     limit: Callable[[int], str | None] | None = None  # why it does not take a size of a type that it takes, or None
+    function: Any = None  # of a user, instead of a place
+    devices: tuple[str, ...] | None = None  # None: those that its backend runs on
 
     def load(self) -> Any:
         """The function, or the tuple of functions. Imports the module."""
+        if self.function is not None:
+            return self.function
         module, _, names = self.place.partition(":")
         return attrgetter(*names.split(","))(importlib.import_module(f"megalite.kernels.{module}"))
 
@@ -63,6 +67,8 @@ class Implementation:
 
     def why_not(self, use: Use) -> str | None:
         """Why it cannot serve a use here, or None. Kernels of others must give torch's numbers on a few rows first."""
+        if self.devices is not None and use.device not in self.devices:
+            return f"it runs on {', '.join(self.devices)}, not on {use.device}"
         if use.dtype not in self.dtypes:
             takes = ", ".join(_name(dtype) for dtype in self.dtypes)
             return f"it takes {takes}, not {_name(use.dtype)}"
@@ -238,7 +244,7 @@ class Kernels:
         if self._first is not None and (reason := why_not_backend(self._first, device.type)) is not None:
             raise ConfigError(f"kernels: {self._first} cannot be had: {reason}; remove it")
         for operation, backend in self._requests.items():
-            found = _of_backend(operation, backend)
+            found = kernel_of(operation, backend)
             _refuse(operation, backend, why_not_backend(backend, device.type) or found.why_not_here())
 
     def get(self, operation: str, *, device: torch.device, dtype: torch.dtype, size: int) -> Any:
@@ -276,7 +282,7 @@ class Kernels:
     def _serving(self, operation: str, device: torch.device, use: Use) -> tuple[Choice, Any]:
         if (operation, use) not in self._chosen:
             choice = self._choose(operation, use, device)
-            self._chosen[operation, use] = choice, _of_backend(operation, choice.backend).load()
+            self._chosen[operation, use] = choice, kernel_of(operation, choice.backend).load()
         return self._chosen[operation, use]
 
     def _choose(self, operation: str, use: Use, device: torch.device) -> Choice:
@@ -298,23 +304,29 @@ class Kernels:
 
 def why_not_backend(backend: str, device: str) -> str | None:
     """Why no kernel of a backend can run on a device of that type here, or None. Probed once a process."""
-    if backend == "torch":
+    if backend == "torch" or backend not in BACKENDS:
         return None
     return {"onednn": why_not_onednn, "triton": why_not_triton, "apex": why_not_apex}[backend](device)
 
 
 def why_not(operation: str, backend: str, use: Use) -> str | None:
     """Why a backend cannot serve a use here, or None."""
-    return why_not_backend(backend, use.device) or _of_backend(operation, backend).why_not(use)
+    return why_not_backend(backend, use.device) or kernel_of(operation, backend).why_not(use)
 
 
 def backends_of(operation: str) -> list[str]:
-    """Those that have a kernel for it, in the order of BACKENDS."""
-    return [backend for backend in BACKENDS if backend in IMPLEMENTATIONS[operation]]
+    """Those that have a kernel for it, in the order of BACKENDS; then users'."""
+    names = (name.partition("=") for name in KERNELS)
+    theirs = [backend for of, _, backend in names if of == operation]
+    return [*(backend for backend in BACKENDS if backend in IMPLEMENTATIONS[operation]), *theirs]
 
 
-def _of_backend(operation: str, backend: str) -> Implementation:
+def kernel_of(operation: str, backend: str) -> Implementation:
     found = IMPLEMENTATIONS[operation].get(backend)
+    if found is None and (name := f"{operation}={backend}") in KERNELS:
+        facts: KernelFacts = KERNELS.facts(name)
+        dtypes = tuple(getattr(torch, dtype) for dtype in facts.dtypes)
+        return Implementation(operation, backend, name, dtypes, function=KERNELS.get(name), devices=facts.devices)
     if found is None:
         has = ", ".join(backends_of(operation))
         raise ConfigError(f"kernels: {backend} has no {operation} ({OPERATIONS[operation]}); there is {has}")

@@ -13,15 +13,20 @@ import torch
 from torch import Tensor
 
 from megalite.kernels.cross_entropy import cross_entropy_backward, cross_entropy_forward
-from megalite.kernels.layer_ops import apply_rope, layer_norm, rms_norm
+from megalite.kernels.layer_ops import add_norm, apply_rope, bias_gelu, geglu, layer_norm, rms_norm, swiglu
 from megalite.kernels.matmul import accumulate_weight_grad, matmul
-from megalite.kernels.optimizer_ops import adam, lamb_moments, lamb_step
+from megalite.kernels.optimizer_ops import adam, l2norm, lamb_moments, lamb_step
 from megalite.kernels.unfused_attention import causal_softmax_backward, causal_softmax_forward
 
 ROWS = 64
 # Sizes above are tried at this one, where the rows grow with the size or there are none.
-LONGEST = {"softmax": 1024, "adam": 1 << 16, "lamb": 1 << 16}
-LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of ‖its - torch's‖/‖torch's‖
+LONGEST = {"softmax": 1024, "adam": 1 << 16, "lamb": 1 << 16, "l2norm": 1 << 16}
+LIMITS = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-5,
+    torch.float16: 2e-3,
+    torch.bfloat16: 1e-2,
+}  # of ‖its - torch's‖/‖torch's‖
 Results = Mapping[str, Tensor]
 
 
@@ -77,7 +82,31 @@ def through(function: Callable[..., Tensor], inputs: Sequence[Tensor], *rest: An
 
 
 def _norm(kernel: Any, draw: Inputs, size: int, *, parameters: int) -> Results:
-    return through(kernel, (draw.normal(ROWS, size), *(draw.normal(size) for _ in range(parameters))), 1e-5)
+    inputs = (draw.normal(ROWS, size), *(draw.normal(size) for _ in range(parameters)))
+    return through(partial(kernel, zero_centered=False), inputs, 1e-5)
+
+
+def _add_norm(kernel: Any, draw: Inputs, size: int) -> Results:
+    keep = draw.normal(ROWS, size) > 0.0
+
+    def both(branch: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, norm_bias: Tensor) -> Tensor:
+        return torch.cat(kernel(branch, bias, keep, 0.5, residual, weight, norm_bias, 1e-5, zero_centered=False))
+
+    shapes = ((ROWS, size), (size,), (ROWS, size), (size,), (size,))
+    return through(both, [draw.normal(*shape) for shape in shapes])
+
+
+def _activation(kernel: Any, draw: Inputs, size: int, *, gated: bool = True, tanh: bool = True) -> Results:
+    """With the exact form and, where there is a choice, with tanh."""
+    inputs = [draw.normal(ROWS, 2 * size)] if gated else [draw.normal(ROWS, size), draw.normal(size)]
+    if not tanh:
+        return through(kernel, inputs)
+    forms = {form: through(partial(kernel, tanh=form), inputs) for form in (False, True)}
+    return {f"{name}, tanh {form}": found for form, results in forms.items() for name, found in results.items()}
+
+
+def _l2norm(kernel: Any, draw: Inputs, size: int) -> Results:
+    return {"the norm": kernel([draw.normal(size), draw.normal(size // 2 + 1)])}
 
 
 def _rope(kernel: Any, draw: Inputs, size: int) -> Results:
@@ -144,6 +173,11 @@ _CASES: Mapping[str, tuple[Callable[[Any, Inputs, int], Results], Any]] = Mappin
     {
         "rmsnorm": (partial(_norm, parameters=1), rms_norm),
         "layernorm": (partial(_norm, parameters=2), layer_norm),
+        "add_norm": (_add_norm, add_norm),
+        "bias_gelu": (partial(_activation, gated=False), bias_gelu),
+        "swiglu": (partial(_activation, tanh=False), swiglu),
+        "geglu": (_activation, geglu),
+        "l2norm": (_l2norm, l2norm),
         "rope": (_rope, apply_rope),
         "softmax": (_softmax, (causal_softmax_forward, causal_softmax_backward)),
         "cross_entropy": (_cross_entropy, (cross_entropy_forward, cross_entropy_backward)),

@@ -63,7 +63,7 @@ class Block(torch.nn.Module):
         keep = context.keep_mask(branch, self.dropout, site=f"{self.name}.attention", region=self.region)
         normed, x = self.mlp_norm(x, branch, bias=self.attention.out.late_bias, keep=keep, p=self.dropout)
         with self._remaking(normed, self.mlp_norm, x):
-            branch = self._feed_forward(normed, context)
+            branch = self.feed_forward(normed, context)
         keep = context.keep_mask(branch, self.dropout, site=f"{self.name}.mlp", region=self.region)
         return self._add_dropped(x, branch, None, keep, self.dropout)
 
@@ -71,7 +71,7 @@ class Block(torch.nn.Module):
         """Where norms are recomputed, what runs inside keeps nothing of norm(x)."""
         return not_saving(normed, norm.normalize, x) if self.recompute_norms else nullcontext()
 
-    def _feed_forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+    def feed_forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         if self.moe is not None:
             return self.moe(x, context)
         assert self.mlp is not None

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.config.model import ModelConfig
+from megalite.config.model import BLOCKS, ModelConfig
 from megalite.context_parallel.tiles import Visibility
 from megalite.kernels.dropout import dropout_mask
 from megalite.kernels.layer_ops import masked_dropout, rope_frequencies, rope_tables
@@ -113,7 +113,7 @@ class GPTStage(torch.nn.Module):
             self.embedding = Embedding(config, factory=factory, tied=config.tie_embeddings and not has_head, uses=uses)
         self.layers = torch.nn.ModuleDict()
         for index in range(first_layer, last_layer):
-            self.layers[str(index)] = Block(
+            self.layers[str(index)] = BLOCKS.get(config.block)(
                 index, config, factory=factory, recompute=self.recompute, cp_comm_type=cp_comm_type
             )
         self.head: Head | None = None

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from megalite.config.model import ModelConfig
+from megalite.config.model import BLOCKS, BlockFacts, ModelConfig
 
 Init = Literal["normal", "residual", "zeros", "ones"]
 Convention = Literal["palm", "megatron"]
@@ -104,8 +104,14 @@ def _moe(model: ModelConfig, prefix: str) -> list[ParameterShape]:
     ]
 
 
-def layer_shapes(model: ModelConfig, layer_index: int) -> list[ParameterShape]:
-    """Parameters of block `layer_index` (counted over the whole model), in the order of the forward pass."""
+def layer_shapes(model: ModelConfig, layer_index: int, block: str | None = None) -> list[ParameterShape]:
+    """Parameters of block `layer_index` (counted over the whole model), in the order of the forward pass.
+
+    `block`: of another kind than the model's.
+    """
+    stated: BlockFacts = BLOCKS.facts(block or model.block)
+    if stated.shapes is not None:
+        return stated.shapes(model, layer_index)
     name, experts = f"layers.{layer_index}", model.is_moe_layer(layer_index)
     attention = [*_norm(model, f"{name}.attention_norm"), *_attention(model, f"{name}.attention")]
     feed_forward = _moe(model, f"{name}.moe") if experts else _mlp(model, f"{name}.mlp", model.ffn_size)

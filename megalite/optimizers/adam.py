@@ -8,13 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch.optim.adamw import adamw
 
-from megalite.config.optimizer import STATES as STATES_OF
-from megalite.config.optimizer import OptimizerConfig
+from megalite.config.optimizer import MOMENTS, OptimizerConfig
 from megalite.config.run import RunConfig
 from megalite.kernels.registry import Kernels
 from megalite.optimizers.base import Context, Exchange, FlatParameter, Optimizer, Segment, Update
-
-STATES = STATES_OF["adam"]
 
 
 class AdamW(Optimizer):
@@ -29,7 +26,7 @@ class AdamW(Optimizer):
     def __init__(
         self, parameters: Sequence[FlatParameter], config: OptimizerConfig, kernels: Kernels | None = None
     ) -> None:
-        super().__init__(parameters, config, STATES)
+        super().__init__(parameters, config, MOMENTS)
         kernels = kernels or Kernels()
         self._kernels = [
             kernels.get("adam", device=flat.param.device, dtype=flat.param.dtype, size=flat.param.numel())
@@ -80,13 +77,8 @@ class RoundedAdamW(AdamW):
     applies_factor = writes_copies = False
 
     def __init__(self, parameters: Sequence[FlatParameter], config: OptimizerConfig, *, seed: int) -> None:
-        super().__init__([], config)
-        self.parameters, self._seed = parameters, seed
-        for flat in parameters:
-            self._states[flat.param] = {}
-            for name, dtype in zip(STATES, (config.exp_avg_dtype, config.exp_avg_sq_dtype), strict=True):
-                kept = torch.bfloat16 if dtype == "bf16" else flat.param.dtype
-                self._states[flat.param][name] = torch.zeros_like(flat.param.data, dtype=kept)
+        Optimizer.__init__(self, parameters, config)
+        self._seed = seed
 
     @torch.no_grad()
     def step(self, update: Update, exchange: Exchange | None = None) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from megalite.config.optimizer import OptimizerConfig
-from megalite.config.registry import Registry
+from megalite.config.errors import ConfigError
+from megalite.config.optimizer import OptimizerConfig, state_formats
 from megalite.config.run import RunConfig
 from megalite.kernels.registry import Kernels
 from megalite.topology.topology import Topology
@@ -97,10 +97,13 @@ Exchange = Callable[[FlatParameter, torch.Tensor], None]
 
 class Optimizer(ABC):
     """Steps flat parameters from their `.grad`. States are made at once, so that memory is known at the start and a
-    checkpoint has a place to go.
+    checkpoint has a place to go: those that the optimizer is registered with, and they start from 0.
+
+    A flat parameter is a part of many tensors, which differs from layout to layout: what is not element by element goes
+    by `segments`, or numbers depend on the layout.
 
     Args:
-        states: the names of the state tensors of each of `parameters`; they start from 0.
+        states: other names, where it works for another optimizer.
     """
 
     applies_factor: bool = False
@@ -110,21 +113,26 @@ class Optimizer(ABC):
     from_zeros: frozenset[str] = frozenset()
     """State tensors that a checkpoint of another optimizer need not have: they start from 0."""
 
-    def __init__(self, parameters: Sequence[FlatParameter], config: OptimizerConfig, states: Sequence[str]) -> None:
+    def __init__(
+        self, parameters: Sequence[FlatParameter], config: OptimizerConfig, states: Sequence[str] | None = None
+    ) -> None:
         self.parameters, self.config = parameters, config
         self.notes: list[str] = []
         """Lines for the log, the same on every rank; the training loop takes them out after each step."""
         self.updates = 0
         """Updates made so far; bias correction depends on it. With fp16 it is less than the number of steps."""
-        self._states = {
-            flat.param: {name: torch.zeros_like(flat.param, requires_grad=False) for name in states}
-            for flat in parameters
-        }
+        self._states: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = {}
+        for flat in parameters:
+            formats = state_formats(config, hidden_matrix=flat.orthogonal)
+            formats = formats if states is None else dict.fromkeys(states, "main")
+            self._states[flat.param] = {
+                name: torch.zeros_like(flat.param.data, dtype=state_dtype(flat, kind)) for name, kind in formats.items()
+            }
 
     @classmethod
-    @abstractmethod
     def from_config(cls, parameters: Sequence[FlatParameter], config: RunConfig, context: Context) -> "Optimizer":
         """The optimizer of a run."""
+        return cls(parameters, config.optimizer)
 
     @abstractmethod
     def step(self, update: Update, exchange: Exchange | None = None) -> None:
@@ -162,18 +170,22 @@ class Optimizer(ABC):
         """Load saved `counters`; those of another optimizer (or none) are ignored."""
 
 
-_HERE = "megalite.optimizers"
+def state_dtype(flat: FlatParameter, kind: str) -> torch.dtype:
+    """Of a state that is stated as `main` or `bf16`."""
+    return torch.bfloat16 if kind == "bf16" else flat.param.dtype
 
-OPTIMIZERS: Registry[type[Optimizer]] = Registry(
-    "optimizer",
-    {
-        "adam": f"{_HERE}.adam:AdamW",
-        "sgd": f"{_HERE}.sgd:SGD",
-        "lamb": f"{_HERE}.lamb:LAMB",
-        "muon": f"{_HERE}.muon:Muon",
-        "onebit-adam": f"{_HERE}.onebit:OneBitAdam",
-        "onebit-lamb": f"{_HERE}.onebit_lamb:OneBitLAMB",
-        "zero-one-adam": f"{_HERE}.zero_one_adam:ZeroOneAdam",
-    },
-)
-"""By name; a new optimizer is a class with `from_config`, a line here and one in `config/optimizer.py`."""
+
+def check_states(name: str, optimizer: Optimizer) -> None:
+    """Raise ConfigError unless the optimizer keeps what it was registered with: dry run and planner count that."""
+    for flat in optimizer.parameters:
+        formats = state_formats(optimizer.config, hidden_matrix=flat.orthogonal)
+        stated = {state: state_dtype(flat, kind) for state, kind in formats.items()}
+        kept = {state: values.dtype for state, values in optimizer.state(flat.param).items()}
+        if kept != stated:
+            here, there = (
+                ", ".join(f"{key} ({of})" for key, of in found.items()) or "none" for found in (kept, stated)
+            )
+            raise ConfigError(
+                f"optimizer {name} keeps the states {here}, but is registered with {there}, by which memory is "
+                "planned; correct `states` where it is registered"
+            )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megalite.config.optimizer import STATES, OptimizerConfig
+from megalite.config.optimizer import MOMENTS, OptimizerConfig
 from megalite.config.run import RunConfig
 from megalite.kernels.registry import Kernels
 from megalite.optimizers.base import Context, Exchange, FlatParameter, Optimizer, Segment, Update
@@ -146,7 +146,7 @@ class LAMB(Optimizer):
         group: Group,
         kernels: Kernels | None = None,
     ) -> None:
-        super().__init__(parameters, config, STATES["lamb"])
+        super().__init__(parameters, config, MOMENTS)
         device = parameters[0].param.device
         self._sums = TensorSums([flat for flat in parameters if flat.decay], group=group, device=device)
         self._blocks = make_blocks(parameters, self._sums)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from megalite.config.optimizer import STATES, OptimizerConfig
+from megalite.config.optimizer import OptimizerConfig
 from megalite.config.run import RunConfig
 from megalite.optimizers.adam import AdamW
 from megalite.optimizers.base import Context, Exchange, FlatParameter, Optimizer, Update
@@ -240,7 +240,7 @@ class Muon(Optimizer):
         *,
         group: Group,
     ) -> None:
-        super().__init__(matrices, config, STATES["muon"])
+        super().__init__(matrices, config, ["momentum_buffer"])
         self.parameters = [*matrices, *others]
         self._matrices, self._group = matrices, group
         self._adam = AdamW(others, config)

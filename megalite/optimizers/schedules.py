@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from megalite.config.batch import batch_sizes, total_steps
 from megalite.config.errors import ConfigError
+from megalite.config.optimizer import LR_SCHEDULES, OptimizerConfig
 from megalite.config.run import RunConfig
 from megalite.config.training import TrainingConfig
 
@@ -86,6 +87,62 @@ class Progress:
     samples: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Decay:
+    """A position behind the warm-up; all lengths are in samples."""
+
+    at: int
+    warmup: float
+    length: int
+    """To the end of the decay, warm-up included; behind it the learning rate is `least`, whatever the schedule is."""
+    final: int
+    """Of WSD's last decay."""
+    peak: float
+    least: float
+    config: OptimizerConfig
+
+    @property
+    def ratio(self) -> float:
+        """The share of the decay that is over."""
+        return (self.at - self.warmup) / (self.length - self.warmup)
+
+    def between(self, remaining: float) -> float:
+        """`least` and this share of the way up to `peak`."""
+        return self.least + (self.peak - self.least) * remaining
+
+
+def constant(decay: Decay) -> float:
+    return decay.peak
+
+
+def linear(decay: Decay) -> float:
+    return decay.between(1.0 - decay.ratio)
+
+
+def cosine(decay: Decay) -> float:
+    return decay.between(0.5 * (math.cos(math.pi * decay.ratio) + 1.0))
+
+
+def inverse_square_root(decay: Decay) -> float:
+    return max(decay.least, decay.peak * max(decay.warmup, 1) ** 0.5 / max(decay.at, 1) ** 0.5)
+
+
+def warmup_stable_decay(decay: Decay) -> float:
+    """arXiv 2404.06395; the four decays are Megatron-LM's."""
+    start = decay.length - decay.final
+    if decay.at <= start:
+        return decay.peak
+    ratio = (decay.at - start) / decay.final
+    return decay.between(
+        {
+            "linear": 1.0 - ratio,
+            "cosine": 0.5 * (math.cos(math.pi * ratio) + 1.0),
+            "exponential": 2.0 * 0.5**ratio - 1.0,
+            "minus_sqrt": 1.0 - math.sqrt(ratio),
+        }[decay.config.lr_wsd_decay_style]
+    )
+
+
 class Schedules:
     """lr(progress) and weight_decay(progress) of one run.
 
@@ -95,7 +152,7 @@ class Schedules:
 
     def __init__(self, config: RunConfig) -> None:
         c = config.optimizer
-        self._config = c
+        self._config, self._style = c, LR_SCHEDULES.get(c.lr_decay_style)
         run = config.training.train_samples
         self._by_samples = run is not None
         if run is not None:
@@ -143,32 +200,13 @@ class Schedules:
         c, x = self._config, self._position(progress)
         if self._warmup and x <= self._warmup:
             return c.lr_warmup_init + (peak - c.lr_warmup_init) * x / self._warmup
-        if c.lr_decay_style == "constant":
-            return peak
-        if x > self._length:
+        if x > self._length and c.lr_decay_style != "constant":
             return least
-        if c.lr_decay_style == "inverse-square-root":
-            return max(least, peak * max(self._warmup, 1) ** 0.5 / max(x, 1) ** 0.5)
-        if c.lr_decay_style == "WSD":
-            return self._wsd(x, peak, least)
-        ratio = (x - self._warmup) / (self._length - self._warmup)
-        remaining = 1.0 - ratio if c.lr_decay_style == "linear" else 0.5 * (math.cos(math.pi * ratio) + 1.0)
-        return least + (peak - least) * remaining
-
-    def _wsd(self, x: int, peak: float, least: float) -> float:
-        """Warm-up, stable, decay (arXiv 2404.06395); the four decays are Megatron-LM's."""
-        c = self._config
-        start = self._length - self._wsd_decay
-        if x <= start:
-            return peak
-        ratio = (x - start) / self._wsd_decay
-        remaining = {
-            "linear": 1.0 - ratio,
-            "cosine": 0.5 * (math.cos(math.pi * ratio) + 1.0),
-            "exponential": 2.0 * 0.5**ratio - 1.0,
-            "minus_sqrt": 1.0 - math.sqrt(ratio),
-        }[c.lr_wsd_decay_style]
-        return least + (peak - least) * remaining
+        return self._style(
+            Decay(
+                at=x, warmup=self._warmup, length=self._length, final=self._wsd_decay, peak=peak, least=least, config=c
+            )
+        )
 
     def weight_decay(self, progress: Progress) -> float:
         """Weight decay at a position of `read_at`; it moves over the length of the run."""

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from megalite.config.optimizer import OptimizerConfig, state_names
-from megalite.config.run import RunConfig
-from megalite.optimizers.base import Context, Exchange, FlatParameter, Optimizer, Update
+from megalite.config.optimizer import OptimizerConfig
+from megalite.optimizers.base import Exchange, FlatParameter, Optimizer, Update
 
 
 class SGD(Optimizer):
@@ -18,16 +17,12 @@ class SGD(Optimizer):
     """
 
     def __init__(self, parameters: Sequence[FlatParameter], config: OptimizerConfig) -> None:
-        super().__init__(parameters, config, state_names(config))
+        super().__init__(parameters, config)
         params = [flat.param for flat in parameters]
         momentum, nesterov = config.sgd_momentum, config.sgd_nesterov
         self._sgd = torch.optim.SGD(params, lr=config.lr, momentum=momentum, nesterov=nesterov, fused=True)
         if momentum:
             self._sgd.state.update(self._states.items())
-
-    @classmethod
-    def from_config(cls, parameters: Sequence[FlatParameter], config: RunConfig, context: Context) -> Optimizer:
-        return cls(parameters, config.optimizer)
 
     @torch.no_grad()
     def step(self, update: Update, exchange: Exchange | None = None) -> None:

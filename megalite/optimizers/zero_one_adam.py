@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megalite.config.optimizer import STATES, OptimizerConfig
+from megalite.config.optimizer import OptimizerConfig, state_formats
 from megalite.kernels.optimizer_ops import Direction
 from megalite.optimizers.base import Exchange, FlatParameter, Update
 from megalite.optimizers.onebit import OneBitOptimizer, ranges, silence
@@ -47,7 +47,7 @@ class ZeroOneAdam(OneBitOptimizer):
     """Both are made when the warm-up ends."""
 
     def __init__(self, parameters: Sequence[FlatParameter], config: OptimizerConfig, *args: Any, **common: Any) -> None:
-        super().__init__(parameters, config, *args, states=STATES["zero-one-adam"], **common)
+        super().__init__(parameters, config, *args, states=tuple(state_formats(config)), **common)
         self._variance_updates = 0
         self._decay, self._rate = 1.0, 0.0
         """D and S."""

@@ -101,9 +101,9 @@ def _layout(generator: random.Random) -> Drawn:
 
 
 def _strategy(generator: random.Random, pp: int) -> Drawn:
-    names = [name for name in EXACT_STRATEGIES if pp == 1 or not STRATEGIES[name].shards_parameters]
+    names = [name for name in EXACT_STRATEGIES if pp == 1 or not STRATEGIES.facts(name).shards_parameters]
     found: Drawn = {"dp_strategy": generator.choice(names)}
-    strategy = STRATEGIES[found["dp_strategy"]]
+    strategy = STRATEGIES.facts(found["dp_strategy"])
     if strategy.has("overlap_param_gather"):
         found["overlap_param_gather"] = generator.random() < 0.5
     if strategy.has("shard_gradients"):

@@ -132,7 +132,7 @@ MAX_WORLD = 8  # ranks that are started unless --world-size asks for more
 
 MAX_BATCH, MAX_MICRO_BATCH, MAX_GROUP = 32, 2, 8
 
-EXACT_STRATEGIES = tuple(name for name, facts in STRATEGIES.items() if facts.weights == "equal")
+EXACT_STRATEGIES = tuple(name for name in STRATEGIES if STRATEGIES.facts(name).weights == "equal")
 """Each step takes the mean gradient of the batch, whole, at the weights that all ranks have."""
 
 _LOSS_SCALE = 1024.0  # the highest that a dynamic loss scale starts from

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megalite.config.optimizer import state_names
+from megalite.config.optimizer import OPTIMIZERS, state_formats
 from megalite.config.run import RunConfig
 from megalite.data_parallel.facts import (
     BucketKind,
@@ -54,12 +54,11 @@ def element_bytes(config: RunConfig, shape: ParameterShape, replicas: int) -> El
 
 def moment_widths(config: RunConfig, shape: ParameterShape) -> tuple[int, ...]:
     """Bytes of an element of each of the optimizer's states, nothing sharded."""
-    o = config.optimizer
     main = max(4, ELEMENT_BYTES[config.training.precision])
-    if o.optimizer == "adam":
-        return tuple(2 if dtype == "bf16" else main for dtype in (o.exp_avg_dtype, o.exp_avg_sq_dtype))
-    hidden = is_hidden_matrix(shape.name, shape.shape, decay=shape.decay)
-    return (main,) * len(state_names(o, hidden_matrix=hidden))
+    apart = OPTIMIZERS.facts(config.optimizer.optimizer).matrices_apart
+    hidden = apart and is_hidden_matrix(shape.name, shape.shape, decay=shape.decay)
+    formats = state_formats(config.optimizer, hidden_matrix=hidden)
+    return tuple(2 if kind == "bf16" else main for kind in formats.values())
 
 
 def strategy_bytes(config: RunConfig, replicas: int) -> float:
@@ -124,7 +123,7 @@ def _cut(config: RunConfig, shapes: list[ParameterShape], *, tied_apart: bool, u
     p = config.parallel
     assert p.dp is not None
     dense, expert = p.dp * p.cp, p.tp * p.cp * p.dp // (p.expert_tp * p.ep)
-    muon = config.optimizer.optimizer == "muon"
+    apart = OPTIMIZERS.facts(config.optimizer.optimizer).matrices_apart
 
     def kind_of(shape: ParameterShape) -> BucketKind:
         return BucketKind(
@@ -134,7 +133,7 @@ def _cut(config: RunConfig, shapes: list[ParameterShape], *, tied_apart: bool, u
             tied=tied_apart and shape.name == "embedding.word.weight",
             expert=shape.expert,
             decoupled_lr=config.optimizer.decoupled_lr is not None and shape.name in DECOUPLED,
-            orthogonal=muon and is_hidden_matrix(shape.name, shape.shape, decay=shape.decay),
+            orthogonal=apart and is_hidden_matrix(shape.name, shape.shape, decay=shape.decay),
         )
 
     found = []

@@ -1,6 +1,5 @@
 """Which pipeline a config runs: placement, stages, schedule, program, costs."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -8,8 +7,8 @@ from pathlib import Path
 from megalite.config.batch import microbatch_counts
 from megalite.config.byte_size import parse_byte_size
 from megalite.config.errors import ConfigError
+from megalite.config.parallel import PIPELINE_SCHEDULES
 from megalite.config.reading import read_text
-from megalite.config.registry import Registry
 from megalite.config.run import RunConfig
 from megalite.models.shapes import attention_core_flops, layer_forward_flops, layer_shapes
 from megalite.partition.activations import recompute_units, stage_sizes
@@ -108,7 +107,9 @@ def schedule_of(config: RunConfig, num_microbatches: int) -> Schedule:
         return schedule
     if p.schedule_name == "auto":
         return _auto(_Key(config), placement_of(config), num_microbatches)
-    return _named(
+    # A notebook may define one again under its name.
+    build = _named if p.schedule_name in PIPELINE_SCHEDULES.builtin else build_schedule
+    return build(
         p.schedule_name,
         num_ranks=p.pp,
         num_chunks=p.vpp,
@@ -206,17 +207,11 @@ def _read(key: _Key) -> Schedule:
     return schedule
 
 
-SEARCHES: Registry[Callable[..., Schedule]] = Registry(
-    "pipeline_schedule", {"auto": "megalite.pipeline.ir.generators.auto:build_auto"}
-)
-"""Schedules that need the costs and sizes of the stages."""
-
-
 @lru_cache(maxsize=32)
 def _auto(key: _Key, placement: tuple[int, ...], num_microbatches: int) -> Schedule:
     config, p = key.config, key.config.parallel
     stages = cut_stages(config, placement)
-    return SEARCHES.get("auto")(
+    schedule: Schedule = PIPELINE_SCHEDULES.get("auto")(
         placement,
         num_microbatches,
         costs_of(config, stages),
@@ -226,6 +221,7 @@ def _auto(key: _Key, placement: tuple[int, ...], num_microbatches: int) -> Sched
         send_window=p.pipeline_send_window,
         recompute_ahead=config.training.recompute_ahead,
     )
+    return schedule
 
 
 @lru_cache(maxsize=8)

@@ -11,16 +11,19 @@ from megalite.config.batch import microbatch_counts
 from megalite.config.compute import kernel_requests
 from megalite.config.describe import without_credentials, without_derived
 from megalite.config.errors import ConfigError
+from megalite.config.model import BLOCKS
+from megalite.config.optimizer import OPTIMIZERS
 from megalite.config.run import RunConfig
-from megalite.data_parallel.facts import bucket_size
+from megalite.config.strategies import STRATEGIES
+from megalite.data_parallel.facts import bucket_size, strategy_states
 from megalite.data_parallel.shards import OptimizerShard, StrategyGroups, StrategyOptions, placed_in
 from megalite.data_parallel.strategy import DataParallelStrategy, strategy_class
 from megalite.kernels.registry import Kernels
 from megalite.models.compute import apply_compute, use_numerics
 from megalite.models.gpt import GPTStage
 from megalite.models.recompute import Recompute
-from megalite.models.shapes import DECOUPLED, is_hidden_matrix
-from megalite.optimizers.base import OPTIMIZERS, Context, FlatParameter, Optimizer, Segment
+from megalite.models.shapes import DECOUPLED, is_hidden_matrix, layer_shapes
+from megalite.optimizers.base import Context, FlatParameter, Optimizer, Segment, check_states
 from megalite.optimizers.schedules import LossScaler
 from megalite.partition.pipeline import lowered, plan_stages, proved, schedule_of
 from megalite.partition.stages import StagePlan
@@ -53,7 +56,7 @@ def build_strategy(
     """What `dp_strategy` names, over this rank's stages; their parameters move into its buckets."""
     parallel, settings = config.parallel, config.data_parallel
     parameters = [parameter for stage in stages.values() for parameter in stage.parameters()]
-    if config.optimizer.optimizer == "muon":
+    if OPTIMIZERS.facts(config.optimizer.optimizer).matrices_apart:
         # Hidden matrices then share no bucket with parameters that are not orthogonalised.
         for parameter in parameters:
             if isinstance(parameter, ShardedParameter):
@@ -94,9 +97,24 @@ def build_optimizer(
     """What `optimizer` names, over the strategy's shards."""
     context = Context(topology=topology, kernels=kernels, replicas_agree=strategy.replicas_agree)
     parameters = [_flat_parameter(shard) for shard in strategy.shards]
-    optimizer = OPTIMIZERS.get(config.optimizer.optimizer).from_config(parameters, config, context)
+    name = config.optimizer.optimizer
+    optimizer: Optimizer = OPTIMIZERS.get(name).from_config(parameters, config, context)
+    check_states(name, optimizer)
     strategy.attach(optimizer)
+    if config.parallel.dp_strategy not in STRATEGIES.builtin and topology.dp_cp.size > 1:
+        _check_strategy_states(config, strategy)
     return optimizer
+
+
+def _check_strategy_states(config: RunConfig, strategy: DataParallelStrategy) -> None:
+    """Raise ConfigError unless a user's strategy keeps what it was registered with; main parameters are there anyway."""
+    kept = sorted({state.name for state in strategy.states()} - {"main_param", "replica_param"})
+    stated = sorted(strategy_states(config))
+    if kept != stated:
+        raise ConfigError(
+            f"dp_strategy {config.parallel.dp_strategy} keeps the states {', '.join(kept) or 'none'}, but is registered with "
+            f"{', '.join(stated) or 'none'}, by which memory is planned; correct `states` where it is registered"
+        )
 
 
 def _flat_parameter(shard: OptimizerShard) -> FlatParameter:
@@ -253,7 +271,7 @@ def build_stages(
     for part in plan:
         if part.rank == topology.pp.rank:
             first = stages.get(0)
-            stages[part.stage] = GPTStage(
+            stages[part.stage] = stage = GPTStage(
                 config.model,
                 first_layer=part.first_layer,
                 last_layer=part.last_layer,
@@ -266,7 +284,34 @@ def build_stages(
                 # In a V the first and the last stage are on one rank.
                 word=first.embedding.word.weight if first is not None and first.embedding is not None else None,
             )
+            if config.model.block not in BLOCKS.builtin:
+                _check_parameters(config, part, stage)
     return stages
+
+
+def _check_parameters(config: RunConfig, part: StagePlan, stage: GPTStage) -> None:
+    """Raise ConfigError unless a user's layers have the parameters that they are registered with."""
+    made: dict[str, tuple[object, ...]] = {}
+    for name, parameter in stage.layers.named_parameters():
+        if not isinstance(parameter, ShardedParameter):
+            raise ConfigError(
+                f"block {config.model.block}: layers.{name} is a plain parameter, which does not know how it is split over ranks; make "
+                "it with factory.parameter, or use ColumnParallelLinear and RowParallelLinear"
+            )
+        info = parameter.info
+        made[info.spec.name] = (list(info.spec.global_shape), info.shard_dim, info.decay)
+    stated: dict[str, tuple[object, ...]] = {
+        shape.name: (list(shape.shape), shape.shard_dim, shape.decay)
+        for index in range(part.first_layer, part.last_layer)
+        for shape in layer_shapes(config.model, index)
+    }
+    for name in {**stated, **made}:
+        here, there = made.get(name, "no such parameter"), stated.get(name, "nothing of it")
+        if here != there:
+            raise ConfigError(
+                f"block {config.model.block}: {name} has the shape, the split dimension and the decay {here}, but is stated with "
+                f"{there}, by which memory is planned; state its `shapes` where it is registered"
+            )
 
 
 Modules = tuple[dict[int, GPTStage], Kernels, tuple[str, ...]]

@@ -114,6 +114,8 @@ class Saver:
     """
 
     def __init__(self, replica: Replica, *, tokenizer: str | None, log: Callable[[str], None]) -> None:
+        self.saved: Callable[[Path], None] = lambda path: None
+        """Called with each checkpoint once it is complete."""
         self._replica, self._tokenizer, self._log = replica, tokenizer, log
         self._config = replica.config.checkpoint
         assert self._config.save is not None
@@ -224,3 +226,4 @@ class Saver:
             self._log(f"warning: {error}; continuing without it, as on_save_error says")
             return
         self._log(f"saved {path} in {time.monotonic() - started:.1f} s")
+        self.saved(path)

@@ -1,6 +1,9 @@
 """From a config to data, indices, reports: everything that can be wrong is found here, before the first step."""
 
+import dataclasses
+import itertools
 import platform
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,8 +14,11 @@ import torch
 from megalite.checkpoint.files import replace_durably
 from megalite.config import files
 from megalite.config.compute import kernels_in_words
+from megalite.config.data import DATASETS
 from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
+from megalite.config.model import BLOCKS, ModelConfig
+from megalite.config.optimizer import OPTIMIZERS
 from megalite.config.registry import Registry
 from megalite.config.run import RunConfig, save_folder
 from megalite.config.run import writers as wanted_writers
@@ -93,6 +99,34 @@ class Loaders:
     """Gets what the datasets have to say about their indices."""
 
 
+def with_parts(config: RunConfig, *, dataset: Any, model: Any, optimizer: Any) -> RunConfig:
+    """The config with what was given beside it, by the names under which that is registered."""
+    if isinstance(model, ModelConfig):
+        config = dataclasses.replace(config, model=model)
+    elif isinstance(model, torch.nn.Module):
+        raise ConfigError(
+            f"model is a {type(model).__name__} that is built already, with parameters that do not know how they are split over "
+            "ranks; give a layer class registered in BLOCKS, or a ModelConfig (megalite convert reads others' checkpoints)"
+        )
+    elif model is not None:
+        config = replace(config, block=BLOCKS.name_of(model))
+    if optimizer is not None:
+        config = replace(config, optimizer=OPTIMIZERS.name_of(optimizer))
+    if dataset is not None:
+        config = replace(config, dataset=_named_dataset(dataset))
+    return config
+
+
+def _named_dataset(given: Any) -> str:
+    """The name of a registered dataset, or one that it gets here."""
+    if isinstance(given, str) or any(entry.implementation is given for entry in DATASETS.entries.values()):
+        return DATASETS.name_of(given)
+    kind = type(given).__name__
+    name = next(name for number in itertools.count(1) if (name := f"{kind}-{number}") not in DATASETS.entries)
+    DATASETS.register(name)(given)
+    return name
+
+
 def resolve(config: RunConfig, *, world_size: int, explicit: frozenset[str]) -> tuple[RunConfig, Tokenizer | None]:
     """The complete, legal config of a run on `world_size` ranks, and its tokenizer."""
     validate(config, world_size, explicit, startable=True)
@@ -120,7 +154,25 @@ def open_data(replica: Replica, tokenizer: Tokenizer | None) -> Loaders:
             loaders = _open(replica, tokenizer) if needs else loaders
         except OSError as error:
             raise ConfigError(f"cannot read {error.filename or 'the data'}: {error.strerror or error}") from None
+    if replica.config.data.dataset is not None:
+        _require_same_samples(loaders, replica.config.data.dataset, topology.world, topology.device)
     return loaders
+
+
+def _require_same_samples(loaders: Loaders, name: str, world: Group, device: torch.device) -> None:
+    """A user's dataset must be the same on all ranks: those of a tensor-parallel group read each sample once more.
+
+    Collectives: a gather over the world.
+    """
+    datasets = loaders.datasets
+    mine = None if datasets is None or datasets.train is None else zlib.crc32(datasets.train.sample(0).tobytes())
+    seen = [(rank, digest) for rank, digest in enumerate(world.gather_json(mine, device)) if digest is not None]
+    other = next((rank for rank, digest in seen if digest != seen[0][1]), None)
+    if other is not None:
+        raise ConfigError(
+            f"dataset {name}: ranks {seen[0][0]} and {other} read other tokens as sample 0; a sample must be a function of its "
+            "number alone, on every rank"
+        )
 
 
 def prepare_data(replica: Replica, loaders: Loaders, progress: Progress) -> list[str]:

@@ -98,7 +98,7 @@ def _text_of(ending: Ending) -> bytes:
     return text
 
 
-_FILE, _TIME, _SIGNALS = 1, 2, 100
+_FILE, _TIME, _ASKED, _SIGNALS = 1, 2, 3, 100
 """What ranks exchange: the largest number counts."""
 _ONE_PRESS = 0.5
 """Seconds in which a second SIGINT is the first one again: a terminal and a launcher may both send one."""
@@ -117,14 +117,18 @@ class StopRequest:
     @property
     def cause(self) -> str:
         if self.number < _SIGNALS:
-            return {_FILE: "the exit file is there", _TIME: "exit_duration_in_mins is over"}[self.number]
+            return {
+                _FILE: "the exit file is there",
+                _TIME: "exit_duration_in_mins is over",
+                _ASKED: "the program asked for it",
+            }[self.number]
         return signal.Signals(self.number - _SIGNALS).name
 
     @property
     def exit_code(self) -> int:
         if self.number == _SIGNALS + signal.SIGINT:
             return INTERRUPTED
-        return DONE if self.number == _FILE else REQUEUE
+        return DONE if self.number in (_FILE, _ASKED) else REQUEUE
 
     def ending(self, step: int | None, saved: str) -> Ending:
         """The end of a run by it; `saved`: what has become of the work, in words."""
@@ -165,7 +169,8 @@ class StopRequests:
         self._heard: dict[int, float] = {}
         """Signal -> when it first came."""
         self._starting = True
-        self._leaving = False
+        self._leaving = self.asked = False
+        """`asked`: the program itself, as a callback may."""
         self.last_words: Callable[[StopRequest, str], None] = lambda request, text: None
         """Called before the process is ended by force, from another thread."""
 
@@ -176,6 +181,8 @@ class StopRequests:
             return StopRequest(_SIGNALS + max(self._heard))
         if self._end is not None and time.monotonic() >= self._end:
             return StopRequest(_TIME)
+        if self.asked:
+            return StopRequest(_ASKED)
         return StopRequest(_FILE) if self._sees_file() else None
 
     @property

@@ -1,8 +1,9 @@
 """`Trainer`: one run, from its config to its end."""
 
 import dataclasses
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from megalite.config.batch import batch_size, steps_left
 from megalite.config.errors import ConfigError, RankError
 from megalite.config.exit_codes import DONE
-from megalite.config.registry import Registry
+from megalite.config.registry import Registry, import_modules
 from megalite.config.rules.run import ELASTIC
 from megalite.config.run import RunConfig
 from megalite.config.validate import check_rules, validate
@@ -20,6 +21,7 @@ from megalite.tokenizers.base import Tokenizer
 from megalite.topology.group import Group
 from megalite.topology.lost_peers import RollCall
 from megalite.topology.topology import Launch, Topology, check_backend, start_distributed, stop_distributed
+from megalite.training.callbacks import Callback, Callbacks
 from megalite.training.evaluation import Evaluator, meet, read_batches
 from megalite.training.hang_watch import HangWatch, begin_watch
 from megalite.training.instruments import Instruments
@@ -27,7 +29,7 @@ from megalite.training.memory import explaining_out_of_memory, keep_freed_memory
 from megalite.training.non_finite import NonFiniteError
 from megalite.training.replica import Programs, Replica, agreeing, build_modules, build_replica
 from megalite.training.reporter import LossSpikes, Reporter, SpeedMeter
-from megalite.training.setup import describe, open_data, open_reports, prepare_data, resolve
+from megalite.training.setup import describe, open_data, open_reports, prepare_data, resolve, with_parts
 from megalite.training.sinks import last_records
 from megalite.training.step import Stepper
 from megalite.training.stopping import Ending, StopRequest, StopRequests, StopRun, forget_ending, write_ending
@@ -52,12 +54,24 @@ _WHEN_ASKED: Registry[Callable[..., Any]] = Registry(
 """Imported in runs that have the setting, or meet with the case."""
 
 
+def write_line(line: str) -> None:
+    """On standard output, for a script or a notebook."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 class Trainer:
-    """Runs the training that a config describes, on all ranks of the launch; each of them makes one.
+    """Runs the training that a config describes, on all ranks of the launch; each of them makes one. Without torchrun it
+    is a run of one rank: in a notebook, `Trainer(configure(...)).fit()`.
 
     Args:
+        dataset: instead of `config.data`: a registered name or function, what `data.plugged.as_source` takes, for training
+            alone, or a mapping from train, valid and test to such.
+        model: instead of `config.model.block`: a registered layer or its name; or all of `config.model`.
+        optimizer: instead of `config.optimizer.optimizer`: a registered class or its name.
+        callbacks: called on rank 0 alone.
         explicit, fixed: settings that the user gave by name; those of them that an elastic run must not change.
-        log: called on rank 0 alone.
+        log: called on rank 0 alone; default: standard output.
         stops: what may end the run early, listening; default: nothing.
         watched: end this process if no rank progresses for hang_timeout_minutes.
         started: time of day from which the wall clock of goodput counts; default: now.
@@ -74,19 +88,26 @@ class Trainer:
         self,
         config: RunConfig,
         *,
+        dataset: Any = None,
+        model: Any = None,
+        optimizer: Any = None,
+        callbacks: Sequence[Callback] = (),
         explicit: frozenset[str] = frozenset(),
         fixed: frozenset[str] = frozenset(),
-        log: Callable[[str], None],
+        log: Callable[[str], None] = write_line,
         stops: StopRequests | None = None,
         watched: bool = False,
         started: float | None = None,
         take_layout: TakeLayout | None = None,
     ) -> None:
-        self.config, self._explicit, self._fixed = config, explicit, fixed
+        import_modules(config.training.imports)
+        self.config = with_parts(config, dataset=dataset, model=model, optimizer=optimizer)
+        self._explicit, self._fixed = explicit, fixed
         self._started = time.time() if started is None else started
         self._watched, self._take_layout = watched, take_layout
         self.launch = Launch.from_environment()
         self.log = log if self.launch.rank == 0 else lambda line: None
+        self._callbacks = Callbacks(callbacks if self.launch.rank == 0 else (), self)
         self.stops = stops or StopRequests()
         run_dir = config.logging.run_dir if self.launch.rank == 0 else None
         self._run_dir = None if run_dir is None else Path(run_dir)
@@ -117,6 +138,7 @@ class Trainer:
                 ending = self._train()
                 self.replica.strategy.finish()
                 self._log_notes()
+                self._callbacks.end(ending)
         except StopRun as stop:
             ending = self._stopped_at_start(stop.request)
         except BaseException as error:
@@ -127,6 +149,11 @@ class Trainer:
             ending = self._stopped_at_start(request)
         self._leave(ending)
         return ending
+
+    def stop(self, why: str) -> None:
+        """End the run in order after the step, on all ranks: what is not saved is. For callbacks."""
+        self.log(f"asked to stop: {why}")
+        self.stops.asked = True
 
     # ---- setting up
 
@@ -213,7 +240,7 @@ class Trainer:
         self._open_folder(fingerprint)
         self.reporter = Reporter(
             log=log,
-            sinks=open_reports(replica, self.instruments, step=step, total=self.total, log=log),
+            sinks=[*open_reports(replica, self.instruments, step=step, total=self.total, log=log), self._callbacks],
             spikes=LossSpikes.resumed(config) if topology.rank == 0 else None,
             meter=SpeedMeter(config, world_size=topology.world.size, device=topology.device),
             log_interval=config.logging.log_interval,
@@ -226,6 +253,7 @@ class Trainer:
         stack.push(lambda _, error, __: self._leave_folder(error))
         stack.callback(self._close)
         stack.push(lambda _, error, __: self._explain(error))
+        self._callbacks.start()
 
     def _open_folder(self, tokenizer: str | None) -> None:
         with agreeing(self.replica.topology.world, self.replica.topology.device):
@@ -237,6 +265,7 @@ class Trainer:
         else:
             self._folder = _WHEN_ASKED.get("save")(self.replica, self.progress)
             self.saver = self._folder.make_saver(total=self.total, tokenizer=tokenizer, log=self.log)
+            self.saver.saved = self._callbacks.checkpoint
 
     # ---- the loop
 

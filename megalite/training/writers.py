@@ -18,6 +18,7 @@ from megalite.config.describe import redact_text, redacted, sectioned
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 from megalite.config.run import writers as wanted
+from megalite.config.training import WRITERS
 from megalite.training.sinks import AppendedFile, MetricSink
 
 TENSORBOARD_TAGS = {
@@ -195,18 +196,18 @@ class Wandb:
 
     def write(self, record: dict[str, Any]) -> None:
         """Send the numbers that have a tag; NaN and infinities among them."""
-        with _wandb_errors():
+        with _as_os_error():
             axes = {name: record[name] for name in ("step", "consumed_samples")}
             self._run.log({**_tagged(record), **axes})
 
     def close(self) -> None:
-        with _wandb_errors():
+        with _as_os_error():
             self._run.finish()
 
 
 @contextmanager
-def _wandb_errors() -> Iterator[None]:
-    """What wandb raises, of whatever type, is its service or the way there: an OSError, as of a file."""
+def _as_os_error() -> Iterator[None]:
+    """What others' code raises, of whatever type, is its service or the way there: an OSError, as of a file."""
     try:
         yield
     except Exception as error:
@@ -225,6 +226,35 @@ def _run_id(folder: Path | None, resumes: bool) -> str:
     return new
 
 
+def csv_writer(config: RunConfig, *, step: int) -> MetricSink:
+    assert config.logging.run_dir is not None, "validate() asks for one"
+    return CSVFile(Path(config.logging.run_dir) / "metrics.csv", step=step)
+
+
+def wandb_writer(config: RunConfig, *, step: int) -> MetricSink:
+    return Wandb(config, resumes=config.checkpoint.load is not None)
+
+
+class _Registered:
+    """A user's writer. Whatever it raises later costs its records, not the run."""
+
+    def __init__(self, name: str, config: RunConfig, *, step: int) -> None:
+        try:
+            self._sink = WRITERS.get(name)(config, step=step)
+        except (ConfigError, OSError):
+            raise
+        except Exception as error:
+            raise ConfigError(f"metrics {name} does not start: {type(error).__name__}: {error}") from error
+
+    def write(self, record: dict[str, Any]) -> None:
+        with _as_os_error():
+            self._sink.write(record)
+
+    def close(self) -> None:
+        with _as_os_error():
+            self._sink.close()
+
+
 def open_writers(config: RunConfig, *, step: int) -> tuple[dict[str, MetricSink], bool]:
     """The sinks that a run has besides metrics.jsonl, by what the log calls them; and whether it goes without
     TensorBoard because that is not installed.
@@ -233,15 +263,14 @@ def open_writers(config: RunConfig, *, step: int) -> tuple[dict[str, MetricSink]
     sinks: dict[str, MetricSink] = {}
     tensorboard = logging.tensorboard_dir
     if logging.run_dir is not None:
-        if "csv" in logging.metrics:
-            path = Path(logging.run_dir) / "metrics.csv"
-            sinks[str(path)] = CSVFile(path, step=step)
         # Not asked for by name it may be left out: metrics.jsonl has the same numbers.
         without = tensorboard is None and importlib.util.find_spec("tensorboard") is None
         if tensorboard is None and not without:
             tensorboard = str(Path(logging.run_dir) / "tensorboard")
     if tensorboard is not None:
         sinks[tensorboard] = TensorBoard(Path(tensorboard))
-    if "wandb" in wanted(config):
-        sinks["wandb"] = Wandb(config, resumes=config.checkpoint.load is not None)
+    for name in wanted(config):
+        shown = str(Path(logging.run_dir or "") / "metrics.csv") if name == "csv" else name
+        builtin = name in WRITERS.builtin
+        sinks[shown] = WRITERS.get(name)(config, step=step) if builtin else _Registered(name, config, step=step)
     return sinks, without

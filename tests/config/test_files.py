@@ -12,6 +12,7 @@ from megalite.config.describe import Setting, replace, settings, values_of
 from megalite.config.errors import ConfigError
 from megalite.config.files import dump, level_from_text, load
 from megalite.config.merge import merge
+from megalite.config.registry import Registry
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 
@@ -175,8 +176,10 @@ def values(setting: Setting) -> st.SearchStrategy[object]:
         bool: st.booleans(),
         str: text | odd,
     }[setting.type]
-    if setting.choices:
-        strategy = st.sampled_from(setting.choices)
+    if setting.choices or isinstance(setting.legal, Registry):
+        strategy = st.sampled_from(setting.choices) if setting.choices else st.nothing()
+    if setting.name == "imports":
+        strategy = st.sampled_from(["json", "math", "xml.dom"])
     if setting.is_list:
         strategy = st.lists(strategy, min_size=0)
     return strategy | st.none() if setting.optional else strategy

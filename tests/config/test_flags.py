@@ -4,12 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from megalite.config.describe import settings, values_of
+from megalite.config.data import DATASETS
+from megalite.config.describe import Setting, settings, values_of
 from megalite.config.errors import ConfigError
 from megalite.config.flags import parse_arguments
 from megalite.config.megatron import DERIVED, FROM_VALUE, SHORTHANDS, WORDS
 from megalite.config.megatron_flags import REFUSED, known_flags
 from megalite.config.run import RunConfig
+from tests.support.plugins import registered
 
 EXAMPLES = {int: "3", float: "0.25", str: "x"}
 
@@ -23,12 +25,18 @@ def changed(flags: str) -> dict[str, object]:
 @pytest.mark.parametrize("name", settings())
 def test_every_setting_by_every_spelling(name: str) -> None:
     setting = settings()[name]
+    with registered(DATASETS, EXAMPLES[str], lambda split, config, tokenizer: None):
+        every_spelling(setting, "json" if name == "imports" else EXAMPLES.get(setting.type, ""))
+
+
+def every_spelling(setting: Setting, example: str) -> None:
+    name = setting.name
     for flag in setting.flags:
         if setting.type is bool:
             assert changed(flag if not setting.default else "--no-" + flag[2:]) == {name: not setting.default}
             continue
         others = [choice for choice in setting.choices if choice != setting.default]
-        word = others[0] if others else setting.default if setting.choices else EXAMPLES[setting.type]
+        word = others[0] if others else setting.default if setting.choices else example
         expected = word if setting.type is str else setting.type(word)
         invocation = parse_arguments([flag, word])
         assert values_of(invocation.config)[name] == ([expected] if setting.is_list else expected)

@@ -14,8 +14,8 @@ from megalite.config.strategies import STRATEGIES
 from megalite.config.validate import validate
 
 CHOOSERS = {
-    "dp_strategy": tuple(STRATEGIES),
-    "optimizer": OPTIMIZERS,
+    "dp_strategy": STRATEGIES.builtin,
+    "optimizer": OPTIMIZERS.builtin,
     "grad_compression": tuple(name for name in COMPRESSIONS if name != "none"),
 }
 SHORT = {"1-bit optimizers": ONEBIT_OPTIMIZERS}

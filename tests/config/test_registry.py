@@ -28,8 +28,15 @@ def test_a_user_adds_one() -> None:
 
     assert registry.get("mine") is Mine
     assert registry.get("a").__name__ == "Fraction"
-    assert registry.names == ("a", "mine")
+    assert registry.names == ("a", "mine") and registry.builtin == ("a",)
+    assert registry.name_of(Mine) == registry.name_of("mine") == "mine"
     with pytest.raises(ConfigError, match="thing mine exists already"):
-        registry.register("mine")(Mine)
+        registry.register("mine")(dict)
+    with pytest.raises(ConfigError, match="thing a exists already"):
+        registry.register("a")(Mine)
+    with pytest.raises(ConfigError, match=r"thing: dict is not registered; decorate it .* or give one of a, mine"):
+        registry.name_of(dict)
+    with pytest.raises(ConfigError, match=r"thing late is registered with other facts than it has: .*'bytes'"):
+        registry.register("late", bytes=4)(Mine)
     with pytest.raises(ConfigError, match=r"thing is 'other'; it must be one of a, mine"):
         registry.get("other")

@@ -1,6 +1,7 @@
 """The torch-free statements of what strategies cut and keep are what the strategies do."""
 
 import sys
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -8,16 +9,19 @@ import torch
 
 from megalite.config.errors import ConfigError
 from megalite.config.flags import parse_arguments
-from megalite.config.strategies import STRATEGIES, StrategyFacts
+from megalite.config.strategies import STRATEGIES
 from megalite.config.validate import validate
 from megalite.data_parallel.buckets import Bucket
-from megalite.data_parallel.facts import bucket_size, state_elements, strategy_states
-from megalite.data_parallel.strategy import DataParallelStrategy
+from megalite.data_parallel.facts import STATES, Placement, StateFact, bucket_size, state_elements, strategy_states
+from megalite.data_parallel.strategy import DataParallelStrategy, FlatState
 from megalite.optimizers.base import Update
+from megalite.partition.buckets import strategy_bytes
 from megalite.planner.communication import step_volumes
 from megalite.topology.group import Work
 from tests.data_parallel.toy import ToyRun
+from tests.support.plugins import registered
 from tests.support.ranks import RankContext, run_ranks
+from tests.support.tiny import build, tiny_config
 
 RANKS = 2
 SGD = {"optimizer": "sgd"}
@@ -26,7 +30,7 @@ CASES: list[dict[str, Any]] = [
     {},
     *({"grad_compression": name} for name in ("onebit", "uint8", "topk", "powersgd")),
     *({"optimizer": name, **FROZEN} for name in ("onebit-adam", "onebit-lamb", "zero-one-adam")),
-    *({"dp_strategy": name} for name, facts in STRATEGIES.items() if facts.shards_states),
+    *({"dp_strategy": name} for name in STRATEGIES if STRATEGIES.facts(name).shards_states),
     {"dp_strategy": "local-sgd"},
     {"dp_strategy": "local-sgd", "wire_dtype": "bf16"},
     {"dp_strategy": "diloco", "sync_interval": 4},
@@ -94,18 +98,53 @@ class Tripled(DataParallelStrategy):
         return self.channel(bucket).all_reduce_async(bucket.grad.mul_(3))
 
 
-TRIPLED = StrategyFacts(
-    implementation=f"{__name__}:Tripled",
-    settings="ddp_bucket_size",
-    traffic=lambda t: [("all-reduce", 3 * t.elements * t.wire)],
-)
+def tripled() -> AbstractContextManager[None]:
+    """Inside, it is registered."""
+    facts = {"settings": "ddp_bucket_size", "traffic": lambda t: [("all-reduce", 3 * t.elements * t.wire)]}
+    return registered(STRATEGIES, "tripled", Tripled, **facts)
+
+
+class Keeping(Tripled):
+    """Has a state for each element."""
+
+    def states(self) -> list[FlatState]:
+        return [
+            FlatState("seen", bucket, torch.zeros_like(bucket.data), Placement.REPLICATED)
+            for bucket in self.all_buckets()
+        ]
+
+
+def built_with(context: RankContext, states: tuple[str, ...]) -> str:
+    """What building a run says of a strategy that keeps `seen`, and is registered with `states`."""
+    facts = {"traffic": lambda t: [("all-reduce", t.elements * t.wire)], "states": lambda config: states}
+    with registered(STRATEGIES, "keeping", Keeping, **facts):
+        try:
+            replica = build(context, tiny_config(RANKS, dp=RANKS, dp_strategy="keeping"))
+        except ConfigError as error:
+            return str(error)
+        replica.strategy.close()
+    return ""
+
+
+def test_a_strategy_keeps_what_it_is_registered_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_ranks(RANKS, built_with, ("seen",)) == [""] * RANKS
+    for said in run_ranks(RANKS, built_with, ()):
+        assert said.startswith(
+            "dp_strategy keeping keeps the states seen, but is registered with none, by which memory"
+        )
+    facts = {"traffic": lambda t: [], "states": lambda config: ("seen",)}
+    with registered(STRATEGIES, "keeping", Keeping, **facts):
+        config = tiny_config(RANKS, dp=RANKS, dp_strategy="keeping", precision="fp32")
+        with pytest.raises(ConfigError, match=r"keeps a state seen, of which nothing is stated; add STATES\['seen'\]"):
+            strategy_bytes(config, RANKS)
+        monkeypatch.setitem(STATES, "seen", StateFact(Placement.REPLICATED, "zeros"))
+        assert strategy_bytes(config, RANKS) == 4
 
 
 def weights_of(context: RankContext) -> list[dict[str, torch.Tensor]]:
     """After a step of SGD: by the strategy that this file adds, and by an all-reduce of gradients three times as large."""
     found = []
-    STRATEGIES["tripled"] = TRIPLED
-    try:
+    with tripled():
         for name, scale in (("tripled", 1.0), ("all-reduce", 3.0)):
             run = ToyRun(
                 context.topology(dp=RANKS), {"dp_strategy": name, "weight_decay": 0.0, **SGD, "sgd_momentum": 0.0}
@@ -114,17 +153,19 @@ def weights_of(context: RankContext) -> list[dict[str, torch.Tensor]]:
             run.strategy.update(run.optimizer, Update(step=1, lr=0.01, weight_decay=0.0, factor=1.0))
             found.append(run.weights())
             run.strategy.close()
-    finally:
-        del STRATEGIES["tripled"]
     return found
 
 
-def test_a_strategy_is_a_class_and_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_strategy_is_a_class_and_its_facts() -> None:
     for mine, usual in run_ranks(RANKS, weights_of):
         for name, values in mine.items():
             torch.testing.assert_close(values, usual[name])
 
-    monkeypatch.setitem(STRATEGIES, "tripled", TRIPLED)
+    with tripled():
+        what_is_planned_of_it()
+
+
+def what_is_planned_of_it() -> None:
     line = "--dp-strategy tripled --num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 64 --mock-data"
     words = [
         *line.split(),

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from megalite.config.describe import settings
-from megalite.config.rules.run import WRITERS
+from megalite.config.training import WRITERS
 from megalite.training import goodput
 from megalite.training.instruments import _COLUMNS, _LABELS
 from megalite.training.writers import TENSORBOARD_TAGS

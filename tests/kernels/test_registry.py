@@ -4,11 +4,12 @@ import dataclasses
 import inspect
 import re
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
 
-from megalite.config.compute import ALL_OPERATIONS, OPERATIONS, kernel_requests
+from megalite.config.compute import ALL_OPERATIONS, KERNELS, OPERATIONS, kernel_requests, unknown_kernels
 from megalite.config.errors import ConfigError
 from megalite.kernels import layer_ops, registry
 from megalite.kernels.cross_entropy import cross_entropy_backward, cross_entropy_forward
@@ -23,6 +24,7 @@ from megalite.kernels.registry import (
     shipped_preferences,
     why_not,
 )
+from tests.support.plugins import registered
 
 CPU = torch.device("cpu")
 
@@ -237,3 +239,48 @@ def test_the_shipped_rules_name_kernels_that_exist() -> None:
         assert "torch" in rule.order, rule
         assert rule.because.startswith(("assumed: ", "measured ")), rule
         assert rule.dtypes <= {"float32", "bfloat16", "float16"}, rule
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_users_kernel_of_each_operation_can_be_tried(operation: str) -> None:
+    """torch's own passes as a user's, and one that fails is refused with what it says."""
+    torchs = IMPLEMENTATIONS[operation]["torch"].load()
+    name, sizes = f"{operation}=mine", {"device": CPU, "dtype": torch.float32, "size": 64}
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("not today")
+
+    with registered(KERNELS, name, torchs):
+        assert Kernels({operation: "mine"}).get(operation, **sizes) is torchs
+    refused = pytest.raises(ConfigError, match=rf"{name} cannot be had: mine's failed when .* here \(not today\)")
+    with registered(KERNELS, name, tuple(fail for _ in torchs) if isinstance(torchs, tuple) else fail), refused:
+        Kernels({operation: "mine"}).get(operation, **sizes)
+
+
+def test_a_users_kernel_serves_where_it_is_asked_for_and_right() -> None:
+    def wrong(*inputs: Any, **options: Any) -> torch.Tensor:
+        return 1.01 * layer_ops.rms_norm(*inputs, **options)
+
+    sizes = {"device": CPU, "dtype": torch.float32, "size": 8}
+    with registered(KERNELS, "rmsnorm=mine", layer_ops.rms_norm, dtypes=("float32",)):
+        assert [*unknown_kernels(kernel_requests(["rmsnorm=mine"]))] == []
+        kernels = Kernels({"rmsnorm": "mine"})
+        kernels.check(CPU)
+        assert kernels.get("rmsnorm", **sizes) is layer_ops.rms_norm
+        assert kernels.summary() == {"rmsnorm": "mine"} and backends_of("rmsnorm")[-1] == "mine"
+        assert Kernels().get("rmsnorm", **sizes) is not None
+        with pytest.raises(ConfigError, match="rmsnorm=mine cannot be had: it takes float32, not bfloat16"):
+            kernels.get("rmsnorm", **{**sizes, "dtype": torch.bfloat16})
+        with pytest.raises(ConfigError, match="mine has no swiglu"):
+            Kernels({"swiglu": "mine"}).check(CPU)
+    others: dict[str, dict[str, Any]] = {
+        "mine's gave other numbers than torch": {},
+        "it runs on cuda, not on cpu": {"devices": ("cuda",)},
+    }
+    for says, facts in others.items():
+        refused = pytest.raises(ConfigError, match=f"rmsnorm=mine cannot be had: {says}")
+        with registered(KERNELS, "rmsnorm=mine", wrong, **facts), refused:
+            Kernels({"rmsnorm": "mine"}).get("rmsnorm", **sizes)
+    with registered(KERNELS, "nothing=mine", wrong):
+        assert "no operation nothing" in next(unknown_kernels({"nothing": "mine"}))
+    assert "no backend mine" in next(unknown_kernels({"rmsnorm": "mine"}))

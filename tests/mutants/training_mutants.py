@@ -293,8 +293,8 @@ NORM_AND_UPDATE = (
     Mutant(
         "decay counted from the first step",
         "megalite/optimizers/schedules.py",
-        "ratio = (x - self._warmup) / (self._length - self._warmup)",
-        "ratio = x / self._length",
+        "return (self.at - self.warmup) / (self.length - self.warmup)",
+        "return self.at / self.length",
         f"{TRAJECTORY}[one-fp64]",
         "the learning rate jumps at the end of the warm-up",
     ),

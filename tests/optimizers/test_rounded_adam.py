@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.config.optimizer import OptimizerConfig
+from megalite.config.optimizer import MOMENTS, OptimizerConfig
 from megalite.optimizers import adam
-from megalite.optimizers.adam import STATES, AdamW, RoundedAdamW
+from megalite.optimizers.adam import AdamW, RoundedAdamW
 from megalite.optimizers.base import FlatParameter, Optimizer, Segment, Update
 from tests.data_parallel.toy import SHAPES, ToyRun
 from tests.support.ranks import RankContext, run_ranks
@@ -42,12 +42,12 @@ def test_an_update_is_that_of_fp32_with_the_moments_it_had(monkeypatch: pytest.M
     ours, theirs = flat(200), flat(200)
     rounded, plain = RoundedAdamW([ours], config(**BOTH), seed=1), AdamW([theirs], config())
     for step in range(1, 6):
-        for name in STATES:
+        for name in MOMENTS:
             plain.state(theirs.param)[name].copy_(rounded.state(ours.param)[name])
         advance(rounded, ours.param, range(step, step + 1))
         advance(plain, theirs.param, range(step, step + 1))
         assert torch.equal(ours.param, theirs.param)
-        for name in STATES:
+        for name in MOMENTS:
             expected = plain.state(theirs.param)[name].bfloat16()
             assert torch.equal(rounded.state(ours.param)[name], expected)
     assert rounded.updates == 5
@@ -61,11 +61,11 @@ def test_with_fp32_moments_it_is_adamw() -> None:
     assert torch.equal(ours.param, theirs.param)
 
 
-@pytest.mark.parametrize("which", STATES)
+@pytest.mark.parametrize("which", MOMENTS)
 def test_one_of_them_alone(which: str) -> None:
     one = flat(50)
     state = RoundedAdamW([one], config(**{f"{which}_dtype": "bf16"}), seed=1).state(one.param)
-    expected = {name: torch.bfloat16 if name == which else torch.float32 for name in STATES}
+    expected = {name: torch.bfloat16 if name == which else torch.float32 for name in MOMENTS}
     assert {name: values.dtype for name, values in state.items()} == expected
 
 

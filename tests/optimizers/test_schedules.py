@@ -7,9 +7,11 @@ import pytest
 
 from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
+from megalite.config.optimizer import LR_SCHEDULES
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
-from megalite.optimizers.schedules import Progress, Schedules
+from megalite.optimizers.schedules import Decay, Progress, Schedules
+from tests.support.plugins import registered
 
 BASE: dict[str, Any] = {
     "vocab_size": 100,
@@ -78,3 +80,15 @@ def test_embedding_and_head_may_have_their_own_learning_rate() -> None:
     assert [made.decoupled_lr(Progress(step, 4 * step)) for step in (60, 100)] == [3.0, 1.0]
     assert made.lr(Progress(60, 240)) == pytest.approx(0.6)
     assert schedules().decoupled_lr(Progress(60, 240)) is None
+
+
+def test_a_users_schedule_has_the_warm_up_and_the_ends_of_all() -> None:
+    def steps_down(decay: Decay) -> float:
+        return decay.between(1.0 if decay.ratio < 0.5 else 0.25)
+
+    with registered(LR_SCHEDULES, "steps-down", steps_down):
+        mine = {"lr_decay_style": "steps-down", "lr_warmup_iters": 20, "lr_decay_iters": 80}
+        assert [lr(at, **mine) for at in (10, 20, 49, 50, 80, 81)] == [0.5, 1.0, 1.0, 0.4, 0.4, 0.2]
+        assert schedules(**mine, decoupled_lr=5.0).decoupled_lr(Progress(20, 80)) == 5.0
+    with pytest.raises(ConfigError, match="cannot be 'steps-down'"):
+        schedules(lr_decay_style="steps-down")

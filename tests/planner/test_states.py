@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from megalite.config.optimizer import OPTIMIZERS
 from megalite.data_parallel import fully_sharded, zero
 from megalite.partition.memory import rank_memory
 from megalite.partition.pipeline import plan_stages
@@ -26,6 +27,17 @@ CASES: dict[str, dict[str, Any]] = {
     "sharded server": {**FP32, "dp_strategy": "sharded-parameter-server"},
     "local-sgd": {**FP32, "dp_strategy": "local-sgd", "wire_dtype": "bf16"},
     "diloco": {**FP32, "dp_strategy": "diloco", "sync_interval": 2},
+    "lamb": {**FP32, "optimizer": "lamb"},
+    "zero-one-adam": {**ONEBIT, "optimizer": "zero-one-adam"},
+    "sgd without momentum": {**FP32, "optimizer": "sgd", "sgd_momentum": 0.0},
+    "plugged in": {**FP32, "imports": ["examples.extend.lion"], "optimizer": "lion"},
+    "plugged in, bf16": {**BF16, "imports": ["examples.extend.lion"], "optimizer": "lion"},
+    "plugged in, zero-1": {
+        "imports": ["examples.extend.lion"],
+        "optimizer": "lion",
+        "dp_strategy": "distributed-optimizer",
+        **BF16,
+    },
     "sgd": {**FP32, "optimizer": "sgd"},
     "muon": {**FP32, "optimizer": "muon"},
     "onebit-adam": {**ONEBIT, "optimizer": "onebit-adam"},
@@ -61,6 +73,19 @@ def test_a_rank_holds_what_is_planned(name: str) -> None:
     memory = rank_memory(config, plan_stages(config), 0)
     planned = memory.parameter_bytes + memory.gradient_bytes + memory.optimizer_bytes
     assert max(run_ranks(2, held, CASES[name])) == pytest.approx(planned, rel=0.03)
+
+
+def test_every_optimizer_is_among_them() -> None:
+    asked = {settings.get("optimizer", "adam") for settings in CASES.values()}
+    assert asked == {*OPTIMIZERS.builtin, "lion"}
+
+
+def test_lion_is_planned_with_half_of_adams_states() -> None:
+    sizes = {}
+    for name in ("adam", "lion"):
+        config = tiny_config(2, dp=2, **FP32, imports=["examples.extend.lion"], optimizer=name)
+        sizes[name] = rank_memory(config, plan_stages(config), 0)
+    assert sizes["adam"].parameters * 8 == sizes["adam"].optimizer_bytes == 2 * sizes["lion"].optimizer_bytes
 
 
 ZERO: dict[str, dict[str, Any]] = {

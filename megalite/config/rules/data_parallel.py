@@ -1,7 +1,10 @@
 """Rules about data-parallel strategies, optimizers and number formats: what goes with what."""
 
+from typing import Any
+
 from megalite.config.errors import Findings
 from megalite.config.optimizer import ONEBIT_OPTIMIZERS, OPTIMIZERS
+from megalite.config.registry import Registry
 from megalite.config.rules.rule import Check, Settings, divisors, owned, rules, say
 from megalite.config.strategies import STRATEGIES
 
@@ -9,30 +12,20 @@ ADAM_SETTINGS = ("adam_beta1", "adam_beta2", "adam_eps")
 """What every optimizer but SGD goes by: presets give them for Adam."""
 
 
-def _but(names: tuple[str, ...], *without: str) -> tuple[str, ...]:
-    return tuple(name for name in names if name not in without)
+def _of_others(chooser: str, registry: Registry[Any]) -> Check:
+    """Settings that mean something to other strategies, or optimizers, alone."""
 
+    def check(c: Settings) -> Findings:
+        owners: dict[str, list[str]] = {}
+        for name in registry:
+            for setting in registry.facts(name).settings.split():
+                owners.setdefault(setting, []).append(name)
+        for setting, names in owners.items():
+            if c.gives(setting) and getattr(c, chooser) not in names:
+                remedy = f"use --{chooser.replace('_', '-')} {names[0]} or remove it"
+                yield say(c, f"{{{setting}}} has no effect with {{{chooser}}}; {remedy}")
 
-_OF_OPTIMIZERS = {
-    "|".join(ADAM_SETTINGS): _but(OPTIMIZERS, "sgd"),
-    "sgd_momentum|sgd_nesterov": ("sgd",),
-    "lamb_min_coeff|lamb_max_coeff": ("lamb", "onebit-lamb"),
-    "muon_momentum|muon_steps|muon_scale": ("muon",),
-    "freeze_step|freeze_threshold|onebit_scale": ONEBIT_OPTIMIZERS,
-    "local_step_clipper|local_step_scaler|variance_update_scaler": ("zero-one-adam",),
-    "exp_avg_dtype|exp_avg_sq_dtype|stochastic_rounding": ("adam",),
-}
-
-
-def _of_other_strategies(c: Settings) -> Findings:
-    """Settings that mean something to other strategies alone."""
-    owners: dict[str, list[str]] = {}
-    for name, facts in STRATEGIES.items():
-        for setting in facts.settings.split():
-            owners.setdefault(setting, []).append(name)
-    for setting, names in owners.items():
-        if c.gives(setting) and c.dp_strategy not in names:
-            yield say(c, f"{{{setting}}} has no effect with {{dp_strategy}}; use --dp-strategy {names[0]} or remove it")
+    return check
 
 
 def _fragments(c: Settings) -> Findings:
@@ -74,7 +67,7 @@ def _has_no_state(c: Settings) -> bool:
 
 
 STRATEGY: tuple[Check, ...] = (
-    _of_other_strategies,
+    _of_others("dp_strategy", STRATEGIES),
     *owned("grad_compression", {"topk_density": ("topk",), "powersgd_rank": ("powersgd",)}),
     *rules(
         {
@@ -112,7 +105,7 @@ STRATEGY: tuple[Check, ...] = (
 )
 
 OPTIMIZER: tuple[Check, ...] = (
-    *owned("optimizer", _OF_OPTIMIZERS),
+    _of_others("optimizer", OPTIMIZERS),
     *rules(
         {
             "{!freeze_threshold} has no effect with {freeze_step}, which ends the warm-up; remove one of them": (

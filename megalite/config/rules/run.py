@@ -10,21 +10,23 @@ from megalite.config.optimizer import ONEBIT_OPTIMIZERS, OPTIMIZERS
 from megalite.config.rules.rule import Check, Settings, rules, say
 from megalite.config.run import profile_folder, save_folder, saves, writers
 from megalite.config.strategies import searched_strategies
+from megalite.config.training import WRITERS
 
 EXIT_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGHUP")
 """Those that may stop a run; SIGINT always does."""
-WRITERS = ("csv", "wandb")
-"""What `metrics` can name beside metrics.jsonl and TensorBoard."""
 
 
 def _sources(c: Settings) -> list[str]:
     """The settings that name tokens: one, if all is well."""
     per_split = [name for name in PATH_SETTINGS[1:] if getattr(c, name)]
-    return (["data_path"] if c.data_path else []) + per_split[:1] + (["mock_data"] if c.mock_data else [])
+    made = ["mock_data"] if c.mock_data else []
+    if c.dataset is not None:  # which reads paths as it likes
+        return ["dataset", *made]
+    return (["data_path"] if c.data_path else []) + per_split[:1] + made
 
 
 def _from_splits(c: Settings) -> bool:
-    return len(_sources(c)) == 1 and not c.data_path and not c.mock_data
+    return len(_sources(c)) == 1 and not c.data_path and not c.mock_data and c.dataset is None
 
 
 def _two_sources(c: Settings) -> Findings:
@@ -33,7 +35,7 @@ def _two_sources(c: Settings) -> Findings:
 
 
 def _split_without_data_path(c: Settings) -> Findings:
-    if c.split is not None and not c.data_path and len(sources := _sources(c)) < 2:
+    if c.split is not None and not c.data_path and c.dataset is None and len(sources := _sources(c)) < 2:
         cause = f"with {sources[0]}" if sources else "without data_path"
         yield Idle(say(c, f"{{split}} has no effect {cause}"), "split")
 
@@ -102,6 +104,8 @@ DATA: tuple[Check, ...] = (
             "{?mock_data} needs the range of its tokens; add --vocab-size, e.g. 1024": lambda c: c.vocab_size is None,
             f"{{!packing|data_order|data_cache_path|{_DOCUMENTS}}} has no effect with mock_data, which has no documents; use "
             "data_path or remove it": lambda c: c.mock_data and not c.data_path,
+            "{!packing|data_order|data_cache_path} has no effect with {dataset}, which gives samples as they are; remove "
+            "it": lambda c: c.dataset is not None,
             "{?packing} does not go with {data_order}, which cuts samples from one stream of documents; use packing stream or "
             "data_order megalite": lambda c: c.data_order == "megatron",
             f"{{!data_cache_path|{_DOCUMENTS}}} has no effect with {{packing}}, where documents never see each other, each "
@@ -293,7 +297,7 @@ def _elastic(c: Settings) -> Findings:
     for name, works in (
         ("dp_strategy", searched_strategies()),
         ("grad_compression", ("none",)),
-        ("optimizer", _NOT_ONEBIT),
+        ("optimizer", tuple(name for name in OPTIMIZERS if name not in ONEBIT_OPTIMIZERS)),
     ):
         if getattr(c, name) not in works:
             yield say(
@@ -307,7 +311,6 @@ _OF_ONE_LAYOUT = (
     *("pipeline_schedule_file", "pipeline_costs", "pipeline_memory_limit", "recompute_ahead"),
     *("recompute_method", "recompute_num_layers"),
 )
-_NOT_ONEBIT = tuple(name for name in OPTIMIZERS if name not in ONEBIT_OPTIMIZERS)
 ELASTIC: tuple[Check, ...] = (
     *rules({"{!elastic_cluster} has no effect without elastic; add --elastic or remove it": lambda c: not c.elastic}),
     _elastic,

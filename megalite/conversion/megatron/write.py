@@ -52,6 +52,8 @@ def require_expressible(model: ModelConfig, *, tp: int, pp: int) -> None:
 
 
 def _inexpressible(model: ModelConfig) -> Iterator[str]:
+    if model.block != "gpt":
+        yield f"block {model.block}"
     if model.activation in ("geglu", "geglu_tanh"):
         yield f"activation {model.activation} (it has gelu, gelu_tanh with biases, squared_relu, swiglu)"
     if model.activation == "gelu_tanh" and not model.add_bias_linear:

@@ -1,12 +1,12 @@
 """Every schedule by its name."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 from megalite.config.errors import ConfigError
-from megalite.config.registry import Registry
+from megalite.config.parallel import PIPELINE_SCHEDULES, ScheduleFacts
 from megalite.pipeline.ir.actions import GRADIENTS, Action, Kind
 from megalite.pipeline.ir.generators.one_chunk import check_several_chunks, check_sizes, loop_placement, v_placement
 from megalite.pipeline.ir.schedule import Schedule
@@ -89,31 +89,8 @@ def _periodic(placement: Sequence[int], num_microbatches: int) -> list[tuple[int
     return sorted(cells, key=lambda cell: period * cell[1] + delays[cell[0]])
 
 
-_HERE = "megalite.pipeline.ir.generators"
-GENERATORS: Registry[Callable[..., Schedule]] = Registry(
-    "pipeline_schedule",
-    {
-        "gpipe": f"{_HERE}.one_chunk:gpipe",
-        "1f1b": f"{_HERE}.one_chunk:one_f_one_b",
-        "interleaved": f"{_HERE}.many_chunks:interleaved",
-        "looped-bfs": f"{_HERE}.many_chunks:looped_bfs",
-        "zb-h1": f"{_HERE}.one_chunk:zb_h1",
-        "zb-h2": f"{_HERE}.one_chunk:zb_h2",
-        "zb-v": f"{_HERE}.many_chunks:zb_v",
-        "dualpipe-v": f"{_HERE}.many_chunks:dualpipe_v",
-    },
-)
-SCHEDULES = GENERATORS.names
-"""`pipeline_schedule` can be any of these."""
-
-_VEE = ("zb-v", "dualpipe-v")
-_ONE_CHUNK = {
-    "gpipe": "looped-bfs (vpp 2 or more)",
-    "1f1b": "interleaved (vpp 2 or more)",
-    "zb-h1": "zb-v (vpp 2)",
-    "zb-h2": "zb-v (vpp 2)",
-}
-"""The schedules of one stage per rank, and what is nearest to each with several."""
+SCHEDULES = tuple(name for name in PIPELINE_SCHEDULES.builtin if name != "auto")
+"""Those that come with megalite and go by numbers alone."""
 
 
 def default_schedule(num_chunks: int) -> str:
@@ -148,30 +125,30 @@ def build_schedule(
         )
     if warm_up != "pa" and name != "1f1b":
         raise ConfigError(f"the warm-up is {warm_up!r}, but schedule {name} has none: leave it at 'pa', or use 1f1b")
-    placement_for(name, num_ranks, num_chunks)
-    sizes = (
-        (num_ranks, num_microbatches)
-        if name in _ONE_CHUNK or name in _VEE
-        else (num_ranks, num_chunks, num_microbatches)
-    )
+    placement = placement_for(name, num_ranks, num_chunks)
+    chunks = (num_chunks,) if PIPELINE_SCHEDULES.facts(name).chunks == "several" else ()
     options = {"interleaved": (group,), "1f1b": (warm_up,)}.get(name, ())
-    schedule = GENERATORS.get(name)(*sizes, *options)
+    schedule: Schedule = PIPELINE_SCHEDULES.get(name)(num_ranks, *chunks, num_microbatches, *options)
+    if schedule.placement != placement or schedule.num_microbatches != num_microbatches:
+        raise ConfigError(
+            f"schedule {name} was asked for {num_microbatches} microbatches on the placement {placement}, and made "
+            f"{schedule.num_microbatches} on {schedule.placement}: state other `chunks` where it is registered, or correct it"
+        )
     return with_recompute_ahead(schedule) if recompute_ahead else schedule
 
 
 def placement_for(name: str, num_ranks: int, num_chunks: int) -> tuple[int, ...]:
     """Per virtual stage the rank that holds it, in every schedule of that name and these sizes."""
-    if name not in SCHEDULES:
-        raise ConfigError(f"pipeline_schedule is {name!r}; it must be one of {', '.join(SCHEDULES)}")
-    if name in _ONE_CHUNK and num_chunks > 1:
+    facts: ScheduleFacts = PIPELINE_SCHEDULES.facts(name)
+    if facts.chunks == "one" and num_chunks > 1:
         raise ConfigError(
-            f"schedule {name} takes one stage per rank but vpp is {num_chunks}: use vpp 1, or schedule {_ONE_CHUNK[name]}"
+            f"schedule {name} takes one stage per rank but vpp is {num_chunks}: use vpp 1, or schedule {facts.nearest}"
         )
-    if name in _VEE and num_chunks != 2:
+    if facts.chunks == "vee" and num_chunks != 2:
         other = default_schedule(num_chunks)
         raise ConfigError(
             f"schedule {name} takes two stages per rank but vpp is {num_chunks}: use vpp 2, or schedule {other}"
         )
-    if name in ("interleaved", "looped-bfs"):
+    if facts.chunks == "several":
         check_several_chunks(name, num_chunks)
-    return v_placement(num_ranks) if name in _VEE else loop_placement(num_ranks, num_chunks)
+    return v_placement(num_ranks) if facts.chunks == "vee" else loop_placement(num_ranks, num_chunks)

@@ -1,0 +1,141 @@
+"""examples/extend: each addition trains, on one layout and on another, and continues where it was stopped."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.cli.main import main
+from tests.docs.execution import in_process
+from tests.e2e.forked import train_forked
+from tests.e2e.programs import REPOSITORY, TORCHRUN, run
+from tests.support.ranks import forked_pools
+
+EXTEND = REPOSITORY / "examples" / "extend"
+pytestmark = pytest.mark.e2e
+MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --precision fp64 --device cpu"
+STEPS = "--global-batch-size 4 --train-iters 6 --lr 1e-3 --log-interval 1"
+MOCK = "--mock-data --vocab-size 64"
+BYTES = "--import examples.extend.text_bytes --dataset text-bytes --data-path README.md --vocab-size 256"
+
+
+def records(run_dir: Path, kind: str = "train") -> list[dict[str, Any]]:
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [record for record in lines if record["kind"] == kind]
+
+
+def losses(run_dir: Path, kind: str = "train") -> list[float]:
+    return [record["loss" if kind == "train" else f"{kind}_loss"] for record in records(run_dir, kind)]
+
+
+def train(ranks: int, run_dir: Path, *flags: str) -> list[float]:
+    words = f"{MODEL} {STEPS} {' '.join(flags)} --run-dir {run_dir}".split()
+    train_forked(ranks, *words).require_success()
+    return losses(run_dir)
+
+
+@pytest.mark.parametrize("path", sorted(EXTEND.glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_is_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) < 60
+
+
+def test_there_are_five() -> None:
+    assert len([*EXTEND.glob("*.py")]) == 5
+
+
+def test_a_dataset_on_two_layouts_and_continued(tmp_path: Path) -> None:
+    one = train(1, tmp_path / "one", BYTES, "--eval-interval 3 --eval-iters 1")
+    two = train(2, tmp_path / "two", BYTES, "--eval-interval 3 --eval-iters 1 --tp 2")
+    assert two == pytest.approx(one, rel=1e-9)
+    assert losses(tmp_path / "two", "valid") == pytest.approx(losses(tmp_path / "one", "valid"), rel=1e-9)
+    saves = f"--save-interval 3 --load {tmp_path}/stopped/checkpoints --fresh-if-missing"
+    first = train(1, tmp_path / "stopped", BYTES, saves, "--exit-interval 3")
+    again = train(1, tmp_path / "stopped", BYTES, saves)
+    assert len(first) == 3 and again == one
+
+
+def test_a_layer_on_two_layouts(tmp_path: Path) -> None:
+    flags = f"--import examples.extend.parallel_block --block parallel --hidden-dropout 0.1 {MOCK}"
+    one = train(1, tmp_path / "one", flags)
+    assert train(2, tmp_path / "tp", flags, "--tp 2 --sequence-parallel") == pytest.approx(one, rel=1e-9)
+    assert train(2, tmp_path / "pp", flags, "--pp 2") == pytest.approx(one, rel=1e-9)
+    assert train(1, tmp_path / "gpt", f"--hidden-dropout 0.1 {MOCK}") != pytest.approx(one, rel=1e-6)
+
+
+def test_text_from_a_layer(tmp_path: Path) -> None:
+    """A checkpoint names its kind of layer, and imports nothing: that is for the user to say."""
+    layer = "--import examples.extend.parallel_block"
+    train(
+        1,
+        tmp_path,
+        f"{layer} --block parallel --mock-data --tokenizer-type ByteLevelTokenizer --vocab-size 512 --save-interval 6",
+    )
+    words = f"generate --load {tmp_path}/checkpoints --prompt ab --max-new-tokens 3 --device cpu"
+    start = [sys.executable, "-m", "megalite.cli.main", *words.split()]
+    run(*start, *layer.split()).require_success()
+    refused = run(*start)
+    assert (
+        refused.status == 2
+        and "block cannot be 'parallel' (one of gpt; --import MODULE registers others)" in refused.err
+    )
+
+
+def test_an_optimizer_by_torchrun_continued_on_another_layout(tmp_path: Path) -> None:
+    """Its state is in the checkpoint: sharded over two ranks, then whole on one."""
+    flags = f"--import examples.extend.lion --optimizer lion {MOCK}"
+    one = train(1, tmp_path / "one", flags)
+    words = f"{MODEL} {STEPS} {flags} --run-dir {tmp_path}/two --dp-strategy distributed-optimizer"
+    stop = "--save-interval 3 --exit-interval 3"
+    launch = [*TORCHRUN, "--nproc-per-node", "2", "pretrain_gpt.py"]
+    run(*launch, *words.split(), *stop.split()).require_success()
+    assert losses(tmp_path / "two") == pytest.approx(one[:3], rel=1e-9)
+    again = train(1, tmp_path / "again", flags, f"--load {tmp_path}/two/checkpoints")
+    assert again == pytest.approx(one[3:], rel=1e-9)
+    fresh = train(1, tmp_path / "fresh", flags, f"--load {tmp_path}/two/checkpoints --no-load-optimizer")
+    assert fresh != pytest.approx(one[3:], rel=1e-9), "the state has a part in it"
+
+
+def test_a_schedule(tmp_path: Path) -> None:
+    flags = f"--import examples.extend.eager_1f1b --pipeline-schedule eager-1f1b {MOCK} --micro-batch-size 1"
+    one = train(1, tmp_path / "one", flags)
+    assert train(2, tmp_path / "two", flags, "--pp 2 --pipeline-check-memory") == pytest.approx(one, rel=1e-9)
+
+
+def test_a_writer(tmp_path: Path) -> None:
+    flags = f"--import examples.extend.best_loss --metrics best-loss {MOCK} --eval-interval 2 --eval-iters 1"
+    train(1, tmp_path, flags)
+    assert json.loads((tmp_path / "best.json").read_text())["valid_loss"] == min(losses(tmp_path, "valid"))
+
+
+def test_a_module_that_cannot_be_imported_ends_all_ranks_before_any_work(tmp_path: Path) -> None:
+    words = f"{MODEL} {STEPS} {MOCK} --import examples.extend.tiger --run-dir {tmp_path}/run".split()
+    outcome = train_forked(2, *words)
+    says = "error: --import examples.extend.tiger cannot be imported: ModuleNotFoundError: No module named"
+    assert outcome.status == 2 and all(line.startswith(says) for line in outcome.errors) and outcome.errors
+    assert not (tmp_path / "run").exists()
+
+
+def said(*words: str) -> Any:
+    """What a command prints as JSON."""
+    with forked_pools():
+        found = in_process(main, " ".join(words).split())
+    assert found.status == 0, found.out + found.err
+    return json.loads(found.out)
+
+
+def test_other_commands_see_it() -> None:
+    lion = f"--import examples.extend.lion --optimizer lion {MOCK} {MODEL} {STEPS} --json"
+    (memory,) = said("train --dry-run", lion)["memory"]["pipeline_ranks"]
+    assert memory["optimizer_bytes"] == 8 * memory["parameters"], "one state, of 8 bytes in fp64"
+    assert said("config --show", lion)["training"]["imports"] == ["examples.extend.lion"]
+    assert said("rehearse", lion)
+    drawn = "schedule --import examples.extend.eager_1f1b --schedule eager-1f1b --pp 4 --microbatches 8 --json"
+    assert "eager-1f1b" in json.dumps(said(drawn))
+
+
+def test_parity_of_a_layer() -> None:
+    """Its ranks are other processes, which get the config from this one."""
+    layer = f"--import examples.extend.parallel_block --block parallel {MOCK} {MODEL} --global-batch-size 4"
+    assert said("parity", layer, "--tp 2 --steps 2 --json")
