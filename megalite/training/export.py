@@ -32,7 +32,7 @@ _PATIENCE = 5.0
 
 
 def check_export(config: RunConfig) -> None:
-    """Raise ConfigError if no family of Hugging Face's is this model, whose vocab_size is known."""
+    """Raise ConfigError if no family of Hugging Face's is this model (its vocab_size is known)."""
     CONVERSION.get("check family")(config.model, config.training.seq_length, None)
 
 
@@ -52,7 +52,7 @@ class Exporter:
         self._under_way: tuple[int, float, BackgroundSave] | None = None
         self._given_up = False
         self.held: set[int] = set()
-        """Steps whose checkpoints are being read, so that none of them is removed."""
+        """Steps with checkpoints that are being read: none of them is removed."""
         with agreeing(topology.world, topology.device):
             if self._here and progress.step < total:
                 CONVERSION.get("check target")(self._target)

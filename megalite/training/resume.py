@@ -136,7 +136,7 @@ def resume(replica: Replica, *, tokenizer: str | None, log: Callable[[str], None
 
 
 def own_first(config: RunConfig, *, world: Group, device: torch.device, log: Callable[[str], None]) -> RunConfig:
-    """A run that began from a folder of another format resumes from checkpoints of its own, as soon as there are some.
+    """A run that began from a folder of another format resumes from its checkpoints, as soon as there are some.
 
     Collectives: a broadcast over the world.
     """

@@ -136,8 +136,13 @@ def _check_launcher(words: Sequence[str]) -> None:
         _check_training([*flags, *added], ranks=16 if "--config" in flags else 2)
 
 
+def _shape_in(load: str, step: int | None) -> dict[str, int] | None:
+    """Of a Hugging Face folder, which an earlier command of the page makes, the size of the vocabulary."""
+    return {"vocab_size": 1024} if load.startswith("hf:") else None
+
+
 def _check_training(flags: Sequence[str], ranks: int) -> None:
-    invocation = parse_arguments(list(flags))
+    invocation = parse_arguments(list(flags), shape=_shape_in)
     if invocation.dry_run or invocation.help or invocation.version:
         return
     require_startable(validate(invocation.config, ranks, invocation.explicit))
