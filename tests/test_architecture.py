@@ -228,6 +228,7 @@ NEEDS_TORCH = (
     "megalite.cli.doctor",
     "megalite.cli.inspect_tensors",
     "megalite.cli.kernels",
+    "megalite.cli.lm_eval",
     "megalite.cli.profile",
     "megalite.cli.profile_text",
     "megalite.cli.rehearse",
