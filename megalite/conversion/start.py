@@ -11,6 +11,7 @@ from megalite.checkpoint.folders import candidates
 from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointMissing, Manifest
 from megalite.config.data import DataConfig
 from megalite.config.errors import CheckpointError
+from megalite.config.model import TRAINING_FIELDS
 from megalite.config.run import HUGGING_FACE, hugging_face_folder
 from megalite.conversion.huggingface.config_json import find_file
 from megalite.conversion.huggingface.families import read_config
@@ -27,7 +28,7 @@ _TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "
 
 def settings_in(load: str, step: int | None) -> Mapping[str, Any] | None:
     """Settings by name, of a Hugging Face folder (`hf:FOLDER`), or of the newest checkpoint with a readable manifest, or that
-    of `step`. None: there is no checkpoint. What only training knows, such as dropout, may be among them."""
+    of `step`. None: there is no checkpoint. How it was trained (dropout, auxiliary losses) is not among them."""
     folder = hugging_face_folder(load)
     if folder is None:
         return _of_checkpoint(Path(load), step)
@@ -39,7 +40,7 @@ def settings_in(load: str, step: int | None) -> Mapping[str, Any] | None:
     config = read_config(folder)
     files = [folder / name for name in TOKENIZER_FILES if find_file(folder, name) is not None]
     tokenizer = {"tokenizer_model": str(folder)} if has_tokenizer(files) else {}
-    return asdict(config.model) | {"seq_length": config.seq_length} | tokenizer
+    return {**_shape(asdict(config.model)), "seq_length": config.seq_length, **tokenizer}
 
 
 def _of_checkpoint(folder: Path, step: int | None) -> Mapping[str, Any] | None:
@@ -59,8 +60,12 @@ def _of_checkpoint(folder: Path, step: int | None) -> Mapping[str, Any] | None:
             section if isinstance(section := config.get(name), dict) else {} for name in ("model", "training", "data")
         )
         length = {name: training[name] for name in ("seq_length",) if name in training}
-        return {**model, **length, **_tokenizer(data, folder)}
+        return {**_shape(model), **length, **_tokenizer(data, folder)}
     raise faults[0]
+
+
+def _shape(model: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in model.items() if name not in TRAINING_FIELDS}
 
 
 def _tokenizer(data: Mapping[str, Any], home: Path) -> dict[str, Any]:

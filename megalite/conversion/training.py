@@ -11,7 +11,7 @@ from megalite.checkpoint.tiling import Slice
 from megalite.config.model import ModelConfig
 from megalite.conversion.huggingface.weights import HuggingFaceWeights, write_huggingface
 from megalite.conversion.native import NativeWeights
-from megalite.conversion.output import Advance
+from megalite.conversion.output import Advance, Log
 from megalite.conversion.weights import parameter_shapes
 
 
@@ -36,6 +36,9 @@ class HuggingFaceSource:
         output.copy_(self._weights.read(self._entries[key].name, slice))
 
 
-def export_checkpoint(checkpoints: Path, step: int, target: Path, advance: Advance) -> Path:
+def export_checkpoint(checkpoints: Path, step: int, target: Path, advance: Advance, log: Log) -> Path:
     """What `megalite convert` makes of a checkpoint, byte for byte."""
-    return write_huggingface(NativeWeights(checkpoints, step=step), target, advance=advance)
+    weights = NativeWeights(checkpoints, step=step)
+    if weights.missing_tokenizer is not None:
+        log(f"warning: no tokenizer goes into {target}: that of the run {weights.missing_tokenizer}")
+    return write_huggingface(weights, target, advance=advance)

@@ -119,7 +119,7 @@ class Exporter:
             time.sleep(0.01)
 
     def _write(self, step: int, target: Path, advance: Callable[[int], None]) -> Path:
-        path: Path = CONVERSION.get("write")(self._checkpoints, step, target, advance)
+        path: Path = CONVERSION.get("write")(self._checkpoints, step, target, advance, self._log)
         return path
 
     def _advance(self, count: int) -> None:

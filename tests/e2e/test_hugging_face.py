@@ -117,11 +117,11 @@ def test_a_checkpoint_stays_while_it_is_read(
     """An export that lasts: the next one is left out with a word, and its checkpoint is not removed before it ends."""
     write, later = CONVERSION.get("write"), threading.Event()
 
-    def wait(checkpoints: Path, step: int, target: Path, advance: Any) -> Path:
+    def wait(checkpoints: Path, step: int, *words: Any) -> Path:
         if step == 2:
             assert later.wait(60)
             assert (checkpoints / "step-0000002").is_dir() and not (checkpoints / "step-0000004").exists()
-        path: Path = write(checkpoints, step, target, advance)
+        path: Path = write(checkpoints, step, *words)
         return path
 
     def say(line: str) -> None:
@@ -138,7 +138,7 @@ def test_a_checkpoint_stays_while_it_is_read(
 def test_asked_to_stop_while_it_exports(flags: list[str], folder: Path, tmp_path: Path) -> None:
     """At once, with the status that has the same command start again; it then writes the rest."""
 
-    def ask(checkpoints: Path, step: int, target: Path, advance: Any) -> Path:
+    def ask(checkpoints: Path, step: int, target: Path, advance: Any, log: Any) -> Path:
         os.kill(os.getpid(), signal.SIGTERM)
         advance(1)
         raise AssertionError("it was asked to stop")
