@@ -25,8 +25,8 @@ def likelihoods(
 
     Sequences of like length go through together, padded at their ends, which nothing sees; batches are dealt out over dp.
 
-    Collectives: those of the forward; for each batch an all-gather of logits over tp; at the end an all-reduce of two
-    numbers for each request over the world."""
+    Collectives: those of the forward; for each request an all-gather of logits over tp; at the end an all-reduce over the
+    world."""
     found = torch.zeros(len(requests), 2, dtype=torch.float64)
     order = sorted(range(len(requests)), key=lambda index: (-len(requests[index].tokens), index))
     for first in range(topology.dp.rank * batch_size, len(order), topology.dp.size * batch_size):
@@ -51,12 +51,14 @@ def _score(chain: Chain, batch: Sequence[Scored]) -> torch.Tensor | None:
     if not chain.is_last:
         chain.pass_on(x)
         return None
-    result = torch.zeros(len(batch), 2, dtype=torch.float64, device=stage.device)
+    found = []
     for row, one in enumerate(batch):
         end = len(one.tokens) - 1
-        logits = whole_vocabulary(stage, x[end - one.last : end, row])
-        labels = tokens[row, end - one.last + 1 : end + 1]
+        logits, labels = (
+            whole_vocabulary(stage, x[end - one.last : end, row]),
+            tokens[row, end - one.last + 1 : end + 1],
+        )
         scores = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(dim=-1)
-        result[row, 0] = scores.gather(1, labels.unsqueeze(1)).double().sum()
-        result[row, 1] = bool((scores.argmax(dim=-1) == labels).all())
-    return result
+        total = scores.gather(1, labels.unsqueeze(1)).double().sum()
+        found.append(torch.stack([total, (scores.argmax(dim=-1) == labels).all().double()]))
+    return torch.stack(found)

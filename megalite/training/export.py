@@ -135,7 +135,10 @@ class Exporter:
 
 
 def _is_taken(target: Path) -> bool:
-    return target.exists() and not (target.is_dir() and not any(target.iterdir()))
+    try:
+        return target.exists() and not (target.is_dir() and not any(target.iterdir()))
+    except OSError:  # who writes there will say it
+        return False
 
 
 def _said(error: Exception) -> str:
