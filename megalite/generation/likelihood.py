@@ -1,7 +1,7 @@
 """How likely a model finds the ends of given sequences: what benchmarks of language models ask for."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -9,12 +9,9 @@ from megalite.generation.generate import Chain, whole_vocabulary
 from megalite.topology.topology import Topology
 
 
-@dataclass(frozen=True)
-class Scored:
-    """A sequence, and how many tokens at its end are scored, given all those before."""
-
+class Scored(NamedTuple):
     tokens: Sequence[int]
-    last: int
+    last: int  # so many at the end are scored, given all those before
 
 
 def likelihoods(
@@ -25,8 +22,7 @@ def likelihoods(
 
     Sequences of like length go through together, padded at their ends, which nothing sees; batches are dealt out over dp.
 
-    Collectives: those of the forward; for each request an all-gather of logits over tp; at the end an all-reduce over the
-    world."""
+    Collectives: those of the forward; for each request an all-gather over tp; an all-reduce over the world."""
     found = torch.zeros(len(requests), 2, dtype=torch.float64)
     order = sorted(range(len(requests)), key=lambda index: (-len(requests[index].tokens), index))
     for first in range(topology.dp.rank * batch_size, len(order), topology.dp.size * batch_size):
@@ -59,6 +55,6 @@ def _score(chain: Chain, batch: Sequence[Scored]) -> torch.Tensor | None:
             tokens[row, end - one.last + 1 : end + 1],
         )
         scores = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(dim=-1)
-        total = scores.gather(1, labels.unsqueeze(1)).double().sum()
-        found.append(torch.stack([total, (scores.argmax(dim=-1) == labels).all().double()]))
+        total, likeliest = scores.gather(1, labels.unsqueeze(1)).double().sum(), scores.argmax(dim=-1)
+        found.append(torch.stack([total, (likeliest == labels).all().double()]))
     return torch.stack(found)
