@@ -90,8 +90,9 @@ def _nothing_found(folder: Path, names: list[str]) -> CheckpointError:
     elif "latest_checkpointed_iteration.txt" in names or any(re.fullmatch(r"iter_\d{7}", name) for name in names):
         foreign = "a folder of Megatron-LM's checkpoints"
     if foreign:
+        works = f"--load hf:{folder} starts from it, and " if "Hugging Face" in foreign else ""
         return CheckpointError(
-            f"{folder} is {foreign}; megalite convert {folder} imported --to native makes a checkpoint of it"
+            f"{folder} is {foreign}; {works}megalite convert {folder} imported --to native makes a checkpoint of it"
         )
     for name in sorted(_subfolders(folder)):
         if any(step_of(inner) is not None for inner in _subfolders(folder / name)):

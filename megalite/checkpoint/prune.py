@@ -1,6 +1,6 @@
 """Removing checkpoints that are no longer wanted, never the last sound one."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,12 @@ class Retention:
     Args:
         keep_latest: that many of the newest; None: all.
         keep_every: and forever those of steps that are multiples of this.
+        held: steps that are being read: they stay until a later save. Rank 0's count.
     """
 
     keep_latest: int | None = None
     keep_every: int | None = None
+    held: Collection[int] = ()
 
     def superfluous(self, steps: Iterable[int], newest: int) -> list[int]:
         """The steps to be removed once `newest` is there and known to be sound, oldest first.
@@ -38,7 +40,7 @@ class Retention:
         if self.keep_latest is None:
             return []
         passing = sorted(step for step in set(steps) if step <= newest)
-        old = passing[: -self.keep_latest]
+        old = [step for step in passing[: -self.keep_latest] if step not in self.held]
         return [step for step in old if self.keep_every is None or step % self.keep_every]
 
 

@@ -183,7 +183,7 @@ class Command:
                     raise ConfigError(f"--dry-run has no effect with {self.name}; remove it")
                 words = [*self.settings, *reading.rest]
                 parse = _imported("megalite.config.flags:parse_arguments")
-                reading.found.invocation = parse(words, others=self.spellings)
+                reading.found.invocation = parse(words, others=self.spellings, shape=_shape_in)
         if reading.problems.found:
             error = ConfigError(*reading.problems.found)
             if self.settings is None:
@@ -226,6 +226,10 @@ def _row(form: str, text: str) -> list[str]:
 def _imported(place: str) -> Callable[..., Any]:
     module, _, attribute = place.partition(":")
     return getattr(importlib.import_module(module), attribute)
+
+
+def _shape_in(load: str, step: int | None) -> Any:
+    return _imported("megalite.conversion.start:settings_in")(load, step)
 
 
 class _Reading:

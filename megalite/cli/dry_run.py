@@ -26,6 +26,7 @@ from megalite.config.errors import ConfigError
 from megalite.config.flags import Invocation
 from megalite.config.run import RunConfig, least_ranks
 from megalite.config.validate import validate
+from megalite.conversion.huggingface.families import choose_family
 from megalite.models.shapes import flops_per_token, parameter_count
 from megalite.partition.memory import (
     HeldBucket,
@@ -120,7 +121,10 @@ def report(config: RunConfig, world_size: int, explicit: frozenset[str] = frozen
 
 def _checked(config: RunConfig, world_size: int, explicit: frozenset[str]) -> RunConfig:
     # What the vocabulary has no part in is reported first.
-    return validate(with_vocabulary(validate(config, world_size, explicit)), world_size, explicit)
+    config = validate(with_vocabulary(validate(config, world_size, explicit)), world_size, explicit)
+    if config.checkpoint.export_hf is not None:
+        choose_family(config.model, config.training.seq_length, None)
+    return config
 
 
 def with_vocabulary(config: RunConfig) -> RunConfig:

@@ -9,15 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import megalite
-from megalite.checkpoint.folders import candidates
-from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointMissing, Manifest
 from megalite.cli.failures import UNDER_TORCHRUN, End, guarded, is_first_rank, refuse
 from megalite.cli.output import show, tell
 from megalite.config.describe import redact_text
-from megalite.config.errors import ConfigError
 from megalite.config.exit_codes import INTERRUPTED
-from megalite.config.flags import Invocation, parse_arguments
-from megalite.config.reading import read_text
+from megalite.config.flags import Invocation, Shape, parse_arguments
 from megalite.config.registry import Registry
 from megalite.config.run import RunConfig
 from megalite.training.stopping import StopRequests, StopRun, write_ending
@@ -38,12 +34,14 @@ ANSWERS: Registry[Callable[..., str]] = Registry(
     },
 )
 """What is printed in place of training."""
+_READERS: Registry[Shape] = Registry("reader", {"load": "megalite.conversion.start:settings_in"})
+"""Imported in runs that load something."""
 
 
 def main(argv: Sequence[str] | None = None, *, program: str = "megalite train") -> int:
     """Train, or show help or a dry run; returns the exit status."""
     with guarded("megalite train", argv, lasting=True) as end:
-        invocation = parse_arguments(end.words, world_size=_of_environment("WORLD_SIZE", 1), shape=_shape_in)
+        invocation = parse_arguments(end.words, world_size=_of_environment("WORLD_SIZE", 1), shape=shape_in)
         if is_first_rank():
             for remark in invocation.remarks:
                 tell(remark)
@@ -81,20 +79,9 @@ def main(argv: Sequence[str] | None = None, *, program: str = "megalite train") 
     return end.status or 0
 
 
-def _shape_in(folder: str, step: int | None) -> Mapping[str, Any] | None:
-    """The model's settings, and its sequence length, in the newest checkpoint of a folder, or in that of a step."""
-    try:
-        name = candidates(Path(folder), step)[0].name
-        file = Path(folder) / name / MANIFEST_NAME
-        config = Manifest.from_json(read_text(file), source=str(file)).config
-    except CheckpointMissing:
-        return None
-    except OSError as error:
-        raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from None
-    model, training = (
-        section if isinstance(section := config.get(name), dict) else {} for name in ("model", "training")
-    )
-    return model | {name: training[name] for name in ("seq_length",) if name in training}
+def shape_in(load: str, step: int | None) -> Mapping[str, Any] | None:
+    """The model, the sequence length and the tokenizer of what --load names; None where there is nothing."""
+    return _READERS.get("load")(load, step)
 
 
 def _run_dir(config: RunConfig) -> Path | None:

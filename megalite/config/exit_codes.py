@@ -22,7 +22,7 @@ MEANINGS: Mapping[int, str] = MappingProxyType(
         FAILED: "an unexpected error, with a traceback: a bug, a lost peer, replicas that differ",
         BAD_INPUT: "bad input: one line `error: ...`",
         NON_FINITE: "loss, gradient or weights are NaN or infinite; the newest checkpoint is sound",
-        NOT_SAVED: "a checkpoint could not be written; earlier ones are as they were",
+        NOT_SAVED: "a checkpoint, or the last folder of `--export-hf`, could not be written; earlier checkpoints are as they were",
         NO_PROGRESS: "the same step has failed again and again: starting once more would change nothing",
         HUNG: "no rank progressed for `--hang-timeout-minutes`: ended from outside, with a report of who stood still",
         REQUEUE: "stopped by a signal or a time limit, and saved: start the same command again",

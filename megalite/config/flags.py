@@ -17,10 +17,10 @@ from megalite.config.files import imports_of, read_level, read_preset
 from megalite.config.megatron import DERIVED, FROM_VALUE, REFUSED_VALUES, STANDS_FOR, VALUES, WORDS
 from megalite.config.megatron_flags import DIFFERS, NO_EFFECT_HERE, Note, known_flags, summary
 from megalite.config.merge import Level, merge
-from megalite.config.model import TRAINING_FIELDS
+from megalite.config.model import TRAINING_FIELDS, ModelConfig, free_settings
 from megalite.config.registry import import_modules
 from megalite.config.rules.rule import IDLE
-from megalite.config.run import RunConfig, least_ranks
+from megalite.config.run import RunConfig, hugging_face_folder, least_ranks
 from megalite.config.validate import validate
 from megalite.config.values import from_words
 
@@ -34,7 +34,7 @@ RUN_OPTIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "--rank": ("N", "With --dry-run: what this one rank holds and does, counted from 0."),
         "--use-checkpoint-args": (
             "",
-            "Take the shape of the model, and the sequence length if none is given, from the checkpoint in --load.",
+            "Take the model from the checkpoint in --load, whatever the settings say; without it, where they say no size.",
         ),
         "--help": ("", "The settings most runs need."),
         "--help-all": ("", "Every setting."),
@@ -80,7 +80,10 @@ class _Occurrence:
 
 
 Shape = Callable[[str, int | None], Mapping[str, Any] | None]
-"""(folder, step) -> the model's settings in the checkpoint there; None where there is none."""
+"""(load, step) -> settings of the model, its sequence and its tokenizer there; None where there is nothing."""
+_MODEL = frozenset(field.name for field in dataclasses.fields(ModelConfig))
+_SIZES = frozenset({"num_layers", "hidden_size", "num_attention_heads"})
+_TOKENIZER = frozenset({"tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tiktoken_pattern"})
 
 
 def parse_arguments(
@@ -91,7 +94,7 @@ def parse_arguments(
     Args:
         others: flags that the caller has taken out; an unknown one may be meant for one of them.
         world_size: number of ranks of the run that is about to start, for the rules; default: nothing starts.
-        shape: reads checkpoints for --use-checkpoint-args.
+        shape: reads what --load names; default: nothing does.
 
     Raises:
         ConfigError: unknown flags (the nearest are named), values of the wrong type, one setting given two values,
@@ -141,9 +144,8 @@ def read_arguments(
             with problems.collecting(*unread):
                 levels.append(read(name, problems=problems))
     levels.append(level)
-    if "--use-checkpoint-args" in options:
-        with problems.collecting():
-            levels.append(_of_checkpoint(levels, shape))
+    with problems.collecting(*() if "--use-checkpoint-args" in options else _MODEL):
+        levels += _of_load(levels, shape, overrides="--use-checkpoint-args" in options)
     merged = merge(levels, problems)
     dry_run = "--dry-run" in options
     numbers: dict[str, int] = {}
@@ -173,27 +175,44 @@ def read_arguments(
     )
 
 
-def _of_checkpoint(levels: Sequence[Level], shape: Shape | None) -> Level:
-    """The shape of the model in the checkpoint that is loaded: over everything else, as in Megatron-LM."""
-    given = {name: value for level in levels for name, value in level.given.items()}
+def _of_load(levels: Sequence[Level], shape: Shape | None, *, overrides: bool) -> list[Level]:
+    """The model in what is loaded, over everything else: of a Hugging Face folder always, of a checkpoint where no size is
+    given. Settings that say otherwise are wrong, unless it `overrides` them, as in Megatron-LM."""
+    given = {name: value for level in levels for name, value in level.given.items() if value.value is not None}
     load, step = given.get("load"), given.get("ckpt_step")
-    if load is None or load.value is None:
+    if overrides and load is None:
         raise ConfigError("--use-checkpoint-args takes the model from a checkpoint; add --load FOLDER or remove it")
-    if shape is None:
+    if overrides and shape is None:
         raise ConfigError("--use-checkpoint-args reads no checkpoint here; use --config with the config.yaml in it")
+    is_folder = load is not None and hugging_face_folder(load.value) is not None
+    if load is None or shape is None or not (overrides or is_folder or _SIZES.isdisjoint(given)):
+        return []
     level, found = Level(), shape(load.value, None if step is None else step.value)
     if found is None:
-        why = f"{load.value} has no checkpoint: the settings count as given"
-        level.notes.append(Note("--use-checkpoint-args", NO_EFFECT_HERE, why))
-        return level
+        if overrides:
+            why = f"{load.value} has no checkpoint: the settings count as given"
+            level.notes.append(Note("--use-checkpoint-args", NO_EFFECT_HERE, why))
+        return [level]
+    extends = "finetune" in given and given["finetune"].value is True
+    may_differ = free_settings(found.get("position_embedding_type", ""), extends=extends)
+    may_differ |= {"make_vocab_size_divisible_by"} if is_folder else set()
+    wrong = []
     for name, value in found.items():
-        if name not in settings() or name in TRAINING_FIELDS or (name == "seq_length" and name in given):
+        theirs = name in _TOKENIZER and not _TOKENIZER.isdisjoint(given)
+        if name not in settings() or name in TRAINING_FIELDS or theirs or (name == "seq_length" and name in given):
+            continue
+        differs = name in given and given[name].value != value
+        if differs and not overrides:
+            said = f"{name} is {given[name].value} by {given[name].source}, and {value} in {load.value}"
+            wrong += [] if name in may_differ else [f"{said}; leave it out, or give another --load"]
             continue
         level.add(name, value, f"checkpoint {load.value}")
-        if name in given and given[name].value != value:
+        if differs:
             said = f"{given[name].source} says {given[name].value}, the checkpoint {value}, which counts"
             level.notes.append(Note(name, DIFFERS, said))
-    return level
+    if wrong:
+        raise ConfigError(*wrong)
+    return [level]
 
 
 def _meant_by(flag: str) -> set[str]:

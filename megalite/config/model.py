@@ -17,6 +17,18 @@ TRAINING_FIELDS = frozenset(
 checkpoint and the run that loads it, and other formats need not express them."""
 
 
+def free_settings(position_embedding_type: str, *, extends: bool) -> frozenset[str]:
+    """Settings of the model in which a run and the weights that it loads may differ. `extends`: the run may stretch the
+    context, as with --finetune."""
+    free = set(TRAINING_FIELDS)
+    if position_embedding_type != "learned_absolute":
+        free.add("max_position_embeddings")  # a limit, not a shape
+    if extends:
+        free |= {"rotary_base", "sliding_window"}
+        free |= {name for name in ModelConfig.__dataclass_fields__ if name.startswith("rope_")}
+    return frozenset(free)
+
+
 @dataclass(frozen=True, kw_only=True)
 class BlockFacts:
     """Of one kind of layer."""

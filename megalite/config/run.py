@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from megalite.config.compute import ComputeConfig
@@ -52,11 +52,34 @@ def writers(config: RunConfig) -> list[str]:
     return named if project is None or "wandb" in named else [*named, "wandb"]
 
 
+HUGGING_FACE = "hf:"
+"""Before a folder in `load`."""
+
+
+def hugging_face_folder(load: str | None) -> Path | None:
+    """The folder of another format that `load` names, if it does."""
+    if load is None or not load.startswith(HUGGING_FACE):
+        return None
+    return Path(load.removeprefix(HUGGING_FACE)).expanduser()
+
+
+def resumes(config: RunConfig) -> bool:
+    """The run is the one that wrote what it loads: its step and its samples are counted on."""
+    c = config.checkpoint
+    return c.load is not None and not c.finetune and hugging_face_folder(c.load) is None
+
+
 def saves(config: RunConfig) -> bool:
     """Something in the settings means that checkpoints are written: to `save`, or else below `run_dir`."""
-    t = config.training
-    ends = (t.exit_interval, t.exit_duration_in_mins, t.exit_file)
-    return config.checkpoint.save_interval is not None or any(end is not None for end in ends)
+    t, c = config.training, config.checkpoint
+    ends = (c.save_interval, c.export_hf, t.exit_interval, t.exit_duration_in_mins, t.exit_file)
+    return any(end is not None for end in ends)
+
+
+def saves_at(config: RunConfig, step: int) -> bool:
+    """A checkpoint is due after this step, wherever the run ends."""
+    c = config.checkpoint
+    return any(every is not None and step % every == 0 for every in (c.save_interval, c.save_hf_interval))
 
 
 def save_folder(config: RunConfig) -> str | None:

@@ -126,7 +126,8 @@ class CheckpointConfig:
     max_failures_at_step: int = option(3, at_least=0)
     """Refuse to start once the run has failed that often in the same step with nothing saved in between; 0: never."""
     load: str | None = option(None, basic=True)
-    """Folder to resume from: the newest checkpoint in it that verifies."""
+    """Folder to resume from: the newest checkpoint in it that verifies. hf:FOLDER starts from a Hugging Face model as it is;
+    once there are checkpoints in save, the run resumes from those."""
     ckpt_step: int | None = option(None, at_least=0)
     """Resume from this step rather than from the newest."""
     fresh_if_missing: bool = option(False, basic=True)
@@ -135,6 +136,10 @@ class CheckpointConfig:
     """Load weights alone: optimizer, step and data position start afresh."""
     load_optimizer: bool = option(True)
     """Resume with the states of the optimizer; --no-load-optimizer lets them start afresh, at the step that was saved."""
+    export_hf: str | None = option(None, basic=True)
+    """Hugging Face folder to write at the end of training; it must not exist yet, or be empty."""
+    save_hf_interval: int | None = option(None, at_least=1)
+    """Steps between Hugging Face folders during training, <export_hf>-step-N; a checkpoint is saved at these steps too."""
     require_same_schedule: bool = option(False)
     """Refuse a checkpoint of a run with other schedules of learning rate and weight decay than these settings."""
 

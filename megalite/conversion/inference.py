@@ -1,11 +1,10 @@
 """A trained model, of a checkpoint or a Hugging Face folder, on the ranks of a topology; nothing is converted on disk."""
 
-import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -23,7 +22,7 @@ from megalite.conversion.huggingface.config_json import read_json
 from megalite.conversion.huggingface.weights import HuggingFaceWeights
 from megalite.conversion.native import saved_config
 from megalite.conversion.open import detect_format
-from megalite.conversion.tokenizer_files import GENERATION, missing_tokenizer, tokenizer_of
+from megalite.conversion.tokenizer_files import GENERATION, missing_tokenizer, tokenizer_as_it_is_now, tokenizer_of
 from megalite.conversion.weights import ConversionError
 from megalite.models.gpt import GPTStage
 from megalite.partition.stages import cut_stages
@@ -59,7 +58,7 @@ def checkpoint_tokenizer(checkpoint: Checkpoint, choice: TokenizerChoice) -> Tok
         missing = missing_tokenizer(data, home)
         if missing is not None:
             raise ConfigError(f"the tokenizer of {checkpoint.path} {missing}; give --tokenizer-model FILE")
-        data = _as_it_is_now(data, home)
+        data = tokenizer_as_it_is_now(data, home)
     tokenizer = build_tokenizer(data, checkpoint.manifest.config["model"]["vocab_size"])
     if tokenizer is None:
         raise ConfigError(f"{checkpoint.path} was trained without a tokenizer; give one with --tokenizer-model")
@@ -69,17 +68,6 @@ def checkpoint_tokenizer(checkpoint: Checkpoint, choice: TokenizerChoice) -> Tok
             "give that one with --tokenizer-model"
         )
     return tokenizer
-
-
-def _as_it_is_now(data: DataConfig, home: Path) -> DataConfig:
-    """The settings of the tokenizer; of one that lies in the checkpoints' own folder also where that was moved to."""
-    files: dict[str, Any] = {}
-    for name in ("tokenizer_model", "vocab_file", "merge_file"):
-        path = getattr(data, name)
-        if path is not None:
-            own = home / "tokenizer" / Path(path).name
-            files[name] = str(own) if own.exists() and not Path(path).exists() else path
-    return dataclasses.replace(data, **files)
 
 
 def folder_tokenizer(weights: HuggingFaceWeights, choice: TokenizerChoice) -> Tokenizer | None:

@@ -1,6 +1,7 @@
 """A tokenizer's files under the names that everybody looks for, and the settings that go with them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megalite.config.data import DataConfig
@@ -66,6 +67,16 @@ def missing_tokenizer(data: DataConfig, home: Path) -> str | None:
             looked = dict.fromkeys(str(folder) for folder in (Path(text).absolute().parent, own))
             return f"is not there (recorded as {text}, looked in {' and '.join(looked)})"
     return None
+
+
+def tokenizer_as_it_is_now(data: DataConfig, home: Path) -> DataConfig:
+    """The settings of the tokenizer; of one that lies in the checkpoints' own folder also where that was moved to."""
+
+    def now(text: str | None) -> str | None:
+        return None if text is None else str(_place(text, _own_folder(home)) or text)
+
+    model, vocab_file, merge_file = now(data.tokenizer_model), now(data.vocab_file), now(data.merge_file)
+    return replace(data, tokenizer_model=model, vocab_file=vocab_file, merge_file=merge_file)
 
 
 def _recorded(data: DataConfig) -> list[str]:

@@ -2,27 +2,31 @@
 
 A tensor of another format is a piece of exactly one of ours. One table of pieces serves both directions, so that import
 and export cannot disagree. Elements are copied in blocks: beside one tensor of ours, whole, a conversion holds a few.
+torch is not imported here: a dry run reads config.json by the same tables.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
 from megalite.config.model import ModelConfig
 from megalite.models.shapes import ParameterShape, stage_shapes
 
+if TYPE_CHECKING:
+    import torch
+
 BLOCK = 4 << 20  # bytes that are read, converted, hashed or written at once
 
-View = Callable[[torch.Tensor], torch.Tensor]
+View = Callable[["torch.Tensor"], "torch.Tensor"]
 """From one of our tensors, whole, to the view of it that is their tensor. A view, never a copy: importing writes
 through it. Indexing, `view`, `unflatten`, `transpose` and `narrow` give views."""
 
-Read = Callable[[int, int], torch.Tensor]  # (start, count) -> elements of a stored tensor, flat
+Read = Callable[[int, int], "torch.Tensor"]  # (start, count) -> elements of a stored tensor, flat
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -59,11 +63,15 @@ def blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from blocks(part)
 
 
-def fill(place: torch.Tensor, read: Read) -> None:
-    """Copy the first elements of a stored tensor into a view of one of ours, converting their type to ours."""
+def fill(place: torch.Tensor, read: Read, wanted: range | None = None) -> None:
+    """Copy the first elements of a stored tensor into a view of one of ours, converting their type to ours. `wanted`:
+    elements of ours, as they lie in memory; blocks without any of them are neither read nor touched."""
     start = 0
     for block in blocks(place):
-        block.copy_(read(start, block.numel()).view(block.shape))
+        first = block.storage_offset()
+        last = first + sum((size - 1) * step for size, step in zip(block.shape, block.stride(), strict=True))
+        if wanted is None or (first < wanted.stop and last >= wanted.start):
+            block.copy_(read(start, block.numel()).view(block.shape))
         start += block.numel()
 
 

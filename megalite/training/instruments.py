@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from megalite.config.errors import ConfigError
-from megalite.config.run import profile_folder
+from megalite.config.run import profile_folder, resumes
 from megalite.pipeline.executor import Tracer
 from megalite.topology.layout import ParallelLayout
 from megalite.topology.topology import Topology
@@ -234,14 +234,14 @@ class Instruments:
             torch.cuda.memory._record_memory_history(max_entries=_HISTORY, device=topology.device)
         if topology.rank != 0:
             return
-        folder, checkpoint, layout = config.logging.run_dir, config.checkpoint, topology.layout
+        folder, layout = config.logging.run_dir, topology.layout
         axes = {name: getattr(layout, name) for name in ("tp", "pp", "cp", "dp", "ep")}
         try:
             self._sessions = SessionLog(
                 None if folder is None else Path(folder),
                 started=self._started,
                 step=self._first,
-                resumes=checkpoint.load is not None and not checkpoint.finetune,
+                resumes=resumes(config),
                 ranks=layout.world_size,
                 layout=" ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "dp 1",
                 log=self._log,

@@ -3,18 +3,21 @@
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from megalite.checkpoint.folders import candidates
 from megalite.checkpoint.load import Checkpoint, find_checkpoint
-from megalite.checkpoint.manifest import CheckpointMissing, optimizer_key, weight_key
+from megalite.checkpoint.manifest import CheckpointMissing, TensorEntry, optimizer_key, weight_key
 from megalite.checkpoint.safetensors_file import DTYPE_NAMES, TORCH_DTYPES
+from megalite.checkpoint.tiling import Slice
 from megalite.config.data import DEFAULT_SPLIT, DataConfig
 from megalite.config.errors import CheckpointError, ConfigError
-from megalite.config.model import TRAINING_FIELDS, ModelConfig
+from megalite.config.model import ModelConfig, free_settings
 from megalite.config.optimizer import OptimizerConfig
-from megalite.config.run import RunConfig
+from megalite.config.registry import Registry
+from megalite.config.run import RunConfig, hugging_face_folder, save_folder
 from megalite.config.training import TrainingConfig
 from megalite.data.sources import megatron_lengths
 from megalite.data_parallel.buckets import Placed
@@ -22,8 +25,32 @@ from megalite.data_parallel.facts import Placement
 from megalite.data_parallel.shards import OptimizerShard, placed_in
 from megalite.data_parallel.strategy import FlatState, TensorState
 from megalite.optimizers.schedules import Progress
+from megalite.topology.group import Group
 from megalite.training.replica import Replica, agreeing
 from megalite.training.state_tensors import boxes_in, flat_states, tensor_spec, tensor_states
+
+
+class Source(Protocol):
+    """Where a rank reads the slices of weights that it holds: a `Checkpoint`, or weights of another format under its names
+    and shapes."""
+
+    path: Path
+
+    def has(self, key: str) -> bool: ...
+    def entry(self, key: str) -> TensorEntry: ...
+    def read_into(self, output: torch.Tensor, key: str, slice: Slice) -> None: ...
+
+
+class Weights(Source, Protocol):
+    """Weights of another format, for a model that was not made here."""
+
+    model: ModelConfig
+
+
+FORMATS: Registry[Callable[[Path, ModelConfig], Weights]] = Registry(
+    "format of load", {"hf": "megalite.conversion.training:HuggingFaceSource"}
+)
+"""What opens a folder `hf:FOLDER` for a model; imported in runs that start from one. Training knows no other format."""
 
 _ORDER = {"training": ("seed", "seq_length"), "data": ("split", "packing", "data_order")}
 """Settings that the order of samples is a function of, by section."""
@@ -93,6 +120,9 @@ def resume(replica: Replica, *, tokenizer: str | None, log: Callable[[str], None
     """Continue from what `load` says, or from step 0 where it is empty and may be."""
     checkpoint = replica.config.checkpoint
     assert checkpoint.load is not None
+    folder = hugging_face_folder(checkpoint.load)
+    if folder is not None:
+        return _start_from(replica, folder, log)
     try:
         return load(replica, Path(checkpoint.load), tokenizer=tokenizer, log=log)
     except CheckpointMissing as error:
@@ -103,6 +133,44 @@ def resume(replica: Replica, *, tokenizer: str | None, log: Callable[[str], None
             ) from None
         log(f"no checkpoint in {checkpoint.load}: starting from step 0, as fresh_if_missing says")
         return Progress(0, 0)
+
+
+def own_first(config: RunConfig, *, world: Group, device: torch.device, log: Callable[[str], None]) -> RunConfig:
+    """A run that began from a folder of another format resumes from its checkpoints, as soon as there are some.
+
+    Collectives: a broadcast over the world.
+    """
+    save = save_folder(config)
+    if save is None or hugging_face_folder(config.checkpoint.load) is None:
+        return config
+    found = True
+    if world.rank == 0:
+        try:
+            candidates(Path(save))
+        except CheckpointMissing:
+            found = False
+        except CheckpointError:
+            pass  # it is said on all ranks when they look for the newest
+    if not world.broadcast_json(found, device):
+        return config
+    log(f"{save} holds checkpoints: the run resumes from the newest of them, not from {config.checkpoint.load}")
+    return replace(config, checkpoint=replace(config.checkpoint, load=save, finetune=False))
+
+
+def _start_from(replica: Replica, folder: Path, log: Callable[[str], None]) -> Progress:
+    """Weights of another format, and step 0."""
+    config, topology = replica.config, replica.topology
+    replica.strategy.settle()
+    with agreeing(topology.world, topology.device):
+        try:
+            source = FORMATS.get("hf")(folder, config.model)
+            _refuse_other_model(folder, asdict(source.model), config.model, finetune=config.checkpoint.finetune)
+            load_weights(replica, source)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {folder}: {error.strerror}") from None
+    log(f"loaded the weights of {folder}; training begins at step 0")
+    replica.strategy.loaded()
+    return Progress(0, 0)
 
 
 def load(replica: Replica, folder: Path, *, tokenizer: str | None, log: Callable[[str], None]) -> Progress:
@@ -200,21 +268,20 @@ def check_same_model(checkpoint: Checkpoint, model: ModelConfig, *, finetune: bo
     section = checkpoint.manifest.config.get("model", {})
     if not isinstance(section, dict):
         raise CheckpointError(f"{checkpoint.path}: config.model in its manifest.json is not a section of settings")
-    saved, ours, free = asdict(ModelConfig()) | section, asdict(model), set(TRAINING_FIELDS)
-    if model.position_embedding_type != "learned_absolute":
-        free.add("max_position_embeddings")  # a limit, not a shape
-    if finetune:
-        # how a context is extended
-        free |= {"rotary_base", "sliding_window"} | {name for name in ours if name.startswith("rope_")}
+    _refuse_other_model(checkpoint.path, asdict(ModelConfig()) | section, model, finetune=finetune)
+
+
+def _refuse_other_model(path: Path, saved: Mapping[str, Any], model: ModelConfig, *, finetune: bool) -> None:
+    free = free_settings(model.position_embedding_type, extends=finetune)
     differ = [
         f"{name} {saved.get(name)} there, {value} here"
-        for name, value in ours.items()
+        for name, value in asdict(model).items()
         if name not in free and saved.get(name) != value
     ]
     if differ:
         raise CheckpointError(
-            f"{checkpoint.path} is of another model: {'; '.join(differ)}. Use the settings of the checkpoint "
-            "(they are under config.model in its manifest.json), or another --load"
+            f"{path} is of another model: {'; '.join(differ)}. Use the settings of the checkpoint (leave out those of the model), "
+            "or another --load"
         )
 
 
@@ -229,29 +296,41 @@ def load_states(replica: Replica, checkpoint: Checkpoint, *, with_optimizer: boo
     What a checkpoint of another strategy or optimizer does not have starts over, what differs between its replicas
     is averaged where the number of replicas is another or they share it, and the log says so.
     """
+    if not with_optimizer:
+        load_weights(replica, checkpoint)
+        return
     notes: dict[str, None] = {}
+    _load_parameters(replica, checkpoint)
+    for shard in replica.strategy.shards:
+        for state in flat_states(replica, shard):
+            if state.name != "main_param":
+                _load_flat(replica, state, checkpoint, notes)
+    for state in replica.strategy.states():
+        _load_flat(replica, state, checkpoint, notes)
+    for whole in tensor_states(replica):
+        _load_tensor(whole, checkpoint, notes)
+    for note in notes:
+        log(f"{checkpoint.path} {note}")
+
+
+def load_weights(replica: Replica, source: Source) -> None:
+    """Weights, main parameters, and what a strategy begins with the parameters."""
+    _load_parameters(replica, source)
+    for state in replica.strategy.states():
+        for placed in _overlapping(state) if state.default == "parameter" else ():
+            _read_range(source, main_key(placed, source), placed, state.start, state.values)
+
+
+def _load_parameters(replica: Replica, source: Source) -> None:
     with replica.strategy.main_in_memory():
         for shard in replica.strategy.shards:
-            _load_weights(replica, shard, checkpoint)
+            _load_weights(replica, shard, source)
             if shard.is_copy:
                 for placed in placed_in(shard):
-                    _read_range(checkpoint, main_key(placed, checkpoint), placed, shard.start, shard.main_param.data)
-    if with_optimizer:
-        for shard in replica.strategy.shards:
-            for state in flat_states(replica, shard):
-                if state.name != "main_param":
-                    _load_flat(replica, state, checkpoint, notes)
-    for state in replica.strategy.states():
-        if with_optimizer or state.default == "parameter":
-            _load_flat(replica, state, checkpoint, notes, from_weights=not with_optimizer)
-    if with_optimizer:
-        for whole in tensor_states(replica):
-            _load_tensor(whole, checkpoint, notes)
-        for note in notes:
-            log(f"{checkpoint.path} {note}")
+                    _read_range(source, main_key(placed, source), placed, shard.start, shard.main_param.data)
 
 
-def _load_weights(replica: Replica, shard: OptimizerShard, checkpoint: Checkpoint) -> None:
+def _load_weights(replica: Replica, shard: OptimizerShard, checkpoint: Source) -> None:
     state = replica.strategy.weights(shard)
     for placed in _overlapping(state):
         spec = placed.parameter.info.spec
@@ -270,12 +349,10 @@ def _overlapping(state: FlatState) -> list[Placed]:
     return [placed for placed in state.bucket.placed if placed.start < state.stop and placed.stop > state.start]
 
 
-def _load_flat(
-    replica: Replica, state: FlatState, checkpoint: Checkpoint, notes: dict[str, None], *, from_weights: bool = False
-) -> None:
+def _load_flat(replica: Replica, state: FlatState, checkpoint: Checkpoint, notes: dict[str, None]) -> None:
     for placed in _overlapping(state):
         key = optimizer_key(state.name, placed.parameter.info.spec.name)
-        if not from_weights and checkpoint.has(key):
+        if checkpoint.has(key):
             _load_stored(replica, state, checkpoint, key, placed, notes)
         elif state.default == "parameter":
             _read_range(checkpoint, main_key(placed, checkpoint), placed, state.start, state.values)
@@ -342,7 +419,7 @@ def _load_tensor(state: TensorState, checkpoint: Checkpoint, notes: dict[str, No
 
 
 def _read_range(
-    checkpoint: Checkpoint, key: str, placed: Placed, first: int, target: torch.Tensor, *, replica: int | None = None
+    checkpoint: Source, key: str, placed: Placed, first: int, target: torch.Tensor, *, replica: int | None = None
 ) -> None:
     """The elements of a parameter that lie in `target`, which holds a bucket's from `first` on; of one `replica`, where the
     tensor has a leading dimension over them."""
@@ -353,7 +430,7 @@ def _read_range(
             checkpoint.read_into(values.unsqueeze(0), key, ((replica, replica + 1), *part.slice))
 
 
-def main_key(placed: Placed, checkpoint: Checkpoint) -> str:
+def main_key(placed: Placed, checkpoint: Source) -> str:
     """Where the most precise values of a parameter are."""
     name = placed.parameter.info.spec.name
     main = optimizer_key("main_param", name)

@@ -18,7 +18,7 @@ from megalite.checkpoint.manifest import CheckpointMissing
 from megalite.config.describe import redact_text, sectioned
 from megalite.config.errors import ConfigError
 from megalite.config.exit_codes import NO_PROGRESS
-from megalite.config.run import RunConfig
+from megalite.config.run import RunConfig, resumes, saves_at
 from megalite.optimizers.schedules import Progress
 from megalite.topology.group import Group
 from megalite.training.replica import Replica, agreeing
@@ -148,10 +148,8 @@ def require_progress(
 
 def resumes_own(config: RunConfig) -> bool:
     """The run continues from the folder that it saves to, however the two are spelled."""
-    c = config.checkpoint
-    if c.load is None or c.save is None or c.finetune:
-        return False
-    return Path(c.load).resolve() == Path(c.save).resolve()
+    load, save = config.checkpoint.load, config.checkpoint.save
+    return resumes(config) and load is not None and save is not None and Path(load).resolve() == Path(save).resolve()
 
 
 def refuse_foreign_checkpoints(config: RunConfig, progress: Progress) -> None:
@@ -237,10 +235,9 @@ class SaveFolder:
         saver = Saver(self._replica, tokenizer=tokenizer, log=log)
         if resumes_own(self._replica.config):
             saver.saved_at = self._progress.step
-        first, every = self._progress.step + 1, self._replica.config.checkpoint.save_interval
+        first, config = self._progress.step + 1, self._replica.config
         if first <= total:
-            steps = [step for step in range(first, total + 1) if step == total or (every and step % every == 0)]
-            saver.preflight(steps)
+            saver.preflight([step for step in range(first, total + 1) if step == total or saves_at(config, step)])
         return saver
 
     def leave(self, error: BaseException | None, *, step: int, stopping: bool) -> None:

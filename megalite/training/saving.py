@@ -2,10 +2,10 @@
 
 import datetime
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,9 @@ from megalite.topology.topology import host_group
 from megalite.training.non_finite import require_finite
 from megalite.training.replica import Replica
 from megalite.training.state_tensors import state_tensors
+
+if TYPE_CHECKING:
+    from megalite.training.export import Exporter
 
 
 class SaveError(CheckpointError):
@@ -76,8 +79,9 @@ def _writer(
     tokenizer: str | None,
     make_folder: bool,
     log: Callable[[str], None],
+    held: Collection[int] = (),
 ) -> Callable[[Sequence[SavedTensor], Sequence[torch.Tensor], Group, torch.device], Path]:
-    """Writes a checkpoint with all but its tensors as of now, and removes those that are not kept."""
+    """Writes a checkpoint with all but its tensors as of now, and removes those that are not kept; never one of `held`."""
     c, step = replica.config.checkpoint, progress.step
     more = {"optimizer": replica.optimizer.counters(), "strategy": replica.strategy.counters()}
     settings: dict[str, Any] = {
@@ -99,7 +103,7 @@ def _writer(
 
     def write(plan: Sequence[SavedTensor], tensors: Sequence[torch.Tensor], world: Group, device: torch.device) -> Path:
         path = save_checkpoint(folder, step=step, plan=plan, tensors=tensors, world=world, device=device, **settings)
-        retention = Retention(keep_latest=c.keep_latest, keep_every=c.keep_every)
+        retention = Retention(keep_latest=c.keep_latest, keep_every=c.keep_every, held=held)
         prune(folder, retention, newest=step, world=world, device=device, log=log)
         return path
 
@@ -127,6 +131,7 @@ class Saver:
         self._background = host_group(self._world, "background", timeout=datetime.timedelta(days=1))
         self.saved_at: int | None = None
         """The step of the last checkpoint that was written or is being written."""
+        self.exporter: Exporter | None = None
 
     def preflight(self, steps: Sequence[int]) -> None:
         """Say how large a checkpoint will be and whether those of `steps` fit, before any work is done.
@@ -180,7 +185,13 @@ class Saver:
                 require_finite(saved, progress.step, newest=newest, world=self._world, device=self._device)
             plan, tensors = [entry for entry, _ in saved], [tensor for _, tensor in saved]
             write = _writer(
-                self._replica, self.folder, progress, tokenizer=self._tokenizer, make_folder=False, log=self._log
+                self._replica,
+                self.folder,
+                progress,
+                tokenizer=self._tokenizer,
+                make_folder=False,
+                log=self._log,
+                held=() if self.exporter is None else self.exporter.held,
             )
             self.saved_at = progress.step
             if not self._config.async_save:
@@ -227,3 +238,5 @@ class Saver:
             return
         self._log(f"saved {path} in {time.monotonic() - started:.1f} s")
         self.saved(path)
+        if self.exporter is not None:
+            self.exporter.saved(step)

@@ -13,7 +13,7 @@ from megalite.config.errors import ConfigError, RankError
 from megalite.config.exit_codes import DONE
 from megalite.config.registry import Registry, import_modules
 from megalite.config.rules.run import ELASTIC
-from megalite.config.run import RunConfig
+from megalite.config.run import RunConfig, saves_at
 from megalite.config.validate import check_rules, validate
 from megalite.optimizers.schedules import Progress, Schedules
 from megalite.partition.pipeline import layout_of
@@ -35,6 +35,7 @@ from megalite.training.step import Stepper
 from megalite.training.stopping import Ending, StopRequest, StopRequests, StopRun, forget_ending, write_ending
 
 if TYPE_CHECKING:
+    from megalite.training.export import Exporter
     from megalite.training.save_folder import SaveFolder
     from megalite.training.saving import Saver
 
@@ -45,8 +46,11 @@ _WHEN_ASKED: Registry[Callable[..., Any]] = Registry(
     "part",
     {
         "load": "megalite.training.resume:resume",
+        "own first": "megalite.training.resume:own_first",
         "sanitize": "megalite.topology.sanitizer:SanitizedGroup",
         "save": "megalite.training.save_folder:SaveFolder",
+        "export": "megalite.training.export:Exporter",
+        "check export": "megalite.training.export:check_export",
         "check_replicas_interval": "megalite.training.state_tensors:compare_replicas",
         "lost peer": "megalite.data_parallel.peers:raise_if_peer_lost",
     },
@@ -139,6 +143,8 @@ class Trainer:
                 self.replica.strategy.finish()
                 self._log_notes()
                 self._callbacks.end(ending)
+            if self._exporter is not None:
+                ending = self._exporter.finish(ending)
         except StopRun as stop:
             ending = self._stopped_at_start(stop.request)
         except BaseException as error:
@@ -188,6 +194,8 @@ class Trainer:
             )
             world = dataclasses.replace(world, heartbeat=watch.heartbeat)
         self._roll = RollCall.open(world, launch, device)
+        if config.checkpoint.load is not None:
+            config = _WHEN_ASKED.get("own first")(config, world=world, device=device, log=self.log)
         with agreeing(world, device, Exception):
             if parallel.elastic:
                 assert self._take_layout is not None, "an elastic run needs the planner's take_layout"
@@ -195,6 +203,8 @@ class Trainer:
                     config, explicit=explicit, fixed=self._fixed, world=world, device=device, log=self.log
                 )
             config, tokenizer = resolve(config, world_size=launch.world_size, explicit=explicit)
+            if config.checkpoint.export_hf is not None:
+                _WHEN_ASKED.get("check export")(config)
             programs, layout = Programs(config), layout_of(config)
         kind = _WHEN_ASKED.get("sanitize") if config.parallel.sanitize_communication else Group
         topology = Topology.create(
@@ -253,6 +263,7 @@ class Trainer:
         stack.push(lambda _, error, __: self._leave_folder(error))
         stack.callback(self._close)
         stack.push(lambda _, error, __: self._explain(error))
+        stack.push(lambda _, error, __: self._exporter.give_up() if error and self._exporter else None)
         self._callbacks.start()
 
     def _open_folder(self, tokenizer: str | None) -> None:
@@ -260,12 +271,18 @@ class Trainer:
             self.stops.refuse_old_file()
         self.saver: Saver | None = None
         self._folder: SaveFolder | None = None
+        self._exporter: Exporter | None = None
         if self.config.checkpoint.save is None:
             self.log("no checkpoint will be saved; --save-interval N with --run-dir (or --save) would save some")
         else:
             self._folder = _WHEN_ASKED.get("save")(self.replica, self.progress)
             self.saver = self._folder.make_saver(total=self.total, tokenizer=tokenizer, log=self.log)
             self.saver.saved = self._callbacks.checkpoint
+        if self.config.checkpoint.export_hf is not None:
+            assert self.saver is not None, "it is reason enough to save"
+            self._exporter = self.saver.exporter = _WHEN_ASKED.get("export")(
+                self.replica, self.progress, total=self.total, stops=self.stops, log=self.log
+            )
 
     # ---- the loop
 
@@ -348,7 +365,9 @@ class Trainer:
 
     def _after_step(self, step: int) -> bool:
         """Save, compare and evaluate where it is time to. True if the run is to stop here."""
-        c, t = self.config.checkpoint, self.config.training
+        t = self.config.training
+        if self._exporter is not None:
+            self._exporter.poll()
         if self.saver is not None and not self._apart:  # else the next save, where ranks meet, learns of the last one
             self.saver.poll()
         self._log_notes()
@@ -357,7 +376,7 @@ class Trainer:
             _WHEN_ASKED.get("check_replicas_interval")(self.replica, step)
         if self._evaluates_at(step):
             self._evaluate()
-        if c.save_interval and step % c.save_interval == 0:
+        if saves_at(self.config, step):
             self._save()
         if t.exit_interval and step % t.exit_interval == 0:
             self.log(f"stopping at step {step}: exit_interval is {t.exit_interval}")

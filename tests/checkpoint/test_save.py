@@ -395,6 +395,8 @@ def test_a_large_file_is_seen_to_grow(tmp_path: Path, monkeypatch: pytest.Monkey
 )
 def test_superfluous(latest: int | None, every: int | None, steps: list[int], newest: int, gone: list[int]) -> None:
     assert Retention(keep_latest=latest, keep_every=every).superfluous(steps, newest) == gone
+    held = Retention(keep_latest=latest, keep_every=every, held={1, 6})
+    assert held.superfluous(steps, newest) == [step for step in gone if step not in (1, 6)]
 
 
 def git(folder: Path, *arguments: str) -> str:

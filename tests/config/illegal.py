@@ -300,6 +300,10 @@ _TABLE = """
 1 --save s --save-interval 30 --keep-latest 2 --keep-every 100
     => keep_every 100 … save_interval 30 … e.g. --keep-every 120
 1 --ckpt-step 10 => ckpt_step 10 has no effect without load … --load FOLDER
+1 --load hf:models/llama --ckpt-step 10 => ckpt_step 10 does not go with load hf:models/llama … --load the folder of a run's checkpoints
+1 --load hf:models/llama --fresh-if-missing => fresh_if_missing does not go with load hf:models/llama … remove it
+1 --run-dir r --save-hf-interval 10 => save_hf_interval 10 has no name for its folders … --export-hf models/mine
+1 --export-hf models/mine => export_hf models/mine has nowhere to save … --save checkpoints or --run-dir runs/1
 1 --fresh-if-missing => fresh_if_missing has no effect without load … --load FOLDER
 1 --mock-data --vocab-size 8 --reset-attention-mask => reset_attention_mask … mock_data … data_path
 1 --data-path a --tokenizer-model t --reset-position-ids --position-embedding-type none

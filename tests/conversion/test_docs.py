@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.cli import convert, generate
+from megalite.cli import convert, generate, train
 from megalite.cli.convert import DTYPES
 from megalite.conversion.formats import FORMATS
 from megalite.conversion.native import NativeWeights
@@ -24,15 +24,23 @@ def test_the_commands_run_in_their_order(tmp_path: Path, monkeypatch: pytest.Mon
     weights = MadeUp(tmp_path, {**GPT, "seq_length": 128}, tokenizer_files=byte_tokenizer(tmp_path / "data"))
     convert.write_native(weights, Path("runs/1/checkpoints"))
     found = [command.words for command in commands_in(PAGE.read_text(), str(PAGE))]
-    assert [words[1] for words in found] == ["convert"] * 4 + ["generate"]
+    assert [words[1] for words in found] == ["convert"] * 4 + ["generate", "--nproc-per-node"]
+    training = found.pop()
     for _, name, *words in found:
         more = ["--device", "cpu", "--temperature", "0"] if name == "generate" else []
         assert {"convert": convert, "generate": generate}[name].main([*words, *more]) == 0, words
+    assert rehearsed(training) == 0
     last = NativeWeights(Path("back"))
     for name in ("embedding.word.weight", "layers.1.mlp.up.bias"):
         assert torch.equal(last.read(name), weights.read(name))
     assert last.tokenizer_files
     assert json.loads(Path("model-hf/config.json").read_text())["model_type"] == "gpt2"
+
+
+def rehearsed(words: list[str]) -> int:
+    """The dry run of the command that trains; the folder's model has 128 positions."""
+    flags = ["128" if word == "2048" else word for word in words[4:]]
+    return train.main([*flags, "--dry-run", "--world-size", words[2]])
 
 
 def test_every_flag_and_format_is_on_the_page() -> None:

@@ -102,6 +102,9 @@ def check(command: Command) -> None:
         launch = get_args_parser().parse_args(rest)
         module = launch.training_script.removeprefix("megalite.cli.") if launch.module else None
         command_name = module or WRAPPERS.get(launch.training_script)
+        if command_name == "lm_eval":
+            _check_harness(launch.training_script_args)
+            return
         if command_name in ("profile", "generate", "evaluate"):
             _only_parse(command_name, launch.training_script_args)
             return
@@ -114,6 +117,8 @@ def check(command: Command) -> None:
     elif program == "megalite":
         _check_megalite(rest[0], rest[1:])
     elif program in ("python", "python3"):
+        if rest[:2] == ["-m", "megalite.cli.lm_eval"]:
+            _check_harness(rest[2:])
         _check_script(rest[0], rest[1:])
     elif program in LAUNCHERS:
         _check_launcher(rest)
@@ -121,6 +126,17 @@ def check(command: Command) -> None:
         _check_script(program, rest)
     else:
         assert program in SHELL_WORDS, f"{command}: how is {program} to be checked?"
+
+
+def _check_harness(words: Sequence[str]) -> None:
+    """Of lm-evaluation-harness, which need not be here: flags that it has, arguments that our model takes, and a folder of
+    tasks that is there."""
+    given = dict(zip(words[::2], words[1::2], strict=True))
+    assert given.keys() <= {"--model", "--model_args", "--tasks", "--include_path", "--batch_size"}, words
+    text = (REPOSITORY / "megalite" / "cli" / "lm_eval.py").read_text(encoding="utf-8")
+    for argument in given["--model_args"].split(","):
+        assert f" {argument.partition('=')[0]}: " in text, argument
+    assert (REPOSITORY / given["--include_path"] / f"{given['--tasks']}.yaml").is_file(), words
 
 
 def _check_launcher(words: Sequence[str]) -> None:
@@ -136,8 +152,13 @@ def _check_launcher(words: Sequence[str]) -> None:
         _check_training([*flags, *added], ranks=16 if "--config" in flags else 2)
 
 
+def _shape_in(load: str, step: int | None) -> dict[str, int] | None:
+    """Of a Hugging Face folder, which an earlier command of the page makes, the size of the vocabulary."""
+    return {"vocab_size": 1024} if load.startswith("hf:") else None
+
+
 def _check_training(flags: Sequence[str], ranks: int) -> None:
-    invocation = parse_arguments(list(flags))
+    invocation = parse_arguments(list(flags), shape=_shape_in)
     if invocation.dry_run or invocation.help or invocation.version:
         return
     require_startable(validate(invocation.config, ranks, invocation.explicit))

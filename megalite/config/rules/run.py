@@ -8,7 +8,7 @@ from megalite.config.describe import settings
 from megalite.config.errors import Findings, Idle, nearest
 from megalite.config.optimizer import ONEBIT_OPTIMIZERS, OPTIMIZERS
 from megalite.config.rules.rule import Check, Settings, rules, say
-from megalite.config.run import profile_folder, save_folder, saves, writers
+from megalite.config.run import hugging_face_folder, profile_folder, save_folder, saves, writers
 from megalite.config.strategies import searched_strategies
 from megalite.config.training import WRITERS
 
@@ -137,7 +137,7 @@ def _unreached_saves(c: Settings) -> Findings:
 CHECKPOINT: tuple[Check, ...] = (
     *rules(
         {
-            "{?save_interval|exit_interval|exit_duration_in_mins|exit_file} has nowhere to save; add --save checkpoints or "
+            "{?save_interval|exit_interval|exit_duration_in_mins|exit_file|export_hf} has nowhere to save; add --save checkpoints or "
             "--run-dir runs/1": lambda c: c.save is None and c.run_dir is None,
             "{!async_save|keep_latest|keep_every|on_save_error|max_failures_at_step} has no effect in a run that saves nothing; "
             "add --save-interval 100 or remove it": lambda c: c.save is None and not saves(c.run),
@@ -146,6 +146,11 @@ CHECKPOINT: tuple[Check, ...] = (
             ),
             "{?ckpt_step|finetune|fresh_if_missing|load_optimizer|require_same_schedule} has no effect without load; add --load FOLDER or remove it": (
                 lambda c: c.load is None
+            ),
+            "{?ckpt_step|fresh_if_missing} does not go with {load}, which holds one model, or nothing; remove it, or give --load the "
+            "folder of a run's checkpoints": lambda c: hugging_face_folder(c.load) is not None,
+            "{?save_hf_interval} has no name for its folders; add --export-hf models/mine": lambda c: (
+                c.export_hf is None
             ),
         }
     ),
@@ -282,7 +287,10 @@ def _elastic(c: Settings) -> Findings:
             "--load FOLDER --fresh-if-missing"
         )
     save = save_folder(c.run)
-    if save is not None and c.load is not None and PurePath(save) != PurePath(c.load):
+    resumes_elsewhere = (
+        c.load is not None and hugging_face_folder(c.load) is None and PurePath(c.load) != PurePath(save or "")
+    )
+    if save is not None and resumes_elsewhere:
         yield say(
             c, f"elastic continues from what it saves, but the run has {{load}} and saves to {save}; use --load {save}"
         )

@@ -3,11 +3,12 @@
 import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from megalite.config.errors import ConfigError
 from megalite.config.model import TRAINING_FIELDS, ModelConfig
-from megalite.conversion.huggingface.config_json import ModelFile, resolved, written
+from megalite.conversion.huggingface.config_json import ModelFile, read_json, refuse_code, resolved, written
 from megalite.conversion.huggingface.llama import LlamaLike, llama_pieces
 from megalite.conversion.weights import ConversionError, Piece, View, first_rows, whole
 
@@ -162,6 +163,30 @@ _ALL = (
     ),
 )
 FAMILIES = {family.name: family for family in _ALL}  # by model_type. Where several express a model, the first is taken.
+
+
+class FolderConfig(NamedTuple):
+    """What config.json of a folder says."""
+
+    family: Family
+    model: ModelConfig
+    seq_length: int  # the longest
+    values: dict[str, Any]
+
+
+def read_config(folder: Path) -> FolderConfig:
+    if not folder.is_dir():
+        raise ConversionError(f"{folder} is not a folder; give the folder that holds config.json")
+    values, where = read_json(folder, "config.json"), folder / "config.json"
+    if values is None:
+        raise ConversionError(f"{folder} has no config.json; give the folder that transformers saved")
+    refuse_code(values, where)
+    if values.get("quantization_config"):
+        raise ConversionError(f"{where}: quantization_config: quantized weights are not read; convert their source")
+    name = values.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise ConversionError(f"{where}: model_type is {str(name)[:60]!r}; what can be read is {', '.join(FAMILIES)}")
+    return FolderConfig(FAMILIES[name], *FAMILIES[name].read(ModelFile(values, where)), values)
 
 
 def family_named(name: str) -> Family:

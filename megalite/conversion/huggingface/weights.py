@@ -4,6 +4,7 @@ The checkpoints' own reader opens the safetensors files: it refuses links out of
 into memory that is counted; the safetensors library maps all of it.
 """
 
+import dataclasses
 import json
 import math
 from collections import Counter
@@ -16,10 +17,11 @@ import torch
 
 from megalite.checkpoint.safetensors_file import TORCH_DTYPES, SafetensorsReader
 from megalite.checkpoint.safetensors_header import FORMAT_PT, Record
+from megalite.checkpoint.tiling import Slice
 from megalite.config.data import DataConfig
 from megalite.config.errors import CheckpointError, ConfigError
-from megalite.conversion.huggingface.config_json import ModelFile, find_file, read_json, refuse_code
-from megalite.conversion.huggingface.families import FAMILIES, Family, choose_family
+from megalite.conversion.huggingface.config_json import find_file, read_json, refuse_code
+from megalite.conversion.huggingface.families import Family, choose_family, read_config
 from megalite.conversion.huggingface.tokenizer import export_tokenizer
 from megalite.conversion.output import (
     DEFAULT_FILE_BYTES,
@@ -129,16 +131,12 @@ class HuggingFaceWeights(Weights):
     format = "huggingface"
     tokenizer_hints = DataConfig()
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, *, divisible_by: int | None = None) -> None:
         self.path = Path(folder)
-        if not self.path.is_dir():
-            raise ConversionError(f"{folder} is not a folder; give the folder that holds config.json")
-        values = read_json(self.path, "config.json")
-        if values is None:
-            raise ConversionError(f"{folder} has no config.json; give the folder that transformers saved")
+        self.family, self.model, self.seq_length, values = read_config(self.path)
+        if divisible_by is not None:  # how the vocabulary is padded, which no folder says
+            self.model = dataclasses.replace(self.model, make_vocab_size_divisible_by=divisible_by)
         where = self.path / "config.json"
-        self.family = _family_of(values, where)
-        self.model, self.seq_length = self.family.read(ModelFile(values, where))
         self.token_ids = {name: _token_id(values.get(name), name, where) for name in TOKEN_IDS if name in values}
         self._shards = Shards(self.path)
         self._pieces = self._find_pieces()
@@ -158,12 +156,18 @@ class HuggingFaceWeights(Weights):
         types = (TORCH_DTYPES[self._shards.records[piece.theirs].dtype] for piece in self._pieces[name])
         return reduce(torch.promote_types, types)
 
-    def read(self, name: str) -> torch.Tensor:
-        # Zeros for the rows that pad the vocabulary, which nothing of theirs is put into.
-        ours = torch.zeros(self._shapes[name], dtype=self.dtype(name))
+    def read(self, name: str, part: Slice | None = None) -> torch.Tensor:
+        """See `Weights`. `part`: that slice of it, as a view. Blocks without any of it are not read, and memory that is
+        never touched is never taken: a rank of many reads and holds little more than what it keeps."""
+        bounds = tuple((0, size) for size in self._shapes[name]) if part is None else part
+        ours = torch.empty(self._shapes[name], dtype=self.dtype(name))
+        first = sum(start * step for (start, _), step in zip(bounds, ours.stride(), strict=True))
+        last = sum((stop - 1) * step for (_, stop), step in zip(bounds, ours.stride(), strict=True))
         for piece in self._pieces[name]:
-            fill(piece.view(ours), partial(self._shards.read_elements, piece.theirs))
-        return ours
+            fill(piece.view(ours), partial(self._shards.read_elements, piece.theirs), range(first, last + 1))
+        if name in ("embedding.word.weight", "head.weight"):
+            ours[self.model.vocab_size :] = 0.0  # rows that pad the vocabulary: nothing of theirs is put into them
+        return ours[tuple(slice(*bound) for bound in bounds)]
 
     def _find_pieces(self) -> dict[str, list[Piece]]:
         """Their tensors by the tensor of ours that they are pieces of, checked."""
@@ -216,17 +220,6 @@ def _token_id(value: Any, name: str, where: Path) -> int | list[int] | None:
     if value is not None and not all(type(i) is int for i in ids):
         raise ConversionError(f"{where}: {name} is {str(value)[:60]!r}; it must be a number, several, or null")
     return value
-
-
-def _family_of(values: dict[str, Any], where: Path) -> Family:
-    refuse_code(values, where)
-    quantized = values.get("quantization_config")
-    if quantized:
-        raise ConversionError(f"{where}: quantization_config: quantized weights are not read; convert their source")
-    name = values.get("model_type")
-    if not isinstance(name, str) or name not in FAMILIES:
-        raise ConversionError(f"{where}: model_type is {str(name)[:60]!r}; what can be read is {', '.join(FAMILIES)}")
-    return FAMILIES[name]
 
 
 def write_huggingface(

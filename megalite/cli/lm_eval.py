@@ -1,0 +1,153 @@
+"""lm-evaluation-harness with models of megalite: `python -m megalite.cli.lm_eval --model megalite --model_args load=FOLDER`.
+
+The package lm_eval is optional. Under torchrun every rank runs the same tasks, and the model is spread over the ranks; the harness
+reports on the first."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import lm_eval.models  # noqa: F401  # or the harness would forget its own models once it knows another
+from lm_eval.__main__ import cli_evaluate
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from megalite.cli.generate import DTYPES
+from megalite.config.errors import ConfigError
+from megalite.conversion.inference import TokenizerChoice, load_model
+from megalite.generation.continuation import GrowingText, Sampling
+from megalite.generation.generate import Chain, generate_batch
+from megalite.generation.likelihood import Scored, likelihoods
+from megalite.topology.layout import ParallelLayout
+from megalite.topology.topology import Launch, Topology, start_distributed, stop_distributed
+
+_MAX_NEW_TOKENS = 256
+_TIMEOUT_MINUTES = 30.0
+
+
+@register_model("megalite")
+class MegaliteLM(TemplateLM):
+    """A checkpoint of any layout, or a Hugging Face folder, on tp x pp ranks; what is left of them shares requests out.
+
+    Args, all of them in --model_args: as the flags of `megalite evaluate`. `max_gen_toks`: where a task says no length."""
+
+    def __init__(
+        self,
+        load: str,
+        *,
+        tp: int = 1,
+        pp: int = 1,
+        dtype: str | None = None,
+        ckpt_step: int | None = None,
+        tokenizer_model: str | None = None,
+        tiktoken_pattern: str | None = None,
+        max_gen_toks: int = _MAX_NEW_TOKENS,
+        batch_size: int | str = 1,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+    ) -> None:
+        super().__init__()
+        if not str(batch_size).isdecimal():
+            raise ConfigError(f"batch_size is {batch_size}; give a number, e.g. 8")
+        launch = Launch.from_environment()
+        if launch.world_size % (tp * pp):
+            raise ConfigError(f"tp {tp} x pp {pp} does not divide the {launch.world_size} ranks that were started")
+        layout, on = ParallelLayout(tp=tp, pp=pp, dp=launch.world_size // (tp * pp)), launch.device(device or "auto")
+        start_distributed(launch, on, backend="auto", timeout_minutes=_TIMEOUT_MINUTES)
+        self._topology = Topology.create(layout, rank=launch.rank, device=on, timeout_minutes=_TIMEOUT_MINUTES)
+        self._model = load_model(
+            Path(load),
+            self._topology,
+            step=ckpt_step,
+            dtype=DTYPES.get(dtype) if dtype is not None else None,
+            tokenizer=TokenizerChoice(tokenizer_model, tiktoken_pattern),
+            log=lambda line: print(line, file=sys.stderr) if launch.rank == 0 else None,
+        )
+        assert self._model.tokenizer is not None
+        self._tokens, self._most = self._model.tokenizer, int(max_gen_toks)
+        self._chain = Chain(self._model.stage, self._topology)
+        self._batch_size, self._device = int(batch_size), on
+
+    @property
+    def eot_token_id(self) -> int:
+        return self._tokens.eod
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that a prediction may see."""
+        return self._model.seq_length
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self._tokens.fingerprint()
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        return [int(token) for token in self._tokens.encode(string)]
+
+    def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> list[tuple[float, bool]]:
+        scored = []
+        for _, context, continuation in requests:
+            last = min(len(continuation), self.max_length)
+            scored.append(Scored([*context, *continuation][-self.max_length - 1 :], last))
+        found = likelihoods(self._chain, scored, self._topology, batch_size=self._batch_size)
+        for (words, _, _), result in zip(requests, found, strict=True):
+            if words is not None:
+                self.cache_hook.add_partial("loglikelihood", words, result)
+        return found
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+        windows, owners = [], []
+        for index, request in enumerate(requests):
+            cut = get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            for context, continuation in map(make_disjoint_window, cut):
+                windows.append((None, context, continuation))
+                owners.append(index)
+        totals = [0.0] * len(requests)
+        for owner, (score, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
+            totals[owner] += score
+        return totals
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+        texts = []
+        for context, how in (request.args for request in requests):
+            stops = (
+                [how["until"]] if isinstance(how.get("until"), str) else [stop for stop in how.get("until", ()) if stop]
+            )
+            most = min(int(how.get("max_gen_toks", self._most)), self.max_length - 1)
+            sampling = Sampling(
+                max_new_tokens=most,
+                temperature=float(how.get("temperature", 1.0)) if how.get("do_sample") else 0.0,
+                top_k=how.get("top_k") if how.get("do_sample") else None,
+                top_p=how.get("top_p") if how.get("do_sample") else None,
+            )
+            prompt = (self.tok_encode(context) or [self.prefix_token_id])[most - self.max_length :]
+
+            def text_of(ids: Any, stops: list[str] = stops) -> GrowingText:
+                return GrowingText(self._tokens.decode, ids, stops)
+
+            for last in generate_batch(self._chain, [prompt], sampling, end_ids=self._model.end_ids, make_text=text_of):
+                done = last
+            assert done.text is not None
+            texts.append(done.text.text)
+            self.cache_hook.add_partial("generate_until", (context, how), texts[-1])
+        return texts
+
+
+def main() -> None:
+    """The harness's own command line, with `megalite` among its models."""
+    agreed = False
+    try:
+        cli_evaluate()
+        agreed = True
+    finally:
+        stop_distributed(agreed=agreed)
+
+
+if __name__ == "__main__":
+    main()

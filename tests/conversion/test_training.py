@@ -1,0 +1,171 @@
+"""Training starts from a Hugging Face folder as it is, on any layout: the weights and steps of a converted copy."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megalite.checkpoint.manifest import weight_key
+from megalite.config.describe import replace
+from megalite.config.errors import ConfigError
+from megalite.config.run import RunConfig
+from megalite.conversion import weights as blockwise
+from megalite.conversion.huggingface.weights import HuggingFaceWeights, Shards
+from megalite.conversion.native import write_native
+from megalite.conversion.training import HuggingFaceSource
+from megalite.conversion.weights import parameter_shapes
+from megalite.training.resume import own_first, resume
+from megalite.training.saving import save
+from tests.conversion.huggingface.models import CASES, saved
+from tests.models.test_families import FAMILIES, Family, their_model
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.tiny import Runner, assemble, build, local_parts, tiny_config
+
+FOUR_LAYERS = {"num_hidden_layers": 4, "max_position_embeddings": 16}
+KINDS = {
+    "llama": Family("", {}, "Llama", {**FAMILIES["llama3"].theirs, **FOUR_LAYERS}),
+    "mixtral": Family("", {}, "Mixtral", {**FAMILIES["mixtral"].theirs, **FOUR_LAYERS, "num_local_experts": 4}),
+}
+
+
+def folder_of(kind: str, folder: Path, dtype: torch.dtype = torch.float64) -> tuple[Path, dict[str, Any]]:
+    """A folder, and the settings of a run of its model."""
+    their_model(KINDS[kind]).to(dtype).save_pretrained(folder)
+    model = HuggingFaceWeights(folder).model
+    return folder, {**asdict(model), "make_vocab_size_divisible_by": 8, "seq_length": 16, "load": f"hf:{folder}"}
+
+
+def silent(line: str) -> None:
+    """No one reads it."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_slice_is_that_of_the_whole(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every tensor of every family, whatever the dimension that is cut, with blocks of a few elements."""
+    saved(name, tmp_path)
+    monkeypatch.setattr(blockwise, "BLOCK", 64)
+    weights = HuggingFaceWeights(tmp_path, divisible_by=16)
+    assert weights.model.padded_vocab_size == 48
+    for key, shape in parameter_shapes(weights.model).items():
+        expected = weights.read(key)
+        for dim, size in enumerate(shape.shape):
+            for first, last in ((0, size // 2), (size // 2, size), (size // 3, size // 3 + 1)):
+                part = tuple((first, last) if at == dim else (0, n) for at, n in enumerate(shape.shape))
+                index = tuple(slice(*bounds) for bounds in part)
+                assert torch.equal(weights.read(key, part), expected[index]), (key, part)
+
+
+def test_of_a_slice_little_else_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half the rows are half the bytes: eight ranks of a host do not read the model eight times."""
+    folder, settings = folder_of("llama", tmp_path / "llama")
+    model = replace(RunConfig(), **{k: v for k, v in settings.items() if k not in ("load", "seq_length")}).model
+    source, count = HuggingFaceSource(folder, model), [0]
+    read = Shards.read_elements
+
+    def counted(shards: Shards, name: str, start: int, number: int) -> torch.Tensor:
+        count[0] += number
+        return read(shards, name, start, number)
+
+    monkeypatch.setattr(Shards, "read_elements", counted)
+    monkeypatch.setattr(blockwise, "BLOCK", 128)  # one row of 16 in float64
+    key = weight_key("layers.0.attention.qkv.weight")
+    rows, columns = source.entry(key).global_shape
+    for first, last in ((0, rows // 2), (rows // 2, rows)):
+        count[0] = 0
+        source.read_into(torch.empty(rows // 2, columns, dtype=torch.float64), key, ((first, last), (0, columns)))
+        assert count[0] == rows // 2 * columns
+
+
+def started(
+    context: RankContext, world: int, settings: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any], list[float]]:
+    """This rank's weights and main parameters, and the losses of three steps."""
+    config = tiny_config(world, **settings)
+    replica = build(context, config)
+    progress = resume(replica, tokenizer=None, log=silent)
+    assert (progress.step, progress.samples) == (0, 0)
+    held = local_parts(replica, "weight"), local_parts(replica, "main_param")
+    runner = Runner(replica, progress)
+    return *held, [runner.step().loss for _ in range(3)]
+
+
+LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "tp 2 x pp 2": ("llama", 4, {"tp": 2, "pp": 2}),
+    "vpp 2 x dp 2": ("llama", 4, {"pp": 2, "vpp": 2}),
+    "ZeRO-1, bf16": ("llama", 4, {"tp": 2, "dp_strategy": "distributed-optimizer", "precision": "bf16"}),
+    "fully sharded": ("llama", 4, {"dp_strategy": "fully-sharded"}),
+    "local SGD": ("llama", 2, {"dp_strategy": "diloco"}),
+    "ep 2 x tp 2": ("mixtral", 4, {"tp": 2, "ep": 2}),
+    "ep 2 x pp 2, bf16": ("mixtral", 4, {"pp": 2, "ep": 2, "precision": "bf16"}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_rank_reads_what_it_holds(layout: str, tmp_path: Path) -> None:
+    """Weights bit for bit, rounded where the run is in bf16; and the first steps are those from a converted checkpoint."""
+    kind, world, axes = LAYOUTS[layout]
+    folder, settings = folder_of(kind, tmp_path / kind, torch.float32)
+    ranks = run_ranks(world, started, world, {**settings, **axes})
+    weights = HuggingFaceWeights(folder, divisible_by=8)
+    low = axes.get("precision") == "bf16"
+    held, main = assemble([rank[0] for rank in ranks]), assemble([rank[1] for rank in ranks])
+    assert sorted(held) == sorted(parameter_shapes(weights.model))
+    for key, values in held.items():
+        expected = weights.read(key)
+        rounded = expected.bfloat16().float() if low else expected
+        assert np.array_equal(np.asarray(values, dtype=np.float64), rounded.double().numpy()), key
+        assert np.array_equal(np.asarray(main[key], dtype=np.float64), expected.double().numpy()), key
+    native = write_native(weights, tmp_path / "native")
+    converted = run_ranks(world, started, world, {**settings, **axes, "load": str(native), "finetune": True})
+    assert [rank[2] for rank in ranks] == [rank[2] for rank in converted]
+
+
+def other(context: RankContext, settings: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as error:
+        resume(build(context, tiny_config(1, **settings)), tokenizer=None, log=silent)
+    return str(error.value)
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    """Also where a config was written by hand; --finetune allows what extends a context, as for checkpoints."""
+    folder, settings = folder_of("llama", tmp_path / "llama")
+    context = RankContext(0, {})
+    said = other(context, {**settings, "norm_epsilon": 1e-4, "rotary_base": 7.0})
+    assert (
+        f"{folder} is of another model: rotary_base 500000.0 there, 7.0 here; norm_epsilon 1e-05 there, 0.0001" in said
+    )
+    assert "norm_epsilon" in (
+        said := other(context, {**settings, "norm_epsilon": 1e-4, "rotary_base": 7.0, "finetune": True})
+    )
+    assert "rotary_base" not in said
+    (folder / "model.safetensors").unlink()
+    assert "has no model.safetensors" in other(context, settings)
+
+
+def test_own_checkpoints_come_first(tmp_path: Path) -> None:
+    """From the first one on; a folder without any, or a run that saves nothing, begins from the weights."""
+    _, settings = folder_of("llama", tmp_path / "llama")
+    context, said = RankContext(0, {}), list[str]()
+    own = tmp_path / "own"
+    config = tiny_config(1, **settings, save=str(own), save_interval=2, finetune=True)
+    topology = context.topology_of(config)
+    how: dict[str, Any] = {"world": topology.world, "device": topology.device, "log": said.append}
+    assert own_first(config, **how) == config
+    own.mkdir()
+    (own / ".tmp-step-2").mkdir()
+    assert own_first(config, **how) == config and said == []
+    replica = build(context, config)
+    runner = Runner(replica, resume(replica, tokenizer=None, log=silent))
+    runner.step()
+    save(replica, own, runner.progress, tokenizer=None)
+    now = own_first(config, **how)
+    assert said == [
+        f"{own} holds checkpoints: the run resumes from the newest of them, not from {config.checkpoint.load}"
+    ]
+    assert (now.checkpoint.load, now.checkpoint.finetune) == (str(own), False)
+    assert resume(build(context, now), tokenizer=None, log=silent).step == 1
+    without = tiny_config(1, **settings)
+    assert own_first(without, **how) == without

@@ -1,0 +1,44 @@
+"""examples/hugging_face: its README, command by command, and what transformers makes of the result."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.e2e.commands import commands_in
+from tests.e2e.programs import REPOSITORY, TORCHRUN, records
+
+pytestmark = pytest.mark.e2e
+
+README = "examples/hugging_face/README.md"
+PROGRAMS = {"python": [sys.executable], "megalite": [sys.executable, "-m", "megalite.cli.main"], "torchrun": TORCHRUN}
+
+
+def test_the_readme_works(tmp_path: Path) -> None:
+    """The loss falls, the folder that is written is what the checkpoint holds, and transformers writes text with it."""
+    text = (REPOSITORY / README).read_text(encoding="utf-8")
+    said = {}
+    for command in commands_in(text.replace("runs/hugging_face", str(tmp_path)), README):
+        program, *rest = command.words
+        words = [*PROGRAMS[program], *rest]
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+        done = subprocess.run(
+            words, cwd=REPOSITORY, env=variables, capture_output=True, text=True, timeout=240, check=False
+        )
+        assert done.returncode == 0, f"{command.line}\n{done.stdout}\n{done.stderr}"
+        said[" ".join(command.words[:2])] = done.stdout
+    first, *_, last = (record["valid_loss"] for record in records(tmp_path / "run", "valid"))
+    assert 6.8 < first < 7.1 and last < 6.2
+    compared = said["python examples/hugging_face/compare.py"]
+    losses = re.search(r"megalite ([0-9.]+), transformers ([0-9.]+)", compared)
+    assert losses is not None and abs(float(losses[1]) - float(losses[2])) < 1e-5, compared
+    assert sorted(path.name for path in tmp_path.glob("trained*")) == ["trained", "trained-step-0000040"]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "trained")
+    prompt = tokenizer("The value of", return_tensors="pt")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
+    made = model.generate(**prompt, max_new_tokens=5, do_sample=False, pad_token_id=0)
+    assert tokenizer.decode(made[0]).startswith("The value of")
