@@ -25,7 +25,7 @@ from megalite.optimizers.schedules import Progress
 from megalite.training.replica import Replica, agreeing
 from megalite.training.state_tensors import boxes_in, flat_states, tensor_spec, tensor_states
 
-_ORDER = {"training": ("seed", "seq_length"), "data": ("split", "packing", "data_order")}
+_ORDER = {"training": ("seed", "seq_length"), "data": ("split", "packing", "data_order", "text_field", "sft")}
 """Settings that the order of samples is a function of, by section."""
 _SOURCES = ("data_path", "train_data_path", "mock_data")
 
@@ -139,7 +139,8 @@ def load(replica: Replica, folder: Path, *, tokenizer: str | None, log: Callable
     log(f"loaded {checkpoint.path} (written by {_describe(manifest.layout)})")
     progress = Progress(0, 0)
     if not finetune:
-        for line in (*notes, *data_changes(manifest.config, config, dp=manifest.layout.get("dp"))):
+        asked = replace(config, data=replica.written.data)  # text by its name, not by that of its token files
+        for line in (*notes, *data_changes(manifest.config, asked, dp=manifest.layout.get("dp"))):
             log(line)
         if not with_optimizer:
             log("the optimizer's states start afresh, as load_optimizer says")

@@ -27,7 +27,16 @@ from megalite.training.memory import explaining_out_of_memory, keep_freed_memory
 from megalite.training.non_finite import NonFiniteError
 from megalite.training.replica import Programs, Replica, agreeing, build_modules, build_replica
 from megalite.training.reporter import LossSpikes, Reporter, SpeedMeter
-from megalite.training.setup import describe, open_data, open_reports, prepare_data, resolve
+from megalite.training.setup import (
+    Tokenize,
+    describe,
+    open_data,
+    open_reports,
+    prepare_data,
+    resolve,
+    take_remote,
+    take_text,
+)
 from megalite.training.sinks import last_records
 from megalite.training.step import Stepper
 from megalite.training.stopping import Ending, StopRequest, StopRequests, StopRun, forget_ending, write_ending
@@ -62,6 +71,7 @@ class Trainer:
         watched: end this process if no rank progresses for hang_timeout_minutes.
         started: time of day from which the wall clock of goodput counts; default: now.
         take_layout: chooses the layout; an elastic run needs it.
+        tokenize: makes token files; a run on text needs it.
     """
 
     replica: Replica
@@ -81,10 +91,11 @@ class Trainer:
         watched: bool = False,
         started: float | None = None,
         take_layout: TakeLayout | None = None,
+        tokenize: Tokenize | None = None,
     ) -> None:
         self.config, self._explicit, self._fixed = config, explicit, fixed
         self._started = time.time() if started is None else started
-        self._watched, self._take_layout = watched, take_layout
+        self._watched, self._take_layout, self._tokenize = watched, take_layout, tokenize
         self.launch = Launch.from_environment()
         self.log = log if self.launch.rank == 0 else lambda line: None
         self.stops = stops or StopRequests()
@@ -161,6 +172,7 @@ class Trainer:
             )
             world = dataclasses.replace(world, heartbeat=watch.heartbeat)
         self._roll = RollCall.open(world, launch, device)
+        config = take_remote(config, world=world, device=device, log=self.log)
         with agreeing(world, device, Exception):
             if parallel.elastic:
                 assert self._take_layout is not None, "an elastic run needs the planner's take_layout"
@@ -168,6 +180,8 @@ class Trainer:
                     config, explicit=explicit, fixed=self._fixed, world=world, device=device, log=self.log
                 )
             config, tokenizer = resolve(config, world_size=launch.world_size, explicit=explicit)
+        config = take_text(config, self._tokenize, world=world, device=device, log=self.log)
+        with agreeing(world, device, Exception):
             programs, layout = Programs(config), layout_of(config)
         kind = _WHEN_ASKED.get("sanitize") if config.parallel.sanitize_communication else Group
         topology = Topology.create(
