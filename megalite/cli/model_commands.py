@@ -89,7 +89,7 @@ PREPROCESS = Command(
         ),
         *_tokenizer("for NullTokenizer"),
         Flag("--workers", "tokenizer processes; default: the usable cores", int, "N"),
-        Flag("--shard", "part I of N of the input, on a machine of its own; data merge joins them", value="I/N"),
+        Flag("--shard", "part I of N of the input, as one of N machines; data merge joins the parts", value="I/N"),
         Flag("--strict", "stop at the first bad line", bool),
         Flag("--show-bad", "show the first N bad lines (3)", int, "N", default=3),
         Flag("--restart", "drop what a stopped run has left, and replace finished files", bool),

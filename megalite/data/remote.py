@@ -249,6 +249,7 @@ class _Http:
             try:
                 return urllib.request.urlopen(request, timeout=_TIMEOUT)
             except urllib.error.HTTPError as error:
+                error.close()
                 if error.code in (http.client.NOT_FOUND, http.client.GONE):
                     raise _Missing from None
                 if error.code < http.client.INTERNAL_SERVER_ERROR or not left:

@@ -159,8 +159,8 @@ def _check_shards(prefixes: Sequence[str], sides: Sequence[Side | None]) -> None
     if first is None:
         return
     for number, prefix in enumerate(prefixes):
-        if shards[number] != [number, first[1]]:
-            found = "no part" if shards[number] is None else f"part {shards[number][0]} of {shards[number][1]}"
+        if (shard := shards[number]) != [number, first[1]]:
+            found = "no part" if shard is None else f"part {shard[0]} of {shard[1]}"
             raise ConfigError(
                 f"{prefix} is {found}, where part {number} of {first[1]} belongs; give all parts, in order"
             )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import Event
-from typing import BinaryIO, Literal
+from typing import BinaryIO, Literal, cast
 
 from megalite.config.errors import ConfigError
 from megalite.preprocess.inputs import STDIN, Input, open_regular, stdin_number
@@ -127,7 +127,7 @@ def _cut_input(item: Input, keys: Sequence[str], limits: Limits, place: Place, s
             if not place.offset:
                 yield make(start=0, stop=item.size, disk_bytes=item.size)
         else:
-            plain = file if item.stop is None else _Window(file, item.stop)
+            plain = file if item.stop is None else cast(BinaryIO, _Window(file, item.stop))
             stream = _Stream(
                 item.path, file_blocks(item.path, plain, item.compression, stop), limits, make, hashed=False
             )

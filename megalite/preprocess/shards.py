@@ -1,4 +1,4 @@
-"""One of n parts of the input, for a machine of its own: together the parts are all of it, in order, each byte once."""
+"""One of n parts of the input, each for one machine: together the parts are all of it, in order, each byte once."""
 
 import mmap
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def shard_name(prefix: str, shard: tuple[int, int]) -> str:
 def job_inputs(job: PreprocessJob) -> tuple[list[Input], list[int] | None]:
     """The inputs that a job reads; and of a part its number and how many there are, parts without content left out.
 
-    Parts have about as many bytes. Plain jsonl (and text whose documents are lines) is cut between lines; a compressed
+    Parts have about as many bytes. Plain jsonl (and text with a document a line) is cut between lines; a compressed
     or parquet file belongs to one part. Where a cut lies depends on the files and n alone, so that machines need not
     talk. Of a part that is left without content the list is empty.
 
