@@ -110,6 +110,8 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         "merge_file": SAME,
         "tiktoken_pattern": "v1 and v2, and the well-known ones by name, or a regular expression",
         "data_cache_path": SAME,
+        "sft": "jsonl files of messages, or of prompt and response. Examples are packed by best fit; theirs fills each sample up "
+        "with padding",
         "eod_mask_loss": SAME,
         "reset_attention_mask": "no mask is made: attention runs over each document by itself",
         "reset_position_ids": SAME,

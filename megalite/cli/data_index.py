@@ -1,5 +1,6 @@
 """`megalite data index`: make the large indices of a run before it starts, on one process and without devices."""
 
+import dataclasses
 import json
 import time
 from argparse import Namespace
@@ -20,6 +21,7 @@ from megalite.data.dataset import SampleSource
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.megatron_dataset import MegatronBlend, MegatronDataset
 from megalite.data.sources import open_run_datasets, samples_to_read
+from megalite.preprocess.text_data import tokenize_text
 from megalite.tokenizers.base import Tokenizer
 from megalite.tokenizers.build import build_tokenizer
 
@@ -36,8 +38,9 @@ def run(flags: Namespace) -> int:
     if invocation.json:
         show(json.dumps(reports, indent=2))
     elif not reports:
-        packed = "packing best-fit keeps no index: which documents go together is found in memory for each epoch"
-        show(packed if invocation.config.data.packing == "best-fit" else "this data needs no index")
+        data = invocation.config.data
+        packed = f"{'sft' if data.sft else 'packing best-fit'} keeps no index: which documents go together is found in memory"
+        show(f"{packed} for each epoch" if data.packs_documents else "this data needs no index")
     return 0
 
 
@@ -66,7 +69,11 @@ def _resolve(invocation: Invocation) -> tuple[RunConfig, Tokenizer | None]:
     if config.model.vocab_size is None:
         assert tokenizer is not None
         config = replace(config, vocab_size=tokenizer.vocab_size)
-    return validate(config, world_size, invocation.explicit), tokenizer
+    config = validate(config, world_size, invocation.explicit)
+    if config.data.texts:
+        places = tokenize_text(config, None, say=tell, stopped=lambda: False)
+        config = dataclasses.replace(config, data=config.data.with_paths(places))
+    return config, tokenizer
 
 
 def _parts(

@@ -76,8 +76,9 @@ PREPROCESS = Command(
     [
         _INPUT,
         _output("writes PREFIX_KEY_document.bin, .idx and .json; PREFIX.unfinished until all is done"),
-        _KEYS,
+        Flag("--json-keys", "keys of the text (text)", str, "KEY", count=SOME),
         Flag("--text-documents", "what a document is in a text file (file)", choices=FORMS, default="file"),
+        Flag("--sft", "lines hold prompt and response, or chat messages, to fine-tune on", bool),
         Flag("--append-eod", "end each document with the end-of-document token", bool),
         Flag(
             "--max-document-mb",
@@ -88,6 +89,7 @@ PREPROCESS = Command(
         ),
         *_tokenizer("for NullTokenizer"),
         Flag("--workers", "tokenizer processes; default: the usable cores", int, "N"),
+        Flag("--shard", "part I of N of the input, as one of N machines; data merge joins the parts", value="I/N"),
         Flag("--strict", "stop at the first bad line", bool),
         Flag("--show-bad", "show the first N bad lines (3)", int, "N", default=3),
         Flag("--restart", "drop what a stopped run has left, and replace finished files", bool),

@@ -3,16 +3,23 @@
 import os
 from argparse import Namespace
 from collections.abc import Sequence
+from typing import Any
 
 from megalite.cli.display import ProgressLine, decimal_bytes
 from megalite.cli.failures import Stopped, first_signal_raises
 from megalite.cli.model_commands import DOCUMENT_MB, PREPROCESS
 from megalite.cli.output import occupy_closed_streams, show, tell
 from megalite.cli.train_tokenizer import tokenizer_config
+from megalite.config.data import is_address
+from megalite.config.describe import redact_text
 from megalite.config.errors import ConfigError
+from megalite.config.run import RunConfig
 from megalite.data.indexed_dataset import token_dtype
+from megalite.data.remote import shown
+from megalite.preprocess import text_data
 from megalite.preprocess.job import MAX_FAULTS, PreprocessJob, Progress, usable_cores
 from megalite.preprocess.run import plan, preprocess
+from megalite.preprocess.shards import parse_shard, shard_name
 
 MIB = 1 << 20
 _MAX_DOCUMENT_MB = 1 << 20
@@ -37,6 +44,8 @@ def run(flags: Namespace) -> int:
             result = preprocess(job, line.take)
             line.notice(result)
             line.end()
+            if not result.outputs:  # of a shard without input
+                return 0
             _report(result, line.seconds, flags.show_bad)
     except Stopped as stopped:
         line.end()
@@ -53,12 +62,18 @@ def job_of(flags: Namespace) -> PreprocessJob:
     if not 0 < flags.max_document_mb < _MAX_DOCUMENT_MB:
         most = f"{_MAX_DOCUMENT_MB:,}; try {DOCUMENT_MB}"
         raise ConfigError(f"--max-document-mb {flags.max_document_mb} must be above 0 and below {most}")
+    if flags.sft and (flags.json_keys or flags.append_eod):
+        given = "--json-keys" if flags.json_keys else "--append-eod"
+        raise ConfigError(f"{given} has no effect with --sft, which reads examples and ends each itself; leave it out")
+    shard = None if flags.shard is None else parse_shard(flags.shard)
     return PreprocessJob(
         inputs=tuple(flags.input),
-        output_prefix=flags.output_prefix,
+        output_prefix=flags.output_prefix if shard is None else shard_name(flags.output_prefix, shard),
+        shard=shard,
         tokenizer=tokenizer_config(flags),
         vocab_size=flags.vocab_size,
-        json_keys=tuple(flags.json_keys),
+        json_keys=tuple(flags.json_keys or ("text",)),
+        sft=flags.sft,
         append_eod=flags.append_eod,
         max_document_bytes=max(int(flags.max_document_mb * MIB), 1),
         text_documents=flags.text_documents,
@@ -68,10 +83,37 @@ def job_of(flags: Namespace) -> PreprocessJob:
     )
 
 
+def tokenize_text(*args: Any, **more: Any) -> dict[str, str]:
+    """`preprocess.text_data.tokenize_text` with its progress on stderr."""
+    line = JobProgress(tells_notice=False)
+    try:
+        return text_data.tokenize_text(*args, **more, on_progress=line.take)
+    finally:
+        line.end()
+
+
+def tell_texts(config: RunConfig) -> None:
+    """Say what a run would do with the texts that its data paths name."""
+    for path in filter(is_address, config.data.texts):
+        tell(f"{shown(path)} would be fetched and tokenized before training")
+    try:
+        texts = text_data.find_texts(config)
+    except ConfigError as error:  # on a laptop the files of a cluster are missing
+        tell(redact_text(f"{' '.join(config.data.texts)} would be tokenized before training, but not here: {error}"))
+        return
+    for text in texts:
+        documents = text_data.documents_of(text)
+        if documents is not None:
+            tell(f"{text.path} is tokenized: {documents:,} documents in {text.prefix}")
+        else:
+            size = f"{text.files:,} file{'s' if text.files > 1 else ''}, {decimal_bytes(text.num_bytes)}"
+            tell(f"{text.path} ({size}) would be tokenized into {text.prefix}")
+
+
 class JobProgress(ProgressLine):
-    def __init__(self) -> None:
+    def __init__(self, *, tells_notice: bool = True) -> None:
         super().__init__()
-        self._has_noticed = False
+        self._has_noticed = not tells_notice
 
     def take(self, progress: Progress) -> None:
         self.notice(progress)

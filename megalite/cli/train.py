@@ -25,15 +25,17 @@ _IMPORTED = time.time()
 EXIT_FILE = "STOP"
 """In the folder of the run, where no other is given."""
 
-ANSWERS: Registry[Callable[..., str]] = Registry(
+ANSWERS: Registry[Callable[..., Any]] = Registry(
     "answer",
     {
         "basic": "megalite.config.help:basic_help",
         "all": "megalite.config.help:full_help",
         "dry run": "megalite.cli.dry_run:dry_run",
+        "texts": "megalite.cli.preprocess:tell_texts",
+        "tokenize": "megalite.cli.preprocess:tokenize_text",
     },
 )
-"""What is printed in place of training."""
+"""What is printed in place of training; what tokenizes text before it, and says beforehand what it will do."""
 _READERS: Registry[Shape] = Registry("reader", {"load": "megalite.conversion.start:settings_in"})
 """Imported in runs that load something."""
 
@@ -50,6 +52,8 @@ def main(argv: Sequence[str] | None = None, *, program: str = "megalite train") 
         elif invocation.version:
             print(f"megalite {megalite.__version__}")
         elif invocation.dry_run:
+            if invocation.config.data.texts:
+                ANSWERS.get("texts")(invocation.config)
             show(ANSWERS.get("dry run")(invocation))
         else:
             stops = _stop_requests(invocation.config)
@@ -67,6 +71,7 @@ def main(argv: Sequence[str] | None = None, *, program: str = "megalite train") 
                         watched=True,
                         started=started_at(os.getpid()) or _IMPORTED,
                         take_layout=_take_layout(invocation.config),
+                        tokenize=_tokenize(invocation.config),
                     )
                     .fit()
                     .exit_code
@@ -142,6 +147,13 @@ def _take_layout(config: RunConfig) -> Callable[..., Any] | None:
     from megalite.planner.elastic import take_layout
 
     return take_layout
+
+
+def _tokenize(config: RunConfig) -> Callable[..., Any] | None:
+    if not config.data.texts:
+        return None
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the workers inherit it: they are the parallelism
+    return ANSWERS.get("tokenize")
 
 
 def _flags(invocation: Invocation) -> frozenset[str]:

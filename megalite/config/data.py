@@ -2,8 +2,9 @@
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -39,7 +40,26 @@ def parse_split(split: str) -> tuple[float, float, float]:
 
 
 PATH_SETTINGS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
-"""Settings that name token files: prefixes, or weights and prefixes by turns."""
+"""Settings that name token files or text: prefixes (files), or weights and prefixes by turns."""
+
+_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://")
+
+TEXT_SUFFIXES = (
+    *(f"{plain}{packed}" for plain in (".jsonl", ".ndjson", ".json", ".txt") for packed in ("", ".gz", ".zst")),
+    ".parquet",
+)
+"""Of files of text, which are tokenized before training."""
+
+
+def is_address(text: str) -> bool:
+    """`s3://bucket/name`, `https://host/name`: not a path of this machine."""
+    return _ADDRESS.match(text) is not None
+
+
+def names_text(entry: str) -> bool:
+    """A data path that names files of text by its form: a suffix of theirs, a glob, or a folder with a slash at its end."""
+    return entry.lower().endswith((*TEXT_SUFFIXES, "/")) or any(letter in entry for letter in "*?[")
+
 
 _SPLITS = {"train": "train_data_path", "valid": "valid_data_path", "test": "test_data_path"}
 _FORMS = "[a, b], [0.3, a, 0.7, b], {a: 0.3, b: 0.7} or '0.3 a 0.7 b'"
@@ -175,10 +195,14 @@ DATASETS: Registry[Any] = Registry("dataset")
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Token files (`<prefix>.bin`/`<prefix>.idx`), their split, and the tokenizer that made them."""
+    """Token files (`<prefix>.bin`/`<prefix>.idx`) or text, their split, and the tokenizer that made them."""
 
     data_path: list[str] = option([], basic=True)
-    """Prefixes of token files, or weight/prefix pairs: `--data-path 0.3 a 0.7 b`."""
+    """Prefixes of token files, or weight/prefix pairs: `--data-path 0.3 a 0.7 b`. A .jsonl, .parquet or .txt file, a glob or a `folder/` is tokenized first, once."""
+    text_field: str = option("text")
+    """Key (jsonl) or column (parquet) that holds the text, where data_path names text."""
+    sft: bool = option(False)
+    """Supervised fine-tuning: examples of prompt and response or chat messages, packed whole; the loss is on responses alone."""
     train_data_path: list[str] = option([])
     """As data_path, for training alone; then valid_data_path may be given too, and split may not."""
     valid_data_path: list[str] = option([])
@@ -210,7 +234,7 @@ class DataConfig:
     data_order: str = option("megalite", choices=("megalite", "megatron"))
     """Order of samples: megalite's is a function of (seed, sample) alone; megatron is Megatron-LM's, bit for bit."""
     data_cache_path: str | None = option(None)
-    """Folder for the indices of large datasets; default: a folder `cache` beside each token file."""
+    """Folder for the indices of large datasets and for what is made of text; default: a folder `cache` beside each data path."""
     packing: str = option("stream", choices=("stream", "best-fit"))
     """How samples are cut: from one stream of documents, or of whole documents that fit, which see only themselves."""
     eod_mask_loss: bool = option(False)
@@ -219,3 +243,23 @@ class DataConfig:
     """Tokens see no other document than their own."""
     reset_position_ids: bool = option(False)
     """Positions start from 0 in each document."""
+
+    @property
+    def packs_documents(self) -> bool:
+        """Samples are of whole documents, which see only themselves."""
+        return self.sft or self.packing == "best-fit"
+
+    @property
+    def texts(self) -> list[str]:
+        """What the data paths name that is text by its form, each once."""
+        words = (word for name in PATH_SETTINGS for word in getattr(self, name))
+        return list(
+            dict.fromkeys(word for word in words if names_text(word.partition("?")[0] if is_address(word) else word))
+        )
+
+    def with_paths(self, places: Mapping[str, str]) -> "DataConfig":
+        """The same with some data paths in the place of others."""
+        changed: dict[str, Any] = {
+            name: [places.get(word, word) for word in getattr(self, name)] for name in PATH_SETTINGS
+        }
+        return replace(self, **changed)

@@ -17,7 +17,10 @@ from megalite.config.run import RunConfig
 HIDDEN = "***"
 
 _NAMES = frozenset(
-    {"key", "apikey", "token", "secret", "password", "passwd", "passphrase", "credential", "credentials"}
+    {
+        *("key", "apikey", "token", "secret", "password", "passwd", "passphrase", "credential", "credentials"),
+        *("signature", "sig"),  # of an address that lets anyone read
+    }
 )
 _WORDS = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
 # The last @ before a slash ends the credentials: a password may hold one. As a path an address has one slash.
@@ -181,9 +184,11 @@ def without_credentials(config: RunConfig) -> RunConfig:
 
 def without_derived(config: RunConfig, asked: RunConfig) -> RunConfig:
     """The resolved config for a file that may be read elsewhere: what `asked` left open, resolution has derived from
-    run_dir, the world size and other settings, and does so again for those of the reader."""
+    run_dir, the world size and other settings, and does so again for those of the reader. So it does with data: text
+    has become token files, and what is far away a file here."""
     open_ = [name for name, value in values_of(asked).items() if value is None]
-    return replace(config, **dict.fromkeys(open_))
+    config = dataclasses.replace(config, data=asked.data)
+    return replace(config, **{**dict.fromkeys(open_), "load": asked.checkpoint.load})
 
 
 def replace(config: RunConfig, **changes: Any) -> RunConfig:

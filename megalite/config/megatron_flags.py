@@ -251,7 +251,7 @@ _NO_EFFECT: Mapping[str, str] = {
         "--yarn-beta-slow= --yarn-correction-range-round-to-int --no-yarn-correction-range-round-to-int "
         "--relative-attention-num-buckets= --relative-attention-max-distance= --mrope-section=* --lion-beta1= "
         "--lion-beta2= --fp8-interval= --fp4-recipe= --kitchen-attention-backend= --batch-invariant-backend= "
-        "--sft-tokenizer-prompt-format= --validation-set-names=* --moe-router-padding-for-quantization "
+        "--validation-set-names=* --moe-router-padding-for-quantization "
         "--moe-router-padding-for-fp8 --export-kd-teacher-model-config= --export-kd-teacher-ckpt-format= "
         "--finetune-data-split= --finetune-data-files=* --qad-train-target="
     ),
@@ -359,8 +359,9 @@ _REFUSED: Mapping[str, str] = {
     ),
     "the cross-entropy and its logits are computed in fp32": "--fp16-lm-cross-entropy --output-logit-dtype=",
     "matrix products sum as torch does by default": ("--disable-bf16-reduced-precision-matmul --batch-invariant-mode"),
+    "messages are shown by the tokenizer's own chat template": "--sft-tokenizer-prompt-format=",
     "samples are cut from the documents as they are; see --packing and --reset-attention-mask": (
-        "--fim-data --dataloader-inter-document-masking --phase-transition-iterations= --hybrid-context-parallel --sft"
+        "--fim-data --dataloader-inter-document-masking --phase-transition-iterations= --hybrid-context-parallel"
     ),
     "no step is left out; see --on-non-finite": "--iterations-to-skip=* --decrease-batch-size-if-needed",
     "all evaluations take --eval-iters batches of the global batch size; megalite evaluate takes a whole split": (

@@ -101,8 +101,8 @@ def attention_in_tiles(config: RunConfig) -> str | None:
     window, parallel = config.model.sliding_window, config.parallel
     if window is not None and window < config.training.seq_length:
         return f"sliding_window {window}"
-    if config.data.packing == "best-fit":
-        return "packing best-fit"
+    if config.data.packs_documents:
+        return "sft" if config.data.sft else "packing best-fit"
     if config.data.reset_attention_mask:
         return "reset_attention_mask"
     if parallel.cp > 1 and parallel.cp_comm_type == "p2p":

@@ -9,7 +9,7 @@ from typing import Any
 from megalite.checkpoint.files import read_text
 from megalite.checkpoint.folders import candidates
 from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointMissing, Manifest
-from megalite.config.data import DataConfig
+from megalite.config.data import DataConfig, is_address
 from megalite.config.errors import CheckpointError
 from megalite.config.model import TRAINING_FIELDS
 from megalite.config.run import HUGGING_FACE, hugging_face_folder
@@ -29,6 +29,8 @@ _TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "
 def settings_in(load: str, step: int | None) -> Mapping[str, Any] | None:
     """Settings by name, of a Hugging Face folder (`hf:FOLDER`), or of the newest checkpoint with a readable manifest, or that
     of `step`. None: there is no checkpoint. How it was trained (dropout, auxiliary losses) is not among them."""
+    if is_address(load):  # it is fetched when the ranks have met
+        return None
     folder = hugging_face_folder(load)
     if folder is None:
         return _of_checkpoint(Path(load), step)

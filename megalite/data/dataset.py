@@ -25,6 +25,8 @@ class Packing:
     used: int
     """No prediction from this position on counts: it holds the last document's last token (or is seq_length, where
     that token is the last label), and after it is padding."""
+    counts: NDArray[np.bool_] | None = None
+    """Of each position whether its prediction counts, where that is not so of all, `[seq_length]`."""
 
 
 class SampleSource(Protocol):

@@ -143,6 +143,8 @@ class BatchLoader:
             if packing is not None:
                 count[packing.used :] = 0.0
                 count[[start - 1 for start in packing.starts[1:]]] = 0.0
+                if packing.counts is not None:
+                    count *= packing.counts
             elif self.eod_mask_loss:
                 count[row == self.eod_token] = 0.0
         starts = None

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.data.dataset import DocumentDataset, Packing, require_sample
+from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.random_draws import KeyedPermutation, permutation
 
 _DOCUMENT_STREAM, _SAMPLE_STREAM = 0, 1
@@ -47,11 +48,16 @@ class PackedDataset(DocumentDataset):
     token that is not an input (see `Packing`). After the last document comes `pad_token`. A document is a sequence of
     the file: end-of-document tokens within one have no part in this.
 
+    With `responses` documents are examples to fine-tune on: of one that is too long the rest is left out, since it would
+    stand without its prompt.
+
     Raises:
         ConfigError: no document of the split has two tokens.
     """
 
     pad_token: int = 0
+    responses: IndexedDataset | None = None
+    """Of each token 1 if its prediction counts, else 0, document by document; None: all count."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,6 +84,16 @@ class PackedDataset(DocumentDataset):
         """Share of the positions of an epoch that predict nothing: padding and last tokens of documents."""
         return 1.0 - self.num_predictions / (self.samples_per_epoch * self.seq_length)
 
+    @property
+    def summary(self) -> str:
+        """For the log."""
+        many, what = len(self.documents), "documents" if self.responses is None else "examples"
+        text = f"{self.indexed.prefix}: {many} {what} are packed into {self.samples_per_epoch} samples an epoch; "
+        if self.responses is None:
+            return text + f"{100.0 * self.idle_share:.2f} % of their positions predict nothing"
+        cut = int((self._sizes > self.seq_length + 1).sum())
+        return text + f"{cut} are longer than seq_length {self.seq_length} and cut there; the loss is on responses"
+
     def sample(self, k: int) -> NDArray[np.int64]:
         """Sample k >= 0: int64 `[seq_length + 1]`, documents end to end and then padding.
 
@@ -94,10 +110,14 @@ class PackedDataset(DocumentDataset):
     def packing(self, k: int) -> Packing:
         """Where the documents of sample k are."""
         starts, position = [], 0
+        counts = None if self.responses is None else np.zeros(self.seq_length, dtype=np.bool_)
         for piece in self._pieces(k):
             starts.append(position)
+            if self.responses is not None and counts is not None:
+                said = self.responses[piece.sequence][piece.start + 1 : piece.start + piece.length]
+                counts[position : position + piece.length - 1] = said != 0
             position += piece.length
-        return Packing(starts=tuple(starts), used=position - 1)
+        return Packing(starts=tuple(starts), used=position - 1, counts=counts)
 
     def _pieces(self, k: int) -> list[_Piece]:
         """What sample k holds, in order. The last answer is kept: `sample` and `packing` alternate."""
@@ -127,7 +147,8 @@ class PackedDataset(DocumentDataset):
         return pieces
 
     def _predictions(self) -> NDArray[np.int64]:
-        return np.maximum(self._sizes.astype(np.int64) - 1, 0)
+        predictions = np.maximum(self._sizes.astype(np.int64) - 1, 0)
+        return predictions if self.responses is None else np.minimum(predictions, self.seq_length)
 
     def _epoch(self, number: int) -> _Epoch:
         """The packing of one epoch. Two are kept: batches cross from one to the next, and prefetch runs ahead."""

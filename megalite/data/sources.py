@@ -194,7 +194,9 @@ def build_datasets(
                 share = split_documents(data.split or DEFAULT_SPLIT, len(indexed))[number]
             folder = Path(data.data_cache_path or Path(prefix).parent / "cache")
             cache = caches.setdefault(folder, IndexCache(folder, data.data_cache_path is not None, log, small_bytes))
-            common = {"seq_length": seq_length, "seed": seed, "name": name, "vocab_size": vocab_size}
+            common: dict[str, Any] = {"seq_length": seq_length, "seed": seed, "name": name, "vocab_size": vocab_size}
+            if data.sft:
+                common["responses"] = files.open_mask(prefix)
             parts.append(_Part(weight, {"indexed": indexed, "documents": share, **common, "cache": cache}))
         if any(len(part.settings["documents"]) for part in parts):
             built[name] = _blend(data, name, parts, (num_samples or {}).get(name), pad_token)
@@ -212,7 +214,7 @@ def _blend(
         return split
     datasets: list[Any] = []
     for each in settings:
-        if data.packing == "best-fit":
+        if data.packs_documents:
             plain = {key: value for key, value in each.items() if key != "cache"}
             datasets.append(_WHEN_SET.get("best-fit")(**plain, pad_token=pad_token))
         else:

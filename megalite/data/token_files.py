@@ -12,6 +12,7 @@ Nothing in this side file depends on time, host or the number of workers. Made b
     tokenizer        kind, sha256, vocab_size, eod
     files            {".bin": {"bytes", "sha256"}, ".idx": {...}}
     inputs           files, bytes and, where they are few, list of {"name", "bytes"} (no bytes for stdin)
+    shard            of a part that --shard wrote: its number, and how many have content
     document_lengths min, mean, max (tokens) and buckets: documents by the largest power of two in their length
     token_histogram  most_common (id, count, text), unused (ids that never occur), max_id, entropy_bits; null for huge
                      vocabularies
@@ -150,6 +151,28 @@ class TokenFiles:
             self._open[prefix] = indexed
         return self._open[prefix]
 
+    def open_mask(self, prefix: str) -> IndexedDataset:
+        """What says which tokens of `prefix` are the model's to say: `name_mask_document` beside `name_document`.
+
+        Raises:
+            ConfigError: there is none, or it is not in step with the tokens.
+        """
+        place = mask_prefix(prefix)
+        if not (_exists(f"{place}.bin") and _exists(f"{place}.idx")):
+            raise ConfigError(
+                f"data path {prefix}: sft needs {place}.bin and .idx, which say where the responses are; give the "
+                "examples themselves (a .jsonl file), or what megalite preprocess --sft writes"
+            )
+        mask = IndexedDataset(place)
+        if not np.array_equal(mask.sizes, self.open(prefix).sizes):
+            raise ConfigError(f"{place} is not in step with {prefix}; write both again with megalite preprocess --sft")
+        return mask
+
+
+def mask_prefix(prefix: str) -> str:
+    """The dataset beside the tokens of examples that says which of them are responses."""
+    return f"{prefix.removesuffix('_document')}_mask_document"
+
 
 def require_recorded_tokenizer(prefix: str, tokenizer: Tokenizer) -> None:
     """The tokenizer must be the one that the side file names, if there is a sound one that does.
@@ -187,6 +210,8 @@ def _check_exists(prefix: str) -> None:
     has = (
         "has " + " or ".join(str(folder / name) for name in near) if near else "has no .idx file (megalite preprocess)"
     )
+    if Path(prefix).is_dir():
+        has += f"; the text files in a folder are {prefix}/"
     verb = "do" if len(missing) == 2 else "does"
     raise ConfigError(
         f"data path {prefix}: {' and '.join(missing)} {verb} not exist; give a path without .bin: {folder} {has}"

@@ -139,7 +139,7 @@ _LOSS_SCALE = 1024.0  # the highest that a dynamic loss scale starts from
 _LOSS_SCALES = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 """Of fp16 alone."""
 _SECTIONS_LEFT_OUT = ("data", "checkpoint", "logging")
-_KEPT_DATA = ("eod_mask_loss", "reset_attention_mask", "reset_position_ids", "packing")
+_KEPT_DATA = ("eod_mask_loss", "reset_attention_mask", "reset_position_ids", "packing", "sft")
 _KEPT_OPTIMIZER = (
     *("optimizer", "weight_decay", "adam_beta1", "adam_beta2", "clip_grad", "sgd_momentum", "sgd_nesterov"),
     *("lamb_min_coeff", "lamb_max_coeff", "muon_momentum", "muon_steps", "muon_scale"),

@@ -81,7 +81,7 @@ def _repeats_keys(config: RunConfig) -> bool:
     if model.query_groups == model.num_attention_heads:
         return False
     window = model.sliding_window is not None and model.sliding_window < training.seq_length
-    documents = data.reset_attention_mask or data.packing == "best-fit"
+    documents = data.reset_attention_mask or data.packs_documents
     ring = config.parallel.cp > 1 and config.parallel.cp_comm_type == "p2p"
     grouped_kernel = ELEMENT_BYTES[training.precision] == 2 and training.device != "cpu"
     return not (window or documents or ring or grouped_kernel)

@@ -210,7 +210,7 @@ class _Microbatch:
         config = self._config
         if config.parallel.sequence_parallel and config.model.position_embedding_type == "learned_absolute":
             # Each sample has other positions where they restart with its documents.
-            restart = config.data.reset_position_ids or config.data.packing == "best-fit"
+            restart = config.data.reset_position_ids or config.data.packs_documents
             samples = config.training.micro_batch_size if restart else 1
             rows = config.training.seq_length // config.parallel.cp * samples
             yield "tp", "all-gather", rows * config.model.hidden_size * self._e

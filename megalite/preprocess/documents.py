@@ -4,9 +4,11 @@ import difflib
 import functools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from megalite.config.errors import ConfigError
 from megalite.preprocess.pieces import PARAGRAPH_END, Limits, Piece
 
 KINDS = (
@@ -37,6 +39,10 @@ class BadDocument(ValueError):
         self.kind = kind
 
 
+class NoTemplate(ConfigError):
+    """Chat messages, and a tokenizer without a template: none of them can be read."""
+
+
 @dataclass(frozen=True)
 class BadLine:
     """A line (paragraph, file, row) that is not a document."""
@@ -49,11 +55,11 @@ class BadLine:
 @dataclass
 class PieceTexts:
     lines: int  # lines in the piece, blank ones included; rows of a parquet file
-    texts: list[list[str]]  # [key][document]: a document is left out as a whole, so that all keys keep in step
+    texts: list[list[Any]]  # [key][document]: a document is left out as a whole, so that all keys keep in step
     at: list[int] = field(default_factory=list)  # [document]: the number in the piece of its (first) line, from 0
     bad: list[BadLine] = field(default_factory=list)
 
-    def add(self, line: int, texts: Sequence[str]) -> None:
+    def add(self, line: int, texts: Sequence[Any]) -> None:
         self.at.append(line)
         for column, text in zip(self.texts, texts, strict=True):
             column.append(text)
@@ -62,8 +68,14 @@ class PieceTexts:
         self.bad.append(BadLine(line, error.kind, str(error)))
 
 
-def read_piece(piece: Piece, keys: Sequence[str], limits: Limits) -> PieceTexts:
-    """Documents of a piece that was cut with the same keys and limits. Blank lines are not documents, and not bad."""
+def read_piece(
+    piece: Piece,
+    keys: Sequence[str],
+    limits: Limits,
+    parse: Callable[[bytes, Sequence[str]], Sequence[Any]] | None = None,
+) -> PieceTexts:
+    """Documents of a piece that was cut with the same keys and limits. Blank lines are not documents, and not bad.
+    `parse`: what a line of JSON is, under each key; default: the texts under the keys (`parse_line`)."""
     if piece.form == "rows":
         return _read_rows(piece, limits)
     content, is_whole = piece.content, len(piece.content) == piece.stop - piece.start
@@ -84,7 +96,7 @@ def read_piece(piece: Piece, keys: Sequence[str], limits: Limits) -> PieceTexts:
             if len(line) > limits.max_document_bytes:
                 raise _too_long(limits)
             if is_json:
-                texts = parse_line(line, keys)
+                texts: Sequence[Any] = (parse or parse_line)(line, keys)
             else:
                 texts = [plain_text(line.rstrip(b"\r") if line.strip() else b"")]
         except BadDocument as error:
@@ -157,6 +169,29 @@ def _too_long(limits: Limits) -> BadDocument:
 def parse_line(raw: bytes, keys: Sequence[str]) -> list[str]:
     """The texts under `keys` of a JSON object; the last one of a key that occurs twice. Raises BadDocument: not UTF-8,
     not a JSON object, a key missing, its value not a string, empty or half a surrogate pair."""
+    document = parse_object(raw)
+    texts = []
+    for key in keys:
+        if key not in document:
+            raise BadDocument("missing key", _missing(key, tuple(document)[:50]))
+        text = text_of(document[key], key)
+        if not text.isascii() and (b"\\ud" in raw or b"\\uD" in raw):
+            check_surrogates(text, key)
+        texts.append(text)
+    return texts
+
+
+def text_of(value: object, key: str) -> str:
+    """A value that has to be a text with something in it. Raises BadDocument: it is none."""
+    if type(value) is not str:
+        raise BadDocument("wrong type", f"expected a string under {key!r}, got {type_name(value)}")
+    if not value:
+        raise BadDocument("empty text", f"empty text under {key!r}")
+    return value
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """The JSON object in a line. Raises BadDocument: not UTF-8, not JSON, or something else."""
     line = _decode(raw)
     try:
         document, end = _scan(line, 0)
@@ -165,20 +200,8 @@ def parse_line(raw: bytes, keys: Sequence[str]) -> list[str]:
     except (ValueError, StopIteration, RecursionError):
         document = _decode_json(line)
     if type(document) is not dict:
-        raise BadDocument("no object", f"expected a JSON object, got {_type_name(document)}")
-    texts = []
-    for key in keys:
-        if key not in document:
-            raise BadDocument("missing key", _missing(key, tuple(document)[:50]))
-        text = document[key]
-        if type(text) is not str:
-            raise BadDocument("wrong type", f"expected a string under {key!r}, got {_type_name(text)}")
-        if not text:
-            raise BadDocument("empty text", f"empty text under {key!r}")
-        if not text.isascii() and (b"\\ud" in raw or b"\\uD" in raw):
-            _check_surrogates(text, key)
-        texts.append(text)
-    return texts
+        raise BadDocument("no object", f"expected a JSON object, got {type_name(document)}")
+    return document
 
 
 def plain_text(raw: bytes) -> str:
@@ -208,7 +231,7 @@ def _decode_json(line: str) -> object:
     raise BadDocument("invalid JSON", f"invalid JSON: {reason}")
 
 
-def _check_surrogates(text: str, key: str) -> None:
+def check_surrogates(text: str, key: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -228,5 +251,5 @@ def _missing(key: str, present: tuple[str, ...]) -> str:
     return f"no key {key!r} (there are {shown}{more}){hint}"
 
 
-def _type_name(value: object) -> str:
+def type_name(value: object) -> str:
     return _JSON_TYPES.get(type(value), "a number")

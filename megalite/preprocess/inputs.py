@@ -37,6 +37,13 @@ class Input:
     kind: Kind
     compression: Compression | None
     size: int | None  # bytes on disk; None for standard input
+    start: int = 0  # of a part that another process does not read: its bytes, between lines
+    stop: int | None = None
+
+    @property
+    def amount(self) -> int | None:
+        """Bytes on disk that are read; None: unknown."""
+        return None if self.size is None else (self.size if self.stop is None else self.stop) - self.start
 
 
 def open_regular(path: str) -> BinaryIO:

@@ -17,6 +17,8 @@ from megalite.tokenizers.base import Tokenizer
 from megalite.tokenizers.build import build_tokenizer
 
 MAX_FAULTS = 100  # bad lines that are kept, with place and reason
+MASK_KEY = "sft_mask"
+SFT_KEYS = ("sft", MASK_KEY)  # the datasets of examples: their tokens, and of each token 1 if the model is to say it
 _REMEDY = "give another --output-prefix"
 
 
@@ -27,6 +29,8 @@ class PreprocessJob:
     tokenizer: DataConfig  # tokenizer_type, tokenizer_model, vocab_file, merge_file and tiktoken_pattern are read
     vocab_size: int | None = None  # for NullTokenizer
     json_keys: tuple[str, ...] = ("text",)  # which values of a JSON object are text; each makes a dataset
+    sft: bool = False  # lines are examples of prompt and response or messages; json_keys are SFT_KEYS
+    shard: tuple[int, int] | None = None  # (i, n): part i of n of the input
     append_eod: bool = False  # end each document with the tokenizer's end-of-document token
     max_document_bytes: int = Limits.max_document_bytes
     text_documents: TextDocuments = "file"
@@ -35,6 +39,10 @@ class PreprocessJob:
     restart: bool = False  # drop what an unfinished run has left, and replace finished files
     piece_bytes: int = Limits.piece_bytes
     checkpoint_seconds: float = 5.0  # how often the work is saved against a kill; 0 is after every piece
+
+    def __post_init__(self) -> None:
+        if self.sft:
+            object.__setattr__(self, "json_keys", SFT_KEYS)
 
     @property
     def limits(self) -> Limits:
@@ -98,6 +106,9 @@ def check_target(job: PreprocessJob, inputs: Sequence[Input]) -> None:
     """Refuse an --output-prefix that cannot work, or that would overwrite the input. Nothing is written. Raises
     ConfigError: names the path, what is wrong with it, and the remedy."""
     prefix, unfinished = job.output_prefix, job.unfinished
+    other = next((item for item in inputs if item.kind != "jsonl"), None) if job.sft else None
+    if other is not None:
+        raise ConfigError(f"input {other.path}: examples to fine-tune on are lines of JSON; give them as .jsonl")
     if not prefix or prefix.endswith("/") or "\0" in prefix:
         raise ConfigError(f"--output-prefix {prefix!r} has no name; try {prefix.rstrip(chr(0)) or 'data/'}corpus")
     targets = [Path(f"{name}{suffix}") for name in job.prefixes for suffix in SUFFIXES]

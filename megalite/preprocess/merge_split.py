@@ -40,6 +40,7 @@ def merge(
     refuse_existing([output])
     sides = [read_side_file(prefix) for prefix in prefixes]
     _check_tokenizers(prefixes, sides)
+    _check_shards(prefixes, sides)
     parts = [Part.of(IndexedDataset(prefix)) for prefix in prefixes]
     known = {prefix: side for prefix, side in zip(prefixes, sides, strict=True) if side is not None}
     vocab_size = _vocab_size_of(sides)
@@ -151,6 +152,22 @@ def _check_tokenizers(prefixes: Sequence[str], sides: Sequence[Side | None]) -> 
             )
 
 
+def _check_shards(prefixes: Sequence[str], sides: Sequence[Side | None]) -> None:
+    """Parts that `--shard` wrote must be all there are, in order. Raises ConfigError: one is missing or out of place."""
+    shards = [(side or {}).get("shard") for side in sides]
+    first = next((shard for shard in shards if shard is not None), None)
+    if first is None:
+        return
+    for number, prefix in enumerate(prefixes):
+        if (shard := shards[number]) != [number, first[1]]:
+            found = "no part" if shard is None else f"part {shard[0]} of {shard[1]}"
+            raise ConfigError(
+                f"{prefix} is {found}, where part {number} of {first[1]} belongs; give all parts, in order"
+            )
+    if len(prefixes) < first[1]:
+        raise ConfigError(f"{prefixes[-1]} is part {len(prefixes) - 1} of {first[1]}; give the parts after it too")
+
+
 def _name(tokenizer: Side) -> str:
     name = str(tokenizer.get("kind", tokenizer.get("name", "a tokenizer")))
     return f"{name} {str(tokenizer['sha256'])[:12]}" if "sha256" in tokenizer else name
@@ -177,9 +194,22 @@ def _merged_side(sides: Sequence[Side], written: Written) -> Side:
             facts.pop(name, None)
     if "bad_lines" in facts:
         facts["bad_lines"] = dict(sorted(facts["bad_lines"].items()))
+    if "shard" in sides[0] and "list" in facts.get("inputs", {}):
+        facts["inputs"]["list"] = _joined(facts["inputs"]["list"])
     if len(facts.get("inputs", {}).get("list", ())) > LISTED_INPUTS:
         del facts["inputs"]["list"]
     return facts
+
+
+def _joined(entries: Sequence[Side]) -> list[Side]:
+    """A file that was cut into parts is one again."""
+    joined: list[Side] = []
+    for entry in entries:
+        if joined and joined[-1]["name"] == entry["name"]:
+            joined[-1] = entry | {"bytes": joined[-1]["bytes"] + entry["bytes"]}
+        else:
+            joined.append(entry)
+    return joined
 
 
 def _part_side(side: Side, part: Part, written: Written) -> Side:
@@ -197,7 +227,7 @@ def _part_side(side: Side, part: Part, written: Written) -> Side:
 def _counted(sides: Sequence[Side], written: Written) -> Side:
     """The first side file with the new dataset's counts."""
     assert written.statistics is not None
-    facts = {name: value for name, value in sides[0].items() if name not in ("format", "part_of")}
+    facts = {name: value for name, value in sides[0].items() if name not in ("format", "part_of", "shard")}
     return facts | {
         "documents": written.documents,
         "tokens": written.tokens,

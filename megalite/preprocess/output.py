@@ -12,15 +12,17 @@ from numpy.typing import NDArray
 from megalite.config.errors import ConfigError
 from megalite.data.indexed_dataset import token_dtype
 from megalite.data.indexed_writer import LENGTH, TokenCounts, TokenStream
-from megalite.preprocess.documents import read_piece
-from megalite.preprocess.inputs import Input
-from megalite.preprocess.job import MAX_FAULTS, PreprocessJob, Progress, require_tokenizer
+from megalite.preprocess.documents import PieceTexts, read_piece
+from megalite.preprocess.inputs import Input, find_inputs
+from megalite.preprocess.job import MASK_KEY, MAX_FAULTS, PreprocessJob, Progress, require_tokenizer
 from megalite.preprocess.pieces import Piece
+from megalite.preprocess.shards import job_inputs
 from megalite.tokenizers.base import Tokenizer
 
 LISTED_INPUTS = 1000  # a side file does not list more
 _LARGEST_VOCABULARY = 1 << 24  # ids of a larger one are not counted: the table would be too large
 _MOST_COMMON, _TEXT_LIMIT = 20, 40
+_MOST_COMMON_OF_A_SHARD = 2000  # merging knows no tokenizer: what is common in all is common in some part
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,9 @@ class PieceTokenizer:
     def __call__(self, piece: Piece) -> TokenizedPiece:
         """Read the piece and tokenize it. A document is left out as a whole, so that all keys keep in step. Raises
         ConfigError: the tokenizer gives ids outside its vocabulary."""
-        read = read_piece(piece, self._keys, self._limits)
+        read = self._read(piece)
         left_out: dict[int, tuple[str, str]] = {}
-        encoded = [self._encode(key, texts, left_out) for key, texts in zip(self._keys, read.texts, strict=True)]
+        encoded = self._encode_all(read, left_out)
         good = [i for i in range(len(encoded[0])) if i not in left_out]
         bad = [(line.line, line.kind, line.reason) for line in read.bad]
         bad = sorted([*bad, *((read.at[i], kind, reason) for i, (kind, reason) in left_out.items())])
@@ -61,6 +63,15 @@ class PieceTokenizer:
             bad=kinds,
             faults=[(line, reason) for line, _, reason in bad[:MAX_FAULTS]],
         )
+
+    def _read(self, piece: Piece) -> PieceTexts:
+        return read_piece(piece, self._keys, self._limits)
+
+    def _encode_all(
+        self, read: PieceTexts, left_out: dict[int, tuple[str, str]]
+    ) -> list[Sequence[Sequence[int] | NDArray]]:
+        """[key][document] ids; adds document -> (kind, reason) to `left_out` for those that have none."""
+        return [self._encode(key, texts, left_out) for key, texts in zip(self._keys, read.texts, strict=True)]
 
     def _encode(
         self, key: str, texts: Sequence[str], left_out: dict[int, tuple[str, str]]
@@ -139,13 +150,13 @@ class DatasetStatistics:
             "buckets": {str(1 << (b - 1) if b else 0): count for b, count in buckets if count},
         }
 
-    def histogram(self, text_of: Callable[[int], str]) -> dict[str, Any] | None:
+    def histogram(self, text_of: Callable[[int], str], most: int = _MOST_COMMON) -> dict[str, Any] | None:
         """`token_histogram` of the side file; None if the vocabulary is too large for one."""
         counts = self._counts
         if counts is None:
             return None
         used = np.flatnonzero(counts)
-        common = used[np.argsort(-counts[used], kind="stable")][:_MOST_COMMON].tolist()
+        common = used[np.argsort(-counts[used], kind="stable")][:most].tolist()
         shares = counts[used] / max(int(counts.sum()), 1)
         return {
             "most_common": [{"id": i, "count": int(counts[i]), "text": text_of(i)[:_TEXT_LIMIT]} for i in common],
@@ -228,22 +239,30 @@ class Output:
                 "eod": tokenizer.eod,
             },
             "files": dict(files),
-            "inputs": _input_facts(inputs),
+            "inputs": _input_facts(inputs, find_inputs(job.inputs) if job.shard else inputs),
+            **({"shard": job_inputs(job)[1]} if job.shard else {}),
             "document_lengths": self.statistics.lengths(),
-            "token_histogram": self.statistics.histogram(lambda i: tokenizer.decode([i])),
+            "token_histogram": self.statistics.histogram(
+                lambda i: "" if job.json_keys[self.number] == MASK_KEY else tokenizer.decode([i]),
+                _MOST_COMMON_OF_A_SHARD if job.shard else _MOST_COMMON,
+            ),
         }
 
 
-def _input_facts(inputs: Sequence[Input]) -> dict[str, Any]:
-    """Names from the folder that all share, since the machine's paths mean nothing elsewhere."""
-    paths = [os.path.abspath(item.path) for item in inputs if item.size is not None]  # noqa: PTH100 keeps links
+def _input_facts(inputs: Sequence[Input], everything: Sequence[Input]) -> dict[str, Any]:
+    """Names from the folder that all share, since the machine's paths mean nothing elsewhere. A file that is cut counts
+    where it begins. `everything`: the inputs of all parts."""
+    paths = [os.path.abspath(item.path) for item in everything if item.size is not None]  # noqa: PTH100 keeps links
     shared = os.path.commonpath([Path(path).parent for path in paths]) if paths else ""
-    facts: dict[str, Any] = {"files": len(inputs), "bytes": sum(item.size or 0 for item in inputs)}
+    facts: dict[str, Any] = {
+        "files": sum(not item.start for item in inputs),
+        "bytes": sum(item.amount or 0 for item in inputs),
+    }
     if len(inputs) <= LISTED_INPUTS:
         facts["list"] = [
             {"name": item.path}
             if item.size is None
-            else {"name": os.path.relpath(os.path.abspath(item.path), shared), "bytes": item.size}  # noqa: PTH100
+            else {"name": os.path.relpath(os.path.abspath(item.path), shared), "bytes": item.amount}  # noqa: PTH100
             for item in inputs
         ]
     return facts

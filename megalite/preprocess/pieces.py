@@ -4,13 +4,14 @@ Where a piece ends depends on the (decompressed) content and on piece_bytes alon
 """
 
 import hashlib
+import io
 import os
 import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import Event
-from typing import BinaryIO, Literal
+from typing import BinaryIO, Literal, cast
 
 from megalite.config.errors import ConfigError
 from megalite.preprocess.inputs import STDIN, Input, open_regular, stdin_number
@@ -96,7 +97,7 @@ def cut(
     def pieces(stop: Event) -> Iterator[Piece]:
         first = after.source if after else 0
         for source, item in enumerate(inputs[first:], first):
-            place = after if after and after.source == source else Place(source, 0)
+            place = after if after and after.source == source else Place(source, item.start)
             yield from _cut_input(item, keys, limits, place, stop)
 
     return read_ahead(pieces)
@@ -126,10 +127,11 @@ def _cut_input(item: Input, keys: Sequence[str], limits: Limits, place: Place, s
             if not place.offset:
                 yield make(start=0, stop=item.size, disk_bytes=item.size)
         else:
+            plain = file if item.stop is None else cast(BinaryIO, _Window(file, item.stop))
             stream = _Stream(
-                item.path, file_blocks(item.path, file, item.compression, stop), limits, make, hashed=False
+                item.path, file_blocks(item.path, plain, item.compression, stop), limits, make, hashed=False
             )
-            yield from stream.cut(form, place, file if item.compression is None else None)
+            yield from stream.cut(form, place, plain if item.compression is None else None)
         _check_size(item, file)
 
 
@@ -137,6 +139,23 @@ def _check_size(item: Input, file: BinaryIO) -> None:
     size = os.fstat(file.fileno()).st_size
     if size != item.size:
         raise changed(item.path, f"it had {item.size} bytes and now has {size}")
+
+
+class _Window(io.RawIOBase):
+    """A file that ends early."""
+
+    def __init__(self, file: BinaryIO, stop: int) -> None:
+        self._file, self._stop = file, stop
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(self._stop - self._file.tell(), 0)
+        return self._file.read(left if size < 0 else min(size, left))
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
 
 
 class _Stream:

@@ -36,6 +36,10 @@ Facts = Mapping[str, Any]
 Stamp = list[Any]  # [absolute path, bytes, mtime in ns] of an input; of standard input [-, None, None]
 
 
+class FolderInUse(ConfigError):
+    """Another process works in the folder."""
+
+
 class UnfinishedFolder:
     """`{output_prefix}.unfinished`, locked against a second process. Raises ConfigError: another process works there,
     it holds other files, or it cannot be made."""
@@ -76,7 +80,7 @@ class UnfinishedFolder:
         except FileExistsError:
             raise ConfigError(f"{self.path} is not a folder; move it away or {remedy}") from None
         except BlockingIOError:
-            raise ConfigError(f"{self.path} is in use by another process; wait for it, or {remedy}") from None
+            raise FolderInUse(f"{self.path} is in use by another process; wait for it, or {remedy}") from None
         except FileNotFoundError:
             return False
         except OSError as error:

@@ -10,14 +10,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from megalite.checkpoint.files import sync_folder, write_durably
 from megalite.config.errors import ConfigError
+from megalite.config.registry import Registry
 from megalite.data.indexed_writer import write_lengths_index
 from megalite.data.token_files import SUFFIXES, encode_side_file
 from megalite.preprocess import resume
-from megalite.preprocess.documents import read_piece
-from megalite.preprocess.inputs import Input, find_inputs
+from megalite.preprocess.documents import NoTemplate, read_piece
+from megalite.preprocess.inputs import Input
 from megalite.preprocess.job import (
     MAX_FAULTS,
     PreprocessJob,
@@ -29,9 +31,19 @@ from megalite.preprocess.job import (
 )
 from megalite.preprocess.output import Output, PieceTokenizer, TokenizedPiece
 from megalite.preprocess.pieces import Piece, Place, cut
+from megalite.preprocess.shards import job_inputs
 from megalite.preprocess.workers import WorkerPool
 from megalite.tokenizers.base import Tokenizer
 
+_OF_EXAMPLES: Registry[Any] = Registry(
+    "part",
+    {
+        "tokenizer": "megalite.preprocess.sft:ExampleTokenizer",
+        "encoder": "megalite.preprocess.sft:ExampleEncoder",
+        "parse": "megalite.preprocess.sft:parse_example",
+    },
+)
+"""Imported for jobs of examples to fine-tune on."""
 _FEW_PIECES = 8  # fewer are not worth the start of a worker
 _FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _SEARCHED_PIECES, _SEARCHED_BYTES = 100, 1 << 14  # of the input, for the first document of a plan
@@ -50,7 +62,7 @@ def plan(job: PreprocessJob) -> Plan:
     """Find the inputs, load the tokenizer and read the first document; nothing is written. Raises ConfigError: as the
     job itself would."""
     check_settings(job)
-    inputs = find_inputs(job.inputs)
+    inputs, _ = job_inputs(job)
     check_target(job, inputs)
     unfinished = resume.read_journal(job.unfinished / resume.JOURNAL)
     if unfinished is None or not unfinished.marks:
@@ -59,17 +71,31 @@ def plan(job: PreprocessJob) -> Plan:
     files = [item for item in inputs if item.size is not None]
     limits = replace(job.limits, piece_bytes=_SEARCHED_BYTES)
     before = None
+    encode = _OF_EXAMPLES.get("encoder")(tokenizer) if job.sft else None
+    parse = _OF_EXAMPLES.get("parse") if job.sft else None
     with closing(cut(files, keys=job.json_keys, limits=limits)) as pieces:
         for piece in itertools.islice(pieces, _SEARCHED_PIECES):
-            read = read_piece(piece, job.json_keys, limits)
+            read = read_piece(piece, ("example",) if job.sft else job.json_keys, limits, parse)
             for line, text in zip(read.at, read.texts[0], strict=True):
-                with contextlib.suppress(ConfigError):
-                    if ids := list(tokenizer.encode(text)):
-                        ids += [tokenizer.eod] if job.append_eod else []
-                        place = f"{piece.path}:{piece.after(line + 1, before).lines}"
-                        return Plan(inputs, tokenizer, place, text, ids)
+                try:
+                    ids = list(tokenizer.encode(text) if encode is None else encode(text)[0])
+                except NoTemplate:
+                    raise
+                except ValueError:  # a bad document
+                    continue
+                if ids:
+                    text = text if encode is None else tokenizer.decode(ids)
+                    ids += [tokenizer.eod] if job.append_eod and encode is None else []
+                    place = f"{piece.path}:{piece.after(line + 1, before).lines}"
+                    return Plan(inputs, tokenizer, place, text, ids)
             before = piece.after(read.lines, before)
     return Plan(inputs, tokenizer)
+
+
+def job_facts(job: PreprocessJob, tokenizer: Tokenizer) -> dict[str, Any]:
+    """All that the output depends on, except the inputs."""
+    facts = resume.job_facts(job, tokenizer) | ({"shard": list(job.shard)} if job.shard else {})
+    return facts | {"chat template": _OF_EXAMPLES.get("encoder")(tokenizer).fingerprint} if job.sft else facts
 
 
 def preprocess(job: PreprocessJob, on_progress: Callable[[Progress], None] = lambda progress: None) -> Progress:
@@ -84,11 +110,14 @@ def preprocess(job: PreprocessJob, on_progress: Callable[[Progress], None] = lam
     the disk is full, the output cannot be where it is wanted or exists already, or the unfinished work is that of
     another job."""
     check_settings(job)
-    inputs = find_inputs(job.inputs)
+    inputs, part = job_inputs(job)
     check_target(job, inputs)
+    if not inputs:
+        assert part is not None and job.shard is not None
+        return Progress(notice=f"shard {job.shard[0]}/{job.shard[1]} is empty: the input is cut into {part[1]} parts")
     tokenizer = require_tokenizer(job)
     stamps = [resume.input_stamp(item) for item in inputs]
-    facts = resume.job_facts(job, tokenizer)
+    facts = job_facts(job, tokenizer)
     folder = resume.UnfinishedFolder(job.unfinished)
     try:
         mark = resume.complete_output(folder, job, facts, stamps)
@@ -131,7 +160,7 @@ class _Run:
         ]
         mark = beginning.mark
         self._place: Place | None = mark.place if mark else None
-        self._disk_before = [0, *itertools.accumulate(item.size or 0 for item in inputs)]
+        self._disk_before = [0, *itertools.accumulate(item.amount or 0 for item in inputs)]
         self.progress = _progress_at(mark, inputs, beginning.faults)
         self.progress.notice = beginning.notice
         self._saver = BackgroundSaver(
@@ -182,7 +211,9 @@ class _Run:
             self._require_unchanged(place.source)
             place = None
         lines_before = place.lines if place is not None else 0
-        faults = [f"{piece.path}:{lines_before + line + 1}: {reason}" for line, reason in result.faults]
+        begin = self._inputs[piece.source].start
+        path = f"{piece.path} from byte {begin}" if begin else piece.path
+        faults = [f"{path}:{lines_before + line + 1}: {reason}" for line, reason in result.faults]
         if faults and self._job.strict:
             raise ConfigError(f"{faults[0]} (stopped by --strict)")
         self._is_halfway = True
@@ -191,7 +222,7 @@ class _Run:
             progress.tokens += len(tokens)
         progress.documents += len(result.lengths[0])
         progress.input_bytes += piece.num_bytes
-        progress.disk_bytes = self._disk_before[piece.source] + piece.disk_bytes
+        progress.disk_bytes = self._disk_before[piece.source] + piece.disk_bytes - begin
         for kind, count in result.bad.items():
             progress.bad[kind] = progress.bad.get(kind, 0) + count
         progress.faults += faults[: MAX_FAULTS - len(progress.faults)]
@@ -316,14 +347,15 @@ def _tokenized(
     except Exception as error:  # raised when the pieces before it are done
         fault = error
     everything = itertools.chain(first, pieces)
+    build: type[PieceTokenizer] = _OF_EXAMPLES.get("tokenizer") if job.sft else PieceTokenizer
     if job.workers == 1 or len(first) < _FEW_PIECES:
-        tokenize = PieceTokenizer(job, tokenizer)
+        tokenize = build(job, tokenizer)
         for piece in everything:
             yield piece, tokenize(piece)
         if fault is not None:
             raise fault
         return
-    pool: WorkerPool[PreprocessJob, Piece, TokenizedPiece] = WorkerPool(job.workers, PieceTokenizer, job)
+    pool: WorkerPool[PreprocessJob, Piece, TokenizedPiece] = WorkerPool(job.workers, build, job)
     try:
         yield from pool.map(everything, lambda piece: piece.num_bytes)
     except BaseException:
@@ -337,7 +369,7 @@ def _kept_note(documents: int, folder: resume.UnfinishedFolder) -> str:
 
 
 def _progress_at(mark: resume.Mark | None, inputs: Sequence[Input], faults: list[str]) -> Progress:
-    sizes = [item.size for item in inputs]
+    sizes = [item.amount for item in inputs]
     progress = Progress(disk_total=None if None in sizes else sum(size or 0 for size in sizes))
     if mark is not None:
         progress.documents = progress.kept_documents = mark.outputs[0].documents

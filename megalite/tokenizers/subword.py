@@ -106,15 +106,40 @@ class HuggingFaceTokenizer(_TokenizersLibrary):
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         guess = next((token for token in END_OF_DOCUMENT if token in vocabulary), None)
-        settings = Path(tokenizer_file).with_name(SETTINGS_NAME)
-        end = _named_end(settings) if Path(tokenizer_file).name == TOKENIZER_NAME else None
+        self.file = Path(tokenizer_file)
+        token = self.settings().get("eos_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        end = text if isinstance(text, str) and text else None
         if end is not None and end not in vocabulary:
-            raise ConfigError(f"{settings}: eos_token {end!r} is not in the vocabulary of {tokenizer_file}")
+            where = self.file.with_name(SETTINGS_NAME)
+            raise ConfigError(f"{where}: eos_token {end!r} is not in the vocabulary of {tokenizer_file}")
         self._fingerprint = digest(content) if end in (None, guess) else digest(content, str(end).encode())
         end = end or guess
         if end is None:
             raise ConfigError(f"{tokenizer_file} has none of {', '.join(END_OF_DOCUMENT)}; name it in {SETTINGS_NAME}")
         self.eod: int = vocabulary[end]
+
+    def settings(self) -> dict[str, Any]:
+        """The tokenizer_config.json beside a tokenizer.json; empty if there is none. Raises ConfigError: it is garbled."""
+        file = self.file.with_name(SETTINGS_NAME)
+        if self.file.name != TOKENIZER_NAME or not file.exists():
+            return {}
+        try:
+            values = json.loads(read_tokenizer_file(file).decode("utf-8"))
+        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+            raise ConfigError(f"{file}: not JSON: {str(error)[:200]}") from None
+        return values if isinstance(values, dict) else {}
+
+    def encode_with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids, and of each the characters of the text that it stands for. Raises ConfigError: as `encode`."""
+        require_characters([text])
+        try:
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            raise ConfigError(f"{self._path}: the tokenizer fails on a text: {str(error)[:200]}") from None
+        return encoding.ids, encoding.offsets
 
     def beginning(self) -> list[int]:
         """The ids that the file's post-processor puts before a text: those of a start of document, if any."""
@@ -157,18 +182,6 @@ def _library(path: str | Path) -> Any:
     except ImportError:
         raise missing_package(path, "tokenizers", "tokenizers") from None
     return tokenizers
-
-
-def _named_end(settings: Path) -> str | None:
-    if not settings.exists():
-        return None
-    try:
-        values = json.loads(read_tokenizer_file(settings).decode("utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ConfigError(f"{settings}: not JSON: {str(error)[:200]}") from None
-    token = values.get("eos_token") if isinstance(values, dict) else None
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) and text else None
 
 
 def _parse_vocabulary(content: bytes, path: str | Path) -> dict[str, int]:

@@ -219,7 +219,7 @@ class Replica:
 
     @property
     def packs_documents(self) -> bool:
-        return self.config.data.packing == "best-fit"
+        return self.config.data.packs_documents
 
     @property
     def hides_documents(self) -> bool:

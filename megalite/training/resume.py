@@ -52,7 +52,7 @@ FORMATS: Registry[Callable[[Path, ModelConfig], Weights]] = Registry(
 )
 """What opens a folder `hf:FOLDER` for a model; imported in runs that start from one. Training knows no other format."""
 
-_ORDER = {"training": ("seed", "seq_length"), "data": ("split", "packing", "data_order")}
+_ORDER = {"training": ("seed", "seq_length"), "data": ("split", "packing", "data_order", "text_field", "sft")}
 """Settings that the order of samples is a function of, by section."""
 _SOURCES = ("data_path", "train_data_path", "mock_data")
 
@@ -207,7 +207,8 @@ def load(replica: Replica, folder: Path, *, tokenizer: str | None, log: Callable
     log(f"loaded {checkpoint.path} (written by {_describe(manifest.layout)})")
     progress = Progress(0, 0)
     if not finetune:
-        for line in (*notes, *data_changes(manifest.config, config, dp=manifest.layout.get("dp"))):
+        asked = replace(config, data=replica.written.data)  # text by its name, not by that of its token files
+        for line in (*notes, *data_changes(manifest.config, asked, dp=manifest.layout.get("dp"))):
             log(line)
         if not with_optimizer:
             log("the optimizer's states start afresh, as load_optimizer says")

@@ -3,18 +3,20 @@
 import dataclasses
 import itertools
 import platform
+import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from megalite.checkpoint.files import replace_durably
 from megalite.config import files
 from megalite.config.compute import kernels_in_words
-from megalite.config.data import DATASETS
+from megalite.config.data import DATASETS, PATH_SETTINGS, is_address
 from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
 from megalite.config.model import BLOCKS, ModelConfig
@@ -26,6 +28,7 @@ from megalite.config.validate import validate
 from megalite.data.dataset import SampleSource
 from megalite.data.loader import BatchLoader
 from megalite.data.sources import Datasets, open_run_datasets, samples_to_read
+from megalite.data.token_files import read_side_file, side_digests
 from megalite.optimizers.schedules import Progress
 from megalite.tokenizers.base import Tokenizer
 from megalite.topology.group import Group
@@ -40,9 +43,19 @@ _EPOCHS = 2
 
 _WHEN_NAMED: Registry[Callable[..., Any]] = Registry(
     "part",
-    {"tokenizer": "megalite.tokenizers.build:build_tokenizer", "writers": "megalite.training.writers:open_writers"},
+    {
+        "tokenizer": "megalite.tokenizers.build:build_tokenizer",
+        "writers": "megalite.training.writers:open_writers",
+        "fetch": "megalite.data.remote:fetch_all",
+        "places": "megalite.data.remote:with_places",
+    },
 )
 """Imported where a config names them."""
+
+_MEETING_SECONDS = 5.0
+"""How often ranks that wait for others' files meet."""
+_PATIENCE = 10.0
+"""Seconds that such work gets to save what it has done, where the run is stopped."""
 
 Need = tuple[SampleSource, int, int]
 """Samples [first, stop) of a dataset will be read."""
@@ -145,6 +158,112 @@ def resolve(config: RunConfig, *, world_size: int, explicit: frozenset[str]) -> 
     return replace(config, save=save_folder(config)), tokenizer
 
 
+class Tokenize(Protocol):
+    """`preprocess.text_data.tokenize_text`: token files of the texts that a run names."""
+
+    def __call__(
+        self,
+        config: RunConfig,
+        prefixes: Mapping[str, str] | None,
+        *,
+        say: Callable[[str], None],
+        stopped: Callable[[], bool],
+    ) -> dict[str, str]: ...
+
+
+def take_remote(config: RunConfig, *, world: Group, device: torch.device, log: Callable[[str], None]) -> RunConfig:
+    """The config with files here in the place of what its settings name by an address (s3://, https://...).
+
+    Rank 0 fetches, and then the first rank of each other node, where that does not see the files.
+
+    Raises:
+        ConfigError: something cannot be fetched; the same on every rank.
+
+    Collectives: gathers over the world while there is something to do."""
+    data = config.data
+    named = [data.tokenizer_model, data.vocab_file, data.merge_file, config.checkpoint.load]
+    named += [word for name in PATH_SETTINGS for word in getattr(data, name)]
+    if not any(word is not None and is_address(word) for word in named):
+        return config
+    leads = leads_node(world, device)
+    places: dict[str, str] = {}
+    for turn in (world.rank == 0, leads and world.rank != 0):
+        work = partial(_WHEN_NAMED.get("fetch"), config, say=log) if turn else lambda stopped: None
+        places |= _Task(work).run(world, device) or {}
+    here: RunConfig = _WHEN_NAMED.get("places")(config, world.broadcast_json(places, device))
+    return here
+
+
+def take_text(
+    config: RunConfig, tokenize: Tokenize | None, *, world: Group, device: torch.device, log: Callable[[str], None]
+) -> RunConfig:
+    """The config with token files in the place of the texts that its data paths name.
+
+    Rank 0 tokenizes, or finds what an earlier run has made; then the first rank of each other node, where that does not
+    see the files. Meanwhile all ranks meet every few seconds, so that however long it takes no collective runs out of
+    time and the run can be stopped.
+
+    Raises:
+        ConfigError: a text cannot be tokenized, or this run was given nothing that does; the same on every rank.
+
+    Collectives: gathers over the world while there is something to do, and a broadcast."""
+    if not config.data.texts:
+        return config
+    if tokenize is None:
+        raise ConfigError(
+            f"data path {config.data.texts[0]} is text, and this Trainer has nothing that tokenizes; give it "
+            "tokenize=megalite.preprocess.text_data.tokenize_text, or token files of megalite preprocess"
+        )
+    prefixes: dict[str, str] | None = None
+    leads = leads_node(world, device)
+    for turn in (world.rank == 0, leads and world.rank != 0):
+        work = partial(tokenize, config, prefixes, say=log) if turn else lambda stopped: None
+        made = _Task(work).run(world, device)
+        prefixes = world.broadcast_json(made if prefixes is None else prefixes, device)
+    assert prefixes is not None
+    with agreeing(world, device):
+        sides = [read_side_file(prefix) or {} for prefix in prefixes.values()] if leads else []
+    digests = world.gather_json([side_digests(side) for side in sides], device)
+    for rank, there in enumerate(digests):
+        for path, ours, theirs in zip(prefixes, digests[0], there, strict=False):
+            if ours != theirs:
+                raise ConfigError(
+                    f"{path} holds other text on the node of rank {rank} than on that of rank 0; copy the same there, or keep "
+                    "it where all nodes see it"
+                )
+    return dataclasses.replace(config, data=config.data.with_paths(prefixes))
+
+
+class _Task:
+    """Work of some ranks, in a thread that does not keep the process alive."""
+
+    def __init__(self, work: Callable[..., Any]) -> None:
+        self._work, self._stop = work, threading.Event()
+        self._found: Any = None
+        self._fault: Exception | None = None
+
+    def _do(self) -> None:
+        try:
+            self._found = self._work(stopped=self._stop.is_set)
+        except Exception as fault:
+            self._fault = fault
+
+    def run(self, world: Group, device: torch.device) -> Any:
+        """What the work of this rank gives, once that of all ranks is done."""
+        thread = threading.Thread(target=self._do, name="megalite-text", daemon=True)
+        thread.start()
+        try:
+            while True:
+                thread.join(_MEETING_SECONDS)
+                if all(world.gather_json(not thread.is_alive(), device)):
+                    break
+        finally:
+            self._stop.set()
+            thread.join(_PATIENCE)
+        world.agree(self._fault, device)
+        return self._found
+
+
 def open_data(replica: Replica, tokenizer: Tokenizer | None) -> Loaders:
     """Open the datasets on the ranks that read them, and on the first rank of each node."""
     topology, loaders = replica.topology, Loaders()
@@ -212,12 +331,8 @@ def _open(replica: Replica, tokenizer: Tokenizer | None) -> Loaders:
         for split in ("train", "valid", "test")
         if replica.reads_data and (dataset := getattr(datasets, split)) is not None
     }
-    for part in getattr(datasets.train, "datasets", [datasets.train]):
-        if replica.packs_documents:
-            notes.append(
-                f"{part.indexed.prefix}: {len(part.documents)} documents are packed into {part.samples_per_epoch} "
-                f"samples an epoch; {100.0 * part.idle_share:.2f} % of their positions predict nothing"
-            )
+    if replica.packs_documents:
+        notes += [part.summary for part in getattr(datasets.train, "datasets", [datasets.train])]
     return Loaders(**loaders, notes=tuple(notes), datasets=datasets, index_notes=index_notes)
 
 

@@ -29,7 +29,17 @@ from megalite.training.memory import explaining_out_of_memory, keep_freed_memory
 from megalite.training.non_finite import NonFiniteError
 from megalite.training.replica import Programs, Replica, agreeing, build_modules, build_replica
 from megalite.training.reporter import LossSpikes, Reporter, SpeedMeter
-from megalite.training.setup import describe, open_data, open_reports, prepare_data, resolve, with_parts
+from megalite.training.setup import (
+    Tokenize,
+    describe,
+    open_data,
+    open_reports,
+    prepare_data,
+    resolve,
+    take_remote,
+    take_text,
+    with_parts,
+)
 from megalite.training.sinks import last_records
 from megalite.training.step import Stepper
 from megalite.training.stopping import Ending, StopRequest, StopRequests, StopRun, forget_ending, write_ending
@@ -80,6 +90,7 @@ class Trainer:
         watched: end this process if no rank progresses for hang_timeout_minutes.
         started: time of day from which the wall clock of goodput counts; default: now.
         take_layout: chooses the layout; an elastic run needs it.
+        tokenize: makes token files; a run on text needs it.
     """
 
     replica: Replica
@@ -103,12 +114,13 @@ class Trainer:
         watched: bool = False,
         started: float | None = None,
         take_layout: TakeLayout | None = None,
+        tokenize: Tokenize | None = None,
     ) -> None:
         import_modules(config.training.imports)
         self.config = with_parts(config, dataset=dataset, model=model, optimizer=optimizer)
         self._explicit, self._fixed = explicit, fixed
         self._started = time.time() if started is None else started
-        self._watched, self._take_layout = watched, take_layout
+        self._watched, self._take_layout, self._tokenize = watched, take_layout, tokenize
         self.launch = Launch.from_environment()
         self.log = log if self.launch.rank == 0 else lambda line: None
         self._callbacks = Callbacks(callbacks if self.launch.rank == 0 else (), self)
@@ -194,6 +206,7 @@ class Trainer:
             )
             world = dataclasses.replace(world, heartbeat=watch.heartbeat)
         self._roll = RollCall.open(world, launch, device)
+        config = take_remote(config, world=world, device=device, log=self.log)
         if config.checkpoint.load is not None:
             config = _WHEN_ASKED.get("own first")(config, world=world, device=device, log=self.log)
         with agreeing(world, device, Exception):
@@ -205,6 +218,8 @@ class Trainer:
             config, tokenizer = resolve(config, world_size=launch.world_size, explicit=explicit)
             if config.checkpoint.export_hf is not None:
                 _WHEN_ASKED.get("check export")(config)
+        config = take_text(config, self._tokenize, world=world, device=device, log=self.log)
+        with agreeing(world, device, Exception):
             programs, layout = Programs(config), layout_of(config)
         kind = _WHEN_ASKED.get("sanitize") if config.parallel.sanitize_communication else Group
         topology = Topology.create(

@@ -36,6 +36,7 @@ def test_no_setting_is_taken_for_a_secret() -> None:
         ("see https://token@host/a and ssh://git:p@ss@host", "see https://***@host/a and ssh://***@host"),
         ("https:/me:hunter2@host/run", "https:/***@host/run"),
         ("https://host/x?token=abc&step=3", "https://host/x?token=***&step=3"),
+        ("https://host/x?X-Amz-Signature=abc&sig=d", "https://host/x?X-Amz-Signature=***&sig=***"),
         ("WANDB_API_KEY=abc megalite", "WANDB_API_KEY=*** megalite"),
         ("hf-token='abc def' x", "hf-token=*** x"),
         ("/data/me@host/tokens=3/tokenizer.model", "/data/me@host/tokens=3/tokenizer.model"),

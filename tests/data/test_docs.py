@@ -19,6 +19,10 @@ from tests.e2e.programs import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "data.md"
 TEXT = PAGE.read_text()
+TEMPLATE = """{% for message in messages %}{{ message.role }}: {% if message.role == 'assistant' %}\
+{% generation %}{{ message.content }}<|endoftext|>{% endgeneration %}{% else %}{{ message.content }} {% endif %}\
+{% endfor %}"""
+SMALL = "num_layers: 2\nhidden_size: 32\nnum_attention_heads: 2\nseq_length: 64\nlr: 0.001\nmicro_batch_size: 4\ntrain_iters: 2\n"
 
 
 def test_the_commands_run_in_their_order(
@@ -33,13 +37,14 @@ def test_the_commands_run_in_their_order(
     Path("corpus/a.jsonl").write_text("".join(lines[:40]))
     Path("corpus/b.jsonl").write_text("".join(lines[40:]))
     found = [command.words for command in commands_in(TEXT, str(PAGE))]
-    assert [words[1:3] for words in found][-4:] == [
-        ["preprocess", "--input"],
-        ["preprocess", "--input"],
-        ["data", "merge"],
-        ["data", "split"],
-    ]
-    for _, *words in found:
+    assert [words[1] for words in found][-4:] == ["preprocess", "preprocess", "data", "data"]
+    (examples,) = re.findall(r"```json\n(.*?)```", TEXT, re.DOTALL)
+    Path("examples.jsonl").write_text(examples * 20)
+    Path("chat_template.jinja").write_text(TEMPLATE)
+    Path("small.yaml").write_text(SMALL)
+    small = {"examples/quickstart/run.yaml": "small.yaml"}
+    for _, *shown_words in found:
+        words = [small.get(word, word) for word in shown_words]
         assert program.main(words) == 0, words
     shown = capsys.readouterr().out
     first = json.loads(lines[0])["text"]
@@ -48,7 +53,8 @@ def test_the_commands_run_in_their_order(
     whole, merged = IndexedDataset("whole"), Path("whole.bin").read_bytes()
     assert len(whole) == len(lines)
     for suffix in (".bin", ".idx"):
-        assert Path(f"corpus_text_document{suffix}").read_bytes() == Path(f"whole{suffix}").read_bytes()
+        for other in ("whole", "many"):
+            assert Path(f"corpus_text_document{suffix}").read_bytes() == Path(f"{other}{suffix}").read_bytes()
     parts = [name for name in ("train", "valid", "test") if Path(f"whole_{name}.idx").exists()]
     assert "valid" in parts
     assert b"".join(Path(f"whole_{name}.bin").read_bytes() for name in parts) == merged

@@ -209,3 +209,16 @@ def test_close_ends_the_thread_but_does_not_wait_for_a_disk_that_never_answers(m
         time.sleep(0.01)
     ahead.close()
     assert ahead.load(0, 2)[0].sample_ids == (0, 1)
+
+
+class Examples(Counting):
+    """Two examples in a sample; of the first the prediction of its second token counts, of the other all."""
+
+    def packing(self, k: int) -> Packing:
+        return Packing(starts=(0, 3), used=5, counts=np.array([1, 0, 1, 1, 1, 1], dtype=np.bool_))
+
+
+def test_responses_count_within_their_example() -> None:
+    (batch,) = loader(Examples(), packed=True, find_documents=True, micro_batch_size=1).load(0, 1)
+    assert batch.loss_mask.tolist() == [[1, 0, 0, 1, 1, 0]]
+    assert batch.document_starts == ((0, 3, 5),)

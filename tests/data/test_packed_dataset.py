@@ -195,3 +195,25 @@ def test_many_documents_are_few_groups(capacity: int) -> None:
     assert len(many.first) < 6 * len(np.unique(lengths))
     assert len(few.first) < 6 * len(np.unique(lengths))
     assert many.count * capacity < 1.001 * 50 * lengths.sum()
+
+
+def test_of_examples_responses_count_and_too_long_ones_are_cut(tmp_path: Path) -> None:
+    examples = distinct_documents([5, 1, 17, 3, 40, 10, 11])
+    write_by_layout(tmp_path / "e", examples)
+    write_by_layout(tmp_path / "m", [[token % 3 % 2 for token in example] for example in examples])
+    indexed, mask = IndexedDataset(tmp_path / "e"), IndexedDataset(tmp_path / "m")
+    common = {"seq_length": 10, "seed": 1, "name": "train", "pad_token": PAD}
+    dataset = PackedDataset(indexed, documents=range(len(indexed)), responses=mask, **common)  # type: ignore[arg-type]
+    seen: Counter[int] = Counter()
+    for k in range(dataset.samples_per_epoch):
+        sample, packing = dataset.sample(k), dataset.packing(k)
+        assert packing.counts is not None and packing.counts.shape == (10,)
+        for piece in pieces(dataset, k):
+            assert piece[0] in {example[0] for example in examples}, "nothing stands without its beginning"
+            seen.update(piece[1:])
+        last = {*(start - 1 for start in packing.starts[1:]), *range(packing.used, 10)}
+        for place in set(range(10)) - last:
+            assert packing.counts[place] == (sample[place + 1] % 3 % 2)
+        assert not packing.counts[packing.used :].any()
+    assert seen == Counter(token for example in examples for token in example[1:11])
+    assert "3 are longer" not in dataset.summary and "2 are longer than seq_length 10" in dataset.summary

@@ -45,6 +45,7 @@ READ_ONLY = {
 
 BLOCKS = {
     ("docs/api.md", "python"): "tests/docs/test_api.py",
+    ("docs/data.md", "json"): "tests/data/test_docs.py",
     ("docs/data.md", "yaml"): "tests/data/test_docs.py",
     ("docs/failures.md", "json"): "tests/docs/test_failures.py",
     ("docs/kernels.md", "yaml"): "tests/docs/test_kernels.py",

@@ -160,4 +160,4 @@ def test_their_flags_are_read(load: Load) -> None:
     flags = load("megatron_flags")
     for name in flags.THEIRS:
         assert flags.their_flag(name) in settings()[name].flags
-        assert len(flags.their_flag(name)) > 5 or name in ("lr", "save", "load", "seed"), "a short name of ours"
+        assert len(flags.their_flag(name)) > 5 or name in ("lr", "save", "load", "seed", "sft"), "a short name of ours"

@@ -176,6 +176,22 @@ ATTENTION = (
         "the end of a document belongs to the next",
     ),
     Mutant(
+        "prompts are learned",
+        "megalite/data/loader.py",
+        "                    count *= packing.counts\n",
+        "                    pass\n",
+        "tests/data/test_loader.py::test_responses_count_within_their_example",
+        "with sft the loss is on prompts too",
+    ),
+    Mutant(
+        "responses count a token late",
+        "megalite/data/packed_dataset.py",
+        "[piece.start + 1 : piece.start + piece.length]",
+        "[piece.start : piece.start + piece.length - 1]",
+        "tests/data/test_packed_dataset.py::test_of_examples_responses_count_and_too_long_ones_are_cut",
+        "with sft the first token of a response is not learned, and the token after it is",
+    ),
+    Mutant(
         "ends of documents are learned",
         "megalite/data/loader.py",
         "                count[row == self.eod_token] = 0.0\n",

@@ -68,6 +68,8 @@ ODD: dict[str, Settings] = {
     },
     "decoupled-tied-pp2": {**FAMILIES["gpt"], "decoupled_lr": 0.03, "pp": 2, "dp": 2, **TWO},
     "decoupled-zero3": {**FAMILIES["qwen"], "decoupled_lr": 0.03, "dp": 2, "dp_strategy": "fully-sharded", **TWO},
+    "sft-dp2-pp2": {**FAMILIES["gpt"], "sft": True, "eod_mask_loss": False, "dp": 2, "pp": 2, **TWO},
+    "sft-tp2-cp2": {**FAMILIES["llama"], "sft": True, "eod_mask_loss": False, "tp": 2, "cp": 2, "dp": 2, **TWO},
     "pp3": {"num_layers": 7, "pp": 3},
     "pp3-dp2": {"num_layers": 7, "pp": 3, "dp": 2, "dp_strategy": "distributed-optimizer"},
     "pp7": {"num_layers": 7, "pp": 7},

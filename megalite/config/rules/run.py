@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import PurePath
 
-from megalite.config.data import PATH_SETTINGS, parse_data_path, parse_split
+from megalite.config.data import PATH_SETTINGS, is_address, parse_data_path, parse_split
 from megalite.config.describe import settings
 from megalite.config.errors import Findings, Idle, nearest
 from megalite.config.optimizer import ONEBIT_OPTIMIZERS, OPTIMIZERS
@@ -58,7 +58,7 @@ def _end_of_document(c: Settings) -> Findings:
     used = [name for name in _DOCUMENTS.split("|") if getattr(c, name)]
     source = c.data_path or c.train_data_path
     known = c.tokenizer_model or c.vocab_file or c.tokenizer_type in ("NullTokenizer", "ByteLevelTokenizer")
-    if used and source and not known and c.packing == "stream":
+    if used and source and not known and c.packing == "stream" and not c.sft:
         yield (
             f"{used[0]} needs the token that ends a document; add the tokenizer that made {source[-1]} "
             f"(--tokenizer-model FILE), or remove it"
@@ -69,6 +69,11 @@ def _bpe_files(c: Settings) -> Findings:
     if (c.vocab_file is None) != (c.merge_file is None):
         missing, given = ("merge_file", "vocab_file") if c.vocab_file else ("vocab_file", "merge_file")
         yield say(c, f"{{{given}}} needs {missing}; add --{missing.replace('_', '-')}")
+
+
+def _keeps_files(c: Settings) -> bool:
+    """Something is made or fetched, and kept in data_cache_path."""
+    return bool(c.texts) or any(is_address(word) for name in PATH_SETTINGS for word in getattr(c, name))
 
 
 _DOCUMENTS = "eod_mask_loss|reset_attention_mask|reset_position_ids"
@@ -108,9 +113,30 @@ DATA: tuple[Check, ...] = (
             "it": lambda c: c.dataset is not None,
             "{?packing} does not go with {data_order}, which cuts samples from one stream of documents; use packing stream or "
             "data_order megalite": lambda c: c.data_order == "megatron",
-            f"{{!data_cache_path|{_DOCUMENTS}}} has no effect with {{packing}}, where documents never see each other, each "
-            "begins at position 0, and no index is kept; use packing stream or remove it": (
-                lambda c: c.packing == "best-fit" and not c.mock_data
+            f"{{!{_DOCUMENTS}}} has no effect with {{packing}}, where documents never see each other and each begins at "
+            "position 0; use packing stream or remove it": (
+                lambda c: c.packing == "best-fit" and not c.mock_data and not c.sft
+            ),
+            f"{{!{_DOCUMENTS}}} has no effect with {{sft}}, where examples never see each other, each begins at position 0 and "
+            "the loss is on responses; remove it": lambda c: c.sft,
+            "{!data_cache_path} has no effect with {packing}, which keeps no index; use packing stream or remove it": (
+                lambda c: c.packing == "best-fit" and not c.mock_data and not _keeps_files(c)
+            ),
+            "{!data_cache_path} has no effect with {sft}, which keeps no index; remove it": lambda c: (
+                c.sft and not _keeps_files(c)
+            ),
+            "{?sft} needs examples, and there are none in {mock_data}; use data_path": lambda c: c.mock_data,
+            "{?sft} packs its examples itself and does not go with {data_order}; use data_order megalite": (
+                lambda c: c.data_order == "megatron"
+            ),
+            "{!packing} has no effect with {sft}, which packs whole examples; remove it": (
+                lambda c: c.sft and c.packing == "stream"
+            ),
+            "{!text_field} has no effect with {sft}, which reads prompt and response or messages; remove it": lambda c: (
+                c.sft
+            ),
+            "{!text_field} has no effect: the data paths name no text; remove it": (
+                lambda c: not c.texts and not c.sft
             ),
             "{?reset_position_ids} has no effect with {position_embedding_type}; use rope or learned_absolute, or remove it": (
                 lambda c: c.position_embedding_type == "none"

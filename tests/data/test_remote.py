@@ -1,0 +1,142 @@
+"""Files at addresses: from a server of the test, with ranges, tags, broken connections and a password."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.checkpoint.manifest import seal
+from megalite.config.describe import replace
+from megalite.config.errors import ConfigError
+from megalite.config.run import RunConfig
+from megalite.data.remote import fetch_all, shown, with_places
+from tests.data.object_store import Store, serving
+from tests.data.token_files import distinct_documents, write_by_layout
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with serving(tmp_path / "there") as server:
+        yield server
+
+
+def fetch(tmp_path: Path, **settings: Any) -> tuple[dict[str, str], list[str]]:
+    said: list[str] = []
+    config = replace(RunConfig(), data_cache_path=str(tmp_path / "cache"), **settings)
+    return fetch_all(config, say=said.append, stopped=lambda: False), said
+
+
+def test_text_is_fetched_once_and_again_when_it_has_changed(store: Store, tmp_path: Path) -> None:
+    (store.folder / "a.jsonl").write_text('{"text": "a"}\n')
+    address = store.address("a.jsonl?signature=secret")
+    found, said = fetch(tmp_path, data_path=["0.3", address, "0.7", "b"])
+    place = Path(found[address])
+    assert place.name == "a.jsonl" and place.read_text() == '{"text": "a"}\n'
+    assert said == [f"fetched {store.address('a.jsonl')} (14 bytes) to {place}"]
+    assert fetch(tmp_path, data_path=[address]) == (found, [])
+    assert store.asked == ["HEAD a.jsonl", "GET a.jsonl", "HEAD a.jsonl"]
+    config = with_places(replace(RunConfig(), data_path=["0.3", address, "0.7", "b"]), found)
+    assert config.data.data_path == ["0.3", str(place), "0.7", "b"]
+    (store.folder / "a.jsonl").write_text('{"text": "b"}\n')
+    assert len(fetch(tmp_path, data_path=[address])[1]) == 1 and "b" in place.read_text()
+
+
+def test_token_files_are_checked_against_their_side_file(store: Store, tmp_path: Path) -> None:
+    write_by_layout(store.folder / "d", distinct_documents([5, 7]))
+    bin_file = store.folder / "d.bin"
+    address = store.address("d")
+    found, _ = fetch(tmp_path, train_data_path=[address])
+    assert Path(f"{found[address]}.bin").read_bytes() == bin_file.read_bytes()
+    assert Path(f"{found[address]}.idx").exists() and not Path(f"{found[address]}.json").exists()
+    digest = hashlib.sha256(bin_file.read_bytes()).hexdigest()
+    side = {
+        "format": 1,
+        "documents": 2,
+        "tokens": 12,
+        "dtype": "uint16",
+        "files": {".bin": {"bytes": 24, "sha256": digest}},
+    }
+    (store.folder / "d.json").write_text(json.dumps(side))
+    fetch(tmp_path, train_data_path=[address])
+    bin_file.write_bytes(bytes(24))
+    with pytest.raises(ConfigError, match=r"/d\.bin is damaged: its sha256 is \w+, not "):
+        fetch(tmp_path, train_data_path=[address])
+    with pytest.raises(ConfigError, match=r"/d_mask_document\.idx does not exist"):
+        bin_file.write_bytes(Path(f"{found[address]}.bin").read_bytes())
+        fetch(tmp_path, train_data_path=[address], sft=True)
+
+
+def test_a_broken_connection_is_resumed(store: Store, tmp_path: Path) -> None:
+    content = bytes(range(256)) * 20_000
+    (store.folder / "a.txt").write_bytes(content)
+    store.breaks_after = 3_000_000
+    found, _ = fetch(tmp_path, data_path=[store.address("a.txt")])
+    assert Path(found[store.address("a.txt")]).read_bytes() == content
+    assert store.asked[-1] == "GET a.txt bytes=3000000-"
+
+
+def test_a_tokenizer_comes_with_what_stands_beside_it(store: Store, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (store.folder / name).write_text(name)
+    address = store.address("tokenizer.json")
+    found, said = fetch(tmp_path, tokenizer_model=address)
+    assert (
+        len(said) == 2
+        and Path(found[address]).with_name("tokenizer_config.json").read_text() == "tokenizer_config.json"
+    )
+
+
+def test_secrets_are_sent_and_never_shown(store: Store, tmp_path: Path) -> None:
+    (store.folder / "a.jsonl").write_text("{}")
+    store.password = "me:p@ss/word"
+    secret = "me:p%40ss%2Fword@"
+    _, (line,) = fetch(tmp_path, data_path=[store.address("a.jsonl", user=secret)])
+    assert "word" not in line
+    with pytest.raises(
+        ConfigError, match="403 Forbidden; see that the server runs and that you may read there"
+    ) as error:
+        fetch(tmp_path, data_path=[store.address("a.jsonl?token=hidden", user="me:wrong@")])
+    assert "wrong" not in str(error.value) and "hidden" not in str(error.value)
+    assert shown("https://me:word@host/a/b?X-Amz-Signature=1#c") == "https://host/a/b"
+
+
+def test_what_is_not_there_is_one_error(store: Store, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"/none\.jsonl does not exist; give the address of a file that does"):
+        fetch(tmp_path, data_path=[store.address("none.jsonl")])
+    with pytest.raises(ConfigError, match=r"nosuch://host/a\.jsonl cannot be read: Protocol not known"):
+        fetch(tmp_path, data_path=["nosuch://host/a.jsonl"])
+    with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:1/a\.jsonl cannot be read: .*refused"):
+        fetch(tmp_path, data_path=["http://127.0.0.1:1/a.jsonl"])
+    (tmp_path / "file").touch()
+    (store.folder / "a.jsonl").write_text("{}")
+    with pytest.raises(ConfigError, match="name another folder with --data-cache-path"):
+        config = replace(RunConfig(), data_cache_path=str(tmp_path / "file"), data_path=[store.address("a.jsonl")])
+        fetch_all(config, say=print, stopped=lambda: False)
+
+
+def test_other_stores_go_through_fsspec(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    (tmp_path / "a.jsonl").write_text("{}")
+    address = f"file://{tmp_path}/a.jsonl"
+    found, said = fetch(tmp_path, data_path=[address])
+    assert Path(found[address]).read_text() == "{}" and len(said) == 1
+    assert fetch(tmp_path, data_path=[address]) == (found, [])
+
+
+def test_a_checkpoint_is_what_its_manifest_says(store: Store, tmp_path: Path) -> None:
+    step = store.folder / "run" / "step-0000002"
+    step.mkdir(parents=True)
+    (step / "rank-0.safetensors").write_bytes(b"weights")
+    entry = {"length": 7, "sha256": hashlib.sha256(b"weights").hexdigest()}
+    (step / "manifest.json").write_text(seal({"files": {"rank-0.safetensors": entry}}))
+    (store.folder / "run" / "latest").write_text("step-0000002\n")
+    found, _ = fetch(tmp_path, load=store.address("run"))
+    (here,) = Path(found[store.address("run")]).iterdir()
+    assert here.name == "step-0000002" and (here / "rank-0.safetensors").read_bytes() == b"weights"
+    assert fetch(tmp_path, load=store.address("run"), ckpt_step=2)[0] == found
+    (step / "rank-0.safetensors").write_bytes(b"damaged")
+    with pytest.raises(ConfigError, match=r"rank-0\.safetensors is damaged"):
+        fetch(tmp_path, load=store.address("run"))
