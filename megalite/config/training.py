@@ -157,8 +157,10 @@ class LoggingConfig:
     wandb_exp_name: str | None = option(None)
     """Name of the run there; default: that of run_dir."""
     timing_log_level: int = option(1, at_least=0, at_most=1)
-    """1: a line a log interval with the time of each phase of the step, least and most over ranks, and ranks that are
-    slower than their peers; 0: neither."""
+    """1: measure the time of each phase of the step, least and most over ranks, and find ranks that are slower than
+    their peers; 0: neither."""
+    log_phases: bool = option(False)
+    """A second log line with the time of each phase, and memory; without it there is one where a rank is slow."""
     straggler_threshold: float = option(1.2, above=1)
     """A rank is named when its forward and backward take that many times the median of the ranks with the same stages."""
     trace: bool = option(False)
