@@ -110,6 +110,7 @@ SCHEDULE = Command(
         Flag("--color", "default: on a terminal", choices=("auto", "always", "never"), default="auto"),
         Flag("--write-csv", "write the schedule, for --csv", Path, "FILE"),
         Flag("--svg", "write a picture", Path, "FILE"),
+        Flag("--html", "write a report: one file, no network", Path, "FILE"),
         Flag("--trace", "write a Chrome trace, for ui.perfetto.dev", Path, "FILE"),
     ],
     "megalite.cli.schedule:run",
