@@ -6,10 +6,11 @@ import re
 import shutil
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
-from megalite.cli.display import table
-from megalite.cli.output import show, stderr_is_terminal, stdout_is_terminal, tell, write_file
+from megalite.cli.display import table, working
+from megalite.cli.output import show, stdout_is_terminal, write_file
 from megalite.cli.schedule_study import Request, Study, compare, read_schedule, study_file, study_named
 from megalite.cli.tool_commands import AUTO, NAMES, SCHEDULE
 from megalite.config.byte_size import format_bytes, parse_byte_size
@@ -40,9 +41,9 @@ def run(flags: Namespace) -> int:
     _check_flags(flags)
     compared = flags.compare
     builds = flags.schedule == AUTO or (compared is not None and (not compared or AUTO in compared))
-    if builds and stderr_is_terminal():
-        tell("building auto: seconds, up to minutes for many ranks and microbatches")
-    show(_answer(flags))
+    with working("building auto: seconds, up to minutes for many ranks and microbatches") if builds else nullcontext():
+        answer = _answer(flags)
+    show(answer)
     return 0
 
 
