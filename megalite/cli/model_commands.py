@@ -94,10 +94,7 @@ PREPROCESS = Command(
         Flag("--dry-run", "show the inputs and the first document's tokens, write nothing", bool),
     ],
     "megalite.cli.preprocess:run",
-    (
-        "megalite preprocess --input corpus/*.jsonl.zst --output-prefix corpus --tokenizer-model tokenizer.model "
-        "--append-eod",
-    ),
+    ("megalite preprocess --input *.jsonl.zst --output-prefix corpus --my.model tokenizer.model --append-eod",),
     foreign=_FOREIGN,
 )
 

@@ -40,6 +40,17 @@ CONFIG = Command(
     bare=0,
 )
 
+COMPLETION = Command(
+    "megalite completion",
+    "shell completion of commands, flags and their values",
+    "Print what a shell completes the words of megalite, and of pretrain_gpt.py where it is called by its name, with.",
+    [Flag("shell", "bash, zsh or fish", value="SHELL", choices=("bash", "zsh", "fish"))],
+    "megalite.cli.completion:run",
+    ('eval "$(megalite completion bash)"', "megalite completion fish > ~/.config/fish/completions/megalite.fish"),
+    "The first line is for ~/.bashrc; with zsh, for ~/.zshrc.",
+    bare=0,
+)
+
 PORT = Command(
     "megalite port",
     "turn a launch script or YAML of Megatron-LM into ours",

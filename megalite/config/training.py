@@ -149,7 +149,8 @@ class LoggingConfig:
     tensorboard_dir: str | None = option(None)
     """TensorBoard event files; default <run_dir>/tensorboard."""
     metrics: list[str] = option([])
-    """Further writers of the numbers in metrics.jsonl: csv (<run_dir>/metrics.csv), wandb (where wandb_project is set)."""
+    """Further writers of the numbers in metrics.jsonl: csv (<run_dir>/metrics.csv), prometheus (<run_dir>/metrics.prom),
+    mlflow, wandb (where wandb_project is set)."""
     wandb_project: str | None = option(None)
     """Project at Weights & Biases, which turns its writer on; its key comes from WANDB_API_KEY or `wandb login`, never from a flag."""
     wandb_entity: str | None = option(None)

@@ -1,4 +1,5 @@
-"""Sinks that are imported when a run has them: TensorBoard with Megatron-LM's tags, a CSV file, Weights & Biases."""
+"""Sinks that are imported when a run has them: TensorBoard with Megatron-LM's tags, a CSV file, Prometheus, MLflow,
+Weights & Biases."""
 
 import csv
 import importlib.util
@@ -155,6 +156,68 @@ def _is_kept(row: dict[str, Any], step: int) -> bool:
     return "more" not in row and None not in row.values() and number.isdecimal() and int(number) <= step
 
 
+class Prometheus:
+    """`metrics.prom`, which node_exporter's text-file collector reads: the newest number of each name. It appears whole."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path, self._known = folder / "metrics.prom", dict[str, float]()
+        name = folder.name.replace("\\", r"\\").replace('"', r"\"").replace("\n", " ")
+        self._label = f'{{run="{name}"}}'
+
+    def write(self, record: dict[str, Any]) -> None:
+        self._known |= {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
+        lines = (
+            f"# TYPE megalite_{name} gauge\nmegalite_{name}{self._label} {_PROMETHEUS.get(str(value), repr(value))}\n"
+            for name, value in self._known.items()
+        )
+        temporary = self._path.with_suffix(".tmp")  # which the collector passes over
+        temporary.write_text("".join(lines), encoding="utf-8")
+        temporary.replace(self._path)
+
+    def close(self) -> None:
+        """The last numbers stay."""
+
+
+_PROMETHEUS = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}
+
+
+class MLflow:
+    """MLflow, under TensorBoard's tags. Where to, and who, say MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME and its other
+    variables. A run that resumes continues that of `<run_dir>/mlflow-run-id`; the config goes without credentials."""
+
+    def __init__(self, config: RunConfig, *, resumes: bool) -> None:
+        try:
+            import mlflow
+        except ImportError:
+            raise ConfigError(
+                "metrics has mlflow in it but the mlflow package is not installed; pip install mlflow, or leave mlflow out"
+            ) from None
+        folder = None if config.logging.run_dir is None else Path(config.logging.run_dir)
+        known = None if folder is None or not resumes else folder / "mlflow-run-id"
+        values = {name: value for section in redacted(sectioned(config)).values() for name, value in section.items()}
+        try:
+            found = known.read_text().strip() if known is not None and known.exists() else None
+            run = mlflow.start_run(run_id=found, run_name=redact_text(folder.name) if folder is not None else None)
+            if found is None:
+                mlflow.log_params({name: str(value)[:500] for name, value in values.items()})
+        except OSError:
+            raise
+        except Exception as error:
+            said = redact_text(" ".join(str(error).split()))
+            raise ConfigError(f"mlflow does not start: {said}; set MLFLOW_TRACKING_URI, or leave mlflow out") from None
+        if folder is not None:
+            (folder / "mlflow-run-id").write_text(f"{run.info.run_id}\n")
+        self._mlflow = mlflow
+
+    def write(self, record: dict[str, Any]) -> None:
+        with _service_errors():
+            self._mlflow.log_metrics({tag: float(value) for tag, value in _tagged(record).items()}, step=record["step"])
+
+    def close(self) -> None:
+        with _service_errors():
+            self._mlflow.end_run()
+
+
 class Wandb:
     """Weights & Biases, under TensorBoard's tags; the x axis is `step`, so a step that is made again overwrites none.
 
@@ -195,18 +258,18 @@ class Wandb:
 
     def write(self, record: dict[str, Any]) -> None:
         """Send the numbers that have a tag; NaN and infinities among them."""
-        with _wandb_errors():
+        with _service_errors():
             axes = {name: record[name] for name in ("step", "consumed_samples")}
             self._run.log({**_tagged(record), **axes})
 
     def close(self) -> None:
-        with _wandb_errors():
+        with _service_errors():
             self._run.finish()
 
 
 @contextmanager
-def _wandb_errors() -> Iterator[None]:
-    """What wandb raises, of whatever type, is its service or the way there: an OSError, as of a file."""
+def _service_errors() -> Iterator[None]:
+    """What a service's package raises, of whatever type, is the service or the way there: an OSError, as of a file."""
     try:
         yield
     except Exception as error:
@@ -236,12 +299,16 @@ def open_writers(config: RunConfig, *, step: int) -> tuple[dict[str, MetricSink]
         if "csv" in logging.metrics:
             path = Path(logging.run_dir) / "metrics.csv"
             sinks[str(path)] = CSVFile(path, step=step)
+        if "prometheus" in logging.metrics:
+            sinks[str(Path(logging.run_dir) / "metrics.prom")] = Prometheus(Path(logging.run_dir))
         # Not asked for by name it may be left out: metrics.jsonl has the same numbers.
         without = tensorboard is None and importlib.util.find_spec("tensorboard") is None
         if tensorboard is None and not without:
             tensorboard = str(Path(logging.run_dir) / "tensorboard")
     if tensorboard is not None:
         sinks[tensorboard] = TensorBoard(Path(tensorboard))
+    if "mlflow" in logging.metrics:
+        sinks["mlflow"] = MLflow(config, resumes=config.checkpoint.load is not None)
     if "wandb" in wanted(config):
         sinks["wandb"] = Wandb(config, resumes=config.checkpoint.load is not None)
     return sinks, without

@@ -13,7 +13,7 @@ from megalite.config.strategies import searched_strategies
 
 EXIT_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGHUP")
 """Those that may stop a run; SIGINT always does."""
-WRITERS = ("csv", "wandb")
+WRITERS = ("csv", "prometheus", "mlflow", "wandb")
 """What `metrics` can name beside metrics.jsonl and TensorBoard."""
 
 
@@ -237,6 +237,9 @@ VISIBILITY: tuple[Check, ...] = (
             "{?profile} has no folder to write to; add --run-dir runs/mine": lambda c: profile_folder(c.run) is None,
             "metrics csv has no folder to write to; add --run-dir runs/mine": (
                 lambda c: "csv" in c.metrics and c.run_dir is None
+            ),
+            "metrics prometheus has no folder to write to; add --run-dir runs/mine": (
+                lambda c: "prometheus" in c.metrics and c.run_dir is None
             ),
             "{!wandb_entity|wandb_exp_name} has no effect without wandb_project; add --wandb-project NAME or remove it": (
                 lambda c: "wandb" not in writers(c.run)
