@@ -23,7 +23,7 @@ _BASH = """\
 _megalite() {
   local current="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}" command="" word words=""
   if [[ "${COMP_WORDS[0]}" == *pretrain_gpt.py ]]; then command=train; else
-    for word in "${COMP_WORDS[@]:1:COMP_CWORD-1}"; do
+    for word in "${COMP_WORDS[@]:1:$((COMP_CWORD-1))}"; do
       case "$command $word" in
         %(commands)s) command="${command:+$command }$word" ;;
         *) break ;;

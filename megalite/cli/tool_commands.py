@@ -46,8 +46,9 @@ COMPLETION = Command(
     "Print what a shell completes the words of megalite, and of pretrain_gpt.py where it is called by its name, with.",
     [Flag("shell", "bash, zsh or fish", value="SHELL", choices=("bash", "zsh", "fish"))],
     "megalite.cli.completion:run",
-    ('eval "$(megalite completion bash)"', "megalite completion fish > ~/.config/fish/completions/megalite.fish"),
-    "The first line is for ~/.bashrc; with zsh, for ~/.zshrc.",
+    ("megalite completion bash",),
+    'eval "$(megalite completion bash)" goes into ~/.bashrc, with zsh into ~/.zshrc; megalite completion fish | source into '
+    "~/.config/fish/config.fish.",
     bare=0,
 )
 
