@@ -107,6 +107,9 @@ def _fish() -> Iterator[str]:
         where = where or "__fish_use_subcommand"
         yield f"complete -c megalite -n {shlex.quote(where)} -f -a {name} -d {shlex.quote(command.summary)}"
         seen = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in (*outer, name))
+        for placed in command.flags:
+            if placed.is_placed and placed.choices:
+                yield f"complete -c megalite -n {shlex.quote(seen)} -f -a {shlex.quote(' '.join(placed.choices))}"
         for flag, (choices, text) in words_of(command).items():
             about = re.split(r"; |: |\\. |\\.$", text)[0]
             given = f" -x -a {shlex.quote(' '.join(choices))}" if choices else ""

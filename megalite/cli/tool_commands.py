@@ -43,7 +43,7 @@ CONFIG = Command(
 COMPLETION = Command(
     "megalite completion",
     "shell completion of commands, flags and their values",
-    "Print what a shell completes the words of megalite, and of pretrain_gpt.py where it is called by its name, with.",
+    "Print the completion script of a shell, for megalite and for pretrain_gpt.py where that is called by its name.",
     [Flag("shell", "bash, zsh or fish", value="SHELL", choices=("bash", "zsh", "fish"))],
     "megalite.cli.completion:run",
     ("megalite completion bash",),

@@ -60,7 +60,7 @@ def test_fish_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         done = subprocess.run(["fish", "-N", "-c", asks], capture_output=True, text=True, timeout=60, check=True)
         return [row.split("\t")[0] for row in done.stdout.splitlines()]
 
-    assert "plan" in offered("megalite pl")
+    assert "plan" in offered("megalite pl") and offered("megalite completion z") == ["zsh"]
     assert offered("megalite train --optimizer ada") == ["adam"]
     assert "merge" in offered("megalite data me") and "--html" in offered("megalite runs --h")
 
