@@ -30,10 +30,10 @@ from megalite.checkpoint.load import Checkpoint
 from megalite.checkpoint.manifest import FileEntry, Manifest, from_pieces, in_pieces
 from megalite.checkpoint.save import _rank_part
 from megalite.cli.dry_run import dry_run
-from megalite.cli.plot import Line, draw_curves
 from megalite.config.flags import Invocation, parse_arguments
 from megalite.config.validate import validate
 from megalite.partition.pipeline import layout_of
+from megalite.planner.charts import Line, draw_curves
 from megalite.rehearsal.device import Device
 from megalite.rehearsal.groups import Journal, rehearsed_topology
 from megalite.rehearsal.run import rehearse

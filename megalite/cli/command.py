@@ -201,7 +201,8 @@ class Command:
         usage = [*optional, *needed, "[SETTINGS ...]" if self.settings is not None else "[OPTIONS]"]
         if self.commands:
             usage = ["COMMAND ...", f" ({self.name} COMMAND --help says more)"]
-        paragraphs = [f"usage: {self.name} {' '.join(usage)}"]
+        usage = textwrap.wrap(f"usage: {self.name} {' '.join(usage)}", _WIDTH, subsequent_indent=" " * 8)
+        paragraphs = ["\n".join(usage)]
         paragraphs += [textwrap.fill(part, _WIDTH) for part in self.about.split("\n") if part]
         rows = [(flag.form, flag.help) for flag in self.flags if flag.help]
         rows += [(name, command.summary) for name, command in self.commands.items()]

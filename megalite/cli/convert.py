@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megalite.checkpoint.files import free_bytes
-from megalite.cli.display import ByteProgress, decimal_bytes, status
+from megalite.cli.display import ByteProgress, decimal_bytes, working
 from megalite.cli.failures import INTERRUPTED
 from megalite.cli.model_commands import CONVERT, DEFAULT_SHARD, VERIFIED_BELOW
 from megalite.cli.output import show, tell
@@ -172,14 +172,14 @@ def _write(weights: Weights, flags: Namespace, dtype: torch.dtype | None, progre
 def _verified(source: Weights, path: Path, format: Format) -> int:
     left = f"the target was written and is left at {path}; do not use it"
     try:
-        found = verify(source, open_weights(path, format=format), log=lambda line: status(f"verify   {line} ..."))
+        with working("verify  ") as say:
+            found = verify(source, open_weights(path, format=format), log=lambda line: say(f"verify   {line} ..."))
     except ConfigError as error:
         tell(f"error: verification failed: {error}; {left}")
         return 1
     except KeyboardInterrupt:
         tell(f"\ninterrupted while comparing; {path} is complete but was not compared")
         return INTERRUPTED
-    status("")
     for line in found.lines():
         show(f"verify   {line}")
     if not found.passed:

@@ -1,19 +1,21 @@
 """Tables, amounts and progress of all commands."""
 
 import io
-import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TextIO
 
 from rich.console import Console
+from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from megalite.cli.output import stderr_is_terminal, tell, visible
 
-_TERMINAL_SECONDS, _LOG_SECONDS, _WINDOW_SECONDS = 0.1, 5.0, 10.0
+_TERMINAL_SECONDS, _LOG_SECONDS, _WINDOW_SECONDS = 0.1, 60.0, 10.0
 
 
 def table(rows: Sequence[Sequence[str]], right: Collection[int] = (), *, indent: int = 0) -> list[str]:
@@ -63,14 +65,41 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def status(text: str) -> None:
-    """A line on a terminal that the next one overwrites; an empty one wipes it."""
-    if stderr_is_terminal():
-        tell(f"\r{text[: shutil.get_terminal_size().columns - 1]}\x1b[K", end="")
+class Redrawn:
+    """Lines on a terminal that are drawn over and over; nothing elsewhere."""
+
+    def __init__(self, out: TextIO | None = None, *, stays: bool = True) -> None:
+        self._shows = stderr_is_terminal() if out is None else out.isatty()
+        self._console, self._stays = Console(file=out, stderr=out is None, highlight=False), stays
+        self._live: Live | None = None
+
+    def show(self, text: str) -> None:
+        if not self._shows:
+            return
+        if self._live is None:  # without a thread: workers are forked meanwhile
+            self._live = Live(console=self._console, auto_refresh=False, transient=not self._stays)
+            self._live.start()
+        self._live.update(Text(visible(text), no_wrap=True, overflow="ellipsis"), refresh=True)
+
+    def end(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+@contextmanager
+def working(text: str) -> Iterator[Callable[[str], None]]:
+    """Says on a terminal what takes its time, until it is done; yields what says something else."""
+    line = Redrawn(stays=False)
+    line.show(f"{text} ...")
+    try:
+        yield line.show
+    finally:
+        line.end()
 
 
 class ProgressLine:
-    """How far a command is, on stderr: a bar on a terminal, elsewhere a line every few seconds.
+    """How far a command is, on stderr: a bar on a terminal, elsewhere a line a minute.
 
     Rates are those of the last seconds, and never count what an earlier run had done.
     """

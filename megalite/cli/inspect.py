@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from megalite.checkpoint.survey import CheckpointRemoved, Surveyed, noticing_removal, survey, verify
-from megalite.cli.display import status
+from megalite.cli.display import working
 from megalite.cli.failures import BAD_INPUT
 from megalite.cli.inspect_text import (
     format_checkpoint,
@@ -151,7 +151,8 @@ def _newest_sound(path: Path, flags: Namespace) -> tuple[list[Surveyed], Surveye
     surveyed = survey(path, flags.step)
     for index, found in enumerate(surveyed):
         if not flags.no_verify:
-            found = surveyed[index] = verify(found, partial(_progress, found))
+            with working(f"verifying {found.path.name}") as say:
+                found = surveyed[index] = verify(found, partial(_progress, found, say))
         if found.sound:
             return surveyed, found
     for found in surveyed:
@@ -160,11 +161,10 @@ def _newest_sound(path: Path, flags: Namespace) -> tuple[list[Surveyed], Surveye
     return surveyed, next((found for found in surveyed if found.manifest is not None), surveyed[0])
 
 
-def _progress(found: Surveyed, files: int, done: int) -> None:
+def _progress(found: Surveyed, say: Callable[[str], None], files: int, done: int) -> None:
     assert found.manifest is not None and found.bytes is not None
     total = len(found.manifest.files)
-    line = f"verifying {found.path.name}: {files} of {total} files, {format_bytes(done)} of {format_bytes(found.bytes)}"
-    status("" if files == total else line)
+    say(f"verifying {found.path.name}: {files} of {total} files, {format_bytes(done)} of {format_bytes(found.bytes)}")
 
 
 def _data(surveyed: Sequence[Surveyed], shown: Surveyed, rows: dict[str, dict[str, Any]] | None) -> dict[str, Any]:

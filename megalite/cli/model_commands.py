@@ -32,7 +32,7 @@ _NO_USE = {
     "leave it out: newlines are always kept": "--keep-newlines",
     "leave it out: a document without text is a bad line": "--keep-empty",
     _ONE_RUN: "--partitions --keep-sequential-samples",
-    "leave it out: progress is shown every few seconds": "--log-interval",
+    "leave it out: progress is shown": "--log-interval",
     "leave it out: work is handed out by bytes": "--chunk-size",
     "leave it out: there is one format, .bin and .idx": "--dataset-impl",
     "leave it out: --workers is all usable cores by default": "--find-optimal-num-workers --workers-to-check "
@@ -96,10 +96,7 @@ PREPROCESS = Command(
         Flag("--dry-run", "show the inputs and the first document's tokens, write nothing", bool),
     ],
     "megalite.cli.preprocess:run",
-    (
-        "megalite preprocess --input corpus/*.jsonl.zst --output-prefix corpus --tokenizer-model tokenizer.model "
-        "--append-eod",
-    ),
+    ("megalite preprocess --input *.jsonl.zst --output-prefix corpus --tokenizer-model my.model --append-eod",),
     foreign=_FOREIGN,
 )
 

@@ -6,6 +6,7 @@ import os
 import select
 import sys
 from pathlib import Path
+from typing import TextIO
 
 from megalite.config.errors import ConfigError
 
@@ -87,7 +88,16 @@ def occupy_closed_streams() -> None:
 
 def stderr_is_terminal() -> bool:
     """Progress may be drawn on it."""
+    return _is_terminal(sys.stderr)
+
+
+def stdout_is_terminal() -> bool:
+    """Answers may be in colour."""
+    return _is_terminal(sys.stdout)
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
     try:
-        return sys.stderr is not None and sys.stderr.isatty()
+        return stream is not None and stream.isatty()
     except ValueError:  # closed
         return False

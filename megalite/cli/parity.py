@@ -5,6 +5,7 @@ import sys
 import time
 from argparse import Namespace
 
+from megalite.cli.display import working
 from megalite.cli.output import show
 from megalite.cli.tool_commands import PARITY
 from megalite.config.errors import ConfigError
@@ -30,7 +31,10 @@ def run(flags: Namespace) -> int:
     shrunk = shrink(
         invocation.config, world_size=invocation.world_size, keep=frozenset(keep), explicit=invocation.explicit
     )
-    with RankPool(shrunk.world_size) as pool:
+    with (
+        working(f"training {flags.steps} steps on one rank and on {shrunk.world_size}"),
+        RankPool(shrunk.world_size) as pool,
+    ):
         report = run_parity(shrunk, steps=flags.steps, tolerance=flags.tolerance, pool=pool)
     show(json.dumps(as_data(report), indent=2) if invocation.json else format_report(report))
     return SAME if report.same else DIFFERENT

@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from megalite.cli.display import working
 from megalite.cli.dry_run import with_vocabulary
 from megalite.cli.output import show
 from megalite.cli.tool_commands import PLAN
@@ -45,7 +46,8 @@ main = PLAN
 def run(flags: Namespace) -> int:
     request, cluster, stack = asked(flags)
     tokens = _tokens(flags.tokens)
-    plan = find(request, cluster, stack, top=flags.top)
+    with working(f"searching layouts for {request.world_size} ranks of {cluster.name}"):
+        plan = find(request, cluster, stack, top=flags.top)
     data = plan_data(plan, tokens)
     written = [] if flags.output is None else write_files(plan, flags.output, tokens)
     if flags.html is not None:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from megalite.cli.display import status, table
+from megalite.cli.display import table, working
 from megalite.cli.dry_run import with_vocabulary, world_size_of
 from megalite.cli.output import show
 from megalite.cli.tool_commands import REHEARSE
@@ -38,8 +38,8 @@ def run(flags: Namespace) -> int:
     faults: list[str] | None = None
     if flags.all_kinds:
         workers = flags.workers or len(os.sched_getaffinity(0))
-        world = rehearse_world(config, workers=workers, done=lambda count, total: status(f"{count} of {total} ranks"))
-        status("")
+        with working("rehearsing") as say:
+            world = rehearse_world(config, workers=workers, done=lambda count, total: say(f"{count} of {total} ranks"))
         rehearsals, faults = world.rehearsals, world.faults
     else:
         rehearsals = [rehearse(config, invocation.rank or 0)]

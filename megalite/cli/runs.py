@@ -6,28 +6,20 @@ import math
 import time
 from argparse import Namespace
 from collections.abc import Sequence
-from html import escape
 
 from megalite.checkpoint.files import replace_durably
 from megalite.cli.display import table
 from megalite.cli.output import show
-from megalite.cli.plot import Line, draw_curves, plot_runs, save, style_of
+from megalite.cli.plot import plot_runs, save
 from megalite.cli.run_folders import RunFolder, find_runs
 from megalite.cli.tool_commands import RUNS
 from megalite.config.errors import ConfigError
+from megalite.planner.charts import Line, draw_curves, key
+from megalite.planner.page import Row, Section, Table, page
 
 _HEADS = ("run", "status", "layout", "ranks", "step", "loss", "valid loss", "tokens/s", "goodput", "starts", "started")
 _NUMBERS = range(3, 10)
 """Columns of numbers."""
-
-_STYLE = """
-body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:84em;padding:0 1em;color:#222;background:#fff}
-table{border-collapse:collapse;margin:1em 0}td,th{padding:.25em .7em;border-bottom:1px solid #ddd;text-align:right}
-td,th{font-variant-numeric:tabular-nums}td.text,th.text{text-align:left}.failed,.killed{color:#a33}.running{color:#2c8c47}
-.grid{stroke:#e4e4e4;fill:none}.curve{fill:none;stroke-width:1.8}.curve:hover{stroke-width:3.5}
-svg text{font:11px system-ui,sans-serif;fill:#444}.middle{text-anchor:middle}.end{text-anchor:end}
-figure{display:inline-block;margin:1em 2em 1em 0}figcaption{font-weight:600}.key{vertical-align:middle;margin-right:.5em}
-"""
 
 main = RUNS
 
@@ -82,29 +74,11 @@ def _page(runs: Sequence[RunFolder], title: str) -> str:
         _figure("Validation loss", runs, "valid_losses", "loss (nats a token)"),
         _figure("Speed", runs, "speeds", "tokens/s"),
     ]
-    return (
-        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f"<style>{_STYLE}</style></head><body><h1>{escape(title)}</h1>{_table(runs)}{''.join(figures)}</body></html>\n"
-    )
+    rows = [Row(_cells(run), status=run.status.split()[0], mark=key(number)) for number, run in enumerate(runs)]
+    columns = Table(_HEADS, rows, left=[column for column in range(len(_HEADS)) if column not in _NUMBERS], marked=1)
+    return page(title, [Section(table=columns), Section(figures=[figure for figure in figures if figure[0]])])
 
 
-def _figure(caption: str, runs: Sequence[RunFolder], name: str, y_label: str) -> str:
+def _figure(caption: str, runs: Sequence[RunFolder], name: str, y_label: str) -> tuple[str, str]:
     lines = [Line(run.name, getattr(run, name), number) for number, run in enumerate(runs)]
-    picture = draw_curves([line for line in lines if line.points], x_label="step", y_label=y_label)
-    return f"<figure><figcaption>{escape(caption)}</figcaption>{picture}</figure>" if picture else ""
-
-
-def _table(runs: Sequence[RunFolder]) -> str:
-    def tag(name: str, column: int, text: str, key: str = "") -> str:
-        kind = "" if column in _NUMBERS else ' class="text"'
-        return f"<{name}{kind}>{key}{escape(text)}</{name}>"
-
-    heads = "".join(tag("th", column, head) for column, head in enumerate(_HEADS))
-    rows = [f"<table><thead><tr>{heads}</tr></thead><tbody>"]
-    for number, run in enumerate(runs):
-        color, dashes = style_of(number)
-        path = f'<path class="curve" d="M0 4H26" stroke="{color}" stroke-dasharray="{dashes}"/>'
-        key = f'<svg class="key" width="26" height="8">{path}</svg>'
-        cells = [tag("td", column, cell, "" if column else key) for column, cell in enumerate(_cells(run))]
-        rows.append(f'<tr class="{escape(run.status.split()[0])}">{"".join(cells)}</tr>')
-    return "".join([*rows, "</tbody></table>"])
+    return draw_curves([line for line in lines if line.points], x_label="step", y_label=y_label), caption

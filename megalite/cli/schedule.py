@@ -4,13 +4,13 @@ import json
 import os
 import re
 import shutil
-import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
-from megalite.cli.display import table
-from megalite.cli.output import show, stderr_is_terminal, tell, write_file
+from megalite.cli.display import table, working
+from megalite.cli.output import show, stdout_is_terminal, write_file
 from megalite.cli.schedule_study import Request, Study, compare, read_schedule, study_file, study_named
 from megalite.cli.tool_commands import AUTO, NAMES, SCHEDULE
 from megalite.config.byte_size import format_bytes, parse_byte_size
@@ -22,6 +22,7 @@ from megalite.pipeline.ir.perfetto import merge_traces
 from megalite.pipeline.ir.render import render_grid, render_lists
 from megalite.pipeline.ir.schedule import Schedule
 from megalite.pipeline.ir.svg import Panel, draw_svg
+from megalite.planner.page import Row, Section, Table, page
 
 _WIDTH = 240
 """Of the grid where there is no terminal."""
@@ -40,9 +41,9 @@ def run(flags: Namespace) -> int:
     _check_flags(flags)
     compared = flags.compare
     builds = flags.schedule == AUTO or (compared is not None and (not compared or AUTO in compared))
-    if builds and stderr_is_terminal():
-        tell("building auto: seconds, up to minutes for many ranks and microbatches")
-    show(_answer(flags))
+    with working("building auto: seconds, up to minutes for many ranks and microbatches") if builds else nullcontext():
+        answer = _answer(flags)
+    show(answer)
     return 0
 
 
@@ -62,7 +63,7 @@ def _check_flags(flags: Namespace) -> None:
     for name in given:
         if several and name in _OF_ONE:
             raise ConfigError(f"{_flag(name)} has no effect with --compare; remove one of them")
-    outputs = [path for path in (flags.write_csv, flags.svg, flags.trace) if path is not None]
+    outputs = [path for path in (flags.write_csv, flags.svg, flags.html, flags.trace) if path is not None]
     doubled = next((path for path in outputs if outputs.count(path) > 1), None)
     if doubled is not None:
         raise ConfigError(f"{doubled} is to be written twice; give each output another file")
@@ -102,7 +103,7 @@ def _answer(flags: Namespace) -> str:
         studies = [study_file(own, request)]
     else:
         studies = [study_named(_name(flags), request)]
-    written = _write(flags, studies, unit)
+    written = _write(flags, studies, refused, unit)
     if flags.json:
         data = [study.as_data(lowered=flags.lowered) for study in studies]
         if flags.compare is not None:
@@ -111,7 +112,7 @@ def _answer(flags: Namespace) -> str:
     if flags.compare is not None:
         text = format_comparison(studies, refused, unit=unit)
     else:
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
+        width = shutil.get_terminal_size().columns if stdout_is_terminal() else _WIDTH
         text = format_study(studies[0], unit=unit, width=width, colour=_coloured(flags.color), lowered=flags.lowered)
     return "\n".join([text, *(f"wrote {path}" for path in written)])
 
@@ -148,13 +149,33 @@ def _limit(text: str, table: CostTable) -> float:
     return size
 
 
-def _write(flags: Namespace, studies: Sequence[Study], unit: str) -> list[str]:
+def _drawn(studies: Sequence[Study], unit: str) -> str:
+    panels = [Panel(study.timeline, peak_texts(study), summary(study, unit)) for study in studies]
+    return draw_svg(panels, unit=unit, peak=meaning_of_peaks(studies))
+
+
+def html_page(studies: Sequence[Study], refused: Mapping[str, str], unit: str) -> str:
+    """The comparison as a table, with what could not be had, and each schedule on a clock."""
+    head, *rows = comparison(studies, unit)
+    missing = [f"{name}: not possible: {reason}" for name, reason in refused.items()]
+    first = studies[0].schedule
+    return page(
+        f"Pipeline schedules, {first.num_ranks} ranks, {first.num_microbatches} microbatches",
+        [
+            Section(texts=[" ".join(_MEANING), *missing], table=Table(head, [Row(row) for row in rows], left=(0,))),
+            Section(figures=[(_drawn(studies, unit), "")]),
+        ],
+    )
+
+
+def _write(flags: Namespace, studies: Sequence[Study], refused: Mapping[str, str], unit: str) -> list[str]:
     texts: dict[Path, str] = {}
     if flags.write_csv is not None:
         texts[flags.write_csv] = studies[0].schedule.to_csv()
     if studies and flags.svg is not None:
-        panels = [Panel(study.timeline, peak_texts(study), summary(study, unit)) for study in studies]
-        texts[flags.svg] = draw_svg(panels, unit=unit, peak=meaning_of_peaks(studies))
+        texts[flags.svg] = _drawn(studies, unit)
+    if studies and flags.html is not None:
+        texts[flags.html] = html_page(studies, refused, unit)
     if studies and flags.trace is not None:
         scale = UNITS[unit] if unit else _SECONDS_OF_NO_UNIT
         sources = {
@@ -171,7 +192,7 @@ def _write(flags: Namespace, studies: Sequence[Study], unit: str) -> list[str]:
 
 def _coloured(choice: str) -> bool:
     if choice == "auto":
-        return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        return stdout_is_terminal() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return choice == "always"
 
 
@@ -228,8 +249,14 @@ def meaning_of_peaks(studies: Sequence[Study]) -> str:
     return _LIVE if studies[0].peak_bytes is None else "memory of one step's activations and messages"
 
 
-def format_comparison(studies: Sequence[Study], refused: Mapping[str, str], *, unit: str) -> str:
-    """A row a schedule, then those that could not be had with the reason."""
+_MEANING = (
+    "no barrier: the bubble if the next step may start at once; of the fullest rank: peak, microbatches with live",
+    "activations, and for W, those that still wait for their W, in whole shares of a rank; its sends a step",
+)
+
+
+def comparison(studies: Sequence[Study], unit: str) -> list[list[str]]:
+    """A heading, and a row a schedule."""
     bytes_known = any(study.peak_bytes is not None for study in studies)
     heading = ["schedule", "vpp", f"makespan{f' ({unit})' if unit else ''}", "of ideal", "bubble", "no barrier"]
     heading += ["peak", "for W", *(["memory"] if bytes_known else []), "sends"]
@@ -244,13 +271,13 @@ def format_comparison(studies: Sequence[Study], refused: Mapping[str, str], *, u
         if study.peak_bytes is not None:
             row.append(format_bytes(round(max(study.peak_bytes))))
         rows.append([*row, str(max(study.sends))])
-    lines = table(rows, right=range(1, len(heading))) if studies else []
-    if studies:
-        lines += [
-            "",
-            "no barrier: the bubble if the next step may start at once; of the fullest rank: peak, microbatches with live",
-            "activations, and for W, those that still wait for their W, in whole shares of a rank; its sends a step",
-        ]
+    return rows
+
+
+def format_comparison(studies: Sequence[Study], refused: Mapping[str, str], *, unit: str) -> str:
+    """A row a schedule, then those that could not be had with the reason."""
+    rows = comparison(studies, unit)
+    lines = [*table(rows, right=range(1, len(rows[0]))), "", *_MEANING] if studies else []
     if refused:
         lines += [""] if lines else []
         lines += [f"{name}: not possible: {reason}" for name, reason in refused.items()]

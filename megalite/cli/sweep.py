@@ -8,11 +8,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
-
-from megalite.cli.display import duration, table
+from megalite.cli.display import Redrawn, duration, table
 from megalite.cli.failures import Stopped, first_signal_raises
 from megalite.cli.output import show, tell
 from megalite.cli.tool_commands import SWEEP
@@ -199,7 +195,7 @@ class LiveTable:
     def __init__(self, runs: Sequence[Run], results: Mapping[str, Result], *, steps: int, out: TextIO) -> None:
         self._runs, self._results, self._steps, self._out = runs, results, steps, out
         self._number = {run.key: number for number, run in enumerate(runs, 1)}
-        self._live: Live | None = None
+        self._screen, self.end = (screen := Redrawn(out)), screen.end
         self._shown: list[str] = []
 
     def update(self, progress: Sequence[Progress], result: Result | None) -> None:
@@ -209,15 +205,8 @@ class LiveTable:
             return
         lines = self._window(progress)
         if lines != self._shown:
-            if self._live is None:
-                self._live = Live(console=Console(file=self._out), auto_refresh=False)
-                self._live.start()
-            self._live.update(Text("\n".join(lines), no_wrap=True), refresh=True)
+            self._screen.show("\n".join(lines))
         self._shown = lines
-
-    def end(self) -> None:
-        if self._live is not None:
-            self._live.stop()
 
     def _line(self, result: Result) -> None:
         number = self._number[result.key]

@@ -41,6 +41,18 @@ CONFIG = Command(
     bare=0,
 )
 
+COMPLETION = Command(
+    "megalite completion",
+    "shell completion of commands, flags and their values",
+    "Print the completion script of a shell, for megalite and for pretrain_gpt.py where that is called by its name.",
+    [Flag("shell", "bash, zsh or fish", value="SHELL", choices=("bash", "zsh", "fish"))],
+    "megalite.cli.completion:run",
+    ("megalite completion bash",),
+    'eval "$(megalite completion bash)" goes into ~/.bashrc, with zsh into ~/.zshrc; megalite completion fish | source into '
+    "~/.config/fish/config.fish.",
+    bare=0,
+)
+
 PORT = Command(
     "megalite port",
     "turn a launch script or YAML of Megatron-LM into ours",
@@ -123,6 +135,7 @@ SCHEDULE = Command(
         Flag("--color", "default: on a terminal", choices=("auto", "always", "never"), default="auto"),
         Flag("--write-csv", "write the schedule, for --csv", Path, "FILE"),
         Flag("--svg", "write a picture", Path, "FILE"),
+        Flag("--html", "write a report: one file, no network", Path, "FILE"),
         Flag("--trace", "write a Chrome trace, for ui.perfetto.dev", Path, "FILE"),
     ],
     "megalite.cli.schedule:run",

@@ -11,6 +11,7 @@ from typing import Any
 import megalite
 from megalite.cli.failures import UNDER_TORCHRUN, End, guarded, is_first_rank, refuse
 from megalite.cli.output import show, tell
+from megalite.cli.run_log import RunLog
 from megalite.config.describe import redact_text
 from megalite.config.exit_codes import INTERRUPTED
 from megalite.config.flags import Invocation, Shape, parse_arguments
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None, *, program: str = "megalite train") 
                         invocation.config,
                         explicit=invocation.explicit,
                         fixed=_flags(invocation),
-                        log=_Log(),
+                        log=RunLog(),
                         stops=stops,
                         watched=True,
                         started=started_at(os.getpid()) or _IMPORTED,
@@ -158,27 +159,6 @@ def _tokenize(config: RunConfig) -> Callable[..., Any] | None:
 
 def _flags(invocation: Invocation) -> frozenset[str]:
     return frozenset(name for name, source in invocation.provenance.items() if source.startswith("flag "))
-
-
-class _Log:
-    """Prints lines on stdout. That it cannot be written, as on a full disk, ends no run; that its reader has gone does."""
-
-    def __init__(self) -> None:
-        self._failed = 0
-
-    def __call__(self, line: str) -> None:
-        try:
-            print(redact_text(line), flush=True)
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            if not self._failed:
-                tell(f"warning: cannot write the log: {error.strerror}; training continues")
-            self._failed += 1
-            return
-        if self._failed:
-            failed, self._failed = self._failed, 0
-            self(f"the log is written again; up to {failed} lines before this one are missing")
 
 
 def _let_the_first_be_seen(error: Exception) -> None:

@@ -1,6 +1,7 @@
 """Help and documentation, made from the table of settings."""
 
 import re
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from megalite.config.flags import RUN_OPTIONS
 from megalite.config.megatron import DERIVED, FROM_VALUE, SHORTHANDS, VALUES, WORDS
 from megalite.config.megatron_flags import known_flags
 
+_WIDTH = 110
 _PLACEHOLDERS = {int: "N", float: "X", str: "TEXT", bool: ""}
 
 
@@ -48,7 +50,13 @@ def full_help(program: str) -> str:
     lines += [f"  {flag}{f' {_PLACEHOLDERS[kind]}' if kind else ''}" for flag, kind in DERIVED.items()]
     lines += [f"  {flag} {'FILE' if flag.endswith('-path') else 'VALUE'}" for flag in FROM_VALUE]
     lines += [f"  and {len(known_flags())} that set nothing or are refused: docs/from_megatron.md"]
-    return "\n".join(lines)
+    return "\n".join(part for line in lines for part in _wrapped(line))
+
+
+def _wrapped(line: str) -> list[str]:
+    """With the indentation of the line on the next ones, a hanging one where it begins with a flag."""
+    indent = " " * (len(line) - len(line.lstrip()) + (4 if line.lstrip().startswith("--") else 0))
+    return textwrap.wrap(line, _WIDTH, subsequent_indent=indent, break_on_hyphens=False) or [""]
 
 
 def markdown() -> str:

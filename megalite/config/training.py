@@ -145,7 +145,7 @@ class CheckpointConfig:
 
 
 WRITERS: Registry[Callable[..., Any]] = Registry(
-    "metrics", {"csv": "megalite.training.writers:csv_writer", "wandb": "megalite.training.writers:wandb_writer"}
+    "metrics", {name: f"megalite.training.writers:{name}_writer" for name in ("csv", "prometheus", "mlflow", "wandb")}
 )
 """Makers of `training.sinks.MetricSink`, called with (config, step=) on rank 0: the run continues after that step."""
 
@@ -166,8 +166,8 @@ class LoggingConfig:
     tensorboard_dir: str | None = option(None)
     """TensorBoard event files; default <run_dir>/tensorboard."""
     metrics: list[str] = option([])
-    """Further writers of the numbers in metrics.jsonl: csv (<run_dir>/metrics.csv), wandb (where wandb_project is set), or
-    what an import has registered."""
+    """Further writers of the numbers in metrics.jsonl: csv (<run_dir>/metrics.csv), prometheus (<run_dir>/metrics.prom),
+    mlflow, wandb (where wandb_project is set), or what an import has registered."""
     wandb_project: str | None = option(None)
     """Project at Weights & Biases, which turns its writer on; its key comes from WANDB_API_KEY or `wandb login`, never from a flag."""
     wandb_entity: str | None = option(None)
@@ -175,8 +175,10 @@ class LoggingConfig:
     wandb_exp_name: str | None = option(None)
     """Name of the run there; default: that of run_dir."""
     timing_log_level: int = option(1, at_least=0, at_most=1)
-    """1: a line a log interval with the time of each phase of the step, least and most over ranks, and ranks that are
-    slower than their peers; 0: neither."""
+    """1: measure the time of each phase of the step, least and most over ranks, and find ranks that are slower than
+    their peers; 0: neither."""
+    log_phases: bool = option(False)
+    """A second log line with the time of each phase, and memory; without it there is one where a rank is slow."""
     straggler_threshold: float = option(1.2, above=1)
     """A rank is named when its forward and backward take that many times the median of the ranks with the same stages."""
     trace: bool = option(False)

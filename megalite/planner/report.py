@@ -16,11 +16,12 @@ from megalite.config.errors import ConfigError
 from megalite.models.shapes import parameter_count
 from megalite.pipeline.ir.simulate import Timeline
 from megalite.pipeline.ir.svg import Panel, draw_svg
+from megalite.planner.charts import Dot, scatter
 from megalite.planner.clock import Clock
 from megalite.planner.cost.rates import links_of
 from megalite.planner.cost.stage import simulator_costs
 from megalite.planner.hardware import Cluster, SoftwareStack
-from megalite.planner.page import Dot, Row, Section, Table, page, scatter
+from megalite.planner.page import Row, Section, Table, page
 from megalite.planner.search.search import Candidate, Plan, describe
 
 # Part of a step -> what it is.
@@ -240,8 +241,9 @@ def drawn_timeline(candidate: Candidate, cluster: Cluster, stack: SoftwareStack)
 def html_page(data: dict[str, Any], timeline: Timeline) -> str:
     """The dict of `plan_data` with its frontier drawn, and the step of the best layout on a clock."""
     model, cluster, layouts = data["model"], data["cluster"], data["layouts"]
-    best, columns = layouts[0], len(COLUMNS)
-    rows = [Row((*cells(layout), layout["why"]), "" if number else "best") for number, layout in enumerate(layouts)]
+    best = layouts[0]
+    rows = [Row(cells(layout), "" if number else "best") for number, layout in enumerate(layouts)]
+    losses = [Row((layout["words"], layout["why"])) for layout in layouts[1:]]
     parts = [
         Row((PARTS.get(name, name), seconds_in_words(value), f"{value / best['step_seconds']:.1%}"))
         for name, value in sorted(best["parts"].items(), key=lambda part: -part[1])
@@ -265,7 +267,8 @@ def html_page(data: dict[str, Any], timeline: Timeline) -> str:
         f"{count_in_words(model['parameters'])} on {cluster['ranks']} ranks of {cluster['name']}",
         [
             Section(texts=[*_question(data), f"Time is that of {count_in_words(data['tokens'])} tokens."]),
-            Section(heading="Layouts", table=Table((*COLUMNS, "why it loses"), rows, left=(7, 8, 9, 10, columns))),
+            Section(heading="Layouts", table=Table(COLUMNS, rows, left=(7, 8, 9, 10))),
+            Section(heading="Why the others lose", table=Table(("layout", "why it loses"), losses, left=(0, 1))),
             Section(heading="Speed against memory", figures=[(picture, about)]),
             Section(
                 heading="The step of the best layout",

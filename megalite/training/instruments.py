@@ -56,13 +56,15 @@ class Timings:
     """Collects every rank's phases once an interval.
 
     Where ranks step `apart`, without waiting for one another, rank 0 reports its own phases, and nothing is gathered. From a
-    factor of `threshold` on a rank is called a straggler.
+    factor of `threshold` on a rank is called a straggler. The log has the phases with `tell`, and where there is a straggler.
 
     Collectives: a gather of the hosts' names, unless `apart`.
     """
 
-    def __init__(self, clock: PhaseClock, topology: Topology, *, apart: bool, threshold: float) -> None:
-        self._clock, self._topology, self._threshold = clock, topology, threshold
+    def __init__(
+        self, clock: PhaseClock, topology: Topology, *, apart: bool, threshold: float, tell: bool = False
+    ) -> None:
+        self._clock, self._topology, self._threshold, self._tell = clock, topology, threshold, tell
         self._gathers = not apart and topology.world.size > 1
         self._hosts = topology.world.gather_json(platform.node(), topology.device) if self._gathers else []
         self._units = units(topology.layout) if topology.world.rank == 0 else []  # which alone compares
@@ -83,13 +85,13 @@ class Timings:
                 fields[f"{name}_ms_min"] = 1e3 * min(columns[name])
         fields |= {f"{name}_seconds": max(columns[name]) for name in _NOW_AND_THEN}
         fields["memory_bytes_max"] = max(columns["memory"])
-        lines = [_line(columns, len(rows))]
+        lines = []
         if self._gathers:
             computes = [a + b for a, b in zip(columns["forward"], columns["backward"])]
             found = compare(computes, self._units, 1.0)
             fields["straggler_factor"] = max((one.factor for one in found), default=1.0)
-            lines += [self._said(one) for one in found if one.factor >= self._threshold]
-        return fields, lines
+            lines = [self._said(one) for one in found if one.factor >= self._threshold]
+        return fields, [_line(columns, len(rows)), *lines] if self._tell or lines else []
 
     def _gather(self, steps: int, seconds: float) -> list[list[float]]:
         """A row per rank, on rank 0: seconds a step, or of the interval, and bytes."""
@@ -153,15 +155,11 @@ def compare(seconds: Sequence[float], places: Sequence[Sequence[tuple[int, ...]]
 
 
 def _line(columns: Mapping[str, Sequence[float]], ranks: int) -> str:
-    parts = [f"{_LABELS.get(name, name)} {_range(columns[name], 1e3, 1)}" for name in _EACH_STEP]
-    head = "ms/step" if ranks == 1 else f"ms/step of {ranks} ranks, least–most"
-    line = f"  {head}: {', '.join(parts)}"
-    if ranks > 1:
-        line += f" | mem {_range(columns['memory'], 2.0**-20, 0)} MiB"
-    for name in _NOW_AND_THEN:
-        if (longest := max(columns[name])) > 0.0:
-            line += f" | {name} {longest:.2f} s"
-    return line
+    ranges = {_LABELS.get(name, name): _range(columns[name], 1e3, 1) for name in _EACH_STEP}
+    parts = [f"{name} {range_}" for name, range_ in ranges.items() if range_ != "0.0"]
+    parts.append(f"mem {_range(columns['memory'], 2.0**-20, 0)} MiB")
+    parts += [f"{name} {longest:.2f} s" for name in _NOW_AND_THEN if (longest := max(columns[name])) > 0.0]
+    return f"  ms/step{'' if ranks == 1 else f' of {ranks} ranks'}: {'  '.join(parts)}"
 
 
 def _range(values: Sequence[float], scale: float, digits: int) -> str:
@@ -189,7 +187,9 @@ class Instruments:
             steps = [step + traced for traced in logging.trace_steps]
             self.traces = TraceWriter(topology, steps=steps, folder=Path(logging.run_dir), log=log)
         if logging.timing_log_level:
-            self._timings = Timings(self.clock, topology, apart=apart, threshold=logging.straggler_threshold)
+            self._timings = Timings(
+                self.clock, topology, apart=apart, threshold=logging.straggler_threshold, tell=logging.log_phases
+            )
         if logging.profile and topology.rank in logging.profile_ranks:
             folder = profile_folder(replica.config)
             assert folder is not None, "validate() asks for it"

@@ -1,4 +1,4 @@
-"""What a run reports: one line per log interval, every step to the sinks; loss spikes and throughput."""
+"""What a run reports: a line per log interval, every step to the sinks; loss spikes and throughput."""
 
 import math
 import statistics
@@ -23,8 +23,8 @@ _NORMAL = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
 _FLOOR = 0.002
 """Share of the median loss that counts as scatter at least: else a loss that hardly moves would alarm at a breath."""
-_WAIT_SHARE = 0.01
-"""Share of the time from which on waiting for data is worth a word in the line."""
+_WAIT_SHARE = 0.05
+"""Share of the time from which on waiting for data is reported."""
 
 
 class LossSpikes:
@@ -108,16 +108,40 @@ class Speed:
 
 class SpeedMeter:
     def __init__(self, config: RunConfig, *, world_size: int, device: torch.device) -> None:
-        self._seq_length = config.training.seq_length
-        self._flops = flops_per_token(config.model, self._seq_length, "palm")
+        self.seq_length = config.training.seq_length
+        self._flops = flops_per_token(config.model, self.seq_length, "palm")
         self._world_size = world_size
         self._peak = device_peak_tflops(config, device)
 
     def speed(self, *, seconds: float, steps: int, samples: int) -> Speed:
-        tokens = samples * self._seq_length / seconds
+        tokens = samples * self.seq_length / seconds
         tflops = tokens * self._flops / self._world_size / 1e12
         mfu = None if self._peak is None else tflops / self._peak
         return Speed(1e3 * seconds / steps, tokens, tokens / self._world_size, tflops, mfu)
+
+
+def short(value: float) -> str:
+    """At most six columns: `0.345`, `12.3`, `1.00T`, `1.2e-4`; NaN and infinities as they are."""
+    for scale, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= 0.9995 * scale and math.isfinite(value):
+            return f"{value / scale:#.3g}".rstrip(".") + unit
+    if float(value).is_integer():
+        return f"{value:.0f}"
+    return _power(value, 1) if 0.0 < value < 0.1 else f"{value:#.3g}".rstrip(".")
+
+
+def _power(value: float, digits: int) -> str:
+    return f"{value:.{digits}e}".replace("e-0", "e-").replace("e+0", "e+")
+
+
+def time_left(seconds: float) -> str:
+    """`42s`, `9m59s`, `23h` or `1d3h`."""
+    rest = round(seconds)
+    for unit, scale, lower, part in (("d", 86400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
+        if rest >= scale:
+            count = rest // scale
+            return f"{count}{unit}" if count >= 10 else f"{count}{unit}{rest % scale // part}{lower}"
+    return f"{rest}s"
 
 
 class Reporter:
@@ -138,6 +162,7 @@ class Reporter:
         self._log, self._sinks, self._meter, self._device = log, sinks, meter, device
         self._spikes, self._instruments = spikes, instruments
         self._interval, self._total = log_interval, total_steps
+        self._known: dict[str, float] = {}
         self._begin_interval()
         self.restart_clock()
 
@@ -188,8 +213,8 @@ class Reporter:
             "dp_wire_bytes": result.wire_bytes,
             **asdict(self._meter.speed(seconds=seconds, steps=1, samples=batch_size)),
         }
-        further = {"decoupled_lr": result.decoupled_lr, "num_zeros": result.num_zeros}
-        record |= {name: value for name, value in further.items() if value is not None}
+        optional = {"decoupled_lr": result.decoupled_lr, "num_zeros": result.num_zeros}
+        record |= {name: value for name, value in optional.items() if value is not None}
         if bubble_fraction is not None:
             record["bubble_fraction"] = bubble_fraction
         if result.fault is not None:
@@ -211,7 +236,8 @@ class Reporter:
             record["params_norm"] = params_norm()
         self._write(record)
         if due:
-            for line in (self._line(result, after, batch_size, record.get("params_norm")), *lines):
+            further = self._further(result, batch_size, record.get("params_norm"))
+            for line in (self._line(result, after), *further, *lines):
                 self._log(line)
             self._begin_interval()
 
@@ -219,44 +245,51 @@ class Reporter:
         for sink in self._sinks:
             sink.write(record)
 
-    def _line(self, result: StepResult, after: Progress, batch_size: int, params_norm: object) -> str:
+    def _line(self, result: StepResult, after: Progress) -> str:
+        """At most 120 columns with the time of day before it, also of long runs with many tokens."""
         steps = len(self._losses)
         speed = self._meter.speed(seconds=self._seconds, steps=steps, samples=self._samples)
-        minutes, seconds = divmod(round((self._total - after.step) * speed.ms_per_step / 1e3), 60)
+        loss = math.fsum(self._losses) / steps
         parts = [
             self._at(after),
-            f"samples {after.samples}",
-            f"loss {math.fsum(self._losses) / steps:.4f}",
-            *(f"{name.replace('_', ' ')} {value:.4f}" for name, value in result.auxiliary.items()),
-            f"lr {result.lr:.3e}",
-            *([] if result.decoupled_lr is None else [f"decoupled lr {result.decoupled_lr:.3e}"]),
-            f"grad norm {result.grad_norm:.3f}",
-            *([] if result.num_zeros is None else [f"num zeros {result.num_zeros}"]),
-            *([f"params norm {params_norm:.3f}"] if isinstance(params_norm, float) else []),
-            f"loss scale {result.loss_scale:g}",
-            f"batch {batch_size}",
-            f"{speed.ms_per_step:.0f} ms/step",
-            f"{speed.tokens_per_second:.0f} tokens/s",
-            f"{speed.tokens_per_second_per_rank:.0f} per rank",
-            f"{speed.tflops_per_rank:.4g} TFLOP/s per rank",
-            "MFU (PaLM) unknown peak" if speed.mfu is None else f"MFU (PaLM) {100.0 * speed.mfu:.1f} %",
-            f"mem {peak_memory_bytes(self._device) / 2**20:.0f} MiB",
-            f"ETA {minutes // 60}:{minutes % 60:02}:{seconds:02}",
+            f"{short(after.samples * self._meter.seq_length):>5} tok",
+            f"loss {loss:.{3 if loss >= 10.0 else 4}f}",
+            f"lr {_power(result.lr, 2)}",
+            f"grad norm {short(result.grad_norm):<5}",
+            f"{short(speed.tokens_per_second_per_rank):>5} tok/s/{'GPU' if self._device.type == 'cuda' else 'rank'}",
+            *([] if speed.mfu is None else [f"MFU {100.0 * speed.mfu:.1f}%"]),
+            f"ETA {time_left((self._total - after.step) * speed.ms_per_step / 1e3)}",
         ]
-        if self._waited >= _WAIT_SHARE * self._seconds:
-            parts.append(f"data wait {1e3 * self._waited / steps:.1f} ms")
+        return "  ".join(parts)
+
+    def _further(self, result: StepResult, batch_size: int, params_norm: object) -> list[str]:
+        """A second line: what this run has or was asked for, and what is not as usual."""
+        steps = len(self._losses)
+        parts = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in result.auxiliary.items()]
+        if result.num_zeros is not None:
+            parts.append(f"num zeros {result.num_zeros}")
+        if isinstance(params_norm, float):
+            parts.append(f"params norm {params_norm:.3f}")
         if self._skipped:
-            parts.append(f"skipped {self._skipped}")
-        return " | ".join(parts)
+            parts.append(f"skipped {self._skipped} of {steps} steps")
+        if self._waited >= _WAIT_SHARE * self._seconds:
+            parts.append(f"data wait {1e3 * self._waited / steps:.1f} ms/step")
+        now = {"loss scale": result.loss_scale, "batch": batch_size}
+        for name, value in now.items():
+            if (old := self._known.get(name, value)) != value:
+                parts.append(f"{name} {old:g} -> {value:g}")
+        self._known = now
+        return [f"  {'  '.join(parts)}"] if parts else []
 
     def _at(self, progress: Progress) -> str:
-        return f"step {progress.step:>{len(str(self._total))}}/{self._total}"
+        total = str(self._total) if self._total < 1_000_000 else short(self._total)
+        return f"step {progress.step:>{len(str(self._total))}}/{total}"
 
     def evaluation(self, loss: float, *, at: Progress, split: str = "valid") -> None:
         """Take note of a loss on the validation or the test split."""
         name = "validation" if split == "valid" else split
         perplexity = math.exp(min(loss, 20.0)) if math.isfinite(loss) else loss
-        self._log(f"{self._at(at)} | {name} loss {loss:.4f} | {name} perplexity {perplexity:.2f}")
+        self._log(f"{self._at(at)}  {name} loss {loss:.4f}  perplexity {perplexity:.2f}")
         record = {"kind": split, "step": at.step, "consumed_samples": at.samples}
         self._write({**record, f"{split}_loss": loss, f"{split}_perplexity": perplexity})
         self.restart_clock()

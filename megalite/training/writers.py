@@ -1,4 +1,5 @@
-"""Sinks that are imported when a run has them: TensorBoard with Megatron-LM's tags, a CSV file, Weights & Biases."""
+"""Sinks that are imported when a run has them: TensorBoard with Megatron-LM's tags, a CSV file, Prometheus, MLflow,
+Weights & Biases."""
 
 import csv
 import importlib.util
@@ -156,6 +157,68 @@ def _is_kept(row: dict[str, Any], step: int) -> bool:
     return "more" not in row and None not in row.values() and number.isdecimal() and int(number) <= step
 
 
+class Prometheus:
+    """`metrics.prom`, which node_exporter's text-file collector reads: the newest number of each name. It appears whole."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path, self._known = folder / "metrics.prom", dict[str, float]()
+        name = folder.name.replace("\\", r"\\").replace('"', r"\"").replace("\n", " ")
+        self._label = f'{{run="{name}"}}'
+
+    def write(self, record: dict[str, Any]) -> None:
+        self._known |= {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
+        lines = (
+            f"# TYPE megalite_{name} gauge\nmegalite_{name}{self._label} {_PROMETHEUS.get(str(value), repr(value))}\n"
+            for name, value in self._known.items()
+        )
+        temporary = self._path.with_suffix(".tmp")  # which the collector passes over
+        temporary.write_text("".join(lines), encoding="utf-8")
+        temporary.replace(self._path)
+
+    def close(self) -> None:
+        """The last numbers stay."""
+
+
+_PROMETHEUS = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}
+
+
+class MLflow:
+    """MLflow, under TensorBoard's tags. Where to, and who, say MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME and its other
+    variables. A run that resumes continues that of `<run_dir>/mlflow-run-id`; the config goes without credentials."""
+
+    def __init__(self, config: RunConfig, *, resumes: bool) -> None:
+        try:
+            import mlflow
+        except ImportError:
+            raise ConfigError(
+                "metrics has mlflow in it but the mlflow package is not installed; pip install mlflow, or leave mlflow out"
+            ) from None
+        folder = None if config.logging.run_dir is None else Path(config.logging.run_dir)
+        known = None if folder is None or not resumes else folder / "mlflow-run-id"
+        values = {name: value for section in redacted(sectioned(config)).values() for name, value in section.items()}
+        try:
+            found = known.read_text().strip() if known is not None and known.exists() else None
+            run = mlflow.start_run(run_id=found, run_name=redact_text(folder.name) if folder is not None else None)
+            if found is None:
+                mlflow.log_params({name: str(value)[:500] for name, value in values.items()})
+        except OSError:
+            raise
+        except Exception as error:
+            said = redact_text(" ".join(str(error).split()))
+            raise ConfigError(f"mlflow does not start: {said}; set MLFLOW_TRACKING_URI, or leave mlflow out") from None
+        if folder is not None:
+            (folder / "mlflow-run-id").write_text(f"{run.info.run_id}\n")
+        self._mlflow = mlflow
+
+    def write(self, record: dict[str, Any]) -> None:
+        with _service_errors():
+            self._mlflow.log_metrics({tag: float(value) for tag, value in _tagged(record).items()}, step=record["step"])
+
+    def close(self) -> None:
+        with _service_errors():
+            self._mlflow.end_run()
+
+
 class Wandb:
     """Weights & Biases, under TensorBoard's tags; the x axis is `step`, so a step that is made again overwrites none.
 
@@ -196,17 +259,17 @@ class Wandb:
 
     def write(self, record: dict[str, Any]) -> None:
         """Send the numbers that have a tag; NaN and infinities among them."""
-        with _as_os_error():
+        with _service_errors():
             axes = {name: record[name] for name in ("step", "consumed_samples")}
             self._run.log({**_tagged(record), **axes})
 
     def close(self) -> None:
-        with _as_os_error():
+        with _service_errors():
             self._run.finish()
 
 
 @contextmanager
-def _as_os_error() -> Iterator[None]:
+def _service_errors() -> Iterator[None]:
     """What others' code raises, of whatever type, is its service or the way there: an OSError, as of a file."""
     try:
         yield
@@ -231,8 +294,20 @@ def csv_writer(config: RunConfig, *, step: int) -> MetricSink:
     return CSVFile(Path(config.logging.run_dir) / "metrics.csv", step=step)
 
 
+def prometheus_writer(config: RunConfig, *, step: int) -> MetricSink:
+    assert config.logging.run_dir is not None, "validate() asks for one"
+    return Prometheus(Path(config.logging.run_dir))
+
+
+def mlflow_writer(config: RunConfig, *, step: int) -> MetricSink:
+    return MLflow(config, resumes=config.checkpoint.load is not None)
+
+
 def wandb_writer(config: RunConfig, *, step: int) -> MetricSink:
     return Wandb(config, resumes=config.checkpoint.load is not None)
+
+
+_FILES = {"csv": "metrics.csv", "prometheus": "metrics.prom"}
 
 
 class _Registered:
@@ -247,11 +322,11 @@ class _Registered:
             raise ConfigError(f"metrics {name} does not start: {type(error).__name__}: {error}") from error
 
     def write(self, record: dict[str, Any]) -> None:
-        with _as_os_error():
+        with _service_errors():
             self._sink.write(record)
 
     def close(self) -> None:
-        with _as_os_error():
+        with _service_errors():
             self._sink.close()
 
 
@@ -270,7 +345,7 @@ def open_writers(config: RunConfig, *, step: int) -> tuple[dict[str, MetricSink]
     if tensorboard is not None:
         sinks[tensorboard] = TensorBoard(Path(tensorboard))
     for name in wanted(config):
-        shown = str(Path(logging.run_dir or "") / "metrics.csv") if name == "csv" else name
+        shown = str(Path(logging.run_dir or "") / _FILES[name]) if name in _FILES else name
         builtin = name in WRITERS.builtin
         sinks[shown] = WRITERS.get(name)(config, step=step) if builtin else _Registered(name, config, step=step)
     return sinks, without

@@ -16,7 +16,7 @@ from megalite.cli.failures import BAD_INPUT, BUG, DEBUG_VARIABLE, INTERRUPTED, S
 from megalite.cli.failures import guarded as guarding
 from megalite.cli.main import COMMANDS, main
 from megalite.cli.output import show
-from megalite.cli.train import _Log
+from megalite.cli.run_log import RunLog
 from megalite.config.errors import ConfigError, RankError
 
 Captured = pytest.CaptureFixture[str]
@@ -260,7 +260,7 @@ def test_a_full_disk_under_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     full = os.open("/dev/full", os.O_WRONLY)
     with path.open("w") as log:
         monkeypatch.setattr(sys, "stdout", log)
-        line = _Log()
+        line = RunLog()
 
         with guarding("megalite train", [], lasting=True) as end:
             line("before")
@@ -276,7 +276,10 @@ def test_a_full_disk_under_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             end.status = 75
         assert end.status == 75
     os.close(full)
-    lines = path.read_text().splitlines()
+    day, *stamped = path.read_text().splitlines()
+    time.strptime(day, "%Y-%m-%d %Z")
+    assert all(time.strptime(line[:9], "%H:%M:%S ") for line in stamped)
+    lines = [line[9:] for line in stamped]
     assert lines[0] == "before" and lines[-1] == ("the log is written again; up to 2 lines before this one are missing")
     assert "after" in lines
     assert (

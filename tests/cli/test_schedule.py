@@ -165,13 +165,18 @@ def test_compare(run: Any) -> None:
 
 def test_compare_with_ones_own(run: Any) -> None:
     run("--schedule interleaved --pp 2 --microbatches 4 --vpp 3 --write-csv 1f1b.csv")
-    found = json.loads(run("--csv 1f1b.csv --compare 1f1b looped-bfs --json --svg all.svg --trace all.json"))
+    found = json.loads(
+        run("--csv 1f1b.csv --compare 1f1b looped-bfs --json --svg all.svg --html all.html --trace all.json")
+    )
     assert [(each["name"], each["num_stages"]) for each in found["schedules"]] == [
         ("1f1b.csv", 6),
         ("1f1b", 2),
         ("looped-bfs", 6),
     ]
-    assert found["written"] == ["all.svg", "all.json"]
+    assert found["written"] == ["all.svg", "all.html", "all.json"]
+    report = Path("all.html").read_text()
+    assert Path("all.svg").read_text().strip() in report, "one picture: the classes of two would clash"
+    assert report.count('<tr class="">') == 3 and "looped-bfs" in report
     titles = [text.text or "" for text in ET.parse("all.svg").iter("{http://www.w3.org/2000/svg}text")]
     assert [title.split(":")[0] for title in titles if "ranks" in title] == ["1f1b.csv", "1f1b", "looped-bfs"]
     trace = json.loads(Path("all.json").read_text())["traceEvents"]

@@ -221,8 +221,10 @@ _TABLE = """
 # Batch, schedules, data, checkpoints, reports.
 1 --straggler-threshold 1 => straggler_threshold is 1 … above 1, e.g. 1.2
 1 --timing-log-level 0 --straggler-threshold 1.5 => straggler_threshold 1.5 … timing_log_level 0 … timing-log-level 1
+1 --timing-log-level 0 --log-phases => log_phases … timing_log_level 0 … timing-log-level 1
 1 --metrics cvs --run-dir r => metrics has cvs in it: did you mean csv?
 1 --metrics csv => metrics csv has no folder to write to … --run-dir runs/mine
+1 --metrics prometheus => metrics prometheus has no folder to write to … --run-dir runs/mine
 1 --wandb-entity team => wandb_entity team has no effect without wandb_project … --wandb-project NAME
 1 --metrics wandb --run-dir r => metrics wandb needs a project to write to … --wandb-project NAME
 1 --metrics wandb --wandb-project tiny => metrics wandb needs a name for the run … --wandb-exp-name NAME

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megalite.cli import convert
-from megalite.cli.display import ByteProgress, decimal_bytes
+from megalite.cli.display import ByteProgress, decimal_bytes, working
 from megalite.conversion.huggingface.weights import HuggingFaceWeights
 from megalite.conversion.native import NativeWeights, write_native
 from megalite.conversion.open import open_weights
@@ -242,10 +242,20 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch: pytest
         return stream.getvalue()
 
     lines = shown(io.StringIO()).splitlines()
-    assert len(lines) == 20, "one every five seconds"
-    assert lines[9] == " 49 %, 490.0 MB of 1.0 GB (10.0 MB/s), 0:51 left"
+    assert lines == [" 59 %, 590.0 MB of 1.0 GB (10.0 MB/s), 0:41 left"], "one a minute"
     bar = shown(Terminal())
     assert bar.count("\r") >= 99 and " 50%" in bar and "500.0 MB of 1.0 GB (10.0 MB/s), 0:50 left" in bar
+
+
+def test_what_works_says_so_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    for stream in (io.StringIO(), Terminal()):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with working("searching") as say:
+            say("found \x1b]0;evil")
+        shown = stream.getvalue()
+        assert "\x1b]" not in shown and ("searching ..." in shown and "found" in shown) == stream.isatty()
+        assert not shown or shown.endswith("\x1b[1A\x1b[2K"), "nothing of it stays"
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,14 @@ def test_the_same_bytes_twice(load: Load, tmp_path: Path) -> None:
     assert "<dc:date>" not in first
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_every_colour_has_another_on_a_dark_page(name: str) -> None:
+    _, _, dark = (IMAGES / f"{name}.svg").read_text().partition("prefers-color-scheme: dark")
+    rules, _, drawing = dark.partition("</style>")
+    used = set(re.findall(r"(?:fill|stroke): #[0-9a-f]{6}", drawing))
+    assert used and all(f'[style*="{colour}"]' in rules for colour in used)
+
+
 def test_the_script_writes_what_is_named(
     load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

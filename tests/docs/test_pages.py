@@ -38,7 +38,15 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     built = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
     assert built.returncode == 0, built.stderr
     pages = [page.removesuffix(".md") for page in navigation() if page != "index.md"]
-    assert all((tmp_path / "site" / page / "index.html").is_file() for page in pages)
+    site = tmp_path / "site"
+    assert all((site / page / "index.html").is_file() for page in [*pages, "reference"])
+    home, reference = (
+        path.read_text(encoding="utf-8") for path in (site / "index.html", site / "reference" / "index.html")
+    )
+    assert "What composes with what" in home and 'href="tour/"' in home and 'src="images/overview.svg"' in home
+    assert 'data-bs-theme="auto"' in home and 'data-bs-theme-value="dark"' in home
+    assert "find_checkpoint" in reference and "fills in" in reference
+    assert (site / "search" / "search_index.json").stat().st_size > 100_000
 
 
 def test_the_readme_leads_to_the_index_and_the_first_pages() -> None:

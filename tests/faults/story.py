@@ -220,7 +220,7 @@ class _Telling:
         assert self._latest() in (None, *after), f"latest names step {self._latest()}, which is not in {after}"
         newest = after[-1] if after else 0
         assert newest >= max(before, default=0), f"the checkpoint of step {before[-1]} is gone; there are {after}"
-        saved = [int(step) for step in re.findall(r"^saved \S*step-(\d+) ", printed, re.MULTILINE)]
+        saved = [int(step) for step in re.findall(r"^\S+ saved \S*step-(\d+) ", printed, re.MULTILINE)]
         assert newest >= max(saved, default=0), f"said that it saved step {saved[-1]}; there are {after}"
         # The step after a save is made when the save is done, or, with async saves, the one before it.
         interval = self.saving.interval
@@ -232,7 +232,7 @@ class _Telling:
     def _finish(self, reference: Reference) -> None:
         """The life that comes to the end."""
         life, printed = self._live(None)
-        self.saved_last = "\nsaved " in printed
+        self.saved_last = " saved " in printed
         assert set(life.statuses) == {0}, f"no one was killed, and yet it ended with {life.statuses}"
 
     def _check_end(self, reference: Reference) -> None:

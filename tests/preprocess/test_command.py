@@ -249,7 +249,8 @@ class TestProgress:
             text = "2,000 documents (100/s), 250,000 tokens (12,500/s), 1.0 MB (50.0 KB/s), 2 bad lines, 0:20 left"
             assert f" 50% {text}" in last
 
-    def test_a_line_every_few_seconds_elsewhere(self, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    def test_a_line_now_and_then_elsewhere(self, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+        monkeypatch.setattr("megalite.cli.display._LOG_SECONDS", 5.0)
         self.show(monkeypatch, tty=False, total=None)
         assert capsys.readouterr().err.splitlines() == [
             "continuing",

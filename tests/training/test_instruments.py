@@ -51,7 +51,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_a_run_says_where_its_time_goes(tmp_path: Path) -> None:
-    lines = run(tmp_path, metrics=["csv"])
+    lines = run(tmp_path, metrics=["csv"], log_phases=True)
     told = [line for line in lines if line.startswith("  ms/step: forward ")]
     assert len(told) == 2 and "evaluation" in told[0] and "save" in told[1]
     found = records(tmp_path)

@@ -62,7 +62,7 @@ def test_the_test_split_is_evaluated_once_at_the_end(prefix: str, tmp_path: Path
     assert [record["step"] for record in records(tmp_path / "run", "valid")] == [0, 2, 4]
     (test,) = records(tmp_path / "run", "test")
     assert test["step"] == 4 and test["test_loss"] > 0
-    assert lines[-2].startswith(f"step 4/4 | test loss {test['test_loss']:.4f} | test perplexity ")
+    assert lines[-2].startswith(f"step 4/4  test loss {test['test_loss']:.4f}  perplexity ")
     # A run that is only interrupted has not come to its end.
     lines = run(prefix, tmp_path / "half", exit_interval=3)
     assert not records(tmp_path / "half", "test") and not any("test loss" in line for line in lines)
@@ -89,7 +89,10 @@ def test_whatever_comes_next_is_read_while_a_step_computes(
 def test_the_wait_for_data_is_that_of_the_slowest_rank(prefix: str, tmp_path: Path) -> None:
     lines, _ = run_ranks(2, second_rank_waits, prefix, str(tmp_path))
     assert [record["data_wait_ms"] for record in records(tmp_path, "train")] == [1000.0, 2000.0, 3000.0, 4000.0]
-    assert [line.split("data wait ")[1] for line in lines if "data wait" in line] == ["1500.0 ms", "3500.0 ms"]
+    assert [line.split("data wait ")[1] for line in lines if "data wait" in line] == [
+        "1500.0 ms/step",
+        "3500.0 ms/step",
+    ]
 
 
 def second_rank_waits(context: RankContext, prefix: str, folder: str) -> list[str]:
@@ -194,7 +197,7 @@ def test_a_test_loss_that_was_missed_is_made_up_for_once(
     for _ in range(2):
         lines = run(prefix, tmp_path / "run", **words)
         assert lines[-2] == "the checkpoint is at step 4 of 4: nothing to do"
-        assert lines[-1].startswith("step 4/4 | test loss ")
+        assert lines[-1].startswith("step 4/4  test loss ")
         assert [record["step"] for record in records(tmp_path / "run", "test")] == [4]
     lines = run(prefix, tmp_path / "run", **{**words, "train_iters": 3})
     assert "the checkpoint is at step 4 of 3: nothing to do" in lines

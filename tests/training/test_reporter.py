@@ -13,7 +13,7 @@ import megalite.training.reporter as reporter_module
 from megalite.config.describe import replace
 from megalite.config.run import RunConfig
 from megalite.optimizers.schedules import Progress
-from megalite.training.reporter import LossSpikes, Reporter, SpeedMeter, device_peak_tflops
+from megalite.training.reporter import LossSpikes, Reporter, SpeedMeter, device_peak_tflops, short, time_left
 from megalite.training.sinks import JsonLines
 from megalite.training.step import StepResult
 from tests.support.tiny import tiny_config
@@ -64,25 +64,95 @@ def test_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup(monkeypatch, peak_tflops=0.001)
     setup.step(1, loss=3.0)
     assert setup.lines == []
-    setup.step(2, 1.5, loss=2.0, loss_scale=65536.0, skipped=True)
-    (line,) = setup.lines
-    for part in (
-        *("step  2/20", "samples 16", "loss 2.5000", "lr 3.000e-04", "grad norm 1.500", "loss scale 65536"),
-        *("batch 8", "1000 ms/step", "128 tokens/s", "64 per rank", "skipped 1", "ETA 0:00:18"),
-    ):
-        assert part in line.split(" | "), (part, line)
+    setup.step(2, 1.5, loss=2.0)
     # 64 tokens/s and rank · 337,920 FLOPs a token
     tflops = 64 * (6 * (4 * 12 * 32 * 32 + 96 * 32) + 12 * 4 * 32 * 16) / 1e12
-    assert f"{tflops:.4g} TFLOP/s per rank" in line
-    assert f"MFU (PaLM) {100 * tflops / 0.001:.1f} %" in line
-    assert re.search(r"\| mem \d+ MiB \|", line)
+    assert setup.lines == [
+        "step  2/20    256 tok  loss 2.5000  lr 3.00e-4  grad norm 1.50      64 tok/s/rank  "
+        f"MFU {100 * tflops / 0.001:.1f}%  ETA 18s"
+    ]
+    assert setup.sink.found[1]["tflops_per_rank"] == pytest.approx(tflops / 1.5)
+
+
+def test_a_second_line_says_what_is_not_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = Setup(monkeypatch)
+    for number in range(1, 9):
+        scale = 65536.0 if number < 4 else 32768.0
+        setup.step(number, loss_scale=scale, skipped=number == 3, waited=0.1 if number > 6 else 0.0)
+    assert [line for line in setup.lines if line.startswith("  ")] == [
+        "  skipped 1 of 2 steps  loss scale 65536 -> 32768",
+        "  data wait 100.0 ms/step",
+    ]
+    setup.step(9)
+    setup.now += 0.5
+    result = StepResult(
+        loss=2.0, grad_norm=1.5, lr=3e-4, loss_scale=32768.0, skipped=False, auxiliary={}, phase="", wire_bytes=0.0
+    )
+    setup.reporter.step(result, after=Progress(10, 88), batch_size=16, params_norm=lambda: 12.5)
+    assert setup.lines[-1] == "  params norm 12.500  batch 8 -> 16"
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_a_line_of_a_long_run_is_at_most_120_columns_wide(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the nine columns of the time of day."""
+    draw = random.Random(seed)
+    lines: list[str] = []
+    total = int(10 ** draw.uniform(5, 7.1))
+    meter = SpeedMeter(tiny_config(1, seq_length=4096, peak_tflops=1e9), world_size=4096, device=torch.device("cuda"))
+    now = [0.0]
+    monkeypatch.setattr(reporter_module.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(reporter_module, "peak_memory_bytes", lambda device: 0)
+    device = torch.device("cuda")
+    reporter = Reporter(log=lines.append, sinks=[], meter=meter, log_interval=1, total_steps=total, device=device)
+    step = draw.randint(total // 2, total)
+    now[0] += 10 ** draw.uniform(-3, 3)
+    values = {"loss": draw.uniform(0, 20), "grad_norm": 10 ** draw.uniform(-5, 5), "lr": 10 ** draw.uniform(-7, -1)}
+    result = StepResult(**values, loss_scale=1.0, skipped=False, auxiliary={}, phase="", wire_bytes=0.0)
+    samples = int(10 ** draw.uniform(8, 10))  # 4e11 to 4e13 tokens
+    reporter.step(result, after=Progress(step, samples), batch_size=int(10 ** draw.uniform(2, 4)))
+    (line,) = lines
+    assert len(line) <= 120 - len("14:05:09 "), line
+    assert (f"step {step:>{len(str(total))}}/" in line and "T tok " in line) or "B tok " in line
+
+
+@pytest.mark.parametrize(
+    "value, said",
+    [
+        *(
+            (0.0, "0"),
+            (0.0001234, "1.2e-4"),
+            (0.05, "5.0e-2"),
+            (0.3456, "0.346"),
+            (12.34, "12.3"),
+            (999.4, "999"),
+            (999.6, "1.00k"),
+        ),
+        *(
+            (64, "64"),
+            (0.72, "0.720"),
+            (100_000, "100k"),
+            (1_907_349, "1.91M"),
+            (1e12, "1.00T"),
+            (math.nan, "nan"),
+            (math.inf, "inf"),
+        ),
+    ],
+)
+def test_numbers_in_few_columns(value: float, said: str) -> None:
+    assert short(value) == said
+
+
+def test_time_left() -> None:
+    times = {0: "0s", 59: "59s", 60: "1m0s", 599: "9m59s", 600: "10m", 35_999: "9h59m", 86_399: "23h", 90_000: "1d1h"}
+    assert {seconds: time_left(seconds) for seconds in times} == times
+    assert time_left(99 * 86400) == "99d"
 
 
 def test_waiting_for_data_is_noted_and_said_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup(monkeypatch)
-    for number, waited in enumerate((0.001, 0.008, 0.0005, 0.0095, 0.0, 0.01), start=1):
+    for number, waited in enumerate((0.001, 0.008, 0.0, 0.049, 0.0, 0.05), start=1):
         setup.step(number, waited=waited)
-    assert [re.findall(r"data wait (\S+) ms", line) for line in setup.lines] == [[], ["5.0"], ["5.0"]]
+    assert [re.findall(r"data wait (\S+) ms", line) for line in setup.lines] == [[], [], [], ["25.0"]]
     assert [record["data_wait_ms"] for record in setup.sink.found[:2]] == [1.0, 8.0]
 
 
@@ -90,20 +160,19 @@ def test_each_interval_starts_anew_and_the_last_step_ends_one(monkeypatch: pytes
     setup = Setup(monkeypatch, interval=9)
     for number in range(1, 21):
         setup.step(number, seconds=number, loss=float(number), skipped=number == 1)
-    first, second, last = setup.lines
-    assert (
-        first.startswith("step  9/20") and "loss 5.0000" in first and "5000 ms/step" in first and "skipped 1" in first
-    )
-    assert "loss 14.0000" in second and "14000 ms/step" in second and "skipped" not in second
-    assert last.startswith("step 20/20") and last.endswith("ETA 0:00:00")
+    first, skipped, second, last = setup.lines
+    assert first.startswith("step  9/20") and "loss 5.0000" in first and "ETA 55s" in first
+    assert skipped == "  skipped 1 of 9 steps"
+    assert "loss 14.000 " in second and "ETA 28s" in second
+    assert last.startswith("step 20/20") and last.endswith("ETA 0s")
 
 
 def test_nan_an_unknown_peak_and_auxiliary_losses_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup(monkeypatch)
     setup.step(1, loss=math.nan, grad_norm=math.nan)
     setup.step(2, grad_norm=math.inf, auxiliary={"load_balancing_loss": 0.0125, "z_loss": 0.5})
-    assert "loss nan | load balancing loss 0.0125 | z loss 0.5000 | lr" in setup.lines[0]
-    assert "MFU (PaLM) unknown peak" in setup.lines[0] and setup.sink.found[0]["mfu"] is None
+    assert "loss nan" in setup.lines[0] and setup.lines[1] == "  load balancing loss 0.0125  z loss 0.5000"
+    assert "MFU" not in setup.lines[0] and setup.sink.found[0]["mfu"] is None
     assert setup.sink.found[1]["z_loss"] == 0.5
     assert "grad norm inf" in setup.lines[0]
     assert math.isnan(setup.sink.found[0]["loss"])
@@ -129,8 +198,8 @@ def test_evaluation_is_said_and_takes_no_step_s_time(monkeypatch: pytest.MonkeyP
     setup.now += 50.0
     setup.reporter.evaluation(math.log(8.0), at=Progress(1, 8))
     setup.step(2, 0.5)
-    assert "step  1/20 | validation loss 2.0794 | validation perplexity 8.00" in setup.lines
-    assert "500 ms/step" in setup.lines[-1]
+    assert "step  1/20  validation loss 2.0794  perplexity 8.00" in setup.lines
+    assert setup.lines[-1].endswith("ETA 9s"), "18 steps of half a second"
     assert setup.sink.found[1] == {
         "kind": "valid",
         "step": 1,
@@ -144,8 +213,8 @@ def test_the_test_split_s_loss_and_one_that_is_not_a_number(monkeypatch: pytest.
     setup = Setup(monkeypatch)
     setup.reporter.evaluation(math.log(8.0), at=Progress(20, 160), split="test")
     setup.reporter.evaluation(math.nan, at=Progress(4, 32))
-    assert setup.lines[0] == "step 20/20 | test loss 2.0794 | test perplexity 8.00"
-    assert "validation loss nan | validation perplexity nan" in setup.lines[1]
+    assert setup.lines[0] == "step 20/20  test loss 2.0794  perplexity 8.00"
+    assert "validation loss nan  perplexity nan" in setup.lines[1]
     record = setup.sink.found[0]
     assert (record["kind"], record["test_loss"]) == ("test", math.log(8.0))
     assert record["test_perplexity"] == pytest.approx(8.0)

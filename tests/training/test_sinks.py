@@ -15,7 +15,7 @@ from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 from megalite.training.sinks import JsonLines
-from megalite.training.writers import COLUMNS, TENSORBOARD_TAGS, CSVFile, TensorBoard, Wandb
+from megalite.training.writers import COLUMNS, TENSORBOARD_TAGS, CSVFile, MLflow, TensorBoard, Wandb, open_writers
 
 
 def record(step: int, **more: Any) -> dict[str, Any]:
@@ -239,3 +239,54 @@ def test_wandb_that_does_not_start(tmp_path: Path, wandb: Stub, monkeypatch: pyt
     monkeypatch.setattr(sys.modules["wandb"], "init", refuse)
     with pytest.raises(ConfigError, match=r"^wandb does not start: no key for https://\*\*\*@host, call login; run"):
         Wandb(config_of(tmp_path), resumes=False)
+
+
+def test_prometheus_has_the_newest_numbers(tmp_path: Path) -> None:
+    folder = tmp_path / 'a"b'
+    folder.mkdir()
+    sinks, _ = open_writers(replace(RunConfig(), run_dir=str(folder), metrics=["prometheus"]), step=0)
+    sink = sinks[str(folder / "metrics.prom")]
+    sink.write(record(1, skipped=False, dp_phase="gradients"))
+    sink.write(record(2, loss=math.nan, skipped=True, mfu=None))
+    sink.write({"kind": "valid", "step": 2, "consumed_samples": 16, "valid_loss": math.inf})
+    sink.close()
+    rows = (folder / "metrics.prom").read_text().splitlines()
+    assert rows[::2] == [f"# TYPE {row.partition('{')[0]} gauge" for row in rows[1::2]]
+    found = dict(row.rsplit(" ", 1) for row in rows[1::2])
+    label = '{run="a\\"b"}'
+    assert found == {
+        f"megalite_{name}{label}": value
+        for name, value in {
+            "step": "2.0",
+            "consumed_samples": "16.0",
+            "loss": "NaN",
+            "skipped": "1.0",
+            "valid_loss": "+Inf",
+        }.items()
+    }
+    assert [path.name for path in folder.glob("metrics*")] == ["metrics.prom"]
+
+
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+def test_mlflow_continues_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.chdir(tmp_path)
+    pytest.importorskip("sqlalchemy")
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    config = replace(RunConfig(), run_dir=str(tmp_path), metrics=["mlflow"], data_path=["s3://me:hunter2@host/x"])
+    for resumes, steps in ((False, (1, 2)), (True, (3,))):
+        sink = MLflow(config, resumes=resumes)
+        for step in steps:
+            sink.write(record(step))
+        sink.close()
+    (run,) = mlflow.search_runs(output_format="list")
+    assert run.info.run_id == (tmp_path / "mlflow-run-id").read_text().strip() and run.info.status == "FINISHED"
+    history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "lm loss")
+    assert [(each.step, each.value) for each in history] == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
+    assert run.data.params["hidden_size"] == str(config.model.hidden_size) and "hunter2" not in str(run.data.params)
+
+
+def test_mlflow_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(ConfigError, match=r"^metrics has mlflow in it but .*; pip install mlflow, or leave"):
+        MLflow(replace(RunConfig(), run_dir=str(tmp_path), metrics=["mlflow"]), resumes=False)

@@ -90,7 +90,9 @@ def test_a_step_of_two_stages_knows_its_phases() -> None:
     assert sum(first.values()) < whole - 0.05
 
 
-def report(context: RankContext, axes: dict[str, int], forward: list[float], apart: bool = False) -> Any:
+def report(
+    context: RankContext, axes: dict[str, int], forward: list[float], apart: bool = False, tell: bool = True
+) -> Any:
     """An interval of two steps in which each rank computed as long as it was asked to; (report, collectives)."""
     topology = context.topology(**axes)
     gathers: list[str] = []
@@ -98,7 +100,7 @@ def report(context: RankContext, axes: dict[str, int], forward: list[float], apa
         patch.setattr(instruments.platform, "node", lambda: f"host{context.rank}")
         patch.setattr(instruments, "peak_memory_bytes", lambda device: (context.rank + 1) << 20)
         clock = PhaseClock(topology.device)
-        timings = Timings(clock, topology, apart=apart, threshold=1.5)
+        timings = Timings(clock, topology, apart=apart, threshold=1.5, tell=tell)
         gather = Group.all_gather
 
         def counted(self: Group, *arguments: Any) -> None:
@@ -126,9 +128,14 @@ def test_least_and_most_over_ranks() -> None:
     assert fields["memory_bytes_max"] == 2 << 20
     assert fields["straggler_factor"] == pytest.approx(1.25)
     assert lines == [
-        "  ms/step of 2 ranks, least–most: forward 1000.0–1250.0, backward 0.0, reduce 0.0, optimizer 2.0, data 0.0, "
-        "other 748.0–998.0 | mem 1–2 MiB | save 0.50 s"
+        "  ms/step of 2 ranks: forward 1000.0–1250.0  optimizer 2.0  other 748.0–998.0  mem 1–2 MiB  save 0.50 s"
     ]
+
+
+def test_phases_are_told_when_asked_for_or_a_rank_is_slow() -> None:
+    for forward, tell, told in (([1.0, 1.25], False, 0), ([1.0, 1.8], False, 2), ([1.0, 1.8], True, 2)):
+        _, lines, _ = run_ranks(2, report, {"dp": 2}, forward, False, tell)[0]
+        assert len(lines) == told
 
 
 def test_a_straggler_is_named_with_its_host() -> None:
@@ -151,9 +158,7 @@ def test_ranks_that_run_apart_exchange_nothing() -> None:
     first, second = run_ranks(2, report, {"dp": 2}, [1.0, 3.0], apart=True)
     assert first[2] == second[2] == []
     assert first[0]["forward_ms"] == first[0]["forward_ms_min"] == pytest.approx(1000.0)
-    assert first[1] == [
-        "  ms/step: forward 1000.0, backward 0.0, reduce 0.0, optimizer 2.0, data 0.0, other 998.0 | save 0.50 s"
-    ]
+    assert first[1] == ["  ms/step: forward 1000.0  optimizer 2.0  other 998.0  mem 1 MiB  save 0.50 s"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A white panel to draw on, in pixels from the top left corner, and the colours that all drawings share.
+"""A panel to draw on, white or on dark pages dark, in pixels from the top left corner, and the colours that all drawings share.
 
 A hue is a rank or a group of ranks (in schedules: forward and backward, or a bucket), red is communication, and grey
 is what every rank holds alike, or idle time.
@@ -22,6 +22,25 @@ MIDDLE = ("#7fb0e3", "#f3a95c", "#86c984", "#b996dd")
 """The same hues, stronger."""
 DARK = ("#2364a8", "#b4610c", "#2f7d33", "#73459f")
 """The same hues for lines and text."""
+
+_NIGHT = {
+    "#ffffff": "#0d1117",
+    "#f6f8fa": "#161b22",
+    INK: "#e6edf3",
+    MUTED: "#9da7b3",
+    FAINT: "#3d444d",
+    GREY: "#30363d",
+    **dict(zip(LIGHT, ("#1f3f66", "#5e3d16", "#234f2a", "#463463"), strict=True)),
+    **dict(zip(MIDDLE, ("#2f6bb0", "#96590f", "#3a7d3a", "#6f4aa3"), strict=True)),
+    **dict(zip(DARK, ("#79b8ff", "#f0a35e", "#7ee787", "#cba6f7"), strict=True)),
+    RED: "#ff7b72",
+}
+"""Each colour where the reader wants dark pages; light text reads well on the fills."""
+_RULES = "".join(
+    f'[style*="{what}: {light}"]{{{what}:{dark} !important}}'
+    for light, dark in _NIGHT.items()
+    for what in ("fill", "stroke")
+)
 
 POINTS = 72 / 96
 """Of a pixel."""
@@ -148,6 +167,9 @@ class Drawing:
         with mpl.rc_context({"svg.hashsalt": "megalite", "svg.fonttype": "path"}):
             metadata = {"Date": None, "Creator": None, "Title": self.title} if path.suffix == ".svg" else None
             self.figure.savefig(path, metadata=metadata, dpi=96)
+        if path.suffix == ".svg":
+            style = f"<style>@media (prefers-color-scheme: dark){{{_RULES}}}</style>\n </defs>"
+            path.write_text(path.read_text(encoding="utf-8").replace("</defs>", style, 1), encoding="utf-8")
 
     def _path(self, outline: Outline, *, fill: str, edge: str, line: float = 1.0, dashed: bool = False) -> None:
         self.axes.add_patch(

@@ -72,7 +72,7 @@ def draw() -> Drawing:
         y = TOP + ROW * index
         drawing.text(LEFT - 12, y + 9, name, align="right", colour=INK)
         drawing.box(LEFT, y, max(2.0, SCALE * _place(sent)), 18, fill=LIGHT[0], radius=2)
-        drawing.text(LEFT + SCALE * _place(sent) + 8, y + 9, f"{sent:.3g}", align="left", colour=DARK[0])
+        drawing.text(600, y + 9, f"{sent:.3g}", align="right", colour=DARK[0])
         drawing.text(736, y + 9, f"{kept:.4g}", align="right", colour=MUTED)
     return drawing
 

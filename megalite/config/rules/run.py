@@ -273,6 +273,9 @@ VISIBILITY: tuple[Check, ...] = (
             "metrics csv has no folder to write to; add --run-dir runs/mine": (
                 lambda c: "csv" in c.metrics and c.run_dir is None
             ),
+            "metrics prometheus has no folder to write to; add --run-dir runs/mine": (
+                lambda c: "prometheus" in c.metrics and c.run_dir is None
+            ),
             "{!wandb_entity|wandb_exp_name} has no effect without wandb_project; add --wandb-project NAME or remove it": (
                 lambda c: "wandb" not in writers(c.run)
             ),
@@ -282,7 +285,7 @@ VISIBILITY: tuple[Check, ...] = (
             "metrics wandb needs a name for the run; add --wandb-exp-name NAME or --run-dir runs/NAME": (
                 lambda c: "wandb" in writers(c.run) and c.wandb_exp_name is None and c.run_dir is None
             ),
-            "{!straggler_threshold} has no effect with {timing_log_level}; use --timing-log-level 1 or remove it": (
+            "{!straggler_threshold|log_phases} has no effect with {timing_log_level}; use --timing-log-level 1 or remove it": (
                 lambda c: c.timing_log_level == 0
             ),
             "{!profile_step_start|profile_step_end|profile_ranks} has no effect without profile; add --profile or remove it": (

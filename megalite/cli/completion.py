@@ -1,0 +1,116 @@
+"""`megalite completion`: what shells complete with, from the tables of commands and of settings."""
+
+import re
+import shlex
+from argparse import Namespace
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from megalite.cli.command import Command
+from megalite.cli.main import COMMANDS
+from megalite.cli.output import show
+from megalite.cli.tool_commands import COMPLETION
+from megalite.config.describe import settings
+from megalite.config.files import preset_names
+from megalite.config.flags import RUN_OPTIONS
+
+main = COMPLETION
+
+Words = Mapping[str, tuple[Sequence[str], str]]
+"""Flag -> its values, where they are few, and its help."""
+
+_BASH = """\
+_megalite() {
+  local current="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}" command="" word words=""
+  if [[ "${COMP_WORDS[0]}" == *pretrain_gpt.py ]]; then command=train; else
+    for word in "${COMP_WORDS[@]:1:$((COMP_CWORD-1))}"; do
+      case "$command $word" in
+        %(commands)s) command="${command:+$command }$word" ;;
+        *) break ;;
+      esac
+    done
+  fi
+  case "$command $before" in
+%(values)s
+  esac
+  if [[ -z "$words" ]]; then
+    case "$command$([[ "$current" == -* ]] && echo " -")" in
+%(flags)s
+    esac
+  fi
+  COMPREPLY=($(compgen -W "$words" -- "$current"))
+}
+complete -o default -F _megalite megalite pretrain_gpt.py
+"""
+
+
+def run(flags: Namespace) -> int:
+    if flags.shell == "fish":
+        show("\n".join(_fish()))
+        return 0
+    bash = _bash()
+    show(f"autoload -U +X bashcompinit && bashcompinit\n{bash}" if flags.shell == "zsh" else bash)
+    return 0
+
+
+def commands(known: Mapping[str, Command] = COMMANDS) -> Iterator[Command]:
+    """All, those that others are divided into behind them."""
+    for command in known.values():
+        yield command
+        yield from commands(command.commands)
+
+
+def words_of(command: Command) -> Words:
+    """The flags of a command."""
+    found: dict[str, tuple[Sequence[str], str]] = {}
+    if command.settings is not None or not command.reads:
+        found |= {flag: (preset_names() if flag == "--preset" else (), text) for flag, (_, text) in RUN_OPTIONS.items()}
+        for setting in settings().values():
+            negated = [f"--no-{setting.flags[0][2:]}"] if setting.type is bool else []
+            found |= dict.fromkeys([*setting.flags, *negated], (setting.choices, setting.help))
+    found |= {word: (flag.choices, flag.help) for word, flag in command.spellings.items() if flag.help}
+    return {"--help": ((), "")} | found
+
+
+def _place(command: Command) -> str:
+    return command.name.removeprefix("megalite ")
+
+
+def _bash() -> str:
+    everything = list(commands())
+    inner = [f'"{" ".join(_place(command).split()[:-1])} {_place(command).split()[-1]}"' for command in everything]
+    values: dict[str, list[str]] = defaultdict(list)
+    for command in everything:
+        for flag, (choices, _) in words_of(command).items():
+            if choices:
+                values[" ".join(choices)].append(f'"{_place(command)} {flag}"')
+    flags = [f'"") words="{" ".join(COMMANDS)}" ;;']
+    for command in everything:
+        if command.commands:
+            flags.append(f'"{_place(command)}") words="{" ".join(command.commands)}" ;;')
+        else:
+            placed = " ".join(word for flag in command.flags if flag.is_placed for word in flag.choices)
+            flags.append(f'"{_place(command)}") words="{placed}" ;;')
+            flags.append(f'"{_place(command)} -") words="{" ".join(words_of(command))}" ;;')
+    return _BASH % {
+        "commands": " | ".join(inner),
+        "values": "\n".join(f'    {" | ".join(names)}) words="{words}" ;;' for words, names in values.items()),
+        "flags": "\n".join(f"      {line}" for line in flags),
+    }
+
+
+def _fish() -> Iterator[str]:
+    yield "complete -c megalite -n __fish_use_subcommand -f"
+    for command in commands():
+        *outer, name = _place(command).split()
+        where = " ".join(f"__fish_seen_subcommand_from {word};" for word in outer).rstrip(";").replace("; ", "; and ")
+        where = where or "__fish_use_subcommand"
+        yield f"complete -c megalite -n {shlex.quote(where)} -f -a {name} -d {shlex.quote(command.summary)}"
+        seen = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in (*outer, name))
+        for placed in command.flags:
+            if placed.is_placed and placed.choices:
+                yield f"complete -c megalite -n {shlex.quote(seen)} -f -a {shlex.quote(' '.join(placed.choices))}"
+        for flag, (choices, text) in words_of(command).items():
+            about = re.split(r"; |: |\\. |\\.$", text)[0]
+            given = f" -x -a {shlex.quote(' '.join(choices))}" if choices else ""
+            yield f"complete -c megalite -n {shlex.quote(seen)} -l {flag[2:]}{given} -d {shlex.quote(about)}"
