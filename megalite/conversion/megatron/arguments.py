@@ -45,6 +45,9 @@ class Arguments:
             raise ConversionError(f"{path} has no args, which say what the model is")
         return cls(vars(content["args"]), path)
 
+    def without(self, name: str) -> "Arguments":
+        return Arguments({key: value for key, value in self._values.items() if key != name}, self.path)
+
     def get(self, name: str, default: Any = None) -> Any:
         """A plain value: None, bool, number, string or a sequence of these."""
         value = self._values.get(name)
