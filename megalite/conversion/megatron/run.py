@@ -56,7 +56,10 @@ class MegatronRun(MegatronDistWeights):
                 prefix = f"{_WHOLE}{name}."
                 stored = {key.removeprefix(prefix): each for key, each in self.stored.items() if key.startswith(prefix)}
                 if stored:
-                    found[state] = partial(self.read_from, self.whole_tensors(stored))
+                    try:
+                        found[state] = partial(self.read_from, self.whole_tensors(stored))
+                    except ConversionError as error:
+                        raise ConversionError(f"{error} (of {prefix}*)") from None
         return found
 
     def _bucket_states(self) -> dict[str, ReadWhole]:

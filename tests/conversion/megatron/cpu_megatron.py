@@ -96,7 +96,14 @@ def record(folder: Path) -> None:
         lr = optimizer.param_groups[0]["lr"]
         found = step_of(forward, data, model, optimizer, *args, **kwargs)
         losses = {name: value.item() for name, value in found[0].items()}
-        steps.append({"tokens": sum(tokens, []), "lr": lr, "loss": losses.get("lm loss"), "grad_norm": found[5]})
+        steps.append(
+            {
+                "tokens": [row for rows in tokens for row in rows],
+                "lr": lr,
+                "loss": losses.get("lm loss"),
+                "grad_norm": found[5],
+            }
+        )
         (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(steps))
         return found
 
