@@ -114,11 +114,49 @@ def test_states_of_experts_and_of_bf16(tmp_path: Path) -> None:
                 assert torch.equal(training.states[state](key)[: len(expected)], expected)
 
 
-def save_run(folder: Path, weights: MadeUp, states: dict[str, MadeUp], **args: Any) -> Path:
+NORMS = ("input_layernorm.weight", "pre_mlp_layernorm.weight")
+LINEAR = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
+PROJ, QKV, FC1, FC2 = (f"{name}.weight" for name in LINEAR)
+ORDER = {
+    "local": (NORMS[0], PROJ, QKV, NORMS[1], FC1, FC2),
+    "transformer_engine": (PROJ, NORMS[0], QKV, NORMS[1], FC1, FC2),
+}
+"""A layer's parameters as the two kinds of layers have them."""
+
+
+@pytest.mark.parametrize("implementation", ORDER)
+def test_buckets_of_two_data_parallel_ranks(tmp_path: Path, implementation: str) -> None:
+    """Each has half of the bucket, whatever parameter that cuts."""
+    weights = MadeUp(tmp_path, LLAMA)
+    held = builder.stage(weights, range(2), 1, 0, first=True, last=True)
+    layers = [f"decoder.layers.{layer}.{name}" for layer in range(2) for name in ORDER[implementation]]
+    ends = ("decoder.final_layernorm.weight", "output_layer.weight")
+    names = ["embedding.word_embeddings.weight", *layers, *ends]
+    assert set(names) == set(held)
+    flat: list[torch.Tensor] = []
+    for name in reversed(names):
+        size = sum(part.numel() for part in flat)
+        flat += [torch.full((-size % 64,), torch.nan), held[name].reshape(-1)]
+    bucket = torch.cat(flat)
+    blocks = [((start,), part.clone()) for start, part in zip((0, 5000), bucket.split([5000, len(bucket) - 5000]))]
+    key = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.float32, torch.float32).bucket_idx_0"
+    more = {f"{key}.{name}": (tuple(bucket.shape), blocks) for name in ("param", "exp_avg", "exp_avg_sq")}
+    found = open_weights(
+        save_run(tmp_path / "saved", weights, {}, more, transformer_impl=implementation), with_optimizer=True
+    )
+    for name in found.shapes:  # type: ignore[attr-defined]
+        expected = weights.read(name)[: weights.model.vocab_size]
+        for read in (found.read, *found.training.states.values()):  # type: ignore[attr-defined]
+            assert torch.equal(read(name)[: len(expected)], expected), name
+
+
+def save_run(
+    folder: Path, weights: MadeUp, states: dict[str, MadeUp], more: dict[str, Any] | None = None, **args: Any
+) -> Path:
     """A checkpoint of an fp16 run that has skipped two of seven steps."""
     dist_builder.save(folder, weights, **args)
     step = folder / "iter_0000007"
-    tensors = dist_builder.model_blocks(weights, 1, stacked=True)
+    tensors = dist_builder.model_blocks(weights, 1, stacked=True) | (more or {})
     for name, values in states.items():
         for key, blocks in dist_builder.model_blocks(values, 1, stacked=True).items():
             tensors[f"optimizer.state.{name}.{key}"] = blocks
