@@ -195,14 +195,14 @@ def write_native(
     keys = {target.key: weight_key(target.key) for target in targets}
     if training is not None:
         weights = _WithStates(weights, training)
-        for name, shape in shapes.items():
+        for parameter, whole in shapes.items():
             for state in training.states:
-                key = optimizer_key(state, name)
+                key = optimizer_key(state, parameter)
                 keys[file_key(key)] = key
-                rows = first_rows(shape.shape[0])
-                targets.append(Target(Piece(file_key(key), file_key(key), shape.shape, rows), torch.float32))
+                rows = first_rows(whole.shape[0])
+                targets.append(Target(Piece(file_key(key), file_key(key), whole.shape, rows), torch.float32))
     fingerprint = _fitting_tokenizer(weights)
-    settings = {"writer": "native", "dtype": dtype, "max_file_bytes": max_file_bytes, "folder": folder}
+    settings: dict[str, Any] = {"writer": "native", "dtype": dtype, "max_file_bytes": max_file_bytes, "folder": folder}
     settings["states"] = sorted(training.states) if training else []
     at = training.step if training else 0
     parts, step, kept = split_files(targets, max_file_bytes), step_name(at), LastRead(weights)

@@ -333,7 +333,7 @@ class MegatronDistWeights(MegatronModel):
         return output
 
     def open_block(self, block: StoredPiece, dtype: torch.dtype, name: str) -> TorchFile:
-        """The file of a block, whose `content` is a tensor of the block's sizes."""
+        """The file of a block; its `content` is a tensor of the block's sizes."""
         file = self._files.get(block)
         if file is None:
             file = self._files[block] = self.open_bytes((block.file, block.start, block.length))

@@ -180,7 +180,7 @@ _LAYER_ORDER = (
     "mlp.linear_fc2",
 )
 """The modules of a layer as megatron.core's local layers register them. In Transformer Engine's a norm belongs to the
-linear layer after it, whose weight it comes before."""
+linear layer after it, and comes before that weight."""
 
 
 def _in_module_order(pieces: list[Piece], local: bool) -> list[Piece]:
