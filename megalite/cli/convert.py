@@ -27,7 +27,7 @@ from megalite.conversion.tokenizer_files import (
     tokenizer_of,
 )
 from megalite.conversion.verify import verify
-from megalite.conversion.weights import ConversionError, Repadded, Weights, WithTokenizer, parameter_shapes
+from megalite.conversion.weights import ConversionError, Repadded, Weights, WithTokenizer, innermost, parameter_shapes
 from megalite.models.shapes import parameter_count
 
 DTYPES = {name: dtype for dtype, name in PRECISIONS.items()}
@@ -39,6 +39,7 @@ _ONLY_FOR = {
     "without_tokenizer": ("native", "huggingface"),
     "family": ("huggingface",),
     "max_shard_size": ("native", "huggingface"),
+    "with_optimizer": ("native",),
     "make_vocab_size_divisible_by": ("native", "megatron"),
 }
 
@@ -63,8 +64,11 @@ def _convert(flags: Namespace) -> int:
     _check(flags)
     chosen = None if flags.source_format == "auto" else flags.source_format
     show(f"opening {flags.source}")
-    source = open_weights(flags.source, format=chosen, step=flags.step)
+    source = open_weights(flags.source, format=chosen, step=flags.step, with_optimizer=flags.with_optimizer)
     show(f"read     {described(source)}")
+    if flags.with_optimizer:
+        run = innermost(source).training  # type: ignore[attr-defined]
+        show(f"         {', '.join(run.states)} of step {run.step}, {run.counters['consumed_samples']} samples")
     weights = _with_changes(source, flags)
     dtype = DTYPES.get(flags.dtype)
     _show_tokenizer(source, weights, flags)
@@ -95,6 +99,8 @@ def _check(flags: Namespace) -> None:
             raise ConfigError(
                 f"{flag} has no effect with --to {flags.to}; remove it, or use --to {' or --to '.join(formats)}"
             )
+    if flags.with_optimizer and flags.dtype:
+        raise ConfigError(f"--with-optimizer keeps main parameters in fp32; leave out --dtype {flags.dtype}")
     if flags.step is not None and flags.step < 0:
         raise ConfigError(f"--step is {flags.step}; it must be at least 0")
     if parse_byte_size(flags.max_shard_size or DEFAULT_SHARD) is None:
@@ -138,6 +144,8 @@ def _bytes(weights: Weights, flags: Namespace, dtype: torch.dtype | None) -> int
         if flags.to == "huggingface" and name in ("embedding.word.weight", "head.weight"):
             size = size // model.padded_vocab_size * (model.vocab_size or 0)  # it leaves out the padding
         total += size * (dtype or weights.dtype(name)).itemsize
+        if flags.with_optimizer:
+            total += size * torch.float32.itemsize * len(innermost(weights).training.states)  # type: ignore[attr-defined]
     return total
 
 

@@ -309,6 +309,7 @@ CONVERT = Command(
         Flag("--from", "format of SOURCE (auto)", str, "FORMAT", "auto", ("auto", *FORMATS), dest="source_format"),
         Flag("--step", "checkpoint of this step; default the newest", int, "N"),
         Flag("--dtype", "of every tensor; default: as stored", choices=PRECISIONS),
+        Flag("--with-optimizer", "megatron to native: its states, step and samples too, to continue the run", bool),
         Flag("--max-shard-size", f"largest file, such as 2GB ({DEFAULT_SHARD}); not for megatron", value="SIZE"),
         Flag("--family", "huggingface: model type; default: the one that fits", value="NAME"),
         Flag("--tp", "megatron: tensor-parallel files (1)", positive, "N"),

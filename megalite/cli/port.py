@@ -262,7 +262,9 @@ def _matters(name: str, config: RunConfig, named: set[str]) -> bool:
     """Their default has a meaning in this run."""
     match name:
         case "lr_schedule_offset":
-            return bool(named & {"lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"})
+            o = config.optimizer
+            warms_up = bool(named & {"lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"})
+            return warms_up or (o.lr_decay_style, o.weight_decay_incr_style) != ("constant", "constant")
         case "data_order":
             return bool(config.data.data_path or config.data.train_data_path) and not config.data.mock_data
         case "eval_iters":

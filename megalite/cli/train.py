@@ -12,7 +12,6 @@ import megalite
 from megalite.cli.failures import UNDER_TORCHRUN, End, guarded, is_first_rank, refuse
 from megalite.cli.output import show, tell
 from megalite.cli.run_log import RunLog
-from megalite.config.describe import redact_text
 from megalite.config.exit_codes import INTERRUPTED
 from megalite.config.flags import Invocation, Shape, parse_arguments
 from megalite.config.registry import Registry

@@ -19,6 +19,7 @@ from megalite.checkpoint.manifest import (
     Manifest,
     Part,
     TensorEntry,
+    file_key,
     optimizer_key,
     weight_key,
 )
@@ -54,7 +55,17 @@ from megalite.conversion.tokenizer_files import (
     tokenizer_of,
     tokenizer_settings,
 )
-from megalite.conversion.weights import ConversionError, LastRead, Piece, Weights, first_rows, parameter_shapes
+from megalite.conversion.weights import (
+    ConversionError,
+    LastRead,
+    Piece,
+    Training,
+    Weights,
+    Wrapped,
+    first_rows,
+    innermost,
+    parameter_shapes,
+)
 from megalite.tokenizers.build import TIKTOKEN
 from megalite.topology.group import Group
 from megalite.topology.layout import ParallelLayout
@@ -168,9 +179,10 @@ def write_native(
     advance: Advance = silent,
     log: Log = silent,
 ) -> Path:
-    """A folder of checkpoints with one of step 0, of weights alone; returns the folder. Beside it lie `config.yaml`
-    (the settings of the model, for `--config`) and `tokenizer/`."""
+    """A folder of checkpoints with one; returns the folder. It is of step 0 and of weights alone, unless they were opened
+    with their `training`. Beside it lie `config.yaml` (the settings of the model, for `--config`) and `tokenizer/`."""
     folder = folder.resolve()
+    training: Training | None = getattr(innermost(weights), "training", None)
     shapes = parameter_shapes(weights.model)
     targets = [
         Target(Piece(name, name, shape.shape, first_rows(shape.shape[0])), dtype or weights.dtype(name))
@@ -179,10 +191,21 @@ def write_native(
     files = weights.tokenizer_files
     named = named_tokenizer_files(files) if has_tokenizer(files) else {}
     data = tokenizer_settings(named, weights.tokenizer_hints, folder / TOKENIZER_FOLDER)
-    config = _run_config(weights, targets, data)
+    config = _run_config(weights, targets, data, training)
+    keys = {target.key: weight_key(target.key) for target in targets}
+    if training is not None:
+        weights = _WithStates(weights, training)
+        for parameter, whole in shapes.items():
+            for state in training.states:
+                key = optimizer_key(state, parameter)
+                keys[file_key(key)] = key
+                rows = first_rows(whole.shape[0])
+                targets.append(Target(Piece(file_key(key), file_key(key), whole.shape, rows), torch.float32))
     fingerprint = _fitting_tokenizer(weights)
-    settings = {"writer": "native", "dtype": dtype, "max_file_bytes": max_file_bytes, "folder": folder}
-    parts, step, kept = split_files(targets, max_file_bytes), step_name(0), LastRead(weights)
+    settings: dict[str, Any] = {"writer": "native", "dtype": dtype, "max_file_bytes": max_file_bytes, "folder": folder}
+    settings["states"] = sorted(training.states) if training else []
+    at = training.step if training else 0
+    parts, step, kept = split_files(targets, max_file_bytes), step_name(at), LastRead(weights)
     names = [f"weights-{number:05d}.safetensors" for number in range(len(parts))]
     planned = [f"{step}/{name}" for name in names]
     output = Output(folder, identity=identity_of(weights, **settings), files=planned, log=log)
@@ -193,19 +216,19 @@ def write_native(
         for target in part:
             shape = target.piece.shape
             parts_of_it = (Part(name, tuple((0, size) for size in shape)),)
-            entry = TensorEntry(target.key, DTYPE_NAMES[target.dtype], shape, parts_of_it)
-            tensors[weight_key(target.key)] = entry
+            name_of_it = keys[target.key].partition(":")[2]
+            tensors[keys[target.key]] = TensorEntry(name_of_it, DTYPE_NAMES[target.dtype], shape, parts_of_it)
     for name, path in named.items():
         output.write(f"{TOKENIZER_FOLDER}/{name}", path.read_bytes())
     if weights.generation and GENERATION not in named:
         text = json.dumps(dict(weights.generation), indent=2, ensure_ascii=False)
         output.write(f"{TOKENIZER_FOLDER}/{GENERATION}", text.encode())
     manifest = Manifest(
-        step=0,
+        step=at,
         files=entries,
         tensors=tensors,
-        counters={"step": 0, "consumed_samples": 0, "optimizer_updates": 0, "loss_scaler": {}},
-        config=asdict(config),
+        counters=dict(training.counters) if training else _AT_THE_START,
+        config=_sections(config, training),
         layout=asdict(ParallelLayout()),
         megalite_version=__version__,
         code=code_version(),
@@ -217,7 +240,32 @@ def write_native(
     return output.commit()
 
 
-def _run_config(weights: Weights, targets: Sequence[Target], data: DataConfig) -> RunConfig:
+_AT_THE_START = {"step": 0, "consumed_samples": 0, "optimizer_updates": 0, "loss_scaler": {}}
+
+
+class _WithStates(Wrapped):
+    """The optimizer's states too, under the keys that they have in a file."""
+
+    def __init__(self, inner: Weights, training: Training) -> None:
+        super().__init__(inner)
+        self._states = training.states
+
+    def read(self, name: str) -> torch.Tensor:
+        state, slash, parameter = name.partition("/")
+        return self._states[state](parameter) if slash else self.inner.read(name)
+
+
+def _sections(config: RunConfig, training: Training | None) -> dict[str, Any]:
+    """The settings of the manifest: those of the network and, as far as they are known, of the run."""
+    sections = asdict(config)
+    for name, values in (training.config if training else {}).items():
+        sections[name] = sections[name] | values
+    return sections
+
+
+def _run_config(
+    weights: Weights, targets: Sequence[Target], data: DataConfig, run: Training | None = None
+) -> RunConfig:
     """The config that a run of this model would have, as far as the weights tell."""
     elements = dict.fromkeys(PRECISIONS, 0)
     for target in targets:
@@ -226,6 +274,8 @@ def _run_config(weights: Weights, targets: Sequence[Target], data: DataConfig) -
             raise ConversionError(f"{weights.path}: {target.key} is {target.dtype}; give --dtype, one of {known}")
         elements[target.dtype] += target.record.nbytes // target.dtype.itemsize
     precision = PRECISIONS[max(elements, key=lambda kind: elements[kind])]
+    if run is not None:
+        precision = run.config["training"]["precision"]
     training = TrainingConfig(seq_length=weights.seq_length, precision=precision)
     return validate(RunConfig(model=weights.model, training=training, data=data), 1)
 

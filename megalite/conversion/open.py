@@ -9,12 +9,25 @@ from megalite.conversion.formats import Format
 from megalite.conversion.huggingface.weights import HuggingFaceWeights
 from megalite.conversion.megatron.dist import MegatronDistWeights
 from megalite.conversion.megatron.read import TRACKER, MegatronWeights, is_dist, step_folder
+from megalite.conversion.megatron.run import MegatronRun
 from megalite.conversion.native import NativeWeights
 from megalite.conversion.weights import ConversionError, Weights
 
 
-def open_weights(path: Path, *, format: Format | None = None, step: int | None = None) -> Weights:
+def open_weights(
+    path: Path, *, format: Format | None = None, step: int | None = None, with_optimizer: bool = False
+) -> Weights:
+    """`with_optimizer`: with all that the run continues from."""
     format = format or detect_format(path)
+    if with_optimizer:
+        folder = step_folder(path, step) if format == "megatron" else None
+        if folder is None or not is_dist(folder):
+            what = "in the torch format" if folder else f"a {format} folder"
+            raise ConversionError(
+                f"--with-optimizer reads Megatron-LM's torch_dist format, and {folder or path} is {what}; leave it out, or "
+                "save with --ckpt-format torch_dist"
+            )
+        return MegatronRun(folder)
     if format == "native":
         return NativeWeights(path, step=step)
     if format == "megatron":

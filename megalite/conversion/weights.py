@@ -80,6 +80,19 @@ class ConversionError(ConfigError):
     package may raise it."""
 
 
+ReadWhole = Callable[[str], torch.Tensor]  # a tensor of ours by its name, whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What a checkpoint of a run has beside weights, and a run that continues needs."""
+
+    step: int
+    counters: Mapping[str, Any]  # as a manifest has them
+    config: Mapping[str, Mapping[str, Any]]  # sections of settings, as far as the checkpoint says them
+    states: Mapping[str, ReadWhole]  # of the optimizer, in fp32: exp_avg, ...
+
+
 class Weights:
     """A model on disk, whatever its format, open for reading. Nothing is read before it is asked for. Subclasses give
     each tensor of `parameter_shapes(model)` under its name, whole and unsharded, on the CPU. Rows of the word embedding
@@ -92,6 +105,7 @@ class Weights:
     tokenizer_files: Sequence[Path]
     tokenizer_hints: DataConfig  # a tokenizer_type that has no files, and tiktoken_pattern
     generation: Mapping[str, Any]  # of generation_config.json, as far as it is known
+    # `training: Training` is there as well, where it was asked for.
 
     def dtype(self, name: str) -> torch.dtype:
         raise NotImplementedError

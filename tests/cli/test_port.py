@@ -235,3 +235,20 @@ def test_files_without_a_launch(name: str, text: str, message: str, capsys: Capt
     assert message in capsys.readouterr().err
     assert main(["port", str(EXAMPLE), "--set", "x"]) == 2
     assert "--set takes NAME=VALUE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "offset"),
+    [
+        ("--lr-decay-style constant", "step-end"),
+        ("--lr-decay-style constant --lr-warmup-iters 5", "megatron"),
+        ("", "megatron"),  # linear, without a warm-up: the first step is at the peak there
+        (
+            "--lr-decay-style constant --weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 1",
+            "megatron",
+        ),
+    ],
+)
+def test_schedules_are_read_where_theirs_are(flags: str, offset: str) -> None:
+    words = f"--mock-data --vocab-size 64 --train-iters 30 {flags}".split()
+    assert port(Launch(words)).config.optimizer.lr_schedule_offset == offset

@@ -24,8 +24,10 @@ RUN_BY = {
     "docs/schedules.md": "tests/docs/test_schedules.py",
     "docs/walkthrough.md": "tests/docs/test_walkthrough.py",
     "examples/chain/README.md": "tests/docs/test_planner_chain.py",
+    "examples/from_megatron/README.md": "tests/conversion/megatron/test_migration.py",
     "examples/hugging_face/README.md": "tests/examples/test_hugging_face.py",
     "examples/lm_eval/README.md": "tests/generation/test_lm_eval.py",
+    "examples/shakespeare/README.md": "tests/examples/test_shakespeare.py",
 }
 """Page -> the test that runs its commands. A page that is not here has them run by this file."""
 

@@ -20,7 +20,7 @@ from megalite.parity.shrink import shrink
 from tests.e2e.programs import REPOSITORY
 
 CHEAP_FLAGS = {"--dry-run", "--help", "--help-all", "--version"}
-SHELL_WORDS = {"cd", "export", "git", "kill", "ls", "nvidia-smi", "pip", "source", "tensorboard"}
+SHELL_WORDS = {"cd", "curl", "export", "git", "kill", "ls", "nvidia-smi", "pip", "source", "tensorboard"}
 """First words of commands that are not ours to check."""
 
 LAUNCHERS = {"bash", "sbatch", "kubectl", "sky", "torchx"}
@@ -158,6 +158,12 @@ def _shape_in(load: str, step: int | None) -> dict[str, int] | None:
 
 
 def _check_training(flags: Sequence[str], ranks: int) -> None:
+    if (
+        "--use-checkpoint-args" in flags
+    ):  # config and checkpoint are made by the commands before it, which its test runs
+        at = flags.index("--config")
+        parse_arguments([flag for flag in (*flags[:at], *flags[at + 2 :]) if flag != "--use-checkpoint-args"])
+        return
     invocation = parse_arguments(list(flags), shape=_shape_in)
     if invocation.dry_run or invocation.help or invocation.version:
         return

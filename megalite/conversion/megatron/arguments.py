@@ -45,6 +45,9 @@ class Arguments:
             raise ConversionError(f"{path} has no args, which say what the model is")
         return cls(vars(content["args"]), path)
 
+    def without(self, name: str) -> "Arguments":
+        return Arguments({key: value for key, value in self._values.items() if key != name}, self.path)
+
     def get(self, name: str, default: Any = None) -> Any:
         """A plain value: None, bool, number, string or a sequence of these."""
         value = self._values.get(name)
@@ -149,7 +152,8 @@ def read_model(args: Arguments, *, padded_vocabulary: int, tp: int) -> ModelConf
         "qk_norm": args.flag("qk_layernorm", False),
         "activation": _activation(args, biases),
         "add_bias_linear": biases,
-        "add_qkv_bias": args.flag("add_qkv_bias", False),
+        # Megatron-LM sets it wherever all linear layers have biases.
+        "add_qkv_bias": args.flag("add_qkv_bias", False) and not biases,
         "tie_embeddings": not args.flag("untie_embeddings_and_output_weights", False),
         "hidden_dropout": args.number("hidden_dropout", 0.0),
         "attention_dropout": args.number("attention_dropout", 0.0),

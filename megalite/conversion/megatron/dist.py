@@ -8,7 +8,7 @@ arguments. (torch's own restricted unpickler reads protocol 2 alone; these files
 
 import math
 import pickletools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -183,7 +183,11 @@ class StoredTensor:
     pieces: tuple[StoredPiece, ...]
 
 
-def read_metadata(path: Path) -> dict[str, StoredTensor]:
+Place = tuple[str, int, int]  # a file of the folder, and which of its bytes: (name, start, length)
+
+
+def read_metadata(path: Path) -> tuple[dict[str, StoredTensor], dict[str, Place]]:
+    """The tensors of a folder, and the objects that are none, which lie in its files too."""
     try:
         described = describe(path.read_bytes(), ALLOWED)
     except PickleError as error:
@@ -195,16 +199,17 @@ def read_metadata(path: Path) -> dict[str, StoredTensor]:
             (_only(str, index.get("fqn")), _whole(index.get("offset"))): _place(info)
             for index, info in described.get("storage_data").items()
         }
-        return {
+        tensors = {
             name: _tensor(name, stored, places)
             for name, stored in described.get("state_dict_metadata").items()
             if stored.name.endswith(".TensorStorageMetadata")
         }
+        return tensors, {name: place for (name, _), place in places.items() if name not in tensors}
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise ConversionError(f"{path} is not what this torch writes ({error!r}); use --ckpt-format torch") from None
 
 
-def _tensor(name: str, stored: Made, places: dict[Any, tuple[str, int, int]]) -> StoredTensor:
+def _tensor(name: str, stored: Made, places: dict[Any, Place]) -> StoredTensor:
     shape = _whole(stored.get("size"))
     pieces = []
     for chunk in stored.get("chunks"):
@@ -227,8 +232,8 @@ def _dtype(properties: Made) -> torch.dtype:
     return dtype
 
 
-def _place(info: Made) -> tuple[str, int, int]:
-    """(file, start, length); the file is one of the folder."""
+def _place(info: Made) -> Place:
+    """The file must be one of the folder."""
     name, start, length = (info.get(key) for key in ("relative_path", "offset", "length"))
     if _only(str, name) != Path(name).name or name in ("", ".", ".."):
         raise ValueError(f"{name!r} is no file of the folder")
@@ -270,41 +275,80 @@ class _Source:
     piece: Piece
 
 
-class MegatronDistWeights(MegatronModel):
-    """A `torch_dist` checkpoint of a GPT, whatever the layout that saved it; optimizer and random states are not read."""
+ByName = Mapping[str, tuple[StoredTensor, tuple[int, ...]]]
+"""A stored tensor and the indices that lead to a part of it, by the name of that part in the local layers."""
+Sources = Mapping[str, Sequence[_Source]]
 
-    def __init__(self, step: Path) -> None:
+
+class MegatronDistWeights(MegatronModel):
+    """A `torch_dist` checkpoint of a GPT, whatever the layout that saved it. `whole_vocabulary`: rows that pad it count
+    too, as they do in Megatron-LM's softmax."""
+
+    def __init__(self, step: Path, *, whole_vocabulary: bool = False) -> None:
         self.path = step
         path = step / "common.pt"
         if not path.is_file():
             raise ConversionError(f"{path} is missing, which has the args; save with --ckpt-format torch")
-        args = Arguments.of(TorchFile(path).content, path)
-        by_name = _by_common_name(step, read_metadata(step / ".metadata"), args)
+        self.common = TorchFile(path)
+        self.args = args = Arguments.of(self.common.content, path)
+        if whole_vocabulary:
+            args = args.without("vocab_size")
+        self.stored, self.objects = read_metadata(step / ".metadata")
+        by_name = _by_common_name(step, self.stored, args)
         word = by_name.get(WORD)
         if word is None or len(word[0].shape) != 2:
             raise ConversionError(f"{step} has no {WORD}: it holds no GPT")
-        vocabulary = word[0].shape[0]
-        self.describe(args, padded_vocabulary=vocabulary, tp=args.whole("tensor_model_parallel_size", 1))
+        self.vocabulary = word[0].shape[0]
+        self.describe(args, padded_vocabulary=self.vocabulary, tp=args.whole("tensor_model_parallel_size", 1))
         self._files: dict[StoredPiece, TorchFile] = {}
-        self._sources: dict[str, list[_Source]] = {name: [] for name in self.shapes}
+        self._sources = self._of_whole_tensors(by_name)
+
+    def whole_tensors(self, stored: dict[str, StoredTensor]) -> Sources:
+        """Where each tensor of ours is, among stored ones that have the names and shapes of the model's."""
+        return self._of_whole_tensors(_by_common_name(self.path, stored, self.args))
+
+    def _of_whole_tensors(self, by_name: ByName) -> Sources:
+        sources: dict[str, list[_Source]] = {name: [] for name in self.shapes}
         whole = Stage(0, self.model.num_layers, has_embedding=True, has_head=True)
         unknown = set(by_name)
-        for piece in stage_pieces(self.model, whole, Shard(1, 0), vocabulary=vocabulary):
+        for piece in stage_pieces(self.model, whole, Shard(1, 0), vocabulary=self.vocabulary):
             unknown.discard(piece.theirs)
-            self._sources[piece.ours].append(self._source(piece, by_name))
-        refuse_unknown(step, unknown)
+            sources[piece.ours].append(self._source(piece, by_name))
+        refuse_unknown(self.path, unknown)
+        return sources
 
     def dtype(self, name: str) -> torch.dtype:
         return self._sources[name][0].stored.dtype
 
     def read(self, name: str) -> torch.Tensor:
-        output = torch.zeros(self.shapes[name].shape, dtype=self.dtype(name))
-        for source in self._sources[name]:
+        return self.read_from(self._sources, name)
+
+    def read_from(self, sources: Sources, name: str) -> torch.Tensor:
+        output = torch.zeros(self.shapes[name].shape, dtype=sources[name][0].stored.dtype)
+        for source in sources[name]:
             place = source.piece.view(output).view(source.piece.shape)
             filled = sum(self._fill(place, source, block) for block in source.stored.pieces)
             if filled != place.numel():
                 raise ConversionError(f"{self.path}: {source.piece.theirs} has {filled} of {place.numel()} elements")
         return output
+
+    def open_block(self, block: StoredPiece, dtype: torch.dtype, name: str) -> TorchFile:
+        """The file of a block; its `content` is a tensor of the block's sizes."""
+        file = self._files.get(block)
+        if file is None:
+            file = self._files[block] = self.open_bytes((block.file, block.start, block.length))
+        tensor = file.content
+        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != block.sizes:
+            raise ConversionError(f"{file.name} is not the block {list(block.sizes)} of {name}")
+        if tensor.dtype != dtype:
+            raise ConversionError(f"{file.name} is of the type {tensor.dtype}, not {dtype}")
+        return file
+
+    def open_bytes(self, place: Place) -> TorchFile:
+        path = self.path / place[0]
+        if path.exists() and not path.is_file():
+            raise ConversionError(f"{path} is a pipe, folder or device, not a file")
+        return TorchFile(path, *place[1:])
 
     def _fill(self, place: torch.Tensor, source: _Source, block: StoredPiece) -> int:
         """Copy the block's part of a tensor; the number of its elements."""
@@ -312,24 +356,15 @@ class MegatronDistWeights(MegatronModel):
         within = zip(source.index, block.offsets[:leading], block.sizes[:leading], strict=True)
         if not all(first <= index < first + size for index, first, size in within):
             return 0
-        path = self.path / block.file
-        if path.exists() and not path.is_file():
-            raise ConversionError(f"{path} is a pipe, folder or device, not a file")
-        file = self._files.get(block)
-        if file is None:
-            file = self._files[block] = TorchFile(path, block.start, block.length)
-        tensor = file.content
-        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != block.sizes:
-            raise ConversionError(f"{file.name} is not the block {list(block.sizes)} of {source.piece.theirs}")
-        if tensor.dtype != source.stored.dtype:
-            raise ConversionError(f"{file.name} is of the type {tensor.dtype}, not {source.stored.dtype}")
+        file = self.open_block(block, source.stored.dtype, source.piece.theirs)
+        tensor: torch.Tensor = file.content
         for index, first in zip(source.index, block.offsets, strict=False):
             tensor = tensor[index - first]
         spans = zip(block.offsets[leading:], block.sizes[leading:], strict=True)
         fill(place[tuple(slice(first, first + size) for first, size in spans)], partial(file.read, tensor))
         return tensor.numel()
 
-    def _source(self, piece: Piece, by_name: dict[str, tuple[StoredTensor, tuple[int, ...]]]) -> _Source:
+    def _source(self, piece: Piece, by_name: ByName) -> _Source:
         found = by_name.get(piece.theirs)
         if found is None:
             raise ConversionError(f"{self.path} lacks {piece.theirs}, which its args ask for")

@@ -245,7 +245,7 @@ class MegatronWeights(MegatronModel):
                     source = _Source(file.file, _checked(file.path, held, piece), piece)
                     shape = self.shapes[piece.ours]
                     which = piece.ours, shard.r if shape.shard_dim is not None else 0
-                    if _is_first_copy(piece, shape, shard):
+                    if is_first_copy(piece, shape, shard):
                         self._sources[piece.ours].append(source)
                         firsts[which] = source
                     else:
@@ -329,7 +329,7 @@ def _checked(path: Path, held: Mapping[str, torch.Tensor], piece: Piece) -> torc
     return tensor
 
 
-def _is_first_copy(piece: Piece, shape: ParameterShape, shard: Shard) -> bool:
+def is_first_copy(piece: Piece, shape: ParameterShape, shard: Shard) -> bool:
     """No other file has this slice: replicated tensors are taken from rank 0, a tied head from the embedding."""
     if piece.theirs == HEAD and shape.name == WORD_OURS:
         return False

@@ -1,0 +1,290 @@
+"""A `torch_dist` checkpoint with all that its run continues from: the optimizer's states, and where it stood.
+
+Megatron-LM saves the states in two forms. One has a tensor for each of the model's, under `optimizer.state.`: without
+the distributed optimizer, and with `--dist-ckpt-optim-fully-reshardable`. The distributed optimizer's own form has the
+flat buckets of each model-parallel rank: its parameters in reverse order, each starting at a multiple of 64 elements.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalite.conversion.megatron.arguments import Arguments
+from megalite.conversion.megatron.dist import MegatronDistWeights, StoredTensor
+from megalite.conversion.megatron.layout import Shard, Stage, stage_pieces
+from megalite.conversion.megatron.read import is_first_copy
+from megalite.conversion.megatron.torch_file import TorchFile
+from megalite.conversion.weights import ConversionError, Piece, ReadWhole, Training, fill
+
+_STATES = {"exp_avg": ("exp_avg",), "exp_avg_sq": ("exp_avg_sq",), "main_param": ("fp32_param", "param")}
+"""State -> its names there; of main parameters without and with the distributed optimizer."""
+_WHOLE = "optimizer.state."
+_BUCKET = re.compile(r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_.*\.bucket_idx_(\d+)\.(\w+)")
+_ALIGNED = 64  # elements that a parameter starts at a multiple of in a bucket
+
+
+class MegatronRun(MegatronDistWeights):
+    """Weights, in the precision of the optimizer's main parameters, and `training`. Rows that pad the vocabulary count:
+    they are in Megatron-LM's softmax, so without them the losses would be others."""
+
+    def __init__(self, step: Path) -> None:
+        super().__init__(step, whole_vocabulary=True)
+        states = self._whole_states() or self._bucket_states()
+        if not {"exp_avg", "exp_avg_sq"} <= states.keys():
+            raise ConversionError(
+                f"{step} has no states of Adam to continue from (--no-save-optim, or another optimizer); leave out "
+                "--with-optimizer"
+            )
+        self._main = states.pop("main_param", None)
+        self.training = Training(states=states, **_progress(self))
+
+    def dtype(self, name: str) -> torch.dtype:
+        return super().dtype(name) if self._main is None else torch.float32
+
+    def read(self, name: str) -> torch.Tensor:
+        return super().read(name) if self._main is None else self._main(name)
+
+    def _whole_states(self) -> dict[str, ReadWhole]:
+        found: dict[str, ReadWhole] = {}
+        for state, names in _STATES.items():
+            for name in names:
+                prefix = f"{_WHOLE}{name}."
+                stored = {key.removeprefix(prefix): each for key, each in self.stored.items() if key.startswith(prefix)}
+                if stored:
+                    try:
+                        found[state] = partial(self.read_from, self.whole_tensors(stored))
+                    except ConversionError as error:
+                        raise ConversionError(f"{error} (of {prefix}*)") from None
+        return found
+
+    def _bucket_states(self) -> dict[str, ReadWhole]:
+        buckets: dict[tuple[int, int], dict[str, dict[int, StoredTensor]]] = {}
+        for key, stored in self.stored.items():
+            if match := _BUCKET.fullmatch(key):
+                group, buffer, bucket = (int(match[index]) for index in (1, 2, 3))
+                buckets.setdefault((group, buffer), {}).setdefault(match[4], {})[bucket] = stored
+        if not buckets:
+            return {}
+        if self.model.num_experts:
+            raise ConversionError(
+                f"{self.path} has a distributed optimizer's states of experts in buckets; save it with "
+                "--dist-ckpt-optim-fully-reshardable"
+            )
+        places = _Buckets(self, self.args, buckets)
+        names = {state: name for state, names in _STATES.items() for name in names if name in places.kinds}
+        return {state: partial(places.read, name) for state, name in names.items()}
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """Where a rank's slice of one of our tensors is: in which bucket of which buffer, from which element on."""
+
+    piece: Piece
+    buffer: tuple[int, int]
+    bucket: int
+    start: int
+
+
+class _Buckets:
+    """The buckets of all model-parallel ranks. `buckets`: by (rank, buffer) and kind of state, in their order."""
+
+    def __init__(
+        self,
+        weights: MegatronDistWeights,
+        args: Arguments,
+        buckets: Mapping[tuple[int, int], Mapping[str, Mapping[int, StoredTensor]]],
+    ) -> None:
+        self._weights, self._buckets = weights, buckets
+        self.kinds = set.intersection(*(set(kinds) for kinds in buckets.values()))
+        self._slices: dict[str, list[_Slice]] = {name: [] for name in weights.shapes}
+        local = args.get("transformer_impl") == "local"
+        for buffer, shard, stage in self._stages(args):
+            if buffer not in buckets:
+                raise ConversionError(f"{weights.path} lacks the buckets of model-parallel rank {buffer[0]}")
+            for piece in self._placed(buffer, shard, stage, local):
+                if is_first_copy(piece.piece, weights.shapes[piece.piece.ours], shard):
+                    self._slices[piece.piece.ours].append(piece)
+
+    def _stages(self, args: Arguments) -> Iterator[tuple[tuple[int, int], Shard, Stage]]:
+        tp, pp = args.whole("tensor_model_parallel_size", 1), args.whole("pipeline_model_parallel_size", 1)
+        chunks = args.whole("virtual_pipeline_model_parallel_size", 1)
+        layers = self._weights.model.num_layers
+        each = layers // (pp * chunks)
+        for index in range(pp * chunks):
+            last = index == pp * chunks - 1
+            stage = Stage(index * each, (index + 1) * each, has_embedding=index == 0, has_head=last)
+            if last and stage.last != layers:
+                raise ConversionError(f"{args.path}: {layers} layers on {pp} ranks are split unevenly; {_RESHARDABLE}")
+            for tensor in range(tp):
+                yield (tensor + tp * (index % pp), index // pp), Shard(tp, tensor), stage
+
+    def _placed(self, buffer: tuple[int, int], shard: Shard, stage: Stage, local: bool) -> Iterator[_Slice]:
+        """Each of a chunk's parameters. A bucket ends where the next parameter would be beyond its size."""
+        weights = self._weights
+        sizes = self._sizes(buffer)
+        bucket = cursor = 0
+        pieces = stage_pieces(weights.model, stage, shard, vocabulary=weights.vocabulary)
+        for piece in reversed(_in_module_order(list(pieces), local)):
+            start = -(-cursor // _ALIGNED) * _ALIGNED
+            cursor = start + torch.Size(piece.shape).numel()
+            if bucket == len(sizes) or cursor > sizes[bucket]:
+                raise self._other(buffer)
+            yield _Slice(piece, buffer, bucket, start)
+            if -(-cursor // _ALIGNED) * _ALIGNED >= sizes[bucket]:
+                bucket, cursor = bucket + 1, 0
+        if bucket != len(sizes):
+            raise self._other(buffer)
+
+    def _sizes(self, buffer: tuple[int, int]) -> list[int]:
+        held = self._buckets[buffer]["exp_avg"]
+        return [held[bucket].shape[0] for bucket in sorted(held)]
+
+    def _other(self, buffer: tuple[int, int]) -> ConversionError:
+        return ConversionError(
+            f"{self._weights.path}: the buckets of model-parallel rank {buffer[0]} have {self._sizes(buffer)} elements, "
+            f"which its args do not explain; {_RESHARDABLE}"
+        )
+
+    def read(self, kind: str, name: str) -> torch.Tensor:
+        output = torch.zeros(self._weights.shapes[name].shape)
+        for place in self._slices[name]:
+            stored = self._buckets[place.buffer][kind][place.bucket]
+            fill(place.piece.view(output), partial(self._elements, stored, place))
+        return output
+
+    def _elements(self, stored: StoredTensor, place: _Slice, start: int, count: int) -> torch.Tensor:
+        """`count` elements of a slice from the `start`-th on, out of the blocks that hold a part of them."""
+        first = place.start + start
+        found, done = torch.empty(count, dtype=stored.dtype), 0
+        for block in sorted(stored.pieces, key=lambda block: block.offsets):
+            low, high = max(first, block.offsets[0]), min(first + count, block.offsets[0] + block.sizes[0])
+            if low < high:
+                file = self._weights.open_block(block, stored.dtype, place.piece.theirs)
+                values = file.read(file.content, low - block.offsets[0], high - low)
+                found[low - first : high - first] = values
+                done += high - low
+        if done != count:
+            raise ConversionError(f"{self._weights.path}: the state of {place.piece.theirs} is not all there")
+        return found
+
+
+_RESHARDABLE = "save it with --dist-ckpt-optim-fully-reshardable"
+_LAYER_ORDER = (
+    *("input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv"),
+    *("self_attention.q_layernorm", "self_attention.k_layernorm", "pre_mlp_layernorm", "mlp.linear_fc1"),
+    "mlp.linear_fc2",
+)
+"""The modules of a layer as megatron.core's local layers register them. In Transformer Engine's a norm belongs to the
+linear layer after it, and comes before that weight."""
+
+
+def _in_module_order(pieces: list[Piece], local: bool) -> list[Piece]:
+    order = list(_LAYER_ORDER)
+    if not local:
+        order.remove("input_layernorm")
+        order.insert(order.index("self_attention.linear_qkv"), "input_layernorm")
+
+    def place(item: tuple[int, Piece]) -> tuple[int, int]:
+        index, piece = item
+        parts = piece.theirs.split(".")
+        if parts[1] != "layers":
+            return (-1, index) if parts[0] == "embedding" else (len(pieces), index)
+        return int(parts[2]), order.index(".".join(parts[3:-1])) * 2 + (parts[-1] == "bias")
+
+    return [piece for _, piece in sorted(enumerate(pieces), key=place)]
+
+
+# ---- where the run stood
+
+_SETTINGS: Mapping[str, Sequence[str]] = {
+    "training": ("seed", "seq_length", "micro_batch_size", "global_batch_size", "train_iters", "train_samples"),
+    "data": ("split", "data_path", "train_data_path", "valid_data_path", "test_data_path"),
+    "optimizer": (
+        *("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "lr_decay_style", "lr_decay_iters", "lr_decay_samples"),
+        *("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction", "lr_warmup_init", "lr_wsd_decay_iters"),
+        *("lr_wsd_decay_samples", "lr_wsd_decay_style", "weight_decay", "weight_decay_incr_style"),
+        *("start_weight_decay", "end_weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad"),
+    ),
+}
+"""Settings that have one name and meaning on both sides, by section."""
+_FILLED_IN = {"lr_decay_iters": "train_iters", "lr_decay_samples": "train_samples"}
+"""Arguments that Megatron-LM itself gives the value of another one."""
+
+
+def _progress(run: MegatronRun) -> dict[str, Any]:
+    """Step, counters and settings of the run, as `Training` has them."""
+    args, content = run.args, run.common.content
+    step = content.get("iteration")
+    samples = args.get("consumed_train_samples")
+    if not _is_count(step) or not _is_count(samples):
+        raise ConversionError(f"{args.path} does not say how far its run is: iteration {step!r}, samples {samples!r}")
+    file, states = _state_dict(run)
+    updates = next(filter(None, (_number(file, value) for value in _named(states, ("common_step", "step")))), step)
+    scheduler = content.get("opt_param_scheduler")
+    scheduled = scheduler.get("num_steps", samples) if isinstance(scheduler, dict) else samples
+    scaler: dict[str, Any] = {}
+    if _is_count(scheduled) and scheduled < samples:
+        scaler |= {"skipped_steps": step - int(updates), "skipped_samples": samples - scheduled}
+    kept = next(_named(states, ("grad_scaler",)), None)
+    if isinstance(kept, dict) and "growth_tracker" in kept:
+        names = {"scale": "scale", "good_steps": "growth_tracker", "overflows_left": "hysteresis_tracker"}
+        scaler |= {ours: _number(file, kept.get(theirs)) or 0 for ours, theirs in names.items()}
+    counters = {"step": step, "consumed_samples": samples, "optimizer_updates": int(updates), "loss_scaler": scaler}
+    return {"step": step, "counters": counters, "config": _settings(args)}
+
+
+def _state_dict(run: MegatronRun) -> tuple[TorchFile, Any]:
+    """What the optimizer keeps beside tensors of the model's shapes, and the file that it is in."""
+    place = run.objects.get("optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1")
+    if place is None:
+        return run.common, run.common.content.get("optimizer")
+    file = run.open_bytes(place)
+    return file, file.content
+
+
+def _named(content: Any, names: Sequence[str], depth: int = 6) -> Iterator[Any]:
+    """The values of these keys, in dicts and lists in each other."""
+    if depth and isinstance(content, dict):
+        for key, value in content.items():
+            if key in names:
+                yield value
+            yield from _named(value, names, depth - 1)
+    elif depth and isinstance(content, list):
+        for value in content[:100]:
+            yield from _named(value, names, depth - 1)
+
+
+def _number(file: TorchFile, value: Any) -> float | None:
+    if isinstance(value, torch.Tensor):
+        return float(file.read(value, 0, 1).item()) if value.numel() == 1 else None
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+
+
+def _settings(args: Arguments) -> dict[str, dict[str, Any]]:
+    """Sections of a config, as far as the args say them: what a later run is compared with."""
+    found: dict[str, dict[str, Any]] = {}
+    for section, names in _SETTINGS.items():
+        values = {name: args.get(name) for name in names}
+        found[section] = {name: value for name, value in values.items() if value is not None}
+    training, optimizer = found["training"], found["optimizer"]
+    training["precision"] = "bf16" if args.flag("bf16", False) else "fp16" if args.flag("fp16", False) else "fp32"
+    found["data"]["data_order"] = optimizer["lr_schedule_offset"] = "megatron"
+    for name, other in _FILLED_IN.items():
+        if optimizer.get(name) == args.get(other):
+            optimizer.pop(name, None)
+    for name in ("lr_warmup_iters", "lr_warmup_samples"):
+        if optimizer.get(name) == 0:
+            del optimizer[name]
+    if optimizer.get("weight_decay_incr_style", "constant") == "constant":
+        optimizer.pop("start_weight_decay", None)
+        optimizer.pop("end_weight_decay", None)
+    return found
