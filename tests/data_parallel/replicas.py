@@ -106,7 +106,6 @@ def run_toy(
         consensus_at: steps after which the mean is asked for, and noted.
         overflow_at: steps that are skipped, for the last rank's gradients are infinite; there is nothing noted of them.
     """
-    torch.set_num_threads(1)
     found: dict[str, Any] = {"weights": [], "phases": [], "bytes": [], "means": {}}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local_sgd, "fragment_of", toy_fragment)

@@ -55,7 +55,6 @@ def settings_of(layout: str, optimizer: str, **more: Any) -> Settings:
 
 
 def run(context: RankContext, world: int, settings: Settings) -> RankTrajectory:
-    torch.set_num_threads(1)
     return rank_trajectory(context, tiny_config(world, **settings), STEPS)
 
 
@@ -81,7 +80,6 @@ def test_a_layout_does_not_change_the_numbers(layout: str, optimizer: str) -> No
 
 def ratios(context: RankContext, world: int, settings: Settings) -> dict[str, float]:
     """The trust ratios after two steps, as this rank knows them."""
-    torch.set_num_threads(1)
     runner = Runner(build(context, tiny_config(world, **settings)))
     for _ in range(2):
         runner.step()
@@ -138,7 +136,6 @@ def test_each_matrix_is_orthogonalised_by_one_rank(settings: Settings, gathers: 
 
 def alone(context: RankContext) -> tuple[bool, list[str], dict[str, np.ndarray]]:
     """Whether matrices travel where replicas have weights of their own, whose this rank works on, and its weights."""
-    torch.set_num_threads(1)
     settings = {**SMALL, "dp_strategy": "local-sgd", "sync_interval": 4, "optimizer": "muon"}
     runner = Runner(build(context, tiny_config(2, **settings)))
     runner.step()
@@ -199,7 +196,6 @@ def taken_up(context: RankContext, world: int, settings: Settings, folder: str) 
 
 
 def with_and_without_a_stop(context: RankContext, world: int, settings: Settings, folder: str) -> list[End]:
-    torch.set_num_threads(1)
     runner = Runner(build(context, tiny_config(world, **settings)))
     for _ in range(2):
         runner.step()

@@ -22,6 +22,7 @@ from tests.support.ranks import RankContext
 
 __all__ = [
     "LLAMA",
+    "MOE",
     "TINY",
     "Part",
     "Runner",
@@ -65,6 +66,14 @@ LLAMA: dict[str, Any] = {
     "ffn_hidden_size": 48,
     "add_bias_linear": False,
     "tie_embeddings": False,
+}
+
+MOE: dict[str, Any] = {
+    **LLAMA,
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 16,
+    "moe_first_dense_layers": 1,
+    "moe_aux_loss_coeff": 0.01,
 }
 
 

@@ -64,7 +64,6 @@ def run(layer: Layer, tp: Group, *, overlap: bool, into_main_grad: bool, split: 
 
 
 def same_numbers(context: RankContext, size: int) -> None:
-    torch.set_num_threads(1)
     tp = context.topology(tp=size).tp
     for dtype, bound in ((torch.float64, 1e-13), (torch.float32, 2e-6), (torch.bfloat16, 2e-2)):
         for bias, into_main_grad, split in ((True, True, False), (False, False, True), (False, True, True)):

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megalite.checkpoint.files import free_bytes
 from megalite.config.describe import replace
@@ -51,7 +50,6 @@ def tries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(at: dict[int, Callable[[], None]], **changes: Any) -> list[str]:
     """Train; after a step's line `at` is called."""
-    torch.set_num_threads(1)
     lines: list[str] = []
 
     def log(line: str) -> None:

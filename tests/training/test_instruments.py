@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from megalite.config.describe import replace
@@ -38,7 +37,6 @@ RUN: dict[str, Any] = {
 
 def run(folder: Path, **changes: Any) -> list[str]:
     """Train in this process; the lines of the log."""
-    torch.set_num_threads(1)
     settings = {**TINY, **RUN, "run_dir": str(folder), **changes}
     lines: list[str] = []
     Trainer(replace(RunConfig(), **settings), explicit=frozenset(), log=lines.append).fit()

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
@@ -45,7 +44,6 @@ def prefix(tmp_path: Path) -> str:
 
 def run(prefix: str, folder: Path, **changes: Any) -> list[str]:
     """Train on this process; the lines of the log."""
-    torch.set_num_threads(1)
     settings = {**TINY, "data_path": [prefix], "run_dir": str(folder), **FOUR_STEPS, **changes}
     lines: list[str] = []
     Trainer(replace(RunConfig(), **settings), explicit=frozenset(), log=lines.append).fit()
@@ -106,10 +104,6 @@ def second_rank_waits(context: RankContext, prefix: str, folder: str) -> list[st
         patch.setattr(BatchLoader, "load", waits)
         ReplicaTrainer(build(context, config), lines.append).fit()
     return lines
-
-
-BAD_SAMPLE = 9
-"""Of the second step; of rank 1 where there are two data-parallel ones."""
 
 
 @pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2}], ids=str)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megalite.checkpoint.folders import candidates
 from megalite.checkpoint.manifest import CheckpointMissing
@@ -64,7 +63,6 @@ def lives(
     context: RankContext, world: int, settings: dict[str, Any], folder: str, moments: list[int | None], culprit: int
 ) -> Lives:
     """One life of a run after the other, each stopped at its moment by one rank."""
-    torch.set_num_threads(1)
     saved = f"{folder}/checkpoints"
     changes = {**RUN, **settings, "run_dir": folder, "save": saved, "load": saved, "fresh_if_missing": True}
     config = tiny_config(world, **changes)
@@ -160,7 +158,6 @@ FAILING = {**RUN, "eval_interval": None, "save_interval": 1, "async_save": False
 
 def test_a_step_that_always_fails_ends_the_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three starts fail in step 3 of a run; the fourth is refused with what they said. A higher limit lets it continue."""
-    torch.set_num_threads(1)
     saved = str(tmp_path / "run" / "checkpoints")
     settings = {**TINY, **FAILING, "save": saved, "load": saved, "fresh_if_missing": True}
     step = Stepper.step

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megalite.checkpoint.manifest import MANIFEST_NAME
 from megalite.config import files
@@ -28,7 +27,6 @@ OPEN = ("save", "dp", "global_batch_size", "num_query_groups", "kv_channels", "m
 
 
 def run(**settings: Any) -> None:
-    torch.set_num_threads(1)
     Trainer(replace(RunConfig(), **settings), explicit=frozenset(), log=lambda line: None).fit()
 
 
