@@ -1,6 +1,5 @@
 """Optimizers that need whole tensors give the one-rank run's numbers in every layout, and continue from checkpoints."""
 
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -8,16 +7,14 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 
 from megalite.optimizers import muon
 from megalite.optimizers.lamb import LAMB
 from megalite.optimizers.muon import Muon
 from megalite.parity.report import worst_tensor
 from megalite.parity.trajectory import RankTrajectory, Trajectory, one_rank_trajectory, rank_trajectory
-from megalite.training.resume import load
-from megalite.training.saving import save
 from tests.support.ranks import RankContext, run_ranks
+from tests.support.state import continued, save_run
 from tests.support.tiny import (
     LLAMA,
     Part,
@@ -165,55 +162,27 @@ def test_the_size_of_waves_does_not_matter() -> None:
     assert_same_numbers(whole(found), reference("muon", False, False))
 
 
-@dataclass
-class End:
-    """Of a run, on one rank."""
-
-    states: dict[str, torch.Tensor]
-    """Everything that the next step depends on."""
-    weights: dict[str, Part]
-
-
-def go_on(runner: Runner) -> End:
-    """Two further steps."""
+def saved_and_gone_on(context: RankContext, world: int, settings: Settings, folder: str, stop: bool) -> dict[str, Part]:
+    """The weights after four steps: of a run that saves after two, or of one that continues from that."""
+    if stop:
+        runner = continued(context, tiny_config(world, **settings, load=folder), folder)
+        assert runner.replica.optimizer.updates == 2
+    else:
+        runner = Runner(build(context, tiny_config(world, **settings)))
+        for _ in range(2):
+            runner.step()
+        save_run(runner, folder)
     for _ in range(2):
         runner.step()
-    replica = runner.replica
-    replica.strategy.wait_for_parameters()
-    states = {}
-    for number, shard in enumerate(replica.strategy.shards):
-        states[f"{number} weight"] = shard.bucket.data.clone()
-        for name, values in replica.optimizer.state(shard.main_param).items():
-            states[f"{number} {name}"] = values.clone()
-    return End(states, local_parts(replica, "weight"))
-
-
-def taken_up(context: RankContext, world: int, settings: Settings, folder: str) -> Runner:
-    replica = build(context, tiny_config(world, **settings, load=folder))
-    progress = load(replica, Path(folder), tokenizer=None, log=lambda line: None)
-    assert replica.optimizer.updates == 2
-    return Runner(replica, progress)
-
-
-def with_and_without_a_stop(context: RankContext, world: int, settings: Settings, folder: str) -> list[End]:
-    runner = Runner(build(context, tiny_config(world, **settings)))
-    for _ in range(2):
-        runner.step()
-    save(runner.replica, Path(folder), runner.progress, tokenizer=None)
-    return [go_on(runner), go_on(taken_up(context, world, settings, folder))]
+    runner.replica.strategy.wait_for_parameters()
+    return local_parts(runner.replica, "weight")
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "lamb", "muon"])
-def test_a_run_goes_on_from_its_checkpoint(optimizer: str, tmp_path: Path) -> None:
-    """To the bit on the same layout, and with the same numbers on another one."""
-    world, _ = LAYOUTS["tp2-dp2-zero"]
+def test_one_rank_goes_on_from_a_checkpoint_of_four(optimizer: str, tmp_path: Path) -> None:
+    """With the same numbers. (To the bit on the same layout: test_every_strategy_goes_on_from_any_step.)"""
     settings = settings_of("tp2-dp2-zero", optimizer)
-    ranks = run_ranks(world, with_and_without_a_stop, world, settings, str(tmp_path))
-    for straight, stopped in ranks:
-        assert straight.states.keys() == stopped.states.keys()
-        for name, values in straight.states.items():
-            assert torch.equal(values, stopped.states[name]), name
-    alone = go_on(taken_up(RankContext(0), 1, {**SMALL, "optimizer": optimizer}, str(tmp_path)))
-    reference = assemble([straight.weights for straight, _ in ranks])
-    difference, name, *_ = worst_tensor(assemble([alone.weights]), reference, negligible=1e-3)
+    ranks = run_ranks(4, saved_and_gone_on, 4, settings, str(tmp_path), False)
+    alone = saved_and_gone_on(RankContext(0), 1, {**SMALL, "optimizer": optimizer}, str(tmp_path), True)
+    difference, name, *_ = worst_tensor(assemble([alone]), assemble(ranks), negligible=1e-3)
     assert difference < 1e-9, name

@@ -142,6 +142,7 @@ ZERO_ONE: Settings = {
 """Signs of gradients are exchanged in step 3, those of steps in 4, 5 and 7; 6, 8 and 9 are local."""
 AUTO: Settings = {"freeze_step": None, "adam_beta2": 0.5, "freeze_threshold": 0.3, "lr_warmup_iters": 1}
 """The second moment is looked at every 2 steps."""
+SPLIT: Settings = {**ZERO, "tp": 2, "micro_batch_size": 1}
 ALL = range(1, 6)
 
 STRATEGIES: dict[str, tuple[int, Settings, int, Sequence[int]]] = {
@@ -168,6 +169,9 @@ STRATEGIES: dict[str, tuple[int, Settings, int, Sequence[int]]] = {
     "onebit-adam-tp": (4, {**ADAM, "tp": 2, "sequence_parallel": True}, 9, [5]),
     "onebit-lamb-pp": (4, {**LAMB, "pp": 2, "num_layers": 2}, 9, [5]),
     "zero-one-tp": (4, {**ZERO_ONE, "tp": 2}, 9, [6]),
+    "sgd": (4, {**SPLIT, "optimizer": "sgd"}, 4, [2]),
+    "lamb": (4, {**SPLIT, "optimizer": "lamb"}, 4, [2]),
+    "muon": (4, {**SPLIT, "optimizer": "muon"}, 4, [2]),
 }
 
 
