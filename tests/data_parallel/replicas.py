@@ -18,6 +18,8 @@ SGD = {"optimizer": "sgd", "sgd_momentum": 0.9}
 BF16_WIRE = {"wire_dtype": "bf16"}
 DILOCO = {"dp_strategy": "diloco", "sync_interval": 4}
 STREAMING = {"sync_fragments": 2, "sync_delay": 1, "sync_mix": 0.25}
+LOCAL: dict[str, Any] = {"dp_strategy": "local-sgd", "sync_interval": 3, "average_optimizer_state": True}
+FRAGMENTS: dict[str, Any] = {**DILOCO, **STREAMING, "sync_mix": 0.5, "sync_warmup_steps": 1}
 GOSSIP = {"dp_strategy": "gossip"}
 DECENTLAM = {"gossip_algorithm": "decentlam", **SGD}
 

@@ -17,6 +17,7 @@ from tests.support.ranks import RankContext, run_ranks
 from tests.support.state import continued, save_run
 from tests.support.tiny import (
     LLAMA,
+    Z1,
     Part,
     Runner,
     assemble,
@@ -31,19 +32,18 @@ Settings = dict[str, Any]
 
 STEPS = 3
 SMALL: Settings = {"num_layers": 2, "global_batch_size": 4, "micro_batch_size": 1, "train_iters": 4}
-ZERO: Settings = {"dp_strategy": "distributed-optimizer"}
 HIDDEN = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
 EXPERTS: Settings = {**LLAMA, "num_experts": 4, "moe_ffn_hidden_size": 16, "moe_first_dense_layers": 1}
 
 LAYOUTS: dict[str, tuple[int, Settings]] = {
     "tp2": (2, {"tp": 2, "sequence_parallel": True}),
     "dp2": (2, {}),
-    "dp4-zero": (4, ZERO),
-    "tp2-dp2-zero": (4, {"tp": 2, **ZERO}),
+    "dp4-zero": (4, Z1),
+    "tp2-dp2-zero": (4, {"tp": 2, **Z1}),
     "tp2-dp2-llama": (4, {"tp": 2, **LLAMA}),
     "pp2": (2, {"pp": 2}),
     "ep2-dp2": (2, {"ep": 2, **EXPERTS}),
-    "tp2-ep2-etp1-zero": (4, {"tp": 2, "ep": 2, "etp": 1, **EXPERTS, **ZERO, "sequence_parallel": True}),
+    "tp2-ep2-etp1-zero": (4, {"tp": 2, "ep": 2, "etp": 1, **EXPERTS, **Z1, "sequence_parallel": True}),
 }
 
 
@@ -114,7 +114,7 @@ def shared_work(context: RankContext, settings: Settings) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "gathers", "gives_back"), [({}, False, True), (ZERO, True, True), ({"tp": 2}, True, True)]
+    ("settings", "gathers", "gives_back"), [({}, False, True), (Z1, True, True), ({"tp": 2}, True, True)]
 )
 def test_each_matrix_is_orthogonalised_by_one_rank(settings: Settings, gathers: bool, gives_back: bool) -> None:
     """Two ranks share the work about evenly, also where both hold everything and so need not be sent anything first.

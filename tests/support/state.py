@@ -45,13 +45,13 @@ def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> 
     return [name for name, values in before.items() if not torch.equal(after[name], values)]
 
 
+def hashed(values: torch.Tensor) -> str:
+    return hashlib.sha256(values.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
+
+
 def hashes(replica: Replica) -> dict[str, str]:
     """What `remembered` finds, and the loss scaler's state; without what a diloco run notes for one moment alone."""
-    found = {
-        name: hashlib.sha256(values.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
-        for name, values in remembered(replica).items()
-        if not name.endswith("outer_mean")
-    }
+    found = {name: hashed(values) for name, values in remembered(replica).items() if not name.endswith("outer_mean")}
     return found | {"scaler": str(replica.scaler.state())}
 
 

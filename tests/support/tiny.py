@@ -24,6 +24,7 @@ __all__ = [
     "LLAMA",
     "MOE",
     "TINY",
+    "Z1",
     "Part",
     "Runner",
     "UnevenSamples",
@@ -57,6 +58,7 @@ TINY: dict[str, Any] = {
     "ddp_bucket_size": 3000,
 }
 
+Z1: dict[str, Any] = {"dp_strategy": "distributed-optimizer"}
 LLAMA: dict[str, Any] = {
     "position_embedding_type": "rope",
     "normalization": "RMSNorm",

@@ -17,16 +17,16 @@ from megalite.training import saving
 from megalite.training.saving import Saver
 from megalite.training.step import StepResult
 from tests.checkpoint.plain_reader import PlainCheckpoint, differing, read_plainly
+from tests.data_parallel.replicas import FRAGMENTS, GOSSIP, LOCAL
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.state import continued, hashes, interrupted, save_run, silent
-from tests.support.tiny import LLAMA, MOE, Runner, build, tiny_config
+from tests.support.tiny import LLAMA, MOE, Z1, Runner, build, tiny_config
 
 Settings = dict[str, Any]
 
 BEFORE, AFTER = 2, 4
 """Steps before the checkpoint and after it."""
 
-ZERO: Settings = {"dp_strategy": "distributed-optimizer"}
 DROPOUT: Settings = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 RAMP: Settings = {"rampup_batch_size": [4, 2, 12]}
 """Batches of 4, 4, 6, 8, 8, 8: the checkpoint is written in the midst of it."""
@@ -36,12 +36,12 @@ PAIRS: Settings = {"micro_batch_size": 2}
 
 LAYOUTS: dict[str, tuple[int, Settings]] = {
     "tp2-pp2-sp": (4, {"tp": 2, "pp": 2, "sequence_parallel": True, **PAIRS}),
-    "dp2-zero": (2, ZERO),
+    "dp2-zero": (2, Z1),
     "dp2": (2, {}),
     "pp2-vpp2": (2, {"pp": 2, "vpp": 2, "num_layers": 4}),
     "cp2": (2, {"cp": 2, **LLAMA, **PAIRS}),
     "ep2": (2, {"ep": 2, **MOE, **PAIRS}),
-    "dp2-zero-ramp": (2, {**ZERO, **RAMP}),
+    "dp2-zero-ramp": (2, {**Z1, **RAMP}),
     "pp2-ramp": (2, {"pp": 2, **RAMP}),
 }
 
@@ -115,16 +115,6 @@ def test_the_same_layout_goes_on_to_the_bit(layout: str, precision: str, tmp_pat
         assert [b - a for a, b in zip([0, *ends], ends, strict=False)] == [4, 4, 6, 8, 8, 8]
 
 
-LOCAL: Settings = {"dp_strategy": "local-sgd", "sync_interval": 3, "average_optimizer_state": True}
-STREAMING: Settings = {
-    "dp_strategy": "diloco",
-    "sync_interval": 4,
-    "sync_fragments": 2,
-    "sync_delay": 1,
-    "sync_mix": 0.5,
-    "sync_warmup_steps": 1,
-}
-GOSSIP: Settings = {"dp_strategy": "gossip"}
 BF16: Settings = {"precision": "bf16"}
 FP32: Settings = {"precision": "fp32"}
 WIRE: Settings = {**BF16, "wire_dtype": "bf16"}
@@ -142,17 +132,17 @@ ZERO_ONE: Settings = {
 """Signs of gradients are exchanged in step 3, those of steps in 4, 5 and 7; 6, 8 and 9 are local."""
 AUTO: Settings = {"freeze_step": None, "adam_beta2": 0.5, "freeze_threshold": 0.3, "lr_warmup_iters": 1}
 """The second moment is looked at every 2 steps."""
-SPLIT: Settings = {**ZERO, "tp": 2, "micro_batch_size": 1}
+SPLIT: Settings = {**Z1, "tp": 2, "micro_batch_size": 1}
 ALL = range(1, 6)
 
 STRATEGIES: dict[str, tuple[int, Settings, int, Sequence[int]]] = {
     # ranks, settings, steps, the steps to continue from
-    "zero-2": (2, {**ZERO, **BF16, "shard_gradients": True}, 4, [2]),
+    "zero-2": (2, {**Z1, **BF16, "shard_gradients": True}, 4, [2]),
     "zero-3": (2, {**BF16, "dp_strategy": "fully-sharded"}, 4, [2]),
     "zero-3-sp": (4, {**BF16, "dp_strategy": "fully-sharded", "tp": 2, "sequence_parallel": True}, 4, [2]),
     "local-sgd": (2, {**LOCAL, **WIRE, "sync_warmup_steps": 1}, 6, ALL),
-    "diloco-bf16": (2, {**STREAMING, **WIRE}, 6, ALL),
-    "diloco-fp16": (2, {**STREAMING, **PRECISIONS["fp16"], "loss_scale_window": 1000, "sync_warmup_steps": 0}, 6, ALL),
+    "diloco-bf16": (2, {**FRAGMENTS, **WIRE}, 6, ALL),
+    "diloco-fp16": (2, {**FRAGMENTS, **PRECISIONS["fp16"], "loss_scale_window": 1000, "sync_warmup_steps": 0}, 6, ALL),
     "diloco-often": (2, {"dp_strategy": "diloco", **FP32, "sync_interval": 2}, 6, ALL),
     "d-psgd": (2, {**GOSSIP, **WIRE, "gossip_graph": "one-peer"}, 6, ALL),
     "decentlam": (2, {**GOSSIP, **FP32, "gossip_algorithm": "decentlam", "optimizer": "sgd"}, 6, ALL),

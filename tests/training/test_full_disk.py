@@ -15,15 +15,13 @@ from typing import Any
 import pytest
 
 from megalite.checkpoint.files import free_bytes
-from megalite.config.describe import replace
-from megalite.config.run import RunConfig
 from megalite.training import sinks
 from megalite.training.saving import SaveError
 from megalite.training.sinks import AppendedFile, BestEffort, JsonLines
 from megalite.training.stopping import Ending, reserve_ending, write_ending
-from megalite.training.trainer import Trainer
 from megalite.training.writers import CSVFile, TensorBoard
 from tests.support.tiny import TINY
+from tests.support.trainer import fit
 from tests.training.test_sinks import record, scalars
 
 SETTINGS = {**TINY, "mock_data": True, "eod_mask_loss": False, "train_iters": 8, "log_interval": 1}
@@ -58,7 +56,7 @@ def run(at: dict[int, Callable[[], None]], **changes: Any) -> list[str]:
             at.pop(int(line.split()[1].split("/")[0]), lambda: None)()
 
     try:
-        Trainer(replace(RunConfig(), **{**SETTINGS, **changes}), explicit=frozenset(), log=log).fit()
+        fit(log, **{**SETTINGS, **changes})
     except SaveError as error:
         lines.append(f"SaveError: {error}")
     assert at == {}

@@ -11,9 +11,7 @@ from megalite.topology.group import Group
 from megalite.training.non_finite import NonFiniteError
 from megalite.training.step import Stepper, masked_loss, token_denominator
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import Runner, assert_same_numbers, build, tiny_config, trajectory, whole
-
-Z1 = {"dp_strategy": "distributed-optimizer"}
+from tests.support.tiny import Z1, Runner, assert_same_numbers, build, tiny_config, trajectory, whole
 
 
 def nan_in_the_loss(context: RankContext) -> str:

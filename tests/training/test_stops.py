@@ -9,20 +9,17 @@ import pytest
 
 from megalite.checkpoint.folders import candidates
 from megalite.checkpoint.manifest import CheckpointMissing
-from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
 from megalite.config.exit_codes import NO_PROGRESS
-from megalite.config.run import RunConfig
 from megalite.optimizers.schedules import Progress
 from megalite.training.non_finite import NonFiniteError
 from megalite.training.save_folder import RestartLoopError
 from megalite.training.step import Stepper
 from megalite.training.stopping import Ending, StopRequests
-from megalite.training.trainer import Trainer
 from tests.faults.compare import check_state, open_sound
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import TINY, build, tiny_config
-from tests.support.trainer import ReplicaTrainer
+from tests.support.trainer import ReplicaTrainer, fit
 
 RUN: dict[str, Any] = {
     "num_layers": 2,
@@ -169,8 +166,7 @@ def test_a_step_that_always_fails_ends_the_restarts(tmp_path: Path, monkeypatch:
 
     def start(**changes: Any) -> Exception:
         with pytest.raises((NonFiniteError, ConfigError)) as caught:
-            config = replace(RunConfig(), **settings, **changes, run_dir=str(tmp_path / "run"))
-            Trainer(config, explicit=frozenset(), log=lambda line: None).fit()
+            fit(**settings, **changes, run_dir=str(tmp_path / "run"))
         return caught.value
 
     monkeypatch.setattr(Stepper, "step", fails)
