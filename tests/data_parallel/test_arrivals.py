@@ -10,11 +10,10 @@ import pytest
 from megalite.data_parallel.buckets import Arrivals, Bucket
 from megalite.topology.group import Work
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import LLAMA, MOE, Runner, build, tiny_config
+from tests.support.tiny import LLAMA, MOE, Z1, Runner, build, tiny_config
 
 Settings = dict[str, Any]
 
-Z1: Settings = {"dp_strategy": "distributed-optimizer"}
 SP: Settings = {"tp": 2, "sequence_parallel": True}
 NORMS: Settings = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm", "mlp_act"]}
 

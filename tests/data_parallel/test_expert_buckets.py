@@ -12,7 +12,7 @@ from megalite.tensor_parallel.parameter import ParameterFactory
 from megalite.topology.group import Group
 from tests.data_parallel.toy import bare
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import MOE, assert_same_numbers, trajectory, whole
+from tests.support.tiny import MOE, Z1, assert_same_numbers, trajectory, whole
 
 MODEL: dict[str, Any] = {
     **MOE,
@@ -21,7 +21,6 @@ MODEL: dict[str, Any] = {
     "moe_aux_loss_coeff": 0.1,
     "moe_z_loss_coeff": 0.01,
 }
-Z1 = {"dp_strategy": "distributed-optimizer"}
 SP = {"sequence_parallel": True}
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data_parallel.replicas import SGD, mean
+from tests.data_parallel.replicas import FRAGMENTS, LOCAL, SGD, mean
 from tests.data_parallel.toy import SHAPES, ToyRun, gradient
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.state import continued, save_run
@@ -16,15 +16,6 @@ from tests.support.tiny import Runner, assemble, build, local_parts, tiny_config
 Settings = dict[str, Any]
 
 SMALL: Settings = {"num_layers": 2, "global_batch_size": 4, "lr_warmup_iters": None}
-LOCAL: Settings = {"dp_strategy": "local-sgd", "sync_interval": 3, "average_optimizer_state": True}
-STREAMING: Settings = {
-    "dp_strategy": "diloco",
-    "sync_interval": 4,
-    "sync_fragments": 2,
-    "sync_delay": 1,
-    "sync_mix": 0.5,
-    "sync_warmup_steps": 1,
-}
 RING: Settings = {"dp_strategy": "gossip"}
 DECENTLAM: Settings = {**RING, "gossip_algorithm": "decentlam", **SGD}
 BF16: Settings = {"precision": "bf16", "wire_dtype": "bf16"}
@@ -57,7 +48,7 @@ def differ(replicas: list[dict[str, np.ndarray]]) -> bool:
     return any((replicas[0][name] != values).any() for name, values in replicas[1].items())
 
 
-@pytest.mark.parametrize("settings", [LOCAL, STREAMING, DECENTLAM], ids=["local-sgd", "diloco", "decentlam"])
+@pytest.mark.parametrize("settings", [LOCAL, FRAGMENTS, DECENTLAM], ids=["local-sgd", "diloco", "decentlam"])
 def test_tp_and_pp_change_no_numbers(settings: Settings) -> None:
     steps = 5
     plain = run_ranks(2, trained, 2, {"dp": 2, **settings}, steps)
@@ -76,7 +67,7 @@ def test_tp_and_pp_change_no_numbers(settings: Settings) -> None:
 @pytest.mark.parametrize(
     ("layout", "settings"),
     [
-        ({"tp": 2}, {**STREAMING, **BF16}),
+        ({"tp": 2}, {**FRAGMENTS, **BF16}),
         ({"pp": 2}, {**LOCAL, **BF16}),
         ({"tp": 2}, {**RING, **FP16}),
         ({"pp": 2}, {**DECENTLAM, **FP16}),
@@ -190,7 +181,7 @@ def broken_off(context: RankContext, settings: Settings) -> list[bool]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_inside_is_the_mean_and_after_an_error_each_has_its_own(precision: str) -> None:
-    for settings in (LOCAL, STREAMING | {"sync_warmup_steps": 0}):
+    for settings in (LOCAL, FRAGMENTS | {"sync_warmup_steps": 0}):
         for verdicts in run_ranks(3, broken_off, {**settings, "precision": precision}):
             assert all(verdicts), verdicts
 

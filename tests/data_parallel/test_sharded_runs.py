@@ -18,6 +18,7 @@ from tests.support.state import continued, save_run
 from tests.support.tiny import (
     LLAMA,
     MOE,
+    Z1,
     Runner,
     assemble,
     assert_same_numbers,
@@ -30,7 +31,6 @@ from tests.support.tiny import (
 
 Settings = dict[str, Any]
 
-Z1: Settings = {"dp_strategy": "distributed-optimizer"}
 Z2: Settings = {**Z1, "shard_gradients": True}
 Z3: Settings = {"dp_strategy": "fully-sharded"}
 SP: Settings = {"tp": 2, "sequence_parallel": True}

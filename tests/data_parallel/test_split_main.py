@@ -12,11 +12,10 @@ from megalite.data_parallel.shards import SplitMain, unfolded
 from tests.data_parallel.toy import SHAPES, ToyRun, trajectory
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.state import continued, save_run
-from tests.support.tiny import Runner, build, tiny_config
+from tests.support.tiny import Z1, Runner, build, tiny_config
 
 SPLIT: dict[str, Any] = {"precision": "bf16", "main_params": "split"}
 WHOLE: dict[str, Any] = {"precision": "bf16", "main_params": "fp32"}
-Z1: dict[str, Any] = {"dp_strategy": "distributed-optimizer"}
 
 
 @pytest.mark.parametrize("low", [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])

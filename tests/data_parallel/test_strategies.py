@@ -17,9 +17,8 @@ from megalite.tensor_parallel.parameter import ParameterFactory
 from megalite.topology.group import Group, Work
 from tests.data_parallel.toy import ToyRun, bare
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import MOE, Runner, assemble, build, local_parts, tiny_config
+from tests.support.tiny import MOE, Z1, Runner, assemble, build, local_parts, tiny_config
 
-Z1 = {"dp_strategy": "distributed-optimizer"}
 SP = {"sequence_parallel": True}
 
 
