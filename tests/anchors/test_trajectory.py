@@ -15,7 +15,7 @@ from tests.anchors import plain_training as plain
 from tests.models import plain_gpt
 from tests.parity.factors import Settings, world_of
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import tiny_config
+from tests.support.tiny import Z1, tiny_config
 
 SETTINGS: Settings = {
     "num_layers": plain.LAYERS,
@@ -50,7 +50,6 @@ MODELS: dict[str, Settings] = {
     },
 }
 SP: Settings = {"tp": 2, "sequence_parallel": True}
-Z1: Settings = {"dp_strategy": "distributed-optimizer"}
 Z3: Settings = {"dp_strategy": "fully-sharded"}
 FULL: Settings = {"recompute_granularity": "full"}
 LAYOUTS: dict[str, tuple[str, Settings]] = {

@@ -12,8 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint.manifest import seal
-from tests.checkpoint.samples import SOLO, save_as
+from tests.checkpoint.samples import SOLO, edit_manifest, save_as
 
 MANIFEST, WEIGHTS, OPTIMIZER = "manifest.json", "weights-00000.safetensors", "optimizer-00000.safetensors"
 
@@ -65,15 +64,8 @@ class Target:
         """A pickle that makes the canary when it is loaded."""
         return pickle.dumps(Bomb(str(self.canary)), protocol)
 
-    def body(self) -> dict[str, Any]:
-        body: dict[str, Any] = json.loads((self.newest / MANIFEST).read_text())
-        body.pop("sha256")
-        return body
-
     def edit(self, change: Callable[[dict[str, Any]], object]) -> None:
-        body = self.body()
-        change(body)
-        (self.newest / MANIFEST).write_text(seal(body))
+        edit_manifest(self.newest, change)
 
     def replace(self, name: str, data: bytes) -> None:
         (self.newest / name).write_bytes(data)

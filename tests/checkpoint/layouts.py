@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.support.tiny import LLAMA
+from tests.support.tiny import LLAMA, Z1
 
 Settings = dict[str, Any]
 
@@ -29,7 +29,6 @@ LLAMA_MOE: Settings = {**LLAMA, **COMMON}
 GPT_MOE: Settings = COMMON
 """LayerNorm, biases, learned positions, a head tied to the embedding."""
 
-ZERO: Settings = {"dp_strategy": "distributed-optimizer"}
 SP: Settings = {"sequence_parallel": True}
 VEE: Settings = {"vpp": 2, "pipeline_schedule": "zb-v"}
 
@@ -44,12 +43,12 @@ LAYOUTS: dict[str, tuple[int, Settings]] = {
     "pp2-vpp2": _layout(2, micro=6, bucket=1, pp=2, vpp=2),
     "dp2-ep2": _layout(2, micro=6, bucket=5000, ep=2),
     "pp3": _layout(3, micro=6, pp=3),
-    "dp3-zero": _layout(3, micro=4, bucket=1, **ZERO),
-    "zbv-dp2-zero": _layout(4, micro=3, bucket=2000, pp=2, **VEE, **ZERO),
+    "dp3-zero": _layout(3, micro=4, bucket=1, **Z1),
+    "zbv-dp2-zero": _layout(4, micro=3, bucket=2000, pp=2, **VEE, **Z1),
     "cp2-dp2-ep4": _layout(4, micro=6, cp=2, ep=4),
-    "dp4-ep2-zero": _layout(4, micro=3, bucket=700, ep=2, **ZERO),
+    "dp4-ep2-zero": _layout(4, micro=3, bucket=700, ep=2, **Z1),
     "tp4-sp-ep2-etp2": _layout(4, micro=12, bucket=1500, tp=4, ep=2, etp=2, **SP),
-    "pp2-dp3-zero": _layout(6, micro=4, bucket=40_000_000, pp=2, **ZERO),
-    "tp2-sp-cp2-pp2-ep2-etp1-zero": _layout(8, micro=6, tp=2, cp=2, pp=2, ep=2, etp=1, **SP, **ZERO),
+    "pp2-dp3-zero": _layout(6, micro=4, bucket=40_000_000, pp=2, **Z1),
+    "tp2-sp-cp2-pp2-ep2-etp1-zero": _layout(8, micro=6, tp=2, cp=2, pp=2, ep=2, etp=1, **SP, **Z1),
 }
 """Name -> (ranks, settings). With 3 ranks the distributed optimizer cuts parameters in the middle of a row."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megalite.checkpoint.load import Checkpoint, find_checkpoint
+from megalite.checkpoint.manifest import MANIFEST_NAME, seal
 from megalite.checkpoint.save import SavedTensor, save_checkpoint
 from megalite.topology.group import Group
 from megalite.topology.layout import ShardSpec, Slice
@@ -19,6 +20,15 @@ SOLO = Group.solo("world")
 
 # A scheme maps (shape, ranks) to the slice of each rank; an empty one, or None, is for a rank that holds nothing.
 Scheme = Callable[[tuple[int, ...], int], Sequence[Slice | None]]
+
+
+def edit_manifest(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change what the manifest of a checkpoint says, and seal it anew."""
+    path = checkpoint / MANIFEST_NAME
+    body = json.loads(path.read_text())
+    body.pop("sha256")
+    change(body)
+    path.write_text(seal(body))
 
 
 class Exchange:

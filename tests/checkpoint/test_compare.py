@@ -31,7 +31,6 @@ def test_statistics_of_what_matches(real: Path, capsys: Captured) -> None:
 
 def test_statistics_are_those_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Merged over small blocks; far from zero, where sums of squares would lose all digits."""
-    torch.set_num_threads(1)
     values = torch.randn(6, 5, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 1e8
     values[0, 0, :2], values[3, 1, 2], values[5, 4, 6] = torch.nan, torch.inf, -torch.inf
     values[1, 2] = torch.nan  # a block without any finite number
@@ -75,7 +74,6 @@ def test_equal_whatever_the_layout(tmp_path: Path, capsys: Captured, verify: boo
 
 def test_how_two_differ(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values by the largest difference, zeros and NaNs by their bits; tensors, shapes, dtypes and fields."""
-    torch.set_num_threads(1)
     base = {name: torch.arange(24.0).view(4, 6) for name in ("small", "large", "zero", "nan", "same", "cast", "shape")}
     other = {name: values.clone() for name, values in base.items()}
     other["small"][1, 2:4] += torch.tensor([0.25, 0.5])

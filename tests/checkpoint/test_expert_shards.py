@@ -10,7 +10,7 @@ from megalite.models.shapes import stage_shapes
 from megalite.training import state_tensors
 from megalite.training.saving import save
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import LLAMA, Runner, build, tiny_config
+from tests.support.tiny import LLAMA, Z1, Runner, build, tiny_config
 
 MOE: dict[str, Any] = {
     **LLAMA,
@@ -21,7 +21,6 @@ MOE: dict[str, Any] = {
     "moe_shared_expert_intermediate_size": 8,
     "precision": "bf16",
 }
-Z1 = {"dp_strategy": "distributed-optimizer"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "ep2-edp2-zero": (4, {"dp": 4, "ep": 2, **Z1}),

@@ -12,6 +12,7 @@ from megalite.checkpoint.load import find_checkpoint
 from megalite.checkpoint.manifest import CheckpointMissing
 from megalite.config.errors import CheckpointError
 from megalite.topology.group import Group
+from tests.checkpoint.inspecting import flip_last_bit
 from tests.checkpoint.samples import CPU, SOLO, assert_holds, find, on_threads, save_as
 
 
@@ -27,12 +28,6 @@ def slip(folder: Path, step: int | None = None) -> str:
         find(folder, step)
     assert not isinstance(caught.value, CheckpointMissing)
     return str(caught.value)
-
-
-def break_file(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
 
 
 def test_names() -> None:
@@ -55,7 +50,7 @@ def test_newest_or_the_step_asked_for(tmp_path: Path) -> None:
 def test_damaged_ones_are_passed_over_aloud(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save_as(tmp_path, SOLO, step=step, seed=step)
-    break_file(tmp_path / "step-0000003" / "optimizer-00000.safetensors")
+    flip_last_bit(tmp_path / "step-0000003" / "optimizer-00000.safetensors")
     (tmp_path / "step-0000002" / "manifest.json").unlink()
     lines: list[str] = []
     assert_holds(find(tmp_path, log=lines.append), seed=1)
@@ -68,7 +63,7 @@ def test_damaged_ones_are_passed_over_aloud(tmp_path: Path) -> None:
         find(tmp_path, 3, log=lines.append)
     assert lines == []
     # A run must not start afresh because all it has is damaged.
-    break_file(tmp_path / "step-0000001" / "weights-00000.safetensors")
+    flip_last_bit(tmp_path / "step-0000001" / "weights-00000.safetensors")
     message = slip(tmp_path)
     assert "no checkpoint verifies" in message
     assert all(f"step-000000{step}" in message for step in (1, 2, 3))
@@ -109,7 +104,7 @@ def test_all_ranks_open_the_same(tmp_path: Path, ranks: int) -> None:
     assert on_threads(ranks, look) == [(2, [])] * ranks
     for path in sorted((tmp_path / "step-0000002").iterdir()):
         sound = path.read_bytes()
-        break_file(path)
+        flip_last_bit(path)
         results = on_threads(ranks, look)
         assert len({str(result) for result in results}) == 1
         step, lines = results[0]

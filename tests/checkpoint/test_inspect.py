@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.checkpoint.manifest import seal
 from megalite.cli.inspect import DAMAGED, DIFFERENT, OK
 from megalite.config.describe import replace, sectioned, values_of
 from megalite.config.files import load as load_config
 from megalite.config.run import RunConfig
 from tests.checkpoint.inspecting import WEIGHTS, Captured, Tensors, flip_last_bit, inspect, refused, said, save_tensors
-from tests.checkpoint.samples import find
+from tests.checkpoint.samples import edit_manifest, find
 from tests.support.tiny import LLAMA, tiny_config
 
 
@@ -114,11 +113,8 @@ def test_without_verifying(folder: Path, capsys: Captured) -> None:
 
 def test_hashes_right_and_manifest_wrong(folder: Path, capsys: Captured) -> None:
     """A manifest that was made to fit the files' hashes, but not their headers."""
-    path = folder / "step-0000002" / "manifest.json"
-    body = json.loads(path.read_text())
-    body.pop("sha256")
-    body["tensors"]["weight:final_norm.weight"]["dtype"] = "F16"
-    path.write_text(seal(body))
+    norm = "weight:final_norm.weight"
+    edit_manifest(folder / "step-0000002", lambda body: body["tensors"][norm].update(dtype="F16"))
     assert inspect(folder / "step-0000002") == DAMAGED
     assert f"{WEIGHTS}: final_norm.weight is F16 [32] by the manifest, the file has BF16 [32]" in said(capsys)
 
@@ -233,14 +229,10 @@ def test_bad_input(folder: Path, tmp_path: Path, capsys: Captured) -> None:
 
 def test_nested_too_deeply_to_be_shown(folder: Path, capsys: Captured) -> None:
     """As deep as a manifest may be."""
-    path = folder / "step-0000002" / "manifest.json"
-    body = json.loads(path.read_text())
-    body.pop("sha256")
     value: Any = 1
     for _ in range(700):
         value = [value]
-    body["config"]["model"]["deep"] = value
-    path.write_text(seal(body))
+    edit_manifest(folder / "step-0000002", lambda body: body["config"]["model"].update(deep=value))
     assert find(folder).manifest.step == 2
     assert "nested too deeply" in refused(capsys, folder, "--config")
 

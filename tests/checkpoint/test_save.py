@@ -25,6 +25,7 @@ from megalite.config.errors import CheckpointError
 from megalite.topology.group import Group
 from megalite.topology.layout import ShardSpec
 from megalite.watchdog.heartbeat import Heartbeat
+from tests.checkpoint.inspecting import flip_last_bit
 from tests.checkpoint.samples import CPU, SOLO, assert_holds, find, on_threads, save_as
 
 Plan = Sequence[SavedTensor]
@@ -273,9 +274,7 @@ def test_the_replaced_one_is_kept_if_its_successor_is_damaged(tmp_path: Path) ->
     (tmp_path / "step-0000002").rename(tmp_path / "other")
     save_as(tmp_path, SOLO, step=2, seed=2).rename(tmp_path / "step-0000002.replaced")
     (tmp_path / "other").rename(tmp_path / "step-0000002")
-    data = bytearray(broken.read_bytes())
-    data[-1] ^= 1
-    broken.write_bytes(data)
+    flip_last_bit(broken)
     assert_holds(find(tmp_path, log=lambda line: None), seed=2)
     save_as(tmp_path, SOLO, step=3, seed=3)
     assert names(tmp_path) == ["latest", "step-0000002", "step-0000003"]

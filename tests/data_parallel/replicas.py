@@ -18,6 +18,8 @@ SGD = {"optimizer": "sgd", "sgd_momentum": 0.9}
 BF16_WIRE = {"wire_dtype": "bf16"}
 DILOCO = {"dp_strategy": "diloco", "sync_interval": 4}
 STREAMING = {"sync_fragments": 2, "sync_delay": 1, "sync_mix": 0.25}
+LOCAL: dict[str, Any] = {"dp_strategy": "local-sgd", "sync_interval": 3, "average_optimizer_state": True}
+FRAGMENTS: dict[str, Any] = {**DILOCO, **STREAMING, "sync_mix": 0.5, "sync_warmup_steps": 1}
 GOSSIP = {"dp_strategy": "gossip"}
 DECENTLAM = {"gossip_algorithm": "decentlam", **SGD}
 
@@ -106,7 +108,6 @@ def run_toy(
         consensus_at: steps after which the mean is asked for, and noted.
         overflow_at: steps that are skipped, for the last rank's gradients are infinite; there is nothing noted of them.
     """
-    torch.set_num_threads(1)
     found: dict[str, Any] = {"weights": [], "phases": [], "bytes": [], "means": {}}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local_sgd, "fragment_of", toy_fragment)

@@ -1,7 +1,7 @@
 """No forward reads a parameter before it has arrived, however late the gather of the last step comes."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -10,19 +10,10 @@ import pytest
 from megalite.data_parallel.buckets import Arrivals, Bucket
 from megalite.topology.group import Work
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import LLAMA, Runner, build, tiny_config
+from tests.support.tiny import LLAMA, MOE, Z1, Runner, build, tiny_config
 
 Settings = dict[str, Any]
 
-Z1: Settings = {"dp_strategy": "distributed-optimizer"}
-MOE: Settings = {
-    "num_experts": 4,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 16,
-    "moe_first_dense_layers": 1,
-    "moe_aux_loss_coeff": 0.01,
-    "moe_shared_expert_intermediate_size": 16,
-}
 SP: Settings = {"tp": 2, "sequence_parallel": True}
 NORMS: Settings = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm", "mlp_act"]}
 
@@ -52,16 +43,14 @@ def _late_arrivals() -> Iterator[None]:
 
 def steps(context: RankContext, world: int, settings: Settings, late: bool) -> list[tuple[float, float]]:
     runner = Runner(build(context, tiny_config(world, ddp_bucket_size=1, **settings)))
-    if not late:
-        return [(result.loss, result.grad_norm) for result in (runner.step(), runner.step())]
-    with _late_arrivals():
+    with _late_arrivals() if late else nullcontext():
         return [(result.loss, result.grad_norm) for result in (runner.step(), runner.step())]
 
 
 CASES: dict[str, tuple[int, Settings]] = {
     "gpt": (2, Z1),
     "llama": (2, {**Z1, **LLAMA, "qk_norm": True}),
-    "moe": (2, {**Z1, **MOE}),
+    "moe": (2, {**Z1, **MOE, "moe_router_topk": 2, "moe_shared_expert_intermediate_size": 16}),
     "norms": (2, {**Z1, **NORMS}),
     "full": (2, {**Z1, "recompute_granularity": "full", "recompute_method": "uniform"}),
     "sp": (4, {**Z1, **SP}),

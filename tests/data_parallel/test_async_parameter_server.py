@@ -37,7 +37,6 @@ def workers_steps(
     context: RankContext, dp: int, settings: dict[str, Any], steps: int, script: Script = ()
 ) -> dict[str, Any]:
     """The weights that a worker computed its steps with, and those of the meeting after them."""
-    torch.set_num_threads(1)
     run = ToyRun(context.topology(dp=dp), {"dp_strategy": "async-parameter-server", **settings})
     strategy = run.strategy
     assert isinstance(strategy, AsyncParameterServer)

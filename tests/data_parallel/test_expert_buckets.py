@@ -12,19 +12,15 @@ from megalite.tensor_parallel.parameter import ParameterFactory
 from megalite.topology.group import Group
 from tests.data_parallel.toy import bare
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import LLAMA, assert_same_numbers, trajectory, whole
+from tests.support.tiny import MOE, Z1, assert_same_numbers, trajectory, whole
 
-MOE: dict[str, Any] = {
-    **LLAMA,
+MODEL: dict[str, Any] = {
+    **MOE,
     "num_layers": 3,
-    "num_experts": 4,
-    "moe_first_dense_layers": 1,
-    "moe_ffn_hidden_size": 16,
     "moe_shared_expert_intermediate_size": 8,
     "moe_aux_loss_coeff": 0.1,
     "moe_z_loss_coeff": 0.01,
 }
-Z1 = {"dp_strategy": "distributed-optimizer"}
 SP = {"sequence_parallel": True}
 
 
@@ -91,10 +87,10 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 
 @pytest.fixture(scope="module")
 def one_rank() -> Any:
-    return whole([trajectory(RankContext(0, {}), 1, MOE)])
+    return whole([trajectory(RankContext(0, {}), 1, MODEL)])
 
 
 @pytest.mark.parametrize(("world", "settings"), LAYOUTS, ids=str)
 def test_steps_equal_those_of_one_rank(world: int, settings: dict[str, Any], one_rank: Any) -> None:
     """Losses, norms, gradients and updated weights."""
-    assert_same_numbers(whole(run_ranks(world, trajectory, world, {**MOE, **settings})), one_rank)
+    assert_same_numbers(whole(run_ranks(world, trajectory, world, {**MODEL, **settings})), one_rank)

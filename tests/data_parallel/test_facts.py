@@ -44,7 +44,6 @@ MAIN = ("replica_param", "main_param")
 
 def kept(context: RankContext) -> list[tuple[set[str], float, set[str], float]]:
     """For each case: names and elements of the states, as the strategy has them and as they are stated."""
-    torch.set_num_threads(1)
     found = []
     for settings in CASES:
         run = ToyRun(context.topology(dp=RANKS), {"ddp_bucket_size": 10**4, **settings})

@@ -15,7 +15,6 @@ Z2 = {"dp_strategy": "distributed-optimizer", "shard_gradients": True}
 Z3 = {"dp_strategy": "fully-sharded"}
 BY_RANK = {"reduction_order": "rank"}
 STEPS = 3
-LAST = UNITS - 1
 
 
 @pytest.mark.parametrize("ranks", [3, 4])
@@ -97,41 +96,6 @@ def test_bytes_of_zero_2() -> None:
         assert found.sent == pytest.approx((MICROBATCHES * 4 + 2) * sum(found.held) * 3 / 4)
 
 
-class Broken(Exception):
-    """What stops a step."""
-
-
-def after_a_failure(context: RankContext, settings: dict[str, Any]) -> tuple[list[list[float]], list[torch.Tensor]]:
-    """A step that fails in the midst of its second backward, an evaluation, and three good steps."""
-    torch.set_num_threads(1)
-    run = UnitRun(context.topology(dp=2), settings)
-    run.strategy.begin_step(1)
-    run.forward().backward()
-    loss = run.forward()
-
-    def broken(grad: torch.Tensor) -> None:
-        raise Broken
-
-    run.layers[2].weight.grad_ready, ready = lambda: broken(loss), run.layers[2].weight.grad_ready
-    with pytest.raises(Broken):
-        loss.backward()
-    run.layers[2].weight.grad_ready = ready
-    with torch.no_grad():
-        run.forward()
-    losses = [run.step() for _ in range(STEPS)]
-    run.strategy.wait_for_parameters()
-    run.strategy.close()
-    return losses, [layer.weight.detach().clone() for layer in run.layers]
-
-
-@pytest.mark.parametrize("settings", [Z2, Z3, {**Z3, **BY_RANK}], ids=str)
-def test_a_step_that_fails_half_way_leaves_nothing_behind(settings: dict[str, Any]) -> None:
-    for rank, (losses, weights) in enumerate(run_ranks(2, after_a_failure, settings)):
-        wanted, theirs = oracle(2, rank, STEPS)
-        assert losses == wanted
-        assert all(torch.equal(a, b) for a, b in zip(weights, theirs, strict=True))
-
-
 def test_the_states_are_the_owned_ranges_and_the_model_is_not_gathered_to_save_it() -> None:
     for rank, (ranges, live) in enumerate(run_ranks(3, saved_ranges)):
         assert live == []
@@ -149,22 +113,6 @@ def saved_ranges(context: RankContext) -> tuple[list[tuple[int, int, int]], list
         live = run.live().weights
     run.strategy.close()
     return ranges, live
-
-
-def main_params(context: RankContext, kind: str) -> list[torch.Tensor]:
-    run = UnitRun(context.topology(dp=2), {**Z3, "precision": "bf16", "main_params": kind})
-    run.step()
-    run.step()
-    with run.strategy.consensus():
-        found = [shard.main_param.detach().clone() for shard in run.strategy.shards]
-        found += [run.strategy.weights(shard).values.clone() for shard in run.strategy.shards]
-    run.strategy.close()
-    return found
-
-
-def test_split_main_parameters_are_the_whole_ones() -> None:
-    for whole, split in zip(*(run_ranks(2, main_params, kind) for kind in ("fp32", "split")), strict=True):
-        assert all(torch.equal(one, other) for one, other in zip(whole, split, strict=True))
 
 
 def test_units_are_children_and_what_containers_hold() -> None:

@@ -1,10 +1,11 @@
-"""Local SGD against one process that plays all replicas."""
+"""Local SGD and DiLoCo, whole and in fragments, against one process that plays all replicas."""
 
 from typing import Any
 
 import pytest
 import torch
 
+from megalite.data_parallel.more.local_sgd import fragment_of
 from tests.data_parallel.replicas import (
     BF16_WIRE,
     DECENTLAM,
@@ -21,6 +22,7 @@ from tests.data_parallel.replicas import (
     run_toy,
     sent,
     start,
+    toy_fragment,
 )
 from tests.data_parallel.toy import SHAPES, trajectory
 from tests.support.ranks import run_ranks
@@ -70,7 +72,7 @@ def simulated(ranks: int, *, warm_up: int = 0, wire: torch.dtype | None = None, 
         (3, BF16_WIRE | WARM, {"wire": torch.bfloat16, "warm_up": 1}),
     ],
 )
-def test_several_processes_do_what_one_does(ranks: int, more: dict[str, Any], how: dict[str, Any]) -> None:
+def test_local_sgd_in_several_processes(ranks: int, more: dict[str, Any], how: dict[str, Any]) -> None:
     found = run_ranks(ranks, run_toy, ranks, LOCAL | more, STEPS)
     assert_same(found, simulated(ranks, **how))
     warm_up = how.get("warm_up", 0)
@@ -114,3 +116,104 @@ def test_plain_sgd_met_after_each_step_is_all_reduce() -> None:
         for one, other in zip(ours["weights"], theirs, strict=True):
             for name in SHAPES:
                 torch.testing.assert_close(one[name], other[name], rtol=1e-5, atol=1e-5 * LR)
+
+
+ROUND_STEPS = 10
+
+
+def simulated_diloco(
+    ranks: int,
+    *,
+    warm_up: int = 0,
+    fragments: int = 1,
+    delay: int = 0,
+    mix: float = 0.0,
+    wire: torch.dtype | None = None,
+    skipped: tuple[int, ...] = (),
+) -> Any:
+    """Torch's SGD with Nesterov momentum is the outer optimizer."""
+    anchor = {name: torch.nn.Parameter(value) for name, value in start().items()}
+    outer = {name: torch.optim.SGD([value], lr=0.7, momentum=0.9, nesterov=True) for name, value in anchor.items()}
+    changes: dict[str, torch.Tensor] = {}
+    made = [step for step in range(1, ROUND_STEPS + 1) if step not in skipped]
+
+    def turn(replicas: list[Replica], step: int) -> None:
+        for replica in replicas:
+            replica.step(made[step - 1], together=step <= warm_up, wire=wire)
+        local = step - warm_up
+        if local == 0:
+            for name, value in replicas[0].copy().items():
+                anchor[name].data.copy_(value)
+        for name in SHAPES:
+            starts = (toy_fragment(name, fragments) + 1) * (4 // fragments)
+            if local > 0 and (local - starts) % 4 == 0:
+                apart = [sent(anchor[name].data - each.weights[name].data, wire) for each in replicas]
+                changes[name] = mean(apart).float()
+            if local > delay and (local - delay - starts) % 4 == 0:
+                anchor[name].grad = changes[name]
+                outer[name].step()
+                for replica in replicas:
+                    value = replica.weights[name].data
+                    value.mul_(mix).add_(anchor[name].data, alpha=1.0 - mix)
+
+    return play(ranks, len(made), turn)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more", "how"),
+    [
+        (4, {}, {}),
+        (3, {"sync_warmup_steps": 2}, {"warm_up": 2}),
+        (4, BF16_WIRE | {"sync_warmup_steps": 1}, {"wire": torch.bfloat16, "warm_up": 1}),
+        (4, STREAMING, {"fragments": 2, "delay": 1, "mix": 0.25}),
+        (3, STREAMING | BF16_WIRE, {"fragments": 2, "delay": 1, "mix": 0.25, "wire": torch.bfloat16}),
+        (4, {"sync_delay": 3}, {"delay": 3}),
+    ],
+)
+def test_diloco_in_several_processes(ranks: int, more: dict[str, Any], how: dict[str, Any]) -> None:
+    # Asking for the mean, also while an exchange is under way, changes nothing.
+    found = run_ranks(ranks, run_toy, ranks, DILOCO | more, ROUND_STEPS, (2, 3, 6))
+    wanted = simulated_diloco(ranks, **how)
+    assert_same(found, wanted)
+    for step in found[0]["means"]:
+        for name in SHAPES:
+            average = mean([rank[step - 1][name] for rank in wanted])
+            for rank in found:
+                assert torch.equal(rank["means"][step][name], average), f"{name} after step {step}"
+    assert found[0]["means"].keys() == {2, 3, 6}
+
+
+def test_what_was_due_in_a_skipped_step_happens_in_the_next() -> None:
+    for skipped in ((2, 3), (5,)):
+        found = run_ranks(3, run_toy, 3, DILOCO | STREAMING, ROUND_STEPS, (), skipped)
+        assert_same(found, simulated_diloco(3, fragments=2, delay=1, mix=0.25, skipped=skipped))
+
+
+def test_each_fragment_is_sent_at_its_time() -> None:
+    found = run_ranks(4, run_toy, 4, DILOCO | STREAMING, 9)
+    assert found[0]["phases"] == [
+        *("local", "send 0", "use 0", "send 1", "use 1"),
+        *("send 0", "use 0", "send 1", "use 1"),
+    ]
+    sizes = [
+        sum(torch.Size(shape).numel() for name, shape in SHAPES.items() if toy_fragment(name, 2) == part)
+        for part in range(2)
+    ]
+    one_way = 3 / 4 * 4
+    assert found[0]["bytes"][0] == 0.0
+    for step, nbytes in enumerate(found[0]["bytes"][1:], start=2):
+        # Parts go out when the exchange starts, and their means one update later: it is under way between.
+        size = sizes[(step // 2 + 1) % 2]
+        assert size * one_way <= nbytes <= (size + 1024) * one_way, f"step {step}"
+
+
+def test_a_whole_exchange_is_named_so() -> None:
+    found = run_ranks(3, run_toy, 3, DILOCO | {"sync_warmup_steps": 1}, 6)
+    assert found[0]["phases"] == ["gradients", "local", "local", "local", "exchange", "local"]
+    assert found[0]["bytes"][4] == pytest.approx(2 * 2 / 3 * 4 * found[0]["elements"])
+
+
+def test_layers_go_round_the_fragments() -> None:
+    names = ["embedding.word.weight", *(f"layers.{layer}.mlp.up.weight" for layer in range(5)), "final_norm.bias"]
+    assert [fragment_of(name, 3) for name in names] == [0, 0, 1, 2, 0, 1, 0]
+    assert {fragment_of(name, 1) for name in names} == {0}

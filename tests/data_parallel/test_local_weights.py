@@ -1,6 +1,5 @@
-"""Replicas with weights of their own on a real network: under tp and pp, skipped steps, evaluation, saving, resuming."""
+"""Replicas with weights of their own on a real network: under tp and pp, skipped steps, evaluation, other numbers of replicas."""
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -8,41 +7,24 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.training.replica import Replica
-from megalite.training.resume import load
-from megalite.training.saving import save
-from tests.data_parallel.replicas import SGD, mean
+from tests.data_parallel.replicas import FRAGMENTS, LOCAL, SGD, mean
 from tests.data_parallel.toy import SHAPES, ToyRun, gradient
 from tests.support.ranks import RankContext, run_ranks
+from tests.support.state import continued, save_run
 from tests.support.tiny import Runner, assemble, build, local_parts, tiny_config
 
 Settings = dict[str, Any]
 
 SMALL: Settings = {"num_layers": 2, "global_batch_size": 4, "lr_warmup_iters": None}
-LOCAL: Settings = {"dp_strategy": "local-sgd", "sync_interval": 3, "average_optimizer_state": True}
-STREAMING: Settings = {
-    "dp_strategy": "diloco",
-    "sync_interval": 4,
-    "sync_fragments": 2,
-    "sync_delay": 1,
-    "sync_mix": 0.5,
-    "sync_warmup_steps": 1,
-}
 RING: Settings = {"dp_strategy": "gossip"}
 DECENTLAM: Settings = {**RING, "gossip_algorithm": "decentlam", **SGD}
 BF16: Settings = {"precision": "bf16", "wire_dtype": "bf16"}
-LOSSY: Settings = {"precision": "fp32", "compression_warmup_steps": 2}
 FP16: Settings = {"precision": "fp16", "initial_loss_scale": 2.0**20, "hysteresis": 1}
 """The first steps overflow."""
 
 
-def silent(line: str) -> None:
-    """The log of a rank that no one reads."""
-
-
 def trained(context: RankContext, world: int, settings: Settings, steps: int) -> dict[str, Any]:
     """A few steps of a real network; this rank's own weights after them."""
-    torch.set_num_threads(1)
     runner = Runner(build(context, tiny_config(world, **SMALL, **settings)))
     results = [runner.step() for _ in range(steps)]
     with runner.replica.strategy.consensus():
@@ -66,7 +48,7 @@ def differ(replicas: list[dict[str, np.ndarray]]) -> bool:
     return any((replicas[0][name] != values).any() for name, values in replicas[1].items())
 
 
-@pytest.mark.parametrize("settings", [LOCAL, STREAMING, DECENTLAM], ids=["local-sgd", "diloco", "decentlam"])
+@pytest.mark.parametrize("settings", [LOCAL, FRAGMENTS, DECENTLAM], ids=["local-sgd", "diloco", "decentlam"])
 def test_tp_and_pp_change_no_numbers(settings: Settings) -> None:
     steps = 5
     plain = run_ranks(2, trained, 2, {"dp": 2, **settings}, steps)
@@ -85,7 +67,7 @@ def test_tp_and_pp_change_no_numbers(settings: Settings) -> None:
 @pytest.mark.parametrize(
     ("layout", "settings"),
     [
-        ({"tp": 2}, {**STREAMING, **BF16}),
+        ({"tp": 2}, {**FRAGMENTS, **BF16}),
         ({"pp": 2}, {**LOCAL, **BF16}),
         ({"tp": 2}, {**RING, **FP16}),
         ({"pp": 2}, {**DECENTLAM, **FP16}),
@@ -103,7 +85,6 @@ def test_copies_on_tp_and_pp_ranks_never_drift(layout: Settings, settings: Setti
 
 def norms(context: RankContext, settings: Settings) -> list[tuple[float, float]]:
     """(shown, clipping) of a step in the warm-up, and of one after it, at gradients of another size on each rank."""
-    torch.set_num_threads(1)
     run, found = ToyRun(context.topology(dp=3), settings), []
     for _ in range(2):
         told = run.strategy.norms(run.gradients(scale=1.0 + context.rank))
@@ -127,81 +108,6 @@ def test_each_replica_is_clipped_by_its_own_norm(settings: Settings) -> None:
         assert found[1] == pytest.approx((np.sqrt(np.mean(np.square(own))), own[rank]), rel=1e-6)
 
 
-def fingerprint(replica: Replica) -> dict[str, str]:
-    """Every bit that the next step depends on."""
-    strategy = replica.strategy
-    tensors: dict[str, torch.Tensor] = {}
-    for number, shard in enumerate(strategy.shards):
-        tensors |= {f"{number} weights": shard.bucket.data, f"{number} main": shard.main_param.data}
-        for name, values in replica.optimizer.state(shard.main_param).items():
-            tensors[f"{number} {name}"] = values
-    tensors |= {
-        f"{number} {state.name}": state.values
-        for number, state in enumerate(strategy.states())
-        if state.name != "outer_mean"  # says something at its time alone, and then the next steps show it
-    }
-    tensors |= {f"{number} {state.name}": state.values for number, state in enumerate(strategy.tensor_states())}
-    found = {key: hashlib.sha256(each.view(torch.uint8).numpy().data).hexdigest() for key, each in tensors.items()}
-    counters = {"updates": replica.optimizer.updates, "strategy": strategy.counters(), "scale": replica.scaler.state()}
-    return found | {"counters": str(counters)}
-
-
-def interrupted(context: RankContext, settings: Settings, folder: str, steps: int) -> list[str]:
-    """What differs from a run that goes through: in one that evaluates and saves after each step, and in those that go
-    on from what it saved."""
-    torch.set_num_threads(1)
-    settings = {"dp": 2, **SMALL, **settings}
-    plain = Runner(build(context, tiny_config(2, **settings)))
-    wanted, faults = [], []
-    for _ in range(steps):
-        plain.step()
-        wanted.append(fingerprint(plain.replica))
-    plain.replica.strategy.close()
-    runner = Runner(build(context, tiny_config(2, **settings)))
-    for step in range(1, steps + 1):
-        runner.step()
-        with runner.replica.strategy.consensus():
-            runner.evaluate()
-        save(runner.replica, Path(folder), runner.progress, tokenizer=None)
-        if fingerprint(runner.replica) != wanted[step - 1]:
-            faults.append(f"saving run after step {step}")
-    for start in range(1, steps):
-        replica = build(context, tiny_config(2, **settings, load=folder, ckpt_step=start))
-        runner = Runner(replica, load(replica, Path(folder), tokenizer=None, log=silent))
-        if fingerprint(replica) != wanted[start - 1]:
-            faults.append(f"loaded {start}")
-        for step in range(start + 1, steps + 1):
-            runner.step()
-            if fingerprint(replica) != wanted[step - 1]:
-                faults.append(f"from {start} at {step}")
-        replica.strategy.close()
-    return faults
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {**LOCAL, **BF16, "sync_warmup_steps": 1},
-        {**STREAMING, **BF16},
-        {**STREAMING, **FP16, "sync_warmup_steps": 0},
-        {**STREAMING, "precision": "fp32", "sync_interval": 2, "sync_fragments": 1, "sync_warmup_steps": 0},
-        {**RING, "gossip_graph": "one-peer", **BF16},
-        {**DECENTLAM, "precision": "fp32"},
-        {**LOSSY, "grad_compression": "onebit"},
-        {**LOSSY, "grad_compression": "uint8"},
-        {**LOSSY, "grad_compression": "topk", "topk_density": 0.1},
-        {**LOSSY, "grad_compression": "powersgd", "powersgd_rank": 2},
-    ],
-    ids=[
-        *("local-sgd", "diloco-bf16", "diloco-fp16", "diloco-often", "d-psgd", "decentlam"),
-        *("onebit", "uint8", "topk", "powersgd"),
-    ],
-)
-def test_resuming_at_any_step_is_bit_exact(settings: Settings, tmp_path: Path) -> None:
-    for faults in run_ranks(2, interrupted, settings, str(tmp_path), 6):
-        assert faults == []
-
-
 KINDS = ("main_param", "exp_avg", "exp_avg_sq")
 
 
@@ -209,18 +115,17 @@ def drifted(context: RankContext, folder: str, settings: Settings) -> dict[str, 
     runner = Runner(build(context, tiny_config(4, dp=4, **SMALL, **settings)))
     for _ in range(2):
         runner.step()
-    save(runner.replica, Path(folder), runner.progress, tokenizer=None)
+    save_run(runner, folder)
     return {kind: local_parts(runner.replica, kind) for kind in KINDS}
 
 
 def taken_up(context: RankContext, dp: int, folder: str, settings: Settings, target: str | None) -> dict[str, Any]:
-    replica = build(context, tiny_config(dp, dp=dp, load=folder, **SMALL, **settings))
-    progress = load(replica, Path(folder), tokenizer=None, log=silent)
-    found: dict[str, Any] = {kind: local_parts(replica, kind) for kind in (*KINDS, "weight")}
+    runner = continued(context, tiny_config(dp, dp=dp, load=folder, **SMALL, **settings), folder)
+    found: dict[str, Any] = {kind: local_parts(runner.replica, kind) for kind in (*KINDS, "weight")}
     if target is not None:
-        save(replica, Path(target), progress, tokenizer=None)
-    Runner(replica, progress).step()
-    replica.strategy.close()
+        save_run(runner, target)
+    runner.step()
+    runner.replica.strategy.close()
     return found
 
 
@@ -254,7 +159,6 @@ def test_fewer_and_more_replicas_start_from_the_mean(precision: str, tmp_path: P
 
 def broken_off(context: RankContext, settings: Settings) -> list[bool]:
     """An evaluation that fails: whether replicas were equal inside, and whether each has its own again."""
-    torch.set_num_threads(1)
     run = ToyRun(context.topology(dp=3), settings)
     run.step()
     strategy, verdicts = run.strategy, []
@@ -277,14 +181,13 @@ def broken_off(context: RankContext, settings: Settings) -> list[bool]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_inside_is_the_mean_and_after_an_error_each_has_its_own(precision: str) -> None:
-    for settings in (LOCAL, STREAMING | {"sync_warmup_steps": 0}):
+    for settings in (LOCAL, FRAGMENTS | {"sync_warmup_steps": 0}):
         for verdicts in run_ranks(3, broken_off, {**settings, "precision": precision}):
             assert all(verdicts), verdicts
 
 
 def counted(context: RankContext, settings: Settings, look: bool) -> list[float]:
     """Bytes that each of some steps sends, with or without an evaluation between them."""
-    torch.set_num_threads(1)
     run, found = ToyRun(context.topology(dp=3), settings), []
     for _ in range(4):
         run.step()

@@ -9,7 +9,7 @@ from megalite.data_parallel.peers import ReplicasDifferError, check_replicas, fi
 from megalite.training.state_tensors import replicated_states
 from tests.data_parallel.toy import ToyRun
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import LLAMA, Runner, build, tiny_config
+from tests.support.tiny import MOE, Runner, build, tiny_config
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -61,19 +61,9 @@ def test_a_flipped_bit_is_found_and_named(strategy: str, culprit: int, name: str
         )
 
 
-EXPERTS: dict[str, Any] = {
-    **LLAMA,
-    "num_layers": 2,
-    "num_experts": 4,
-    "moe_ffn_hidden_size": 16,
-    "moe_first_dense_layers": 1,
-    "precision": "fp32",
-}
-
-
 def with_experts(context: RankContext) -> list[str]:
     """dp 4, ep 2: ranks 0 and 2 hold the same experts, 1 and 3 others, and all the same dense layers."""
-    runner = Runner(build(context, tiny_config(4, dp=4, ep=2, **EXPERTS)))
+    runner = Runner(build(context, tiny_config(4, **{**MOE, "num_layers": 2, "precision": "fp32", "dp": 4, "ep": 2})))
     runner.step()
     strategy, found = runner.replica.strategy, []
     by_name = {

@@ -9,11 +9,10 @@ import torch
 
 from megalite.parity.report import require_same
 from megalite.parity.trajectory import rank_trajectory
-from megalite.training.resume import load
-from megalite.training.saving import save
 from tests.parity.factors import FAMILIES, world_of
 from tests.parity.reference import STEPS, TOLERANCE, reference
 from tests.support.ranks import RankContext, run_ranks
+from tests.support.state import continued, save_run
 from tests.support.tiny import Runner, build, tiny_config, whole
 
 Settings = dict[str, Any]
@@ -74,14 +73,13 @@ def state(runner: Runner, *, of_optimizer: bool) -> dict[str, str]:
 
 def resumed(context: RankContext, folder: str, precision: str) -> dict[str, Any]:
     """By strategy: two steps and a checkpoint and two more; then each way to continue from each checkpoint."""
-    torch.set_num_threads(1)
     common = {"dp": 2, "precision": precision, "reduction_order": "rank", "clip_grad": 0.1, "num_layers": 2}
     found: dict[str, Any] = {"on": {}, "same": {}, "crossed": {}}
     for name, settings in SAVED_BY.items():
         runner = Runner(build(context, tiny_config(2, **common, **settings)))
         runner.step()
         runner.step()
-        save(runner.replica, Path(folder, name), runner.progress, tokenizer=None)
+        save_run(runner, Path(folder, name))
         runner.step()
         runner.step()
         found["on"][name] = state(runner, of_optimizer=True), state(runner, of_optimizer=False)
@@ -90,14 +88,13 @@ def resumed(context: RankContext, folder: str, precision: str) -> dict[str, Any]
         for name, settings in SAVED_BY.items():
             if (name == "all-reduce") == (saved == "all-reduce") and (name != saved or name == "all-reduce"):
                 continue
-            replica = build(context, tiny_config(2, **common, **settings, load=str(Path(folder, saved))))
-            progress = load(replica, Path(folder, saved), tokenizer=None, log=lambda line: None)
-            runner = Runner(replica, progress)
+            path = str(Path(folder, saved))
+            runner = continued(context, tiny_config(2, **common, **settings, load=path), path)
             runner.step()
             runner.step()
             kind = "same" if name == saved else "crossed"
             found[kind][saved, name] = state(runner, of_optimizer=name == saved)
-            replica.strategy.close()
+            runner.replica.strategy.close()
     return found
 
 

@@ -9,15 +9,13 @@ import torch
 
 from megalite.data_parallel import shards
 from megalite.data_parallel.shards import SplitMain, unfolded
-from megalite.training.resume import load
-from megalite.training.saving import save
 from tests.data_parallel.toy import SHAPES, ToyRun, trajectory
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import Runner, build, tiny_config
+from tests.support.state import continued, save_run
+from tests.support.tiny import Z1, Runner, build, tiny_config
 
 SPLIT: dict[str, Any] = {"precision": "bf16", "main_params": "split"}
 WHOLE: dict[str, Any] = {"precision": "bf16", "main_params": "fp32"}
-Z1: dict[str, Any] = {"dp_strategy": "distributed-optimizer"}
 
 
 @pytest.mark.parametrize("low", [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
@@ -95,18 +93,16 @@ def saved_and_resumed(context: RankContext, world: int, layout: dict[str, Any], 
 
     Both forms train and save; then each takes up what the other has saved.
     """
-    torch.set_num_threads(1)
     found: list[Any] = []
     forms = [SPLIT, WHOLE]
     for form, folder in zip(forms, folders, strict=True):
         runner = Runner(build(context, tiny_config(world, **GPT, **layout, **form)))
         for _ in range(3):
             runner.step()
-        save(runner.replica, Path(folder), runner.progress, tokenizer=None)
+        save_run(runner, folder)
         found.append((str([runner.step() for _ in range(2)]), state(runner)))
     for form, folder in zip(forms, reversed(folders), strict=True):
-        replica = build(context, tiny_config(world, **GPT, **layout, **form, load=folder))
-        runner = Runner(replica, load(replica, Path(folder), tokenizer=None, log=lambda line: None))
+        runner = continued(context, tiny_config(world, **GPT, **layout, **form, load=folder), folder)
         found.append((str([runner.step() for _ in range(2)]), state(runner)))
     return found
 

@@ -17,11 +17,9 @@ from megalite.tensor_parallel.parameter import ParameterFactory
 from megalite.topology.group import Group, Work
 from tests.data_parallel.toy import ToyRun, bare
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import LLAMA, Runner, assemble, build, local_parts, tiny_config
+from tests.support.tiny import MOE, Z1, Runner, assemble, build, local_parts, tiny_config
 
-Z1 = {"dp_strategy": "distributed-optimizer"}
 SP = {"sequence_parallel": True}
-MOE = {**LLAMA, "num_experts": 4, "moe_first_dense_layers": 1, "moe_ffn_hidden_size": 16}
 
 
 def reductions(context: RankContext, settings: dict[str, Any]) -> list[list[str]]:
@@ -206,7 +204,6 @@ def test_the_norm_is_that_of_the_full_gradients(settings: dict[str, Any]) -> Non
 
 def left_behind(context: RankContext, settings: dict[str, Any], steps: int) -> list[float]:
     """Runs one after the other over the same groups, each dropped as soon as it has finished; how far apart replicas are."""
-    torch.set_num_threads(1)
     topology, found = context.topology(dp=3), []
     for _ in range(3):
         run = ToyRun(topology, settings)

@@ -22,7 +22,6 @@ def through(context: RankContext, dtype: torch.dtype, wire: torch.dtype | None, 
 
 
 def every_collective(context: RankContext, dtype: torch.dtype, wire: torch.dtype | None) -> dict[str, object]:
-    torch.set_num_threads(1)
     group, counter, background = context.topology(dp=RANKS).dp, WireCounter(), Background(torch.device("cpu"))
     channel = Channel(group, counter, background, wire_dtype=wire, by_rank=True)
     found: dict[str, object] = {}

@@ -93,7 +93,6 @@ def measure(topology: Topology, settings: dict[str, Any]) -> tuple[float, int]:
 def be_rank(rank: int, pipe: Connection) -> None:
     """Measure every case and send {name: (said, measured)}, or a traceback."""
     try:
-        torch.set_num_threads(1)
         dist.init_process_group(
             *("gloo", "tcp://127.0.0.1:29500"), rank=rank, world_size=RANKS, timeout=datetime.timedelta(seconds=30)
         )

@@ -43,7 +43,6 @@ def runs(
     context: RankContext, settings: dict[str, Any], loss_scales: list[float]
 ) -> list[list[dict[str, torch.Tensor]]]:
     """The weights after each step, for each loss scale."""
-    torch.set_num_threads(1)
     found = [list[dict[str, torch.Tensor]]() for _ in loss_scales]
     for loss_scale, weights in zip(loss_scales, found, strict=True):
         run = ToyRun(context.topology(dp=RANKS), settings)

@@ -100,7 +100,6 @@ def bare(
 
 def trajectory(context: RankContext, dp: int, settings: Mapping[str, Any], steps: int) -> list[dict[str, torch.Tensor]]:
     """For run_ranks: the weights after each step, on this rank."""
-    torch.set_num_threads(1)
     run = ToyRun(context.topology(dp=dp), settings)
     found = []
     for _ in range(steps):

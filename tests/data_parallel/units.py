@@ -161,7 +161,6 @@ class Result:
 
 def unit_steps(context: RankContext, dp: int, settings: Mapping[str, Any], steps: int) -> Result:
     """For run_ranks."""
-    torch.set_num_threads(1)
     run = UnitRun(context.topology(dp=dp), settings)
     losses, seen, sent = [], list[Seen](), 0.0
     for _ in range(steps):

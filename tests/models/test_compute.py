@@ -178,7 +178,6 @@ def test_no_compiler_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def overlapped(context: RankContext, tp: int) -> None:
-    torch.set_num_threads(1)
     settings: dict[str, Any] = {**LLAMA, "num_layers": 2, "tp": tp, "sequence_parallel": True}
     config = tiny_config(tp, **settings, tp_comm_overlap=True)
     topology = context.topology(tp=tp)

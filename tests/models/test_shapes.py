@@ -22,23 +22,10 @@ from megalite.models.shapes import (
 )
 from megalite.partition.pipeline import plan_stages
 from megalite.partition.stages import stage_forward_flops
+from tests.models import stages
 
 GPT = ModelConfig(num_layers=3, hidden_size=8, num_attention_heads=2, vocab_size=100, max_position_embeddings=16)
-LLAMA = ModelConfig(
-    num_layers=3,
-    hidden_size=8,
-    num_attention_heads=4,
-    num_query_groups=2,
-    kv_channels=6,
-    ffn_hidden_size=20,
-    vocab_size=100,
-    make_vocab_size_divisible_by=64,
-    position_embedding_type="rope",
-    normalization="RMSNorm",
-    activation="swiglu",
-    add_bias_linear=False,
-    tie_embeddings=False,
-)
+LLAMA = dataclasses.replace(stages.LLAMA, hidden_size=8, vocab_size=100, make_vocab_size_divisible_by=64)
 
 Row = tuple[str, tuple[int, ...], int | None, bool, str]
 

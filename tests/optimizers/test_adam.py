@@ -37,7 +37,6 @@ def made(**settings: Any) -> Optimizer:
     ids=str,
 )
 def test_steps_are_those_of_torch_tensor_by_tensor(settings: dict[str, Any]) -> None:
-    torch.set_num_threads(1)
     ours = made(**settings)
     small = {name: torch.nn.Parameter(value) for name, value in tensors(0).items()}
     theirs: torch.optim.Optimizer = torch.optim.AdamW(

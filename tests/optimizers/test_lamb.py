@@ -88,7 +88,6 @@ def test_a_norm_of_zero_makes_the_ratio_one() -> None:
 
 def test_norms_of_large_tensors_keep_their_digits_in_fp32() -> None:
     """An fp32 sum of three million squares would be off in the fifth digit."""
-    torch.set_num_threads(1)
     tensors = {"matrix": 0.02 * drawn(0, 1500, 2000, dtype=torch.float32), "norm": torch.ones(4)}
     ours = lamb_of(tensors)
     grad = drawn(1, 1500, 2000, dtype=torch.float32)

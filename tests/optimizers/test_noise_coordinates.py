@@ -31,7 +31,6 @@ MODEL: dict[str, Any] = {
 
 def moved(context: RankContext, settings: dict[str, Any]) -> dict[str, float]:
     """How far an element of each parameter has come at most in 100 steps after the warm-up."""
-    torch.set_num_threads(1)
     runner = Runner(build(context, tiny_config(2, **MODEL, **settings)))
     placed = [each for bucket in runner.replica.strategy.all_buckets() for each in bucket.placed]
     for _ in range(FREEZE):

@@ -1,6 +1,5 @@
 """Optimizers that need whole tensors give the one-rank run's numbers in every layout, and continue from checkpoints."""
 
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -8,18 +7,17 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 
 from megalite.optimizers import muon
 from megalite.optimizers.lamb import LAMB
 from megalite.optimizers.muon import Muon
 from megalite.parity.report import worst_tensor
 from megalite.parity.trajectory import RankTrajectory, Trajectory, one_rank_trajectory, rank_trajectory
-from megalite.training.resume import load
-from megalite.training.saving import save
 from tests.support.ranks import RankContext, run_ranks
+from tests.support.state import continued, save_run
 from tests.support.tiny import (
     LLAMA,
+    Z1,
     Part,
     Runner,
     assemble,
@@ -34,19 +32,18 @@ Settings = dict[str, Any]
 
 STEPS = 3
 SMALL: Settings = {"num_layers": 2, "global_batch_size": 4, "micro_batch_size": 1, "train_iters": 4}
-ZERO: Settings = {"dp_strategy": "distributed-optimizer"}
 HIDDEN = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
 EXPERTS: Settings = {**LLAMA, "num_experts": 4, "moe_ffn_hidden_size": 16, "moe_first_dense_layers": 1}
 
 LAYOUTS: dict[str, tuple[int, Settings]] = {
     "tp2": (2, {"tp": 2, "sequence_parallel": True}),
     "dp2": (2, {}),
-    "dp4-zero": (4, ZERO),
-    "tp2-dp2-zero": (4, {"tp": 2, **ZERO}),
+    "dp4-zero": (4, Z1),
+    "tp2-dp2-zero": (4, {"tp": 2, **Z1}),
     "tp2-dp2-llama": (4, {"tp": 2, **LLAMA}),
     "pp2": (2, {"pp": 2}),
     "ep2-dp2": (2, {"ep": 2, **EXPERTS}),
-    "tp2-ep2-etp1-zero": (4, {"tp": 2, "ep": 2, "etp": 1, **EXPERTS, **ZERO, "sequence_parallel": True}),
+    "tp2-ep2-etp1-zero": (4, {"tp": 2, "ep": 2, "etp": 1, **EXPERTS, **Z1, "sequence_parallel": True}),
 }
 
 
@@ -55,7 +52,6 @@ def settings_of(layout: str, optimizer: str, **more: Any) -> Settings:
 
 
 def run(context: RankContext, world: int, settings: Settings) -> RankTrajectory:
-    torch.set_num_threads(1)
     return rank_trajectory(context, tiny_config(world, **settings), STEPS)
 
 
@@ -81,7 +77,6 @@ def test_a_layout_does_not_change_the_numbers(layout: str, optimizer: str) -> No
 
 def ratios(context: RankContext, world: int, settings: Settings) -> dict[str, float]:
     """The trust ratios after two steps, as this rank knows them."""
-    torch.set_num_threads(1)
     runner = Runner(build(context, tiny_config(world, **settings)))
     for _ in range(2):
         runner.step()
@@ -119,7 +114,7 @@ def shared_work(context: RankContext, settings: Settings) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "gathers", "gives_back"), [({}, False, True), (ZERO, True, True), ({"tp": 2}, True, True)]
+    ("settings", "gathers", "gives_back"), [({}, False, True), (Z1, True, True), ({"tp": 2}, True, True)]
 )
 def test_each_matrix_is_orthogonalised_by_one_rank(settings: Settings, gathers: bool, gives_back: bool) -> None:
     """Two ranks share the work about evenly, also where both hold everything and so need not be sent anything first.
@@ -138,7 +133,6 @@ def test_each_matrix_is_orthogonalised_by_one_rank(settings: Settings, gathers: 
 
 def alone(context: RankContext) -> tuple[bool, list[str], dict[str, np.ndarray]]:
     """Whether matrices travel where replicas have weights of their own, whose this rank works on, and its weights."""
-    torch.set_num_threads(1)
     settings = {**SMALL, "dp_strategy": "local-sgd", "sync_interval": 4, "optimizer": "muon"}
     runner = Runner(build(context, tiny_config(2, **settings)))
     runner.step()
@@ -168,56 +162,27 @@ def test_the_size_of_waves_does_not_matter() -> None:
     assert_same_numbers(whole(found), reference("muon", False, False))
 
 
-@dataclass
-class End:
-    """Of a run, on one rank."""
-
-    states: dict[str, torch.Tensor]
-    """Everything that the next step depends on."""
-    weights: dict[str, Part]
-
-
-def go_on(runner: Runner) -> End:
-    """Two further steps."""
+def saved_and_gone_on(context: RankContext, world: int, settings: Settings, folder: str, stop: bool) -> dict[str, Part]:
+    """The weights after four steps: of a run that saves after two, or of one that continues from that."""
+    if stop:
+        runner = continued(context, tiny_config(world, **settings, load=folder), folder)
+        assert runner.replica.optimizer.updates == 2
+    else:
+        runner = Runner(build(context, tiny_config(world, **settings)))
+        for _ in range(2):
+            runner.step()
+        save_run(runner, folder)
     for _ in range(2):
         runner.step()
-    replica = runner.replica
-    replica.strategy.wait_for_parameters()
-    states = {}
-    for number, shard in enumerate(replica.strategy.shards):
-        states[f"{number} weight"] = shard.bucket.data.clone()
-        for name, values in replica.optimizer.state(shard.main_param).items():
-            states[f"{number} {name}"] = values.clone()
-    return End(states, local_parts(replica, "weight"))
-
-
-def taken_up(context: RankContext, world: int, settings: Settings, folder: str) -> Runner:
-    replica = build(context, tiny_config(world, **settings, load=folder))
-    progress = load(replica, Path(folder), tokenizer=None, log=lambda line: None)
-    assert replica.optimizer.updates == 2
-    return Runner(replica, progress)
-
-
-def with_and_without_a_stop(context: RankContext, world: int, settings: Settings, folder: str) -> list[End]:
-    torch.set_num_threads(1)
-    runner = Runner(build(context, tiny_config(world, **settings)))
-    for _ in range(2):
-        runner.step()
-    save(runner.replica, Path(folder), runner.progress, tokenizer=None)
-    return [go_on(runner), go_on(taken_up(context, world, settings, folder))]
+    runner.replica.strategy.wait_for_parameters()
+    return local_parts(runner.replica, "weight")
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "lamb", "muon"])
-def test_a_run_goes_on_from_its_checkpoint(optimizer: str, tmp_path: Path) -> None:
-    """To the bit on the same layout, and with the same numbers on another one."""
-    world, _ = LAYOUTS["tp2-dp2-zero"]
+def test_one_rank_goes_on_from_a_checkpoint_of_four(optimizer: str, tmp_path: Path) -> None:
+    """With the same numbers. (To the bit on the same layout: test_every_strategy_goes_on_from_any_step.)"""
     settings = settings_of("tp2-dp2-zero", optimizer)
-    ranks = run_ranks(world, with_and_without_a_stop, world, settings, str(tmp_path))
-    for straight, stopped in ranks:
-        assert straight.states.keys() == stopped.states.keys()
-        for name, values in straight.states.items():
-            assert torch.equal(values, stopped.states[name]), name
-    alone = go_on(taken_up(RankContext(0), 1, {**SMALL, "optimizer": optimizer}, str(tmp_path)))
-    reference = assemble([straight.weights for straight, _ in ranks])
-    difference, name, *_ = worst_tensor(assemble([alone.weights]), reference, negligible=1e-3)
+    ranks = run_ranks(4, saved_and_gone_on, 4, settings, str(tmp_path), False)
+    alone = saved_and_gone_on(RankContext(0), 1, {**SMALL, "optimizer": optimizer}, str(tmp_path), True)
+    difference, name, *_ = worst_tensor(assemble([alone]), assemble(ranks), negligible=1e-3)
     assert difference < 1e-9, name

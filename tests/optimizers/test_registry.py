@@ -21,7 +21,6 @@ CASES |= {
 
 
 def made(case: str) -> ToyRun:
-    torch.set_num_threads(1)
     return ToyRun(RankContext(0, {}).topology(dp=1), CASES[case])
 
 

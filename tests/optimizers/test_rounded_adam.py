@@ -38,7 +38,6 @@ def config(**settings: Any) -> OptimizerConfig:
 def test_an_update_is_that_of_fp32_with_the_moments_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
     """Step by step beside AdamW that is given the rounded moments; then they are rounded to the nearest."""
     monkeypatch.setattr(adam, "CPU_PIECE", 64)
-    torch.set_num_threads(1)
     ours, theirs = flat(200), flat(200)
     rounded, plain = RoundedAdamW([ours], config(**BOTH), seed=1), AdamW([theirs], config())
     for step in range(1, 6):
@@ -54,7 +53,6 @@ def test_an_update_is_that_of_fp32_with_the_moments_it_had(monkeypatch: pytest.M
 
 
 def test_with_fp32_moments_it_is_adamw() -> None:
-    torch.set_num_threads(1)
     ours, theirs = flat(200), flat(200)
     advance(RoundedAdamW([ours], config(), seed=1), ours.param, range(1, 6))
     advance(AdamW([theirs], config()), theirs.param, range(1, 6))
@@ -88,7 +86,6 @@ def test_rounded_at_random_a_second_moment_moves_as_it_should() -> None:
 
 def moments(context: RankContext, dp: int, settings: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
     """Weights and moments by tensor after each of three updates, of the elements that this rank updates."""
-    torch.set_num_threads(1)
     run = ToyRun(context.topology(dp=dp), {**settings, "reduction_order": "rank"})
     found = []
     for _ in range(3):

@@ -10,6 +10,5 @@ import torch
 def _one_thread() -> Iterator[None]:
     """One thread, as the ranks of the pool have: several add products up in another order, and bits are compared."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)

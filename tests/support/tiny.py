@@ -22,7 +22,9 @@ from tests.support.ranks import RankContext
 
 __all__ = [
     "LLAMA",
+    "MOE",
     "TINY",
+    "Z1",
     "Part",
     "Runner",
     "UnevenSamples",
@@ -56,6 +58,7 @@ TINY: dict[str, Any] = {
     "ddp_bucket_size": 3000,
 }
 
+Z1: dict[str, Any] = {"dp_strategy": "distributed-optimizer"}
 LLAMA: dict[str, Any] = {
     "position_embedding_type": "rope",
     "normalization": "RMSNorm",
@@ -65,6 +68,14 @@ LLAMA: dict[str, Any] = {
     "ffn_hidden_size": 48,
     "add_bias_linear": False,
     "tie_embeddings": False,
+}
+
+MOE: dict[str, Any] = {
+    **LLAMA,
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 16,
+    "moe_first_dense_layers": 1,
+    "moe_aux_loss_coeff": 0.01,
 }
 
 

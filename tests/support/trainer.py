@@ -1,12 +1,30 @@
-"""A `Trainer` on a replica that a test has built, on the ranks of the pool."""
+"""Runs of a `Trainer`: in the process of a test, or on a replica that a test has built, on the ranks of the pool."""
 
+import json
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
+from megalite.config.describe import replace
+from megalite.config.run import RunConfig
 from megalite.tokenizers.base import Tokenizer
 from megalite.training.replica import Replica
 from megalite.training.stopping import StopRequests
 from megalite.training.trainer import Trainer
+
+
+def fit(log: Callable[[str], None] | None = None, **settings: Any) -> list[str]:
+    """Train in this process; the lines of the log, where it goes nowhere else."""
+    lines: list[str] = []
+    Trainer(replace(RunConfig(), **settings), explicit=frozenset(), log=log or lines.append).fit()
+    return lines
+
+
+def records(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """Those of one kind that a run has written."""
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in found if record["kind"] == kind]
 
 
 class ReplicaTrainer(Trainer):

@@ -11,6 +11,7 @@ from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLin
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
 from megalite.topology.group import Group
 from tests.support.ranks import RankContext, run_ranks
+from tests.tensor_parallel.spies import EVENTS, SpyGroup
 
 S, B, K, V, H = 8, 2, 12, 24, 6
 START = 0.5  # what main_grad holds before: gradients are added, not written
@@ -155,39 +156,9 @@ def test_one_rank() -> None:
     check_all(Group.solo("tp"))
 
 
-EVENTS: list[str] = []
-
-
-class _SpyWork:
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def wait(self) -> None:
-        EVENTS.append(f"wait {self.name}")
-
-
-class _SpyGroup(Group):
-    """Two ranks that are not there: notes when collectives start and are waited for."""
-
-    def _note(self, name: str) -> _SpyWork:
-        EVENTS.append(f"start {name}")
-        return _SpyWork(name)
-
-    def all_reduce_async(self, tensor: Tensor, *, op: str = "sum") -> _SpyWork:
-        return self._note("all_reduce")
-
-    def all_gather_async(self, output: Tensor, part: Tensor) -> _SpyWork:
-        output.zero_()
-        return self._note("all_gather")
-
-    def reduce_scatter_async(self, output: Tensor, tensor: Tensor) -> _SpyWork:
-        output.zero_()
-        return self._note("reduce_scatter")
-
-
 @pytest.mark.parametrize("sp", [False, True])
 def test_the_input_gradient_travels_while_the_weight_gradient_is_computed(sp: bool) -> None:
-    group = _SpyGroup("tp", (0, 1), 0)
+    group = SpyGroup("tp", (0, 1), 0)
     layer = ColumnParallelLinear("layer", (H, K), std=1.0, bias=True, factory=factory(group, sp))
     layer.weight.main_grad = torch.zeros_like(layer.weight)
 
@@ -209,7 +180,7 @@ def test_the_input_gradient_travels_while_the_weight_gradient_is_computed(sp: bo
 
 
 def test_infos_say_what_the_optimizer_needs() -> None:
-    group = _SpyGroup("tp", (0, 1), 1)
+    group = SpyGroup("tp", (0, 1), 1)
     column = ColumnParallelLinear("a", (2, K, H), std=1.0, bias=True, factory=factory(group, True), shard_dim=1)
     row = RowParallelLinear("b", (H, K), std=1.0, bias=True, factory=factory(group, True))
     infos = [p.info for p in (column.weight, column.bias, row.weight, row.bias)]

@@ -10,6 +10,7 @@ from megalite.tensor_parallel.parameter import ParameterFactory
 from megalite.tensor_parallel.ring_linear import arriving, sum_of_parts
 from megalite.topology.group import Group
 from tests.support.ranks import RankContext, run_ranks
+from tests.tensor_parallel.spies import EVENTS, SpyGroup
 
 S, B, WIDTH, F = 16, 2, 40, 48
 START = 0.5
@@ -64,7 +65,6 @@ def run(layer: Layer, tp: Group, *, overlap: bool, into_main_grad: bool, split: 
 
 
 def same_numbers(context: RankContext, size: int) -> None:
-    torch.set_num_threads(1)
     tp = context.topology(tp=size).tp
     for dtype, bound in ((torch.float64, 1e-13), (torch.float32, 2e-6), (torch.bfloat16, 2e-2)):
         for bias, into_main_grad, split in ((True, True, False), (False, False, True), (False, True, True)):
@@ -112,48 +112,24 @@ def test_the_ring_brings_every_part_and_sums_every_addend(size: int) -> None:
     run_ranks(size, parts_and_sums, size)
 
 
-EVENTS: list[str] = []
-
-
-class _SpyWork:
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def wait(self) -> None:
-        EVENTS.append(f"{self.name} is here")
-
-
-class _SpyGroup(Group):
-    """Three ranks that are not there: notes what starts and what is waited for."""
-
-    def rotate_async(self, tensor: Tensor) -> tuple[Tensor, _SpyWork]:
-        EVENTS.append("rows leave")
-        return torch.zeros_like(tensor), _SpyWork("a neighbour's")
-
-    def all_gather_async(self, output: Tensor, part: Tensor) -> _SpyWork:
-        EVENTS.append("gather starts")
-        output.zero_()
-        return _SpyWork("the whole input")
-
-
 def test_each_piece_travels_under_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
     def spied(*args: Tensor, out: Tensor) -> Tensor:
         EVENTS.append("product")
         return out.zero_()
 
     monkeypatch.setattr(torch, "mm", spied)
-    group = _SpyGroup("tp", (0, 1, 2), 0)
+    group = SpyGroup("tp", (0, 1, 2), 0)
     layer = layers(group, torch.float64, bias=False)[0]
     layer.overlap = True
     layer.weight.main_grad = torch.zeros_like(layer.weight)
     layer.weight.accumulate_product = lambda *_: EVENTS.append("weight gradient")
     EVENTS.clear()
     y = layer(torch.zeros(2, B, WIDTH, dtype=torch.float64, requires_grad=True))
-    there = ["rows leave", "product", "a neighbour's is here"]
+    there = ["start rotate", "product", "wait rotate"]
     assert [*there, *there, "product"] == EVENTS
     EVENTS.clear()
     y.sum().backward()
     assert [
-        *("gather starts", "rows leave", "a neighbour's is here", "rows leave"),
-        *("the whole input is here", "weight gradient", "a neighbour's is here"),
+        *("start all_gather", "start rotate", "wait rotate", "start rotate"),
+        *("wait all_gather", "weight gradient", "wait rotate"),
     ] == EVENTS

@@ -1,4 +1,4 @@
-"""Collectives over real gloo ranks, and the identities of a solo group."""
+"""Collectives and exchanges over real gloo ranks, and the identities of a solo group."""
 
 import pytest
 import torch
@@ -126,8 +126,69 @@ def test_pool_reports_the_failing_rank() -> None:
         pool.run(2, fail_on_rank_one)
 
 
-def test_one_rank_finds_a_fault() -> None:
-    assert run_ranks(2, one_rank_finds_a_fault) == ["file x is truncated"] * 2
+SENT = [[1, 0, 2], [0, 0, 0], [3, 1, 0]]
+"""Rows from rank i to rank j: one rank sends nothing, one gets next to nothing."""
+
+
+def unequal(context: RankContext, dtype: torch.dtype) -> list[list[float]]:
+    world = context.topology(dp=3).world
+    sent = SENT[world.rank]
+    received = [row[world.rank] for row in SENT]
+    to = [float(10 * world.rank + rank) for rank, count in enumerate(sent) for _ in range(count)]
+    rows = torch.tensor(to, dtype=dtype)[:, None].expand(-1, 2).contiguous().view(-1, 2)
+    output = torch.full((sum(received), 2), -1.0, dtype=dtype)
+    world.all_to_all(output, rows, received, sent)
+    assert torch.equal(output[:, 0], output[:, 1])
+    return output[:, 0].tolist()
+
+
+def test_all_to_all_of_unequal_parts() -> None:
+    for dtype in (torch.float64, torch.bfloat16):
+        assert run_ranks(3, unequal, dtype) == [[0.0, 20.0, 20.0, 20.0], [21.0], [2.0, 2.0]]
+
+
+def nothing_at_all(context: RankContext) -> list[int]:
+    world = context.topology(dp=2).world
+    output = torch.empty(0, 4)
+    world.all_to_all(output, torch.empty(0, 4), [0, 0], [0, 0])
+    return list(output.shape)
+
+
+def test_all_to_all_without_a_single_row() -> None:
+    assert run_ranks(2, nothing_at_all) == [[0, 4], [0, 4]]
+
+
+def rotated(context: RankContext, cp: int) -> list[list[float]]:
+    """Two exchanges of different sizes under way at once, then a third."""
+    group = context.topology(cp=cp).cp
+    first, wait_first = group.rotate_async(torch.tensor([float(group.rank)]))
+    second, wait_second = group.rotate_async(torch.tensor([group.rank + 0.5, group.rank + 0.25]))
+    wait_first.wait()
+    wait_second.wait()
+    third, wait_third = group.rotate_async(first)
+    wait_third.wait()
+    return [first.tolist(), second.tolist(), third.tolist()]
+
+
+@pytest.mark.parametrize("cp", [2, 3, 4])
+def test_each_rank_gets_what_the_one_before_it_sent(cp: int) -> None:
+    for rank, found in enumerate(run_ranks(cp, rotated, cp)):
+        one, two = (rank - 1) % cp, (rank - 2) % cp
+        assert found == [[one], [one + 0.5, one + 0.25], [two]]
+
+
+def exchanged(context: RankContext, cp: int) -> list[list[float]]:
+    group = context.topology(cp=cp).cp
+    parts = torch.tensor([[group.rank * 10.0 + to, 0.5] for to in range(cp)])
+    output = torch.empty_like(parts)
+    group.all_to_all_equal(output, parts)
+    return output.tolist()
+
+
+@pytest.mark.parametrize("cp", [2, 3])
+def test_part_i_goes_to_rank_i(cp: int) -> None:
+    for rank, found in enumerate(run_ranks(cp, exchanged, cp)):
+        assert found == [[source * 10.0 + rank, 0.5] for source in range(cp)]
 
 
 def test_solo_group_is_the_identity() -> None:
@@ -140,3 +201,10 @@ def test_solo_group_is_the_identity() -> None:
     solo.reduce_scatter(output, tensor + 1)
     assert output.tolist() == [1.0, 2.0, 3.0, 4.0]
     assert solo.gather_json([1], torch.device("cpu")) == [[1]]
+    solo.all_to_all(output, tensor, [4], [4])
+    assert torch.equal(output, tensor)
+    solo.all_to_all_equal(output, tensor + 2)
+    assert torch.equal(output, tensor + 2)
+    received, work = solo.rotate_async(tensor)
+    work.wait()
+    assert received is tensor

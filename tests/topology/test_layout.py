@@ -1,4 +1,5 @@
-"""Rank lists of every group, against the examples that Megatron-LM documents and against their definition."""
+"""Rank lists of every group, against the examples that Megatron-LM documents and against their definition; and which
+slices of tensors and spans of sequences ranks hold."""
 
 import itertools
 import time
@@ -6,7 +7,7 @@ import time
 import pytest
 
 from megalite.config.errors import ConfigError
-from megalite.topology.layout import ParallelLayout
+from megalite.topology.layout import ParallelLayout, ShardSpec, sequence_spans
 
 
 def test_the_documented_sixteen_ranks() -> None:
@@ -151,3 +152,44 @@ def test_a_placement_says_who_is_neighbour_and_who_has_the_ends() -> None:
     own = ParallelLayout(pp=3, placement=(2, 0, 0, 1))
     assert set(own.pipeline_edges()) == {(2, 0), (0, 2), (0, 1), (1, 0)}
     assert (own.groups("embedding"), own.groups("position-embedding")) == (((1, 2),), ((2,),))
+
+
+def test_slices_of_tensors() -> None:
+    whole = ShardSpec.whole("w", (4, 6))
+    assert whole.slice == ((0, 4), (0, 6))
+    part = ShardSpec.split("w", (4, 6), dim=1, index=2, parts=3)
+    assert part.slice == ((0, 4), (4, 6))
+    assert part.shape == (4, 2)
+    with pytest.raises(ValueError, match=r"w: dimension 0 of \(4, 6\) does not divide by 3"):
+        ShardSpec.split("w", (4, 6), dim=0, index=0, parts=3)
+    with pytest.raises(AssertionError):
+        ShardSpec(name="w", global_shape=(4,), slice=((2, 5),))
+
+
+def test_spans_of_four_ranks_and_of_one() -> None:
+    spans = [sequence_spans(16, cp_rank=rank, cp_size=4) for rank in range(4)]
+    assert spans == [((0, 2), (14, 16)), ((2, 4), (12, 14)), ((4, 6), (10, 12)), ((6, 8), (8, 10))]
+    assert sequence_spans(7, cp_rank=0, cp_size=1) == ((0, 7),)
+
+
+@pytest.mark.parametrize("cp", [1, 2, 3, 4, 8])
+def test_every_position_is_on_one_rank_and_all_ranks_have_equal_work(cp: int) -> None:
+    s = 48
+    held = [
+        [p for first, stop in sequence_spans(s, cp_rank=rank, cp_size=cp) for p in range(first, stop)]
+        for rank in range(cp)
+    ]
+    assert sorted(p for rows in held for p in rows) == list(range(s))
+    for rows in held:
+        assert rows == sorted(rows)
+        assert len(rows) == s // cp
+    for step in range(cp):
+        # In every step of a ring all ranks see equally many pairs: none waits for another.
+        pairs = {sum(c <= p for p in held[rank] for c in held[rank - step]) for rank in range(cp)}
+        assert len(pairs) == 1
+
+
+@pytest.mark.parametrize("s, rank, cp", [(10, 0, 2), (16, 2, 2), (16, -1, 2)])
+def test_what_cannot_be_split_is_our_own_mistake(s: int, rank: int, cp: int) -> None:
+    with pytest.raises(AssertionError):
+        sequence_spans(s, cp_rank=rank, cp_size=cp)

@@ -44,7 +44,6 @@ def test_narrow_parts_are_added_in_the_wider_format() -> None:
 
 
 def reduce_scattered(context: RankContext, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    torch.set_num_threads(1)
     group, background = context.topology(dp=ranks).dp, Background(torch.device("cpu"))
     whole = parts_of(ranks, 64 * ranks)[context.rank]
     plain, by_rank = torch.empty(64), torch.empty(64)

@@ -15,9 +15,8 @@ from megalite.topology.group import Group
 from megalite.topology.sanitizer import CommunicationFault, SanitizedGroup, calling_line, poison
 from megalite.training.non_finite import NonFiniteError
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import LLAMA, Runner, build, tiny_config
+from tests.support.tiny import LLAMA, Z1, Runner, build, tiny_config
 
-Z1 = {"dp_strategy": "distributed-optimizer"}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "sp": {"tp": 2, "sequence_parallel": True},
     "overlapped": {"tp": 2, "sequence_parallel": True, "tp_comm_overlap": True},

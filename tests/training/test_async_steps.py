@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from megalite.data_parallel.more.parameter_server import AsyncParameterServer
 from megalite.data_parallel.more.server_link import Event, Kind
@@ -33,7 +32,6 @@ def worker(
     context: RankContext, world: int, settings: Settings, steps: int, folder: Path | None, resume: bool
 ) -> dict[str, Any]:
     """Steps after a checkpoint or from the start, then a meeting in which the run is evaluated and saved."""
-    torch.set_num_threads(1)
     replica = build(context, tiny_config(world, **settings))
     strategy = replica.strategy
     progress = Progress(0, 0)

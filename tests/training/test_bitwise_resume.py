@@ -1,8 +1,7 @@
 """Promise 3 on one layout: a run continues from its checkpoint to the bit as if it had never stopped, dropout on."""
 
-import hashlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,27 +14,20 @@ from megalite.checkpoint.save import save_checkpoint
 from megalite.optimizers.schedules import Progress
 from megalite.topology.group import Group, Work
 from megalite.training import saving
-from megalite.training.replica import Replica
-from megalite.training.resume import load
-from megalite.training.saving import Saver, save
+from megalite.training.saving import Saver
 from megalite.training.step import StepResult
 from tests.checkpoint.plain_reader import PlainCheckpoint, differing, read_plainly
+from tests.data_parallel.replicas import FRAGMENTS, GOSSIP, LOCAL
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import LLAMA, Runner, build, tiny_config
+from tests.support.state import continued, hashes, interrupted, save_run, silent
+from tests.support.tiny import LLAMA, MOE, Z1, Runner, build, tiny_config
 
 Settings = dict[str, Any]
 
 BEFORE, AFTER = 2, 4
 """Steps before the checkpoint and after it."""
 
-ZERO: Settings = {"dp_strategy": "distributed-optimizer"}
 DROPOUT: Settings = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
-EXPERTS: Settings = {
-    "num_experts": 4,
-    "moe_ffn_hidden_size": 16,
-    "moe_first_dense_layers": 1,
-    "moe_aux_loss_coeff": 0.01,
-}
 RAMP: Settings = {"rampup_batch_size": [4, 2, 12]}
 """Batches of 4, 4, 6, 8, 8, 8: the checkpoint is written in the midst of it."""
 
@@ -44,12 +36,12 @@ PAIRS: Settings = {"micro_batch_size": 2}
 
 LAYOUTS: dict[str, tuple[int, Settings]] = {
     "tp2-pp2-sp": (4, {"tp": 2, "pp": 2, "sequence_parallel": True, **PAIRS}),
-    "dp2-zero": (2, ZERO),
+    "dp2-zero": (2, Z1),
     "dp2": (2, {}),
     "pp2-vpp2": (2, {"pp": 2, "vpp": 2, "num_layers": 4}),
     "cp2": (2, {"cp": 2, **LLAMA, **PAIRS}),
-    "ep2": (2, {"ep": 2, **LLAMA, **EXPERTS, **PAIRS}),
-    "dp2-zero-ramp": (2, {**ZERO, **RAMP}),
+    "ep2": (2, {"ep": 2, **MOE, **PAIRS}),
+    "dp2-zero-ramp": (2, {**Z1, **RAMP}),
     "pp2-ramp": (2, {"pp": 2, **RAMP}),
 }
 
@@ -69,31 +61,12 @@ class Moment:
     """A step and what this rank has after it, as hashes."""
 
     result: StepResult
-    scaler: dict[str, float]
     progress: Progress
     state: dict[str, str]
 
 
-def live_state(replica: Replica) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of this rank that the next step depends on."""
-    replica.strategy.wait_for_parameters()
-    for number, shard in enumerate(replica.strategy.shards):
-        yield f"{number} weights", shard.bucket.data
-        yield f"{number} main_param", shard.main_param.data
-        for name, values in replica.optimizer.state(shard.main_param).items():
-            yield f"{number} {name}", values
-
-
-def moment(runner: Runner, result: StepResult) -> Moment:
-    state = {
-        name: hashlib.sha256(values.view(torch.uint8).numpy().data).hexdigest()
-        for name, values in live_state(runner.replica)
-    }
-    return Moment(result, runner.replica.scaler.state(), runner.progress, state)
-
-
 def steps(runner: Runner, count: int) -> list[Moment]:
-    return [moment(runner, runner.step()) for _ in range(count)]
+    return [Moment(runner.step(), runner.progress, hashes(runner.replica)) for _ in range(count)]
 
 
 def config_of(layout: str, precision: str, **more: Any) -> Any:
@@ -106,15 +79,14 @@ def three_runs(context: RankContext, layout: str, precision: str, folder: str) -
     background = str(Path(folder, "background"))
     runner = Runner(build(context, config_of(layout, precision, save=background, async_save=True)))
     before = steps(runner, BEFORE)
-    save(runner.replica, Path(folder, "direct"), runner.progress, tokenizer=None)
-    saver = Saver(runner.replica, tokenizer=None, log=lambda line: None)
+    save_run(runner, Path(folder, "direct"))
+    saver = Saver(runner.replica, tokenizer=None, log=silent)
     saver.begin(runner.progress)
     found = {"before": before, "uninterrupted": steps(runner, AFTER)}
     saver.wait()
     for how in ("direct", "background"):
-        replica = build(context, config_of(layout, precision, load=str(Path(folder, how))))
-        progress = load(replica, Path(folder, how), tokenizer=None, log=lambda line: None)
-        found[how] = steps(Runner(replica, progress), AFTER)
+        path = str(Path(folder, how))
+        found[how] = steps(continued(context, config_of(layout, precision, load=path), path), AFTER)
     return found
 
 
@@ -141,6 +113,65 @@ def test_the_same_layout_goes_on_to_the_bit(layout: str, precision: str, tmp_pat
     if "ramp" in layout:
         ends = [each.progress.samples for each in run]
         assert [b - a for a, b in zip([0, *ends], ends, strict=False)] == [4, 4, 6, 8, 8, 8]
+
+
+BF16: Settings = {"precision": "bf16"}
+FP32: Settings = {"precision": "fp32"}
+WIRE: Settings = {**BF16, "wire_dtype": "bf16"}
+LOSSY: Settings = {**FP32, "compression_warmup_steps": 2}
+ONEBIT: Settings = {**FP32, "num_layers": 1, "lr": 1e-3, "freeze_step": 3}
+ADAM: Settings = {**ONEBIT, "optimizer": "onebit-adam"}
+LAMB: Settings = {**ONEBIT, "optimizer": "onebit-lamb"}
+ZERO_ONE: Settings = {
+    **ONEBIT,
+    "optimizer": "zero-one-adam",
+    "variance_update_scaler": 2,
+    "local_step_scaler": 1,
+    "local_step_clipper": 4,
+}
+"""Signs of gradients are exchanged in step 3, those of steps in 4, 5 and 7; 6, 8 and 9 are local."""
+AUTO: Settings = {"freeze_step": None, "adam_beta2": 0.5, "freeze_threshold": 0.3, "lr_warmup_iters": 1}
+"""The second moment is looked at every 2 steps."""
+SPLIT: Settings = {**Z1, "tp": 2, "micro_batch_size": 1}
+ALL = range(1, 6)
+
+STRATEGIES: dict[str, tuple[int, Settings, int, Sequence[int]]] = {
+    # ranks, settings, steps, the steps to continue from
+    "zero-2": (2, {**Z1, **BF16, "shard_gradients": True}, 4, [2]),
+    "zero-3": (2, {**BF16, "dp_strategy": "fully-sharded"}, 4, [2]),
+    "zero-3-sp": (4, {**BF16, "dp_strategy": "fully-sharded", "tp": 2, "sequence_parallel": True}, 4, [2]),
+    "local-sgd": (2, {**LOCAL, **WIRE, "sync_warmup_steps": 1}, 6, ALL),
+    "diloco-bf16": (2, {**FRAGMENTS, **WIRE}, 6, ALL),
+    "diloco-fp16": (2, {**FRAGMENTS, **PRECISIONS["fp16"], "loss_scale_window": 1000, "sync_warmup_steps": 0}, 6, ALL),
+    "diloco-often": (2, {"dp_strategy": "diloco", **FP32, "sync_interval": 2}, 6, ALL),
+    "d-psgd": (2, {**GOSSIP, **WIRE, "gossip_graph": "one-peer"}, 6, ALL),
+    "decentlam": (2, {**GOSSIP, **FP32, "gossip_algorithm": "decentlam", "optimizer": "sgd"}, 6, ALL),
+    "onebit": (2, {**LOSSY, "grad_compression": "onebit"}, 6, ALL),
+    "uint8": (2, {**LOSSY, "grad_compression": "uint8"}, 6, ALL),
+    "topk": (2, {**LOSSY, "grad_compression": "topk", "topk_density": 0.1}, 6, ALL),
+    "powersgd": (2, {**LOSSY, "grad_compression": "powersgd", "powersgd_rank": 2}, 6, ALL),
+    "onebit-adam": (2, ADAM, 9, [2, 3, 4, 6]),
+    "onebit-lamb": (2, LAMB, 9, [2, 3, 4, 6]),
+    "onebit-lamb-bf16-bucket": (2, {**LAMB, **BF16, "onebit_scale": "bucket"}, 9, [2, 4]),
+    "zero-one": (2, ZERO_ONE, 9, [2, 3, 4, 6, 8]),
+    "zero-one-bf16": (2, {**ZERO_ONE, **BF16}, 9, [3, 6]),
+    "auto": (2, {**ADAM, **AUTO}, 9, [2, 3, 4, 5]),
+    "onebit-adam-tp": (4, {**ADAM, "tp": 2, "sequence_parallel": True}, 9, [5]),
+    "onebit-lamb-pp": (4, {**LAMB, "pp": 2, "num_layers": 2}, 9, [5]),
+    "zero-one-tp": (4, {**ZERO_ONE, "tp": 2}, 9, [6]),
+    "sgd": (4, {**SPLIT, "optimizer": "sgd"}, 4, [2]),
+    "lamb": (4, {**SPLIT, "optimizer": "lamb"}, 4, [2]),
+    "muon": (4, {**SPLIT, "optimizer": "muon"}, 4, [2]),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_goes_on_from_any_step(name: str, tmp_path: Path) -> None:
+    """And neither evaluating nor saving changes a bit of the run that does it."""
+    world, settings, steps, stops = STRATEGIES[name]
+    settings = {"num_layers": 2, "global_batch_size": 4, "lr_warmup_iters": None, "dp": 2, **settings}
+    for faults in run_ranks(world, interrupted, world, settings, str(tmp_path), steps, stops):
+        assert faults == []
 
 
 REPEATS = 8
@@ -172,7 +203,7 @@ def save_both_ways(context: RankContext, folder: str) -> None:
     """
     background = Path(folder, "background")
     runner = Runner(build(context, config_of("dp2-zero", "bf16", save=str(background), async_save=True)))
-    saver = Saver(runner.replica, tokenizer=None, log=lambda line: None)
+    saver = Saver(runner.replica, tokenizer=None, log=silent)
     may_write = threading.Event()
 
     def write_late(*arguments: Any, **named: Any) -> Path:
@@ -180,15 +211,9 @@ def save_both_ways(context: RankContext, folder: str) -> None:
             assert may_write.wait(60)
         return save_checkpoint(*arguments, **named)
 
-    def save_directly() -> None:
-        save(runner.replica, Path(folder, "direct"), runner.progress, tokenizer=None)
-
-    def save_in_background() -> None:
-        saver.begin(runner.progress)
-
     with mock.patch.object(saving, "save_checkpoint", write_late):
         for repeat in range(REPEATS):
-            ways = [save_directly, save_in_background]
+            ways = [lambda: save_run(runner, Path(folder, "direct")), lambda: saver.begin(runner.progress)]
             with mock.patch.object(Group, "all_gather_async", gather_late):
                 runner.step()
                 ways.pop(repeat % 2)()

@@ -10,9 +10,8 @@ import torch
 
 from megalite.optimizers.schedules import Progress, Schedules
 from megalite.tensor_parallel.parameter import ShardedParameter
-from megalite.training.replica import Replica
-from megalite.training.state_tensors import flat_states, tensor_states
 from tests.support.ranks import RankContext, run_ranks
+from tests.support.state import changed, remembered
 from tests.support.tiny import Runner, build, tiny_config
 
 Settings = dict[str, Any]
@@ -50,6 +49,12 @@ STRATEGIES: dict[str, Settings] = {
     "onebit-adam": {"optimizer": "onebit-adam", "freeze_step": 1},
     "onebit-lamb": {"optimizer": "onebit-lamb", "freeze_step": 1},
     "zero-one-adam": {"optimizer": "zero-one-adam", "freeze_step": 1},
+    "zero-one-adam local": {
+        "optimizer": "zero-one-adam",
+        "freeze_step": 1,
+        "local_step_scaler": 1,
+        "local_step_clipper": 4,
+    },
     "bf16 moments": {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "stochastic_rounding": True},
 }
 
@@ -80,37 +85,11 @@ def planted(runner: Runner, *, here: bool, value: float = math.inf) -> Iterator[
         yield
 
 
-def remembered(replica: Replica) -> dict[str, torch.Tensor]:
-    """Copies of all that the next step depends on, on this rank."""
-    strategy, optimizer = replica.strategy, replica.optimizer
-    found: dict[str, torch.Tensor] = {}
-    for number, shard in enumerate(strategy.shards):
-        found[f"{number} weights"] = strategy.weights(shard).values
-        found[f"{number} main"] = shard.main_param.data
-        for state in flat_states(replica, shard):
-            found[f"{number} {state.name}"] = state.values
-    for number, state in enumerate(strategy.states()):
-        found[f"state {number} {state.name}"] = state.values
-    for number, whole in enumerate(tensor_states(replica)):
-        found[f"tensor state {number} {whole.name}"] = whole.values
-    strategy.wait_for_parameters()
-    found = {name: values.clone() for name, values in found.items()}
-    numbers = str((strategy.counters(), optimizer.counters(), optimizer.updates))
-    found["counters"] = torch.frombuffer(bytearray(numbers.encode()), dtype=torch.uint8)
-    return found
-
-
-def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> list[str]:
-    assert before.keys() == after.keys()
-    return [name for name, values in before.items() if not torch.equal(after[name], values)]
-
-
 def with_and_without(
     context: RankContext, world: int, settings: Settings, culprit: int
 ) -> tuple[list[str], list[str], list[bool], list[float]]:
     """What a bad step changes, where the step after it ends elsewhere than without the bad one, what was skipped, and the
     scales of two more bad steps and a good one."""
-    torch.set_num_threads(1)
     config = tiny_config(world, **{**FP16, **settings})
     ends, skipped, moved, scales = [], [], list[str](), list[float]()
     for bad in (True, False):

@@ -13,18 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megalite.checkpoint.files import free_bytes
-from megalite.config.describe import replace
-from megalite.config.run import RunConfig
 from megalite.training import sinks
 from megalite.training.saving import SaveError
 from megalite.training.sinks import AppendedFile, BestEffort, JsonLines
 from megalite.training.stopping import Ending, reserve_ending, write_ending
-from megalite.training.trainer import Trainer
 from megalite.training.writers import CSVFile, TensorBoard
 from tests.support.tiny import TINY
+from tests.support.trainer import fit
 from tests.training.test_sinks import record, scalars
 
 SETTINGS = {**TINY, "mock_data": True, "eod_mask_loss": False, "train_iters": 8, "log_interval": 1}
@@ -51,7 +48,6 @@ def tries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(at: dict[int, Callable[[], None]], **changes: Any) -> list[str]:
     """Train; after a step's line `at` is called."""
-    torch.set_num_threads(1)
     lines: list[str] = []
 
     def log(line: str) -> None:
@@ -60,7 +56,7 @@ def run(at: dict[int, Callable[[], None]], **changes: Any) -> list[str]:
             at.pop(int(line.split()[1].split("/")[0]), lambda: None)()
 
     try:
-        Trainer(replace(RunConfig(), **{**SETTINGS, **changes}), explicit=frozenset(), log=log).fit()
+        fit(log, **{**SETTINGS, **changes})
     except SaveError as error:
         lines.append(f"SaveError: {error}")
     assert at == {}

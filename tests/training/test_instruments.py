@@ -7,21 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
-from megalite.config.run import RunConfig
 from megalite.topology.group import Group
 from megalite.training.goodput import FAILED, FINISHED, STOPPED, read_sessions
 from megalite.training.saving import Saver
 from megalite.training.step import Stepper
-from megalite.training.trainer import Trainer
 from tests.support.listeners import listening_here
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import TINY, build, tiny_config
-from tests.support.trainer import ReplicaTrainer
+from tests.support.trainer import ReplicaTrainer, fit, records
 
 RUN: dict[str, Any] = {
     "mock_data": True,
@@ -38,23 +34,14 @@ RUN: dict[str, Any] = {
 
 def run(folder: Path, **changes: Any) -> list[str]:
     """Train in this process; the lines of the log."""
-    torch.set_num_threads(1)
-    settings = {**TINY, **RUN, "run_dir": str(folder), **changes}
-    lines: list[str] = []
-    Trainer(replace(RunConfig(), **settings), explicit=frozenset(), log=lines.append).fit()
-    return lines
-
-
-def records(folder: Path) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [record for record in found if record["kind"] == "train"]
+    return fit(**{**TINY, **RUN, "run_dir": str(folder), **changes})
 
 
 def test_a_run_says_where_its_time_goes(tmp_path: Path) -> None:
     lines = run(tmp_path, metrics=["csv"], log_phases=True)
     told = [line for line in lines if line.startswith("  ms/step: forward ")]
     assert len(told) == 2 and "evaluation" in told[0] and "save" in told[1]
-    found = records(tmp_path)
+    found = records(tmp_path, "train")
     assert [("forward_ms" in record, "goodput" in record) for record in found] == [
         (step in (3, 6),) * 2 for step in range(1, 7)
     ]
@@ -89,7 +76,7 @@ def test_a_run_that_is_stopped_fails_and_comes_to_its_end(tmp_path: Path, monkey
     assert [one.first_step for one in (first, second, third)] == [0, 2, 2]
     assert (third.lost_steps, third.last_step) == (2, 6)
     assert "2 steps made again" in lines[-1] and "between 3 starts" in lines[-1]
-    assert [record["step"] for record in records(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert [record["step"] for record in records(tmp_path, "train")] == [1, 2, 3, 4, 5, 6]
 
 
 def test_timers_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +91,7 @@ def test_timers_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     lines = run(tmp_path, timing_log_level=0)
     assert tracers == [None]
     assert not any("ms/step:" in line for line in lines)
-    assert not any("forward_ms" in record for record in records(tmp_path))
+    assert not any("forward_ms" in record for record in records(tmp_path, "train"))
 
 
 def gathers_of(context: RankContext, steps: int) -> int:

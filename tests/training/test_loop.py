@@ -1,22 +1,18 @@
 """The run around its steps: what it evaluates when, and that its batches are read ahead."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
-from megalite.config.run import RunConfig
 from megalite.data.loader import BatchLoader, Microbatch
 from megalite.training.trainer import Trainer
 from tests.data.token_files import write_by_layout
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import TINY, build, tiny_config
-from tests.support.trainer import ReplicaTrainer
+from tests.support.trainer import ReplicaTrainer, fit, records
 
 
 class Broken:
@@ -45,16 +41,7 @@ def prefix(tmp_path: Path) -> str:
 
 def run(prefix: str, folder: Path, **changes: Any) -> list[str]:
     """Train on this process; the lines of the log."""
-    torch.set_num_threads(1)
-    settings = {**TINY, "data_path": [prefix], "run_dir": str(folder), **FOUR_STEPS, **changes}
-    lines: list[str] = []
-    Trainer(replace(RunConfig(), **settings), explicit=frozenset(), log=lines.append).fit()
-    return lines
-
-
-def records(folder: Path, kind: str) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [record for record in found if record["kind"] == kind]
+    return fit(**{**TINY, "data_path": [prefix], "run_dir": str(folder), **FOUR_STEPS, **changes})
 
 
 def test_the_test_split_is_evaluated_once_at_the_end(prefix: str, tmp_path: Path) -> None:
@@ -109,10 +96,6 @@ def second_rank_waits(context: RankContext, prefix: str, folder: str) -> list[st
         patch.setattr(BatchLoader, "load", waits)
         ReplicaTrainer(build(context, config), lines.append).fit()
     return lines
-
-
-BAD_SAMPLE = 9
-"""Of the second step; of rank 1 where there are two data-parallel ones."""
 
 
 @pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2}], ids=str)

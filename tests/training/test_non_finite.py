@@ -17,8 +17,9 @@ from megalite.training.non_finite import NonFiniteError, is_finite, remedy
 from megalite.training.saving import Saver
 from megalite.training.step import StepResult
 from tests.support.ranks import RankContext, run_ranks
+from tests.support.state import changed, remembered
 from tests.support.tiny import Runner, build, tiny_config
-from tests.training.test_found_inf import changed, planted, remembered
+from tests.training.test_found_inf import planted
 
 Settings = dict[str, Any]
 
@@ -75,7 +76,6 @@ def bad_step(
     context: RankContext, world: int, settings: Settings, culprits: list[int], microbatch: int, layer: int
 ) -> tuple[str, list[str], list[str], list[bool]]:
     """The error or the warning of a bad step, what changed by it and what the step after it would have been without."""
-    torch.set_num_threads(1)
     config = tiny_config(world, **{**SMALL, **settings})
     ends, moved, said, skipped = [], list[str](), "", list[bool]()
     for bad in (True, False):

@@ -1,4 +1,4 @@
-"""1-bit optimizers continue from checkpoints of any phase to the bit, and from other numbers of replicas as they should."""
+"""1-bit optimizers continue from other numbers of replicas, and from what other optimizers have left."""
 
 import math
 from pathlib import Path
@@ -8,96 +8,16 @@ import pytest
 import torch
 
 from megalite.config.errors import CheckpointError, ConfigError
-from megalite.training.resume import load
-from megalite.training.saving import save
 from tests.support.ranks import RankContext, run_ranks
+from tests.support.state import continued, hashes, save_run
 from tests.support.tiny import Runner, build, tiny_config
 
-STEPS = 9
 SETTINGS: dict[str, Any] = {"num_layers": 1, "global_batch_size": 4, "precision": "fp32", "lr": 1e-3, "freeze_step": 3}
 ZERO_ONE = {"optimizer": "zero-one-adam", "variance_update_scaler": 2, "local_step_scaler": 1, "local_step_clipper": 4}
-"""Signs of gradients are exchanged in step 3, those of steps in 4, 5 and 7; 6, 8 and 9 are local."""
-AUTO = {"freeze_step": None, "adam_beta2": 0.5, "freeze_threshold": 0.3, "lr_warmup_iters": 1}
-"""The second moment is looked at every 2 steps."""
 
 
-def silent(line: str) -> None:
-    """For load."""
-
-
-def bits(runner: Runner) -> dict[str, bytes]:
-    """All that this rank has."""
-    strategy, optimizer = runner.replica.strategy, runner.replica.optimizer
-    tensors = {f"{state.name} {index}": state.values for index, state in enumerate(strategy.states())}
-    for index, shard in enumerate(strategy.shards):
-        tensors |= {f"weight {index}": shard.bucket.data, f"main {index}": shard.main_param.data}
-        tensors |= {f"{name} {index}": each for name, each in optimizer.state(shard.main_param).items()}
-    tensors |= {f"{state} of {name}": each for (state, name), each in optimizer.tensor_state().items()}
-    found = {
-        name: each.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, each in tensors.items()
-    }
-    found["counters"] = repr((strategy.counters(), optimizer.counters(), optimizer.updates)).encode()
-    return found
-
-
-def weights(runner: Runner) -> list[bytes]:
-    return [value for name, value in sorted(bits(runner).items()) if name.startswith("weight ")]
-
-
-def interrupted(
-    context: RankContext, world: int, settings: dict[str, Any], folder: str, stops: list[int]
-) -> list[list[bytes]]:
-    """A run that saves after some steps, and runs that continue from each of them; the weights after each step."""
-    torch.set_num_threads(1)
-    config = tiny_config(world, **{**SETTINGS, **settings})
-    runner, plain = Runner(build(context, config)), Runner(build(context, config))
-    results, found = [], []
-    for step in range(1, STEPS + 1):
-        results.append(runner.step())
-        plain.step()
-        if step in stops:
-            save(runner.replica, Path(folder, str(step)), runner.progress, tokenizer=None)
-        found.append(weights(runner))
-    whole = bits(runner)
-    assert bits(plain) == whole, "saving changes nothing"
-    for stop in stops:
-        replica = build(context, config)
-        progress = load(replica, Path(folder, str(stop)), tokenizer=None, log=silent)
-        again = Runner(replica, progress)
-        for step in range(stop, STEPS):
-            ours, other = again.step(), results[step]
-            assert (ours.loss, ours.grad_norm, ours.phase) == (other.loss, other.grad_norm, other.phase)
-            assert weights(again) == found[step], f"from {stop}: step {step + 1}"
-        after = bits(again)
-        assert [name for name in whole if after[name] != whole[name]] == [], f"from {stop}"
-    return found
-
-
-CASES: dict[str, tuple[int, dict[str, Any], list[int]]] = {
-    "adam": (2, {"dp": 2, "optimizer": "onebit-adam"}, [2, 3, 4, 6]),
-    "lamb": (2, {"dp": 2, "optimizer": "onebit-lamb"}, [2, 3, 4, 6]),
-    "lamb-bf16-bucket": (
-        2,
-        {"dp": 2, "optimizer": "onebit-lamb", "precision": "bf16", "onebit_scale": "bucket"},
-        [2, 4],
-    ),
-    "zero-one": (2, {"dp": 2, **ZERO_ONE}, [2, 3, 4, 6, 8]),
-    "zero-one-bf16": (2, {"dp": 2, **ZERO_ONE, "precision": "bf16"}, [3, 6]),
-    "auto": (2, {"dp": 2, "optimizer": "onebit-adam", **AUTO}, [2, 3, 4, 5]),
-    "adam-tp": (4, {"dp": 2, "tp": 2, "sequence_parallel": True, "optimizer": "onebit-adam"}, [5]),
-    "lamb-pp": (4, {"dp": 2, "pp": 2, "num_layers": 2, "optimizer": "onebit-lamb"}, [5]),
-    "zero-one-tp": (4, {"dp": 2, "tp": 2, **ZERO_ONE}, [6]),
-}
-
-
-@pytest.mark.parametrize("case", list(CASES))
-def test_it_goes_on_to_the_bit(case: str, tmp_path: Path) -> None:
-    world, settings, stops = CASES[case]
-    runs = run_ranks(world, interrupted, world, settings, str(tmp_path), stops)
-    if world == 2:
-        equal = [runs[0][step] == runs[1][step] for step in range(STEPS)]
-        local = (6, 8, 9) if "zero-one" in case else ()
-        assert equal == [step not in local for step in range(1, STEPS + 1)]
+def weights(runner: Runner) -> list[str]:
+    return [value for name, value in hashes(runner.replica).items() if name.endswith(" weights")]
 
 
 def owed(runner: Runner, name: str) -> dict[str, torch.Tensor]:
@@ -119,18 +39,15 @@ def both(runner: Runner) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def begun(context: RankContext, folder: str, settings: dict[str, Any]) -> Any:
-    torch.set_num_threads(1)
     runner = Runner(build(context, tiny_config(4, dp=4, **{**SETTINGS, **settings})))
     for _ in range(6):
         runner.step()
-    save(runner.replica, Path(folder), runner.progress, tokenizer=None)
+    save_run(runner, folder)
     return both(runner)
 
 
 def gone_on(context: RankContext, folder: str, settings: dict[str, Any]) -> Any:
-    torch.set_num_threads(1)
-    replica = build(context, tiny_config(2, dp=2, **{**SETTINGS, **settings}))
-    runner = Runner(replica, load(replica, Path(folder), tokenizer=None, log=silent))
+    runner = continued(context, tiny_config(2, dp=2, **{**SETTINGS, **settings}), folder)
     loaded, first = both(runner), weights(runner)
     phases = [runner.step().phase for _ in range(2)]
     return loaded, first, phases, weights(runner)
@@ -157,9 +74,8 @@ def test_fewer_replicas_owe_what_more_did(settings: dict[str, Any], tmp_path: Pa
 def moved(context: RankContext, folder: str) -> str:
     """A freeze step that is past in the checkpoint, changed."""
     settings = {**SETTINGS, "optimizer": "onebit-lamb", "freeze_step": 5}
-    replica = build(context, tiny_config(2, dp=2, **settings))
     with pytest.raises(ConfigError) as caught:
-        load(replica, Path(folder), tokenizer=None, log=silent)
+        continued(context, tiny_config(2, dp=2, **settings), folder)
     return str(caught.value)
 
 
@@ -171,24 +87,21 @@ def test_a_warm_up_that_is_over_cannot_be_moved(tmp_path: Path) -> None:
 
 def another(context: RankContext, folder: str, settings: dict[str, Any], to: dict[str, Any]) -> Any:
     """Four steps with one optimizer, then four with another one; its notes, and its states as they were taken up."""
-    torch.set_num_threads(1)
     common = {**SETTINGS, "clip_grad": 0.0, "freeze_step": None}
     first = Runner(build(context, tiny_config(2, dp=2, **{**common, **settings})))
     for _ in range(4):
         first.step()
-    save(first.replica, Path(folder), first.progress, tokenizer=None)
-    replica = build(context, tiny_config(2, dp=2, **{**common, **to}))
+    save_run(first, folder)
     notes: list[str] = []
-    progress = load(replica, Path(folder), tokenizer=None, log=notes.append)
-    main = replica.strategy.shards[0].main_param
-    begun = {name: values.clone() for name, values in replica.optimizer.state(main).items()}
+    runner = continued(context, tiny_config(2, dp=2, **{**common, **to}), folder, notes.append)
+    main, optimizer = main_of(runner), runner.replica.optimizer
+    begun = {name: values.clone() for name, values in optimizer.state(main).items()}
     before = {name: values.clone() for name, values in first.replica.optimizer.state(main_of(first)).items()}
-    runner = Runner(replica, progress)
     start = main.detach().clone()
     results = [runner.step() for _ in range(4)]
     assert all(math.isfinite(result.loss) for result in results)
     moved = float((main.detach() - start).abs().max())
-    states = {key: float(value) for key, value in replica.optimizer.tensor_state().items()}
+    states = {key: float(value) for key, value in optimizer.tensor_state().items()}
     return notes, before, begun, [result.phase for result in results], moved, states
 
 
@@ -231,10 +144,9 @@ def lacking(context: RankContext, folder: str) -> str:
     settings = {**SETTINGS, "freeze_step": None}
     first = Runner(build(context, tiny_config(1, **settings, optimizer="sgd")))
     first.step()
-    save(first.replica, Path(folder), first.progress, tokenizer=None)
-    replica = build(context, tiny_config(1, **settings))
+    save_run(first, folder)
     with pytest.raises(CheckpointError) as caught:
-        load(replica, Path(folder), tokenizer=None, log=silent)
+        continued(context, tiny_config(1, **settings), folder)
     return str(caught.value)
 
 
@@ -242,39 +154,3 @@ def test_an_optimizer_that_needs_what_another_has_not_left(tmp_path: Path) -> No
     message = lacking(RankContext(0), str(tmp_path))
     assert "was written with optimizer sgd and has no exp_avg, which adam needs" in message
     assert message.endswith("use --optimizer sgd, or --finetune to start over from the weights")
-
-
-def apart(context: RankContext, folder: str) -> dict[str, torch.Tensor]:
-    """Replicas of 0/1 Adam in a local step: the mean of their main parameters, by tensor."""
-    torch.set_num_threads(1)
-    runner = Runner(build(context, tiny_config(2, dp=2, **{**SETTINGS, **ZERO_ONE, "precision": "bf16"})))
-    for _ in range(6):
-        runner.step()
-    save(runner.replica, Path(folder), runner.progress, tokenizer=None)
-    found = {}
-    for shard in runner.replica.strategy.shards:
-        mean = runner.replica.strategy.gather(shard, shard.main_param.data).clone()
-        runner.replica.topology.dp.all_reduce(mean)
-        assert not torch.equal(mean / 2, shard.main_param.data), "they are apart"
-        for placed in shard.bucket.placed:
-            found[placed.parameter.info.spec.name] = mean[placed.start : placed.stop] / 2
-    return found
-
-
-def mains(context: RankContext, folder: str) -> dict[str, torch.Tensor]:
-    """All-reduce and Adam continue from it: main parameters by tensor."""
-    replica = build(context, tiny_config(2, dp=2, **{**SETTINGS, "freeze_step": None, "precision": "bf16"}))
-    load(replica, Path(folder), tokenizer=None, log=silent)
-    return {
-        placed.parameter.info.spec.name: shard.main_param.data[placed.start : placed.stop].clone()
-        for shard in replica.strategy.shards
-        for placed in shard.bucket.placed
-    }
-
-
-def test_replicas_that_are_apart_leave_the_mean_with_all_its_digits(tmp_path: Path) -> None:
-    wanted = run_ranks(2, apart, str(tmp_path))[0]
-    for found in run_ranks(2, mains, str(tmp_path)):
-        assert found.keys() == wanted.keys()
-        for name, values in wanted.items():
-            assert torch.equal(found[name], values), name

@@ -16,11 +16,10 @@ from megalite.training.replica import Replica
 from megalite.training.step import Stepper
 from tests.data.token_files import write_by_layout
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import LLAMA, build, tiny_config, whole
+from tests.support.tiny import LLAMA, Z1, build, tiny_config, whole
 
 STEPS = 2
 BEST_FIT: dict[str, Any] = {"packing": "best-fit"}
-Z1 = {"dp_strategy": "distributed-optimizer"}
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2-z1": {"dp": 2, **Z1},

@@ -21,18 +21,13 @@ from megalite.training.resume import check_same_model, data_changes, load
 from megalite.training.save_folder import resumes_own
 from megalite.training.saving import save
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import Runner, assemble, build, local_parts, tiny_config
+from tests.support.state import silent
+from tests.support.tiny import Z1, Runner, assemble, build, local_parts, tiny_config
 
 BEFORE, AFTER = 2, 3
 """Steps before the checkpoint and after it."""
 
 STATES = ("weight", "main_param", "exp_avg", "exp_avg_sq")
-
-Z1 = {"dp_strategy": "distributed-optimizer"}
-
-
-def silent(line: str) -> None:
-    """The log of a rank that no one reads."""
 
 
 def state(runner: Runner) -> dict[str, Any]:
@@ -68,9 +63,8 @@ def whole(ranks: list[dict[str, Any]], moment: str) -> dict[str, dict[str, np.nd
     return {kind: assemble([rank[moment][kind] for rank in ranks]) for kind in STATES}
 
 
-def converted(context: RankContext, settings: dict[str, Any], folder: str, changes: dict[str, Any]) -> dict[str, Any]:
-    """Like `resumed` over 2 ranks, in another precision or with other settings."""
-    return resumed(context, 2, {**settings, **changes}, folder)
+def taken_up(folder: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    return run_ranks(2, resumed, 2, settings, str(folder))
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +78,7 @@ ZERO = {"dp": 2, **Z1}
 
 def test_bf16_takes_up_an_fp32_run(in_fp32: tuple[Path, list[dict[str, Any]]]) -> None:
     folder, run = in_fp32
-    ours = run_ranks(2, converted, ZERO, str(folder), {"precision": "bf16"})
+    ours = taken_up(folder, {**ZERO, "precision": "bf16"})
     loaded, saved = whole(ours, "loaded"), whole(run, "saved")
     for name, values in saved["weight"].items():
         np.testing.assert_array_equal(loaded["main_param"][name], values, err_msg=name)
@@ -98,7 +92,7 @@ def test_bf16_takes_up_an_fp32_run(in_fp32: tuple[Path, list[dict[str, Any]]]) -
 
 def test_fp32_takes_up_a_bf16_run_at_its_full_precision(tmp_path: Path) -> None:
     run = run_ranks(2, uninterrupted, 2, {**ZERO, "precision": "bf16"}, str(tmp_path))
-    ours = run_ranks(2, converted, {"tp": 2}, str(tmp_path), {"precision": "fp32"})
+    ours = taken_up(tmp_path, {"tp": 2, "precision": "fp32"})
     loaded, saved = whole(ours, "loaded"), whole(run, "saved")
     for name, values in saved["main_param"].items():
         np.testing.assert_array_equal(loaded["weight"][name], values, err_msg=name)
@@ -108,7 +102,7 @@ def test_fp32_takes_up_a_bf16_run_at_its_full_precision(tmp_path: Path) -> None:
 
 
 def test_fp16_starts_from_its_own_scale_after_an_fp32_run(in_fp32: tuple[Path, list[dict[str, Any]]]) -> None:
-    ours = run_ranks(2, converted, ZERO, str(in_fp32[0]), {"precision": "fp16", "initial_loss_scale": 2.0**10})
+    ours = taken_up(in_fp32[0], {**ZERO, "precision": "fp16", "initial_loss_scale": 2.0**10})
     assert [step[2:] for step in ours[0]["after"]] == [(2.0**10, False)] * 3
 
 
@@ -144,24 +138,21 @@ def test_another_network_is_refused_by_name(
     assert message in found[0]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_finetune_takes_the_weights_alone(in_fp32: tuple[Path, list[dict[str, Any]]], precision: str) -> None:
+@pytest.mark.parametrize(
+    ("settings", "progress"),
+    [
+        ({"finetune": True, "precision": "fp32"}, Progress(0, 0)),
+        ({"finetune": True, "precision": "bf16"}, Progress(0, 0)),
+        ({"load_optimizer": False, "precision": "fp32"}, Progress(BEFORE, BEFORE * 8)),
+    ],
+)
+def test_the_optimizer_may_be_left(
+    in_fp32: tuple[Path, list[dict[str, Any]]], settings: dict[str, Any], progress: Progress
+) -> None:
     folder, run = in_fp32
-    ours = run_ranks(2, converted, ZERO, str(folder), {"finetune": True, "precision": precision})
+    ours = taken_up(folder, {**ZERO, **settings})
     loaded, saved = whole(ours, "loaded"), whole(run, "saved")
-    assert ours[0]["progress"] == Progress(0, 0)
-    assert ours[0]["updates"] == 0
-    for name, values in saved["weight"].items():
-        np.testing.assert_array_equal(loaded["main_param"][name], values, err_msg=name)
-        assert not loaded["exp_avg"][name].any()
-        assert not loaded["exp_avg_sq"][name].any()
-
-
-def test_no_load_optim_takes_weights_and_position_alone(in_fp32: tuple[Path, list[dict[str, Any]]]) -> None:
-    folder, run = in_fp32
-    ours = run_ranks(2, converted, ZERO, str(folder), {"load_optimizer": False, "precision": "fp32"})
-    loaded, saved = whole(ours, "loaded"), whole(run, "saved")
-    assert ours[0]["progress"].step == BEFORE and ours[0]["updates"] == 0
+    assert (ours[0]["progress"], ours[0]["updates"]) == (progress, 0)
     for name, values in saved["weight"].items():
         np.testing.assert_array_equal(loaded["main_param"][name], values, err_msg=name)
         assert not loaded["exp_avg"][name].any() and not loaded["exp_avg_sq"][name].any()

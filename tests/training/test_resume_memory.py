@@ -13,9 +13,9 @@ from megalite.config.run import RunConfig
 from megalite.data_parallel.shards import placed_in
 from megalite.parity.pool import RankPool
 from megalite.training.resume import load
-from megalite.training.saving import save
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import Runner, build, tiny_config
+from tests.support.state import continued, save_run, silent
+from tests.support.tiny import Z1, Runner, build, tiny_config
 
 Settings = dict[str, Any]
 
@@ -57,8 +57,7 @@ def fresh(context: RankContext, config: RunConfig) -> Runner:
 
 
 def resumed(context: RankContext, config: RunConfig, folder: Path) -> Runner:
-    replica = build(context, config)
-    runner = Runner(replica, load(replica, folder, tokenizer=None, log=lambda line: None))
+    runner = continued(context, config, folder)
     runner.step()
     return runner
 
@@ -68,7 +67,7 @@ def peaks(context: RankContext, world: int, settings: Settings, folder: str) -> 
     config = tiny_config(world, **{**LARGE, **settings})
     # What is imported, loaded and set up at first use is no part of either.
     first = fresh(context, config)
-    save(first.replica, Path(folder), first.progress, tokenizer=None)
+    save_run(first, folder)
     del first
     return growth(lambda: fresh(context, config)), growth(lambda: resumed(context, config, Path(folder)))
 
@@ -82,12 +81,11 @@ def pool() -> Iterator[RankPool]:
             yield ranks
 
 
-ZERO: Settings = {"dp_strategy": "distributed-optimizer"}
 CASES = [
     pytest.param(1, {"precision": "fp32"}, id="one-fp32"),
     pytest.param(1, {"precision": "bf16"}, id="one-bf16"),
-    pytest.param(2, {"precision": "fp32", **ZERO}, id="dp2-zero-fp32"),
-    pytest.param(2, {"precision": "bf16", **ZERO}, id="dp2-zero-bf16"),
+    pytest.param(2, {"precision": "fp32", **Z1}, id="dp2-zero-fp32"),
+    pytest.param(2, {"precision": "bf16", **Z1}, id="dp2-zero-bf16"),
     pytest.param(2, {"precision": "bf16", "tp": 2}, id="tp2-bf16"),
 ]
 
@@ -118,7 +116,7 @@ QUARTERS: Settings = {"tp": 2, "pp": 2, "sequence_parallel": True}
 def write(context: RankContext, world: int, settings: Settings, folder: str) -> None:
     runner = Runner(build(context, tiny_config(world, **WIDE, **settings)))
     runner.step()
-    save(runner.replica, Path(folder), runner.progress, tokenizer=None)
+    save_run(runner, folder)
 
 
 def bytes_read(context: RankContext, world: int, settings: Settings, folder: str) -> tuple[int, int]:
@@ -131,7 +129,7 @@ def bytes_read(context: RankContext, world: int, settings: Settings, folder: str
         return count[-1]
 
     with mock.patch.object(os, "preadv", counted):
-        load(replica, Path(folder), tokenizer=None, log=lambda line: None)
+        load(replica, Path(folder), tokenizer=None, log=silent)
     held = 0
     for shard in replica.strategy.shards:
         weights = sum(placed.parameter.numel() for placed in shard.bucket.placed)
@@ -161,7 +159,7 @@ def test_four_ranks_read_one_checkpoint_between_them(source: str, more: float, w
 
 
 def test_a_distributed_optimizer_reads_its_own_part_of_the_states(written: Path) -> None:
-    ranks = run_ranks(2, bytes_read, 2, ZERO, str(written / "quarters"))
+    ranks = run_ranks(2, bytes_read, 2, Z1, str(written / "quarters"))
     assert [read for read, _ in ranks] == [held for _, held in ranks]
     parameters = sum(held for _, held in ranks) // 16  # 4 bytes of weight on both, 8 of states on one of the two
     size = sum(path.stat().st_size for path in written.glob("quarters/step-*/*.safetensors"))

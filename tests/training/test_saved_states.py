@@ -1,7 +1,6 @@
 """What strategies and optimizers remember, through the real save and load: any layout takes up what any other has left."""
 
 import dataclasses
-import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.checkpoint.manifest import MANIFEST_NAME, Manifest, seal
+from megalite.checkpoint.manifest import MANIFEST_NAME, Manifest
 from megalite.cli.inspect import main as inspect_main
 from megalite.config.errors import CheckpointError
 from megalite.data_parallel.facts import Placement
@@ -23,7 +22,9 @@ from megalite.topology.layout import ShardSpec
 from megalite.training.replica import Replica, _flat_parameter
 from megalite.training.resume import load
 from megalite.training.saving import save
+from tests.checkpoint.samples import edit_manifest
 from tests.support.ranks import RankContext, run_ranks
+from tests.support.state import silent
 from tests.support.tiny import LLAMA, Runner, build, tiny_config
 
 Settings = dict[str, Any]
@@ -239,7 +240,7 @@ def begun(context: RankContext, folder: str, more: Settings) -> tuple[float, flo
     """After a load: the most that a state without a value differs from 0, and one from the main parameters."""
     wanted: Wanted = {"error": ("private", "zeros"), "anchor": ("private", "parameter")}
     replica, strategy = remembering(context, "dp2", wanted, load=folder, **more)
-    load(replica, Path(folder), tokenizer=None, log=lambda line: None)
+    load(replica, Path(folder), tokenizer=None, log=silent)
     shard_of = {shard.bucket: shard for shard in strategy.shards}
     errors, anchors = [0.0], [0.0]
     for state in strategy.states():
@@ -263,7 +264,7 @@ def test_what_is_missing_starts_from_zero_or_from_the_parameters(written: dict[s
 def refused(context: RankContext, folder: str, wanted: Wanted) -> str:
     replica, _ = remembering(context, "one", wanted, load=folder)
     with pytest.raises(CheckpointError) as caught:
-        load(replica, Path(folder), tokenizer=None, log=lambda line: None)
+        load(replica, Path(folder), tokenizer=None, log=silent)
     return str(caught.value)
 
 
@@ -329,16 +330,14 @@ def test_a_manifest_that_lies_about_a_shape(
 ) -> None:
     """Sealed, its files all right, and the tensor of a shape that fits no run: refused by name."""
     source = written["pp2"] / "step-0000004"
-    target = tmp_path / source.name
-    target.mkdir()
-    for path in source.iterdir():
-        shutil.copyfile(path, target / path.name)
-    body = json.loads((source / MANIFEST_NAME).read_text())
-    body.pop("sha256")
-    entry = body["tensors"][key]
-    entry["global_shape"] = shape
-    entry["parts"] = [{"file": entry["parts"][0]["file"], "slice": [[0, size] for size in shape]}]
-    (target / MANIFEST_NAME).write_text(seal(body))
+    target = shutil.copytree(source, tmp_path / source.name)
+
+    def lie(body: dict[str, Any]) -> None:
+        entry = body["tensors"][key]
+        entry["global_shape"] = shape
+        entry["parts"] = [{"file": entry["parts"][0]["file"], "slice": [[0, size] for size in shape]}]
+
+    edit_manifest(target, lie)
     message = refused(RankContext(0), str(tmp_path), STATES)
     assert key in message and f"{shape} there, [16] here" in message
 
@@ -367,7 +366,7 @@ def overtaken(context: RankContext, folder: str) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Channel, "gather_raw_async", late)
         runner.step()
-    load(runner.replica, Path(folder), tokenizer=None, log=lambda line: None)
+    load(runner.replica, Path(folder), tokenizer=None, log=silent)
     runner.replica.strategy.wait_for_parameters()
     buckets = list(runner.replica.strategy.all_buckets())
     return [f"bucket {index}" for index, values in enumerate(wanted) if not torch.equal(buckets[index].data, values)]

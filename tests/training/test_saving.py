@@ -19,6 +19,7 @@ from megalite.config.errors import CheckpointError, ConfigError
 from megalite.optimizers.schedules import Progress
 from megalite.training.save_folder import refuse_foreign_checkpoints
 from megalite.training.saving import HostMemory, SaveError, Saver
+from tests.checkpoint.inspecting import flip_last_bit
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import Runner, build, tiny_config
 
@@ -250,9 +251,7 @@ def _spoil(patch: pytest.MonkeyPatch) -> None:
     def publish(staging: Path, *arguments: Any) -> Path:
         path = real(staging, *arguments)
         victim = sorted(path.glob("optimizer-*"))[0]
-        data = bytearray(victim.read_bytes())
-        data[-1] ^= 1
-        victim.write_bytes(data)
+        flip_last_bit(victim)
         return path
 
     patch.setattr(saving, "publish", publish)

@@ -11,9 +11,7 @@ from megalite.topology.group import Group
 from megalite.training.non_finite import NonFiniteError
 from megalite.training.step import Stepper, masked_loss, token_denominator
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import Runner, assert_same_numbers, build, tiny_config, trajectory, whole
-
-Z1 = {"dp_strategy": "distributed-optimizer"}
+from tests.support.tiny import Z1, Runner, assert_same_numbers, build, tiny_config, trajectory, whole
 
 
 def nan_in_the_loss(context: RankContext) -> str:
@@ -107,35 +105,6 @@ def test_clipping_scales_to_the_bound_and_no_further() -> None:
         norm = float(runner.replica.strategy.local_norm_squared().sqrt())
         expected = clip if factor is None else result.grad_norm
         assert norm == pytest.approx(expected, rel=1e-4)
-
-
-class Broken(Exception):
-    """What stops the step."""
-
-
-def two_steps(context: RankContext, settings: dict[str, Any], fails: bool) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of two steps, the first of which may have failed before."""
-    runner = Runner(build(context, tiny_config(2, **settings)))
-    strategy = runner.replica.strategy
-    if fails:
-        launch = strategy.start_grad_sync
-
-        def broken(stage: int) -> None:
-            launch(stage)  # reductions are under way
-            raise Broken
-
-        strategy.start_grad_sync = broken  # type: ignore[method-assign]
-        with pytest.raises(Broken):
-            runner.step()
-        strategy.start_grad_sync = launch  # type: ignore[method-assign]
-    return [(result.loss, result.grad_norm) for result in (runner.step(), runner.step())]
-
-
-@pytest.mark.parametrize(
-    "settings", [{"dp": 2}, {"dp": 2, "dp_strategy": "distributed-optimizer", "ddp_bucket_size": 100}], ids=str
-)
-def test_a_step_that_fails_half_way_leaves_nothing_behind(settings: dict[str, Any]) -> None:
-    assert run_ranks(2, two_steps, settings, True) == run_ranks(2, two_steps, settings, False)
 
 
 CPU = torch.device("cpu")

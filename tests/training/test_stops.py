@@ -6,24 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megalite.checkpoint.folders import candidates
 from megalite.checkpoint.manifest import CheckpointMissing
-from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
 from megalite.config.exit_codes import NO_PROGRESS
-from megalite.config.run import RunConfig
 from megalite.optimizers.schedules import Progress
 from megalite.training.non_finite import NonFiniteError
 from megalite.training.save_folder import RestartLoopError
 from megalite.training.step import Stepper
 from megalite.training.stopping import Ending, StopRequests
-from megalite.training.trainer import Trainer
 from tests.faults.compare import check_state, open_sound
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import TINY, build, tiny_config
-from tests.support.trainer import ReplicaTrainer
+from tests.support.trainer import ReplicaTrainer, fit
 
 RUN: dict[str, Any] = {
     "num_layers": 2,
@@ -64,7 +60,6 @@ def lives(
     context: RankContext, world: int, settings: dict[str, Any], folder: str, moments: list[int | None], culprit: int
 ) -> Lives:
     """One life of a run after the other, each stopped at its moment by one rank."""
-    torch.set_num_threads(1)
     saved = f"{folder}/checkpoints"
     changes = {**RUN, **settings, "run_dir": folder, "save": saved, "load": saved, "fresh_if_missing": True}
     config = tiny_config(world, **changes)
@@ -160,7 +155,6 @@ FAILING = {**RUN, "eval_interval": None, "save_interval": 1, "async_save": False
 
 def test_a_step_that_always_fails_ends_the_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three starts fail in step 3 of a run; the fourth is refused with what they said. A higher limit lets it continue."""
-    torch.set_num_threads(1)
     saved = str(tmp_path / "run" / "checkpoints")
     settings = {**TINY, **FAILING, "save": saved, "load": saved, "fresh_if_missing": True}
     step = Stepper.step
@@ -172,8 +166,7 @@ def test_a_step_that_always_fails_ends_the_restarts(tmp_path: Path, monkeypatch:
 
     def start(**changes: Any) -> Exception:
         with pytest.raises((NonFiniteError, ConfigError)) as caught:
-            config = replace(RunConfig(), **settings, **changes, run_dir=str(tmp_path / "run"))
-            Trainer(config, explicit=frozenset(), log=lambda line: None).fit()
+            fit(**settings, **changes, run_dir=str(tmp_path / "run"))
         return caught.value
 
     monkeypatch.setattr(Stepper, "step", fails)

@@ -138,20 +138,26 @@ def test_phases_are_told_when_asked_for_or_a_rank_is_slow() -> None:
         assert len(lines) == told
 
 
-def test_a_straggler_is_named_with_its_host() -> None:
-    _, lines, _ = run_ranks(4, report, {"dp": 4}, [1.0, 1.1, 1.8, 0.9])[0]
-    assert lines[1:] == [
-        "straggler: rank 2 (host host2) took 1800.0 ms a step for forward and backward, 1.80 times the median of its peers "
-        "(ranks 0 1 3)"
-    ]
-
-
-def test_ranks_that_wait_for_each_other_are_one() -> None:
-    _, lines, _ = run_ranks(4, report, {"tp": 2, "dp": 2}, [1.0, 1.0, 2.0, 1.9])[0]
-    assert lines[1:] == [
-        "straggler: ranks 2 3 (host host2 host3), which wait for each other in every layer, took 2000.0 ms a step for "
-        "forward and backward, 2.00 times the median of their peers (ranks 0 1)"
-    ]
+@pytest.mark.parametrize(
+    ("axes", "seconds", "said"),
+    [
+        (
+            {"dp": 4},
+            [1.0, 1.1, 1.8, 0.9],
+            "rank 2 (host host2) took 1800.0 ms a step for forward and backward, 1.80 times the median of its peers "
+            "(ranks 0 1 3)",
+        ),
+        (
+            {"tp": 2, "dp": 2},
+            [1.0, 1.0, 2.0, 1.9],
+            "ranks 2 3 (host host2 host3), which wait for each other in every layer, took 2000.0 ms a step for forward "
+            "and backward, 2.00 times the median of their peers (ranks 0 1)",
+        ),
+    ],
+)
+def test_a_straggler_is_named_with_its_host(axes: dict[str, int], seconds: list[float], said: str) -> None:
+    _, lines, _ = run_ranks(4, report, axes, seconds)[0]
+    assert lines[1:] == [f"straggler: {said}"]
 
 
 def test_ranks_that_run_apart_exchange_nothing() -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megalite.checkpoint.manifest import MANIFEST_NAME
 from megalite.config import files
@@ -14,6 +13,7 @@ from megalite.config.flags import parse_arguments
 from megalite.config.run import RunConfig
 from megalite.training.trainer import Trainer
 from tests.support.tiny import LLAMA, TINY
+from tests.support.trainer import fit
 
 ASKED: dict[str, Any] = {
     **{name: value for name, value in TINY.items() if name not in ("global_batch_size", "eod_mask_loss")},
@@ -25,11 +25,6 @@ ASKED: dict[str, Any] = {
     "lr_warmup_iters": 1,
 }
 OPEN = ("save", "dp", "global_batch_size", "num_query_groups", "kv_channels", "max_position_embeddings")
-
-
-def run(**settings: Any) -> None:
-    torch.set_num_threads(1)
-    Trainer(replace(RunConfig(), **settings), explicit=frozenset(), log=lambda line: None).fit()
 
 
 def by_flags(*words: str | Path) -> None:
@@ -47,7 +42,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_run_by_another_run_s_config_saves_in_its_own_folder(tmp_path: Path) -> None:
-    run(**ASKED, run_dir=str(tmp_path / "a"))
+    fit(**ASKED, run_dir=str(tmp_path / "a"))
     before = content(tmp_path / "a")
     load = ("--load", tmp_path / "a" / "checkpoints")
     more = ("--train-iters", "4", "--keep-latest", "1")
@@ -57,7 +52,7 @@ def test_a_run_by_another_run_s_config_saves_in_its_own_folder(tmp_path: Path) -
 
 
 def test_what_was_derived_is_left_open_and_what_was_given_stays(tmp_path: Path) -> None:
-    run(**ASKED, run_dir=str(tmp_path / "a"))
+    fit(**ASKED, run_dir=str(tmp_path / "a"))
     config = files.load(tmp_path / "a" / "config.yaml")
     assert {name: value_of(config, name) for name in OPEN} == dict.fromkeys(OPEN)
     assert config == replace(RunConfig(), **ASKED, run_dir=str(tmp_path / "a"))
@@ -68,7 +63,7 @@ def test_what_was_derived_is_left_open_and_what_was_given_stays(tmp_path: Path) 
     assert (saved["model"]["num_query_groups"], saved["model"]["max_position_embeddings"]) == (8, 16)
 
     given = {"save": str(tmp_path / "b" / "checkpoints"), "dp": 1, "global_batch_size": 1, "kv_channels": 4}
-    run(**{**ASKED, **given}, run_dir=str(tmp_path / "b"))
+    fit(**{**ASKED, **given}, run_dir=str(tmp_path / "b"))
     values = values_of(files.load(tmp_path / "b" / "config.yaml"))
     assert {name: values[name] for name in given} == given
     assert manifest(tmp_path / "b" / "checkpoints", 2)["config"]["checkpoint"]["save"] == given["save"]

@@ -75,7 +75,6 @@ def means(
     context: RankContext, ranks: int, name: str, values: Values, steps: int, *, keep_errors: bool = True
 ) -> Found:
     """For run_ranks: the means of `values` in each step."""
-    torch.set_num_threads(1)
     group = context.topology(dp=ranks).dp
     bucket, counter = odd_bucket(ranks), WireCounter()
     channel = Channel(group, counter, Background(torch.device("cpu")))

@@ -1,7 +1,6 @@
 """Every codec: what an oracle finds, to the bit; nothing is lost; constant inputs are learned; bytes as the formula says."""
 
 import math
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -39,22 +38,13 @@ def oracle(name: str, ranks: int, size: int) -> EightBits | Largest | LowRank:
     return LowRank(ranks, size, 2, SHAPES)
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """As on the ranks: products depend on it in their last bits."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module", params=[(name, ranks) for name in CODECS for ranks in (3, 4)], ids=str)
 def run(request: pytest.FixtureRequest) -> tuple[str, list[Found]]:
     name, ranks = request.param
     return name, run_ranks(ranks, means, ranks, name, random_values, 4)
 
 
-def test_ranks_find_what_one_process_finds_that_plays_them_all(run: tuple[str, list[Found]], one_thread: None) -> None:
+def test_ranks_find_what_one_process_finds_that_plays_them_all(run: tuple[str, list[Found]]) -> None:
     name, ranks = run
     played = oracle(name, len(ranks), ranks[0].size)
     for step in range(1, 5):

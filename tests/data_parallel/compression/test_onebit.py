@@ -29,7 +29,6 @@ def codec_of(context: RankContext, ranks: int, scale: str, dtype: torch.dtype) -
 
 def means(context: RankContext, ranks: int, scale: str, rows: list[Rows], dtype: torch.dtype) -> dict[str, Any]:
     """The means of values of each rank, call by call, and what is owed in the end."""
-    torch.set_num_threads(1)
     codec, counter = codec_of(context, ranks, scale, dtype)
     size = codec.bucket.grad.numel()
     found = []
@@ -81,7 +80,6 @@ def played(ranks: int, scale: str, rows: list[Rows], size: int) -> tuple[Rows, M
 @pytest.mark.parametrize("ranks", [4, 3, 2])
 @pytest.mark.parametrize("scale", ["tensor", "bucket"])
 def test_several_processes_do_what_one_does(ranks: int, scale: str) -> None:
-    torch.set_num_threads(1)
     rows = given(ranks, 4)
     runs = run_ranks(ranks, means, ranks, scale, rows, torch.float32)
     size = runs[0]["means"][0].numel()

@@ -35,7 +35,6 @@ def low_rank_values(rank: int, bucket: Bucket) -> torch.Tensor:
 
 
 def first_mean(context: RankContext) -> list[torch.Tensor]:
-    torch.set_num_threads(1)
     bucket, codec = codec_of(context, 2, 2)
     values = low_rank_values(context.topology(dp=2).dp.rank, bucket)
     codec.mean(values)
@@ -66,7 +65,6 @@ def test_small_tensors_and_vectors_are_whole_whatever_the_wire() -> None:
 
 def unlike_replicas(context: RankContext) -> list[float]:
     """Constant inputs that differ between replicas, with a mean of full rank; the size of the error now and then."""
-    torch.set_num_threads(1)
     bucket, codec = codec_of(context, 2, 4)
     mine, found = (random_values(1, context.topology(dp=2).dp.rank, len(bucket.grad)).clamp_(-1, 1), list[float]())
     for step in range(240):
@@ -84,7 +82,6 @@ def test_errors_stay_bounded_where_replicas_differ_for_ever() -> None:
 
 
 def states(context: RankContext, steps: int) -> dict[str, Any]:
-    torch.set_num_threads(1)
     bucket, codec = codec_of(context, 2, 2)
     rank = context.topology(dp=2).dp.rank
     for step in range(steps):

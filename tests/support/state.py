@@ -1,0 +1,107 @@
+"""All that the next step of a run depends on, on one rank; and runs that continue from checkpoints compared by it."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalite.config.run import RunConfig
+from megalite.training.replica import Replica
+from megalite.training.resume import load
+from megalite.training.saving import save
+from megalite.training.state_tensors import flat_states, tensor_states
+from tests.support.ranks import RankContext
+from tests.support.tiny import Runner, build, tiny_config
+
+
+def silent(line: str) -> None:
+    """A log that no one reads."""
+
+
+def remembered(replica: Replica) -> dict[str, torch.Tensor]:
+    """Copies of weights, main parameters, states and counters."""
+    strategy, optimizer = replica.strategy, replica.optimizer
+    found: dict[str, torch.Tensor] = {}
+    for number, shard in enumerate(strategy.shards):
+        found[f"{number} weights"] = strategy.weights(shard).values
+        found[f"{number} main"] = shard.main_param.data
+        for state in flat_states(replica, shard):
+            found[f"{number} {state.name}"] = state.values
+    for number, state in enumerate(strategy.states()):
+        found[f"state {number} {state.name}"] = state.values
+    for number, whole in enumerate(tensor_states(replica)):
+        found[f"tensor state {number} {whole.name}"] = whole.values
+    strategy.wait_for_parameters()
+    found = {name: values.clone() for name, values in found.items()}
+    numbers = str((strategy.counters(), optimizer.counters(), optimizer.updates))
+    found["counters"] = torch.frombuffer(bytearray(numbers.encode()), dtype=torch.uint8)
+    return found
+
+
+def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> list[str]:
+    assert before.keys() == after.keys()
+    return [name for name, values in before.items() if not torch.equal(after[name], values)]
+
+
+def hashed(values: torch.Tensor) -> str:
+    return hashlib.sha256(values.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
+
+
+def hashes(replica: Replica) -> dict[str, str]:
+    """What `remembered` finds, and the loss scaler's state; without what a diloco run notes for one moment alone."""
+    found = {name: hashed(values) for name, values in remembered(replica).items() if not name.endswith("outer_mean")}
+    return found | {"scaler": str(replica.scaler.state())}
+
+
+def continued(
+    context: RankContext, config: RunConfig, folder: str | Path, log: Callable[[str], None] = silent
+) -> Runner:
+    """A run that takes up the checkpoint in a folder."""
+    replica = build(context, config)
+    return Runner(replica, load(replica, Path(folder), tokenizer=None, log=log))
+
+
+def save_run(runner: Runner, folder: str | Path) -> Path:
+    return save(runner.replica, Path(folder), runner.progress, tokenizer=None)
+
+
+def interrupted(
+    context: RankContext, world: int, settings: dict[str, Any], folder: str, steps: int, stops: Sequence[int]
+) -> list[str]:
+    """What differs from a run that goes through: in one that evaluates and saves after some steps, and in those that
+    continue from what it saved. For run_ranks."""
+    plain = Runner(build(context, tiny_config(world, **settings)))
+    saving = Runner(build(context, tiny_config(world, **settings)))
+    wanted: list[tuple[str, dict[str, str]]] = []
+    faults: list[str] = []
+
+    def step(runner: Runner) -> tuple[str, dict[str, str]]:
+        result = runner.step()
+        numbers = (result.loss, result.grad_norm, result.lr, result.loss_scale, result.skipped, result.phase)
+        return repr(numbers), hashes(runner.replica)
+
+    def compare(name: str, found: tuple[str, dict[str, str]], at: int) -> None:
+        numbers, state = wanted[at - 1]
+        differing = [key for key in state if found[1].get(key) != state[key]]
+        if differing or found[0] != numbers:
+            faults.append(f"{name} at step {at}: {found[0]}, not {numbers}; {differing}")
+
+    for at in range(1, steps + 1):
+        wanted.append(step(plain))
+        numbers, _ = step(saving)
+        if at in stops:
+            with saving.replica.strategy.consensus():
+                saving.evaluate()
+            save_run(saving, folder)
+        compare("the run that saves", (numbers, hashes(saving.replica)), at)
+    for stop in stops:
+        runner = continued(context, tiny_config(world, **settings, load=folder, ckpt_step=stop), folder)
+        compare(f"loaded from {stop}", (wanted[stop - 1][0], hashes(runner.replica)), stop)
+        for at in range(stop + 1, steps + 1):
+            compare(f"from {stop}", step(runner), at)
+        runner.replica.strategy.close()
+    for runner in (plain, saving):
+        runner.replica.strategy.close()
+    return faults
