@@ -90,6 +90,6 @@ def test_bad_input_help_and_mock_data(words: list[str], capsys: pytest.CaptureFi
     assert main(["--help"]) == 0
     assert "usage: megalite data index" in capsys.readouterr().out
     assert main(["--mock-data", "--train-iters", "5", "--vocab-size", "9"]) == 0
-    assert capsys.readouterr().out == "mock data needs no index\n"
+    assert capsys.readouterr().out == "this data needs no index\n"
     assert main([*words, "--packing", "best-fit"]) == 0
     assert capsys.readouterr().out.startswith("packing best-fit keeps no index: ")

@@ -40,3 +40,17 @@ def test_a_user_adds_one() -> None:
         registry.register("late", bytes=4)(Mine)
     with pytest.raises(ConfigError, match=r"thing is 'other'; it must be one of a, mine"):
         registry.get("other")
+
+
+def test_what_a_notebook_defines_again_takes_the_place_of_the_former() -> None:
+    registry: Registry[type] = Registry("thing")
+
+    def cell() -> type:
+        @registry.register("mine")
+        class Mine:
+            pass
+
+        return Mine
+
+    first, second = cell(), cell()
+    assert registry.get("mine") is second is not first

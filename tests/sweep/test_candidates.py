@@ -6,6 +6,8 @@ import pytest
 import yaml
 
 from megalite.config.errors import ConfigError
+from megalite.config.files import dump, load
+from megalite.config.run import RunConfig
 from megalite.sweep.candidates import check_all, expand
 from megalite.sweep.spec import read_spec
 from tests.sweep.sweeps import MODEL, read_runs, write_sweep
@@ -106,3 +108,18 @@ def test_labels_say_what_sets_a_run_apart(tmp_path: Path) -> None:
     _, runs = read_runs(path)
     assert [run.label for run in runs] == ["dp_strategy distributed-optimizer", "tp 1", "tp 2"]
     assert list(runs[0].settings) == ["tp", "dp_strategy"]
+
+
+def test_what_a_sweep_imports_is_in_each_runs_config(tmp_path: Path) -> None:
+    """A run reads it from its file."""
+    settings = MODEL | {"imports": ["examples.extend.lion"]}
+    _, runs = read_runs(write_sweep(tmp_path, settings=settings, grid={"optimizer": ["adam", "lion"]}))
+    assert [run.config.optimizer.optimizer for run in runs] == ["adam", "lion"]
+    assert [run.refused for run in runs] == [None, None]
+    for run in runs:
+        assert load_from(dump(run.config), tmp_path).training.imports == ["examples.extend.lion"]
+
+
+def load_from(text: str, folder: Path) -> RunConfig:
+    (folder / "dumped.yaml").write_text(text)
+    return load(folder / "dumped.yaml")
