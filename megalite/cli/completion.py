@@ -67,8 +67,8 @@ def words_of(command: Command) -> Words:
         found |= {flag: (preset_names() if flag == "--preset" else (), text) for flag, (_, text) in RUN_OPTIONS.items()}
         for setting in settings().values():
             negated = [f"--no-{setting.flags[0][2:]}"] if setting.type is bool else []
-            found |= dict.fromkeys([*setting.flags, *negated], (setting.choices, setting.help))
-    found |= {word: (flag.choices, flag.help) for word, flag in command.spellings.items() if flag.help}
+            found |= dict.fromkeys([*setting.flags, *negated], (tuple(setting.choices), setting.help))
+    found |= {word: (tuple(flag.choices), flag.help) for word, flag in command.spellings.items() if flag.help}
     return {"--help": ((), "")} | found
 
 

@@ -1,5 +1,6 @@
 """Code of users' own that runs between the steps: `Trainer(config, callbacks=[...])`."""
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,12 @@ from megalite.training.stopping import Ending
 
 Trainer = Any
 """A `training.trainer.Trainer`; its module imports this one."""
+
+
+def write_line(line: str) -> None:
+    """On standard output, for a script or a notebook."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 class Callback:

@@ -1,7 +1,6 @@
 """`Trainer`: one run, from its config to its end."""
 
 import dataclasses
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -21,7 +20,7 @@ from megalite.tokenizers.base import Tokenizer
 from megalite.topology.group import Group
 from megalite.topology.lost_peers import RollCall
 from megalite.topology.topology import Launch, Topology, check_backend, start_distributed, stop_distributed
-from megalite.training.callbacks import Callback, Callbacks
+from megalite.training.callbacks import Callback, Callbacks, write_line
 from megalite.training.evaluation import Evaluator, meet, read_batches
 from megalite.training.hang_watch import HangWatch, begin_watch
 from megalite.training.instruments import Instruments
@@ -66,12 +65,6 @@ _WHEN_ASKED: Registry[Callable[..., Any]] = Registry(
     },
 )
 """Imported in runs that have the setting, or meet with the case."""
-
-
-def write_line(line: str) -> None:
-    """On standard output, for a script or a notebook."""
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 class Trainer:
