@@ -1,18 +1,16 @@
 """Whole GPT runs with fused all-reduce and parameter servers: the numbers of one rank, and checkpoints that move."""
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megalite.parity.report import require_same
 from megalite.parity.trajectory import rank_trajectory
 from tests.parity.factors import FAMILIES, world_of
 from tests.parity.reference import STEPS, TOLERANCE, reference
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.state import continued, save_run
+from tests.support.state import continued, hashed, hashes, save_run
 from tests.support.tiny import Runner, build, tiny_config, whole
 
 Settings = dict[str, Any]
@@ -53,21 +51,13 @@ def test_sums_beside_the_program_do_not_meet_what_layers_exchange(name: str) -> 
 SAVED_BY: dict[str, Settings] = {"all-reduce": {"dp_strategy": "all-reduce"}, **STRATEGIES}
 
 
-def state(runner: Runner, *, of_optimizer: bool) -> dict[str, str]:
-    """What there is on this rank, as hashes."""
-    strategy = runner.replica.strategy
-    strategy.wait_for_parameters()
-    found: dict[str, torch.Tensor] = {}
-    for number, shard in enumerate(strategy.shards):
-        if of_optimizer:
-            found[f"{number} main"] = shard.main_param.data
-            for name, values in runner.replica.optimizer.state(shard.main_param).items():
-                found[f"{number} {name}"] = values
-        for placed in shard.bucket.placed:
-            found[placed.parameter.info.spec.name] = shard.bucket.data[placed.start : placed.stop]
+def weights(runner: Runner) -> dict[str, str]:
+    """Of each tensor on this rank, whichever buckets they lie in, as hashes."""
+    runner.replica.strategy.wait_for_parameters()
     return {
-        name: hashlib.sha256(values.detach().view(torch.uint8).numpy().tobytes()).hexdigest()
-        for name, values in found.items()
+        placed.parameter.info.spec.name: hashed(shard.bucket.data[placed.start : placed.stop])
+        for shard in runner.replica.strategy.shards
+        for placed in shard.bucket.placed
     }
 
 
@@ -82,7 +72,7 @@ def resumed(context: RankContext, folder: str, precision: str) -> dict[str, Any]
         save_run(runner, Path(folder, name))
         runner.step()
         runner.step()
-        found["on"][name] = state(runner, of_optimizer=True), state(runner, of_optimizer=False)
+        found["on"][name] = hashes(runner.replica), weights(runner)
         runner.replica.strategy.close()
     for saved in SAVED_BY:
         for name, settings in SAVED_BY.items():
@@ -92,8 +82,10 @@ def resumed(context: RankContext, folder: str, precision: str) -> dict[str, Any]
             runner = continued(context, tiny_config(2, **common, **settings, load=path), path)
             runner.step()
             runner.step()
-            kind = "same" if name == saved else "crossed"
-            found[kind][saved, name] = state(runner, of_optimizer=name == saved)
+            if name == saved:
+                found["same"][name] = hashes(runner.replica)
+            else:
+                found["crossed"][saved, name] = weights(runner)
             runner.replica.strategy.close()
     return found
 
@@ -101,10 +93,10 @@ def resumed(context: RankContext, folder: str, precision: str) -> dict[str, Any]
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_resume_goes_on_to_the_bit_also_from_and_to_all_reduce(tmp_path: Path, precision: str) -> None:
     for found in run_ranks(2, resumed, str(tmp_path), precision):
-        weights = [of_weights for _, of_weights in found["on"].values()]
-        assert all(one == weights[0] for one in weights), "strategies differ without any checkpoint"
+        straight = [of_weights for _, of_weights in found["on"].values()]
+        assert all(one == straight[0] for one in straight), "strategies differ without any checkpoint"
         assert len(found["same"]) == 3 and len(found["crossed"]) == 6
-        for (_, name), resumed_state in found["same"].items():
+        for name, resumed_state in found["same"].items():
             assert resumed_state == found["on"][name][0], name
         for pair, resumed_state in found["crossed"].items():
-            assert resumed_state == weights[0], pair
+            assert resumed_state == straight[0], pair
