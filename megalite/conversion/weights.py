@@ -80,7 +80,7 @@ class ConversionError(ConfigError):
     package may raise it."""
 
 
-ReadWhole = Callable[[str], torch.Tensor]  # a tensor of ours by its name, whole
+ReadWhole = Callable[[str], "torch.Tensor"]  # a tensor of ours by its name, whole
 
 
 @dataclass(frozen=True, kw_only=True)
