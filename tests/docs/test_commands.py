@@ -49,6 +49,7 @@ BLOCKS = {
     ("docs/api.md", "python"): "tests/docs/test_api.py",
     ("docs/data.md", "json"): "tests/data/test_docs.py",
     ("docs/data.md", "yaml"): "tests/data/test_docs.py",
+    ("docs/extend.md", "python"): "tests/docs/test_extend.py",
     ("docs/failures.md", "json"): "tests/docs/test_failures.py",
     ("docs/kernels.md", "yaml"): "tests/docs/test_kernels.py",
     ("docs/planner.md", "python"): "tests/docs/test_planner.py",
