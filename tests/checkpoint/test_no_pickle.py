@@ -57,10 +57,9 @@ def names_of(tree: ast.AST) -> dict[str, str]:
 
 
 def dotted(node: ast.AST, names: dict[str, str]) -> str:
-    """`torch.load` of `t.load` after `import torch as t`; of what is no name `?`."""
-    if isinstance(node, ast.Attribute):
-        return f"{dotted(node.value, names)}.{node.attr}"
-    return names.get(node.id, node.id) if isinstance(node, ast.Name) else "?"
+    """`torch.load` of `t.load` after `import torch as t`; of anything else its text."""
+    head, dot, rest = ast.unparse(node).partition(".")
+    return names.get(head, head) + dot + rest
 
 
 def keyword(call: ast.Call, name: str) -> ast.expr | None:

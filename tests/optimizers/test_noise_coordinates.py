@@ -26,6 +26,7 @@ MODEL: dict[str, Any] = {
     "weight_decay": 0.0,
     "dp": 2,
     "reduction_order": "rank",
+    "micro_batch_size": 4,
 }
 
 
