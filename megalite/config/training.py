@@ -80,7 +80,7 @@ class TrainingConfig:
     device: str = option("auto", choices=("auto", "cpu", "cuda"))
     """auto: cuda if there is one."""
     imports: list[str] = option([], flags=("--import",), basic=True)
-    """Your modules, e.g. my_package.my_module, imported before anything is checked: they register datasets, layers,
+    """Your modules, such as my_package.my_module, imported before anything is checked: they register datasets, layers,
     optimizers and more by decorators (docs/extend.md). May be given again; those of files and flags add up."""
     eval_interval: int | None = option(None, at_least=1, basic=True)
     """Steps between evaluations on the validation split; default: none."""
@@ -136,7 +136,7 @@ class CheckpointConfig:
     """Load weights alone: optimizer, step and data position start afresh."""
     load_optimizer: bool = option(True)
     """Resume with the states of the optimizer; --no-load-optimizer lets them start afresh, at the step that was saved."""
-    export_hf: str | None = option(None, basic=True)
+    export_hf: str | None = option(None)
     """Hugging Face folder to write at the end of training; it must not exist yet, or be empty."""
     save_hf_interval: int | None = option(None, at_least=1)
     """Steps between Hugging Face folders during training, <export_hf>-step-N; a checkpoint is saved at these steps too."""

@@ -285,6 +285,7 @@ PACKAGES = (
     Package("tensorboard", "", "tensorboard", "--tensorboard-dir"),
     Package("matplotlib", "", "plot", "megalite plot"),
     Package("wandb", "0.19", "wandb", "--metrics wandb"),
+    Package("mlflow", "", "mlflow", "--metrics mlflow"),
     Package("triton", "3.6", "dev", "our fused kernels; wheels of torch for CUDA bring it"),
     Package("transformers", "5", "dev", "comparisons with Hugging Face's models"),
 )
