@@ -42,6 +42,9 @@ def parse_split(split: str) -> tuple[float, float, float]:
 PATH_SETTINGS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 """Settings that name token files or text: prefixes (files), or weights and prefixes by turns."""
 
+HUB = "hf://"
+"""Before the name of a dataset of Hugging Face, or before `datasets/` and a file there."""
+
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://")
 
 TEXT_SUFFIXES = (
@@ -57,8 +60,13 @@ def is_address(text: str) -> bool:
 
 
 def names_text(entry: str) -> bool:
-    """A data path that names files of text by its form: a suffix of theirs, a glob, or a folder with a slash at its end."""
-    return entry.lower().endswith((*TEXT_SUFFIXES, "/")) or any(letter in entry for letter in "*?[")
+    """A data path that names files of text by its form: a suffix of theirs, a glob, a folder with a slash at its end, or a
+    dataset of Hugging Face."""
+    return (
+        entry.startswith(HUB)
+        or entry.lower().endswith((*TEXT_SUFFIXES, "/"))
+        or any(letter in entry for letter in "*?[")
+    )
 
 
 _SPLITS = {"train": "train_data_path", "valid": "valid_data_path", "test": "test_data_path"}

@@ -1,6 +1,7 @@
 """Files at addresses (s3://, gs://, https://...) as files here: fetched once into a cache, and checked.
 
-http and https need nothing; other addresses go through fsspec and the package of their store (s3fs for s3://).
+http and https need nothing; other addresses go through fsspec and the package of their store (s3fs for s3://), and whole
+datasets of Hugging Face through its package datasets.
 """
 
 import contextlib
@@ -15,11 +16,11 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
 
 from megalite.checkpoint.folders import LATEST_NAME, step_name, step_of
 from megalite.checkpoint.manifest import MANIFEST_NAME, listed_files
-from megalite.config.data import PATH_SETTINGS, is_address, names_text
+from megalite.config.data import HUB, PATH_SETTINGS, TEXT_SUFFIXES, is_address, names_text
 from megalite.config.describe import redact_text, replace, value_of
 from megalite.config.errors import CheckpointError, ConfigError
 from megalite.config.run import RunConfig
@@ -67,6 +68,8 @@ def fetch_all(config: RunConfig, *, say: Callable[[str], None], stopped: Callabl
         for word in filter(is_address, _words(value_of(config, name))):
             if name == "load":
                 found[word] = cache.checkpoint(word, config.checkpoint.ckpt_step)
+            elif word.startswith(HUB) and not urlsplit(word).path.lower().endswith(TEXT_SUFFIXES):
+                found[word] = str(cache.dataset(word))
             elif name in PATH_SETTINGS and not names_text(urlsplit(word).path):
                 found[word] = cache.token_files(word, sft=config.data.sft)
             else:
@@ -166,6 +169,39 @@ class _Cache:
                     "once the server answers"
                 )
         return sha256.hexdigest()
+
+    def dataset(self, address: str) -> Path:
+        """The rows of a dataset of Hugging Face, as .jsonl: `hf://ORGANISATION/NAME?split=train&name=CONFIG&revision=R`, or
+        `hf:///FOLDER` of one on disk. `split`, as the package datasets has it, is train unless it is given."""
+        parts = urlsplit(address)
+        name, asked = parts.netloc + parts.path, {"split": "train", **dict(parse_qsl(parts.query))}
+        unknown = asked.keys() - {"split", "name", "revision"}
+        if unknown:
+            raise ConfigError(f"{address}: there is no {min(unknown)}; split, name and revision can be given")
+        try:
+            import datasets
+        except ImportError:
+            raise ConfigError(f"{address} needs the package datasets: pip install datasets") from None
+        try:
+            rows = datasets.load_dataset(name, **asked)
+        except Exception as error:  # of many kinds: the hub's, the file system's, the data's
+            raise ConfigError(f"{address} cannot be read: {redact_text(' '.join(str(error).split()))[:300]}") from None
+        key = hashlib.sha256(f"{address} {rows._fingerprint}".encode()).hexdigest()[:_NAME_CHARACTERS]
+        place = self._folder / key / f"{PurePosixPath(name).name}.jsonl"
+        if not place.exists():
+            part = place.with_name(f".{place.name}.{os.getpid()}")
+            try:
+                place.parent.mkdir(parents=True, exist_ok=True)
+                rows.to_json(part)
+                part.replace(place)
+            except OSError as error:
+                raise ConfigError(
+                    f"{address} cannot be kept in {place.parent}: {error.strerror}; name another folder with --data-cache-path"
+                ) from None
+            finally:
+                part.unlink(missing_ok=True)
+            self._say(f"fetched {address} ({len(rows):,} rows) to {place}")
+        return place
 
     def token_files(self, prefix: str, *, sft: bool) -> str:
         """The prefix here. Raises ConfigError: as `file`; or the .bin or .idx is not what the .json says."""

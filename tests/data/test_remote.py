@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -140,3 +141,29 @@ def test_a_checkpoint_is_what_its_manifest_says(store: Store, tmp_path: Path) ->
     (step / "rank-0.safetensors").write_bytes(b"damaged")
     with pytest.raises(ConfigError, match=r"rank-0\.safetensors is damaged"):
         fetch(tmp_path, load=store.address("run"))
+
+
+def test_a_dataset_of_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One on disk, which its package reads as it reads those of the hub."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    pytest.importorskip("datasets")
+    there = tmp_path / "corpus"
+    there.mkdir()
+    (there / "train.jsonl").write_text("".join(f'{{"text": "line {n}"}}\n' for n in range(10)))
+    address = f"hf://{there}?split=train[2:4]"
+    found, said = fetch(tmp_path, data_path=[address])
+    rows = [json.loads(line) for line in Path(found[address]).read_text().splitlines()]
+    assert rows == [{"text": "line 2"}, {"text": "line 3"}]
+    assert said == [f"fetched {address} (2 rows) to {found[address]}"]
+    assert fetch(tmp_path, data_path=[address]) == (found, [])
+    with pytest.raises(ConfigError, match=r"there is no columns; split, name and revision can be given"):
+        fetch(tmp_path, data_path=[f"hf://{there}?columns=a"])
+    with pytest.raises(ConfigError, match=r"hf:///nowhere cannot be read: "):
+        fetch(tmp_path, data_path=["hf:///nowhere"])
+
+
+def test_a_dataset_of_hugging_face_needs_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match="hf://owner/name needs the package datasets: pip install datasets"):
+        fetch(tmp_path, data_path=["hf://owner/name"])
