@@ -196,9 +196,9 @@ def _number(node: ast.expr) -> int:
             case ast.Mult() if max(abs(left), abs(right)) < 2**40:
                 return left * right
             case ast.Div() | ast.FloorDiv():
-                return left // right
+                return abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)  # towards 0, as bash does
             case ast.Mod():
-                return left % right
+                return abs(left) % abs(right) * (-1 if left < 0 else 1)
     raise ValueError(ast.dump(node))
 
 
@@ -230,25 +230,34 @@ class _Block:
         self._until((), live=True)
 
     def _until(self, ends: tuple[str, ...], *, live: bool) -> str:
-        """Follow commands up to a word of `ends`, which is returned."""
+        """Follow commands up to a word of `ends`, which is returned.
+
+        Of commands joined by && and || those run whose turn it is: a test has its result, and other commands succeed."""
+        holds, turn, negated = True, True, False
         while self._at < len(self._script):
             token = self._script[self._at]
-            if not token.is_operator and token.text in ends:
-                self._at += 1
-                return token.text
-            if token.is_operator and token.text in ends:
+            if token.text in ends and token.document is None:
                 self._at += 1
                 return token.text
             if token.is_operator or token.document is not None:
                 self._at += 1
                 if token.document is not None and live:
                     self._document(token)
+                elif token.text in ("&&", "||"):
+                    turn = holds == (token.text == "&&")
+                else:
+                    holds = turn = True
             elif token.text in ("if", "while", "until", "for", "case", "select", "function"):
-                self._compound(token.text, live=live)
-            elif token.text in ("{", "}", "do", "then", "!", "time", "done", "fi", "esac", "else"):
+                self._compound(token.text, live=live and turn)
+            elif token.text == "{":
                 self._at += 1
+                self._until(("}",), live=live and turn)
+            elif token.text in ("}", "do", "then", "!", "time", "done", "fi", "esac", "else"):
+                self._at += 1
+                negated = token.text == "!"
             else:
-                self._simple(live=live)
+                found = self._simple(live=live and turn)
+                holds, negated = (found != negated if turn else holds), False
         if ends:
             raise ConfigError(f"{self._where}: {' or '.join(ends)} is missing")
         return ""
@@ -308,14 +317,16 @@ class _Block:
 
     def _condition(self, words: list[Token]) -> bool:
         """Tests joined by && and ||, from left to right."""
-        holds, joint, test = True, "&&", list[Token]()
+        holds, joint, test, inside = True, "&&", list[str](), False
         for word in [*words, Token("&&", is_operator=True)]:
             if word.is_operator and word.text in ("&&", "||"):
-                found = self._test([each.text for each in test if each.text not in ("then",)])
+                test = ["[[", *test] if inside else test
+                found = self._test(test)
                 holds = (holds and found) if joint == "&&" else (holds or found)
+                inside = test[:1] == ["[["] and test[-1:] != ["]]"]
                 joint, test = word.text, []
-            else:
-                test.append(word)
+            elif word.text != "then":
+                test.append(word.text)
         return holds
 
     def _test(self, raw: list[str]) -> bool:
@@ -367,23 +378,28 @@ class _Block:
             if self._until((";;", "esac"), live=live and fits) == "esac":
                 return
 
-    def _simple(self, *, live: bool) -> None:
-        """A command with its words, up to an operator."""
+    def _simple(self, *, live: bool) -> bool:
+        """A command with its words, up to an operator; whether it succeeds."""
         line: list[Token] = []
-        while not (token := self._script[self._at]).is_operator and token.document is None:
+        while (
+            not (token := self._script[self._at]).is_operator
+            or (token.text in ("&&", "||") and line[0].text == "[[" and line[-1].text != "]]")
+        ) and token.document is None:
             line.append(token)
             self._at += 1
         if token.text == "(" and len(line) == 1:  # a function's name: its body is never called here
             while self._script[self._at].text in ("(", ")", "\n", "{"):
                 self._at += 1
             self._until(("}",), live=False)
-            return
+            return True
         while token.is_operator and token.text == "<<<":
             self._at += 2
             token = self._script[self._at]
         shell = self._shell
         if not live:
-            return
+            return True
+        if line and line[0].text in ("[", "[[", "test", "false"):
+            return self._condition(line)
         shell.done += 1
         if shell.done > _MOST_COMMANDS:
             raise ConfigError(f"{self._where} has more than {_MOST_COMMANDS} commands")
@@ -406,3 +422,4 @@ class _Block:
                 shell.variables.pop(name, None)
         elif words:
             shell.command(shell, words)
+        return True

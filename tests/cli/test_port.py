@@ -46,6 +46,11 @@ def commands(script: str, **given: str) -> list[list[str]]:
             ["run", "1"], ["run", "2"]]),
         ("f() { run inside\n}\nexport A=5 B=6\nrun $A \\\n  $B > log.txt 2>&1 | tee x", [["run", "5", "6"], ["tee", "x"]]),
         ("unset A; A=1 run $A && B=2\nrun $B", [["run", "1"], ["run", "2"]]),
+        ("[ -n \"$X\" ] && A=x; [ -z \"$X\" ] && A=y || A=z\n[[ -n $X ]] || { B=1; C=2; }\nrun $A $B $C", [
+            ["run", "y", "1", "2"]]),
+        ("N=2; [[ $N == 2 && $N -gt 5 ]] && run no; ! false && run yes || run no; cd x || run no; test $N = 2 && run 2", [
+            ["run", "yes"], ["cd", "x"], ["run", "2"]]),
+        ("[ -n \"$X\" ] && { run a; run b; }; run c; N=-7; run $((N/2)) $((N%2))", [["run", "c"], ["run", "-3", "-1"]]),
     ],
 )  # fmt: skip
 def test_shell(script: str, expected: list[list[str]]) -> None:
