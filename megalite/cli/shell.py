@@ -232,7 +232,8 @@ class _Block:
     def _until(self, ends: tuple[str, ...], *, live: bool) -> str:
         """Follow commands up to a word of `ends`, which is returned.
 
-        Of commands joined by && and || those run whose turn it is: a test has its result, and other commands succeed."""
+        Of commands joined by && and || some run only if the one before has failed or has not: a test has its result, all others
+        succeed."""
         holds, turn, negated = True, True, False
         while self._at < len(self._script):
             token = self._script[self._at]

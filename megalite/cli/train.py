@@ -10,8 +10,8 @@ from typing import Any
 
 import megalite
 from megalite.cli.failures import UNDER_TORCHRUN, End, guarded, is_first_rank, refuse
-from megalite.cli.output import show, tell
-from megalite.cli.run_log import RunLog
+from megalite.cli.output import show, stdout_is_terminal, tell
+from megalite.config.describe import redact_text
 from megalite.config.exit_codes import INTERRUPTED
 from megalite.config.flags import Invocation, Shape, parse_arguments
 from megalite.config.registry import Registry
@@ -174,3 +174,50 @@ def _of_environment(name: str, default: int) -> int:
     """What torchrun says; that it is a number is checked where the ranks meet."""
     word = os.environ.get(name, "")
     return int(word) if word.isdecimal() else default
+
+
+_COLOURS = {
+    r"^\d\d:\d\d:\d\d": "dim",
+    r"\bstep +\S+": "cyan",
+    r"\b(?:(?:validation|test) )?loss (?=[-\dn])\S+": "bold green",
+    r"\bETA \S+": "dim",
+    r"\b(?:warning|straggler): .*|\bskipped \d+ of \d+ steps|\bdata wait \S+ ms/step": "yellow",
+}
+
+
+class RunLog:
+    """The log on stdout: each line with the time of day, in colour on a terminal. That stdout cannot be written, as on a full disk, ends no run; that its reader has gone does."""
+
+    def __init__(self) -> None:
+        self._failed, self._day = 0, ""
+
+    def __call__(self, line: str) -> None:
+        try:
+            now = time.localtime()
+            if self._day != (day := time.strftime("%Y-%m-%d %Z", now)):
+                _print(day)
+                self._day = day
+            _print(f"{time.strftime('%H:%M:%S', now)} {redact_text(line)}")
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            if not self._failed:
+                tell(f"warning: cannot write the log: {error.strerror}; training continues")
+            self._failed += 1
+            return
+        if self._failed:
+            failed, self._failed = self._failed, 0
+            self(f"the log is written again; up to {failed} lines before this one are missing")
+
+
+def _print(line: str) -> None:
+    if not stdout_is_terminal():
+        print(line, flush=True)
+        return
+    from rich.console import Console  # which a file needs not
+    from rich.text import Text
+
+    text = Text(line)
+    for pattern, style in _COLOURS.items():
+        text.highlight_regex(pattern, style)
+    Console(highlight=False).print(text, soft_wrap=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megalite.kernels.cross_entropy import cross_entropy_backward, cross_entropy_forward
+from megalite.kernels.dropout import dropout_mask
 from megalite.kernels.layer_ops import add_norm, apply_rope, bias_gelu, geglu, layer_norm, rms_norm, swiglu
 from megalite.kernels.matmul import accumulate_weight_grad, matmul
 from megalite.kernels.optimizer_ops import adam, l2norm, lamb_moments, lamb_step
@@ -132,6 +133,13 @@ def _cross_entropy(kernel: Any, draw: Inputs, size: int) -> Results:
     }
 
 
+def _dropout_mask(kernel: Any, draw: Inputs, size: int) -> Results:
+    keep = torch.empty(2, 2, ROWS, size, dtype=torch.bool, device=draw.device)
+    rows = torch.arange(ROWS, device=keep.device) * 3
+    kernel(keep, rows, key=1 << 62, samples=(3, 4), first_head=1, p=0.3)
+    return {"the mask": keep}
+
+
 def _matmul(kernel: Any, draw: Inputs, size: int) -> Results:
     x, weight, bias = draw.normal(2, ROWS // 2, size), draw.normal(ROWS, size), draw.normal(ROWS)
     return {
@@ -181,6 +189,7 @@ _CASES: Mapping[str, tuple[Callable[[Any, Inputs, int], Results], Any]] = Mappin
         "rope": (_rope, apply_rope),
         "softmax": (_softmax, (causal_softmax_forward, causal_softmax_backward)),
         "cross_entropy": (_cross_entropy, (cross_entropy_forward, cross_entropy_backward)),
+        "dropout_mask": (_dropout_mask, dropout_mask),
         "matmul": (_matmul, matmul),
         "weight_grad": (_weight_grad, accumulate_weight_grad),
         "adam": (_adam, adam),

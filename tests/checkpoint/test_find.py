@@ -145,7 +145,8 @@ def test_folders_of_other_programs(tmp_path: Path) -> None:
         for name in names:
             (tmp_path / folder / name).touch()
         message = slip(tmp_path / folder)
-        assert f"{tmp_path / folder} is {whose}; megalite convert {tmp_path / folder} imported --to native" in message
+        assert message.startswith(f"{tmp_path / folder} is {whose}; ")
+        assert f"megalite convert {tmp_path / folder} imported --to native" in message
 
 
 def test_a_folder_is_locked_by_one_at_a_time(tmp_path: Path) -> None:

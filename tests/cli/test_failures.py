@@ -16,7 +16,7 @@ from megalite.cli.failures import BAD_INPUT, BUG, DEBUG_VARIABLE, INTERRUPTED, S
 from megalite.cli.failures import guarded as guarding
 from megalite.cli.main import COMMANDS, main
 from megalite.cli.output import show
-from megalite.cli.run_log import RunLog
+from megalite.cli.train import RunLog
 from megalite.config.errors import ConfigError, RankError
 
 Captured = pytest.CaptureFixture[str]

@@ -38,5 +38,5 @@ def test_every_setting_exists() -> None:
 
 
 def test_files_and_writers_are_named() -> None:
-    for name in (goodput.FILE, "profile/", *WRITERS):
+    for name in (goodput.FILE, "profile/", *WRITERS.builtin):
         assert name in PAGE

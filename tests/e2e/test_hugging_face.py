@@ -84,11 +84,11 @@ def test_bfloat16_and_a_background_save(flags: list[str], folder: Path, tmp_path
 def writing(work: Any) -> Iterator[None]:
     """Exports by `work` instead."""
     before = CONVERSION.get("write")
-    CONVERSION._registered["write"] = work
+    CONVERSION.entries["write"].implementation = work
     try:
         yield
     finally:
-        CONVERSION._registered["write"] = before
+        CONVERSION.entries["write"].implementation = before
 
 
 def test_an_export_that_fails_loses_nothing(
@@ -129,7 +129,7 @@ def test_a_checkpoint_stays_while_it_is_read(
             later.set()
 
     with writing(wait), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megalite.cli.train._Log.__call__", lambda log, line: (print(line), say(line)))
+        patch.setattr("megalite.cli.train.RunLog.__call__", lambda log, line: (print(line), say(line)))
         assert main([*flags, "--save-hf-interval", "2", "--save-interval", "1", "--keep-latest", "1"]) == DONE
     assert "warning: step 2 is still being exported; megalite convert" in capfd.readouterr().out
     assert sorted(path.name for path in tmp_path.glob("out*")) == ["out", "out-step-0000002"]
@@ -153,7 +153,7 @@ def _dies_exporting() -> None:
     def die(*words: Any) -> Path:
         os._exit(9)
 
-    CONVERSION._registered["write"] = die
+    CONVERSION.entries["write"].implementation = die
 
 
 def test_killed_while_it_exports(flags: list[str], folder: Path, tmp_path: Path) -> None:

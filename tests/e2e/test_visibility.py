@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.data.object_store import serving
 from tests.e2e.programs import Outcome, finish, records, start, train_command
 from tests.support.listeners import Listener, listeners
 
@@ -51,8 +53,8 @@ def canary(name: str) -> str:
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     folder = tmp_path_factory.mktemp("watched") / "run"
-    load = f"https://me:{canary('LOAD')}@storage/{folder.name}"
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, serving(tmp_path_factory.mktemp("served") / "there") as server:
+        load = server.address(folder.name).replace("://", f"://me:{canary('LOAD')}@")
         for name, value in CANARIES.items():
             patch.setenv(name, value.format(canary(name)))
         process = start(train_command(2, *FLAGS.split(), "--run-dir", folder, "--load", load))
@@ -90,7 +92,7 @@ def test_no_file_holds_a_secret(watched: Watched) -> None:
     # What was given is there, without its credentials.
     manifest = next(watched.folder.glob("checkpoints/step-*/manifest.json")).read_text()
     for text in ((watched.folder / "config.yaml").read_text(), manifest):
-        assert "https:/***@storage" in text or "https://***@storage" in text
+        assert re.search(r"http:/+\*\*\*@", text)
 
 
 def test_two_ranks_leave_all_that_one_can_look_at(watched: Watched) -> None:

@@ -119,14 +119,14 @@ def test_the_second_half_has_one_product_a_matrix_and_no_recompute(
 ) -> None:
     """Three dense layers of four matrices, and the head."""
     runs = 0
-    forward = Block._feed_forward
+    forward = Block.feed_forward
 
     def counting(block: Block, *arguments: Any) -> Tensor:
         nonlocal runs
         runs += 1
         return forward(block, *arguments)
 
-    monkeypatch.setattr(Block, "_feed_forward", counting)
+    monkeypatch.setattr(Block, "feed_forward", counting)
     stage = stage_of(MODELS["gpt"], plan, torch.float32, Topology.solo(), sp=False, main_grad=True)
     deferred = DeferredWeightGradients()
     attach_deferred(stage, deferred)

@@ -10,13 +10,13 @@ ROOT = Path(__file__).parents[2]
 SMALL = 60
 """Lines; a shorter file with one importer belongs to its importer."""
 CEILINGS = {
-    "megalite: lines": 68_900,
-    "megalite: files": 366,
+    "megalite: lines": 68_950,
+    "megalite: files": 365,
     "megalite: longest file": 500,
     "megalite: small files with one importer": 12,
     "tests: lines": 69_950,
     "benchmarks: lines": 8_000,
-    "docs: words": 41_050,
+    "docs: words": 41_100,
 }
 
 

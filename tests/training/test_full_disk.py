@@ -95,12 +95,12 @@ def test_a_full_disk_costs_records_alone(disk: Path, tmp_path: Path) -> None:
     lines = run({2: grow, 5: (disk / "filling").unlink}, run_dir=str(folder), **more)
     warnings = [line for line in lines if "cannot write" in line]
     assert [line.split("cannot write ")[1].split(";")[0] for line in warnings if "sessions" not in line] == [
-        f"{folder}/{name}: No space left on device" for name in ("metrics.jsonl", "metrics.csv", "tensorboard")
+        f"{folder}/{name}: No space left on device" for name in ("metrics.jsonl", "tensorboard", "metrics.csv")
     ]
     again = [line for line in lines if "is written again" in line]
     assert again == [
         f"{folder}/{name} is written again; 3 records are missing in it"
-        for name in ("metrics.jsonl", "metrics.csv", "tensorboard")
+        for name in ("metrics.jsonl", "tensorboard", "metrics.csv")
     ]
     assert (tmp_path / "saved" / "step-0000004").is_dir() and (tmp_path / "saved" / "step-0000008").is_dir()
     assert steps(folder) == [1, 2, 6, 7, 8]
