@@ -32,11 +32,11 @@ def test_the_readme_works(tmp_path: Path) -> None:
         assert done.returncode == 0, f"{command.line}\n{done.stdout}\n{done.stderr}"
         said[" ".join(command.words[:2])] = done.stdout
     first, *_, last = (record["valid_loss"] for record in records(tmp_path / "run", "valid"))
-    assert 6.8 < first < 7.1 and last < 6.2
+    assert 6.8 < first < 7.1 and last < 6.5
     compared = said["python examples/hugging_face/compare.py"]
     losses = re.search(r"megalite ([0-9.]+), transformers ([0-9.]+)", compared)
     assert losses is not None and abs(float(losses[1]) - float(losses[2])) < 1e-5, compared
-    assert sorted(path.name for path in tmp_path.glob("trained*")) == ["trained", "trained-step-0000040"]
+    assert sorted(path.name for path in tmp_path.glob("trained*")) == ["trained", "trained-step-0000020"]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "trained")
     prompt = tokenizer("The value of", return_tensors="pt")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")

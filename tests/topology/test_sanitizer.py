@@ -197,7 +197,9 @@ def each_operation(context: RankContext) -> list[str]:
             except CommunicationFault as fault:
                 said.append(f"{name} {spoil}: {fault}")
                 for work in works:
-                    work._is_waited_for = True  # type: ignore[attr-defined]
+                    if not work._is_waited_for:  # type: ignore[attr-defined]
+                        work.work.wait()  # type: ignore[attr-defined]  # or it would be given up under way
+                        work._is_waited_for = True  # type: ignore[attr-defined]
             else:
                 assert spoil is None and torch.equal(y, wanted), (name, spoil, y)
         context_barrier(group)
