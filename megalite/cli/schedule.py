@@ -251,7 +251,7 @@ def meaning_of_peaks(studies: Sequence[Study]) -> str:
 
 _MEANING = (
     "no barrier: the bubble if the next step may start at once; of the fullest rank: peak, microbatches with live",
-    "activations, and for W, those that still wait for their W, in whole shares of a rank; its sends a step",
+    "activations, and for W, those that still wait for their W, in whole shares per rank; its sends per step",
 )
 
 

@@ -178,7 +178,7 @@ class LoggingConfig:
     """1: measure the time of each phase of the step, least and most over ranks, and find ranks that are slower than
     their peers; 0: neither."""
     log_phases: bool = option(False)
-    """A second log line with the time of each phase, and memory; without it there is one where a rank is slow."""
+    """A second log line with the time of each phase, and memory; without it only when some rank is slow."""
     straggler_threshold: float = option(1.2, above=1)
     """A rank is named when its forward and backward take that many times the median of the ranks with the same stages."""
     trace: bool = option(False)

@@ -1,4 +1,4 @@
-"""What training reads and writes of Hugging Face's: the slices that a rank holds, under the keys of a checkpoint, and a
+"""What training reads and writes of Hugging Face's: the slices per rank, under the keys of a checkpoint, and a
 checkpoint of the run as a folder."""
 
 from pathlib import Path

@@ -34,7 +34,7 @@ def dropout_mask(keep: Tensor, rows: Tensor, *, key: int, samples: Sequence[int]
 
     Args:
         keep: boolean, dense in its last dimension.
-        rows: int64, the places of the rows in the whole of them: a rank draws its own alone.
+        rows: int64, the places of the rows in the whole of them: each rank draws its own alone.
         key: of 63 bits; what the mask is for.
         samples: their numbers.
         first_head: the number of the first of `heads`.

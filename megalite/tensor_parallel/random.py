@@ -3,7 +3,7 @@
 Weights: every fixed-size block of rows (or columns, for a parameter split along columns) is drawn from a counter
 generator keyed by (seed, full name, block index). A rank draws the blocks that its shard touches and no others.
 
-Dropout: each element of a mask follows from (seed, site, sample index, position, column), and a rank draws its own. So
+Dropout: each element of a mask follows from (seed, site, sample index, position, column), and each rank draws its own. So
 masks are the same in every layout and on every device, a recomputed forward draws the same, and there is no generator state
 that a checkpoint would have to hold.
 """

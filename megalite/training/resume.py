@@ -31,7 +31,7 @@ from megalite.training.state_tensors import boxes_in, flat_states, tensor_spec, 
 
 
 class Source(Protocol):
-    """Where a rank reads the slices of weights that it holds: a `Checkpoint`, or weights of another format under its names
+    """Where each rank reads the slices of weights that it holds: a `Checkpoint`, or weights of another format under its names
     and shapes."""
 
     path: Path

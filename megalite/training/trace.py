@@ -1,4 +1,4 @@
-"""How long a rank is in each phase of its steps; of chosen steps a trace next to the simulated one, and torch's profile."""
+"""The time per rank in each phase of its steps; of chosen steps a trace next to the simulated one, and torch's profile."""
 
 import json
 import time

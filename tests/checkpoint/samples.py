@@ -23,7 +23,7 @@ Scheme = Callable[[tuple[int, ...], int], Sequence[Slice | None]]
 
 
 def edit_manifest(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change what the manifest of a checkpoint says, and seal it anew."""
+    """Change what the manifest of a checkpoint says, and seal it again."""
     path = checkpoint / MANIFEST_NAME
     body = json.loads(path.read_text())
     body.pop("sha256")

@@ -52,7 +52,7 @@ SAVED_BY: dict[str, Settings] = {"all-reduce": {"dp_strategy": "all-reduce"}, **
 
 
 def weights(runner: Runner) -> dict[str, str]:
-    """Of each tensor on this rank, whichever buckets they lie in, as hashes."""
+    """Of each tensor on this rank, as hashes: the buckets that they lie in do not matter."""
     runner.replica.strategy.wait_for_parameters()
     return {
         placed.parameter.info.spec.name: hashed(shard.bucket.data[placed.start : placed.stop])

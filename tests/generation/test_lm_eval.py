@@ -87,7 +87,7 @@ TEXT = "The value of the argument is a sequence. Raises ValueError if the name i
 
 
 def test_the_harness_gets_the_same_numbers(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Likelihoods, of long texts too, accuracy and greedy text, of its own class for transformers and of ours."""
+    """Likelihoods, of long texts too, accuracy and greedy text, of the harness's class for transformers and of ours."""
     lm_eval = pytest.importorskip("lm_eval")
     pytest.importorskip("lm_eval.models.huggingface", exc_type=ImportError)  # its extra, lm_eval[hf]
     from lm_eval.api.instance import Instance

@@ -132,10 +132,10 @@ def test_least_and_most_over_ranks() -> None:
     ]
 
 
-def test_phases_are_told_when_asked_for_or_a_rank_is_slow() -> None:
-    for forward, tell, told in (([1.0, 1.25], False, 0), ([1.0, 1.8], False, 2), ([1.0, 1.8], True, 2)):
-        _, lines, _ = run_ranks(2, report, {"dp": 2}, forward, False, tell)[0]
-        assert len(lines) == told
+def test_phases_are_reported_when_asked_for_or_one_rank_is_slow() -> None:
+    for forward, asked, expected in (([1.0, 1.25], False, 0), ([1.0, 1.8], False, 2), ([1.0, 1.8], True, 2)):
+        _, lines, _ = run_ranks(2, report, {"dp": 2}, forward, False, asked)[0]
+        assert len(lines) == expected
 
 
 @pytest.mark.parametrize(

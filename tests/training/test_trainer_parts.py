@@ -121,7 +121,7 @@ def test_a_script_needs_no_launcher_and_logs_on_standard_output() -> None:
 
 
 class Counted:
-    """A map-style dataset whose samples say their own number."""
+    """A map-style dataset with samples that say their number."""
 
     def __init__(self, count: int = 5, **odd: Any) -> None:
         self.count, self.odd, self.read = count, odd, list[int]()

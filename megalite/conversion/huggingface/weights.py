@@ -158,7 +158,7 @@ class HuggingFaceWeights(Weights):
 
     def read(self, name: str, part: Slice | None = None) -> torch.Tensor:
         """See `Weights`. `part`: that slice of it, as a view. Blocks without any of it are not read, and memory that is
-        never touched is never taken: a rank of many reads and holds little more than what it keeps."""
+        never touched is never taken: one of many ranks reads and holds little more than what it keeps."""
         bounds = tuple((0, size) for size in self._shapes[name]) if part is None else part
         ours = torch.empty(self._shapes[name], dtype=self.dtype(name))
         first = sum(start * step for (start, _), step in zip(bounds, ours.stride(), strict=True))

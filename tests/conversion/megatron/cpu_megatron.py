@@ -47,7 +47,7 @@ class Stream:
 
 
 def constant(value: Any) -> Any:
-    """A function of its own for each name: torch.compile's tables want that."""
+    """One function per name: torch.compile's tables want that."""
     return lambda *_: value
 
 
