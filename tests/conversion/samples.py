@@ -42,7 +42,7 @@ def model_of(settings: dict[str, Any]) -> ModelConfig:
 
 
 class MadeUp(Weights):
-    """Weights that exist nowhere: each tensor is drawn from its name. Counts how often each is read."""
+    """Weights that exist nowhere: each tensor is drawn from its name, times `factor`. Counts how often each is read."""
 
     format = "megalite"
     tokenizer_hints = DataConfig()
@@ -55,8 +55,9 @@ class MadeUp(Weights):
         *,
         dtype: torch.dtype = torch.float32,
         tokenizer_files: Sequence[Path] = (),
+        factor: float = 1.0,
     ) -> None:
-        self.path = path
+        self.path, self.factor = path, factor
         self.model = model_of(settings)
         self.seq_length: int = settings["seq_length"]
         self.tokenizer_files = tokenizer_files
@@ -70,7 +71,7 @@ class MadeUp(Weights):
         self.reads[name] += 1
         shape = parameter_shapes(self.model)[name].shape
         generator = torch.Generator().manual_seed(sum(name.encode()))
-        values = 0.2 * torch.randn(shape, generator=generator, dtype=torch.float64)
+        values = self.factor * 0.2 * torch.randn(shape, generator=generator, dtype=torch.float64)
         if name in ("embedding.word.weight", "head.weight"):
             values[self.model.vocab_size :] = 0.0
         return values.to(self._dtype)

@@ -368,4 +368,28 @@ FILES = (
         f"{_IMPORTED}[gpt2]",
         "an imported model's heads are mixed up",
     ),
+    Mutant(
+        "states of Adam exchanged",
+        "megalite/conversion/megatron/run.py",
+        '{"exp_avg": ("exp_avg",), "exp_avg_sq": ("exp_avg_sq",),',
+        '{"exp_avg": ("exp_avg_sq",), "exp_avg_sq": ("exp_avg",),',
+        "tests/conversion/megatron/test_migration.py::test_buckets_of_two_data_parallel_ranks",
+        "a run that comes from Megatron-LM takes its mean squares for means",
+    ),
+    Mutant(
+        "blocks that begin before a slice left out",
+        "megalite/conversion/weights.py",
+        "first < wanted.stop and last >= wanted.start",
+        "wanted.start <= first < wanted.stop",
+        "tests/conversion/test_training.py::test_a_slice_is_that_of_the_whole",
+        "a rank that reads its slices of Hugging Face's weights has zeros in them",
+    ),
+    Mutant(
+        "one cache for all tokenizers",
+        "megalite/preprocess/text_data.py",
+        "json.dumps([job_facts(job, tokenizer), stamps]",
+        "json.dumps([stamps]",
+        "tests/preprocess/test_text_data.py::test_another_text_tokenizer_or_key_is_another_file",
+        "a run with another tokenizer trains on the first one's tokens",
+    ),
 )

@@ -298,6 +298,15 @@ NORM_AND_UPDATE = (
         f"{TRAJECTORY}[one-fp64]",
         "the learning rate jumps at the end of the warm-up",
     ),
+    Mutant(
+        "ranks agree on a batch through the device",
+        "megalite/training/evaluation.py",
+        "if scope.size == topology.world.size else",
+        "if scope.size > topology.world.size else",
+        "tests/training/test_host_syncs.py"
+        "::test_ranks_agree_on_a_batch_without_the_device_where_all_of_them_take_it[world]",
+        "reading a batch waits until the device has ended the step before",
+    ),
 )
 
 SHARDS_AND_PRECISION = (

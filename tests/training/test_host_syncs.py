@@ -4,6 +4,7 @@ import sys
 import warnings
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from megalite.parity.trajectory import Runner
 from megalite.topology.group import Group
 from megalite.topology.layout import ParallelLayout
 from megalite.topology.topology import Topology
+from megalite.training.evaluation import read_batches
 from megalite.training.replica import build_replica
 from megalite.training.step import Stepper
 from megalite.training.trace import PhaseClock
@@ -33,6 +35,31 @@ def runner(device: torch.device, family: str, **changes: Any) -> Runner:
     clock = PhaseClock(device)
     run.stepper = Stepper(run.replica, Schedules(config), tracer=clock, phase=clock.phase)
     return run
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["world", "part"])
+def test_ranks_agree_on_a_batch_without_the_device_where_all_of_them_take_it(whole: bool) -> None:
+    """Else reading a batch would wait until the device has ended the step before."""
+    asked: list[tuple[str, str]] = []
+
+    class Agreement(Group):
+        def all_reduce(self, tensor: torch.Tensor, *, op: str = "sum") -> None:
+            asked.append((self.name, tensor.device.type))
+            if tensor.is_meta:
+                raise Reached
+
+    def group(name: str, size: int) -> Group:
+        return Agreement(name, ranks=tuple(range(size)), rank=0, process_group=None)
+
+    scope = group("scope", 4 if whole else 2)
+    topology = replace(Topology.solo(torch.device("meta")), world=group("world", 4), host=group("host", 4))
+    with nullcontext() if whole else pytest.raises(Reached):
+        assert read_batches(None, 0, 4, topology=topology, scope=scope) == ([], 0.0)
+    assert asked == [("host", "cpu") if whole else ("scope", "meta")]
+
+
+class Reached(Exception):
+    """What a tensor of the device met."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -89,11 +89,16 @@ def test_what_the_import_says_of_the_run(moved: Any) -> None:
     assert len(manifest.tensors) == 3 * len(weights)
 
 
+FACTORS = {"exp_avg": 2.0, "exp_avg_sq": 4.0}
+"""What a state here has for 1 of a weight."""
+
+
 def test_states_of_experts_and_of_bf16(tmp_path: Path) -> None:
     """A tensor for each of the model's, and fp32 main parameters in place of bf16 weights."""
     for name, settings in (("experts", EXPERTS), ("llama", LLAMA)):
         main, low = MadeUp(tmp_path, settings), MadeUp(tmp_path, settings, dtype=torch.bfloat16)
-        states = {"fp32_param": main, "exp_avg": main, "exp_avg_sq": main}
+        averages = {state: MadeUp(tmp_path, settings, factor=factor) for state, factor in FACTORS.items()}
+        states = {"fp32_param": main, **averages}
         folder = save_run(tmp_path / name, low, states, bf16=True)
         found = open_weights(folder, with_optimizer=True)
         training = found.training  # type: ignore[attr-defined]
@@ -110,8 +115,8 @@ def test_states_of_experts_and_of_bf16(tmp_path: Path) -> None:
         for key in found.shapes:  # type: ignore[attr-defined]
             expected = main.read(key)[:rows]
             assert torch.equal(found.read(key)[: len(expected)], expected)
-            for state in ("exp_avg", "exp_avg_sq"):
-                assert torch.equal(training.states[state](key)[: len(expected)], expected)
+            for state, factor in FACTORS.items():
+                assert torch.equal(training.states[state](key)[: len(expected)], factor * expected)
 
 
 NORMS = ("input_layernorm.weight", "pre_mlp_layernorm.weight")
@@ -138,16 +143,20 @@ def test_buckets_of_two_data_parallel_ranks(tmp_path: Path, implementation: str)
         size = sum(part.numel() for part in flat)
         flat += [torch.full((-size % 64,), torch.nan), held[name].reshape(-1)]
     bucket = torch.cat(flat)
-    blocks = [((start,), part.clone()) for start, part in zip((0, 5000), bucket.split([5000, len(bucket) - 5000]))]
     key = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.float32, torch.float32).bucket_idx_0"
-    more = {f"{key}.{name}": (tuple(bucket.shape), blocks) for name in ("param", "exp_avg", "exp_avg_sq")}
+    more = {}
+    for state, factor in {"param": 1.0, **FACTORS}.items():
+        parts = (factor * bucket).split([5000, len(bucket) - 5000])
+        more[f"{key}.{state}"] = (tuple(bucket.shape), [((0,), parts[0].clone()), ((5000,), parts[1].clone())])
     found = open_weights(
         save_run(tmp_path / "saved", weights, {}, more, transformer_impl=implementation), with_optimizer=True
     )
     for name in found.shapes:  # type: ignore[attr-defined]
         expected = weights.read(name)[: weights.model.vocab_size]
-        for read in (found.read, *found.training.states.values()):  # type: ignore[attr-defined]
-            assert torch.equal(read(name)[: len(expected)], expected), name
+        assert torch.equal(found.read(name)[: len(expected)], expected), name
+        for state, factor in FACTORS.items():
+            read = found.training.states[state]  # type: ignore[attr-defined]
+            assert torch.equal(read(name)[: len(expected)], factor * expected), (state, name)
 
 
 def save_run(
