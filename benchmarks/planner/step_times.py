@@ -10,7 +10,7 @@ published  Korthikanti et al. 2022 table 5 and the 1T row of SC'21, with constan
            table 5 as newer software (stack unfused-2022), its one constant fitted on the table's other models
 all        fitted on the multi-node file and 50 single-node rows; what --write writes
 
-Errors are predicted / measured - 1. The regret of a group (model, GPUs, batch) is the measured time of the layout that the
+Errors are predicted / measured - 1, `most` what 80 % are within. The regret of a group (model, GPUs, batch) is the measured time of the layout that the
 model would pick over the best measured one, less 1.
 """
 
@@ -18,6 +18,7 @@ import csv
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from benchmarks import common
 from megalite.config.describe import replace as with_settings
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
-from megalite.planner.cost.calibrate import Calibration, Measured, fit
+from megalite.planner.cost import calibrate
+from megalite.planner.cost.calibrate import Calibration, Measured
 from megalite.planner.cost.step import predict
 from megalite.planner.hardware import Cluster, SoftwareStack, load_cluster, load_stack, save_cluster, save_stack
 
@@ -35,6 +37,10 @@ COLUMNS = {"hidden size": "hidden_size", "attention heads": "num_attention_heads
 COLUMNS |= {"sequence length": "seq_length", "micro batch": "micro_batch_size", "global batch": "global_batch_size"}
 COLUMNS |= {"tensor parallelism": "tp", "data parallelism": "dp", "pipeline parallelism": "pp"}
 """Column -> setting."""
+
+CONSTANTS = ("gemm", "memory", "link", "small_groups", "network")
+CONSTANTS += ("operation_seconds", "collective_seconds", "microbatch_seconds", "step_seconds")
+fit = partial(calibrate.fit, only=CONSTANTS)
 
 
 @dataclass(frozen=True)
@@ -134,7 +140,13 @@ def errors_of(rows: Sequence[Row], found: Calibration) -> np.ndarray:
 
 def summary(errors: np.ndarray) -> dict[str, float]:
     size = np.abs(errors) * 100
-    found = {"mean": size.mean(), "median": np.median(size), "bias": errors.mean() * 100, "worst": size.max()}
+    found = {
+        "mean": size.mean(),
+        "median": np.median(size),
+        "most": np.quantile(size, 0.8),
+        "bias": errors.mean() * 100,
+        "worst": size.max(),
+    }
     return {"rows": len(size), **{name: round(float(value), 2) for name, value in found.items()}}
 
 

@@ -10,7 +10,16 @@ from megalite.cli.command import Command
 
 _DATA = (model.PREPROCESS, model.TRAIN_TOKENIZER, model.DATA)
 _MODELS = (model.GENERATE, model.EVALUATE, model.INSPECT, model.CONVERT)
-_LAYOUTS = (tool.REHEARSE, tool.SCHEDULE, tool.PLAN, tool.PLAN_CHAIN, tool.PROFILE, tool.SWEEP, tool.PARITY)
+_LAYOUTS = (
+    tool.REHEARSE,
+    tool.SCHEDULE,
+    tool.PLAN,
+    tool.PLAN_FIT,
+    tool.PLAN_CHAIN,
+    tool.PROFILE,
+    tool.SWEEP,
+    tool.PARITY,
+)
 _OTHERS = (tool.DOCTOR, tool.KERNELS, tool.PLOT, tool.RUNS, tool.COMPLETION)
 COMMANDS: Mapping[str, Command] = MappingProxyType(
     {

@@ -14,9 +14,10 @@ from megalite.cli.output import show, tell
 from megalite.cli.tool_commands import SWEEP
 from megalite.config.byte_size import format_bytes
 from megalite.config.errors import ConfigError
+from megalite.planner.hardware import refuse_taken
 from megalite.sweep.candidates import Run, check_all, expand, read_machine, refusals
 from megalite.sweep.execute import Launcher, LocalLauncher, Progress, SbatchLauncher, execute, launchable
-from megalite.sweep.report import REPORT, calibrate, refuse_taken, summary, write_report
+from megalite.sweep.report import REPORT, calibrate, summary, write_report
 from megalite.sweep.results import RESULTS, TABLE, Result, Store, refused
 from megalite.sweep.spec import SweepSpec, read_spec
 
@@ -59,7 +60,7 @@ def _sweep(flags: Namespace) -> int:
         spec = dataclasses.replace(spec, timeout=flags.timeout)
     machine = read_machine(spec.cluster, spec.stack)
     if flags.calibrate is not None:
-        refuse_taken(flags.calibrate)
+        refuse_taken(flags.calibrate, "--calibrate")
         if machine is None:
             raise ConfigError(f"--calibrate has no effect without cluster in {spec.path}; add e.g. cluster: cpu-box")
     expansion = expand(spec)

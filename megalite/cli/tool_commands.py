@@ -173,6 +173,34 @@ PLAN = Command(
     bare=2,
 )
 
+PLAN_FIT = Command(
+    "megalite plan-fit",
+    "fit a cluster and a stack to measured steps, for plan and sweep",
+    "Read a table of measured steps, fit the efficiencies and constants that explain them, and show the error of each row. "
+    "docs/planner.md says which constants there are.",
+    [
+        Flag(
+            "rows",
+            "CSV: gpus, seconds (or tokens_per_second_per_gpu), and settings by name; a line per step",
+            Path,
+            "ROWS.csv",
+        ),
+        Flag(
+            "--cluster",
+            "machines to begin with: a name that comes with megalite, or a YAML file",
+            value="NAME",
+            required=True,
+        ),
+        Flag("--stack", "software to begin with (fused)", value="NAME", default="fused"),
+        Flag("--fit", "only this constant, e.g. gemm; may be repeated", value="CONSTANT", repeat=True),
+        Flag("--leave-out", "also fit without the rows of each value of a column, and judge by those", value="COLUMN"),
+        Flag("--output", "write the cluster there, and the stack beside it", Path, "FILE.yaml"),
+        _JSON,
+    ],
+    "megalite.cli.plan_fit:run",
+    ("megalite plan-fit steps.csv --cluster dgx-h100 --leave-out hidden_size --output ours.yaml",),
+)
+
 PLAN_CHAIN = Command(
     "megalite plan-chain",
     "cut and place a chain of unequal layers (DAPPLE's planner), beside PipeDream's",

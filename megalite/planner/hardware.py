@@ -4,7 +4,7 @@ Bandwidths are bytes a second in one direction, latencies seconds, peaks FLOP/s 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from megalite.config.errors import ConfigError
@@ -112,13 +112,23 @@ class SoftwareStack:
     overlap_tensor_gradients: bool = False  # the sum of an input's gradient runs beside the weight gradient's product
     overlap_gathers: bool = False  # sequence parallelism's second gather runs beside the input gradient's product
     fused_loss: bool = True  # else the logits are copied in fp32, and each step of the loss is a pass over the copy
+    attention_backward: float = field(default=1.0, metadata=FRACTION)  # of that rate, in fused attention's backward
+    # Recompute of a layer or an MLP ends when the last tensor that the backward reads is there: before the last product.
+    recompute_stops_early: bool = False
+    # Passes over states, gradients and parameters that the optimizer makes, over those of one kernel for all of it.
+    optimizer_slowdown: float = 1.0
+    # Of the time of communication that runs beside computation, what the computation takes longer: both use the same
+    # multiprocessors and memory.
+    overlap_cost: float = field(default=0.0, metadata=OR_ZERO)
+    # Of steps that were measured and not fitted on, 80 % lie within this share of the prediction, above or below.
+    spread: float = field(default=0.3, metadata=OR_ZERO)
     softmax_multiple: int = 1  # the fused softmax takes batches times heads (of a rank) in multiples of this
     product_rate: float = 1.0  # of the cluster's rate of products; above 1 if that was fitted on slower libraries
 
 
 _FIGURES = (
-    *("attention_efficiency", "elementwise_slowdown", "operation_seconds", "collective_seconds"),
-    *("microbatch_seconds", "step_seconds", "product_rate"),
+    *("attention_efficiency", "attention_backward", "elementwise_slowdown", "optimizer_slowdown", "overlap_cost"),
+    *("operation_seconds", "collective_seconds", "microbatch_seconds", "step_seconds", "product_rate", "spread"),
 )
 
 
@@ -145,7 +155,8 @@ def load_stack(name_or_path: str) -> SoftwareStack:
     """A stack by its name or from a file; raises as `load_cluster`."""
     path = find_file(name_or_path, _STACKS, kind="stack")
     stack = build(SoftwareStack, read_yaml(path, kind="stack"), f"stack file {path}")
-    needed = {name: name != "product_rate" or stack.product_rate != 1.0 for name in _FIGURES}
+    defaults = {f.name: f.default for f in fields(SoftwareStack)}
+    needed = {name: getattr(stack, name) != defaults[name] for name in _FIGURES}
     _check_provenance(f"stack file {path}", stack.provenance, needed)
     return stack
 
@@ -164,6 +175,30 @@ def save_cluster(cluster: Cluster, path: str | Path) -> None:
 
 def save_stack(stack: SoftwareStack, path: str | Path) -> None:
     write_yaml(stack, path, header="Seconds of the host; what is fused and what overlaps. docs/planner.md")
+
+
+def stack_file(cluster: Path) -> Path:
+    """Where the stack goes that is fitted together with a cluster: `mine.yaml` -> `mine-stack.yaml`."""
+    return cluster.with_name(f"{cluster.stem}-stack.yaml")
+
+
+def refuse_taken(path: Path, flag: str) -> None:
+    """Raise ConfigError if a fit could not be written to `path`: known before hours of runs, not after them."""
+    if path.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"{flag}: {path} must end in .yaml, e.g. {path.name or 'mine'}.yaml")
+    for each in (path, stack_file(path)):
+        if each.exists():
+            raise ConfigError(f"{flag}: {each} is there already; give the name of a new file")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{flag}: there is no folder {path.parent}; give a file in one that exists")
+
+
+def save_machine(cluster: Cluster, stack: SoftwareStack, path: Path) -> Path:
+    """Write a fit under the files' own names: the cluster to `path`, the stack to `stack_file(path)`, which is returned."""
+    beside = stack_file(path)
+    save_cluster(replace(cluster, name=path.stem), path)
+    save_stack(replace(stack, name=beside.stem), beside)
+    return beside
 
 
 def cluster_of_device(name: str) -> str | None:

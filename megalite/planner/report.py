@@ -37,6 +37,7 @@ PARTS: Mapping[str, str] = {
     "pipeline": "pipeline messages",
     "gradients": "gradients that nothing hides",
     "parameters": "parameters that nothing hides",
+    "overlap": "computation slowed by what runs beside it",
     "optimizer": "optimizer",
     "step": "constants of a step",
 }
@@ -59,24 +60,32 @@ def plan_data(plan: Plan, tokens: float) -> dict[str, Any]:
             "stack": plan.stack.name,
             "ranks": request.world_size,
             "memory_limit_bytes": request.memory_limit,
+            "spread": plan.stack.spread,
             "provenance": {**plan.cluster.provenance, **plan.stack.provenance},
         },
         "constraints": {name: list(values) for name, values in request.fixed.items()},
         "space": {"layouts": len(plan.survey.space), "fitting": plan.survey.fitting},
         "tokens": tokens,
-        "layouts": [_layout(each, best, tokens) for each in plan.candidates],
+        "layouts": [_layout(each, best, tokens, plan.stack.spread) for each in plan.candidates],
         "frontier": [list(point) for point in plan.survey.frontier()],
     }
 
 
-def _layout(candidate: Candidate, best: Candidate, tokens: float) -> dict[str, Any]:
-    found = candidate.prediction
+TIE = 0.05
+"""Layouts predicted this close are a tie: of pairs measured on A100 with as little between them a third is in the other order
+(benchmarks/planner/step_times.py)."""
+
+
+def _layout(candidate: Candidate, best: Candidate, tokens: float, spread: float) -> dict[str, Any]:
+    found, least = candidate.prediction, best.prediction.step_seconds
     rank, memory = candidate.fullest
     return {
         "settings": dict(candidate.settings),
         "words": describe(candidate.layout),
         "microbatches": candidate.layout.pipeline.microbatches,
         "step_seconds": float(found.step_seconds),
+        "step_seconds_interval": [float(found.step_seconds) / (1 + spread), float(found.step_seconds) * (1 + spread)],
+        "tie": bool(found.step_seconds <= (1 + TIE) * least),
         "estimated_step_seconds": candidate.estimate,
         "tokens_per_second": float(found.tokens_per_second),
         "mfu": {"palm": float(found.mfu), "megatron": float(found.mfu_causal)},
@@ -154,8 +163,12 @@ def format_plan(data: dict[str, Any]) -> str:
     ]
     sections = [_question(data), table, _best(data)]
     if len(layouts) > 1:
-        losers = (f"{rank:>2}  {layout['why']}" for rank, layout in enumerate(layouts[1:], start=2))
+        losers = (
+            f"{rank:>2}  {'a tie, ' * layout['tie']}{layout['why']}" for rank, layout in enumerate(layouts[1:], start=2)
+        )
         sections.append(["Why the others lose:", *losers])
+        if any(layout["tie"] for layout in layouts[1:]):
+            sections.append([f"A tie is closer than {TIE:.0%}: measure those (megalite sweep) before you decide."])
     return "\n\n".join("\n".join(lines) for lines in sections)
 
 
@@ -207,11 +220,18 @@ def _best(data: dict[str, Any]) -> list[str]:
     return [
         f"Best: {best['words']}; {best['microbatches']} microbatches",
         *layers,
+        f"  interval    {' to '.join(map(seconds_in_words, best['step_seconds_interval']))} per step: {_known(data['cluster'])}",
         f"  step        {_shares(best['parts'], best['step_seconds'], 5e-4)}",
         f"  exposed     {_shares(best['exposed_seconds'], best['step_seconds'], 0.0) or 'no communication'}",
         f"  memory      {format_bytes(memory['total_bytes'])} on pipeline rank {memory['pipeline_rank']}: {', '.join(held)}",
         f"  {count_in_words(data['tokens'])} tokens take {duration_in_words(best['training_seconds'])}",
     ]
+
+
+def _known(cluster: Mapping[str, Any]) -> str:
+    if cluster["provenance"].get("spread", "assumed").startswith("assumed"):
+        return f"stack {cluster['stack']} is assumed to be right within {cluster['spread']:.0%}"
+    return f"of measured steps, 8 of 10 were within {cluster['spread']:.0%} of stack {cluster['stack']}"
 
 
 def _shares(parts: Mapping[str, float], whole: float, least: float) -> str:

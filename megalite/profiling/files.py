@@ -229,6 +229,8 @@ def fit_stack(
         name=name,
         description=f"{base.description}; constants of {cluster.description}",
         attention_efficiency=attention_efficiency(measured.attention, cluster, measured.dtypes[0]),
+        attention_backward=1.0,
+        overlap_cost=0.0 if synchronous else base.overlap_cost,
         operation_seconds=operation_seconds(overheads, cluster, base, measured.dtypes[0]),
         product_rate=1.0,
         collective_seconds=0.0 if synchronous else base.collective_seconds,
@@ -237,6 +239,8 @@ def fit_stack(
         provenance={
             "attention_efficiency": f"median over fused attention, forward and backward, {source}",
             "elementwise_slowdown": assumed,
+            **({} if synchronous or not base.overlap_cost else {"overlap_cost": assumed}),
+            "spread": assumed,
             "operation_seconds": f"a tiny layer over its operations, {source}",
             "collective_seconds": "in the latencies of the cluster file" if synchronous else assumed,
             "microbatch_seconds": f"what a stage takes beside its layers, without messages, {source}",

@@ -1,6 +1,5 @@
 """What a sweep reports: tables, judgement of predictions, a picture, constants fitted on what was measured."""
 
-import dataclasses
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from megalite.config.byte_size import format_bytes
 from megalite.config.errors import ConfigError
 from megalite.planner.charts import Dot, scatter
 from megalite.planner.cost.calibrate import Machine, Measured, fit
-from megalite.planner.hardware import save_cluster, save_stack
+from megalite.planner.hardware import save_machine
 from megalite.planner.page import Row, Section, Table, page
 from megalite.sweep.candidates import Run
 from megalite.sweep.results import OK, Result
@@ -88,33 +87,15 @@ def _ranks(values: Sequence[float]) -> list[float]:
 FEWEST = 3  # runs that a fit needs
 
 
-def stack_file(cluster: Path) -> Path:
-    """Where the fitted stack goes: beside the cluster's file, `mine.yaml` -> `mine-stack.yaml`."""
-    return cluster.with_name(f"{cluster.stem}-stack.yaml")
-
-
-def refuse_taken(path: Path) -> None:
-    """Raise ConfigError if a fit could not be written to `path`: known before hours of runs, not after them."""
-    if path.suffix not in (".yaml", ".yml"):
-        raise ConfigError(f"--calibrate: {path} must end in .yaml, e.g. {path.name or 'mine'}.yaml")
-    for each in (path, stack_file(path)):
-        if each.exists():
-            raise ConfigError(f"--calibrate: {each} is there already; give the name of a new file")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"--calibrate: there is no folder {path.parent}; give a file in one that exists")
-
-
 def calibrate(runs: Sequence[Run], results: Mapping[str, Result], machine: Machine, path: Path, *, source: str) -> str:
-    """Fit, and write the cluster to `path` and the stack to `stack_file(path)`; returns what it did, for people.
+    """Fit, and write the cluster to `path` and the stack beside it; returns what it did, for people.
     `source` says what the measurements are, for the provenance. Raises ConfigError if too few runs were measured."""
     pairs = judge(runs, results).pairs
     if len(pairs) < FEWEST:
         raise ConfigError(f"--calibrate needs {FEWEST} runs that ended well, there are {len(pairs)}; run more")
     rows = [Measured(pair.run.config, pair.measured_seconds) for pair in pairs]
     found = fit(rows, machine.cluster, machine.stack, source=source)
-    stack_path = stack_file(path)
-    save_cluster(dataclasses.replace(found.cluster, name=path.stem), path)
-    save_stack(dataclasses.replace(found.stack, name=stack_path.stem), stack_path)
+    stack_path = save_machine(found.cluster, found.stack, path)
     before = statistics.fmean(abs(pair.error) for pair in pairs)
     after = statistics.fmean(map(abs, found.errors))
     return (

@@ -29,7 +29,7 @@ def completed(path: Path, *words: str) -> list[str]:
 
 def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = script("bash", tmp_path, capsys)
-    assert completed(path, "megalite", "pla") == ["plan", "plan-chain"]
+    assert completed(path, "megalite", "pla") == ["plan", "plan-fit", "plan-chain"]
     assert completed(path, "megalite", "data", "") and "merge" in completed(path, "megalite", "data", "me")
     assert completed(path, "megalite", "train", "--pipeline-model-parallel-s") == ["--pipeline-model-parallel-size"]
     assert completed(path, "megalite", "train", "--tp", "2", "--optimizer", "ad") == ["adam"]

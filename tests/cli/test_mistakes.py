@@ -60,6 +60,7 @@ PATHS = {
     "plan --config {path} --cluster dgx-a100 --gpus 8 --global-batch-size 8": "",
     "plan --preset gpt2-124m --cluster {path} --gpus 8 --global-batch-size 8": "",
     "plan --preset gpt2-124m --cluster dgx-a100 --stack {path} --gpus 8 --global-batch-size 8": "",
+    "plan-fit {path} --cluster dgx-a100": "",
     "plan-chain {path} --cluster 2x8 --global-batch-size 8": "",
     "plan-chain vgg-19 --cluster {path} --global-batch-size 8": "",
     "profile --output {file}/x.yaml": "",

@@ -154,7 +154,7 @@ def test_accelerators_are_known_by_name_and_memory(machine: Machine, known: str)
     "machine",
     [
         dataclasses.replace(GPU, device_name="NVIDIA H100 PCIe"),
-        dataclasses.replace(GPU, memory_bytes=40_000_000_000),
+        dataclasses.replace(GPU, memory_bytes=60_000_000_000),
         dataclasses.replace(GPU, device_name="NVIDIA GeForce RTX 4090"),
     ],
 )

@@ -8,9 +8,9 @@ import pytest
 from megalite.config.errors import ConfigError
 from megalite.planner.cost.calibrate import Machine
 from megalite.planner.cost.step import predict
-from megalite.planner.hardware import load_cluster, load_stack
+from megalite.planner.hardware import load_cluster, load_stack, refuse_taken, stack_file
 from megalite.sweep.candidates import read_machine
-from megalite.sweep.report import calibrate, refuse_taken, stack_file
+from megalite.sweep.report import calibrate
 from tests.sweep.sweeps import measured, read_runs, write_sweep
 
 
@@ -47,11 +47,11 @@ def test_what_cannot_be_fitted_or_written(tmp_path: Path) -> None:
     _, runs = read_runs(write_sweep(tmp_path), machine=machine)
     with pytest.raises(ConfigError, match="--calibrate needs 3 runs that ended well, there are 1"):
         calibrate(runs, {runs[0].key: measured(runs[0], 1.0)}, machine, tmp_path / "a.yaml", source="steps")
-    refuse_taken(tmp_path / "a.yaml")
+    refuse_taken(tmp_path / "a.yaml", "--calibrate")
     (tmp_path / "a-stack.yaml").write_text("")
     with pytest.raises(ConfigError, match=r"a-stack.yaml is there already"):
-        refuse_taken(tmp_path / "a.yaml")
+        refuse_taken(tmp_path / "a.yaml", "--calibrate")
     with pytest.raises(ConfigError, match=r"must end in .yaml"):
-        refuse_taken(tmp_path / "a")
+        refuse_taken(tmp_path / "a", "--calibrate")
     with pytest.raises(ConfigError, match="there is no folder"):
-        refuse_taken(tmp_path / "no" / "b.yaml")
+        refuse_taken(tmp_path / "no" / "b.yaml", "--calibrate")

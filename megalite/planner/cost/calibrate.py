@@ -28,8 +28,13 @@ Array = npt.NDArray[np.float64]
 
 # Constants that are fitted -> standard deviation of the logarithm about the present value. All enter monotonously.
 _EFFICIENCIES = {"gemm": 0.3, "memory": 0.15, "link": 0.1, "small_groups": 0.5, "network": 0.7}
-_CONSTANTS = {"operation_seconds": 1.0, "collective_seconds": 1.0, "microbatch_seconds": 1.0, "step_seconds": 1.0}
+_SHARES = {"attention_efficiency": 0.3, "attention_backward": 0.15, "overlap_cost": 1.0}
+_FACTORS = {"product_rate": 0.3, "elementwise_slowdown": 0.5, "optimizer_slowdown": 0.7}
+_SECONDS = {"operation_seconds": 1.0, "collective_seconds": 1.0, "microbatch_seconds": 1.0, "step_seconds": 1.0}
+_CONSTANTS = {**_SHARES, **_FACTORS, **_SECONDS}
 PRIORS = {**_EFFICIENCIES, **_CONSTANTS}
+DEFAULT = tuple(name for name in PRIORS if name not in ("attention_backward", "product_rate"))
+"""Those two are a second factor of another one: they are fitted where that one is kept."""
 PRIOR_WEIGHT = 0.013  # twice what one standard deviation from the prior costs, in the rows' mean error of the logarithm
 ROUNDS, STEPS = 3, 5  # times that all rows are simulated, and steps for each of `SMOOTH` between two such times
 SMOOTH = (0.1, 0.03, 0.01)  # errors below this count by their squares: less and less of them
@@ -56,14 +61,20 @@ class Machine(NamedTuple):
     cluster: Cluster
     stack: SoftwareStack
 
+    @staticmethod
+    def names() -> tuple[str, ...]:
+        """All that can be fitted."""
+        return tuple(PRIORS)
+
     def value(self, name: str) -> float:
         return float(getattr(self.cluster.efficiency if name in _EFFICIENCIES else self.stack, name))
 
     def replaced(self, names: Sequence[str], logarithms: Array) -> "Machine":
         """The same with the constants exp(logarithms)."""
         values = dict(zip(names, map(float, np.exp(logarithms))))
-        shares = {name: min(1.0, value) for name, value in values.items() if name in _EFFICIENCIES}
+        values |= {name: min(1.0, value) for name, value in values.items() if name in _EFFICIENCIES or name in _SHARES}
         rest: dict[str, Any] = {name: value for name, value in values.items() if name in _CONSTANTS}
+        shares = {name: value for name, value in values.items() if name in _EFFICIENCIES}
         efficiency = replace(self.cluster.efficiency, **shares)
         return Machine(replace(self.cluster, efficiency=efficiency), replace(self.stack, **rest))
 
@@ -74,7 +85,7 @@ def fit(
     stack: SoftwareStack,
     *,
     source: str = "measured steps",
-    only: Sequence[str] = tuple(PRIORS),
+    only: Sequence[str] = DEFAULT,
 ) -> Calibration:
     """The cluster's efficiencies and the stack's host constants that explain the rows.
 
@@ -124,7 +135,7 @@ def _steps(
     """Reweighted Gauss-Newton from `begin`, in logarithms of the constants; efficiencies stay at most 1."""
     at = begin.copy()
     deviation = np.array([PRIORS[name] for name in names])
-    shares = np.array([name in _EFFICIENCIES for name in names])
+    shares = np.array([name in _EFFICIENCIES or name in _SHARES for name in names])
     lower, upper = prior - 4.0 * deviation, prior + 4.0 * deviation
     upper = np.where(shares, np.minimum(upper, 0.0), upper)
     weight = PRIOR_WEIGHT * len(measured)
@@ -174,7 +185,7 @@ class _Followed:
         self._row_of_rank = np.repeat(np.arange(len(rows)), sizes)
         self._chunks = np.array([float(row.config.parallel.vpp) for row in rows])
         self._microbatches = np.array([float(microbatch_counts(row.config)[-1]) for row in rows])
-        names = ("pipeline", "gradients", "parameters", "optimizer", "step")
+        names = ("pipeline", "gradients", "parameters", "overlap", "optimizer", "step")
         self._parts = {name: np.array([each.parts[name] for each in found]) for name in names}
         works = stacked(per_row)
         size = works.dp * works.cp
@@ -197,12 +208,14 @@ class _Followed:
         """Seconds of each row with other constants."""
         machine = self._machine.replaced(self._names, logarithms)
         old, new, parts = self._machine.cluster.efficiency, machine.cluster.efficiency, self._parts
+        before, after = self._machine.stack, machine.stack
+        overlap = after.overlap_cost / before.overlap_cost if before.overlap_cost else 0.0
         network = np.where(self._across, old.network / new.network, old.link / new.link)
         return (
             self._factor * self._computation(machine)
             + parts["pipeline"]
-            + (parts["gradients"] + parts["parameters"]) * network
-            + parts["optimizer"] * (old.memory / new.memory)
+            + (parts["gradients"] + parts["parameters"] + parts["overlap"] * overlap) * network
+            + parts["optimizer"] * (old.memory / new.memory) * (after.optimizer_slowdown / before.optimizer_slowdown)
             + parts["step"]
-            + (machine.stack.step_seconds - self._machine.stack.step_seconds)
+            + (after.step_seconds - before.step_seconds)
         )

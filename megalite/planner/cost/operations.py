@@ -154,7 +154,8 @@ def _fused_core(price: Pricing) -> Piece:
     width = (2.0 * work.heads + 2.0 * work.groups) * work.head_size / work.tp
     io = price.passes(1.0, 2.0, work.tokens * width, 0.0)
     bounds = [
-        np.maximum(flops * times / rate, moved.memory) for times, moved in ((1.0, io.forward), (2.5, io.input_gradient))
+        np.maximum(flops * times / rate, moved.memory)
+        for times, moved in ((1.0, io.forward), (2.5 / price.stack.attention_backward, io.input_gradient))
     ]
     forward, backward = (Parts(gemm=seconds, operations=1.0 + late) for late, seconds in enumerate(bounds))
     return Piece(forward, backward, Parts())

@@ -79,14 +79,19 @@ def layer_parts(price: operations.Pricing, *, moe: bool = False) -> tuple[operat
             communication = price.block_communication(products.weight_gradient)
             total = total + products + nonlinearity + communication
             feed_forward = feed_forward + products.forward + nonlinearity.forward + communication.forward
-        again = feed_forward * work.recompute_moe
+        again, whole = feed_forward * work.recompute_moe, total.forward
     else:
         products, nonlinearity = operations.dense_mlp(price, work.ffn)
         total = total + products + nonlinearity + price.block_communication(products.weight_gradient)
-        again = (products.forward + nonlinearity.forward + price.enter()) * work.recompute_mlp
+        # No backward reads what the last product gives; but a mask of dropout comes behind it.
+        early = float(price.stack.recompute_stops_early)
+        last = price.gemm(work.tokens, work.hidden, work.ffn / work.tp)
+        again = (products.forward + nonlinearity.forward + price.enter() + last * -early) * work.recompute_mlp
         again = again + nonlinearity.forward * (work.recompute_activation * (1.0 - work.recompute_mlp))
+        last = last + operations.residual(price).forward + price.leave()
+        whole = total.forward + last * (-early * (1.0 - work.hidden_dropout))
     again = again + core.forward * work.recompute_core + norms.forward * work.recompute_norm
-    again = again * (1.0 - work.recompute_full) + total.forward * work.recompute_full
+    again = again * (1.0 - work.recompute_full) + whole * work.recompute_full
     return total, again
 
 

@@ -150,12 +150,16 @@ def predict(config: RunConfig, cluster: Cluster, stack: SoftwareStack, *, with_m
     run = clock.run(timing)
     free = clock.run(replace(timing, links={})) if links else run
     by_rank = [[plan for plan in stages if plan.rank == rank] for rank in range(p.pp)]
-    ends, gathers, optimizers = _exchanges(config, by_rank, stages, costs, run, count, cluster, stack)
+    ends, gathers, optimizers, beside = _exchanges(config, by_rank, stages, costs, run, count, cluster, stack)
     world = group_sizes(config)["world"]
     # The norm's sum over the world lets no one update before all have their gradients.
     norm = float(rates.collective_seconds("all-reduce", 8.0, world, 1.0, cluster))
     gradients = max(ends) - run.seconds
-    after = {"optimizer": max(optimizers), "step": stack.step_seconds + norm}
+    after = {
+        "overlap": stack.overlap_cost * max(beside),
+        "optimizer": max(optimizers),
+        "step": stack.step_seconds + norm,
+    }
     exposed = {"pipeline": run.seconds - free.seconds, "gradients": gradients, "parameters": max(gathers)}
     inside = _busiest(run, stages, costs, count, stack)
     parts = {**inside, "bubble": free.seconds - sum(inside.values()), **exposed, **after}
@@ -197,12 +201,13 @@ def _exchanges(
     count: int,
     cluster: Cluster,
     stack: SoftwareStack,
-) -> tuple[list[float], list[float], list[float]]:
-    """Of each pipeline rank: when it has its gradients, gathers that nothing hides, and the optimizer's seconds."""
+) -> tuple[list[float], list[float], list[float], list[float]]:
+    """Of each pipeline rank: when it has its gradients, gathers that nothing hides, the optimizer's seconds, and those of
+    exchanges that computation hides."""
     events: list[list[Event]] = [[] for _ in by_rank]
     for event in run.timeline.events:
         events[event.rank].append(event)
-    ends, gathers, optimizers = [], [], []
+    ends, gathers, optimizers, beside = [], [], [], []
     exchanges: dict[StageKind, Exchange] = {}
     updates: dict[tuple[StageKind, ...], float] = {}
     for plans, happened in zip(by_rank, events):
@@ -211,14 +216,16 @@ def _exchanges(
             if kind not in exchanges:
                 exchanges[kind] = stage_exchange(config, plan, stages, count, cluster, stack)
         if kinds not in updates:
-            updates[kinds] = optimizer_seconds(config, plans, cluster)
+            updates[kinds] = optimizer_seconds(config, plans, cluster) * stack.optimizer_slowdown
         first_forward = sum(float(costs[plan.stage].forward) for plan in plans)
         mine = [exchanges[kind] for kind in kinds]
         end, late = _exposed_exchange(config, mine, plans, happened, run, first_forward, count, stack)
         ends.append(end)
         gathers.append(late)
         optimizers.append(updates[kinds])
-    return ends, gathers, optimizers
+        done = max((event.end for event in happened), default=0.0) + run.shift
+        beside.append(max(0.0, sum(each.reduce + each.gather for each in mine) - (end - done) - late))
+    return ends, gathers, optimizers, beside
 
 
 def _busiest(

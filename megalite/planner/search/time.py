@@ -69,7 +69,7 @@ class Clock:
             each=each,
             pieces=pieces,
             # States are read and written, gradients read, parameters written: about twice all that is held.
-            optimizer=2.0 * self._on_rank(dense, experts, embedding, pp) / rate,
+            optimizer=2.0 * self._on_rank(dense, experts, embedding, pp) / rate * self.stack.optimizer_slowdown,
             sharing=np.broadcast_to(rates.sharing_ranks(rates.pipeline_stride(work), pp, self.cluster), (count,)),
         )
 
@@ -115,7 +115,9 @@ class Clock:
         cover = (busiest - first_forward) / chunks if overlapped else 0.0
         end = np.maximum(reduce - cover, reduce / prices.pieces)
         each = np.maximum(m * (prices.each - (busiest if overlapped else 0.0)), 0.0)
-        return np.maximum(end, each) + np.maximum(gather - hidden, 0.0) + prices.optimizer + stack.step_seconds
+        exposed: Floats = np.maximum(end, each) + np.maximum(gather - hidden, 0.0)
+        beside = stack.overlap_cost * np.maximum(reduce + gather + (m - 1.0) * prices.each - exposed, 0.0)
+        return exposed + beside + prices.optimizer + stack.step_seconds
 
     def _workload(self, shares: Shares, pp: int) -> rates.Workload:
         p = self.config.parallel
@@ -158,7 +160,7 @@ class Clock:
         """(gradients, parameters, collectives of gradients) after the last backward, and what comes with each microbatch."""
         config, stride = self.config, rates.data_stride(work)
         element = ELEMENT_BYTES[config.training.precision]
-        wire = 2 if config.data_parallel.wire_dtype == "bf16" else max(4, element)
+        wire = 2 if config.data_parallel.wire_dtype == "bf16" or self.stack.half_gradients else max(4, element)
         dense, experts, embedding, *_ = np.moveaxis(Sizer(self.config).elements(shares, pp), 2, 0)
         sizes = self._on_rank(dense, experts, embedding, pp).T  # with all replicas, and with experts'
         replicas = (work.dp * work.cp, work.tp * work.cp * work.dp / (work.expert_tp * work.ep))

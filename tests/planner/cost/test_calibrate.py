@@ -46,6 +46,30 @@ def test_constants_are_found_again(rows: list[Measured]) -> None:
     assert found.cluster.provenance["node"] == BASE.provenance["node"]
 
 
+def test_kernels_are_found_again() -> None:
+    """Of training without parallelism inside the model: what attention, single operations, the optimizer and gathering beside
+    products take."""
+    true = dict(attention_efficiency=0.45, elementwise_slowdown=1.6, optimizer_slowdown=3.0, overlap_cost=0.4)
+    stack = replace(load_stack("flash-2023"), **true)
+    rows = []
+    for world, h, s, b in (
+        (8, 1024, 512, 64),
+        (8, 1024, 16384, 2),
+        (8, 4096, 2048, 1),
+        (64, 4096, 2048, 1),
+        (64, 4096, 8192, 2),
+    ):
+        for more in ({}, {"recompute_granularity": "full"}):
+            config = config_of(world, hidden_size=h, num_attention_heads=h // 128, seq_length=s, micro_batch_size=b, dp=world,
+                               global_batch_size=world * b, dp_strategy="fully-sharded", **more)  # fmt: skip
+            rows.append(Measured(config, predict(config, BASE, stack, with_memory=False).step_seconds))
+    start = dict(attention_efficiency=0.6, elementwise_slowdown=1.2, optimizer_slowdown=2.0, overlap_cost=0.2)
+    found = fit(rows, BASE, replace(stack, **start), only=tuple(start))
+    assert max(map(abs, found.errors)) < 0.01
+    for name, value in true.items():
+        assert getattr(found.stack, name) == pytest.approx(value, rel=0.15), name
+
+
 def test_outliers_do_not_move_it(rows: list[Measured]) -> None:
     spoilt = [Measured(row.config, row.seconds * (3.0 if at in (3, 11) else 1.0)) for at, row in enumerate(rows)]
     found = fit(spoilt, BASE, UNFUSED)

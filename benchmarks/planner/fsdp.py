@@ -1,0 +1,182 @@
+"""How well the planner predicts training of 2023 and 2024: FSDP on A100 and H100, with constants fitted on part of it.
+
+    python -m benchmarks.planner.fsdp --data FOLDER [--json FILE] [--write FOLDER]
+
+FOLDER holds fsdp_h100_a100.csv, rows of llm-foundry's published table. Parts, by the GPU of the rows that are judged:
+
+A100-80GB   stack flash-2023, each model left out of the fit once
+H100-80GB   cluster dgx-h100, and attention of the stack of all rows on A100-80GB, each model left out of the fit once
+A100-40GB   the stack of A100-80GB, nothing fitted
+others      what others have published, nothing fitted
+
+--write writes the stack and the cluster, of all rows of A100-80GB and of H100-80GB. Rows in fp8 are left out. Errors are
+predicted / measured - 1.
+"""
+
+import csv
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import common
+from benchmarks.planner.step_times import Row, errors_of, summary
+from megalite.config.describe import replace as with_settings
+from megalite.config.run import RunConfig
+from megalite.config.validate import validate
+from megalite.planner.cost.calibrate import Calibration, Machine, Measured, fit
+from megalite.planner.hardware import Cluster, Efficiency, SoftwareStack, load_cluster, load_stack, save_cluster, save_stack
+
+SIZES = {"125m": (12, 768, 12), "760m": (24, 1536, 12), "1b": (24, 2048, 16), "3b": (32, 2560, 20)}
+SIZES |= {"7b": (32, 4096, 32), "13b": (40, 5120, 40), "70b": (80, 8192, 64)}
+MPT = {"add_bias_linear": False, "vocab_size": 50368}
+LLAMA = {"add_bias_linear": False, "normalization": "RMSNorm", "activation": "swiglu", "tie_embeddings": False}
+LLAMA |= {"position_embedding_type": "rope", "vocab_size": 128256, "num_query_groups": 8, "seq_length": 8192}
+LLAMA_8B = {**LLAMA, "num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "ffn_hidden_size": 14336}
+LLAMA_70B = {**LLAMA, "num_layers": 80, "hidden_size": 8192, "num_attention_heads": 64, "ffn_hidden_size": 28672}
+FULL, ACTIVATIONS = {"recompute_granularity": "full"}, {"recompute_granularity": "selective", "recompute_modules": ["mlp_act"]}
+
+STACK = ("product_rate", "attention_efficiency", "attention_backward", "elementwise_slowdown")
+STACK += ("optimizer_slowdown", "overlap_cost")
+HOPPER = ("gemm", "memory", "network", "attention_efficiency")
+PRIOR = {"product_rate": 1.0, "attention_efficiency": 0.6, "attention_backward": 0.8, "elementwise_slowdown": 1.2}
+PRIOR |= {"optimizer_slowdown": 2.0, "overlap_cost": 0.2, "half_gradients": True, "recompute_stops_early": True}
+"""Where the fit begins, and what its priors are about. Gradients travel in bf16 (PyTorch's FSDP in pure mixed precision)."""
+
+
+def _mpt(name: str) -> dict[str, Any]:
+    layers, hidden, heads = SIZES[name]
+    return {**MPT, "num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
+
+
+def row(model: str, gpu: str, world: int, speed: float, micro: int, accumulation: int = 1, **settings: Any) -> Row:
+    """A step of FSDP in bf16, `speed` in tokens per second and GPU."""
+    common = {"precision": "bf16", "dp_strategy": "fully-sharded", "dp": world, "micro_batch_size": micro}
+    common["global_batch_size"] = micro * accumulation * world
+    config = validate(with_settings(RunConfig(), **{**common, **settings}), world)
+    length = config.training.seq_length
+    label = f"{model} on {world} {gpu}, sequence {length}, {accumulation} x {micro}"
+    return Row(Measured(config, micro * accumulation * length / speed), model, (world,), label)
+
+
+def read_rows(path: Path) -> dict[str, list[Row]]:
+    """By GPU."""
+    found: dict[str, list[Row]] = {"a100_80gb": [], "a100_40gb": [], "h100_80gb": []}
+    with path.open(encoding="utf-8") as file:
+        for line in csv.DictReader(file):
+            settings = _mpt(line["model"]) | {"seq_length": int(line["seq"])}
+            if line["full_recompute"] == "True":
+                settings |= FULL
+            if line["sharding"] == "SHARD_GRAD_OP":
+                settings |= {"dp_strategy": "distributed-optimizer", "shard_gradients": True}
+            sizes = [int(line[name]) for name in ("micro_batch", "accumulation")]
+            if "fp8" not in line["precision"]:
+                speed = float(line["tokens_per_s_per_gpu"])
+                found[line["gpu"]].append(row(line["model"], line["gpu"], int(line["gpus"]), speed, *sizes, **settings))
+    return found
+
+
+def others() -> list[tuple[str, bool, Row]]:
+    """(source, gradients travel in bf16, row) of steps that no constant was fitted on. torchtitan's selective recompute keeps
+    products and attention; Llama 3 8B and 70B on A100 are its first published table."""
+    source = "llm-foundry README"
+    found = [(source, True, row("1b", "h100_80gb", 8, 45500.0, 14, seq_length=2048, **_mpt("1b")))]
+    for model, speed, settings in (("8b", 2973.0, LLAMA_8B | ACTIVATIONS), ("70b", 323.0, LLAMA_70B | FULL)):
+        found.append(("torchtitan, A100", False, row(f"llama3 {model}", "a100_80gb", 64, speed, 1, **settings)))
+    return found
+
+
+def judge(
+    title: str, rows: Sequence[Row], fitted: Callable[[Sequence[Row]], Calibration], names: Sequence[str]
+) -> dict[str, Any]:
+    """Each model left out of the fit once."""
+    errors, tested, found = [], [], {}
+    for model in dict.fromkeys(row.size for row in rows):
+        mine = [row for row in rows if row.size == model]
+        calibration = fitted([row for row in rows if row.size != model])
+        machine = Machine(calibration.cluster, calibration.stack)
+        found[model] = {name: round(machine.value(name), 4) for name in names}
+        errors += list(errors_of(mine, calibration))
+        tested += mine
+    return report(title, "the other models, each left out once", tested, np.array(errors), constants=found)
+
+
+def report(title: str, fitted_on: str, rows: Sequence[Row], errors: np.ndarray, **more: Any) -> dict[str, Any]:
+    order = np.argsort(-np.abs(errors))[:5]
+    worst = [[rows[at].label, round(rows[at].measured.seconds, 3), round(errors[at] * 100, 1)] for at in order]
+    found = {"part": title, "fitted_on": fitted_on, "errors_percent": summary(errors), "worst": worst, **more}
+    print(f"\n{title}: fitted on {fitted_on}\n  errors (%) {found['errors_percent']}")
+    for label, seconds, error in worst:
+        print(f"    {label}: {seconds} s, {error:+.1f} %")
+    return found
+
+
+def measure(data: Path, folder: Path | None = None) -> list[dict[str, Any]]:
+    rows = read_rows(data / "fsdp_h100_a100.csv")
+    ampere, vendor = load_cluster("dgx-a100"), load_cluster("dgx-h100")
+    # The rows' nodes have 1.6 Tbit/s.
+    narrow = replace(vendor, network=replace(vendor.network, nic_bandwidth=ampere.network.nic_bandwidth))
+    narrow = replace(narrow, efficiency=ampere.efficiency, provenance={})
+
+    def of_stack(chosen: Sequence[Row]) -> Calibration:
+        source = "steps of FSDP on 8 to 64 A100-80GB (llm-foundry's published table)"
+        stack = replace(load_stack("fused"), **PRIOR)
+        return fit([each.measured for each in chosen], ampere, stack, source=source, only=STACK)
+
+    stack = of_stack(rows["a100_80gb"]).stack
+
+    def of_cluster(chosen: Sequence[Row]) -> Calibration:
+        source = "steps of FSDP on 8 to 512 H100 (llm-foundry's published table)"
+        return fit([each.measured for each in chosen], narrow, stack, source=source, only=HOPPER)
+
+    hopper = of_cluster(rows["h100_80gb"])
+    results = [judge("A100-80GB", rows["a100_80gb"], of_stack, STACK), judge("H100-80GB", rows["h100_80gb"], of_cluster, HOPPER)]
+    small = load_cluster("dgx-a100-40gb")
+    results.append(report("A100-40GB", "A100-80GB", rows["a100_40gb"], _errors(rows["a100_40gb"], small, stack)))
+    found = []
+    for _, half, each in others():
+        machine = (hopper.cluster, hopper.stack) if "h100" in each.label else (ampere, stack)
+        found += list(_errors([each], machine[0], replace(machine[1], half_gradients=half)))
+    results.append(report("others", "the rows above", [each for *_, each in others()], np.array(found)))
+    if folder:
+        write(hopper, stack, [round(result["errors_percent"]["most"] / 100, 3) for result in results[:2]], folder)
+    return results
+
+
+def _errors(rows: Sequence[Row], cluster: Cluster, stack: SoftwareStack) -> np.ndarray:
+    return errors_of(rows, Calibration(cluster, stack, (), ()))
+
+
+def write(hopper: Calibration, stack: SoftwareStack, spreads: Sequence[float], folder: Path) -> None:
+    """Both stacks, dgx-h100 and what is assumed to be like it."""
+    words = {"flash-2023": "", "flash-2023-h100": " on H100, for which they were not made"}
+    for (name, where), each, spread in zip(words.items(), (stack, hopper.stack), spreads):
+        rounded = {constant: round(getattr(each, constant), 4) for constant in STACK}
+        text = f"PyTorch's FSDP with flash attention, kernels of 2023{where}"
+        sources = {**each.provenance, "spread": "measured: the same steps, each model left out of the fit once"}
+        named = replace(each, name=name, description=text, spread=spread, provenance=sources, **rounded)
+        save_stack(named, folder / f"{name}.yaml")
+    efficiency = Efficiency(**{name: round(value, 4) for name, value in vars(hopper.cluster.efficiency).items()})
+    for name in ("dgx-h100", "dgx-h200", "dgx-b200"):
+        cluster, fitted = load_cluster(name), hopper.cluster.provenance
+        sources = dict(cluster.provenance)
+        for key in (f"efficiency.{each}" for each in vars(efficiency)):
+            like = "dgx-h100" if name != "dgx-h100" else "dgx-a100"
+            assumed = f"assumed, the constants of {like}; nothing was measured on this machine"
+            sources[key] = fitted[key] if name == "dgx-h100" and key in fitted else assumed
+        save_cluster(replace(cluster, efficiency=efficiency, provenance=sources), folder / f"{name}.yaml")
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = common.parser(__doc__, json_help="write the results there")
+    parser.add_argument("--data", type=Path, required=True, help="folder with the CSV file")
+    parser.add_argument("--write", type=Path, metavar="FOLDER", help="write the fitted cluster and stack files there")
+    arguments = parser.parse_args(words)
+    results = measure(arguments.data, arguments.write)
+    common.write_json(arguments.json, "planner.fsdp", words, {"parts": results})
+
+
+if __name__ == "__main__":
+    main()

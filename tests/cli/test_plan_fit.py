@@ -1,0 +1,122 @@
+"""`megalite plan-fit`: a table of steps that a machine with known constants would take."""
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.cli.main import main
+from megalite.planner.cost.rows import read_rows
+from megalite.planner.cost.step import predict
+from megalite.planner.hardware import load_cluster, load_stack
+
+Captured = pytest.CaptureFixture[str]
+NAMES = ("gpus", "preset", "vocab_size", "precision", "seq_length", "tp", "micro_batch_size", "global_batch_size")
+
+
+@pytest.fixture
+def steps(tmp_path: Path) -> Path:
+    """Of dgx-h100 with slower products and attention."""
+    cluster = load_cluster("dgx-h100")
+    cluster = replace(cluster, efficiency=replace(cluster.efficiency, gemm=0.55))
+    stack = replace(load_stack("fused"), attention_efficiency=0.55)
+    sizes = [(8, "llama3.1-8b", 1, 1), (8, "llama3.1-8b", 2, 2), (16, "mistral-7b", 4, 2), (64, "llama3-70b", 8, 1)]
+    sizes += [(8, "qwen3-8b", 8, 1)]
+    plain = [
+        [gpus, preset, "", "bf16", length, tp, micro, 8 * gpus, "true" if tp > 1 else ""]
+        for gpus, preset, tp, micro in sizes
+        for length in (1024, 8192)
+    ]
+    path = tmp_path / "steps.csv"
+    write(path, [*NAMES, "sequence_parallel", "seconds"], [[*row, 1.0] for row in plain])
+    seconds = [predict(row.measured.config, cluster, stack, with_memory=False).step_seconds for row in read_rows(path)]
+    speeds = [row[7] * row[4] / row[0] / taken for row, taken in zip(plain, seconds)]
+    names = [*NAMES, "sequence_parallel", "tokens_per_second_per_gpu"]
+    write(path, names, [[*row, speed] for row, speed in zip(plain, speeds)])
+    return path
+
+
+def write(path: Path, names: list[str], rows: list[list[Any]]) -> None:
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([names, *rows])
+
+
+def test_constants_are_found_and_written(steps: Path, tmp_path: Path, capsys: Captured) -> None:
+    line = [
+        "plan-fit",
+        str(steps),
+        "--cluster",
+        "dgx-h100",
+        "--leave-out",
+        "preset",
+        "--output",
+        str(tmp_path / "ours.yaml"),
+    ]
+    assert main([*line, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["errors"]["before"]["mean"] > 0.1 and data["errors"]["after"]["mean"] < 0.03
+    assert data["errors"]["after"]["mean"] < data["errors"]["left out"]["mean"] < 0.05
+    assert len(data["rows"]) == 10
+    assert load_cluster(data["written"][0]).efficiency.gemm == data["constants"]["gemm"][1]
+    assert load_stack(data["written"][1]).provenance["attention_efficiency"] == "fitted on 10 steps of steps.csv"
+    only = ["--fit", "gemm", "--fit", "attention_efficiency", "--json"]
+    assert main([*line[:-2], *only]) == 0
+    found = json.loads(capsys.readouterr().out)["constants"]
+    assert {name: after for name, (_, after) in found.items()} == pytest.approx(
+        {"gemm": 0.55, "attention_efficiency": 0.55}, rel=0.1
+    )
+    assert main(line) == 2
+    assert "ours.yaml is there already" in capsys.readouterr().err
+    assert main(line[:-2]) == 0
+    said = capsys.readouterr().out
+    assert "each preset left out" in said and "attention_efficiency" in said
+
+
+@pytest.mark.parametrize(
+    ("column", "cell", "message"),
+    [
+        ("gpus", "7", "line 2: "),
+        ("gpus", "eight", "line 2: gpus is eight; it is a number above 0"),
+        ("tokens_per_second_per_gpu", "-3", "line 2: tokens_per_second_per_gpu is -3; it is a number above 0"),
+        ("tokens_per_second_per_gpu", "", "line 2 has no time; give one of seconds, tokens_per_second, "),
+        ("preset", "gpt5", "gpt5"),
+        ("tp", "two", "line 2"),
+    ],
+)
+def test_bad_cells_are_named(column: str, cell: str, message: str, steps: Path, capsys: Captured) -> None:
+    names, first, *rest = csv.reader(steps.read_text().splitlines())
+    first[names.index(column)] = cell
+    write(steps, names, [first, *rest])
+    assert main(["plan-fit", str(steps), "--cluster", "dgx-h100"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_table_of_the_page_is_read(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
+    (tmp_path / "steps.csv").write_text(page.split("```csv\n")[1].split("```")[0])
+    rows = [row.measured for row in read_rows(tmp_path / "steps.csv")]
+    assert [(row.config.parallel.tp, row.config.parallel.dp) for row in rows] == [(1, 8), (2, 32)]
+    assert [row.seconds for row in rows] == pytest.approx([64 * 8192 / 8 / 7100, 512 * 8192 / 64 / 6500])
+
+
+def test_bad_tables_and_columns(steps: Path, capsys: Captured) -> None:
+    fit = ["plan-fit", str(steps), "--cluster", "dgx-h100"]
+    for more, message in (
+        (["--leave-out", "presets"], "no column is named presets: did you mean preset?"),
+        (["--leave-out", "precision"], "all rows have bf16; nothing is left to fit on"),
+        (["--fit", "gem"], "cannot fit gem: did you mean gemm?"),
+    ):
+        assert main([*fit, *more]) == 2
+        assert message in capsys.readouterr().err
+    steps.write_text("tp,seconds\n1,2\n")
+    assert main(fit) == 2
+    assert "has columns tp, seconds; a line of names comes first: gpus, one of seconds, " in capsys.readouterr().err
+    steps.write_text("gpus,seconds\n1,2.5\n")
+    assert main(fit) == 2
+    assert "line 2 says no vocab_size; add the column, e.g. 50257" in capsys.readouterr().err
+    steps.write_text("gpus,seconds\n1\n")
+    assert main(fit) == 2
+    assert "line 2 has more or fewer cells than the 2 names" in capsys.readouterr().err
