@@ -78,7 +78,6 @@ _ALREADY_SO: Mapping[str, str] = {
     "ranks come from torchrun's environment": "--local-rank= --lazy-mpu-init",
     "rope turns the two halves of what it turns against each other, by one table of angles": ("--rope-type=rope"),
     "routing is computed in fp32 (fp64 in fp64 runs)": "--moe-router-dtype=fp32|fp64",
-    "the router's scores are a softmax; a sigmoid is not supported": "--moe-router-score-function=softmax",
     "tokens are exchanged by an all-to-all over --ep, which other dispatchers give the same numbers as": (
         "--moe-token-dispatcher-type=alltoall|allgather|flex|alltoall_seq"
     ),
@@ -240,7 +239,7 @@ _NO_EFFECT: Mapping[str, str] = {
         "--disable-dsa-indexer-rotate-activation --no-dsa-indexer-scoring-relu "
         "--disable-dsa-indexer-scoring-relu --dsa-indexer-k-norm-epsilon= --dsa-indexer-k-norm-fp32 "
         "--mup-width-mult= --mup-base-hidden-size= --mup-embedding-mult= --mup-output-mult= "
-        "--mup-base-head-dim= --mup-attn-scale-power= --moe-router-bias-update-rate= --moe-router-group-topk= "
+        "--mup-base-head-dim= --mup-attn-scale-power= "
         "--moe-upcycling-granularity= --qk-clip-alpha= --qk-clip-threshold= --mhc-num-residual-streams= "
         "--mhc-sinkhorn-iterations= --mhc-init-gating-factor= --mhc-recompute-layer-num= --fim-rate= "
         "--fim-spm-rate= --fim-split-sample= --fim-fragment-rate= --fim-no-prefix= --fim-prefix-token= "
@@ -341,8 +340,7 @@ _REFUSED: Mapping[str, str] = {
     "rope turns all layers alike, its two halves against each other": "--no-rope-freq=",
     "--sliding-window is for all layers alike": "--window-attn-skip-freq=",
     "this is not supported: leave it out for the router that there is": (
-        "--moe-router-num-groups= --moe-router-enable-expert-bias --moe-input-jitter-eps= "
-        "--moe-shared-expert-gate --moe-use-upcycling --moe-router-force-load-balancing "
+        "--moe-input-jitter-eps= --moe-use-upcycling --moe-router-force-load-balancing "
         "--moe-router-force-biased= --moe-apply-probs-on-input --export-moe-apply-probs-on-input "
         "--moe-latent-size= --moe-expert-rank-capacity-factor="
     ),

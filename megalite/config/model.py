@@ -11,6 +11,7 @@ TRAINING_FIELDS = frozenset(
     {
         *("hidden_dropout", "attention_dropout", "init_method_std"),
         *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_expert_capacity_factor", "moe_token_drop_policy"),
+        "moe_router_bias_update_rate",
     }
 )
 """Settings of the model that say how it is trained, not what it computes once it is: they may differ between a
@@ -118,12 +119,25 @@ class ModelConfig:
     """Width of one expert; default ffn_hidden_size."""
     moe_shared_expert_intermediate_size: int | None = option(None, at_least=1, below=2**24)
     """Width of the shared expert, which every token goes through; default: none."""
+    moe_shared_expert_gate: bool = option(False)
+    """The shared expert's output is multiplied by a number from 0 to 1 per token: a sigmoid of one more projection (Qwen2-MoE)."""
     moe_layer_freq: int = option(1, at_least=1, below=10_000)
     """Every how-many-th layer has experts, the first of them being one; the others have a dense MLP."""
     moe_first_dense_layers: int = option(0, at_least=0, below=10_000)
     """Layers at the start that have a dense MLP whatever moe_layer_freq says (DeepSeek)."""
     moe_router_pre_softmax: bool = option(False)
     """Softmax over all experts before the top-k choice (weights add up to less than 1); default: over the chosen."""
+    moe_router_score_function: str = option("softmax", choices=("softmax", "sigmoid"))
+    """What makes scores of the router's logits; those of a sigmoid are divided by the sum of the chosen (DeepSeek-V3)."""
+    moe_router_enable_expert_bias: bool = option(False)
+    """Balance experts without a loss: a bias per expert is added to its score for the choice alone, and grows after each step
+    in which the expert had less than its share of the tokens (arXiv 2408.15664)."""
+    moe_router_bias_update_rate: float = option(1e-3, at_least=0, below=1)
+    """What such a bias grows or shrinks by in a step."""
+    moe_router_num_groups: int | None = option(None, at_least=1, below=2**20)
+    """Groups of neighbouring experts, of which a token goes to moe_router_group_topk alone; default: no groups."""
+    moe_router_group_topk: int | None = option(None, at_least=1, below=2**20)
+    """Groups a token goes to: those with the largest sums of their best topk / group_topk scores."""
     moe_router_topk_scaling_factor: float = option(1.0, above=0)
     """Factor on the router's weights."""
     moe_aux_loss_coeff: float = option(0.0, at_least=0)
@@ -172,6 +186,11 @@ class ModelConfig:
         if self.num_experts is None or index < self.moe_first_dense_layers:
             return False
         return (index - self.moe_first_dense_layers) % self.moe_layer_freq == 0
+
+    @property
+    def score_table(self) -> bool:
+        """The router needs the scores of all experts, not of the chosen alone."""
+        return self.moe_router_score_function == "sigmoid" or self.moe_router_pre_softmax or self.moe_aux_loss_coeff > 0
 
     @property
     def padded_vocab_size(self) -> int:

@@ -66,6 +66,7 @@ from megalite.conversion.weights import (
     innermost,
     parameter_shapes,
 )
+from megalite.models.shapes import buffer_shapes
 from megalite.tokenizers.build import TIKTOKEN
 from megalite.topology.group import Group
 from megalite.topology.layout import ParallelLayout
@@ -183,7 +184,7 @@ def write_native(
     with their `training`. Beside it lie `config.yaml` (the settings of the model, for `--config`) and `tokenizer/`."""
     folder = folder.resolve()
     training: Training | None = getattr(innermost(weights), "training", None)
-    shapes = parameter_shapes(weights.model)
+    model, shapes = weights.model, parameter_shapes(weights.model)
     targets = [
         Target(Piece(name, name, shape.shape, first_rows(shape.shape[0])), dtype or weights.dtype(name))
         for name, shape in shapes.items()
@@ -195,8 +196,10 @@ def write_native(
     keys = {target.key: weight_key(target.key) for target in targets}
     if training is not None:
         weights = _WithStates(weights, training)
-        for parameter, whole in shapes.items():
+        trained = [shape for shape in shapes.values() if shape not in buffer_shapes(model, 0, model.num_layers)]
+        for whole in trained:
             for state in training.states:
+                parameter = whole.name
                 key = optimizer_key(state, parameter)
                 keys[file_key(key)] = key
                 rows = first_rows(whole.shape[0])

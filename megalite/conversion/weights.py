@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
 from megalite.config.model import ModelConfig
-from megalite.models.shapes import ParameterShape, stage_shapes
+from megalite.models.shapes import ParameterShape, buffer_shapes, stage_shapes
 
 if TYPE_CHECKING:
     import torch
@@ -117,7 +117,8 @@ class Weights:
 
 def parameter_shapes(model: ModelConfig) -> dict[str, ParameterShape]:
     """Every tensor of the whole model by name, in the order of the forward pass."""
-    return {shape.name: shape for shape in stage_shapes(model, 0, model.num_layers, True, True)}
+    buffers = buffer_shapes(model, 0, model.num_layers)
+    return {shape.name: shape for shape in (*stage_shapes(model, 0, model.num_layers, True, True), *buffers)}
 
 
 class Wrapped(Weights):

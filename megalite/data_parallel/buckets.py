@@ -174,7 +174,8 @@ def _kind(parameter: ShardedParameter) -> BucketKind:
 
 
 def parameters_of(module: torch.nn.Module, *, recurse: bool = True) -> tuple[ShardedParameter, ...]:
-    return tuple(p for p in module.parameters(recurse=recurse) if isinstance(p, ShardedParameter))
+    """Those that have gradients."""
+    return tuple(p for p in module.parameters(recurse=recurse) if isinstance(p, ShardedParameter) and p.requires_grad)
 
 
 class Arrivals:

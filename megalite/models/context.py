@@ -28,6 +28,8 @@ class AuxiliaryLosses:
         self.per_sequence, self.per_token, self.scale = per_sequence, per_token, scale
         self.totals = {name: torch.zeros((), dtype=torch.float64, device=device) for name in NAMES}
         """By name, this rank's part of the unscaled term, of all layers and of the microbatches that have run backward."""
+        self.loads: dict[int, Tensor] = {}
+        """By layer, how often this rank's tokens of those microbatches have chosen each expert: fp64 [E], on the device."""
 
     def attach(self, x: Tensor, name: str, value: Tensor) -> Tensor:
         """Add the scalar `value`, already weighted, to the objective; returns x, which must take part in the loss.
@@ -36,6 +38,28 @@ class AuxiliaryLosses:
         for each microbatch, also where recompute runs the forward twice.
         """
         return _Attach.apply(x, value, self, name)
+
+    def count(self, x: Tensor, layer: int, chosen: Tensor, experts: int) -> Tensor:
+        """Count in the backward of x, once for each microbatch, which experts were chosen; returns x, which must take part
+        in the loss."""
+        return _Count.apply(x, chosen, self, layer, experts)
+
+
+class _Count(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, chosen: Tensor, losses: AuxiliaryLosses, layer: int, experts: int) -> Tensor:
+        ctx.save_for_backward(chosen)
+        ctx.losses, ctx.layer, ctx.experts = losses, layer, experts
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (chosen,), loads = ctx.saved_tensors, ctx.losses.loads
+        if ctx.layer not in loads:
+            loads[ctx.layer] = torch.zeros(ctx.experts, dtype=torch.float64, device=grad.device)
+        ones = torch.ones((), dtype=torch.float64, device=grad.device).expand(chosen.numel())
+        loads[ctx.layer].index_add_(0, chosen.flatten(), ones)
+        return grad, None, None, None, None
 
 
 class _Attach(torch.autograd.Function):

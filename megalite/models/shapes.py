@@ -101,7 +101,16 @@ def _moe(model: ModelConfig, prefix: str) -> list[ParameterShape]:
         _matrix(f"{prefix}.experts.up.weight", (*stacked, h), len(stacked) - 1, expert=True),
         _matrix(f"{prefix}.experts.down.weight", (experts, h, f), 2, "residual", expert=True),
         *([] if shared is None else _mlp(model, f"{prefix}.shared", shared)),
+        *([_matrix(f"{prefix}.shared_gate.weight", (1, h), None)] if model.moe_shared_expert_gate else []),
     ]
+
+
+def buffer_shapes(model: ModelConfig, first_layer: int, last_layer: int) -> list[ParameterShape]:
+    """What is saved with the weights and has no gradient: the biases of routers, fp32."""
+    if not model.moe_router_enable_expert_bias:
+        return []
+    names = [f"layers.{index}.moe.router" for index in range(first_layer, last_layer) if model.is_moe_layer(index)]
+    return [_bias(f"{name}.bias", (model.num_experts or 0,), None) for name in names]
 
 
 def layer_shapes(model: ModelConfig, layer_index: int, block: str | None = None) -> list[ParameterShape]:

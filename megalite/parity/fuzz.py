@@ -127,6 +127,12 @@ def _experts(generator: random.Random, drawn: Drawn) -> Drawn:
     found |= {"moe_router_pre_softmax": pre_softmax, "moe_ffn_hidden_size": etp * generator.randint(3, 9)}
     if generator.random() < 0.3:
         found["moe_shared_expert_intermediate_size"] = drawn["tp"] * generator.randint(2, 7)
+        found["moe_shared_expert_gate"] = generator.random() < 0.5
+    if generator.random() < 0.4:
+        found |= {"moe_router_score_function": "sigmoid", "moe_router_pre_softmax": False}
+        found["moe_router_enable_expert_bias"] = generator.random() < 0.5
+    if generator.random() < 0.3 and experts % 2 == 0 and topk <= experts // 2:
+        found |= {"moe_router_num_groups": 2, "moe_router_group_topk": 1}
     if generator.random() < 0.3:
         found["moe_first_dense_layers"] = 1
     if generator.random() < 0.3:

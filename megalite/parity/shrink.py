@@ -100,6 +100,10 @@ def expert_changes(config: RunConfig) -> Changes:
         experts = _up(MAX_EXPERTS, p.ep)
         topk = min(topk, 3)
         changes |= {"num_experts": experts, "moe_router_topk": topk}
+        if model.moe_router_num_groups is not None:
+            fits = experts % 4 == 0 and topk > 1
+            changes |= {"moe_router_num_groups": 4 if fits else None, "moe_router_group_topk": 2 if fits else None}
+            changes["moe_router_topk"] = 2 if fits else topk
     if model.moe_ffn_hidden_size is not None and model.moe_ffn_hidden_size > MAX_EXPERT_FFN:
         changes["moe_ffn_hidden_size"] = _up(24, 2 * p.expert_tp)
     shared = model.moe_shared_expert_intermediate_size

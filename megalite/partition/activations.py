@@ -110,13 +110,16 @@ def _inner(config: RunConfig, width: float, module: str) -> Iterator[_Kept]:
 def _experts(config: RunConfig) -> Iterator[_Kept]:
     """What a MoE layer keeps beside its input if every expert gets the same number of tokens."""
     model, p = config.model, config.parallel
-    e, exact, _ = _sizes(config)
+    e, exact, whole = _sizes(config)
     moe = frozenset({"moe"})
     assert model.num_experts is not None
     choices = model.moe_router_topk / p.tp  # of one token, on each rank that shares it
     rows = choices * _kept_share(config)
     yield _Kept(choices * (exact + _INDEX_BYTES) + rows * _INDEX_BYTES, moe)  # weights, experts, order
-    tables = bool(model.moe_router_pre_softmax or model.moe_aux_loss_coeff) + bool(model.moe_z_loss_coeff)
+    tables = model.score_table + bool(model.moe_z_loss_coeff)
+    if model.moe_router_score_function == "sigmoid":
+        tables += bool(model.moe_aux_loss_coeff)  # scores over their sum
+        yield _Kept(choices * exact * (model.moe_router_topk > 1), moe)  # scores of the chosen
     yield _Kept(exact * tables * model.num_experts / p.tp, moe)
     yield _Kept(e * model.hidden_size * rows * p.expert_tp, moe)  # the rows that experts work on
     if p.ep * p.expert_tp > 1:
@@ -125,6 +128,8 @@ def _experts(config: RunConfig) -> Iterator[_Kept]:
     yield _Kept(e * model.hidden_size * rows, moe)  # their outputs, for the gradient of the router's weights
     if model.moe_shared_expert_intermediate_size is not None:
         yield from _inner(config, model.moe_shared_expert_intermediate_size / p.tp, "moe")
+        if model.moe_shared_expert_gate:
+            yield _Kept(e * (model.hidden_size + 1) / whole, moe)
 
 
 def _tokens(config: RunConfig) -> int:

@@ -223,6 +223,15 @@ class ParameterFactory:
             parameter.accumulate_product = self.kernel("weight_grad", shape[-1])
         return parameter
 
+    def buffer(self, name: str, shape: tuple[int, ...]) -> ShardedParameter:
+        """A tensor of the model that has no gradient and is the same on all ranks of its stage, from 0 on, in fp32 (fp64 for
+        fp64). No optimizer sees it: what changes it is written where it is used."""
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        found = ShardedParameter(torch.zeros(shape, dtype=dtype, device=self.device), requires_grad=False)
+        spec = ShardSpec.whole(name, shape)
+        found.info = ParameterInfo(spec=spec, shard_dim=None, decay=False, partial_over_tp=False)
+        return found
+
     def _spec(self, name: str, shape: tuple[int, ...], *, shard_dim: int | None, expert: bool) -> ShardSpec:
         """Which slice of the tensor this rank has."""
         spec = ShardSpec.whole(name, shape)

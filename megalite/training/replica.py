@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -55,7 +56,7 @@ def build_strategy(
 ) -> DataParallelStrategy:
     """What `dp_strategy` names, over this rank's stages; their parameters move into its buckets."""
     parallel, settings = config.parallel, config.data_parallel
-    parameters = [parameter for stage in stages.values() for parameter in stage.parameters()]
+    parameters = [parameter for stage in stages.values() for parameter in stage.parameters() if parameter.requires_grad]
     if OPTIMIZERS.facts(config.optimizer.optimizer).matrices_apart:
         # Hidden matrices then share no bucket with parameters that are not orthogonalised.
         for parameter in parameters:
@@ -211,6 +212,18 @@ class Replica:
     strategy: DataParallelStrategy
     optimizer: Optimizer
     scaler: LossScaler
+
+    @property
+    def buffers(self) -> list[ShardedParameter]:
+        """What is saved with the weights of the stages here, and has no gradient."""
+        parameters = [parameter for stage in self.stages.values() for parameter in stage.parameters()]
+        return [each for each in parameters if isinstance(each, ShardedParameter) and not each.requires_grad]
+
+    @property
+    def routers(self) -> list[Any]:
+        """The `Router`s here with a bias that balances their experts."""
+        modules = (module for stage in self.stages.values() for module in stage.modules())
+        return [module for module in modules if hasattr(module, "balance") and module.bias is not None]
 
     def schedule_of(self, batch_size: int) -> Schedule:
         assert self.config.parallel.dp is not None

@@ -323,6 +323,8 @@ def load_weights(replica: Replica, source: Source) -> None:
 
 
 def _load_parameters(replica: Replica, source: Source) -> None:
+    for buffer in replica.buffers:
+        source.read_into(buffer.data, weight_key(buffer.info.spec.name), buffer.info.spec.slice)
     with replica.strategy.main_in_memory():
         for shard in replica.strategy.shards:
             _load_weights(replica, shard, source)

@@ -66,6 +66,10 @@ def state_tensors(replica: Replica) -> list[Saved]:
             found += _saved(replica, state, "optimizer")
     for state in replica.strategy.states():
         found += _saved(replica, state, "optimizer")
+    if replica.topology.tp_dp_cp.rank == 0:
+        for buffer in replica.buffers:
+            spec = buffer.info.spec
+            found.append((SavedTensor(key_group="weight", state="", spec=spec, dtype=buffer.dtype), buffer.data))
     shard_of = {shard.bucket: shard for shard in replica.strategy.shards}
     for whole in tensor_states(replica):
         if _writes(replica, shard_of[whole.bucket], whole):

@@ -90,6 +90,9 @@ class Stepper:
         self._skipped_in_a_row = self._overflows_in_a_row = 0
         model = replica.config.model
         coefficients = {"load_balancing_loss": model.moe_aux_loss_coeff, "z_loss": model.moe_z_loss_coeff}
+        biased = [index for index in range(model.num_layers) if model.is_moe_layer(index)]
+        self._biased = biased if model.moe_router_enable_expert_bias else []
+        """Layers with routers that have a bias, of all stages."""
         self._auxiliary_names = [name for name, value in coefficients.items() if model.num_experts and value]
 
     def step(self, microbatches: Sequence[Microbatch], *, before: Progress, batch_size: int) -> StepResult:
@@ -119,9 +122,11 @@ class Stepper:
             strategy.finish_grad_sync()
 
         terms = [auxiliary.totals.get(name) for name in self._auxiliary_names]
+        loads = self._loads(auxiliary)
         parts = strategy.norm_terms()
         zeros = [strategy.local_zeros()] if replica.config.logging.log_num_zeros_in_grad else []
-        loss, *sums = self._totals(strategy.scope, losses, *parts, *terms, *zeros)
+        loss, *sums = self._totals(strategy.scope, losses, *parts, *terms, *zeros, *loads)
+        chosen, sums = sums[len(sums) - len(loads) :], sums[: len(sums) - len(loads)]
         num_zeros = int(sums.pop()) if zeros else None
         loss, added = self._shares * loss / scale, [self._shares * term for term in sums[len(parts) :]]
         norms = strategy.norms(sums[: len(parts)])
@@ -145,6 +150,7 @@ class Stepper:
             with self._phase("optimizer"):
                 update = Update(step=after.step, lr=lr, decoupled_lr=decoupled, weight_decay=decay, factor=factor)
                 strategy.update(replica.optimizer, update)
+                self._balance(chosen)
         replica.scaler.update(overflow=overflow, fault=fault is not None, samples=batch_size)
         return StepResult(
             loss=loss,
@@ -159,6 +165,19 @@ class Stepper:
             phase=strategy.phase(after.step),
             wire_bytes=strategy.wire(),
         )
+
+    def _loads(self, auxiliary: AuxiliaryLosses) -> list[torch.Tensor]:
+        """How often each expert was chosen by this rank's tokens, of all layers with a router that has a bias."""
+        experts = self._replica.config.model.num_experts or 0
+        zeros = torch.zeros(experts, dtype=torch.float64, device=self._replica.topology.device)
+        return [count for layer in self._biased for count in auxiliary.loads.get(layer, zeros).unbind()]
+
+    def _balance(self, chosen: Sequence[float]) -> None:
+        """Move the biases of the routers here by the counts of the global batch, layer by layer."""
+        experts = self._replica.config.model.num_experts or 0
+        for router in self._replica.routers:
+            first = self._biased.index(router.layer) * experts
+            router.balance(torch.tensor(chosen[first : first + experts], dtype=torch.float64))
 
     def params_norm(self) -> float:
         """L2 norm of all main parameters. Collectives: one all-reduce of a number over the world."""

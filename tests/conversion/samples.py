@@ -35,6 +35,18 @@ LLAMA: dict[str, Any] = {
     "tie_embeddings": False,
 }
 EXPERTS: dict[str, Any] = {**LLAMA, "num_experts": 4}
+ROUTING: dict[str, Any] = {
+    "num_experts": 8,
+    "moe_router_topk": 4,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_num_groups": 4,
+    "moe_router_group_topk": 2,
+    "moe_router_topk_scaling_factor": 1.5,
+    "moe_shared_expert_intermediate_size": 24,
+    "moe_shared_expert_gate": True,
+}
+"""DeepSeek-V3's router and Qwen2's gate, over `EXPERTS`."""
 
 
 def model_of(settings: dict[str, Any]) -> ModelConfig:

@@ -154,12 +154,11 @@ def all_float64() -> Iterator[None]:
 def their_model(family: Family) -> Any:
     """The model of transformers with weights large enough that every part of it shows in the logits."""
     # From where it lives: an import from the top of the package reads every model that there is.
-    folder = f"transformers.models.{family.kind.lower()}"
-    config_class = getattr(
-        importlib.import_module(f"{folder}.configuration_{family.kind.lower()}"), f"{family.kind}Config"
-    )
+    small = family.kind.lower().replace("moe", "_moe")
+    folder = f"transformers.models.{small}"
+    config_class = getattr(importlib.import_module(f"{folder}.configuration_{small}"), f"{family.kind}Config")
     name = "GPT2LMHeadModel" if family.kind == "GPT2" else f"{family.kind}ForCausalLM"
-    model_class = getattr(importlib.import_module(f"{folder}.modeling_{family.kind.lower()}"), name)
+    model_class = getattr(importlib.import_module(f"{folder}.modeling_{small}"), name)
     settings = family.theirs if family.kind == "GPT2" else {**THEIR_SMALL, **family.theirs}
     with all_float64():
         found = model_class(config_class(**settings)).eval()

@@ -43,6 +43,27 @@ FAMILIES: dict[str, Settings] = {
         "moe_router_topk_scaling_factor": 2.0,
         "num_query_groups": 8,
     },
+    "deepseek-v3": {
+        **EXPERTS,
+        "num_experts": 8,
+        "moe_router_topk": 4,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.02,
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 2,
+        "moe_router_topk_scaling_factor": 1.5,
+        "moe_ffn_hidden_size": 24,
+        "moe_shared_expert_intermediate_size": 16,
+        "moe_first_dense_layers": 1,
+    },
+    "qwen2-moe": {
+        **EXPERTS,
+        "moe_router_pre_softmax": True,
+        "moe_shared_expert_intermediate_size": 16,
+        "moe_shared_expert_gate": True,
+        "add_qkv_bias": True,
+    },
     "switch": {
         **GPT,
         "num_experts": 4,
@@ -125,7 +146,7 @@ FACTORS: dict[str, dict[str, Settings]] = {
 
 AXES = ("tp", "cp", "pp", "dp")
 
-MOE = ("mixtral", "deepseek", "switch")
+MOE = ("mixtral", "deepseek", "deepseek-v3", "qwen2-moe", "switch")
 
 COMPANY: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("sp", "on"): ("tp", ("2", "4")),

@@ -33,6 +33,8 @@ def remembered(replica: Replica) -> dict[str, torch.Tensor]:
         found[f"state {number} {state.name}"] = state.values
     for number, whole in enumerate(tensor_states(replica)):
         found[f"tensor state {number} {whole.name}"] = whole.values
+    for buffer in replica.buffers:
+        found[f"buffer {buffer.info.spec.name}"] = buffer.data
     strategy.wait_for_parameters()
     found = {name: values.clone() for name, values in found.items()}
     numbers = str((strategy.counters(), optimizer.counters(), optimizer.updates))

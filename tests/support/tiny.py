@@ -21,6 +21,7 @@ from megalite.training.replica import Replica, build_replica
 from tests.support.ranks import RankContext
 
 __all__ = [
+    "BIASED",
     "LLAMA",
     "MOE",
     "TINY",
@@ -69,6 +70,13 @@ LLAMA: dict[str, Any] = {
     "add_bias_linear": False,
     "tie_embeddings": False,
 }
+
+BIASED: dict[str, Any] = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.02,
+}
+"""Experts that a bias balances, over `MOE`."""
 
 MOE: dict[str, Any] = {
     **LLAMA,

@@ -20,7 +20,7 @@ from tests.checkpoint.plain_reader import PlainCheckpoint, differing, read_plain
 from tests.data_parallel.replicas import FRAGMENTS, GOSSIP, LOCAL
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.state import continued, hashes, interrupted, save_run, silent
-from tests.support.tiny import LLAMA, MOE, Z1, Runner, build, tiny_config
+from tests.support.tiny import BIASED, LLAMA, MOE, Z1, Runner, build, tiny_config
 
 Settings = dict[str, Any]
 
@@ -40,7 +40,7 @@ LAYOUTS: dict[str, tuple[int, Settings]] = {
     "dp2": (2, {}),
     "pp2-vpp2": (2, {"pp": 2, "vpp": 2, "num_layers": 4}),
     "cp2": (2, {"cp": 2, **LLAMA, **PAIRS}),
-    "ep2": (2, {"ep": 2, **MOE, **PAIRS}),
+    "ep2": (2, {"ep": 2, **MOE, **BIASED, **PAIRS}),
     "dp2-zero-ramp": (2, {**Z1, **RAMP}),
     "pp2-ramp": (2, {"pp": 2, **RAMP}),
 }

@@ -145,6 +145,25 @@ def _capacity(c: Settings) -> Findings:
             )
 
 
+def _groups(c: Settings) -> Findings:
+    groups, chosen, experts, topk = c.moe_router_num_groups, c.moe_router_group_topk, c.num_experts, c.moe_router_topk
+    if experts is None or (groups is None and chosen is None):
+        return
+    if groups is None or chosen is None:
+        missing = "moe_router_group_topk" if chosen is None else "moe_router_num_groups"
+        yield f"{missing} is missing: groups of experts need moe_router_num_groups and moe_router_group_topk, e.g. 8 and 4"
+    elif experts % groups:
+        yield say(c, f"{{num_experts}} is not divisible by {{moe_router_num_groups}}; use {divisors(experts)}")
+    elif chosen > groups or topk % chosen or topk // chosen > experts // groups:
+        works = [n for n in range(1, groups + 1) if topk % n == 0 and topk // n <= experts // groups]
+        use = f"use moe_router_group_topk {works[-1]}" if works else "use fewer groups"
+        yield say(
+            c,
+            "{moe_router_topk} experts cannot come evenly from {moe_router_group_topk} of {moe_router_num_groups} groups of "
+            f"{experts // groups}; {use}",
+        )
+
+
 _MOE = "|".join(name for name in settings() if name.startswith("moe_"))
 EXPERTS: tuple[Check, ...] = (
     *rules(
@@ -158,7 +177,27 @@ EXPERTS: tuple[Check, ...] = (
             ),
             "{moe_router_topk} without moe_router_pre_softmax gives every chosen expert the weight 1, from which the router "
             "learns nothing; add --moe-router-pre-softmax, or use --moe-router-topk 2": (
-                lambda c: c.num_experts is not None and c.moe_router_topk == 1 and not c.moe_router_pre_softmax
+                lambda c: c.num_experts is not None and c.moe_router_topk == 1 and not c.score_table
+            ),
+            "moe_router_enable_expert_bias needs moe_router_score_function sigmoid: a bias of about 0.001 says something of "
+            "scores from 0 to 1 alone; add --moe-router-score-function sigmoid": (
+                lambda c: (
+                    c.num_experts is not None
+                    and c.moe_router_enable_expert_bias
+                    and c.moe_router_score_function != "sigmoid"
+                )
+            ),
+            "moe_router_pre_softmax has no effect with moe_router_score_function sigmoid, which has no softmax; remove it": (
+                lambda c: c.moe_router_pre_softmax and c.moe_router_score_function == "sigmoid"
+            ),
+            "{!moe_router_bias_update_rate} has no effect without a bias; add --moe-router-enable-expert-bias or remove it": (
+                lambda c: c.num_experts is not None and not c.moe_router_enable_expert_bias
+            ),
+            "moe_shared_expert_gate has no effect without a shared expert; add --moe-shared-expert-intermediate-size or "
+            "remove it": (lambda c: c.moe_shared_expert_gate and c.moe_shared_expert_intermediate_size is None),
+            "moe_router_enable_expert_bias needs replicas with the same weights: {dp_strategy} lets them differ; use "
+            "dp_strategy distributed-optimizer": (
+                lambda c: c.moe_router_enable_expert_bias and c.strategy.weights != "equal"
             ),
             "{moe_first_dense_layers} leaves none of {num_layers} to experts; use less than {=num_layers}, or remove "
             "{num_experts}": lambda c: c.num_experts is not None and c.moe_first_dense_layers >= c.num_layers,
@@ -169,6 +208,7 @@ EXPERTS: tuple[Check, ...] = (
         }
     ),
     _capacity,
+    _groups,
     _grid,
     _expert_widths,
 )

@@ -3,12 +3,14 @@
 import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megalite.config.errors import ConfigError
 from megalite.config.model import TRAINING_FIELDS, ModelConfig
 from megalite.conversion.huggingface.config_json import ModelFile, read_json, refuse_code, resolved, written
+from megalite.conversion.huggingface.experts import ExpertKeys
 from megalite.conversion.huggingface.llama import LlamaLike, llama_pieces
 from megalite.conversion.weights import ConversionError, Piece, View, first_rows, whole
 
@@ -125,7 +127,7 @@ def _llama_like(name: str, architecture: str, rules: LlamaLike, *, whole_heads: 
         architecture=architecture,
         read=rules.read,
         write=rules.write,
-        pieces=llama_pieces,
+        pieces=partial(llama_pieces, experts=rules.experts),
         buffers=re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
         whole_heads=whole_heads,
     )
@@ -158,7 +160,45 @@ _ALL = (
         "mixtral",
         "MixtralForCausalLM",
         LlamaLike(
-            max_positions=131072, norm_epsilon=1e-5, rotary_base=1e6, key_value_heads=8, window=None, experts=True
+            max_positions=131072,
+            norm_epsilon=1e-5,
+            rotary_base=1e6,
+            key_value_heads=8,
+            window=None,
+            experts=ExpertKeys(layer="block_sparse_moe", matrices=("w1", "w3", "w2")),
+        ),
+    ),
+    _llama_like(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        LlamaLike(
+            max_positions=32768,
+            key_value_heads=16,
+            qkv_bias=True,
+            window="refused",
+            experts=ExpertKeys(
+                count=("num_experts", 60),
+                topk=4,
+                width=1408,
+                normalises=False,
+                shared=("shared_expert_intermediate_size", 5632),
+                shared_gate=True,
+                dense="decoder_sparse_step",
+            ),
+        ),
+    ),
+    _llama_like(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        LlamaLike(
+            max_positions=32768,
+            key_value_heads=4,
+            attention_bias=True,
+            qk_norm=True,
+            window="refused",
+            experts=ExpertKeys(
+                count=("num_experts", 128), topk=8, width=768, normalises=False, dense="decoder_sparse_step"
+            ),
         ),
     ),
 )
@@ -227,7 +267,8 @@ def differences(family: Family, model: ModelConfig, seq_length: int) -> dict[str
         free |= {"max_position_embeddings"} | {name for name in ours if name.startswith(("rope_", "rotary_"))}
     if there["num_experts"] is not None and ours["num_experts"] is not None:
         # A width of one expert that is not given is the dense MLP's; where no layer is dense that is all there is.
-        there["moe_ffn_hidden_size"], ours["moe_ffn_hidden_size"] = (there["ffn_hidden_size"], model.expert_ffn_size)
+        there["moe_ffn_hidden_size"] = there["moe_ffn_hidden_size"] or there["ffn_hidden_size"]
+        ours["moe_ffn_hidden_size"] = model.expert_ffn_size
         if all(model.is_moe_layer(index) for index in range(model.num_layers)):
             free.add("ffn_hidden_size")
     found = {

@@ -6,6 +6,7 @@ from typing import Any
 
 from megalite.config.model import ModelConfig
 from megalite.conversion.huggingface.config_json import ModelFile, read_rope, write_rope, written
+from megalite.conversion.huggingface.experts import ExpertKeys
 from megalite.conversion.weights import Piece, View, first_rows
 
 _ACTIVATIONS = {
@@ -44,7 +45,7 @@ class LlamaLike:
     qk_norm: bool = False  # always
     # The default of sliding_window, or `switched` (use_sliding_window is on and the layer reaches max_window_layers).
     window: int | str | None = "none"
-    experts: bool = False  # always
+    experts: ExpertKeys | None = None
 
     def read(self, file: ModelFile) -> tuple[ModelConfig, int]:
         positions = file.integer("max_position_embeddings", self.max_positions)
@@ -64,11 +65,8 @@ class LlamaLike:
             "sliding_window": self._read_window(file),
         }
         settings |= read_rope(file, self.rotary_base, positions)
-        if self.experts:
-            settings |= {
-                "num_experts": file.integer("num_local_experts", 8),
-                "moe_router_topk": file.integer("num_experts_per_tok", 2),
-            }
+        if self.experts is not None:
+            settings |= self.experts.read(file)
         return file.model(seq_length=positions, **settings), positions
 
     def write(self, model: ModelConfig, seq_length: int) -> dict[str, Any]:
@@ -76,7 +74,9 @@ class LlamaLike:
             **written(model, _SAME),
             "num_key_value_heads": model.query_groups,
             "head_dim": model.head_size,
-            "intermediate_size": model.expert_ffn_size if self.experts else model.ffn_size,
+            "intermediate_size": (
+                model.expert_ffn_size if self.experts is not None and self.experts.width is None else model.ffn_size
+            ),
             "max_position_embeddings": model.max_position_embeddings or seq_length,
             "rms_norm_eps": model.norm_epsilon,
             "hidden_act": _WRITTEN.get(model.activation, "silu"),
@@ -86,16 +86,14 @@ class LlamaLike:
             values["attention_bias"] = self.linear_biases and model.add_bias_linear
         if self.linear_biases:
             values["mlp_bias"] = model.add_bias_linear
+        if self.window == "refused":
+            values["use_sliding_window"] = False
         if self.window == "switched":
             values |= {"use_sliding_window": model.sliding_window is not None, "max_window_layers": 0}
-        if self.window != "none":
+        if self.window not in ("none", "refused"):
             values["sliding_window"] = model.sliding_window
-        if self.experts:
-            values |= {
-                "num_local_experts": model.num_experts or 1,
-                "num_experts_per_tok": model.moe_router_topk if model.num_experts else 1,
-                "output_router_logits": False,
-            }
+        if self.experts is not None:
+            values |= self.experts.write(model)
         return values
 
     def _read_biases(self, file: ModelFile) -> bool:
@@ -110,7 +108,9 @@ class LlamaLike:
         return attention
 
     def _read_window(self, file: ModelFile) -> int | None:
-        if self.window == "none":
+        if self.window == "refused" and file.flag("use_sliding_window", False):
+            raise file.fault("use_sliding_window is true; of this family only false can be expressed")
+        if self.window in ("none", "refused"):
             return None
         if self.window == "switched":
             window = self._read_switched_window(file)
@@ -145,7 +145,9 @@ class LlamaLike:
         return window
 
 
-def llama_pieces(model: ModelConfig, present: Collection[str] | None) -> Iterator[Piece]:
+def llama_pieces(
+    model: ModelConfig, present: Collection[str] | None, *, experts: ExpertKeys | None = None
+) -> Iterator[Piece]:
     """Every tensor of LlamaForCausalLM and of those like it, in the order of ours. `model`: the network. `present`: the
     names in the files, which tell the variants apart. None: to write."""
     assert model.vocab_size is not None
@@ -161,7 +163,7 @@ def llama_pieces(model: ModelConfig, present: Collection[str] | None) -> Iterato
         yield from _attention(model, f"{there}.self_attn", f"{here}.attention")
         yield Piece(f"{there}.post_attention_layernorm.weight", f"{here}.mlp_norm.weight", (h,))
         if model.is_moe_layer(i):
-            yield from _experts(model, there, f"{here}.moe", present)
+            yield from (experts or ExpertKeys()).pieces(model, there, f"{here}.moe", present)
         else:
             yield from _mlp(model, f"{there}.mlp", f"{here}.mlp")
     yield Piece("model.norm.weight", "final_norm.weight", (h,))
@@ -201,26 +203,6 @@ def _mlp(model: ModelConfig, there: str, here: str) -> Iterator[Piece]:
     yield Piece(f"{there}.down_proj.weight", f"{here}.down.weight", (h, f))
     if model.add_bias_linear:
         yield Piece(f"{there}.down_proj.bias", f"{here}.down.bias", (h,))
-
-
-def _experts(model: ModelConfig, layer: str, here: str, present: Collection[str] | None) -> Iterator[Piece]:
-    """Mixtral's, as published (one tensor per matrix of an expert) or as transformers 5 holds them (merged)."""
-    h, f, experts = model.hidden_size, model.expert_ffn_size, model.num_experts
-    assert experts is not None
-    there = f"{layer}.block_sparse_moe"
-    if present is not None and f"{there}.gate.weight" not in present:
-        there = f"{layer}.mlp"
-    yield Piece(f"{there}.gate.weight", f"{here}.router.weight", (experts, h))
-    up, down = f"{here}.experts.up.weight", f"{here}.experts.down.weight"
-    if present is not None and f"{there}.experts.gate_up_proj" in present:
-        yield Piece(f"{there}.experts.gate_up_proj", up, (experts, 2 * f, h))
-        yield Piece(f"{there}.experts.down_proj", down, (experts, h, f))
-        return
-    for e in range(experts):
-        for i, name in enumerate(("w1", "w3")):  # gate, up
-            yield Piece(f"{there}.experts.{e}.{name}.weight", up, (f, h), _at(e, i))
-    for e in range(experts):
-        yield Piece(f"{there}.experts.{e}.w2.weight", down, (h, f), _at(e))
 
 
 def _at(*index: int) -> View:

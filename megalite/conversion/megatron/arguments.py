@@ -98,7 +98,7 @@ _MUST_BE: Mapping[str, tuple[Any, ...]] = {
         """
     quick_geglu multi_latent_attention
     apply_residual_connection_post_layernorm is_hybrid_model qk_l2_norm
-    moe_router_enable_expert_bias moe_shared_expert_gate use_mup retro_add_retriever
+    use_mup retro_add_retriever
     attention_output_gate moe_apply_probs_on_input geglu
     """.split(),  # noqa: SIM905
         (None, False),
@@ -106,7 +106,7 @@ _MUST_BE: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         """
     heterogeneous_layers_config_path hybrid_layer_pattern hybrid_override_pattern
-    linear_attention_freq experimental_attention_variant moe_router_num_groups moe_router_group_topk
+    linear_attention_freq experimental_attention_variant
     moe_input_jitter_eps activation_func_clamp_value
     """.split(),  # noqa: SIM905
         (None,),
@@ -117,7 +117,7 @@ _MUST_BE: Mapping[str, tuple[Any, ...]] = {
     """.split(),  # noqa: SIM905
         (None, 0),
     ),
-    "moe_router_score_function": (None, "softmax"),
+    "moe_router_score_function": (None, "softmax", "sigmoid"),
     "rope_type": (None, "rope"),
     "softmax_type": (None, "vanilla"),
     "moe_token_drop_policy": (None, "probs", "position"),
@@ -245,6 +245,7 @@ def _experts(args: Arguments, biases: bool) -> dict[str, Any]:
         )
     first, every = _expert_layers(args)
     capacity = args.number("moe_expert_capacity_factor", -1.0)
+    sigmoid = args.get("moe_router_score_function") == "sigmoid"
     return {
         "num_experts": experts,
         "moe_router_topk": args.whole("moe_router_topk", 2),
@@ -256,7 +257,13 @@ def _experts(args: Arguments, biases: bool) -> dict[str, Any]:
         ),
         "moe_first_dense_layers": first,
         "moe_layer_freq": every,
-        "moe_router_pre_softmax": args.flag("moe_router_pre_softmax", False),
+        "moe_router_pre_softmax": args.flag("moe_router_pre_softmax", False) and not sigmoid,
+        "moe_router_score_function": "sigmoid" if sigmoid else "softmax",
+        "moe_router_enable_expert_bias": args.flag("moe_router_enable_expert_bias", False),
+        "moe_router_bias_update_rate": args.number("moe_router_bias_update_rate", 1e-3),
+        "moe_router_num_groups": args.whole("moe_router_num_groups") if args.get("moe_router_num_groups") else None,
+        "moe_router_group_topk": args.whole("moe_router_group_topk") if args.get("moe_router_group_topk") else None,
+        "moe_shared_expert_gate": args.flag("moe_shared_expert_gate", False),
         "moe_router_topk_scaling_factor": args.number("moe_router_topk_scaling_factor", 1.0) or 1.0,
         "moe_expert_capacity_factor": None if capacity < 0 else capacity,
         "moe_token_drop_policy": args.get("moe_token_drop_policy", "probs"),

@@ -15,7 +15,7 @@ import torch
 
 from megalite.config.model import ModelConfig
 from megalite.conversion.weights import ConversionError, Piece, first_rows
-from megalite.models.shapes import ParameterShape, embedding_shapes, head_shapes, layer_shapes
+from megalite.models.shapes import ParameterShape, buffer_shapes, embedding_shapes, head_shapes, layer_shapes
 
 _RENAMED = tuple(
     (re.compile(pattern), name)
@@ -140,7 +140,7 @@ def stage_pieces(
             )
     for local, index in enumerate(range(stage.first, stage.last)):
         prefix = f"layers.{index}."
-        for shape in layer_shapes(model, index):
+        for shape in (*layer_shapes(model, index), *buffer_shapes(model, index, index + 1)):
             rest, there = shape.name.removeprefix(prefix), f"decoder.layers.{local}"
             if shape.expert:
                 yield from _experts(model, shape, there, rest, shard, grouped)
@@ -172,6 +172,8 @@ _LAYER_NAMES = {
     **_both("mlp.linear_fc1", "mlp.up"),
     **_both("mlp.linear_fc2", "mlp.down"),
     "moe.router.weight": "mlp.router.weight",
+    "moe.router.bias": "mlp.router.expert_bias",
+    "moe.shared_gate.weight": "mlp.shared_experts.gate_weight",
     **_both("mlp.shared_experts.linear_fc1", "moe.shared.up"),
     **_both("mlp.shared_experts.linear_fc2", "moe.shared.down"),
 }

@@ -128,8 +128,9 @@ class _Buckets:
         weights = self._weights
         sizes = self._sizes(buffer)
         bucket = cursor = 0
-        pieces = stage_pieces(weights.model, stage, shard, vocabulary=weights.vocabulary)
-        for piece in reversed(_in_module_order(list(pieces), local)):
+        every = stage_pieces(weights.model, stage, shard, vocabulary=weights.vocabulary)
+        pieces = [piece for piece in every if not piece.theirs.endswith(".expert_bias")]  # it has no gradient
+        for piece in reversed(_in_module_order(pieces, local)):
             start = -(-cursor // _ALIGNED) * _ALIGNED
             cursor = start + torch.Size(piece.shape).numel()
             if bucket == len(sizes) or cursor > sizes[bucket]:

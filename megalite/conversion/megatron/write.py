@@ -93,6 +93,8 @@ _SAME = (
 )
 _SAME_EXPERTS = (
     *("num_experts", "moe_router_topk", "moe_router_pre_softmax", "moe_shared_expert_intermediate_size"),
+    *("moe_router_score_function", "moe_router_enable_expert_bias", "moe_router_bias_update_rate"),
+    *("moe_router_num_groups", "moe_router_group_topk", "moe_shared_expert_gate"),
     *("moe_aux_loss_coeff", "moe_expert_capacity_factor", "moe_token_drop_policy"),
 )
 """Settings of one name and meaning on both sides."""
@@ -172,8 +174,6 @@ def _expert_args(model: ModelConfig) -> dict[str, Any]:
         **{name: getattr(model, name) for name in _SAME_EXPERTS},
         "moe_layer_freq": [int(model.is_moe_layer(index)) for index in range(model.num_layers)],
         "moe_ffn_hidden_size": model.expert_ffn_size,
-        "moe_router_score_function": "softmax",
-        "moe_router_enable_expert_bias": False,
         "moe_router_topk_scaling_factor": None if scaling == 1.0 else scaling,
         "moe_grouped_gemm": False,
         "moe_token_dispatcher_type": "alltoall",

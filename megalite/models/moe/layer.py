@@ -99,11 +99,23 @@ def _matrices(weight: Tensor) -> Tensor:
     return weight.flatten(1, -2)
 
 
+class SharedGate(torch.nn.Module):
+    """sigmoid(x·gᵀ) with one row g [1, h]: [s, b, h] -> [s, b, 1], split over s by tp with sequence parallelism."""
+
+    def __init__(self, name: str, config: ModelConfig, *, factory: ParameterFactory) -> None:
+        super().__init__()
+        shape, std = (1, config.hidden_size), config.init_method_std
+        self.weight = factory.parameter(f"{name}.weight", shape, std=std, in_sequence_region=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, self.weight).sigmoid()
+
+
 class MoELayer(torch.nn.Module):
     """y = Σ_{k chosen experts e} weight_e(x)·expert_e(x) + shared(x) (arXiv 1701.06538, 2006.16668, 2401.06066).
 
     Tokens are always split over tp here, with sequence parallelism or without, so that no token is sent twice.
-    The shared expert is an ordinary MLP that every token goes through.
+    The shared expert is an ordinary MLP that every token goes through, its output times sigmoid(x·gᵀ) with a gate.
     """
 
     def __init__(self, name: str, config: ModelConfig, *, factory: ParameterFactory, recompute: Recompute) -> None:
@@ -120,6 +132,9 @@ class MoELayer(torch.nn.Module):
         width = config.moe_shared_expert_intermediate_size
         if width is not None:
             self.shared = MLP(f"{name}.shared", config, factory=factory, recompute=inner, ffn_size=width)
+        self.gate = (
+            SharedGate(f"{name}.shared_gate", config, factory=factory) if config.moe_shared_expert_gate else None
+        )
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """[s/cp, b, h] -> [s/cp, b, h], split over s by tp as well with sequence parallelism.
@@ -144,7 +159,11 @@ class MoELayer(torch.nn.Module):
             positions = context.positions.tensor_split(self.tp.size)[self.tp.rank]
             y = self._routed(tokens, positions, context, self.ep, self.expert_tp)
             y = replicate_from_sequence_parallel_region(y, tp=split)
-        return y if self.shared is None else y + self.shared(x)
+        if self.shared is None:
+            return y
+        if self.gate is None:
+            return y + self.shared(x)
+        return y + self.shared(x) * self.gate(x)
 
     def _routed(self, x: Tensor, positions: Tensor, context: ForwardContext, ep: Group, expert_tp: Group) -> Tensor:
         routing = self.router(x, positions, context)

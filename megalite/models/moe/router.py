@@ -69,6 +69,10 @@ def _place_in_run(values: Tensor) -> Tensor:
     return index - torch.where(first, index, 0).cummax(dim=0).values
 
 
+_LEAST = 1e-20
+"""Added to a sum of sigmoids that something is divided by."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Routing:
     """Where this rank's tokens [s_local, b] go."""
@@ -81,9 +85,12 @@ class Routing:
 class Router(torch.nn.Module):
     """logits = x·Wᵀ in fp32, the k largest are chosen, a softmax of them gives the weights (arXiv 1701.06538, 2401.04088).
 
-    Of equal logits the expert with the lower index is taken. The load-balancing loss (arXiv 2101.03961) is taken over
+    With sigmoid scores (arXiv 2412.19437) the weights are those of the chosen over their sum. A bias per expert is added for
+    the choice alone; `balance` moves it after a step. With groups a token chooses among the experts of its best groups.
+
+    Of equal scores the expert with the lower index is taken. The load-balancing loss (arXiv 2101.03961) is taken over
     each sequence, so that neither microbatch nor layout changes it: with f_e the share of the sequence's k·s choices
-    that fell on expert e, and P_e the mean over its tokens of the softmax over all experts, it is E·Σ_e f_e·P_e. The
+    that fell on expert e, and P_e the mean over its tokens of the softmax over all experts (of sigmoids over their sum), it is E·Σ_e f_e·P_e. The
     z-loss (arXiv 2202.08906) is the square of a token's logsumexp. The objective has their means over all
     sequences and all tokens of the global batch, masked or not, dropped or not.
 
@@ -98,9 +105,16 @@ class Router(torch.nn.Module):
         self.aux_coeff, self.z_coeff = config.moe_aux_loss_coeff, config.moe_z_loss_coeff
         self.capacity_factor = config.moe_expert_capacity_factor
         self.drop_last = config.moe_token_drop_policy == "position"
+        self.sigmoid = config.moe_router_score_function == "sigmoid"
+        self.score_table, self.bias_rate = config.score_table, config.moe_router_bias_update_rate
+        self.groups, self.group_topk = config.moe_router_num_groups, config.moe_router_group_topk
+        self.layer = int(name.split(".")[1])
         self.sequence = factory.tp_cp
         shape = (config.num_experts, config.hidden_size)
         self.weight = factory.parameter(f"{name}.weight", shape, std=config.init_method_std, always_partial=True)
+        self.bias: ShardedParameter | None = None
+        if config.moe_router_enable_expert_bias:
+            self.bias = factory.buffer(f"{name}.bias", shape[:1])
 
     def forward(self, x: Tensor, positions: Tensor, context: ForwardContext) -> Routing:
         """x [s_local, b, h] with its rows' positions [s_local] in the sequence.
@@ -109,10 +123,17 @@ class Router(torch.nn.Module):
         of s_local·(2·b·k + 1) numbers over it / none.
         """
         logits = _RouterLinear.apply(x, self.weight)
-        # A stable sort puts the lower index first among equals; topk would not say which.
-        chosen = logits.detach().sort(dim=-1, descending=True, stable=True).indices[..., : self.topk].contiguous()
-        probabilities = logits.softmax(dim=-1) if self.pre_softmax or self.aux_coeff else None
-        if self.pre_softmax:
+        probabilities = None
+        if self.score_table:
+            probabilities = logits.sigmoid() if self.sigmoid else logits.softmax(dim=-1)
+        ranking = logits.detach() if probabilities is None else probabilities.detach()
+        chosen = self._choose(ranking)
+        if self.sigmoid:
+            assert probabilities is not None
+            weights = probabilities.gather(-1, chosen)
+            if self.topk > 1:
+                weights = weights / (weights.sum(dim=-1, keepdim=True) + _LEAST)
+        elif self.pre_softmax:
             assert probabilities is not None
             weights = probabilities.gather(-1, chosen)
         else:
@@ -126,6 +147,23 @@ class Router(torch.nn.Module):
             kept = within_capacity(*routing, capacity=capacity, drop_last=self.drop_last, sequence=self.sequence)
         return Routing(weights=weights, chosen=chosen, kept=kept)
 
+    def _choose(self, scores: Tensor) -> Tensor:
+        """The experts [s, b, k] of scores [s, b, E], with their bias and within groups."""
+        if self.bias is not None:
+            scores = scores + self.bias
+        if self.groups is not None and self.group_topk is not None:
+            grouped = scores.unflatten(-1, (self.groups, -1))
+            best = grouped.topk(self.topk // self.group_topk, dim=-1).values.sum(dim=-1)
+            outside = torch.ones_like(best, dtype=torch.bool).scatter_(-1, _largest(best, self.group_topk), False)
+            scores = grouped.masked_fill(outside.unsqueeze(-1), -math.inf).flatten(-2)
+        return _largest(scores, self.topk)
+
+    def balance(self, loads: Tensor) -> None:
+        """After a step: experts [E] with less than the mean load get a larger bias, those with more a smaller one."""
+        assert self.bias is not None
+        step = (loads.mean() - loads).sign().to(self.bias.dtype)
+        self.bias.data.add_(step.to(self.bias.device, non_blocking=True), alpha=self.bias_rate)
+
     def _attach_losses(
         self, weights: Tensor, logits: Tensor, probabilities: Tensor | None, chosen: Tensor, context: ForwardContext
     ) -> Tensor:
@@ -133,8 +171,14 @@ class Router(torch.nn.Module):
         auxiliary = context.auxiliary
         if auxiliary is None:
             return weights
+        if self.bias is not None:
+            weights = auxiliary.count(weights, self.layer, chosen, self.experts)
         if self.aux_coeff:
             assert probabilities is not None
+            if self.bias is not None or self.groups is not None:  # the loss is of what the scores alone would choose
+                chosen = _largest(probabilities.detach(), self.topk)
+            if self.sigmoid:
+                probabilities = probabilities / (probabilities.sum(dim=-1, keepdim=True) + _LEAST)
             choices = chosen.transpose(0, 1).flatten(1)
             counts = probabilities.new_zeros(choices.shape[0], self.experts)
             counts.scatter_add_(1, choices, torch.ones_like(choices, dtype=counts.dtype))
@@ -148,6 +192,12 @@ class Router(torch.nn.Module):
             loss = logits.logsumexp(dim=-1).square().sum()
             weights = auxiliary.attach(weights, Z_LOSS, loss * (self.z_coeff * auxiliary.per_token))
         return weights
+
+
+def _largest(scores: Tensor, count: int) -> Tensor:
+    """Indices of the largest along the last dimension, the largest first. A stable sort puts the lower index first among
+    equals; topk would not say which."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count].contiguous()
 
 
 class _RouterLinear(torch.autograd.Function):

@@ -18,6 +18,8 @@ from tests.models.stages import B, S, build, named
 from tests.models.test_families import FAMILIES, VOCAB, Family, all_float64, rope, their_model
 
 LLAMA = FAMILIES["llama3"].theirs
+_EXPERTS = {"num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12}
+_EXPERTS |= {"experts_implementation": "eager", "rms_norm_eps": 1e-6, **rope(1e6)}
 WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
 CASES = {name: family for name, family in FAMILIES.items() if name != "gemma"} | {
     "gpt2-untied": Family("", {}, "GPT2", {**FAMILIES["gpt2"].theirs, "tie_word_embeddings": False, "n_inner": 24}),
@@ -29,6 +31,14 @@ CASES = {name: family for name, family in FAMILIES.items() if name != "gemma"} |
         "", {}, "Mistral", FAMILIES["mistral"].theirs | {"sliding_window": None, "head_dim": 6}
     ),
     "qwen2-window": Family("", {}, "Qwen2", FAMILIES["qwen2"].theirs | WINDOW | {"tie_word_embeddings": True}),
+    "qwen2-moe": Family("", {}, "Qwen2Moe", {**_EXPERTS, "shared_expert_intermediate_size": 20}),
+    "qwen2-moe-sparse": Family(
+        "", {}, "Qwen2Moe", {**_EXPERTS, "shared_expert_intermediate_size": 8, "decoder_sparse_step": 2}
+    ),
+    "qwen3-moe": Family(
+        "", {}, "Qwen3Moe", {**_EXPERTS, "head_dim": 6, "norm_topk_prob": True, "mlp_only_layers": [0]}
+    ),
+    "qwen3-moe-parts": Family("", {}, "Qwen3Moe", {**_EXPERTS, "head_dim": 4, "tie_word_embeddings": True}),
     "mixtral-window": Family("", {}, "Mixtral", {**FAMILIES["mixtral"].theirs, "sliding_window": 4}),
 }
 """Every case of `test_families` but Gemma, which cannot be converted, and features that it leaves out."""

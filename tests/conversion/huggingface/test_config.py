@@ -24,7 +24,7 @@ NEEDED: dict[str, Any] = {
 }
 NEEDED_BY_GPT2: dict[str, Any] = {"n_layer": 3, "n_embd": 16, "n_head": 4, "vocab_size": 37}
 CLASSES = {"gpt2": "GPT2", "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-CLASSES |= {"mixtral": "Mixtral"}
+CLASSES |= {"mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe"}
 
 NOT_COMPARED = {*TRAINING_FIELDS, "make_vocab_size_divisible_by"}
 """Settings that a family need not express: of training, and of padding, which changes no token's logit."""
@@ -56,6 +56,8 @@ PRESETS = {
     "qwen2-7b": "qwen2",
     "qwen3-8b": "qwen3",
     "mixtral-8x7b": "mixtral",
+    "qwen3-30b-a3b": "qwen3_moe",
+    "qwen3-235b-a22b": "qwen3_moe",
 }
 
 

@@ -43,6 +43,9 @@ def arguments(weights: MadeUp, tp: int, pp: int, **changes: Any) -> Namespace:
         args.moe_ffn_hidden_size = model.expert_ffn_size
         args.moe_router_topk = model.moe_router_topk
         args.moe_shared_expert_intermediate_size = model.moe_shared_expert_intermediate_size
+        for name in ("score_function", "enable_expert_bias", "num_groups", "group_topk", "topk_scaling_factor"):
+            setattr(args, f"moe_router_{name}", getattr(model, f"moe_router_{name}"))
+        args.moe_shared_expert_gate = model.moe_shared_expert_gate
     vars(args).update(changes)
     return args
 
@@ -91,6 +94,10 @@ def layer(weights: MadeUp, index: int, number: int, tp: int, rank: int) -> Tenso
             name = f"{there}.mlp.shared_experts"
             made[f"{name}.linear_fc1.weight"] = gate_and_up(read("moe.shared.up.weight"), tp, rank)
             made[f"{name}.linear_fc2.weight"] = read("moe.shared.down.weight").chunk(tp, 1)[rank]
+        if model.moe_shared_expert_gate:
+            made[f"{name}.gate_weight"] = read("moe.shared_gate.weight")
+        if model.moe_router_enable_expert_bias:
+            made[f"{there}.mlp.router.expert_bias"] = read("moe.router.bias")
     else:
         for kind in ("weight", "bias") if model.add_bias_linear else ("weight",):
             up = read(f"mlp.up.{kind}")

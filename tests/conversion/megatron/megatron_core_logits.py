@@ -52,6 +52,8 @@ def build(args: argparse.Namespace) -> GPTModel:
     }
     if args.num_experts:
         names = ("moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax")
+        names += ("moe_router_score_function", "moe_router_enable_expert_bias", "moe_router_num_groups")
+        names += ("moe_router_group_topk", "moe_router_topk_scaling_factor", "moe_shared_expert_gate")
         settings |= {name: getattr(args, name) for name in names}
         settings |= {
             "num_moe_experts": args.num_experts,

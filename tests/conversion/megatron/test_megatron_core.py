@@ -17,7 +17,7 @@ from megalite.conversion.megatron.write import write_megatron
 from megalite.conversion.open import open_megatron
 from megalite.conversion.verify import our_logits
 from tests.conversion.megatron.builder import assert_same
-from tests.conversion.samples import EXPERTS, GPT, LLAMA, MadeUp
+from tests.conversion.samples import EXPERTS, GPT, LLAMA, ROUTING, MadeUp
 
 
 def installed() -> bool:
@@ -37,12 +37,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama3-scaling": LLAMA | {"rope_scaling": "llama3", "rotary_base": 500000.0},
     "qwen": LLAMA | {"add_qkv_bias": True, "qk_norm": True, "tie_embeddings": True, "kv_channels": 16},
     "experts": EXPERTS | {"moe_shared_expert_intermediate_size": 24, "moe_ffn_hidden_size": 16},
+    "routing": EXPERTS | ROUTING,
     "some-experts": EXPERTS | {"moe_first_dense_layers": 1, "moe_router_pre_softmax": True},
 }
 
 
 @pytest.mark.parametrize(
-    "kind, tp", [*((kind, 1) for kind in MODELS), ("gpt", 2), ("llama", 2), ("qwen", 2), ("experts", 2)]
+    "kind, tp", [*((kind, 1) for kind in MODELS), ("gpt", 2), ("llama", 2), ("qwen", 2), ("experts", 2), ("routing", 2)]
 )
 def test_logits_and_back(tmp_path: Path, kind: str, tp: int) -> None:
     weights = MadeUp(tmp_path, MODELS[kind])

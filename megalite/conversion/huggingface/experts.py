@@ -1,0 +1,137 @@
+"""Experts of the Hugging Face families: what their config.json says of them, and the names and shapes of their tensors."""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megalite.config.model import ModelConfig
+from megalite.conversion.huggingface.config_json import ModelFile
+from megalite.conversion.weights import Piece, View
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertKeys:
+    """What a family calls the settings and the tensors of its experts. Defaults are Mixtral's: every layer has experts, as
+    wide as intermediate_size says, with weights that add up to 1."""
+
+    count: tuple[str, int] = ("num_local_experts", 8)  # its key in published files, and what stands for a missing one
+    topk: int = 2  # default of num_experts_per_tok
+    width: int | None = None  # default of moe_intermediate_size; None: it is intermediate_size
+    normalises: bool | None = None  # default of norm_topk_prob: the weights add up to 1; None: always
+    # The shared expert: by its width (Qwen2), or by how many experts wide it is (DeepSeek). Its key and default.
+    shared: tuple[str, int] | None = None
+    shared_gate: bool = False
+    sigmoid: bool = False  # scores, with a bias per expert, groups and a factor on the weights
+    dense: str | None = (
+        None  # decoder_sparse_step (and mlp_only_layers), or first_k_dense_replace; None: no dense layer
+    )
+    layer: str = "mlp"  # where in a layer they are
+    matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+    def read(self, file: ModelFile) -> dict[str, Any]:
+        # transformers 5 saves the number under its own name for it.
+        key = "num_local_experts" if "num_local_experts" in file.values else self.count[0]
+        experts, topk = file.integer(key, self.count[1]), file.integer("num_experts_per_tok", self.topk)
+        found: dict[str, Any] = {"num_experts": experts, "moe_router_topk": topk, **self._read_dense(file)}
+        if self.width is not None:
+            found["moe_ffn_hidden_size"] = file.integer("moe_intermediate_size", self.width)
+        if self.shared is not None:
+            key, default = self.shared
+            width = file.integer(key, default)
+            counted = key == "n_shared_experts"
+            found["moe_shared_expert_intermediate_size"] = width * (found["moe_ffn_hidden_size"] if counted else 1)
+            found["moe_shared_expert_gate"] = self.shared_gate
+        whole = True if self.normalises is None else file.flag("norm_topk_prob", self.normalises)
+        if not self.sigmoid:
+            return found | {"moe_router_pre_softmax": not whole}
+        if not whole and topk > 1:
+            raise file.fault("norm_topk_prob is false; with sigmoid scores only true can be expressed")
+        groups, chosen = file.integer("n_group", 1), file.integer("topk_group", 1)
+        if groups > chosen:
+            if topk // chosen != 2:
+                raise file.fault(
+                    f"num_experts_per_tok is {topk} and topk_group {chosen}: groups are compared by their best two experts "
+                    f"there, by their best {topk // chosen} here; only twice as many experts as groups can be expressed"
+                )
+            found |= {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
+        return found | {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_topk_scaling_factor": file.number("routed_scaling_factor", 1.0),
+        }
+
+    def _read_dense(self, file: ModelFile) -> dict[str, Any]:
+        layers = file.layers("num_hidden_layers")
+        if self.dense == "first_k_dense_replace":
+            first = file.values.get(self.dense, 1)
+            if type(first) is not int or not 0 <= first < layers:
+                raise file.fault(
+                    f"{self.dense} is {str(first)[:60]!r}; it must be a whole number below {layers} layers"
+                )
+            return {"moe_first_dense_layers": first}
+        if self.dense is None:
+            return {}
+        every, only = file.integer(self.dense, 1), file.values.get("mlp_only_layers") or []
+        if every == 1 and only == list(range(len(only))) and len(only) < layers:
+            return {"moe_first_dense_layers": len(only)}
+        if only or every > layers:
+            raise file.fault(
+                f"mlp_only_layers is {str(only)[:60]} with {self.dense} {every}; what can be expressed are dense layers at the "
+                f"start ([0, 1, ...] and 1), or one of every {self.dense} layers having experts ([] and up to {layers})"
+            )
+        return {"moe_first_dense_layers": every - 1, "moe_layer_freq": every}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        topk = model.moe_router_topk if model.num_experts else 1
+        values: dict[str, Any] = {self.count[0]: model.num_experts or 1, "num_experts_per_tok": topk}
+        values["output_router_logits"] = False
+        if self.width is not None:
+            values["moe_intermediate_size"] = model.expert_ffn_size
+        if self.shared is not None:
+            width, counted = model.moe_shared_expert_intermediate_size or 0, self.shared[0] == "n_shared_experts"
+            values[self.shared[0]] = max(1, width // model.expert_ffn_size if counted else width)
+        if self.normalises is not None:
+            values["norm_topk_prob"] = self.sigmoid or not model.moe_router_pre_softmax
+        if self.sigmoid:
+            values["n_group"] = model.moe_router_num_groups or 1
+            values["topk_group"] = model.moe_router_group_topk or 1
+            values["routed_scaling_factor"] = model.moe_router_topk_scaling_factor
+        first, every = model.moe_first_dense_layers, model.moe_layer_freq
+        if self.dense == "first_k_dense_replace":
+            values[self.dense] = first
+        elif self.dense is not None:
+            values |= {self.dense: every, "mlp_only_layers": list(range(first)) if every == 1 else []}
+        return values
+
+    def pieces(self, model: ModelConfig, layer: str, here: str, present: Collection[str] | None) -> Iterator[Piece]:
+        """As published (one tensor per matrix of an expert) or as transformers 5 holds them (merged)."""
+        h, f, experts = model.hidden_size, model.expert_ffn_size, model.num_experts
+        assert experts is not None
+        there = f"{layer}.{self.layer}"
+        if present is not None and f"{there}.gate.weight" not in present:
+            there = f"{layer}.mlp"
+        yield Piece(f"{there}.gate.weight", f"{here}.router.weight", (experts, h))
+        if model.moe_router_enable_expert_bias:
+            yield Piece(f"{there}.gate.e_score_correction_bias", f"{here}.router.bias", (experts,))
+        up, down = f"{here}.experts.up.weight", f"{here}.experts.down.weight"
+        if present is not None and f"{there}.experts.gate_up_proj" in present:
+            yield Piece(f"{there}.experts.gate_up_proj", up, (experts, 2 * f, h))
+            yield Piece(f"{there}.experts.down_proj", down, (experts, h, f))
+        else:
+            for e in range(experts):
+                for i, name in enumerate(self.matrices[:2]):
+                    yield Piece(f"{there}.experts.{e}.{name}.weight", up, (f, h), _at(e, i))
+            for e in range(experts):
+                yield Piece(f"{there}.experts.{e}.{self.matrices[2]}.weight", down, (h, f), _at(e))
+        width = model.moe_shared_expert_intermediate_size
+        if width is not None:
+            shared = f"{there}.shared_expert{'s' if self.sigmoid else ''}"
+            for i, name in enumerate(self.matrices[:2]):
+                yield Piece(f"{shared}.{name}.weight", f"{here}.shared.up.weight", (width, h), _at(i))
+            yield Piece(f"{shared}.{self.matrices[2]}.weight", f"{here}.shared.down.weight", (h, width))
+        if model.moe_shared_expert_gate:
+            yield Piece(f"{there}.shared_expert_gate.weight", f"{here}.shared_gate.weight", (1, h))
+
+
+def _at(*index: int) -> View:
+    return lambda ours: ours[index]

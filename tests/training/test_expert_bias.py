@@ -1,0 +1,117 @@
+"""Biases that balance experts: what moves them, that all layouts have the same, and that real text spreads out."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megalite.models.moe.router import Router
+from megalite.training.state_tensors import state_tensors
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.state import continued, save_run
+from tests.support.tiny import BIASED, MOE, Runner, build, tiny_config
+
+SETTINGS: dict[str, Any] = {**MOE, **BIASED, "num_layers": 3, "num_experts": 8, "global_batch_size": 4}
+GROUPED = {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 2}
+TEXT = (Path(__file__).parents[2] / "README.md").read_bytes() + (
+    Path(__file__).parents[2] / "docs/tour.md"
+).read_bytes()
+
+
+def biases(runner: Runner) -> dict[int, list[float]]:
+    return {router.layer: router.bias.tolist() for router in runner.replica.routers}
+
+
+def trained(context: RankContext, settings: dict[str, Any], folder: str) -> tuple[dict[int, list[float]], list[str]]:
+    """Biases after three steps, and which of them this rank has saved."""
+    runner = Runner(build(context, tiny_config(context_size(settings), **SETTINGS, **settings)))
+    for _ in range(3):
+        runner.step()
+    save_run(runner, folder)
+    return biases(runner), [
+        saved.spec.name for saved, _ in state_tensors(runner.replica) if "router.bias" in saved.spec.name
+    ]
+
+
+def context_size(settings: dict[str, Any]) -> int:
+    return int(np.prod([settings.get(axis, 1) for axis in ("tp", "pp", "dp", "cp")]))
+
+
+def taken_up(context: RankContext, settings: dict[str, Any], folder: str) -> dict[int, list[float]]:
+    return biases(continued(context, tiny_config(context_size(settings), **SETTINGS, **settings), folder))
+
+
+LAYOUTS = [{"tp": 2, "dp": 2, "ep": 2, "sequence_parallel": True}, {"pp": 2, "cp": 2}, {"dp": 2, "ep": 2, **GROUPED}]
+
+
+@pytest.mark.parametrize("settings", LAYOUTS, ids=lambda settings: "-".join(settings))
+def test_every_layout_has_the_same_and_takes_up_anothers(settings: dict[str, Any], tmp_path: Path) -> None:
+    alone = {key: value for key, value in settings.items() if key in GROUPED}
+    (expected, names), *_ = run_ranks(1, trained, alone, str(tmp_path / "one"))
+    assert names == ["layers.1.moe.router.bias", "layers.2.moe.router.bias"]
+    assert all(any(bias) for bias in expected.values())
+    ranks = run_ranks(context_size(settings), trained, settings, str(tmp_path / "many"))
+    for found, _ in ranks:
+        assert found == {layer: expected[layer] for layer in found}
+    assert sorted(name for _, written in ranks for name in written) == names, "each is written once"
+    assert run_ranks(1, taken_up, alone, str(tmp_path / "many")) == [expected]
+    for found in run_ranks(context_size(settings), taken_up, settings, str(tmp_path / "one")):
+        assert found == {layer: expected[layer] for layer in found}
+
+
+def test_evaluation_and_skipped_steps_leave_them() -> None:
+    config = tiny_config(**SETTINGS, on_non_finite="skip")
+    runner = Runner(build(RankContext(0), config))
+    runner.step()
+    before = biases(runner)
+    runner.evaluate()
+    assert biases(runner) == before
+    weight = next(iter(runner.replica.stages[0].parameters()))
+    kept = runner.stepper._run
+    runner.stepper._run = lambda *arguments, **named: [loss * torch.nan for loss in kept(*arguments, **named)]  # type: ignore[method-assign]
+    assert runner.step().skipped
+    assert biases(runner) == before and weight.isfinite().all()
+
+
+class Words:
+    """Samples of bytes."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def sample(self, k: int) -> np.ndarray:
+        start = np.random.default_rng(k).integers(len(TEXT) - self.length - 1)
+        return np.frombuffer(TEXT, np.uint8, self.length + 1, start).astype(np.int64)
+
+    def packing(self, k: int) -> None:
+        return None
+
+
+@pytest.mark.parametrize("groups", [{}, GROUPED], ids=["all", "groups"])
+def test_real_text_spreads_over_the_experts(groups: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest load over the mean one, over the last steps, with a bias that moves and with one that stays 0."""
+
+    def imbalance(rate: float) -> float:
+        more = {"moe_router_bias_update_rate": rate, "moe_aux_loss_coeff": 0.0, "precision": "fp32", "lr": 3e-3}
+        settings = {**SETTINGS, **more, "vocab_size": 256, "seq_length": 32, "eod_mask_loss": False, "train_iters": 60}
+        runner = Runner(build(RankContext(0), tiny_config(**settings | groups)))
+        runner.loader.dataset = Words(32)
+        loads = {router.layer: torch.zeros(8) for router in runner.replica.routers}
+        choose = Router._choose
+
+        def counted(router: Router, scores: torch.Tensor) -> torch.Tensor:
+            chosen = choose(router, scores)
+            if runner.progress.step >= 40:
+                loads[router.layer] += chosen.flatten().bincount(minlength=8)
+            return chosen
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Router, "_choose", counted)
+            for _ in range(60):
+                runner.step()
+        return max(float(load.max() / load.mean()) for load in loads.values())
+
+    moving, still = imbalance(0.02), imbalance(0.0)
+    assert moving < 1.5 < still
