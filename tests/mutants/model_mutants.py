@@ -202,7 +202,7 @@ ATTENTION = (
     Mutant(
         "heads in qkv's order of kinds",
         "megalite/models/attention.py",
-        "qkv.split((self.queries, 1, 1), dim=3)",
+        "qkv.split((qkv.shape[3] - 2, 1, 1), dim=3)",
         "[qkv[:, :, :, 2:], qkv[:, :, :, :1], qkv[:, :, :, 1:2]]",
         f"{TRAJECTORY}[one-llama-fp64]",
         "rows of keys and values are taken for queries",

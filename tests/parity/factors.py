@@ -21,8 +21,15 @@ EXPERTS: Settings = {**LLAMA, "num_experts": 4, "moe_router_topk": 2}
 FAMILIES: dict[str, Settings] = {
     "gpt": GPT,
     "llama": {**LLAMA, "rope_scaling": "llama3", "rope_scaling_factor": 4.0, "rope_original_max_positions": 8},
-    "mistral": {**LLAMA, "sliding_window": 5},
-    "qwen": {**LLAMA, "qk_norm": True, "add_qkv_bias": True, "kv_channels": 6, "tie_embeddings": True},
+    "mistral": {**LLAMA, "num_query_groups": 2, "sliding_window": 5},
+    "qwen": {
+        **LLAMA,
+        "num_query_groups": 1,
+        "qk_norm": True,
+        "add_qkv_bias": True,
+        "kv_channels": 6,
+        "tie_embeddings": True,
+    },
     "gemma": {
         **LLAMA,
         "num_query_groups": 8,
