@@ -180,7 +180,10 @@ def _switches(generator: random.Random, drawn: Drawn) -> Drawn:
         "seed": generator.randint(0, 9999),
     }
     if found["position_embedding_type"] == "rope" and chance(0.3):
-        found |= {"rope_scaling": "llama3", "rope_original_max_positions": max(2, drawn["seq_length"] // 2)}
+        found |= {
+            "rope_scaling": generator.choice(("llama3", "yarn")),
+            "rope_original_max_positions": max(2, drawn["seq_length"] // 2),
+        }
     if not found["add_bias_linear"]:
         found["add_qkv_bias"] = chance(0.5)
     if chance(0.3):

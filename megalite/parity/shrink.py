@@ -125,7 +125,7 @@ def sequence_changes(config: RunConfig) -> Changes:
         changes["sliding_window"] = max(2, round(model.sliding_window * small / s))
     if model.max_position_embeddings is not None:
         changes["max_position_embeddings"] = max(small, round(model.max_position_embeddings * small / s))
-    if model.rope_scaling == "llama3":
+    if model.rope_scaling in ("llama3", "yarn"):
         changes["rope_original_max_positions"] = small // 2
     return changes
 

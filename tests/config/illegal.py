@@ -97,13 +97,20 @@ _TABLE = """
 4 --tp 4 --num-experts 4 --ffn-hidden-size 90 --etp 4 => ffn_hidden_size 90 is not divisible by etp 4 … etp 1, 2
 1 --add-qkv-bias => add_qkv_bias has no effect with add_bias_linear … remove it, or add --disable-bias-linear
 1 --rope-scaling llama3 => rope_scaling llama3 … position_embedding_type learned_absolute … rope
-1 --position-embedding-type rope --rope-scaling-factor 4 => rope_scaling_factor 4 … rope_scaling none … linear or llama3
+1 --position-embedding-type rope --rope-scaling-factor 4 => rope_scaling_factor 4 … rope_scaling none … linear, llama3 or yarn
 1 --position-embedding-type rope --rope-scaling linear --rope-low-freq-factor 2
     => rope_low_freq_factor 2 … rope_scaling linear … llama3
 1 --position-embedding-type rope --rope-original-max-positions 4096
     => rope_original_max_positions 4096 … rope_scaling none … llama3
 1 --position-embedding-type rope --rope-scaling llama3 --rope-low-freq-factor 4
     => rope_low_freq_factor 4 … rope_high_freq_factor 4 … less than 4
+1 --position-embedding-type rope --rope-scaling llama3 --rope-beta-fast 16
+    => rope_beta_fast 16 … rope_scaling llama3 … yarn
+1 --position-embedding-type rope --rope-scaling yarn --rope-beta-slow 40
+    => rope_beta_slow 40 … rope_beta_fast 32 … less than 32
+1 --position-embedding-type rope --rope-scaling yarn --rope-mscale 2 => rope_mscale 2 … both or none
+1 --position-embedding-type rope --rope-scaling yarn --rope-mscale 2 --rope-mscale-all-dim 1 --rope-attention-factor 2
+    => rope_mscale 2 … rope_attention_factor 2 … remove one
 1 --num-experts 8 --moe-expert-capacity-factor 4
     => moe_expert_capacity_factor 4 … num_experts 8 and moe_router_topk 2 … less than 4
 1 --num-experts 8 --moe-router-topk 1

@@ -32,6 +32,13 @@ FAMILIES: dict[str, Settings] = {
     },
     "gemma": {
         **LLAMA,
+        "rope_scaling": "yarn",
+        "rope_scaling_factor": 4.0,
+        "rope_original_max_positions": 8,
+        "rope_beta_fast": 1.5,
+        "rope_beta_slow": 0.3,
+        "rope_mscale": 2.0,
+        "rope_mscale_all_dim": 0.5,
         "num_query_groups": 8,
         "activation": "geglu_tanh",
         "norm_zero_centered": True,

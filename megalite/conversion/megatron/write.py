@@ -72,6 +72,8 @@ def _inexpressible_positions(model: ModelConfig) -> Iterator[str]:
         yield f"rotary_base {model.rotary_base} (a whole number)"
     if model.rope_scaling == "linear" and model.rope_scaling_factor != int(model.rope_scaling_factor):
         yield f"rope_scaling_factor {model.rope_scaling_factor} (linear: a whole number)"
+    if model.rope_scaling == "yarn":
+        yield "rope_scaling yarn (its args have YaRN for multi-latent attention alone)"
     if model.rope_scaling == "llama3":
         for name, value in _LLAMA3.items():
             if getattr(model, name) != value:

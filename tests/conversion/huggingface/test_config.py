@@ -117,7 +117,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"hidden_act": "relu2"}, "hidden_act is 'relu2'; what can be expressed is silu"),
     ("llama", {"hidden_act": None}, "hidden_act is 'None'"),
     ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'; .* default, linear"),
-    ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type is 'yarn'"),
+    ("llama", {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_type is 'longrope'"),
+    (
+        "llama",
+        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": 1}},
+        "truncate is '1'; it must be true",
+    ),
+    ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": "9"}}, "beta_fast is '9'"),
     ("llama", {"rope_scaling": {"rope_type": "linear"}}, "rope_type linear needs factor, which is missing"),
     ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "needs low_freq_factor"),
     ("llama", {"rope_scaling": 2.0}, r"rope_scaling must be an object, not '2\.0'"),
@@ -200,3 +206,21 @@ def test_llama3_scaling_and_that_its_original_positions_default_to_all() -> None
     assert (model.rope_low_freq_factor, model.rope_high_freq_factor) == (1.5, 3.0)
     assert model.rope_scaling_factor == 2.0
     assert model.rope_original_max_positions == model.max_position_embeddings == 2048
+
+
+def test_yarn_of_published_models() -> None:
+    """Qwen's has the factor alone; DeepSeek's says mscale; a factor that is missing is how far positions reach."""
+    base = {"type": "yarn", "original_max_position_embeddings": 16}
+    qwen, _ = read("llama", needed("llama") | {"rope_scaling": base | {"factor": 4.0}})
+    assert (qwen.rope_scaling, qwen.rope_scaling_factor, qwen.rope_original_max_positions) == ("yarn", 4.0, 16)
+    assert (qwen.rope_mscale, qwen.rope_attention_factor, qwen.rope_truncate) == (None, None, True)
+    scaling = base | {"factor": 40, "beta_fast": 20, "beta_slow": 2, "mscale": 0.7, "mscale_all_dim": 0.9}
+    deepseek, _ = read("llama", needed("llama") | {"rope_scaling": scaling})
+    assert (deepseek.rope_beta_fast, deepseek.rope_beta_slow) == (20.0, 2.0)
+    assert (deepseek.rope_mscale, deepseek.rope_mscale_all_dim) == (0.7, 0.9)
+    alone, _ = read(
+        "llama", needed("llama") | {"rope_scaling": base | {"factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0}}
+    )
+    assert alone.rope_mscale is None
+    reach, _ = read("llama", needed("llama") | {"rope_scaling": base, "max_position_embeddings": 40})
+    assert reach.rope_scaling_factor == 2.5
