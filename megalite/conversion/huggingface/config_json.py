@@ -155,21 +155,36 @@ def resolved(model: ModelConfig, seq_length: int) -> ModelConfig:
     return validate(replace(RunConfig(model=model), seq_length=seq_length), 1).model
 
 
-def read_rope(file: ModelFile, default_base: float, max_positions: int) -> dict[str, Any]:
-    """Settings of RoPE, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (before)."""
+SCALINGS = ("default", "linear", "llama3", "yarn")
+"""Every rope_type that can be expressed."""
+
+
+def read_rope(
+    file: ModelFile,
+    default_base: float,
+    max_positions: int,
+    *,
+    kinds: Sequence[str] = SCALINGS,
+    partial: float | None = None,
+) -> dict[str, Any]:
+    """Settings of RoPE, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (before).
+
+    `kinds`: the values of rope_type that the family has; `partial`: its default of partial_rotary_factor, if it has one.
+    """
     values = _rope_values(file)
     base = file.finite("rope_theta", values.get("rope_theta", default_base))
-    turned = values.get("partial_rotary_factor")
-    if turned is not None and file.finite("partial_rotary_factor", turned) != 1.0:
+    turned = values.get("partial_rotary_factor", partial)
+    share = 1.0 if turned is None else file.finite("partial_rotary_factor", turned)
+    if partial is None and share != 1.0:
         raise file.fault(f"partial_rotary_factor is {turned}; RoPE can only turn whole heads (1.0)")
-    settings: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": base}
+    settings: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": base, "rotary_percent": share}
     if "factor" in values and "rope_type" not in values:
         raise file.fault(f"RoPE has a factor, {str(values['factor'])[:60]}, and no rope_type, such as linear")
     kind = values.get("rope_type", "default")
     if kind == "default":
         return settings
-    if kind not in ("linear", "llama3", "yarn"):
-        raise file.fault(f"rope_type is {str(kind)[:60]!r}; what can be expressed is default, linear, llama3, yarn")
+    if kind not in kinds:
+        raise file.fault(f"rope_type is {str(kind)[:60]!r}; what can be expressed is {', '.join(kinds)}")
 
     def needed(name: str) -> float:
         if name not in values:

@@ -23,7 +23,15 @@ NEEDED: dict[str, Any] = {
     "vocab_size": 37,
 }
 NEEDED_BY_GPT2: dict[str, Any] = {"n_layer": 3, "n_embd": 16, "n_head": 4, "vocab_size": 37}
-CLASSES = {"gpt2": "GPT2", "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+CLASSES = {
+    "phi3": "Phi3",
+    "glm": "Glm",
+    "gpt2": "GPT2",
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+}
 CLASSES |= {"mixtral": "Mixtral"}
 
 NOT_COMPARED = {*TRAINING_FIELDS, "make_vocab_size_divisible_by"}
@@ -51,6 +59,10 @@ PRESETS = {
     "gpt3-1.3b": "gpt2",
     "llama2-7b": "llama",
     "llama3-70b": "llama",
+    "llama3.2-1b": "llama",
+    "llama3.3-70b": "llama",
+    "llama3-405b": "llama",
+    "phi-3-mini": "mistral",
     "llama3.1-8b": "llama",
     "mistral-7b": "mistral",
     "qwen2-7b": "qwen2",
@@ -66,6 +78,8 @@ def test_presets_are_of_their_family_and_come_back(preset: str) -> None:
     seq_length = config.training.seq_length
     family = choose_family(config.model, seq_length, None)
     assert family.name == PRESETS[preset]
+    if preset == "phi-3-mini":  # what Mistral can say as well
+        assert differences(FAMILIES["phi3"], config.model, seq_length) == {}
     written = json.loads(json.dumps(family.write(config.model, seq_length)))
     model, positions = read(family.name, written)
     trained = {name: getattr(config.model, name) for name in NOT_COMPARED}
