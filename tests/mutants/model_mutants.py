@@ -209,6 +209,17 @@ ATTENTION = (
     ),
 )
 
+SHARED_KEYS = (
+    Mutant(
+        "gradient of a shared key from one rank",
+        "megalite/tensor_parallel/shared_heads.py",
+        "total[first:stop] += part",
+        "total[first:stop] = part",
+        "tests/parity/test_parity.py::test_layout_gives_the_numbers_of_one_rank[tp8-two-groups]",
+        "of the ranks that use a key the last alone trains it",
+    ),
+)
+
 EXPERTS = (
     Mutant(
         "weights not normalised over the chosen",
