@@ -24,7 +24,8 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         "make_vocab_size_divisible_by": "theirs is multiplied by tp; ours is not, so that a checkpoint does not depend on "
         "the layout. A padded vocabulary that tp does not divide is an error that names a multiple",
         "max_position_embeddings": "required there; here it is `--seq-length` unless given",
-        "position_embedding_type": "learned_absolute, rope and none; theirs also has yarn, mrope and relative",
+        "position_embedding_type": "learned_absolute, rope and none; theirs also has mrope and relative, and yarn, which is "
+        "`rope_scaling: yarn` here",
         "rotary_percent": SAME,
         "rotary_interleaved": SAME,
         "rotary_base": "theirs is a whole number",

@@ -69,9 +69,10 @@ VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
 
 REFUSED_VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
+        "position_embedding_type": {"yarn": "use --position-embedding-type rope --rope-scaling yarn"},
         "optimizer": {
             "dist_muon": "use --optimizer muon --dp-strategy distributed-optimizer, which deals out states and matrices"
-        }
+        },
     }
 )
 """Setting -> Megatron's word for a value that there is not here -> what to use."""

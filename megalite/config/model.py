@@ -75,16 +75,30 @@ class ModelConfig:
     """Share of each head that RoPE turns, from its first channel on; the rest has no position (GPT-NeoX)."""
     rotary_interleaved: bool = option(False)
     """RoPE turns neighbouring channels against each other (GPT-J) instead of the two halves of a head (Llama)."""
-    rope_scaling: str = option("none", choices=("none", "linear", "llama3"))
-    """How RoPE is stretched for longer sequences: all frequencies by the factor (linear), or the slow ones (llama3)."""
+    rope_scaling: str = option("none", choices=("none", "linear", "llama3", "yarn"))
+    """How RoPE is stretched for longer sequences: all frequencies by the factor (linear), or the slow ones (llama3, yarn)."""
     rope_scaling_factor: float = option(8.0, above=1)
     """How far rope_scaling stretches positions."""
     rope_low_freq_factor: float = option(1.0, above=0)
     """llama3 scaling: wavelengths above original positions / this are stretched in full."""
     rope_high_freq_factor: float = option(4.0, above=0)
     """llama3 scaling: wavelengths below original positions / this are left as they are."""
-    rope_original_max_positions: int = option(8192, at_least=1, below=2**31)
-    """llama3 scaling: the sequence length that the model was first trained with."""
+    rope_original_max_positions: int = option(
+        8192, at_least=1, below=2**31, flags=("--yarn-original-max-position-embeddings",)
+    )
+    """llama3 and yarn scaling: the sequence length that the model was first trained with."""
+    rope_beta_fast: float = option(32.0, above=0, flags=("--yarn-beta-fast",))
+    """yarn scaling: pairs of channels with more turns than this within the original positions are left as they are."""
+    rope_beta_slow: float = option(1.0, above=0, flags=("--yarn-beta-slow",))
+    """yarn scaling: pairs of channels with fewer turns than this are stretched in full."""
+    rope_truncate: bool = option(True, flags=("--yarn-correction-range-round-to-int",))
+    """yarn scaling: the pairs between which it mixes are rounded to whole ones."""
+    rope_mscale: float | None = option(None, above=0)
+    """yarn scaling: queries and keys grow by the ratio of 0.1·this·ln(factor) + 1 and the same of rope_mscale_all_dim."""
+    rope_mscale_all_dim: float | None = option(None, above=0)
+    """yarn scaling: see rope_mscale; without the two queries and keys grow by 0.1·ln(factor) + 1."""
+    rope_attention_factor: float | None = option(None, above=0)
+    """yarn scaling: the growth of queries and keys itself, in place of what follows from the factor."""
     sliding_window: int | None = option(None, at_least=2)
     """Keys that a query sees, its own among them (Mistral); default: all before it."""
     normalization: str = option("LayerNorm", choices=("LayerNorm", "RMSNorm"))

@@ -16,7 +16,7 @@ from megalite.config.optimizer import OPTIMIZERS
 from megalite.config.option import plain
 from megalite.config.registry import import_modules
 from megalite.config.rules.batch import BATCH, LENGTHS, SCHEDULES, check_rampup_form, check_schedule_form
-from megalite.config.rules.compute import COMPUTE, LLAMA3_SETTINGS, NETWORK, RECOMPUTE
+from megalite.config.rules.compute import COMPUTE, NETWORK, RECOMPUTE, SCALINGS
 from megalite.config.rules.data_parallel import ADAM_SETTINGS, OPTIMIZER, STRATEGY
 from megalite.config.rules.layout import CUTS, EXPERTS, LAYOUT, resolve_dp
 from megalite.config.rules.rule import Check, Settings, rules, see
@@ -158,8 +158,8 @@ def _without_idle(config: RunConfig) -> RunConfig:
         idle += ["rotary_base", "rotary_percent", "rotary_interleaved"]
     if model.rope_scaling == "none":
         idle.append("rope_scaling_factor")
-    if model.rope_scaling != "llama3":
-        idle += LLAMA3_SETTINGS
+    for kinds, names in SCALINGS.items():
+        idle += names if model.rope_scaling not in kinds else ()
     used = OPTIMIZERS.facts(config.optimizer.optimizer).settings.split()
     idle += [name for name in ADAM_SETTINGS if name not in used]
     return replace(config, **{name: settings()[name].default for name in idle})

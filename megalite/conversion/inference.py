@@ -1,6 +1,5 @@
 """A trained model, of a checkpoint or a Hugging Face folder, on the ranks of a topology; nothing is converted on disk."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from megalite.checkpoint.safetensors_file import TORCH_DTYPES
 from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
 from megalite.config.model import ModelConfig
-from megalite.config.rules.rule import divisors
+from megalite.config.rules.rule import shares_of_heads, whole_shares
 from megalite.config.run import RunConfig
 from megalite.config.training import TrainingConfig
 from megalite.conversion.huggingface.config_json import read_json
@@ -197,7 +196,7 @@ def _agreed(work: Callable[[], T], folder: Path, topology: Topology) -> T:
 
 def check_layout(model: ModelConfig, *, tp: int, pp: int) -> None:
     """tp must divide what it splits, and every pipeline stage needs a layer."""
-    widths = {"num_query_groups": model.query_groups, "the padded vocabulary": model.padded_vocab_size}
+    widths = {"num_attention_heads": model.num_attention_heads, "the padded vocabulary": model.padded_vocab_size}
     layers = [model.is_moe_layer(index) for index in range(model.num_layers)]
     if not all(layers):
         widths["ffn_hidden_size"] = model.ffn_size
@@ -205,10 +204,16 @@ def check_layout(model: ModelConfig, *, tp: int, pp: int) -> None:
         widths["the width of an expert"] = model.expert_ffn_size
         if model.moe_shared_expert_intermediate_size is not None:
             widths["the width of the shared expert"] = model.moe_shared_expert_intermediate_size
+    works = shares_of_heads(model.query_groups, *widths.values())
     for name, size in widths.items():
         if size % tp:
-            gcd = math.gcd(*widths.values())
-            raise ConfigError(f"{name} {size} is not divisible by tp {tp}; use tp {divisors(gcd)}")
+            raise ConfigError(f"{name} {size} is not divisible by tp {tp}; use tp {works}")
+    if not whole_shares(model.query_groups, tp):
+        raise ConfigError(
+            f"num_query_groups {model.query_groups} is neither a multiple nor a divisor of tp {tp}; use tp {works}"
+        )
+    if 2 * model.query_groups * model.head_size % tp:
+        raise ConfigError(f"the keys and values are not divisible by tp {tp}; use tp {model.query_groups}")
     if pp > model.num_layers:
         raise ConfigError(f"pp {pp} is more than the model's layers; use --pp up to {model.num_layers}")
 

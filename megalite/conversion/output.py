@@ -288,7 +288,10 @@ def write_file(
 
 def _blocks_of(target: Target, ours: torch.Tensor, *, copy: bool) -> Iterator[torch.Tensor]:
     piece = target.piece
-    return stored_blocks(piece.ours, piece.view(ours), target.dtype, math.prod(piece.shape), copy=copy)
+    *before, (first, last) = piece.places(ours)
+    for _, place in before:
+        yield from stored_blocks(piece.ours, place, target.dtype, place.numel(), copy=copy)
+    yield from stored_blocks(piece.ours, last, target.dtype, math.prod(piece.shape) - first, copy=copy)
 
 
 def stored_blocks(

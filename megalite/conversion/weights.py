@@ -48,6 +48,16 @@ class Piece:
     ours: str
     shape: tuple[int, ...]
     view: View = whole
+    rest: tuple[View, ...] = ()
+    """What comes behind `view` in their tensor, where the whole is not one view of ours."""
+
+    def places(self, ours: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Each view, behind the number of elements that come before it in their tensor."""
+        first = 0
+        for view in (self.view, *self.rest):
+            place = view(ours)
+            yield first, place
+            first += place.numel()
 
 
 def blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

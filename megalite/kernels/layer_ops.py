@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megalite.config.model import ModelConfig
 from megalite.kernels.attention import HALVES
+from megalite.kernels.yarn import yarn_frequencies
 
 
 class _MaskedDropout(torch.autograd.Function):
@@ -159,7 +160,7 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
 
     Scaling `linear`: every θ / factor (arXiv 2306.15595). `llama3` (Llama 3.1, arXiv 2407.21783): by the turns that a pair
     makes within the original positions. Fewer than low_freq_factor: θ / factor; more than high_freq_factor: θ; in between
-    the two are mixed linearly in the number of turns.
+    the two are mixed linearly in the number of turns. `yarn`: see `yarn.py`.
     """
     size, factor, low = config.rotary_size, config.rope_scaling_factor, config.rope_low_freq_factor
     theta = config.rotary_base ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
@@ -167,16 +168,20 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
         return theta
     if config.rope_scaling == "linear":
         return theta / factor
+    if config.rope_scaling == "yarn":
+        return yarn_frequencies(config)
     assert config.rope_scaling == "llama3", config.rope_scaling
     turns = config.rope_original_max_positions * theta / (2 * math.pi)
     kept = ((turns - low) / (config.rope_high_freq_factor - low)).clamp(0.0, 1.0)
     return theta * (kept + (1.0 - kept) / factor)
 
 
-def rope_tables(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [..., d/2] of position · θ_i for positions [...], computed in fp64."""
+def rope_tables(
+    positions: Tensor, frequencies: Tensor, dtype: torch.dtype, factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """cos and sin [..., d/2] of position · θ_i for positions [...], times `factor`, computed in fp64."""
     angles = positions.double().unsqueeze(-1) * frequencies.to(positions.device)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

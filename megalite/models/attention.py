@@ -18,14 +18,16 @@ from megalite.models.recompute import Recompute, recomputed
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.tensor_parallel.parameter import ParameterFactory
 from megalite.tensor_parallel.random import DropoutStream
+from megalite.tensor_parallel.shared_heads import SharedHeads
 from megalite.topology.group import Group
 
 
 class Attention(torch.nn.Module):
     """Heads are split over tp by key/value group. Rows of `qkv` are ordered by group: its queries, its key, its value.
 
+    With fewer groups than tp ranks several ranks share one: each has a part of its queries (`SharedHeads`).
     With the sequence split over cp either keys and values go round the ranks (`p2p`), or each rank exchanges its part
-    of the sequence for a part of the heads around the core (`a2a`).
+    of the sequence for a part of the heads around the core (`a2a`), and keys are repeated where they are too few for that.
     """
 
     def __init__(
@@ -45,16 +47,23 @@ class Attention(torch.nn.Module):
         self.masked_attention: Callable[..., Tensor] | None = None
         """For windows and documents of whole sequences, where one kernel takes them; None: tiles."""
         self.head_size = config.head_size
-        self.queries = config.num_attention_heads // config.query_groups
-        self.groups = config.query_groups // factory.tp.size
+        self.groups = max(1, config.query_groups // factory.tp.size)
+        self.queries = config.num_attention_heads // factory.tp.size // self.groups
+        queries = config.num_attention_heads // config.query_groups
+        self._shared: Callable[[Tensor], Tensor] | None = None
+        if config.query_groups < factory.tp.size:
+            self._shared = SharedHeads(
+                factory.tp, queries=queries, groups=config.query_groups, head_size=config.head_size
+            )
         self.cp = factory.cp
         self.exchange_heads = cp_comm_type == "a2a" and factory.cp.size > 1
         # The ranks that the core sees the sequence split over, and its first query head among all.
         self.core_cp = Group.solo("cp") if self.exchange_heads else factory.cp
         self.first_head = factory.tp.rank * self.groups * self.queries
         if self.exchange_heads:
-            self.first_head += factory.cp.rank * (self.groups // factory.cp.size) * self.queries
-        rows = config.query_groups * (self.queries + 2) * self.head_size
+            self.first_head += factory.cp.rank * (self.groups * self.queries // factory.cp.size)
+        self.repeats = max(1, factory.cp.size // self.groups) if self.exchange_heads else 1
+        rows = config.query_groups * (queries + 2) * self.head_size
         self.qkv = ColumnParallelLinear(
             f"{name}.qkv",
             (rows, config.hidden_size),
@@ -86,9 +95,12 @@ class Attention(torch.nn.Module):
     ) -> Tensor:
         """[s/cp, b, h] -> [s/cp, b, h], split over tp as well with sequence parallelism.
 
-        Collectives: those of the two linear layers, and over cp those of the ring or two all-to-alls, each way.
+        Collectives: those of the two linear layers and of `SharedHeads`, and over cp those of the ring or two all-to-alls,
+        each way.
         """
         qkv = self.qkv(x)
+        if self._shared is not None:
+            qkv = self._shared(qkv)
         s, b = qkv.shape[:2]
         qkv = qkv.view(s, b, self.groups, self.queries + 2, self.head_size)
         if self.q_norm is None and self.plain_rope and context.rope is not None and context.rope[0].shape[1] == 1:
@@ -102,7 +114,9 @@ class Attention(torch.nn.Module):
                 if self.q_norm is None:  # nothing else keeps qkv: a view would
                     v = v.contiguous()
         if self.exchange_heads:
-            grouped = q.unflatten(2, (self.groups, self.queries))
+            if self.repeats > 1:
+                k, v = (tensor.repeat_interleave(self.repeats, dim=2) for tensor in (k, v))
+            grouped = q.unflatten(2, (self.groups * self.repeats, -1))
             packed = torch.cat((grouped, k.unsqueeze(3), v.unsqueeze(3)), dim=3)
             q, k, v = self._split(sequence_to_heads(packed, cp=self.cp, seq_length=context.seq_length))
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (q, k, v))
@@ -121,7 +135,7 @@ class Attention(torch.nn.Module):
         return self.out(mixed.reshape(s, b, -1), add_late_bias=add_late_bias)
 
     def _parts(self, qkv: Tensor) -> Sequence[Tensor]:
-        return qkv.split((self.queries, 1, 1), dim=3)
+        return qkv.split((qkv.shape[3] - 2, 1, 1), dim=3)
 
     def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """RoPE on the first `rotary_size` channels of queries or keys.
@@ -141,8 +155,10 @@ class Attention(torch.nn.Module):
         """[s, b, groups, queries + 2, d] -> queries [s, b, heads, d], keys and values [s, b, groups, d]."""
         q, k, v = self._parts(qkv)
         q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
-        if self.queries > 1:  # flatten has copied the queries: views would keep all of qkv too
-            k, v = k.contiguous(), v.contiguous()
+        if (
+            qkv.shape[3] > 3
+        ):  # flatten copies the queries of several groups: views of the rest would keep all of qkv too
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         return q, k, v
 
     def _turned_in_place(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:

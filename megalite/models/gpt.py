@@ -13,6 +13,7 @@ from megalite.context_parallel.tiles import Visibility
 from megalite.kernels.dropout import dropout_mask
 from megalite.kernels.layer_ops import masked_dropout, rope_frequencies, rope_tables
 from megalite.kernels.matmul import Products
+from megalite.kernels.yarn import attention_factor
 from megalite.models.block import Block, run_layers
 from megalite.models.context import AuxiliaryLosses, ForwardContext, KeyValueCache, NextTokens, document_position_ids
 from megalite.models.norm import Norm
@@ -210,7 +211,7 @@ class GPTStage(torch.nn.Module):
             # Twice as many as before: a long generated text would otherwise have them made again for each token.
             known = 0 if self._rope is None else 2 * self._rope[0].shape[0]
             positions = torch.arange(max(stop, self.seq_length, known), device=self.device)
-            self._rope = rope_tables(positions, rope_frequencies(config), dtype)
+            self._rope = rope_tables(positions, rope_frequencies(config), dtype, attention_factor(config))
         cos, sin = (table[position_ids].unsqueeze(-2) for table in self._rope)
         return (cos, sin) if position_ids.dim() == 2 else (cos.unsqueeze(1), sin.unsqueeze(1))
 

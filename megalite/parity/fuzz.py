@@ -150,7 +150,11 @@ def _shape(generator: random.Random, drawn: Drawn) -> Drawn:
     groups = tp * (cp if "cp_comm_type" in drawn else 1) * generator.choice((1, 1, 2))
     heads = groups * generator.choice((1, 1, 2, 3) if groups <= 5 else (1, 1, 2) if groups <= 8 else (1,))
     # Not 2: a norm over two channels is almost a sign, and makes 1e-8 out of the last bit on one rank too.
-    size = generator.choice((4, 5, 6, 8))
+    sizes: tuple[int, ...] = (4, 5, 6, 8)
+    if generator.random() < 0.2:  # ranks share key/value heads
+        groups = generator.choice([share for share in range(1, tp + 1) if tp % share == 0])
+        sizes = tuple(size for size in sizes if 2 * size * groups % tp == 0)
+    size = generator.choice(sizes)
     found: Drawn = {"num_attention_heads": heads, "num_query_groups": groups, "hidden_size": heads * size}
     if generator.random() < 0.3:
         found |= {"kv_channels": size, "hidden_size": generator.randint(8, 48)}
@@ -182,7 +186,10 @@ def _switches(generator: random.Random, drawn: Drawn) -> Drawn:
         "seed": generator.randint(0, 9999),
     }
     if found["position_embedding_type"] == "rope" and chance(0.3):
-        found |= {"rope_scaling": "llama3", "rope_original_max_positions": max(2, drawn["seq_length"] // 2)}
+        found |= {
+            "rope_scaling": generator.choice(("llama3", "yarn")),
+            "rope_original_max_positions": max(2, drawn["seq_length"] // 2),
+        }
     if not found["add_bias_linear"]:
         found["add_qkv_bias"] = chance(0.5)
     if chance(0.3):

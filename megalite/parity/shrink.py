@@ -65,6 +65,8 @@ def attention_changes(config: RunConfig) -> Changes:
         sharing = min(heads // groups, 2)
         small_groups = 1 if groups == 1 else _up(2 if sharing > 1 else 4, share)
         heads = small_groups * sharing if groups > 1 else _up(4, share)
+        if groups < p.tp:  # ranks share key/value heads
+            small_groups, heads = groups, _up(4, share)
         changes["num_attention_heads"] = heads
         if model.num_query_groups is not None:
             changes["num_query_groups"] = small_groups
@@ -127,7 +129,7 @@ def sequence_changes(config: RunConfig) -> Changes:
         changes["sliding_window"] = max(2, round(model.sliding_window * small / s))
     if model.max_position_embeddings is not None:
         changes["max_position_embeddings"] = max(small, round(model.max_position_embeddings * small / s))
-    if model.rope_scaling == "llama3":
+    if model.rope_scaling in ("llama3", "yarn"):
         changes["rope_original_max_positions"] = small // 2
     return changes
 

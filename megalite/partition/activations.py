@@ -35,9 +35,11 @@ def _sizes(config: RunConfig) -> tuple[int, int, int]:
 
 
 def _attention_widths(config: RunConfig) -> tuple[int, int]:
-    """Channels of the queries, and of keys and values together."""
+    """Channels of the queries, and of keys and values together, over all tp ranks: a head that ranks share counts for each."""
     model = config.model
-    return model.num_attention_heads * model.head_size, 2 * model.query_groups * model.head_size
+    return model.num_attention_heads * model.head_size, 2 * max(
+        model.query_groups, config.parallel.tp
+    ) * model.head_size
 
 
 def _kept_share(config: RunConfig) -> float:
@@ -53,11 +55,14 @@ def _attention(config: RunConfig) -> Iterator[_Kept]:
     core = frozenset({"core_attn"})
     yield _Kept(e * model.hidden_size / whole)  # the layer's input, kept by the norm
     yield _Kept(e * model.hidden_size / whole, frozenset({"layernorm"}))  # its output, by the projection
+    if exchanged:  # keys are repeated until each cp rank gets one
+        keys_and_values = max(keys_and_values, 2 * p.tp * p.cp * model.head_size)
     yield _Kept(e * (queries + keys_and_values) / p.tp)
     if model.qk_norm:
-        # These norms keep their input: the projection's output, in which the values lie as well.
-        again = keys_and_values if exchanged else keys_and_values // 2
-        yield _Kept(e * (queries + again) / p.tp)
+        # These norms keep their input: the projection's output, in which the values lie as well where queries share none.
+        projected = _attention_widths(config)[1]
+        apart = not exchanged or projected < 2 * queries
+        yield _Kept(e * (queries + projected // (1 + apart)) / p.tp)
     if model.attention_dropout:
         # The softmax, its mask and what is left of it; with p2p for keys and values of all ranks.
         yield _Kept((2 * e + 1) * model.num_attention_heads * config.training.seq_length / p.tp, core)
@@ -77,12 +82,12 @@ def _attention(config: RunConfig) -> Iterator[_Kept]:
 def _repeats_keys(config: RunConfig) -> bool:
     """Grouped keys and values are kept once for each query head: neither the CPU's fused kernel nor CUDA's for 32 bits has
     a grouped form. Where attention is cut into tiles they are repeated for a tile at a time."""
-    model, training, data = config.model, config.training, config.data
-    if model.query_groups == model.num_attention_heads:
+    model, training, data, p = config.model, config.training, config.data, config.parallel
+    if max(model.query_groups, p.tp * (p.cp if p.cp_comm_type == "a2a" else 1)) == model.num_attention_heads:
         return False
     window = model.sliding_window is not None and model.sliding_window < training.seq_length
     documents = data.reset_attention_mask or data.packs_documents
-    ring = config.parallel.cp > 1 and config.parallel.cp_comm_type == "p2p"
+    ring = p.cp > 1 and p.cp_comm_type == "p2p"
     grouped_kernel = ELEMENT_BYTES[training.precision] == 2 and training.device != "cpu"
     return not (window or documents or ring or grouped_kernel)
 
@@ -249,8 +254,8 @@ def _deferred_of_layer(config: RunConfig, index: int) -> Iterator[float]:
     model, p = config.model, config.parallel
     e, exact, whole = _sizes(config)
     h = model.hidden_size
-    queries, keys_and_values = _attention_widths(config)
-    yield h / whole + (queries + keys_and_values) / p.tp
+    queries, _ = _attention_widths(config)
+    yield h / whole + (queries + 2 * model.query_groups * model.head_size) / p.tp
     yield queries / p.tp + h
     if not model.is_moe_layer(index):
         yield from _deferred_of_mlp(config, model.ffn_size / p.tp)

@@ -184,6 +184,11 @@ class _Microbatch:
         self._enter: list[Volume] = [("tp", "all-gather", self._activations)] if p.sequence_parallel else []
         operation = "reduce-scatter" if p.sequence_parallel else "all-reduce"
         self._leave: list[Volume] = [("tp", operation, self._activations)]
+        self._share: list[Volume] = []
+        model = config.model
+        if model.query_groups < p.tp:  # what ranks that share a key/value head get, which is what they send in the mean
+            heads = model.num_attention_heads // p.tp + 2
+            self._share = [("tp", "all-to-all", self._tokens * heads * model.head_size * self._e)]
         self._exchange = [] if p.sequence_parallel else [("tp", "all-gather", self._activations)]  # behind experts
 
     def through(self, plan: StagePlan, stages: tuple[StagePlan, ...]) -> Iterator[Volume]:
@@ -194,7 +199,7 @@ class _Microbatch:
         for index in layers:
             yield from self._attention_forward()
             yield from self._feed_forward(index)
-            yield from (*self._enter, *self._attention_core(backward=True), *self._enter, *self._leave)
+            yield from (*self._enter, *self._attention_core(backward=True), *self._share, *self._enter, *self._leave)
             yield from self._feed_forward_backward(index)
         yield from self._recomputed(layers)
         if plan.has_head:
@@ -218,8 +223,11 @@ class _Microbatch:
     def _attention_core(self, *, backward: bool) -> Iterator[Volume]:
         """What passes between the ranks of a sequence."""
         model, p = self._config.model, self._config.parallel
-        keys = self._tokens * model.query_groups // p.tp * model.head_size * self._e
+        groups = max(model.query_groups, p.tp)
+        keys = self._tokens * groups // p.tp * model.head_size * self._e
         queries = self._tokens * model.num_attention_heads // p.tp * model.head_size * self._e
+        if p.cp_comm_type == "a2a":  # keys are repeated until each cp rank gets one
+            keys = max(keys, self._tokens * p.cp * model.head_size * self._e)
         if p.cp_comm_type == "a2a":
             yield "cp", "all-to-all", queries + 2 * keys
             yield "cp", "all-to-all", queries
@@ -231,7 +239,7 @@ class _Microbatch:
                 yield "cp", "send", (p.cp - 1) * 2 * keys // self._e * self._w
 
     def _attention_forward(self) -> list[Volume]:
-        return [*self._enter, *self._attention_core(backward=False), *self._leave]
+        return [*self._enter, *self._share, *self._attention_core(backward=False), *self._leave]
 
     def _feed_forward(self, layer: int) -> list[Volume]:
         """Forward, in the order in which they happen."""

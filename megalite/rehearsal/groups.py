@@ -14,6 +14,9 @@ from megalite.topology.sanitizer import calling_line
 from megalite.topology.topology import Topology, communicator_of
 from megalite.watchdog.heartbeat import Heartbeat
 
+UNEVEN = "all_to_all of uneven parts"
+"""How much of it a rank sends may depend on the rank: who holds a key that several use sends it to all of them."""
+
 
 class Operation(NamedTuple):
     """One communication as one rank starts it."""
@@ -132,7 +135,7 @@ class RehearsedGroup(Group):
         values = self._values(tensor)
         if values is not None:
             self._give(output, values)
-        self._record("all_to_all", tensor).wait()
+        self._record(UNEVEN, tensor).wait()
 
     def all_to_all_equal_async(self, output: Tensor, tensor: Tensor) -> Work:
         return self._record("all_to_all", tensor)

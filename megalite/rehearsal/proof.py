@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from typing import NamedTuple
 
-from megalite.rehearsal.groups import Journal, Operation
+from megalite.rehearsal.groups import UNEVEN, Journal, Operation
 
 Communicator = tuple[str, tuple[int, ...]]
 """(queue, ranks)."""
@@ -71,7 +71,8 @@ def asymmetries(one: tuple[int, Journal], other: tuple[int, Journal]) -> Iterato
 
 
 def _likeness(operation: Operation) -> tuple[str, str, str, int, str]:
-    return operation.kind, operation.queue, operation.name, operation.elements, operation.dtype
+    elements = 0 if operation.name == UNEVEN else operation.elements
+    return operation.kind, operation.queue, operation.name, elements, operation.dtype
 
 
 class _Blocked(NamedTuple):

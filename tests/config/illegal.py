@@ -47,7 +47,9 @@ _TABLE = """
 1 --seq-length 512 --max-position-embeddings 256
     => seq_length 512 is more than max_position_embeddings 256 … max-position-embeddings 512
 3 --tp 3 => num_attention_heads 4 is not divisible by tp 3 … tp 1, 2, 4
-4 --tp 4 --num-query-groups 2 => num_query_groups 2 is not divisible by tp 4 … tp 1, 2
+4 --tp 4 --num-attention-heads 12 --num-query-groups 6 --hidden-size 96 --ffn-hidden-size 384
+    => num_query_groups 6 is neither a multiple nor a divisor of tp 4 … tp 1, 2, 3, 6, 12
+4 --tp 4 --num-query-groups 1 --kv-channels 5 => 5 channels … the 4 of the tp 4 ranks … --kv-channels 8
 8 --tp 8 --num-attention-heads 8 --ffn-hidden-size 100 => ffn_hidden_size 100 … tp 8 … tp 1, 2, 4
 3 --tp 3 --num-attention-heads 3 --hidden-size 96 --ffn-hidden-size 384 --vocab-size 1000
     => the vocabulary of 1000 … tp 3 … make-vocab-size-divisible-by 384
@@ -60,9 +62,10 @@ _TABLE = """
     => num_layers 3 is less than pp·vpp = 2·2 = 4 stages … num_layers 4 or more, or pp·vpp up to 3
 2 --pp 2 --num-layers 4 --pipeline-layers 2,1,1 => pipeline_layers 2,1,1 has 3 entries … pp·vpp = 2·1 = 2 stages … 2,2
 2 --pp 2 --num-layers 5 --pipeline-layers 2,2 => pipeline_layers 2,2 adds up to 4, but num_layers is 5 … 2,3
-4 --cp 4 --cp-comm-type a2a --num-attention-heads 8 --num-query-groups 2 => cp_comm_type a2a … 2/1 = 2 … cp 4 … cp 1, 2
-4 --tp 2 --cp 2 --cp-comm-type a2a --num-attention-heads 8 --num-query-groups 2
-    => cp_comm_type a2a … 2/2 = 1 … cp 2 … cp 1
+4 --cp 4 --cp-comm-type a2a --num-attention-heads 12 --num-query-groups 6 --hidden-size 96
+    => cp_comm_type a2a … 12 query and 6 key/value heads … cp 4 … cp 1, 2, 3, 6, 12
+4 --tp 2 --cp 2 --cp-comm-type a2a --num-attention-heads 10 --num-query-groups 2 --hidden-size 80 --ffn-hidden-size 320
+    => cp_comm_type a2a … 5 query and 1 key/value heads … cp 2 … cp 1, 5
 4 --tp 2 --cp 2 --sequence-parallel --seq-length 6 => seq_length 6 … 2·cp = 4 … a multiple, e.g. 8
 1 --recompute-activations --recompute-modules core_atn => recompute_modules has core_atn in it: did you mean core_attn?
 1 --recompute-activations --recompute-modules mlp mlp => recompute_modules names mlp twice
@@ -94,13 +97,20 @@ _TABLE = """
 4 --tp 4 --num-experts 4 --ffn-hidden-size 90 --etp 4 => ffn_hidden_size 90 is not divisible by etp 4 … etp 1, 2
 1 --add-qkv-bias => add_qkv_bias has no effect with add_bias_linear … remove it, or add --disable-bias-linear
 1 --rope-scaling llama3 => rope_scaling llama3 … position_embedding_type learned_absolute … rope
-1 --position-embedding-type rope --rope-scaling-factor 4 => rope_scaling_factor 4 … rope_scaling none … linear or llama3
+1 --position-embedding-type rope --rope-scaling-factor 4 => rope_scaling_factor 4 … rope_scaling none … linear, llama3 or yarn
 1 --position-embedding-type rope --rope-scaling linear --rope-low-freq-factor 2
     => rope_low_freq_factor 2 … rope_scaling linear … llama3
 1 --position-embedding-type rope --rope-original-max-positions 4096
     => rope_original_max_positions 4096 … rope_scaling none … llama3
 1 --position-embedding-type rope --rope-scaling llama3 --rope-low-freq-factor 4
     => rope_low_freq_factor 4 … rope_high_freq_factor 4 … less than 4
+1 --position-embedding-type rope --rope-scaling llama3 --rope-beta-fast 16
+    => rope_beta_fast 16 … rope_scaling llama3 … yarn
+1 --position-embedding-type rope --rope-scaling yarn --rope-beta-slow 40
+    => rope_beta_slow 40 … rope_beta_fast 32 … less than 32
+1 --position-embedding-type rope --rope-scaling yarn --rope-mscale 2 => rope_mscale 2 … both or none
+1 --position-embedding-type rope --rope-scaling yarn --rope-mscale 2 --rope-mscale-all-dim 1 --rope-attention-factor 2
+    => rope_mscale 2 … rope_attention_factor 2 … remove one
 1 --num-experts 8 --moe-expert-capacity-factor 4
     => moe_expert_capacity_factor 4 … num_experts 8 and moe_router_topk 2 … less than 4
 1 --num-experts 8 --moe-router-topk 1

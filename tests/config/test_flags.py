@@ -254,7 +254,8 @@ def test_tables_of_flags_do_not_overlap() -> None:
         ("--config nowhere/run.yaml", "config file nowhere/run.yaml does not exist: there is no folder nowhere"),
         ("--preset gpt3-175", "--preset: unknown preset gpt3-175: did you mean gpt3-175b? (there are "
          "deepseek-moe-16b, gemma-7b, gpt-1t, gpt2-124m, gpt3-1.3b, gpt3-13b, gpt3-175b, gpt3-2.7b, gpt3-350m, gpt3-6.7b, "
-         "llama2-7b, llama3-70b, llama3-8b, llama3.1-8b, mistral-7b, mixtral-8x7b, qwen2-7b, qwen3-235b-a22b, qwen3-30b-a3b, qwen3-8b)"),
+         "llama2-7b, llama3-405b, llama3-70b, llama3-8b, llama3.1-8b, llama3.2-1b, llama3.2-3b, llama3.3-70b, mistral-7b, "
+         "mixtral-8x7b, phi-3-mini, qwen2-7b, qwen3-235b-a22b, qwen3-30b-a3b, qwen3-8b)"),
         ("--preset gpt2-124m --preset llama3-8b", "--preset is given twice: gpt2-124m and llama3-8b; keep one of them"),
         ("--json", "--json has no effect without --dry-run; add --dry-run or remove it"),
         ("--world-size 8", "--world-size has no effect without --dry-run; add --dry-run or remove it"),

@@ -116,7 +116,7 @@ SIZES = {"num_attention_heads": 6, "num_query_groups": 6, "hidden_size": 48, "ff
 @pytest.mark.parametrize(
     ("changes", "layout", "message"),
     [
-        ({}, (4, 1), "num_query_groups 6 is not divisible by tp 4; use tp 1, 2"),
+        ({}, (4, 1), "num_attention_heads 6 is not divisible by tp 4; use tp 1, 2"),
         ({}, (3, 1), "the padded vocabulary 128 is not divisible by tp 3; use tp 1, 2"),
         ({"ffn_hidden_size": 99}, (2, 1), "ffn_hidden_size 99 is not divisible by tp 2; use tp 1"),
         ({"num_experts": 4, "moe_ffn_hidden_size": 7}, (2, 1), "the width of an expert 7 is not divisible"),

@@ -18,6 +18,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt": {},
     "llama": LLAMA,
     "gpt-dropout": {"hidden_dropout": 0.5, "attention_dropout": 0.5},
+    "one group": {**LLAMA, "num_query_groups": 1, "qk_norm": True},
     "mistral": {**LLAMA, "sliding_window": 3},
     "qwen3": {**LLAMA, "qk_norm": True},
     "gemma": {**LLAMA, "activation": "geglu_tanh", "scale_embeddings": True, "norm_zero_centered": True},

@@ -70,7 +70,7 @@ def every_family(context: RankContext, families: list[str], **axes: int) -> dict
     [
         (2, 2, ["gpt", "mistral", "gemma", "mixtral", "deepseek"]),
         (1, 4, ["gpt", "qwen3", "mixtral"]),
-        (4, 1, ["llama", "deepseek"]),
+        (4, 1, ["llama", "deepseek", "one group"]),
     ],
 )
 def test_no_layout_changes_a_token(tp: int, pp: int, families: list[str]) -> None:

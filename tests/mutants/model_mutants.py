@@ -202,10 +202,21 @@ ATTENTION = (
     Mutant(
         "heads in qkv's order of kinds",
         "megalite/models/attention.py",
-        "qkv.split((self.queries, 1, 1), dim=3)",
+        "qkv.split((qkv.shape[3] - 2, 1, 1), dim=3)",
         "[qkv[:, :, :, 2:], qkv[:, :, :, :1], qkv[:, :, :, 1:2]]",
         f"{TRAJECTORY}[one-llama-fp64]",
         "rows of keys and values are taken for queries",
+    ),
+)
+
+SHARED_KEYS = (
+    Mutant(
+        "gradient of a shared key from one rank",
+        "megalite/tensor_parallel/shared_heads.py",
+        "total[first:stop] += part",
+        "total[first:stop] = part",
+        "tests/parity/test_parity.py::test_layout_gives_the_numbers_of_one_rank[tp8-two-groups]",
+        "of the ranks that use a key the last alone trains it",
     ),
 )
 

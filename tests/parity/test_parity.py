@@ -29,6 +29,27 @@ SIX: Settings = {"global_batch_size": 6}
 
 ODD: dict[str, Settings] = {
     "tp8": {**FAMILIES["gpt"], "tp": 8, "sequence_parallel": True, **FEW},
+    "tp8-one-group": {**FAMILIES["qwen"], "kv_channels": 4, "tp": 8, "sequence_parallel": True, **FEW},
+    "tp8-two-groups": {**FAMILIES["mistral"], "tp": 8, "attention_dropout": 0.1, **FEW},
+    "tp4-one-group-zb-muon": {
+        **FAMILIES["qwen"],
+        "tp": 4,
+        "pp": 2,
+        "pipeline_schedule": "zb-h1",
+        "optimizer": "muon",
+        **FEW,
+    },
+    "tp2-a2a4-one-group": {**FAMILIES["qwen"], "tp": 2, "cp": 4, "cp_comm_type": "a2a", **FEW},
+    "tp4-zero3-two-groups": {**FAMILIES["mistral"], "tp": 4, "dp": 2, "dp_strategy": "fully-sharded", **FEW},
+    "tp4-lamb-sharded-server": {
+        **FAMILIES["qwen"],
+        "tp": 4,
+        "dp": 2,
+        "optimizer": "lamb",
+        "dp_strategy": "sharded-parameter-server",
+        "server_chunk_mb": 0.01,
+        **FEW,
+    },
     "cp8": {**FAMILIES["llama"], "cp": 8, **FEW},
     "cp8-a2a": {**FAMILIES["gpt"], "cp": 8, "cp_comm_type": "a2a", **FEW},
     "cp3": {**FAMILIES["llama"], "cp": 3, "seq_length": 18, **TWO},

@@ -49,6 +49,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2 ring": {"cp": 2, **LLAMA, "qk_norm": True},
     "cp4 ring bf16, core recomputed": {"cp": 4, "precision": "bf16", "recompute_granularity": "selective"},
     "cp2 tp2 sp all-to-all": {"cp": 2, "tp": 2, **SP, "cp_comm_type": "a2a"},
+    "tp4, two ranks share a key": {"tp": 4, **LLAMA, "num_query_groups": 2, "kv_channels": 8},
+    "tp2 cp2 sp, keys repeated": {"tp": 2, "cp": 2, **SP, **LLAMA, "num_query_groups": 1, "cp_comm_type": "a2a"},
+    "tp4 cp2 ring sp, one key": {
+        "tp": 4,
+        "cp": 2,
+        **SP,
+        **LLAMA,
+        "num_query_groups": 1,
+        "recompute_granularity": "full",
+    },
     "cp2 with attention dropout": {"cp": 2, "attention_dropout": 0.1},
     "ep2": {"dp": 2, "ep": 2, **MOE},
     "ep2 etp1 tp2 sp cp2": {"dp": 1, "tp": 2, "cp": 2, "ep": 2, "etp": 1, **SP, **MOE, **Z1},
@@ -98,7 +108,7 @@ def test_a_step_moves_what_the_formulas_say(name: str) -> None:
     settings = LAYOUTS[name]
     world = _world(settings)
     ranks = run_ranks(world, volumes_of_a_step, world, settings)
-    rows = ("ep", "all-to-all"), ("expert-tp", "all-to-all")
+    rows = ("ep", "all-to-all"), ("expert-tp", "all-to-all"), ("tp", "all-to-all")
     total: Counter[tuple[str, str]] = Counter()
     total_expected: Counter[tuple[str, str]] = Counter()
     for rank in ranks:
@@ -109,7 +119,8 @@ def test_a_step_moves_what_the_formulas_say(name: str) -> None:
                 assert rank["volumes"][key] == size, key
         total.update(rank["volumes"])
         total_expected.update(formula)
-    # Rows of experts come as the tokens have chosen; over all ranks together their number is known.
+    # Rows of experts come as the tokens have chosen, and of ranks that share a key one holds it; over all ranks together
+    # their number is known.
     assert total == total_expected
 
 

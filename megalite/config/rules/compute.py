@@ -3,6 +3,8 @@
 Whether a kernel works on the device is known when it is built.
 """
 
+from collections.abc import Callable
+
 from megalite.config.compute import kernel_requests, unknown_kernels
 from megalite.config.errors import Findings, nearest
 from megalite.config.rules.rule import Check, Settings, divisors, rules, say
@@ -10,7 +12,15 @@ from megalite.config.run import attention_in_tiles, stage_layers
 
 MODULES = ("core_attn", "mlp_act", "layernorm", "mlp", "moe")
 """What selective recompute can run again."""
-LLAMA3_SETTINGS = ("rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_positions")
+SCALINGS = {
+    ("llama3",): ("rope_low_freq_factor", "rope_high_freq_factor"),
+    ("llama3", "yarn"): ("rope_original_max_positions",),
+    ("yarn",): (
+        *("rope_beta_fast", "rope_beta_slow", "rope_truncate"),
+        *("rope_mscale", "rope_mscale_all_dim", "rope_attention_factor"),
+    ),
+}
+"""Kinds of rope_scaling -> settings that mean something to these alone."""
 
 
 def _head_size(c: Settings) -> Findings:
@@ -35,6 +45,10 @@ def _has_no_mlp(c: Settings) -> bool:
     return (dense or c.moe_ffn_hidden_size is None) and c.ffn_size < 1
 
 
+def _other_scaling(kinds: tuple[str, ...]) -> Callable[[Settings], bool]:
+    return lambda c: c.rope_scaling not in kinds
+
+
 NETWORK: tuple[Check, ...] = (
     _head_size,
     _groups,
@@ -56,11 +70,23 @@ NETWORK: tuple[Check, ...] = (
             "{?rope_scaling} has no effect with {position_embedding_type}; use rope, or --rope-scaling none": (
                 lambda c: c.position_embedding_type != "rope"
             ),
-            "{!rope_scaling_factor} has no effect with {rope_scaling}; use linear or llama3, or remove it": (
+            "{!rope_scaling_factor} has no effect with {rope_scaling}; use linear, llama3 or yarn, or remove it": (
                 lambda c: c.rope_scaling == "none"
             ),
-            f"{{!{'|'.join(LLAMA3_SETTINGS)}}} has no effect with {{rope_scaling}}; use llama3 or remove it": (
-                lambda c: c.rope_scaling != "llama3"
+            **{
+                f"{{!{'|'.join(names)}}} has no effect with {{rope_scaling}}; use {kinds[0]} or remove it": _other_scaling(
+                    kinds
+                )
+                for kinds, names in SCALINGS.items()
+            },
+            "{rope_beta_slow} is not below {rope_beta_fast}; use less than {=rope_beta_fast}": (
+                lambda c: c.rope_scaling == "yarn" and c.rope_beta_slow >= c.rope_beta_fast
+            ),
+            "{!rope_mscale|rope_mscale_all_dim} has an effect only beside the other of the two; give both or none": (
+                lambda c: (c.rope_mscale is None) != (c.rope_mscale_all_dim is None)
+            ),
+            "{!rope_mscale} has no effect with {rope_attention_factor}, which says the growth itself; remove one of them": lambda c: (
+                c.rope_attention_factor is not None
             ),
             "{rope_low_freq_factor} is not below {rope_high_freq_factor}; use less than {=rope_high_freq_factor}": (
                 lambda c: c.rope_scaling == "llama3" and c.rope_low_freq_factor >= c.rope_high_freq_factor

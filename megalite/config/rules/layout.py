@@ -5,7 +5,7 @@ import math
 from megalite.config.byte_size import parse_byte_size
 from megalite.config.describe import settings
 from megalite.config.errors import ConfigError, Findings
-from megalite.config.rules.rule import Check, Settings, divisors, rules, say
+from megalite.config.rules.rule import Check, Settings, divisors, rules, say, shares_of_heads, whole_shares
 from megalite.config.run import stage_layers
 
 
@@ -130,7 +130,7 @@ def _expert_widths(c: Settings) -> Findings:
         yield f"{name} {c.expert_ffn_size} is not divisible by etp {c.expert_tp}; use etp {works}"
     shared = c.moe_shared_expert_intermediate_size
     if shared is not None and shared % c.tp:
-        works = divisors(math.gcd(shared, c.query_groups))
+        works = shares_of_heads(c.query_groups, shared, c.num_attention_heads)
         yield say(c, f"{{moe_shared_expert_intermediate_size}} is not divisible by {{tp}}; use tp {works}")
 
 
@@ -216,13 +216,22 @@ EXPERTS: tuple[Check, ...] = (
 
 def _widths(c: Settings) -> Findings:
     """Heads, groups and the dense MLP over tp."""
-    widths = {"num_attention_heads": c.num_attention_heads, "num_query_groups": c.query_groups}
+    widths = {"num_attention_heads": c.num_attention_heads}
     if not all(map(c.is_moe_layer, range(c.num_layers))):
         widths["ffn_hidden_size"] = c.ffn_size
+    works = shares_of_heads(c.query_groups, *widths.values())
     for name, size in widths.items():
         if size % c.tp:
-            yield f"{name} {size} is not divisible by tp {c.tp}; use tp {divisors(math.gcd(*widths.values()))}"
+            yield f"{name} {size} is not divisible by tp {c.tp}; use tp {works}"
             return  # what is named works for all
+    if not whole_shares(c.query_groups, c.tp):
+        yield say(c, f"{{num_query_groups}} is neither a multiple nor a divisor of {{tp}}; use tp {works}")
+    sharing = c.tp // math.gcd(c.query_groups, c.tp)
+    if 2 * c.head_size % sharing:
+        yield (
+            f"a key and a value of {c.head_size} channels each are not divisible by the {sharing} of the tp {c.tp} ranks that "
+            f"share them; use --kv-channels {-(-c.head_size // sharing) * sharing}"
+        )
 
 
 def _vocabulary(c: Settings) -> Findings:
@@ -252,12 +261,14 @@ def _sequence(c: Settings) -> Findings:
 
 
 def _exchanged_heads(c: Settings) -> Findings:
-    heads = c.query_groups // c.tp
-    if c.cp > 1 and c.cp_comm_type == "a2a" and heads % c.cp:
+    if c.cp == 1 or c.cp_comm_type != "a2a":
+        return
+    heads, groups = c.num_attention_heads // c.tp, max(1, c.query_groups // c.tp)
+    if heads % c.cp or not whole_shares(groups, c.cp):
         yield say(
             c,
-            f"{{cp_comm_type}} deals out the num_query_groups/tp = {c.query_groups}/{c.tp} = {heads} key/value heads of a "
-            f"rank over cp, but they are not divisible by {{cp}}; use cp {divisors(heads)}, or --cp-comm-type p2p",
+            f"{{cp_comm_type}} deals out the {heads} query and {groups} key/value heads of a rank over cp: {{cp}} must "
+            f"divide the first and be a multiple or a divisor of the second; use cp {shares_of_heads(groups, heads)}, or --cp-comm-type p2p",
         )
 
 

@@ -114,8 +114,22 @@ def owned(setting: str, owners: Mapping[str, tuple[str, ...]]) -> Iterator[Check
 
 def divisors(number: int) -> str:
     """The divisors of a number: `1, 2, 3, 6`."""
+    return ", ".join(map(str, divisor_list(number)))
+
+
+def divisor_list(number: int) -> list[int]:
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return ", ".join(map(str, sorted({*small, *(number // d for d in small)})))
+    return sorted({*small, *(number // d for d in small)})
+
+
+def whole_shares(groups: int, ranks: int) -> bool:
+    """Each rank has whole key/value heads, or several ranks share one each."""
+    return groups % ranks == 0 or ranks % groups == 0
+
+
+def shares_of_heads(groups: int, *widths: int) -> str:
+    """The numbers of ranks that divide all widths, with `whole_shares` of the key/value heads: `1, 2, 4`."""
+    return ", ".join(str(ranks) for ranks in divisor_list(math.gcd(*widths)) if whole_shares(groups, ranks))
 
 
 def multiples(number: int, unit: int, offset: int = 0) -> str:

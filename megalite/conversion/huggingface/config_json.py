@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.manifest import unique_keys
-from megalite.config.describe import replace
+from megalite.config.describe import replace, settings
 from megalite.config.errors import ConfigError
 from megalite.config.model import ModelConfig
 from megalite.config.run import RunConfig
@@ -155,39 +155,75 @@ def resolved(model: ModelConfig, seq_length: int) -> ModelConfig:
     return validate(replace(RunConfig(model=model), seq_length=seq_length), 1).model
 
 
-def read_rope(file: ModelFile, default_base: float, max_positions: int) -> dict[str, Any]:
-    """Settings of RoPE, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (before)."""
+SCALINGS = ("default", "linear", "llama3", "yarn")
+"""Every rope_type that can be expressed."""
+
+
+def read_rope(
+    file: ModelFile,
+    default_base: float,
+    max_positions: int,
+    *,
+    kinds: Sequence[str] = SCALINGS,
+    partial: float | None = None,
+) -> dict[str, Any]:
+    """Settings of RoPE, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (before).
+
+    `kinds`: the values of rope_type that the family has; `partial`: its default of partial_rotary_factor, if it has one.
+    """
     values = _rope_values(file)
     base = file.finite("rope_theta", values.get("rope_theta", default_base))
-    turned = values.get("partial_rotary_factor")
-    if turned is not None and file.finite("partial_rotary_factor", turned) != 1.0:
+    turned = values.get("partial_rotary_factor", partial)
+    share = 1.0 if turned is None else file.finite("partial_rotary_factor", turned)
+    if partial is None and share != 1.0:
         raise file.fault(f"partial_rotary_factor is {turned}; RoPE can only turn whole heads (1.0)")
-    settings: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": base}
+    settings: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": base, "rotary_percent": share}
     if "factor" in values and "rope_type" not in values:
         raise file.fault(f"RoPE has a factor, {str(values['factor'])[:60]}, and no rope_type, such as linear")
     kind = values.get("rope_type", "default")
     if kind == "default":
         return settings
-    if kind not in ("linear", "llama3"):
-        raise file.fault(f"rope_type is {str(kind)[:60]!r}; what can be expressed is default, linear, llama3")
+    if kind not in kinds:
+        raise file.fault(f"rope_type is {str(kind)[:60]!r}; what can be expressed is {', '.join(kinds)}")
 
     def needed(name: str) -> float:
         if name not in values:
             raise file.fault(f"rope_type {kind} needs {name}, which is missing")
         return file.finite(name, values[name])
 
-    settings |= {"rope_scaling": kind, "rope_scaling_factor": needed("factor")}
-    if kind == "llama3":
+    settings["rope_scaling"] = kind
+    if kind in ("llama3", "yarn"):
         name = "original_max_position_embeddings"
         original = file.finite(name, values.get(name, max_positions))
         if original < 1 or not original.is_integer():
             raise file.fault(f"{name} is {original}; it must be a whole number from 1 on")
+        settings["rope_original_max_positions"] = int(original)
+        if kind == "yarn":
+            growth = max_positions / original if values.get("factor") is None else needed("factor")
+            return settings | {"rope_scaling_factor": growth} | _read_yarn(file, values)
+    settings["rope_scaling_factor"] = needed("factor")
+    if kind == "llama3":
         settings |= {
             "rope_low_freq_factor": needed("low_freq_factor"),
             "rope_high_freq_factor": needed("high_freq_factor"),
-            "rope_original_max_positions": int(original),
         }
     return settings
+
+
+_YARN = ("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "attention_factor")
+
+
+def _read_yarn(file: ModelFile, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What does not stand there, or is 0, is the default; of mscale and mscale_all_dim one alone says nothing."""
+    given = {name: values[name] for name in _YARN if values.get(name) not in (None, 0) or values.get(name) is False}
+    found = {f"rope_{name}": file.finite(name, value) for name, value in given.items() if name != "truncate"}
+    if "truncate" in given:
+        if type(given["truncate"]) is not bool:
+            raise file.fault(f"truncate is {str(given['truncate'])[:60]!r}; it must be true or false")
+        found["rope_truncate"] = given["truncate"]
+    if not {"rope_mscale", "rope_mscale_all_dim"} <= found.keys() or "rope_attention_factor" in found:
+        found = {name: value for name, value in found.items() if not name.startswith("rope_mscale")}
+    return found
 
 
 def _rope_values(file: ModelFile) -> dict[str, Any]:
@@ -219,6 +255,10 @@ def write_rope(model: ModelConfig) -> dict[str, Any]:
     scaling: dict[str, Any] | None = None
     if model.rope_scaling != "none":
         scaling = {"rope_type": model.rope_scaling, "factor": model.rope_scaling_factor}
+    if scaling is not None and model.rope_scaling == "yarn":
+        scaling["original_max_position_embeddings"] = model.rope_original_max_positions
+        values = {name: getattr(model, f"rope_{name}") for name in _YARN}
+        scaling |= {name: value for name, value in values.items() if value != settings()[f"rope_{name}"].default}
     if scaling is not None and model.rope_scaling == "llama3":
         scaling |= {
             "low_freq_factor": model.rope_low_freq_factor,

@@ -121,13 +121,21 @@ class Family:
     whole_heads: bool = False  # num_attention_heads must divide hidden_size
 
 
-def _llama_like(name: str, architecture: str, rules: LlamaLike, *, whole_heads: bool = False) -> Family:
+def _llama_like(
+    name: str,
+    architecture: str,
+    rules: LlamaLike,
+    *,
+    whole_heads: bool = False,
+    fused_qkv: bool = False,
+    fused_mlp: bool = False,
+) -> Family:
     return Family(
         name=name,
         architecture=architecture,
         read=rules.read,
         write=rules.write,
-        pieces=partial(llama_pieces, experts=rules.experts),
+        pieces=partial(llama_pieces, experts=rules.experts, fused_qkv=fused_qkv, fused_mlp=fused_mlp),
         buffers=re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
         whole_heads=whole_heads,
     )
@@ -200,6 +208,29 @@ _ALL = (
                 count=("num_experts", 128), topk=8, width=768, normalises=False, dense="decoder_sparse_step"
             ),
         ),
+    ),
+    _llama_like(
+        "phi3",
+        "Phi3ForCausalLM",
+        # transformers takes every other rope_type of a Phi-3 for longrope.
+        LlamaLike(max_positions=4096, norm_epsilon=1e-5, partial_rotary=1.0, scalings=("default",), window=None),
+        whole_heads=True,
+        fused_qkv=True,
+        fused_mlp=True,
+    ),
+    _llama_like(
+        "glm",
+        "GlmForCausalLM",
+        LlamaLike(
+            max_positions=131072,
+            norm_epsilon=1.5625e-7,
+            key_value_heads=2,
+            head_size=128,
+            qkv_bias="attention_bias",
+            partial_rotary=0.5,
+            interleaved=True,
+        ),
+        fused_mlp=True,
     ),
 )
 FAMILIES = {family.name: family for family in _ALL}  # by model_type. Where several express a model, the first is taken.

@@ -1,11 +1,11 @@
-"""Llama, Mistral, Qwen2, Qwen3 and Mixtral: what their config.json says, and the names and shapes of their tensors."""
+"""Llama, Mistral, Qwen2, Qwen3, Mixtral, Phi-3 and GLM: what their config.json says, and the names and shapes of their tensors."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from megalite.config.model import ModelConfig
-from megalite.conversion.huggingface.config_json import ModelFile, read_rope, write_rope, written
+from megalite.conversion.huggingface.config_json import SCALINGS, ModelFile, read_rope, write_rope, written
 from megalite.conversion.huggingface.experts import ExpertKeys
 from megalite.conversion.weights import Piece, View, first_rows
 
@@ -41,7 +41,12 @@ class LlamaLike:
     head_size: int | None = None  # None: hidden_size / num_attention_heads
     linear_biases: bool = False  # attention_bias and mlp_bias exist
     attention_bias: bool = False  # of the two the first alone exists
-    qkv_bias: bool = False  # query, key and value have a bias, always
+    qkv_bias: bool | str = (
+        False  # query, key and value have a bias, always; a name: as that key says, by default they do
+    )
+    scalings: tuple[str, ...] = SCALINGS  # rope_type
+    partial_rotary: float | None = None  # default of partial_rotary_factor; None: RoPE turns whole heads
+    interleaved: bool = False  # RoPE turns neighbouring channels against each other
     qk_norm: bool = False  # always
     # The default of sliding_window, or `switched` (use_sliding_window is on and the layer reaches max_window_layers).
     window: int | str | None = "none"
@@ -60,11 +65,12 @@ class LlamaLike:
             "norm_epsilon": file.epsilon("rms_norm_eps", self.norm_epsilon),
             "activation": file.activation("hidden_act", "silu", _ACTIVATIONS),
             "add_bias_linear": self._read_biases(file),
-            "add_qkv_bias": self.qkv_bias,
+            "add_qkv_bias": self.qkv_bias if isinstance(self.qkv_bias, bool) else file.flag(self.qkv_bias, True),
+            "rotary_interleaved": self.interleaved,
             "qk_norm": self.qk_norm,
             "sliding_window": self._read_window(file),
         }
-        settings |= read_rope(file, self.rotary_base, positions)
+        settings |= read_rope(file, self.rotary_base, positions, kinds=self.scalings, partial=self.partial_rotary)
         if self.experts is not None:
             settings |= self.experts.read(file)
         return file.model(seq_length=positions, **settings), positions
@@ -88,6 +94,10 @@ class LlamaLike:
             values["mlp_bias"] = model.add_bias_linear
         if self.window == "refused":
             values["use_sliding_window"] = False
+        if isinstance(self.qkv_bias, str):
+            values[self.qkv_bias] = model.add_qkv_bias
+        if self.partial_rotary is not None:
+            values["partial_rotary_factor"] = model.rotary_percent
         if self.window == "switched":
             values |= {"use_sliding_window": model.sliding_window is not None, "max_window_layers": 0}
         if self.window not in ("none", "refused"):
@@ -146,10 +156,16 @@ class LlamaLike:
 
 
 def llama_pieces(
-    model: ModelConfig, present: Collection[str] | None, *, experts: ExpertKeys | None = None
+    model: ModelConfig,
+    present: Collection[str] | None,
+    *,
+    experts: ExpertKeys | None = None,
+    fused_qkv: bool = False,
+    fused_mlp: bool = False,
 ) -> Iterator[Piece]:
     """Every tensor of LlamaForCausalLM and of those like it, in the order of ours. `model`: the network. `present`: the
-    names in the files, which tell the variants apart. None: to write."""
+    names in the files, which tell the variants apart. None: to write. `fused_qkv`: query, key and value are one tensor,
+    `fused_mlp`: gate and up projection are."""
     assert model.vocab_size is not None
     h = model.hidden_size
     rows, vocabulary = (model.vocab_size, h), first_rows(model.vocab_size)
@@ -160,18 +176,18 @@ def llama_pieces(
     for i in range(model.num_layers):
         there, here = f"model.layers.{i}", f"layers.{i}"
         yield Piece(f"{there}.input_layernorm.weight", f"{here}.attention_norm.weight", (h,))
-        yield from _attention(model, f"{there}.self_attn", f"{here}.attention")
+        yield from _attention(model, f"{there}.self_attn", f"{here}.attention", fused_qkv)
         yield Piece(f"{there}.post_attention_layernorm.weight", f"{here}.mlp_norm.weight", (h,))
         if model.is_moe_layer(i):
             yield from (experts or ExpertKeys()).pieces(model, there, f"{here}.moe", present)
         else:
-            yield from _mlp(model, f"{there}.mlp", f"{here}.mlp")
+            yield from _mlp(model, f"{there}.mlp", f"{here}.mlp", fused_mlp)
     yield Piece("model.norm.weight", "final_norm.weight", (h,))
     if not model.tie_embeddings:
         yield Piece(head, "head.weight", rows, vocabulary)
 
 
-def _attention(model: ModelConfig, there: str, here: str) -> Iterator[Piece]:
+def _attention(model: ModelConfig, there: str, here: str, fused: bool) -> Iterator[Piece]:
     h, d, groups = model.hidden_size, model.head_size, model.query_groups
     queries = model.num_attention_heads // groups
     # In each of our groups of rows: where its query heads, its key, its value begin and end.
@@ -182,6 +198,12 @@ def _attention(model: ModelConfig, there: str, here: str) -> Iterator[Piece]:
 
     kinds = ("weight", "bias") if model.add_qkv_bias or model.add_bias_linear else ("weight",)
     for kind in kinds:
+        if fused:
+            size = groups * (queries + 2) * d
+            views = [rows(first, last) for first, last in parts.values()]
+            shape = (size, h) if kind == "weight" else (size,)
+            yield Piece(f"{there}.qkv_proj.{kind}", f"{here}.qkv.{kind}", shape, views[0], tuple(views[1:]))
+            continue
         for name, (first, last) in parts.items():
             size = groups * (last - first) * d
             shape = (size, h) if kind == "weight" else (size,)
@@ -194,8 +216,12 @@ def _attention(model: ModelConfig, there: str, here: str) -> Iterator[Piece]:
         yield Piece(f"{there}.o_proj.bias", f"{here}.out.bias", (h,))
 
 
-def _mlp(model: ModelConfig, there: str, here: str) -> Iterator[Piece]:
+def _mlp(model: ModelConfig, there: str, here: str, fused: bool) -> Iterator[Piece]:
     h, f = model.hidden_size, model.ffn_size
+    if fused:
+        yield Piece(f"{there}.gate_up_proj.weight", f"{here}.up.weight", (2 * f, h))
+        yield Piece(f"{there}.down_proj.weight", f"{here}.down.weight", (h, f))
+        return
     for kind in ("weight", "bias") if model.add_bias_linear else ("weight",):
         for i, name in enumerate(("gate", "up")):
             shape = (f, h) if kind == "weight" else (f,)

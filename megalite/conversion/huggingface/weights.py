@@ -64,10 +64,10 @@ class Shards:
         else:
             raise _no_weights(folder)
 
-    def read_elements(self, name: str, start: int, count: int) -> torch.Tensor:
-        """`count` elements of a tensor from the `start`-th on, flat, in the stored type."""
+    def read_elements(self, name: str, offset: int, start: int, count: int) -> torch.Tensor:
+        """`count` elements of a tensor from the `offset + start`-th on, flat, in the stored type."""
         try:
-            return self._readers[self._file_of[name]].read_elements(name, start, count)
+            return self._readers[self._file_of[name]].read_elements(name, offset + start, count)
         except CheckpointError as error:
             raise ConversionError(str(error)) from None
 
@@ -164,7 +164,8 @@ class HuggingFaceWeights(Weights):
         first = sum(start * step for (start, _), step in zip(bounds, ours.stride(), strict=True))
         last = sum((stop - 1) * step for (_, stop), step in zip(bounds, ours.stride(), strict=True))
         for piece in self._pieces[name]:
-            fill(piece.view(ours), partial(self._shards.read_elements, piece.theirs), range(first, last + 1))
+            for offset, place in piece.places(ours):
+                fill(place, partial(self._shards.read_elements, piece.theirs, offset), range(first, last + 1))
         if name in ("embedding.word.weight", "head.weight"):
             ours[self.model.vocab_size :] = 0.0  # rows that pad the vocabulary: nothing of theirs is put into them
         return ours[tuple(slice(*bound) for bound in bounds)]
@@ -208,7 +209,7 @@ class HuggingFaceWeights(Weights):
         same = head.shape == embedding.shape and head.dtype == embedding.dtype
         count, step = math.prod(head.shape), BLOCK // 8
         for start in range(0, count, step) if same else ():
-            parts = (self._shards.read_elements(name, start, min(step, count - start)) for name in (HEAD, word))
+            parts = (self._shards.read_elements(name, 0, start, min(step, count - start)) for name in (HEAD, word))
             ours, theirs = (part.view(torch.uint8) for part in parts)
             same = same and torch.equal(ours, theirs)
         if not same:

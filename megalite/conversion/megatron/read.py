@@ -210,7 +210,6 @@ class MegatronWeights(MegatronModel):
         model, tp, ep = self.model, self._grid.tp, self._grid.ep
         for name, value, ranks in (
             ("num_attention_heads", model.num_attention_heads, tp),
-            ("num_query_groups", model.query_groups, tp),
             ("ffn_hidden_size", model.ffn_size, tp),
             ("num_experts", model.num_experts or 0, ep),
         ):

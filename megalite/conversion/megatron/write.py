@@ -39,7 +39,8 @@ def require_expressible(model: ModelConfig, *, tp: int, pp: int) -> None:
         raise ConversionError(f"Megatron-LM has no such model: {'; '.join(wrong)}")
     for name, value, size in (
         ("num_attention_heads", model.num_attention_heads, tp),
-        ("num_query_groups", model.query_groups, tp),
+        # Rows of qkv are cut evenly: ranks may share a key/value head.
+        ("the rows of qkv", (model.num_attention_heads + 2 * model.query_groups) * model.head_size, tp),
         ("ffn_hidden_size", model.ffn_size, tp),
         ("moe_ffn_hidden_size", model.expert_ffn_size if model.num_experts else tp, tp),
         ("moe_shared_expert_intermediate_size", model.moe_shared_expert_intermediate_size or tp, tp),
@@ -71,6 +72,8 @@ def _inexpressible_positions(model: ModelConfig) -> Iterator[str]:
         yield f"rotary_base {model.rotary_base} (a whole number)"
     if model.rope_scaling == "linear" and model.rope_scaling_factor != int(model.rope_scaling_factor):
         yield f"rope_scaling_factor {model.rope_scaling_factor} (linear: a whole number)"
+    if model.rope_scaling == "yarn":
+        yield "rope_scaling yarn (its args have YaRN for multi-latent attention alone)"
     if model.rope_scaling == "llama3":
         for name, value in _LLAMA3.items():
             if getattr(model, name) != value:

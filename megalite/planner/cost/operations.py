@@ -164,7 +164,8 @@ def _fused_core(price: Pricing) -> Piece:
 def _with_context(price: Pricing, core: Piece) -> Piece:
     """A ring hides behind the core as far as it goes; an exchange of heads does not."""
     work = price.work
-    keys_and_values = 2.0 * work.tokens * work.groups / work.tp * work.head_size * work.element
+    groups = np.maximum(work.groups / work.tp, np.maximum(1.0, (1.0 - work.ring) * work.cp))
+    keys_and_values = 2.0 * work.tokens * groups * work.head_size * work.element
     queries = work.tokens * work.heads / work.tp * work.head_size * work.element
 
     def sent(volume: Number) -> Number:
@@ -189,8 +190,12 @@ def attention_projections(price: Pricing) -> Piece:
     work = price.work
     queries, kv = work.heads * work.head_size / work.tp, 2.0 * work.groups * work.head_size / work.tp
     turned = work.tokens * (queries + kv / 2.0)
+    # Ranks that share a key/value head exchange what the projection gives.
+    share = price.tensor("all-to-all", work.tokens * (queries + 2.0 * work.head_size) * work.element)
+    share = share * (work.groups < work.tp)
     return (
-        price.linear(work.tokens, queries + kv, work.hidden)
+        Piece(share, share, Parts())
+        + price.linear(work.tokens, queries + kv, work.hidden)
         + price.linear(work.tokens, work.hidden, queries)
         + price.passes(2.0, 2.0, turned) * work.rope
         + price.passes(2.0, 3.0, turned, 2.0) * work.qk_norm

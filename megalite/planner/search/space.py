@@ -24,6 +24,7 @@ from megalite.config.describe import replace as with_settings
 from megalite.config.describe import settings, values_of
 from megalite.config.errors import ConfigError
 from megalite.config.rules.data_parallel import OPTIMIZER, STRATEGY
+from megalite.config.rules.rule import whole_shares
 from megalite.config.run import RunConfig, stage_layers
 from megalite.config.validate import check_rules, validate
 from megalite.config.values import nearest
@@ -345,7 +346,8 @@ def _shares(request: Request, pp: int) -> Shares:
         for size in batch_sizes(config):
             legal &= size % np.maximum(dp * micro_batch, 1) == 0
     if config.parallel.cp_comm_type == "a2a":
-        legal &= (cp == 1) | (model.query_groups // tp % cp == 0)
+        groups = np.maximum(model.query_groups // tp, 1)
+        legal &= (model.num_attention_heads // tp % cp == 0) & ((groups % cp == 0) | (cp % groups == 0))
     replicas = dp * cp
     if model.num_experts is not None:
         grid_fits, expert_replicas = _experts_fit(config, pp, tp, cp, ep, dp)
@@ -358,12 +360,12 @@ def _shares(request: Request, pp: int) -> Shares:
 
 def _tensor_sizes(config: RunConfig, ranks: int) -> list[int]:
     model = config.model
-    common = math.gcd(model.num_attention_heads, model.query_groups, model.padded_vocab_size, ranks)
+    common = math.gcd(model.num_attention_heads, model.padded_vocab_size, ranks)
     if not all(model.is_moe_layer(index) for index in range(model.num_layers)):
         common = math.gcd(common, model.ffn_size)
     if model.num_experts and model.moe_shared_expert_intermediate_size is not None:
         common = math.gcd(common, model.moe_shared_expert_intermediate_size)
-    return divisors(common)
+    return [tp for tp in divisors(common) if whole_shares(model.query_groups, tp)]
 
 
 def _experts_fit(

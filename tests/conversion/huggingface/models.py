@@ -39,6 +39,12 @@ CASES = {name: family for name, family in FAMILIES.items() if name != "gemma"} |
         "", {}, "Qwen3Moe", {**_EXPERTS, "head_dim": 6, "norm_topk_prob": True, "mlp_only_layers": [0]}
     ),
     "qwen3-moe-parts": Family("", {}, "Qwen3Moe", {**_EXPERTS, "head_dim": 4, "tie_word_embeddings": True}),
+    "phi3": Family("", {}, "Phi3", {"num_key_value_heads": 2, **rope(50.0)}),
+    "phi3-window": Family("", {}, "Phi3", {"sliding_window": 4, **rope(50.0, partial_rotary_factor=0.5)}),
+    "glm": Family("", {}, "Glm", {"head_dim": 8, **rope(50.0, partial_rotary_factor=0.5)}),
+    "glm-plain": Family(
+        "", {}, "Glm", {"head_dim": 8, "attention_bias": False, **rope(50.0, partial_rotary_factor=1.0)}
+    ),
     "mixtral-window": Family("", {}, "Mixtral", {**FAMILIES["mixtral"].theirs, "sliding_window": 4}),
 }
 """Every case of `test_families` but Gemma, which cannot be converted, and features that it leaves out."""

@@ -23,7 +23,15 @@ NEEDED: dict[str, Any] = {
     "vocab_size": 37,
 }
 NEEDED_BY_GPT2: dict[str, Any] = {"n_layer": 3, "n_embd": 16, "n_head": 4, "vocab_size": 37}
-CLASSES = {"gpt2": "GPT2", "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+CLASSES = {
+    "phi3": "Phi3",
+    "glm": "Glm",
+    "gpt2": "GPT2",
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+}
 CLASSES |= {"mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe"}
 
 NOT_COMPARED = {*TRAINING_FIELDS, "make_vocab_size_divisible_by"}
@@ -51,6 +59,10 @@ PRESETS = {
     "gpt3-1.3b": "gpt2",
     "llama2-7b": "llama",
     "llama3-70b": "llama",
+    "llama3.2-1b": "llama",
+    "llama3.3-70b": "llama",
+    "llama3-405b": "llama",
+    "phi-3-mini": "mistral",
     "llama3.1-8b": "llama",
     "mistral-7b": "mistral",
     "qwen2-7b": "qwen2",
@@ -68,6 +80,8 @@ def test_presets_are_of_their_family_and_come_back(preset: str) -> None:
     seq_length = config.training.seq_length
     family = choose_family(config.model, seq_length, None)
     assert family.name == PRESETS[preset]
+    if preset == "phi-3-mini":  # what Mistral can say as well
+        assert differences(FAMILIES["phi3"], config.model, seq_length) == {}
     written = json.loads(json.dumps(family.write(config.model, seq_length)))
     model, positions = read(family.name, written)
     trained = {name: getattr(config.model, name) for name in NOT_COMPARED}
@@ -119,7 +133,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"hidden_act": "relu2"}, "hidden_act is 'relu2'; what can be expressed is silu"),
     ("llama", {"hidden_act": None}, "hidden_act is 'None'"),
     ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'; .* default, linear"),
-    ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type is 'yarn'"),
+    ("llama", {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_type is 'longrope'"),
+    (
+        "llama",
+        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": 1}},
+        "truncate is '1'; it must be true",
+    ),
+    ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": "9"}}, "beta_fast is '9'"),
     ("llama", {"rope_scaling": {"rope_type": "linear"}}, "rope_type linear needs factor, which is missing"),
     ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "needs low_freq_factor"),
     ("llama", {"rope_scaling": 2.0}, r"rope_scaling must be an object, not '2\.0'"),
@@ -202,3 +222,21 @@ def test_llama3_scaling_and_that_its_original_positions_default_to_all() -> None
     assert (model.rope_low_freq_factor, model.rope_high_freq_factor) == (1.5, 3.0)
     assert model.rope_scaling_factor == 2.0
     assert model.rope_original_max_positions == model.max_position_embeddings == 2048
+
+
+def test_yarn_of_published_models() -> None:
+    """Qwen's has the factor alone; DeepSeek's says mscale; a factor that is missing is how far positions reach."""
+    base = {"type": "yarn", "original_max_position_embeddings": 16}
+    qwen, _ = read("llama", needed("llama") | {"rope_scaling": base | {"factor": 4.0}})
+    assert (qwen.rope_scaling, qwen.rope_scaling_factor, qwen.rope_original_max_positions) == ("yarn", 4.0, 16)
+    assert (qwen.rope_mscale, qwen.rope_attention_factor, qwen.rope_truncate) == (None, None, True)
+    scaling = base | {"factor": 40, "beta_fast": 20, "beta_slow": 2, "mscale": 0.7, "mscale_all_dim": 0.9}
+    deepseek, _ = read("llama", needed("llama") | {"rope_scaling": scaling})
+    assert (deepseek.rope_beta_fast, deepseek.rope_beta_slow) == (20.0, 2.0)
+    assert (deepseek.rope_mscale, deepseek.rope_mscale_all_dim) == (0.7, 0.9)
+    alone, _ = read(
+        "llama", needed("llama") | {"rope_scaling": base | {"factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0}}
+    )
+    assert alone.rope_mscale is None
+    reach, _ = read("llama", needed("llama") | {"rope_scaling": base, "max_position_embeddings": 40})
+    assert reach.rope_scaling_factor == 2.5

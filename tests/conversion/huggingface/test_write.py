@@ -34,12 +34,25 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llama-biases": {"add_bias_linear": True, "tie_embeddings": True},
     "llama3.1": {"rope_scaling": "llama3", "rope_original_max_positions": 10, "kv_channels": 16},
     "llama-linear": {"rope_scaling": "linear", "rope_scaling_factor": 2.0, "activation": "geglu"},
+    "llama-yarn": {
+        "rope_scaling": "yarn",
+        "rope_scaling_factor": 3.0,
+        "rope_original_max_positions": 10,
+        "rope_beta_fast": 1.5,
+        "rope_beta_slow": 0.25,
+        "rope_mscale": 2.0,
+        "rope_mscale_all_dim": 0.5,
+        "kv_channels": 16,
+    },
+    "qwen3-yarn": {"qk_norm": True, "rope_scaling": "yarn", "rope_attention_factor": 1.2, "rope_truncate": False},
     "mistral": {"sliding_window": 4},
     "mistral-odd": {"hidden_size": 18, "num_attention_heads": 4},
     "qwen2": {"add_qkv_bias": True},
     "qwen2-window": {"add_qkv_bias": True, "sliding_window": 4, "num_attention_heads": 2},
     "qwen3": {"qk_norm": True},
     "qwen3-window": {"qk_norm": True, "sliding_window": 4},
+    "phi3": {"rotary_percent": 0.5, "kv_channels": 8, "sliding_window": 4},
+    "glm": {"rotary_percent": 0.5, "rotary_interleaved": True, "add_qkv_bias": True, "kv_channels": 12},
     "mixtral": {"num_experts": 5, "moe_router_topk": 3, "moe_ffn_hidden_size": 12, "sliding_window": 4},
 }
 """Models of ours, by what they are to be written as."""
@@ -108,7 +121,14 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
             heads = config.get("num_attention_heads")
             config["head_dim"] = config.get("head_dim") or (heads and config["hidden_size"] // heads)
             config["n_inner"] = config.get("n_inner") or (config.get("n_embd") and 4 * config["n_embd"])
-            for free in ("max_window_layers", "_name_or_path", "transformers_version", "use_cache"):
+            # A Phi-3 keeps partial_rotary_factor beside rope_parameters, if it stood there.
+            for free in (
+                "partial_rotary_factor",
+                "max_window_layers",
+                "_name_or_path",
+                "transformers_version",
+                "use_cache",
+            ):
                 config.pop(free, None)
             if not config.get("use_sliding_window", True):
                 config.pop("sliding_window")

@@ -21,7 +21,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen": LLAMA | {"add_qkv_bias": True, "qk_norm": True, "tie_embeddings": True},
     "experts": EXPERTS | {"moe_shared_expert_intermediate_size": 24, "moe_first_dense_layers": 1},
 }
-SIZES = [(tp, pp) for tp in (1, 2) for pp in (1, 2)]
+SIZES = [*((tp, pp) for tp in (1, 2) for pp in (1, 2)), (4, 1)]
 
 
 def load(path: Path) -> Any:
@@ -197,7 +197,7 @@ def test_goes_on_after_an_interruption(tmp_path: Path) -> None:
         ({"rope_scaling": "llama3", "rope_low_freq_factor": 2.0}, {}, "rope_low_freq_factor 2.0 .built in: 1.0"),
         ({"rope_scaling": "linear", "rope_scaling_factor": 1.5}, {}, "rope_scaling_factor 1.5"),
         ({"num_experts": 4, "add_bias_linear": True}, {}, "num_experts with add_bias_linear"),
-        ({}, {"tp": 4}, r"tp 4 does not divide num_query_groups 2; use one of \[1, 2\]"),
+        ({}, {"tp": 8}, r"tp 8 does not divide num_attention_heads 4; use one of \[1, 2, 4\]"),
         ({}, {"pp": 3}, r"pp 3 does not divide num_layers 2; use one of \[1, 2\]"),
         ({}, {"tp": 0}, "tp 0 does not divide"),
         ({}, {"implementation": "apex"}, "'apex'; use transformer_engine, local"),

@@ -81,6 +81,11 @@ def brute_force(request: Request, eps: tuple[int, ...], schedules: tuple[str, ..
     ("flags", "eps", "schedules"),
     [
         (f"{TINY} --fix recompute=none", (1,), SCHEDULES),
+        (
+            f"{TINY} --num-query-groups 2 --cp-comm-type a2a --fix recompute=none --fix schedule=1f1b,gpipe,zb-h1,zb-h2,interleaved",
+            (1,),
+            ("1f1b", "gpipe", "zb-h1", "zb-h2", "interleaved"),
+        ),
         (f"{EXPERTS} --fix recompute=full --fix schedule=1f1b,interleaved", (1, 2, 3, 4), ("1f1b", "interleaved")),
     ],
 )
