@@ -44,7 +44,8 @@ def floor(
     if copy is None or gemm is None or best is None:
         return None
     tokens = seq_length * microbatch * accumulation
-    core = model.num_layers * attention_core_flops(model, seq_length, "megatron")  # forward, a token
+    layers = range(model.num_layers)
+    core = sum(attention_core_flops(model, index, seq_length, "megatron") for index in layers)  # forward, a token
     products = flops_per_token(model, seq_length, "megatron") - 3 * core
     passes = model.num_layers * NORMS_AND_ACTIVATIONS * model.hidden_size * HALF
     return {

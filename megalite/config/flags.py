@@ -14,10 +14,10 @@ from typing import Any
 from megalite.config.describe import Setting, settings
 from megalite.config.errors import ConfigError, Problems, closest, nearest
 from megalite.config.files import imports_of, read_level, read_preset
-from megalite.config.megatron import DERIVED, FROM_VALUE, REFUSED_VALUES, STANDS_FOR, VALUES, WORDS
+from megalite.config.megatron import DERIVED, FROM_VALUE, REFUSED_VALUES, STANDS_FOR, VALUES, WORDS, layer_list
 from megalite.config.megatron_flags import DIFFERS, NO_EFFECT_HERE, Note, known_flags, summary
 from megalite.config.merge import Level, merge
-from megalite.config.model import TRAINING_FIELDS, ModelConfig, free_settings
+from megalite.config.model import LAYER_LISTS, TRAINING_FIELDS, ModelConfig, free_settings
 from megalite.config.registry import import_modules
 from megalite.config.rules.rule import IDLE
 from megalite.config.run import RunConfig, hugging_face_folder, least_ranks
@@ -296,6 +296,8 @@ def _value_of(setting: Setting, occurrence: _Occurrence) -> Any:
         words = [" ".join(words)]  # bash takes its quotes off where scripts keep it in an array
     if len(words) > 1 and not setting.is_list:
         raise ConfigError(f"{flag} takes one value, got {len(words)}: {' '.join(words)}")
+    if setting.name in LAYER_LISTS and any("[" in word for word in words):
+        return layer_list(" ".join(words), flag)
     for word in words:
         if word in REFUSED_VALUES.get(setting.name, {}):
             raise ConfigError(f"{flag} cannot be {word}; {REFUSED_VALUES[setting.name][word]}")

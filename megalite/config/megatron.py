@@ -4,6 +4,7 @@ Flags that set a setting to a fixed value, by a word, or from their value; value
 and flags that mean something only beside other settings. `megatron_flags.py` has those that set nothing.
 """
 
+import ast
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -125,6 +126,35 @@ def _interpolated(text: str, where: str) -> dict[str, Any]:
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"{where} takes a whole number of at least 1, such as 4, got {text}")
     return {} if text == "1" else {"rope_scaling": "linear", "rope_scaling_factor": float(text)}
+
+
+def layer_list(text: str, where: str) -> list[int]:
+    """Megatron's list with an entry for each layer, `([1]*3+[0]*1)*2`."""
+
+    def found(node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value=int() as number):
+                return number
+            case ast.List(elts=elements):
+                return [found(element) for element in elements]
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                return found(left) + found(right)
+            case ast.BinOp(left=left, op=ast.Mult(), right=right):
+                parts = found(left), found(right)
+                size = max(len(part) if isinstance(part, list) else part for part in parts)
+                if size * min(len(part) if isinstance(part, list) else part for part in parts) < 100_000:
+                    return parts[0] * parts[1]
+        raise TypeError
+
+    try:
+        layers = found(ast.parse(text, mode="eval").body)
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
+        layers = None
+    if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
+        raise ConfigError(
+            f"{where} takes a number, or 0 or 1 for each layer such as 1,1,0 or ([1]*2+[0])*4, got {text[:60]}"
+        )
+    return layers
 
 
 FROM_VALUE: Mapping[str, Callable[[str, str], dict[str, Any]]] = MappingProxyType(

@@ -336,8 +336,6 @@ _REFUSED: Mapping[str, str] = {
     "this initialization is not supported; use --init-method-std for all matrices": (
         "--init-method-xavier-uniform --embedding-init-method-std= --use-mup"
     ),
-    "rope turns all layers alike, its two halves against each other": "--no-rope-freq=",
-    "--sliding-window is for all layers alike": "--window-attn-skip-freq=",
     "this is not supported: leave it out for the router that there is": (
         "--moe-input-jitter-eps= --moe-use-upcycling --moe-router-force-load-balancing "
         "--moe-router-force-biased= --moe-apply-probs-on-input --export-moe-apply-probs-on-input "

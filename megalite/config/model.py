@@ -18,6 +18,10 @@ TRAINING_FIELDS = frozenset(
 checkpoint and the run that loads it, and other formats need not express them."""
 
 
+LAYER_LISTS = ("window_attn_skip_freq", "no_rope_freq")
+"""Settings that are one number n, for every n-th layer, or a 0 or 1 for each layer."""
+
+
 def free_settings(position_embedding_type: str, *, extends: bool) -> frozenset[str]:
     """Settings of the model in which a run and the weights that it loads may differ. `extends`: the run may stretch the
     context, as with --finetune."""
@@ -25,9 +29,14 @@ def free_settings(position_embedding_type: str, *, extends: bool) -> frozenset[s
     if position_embedding_type != "learned_absolute":
         free.add("max_position_embeddings")  # a limit, not a shape
     if extends:
-        free |= {"rotary_base", "sliding_window"}
+        free |= {"rotary_base", "rotary_base_local", "sliding_window", "window_attn_skip_freq"}
         free |= {name for name in ModelConfig.__dataclass_fields__ if name.startswith("rope_")}
     return frozenset(free)
+
+
+def _every(frequency: list[int], index: int, *, listed: int) -> bool:
+    """A layer is one of every n-th, of one number n; or stands as `listed` in a list of all layers."""
+    return (index + 1) % max(frequency[0], 1) == 0 if len(frequency) == 1 else frequency[index] == listed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,12 +110,31 @@ class ModelConfig:
     """yarn scaling: the growth of queries and keys itself, in place of what follows from the factor."""
     sliding_window: int | None = option(None, at_least=2)
     """Keys that a query sees, its own among them (Mistral); default: all before it."""
+    window_attn_skip_freq: list[int] | None = option(None, at_least=0, below=10_000)
+    """Layers that sliding_window leaves alone: one number n: every n-th layer (Gemma: 2 or 6); or for each layer 1 with
+    the window, 0 without. Default: none."""
+    rotary_base_local: float | None = option(None, above=0)
+    """RoPE's theta in layers with the window, where rope_scaling then has no effect (Gemma 3); default: rotary_base."""
+    no_rope_freq: list[int] | None = option(None, at_least=0, below=10_000)
+    """Layers without RoPE: one number n: every n-th layer (SmolLM3); or for each layer 1 without, 0 with. Default: none."""
+    softmax_scale: float | None = option(None, above=0)
+    """Factor on the products of queries and keys; default: 1 / sqrt(head size)."""
+    attn_logit_softcapping: float | None = option(None, above=0)
+    """Attention scores s become c·tanh(s/c) for this c (Gemma 2); default: they stay. Takes attention in pieces."""
+    final_logit_softcapping: float | None = option(None, above=0)
+    """Logits z become c·tanh(z/c) for this c (Gemma 2); default: they stay."""
+    pre_norms: bool = option(True)
+    """Norm before attention and before the MLP (OLMo 2 has none)."""
+    post_norms: bool = option(False)
+    """Norm on the output of attention and of the MLP, before it is added to the residual stream (Gemma 2, OLMo 2)."""
     normalization: str = option("LayerNorm", choices=("LayerNorm", "RMSNorm"))
-    """Norm before attention, before the MLP and at the end."""
+    """Norm before attention, before the MLP and at the end; and those of post_norms and qk_norm."""
     norm_zero_centered: bool = option(False, flags=("--apply-layernorm-1p",))
     """Norms multiply by 1 + weight, and the weight starts at 0 (Gemma)."""
     qk_norm: bool = option(False, flags=("--qk-layernorm",))
     """Norm over each head of queries and keys before RoPE (Qwen3)."""
+    qk_norm_all_heads: bool = option(False)
+    """qk_norm is over all heads together, with a weight of its own for each (OLMo 2)."""
     norm_epsilon: float = option(1e-5, above=0, flags=("--layernorm-epsilon",))
     """Added to the variance inside the norm."""
     activation: str = option("gelu", choices=("gelu", "gelu_tanh", "squared_relu", "swiglu", "geglu", "geglu_tanh"))
@@ -177,6 +205,18 @@ class ModelConfig:
     def query_groups(self) -> int:
         """Key/value heads."""
         return self.num_query_groups or self.num_attention_heads
+
+    def has_window(self, index: int) -> bool:
+        """Layer `index` of the whole model sees sliding_window keys alone."""
+        if self.sliding_window is None or self.window_attn_skip_freq is None:
+            return self.sliding_window is not None
+        return not _every(self.window_attn_skip_freq, index, listed=0)
+
+    def has_rope(self, index: int) -> bool:
+        """RoPE turns queries and keys of layer `index` of the whole model."""
+        if self.position_embedding_type != "rope" or self.no_rope_freq is None:
+            return self.position_embedding_type == "rope"
+        return not _every(self.no_rope_freq, index, listed=1)
 
     @property
     def is_gated(self) -> bool:

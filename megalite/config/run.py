@@ -98,8 +98,14 @@ def stage_layers(config: RunConfig) -> list[int] | None:
 
 def attention_in_tiles(config: RunConfig) -> str | None:
     """The setting for which attention is computed in pieces that are merged, or None."""
-    window, parallel = config.model.sliding_window, config.parallel
-    if window is not None and window < config.training.seq_length:
+    model, window, parallel = config.model, config.model.sliding_window, config.parallel
+    if model.attn_logit_softcapping is not None:
+        return f"attn_logit_softcapping {model.attn_logit_softcapping:g}"
+    if (
+        window is not None
+        and window < config.training.seq_length
+        and any(map(model.has_window, range(model.num_layers)))
+    ):
         return f"sliding_window {window}"
     if config.data.packs_documents:
         return "sft" if config.data.sft else "packing best-fit"

@@ -155,7 +155,9 @@ def _without_idle(config: RunConfig) -> RunConfig:
     if model.num_experts is None:
         idle += ["etp", *(name for name in settings() if name.startswith("moe_"))]
     if model.position_embedding_type != "rope":
-        idle += ["rotary_base", "rotary_percent", "rotary_interleaved"]
+        idle += ["rotary_base", "rotary_percent", "rotary_interleaved", "rotary_base_local", "no_rope_freq"]
+    if model.sliding_window is None:
+        idle += ["window_attn_skip_freq", "rotary_base_local"]
     if model.rope_scaling == "none":
         idle.append("rope_scaling_factor")
     for kinds, names in SCALINGS.items():

@@ -23,7 +23,9 @@ from megalite.topology.group import DONE, Group
 from megalite.topology.layout import sequence_spans
 
 
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, *, cp: Group, seq_length: int, visibility: Visibility) -> Tensor:
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, cp: Group, seq_length: int, visibility: Visibility, softcap: float | None = None
+) -> Tensor:
     """softmax(q·kᵀ/sqrt(d))·v over the keys of all cp ranks that each query may see, [b, heads, s/cp, d].
 
     The result is a view of memory [s/cp, b, heads, d], so that the output projection reads it in place. Kept for the
@@ -32,12 +34,13 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, *, cp: Group, seq_length: in
 
     Args:
         q: [b, heads, s/cp, d], the rows of `sequence_spans`; k, v: [b, groups, s/cp, d], heads a multiple of groups.
+        softcap: scores s become softcap·tanh(s/softcap).
 
     Collectives: forward: cp - 1 exchanges of k and v with the neighbours over cp. Backward: cp - 1 of k and v, and
     cp - 1 of their gradients in fp32 (fp64 for fp64).
     """
     assert visibility.document_starts is None or len(visibility.document_starts) == q.shape[0]
-    return _RingAttention.apply(q, k, v, _Ring(cp, seq_length, visibility))
+    return _RingAttention.apply(q, k, v, _Ring(cp, seq_length, visibility, softcap))
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class _Ring:
     cp: Group
     seq_length: int
     visibility: Visibility
+    softcap: float | None
 
     def tiles(self, step: int) -> Iterator[tuple[slice, Tile]]:
         """Samples and tiles of this rank's queries against the keys that it has at `step`."""
@@ -79,7 +83,8 @@ class _RingAttention(torch.autograd.Function):
         for step, keys, values in ring.keys_and_values(k, v):
             for samples, tile in ring.tiles(step):
                 rows, columns = (samples, slice(None), slice(*tile.q)), (samples, slice(None), slice(*tile.k))
-                _merge(out[rows], logsumexp[rows], *tile_forward(q[rows], keys[columns], values[columns], tile.kind))
+                inputs = q[rows], keys[columns], values[columns]
+                _merge(out[rows], logsumexp[rows], *tile_forward(*inputs, tile.kind, ring.softcap))
         out = out.to(q.dtype)
         ctx.ring = ring
         ctx.save_for_backward(q, k, v, out, logsumexp)
@@ -98,7 +103,7 @@ class _RingAttention(torch.autograd.Function):
             for samples, tile in ring.tiles(step):
                 rows, columns = (samples, slice(None), slice(*tile.q)), (samples, slice(None), slice(*tile.k))
                 inputs = grad_out[rows], q[rows], keys[columns], values[columns], out[rows], logsumexp[rows]
-                dq, dk, dv = tile_backward(*inputs, tile.kind)
+                dq, dk, dv = tile_backward(*inputs, tile.kind, ring.softcap)
                 grad_q[rows] += dq
                 grad_kv[0][columns] += dk
                 grad_kv[1][columns] += dv

@@ -5,8 +5,8 @@ tiles computed at different times, or with keys of other ranks, merge into the e
 """
 
 import math
+from collections.abc import Iterator
 from enum import Enum
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -37,21 +37,33 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True) ->
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
-def cached_attention(q: Tensor, k: Tensor, v: Tensor, *, visible: Tensor | None) -> Tensor:
+def cached_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, visible: Tensor | None, softcap: float | None = None
+) -> Tensor:
     """softmax(q·kᵀ/sqrt(d))·v of one query a row, [b, heads, 1, d], against the keys of a cache, [b, groups, n, d].
 
     The query heads that share a key/value head are the rows of one product: the cache is read once and not repeated.
 
     Args:
         visible: boolean [b, 1, 1, n], which keys a row sees; None: all of them.
+        softcap: scores s become softcap·tanh(s/softcap).
     """
     b, heads, _, d = q.shape
     queries = q.reshape(b, k.shape[1], heads // k.shape[1], d)
+    if softcap is not None:
+        scores = _scores(queries, k, False, softcap)
+        if visible is not None:
+            scores = scores.masked_fill(visible.logical_not(), -math.inf)
+        return (scores.softmax(dim=-1).to(v.dtype) @ v).reshape(b, heads, 1, d)
     return F.scaled_dot_product_attention(queries, k, v, attn_mask=visible).reshape(b, heads, 1, d)
 
 
-def tile_forward(q: Tensor, k: Tensor, v: Tensor, kind: TileKind) -> tuple[Tensor, Tensor]:
+def tile_forward(
+    q: Tensor, k: Tensor, v: Tensor, kind: TileKind, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """softmax(S)·v and log Σ exp S over the visible keys of one tile, S = q·kᵀ/sqrt(d); outside autograd.
+
+    With a `softcap` c, S = c·tanh(q·kᵀ/(c·sqrt(d))): no fused kernel takes that, so some rows at a time are multiplied out.
 
     Args:
         q: [b, heads, s_q, d].
@@ -61,47 +73,84 @@ def tile_forward(q: Tensor, k: Tensor, v: Tensor, kind: TileKind) -> tuple[Tenso
         [b, heads, s_q, d] in q's dtype; [b, heads, s_q] in fp32, or fp64 for fp64.
     """
     if kind is TileKind.EDGE:
-        out, logsumexp = tile_forward(q.flip(2), k.flip(2), v.flip(2), TileKind.CAUSAL)
+        out, logsumexp = tile_forward(q.flip(2), k.flip(2), v.flip(2), TileKind.CAUSAL, softcap)
         return out.flip(2), logsumexp.flip(2)
     causal = kind is TileKind.CAUSAL
     q, k, v = readable(q), readable(k), readable(v)
+    if softcap is not None:
+        k, v = for_every_head(k, q.shape[1]), for_every_head(v, q.shape[1])
+        done = [
+            _softcapped(q[:, :, rows], k[:, :, :n], v[:, :, :n], causal, softcap) for rows, n in _rows(q, k, causal)
+        ]
+        return torch.cat([out for out, _ in done], dim=2), torch.cat([logsumexp for _, logsumexp in done], dim=2)
     if _fused_on_cuda(q):
         return _cuda_flash_forward(q, k, v, causal)
     k, v = for_every_head(k, q.shape[1]), for_every_head(v, q.shape[1])
     if _fused_on_cpu(q):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-    scores = _scores(q, k, causal)
+    return _softcapped(q, k, v, causal, None)
+
+
+SOFTCAPPED_ROWS = 512
+"""Queries whose capped scores are in memory at once."""
+
+
+def _rows(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, int]]:
+    """Some queries at a time, and how many keys they see."""
+    for first in range(0, q.shape[2], SOFTCAPPED_ROWS):
+        stop = min(first + SOFTCAPPED_ROWS, q.shape[2])
+        yield slice(first, stop), stop if causal else k.shape[2]
+
+
+def _softcapped(q: Tensor, k: Tensor, v: Tensor, causal: bool, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """`tile_forward` in matrix products; causal: of the last rows of a square."""
+    scores = _scores(q, k, causal, softcap)
     return (scores.softmax(dim=-1) @ v.to(scores.dtype)).to(q.dtype), scores.logsumexp(dim=-1)
 
 
 def tile_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, kind: TileKind
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    kind: TileKind,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What one tile adds to the gradients of q, k and v: [b, heads, s_q, d] and twice [b, groups, s_k, d], in q's dtype.
 
     With P = exp(S - logsumexp) and D = rowsum(grad_out·out), both of the whole softmax over every tile,
-    dS = P·(grad_out·vᵀ - D); so the sum over tiles is the gradient.
+    dS = P·(grad_out·vᵀ - D); so the sum over tiles is the gradient. With a `softcap` c that is times 1 - (S/c)².
 
     Args:
         grad_out, out: [b, heads, s_q, d], of all tiles merged; and so is `logsumexp` [b, heads, s_q].
-        q, k, v, kind: as in `tile_forward`.
+        q, k, v, kind, softcap: as in `tile_forward`.
     """
     if kind is TileKind.EDGE:
         grad_out, q, k, v, out, logsumexp = (t.flip(2) for t in (grad_out, q, k, v, out, logsumexp))
-        dq, dk, dv = tile_backward(grad_out, q, k, v, out, logsumexp, TileKind.CAUSAL)
+        dq, dk, dv = tile_backward(grad_out, q, k, v, out, logsumexp, TileKind.CAUSAL, softcap)
         return dq.flip(2), dk.flip(2), dv.flip(2)
     causal = kind is TileKind.CAUSAL
     grad_out, q, k, v, out = (readable(tensor) for tensor in (grad_out, q, k, v, out))
     logsumexp = logsumexp.contiguous()
-    if _fused_on_cuda(q):
+    if softcap is None and _fused_on_cuda(q):
         return _cuda_flash_backward(grad_out, q, k, v, out, logsumexp, causal)
     groups = k.shape[1]
     k, v = for_every_head(k, q.shape[1]), for_every_head(v, q.shape[1])
+    if softcap is not None:
+        dq, dk, dv = torch.empty_like(q), *(torch.zeros_like(each, dtype=logsumexp.dtype) for each in (k, v))
+        for rows, n in _rows(q, k, causal):
+            part = grad_out[:, :, rows], q[:, :, rows], out[:, :, rows], logsumexp[:, :, rows]
+            dq[:, :, rows], dk_part, dv_part = _backward(*part, k[:, :, :n], v[:, :, :n], causal, softcap)
+            dk[:, :, :n] += dk_part
+            dv[:, :, :n] += dv_part
+        return dq, _for_each_group(dk, groups).to(k.dtype), _for_each_group(dv, groups).to(v.dtype)
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    backward = (
-        partial(fused, dropout_p=0.0, is_causal=causal) if _fused_on_cpu(q) else partial(_backward, causal=causal)
-    )
-    dq, dk, dv = backward(grad_out, q, k, v, out, logsumexp)
+    if _fused_on_cpu(q):
+        dq, dk, dv = fused(grad_out, q, k, v, out, logsumexp, dropout_p=0.0, is_causal=causal)
+    else:
+        dq, dk, dv = _backward(grad_out, q, out, logsumexp, k, v, causal, None)
     return dq, _for_each_group(dk, groups), _for_each_group(dv, groups)
 
 
@@ -144,25 +193,38 @@ def _for_each_group(grad: Tensor, groups: int) -> Tensor:
     return grad if grad.shape[1] == groups else grad.unflatten(1, (groups, -1)).sum(dim=2)
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """q·kᵀ/sqrt(d) in fp32 or fp64, -inf where hidden."""
+def _scores(q: Tensor, k: Tensor, causal: bool, softcap: float | None) -> Tensor:
+    """q·kᵀ/sqrt(d), capped, in fp32 or fp64, -inf where hidden; causal: of the last rows of a square."""
     if q.dtype in HALVES:
         q, k = q.float(), k.float()
     scores = (q @ k.mT) / math.sqrt(q.shape[-1])
+    if softcap is not None:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
     if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1 + k.shape[2] - q.shape[2])
         scores = scores.masked_fill(hidden, -math.inf)
     return scores
 
 
 def _backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, causal: bool
+    grad_out: Tensor,
+    q: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`tile_backward` in matrix products, where no fused kernel takes the type."""
+    """`tile_backward` in matrix products, where no fused kernel takes the type or the cap; causal: of the last rows of a
+    square."""
     dtype = q.dtype
-    probabilities = (_scores(q, k, causal) - logsumexp.unsqueeze(-1)).exp()
+    scores = _scores(q, k, causal, softcap)
+    probabilities = (scores - logsumexp.unsqueeze(-1)).exp()
     grad_out, q, k, v, out = (tensor.to(probabilities.dtype) for tensor in (grad_out, q, k, v, out))
     inner = (grad_out * out).sum(dim=-1, keepdim=True)
     grad_scores = probabilities * (grad_out @ v.mT - inner) / math.sqrt(q.shape[-1])
+    if softcap is not None:  # hidden ones are -inf, and have a probability of 0
+        grad_scores *= 1.0 - (scores.clamp_(min=-softcap) / softcap).square_()
     grads = grad_scores @ k, grad_scores.mT @ q, probabilities.mT @ grad_out
     return grads[0].to(dtype), grads[1].to(dtype), grads[2].to(dtype)

@@ -66,14 +66,18 @@ class _UnfusedAttention(torch.autograd.Function):
         keep: Tensor | None,
         p: float,
         causal: CausalSoftmax | None,
+        softcap: float | None,
     ) -> Tensor:
         b, heads, s_q, d = q.shape
         groups, s_k = k.shape[1:3]
         scores = (q.reshape(b, groups, -1, d) @ k.mT).view(b, heads, s_q, s_k)
+        scale, ctx.softcap = 1.0 / math.sqrt(d), softcap
+        if softcap is not None:
+            scores, scale = scores.mul_(scale / softcap).tanh_(), softcap
         if causal is not None:
-            exact = causal[0](scores, 1.0 / math.sqrt(d))
+            exact = causal[0](scores, scale)
         else:
-            exact = softmax_where(scores, 1.0 / math.sqrt(d), None if visible is None else visible.logical_not())
+            exact = softmax_where(scores, scale, None if visible is None else visible.logical_not())
         del scores
         dropped = probabilities = exact.to(q.dtype)
         ctx.scale = 1.0 / (1.0 - p)
@@ -99,8 +103,11 @@ class _UnfusedAttention(torch.autograd.Function):
                 grad_scores = grad_scores.float()
             grad_scores.mul_(keep).mul_(ctx.scale)
         grad_scores = ctx.softmax_backward(grad_scores, probabilities, 1.0 / math.sqrt(d)).view(b, groups, -1, s_k)
+        if ctx.softcap is not None:
+            capped = (q.reshape(b, groups, -1, d) @ k.mT).mul_(1.0 / math.sqrt(d) / ctx.softcap).tanh_()
+            grad_scores = grad_scores * capped.square_().neg_().add_(1.0)
         grad_k = grad_scores.mT @ q.reshape(b, groups, -1, d)
-        return (grad_scores @ k).view(b, heads, s_q, d), grad_k, grad_v, None, None, None, None
+        return (grad_scores @ k).view(b, heads, s_q, d), grad_k, grad_v, *[None] * 5
 
 
 def unfused_attention(
@@ -112,6 +119,7 @@ def unfused_attention(
     keep: Tensor | None,
     p: float,
     causal: CausalSoftmax | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """dropout(softmax(q·kᵀ/sqrt(d)))·v; softmax in fp32 for half types.
 
@@ -123,8 +131,9 @@ def unfused_attention(
         keep: boolean mask [b, heads, s_q, s_k] of the probabilities that stay; None: no dropout.
         p: the probability of falling, by which those that stay are scaled.
         causal: the kernel for the plain causal mask with s_q = s_k, which it knows without `visible`.
+        softcap: scores s become softcap·tanh(s/softcap).
 
     Returns:
         [b, heads, s_q, d], a view of memory [s_q, b, heads, d].
     """
-    return _UnfusedAttention.apply(q, k, v, visible, keep, p, causal)
+    return _UnfusedAttention.apply(q, k, v, visible, keep, p, causal, softcap)

@@ -13,7 +13,7 @@ from megalite.context_parallel.ulysses import gather_sequence, heads_to_sequence
 from megalite.kernels.attention import cached_attention, causal_attention
 from megalite.kernels.unfused_attention import unfused_attention
 from megalite.models.context import CAUSAL, ForwardContext, KeyValueCache
-from megalite.models.norm import Norm
+from megalite.models.norm import AllHeadsNorm, Norm
 from megalite.models.recompute import Recompute, recomputed
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.tensor_parallel.parameter import ParameterFactory
@@ -38,11 +38,15 @@ class Attention(torch.nn.Module):
         factory: ParameterFactory,
         recompute: Recompute,
         cp_comm_type: str = "p2p",
+        index: int = 0,
     ) -> None:
         super().__init__()
         self.name = name
         self.recompute_core = recompute.selects("core_attn")
-        self.dropout = config.attention_dropout
+        self.dropout, self.softcap = config.attention_dropout, config.attn_logit_softcapping
+        self.windowed, self.turns = config.has_window(index), config.has_rope(index)
+        # Every core multiplies scores by 1 / sqrt(d); queries take along what is different.
+        self.query_scale = 1.0 if config.softmax_scale is None else config.softmax_scale * math.sqrt(config.head_size)
         self.causal_attention: Callable[..., Tensor] = causal_attention
         self.masked_attention: Callable[..., Tensor] | None = None
         """For windows and documents of whole sequences, where one kernel takes them; None: tiles."""
@@ -77,8 +81,14 @@ class Attention(torch.nn.Module):
         self._softmax = None
         if self.dropout > 0.0 and self.core_cp.size == 1:
             self._softmax = factory.kernel("softmax", config.max_position_embeddings or 0)
-        self.q_norm = self.k_norm = None
-        if config.qk_norm:
+        self.q_norm: Norm | AllHeadsNorm | None = None
+        self.k_norm: Norm | AllHeadsNorm | None = None
+        if config.qk_norm_all_heads:
+            size = config.num_attention_heads * config.head_size
+            self.q_norm = AllHeadsNorm(f"{name}.q_norm", config, factory=factory, size=size)
+            size = config.query_groups * config.head_size
+            self.k_norm = AllHeadsNorm(f"{name}.k_norm", config, factory=factory, size=size)
+        elif config.qk_norm:
             # Each tp rank norms its own heads, so its gradient is partial.
             self.q_norm = Norm(f"{name}.q_norm", config, factory=factory, size=config.head_size, per_head=True)
             self.k_norm = Norm(f"{name}.k_norm", config, factory=factory, size=config.head_size, per_head=True)
@@ -98,21 +108,28 @@ class Attention(torch.nn.Module):
         Collectives: those of the two linear layers and of `SharedHeads`, and over cp those of the ring or two all-to-alls,
         each way.
         """
+        if not self.windowed and context.full is not None:
+            context = context.full
+        rope = context.rope if self.turns else None
         qkv = self.qkv(x)
         if self._shared is not None:
             qkv = self._shared(qkv)
         s, b = qkv.shape[:2]
         qkv = qkv.view(s, b, self.groups, self.queries + 2, self.head_size)
-        if self.q_norm is None and self.plain_rope and context.rope is not None and context.rope[0].shape[1] == 1:
-            q, k, v = self._turned_in_place(qkv, *context.rope)
+        if self.q_norm is None and self.plain_rope and rope is not None and rope[0].shape[1] == 1:
+            q, k, v = self._turned_in_place(qkv, *rope)
         else:
             q, k, v = self._split(qkv)
             if self.q_norm is not None and self.k_norm is not None:
                 q, k = self.q_norm(q), self.k_norm(k)
-            if context.rope is not None:
-                q, k = self._turned(q, *context.rope), self._turned(k, *context.rope)
+                if isinstance(self.q_norm, AllHeadsNorm):  # its input is a copy where queries are not
+                    v = v.contiguous()
+            if rope is not None:
+                q, k = self._turned(q, *rope), self._turned(k, *rope)
                 if self.q_norm is None:  # nothing else keeps qkv: a view would
                     v = v.contiguous()
+        if self.query_scale != 1.0:
+            q = q * self.query_scale
         if self.exchange_heads:
             if self.repeats > 1:
                 k, v = (tensor.repeat_interleave(self.repeats, dim=2) for tensor in (k, v))
@@ -171,16 +188,18 @@ class Attention(torch.nn.Module):
     def _core(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
         """Queries [b, heads, s, d] against keys and values [b, groups, s, d] -> [b, heads, s, d]."""
         if context.next_tokens is not None:
-            return cached_attention(q, k, v, visible=context.next_tokens.visible)
+            return cached_attention(q, k, v, visible=context.next_tokens.visible, softcap=self.softcap)
         if self.dropout > 0.0 and context.stream is not None:
             return self._core_with_dropout(q, k, v, context, context.stream)
-        if context.visibility == CAUSAL and self.core_cp.size == 1:
+        capped = self.softcap is not None
+        if context.visibility == CAUSAL and self.core_cp.size == 1 and not capped:
             return self.causal_attention(q, k, v)
-        if self.masked_attention is not None and self.core_cp.size == 1:
+        if self.masked_attention is not None and self.core_cp.size == 1 and not capped:
             rule = context.visibility
             return self.masked_attention(q, k, v, window=rule.window, document_starts=rule.document_starts)
         length = q.shape[2] * self.core_cp.size
-        return ring_attention(q, k, v, cp=self.core_cp, seq_length=length, visibility=context.visibility)
+        rule = context.visibility
+        return ring_attention(q, k, v, cp=self.core_cp, seq_length=length, visibility=rule, softcap=self.softcap)
 
     def _core_with_dropout(
         self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext, stream: DropoutStream
@@ -194,7 +213,9 @@ class Attention(torch.nn.Module):
         stream.fill(keep, rows, self.dropout, site=f"{self.name}.probabilities", first_head=self.first_head)
         causal = self._softmax if context.visibility == CAUSAL else None
         visible = None if causal is not None else _visible(rows, columns, context.visibility)
-        return unfused_attention(q, k, v, visible=visible, keep=keep, p=self.dropout, causal=causal)
+        return unfused_attention(
+            q, k, v, visible=visible, keep=keep, p=self.dropout, causal=causal, softcap=self.softcap
+        )
 
 
 def _visible(rows: Tensor, columns: Tensor, visibility: Visibility) -> Tensor:

@@ -1,4 +1,4 @@
-"""One transformer block, pre-norm."""
+"""One transformer block, with norms before its branches, on their outputs, or both."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,6 +24,8 @@ FEED_FORWARD: Registry[Callable[..., torch.nn.Module]] = Registry(
 class Block(torch.nn.Module):
     """x + dropout(attention(norm(x))), then x + dropout(feed_forward(norm(x))): an MLP, or experts.
 
+    With `post_norms` dropout is on norm(branch); without `pre_norms` a branch takes x itself.
+
     `index` is the layer's number in the whole model: names and dropout keys carry it. Full recompute is around a block
     (`run_layers`), selective recompute inside.
     """
@@ -42,12 +44,20 @@ class Block(torch.nn.Module):
         self.dropout, self.region = config.hidden_dropout, factory.sequence_region
         self._add_dropped = add_dropped
         self.recompute_norms, self.recompute_mlp = recompute.selects("layernorm"), recompute.selects("mlp")
-        self.attention_norm = Norm(f"{name}.attention_norm", config, factory=factory)
+        self.attention_norm: Norm | None = None
+        self.mlp_norm: ResidualNorm | None = None
+        self.attention_post_norm: Norm | None = None
+        self.mlp_post_norm: Norm | None = None
+        if config.pre_norms:
+            self.attention_norm = Norm(f"{name}.attention_norm", config, factory=factory)
         self.attention = Attention(
-            f"{name}.attention", config, factory=factory, recompute=recompute, cp_comm_type=cp_comm_type
+            f"{name}.attention", config, factory=factory, recompute=recompute, cp_comm_type=cp_comm_type, index=index
         )
-        # What a recomputed norm gives again must have the same bits, so one kernel makes it both times.
-        self.mlp_norm = ResidualNorm(f"{name}.mlp_norm", config, factory=factory, fused=not self.recompute_norms)
+        if config.post_norms:
+            self.attention_post_norm = Norm(f"{name}.attention_post_norm", config, factory=factory)
+        if config.pre_norms:
+            # What a recomputed norm gives again must have the same bits, so one kernel makes it both times.
+            self.mlp_norm = ResidualNorm(f"{name}.mlp_norm", config, factory=factory, fused=not self.recompute_norms)
         self.mlp: MLP | None = None
         self.moe: torch.nn.Module | None = None
         if config.is_moe_layer(index):
@@ -55,21 +65,33 @@ class Block(torch.nn.Module):
         else:
             inside = None if self.recompute_mlp else recompute
             self.mlp = MLP(f"{name}.mlp", config, factory=factory, recompute=inside)
+        if config.post_norms:
+            self.mlp_post_norm = Norm(f"{name}.mlp_post_norm", config, factory=factory)
 
     def forward(self, x: Tensor, context: ForwardContext, cache: KeyValueCache | None = None) -> Tensor:
         """[s/cp, b, h] -> [s/cp, b, h], split over tp as well with sequence parallelism."""
-        with self._remaking(normed := self.attention_norm(x), self.attention_norm, x):
-            branch = self.attention(normed, context, cache, add_late_bias=False)
+        normed = x if self.attention_norm is None else self.attention_norm(x)
+        late = self.attention_post_norm is None  # the norm is of the branch with its bias
+        with self._remaking(normed, self.attention_norm, x):
+            branch = self.attention(normed, context, cache, add_late_bias=not late)
+        if self.attention_post_norm is not None:
+            branch = self.attention_post_norm(branch)
         keep = context.keep_mask(branch, self.dropout, site=f"{self.name}.attention", region=self.region)
-        normed, x = self.mlp_norm(x, branch, bias=self.attention.out.late_bias, keep=keep, p=self.dropout)
+        bias = self.attention.out.late_bias if late else None
+        if self.mlp_norm is None:
+            normed = x = self._add_dropped(x, branch, bias, keep, self.dropout)
+        else:
+            normed, x = self.mlp_norm(x, branch, bias=bias, keep=keep, p=self.dropout)
         with self._remaking(normed, self.mlp_norm, x):
             branch = self.feed_forward(normed, context)
+        if self.mlp_post_norm is not None:
+            branch = self.mlp_post_norm(branch)
         keep = context.keep_mask(branch, self.dropout, site=f"{self.name}.mlp", region=self.region)
         return self._add_dropped(x, branch, None, keep, self.dropout)
 
-    def _remaking(self, normed: Tensor, norm: Norm, x: Tensor) -> AbstractContextManager[None]:
+    def _remaking(self, normed: Tensor, norm: Norm | None, x: Tensor) -> AbstractContextManager[None]:
         """Where norms are recomputed, what runs inside keeps nothing of norm(x)."""
-        return not_saving(normed, norm.normalize, x) if self.recompute_norms else nullcontext()
+        return not_saving(normed, norm.normalize, x) if self.recompute_norms and norm is not None else nullcontext()
 
     def feed_forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         if self.moe is not None:

@@ -95,6 +95,8 @@ def _use_attention(stage: GPTStage, config: RunConfig) -> list[str]:
     tiled = attention_in_tiles(config)
     if tiled is not None:
         reason = why_not_varlen(shape) if first.core_cp.size == 1 else None
+        if first.softcap is not None:
+            reason = "no kernel caps scores"
         if first.core_cp.size == 1 and reason is None:
             for layer in layers:
                 layer.masked_attention = varlen_attention

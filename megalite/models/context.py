@@ -170,6 +170,7 @@ class ForwardContext:
     auxiliary: AuxiliaryLosses | None = None  # where layers add terms to the objective; None in evaluation
     generating: bool = False
     next_tokens: NextTokens | None = None  # the rows are one token each, behind those that a cache holds
+    full: "ForwardContext | None" = None  # for layers that have no window, where others have; None: this one
 
     def keep_mask(self, x: Tensor, p: float, *, site: str, region: Group) -> Tensor | None:
         """What stays of x [s/cp, b, h], split over the ranks of `region` as well; None: everything.

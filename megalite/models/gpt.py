@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -64,7 +65,7 @@ class Head(torch.nn.Module):
         super().__init__()
         assert config.vocab_size is not None
         self.tp, self.sequence_parallel = factory.tp, factory.sequence_parallel
-        self.vocab_size = config.vocab_size
+        self.vocab_size, self.softcap = config.vocab_size, config.final_logit_softcapping
         self.norm = Norm("final_norm", config, factory=factory)
         self.weight = weight
         self._products = Products(factory.kernel("matmul", config.hidden_size))
@@ -73,7 +74,9 @@ class Head(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] (or split over s) -> logits [s, b, V/tp]."""
         x, sp = self.norm(x), self.sequence_parallel
-        return linear(x, self.weight, None, tp=self.tp, sequence_parallel=sp, products=self._products)
+        logits = linear(x, self.weight, None, tp=self.tp, sequence_parallel=sp, products=self._products)
+        # The product is new memory: the loss may write into it, and tanh keeps its own output.
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
     def loss(self, x: Tensor, labels: Tensor) -> Tensor:
         """Cross-entropy of each token: labels [b, s] -> [b, s]."""
@@ -122,7 +125,10 @@ class GPTStage(torch.nn.Module):
             self.head = Head(config, factory=factory, weight=self._head_weight(factory, word))
         spans = sequence_spans(seq_length, cp_rank=factory.cp.rank, cp_size=factory.cp.size)
         self._positions = torch.cat([torch.arange(*span, device=factory.device) for span in spans])
-        self._rope: tuple[Tensor, Tensor] | None = None
+        self._rope: dict[bool, tuple[Tensor, Tensor]] = {}  # tables of layers with a window, and without
+        windows = {config.has_window(index) for index in range(first_layer, last_layer)}
+        self._windowed = True in windows
+        self._mixed = len(windows) > 1
         drops = config.hidden_dropout > 0.0 or config.attention_dropout > 0.0
         self._draw = factory.kernel("dropout_mask", config.hidden_size) if drops else dropout_mask
 
@@ -161,58 +167,81 @@ class GPTStage(torch.nn.Module):
         ids = self._positions
         if position_documents is not None:
             ids = document_position_ids(ids, position_documents)
-        return ForwardContext(
+        found = ForwardContext(
             seq_length=self.seq_length,
             positions=self._positions,
             position_ids=ids,
             stream=DropoutStream(self.factory.seed, sample_ids, self._draw) if self.training else None,
-            rope=self._rope_rows(ids, self.seq_length),
+            rope=self._rope_rows(ids, self.seq_length, self._windowed),
             visibility=Visibility(window=self._window(self.seq_length), document_starts=attention_documents),
             auxiliary=auxiliary,
         )
+        return self._with_full(found, ids, self.seq_length)
 
     def generation_context(self, length: int) -> ForwardContext:
         """The context of the first `length` tokens of texts that may be longer, without dropout; cp must be 1."""
         positions = torch.arange(length, device=self.device)
-        return ForwardContext(
+        found = ForwardContext(
             seq_length=length,
             positions=positions,
             position_ids=positions,
-            rope=self._rope_rows(positions, length),
+            rope=self._rope_rows(positions, length, self._windowed),
             visibility=Visibility(window=self._window(length)),
             generating=True,
         )
+        return self._with_full(found, positions, length)
 
     def next_token_context(self, lengths: Sequence[int]) -> ForwardContext:
         """The context of one new token a row, behind the `lengths` tokens that a cache holds of it; cp must be 1."""
-        new = NextTokens.after(lengths, window=self.config.sliding_window, device=self.device)
+        window = self.config.sliding_window if self._windowed else None
+        new = NextTokens.after(lengths, window=window, device=self.device)
         position_ids = new.positions.unsqueeze(0)
-        return ForwardContext(
+        found = ForwardContext(
             seq_length=1,
             positions=new.positions[:1],
             position_ids=position_ids,
-            rope=self._rope_rows(position_ids, new.stop),
+            rope=self._rope_rows(position_ids, new.stop, self._windowed),
             generating=True,
             next_tokens=new,
         )
+        every = NextTokens.after(lengths, window=None, device=self.device) if self._mixed else None
+        return self._with_full(found, position_ids, new.stop, every)
+
+    def _with_full(
+        self, context: ForwardContext, position_ids: Tensor, stop: int, next_tokens: NextTokens | None = None
+    ) -> ForwardContext:
+        """The context of layers with a window, with that of the others where this stage has both."""
+        if not self._mixed:
+            return context
+        full = replace(
+            context,
+            rope=self._rope_rows(position_ids, stop, False),
+            visibility=replace(context.visibility, window=None),
+            next_tokens=next_tokens,
+        )
+        return replace(context, full=full)
 
     def _window(self, length: int) -> int | None:
         """The sliding window if it hides anything of that many tokens."""
-        window = self.config.sliding_window
+        window = self.config.sliding_window if self._windowed else None
         return window if window is not None and window < length else None
 
-    def _rope_rows(self, position_ids: Tensor, stop: int) -> tuple[Tensor, Tensor] | None:
-        """cos and sin of position ids [s] or [s, b], all below `stop`: [s, b or 1, 1, d/2]."""
+    def _rope_rows(self, position_ids: Tensor, stop: int, windowed: bool) -> tuple[Tensor, Tensor] | None:
+        """cos and sin of position ids [s] or [s, b], all below `stop`: [s, b or 1, 1, d/2]. `windowed`: for layers with a
+        window."""
         config = self.config
         if config.position_embedding_type != "rope":
             return None
-        if self._rope is None or self._rope[0].shape[0] < stop:
+        local = windowed and config.rotary_base_local is not None
+        tables = self._rope.get(local)
+        if tables is None or tables[0].shape[0] < stop:
             dtype = torch.float64 if self.factory.dtype == torch.float64 else torch.float32
             # Twice as many as before: a long generated text would otherwise have them made again for each token.
-            known = 0 if self._rope is None else 2 * self._rope[0].shape[0]
+            known = 0 if tables is None else 2 * tables[0].shape[0]
             positions = torch.arange(max(stop, self.seq_length, known), device=self.device)
-            self._rope = rope_tables(positions, rope_frequencies(config), dtype, attention_factor(config))
-        cos, sin = (table[position_ids].unsqueeze(-2) for table in self._rope)
+            factor = 1.0 if local else attention_factor(config)
+            tables = self._rope[local] = rope_tables(positions, rope_frequencies(config, local=local), dtype, factor)
+        cos, sin = (table[position_ids].unsqueeze(-2) for table in tables)
         return (cos, sin) if position_ids.dim() == 2 else (cos.unsqueeze(1), sin.unsqueeze(1))
 
     def activation_shape(self, micro_batch_size: int) -> tuple[int, int, int]:

@@ -1,11 +1,15 @@
 """The norm layers."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from megalite.config.model import ModelConfig
+from megalite.kernels.attention import HALVES
 from megalite.kernels.layer_ops import add_dropped
 from megalite.tensor_parallel.parameter import ParameterFactory
+from megalite.topology.group import Group
 
 
 class Norm(torch.nn.Module):
@@ -67,3 +71,45 @@ class ResidualNorm(Norm):
         return self._sum_kernel(
             *(branch, bias, keep, p, residual, self.weight, self.bias, self.eps), zero_centered=self.zero_centered
         )
+
+
+class AllHeadsNorm(torch.nn.Module):
+    """RMSNorm over all heads together, which tp splits: each rank has the weights of its own."""
+
+    def __init__(self, name: str, config: ModelConfig, *, factory: ParameterFactory, size: int) -> None:
+        super().__init__()
+        self.eps, self.offset, self.tp = config.norm_epsilon, float(config.norm_zero_centered), factory.tp
+        self.weight = factory.parameter(f"{name}.weight", (size,), shard_dim=0, value=1.0 - self.offset, decay=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, heads/tp, d] -> the same.
+
+        Collectives: forward an all-reduce of a number a token over tp / backward the same.
+        """
+        normed: Tensor = _SplitRMSNorm.apply(x.flatten(2), self.weight, self.eps, self.offset, self.tp)
+        return normed.view_as(x)
+
+
+class _SplitRMSNorm(torch.autograd.Function):
+    """RMSNorm in fp32 for half types (fp64 for fp64) over the channels [..., n] of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float, tp: Group) -> Tensor:
+        exact = x.float() if x.dtype in HALVES else x
+        inverse = exact.square().sum(dim=-1, keepdim=True)
+        tp.all_reduce(inverse)
+        inverse = (inverse / (x.shape[-1] * tp.size)).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        ctx.offset, ctx.tp = offset, tp
+        return (exact * inverse).mul_(weight.to(exact.dtype) + offset).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        x, weight, inverse = ctx.saved_tensors
+        normed = x * inverse
+        grad_weight = (grad * normed).flatten(0, -2).sum(0)
+        grad_normed = grad * (weight.to(inverse.dtype) + ctx.offset)
+        inner = (grad_normed * normed).sum(dim=-1, keepdim=True)
+        ctx.tp.all_reduce(inner)
+        grad_x = grad_normed.sub_(normed.mul_(inner / (x.shape[-1] * ctx.tp.size))).mul_(inverse)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None, None, None

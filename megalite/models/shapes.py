@@ -8,7 +8,7 @@ V padded vocabulary, P rows of the position embedding, L layers, s sequence leng
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megalite.config.model import BLOCKS, BlockFacts, ModelConfig
@@ -76,7 +76,11 @@ def _attention(model: ModelConfig, prefix: str) -> list[ParameterShape]:
     # gives each rank whole groups.
     rows = (model.num_attention_heads + 2 * model.query_groups) * d
     shapes = _linear(f"{prefix}.qkv", (rows, h), 0, bias=model.add_bias_linear or model.add_qkv_bias)
-    if model.qk_norm:
+    if model.qk_norm_all_heads:
+        weight = _norm(model, f"{prefix}.q_norm", model.num_attention_heads * d)
+        weight += _norm(model, f"{prefix}.k_norm", model.query_groups * d)
+        shapes += [replace(shape, shard_dim=0) for shape in weight]
+    elif model.qk_norm:
         # One weight for all heads: each tensor-parallel rank has a copy, and the gradient that its heads give.
         shapes += _norm(model, f"{prefix}.q_norm", d) + _norm(model, f"{prefix}.k_norm", d)
     out = (h, model.num_attention_heads * d)
@@ -122,9 +126,12 @@ def layer_shapes(model: ModelConfig, layer_index: int, block: str | None = None)
     if stated.shapes is not None:
         return stated.shapes(model, layer_index)
     name, experts = f"layers.{layer_index}", model.is_moe_layer(layer_index)
-    attention = [*_norm(model, f"{name}.attention_norm"), *_attention(model, f"{name}.attention")]
     feed_forward = _moe(model, f"{name}.moe") if experts else _mlp(model, f"{name}.mlp", model.ffn_size)
-    return [*attention, *_norm(model, f"{name}.mlp_norm"), *feed_forward]
+    found: list[ParameterShape] = []
+    for branch, shapes in (("attention", _attention(model, f"{name}.attention")), ("mlp", feed_forward)):
+        found += _norm(model, f"{name}.{branch}_norm") if model.pre_norms else []
+        found += shapes + (_norm(model, f"{name}.{branch}_post_norm") if model.post_norms else [])
+    return found
 
 
 def _word_embedding(model: ModelConfig) -> ParameterShape:
@@ -175,13 +182,14 @@ def parameter_count(model: ModelConfig) -> int:
     return sum(shape.size for shape in stage_shapes(model, 0, model.num_layers, True, True))
 
 
-def attention_core_flops(model: ModelConfig, seq_length: int, convention: Convention = "palm") -> int:
-    """FLOPs of attention's two products, q·kᵀ and P·v, for one token of a sequence of `seq_length`.
+def attention_core_flops(model: ModelConfig, layer_index: int, seq_length: int, convention: Convention = "palm") -> int:
+    """FLOPs of the two products of a layer's attention, q·kᵀ and P·v, for one token of a sequence of `seq_length`.
 
     4·s·(heads·d) over all s positions; the megatron convention counts the half that the causal mask leaves. A sliding
     window w < s makes that 4·w·(heads·d), or with the causal mask the w - w²/2s keys that a token sees on average.
     """
-    keys = min(seq_length, model.sliding_window or seq_length)
+    window = model.sliding_window if model.has_window(layer_index) else None
+    keys = min(seq_length, window or seq_length)
     flops = 4 * keys * model.num_attention_heads * model.head_size
     return flops * (2 * seq_length - keys) // (2 * seq_length) if convention == "megatron" else flops
 
@@ -198,7 +206,7 @@ def layer_forward_flops(model: ModelConfig, layer_index: int, seq_length: int, c
             weights += shape.size // (model.num_experts or 1) * model.moe_router_topk
         elif shape.decay:
             weights += shape.size
-    return 2 * weights + attention_core_flops(model, seq_length, convention)
+    return 2 * weights + attention_core_flops(model, layer_index, seq_length, convention)
 
 
 def head_forward_flops(model: ModelConfig) -> int:

@@ -166,7 +166,12 @@ def _shape(generator: random.Random, drawn: Drawn) -> Drawn:
     found["make_vocab_size_divisible_by"] = tp * generator.choice((1, 2, 3))
     if generator.random() < 0.25 and s > 2:
         found["sliding_window"] = generator.randint(2, s)
+        if generator.random() < 0.5:
+            found["window_attn_skip_freq"] = [generator.randint(2, 3)]
     return found
+
+
+_SCORES = {"softmax_scale": (0.2, 0.7), "attn_logit_softcapping": (1.0, 5.0), "final_logit_softcapping": (2.0, 9.0)}
 
 
 def _switches(generator: random.Random, drawn: Drawn) -> Drawn:
@@ -190,6 +195,18 @@ def _switches(generator: random.Random, drawn: Drawn) -> Drawn:
             "rope_scaling": generator.choice(("llama3", "yarn")),
             "rope_original_max_positions": max(2, drawn["seq_length"] // 2),
         }
+    if found["position_embedding_type"] == "rope":
+        if chance(0.2):
+            found["no_rope_freq"] = [2]
+        if "sliding_window" in drawn and chance(0.5):
+            found["rotary_base_local"] = 100.0
+    if chance(0.3):
+        found |= {"post_norms": True, "pre_norms": chance(0.5)}
+    if found["qk_norm"] and found["normalization"] == "RMSNorm" and chance(0.5):
+        found["qk_norm_all_heads"] = drawn["num_query_groups"] % drawn["tp"] == 0
+    for name, values in _SCORES.items():
+        if chance(0.15):
+            found[name] = generator.choice(values)
     if not found["add_bias_linear"]:
         found["add_qkv_bias"] = chance(0.5)
     if chance(0.3):

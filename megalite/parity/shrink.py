@@ -11,6 +11,7 @@ from typing import Any
 from megalite.config.batch import microbatch_counts, samples_per_microbatch
 from megalite.config.describe import replace, settings, values_of
 from megalite.config.errors import ConfigError
+from megalite.config.model import LAYER_LISTS
 from megalite.config.optimizer import ONEBIT_OPTIMIZERS
 from megalite.config.run import RunConfig, stage_layers
 from megalite.config.strategies import STRATEGIES
@@ -49,6 +50,10 @@ def layer_changes(config: RunConfig) -> Changes:
         if cut is None:
             layers = max(layers, changes["moe_first_dense_layers"] + 2)
     changes["num_layers"] = layers
+    for name in LAYER_LISTS:
+        given = getattr(model, name)
+        if given is not None:  # at least every second layer: both kinds are kept
+            changes[name] = [min(given[0], 2)] if len(given) == 1 else [index % 2 for index in range(layers)]
     changes["recompute_num_layers"] = min(config.training.recompute_num_layers, max(1, layers // stages))
     return changes
 

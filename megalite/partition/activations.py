@@ -47,21 +47,22 @@ def _kept_share(config: RunConfig) -> float:
     return min(1.0, config.model.moe_expert_capacity_factor or 1.0)
 
 
-def _attention(config: RunConfig) -> Iterator[_Kept]:
+def _attention(config: RunConfig, layer_index: int) -> Iterator[_Kept]:
     model, p = config.model, config.parallel
     e, exact, whole = _sizes(config)
     queries, keys_and_values = _attention_widths(config)
     exchanged = p.cp > 1 and p.cp_comm_type == "a2a"
     core = frozenset({"core_attn"})
     yield _Kept(e * model.hidden_size / whole)  # the layer's input, kept by the norm
-    yield _Kept(e * model.hidden_size / whole, frozenset({"layernorm"}))  # its output, by the projection
+    if model.pre_norms:
+        yield _Kept(e * model.hidden_size / whole, frozenset({"layernorm"}))  # its output, by the projection
     if exchanged:  # keys are repeated until each cp rank gets one
         keys_and_values = max(keys_and_values, 2 * p.tp * p.cp * model.head_size)
     yield _Kept(e * (queries + keys_and_values) / p.tp)
     if model.qk_norm:
         # These norms keep their input: the projection's output, in which the values lie as well where queries share none.
         projected = _attention_widths(config)[1]
-        apart = not exchanged or projected < 2 * queries
+        apart = not exchanged or projected < 2 * queries or model.qk_norm_all_heads
         yield _Kept(e * (queries + projected // (1 + apart)) / p.tp)
     if model.attention_dropout:
         # The softmax, its mask and what is left of it; with p2p for keys and values of all ranks.
@@ -72,20 +73,23 @@ def _attention(config: RunConfig) -> Iterator[_Kept]:
         yield _Kept(exact * model.num_attention_heads / p.tp, core)  # the logsumexp of the scores
         if exchanged:
             yield _Kept(e * queries / p.tp, core)  # the core's own output, before heads go home
-        if _repeats_keys(config):
+        if _repeats_keys(config, layer_index):
             yield _Kept(e * (2 * queries - keys_and_values) / p.tp, core)
     yield _Kept(e * queries / p.tp)
+    if model.post_norms:
+        yield _Kept(e * model.hidden_size / whole)
     if model.hidden_dropout:
         yield _Kept(model.hidden_size / whole)
 
 
-def _repeats_keys(config: RunConfig) -> bool:
+def _repeats_keys(config: RunConfig, layer_index: int) -> bool:
     """Grouped keys and values are kept once for each query head: neither the CPU's fused kernel nor CUDA's for 32 bits has
     a grouped form. Where attention is cut into tiles they are repeated for a tile at a time."""
     model, training, data, p = config.model, config.training, config.data, config.parallel
     if max(model.query_groups, p.tp * (p.cp if p.cp_comm_type == "a2a" else 1)) == model.num_attention_heads:
         return False
-    window = model.sliding_window is not None and model.sliding_window < training.seq_length
+    window = model.has_window(layer_index) and (model.sliding_window or 0) < training.seq_length
+    window |= model.attn_logit_softcapping is not None
     documents = data.reset_attention_mask or data.packs_documents
     ring = p.cp > 1 and p.cp_comm_type == "p2p"
     grouped_kernel = ELEMENT_BYTES[training.precision] == 2 and training.device != "cpu"
@@ -96,11 +100,14 @@ def _feed_forward(config: RunConfig, layer_index: int) -> Iterator[_Kept]:
     model, p = config.model, config.parallel
     e, _, whole = _sizes(config)
     yield _Kept(e * model.hidden_size / whole)
-    yield _Kept(e * model.hidden_size / whole, frozenset({"layernorm"}))
+    if model.pre_norms:
+        yield _Kept(e * model.hidden_size / whole, frozenset({"layernorm"}))
     if model.is_moe_layer(layer_index):
         yield from _experts(config)
     else:
         yield from _inner(config, model.ffn_size / p.tp, "mlp")
+    if model.post_norms:
+        yield _Kept(e * model.hidden_size / whole)
     if model.hidden_dropout:
         yield _Kept(model.hidden_size / whole)
 
@@ -158,7 +165,7 @@ def layer_activation_bytes(config: RunConfig, layer_index: int = 0, *, granulari
     modules = set(config.training.recompute_modules) if granularity == "selective" else set()
     kept = sum(
         kept.bytes
-        for kept in chain(_attention(config), _feed_forward(config, layer_index))
+        for kept in chain(_attention(config, layer_index), _feed_forward(config, layer_index))
         if not kept.freed_by & modules
     )
     return round(_tokens(config) * kept)
@@ -190,7 +197,8 @@ def stage_activation_bytes(config: RunConfig, plan: StagePlan) -> int:
     if plan.has_head:
         # Inputs of final norm and output projection; logits, or what the loss puts in their place.
         total += _tokens(config) * 2 * e * model.hidden_size // whole
-        total += _tokens(config) * e * model.padded_vocab_size // config.parallel.tp
+        capped = 1 + (model.final_logit_softcapping is not None)
+        total += _tokens(config) * capped * e * model.padded_vocab_size // config.parallel.tp
     return total
 
 
@@ -211,7 +219,11 @@ def recompute_workspace_bytes(config: RunConfig, plan: StagePlan) -> int:
     if training.recompute_granularity == "none":
         return 0
     freed = (
-        sum(kept.bytes for kept in chain(_attention(config), _feed_forward(config, index)) if module in kept.freed_by)
+        sum(
+            kept.bytes
+            for kept in chain(_attention(config, index), _feed_forward(config, index))
+            if module in kept.freed_by
+        )
         for index in layers
         for module in training.recompute_modules
     )

@@ -158,6 +158,8 @@ def _cut(config: RunConfig, shapes: list[ParameterShape], *, tied_apart: bool, u
 def is_partial(shape: ParameterShape, config: RunConfig) -> bool:
     """Each tp rank has a part of the parameter's gradient although it holds the whole parameter."""
     always = ("router.weight", "q_norm.weight", "q_norm.bias", "k_norm.weight", "k_norm.bias")
+    if shape.shard_dim is not None:
+        return False
     if shape.name.endswith(always):
         return config.parallel.tp > 1
     in_sequence_region = "norm." in shape.name or shape.name.endswith(("out.bias", "down.bias"))

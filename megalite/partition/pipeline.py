@@ -31,11 +31,12 @@ def flop_costs(config: RunConfig, stages: tuple[StagePlan, ...], *, ahead: bool 
     weights; products of activations (the attention core) have both their gradients in the input half.
     """
     forward = tuple(float(stage_forward_flops(config, plan)) for plan in stages)
-    core = attention_core_flops(config.model, config.training.seq_length)
+    each = [attention_core_flops(config.model, i, config.training.seq_length) for i in range(config.model.num_layers)]
+    cores = (sum(each[plan.first_layer : plan.last_layer]) for plan in stages)
     return Costs(
         forward=forward,
         backward=tuple(2.0 * cost for cost in forward),
-        weight_grad=tuple(cost - core * plan.num_layers for cost, plan in zip(forward, stages, strict=True)),
+        weight_grad=tuple(cost - core for cost, core in zip(forward, cores, strict=True)),
         # An R runs the stage as a whole, head and loss too.
         recompute=forward if ahead else tuple(float(_recompute_flops(config, plan)) for plan in stages),
     )
@@ -56,7 +57,7 @@ def _recompute_flops(config: RunConfig, plan: StagePlan) -> int:
 def _module_flops(config: RunConfig, layer_index: int, modules: set[str]) -> int:
     """FLOPs of one token's forward through those modules of a layer that have matrix products."""
     model, seq_length = config.model, config.training.seq_length
-    core = attention_core_flops(model, seq_length)
+    core = attention_core_flops(model, layer_index, seq_length)
     projections = sum(
         2 * shape.size for shape in layer_shapes(model, layer_index) if shape.decay and ".attention." in shape.name
     )

@@ -72,8 +72,8 @@ def _plans(layers: tuple[int, ...], placement: tuple[int, ...]) -> tuple[StagePl
 
 
 def _layer_flops(config: RunConfig, layers: range) -> list[int]:
-    """FLOPs of one token's forward through each of these layers, of which there are two kinds at most."""
-    kinds = [config.model.is_moe_layer(index) for index in layers]
+    """FLOPs of one token's forward through each of these layers, of which there are four kinds at most."""
+    kinds = [(config.model.is_moe_layer(index), config.model.has_window(index)) for index in layers]
     of_kind = {
         kind: layer_forward_flops(config.model, layers[kinds.index(kind)], config.training.seq_length)
         for kind in set(kinds)

@@ -199,7 +199,8 @@ class _Microbatch:
         for index in layers:
             yield from self._attention_forward()
             yield from self._feed_forward(index)
-            yield from (*self._enter, *self._attention_core(backward=True), *self._share, *self._enter, *self._leave)
+            yield from (*self._enter, *self._attention_core(backward=True), *self._head_norms(), *self._share)
+            yield from (*self._enter, *self._leave)
             yield from self._feed_forward_backward(index)
         yield from self._recomputed(layers)
         if plan.has_head:
@@ -239,7 +240,12 @@ class _Microbatch:
                 yield "cp", "send", (p.cp - 1) * 2 * keys // self._e * self._w
 
     def _attention_forward(self) -> list[Volume]:
-        return [*self._enter, *self._share, *self._attention_core(backward=False), *self._leave]
+        core = self._attention_core(backward=False)
+        return [*self._enter, *self._share, *self._head_norms(), *core, *self._leave]
+
+    def _head_norms(self) -> list[Volume]:
+        """Norms of queries and of keys over the heads of all ranks, each way: a number a token."""
+        return [("tp", "all-reduce", self._tokens * self._w)] * (2 * self._config.model.qk_norm_all_heads)
 
     def _feed_forward(self, layer: int) -> list[Volume]:
         """Forward, in the order in which they happen."""
@@ -279,7 +285,7 @@ class _Microbatch:
         """Collectives of forwards that the backward runs again.
 
         A recomputed region ends with the last tensor that it has to keep: what leaves the region after that, the sum over
-        tp as a rule, is not made a second time. Dropout behind it keeps a mask, and then it is."""
+        tp as a rule, is not made a second time. Dropout behind it keeps a mask, a norm its input, and then it is."""
         training = self._config.training
         if training.recompute_granularity == "full":
             whole = training.recompute_method == "uniform"
@@ -289,7 +295,8 @@ class _Microbatch:
                 again: list[Volume] = []
                 for index in range(first, min(first + unit, stop)):
                     again += [*self._attention_forward(), *self._feed_forward(index)]
-                yield from again if self._config.model.hidden_dropout else _without_exit(again)
+                exit_kept = self._config.model.hidden_dropout or self._config.model.post_norms
+                yield from again if exit_kept else _without_exit(again)
         elif training.recompute_granularity == "selective":
             for index in layers:
                 moe = self._config.model.is_moe_layer(index)

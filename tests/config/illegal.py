@@ -127,6 +127,17 @@ _TABLE = """
     => ffn_hidden_size 33 … tp 2 … tp 1
 4 --tp 4 --num-experts 4 --seq-length 102 => seq_length 102 is not divisible by tp 4 … a multiple, e.g. 104
 8 --tp 4 --cp 2 --num-experts 4 --seq-length 100 => seq_length 100 … tp·cp = 8 … a multiple, e.g. 104
+# Layers of different kinds, norms, scores.
+1 --sliding-window 8 --window-attn-skip-freq 1,0,1
+    => window_attn_skip_freq 1,0,1 is neither one number nor a 0 or 1 for each of num_layers 2 … --window-attn-skip-freq 2
+1 --position-embedding-type rope --no-rope-freq 2,0 => no_rope_freq 2,0 is neither … num_layers 2 … --no-rope-freq 2
+1 --window-attn-skip-freq 2 => window_attn_skip_freq 2 has no effect without sliding_window … --sliding-window 4096
+1 --sliding-window 8 --rotary-base-local 10 => rotary_base_local 10 … position_embedding_type learned_absolute … rope
+1 --no-pre-norms => pre_norms false leaves a layer without a norm … --post-norms
+1 --qk-norm-all-heads => qk_norm_all_heads has no effect without qk_norm … --qk-norm
+1 --qk-norm --qk-norm-all-heads => qk_norm_all_heads does not go with normalization LayerNorm … --normalization RMSNorm
+1 --attention-backend math --attn-logit-softcapping 5
+    => attention_backend math cannot serve attn_logit_softcapping 5 … flash or auto
 # Kernels and attention.
 1 --attention-backend math --sliding-window 8 => attention_backend math cannot serve sliding_window 8 … flash or auto
 2 --attention-backend cudnn --cp 2 => attention_backend cudnn cannot serve cp 2 with cp_comm_type p2p … flash or auto

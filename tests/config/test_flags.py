@@ -80,6 +80,15 @@ def every_spelling(setting: Setting, example: str) -> None:
         ("--window-size 127,0", {"sliding_window": 128}),
         ("--window-size (127,0)", {"sliding_window": 128}),
         ("--window-size=-1,0", {}),
+        ("--window-size 127,0 --window-attn-skip-freq 4", {"sliding_window": 128, "window_attn_skip_freq": [4]}),
+        (
+            "--window-size 7,0 --window-attn-skip-freq ([1]*2+[0]*1)*1 --num-layers 3",
+            {"sliding_window": 8, "window_attn_skip_freq": [1, 1, 0], "num_layers": 3},
+        ),
+        (
+            "--no-rope-freq 1,0 --position-embedding-type rope",
+            {"no_rope_freq": [1, 0], "position_embedding_type": "rope"},
+        ),
         ("--rotary-seq-len-interpolation-factor 4", {"rope_scaling": "linear", "rope_scaling_factor": 4.0}),
         ("--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2 --timing-log-level 2", {}),
         ("--tokenizer-type Llama2Tokenizer", {"tokenizer_type": "SentencePieceTokenizer"}),
@@ -253,9 +262,11 @@ def test_tables_of_flags_do_not_overlap() -> None:
         ("--config", "--config takes one FILE, got none"),
         ("--config nowhere/run.yaml", "config file nowhere/run.yaml does not exist: there is no folder nowhere"),
         ("--preset gpt3-175", "--preset: unknown preset gpt3-175: did you mean gpt3-175b? (there are "
-         "deepseek-moe-16b, gemma-7b, gpt-1t, gpt2-124m, gpt3-1.3b, gpt3-13b, gpt3-175b, gpt3-2.7b, gpt3-350m, gpt3-6.7b, "
-         "llama2-7b, llama3-405b, llama3-70b, llama3-8b, llama3.1-8b, llama3.2-1b, llama3.2-3b, llama3.3-70b, mistral-7b, "
-         "mixtral-8x7b, phi-3-mini, qwen2-7b, qwen3-235b-a22b, qwen3-30b-a3b, qwen3-8b)"),
+         "deepseek-moe-16b, gemma-7b, gemma2-9b, gemma3-27b, gpt-1t, gpt2-124m, gpt3-1.3b, gpt3-13b, gpt3-175b, gpt3-2.7b, "
+         "gpt3-350m, gpt3-6.7b, llama2-7b, llama3-405b, llama3-70b, llama3-8b, llama3.1-8b, llama3.2-1b, llama3.2-3b, "
+         "llama3.3-70b, mistral-7b, mixtral-8x7b, olmo2-7b, phi-3-mini, qwen2-7b, qwen3-235b-a22b, qwen3-30b-a3b, qwen3-8b)"),
+        ("--window-attn-skip-freq [1]*x", "--window-attn-skip-freq takes a number, or 0 or 1 for each layer such as 1,1,0 or "
+         "([1]*2+[0])*4, got [1]*x"),
         ("--preset gpt2-124m --preset llama3-8b", "--preset is given twice: gpt2-124m and llama3-8b; keep one of them"),
         ("--json", "--json has no effect without --dry-run; add --dry-run or remove it"),
         ("--world-size 8", "--world-size has no effect without --dry-run; add --dry-run or remove it"),

@@ -10,7 +10,9 @@ from megalite.topology.layout import sequence_spans
 Starts = tuple[tuple[int, ...], ...] | None
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None, starts: Starts) -> Tensor:
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, starts: Starts, softcap: float | None = None
+) -> Tensor:
     """[b, heads, s, d] over whole sequences; a pair of tokens at a time decides what is visible."""
     b, heads, s, d = q.shape
     visible = torch.zeros(b, 1, s, s, dtype=torch.bool)
@@ -22,7 +24,10 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None, starts:
             for c in range(first, p + 1):
                 visible[sample, 0, p, c] = window is None or p - c < window
     k, v = (tensor.repeat_interleave(heads // tensor.shape[1], dim=1) for tensor in (k, v))
-    scores = (q @ k.mT / math.sqrt(d)).masked_fill(~visible, -math.inf)
+    scores = q @ k.mT / math.sqrt(d)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~visible, -math.inf)
     return scores.softmax(-1) @ v
 
 

@@ -25,6 +25,7 @@ class Case:
     groups: int = 2
     window: int | None = None
     starts: tuple[tuple[int, ...], ...] | None = None
+    softcap: float | None = None
 
     @property
     def visibility(self) -> Visibility:
@@ -49,6 +50,8 @@ CASES = [
     Case(starts=DOCUMENTS),
     Case(starts=((0,), (0,))),
     Case(groups=1, window=10, starts=DOCUMENTS),
+    Case(softcap=0.7),
+    Case(window=7, starts=DOCUMENTS, softcap=1.5),
 ]
 
 
@@ -58,7 +61,7 @@ def ours_on(group: Group, case: Case, dtype: torch.dtype) -> Tensors:
     # As in the model, where they are views of activations [s, b, ...].
     q, k, v, grad = (tensor.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for tensor in local)
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
-    out = ring_attention(q, k, v, cp=group, seq_length=S, visibility=case.visibility)
+    out = ring_attention(q, k, v, cp=group, seq_length=S, visibility=case.visibility, softcap=case.softcap)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
@@ -70,7 +73,7 @@ def every_case(context: RankContext, cp: int) -> list[Tensors]:
 def expected(case: Case) -> Tensors:
     q, k, v, grad = case.whole()
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
-    out = dense_attention(q, k, v, case.window, case.starts)
+    out = dense_attention(q, k, v, case.window, case.starts, case.softcap)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 

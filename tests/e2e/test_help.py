@@ -61,6 +61,9 @@ LAYOUTS = {
     "qwen2-7b": "--tp 4 --pp 2 --world-size 64 --global-batch-size 512 --bf16 --use-distributed-optimizer",
     "qwen3-8b": "--tp 4 --pp 2 --world-size 64 --global-batch-size 512 --bf16 --use-distributed-optimizer",
     "gemma-7b": "--tp 8 --world-size 64 --global-batch-size 512 --bf16 --sequence-parallel",
+    "gemma2-9b": "--tp 4 --world-size 64 --global-batch-size 512 --bf16 --sequence-parallel --recompute-granularity full",
+    "gemma3-27b": "--tp 8 --cp 8 --world-size 128 --global-batch-size 64 --bf16 --sequence-parallel",
+    "olmo2-7b": "--tp 4 --pp 2 --world-size 64 --global-batch-size 1024 --bf16 --use-distributed-optimizer",
     "deepseek-moe-16b": "--ep 8 --pp 4 --world-size 64 --global-batch-size 512 --bf16",
     "mixtral-8x7b": "--tp 2 --pp 4 --ep 8 --world-size 128 --global-batch-size 1024 --bf16",
 }

@@ -37,7 +37,7 @@ def from_gpt2(theirs: Mapping[str, Tensor], model: ModelConfig) -> Weights:
 
 
 def from_llama(theirs: Mapping[str, Tensor], model: ModelConfig) -> Weights:
-    """Llama and all that share its names: Mistral, Qwen2, Qwen3, Gemma, Mixtral."""
+    """Llama and all that share its names: Mistral, Qwen2, Qwen3, Gemma 1 to 3, OLMo 2, Mixtral."""
     ours = {
         "embedding.word.weight": pad_vocabulary(theirs["model.embed_tokens.weight"], model),
         "final_norm.weight": theirs["model.norm.weight"],
@@ -46,8 +46,12 @@ def from_llama(theirs: Mapping[str, Tensor], model: ModelConfig) -> Weights:
         ours["head.weight"] = pad_vocabulary(theirs["lm_head.weight"], model)
     for i in range(model.num_layers):
         there, here = f"model.layers.{i}", f"layers.{i}"
-        ours[f"{here}.attention_norm.weight"] = theirs[f"{there}.input_layernorm.weight"]
-        ours[f"{here}.mlp_norm.weight"] = theirs[f"{there}.post_attention_layernorm.weight"]
+        names = {"attention_norm": "input", "mlp_norm": "post_attention"}
+        if model.post_norms:
+            names = {"attention_post_norm": "post_attention", "mlp_post_norm": "post_feedforward"}
+            names |= {"attention_norm": "input", "mlp_norm": "pre_feedforward"} if model.pre_norms else {}
+        for name, their_name in names.items():
+            ours[f"{here}.{name}.weight"] = theirs[f"{there}.{their_name}_layernorm.weight"]
         ours |= _llama_attention(theirs, f"{there}.self_attn", f"{here}.attention", model)
         if model.is_moe_layer(i):
             ours |= _mixtral_experts(theirs, f"{there}.mlp", f"{here}.moe")

@@ -98,6 +98,11 @@ def test_the_log_says_where_attention_is_another() -> None:
     config = tiny_config(sliding_window=4)
     assert apply_compute(stage_of(config), config) == ["attention in pieces that are merged, for sliding_window 4"]
 
+    config = tiny_config(attn_logit_softcapping=5.0)
+    assert apply_compute(stage_of(config), config) == [
+        "attention in pieces that are merged, for attn_logit_softcapping 5"
+    ]
+
 
 def test_fp8_is_refused_where_there_is_none() -> None:
     config = tiny_config(precision="bf16", fp8=True)

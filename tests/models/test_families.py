@@ -137,6 +137,42 @@ FAMILIES = {
         "Gemma",
         {"num_key_value_heads": 2, "head_dim": 6, "rms_norm_eps": 1e-6, **rope(1e4)},
     ),
+    "gemma2": Family(
+        "gemma2-9b",
+        {**GROUPED, "kv_channels": 6, "softmax_scale": 10**-0.5, "sliding_window": 4, "attn_logit_softcapping": 2.0}
+        | {"final_logit_softcapping": 3.0},
+        "Gemma2",
+        {"num_key_value_heads": 2, "head_dim": 6, "query_pre_attn_scalar": 10, "sliding_window": 4, **rope(1e4)}
+        | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma3": Family(
+        "gemma3-27b",
+        {**GROUPED, "kv_channels": 6, "softmax_scale": 10**-0.5, "sliding_window": 4, "window_attn_skip_freq": [3]}
+        | {"rotary_base": 50.0, "rotary_base_local": 20.0},
+        "Gemma3",
+        {"num_key_value_heads": 2, "head_dim": 6, "query_pre_attn_scalar": 10, "sliding_window": 4}
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+        | {
+            "rope_parameters": {
+                "full_attention": {"rope_theta": 50.0, "rope_type": "linear", "factor": 8.0},
+                "sliding_attention": {"rope_theta": 20.0, "rope_type": "default"},
+            }
+        },
+    ),
+    "olmo2": Family("olmo2-7b", GROUPED, "Olmo2", {"num_key_value_heads": 2, "rms_norm_eps": 1e-6, **rope(5e5)}),
+    "qwen2-mixed": Family(
+        "qwen2-7b",
+        {**GROUPED, "sliding_window": 4, "window_attn_skip_freq": [0, 1, 1]},
+        "Qwen2",
+        {"num_key_value_heads": 2, "rms_norm_eps": 1e-6, **rope(1e6)}
+        | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    ),
+    "smollm3": Family(
+        "llama3-8b",
+        {**GROUPED, "no_rope_freq": [2], "tie_embeddings": True},
+        "SmolLM3",
+        {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "no_rope_layer_interval": 2, **rope(5e5)},
+    ),
 }
 
 
@@ -176,7 +212,10 @@ def their_model(family: Family) -> Any:
     # From where it lives: an import from the top of the package reads every model that there is.
     small = family.kind.lower().replace("moe", "_moe")
     folder = f"transformers.models.{small}"
-    config_class = getattr(importlib.import_module(f"{folder}.configuration_{small}"), f"{family.kind}Config")
+    config_class = getattr(
+        importlib.import_module(f"{folder}.configuration_{small}"),
+        "Gemma3TextConfig" if family.kind == "Gemma3" else f"{family.kind}Config",
+    )
     name = "GPT2LMHeadModel" if family.kind == "GPT2" else f"{family.kind}ForCausalLM"
     model_class = getattr(importlib.import_module(f"{folder}.modeling_{small}"), name)
     settings = family.theirs if family.kind == "GPT2" else {**THEIR_SMALL, **family.theirs}
@@ -250,6 +289,17 @@ def test_the_proof_of_float64_sees_float32() -> None:
         ("gemma", {"scale_embeddings": False}),
         ("gemma", {"norm_zero_centered": False}),
         ("gemma", {"activation": "geglu"}),
+        ("gemma2", {"window_attn_skip_freq": None}),
+        ("gemma2", {"window_attn_skip_freq": [0, 1, 0]}),
+        ("gemma2", {"softmax_scale": None}),
+        ("gemma2", {"attn_logit_softcapping": None}),
+        ("gemma2", {"final_logit_softcapping": 4.0}),
+        ("gemma3", {"rotary_base_local": None}),
+        ("gemma3", {"rotary_base_local": 50.0}),
+        ("gemma3", {"rope_scaling": "none"}),
+        ("qwen2-mixed", {"window_attn_skip_freq": [2]}),
+        ("smollm3", {"no_rope_freq": None}),
+        ("smollm3", {"no_rope_freq": [1, 0, 1]}),
     ],
 )
 def test_each_setting_shows_in_the_logits(name: str, changes: dict[str, Any]) -> None:

@@ -95,6 +95,30 @@ def test_norms_of_queries_and_keys(normalization: str, kinds: list[str]) -> None
     assert flops_per_token(model, 10) == flops_per_token(LLAMA, 10)
 
 
+def test_norms_on_the_outputs_of_branches_and_over_all_heads() -> None:
+    """In the order of the forward; what is over all heads is cut as the heads are."""
+    model = dataclasses.replace(LLAMA, post_norms=True, qk_norm=True, qk_norm_all_heads=True)
+    names = ["attention_norm", "attention.qkv", "attention.q_norm", "attention.k_norm", "attention.out"]
+    names += ["attention_post_norm", "mlp_norm", "mlp.up", "mlp.down", "mlp_post_norm"]
+    assert [row[0] for row in rows(layer_shapes(model, 0))] == [f"layers.0.{name}.weight" for name in names]
+    norms = [row[1:3] for row in rows(layer_shapes(model, 0)) if row[0].endswith(("q_norm.weight", "k_norm.weight"))]
+    assert norms == [((model.num_attention_heads * 6,), 0), ((model.query_groups * 6,), 0)]
+    without = layer_shapes(dataclasses.replace(model, pre_norms=False), 0)
+    left_out = [f"layers.0.{branch}_norm.weight" for branch in ("attention", "mlp")]
+    assert rows(without) == [row for row in rows(layer_shapes(model, 0)) if row[0] not in left_out]
+
+
+def test_every_other_layer_with_a_window_costs_less() -> None:
+    s, model = 100, ModelConfig(num_layers=4, hidden_size=16, num_attention_heads=2, sliding_window=10)
+    mixed = dataclasses.replace(model, window_attn_skip_freq=[2])
+    assert [mixed.has_window(index) for index in range(4)] == [True, False, True, False]
+    assert dataclasses.replace(model, window_attn_skip_freq=[0, 1, 1, 0]).has_window(3) is False
+    costs = [layer_forward_flops(mixed, index, s) for index in range(4)]
+    assert costs[1] - costs[0] == 4 * (s - 10) * 16 and costs[:2] == costs[2:]
+    turned = dataclasses.replace(model, position_embedding_type="rope", no_rope_freq=[3])
+    assert [turned.has_rope(index) for index in range(4)] == [True, True, False, True]
+
+
 def test_zero_centered_norms_start_at_zero() -> None:
     model = dataclasses.replace(LLAMA, norm_zero_centered=True, qk_norm=True)
     norms = [row for row in rows(stage_shapes(model, 0, 1, True, True)) if "norm" in row[0]]

@@ -331,8 +331,8 @@ SCHEDULES_AND_PLANS = (
     Mutant(
         "planned activations without the attention's output",
         "megalite/partition/activations.py",
-        "    yield _Kept(e * queries / p.tp)\n    if model.hidden_dropout:",
-        "    if model.hidden_dropout:",
+        "    yield _Kept(e * queries / p.tp)\n    if model.post_norms:",
+        "    if model.post_norms:",
         "tests/planner/test_activations.py::test_layer_activations_are_the_papers[--tp 2-<lambda>]",
         "the planner forgets a tensor of each layer",
     ),

@@ -35,6 +35,9 @@ LAYOUTS = {
     "qwen2-7b": (32, f"--tp 4 {SP} {ZERO}"),
     "qwen3-8b": (64, f"--tp 4 --cp 2 {SP} {ZERO}"),
     "gemma-7b": (32, f"--tp 4 {SP} {ZERO}"),
+    "gemma2-9b": (64, f"--tp 4 --pp 2 {SP} {ZERO}"),
+    "gemma3-27b": (256, f"--tp 4 --cp 8 --pp 2 {SP} {ZERO}"),
+    "olmo2-7b": (64, f"--tp 4 {SP} {ZERO}"),
     "mixtral-8x7b": (64, f"--tp 2 --pp 4 --ep 8 --etp 1 {SP} {ZERO}"),
     "deepseek-moe-16b": (64, f"--pp 2 --ep 8 {ZERO}"),
 }

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from megalite.config.compute import kernel_requests, unknown_kernels
 from megalite.config.errors import Findings, nearest
+from megalite.config.model import LAYER_LISTS
 from megalite.config.rules.rule import Check, Settings, divisors, rules, say
 from megalite.config.run import attention_in_tiles, stage_layers
 
@@ -40,6 +41,17 @@ def _groups(c: Settings) -> Findings:
         yield say(c, f"{{num_attention_heads}} is not divisible by {{num_query_groups}}; use num_query_groups {works}")
 
 
+def _layer_lists(c: Settings) -> Findings:
+    """One number from 1 on, or a 0 or 1 for each layer."""
+    for name in LAYER_LISTS:
+        given = getattr(c, name)
+        if given is None or (len(given) == 1 and given[0]):
+            continue
+        if len(given) != c.num_layers or max(given) > 1:
+            flag = f"--{name.replace('_', '-')}"
+            yield say(c, f"{{{name}}} is neither one number nor a 0 or 1 for each of {{num_layers}}; use e.g. {flag} 2")
+
+
 def _has_no_mlp(c: Settings) -> bool:
     dense = not all(map(c.is_moe_layer, range(c.num_layers)))
     return (dense or c.moe_ffn_hidden_size is None) and c.ffn_size < 1
@@ -52,6 +64,7 @@ def _other_scaling(kinds: tuple[str, ...]) -> Callable[[Settings], bool]:
 NETWORK: tuple[Check, ...] = (
     _head_size,
     _groups,
+    _layer_lists,
     *rules(
         {
             "{hidden_size} with {activation} gives an MLP of width 8·h/3 rounded down to a multiple of 64 = 0; set "
@@ -66,6 +79,18 @@ NETWORK: tuple[Check, ...] = (
             ),
             "{!rotary_base|rotary_percent|rotary_interleaved} has no effect with {position_embedding_type}; use rope or remove it": (
                 lambda c: c.position_embedding_type != "rope"
+            ),
+            "{!rotary_base_local|no_rope_freq} has no effect with {position_embedding_type}; use rope or remove it": (
+                lambda c: c.position_embedding_type != "rope"
+            ),
+            "{!window_attn_skip_freq|rotary_base_local} has no effect without sliding_window; add --sliding-window 4096 or remove "
+            "it": lambda c: c.sliding_window is None,
+            "{?qk_norm_all_heads} has no effect without qk_norm; add --qk-norm or remove it": lambda c: not c.qk_norm,
+            "{?qk_norm_all_heads} does not go with {normalization}; use --normalization RMSNorm": (
+                lambda c: c.qk_norm and c.normalization != "RMSNorm"
+            ),
+            "pre_norms false leaves a layer without a norm; add --post-norms": lambda c: (
+                not c.pre_norms and not c.post_norms
             ),
             "{?rope_scaling} has no effect with {position_embedding_type}; use rope, or --rope-scaling none": (
                 lambda c: c.position_embedding_type != "rope"

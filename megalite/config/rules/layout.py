@@ -227,6 +227,12 @@ def _widths(c: Settings) -> Findings:
     if not whole_shares(c.query_groups, c.tp):
         yield say(c, f"{{num_query_groups}} is neither a multiple nor a divisor of {{tp}}; use tp {works}")
     sharing = c.tp // math.gcd(c.query_groups, c.tp)
+    if c.qk_norm_all_heads and sharing > 1:
+        yield say(
+            c,
+            "qk_norm_all_heads counts every key once, and {tp} ranks share those of {num_query_groups}; use tp "
+            f"{divisors(math.gcd(*widths.values(), c.query_groups))}",
+        )
     if 2 * c.head_size % sharing:
         yield (
             f"a key and a value of {c.head_size} channels each are not divisible by the {sharing} of the tp {c.tp} ranks that "

@@ -11,6 +11,7 @@ from megalite.config.errors import ConfigError
 from megalite.config.model import TRAINING_FIELDS, ModelConfig
 from megalite.conversion.huggingface.config_json import ModelFile, read_json, refuse_code, resolved, written
 from megalite.conversion.huggingface.experts import ExpertKeys
+from megalite.conversion.huggingface.gemma import GEMMA, Gemma
 from megalite.conversion.huggingface.llama import LlamaLike, llama_pieces
 from megalite.conversion.weights import ConversionError, Piece, View, first_rows, whole
 
@@ -141,6 +142,15 @@ def _llama_like(
     )
 
 
+_GEMMA: dict[str, Any] = {
+    "key_value_heads": 4,
+    "head_size": 256,
+    "attention_bias": True,
+    "window": 4096,
+    "mixed": True,
+    "tied": True,
+    "activation": ("hidden_activation", "gelu_pytorch_tanh"),
+}
 _ALL = (
     Family(
         name="gpt2",
@@ -155,13 +165,19 @@ _ALL = (
     _llama_like(
         "qwen2",
         "Qwen2ForCausalLM",
-        LlamaLike(max_positions=32768, key_value_heads=32, qkv_bias=True, window="switched"),
+        LlamaLike(max_positions=32768, key_value_heads=32, qkv_bias=True, window="switched", mixed=True),
     ),
     _llama_like(
         "qwen3",
         "Qwen3ForCausalLM",
         LlamaLike(
-            max_positions=32768, key_value_heads=32, head_size=128, attention_bias=True, qk_norm=True, window="switched"
+            max_positions=32768,
+            key_value_heads=32,
+            head_size=128,
+            attention_bias=True,
+            qk_norm=True,
+            window="switched",
+            mixed=True,
         ),
     ),
     _llama_like(
@@ -232,6 +248,36 @@ _ALL = (
         ),
         fused_mlp=True,
     ),
+    _llama_like(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        Gemma(max_positions=8192, caps=(50.0, 30.0), full_every=2, fixed=GEMMA, **_GEMMA),
+        whole_heads=True,
+    ),
+    _llama_like(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        Gemma(
+            max_positions=131072,
+            rotary_base=1e6,
+            rotary_base_local=1e4,
+            qk_norm=True,
+            fixed=GEMMA,
+            **{"caps": (None, None), "full_every": 6, **_GEMMA},
+        ),
+        whole_heads=True,
+    ),
+    _llama_like(
+        "olmo2",
+        "Olmo2ForCausalLM",
+        LlamaLike(
+            max_positions=2048,
+            norm_epsilon=1e-5,
+            attention_bias=True,
+            qk_norm=True,
+            fixed={"qk_norm_all_heads": True, "pre_norms": False, "post_norms": True},
+        ),
+    ),
 )
 FAMILIES = {family.name: family for family in _ALL}  # by model_type. Where several express a model, the first is taken.
 
@@ -281,12 +327,28 @@ def choose_family(model: ModelConfig, seq_length: int, name: str | None) -> Fami
     raise ConversionError(f"{who} differs: {'; '.join(differing.values())}; {remedy}")
 
 
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Settings that say the same in several ways, in one of them."""
+    model = ModelConfig(**values)
+    windows, turned = ([int(has(i)) for i in range(model.num_layers)] for has in (model.has_window, model.has_rope))
+    found: dict[str, Any] = {"softmax_scale": model.softmax_scale or model.head_size**-0.5}
+    found["window_attn_skip_freq"] = windows if len(set(windows)) > 1 else None
+    found["no_rope_freq"] = None if all(turned) else [1 - one for one in turned]
+    if not any(windows):
+        found |= {"sliding_window": None, "rotary_base_local": None}
+    if model.rope_scaling == "none" and model.rotary_base_local == model.rotary_base:
+        found["rotary_base_local"] = None
+    return found
+
+
 def differences(family: Family, model: ModelConfig, seq_length: int) -> dict[str, str]:
     """What a folder of the family would give back with other values: by field a text with both; empty if nothing."""
     written = family.write(model, seq_length)
     try:
         there = asdict(family.read(ModelFile(written, f"a {family.name} config.json"))[0])
         ours = asdict(resolved(model, seq_length))
+        for values in (there, ours):
+            values |= _plain(values)
     except ConfigError as error:
         return {"": str(error)}
     # How far the vocabulary is padded changes no token's logit.

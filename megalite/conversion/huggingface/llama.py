@@ -1,7 +1,8 @@
-"""Llama, Mistral, Qwen2, Qwen3, Mixtral, Phi-3 and GLM: what their config.json says, and the names and shapes of their tensors."""
+"""Llama, Mistral, Qwen, Mixtral, Phi-3, GLM and OLMo 2: what their config.json says, and the names and shapes of their
+tensors."""
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from megalite.config.model import ModelConfig
@@ -16,6 +17,7 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "geglu_tanh",
     "gelu_new": "geglu_tanh",
 }
+_KINDS = ("full_attention", "sliding_attention")
 _WRITTEN = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_pytorch_tanh"}
 
 
@@ -50,10 +52,17 @@ class LlamaLike:
     qk_norm: bool = False  # always
     # The default of sliding_window, or `switched` (use_sliding_window is on and the layer reaches max_window_layers).
     window: int | str | None = "none"
+    mixed: bool = False  # layer_types may say of each layer whether it has the window
+    activation: tuple[str, str] = ("hidden_act", "silu")  # its key, and what stands for a missing one
+    tied: bool = False  # the default of tie_word_embeddings
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # settings that all models of the family have
     experts: ExpertKeys | None = None
 
     def read(self, file: ModelFile) -> tuple[ModelConfig, int]:
         positions = file.integer("max_position_embeddings", self.max_positions)
+        return file.model(seq_length=positions, **self._settings(file, positions)), positions
+
+    def _settings(self, file: ModelFile, positions: int) -> dict[str, Any]:
         settings = file.settings(_SAME)
         heads = settings["num_attention_heads"]
         settings |= {
@@ -63,17 +72,19 @@ class LlamaLike:
             "max_position_embeddings": positions,
             "normalization": "RMSNorm",
             "norm_epsilon": file.epsilon("rms_norm_eps", self.norm_epsilon),
-            "activation": file.activation("hidden_act", "silu", _ACTIVATIONS),
+            "activation": file.activation(*self.activation, _ACTIVATIONS),
+            "tie_embeddings": file.flag("tie_word_embeddings", self.tied),
             "add_bias_linear": self._read_biases(file),
             "add_qkv_bias": self.qkv_bias if isinstance(self.qkv_bias, bool) else file.flag(self.qkv_bias, True),
             "rotary_interleaved": self.interleaved,
             "qk_norm": self.qk_norm,
-            "sliding_window": self._read_window(file),
+            **self._read_window(file),
+            **self.fixed,
         }
         settings |= read_rope(file, self.rotary_base, positions, kinds=self.scalings, partial=self.partial_rotary)
         if self.experts is not None:
             settings |= self.experts.read(file)
-        return file.model(seq_length=positions, **settings), positions
+        return settings
 
     def write(self, model: ModelConfig, seq_length: int) -> dict[str, Any]:
         values: dict[str, Any] = {
@@ -85,7 +96,7 @@ class LlamaLike:
             ),
             "max_position_embeddings": model.max_position_embeddings or seq_length,
             "rms_norm_eps": model.norm_epsilon,
-            "hidden_act": _WRITTEN.get(model.activation, "silu"),
+            self.activation[0]: _WRITTEN.get(model.activation, "silu"),
             **write_rope(model),
         }
         if self.attention_bias or self.linear_biases:
@@ -98,8 +109,14 @@ class LlamaLike:
             values[self.qkv_bias] = model.add_qkv_bias
         if self.partial_rotary is not None:
             values["partial_rotary_factor"] = model.rotary_percent
+        windows = [model.has_window(index) for index in range(model.num_layers)]
         if self.window == "switched":
-            values |= {"use_sliding_window": model.sliding_window is not None, "max_window_layers": 0}
+            values |= {
+                "use_sliding_window": any(windows),
+                "max_window_layers": windows.index(True) if any(windows) else 0,
+            }
+        if self.mixed and len(set(windows)) > 1:
+            values["layer_types"] = [_KINDS[window] for window in windows]
         if self.window not in ("none", "refused"):
             values["sliding_window"] = model.sliding_window
         if self.experts is not None:
@@ -117,42 +134,51 @@ class LlamaLike:
             )
         return attention
 
-    def _read_window(self, file: ModelFile) -> int | None:
+    def _read_window(self, file: ModelFile) -> dict[str, Any]:
         if self.window == "refused" and file.flag("use_sliding_window", False):
             raise file.fault("use_sliding_window is true; of this family only false can be expressed")
         if self.window in ("none", "refused"):
-            return None
+            return {"sliding_window": None}
+        layers = file.layers("num_hidden_layers")
         if self.window == "switched":
-            window = self._read_switched_window(file)
+            window, windows = self._read_switched_window(file, layers)
         else:
             assert not isinstance(self.window, str)
             window = file.optional_integer("sliding_window", self.window)
+            windows = self._windows(file, layers)
         kinds = file.values.get("layer_types")
         if kinds is not None:
-            wanted = "full_attention" if window is None else "sliding_attention"
-            if not isinstance(kinds, list) or any(kind != wanted for kind in kinds):
+            wanted = {"full_attention"} if window is None else set(_KINDS) if self.mixed else {"sliding_attention"}
+            if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in wanted for kind in kinds):
                 raise file.fault(
-                    f"layer_types does not say {wanted} for every layer; layers of different kinds cannot be expressed"
+                    f"layer_types does not say {' or '.join(sorted(wanted))} for each of {layers} layers; with "
+                    f"{'no window' if window is None else f'a window of {window}'} nothing else can be expressed"
                 )
-        return window
+            windows = [kind == "sliding_attention" for kind in kinds]
+        if window is None or not any(windows):
+            return {"sliding_window": None}
+        if all(windows):
+            return {"sliding_window": window}
+        every = windows.index(False) + 1  # as every such layer is full, or else layer by layer
+        regular = every > 1 and windows == [(index + 1) % every != 0 for index in range(layers)]
+        return {
+            "sliding_window": window,
+            "window_attn_skip_freq": [every] if regular else [int(one) for one in windows],
+        }
 
-    def _read_switched_window(self, file: ModelFile) -> int | None:
+    def _windows(self, file: ModelFile, layers: int) -> list[bool]:
+        """Which layers have the window, without layer_types."""
+        return [True] * layers
+
+    def _read_switched_window(self, file: ModelFile, layers: int) -> tuple[int | None, list[bool]]:
         """Qwen's window: on, and from layer max_window_layers on."""
         if not file.flag("use_sliding_window", False):
-            return None
+            return None, []
         window = file.optional_integer("sliding_window", 4096)
         first = file.values.get("max_window_layers", 28)
-        layers = file.layers("num_hidden_layers")
         if type(first) is not int or first < 0:
             raise file.fault(f"max_window_layers is {str(first)[:60]!r}; it must be a whole number from 0 on")
-        if window is None or first >= layers:
-            return None
-        if first > 0:
-            raise file.fault(
-                f"max_window_layers is {first} of {layers} layers: a window of {window} can only be "
-                f"expressed for all layers (0) or none ({layers})"
-            )
-        return window
+        return window, [index >= first for index in range(layers)]
 
 
 def llama_pieces(
@@ -175,13 +201,20 @@ def llama_pieces(
     yield Piece(word, "embedding.word.weight", rows, vocabulary)
     for i in range(model.num_layers):
         there, here = f"model.layers.{i}", f"layers.{i}"
-        yield Piece(f"{there}.input_layernorm.weight", f"{here}.attention_norm.weight", (h,))
+        if model.pre_norms:
+            yield Piece(f"{there}.input_layernorm.weight", f"{here}.attention_norm.weight", (h,))
         yield from _attention(model, f"{there}.self_attn", f"{here}.attention", fused_qkv)
-        yield Piece(f"{there}.post_attention_layernorm.weight", f"{here}.mlp_norm.weight", (h,))
+        if model.post_norms:
+            yield Piece(f"{there}.post_attention_layernorm.weight", f"{here}.attention_post_norm.weight", (h,))
+        if model.pre_norms:
+            name = "pre_feedforward" if model.post_norms else "post_attention"
+            yield Piece(f"{there}.{name}_layernorm.weight", f"{here}.mlp_norm.weight", (h,))
         if model.is_moe_layer(i):
             yield from (experts or ExpertKeys()).pieces(model, there, f"{here}.moe", present)
         else:
             yield from _mlp(model, f"{there}.mlp", f"{here}.mlp", fused_mlp)
+        if model.post_norms:
+            yield Piece(f"{there}.post_feedforward_layernorm.weight", f"{here}.mlp_post_norm.weight", (h,))
     yield Piece("model.norm.weight", "final_norm.weight", (h,))
     if not model.tie_embeddings:
         yield Piece(head, "head.weight", rows, vocabulary)
@@ -209,8 +242,9 @@ def _attention(model: ModelConfig, there: str, here: str, fused: bool) -> Iterat
             shape = (size, h) if kind == "weight" else (size,)
             yield Piece(f"{there}.{name}_proj.{kind}", f"{here}.qkv.{kind}", shape, rows(first, last))
     if model.qk_norm:
-        yield Piece(f"{there}.q_norm.weight", f"{here}.q_norm.weight", (d,))
-        yield Piece(f"{there}.k_norm.weight", f"{here}.k_norm.weight", (d,))
+        sizes = (model.num_attention_heads * d, groups * d) if model.qk_norm_all_heads else (d, d)
+        for name, size in zip("qk", sizes, strict=True):
+            yield Piece(f"{there}.{name}_norm.weight", f"{here}.{name}_norm.weight", (size,))
     yield Piece(f"{there}.o_proj.weight", f"{here}.out.weight", (h, model.num_attention_heads * d))
     if model.add_bias_linear:
         yield Piece(f"{there}.o_proj.bias", f"{here}.out.bias", (h,))

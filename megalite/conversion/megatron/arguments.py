@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megalite.config.errors import ConfigError
-from megalite.config.model import ModelConfig
+from megalite.config.model import LAYER_LISTS, ModelConfig
 from megalite.config.run import RunConfig
 from megalite.config.training import TrainingConfig
 from megalite.config.validate import validate
@@ -113,7 +113,7 @@ _MUST_BE: Mapping[str, tuple[Any, ...]] = {
     ),
     **dict.fromkeys(
         """
-    mtp_num_layers moe_latent_size window_attn_skip_freq no_rope_freq glu_linear_offset
+    mtp_num_layers moe_latent_size glu_linear_offset
     """.split(),  # noqa: SIM905
         (None, 0),
     ),
@@ -146,6 +146,7 @@ def read_model(args: Arguments, *, padded_vocabulary: int, tp: int) -> ModelConf
         "make_vocab_size_divisible_by": multiple,
         "max_position_embeddings": args.whole("max_position_embeddings"),
         "sliding_window": _window(args),
+        **{name: _layers(args, name) for name in LAYER_LISTS},
         "normalization": args.get("normalization", "LayerNorm"),
         "norm_zero_centered": args.flag("apply_layernorm_1p", False),
         "norm_epsilon": args.number("norm_epsilon", args.number("layernorm_epsilon", 1e-5)),
@@ -182,6 +183,19 @@ def _window(args: Arguments) -> int | None:
     if window[1] not in (0, -1):
         raise ConversionError(f"{args.path}: args.window_size is {window!r}; (left, 0) is what megalite has")
     return None if window[0] < 0 else window[0] + 1
+
+
+def _layers(args: Arguments, name: str) -> list[int] | None:
+    """One number n, for every n-th layer, or a 0 or 1 for each layer; 0: none."""
+    given = args.get(name)
+    if given is None or (type(given) is int and given == 0):
+        return None
+    layers = [given] if type(given) is int else given
+    if not isinstance(layers, list) or not all(type(layer) is int and 0 <= layer < 10_000 for layer in layers):
+        raise ConversionError(
+            f"{args.path}: args.{name} is {str(given)[:60]}; it must be a number or a list of 0 and 1"
+        )
+    return layers
 
 
 def _activation(args: Arguments, biases: bool) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megalite.config.model import ModelConfig
+from megalite.config.model import LAYER_LISTS, ModelConfig
 from megalite.conversion.formats import TRANSFORMER_IMPLEMENTATIONS
 from megalite.conversion.megatron.layout import Shard, Stage, fused_name, stage_pieces
 from megalite.conversion.megatron.read import MODEL_FILES, RELEASE, TRACKER, rank_folder
@@ -59,8 +59,20 @@ def _inexpressible(model: ModelConfig) -> Iterator[str]:
         yield f"activation {model.activation} (it has gelu, gelu_tanh with biases, squared_relu, swiglu)"
     if model.activation == "gelu_tanh" and not model.add_bias_linear:
         yield "activation gelu_tanh without add_bias_linear (it is part of the fused bias)"
-    if model.scale_embeddings:
-        yield "scale_embeddings"
+    for name in (
+        "scale_embeddings",
+        "post_norms",
+        "qk_norm_all_heads",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+    ):
+        if getattr(model, name):
+            yield name
+    if not model.pre_norms:
+        yield "pre_norms false"
+    for name in ("softmax_scale", "rotary_base_local"):
+        if getattr(model, name) is not None:
+            yield f"{name} {getattr(model, name):g}"
     if model.num_experts is not None and model.add_bias_linear:
         yield "num_experts with add_bias_linear (its experts would have biases)"
     if model.position_embedding_type == "rope":
@@ -88,6 +100,11 @@ def vocabulary_of(model: ModelConfig, tp: int) -> tuple[int, int]:
         multiple //= tp
     assert model.vocab_size is not None
     return multiple, -(-model.vocab_size // (multiple * tp)) * multiple * tp
+
+
+def _layers(given: list[int] | None) -> int | list[int] | None:
+    """Megatron-LM's form of the settings `LAYER_LISTS`."""
+    return given[0] if given is not None and len(given) == 1 else given
 
 
 _SAME = (
@@ -128,6 +145,7 @@ def megatron_args(weights: Weights, *, dtype: torch.dtype, tp: int, pp: int) -> 
         "use_rope_scaling": scaling == "llama3",
         "rope_scaling_factor": model.rope_scaling_factor if scaling == "llama3" else 8.0,
         "window_size": None if window is None else (window - 1, 0),
+        **{name: _layers(getattr(model, name)) for name in LAYER_LISTS},
         "layernorm_epsilon": model.norm_epsilon,
         "apply_layernorm_1p": model.norm_zero_centered,
         "qk_layernorm": model.qk_norm,

@@ -119,6 +119,9 @@ def activation(price: Pricing, rows: Number, width: Number) -> Piece:
 def attention_core(price: Pricing) -> Piece:
     """q·kᵀ, softmax, P·v; with context parallelism what it sends. Its weights' half is empty: it has none."""
     core = _fused_core(price) if price.stack.fused_attention else _scores_in_memory(price)
+    softcap = price.work.softcap
+    if price.stack.fused_attention and np.any(np.asarray(softcap) > 0):
+        core = core * (1.0 - softcap) + _scores_in_memory(price) * softcap
     return _with_context(price, core)
 
 
@@ -193,12 +196,14 @@ def attention_projections(price: Pricing) -> Piece:
     # Ranks that share a key/value head exchange what the projection gives.
     share = price.tensor("all-to-all", work.tokens * (queries + 2.0 * work.head_size) * work.element)
     share = share * (work.groups < work.tp)
+    sums = price.tensor("all-reduce", 4.0 * work.tokens) * (2.0 * work.qk_norm_all_heads)
     return (
         Piece(share, share, Parts())
         + price.linear(work.tokens, queries + kv, work.hidden)
         + price.linear(work.tokens, work.hidden, queries)
         + price.passes(2.0, 2.0, turned) * work.rope
         + price.passes(2.0, 3.0, turned, 2.0) * work.qk_norm
+        + Piece(sums, sums, Parts())
     )
 
 

@@ -6,6 +6,7 @@ size, f MLP width, V vocabulary, E experts, t tensor-parallel size.
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -38,7 +39,10 @@ class Workload:
     vocabulary: Number  # padded
     keys: Number  # positions that a query can see, before the causal mask: s, or the window
     rope: Number
+    norms: Number  # over the hidden size, of a layer
     qk_norm: Number
+    qk_norm_all_heads: Number
+    softcap: Number  # of attention scores, which no fused kernel takes
     hidden_dropout: Number
     attention_dropout: Number
     experts: Number  # E of a MoE layer; 0 without
@@ -94,9 +98,12 @@ def workload_of(config: RunConfig) -> Workload:
         "ffn": model.ffn_size,
         "gates": 2 if model.is_gated else 1,
         "vocabulary": model.padded_vocab_size,
-        "keys": min(training.seq_length, model.sliding_window or training.seq_length),
+        "keys": _keys(config),
         "rope": model.position_embedding_type == "rope",
+        "norms": 2 * model.pre_norms + 2 * model.post_norms,
         "qk_norm": model.qk_norm,
+        "qk_norm_all_heads": model.qk_norm_all_heads,
+        "softcap": model.attn_logit_softcapping is not None,
         "hidden_dropout": model.hidden_dropout > 0,
         "attention_dropout": model.attention_dropout > 0,
         "experts": model.num_experts or 0,
@@ -120,6 +127,19 @@ def workload_of(config: RunConfig) -> Workload:
         "recompute_moe": "moe" in modules,
     }
     return Workload(precision=training.precision, **{name: float(number) for name, number in numbers.items()})
+
+
+def _keys(config: RunConfig) -> float:
+    """Positions that a query can see before the causal mask: s, or the window; of layers of both kinds a number with
+    which the mask leaves what it leaves on average: k·(1 - k/2s)."""
+    model, s = config.model, config.training.seq_length
+    window = min(s, model.sliding_window or s)
+    windowed = sum(map(model.has_window, range(model.num_layers)))
+    if windowed in (0, model.num_layers):
+        return window if windowed else s
+    share = windowed / model.num_layers
+    seen = share * window * (1.0 - window / (2.0 * s)) + (1.0 - share) * s / 2.0
+    return s * (1.0 - math.sqrt(max(1.0 - 2.0 * seen / s, 0.0)))
 
 
 def stacked(workloads: Sequence[Workload]) -> Workload:

@@ -66,7 +66,7 @@ class StageCost:
 def layer_parts(price: operations.Pricing, *, moe: bool = False) -> tuple[operations.Piece, Parts]:
     """One block (`moe`: with experts) for one microbatch, and what selective or full recompute runs again of it."""
     work = price.work
-    norms = operations.norm(price, work.hidden / work.split) * 2.0
+    norms = operations.norm(price, work.hidden / work.split) * work.norms
     core, projections = operations.attention_core(price), operations.attention_projections(price)
     communication = price.block_communication(projections.weight_gradient)
     total = norms + core + projections + communication + operations.residual(price) * 2.0

@@ -33,6 +33,7 @@ CLASSES = {
     "qwen3": "Qwen3",
 }
 CLASSES |= {"mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe"}
+CLASSES |= {"gemma2": "Gemma2", "gemma3_text": "Gemma3Text", "olmo2": "Olmo2"}
 
 NOT_COMPARED = {*TRAINING_FIELDS, "make_vocab_size_divisible_by"}
 """Settings that a family need not express: of training, and of padding, which changes no token's logit."""
@@ -48,7 +49,8 @@ def read(name: str, values: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_missing_keys_are_those_of_transformers(name: str) -> None:
-    module = importlib.import_module(f"transformers.models.{name}.configuration_{name}")
+    room = name.removesuffix("_text")
+    module = importlib.import_module(f"transformers.models.{room}.configuration_{room}")
     theirs = getattr(module, f"{CLASSES[name]}Config")(**needed(name))
     saved = json.loads(theirs.to_json_string(use_diff=False))
     assert read(name, needed(name)) == read(name, saved)
@@ -70,6 +72,9 @@ PRESETS = {
     "mixtral-8x7b": "mixtral",
     "qwen3-30b-a3b": "qwen3_moe",
     "qwen3-235b-a22b": "qwen3_moe",
+    "gemma2-9b": "gemma2",
+    "gemma3-27b": "gemma3_text",
+    "olmo2-7b": "olmo2",
 }
 
 
@@ -170,14 +175,22 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rms_norm_eps": 1e29}, r"rms_norm_eps is 1e\+29; it must be at most 1"),
     ("gpt2", {"layer_norm_epsilon": 2}, "layer_norm_epsilon is 2; it must be at most 1"),
     ("llama", {"rope_theta": None, "rope_scaling": None, "head_dim": 5}, "a head size of 5 is odd"),
-    ("qwen2", {"use_sliding_window": True}, "max_window_layers is 28 of 30 layers: a window of 4096"),
     ("qwen2", {"use_sliding_window": True, "max_window_layers": -1}, "max_window_layers is '-1'"),
     (
         "qwen2",
         {"layer_types": ["full_attention"] * 29 + ["sliding_attention"]},
-        "layer_types does not say full_attention for every layer",
+        "layer_types does not say full_attention for each of 30 layers; with no window nothing else",
     ),
-    ("mistral", {"layer_types": ["full_attention"] * 30}, "layer_types does not say sliding_attention for every layer"),
+    ("mistral", {"layer_types": ["full_attention"] * 30}, "does not say sliding_attention for each of 30 layers"),
+    ("gemma2", {"layer_types": ["full_attention"] * 29}, "full_attention or sliding_attention for each of 30 layers"),
+    ("gemma2", {"use_bidirectional_attention": True}, "only causal attention can be expressed"),
+    ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping is -1"),
+    ("gemma2", {"attention_bias": True}, "attention_bias is true; all linear layers or none"),
+    (
+        "gemma3_text",
+        {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+        "rope_type of sliding_attention is 'linear'; it must be default",
+    ),
     ("mixtral", {"num_local_experts": 1}, "num_experts"),
     ("mixtral", {"num_experts_per_tok": 9}, "moe_router_topk 9"),
 ]
@@ -199,12 +212,26 @@ def test_what_our_network_has_not(name: str, changes: dict[str, Any], message: s
         ({"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 7}, 7),
         ({"use_sliding_window": True, "max_window_layers": 0, "sliding_window": None}, None),
         ({"use_sliding_window": False, "max_window_layers": 0, "sliding_window": 7}, None),
+        ({"use_sliding_window": True}, 4096),
     ],
 )
-def test_qwen_has_a_window_in_all_layers_or_none(changes: dict[str, Any], window: int | None) -> None:
+def test_qwen_has_a_window_from_a_layer_on(changes: dict[str, Any], window: int | None) -> None:
     for name in ("qwen2", "qwen3"):
         model, _ = read(name, needed(name) | {"head_dim": 2} | changes)
         assert model.sliding_window == window
+        first = 30 if window is None else changes.get("max_window_layers", 28)
+        assert [model.has_window(index) for index in range(30)] == [index >= first for index in range(30)]
+
+
+def test_gemma_3_as_published_and_as_transformers_5_saves_it() -> None:
+    values = needed("gemma3_text") | {"head_dim": 2, "rope_theta": 50.0, "rope_local_base_freq": 20.0}
+    old, _ = read("gemma3_text", values | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
+    kinds = ["sliding_attention" if (index + 1) % 6 else "full_attention" for index in range(30)]
+    both = {"sliding_attention": {"rope_theta": 20.0, "rope_type": "default"}}
+    both["full_attention"] = {"rope_theta": 50.0, "rope_type": "linear", "factor": 8.0}
+    new, _ = read("gemma3_text", needed("gemma3_text") | {"head_dim": 2, "layer_types": kinds, "rope_parameters": both})
+    assert old == new
+    assert (old.window_attn_skip_freq, old.rotary_base, old.rotary_base_local) == ([6], 50.0, 20.0)
 
 
 def test_the_same_value_in_two_places_is_no_contradiction() -> None:

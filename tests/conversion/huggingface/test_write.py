@@ -26,6 +26,15 @@ from tests.conversion.samples import byte_tokenizer
 from tests.models.stages import GPT, LLAMA, varied
 from tests.models.test_families import VOCAB, all_float64
 
+GEMMA: dict[str, Any] = {
+    "norm_zero_centered": True,
+    "scale_embeddings": True,
+    "post_norms": True,
+    "activation": "geglu_tanh",
+    "sliding_window": 4,
+    "tie_embeddings": True,
+}
+GEMMA2 = varied(LLAMA, **GEMMA)
 PROMPT = [5, 17, 30, 3]
 PRESETS: dict[str, dict[str, Any]] = {
     "gpt2": {"activation": "gelu_tanh"},
@@ -53,6 +62,19 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-window": {"qk_norm": True, "sliding_window": 4},
     "phi3": {"rotary_percent": 0.5, "kv_channels": 8, "sliding_window": 4},
     "glm": {"rotary_percent": 0.5, "rotary_interleaved": True, "add_qkv_bias": True, "kv_channels": 12},
+    "qwen2-mixed": {"add_qkv_bias": True, "sliding_window": 4, "window_attn_skip_freq": [1, 0, 1]},
+    "gemma2": GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "window_attn_skip_freq": [2]},
+    "gemma2-plain": GEMMA | {"window_attn_skip_freq": [0, 1, 1]},
+    "gemma3_text": GEMMA
+    | {"window_attn_skip_freq": [3], "qk_norm": True, "rotary_base_local": 30.0, "softmax_scale": 10**-0.5}
+    | {"rope_scaling": "linear", "rope_scaling_factor": 2.0, "tie_embeddings": False},
+    "olmo2": {
+        "qk_norm": True,
+        "qk_norm_all_heads": True,
+        "pre_norms": False,
+        "post_norms": True,
+        "tie_embeddings": True,
+    },
     "mixtral": {"num_experts": 5, "moe_router_topk": 3, "moe_ffn_hidden_size": 12, "sliding_window": 4},
 }
 """Models of ours, by what they are to be written as."""
@@ -242,9 +264,11 @@ REFUSED: list[tuple[str | None, ModelConfig, str]] = [
     (
         None,
         varied(LLAMA, scale_embeddings=True, norm_zero_centered=True, activation="geglu_tanh"),
-        r"no Hugging Face family is this model; the nearest, llama, differs: .*norm_zero_centered is True, llama "
-        r"has False; scale_embeddings is True, llama has False",
+        r"no Hugging Face family is this model; the nearest, gemma2, differs: post_norms is False, gemma2 has True",
     ),
+    (None, varied(LLAMA, no_rope_freq=[2]), r"llama, differs: no_rope_freq is \[0, 1, 0\], llama has None"),
+    ("gemma2", varied(GEMMA2, softmax_scale=0.3), "gemma2 differs: softmax_scale is 0.3, gemma2 has 0.30"),
+    ("gemma2", varied(GEMMA2, rotary_base_local=3e4), "rotary_base_local is 30000.0, gemma2 has None"),
     (None, varied(GPT, position_embedding_type="none"), "gpt2, differs: position_embedding_type is none"),
     (None, varied(LLAMA, normalization="LayerNorm"), "normalization is LayerNorm, llama has RMSNorm"),
     (None, varied(LLAMA, qk_norm=True, add_qkv_bias=True), "nearest, qwen2, differs: qk_norm is True"),

@@ -106,6 +106,15 @@ def test_args_are_what_use_checkpoint_args_reads(tmp_path: Path) -> None:
     assert open_megatron(tmp_path / "out").model.rope_scaling == "llama3"
 
 
+@pytest.mark.parametrize(
+    "changes", [{"window_attn_skip_freq": [2]}, {"window_attn_skip_freq": [0, 1], "no_rope_freq": [2]}]
+)
+def test_layers_of_different_kinds_come_back(tmp_path: Path, changes: dict[str, Any]) -> None:
+    weights = MadeUp(tmp_path, MODELS["llama"] | {"sliding_window": 9} | changes)
+    model = open_megatron(write(weights)).model
+    assert {name: getattr(model, name) for name in changes} == changes
+
+
 def test_settings_survive(tmp_path: Path) -> None:
     """All that changes what the model computes comes back."""
     changes = {"norm_zero_centered": True, "norm_epsilon": 1e-6, "rotary_base": 5e5, "kv_channels": 16}
@@ -194,6 +203,9 @@ def test_goes_on_after_an_interruption(tmp_path: Path) -> None:
         ({"activation": "geglu", "add_bias_linear": False}, {}, "activation geglu"),
         ({"activation": "gelu_tanh", "add_bias_linear": False}, {}, "gelu_tanh without add_bias_linear"),
         ({"scale_embeddings": True}, {}, "scale_embeddings"),
+        ({"post_norms": True, "softmax_scale": 0.5}, {}, "post_norms; softmax_scale 0.5"),
+        ({"post_norms": True, "pre_norms": False}, {}, "post_norms; pre_norms false"),
+        ({"attn_logit_softcapping": 5.0}, {}, "attn_logit_softcapping"),
         ({"rope_scaling": "llama3", "rope_low_freq_factor": 2.0}, {}, "rope_low_freq_factor 2.0 .built in: 1.0"),
         ({"rope_scaling": "linear", "rope_scaling_factor": 1.5}, {}, "rope_scaling_factor 1.5"),
         ({"num_experts": 4, "add_bias_linear": True}, {}, "num_experts with add_bias_linear"),
