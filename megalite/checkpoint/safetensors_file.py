@@ -62,6 +62,7 @@ TORCH_DTYPES = {
     "I64": torch.int64,
 }
 """What can be read and written."""
+_ALSO_READ = {**TORCH_DTYPES, "F8_E4M3": torch.float8_e4m3fn}  # of which the reader knows the scales
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 _PAGE = 4096
@@ -198,7 +199,7 @@ class SafetensorsReader:
 
     def read_elements(self, key: str, start: int, count: int) -> torch.Tensor:
         """`count` elements of a tensor from the `start`-th on, in the order of the file: a new one of one dimension."""
-        dtype = TORCH_DTYPES[self.records[key].dtype]
+        dtype = _ALSO_READ[self.records[key].dtype]
         output = torch.empty(count, dtype=dtype)
         try:
             self._read_exactly(_bytes_of(output), self._offsets[key] + start * dtype.itemsize)

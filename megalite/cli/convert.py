@@ -15,7 +15,7 @@ from megalite.config.byte_size import parse_byte_size
 from megalite.config.errors import ConfigError
 from megalite.conversion.formats import TRANSFORMER_IMPLEMENTATIONS, Format
 from megalite.conversion.huggingface.families import family_named
-from megalite.conversion.huggingface.weights import write_huggingface
+from megalite.conversion.huggingface.weights import HuggingFaceWeights, write_huggingface
 from megalite.conversion.megatron.write import write_megatron, written_bytes
 from megalite.conversion.native import PRECISIONS, NativeWeights, write_native
 from megalite.conversion.open import open_weights
@@ -204,6 +204,9 @@ def described(weights: Weights) -> str:
         sizes = {axis: weights.layout.get(axis, 1) for axis in ("tp", "pp", "dp", "cp", "ep")}
         by = [f"{axis} {size}" for axis, size in sizes.items() if size != 1]
         written = f", written by {', '.join(by) or 'one rank'}"
+    elif isinstance(weights, HuggingFaceWeights) and weights.block_size is not None:
+        written = f", of which those in fp8 are read as fp32 times their blocks' scales ({weights.block_size[0]} x "
+        written += f"{weights.block_size[1]})"
     return (
         f"{weights.path} ({weights.format}): {model.num_layers} layers of width {model.hidden_size}{experts}, "
         f"{model.normalization}, {model.activation}, {model.position_embedding_type}, vocabulary {model.vocab_size}; "

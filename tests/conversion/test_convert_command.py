@@ -18,6 +18,7 @@ from megalite.conversion.native import NativeWeights, write_native
 from megalite.conversion.open import open_weights
 from megalite.conversion.output import workplace_of
 from megalite.conversion.weights import parameter_shapes
+from tests.conversion.huggingface.models import edit_config, rename, saved, tensors_of
 from tests.conversion.samples import GPT, LLAMA, MadeUp, byte_tokenizer, contents, run, train
 from tests.conversion.test_verify import Changed, flipped
 
@@ -52,6 +53,33 @@ def test_round_the_formats_from_tp2_pp2(tmp_path: Path, capsys: pytest.CaptureFi
     assert "verify   weights: bit-equal\n" in said[0] and "transformers" in said[0]
     assert all("verify   passed" in text for text in said)
     assert "15 tensors changed by rounding" in said[3]
+
+
+@pytest.mark.parametrize("format", ["huggingface", "native"])
+def test_blocks_in_eight_bits_are_converted_and_said(
+    format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved("llama3", tmp_path / "fp8")
+    rename(tmp_path / "fp8", in_eight_bits)
+    edit_config(tmp_path / "fp8", quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    assert run(tmp_path / "fp8", tmp_path / "out", "--to", format, "--verify") == 0, capsys.readouterr()
+    said = capsys.readouterr().out
+    assert "those in fp8 are read as fp32 times their blocks' scales (128 x 128)" in said and "verify   passed" in said
+    stored, name = tensors_of(tmp_path / "fp8"), "model.layers.1.mlp.down_proj.weight"
+    found = open_weights(tmp_path / "out").read("layers.1.mlp.down.weight")
+    assert torch.equal(found, stored[name].float() * stored[f"{name}_scale_inv"])
+    if format == "huggingface":
+        assert "quantization_config" not in (tmp_path / "out" / "config.json").read_text()
+
+
+def in_eight_bits(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        found[name] = tensor
+        if name.endswith("_proj.weight"):
+            found[name] = (tensor * 16).to(torch.float8_e4m3fn)
+            found[f"{name}_scale_inv"] = torch.full((1, 1), 0.0625 * 1.1)
+    return found
 
 
 USELESS = [

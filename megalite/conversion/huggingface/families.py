@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from megalite.config.errors import ConfigError
 from megalite.config.model import TRAINING_FIELDS, ModelConfig
+from megalite.conversion.huggingface.block_fp8 import read_block_size
 from megalite.conversion.huggingface.config_json import ModelFile, read_json, refuse_code, resolved, written
 from megalite.conversion.huggingface.experts import ExpertKeys
 from megalite.conversion.huggingface.gemma import GEMMA, Gemma
@@ -298,8 +299,7 @@ def read_config(folder: Path) -> FolderConfig:
     if values is None:
         raise ConversionError(f"{folder} has no config.json; give the folder that transformers saved")
     refuse_code(values, where)
-    if values.get("quantization_config"):
-        raise ConversionError(f"{where}: quantization_config: quantized weights are not read; convert their source")
+    read_block_size(ModelFile(values, where))  # or it is a kind of quantized weights that is not read
     name = values.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         raise ConversionError(f"{where}: model_type is {str(name)[:60]!r}; what can be read is {', '.join(FAMILIES)}")

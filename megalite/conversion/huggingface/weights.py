@@ -20,7 +20,8 @@ from megalite.checkpoint.safetensors_header import FORMAT_PT, Record
 from megalite.checkpoint.tiling import Slice
 from megalite.config.data import DataConfig
 from megalite.config.errors import CheckpointError, ConfigError
-from megalite.conversion.huggingface.config_json import find_file, read_json, refuse_code
+from megalite.conversion.huggingface.block_fp8 import DTYPE, SCALE, read_block_size, read_scaled, scale_fault
+from megalite.conversion.huggingface.config_json import ModelFile, find_file, read_json, refuse_code
 from megalite.conversion.huggingface.families import Family, choose_family, read_config
 from megalite.conversion.huggingface.tokenizer import export_tokenizer
 from megalite.conversion.output import (
@@ -40,6 +41,7 @@ from megalite.conversion.weights import (
     ConversionError,
     LastRead,
     Piece,
+    Read,
     Weights,
     fill,
     innermost,
@@ -64,10 +66,10 @@ class Shards:
         else:
             raise _no_weights(folder)
 
-    def read_elements(self, name: str, offset: int, start: int, count: int) -> torch.Tensor:
-        """`count` elements of a tensor from the `offset + start`-th on, flat, in the stored type."""
+    def read_elements(self, name: str, start: int, count: int) -> torch.Tensor:
+        """`count` elements of a tensor from the `start`-th on, flat, in the stored type."""
         try:
-            return self._readers[self._file_of[name]].read_elements(name, offset + start, count)
+            return self._readers[self._file_of[name]].read_elements(name, start, count)
         except CheckpointError as error:
             raise ConversionError(str(error)) from None
 
@@ -138,6 +140,7 @@ class HuggingFaceWeights(Weights):
             self.model = dataclasses.replace(self.model, make_vocab_size_divisible_by=divisible_by)
         where = self.path / "config.json"
         self.token_ids = {name: _token_id(values.get(name), name, where) for name in TOKEN_IDS if name in values}
+        self.block_size = read_block_size(ModelFile(values, where))
         self._shards = Shards(self.path)
         self._pieces = self._find_pieces()
         self.tokenizer_files: Sequence[Path] = [
@@ -153,8 +156,10 @@ class HuggingFaceWeights(Weights):
 
     def dtype(self, name: str) -> torch.dtype:
         """The stored type; of several that make up one tensor of ours the one that holds all their values."""
-        types = (TORCH_DTYPES[self._shards.records[piece.theirs].dtype] for piece in self._pieces[name])
-        return reduce(torch.promote_types, types)
+        types = (self._shards.records[piece.theirs].dtype for piece in self._pieces[name])
+        return reduce(
+            torch.promote_types, (torch.float32 if dtype == DTYPE else TORCH_DTYPES[dtype] for dtype in types)
+        )
 
     def read(self, name: str, part: Slice | None = None) -> torch.Tensor:
         """See `Weights`. `part`: that slice of it, as a view. Blocks without any of it are not read, and memory that is
@@ -164,11 +169,19 @@ class HuggingFaceWeights(Weights):
         first = sum(start * step for (start, _), step in zip(bounds, ours.stride(), strict=True))
         last = sum((stop - 1) * step for (_, stop), step in zip(bounds, ours.stride(), strict=True))
         for piece in self._pieces[name]:
+            read = self._elements(piece.theirs)
             for offset, place in piece.places(ours):
-                fill(place, partial(self._shards.read_elements, piece.theirs, offset), range(first, last + 1))
+                fill(place, partial(_behind, offset, read), range(first, last + 1))
         if name in ("embedding.word.weight", "head.weight"):
             ours[self.model.vocab_size :] = 0.0  # rows that pad the vocabulary: nothing of theirs is put into them
         return ours[tuple(slice(*bound) for bound in bounds)]
+
+    def _elements(self, theirs: str) -> Read:
+        record = self._shards.records[theirs]
+        if record.dtype != DTYPE:
+            return partial(self._shards.read_elements, theirs)
+        assert self.block_size is not None
+        return partial(read_scaled, self._shards.read_elements, record, self.block_size)
 
     def _find_pieces(self) -> dict[str, list[Piece]]:
         """Their tensors by the tensor of ours that they are pieces of, checked."""
@@ -182,6 +195,8 @@ class HuggingFaceWeights(Weights):
             self._check(piece)
             found.setdefault(piece.ours, []).append(piece)
             used.add(piece.theirs)
+            if records[piece.theirs].dtype == DTYPE:
+                used.add(piece.theirs + SCALE)
         unknown = [name for name in records if name not in used and not self.family.buffers.fullmatch(name)]
         if HEAD in unknown and self.model.tie_embeddings:
             self._check_tied(found["embedding.word.weight"][0].theirs)
@@ -200,6 +215,10 @@ class HuggingFaceWeights(Weights):
         where = f"{self._shards.path_of(piece.theirs)}: {piece.theirs}"
         if record.shape != piece.shape:
             raise ConversionError(f"{where} is {list(record.shape)}; by config.json it is {list(piece.shape)}")
+        if record.dtype == DTYPE:
+            if fault := scale_fault(record, self._shards.records.get(record.key + SCALE), self.block_size):
+                raise ConversionError(f"{where} {fault}")
+            return
         if record.dtype not in TORCH_DTYPES or not TORCH_DTYPES[record.dtype].is_floating_point:
             raise ConversionError(f"{where} is {record.dtype}; weights must be BF16, F16, F32 or F64")
 
@@ -209,11 +228,15 @@ class HuggingFaceWeights(Weights):
         same = head.shape == embedding.shape and head.dtype == embedding.dtype
         count, step = math.prod(head.shape), BLOCK // 8
         for start in range(0, count, step) if same else ():
-            parts = (self._shards.read_elements(name, 0, start, min(step, count - start)) for name in (HEAD, word))
+            parts = (self._shards.read_elements(name, start, min(step, count - start)) for name in (HEAD, word))
             ours, theirs = (part.view(torch.uint8) for part in parts)
             same = same and torch.equal(ours, theirs)
         if not same:
             raise ConversionError(f"{self.path}/config.json: tie_word_embeddings must be false: {HEAD} is not {word}")
+
+
+def _behind(offset: int, read: Read, start: int, count: int) -> torch.Tensor:
+    return read(offset + start, count)
 
 
 def _token_id(value: Any, name: str, where: Path) -> int | list[int] | None:

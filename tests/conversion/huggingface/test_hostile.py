@@ -147,6 +147,9 @@ def large(folder: Path) -> None:
     os.truncate(folder / "config.json", MAX_JSON + 1)
 
 
+FP8 = config(quantization_config={"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [4, 4]})
+UP, EIGHT = "model.layers.1.mlp.up_proj.weight", torch.ones(6, 8).to(torch.float8_e4m3fn)
+
 HOSTILE: dict[str, tuple[Break, str]] = {
     # The configuration.
     "no config": (remove("config.json"), "has no config.json"),
@@ -163,8 +166,12 @@ HOSTILE: dict[str, tuple[Break, str]] = {
     "auto_map": (config(auto_map={"AutoModelForCausalLM": "evil.Model"}), "auto_map names code"),
     "trust_remote_code": (config(trust_remote_code=True), "trust_remote_code names code"),
     "quantized": (
+        config(quantization_config={"quant_method": "gptq"}),
+        "quantization_config: only fp8 with weight_block_size",
+    ),
+    "quantized without blocks": (
         config(quantization_config={"quant_method": "fp8"}),
-        "quantization_config: quantized weights are not read",
+        "weight_block_size is 'None'; only fp8 with weight_block_size, such as",
     ),
     "no size": (config(hidden_size=...), "hidden_size is missing"),
     "text for a size": (config(hidden_size="8"), "hidden_size is '8'; it must be a whole number"),
@@ -217,7 +224,26 @@ HOSTILE: dict[str, tuple[Break, str]] = {
         r"is \[6, 8\]; by config.json it is \[8, 6\]",
     ),
     "whole numbers": (tensor(ONE, NORM, torch.ones(8, dtype=torch.int64)), "is I64; weights must be BF16, F16"),
-    "eight bits": (tensor(ONE, NORM, torch.ones(8).to(torch.float8_e4m3fn)), r"is F8_E4M3; weights must be BF16"),
+    "eight bits": (
+        tensor(ONE, NORM, torch.ones(8).to(torch.float8_e4m3fn)),
+        r"is F8_E4M3 and config.json has no quant",
+    ),
+    "no scales": (both(FP8, tensor(TWO, UP, EIGHT)), f"{UP} is F8_E4M3, and {UP}_scale_inv is missing"),
+    "scales of another block": (
+        both(
+            FP8, tensor(TWO, UP, EIGHT), tensor(TWO, f"{UP}_scale_inv", torch.ones(3, 2)), place(f"{UP}_scale_inv", TWO)
+        ),
+        r"has scales F32 \[3, 2\]; of blocks of \[4, 4\] it is F32 or BF16 \[2, 2\]",
+    ),
+    "a vector in eight bits": (
+        both(
+            FP8,
+            tensor(ONE, NORM, torch.ones(8).to(torch.float8_e4m3fn)),
+            tensor(ONE, f"{NORM}_scale_inv", torch.ones(2)),
+            place(f"{NORM}_scale_inv", ONE),
+        ),
+        r"is F8_E4M3 of shape \[8\]; only matrices",
+    ),
     "truncated": (cut, f"{ONE}: its tensors take"),
     "huge header": (huge_header, f"{ONE}: says that its header has"),
     "a petabyte": (lying_header, f"{ONE}: its tensors take 4398046511104 bytes"),

@@ -7,8 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megalite.checkpoint.safetensors_header import Record
+from megalite.conversion.huggingface.block_fp8 import read_scaled
 from megalite.conversion.huggingface.weights import HuggingFaceWeights
-from megalite.conversion.weights import ConversionError
+from megalite.conversion.weights import ConversionError, parameter_shapes
 from tests.conversion.huggingface.models import (
     CASES,
     edit_config,
@@ -159,3 +161,50 @@ def test_mixed_types_give_the_wider(tmp_path: Path) -> None:
     theirs = load_file(tmp_path / "model.safetensors")["model.layers.0.self_attn.k_proj.weight"]
     ours = weights.read("layers.0.attention.qkv.weight").unflatten(0, (2, 4, 4))[:, 2]
     assert torch.equal(ours.flatten(0, 1), theirs)
+
+
+@pytest.mark.parametrize("scale_type", [torch.float32, torch.bfloat16])
+def test_blocks_in_eight_bits_are_read_as_the_numbers_they_stand_for(tmp_path: Path, scale_type: torch.dtype) -> None:
+    """The network is that of a folder which holds the products, also where blocks at the end are smaller, where one
+    tensor of ours has several of theirs, and where a part is read."""
+    rows, columns = 3, 5
+    saved("qwen3", tmp_path / "fp8"), saved("qwen3", tmp_path / "plain")
+    generator = torch.Generator().manual_seed(4)
+    stored: dict[str, torch.Tensor] = {}
+    products: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(tmp_path / "plain" / "model.safetensors").items():
+        if not name.endswith("_proj.weight"):
+            stored[name] = products[name] = tensor
+            continue
+        blocks = -(-tensor.shape[0] // rows), -(-tensor.shape[1] // columns)
+        scales = (0.01 + torch.rand(blocks, generator=generator)).to(scale_type)
+        eight = (tensor * 16).to(torch.float8_e4m3fn)
+        stored |= {name: eight, f"{name}_scale_inv": scales}
+        products[name] = eight.float()
+        for i in range(tensor.shape[0]):
+            for j in range(tensor.shape[1]):
+                products[name][i, j] *= scales[i // rows, j // columns].float()
+    rename(tmp_path / "fp8", lambda _: stored)
+    rename(tmp_path / "plain", lambda _: products)
+    edit_config(
+        tmp_path / "fp8",
+        quantization_config={"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [rows, columns]},
+    )
+    fp8, plain = HuggingFaceWeights(tmp_path / "fp8"), HuggingFaceWeights(tmp_path / "plain")
+    assert fp8.model == plain.model and fp8.dtype("layers.0.attention.qkv.weight") == torch.float32
+    for name in parameter_shapes(fp8.model):
+        whole = plain.read(name)
+        assert whole.dtype == fp8.dtype(name) and torch.equal(fp8.read(name), whole), name
+        part = tuple((size // 3, size - size // 4) for size in whole.shape)
+        assert torch.equal(fp8.read(name, part), plain.read(name, part)), name
+
+
+@pytest.mark.parametrize(("start", "count"), [(0, 77), (0, 1), (10, 1), (11, 22), (13, 40), (43, 34), (76, 1)])
+def test_any_run_of_a_matrix_in_eight_bits(start: int, count: int) -> None:
+    matrix = torch.arange(77).remainder(9).to(torch.float8_e4m3fn)
+    scales = torch.arange(1.0, 10.0)
+    stored = {"w": matrix, "w_scale_inv": scales}
+    record = Record("w", "F8_E4M3", (7, 11))
+    found = read_scaled(lambda name, at, n: stored[name][at : at + n], record, (3, 4), start, count)
+    expected = [float(matrix[i]) * float(scales[i // 11 // 3 * 3 + i % 11 // 4]) for i in range(start, start + count)]
+    assert found.tolist() == expected
