@@ -134,7 +134,7 @@ class ModelConfig:
     qk_norm: bool = option(False, flags=("--qk-layernorm",))
     """Norm over each head of queries and keys before RoPE (Qwen3)."""
     qk_norm_all_heads: bool = option(False)
-    """qk_norm is over all heads together, with a weight of its own for each (OLMo 2)."""
+    """qk_norm is over all heads together, and each channel of each head has a weight (OLMo 2)."""
     norm_epsilon: float = option(1e-5, above=0, flags=("--layernorm-epsilon",))
     """Added to the variance inside the norm."""
     activation: str = option("gelu", choices=("gelu", "gelu_tanh", "squared_relu", "swiglu", "geglu", "geglu_tanh"))

@@ -92,7 +92,7 @@ def tile_forward(
 
 
 SOFTCAPPED_ROWS = 512
-"""Queries whose capped scores are in memory at once."""
+"""Queries that have their capped scores in memory at once."""
 
 
 def _rows(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, int]]:

@@ -74,7 +74,7 @@ class ResidualNorm(Norm):
 
 
 class AllHeadsNorm(torch.nn.Module):
-    """RMSNorm over all heads together, which tp splits: each rank has the weights of its own."""
+    """RMSNorm over all heads together, which tp splits: each rank has the weights of its heads."""
 
     def __init__(self, name: str, config: ModelConfig, *, factory: ParameterFactory, size: int) -> None:
         super().__init__()

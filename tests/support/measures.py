@@ -10,13 +10,13 @@ ROOT = Path(__file__).parents[2]
 SMALL = 60
 """Lines; a shorter file with one importer belongs to its importer."""
 CEILINGS = {
-    "megalite: lines": 68_950,
-    "megalite: files": 365,
+    "megalite: lines": 70_750,
+    "megalite: files": 373,
     "megalite: longest file": 500,
     "megalite: small files with one importer": 12,
-    "tests: lines": 69_950,
-    "benchmarks: lines": 8_000,
-    "docs: words": 41_100,
+    "tests: lines": 71_100,
+    "benchmarks: lines": 8_180,
+    "docs: words": 42_500,
 }
 
 

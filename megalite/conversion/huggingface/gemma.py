@@ -16,7 +16,7 @@ GEMMA: Mapping[str, Any] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma(LlamaLike):
-    """Windows in most layers, scores and logits that may be capped, and a scale of the scores of its own."""
+    """Windows in most layers, scores and logits that may be capped, and another scale of the scores."""
 
     caps: tuple[float | None, float | None]  # of attention scores and of logits
     full_every: int  # layers with the window end with a full one
