@@ -16,7 +16,7 @@ CEILINGS = {
     "megalite: small files with one importer": 12,
     "tests: lines": 71_100,
     "benchmarks: lines": 8_180,
-    "docs: words": 42_500,
+    "docs: words": 42_600,
 }
 
 
