@@ -172,9 +172,8 @@ class Attention(torch.nn.Module):
         """[s, b, groups, queries + 2, d] -> queries [s, b, heads, d], keys and values [s, b, groups, d]."""
         q, k, v = self._parts(qkv)
         q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
-        if (
-            qkv.shape[3] > 3
-        ):  # flatten copies the queries of several groups: views of the rest would keep all of qkv too
+        # flatten copies the queries of several groups: views of the rest would keep all of qkv too.
+        if qkv.shape[3] > 3:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         return q, k, v
 

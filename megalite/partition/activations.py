@@ -37,9 +37,8 @@ def _sizes(config: RunConfig) -> tuple[int, int, int]:
 def _attention_widths(config: RunConfig) -> tuple[int, int]:
     """Channels of the queries, and of keys and values together, over all tp ranks: a head that ranks share counts for each."""
     model = config.model
-    return model.num_attention_heads * model.head_size, 2 * max(
-        model.query_groups, config.parallel.tp
-    ) * model.head_size
+    groups = max(model.query_groups, config.parallel.tp)
+    return model.num_attention_heads * model.head_size, 2 * groups * model.head_size
 
 
 def _kept_share(config: RunConfig) -> float:

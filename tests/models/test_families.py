@@ -226,6 +226,9 @@ def their_model(family: Family) -> Any:
         for parameter in found.parameters():
             noise = torch.randn(parameter.shape, dtype=torch.float64, generator=generator)
             parameter.add_(0.2 * noise) if parameter.dim() == 1 else parameter.copy_(0.3 * noise)
+        for name, buffer in found.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.2 * torch.randn(buffer.shape, dtype=torch.float64, generator=generator))
     return found
 
 

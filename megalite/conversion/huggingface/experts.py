@@ -96,6 +96,7 @@ class ExpertKeys:
             values["n_group"] = model.moe_router_num_groups or 1
             values["topk_group"] = model.moe_router_group_topk or 1
             values["routed_scaling_factor"] = model.moe_router_topk_scaling_factor
+            values["num_nextn_predict_layers"] = 0  # there are none here
         first, every = model.moe_first_dense_layers, model.moe_layer_freq
         if self.dense == "first_k_dense_replace":
             values[self.dense] = first

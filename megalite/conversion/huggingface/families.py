@@ -121,25 +121,22 @@ class Family:
     pieces: Callable[[ModelConfig, Collection[str] | None], Iterator[Piece]]  # see `gpt2_pieces`
     buffers: re.Pattern[str] = _NO_BUFFERS  # tensors of old files that are no weights: masks, frequencies
     whole_heads: bool = False  # num_attention_heads must divide hidden_size
+    further: bool = False  # layers that predict further tokens may come behind the others
 
 
 def _llama_like(
-    name: str,
-    architecture: str,
-    rules: LlamaLike,
-    *,
-    whole_heads: bool = False,
-    fused_qkv: bool = False,
-    fused_mlp: bool = False,
+    name: str, architecture: str, rules: LlamaLike, *, whole_heads: bool = False, further: bool = False, **names: Any
 ) -> Family:
+    """`names`: see `llama_pieces`."""
     return Family(
         name=name,
         architecture=architecture,
         read=rules.read,
         write=rules.write,
-        pieces=partial(llama_pieces, experts=rules.experts, fused_qkv=fused_qkv, fused_mlp=fused_mlp),
+        pieces=partial(llama_pieces, experts=rules.experts, **names),
         buffers=re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
         whole_heads=whole_heads,
+        further=further,
     )
 
 
@@ -151,6 +148,15 @@ _GEMMA: dict[str, Any] = {
     "mixed": True,
     "tied": True,
     "activation": ("hidden_activation", "gelu_pytorch_tanh"),
+}
+_GLM: dict[str, Any] = {
+    "max_positions": 131072,
+    "norm_epsilon": 1.5625e-7,
+    "key_value_heads": 2,
+    "head_size": 128,
+    "interleaved": True,
+    "qkv_bias": ("attention_bias", True),
+    "partial_rotary": 0.5,
 }
 _ALL = (
     Family(
@@ -235,19 +241,35 @@ _ALL = (
         fused_qkv=True,
         fused_mlp=True,
     ),
+    _llama_like("glm", "GlmForCausalLM", LlamaLike(**_GLM), fused_mlp=True),
     _llama_like(
-        "glm",
-        "GlmForCausalLM",
+        "glm4",
+        "Glm4ForCausalLM",
+        LlamaLike(**_GLM, fixed={"post_norms": True}),
+        fused_mlp=True,
+        sandwich=("post_self_attn", "post_attention", "post_mlp"),
+    ),
+    _llama_like(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
         LlamaLike(
             max_positions=131072,
-            norm_epsilon=1.5625e-7,
-            key_value_heads=2,
-            head_size=128,
-            qkv_bias="attention_bias",
+            norm_epsilon=1e-5,
+            key_value_heads=8,
+            qkv_bias=("attention_bias", False),
+            qk_norm="use_qk_norm",
             partial_rotary=0.5,
-            interleaved=True,
+            experts=ExpertKeys(
+                count=("n_routed_experts", 128),
+                topk=8,
+                width=1408,
+                normalises=True,
+                shared=("n_shared_experts", 1),
+                sigmoid=True,
+                dense="first_k_dense_replace",
+            ),
         ),
-        fused_mlp=True,
+        further=True,
     ),
     _llama_like(
         "gemma2",

@@ -43,13 +43,12 @@ class LlamaLike:
     head_size: int | None = None  # None: hidden_size / num_attention_heads
     linear_biases: bool = False  # attention_bias and mlp_bias exist
     attention_bias: bool = False  # of the two the first alone exists
-    qkv_bias: bool | str = (
-        False  # query, key and value have a bias, always; a name: as that key says, by default they do
-    )
+    # Query, key and value have a bias; (key, what stands for a missing one): as that says.
+    qkv_bias: bool | tuple[str, bool] = False
     scalings: tuple[str, ...] = SCALINGS  # rope_type
     partial_rotary: float | None = None  # default of partial_rotary_factor; None: RoPE turns whole heads
     interleaved: bool = False  # RoPE turns neighbouring channels against each other
-    qk_norm: bool = False  # always
+    qk_norm: bool | str = False  # always; a name: as that key says, by default not
     # The default of sliding_window, or `switched` (use_sliding_window is on and the layer reaches max_window_layers).
     window: int | str | None = "none"
     mixed: bool = False  # layer_types may say of each layer whether it has the window
@@ -75,9 +74,9 @@ class LlamaLike:
             "activation": file.activation(*self.activation, _ACTIVATIONS),
             "tie_embeddings": file.flag("tie_word_embeddings", self.tied),
             "add_bias_linear": self._read_biases(file),
-            "add_qkv_bias": self.qkv_bias if isinstance(self.qkv_bias, bool) else file.flag(self.qkv_bias, True),
+            "add_qkv_bias": self.qkv_bias if isinstance(self.qkv_bias, bool) else file.flag(*self.qkv_bias),
             "rotary_interleaved": self.interleaved,
-            "qk_norm": self.qk_norm,
+            "qk_norm": self.qk_norm if isinstance(self.qk_norm, bool) else file.flag(self.qk_norm, False),
             **self._read_window(file),
             **self.fixed,
         }
@@ -105,8 +104,10 @@ class LlamaLike:
             values["mlp_bias"] = model.add_bias_linear
         if self.window == "refused":
             values["use_sliding_window"] = False
-        if isinstance(self.qkv_bias, str):
-            values[self.qkv_bias] = model.add_qkv_bias
+        if not isinstance(self.qkv_bias, bool):
+            values[self.qkv_bias[0]] = model.add_qkv_bias
+        if isinstance(self.qk_norm, str):
+            values[self.qk_norm] = model.qk_norm
         if self.partial_rotary is not None:
             values["partial_rotary_factor"] = model.rotary_percent
         windows = [model.has_window(index) for index in range(model.num_layers)]
@@ -188,10 +189,12 @@ def llama_pieces(
     experts: ExpertKeys | None = None,
     fused_qkv: bool = False,
     fused_mlp: bool = False,
+    sandwich: tuple[str, str, str] = ("post_attention", "pre_feedforward", "post_feedforward"),
 ) -> Iterator[Piece]:
     """Every tensor of LlamaForCausalLM and of those like it, in the order of ours. `model`: the network. `present`: the
     names in the files, which tell the variants apart. None: to write. `fused_qkv`: query, key and value are one tensor,
-    `fused_mlp`: gate and up projection are."""
+    `fused_mlp`: gate and up projection are; `sandwich`: where branches have norms behind them, names of the norms behind
+    attention, before the MLP and behind it."""
     assert model.vocab_size is not None
     h = model.hidden_size
     rows, vocabulary = (model.vocab_size, h), first_rows(model.vocab_size)
@@ -205,16 +208,16 @@ def llama_pieces(
             yield Piece(f"{there}.input_layernorm.weight", f"{here}.attention_norm.weight", (h,))
         yield from _attention(model, f"{there}.self_attn", f"{here}.attention", fused_qkv)
         if model.post_norms:
-            yield Piece(f"{there}.post_attention_layernorm.weight", f"{here}.attention_post_norm.weight", (h,))
+            yield Piece(f"{there}.{sandwich[0]}_layernorm.weight", f"{here}.attention_post_norm.weight", (h,))
         if model.pre_norms:
-            name = "pre_feedforward" if model.post_norms else "post_attention"
+            name = sandwich[1] if model.post_norms else "post_attention"
             yield Piece(f"{there}.{name}_layernorm.weight", f"{here}.mlp_norm.weight", (h,))
         if model.is_moe_layer(i):
             yield from (experts or ExpertKeys()).pieces(model, there, f"{here}.moe", present)
         else:
             yield from _mlp(model, f"{there}.mlp", f"{here}.mlp", fused_mlp)
         if model.post_norms:
-            yield Piece(f"{there}.post_feedforward_layernorm.weight", f"{here}.mlp_post_norm.weight", (h,))
+            yield Piece(f"{there}.{sandwich[2]}_layernorm.weight", f"{here}.mlp_post_norm.weight", (h,))
     yield Piece("model.norm.weight", "final_norm.weight", (h,))
     if not model.tie_embeddings:
         yield Piece(head, "head.weight", rows, vocabulary)

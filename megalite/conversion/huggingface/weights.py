@@ -142,6 +142,10 @@ class HuggingFaceWeights(Weights):
         self.token_ids = {name: _token_id(values.get(name), name, where) for name in TOKEN_IDS if name in values}
         self.block_size = read_block_size(ModelFile(values, where))
         self._shards = Shards(self.path)
+        self.further = 0
+        if self.family.further and values.get("num_nextn_predict_layers") != 0:
+            self.further = ModelFile(values, where).integer("num_nextn_predict_layers", 1)
+        """Layers behind the others that predict further tokens: they are not read."""
         self._pieces = self._find_pieces()
         self.tokenizer_files: Sequence[Path] = [
             self.path / name for name in TOKENIZER_FILES if find_file(self.path, name) is not None
@@ -198,6 +202,9 @@ class HuggingFaceWeights(Weights):
             if records[piece.theirs].dtype == DTYPE:
                 used.add(piece.theirs + SCALE)
         unknown = [name for name in records if name not in used and not self.family.buffers.fullmatch(name)]
+        last = self.model.num_layers + self.further
+        skipped = tuple(f"model.layers.{index}." for index in range(self.model.num_layers, last))
+        unknown = [name for name in unknown if not name.startswith(skipped)]
         if HEAD in unknown and self.model.tie_embeddings:
             self._check_tied(found["embedding.word.weight"][0].theirs)
             unknown.remove(HEAD)
@@ -205,7 +212,7 @@ class HuggingFaceWeights(Weights):
             more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
             raise ConversionError(f"{self._shards.path_of(unknown[0])}: no {self.family.name} has {unknown[0]}{more}")
         self._shapes = {name: shape.shape for name, shape in parameter_shapes(self.model).items()}
-        assert list(found) == list(self._shapes), "the table of pieces is not that of our parameters"
+        assert found.keys() == self._shapes.keys(), "the table of pieces is not that of our parameters"
         return found
 
     def _check(self, piece: Piece) -> None:

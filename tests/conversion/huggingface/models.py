@@ -20,6 +20,9 @@ from tests.models.test_families import FAMILIES, VOCAB, Family, all_float64, rop
 LLAMA = FAMILIES["llama3"].theirs
 _EXPERTS = {"num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12}
 _EXPERTS |= {"experts_implementation": "eager", "rms_norm_eps": 1e-6, **rope(1e6)}
+_GLM_MOE = {"num_key_value_heads": 2, "head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 2}
+_GLM_MOE |= {"moe_intermediate_size": 12, "n_shared_experts": 2, "routed_scaling_factor": 1.5, "num_mtp_layers": 0}
+_GLM_MOE |= {"experts_implementation": "eager", "first_k_dense_replace": 0, **rope(50.0, partial_rotary_factor=0.5)}
 WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
 CASES = {name: family for name, family in FAMILIES.items() if name not in ("gemma", "smollm3")} | {
     "gpt2-untied": Family("", {}, "GPT2", {**FAMILIES["gpt2"].theirs, "tie_word_embeddings": False, "n_inner": 24}),
@@ -44,6 +47,11 @@ CASES = {name: family for name, family in FAMILIES.items() if name not in ("gemm
     "glm": Family("", {}, "Glm", {"head_dim": 8, **rope(50.0, partial_rotary_factor=0.5)}),
     "glm-plain": Family(
         "", {}, "Glm", {"head_dim": 8, "attention_bias": False, **rope(50.0, partial_rotary_factor=1.0)}
+    ),
+    "glm4": Family("", {}, "Glm4", {"head_dim": 8, **rope(50.0, partial_rotary_factor=0.5)}),
+    "glm4-moe": Family("", {}, "Glm4Moe", {**_GLM_MOE, "use_qk_norm": True, "first_k_dense_replace": 1}),
+    "glm4-moe-groups": Family(
+        "", {}, "Glm4Moe", {**_GLM_MOE, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "attention_bias": True}
     ),
     "mixtral-window": Family("", {}, "Mixtral", {**FAMILIES["mixtral"].theirs, "sliding_window": 4}),
 }

@@ -33,14 +33,15 @@ CLASSES = {
     "qwen3": "Qwen3",
 }
 CLASSES |= {"mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe"}
-CLASSES |= {"gemma2": "Gemma2", "gemma3_text": "Gemma3Text", "olmo2": "Olmo2"}
+CLASSES |= {"gemma2": "Gemma2", "gemma3_text": "Gemma3Text", "olmo2": "Olmo2", "glm4": "Glm4", "glm4_moe": "Glm4Moe"}
 
 NOT_COMPARED = {*TRAINING_FIELDS, "make_vocab_size_divisible_by"}
 """Settings that a family need not express: of training, and of padding, which changes no token's logit."""
 
 
 def needed(name: str) -> dict[str, Any]:
-    return dict(NEEDED_BY_GPT2 if name == "gpt2" else NEEDED)
+    # Half of GLM's heads turn, which have no default size.
+    return dict(NEEDED_BY_GPT2 if name == "gpt2" else NEEDED | {"head_dim": 8} if name == "glm4_moe" else NEEDED)
 
 
 def read(name: str, values: dict[str, Any]) -> Any:

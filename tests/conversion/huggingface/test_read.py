@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from megalite.checkpoint.safetensors_header import Record
+from megalite.cli.convert import described
 from megalite.conversion.huggingface.block_fp8 import read_scaled
 from megalite.conversion.huggingface.weights import HuggingFaceWeights
 from megalite.conversion.weights import ConversionError, parameter_shapes
@@ -208,3 +209,17 @@ def test_any_run_of_a_matrix_in_eight_bits(start: int, count: int) -> None:
     found = read_scaled(lambda name, at, n: stored[name][at : at + n], record, (3, 4), start, count)
     expected = [float(matrix[i]) * float(scales[i // 11 // 3 * 3 + i % 11 // 4]) for i in range(start, start + count)]
     assert found.tolist() == expected
+
+
+def test_layers_for_further_tokens_are_left_out_and_said(tmp_path: Path) -> None:
+    """GLM-4.5 is published with one, which is no part of its logits."""
+    saved("glm4-moe", tmp_path)
+    plain = HuggingFaceWeights(tmp_path)
+    assert "further tokens" not in described(plain)
+    rename(tmp_path, lambda tensors: tensors | {"model.layers.3.eh_proj.weight": torch.ones(2, 3)})
+    with pytest.raises(ConversionError, match="no glm4_moe has model"):
+        HuggingFaceWeights(tmp_path)
+    edit_config(tmp_path, num_nextn_predict_layers=1)
+    found = HuggingFaceWeights(tmp_path)
+    assert described(found).endswith("; without the layers that predict further tokens (1)")
+    assert all(torch.equal(found.read(name), plain.read(name)) for name in parameter_shapes(found.model))
