@@ -9,7 +9,6 @@ from torch import Tensor
 
 from megalite.config.model import ModelConfig
 from megalite.kernels.attention import HALVES
-from megalite.kernels.yarn import yarn_frequencies
 
 
 class _MaskedDropout(torch.autograd.Function):
@@ -171,6 +170,8 @@ def rope_frequencies(config: ModelConfig, *, local: bool = False) -> Tensor:
     if config.rope_scaling == "linear":
         return theta / factor
     if config.rope_scaling == "yarn":
+        from megalite.kernels.yarn import yarn_frequencies
+
         return yarn_frequencies(config)
     assert config.rope_scaling == "llama3", config.rope_scaling
     turns = config.rope_original_max_positions * theta / (2 * math.pi)

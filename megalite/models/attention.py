@@ -18,7 +18,6 @@ from megalite.models.recompute import Recompute, recomputed
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.tensor_parallel.parameter import ParameterFactory
 from megalite.tensor_parallel.random import DropoutStream
-from megalite.tensor_parallel.shared_heads import SharedHeads
 from megalite.topology.group import Group
 
 
@@ -56,6 +55,8 @@ class Attention(torch.nn.Module):
         queries = config.num_attention_heads // config.query_groups
         self._shared: Callable[[Tensor], Tensor] | None = None
         if config.query_groups < factory.tp.size:
+            from megalite.tensor_parallel.shared_heads import SharedHeads
+
             self._shared = SharedHeads(
                 factory.tp, queries=queries, groups=config.query_groups, head_size=config.head_size
             )

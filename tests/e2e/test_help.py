@@ -64,6 +64,10 @@ LAYOUTS = {
     "gemma2-9b": "--tp 4 --world-size 64 --global-batch-size 512 --bf16 --sequence-parallel --recompute-granularity full",
     "gemma3-27b": "--tp 8 --cp 8 --world-size 128 --global-batch-size 64 --bf16 --sequence-parallel",
     "olmo2-7b": "--tp 4 --pp 2 --world-size 64 --global-batch-size 1024 --bf16 --use-distributed-optimizer",
+    "qwen3-30b-a3b": "--ep 8 --pp 2 --world-size 64 --global-batch-size 512 --bf16 --use-distributed-optimizer "
+    "--recompute-granularity full --micro-batch-size 1",
+    "qwen3-235b-a22b": "--tp 4 --ep 8 --pp 8 --sequence-parallel --world-size 256 --global-batch-size 512 --bf16 "
+    "--use-distributed-optimizer --recompute-granularity full --micro-batch-size 1",
     "deepseek-moe-16b": "--ep 8 --pp 4 --world-size 64 --global-batch-size 512 --bf16",
     "mixtral-8x7b": "--tp 2 --pp 4 --ep 8 --world-size 128 --global-batch-size 1024 --bf16",
 }

@@ -114,6 +114,7 @@ FAMILIES: dict[str, Settings] = {
         "moe_router_pre_softmax": True,
         "moe_shared_expert_intermediate_size": 16,
         "moe_shared_expert_gate": True,
+        "moe_first_dense_layers": 1,
         "add_qkv_bias": True,
     },
     "switch": {
