@@ -15,7 +15,8 @@ LATE_IMPORTS = {
         "torch.distributed.elastic.multiprocessing.errors",
     },
     "megalite.cli.inspect": {"megalite.cli.inspect_tensors"},
-    **dict.fromkeys(("megalite.kernels.layer_ops", "megalite.models.gpt"), {"megalite.kernels.yarn"}),
+    "megalite.kernels.layer_ops": {"megalite.kernels.yarn"},
+    "megalite.models.gpt": {"megalite.kernels.yarn"},
     "megalite.models.attention": {"megalite.tensor_parallel.shared_heads"},
 }
 """Imports inside functions of what is always installed: help, dry run and listing start without torch, and most models need
