@@ -38,6 +38,7 @@ class Command:
             command, words = [*command, *words[:2]], words[2:]
         command += ["--input", source or str(folder / "a.jsonl"), "--output-prefix", str(folder / "out")]
         self.errors = folder / "stderr.txt"
+        self.errors.unlink(missing_ok=True)  # a killed command's resource tracker may still write into its own
         with self.errors.open("w") as errors:
             self.process = subprocess.Popen(
                 [*command, *NUMBER_FLAGS, *words],

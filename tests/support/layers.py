@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 ROWS: tuple[tuple[str, ...], ...] = (
@@ -65,7 +66,7 @@ class Module:
     text: str
     is_package: bool = False
 
-    @property
+    @cached_property
     def tree(self) -> ast.Module:
         """Its syntax."""
         return ast.parse(self.text)

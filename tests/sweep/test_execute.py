@@ -168,8 +168,8 @@ def test_ctrl_c_ends_the_run_and_keeps_the_rest(sweep: Sweep) -> None:
 
 
 def assert_gone(pid: int) -> None:
-    """The process ends within two seconds."""
-    for _ in range(100):
+    """The process ends: within seconds, on a machine that is busy too."""
+    for _ in range(1000):
         if not is_alive(pid):
             return
         time.sleep(0.02)
