@@ -120,6 +120,9 @@ _VALUE_MEANING = {
     "--save-retain-interval": "`keep_latest: 1` and `keep_every` of that many steps",
     "--window-size": "`sliding_window` of one key more than the left number, for the query's own",
     "--rotary-seq-len-interpolation-factor": "`rope_scaling: linear` with `rope_scaling_factor`",
+    "--rotary-scaling-factor": (
+        "`rope_scaling: yarn` with `rope_scaling_factor` and `rope_original_max_positions: 4096`"
+    ),
 }
 
 

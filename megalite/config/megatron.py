@@ -128,6 +128,19 @@ def _interpolated(text: str, where: str) -> dict[str, Any]:
     return {} if text == "1" else {"rope_scaling": "linear", "rope_scaling_factor": float(text)}
 
 
+def _stretched(text: str, where: str) -> dict[str, Any]:
+    """`--rotary-scaling-factor N`: Megatron's rope of multi-latent attention, YaRN beyond 4096 positions; 1: not at all."""
+    try:
+        factor = float(text)
+    except ValueError:
+        factor = 0.0
+    if factor < 1.0:
+        raise ConfigError(f"{where} takes a number of at least 1, such as 40, got {text[:60]}")
+    if factor == 1.0:
+        return {}
+    return {"rope_scaling": "yarn", "rope_scaling_factor": factor, "rope_original_max_positions": 4096}
+
+
 def layer_list(text: str, where: str) -> list[int]:
     """Megatron's list with an entry for each layer, `([1]*3+[0]*1)*2`."""
 
@@ -163,6 +176,7 @@ FROM_VALUE: Mapping[str, Callable[[str, str], dict[str, Any]]] = MappingProxyTyp
         "--save-retain-interval": _kept_checkpoints,
         "--window-size": _window,
         "--rotary-seq-len-interpolation-factor": _interpolated,
+        "--rotary-scaling-factor": _stretched,
     }
 )
 """Flag -> (its value, the flag) -> the settings that follow."""
@@ -185,6 +199,7 @@ STANDS_FOR: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "--save-retain-interval": ("keep_latest", "keep_every"),
         "--window-size": ("sliding_window",),
         "--rotary-seq-len-interpolation-factor": ("rope_scaling", "rope_scaling_factor"),
+        "--rotary-scaling-factor": ("rope_scaling", "rope_scaling_factor", "rope_original_max_positions"),
     }
 )
 """Flag that is no setting -> the settings that it gives."""

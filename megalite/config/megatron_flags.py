@@ -76,7 +76,7 @@ _ALREADY_SO: Mapping[str, str] = {
         "--log-straggler --moe-per-layer-logging"
     ),
     "ranks come from torchrun's environment": "--local-rank= --lazy-mpu-init",
-    "rope turns the two halves of what it turns against each other, by one table of angles": ("--rope-type=rope"),
+    "rope is stretched where --rotary-scaling-factor or --use-rope-scaling says so": "--rope-type=rope|yarn",
     "routing is computed in fp32 (fp64 in fp64 runs)": "--moe-router-dtype=fp32|fp64",
     "tokens are exchanged by an all-to-all over --ep, which other dispatchers give the same numbers as": (
         "--moe-token-dispatcher-type=alltoall|allgather|flex|alltoall_seq"
@@ -222,14 +222,15 @@ _NO_EFFECT: Mapping[str, str] = {
         "--no-one-logger --one-logger-project= --one-logger-run-name= --one-logger-async --app-tag-run-name= "
         "--app-tag-run-version= --otel-enabled --otel-service-name= --otel-span-groups="
     ),
+    "latents are what generation caches; each projection is one product": (
+        "--cache-mla-latents --mla-down-proj-fusion"
+    ),
     "switches and names that nothing here asks for": (
         "--enable-experimental --tokenizer-metadata= --trust-remote-code --chat-template= --DDP-impl= "
         "--export-model-type= --export-te-mcore-model --export-default-te-spec --export-force-local-attention "
         "--modelopt-enabled"
     ),
     "only of a feature that another flag turns on, which is refused": (
-        "--q-lora-rank= --kv-lora-rank= --qk-head-dim= --qk-pos-emb-head-dim= --v-head-dim= "
-        "--rotary-scaling-factor= --mscale= --mscale-all-dim= --cache-mla-latents --mla-down-proj-fusion "
         "--mtp-loss-scaling-factor= --mtp-use-repeated-layer --mtp-detach-heads --mtp-hsm "
         "--mtp-hybrid-override-pattern= --mtp-standalone --linear-attention-freq= --linear-conv-kernel-dim= "
         "--linear-key-head-dim= --linear-value-head-dim= --linear-num-key-heads= --linear-num-value-heads= "
@@ -319,7 +320,7 @@ _NO_EFFECT: Mapping[str, str] = {
 }
 _REFUSED: Mapping[str, str] = {
     "this kind of attention is not supported; use attention with --num-query-groups": (
-        "--multi-latent-attention --experimental-attention-variant= --attention-output-gate "
+        "--experimental-attention-variant= --attention-output-gate "
         "--use-kitchen-attention --qk-l2-norm --qk-clip --export-qk-l2-norm"
     ),
     "layers of other kinds are not supported; all layers are attention and an MLP": (

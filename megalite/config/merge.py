@@ -61,7 +61,7 @@ class Level:
             given = SHORTHANDS[flag]
         elif flag in FROM_VALUE:
             if not isinstance(value, str) and (
-                flag in DATA_FILES or isinstance(value, bool) or not isinstance(value, int)
+                flag in DATA_FILES or isinstance(value, bool) or not isinstance(value, (int, float))
             ):
                 what = "the path of a file" if flag in DATA_FILES else "one value"
                 raise ConfigError(f"{where} takes {what}, got {shortened(value)}")

@@ -21,6 +21,9 @@ checkpoint and the run that loads it, and other formats need not express them.""
 LAYER_LISTS = ("window_attn_skip_freq", "no_rope_freq")
 """Settings that are one number n, for every n-th layer, or a 0 or 1 for each layer."""
 
+LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+"""Of multi_latent_attention."""
+
 
 def free_settings(position_embedding_type: str, *, extends: bool) -> frozenset[str]:
     """Settings of the model in which a run and the weights that it loads may differ. `extends`: the run may stretch the
@@ -67,7 +70,7 @@ class ModelConfig:
     num_query_groups: int | None = option(None, at_least=1, below=2**24)
     """Key/value heads of grouped-query attention; default: as many as there are attention heads."""
     kv_channels: int | None = option(None, at_least=1, below=2**24)
-    """Size of one head; default hidden_size / num_attention_heads."""
+    """Size of one head; default hidden_size / num_attention_heads. multi_latent_attention has other sizes instead."""
     ffn_hidden_size: int | None = option(None, at_least=1, below=2**24)
     """Width of the MLP; default 4·h, or 8·h/3 rounded down to a multiple of 64 with a gate."""
     vocab_size: int | None = option(None, at_least=1, below=2**31)
@@ -102,10 +105,11 @@ class ModelConfig:
     """yarn scaling: pairs of channels with fewer turns than this are stretched in full."""
     rope_truncate: bool = option(True, flags=("--yarn-correction-range-round-to-int",))
     """yarn scaling: the pairs between which it mixes are rounded to whole ones."""
-    rope_mscale: float | None = option(None, above=0)
+    rope_mscale: float | None = option(None, above=0, flags=("--mscale",))
     """yarn scaling: queries and keys grow by the ratio of 0.1·this·ln(factor) + 1 and the same of rope_mscale_all_dim."""
-    rope_mscale_all_dim: float | None = option(None, above=0)
-    """yarn scaling: see rope_mscale; without the two queries and keys grow by 0.1·ln(factor) + 1."""
+    rope_mscale_all_dim: float | None = option(None, above=0, flags=("--mscale-all-dim",))
+    """yarn scaling: see rope_mscale; without the two queries and keys grow by 0.1·ln(factor) + 1. In multi_latent_attention
+    scores grow by the square of 0.1·this·ln(factor) + 1 as well."""
     rope_attention_factor: float | None = option(None, above=0)
     """yarn scaling: the growth of queries and keys itself, in place of what follows from the factor."""
     sliding_window: int | None = option(None, at_least=2)
@@ -123,6 +127,19 @@ class ModelConfig:
     """Attention scores s become c·tanh(s/c) for this c (Gemma 2); default: they stay. Takes attention in pieces."""
     final_logit_softcapping: float | None = option(None, above=0)
     """Logits z become c·tanh(z/c) for this c (Gemma 2); default: they stay."""
+    multi_latent_attention: bool = option(False)
+    """Queries, keys and values come out of narrow latents, and part of each key, with the rope, is that of all heads
+    (DeepSeek-V2). With qk_norm the latents are normed; rope turns neighbouring channels."""
+    q_lora_rank: int | None = option(None, at_least=1, below=2**24)
+    """Channels of the queries' latent; default: queries come from the hidden state itself (DeepSeek-V2-Lite)."""
+    kv_lora_rank: int = option(32, at_least=1, below=2**24)
+    """Channels of the latent of keys and values, which is what a cache of them holds."""
+    qk_head_dim: int = option(128, at_least=1, below=2**24)
+    """Channels without rope of each head's query and key."""
+    qk_pos_emb_head_dim: int = option(64, at_least=2, below=2**24)
+    """Channels with rope of each head's query, and of the key that all heads share."""
+    v_head_dim: int = option(128, at_least=1, below=2**24)
+    """Channels of each head's value; at most qk_head_dim + qk_pos_emb_head_dim."""
     pre_norms: bool = option(True)
     """Norm before attention and before the MLP (OLMo 2 has none)."""
     post_norms: bool = option(False)
@@ -193,18 +210,27 @@ class ModelConfig:
 
     @property
     def head_size(self) -> int:
-        """Size of one attention head."""
+        """Size of one attention head's query and key; and of its value but for `value_size`."""
+        if self.multi_latent_attention:
+            return self.qk_head_dim + self.qk_pos_emb_head_dim
         return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def value_size(self) -> int:
+        """Size of one attention head's value."""
+        return self.v_head_dim if self.multi_latent_attention else self.head_size
 
     @property
     def rotary_size(self) -> int:
         """Channels of a head that RoPE turns."""
-        return int(self.head_size * self.rotary_percent)
+        return self.qk_pos_emb_head_dim if self.multi_latent_attention else int(self.head_size * self.rotary_percent)
 
     @property
     def query_groups(self) -> int:
         """Key/value heads."""
-        return self.num_query_groups or self.num_attention_heads
+        if self.multi_latent_attention or self.num_query_groups is None:
+            return self.num_attention_heads
+        return self.num_query_groups
 
     def has_window(self, index: int) -> bool:
         """Layer `index` of the whole model sees sliding_window keys alone."""

@@ -12,6 +12,7 @@ from typing import Any
 from megalite.config.batch import microbatch_counts, samples_per_microbatch
 from megalite.config.describe import replace, settings, values_of
 from megalite.config.errors import Findings, Problems, gathered
+from megalite.config.model import LATENT_SIZES
 from megalite.config.optimizer import OPTIMIZERS
 from megalite.config.option import plain
 from megalite.config.registry import import_modules
@@ -156,6 +157,7 @@ def _without_idle(config: RunConfig) -> RunConfig:
         idle += ["etp", *(name for name in settings() if name.startswith("moe_"))]
     if model.position_embedding_type != "rope":
         idle += ["rotary_base", "rotary_percent", "rotary_interleaved", "rotary_base_local", "no_rope_freq"]
+    idle += ("kv_channels", "num_query_groups") if model.multi_latent_attention else LATENT_SIZES
     if model.sliding_window is None:
         idle += ["window_attn_skip_freq", "rotary_base_local"]
     if model.rope_scaling == "none":

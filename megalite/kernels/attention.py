@@ -42,6 +42,8 @@ def cached_attention(
 ) -> Tensor:
     """softmax(q·kᵀ/sqrt(d))·v of one query a row, [b, heads, 1, d], against the keys of a cache, [b, groups, n, d].
 
+    Values may have another width than keys.
+
     The query heads that share a key/value head are the rows of one product: the cache is read once and not repeated.
 
     Args:
@@ -54,8 +56,8 @@ def cached_attention(
         scores = _scores(queries, k, False, softcap)
         if visible is not None:
             scores = scores.masked_fill(visible.logical_not(), -math.inf)
-        return (scores.softmax(dim=-1).to(v.dtype) @ v).reshape(b, heads, 1, d)
-    return F.scaled_dot_product_attention(queries, k, v, attn_mask=visible).reshape(b, heads, 1, d)
+        return (scores.softmax(dim=-1).to(v.dtype) @ v).reshape(b, heads, 1, -1)
+    return F.scaled_dot_product_attention(queries, k, v, attn_mask=visible).reshape(b, heads, 1, -1)
 
 
 def tile_forward(

@@ -37,9 +37,17 @@ def attention_factor(config: ModelConfig) -> float:
     if config.rope_attention_factor is not None:
         return config.rope_attention_factor
 
-    def grown(scale: float) -> float:
-        return 0.1 * scale * math.log(config.rope_scaling_factor) + 1.0
-
     if config.rope_mscale is not None and config.rope_mscale_all_dim is not None:
-        return grown(config.rope_mscale) / grown(config.rope_mscale_all_dim)
-    return grown(1)
+        return _grown(config, config.rope_mscale) / _grown(config, config.rope_mscale_all_dim)
+    return _grown(config, 1)
+
+
+def latent_score_factor(config: ModelConfig) -> float:
+    """What scores of multi-latent attention are multiplied with beside 1 / sqrt(d), in the channels without rope too."""
+    if config.rope_scaling != "yarn" or config.rope_mscale_all_dim is None:
+        return 1.0
+    return _grown(config, config.rope_mscale_all_dim) ** 2
+
+
+def _grown(config: ModelConfig, scale: float) -> float:
+    return 0.1 * scale * math.log(config.rope_scaling_factor) + 1.0

@@ -12,7 +12,7 @@ from megalite.context_parallel.tiles import Visibility
 from megalite.context_parallel.ulysses import gather_sequence, heads_to_sequence, sequence_to_heads
 from megalite.kernels.attention import cached_attention, causal_attention
 from megalite.kernels.unfused_attention import unfused_attention
-from megalite.models.context import CAUSAL, ForwardContext, KeyValueCache
+from megalite.models.context import CAUSAL, ForwardContext, KeyValueCache, NextTokens
 from megalite.models.norm import AllHeadsNorm, Norm
 from megalite.models.recompute import Recompute, recomputed
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -21,12 +21,11 @@ from megalite.tensor_parallel.random import DropoutStream
 from megalite.topology.group import Group
 
 
-class Attention(torch.nn.Module):
-    """Heads are split over tp by key/value group. Rows of `qkv` are ordered by group: its queries, its key, its value.
+class AttentionCore(torch.nn.Module):
+    """softmax(q·kᵀ·scale)·v of one layer, with its share of the heads over tp, and over cp.
 
-    With fewer groups than tp ranks several ranks share one: each has a part of its queries (`SharedHeads`).
     With the sequence split over cp either keys and values go round the ranks (`p2p`), or each rank exchanges its part
-    of the sequence for a part of the heads around the core (`a2a`), and keys are repeated where they are too few for that.
+    of the sequence for a part of the heads around the core (`a2a`), which is left to the subclass.
     """
 
     def __init__(
@@ -44,14 +43,91 @@ class Attention(torch.nn.Module):
         self.recompute_core = recompute.selects("core_attn")
         self.dropout, self.softcap = config.attention_dropout, config.attn_logit_softcapping
         self.windowed, self.turns = config.has_window(index), config.has_rope(index)
-        # Every core multiplies scores by 1 / sqrt(d); queries take along what is different.
-        self.query_scale = 1.0 if config.softmax_scale is None else config.softmax_scale * math.sqrt(config.head_size)
         self.causal_attention: Callable[..., Tensor] = causal_attention
         self.masked_attention: Callable[..., Tensor] | None = None
         """For windows and documents of whole sequences, where one kernel takes them; None: tiles."""
         self.head_size = config.head_size
         self.groups = max(1, config.query_groups // factory.tp.size)
         self.queries = config.num_attention_heads // factory.tp.size // self.groups
+        self.cp = factory.cp
+        self.exchange_heads = cp_comm_type == "a2a" and factory.cp.size > 1
+        # The ranks that the core sees the sequence split over, and its first query head among all.
+        self.core_cp = Group.solo("cp") if self.exchange_heads else factory.cp
+        self.first_head = factory.tp.rank * self.groups * self.queries
+        if self.exchange_heads:
+            self.first_head += factory.cp.rank * (self.groups * self.queries // factory.cp.size)
+        self._rope = factory.kernel("rope", config.rotary_size)
+        self._softmax = None
+        if self.dropout > 0.0 and self.core_cp.size == 1:
+            self._softmax = factory.kernel("softmax", config.max_position_embeddings or 0)
+
+    def core(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
+        """Queries [b, heads, s, d] against keys and values [b, groups, s, d] -> [b, heads, s, d]; scores are multiplied by
+        1 / sqrt(d).
+
+        Collectives: with cp those of the ring.
+        """
+        if self.recompute_core and torch.is_grad_enabled():
+            return recomputed(self._core, q, k, v, context)
+        return self._core(q, k, v, context)
+
+    def _core(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
+        """Queries [b, heads, s, d] against keys and values [b, groups, s, d] -> [b, heads, s, d]."""
+        if context.next_tokens is not None:
+            return self.cached(q, k, v, context.next_tokens)
+        if self.dropout > 0.0 and context.stream is not None:
+            return self._core_with_dropout(q, k, v, context, context.stream)
+        capped = self.softcap is not None
+        if context.visibility == CAUSAL and self.core_cp.size == 1 and not capped:
+            return self.causal_attention(q, k, v)
+        if self.masked_attention is not None and self.core_cp.size == 1 and not capped:
+            rule = context.visibility
+            return self.masked_attention(q, k, v, window=rule.window, document_starts=rule.document_starts)
+        length = q.shape[2] * self.core_cp.size
+        rule = context.visibility
+        return ring_attention(q, k, v, cp=self.core_cp, seq_length=length, visibility=rule, softcap=self.softcap)
+
+    def cached(self, q: Tensor, k: Tensor, v: Tensor, new: NextTokens) -> Tensor:
+        """`core` of one new token per row, against what a cache holds."""
+        return cached_attention(q, k, v, visible=new.visible, softcap=self.softcap)
+
+    def _core_with_dropout(
+        self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext, stream: DropoutStream
+    ) -> Tensor:
+        """Unfused: the probabilities exist, of this rank's queries and all keys."""
+        length = context.seq_length
+        columns = torch.arange(length, device=q.device)
+        rows = columns if self.core_cp.size == 1 else context.positions
+        k, v = (gather_sequence(tensor, cp=self.core_cp, dim=2, seq_length=length) for tensor in (k, v))
+        keep = torch.empty(*q.shape[:3], length, dtype=torch.bool, device=q.device)
+        stream.fill(keep, rows, self.dropout, site=f"{self.name}.probabilities", first_head=self.first_head)
+        causal = self._softmax if context.visibility == CAUSAL else None
+        visible = None if causal is not None else _visible(rows, columns, context.visibility)
+        return unfused_attention(
+            q, k, v, visible=visible, keep=keep, p=self.dropout, causal=causal, softcap=self.softcap
+        )
+
+
+class Attention(AttentionCore):
+    """Heads are split over tp by key/value group. Rows of `qkv` are ordered by group: its queries, its key, its value.
+
+    With fewer groups than tp ranks several ranks share one: each has a part of its queries (`SharedHeads`).
+    With heads exchanged over cp (`a2a`) keys are repeated where they are too few for that.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: ModelConfig,
+        *,
+        factory: ParameterFactory,
+        recompute: Recompute,
+        cp_comm_type: str = "p2p",
+        index: int = 0,
+    ) -> None:
+        super().__init__(name, config, factory=factory, recompute=recompute, cp_comm_type=cp_comm_type, index=index)
+        # Every core multiplies scores by 1 / sqrt(d); queries take along what is different.
+        self.query_scale = 1.0 if config.softmax_scale is None else config.softmax_scale * math.sqrt(config.head_size)
         queries = config.num_attention_heads // config.query_groups
         self._shared: Callable[[Tensor], Tensor] | None = None
         if config.query_groups < factory.tp.size:
@@ -60,13 +136,6 @@ class Attention(torch.nn.Module):
             self._shared = SharedHeads(
                 factory.tp, queries=queries, groups=config.query_groups, head_size=config.head_size
             )
-        self.cp = factory.cp
-        self.exchange_heads = cp_comm_type == "a2a" and factory.cp.size > 1
-        # The ranks that the core sees the sequence split over, and its first query head among all.
-        self.core_cp = Group.solo("cp") if self.exchange_heads else factory.cp
-        self.first_head = factory.tp.rank * self.groups * self.queries
-        if self.exchange_heads:
-            self.first_head += factory.cp.rank * (self.groups * self.queries // factory.cp.size)
         self.repeats = max(1, factory.cp.size // self.groups) if self.exchange_heads else 1
         rows = config.query_groups * (queries + 2) * self.head_size
         self.qkv = ColumnParallelLinear(
@@ -76,12 +145,8 @@ class Attention(torch.nn.Module):
             bias=config.add_bias_linear or config.add_qkv_bias,
             factory=factory,
         )
-        self._rope = factory.kernel("rope", config.rotary_size)
         self.rotary_size, self.rotary_interleaved = config.rotary_size, config.rotary_interleaved
         self.plain_rope = config.rotary_size == config.head_size and not config.rotary_interleaved
-        self._softmax = None
-        if self.dropout > 0.0 and self.core_cp.size == 1:
-            self._softmax = factory.kernel("softmax", config.max_position_embeddings or 0)
         self.q_norm: Norm | AllHeadsNorm | None = None
         self.k_norm: Norm | AllHeadsNorm | None = None
         if config.qk_norm_all_heads:
@@ -143,10 +208,7 @@ class Attention(torch.nn.Module):
                 cache.fill(self.name, k, v)
             else:
                 k, v = cache.append(self.name, k, v, context.next_tokens)
-        if self.recompute_core and torch.is_grad_enabled():
-            mixed = recomputed(self._core, q, k, v, context)
-        else:
-            mixed = self._core(q, k, v, context)
+        mixed = self.core(q, k, v, context)
         mixed = mixed.permute(2, 0, 1, 3)
         if self.exchange_heads:
             mixed = heads_to_sequence(mixed, cp=self.cp, seq_length=context.seq_length)
@@ -184,38 +246,6 @@ class Attention(torch.nn.Module):
         q, k, v = self._parts(qkv)
         q = self._rope(q.flatten(1, 2), cos, sin).view(*q.shape[:2], -1, self.head_size)
         return q, self._rope(k.squeeze(3), cos, sin), v.squeeze(3).contiguous()
-
-    def _core(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
-        """Queries [b, heads, s, d] against keys and values [b, groups, s, d] -> [b, heads, s, d]."""
-        if context.next_tokens is not None:
-            return cached_attention(q, k, v, visible=context.next_tokens.visible, softcap=self.softcap)
-        if self.dropout > 0.0 and context.stream is not None:
-            return self._core_with_dropout(q, k, v, context, context.stream)
-        capped = self.softcap is not None
-        if context.visibility == CAUSAL and self.core_cp.size == 1 and not capped:
-            return self.causal_attention(q, k, v)
-        if self.masked_attention is not None and self.core_cp.size == 1 and not capped:
-            rule = context.visibility
-            return self.masked_attention(q, k, v, window=rule.window, document_starts=rule.document_starts)
-        length = q.shape[2] * self.core_cp.size
-        rule = context.visibility
-        return ring_attention(q, k, v, cp=self.core_cp, seq_length=length, visibility=rule, softcap=self.softcap)
-
-    def _core_with_dropout(
-        self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext, stream: DropoutStream
-    ) -> Tensor:
-        """Unfused: the probabilities exist, of this rank's queries and all keys."""
-        length = context.seq_length
-        columns = torch.arange(length, device=q.device)
-        rows = columns if self.core_cp.size == 1 else context.positions
-        k, v = (gather_sequence(tensor, cp=self.core_cp, dim=2, seq_length=length) for tensor in (k, v))
-        keep = torch.empty(*q.shape[:3], length, dtype=torch.bool, device=q.device)
-        stream.fill(keep, rows, self.dropout, site=f"{self.name}.probabilities", first_head=self.first_head)
-        causal = self._softmax if context.visibility == CAUSAL else None
-        visible = None if causal is not None else _visible(rows, columns, context.visibility)
-        return unfused_attention(
-            q, k, v, visible=visible, keep=keep, p=self.dropout, causal=causal, softcap=self.softcap
-        )
 
 
 def _visible(rows: Tensor, columns: Tensor, visibility: Visibility) -> Tensor:

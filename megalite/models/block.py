@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +17,11 @@ from megalite.models.norm import Norm, ResidualNorm
 from megalite.models.recompute import Recompute, not_saving, recomputed
 from megalite.tensor_parallel.parameter import ParameterFactory
 
-FEED_FORWARD: Registry[Callable[..., torch.nn.Module]] = Registry(
-    "feed-forward", {"experts": "megalite.models.moe.layer:MoELayer"}
-)  # what a layer may have in place of an MLP
+BRANCHES: Registry[Callable[..., Any]] = Registry(
+    "branch",
+    {"experts": "megalite.models.moe.layer:MoELayer", "latent": "megalite.models.latent_attention:LatentAttention"},
+)
+"""What a layer may have in place of an MLP and of `Attention`."""
 
 
 class Block(torch.nn.Module):
@@ -50,7 +53,8 @@ class Block(torch.nn.Module):
         self.mlp_post_norm: Norm | None = None
         if config.pre_norms:
             self.attention_norm = Norm(f"{name}.attention_norm", config, factory=factory)
-        self.attention = Attention(
+        attention = BRANCHES.get("latent") if config.multi_latent_attention else Attention
+        self.attention = attention(
             f"{name}.attention", config, factory=factory, recompute=recompute, cp_comm_type=cp_comm_type, index=index
         )
         if config.post_norms:
@@ -61,7 +65,7 @@ class Block(torch.nn.Module):
         self.mlp: MLP | None = None
         self.moe: torch.nn.Module | None = None
         if config.is_moe_layer(index):
-            self.moe = FEED_FORWARD.get("experts")(f"{name}.moe", config, factory=factory, recompute=recompute)
+            self.moe = BRANCHES.get("experts")(f"{name}.moe", config, factory=factory, recompute=recompute)
         else:
             inside = None if self.recompute_mlp else recompute
             self.mlp = MLP(f"{name}.mlp", config, factory=factory, recompute=inside)

@@ -8,7 +8,7 @@ from megalite.config.run import RunConfig, attention_in_tiles
 from megalite.kernels.attention_backends import AttentionShape, choose_attention, varlen_attention, why_not_varlen
 from megalite.kernels.compiled import compiled, why_not_compile
 from megalite.kernels.matmul import ALIGNMENT, Fp8Products, quantise, why_not_fp8
-from megalite.models.attention import Attention
+from megalite.models.attention import AttentionCore
 from megalite.models.gpt import GPTStage
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
@@ -75,7 +75,7 @@ def apply_compute(stage: GPTStage, config: RunConfig) -> list[str]:
 
 
 def _use_attention(stage: GPTStage, config: RunConfig) -> list[str]:
-    layers = [module for module in stage.modules() if isinstance(module, Attention)]
+    layers = [module for module in stage.modules() if isinstance(module, AttentionCore)]
     if not layers:
         return []
     if config.model.attention_dropout > 0.0:

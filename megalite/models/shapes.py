@@ -83,8 +83,26 @@ def _attention(model: ModelConfig, prefix: str) -> list[ParameterShape]:
     elif model.qk_norm:
         # One weight for all heads: each tensor-parallel rank has a copy, and the gradient that its heads give.
         shapes += _norm(model, f"{prefix}.q_norm", d) + _norm(model, f"{prefix}.k_norm", d)
-    out = (h, model.num_attention_heads * d)
-    return shapes + _linear(f"{prefix}.out", out, 1, bias=model.add_bias_linear, init="residual")
+    return shapes + _attention_out(model, prefix)
+
+
+def _attention_out(model: ModelConfig, prefix: str) -> list[ParameterShape]:
+    shape = (model.hidden_size, model.num_attention_heads * model.value_size)
+    return _linear(f"{prefix}.out", shape, 1, bias=model.add_bias_linear, init="residual")
+
+
+def _latent_attention(model: ModelConfig, prefix: str) -> list[ParameterShape]:
+    h, heads, r, q = model.hidden_size, model.num_attention_heads, model.kv_lora_rank, model.q_lora_rank
+    if q is None:
+        shapes = [_matrix(f"{prefix}.q.weight", (heads * model.head_size, h), 0)]
+    else:
+        shapes = [_matrix(f"{prefix}.q_down.weight", (q, h), None)]
+        shapes += _norm(model, f"{prefix}.q_latent_norm", q) if model.qk_norm else []
+        shapes.append(_matrix(f"{prefix}.q_up.weight", (heads * model.head_size, q), 0))
+    shapes.append(_matrix(f"{prefix}.kv_down.weight", (r + model.qk_pos_emb_head_dim, h), None))
+    shapes += _norm(model, f"{prefix}.kv_latent_norm", r) if model.qk_norm else []
+    shapes.append(_matrix(f"{prefix}.kv_up.weight", (heads * (model.qk_head_dim + model.v_head_dim), r), 0))
+    return shapes + _attention_out(model, prefix)
 
 
 def _mlp(model: ModelConfig, prefix: str, f: int) -> list[ParameterShape]:
@@ -128,7 +146,8 @@ def layer_shapes(model: ModelConfig, layer_index: int, block: str | None = None)
     name, experts = f"layers.{layer_index}", model.is_moe_layer(layer_index)
     feed_forward = _moe(model, f"{name}.moe") if experts else _mlp(model, f"{name}.mlp", model.ffn_size)
     found: list[ParameterShape] = []
-    for branch, shapes in (("attention", _attention(model, f"{name}.attention")), ("mlp", feed_forward)):
+    attention = (_latent_attention if model.multi_latent_attention else _attention)(model, f"{name}.attention")
+    for branch, shapes in (("attention", attention), ("mlp", feed_forward)):
         found += _norm(model, f"{name}.{branch}_norm") if model.pre_norms else []
         found += shapes + (_norm(model, f"{name}.{branch}_post_norm") if model.post_norms else [])
     return found
@@ -185,12 +204,12 @@ def parameter_count(model: ModelConfig) -> int:
 def attention_core_flops(model: ModelConfig, layer_index: int, seq_length: int, convention: Convention = "palm") -> int:
     """FLOPs of the two products of a layer's attention, q·kᵀ and P·v, for one token of a sequence of `seq_length`.
 
-    4·s·(heads·d) over all s positions; the megatron convention counts the half that the causal mask leaves. A sliding
+    4·s·(heads·d) over all s positions (the mean of the two widths where values have another one); the megatron convention counts the half that the causal mask leaves. A sliding
     window w < s makes that 4·w·(heads·d), or with the causal mask the w - w²/2s keys that a token sees on average.
     """
     window = model.sliding_window if model.has_window(layer_index) else None
     keys = min(seq_length, window or seq_length)
-    flops = 4 * keys * model.num_attention_heads * model.head_size
+    flops = 2 * keys * model.num_attention_heads * (model.head_size + model.value_size)
     return flops * (2 * seq_length - keys) // (2 * seq_length) if convention == "megatron" else flops
 
 

@@ -158,6 +158,9 @@ def _shape(generator: random.Random, drawn: Drawn) -> Drawn:
     found: Drawn = {"num_attention_heads": heads, "num_query_groups": groups, "hidden_size": heads * size}
     if generator.random() < 0.3:
         found |= {"kv_channels": size, "hidden_size": generator.randint(8, 48)}
+    if groups == heads and generator.random() < 0.3:
+        found |= _latents(generator)
+        del found["num_query_groups"]
     over_tp = tp * cp if "sequence_parallel" in drawn or "num_experts" in drawn else 1
     unit = math.lcm(2 * cp if cp > 1 else 1, over_tp)
     s = unit * generator.randint(1, max(1, 36 // unit))
@@ -169,6 +172,13 @@ def _shape(generator: random.Random, drawn: Drawn) -> Drawn:
         if generator.random() < 0.5:
             found["window_attn_skip_freq"] = [generator.randint(2, 3)]
     return found
+
+
+def _latents(generator: random.Random) -> Drawn:
+    plain, turned = generator.randint(3, 8), 2 * generator.randint(1, 3)
+    found: Drawn = {"multi_latent_attention": True, "kv_lora_rank": generator.randint(4, 12)}
+    found |= {"qk_head_dim": plain, "qk_pos_emb_head_dim": turned, "v_head_dim": generator.randint(3, plain + turned)}
+    return found | ({"q_lora_rank": generator.randint(4, 12)} if generator.random() < 0.5 else {})
 
 
 _SCORES = {"softmax_scale": (0.2, 0.7), "attn_logit_softcapping": (1.0, 5.0), "final_logit_softcapping": (2.0, 9.0)}
@@ -202,12 +212,13 @@ def _switches(generator: random.Random, drawn: Drawn) -> Drawn:
             found["rotary_base_local"] = 100.0
     if chance(0.3):
         found |= {"post_norms": True, "pre_norms": chance(0.5)}
-    if found["qk_norm"] and found["normalization"] == "RMSNorm" and chance(0.5):
+    latent = "multi_latent_attention" in drawn
+    if found["qk_norm"] and found["normalization"] == "RMSNorm" and not latent and chance(0.5):
         found["qk_norm_all_heads"] = drawn["num_query_groups"] % drawn["tp"] == 0
     for name, values in _SCORES.items():
         if chance(0.15):
             found[name] = generator.choice(values)
-    if not found["add_bias_linear"]:
+    if not found["add_bias_linear"] and not latent:
         found["add_qkv_bias"] = chance(0.5)
     if chance(0.3):
         found["hidden_dropout"] = 0.1

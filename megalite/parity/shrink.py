@@ -62,9 +62,13 @@ def attention_changes(config: RunConfig) -> Changes:
     """Heads that the layout divides, queries sharing keys where they did, heads as wide as the model or not."""
     model, p = config.model, config.parallel
     heads, groups = model.num_attention_heads, model.query_groups
-    if heads <= MAX_HEADS and model.hidden_size <= MAX_HIDDEN:
-        return {}
     changes: Changes = {}
+    if model.multi_latent_attention and max(model.q_lora_rank or 0, model.kv_lora_rank, model.head_size) > MAX_HIDDEN:
+        changes |= {"kv_lora_rank": 10, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4}
+        changes["v_head_dim"] = 7 if model.v_head_dim < model.head_size else 10
+        changes["q_lora_rank"] = None if model.q_lora_rank is None else 12
+    if heads <= MAX_HEADS and model.hidden_size <= MAX_HIDDEN:
+        return changes
     if heads > MAX_HEADS:
         share = p.tp * (p.cp if p.cp_comm_type == "a2a" else 1)
         sharing = min(heads // groups, 2)

@@ -11,6 +11,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from megalite.config.describe import replace
+from megalite.config.model import ModelConfig
 from megalite.config.run import RunConfig
 from megalite.partition.stages import StagePlan
 from megalite.pipeline.ir.memory import Sizes
@@ -58,7 +59,10 @@ def _attention(config: RunConfig, layer_index: int) -> Iterator[_Kept]:
     if exchanged:  # keys are repeated until each cp rank gets one
         keys_and_values = max(keys_and_values, 2 * p.tp * p.cp * model.head_size)
     yield _Kept(e * (queries + keys_and_values) / p.tp)
-    if model.qk_norm:
+    padded = model.value_size < model.head_size  # to the width of the keys
+    if model.multi_latent_attention:
+        yield _Kept(e * _latents(model) / whole)
+    elif model.qk_norm:
         # These norms keep their input: the projection's output, in which the values lie as well where queries share none.
         projected = _attention_widths(config)[1]
         apart = not exchanged or projected < 2 * queries or model.qk_norm_all_heads
@@ -70,15 +74,22 @@ def _attention(config: RunConfig, layer_index: int) -> Iterator[_Kept]:
             yield _Kept(e * keys_and_values * p.cp / p.tp, core)
     else:
         yield _Kept(exact * model.num_attention_heads / p.tp, core)  # the logsumexp of the scores
-        if exchanged:
-            yield _Kept(e * queries / p.tp, core)  # the core's own output, before heads go home
+        if exchanged or padded:
+            yield _Kept(e * queries / p.tp, core)  # the core's own output, before heads go home or padding comes off
         if _repeats_keys(config, layer_index):
             yield _Kept(e * (2 * queries - keys_and_values) / p.tp, core)
-    yield _Kept(e * queries / p.tp)
+    yield _Kept(e * model.num_attention_heads * model.value_size / p.tp)
     if model.post_norms:
         yield _Kept(e * model.hidden_size / whole)
     if model.hidden_dropout:
         yield _Kept(model.hidden_size / whole)
+
+
+def _latents(model: ModelConfig) -> int:
+    """Channels of the latents of multi-latent attention that norms and the projections behind them keep."""
+    queries, keys = model.q_lora_rank or 0, model.kv_lora_rank
+    # A norm of the keys' latent keeps all that comes with it.
+    return 2 * queries + 2 * keys + model.qk_pos_emb_head_dim if model.qk_norm else queries + keys
 
 
 def _repeats_keys(config: RunConfig, layer_index: int) -> bool:
@@ -265,9 +276,15 @@ def _deferred_of_layer(config: RunConfig, index: int) -> Iterator[float]:
     model, p = config.model, config.parallel
     e, exact, whole = _sizes(config)
     h = model.hidden_size
-    queries, _ = _attention_widths(config)
-    yield h / whole + (queries + 2 * model.query_groups * model.head_size) / p.tp
-    yield queries / p.tp + h
+    queries, values = model.num_attention_heads * model.head_size, model.num_attention_heads * model.value_size
+    if model.multi_latent_attention:
+        latent, q = model.kv_lora_rank, model.q_lora_rank
+        # The input is kept once for both products down.
+        yield (h + latent + model.qk_pos_emb_head_dim + latent + (0 if q is None else q + q)) / whole
+        yield (queries + model.num_attention_heads * (model.qk_head_dim + model.v_head_dim)) / p.tp
+    else:
+        yield h / whole + (queries + 2 * model.query_groups * model.head_size) / p.tp
+    yield values / p.tp + h
     if not model.is_moe_layer(index):
         yield from _deferred_of_mlp(config, model.ffn_size / p.tp)
         return

@@ -162,5 +162,6 @@ def is_partial(shape: ParameterShape, config: RunConfig) -> bool:
         return False
     if shape.name.endswith(always):
         return config.parallel.tp > 1
-    in_sequence_region = "norm." in shape.name or shape.name.endswith(("out.bias", "down.bias"))
+    in_region = ("out.bias", "down.bias", "q_down.weight", "kv_down.weight")
+    in_sequence_region = "norm." in shape.name or shape.name.endswith(in_region)
     return config.parallel.sequence_parallel and in_sequence_region

@@ -186,6 +186,17 @@ class _Microbatch:
         self._leave: list[Volume] = [("tp", operation, self._activations)]
         self._share: list[Volume] = []
         model = config.model
+        # Into attention's own products: backward the inputs are gathered again, and their gradients summed.
+        widths, shared = [model.hidden_size], []
+        if model.multi_latent_attention:
+            widths, shared = [model.q_lora_rank or model.hidden_size, model.kv_lora_rank], [model.qk_pos_emb_head_dim]
+        entering: list[list[Volume]] = [
+            [("tp", what, self._tokens * width * self._e) for width in each]
+            for what, each in (("all-gather", widths), ("all-gather", shared), (operation, widths + shared))
+        ]
+        gathered, shared_gathered, self._attention_gradients = entering
+        self._attention_inputs = gathered + shared_gathered if p.sequence_parallel else []
+        self._attention_again = gathered if p.sequence_parallel else []
         if model.query_groups < p.tp:  # what ranks that share a key/value head get, which is what they send in the mean
             heads = model.num_attention_heads // p.tp + 2
             self._share = [("tp", "all-to-all", self._tokens * heads * model.head_size * self._e)]
@@ -200,7 +211,7 @@ class _Microbatch:
             yield from self._attention_forward()
             yield from self._feed_forward(index)
             yield from (*self._enter, *self._attention_core(backward=True), *self._head_norms(), *self._share)
-            yield from (*self._enter, *self._leave)
+            yield from (*self._attention_again, *self._attention_gradients)
             yield from self._feed_forward_backward(index)
         yield from self._recomputed(layers)
         if plan.has_head:
@@ -226,12 +237,13 @@ class _Microbatch:
         model, p = self._config.model, self._config.parallel
         groups = max(model.query_groups, p.tp)
         keys = self._tokens * groups // p.tp * model.head_size * self._e
+        values = self._tokens * groups // p.tp * model.value_size * self._e
         queries = self._tokens * model.num_attention_heads // p.tp * model.head_size * self._e
         if p.cp_comm_type == "a2a":  # keys are repeated until each cp rank gets one
             keys = max(keys, self._tokens * p.cp * model.head_size * self._e)
-        if p.cp_comm_type == "a2a":
-            yield "cp", "all-to-all", queries + 2 * keys
-            yield "cp", "all-to-all", queries
+            values = max(values, self._tokens * p.cp * model.value_size * self._e)
+            yield "cp", "all-to-all", queries + keys + values
+            yield "cp", "all-to-all", queries // model.head_size * model.value_size
         elif model.attention_dropout:
             yield "cp", "reduce-scatter" if backward else "all-gather", 2 * keys * p.cp
         else:
@@ -241,7 +253,7 @@ class _Microbatch:
 
     def _attention_forward(self) -> list[Volume]:
         core = self._attention_core(backward=False)
-        return [*self._enter, *self._share, *self._head_norms(), *core, *self._leave]
+        return [*self._attention_inputs, *self._share, *self._head_norms(), *core, *self._leave]
 
     def _head_norms(self) -> list[Volume]:
         """Norms of queries and of keys over the heads of all ranks, each way: a number a token."""

@@ -139,6 +139,19 @@ class ColumnParallelLinear(torch.nn.Module):
         return linear(x, self.weight, bias, tp=self.tp, sequence_parallel=sp, products=self.products, pieces=pieces)
 
 
+class ReplicatedLinear(torch.nn.Module):
+    """Y = X·Aᵀ with A [o, i] whole on every rank: [..., i] -> [..., o], of the rank's part of the sequence with sequence
+    parallelism. For narrow outputs. Collectives: none."""
+
+    def __init__(self, name: str, shape: tuple[int, int], *, std: float, factory: ParameterFactory) -> None:
+        super().__init__()
+        self.products = Products(factory.kernel("matmul", shape[-1]))
+        self.weight = factory.parameter(f"{name}.weight", shape, std=std, in_sequence_region=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, None, tp=None, products=self.products)
+
+
 class RowParallelLinear(torch.nn.Module):
     """Y = X·Aᵀ + b with A [o, i] split along its input: rank r holds X's columns r, partial results are summed.
 

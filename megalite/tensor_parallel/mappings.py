@@ -29,6 +29,19 @@ def _reduced(x: Tensor, tp: Group) -> Tensor:
     return x
 
 
+def enter_tensor_parallel_region(x: Tensor, *, tp: Group, sequence_parallel: bool) -> Tensor:
+    """f without a product: the same [s, b, n] on every rank (a part of s with sequence parallelism) -> [s, b, n], of which
+    each rank uses its own share.
+
+    Collectives: forward none / backward all-reduce; with sequence parallelism all-gather / reduce-scatter.
+    """
+    if tp.size == 1:
+        return x
+    if sequence_parallel:
+        return conjugate(x, lambda x: gather_along_sequence(x, tp), lambda grad: _reduce_scattered(grad, tp))
+    return conjugate(x, lambda x: x.view_as(x), lambda grad: _reduced(grad.clone(), tp))
+
+
 def reduce_from_tensor_parallel_region(x: Tensor, *, tp: Group) -> Tensor:
     """g: the sum of partial sums, in place of `x`, which must be the fresh output of an operation.
 

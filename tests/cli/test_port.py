@@ -189,14 +189,19 @@ def test_a_case_of_their_tests_runs_dry(capsys: Captured, tmp_path: Path) -> Non
 
 def test_all_that_cannot_be_had_is_named_at_once(capsys: Captured, tmp_path: Path) -> None:
     case = tmp_path / "model_config.yaml"
-    refused = {"--multi-latent-attention": True, "--use-mup": True, "--seed": "${SEED}", "--q-lora-rank": 3}
+    refused = {
+        "--attention-output-gate": True,
+        "--use-mup": True,
+        "--seed": "${SEED}",
+        "--mtp-use-repeated-layer": True,
+    }
     case.write_text(yaml.safe_dump({"MODEL_ARGS": {**CASE["MODEL_ARGS"], **refused}}))  # type: ignore[dict-item]
     assert main(["port", str(case)]) == 2
     said = capsys.readouterr()
-    assert "--num-layers 12" in said.out and "--multi-latent-attention" not in said.out
+    assert "--num-layers 12" in said.out and "--attention-output-gate" not in said.out
     for part in (
         "there are 4 problems",
-        "--multi-latent-attention is refused",
+        "--attention-output-gate is refused",
         "--use-mup is refused",
         "${SEED} has no value",
     ):

@@ -107,7 +107,7 @@ _TABLE = """
 1 --position-embedding-type rope --rope-scaling llama3 --rope-beta-fast 16
     => rope_beta_fast 16 … rope_scaling llama3 … yarn
 1 --position-embedding-type rope --rope-scaling yarn --rope-beta-slow 40
-    => rope_beta_slow 40 … rope_beta_fast 32 … less than 32
+    => rope_beta_slow 40 … rope_beta_fast 32 … at most 32
 1 --position-embedding-type rope --rope-scaling yarn --rope-mscale 2 => rope_mscale 2 … both or none
 1 --position-embedding-type rope --rope-scaling yarn --rope-mscale 2 --rope-mscale-all-dim 1 --rope-attention-factor 2
     => rope_mscale 2 … rope_attention_factor 2 … remove one
@@ -134,6 +134,11 @@ _TABLE = """
 1 --window-attn-skip-freq 2 => window_attn_skip_freq 2 has no effect without sliding_window … --sliding-window 4096
 1 --sliding-window 8 --rotary-base-local 10 => rotary_base_local 10 … position_embedding_type learned_absolute … rope
 1 --no-pre-norms => pre_norms false leaves a layer without a norm … --post-norms
+1 --kv-lora-rank 8 => kv_lora_rank 8 … multi_latent_attention … remove
+1 --multi-latent-attention --v-head-dim 200 => v_head_dim 200 … qk_head_dim 128 … at most 192
+1 --multi-latent-attention --qk-pos-emb-head-dim 7 => qk_pos_emb_head_dim 7 … odd … 64
+1 --multi-latent-attention --num-query-groups 2 => num_query_groups 2 … multi_latent_attention … num_attention_heads 4 … remove
+1 --multi-latent-attention --position-embedding-type rope --rotary-interleaved => rotary_interleaved … multi_latent_attention … remove
 1 --qk-norm-all-heads => qk_norm_all_heads has no effect without qk_norm … --qk-norm
 1 --qk-norm --qk-norm-all-heads => qk_norm_all_heads does not go with normalization LayerNorm … --normalization RMSNorm
 1 --attention-backend math --attn-logit-softcapping 5

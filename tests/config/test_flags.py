@@ -89,6 +89,17 @@ def every_spelling(setting: Setting, example: str) -> None:
             "--no-rope-freq 1,0 --position-embedding-type rope",
             {"no_rope_freq": [1, 0], "position_embedding_type": "rope"},
         ),
+        (
+            "--rotary-scaling-factor 40 --mscale 0.7 --mscale-all-dim 0.9",
+            {
+                "rope_scaling": "yarn",
+                "rope_scaling_factor": 40.0,
+                "rope_original_max_positions": 4096,
+                "rope_mscale": 0.7,
+                "rope_mscale_all_dim": 0.9,
+            },
+        ),
+        ("--rotary-scaling-factor 1.0 --rope-type yarn", {}),
         ("--rotary-seq-len-interpolation-factor 4", {"rope_scaling": "linear", "rope_scaling_factor": 4.0}),
         ("--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2 --timing-log-level 2", {}),
         ("--tokenizer-type Llama2Tokenizer", {"tokenizer_type": "SentencePieceTokenizer"}),
@@ -162,16 +173,16 @@ def test_one_line_names_all_that_is_accepted() -> None:
 def test_files_take_the_same_flags(tmp_path: Path) -> None:
     """A switch that a file turns off asks for nothing."""
     file = tmp_path / "run.yaml"
-    file.write_text("use_mcore_models: true\nno_rope_fusion: false\nmulti-latent-attention: null\nnum_workers: 4\n")
+    file.write_text("use_mcore_models: true\nno_rope_fusion: false\nattention-output-gate: null\nnum_workers: 4\n")
     assert [note.what for note in parse_arguments(["--config", str(file)]).notes] == [
         "--use-mcore-models",
         "--num-workers",
     ]
-    file.write_text("multi_latent_attention: true\ncuda_graph_scope: [a, b]\nuse_mup: true\n")
+    file.write_text("attention_output_gate: true\ncuda_graph_scope: [a, b]\nuse_mup: true\n")
     with pytest.raises(ConfigError) as error:
         parse_arguments(["--config", str(file)])
     assert [problem.split(" is refused")[0] for problem in error.value.problems] == [
-        f"file {file}: multi_latent_attention True".removesuffix(" True"),
+        f"file {file}: attention_output_gate True".removesuffix(" True"),
         f"file {file}: use_mup",
     ]
 
@@ -236,11 +247,12 @@ def test_tables_of_flags_do_not_overlap() -> None:
         ("--num-workers 1 2", "--num-workers takes one value, got 1 2"),
         ("--transformer-impl mine", "--transformer-impl mine is refused: there is one implementation of the model, with the "
          "kernels that its device has; leave it out"),
-        ("--multi-latent-attention --use-mup", "there are 2 problems:\n- --multi-latent-attention is refused: this kind of "
+        ("--attention-output-gate --use-mup", "there are 2 problems:\n- --attention-output-gate is refused: this kind of "
          "attention is not supported; use attention with --num-query-groups\n- --use-mup is refused: this initialization is "
          "not supported; use --init-method-std for all matrices"),
         ("--window-size 4095,1", "--window-size cannot be 4095,1: attention is causal; use e.g. 127,0, or -1,0 for no window"),
         ("--window-size 9", "--window-size takes two numbers such as 127,0, got 9"),
+        ("--rotary-scaling-factor 0.5", "--rotary-scaling-factor takes a number of at least 1, such as 40, got 0.5"),
         ("--rotary-seq-len-interpolation-factor 1.5", "--rotary-seq-len-interpolation-factor takes a whole number of at "
          "least 1, such as 4, got 1.5"),
         ("--no-position-embedding", "flag --no-position-embedding contradicts position_embedding_type learned_absolute; use "
@@ -261,10 +273,12 @@ def test_tables_of_flags_do_not_overlap() -> None:
         ("--load=", "--load: load is empty; leave it out or give it a value"),
         ("--config", "--config takes one FILE, got none"),
         ("--config nowhere/run.yaml", "config file nowhere/run.yaml does not exist: there is no folder nowhere"),
-        ("--preset gpt3-175", "--preset: unknown preset gpt3-175: did you mean gpt3-175b? (there are "
-         "deepseek-moe-16b, gemma-7b, gemma2-9b, gemma3-27b, gpt-1t, gpt2-124m, gpt3-1.3b, gpt3-13b, gpt3-175b, gpt3-2.7b, "
-         "gpt3-350m, gpt3-6.7b, llama2-7b, llama3-405b, llama3-70b, llama3-8b, llama3.1-8b, llama3.2-1b, llama3.2-3b, "
-         "llama3.3-70b, mistral-7b, mixtral-8x7b, olmo2-7b, phi-3-mini, qwen2-7b, qwen3-235b-a22b, qwen3-30b-a3b, qwen3-8b)"),
+        ("--preset gpt3-175", "--preset: unknown preset gpt3-175: did you mean gpt3-175b? (there are deepseek-moe-16b, "
+         "deepseek-v2-lite, deepseek-v3, gemma-7b, gemma2-9b, gemma3-27b, gpt-1t, gpt2-124m, gpt3-1.3b, "
+         "gpt3-13b, gpt3-175b, gpt3-2.7b, gpt3-350m, gpt3-6.7b, kimi-k2, llama2-7b, llama3-405b, "
+         "llama3-70b, llama3-8b, llama3.1-8b, llama3.2-1b, llama3.2-3b, llama3.3-70b, mistral-7b, "
+         "mixtral-8x7b, moonlight-16b-a3b, olmo2-7b, phi-3-mini, qwen2-7b, qwen3-235b-a22b, "
+         "qwen3-30b-a3b, qwen3-8b)"),
         ("--window-attn-skip-freq [1]*x", "--window-attn-skip-freq takes a number, or 0 or 1 for each layer such as 1,1,0 or "
          "([1]*2+[0])*4, got [1]*x"),
         ("--preset gpt2-124m --preset llama3-8b", "--preset is given twice: gpt2-124m and llama3-8b; keep one of them"),

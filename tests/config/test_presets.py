@@ -32,6 +32,10 @@ EXACT = {
     "gemma3-27b": 27_009_346_304,
     "olmo2-7b": 7_298_617_344,
     "deepseek-moe-16b": 16_375_728_128,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v3": 671_026_404_352,  # without the routers' biases, which are no parameters
+    "moonlight-16b-a3b": 15_960_108_544,
+    "kimi-k2": 1_026_408_209_408,
 }
 ROUNDED = {
     "gpt3-350m": 355e6,

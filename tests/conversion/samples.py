@@ -49,6 +49,20 @@ ROUTING: dict[str, Any] = {
 """DeepSeek-V3's router and Qwen2's gate, over `EXPERTS`."""
 
 
+LATENT: dict[str, Any] = {
+    **{name: value for name, value in LLAMA.items() if name != "num_query_groups"},
+    "multi_latent_attention": True,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 6,
+    "qk_norm": True,
+}
+YARN: dict[str, Any] = {"rope_scaling": "yarn", "rope_scaling_factor": 40.0, "rope_original_max_positions": 4096}
+YARN |= {"rope_mscale": 0.7, "rope_mscale_all_dim": 0.9}
+
+
 def model_of(settings: dict[str, Any]) -> ModelConfig:
     return validate(replace(RunConfig(), **settings), 1).model
 

@@ -93,7 +93,7 @@ BY_ITSELF = {
     "no data": Case("--train-iters 2", ("no data", "--data-path PREFIX")),
     "unknown flag": Case("--num-layer 4", ("unknown flag --num-layer", "did you mean --num-layers?")),
     "flag without effect": Case("--vpp 2 --num-layers 4", ("vpp 2 has no effect with pp 1", "use pp 2 or more")),
-    "flag of Megatron-LM that changes numbers": Case("--multi-latent-attention", ("--multi-latent-attention is refused", "--num-query-groups")),
+    "flag of Megatron-LM that changes numbers": Case("--attention-output-gate", ("--attention-output-gate is refused", "--num-query-groups")),
     "contradicting flags": Case("--tp 2 --tensor-model-parallel-size 4", ("tp is given twice", "2 by flag --tp", "4 by flag --tensor-model-parallel-size", "keep one")),
     "contradicting switches": Case("--bf16 --fp16", ("'bf16' by flag --bf16", "'fp16' by flag --fp16", "keep one")),
     "two sources of data": Case("--data-path {data} --mock-data --vocab-size 384", ("data_path {data} and mock_data", "keep one")),

@@ -69,6 +69,12 @@ LAYOUTS = {
     "qwen3-235b-a22b": "--tp 4 --ep 8 --pp 8 --sequence-parallel --world-size 256 --global-batch-size 512 --bf16 "
     "--use-distributed-optimizer --recompute-granularity full --micro-batch-size 1",
     "deepseek-moe-16b": "--ep 8 --pp 4 --world-size 64 --global-batch-size 512 --bf16",
+    "deepseek-v2-lite": "--ep 8 --pp 3 --world-size 48 --global-batch-size 512 --bf16 --use-distributed-optimizer",
+    "deepseek-v3": "--ep 64 --pp 16 --world-size 2048 --global-batch-size 15360 --bf16 --use-distributed-optimizer "
+    "--recompute-granularity full --micro-batch-size 1",
+    "moonlight-16b-a3b": "--ep 8 --pp 3 --world-size 48 --global-batch-size 512 --bf16 --use-distributed-optimizer",
+    "kimi-k2": "--ep 64 --pp 16 --world-size 2048 --global-batch-size 15360 --bf16 --use-distributed-optimizer "
+    "--recompute-granularity full --micro-batch-size 1",
     "mixtral-8x7b": "--tp 2 --pp 4 --ep 8 --world-size 128 --global-batch-size 1024 --bf16",
 }
 

@@ -8,7 +8,7 @@ from megalite.models.gpt import GPTStage
 from megalite.partition.stages import cut_stages
 from megalite.topology.topology import Topology
 from tests.models.stages import build
-from tests.support.tiny import LLAMA, tiny_config
+from tests.support.tiny import LATENT, LLAMA, tiny_config
 
 PROMPT = [5, 17, 60, 3]
 PROMPTS = [PROMPT, [88], [4, 4, 4, 9, 30, 2, 71], [90, 1], PROMPT]  # of unequal lengths, one of them twice
@@ -40,6 +40,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "pre_norms": False,
         "post_norms": True,
     },
+    "latent": LATENT,
+    "latent, no norm": {**LATENT, "q_lora_rank": None, "qk_norm": False, "sliding_window": 3, "softmax_scale": 0.3},
     "mixtral": {**LLAMA, "num_experts": 4, "moe_expert_capacity_factor": 1.0},
     "deepseek": {**LLAMA, "num_experts": 4, "moe_first_dense_layers": 1, "moe_shared_expert_intermediate_size": 16},
 }

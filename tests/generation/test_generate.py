@@ -68,9 +68,9 @@ def every_family(context: RankContext, families: list[str], **axes: int) -> dict
 @pytest.mark.parametrize(
     ("tp", "pp", "families"),
     [
-        (2, 2, ["gpt", "mistral", "gemma", "mixtral", "deepseek"]),
+        (2, 2, ["gpt", "mistral", "gemma", "mixtral", "deepseek", "latent"]),
         (1, 4, ["gpt", "qwen3", "mixtral"]),
-        (4, 1, ["llama", "deepseek", "one group"]),
+        (4, 1, ["llama", "latent, no norm", "one group"]),
     ],
 )
 def test_no_layout_changes_a_token(tp: int, pp: int, families: list[str]) -> None:

@@ -54,6 +54,16 @@ MOE: dict[str, Any] = {
     "moe_z_loss_coeff": 0.1,
     "add_bias_linear": False,
 }
+LATENT: dict[str, Any] = {
+    **LLAMA,
+    "multi_latent_attention": True,
+    "q_lora_rank": 96,
+    "kv_lora_rank": 64,
+    "qk_head_dim": 32,
+    "qk_pos_emb_head_dim": 16,
+    "v_head_dim": 32,
+    "qk_norm": True,
+}
 TP2, SP = {"tp": 2}, {"sequence_parallel": True}
 
 
@@ -173,6 +183,13 @@ def test_a_layer_keeps_what_the_formula_says(settings: dict[str, Any], formula: 
         {**LLAMA, "num_query_groups": 2, "cp": 4, "cp_comm_type": "a2a"},
         {**LLAMA, "num_query_groups": 4, "cp": 4, "cp_comm_type": "a2a", "qk_norm": True},
         {**LLAMA, **selective("mlp_act", "layernorm"), "activation": "geglu", "norm_zero_centered": True},
+        LATENT,
+        {**LATENT, "q_lora_rank": None, "qk_norm": False, "v_head_dim": 48},
+        {**LATENT, **DROPOUT, **selective("core_attn", "layernorm")},
+        {**LATENT, **TP2, **SP},
+        {**LATENT, **TP2, "sliding_window": 32, "post_norms": True},
+        {**LATENT, "cp": 2, **selective("core_attn")},
+        {**LATENT, "cp": 2, "cp_comm_type": "a2a", "qk_norm": False},
         {**LLAMA, "hidden_dropout": 0.1, **TP2, **SP},
         {**LLAMA, "cp": 2},
         {**LLAMA, "cp": 2, "cp_comm_type": "a2a"},

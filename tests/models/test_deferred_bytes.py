@@ -10,7 +10,7 @@ from megalite.partition.activations import deferred_bytes
 from megalite.tensor_parallel.deferred_weight_gradients import DeferredWeightGradients
 from megalite.tensor_parallel.parameter import attach_deferred
 from tests.models.live_bytes import LiveBytes
-from tests.models.test_activation_bytes import GPT, S, layers_alone, settled
+from tests.models.test_activation_bytes import GPT, LATENT, S, layers_alone, settled
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import LLAMA, tiny_config
 
@@ -54,6 +54,8 @@ def kept(context: RankContext, world_size: int, settings: dict[str, Any]) -> tup
         (1, {"num_layers": 2}),
         (1, {**LLAMA, "ffn_hidden_size": 320}),
         (1, {**LLAMA, **EXPERTS}),
+        (1, LATENT),
+        (2, {**LATENT, "q_lora_rank": None, "tp": 2, "sequence_parallel": True}),
         (2, {"tp": 2}),
         (2, {"tp": 2, "sequence_parallel": True, "num_layers": 2}),
         (2, {"cp": 2}),

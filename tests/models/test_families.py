@@ -210,7 +210,7 @@ def all_float64() -> Iterator[None]:
 def their_model(family: Family) -> Any:
     """The model of transformers with weights large enough that every part of it shows in the logits."""
     # From where it lives: an import from the top of the package reads every model that there is.
-    small = family.kind.lower().replace("moe", "_moe")
+    small = family.kind.lower().replace("moe", "_moe").replace("seekv", "seek_v")
     folder = f"transformers.models.{small}"
     config_class = getattr(
         importlib.import_module(f"{folder}.configuration_{small}"),

@@ -8,7 +8,7 @@ import torch
 from megalite.config.files import preset_names
 from megalite.config.flags import parse_arguments
 from megalite.config.model import ModelConfig
-from megalite.models.shapes import ParameterShape, stage_shapes
+from megalite.models.shapes import ParameterShape, buffer_shapes, stage_shapes
 from megalite.topology.group import Group
 from tests.models.stages import GPT, S, build, named, varied
 
@@ -29,6 +29,7 @@ def tiny_preset(name: str) -> ModelConfig:
         ffn_hidden_size=None if model.ffn_hidden_size is None else 48,
         vocab_size=500,
         max_position_embeddings=16,
+        moe_first_dense_layers=min(1, model.moe_first_dense_layers),
         moe_ffn_hidden_size=None if model.moe_ffn_hidden_size is None else 24,
         moe_shared_expert_intermediate_size=None if model.moe_shared_expert_intermediate_size is None else 40,
     )
@@ -40,7 +41,7 @@ def test_parameters_are_those_of_the_table(preset: str, tp: int) -> None:
     model = tiny_preset(preset)
     group = Group.solo("tp") if tp == 1 else Group("tp", (0, 1), 1)
     for cut in ((0, 3), (0, 1), (1, 2), (2, 3)):
-        table = stage_shapes(model, *cut, cut[0] == 0, cut[1] == 3)
+        table = stage_shapes(model, *cut, cut[0] == 0, cut[1] == 3) + buffer_shapes(model, *cut)
         parameters = named(build(model, cut=cut, tp=group))
         assert sorted(parameters) == sorted(row.name for row in table)
         for row in table:

@@ -211,6 +211,22 @@ ATTENTION = (
 
 SHARED_KEYS = (
     Mutant(
+        "gradient of the key with rope from one rank's heads",
+        "megalite/tensor_parallel/mappings.py",
+        "lambda x: x.view_as(x), lambda grad: _reduced(grad.clone(), tp)",
+        "lambda x: x.view_as(x), lambda grad: grad",
+        "tests/parity/test_parity.py::test_layout_gives_the_numbers_of_one_rank[tp2-latent-plain-a2a2-zb]",
+        "all heads use the key that a rank makes from the hidden state",
+    ),
+    Mutant(
+        "latents down, whole gradients with sequence parallelism",
+        "megalite/tensor_parallel/layers.py",
+        "std=std, in_sequence_region=True)",
+        "std=std)",
+        "tests/parity/test_parity.py::test_layout_gives_the_numbers_of_one_rank[tp4-latent-sp-muon]",
+        "each rank projects its own part of the sequence down",
+    ),
+    Mutant(
         "gradient of a shared key from one rank",
         "megalite/tensor_parallel/shared_heads.py",
         "total[first:stop] += part",
@@ -331,7 +347,7 @@ SCHEDULES_AND_PLANS = (
     Mutant(
         "planned activations without the attention's output",
         "megalite/partition/activations.py",
-        "    yield _Kept(e * queries / p.tp)\n    if model.post_norms:",
+        "    yield _Kept(e * model.num_attention_heads * model.value_size / p.tp)\n    if model.post_norms:",
         "    if model.post_norms:",
         "tests/planner/test_activations.py::test_layer_activations_are_the_papers[--tp 2-<lambda>]",
         "the planner forgets a tensor of each layer",

@@ -8,7 +8,7 @@ from megalite.config.errors import ConfigError, Problems
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.partition.pipeline import layout_of, schedule_of
-from tests.support.tiny import LLAMA, TINY
+from tests.support.tiny import LATENT, LLAMA, TINY
 
 Settings = dict[str, Any]
 
@@ -97,6 +97,13 @@ FAMILIES: dict[str, Settings] = {
     },
     "deepseek-v3": {
         **EXPERTS,
+        **LATENT,
+        "num_query_groups": 8,
+        "rope_scaling": "yarn",
+        "rope_scaling_factor": 4.0,
+        "rope_original_max_positions": 8,
+        "rope_mscale": 1.0,
+        "rope_mscale_all_dim": 1.0,
         "num_experts": 8,
         "moe_router_topk": 4,
         "moe_router_score_function": "sigmoid",

@@ -16,7 +16,7 @@ from tests.parity.covering import PAIRS, Pair, covering_rows, pairs_of
 from tests.parity.factors import AXES, FACTORS, FAMILIES, MAX_WORLD, MOE, Row, Settings, refusal, settings_of, world_of
 from tests.parity.reference import STEPS, TOLERANCE, reference
 from tests.support.ranks import run_ranks
-from tests.support.tiny import tiny_config, whole
+from tests.support.tiny import LATENT, tiny_config, whole
 
 AT_LEAST = 200
 
@@ -37,6 +37,19 @@ ODD: dict[str, Settings] = {
         "pp": 2,
         "pipeline_schedule": "zb-h1",
         "optimizer": "muon",
+        **FEW,
+    },
+    "tp4-latent-sp-muon": {**LATENT, "tp": 4, "dp": 2, "sequence_parallel": True, "optimizer": "muon", **FEW},
+    "tp2-latent-plain-a2a2-zb": {
+        **LATENT,
+        "q_lora_rank": None,
+        "qk_norm": False,
+        "position_embedding_type": "learned_absolute",
+        "tp": 2,
+        "cp": 2,
+        "cp_comm_type": "a2a",
+        "pp": 2,
+        "pipeline_schedule": "zb-h1",
         **FEW,
     },
     "tp2-a2a4-one-group": {**FAMILIES["qwen"], "tp": 2, "cp": 4, "cp_comm_type": "a2a", **FEW},

@@ -8,7 +8,7 @@ import pytest
 from megalite.config.run import RunConfig
 from megalite.planner.communication import group_sizes, step_volumes, wire_factor
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import LLAMA, Runner, build, tiny_config
+from tests.support.tiny import LATENT, LLAMA, Runner, build, tiny_config
 from tests.support.traffic import counted
 
 SP = {"sequence_parallel": True}
@@ -59,6 +59,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2 ring": {"cp": 2, **LLAMA, "qk_norm": True},
     "cp4 ring bf16, core recomputed": {"cp": 4, "precision": "bf16", "recompute_granularity": "selective"},
     "cp2 tp2 sp all-to-all": {"cp": 2, "tp": 2, **SP, "cp_comm_type": "a2a"},
+    "tp2 sp latent": {"tp": 2, **SP, **LATENT},
+    "tp2 cp2 latent, queries from the input": {"tp": 2, "cp": 2, **LATENT, "q_lora_rank": None, "qk_norm": False},
+    "cp2 tp2 sp latent, all-to-all": {"cp": 2, "tp": 2, **SP, **LATENT, "cp_comm_type": "a2a"},
     "tp4, two ranks share a key": {"tp": 4, **LLAMA, "num_query_groups": 2, "kv_channels": 8},
     "tp2 cp2 sp, keys repeated": {"tp": 2, "cp": 2, **SP, **LLAMA, "num_query_groups": 1, "cp_comm_type": "a2a"},
     "tp4 cp2 ring sp, one key": {

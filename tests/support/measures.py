@@ -10,13 +10,13 @@ ROOT = Path(__file__).parents[2]
 SMALL = 60
 """Lines; a shorter file with one importer belongs to its importer."""
 CEILINGS = {
-    "megalite: lines": 70_750,
-    "megalite: files": 373,
+    "megalite: lines": 71_330,
+    "megalite: files": 374,
     "megalite: longest file": 500,
     "megalite: small files with one importer": 12,
-    "tests: lines": 71_100,
+    "tests: lines": 71_200,
     "benchmarks: lines": 8_180,
-    "docs: words": 42_600,
+    "docs: words": 42_720,
 }
 
 

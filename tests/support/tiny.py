@@ -22,6 +22,7 @@ from tests.support.ranks import RankContext
 
 __all__ = [
     "BIASED",
+    "LATENT",
     "LLAMA",
     "MOE",
     "TINY",
@@ -70,6 +71,18 @@ LLAMA: dict[str, Any] = {
     "add_bias_linear": False,
     "tie_embeddings": False,
 }
+
+LATENT: dict[str, Any] = {
+    **{name: value for name, value in LLAMA.items() if name != "num_query_groups"},
+    "multi_latent_attention": True,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_head_dim": 6,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 7,
+    "qk_norm": True,
+}
+"""Attention of DeepSeek-V3."""
 
 BIASED: dict[str, Any] = {
     "moe_router_score_function": "sigmoid",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from megalite.config.compute import kernel_requests, unknown_kernels
 from megalite.config.errors import Findings, nearest
-from megalite.config.model import LAYER_LISTS
+from megalite.config.model import LATENT_SIZES, LAYER_LISTS
 from megalite.config.rules.rule import Check, Settings, divisors, rules, say
 from megalite.config.run import attention_in_tiles, stage_layers
 
@@ -26,7 +26,7 @@ SCALINGS = {
 
 def _head_size(c: Settings) -> Findings:
     heads = c.num_attention_heads
-    if c.kv_channels is None and c.hidden_size % heads:
+    if c.kv_channels is None and c.hidden_size % heads and not c.multi_latent_attention:
         size, _ = divmod(c.hidden_size, heads)
         yield say(
             c,
@@ -72,10 +72,14 @@ NETWORK: tuple[Check, ...] = (
             "{?add_qkv_bias} has no effect with add_bias_linear, which gives every linear layer a bias; remove it, or add "
             "--disable-bias-linear": lambda c: c.add_bias_linear,
             "a head size of {=head_size} is odd, but rope turns pairs of channels; use an even one, e.g. --kv-channels 64": (
-                lambda c: c.position_embedding_type == "rope" and c.head_size % 2
+                lambda c: c.position_embedding_type == "rope" and c.head_size % 2 and not c.multi_latent_attention
             ),
             "{?rotary_percent} of a head size of {=head_size} is {=rotary_size} channels, which are no pairs; use 1 or 0.5": (
-                lambda c: c.position_embedding_type == "rope" and (c.rotary_size % 2 or c.rotary_size < 2)
+                lambda c: (
+                    c.position_embedding_type == "rope"
+                    and (c.rotary_size % 2 or c.rotary_size < 2)
+                    and not c.multi_latent_attention
+                )
             ),
             "{!rotary_base|rotary_percent|rotary_interleaved} has no effect with {position_embedding_type}; use rope or remove it": (
                 lambda c: c.position_embedding_type != "rope"
@@ -85,6 +89,18 @@ NETWORK: tuple[Check, ...] = (
             ),
             "{!window_attn_skip_freq|rotary_base_local} has no effect without sliding_window; add --sliding-window 4096 or remove "
             "it": lambda c: c.sliding_window is None,
+            f"{{!{'|'.join(LATENT_SIZES)}}} has no effect without multi_latent_attention; add --multi-latent-attention or remove "
+            "it": lambda c: not c.multi_latent_attention,
+            "{v_head_dim} is more than {qk_head_dim} and {qk_pos_emb_head_dim} together; use at most {=head_size}": lambda c: (
+                c.multi_latent_attention and c.v_head_dim > c.head_size
+            ),
+            "{qk_pos_emb_head_dim} is odd, but rope turns pairs of channels; use e.g. 64": lambda c: (
+                c.multi_latent_attention and c.qk_pos_emb_head_dim % 2
+            ),
+            "{num_query_groups} has no place in multi_latent_attention, where each of {num_attention_heads} has its own key; "
+            "remove it": lambda c: c.multi_latent_attention and c.num_query_groups not in (None, c.num_attention_heads),
+            "{!rotary_percent|rotary_interleaved|add_qkv_bias|qk_norm_all_heads} has no effect with multi_latent_attention; "
+            "remove it": lambda c: c.multi_latent_attention,
             "{?qk_norm_all_heads} has no effect without qk_norm; add --qk-norm or remove it": lambda c: not c.qk_norm,
             "{?qk_norm_all_heads} does not go with {normalization}; use --normalization RMSNorm": (
                 lambda c: c.qk_norm and c.normalization != "RMSNorm"
@@ -104,8 +120,8 @@ NETWORK: tuple[Check, ...] = (
                 )
                 for kinds, names in SCALINGS.items()
             },
-            "{rope_beta_slow} is not below {rope_beta_fast}; use less than {=rope_beta_fast}": (
-                lambda c: c.rope_scaling == "yarn" and c.rope_beta_slow >= c.rope_beta_fast
+            "{rope_beta_slow} is more than {rope_beta_fast}; use at most {=rope_beta_fast}": (
+                lambda c: c.rope_scaling == "yarn" and c.rope_beta_slow > c.rope_beta_fast
             ),
             "{!rope_mscale|rope_mscale_all_dim} has an effect only beside the other of the two; give both or none": (
                 lambda c: (c.rope_mscale is None) != (c.rope_mscale_all_dim is None)

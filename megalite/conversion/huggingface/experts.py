@@ -15,13 +15,16 @@ class ExpertKeys:
     wide as intermediate_size says, with weights that add up to 1."""
 
     count: tuple[str, int] = ("num_local_experts", 8)  # its key in published files, and what stands for a missing one
-    topk: int = 2  # default of num_experts_per_tok
+    topk: int | None = 2  # default of num_experts_per_tok; None: it must be there
     width: int | None = None  # default of moe_intermediate_size; None: it is intermediate_size
     normalises: bool | None = None  # default of norm_topk_prob: the weights add up to 1; None: always
     # The shared expert: by its width (Qwen2), or by how many experts wide it is (DeepSeek). Its key and default.
     shared: tuple[str, int] | None = None
     shared_gate: bool = False
-    sigmoid: bool = False  # scores, with a bias per expert, groups and a factor on the weights
+    scaling: float | None = None  # default of routed_scaling_factor, on the weights; None: there is none
+    sigmoid: bool = False  # scores, with a bias per expert and groups
+    groups: tuple[int, int] = (1, 1)  # defaults of n_group and topk_group
+    first_dense: int = 1  # default of first_k_dense_replace
     dense: str | None = (
         None  # decoder_sparse_step (and mlp_only_layers), or first_k_dense_replace; None: no dense layer
     )
@@ -42,11 +45,15 @@ class ExpertKeys:
             found["moe_shared_expert_intermediate_size"] = width * (found["moe_ffn_hidden_size"] if counted else 1)
             found["moe_shared_expert_gate"] = self.shared_gate
         whole = True if self.normalises is None else file.flag("norm_topk_prob", self.normalises)
+        if self.scaling is not None:
+            found["moe_router_topk_scaling_factor"] = file.number("routed_scaling_factor", self.scaling)
         if not self.sigmoid:
+            if whole and self.scaling is not None:
+                raise file.fault("norm_topk_prob is true; beside a routed_scaling_factor only false can be expressed")
             return found | {"moe_router_pre_softmax": not whole}
         if not whole and topk > 1:
             raise file.fault("norm_topk_prob is false; with sigmoid scores only true can be expressed")
-        groups, chosen = file.integer("n_group", 1), file.integer("topk_group", 1)
+        groups, chosen = file.integer("n_group", self.groups[0]), file.integer("topk_group", self.groups[1])
         if groups > chosen:
             if topk // chosen != 2:
                 raise file.fault(
@@ -54,16 +61,12 @@ class ExpertKeys:
                     f"there, by their best {topk // chosen} here; only twice as many experts as groups can be expressed"
                 )
             found |= {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
-        return found | {
-            "moe_router_score_function": "sigmoid",
-            "moe_router_enable_expert_bias": True,
-            "moe_router_topk_scaling_factor": file.number("routed_scaling_factor", 1.0),
-        }
+        return found | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 
     def _read_dense(self, file: ModelFile) -> dict[str, Any]:
         layers = file.layers("num_hidden_layers")
         if self.dense == "first_k_dense_replace":
-            first = file.values.get(self.dense, 1)
+            first = file.values.get(self.dense, self.first_dense)
             if type(first) is not int or not 0 <= first < layers:
                 raise file.fault(
                     f"{self.dense} is {str(first)[:60]!r}; it must be a whole number below {layers} layers"
@@ -95,8 +98,9 @@ class ExpertKeys:
         if self.sigmoid:
             values["n_group"] = model.moe_router_num_groups or 1
             values["topk_group"] = model.moe_router_group_topk or 1
-            values["routed_scaling_factor"] = model.moe_router_topk_scaling_factor
             values["num_nextn_predict_layers"] = 0  # there are none here
+        if self.scaling is not None:
+            values["routed_scaling_factor"] = model.moe_router_topk_scaling_factor
         first, every = model.moe_first_dense_layers, model.moe_layer_freq
         if self.dense == "first_k_dense_replace":
             values[self.dense] = first
@@ -126,7 +130,8 @@ class ExpertKeys:
                 yield Piece(f"{there}.experts.{e}.{self.matrices[2]}.weight", down, (h, f), _at(e))
         width = model.moe_shared_expert_intermediate_size
         if width is not None:
-            shared = f"{there}.shared_expert{'s' if self.sigmoid else ''}"
+            counted = self.shared is not None and self.shared[0] == "n_shared_experts"
+            shared = f"{there}.shared_expert{'s' if counted else ''}"
             for i, name in enumerate(self.matrices[:2]):
                 yield Piece(f"{shared}.{name}.weight", f"{here}.shared.up.weight", (width, h), _at(i))
             yield Piece(f"{shared}.{self.matrices[2]}.weight", f"{here}.shared.down.weight", (h, width))

@@ -11,6 +11,7 @@ from megalite.config.errors import ConfigError
 from megalite.config.model import TRAINING_FIELDS, ModelConfig
 from megalite.conversion.huggingface.block_fp8 import read_block_size
 from megalite.conversion.huggingface.config_json import ModelFile, read_json, refuse_code, resolved, written
+from megalite.conversion.huggingface.deepseek import DeepSeek, latent_attention_pieces
 from megalite.conversion.huggingface.experts import ExpertKeys
 from megalite.conversion.huggingface.gemma import GEMMA, Gemma
 from megalite.conversion.huggingface.llama import LlamaLike, llama_pieces
@@ -265,11 +266,54 @@ _ALL = (
                 width=1408,
                 normalises=True,
                 shared=("n_shared_experts", 1),
+                scaling=1.0,
                 sigmoid=True,
                 dense="first_k_dense_replace",
             ),
         ),
         further=True,
+    ),
+    _llama_like(
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        DeepSeek(
+            max_positions=2048,
+            scores=("softmax", "greedy"),
+            experts=ExpertKeys(
+                count=("n_routed_experts", 64),
+                topk=None,
+                width=1407,
+                normalises=False,
+                shared=("n_shared_experts", 2),
+                scaling=1.0,
+                first_dense=0,
+                dense="first_k_dense_replace",
+            ),
+        ),
+        whole_heads=True,
+        attention=latent_attention_pieces,
+    ),
+    _llama_like(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        DeepSeek(
+            max_positions=4096,
+            scores=("sigmoid", "noaux_tc"),
+            experts=ExpertKeys(
+                count=("n_routed_experts", 256),
+                topk=8,
+                width=2048,
+                normalises=True,
+                shared=("n_shared_experts", 1),
+                scaling=2.5,
+                sigmoid=True,
+                groups=(8, 4),
+                first_dense=3,
+                dense="first_k_dense_replace",
+            ),
+        ),
+        further=True,
+        attention=latent_attention_pieces,
     ),
     _llama_like(
         "gemma2",
@@ -302,6 +346,8 @@ _ALL = (
         ),
     ),
 )
+SAME = {"kimi_k2": "deepseek_v3"}
+"""model_type of published folders -> the family that has this architecture."""
 FAMILIES = {family.name: family for family in _ALL}  # by model_type. Where several express a model, the first is taken.
 
 
@@ -320,9 +366,12 @@ def read_config(folder: Path) -> FolderConfig:
     values, where = read_json(folder, "config.json"), folder / "config.json"
     if values is None:
         raise ConversionError(f"{folder} has no config.json; give the folder that transformers saved")
-    refuse_code(values, where)
-    read_block_size(ModelFile(values, where))  # or it is a kind of quantized weights that is not read
     name = values.get("model_type")
+    name = SAME.get(name, name) if isinstance(name, str) else name
+    # The code that published folders of these name is of before transformers had classes for them.
+    outdated = ("auto_map",) if name in ("deepseek_v2", "deepseek_v3") else ()
+    refuse_code({key: value for key, value in values.items() if key not in outdated}, where)
+    read_block_size(ModelFile(values, where))  # or it is a kind of quantized weights that is not read
     if not isinstance(name, str) or name not in FAMILIES:
         raise ConversionError(f"{where}: model_type is {str(name)[:60]!r}; what can be read is {', '.join(FAMILIES)}")
     return FolderConfig(FAMILIES[name], *FAMILIES[name].read(ModelFile(values, where)), values)

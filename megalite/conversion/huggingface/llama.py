@@ -1,8 +1,9 @@
 """Llama, Mistral, Qwen, Mixtral, Phi-3, GLM and OLMo 2: what their config.json says, and the names and shapes of their
 tensors."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from megalite.config.model import ModelConfig
@@ -189,11 +190,12 @@ def llama_pieces(
     experts: ExpertKeys | None = None,
     fused_qkv: bool = False,
     fused_mlp: bool = False,
+    attention: Callable[[ModelConfig, str, str], Iterator[Piece]] | None = None,
     sandwich: tuple[str, str, str] = ("post_attention", "pre_feedforward", "post_feedforward"),
 ) -> Iterator[Piece]:
     """Every tensor of LlamaForCausalLM and of those like it, in the order of ours. `model`: the network. `present`: the
     names in the files, which tell the variants apart. None: to write. `fused_qkv`: query, key and value are one tensor,
-    `fused_mlp`: gate and up projection are; `sandwich`: where branches have norms behind them, names of the norms behind
+    `fused_mlp`: gate and up projection are; `attention`: the tensors of another kind of it; `sandwich`: where branches have norms behind them, names of the norms behind
     attention, before the MLP and behind it."""
     assert model.vocab_size is not None
     h = model.hidden_size
@@ -206,7 +208,8 @@ def llama_pieces(
         there, here = f"model.layers.{i}", f"layers.{i}"
         if model.pre_norms:
             yield Piece(f"{there}.input_layernorm.weight", f"{here}.attention_norm.weight", (h,))
-        yield from _attention(model, f"{there}.self_attn", f"{here}.attention", fused_qkv)
+        of_attention = attention or partial(_attention, fused=fused_qkv)
+        yield from of_attention(model, f"{there}.self_attn", f"{here}.attention")
         if model.post_norms:
             yield Piece(f"{there}.{sandwich[0]}_layernorm.weight", f"{here}.attention_post_norm.weight", (h,))
         if model.pre_norms:

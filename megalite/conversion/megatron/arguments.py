@@ -1,5 +1,6 @@
 """The `args` of a Megatron-LM checkpoint, of which only plain values are believed, and the network that they describe."""
 
+import math
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from megalite.config.errors import ConfigError
-from megalite.config.model import LAYER_LISTS, ModelConfig
+from megalite.config.model import LATENT_SIZES, LAYER_LISTS, ModelConfig
 from megalite.config.run import RunConfig
 from megalite.config.training import TrainingConfig
 from megalite.config.validate import validate
@@ -23,7 +24,7 @@ STRUCTURE = tuple(
     padded_vocab_size num_experts moe_ffn_hidden_size moe_layer_freq qk_layernorm norm_epsilon
     tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size
     virtual_pipeline_model_parallel_size expert_tensor_parallel_size layernorm_epsilon
-    bias_gelu_fusion
+    bias_gelu_fusion multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
     """.split()  # noqa: SIM905
 )
 """Arguments that all files of a checkpoint must agree on."""
@@ -96,7 +97,7 @@ class Arguments:
 _MUST_BE: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         """
-    quick_geglu multi_latent_attention
+    quick_geglu
     apply_residual_connection_post_layernorm is_hybrid_model qk_l2_norm
     use_mup retro_add_retriever
     attention_output_gate moe_apply_probs_on_input geglu
@@ -118,7 +119,7 @@ _MUST_BE: Mapping[str, tuple[Any, ...]] = {
         (None, 0),
     ),
     "moe_router_score_function": (None, "softmax", "sigmoid"),
-    "rope_type": (None, "rope"),
+    "rope_type": (None, "rope", "yarn"),
     "softmax_type": (None, "vanilla"),
     "moe_token_drop_policy": (None, "probs", "position"),
     "position_embedding_type": (None, "learned_absolute", "rope", "none"),
@@ -160,7 +161,13 @@ def read_model(args: Arguments, *, padded_vocabulary: int, tp: int) -> ModelConf
         "attention_dropout": args.number("attention_dropout", 0.0),
         "init_method_std": args.number("init_method_std", 0.02),
     }
-    model = ModelConfig(**settings, **_positions(args), **_experts(args, biases))
+    positions = _positions(args)
+    if args.flag("multi_latent_attention", False):
+        settings |= _latent_attention(args)
+        positions |= _stretched(args)
+    elif args.get("rope_type") == "yarn":
+        raise ConversionError(f"{args.path}: args.rope_type is yarn without multi_latent_attention, which has it alone")
+    model = ModelConfig(**settings, **positions, **_experts(args, biases))
     length = args.whole("seq_length", args.whole("max_position_embeddings"))
     try:
         validate(RunConfig(model=model, training=TrainingConfig(seq_length=length)), 1)
@@ -239,6 +246,30 @@ def _positions(args: Arguments) -> dict[str, Any]:
     elif kind == "rope" and factor != 1:
         settings |= {"rope_scaling": "linear", "rope_scaling_factor": factor}
     return settings
+
+
+def _latent_attention(args: Arguments) -> dict[str, Any]:
+    q_rank = None if args.get("q_lora_rank") is None else args.whole("q_lora_rank")
+    sizes = {name: args.whole(name) for name in LATENT_SIZES if name != "q_lora_rank"}
+    unused = {"kv_channels": None, "num_query_groups": None, "add_qkv_bias": False}
+    return {"multi_latent_attention": True, "q_lora_rank": q_rank, **sizes, **unused}
+
+
+def _stretched(args: Arguments) -> dict[str, Any]:
+    """The rope of multi-latent attention, YaRN unless its factor is 1; neighbouring channels turn, whatever args say."""
+    found: dict[str, Any] = {"rotary_percent": 1.0, "rotary_interleaved": False}
+    factor = args.number("rotary_scaling_factor", 1.0)
+    if factor == 1.0:
+        return found
+    if args.get("rope_type") == "rope":
+        raise ConversionError(
+            f"{args.path}: args.rope_type is rope with rotary_scaling_factor {factor:g}; that is yarn's"
+        )
+    found |= {"rope_scaling": "yarn", "rope_scaling_factor": factor, "rope_original_max_positions": 4096}
+    scale, all_dim = args.number("mscale", 1.0), args.number("mscale_all_dim", 0.0)
+    if all_dim:
+        return found | {"rope_mscale": scale, "rope_mscale_all_dim": all_dim}
+    return found if scale == 1.0 else found | {"rope_attention_factor": 0.1 * scale * math.log(factor) + 1.0}
 
 
 def _experts(args: Arguments, biases: bool) -> dict[str, Any]:

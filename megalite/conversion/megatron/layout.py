@@ -36,6 +36,7 @@ _RENAMED = tuple(
         # Transformer Engine's layers that have the norm before them inside.
         (r"\.self_attention\.linear_qkv\.layer_norm_(weight|bias)$", r".input_layernorm.\1"),
         (r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$", r".pre_mlp_layernorm.\1"),
+        (r"\.linear_(q|kv)_up_proj\.layer_norm_(weight|bias)$", r".\1_layernorm.\2"),
         # Its grouped experts.
         (r"\.mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$", r".mlp.experts.local_experts.\3.\1.\2"),
     )
@@ -46,6 +47,7 @@ _FUSED = (
     (re.compile(r"\.input_layernorm\.(weight|bias)$"), r".self_attention.linear_qkv.layer_norm_\1"),
     (re.compile(r"\.pre_mlp_layernorm\.(weight|bias)$"), r".mlp.linear_fc1.layer_norm_\1"),
 )
+_LATENT = (re.compile(r"\.(q|kv)_layernorm\.(weight|bias)$"), r".linear_\1_up_proj.layer_norm_\2")
 
 
 def common_name(name: str) -> str | None:
@@ -57,10 +59,11 @@ def common_name(name: str) -> str | None:
     return name
 
 
-def fused_name(name: str, *, has_experts: bool) -> str:
+def fused_name(name: str, *, has_experts: bool, latent: bool = False) -> str:
     """The name in Transformer Engine's layers, where a norm belongs to the linear layer after it. The norm before
-    experts has no linear layer after it."""
-    for pattern, replacement in _FUSED[:1] if has_experts else _FUSED:
+    experts has no linear layer after it, that before `latent` attention has two."""
+    before_attention, before_mlp = _FUSED
+    for pattern, replacement in (_LATENT if latent else before_attention, *(() if has_experts else (before_mlp,))):
         name = pattern.sub(replacement, name)
     return name
 
@@ -168,6 +171,13 @@ _LAYER_NAMES = {
     **_both("self_attention.q_layernorm", "attention.q_norm"),
     **_both("self_attention.k_layernorm", "attention.k_norm"),
     **_both("self_attention.linear_proj", "attention.out"),
+    "attention.q.weight": "self_attention.linear_q_proj.weight",
+    "attention.q_down.weight": "self_attention.linear_q_down_proj.weight",
+    "attention.q_up.weight": "self_attention.linear_q_up_proj.weight",
+    "attention.kv_down.weight": "self_attention.linear_kv_down_proj.weight",
+    "attention.kv_up.weight": "self_attention.linear_kv_up_proj.weight",
+    **_both("self_attention.q_layernorm", "attention.q_latent_norm"),
+    **_both("self_attention.kv_layernorm", "attention.kv_latent_norm"),
     **_both("pre_mlp_layernorm", "mlp_norm"),
     **_both("mlp.linear_fc1", "mlp.up"),
     **_both("mlp.linear_fc2", "mlp.down"),

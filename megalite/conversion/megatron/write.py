@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megalite.config.model import LAYER_LISTS, ModelConfig
+from megalite.config.model import LATENT_SIZES, LAYER_LISTS, ModelConfig
 from megalite.conversion.formats import TRANSFORMER_IMPLEMENTATIONS
 from megalite.conversion.megatron.layout import Shard, Stage, fused_name, stage_pieces
 from megalite.conversion.megatron.read import MODEL_FILES, RELEASE, TRACKER, rank_folder
@@ -30,6 +30,14 @@ from megalite.tokenizers.build import detect_kind
 
 _LLAMA3 = {"rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0, "rope_original_max_positions": 8192}
 """What megatron.core's llama3 scaling has built in."""
+_YARN = {
+    "rope_original_max_positions": 4096,
+    "rope_beta_fast": 32.0,
+    "rope_beta_slow": 1.0,
+    "rope_truncate": True,
+    "rope_attention_factor": None,
+}
+"""What its YaRN has built in, or no argument for."""
 
 
 def require_expressible(model: ModelConfig, *, tp: int, pp: int) -> None:
@@ -84,8 +92,14 @@ def _inexpressible_positions(model: ModelConfig) -> Iterator[str]:
         yield f"rotary_base {model.rotary_base} (a whole number)"
     if model.rope_scaling == "linear" and model.rope_scaling_factor != int(model.rope_scaling_factor):
         yield f"rope_scaling_factor {model.rope_scaling_factor} (linear: a whole number)"
-    if model.rope_scaling == "yarn":
+    if model.rope_scaling == "yarn" and not model.multi_latent_attention:
         yield "rope_scaling yarn (its args have YaRN for multi-latent attention alone)"
+    elif model.rope_scaling == "yarn":
+        for name, value in _YARN.items():
+            if getattr(model, name) != value:
+                yield f"{name} {getattr(model, name)} (built in: {value})"
+    elif model.multi_latent_attention and model.rope_scaling != "none":
+        yield f"rope_scaling {model.rope_scaling} with multi_latent_attention (it has yarn)"
     if model.rope_scaling == "llama3":
         for name, value in _LLAMA3.items():
             if getattr(model, name) != value:
@@ -170,9 +184,24 @@ def megatron_args(weights: Weights, *, dtype: torch.dtype, tp: int, pp: int) -> 
         "iteration": 0,
         "consumed_train_samples": 0,
         "consumed_valid_samples": 0,
+        **_latent_args(model),
         **_expert_args(model),
     }
     return argparse.Namespace(**values)
+
+
+def _latent_args(model: ModelConfig) -> dict[str, Any]:
+    if not model.multi_latent_attention:
+        return {}
+    stretched = model.rope_scaling == "yarn"
+    return {
+        "multi_latent_attention": True,
+        **{name: getattr(model, name) for name in LATENT_SIZES},
+        "rope_type": "yarn" if stretched else "rope",
+        "rotary_scaling_factor": model.rope_scaling_factor if stretched else 1.0,
+        "mscale": model.rope_mscale or 1.0,
+        "mscale_all_dim": model.rope_mscale_all_dim or 0.0,
+    }
 
 
 def _tokenizer_type(files: Sequence[Path]) -> str | None:
@@ -224,6 +253,11 @@ def write_megatron(
     if implementation not in TRANSFORMER_IMPLEMENTATIONS:
         raise ConversionError(f"--transformer-impl {implementation!r}; use {', '.join(TRANSFORMER_IMPLEMENTATIONS)}")
     require_expressible(weights.model, tp=tp, pp=pp)
+    if weights.model.multi_latent_attention and implementation == "local" and tp > 1:
+        raise ConversionError(
+            f"--transformer-impl local splits the projections down to latents over tp {tp}, other layers do not; use "
+            "--transformer-impl transformer_engine, or --tp 1"
+        )
     identity = identity_of(weights, to="megatron", dtype=dtype, tp=tp, pp=pp, implementation=implementation)
     export = _Export(weights, dtype, tp, pp, implementation)
     planned = [name for stage in range(pp) for name in export.files(stage)]
@@ -313,4 +347,6 @@ class _Export:
         parts = piece.theirs.split(".")
         in_layer = parts[1] == "layers"
         layer = self._stage(stage).first + int(parts[2]) if in_layer else 0
-        return fused_name(piece.theirs, has_experts=in_layer and self.weights.model.is_moe_layer(layer))
+        model = self.weights.model
+        has_experts = in_layer and model.is_moe_layer(layer)
+        return fused_name(piece.theirs, has_experts=has_experts, latent=model.multi_latent_attention)

@@ -73,28 +73,32 @@ class Pricing:
         seconds = collective_seconds(operation, volume, self.work.tp, 1.0, self.cluster)
         return Parts(tensor=seconds, collectives=np.where(self.work.tp > 1, self.work.tp / 2.0, 0.0))
 
-    def enter(self) -> Parts:
-        """Into a column-parallel layer."""
-        return self.tensor("all-gather", self.work.activation_bytes) * self.work.sequence_parallel
+    def enter(self, width: Number = None) -> Parts:
+        """Into a column-parallel layer, of so many channels; default: those of the hidden state."""
+        return self.tensor("all-gather", self._bytes(width)) * self.work.sequence_parallel
 
-    def leave(self) -> Parts:
+    def leave(self, width: Number = None) -> Parts:
         """Out of a row-parallel layer."""
-        work = self.work
-        parts = self.tensor("reduce-scatter", work.activation_bytes) * work.sequence_parallel
-        return parts + self.tensor("all-reduce", work.activation_bytes) * (1.0 - work.sequence_parallel)
+        parts = self.tensor("reduce-scatter", self._bytes(width)) * self.work.sequence_parallel
+        return parts + self.tensor("all-reduce", self._bytes(width)) * (1.0 - self.work.sequence_parallel)
 
-    def block_communication(self, products: Parts) -> Piece:
+    def _bytes(self, width: Number) -> Number:
+        work = self.work
+        return work.activation_bytes if width is None else work.tokens * width * work.element
+
+    def block_communication(self, products: Parts, entering: Number = None) -> Piece:
         """Of attention, or of a dense MLP: the backward gathers the input again for the weight's gradient. `products`:
         those of the weights' gradients, as long as those of the inputs'. Where the stack says so, the latter hide
         that gathering, and they themselves the sum of the input's gradient: as far as they last. On a CPU nothing is
-        hidden: what moves the bytes there is what computes."""
-        gather, reduce = self.enter(), self.leave()
-        backward = gather * 2.0 + reduce
+        hidden: what moves the bytes there is what computes. `entering`: channels that the first products read, if not
+        those of the hidden state."""
+        gather, reduce = self.enter(entering), self.leave(entering)
+        backward = gather + self.enter() + reduce
         if self.cluster.accelerator.asynchronous:
             hidden = np.minimum(gather.tensor, products.gemm) * self.stack.overlap_gathers
             hidden = hidden + np.minimum(reduce.tensor, products.gemm) * self.stack.overlap_tensor_gradients
             backward = replace(backward, tensor=backward.tensor - hidden)
-        return Piece(gather + reduce, backward, Parts())
+        return Piece(gather + self.leave(), backward, Parts())
 
 
 def norm(price: Pricing, width: Number) -> Piece:
@@ -177,7 +181,8 @@ def _with_context(price: Pricing, core: Piece) -> Piece:
     def exchanged(volume: Number) -> Number:
         return collective_seconds("all-to-all", volume, work.cp, work.tp, price.cluster)
 
-    there_and_back = exchanged(queries + keys_and_values) + exchanged(queries)
+    narrower = work.value_size / work.head_size
+    there_and_back = exchanged(queries + keys_and_values * (1.0 + narrower) / 2.0) + exchanged(queries * narrower)
     exact = max(4.0, work.element) / work.element
     forward = np.maximum(sent(keys_and_values) - core.forward.gemm, 0.0)
     backward = np.maximum(sent(keys_and_values) + sent(exact * keys_and_values) - core.input_gradient.gemm, 0.0)
@@ -191,6 +196,8 @@ def _with_context(price: Pricing, core: Piece) -> Piece:
 def attention_projections(price: Pricing) -> Piece:
     """Queries, keys and values in; out; and what turns or normalises them."""
     work = price.work
+    if np.any(np.asarray(work.latent) > 0):
+        return _latent_projections(price)
     queries, kv = work.heads * work.head_size / work.tp, 2.0 * work.groups * work.head_size / work.tp
     turned = work.tokens * (queries + kv / 2.0)
     # Ranks that share a key/value head exchange what the projection gives.
@@ -205,6 +212,28 @@ def attention_projections(price: Pricing) -> Piece:
         + price.passes(2.0, 3.0, turned, 2.0) * work.qk_norm
         + Piece(sums, sums, Parts())
     )
+
+
+def latent_width(work: Workload) -> Number:
+    """Channels that enter the products of multi-latent attention after the first, and the shared key."""
+    return np.where(work.q_rank > 0, work.q_rank, work.hidden) + work.kv_rank + work.shared_key
+
+
+def _latent_projections(price: Pricing) -> Piece:
+    """Down to the latents, norms, up to the heads, rope, the copies that put keys together, and out."""
+    work = price.work
+    rows, heads = work.tokens / work.split, work.heads / work.tp
+    queries = np.where(work.q_rank > 0, work.q_rank, work.hidden)
+    found = price.linear(work.tokens, heads * work.head_size, queries)
+    found = found + price.linear(rows, work.q_rank, work.hidden) * (work.q_rank > 0)
+    found = found + price.linear(rows, work.kv_rank + work.shared_key, work.hidden)
+    up = heads * (work.head_size - work.shared_key + work.value_size)
+    found = found + price.linear(work.tokens, up, work.kv_rank)
+    found = found + price.linear(work.tokens, work.hidden, heads * work.value_size)
+    norms = price.passes(2.0, 3.0, rows * (work.q_rank + work.kv_rank), 2.0) * work.qk_norm
+    turned = price.passes(2.0, 2.0, work.tokens * (heads + 1.0) * work.shared_key, 2.0) * work.rope
+    # Queries are put together and scaled, keys put together, values padded.
+    return found + norms + turned + price.passes(2.0, 2.0, work.tokens * heads * 4.0 * work.head_size, 4.0)
 
 
 def dense_mlp(price: Pricing, width: Number) -> tuple[Piece, Piece]:

@@ -34,6 +34,11 @@ class Workload:
     heads: Number
     groups: Number
     head_size: Number
+    value_size: Number  # of a head's value
+    latent: Number  # queries, keys and values come out of latents
+    q_rank: Number  # channels of the queries' latent; 0 without
+    kv_rank: Number
+    shared_key: Number  # channels of the key that all heads share
     ffn: Number
     gates: Number  # matrices on the way into the MLP's nonlinearity: 2 with a gate
     vocabulary: Number  # padded
@@ -95,6 +100,11 @@ def workload_of(config: RunConfig) -> Workload:
         "heads": model.num_attention_heads,
         "groups": model.query_groups,
         "head_size": model.head_size,
+        "value_size": model.value_size,
+        "latent": model.multi_latent_attention,
+        "q_rank": model.q_lora_rank or 0,
+        "kv_rank": model.kv_lora_rank,
+        "shared_key": model.qk_pos_emb_head_dim,
         "ffn": model.ffn_size,
         "gates": 2 if model.is_gated else 1,
         "vocabulary": model.padded_vocab_size,

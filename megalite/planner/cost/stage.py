@@ -68,7 +68,8 @@ def layer_parts(price: operations.Pricing, *, moe: bool = False) -> tuple[operat
     work = price.work
     norms = operations.norm(price, work.hidden / work.split) * work.norms
     core, projections = operations.attention_core(price), operations.attention_projections(price)
-    communication = price.block_communication(projections.weight_gradient)
+    entering = operations.latent_width(work) if np.any(np.asarray(work.latent) > 0) else None
+    communication = price.block_communication(projections.weight_gradient, entering)
     total = norms + core + projections + communication + operations.residual(price) * 2.0
     if moe:
         products, nonlinearity, exchange = operations.experts(price)

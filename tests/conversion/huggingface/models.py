@@ -23,6 +23,17 @@ _EXPERTS |= {"experts_implementation": "eager", "rms_norm_eps": 1e-6, **rope(1e6
 _GLM_MOE = {"num_key_value_heads": 2, "head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 2}
 _GLM_MOE |= {"moe_intermediate_size": 12, "n_shared_experts": 2, "routed_scaling_factor": 1.5, "num_mtp_layers": 0}
 _GLM_MOE |= {"experts_implementation": "eager", "first_k_dense_replace": 0, **rope(50.0, partial_rotary_factor=0.5)}
+_DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 7,
+}
+_DEEPSEEK |= {"n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 12, "n_shared_experts": 2}
+_DEEPSEEK |= {"experts_implementation": "eager", "routed_scaling_factor": 1.5, "q_lora_rank": 9}
+_MSCALES = {"mscale": 0.7, "mscale_all_dim": 0.9, "beta_fast": 3.0}
+_YARN = rope(50.0, "yarn", factor=4.0, original_max_position_embeddings=6, **_MSCALES)
 WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
 CASES = {name: family for name, family in FAMILIES.items() if name not in ("gemma", "smollm3")} | {
     "gpt2-untied": Family("", {}, "GPT2", {**FAMILIES["gpt2"].theirs, "tie_word_embeddings": False, "n_inner": 24}),
@@ -52,6 +63,22 @@ CASES = {name: family for name, family in FAMILIES.items() if name not in ("gemm
     "glm4-moe": Family("", {}, "Glm4Moe", {**_GLM_MOE, "use_qk_norm": True, "first_k_dense_replace": 1}),
     "glm4-moe-groups": Family(
         "", {}, "Glm4Moe", {**_GLM_MOE, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "attention_bias": True}
+    ),
+    "deepseek-v2": Family("", {}, "DeepseekV2", {**_DEEPSEEK, **_YARN, "first_k_dense_replace": 1}),
+    "deepseek-v2-lite": Family(
+        "", {}, "DeepseekV2", {**_DEEPSEEK, **rope(50.0), "q_lora_rank": None, "v_head_dim": 10}
+    ),
+    "deepseek-v3": Family(
+        "",
+        {},
+        "DeepseekV3",
+        {**_DEEPSEEK, **_YARN, "n_group": 4, "topk_group": 2, "num_mtp_layers": 0, "first_k_dense_replace": 2},
+    ),
+    "moonlight": Family(
+        "",
+        {},
+        "DeepseekV3",
+        {**_DEEPSEEK, **rope(50.0), "n_group": 1, "topk_group": 1, "num_mtp_layers": 0, "first_k_dense_replace": 0},
     ),
     "mixtral-window": Family("", {}, "Mixtral", {**FAMILIES["mixtral"].theirs, "sliding_window": 4}),
 }

@@ -34,6 +34,7 @@ CLASSES = {
 }
 CLASSES |= {"mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe"}
 CLASSES |= {"gemma2": "Gemma2", "gemma3_text": "Gemma3Text", "olmo2": "Olmo2", "glm4": "Glm4", "glm4_moe": "Glm4Moe"}
+CLASSES |= {"deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3"}
 
 NOT_COMPARED = {*TRAINING_FIELDS, "make_vocab_size_divisible_by"}
 """Settings that a family need not express: of training, and of padding, which changes no token's logit."""
@@ -41,6 +42,8 @@ NOT_COMPARED = {*TRAINING_FIELDS, "make_vocab_size_divisible_by"}
 
 def needed(name: str) -> dict[str, Any]:
     # Half of GLM's heads turn, which have no default size.
+    if name.startswith("deepseek"):  # of each head's key and value, and of the experts of a token
+        return NEEDED | {"num_attention_heads": 128, "num_experts_per_tok": 8}
     return dict(NEEDED_BY_GPT2 if name == "gpt2" else NEEDED | {"head_dim": 8} if name == "glm4_moe" else NEEDED)
 
 

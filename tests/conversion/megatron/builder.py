@@ -73,11 +73,14 @@ def layer(weights: MadeUp, index: int, number: int, tp: int, rank: int) -> Tenso
     for kind in kinds:
         made[f"{there}.input_layernorm.{kind}"] = read(f"attention_norm.{kind}")
         made[f"{there}.pre_mlp_layernorm.{kind}"] = read(f"mlp_norm.{kind}")
-        if model.qk_norm:
+        if model.qk_norm and not model.multi_latent_attention:
             for letter in "qk":
                 name = f"{there}.self_attention.{letter}_layernorm.{kind}"
                 made[name] = read(f"attention.{letter}_norm.{kind}")
-    made[f"{there}.self_attention.linear_qkv.weight"] = read("attention.qkv.weight").chunk(tp)[rank]
+    if model.multi_latent_attention:
+        made |= latent_attention(read, f"{there}.self_attention", tp, rank)
+    else:
+        made[f"{there}.self_attention.linear_qkv.weight"] = read("attention.qkv.weight").chunk(tp)[rank]
     if model.add_bias_linear or model.add_qkv_bias:
         made[f"{there}.self_attention.linear_qkv.bias"] = read("attention.qkv.bias").chunk(tp)[rank]
     made[f"{there}.self_attention.linear_proj.weight"] = read("attention.out.weight").chunk(tp, 1)[rank]
@@ -108,6 +111,16 @@ def layer(weights: MadeUp, index: int, number: int, tp: int, rank: int) -> Tenso
     return {name: tensor.clone() for name, tensor in made.items()}
 
 
+def latent_attention(read: Callable[[str], torch.Tensor], there: str, tp: int, rank: int) -> Tensors:
+    """Transformer Engine's layers: the projections down whole on every rank, those up split by heads."""
+    made = {}
+    for letter in ("q", "kv"):
+        made[f"{there}.linear_{letter}_down_proj.weight"] = read(f"attention.{letter}_down.weight")
+        made[f"{there}.{letter}_layernorm.weight"] = read(f"attention.{letter}_latent_norm.weight")
+        made[f"{there}.linear_{letter}_up_proj.weight"] = read(f"attention.{letter}_up.weight").chunk(tp)[rank]
+    return made
+
+
 def gate_and_up(stacked: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
     gate, up = stacked
     return torch.cat((gate.chunk(tp)[rank], up.chunk(tp)[rank]))
@@ -136,7 +149,11 @@ def fuse(tensors: Tensors) -> Tensors:
     """Transformer Engine's names of the norms before linear layers."""
     renamed = {}
     for name, tensor in tensors.items():
-        name = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+        latent = any(".linear_kv_up_proj." in other for other in tensors)
+        if not latent:
+            name = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+        for letter in ("q", "kv") if latent else ():
+            name = name.replace(f".{letter}_layernorm.", f".linear_{letter}_up_proj.layer_norm_")
         if "pre_mlp_layernorm." in name:
             number = name.split(".")[2]
             if f"decoder.layers.{number}.mlp.linear_fc1.weight" in tensors:

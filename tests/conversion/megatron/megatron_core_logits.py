@@ -21,8 +21,22 @@ warnings.simplefilter("ignore")  # megatron.core warns of every package that is 
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.transformer import multi_latent_attention  # noqa: E402
 from megatron.core.transformer.moe import moe_utils  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
+
+
+class PlainAttention(torch.nn.Module):
+    """softmax(q·kᵀ·scale)·v of [s, b, heads, d] with a value size of its own, which local layers have no core for."""
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float, **_: object) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, **_: object) -> object:
+        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (q, k, v))
+        scores = (q @ k.mT * self.scale).masked_fill(hidden, float("-inf"))
+        return (scores.softmax(-1) @ v).permute(2, 0, 1, 3).flatten(2).contiguous()
 
 
 def build(args: argparse.Namespace) -> GPTModel:
@@ -61,11 +75,20 @@ def build(args: argparse.Namespace) -> GPTModel:
             "moe_token_dispatcher_type": "allgather",
             "moe_router_load_balancing_type": "none",
         }
-    config = TransformerConfig(**settings)
+    latent = getattr(args, "multi_latent_attention", False)
+    if latent:
+        names = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+        names += ("rope_type", "rotary_scaling_factor", "mscale", "mscale_all_dim")
+        settings |= {name: getattr(args, name) for name in names}
+        settings |= {"multi_latent_attention": True, "rotary_base": args.rotary_base, "apply_rope_fusion": False}
+    config = MLATransformerConfig(**settings) if latent else TransformerConfig(**settings)
     if args.num_experts:
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=args.normalization)
     else:
-        spec = get_gpt_layer_local_spec(normalization=args.normalization, qk_layernorm=args.qk_layernorm)
+        kinds = {"normalization": args.normalization, "qk_layernorm": args.qk_layernorm}
+        spec = get_gpt_layer_local_spec(multi_latent_attention=latent, **kinds)
+    for layer in getattr(spec, "layer_specs", [spec]) if latent else ():
+        layer.submodules.self_attention.submodules.core_attention = PlainAttention
     return GPTModel(
         config,
         spec,
@@ -88,6 +111,9 @@ def main() -> None:
     no_states = types.SimpleNamespace(fork=contextlib.nullcontext)  # of CUDA's random numbers, for dropout
     tensor_parallel.get_cuda_rng_tracker = lambda: no_states
     moe_utils.te_general_gemm = None  # Transformer Engine's, missed where it is not installed
+    for name in ("TELinear", "TEColumnParallelLinear"):
+        if not isinstance(getattr(multi_latent_attention, name), type):
+            setattr(multi_latent_attention, name, type(name, (), {}))
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[4]}", rank=rank, world_size=tp)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
     file = folder / "release" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"

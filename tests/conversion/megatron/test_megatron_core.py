@@ -17,7 +17,7 @@ from megalite.conversion.megatron.write import write_megatron
 from megalite.conversion.open import open_megatron
 from megalite.conversion.verify import our_logits
 from tests.conversion.megatron.builder import assert_same
-from tests.conversion.samples import EXPERTS, GPT, LLAMA, ROUTING, MadeUp
+from tests.conversion.samples import EXPERTS, GPT, LATENT, LLAMA, ROUTING, YARN, MadeUp
 
 
 def installed() -> bool:
@@ -36,6 +36,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama3-scaling": LLAMA | {"rope_scaling": "llama3", "rotary_base": 500000.0},
     "qwen": LLAMA | {"add_qkv_bias": True, "qk_norm": True, "tie_embeddings": True, "kv_channels": 16},
+    "latent": LATENT,
+    "latent-yarn": LATENT | YARN | {"q_lora_rank": None, "tie_embeddings": True},
+    "deepseek-v3": {**EXPERTS, "num_query_groups": None} | ROUTING | LATENT | YARN | {"moe_shared_expert_gate": False},
     "experts": EXPERTS | {"moe_shared_expert_intermediate_size": 24, "moe_ffn_hidden_size": 16},
     "routing": EXPERTS | ROUTING,
     "some-experts": EXPERTS | {"moe_first_dense_layers": 1, "moe_router_pre_softmax": True},

@@ -37,9 +37,10 @@ def test_activation(tmp_path: Path) -> None:
     "args, message",
     [
         ({"quick_geglu": True}, "args.quick_geglu = True"),
-        ({"rope_type": "yarn", "qk_l2_norm": True}, "args.qk_l2_norm = True, args.rope_type"),
+        ({"rope_type": "other", "qk_l2_norm": True}, "args.qk_l2_norm = True, args.rope_type"),
+        ({"rope_type": "yarn"}, "args.rope_type is yarn without multi_latent_attention"),
         ({"position_embedding_type": "relative"}, "args.position_embedding_type = 'relative'"),
-        ({"multi_latent_attention": True}, "args.multi_latent_attention"),
+        ({"multi_latent_attention": True}, "args.kv_lora_rank is None; a whole number"),
         ({"hidden_size": "32"}, "args.hidden_size is '32'; a whole number"),
         ({"num_layers": 3}, "args.num_layers is 3, but the files have 2 layers"),
         ({"hidden_size": 64, "kv_channels": 8}, r"word_embeddings.weight is \[304, 32\]; .* make it \[304, 64\]"),

@@ -13,12 +13,13 @@ from megalite.conversion.open import open_megatron
 from megalite.conversion.output import workplace_of
 from megalite.conversion.weights import ConversionError
 from tests.conversion.megatron.builder import assert_same, fuse, padded, stage
-from tests.conversion.samples import EXPERTS, GPT, LLAMA, MadeUp, contents
+from tests.conversion.samples import EXPERTS, GPT, LATENT, LLAMA, MadeUp, contents
 
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": GPT | {"activation": "gelu_tanh"},
     "llama": LLAMA,
     "qwen": LLAMA | {"add_qkv_bias": True, "qk_norm": True, "tie_embeddings": True},
+    "latent": LATENT,
     "experts": EXPERTS | {"moe_shared_expert_intermediate_size": 24, "moe_first_dense_layers": 1},
 }
 SIZES = [*((tp, pp) for tp in (1, 2) for pp in (1, 2)), (4, 1)]

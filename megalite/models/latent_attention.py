@@ -1,0 +1,138 @@
+"""Multi-latent attention: queries, keys and values out of narrow latents (DeepSeek-V2, arXiv 2405.04434)."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalite.config.model import ModelConfig
+from megalite.context_parallel.ulysses import heads_to_sequence, sequence_to_heads
+from megalite.kernels.yarn import latent_score_factor
+from megalite.models.attention import AttentionCore
+from megalite.models.context import ForwardContext, KeyValueCache, NextTokens
+from megalite.models.norm import Norm
+from megalite.models.recompute import Recompute
+from megalite.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from megalite.tensor_parallel.mappings import enter_tensor_parallel_region
+from megalite.tensor_parallel.parameter import ParameterFactory
+
+
+class LatentAttention(AttentionCore):
+    """Down to a latent that every tp rank has, norm, up to the rank's own heads.
+
+    A head's query and key have `qk_head_dim` channels of the latent and `qk_pos_emb_head_dim` with rope; of the key the
+    latter come from the input itself and are the same for all heads. Values have `v_head_dim` channels.
+
+    Letters: d = qk_head_dim, e = qk_pos_emb_head_dim, w = v_head_dim, r = kv_lora_rank. The cores have one width, d + e,
+    so values are padded with zeros where theirs is smaller.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: ModelConfig,
+        *,
+        factory: ParameterFactory,
+        recompute: Recompute,
+        cp_comm_type: str = "p2p",
+        index: int = 0,
+    ) -> None:
+        super().__init__(name, config, factory=factory, recompute=recompute, cp_comm_type=cp_comm_type, index=index)
+        self.tp, self.sequence_parallel = factory.tp, factory.sequence_parallel
+        self.plain, self.turned, self.values = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
+        self.rank = config.kv_lora_rank
+        self.scale = config.softmax_scale or latent_score_factor(config) / math.sqrt(config.head_size)
+        h, heads, std = config.hidden_size, config.num_attention_heads, config.init_method_std
+        rows = heads * config.head_size
+        self.q_down: ReplicatedLinear | None = None
+        self.q_latent_norm: Norm | None = None
+        if config.q_lora_rank is None:
+            self.q_up = ColumnParallelLinear(f"{name}.q", (rows, h), std=std, bias=False, factory=factory)
+        else:
+            shape = (config.q_lora_rank, h)
+            self.q_down = ReplicatedLinear(f"{name}.q_down", shape, std=std, factory=factory)
+            if config.qk_norm:
+                self.q_latent_norm = Norm(f"{name}.q_latent_norm", config, factory=factory, size=config.q_lora_rank)
+            shape = (rows, config.q_lora_rank)
+            self.q_up = ColumnParallelLinear(f"{name}.q_up", shape, std=std, bias=False, factory=factory)
+        self.kv_down = ReplicatedLinear(f"{name}.kv_down", (self.rank + self.turned, h), std=std, factory=factory)
+        self.kv_latent_norm: Norm | None = None
+        if config.qk_norm:
+            self.kv_latent_norm = Norm(f"{name}.kv_latent_norm", config, factory=factory, size=self.rank)
+        shape = (heads * (self.plain + self.values), self.rank)
+        self.kv_up = ColumnParallelLinear(f"{name}.kv_up", shape, std=std, bias=False, factory=factory)
+        self.out = RowParallelLinear(
+            f"{name}.out",
+            (h, heads * self.values),
+            std=std / math.sqrt(2 * config.num_layers),
+            bias=config.add_bias_linear,
+            factory=factory,
+        )
+
+    def forward(
+        self, x: Tensor, context: ForwardContext, cache: KeyValueCache | None = None, *, add_late_bias: bool = True
+    ) -> Tensor:
+        """[s/cp, b, h] -> [s/cp, b, h], split over tp as well with sequence parallelism.
+
+        Collectives: those of the parallel layers; of the keys' part with rope an all-gather and a reduce-scatter with
+        sequence parallelism, else nothing and an all-reduce; over cp those of the ring or two all-to-alls, each way.
+        """
+        if not self.windowed and context.full is not None:
+            context = context.full
+        q = x if self.q_down is None else self.q_down(x)
+        q = self.q_up(q if self.q_latent_norm is None else self.q_latent_norm(q))
+        s, b = q.shape[:2]
+        plain, turned = q.view(s, b, self.queries * self.groups, -1).split((self.plain, self.turned), dim=3)
+        q = torch.cat((plain, self._turn(turned, context)), dim=3) * (self.scale * math.sqrt(self.head_size))
+        latent, shared = self.kv_down(x).split((self.rank, self.turned), dim=2)
+        latent = latent.contiguous() if self.kv_latent_norm is None else self.kv_latent_norm(latent)
+        shared = enter_tensor_parallel_region(shared, tp=self.tp, sequence_parallel=self.sequence_parallel)
+        shared = self._turn(shared.unsqueeze(2), context)
+        if context.next_tokens is not None:
+            assert cache is not None
+            mixed = self._cached(q, latent, shared, cache, context.next_tokens)
+            return self.out(mixed.flatten(2), add_late_bias=add_late_bias)
+        if cache is not None:
+            self._remember(latent, shared, cache)
+        k, v = self.kv_up(latent).view(s, b, q.shape[2], -1).split((self.plain, self.values), dim=3)
+        k = torch.cat((k, shared.expand(-1, -1, q.shape[2], -1)), dim=3)
+        if self.exchange_heads:
+            packed = sequence_to_heads(torch.cat((q, k, v), dim=3), cp=self.cp, seq_length=context.seq_length)
+            q, k, v = (part.contiguous() for part in packed.split((q.shape[3], k.shape[3], v.shape[3]), dim=3))
+        v = F.pad(v, (0, self.head_size - self.values)) if self.values < self.head_size else v.contiguous()
+        mixed = self.core(q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3), context)
+        mixed = mixed.permute(2, 0, 1, 3)[..., : self.values]
+        if self.exchange_heads:
+            mixed = heads_to_sequence(mixed, cp=self.cp, seq_length=context.seq_length)
+        return self.out(mixed.reshape(s, b, -1), add_late_bias=add_late_bias)
+
+    def _turn(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Rope on all channels of x [s, b, heads, e], neighbouring ones as pairs; turned they are halves, as both queries
+        and keys are."""
+        if not self.turns or context.rope is None:
+            return x
+        pairs = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        turned: Tensor = self._rope(pairs.contiguous(), *context.rope)
+        return turned
+
+    def _remember(self, latent: Tensor, shared: Tensor, cache: KeyValueCache) -> None:
+        """The cache holds r + e channels a token, for all heads together; values are a part of them."""
+        keys = torch.cat((latent.unsqueeze(2), shared), dim=3).permute(1, 2, 0, 3)
+        cache.fill(self.name, keys, keys[..., :0])
+
+    def _cached(self, q: Tensor, latent: Tensor, shared: Tensor, cache: KeyValueCache, new: NextTokens) -> Tensor:
+        """One token's queries [1, b, heads, d + e] against the latents that the cache holds -> [1, b, heads, w].
+
+        kv_up is applied to queries and results instead of to every key and value: q·(U·c) = (Uᵀ·q)·c, and
+        P·(c·Vᵀ) = (P·c)·Vᵀ, so that attention is multi-query with keys of r + e channels.
+        """
+        keys = torch.cat((latent.unsqueeze(2), shared), dim=3).permute(1, 2, 0, 3)
+        keys, _ = cache.append(self.name, keys, keys[..., :0], new)
+        up, down = self.kv_up.weight.unflatten(0, (q.shape[2], -1)).split((self.plain, self.values), dim=1)
+        plain, turned = q.split((self.plain, self.turned), dim=3)
+        # The core divides by the square root of the width that it sees.
+        queries = torch.cat((torch.einsum("sbhd,hdr->sbhr", plain, up), turned), dim=3)
+        queries = queries * math.sqrt(keys.shape[3] / self.head_size)
+        mixed = self.cached(queries.permute(1, 2, 0, 3), keys, keys[..., : self.rank], new)
+        return torch.einsum("bhsr,hwr->sbhw", mixed, down)
