@@ -24,7 +24,7 @@ class DeepSeek(LlamaLike):
     """What scoring_func and topk_method are, where published files say it."""
 
     def _settings(self, file: ModelFile, positions: int) -> dict[str, Any]:
-        fixed = dict(zip(("scoring_func", "topk_method"), self.scores, strict=True))
+        fixed: dict[str, Any] = dict(zip(("scoring_func", "topk_method"), self.scores, strict=True))
         fixed |= {"attention_bias": False, "mlp_bias": False, "rope_interleave": True, "moe_layer_freq": 1}
         for key, only in fixed.items():
             if file.values.get(key, only) != only:
