@@ -207,8 +207,8 @@ def described(weights: Weights) -> str:
     elif isinstance(weights, HuggingFaceWeights) and weights.block_size is not None:
         written = f", of which those in fp8 are read as fp32 times their blocks' scales ({weights.block_size[0]} x "
         written += f"{weights.block_size[1]})"
-    if isinstance(weights, HuggingFaceWeights) and weights.further:
-        written += f"; without the layers that predict further tokens ({weights.further})"
+    if model.mtp_num_layers:
+        written += f"; with layers that predict further tokens ({model.mtp_num_layers})"
     return (
         f"{weights.path} ({weights.format}): {model.num_layers} layers of width {model.hidden_size}{experts}, "
         f"{model.normalization}, {model.activation}, {model.position_embedding_type}, vocabulary {model.vocab_size}; "

@@ -84,7 +84,6 @@ _ALREADY_SO: Mapping[str, str] = {
     "--etp is that": "--moe-extended-tp",
     "scores have no sink: another softmax is not supported": "--softmax-type=vanilla",
     "a gate has no offset: another one is not supported": r"--glu-linear-offset=0|0?\.0*",
-    "no multi-token prediction: it is not supported": "--mtp-num-layers=0",
     "no result is made wrong on purpose": "--error-injection-rate=0",
     "shards of weights are not gathered beyond --dp-strategy": (
         "--tensor-parallel-num-weight-shards=1 --expert-tensor-parallel-num-weight-shards=1"
@@ -231,8 +230,7 @@ _NO_EFFECT: Mapping[str, str] = {
         "--modelopt-enabled"
     ),
     "only of a feature that another flag turns on, which is refused": (
-        "--mtp-loss-scaling-factor= --mtp-use-repeated-layer --mtp-detach-heads --mtp-hsm "
-        "--mtp-hybrid-override-pattern= --mtp-standalone --linear-attention-freq= --linear-conv-kernel-dim= "
+        "--mtp-hybrid-override-pattern= --linear-attention-freq= --linear-conv-kernel-dim= "
         "--linear-key-head-dim= --linear-value-head-dim= --linear-num-key-heads= --linear-num-value-heads= "
         "--dsa-indexer-n-heads= --dsa-indexer-head-dim= --dsa-indexer-topk= --dsa-indexer-topk-freq= "
         "--dsa-indexer-skip-topk-offset= --dsa-indexer-loss-coeff= --dsa-indexer-use-sparse-loss "
@@ -345,7 +343,8 @@ _REFUSED: Mapping[str, str] = {
     "use --recompute-granularity selective --recompute-modules moe": "--moe-layer-recompute",
     "use --recompute-granularity full": "--checkpoint-activations",
     "norms and biases are not decayed": "--apply-wd-to-qk-layernorm --no-weight-decay-cond-type=",
-    "all weights are trained": "--freeze-all-layers --freeze-base-for-mtp",
+    "all weights are trained": "--freeze-all-layers --freeze-base-for-mtp --mtp-detach-heads",
+    "each further token has another layer, on the last stage": "--mtp-use-repeated-layer --mtp-hsm --mtp-standalone",
     "updates of matrices have the root mean square --muon-scale, and queries, keys and values are one matrix": (
         "--muon-scale-mode= --muon-extra-scale-factor= --muon-split-qkv --muon-fp32-matmul-prec= "
         "--muon-coefficient-type="

@@ -1,5 +1,6 @@
 """What the network is: shapes, norms, activations, positions."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ TRAINING_FIELDS = frozenset(
     {
         *("hidden_dropout", "attention_dropout", "init_method_std"),
         *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_expert_capacity_factor", "moe_token_drop_policy"),
-        "moe_router_bias_update_rate",
+        *("moe_router_bias_update_rate", "mtp_num_layers", "mtp_loss_scaling_factor"),
     }
 )
 """Settings of the model that say how it is trained, not what it computes once it is: they may differ between a
@@ -28,7 +29,7 @@ LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_d
 def free_settings(position_embedding_type: str, *, extends: bool) -> frozenset[str]:
     """Settings of the model in which a run and the weights that it loads may differ. `extends`: the run may stretch the
     context, as with --finetune."""
-    free = set(TRAINING_FIELDS)
+    free = set(TRAINING_FIELDS) - (set() if extends else {"mtp_num_layers"})
     if position_embedding_type != "learned_absolute":
         free.add("max_position_embeddings")  # a limit, not a shape
     if extends:
@@ -199,6 +200,11 @@ class ModelConfig:
     """Groups a token goes to: those with the largest sums of their best topk / group_topk scores."""
     moe_router_topk_scaling_factor: float = option(1.0, above=0)
     """Factor on the router's weights."""
+    mtp_num_layers: int = option(0, at_least=0, below=100)
+    """Layers behind the last one, each of which predicts one token further ahead (DeepSeek-V3); they train the model and
+    have no part in its logits."""
+    mtp_loss_scaling_factor: float = option(0.1, at_least=0)
+    """Weight of the mean of their losses."""
     moe_aux_loss_coeff: float = option(0.0, at_least=0)
     """Weight of the load-balancing loss of each MoE layer, taken over each sequence."""
     moe_z_loss_coeff: float = option(0.0, at_least=0)
@@ -233,16 +239,28 @@ class ModelConfig:
         return self.num_query_groups
 
     def has_window(self, index: int) -> bool:
-        """Layer `index` of the whole model sees sliding_window keys alone."""
+        """Layer `index` of the whole model sees sliding_window keys alone; layers behind the last are as the last."""
+        index = min(index, self.num_layers - 1)
         if self.sliding_window is None or self.window_attn_skip_freq is None:
             return self.sliding_window is not None
         return not _every(self.window_attn_skip_freq, index, listed=0)
 
     def has_rope(self, index: int) -> bool:
-        """RoPE turns queries and keys of layer `index` of the whole model."""
+        """RoPE turns queries and keys of layer `index` of the whole model; layers behind the last are as the last."""
+        index = min(index, self.num_layers - 1)
         if self.position_embedding_type != "rope" or self.no_rope_freq is None:
             return self.position_embedding_type == "rope"
         return not _every(self.no_rope_freq, index, listed=1)
+
+    @property
+    def embedding_scale(self) -> float:
+        """What word embeddings are multiplied with."""
+        return math.sqrt(self.hidden_size) if self.scale_embeddings else 1.0
+
+    @property
+    def further_layers(self) -> range:
+        """Numbers of the layers behind the last, on the last stage, that predict further tokens."""
+        return range(self.num_layers, self.num_layers + self.mtp_num_layers)
 
     @property
     def is_gated(self) -> bool:
@@ -262,7 +280,8 @@ class ModelConfig:
         return self.moe_ffn_hidden_size or self.ffn_size
 
     def is_moe_layer(self, index: int) -> bool:
-        """Layer `index` of the whole model has experts instead of a dense MLP."""
+        """Layer `index` of the whole model has experts instead of a dense MLP; layers behind the last are as the last."""
+        index = min(index, self.num_layers - 1)
         if self.num_experts is None or index < self.moe_first_dense_layers:
             return False
         return (index - self.moe_first_dense_layers) % self.moe_layer_freq == 0

@@ -158,6 +158,8 @@ def _without_idle(config: RunConfig) -> RunConfig:
     if model.position_embedding_type != "rope":
         idle += ["rotary_base", "rotary_percent", "rotary_interleaved", "rotary_base_local", "no_rope_freq"]
     idle += ("kv_channels", "num_query_groups") if model.multi_latent_attention else LATENT_SIZES
+    if not model.mtp_num_layers:
+        idle.append("mtp_loss_scaling_factor")
     if model.sliding_window is None:
         idle += ["window_attn_skip_freq", "rotary_base_local"]
     if model.rope_scaling == "none":

@@ -1,7 +1,7 @@
 """A trained model, of a checkpoint or a Hugging Face folder, on the ranks of a topology; nothing is converted on disk."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -219,8 +219,10 @@ def check_layout(model: ModelConfig, *, tp: int, pp: int) -> None:
 
 
 def build_stage(source: Source, topology: Topology, dtype: torch.dtype) -> GPTStage:
-    """The layers of this rank, cut as training cuts them, without values."""
-    config = RunConfig(model=source.model, training=TrainingConfig(seq_length=source.seq_length))
+    """The layers of this rank, cut as training cuts them, without values; those that predict further tokens have no part in
+    it."""
+    model = replace(source.model, mtp_num_layers=0)
+    config = RunConfig(model=model, training=TrainingConfig(seq_length=source.seq_length))
     part = cut_stages(config, range(topology.pp.size))[topology.pp.rank]
     factory = ParameterFactory(
         tp=topology.tp,
@@ -233,7 +235,7 @@ def build_stage(source: Source, topology: Topology, dtype: torch.dtype) -> GPTSt
         blank=True,
     )
     return GPTStage(
-        source.model,
+        model,
         first_layer=part.first_layer,
         last_layer=part.last_layer,
         has_embedding=part.has_embedding,

@@ -29,6 +29,10 @@ class Microbatch:
     """Global number of each sample: the same in every layout, so dropout streams are keyed by it."""
     document_starts: tuple[tuple[int, ...], ...] | None = None
     """Of each sample the positions in the whole sequence at which a document starts, 0 first; None: not looked for."""
+    further_labels: torch.Tensor | None = None
+    """The label k positions on, for each number k of further tokens that are predicted, int64 `[k, b, s]`; 0 behind the end."""
+    further_mask: torch.Tensor | None = None
+    """1 where those count, float32 `[k, b, s]`."""
 
 
 def sample_ids(
@@ -68,6 +72,8 @@ class BatchLoader:
     """Find where documents start; a document ends with eod_token."""
     packed: bool = False
     """The dataset's samples are packed."""
+    further: int = 0
+    """Further tokens that each position predicts."""
     pin: bool = False
     """Pin the tensors' memory, for asynchronous copies to a GPU."""
 
@@ -150,9 +156,27 @@ class BatchLoader:
         starts = None
         if self.find_documents:
             starts = tuple(map(self._document_starts, inputs, packings))
-        parts = [self._local(array) for array in (inputs, samples[:, 1:], mask)]
-        tokens, labels, loss_mask = (part.pin_memory() if self.pin else part for part in parts)
-        return Microbatch(tokens, labels, loss_mask, ids, starts)
+        labels = samples[:, 1:]
+        arrays: list[NDArray] = [inputs, labels, mask, *self._further(labels, mask, starts)]
+        parts = [self._local(array) for array in arrays]
+        tokens, local_labels, loss_mask, *further = (part.pin_memory() if self.pin else part for part in parts)
+        further_labels, further_mask = further or (None, None)
+        return Microbatch(tokens, local_labels, loss_mask, ids, starts, further_labels, further_mask)
+
+    def _further(
+        self, labels: NDArray[np.int64], mask: NDArray[np.float32], starts: tuple[tuple[int, ...], ...] | None
+    ) -> tuple[NDArray, ...]:
+        """Labels and mask [k, b, s] of further tokens: what counts k positions on, within one document where these are looked
+        for."""
+        if not self.further:
+            return ()
+        moved, counts = (np.zeros((self.further, *array.shape), dtype=array.dtype) for array in (labels, mask))
+        for k in range(1, self.further + 1):
+            moved[k - 1, :, :-k], counts[k - 1, :, :-k] = labels[:, k:], mask[:, k:]
+            for row, places in zip(counts[k - 1], starts or (), strict=False):
+                for start in places[1:]:
+                    row[max(start - k, 0) : start] = 0.0
+        return moved, counts
 
     def _document_starts(self, tokens: NDArray[np.int64], packing: Packing | None) -> tuple[int, ...]:
         """Positions at which a document, or the padding after the last, starts; an end of document belongs to its own."""
@@ -161,9 +185,9 @@ class BatchLoader:
         return (0, *(np.flatnonzero(tokens[:-1] == self.eod_token) + 1).tolist())
 
     def _local(self, array: NDArray) -> torch.Tensor:
-        """This rank's positions of an array `[b, seq_length]`."""
+        """This rank's positions of an array `[..., seq_length]`."""
         spans = self.spans or ((0, self.seq_length),)
-        return torch.from_numpy(np.concatenate([array[:, start:stop] for start, stop in spans], axis=1))
+        return torch.from_numpy(np.concatenate([array[..., start:stop] for start, stop in spans], axis=-1))
 
 
 class _Reading:

@@ -19,9 +19,13 @@ from megalite.tensor_parallel.parameter import ParameterFactory
 
 BRANCHES: Registry[Callable[..., Any]] = Registry(
     "branch",
-    {"experts": "megalite.models.moe.layer:MoELayer", "latent": "megalite.models.latent_attention:LatentAttention"},
+    {
+        "experts": "megalite.models.moe.layer:MoELayer",
+        "latent": "megalite.models.latent_attention:LatentAttention",
+        "further": "megalite.models.further:FurtherTokens",
+    },
 )
-"""What a layer may have in place of an MLP and of `Attention`."""
+"""What a layer may have in place of an MLP and of `Attention`, and what the last stage may have before its head."""
 
 
 class Block(torch.nn.Module):

@@ -13,7 +13,8 @@ from megalite.topology.group import Group
 
 LOAD_BALANCING_LOSS = "load_balancing_loss"
 Z_LOSS = "z_loss"
-NAMES = (LOAD_BALANCING_LOSS, Z_LOSS)  # every term there is, in the order in which they are reported
+FURTHER_LOSS = "mtp_loss"
+NAMES = (LOAD_BALANCING_LOSS, Z_LOSS, FURTHER_LOSS)  # every term there is, in the order in which they are reported
 
 
 class AuxiliaryLosses:
@@ -31,13 +32,14 @@ class AuxiliaryLosses:
         self.loads: dict[int, Tensor] = {}
         """By layer, how often this rank's tokens of those microbatches have chosen each expert: fp64 [E], on the device."""
 
-    def attach(self, x: Tensor, name: str, value: Tensor) -> Tensor:
-        """Add the scalar `value`, already weighted, to the objective; returns x, which must take part in the loss.
+    def attach(self, x: Tensor, name: str, value: Tensor, *, counts: bool = True) -> Tensor:
+        """Add the scalar `value`, already weighted, to the objective; returns x, which must take part in the loss. Of ranks
+        that have the same value one `counts`.
 
         Its gradient enters when that of x passes. That is also when the value is counted: the backward runs once
         for each microbatch, also where recompute runs the forward twice.
         """
-        return _Attach.apply(x, value, self, name)
+        return _Attach.apply(x, value, self, name, counts)
 
     def count(self, x: Tensor, layer: int, chosen: Tensor, experts: int) -> Tensor:
         """Count in the backward of x, once for each microbatch, which experts were chosen; returns x, which must take part
@@ -64,16 +66,29 @@ class _Count(torch.autograd.Function):
 
 class _Attach(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, value: Tensor, losses: AuxiliaryLosses, name: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, value: Tensor, losses: AuxiliaryLosses, name: str, counts: bool) -> Tensor:
         ctx.save_for_backward(value)
-        ctx.losses, ctx.name = losses, name
+        ctx.losses, ctx.name, ctx.counts = losses, name, counts
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         (value,), losses = ctx.saved_tensors, ctx.losses
-        losses.totals[ctx.name] += value.detach().double()
-        return grad, torch.full_like(value, losses.scale), None, None
+        if ctx.counts:
+            losses.totals[ctx.name] += value.detach().double()
+        return grad, torch.full_like(value, losses.scale), None, None, None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ahead:
+    """What the layers that predict further tokens read, by depth, each [b, s/cp]."""
+
+    tokens: tuple[Tensor, ...]
+    """int64: at position i of depth k token i + k."""
+    labels: tuple[Tensor, ...]
+    """int64: token i + k + 1."""
+    weights: tuple[Tensor, ...]
+    """What each token's loss counts in the objective."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +182,7 @@ class ForwardContext:
     stream: DropoutStream | None = None  # keys the dropout masks; None in evaluation, where nothing is dropped
     rope: tuple[Tensor, Tensor] | None = None  # cos and sin of the position ids, [s/cp, b or 1, 1, d/2]
     visibility: Visibility = CAUSAL
+    ahead: Ahead | None = None  # for the last stage of a model that predicts further tokens
     auxiliary: AuxiliaryLosses | None = None  # where layers add terms to the objective; None in evaluation
     generating: bool = False
     next_tokens: NextTokens | None = None  # the rows are one token each, behind those that a cache holds

@@ -1,7 +1,6 @@
 """`GPTStage`: the part of a GPT that one virtual pipeline stage holds. With one stage it is the whole model."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -14,8 +13,15 @@ from megalite.context_parallel.tiles import Visibility
 from megalite.kernels.dropout import dropout_mask
 from megalite.kernels.layer_ops import masked_dropout, rope_frequencies, rope_tables
 from megalite.kernels.matmul import Products
-from megalite.models.block import Block, run_layers
-from megalite.models.context import AuxiliaryLosses, ForwardContext, KeyValueCache, NextTokens, document_position_ids
+from megalite.models.block import BRANCHES, Block, run_layers
+from megalite.models.context import (
+    Ahead,
+    AuxiliaryLosses,
+    ForwardContext,
+    KeyValueCache,
+    NextTokens,
+    document_position_ids,
+)
 from megalite.models.norm import Norm
 from megalite.models.recompute import Recompute
 from megalite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -34,7 +40,7 @@ class Embedding(torch.nn.Module):
         super().__init__()
         h = config.hidden_size
         self.dropout = config.hidden_dropout
-        self.scale = math.sqrt(h) if config.scale_embeddings else 1.0
+        self.scale = config.embedding_scale
         self.region = factory.sequence_region
         shape, std = (config.padded_vocab_size, h), config.init_method_std
         self.word = VocabParallelEmbedding("embedding.word", shape, std=std, factory=factory, tied=tied, uses=uses)
@@ -70,16 +76,29 @@ class Head(torch.nn.Module):
         self._products = Products(factory.kernel("matmul", config.hidden_size))
         self._cross_entropy = factory.kernel("cross_entropy", config.padded_vocab_size // factory.tp.size)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[s, b, h] (or split over s) -> logits [s, b, V/tp]."""
-        x, sp = self.norm(x), self.sequence_parallel
+    def forward(
+        self,
+        x: Tensor,
+        labels: Tensor | None = None,
+        further: Callable[[Tensor, Callable[..., Tensor]], Tensor] | None = None,
+    ) -> Tensor:
+        """[s, b, h] (or split over s) -> logits [s, b, V/tp], or with labels [b, s] the cross-entropy of each token [b, s].
+
+        `further` attaches other losses to the hidden states.
+        """
+        x = self.norm(x)
+        if further is not None:
+            x = further(x, self._losses)
+        return self._logits(x) if labels is None else self._losses(x, labels)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        sp = self.sequence_parallel
         logits = linear(x, self.weight, None, tp=self.tp, sequence_parallel=sp, products=self._products)
         # The product is new memory: the loss may write into it, and tanh keeps its own output.
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
-    def loss(self, x: Tensor, labels: Tensor) -> Tensor:
-        """Cross-entropy of each token: labels [b, s] -> [b, s]."""
-        logits, labels, first = self(x), labels.t().contiguous(), self.weight.info.spec.slice[0][0]
+    def _losses(self, x: Tensor, labels: Tensor) -> Tensor:
+        logits, labels, first = self._logits(x), labels.t().contiguous(), self.weight.info.spec.slice[0][0]
         return vocab_parallel_cross_entropy(
             logits, labels, first=first, vocab_size=self.vocab_size, tp=self.tp, kernel=self._cross_entropy
         ).t()
@@ -110,22 +129,38 @@ class GPTStage(torch.nn.Module):
         self.config, self.factory, self.seq_length = config, factory, seq_length
         self.recompute = recompute or Recompute()
         self.embedding: Embedding | None = None
+        further = config.mtp_num_layers
         if has_embedding:
-            shared_here = config.tie_embeddings and has_head
-            uses = 2 if shared_here else 1
-            self.embedding = Embedding(config, factory=factory, tied=config.tie_embeddings and not has_head, uses=uses)
+            # A lookup; and here those of further tokens, and the logits of all of them.
+            uses = 1 + has_head * (further + config.tie_embeddings * (1 + further))
+            tied = (config.tie_embeddings or further > 0) and not has_head
+            self.embedding = Embedding(config, factory=factory, tied=tied, uses=uses)
         self.layers = torch.nn.ModuleDict()
         for index in range(first_layer, last_layer):
             self.layers[str(index)] = BLOCKS.get(config.block)(
                 index, config, factory=factory, recompute=self.recompute, cp_comm_type=cp_comm_type
             )
+        self.further: Callable[..., Tensor] | None = None
         self.head: Head | None = None
         if has_head:
-            self.head = Head(config, factory=factory, weight=self._head_weight(factory, word))
+            if self.embedding is not None:
+                word = self.embedding.word.weight
+            if word is None and (config.tie_embeddings or further):
+                uses = further + config.tie_embeddings * (1 + further)
+                word = self._table("embedding.word", tied=True, uses=uses)
+            if further:
+                assert word is not None
+                self.further = BRANCHES.get("further")(
+                    config, factory=factory, word=word, recompute=self.recompute, cp_comm_type=cp_comm_type
+                )
+            head = word if config.tie_embeddings else self._table("head", tied=False, uses=1 + further)
+            assert head is not None
+            self.head = Head(config, factory=factory, weight=head)
         spans = sequence_spans(seq_length, cp_rank=factory.cp.rank, cp_size=factory.cp.size)
         self._positions = torch.cat([torch.arange(*span, device=factory.device) for span in spans])
         self._rope: dict[bool, tuple[Tensor, Tensor]] = {}  # tables of layers with a window, and without
-        windows = {config.has_window(index) for index in range(first_layer, last_layer)}
+        layers = (*range(first_layer, last_layer), *(config.further_layers if has_head else ()))
+        windows = {config.has_window(index) for index in layers}
         self._windowed = True in windows
         self._mixed = len(windows) > 1
         drops = config.hidden_dropout > 0.0 or config.attention_dropout > 0.0
@@ -139,14 +174,9 @@ class GPTStage(torch.nn.Module):
     def device(self) -> torch.device:
         return self.factory.device
 
-    def _head_weight(self, factory: ParameterFactory, word: ShardedParameter | None) -> ShardedParameter:
-        tied = self.config.tie_embeddings
-        if tied and self.embedding is not None:
-            return self.embedding.word.weight
-        if tied and word is not None:
-            return word
-        shape, name = (self.config.padded_vocab_size, self.config.hidden_size), "embedding.word" if tied else "head"
-        return factory.parameter(f"{name}.weight", shape, shard_dim=0, std=self.config.init_method_std, tied=tied)
+    def _table(self, name: str, *, tied: bool, uses: int) -> ShardedParameter:
+        shape, std = (self.config.padded_vocab_size, self.config.hidden_size), self.config.init_method_std
+        return self.factory.parameter(f"{name}.weight", shape, shard_dim=0, std=std, tied=tied, uses=uses)
 
     def context(
         self,
@@ -155,6 +185,7 @@ class GPTStage(torch.nn.Module):
         attention_documents: tuple[tuple[int, ...], ...] | None = None,
         position_documents: tuple[tuple[int, ...], ...] | None = None,
         auxiliary: AuxiliaryLosses | None = None,
+        ahead: Ahead | None = None,
     ) -> ForwardContext:
         """The context of a microbatch of training or evaluation.
 
@@ -162,6 +193,7 @@ class GPTStage(torch.nn.Module):
             sample_ids: its samples' global indices; they key the dropout masks in training mode.
             attention_documents: per sample the first positions of its documents, if tokens see their own alone.
             position_documents: the same, if positions count from there.
+            ahead: what the layers read that predict further tokens; None: they have no part in the pass.
         """
         ids = self._positions
         if position_documents is not None:
@@ -174,6 +206,7 @@ class GPTStage(torch.nn.Module):
             rope=self._rope_rows(ids, self.seq_length, self._windowed),
             visibility=Visibility(window=self._window(self.seq_length), document_starts=attention_documents),
             auxiliary=auxiliary,
+            ahead=ahead,
         )
         return self._with_full(found, ids, self.seq_length)
 
@@ -274,4 +307,7 @@ class GPTStage(torch.nn.Module):
             return x
         if wanted is not None:
             x = x[wanted, torch.arange(x.shape[1], device=x.device)].unsqueeze(0)
-        return self.head(x) if labels is None else self.head.loss(x, labels)
+        further = self.further
+        if further is None or context.ahead is None:
+            return self.head(x, labels)
+        return self.head(x, labels, lambda hidden, losses: further(hidden, context, losses))

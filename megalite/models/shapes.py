@@ -131,7 +131,8 @@ def buffer_shapes(model: ModelConfig, first_layer: int, last_layer: int) -> list
     """What is saved with the weights and has no gradient: the biases of routers, fp32."""
     if not model.moe_router_enable_expert_bias:
         return []
-    names = [f"layers.{index}.moe.router" for index in range(first_layer, last_layer) if model.is_moe_layer(index)]
+    indices = [*range(first_layer, last_layer), *(model.further_layers if last_layer == model.num_layers else ())]
+    names = [f"layers.{index}.moe.router" for index in indices if model.is_moe_layer(index)]
     return [_bias(f"{name}.bias", (model.num_experts or 0,), None) for name in names]
 
 
@@ -173,9 +174,27 @@ def embedding_shapes(model: ModelConfig) -> list[ParameterShape]:
 
 
 def head_shapes(model: ModelConfig) -> list[ParameterShape]:
-    """Final norm and, unless it is the word embedding's own weight, the output matrix [V, h]."""
+    """Layers that predict further tokens, final norm and, unless it is the word embedding's own weight, the output matrix
+    [V, h]."""
     head = [] if model.tie_embeddings else [_matrix("head.weight", (model.padded_vocab_size, model.hidden_size), 0)]
-    return [*_norm(model, "final_norm"), *head]
+    further = [shape for index in model.further_layers for shape in _further_shapes(model, index)]
+    return [*further, *_norm(model, "final_norm"), *head]
+
+
+def _further_shapes(model: ModelConfig, index: int) -> list[ParameterShape]:
+    name, h = f"layers.{index}", model.hidden_size
+    return [
+        *_norm(model, f"{name}.embedding_norm"),
+        *_norm(model, f"{name}.hidden_norm"),
+        _matrix(f"{name}.projection.weight", (h, 2 * h), None),
+        *layer_shapes(model, index),
+        *_norm(model, f"{name}.final_norm"),
+    ]
+
+
+def needs_copy(model: ModelConfig) -> bool:
+    """A last stage that is not the first has a copy of the word embedding: for its logits, or to predict further tokens."""
+    return model.tie_embeddings or model.mtp_num_layers > 0
 
 
 def stage_shapes(
@@ -183,14 +202,14 @@ def stage_shapes(
 ) -> list[ParameterShape]:
     """Parameters of a stage with layers `first_layer <= i < last_layer`.
 
-    A stage with the head and without the embedding holds its own copy of a tied word embedding, listed here under
-    the embedding's name: it takes memory on both ranks although `parameter_count` counts it once.
+    A stage with the head and without the embedding may hold its own copy of the word embedding (`needs_copy`), listed here
+    under the embedding's name: it takes memory on both ranks although `parameter_count` counts it once.
     """
     shapes = embedding_shapes(model) if has_embedding else []
     for index in range(first_layer, last_layer):
         shapes.extend(layer_shapes(model, index))
     if has_head:
-        if model.tie_embeddings and not has_embedding:
+        if needs_copy(model) and not has_embedding:
             shapes.append(_word_embedding(model))
         shapes.extend(head_shapes(model))
     return shapes
@@ -233,6 +252,14 @@ def head_forward_flops(model: ModelConfig) -> int:
     return 2 * model.padded_vocab_size * model.hidden_size
 
 
+def end_forward_flops(model: ModelConfig, seq_length: int, convention: Convention = "palm") -> int:
+    """FLOPs of all behind the last layer for one token: the head, and for each further token it predicts a projection of
+    4·h², a layer and the head again."""
+    further = sum(layer_forward_flops(model, index, seq_length, convention) for index in model.further_layers)
+    further += len(model.further_layers) * 4 * model.hidden_size**2
+    return further + (1 + len(model.further_layers)) * head_forward_flops(model)
+
+
 def flops_per_token(model: ModelConfig, seq_length: int, convention: Convention = "palm") -> int:
     """Model FLOPs of forward and backward for one token; recomputation is not counted.
 
@@ -242,4 +269,4 @@ def flops_per_token(model: ModelConfig, seq_length: int, convention: Convention 
     megatron (Megatron-LM since 2025): the same with causal attention, 6·L·(heads·d)·s.
     """
     layers = sum(layer_forward_flops(model, index, seq_length, convention) for index in range(model.num_layers))
-    return 3 * (layers + head_forward_flops(model))
+    return 3 * (layers + end_forward_flops(model, seq_length, convention))

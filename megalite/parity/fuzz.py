@@ -215,6 +215,12 @@ def _switches(generator: random.Random, drawn: Drawn) -> Drawn:
     latent = "multi_latent_attention" in drawn
     if found["qk_norm"] and found["normalization"] == "RMSNorm" and not latent and chance(0.5):
         found["qk_norm_all_heads"] = drawn["num_query_groups"] % drawn["tp"] == 0
+    if (
+        found["position_embedding_type"] != "learned_absolute"
+        and drawn["dp_strategy"] != "fully-sharded"
+        and chance(0.2)
+    ):
+        found |= {"mtp_num_layers": generator.randint(1, 2), "mtp_loss_scaling_factor": 0.4}
     for name, values in _SCORES.items():
         if chance(0.15):
             found[name] = generator.choice(values)

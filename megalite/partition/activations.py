@@ -201,15 +201,30 @@ def stage_activation_bytes(config: RunConfig, plan: StagePlan) -> int:
     granularity = "none" if training.recompute_granularity == "full" else None
     total = len(units) * _unit_input_bytes(config)
     total += sum(layer_activation_bytes(config, index, granularity=granularity) for index in kept_whole)
-    e, _, whole = _sizes(config)
+    _, _, whole = _sizes(config)
     if plan.has_embedding and model.hidden_dropout:
         total += _tokens(config) * model.hidden_size // whole
     if plan.has_head:
-        # Inputs of final norm and output projection; logits, or what the loss puts in their place.
-        total += _tokens(config) * 2 * e * model.hidden_size // whole
-        capped = 1 + (model.final_logit_softcapping is not None)
-        total += _tokens(config) * capped * e * model.padded_vocab_size // config.parallel.tp
+        total += _tokens(config) * round(_head(config))
+        total += sum(_further_bytes(config, index) for index in model.further_layers)
     return total
+
+
+def _head(config: RunConfig) -> float:
+    """For each token inputs of final norm and output projection; logits, or what the loss puts in their place."""
+    model, (e, _, whole) = config.model, _sizes(config)
+    capped = 1 + (model.final_logit_softcapping is not None)
+    return 2 * e * model.hidden_size / whole + capped * e * model.padded_vocab_size / config.parallel.tp
+
+
+def _further_bytes(config: RunConfig, index: int) -> int:
+    """Of a layer that predicts a further token: itself, its own part of the head, and unless it is recomputed the embedding
+    and both norms' outputs beside each other. The hidden state before it is the head's input already."""
+    e, _, whole = _sizes(config)
+    full = config.training.recompute_granularity == "full"
+    own = e * config.model.hidden_size / whole * (1 if full else 3)
+    layer = 0 if full else layer_activation_bytes(config, index)
+    return layer + round(_tokens(config) * (own + _head(config)))
 
 
 def recompute_workspace_bytes(config: RunConfig, plan: StagePlan) -> int:
@@ -218,6 +233,7 @@ def recompute_workspace_bytes(config: RunConfig, plan: StagePlan) -> int:
     With full recompute that is a unit's activations but its input, with selective all that one module frees in a layer.
     """
     training, layers = config.training, range(plan.first_layer, plan.last_layer)
+    further = config.model.further_layers if plan.has_head else range(0)
     if training.recompute_ahead:
         return 0  # what an R brings back counts as activations
     if training.recompute_granularity == "full":
@@ -225,7 +241,11 @@ def recompute_workspace_bytes(config: RunConfig, plan: StagePlan) -> int:
             sum(layer_activation_bytes(config, index, granularity="none") for index in unit)
             for unit in recompute_units(config, plan)
         )
-        return max((unit - _unit_input_bytes(config) for unit in units), default=0)
+        again = [unit - _unit_input_bytes(config) for unit in units]
+        # Both norms' outputs come back too, the layer's own input among what it keeps.
+        both = 2 * _unit_input_bytes(config)
+        again += [both + layer_activation_bytes(config, index, granularity="none") for index in further]
+        return max(again, default=0)
     if training.recompute_granularity == "none":
         return 0
     freed = (
@@ -234,7 +254,7 @@ def recompute_workspace_bytes(config: RunConfig, plan: StagePlan) -> int:
             for kept in chain(_attention(config, index), _feed_forward(config, index))
             if module in kept.freed_by
         )
-        for index in layers
+        for index in (*layers, *further)
         for module in training.recompute_modules
     )
     return round(_tokens(config) * max(freed, default=0.0))
@@ -266,8 +286,11 @@ def deferred_bytes(config: RunConfig, plan: StagePlan) -> int:
     elements = sum(sum(_deferred_of_layer(config, index)) for index in range(plan.first_layer, plan.last_layer))
     if plan.has_head:
         p, model = config.parallel, config.model
-        whole = p.tp if p.sequence_parallel else 1
-        elements += model.hidden_size / whole + model.padded_vocab_size / p.tp
+        h, whole = model.hidden_size, p.tp if p.sequence_parallel else 1
+        elements += h / whole + model.padded_vocab_size / p.tp
+        for index in model.further_layers:  # lookup, projection, layer, head
+            elements += sum(_deferred_of_layer(config, index))
+            elements += h + 3 * h / whole + h / whole + model.padded_vocab_size / p.tp
     return round(_tokens(config) * elements * ELEMENT_BYTES[config.training.precision])
 
 

@@ -14,7 +14,7 @@ from megalite.data_parallel.facts import (
     strategy_states,
     wire_width,
 )
-from megalite.models.shapes import DECOUPLED, ParameterShape, is_hidden_matrix
+from megalite.models.shapes import DECOUPLED, ParameterShape, is_hidden_matrix, needs_copy
 from megalite.partition.activations import ELEMENT_BYTES
 from megalite.partition.stages import StagePlan, shapes_of, shares_embedding
 
@@ -97,7 +97,7 @@ class PlannedBucket:
 def planned_buckets(config: RunConfig, plan: StagePlan, stages: tuple[StagePlan, ...]) -> list[PlannedBucket]:
     """As `data_parallel.buckets.make_buckets` cuts the parameters of a stage for the run's strategy."""
     shapes = shapes_of(config, plan)
-    tied_apart = config.model.tie_embeddings and len(stages) > 1
+    tied_apart = needs_copy(config.model) and len(stages) > 1
     if tied_apart and plan.has_head and shares_embedding(stages):
         # It is the first stage's.
         shapes = [shape for shape in shapes if shape.name != "embedding.word.weight"]
@@ -162,6 +162,6 @@ def is_partial(shape: ParameterShape, config: RunConfig) -> bool:
         return False
     if shape.name.endswith(always):
         return config.parallel.tp > 1
-    in_region = ("out.bias", "down.bias", "q_down.weight", "kv_down.weight")
+    in_region = ("out.bias", "down.bias", "q_down.weight", "kv_down.weight", "projection.weight")
     in_sequence_region = "norm." in shape.name or shape.name.endswith(in_region)
     return config.parallel.sequence_parallel and in_sequence_region

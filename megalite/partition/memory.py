@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megalite.config.run import RunConfig
-from megalite.models.shapes import ParameterShape
+from megalite.models.shapes import ParameterShape, needs_copy
 from megalite.partition.activations import ELEMENT_BYTES, recompute_workspace_bytes, stage_sizes
 from megalite.partition.buckets import PlannedBucket, element_bytes, local_size, planned_buckets
 from megalite.partition.pipeline import layout_of, plan_stages
@@ -75,7 +75,7 @@ def _largest(config: RunConfig, units: Sequence[Sequence[PlannedBucket]]) -> int
 def _coming_in(config: RunConfig, plan: StagePlan, buckets: Sequence[PlannedBucket]) -> int:
     """Elements of gradients, if each bucket is on its way until others need the room."""
     names = [shape.name for shape in reversed(shapes_of(config, plan))]
-    if config.model.tie_embeddings and plan.has_head and plan.has_embedding:
+    if needs_copy(config.model) and plan.has_head and plan.has_embedding:
         names.insert(0, WORD)
     bucket_of = {name: bucket for bucket in buckets if bucket.replicas > 1 for name in bucket.names}
     names = [name for name in names if name in bucket_of]

@@ -31,8 +31,11 @@ def flop_costs(config: RunConfig, stages: tuple[StagePlan, ...], *, ahead: bool 
     weights; products of activations (the attention core) have both their gradients in the input half.
     """
     forward = tuple(float(stage_forward_flops(config, plan)) for plan in stages)
-    each = [attention_core_flops(config.model, i, config.training.seq_length) for i in range(config.model.num_layers)]
-    cores = (sum(each[plan.first_layer : plan.last_layer]) for plan in stages)
+    each = [
+        attention_core_flops(config.model, i, config.training.seq_length)
+        for i in range(config.model.further_layers.stop)
+    ]
+    cores = (sum(each[plan.first_layer : None if plan.has_head else plan.last_layer]) for plan in stages)
     return Costs(
         forward=forward,
         backward=tuple(2.0 * cost for cost in forward),

@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from megalite.config.run import RunConfig, stage_layers
-from megalite.models.shapes import ParameterShape, head_forward_flops, layer_forward_flops, stage_shapes
+from megalite.models.shapes import ParameterShape, end_forward_flops, layer_forward_flops, stage_shapes
 from megalite.pipeline.ir.partition import partition_layers
 
 
@@ -46,7 +46,9 @@ def cut_stages(config: RunConfig, placement: Sequence[int]) -> tuple[StagePlan, 
     if layers:
         return _plans(tuple(layers), placement)
     costs = _layer_flops(config, range(config.model.num_layers))
-    return _plans(_partition(tuple(costs), placement, head_forward_flops(config.model)), placement)
+    return _plans(
+        _partition(tuple(costs), placement, end_forward_flops(config.model, config.training.seq_length)), placement
+    )
 
 
 @lru_cache(maxsize=256)
@@ -94,4 +96,4 @@ def shares_embedding(stages: Sequence[StagePlan]) -> bool:
 def stage_forward_flops(config: RunConfig, plan: StagePlan) -> int:
     """FLOPs of one token's forward through the stage."""
     layers = sum(_layer_flops(config, range(plan.first_layer, plan.last_layer)))
-    return layers + (head_forward_flops(config.model) if plan.has_head else 0)
+    return layers + (end_forward_flops(config.model, config.training.seq_length) if plan.has_head else 0)

@@ -142,9 +142,12 @@ def step_volumes(config: RunConfig, pipeline_rank: int, num_microbatches: int) -
             found[group, operation] += size
     model = config.model
     terms = sum(bool(model.num_experts and c) for c in (model.moe_aux_loss_coeff, model.moe_z_loss_coeff))
+    terms += model.mtp_num_layers > 0
+    if model.moe_router_enable_expert_bias:  # how often each expert was chosen
+        terms += (model.num_experts or 0) * sum(map(model.is_moe_layer, range(model.further_layers.stop)))
     found["world", "all-reduce"] += 8 * (1 + norm_terms(config) + terms)
     if any(plan.has_head for plan in mine):
-        found["dp-cp", "all-reduce"] += 8  # unmasked tokens of the batch
+        found["dp-cp", "all-reduce"] += 8 * (1 + model.mtp_num_layers)  # unmasked tokens of the batch
     sizes = group_sizes(config)
     return {key: size for key, size in found.items() if size and sizes[key[0]] > 1}
 
@@ -208,19 +211,30 @@ class _Microbatch:
             yield from self._embedding()
         layers = range(plan.first_layer, plan.last_layer)
         for index in layers:
-            yield from self._attention_forward()
-            yield from self._feed_forward(index)
-            yield from (*self._enter, *self._attention_core(backward=True), *self._head_norms(), *self._share)
-            yield from (*self._attention_again, *self._attention_gradients)
-            yield from self._feed_forward_backward(index)
+            yield from self._layer(index)
         yield from self._recomputed(layers)
         if plan.has_head:
-            yield from (*self._enter, *self._enter, *self._leave)
-            # Cross-entropy: a logsumexp and the label's logit of each token.
-            yield "tp", "all-gather", p.tp * 3 * self._tokens * self._w
+            yield from self._head()
+            for index in self._config.model.further_layers:
+                yield from (*self._leave, *self._enter)  # a lookup
+                yield from (*self._layer(index), *self._head())
+                yield from self._recomputed(range(index, index + 1), single=True)
         for neighbour in (plan.stage - 1, plan.stage + 1):
             if 0 <= neighbour < len(stages) and stages[neighbour].rank != plan.rank:
                 yield "pp", "send", self._activations // (p.tp if p.sequence_parallel else 1)
+
+    def _layer(self, index: int) -> Iterator[Volume]:
+        yield from self._attention_forward()
+        yield from self._feed_forward(index)
+        yield from (*self._enter, *self._attention_core(backward=True), *self._head_norms(), *self._share)
+        yield from (*self._attention_again, *self._attention_gradients)
+        yield from self._feed_forward_backward(index)
+
+    def _head(self) -> Iterator[Volume]:
+        yield from (*self._enter, *self._enter, *self._leave)
+        # Cross-entropy: a logsumexp and the label's logit of each token.
+        tp = self._config.parallel.tp
+        yield "tp", "all-gather", tp * 3 * self._tokens * self._w
 
     def _embedding(self) -> Iterator[Volume]:
         yield from (*self._leave, *self._enter)
@@ -293,14 +307,14 @@ class _Microbatch:
         rows = self._activations // p.tp * model.moe_router_topk
         return 2 * [("ep", "all-to-all", rows), ("expert-tp", "all-to-all", rows * p.expert_tp)]
 
-    def _recomputed(self, layers: range) -> Iterator[Volume]:
-        """Collectives of forwards that the backward runs again.
+    def _recomputed(self, layers: range, *, single: bool = False) -> Iterator[Volume]:
+        """Collectives of forwards that the backward runs again; `single`: full recompute is of each layer.
 
         A recomputed region ends with the last tensor that it has to keep: what leaves the region after that, the sum over
         tp as a rule, is not made a second time. Dropout behind it keeps a mask, a norm its input, and then it is."""
         training = self._config.training
         if training.recompute_granularity == "full":
-            whole = training.recompute_method == "uniform"
+            whole = single or training.recompute_method == "uniform"
             unit = training.recompute_num_layers if whole else 1
             stop = layers.stop if whole else min(layers.start + training.recompute_num_layers, layers.stop)
             for first in range(layers.start, stop, unit):

@@ -230,6 +230,12 @@ class _VocabularyLookup(torch.autograd.Function):
         return None, WeightGradient(weight, product).compute_or_defer(deferred)
 
 
+def vocab_parallel_lookup(tokens: Tensor, weight: ShardedParameter, *, tp: Group, sequence_parallel: bool) -> Tensor:
+    """See `VocabParallelEmbedding`, of which `weight` is this rank's part."""
+    rows = _VocabularyLookup.apply(tokens.t().contiguous(), weight)
+    return reduce_partial_sums(rows, tp=tp, sequence_parallel=sequence_parallel)
+
+
 class VocabParallelEmbedding(torch.nn.Module):
     """A table [V, h] split along the vocabulary. Tokens [b, s] -> [s, b, h], or [s/tp, b, h] with sequence parallel.
 
@@ -251,5 +257,4 @@ class VocabParallelEmbedding(torch.nn.Module):
         self.weight = factory.parameter(f"{name}.weight", shape, shard_dim=0, std=std, tied=tied, uses=uses)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        rows = _VocabularyLookup.apply(tokens.t().contiguous(), self.weight)
-        return reduce_partial_sums(rows, tp=self.tp, sequence_parallel=self.sequence_parallel)
+        return vocab_parallel_lookup(tokens, self.weight, tp=self.tp, sequence_parallel=self.sequence_parallel)

@@ -318,6 +318,7 @@ def make_loader(replica: Replica, dataset: SampleSource, *, eod_token: int | Non
         spans=sequence_spans(config.training.seq_length, cp_rank=topology.cp.rank, cp_size=topology.cp.size),
         find_documents=replica.finds_documents,
         packed=replica.packs_documents,
+        further=replica.config.model.mtp_num_layers,
         pin=topology.device.type == "cuda",
     )
 

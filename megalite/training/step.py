@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megalite.data.loader import Microbatch, sample_ids
-from megalite.models.context import AuxiliaryLosses
+from megalite.models.context import Ahead, AuxiliaryLosses
 from megalite.optimizers.base import Update
 from megalite.optimizers.schedules import Progress, Schedules
 from megalite.pipeline.executor import Executor, ForwardStep, Tracer
@@ -24,16 +24,38 @@ from megalite.training.non_finite import NonFiniteError, OutputWatch, locate, re
 from megalite.training.replica import Replica
 
 
-def token_denominator(microbatches: Sequence[Microbatch], *, dp: Group, device: torch.device) -> torch.Tensor:
-    """Unmasked tokens of the global batch, fp64 and at least 1: the sum over this rank's microbatches and over dp.
+def token_denominators(
+    microbatches: Sequence[Microbatch], *, further: int, dp: Group, device: torch.device
+) -> torch.Tensor:
+    """Unmasked tokens of the global batch, fp64 and at least 1, and of those after the next that each position predicts,
+    [1 + further]: the sum over this rank's microbatches and over dp.
 
-    Collectives: one all-reduce of a number over dp.
+    Collectives: one all-reduce of these numbers over dp.
     """
     # Counted on the host, where the masks are, and filled in: a copy from there would make the host wait.
-    counted = sum(float(microbatch.loss_mask.sum(dtype=torch.float64)) for microbatch in microbatches)
-    total = torch.full((), counted, dtype=torch.float64, device=device)
+    total = torch.empty(1 + further, dtype=torch.float64, device=device)
+    for index, number in enumerate(total):
+        masks = (each.loss_mask if index == 0 else _further(each)[1][index - 1] for each in microbatches)
+        number.fill_(sum(float(mask.sum(dtype=torch.float64)) for mask in masks))
     dp.all_reduce(total)
     return total.clamp_(min=1.0)
+
+
+def _further(microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
+    assert microbatch.further_labels is not None and microbatch.further_mask is not None
+    return microbatch.further_labels, microbatch.further_mask
+
+
+def further_tokens(microbatch: Microbatch, denominators: torch.Tensor, *, factor: float, device: torch.device) -> Ahead:
+    """Of one microbatch: each depth's loss is a mean over its tokens of the global batch, and `factor` is the weight of the
+    mean over the depths."""
+    labels, mask = (each.to(device, non_blocking=True) for each in _further(microbatch))
+    each = factor / len(labels) / denominators[1:]
+    return Ahead(
+        tokens=(microbatch.labels.to(device, non_blocking=True), *labels[:-1]),
+        labels=tuple(labels),
+        weights=tuple(mask * weight for mask, weight in zip(mask.double(), each, strict=True)),
+    )
 
 
 def masked_loss(losses: torch.Tensor, mask: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
@@ -90,10 +112,11 @@ class Stepper:
         self._skipped_in_a_row = self._overflows_in_a_row = 0
         model = replica.config.model
         coefficients = {"load_balancing_loss": model.moe_aux_loss_coeff, "z_loss": model.moe_z_loss_coeff}
-        biased = [index for index in range(model.num_layers) if model.is_moe_layer(index)]
+        biased = [index for index in range(model.further_layers.stop) if model.is_moe_layer(index)]
         self._biased = biased if model.moe_router_enable_expert_bias else []
         """Layers with routers that have a bias, of all stages."""
         self._auxiliary_names = [name for name, value in coefficients.items() if model.num_experts and value]
+        self._auxiliary_names += ["mtp_loss"] * (model.mtp_num_layers > 0)
 
     def step(self, microbatches: Sequence[Microbatch], *, before: Progress, batch_size: int) -> StepResult:
         """Forward, backward, reduction, clipping and update over the global batch after `before`.
@@ -252,14 +275,14 @@ class Stepper:
         replica = self._replica
         topology, config = replica.topology, replica.config.training
         device = topology.device
-        denominator = None
+        denominators, model = None, replica.config.model
         if self._head_here:
             alone = auxiliary is not None and self._shares > 1
             dp = Group.solo("dp") if alone else topology.dp_cp_scalars
-            denominator = token_denominator(microbatches, dp=dp, device=device)
+            denominators = token_denominators(microbatches, further=model.mtp_num_layers, dp=dp, device=device)
             if alone:
                 # A share is a batch by itself, and one of several parts of the step.
-                denominator *= self._shares
+                denominators *= self._shares
 
         def forward(stage: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor:
             module = replica.stages[stage]
@@ -271,11 +294,16 @@ class Stepper:
                 micro_batch_size=config.micro_batch_size,
             )
             starts = microbatches[microbatch].document_starts if replica.finds_documents else None
+            ahead = None
+            if module.further is not None and auxiliary is not None and denominators is not None:
+                factor = model.mtp_loss_scaling_factor
+                ahead = further_tokens(microbatches[microbatch], denominators, factor=factor, device=device)
             context = module.context(
                 ids,
                 attention_documents=starts if replica.hides_documents else None,
                 position_documents=starts if replica.restarts_positions else None,
                 auxiliary=auxiliary,
+                ahead=ahead,
             )
             if module.embedding is not None:
                 x = microbatches[microbatch].tokens.to(device, non_blocking=True)
@@ -284,8 +312,8 @@ class Stepper:
                 return module(x, context)
             batch = microbatches[microbatch]
             losses = module(x, context, labels=batch.labels.to(device, non_blocking=True))
-            assert denominator is not None
-            return masked_loss(losses, batch.loss_mask.to(device, non_blocking=True), denominator) * scale
+            assert denominators is not None
+            return masked_loss(losses, batch.loss_mask.to(device, non_blocking=True), denominators[0]) * scale
 
         count = batch_size // (config.micro_batch_size * topology.dp.size)
         self._forward = forward

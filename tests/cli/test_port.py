@@ -189,12 +189,7 @@ def test_a_case_of_their_tests_runs_dry(capsys: Captured, tmp_path: Path) -> Non
 
 def test_all_that_cannot_be_had_is_named_at_once(capsys: Captured, tmp_path: Path) -> None:
     case = tmp_path / "model_config.yaml"
-    refused = {
-        "--attention-output-gate": True,
-        "--use-mup": True,
-        "--seed": "${SEED}",
-        "--mtp-use-repeated-layer": True,
-    }
+    refused = {"--attention-output-gate": True, "--use-mup": True, "--seed": "${SEED}", "--linear-key-head-dim": 3}
     case.write_text(yaml.safe_dump({"MODEL_ARGS": {**CASE["MODEL_ARGS"], **refused}}))  # type: ignore[dict-item]
     assert main(["port", str(case)]) == 2
     said = capsys.readouterr()

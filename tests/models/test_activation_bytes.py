@@ -278,6 +278,11 @@ PIPELINE: dict[str, Any] = {
         (selective("core_attn", "layernorm"), [2, 1]),
         (full("uniform", 2), [2, 1]),
         (full("block", 3), [2, 1]),
+        ({**LLAMA, "mtp_num_layers": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0}, [2, 1]),
+        (
+            {**LLAMA, "mtp_num_layers": 1, "tie_embeddings": False, **full("uniform", 2), "attention_dropout": 0.0},
+            [2, 1],
+        ),
         ({"vpp": 2, "pipeline_layers": [2, 2, 2, 2]}, [5, 3]),
         ({"pipeline_schedule": "gpipe"}, [6, 6]),
     ],

@@ -108,6 +108,15 @@ NETWORK: tuple[Check, ...] = (
             "pre_norms false leaves a layer without a norm; add --post-norms": lambda c: (
                 not c.pre_norms and not c.post_norms
             ),
+            "{mtp_num_layers} needs positions that layers have themselves, not {position_embedding_type}; use "
+            "--position-embedding-type rope": lambda c: (
+                c.mtp_num_layers and c.position_embedding_type == "learned_absolute"
+            ),
+            "{mtp_num_layers} does not go with {dp_strategy}, which gathers the head for one product; use dp_strategy "
+            "distributed-optimizer": lambda c: c.mtp_num_layers and c.strategy.shards_parameters,
+            "{!mtp_loss_scaling_factor} has no effect without mtp_num_layers; add --mtp-num-layers 1 or remove it": (
+                lambda c: not c.mtp_num_layers
+            ),
             "{?rope_scaling} has no effect with {position_embedding_type}; use rope, or --rope-scaling none": (
                 lambda c: c.position_embedding_type != "rope"
             ),

@@ -98,7 +98,7 @@ class ExpertKeys:
         if self.sigmoid:
             values["n_group"] = model.moe_router_num_groups or 1
             values["topk_group"] = model.moe_router_group_topk or 1
-            values["num_nextn_predict_layers"] = 0  # there are none here
+            values["num_nextn_predict_layers"] = model.mtp_num_layers
         if self.scaling is not None:
             values["routed_scaling_factor"] = model.moe_router_topk_scaling_factor
         first, every = model.moe_first_dense_layers, model.moe_layer_freq

@@ -134,7 +134,7 @@ def _llama_like(
         architecture=architecture,
         read=rules.read,
         write=rules.write,
-        pieces=partial(llama_pieces, experts=rules.experts, **names),
+        pieces=partial(llama_pieces, experts=rules.experts, further=further, **names),
         buffers=re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
         whole_heads=whole_heads,
         further=further,

@@ -191,11 +191,12 @@ def llama_pieces(
     fused_qkv: bool = False,
     fused_mlp: bool = False,
     attention: Callable[[ModelConfig, str, str], Iterator[Piece]] | None = None,
+    further: bool = False,
     sandwich: tuple[str, str, str] = ("post_attention", "pre_feedforward", "post_feedforward"),
 ) -> Iterator[Piece]:
     """Every tensor of LlamaForCausalLM and of those like it, in the order of ours. `model`: the network. `present`: the
     names in the files, which tell the variants apart. None: to write. `fused_qkv`: query, key and value are one tensor,
-    `fused_mlp`: gate and up projection are; `attention`: the tensors of another kind of it; `sandwich`: where branches have norms behind them, names of the norms behind
+    `fused_mlp`: gate and up projection are; `attention`: the tensors of another kind of it; `further`: layers that predict further tokens go along; `sandwich`: where branches have norms behind them, names of the norms behind
     attention, before the MLP and behind it."""
     assert model.vocab_size is not None
     h = model.hidden_size
@@ -204,11 +205,13 @@ def llama_pieces(
     if model.tie_embeddings and present is not None and word not in present and head in present:
         word = head  # of the two names of one tensor the writer kept this one
     yield Piece(word, "embedding.word.weight", rows, vocabulary)
-    for i in range(model.num_layers):
+    of_attention = attention or partial(_attention, fused=fused_qkv)
+    for i in range(model.further_layers.stop if further else model.num_layers):
         there, here = f"model.layers.{i}", f"layers.{i}"
+        if i in model.further_layers:
+            yield from _further_pieces(model, there, here, write=present is None)
         if model.pre_norms:
             yield Piece(f"{there}.input_layernorm.weight", f"{here}.attention_norm.weight", (h,))
-        of_attention = attention or partial(_attention, fused=fused_qkv)
         yield from of_attention(model, f"{there}.self_attn", f"{here}.attention")
         if model.post_norms:
             yield Piece(f"{there}.{sandwich[0]}_layernorm.weight", f"{here}.attention_post_norm.weight", (h,))
@@ -224,6 +227,21 @@ def llama_pieces(
     yield Piece("model.norm.weight", "final_norm.weight", (h,))
     if not model.tie_embeddings:
         yield Piece(head, "head.weight", rows, vocabulary)
+
+
+def _further_pieces(model: ModelConfig, there: str, here: str, *, write: bool) -> Iterator[Piece]:
+    """What such a layer has beside a layer; embedding and head are there once more, and read from where they belong."""
+    assert model.vocab_size is not None
+    h = model.hidden_size
+    yield Piece(f"{there}.enorm.weight", f"{here}.embedding_norm.weight", (h,))
+    yield Piece(f"{there}.hnorm.weight", f"{here}.hidden_norm.weight", (h,))
+    yield Piece(f"{there}.eh_proj.weight", f"{here}.projection.weight", (h, 2 * h))
+    yield Piece(f"{there}.shared_head.norm.weight", f"{here}.final_norm.weight", (h,))
+    if write:
+        rows, word = (model.vocab_size, h), "embedding.word.weight"
+        head = word if model.tie_embeddings else "head.weight"
+        for name, ours in (("embed_tokens", word), ("shared_head.head", head)):
+            yield Piece(f"{there}.{name}.weight", ours, rows, first_rows(model.vocab_size))
 
 
 def _attention(model: ModelConfig, there: str, here: str, fused: bool) -> Iterator[Piece]:

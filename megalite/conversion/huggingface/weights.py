@@ -5,6 +5,7 @@ into memory that is counted; the safetensors library maps all of it.
 """
 
 import dataclasses
+import itertools
 import json
 import math
 from collections import Counter
@@ -119,6 +120,8 @@ def _no_weights(folder: Path) -> ConversionError:
 
 
 HEAD = "lm_head.weight"
+_COPIES = ("embed_tokens", "shared_head.head")
+"""Of a layer that predicts a further token: the word embedding and the head once more."""
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -142,10 +145,11 @@ class HuggingFaceWeights(Weights):
         self.token_ids = {name: _token_id(values.get(name), name, where) for name in TOKEN_IDS if name in values}
         self.block_size = read_block_size(ModelFile(values, where))
         self._shards = Shards(self.path)
-        self.further = 0
         if self.family.further and values.get("num_nextn_predict_layers") != 0:
-            self.further = ModelFile(values, where).integer("num_nextn_predict_layers", 1)
-        """Layers behind the others that predict further tokens: they are not read."""
+            said, first = ModelFile(values, where).integer("num_nextn_predict_layers", 1), self.model.num_layers
+            # transformers says how many there may be, and leaves them out of what it saves.
+            held = (f"model.layers.{first + k}.eh_proj.weight" in self._shards.records for k in range(said))
+            self.model = dataclasses.replace(self.model, mtp_num_layers=sum(itertools.takewhile(bool, held)))
         self._pieces = self._find_pieces()
         self.tokenizer_files: Sequence[Path] = [
             self.path / name for name in TOKENIZER_FILES if find_file(self.path, name) is not None
@@ -202,9 +206,8 @@ class HuggingFaceWeights(Weights):
             if records[piece.theirs].dtype == DTYPE:
                 used.add(piece.theirs + SCALE)
         unknown = [name for name in records if name not in used and not self.family.buffers.fullmatch(name)]
-        last = self.model.num_layers + self.further
-        skipped = tuple(f"model.layers.{index}." for index in range(self.model.num_layers, last))
-        unknown = [name for name in unknown if not name.startswith(skipped)]
+        copies = {f"model.layers.{i}.{name}.weight" for i in self.model.further_layers for name in _COPIES}
+        unknown = [name for name in unknown if name not in copies]
         if HEAD in unknown and self.model.tie_embeddings:
             self._check_tied(found["embedding.word.weight"][0].theirs)
             unknown.remove(HEAD)
@@ -288,6 +291,8 @@ def write_huggingface(
             token_ids["eos_token_id"] = _end_of_document(weights, log)
         known = {name: value for name, value in token_ids.items() if value is not None}
         generation = {**before, **known, **tokenizer.generation}
+    if weights.model.mtp_num_layers and not chosen.further:
+        log(f"{chosen.name} has no layers that predict further tokens: {weights.model.mtp_num_layers} left out")
     targets = [Target(piece, dtype or weights.dtype(piece.ours)) for piece in chosen.pieces(weights.model, None)]
     files = split_files(targets, max_file_bytes)
     identity = identity_of(weights, dtype=dtype, family=chosen.name, max_file_bytes=max_file_bytes)

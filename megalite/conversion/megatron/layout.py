@@ -133,7 +133,9 @@ def stage_pieces(
     model: ModelConfig, stage: Stage, shard: Shard, *, vocabulary: int, grouped: bool = False
 ) -> Iterator[Piece]:
     """The tensors of one file's model under their common names, in the order of the forward pass. `vocabulary`: their
-    padded vocabulary, over all ranks. `grouped`: experts are megatron.core's GroupedMLP, two matrices for all."""
+    padded vocabulary, over all ranks. `grouped`: experts are megatron.core's GroupedMLP, two matrices for all. Layers that
+    predict further tokens are left out."""
+    model = replace(model, mtp_num_layers=0)
     if stage.has_embedding:
         for shape in embedding_shapes(model):
             yield (

@@ -258,6 +258,8 @@ def write_megatron(
             f"--transformer-impl local splits the projections down to latents over tp {tp}, other layers do not; use "
             "--transformer-impl transformer_engine, or --tp 1"
         )
+    if weights.model.mtp_num_layers:
+        log(f"layers that predict further tokens are left out: {weights.model.mtp_num_layers}")
     identity = identity_of(weights, to="megatron", dtype=dtype, tp=tp, pp=pp, implementation=implementation)
     export = _Export(weights, dtype, tp, pp, implementation)
     planned = [name for stage in range(pp) for name in export.files(stage)]

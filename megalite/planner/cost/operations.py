@@ -273,6 +273,14 @@ def embedding(price: Pricing) -> Piece:
     return moved + Piece(price.leave(), price.enter(), Parts())
 
 
+def further_inputs(price: Pricing) -> Piece:
+    """Of a layer that predicts a further token: the lookup, two norms beside each other, and their projection."""
+    work = price.work
+    rows = work.tokens / work.split
+    inputs = norm(price, 3.0 * work.hidden / work.split) + price.passes(2.0, 2.0, rows * 2.0 * work.hidden)
+    return embedding(price) + inputs + price.linear(rows, work.hidden, 2.0 * work.hidden)
+
+
 def head(price: Pricing) -> Piece:
     """Final norm, logits [tokens, V/t], and the loss: 4 passes over the logits in fp32 forward, 2 backward.
 

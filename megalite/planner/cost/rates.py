@@ -48,6 +48,7 @@ class Workload:
     qk_norm: Number
     qk_norm_all_heads: Number
     softcap: Number  # of attention scores, which no fused kernel takes
+    further: Number  # layers behind the last that predict further tokens
     hidden_dropout: Number
     attention_dropout: Number
     experts: Number  # E of a MoE layer; 0 without
@@ -114,6 +115,7 @@ def workload_of(config: RunConfig) -> Workload:
         "qk_norm": model.qk_norm,
         "qk_norm_all_heads": model.qk_norm_all_heads,
         "softcap": model.attn_logit_softcapping is not None,
+        "further": model.mtp_num_layers,
         "hidden_dropout": model.hidden_dropout > 0,
         "attention_dropout": model.attention_dropout > 0,
         "experts": model.num_experts or 0,

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.config.run import RunConfig, stage_layers
-from megalite.models.shapes import head_forward_flops, layer_forward_flops
+from megalite.models.shapes import end_forward_flops, layer_forward_flops, needs_copy
 from megalite.pipeline.ir.actions import Kind
 from megalite.pipeline.ir.generators.many_chunks import dualpipe_v_row, smallest_group, zb_v_row
 from megalite.pipeline.ir.generators.one_chunk import loop_placement, v_placement
@@ -205,7 +205,7 @@ class Counter:
         costs: float | Sequence[float] = self._costs
         if vpp > 1 and len(set(self._costs)) > 1:
             costs = sum(self._costs) / len(self._costs)
-        head = head_forward_flops(self._config.model)
+        head = end_forward_flops(self._config.model, self._config.training.seq_length)
         counts = self._given or partition_layers(len(self._is_moe), placement, layer_cost=costs, last_cost=head)
         ends = np.concatenate(([0], np.cumsum(counts)))
         experts = np.diff(np.concatenate(([0], np.cumsum(self._is_moe)))[ends])
@@ -270,7 +270,7 @@ class Counter:
             Feature.EXPERTS: experts,
             Feature.EMBEDDING: first,
             Feature.HEAD: last,
-            Feature.COPY: last & ~first & self._config.model.tie_embeddings,
+            Feature.COPY: last & ~first & needs_copy(self._config.model),
             Feature.ONLY_DENSE: (dense > 0) & (experts == 0),
             Feature.ONLY_EXPERTS: (experts > 0) & (dense == 0),
             Feature.BOTH_KINDS: (dense > 0) & (experts > 0),

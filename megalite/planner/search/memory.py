@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.config.run import RunConfig
-from megalite.models.shapes import ParameterShape, embedding_shapes, head_shapes, layer_shapes
+from megalite.models.shapes import ParameterShape, embedding_shapes, head_shapes, layer_shapes, needs_copy
 from megalite.partition.activations import (
     deferred_bytes,
     layer_activation_bytes,
@@ -81,7 +81,7 @@ class Sizer:
         model = self.config.model
         layers = [[] if index is None else layer_shapes(model, index) for index in self._examples()]
         embedding = embedding_shapes(model)
-        copy = embedding[:1] if model.tie_embeddings else []
+        copy = embedding[:1] if needs_copy(model) else []
         classes: dict[tuple[object, ...], int] = {}
         examples: list[ParameterShape] = []
         parts = []

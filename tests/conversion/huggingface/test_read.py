@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file
 
 from megalite.checkpoint.safetensors_header import Record
-from megalite.cli.convert import described
 from megalite.conversion.huggingface.block_fp8 import read_scaled
 from megalite.conversion.huggingface.weights import HuggingFaceWeights
 from megalite.conversion.weights import ConversionError, parameter_shapes
@@ -211,15 +210,15 @@ def test_any_run_of_a_matrix_in_eight_bits(start: int, count: int) -> None:
     assert found.tolist() == expected
 
 
-def test_layers_for_further_tokens_are_left_out_and_said(tmp_path: Path) -> None:
-    """GLM-4.5 is published with one, which is no part of its logits."""
+def test_layers_for_further_tokens(tmp_path: Path) -> None:
+    """Read where they are there, whatever config.json says of them; a layer that none accounts for is refused."""
     saved("glm4-moe", tmp_path)
-    plain = HuggingFaceWeights(tmp_path)
-    assert "further tokens" not in described(plain)
+    edit_config(tmp_path, num_nextn_predict_layers=1)
+    assert HuggingFaceWeights(tmp_path).model.mtp_num_layers == 0
+    edit_config(tmp_path, num_nextn_predict_layers=0)
     rename(tmp_path, lambda tensors: tensors | {"model.layers.3.eh_proj.weight": torch.ones(2, 3)})
     with pytest.raises(ConversionError, match="no glm4_moe has model"):
         HuggingFaceWeights(tmp_path)
     edit_config(tmp_path, num_nextn_predict_layers=1)
-    found = HuggingFaceWeights(tmp_path)
-    assert described(found).endswith("; without the layers that predict further tokens (1)")
-    assert all(torch.equal(found.read(name), plain.read(name)) for name in parameter_shapes(found.model))
+    with pytest.raises(ConversionError, match=r"model.layers.3.enorm.weight is missing"):
+        HuggingFaceWeights(tmp_path)

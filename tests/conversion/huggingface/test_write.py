@@ -1,12 +1,14 @@
 """What is written loads with stock transformers and is the same network; what came from there goes back unchanged."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megalite.cli.convert import described
 from megalite.config.model import ModelConfig
 from megalite.conversion.huggingface.weights import HuggingFaceWeights, write_huggingface
 from megalite.conversion.weights import ConversionError, LastRead, WithTokenizer, parameter_shapes
@@ -123,6 +125,37 @@ def test_stock_transformers_computes_the_same(name: str, tmp_path: Path) -> None
     ours = our_text(us, PROMPT, 8)
     assert text[0].tolist() == PROMPT + ours
     assert len(set(ours)) > 1, "the same token again and again would prove little"
+
+
+def test_further_tokens_go_along(tmp_path: Path) -> None:
+    """Under DeepSeek-V3's names, with embedding and head once more; Llama has no place for them, and that is said."""
+    saved("deepseek-v3", tmp_path / "stock")
+    plain = HuggingFaceWeights(tmp_path / "stock")
+    model = replace(plain.model, mtp_num_layers=2)
+    generator = torch.Generator().manual_seed(4)
+    tensors = {
+        name: plain.read(name)
+        if name in parameter_shapes(plain.model)
+        else torch.randn(shape.shape, dtype=torch.float64, generator=generator)
+        for name, shape in parameter_shapes(model).items()
+    }
+    (tmp_path / "ours").mkdir()
+    weights = InMemory(tmp_path / "ours", model, 12, tensors)
+    folder = write(weights, tmp_path / "theirs", family="deepseek_v3")
+    found, held = HuggingFaceWeights(folder), tensors_of(folder)
+    assert found.model == model and "further tokens (2)" in described(found)
+    assert all(torch.equal(found.read(name), tensors[name]) for name in tensors)
+    for index in (3, 4):
+        for copy, of in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
+            assert torch.equal(held[f"model.layers.{index}.{copy}.weight"], held[f"{of}.weight"])
+    plain_llama = random_weights("llama", tmp_path / "llama")
+    llama = varied(plain_llama.model, mtp_num_layers=1)
+    said: list[str] = []
+    tensors = plain_llama.tensors | {name: torch.ones(1) for name in parameter_shapes(llama)}
+    source = InMemory(tmp_path / "llama", llama, 12, plain_llama.tensors | tensors | plain_llama.tensors)
+    write(source, tmp_path / "without", log=said.append)
+    assert any("llama has no layers that predict further tokens: 1 left out" in line for line in said)
+    assert tensors_of(tmp_path / "without").keys() == tensors_of(write(plain_llama, tmp_path / "plain")).keys()
 
 
 @pytest.mark.parametrize("name", CASES)

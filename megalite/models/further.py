@@ -1,0 +1,93 @@
+"""Multi-token prediction: layers behind the last that predict further tokens (DeepSeek-V3, arXiv 2412.19437, 2.2)."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megalite.config.model import ModelConfig
+from megalite.models.block import Block
+from megalite.models.context import FURTHER_LOSS, ForwardContext
+from megalite.models.norm import Norm
+from megalite.models.recompute import Recompute, recomputed
+from megalite.tensor_parallel.layers import ReplicatedLinear, vocab_parallel_lookup
+from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
+
+TokenLosses = Callable[[Tensor, Tensor], Tensor]
+"""Hidden states behind a final norm, labels [b, s/cp] -> cross-entropy of each token [b, s/cp]."""
+
+
+class FurtherLayer(torch.nn.Module):
+    """Depth k predicts token i + k + 1 at position i: norm(embedding of token i + k) and norm(hidden state of the depth
+    before), projected to one hidden state, go through a block and a final norm.
+
+    Its names are those of layer num_layers + k - 1. The projection is whole on every tp rank, and with sequence
+    parallelism works on the rank's part of the sequence.
+    """
+
+    def __init__(
+        self, index: int, config: ModelConfig, *, factory: ParameterFactory, recompute: Recompute, cp_comm_type: str
+    ) -> None:
+        super().__init__()
+        name, h = f"layers.{index}", config.hidden_size
+        self.recompute_whole = recompute.granularity == "full"
+        self.embedding_norm = Norm(f"{name}.embedding_norm", config, factory=factory)
+        self.hidden_norm = Norm(f"{name}.hidden_norm", config, factory=factory)
+        self.projection = ReplicatedLinear(
+            f"{name}.projection", (h, 2 * h), std=config.init_method_std, factory=factory
+        )
+        self.block = Block(index, config, factory=factory, recompute=recompute, cp_comm_type=cp_comm_type)
+        self.final_norm = Norm(f"{name}.final_norm", config, factory=factory)
+
+    def forward(self, x: Tensor, embedded: Tensor, context: ForwardContext) -> Tensor:
+        """Hidden states and embeddings [s/cp, b, h] -> hidden states [s/cp, b, h] behind the final norm, all split over tp
+        as well with sequence parallelism."""
+        if self.recompute_whole and torch.is_grad_enabled():
+            return self.final_norm(recomputed(self._block, x, embedded, context))
+        return self.final_norm(self._block(x, embedded, context))
+
+    def _block(self, x: Tensor, embedded: Tensor, context: ForwardContext) -> Tensor:
+        both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(x)), dim=-1)
+        return self.block(self.projection(both), context)
+
+
+class FurtherTokens(torch.nn.Module):
+    """The `mtp_num_layers` depths of a model, on its last stage, with the model's own embedding and head.
+
+    `word` is the embedding, or the last stage's copy of it.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        factory: ParameterFactory,
+        word: ShardedParameter,
+        recompute: Recompute,
+        cp_comm_type: str,
+    ) -> None:
+        super().__init__()
+        self.tp, self.sequence_parallel = factory.tp, factory.sequence_parallel
+        self.scale = config.embedding_scale
+        self.word = word
+        self.depths = torch.nn.ModuleList(
+            FurtherLayer(index, config, factory=factory, recompute=recompute, cp_comm_type=cp_comm_type)
+            for index in config.further_layers
+        )
+
+    def forward(self, x: Tensor, context: ForwardContext, losses: TokenLosses) -> Tensor:
+        """x [s/cp, b, h], the hidden states behind the final norm, with the depths' losses attached to it."""
+        ahead, auxiliary = context.ahead, context.auxiliary
+        assert ahead is not None and auxiliary is not None
+        hidden, total = x, None
+        for depth, labels, tokens, weights in zip(self.depths, ahead.labels, ahead.tokens, ahead.weights, strict=True):
+            embedded = vocab_parallel_lookup(tokens, self.word, tp=self.tp, sequence_parallel=self.sequence_parallel)
+            if self.scale != 1.0:
+                embedded = embedded * self.scale
+            hidden = depth(hidden, embedded, context)
+            each = losses(hidden, labels)
+            term = (each * weights.to(each.dtype)).sum()
+            total = term if total is None else total + term
+        assert total is not None
+        # Every tp rank has the whole loss: one of them counts it.
+        return auxiliary.attach(x, FURTHER_LOSS, total, counts=self.tp.rank == 0)
