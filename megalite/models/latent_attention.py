@@ -1,6 +1,7 @@
 """Multi-latent attention: queries, keys and values out of narrow latents (DeepSeek-V2, arXiv 2405.04434)."""
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from megalite.kernels.yarn import latent_score_factor
 from megalite.models.attention import AttentionCore
 from megalite.models.context import ForwardContext, KeyValueCache, NextTokens
 from megalite.models.norm import Norm
-from megalite.models.recompute import Recompute
+from megalite.models.recompute import Recompute, not_saving, recomputed
 from megalite.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megalite.tensor_parallel.mappings import enter_tensor_parallel_region
 from megalite.tensor_parallel.parameter import ParameterFactory
@@ -42,6 +43,7 @@ class LatentAttention(AttentionCore):
         self.tp, self.sequence_parallel = factory.tp, factory.sequence_parallel
         self.plain, self.turned, self.values = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
         self.rank = config.kv_lora_rank
+        self.recompute_up = recompute.selects("mla_up_proj")
         self.scale = config.softmax_scale or latent_score_factor(config) / math.sqrt(config.head_size)
         h, heads, std = config.hidden_size, config.num_attention_heads, config.init_method_std
         rows = heads * config.head_size
@@ -81,31 +83,57 @@ class LatentAttention(AttentionCore):
         if not self.windowed and context.full is not None:
             context = context.full
         q = x if self.q_down is None else self.q_down(x)
-        q = self.q_up(q if self.q_latent_norm is None else self.q_latent_norm(q))
-        s, b = q.shape[:2]
-        plain, turned = q.view(s, b, self.queries * self.groups, -1).split((self.plain, self.turned), dim=3)
-        q = torch.cat((plain, self._turn(turned, context)), dim=3) * (self.scale * math.sqrt(self.head_size))
+        q = q if self.q_latent_norm is None else self.q_latent_norm(q)
         latent, shared = self.kv_down(x).split((self.rank, self.turned), dim=2)
         latent = latent.contiguous() if self.kv_latent_norm is None else self.kv_latent_norm(latent)
-        shared = enter_tensor_parallel_region(shared, tp=self.tp, sequence_parallel=self.sequence_parallel)
-        shared = self._turn(shared.unsqueeze(2), context)
-        if context.next_tokens is not None:
-            assert cache is not None
-            mixed = self._cached(q, latent, shared, cache, context.next_tokens)
+        if cache is not None and context.next_tokens is not None:
+            mixed = self._cached(q, latent, shared, cache, context, context.next_tokens)
             return self.out(mixed.flatten(2), add_late_bias=add_late_bias)
         if cache is not None:
-            self._remember(latent, shared, cache)
-        k, v = self.kv_up(latent).view(s, b, q.shape[2], -1).split((self.plain, self.values), dim=3)
-        k = torch.cat((k, shared.expand(-1, -1, q.shape[2], -1)), dim=3)
+            keys = self._cached_keys(latent, shared, context)
+            cache.fill(self.name, keys, keys[..., :0])
+        mixed = self._attention(q, latent, shared, context).permute(2, 0, 1, 3)[..., : self.values]
+        if self.exchange_heads:
+            mixed = heads_to_sequence(mixed, cp=self.cp, seq_length=context.seq_length)
+        return self.out(mixed.flatten(2), add_late_bias=add_late_bias)
+
+    def _attention(self, q: Tensor, latent: Tensor, shared: Tensor, context: ForwardContext) -> Tensor:
+        """`core` of the heads, which selective recompute of `mla_up_proj` makes again from the latents."""
+        if not self.recompute_up or not torch.is_grad_enabled():
+            return self.core(*self._heads(q, latent, shared, context), context)
+        if self.recompute_core:
+            return recomputed(self._whole, q, latent, shared, context)
+        heads = self._heads(q, latent, shared, context)
+        with not_saving(heads, partial(self._heads, context=context), q, latent, shared):
+            return self._core(*heads, context)
+
+    def _whole(self, q: Tensor, latent: Tensor, shared: Tensor, context: ForwardContext) -> Tensor:
+        return self._core(*self._heads(q, latent, shared, context), context)
+
+    def _heads(
+        self, q: Tensor, latent: Tensor, shared: Tensor, context: ForwardContext
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What q_up reads [s/cp, b, ...], the latent of keys and values and the key with rope -> queries, keys and values
+        [b, heads, s, d + e], as the core reads them."""
+        q = self._queries(q, context)
+        s, b, heads, _ = q.shape
+        k, v = self.kv_up(latent).view(s, b, heads, -1).split((self.plain, self.values), dim=3)
+        k = torch.cat((k, self._shared_key(shared, context).expand(-1, -1, heads, -1)), dim=3)
         if self.exchange_heads:
             packed = sequence_to_heads(torch.cat((q, k, v), dim=3), cp=self.cp, seq_length=context.seq_length)
             q, k, v = (part.contiguous() for part in packed.split((q.shape[3], k.shape[3], v.shape[3]), dim=3))
         v = F.pad(v, (0, self.head_size - self.values)) if self.values < self.head_size else v.contiguous()
-        mixed = self.core(q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3), context)
-        mixed = mixed.permute(2, 0, 1, 3)[..., : self.values]
-        if self.exchange_heads:
-            mixed = heads_to_sequence(mixed, cp=self.cp, seq_length=context.seq_length)
-        return self.out(mixed.reshape(s, b, -1), add_late_bias=add_late_bias)
+        return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
+
+    def _queries(self, q: Tensor, context: ForwardContext) -> Tensor:
+        """[s, b, heads, d + e], multiplied by what scores have beside 1 / sqrt(d + e)."""
+        plain, turned = self.q_up(q).unflatten(2, (-1, self.head_size)).split((self.plain, self.turned), dim=3)
+        return torch.cat((plain, self._turn(turned, context)), dim=3) * (self.scale * math.sqrt(self.head_size))
+
+    def _shared_key(self, shared: Tensor, context: ForwardContext) -> Tensor:
+        """[s, b, 1, e], of which each tp rank uses its heads' share."""
+        shared = enter_tensor_parallel_region(shared, tp=self.tp, sequence_parallel=self.sequence_parallel)
+        return self._turn(shared.unsqueeze(2), context)
 
     def _turn(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Rope on all channels of x [s, b, heads, e], neighbouring ones as pairs; turned they are halves, as both queries
@@ -116,19 +144,21 @@ class LatentAttention(AttentionCore):
         turned: Tensor = self._rope(pairs.contiguous(), *context.rope)
         return turned
 
-    def _remember(self, latent: Tensor, shared: Tensor, cache: KeyValueCache) -> None:
-        """The cache holds r + e channels a token, for all heads together; values are a part of them."""
-        keys = torch.cat((latent.unsqueeze(2), shared), dim=3).permute(1, 2, 0, 3)
-        cache.fill(self.name, keys, keys[..., :0])
+    def _cached_keys(self, latent: Tensor, shared: Tensor, context: ForwardContext) -> Tensor:
+        """[b, 1, s, r + e]: what the cache holds, for all heads together; values are a part of it."""
+        return torch.cat((latent.unsqueeze(2), self._shared_key(shared, context)), dim=3).permute(1, 2, 0, 3)
 
-    def _cached(self, q: Tensor, latent: Tensor, shared: Tensor, cache: KeyValueCache, new: NextTokens) -> Tensor:
-        """One token's queries [1, b, heads, d + e] against the latents that the cache holds -> [1, b, heads, w].
+    def _cached(
+        self, q: Tensor, latent: Tensor, shared: Tensor, cache: KeyValueCache, context: ForwardContext, new: NextTokens
+    ) -> Tensor:
+        """One token against the latents that the cache holds -> [1, b, heads, w].
 
         kv_up is applied to queries and results instead of to every key and value: q·(U·c) = (Uᵀ·q)·c, and
         P·(c·Vᵀ) = (P·c)·Vᵀ, so that attention is multi-query with keys of r + e channels.
         """
-        keys = torch.cat((latent.unsqueeze(2), shared), dim=3).permute(1, 2, 0, 3)
+        keys = self._cached_keys(latent, shared, context)
         keys, _ = cache.append(self.name, keys, keys[..., :0], new)
+        q = self._queries(q, context)
         up, down = self.kv_up.weight.unflatten(0, (q.shape[2], -1)).split((self.plain, self.values), dim=1)
         plain, turned = q.split((self.plain, self.turned), dim=3)
         # The core divides by the square root of the width that it sees.

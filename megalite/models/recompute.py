@@ -18,7 +18,7 @@ class Recompute:
     which only the input is kept, or `block`, the first `num_layers` layers of each stage one by one.
     """
 
-    MODULES: ClassVar[tuple[str, ...]] = ("core_attn", "mlp_act", "layernorm", "mlp", "moe")
+    MODULES: ClassVar[tuple[str, ...]] = ("core_attn", "mla_up_proj", "mlp_act", "layernorm", "mlp", "moe")
 
     granularity: str = "none"
     modules: frozenset[str] = frozenset({"core_attn"})
@@ -35,47 +35,52 @@ def recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
-class _Remade:
-    """A tensor that each backward makes once, when the first operation asks for it, and frees after the last.
+Made = Tensor | tuple[Tensor, ...]
 
-    `uses` are the operations that would have kept it.
+
+class _Remade:
+    """Tensors that each backward makes once, when the first operation asks for one, and frees after the last.
+
+    `uses` are the operations that would have kept one.
     """
 
-    def __init__(self, make: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> None:
+    def __init__(self, make: Callable[..., Made], inputs: tuple[Tensor, ...]) -> None:
         self._make, self._inputs = make, inputs
         self.uses = self._waiting = 0
-        self._value: Tensor | None = None
+        self._made: Made | None = None
 
-    def get(self) -> Tensor:
-        if self._value is None:
+    def get(self, index: int) -> Tensor:
+        if self._made is None:
             with torch.no_grad():
-                self._value = self._make(*self._inputs)
+                self._made = self._make(*self._inputs)
             self._waiting = self.uses
         self._waiting -= 1
-        value = self._value
+        found = self._made[index] if isinstance(self._made, tuple) else self._made
         if self._waiting == 0:
-            self._value = None
-        return value
+            self._made = None
+        return found
 
 
 @contextmanager
-def not_saving(tensor: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> Iterator[None]:
-    """Operations inside keep neither `tensor` nor views of it; their backward works on `make(*inputs)` instead.
+def not_saving(made: Made, make: Callable[..., Made], *inputs: Tensor) -> Iterator[None]:
+    """Operations inside keep neither what is `made` nor views of it; their backward works on `make(*inputs)` instead.
 
-    `make`, of inputs that stay in memory until the backward anyway, gives the same bits and memory layout as `tensor`, which
+    `make`, of inputs that stay in memory until the backward anyway, gives the same bits and memory layout, and each tensor
     has its own memory. Not inside a checkpointed region: there nothing is kept, and this would keep `inputs`.
     """
-    storage, dtype = tensor.untyped_storage().data_ptr(), tensor.dtype
+    tensors = made if isinstance(made, tuple) else (made,)
+    places = {(each.untyped_storage().data_ptr(), each.dtype): index for index, each in enumerate(tensors)}
     # Detached: what is kept in place of a view must keep memory alive, not the graph behind it.
     remade = _Remade(make, tuple(each.detach() for each in inputs))
 
     def pack(saved: Tensor) -> Any:
-        if saved.numel() == 0 or saved.dtype != dtype or saved.untyped_storage().data_ptr() != storage:
+        index = places.get((saved.untyped_storage().data_ptr(), saved.dtype)) if saved.numel() else None
+        if index is None:
             # An operation that saves its own output would keep itself alive if the hook gave it back with its graph.
             return saved if saved.is_leaf else saved.detach()
         remade.uses += 1
         view = saved.size(), saved.stride(), int(saved.storage_offset())
-        return lambda: remade.get().as_strided(*view)
+        return lambda: remade.get(index).as_strided(*view)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept() if callable(kept) else kept):
         yield

@@ -290,6 +290,7 @@ def _recompute(generator: random.Random, drawn: Drawn) -> Drawn:
     found: Drawn = {"recompute_granularity": kind}
     if kind == "selective":
         modules = ["core_attn", "layernorm", "mlp_act", "mlp", "moe"]
+        modules += ["mla_up_proj"] * ("multi_latent_attention" in drawn)
         found["recompute_modules"] = sorted(generator.sample(modules, generator.randint(1, 3)))
     elif drawn["pp"] > 1 and generator.random() < 0.4:
         found["recompute_ahead"] = True

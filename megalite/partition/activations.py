@@ -52,16 +52,21 @@ def _attention(config: RunConfig, layer_index: int) -> Iterator[_Kept]:
     e, exact, whole = _sizes(config)
     queries, keys_and_values = _attention_widths(config)
     exchanged = p.cp > 1 and p.cp_comm_type == "a2a"
-    core = frozenset({"core_attn"})
+    core, training = frozenset({"core_attn"}), config.training
+    up = training.recompute_granularity == "selective" and "mla_up_proj" in training.recompute_modules
     yield _Kept(e * model.hidden_size / whole)  # the layer's input, kept by the norm
-    if model.pre_norms:
-        yield _Kept(e * model.hidden_size / whole, frozenset({"layernorm"}))  # its output, by the projection
+    if model.pre_norms:  # its output, by the projection, or for queries to be made again
+        again = frozenset() if up and model.q_lora_rank is None else frozenset({"layernorm"})
+        yield _Kept(e * model.hidden_size / whole, again)
     if exchanged:  # keys are repeated until each cp rank gets one
         keys_and_values = max(keys_and_values, 2 * p.tp * p.cp * model.head_size)
-    yield _Kept(e * (queries + keys_and_values) / p.tp)
+    of_latents = frozenset({"mla_up_proj"}) if model.multi_latent_attention else frozenset[str]()
+    yield _Kept(e * (queries + keys_and_values) / p.tp, of_latents)
     padded = model.value_size < model.head_size  # to the width of the keys
     if model.multi_latent_attention:
         yield _Kept(e * _latents(model) / whole)
+        if up and not model.qk_norm:  # the shared key, in what it came with
+            yield _Kept(e * (model.kv_lora_rank + model.qk_pos_emb_head_dim) / whole)
     elif model.qk_norm:
         # These norms keep their input: the projection's output, in which the values lie as well where queries share none.
         projected = _attention_widths(config)[1]

@@ -66,6 +66,9 @@ def _module_flops(config: RunConfig, layer_index: int, modules: set[str]) -> int
     )
     feed_forward = layer_forward_flops(model, layer_index, seq_length) - core - projections
     again = core if "core_attn" in modules else 0
+    if "mla_up_proj" in modules:
+        of_up = (".attention.q.weight", ".attention.q_up.weight", ".attention.kv_up.weight")
+        again += sum(2 * shape.size for shape in layer_shapes(model, layer_index) if shape.name.endswith(of_up))
     return again + (feed_forward if ("moe" if model.is_moe_layer(layer_index) else "mlp") in modules else 0)
 
 

@@ -326,6 +326,10 @@ class _Microbatch:
         elif training.recompute_granularity == "selective":
             for index in layers:
                 moe = self._config.model.is_moe_layer(index)
+                if "mla_up_proj" in training.recompute_modules:
+                    yield from self._attention_inputs
+                    if self._config.parallel.cp_comm_type == "a2a":
+                        yield next(self._attention_core(backward=False))
                 if "core_attn" in training.recompute_modules and self._config.parallel.cp_comm_type == "p2p":
                     yield from self._attention_core(backward=False)
                 if ("moe" if moe else "mlp") in training.recompute_modules:

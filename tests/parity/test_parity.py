@@ -39,7 +39,16 @@ ODD: dict[str, Settings] = {
         "optimizer": "muon",
         **FEW,
     },
-    "tp4-latent-sp-muon": {**LATENT, "tp": 4, "dp": 2, "sequence_parallel": True, "optimizer": "muon", **FEW},
+    "tp4-latent-sp-muon": {
+        **LATENT,
+        "recompute_granularity": "selective",
+        "recompute_modules": ["layernorm", "mla_up_proj"],
+        "tp": 4,
+        "dp": 2,
+        "sequence_parallel": True,
+        "optimizer": "muon",
+        **FEW,
+    },
     "tp2-latent-plain-a2a2-zb": {
         **LATENT,
         "q_lora_rank": None,

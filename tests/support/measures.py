@@ -10,11 +10,11 @@ ROOT = Path(__file__).parents[2]
 SMALL = 60
 """Lines; a shorter file with one importer belongs to its importer."""
 CEILINGS = {
-    "megalite: lines": 71_660,
+    "megalite: lines": 71_720,
     "megalite: files": 375,
     "megalite: longest file": 500,
     "megalite: small files with one importer": 12,
-    "tests: lines": 71_400,
+    "tests: lines": 71_420,
     "benchmarks: lines": 8_180,
     "docs: words": 42_750,
 }

@@ -11,7 +11,7 @@ from megalite.config.model import LATENT_SIZES, LAYER_LISTS
 from megalite.config.rules.rule import Check, Settings, divisors, rules, say
 from megalite.config.run import attention_in_tiles, stage_layers
 
-MODULES = ("core_attn", "mlp_act", "layernorm", "mlp", "moe")
+MODULES = ("core_attn", "mla_up_proj", "mlp_act", "layernorm", "mlp", "moe")
 """What selective recompute can run again."""
 SCALINGS = {
     ("llama3",): ("rope_low_freq_factor", "rope_high_freq_factor"),
@@ -217,6 +217,8 @@ def _covered_modules(c: Settings) -> Findings:
     around = {"moe" if c.is_moe_layer(index) else "mlp" for index in range(c.num_layers)}
     if "moe" in modules and c.num_experts is None:
         yield "recompute_modules moe has no effect without experts; add --num-experts 8 or remove it"
+    if "mla_up_proj" in modules and not c.multi_latent_attention:
+        yield "recompute_modules mla_up_proj has no effect without multi_latent_attention; remove it"
     if "mlp" in modules and "mlp" not in around:
         yield say(
             c, "recompute_modules mlp has no effect with {num_experts}: no layer has a dense MLP; use moe or remove it"

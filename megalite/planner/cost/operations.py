@@ -223,17 +223,21 @@ def _latent_projections(price: Pricing) -> Piece:
     """Down to the latents, norms, up to the heads, rope, the copies that put keys together, and out."""
     work = price.work
     rows, heads = work.tokens / work.split, work.heads / work.tp
-    queries = np.where(work.q_rank > 0, work.q_rank, work.hidden)
-    found = price.linear(work.tokens, heads * work.head_size, queries)
-    found = found + price.linear(rows, work.q_rank, work.hidden) * (work.q_rank > 0)
+    found = latent_up(price) + price.linear(rows, work.q_rank, work.hidden) * (work.q_rank > 0)
     found = found + price.linear(rows, work.kv_rank + work.shared_key, work.hidden)
-    up = heads * (work.head_size - work.shared_key + work.value_size)
-    found = found + price.linear(work.tokens, up, work.kv_rank)
     found = found + price.linear(work.tokens, work.hidden, heads * work.value_size)
-    norms = price.passes(2.0, 3.0, rows * (work.q_rank + work.kv_rank), 2.0) * work.qk_norm
+    return found + price.passes(2.0, 3.0, rows * (work.q_rank + work.kv_rank), 2.0) * work.qk_norm
+
+
+def latent_up(price: Pricing) -> Piece:
+    """From the latents to the heads, with rope."""
+    work = price.work
+    heads, queries = work.heads / work.tp, np.where(work.q_rank > 0, work.q_rank, work.hidden)
+    up = heads * (work.head_size - work.shared_key + work.value_size)
+    found = price.linear(work.tokens, heads * work.head_size, queries) + price.linear(work.tokens, up, work.kv_rank)
     turned = price.passes(2.0, 2.0, work.tokens * (heads + 1.0) * work.shared_key, 2.0) * work.rope
     # Queries are put together and scaled, keys put together, values padded.
-    return found + norms + turned + price.passes(2.0, 2.0, work.tokens * heads * 4.0 * work.head_size, 4.0)
+    return found + turned + price.passes(2.0, 2.0, work.tokens * heads * 4.0 * work.head_size, 4.0)
 
 
 def dense_mlp(price: Pricing, width: Number) -> tuple[Piece, Piece]:

@@ -66,6 +66,7 @@ class Workload:
     ring: Number  # context parallelism sends keys and values round (1) or exchanges heads (0)
     recompute_full: Number
     recompute_core: Number  # selective recompute of the attention core; the others likewise
+    recompute_up: Number
     recompute_activation: Number
     recompute_norm: Number
     recompute_mlp: Number
@@ -133,6 +134,7 @@ def workload_of(config: RunConfig) -> Workload:
         "ring": p.cp_comm_type == "p2p",
         "recompute_full": training.recompute_granularity == "full",
         "recompute_core": "core_attn" in modules,
+        "recompute_up": "mla_up_proj" in modules,
         "recompute_activation": "mlp_act" in modules,
         "recompute_norm": "layernorm" in modules,
         "recompute_mlp": "mlp" in modules,

@@ -91,6 +91,9 @@ def layer_parts(price: operations.Pricing, *, moe: bool = False) -> tuple[operat
         again = again + nonlinearity.forward * (work.recompute_activation * (1.0 - work.recompute_mlp))
         last = last + operations.residual(price).forward + price.leave()
         whole = total.forward + last * (-early * (1.0 - work.hidden_dropout))
+    if np.any(np.asarray(work.recompute_up) > 0):
+        up = operations.latent_up(price).forward + price.enter(operations.latent_width(work))
+        again = again + up * work.recompute_up
     again = again + core.forward * work.recompute_core + norms.forward * work.recompute_norm
     again = again * (1.0 - work.recompute_full) + whole * work.recompute_full
     return total, again

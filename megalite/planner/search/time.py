@@ -140,6 +140,7 @@ class Clock:
             sequence_parallel=shares.sequence_parallel.astype(float),
             recompute_full=(recompute == RECOMPUTE.index("full")).astype(float),
             recompute_core=of("core_attn"),
+            recompute_up=of("mla_up_proj"),
             recompute_activation=of("mlp_act"),
             recompute_norm=of("layernorm"),
             recompute_mlp=of("mlp"),
