@@ -38,11 +38,11 @@ def nothing(patch: pytest.MonkeyPatch, rank: int) -> None:
 def local_denominator(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Each rank divides by the tokens it has itself, and the mean over data and context ranks is taken."""
 
-    def denominator(microbatches: Sequence[Microbatch], *, dp: Group, device: torch.device) -> torch.Tensor:
+    def denominators(microbatches: Sequence[Microbatch], *, dp: Group, **_: Any) -> torch.Tensor:
         counts = [microbatch.loss_mask.sum(dtype=torch.float64) for microbatch in microbatches]
-        return dp.size * torch.stack(counts).sum()
+        return dp.size * torch.stack(counts).sum(0, keepdim=True)
 
-    patch.setattr(step_module, "token_denominator", denominator)
+    patch.setattr(step_module, "token_denominators", denominators)
 
 
 def _with_groups(patch: pytest.MonkeyPatch, **groups: Any) -> None:

@@ -52,14 +52,14 @@ def test_workers_find_the_same() -> None:
 
 def test_an_operation_of_one_rank_alone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last tensor-parallel rank counts its tokens twice."""
-    count = step.token_denominator
+    count = step.token_denominators
 
-    def counts_twice(microbatches: Sequence[Any], *, dp: Group, device: torch.device) -> torch.Tensor:
+    def counts_twice(microbatches: Sequence[Any], *, dp: Group, **how: Any) -> torch.Tensor:
         if dp.ranks[0] % 2:
-            count(microbatches, dp=dp, device=device)
-        return count(microbatches, dp=dp, device=device)
+            count(microbatches, dp=dp, **how)
+        return count(microbatches, dp=dp, **how)
 
-    monkeypatch.setattr(step, "token_denominator", counts_twice)
+    monkeypatch.setattr(step, "token_denominators", counts_twice)
     faults = rehearse_world(tiny_config(4, tp=2, dp=2)).faults
     assert any(
         "ranks 0 and 3 are at the same place" in fault and "all_reduce sum of 1 float64" in fault for fault in faults

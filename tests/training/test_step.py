@@ -9,7 +9,7 @@ import torch
 from megalite.data.loader import Microbatch
 from megalite.topology.group import Group
 from megalite.training.non_finite import NonFiniteError
-from megalite.training.step import Stepper, masked_loss, token_denominator
+from megalite.training.step import Stepper, masked_loss, token_denominators
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import Z1, Runner, assert_same_numbers, build, tiny_config, trajectory, whole
 
@@ -117,8 +117,8 @@ def microbatch(mask: list[list[float]]) -> Microbatch:
 
 def test_a_batch_without_a_token_has_the_loss_zero() -> None:
     batch = microbatch([[0, 0, 0]])
-    total = token_denominator([batch], dp=Group.solo("dp"), device=CPU)
-    assert masked_loss(torch.full((1, 3), 5.0), batch.loss_mask, total).item() == 0.0
+    total = token_denominators([batch], further=0, dp=Group.solo("dp"), device=CPU)
+    assert masked_loss(torch.full((1, 3), 5.0), batch.loss_mask, total[0]).item() == 0.0
 
 
 def losses_by_token(context: RankContext, settings: dict[str, Any]) -> float:
