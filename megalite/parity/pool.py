@@ -59,9 +59,9 @@ class RankPool:
 
     def __init__(self, size: int, *, strict: bool = False) -> None:
         context = multiprocessing.get_context("spawn")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
+        # Listens before any worker starts, and rank 0 takes it over: a port that is looked up and left free until then
+        # may be another program's by that time.
+        listening = socket.create_server(("127.0.0.1", 0))
         self.size = size
         self.stopped = False
         self._job, self._job_size = 0, 0
@@ -69,11 +69,13 @@ class RankPool:
         self._processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(rank, size, port, strict, theirs), daemon=True)
+            args = (rank, size, listening.getsockname()[1], listening if rank == 0 else None, strict, theirs)
+            process = context.Process(target=_work, args=args, daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
+        listening.close()
         try:
             self._collect(size, _START_SECONDS)
         except BaseException:
@@ -133,15 +135,20 @@ class RankPool:
             pipe.close()
 
 
-def _work(rank: int, pool_size: int, port: int, strict: bool, pipe: Connection) -> None:
-    """The life of a worker: it ends when the parent closes the pipe, or dies with it."""
+def _work(
+    rank: int, pool_size: int, port: int, listening: socket.socket | None, strict: bool, pipe: Connection
+) -> None:
+    """The life of a worker: it ends when the parent closes the pipe, or dies with it.
+
+    `listening`: rank 0's, for the store."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent then stops us
     torch.set_num_threads(1)
     schedule_as_batch()  # as `start_distributed` does
     if strict:
         warnings.simplefilter("error")
     seconds = datetime.timedelta(seconds=_COLLECTIVE_SECONDS)
-    store = dist.TCPStore("127.0.0.1", port, pool_size, is_master=rank == 0, timeout=seconds)
+    fd = None if listening is None else listening.detach()
+    store = dist.TCPStore("127.0.0.1", port, pool_size, fd is not None, seconds, master_listen_fd=fd)
     pipe.send((True, None))
     made: ProcessGroups = {}
     current = 0
