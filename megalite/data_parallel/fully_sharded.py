@@ -1,5 +1,6 @@
 """Data parallelism that keeps a part of everything on each rank: parameters, gradients, optimizer state (ZeRO-3)."""
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -16,22 +17,19 @@ from megalite.tensor_parallel.parameter import ShardedParameter
 from megalite.topology.group import DONE, Work
 
 
-def find_units(stages: Mapping[int, torch.nn.Module]) -> list[torch.nn.Module]:
+def find_units(stage: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules that gather their parameters together (a transformer layer, the embedding, the head), in the order of
-    the forward: the children of each stage, and of containers among them their children.
+    the forward: the children of the stage, and of containers among them their children.
 
     Parameters that a stage has in addition to its children make it a unit itself; then no child may have any.
     """
-    units: list[torch.nn.Module] = []
-    for stage in stages.values():
-        modules: list[torch.nn.Module] = []
-        for child in stage.children():
-            containers = isinstance(child, torch.nn.ModuleDict | torch.nn.ModuleList)
-            modules += child.children() if containers else [child]
-        found = [module for module in modules if parameters_of(module)] or [stage]
-        within = {parameter for unit in found for parameter in parameters_of(unit)}
-        assert within == set(parameters_of(stage)), "a stage has parameters outside its units"
-        units += found
+    modules: list[torch.nn.Module] = []
+    for child in stage.children():
+        containers = isinstance(child, torch.nn.ModuleDict | torch.nn.ModuleList)
+        modules += child.children() if containers else [child]
+    units = [module for module in modules if parameters_of(module)] or [stage]
+    within = {parameter for unit in units for parameter in parameters_of(unit)}
+    assert within == set(parameters_of(stage)), "a stage has parameters outside its units"
     return units
 
 
@@ -39,9 +37,10 @@ class FullySharded(DistributedOptimizer):
     """A unit's parameters are in memory while it computes, those of the next one on their way (arXiv 1910.02054, 2304.11277).
 
     Before a unit's forward its buckets are gathered, and the gather of the unit after it is started; what neither needs
-    is freed. The backward does the same in reverse order. So no more than two units are whole at a time, and the last
-    one's backward, like the next microbatch's forward of the first, finds it whole still. Gradients go to their owners
-    as those of a unit are complete, and add up there over microbatches.
+    is freed. The backward does the same in reverse order. After the last unit of a stage comes the first that the
+    program's next computation needs, of whatever stage and microbatch. So no more than two units are whole at a time,
+    and a backward right after its forward finds the last one whole still, like a forward after a backward the first.
+    Gradients go to their owners as those of a unit are complete, and add up there over microbatches.
 
     A parameter that two units use (a tied embedding) is gathered with each; its gradient stays whole from the first of
     its two parts to the second. The first values of a unit are drawn when it is cut: the model is never whole on a rank.
@@ -49,7 +48,7 @@ class FullySharded(DistributedOptimizer):
     Freed memory is that of the buckets' storage, and comes back to the same storage; so what autograd has saved of a
     parameter is right again when the backward reads it.
 
-    Wire: 3·(d-1)/d of the model's bytes a microbatch and rank: two gathers in the model's type, but for what is whole
+    Wire: 3·(d-1)/d of the bytes of a rank's stages a microbatch: two gathers in the model's type, but for what is whole
     still, and the gradients in theirs. A recompute that runs over several layers at once gathers these once more.
     """
 
@@ -58,11 +57,17 @@ class FullySharded(DistributedOptimizer):
 
     def __init__(self, stages: Mapping[int, torch.nn.Module], **common: Any) -> None:
         # Before the buckets and shards are made.
-        self._units = find_units(stages)
+        units = {stage: find_units(module) for stage, module in stages.items()}
+        self._units = [unit for found in units.values() for unit in found]
+        starts = list(itertools.accumulate(map(len, units.values()), initial=0))
+        self._of_stage = {stage: range(*ends) for stage, ends in zip(stages, itertools.pairwise(starts), strict=True)}
+        """Places of a stage's units."""
         self._own: dict[Bucket, torch.Tensor] = {}
         super().__init__(stages, **common)
         self._backward_of: int | None = None
         """The unit in its backward now."""
+        self._announced: int | None = None
+        """The unit that the program's next computation begins with."""
 
     def _make_buckets(self, parameters: Sequence[ShardedParameter]) -> list[Bucket]:
         left, members = set(parameters), []
@@ -100,39 +105,44 @@ class FullySharded(DistributedOptimizer):
             for unit in self._units
         ]
         if self._own:
-            for index, unit in enumerate(self._units):
-                self._watch_unit(index, unit)
+            for stage in self._of_stage.values():
+                for index in stage:
+                    self._watch_unit(index, stage)
 
-    def _watch_unit(self, index: int, module: torch.nn.Module) -> None:
-        module.register_forward_pre_hook(lambda *_: self._before_forward(index))
-        module.register_forward_hook(lambda module, inputs, output: self._after_forward(index, output))
+    def _watch_unit(self, index: int, stage: range) -> None:
+        module = self._units[index]
+        module.register_forward_pre_hook(lambda *_: self._before_forward(index, stage))
+        module.register_forward_hook(lambda module, inputs, output: self._after_forward(index, stage, output))
 
-    def _before_forward(self, index: int) -> None:
+    def _before_forward(self, index: int, stage: range) -> None:
         backward = self._backward_of
         # Else it is recomputed in the backward of unit `backward`, which comes when all units up to that have been.
         forwards = backward is None or index < backward
-        self._hold(index, index + 1 if forwards else index - 1)
-        if backward is None and index > 0 and self._sharded is not None:
+        self._hold(index, index + 1 if forwards else index - 1, stage)
+        if backward is None and index > stage.start and self._sharded is not None:
             self._sharded.collect()  # the first unit's gradients, which have had its forward to go in
 
-    def _after_forward(self, index: int, output: torch.Tensor) -> None:
+    def _after_forward(self, index: int, stage: range, output: torch.Tensor) -> None:
         if output.requires_grad and self._backward_of is None:
-            output.register_hook(lambda grad: self._before_backward(index))
+            output.register_hook(lambda grad: self._before_backward(index, stage))
 
-    def _before_backward(self, index: int) -> None:
+    def _before_backward(self, index: int, stage: range) -> None:
         if self._backward_of is None:
             Variable._execution_engine.queue_callback(self._after_backward)
         self._backward_of = index
-        self._hold(index, index - 1)
+        self._hold(index, index - 1, stage)
 
     def _after_backward(self) -> None:
         self._backward_of = None
 
-    def _hold(self, now: int, ahead: int) -> None:
-        """Have unit `now` whole, `ahead` on its way if there is such a unit, and no other."""
-        wanted = list(self._needs[now])
-        if self._overlap_gather and 0 <= ahead < len(self._units):
-            wanted += self._needs[ahead]
+    def announce(self, stage: int | None, *, backward: bool) -> None:
+        self._announced = None if stage is None else self._of_stage[stage][-1 if backward else 0]
+
+    def _hold(self, now: int, ahead: int, stage: range) -> None:
+        """Have unit `now` whole, `ahead` or what is behind the end of the stage on its way, and no other."""
+        wanted, following = list(self._needs[now]), ahead if ahead in stage else self._announced
+        if self._overlap_gather and following is not None:
+            wanted += self._needs[following]
         self._free(but=wanted)
         self._start_gathers(wanted)
         self._finish_gathers(self._needs[now])
@@ -163,7 +173,7 @@ class FullySharded(DistributedOptimizer):
     # ---- the hooks of a step
 
     def begin_step(self, step: int, *, loss_scale: float = 1.0) -> None:
-        self._backward_of = None
+        self._backward_of = self._announced = None
         self._free()
         super().begin_step(step, loss_scale=loss_scale)
 

@@ -235,6 +235,9 @@ class DataParallelStrategy(ABC):
         if bucket not in self._reducing:
             self._reducing[bucket] = self._reduce(bucket)
 
+    def announce(self, stage: int | None, *, backward: bool) -> None:
+        """Which stage the next computation but one belongs to, for strategies that gather weights ahead."""
+
     def finish_grad_sync(self) -> None:
         """Return with the sums of the owned ranges complete; what is in parts is made whole before it is summed over
         dp."""

@@ -1,6 +1,6 @@
 """`GPTStage`: the part of a GPT that one virtual pipeline stage holds. With one stage it is the whole model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -64,31 +64,34 @@ class Embedding(torch.nn.Module):
 
 
 class Head(torch.nn.Module):
-    """Final norm and the projection to the vocabulary, by its own weight or the word embedding's."""
+    """Final norm and the projection to the vocabulary, by its own weight or the word embedding's.
 
-    def __init__(self, config: ModelConfig, *, factory: ParameterFactory, weight: ShardedParameter) -> None:
+    `further`: the layers that predict further tokens from what the norm gives, by the same projection.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        factory: ParameterFactory,
+        weight: ShardedParameter,
+        further: torch.nn.Module | None = None,
+    ) -> None:
         super().__init__()
         assert config.vocab_size is not None
         self.tp, self.sequence_parallel = factory.tp, factory.sequence_parallel
         self.vocab_size, self.softcap = config.vocab_size, config.final_logit_softcapping
-        self.norm = Norm("final_norm", config, factory=factory)
         self.weight = weight
+        self.further = further
+        self.norm = Norm("final_norm", config, factory=factory)
         self._products = Products(factory.kernel("matmul", config.hidden_size))
         self._cross_entropy = factory.kernel("cross_entropy", config.padded_vocab_size // factory.tp.size)
 
-    def forward(
-        self,
-        x: Tensor,
-        labels: Tensor | None = None,
-        further: Callable[[Tensor, Callable[..., Tensor]], Tensor] | None = None,
-    ) -> Tensor:
-        """[s, b, h] (or split over s) -> logits [s, b, V/tp], or with labels [b, s] the cross-entropy of each token [b, s].
-
-        `further` attaches other losses to the hidden states.
-        """
+    def forward(self, x: Tensor, context: ForwardContext, labels: Tensor | None = None) -> Tensor:
+        """[s, b, h] (or split over s) -> logits [s, b, V/tp], or with labels [b, s] the cross-entropy of each token [b, s]."""
         x = self.norm(x)
-        if further is not None:
-            x = further(x, self._losses)
+        if self.further is not None and context.ahead is not None:
+            x = self.further(x, context, self._losses)
         return self._logits(x) if labels is None else self._losses(x, labels)
 
     def _logits(self, x: Tensor) -> Tensor:
@@ -140,7 +143,6 @@ class GPTStage(torch.nn.Module):
             self.layers[str(index)] = BLOCKS.get(config.block)(
                 index, config, factory=factory, recompute=self.recompute, cp_comm_type=cp_comm_type
             )
-        self.further: Callable[..., Tensor] | None = None
         self.head: Head | None = None
         if has_head:
             if self.embedding is not None:
@@ -148,14 +150,15 @@ class GPTStage(torch.nn.Module):
             if word is None and (config.tie_embeddings or further):
                 uses = further + config.tie_embeddings * (1 + further)
                 word = self._table("embedding.word", tied=True, uses=uses)
+            depths: torch.nn.Module | None = None
             if further:
                 assert word is not None
-                self.further = BRANCHES.get("further")(
+                depths = BRANCHES.get("further")(
                     config, factory=factory, word=word, recompute=self.recompute, cp_comm_type=cp_comm_type
                 )
             head = word if config.tie_embeddings else self._table("head", tied=False, uses=1 + further)
             assert head is not None
-            self.head = Head(config, factory=factory, weight=head)
+            self.head = Head(config, factory=factory, weight=head, further=depths)
         spans = sequence_spans(seq_length, cp_rank=factory.cp.rank, cp_size=factory.cp.size)
         self._positions = torch.cat([torch.arange(*span, device=factory.device) for span in spans])
         self._rope: dict[bool, tuple[Tensor, Tensor]] = {}  # tables of layers with a window, and without
@@ -307,7 +310,4 @@ class GPTStage(torch.nn.Module):
             return x
         if wanted is not None:
             x = x[wanted, torch.arange(x.shape[1], device=x.device)].unsqueeze(0)
-        further = self.further
-        if further is None or context.ahead is None:
-            return self.head(x, labels)
-        return self.head(x, labels, lambda hidden, losses: further(hidden, context, losses))
+        return self.head(x, context, labels)

@@ -90,7 +90,7 @@ def _layout(generator: random.Random) -> Drawn:
         drawn["cp_comm_type"] = "a2a"
     if pp > 1:
         drawn["vpp"] = generator.choice((1, 1, 2, 3))
-    drawn |= _strategy(generator, pp)
+    drawn |= _strategy(generator)
     drawn["optimizer"] = generator.choice(("adam", "adam", "sgd", "lamb", "muon"))
     if drawn["optimizer"] == "sgd":
         drawn |= {"sgd_momentum": 0.8, "sgd_nesterov": generator.random() < 0.5}
@@ -100,9 +100,8 @@ def _layout(generator: random.Random) -> Drawn:
     return drawn
 
 
-def _strategy(generator: random.Random, pp: int) -> Drawn:
-    names = [name for name in EXACT_STRATEGIES if pp == 1 or not STRATEGIES.facts(name).shards_parameters]
-    found: Drawn = {"dp_strategy": generator.choice(names)}
+def _strategy(generator: random.Random) -> Drawn:
+    found: Drawn = {"dp_strategy": generator.choice(EXACT_STRATEGIES)}
     strategy = STRATEGIES.facts(found["dp_strategy"])
     if strategy.has("overlap_param_gather"):
         found["overlap_param_gather"] = generator.random() < 0.5
@@ -215,11 +214,7 @@ def _switches(generator: random.Random, drawn: Drawn) -> Drawn:
     latent = "multi_latent_attention" in drawn
     if found["qk_norm"] and found["normalization"] == "RMSNorm" and not latent and chance(0.5):
         found["qk_norm_all_heads"] = drawn["num_query_groups"] % drawn["tp"] == 0
-    if (
-        found["position_embedding_type"] != "learned_absolute"
-        and drawn["dp_strategy"] != "fully-sharded"
-        and chance(0.2)
-    ):
+    if found["position_embedding_type"] != "learned_absolute" and chance(0.2):
         found |= {"mtp_num_layers": generator.randint(1, 2), "mtp_loss_scaling_factor": 0.4}
     for name, values in _SCORES.items():
         if chance(0.15):

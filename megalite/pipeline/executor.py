@@ -1,5 +1,6 @@
 """The executor: does what a lowered program says, action by action, and knows no schedule by name."""
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -67,6 +68,7 @@ Key = tuple[int, int]
 """(stage, microbatch)"""
 _MESSAGE_OF = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B}
 """What a computation may have to wait for."""
+_FORWARDS = (Kind.F, Kind.R)
 
 
 @dataclass
@@ -115,6 +117,10 @@ class GradientReducer(Protocol):
 
     def start_grad_sync(self, stage: int) -> None:
         """The stage's gradients are final: start reducing what has not been started."""
+
+    def announce(self, stage: int | None, *, backward: bool) -> None:
+        """The weights of this stage are used next but one: in the computation after the one that comes now, a forward or
+        a backward. None: there is no further in this step."""
 
 
 class WeightGradients(Protocol):
@@ -188,6 +194,7 @@ class Executor:
         self._channels = Channels(edges, rank=rank, send_window=program.send_window)
         self._completes = {action.stage: action for action in row if action.kind in (Kind.B, Kind.W)}
         """Of each stage the action after which its gradients are final."""
+        self._following = _following(row)
         self._expected: list[LiveUnits] | None = None
         if check_memory:
             self._expected = [LiveUnits(0, 0, 0)] * len(row) if self._forward_only else live_units(row)
@@ -229,6 +236,11 @@ class Executor:
         receive = None if message is None else step.receiving.pop(action._replace(kind=message), None)
         if receive is not None:
             receive.wait()
+        if self._reducer is not None and action in self._following:
+            following = self._following[action]
+            self._reducer.announce(
+                following and following.stage, backward=following is not None and following.kind not in _FORWARDS
+            )
         if self._tracer is not None:
             self._tracer.start(action)
         self._do[action.kind](action, step)
@@ -321,6 +333,12 @@ class Executor:
         pending = sum(deferred.pending for deferred in self._deferred.values())
         found = LiveUnits(len(step.outputs), len(step.kept_inputs), pending)
         assert found == expected, f"after {action} rank {self._rank} holds {found}; the program says {expected}"
+
+
+def _following(row: Sequence[Action]) -> dict[Action, Action | None]:
+    """After each computation that reads weights, the next that does; a W reads none."""
+    readers = [action for action in row if action.kind in COMPUTE and action.kind is not Kind.W]
+    return dict(itertools.zip_longest(readers, readers[1:]))
 
 
 def _deferred_for(program: Program, rank: int, given: Mapping[int, WeightGradients]) -> dict[int, WeightGradients]:

@@ -18,7 +18,7 @@ from megalite.data_parallel.facts import low_rank_pays, wire_width
 from megalite.models.shapes import ParameterShape
 from megalite.partition.activations import ELEMENT_BYTES
 from megalite.partition.buckets import PlannedBucket, local_size, moment_widths, planned_buckets
-from megalite.partition.memory import gather_counts, units_of
+from megalite.partition.gathers import gather_counts
 from megalite.partition.pipeline import placement_of, plan_stages
 from megalite.partition.stages import StagePlan
 
@@ -55,8 +55,10 @@ def gradient_volumes(
     width = max(4, ELEMENT_BYTES[config.training.precision])
     buckets = planned_buckets(config, plan, stages)
     whole = config.parallel.strategy.shards_parameters
-    gathers = gather_counts(config, units_of(config, buckets), num_microbatches) if whole else {}
-    for bucket in buckets:
+    gathers = [1] * len(buckets)
+    if whole:
+        gathers = list(gather_counts(config, plan.rank, stages, num_microbatches)[plan.stage])
+    for bucket, count in zip(buckets, gathers, strict=True):
         # Where gradients are sharded, what several ranks hold in parts is summed range by range.
         parts = bucket.replicas if whole or config.data_parallel.shard_gradients else 1
         if bucket.partial:
@@ -64,7 +66,7 @@ def gradient_volumes(
         if bucket.tied:
             yield "embedding", "all-reduce", bucket.elements // parts * width
         if bucket.replicas > 1:
-            for operation, size in _exchanges(config, bucket, num_microbatches, gathers.get(bucket, 1)):
+            for operation, size in _exchanges(config, bucket, num_microbatches, count):
                 yield bucket.group, operation, round(size)
 
 

@@ -295,7 +295,12 @@ class Stepper:
             )
             starts = microbatches[microbatch].document_starts if replica.finds_documents else None
             ahead = None
-            if module.further is not None and auxiliary is not None and denominators is not None:
+            if (
+                module.head is not None
+                and module.head.further is not None
+                and auxiliary is not None
+                and denominators is not None
+            ):
                 factor = model.mtp_loss_scaling_factor
                 ahead = further_tokens(microbatches[microbatch], denominators, factor=factor, device=device)
             context = module.context(

@@ -162,8 +162,6 @@ _TABLE = """
 4 --dp-strategy gossip --cp 2 => cp 2 … dp_strategy gossip … leave it out, or use --dp-strategy all-reduce
 2 --dp-strategy async-parameter-server --ep 2 --num-experts 4 TOP1
     => ep 2 … dp_strategy async-parameter-server … leave it out, or use --dp-strategy all-reduce
-4 --dp-strategy fully-sharded --pp 2 --num-layers 4
-    => pp 2 … dp_strategy fully-sharded … leave it out, or use --dp-strategy distributed-optimizer
 2 --dp-strategy async-parameter-server --precision fp16
     => precision fp16 … dp_strategy async-parameter-server … precision bf16
 5 --dp-strategy gossip --gossip-graph one-peer

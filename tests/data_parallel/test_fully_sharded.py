@@ -124,6 +124,6 @@ def test_units_are_children_and_what_containers_hold() -> None:
             self.plain = torch.nn.ReLU()
             self.last = torch.nn.Sequential(run.layers[3], run.layers[4])
 
-    units = find_units({0: Stage()})
+    units = find_units(Stage())
     names = [[parameter.info.spec.name for parameter in parameters_of(unit)] for unit in units]
     assert names == [["0.weight"], ["1.weight"], ["2.weight"], ["3.weight", "4.weight"]]

@@ -88,7 +88,7 @@ def test_loss_and_gradients_are_those_of_the_formula(tied: bool) -> None:
 
 def written_out(stage: GPTStage, batch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Both terms for whole sequences, token by token."""
-    assert stage.embedding is not None and stage.head is not None and isinstance(stage.further, torch.nn.Module)
+    assert stage.embedding is not None and stage.head is not None and isinstance(stage.head.further, torch.nn.Module)
     context, mask = dataclasses.replace(stage.context((0, 1))), batch.loss_mask.double()
     table, head, size = stage.embedding.word.weight, stage.head.weight, 37
 
@@ -105,7 +105,7 @@ def written_out(stage: GPTStage, batch: Microbatch) -> tuple[torch.Tensor, torch
         x = block(x, context)
     hidden = stage.head.norm(x)
     main, terms = loss(hidden, batch.labels, mask), []
-    for k, depth in enumerate(stage.further.depths, start=1):
+    for k, depth in enumerate(stage.head.further.depths, start=1):
         shifted = torch.zeros_like(batch.tokens)
         shifted[:, : S - k + 1] = batch.labels[:, k - 1 :]
         both = torch.cat((depth.embedding_norm(embedded(shifted)), depth.hidden_norm(hidden)), dim=-1)

@@ -135,6 +135,9 @@ class Watched(Rank):
         self.events.append(f"start {stage}")
         self.strategy.start_grad_sync(stage)
 
+    def announce(self, stage: int | None, *, backward: bool) -> None:
+        self.strategy.announce(stage, backward=backward)
+
     def forward(self, stage: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor:
         held = [output for ref in self._outputs if (output := ref()) is not None]
         full = [output for output in held if output.untyped_storage().nbytes() > output.element_size()]

@@ -13,6 +13,7 @@ from tests.support.traffic import counted
 
 SP = {"sequence_parallel": True}
 Z1 = {"dp_strategy": "distributed-optimizer"}
+Z3 = {"dp_strategy": "fully-sharded"}
 MOE = {**LLAMA, "num_experts": 4, "moe_ffn_hidden_size": 16, "moe_aux_loss_coeff": 0.01}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "packed sp": {"tp": 2, "sequence_parallel": True, "micro_batch_size": 2, "packing": "best-fit"},
@@ -29,6 +30,29 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2 zero-2": {"dp": 2, **Z1, "shard_gradients": True},
     "dp2 tp2 sp zero-2": {"dp": 2, "tp": 2, **SP, **Z1, "shard_gradients": True},
     "dp2 pp2 tied zero-2": {"dp": 2, "pp": 2, **Z1, "shard_gradients": True},
+    "dp2 pp2 zero-3": {"dp": 2, "pp": 2, **Z3},
+    "dp2 gpipe, a layer each, zero-3": {"dp": 2, "pp": 4, **Z3, "pipeline_schedule": "gpipe", "num_layers": 4},
+    "dp2 pp2 vpp2 zero-3, by rank": {"dp": 2, "pp": 2, "vpp": 2, **Z3, "reduction_order": "rank"},
+    "dp2 pp2 zero-3, late": {"dp": 2, "pp": 2, **Z3, **LLAMA, "overlap_param_gather": False},
+    "dp2 pp2 zb-v tied zero-3": {"dp": 2, "pp": 2, "vpp": 2, **Z3, "tie_embeddings": True, "pipeline_schedule": "zb-v"},
+    "dp2 pp2 ahead, further tokens, zero-3": {
+        "dp": 2,
+        "pp": 2,
+        **Z3,
+        **LLAMA,
+        "mtp_num_layers": 1,
+        "recompute_granularity": "full",
+        "recompute_ahead": True,
+    },
+    "dp4 ep2 zero-3, further tokens": {
+        "dp": 4,
+        "ep": 2,
+        **LLAMA,
+        **Z3,
+        "num_experts": 4,
+        "moe_ffn_hidden_size": 16,
+        "mtp_num_layers": 2,
+    },
     "dp4 sharded server": {
         "dp": 4,
         "dp_strategy": "sharded-parameter-server",
@@ -126,7 +150,7 @@ def volumes_of_a_step(context: RankContext, world: int, settings: dict[str, Any]
     runner.step()
     with counted() as found:
         runner.step()
-        runner.replica.strategy.wait_for_parameters()
+        runner.replica.strategy.settle()
     return {"pp": runner.replica.topology.pp.rank, "volumes": dict(found)}
 
 

@@ -112,8 +112,6 @@ NETWORK: tuple[Check, ...] = (
             "--position-embedding-type rope": lambda c: (
                 c.mtp_num_layers and c.position_embedding_type == "learned_absolute"
             ),
-            "{mtp_num_layers} does not go with {dp_strategy}, which gathers the head for one product; use dp_strategy "
-            "distributed-optimizer": lambda c: c.mtp_num_layers and c.strategy.shards_parameters,
             "{!mtp_loss_scaling_factor} has no effect without mtp_num_layers; add --mtp-num-layers 1 or remove it": (
                 lambda c: not c.mtp_num_layers
             ),

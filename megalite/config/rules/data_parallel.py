@@ -76,8 +76,6 @@ STRATEGY: tuple[Check, ...] = (
             "remove it": lambda c: c.strategy.weights == "local" and not c.sync_warmup_steps,
             "{?cp|ep} does not go with {dp_strategy}: its ranks step apart; leave it out, or use --dp-strategy "
             "all-reduce": lambda c: c.strategy.weights != "equal",
-            "{?pp|ep} does not go with {dp_strategy}, which gathers every layer for every microbatch; leave it out, or use "
-            "--dp-strategy distributed-optimizer": lambda c: c.strategy.shards_parameters,
             "{etp} does not go with {dp_strategy} and {tp}: experts would have other replicas than the rest; use --etp {=tp}": (
                 lambda c: c.strategy.weights != "equal" and c.num_experts and c.expert_tp != c.tp
             ),

@@ -25,7 +25,7 @@ from megalite.partition.activations import (
     stage_activation_bytes,
 )
 from megalite.partition.buckets import element_bytes, local_size, moment_widths
-from megalite.partition.memory import whole_bytes
+from megalite.partition.gathers import whole_gradient_bytes, whole_parameter_bytes
 from megalite.partition.stages import StagePlan
 from megalite.planner.search.features import Feature, Floats
 from megalite.planner.search.space import RECOMPUTE, STRATEGIES, Shares
@@ -161,12 +161,12 @@ class Sizer:
         config = replace(config, model=replace(model, num_layers=max(layers, 1)))
         if pp == 1:
             alone = _plan(0, layers=layers, embedding=True, head=True)
-            return [0.0, 0.0, 0.0, float(whole_bytes(config, alone, (alone,)))]
+            return [0.0, 0.0, 0.0, _whole_bytes(config, alone, (alone,))]
         plain, first, last = (
             _plan(0, layers=layers, embedding=embedding, head=head, rank=rank)
             for embedding, head, rank in ((False, False, 1), (True, False, 0), (False, True, pp - 1))
         )
-        found = [float(whole_bytes(config, plan, (first, last))) for plan in (plain, first, last)]
+        found = [_whole_bytes(config, plan, (first, last)) for plan in (plain, first, last)]
         return [*found, max(found)]
 
     def _expert_replicas(self, shares: Shares) -> npt.NDArray[np.int64]:
@@ -214,6 +214,10 @@ def _kinds(keys: npt.NDArray[Any]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np
         codes = codes * span + column
     _, index, of_kind = np.unique(codes, return_index=True, return_inverse=True)
     return index, of_kind
+
+
+def _whole_bytes(config: RunConfig, plan: StagePlan, stages: tuple[StagePlan, ...]) -> float:
+    return float(whole_parameter_bytes(config, [plan], stages) + whole_gradient_bytes(config, plan, stages))
 
 
 def _plan(first: int, *, layers: int = 1, embedding: bool = False, head: bool = False, rank: int = 0) -> StagePlan:

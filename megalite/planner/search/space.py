@@ -341,7 +341,6 @@ def _shares(request: Request, pp: int) -> Shares:
     legal &= (parallel == 0) | ((tp > 1) & (s % (tp * cp) == 0))
     if "dp" in request.fixed:
         legal &= np.isin(dp, request.fixed["dp"])
-    legal &= (strategy != STRATEGIES.index("fully-sharded")) | ((ep == 1) & (pp == 1))
     if len(batch_sizes(config)) > 1:  # every batch of a ramp-up or schedule is whole microbatches
         for size in batch_sizes(config):
             legal &= size % np.maximum(dp * micro_batch, 1) == 0

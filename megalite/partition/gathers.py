@@ -1,0 +1,122 @@
+"""Sharded parameters and gradients: what is whole for a while, and how often parameters are gathered."""
+
+import itertools
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from megalite.config.run import RunConfig
+from megalite.models.shapes import needs_copy
+from megalite.partition.activations import ELEMENT_BYTES
+from megalite.partition.buckets import PlannedBucket, planned_buckets
+from megalite.partition.pipeline import schedule_of
+from megalite.partition.stages import StagePlan, shapes_of, shares_embedding
+from megalite.pipeline.ir.actions import COMPUTE, Kind
+
+WORD = "embedding.word.weight"
+
+Unit = tuple[PlannedBucket, ...]
+"""What one module needs."""
+
+
+class Pass(NamedTuple):
+    """A computation that reads the weights of a stage, in the order of the forward or against it."""
+
+    stage: int
+    backward: bool
+
+
+class RankUnits:
+    """fully-sharded: the buckets of a rank's stages, and the units that they are gathered by."""
+
+    def __init__(self, config: RunConfig, plans: Sequence[StagePlan], stages: tuple[StagePlan, ...]) -> None:
+        self.buckets = {plan.stage: planned_buckets(config, plan, stages) for plan in plans}
+        self.units: dict[int, list[Unit]] = {}
+        word = [bucket for own in self.buckets.values() for bucket in own if WORD in bucket.names]
+        for plan in plans:
+            units: dict[str, list[PlannedBucket]] = {}
+            for bucket in reversed(self.buckets[plan.stage]):
+                units.setdefault(bucket.unit, []).append(bucket)
+            both_ends = plan.has_embedding or shares_embedding(stages)
+            if plan.has_head and needs_copy(config.model) and both_ends:
+                units["head"] += word[:1]
+            found = (tuple(bucket for bucket in unit if bucket.replicas > 1) for unit in units.values())
+            self.units[plan.stage] = list(found)
+
+    def path(self, of: Pass) -> list[Unit]:
+        """The units of a computation, in its order."""
+        return self.units[of.stage][:: -1 if of.backward else 1]
+
+
+def gather_counts(
+    config: RunConfig, rank: int, stages: tuple[StagePlan, ...], num_microbatches: int
+) -> Mapping[int, Sequence[int]]:
+    """Stage of a pipeline rank -> how often each of its planned buckets is gathered in a step: what is whole still from
+    the unit before is not gathered again."""
+    held = RankUnits(config, [plan for plan in stages if plan.rank == rank], stages)
+    overlap = config.parallel.overlap_param_gather
+    actions = schedule_of(config, num_microbatches).actions[rank]
+    passes = [
+        Pass(action.stage, action.kind not in (Kind.F, Kind.R))
+        for action in actions
+        if action.kind in COMPUTE and action.kind is not Kind.W
+    ]
+    found: Counter[PlannedBucket] = Counter()
+    for (before, now, after), times in Counter(zip([None, *passes], passes, [*passes[1:], None])).items():
+        path = held.path(now)
+        whole = set() if before is None else {*held.path(before)[-1], *(path[0] if overlap else ())}
+        behind = () if after is None else held.path(after)[0]
+        for unit, following in zip(path, [*path[1:], behind], strict=True):
+            wanted = {*unit, *(following if overlap else ())}
+            for bucket in wanted - whole:
+                found[bucket] += times
+            whole = wanted
+    return {stage: [found[bucket] for bucket in buckets] for stage, buckets in held.buckets.items()}
+
+
+def whole_parameter_bytes(config: RunConfig, plans: Sequence[StagePlan], stages: tuple[StagePlan, ...]) -> int:
+    """At the most, of the gathered parameters of a rank with these stages: two units that follow one another, or one
+    where none is gathered ahead. In a pipeline any of its passes may follow any other."""
+    if not config.parallel.strategy.shards_parameters:
+        return 0
+    held = RankUnits(config, plans, stages)
+    together = [set(unit) for units in held.units.values() for unit in units]
+    if config.parallel.overlap_param_gather:
+        pairs = [pair for units in held.units.values() for pair in itertools.pairwise(units)]
+        if len(stages) > 1 or config.parallel.schedule_name != "1f1b":
+            passes = [Pass(stage, backward) for stage in held.units for backward in (False, True)]
+            pairs += [(held.path(a)[-1], held.path(b)[0]) for a in passes for b in passes]
+        together += [{*first, *second} for first, second in pairs]
+    width = ELEMENT_BYTES[config.training.precision]
+    return width * max(sum(bucket.elements for bucket in unit) for unit in together)
+
+
+def whole_gradient_bytes(config: RunConfig, plan: StagePlan, stages: tuple[StagePlan, ...]) -> int:
+    """Of gradients that come in or are sent, if each bucket is on its way until others need the room, beside the part
+    that a rank keeps."""
+    if not (config.parallel.strategy.shards_parameters or config.data_parallel.shard_gradients):
+        return 0
+    buckets = planned_buckets(config, plan, stages)
+    names = [shape.name for shape in reversed(shapes_of(config, plan))]
+    if needs_copy(config.model) and plan.has_head and plan.has_embedding:
+        names.insert(0, WORD)
+    bucket_of = {name: bucket for bucket in buckets if bucket.replicas > 1 for name in bucket.names}
+    names = [name for name in names if name in bucket_of]
+    missing = Counter(bucket_of[name] for name in names)
+    room = max((bucket.elements * 5 // 4 for bucket in buckets if bucket.replicas > 1), default=0)
+    open_now: set[PlannedBucket] = set()
+    sending: deque[PlannedBucket] = deque()
+    peak = 0
+    for name in names:
+        bucket = bucket_of[name]
+        open_now.add(bucket)
+        # It gets its memory before any that is on its way gives up its own.
+        peak = max(peak, sum(other.elements for other in (*open_now, *sending)))
+        missing[bucket] -= 1
+        if not missing[bucket]:
+            open_now.remove(bucket)
+            while sending and sum(other.elements for other in sending) + bucket.elements > room:
+                sending.popleft()
+            if config.parallel.overlap_grad_reduce:
+                sending.append(bucket)
+    return peak * max(4, ELEMENT_BYTES[config.training.precision])
