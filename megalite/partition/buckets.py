@@ -105,7 +105,7 @@ def planned_buckets(config: RunConfig, plan: StagePlan, stages: tuple[StagePlan,
         return _cut(config, shapes, tied_apart=tied_apart)
     units: dict[str, list[ParameterShape]] = {}
     for shape in shapes:
-        units.setdefault(_unit(config, shape.name), []).append(shape)
+        units.setdefault(_unit(config, plan, shape.name), []).append(shape)
     return [
         bucket
         for unit, members in reversed(units.items())
@@ -113,12 +113,12 @@ def planned_buckets(config: RunConfig, plan: StagePlan, stages: tuple[StagePlan,
     ]
 
 
-def _unit(config: RunConfig, name: str) -> str:
-    """The module that a parameter is gathered with: further tokens' layers belong to the head."""
+def _unit(config: RunConfig, plan: StagePlan, name: str) -> str:
+    """The module that a parameter is gathered with: further tokens' layers and a copy of the embedding are the head's."""
     first, second, *_ = name.split(".")
     if first == "layers" and int(second) < config.model.num_layers:
         return f"layers.{second}"
-    return first if first == "embedding" else "head"
+    return first if first == "embedding" and plan.has_embedding else "head"
 
 
 def _cut(config: RunConfig, shapes: list[ParameterShape], *, tied_apart: bool, unit: str = "") -> list[PlannedBucket]:

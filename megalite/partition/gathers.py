@@ -83,7 +83,7 @@ def whole_parameter_bytes(config: RunConfig, plans: Sequence[StagePlan], stages:
     together = [set(unit) for units in held.units.values() for unit in units]
     if config.parallel.overlap_param_gather:
         pairs = [pair for units in held.units.values() for pair in itertools.pairwise(units)]
-        if len(stages) > 1 or config.parallel.schedule_name != "1f1b":
+        if _in_pipeline(config, stages):
             passes = [Pass(stage, backward) for stage in held.units for backward in (False, True)]
             pairs += [(held.path(a)[-1], held.path(b)[0]) for a in passes for b in passes]
         together += [{*first, *second} for first, second in pairs]
@@ -91,32 +91,49 @@ def whole_parameter_bytes(config: RunConfig, plans: Sequence[StagePlan], stages:
     return width * max(sum(bucket.elements for bucket in unit) for unit in together)
 
 
-def whole_gradient_bytes(config: RunConfig, plan: StagePlan, stages: tuple[StagePlan, ...]) -> int:
-    """Of gradients that come in or are sent, if each bucket is on its way until others need the room, beside the part
-    that a rank keeps."""
+def whole_gradient_bytes(config: RunConfig, plans: Sequence[StagePlan], stages: tuple[StagePlan, ...]) -> int:
+    """Of gradients that come in or are sent on a rank with these stages, beside the parts that it keeps. In a pipeline
+    one backward may follow another at once, of whatever stage, while gradients of the first are still sent."""
     if not (config.parallel.strategy.shards_parameters or config.data_parallel.shard_gradients):
         return 0
-    buckets = planned_buckets(config, plan, stages)
-    names = [shape.name for shape in reversed(shapes_of(config, plan))]
-    if needs_copy(config.model) and plan.has_head and plan.has_embedding:
-        names.insert(0, WORD)
-    bucket_of = {name: bucket for bucket in buckets if bucket.replicas > 1 for name in bucket.names}
-    names = [name for name in names if name in bucket_of]
-    missing = Counter(bucket_of[name] for name in names)
-    room = max((bucket.elements * 5 // 4 for bucket in buckets if bucket.replicas > 1), default=0)
-    open_now: set[PlannedBucket] = set()
+    backwards: list[list[PlannedBucket]] = []
+    room = 0
+    for plan in plans:
+        buckets = [bucket for bucket in planned_buckets(config, plan, stages) if bucket.replicas > 1]
+        names = [shape.name for shape in reversed(shapes_of(config, plan))]
+        if needs_copy(config.model) and plan.has_head and plan.has_embedding:
+            names.insert(0, WORD)
+        bucket_of = {name: bucket for bucket in buckets for name in bucket.names}
+        backwards.append([bucket_of[name] for name in names if name in bucket_of])
+        room = max([room, *(bucket.elements * 5 // 4 for bucket in buckets)])
+    follow = itertools.product(backwards, repeat=2) if _in_pipeline(config, stages) else ((own,) for own in backwards)
+    peak = max(_most_gradients(pair, room, sent_later=config.parallel.overlap_grad_reduce) for pair in follow)
+    return peak * max(4, ELEMENT_BYTES[config.training.precision])
+
+
+def _most_gradients(backwards: Sequence[Sequence[PlannedBucket]], room: int, *, sent_later: bool) -> int:
+    """Elements, if each bucket of these backwards (one for each of its gradients) is sent until others need the room."""
     sending: deque[PlannedBucket] = deque()
     peak = 0
-    for name in names:
-        bucket = bucket_of[name]
-        open_now.add(bucket)
-        # It gets its memory before any that is on its way gives up its own.
-        peak = max(peak, sum(other.elements for other in (*open_now, *sending)))
-        missing[bucket] -= 1
-        if not missing[bucket]:
-            open_now.remove(bucket)
-            while sending and sum(other.elements for other in sending) + bucket.elements > room:
-                sending.popleft()
-            if config.parallel.overlap_grad_reduce:
-                sending.append(bucket)
-    return peak * max(4, ELEMENT_BYTES[config.training.precision])
+    for backward in backwards:
+        missing, open_now = Counter(backward), set[PlannedBucket]()
+        for bucket in backward:
+            if bucket in sending:  # of the last backward: its memory is used again
+                while sending.popleft() is not bucket:
+                    pass
+            open_now.add(bucket)
+            # It gets its memory before any that is on its way gives up its own.
+            peak = max(peak, sum(other.elements for other in (*open_now, *sending)))
+            missing[bucket] -= 1
+            if not missing[bucket]:
+                open_now.remove(bucket)
+                while sending and sum(other.elements for other in sending) + bucket.elements > room:
+                    sending.popleft()
+                if sent_later:
+                    sending.append(bucket)
+    return peak
+
+
+def _in_pipeline(config: RunConfig, stages: tuple[StagePlan, ...]) -> bool:
+    """A pass may follow any other; else a forward and its backward take turns."""
+    return len(stages) > 1 or config.parallel.schedule_name != "1f1b"

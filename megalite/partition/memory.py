@@ -77,9 +77,8 @@ def rank_memory(config: RunConfig, stages: Sequence[StagePlan], activation_bytes
         optimizer_bytes=math.ceil(optimizer),
         activation_bytes=activation_bytes,
         workspace_bytes=whole_parameter_bytes(config, stages, everywhere)
-        + max(
-            recompute_workspace_bytes(config, plan) + whole_gradient_bytes(config, plan, everywhere) for plan in stages
-        ),
+        + whole_gradient_bytes(config, stages, everywhere)
+        + max(recompute_workspace_bytes(config, plan) for plan in stages),
     )
 
 

@@ -20,7 +20,7 @@ from megalite.partition.activations import ELEMENT_BYTES
 from megalite.partition.buckets import PlannedBucket, local_size, moment_widths, planned_buckets
 from megalite.partition.gathers import gather_counts
 from megalite.partition.pipeline import placement_of, plan_stages
-from megalite.partition.stages import StagePlan
+from megalite.partition.stages import StagePlan, shares_embedding
 
 Volume = tuple[str, str, int]  # group, operation, bytes
 
@@ -66,7 +66,9 @@ def gradient_volumes(
         if bucket.tied:
             yield "embedding", "all-reduce", bucket.elements // parts * width
         if bucket.replicas > 1:
-            for operation, size in _exchanges(config, bucket, num_microbatches, count):
+            # A tied embedding on one rank is complete once at each end.
+            pushes = num_microbatches * (2 if bucket.tied and shares_embedding(stages) else 1)
+            for operation, size in _exchanges(config, bucket, pushes, count):
                 yield bucket.group, operation, round(size)
 
 

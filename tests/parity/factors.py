@@ -142,6 +142,7 @@ LOSSES: Settings = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01}
 SELECTIVE: Settings = {"recompute_granularity": "selective"}
 FULL: Settings = {"recompute_granularity": "full"}
 Z1: Settings = {"dp_strategy": "distributed-optimizer"}
+Z3: Settings = {"dp_strategy": "fully-sharded"}
 DOCUMENTS: Settings = {"eod_mask_loss": True, "reset_attention_mask": True}
 
 FACTORS: dict[str, dict[str, Settings]] = {
@@ -160,6 +161,8 @@ FACTORS: dict[str, dict[str, Settings]] = {
         "zero1": Z1,
         "zero2-late": {**Z1, "shard_gradients": True, "overlap_param_gather": False},
         "fused": {"dp_strategy": "fused-all-reduce", "fusion_threshold_mb": 0.02},
+        "zero3": Z3,
+        "zero3-late": {**Z3, "overlap_param_gather": False},
         "server": {"dp_strategy": "sharded-parameter-server", "server_chunk_mb": 0.01},
     },
     "recompute": {

@@ -98,12 +98,16 @@ ZERO: dict[str, dict[str, Any]] = {
         "overlap_grad_reduce": False,
         "tie_embeddings": False,
     },
+    "zero-3 pp2": {**CASES["zero-3"], "pp": 2, "tie_embeddings": False},
+    "zero-3 pp2 vpp2": {**CASES["zero-3"], "pp": 2, "vpp": 2},
+    "zero-3 zb-v": {**CASES["zero-3"], "pp": 2, "vpp": 2, "pipeline_schedule": "zb-v", "overlap_param_gather": False},
 }
 
 
-def whole_at_most(context: RankContext, settings: dict[str, Any]) -> tuple[int, int]:
-    """Most bytes of gathered parameters, and of gradients that are not yet parts, at a time."""
-    runner = Runner(build(context, tiny_config(2, dp=2, hidden_size=64, **settings)))
+def whole_at_most(context: RankContext, settings: dict[str, Any]) -> tuple[int, int, int]:
+    """Pipeline rank; most bytes of gathered parameters, and of gradients that are not yet parts, at a time."""
+    world = 2 * settings.get("pp", 1)
+    runner = Runner(build(context, tiny_config(world, dp=2, hidden_size=64, **settings)))
     runner.step()
     strategy = runner.replica.strategy
     largest = {"data": 0, "grad": 0}
@@ -122,15 +126,20 @@ def whole_at_most(context: RankContext, settings: dict[str, Any]) -> tuple[int, 
             patch.setattr(module, "alloc_storage", noting(module.alloc_storage))
         runner.step()
     strategy.close()
-    return largest["data"], largest["grad"]
+    return runner.replica.topology.pp.rank, largest["data"], largest["grad"]
 
 
 @pytest.mark.parametrize("name", ZERO)
 def test_what_is_whole_for_a_while(name: str) -> None:
-    """Within 2 %: the plan does not know whether a bias or its matrix comes first."""
+    """Within 2 %: the plan does not know whether a bias or its matrix comes first. In a pipeline it may be 3 % too much: a
+    backward may follow another everywhere."""
     settings = ZERO[name]
-    config = tiny_config(2, dp=2, hidden_size=64, **settings)
-    planned = rank_memory(config, plan_stages(config), 0).workspace_bytes
+    world = 2 * settings.get("pp", 1)
+    config = tiny_config(world, dp=2, hidden_size=64, **settings)
     whole = settings["dp_strategy"] == "fully-sharded"
-    for data, grad in run_ranks(2, whole_at_most, settings):
-        assert grad + (data if whole else 0) == pytest.approx(planned, rel=0.02)
+    for rank, data, grad in run_ranks(world, whole_at_most, settings):
+        plans = [plan for plan in plan_stages(config) if plan.rank == rank]
+        planned = rank_memory(config, plans, 0).workspace_bytes
+        found = grad + (data if whole else 0)
+        assert 0.97 * planned < found < 1.02 * planned
+        assert world > 2 or found == pytest.approx(planned, rel=0.02)

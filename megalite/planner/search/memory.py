@@ -217,7 +217,7 @@ def _kinds(keys: npt.NDArray[Any]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np
 
 
 def _whole_bytes(config: RunConfig, plan: StagePlan, stages: tuple[StagePlan, ...]) -> float:
-    return float(whole_parameter_bytes(config, [plan], stages) + whole_gradient_bytes(config, plan, stages))
+    return float(whole_parameter_bytes(config, [plan], stages) + whole_gradient_bytes(config, [plan], stages))
 
 
 def _plan(first: int, *, layers: int = 1, embedding: bool = False, head: bool = False, rank: int = 0) -> StagePlan:
