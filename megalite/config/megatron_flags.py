@@ -51,6 +51,7 @@ _ALREADY_SO: Mapping[str, str] = {
         "--overlap-param-gather-with-optimizer-step"
     ),
     "sends and receives are asynchronous": "--overlap-p2p-communication --overlap-p2p-communication-warmup-flush",
+    "shared experts compute while rows are exchanged": "--moe-shared-expert-overlap",
     "samples are read once an epoch, in the order that --seed and --data-order give": "--dataloader-type=single",
     "token files are memory-mapped .bin/.idx pairs": "--data-impl=mmap",
     "no attention mask is made: attention is causal by itself": "--no-create-attention-mask-in-dataloader",
@@ -136,7 +137,7 @@ _NO_EFFECT: Mapping[str, str] = {
         "--tp-comm-bootstrap-backend= --overlap-moe-expert-parallel-comm --delay-wgrad-compute "
         "--overlap-dispatch-backward-with-experts-wgrad --ep-overlap-early-attn-memory-release "
         "--use-ring-exchange-p2p --defer-embedding-wgrad-compute --wgrad-deferral-limit= --delay-grad-reduce "
-        "--moe-shared-expert-overlap --high-priority-a2a-comm-stream --hierarchical-context-parallel-sizes=*"
+        "--high-priority-a2a-comm-stream --hierarchical-context-parallel-sizes=*"
     ),
     "buffers and transports of communication": (
         "--use-nccl-ub --disable-symmetric-registration --gtp-remat-nccl-ub --gtp-expert-remat-nccl-ub "

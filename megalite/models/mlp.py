@@ -69,10 +69,17 @@ class MLP(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h]. Collectives: those of the two linear layers."""
-        inner: tuple[Tensor, ...] = (self.up(x, add_bias=not self.fuses_bias),)
-        if self.fuses_bias:
-            assert self.up.bias is not None
-            inner += (self.up.bias,)
+        return self.second_half(self.first_half(x))
+
+    def first_half(self, x: Tensor) -> tuple[Tensor, ...]:
+        """What the activation takes. Collectives: those of `up`."""
+        if not self.fuses_bias:
+            return (self.up(x),)
+        assert self.up.bias is not None
+        return self.up(x, add_bias=False), self.up.bias
+
+    def second_half(self, inner: tuple[Tensor, ...]) -> Tensor:
+        """The output. Collectives: those of `down`."""
         active = self.activation(*inner)
         if not self.recompute_activation:
             return self.down(active)

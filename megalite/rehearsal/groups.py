@@ -129,13 +129,13 @@ class RehearsedGroup(Group):
     def reduce_scatter_async(self, output: Tensor, tensor: Tensor) -> Work:
         return self._record("reduce_scatter", tensor)
 
-    def all_to_all(
+    def all_to_all_async(
         self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
-    ) -> None:
+    ) -> Work:
         values = self._values(tensor)
         if values is not None:
             self._give(output, values)
-        self._record(UNEVEN, tensor).wait()
+        return self._record(UNEVEN, tensor)
 
     def all_to_all_equal_async(self, output: Tensor, tensor: Tensor) -> Work:
         return self._record("all_to_all", tensor)

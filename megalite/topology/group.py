@@ -163,11 +163,17 @@ class Group:
             output_splits: rows that come from each rank; each may be 0.
             input_splits: rows that go to each rank.
         """
+        self.all_to_all_async(output, tensor, output_splits, input_splits).wait()
+
+    def all_to_all_async(
+        self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+    ) -> Work:
+        """`all_to_all` under way; neither may be touched before `wait()`."""
         if self.size == 1:
             output.copy_(tensor)
-            return
+            return DONE
         splits = list(output_splits), list(input_splits)
-        self._start("all_to_all", 0, dist.all_to_all_single, output, tensor, *splits).wait()
+        return self._start("all_to_all", 0, dist.all_to_all_single, output, tensor, *splits)
 
     def all_to_all_equal(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """Part i of `tensor` [size, ...] goes to rank i; `output` [size, ...] gets part i from rank i."""

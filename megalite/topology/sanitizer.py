@@ -141,6 +141,15 @@ class SanitizedGroup(Group):
         work = super().reduce_scatter_async(result, tensor.clone())
         return self._guard("reduce_scatter", work, [(output, result)], [tensor])
 
+    def all_to_all_async(
+        self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+    ) -> Work:
+        if self.size == 1:
+            return super().all_to_all_async(output, tensor, output_splits, input_splits)
+        result = torch.empty_like(output)
+        work = super().all_to_all_async(result, tensor.clone(), output_splits, input_splits)
+        return self._guard("all_to_all of uneven parts", work, [(output, result)], [tensor])
+
     def all_to_all_equal_async(self, output: Tensor, tensor: Tensor) -> Work:
         if self.size == 1:
             return super().all_to_all_equal_async(output, tensor)

@@ -11,6 +11,7 @@ from megalite.models.context import AuxiliaryLosses, ForwardContext
 from megalite.models.moe.layer import MoELayer
 from megalite.models.recompute import Recompute
 from megalite.tensor_parallel.parameter import ParameterFactory
+from megalite.topology.group import Group, Work
 from megalite.topology.topology import Topology
 from tests.models.moe_reference import draw, expected
 from tests.models.test_moe import AUX, GATED, NAME, SHARED, TIGHT, H, Z, build, config_of, leaves
@@ -45,10 +46,7 @@ def zigzag(topology: Topology) -> Tensor:
     return torch.cat((chunks[topology.cp.rank], chunks[2 * topology.cp.size - 1 - topology.cp.rank]))
 
 
-def run_layer(
-    topology: Topology, index: int, *, sequence_parallel: bool, lonely: bool, recompute: str | None
-) -> dict[str, Any]:
-    """One microbatch, all of this rank's sequences: output, gradients (summed as the strategies do) and losses."""
+def make_layer(topology: Topology, index: int, *, sequence_parallel: bool, recompute: str | None) -> MoELayer:
     factory = ParameterFactory(
         tp=topology.tp,
         cp=topology.cp,
@@ -62,7 +60,14 @@ def run_layer(
     )
     modules = frozenset({recompute}) if recompute else frozenset()
     plan = Recompute(granularity="selective" if recompute else "none", modules=modules)
-    layer = MoELayer(NAME, config_at(index), factory=factory, recompute=plan)
+    return MoELayer(NAME, config_at(index), factory=factory, recompute=plan)
+
+
+def run_layer(
+    topology: Topology, index: int, *, sequence_parallel: bool, lonely: bool, recompute: str | None
+) -> dict[str, Any]:
+    """One microbatch, all of this rank's sequences: output, gradients (summed as the strategies do) and losses."""
+    layer = make_layer(topology, index, sequence_parallel=sequence_parallel, recompute=recompute)
     if lonely:
         set_lonely(layer)
     positions = zigzag(topology)
@@ -174,3 +179,43 @@ def test_recompute_across_ranks(recompute: str) -> None:
         found = run_ranks(4, on_rank, axes, options, [0, 1])
         for index in (0, 1):
             check([rank[index] for rank in found], index, False)
+
+
+def test_the_shared_expert_computes_while_rows_are_exchanged() -> None:
+    forward, backward = (
+        ["start", "up", "wait", "start", "down", "wait"],
+        ["start", "down", "wait", "start", "up", "wait"],
+    )
+    assert run_ranks(2, events_of_a_layer) == [forward + backward] * 2
+
+
+def events_of_a_layer(context: RankContext) -> list[str]:
+    """Exchanges of rows, and the shared expert's two layers, forwards and backwards."""
+    topology = context.topology(dp=2, ep=2)
+    events: list[str] = []
+    start = Group.all_to_all_async
+
+    class Noted:
+        def __init__(self, work: Work) -> None:
+            self.work = work
+            events.append("start")
+
+        def wait(self) -> None:
+            events.append("wait")
+            self.work.wait()
+
+    def noted(group: Group, output: Tensor, tensor: Tensor, *splits: list[int]) -> Work:
+        work = start(group, output, tensor, *splits)
+        return Noted(work) if tensor.dim() == 2 else work  # else how many rows will come
+
+    layer = make_layer(topology, 0, sequence_parallel=False, recompute=None)
+    assert layer.shared is not None
+    for name, module in (("up", layer.shared.up), ("down", layer.shared.down)):
+        module.register_forward_pre_hook(lambda *_, name=name: events.append(name))
+        module.register_full_backward_pre_hook(lambda *_, name=name: events.append(name))
+    x, positions = draw(1, S, 2, H).requires_grad_(), torch.arange(S)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Group, "all_to_all_async", noted)
+        context_of = ForwardContext(seq_length=S, positions=positions, position_ids=positions)
+        layer(x, context_of).sum().backward()
+    return events

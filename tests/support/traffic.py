@@ -15,7 +15,7 @@ COUNTED = {
     "all_reduce_async": ("all-reduce", 0),
     "all_gather_async": ("all-gather", 0),
     "reduce_scatter_async": ("reduce-scatter", 1),
-    "all_to_all": ("all-to-all", 1),
+    "all_to_all_async": ("all-to-all", 1),
     "all_to_all_equal_async": ("all-to-all", 1),
     "rotate_async": ("send", 0),
     "send_async": ("send", 0),

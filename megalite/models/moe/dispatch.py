@@ -7,6 +7,7 @@ its ranks. The way back mirrors this, and the home rank adds up each token's k o
 All sums have a fixed order: over the k choices of a token, and over the ranks of expert_tp in rank order.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from megalite.models.moe.router import Routing
 from megalite.topology.conjugate import Half, conjugate
-from megalite.topology.group import Group
+from megalite.topology.group import Group, Work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,26 +68,33 @@ def plan_route(routing: Routing, *, experts: int, ep: Group, expert_tp: Group) -
     )
 
 
-def send_to_experts(x: Tensor, route: Route, *, topk: int, ep: Group, expert_tp: Group) -> Tensor:
+def send_to_experts(
+    x: Tensor, route: Route, *, topk: int, ep: Group, expert_tp: Group, meanwhile: Callable[[], None]
+) -> Tensor:
     """Tokens [n, h] -> the rows of this rank's experts [Σ counts, h], by expert.
+
+    Args:
+        meanwhile: called while the rows are on their way; its backward runs while their gradients are.
 
     Collectives: all-to-all over ep, all-gather of unequal parts over expert_tp / reduce-scatter over expert_tp,
     all-to-all over ep.
     """
     rows = _TakeTokens.apply(x, route.pairs, topk)
-    if ep.size > 1:
-        rows = _all_to_all(rows, route.received, route.sent, ep)
+    rows = _all_to_all(rows, route.received, route.sent, ep, meanwhile)
     if expert_tp.size > 1:  # gradients of one row are summed over ranks
         gather, reduce = _of_unequal_parts(route.gathered, expert_tp)
         rows = conjugate(rows, gather, reduce)
     return rows if route.by_expert is None else _Reorder.apply(rows, route.by_expert, False)
 
 
-def return_to_tokens(rows: Tensor, route: Route, weights: Tensor, *, ep: Group, expert_tp: Group) -> Tensor:
+def return_to_tokens(
+    rows: Tensor, route: Route, weights: Tensor, *, ep: Group, expert_tp: Group, meanwhile: Callable[[], None]
+) -> Tensor:
     """Outputs of this rank's experts [Σ counts, h] (partial sums over expert_tp) -> Σ_k weight·output of tokens [n, h].
 
     Args:
         weights: [n, k]; dropped pairs count as zero.
+        meanwhile: see `send_to_experts`.
 
     Collectives: reduce-scatter of unequal parts over expert_tp, all-to-all over ep / all-to-all over ep, all-gather
     over expert_tp.
@@ -95,8 +103,7 @@ def return_to_tokens(rows: Tensor, route: Route, weights: Tensor, *, ep: Group, 
     if expert_tp.size > 1:
         gather, reduce = _of_unequal_parts(route.gathered, expert_tp)
         rows = conjugate(rows, reduce, gather)
-    if ep.size > 1:
-        rows = _all_to_all(rows, route.sent, route.received, ep)
+    rows = _all_to_all(rows, route.sent, route.received, ep, meanwhile)
     return _Combine.apply(rows, weights, route.pairs)
 
 
@@ -165,11 +172,40 @@ def _reordered(rows: Tensor, order: Tensor, back: bool) -> Tensor:
     return output
 
 
-def _all_to_all(rows: Tensor, received: list[int], sent: list[int], group: Group) -> Tensor:
-    """Rows to the ranks of a group; the gradient takes the same way back."""
-    return conjugate(
-        rows, lambda x: _exchanged(x, received, sent, group), lambda grad: _exchanged(grad, sent, received, group)
-    )
+def _all_to_all(
+    rows: Tensor, received: list[int], sent: list[int], group: Group, meanwhile: Callable[[], None]
+) -> Tensor:
+    """Rows to the ranks of a group; the gradient takes the same way back, started where the forward has waited.
+
+    autograd runs what the forward did last first: between the two halves, the backward of `meanwhile`.
+    """
+    if group.size == 1:
+        meanwhile()
+        return rows
+    under_way: list[tuple[Work, Tensor, Tensor]] = []
+
+    def start(x: Tensor, received: list[int], sent: list[int]) -> Tensor:
+        output, x = x.new_empty(sum(received), x.shape[1]), x.contiguous()
+        # The input must live until the wait.
+        under_way.append((group.all_to_all_async(output, x, received, sent), x, output))
+        return output
+
+    def finish() -> Tensor:
+        work, _, output = under_way.pop()
+        work.wait()
+        return output
+
+    def wait(output: Tensor) -> Tensor:
+        finish()
+        return output
+
+    def start_back(grad: Tensor) -> Tensor:
+        start(grad, sent, received)
+        return grad  # stands for what comes, which has another shape
+
+    output = conjugate(rows, lambda x: start(x, received, sent), lambda _: finish())
+    meanwhile()
+    return conjugate(output, wait, start_back)
 
 
 def _exchanged(rows: Tensor, received: list[int], sent: list[int], group: Group) -> Tensor:

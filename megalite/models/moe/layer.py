@@ -115,7 +115,8 @@ class MoELayer(torch.nn.Module):
     """y = Σ_{k chosen experts e} weight_e(x)·expert_e(x) + shared(x) (arXiv 1701.06538, 2006.16668, 2401.06066).
 
     Tokens are always split over tp here, with sequence parallelism or without, so that no token is sent twice.
-    The shared expert is an ordinary MLP that every token goes through, its output times sigmoid(x·gᵀ) with a gate.
+    The shared expert is an ordinary MLP that every token goes through, its output times sigmoid(x·gᵀ) with a gate. It
+    computes while rows are exchanged over ep, forwards and backwards.
     """
 
     def __init__(self, name: str, config: ModelConfig, *, factory: ParameterFactory, recompute: Recompute) -> None:
@@ -148,27 +149,55 @@ class MoELayer(torch.nn.Module):
         return self._forward(x, context)
 
     def _forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        shared = None if self.shared is None else _SharedPass(x, self.shared, self.gate)
         if context.generating:
             # Every rank takes all tokens through its part of each expert: of a next token there is nothing to split.
             assert self.ep.size == 1 and self.expert_tp.size == self.tp.size and not self.sequence_parallel
-            y = self._routed(x, context.positions, context, Group.solo("ep"), Group.solo("expert-tp"))
+            y = self._routed(x, context.positions, context, Group.solo("ep"), Group.solo("expert-tp"), shared)
             y = reduce_from_tensor_parallel_region(y, tp=self.expert_tp)
         else:
             split = Group.solo("tp") if self.sequence_parallel else self.tp
             tokens = scatter_to_sequence_parallel_region(x, tp=split)
             positions = context.positions.tensor_split(self.tp.size)[self.tp.rank]
-            y = self._routed(tokens, positions, context, self.ep, self.expert_tp)
+            y = self._routed(tokens, positions, context, self.ep, self.expert_tp, shared)
             y = replicate_from_sequence_parallel_region(y, tp=split)
-        if self.shared is None:
-            return y
-        if self.gate is None:
-            return y + self.shared(x)
-        return y + self.shared(x) * self.gate(x)
+        return y if shared is None else y + shared.output()
 
-    def _routed(self, x: Tensor, positions: Tensor, context: ForwardContext, ep: Group, expert_tp: Group) -> Tensor:
+    def _routed(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        context: ForwardContext,
+        ep: Group,
+        expert_tp: Group,
+        shared: "_SharedPass | None",
+    ) -> Tensor:
         routing = self.router(x, positions, context)
         route = plan_route(routing, experts=self.num_experts, ep=ep, expert_tp=expert_tp)
-        rows = send_to_experts(x.flatten(0, 1), route, topk=self.topk, ep=ep, expert_tp=expert_tp)
+        meanwhile = (lambda: None) if shared is None else shared.advance
+        rows = send_to_experts(x.flatten(0, 1), route, topk=self.topk, ep=ep, expert_tp=expert_tp, meanwhile=meanwhile)
         rows = self.experts(rows, route.counts)
         weights = routing.weights.flatten(0, 1)
-        return return_to_tokens(rows, route, weights, ep=ep, expert_tp=expert_tp).view(x.shape)
+        y = return_to_tokens(rows, route, weights, ep=ep, expert_tp=expert_tp, meanwhile=meanwhile)
+        return y.view(x.shape)
+
+
+class _SharedPass:
+    """The shared expert on x, one half of it under each of the two exchanges of rows."""
+
+    def __init__(self, x: Tensor, mlp: MLP, gate: SharedGate | None) -> None:
+        self._x, self._mlp, self._gate = x, mlp, gate
+        self._inner: tuple[Tensor, ...] = ()
+        self._output: Tensor | None = None
+
+    def advance(self) -> None:
+        if not self._inner:
+            self._inner = self._mlp.first_half(self._x)
+            return
+        y = self._mlp.second_half(self._inner)
+        self._output = y if self._gate is None else y * self._gate(self._x)
+
+    def output(self) -> Tensor:
+        """Once both halves have been computed."""
+        assert self._output is not None
+        return self._output

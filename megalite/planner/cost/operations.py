@@ -268,6 +268,16 @@ def experts(price: Pricing) -> tuple[Piece, Piece, Piece]:
     return products, activation(price, rows * work.expert_tp, width), Piece(way, way, Parts())
 
 
+def under_shared_expert(price: Pricing, exchange: Piece, products: Piece) -> Piece:
+    """What the exchange of rows takes less, since the shared expert's products run beside it."""
+
+    def less(way: Parts, product: Parts) -> Parts:
+        return Parts(expert=-np.minimum(way.expert, product.gemm)) * float(price.cluster.accelerator.asynchronous)
+
+    backward = products.input_gradient + products.weight_gradient
+    return Piece(less(exchange.forward, products.forward), less(exchange.input_gradient, backward), Parts())
+
+
 def embedding(price: Pricing) -> Piece:
     """A lookup of rows, dropout, and their sum over tensor parallelism."""
     work = price.work

@@ -78,6 +78,7 @@ def layer_parts(price: operations.Pricing, *, moe: bool = False) -> tuple[operat
         if np.any(np.asarray(work.shared_ffn) > 0):
             products, nonlinearity = operations.dense_mlp(price, work.shared_ffn)
             communication = price.block_communication(products.weight_gradient)
+            communication = communication + operations.under_shared_expert(price, exchange, products)
             total = total + products + nonlinearity + communication
             feed_forward = feed_forward + products.forward + nonlinearity.forward + communication.forward
         again, whole = feed_forward * work.recompute_moe, total.forward
