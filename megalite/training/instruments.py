@@ -19,7 +19,7 @@ from megalite.topology.topology import Topology
 from megalite.training.goodput import FAILED, FINISHED, STOPPED, SessionLog
 from megalite.training.memory import memory_now, peak_memory_bytes
 from megalite.training.replica import Replica
-from megalite.training.trace import PHASES, PhaseClock, StepProfiler, Together, TraceWriter
+from megalite.training.trace import PHASES, PhaseClock, StepProfiler, TraceWriter
 
 _EACH_STEP = ("forward", "backward", "reduce", "optimizer", "data_wait", "other")
 """In ms a step; the others, which come now and then, in seconds of the interval."""
@@ -185,7 +185,7 @@ class Instruments:
         if logging.trace:
             assert logging.run_dir is not None, "validate() asks for it"
             steps = [step + traced for traced in logging.trace_steps]
-            self.traces = TraceWriter(topology, steps=steps, folder=Path(logging.run_dir), log=log)
+            self.traces = TraceWriter(self.clock, topology, steps=steps, folder=Path(logging.run_dir), log=log)
         if logging.timing_log_level:
             self._timings = Timings(
                 self.clock, topology, apart=apart, threshold=logging.straggler_threshold, tell=logging.log_phases
@@ -206,10 +206,7 @@ class Instruments:
     @property
     def tracer(self) -> Tracer | None:
         """What the executor reports its computations to."""
-        timer: Tracer | None = None if self.traces is None else self.traces.timer
-        if not self._times:
-            return timer
-        return self.clock if timer is None else Together(self.clock, timer)
+        return self.clock if self._times or self.traces is not None else None
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Around what a step does beside its program."""
