@@ -1,7 +1,6 @@
 """One command line for all commands: a table of flags makes the help and reads the words.
 
-argparse reports one mistake at a time; here, as for the settings of training, one answer names all that is wrong.
-"""
+argparse reports one mistake at a time; here, as for the settings of training, one answer names all that is wrong."""
 
 import importlib
 import math
@@ -30,8 +29,7 @@ _FLAG = re.compile(r"--?[A-Za-z][^\s=]*(=.*)?", re.DOTALL)
 class Flag:
     """A flag as the help has it, `--name VALUE`, or without dashes an argument that has a place, `name VALUE`.
 
-    `VALUE ...` is one or more values, which make a list, `[VALUE ...]` any number, `[VALUE]` at most one.
-    """
+    `VALUE ...` is one or more values, which make a list, `[VALUE ...]` any number, `[VALUE]` at most one."""
 
     form: str
     help: str = ""  # empty: not shown
@@ -105,30 +103,22 @@ class Command:
     """A command, called with its words; returns the exit status."""
 
     name: str
-    summary: str = ""
-    """In the list of the commands."""
+    summary: str = ""  # in the list of the commands
     about: str = ""
     flags: Sequence[Flag] = ()
-    run: str = ""
-    """`module:function`, imported when the words have been read; gets what they say."""
+    run: str = ""  # `module:function`, imported when the words have been read; gets what they say
     examples: Sequence[str] = ()
     notes: str = ""
-    commands: "Mapping[str, Command]" = field(default_factory=dict)
-    """That it is divided into."""
-    exclusive: Sequence[Sequence[str]] = ()
-    """Flags of which one may be given."""
-    one_needed: bool = False
-    """One of each `exclusive` must be given."""
+    commands: "Mapping[str, Command]" = field(default_factory=dict)  # that it is divided into
+    exclusive: Sequence[Sequence[str]] = ()  # flags of which one may be given
+    one_needed: bool = False  # one of each `exclusive` must be given
     settings: Sequence[str] | None = None
     """It takes the flags of training too, behind these: `invocation` has what they say."""
-    reads: bool = True
-    """False: `run` gets the words."""
+    reads: bool = True  # False: `run` gets the words
     foreign: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """Flag of another program's command line -> what to do instead, and a pattern of the values that change nothing."""
-    bare: int | None = None
-    """Exit status without words: then the help is shown."""
-    lasting: bool = False
-    """See `guarded`."""
+    bare: int | None = None  # exit status without words: then the help is shown
+    lasting: bool = False  # see `guarded`
 
     def __call__(self, argv: Sequence[str] | None = None) -> int:
         with guarded(self.name, argv, lasting=self.lasting) as end:
@@ -163,11 +153,8 @@ class Command:
         raise error
 
     def parse(self, words: Sequence[str]) -> Namespace:
-        """What the words say: a value for each flag, its default where it is not given.
-
-        Raises:
-            ConfigError: everything that is wrong with them, in one.
-        """
+        """What the words say: a value for each flag, its default where it is not given. Raises ConfigError: everything
+        that is wrong with them, in one."""
         if IMPORT.name in self.spellings:  # what values may be depends on them
             import_modules(_imports(deque(words)))
         reading = _Reading(self)

@@ -18,14 +18,11 @@ from megalite.doctor.host import Finding, worst
 from megalite.topology.layout import ParallelLayout
 from megalite.topology.topology import Launch, Topology, start_distributed, stop_distributed
 
-HEALTHY, SICK = 0, 1
-"""Exit statuses: no error was found, or one was."""
+HEALTHY, SICK = 0, 1  # exit statuses: no error was found, or one was
 
 _SHARE_OF_PRODUCTS = 0.2
-_MOST_RANKS = 4
-"""That are started on a CPU."""
-_JOB_MINUTES = 2.0
-"""Until a collective of a job is given up."""
+_MOST_RANKS = 4  # that are started on a CPU
+_JOB_MINUTES = 2.0  # until a collective of a job is given up
 
 main = DOCTOR
 

@@ -9,11 +9,9 @@ from megalite.conversion.formats import FORMATS, TRANSFORMER_IMPLEMENTATIONS
 from megalite.tokenizers.tiktoken_encodings import PATTERNS
 
 DEFAULT_SHARD = "5GB"
-VERIFIED_BELOW = 200_000_000
-"""Parameters of a model that is verified unless --no-verify says otherwise."""
+VERIFIED_BELOW = 200_000_000  # parameters of a model that is verified unless --no-verify says otherwise
 DOCUMENT_MB = 8
-SHOWN_TOKENS = 64
-"""Of a document, by default."""
+SHOWN_TOKENS = 64  # of a document, by default
 
 FORMS = ("file", "line", "paragraph")
 BYTE_LEVEL = "byte-level-bpe"

@@ -46,11 +46,8 @@ def escape_unprintable() -> None:
 
 
 def flush_stdout() -> None:
-    """Hand over what is printed; a reader that has gone is no error.
-
-    Raises:
-        OSError: it cannot be written, on a full disk say; nothing of it is then tried again.
-    """
+    """Hand over what is printed; a reader that has gone is no error. Raises OSError: it cannot be written, on a full
+    disk say; nothing of it is then tried again."""
     if sys.stdout is None:
         return
     try:

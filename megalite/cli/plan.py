@@ -36,8 +36,7 @@ from megalite.planner.search.space import (
     request_for,
 )
 
-_WIDTH = 160
-"""Of a timeline where there is no terminal."""
+_WIDTH = 160  # of a timeline where there is no terminal
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 main = PLAN

@@ -29,20 +29,15 @@ from megalite.topology.topology import Launch, ProcessGroups, Topology, start_di
 
 LEAST_SECONDS = 1.0
 
-_BASE_STACK = "fused"
-"""What megalite itself runs: flash attention, gradients summed during the last backward."""
+_BASE_STACK = "fused"  # what megalite itself runs: flash attention, gradients summed during the last backward
 
 
 main = PROFILE
 
 
 def run(flags: Namespace, *, launch: Launch | None = None, made: ProcessGroups | None = None) -> int:
-    """Measure and write. Every rank calls it at the same time; rank 0 prints and writes.
-
-    Args:
-        launch: of a job that has been joined already; default: what torchrun says.
-        made: process groups to re-use, as for `Topology.create`.
-    """
+    """Measure and write. Every rank calls it at the same time; rank 0 prints and writes. `launch`: of a job that has
+    been joined already; default: what torchrun says. `made`: process groups to re-use, as for `Topology.create`."""
     joined = launch is not None
     launch = launch or Launch.from_environment()
     device = launch.device(flags.device)

@@ -10,16 +10,12 @@ from megalite.profiling.operations import MemoryTime
 from megalite.profiling.run import Measurements
 from megalite.profiling.timing import Timing
 
-NOISY = 0.25
-"""Spread above which a row is marked."""
+NOISY = 0.25  # spread above which a row is marked
 
 
 def format_profile(measured: Measurements, fitted: Fitted, stack: SoftwareStack, nominal: Cluster | None) -> str:
-    """Tables of what was measured, then the constants that came of it.
-
-    Args:
-        nominal: the cluster with the vendor's figures of this accelerator, if there is one.
-    """
+    """Tables of what was measured, then the constants that came of it. `nominal`: the cluster with the vendor's figures
+    of this accelerator, if there is one."""
     parts = [
         _gemms(measured, nominal),
         _attention(measured),

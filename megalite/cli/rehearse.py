@@ -22,8 +22,7 @@ from megalite.rehearsal.run import Rehearsal, rehearse
 from megalite.rehearsal.world import check, rehearse_world
 
 FAULTY = 1
-_SHOWN = 12
-"""Lines of a list."""
+_SHOWN = 12  # lines of a list
 
 main = REHEARSE
 

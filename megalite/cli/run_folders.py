@@ -17,30 +17,24 @@ from megalite.training.sinks import parse_record
 
 METRICS = "metrics.jsonl"
 _NO_RUNS_BELOW = {"checkpoints", "tensorboard", "profile", "wandb"}
-_SPEED_OVER = 20
-"""Last steps of which the mean speed is shown."""
+_SPEED_OVER = 20  # last steps of which the mean speed is shown
 
 Curve = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFolder:
-    name: str
-    """Its folder, below the one that was asked for."""
-    status: str
-    """`running`, `finished`, `stopped`, `failed`, `killed`, `silent for ...` on another host, or `unknown`."""
-    started: float | None
-    """Time of day of its first start."""
+    name: str  # its folder, below the one that was asked for
+    status: str  # `running`, `finished`, `stopped`, `failed`, `killed`, `silent for ...` on another host, or `unknown`
+    started: float | None  # time of day of its first start
     starts: int
     ranks: int | None
     layout: str
     step: int
     total_steps: int | None
-    loss: float | None
-    """Of the last step."""
+    loss: float | None  # of the last step
     valid_loss: float | None
-    tokens_per_second: float | None
-    """Over the last steps."""
+    tokens_per_second: float | None  # over the last steps
     goodput: float | None
     losses: Curve
     valid_losses: Curve

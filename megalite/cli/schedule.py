@@ -24,14 +24,11 @@ from megalite.pipeline.ir.schedule import Schedule
 from megalite.pipeline.ir.svg import Panel, draw_svg
 from megalite.planner.page import Row, Section, Table, page
 
-_WIDTH = 240
-"""Of the grid where there is no terminal."""
-_SECONDS_OF_NO_UNIT = 1e-3
-"""In a trace, a unit that has no name is a millisecond."""
+_WIDTH = 240  # of the grid where there is no terminal
+_SECONDS_OF_NO_UNIT = 1e-3  # in a trace, a unit that has no name is a millisecond
 _OF_SIZES = ("schedule", "pp", "vpp", "microbatches", "group", "warm_up", "recompute_ahead", "forward_only")
 """Flags that say what to build: a CSV file has said all of it."""
-_OF_ONE = ("schedule", "forward_only", "write_csv", "lowered")
-"""Flags that a comparison has no use for."""
+_OF_ONE = ("schedule", "forward_only", "write_csv", "lowered")  # flags that a comparison has no use for
 
 
 main = SCHEDULE

@@ -24,10 +24,8 @@ from megalite.sweep.spec import SweepSpec, read_spec
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that would make a run a rank of another job."""
 _HEAD = ("configuration", "ranks", "predicted", "measured", "tokens/s", "memory", "status")
-_WIDEST = 60
-"""Characters of a label and a status."""
-_ABOVE_BELOW = 4
-"""Lines of a terminal that the table leaves free."""
+_WIDEST = 60  # characters of a label and a status
+_ABOVE_BELOW = 4  # lines of a terminal that the table leaves free
 
 main = SWEEP
 
@@ -186,12 +184,8 @@ def _seconds(value: float | None) -> str:
 
 
 class LiveTable:
-    """Shows how a sweep continues: on a terminal the table itself, drawn over and over, elsewhere a line for each result.
-
-    Args:
-        results: as they stand; the caller of `update` has put the new ones in.
-        steps: of each run.
-    """
+    """Shows how a sweep continues: on a terminal the table itself, drawn over and over, elsewhere a line for each
+    result. `results`: as they stand; the caller of `update` has put the new ones in. `steps`: of each run."""
 
     def __init__(self, runs: Sequence[Run], results: Mapping[str, Result], *, steps: int, out: TextIO) -> None:
         self._runs, self._results, self._steps, self._out = runs, results, steps, out

@@ -12,10 +12,8 @@ from typing import Any, Protocol
 
 from megalite.checkpoint.files import named, write_all
 
-_TRY_AGAIN_SECONDS = 30.0
-"""Between two tries to write where it was not possible."""
-_TAIL = 1 << 19
-"""Bytes at the end of a metrics.jsonl in which the last few hundred steps are."""
+_TRY_AGAIN_SECONDS = 30.0  # between two tries to write where it was not possible
+_TAIL = 1 << 19  # bytes at the end of a metrics.jsonl in which the last few hundred steps are
 
 
 class MetricSink(Protocol):
@@ -111,8 +109,7 @@ class JsonLines:
 
     Records after `step`, of steps that a killed run had made and that will be made again, are dropped, and with them lines
     that are no records. What the test split gave at a step is kept once, however often a run that has come to its end is
-    started again.
-    """
+    started again."""
 
     def __init__(self, path: Path, *, step: int) -> None:
         self._tested: set[int] = set()

@@ -22,12 +22,10 @@ from megalite.topology.topology import Topology
 PHASES = ("forward", "backward", "reduce", "optimizer", "data_wait", "evaluation", "save")
 """`reduce` is what no computation hides of the gradients' reduction; `save` is what a save holds the steps up."""
 
-_FOLD_AT = 4096
-"""Pairs of CUDA events that may wait to be read."""
+_FOLD_AT = 4096  # pairs of CUDA events that may wait to be read
 
 
-_Mark = Any
-"""A time of the host's, or on CUDA an event of the device's."""
+_Mark = Any  # a time of the host's, or on CUDA an event of the device's
 
 
 class PhaseClock:
@@ -37,8 +35,7 @@ class PhaseClock:
     between two events of its stream, and counts once they have passed: of the last step of an interval the optimizer may
     count in the next.
 
-    `named`: while the profiler runs, computations and phases have names in its trace: `1F0 stage 1 microbatch 0`.
-    """
+    `named`: while the profiler runs, computations and phases have names in its trace: `1F0 stage 1 microbatch 0`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -133,8 +130,7 @@ class PhaseClock:
 
 SHOWN_PIPELINES = 8
 """A trace has the first few pipelines of a run: data-parallel ones look alike, and viewers have their limits."""
-_PROFILE_ROWS = 40
-"""Operations in a table."""
+_PROFILE_ROWS = 40  # operations in a table
 
 
 class TraceWriter:
@@ -149,8 +145,7 @@ class TraceWriter:
     def begin(self, step: int) -> None:
         """Before a step; every rank calls it.
 
-        Collectives: if the step is to be traced an all-reduce of one number over the world: all clocks start there.
-        """
+        Collectives: if the step is to be traced an all-reduce of one number over the world: all clocks start there."""
         if step in self.steps:
             self._topology.world.all_reduce(torch.zeros(1, device=self._topology.device))
             self._clock.keep()
@@ -158,8 +153,7 @@ class TraceWriter:
     def finish(self, step: int, schedule: Schedule) -> float | None:
         """After a step; every rank calls it. Returns the measured bubble fraction of the first pipeline, on rank 0.
 
-        Collectives: if the step is to be traced a gather of all ranks' times.
-        """
+        Collectives: if the step is to be traced a gather of all ranks' times."""
         if step not in self.steps:
             return None
         mine = [(str(action), start, end) for action, start, end in self._clock.kept()]
@@ -221,8 +215,7 @@ class StepProfiler:
 
     In the step before, the profiler warms up: what its start costs is not in the trace. The file of rank R is
     `<run_dir>/profile/rank-R-steps-A-B.json`, Chrome's format, for ui.perfetto.dev, with a table for each device. The clock
-    gives computations and phases names while the profiler runs.
-    """
+    gives computations and phases names while the profiler runs."""
 
     def __init__(self, run_dir: Path, *, rank: int, first: int, last: int, clock: PhaseClock) -> None:
         self._folder, self._clock = run_dir / "profile", clock

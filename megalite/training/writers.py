@@ -87,8 +87,7 @@ class TensorBoard:
     """Event files. A run that resumes before its last record writes some steps once more, to the same values.
 
     Written here rather than by torch's SummaryWriter: that one writes in a thread, which a full disk ends with a traceback
-    and for good.
-    """
+    and for good."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -128,8 +127,7 @@ class TensorBoard:
 
 class CSVFile:
     """`metrics.csv`: a row a record under one header. Of a run that resumes, the rows of steps that it makes again are
-    dropped, as in metrics.jsonl.
-    """
+    dropped, as in metrics.jsonl."""
 
     def __init__(self, path: Path, *, step: int) -> None:
         kept = []
@@ -207,8 +205,7 @@ class Wandb:
     """Weights & Biases, under TensorBoard's tags; the x axis is `step`, so a step that is made again overwrites none.
 
     What identifies the user comes from WANDB_API_KEY or `wandb login`, which this never reads; nothing of the environment,
-    the command line, the console or git is sent, and the config goes without credentials.
-    """
+    the command line, the console or git is sent, and the config goes without credentials."""
 
     def __init__(self, config: RunConfig, *, step: int) -> None:
         wandb, folder, known = _service("wandb", config)
@@ -307,8 +304,7 @@ def _as_of_a_file() -> Iterator[None]:
 
 def open_writers(config: RunConfig, *, step: int) -> tuple[dict[str, MetricSink], bool]:
     """The sinks that a run has besides metrics.jsonl, by what the log calls them; and whether it goes without
-    TensorBoard because that is not installed.
-    """
+    TensorBoard because that is not installed."""
     logging, without = config.logging, False
     sinks: dict[str, MetricSink] = {}
     tensorboard = logging.tensorboard_dir

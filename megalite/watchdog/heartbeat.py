@@ -2,8 +2,7 @@
 
 A beat is a store into mapped memory: it costs about a microsecond, and what it says can be read when the rank is stopped,
 holds Python's lock or is gone. Groups, the executor and the training loop get a heartbeat as they get a device;
-`UNWATCHED` does nothing.
-"""
+`UNWATCHED` does nothing."""
 
 import mmap
 import os
@@ -18,8 +17,7 @@ from megalite.watchdog import layout
 from megalite.watchdog.layout import CODES, LANES, SYNCHRONISE, lane_name
 from megalite.watchdog.processes import start_time
 
-_MOST_REMEMBERED = 100_000
-"""Operations of one step and lane."""
+_MOST_REMEMBERED = 100_000  # operations of one step and lane
 
 
 class Waitable(Protocol):
@@ -31,15 +29,11 @@ class Waitable(Protocol):
 class Lane:
     """The operations of one group, counted: every rank of the group begins the same ones in the same order.
 
-    This one counts nothing.
-    """
+    This one counts nothing."""
 
     def start(self, begin: Callable[[], Waitable], operation: str, size: int = 0) -> Waitable:
-        """Begin an operation; a rank that waits, in `begin` or for what is returned, is seen to wait.
-
-        Args:
-            size: bytes, where every rank of the group has equally many; else 0.
-        """
+        """Begin an operation; a rank that waits, in `begin` or for what is returned, is seen to wait. `size`: bytes,
+        where every rank of the group has equally many; else 0."""
         return begin()
 
 
@@ -50,11 +44,8 @@ class Heartbeat:
         """Something has gone on."""
 
     def phase(self, name: str, *, patient: bool = False) -> None:
-        """The run has come to another part of its loop.
-
-        Args:
-            patient: it may take long without a beat: files are written, code is compiled.
-        """
+        """The run has come to another part of its loop. `patient`: it may take long without a beat: files are written,
+        code is compiled."""
 
     def begin_step(self, step: int) -> None:
         """A training step begins."""
@@ -71,11 +62,7 @@ class Heartbeat:
         return nullcontext()
 
     def close(self, *, failed: bool = False) -> None:
-        """No one watches any more.
-
-        Args:
-            failed: the run has come to an end here alone.
-        """
+        """No one watches any more. `failed`: the run has come to an end here alone."""
 
 
 _NO_LANE = Lane()
@@ -83,11 +70,7 @@ UNWATCHED = Heartbeat()
 
 
 class FileHeartbeat(Heartbeat):
-    """Beats into its own file; one per process.
-
-    Args:
-        path: must not exist.
-    """
+    """Beats into its own file; one per process. `path`: must not exist."""
 
     def __init__(self, path: Path, *, rank: int) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC

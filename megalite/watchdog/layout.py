@@ -3,26 +3,17 @@
 import struct
 
 MAGIC = b"megabeat"
-LANES = 64
-"""Groups that a rank may have; what happens in further ones counts as a beat and is not distinguished."""
+LANES = 64  # groups that a rank may have; what happens in further ones counts as a beat and is not distinguished
 
-HEADER = struct.Struct("<8sIIQ")
-"""Magic, rank, process id, and the start time of the process in the kernel's ticks."""
-PULSE = struct.Struct("<Qd")
-"""Beats so far, and the host's monotonic clock at the last one."""
-PLACE = struct.Struct("<q?32s")
-"""Step, whether a long silence is to be expected, and the phase."""
-ACTION = struct.Struct("<16si")
-"""Text of the pipeline's action, and its place in the rank's list."""
-LAST_LANE = struct.Struct("<i")
-"""Index of the lane that was used last."""
+HEADER = struct.Struct("<8sIIQ")  # magic, rank, process id, and the start time of the process in the kernel's ticks
+PULSE = struct.Struct("<Qd")  # beats so far, and the host's monotonic clock at the last one
+PLACE = struct.Struct("<q?32s")  # step, whether a long silence is to be expected, and the phase
+ACTION = struct.Struct("<16si")  # text of the pipeline's action, and its place in the rank's list
+LAST_LANE = struct.Struct("<i")  # index of the lane that was used last
 LANE_NAME = struct.Struct("<112s")
-LANE = struct.Struct("<QQ")
-"""Operations begun, and the number of the one that a thread waits for, or 0."""
-RECENT = 8
-"""Operations of a lane that are remembered: number n in place n modulo this."""
-OPERATION = struct.Struct("<QB?6x")
-"""Bytes, code, and whether it was another one in the step before."""
+LANE = struct.Struct("<QQ")  # operations begun, and the number of the one that a thread waits for, or 0
+RECENT = 8  # operations of a lane that are remembered: number n in place n modulo this
+OPERATION = struct.Struct("<QB?6x")  # bytes, code, and whether it was another one in the step before
 
 HEADER_AT, PULSE_AT, PLACE_AT, ACTION_AT, LAST_LANE_AT, LANES_AT = 0, 64, 96, 160, 192, 256
 RECENT_AT = LANE_NAME.size + LANE.size

@@ -17,10 +17,8 @@ class Operation(NamedTuple):
     """One collective or message."""
 
     name: str
-    size: int
-    """Bytes; 0 where ranks may differ."""
-    odd: bool = False
-    """It is not the one that came at this place of the step before."""
+    size: int  # bytes; 0 where ranks may differ
+    odd: bool = False  # it is not the one that came at this place of the step before
 
     def __str__(self) -> str:
         return f"{self.name} of {self.size} bytes" if self.size else self.name
@@ -31,10 +29,8 @@ class LaneState:
     """The operations of one group as one of its ranks has counted them."""
 
     begun: int
-    waiting: int
-    """Number of the operation that a thread waits for; 0: none."""
-    recent: tuple[Operation, ...]
-    """The last ones, oldest first: the last of them has number `begun`."""
+    waiting: int  # number of the operation that a thread waits for; 0: none
+    recent: tuple[Operation, ...]  # the last ones, oldest first: the last of them has number `begun`
 
     def operation(self, number: int) -> Operation | None:
         """The operation of a number, if it is remembered."""
@@ -49,18 +45,15 @@ class RankState:
     rank: int
     host: str
     pid: int
-    process: str
-    """running, stopped, traced or gone."""
-    silent: float
-    """Seconds since the last beat."""
+    process: str  # running, stopped, traced or gone
+    silent: float  # seconds since the last beat
     beats: int
     step: int
     phase: str
     patient: bool
     action: str
     position: int
-    last_lane: str
-    """Name of the group that was used last; empty: none."""
+    last_lane: str  # name of the group that was used last; empty: none
     lanes: Mapping[str, LaneState]
 
     @property
@@ -141,11 +134,7 @@ def read_rank(path: Path, *, rank: int, host: str, pid: int, process: str) -> Ra
 
 
 def rank_from_json(value: Mapping[str, Any]) -> RankState:
-    """What `dataclasses.asdict` made of a RankState, on another host.
-
-    Raises:
-        KeyError, TypeError: it is something else.
-    """
+    """What `dataclasses.asdict` made of a RankState, on another host. Raises KeyError, TypeError: it is something else."""
     fields = dict(value)
     fields["lanes"] = {
         name: LaneState(lane["begun"], lane["waiting"], tuple(Operation(*values) for values in lane["recent"]))
