@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megalite.config.reading import read_text
-from megalite.training.sinks import parse_record
+from megalite.training.sinks import read_records
 
 FILE = "sessions.json"
 FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
@@ -210,11 +210,8 @@ def _make_up_for(last: Session, metrics: Path) -> None:
 
 def _steps(metrics: Path) -> list[tuple[int, float]]:
     """(step, seconds) of the training steps in a metrics.jsonl."""
-    if not metrics.exists():
-        return []
-    records = map(parse_record, metrics.read_text(errors="replace").splitlines(keepends=True))
     return [
         (record["step"], record["ms_per_step"] / 1e3)
-        for record in records
-        if record is not None and record["kind"] == "train" and isinstance(record.get("ms_per_step"), int | float)
+        for record in read_records(metrics, "train")
+        if isinstance(record.get("ms_per_step"), int | float)
     ]
