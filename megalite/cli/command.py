@@ -111,6 +111,7 @@ class Command:
     notes: str = ""
     commands: "Mapping[str, Command]" = field(default_factory=dict)  # that it is divided into
     exclusive: Sequence[Sequence[str]] = ()  # flags of which one may be given
+    idle: Mapping[str, str] = field(default_factory=dict)  # flag -> flags that have no effect beside it
     one_needed: bool = False  # one of each `exclusive` must be given
     settings: Sequence[str] | None = None
     """It takes the flags of training too, behind these: `invocation` has what they say."""
@@ -332,8 +333,13 @@ class _Reading:
         required = [flag for flag in self.flags.values() if flag.required and flag not in {*self.given, *meant}]
         if required:
             self.problems.add(f"missing: {', '.join(flag.name for flag in required)}")
+        given = [flag.name for flag in self.given]
+        for name, others in self.command.idle.items():
+            for other in others.split() if name in given else ():
+                if other in given:
+                    self.problems.add(f"{other} has no effect with {name}; remove one of them")
         for group in self.command.exclusive:
-            both = [flag.name for flag in self.given if flag.name in group]
+            both = [name for name in given if name in group]
             if len(both) > 1:
                 self.problems.add(f"{both[0]} and {both[1]} contradict; keep one of them")
             if self.command.one_needed and not {flag.name for flag in (*self.given, *meant)} & set(group):

@@ -5,10 +5,7 @@ import io
 import os
 import select
 import sys
-from pathlib import Path
 from typing import TextIO
-
-from megalite.config.errors import ConfigError
 
 
 def show(text: str) -> None:
@@ -24,14 +21,6 @@ def tell(text: str, end: str = "\n") -> None:
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
             print(text, end=end, file=sys.stderr, flush=True)
-
-
-def write_file(path: Path, text: str) -> None:
-    """Write a file that a flag names."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; give a file in a folder that exists") from None
 
 
 def visible(text: str) -> str:

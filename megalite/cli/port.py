@@ -11,14 +11,14 @@ from typing import Any
 
 import yaml
 
-from megalite.cli.output import show, write_file
+from megalite.cli.output import show
 from megalite.cli.shell import Shell, is_unknown
 from megalite.cli.tool_commands import PORT
 from megalite.config.describe import replace, settings, values_of
 from megalite.config.errors import ConfigError, Problems
 from megalite.config.flags import Invocation, read_arguments
 from megalite.config.megatron_flags import ALREADY_SO, DIFFERS, NO_EFFECT_HERE
-from megalite.config.reading import load_mapping, read_input
+from megalite.config.reading import load_mapping, read_input, write_text
 from megalite.config.run import RunConfig, least_ranks
 from megalite.config.validate import validate
 
@@ -85,7 +85,7 @@ def run(flags: Namespace) -> int:
     if flags.output is not None:
         if len(ported) > 1:
             raise ConfigError(f"{flags.script} starts {len(ported)} runs; --output is for one")
-        write_file(flags.output, as_yaml(ported[0]))
+        write_text(flags.output, as_yaml(ported[0]))
     if flags.json:
         show(json.dumps([_as_json(each) for each in ported], indent=2))
     else:

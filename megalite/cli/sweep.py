@@ -32,24 +32,13 @@ main = SWEEP
 
 def run(flags: Namespace) -> int:
     """0 if every run has a result, 130 after Ctrl-C."""
-    _check_flags(flags)
+    if flags.output is None and not flags.dry_run:
+        raise ConfigError("--output is missing; give a folder for the results, e.g. --output runs/sweep")
     try:
         return _sweep(flags)
     except Stopped as stopped:
         tell(stopped.how + ("" if flags.output is None else "; the same command continues from here"))
         return stopped.status
-
-
-def _check_flags(flags: Namespace) -> None:
-    runs_nothing = "--dry-run" if flags.dry_run else "--report-only" if flags.report_only else None
-    given = {"--timeout": flags.timeout, "--limit": flags.limit, "--retry": flags.retry or None}
-    if flags.dry_run:
-        given |= {"--report-only": flags.report_only or None, "--calibrate": flags.calibrate}
-    for flag, value in given.items():
-        if value is not None and runs_nothing is not None:
-            raise ConfigError(f"{flag} has no effect with {runs_nothing}; remove one of them")
-    if flags.output is None and not flags.dry_run:
-        raise ConfigError("--output is missing; give a folder for the results, e.g. --output runs/sweep")
 
 
 def _sweep(flags: Namespace) -> int:

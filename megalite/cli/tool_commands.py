@@ -125,6 +125,11 @@ SCHEDULE = Command(
         "megalite schedule --schedule zb-v --pp 4 --microbatches 8",
         "megalite schedule --compare 1f1b interleaved zb-h1 --pp 4 --microbatches 8",
     ),
+    idle={
+        "--csv": "--schedule --pp --vpp --microbatches --group --warm-up --recompute-ahead --forward-only",
+        "--compare": "--schedule --forward-only --write-csv --lowered",
+        "--forward-only": "--recompute-ahead",
+    },
 )
 
 PLAN = Command(
@@ -247,6 +252,10 @@ SWEEP = Command(
     ],
     "megalite.cli.sweep:run",
     ("megalite sweep sweep.yaml --dry-run", "megalite sweep sweep.yaml --output runs/sweep"),
+    idle={
+        "--dry-run": "--timeout --limit --retry --report-only --calibrate",
+        "--report-only": "--timeout --limit --retry",
+    },
 )
 
 PARITY = Command(
@@ -293,6 +302,7 @@ DOCTOR = Command(
         "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 -m megalite.cli.main doctor",
     ),
     "Exit status: 0 no error, 1 an error, 2 bad input.",
+    idle={"--no-self-test": "--seconds"},
 )
 
 KERNELS = Command(

@@ -226,9 +226,13 @@ def write_yaml(value: Any, path: str | Path, *, header: str = "") -> None:
     """A dataclass as a file that `build` reads back equal; `header` becomes comment lines at its top. Raises
     ConfigError: the file cannot be written."""
     comment = "".join(f"# {line}\n" for line in header.splitlines())
-    text = yaml.safe_dump(plain(value), sort_keys=False, allow_unicode=True, width=110)
+    write_text(path, comment + yaml.safe_dump(plain(value), sort_keys=False, allow_unicode=True, width=110))
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file that the user named. Raises ConfigError: it cannot be written."""
     try:
-        Path(path).write_text(comment + text, encoding="utf-8")
+        Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; give a path in a folder that exists") from None
 

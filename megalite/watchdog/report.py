@@ -10,7 +10,7 @@ from typing import Any
 
 from megalite.config.exit_codes import HUNG
 from megalite.watchdog.flight import oldest, stuck_operations
-from megalite.watchdog.layout import RECENT, SYNCHRONISE
+from megalite.watchdog.heartbeat import RECENT, SYNCHRONISE
 from megalite.watchdog.processes import in_the_kernel
 from megalite.watchdog.rank_state import Operation, RankState
 
