@@ -230,7 +230,6 @@ NEEDS_TORCH = (
     "megalite.cli.kernels",
     "megalite.cli.lm_eval",
     "megalite.cli.profile",
-    "megalite.cli.profile_text",
     "megalite.cli.rehearse",
 )
 TORCH_FREE_PACKAGES = ("megalite.partition", "megalite.planner", "megalite.data", "megalite.preprocess", "megalite.cli")

@@ -1,7 +1,6 @@
 """One command line for all commands: a table of flags makes the help and reads the words.
 
-argparse reports one mistake at a time; here, as for the settings of training, one answer names all that is wrong.
-"""
+argparse reports one mistake at a time; here, as for the settings of training, one answer names all that is wrong."""
 
 import importlib
 import math
@@ -21,8 +20,6 @@ from megalite.cli.output import show
 from megalite.config.errors import ConfigError, Problems, closest, nearest
 from megalite.config.registry import import_modules
 
-OPTIONAL, ANY, SOME = (0, 1), (0, math.inf), (1, math.inf)
-"""Numbers of values, at least and at most."""
 _LARGEST = 1 << 63
 _WIDTH, _COLUMN = 110, 26
 _FLAG = re.compile(r"--?[A-Za-z][^\s=]*(=.*)?", re.DOTALL)
@@ -30,25 +27,29 @@ _FLAG = re.compile(r"--?[A-Za-z][^\s=]*(=.*)?", re.DOTALL)
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag or, without dashes in its name, an argument that has a place."""
+    """A flag as the help has it, `--name VALUE`, or without dashes an argument that has a place, `name VALUE`.
 
-    name: str
-    help: str = ""
-    """Empty: not shown."""
-    type: Callable[[str], Any] = str
-    """`bool` takes no value; int, float and Path are checked."""
-    value: str = ""
-    """Stands for the value in the help."""
+    `VALUE ...` is one or more values, which make a list, `[VALUE ...]` any number, `[VALUE]` at most one."""
+
+    form: str
+    help: str = ""  # empty: not shown
+    type: Callable[[str], Any] = str  # `bool` takes no value; int, float and Path are checked
     default: Any = None
     choices: Collection[str] = ()
-    count: tuple[float, float] = (1, 1)
-    """How many values it takes; more than one make a list."""
     required: bool = False
-    repeat: bool = False
-    """May be given again; the values make a list."""
-    negated: bool = False
-    """There is a --no-NAME too, and the default is neither."""
+    repeat: bool = False  # may be given again; the values make a list
+    negated: bool = False  # there is a --no-NAME too, and the default is neither
     dest: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.form.partition(" ")[0]
+
+    @property
+    def value(self) -> str:
+        """Stands for the value in the help."""
+        choices = "|".join(self.choices)
+        return self.form.partition(" ")[2] or (choices if len(choices) <= 40 else "NAME")
 
     @property
     def attribute(self) -> str:
@@ -59,9 +60,13 @@ class Flag:
         """No flag: known by its place."""
         return not self.name.startswith("-")
 
-    @property
+    @cached_property
     def takes(self) -> tuple[float, float]:
-        return (0, 0) if self.type is bool else self.count
+        """Numbers of values, at least and at most."""
+        if self.type is bool:
+            return 0, 0
+        several, count = "..." in self.value, len(self.value.split())
+        return 0 if self.value.startswith("[") else 1 if several else count, math.inf if several else count
 
     @property
     def spellings(self) -> list[str]:
@@ -69,25 +74,17 @@ class Flag:
 
     @property
     def shown(self) -> str:
-        """In messages."""
+        """In messages and in the help."""
         return self.value if self.is_placed else self.name
 
     @property
-    def form(self) -> str:
+    def usage(self) -> str:
         """`--name VALUE`, as the help has it."""
-        choices = "|".join(self.choices)
-        one = self.value or (choices if len(choices) <= 40 else "NAME")
-        forms: dict[tuple[float, float], str] = {OPTIONAL: f"[{one}]", ANY: f"[{one} ...]", SOME: f"{one} ..."}
-        value = forms.get(self.count, one)
         name = "|".join(self.spellings)
-        return value if self.is_placed else name if self.type is bool else f"{name} {value}"
+        return self.value if self.is_placed else name if self.type is bool else f"{name} {self.value}"
 
     def converted(self, word: str) -> Any:
-        """The value of a word.
-
-        Raises:
-            ConfigError: it is none.
-        """
+        """The value of a word; ConfigError if it is none."""
         try:
             value = _CONVERTERS.get(self.type, self.type)(word)
         except ConfigError as error:
@@ -98,9 +95,7 @@ class Flag:
         return value
 
 
-IMPORT = Flag(
-    "--import", "your modules, which register more; may be given again", str, "MODULE", count=SOME, repeat=True
-)
+IMPORT = Flag("--import MODULE ...", "your modules, which register more; may be given again", repeat=True)
 
 
 @dataclass(frozen=True)
@@ -108,30 +103,23 @@ class Command:
     """A command, called with its words; returns the exit status."""
 
     name: str
-    summary: str = ""
-    """In the list of the commands."""
+    summary: str = ""  # in the list of the commands
     about: str = ""
     flags: Sequence[Flag] = ()
-    run: str = ""
-    """`module:function`, imported when the words have been read; gets what they say."""
+    run: str = ""  # `module:function`, imported when the words have been read; gets what they say
     examples: Sequence[str] = ()
     notes: str = ""
-    commands: "Mapping[str, Command]" = field(default_factory=dict)
-    """That it is divided into."""
-    exclusive: Sequence[Sequence[str]] = ()
-    """Flags of which one may be given."""
-    one_needed: bool = False
-    """One of each `exclusive` must be given."""
+    commands: "Mapping[str, Command]" = field(default_factory=dict)  # that it is divided into
+    exclusive: Sequence[Sequence[str]] = ()  # flags of which one may be given
+    idle: Mapping[str, str] = field(default_factory=dict)  # flag -> flags that have no effect beside it
+    one_needed: bool = False  # one of each `exclusive` must be given
     settings: Sequence[str] | None = None
     """It takes the flags of training too, behind these: `invocation` has what they say."""
-    reads: bool = True
-    """False: `run` gets the words."""
+    reads: bool = True  # False: `run` gets the words
     foreign: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """Flag of another program's command line -> what to do instead, and a pattern of the values that change nothing."""
-    bare: int | None = None
-    """Exit status without words: then the help is shown."""
-    lasting: bool = False
-    """See `guarded`."""
+    bare: int | None = None  # exit status without words: then the help is shown
+    lasting: bool = False  # see `guarded`
 
     def __call__(self, argv: Sequence[str] | None = None) -> int:
         with guarded(self.name, argv, lasting=self.lasting) as end:
@@ -166,11 +154,8 @@ class Command:
         raise error
 
     def parse(self, words: Sequence[str]) -> Namespace:
-        """What the words say: a value for each flag, its default where it is not given.
-
-        Raises:
-            ConfigError: everything that is wrong with them, in one.
-        """
+        """What the words say: a value for each flag, its default where it is not given. Raises ConfigError: everything
+        that is wrong with them, in one."""
         if IMPORT.name in self.spellings:  # what values may be depends on them
             import_modules(_imports(deque(words)))
         reading = _Reading(self)
@@ -196,15 +181,15 @@ class Command:
         return {word: flag for flag in self.flags if not flag.is_placed for word in flag.spellings}
 
     def help(self) -> str:
-        needed = [flag.form for flag in self.flags if flag.required or (flag.is_placed and flag.count[0])]
-        optional = [flag.form for flag in self.flags if flag.is_placed and not flag.count[0]]
+        needed = [flag.usage for flag in self.flags if flag.required or (flag.is_placed and flag.takes[0])]
+        optional = [flag.usage for flag in self.flags if flag.is_placed and not flag.takes[0]]
         usage = [*optional, *needed, "[SETTINGS ...]" if self.settings is not None else "[OPTIONS]"]
         if self.commands:
             usage = ["COMMAND ...", f" ({self.name} COMMAND --help says more)"]
         usage = textwrap.wrap(f"usage: {self.name} {' '.join(usage)}", _WIDTH, subsequent_indent=" " * 8)
         paragraphs = ["\n".join(usage)]
         paragraphs += [textwrap.fill(part, _WIDTH) for part in self.about.split("\n") if part]
-        rows = [(flag.form, flag.help) for flag in self.flags if flag.help]
+        rows = [(flag.usage, flag.help) for flag in self.flags if flag.help]
         rows += [(name, command.summary) for name, command in self.commands.items()]
         paragraphs.append("\n".join(line for form, text in rows for line in _row(form, text)))
         if self.examples:
@@ -328,11 +313,11 @@ class _Reading:
         loose, missing = self.rest, []
         places = [flag for flag in self.command.flags if flag.is_placed]
         for index, flag in enumerate(places):
-            least, most = flag.count
-            later = sum(each.count[0] for each in places[index + 1 :])
+            least, most = flag.takes
+            later = sum(each.takes[0] for each in places[index + 1 :])
             count = int(min(most, max(len(loose) - later, least)))
             if len(loose) < least:
-                missing.append(flag.value)
+                missing.append(flag.shown)
             elif count:
                 self._store(flag, loose[:count], flag.name)
                 loose = loose[count:]
@@ -348,8 +333,13 @@ class _Reading:
         required = [flag for flag in self.flags.values() if flag.required and flag not in {*self.given, *meant}]
         if required:
             self.problems.add(f"missing: {', '.join(flag.name for flag in required)}")
+        given = [flag.name for flag in self.given]
+        for name, others in self.command.idle.items():
+            for other in others.split() if name in given else ():
+                if other in given:
+                    self.problems.add(f"{other} has no effect with {name}; remove one of them")
         for group in self.command.exclusive:
-            both = [flag.name for flag in self.given if flag.name in group]
+            both = [name for name in given if name in group]
             if len(both) > 1:
                 self.problems.add(f"{both[0]} and {both[1]} contradict; keep one of them")
             if self.command.one_needed and not {flag.name for flag in (*self.given, *meant)} & set(group):

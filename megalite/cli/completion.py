@@ -16,8 +16,7 @@ from megalite.config.flags import RUN_OPTIONS
 
 main = COMPLETION
 
-Words = Mapping[str, tuple[Sequence[str], str]]
-"""Flag -> its values, where they are few, and its help."""
+Words = Mapping[str, tuple[Sequence[str], str]]  # flag -> its values, where they are few, and its help
 
 _BASH = """\
 _megalite() {

@@ -101,8 +101,7 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
 class ProgressLine:
     """How far a command is, on stderr: a bar on a terminal, elsewhere a line a minute.
 
-    Rates are those of the last seconds, and never count what an earlier run had done.
-    """
+    Rates are those of the last seconds, and never count what an earlier run had done."""
 
     def __init__(self) -> None:
         self._start = self._shown = time.monotonic()
@@ -116,12 +115,8 @@ class ProgressLine:
     def update(
         self, done: int, total: int | None, amounts: Sequence[int], text: Callable[[Sequence[float]], str]
     ) -> None:
-        """Show it if it is time to.
-
-        Args:
-            total: what `done` will be at the end; None: unknown.
-            amounts: that `text` wants the rates of, per second.
-        """
+        """Show it if it is time to. `total`: what `done` will be at the end; None: unknown. `amounts`: that `text`
+        wants the rates of, per second."""
         now = time.monotonic()
         if self._recent and now - self._shown < (_TERMINAL_SECONDS if stderr_is_terminal() else _LOG_SECONDS):
             return

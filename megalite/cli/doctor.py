@@ -18,22 +18,17 @@ from megalite.doctor.host import Finding, worst
 from megalite.topology.layout import ParallelLayout
 from megalite.topology.topology import Launch, Topology, start_distributed, stop_distributed
 
-HEALTHY, SICK = 0, 1
-"""Exit statuses: no error was found, or one was."""
+HEALTHY, SICK = 0, 1  # exit statuses: no error was found, or one was
 
 _SHARE_OF_PRODUCTS = 0.2
-_MOST_RANKS = 4
-"""That are started on a CPU."""
-_JOB_MINUTES = 2.0
-"""Until a collective of a job is given up."""
+_MOST_RANKS = 4  # that are started on a CPU
+_JOB_MINUTES = 2.0  # until a collective of a job is given up
 
 main = DOCTOR
 
 
 def run(flags: Namespace) -> int:
     """Look, test and report; 0 if there is no error, 1 if there is one."""
-    if flags.no_self_test and flags.seconds is not None:
-        raise ConfigError(f"--seconds {flags.seconds:g} has no effect with --no-self-test; remove one of them")
     if flags.seconds is not None and not 0.5 <= flags.seconds <= 600:
         raise ConfigError(f"--seconds is {flags.seconds:g}; the tests take from 0.5 to 600 s, and 5 are good")
     launch = Launch.from_environment()

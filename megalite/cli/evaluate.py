@@ -14,7 +14,7 @@ from megalite.cli.output import show
 from megalite.config.errors import ConfigError
 from megalite.conversion.inference import InferenceModel
 from megalite.generation.generate import Chain
-from megalite.generation.perplexity import (
+from megalite.generation.likelihood import (
     Perplexity,
     TokenStream,
     Windows,

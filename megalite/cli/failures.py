@@ -1,8 +1,7 @@
 """How every command ends: with its answer, or with one line that says what to fix. Errors are caught here alone.
 
 A user's mistake and an error of the system are one line and status 2. Anything else is a bug of ours: one line that says so
-and where, and status 70. `--debug` behind any command, or MEGALITE_DEBUG=1, adds the traceback to either.
-"""
+and where, and status 70. `--debug` behind any command, or MEGALITE_DEBUG=1, adds the traceback to either."""
 
 import errno
 import json
@@ -27,11 +26,9 @@ BAD_INPUT, BUG, INTERRUPTED = 2, 70, 128 + signal.SIGINT
 
 DEBUG_FLAG, DEBUG_VARIABLE = "--debug", "MEGALITE_DEBUG"
 
-UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID"
-"""A variable that torchrun sets."""
+UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID"  # a variable that torchrun sets
 
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Where torchrun looks for what a rank ended by."""
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun looks for what a rank ended by
 
 _FULL, _LOCKED = "make room, or give another folder", "give a path that you may read and write"
 _REMEDIES = {
@@ -77,8 +74,7 @@ def first_signal_raises() -> Iterator[None]:
     """Ctrl-C and SIGTERM raise Stopped, once.
 
     A second one is ignored, so that what is done can be saved: a scheduler often sends both, one right after the other.
-    The third ends the process at once.
-    """
+    The third ends the process at once."""
     heard = 0
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -102,23 +98,17 @@ def first_signal_raises() -> Iterator[None]:
 class End:
     """How a command ends."""
 
-    words: list[str]
-    """What was typed, without --debug."""
-    status: int | None = None
-    """Exit status, set by the command; None for 0."""
+    words: list[str]  # what was typed, without --debug
+    status: int | None = None  # exit status, set by the command; None for 0
 
 
 @contextmanager
 def guarded(program: str, argv: Sequence[str] | None = None, *, lasting: bool = False) -> Iterator[End]:
     """Run a command inside; its end is the one that the module describes. A context, so that it adds no frame.
-
-    Args:
-        program: what is being done, such as `megalite plan`, for messages.
-        argv: words of the command; default: those of the process. With --debug among them tracebacks are shown.
-        lasting: a run that a log that cannot be written does not end, and that cannot simply be started again. Only
-            what the user can fix is caught: a bug, or a disk that fails meanwhile, keeps its traceback with or without
-            --debug, and torchrun its record of it.
-    """
+    `program`: what is being done, such as `megalite plan`, for messages. `argv`: words of the command; default: those
+    of the process. With --debug among them tracebacks are shown. `lasting`: a run that a log that cannot be written
+    does not end, and that cannot simply be started again. Only what the user can fix is caught: a bug, or a disk that
+    fails meanwhile, keeps its traceback with or without --debug, and torchrun its record of it."""
     words = list(sys.argv[1:] if argv is None else argv)
     end = End([word for word in words if word != DEBUG_FLAG])
     with _debugging(DEBUG_FLAG in words):

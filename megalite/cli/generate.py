@@ -1,7 +1,6 @@
 """`megalite generate`: text from a checkpoint of any layout or a Hugging Face folder, on any tp x pp.
 
-What it shares with `evaluate` comes first: the layout and the model that the flags name.
-"""
+What it shares with `evaluate` comes first: the layout and the model that the flags name."""
 
 import json
 import sys
@@ -36,8 +35,7 @@ def refuse_given(flags: Namespace, names: Sequence[str], why: str) -> None:
 def layout_of(flags: Namespace, world_size: int, *, data_parallel: bool) -> ParallelLayout:
     """The layout that the flags and the number of ranks make.
 
-    Ranks that neither --tp nor --pp speaks of are one tp group, or with `data_parallel` replicas of the model.
-    """
+    Ranks that neither --tp nor --pp speaks of are one tp group, or with `data_parallel` replicas of the model."""
     for axis, instead in (("cp", "a sequence is not split"), ("ep", "experts are split by --tp")):
         if getattr(flags, axis) != 1:
             raise ConfigError(
@@ -79,12 +77,8 @@ def run_on_ranks(
     *,
     data_parallel: bool,
 ) -> int:
-    """Join the other ranks and work; returns the exit status.
-
-    Args:
-        check: of the flags alone, before anything is started.
-        data_parallel: see `layout_of`.
-    """
+    """Join the other ranks and work; returns the exit status. `check`: of the flags alone, before anything is started.
+    `data_parallel`: see `layout_of`."""
     agreed = False
     try:
         launch = Launch.from_environment()
@@ -216,11 +210,7 @@ def _open_output(path: Path | None, topology: Topology) -> TextIO | None:
 
 class _Shown:
     """Texts on their way out, in the order of the prompts: one alone as it grows, several each when it is complete.
-
-    Args:
-        prompts: what goes before them.
-        output: gets a line of JSON for each; None: they are printed.
-    """
+    `prompts`: what goes before them. `output`: gets a line of JSON for each; None: they are printed."""
 
     def __init__(self, prompts: Sequence[str], output: TextIO | None) -> None:
         self._prompts, self._output = prompts, output

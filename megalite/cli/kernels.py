@@ -31,8 +31,7 @@ SIZES: Mapping[str, int] = MappingProxyType(
 """Sizes of the last dimension, or of a flat buffer, in a model of hidden size 4096; the others have 4096 itself."""
 
 TYPES = (torch.bfloat16, torch.float32)
-FLAT = ("adam", "lamb")
-"""Operations on the fp32 state of the optimizer."""
+FLAT = ("adam", "lamb")  # operations on the fp32 state of the optimizer
 
 main = KERNELS
 
@@ -41,10 +40,8 @@ main = KERNELS
 class Row:
     operation: str
     backend: str
-    reason: str | None
-    """Why it cannot be used here, or None."""
-    not_for: Mapping[str, str]
-    """Type -> why it does not take that one."""
+    reason: str | None  # why it cannot be used here, or None
+    not_for: Mapping[str, str]  # type -> why it does not take that one
 
 
 @dataclass(frozen=True)

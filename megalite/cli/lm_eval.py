@@ -30,7 +30,8 @@ _TIMEOUT_MINUTES = 30.0
 class MegaliteLM(TemplateLM):
     """A checkpoint of any layout, or a Hugging Face folder, on tp x pp ranks; what is left of them shares requests out.
 
-    Args, all of them in --model_args: as the flags of `megalite evaluate`. `max_gen_toks`: where a task says no length."""
+    Args, all of them in --model_args: as the flags of `megalite evaluate`. `max_gen_toks`: where a task says no length.
+    """
 
     def __init__(
         self,

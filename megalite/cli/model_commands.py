@@ -2,18 +2,16 @@
 
 from pathlib import Path
 
-from megalite.cli.command import IMPORT, OPTIONAL, SOME, Command, Flag, positive
+from megalite.cli.command import IMPORT, Command, Flag, positive
 from megalite.config.describe import settings
 from megalite.config.reading import PRECISIONS
 from megalite.conversion.formats import FORMATS, TRANSFORMER_IMPLEMENTATIONS
 from megalite.tokenizers.tiktoken_encodings import PATTERNS
 
 DEFAULT_SHARD = "5GB"
-VERIFIED_BELOW = 200_000_000
-"""Parameters of a model that is verified unless --no-verify says otherwise."""
+VERIFIED_BELOW = 200_000_000  # parameters of a model that is verified unless --no-verify says otherwise
 DOCUMENT_MB = 8
-SHOWN_TOKENS = 64
-"""Of a document, by default."""
+SHOWN_TOKENS = 64  # of a document, by default
 
 FORMS = ("file", "line", "paragraph")
 BYTE_LEVEL = "byte-level-bpe"
@@ -21,8 +19,8 @@ SENTENCEPIECE = {"sentencepiece-bpe": "bpe", "sentencepiece-unigram": "unigram"}
 KINDS = settings()["tokenizer_type"].choices
 
 _FILES = ".jsonl, .ndjson, .txt (.gz, .zst) and .parquet: files, folders and globs of them; - is jsonl from stdin"
-_INPUT = Flag("--input", _FILES, str, "PATH", count=SOME, required=True)
-_KEYS = Flag("--json-keys", "keys of the text (text)", str, "KEY", ("text",), count=SOME)
+_INPUT = Flag("--input PATH ...", _FILES, required=True)
+_KEYS = Flag("--json-keys KEY ...", "keys of the text (text)", default=("text",))
 _JSON = Flag("--json", "print JSON", bool)
 _STOPPED = "130 after Ctrl-C, 143 after SIGTERM."
 _WRITTEN = f"Exit status: 0 written, 2 bad input or a disk that is full: nothing is written. {_STOPPED}"
@@ -53,19 +51,17 @@ def _tokenizer(vocab_size: str) -> list[Flag]:
     kinds = f"one of {', '.join(KINDS)}; default: by the content of the files"
     patterns = f"how a tiktoken file splits text: {', '.join(PATTERNS)}, or a regex"
     return [
-        Flag("--tokenizer-type", kinds, value="KIND"),
-        Flag(
-            "--tokenizer-model", "SentencePiece .model, tokenizer.json or tiktoken file, or their folder", value="FILE"
-        ),
-        Flag("--vocab-file", "GPT-2 BPE vocab.json", value="FILE"),
-        Flag("--merge-file", "GPT-2 BPE merges.txt", value="FILE"),
-        Flag("--tiktoken-pattern", patterns, value="PATTERN"),
-        Flag("--vocab-size", vocab_size, int, "N"),
+        Flag("--tokenizer-type KIND", kinds),
+        Flag("--tokenizer-model FILE", "SentencePiece .model, tokenizer.json or tiktoken file, or their folder"),
+        Flag("--vocab-file FILE", "GPT-2 BPE vocab.json"),
+        Flag("--merge-file FILE", "GPT-2 BPE merges.txt"),
+        Flag("--tiktoken-pattern PATTERN", patterns),
+        Flag("--vocab-size N", vocab_size, int),
     ]
 
 
 def _output(text: str) -> Flag:
-    return Flag("--output-prefix", text, value="PREFIX", required=True)
+    return Flag("--output-prefix PREFIX", text, required=True)
 
 
 PREPROCESS = Command(
@@ -76,22 +72,21 @@ PREPROCESS = Command(
     [
         _INPUT,
         _output("writes PREFIX_KEY_document.bin, .idx and .json; PREFIX.unfinished until all is done"),
-        Flag("--json-keys", "keys of the text (text)", str, "KEY", count=SOME),
-        Flag("--text-documents", "what a document is in a text file (file)", choices=FORMS, default="file"),
+        Flag("--json-keys KEY ...", "keys of the text (text)"),
+        Flag("--text-documents", "what a document is in a text file (file)", default="file", choices=FORMS),
         Flag("--sft", "lines hold prompt and response, or chat messages, to fine-tune on", bool),
         Flag("--append-eod", "end each document with the end-of-document token", bool),
         Flag(
-            "--max-document-mb",
+            "--max-document-mb MB",
             f"leave out longer ones: tokenizing takes up to 70 times as much memory, in each worker ({DOCUMENT_MB})",
             float,
-            "MB",
-            float(DOCUMENT_MB),
+            default=float(DOCUMENT_MB),
         ),
         *_tokenizer("for NullTokenizer"),
-        Flag("--workers", "tokenizer processes; default: the usable cores", int, "N"),
-        Flag("--shard", "part I of N of the input, as one of N machines; data merge joins the parts", value="I/N"),
+        Flag("--workers N", "tokenizer processes; default: the usable cores", int),
+        Flag("--shard I/N", "part I of N of the input, as one of N machines; data merge joins the parts"),
         Flag("--strict", "stop at the first bad line", bool),
-        Flag("--show-bad", "show the first N bad lines (3)", int, "N", default=3),
+        Flag("--show-bad N", "show the first N bad lines (3)", int, default=3),
         Flag("--restart", "drop what a stopped run has left, and replace finished files", bool),
         Flag("--dry-run", "show the inputs and the first document's tokens, write nothing", bool),
     ],
@@ -109,18 +104,17 @@ TRAIN_TOKENIZER = Command(
         _INPUT,
         _output(f"writes PREFIX.model, or PREFIX.json for {BYTE_LEVEL}"),
         Flag(
-            "--type",
+            "--type KIND",
             f"{BYTE_LEVEL} (GPT-2's) needs the package tokenizers (sentencepiece-bpe)",
-            value="KIND",
-            choices=(*SENTENCEPIECE, BYTE_LEVEL),
             default="sentencepiece-bpe",
+            choices=(*SENTENCEPIECE, BYTE_LEVEL),
         ),
         Flag(
             "--pattern", f"how {BYTE_LEVEL} cuts words (gpt2); gpt4 cuts numbers into threes", choices=("gpt2", "gpt4")
         ),
-        Flag("--vocab-size", "pieces (2048); models have 32000 and more, of some 10 MB of text", int, "N", 2048),
+        Flag("--vocab-size N", "pieces (2048); models have 32000 and more, of some 10 MB of text", int, default=2048),
         _KEYS,
-        Flag("--max-megabytes", "read at most this much text, evenly over the inputs (20)", float, "MB", 20.0),
+        Flag("--max-megabytes MB", "read at most this much text, evenly over the inputs (20)", float, default=20.0),
     ],
     "megalite.cli.train_tokenizer:run",
     ("megalite train-tokenizer --input corpus/*.jsonl --output-prefix tokenizer --vocab-size 32000",),
@@ -128,10 +122,7 @@ TRAIN_TOKENIZER = Command(
 )
 
 _DATASETS = Flag(
-    "datasets",
-    "a path without .bin and .idx, one of a dataset's files, or a folder of datasets",
-    value="PREFIX",
-    count=SOME,
+    "datasets PREFIX ...", "a path without .bin and .idx, one of a dataset's files, or a folder of datasets"
 )
 
 DATA_VERIFY = Command(
@@ -156,8 +147,8 @@ DATA_INSPECT = Command(
     "Show what datasets hold.",
     [
         _DATASETS,
-        Flag("--documents", "show the tokens of these documents, as in 0:3", value="A:B"),
-        Flag("--max-tokens", f"of each ({SHOWN_TOKENS})", positive, "N", default=SHOWN_TOKENS),
+        Flag("--documents A:B", "show the tokens of these documents, as in 0:3"),
+        Flag("--max-tokens N", f"of each ({SHOWN_TOKENS})", positive, default=SHOWN_TOKENS),
         *_tokenizer("for NullTokenizer"),
         _JSON,
     ],
@@ -171,12 +162,11 @@ DATA_MERGE = Command(
     "lay datasets end to end",
     "Write several datasets as one.",
     [
-        Flag("--input", "datasets, or folders of them, by name", str, "PREFIX", count=SOME, required=True),
+        Flag("--input PREFIX ...", "datasets, or folders of them, by name", required=True),
         _output("of the new dataset"),
         Flag(
-            "--dtype",
+            "--dtype NAME",
             "type of the new tokens; needed if the datasets' types differ",
-            value="NAME",
             choices=("uint8", "int8", "int16", "int32", "int64", "uint16"),
         ),
     ],
@@ -190,13 +180,13 @@ DATA_SPLIT = Command(
     "cut a dataset between documents",
     "Write parts of a dataset as separate datasets: whole documents, in order.",
     [
-        Flag("--input", "the dataset", value="PREFIX", required=True),
+        Flag("--input PREFIX", "the dataset", required=True),
         _output(
             "of the parts: PREFIX_0, PREFIX_1, ... (of a single one, PREFIX), or PREFIX_train, PREFIX_valid, PREFIX_test"
         ),
-        Flag("--parts", "so many, of about as many tokens each", int, "N"),
-        Flag("--documents", "these documents; may be repeated", value="A:B", repeat=True),
-        Flag("--split", "train, valid and test, cut where a run's --split cuts", value="A,B,C"),
+        Flag("--parts N", "so many, of about as many tokens each", int),
+        Flag("--documents A:B", "these documents; may be repeated", repeat=True),
+        Flag("--split A,B,C", "train, valid and test, cut where a run's --split cuts"),
     ],
     "megalite.cli.data:split_one",
     ("megalite data split --input both --output-prefix part --parts 4",),
@@ -235,22 +225,21 @@ def _model(tp_default: str) -> list[Flag]:
     """--load and what goes with it; `tp_default` is what the help says of --tp."""
     return [
         Flag(
-            "--load",
+            "--load FOLDER",
             "checkpoints (the newest sound one), one of them, or a Hugging Face model",
             Path,
-            "FOLDER",
             required=True,
         ),
-        Flag("--ckpt-step", "use the checkpoint of this step instead", int, "N"),
+        Flag("--ckpt-step N", "use the checkpoint of this step instead", int),
         IMPORT,
-        Flag("--tp", f"tensor parallel ranks ({tp_default})", positive, "N"),
-        Flag("--pp", "pipeline parallel ranks (1)", positive, "N"),
-        Flag("--cp", type=int, default=1),
-        Flag("--ep", type=int, default=1),
+        Flag("--tp N", f"tensor parallel ranks ({tp_default})", positive),
+        Flag("--pp N", "pipeline parallel ranks (1)", positive),
+        Flag("--cp N", type=int, default=1),
+        Flag("--ep N", type=int, default=1),
         Flag("--dtype", "to compute in; default: as stored", choices=PRECISIONS),
-        Flag("--device", "(auto)", choices=("auto", "cpu", "cuda"), default="auto"),
-        Flag("--tokenizer-model", "default: the model's own", value="PATH"),
-        Flag("--tiktoken-pattern", "with --tokenizer-model: how its words are cut", value="NAME"),
+        Flag("--device", "(auto)", default="auto", choices=("auto", "cpu", "cuda")),
+        Flag("--tokenizer-model PATH", "default: the model's own"),
+        Flag("--tiktoken-pattern NAME", "with --tokenizer-model: how its words are cut"),
     ]
 
 
@@ -260,19 +249,19 @@ GENERATE = Command(
     "Continue prompts with a trained model. Under torchrun the ranks are tp x pp, by default one tp group.",
     [
         *_model("all that --pp leaves"),
-        Flag("--prompt", "text to continue; may be repeated", value="TEXT", repeat=True),
-        Flag("--prompts", "one per line, or a key of a line of JSON in a .jsonl; - is standard input", value="FILE"),
-        Flag("--prompt-key", "with --prompts FILE.jsonl (prompt)", value="KEY"),
-        Flag("--max-new-tokens", "length of a continuation (100)", int, "N", default=100),
-        Flag("--temperature", "0 takes the likeliest token (0.8)", float, "T", default=0.8),
-        Flag("--top-k", "draw among the K likeliest tokens", int, "K"),
-        Flag("--top-p", "draw among the fewest tokens that reach this probability", float, "P"),
-        Flag("--repetition-penalty", "make tokens that were used less likely (1)", float, "R", default=1.0),
-        Flag("--seed", "of the draws (0)", int, "N"),
-        Flag("--stop", "end before this text; may be repeated", value="TEXT", repeat=True),
-        Flag("--batch-size", "prompts that go through the model together (16)", positive, "N", default=16),
+        Flag("--prompt TEXT", "text to continue; may be repeated", repeat=True),
+        Flag("--prompts FILE", "one per line, or a key of a line of JSON in a .jsonl; - is standard input"),
+        Flag("--prompt-key KEY", "with --prompts FILE.jsonl (prompt)"),
+        Flag("--max-new-tokens N", "length of a continuation (100)", int, default=100),
+        Flag("--temperature T", "0 takes the likeliest token (0.8)", float, default=0.8),
+        Flag("--top-k K", "draw among the K likeliest tokens", int),
+        Flag("--top-p P", "draw among the fewest tokens that reach this probability", float),
+        Flag("--repetition-penalty R", "make tokens that were used less likely (1)", float, default=1.0),
+        Flag("--seed N", "of the draws (0)", int),
+        Flag("--stop TEXT", "end before this text; may be repeated", repeat=True),
+        Flag("--batch-size N", "prompts that go through the model together (16)", positive, default=16),
         Flag("--add-bos", "begin as tokenizer.json says; default: of Hugging Face models alone", bool, negated=True),
-        Flag("--output", "write the texts as JSON lines, not to the terminal", Path, "FILE"),
+        Flag("--output FILE", "write the texts as JSON lines, not to the terminal", Path),
     ],
     "megalite.cli.generate:run",
     ("megalite generate --load runs/first/checkpoints --prompt 'Once upon a time'",),
@@ -284,13 +273,13 @@ EVALUATE = Command(
     "Loss, perplexity and bits per byte of a trained model. Under torchrun ranks beyond tp x pp share the work out.",
     [
         *_model("1"),
-        Flag("--data-path", "token files (.bin and .idx)", value="PREFIX", count=SOME),
-        Flag("--input", "text, jsonl or parquet: files, folders, globs; - is standard input", value="PATH", count=SOME),
-        Flag("--json-key", "with --input: of the text (text)", value="KEY"),
+        Flag("--data-path PREFIX ...", "token files (.bin and .idx)"),
+        Flag("--input PATH ...", "text, jsonl or parquet: files, folders, globs; - is standard input"),
+        Flag("--json-key KEY", "with --input: of the text (text)"),
         Flag("--text-documents", "with --input: what a document is in a .txt (file)", choices=FORMS),
-        Flag("--seq-length", "tokens in a window; default: the model's", positive, "N"),
-        Flag("--stride", "tokens between windows; default: they do not overlap", positive, "N"),
-        Flag("--batch-size", "windows computed together (1)", positive, "N", default=1),
+        Flag("--seq-length N", "tokens in a window; default: the model's", positive),
+        Flag("--stride N", "tokens between windows; default: they do not overlap", positive),
+        Flag("--batch-size N", "windows computed together (1)", positive, default=1),
         _JSON,
     ],
     "megalite.cli.evaluate:run",
@@ -303,25 +292,24 @@ CONVERT = Command(
     "Convert weights from and to megalite's checkpoints, Hugging Face folders and Megatron-LM's checkpoints. On the CPU, "
     "a tensor at a time; after an interruption the same command continues.",
     [
-        Flag("source", "folder to read", Path, "SOURCE"),
-        Flag("target", "folder to write; must not exist yet", Path, "TARGET"),
+        Flag("source SOURCE", "folder to read", Path),
+        Flag("target TARGET", "folder to write; must not exist yet", Path),
         Flag("--to", "format of TARGET", choices=FORMATS, required=True),
-        Flag("--from", "format of SOURCE (auto)", str, "FORMAT", "auto", ("auto", *FORMATS), dest="source_format"),
-        Flag("--step", "checkpoint of this step; default the newest", int, "N"),
+        Flag(
+            "--from FORMAT", "format of SOURCE (auto)", default="auto", choices=("auto", *FORMATS), dest="source_format"
+        ),
+        Flag("--step N", "checkpoint of this step; default the newest", int),
         Flag("--dtype", "of every tensor; default: as stored", choices=PRECISIONS),
         Flag("--with-optimizer", "megatron to native: its states, step and samples too, to continue the run", bool),
-        Flag("--max-shard-size", f"largest file, such as 2GB ({DEFAULT_SHARD}); not for megatron", value="SIZE"),
-        Flag("--family", "huggingface: model type; default: the one that fits", value="NAME"),
-        Flag("--tp", "megatron: tensor-parallel files (1)", positive, "N"),
-        Flag("--pp", "megatron: pipeline-parallel files (1)", positive, "N"),
+        Flag("--max-shard-size SIZE", f"largest file, such as 2GB ({DEFAULT_SHARD}); not for megatron"),
+        Flag("--family NAME", "huggingface: model type; default: the one that fits"),
+        Flag("--tp N", "megatron: tensor-parallel files (1)", positive),
+        Flag("--pp N", "megatron: pipeline-parallel files (1)", positive),
         Flag("--transformer-impl", "megatron: of the run that will load it", choices=TRANSFORMER_IMPLEMENTATIONS),
         Flag(
-            "--make-vocab-size-divisible-by",
-            "native, megatron: pads the vocabulary; default: as in SOURCE",
-            positive,
-            "N",
+            "--make-vocab-size-divisible-by N", "native, megatron: pads the vocabulary; default: as in SOURCE", positive
         ),
-        Flag("--tokenizer-model", "tokenizer to add: a file or folder", Path, "PATH"),
+        Flag("--tokenizer-model PATH", "tokenizer to add: a file or folder", Path),
         Flag("--without-tokenizer", "leave the tokenizer's files out", bool),
         Flag(
             "--verify",
@@ -343,12 +331,10 @@ INSPECT = Command(
     "look into a checkpoint and verify it, or compare two",
     "Show what is in a checkpoint and whether every file is what was written, or how two differ.",
     [
-        Flag("checkpoint", "a folder of checkpoints, or one of them", Path, "CKPT", count=OPTIONAL),
-        Flag("--diff", "compare two, of any layouts, bit by bit", Path, "A B", count=(2, 2)),
-        Flag("--step", "that step (default: the newest that is sound)", int, "N"),
-        Flag(
-            "--tensors", "statistics of those that match, as 'layers.0.*'; with --diff: compare them", value="PATTERN"
-        ),
+        Flag("checkpoint [CKPT]", "a folder of checkpoints, or one of them", Path),
+        Flag("--diff A B", "compare two, of any layouts, bit by bit", Path),
+        Flag("--step N", "that step (default: the newest that is sound)", int),
+        Flag("--tensors PATTERN", "statistics of those that match, as 'layers.0.*'; with --diff: compare them"),
         Flag(
             "--config", "print the config alone, as YAML for --config of another run: without this one's folders", bool
         ),

@@ -5,10 +5,7 @@ import io
 import os
 import select
 import sys
-from pathlib import Path
 from typing import TextIO
-
-from megalite.config.errors import ConfigError
 
 
 def show(text: str) -> None:
@@ -26,14 +23,6 @@ def tell(text: str, end: str = "\n") -> None:
             print(text, end=end, file=sys.stderr, flush=True)
 
 
-def write_file(path: Path, text: str) -> None:
-    """Write a file that a flag names."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; give a file in a folder that exists") from None
-
-
 def visible(text: str) -> str:
     """The text without control characters, which a file of unknown origin could use to write on the screen."""
     return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
@@ -46,11 +35,8 @@ def escape_unprintable() -> None:
 
 
 def flush_stdout() -> None:
-    """Hand over what is printed; a reader that has gone is no error.
-
-    Raises:
-        OSError: it cannot be written, on a full disk say; nothing of it is then tried again.
-    """
+    """Hand over what is printed; a reader that has gone is no error. Raises OSError: it cannot be written, on a full
+    disk say; nothing of it is then tried again."""
     if sys.stdout is None:
         return
     try:

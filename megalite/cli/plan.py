@@ -15,17 +15,10 @@ from megalite.config.byte_size import parse_byte_size
 from megalite.config.describe import replace as with_settings
 from megalite.config.errors import ConfigError
 from megalite.config.flags import Invocation
+from megalite.config.reading import write_text
 from megalite.pipeline.ir.render import render_grid
 from megalite.planner.hardware import Cluster, SoftwareStack, load_cluster, load_stack
-from megalite.planner.report import (
-    drawn_timeline,
-    format_plan,
-    html_page,
-    launch_lines,
-    plan_data,
-    write_files,
-    write_text,
-)
+from megalite.planner.report import drawn_timeline, format_plan, html_page, launch_lines, plan_data, write_files
 from megalite.planner.search.search import Plan, find
 from megalite.planner.search.space import (
     USUAL_MEMORY,
@@ -36,8 +29,7 @@ from megalite.planner.search.space import (
     request_for,
 )
 
-_WIDTH = 160
-"""Of a timeline where there is no terminal."""
+_WIDTH = 160  # of a timeline where there is no terminal
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 main = PLAN

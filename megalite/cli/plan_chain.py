@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalite.cli.display import table
-from megalite.cli.output import show, write_file
+from megalite.cli.output import show
 from megalite.cli.tool_commands import PLAN_CHAIN
 from megalite.config.byte_size import format_bytes, parse_byte_size
 from megalite.config.errors import ConfigError
+from megalite.config.reading import write_text
 from megalite.pipeline.ir.render import render_grid
 from megalite.pipeline.ir.simulate import Timeline
 from megalite.pipeline.ir.svg import Panel, draw_svg
@@ -40,7 +41,7 @@ def run(flags: Namespace) -> int:
             peaks=tuple(map(format_bytes, best.memory)),
             summary=f"{profile.name} on {cluster.name}: {samples}; a rank is a stage",
         )
-        write_file(flags.svg, draw_svg([panel], unit="ms", peak="what a device of the stage holds at most"))
+        write_text(flags.svg, draw_svg([panel], unit="ms", peak="what a device of the stage holds at most"))
     text = json.dumps(answer.data()) if flags.json else "\n".join(answer.lines(details=flags.compare))
     show(text if flags.json or flags.svg is None else f"{text}\nwrote {flags.svg}")
     return 0

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalite.cli.output import show
-from megalite.cli.run_folders import METRICS, RunFolder, read_records
+from megalite.cli.run_folders import METRICS, RunFolder
 from megalite.cli.tool_commands import PLOT
 from megalite.config.errors import ConfigError
 from megalite.planner.charts import style_of, thinned
+from megalite.training.sinks import read_records
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -11,14 +11,14 @@ from typing import Any
 
 import yaml
 
-from megalite.cli.output import show, write_file
+from megalite.cli.output import show
 from megalite.cli.shell import Shell, is_unknown
 from megalite.cli.tool_commands import PORT
 from megalite.config.describe import replace, settings, values_of
 from megalite.config.errors import ConfigError, Problems
 from megalite.config.flags import Invocation, read_arguments
 from megalite.config.megatron_flags import ALREADY_SO, DIFFERS, NO_EFFECT_HERE
-from megalite.config.reading import load_mapping, read_input
+from megalite.config.reading import load_mapping, read_input, write_text
 from megalite.config.run import RunConfig, least_ranks
 from megalite.config.validate import validate
 
@@ -45,16 +45,11 @@ THEIR_DEFAULTS: Mapping[str, Any] = {
 class Launch:
     """What a script starts."""
 
-    words: list[str]
-    """The flags of training."""
-    ranks: int | None = None
-    """Where launcher or scheduler say it."""
-    launcher: list[str] = field(default_factory=list)
-    """`torchrun` with its flags; empty if it is none."""
-    source: str = ""
-    """The script or the YAML section."""
-    remarks: tuple[str, ...] = ()
-    """What reading it has to say."""
+    words: list[str]  # the flags of training
+    ranks: int | None = None  # where launcher or scheduler say it
+    launcher: list[str] = field(default_factory=list)  # `torchrun` with its flags; empty if it is none
+    source: str = ""  # the script or the YAML section
+    remarks: tuple[str, ...] = ()  # what reading it has to say
 
 
 @dataclass
@@ -62,12 +57,9 @@ class Ported:
     """A launch in megalite's words."""
 
     launch: Launch
-    invocation: Invocation
-    """Of what can be had, with Megatron-LM's defaults."""
-    problems: list[str]
-    """What cannot be had, all of it."""
-    defaults: dict[str, Any]
-    """Settings that the script leaves to Megatron-LM's defaults."""
+    invocation: Invocation  # of what can be had, with Megatron-LM's defaults
+    problems: list[str]  # what cannot be had, all of it
+    defaults: dict[str, Any]  # settings that the script leaves to Megatron-LM's defaults
 
     @property
     def config(self) -> RunConfig:
@@ -93,7 +85,7 @@ def run(flags: Namespace) -> int:
     if flags.output is not None:
         if len(ported) > 1:
             raise ConfigError(f"{flags.script} starts {len(ported)} runs; --output is for one")
-        write_file(flags.output, as_yaml(ported[0]))
+        write_text(flags.output, as_yaml(ported[0]))
     if flags.json:
         show(json.dumps([_as_json(each) for each in ported], indent=2))
     else:
@@ -108,14 +100,8 @@ def run(flags: Namespace) -> int:
 
 
 def read_launches(path: Path, given: Mapping[str, str]) -> list[Launch]:
-    """The trainings that a bash script starts, or that a YAML file describes.
-
-    Args:
-        given: values of variables.
-
-    Raises:
-        ConfigError: there are none, or the file is neither.
-    """
+    """The trainings that a bash script starts, or that a YAML file describes. `given`: values of variables. Raises
+    ConfigError: there are none, or the file is neither."""
     text = read_input(path, "script")
     found = _from_yaml(text, path, given) if path.suffix in (".yaml", ".yml") else _from_script(text, path, given)
     if not found:

@@ -7,42 +7,38 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
+from megalite.cli.display import duration, rate, table
 from megalite.cli.output import show
-from megalite.cli.profile_text import format_profile
 from megalite.cli.tool_commands import PROFILE
+from megalite.config.byte_size import format_bytes
 from megalite.config.errors import ConfigError
 from megalite.config.values import nearest
 from megalite.planner.hardware import Cluster, SoftwareStack, load_stack, save_cluster, save_stack
 from megalite.profiling.collectives import Machine, describe_machine
-from megalite.profiling.files import describe, fit_cluster, fit_stack, stand_in
+from megalite.profiling.files import Fitted, describe, fit_cluster, fit_stack, stand_in
 from megalite.profiling.passes import with_passes
 from megalite.profiling.run import DTYPES, Measurements, check_dtypes, default_dtypes, measure
-from megalite.profiling.timing import Timer
+from megalite.profiling.timing import Timer, Timing
 from megalite.topology.group import Group
 from megalite.topology.layout import ParallelLayout
 from megalite.topology.topology import Launch, ProcessGroups, Topology, start_distributed, stop_distributed
 
 LEAST_SECONDS = 1.0
 
-_BASE_STACK = "fused"
-"""What megalite itself runs: flash attention, gradients summed during the last backward."""
+_BASE_STACK = "fused"  # what megalite itself runs: flash attention, gradients summed during the last backward
 
 
 main = PROFILE
 
 
 def run(flags: Namespace, *, launch: Launch | None = None, made: ProcessGroups | None = None) -> int:
-    """Measure and write. Every rank calls it at the same time; rank 0 prints and writes.
-
-    Args:
-        launch: of a job that has been joined already; default: what torchrun says.
-        made: process groups to re-use, as for `Topology.create`.
-    """
+    """Measure and write. Every rank calls it at the same time; rank 0 prints and writes. `launch`: of a job that has
+    been joined already; default: what torchrun says. `made`: process groups to re-use, as for `Topology.create`."""
     joined = launch is not None
     launch = launch or Launch.from_environment()
     device = launch.device(flags.device)
@@ -163,6 +159,122 @@ def _write(flags: Namespace, measured: Measurements, base: Cluster, *, nominal: 
         save_stack(own, flags.output_stack)
     show(format_profile(measured, fitted, own, base if nominal else None))
     show(f"wrote {flags.output}" + (f" and {flags.output_stack}" if flags.output_stack else ""))
+
+
+NOISY = 0.25  # spread above which a row is marked
+
+_Row = tuple[list[str], Timing, float, float | None]  # cells, the time, what a second makes, and its peak
+
+
+def format_profile(measured: Measurements, fitted: Fitted, stack: SoftwareStack, nominal: Cluster | None) -> str:
+    """Tables of what was measured, then the constants that came of it. `nominal`: the cluster with the vendor's figures of
+    this accelerator, if there is one."""
+    shown = [*_tables(measured, nominal), _constants(measured, fitted, stack)]
+    groups = (measured.gemms, measured.attention, measured.memory, measured.passes, measured.collectives)
+    timings = [row.timing for rows in groups for row in rows]
+    timings += [measured.overheads.operation, measured.overheads.step]
+    noisy = sum(timing.spread > NOISY for timing in timings)
+    if noisy:
+        shown.append(
+            f"* {noisy} of {len(timings)} measurements spread by more than {NOISY:.0%}: something else runs here, or "
+            "--seconds is short"
+        )
+    return "\n\n".join(shown)
+
+
+def _tables(measured: Measurements, nominal: Cluster | None) -> Iterator[str]:
+    peaks = {} if nominal is None else nominal.accelerator.peak_flops
+    bandwidth, shares = None if nominal is None else nominal.accelerator.memory_bandwidth, nominal is not None
+    rows: list[_Row] = [
+        (
+            [f"{one.dtype} {one.product}", f"{one.m} x {one.n} x {one.k}"],
+            one.timing,
+            one.flops_per_second,
+            peaks.get(one.dtype),
+        )
+        for one in measured.gemms
+    ]
+    yield _table("Matrix products", ["product", "m x n x k"], rows, "FLOP/s", "F", shares=shares)
+    rows = []
+    for each in measured.attention:
+        kind = f"{each.dtype} {each.kind} {'backward' if each.backward else 'forward'}"
+        sizes = f"{each.shape.b} x {each.shape.heads} x {each.shape.s} x {each.shape.d}"
+        rows.append(([kind, sizes], each.timing, each.flops_per_second, None))
+    title = "Attention, by the FLOPs of all scores"
+    yield _table(title, ["attention", "b x heads x s x d"], rows, "FLOP/s", "F")
+    rows = [
+        ([time.operation, f"{time.elements}"], time.timing, time.bytes_per_second, bandwidth)
+        for time in measured.memory
+    ]
+    yield _table("Memory", ["pass", "elements"], rows, "bytes/s", "B", shares=shares)
+    if not measured.passes:
+        yield "Passes of small stages are measured on CPUs alone"
+    else:
+        rows = []
+        for one_pass in measured.passes:
+            shape = one_pass.shape
+            name = f"{shape.family} {'forward and backward' if one_pass.backward else 'forward'}"
+            sizes_of = [shape.hidden, shape.sequence, shape.layers, shape.vocabulary or "-"]
+            rows.append(([name, *map(str, sizes_of)], one_pass.timing, 0.0, None))
+        head = ["pass", "hidden", "sequence", "layers", "vocabulary"]
+        yield _table("Passes of small stages, one sequence", head, rows)
+    if not measured.collectives:
+        yield "Between ranks nothing was measured: start several with torchrun"
+        return
+    rows = [
+        (
+            [f"{sent.operation} {sent.place}", str(sent.ranks), format_bytes(sent.message_bytes)],
+            sent.timing,
+            sent.bytes_per_second,
+            None,
+        )
+        for sent in sorted(measured.collectives, key=lambda sent: (sent.place, sent.operation, sent.ranks))
+    ]
+    yield _table("Between ranks, all groups at once", ["operation", "ranks", "tensor"], rows, "sent/s", "B")
+
+
+def _table(
+    title: str, head: list[str], rows: Sequence[_Row], speed: str = "", unit: str = "", *, shares: bool = False
+) -> str:
+    """The first column to the left, the others to the right. `speed`: how what a second makes is called."""
+    lines = [[*head, "time", "spread", *([speed] if speed else []), *(["of peak"] if shares else [])]]
+    for cells, timing, made, peak in rows:
+        spread = f"{timing.spread:.0%}{'*' if timing.spread > NOISY else ''}"
+        share = [f"{made / peak:.0%}" if peak else "-"] if shares else []
+        lines.append([*cells, duration(timing.seconds), spread, *([rate(made, unit)] if speed else []), *share])
+    return "\n".join([title, *table(lines, right=range(1, len(lines[0])), indent=2)])
+
+
+def _constants(measured: Measurements, fitted: Fitted, stack: SoftwareStack) -> str:
+    """What the files say, and how well the planner's formulas give the measured times with it."""
+    cluster = fitted.cluster
+    accelerator, node, network, share = cluster.accelerator, cluster.node, cluster.network, cluster.efficiency
+    crowd = []
+    if measured.turns is not None:
+        crowd.append(
+            f"  {measured.machine.ranks_per_core:g} ranks per core: with every second one waiting the others are "
+            f"{measured.turns.speedup:.2f} times as fast, which makes {node.ranks_per_core:.2f}"
+        )
+    assumed = ", ".join(key for key, text in cluster.provenance.items() if text.startswith("assumed")) or "nothing"
+    errors = ", ".join(f"{name} {error:.0%}" for name, error in fitted.errors.items())
+    peaks = ", ".join(f"{name} {rate(peak, 'F')}" for name, peak in accelerator.peak_flops.items())
+    lines = [
+        f"Cluster {cluster.name}: {cluster.description}",
+        f"  peak {peaks}; products reach {share.gemm:.0%}, an operation {duration(accelerator.kernel_seconds)} more",
+        f"  memory {rate(accelerator.memory_bandwidth, 'B')}/s, operations reach {share.memory:.0%}",
+        f"  in a node {node.accelerators} accelerators, link {rate(node.link_bandwidth, 'B')}/s, latency "
+        f"{duration(node.link_latency)} a step of a collective and {duration(node.message_steps * node.link_latency)} a "
+        f"message; collectives reach {share.link:.0%}, messages {share.p2p:.0%}",
+        *crowd,
+        f"  across nodes {network.nics} x {rate(network.nic_bandwidth, 'B')}/s, latency {duration(network.latency)}; "
+        f"collectives reach {share.network:.0%}",
+        f"  the host: {duration(stack.operation_seconds)} an operation, {duration(stack.microbatch_seconds)} a pass of a "
+        f"stage, {duration(stack.step_seconds)} a step; fused attention at {stack.attention_efficiency:.0%} of products",
+        f"  operations between products take {stack.elementwise_slowdown:.1f} times as long as their bytes",
+        f"  not measured: {assumed}",
+        f"  formulas beside measured times, mean error: {errors}",
+    ]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,7 @@ from megalite.rehearsal.run import Rehearsal, rehearse
 from megalite.rehearsal.world import check, rehearse_world
 
 FAULTY = 1
-_SHOWN = 12
-"""Lines of a list."""
+_SHOWN = 12  # lines of a list
 
 main = REHEARSE
 
@@ -94,18 +93,8 @@ def _text(config: RunConfig, rehearsals: Sequence[Rehearsal], faults: list[str] 
         "",
     ]
     head = [
-        "rank",
-        "tp cp dp pp",
-        "parameters",
-        "built",
-        "peak",
-        "in",
-        "planned",
-        "kernels F",
-        "B",
-        "step",
-        "host waits",
-        "operations",
+        *("rank", "tp cp dp pp", "parameters", "built", "peak", "in"),
+        *("planned", "kernels F", "B", "step", "host waits", "operations"),
     ]
     rows = [head, *([*_row(found)] for found in facts)]
     lines += [*table(rows, right=set(range(2, len(head))) - {5}), ""]

@@ -13,34 +13,28 @@ import yaml
 from megalite.config.errors import ConfigError
 from megalite.config.reading import read_text
 from megalite.training.goodput import FILE, Session, goodput_of, read_sessions
-from megalite.training.sinks import parse_record
+from megalite.training.sinks import read_records
 
 METRICS = "metrics.jsonl"
 _NO_RUNS_BELOW = {"checkpoints", "tensorboard", "profile", "wandb"}
-_SPEED_OVER = 20
-"""Last steps of which the mean speed is shown."""
+_SPEED_OVER = 20  # last steps of which the mean speed is shown
 
 Curve = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFolder:
-    name: str
-    """Its folder, below the one that was asked for."""
-    status: str
-    """`running`, `finished`, `stopped`, `failed`, `killed`, `silent for ...` on another host, or `unknown`."""
-    started: float | None
-    """Time of day of its first start."""
+    name: str  # its folder, below the one that was asked for
+    status: str  # `running`, `finished`, `stopped`, `failed`, `killed`, `silent for ...` on another host, or `unknown`
+    started: float | None  # time of day of its first start
     starts: int
     ranks: int | None
     layout: str
     step: int
     total_steps: int | None
-    loss: float | None
-    """Of the last step."""
+    loss: float | None  # of the last step
     valid_loss: float | None
-    tokens_per_second: float | None
-    """Over the last steps."""
+    tokens_per_second: float | None  # over the last steps
     goodput: float | None
     losses: Curve
     valid_losses: Curve
@@ -70,10 +64,9 @@ def _run_folders(folder: Path) -> Iterator[Path]:
 
 def read_run(path: Path, name: str) -> RunFolder:
     """One run, however little of it is there."""
-    records, sessions = read_records(path / METRICS), read_sessions(path)
-    train = [record for record in records if record["kind"] == "train"]
+    train, sessions = read_records(path / METRICS, "train"), read_sessions(path)
     losses, speeds = _curve(train, "loss"), _curve(train, "tokens_per_second")
-    valid = _curve([record for record in records if record["kind"] == "valid"], "valid_loss")
+    valid = _curve(read_records(path / METRICS, "valid"), "valid_loss")
     last = [speed for _, speed in speeds[-_SPEED_OVER:]]
     if sessions and sessions[-1].ended is None:
         sessions[-1].seen = max(sessions[-1].seen, _touched(path))
@@ -124,15 +117,6 @@ def _is_alive(pid: int) -> bool:
 def _touched(path: Path) -> float:
     times = [(path / name).stat().st_mtime for name in (METRICS, FILE) if (path / name).exists()]
     return max(times, default=0.0)
-
-
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl, as far as they can be read."""
-    try:
-        lines = read_text(path, errors="replace").splitlines(keepends=True)
-    except OSError:
-        return []
-    return [record for line in lines if (record := parse_record(line)) is not None]
 
 
 def _curve(records: Sequence[dict[str, Any]], name: str) -> list[tuple[float, float]]:

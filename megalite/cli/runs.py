@@ -18,8 +18,7 @@ from megalite.planner.charts import Line, draw_curves, key
 from megalite.planner.page import Row, Section, Table, page
 
 _HEADS = ("run", "status", "layout", "ranks", "step", "loss", "valid loss", "tokens/s", "goodput", "starts", "started")
-_NUMBERS = range(3, 10)
-"""Columns of numbers."""
+_NUMBERS = range(3, 10)  # columns of numbers
 
 main = RUNS
 

@@ -10,11 +10,12 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from megalite.cli.display import table, working
-from megalite.cli.output import show, stdout_is_terminal, write_file
+from megalite.cli.output import show, stdout_is_terminal
 from megalite.cli.schedule_study import Request, Study, compare, read_schedule, study_file, study_named
 from megalite.cli.tool_commands import AUTO, NAMES, SCHEDULE
 from megalite.config.byte_size import format_bytes, parse_byte_size
 from megalite.config.errors import ConfigError
+from megalite.config.reading import write_text
 from megalite.pipeline.ir.actions import Kind
 from megalite.pipeline.ir.costs_file import UNITS, CostTable, read_costs
 from megalite.pipeline.ir.generators.registry import default_schedule
@@ -24,14 +25,8 @@ from megalite.pipeline.ir.schedule import Schedule
 from megalite.pipeline.ir.svg import Panel, draw_svg
 from megalite.planner.page import Row, Section, Table, page
 
-_WIDTH = 240
-"""Of the grid where there is no terminal."""
-_SECONDS_OF_NO_UNIT = 1e-3
-"""In a trace, a unit that has no name is a millisecond."""
-_OF_SIZES = ("schedule", "pp", "vpp", "microbatches", "group", "warm_up", "recompute_ahead", "forward_only")
-"""Flags that say what to build: a CSV file has said all of it."""
-_OF_ONE = ("schedule", "forward_only", "write_csv", "lowered")
-"""Flags that a comparison has no use for."""
+_WIDTH = 240  # of the grid where there is no terminal
+_SECONDS_OF_NO_UNIT = 1e-3  # in a trace, a unit that has no name is a millisecond
 
 
 main = SCHEDULE
@@ -49,20 +44,10 @@ def run(flags: Namespace) -> int:
 
 def _check_flags(flags: Namespace) -> None:
     """No flag is without effect, and the sizes are there."""
-    given = [name for name, value in vars(flags).items() if value is not None and value is not False]
     several = flags.compare is not None
-    if flags.csv is not None:
-        for name in given:
-            if name in _OF_SIZES:
-                raise ConfigError(f"{_flag(name)} has no effect with --csv {flags.csv}, which says it; remove one")
-    else:
-        for name in ("pp", "microbatches"):
-            if name not in given:
-                example = "--pp 4 --microbatches 8"
-                raise ConfigError(f"{_flag(name)} is missing; write e.g. megalite schedule {example}")
-    for name in given:
-        if several and name in _OF_ONE:
-            raise ConfigError(f"{_flag(name)} has no effect with --compare; remove one of them")
+    for flag in ("--pp", "--microbatches") if flags.csv is None else ():
+        if getattr(flags, flag[2:]) is None:
+            raise ConfigError(f"{flag} is missing; write e.g. megalite schedule --pp 4 --microbatches 8")
     outputs = [path for path in (flags.write_csv, flags.svg, flags.html, flags.trace) if path is not None]
     doubled = next((path for path in outputs if outputs.count(path) > 1), None)
     if doubled is not None:
@@ -72,17 +57,9 @@ def _check_flags(flags: Namespace) -> None:
     if twice is not None:
         raise ConfigError(f"--compare names {twice} twice; keep one of them")
     wanted = (named or NAMES) if several else (_name(flags),)
-    for flag, name in (("group", "interleaved"), ("warm_up", "1f1b")):
-        if flag in given and (name not in wanted or flags.forward_only):
-            raise ConfigError(
-                f"{_flag(flag)} {getattr(flags, flag)} has no effect without schedule {name} for training; remove it"
-            )
-    if flags.forward_only and flags.recompute_ahead:
-        raise ConfigError("--recompute-ahead has no effect with --forward-only; remove one of them")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    for flag, value, name in (("--group", flags.group, "interleaved"), ("--warm-up", flags.warm_up, "1f1b")):
+        if value is not None and (name not in wanted or flags.forward_only):
+            raise ConfigError(f"{flag} {value} has no effect without schedule {name} for training; remove it")
 
 
 def _name(flags: Namespace) -> str:
@@ -186,7 +163,7 @@ def _write(flags: Namespace, studies: Sequence[Study], refused: Mapping[str, str
         }
         texts[flags.trace] = json.dumps(merge_traces(sources))
     for path, text in texts.items():
-        write_file(path, text)
+        write_text(path, text)
     return [str(path) for path in texts]
 
 

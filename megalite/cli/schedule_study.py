@@ -33,15 +33,13 @@ class Request:
 
     num_ranks: int
     num_microbatches: int
-    num_chunks: int | None
-    """None: what the schedule needs."""
+    num_chunks: int | None  # None: what the schedule needs
     group: int | None = None
     warm_up: str | None = None
     recompute_ahead: bool = False
     forward_only: bool = False
     table: CostTable
-    limit: float | None = None
-    """Bytes; without sizes in the table, microbatches' activations of a rank's whole share."""
+    limit: float | None = None  # bytes; without sizes in the table, microbatches' activations of a rank's whole share
     recv_prefetch: int = 1
     send_window: int = 1
 
@@ -55,8 +53,7 @@ class Study:
     timeline: Timeline
     sends: tuple[int, ...]
     peak_receives: tuple[int, ...]
-    peak_bytes: tuple[float, ...] | None
-    """Per rank; None if the costs say nothing of memory."""
+    peak_bytes: tuple[float, ...] | None  # per rank; None if the costs say nothing of memory
 
     @cached_property
     def peak_deferred(self) -> tuple[int, ...]:
@@ -232,8 +229,7 @@ def compare(names: Sequence[str], request: Request, own: Schedule | None = None)
     """Studies of all the named schedules that can be had, `own` first; and for the others the reason.
 
     Chunks are those of interleaved and looped-bfs, the group is interleaved's, the warm-up 1f1b's; auto tries one and
-    two chunks and the V.
-    """
+    two chunks and the V."""
     studies: list[Study] = []
     refused: dict[str, str] = {}
 

@@ -2,8 +2,7 @@
 
 Enough of the language for scripts that put flags together: assignments, arrays, quotes, `${NAME:-default}`, arithmetic,
 `if` with tests, `case`, loops over words, `source`, here-documents and strings that another shell runs. Commands are never
-run: a test of a file counts as true, the output of a command as unknown. What is unknown stays as it is written.
-"""
+run: a test of a file counts as true, the output of a command as unknown. What is unknown stays as it is written."""
 
 import ast
 import fnmatch
@@ -23,12 +22,9 @@ _MODIFIED = re.compile(r"(#?)([A-Za-z_]\w*|[0-9]+|[@*#?$!])(\[[^\]]*\])?(.*)", r
 
 @dataclass
 class Shell:
-    """Follows a script and hands each command, in words, to `command`.
-
-    Args:
-        command: its name and words, expanded; called for all but what the shell itself understands.
-        given: values of variables that the script leaves open, or takes from its environment or command line.
-    """
+    """Follows a script and hands each command, in words, to `command`. `command`: its name and words, expanded; called
+    for all but what the shell itself understands. `given`: values of variables that the script leaves open, or takes
+    from its environment or command line."""
 
     command: Callable[["Shell", list[str]], None]
     given: Mapping[str, str]

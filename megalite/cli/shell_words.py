@@ -17,8 +17,7 @@ class Token:
     text: str
     is_operator: bool = False
     array: tuple[str, ...] | None = None
-    document: str | None = None
-    """Of `<<`: the text below."""
+    document: str | None = None  # of `<<`: the text below
 
 
 def tokens(text: str, where: str) -> list[Token]:

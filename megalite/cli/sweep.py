@@ -24,34 +24,21 @@ from megalite.sweep.spec import SweepSpec, read_spec
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that would make a run a rank of another job."""
 _HEAD = ("configuration", "ranks", "predicted", "measured", "tokens/s", "memory", "status")
-_WIDEST = 60
-"""Characters of a label and a status."""
-_ABOVE_BELOW = 4
-"""Lines of a terminal that the table leaves free."""
+_WIDEST = 60  # characters of a label and a status
+_ABOVE_BELOW = 4  # lines of a terminal that the table leaves free
 
 main = SWEEP
 
 
 def run(flags: Namespace) -> int:
     """0 if every run has a result, 130 after Ctrl-C."""
-    _check_flags(flags)
+    if flags.output is None and not flags.dry_run:
+        raise ConfigError("--output is missing; give a folder for the results, e.g. --output runs/sweep")
     try:
         return _sweep(flags)
     except Stopped as stopped:
         tell(stopped.how + ("" if flags.output is None else "; the same command continues from here"))
         return stopped.status
-
-
-def _check_flags(flags: Namespace) -> None:
-    runs_nothing = "--dry-run" if flags.dry_run else "--report-only" if flags.report_only else None
-    given = {"--timeout": flags.timeout, "--limit": flags.limit, "--retry": flags.retry or None}
-    if flags.dry_run:
-        given |= {"--report-only": flags.report_only or None, "--calibrate": flags.calibrate}
-    for flag, value in given.items():
-        if value is not None and runs_nothing is not None:
-            raise ConfigError(f"{flag} has no effect with {runs_nothing}; remove one of them")
-    if flags.output is None and not flags.dry_run:
-        raise ConfigError("--output is missing; give a folder for the results, e.g. --output runs/sweep")
 
 
 def _sweep(flags: Namespace) -> int:
@@ -186,12 +173,8 @@ def _seconds(value: float | None) -> str:
 
 
 class LiveTable:
-    """Shows how a sweep continues: on a terminal the table itself, drawn over and over, elsewhere a line for each result.
-
-    Args:
-        results: as they stand; the caller of `update` has put the new ones in.
-        steps: of each run.
-    """
+    """Shows how a sweep continues: on a terminal the table itself, drawn over and over, elsewhere a line for each
+    result. `results`: as they stand; the caller of `update` has put the new ones in. `steps`: of each run."""
 
     def __init__(self, runs: Sequence[Run], results: Mapping[str, Result], *, steps: int, out: TextIO) -> None:
         self._runs, self._results, self._steps, self._out = runs, results, steps, out

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megalite.cli.command import ANY, IMPORT, SOME, Command, Flag, above_zero, not_negative, positive
+from megalite.cli.command import IMPORT, Command, Flag, above_zero, not_negative, positive
 from megalite.config.parallel import PIPELINE_SCHEDULES
 from megalite.config.reading import PRECISIONS
 from megalite.pipeline.ir.generators.registry import SCHEDULES
@@ -45,7 +45,7 @@ COMPLETION = Command(
     "megalite completion",
     "shell completion of commands, flags and their values",
     "Print the completion script of a shell, for megalite and for pretrain_gpt.py where that is called by its name.",
-    [Flag("shell", "bash, zsh or fish", value="SHELL", choices=("bash", "zsh", "fish"))],
+    [Flag("shell SHELL", "bash, zsh or fish", choices=("bash", "zsh", "fish"))],
     "megalite.cli.completion:run",
     ("megalite completion bash",),
     'eval "$(megalite completion bash)" goes into ~/.bashrc, with zsh into ~/.zshrc; megalite completion fish | source into '
@@ -60,15 +60,10 @@ PORT = Command(
     "of its tests, and print the command line, the config, what was dropped and what differs. Nothing is run: variables "
     "without a value stay as they are written. docs/from_megatron.md says more.",
     [
-        Flag("script", "a bash script, or YAML with MODEL_ARGS", Path, "SCRIPT"),
-        Flag(
-            "--set",
-            "the value of a variable, or of an argument: 1=checkpoints; repeat it",
-            value="NAME=VALUE",
-            repeat=True,
-        ),
-        Flag("--world-size", "ranks; default: what the launcher says", positive, "N"),
-        Flag("--output", "write the config there", Path, "FILE"),
+        Flag("script SCRIPT", "a bash script, or YAML with MODEL_ARGS", Path),
+        Flag("--set NAME=VALUE", "the value of a variable, or of an argument: 1=checkpoints; repeat it", repeat=True),
+        Flag("--world-size N", "ranks; default: what the launcher says", positive),
+        Flag("--output FILE", "write the config there", Path),
         _JSON,
     ],
     "megalite.cli.port:run",
@@ -84,7 +79,7 @@ REHEARSE = Command(
     "world match and that nothing deadlocks. docs/rehearsal.md says what it shows and what it cannot.",
     [
         Flag("--all-kinds", "both corners of each pipeline place, and the proof", bool),
-        Flag("--workers", "processes; default: the usable cores", positive, "N"),
+        Flag("--workers N", "processes; default: the usable cores", positive),
     ],
     "megalite.cli.rehearse:run",
     ("megalite rehearse --preset gpt-1t --tp 8 --pp 64 --world-size 3072 --all-kinds",),
@@ -101,48 +96,40 @@ SCHEDULE = Command(
     "microbatch; without --costs forward, input gradient and weight gradient take 1 each. docs/schedules.md explains it.",
     [
         Flag(
-            "--schedule",
-            f"{', '.join(NAMES)} (default 1f1b, with --vpp interleaved)",
-            value="NAME",
-            choices=PIPELINE_SCHEDULES,
+            "--schedule NAME", f"{', '.join(NAMES)} (default 1f1b, with --vpp interleaved)", choices=PIPELINE_SCHEDULES
         ),
         IMPORT,
-        Flag("--csv", "a schedule that you wrote: one line per rank, 0F0,0B0,...", Path, "FILE"),
-        Flag(
-            "--compare",
-            "several schedules in one table (default all)",
-            value="NAME",
-            choices=PIPELINE_SCHEDULES,
-            count=ANY,
-        ),
-        Flag("--pp", "pipeline ranks", positive, "P"),
-        Flag("--vpp", "stages per rank (default: what the schedule needs)", positive, "V"),
-        Flag("--microbatches", "microbatches in a step", positive, "M"),
-        Flag("--group", "interleaved: microbatches of a group (default: least)", int, "N"),
+        Flag("--csv FILE", "a schedule that you wrote: one line per rank, 0F0,0B0,...", Path),
+        Flag("--compare [NAME ...]", "several schedules in one table (default all)", choices=PIPELINE_SCHEDULES),
+        Flag("--pp P", "pipeline ranks", positive),
+        Flag("--vpp V", "stages per rank (default: what the schedule needs)", positive),
+        Flag("--microbatches M", "microbatches in a step", positive),
+        Flag("--group N", "interleaved: microbatches of a group (default: least)", int),
         Flag("--warm-up", "1f1b: least warm-up, or twice as deep (default pa)", choices=("pa", "pb")),
         Flag("--recompute-ahead", "recompute before the gradient is there", bool),
         Flag("--forward-only", "evaluation: no backwards", bool),
-        Flag("--costs", "JSON: times, links and bytes", Path, "FILE"),
-        Flag(
-            "--memory-limit",
-            "of a rank: bytes such as 12GiB; without --costs live microbatches such as 4",
-            value="SIZE",
-        ),
-        Flag("--recv-prefetch", "receives are posted N actions early", int, "N", default=1),
-        Flag("--send-window", "sends that may be pending on a link", int, "N", default=1),
+        Flag("--costs FILE", "JSON: times, links and bytes", Path),
+        Flag("--memory-limit SIZE", "of a rank: bytes such as 12GiB; without --costs live microbatches such as 4"),
+        Flag("--recv-prefetch N", "receives are posted N actions early", int, default=1),
+        Flag("--send-window N", "sends that may be pending on a link", int, default=1),
         Flag("--lowered", "show the program too: sends, receives, reductions", bool),
         _JSON,
-        Flag("--color", "default: on a terminal", choices=("auto", "always", "never"), default="auto"),
-        Flag("--write-csv", "write the schedule, for --csv", Path, "FILE"),
-        Flag("--svg", "write a picture", Path, "FILE"),
-        Flag("--html", "write a report: one file, no network", Path, "FILE"),
-        Flag("--trace", "write a Chrome trace, for ui.perfetto.dev", Path, "FILE"),
+        Flag("--color", "default: on a terminal", default="auto", choices=("auto", "always", "never")),
+        Flag("--write-csv FILE", "write the schedule, for --csv", Path),
+        Flag("--svg FILE", "write a picture", Path),
+        Flag("--html FILE", "write a report: one file, no network", Path),
+        Flag("--trace FILE", "write a Chrome trace, for ui.perfetto.dev", Path),
     ],
     "megalite.cli.schedule:run",
     (
         "megalite schedule --schedule zb-v --pp 4 --microbatches 8",
         "megalite schedule --compare 1f1b interleaved zb-h1 --pp 4 --microbatches 8",
     ),
+    idle={
+        "--csv": "--schedule --pp --vpp --microbatches --group --warm-up --recompute-ahead --forward-only",
+        "--compare": "--schedule --forward-only --write-csv --lowered",
+        "--forward-only": "--recompute-ahead",
+    },
 )
 
 PLAN = Command(
@@ -151,19 +138,15 @@ PLAN = Command(
     "Find the fastest layouts that fit. Any setting of megalite train may be given; those that the search decides (--tp, "
     "--pp, ...) then are constraints. docs/plan.md explains what is printed.",
     [
-        Flag("--cluster", "machines: a name that comes with megalite, or a YAML file", value="NAME", required=True),
-        Flag("--gpus", "ranks", positive, "N", required=True),
-        Flag("--stack", "software: fused (default) or unfused, or a YAML file", value="NAME", default="fused"),
-        Flag(
-            "--fix", "allow only these values, e.g. schedule=zb-v; may be repeated", value="NAME=VALUE,..", repeat=True
-        ),
-        Flag("--max-memory", "of a rank, e.g. 70GB; default 90 % of the device's", value="SIZE"),
-        Flag(
-            "--tokens", "length of the training of which the time is shown, e.g. 1.5T (300B)", value="N", default="300B"
-        ),
-        Flag("--top", "layouts to show (5)", positive, "N", default=5),
-        Flag("--output", "write the best as a config for training, the others beside it", Path, "FILE"),
-        Flag("--html", "write a report: one file, no network", Path, "FILE"),
+        Flag("--cluster NAME", "machines: a name that comes with megalite, or a YAML file", required=True),
+        Flag("--gpus N", "ranks", positive, required=True),
+        Flag("--stack NAME", "software: fused (default) or unfused, or a YAML file", default="fused"),
+        Flag("--fix NAME=VALUE,..", "allow only these values, e.g. schedule=zb-v; may be repeated", repeat=True),
+        Flag("--max-memory SIZE", "of a rank, e.g. 70GB; default 90 % of the device's"),
+        Flag("--tokens N", "length of the training of which the time is shown, e.g. 1.5T (300B)", default="300B"),
+        Flag("--top N", "layouts to show (5)", positive, default=5),
+        Flag("--output FILE", "write the best as a config for training, the others beside it", Path),
+        Flag("--html FILE", "write a report: one file, no network", Path),
         Flag("--explain", "draw the step of the best layout", bool),
         _JSON,
     ],
@@ -180,21 +163,17 @@ PLAN_FIT = Command(
     "docs/planner.md says which constants there are.",
     [
         Flag(
-            "rows",
+            "rows ROWS.csv",
             "CSV: gpus, seconds (or tokens_per_second_per_gpu), and settings by name; a line per step",
             Path,
-            "ROWS.csv",
         ),
         Flag(
-            "--cluster",
-            "machines to begin with: a name that comes with megalite, or a YAML file",
-            value="NAME",
-            required=True,
+            "--cluster NAME", "machines to begin with: a name that comes with megalite, or a YAML file", required=True
         ),
-        Flag("--stack", "software to begin with (fused)", value="NAME", default="fused"),
-        Flag("--fit", "only this constant, e.g. gemm; may be repeated", value="CONSTANT", repeat=True),
-        Flag("--leave-out", "also fit without the rows of each value of a column, and judge by those", value="COLUMN"),
-        Flag("--output", "write the cluster there, and the stack beside it", Path, "FILE.yaml"),
+        Flag("--stack NAME", "software to begin with (fused)", default="fused"),
+        Flag("--fit CONSTANT", "only this constant, e.g. gemm; may be repeated", repeat=True),
+        Flag("--leave-out COLUMN", "also fit without the rows of each value of a column, and judge by those"),
+        Flag("--output FILE.yaml", "write the cluster there, and the stack beside it", Path),
         _JSON,
     ],
     "megalite.cli.plan_fit:run",
@@ -208,18 +187,17 @@ PLAN_CHAIN = Command(
     "chain of measured layers. PipeDream's plan, pure data parallelism and a straight pipeline are judged by the same "
     "simulator. docs/planner_chain.md explains all of it.",
     [
-        Flag("profile", "YAML: the layers; or a synthetic one such as vgg-19 (the page names all)", value="PROFILE"),
+        Flag("profile PROFILE", "YAML: the layers; or a synthetic one such as vgg-19 (the page names all)"),
         Flag(
-            "--cluster",
+            "--cluster NAME",
             "machines x devices such as 2x8 or 16x1@10 (Gbit/s), A, B or C of the DAPPLE paper, or a YAML file",
-            value="NAME",
             required=True,
         ),
-        Flag("--global-batch-size", "samples of a step", int, "N", required=True),
-        Flag("--memory", "of a device, such as 16GB (default: the cluster's)", value="SIZE"),
+        Flag("--global-batch-size N", "samples of a step", int, required=True),
+        Flag("--memory SIZE", "of a device, such as 16GB (default: the cluster's)"),
         Flag("--compare", "the stages of the plans it is compared with, too", bool),
         _JSON,
-        Flag("--svg", "write the timeline as a picture", Path, "FILE"),
+        Flag("--svg FILE", "write the timeline as a picture", Path),
     ],
     "megalite.cli.plan_chain:run",
     ("megalite plan-chain vgg-19 --cluster 2x8 --global-batch-size 1024",),
@@ -231,24 +209,21 @@ PROFILE = Command(
     "Measure matrix products, attention, memory and small operations of this machine, and under torchrun what moves "
     "between its ranks, and write a cluster file: megalite plan --cluster FILE. docs/profile.md",
     [
-        Flag("--output", "cluster file to write (.yaml)", Path, "FILE", required=True),
-        Flag("--output-stack", "write a stack file too: what the host takes to start operations", Path, "FILE"),
-        Flag("--seconds", "how long to measure (60)", float, "N", default=60.0),
+        Flag("--output FILE", "cluster file to write (.yaml)", Path, required=True),
+        Flag("--output-stack FILE", "write a stack file too: what the host takes to start operations", Path),
+        Flag("--seconds N", "how long to measure (60)", float, default=60.0),
         Flag(
-            "--dtype",
+            "--dtype NAME ...",
             f"precisions to measure, of {', '.join(PRECISIONS)}; the first decides efficiencies (bf16 on a GPU, fp32 on a "
             "CPU)",
-            value="NAME",
-            count=SOME,
         ),
-        Flag("--device", "(auto)", choices=_DEVICE, default="auto"),
+        Flag("--device", "(auto)", default="auto", choices=_DEVICE),
         Flag(
-            "--like",
+            "--like CLUSTER",
             "name or file of the cluster that stands in for what is not measured; default: the one with this "
             "accelerator, or cpu-box",
-            value="CLUSTER",
         ),
-        Flag("--name", "of the cluster; default: that of the file", value="NAME"),
+        Flag("--name NAME", "of the cluster; default: that of the file"),
     ],
     "megalite.cli.profile:run",
     (
@@ -264,19 +239,23 @@ SWEEP = Command(
     "measured and predicted. What is done is not run again: the same command continues after a kill. docs/sweep.md "
     "explains all of it.",
     [
-        Flag("sweep", "which configurations, and for how long", Path, "SWEEP.yaml"),
-        Flag("--output", "results and runs; continues if it is there", Path, "FOLDER"),
+        Flag("sweep SWEEP.yaml", "which configurations, and for how long", Path),
+        Flag("--output FOLDER", "results and runs; continues if it is there", Path),
         Flag("--dry-run", "check and predict all, run nothing", bool),
         Flag("--strict", "stop if any configuration is refused", bool),
-        Flag("--launcher", "torchrun here, or jobs (local)", choices=("local", "sbatch"), default="local"),
-        Flag("--timeout", "of a run; over the file's (300)", above_zero, "SECONDS"),
-        Flag("--limit", "launch at most N runs this time", positive, "N"),
+        Flag("--launcher", "torchrun here, or jobs (local)", default="local", choices=("local", "sbatch")),
+        Flag("--timeout SECONDS", "of a run; over the file's (300)", above_zero),
+        Flag("--limit N", "launch at most N runs this time", positive),
         Flag("--retry", "run again what did not end well", bool),
         Flag("--report-only", "write table and report from the results there are", bool),
-        Flag("--calibrate", "fit cluster and stack to what was measured, into new files", Path, "CLUSTER.yaml"),
+        Flag("--calibrate CLUSTER.yaml", "fit cluster and stack to what was measured, into new files", Path),
     ],
     "megalite.cli.sweep:run",
     ("megalite sweep sweep.yaml --dry-run", "megalite sweep sweep.yaml --output runs/sweep"),
+    idle={
+        "--dry-run": "--timeout --limit --retry --report-only --calibrate",
+        "--report-only": "--timeout --limit --retry",
+    },
 )
 
 PARITY = Command(
@@ -289,13 +268,12 @@ PARITY = Command(
     "--no-eod-mask-loss all tokens count (default: uneven masks); --json prints the comparison as JSON. docs/parity.md "
     "explains the table.",
     [
-        Flag("--steps", "steps to train (3)", positive, "N", default=3),
-        Flag("--tolerance", "largest relative difference (1e-9 in fp64)", not_negative, "X"),
+        Flag("--steps N", "steps to train (3)", positive, default=3),
+        Flag("--tolerance X", "largest relative difference (1e-9 in fp64)", not_negative),
         Flag(
-            "--fuzz",
+            "--fuzz SECONDS",
             "draw random layouts and models for so long, with --seed N; prints a line that repeats each failure",
             not_negative,
-            "SECONDS",
         ),
     ],
     "megalite.cli.parity:run",
@@ -312,9 +290,9 @@ DOCTOR = Command(
     "say what to fix. Under torchrun all ranks of the job test together, and hosts that differ, fail or are slow are "
     "named. docs/doctor.md explains the findings.",
     [
-        Flag("--run-dir", "folder of which the disk is tested; need not be there yet (.)", Path, "DIR", default=Path()),
-        Flag("--device", "device that is tested (auto: cuda where there is one)", choices=_DEVICE, default="auto"),
-        Flag("--seconds", f"that products and collectives take together ({DOCTOR_SECONDS:g})", float, "N"),
+        Flag("--run-dir DIR", "folder of which the disk is tested; need not be there yet (.)", Path, default=Path()),
+        Flag("--device", "device that is tested (auto: cuda where there is one)", default="auto", choices=_DEVICE),
+        Flag("--seconds N", f"that products and collectives take together ({DOCTOR_SECONDS:g})", float),
         Flag("--no-self-test", "look only: no products, no collectives", bool),
         Flag("--json", "print JSON: every finding with its data", bool),
     ],
@@ -324,6 +302,7 @@ DOCTOR = Command(
         "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 -m megalite.cli.main doctor",
     ),
     "Exit status: 0 no error, 1 an error, 2 bad input.",
+    idle={"--no-self-test": "--seconds"},
 )
 
 KERNELS = Command(
@@ -333,7 +312,7 @@ KERNELS = Command(
     "hidden size 4096, also with --kernels of a run. docs/kernels.md",
     [
         Flag("--device", "the device asked about (cuda where there is one)", choices=("cpu", "cuda")),
-        Flag("--kernels", "as a run takes it: apex, or apex,adam=torch", value="CHOICES"),
+        Flag("--kernels CHOICES", "as a run takes it: apex, or apex,adam=torch"),
         IMPORT,
         _JSON,
     ],
@@ -346,8 +325,8 @@ PLOT = Command(
     "draw the loss curve of a run",
     "Draw training and validation loss over steps from the metrics.jsonl of a run.",
     [
-        Flag("run_dir", "folder of the run (--run-dir)", Path, "RUN_DIR"),
-        Flag("--output", "default RUN_DIR/loss.png; the ending gives the format", Path, "FILE"),
+        Flag("run_dir RUN_DIR", "folder of the run (--run-dir)", Path),
+        Flag("--output FILE", "default RUN_DIR/loss.png; the ending gives the format", Path),
     ],
     "megalite.cli.plot:run",
     ("megalite plot runs/first --output loss.svg",),
@@ -359,9 +338,9 @@ RUNS = Command(
     "List the runs in and below a folder: how each stands, its last loss, speed and goodput. Reads what runs leave in "
     "their --run-dir; a run that is under way may be looked at.",
     [
-        Flag("folder", "a folder with runs in it (their --run-dir)", Path, "DIR"),
-        Flag("--html", "write one page with their curves; it needs nothing else", Path, "FILE"),
-        Flag("--png", "draw their curves (with matplotlib)", Path, "FILE"),
+        Flag("folder DIR", "a folder with runs in it (their --run-dir)", Path),
+        Flag("--html FILE", "write one page with their curves; it needs nothing else", Path),
+        Flag("--png FILE", "draw their curves (with matplotlib)", Path),
         Flag("--json", "print the list, with the curves, as JSON", bool),
     ],
     "megalite.cli.runs:run",

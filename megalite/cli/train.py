@@ -19,11 +19,9 @@ from megalite.config.run import RunConfig
 from megalite.training.stopping import StopRequests, StopRun, write_ending
 from megalite.watchdog.processes import started_at
 
-_IMPORTED = time.time()
-"""Stands for the start of the process where the system does not say it; torch is imported later."""
+_IMPORTED = time.time()  # stands for the start of the process where the system does not say it; torch is imported later
 
-EXIT_FILE = "STOP"
-"""In the folder of the run, where no other is given."""
+EXIT_FILE = "STOP"  # in the folder of the run, where no other is given
 
 ANSWERS: Registry[Callable[..., Any]] = Registry(
     "answer",

@@ -67,27 +67,17 @@ def redacted(value: Any) -> Any:
 class Setting:
     """One field of one section of RunConfig."""
 
-    section: str
-    """Name of the section: model, parallel, ..."""
-    name: str
-    """Field name; unique over all sections."""
-    type: type
-    """bool, int, float or str; of one element where `is_list`."""
-    is_list: bool
-    """It takes several values."""
-    optional: bool
-    """None is legal: the value is then derived or the feature is off."""
+    section: str  # name of the section: model, parallel, ...
+    name: str  # field name; unique over all sections
+    type: type  # bool, int, float or str; of one element where `is_list`
+    is_list: bool  # it takes several values
+    optional: bool  # None is legal: the value is then derived or the feature is off
     default: Any
-    help: str
-    """The docstring under the field, on one line."""
-    flags: tuple[str, ...]
-    """Spellings on the command line, the canonical one first."""
-    legal: Collection[str]
-    """`choices`, live: some grow with what a run registers."""
-    basic: bool
-    """Shown by `--help`."""
-    bounds: Bounds | None
-    """Of a number, or of each in a list."""
+    help: str  # the docstring under the field, on one line
+    flags: tuple[str, ...]  # spellings on the command line, the canonical one first
+    legal: Collection[str]  # `choices`, live: some grow with what a run registers
+    basic: bool  # shown by `--help`
+    bounds: Bounds | None  # of a number, or of each in a list
 
     @property
     def choices(self) -> tuple[str, ...]:

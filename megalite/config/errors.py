@@ -10,8 +10,7 @@ from megalite.config.exit_codes import BAD_INPUT
 
 _REPR = reprlib.Repr()
 _REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 2, 60, 60, 60
-_MOST = 30
-"""Problems that are shown."""
+_MOST = 30  # problems that are shown
 
 
 def shortened(value: object) -> str:
@@ -37,11 +36,9 @@ class ConfigError(ValueError):
     """Bad input: a flag, a config key, a file, a layout that does not divide.
 
     Each problem names the setting, the values that clash and a value that works. Command lines print them without a
-    traceback and exit with status 2.
-    """
+    traceback and exit with status 2."""
 
-    exit_code = BAD_INPUT
-    """Exit status of a run that ends by it."""
+    exit_code = BAD_INPUT  # exit status of a run that ends by it
 
     def __init__(self, *problems: str) -> None:
         super().__init__(*problems)
@@ -61,10 +58,7 @@ class ConfigError(ValueError):
 
 class RankError(ConfigError):
     """A ConfigError that only some ranks have found: each that has it says so, since rank 0 may not know of it.
-
-    Args:
-        exit_code: of the error that it stands for.
-    """
+    `exit_code`: of the error that it stands for."""
 
     def __init__(self, message: str, *, exit_code: int = BAD_INPUT) -> None:
         super().__init__(message)
@@ -86,8 +80,7 @@ Findings: TypeAlias = "Iterator[str | Findings]"
 class Idle(str):
     """What a rule yields of a setting that has no effect where that is no error: it is said, and ignored."""
 
-    setting: str
-    """Its name."""
+    setting: str  # its name
 
     def __new__(cls, text: str, setting: str) -> "Idle":
         made = super().__new__(cls, text)

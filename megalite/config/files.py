@@ -21,11 +21,8 @@ from megalite.config.values import coerce
 
 
 def load(path: str | Path) -> RunConfig:
-    """The config that a file describes, over the defaults.
-
-    Raises:
-        ConfigError: no such file, not YAML, or keys or values that are not legal.
-    """
+    """The config that a file describes, over the defaults. Raises ConfigError: no such file, not YAML, or keys or
+    values that are not legal."""
     with gathered(None) as problems:
         return merge([read_level(path, problems=problems)], problems).config
 
@@ -36,15 +33,8 @@ def dump(config: RunConfig) -> str:
 
 
 def read_level(path: str | Path, source: str | None = None, *, problems: Problems | None = None) -> Level:
-    """What a file gives.
-
-    Args:
-        source: replaces `file PATH` in messages and provenance.
-        problems: gets what is wrong with keys and values; default: raised, all in one.
-
-    Raises:
-        ConfigError: the file cannot be read, or is not YAML.
-    """
+    """What a file gives. `source`: replaces `file PATH` in messages and provenance. `problems`: gets what is wrong with
+    keys and values; default: raised, all in one. Raises ConfigError: the file cannot be read, or is not YAML."""
     return level_from_text(read_input(path, "config file"), source or f"file {path}", problems)
 
 
@@ -55,11 +45,8 @@ def level_from_text(text: str, source: str, problems: Problems | None = None) ->
 
 
 def configure(**settings: Any) -> RunConfig:
-    """The config that a file with these keys describes: `configure(num_layers=4, tp=2, imports=["my_module"])`.
-
-    Raises:
-        ConfigError: keys or values that are not legal.
-    """
+    """The config that a file with these keys describes: `configure(num_layers=4, tp=2, imports=["my_module"])`. Raises
+    ConfigError: keys or values that are not legal."""
     with gathered(None) as problems:
         return merge([_level_of(settings, "configure", problems)], problems).config
 
@@ -166,11 +153,8 @@ def preset_names() -> list[str]:
 
 
 def read_preset(name: str, problems: Problems | None = None) -> Level:
-    """The settings of a preset; `problems` as for `files.read_level`.
-
-    Raises:
-        ConfigError: there is none of that name; the nearest are named.
-    """
+    """The settings of a preset; `problems` as for `files.read_level`. Raises ConfigError: there is none of that name;
+    the nearest are named."""
     names = preset_names()
     if name not in names:
         raise ConfigError(f"--preset: unknown preset {name}{nearest(name, names)} (there are {', '.join(names)})")

@@ -154,8 +154,7 @@ def _all_spellings(setting: Setting) -> str:
 def _first_clause(setting: Setting) -> str:
     """The help up to where it goes into detail, then the choices if there are any; at most 70 characters.
 
-    Where there are very many choices they speak for themselves.
-    """
+    Where there are very many choices they speak for themselves."""
     clause = re.split(r"; |: |\. |\.$", setting.help)[0]
     if setting.choices:
         choices = "|".join(setting.choices)

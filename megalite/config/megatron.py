@@ -1,8 +1,7 @@
 """Megatron-LM's flags that set something of another name here, so that launch scripts port.
 
 Flags that set a setting to a fixed value, by a word, or from their value; values that have another name here, or none;
-and flags that mean something only beside other settings. `megatron_flags.py` has those that set nothing.
-"""
+and flags that mean something only beside other settings. `megatron_flags.py` has those that set nothing."""
 
 import ast
 import re
@@ -206,11 +205,8 @@ STANDS_FOR: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def settings_of_word(flag: str, word: str, where: str) -> Mapping[str, Any]:
-    """What a word stands for after a flag of `WORDS`.
-
-    Raises:
-        ConfigError: there is no such word; the message starts with `where`.
-    """
+    """What a word stands for after a flag of `WORDS`. Raises ConfigError: there is no such word; the message starts
+    with `where`."""
     words = WORDS[flag]
     if word not in words:
         raise ConfigError(f"{where} cannot be {word}{nearest(word, words)} (one of {', '.join(words)})")

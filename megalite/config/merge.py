@@ -34,22 +34,13 @@ class Level:
         """What it gives that sets nothing, and is accepted."""
 
     def add(self, name: str, value: Any, source: str) -> None:
-        """Record a setting.
-
-        Raises:
-            ConfigError: the level has it already with another value.
-        """
+        """Record a setting. Raises ConfigError: the level has it already with another value."""
         _add(self.given, name, Given(value, source))
 
     def add_stand_in(self, flag: str, value: Any, where: str, source: str) -> None:
         """Record a flag of `megatron.STANDS_FOR`: its settings, or the flag itself if `merge` makes settings of it.
-
-        Args:
-            value: True for a flag without one.
-
-        Raises:
-            ConfigError: the value is not what the flag takes; the message starts with `where`.
-        """
+        `value`: True for a flag without one. Raises ConfigError: the value is not what the flag takes; the message
+        starts with `where`."""
         given: Mapping[str, Any] = {}
         if (flag in SHORTHANDS or DERIVED.get(flag, int) is None) and value is not True:
             raise ConfigError(f"{where} takes no value but true, got {shortened(value)}; remove it")
@@ -94,23 +85,15 @@ class Merged:
     """The config and where each of its settings comes from."""
 
     config: RunConfig
-    provenance: dict[str, str]
-    """Setting -> `default`, `preset NAME`, `file PATH` or `flag --NAME`."""
+    provenance: dict[str, str]  # setting -> `default`, `preset NAME`, `file PATH` or `flag --NAME`
     explicit: frozenset[str]
     """Settings that someone asked for: by a flag, or by a file with a value that is not the default."""
-    notes: tuple[Note, ...] = ()
-    """What was given that sets nothing, and is accepted: flags of Megatron-LM."""
+    notes: tuple[Note, ...] = ()  # what was given that sets nothing, and is accepted: flags of Megatron-LM
 
 
 def merge(levels: Sequence[Level], problems: Problems | None = None) -> Merged:
-    """Lay the levels over the defaults, later ones on top.
-
-    Args:
-        problems: gets what is wrong; default: raised, all in one.
-
-    Raises:
-        ConfigError: a derived flag contradicts a setting of its level or cannot be met exactly.
-    """
+    """Lay the levels over the defaults, later ones on top. `problems`: gets what is wrong; default: raised, all in one.
+    Raises ConfigError: a derived flag contradicts a setting of its level or cannot be met exactly."""
     with gathered(problems) as found:
         _resolve_derived(levels, found)
     top = _overlay(levels)

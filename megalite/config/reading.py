@@ -18,21 +18,14 @@ from megalite.config.errors import ConfigError, Problems, gathered, nearest, sho
 
 T = TypeVar("T")
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
-OR_ZERO = {"least": 0.0}
-"""Metadata of a field that may be 0; others are above it."""
-AT_LEAST_ONE = {"least": 1.0}
-"""Metadata of a field that is 1 or more."""
-FRACTION = {"most": 1.0}
-"""Metadata of a field that is a share of something: above 0, at most 1."""
+OR_ZERO = {"least": 0.0}  # metadata of a field that may be 0; others are above it
+AT_LEAST_ONE = {"least": 1.0}  # metadata of a field that is 1 or more
+FRACTION = {"most": 1.0}  # metadata of a field that is a share of something: above 0, at most 1
 
 
 def open_regular(path: str | Path) -> BinaryIO:
-    """The file, opened for reading without a buffer.
-
-    Raises:
-        OSError: it cannot be opened, or is no regular file: to open a pipe would wait for its writer forever, and
-            /dev/zero has no end.
-    """
+    """The file, opened for reading without a buffer. Raises OSError: it cannot be opened, or is no regular file: to
+    open a pipe would wait for its writer forever, and /dev/zero has no end."""
     number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     mode = os.fstat(number).st_mode
     if not stat.S_ISREG(mode):
@@ -44,12 +37,8 @@ def open_regular(path: str | Path) -> BinaryIO:
 
 
 def read_text(path: str | Path, encoding: str = "utf-8", errors: str = "strict") -> str:
-    """The whole of a text file.
-
-    Raises:
-        OSError: as `open_regular`.
-        UnicodeDecodeError: it is not of that encoding.
-    """
+    """The whole of a text file. Raises OSError: as `open_regular`. Raises UnicodeDecodeError: it is not of that
+    encoding."""
     with open_regular(path) as file:
         return file.read().decode(encoding, errors)
 
@@ -61,11 +50,9 @@ class UniqueKeyLoader(yaml.SafeLoader):
     """SafeLoader that refuses a key given twice (YAML's last one would win without a word), and YAML 1.1's odd numbers.
 
     `1:30:00` is no 5400 and `010` no 8: what is not a plain number stays text, which a setting that wants a number then
-    refuses by what is written in the file. So does an integer of more digits than any setting takes.
-    """
+    refuses by what is written in the file. So does an integer of more digits than any setting takes."""
 
-    problems: Problems
-    """Gets keys that are given twice."""
+    problems: Problems  # gets keys that are given twice
 
     yaml_implicit_resolvers = {  # noqa: RUF012  as PyYAML declares it
         first: [(tag, form) for tag, form in rules if tag not in (_INT, _FLOAT)]
@@ -103,11 +90,7 @@ UniqueKeyLoader.add_implicit_resolver(
 
 
 def read_input(path: str | Path, what: str) -> str:
-    """The text of a file that the user named.
-
-    Raises:
-        ConfigError: it cannot be read; `what` says which file it is.
-    """
+    """The text of a file that the user named. Raises ConfigError: it cannot be read; `what` says which file it is."""
     path = Path(path)
     try:
         return read_text(path)
@@ -129,14 +112,8 @@ def _near(path: Path) -> str:
 
 
 def load_mapping(text: str, source: str, example: str, problems: Problems | None = None) -> dict[Any, Any]:
-    """The mapping that YAML text holds; keys that are given twice are problems.
-
-    Args:
-        problems: gets them; default: raised.
-
-    Raises:
-        ConfigError: it is not YAML, nested too deeply, or holds something else; the message starts with `source`.
-    """
+    """The mapping that YAML text holds; keys that are given twice are problems. `problems`: gets them; default: raised.
+    Raises ConfigError: it is not YAML, nested too deeply, or holds something else; the message starts with `source`."""
     loader, twice = UniqueKeyLoader(text), Problems()
     loader.problems = twice
     try:
@@ -163,11 +140,8 @@ def read_yaml(path: Path, *, kind: str) -> dict[str, Any]:
 
 
 def find_file(name_or_path: str, folder: Path, *, kind: str) -> Path:
-    """The file of a known name, or the path itself if it ends in .yaml or .yml or exists.
-
-    Raises:
-        ConfigError: neither; the nearest names are given.
-    """
+    """The file of a known name, or the path itself if it ends in .yaml or .yml or exists. Raises ConfigError: neither;
+    the nearest names are given."""
     names = sorted(path.stem for path in folder.glob("*.yaml"))
     if name_or_path in names:
         return folder / f"{name_or_path}.yaml"
@@ -183,14 +157,9 @@ def find_file(name_or_path: str, folder: Path, *, kind: str) -> Path:
 
 
 def build(cls: type[T], tree: Any, where: str) -> T:
-    """The dataclass that a mapping describes; dataclasses in it are mappings in turn.
-
-    Args:
-        where: how messages begin: the file, and the section in it.
-
-    Raises:
-        ConfigError: a key is unknown or missing, or a value is of another type, not finite or out of range.
-    """
+    """The dataclass that a mapping describes; dataclasses in it are mappings in turn. `where`: how messages begin: the
+    file, and the section in it. Raises ConfigError: a key is unknown or missing, or a value is of another type, not
+    finite or out of range."""
     if not isinstance(tree, dict):
         raise ConfigError(f"{where} takes `key: value` lines, got {shortened(tree)}")
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
@@ -254,15 +223,16 @@ def _number(kind: type, value: Any, where: str, metadata: Mapping[str, Any]) -> 
 
 
 def write_yaml(value: Any, path: str | Path, *, header: str = "") -> None:
-    """A dataclass as a file that `build` reads back equal; `header` becomes comment lines at its top.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """A dataclass as a file that `build` reads back equal; `header` becomes comment lines at its top. Raises
+    ConfigError: the file cannot be written."""
     comment = "".join(f"# {line}\n" for line in header.splitlines())
-    text = yaml.safe_dump(plain(value), sort_keys=False, allow_unicode=True, width=110)
+    write_text(path, comment + yaml.safe_dump(plain(value), sort_keys=False, allow_unicode=True, width=110))
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file that the user named. Raises ConfigError: it cannot be written."""
     try:
-        Path(path).write_text(comment + text, encoding="utf-8")
+        Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; give a path in a folder that exists") from None
 

@@ -145,7 +145,13 @@ class CheckpointConfig:
 
 
 WRITERS: Registry[Callable[..., Any]] = Registry(
-    "metrics", {name: f"megalite.training.writers:{name}_writer" for name in ("csv", "prometheus", "mlflow", "wandb")}
+    "metrics",
+    {
+        "csv": "megalite.training.writers:csv_writer",
+        "prometheus": "megalite.training.writers:prometheus_writer",
+        "mlflow": "megalite.training.writers:MLflow",
+        "wandb": "megalite.training.writers:Wandb",
+    },
 )
 """Makers of `training.sinks.MetricSink`, called with (config, step=) on rank 0: the run continues after that step."""
 

@@ -28,10 +28,8 @@ class Dot(NamedTuple):
 @dataclass(frozen=True)
 class Line:
     label: str
-    points: Sequence[tuple[float, float]]
-    """(x, y), x ascending; NaN leaves a gap."""
-    number: int
-    """Of the run: its colour and dashes."""
+    points: Sequence[tuple[float, float]]  # (x, y), x ascending; NaN leaves a gap
+    number: int  # of the run: its colour and dashes
 
 
 @dataclass(frozen=True)

@@ -118,8 +118,7 @@ class Table:
     head: Sequence[str]
     rows: Sequence[Row]
     left: Collection[int] = ()
-    marked: int | None = None
-    """The column with the class of a row's `status`; None: the last."""
+    marked: int | None = None  # the column with the class of a row's `status`; None: the last
 
     def side(self, column: int) -> str:
         return "left" if column in self.left else ""

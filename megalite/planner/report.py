@@ -12,7 +12,7 @@ import yaml
 
 from megalite.config.byte_size import format_bytes
 from megalite.config.describe import settings, values_of
-from megalite.config.errors import ConfigError
+from megalite.config.reading import write_text
 from megalite.models.shapes import parameter_count
 from megalite.pipeline.ir.simulate import Timeline
 from megalite.pipeline.ir.svg import Panel, draw_svg
@@ -343,13 +343,6 @@ def write_files(plan: Plan, path: Path, tokens: float) -> list[Path]:
         text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, default_flow_style=flow)
         write_text(target, head + text)
     return [path, others]
-
-
-def write_text(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; give a path in a folder that exists") from None
 
 
 def launch_lines(plan: Plan, path: Path) -> list[str]:

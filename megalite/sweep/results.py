@@ -19,7 +19,7 @@ from megalite.config.errors import ConfigError
 from megalite.config.reading import read_text
 from megalite.sweep.candidates import Run
 from megalite.sweep.spec import SweepSpec
-from megalite.training.sinks import parse_record
+from megalite.training.sinks import read_records
 
 OK, OOM, TIMEOUT, REFUSED, FAILED = "ok", "oom", "timeout", "refused", "failed"
 RESULTS, TABLE, IDENTITY, RUNS = "results.jsonl", "results.csv", "sweep.json", "runs"
@@ -224,8 +224,7 @@ def outcome(run: Run, folder: Path, *, status: int, timed_out: float | None, sec
 
 def measure(path: Path, *, warm_up: int) -> dict[str, Any]:
     """Steps, their seconds, peak memory and last loss of a metrics.jsonl, without the first `warm_up` steps."""
-    records = [record for line in _lines(path) if (record := parse_record(line + "\n")) is not None]
-    train = [record for record in records if record["kind"] == "train"]
+    train = read_records(path, "train")
     times = [value / 1e3 for record in train[warm_up:] if (value := _number(record, "ms_per_step")) is not None]
     peaks = [int(value) for record in train if (value := _number(record, "memory_bytes")) is not None]
     return {

@@ -20,8 +20,7 @@ import torch.distributed as dist
 from megalite.config.errors import ConfigError, RankError
 from megalite.topology.group import Group
 from megalite.topology.layout import Coordinate, ParallelLayout, RankLists
-from megalite.watchdog.heartbeat import UNWATCHED, Heartbeat
-from megalite.watchdog.layout import lane_name
+from megalite.watchdog.heartbeat import UNWATCHED, Heartbeat, lane_name
 
 
 def schedule_as_batch() -> bool:

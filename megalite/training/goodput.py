@@ -1,7 +1,6 @@
 """`sessions.json`: each start of a run and what its time went to, over restarts; from it, goodput. Rank 0 alone writes it.
 
-Goodput is the time of the steps that count over the wall clock since the run's first start.
-"""
+Goodput is the time of the steps that count over the wall clock since the run's first start."""
 
 import contextlib
 import itertools
@@ -14,13 +13,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megalite.config.reading import read_text
-from megalite.training.sinks import parse_record
+from megalite.training.sinks import read_records
 
 FILE = "sessions.json"
 FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
 """How a session ended by itself; one that was killed says nothing."""
-_WRITE_SECONDS = 5.0
-"""Between two writes of the file: steps may be short, and the disk far away."""
+_WRITE_SECONDS = 5.0  # between two writes of the file: steps may be short, and the disk far away
 
 
 @dataclass(kw_only=True)
@@ -28,22 +26,19 @@ class Session:
     """From one start to its end. Times of day are seconds since 1970."""
 
     started: float
-    seen: float
-    """The last time it was seen alive."""
+    seen: float  # the last time it was seen alive
     ended: str | None = None
     host: str = ""
     pid: int = 0
     ranks: int = 1
     layout: str = ""
-    first_step: int = 0
-    """The step of the checkpoint that it started from."""
+    first_step: int = 0  # the step of the checkpoint that it started from
     last_step: int = 0
     startup_seconds: float = 0.0
     steps_seconds: float = 0.0
     evaluation_seconds: float = 0.0
     save_seconds: float = 0.0
-    lost_steps: int = 0
-    """Steps of earlier sessions that this one makes again."""
+    lost_steps: int = 0  # steps of earlier sessions that this one makes again
     lost_seconds: float = 0.0
 
 
@@ -51,16 +46,12 @@ class Session:
 class Goodput:
     """Where the wall clock went, in seconds."""
 
-    steps: float
-    """Of the steps that count, each once; what they wait for their data is in them."""
+    steps: float  # of the steps that count, each once; what they wait for their data is in them
     startup: float
     evaluation: float
-    save: float
-    """What saves held the steps up."""
-    lost: float
-    """Steps that were made and then made again."""
-    gaps: float
-    """From where a session was last seen to the next start."""
+    save: float  # what saves held the steps up
+    lost: float  # steps that were made and then made again
+    gaps: float  # from where a session was last seen to the next start
     wall: float
     starts: int
     lost_steps: int
@@ -219,11 +210,8 @@ def _make_up_for(last: Session, metrics: Path) -> None:
 
 def _steps(metrics: Path) -> list[tuple[int, float]]:
     """(step, seconds) of the training steps in a metrics.jsonl."""
-    if not metrics.exists():
-        return []
-    records = map(parse_record, metrics.read_text(errors="replace").splitlines(keepends=True))
     return [
         (record["step"], record["ms_per_step"] / 1e3)
-        for record in records
-        if record is not None and record["kind"] == "train" and isinstance(record.get("ms_per_step"), int | float)
+        for record in read_records(metrics, "train")
+        if isinstance(record.get("ms_per_step"), int | float)
     ]

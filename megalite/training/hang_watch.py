@@ -29,14 +29,11 @@ from megalite.watchdog.processes import state as process_state
 _DUMP = "_dump_fr_trace_json"
 _RECORDER_LOOK_SECONDS = 0.1
 
-_WATCHER = "megalite.cli.hang_watch"
-"""Run as a program: it must continue when this process is stopped."""
-_ROLL_CALL_SECONDS = 20.0
-"""What ranks with a failed collective may take to find out who does not answer, and to leave."""
+_WATCHER = "megalite.cli.hang_watch"  # run as a program: it must continue when this process is stopped
+_ROLL_CALL_SECONDS = 20.0  # what ranks with a failed collective may take to find out who does not answer, and to leave
 _GOODBYE_SECONDS = 5.0
 _LOOK_SECONDS = 5.0
-_LOOKS = 2
-"""Looks in a row that must find the watching process ended or stopped."""
+_LOOKS = 2  # looks in a row that must find the watching process ended or stopped
 _RESTARTS = 3
 _THE_WATCHER = "the process that watches the ranks of this host"
 _HAPPENED = {STOPPED: "is stopped", GONE: "has ended"}
@@ -79,13 +76,11 @@ def last_entries() -> list[dict[str, Any]]:
 class HangWatch:
     """The heartbeat of this rank, and on one rank of each host the process that looks at all of them.
 
-    This one watches nothing.
-    """
+    This one watches nothing."""
 
     heartbeat: Heartbeat = UNWATCHED
     rank: int = 0
-    alone: bool = True
-    """There is no other rank."""
+    alone: bool = True  # there is no other rank
     _handlers: Handlers | None = None
     _recorder: FlightRecorder | None = None
     _watcher: "_Watcher | None" = None
@@ -103,8 +98,7 @@ class HangWatch:
 
 class _Watcher:
     """The watching process of this host, itself watched by a thread of each rank: one that has ended or is stopped is
-    reported, and the rank that leads, which started it, starts another, which finds the heartbeats where they were.
-    """
+    reported, and the rank that leads, which started it, starts another, which finds the heartbeats where they were."""
 
     def __init__(self, plan: WatchPlan, *, leads: bool, say: Callable[[str], None]) -> None:
         self._plan, self._say = plan, say
@@ -193,8 +187,7 @@ def begin_watch(
 
     `log` prints a line of the run, `say` one of this rank.
 
-    Collectives: a gather over the world.
-    """
+    Collectives: a gather over the world."""
     if not parallel.hang_timeout:
         return HangWatch()
     if not supported():

@@ -19,7 +19,7 @@ from megalite.topology.topology import Topology
 from megalite.training.goodput import FAILED, FINISHED, STOPPED, SessionLog
 from megalite.training.memory import memory_now, peak_memory_bytes
 from megalite.training.replica import Replica
-from megalite.training.trace import PHASES, PhaseClock, StepProfiler, Together, TraceWriter
+from megalite.training.trace import PHASES, PhaseClock, StepProfiler, TraceWriter
 
 _EACH_STEP = ("forward", "backward", "reduce", "optimizer", "data_wait", "other")
 """In ms a step; the others, which come now and then, in seconds of the interval."""
@@ -27,8 +27,7 @@ _LABELS = {"data_wait": "data"}
 _NOW_AND_THEN = ("evaluation", "save")
 _COLUMNS = (*PHASES, "other", "memory")
 _NAMED_PEERS = 8
-_HISTORY = 200_000
-"""Allocations that record_memory_history keeps."""
+_HISTORY = 200_000  # allocations that record_memory_history keeps
 
 Report = tuple[dict[str, float], list[str]]
 """What an interval adds to its record, and lines for the log. The record: `<phase>_ms`, the most over ranks, and
@@ -40,12 +39,9 @@ class Straggler:
     """Ranks that wait for each other in every layer, and take longer than others that do the same."""
 
     ranks: tuple[int, ...]
-    seconds: float
-    """Forward and backward of a step, without waiting for other stages; of the slowest of them."""
-    factor: float
-    """Over the median of the peers."""
-    place: Sequence[tuple[int, ...]]
-    """They and their peers."""
+    seconds: float  # forward and backward of a step, without waiting for other stages; of the slowest of them
+    factor: float  # over the median of the peers
+    place: Sequence[tuple[int, ...]]  # they and their peers
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -58,8 +54,7 @@ class Timings:
     Where ranks step `apart`, without waiting for one another, rank 0 reports its own phases, and nothing is gathered. From a
     factor of `threshold` on a rank is called a straggler. The log has the phases with `tell`, and where there is a straggler.
 
-    Collectives: a gather of the hosts' names, unless `apart`.
-    """
+    Collectives: a gather of the hosts' names, unless `apart`."""
 
     def __init__(
         self, clock: PhaseClock, topology: Topology, *, apart: bool, threshold: float, tell: bool = False
@@ -72,8 +67,7 @@ class Timings:
     def interval(self, *, steps: int, seconds: float) -> Report:
         """The interval that ends here; its steps took `seconds` on this rank; every rank calls it, and rank 0 learns of it.
 
-        Collectives: an all-gather of a few numbers over the world, unless ranks run apart.
-        """
+        Collectives: an all-gather of a few numbers over the world, unless ranks run apart."""
         rows = self._gather(steps, seconds)
         if not rows:
             return {}, []
@@ -170,8 +164,7 @@ def _range(values: Sequence[float], scale: float, digits: int) -> str:
 class Instruments:
     """Of one rank; every rank makes them and calls them alike.
 
-    Collectives: those of `Timings`.
-    """
+    Collectives: those of `Timings`."""
 
     def __init__(self, replica: Replica, *, started: float, step: int, apart: bool, log: Callable[[str], None]) -> None:
         self._replica, self._log = replica, log
@@ -185,7 +178,7 @@ class Instruments:
         if logging.trace:
             assert logging.run_dir is not None, "validate() asks for it"
             steps = [step + traced for traced in logging.trace_steps]
-            self.traces = TraceWriter(topology, steps=steps, folder=Path(logging.run_dir), log=log)
+            self.traces = TraceWriter(self.clock, topology, steps=steps, folder=Path(logging.run_dir), log=log)
         if logging.timing_log_level:
             self._timings = Timings(
                 self.clock, topology, apart=apart, threshold=logging.straggler_threshold, tell=logging.log_phases
@@ -206,10 +199,7 @@ class Instruments:
     @property
     def tracer(self) -> Tracer | None:
         """What the executor reports its computations to."""
-        timer: Tracer | None = None if self.traces is None else self.traces.timer
-        if not self._times:
-            return timer
-        return self.clock if timer is None else Together(self.clock, timer)
+        return self.clock if self._times or self.traces is not None else None
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Around what a step does beside its program."""
@@ -218,8 +208,7 @@ class Instruments:
     def open(self, total_steps: int) -> None:
         """Before the first step, and before the sinks open their files: begin the account of this start of the run.
 
-        A ConfigError may be of some ranks alone.
-        """
+        A ConfigError may be of some ranks alone."""
         topology, config = self._replica.topology, self._replica.config
         for traced in sorted(self.traces.steps if self.traces else ()):
             if traced > total_steps:
@@ -267,8 +256,7 @@ class Instruments:
     def begin(self, step: int) -> None:
         """Before a step.
 
-        Collectives: those of `TraceWriter.begin`.
-        """
+        Collectives: those of `TraceWriter.begin`."""
         if self.traces is not None:
             self.traces.begin(step)
         if self._sessions is not None:
@@ -292,8 +280,7 @@ class Instruments:
     def interval(self, *, steps: int, seconds: float) -> Report:
         """What the line of an interval, which ends here, stands on.
 
-        Collectives: those of `Timings.interval`.
-        """
+        Collectives: those of `Timings.interval`."""
         fields: dict[str, float] = {}
         lines: list[str] = []
         if self._timings is not None:

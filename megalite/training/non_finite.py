@@ -14,11 +14,9 @@ from megalite.data_parallel.buckets import Placed, has_memory
 from megalite.topology.group import Group
 from megalite.training.replica import Replica
 
-_WEIGHTS, _OUTPUT, _LOSS, _GRADIENT = range(4)
-"""Kinds of findings: the lowest is the nearest to the cause."""
+_WEIGHTS, _OUTPUT, _LOSS, _GRADIENT = range(4)  # kinds of findings: the lowest is the nearest to the cause
 
-Finding = list[Any]
-"""[kind, three numbers by which the first of a kind is found, words]: as JSON has it."""
+Finding = list[Any]  # [kind, three numbers by which the first of a kind is found, words]: as JSON has it
 
 
 class NonFiniteError(RuntimeError):
@@ -51,8 +49,7 @@ def remedy(config: RunConfig, steps: int, *, in_weights: bool) -> str:
 class OutputWatch:
     """While it watches, the first output of a module that is not finite is noted, with its microbatch.
 
-    A module comes before those that it is a part of. Forward-only programs take microbatches in order.
-    """
+    A module comes before those that it is a part of. Forward-only programs take microbatches in order."""
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
@@ -93,8 +90,7 @@ def locate(
     summed over the data-parallel ranks. Of each the first in the order of microbatches and of the network. `outputs` is
     None where there was no second forward.
 
-    Collectives: a gather over the strategy's scope.
-    """
+    Collectives: a gather over the strategy's scope."""
     mine = next(_findings(replica, losses, microbatches, outputs), None)
     everyone = replica.strategy.scope.gather_json(mine, replica.topology.device)
     first = min((one for one in everyone if one is not None), key=lambda one: one[:4], default=None)
@@ -181,8 +177,7 @@ def require_finite(saved: Sequence[Any], step: int, *, newest: str, world: Group
 
     It reads all of it once, which takes a small part of the time that the disk does.
 
-    Collectives: a gather over `world`.
-    """
+    Collectives: a gather over `world`."""
     floats = [(entry, values) for entry, values in saved if values.is_floating_point() and values.numel()]
     bad: str | None = None
     if floats:

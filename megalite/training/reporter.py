@@ -17,14 +17,11 @@ from megalite.training.memory import peak_memory_bytes
 from megalite.training.sinks import MetricSink, last_records
 from megalite.training.step import StepResult
 
-_LEAST = 16
-"""Losses that say something of how they scatter."""
-_NORMAL = 1.4826
-"""Standard deviation of a normal distribution over its median absolute deviation."""
+_LEAST = 16  # losses that say something of how they scatter
+_NORMAL = 1.4826  # standard deviation of a normal distribution over its median absolute deviation
 _FLOOR = 0.002
 """Share of the median loss that counts as scatter at least: else a loss that hardly moves would alarm at a breath."""
-_WAIT_SHARE = 0.05
-"""Share of the time from which on waiting for data is reported."""
+_WAIT_SHARE = 0.05  # share of the time from which on waiting for data is reported
 
 
 class LossSpikes:
@@ -32,8 +29,7 @@ class LossSpikes:
 
     Neither moves by single outliers, nor does a loss that falls slowly, as they do, score high. The alarm is raised once:
     it is armed again when a score is below half the threshold. A loss that stays high is the usual one after half a window.
-    With threshold 0 no loss is a spike.
-    """
+    With threshold 0 no loss is a spike."""
 
     def __init__(self, *, window: int, threshold: float) -> None:
         self._losses: deque[float] = deque(maxlen=window)
@@ -100,10 +96,8 @@ class Speed:
     ms_per_step: float
     tokens_per_second: float
     tokens_per_second_per_rank: float
-    tflops_per_rank: float
-    """Model FLOPs (PaLM convention: full attention, no recompute) a second and rank, in 10^12."""
-    mfu: float | None
-    """tflops_per_rank over the device's peak, if that is known."""
+    tflops_per_rank: float  # model FLOPs (PaLM convention: full attention, no recompute) a second and rank, in 10^12
+    mfu: float | None  # tflops_per_rank over the device's peak, if that is known
 
 
 class SpeedMeter:
@@ -187,8 +181,7 @@ class Reporter:
     ) -> None:
         """Take note of a step; every `log_interval` steps, and after the last, print a line and what the instruments say.
 
-        Collectives: those of `Instruments.interval` and of `params_norm`, when a line is due.
-        """
+        Collectives: those of `Instruments.interval` and of `params_norm`, when a line is due."""
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         self._losses.append(result.loss)

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megalite.checkpoint.files import named, write_all
+from megalite.config.reading import open_regular
 
-_TRY_AGAIN_SECONDS = 30.0
-"""Between two tries to write where it was not possible."""
-_TAIL = 1 << 19
-"""Bytes at the end of a metrics.jsonl in which the last few hundred steps are."""
+_TRY_AGAIN_SECONDS = 30.0  # between two tries to write where it was not possible
+_TAIL = 1 << 19  # bytes at the end of a metrics.jsonl in which the last few hundred steps are
 
 
 class MetricSink(Protocol):
@@ -111,8 +110,7 @@ class JsonLines:
 
     Records after `step`, of steps that a killed run had made and that will be made again, are dropped, and with them lines
     that are no records. What the test split gave at a step is kept once, however often a run that has come to its end is
-    started again.
-    """
+    started again."""
 
     def __init__(self, path: Path, *, step: int) -> None:
         self._tested: set[int] = set()
@@ -154,14 +152,19 @@ def parse_record(line: str) -> dict[str, Any] | None:
     return record if is_record else None
 
 
-def last_records(run_dir: str | None, kind: str) -> list[dict[str, Any]]:
-    """The last records of a kind in a run's metrics.jsonl, a few hundred; none where it cannot be read."""
-    if run_dir is None:
-        return []
+def read_records(path: Path, *kinds: str, tail: int | None = None) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl, or those of some kinds, as far as they can be read. `tail`: of its last bytes alone."""
     try:
-        with (Path(run_dir) / "metrics.jsonl").open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - _TAIL))
+        with open_regular(path) as file:
+            if tail is not None:
+                file.seek(max(0, file.seek(0, 2) - tail))
             lines = file.read().decode(errors="replace").splitlines(keepends=True)
     except OSError:
         return []
-    return [record for record in map(parse_record, lines) if record is not None and record["kind"] == kind]
+    found = [record for record in map(parse_record, lines) if record is not None]
+    return [record for record in found if not kinds or record["kind"] in kinds]
+
+
+def last_records(run_dir: str | None, kind: str) -> list[dict[str, Any]]:
+    """The last records of a kind in a run's metrics.jsonl, a few hundred; none where it cannot be read."""
+    return [] if run_dir is None else read_records(Path(run_dir) / "metrics.jsonl", kind, tail=_TAIL)

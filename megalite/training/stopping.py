@@ -2,8 +2,7 @@
 
 A rank that is asked to stop continues until all ranks agree, which they do in an all-reduce that each step and each batch
 of an evaluation makes anyway (`evaluation.read_batches`); then the run is saved. Before the first step there is nothing to
-lose: a signal ends the process where it stands, as Ctrl-C ends any Python program.
-"""
+lose: a signal ends the process where it stands, as Ctrl-C ends any Python program."""
 
 import contextlib
 import json
@@ -34,10 +33,8 @@ class Ending:
     """`finished`; `requeue`: start the same command again; `stopped`: as it was asked to, and not to be started again;
     `interrupted` by Ctrl-C; `failed`."""
     reason: str
-    step: int | None
-    """Steps made since the very first start; None where it ended before it had looked for a checkpoint."""
-    exit_code: int
-    """One of `config.exit_codes`."""
+    step: int | None  # steps made since the very first start; None where it ended before it had looked for a checkpoint
+    exit_code: int  # one of `config.exit_codes`
 
     @classmethod
     def finished(cls, step: int) -> "Ending":
@@ -66,8 +63,7 @@ def reserve_ending(run_dir: Path) -> None:
 def write_ending(run_dir: Path | None, ending: Ending, *, make_folder: bool = False) -> None:
     """Leave it in the run's folder, if there is one; where that cannot be written the log has said it all.
 
-    `make_folder`: the run has had its folder, and somebody may have removed it.
-    """
+    `make_folder`: the run has had its folder, and somebody may have removed it."""
     if run_dir is None:
         return
     with contextlib.suppress(OSError):
@@ -98,14 +94,10 @@ def _text_of(ending: Ending) -> bytes:
     return text
 
 
-_FILE, _TIME, _ASKED, _SIGNALS = 1, 2, 3, 100
-"""What ranks exchange: the largest number counts."""
-_ONE_PRESS = 0.5
-"""Seconds in which a second SIGINT is the first one again: a terminal and a launcher may both send one."""
-_START_PATIENCE = 20.0
-"""Seconds that a start has to leave cleanly; less than torchrun's 30."""
-_LOOKS_EVERY = 1.0
-"""Seconds between two looks for the exit file."""
+_FILE, _TIME, _ASKED, _SIGNALS = 1, 2, 3, 100  # what ranks exchange: the largest number counts
+_ONE_PRESS = 0.5  # seconds in which a second SIGINT is the first one again: a terminal and a launcher may both send one
+_START_PATIENCE = 20.0  # seconds that a start has to leave cleanly; less than torchrun's 30
+_LOOKS_EVERY = 1.0  # seconds between two looks for the exit file
 
 
 @dataclass(frozen=True)
@@ -148,8 +140,7 @@ class StopRequests:
     """What this rank has been asked. Without `listen` no signal is heard.
 
     SIGINT is always heard; a signal that the process was started to ignore, as by nohup, stays ignored. After one the ranks
-    have `patience` seconds to come to agree.
-    """
+    have `patience` seconds to come to agree."""
 
     def __init__(
         self,

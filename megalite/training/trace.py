@@ -12,7 +12,6 @@ import torch
 from torch.autograd.profiler import record_function
 
 from megalite.config.errors import ConfigError
-from megalite.pipeline.executor import Tracer
 from megalite.pipeline.ir.actions import Action, Kind
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.perfetto import merge_traces
@@ -23,8 +22,10 @@ from megalite.topology.topology import Topology
 PHASES = ("forward", "backward", "reduce", "optimizer", "data_wait", "evaluation", "save")
 """`reduce` is what no computation hides of the gradients' reduction; `save` is what a save holds the steps up."""
 
-_FOLD_AT = 4096
-"""Pairs of CUDA events that may wait to be read."""
+_FOLD_AT = 4096  # pairs of CUDA events that may wait to be read
+
+
+_Mark = Any  # a time of the host's, or on CUDA an event of the device's
 
 
 class PhaseClock:
@@ -34,17 +35,17 @@ class PhaseClock:
     between two events of its stream, and counts once they have passed: of the last step of an interval the optimizer may
     count in the next.
 
-    `named`: while the profiler runs, computations and phases have names in its trace: `1F0 stage 1 microbatch 0`.
-    """
+    `named`: while the profiler runs, computations and phases have names in its trace: `1F0 stage 1 microbatch 0`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._on_cuda = device.type == "cuda"
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._opened = 0.0
-        self._opened_event: torch.cuda.Event | None = None
+        self._opened: _Mark = 0.0
         self._pending: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
         self._free: list[torch.cuda.Event] = []
+        self._origin: _Mark | None = None  # between `keep` and `kept`
+        self._kept: list[tuple[Action, _Mark, _Mark]] = []
         self.named = False
         self._name: record_function | None = None
 
@@ -52,11 +53,13 @@ class PhaseClock:
         if self.named:
             self._name = record_function(f"{action} stage {action.stage} microbatch {action.microbatch}")
             self._name.__enter__()
-        self._open()
+        self._opened = self._now()
 
     def end(self, action: Action) -> None:
         """It has ended. What computes and is no forward (recomputation ahead too) belongs to the backward."""
-        self._close("forward" if action.kind is Kind.F else "backward")
+        closed = self._close("forward" if action.kind is Kind.F else "backward")
+        if self._origin is not None:
+            self._kept.append((action, self._opened, closed))
         if self._name is not None:
             self._name.__exit__(None, None, None)
             self._name = None
@@ -65,7 +68,7 @@ class PhaseClock:
     def phase(self, name: str) -> Iterator[None]:
         """What runs inside, on the device, is this phase. Phases and actions do not nest."""
         with record_function(name) if self.named else nullcontext():
-            self._open()
+            self._opened = self._now()
             yield
             self._close(name)
 
@@ -79,128 +82,81 @@ class PhaseClock:
         taken, self._seconds = self._seconds, defaultdict(float)
         return {name: taken[name] for name in PHASES}
 
-    def _open(self) -> None:
-        if self._on_cuda:
-            self._opened_event = self._event()
-        else:
-            self._opened = time.perf_counter()
+    def keep(self) -> None:
+        """Keep when each computation runs, until `kept`. This and that wait for the device."""
+        self._wait()
+        self._kept.clear()
+        self._origin = self._now()
 
-    def _close(self, name: str) -> None:
+    def kept(self) -> list[tuple[Action, float, float]]:
+        """(action, start, end) in seconds since `keep`, which it ends."""
+        origin, self._origin = self._origin, None
+        assert origin is not None, "kept without keep"
+        self._wait()
+        return [(action, self._between(origin, start), self._between(origin, end)) for action, start, end in self._kept]
+
+    def _now(self) -> _Mark:
         if not self._on_cuda:
-            self._seconds[name] += time.perf_counter() - self._opened
-            return
-        assert self._opened_event is not None, name
-        self._pending.append((name, self._opened_event, self._event()))
-        if len(self._pending) >= _FOLD_AT:
-            self._fold()
-
-    def _event(self) -> torch.cuda.Event:
+            return time.perf_counter()
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+    def _between(self, start: _Mark, end: _Mark) -> float:
+        return start.elapsed_time(end) / 1e3 if self._on_cuda else end - start
+
+    def _wait(self) -> None:
+        if self._on_cuda:
+            torch.cuda.synchronize(self.device)
+
+    def _close(self, name: str) -> _Mark:
+        closed = self._now()
+        if not self._on_cuda:
+            self._seconds[name] += closed - self._opened
+            return closed
+        self._pending.append((name, self._opened, closed))
+        if len(self._pending) >= _FOLD_AT:
+            self._fold()
+        return closed
 
     def _fold(self) -> None:
         """Count what has passed; `query` does not wait."""
         while self._pending and self._pending[0][2].query():
             name, start, end = self._pending.popleft()
-            self._seconds[name] += start.elapsed_time(end) / 1e3
-            self._free += (start, end)
-
-
-class Together:
-    """Several tracers as one; the first one's time holds the others'."""
-
-    def __init__(self, *tracers: Tracer) -> None:
-        self._tracers = tracers
-
-    def start(self, action: Action) -> None:
-        for tracer in self._tracers:
-            tracer.start(action)
-
-    def end(self, action: Action) -> None:
-        for tracer in reversed(self._tracers):
-            tracer.end(action)
+            self._seconds[name] += self._between(start, end)
+            if self._origin is None:  # those that are kept must not be recorded again
+                self._free += (start, end)
 
 
 SHOWN_PIPELINES = 8
 """A trace has the first few pipelines of a run: data-parallel ones look alike, and viewers have their limits."""
-_PROFILE_ROWS = 40
-"""Operations in a table."""
-
-_Mark = float | torch.cuda.Event
-
-
-class ActionTimer:
-    """Notes when the computations of one rank run, without making the host wait for the device.
-
-    Times count from `begin`. Outside `begin` and `take` it notes nothing.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._origin: _Mark | None = None
-        self._open: _Mark = 0.0
-        self._marks: list[tuple[Action, _Mark, _Mark]] = []
-
-    def begin(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        self._marks.clear()
-        self._origin = self._now()
-
-    def start(self, action: Action) -> None:
-        if self._origin is not None:
-            self._open = self._now()
-
-    def end(self, action: Action) -> None:
-        if self._origin is not None:
-            self._marks.append((action, self._open, self._now()))
-
-    def take(self) -> list[tuple[Action, float, float]]:
-        """(action, start, end) in seconds since `begin`, which it stops."""
-        origin, self._origin = self._origin, None
-        assert origin is not None, "take without begin"
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return [(action, _seconds(origin, start), _seconds(origin, end)) for action, start, end in self._marks]
-
-    def _now(self) -> _Mark:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-
-def _seconds(origin: Any, mark: Any) -> float:
-    return mark - origin if isinstance(origin, float) else origin.elapsed_time(mark) / 1e3
+_PROFILE_ROWS = 40  # operations in a table
 
 
 class TraceWriter:
     """Traces chosen steps: one file each, with a track per pipeline rank, measured and simulated; rank 0 writes them."""
 
-    def __init__(self, topology: Topology, *, steps: Sequence[int], folder: Path, log: Callable[[str], None]) -> None:
-        self._topology, self._folder, self._log = topology, folder, log
+    def __init__(
+        self, clock: PhaseClock, topology: Topology, *, steps: Sequence[int], folder: Path, log: Callable[[str], None]
+    ) -> None:
+        self._clock, self._topology, self._folder, self._log = clock, topology, folder, log
         self.steps = frozenset(steps)
-        self.timer = ActionTimer(topology.device)
 
     def begin(self, step: int) -> None:
         """Before a step; every rank calls it.
 
-        Collectives: if the step is to be traced an all-reduce of one number over the world: all clocks start there.
-        """
+        Collectives: if the step is to be traced an all-reduce of one number over the world: all clocks start there."""
         if step in self.steps:
             self._topology.world.all_reduce(torch.zeros(1, device=self._topology.device))
-            self.timer.begin()
+            self._clock.keep()
 
     def finish(self, step: int, schedule: Schedule) -> float | None:
         """After a step; every rank calls it. Returns the measured bubble fraction of the first pipeline, on rank 0.
 
-        Collectives: if the step is to be traced a gather of all ranks' times.
-        """
+        Collectives: if the step is to be traced a gather of all ranks' times."""
         if step not in self.steps:
             return None
-        mine = [(str(action), start, end) for action, start, end in self.timer.take()]
+        mine = [(str(action), start, end) for action, start, end in self._clock.kept()]
         gathered = self._topology.world.gather_json(mine, self._topology.device)
         if self._topology.rank != 0:
             return None
@@ -259,8 +215,7 @@ class StepProfiler:
 
     In the step before, the profiler warms up: what its start costs is not in the trace. The file of rank R is
     `<run_dir>/profile/rank-R-steps-A-B.json`, Chrome's format, for ui.perfetto.dev, with a table for each device. The clock
-    gives computations and phases names while the profiler runs.
-    """
+    gives computations and phases names while the profiler runs."""
 
     def __init__(self, run_dir: Path, *, rank: int, first: int, last: int, clock: PhaseClock) -> None:
         self._folder, self._clock = run_dir / "profile", clock

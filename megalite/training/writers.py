@@ -2,6 +2,7 @@
 Weights & Biases."""
 
 import csv
+import importlib
 import importlib.util
 import io
 import itertools
@@ -11,6 +12,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +87,7 @@ class TensorBoard:
     """Event files. A run that resumes before its last record writes some steps once more, to the same values.
 
     Written here rather than by torch's SummaryWriter: that one writes in a thread, which a full disk ends with a traceback
-    and for good.
-    """
+    and for good."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -126,8 +127,7 @@ class TensorBoard:
 
 class CSVFile:
     """`metrics.csv`: a row a record under one header. Of a run that resumes, the rows of steps that it makes again are
-    dropped, as in metrics.jsonl.
-    """
+    dropped, as in metrics.jsonl."""
 
     def __init__(self, path: Path, *, step: int) -> None:
         kept = []
@@ -184,109 +184,73 @@ _PROMETHEUS = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}
 
 class MLflow:
     """MLflow, under TensorBoard's tags. Where to, and who, say MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME and its other
-    variables. A run that resumes continues that of `<run_dir>/mlflow-run-id`; the config goes without credentials."""
+    variables. The config goes without credentials."""
 
-    def __init__(self, config: RunConfig, *, resumes: bool) -> None:
-        try:
-            import mlflow
-        except ImportError:
-            raise ConfigError(
-                "metrics has mlflow in it but the mlflow package is not installed; pip install mlflow, or leave mlflow out"
-            ) from None
-        folder = None if config.logging.run_dir is None else Path(config.logging.run_dir)
-        known = None if folder is None or not resumes else folder / "mlflow-run-id"
-        values = {name: value for section in redacted(sectioned(config)).values() for name, value in section.items()}
-        try:
-            found = known.read_text().strip() if known is not None and known.exists() else None
-            run = mlflow.start_run(run_id=found, run_name=redact_text(folder.name) if folder is not None else None)
-            if found is None:
-                mlflow.log_params({name: str(value)[:500] for name, value in values.items()})
-        except OSError:
-            raise
-        except Exception as error:
-            said = redact_text(" ".join(str(error).split()))
-            raise ConfigError(f"mlflow does not start: {said}; set MLFLOW_TRACKING_URI, or leave mlflow out") from None
-        if folder is not None:
-            (folder / "mlflow-run-id").write_text(f"{run.info.run_id}\n")
-        self._mlflow = mlflow
+    def __init__(self, config: RunConfig, *, step: int) -> None:
+        self._mlflow, folder, known = _service("mlflow", config)
+        run = self._mlflow.start_run(run_id=known, run_name=None if folder is None else redact_text(folder.name))
+        if known is None:
+            values = (section.items() for section in redacted(sectioned(config)).values())
+            self._mlflow.log_params({name: str(value)[:500] for section in values for name, value in section})
+        _keep_id("mlflow", folder, run.info.run_id)
 
     def write(self, record: dict[str, Any]) -> None:
-        with _service_errors():
-            self._mlflow.log_metrics({tag: float(value) for tag, value in _tagged(record).items()}, step=record["step"])
+        self._mlflow.log_metrics({tag: float(value) for tag, value in _tagged(record).items()}, step=record["step"])
 
     def close(self) -> None:
-        with _service_errors():
-            self._mlflow.end_run()
+        self._mlflow.end_run()
 
 
 class Wandb:
     """Weights & Biases, under TensorBoard's tags; the x axis is `step`, so a step that is made again overwrites none.
 
-    A run that resumes continues its curves: their id is in `<run_dir>/wandb-run-id`. What identifies the user comes
-    from WANDB_API_KEY or `wandb login`, which this never reads; nothing of the environment, the command line, the
-    console or git is sent, and the config goes without credentials.
-    """
+    What identifies the user comes from WANDB_API_KEY or `wandb login`, which this never reads; nothing of the environment,
+    the command line, the console or git is sent, and the config goes without credentials."""
 
-    def __init__(self, config: RunConfig, *, resumes: bool) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise ConfigError(
-                "metrics has wandb in it but the wandb package is not installed; pip install wandb, or leave wandb out"
-            ) from None
-        logging = config.logging
-        folder = None if logging.run_dir is None else Path(logging.run_dir)
-        try:
-            self._run = wandb.init(
-                project=logging.wandb_project,
-                entity=logging.wandb_entity,
-                name=redact_text(logging.wandb_exp_name or (folder.name if folder is not None else "")),
-                id=_run_id(folder, resumes),
-                resume="allow",
-                dir=None if folder is None else str(folder),
-                config=redacted(sectioned(config)),
-                save_code=False,
-                settings={"console": "off", "disable_code": True, "disable_git": True, "x_disable_meta": True},
-            )
-        except OSError:
-            raise
-        except Exception as error:
-            raise ConfigError(
-                f"wandb does not start: {redact_text(' '.join(str(error).split()))}; run `wandb login`, set "
-                "WANDB_MODE=offline, or leave wandb out of --metrics"
-            ) from None
+    def __init__(self, config: RunConfig, *, step: int) -> None:
+        wandb, folder, known = _service("wandb", config)
+        logging, run_id = config.logging, known or uuid.uuid4().hex[:12]
+        self._run = wandb.init(
+            project=logging.wandb_project,
+            entity=logging.wandb_entity,
+            name=redact_text(logging.wandb_exp_name or (folder.name if folder is not None else "")),
+            id=run_id,
+            resume="allow",
+            dir=None if folder is None else str(folder),
+            config=redacted(sectioned(config)),
+            save_code=False,
+            settings={"console": "off", "disable_code": True, "disable_git": True, "x_disable_meta": True},
+        )
         self._run.define_metric("*", step_metric="step")
+        _keep_id("wandb", folder, run_id)
 
     def write(self, record: dict[str, Any]) -> None:
         """Send the numbers that have a tag; NaN and infinities among them."""
-        with _service_errors():
-            axes = {name: record[name] for name in ("step", "consumed_samples")}
-            self._run.log({**_tagged(record), **axes})
+        self._run.log({**_tagged(record), **{name: record[name] for name in ("step", "consumed_samples")}})
 
     def close(self) -> None:
-        with _service_errors():
-            self._run.finish()
+        self._run.finish()
 
 
-@contextmanager
-def _service_errors() -> Iterator[None]:
-    """What others' code raises, of whatever type, is its service or the way there: an OSError, as of a file."""
+def _service(name: str, config: RunConfig) -> tuple[Any, Path | None, str | None]:
+    """The package, the folder of the run, and of a run that resumes its id there."""
     try:
-        yield
-    except Exception as error:
-        raise OSError(redact_text(" ".join(str(error).split()))) from error
+        package = importlib.import_module(name)
+    except ImportError:
+        raise ConfigError(
+            f"metrics has {name} in it but the {name} package is not installed; pip install {name}, or leave {name} out"
+        ) from None
+    if config.logging.run_dir is None:
+        return package, None, None
+    folder = Path(config.logging.run_dir)
+    kept = folder / f"{name}-run-id"
+    known = kept.read_text().strip() if config.checkpoint.load is not None and kept.exists() else ""
+    return package, folder, known if known.isalnum() else None
 
 
-def _run_id(folder: Path | None, resumes: bool) -> str:
-    """That of the run in the folder if it continues; else a new one."""
-    new = uuid.uuid4().hex[:12]
-    if folder is None:
-        return new
-    path = folder / "wandb-run-id"
-    if resumes and path.exists() and (known := path.read_text().strip()).isalnum():
-        return known
-    path.write_text(f"{new}\n")
-    return new
+def _keep_id(name: str, folder: Path | None, run_id: str) -> None:
+    if folder is not None:
+        (folder / f"{name}-run-id").write_text(f"{run_id}\n")
 
 
 def csv_writer(config: RunConfig, *, step: int) -> MetricSink:
@@ -299,19 +263,17 @@ def prometheus_writer(config: RunConfig, *, step: int) -> MetricSink:
     return Prometheus(Path(config.logging.run_dir))
 
 
-def mlflow_writer(config: RunConfig, *, step: int) -> MetricSink:
-    return MLflow(config, resumes=config.checkpoint.load is not None)
-
-
-def wandb_writer(config: RunConfig, *, step: int) -> MetricSink:
-    return Wandb(config, resumes=config.checkpoint.load is not None)
-
-
 _FILES = {"csv": "metrics.csv", "prometheus": "metrics.prom"}
 
 
-class _Registered:
-    """A user's writer. Whatever it raises later costs its records, not the run."""
+_REMEDIES = {
+    "mlflow": "set MLFLOW_TRACKING_URI, or leave mlflow out",
+    "wandb": "run `wandb login`, set WANDB_MODE=offline, or leave wandb out of --metrics",
+}
+
+
+class _Guarded:
+    """A service's or a user's writer. Whatever it raises later, of whatever type, costs its records, not the run."""
 
     def __init__(self, name: str, config: RunConfig, *, step: int) -> None:
         try:
@@ -319,21 +281,30 @@ class _Registered:
         except (ConfigError, OSError):
             raise
         except Exception as error:
-            raise ConfigError(f"metrics {name} does not start: {type(error).__name__}: {error}") from error
+            said = f"{type(error).__name__}: {redact_text(' '.join(str(error).split()))}"
+            remedy = _REMEDIES.get(name, f"leave {name} out of --metrics")
+            raise ConfigError(f"metrics {name} does not start: {said}; {remedy}") from error
 
     def write(self, record: dict[str, Any]) -> None:
-        with _service_errors():
+        with _as_of_a_file():
             self._sink.write(record)
 
     def close(self) -> None:
-        with _service_errors():
+        with _as_of_a_file():
             self._sink.close()
+
+
+@contextmanager
+def _as_of_a_file() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise OSError(redact_text(" ".join(str(error).split()))) from error
 
 
 def open_writers(config: RunConfig, *, step: int) -> tuple[dict[str, MetricSink], bool]:
     """The sinks that a run has besides metrics.jsonl, by what the log calls them; and whether it goes without
-    TensorBoard because that is not installed.
-    """
+    TensorBoard because that is not installed."""
     logging, without = config.logging, False
     sinks: dict[str, MetricSink] = {}
     tensorboard = logging.tensorboard_dir
@@ -346,6 +317,5 @@ def open_writers(config: RunConfig, *, step: int) -> tuple[dict[str, MetricSink]
         sinks[tensorboard] = TensorBoard(Path(tensorboard))
     for name in wanted(config):
         shown = str(Path(logging.run_dir or "") / _FILES[name]) if name in _FILES else name
-        builtin = name in WRITERS.builtin
-        sinks[shown] = WRITERS.get(name)(config, step=step) if builtin else _Registered(name, config, step=step)
+        sinks[shown] = (WRITERS.get(name) if name in _FILES else partial(_Guarded, name))(config, step=step)
     return sinks, without

@@ -1,8 +1,7 @@
 """What the hosts of a run tell each other once one of them sees nothing move: small files in the run's folder.
 
 A network that has failed is one of the things that a watching process reports, and the run's folder is shared anyway,
-since every rank writes its part of a checkpoint there. If that fails too, each host reports its own ranks.
-"""
+since every rank writes its part of a checkpoint there. If that fails too, each host reports its own ranks."""
 
 import contextlib
 import json
@@ -15,8 +14,7 @@ from typing import Any
 
 from megalite.watchdog.rank_state import RankState, rank_from_json
 
-ASK = "ask"
-"""File in the folder that asks every rank for what torch's flight recorder has."""
+ASK = "ask"  # file in the folder that asks every rank for what torch's flight recorder has
 
 
 @dataclass(frozen=True)
@@ -25,36 +23,27 @@ class WatchedRank:
 
     rank: int
     pid: int
-    started: int
-    """Start time of the process, as the kernel counts it."""
-    error_file: str | None
-    """Where torchrun looks for what ended the rank."""
+    started: int  # start time of the process, as the kernel counts it
+    error_file: str | None  # where torchrun looks for what ended the rank
 
 
 @dataclass(frozen=True, kw_only=True)
 class WatchPlan:
     """One host's part of a run."""
 
-    folder: str
-    """Private to the host and the run: heartbeats and stacks. The watching process removes it in the end."""
-    seconds: float
-    """A run without progress for so long is ended."""
-    patient_seconds: float
-    """The same where a rank has said that it may take long."""
+    folder: str  # private to the host and the run: heartbeats and stacks. The watching process removes it in the end
+    seconds: float  # a run without progress for so long is ended
+    patient_seconds: float  # the same where a rank has said that it may take long
     host: str
-    hosts: tuple[str, ...]
-    """Every host of the run by a name that is unlike all others'; `host` is one of them."""
+    hosts: tuple[str, ...]  # every host of the run by a name that is unlike all others'; `host` is one of them
     ranks: tuple[WatchedRank, ...]
     world_size: int
-    report_folder: str | None
-    """The run's folder, where reports go and hosts tell each other what they see."""
-    run: str
-    """A name that no other run, and no other start of this one, has."""
+    report_folder: str | None  # the run's folder, where reports go and hosts tell each other what they see
+    run: str  # a name that no other run, and no other start of this one, has
     network_seconds: float = 0.0
     """Without progress for less than this a run continues in which all wait and no rank is to blame: its ranks are on several
     networks, and the time-out of the collective names whom no one reaches."""
-    flight_recorder: bool = False
-    """The ranks can be asked for what torch's flight recorder has."""
+    flight_recorder: bool = False  # the ranks can be asked for what torch's flight recorder has
 
     @property
     def watcher(self) -> Path:
@@ -72,8 +61,7 @@ class WatchPlan:
         return cls(**{**value, "hosts": tuple(value["hosts"]), "ranks": ranks})
 
 
-_FRESH_SECONDS = 10.0
-"""How old what another host says may be, beside two rounds of reading."""
+_FRESH_SECONDS = 10.0  # how old what another host says may be, beside two rounds of reading
 _ROUND_SECONDS, _HOST_SECONDS = 0.2, 0.005
 """From one reading of all hosts' files to the next, at least, and for each of them: hosts always read equally much."""
 
@@ -81,8 +69,7 @@ _ROUND_SECONDS, _HOST_SECONDS = 0.2, 0.005
 class Exchange:
     """This host's view of its ranks, written for the others, and theirs, read.
 
-    A shared disk can hang, and may be the very reason why the run does: it is only touched by its own thread.
-    """
+    A shared disk can hang, and may be the very reason why the run does: it is only touched by its own thread."""
 
     def __init__(self, plan: WatchPlan) -> None:
         self._plan = plan

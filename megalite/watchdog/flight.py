@@ -1,8 +1,7 @@
 """What torch's flight recorder says of operations that have not finished, and which ranks have not joined them.
 
 Heartbeats know what a host has queued; the recorder knows what a device has done of it. It is read as JSON, in which torch
-also has the ranks of each NCCL group (of gloo's it has none).
-"""
+also has the ranks of each NCCL group (of gloo's it has none)."""
 
 import re
 from collections import defaultdict
@@ -19,8 +18,7 @@ def condensed(trace: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Of torch's trace the newest entries, and of each group the oldest unfinished one and the newest; oldest first.
 
     `{"group": "tp [0, 1]", "seq": 41, "op": "nccl:all_reduce", "state": "scheduled", "p2p": False, "ranks": [0, 1]}`; `ranks`
-    is empty where torch does not say it.
-    """
+    is empty where torch does not say it."""
     recorded: Sequence[Mapping[str, Any]] = trace.get("entries", [])
     groups: Mapping[str, Mapping[str, Any]] = trace.get("pg_config", {})
     entries = [_entry(one, groups) for one in recorded]
@@ -61,11 +59,8 @@ def oldest(entries: Sequence[Entry]) -> Entry | None:
 def stuck_operations(flight: Mapping[int, Sequence[Entry]]) -> list[str]:
     """`nccl:all_reduce 41 of tp [0, 1] has not finished on rank 0; rank 1 has not joined`, of each group the oldest one.
 
-    Groups of which a rank has not joined come first. Ranks that have said nothing are in no list.
-
-    Args:
-        flight: by rank, as `condensed` gives it.
-    """
+    Groups of which a rank has not joined come first. Ranks that have said nothing are in no list. `flight`: by rank, as
+    `condensed` gives it."""
     groups: defaultdict[tuple[str, bool], dict[int, list[Entry]]] = defaultdict(dict)
     for rank, entries in sorted(flight.items()):
         for entry in entries:

@@ -2,11 +2,11 @@
 
 A beat is a store into mapped memory: it costs about a microsecond, and what it says can be read when the rank is stopped,
 holds Python's lock or is gone. Groups, the executor and the training loop get a heartbeat as they get a device;
-`UNWATCHED` does nothing.
-"""
+`UNWATCHED` does nothing."""
 
 import mmap
 import os
+import struct
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -14,12 +14,48 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, Protocol
 
-from megalite.watchdog import layout
-from megalite.watchdog.layout import CODES, LANES, SYNCHRONISE, lane_name
 from megalite.watchdog.processes import start_time
 
-_MOST_REMEMBERED = 100_000
-"""Operations of one step and lane."""
+# The file: fixed places, so that a beat is one or two stores into mapped memory.
+MAGIC = b"megabeat"
+LANES = 64  # groups that a rank may have; what happens in further ones counts as a beat and is not distinguished
+
+HEADER = struct.Struct("<8sIIQ")  # magic, rank, process id, and the start time of the process in the kernel's ticks
+PULSE = struct.Struct("<Qd")  # beats so far, and the host's monotonic clock at the last one
+PLACE = struct.Struct("<q?32s")  # step, whether a long silence is to be expected, and the phase
+ACTION = struct.Struct("<16si")  # text of the pipeline's action, and its place in the rank's list
+LAST_LANE = struct.Struct("<i")  # index of the lane that was used last
+LANE_NAME = struct.Struct("<112s")
+LANE = struct.Struct("<QQ")  # operations begun, and the number of the one that a thread waits for, or 0
+RECENT = 8  # operations of a lane that are remembered: number n in place n modulo this
+OPERATION = struct.Struct("<QB?6x")  # bytes, code, and whether it was another one in the step before
+
+HEADER_AT, PULSE_AT, PLACE_AT, ACTION_AT, LAST_LANE_AT, LANES_AT = 0, 64, 96, 160, 192, 256
+RECENT_AT = LANE_NAME.size + LANE.size
+LANE_BYTES = RECENT_AT + RECENT * OPERATION.size
+SIZE = LANES_AT + LANES * LANE_BYTES
+
+OPERATIONS = (
+    *("nothing", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"),
+    *("broadcast", "rotate", "send", "receive", "synchronise"),
+)
+SYNCHRONISE = "synchronise"
+"""Of a rank alone: the host reads numbers of the device, and waits for all that was queued there before."""
+CODES = {name: code for code, name in enumerate(OPERATIONS)}
+
+
+def lane_name(kind: str, ranks: tuple[int, ...]) -> str:
+    """`tp [0, 1]`, the same on every rank of a group and on no other; short for any number of ranks."""
+    if len(ranks) <= 8:
+        return f"{kind} {list(ranks)}"
+    step = ranks[1] - ranks[0]
+    if ranks == tuple(range(ranks[0], ranks[-1] + 1, step)):
+        return f"{kind} [{ranks[0]}, {ranks[1]}, ..., {ranks[-1]}]"
+    digest = sum(rank * (index + 1) for index, rank in enumerate(ranks)) % 0xFFFF
+    return f"{kind} [{ranks[0]}, {ranks[1]}, ..., {ranks[-1]}; {len(ranks)} ranks, sum {digest:04x}]"
+
+
+_MOST_REMEMBERED = 100_000  # operations of one step and lane
 
 
 class Waitable(Protocol):
@@ -31,15 +67,11 @@ class Waitable(Protocol):
 class Lane:
     """The operations of one group, counted: every rank of the group begins the same ones in the same order.
 
-    This one counts nothing.
-    """
+    This one counts nothing."""
 
     def start(self, begin: Callable[[], Waitable], operation: str, size: int = 0) -> Waitable:
-        """Begin an operation; a rank that waits, in `begin` or for what is returned, is seen to wait.
-
-        Args:
-            size: bytes, where every rank of the group has equally many; else 0.
-        """
+        """Begin an operation; a rank that waits, in `begin` or for what is returned, is seen to wait. `size`: bytes,
+        where every rank of the group has equally many; else 0."""
         return begin()
 
 
@@ -50,11 +82,8 @@ class Heartbeat:
         """Something has gone on."""
 
     def phase(self, name: str, *, patient: bool = False) -> None:
-        """The run has come to another part of its loop.
-
-        Args:
-            patient: it may take long without a beat: files are written, code is compiled.
-        """
+        """The run has come to another part of its loop. `patient`: it may take long without a beat: files are written,
+        code is compiled."""
 
     def begin_step(self, step: int) -> None:
         """A training step begins."""
@@ -71,11 +100,7 @@ class Heartbeat:
         return nullcontext()
 
     def close(self, *, failed: bool = False) -> None:
-        """No one watches any more.
-
-        Args:
-            failed: the run has come to an end here alone.
-        """
+        """No one watches any more. `failed`: the run has come to an end here alone."""
 
 
 _NO_LANE = Lane()
@@ -83,19 +108,15 @@ UNWATCHED = Heartbeat()
 
 
 class FileHeartbeat(Heartbeat):
-    """Beats into its own file; one per process.
-
-    Args:
-        path: must not exist.
-    """
+    """Beats into its own file; one per process. `path`: must not exist."""
 
     def __init__(self, path: Path, *, rank: int) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o600)
         try:
             # Now rather than at a store: a disk without room for it would end the process there.
-            os.posix_fallocate(descriptor, 0, layout.SIZE)
-            self._memory = mmap.mmap(descriptor, layout.SIZE)
+            os.posix_fallocate(descriptor, 0, SIZE)
+            self._memory = mmap.mmap(descriptor, SIZE)
         finally:
             os.close(descriptor)
         self._count = 0
@@ -105,17 +126,17 @@ class FileHeartbeat(Heartbeat):
         self._step = -1
         self.phase("starting", patient=True)
         pid = os.getpid()
-        header = (layout.MAGIC, rank, pid, start_time(pid) or 0)
-        layout.HEADER.pack_into(self._memory, layout.HEADER_AT, *header)
+        header = (MAGIC, rank, pid, start_time(pid) or 0)
+        HEADER.pack_into(self._memory, HEADER_AT, *header)
 
     def beat(self) -> None:
         # Two threads at once may count one beat for two: it has changed all the same.
         self._count += 1
-        layout.PULSE.pack_into(self._memory, layout.PULSE_AT, self._count, monotonic())
+        PULSE.pack_into(self._memory, PULSE_AT, self._count, monotonic())
 
     def phase(self, name: str, *, patient: bool = False) -> None:
         patient = patient or self._step < 0
-        layout.PLACE.pack_into(self._memory, layout.PLACE_AT, self._step, patient, name.encode())
+        PLACE.pack_into(self._memory, PLACE_AT, self._step, patient, name.encode())
         self.act(b"", -1)
 
     def begin_step(self, step: int) -> None:
@@ -126,7 +147,7 @@ class FileHeartbeat(Heartbeat):
         self.phase("step", patient=first)
 
     def act(self, action: bytes, position: int) -> None:
-        layout.ACTION.pack_into(self._memory, layout.ACTION_AT, action, position)
+        ACTION.pack_into(self._memory, ACTION_AT, action, position)
         self.beat()
 
     def lane(self, kind: str, ranks: tuple[int, ...]) -> Lane:
@@ -150,18 +171,18 @@ class FileHeartbeat(Heartbeat):
 class _FileLane(Lane):
     def __init__(self, heartbeat: FileHeartbeat, memory: mmap.mmap, index: int, name: str) -> None:
         self._heartbeat, self._memory, self._index = heartbeat, memory, index
-        at = layout.LANES_AT + index * layout.LANE_BYTES
-        self._at, self._recent_at = at + layout.LANE_NAME.size, at + layout.RECENT_AT
+        at = LANES_AT + index * LANE_BYTES
+        self._at, self._recent_at = at + LANE_NAME.size, at + RECENT_AT
         self._begun = 0
         self._this_step: list[tuple[int, int]] = []
         self._step_before: list[tuple[int, int]] = []
-        layout.LANE_NAME.pack_into(memory, at, name.encode()[: layout.LANE_NAME.size])
+        LANE_NAME.pack_into(memory, at, name.encode()[: LANE_NAME.size])
 
     def synchronise(self) -> None:
         """The host begins to wait for its device. The operation before it stays the rank's last one."""
         self._begun = number = self._begun + 1
-        place = self._recent_at + number % layout.RECENT * layout.OPERATION.size
-        layout.OPERATION.pack_into(self._memory, place, 0, CODES[SYNCHRONISE], False)
+        place = self._recent_at + number % RECENT * OPERATION.size
+        OPERATION.pack_into(self._memory, place, 0, CODES[SYNCHRONISE], False)
         self.wait_for(number)
 
     def start(self, begin: Callable[[], Waitable], operation: str, size: int = 0) -> Waitable:
@@ -171,10 +192,10 @@ class _FileLane(Lane):
         odd = index < len(self._step_before) and self._step_before[index] != signature
         if index < _MOST_REMEMBERED:
             self._this_step.append(signature)
-        place = self._recent_at + number % layout.RECENT * layout.OPERATION.size
-        layout.OPERATION.pack_into(self._memory, place, *signature, odd)
+        place = self._recent_at + number % RECENT * OPERATION.size
+        OPERATION.pack_into(self._memory, place, *signature, odd)
         self._write(number)
-        layout.LAST_LANE.pack_into(self._memory, layout.LAST_LANE_AT, self._index)
+        LAST_LANE.pack_into(self._memory, LAST_LANE_AT, self._index)
         self._heartbeat.beat()
         try:
             # NCCL connects here at the first time, and waits for its peers.
@@ -191,7 +212,7 @@ class _FileLane(Lane):
         self._heartbeat.beat()
 
     def _write(self, waiting: int) -> None:
-        layout.LANE.pack_into(self._memory, self._at, self._begun, waiting)
+        LANE.pack_into(self._memory, self._at, self._begun, waiting)
 
 
 class _Reading(AbstractContextManager[None]):

@@ -74,8 +74,7 @@ def host_key() -> str:
 
 
 _DUMP = 43
-_QUIET_SECONDS = 0.1
-"""A file of stacks that has not grown for so long is complete."""
+_QUIET_SECONDS = 0.1  # a file of stacks that has not grown for so long is complete
 
 
 def supported() -> bool:
@@ -84,11 +83,7 @@ def supported() -> bool:
 
 
 class Handlers:
-    """This process can be asked for its stacks, and ended.
-
-    Args:
-        stacks: file that gets the stacks; must not exist.
-    """
+    """This process can be asked for its stacks, and ended. `stacks`: file that gets the stacks; must not exist."""
 
     def __init__(self, stacks: Path) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_APPEND
@@ -114,11 +109,7 @@ def _set_handler(address: int | None) -> None:
 def ask_for_stacks(processes: Mapping[int, tuple[int, Path]], *, seconds: float) -> dict[int, str]:
     """The stacks of all threads of some ranks; of one that does not answer, nothing.
 
-    A process that is stopped is continued for it.
-
-    Args:
-        processes: process id and file of stacks, by rank.
-    """
+    A process that is stopped is continued for it. `processes`: process id and file of stacks, by rank."""
     processes = {rank: (pid, path) for rank, (pid, path) in processes.items() if path.exists()}
     for pid, _ in processes.values():
         send(pid, _DUMP)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megalite.watchdog import layout
-from megalite.watchdog.layout import OPERATIONS, SYNCHRONISE
+from megalite.watchdog import heartbeat as file
+from megalite.watchdog.heartbeat import OPERATIONS, SYNCHRONISE
 
 PHASES = ("starting", "step", "update", "evaluating", "saving", "ended", "failed")
 """The parts of a run, in the order in which one step of it goes through them."""
@@ -17,10 +17,8 @@ class Operation(NamedTuple):
     """One collective or message."""
 
     name: str
-    size: int
-    """Bytes; 0 where ranks may differ."""
-    odd: bool = False
-    """It is not the one that came at this place of the step before."""
+    size: int  # bytes; 0 where ranks may differ
+    odd: bool = False  # it is not the one that came at this place of the step before
 
     def __str__(self) -> str:
         return f"{self.name} of {self.size} bytes" if self.size else self.name
@@ -31,10 +29,8 @@ class LaneState:
     """The operations of one group as one of its ranks has counted them."""
 
     begun: int
-    waiting: int
-    """Number of the operation that a thread waits for; 0: none."""
-    recent: tuple[Operation, ...]
-    """The last ones, oldest first: the last of them has number `begun`."""
+    waiting: int  # number of the operation that a thread waits for; 0: none
+    recent: tuple[Operation, ...]  # the last ones, oldest first: the last of them has number `begun`
 
     def operation(self, number: int) -> Operation | None:
         """The operation of a number, if it is remembered."""
@@ -49,18 +45,15 @@ class RankState:
     rank: int
     host: str
     pid: int
-    process: str
-    """running, stopped, traced or gone."""
-    silent: float
-    """Seconds since the last beat."""
+    process: str  # running, stopped, traced or gone
+    silent: float  # seconds since the last beat
     beats: int
     step: int
     phase: str
     patient: bool
     action: str
     position: int
-    last_lane: str
-    """Name of the group that was used last; empty: none."""
+    last_lane: str  # name of the group that was used last; empty: none
     lanes: Mapping[str, LaneState]
 
     @property
@@ -105,20 +98,20 @@ def read_rank(path: Path, *, rank: int, host: str, pid: int, process: str) -> Ra
         data = path.read_bytes()
     except OSError:
         data = b""
-    if len(data) != layout.SIZE or not data.startswith(layout.MAGIC):
-        data = bytes(layout.SIZE)
-    beats, at = layout.PULSE.unpack_from(data, layout.PULSE_AT)
-    step, patient, phase = layout.PLACE.unpack_from(data, layout.PLACE_AT)
-    action, position = layout.ACTION.unpack_from(data, layout.ACTION_AT)
-    (last,) = layout.LAST_LANE.unpack_from(data, layout.LAST_LANE_AT)
+    if len(data) != file.SIZE or not data.startswith(file.MAGIC):
+        data = bytes(file.SIZE)
+    beats, at = file.PULSE.unpack_from(data, file.PULSE_AT)
+    step, patient, phase = file.PLACE.unpack_from(data, file.PLACE_AT)
+    action, position = file.ACTION.unpack_from(data, file.ACTION_AT)
+    (last,) = file.LAST_LANE.unpack_from(data, file.LAST_LANE_AT)
     names, lanes = [], {}
-    for index in range(layout.LANES):
-        start = layout.LANES_AT + index * layout.LANE_BYTES
-        name = _text(layout.LANE_NAME.unpack_from(data, start)[0])
+    for index in range(file.LANES):
+        start = file.LANES_AT + index * file.LANE_BYTES
+        name = _text(file.LANE_NAME.unpack_from(data, start)[0])
         if not name:
             break
-        begun, waiting = layout.LANE.unpack_from(data, start + layout.LANE_NAME.size)
-        numbers = range(max(1, begun - layout.RECENT + 1), begun + 1)
+        begun, waiting = file.LANE.unpack_from(data, start + file.LANE_NAME.size)
+        numbers = range(max(1, begun - file.RECENT + 1), begun + 1)
         recent = tuple(_operation(data, start, number) for number in numbers)
         lanes[name] = LaneState(begun, waiting, recent)
         names.append(name)
@@ -141,11 +134,7 @@ def read_rank(path: Path, *, rank: int, host: str, pid: int, process: str) -> Ra
 
 
 def rank_from_json(value: Mapping[str, Any]) -> RankState:
-    """What `dataclasses.asdict` made of a RankState, on another host.
-
-    Raises:
-        KeyError, TypeError: it is something else.
-    """
+    """What `dataclasses.asdict` made of a RankState, on another host. Raises KeyError, TypeError: it is something else."""
     fields = dict(value)
     fields["lanes"] = {
         name: LaneState(lane["begun"], lane["waiting"], tuple(Operation(*values) for values in lane["recent"]))
@@ -155,8 +144,8 @@ def rank_from_json(value: Mapping[str, Any]) -> RankState:
 
 
 def _operation(data: bytes, lane: int, number: int) -> Operation:
-    at = lane + layout.RECENT_AT + number % layout.RECENT * layout.OPERATION.size
-    size, code, odd = layout.OPERATION.unpack_from(data, at)
+    at = lane + file.RECENT_AT + number % file.RECENT * file.OPERATION.size
+    size, code, odd = file.OPERATION.unpack_from(data, at)
     return Operation(OPERATIONS[code] if code < len(OPERATIONS) else "nothing", size, odd)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from megalite.config.exit_codes import HUNG
 from megalite.watchdog.flight import oldest, stuck_operations
-from megalite.watchdog.layout import RECENT, SYNCHRONISE
+from megalite.watchdog.heartbeat import RECENT, SYNCHRONISE
 from megalite.watchdog.processes import in_the_kernel
 from megalite.watchdog.rank_state import Operation, RankState
 
@@ -28,8 +28,7 @@ class Wait:
     lane: str
     operation: str
     number: int
-    behind: tuple[int, ...]
-    """Ranks of the group that have not begun it; empty: all have."""
+    behind: tuple[int, ...]  # ranks of the group that have not begun it; empty: all have
     on_device: bool = False
     """The host waits for the device, where the operation is queued; without one nothing there waits for a rank."""
 
@@ -48,10 +47,8 @@ class Wait:
 class Verdict:
     """Who is to blame, and why."""
 
-    culprits: tuple[int, ...]
-    """Ascending; empty if it cannot be known."""
-    reasons: Mapping[int, str]
-    """By rank: of a culprit what is wrong with it, of another what it waits for."""
+    culprits: tuple[int, ...]  # ascending; empty if it cannot be known
+    reasons: Mapping[int, str]  # by rank: of a culprit what is wrong with it, of another what it waits for
 
 
 def find_culprits(states: Sequence[RankState]) -> Verdict:
@@ -169,21 +166,15 @@ _INDENT = "    "
 class Report:
     """All that is known of a run that stands still."""
 
-    silent: float
-    """Seconds since any rank's last beat."""
-    limit: float
-    """Seconds that it may be."""
+    silent: float  # seconds since any rank's last beat
+    limit: float  # seconds that it may be
     verdict: Verdict
-    states: Sequence[RankState]
-    """Of every rank that is known of."""
-    stacks: Mapping[int, str]
-    """By rank of this host, as faulthandler writes them."""
+    states: Sequence[RankState]  # of every rank that is known of
+    stacks: Mapping[int, str]  # by rank of this host, as faulthandler writes them
     flight: Mapping[int, Sequence[Mapping[str, Any]]]
     """By rank of this host: entries of torch's flight recorder, as `flight.condensed` gives them."""
-    kernel: Mapping[int, str]
-    """By rank of this host: the kernel's function that its process sleeps in."""
-    unheard: Sequence[str]
-    """Hosts of which nothing is known."""
+    kernel: Mapping[int, str]  # by rank of this host: the kernel's function that its process sleeps in
+    unheard: Sequence[str]  # hosts of which nothing is known
     world_size: int
 
     @property
@@ -309,11 +300,7 @@ def main_thread(stacks: str) -> list[str]:
 
 
 def write_report(report: Report, folder: Path, name: str) -> Path:
-    """Write NAME.txt and NAME.json; returns the text's path.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write NAME.txt and NAME.json; returns the text's path. Raises OSError: it cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(report.to_json(), indent=1) + "\n")
     path = folder / f"{name}.txt"

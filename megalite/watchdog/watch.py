@@ -18,8 +18,7 @@ from megalite.watchdog.processes import state as process_state
 from megalite.watchdog.rank_state import RankState, read_rank
 from megalite.watchdog.report import Report, find_culprits, find_unlike, kernel_functions, write_report
 
-_OTHERS_SECONDS = 1.5
-"""How long past its own limit a host waits for the others."""
+_OTHERS_SECONDS = 1.5  # how long past its own limit a host waits for the others
 _STACKS_SECONDS, _FLIGHT_SECONDS, _WRITE_SECONDS, _END_SECONDS = 1.2, 1.5, 0.8, 0.5
 """What each part of ending a run may take, so that all of it is done within five seconds."""
 
@@ -54,8 +53,7 @@ class Lifeline:
 def watch(lifeline: Lifeline, say: Callable[[str], None]) -> None:
     """Watch the ranks of the plan that the first line holds, until the run ends or stands still.
 
-    Further lines: `done`, the run has come to its end; `left RANK`, that rank has come to its own end.
-    """
+    Further lines: `done`, the run has come to its end; `left RANK`, that rank has come to its own end."""
     first = lifeline.line()
     if first is None:
         return

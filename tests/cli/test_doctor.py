@@ -76,7 +76,7 @@ def test_errors_are_told_and_end_in_1(monkeypatch: pytest.MonkeyPatch, capsys: C
 @pytest.mark.parametrize(
     "flags, says",
     [
-        ("--no-self-test --seconds 3", "--seconds 3 has no effect with --no-self-test"),
+        ("--no-self-test --seconds 3", "--seconds has no effect with --no-self-test"),
         ("--seconds 0.1", "--seconds is 0.1; the tests take from 0.5 to 600 s"),
     ],
 )

@@ -17,8 +17,7 @@ from tests.e2e.commands import Command, check
 Captured = pytest.CaptureFixture[str]
 
 NESTED = ("data verify", "data inspect", "data merge", "data split", "data index", "config --show", "config --explain")
-SPOKEN = [*COMMANDS, *NESTED]
-"""Everything that takes its own flags."""
+SPOKEN = [*COMMANDS, *NESTED]  # everything that takes its own flags
 
 PATHS = {
     "train --config {path} --dry-run": "",

@@ -208,18 +208,8 @@ def test_all_that_cannot_be_had_is_named_at_once(capsys: Captured, tmp_path: Pat
 def test_too_few_ranks_are_said(tmp_path: Path) -> None:
     """Of the 8 ranks of one node, the script's default, experts and stages leave none."""
     words = [
-        "--num-layers",
-        "8",
-        "--pp",
-        "4",
-        "--num-experts",
-        "8",
-        "--ep",
-        "8",
-        "--vocab-size",
-        "64",
-        "--disable-bias-linear",
-        "--mock-data",
+        *("--num-layers", "8", "--pp", "4", "--num-experts", "8", "--ep", "8"),
+        *("--vocab-size", "64", "--disable-bias-linear", "--mock-data"),
     ]
     found = port(Launch(words, ranks=8))
     assert found.problems == []

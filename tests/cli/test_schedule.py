@@ -140,20 +140,7 @@ def test_csv_there_and_back(run: Any) -> None:
 def test_compare(run: Any) -> None:
     text = run("--compare gpipe 1f1b interleaved zb-v dualpipe-v --pp 4 --microbatches 6 --vpp 3")
     rows = [line.split() for line in text.splitlines()]
-    assert rows[0] == [
-        "schedule",
-        "vpp",
-        "makespan",
-        "of",
-        "ideal",
-        "bubble",
-        "no",
-        "barrier",
-        "peak",
-        "for",
-        "W",
-        "sends",
-    ]
+    assert " ".join(rows[0]) == "schedule vpp makespan of ideal bubble no barrier peak for W sends"
     # Name, chunks, makespan m(F+B) + the bubble, ratio, bubble share, peak in whole shares, W waiting, sends.
     assert rows[1] == ["gpipe", "1", "27", "1.500", "33.3%", "33.3%", "6", "0", "12"]
     assert rows[2] == ["1f1b", "1", "27", "1.500", "33.3%", "33.3%", "4", "0", "12"]
@@ -243,7 +230,7 @@ BAD = [
     ("--pp 2 --microbatches 2 --forward-only --recompute-ahead", ("--recompute-ahead has no effect",)),
     ("--pp 2 --microbatches 2 --forward-only --schedule auto", ("nothing to build for forwards alone",)),
     ("--pp 2 --microbatches 2 --compare --schedule 1f1b", ("--schedule has no effect with --compare",)),
-    ("--csv good.csv --pp 2", ("--pp has no effect with --csv good.csv",)),
+    ("--csv good.csv --pp 2", ("--pp has no effect with --csv",)),
     ("--csv none.csv", ("cannot read none.csv: No such file", "one line per rank")),
     ("--csv costs.json", ("schedule costs.json, line 1, cell 1: not a pipeline action",)),
     ("--csv forward.csv --compare", ("forward.csv has no backwards",)),

@@ -1,5 +1,7 @@
 """Settings that `validate` refuses, with what the message says of them."""
 
+import re
+
 ELASTIC = "--elastic --global-batch-size 8 --run-dir r --save-interval 5 --load r/checkpoints --fresh-if-missing --train-iters 100"
 TOP1 = "--moe-router-topk 1 --moe-router-pre-softmax"
 
@@ -389,13 +391,22 @@ _TABLE = """
 """
 
 
+def parts_of(table: str) -> list[tuple[str, list[str]]]:
+    """(what is asked, parts of the message in order), from lines ASKED => PART … PART, which may be broken before the =>."""
+    lines = [line for line in table.replace("\n    =>", " =>").splitlines() if line and not line.startswith("#")]
+    return [(asked, message.split(" … ")) for asked, _, message in (line.partition(" => ") for line in lines)]
+
+
+def says(message: str, parts: list[str]) -> bool:
+    """The message has the parts in their order."""
+    found = re.search(".*".join(re.escape(part.replace("\\n", "\n")) for part in parts), message, re.DOTALL)
+    return found is not None
+
+
 def rows() -> list[tuple[int, str, list[str]]]:
-    """(world size, command line, parts of the message in order), from lines WORLD FLAGS => PART … PART."""
-    table = _TABLE.replace("\n    =>", " =>").replace("ELASTIC", ELASTIC).replace("TOP1", TOP1)
+    """(world size, command line, parts of the message), from lines WORLD FLAGS => PART … PART."""
     found = []
-    for line in table.splitlines():
-        if line and not line.startswith("#"):
-            asked, _, message = line.partition(" => ")
-            world_size, _, flags = asked.partition(" ")
-            found.append((int(world_size), flags, message.split(" … ")))
+    for asked, parts in parts_of(_TABLE.replace("ELASTIC", ELASTIC).replace("TOP1", TOP1)):
+        world_size, _, flags = asked.partition(" ")
+        found.append((int(world_size), flags, parts))
     return found

@@ -1,7 +1,6 @@
 """A setting that belongs to some strategies, optimizers or compressions is refused with all others.
 
-Whose it is comes from its help ("local-sgd, diloco: ..."), not from the table that the rules go by.
-"""
+Whose it is comes from its help ("local-sgd, diloco: ..."), not from the table that the rules go by."""
 
 import pytest
 
@@ -21,8 +20,7 @@ CHOOSERS = {
 SHORT = {"1-bit optimizers": ONEBIT_OPTIMIZERS}
 VALUES = {"freeze_step": 3, "grad_compression": "topk", "shard_gradients": True, "stochastic_rounding": True}
 """Where the default is off."""
-BESIDE = {"stochastic_rounding": {"exp_avg_dtype": "bf16"}}
-"""What a setting cannot do without, where it does something."""
+BESIDE = {"stochastic_rounding": {"exp_avg_dtype": "bf16"}}  # what a setting cannot do without, where it does something
 
 
 def owners(help_text: str) -> dict[str, frozenset[str]]:

@@ -14,7 +14,7 @@ from megalite.config.rules.compute import MODULES
 from megalite.config.run import RunConfig
 from megalite.config.validate import require_startable, validate
 from megalite.models.recompute import Recompute
-from tests.config.illegal import rows
+from tests.config.illegal import rows, says
 
 ILLEGAL = rows()
 
@@ -26,7 +26,7 @@ def test_rule(world_size: int, flags: str, parts: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
         validate(invocation.config, world_size, invocation.explicit)
     (problem,) = error.value.problems
-    assert re.search(".*".join(map(re.escape, parts)), problem), problem
+    assert says(problem, parts), problem
 
 
 # (world size, command line): the first setting has no effect, as scripts of Megatron-LM have it

@@ -17,7 +17,7 @@ from megalite.conversion.inference import TokenizerChoice, check_layout, folder_
 from megalite.conversion.native import write_native
 from megalite.generation.continuation import Sampling
 from megalite.generation.generate import Chain
-from megalite.generation.perplexity import TokenStream, Windows, measure
+from megalite.generation.likelihood import TokenStream, Windows, measure
 from megalite.parity.trajectory import assemble
 from megalite.tensor_parallel.parameter import ShardedParameter
 from megalite.topology.topology import Topology

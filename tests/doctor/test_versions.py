@@ -10,15 +10,8 @@ from megalite.doctor.host import OLDEST_PYTHON, PACKAGES, Finding, examine_versi
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 DEVELOPMENT = {
-    "setuptools",
-    "hypothesis",
-    "mypy",
-    "pytest",
-    "pytest-timeout",
-    "pytest-xdist",
-    "mkdocs",
-    "ruff",
-    "types-PyYAML",
+    *("setuptools", "hypothesis", "mypy", "pytest", "pytest-timeout"),
+    *("pytest-xdist", "mkdocs", "ruff", "types-PyYAML"),
 }
 
 

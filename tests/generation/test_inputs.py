@@ -9,7 +9,7 @@ import pytest
 
 from megalite.config.errors import ConfigError
 from megalite.generation.continuation import read_prompts
-from megalite.generation.perplexity import stream_of_files, stream_of_texts
+from megalite.generation.likelihood import stream_of_files, stream_of_texts
 from megalite.preprocess.pieces import Limits
 from megalite.tokenizers.base import ByteLevelTokenizer
 from tests.data.token_files import write_by_layout

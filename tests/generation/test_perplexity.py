@@ -9,7 +9,7 @@ import torch
 
 from megalite.config.errors import ConfigError
 from megalite.generation.generate import Chain
-from megalite.generation.perplexity import Perplexity, TokenStream, Windows, measure
+from megalite.generation.likelihood import Perplexity, TokenStream, Windows, measure
 from megalite.models.gpt import GPTStage
 from tests.generation.models import FAMILIES, VOCAB, chain_of, stage_of
 from tests.support.ranks import RankContext, run_ranks

@@ -2,8 +2,7 @@
 
 Greedy over a seeded draw of legal rows: the next row is the one with the most pairs that no row has yet for its price
 (pairs matter more); once all pairs are covered, the one with the most new triples of `TRIPLES` for its price, up to the
-size wanted. Then every row is made as small as it can be with no pair lost. The same table gives the same rows.
-"""
+size wanted. Then every row is made as small as it can be with no pair lost. The same table gives the same rows."""
 
 import functools
 import itertools

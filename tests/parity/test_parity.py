@@ -2,8 +2,7 @@
 
 In float64 each layout of the matrix trains two steps (the odd ones three) on samples with uneven documents; losses,
 gradient norms, every gradient of every step, every weight after them and an evaluation must equal the one-rank run's to
-1e-9 relative.
-"""
+1e-9 relative."""
 
 import math
 from collections.abc import Mapping

@@ -189,11 +189,11 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> Stub:
 
 
 def config_of(folder: Path, **more: Any) -> RunConfig:
-    return replace(RunConfig(), run_dir=str(folder), metrics=["wandb"], wandb_project="tiny", **more)
+    return replace(RunConfig(), **{"run_dir": str(folder), "metrics": ["wandb"], "wandb_project": "tiny", **more})
 
 
 def test_wandb_gets_the_numbers_under_their_tags(tmp_path: Path, wandb: Stub) -> None:
-    sink = Wandb(config_of(tmp_path), resumes=False)
+    sink = Wandb(config_of(tmp_path), step=0)
     sink.write(record(1, ms_per_step=1500.0, forward_ms=250.0, mfu=None, grad_norm=math.inf))
     sink.close()
     (started,) = wandb.started
@@ -215,30 +215,39 @@ def test_wandb_gets_the_numbers_under_their_tags(tmp_path: Path, wandb: Stub) ->
 
 def test_wandb_goes_on_with_the_curves_of_a_run_that_resumes(tmp_path: Path, wandb: Stub) -> None:
     for resumes in (False, True, False):
-        Wandb(config_of(tmp_path), resumes=resumes)
+        Wandb(config_of(tmp_path, load="x" if resumes else None), step=0)
     first, second, third = (started["id"] for started in wandb.started)
     assert first == second != third
 
 
 def test_wandb_learns_no_credentials(tmp_path: Path, wandb: Stub) -> None:
-    Wandb(config_of(tmp_path, wandb_exp_name="s3://me:hunter2@host/run"), resumes=False)
+    Wandb(config_of(tmp_path, wandb_exp_name="s3://me:hunter2@host/run"), step=0)
     assert "hunter2" not in str(wandb.started[0]["config"])
     assert "s3://***@host/run" in str(wandb.started[0]["config"])
 
 
-def test_wandb_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"^metrics has wandb in it but .*; pip install wandb, or leave"):
-        Wandb(config_of(tmp_path), resumes=False)
+@pytest.mark.parametrize("service", ["mlflow", "wandb"])
+def test_a_service_that_is_not_there(service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, service, None)
+    with pytest.raises(ConfigError, match=f"^metrics has {service} in it but .*; pip install {service}, or leave"):
+        open_writers(config_of(tmp_path, metrics=[service]), step=0)
 
 
-def test_wandb_that_does_not_start(tmp_path: Path, wandb: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(**named: Any) -> None:
+def test_wandb_that_does_not_start_and_that_fails_later(
+    tmp_path: Path, wandb: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*words: Any, **named: Any) -> None:
         raise RuntimeError("no key for https://me:hunter2@host,\ncall login")
 
+    sink = open_writers(config_of(tmp_path), step=0)[0]["wandb"]
+    for name in ("log", "finish"):
+        monkeypatch.setattr(wandb, name, refuse)
+    for call in (lambda: sink.write(record(1)), sink.close):
+        with pytest.raises(OSError, match=r"^no key for https://\*\*\*@host, call login$"):
+            call()
     monkeypatch.setattr(sys.modules["wandb"], "init", refuse)
-    with pytest.raises(ConfigError, match=r"^wandb does not start: no key for https://\*\*\*@host, call login; run"):
-        Wandb(config_of(tmp_path), resumes=False)
+    with pytest.raises(ConfigError, match=r"wandb does not start: .*no key for https://\*\*\*@host, call login; run"):
+        open_writers(config_of(tmp_path), step=0)
 
 
 def test_prometheus_has_the_newest_numbers(tmp_path: Path) -> None:
@@ -275,7 +284,7 @@ def test_mlflow_continues_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
     config = replace(RunConfig(), run_dir=str(tmp_path), metrics=["mlflow"], data_path=["s3://me:hunter2@host/x"])
     for resumes, steps in ((False, (1, 2)), (True, (3,))):
-        sink = MLflow(config, resumes=resumes)
+        sink = MLflow(replace(config, load="x" if resumes else None), step=0)
         for step in steps:
             sink.write(record(step))
         sink.close()
@@ -284,9 +293,3 @@ def test_mlflow_continues_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "lm loss")
     assert [(each.step, each.value) for each in history] == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
     assert run.data.params["hidden_size"] == str(config.model.hidden_size) and "hunter2" not in str(run.data.params)
-
-
-def test_mlflow_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "mlflow", None)
-    with pytest.raises(ConfigError, match=r"^metrics has mlflow in it but .*; pip install mlflow, or leave"):
-        MLflow(replace(RunConfig(), run_dir=str(tmp_path), metrics=["mlflow"]), resumes=False)

@@ -22,7 +22,7 @@ from megalite.topology.layout import ParallelLayout
 from megalite.training import instruments
 from megalite.training.instruments import Timings, compare, units
 from megalite.training.step import Stepper
-from megalite.training.trace import PHASES, PhaseClock, Together, TraceWriter, bubble_fraction, measured_costs
+from megalite.training.trace import PHASES, PhaseClock, TraceWriter, bubble_fraction, measured_costs
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import Runner, build, tiny_config
 
@@ -58,23 +58,21 @@ def test_actions_and_phases_add_up(hand: list[float]) -> None:
     assert clock.take() == dict.fromkeys(PHASES, 0.0)
 
 
-class Slow:
-    """A tracer: each backward takes longer."""
-
-    def start(self, action: Action) -> None:
-        pass
+class Slow(PhaseClock):
+    """Each backward of the second stage takes longer."""
 
     def end(self, action: Action) -> None:
         if str(action).startswith("1B"):
             time.sleep(0.01)
+        super().end(action)
 
 
 def timed(context: RankContext, settings: dict[str, Any]) -> tuple[dict[str, float], float]:
     config = tiny_config(2, **settings)
     replica = build(context, config)
-    runner, clock = Runner(replica), PhaseClock(CPU)
+    runner, clock = Runner(replica), Slow(CPU)
     runner.step()
-    runner.stepper = Stepper(replica, Schedules(config), tracer=Together(clock, Slow()), phase=clock.phase)
+    runner.stepper = Stepper(replica, Schedules(config), tracer=clock, phase=clock.phase)
     started = time.perf_counter()
     runner.step()
     return clock.take(), time.perf_counter() - started
@@ -218,9 +216,10 @@ def traced(context: RankContext, folder: Path, settings: dict[str, Any]) -> tupl
     config = tiny_config(4, **settings)
     replica = build(context, config)
     lines: list[str] = []
-    writer = TraceWriter(replica.topology, steps=[2], folder=folder, log=lines.append)
+    clock = PhaseClock(CPU)
+    writer = TraceWriter(clock, replica.topology, steps=[2], folder=folder, log=lines.append)
     runner = Runner(replica)
-    runner.stepper = Stepper(replica, Schedules(config), tracer=writer.timer)
+    runner.stepper = Stepper(replica, Schedules(config), tracer=clock)
     bubbles = []
     for step in (1, 2, 3):
         writer.begin(step)

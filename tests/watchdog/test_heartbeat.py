@@ -11,8 +11,7 @@ import torch
 
 from megalite.topology.group import Group
 from megalite.watchdog import heartbeat as heartbeat_module
-from megalite.watchdog.heartbeat import UNWATCHED, FileHeartbeat
-from megalite.watchdog.layout import LANES, SIZE, lane_name
+from megalite.watchdog.heartbeat import LANES, SIZE, UNWATCHED, FileHeartbeat, lane_name
 from megalite.watchdog.rank_state import RankState, rank_from_json, read_rank
 from tests.support.ranks import RankContext, run_ranks
 
