@@ -24,6 +24,9 @@ _FILES = ".jsonl, .ndjson, .txt (.gz, .zst) and .parquet: files, folders and glo
 _INPUT = Flag("--input", _FILES, str, "PATH", count=SOME, required=True)
 _KEYS = Flag("--json-keys", "keys of the text (text)", str, "KEY", ("text",), count=SOME)
 _JSON = Flag("--json", "print JSON", bool)
+_WEIGHTS = Flag(
+    "--weights", "ema: their moving average, of a run with --ema-decay", choices=("trained", "ema"), default="trained"
+)
 _STOPPED = "130 after Ctrl-C, 143 after SIGTERM."
 _WRITTEN = f"Exit status: 0 written, 2 bad input or a disk that is full: nothing is written. {_STOPPED}"
 _ONE_RUN = "leave it out: --input takes many files, and the output is in their order with any --workers"
@@ -242,6 +245,7 @@ def _model(tp_default: str) -> list[Flag]:
             required=True,
         ),
         Flag("--ckpt-step", "use the checkpoint of this step instead", int, "N"),
+        _WEIGHTS,
         IMPORT,
         Flag("--tp", f"tensor parallel ranks ({tp_default})", positive, "N"),
         Flag("--pp", "pipeline parallel ranks (1)", positive, "N"),
@@ -308,6 +312,7 @@ CONVERT = Command(
         Flag("--to", "format of TARGET", choices=FORMATS, required=True),
         Flag("--from", "format of SOURCE (auto)", str, "FORMAT", "auto", ("auto", *FORMATS), dest="source_format"),
         Flag("--step", "checkpoint of this step; default the newest", int, "N"),
+        _WEIGHTS,
         Flag("--dtype", "of every tensor; default: as stored", choices=PRECISIONS),
         Flag("--with-optimizer", "megatron to native: its states, step and samples too, to continue the run", bool),
         Flag("--max-shard-size", f"largest file, such as 2GB ({DEFAULT_SHARD}); not for megatron", value="SIZE"),
