@@ -64,7 +64,9 @@ def _convert(flags: Namespace) -> int:
     _check(flags)
     chosen = None if flags.source_format == "auto" else flags.source_format
     show(f"opening {flags.source}")
-    source = open_weights(flags.source, format=chosen, step=flags.step, with_optimizer=flags.with_optimizer)
+    source = open_weights(
+        flags.source, format=chosen, step=flags.step, with_optimizer=flags.with_optimizer, ema=flags.weights == "ema"
+    )
     show(f"read     {described(source)}")
     if flags.with_optimizer:
         run = innermost(source).training  # type: ignore[attr-defined]

@@ -63,6 +63,7 @@ def open_model(flags: Namespace, topology: Topology, *, needs_tokenizer: bool = 
         flags.load,
         topology,
         step=flags.ckpt_step,
+        ema=flags.weights == "ema",
         dtype=DTYPES.get(flags.dtype),
         tokenizer=TokenizerChoice(flags.tokenizer_model, flags.tiktoken_pattern),
         needs_tokenizer=needs_tokenizer,

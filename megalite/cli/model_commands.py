@@ -22,6 +22,9 @@ _FILES = ".jsonl, .ndjson, .txt (.gz, .zst) and .parquet: files, folders and glo
 _INPUT = Flag("--input PATH ...", _FILES, required=True)
 _KEYS = Flag("--json-keys KEY ...", "keys of the text (text)", default=("text",))
 _JSON = Flag("--json", "print JSON", bool)
+_WEIGHTS = Flag(
+    "--weights", "ema: their moving average, of a run with --ema-decay", default="trained", choices=("trained", "ema")
+)
 _STOPPED = "130 after Ctrl-C, 143 after SIGTERM."
 _WRITTEN = f"Exit status: 0 written, 2 bad input or a disk that is full: nothing is written. {_STOPPED}"
 _ONE_RUN = "leave it out: --input takes many files, and the output is in their order with any --workers"
@@ -231,6 +234,7 @@ def _model(tp_default: str) -> list[Flag]:
             required=True,
         ),
         Flag("--ckpt-step N", "use the checkpoint of this step instead", int),
+        _WEIGHTS,
         IMPORT,
         Flag("--tp N", f"tensor parallel ranks ({tp_default})", positive),
         Flag("--pp N", "pipeline parallel ranks (1)", positive),
@@ -299,6 +303,7 @@ CONVERT = Command(
             "--from FORMAT", "format of SOURCE (auto)", default="auto", choices=("auto", *FORMATS), dest="source_format"
         ),
         Flag("--step N", "checkpoint of this step; default the newest", int),
+        _WEIGHTS,
         Flag("--dtype", "of every tensor; default: as stored", choices=PRECISIONS),
         Flag("--with-optimizer", "megatron to native: its states, step and samples too, to continue the run", bool),
         Flag("--max-shard-size SIZE", f"largest file, such as 2GB ({DEFAULT_SHARD}); not for megatron"),

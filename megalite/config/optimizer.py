@@ -41,6 +41,8 @@ _ADAM = "adam_beta1 adam_beta2 adam_eps"
 _ONEBIT = f"{_ADAM} freeze_step freeze_threshold onebit_scale"
 _LAMB = "lamb_min_coeff lamb_max_coeff"
 MOMENTS = ("exp_avg", "exp_avg_sq")
+EMA = "ema"
+"""The state that `ema_decay` adds to any optimizer's."""
 OPTIMIZERS: Registry[Any] = Registry(
     "optimizer",
     {
@@ -174,6 +176,11 @@ class OptimizerConfig:
     """zero-one-adam: steps after which the number of local steps doubles."""
     variance_update_scaler: int = option(16, at_least=1)
     """zero-one-adam: updates of the second moment after which the interval between them doubles."""
+    ema_decay: float | None = option(None, at_least=0, below=1)
+    """Keep an exponential moving average of the main parameters, sharded like the optimizer's states: after each step that
+    is taken ema_decay of it stays, and the parameters are the rest. Default: none."""
+    eval_ema: bool = option(False)
+    """Evaluate, and export to --export-hf, the moving average instead of the trained weights."""
     main_params: str = option("fp32", choices=("fp32", "split"))
     """bf16: keep fp32 main parameters apart, or as the 16 bits that the model's parameters lack (2 bytes less each)."""
     exp_avg_dtype: str = option("fp32", choices=("fp32", "bf16"))
@@ -188,4 +195,4 @@ def state_formats(config: OptimizerConfig, *, hidden_matrix: bool = True) -> For
     """The states of a parameter that the optimizer keeps, in their order."""
     states = OPTIMIZERS.facts(config.optimizer).states
     formats: Formats = states(config, hidden_matrix) if callable(states) else dict.fromkeys(states, "main")
-    return formats
+    return formats if config.ema_decay is None else {**formats, EMA: "main"}

@@ -9,7 +9,7 @@ import torch
 
 from megalite.checkpoint.folders import step_of
 from megalite.checkpoint.load import Checkpoint, find_checkpoint
-from megalite.checkpoint.manifest import MANIFEST_NAME, optimizer_key, weight_key
+from megalite.checkpoint.manifest import MANIFEST_NAME, weight_key
 from megalite.checkpoint.safetensors_file import TORCH_DTYPES
 from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
@@ -19,7 +19,7 @@ from megalite.config.run import RunConfig
 from megalite.config.training import TrainingConfig
 from megalite.conversion.huggingface.config_json import read_json
 from megalite.conversion.huggingface.weights import HuggingFaceWeights
-from megalite.conversion.native import saved_config
+from megalite.conversion.native import key_of, saved_config
 from megalite.conversion.open import detect_format
 from megalite.conversion.tokenizer_files import GENERATION, missing_tokenizer, tokenizer_as_it_is_now, tokenizer_of
 from megalite.conversion.weights import ConversionError
@@ -105,21 +105,20 @@ class InferenceModel:
 class _FromCheckpoint:
     """A checkpoint of ours, written by any layout. Only the bytes of the rank's slices are read."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, *, ema: bool) -> None:
         config = saved_config(checkpoint)
-        self._checkpoint = checkpoint
+        self._checkpoint, self._ema = checkpoint, ema
         self.path, self.model, self.seq_length = checkpoint.path, config.model, config.training.seq_length
         self.dtype = TORCH_DTYPES[checkpoint.entry(weight_key("embedding.word.weight")).dtype]
 
     def fill(self, parameter: ShardedParameter) -> None:
         """Read this rank's slice, rounded to the parameter's type; main parameters (of bf16, fp16) have more digits."""
         spec = parameter.info.spec
-        key, main = weight_key(spec.name), optimizer_key("main_param", spec.name)
-        entry = self._checkpoint.entry(key)
+        entry = self._checkpoint.entry(key := weight_key(spec.name))
         if entry.global_shape != spec.global_shape:
             raise ConversionError(f"{self.path}: {spec.name} is {entry.global_shape}, not {spec.global_shape}")
-        if TORCH_DTYPES[entry.dtype] != parameter.dtype and self._checkpoint.has(main):
-            key = main
+        if self._ema or TORCH_DTYPES[entry.dtype] != parameter.dtype:
+            key = key_of(self._checkpoint, spec.name, ema=self._ema)
         self._checkpoint.read_into(parameter.data, key, spec.slice)
 
     def tokenizer(self, choice: TokenizerChoice) -> Tokenizer | None:
@@ -152,10 +151,12 @@ class _FromFolder:
 Source = _FromCheckpoint | _FromFolder  # where the weights come from; the same on every rank
 
 
-def open_source(folder: Path, *, step: int | None, topology: Topology, log: Callable[[str], None]) -> Source:
+def open_source(
+    folder: Path, *, step: int | None, ema: bool = False, topology: Topology, log: Callable[[str], None]
+) -> Source:
     """Find the weights in `folder`, and check what can be checked before they are read. `folder`: of checkpoints (the
-    newest that verifies is taken, or that of `step`), one checkpoint, or a Hugging Face model. `log`: as in
-    `find_checkpoint`.
+    newest that verifies is taken, or that of `step`), one checkpoint, or a Hugging Face model. `ema`: the
+    moving average of the weights. `log`: as in `find_checkpoint`.
 
     Collectives: gathers over the world."""
 
@@ -168,6 +169,8 @@ def open_source(folder: Path, *, step: int | None, topology: Topology, log: Call
             return None
         if step is not None:
             raise ConversionError(f"--ckpt-step {step} has no effect on {folder} of Hugging Face; leave it out")
+        if ema:
+            raise ConversionError(f"--weights ema has no effect on {folder} of Hugging Face; leave it out")
         return _FromFolder(HuggingFaceWeights(folder))
 
     source = _agreed(look, folder, topology)
@@ -179,7 +182,7 @@ def open_source(folder: Path, *, step: int | None, topology: Topology, log: Call
             raise ConversionError(f"--ckpt-step {step} contradicts {folder}; leave it out")
         folder, step = folder.absolute().parent, own
     found_one = find_checkpoint(folder, step=step, world=topology.world, device=topology.device, log=log)
-    return _FromCheckpoint(found_one)
+    return _FromCheckpoint(found_one, ema=ema)
 
 
 def _agreed(work: Callable[[], T], folder: Path, topology: Topology) -> T:
@@ -250,19 +253,20 @@ def load_model(
     topology: Topology,
     *,
     step: int | None = None,
+    ema: bool = False,
     dtype: torch.dtype | None = None,
     tokenizer: TokenizerChoice | None = None,
     needs_tokenizer: bool = True,
     log: Callable[[str], None],
 ) -> InferenceModel:
     """A model on the ranks of `topology`, which has neither cp nor ep: each rank reads what it holds. `folder, step,
-    log`: see `open_source`. `dtype`: of parameters and activations; None: the type that the weights are stored in.
+    ema, log`: see `open_source`. `dtype`: of parameters and activations; None: the type that the weights are stored in.
     `tokenizer`: another than its own. `needs_tokenizer`: False: leave the tokenizer alone; nothing ends a text then.
 
     Collectives: gathers over the world."""
     layout = topology.layout
     assert (layout.cp, layout.ep) == (1, 1), layout
-    source = open_source(folder, step=step, topology=topology, log=log)
+    source = open_source(folder, step=step, ema=ema, topology=topology, log=log)
     check_layout(source.model, tp=layout.tp, pp=layout.pp)
 
     def read() -> tuple[GPTStage, Tokenizer | None, frozenset[int]]:

@@ -30,6 +30,7 @@ from megalite.config.data import DataConfig
 from megalite.config.errors import CheckpointError, ConfigError
 from megalite.config.files import level_from_text
 from megalite.config.merge import merge
+from megalite.config.optimizer import EMA
 from megalite.config.run import RunConfig
 from megalite.config.training import TrainingConfig
 from megalite.config.validate import validate
@@ -81,12 +82,14 @@ _CPU = torch.device("cpu")
 class NativeWeights(Weights):
     """A verified checkpoint of megalite's. Where it has main parameters (of a run in bf16 or fp16) these are the
     weights: nothing else has all their digits. `folder`: of checkpoints, or one checkpoint in it. `step`: which of a
-    folder of checkpoints; default the newest. There is no falling back to an older one."""
+    folder of checkpoints; default the newest. There is no falling back to an older one. `ema`: the moving average of the
+    weights in their place."""
 
     format = "megalite"
 
-    def __init__(self, folder: Path, *, step: int | None = None) -> None:
+    def __init__(self, folder: Path, *, step: int | None = None, ema: bool = False) -> None:
         self._checkpoint = _open(folder, step)
+        self.kind = "ema" if ema else "trained"
         self.path = self._checkpoint.path
         config = saved_config(self._checkpoint)
         self.model = config.model
@@ -102,8 +105,7 @@ class NativeWeights(Weights):
         self.layout = dict(self._checkpoint.manifest.layout)
         self._keys: dict[str, str] = {}
         for name, shape in parameter_shapes(self.model).items():
-            main = optimizer_key("main_param", name)
-            key = main if self._checkpoint.has(main) else weight_key(name)
+            key = key_of(self._checkpoint, name, ema=ema)
             entry = self._checkpoint.entry(key)
             if entry.global_shape != shape.shape:
                 found, expected = list(entry.global_shape), list(shape.shape)
@@ -136,6 +138,20 @@ class NativeWeights(Weights):
 
     def read(self, name: str) -> torch.Tensor:
         return self._checkpoint.read(self._keys[name], device=_CPU)
+
+
+def key_of(checkpoint: Checkpoint, name: str, *, ema: bool) -> str:
+    """Where all digits of a tensor are; with `ema`, of its moving average (buffers have none).
+
+    Raises:
+        ConversionError: the run kept no average.
+    """
+    if ema and not checkpoint.has(optimizer_key(EMA, "embedding.word.weight")):
+        raise ConversionError(
+            f"{checkpoint.path} has no moving average of the weights: its run had no --ema-decay; use --weights trained"
+        )
+    keys = [optimizer_key(state, name) for state in ((EMA, "main_param") if ema else ("main_param",))]
+    return next(filter(checkpoint.has, keys), weight_key(name))
 
 
 def _open(folder: Path, step: int | None) -> Checkpoint:

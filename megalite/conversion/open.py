@@ -15,10 +15,17 @@ from megalite.conversion.weights import ConversionError, Weights
 
 
 def open_weights(
-    path: Path, *, format: Format | None = None, step: int | None = None, with_optimizer: bool = False
+    path: Path,
+    *,
+    format: Format | None = None,
+    step: int | None = None,
+    with_optimizer: bool = False,
+    ema: bool = False,
 ) -> Weights:
-    """`with_optimizer`: with all that the run continues from."""
+    """`with_optimizer`: with all that the run continues from. `ema`: the moving average of the weights."""
     format = format or detect_format(path)
+    if ema and format != "native":
+        raise ConversionError(f"--weights ema has no effect on {path}, a {format} folder: it holds one set of weights")
     if with_optimizer:
         folder = step_folder(path, step) if format == "megatron" else None
         if folder is None or not is_dist(folder):
@@ -29,7 +36,7 @@ def open_weights(
             )
         return MegatronRun(folder)
     if format == "native":
-        return NativeWeights(path, step=step)
+        return NativeWeights(path, step=step, ema=ema)
     if format == "megatron":
         return open_megatron(path, iteration=step)
     if step is not None:

@@ -28,7 +28,7 @@ from megalite.checkpoint.manifest import FileEntry
 from megalite.checkpoint.safetensors_file import DTYPE_NAMES, SafetensorsWriter
 from megalite.checkpoint.safetensors_header import Record
 from megalite.config.errors import CheckpointError
-from megalite.conversion.weights import ConversionError, LastRead, Piece, Weights, blocks, parameter_shapes
+from megalite.conversion.weights import ConversionError, LastRead, Piece, Weights, blocks, innermost, parameter_shapes
 
 Advance = Callable[[int], None]  # called with the number of bytes just written, for a progress bar
 
@@ -184,6 +184,7 @@ def identity_of(weights: Weights, **settings: object) -> dict[str, Any]:
         "source": str(weights.path.resolve()),
         "format": weights.format,
         "model": str(weights.model),
+        "weights": innermost(weights).kind,
         "tensors": {name: str(weights.dtype(name)) for name in parameter_shapes(weights.model)},
         "files": [_state(path) for path in (*files, *weights.tokenizer_files)],
         "settings": {name: str(value) for name, value in settings.items()},

@@ -36,9 +36,9 @@ class HuggingFaceSource:
         output.copy_(self._weights.read(self._entries[key].name, slice))
 
 
-def export_checkpoint(checkpoints: Path, step: int, target: Path, advance: Advance, log: Log) -> Path:
+def export_checkpoint(checkpoints: Path, step: int, target: Path, advance: Advance, log: Log, ema: bool) -> Path:
     """What `megalite convert` makes of a checkpoint, byte for byte."""
-    weights = NativeWeights(checkpoints, step=step)
+    weights = NativeWeights(checkpoints, step=step, ema=ema)
     if weights.missing_tokenizer is not None:
         log(f"warning: no tokenizer goes into {target}: that of the run {weights.missing_tokenizer}")
     return write_huggingface(weights, target, advance=advance)

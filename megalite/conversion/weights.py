@@ -110,6 +110,7 @@ class Weights:
 
     path: Path
     format: str  # `megalite`, `huggingface` or `megatron`
+    kind: str = "trained"  # or `ema`: their moving average
     model: ModelConfig  # with vocab_size and (for learned positions) max_position_embeddings resolved
     seq_length: int
     tokenizer_files: Sequence[Path]

@@ -6,11 +6,12 @@ own state over ranks. *Weights*: `update` ends by making the stepped main parame
 and may average them.
 """
 
+import contextlib
 import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -336,6 +337,33 @@ class DataParallelStrategy(ABC):
         replicas have different weights it is their mean; their own come back at the end. Every rank enters it."""
         self.wait_for_parameters()
         return self.main_in_memory()
+
+    @contextlib.contextmanager
+    def averaged(self, optimizer: Optimizer) -> Iterator[None]:
+        """Inside, the model has what the optimizer says is `evaluated`; at the end, its parameters again, to the bit. Within
+        `consensus`, between steps: parameters without a copy stay in their gradients' memory."""
+        with self.main_in_memory():
+            for shard in self.shards:
+                average = optimizer.evaluated(shard.main_param)
+                assert average is not None
+                if shard.is_copy:
+                    self._weights(shard).copy_(average)
+                else:
+                    shard.grad.copy_(shard.main_param.data)
+                    shard.main_param.data.copy_(average)
+            self._written = self._rounded()
+            self.publish_parameters()
+            self.settle()
+            self._written = {}
+            try:
+                yield
+            finally:
+                self.settle()
+                for shard in self.shards:
+                    if not shard.is_copy:
+                        shard.main_param.data.copy_(shard.grad)
+                self.publish_parameters()
+                self.settle()
 
     def main_in_memory(self) -> AbstractContextManager[None]:
         """Inside, main parameters are in memory, and what is written into them stays. At the end the model's must be

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megalite.config.errors import ConfigError
-from megalite.config.optimizer import OptimizerConfig, state_formats
+from megalite.config.optimizer import EMA, OptimizerConfig, state_formats
 from megalite.config.run import RunConfig
 from megalite.kernels.registry import Kernels
 from megalite.topology.topology import Topology
@@ -97,7 +97,8 @@ Exchange = Callable[[FlatParameter, torch.Tensor], None]
 
 class Optimizer(ABC):
     """Steps flat parameters from their `.grad`. States are made at once, so that memory is known at the start and a
-    checkpoint has a place to go: those that the optimizer is registered with, and they start from 0.
+    checkpoint has a place to go: those that the optimizer is registered with, and they start from 0; and the average of
+    `ema_decay`, which starts from the parameters.
 
     A flat parameter is a part of many tensors, which differs from layout to layout: what is not element by element goes
     by `segments`, or numbers depend on the layout.
@@ -126,8 +127,12 @@ class Optimizer(ABC):
             formats = state_formats(config, hidden_matrix=flat.orthogonal)
             formats = formats if states is None else dict.fromkeys(states, "main")
             self._states[flat.param] = {
-                name: torch.zeros_like(flat.param.data, dtype=state_dtype(flat, kind)) for name, kind in formats.items()
+                name: torch.zeros_like(flat.param.data, dtype=state_dtype(flat, kind))
+                for name, kind in formats.items()
+                if name != EMA
             }
+        averaged = parameters if config.ema_decay is not None else ()
+        self._averages = {flat.param: flat.param.data.clone(memory_format=torch.contiguous_format) for flat in averaged}
 
     @classmethod
     def from_config(cls, parameters: Sequence[FlatParameter], config: RunConfig, context: Context) -> "Optimizer":
@@ -155,7 +160,20 @@ class Optimizer(ABC):
 
     def state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """The flat state tensors of one parameter, of its shape, by name; writing into them changes the state."""
-        return dict(self._states[parameter])
+        average = {EMA: self._averages[parameter]} if self._averages else {}
+        return self._states[parameter] | average
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """A step has been taken: move the averages of `ema_decay` towards the parameters, ema ← d·ema + (1-d)·x."""
+        decay = self.config.ema_decay
+        for parameter, average in self._averages.items():
+            assert decay is not None
+            average.lerp_(parameter.data, 1.0 - decay)
+
+    def evaluated(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """What is evaluated in place of the parameter, where that is another tensor."""
+        return self._averages[parameter] if self.config.eval_ema else None
 
     def tensor_state(self) -> Mapping[tuple[str, str], torch.Tensor]:
         """(state, tensor name) -> what there is once per tensor of the model, such as a trust ratio. All ranks that hold

@@ -244,7 +244,8 @@ class Muon(Optimizer):
         self.parameters = [*matrices, *others]
         self._matrices, self._group = matrices, group
         self._adam = AdamW(others, config)
-        self._states |= {flat.param: self._adam.state(flat.param) for flat in others}
+        self._states |= self._adam._states
+        self._averages |= self._adam._averages
         self._waves = plan(matrices, group, others[0].param.device)
 
     @classmethod

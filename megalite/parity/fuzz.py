@@ -94,6 +94,8 @@ def _layout(generator: random.Random) -> Drawn:
     drawn["optimizer"] = generator.choice(("adam", "adam", "sgd", "lamb", "muon"))
     if drawn["optimizer"] == "sgd":
         drawn |= {"sgd_momentum": 0.8, "sgd_nesterov": generator.random() < 0.5}
+    if generator.random() < 0.25:
+        drawn |= {"ema_decay": 0.5, "eval_ema": True}
     drawn["overlap_grad_reduce"] = generator.random() < 0.5
     drawn["ddp_bucket_size"] = generator.choice((1, 200, 1000, 3000))
     drawn["rank_order"] = generator.choice(("tp-cp-ep-dp-pp", "tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"))

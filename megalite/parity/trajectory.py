@@ -15,7 +15,7 @@ from megalite.config.validate import validate
 from megalite.data.dataset import Packing
 from megalite.optimizers.schedules import Progress, Schedules
 from megalite.parity.pool import RankContext
-from megalite.training.replica import Replica, build_replica
+from megalite.training.replica import Replica, build_replica, consensus
 from megalite.training.setup import make_loader
 from megalite.training.step import Stepper, StepResult
 
@@ -188,9 +188,10 @@ def rank_trajectory(context: RankContext, config: RunConfig, steps: int) -> Rank
         result = runner.step()
         scalars.append(Scalars(loss=result.loss, grad_norm=result.grad_norm, auxiliary=dict(result.auxiliary)))
         gradients.append(local_parts(runner.replica, "grad"))
-    return RankTrajectory(
-        steps=scalars, gradients=gradients, weights=local_parts(runner.replica, "weight"), evaluation=runner.evaluate()
-    )
+    weights = local_parts(runner.replica, "weight")
+    with consensus(runner.replica):
+        evaluation = runner.evaluate()
+    return RankTrajectory(steps=scalars, gradients=gradients, weights=weights, evaluation=evaluation)
 
 
 def whole(ranks: Sequence[RankTrajectory]) -> Trajectory:

@@ -6,7 +6,7 @@ from megalite.config.errors import ConfigError
 from megalite.data.loader import BatchLoader, Microbatch
 from megalite.topology.group import Group
 from megalite.topology.topology import Topology
-from megalite.training.replica import Replica
+from megalite.training.replica import Replica, consensus
 from megalite.training.step import Stepper
 from megalite.training.stopping import StopRequest, StopRequests, StopRun
 
@@ -81,7 +81,7 @@ class Evaluator:
         training = replica.config.training
         assert training.global_batch_size is not None
         self._stepper, self._loader, self._stops = stepper, loader, stops
-        self._topology, self._strategy = replica.topology, replica.strategy
+        self._replica, self._topology = replica, replica.topology
         self._batches, self._size = training.eval_iters, training.global_batch_size
 
     def prepare(self) -> None:
@@ -93,7 +93,7 @@ class Evaluator:
         """The mean over the batches; the same on every rank."""
         losses: list[float] = []
         stop = self._batches * self._size
-        with self._strategy.consensus():
+        with consensus(self._replica):
             for first in range(0, stop, self._size):
                 microbatches, _ = read_batches(
                     self._loader,

@@ -48,6 +48,7 @@ class Exporter:
         assert c.export_hf is not None and c.save is not None
         self._target, self._checkpoints, self._every = Path(c.export_hf), Path(c.save), c.save_hf_interval
         self._total, self._stops, self._log = total, stops, log
+        self._ema = replica.config.optimizer.eval_ema
         self._here = topology.rank == 0
         self._under_way: tuple[int, float, BackgroundSave] | None = None
         self._given_up = False
@@ -119,7 +120,7 @@ class Exporter:
             time.sleep(0.01)
 
     def _write(self, step: int, target: Path, advance: Callable[[int], None]) -> Path:
-        path: Path = CONVERSION.get("write")(self._checkpoints, step, target, advance, self._log)
+        path: Path = CONVERSION.get("write")(self._checkpoints, step, target, advance, self._log, self._ema)
         return path
 
     def _advance(self, count: int) -> None:
@@ -131,7 +132,8 @@ class Exporter:
             raise StopRun(request)
 
     def _by_hand(self, step: int, target: Path) -> str:
-        return f"megalite convert {self._checkpoints} {target} --to huggingface --step {step} makes it"
+        weights = " --weights ema" if self._ema else ""
+        return f"megalite convert {self._checkpoints} {target} --to huggingface --step {step}{weights} makes it"
 
 
 def _is_taken(target: Path) -> bool:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,7 +99,8 @@ def build_optimizer(
     context = Context(topology=topology, kernels=kernels, replicas_agree=strategy.replicas_agree)
     parameters = [_flat_parameter(shard) for shard in strategy.shards]
     name = config.optimizer.optimizer
-    optimizer: Optimizer = OPTIMIZERS.get(name).from_config(parameters, config, context)
+    with strategy.main_in_memory():  # an average starts from them
+        optimizer: Optimizer = OPTIMIZERS.get(name).from_config(parameters, config, context)
     check_states(name, optimizer)
     strategy.attach(optimizer)
     if config.parallel.dp_strategy not in STRATEGIES.builtin and topology.dp_cp.size > 1:
@@ -153,6 +154,17 @@ def agreeing(world: Group, device: torch.device, kinds: type[Exception] = Config
     except kinds as error:
         found = error
     world.agree(found, device)
+
+
+@contextmanager
+def consensus(replica: "Replica", *, saved: bool = False) -> Iterator[None]:
+    """Inside, the buckets' `data` is the model that is evaluated, or `saved`: that on which replicas agree, and where the
+    optimizer has them its averages. Every rank enters it."""
+    strategy, optimizer = replica.strategy, replica.optimizer
+    with strategy.consensus(), ExitStack() as more:
+        if replica.config.optimizer.eval_ema and not saved:
+            more.enter_context(strategy.averaged(optimizer))
+        yield
 
 
 class Programs:

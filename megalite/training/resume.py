@@ -315,9 +315,10 @@ def load_states(replica: Replica, checkpoint: Checkpoint, *, with_optimizer: boo
 
 
 def load_weights(replica: Replica, source: Source) -> None:
-    """Weights, main parameters, and what a strategy begins with the parameters."""
+    """Weights, main parameters, and what a strategy or an optimizer begins with the parameters."""
     _load_parameters(replica, source)
-    for state in replica.strategy.states():
+    of_optimizer = [state for shard in replica.strategy.shards for state in flat_states(replica, shard)]
+    for state in (*replica.strategy.states(), *of_optimizer):
         for placed in _overlapping(state) if state.default == "parameter" else ():
             _read_range(source, main_key(placed, source), placed, state.start, state.values)
 

@@ -19,7 +19,7 @@ from megalite.optimizers.schedules import Progress
 from megalite.topology.group import Group
 from megalite.topology.topology import host_group
 from megalite.training.non_finite import require_finite
-from megalite.training.replica import Replica
+from megalite.training.replica import Replica, consensus
 from megalite.training.state_tensors import state_tensors
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def save(
 ) -> Path:
     """Write everything that the run needs to continue, from every rank; returns the checkpoint's folder."""
     topology = replica.topology
-    with replica.strategy.consensus():
+    with consensus(replica, saved=True):
         saved = state_tensors(replica)
         write = _writer(replica, folder, progress, tokenizer=tokenizer, make_folder=True, log=log)
         plan, tensors = [entry for entry, _ in saved], [tensor for _, tensor in saved]
@@ -138,7 +138,7 @@ class Saver:
 
         Collectives: a few `gather_json` over the world.
         """
-        with self._replica.strategy.consensus():
+        with consensus(self._replica, saved=True):
             saved = state_tensors(self._replica)
             if self._config.async_save:
                 self._reserve([tensor for _, tensor in saved])
@@ -177,7 +177,7 @@ class Saver:
         self.wait()
         started = time.monotonic()
         group, cpu = self._background, torch.device("cpu")
-        with self._replica.strategy.consensus():
+        with consensus(self._replica, saved=True):
             saved = state_tensors(self._replica)
             if self._config.check_weights_before_save:
                 none = f"there is none in {self.folder} from this start"

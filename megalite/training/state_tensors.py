@@ -8,6 +8,7 @@ import torch
 
 from megalite.checkpoint.save import SavedTensor
 from megalite.checkpoint.tiling import flat_boxes, volume
+from megalite.config.optimizer import EMA
 from megalite.data_parallel.buckets import Bucket, Placed
 from megalite.data_parallel.facts import Placement
 from megalite.data_parallel.peers import check_replicas
@@ -33,7 +34,7 @@ def flat_states(replica: Replica, shard: OptimizerShard) -> list[FlatState]:
             start=shard.start,
             values=values,
             placement=strategy.optimizer_placement,
-            default="zeros" if name in optimizer.from_zeros else "required",
+            default="parameter" if name == EMA else "zeros" if name in optimizer.from_zeros else "required",
         )
         for name, values in (states | optimizer.state(shard.main_param)).items()
     ]

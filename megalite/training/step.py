@@ -173,6 +173,9 @@ class Stepper:
             with self._phase("optimizer"):
                 update = Update(step=after.step, lr=lr, decoupled_lr=decoupled, weight_decay=decay, factor=factor)
                 strategy.update(replica.optimizer, update)
+                if replica.config.optimizer.ema_decay is not None:
+                    with strategy.main_in_memory():
+                        replica.optimizer.average()
                 self._balance(chosen)
         replica.scaler.update(overflow=overflow, fault=fault is not None, samples=batch_size)
         return StepResult(

@@ -196,6 +196,9 @@ _TABLE = """
     => main_params split keeps the 16 bits that bf16 parameters lack, but this run has precision fp32 … precision bf16
 2 --main-params split --precision bf16 --dp-strategy diloco
     => main_params split … dp_strategy diloco … dp-strategy distributed-optimizer
+2 --dp-strategy diloco --ema-decay 0.9 => ema_decay 0.9 … dp_strategy diloco … --dp-strategy all-reduce
+2 --optimizer zero-one-adam --ema-decay 0.9 => ema_decay 0.9 … optimizer zero-one-adam … --optimizer onebit-adam
+1 --eval-ema => eval_ema needs an average … --ema-decay 0.9999
 2 --precision fp64 --exp-avg-dtype bf16 => exp_avg_dtype bf16 does not go with precision fp64 … --precision fp32
 2 --stochastic-rounding => stochastic_rounding … exp_avg_dtype fp32 and exp_avg_sq_dtype fp32 … exp-avg-dtype bf16
 4 --dp-strategy gossip --gossip-graph one-peer --gossip-algorithm decentlam --optimizer sgd

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megalite.config.run import RunConfig
-from megalite.training.replica import Replica
+from megalite.training.replica import Replica, consensus
 from megalite.training.resume import load
 from megalite.training.saving import save
 from megalite.training.state_tensors import flat_states, tensor_states
@@ -94,7 +94,7 @@ def interrupted(
         wanted.append(step(plain))
         numbers, _ = step(saving)
         if at in stops:
-            with saving.replica.strategy.consensus():
+            with consensus(saving.replica):
                 saving.evaluate()
             save_run(saving, folder)
         compare("the run that saves", (numbers, hashes(saving.replica)), at)

@@ -132,6 +132,7 @@ ZERO_ONE: Settings = {
 """Signs of gradients are exchanged in step 3, those of steps in 4, 5 and 7; 6, 8 and 9 are local."""
 AUTO: Settings = {"freeze_step": None, "adam_beta2": 0.5, "freeze_threshold": 0.3, "lr_warmup_iters": 1}
 """The second moment is looked at every 2 steps."""
+EMA: Settings = {"ema_decay": 0.7, "eval_ema": True}
 SPLIT: Settings = {**Z1, "tp": 2, "micro_batch_size": 1}
 ALL = range(1, 6)
 
@@ -162,6 +163,10 @@ STRATEGIES: dict[str, tuple[int, Settings, int, Sequence[int]]] = {
     "sgd": (4, {**SPLIT, "optimizer": "sgd"}, 4, [2]),
     "lamb": (4, {**SPLIT, "optimizer": "lamb"}, 4, [2]),
     "muon": (4, {**SPLIT, "optimizer": "muon"}, 4, [2]),
+    "ema-zero": (2, {**Z1, **FP32, **EMA, "shard_gradients": True}, 4, [2]),
+    "ema-zero-3": (2, {**FP32, **EMA, "dp_strategy": "fully-sharded"}, 4, [2]),
+    "ema-muon-split": (2, {**Z1, **BF16, **EMA, "optimizer": "muon", "main_params": "split"}, 4, [2]),
+    "ema-server": (2, {**FP32, **EMA, "dp_strategy": "parameter-server"}, 4, [2]),
 }
 
 

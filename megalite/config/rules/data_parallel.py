@@ -145,6 +145,12 @@ OPTIMIZER: tuple[Check, ...] = (
             "{main_params} does not go with {optimizer}, which keeps its own parameters; use --main-params fp32": (
                 lambda c: c.main_params == "split" and c.optimizer == "zero-one-adam"
             ),
+            "{?ema_decay} does not go with {dp_strategy}: each replica has other weights; use --dp-strategy all-reduce, or "
+            "remove it": lambda c: c.strategy.weights != "equal",
+            "{?ema_decay} does not go with {optimizer}: its ranks take local steps; use --optimizer onebit-adam, or remove it": (
+                lambda c: c.optimizer == "zero-one-adam"
+            ),
+            "{?eval_ema} needs an average to take; add --ema-decay 0.9999, or remove it": lambda c: c.ema_decay is None,
             "{?exp_avg_dtype|exp_avg_sq_dtype} does not go with {precision}; use --precision fp32": (
                 lambda c: c.precision == "fp64"
             ),
