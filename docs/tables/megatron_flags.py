@@ -30,6 +30,7 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         "rotary_interleaved": SAME,
         "rotary_base": "theirs is a whole number",
         "rope_scaling_factor": SAME,
+        "softmax_type": SAME,
         "normalization": SAME,
         "norm_zero_centered": SAME,
         "qk_norm": SAME,

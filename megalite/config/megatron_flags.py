@@ -82,7 +82,6 @@ _ALREADY_SO: Mapping[str, str] = {
         "--moe-token-dispatcher-type=alltoall|allgather|flex|alltoall_seq"
     ),
     "--etp is that": "--moe-extended-tp",
-    "scores have no sink: another softmax is not supported": "--softmax-type=vanilla",
     "a gate has no offset: another one is not supported": r"--glu-linear-offset=0|0?\.0*",
     "no result is made wrong on purpose": "--error-injection-rate=0",
     "shards of weights are not gathered beyond --dp-strategy": (

@@ -126,6 +126,9 @@ class ModelConfig:
     """Factor on the products of queries and keys; default: 1 / sqrt(head size)."""
     attn_logit_softcapping: float | None = option(None, above=0)
     """Attention scores s become c·tanh(s/c) for this c (Gemma 2); default: they stay. Takes attention in pieces."""
+    softmax_type: str = option("vanilla", choices=("vanilla", "off-by-one", "learnable"))
+    """Attention's softmax has one more logit, a sink that takes probability and has no value: 0 (off-by-one), or learned for
+    each head (learnable: gpt-oss); vanilla: none. Takes attention in pieces."""
     final_logit_softcapping: float | None = option(None, above=0)
     """Logits z become c·tanh(z/c) for this c (Gemma 2); default: they stay."""
     multi_latent_attention: bool = option(False)

@@ -75,7 +75,8 @@ def _attention(model: ModelConfig, prefix: str) -> list[ParameterShape]:
     # Rows come grouped by key/value head (its query heads, then key, then value), so that an equal cut of the rows
     # gives each rank whole groups.
     rows = (model.num_attention_heads + 2 * model.query_groups) * d
-    shapes = _linear(f"{prefix}.qkv", (rows, h), 0, bias=model.add_bias_linear or model.add_qkv_bias)
+    shapes = _sinks(model, prefix)
+    shapes += _linear(f"{prefix}.qkv", (rows, h), 0, bias=model.add_bias_linear or model.add_qkv_bias)
     if model.qk_norm_all_heads:
         weight = _norm(model, f"{prefix}.q_norm", model.num_attention_heads * d)
         weight += _norm(model, f"{prefix}.k_norm", model.query_groups * d)
@@ -86,6 +87,13 @@ def _attention(model: ModelConfig, prefix: str) -> list[ParameterShape]:
     return shapes + _attention_out(model, prefix)
 
 
+def _sinks(model: ModelConfig, prefix: str) -> list[ParameterShape]:
+    if model.softmax_type != "learnable":
+        return []
+    sinks = _matrix(f"{prefix}.sinks", (model.num_attention_heads,), 0)
+    return [replace(sinks, decay=False)]
+
+
 def _attention_out(model: ModelConfig, prefix: str) -> list[ParameterShape]:
     shape = (model.hidden_size, model.num_attention_heads * model.value_size)
     return _linear(f"{prefix}.out", shape, 1, bias=model.add_bias_linear, init="residual")
@@ -93,10 +101,11 @@ def _attention_out(model: ModelConfig, prefix: str) -> list[ParameterShape]:
 
 def _latent_attention(model: ModelConfig, prefix: str) -> list[ParameterShape]:
     h, heads, r, q = model.hidden_size, model.num_attention_heads, model.kv_lora_rank, model.q_lora_rank
+    shapes = _sinks(model, prefix)
     if q is None:
-        shapes = [_matrix(f"{prefix}.q.weight", (heads * model.head_size, h), 0)]
+        shapes += [_matrix(f"{prefix}.q.weight", (heads * model.head_size, h), 0)]
     else:
-        shapes = [_matrix(f"{prefix}.q_down.weight", (q, h), None)]
+        shapes += [_matrix(f"{prefix}.q_down.weight", (q, h), None)]
         shapes += _norm(model, f"{prefix}.q_latent_norm", q) if model.qk_norm else []
         shapes.append(_matrix(f"{prefix}.q_up.weight", (heads * model.head_size, q), 0))
     shapes.append(_matrix(f"{prefix}.kv_down.weight", (r + model.qk_pos_emb_head_dim, h), None))

@@ -180,7 +180,12 @@ def _latents(generator: random.Random) -> Drawn:
     return found | ({"q_lora_rank": generator.randint(4, 12)} if generator.random() < 0.5 else {})
 
 
-_SCORES = {"softmax_scale": (0.2, 0.7), "attn_logit_softcapping": (1.0, 5.0), "final_logit_softcapping": (2.0, 9.0)}
+_SCORES: dict[str, tuple[Any, ...]] = {
+    "softmax_scale": (0.2, 0.7),
+    "attn_logit_softcapping": (1.0, 5.0),
+    "final_logit_softcapping": (2.0, 9.0),
+}
+_SCORES |= {"softmax_type": ("off-by-one", "learnable")}
 
 
 def _switches(generator: random.Random, drawn: Drawn) -> Drawn:

@@ -146,6 +146,8 @@ _TABLE = """
 1 --attention-backend math --attn-logit-softcapping 5
     => attention_backend math cannot serve attn_logit_softcapping 5 … flash or auto
 # Kernels and attention.
+1 --attention-backend math --softmax-type learnable
+    => attention_backend math cannot serve softmax_type learnable … flash or auto
 1 --attention-backend math --sliding-window 8 => attention_backend math cannot serve sliding_window 8 … flash or auto
 2 --attention-backend cudnn --cp 2 => attention_backend cudnn cannot serve cp 2 with cp_comm_type p2p … flash or auto
 1 --attention-backend efficient --reset-attention-mask

@@ -127,6 +127,7 @@ FAMILIES: dict[str, Settings] = {
         "moe_first_dense_layers": 1,
         "add_qkv_bias": True,
     },
+    "gpt-oss": {**EXPERTS, "softmax_type": "learnable", "sliding_window": 5, "window_attn_skip_freq": [2]},
     "switch": {
         **GPT,
         "num_experts": 4,
@@ -209,7 +210,7 @@ FACTORS: dict[str, dict[str, Settings]] = {
 
 AXES = ("tp", "cp", "pp", "dp")
 
-MOE = ("mixtral", "deepseek", "deepseek-v3", "qwen2-moe", "switch")
+MOE = ("mixtral", "deepseek", "deepseek-v3", "qwen2-moe", "gpt-oss", "switch")
 
 COMPANY: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("sp", "on"): ("tp", ("2", "4")),

@@ -78,6 +78,8 @@ def _inexpressible(model: ModelConfig) -> Iterator[str]:
             yield name
     if not model.pre_norms:
         yield "pre_norms false"
+    if model.softmax_type != "vanilla":
+        yield f"softmax_type {model.softmax_type}"
     for name in ("softmax_scale", "rotary_base_local"):
         if getattr(model, name) is not None:
             yield f"{name} {getattr(model, name):g}"

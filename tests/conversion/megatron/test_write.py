@@ -207,6 +207,7 @@ def test_goes_on_after_an_interruption(tmp_path: Path) -> None:
         ({"post_norms": True, "softmax_scale": 0.5}, {}, "post_norms; softmax_scale 0.5"),
         ({"post_norms": True, "pre_norms": False}, {}, "post_norms; pre_norms false"),
         ({"attn_logit_softcapping": 5.0}, {}, "attn_logit_softcapping"),
+        ({"softmax_type": "learnable"}, {}, "softmax_type learnable"),
         ({"rope_scaling": "llama3", "rope_low_freq_factor": 2.0}, {}, "rope_low_freq_factor 2.0 .built in: 1.0"),
         ({"rope_scaling": "linear", "rope_scaling_factor": 1.5}, {}, "rope_scaling_factor 1.5"),
         ({"num_experts": 4, "add_bias_linear": True}, {}, "num_experts with add_bias_linear"),
