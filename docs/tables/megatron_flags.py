@@ -31,6 +31,8 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         "rotary_base": "theirs is a whole number",
         "rope_scaling_factor": SAME,
         "softmax_type": SAME,
+        "activation_func_clamp_value": SAME,
+        "glu_linear_offset": SAME,
         "normalization": SAME,
         "norm_zero_centered": SAME,
         "qk_norm": SAME,

@@ -27,7 +27,7 @@ class ParameterShape:
     decay: bool  # weight decay applies (matrices); not to norms and biases
     init: Init  # normal: N(0, std²); residual: N(0, std²/(2L)), for projections that write into the residual stream
     expert: bool = False
-    """Dimension 0 runs over experts: expert parallelism splits it, and `shard_dim` is split over expert-tp ranks."""
+    """Dimension 0 runs over experts: expert parallelism splits it, and `shard_dim`, if any, is split over expert-tp ranks."""
 
     @property
     def size(self) -> int:
@@ -126,11 +126,16 @@ def _moe(model: ModelConfig, prefix: str) -> list[ParameterShape]:
     assert model.num_experts is not None
     h, f, experts = model.hidden_size, model.expert_ffn_size, model.num_experts
     stacked = (experts, 2, f) if model.is_gated else (experts, f)
-    shared = model.moe_shared_expert_intermediate_size
+    shared, biases = model.moe_shared_expert_intermediate_size, list[ParameterShape]()
+    if model.moe_add_bias_linear:
+        biases = [_bias(f"{prefix}.experts.up.bias", stacked, len(stacked) - 1)]
+        biases.append(_bias(f"{prefix}.experts.down.bias", (experts, h), None))
     return [
         _matrix(f"{prefix}.router.weight", (experts, h), None),
+        *([_bias(f"{prefix}.router.linear_bias", (experts,), None)] if biases else []),
         _matrix(f"{prefix}.experts.up.weight", (*stacked, h), len(stacked) - 1, expert=True),
         _matrix(f"{prefix}.experts.down.weight", (experts, h, f), 2, "residual", expert=True),
+        *(replace(bias, expert=True) for bias in biases),
         *([] if shared is None else _mlp(model, f"{prefix}.shared", shared)),
         *([_matrix(f"{prefix}.shared_gate.weight", (1, h), None)] if model.moe_shared_expert_gate else []),
     ]
@@ -248,10 +253,8 @@ def layer_forward_flops(model: ModelConfig, layer_index: int, seq_length: int, c
     """
     weights = 0
     for shape in layer_shapes(model, layer_index):
-        if shape.expert:
-            weights += shape.size // (model.num_experts or 1) * model.moe_router_topk
-        elif shape.decay:
-            weights += shape.size
+        if shape.decay:
+            weights += shape.size // (model.num_experts or 1) * model.moe_router_topk if shape.expert else shape.size
     return 2 * weights + attention_core_flops(model, layer_index, seq_length, convention)
 
 

@@ -145,6 +145,7 @@ _TABLE = """
 1 --qk-norm --qk-norm-all-heads => qk_norm_all_heads does not go with normalization LayerNorm … --normalization RMSNorm
 1 --attention-backend math --attn-logit-softcapping 5
     => attention_backend math cannot serve attn_logit_softcapping 5 … flash or auto
+1 --activation-func-clamp-value 7 => activation_func_clamp_value 7 has no effect with activation gelu … --swiglu
 # Kernels and attention.
 1 --attention-backend math --softmax-type learnable
     => attention_backend math cannot serve softmax_type learnable … flash or auto

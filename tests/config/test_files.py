@@ -80,7 +80,7 @@ def test_keys(text: str, expected: dict[str, object]) -> None:
         ("rampup_batch_size: {a: 1}\n", "file run.yaml: rampup_batch_size takes a list such as [4], got {'a': 1}"),
         ("pipeline_layers: [1, x]\n", "file run.yaml: pipeline_layers takes a whole number such as 4, got 'x'"),
         ("activation: relu\n", "file run.yaml: activation cannot be 'relu': did you mean gelu or geglu? (one of gelu, gelu_tanh, "
-         "squared_relu, swiglu, geglu, geglu_tanh)"),
+         "squared_relu, swiglu, geglu, geglu_tanh, quick_geglu)"),
         ("transformer_impl: other\n", "file run.yaml: transformer_impl other is refused: there is one implementation of the "
          "model, with the kernels that its device has; leave it out"),
         ("num_layers_per_virtual_pipeline_stage: x\n", "file run.yaml: num_layers_per_virtual_pipeline_stage takes a "
