@@ -20,6 +20,7 @@ SHORTHANDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "--fp32": {"precision": "fp32"},
         "--fp64": {"precision": "fp64"},
         "--swiglu": {"activation": "swiglu"},
+        "--quick-geglu": {"activation": "quick_geglu"},
         "--squared-relu": {"activation": "squared_relu"},
         "--openai-gelu": {"activation": "gelu_tanh"},
         "--disable-bias-linear": {"add_bias_linear": False},

@@ -83,8 +83,6 @@ _ALREADY_SO: Mapping[str, str] = {
         "--moe-token-dispatcher-type=alltoall|allgather|flex|alltoall_seq"
     ),
     "--etp is that": "--moe-extended-tp",
-    "scores have no sink: another softmax is not supported": "--softmax-type=vanilla",
-    "a gate has no offset: another one is not supported": r"--glu-linear-offset=0|0?\.0*",
     "no result is made wrong on purpose": "--error-injection-rate=0",
     "shards of weights are not gathered beyond --dp-strategy": (
         "--tensor-parallel-num-weight-shards=1 --expert-tensor-parallel-num-weight-shards=1"
@@ -325,11 +323,9 @@ _REFUSED: Mapping[str, str] = {
     "layers of other kinds are not supported; all layers are attention and an MLP": (
         "--spec=* --hybrid-layer-pattern= --hybrid-override-pattern= --is-hybrid-model "
         "--heterogeneous-layers-config-path= --heterogeneous-layers-config-encoded-json= "
-        "--enable-mhc-connections --enable-gpt-oss"
+        "--enable-mhc-connections"
     ),
-    "this activation is not supported; use --swiglu, --squared-relu, --openai-gelu or --activation geglu": (
-        "--quick-geglu --activation-func-clamp-value="
-    ),
+    "that is a preset; use --preset gpt-oss-20b or gpt-oss-120b": "--enable-gpt-oss",
     "the residual stream is in the format of --precision, and comes from before the norm": (
         "--fp32-residual-connection --apply-residual-connection-post-layernorm"
     ),

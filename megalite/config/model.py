@@ -22,6 +22,9 @@ checkpoint and the run that loads it, and other formats need not express them.""
 LAYER_LISTS = ("window_attn_skip_freq", "no_rope_freq")
 """Settings that are one number n, for every n-th layer, or a 0 or 1 for each layer."""
 
+GATED = ("swiglu", "geglu", "geglu_tanh", "quick_geglu")
+"""Values of activation with a gate."""
+
 LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 """Of multi_latent_attention."""
 
@@ -126,6 +129,9 @@ class ModelConfig:
     """Factor on the products of queries and keys; default: 1 / sqrt(head size)."""
     attn_logit_softcapping: float | None = option(None, above=0)
     """Attention scores s become c·tanh(s/c) for this c (Gemma 2); default: they stay. Takes attention in pieces."""
+    softmax_type: str = option("vanilla", choices=("vanilla", "off-by-one", "learnable"))
+    """Attention's softmax has one more logit, a sink that takes probability and has no value: 0 (off-by-one), or learned for
+    each head (learnable: gpt-oss); vanilla: none. Takes attention in pieces."""
     final_logit_softcapping: float | None = option(None, above=0)
     """Logits z become c·tanh(z/c) for this c (Gemma 2); default: they stay."""
     multi_latent_attention: bool = option(False)
@@ -155,10 +161,14 @@ class ModelConfig:
     """qk_norm is over all heads together, and each channel of each head has a weight (OLMo 2)."""
     norm_epsilon: float = option(1e-5, above=0, flags=("--layernorm-epsilon",))
     """Added to the variance inside the norm."""
-    activation: str = option("gelu", choices=("gelu", "gelu_tanh", "squared_relu", "swiglu", "geglu", "geglu_tanh"))
-    """MLP nonlinearity; swiglu and geglu have a gate beside the up projection."""
+    activation: str = option("gelu", choices=("gelu", "gelu_tanh", "squared_relu", *GATED))
+    """MLP nonlinearity; swiglu and geglu have a gate beside the up projection. quick_geglu: gate·sigmoid(1.702·gate)·up."""
+    activation_func_clamp_value: float | None = option(None, above=0)
+    """With a gate: the gate is at most this, and the up projection between minus this and this (gpt-oss: 7)."""
+    glu_linear_offset: float = option(0.0, at_least=0, below=1000)
+    """With a gate: added to the up projection (gpt-oss: 1)."""
     add_bias_linear: bool = option(True)
-    """Biases in the linear layers of attention and MLP; router and experts have none."""
+    """Biases in the linear layers of attention and MLP; for router and experts see moe_add_bias_linear."""
     add_qkv_bias: bool = option(False)
     """Bias in the query, key and value projection where add_bias_linear is off (Qwen2)."""
     scale_embeddings: bool = option(False)
@@ -177,6 +187,8 @@ class ModelConfig:
     """Experts each token is sent to."""
     moe_ffn_hidden_size: int | None = option(None, at_least=1, below=2**24)
     """Width of one expert; default ffn_hidden_size."""
+    moe_add_bias_linear: bool = option(False)
+    """Biases in the router and in both layers of each expert (gpt-oss)."""
     moe_shared_expert_intermediate_size: int | None = option(None, at_least=1, below=2**24)
     """Width of the shared expert, which every token goes through; default: none."""
     moe_shared_expert_gate: bool = option(False)
@@ -265,7 +277,7 @@ class ModelConfig:
     @property
     def is_gated(self) -> bool:
         """The MLP has a gate beside its up projection."""
-        return self.activation in ("swiglu", "geglu", "geglu_tanh")
+        return self.activation in GATED
 
     @property
     def ffn_size(self) -> int:

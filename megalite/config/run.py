@@ -101,6 +101,8 @@ def attention_in_tiles(config: RunConfig) -> str | None:
     model, window, parallel = config.model, config.model.sliding_window, config.parallel
     if model.attn_logit_softcapping is not None:
         return f"attn_logit_softcapping {model.attn_logit_softcapping:g}"
+    if model.softmax_type != "vanilla":
+        return f"softmax_type {model.softmax_type}"
     if (
         window is not None
         and window < config.training.seq_length

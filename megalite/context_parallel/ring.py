@@ -24,7 +24,15 @@ from megalite.topology.layout import sequence_spans
 
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, cp: Group, seq_length: int, visibility: Visibility, softcap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cp: Group,
+    seq_length: int,
+    visibility: Visibility,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
 ) -> Tensor:
     """softmax(q·kᵀ/sqrt(d))·v over the keys of all cp ranks that each query may see, [b, heads, s/cp, d].
 
@@ -35,12 +43,13 @@ def ring_attention(
     Args:
         q: [b, heads, s/cp, d], the rows of `sequence_spans`; k, v: [b, groups, s/cp, d], heads a multiple of groups.
         softcap: scores s become softcap·tanh(s/softcap).
+        sink: [heads], a logit beside the scores of each query, whose value is 0. Merging starts with it.
 
     Collectives: forward: cp - 1 exchanges of k and v with the neighbours over cp. Backward: cp - 1 of k and v, and
     cp - 1 of their gradients in fp32 (fp64 for fp64).
     """
     assert visibility.document_starts is None or len(visibility.document_starts) == q.shape[0]
-    return _RingAttention.apply(q, k, v, _Ring(cp, seq_length, visibility, softcap))
+    return _RingAttention.apply(q, k, v, sink, _Ring(cp, seq_length, visibility, softcap))
 
 
 @dataclass(frozen=True)
@@ -75,11 +84,13 @@ class _Ring:
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: _Ring) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, ring: _Ring) -> Tensor:
         b, heads, length, d = q.shape
         wide = _wide(q.dtype)
         out = q.new_zeros((length, b, heads, d), dtype=wide).permute(1, 2, 0, 3)
         logsumexp = q.new_full((b, heads, length), float("-inf"), dtype=wide)
+        if sink is not None:
+            logsumexp.copy_(sink.view(-1, 1))
         for step, keys, values in ring.keys_and_values(k, v):
             for samples, tile in ring.tiles(step):
                 rows, columns = (samples, slice(None), slice(*tile.q)), (samples, slice(None), slice(*tile.k))
@@ -87,13 +98,13 @@ class _RingAttention(torch.autograd.Function):
                 _merge(out[rows], logsumexp[rows], *tile_forward(*inputs, tile.kind, ring.softcap))
         out = out.to(q.dtype)
         ctx.ring = ring
-        ctx.save_for_backward(q, k, v, out, logsumexp)
+        ctx.save_for_backward(q, k, v, out, logsumexp, sink)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, logsumexp = ctx.saved_tensors
+        q, k, v, out, logsumexp, sink = ctx.saved_tensors
         ring: _Ring = ctx.ring
         wide = _wide(q.dtype)
         grad_q = torch.zeros_like(q, dtype=wide)
@@ -117,7 +128,11 @@ class _RingAttention(torch.autograd.Function):
         if arriving is not None:
             exchange.wait()
             own += arriving
-        return grad_q.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype), None
+        grad_sink = None
+        if sink is not None:  # P·(0 - D), as its value is 0
+            probability = (sink.to(wide).view(-1, 1) - logsumexp).exp_()
+            grad_sink = -(probability * (grad_out.to(wide) * out).sum(dim=-1)).sum(dim=(0, 2)).to(sink.dtype)
+        return grad_q.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype), grad_sink, None
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -55,6 +55,8 @@ class StrategyGroups:
     """First and last rank of the pipeline; None in between."""
     expert_dp: Group
     """Ranks that hold the same part of the same experts, and other tokens."""
+    expert_tp: Group = field(default_factory=lambda: Group.solo("expert-tp"))
+    """Ranks that hold the parts of the same experts."""
     world: Group = field(default_factory=lambda: Group.solo("world"))
     """All ranks: for what all must decide alike."""
 

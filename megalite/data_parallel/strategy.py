@@ -166,7 +166,7 @@ class DataParallelStrategy(ABC):
         """Of the ranks with other parts of the network that have the bucket's tensors too, this one has them counted."""
         kind, groups = bucket.kind, self.groups
         first_copy = not kind.tied or groups.embedding is None or groups.embedding.rank == 0
-        return first_copy and (kind.split_over_tp or kind.expert or groups.tp.rank == 0)
+        return first_copy and (kind.split_over_tp or (groups.expert_tp if kind.expert else groups.tp).rank == 0)
 
     def owned_range(self, bucket: Bucket) -> tuple[int, int]:
         """The part of a bucket that this rank has the reduced gradient of, and updates: all of it,

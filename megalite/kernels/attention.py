@@ -38,7 +38,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True) ->
 
 
 def cached_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, visible: Tensor | None, softcap: float | None = None
+    q: Tensor, k: Tensor, v: Tensor, *, visible: Tensor | None, softcap: float | None = None, sink: Tensor | None = None
 ) -> Tensor:
     """softmax(q·kᵀ/sqrt(d))·v of one query a row, [b, heads, 1, d], against the keys of a cache, [b, groups, n, d].
 
@@ -49,14 +49,18 @@ def cached_attention(
     Args:
         visible: boolean [b, 1, 1, n], which keys a row sees; None: all of them.
         softcap: scores s become softcap·tanh(s/softcap).
+        sink: [heads], a logit beside the scores, whose value is 0.
     """
     b, heads, _, d = q.shape
     queries = q.reshape(b, k.shape[1], heads // k.shape[1], d)
-    if softcap is not None:
+    if softcap is not None or sink is not None:
         scores = _scores(queries, k, False, softcap)
         if visible is not None:
             scores = scores.masked_fill(visible.logical_not(), -math.inf)
-        return (scores.softmax(dim=-1).to(v.dtype) @ v).reshape(b, heads, 1, -1)
+        if sink is not None:
+            beside = sink.to(scores.dtype).view(1, k.shape[1], -1, 1).expand(b, -1, -1, -1)
+            scores = torch.cat((scores, beside), dim=-1)
+        return (scores.softmax(dim=-1)[..., : k.shape[2]].to(v.dtype) @ v).reshape(b, heads, 1, -1)
     return F.scaled_dot_product_attention(queries, k, v, attn_mask=visible).reshape(b, heads, 1, -1)
 
 

@@ -17,7 +17,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.kernels.attention import HALVES
-from megalite.kernels.layer_ops import add_dropped, add_norm, apply_rope, bias_gelu, geglu, layer_norm, rms_norm, swiglu
+from megalite.kernels.layer_ops import (
+    activate,
+    add_dropped,
+    add_norm,
+    apply_rope,
+    bias_gelu,
+    gate_and_up,
+    gated,
+    geglu,
+    layer_norm,
+    rms_norm,
+    swiglu,
+)
 from megalite.kernels.matmul import quantise
 
 Kernel = Callable[..., Any]
@@ -66,6 +78,11 @@ def _geglu(x: Tensor, *, tanh: bool = False) -> Tensor:
     return F.gelu(gate, approximate="tanh" if tanh else "none") * up
 
 
+def _gated(x: Tensor, *, kind: str, limit: float | None, offset: float) -> Tensor:
+    gate, up = gate_and_up(x, limit, offset)
+    return activate(gate, kind) * up
+
+
 _FORMULAS: dict[Kernel, Kernel] = {
     **{kernel: kernel for kernel in (layer_norm, bias_gelu, apply_rope, quantise)},
     rms_norm: _rms_norm,
@@ -73,6 +90,7 @@ _FORMULAS: dict[Kernel, Kernel] = {
     add_dropped: _add_dropped,
     swiglu: _swiglu,
     geglu: _geglu,
+    gated: _gated,
 }  # A kernel of torch -> what is compiled in its place
 
 

@@ -120,27 +120,47 @@ class _Gated(torch.autograd.Function):
     """f(gate)·up; the backward computes f(gate) again rather than keeping a third tensor of this size."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kind: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, kind: str, limit: float | None = None, offset: float = 0.0) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.kind = kind
-        gate, up = x.chunk(2, dim=-1)
-        return _activate(gate, kind).mul_(up)
+        ctx.kind, ctx.limit, ctx.offset = kind, limit, offset
+        gate, up = gate_and_up(x, limit, offset)
+        return activate(gate, kind).mul_(up)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        gate, up = x.chunk(2, dim=-1)
+        gate, up = gate_and_up(x, ctx.limit, ctx.offset)
         grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
         grad_gate, grad_up = grad_x.chunk(2, dim=-1)
-        torch.mul(_activate(gate, ctx.kind), grad, out=grad_up)
-        if ctx.kind == "silu":
-            torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+        torch.mul(activate(gate, ctx.kind), grad, out=grad_up)
+        if ctx.kind in ("silu", "quick"):
+            inner = gate if ctx.kind == "silu" else gate * QUICK
+            torch.ops.aten.silu_backward.grad_input(grad * up, inner, grad_input=grad_gate)
         else:
             torch.ops.aten.gelu_backward.grad_input(grad * up, gate, approximate=ctx.kind, grad_input=grad_gate)
-        return grad_x, None
+        if ctx.limit is not None:
+            raw_gate, raw_up = x.chunk(2, dim=-1)
+            grad_gate.masked_fill_(raw_gate > ctx.limit, 0.0)
+            grad_up.masked_fill_(raw_up.abs() > ctx.limit, 0.0)
+        return grad_x, None, None, None
 
 
-def _activate(gate: Tensor, kind: str) -> Tensor:
+QUICK = 1.702
+"""x·sigmoid(1.702·x) is close to GELU (arXiv 1606.08415)."""
+
+
+def gate_and_up(x: Tensor, limit: float | None, offset: float) -> tuple[Tensor, Tensor]:
+    """Both halves of x [..., 2·f]: min(gate, limit), and clamp(up, -limit, limit) + offset."""
+    gate, up = x.chunk(2, dim=-1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate, up + offset if offset else up
+
+
+def activate(gate: Tensor, kind: str) -> Tensor:
+    """f(gate); see `gated`."""
+    if kind == "quick":
+        return F.silu(gate * QUICK).div_(QUICK)
     return F.silu(gate) if kind == "silu" else F.gelu(gate, approximate=kind)
 
 
@@ -152,6 +172,14 @@ def swiglu(x: Tensor) -> Tensor:
 def geglu(x: Tensor, *, tanh: bool = False) -> Tensor:
     """gelu(gate)·up for x [..., 2·f] with the gate in the first half -> [..., f] (arXiv 2002.05202)."""
     return _Gated.apply(x, "tanh" if tanh else "none")
+
+
+def gated(x: Tensor, *, kind: str, limit: float | None, offset: float) -> Tensor:
+    """f(min(gate, limit))·(clamp(up, -limit, limit) + offset) for x [..., 2·f] with the gate in the first half -> [..., f].
+
+    `kind`: f is silu, quick (gate·sigmoid(1.702·gate)), or GELU: tanh or none, as torch calls its approximation.
+    """
+    return _Gated.apply(x, kind, limit, offset)
 
 
 def rope_frequencies(config: ModelConfig, *, local: bool = False) -> Tensor:

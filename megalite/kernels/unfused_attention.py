@@ -35,15 +35,19 @@ def causal_softmax_backward(grad: Tensor, probabilities: Tensor, scale: float) -
     return grad_scores.mul_(scale).to(probabilities.dtype)
 
 
-def softmax_where(scores: Tensor, scale: float, hidden: Tensor | None) -> Tensor:
+def softmax_where(scores: Tensor, scale: float, hidden: Tensor | None, sink: Tensor | None = None) -> Tensor:
     """softmax(scale · scores) over the last dimension without what is hidden, in fp32 for half types.
 
-    Overwrites scores [..., s_q, s_k] unless they are of a half type; `hidden` is boolean and broadcastable to them.
+    Overwrites scores [..., heads, s_q, s_k] unless they are of a half type; `hidden` is boolean and broadcastable to them.
+    `sink`: [heads], one more logit, of which the result has no column.
     """
     scores = (scores.float() if scores.dtype in HALVES else scores).mul_(scale)
     if hidden is not None:
         scores.masked_fill_(hidden, float("-inf"))
-    return scores.softmax(dim=-1)
+    probabilities = scores.softmax(dim=-1)
+    if sink is not None:  # the keys' share: exp(lse) / (exp(lse) + exp(sink))
+        probabilities.mul_((scores.logsumexp(dim=-1, keepdim=True) - sink.to(scores.dtype).view(-1, 1, 1)).sigmoid_())
+    return probabilities
 
 
 CausalSoftmax = tuple[Callable[..., Tensor], Callable[..., Tensor]]
@@ -62,6 +66,7 @@ class _UnfusedAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sink: Tensor | None,
         visible: Tensor | None,
         keep: Tensor | None,
         p: float,
@@ -77,21 +82,23 @@ class _UnfusedAttention(torch.autograd.Function):
         if causal is not None:
             exact = causal[0](scores, scale)
         else:
-            exact = softmax_where(scores, scale, None if visible is None else visible.logical_not())
+            exact = softmax_where(scores, scale, None if visible is None else visible.logical_not(), sink)
         del scores
         dropped = probabilities = exact.to(q.dtype)
         ctx.scale = 1.0 / (1.0 - p)
         ctx.softmax_backward = causal_softmax_backward if causal is None else causal[1]
         if keep is not None:
             dropped = (exact * keep).mul_(ctx.scale).to(q.dtype)
-        ctx.save_for_backward(q, k, v, probabilities, keep, dropped)
+        # The sink's share, from what is not rounded.
+        absorbed = None if sink is None else 1.0 - exact.sum(dim=-1)
+        ctx.save_for_backward(q, k, v, probabilities, keep, dropped, absorbed)
         mixed = (dropped.view(b, groups, -1, s_k) @ v).view(b, heads, s_q, d)
         # Laid out as the output projection reads it: what that saves is then this memory.
         return mixed.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, probabilities, keep, dropped = ctx.saved_tensors
+        q, k, v, probabilities, keep, dropped, absorbed = ctx.saved_tensors
         b, heads, s_q, d = q.shape
         groups, s_k = k.shape[1:3]
         grad = grad.reshape(b, groups, -1, d)
@@ -102,12 +109,16 @@ class _UnfusedAttention(torch.autograd.Function):
             if q.dtype in HALVES:
                 grad_scores = grad_scores.float()
             grad_scores.mul_(keep).mul_(ctx.scale)
+        grad_sink = None
+        if absorbed is not None:  # its value is 0: P·(0 - Σ grad·P)
+            inner = (grad_scores * probabilities).sum(dim=-1, dtype=absorbed.dtype)
+            grad_sink = -(absorbed * inner).sum(dim=(0, 2))
         grad_scores = ctx.softmax_backward(grad_scores, probabilities, 1.0 / math.sqrt(d)).view(b, groups, -1, s_k)
         if ctx.softcap is not None:
             capped = (q.reshape(b, groups, -1, d) @ k.mT).mul_(1.0 / math.sqrt(d) / ctx.softcap).tanh_()
             grad_scores = grad_scores * capped.square_().neg_().add_(1.0)
         grad_k = grad_scores.mT @ q.reshape(b, groups, -1, d)
-        return (grad_scores @ k).view(b, heads, s_q, d), grad_k, grad_v, *[None] * 5
+        return (grad_scores @ k).view(b, heads, s_q, d), grad_k, grad_v, grad_sink, *[None] * 5
 
 
 def unfused_attention(
@@ -120,6 +131,7 @@ def unfused_attention(
     p: float,
     causal: CausalSoftmax | None = None,
     softcap: float | None = None,
+    sink: Tensor | None = None,
 ) -> Tensor:
     """dropout(softmax(q·kᵀ/sqrt(d)))·v; softmax in fp32 for half types.
 
@@ -132,8 +144,9 @@ def unfused_attention(
         p: the probability of falling, by which those that stay are scaled.
         causal: the kernel for the plain causal mask with s_q = s_k, which it knows without `visible`.
         softcap: scores s become softcap·tanh(s/softcap).
+        sink: [heads], a logit beside the scores of each query, whose value is 0; not with `causal`.
 
     Returns:
         [b, heads, s_q, d], a view of memory [s_q, b, heads, d].
     """
-    return _UnfusedAttention.apply(q, k, v, visible, keep, p, causal, softcap)
+    return _UnfusedAttention.apply(q, k, v, sink, visible, keep, p, causal, softcap)

@@ -16,7 +16,7 @@ from megalite.models.context import CAUSAL, ForwardContext, KeyValueCache, NextT
 from megalite.models.norm import AllHeadsNorm, Norm
 from megalite.models.recompute import Recompute, recomputed
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megalite.tensor_parallel.parameter import ParameterFactory
+from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
 from megalite.tensor_parallel.random import DropoutStream
 from megalite.topology.group import Group
 
@@ -42,6 +42,11 @@ class AttentionCore(torch.nn.Module):
         self.name = name
         self.recompute_core = recompute.selects("core_attn")
         self.dropout, self.softcap = config.attention_dropout, config.attn_logit_softcapping
+        self.sinks: ShardedParameter | None = None
+        if config.softmax_type == "learnable":
+            shape, std = (config.num_attention_heads,), config.init_method_std
+            self.sinks = factory.parameter(f"{name}.sinks", shape, shard_dim=0, std=std, decay=False)
+        self.plain_softmax = config.softmax_type == "vanilla"
         self.windowed, self.turns = config.has_window(index), config.has_rope(index)
         self.causal_attention: Callable[..., Tensor] = causal_attention
         self.masked_attention: Callable[..., Tensor] | None = None
@@ -58,7 +63,7 @@ class AttentionCore(torch.nn.Module):
             self.first_head += factory.cp.rank * (self.groups * self.queries // factory.cp.size)
         self._rope = factory.kernel("rope", config.rotary_size)
         self._softmax = None
-        if self.dropout > 0.0 and self.core_cp.size == 1:
+        if self.dropout > 0.0 and self.core_cp.size == 1 and self.plain_softmax:
             self._softmax = factory.kernel("softmax", config.max_position_embeddings or 0)
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
@@ -77,19 +82,33 @@ class AttentionCore(torch.nn.Module):
             return self.cached(q, k, v, context.next_tokens)
         if self.dropout > 0.0 and context.stream is not None:
             return self._core_with_dropout(q, k, v, context, context.stream)
-        capped = self.softcap is not None
-        if context.visibility == CAUSAL and self.core_cp.size == 1 and not capped:
+        plain = self.core_cp.size == 1 and self.softcap is None and self.plain_softmax
+        if plain and context.visibility == CAUSAL:
             return self.causal_attention(q, k, v)
-        if self.masked_attention is not None and self.core_cp.size == 1 and not capped:
+        if plain and self.masked_attention is not None:
             rule = context.visibility
             return self.masked_attention(q, k, v, window=rule.window, document_starts=rule.document_starts)
         length = q.shape[2] * self.core_cp.size
-        rule = context.visibility
-        return ring_attention(q, k, v, cp=self.core_cp, seq_length=length, visibility=rule, softcap=self.softcap)
+        return ring_attention(
+            *(q, k, v),
+            cp=self.core_cp,
+            seq_length=length,
+            visibility=context.visibility,
+            softcap=self.softcap,
+            sink=self._sink(q),
+        )
+
+    def _sink(self, q: Tensor) -> Tensor | None:
+        """[heads], the logit that each head of queries [b, heads, s, d] has beside those of its keys."""
+        if self.plain_softmax:
+            return None
+        if self.sinks is None:
+            return q.new_zeros(q.shape[1])
+        return self.sinks.chunk(self.cp.size)[self.cp.rank] if self.exchange_heads else self.sinks
 
     def cached(self, q: Tensor, k: Tensor, v: Tensor, new: NextTokens) -> Tensor:
         """`core` of one new token per row, against what a cache holds."""
-        return cached_attention(q, k, v, visible=new.visible, softcap=self.softcap)
+        return cached_attention(q, k, v, visible=new.visible, softcap=self.softcap, sink=self._sink(q))
 
     def _core_with_dropout(
         self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext, stream: DropoutStream
@@ -103,9 +122,8 @@ class AttentionCore(torch.nn.Module):
         stream.fill(keep, rows, self.dropout, site=f"{self.name}.probabilities", first_head=self.first_head)
         causal = self._softmax if context.visibility == CAUSAL else None
         visible = None if causal is not None else _visible(rows, columns, context.visibility)
-        return unfused_attention(
-            q, k, v, visible=visible, keep=keep, p=self.dropout, causal=causal, softcap=self.softcap
-        )
+        beside = {"softcap": self.softcap, "sink": self._sink(q)}
+        return unfused_attention(q, k, v, visible=visible, keep=keep, p=self.dropout, causal=causal, **beside)
 
 
 class Attention(AttentionCore):

@@ -97,6 +97,8 @@ def _use_attention(stage: GPTStage, config: RunConfig) -> list[str]:
         reason = why_not_varlen(shape) if first.core_cp.size == 1 else None
         if first.softcap is not None:
             reason = "no kernel caps scores"
+        if not first.plain_softmax:
+            reason = "no kernel has sinks"
         if first.core_cp.size == 1 and reason is None:
             for layer in layers:
                 layer.masked_attention = varlen_attention

@@ -8,17 +8,22 @@ import torch
 from torch import Tensor
 
 from megalite.config.model import ModelConfig
-from megalite.kernels.layer_ops import squared_relu
+from megalite.kernels.layer_ops import gated, squared_relu
 from megalite.models.recompute import Recompute, not_saving
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.tensor_parallel.parameter import ParameterFactory
 
+_KINDS = {"swiglu": "silu", "geglu": "none", "geglu_tanh": "tanh", "quick_geglu": "quick"}
 
-def activation_of(name: str, size: int, *, factory: ParameterFactory) -> Callable[..., Tensor]:
+
+def activation_of(config: ModelConfig, size: int, *, factory: ParameterFactory) -> Callable[..., Tensor]:
     """x [..., size] -> [..., size], or x [..., 2·size] where there is a gate, in the first half.
 
-    gelu takes a bias too: `f(x, bias)`. `name` is `ModelConfig.activation`, `size` the features on this rank.
+    gelu takes a bias too: `f(x, bias)`. `size`: the features on this rank.
     """
+    name, limit, offset = config.activation, config.activation_func_clamp_value, config.glu_linear_offset
+    if config.is_gated and (name == "quick_geglu" or limit is not None or offset):  # what no other kernel has
+        return partial(gated, kind=_KINDS[name], limit=limit, offset=offset)
     if name == "swiglu":
         return factory.kernel("swiglu", size)
     if name == "squared_relu":
@@ -45,7 +50,7 @@ class MLP(torch.nn.Module):
         super().__init__()
         f, h = ffn_size or config.ffn_size, config.hidden_size
         local = f // factory.tp.size
-        self.activation = activation_of(config.activation, local, factory=factory)
+        self.activation = activation_of(config, local, factory=factory)
         # A fused kernel gives the bias's gradient in the pass that it makes anyway.
         self.fuses_bias = (
             config.add_bias_linear and config.activation in ("gelu", "gelu_tanh") and factory.fuses("bias_gelu", local)

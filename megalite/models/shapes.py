@@ -27,7 +27,7 @@ class ParameterShape:
     decay: bool  # weight decay applies (matrices); not to norms and biases
     init: Init  # normal: N(0, std²); residual: N(0, std²/(2L)), for projections that write into the residual stream
     expert: bool = False
-    """Dimension 0 runs over experts: expert parallelism splits it, and `shard_dim` is split over expert-tp ranks."""
+    """Dimension 0 runs over experts: expert parallelism splits it, and `shard_dim`, if any, is split over expert-tp ranks."""
 
     @property
     def size(self) -> int:
@@ -75,7 +75,8 @@ def _attention(model: ModelConfig, prefix: str) -> list[ParameterShape]:
     # Rows come grouped by key/value head (its query heads, then key, then value), so that an equal cut of the rows
     # gives each rank whole groups.
     rows = (model.num_attention_heads + 2 * model.query_groups) * d
-    shapes = _linear(f"{prefix}.qkv", (rows, h), 0, bias=model.add_bias_linear or model.add_qkv_bias)
+    shapes = _sinks(model, prefix)
+    shapes += _linear(f"{prefix}.qkv", (rows, h), 0, bias=model.add_bias_linear or model.add_qkv_bias)
     if model.qk_norm_all_heads:
         weight = _norm(model, f"{prefix}.q_norm", model.num_attention_heads * d)
         weight += _norm(model, f"{prefix}.k_norm", model.query_groups * d)
@@ -86,6 +87,13 @@ def _attention(model: ModelConfig, prefix: str) -> list[ParameterShape]:
     return shapes + _attention_out(model, prefix)
 
 
+def _sinks(model: ModelConfig, prefix: str) -> list[ParameterShape]:
+    if model.softmax_type != "learnable":
+        return []
+    sinks = _matrix(f"{prefix}.sinks", (model.num_attention_heads,), 0)
+    return [replace(sinks, decay=False)]
+
+
 def _attention_out(model: ModelConfig, prefix: str) -> list[ParameterShape]:
     shape = (model.hidden_size, model.num_attention_heads * model.value_size)
     return _linear(f"{prefix}.out", shape, 1, bias=model.add_bias_linear, init="residual")
@@ -93,10 +101,11 @@ def _attention_out(model: ModelConfig, prefix: str) -> list[ParameterShape]:
 
 def _latent_attention(model: ModelConfig, prefix: str) -> list[ParameterShape]:
     h, heads, r, q = model.hidden_size, model.num_attention_heads, model.kv_lora_rank, model.q_lora_rank
+    shapes = _sinks(model, prefix)
     if q is None:
-        shapes = [_matrix(f"{prefix}.q.weight", (heads * model.head_size, h), 0)]
+        shapes += [_matrix(f"{prefix}.q.weight", (heads * model.head_size, h), 0)]
     else:
-        shapes = [_matrix(f"{prefix}.q_down.weight", (q, h), None)]
+        shapes += [_matrix(f"{prefix}.q_down.weight", (q, h), None)]
         shapes += _norm(model, f"{prefix}.q_latent_norm", q) if model.qk_norm else []
         shapes.append(_matrix(f"{prefix}.q_up.weight", (heads * model.head_size, q), 0))
     shapes.append(_matrix(f"{prefix}.kv_down.weight", (r + model.qk_pos_emb_head_dim, h), None))
@@ -117,11 +126,16 @@ def _moe(model: ModelConfig, prefix: str) -> list[ParameterShape]:
     assert model.num_experts is not None
     h, f, experts = model.hidden_size, model.expert_ffn_size, model.num_experts
     stacked = (experts, 2, f) if model.is_gated else (experts, f)
-    shared = model.moe_shared_expert_intermediate_size
+    shared, biases = model.moe_shared_expert_intermediate_size, list[ParameterShape]()
+    if model.moe_add_bias_linear:
+        biases = [_bias(f"{prefix}.experts.up.bias", stacked, len(stacked) - 1)]
+        biases.append(_bias(f"{prefix}.experts.down.bias", (experts, h), None))
     return [
         _matrix(f"{prefix}.router.weight", (experts, h), None),
+        *([_bias(f"{prefix}.router.linear_bias", (experts,), None)] if biases else []),
         _matrix(f"{prefix}.experts.up.weight", (*stacked, h), len(stacked) - 1, expert=True),
         _matrix(f"{prefix}.experts.down.weight", (experts, h, f), 2, "residual", expert=True),
+        *(replace(bias, expert=True) for bias in biases),
         *([] if shared is None else _mlp(model, f"{prefix}.shared", shared)),
         *([_matrix(f"{prefix}.shared_gate.weight", (1, h), None)] if model.moe_shared_expert_gate else []),
     ]
@@ -239,10 +253,8 @@ def layer_forward_flops(model: ModelConfig, layer_index: int, seq_length: int, c
     """
     weights = 0
     for shape in layer_shapes(model, layer_index):
-        if shape.expert:
-            weights += shape.size // (model.num_experts or 1) * model.moe_router_topk
-        elif shape.decay:
-            weights += shape.size
+        if shape.decay:
+            weights += shape.size // (model.num_experts or 1) * model.moe_router_topk if shape.expert else shape.size
     return 2 * weights + attention_core_flops(model, layer_index, seq_length, convention)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from megalite.config.describe import settings
 from megalite.config.errors import ConfigError
 from megalite.config.flags import parse_arguments
+from megalite.config.model import GATED
 from megalite.config.strategies import STRATEGIES
 from megalite.parity.pool import RankPool
 from megalite.parity.report import Report, run_parity
@@ -135,6 +136,8 @@ def _experts(generator: random.Random, drawn: Drawn) -> Drawn:
     if generator.random() < 0.3 and experts % 2 == 0 and topk <= experts // 2:
         found |= {"moe_router_num_groups": 2, "moe_router_group_topk": 1}
     if generator.random() < 0.3:
+        found["moe_add_bias_linear"] = True
+    if generator.random() < 0.3:
         found["moe_first_dense_layers"] = 1
     if generator.random() < 0.3:
         found["moe_layer_freq"] = 2
@@ -182,7 +185,12 @@ def _latents(generator: random.Random) -> Drawn:
     return found | ({"q_lora_rank": generator.randint(4, 12)} if generator.random() < 0.5 else {})
 
 
-_SCORES = {"softmax_scale": (0.2, 0.7), "attn_logit_softcapping": (1.0, 5.0), "final_logit_softcapping": (2.0, 9.0)}
+_SCORES: dict[str, tuple[Any, ...]] = {
+    "softmax_scale": (0.2, 0.7),
+    "attn_logit_softcapping": (1.0, 5.0),
+    "final_logit_softcapping": (2.0, 9.0),
+}
+_SCORES |= {"softmax_type": ("off-by-one", "learnable")}
 
 
 def _switches(generator: random.Random, drawn: Drawn) -> Drawn:
@@ -192,7 +200,7 @@ def _switches(generator: random.Random, drawn: Drawn) -> Drawn:
     found: Drawn = {
         "position_embedding_type": generator.choice(("learned_absolute", "rope", "rope", "none")),
         "normalization": generator.choice(("LayerNorm", "RMSNorm")),
-        "activation": generator.choice(("gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh")),
+        "activation": generator.choice(("gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh", "quick_geglu")),
         "add_bias_linear": chance(0.5),
         "tie_embeddings": chance(0.5),
         "norm_zero_centered": chance(0.3),
@@ -201,6 +209,8 @@ def _switches(generator: random.Random, drawn: Drawn) -> Drawn:
         "clip_grad": generator.choice((0.0, 0.3, 1.0)),
         "seed": generator.randint(0, 9999),
     }
+    if found["activation"] in GATED and chance(0.3):
+        found |= {"activation_func_clamp_value": generator.choice((0.05, 0.5)), "glu_linear_offset": 0.5}
     if found["position_embedding_type"] == "rope" and chance(0.3):
         found |= {
             "rope_scaling": generator.choice(("llama3", "yarn")),

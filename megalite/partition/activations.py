@@ -74,7 +74,9 @@ def _attention(config: RunConfig, layer_index: int) -> Iterator[_Kept]:
         yield _Kept(e * (queries + projected // (1 + apart)) / p.tp)
     if model.attention_dropout:
         # The softmax, its mask and what is left of it; with p2p for keys and values of all ranks.
-        yield _Kept((2 * e + 1) * model.num_attention_heads * config.training.seq_length / p.tp, core)
+        sinks = exact if model.softmax_type != "vanilla" else 0  # their share
+        row = (2 * e + 1) * config.training.seq_length + sinks
+        yield _Kept(row * model.num_attention_heads / p.tp, core)
         if p.cp > 1 and not exchanged:
             yield _Kept(e * keys_and_values * p.cp / p.tp, core)
     else:
@@ -104,7 +106,7 @@ def _repeats_keys(config: RunConfig, layer_index: int) -> bool:
     if max(model.query_groups, p.tp * (p.cp if p.cp_comm_type == "a2a" else 1)) == model.num_attention_heads:
         return False
     window = model.has_window(layer_index) and (model.sliding_window or 0) < training.seq_length
-    window |= model.attn_logit_softcapping is not None
+    window |= model.attn_logit_softcapping is not None or model.softmax_type != "vanilla"
     documents = data.reset_attention_mask or data.packs_documents
     ring = p.cp > 1 and p.cp_comm_type == "p2p"
     grouped_kernel = ELEMENT_BYTES[training.precision] == 2 and training.device != "cpu"

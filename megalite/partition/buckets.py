@@ -1,5 +1,6 @@
 """The buckets of a stage as the strategies cut its parameters, and the bytes that each element takes."""
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,12 +20,19 @@ from megalite.partition.activations import ELEMENT_BYTES
 from megalite.partition.stages import StagePlan, shapes_of, shares_embedding
 
 
+def local_shape(shape: ParameterShape, config: RunConfig) -> tuple[int, ...]:
+    """Of a parameter on one rank."""
+    p, sizes = config.parallel, list(shape.shape)
+    if shape.expert:
+        sizes[0] //= p.ep
+    if shape.shard_dim is not None:
+        sizes[shape.shard_dim] //= p.expert_tp if shape.expert else p.tp
+    return tuple(sizes)
+
+
 def local_size(shape: ParameterShape, config: RunConfig) -> int:
     """Elements of a parameter on one rank."""
-    p = config.parallel
-    if shape.expert:
-        return shape.size // (p.ep * p.expert_tp)
-    return shape.size if shape.shard_dim is None else shape.size // p.tp
+    return math.prod(local_shape(shape, config))
 
 
 class ElementBytes(NamedTuple):
@@ -159,8 +167,8 @@ def _cut(config: RunConfig, shapes: list[ParameterShape], *, tied_apart: bool, u
 
 def is_partial(shape: ParameterShape, config: RunConfig) -> bool:
     """Each tp rank has a part of the parameter's gradient although it holds the whole parameter."""
-    always = ("router.weight", "q_norm.weight", "q_norm.bias", "k_norm.weight", "k_norm.bias")
-    if shape.shard_dim is not None:
+    always = ("router.weight", "router.linear_bias", "q_norm.weight", "q_norm.bias", "k_norm.weight", "k_norm.bias")
+    if shape.shard_dim is not None or shape.expert:
         return False
     if shape.name.endswith(always):
         return config.parallel.tp > 1

@@ -17,7 +17,7 @@ from megalite.config.strategies import BucketTraffic
 from megalite.data_parallel.facts import low_rank_pays, wire_width
 from megalite.models.shapes import ParameterShape
 from megalite.partition.activations import ELEMENT_BYTES
-from megalite.partition.buckets import PlannedBucket, local_size, moment_widths, planned_buckets
+from megalite.partition.buckets import PlannedBucket, local_shape, local_size, moment_widths, planned_buckets
 from megalite.partition.gathers import gather_counts
 from megalite.partition.pipeline import placement_of, plan_stages
 from megalite.partition.stages import StagePlan, shares_embedding
@@ -115,11 +115,7 @@ def _low_rank(config: RunConfig, shape: ParameterShape) -> int:
     size = local_size(shape, config)
     if len(shape.shape) < 2:
         return size
-    rank, (rows, columns) = config.data_parallel.powersgd_rank, shape.shape[-2:]
-    if shape.shard_dim == len(shape.shape) - 1:
-        columns //= config.parallel.tp
-    elif shape.shard_dim == len(shape.shape) - 2:
-        rows //= config.parallel.tp
+    rank, (rows, columns) = config.data_parallel.powersgd_rank, local_shape(shape, config)[-2:]
     matrices = size // (rows * columns)
     return matrices * rank * (rows + columns) if low_rank_pays(rank, rows, columns) else size
 

@@ -72,6 +72,7 @@ def build_strategy(
     groups = StrategyGroups(
         dp=topology.dp_cp,
         expert_dp=topology.expert_dp,
+        expert_tp=topology.expert_tp,
         tp=topology.tp,
         embedding=topology.embedding,
         world=topology.world,

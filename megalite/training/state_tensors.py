@@ -131,7 +131,7 @@ def _writes(replica: Replica, shard: OptimizerShard, state: TensorState) -> bool
 def _is_first_copy(replica: Replica, placed: Placed) -> bool:
     """Of what tensor-parallel ranks or the two ends of a pipeline hold alike, this rank has the copy that counts."""
     info, topology = placed.parameter.info, replica.topology
-    if info.shard_dim is None and not info.expert and topology.tp.rank != 0:
+    if info.shard_dim is None and (topology.expert_tp if info.expert else topology.tp).rank != 0:
         return False
     return not (info.tied and topology.embedding is not None and topology.embedding.rank != 0)
 

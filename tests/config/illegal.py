@@ -147,7 +147,10 @@ _TABLE = """
 1 --qk-norm --qk-norm-all-heads => qk_norm_all_heads does not go with normalization LayerNorm … --normalization RMSNorm
 1 --attention-backend math --attn-logit-softcapping 5
     => attention_backend math cannot serve attn_logit_softcapping 5 … flash or auto
+1 --activation-func-clamp-value 7 => activation_func_clamp_value 7 has no effect with activation gelu … --swiglu
 # Kernels and attention.
+1 --attention-backend math --softmax-type learnable
+    => attention_backend math cannot serve softmax_type learnable … flash or auto
 1 --attention-backend math --sliding-window 8 => attention_backend math cannot serve sliding_window 8 … flash or auto
 2 --attention-backend cudnn --cp 2 => attention_backend cudnn cannot serve cp 2 with cp_comm_type p2p … flash or auto
 1 --attention-backend efficient --reset-attention-mask

@@ -11,9 +11,16 @@ Starts = tuple[tuple[int, ...], ...] | None
 
 
 def dense_attention(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None, starts: Starts, softcap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None,
+    starts: Starts,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
 ) -> Tensor:
-    """[b, heads, s, d] over whole sequences; a pair of tokens at a time decides what is visible."""
+    """[b, heads, s, d] over whole sequences; a pair of tokens at a time decides what is visible, and sinks [heads] always
+    are."""
     b, heads, s, d = q.shape
     visible = torch.zeros(b, 1, s, s, dtype=torch.bool)
     for sample in range(b):
@@ -28,7 +35,9 @@ def dense_attention(
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.masked_fill(~visible, -math.inf)
-    return scores.softmax(-1) @ v
+    if sink is not None:
+        scores = torch.cat((scores, sink.view(1, -1, 1, 1).expand(b, -1, s, 1)), dim=-1)
+    return scores.softmax(-1)[..., :s] @ v
 
 
 def drawn(seed: int, *shape: int) -> Tensor:

@@ -26,6 +26,7 @@ class Case:
     window: int | None = None
     starts: tuple[tuple[int, ...], ...] | None = None
     softcap: float | None = None
+    sinks: bool = False
 
     @property
     def visibility(self) -> Visibility:
@@ -36,6 +37,10 @@ class Case:
         q, grad = (drawn(seed, B, self.heads, S, D) for seed in (0, 3))
         k, v = (drawn(seed, B, self.groups, S, D) for seed in (1, 2))
         return [q, k, v, grad]
+
+    @property
+    def sink(self) -> Tensor | None:
+        return drawn(4, self.heads) if self.sinks else None
 
 
 DOCUMENTS = ((0, 5, 6, 31), (0, 24, 47))
@@ -52,16 +57,20 @@ CASES = [
     Case(groups=1, window=10, starts=DOCUMENTS),
     Case(softcap=0.7),
     Case(window=7, starts=DOCUMENTS, softcap=1.5),
+    Case(sinks=True),
+    Case(groups=4, window=7, sinks=True),
+    Case(groups=1, window=10, starts=DOCUMENTS, softcap=1.5, sinks=True),
 ]
 
 
 def ours_on(group: Group, case: Case, dtype: torch.dtype) -> Tensors:
-    """This rank's output and gradients of q, k, v."""
+    """This rank's output and gradients of q, k, v and of sinks."""
     local = [rows_of(tensor, group.rank, group.size, 2).to(dtype) for tensor in case.whole()]
     # As in the model, where they are views of activations [s, b, ...].
     q, k, v, grad = (tensor.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for tensor in local)
-    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
-    out = ring_attention(q, k, v, cp=group, seq_length=S, visibility=case.visibility, softcap=case.softcap)
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v, case.sink) if tensor is not None]
+    settings = {"softcap": case.softcap, "sink": leaves[3].to(dtype) if case.sinks else None}
+    out = ring_attention(*leaves[:3], cp=group, seq_length=S, visibility=case.visibility, **settings)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
@@ -72,8 +81,8 @@ def every_case(context: RankContext, cp: int) -> list[Tensors]:
 
 def expected(case: Case) -> Tensors:
     q, k, v, grad = case.whole()
-    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
-    out = dense_attention(q, k, v, case.window, case.starts, case.softcap)
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v, case.sink) if tensor is not None]
+    out = dense_attention(q, k, v, case.window, case.starts, case.softcap, *leaves[3:])
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
@@ -82,8 +91,14 @@ def test_values_and_gradients_are_those_of_dense_attention(cp: int) -> None:
     by_rank = run_ranks(cp, every_case, cp)
     for index, case in enumerate(CASES):
         for name, tensor, *parts in zip(
-            ("out", "dq", "dk", "dv"), expected(case), *(ranks[index] for ranks in by_rank), strict=True
+            ("out", "dq", "dk", "dv", "dsink")[: 4 + case.sinks],
+            expected(case),
+            *(ranks[index] for ranks in by_rank),
+            strict=True,
         ):
+            if name == "dsink":
+                torch.testing.assert_close(sum(parts), tensor, rtol=1e-10, atol=1e-11)
+                continue
             for rank, part in enumerate(parts):
                 torch.testing.assert_close(
                     part,
@@ -96,14 +111,17 @@ def test_values_and_gradients_are_those_of_dense_attention(cp: int) -> None:
 
 def in_bf16(context: RankContext, cp: int, case: Case) -> Tensors:
     found = ours_on(context.topology(cp=cp).cp, case, torch.bfloat16)
-    assert all(tensor.dtype == torch.bfloat16 for tensor in found)
+    assert all(tensor.dtype == torch.bfloat16 for tensor in found[:4])
     return [tensor.double() for tensor in found]
 
 
-@pytest.mark.parametrize("case", [Case(), Case(groups=1, window=10, starts=DOCUMENTS)])
+@pytest.mark.parametrize("case", [Case(), Case(groups=1, window=10, starts=DOCUMENTS), Case(window=9, sinks=True)])
 def test_bf16_is_within_its_rounding(case: Case) -> None:
     by_rank = run_ranks(4, in_bf16, 4, case)
     for tensor, *parts in zip(expected(case), *by_rank, strict=True):
+        if tensor.dim() == 1:  # sinks
+            assert (sum(parts) - tensor).norm() < 0.02 * tensor.norm()
+            continue
         for rank, part in enumerate(parts):
             exact = rows_of(tensor, rank, 4, 2)
             assert (part - exact).norm() < 0.02 * exact.norm()

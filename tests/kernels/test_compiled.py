@@ -10,7 +10,17 @@ from torch import Tensor
 
 from megalite.kernels import compiled as module
 from megalite.kernels.compiled import compiled, why_not_compile
-from megalite.kernels.layer_ops import add_dropped, add_norm, apply_rope, bias_gelu, geglu, layer_norm, rms_norm, swiglu
+from megalite.kernels.layer_ops import (
+    add_dropped,
+    add_norm,
+    apply_rope,
+    bias_gelu,
+    gated,
+    geglu,
+    layer_norm,
+    rms_norm,
+    swiglu,
+)
 from megalite.kernels.matmul import E4M3, quantise
 
 ROWS, WIDTH = (6, 2), 32
@@ -42,6 +52,7 @@ def calls(dtype: torch.dtype) -> dict[str, tuple[Callable[..., Any], tuple[Any, 
         "gelu": (partial(bias_gelu, tanh=True), (x, late)),
         "swiglu": (swiglu, (x,)),
         "geglu": (partial(geglu, tanh=True), (x,)),
+        "clamped": (partial(gated, kind="quick", limit=0.8, offset=1.0), (x,)),
         "rope": (apply_rope, (heads, cos, sin)),
     }
 

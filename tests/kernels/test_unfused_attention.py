@@ -11,13 +11,16 @@ from megalite.kernels.unfused_attention import unfused_attention
 P = 0.3
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, keep: Tensor | None) -> Tensor:
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, keep: Tensor | None, sink: Tensor | None = None
+) -> Tensor:
     repeats = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
     weights = torch.einsum("bhqd,bhkd->bhqk", q, k).div(math.sqrt(q.shape[-1])).exp()
     if visible is not None:
         weights = weights * visible
-    weights = weights / weights.sum(-1, keepdim=True)
+    beside = 0.0 if sink is None else sink.exp().view(-1, 1, 1)
+    weights = weights / (weights.sum(-1, keepdim=True) + beside)
     if keep is not None:
         weights = weights * keep / (1 - P)
     return torch.einsum("bhqk,bhkd->bhqd", weights, v)
@@ -53,6 +56,23 @@ def test_values_and_gradients(groups: int, hidden: bool, drops: bool, s_q: int, 
     expected.backward(grad)
     for one, other in zip(ours_in, plain_in, strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_sink_takes_probability_and_has_no_value(groups: int, dtype: torch.dtype) -> None:
+    inputs, grad, visible, keep = tensors(groups, 5, 8, dtype)
+    inputs.append(torch.tensor([0.5, -3.0, 2.0, 1.0]).to(dtype))
+    ours_in = [tensor.detach().clone().requires_grad_() for tensor in inputs]
+    plain_in = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    ours = unfused_attention(*ours_in[:3], visible=visible, keep=keep, p=P, sink=ours_in[3])
+    expected = plain(*plain_in[:3], visible, keep, plain_in[3])
+    ours.backward(grad)
+    expected.backward(grad.double())
+    found = zip((ours, *(one.grad for one in ours_in)), (expected, *(one.grad for one in plain_in)), strict=True)
+    for one, other in found:
+        assert one is not None and other is not None
+        assert (one - other).norm() <= (1e-12 if dtype == torch.float64 else 0.02) * other.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -26,16 +26,25 @@ def draw(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def activation(x: Tensor, name: str) -> Tensor:
+def activation(x: Tensor, config: ModelConfig) -> Tensor:
     """x [..., f], or [..., 2, f] with the gate first."""
+    name, limit = config.activation, config.activation_func_clamp_value
+    if name == "quick_geglu":
+        gate, up = x[..., 0, :], x[..., 1, :]
+        if limit is not None:
+            gate, up = torch.where(gate > limit, limit, gate), torch.where(up.abs() > limit, limit * up.sign(), up)
+        return gate / (1 + torch.exp(-1.702 * gate)) * (up + config.glu_linear_offset)
     if name == "swiglu":
         return F.silu(x[..., 0, :]) * x[..., 1, :]
     return F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
 
 
-def network(x: Tensor, up: Tensor, down: Tensor, name: str) -> Tensor:
-    """up [f, h] or [2, f, h], down [h, f]."""
-    return activation(torch.einsum("...h,...fh->...f" if up.dim() == 2 else "sbh,gfh->sbgf", x, up), name) @ down.t()
+def network(
+    x: Tensor, up: Tensor, down: Tensor, config: ModelConfig, biases: tuple[Tensor | float, Tensor | float] = (0.0, 0.0)
+) -> Tensor:
+    """up [f, h] or [2, f, h], down [h, f], biases [f] or [2, f], and [h]."""
+    inner = torch.einsum("...h,...fh->...f" if up.dim() == 2 else "sbh,gfh->sbgf", x, up)
+    return activation(inner + biases[0], config) @ down.t() + biases[1]
 
 
 def choose(logits: Tensor, k: int) -> list[int]:
@@ -47,7 +56,7 @@ def choose(logits: Tensor, k: int) -> list[int]:
 def expected(x: Tensor, weights: Weights, config: ModelConfig) -> Expected:
     s, b, _ = x.shape
     experts, k = config.num_experts, config.moe_router_topk
-    logits = x @ weights["router.weight"].t()
+    logits = x @ weights["router.weight"].t() + weights.get("router.linear_bias", 0.0)
     probabilities = logits.softmax(-1)
     scale = torch.zeros(s, b, experts, dtype=x.dtype)
     chosen = torch.zeros(s, b, experts, dtype=x.dtype)
@@ -72,9 +81,12 @@ def expected(x: Tensor, weights: Weights, config: ModelConfig) -> Expected:
     y = torch.zeros_like(x)
     for expert in range(experts):
         ups, downs = weights["experts.up.weight"][expert], weights["experts.down.weight"][expert]
-        y = y + (scale * kept)[..., expert : expert + 1] * network(x, ups, downs, config.activation)
+        biases = 0.0, 0.0
+        if config.moe_add_bias_linear:
+            biases = weights["experts.up.bias"][expert], weights["experts.down.bias"][expert]
+        y = y + (scale * kept)[..., expert : expert + 1] * network(x, ups, downs, config, biases)
     if "shared.up.weight" in weights:
-        y = y + network(x, weights["shared.up.weight"], weights["shared.down.weight"], config.activation)
+        y = y + network(x, weights["shared.up.weight"], weights["shared.down.weight"], config)
     share = chosen.sum(0) / (k * s)
     balance = experts * (share * probabilities.mean(0)).sum()
     return Expected(y=y, balance=balance, z=logits.logsumexp(-1).square().sum(), kept=kept)

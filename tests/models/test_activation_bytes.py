@@ -173,6 +173,8 @@ def test_a_layer_keeps_what_the_formula_says(settings: dict[str, Any], formula: 
         {**LLAMA, "num_query_groups": 2, "sliding_window": 32},
         {**LLAMA, "num_query_groups": 2, "sliding_window": 32, "window_attn_skip_freq": [2]},
         {**LLAMA, "num_query_groups": 2, "attn_logit_softcapping": 5.0, "softmax_scale": 0.2, "post_norms": True},
+        {**LLAMA, "num_query_groups": 2, "softmax_type": "learnable"},
+        {**LLAMA, **DROPOUT, "softmax_type": "off-by-one", **TP2},
         {**LLAMA, "post_norms": True, "hidden_dropout": 0.1, **TP2, **SP},
         {**LLAMA, "post_norms": True, "pre_norms": False, "qk_norm": True, "qk_norm_all_heads": True},
         {**LLAMA, "num_query_groups": 4, "qk_norm": True, "qk_norm_all_heads": True, "cp": 2, "cp_comm_type": "a2a"},

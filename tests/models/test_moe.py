@@ -20,6 +20,12 @@ AUX, Z = 0.3, 0.2
 NAME = "layers.0.moe"
 GATED = {"activation": "swiglu"}
 SHARED = {"moe_shared_expert_intermediate_size": 4}
+GPT_OSS: dict[str, Any] = {
+    "activation": "quick_geglu",
+    "activation_func_clamp_value": 0.7,
+    "glu_linear_offset": 1.0,
+    "moe_add_bias_linear": True,
+}
 TIGHT = {"moe_expert_capacity_factor": 0.75}
 
 
@@ -38,7 +44,17 @@ def config_of(**changes: Any) -> ModelConfig:
 
 def build(config: ModelConfig, *, dtype: torch.dtype = torch.float64) -> MoELayer:
     factory = ParameterFactory(tp=Group.solo("tp"), seed=3, dtype=dtype, device=torch.device("cpu"))
-    return MoELayer(NAME, config, factory=factory, recompute=Recompute())
+    return with_biases(MoELayer(NAME, config, factory=factory, recompute=Recompute()))
+
+
+def with_biases(layer: MoELayer) -> MoELayer:
+    """Biases that are not 0, the same in every layout."""
+    for parameter in layer.parameters():
+        spec = parameter.info.spec
+        if spec.name.endswith("bias"):
+            drawn = draw(len(spec.name), *spec.global_shape)
+            parameter.data.copy_(drawn[tuple(slice(*bounds) for bounds in spec.slice)])
+    return layer
 
 
 def context_of(auxiliary: AuxiliaryLosses | None = None, s: int = S) -> ForwardContext:
@@ -97,6 +113,9 @@ CASES = [
     {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 2.5},
     {"moe_router_topk": 3, **GATED, "moe_ffn_hidden_size": 5},
     {"moe_router_topk": 4, "activation": "gelu_tanh", "num_experts": 4},
+    GPT_OSS,
+    {**GPT_OSS, **SHARED, "moe_router_topk": 3, "activation_func_clamp_value": None},
+    {"moe_add_bias_linear": True, "moe_router_pre_softmax": True, **TIGHT},
     {**TIGHT},
     {**TIGHT, "moe_token_drop_policy": "position", **SHARED},
     {"moe_router_topk": 3, "moe_router_pre_softmax": True, "moe_expert_capacity_factor": 0.5, "num_experts": 8},
@@ -127,9 +146,10 @@ def test_the_two_policies_drop_different_tokens() -> None:
 
 def test_experts_that_no_token_chooses() -> None:
     """Two of four experts have no rows: no gradient, and every weight reports once all the same."""
-    config = config_of(moe_aux_loss_coeff=AUX, **GATED)
+    config = config_of(moe_aux_loss_coeff=AUX, **GPT_OSS)
     layer, x = build(config), draw(1, S, B, H).abs()
     layer.router.weight.data.copy_(-torch.arange(4.0)[:, None].expand(4, H))
+    layer.router.linear_bias.data.zero_()
     want = compare(layer, config, x)
     assert want.kept.sum((0, 1)).tolist() == [S * B, S * B, 0, 0]
     reports: dict[str, int] = {}
@@ -142,9 +162,12 @@ def test_experts_that_no_token_chooses() -> None:
     y = layer(x, context_of(losses()))
     (y * draw(9, *x.shape)).sum().backward()
     for parameter in layer.parameters():
-        assert parameter.grad is None and parameter.main_grad is not None
-        close(parameter.main_grad - 0.5, parameter.expect, parameter.info.spec.name)
-    assert reports == {f"{NAME}.{name}": 1 for name in ("router.weight", "experts.up.weight", "experts.down.weight")}
+        name, found = parameter.info.spec.name, parameter.grad
+        if name.endswith("weight"):  # a bias leaves it to autograd
+            assert found is None and parameter.main_grad is not None
+            found = parameter.main_grad - 0.5
+        close(found, parameter.expect, name)
+    assert reports == {f"{NAME}.{matrix}.weight": 1 for matrix in ("router", "experts.up", "experts.down")}
 
 
 def test_equal_logits_go_to_the_lower_index() -> None:

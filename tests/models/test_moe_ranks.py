@@ -14,13 +14,14 @@ from megalite.tensor_parallel.parameter import ParameterFactory
 from megalite.topology.group import Group, Work
 from megalite.topology.topology import Topology
 from tests.models.moe_reference import draw, expected
-from tests.models.test_moe import AUX, GATED, NAME, SHARED, TIGHT, H, Z, build, config_of, leaves
+from tests.models.test_moe import AUX, GATED, GPT_OSS, NAME, SHARED, TIGHT, H, Z, build, config_of, leaves, with_biases
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import assemble
 
 S, SEQUENCES = 16, 4
 CONFIGS: list[dict[str, Any]] = [
     {**GATED, **SHARED},
+    {**GPT_OSS, "moe_router_topk": 3},
     {"moe_router_topk": 3, **TIGHT, "moe_router_pre_softmax": True},
     {"moe_router_topk": 1, "moe_router_pre_softmax": True, **TIGHT, "moe_token_drop_policy": "position", **GATED},
 ]  # several a call: the pool's workers make their groups once
@@ -60,7 +61,7 @@ def make_layer(topology: Topology, index: int, *, sequence_parallel: bool, recom
     )
     modules = frozenset({recompute}) if recompute else frozenset()
     plan = Recompute(granularity="selective" if recompute else "none", modules=modules)
-    return MoELayer(NAME, config_at(index), factory=factory, recompute=plan)
+    return with_biases(MoELayer(NAME, config_at(index), factory=factory, recompute=plan))
 
 
 def run_layer(

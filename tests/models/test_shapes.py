@@ -238,6 +238,21 @@ def test_each_layer_has_its_own_kind() -> None:
         assert found == (experts if layer in MOE_LAYERS else dense)
 
 
+def test_biases_of_router_and_experts_and_sinks() -> None:
+    """A token passes no more matrices because of them."""
+    model = dataclasses.replace(MIXED, moe_add_bias_linear=True, softmax_type="learnable")
+    plain = {row.name for row in layer_shapes(MIXED, 1)}
+    more = {row.name.removeprefix("layers.1."): row for row in layer_shapes(model, 1) if row.name not in plain}
+    assert {name: (row.shape, row.shard_dim, row.expert, row.init) for name, row in more.items()} == {
+        "attention.sinks": ((2,), 0, False, "normal"),
+        "moe.router.linear_bias": ((16,), None, False, "zeros"),
+        "moe.experts.up.bias": ((16, 2, 10), 2, True, "zeros"),
+        "moe.experts.down.bias": ((16, 8), None, True, "zeros"),
+    }
+    assert not any(row.decay for row in more.values())
+    assert layer_forward_flops(model, 1, 10) == layer_forward_flops(MIXED, 1, 10)
+
+
 def test_count_of_mixed_layers() -> None:
     attention, norms = 4 * 8 * 8, 2 * 8
     dense, moe = 3 * 40 * 8, 16 * 8 + 16 * 3 * 10 * 8 + 3 * 20 * 8

@@ -127,6 +127,21 @@ FAMILIES: dict[str, Settings] = {
         "moe_first_dense_layers": 1,
         "add_qkv_bias": True,
     },
+    "gpt-oss": {
+        **EXPERTS,
+        "softmax_type": "learnable",
+        "add_bias_linear": True,
+        "moe_add_bias_linear": True,
+        "activation": "quick_geglu",
+        "activation_func_clamp_value": 0.3,
+        "glu_linear_offset": 1.0,
+        "rope_scaling": "yarn",
+        "rope_scaling_factor": 4.0,
+        "rope_original_max_positions": 8,
+        "rope_truncate": False,
+        "sliding_window": 5,
+        "window_attn_skip_freq": [2],
+    },
     "switch": {
         **GPT,
         "num_experts": 4,
@@ -212,7 +227,7 @@ FACTORS: dict[str, dict[str, Settings]] = {
 
 AXES = ("tp", "cp", "pp", "dp")
 
-MOE = ("mixtral", "deepseek", "deepseek-v3", "qwen2-moe", "switch")
+MOE = ("mixtral", "deepseek", "deepseek-v3", "qwen2-moe", "gpt-oss", "switch")
 
 COMPANY: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("sp", "on"): ("tp", ("2", "4")),

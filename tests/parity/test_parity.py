@@ -61,6 +61,25 @@ ODD: dict[str, Settings] = {
         "pipeline_schedule": "zb-h1",
         **FEW,
     },
+    "tp2-a2a2-one-group-sinks": {
+        **FAMILIES["qwen"],
+        "softmax_type": "learnable",
+        "recompute_granularity": "selective",
+        "tp": 2,
+        "cp": 2,
+        "cp_comm_type": "a2a",
+        "attention_dropout": 0.1,
+        **FEW,
+    },
+    "cp2-dp2-zero3-latent-sinks": {
+        **LATENT,
+        "softmax_type": "learnable",
+        "recompute_granularity": "selective",
+        "cp": 2,
+        "dp": 2,
+        "dp_strategy": "fully-sharded",
+        **FEW,
+    },
     "tp2-a2a4-one-group": {**FAMILIES["qwen"], "tp": 2, "cp": 4, "cp_comm_type": "a2a", **FEW},
     "tp4-zero3-two-groups": {**FAMILIES["mistral"], "tp": 4, "dp": 2, "dp_strategy": "fully-sharded", **FEW},
     "tp4-lamb-sharded-server": {
@@ -206,7 +225,7 @@ def _cannot_be(pair: Pair) -> bool:
         or (values.get("layers") == "2" and _stages(values) > 2)
         or pair in ((("pp", "1"), ("schedule", "pb")), (("pp", "1"), ("recompute", "ahead")))
         or (dense and (bool(of_experts) or values.get("recompute") == "moe"))
-        or pair == (("recompute", "mlp"), ("family", "mixtral"))  # no layer has a dense MLP
+        or pair in tuple((("recompute", "mlp"), ("family", name)) for name in ("mixtral", "gpt-oss"))  # no dense MLP
     )
 
 

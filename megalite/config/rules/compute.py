@@ -69,6 +69,8 @@ NETWORK: tuple[Check, ...] = (
         {
             "{hidden_size} with {activation} gives an MLP of width 8·h/3 rounded down to a multiple of 64 = 0; set "
             "--ffn-hidden-size, e.g. 64": _has_no_mlp,
+            "{!activation_func_clamp_value|glu_linear_offset} has no effect with {activation}, which has no gate; use --swiglu or "
+            "remove it": lambda c: not c.is_gated,
             "{?add_qkv_bias} has no effect with add_bias_linear, which gives every linear layer a bias; remove it, or add "
             "--disable-bias-linear": lambda c: c.add_bias_linear,
             "a head size of {=head_size} is odd, but rope turns pairs of channels; use an even one, e.g. --kv-channels 64": (

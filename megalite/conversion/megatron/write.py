@@ -63,7 +63,7 @@ def require_expressible(model: ModelConfig, *, tp: int, pp: int) -> None:
 def _inexpressible(model: ModelConfig) -> Iterator[str]:
     if model.block != "gpt":
         yield f"block {model.block}"
-    if model.activation in ("geglu", "geglu_tanh"):
+    if model.activation in ("geglu", "geglu_tanh", "quick_geglu"):
         yield f"activation {model.activation} (it has gelu, gelu_tanh with biases, squared_relu, swiglu)"
     if model.activation == "gelu_tanh" and not model.add_bias_linear:
         yield "activation gelu_tanh without add_bias_linear (it is part of the fused bias)"
@@ -78,6 +78,12 @@ def _inexpressible(model: ModelConfig) -> Iterator[str]:
             yield name
     if not model.pre_norms:
         yield "pre_norms false"
+    if model.softmax_type != "vanilla":
+        yield f"softmax_type {model.softmax_type}"
+    if model.activation_func_clamp_value is not None or model.glu_linear_offset:
+        yield "activation_func_clamp_value or glu_linear_offset"
+    if model.moe_add_bias_linear:
+        yield "moe_add_bias_linear"
     for name in ("softmax_scale", "rotary_base_local"):
         if getattr(model, name) is not None:
             yield f"{name} {getattr(model, name):g}"

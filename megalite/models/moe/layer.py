@@ -1,6 +1,7 @@
 """The mixture-of-experts feed-forward half of a block."""
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,9 +24,10 @@ from megalite.topology.group import Group
 
 
 class Experts(torch.nn.Module):
-    """down_e(activation(up_e(x))) for the rows of each local expert e. No biases.
+    """down_e(activation(up_e(x))) for the rows of each local expert e.
 
-    `up` is [E, f, h], or [E, 2, f, h] with a gate (first), `down` [E, h, f]: E is split over ep and f over expert_tp.
+    `up` is [E, f, h], or [E, 2, f, h] with a gate (first), `down` [E, h, f]: E is split over ep and f over expert_tp. Their
+    biases are [E, f] or [E, 2, f], and [E, h] on all ranks of expert_tp, of which the first adds it to its partial sums.
 
     Args:
         recompute: with `mlp_act` the activation's output is not kept; None where the experts as a whole run again.
@@ -38,7 +40,7 @@ class Experts(torch.nn.Module):
         assert config.num_experts is not None
         count, f, h = config.num_experts, config.expert_ffn_size, config.hidden_size
         stacked = (count, 2, f) if config.is_gated else (count, f)
-        self.activation = activation_of(config.activation, f // factory.expert_tp.size, factory=factory)
+        self.activation = activation_of(config, f // factory.expert_tp.size, factory=factory)
         self._up = factory.kernel("matmul", h)
         self._down = factory.kernel("matmul", f // factory.expert_tp.size)
         self.recompute_activation = recompute is not None and recompute.selects("mlp_act")
@@ -46,20 +48,33 @@ class Experts(torch.nn.Module):
         self.up = factory.parameter(f"{name}.up.weight", (*stacked, h), shard_dim=split, std=std, expert=True)
         std /= math.sqrt(2 * config.num_layers)
         self.down = factory.parameter(f"{name}.down.weight", (count, h, f), shard_dim=2, std=std, expert=True)
+        self.up_bias: ShardedParameter | None = None
+        self.down_bias: ShardedParameter | None = None
+        self.adds_bias = factory.expert_tp.rank == 0
+        if config.moe_add_bias_linear:
+            self.up_bias = factory.parameter(f"{name}.up.bias", stacked, shard_dim=split, decay=False, expert=True)
+            self.down_bias = factory.parameter(f"{name}.down.bias", (count, h), decay=False, expert=True)
 
     def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
         """Rows [n, h] by expert, `counts` of each -> [n, h], to be summed over expert_tp. Collectives: none."""
-        inner = grouped_linear(rows, self.up, counts, self._up)
+        inner = grouped_linear(rows, self.up, counts, self._up, bias=self.up_bias)
         active = self.activation(inner)
-        if not self.recompute_activation:
-            return grouped_linear(active, self.down, counts, self._down)
-        with not_saving(active, self.activation, inner):
-            return grouped_linear(active, self.down, counts, self._down)
+        with not_saving(active, self.activation, inner) if self.recompute_activation else nullcontext():
+            return grouped_linear(active, self.down, counts, self._down, bias=self.down_bias, adds_bias=self.adds_bias)
 
 
-def grouped_linear(x: Tensor, weight: ShardedParameter, counts: list[int], multiply: Matmul = matmul) -> Tensor:
-    """y = x·W_eᵀ for the rows of each expert e: x [n, i], weight [E/ep, ..., i] -> [n, o].
+def grouped_linear(
+    x: Tensor,
+    weight: ShardedParameter,
+    counts: list[int],
+    multiply: Matmul = matmul,
+    *,
+    bias: ShardedParameter | None = None,
+    adds_bias: bool = True,
+) -> Tensor:
+    """y = x·W_eᵀ + b_e for the rows of each expert e: x [n, i], weight [E/ep, ..., i], bias [E/ep, ...] -> [n, o].
 
+    Without `adds_bias` another rank adds the bias to its terms of the same sums; this one has its gradient alike.
     `multiply` computes output and input gradient where the experts' products are not fused.
 
     Where `weight.main_grad` is set the weight gradient is added to it during the backward, which reports once for each
@@ -67,18 +82,27 @@ def grouped_linear(x: Tensor, weight: ShardedParameter, counts: list[int], multi
 
     Collectives: none.
     """
-    return _GroupedLinear.apply(x, weight, counts, multiply)
+    return _GroupedLinear.apply(x, weight, bias, counts, multiply, adds_bias)
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: ShardedParameter, counts: list[int], multiply: Matmul) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: ShardedParameter,
+        bias: ShardedParameter | None,
+        counts: list[int],
+        multiply: Matmul,
+        adds_bias: bool,
+    ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.counts, ctx.multiply = weight, counts, multiply
-        return grouped_matmul(x, _matrices(weight).transpose(1, 2), counts, multiply)
+        ctx.weight, ctx.bias, ctx.counts, ctx.multiply = weight, bias, counts, multiply
+        y = grouped_matmul(x, _matrices(weight).transpose(1, 2), counts, multiply)
+        return y if bias is None or not adds_bias else y.add_(bias.flatten(1)[_owners(counts, y.device)])
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         (x,), weight, counts = ctx.saved_tensors, ctx.weight, ctx.counts
         grad_y = grad_y.contiguous()
         grad_x, x = grouped_matmul(grad_y, _matrices(weight), counts, ctx.multiply), x.detach()
@@ -91,7 +115,17 @@ class _GroupedLinear(torch.autograd.Function):
             accumulate_grouped_weight_grad(_matrices(main_grad), grad_y, x, counts, weight.accumulate_product)
             return None
 
-        return grad_x, WeightGradient(weight, product).compute_or_defer(weight.deferred), None, None
+        grad_bias = None
+        if ctx.bias is not None:  # one product: sums by index would add in any order on CUDA
+            experts = torch.arange(len(counts), device=grad_y.device).unsqueeze(1)
+            grad_bias = ((experts == _owners(counts, grad_y.device)).to(grad_y.dtype) @ grad_y).view(ctx.bias.shape)
+        return grad_x, WeightGradient(weight, product).compute_or_defer(weight.deferred), grad_bias, None, None, None
+
+
+def _owners(counts: list[int], device: torch.device) -> Tensor:
+    """The local expert of each row [n]; the host waits for nothing."""
+    each = torch.tensor(counts, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    return torch.arange(len(counts), device=device).repeat_interleave(each, output_size=sum(counts))
 
 
 def _matrices(weight: Tensor) -> Tensor:

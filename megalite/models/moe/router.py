@@ -83,7 +83,7 @@ class Routing:
 
 
 class Router(torch.nn.Module):
-    """logits = x·Wᵀ in fp32, the k largest are chosen, a softmax of them gives the weights (arXiv 1701.06538, 2401.04088).
+    """logits = x·Wᵀ (+ a learned bias) in fp32, the k largest are chosen, a softmax of them gives the weights (arXiv 1701.06538, 2401.04088).
 
     With sigmoid scores (arXiv 2412.19437) the weights are those of the chosen over their sum. A bias per expert is added for
     the choice alone; `balance` moves it after a step. With groups a token chooses among the experts of its best groups.
@@ -112,6 +112,9 @@ class Router(torch.nn.Module):
         self.sequence = factory.tp_cp
         shape = (config.num_experts, config.hidden_size)
         self.weight = factory.parameter(f"{name}.weight", shape, std=config.init_method_std, always_partial=True)
+        self.linear_bias: ShardedParameter | None = None
+        if config.moe_add_bias_linear:
+            self.linear_bias = factory.parameter(f"{name}.linear_bias", shape[:1], decay=False, always_partial=True)
         self.bias: ShardedParameter | None = None
         if config.moe_router_enable_expert_bias:
             self.bias = factory.buffer(f"{name}.bias", shape[:1])
@@ -123,6 +126,8 @@ class Router(torch.nn.Module):
         of s_local·(2·b·k + 1) numbers over it / none.
         """
         logits = _RouterLinear.apply(x, self.weight)
+        if self.linear_bias is not None:
+            logits = logits + self.linear_bias.to(logits.dtype)
         probabilities = None
         if self.score_table:
             probabilities = logits.sigmoid() if self.sigmoid else logits.softmax(dim=-1)
