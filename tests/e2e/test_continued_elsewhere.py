@@ -1,0 +1,52 @@
+"""Small runs of today's models on real text, stopped and continued on another layout, are those of one rank."""
+
+import pytest
+
+from tests.e2e.forked import train_forked
+from tests.e2e.programs import Corpus, losses
+
+pytestmark = pytest.mark.e2e
+
+STEPS, SWITCH = 6, 3
+SMALL = f"--precision fp64 --micro-batch-size 1 --global-batch-size 8 --train-iters {STEPS} --save-interval {SWITCH} "
+SMALL += "--log-interval 1 --eval-interval 6 --eval-iters 1 --num-layers 4 --make-vocab-size-divisible-by 8"
+
+RUNS = {
+    "latent attention, experts balanced by a bias, a second token": (
+        "experts",
+        "--seq-length 64",
+        (8, "--tp 2 --pp 2 --ep 2 --sequence-parallel --use-distributed-optimizer"),
+        (2, "--ep 2"),
+    ),
+    "windows in three of four layers, over cp": (
+        "long_context",
+        "--seq-length 128 --sliding-window 24 --window-attn-skip-freq 4 --rotary-base-local 1000",
+        (4, "--cp 2 --pp 2"),
+        (4, "--cp 4 --cp-comm-type a2a"),
+    ),
+    "ZeRO-3 in a pipeline": (
+        "quickstart",
+        "",
+        (4, "--pp 2 --vpp 2 --dp-strategy fully-sharded"),
+        (2, "--tp 2"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_continues_on_another_layout(name: str, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> None:
+    example, model, *layouts = RUNS[name]
+    base = tmp_path_factory.mktemp("run")
+    switched, whole = base / "switched", base / "whole"
+
+    def words(folder: object) -> list[str]:
+        resume = f"--run-dir {folder} --load {folder}/checkpoints --fresh-if-missing"
+        return f"--config examples/{example}/run.yaml {SMALL} {model} {resume}".split() + corpus.flags
+
+    for (ranks, layout), stop in zip(layouts, ([f"--exit-interval={SWITCH}"], []), strict=True):
+        train_forked(ranks, *words(switched), *layout.split(), *stop, seconds=240).require_success()
+    train_forked(1, *words(whole), seconds=240).require_success()
+    expected = losses(whole)
+    assert [step for step, _ in expected] == list(range(1, STEPS + 1))
+    assert expected[-1][1] < expected[0][1]
+    assert losses(switched) == [(step, pytest.approx(loss, rel=1e-9)) for step, loss in expected]
