@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks import common
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.indexed_dataset import IndexedDataset
-from megalite.data.indexed_writer import IndexedDatasetWriter
+from megalite.data.indexed_writer import write_documents
 from megalite.data.megatron_dataset import MegatronDataset
 from megalite.preprocess.verify import verify
 
@@ -26,10 +26,9 @@ def write_tokens(prefix: Path, *, tokens: int, documents: int) -> None:
     random = np.random.default_rng(0)
     mean = tokens / documents
     lengths = 1 + random.exponential(mean - 1, documents).astype(np.int64)
-    with IndexedDatasetWriter(prefix, np.uint16) as writer:
-        for first in range(0, documents, _BLOCK):
-            block = lengths[first : first + _BLOCK]
-            writer.add_documents(random.integers(0, VOCABULARY, int(block.sum()), dtype=np.uint16), block.tolist())
+    blocks = (lengths[first : first + _BLOCK] for first in range(0, documents, _BLOCK))
+    drawn = ((random.integers(0, VOCABULARY, int(block.sum()), dtype=np.uint16), block) for block in blocks)
+    write_documents(prefix, drawn, np.uint16)
 
 
 def index_row(prefix: Path, order: str) -> dict[str, Any]:

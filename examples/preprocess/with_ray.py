@@ -11,10 +11,9 @@ from typing import Any
 import ray
 
 from megalite.config.data import DataConfig
-from megalite.preprocess.job import PreprocessJob
+from megalite.preprocess.job import PreprocessJob, shard_name
 from megalite.preprocess.merge_split import merge
 from megalite.preprocess.run import preprocess
-from megalite.preprocess.shards import shard_name
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """Files that are on the disk when a function returns, and reads that refuse anything but a plain file."""
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -152,6 +153,18 @@ def lock_folder(folder: Path) -> int | None:
         os.close(descriptor)
         return None
     return descriptor
+
+
+def not_writable(folder: Path) -> tuple[Path, str] | None:
+    """What keeps a file from being made in a folder that may not exist yet, and why; None: nothing that can be seen."""
+    there = Path(os.path.abspath(folder))  # noqa: PTH100 resolve() would fail where there is a loop of links
+    while not os.path.lexists(there):
+        there = there.parent
+    if not there.is_dir():
+        return there, os.strerror(errno.ENOTDIR)
+    if os.access(there, os.W_OK | os.X_OK):
+        return None
+    return there, os.strerror(errno.EROFS if os.statvfs(there).f_flag & os.ST_RDONLY else errno.EACCES)
 
 
 def free_bytes(folder: Path) -> int | None:

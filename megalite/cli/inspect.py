@@ -27,8 +27,7 @@ from megalite.config.byte_size import format_bytes
 from megalite.config.errors import CheckpointError, ConfigError
 
 OK, DAMAGED, DIFFERENT = 0, 1, 1
-ATTEMPTS = 5
-"""Looks at a folder while a run removes what is being looked at."""
+ATTEMPTS = 5  # looks at a folder while a run removes what is being looked at
 OWN = {
     "checkpoint": ("save", "load", "ckpt_step", "fresh_if_missing", "finetune"),
     "logging": ("run_dir", "tensorboard_dir"),

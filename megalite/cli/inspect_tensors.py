@@ -15,8 +15,7 @@ from megalite.cli.display import table
 from megalite.cli.inspect_text import short
 from megalite.config.errors import CheckpointError
 
-_SHOWN = 20
-"""Rows of a list of differences."""
+_SHOWN = 20  # rows of a list of differences
 _PLACES = (
     "config.checkpoint",
     "config.logging",
@@ -63,15 +62,9 @@ def _chosen(keys: list[str], pattern: str, who: str) -> list[str]:
 
 
 class CheckpointDiff:
-    """How two checkpoints differ, in what they say of themselves and in their tensors.
-
-    Args:
-        pattern: only tensors of matching names are compared, and nothing else; None: everything is.
-        trust_hashes: see `compare`.
-
-    Raises:
-        CheckpointError: neither has a tensor that matches, or a file is not what the manifest says.
-    """
+    """How two checkpoints differ, in what they say of themselves and in their tensors. `pattern`: only tensors of
+    matching names are compared, and nothing else; None: everything is. `trust_hashes`: see `compare`. Raises
+    CheckpointError: neither has a tensor that matches, or a file is not what the manifest says."""
 
     def __init__(self, first: Surveyed, second: Surveyed, *, pattern: str | None, trust_hashes: bool) -> None:
         self._paths = (first.path, second.path)

@@ -15,11 +15,9 @@ from megalite.config.byte_size import format_bytes
 from megalite.config.compute import kernels_in_words
 from megalite.config.run import RunConfig
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-"""A whole component of a tensor's name."""
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # a whole component of a tensor's name
 _DIGITS = re.compile(r"\d+")
-_MAX_FILES = 16
-"""Files listed one by one."""
+_MAX_FILES = 16  # files listed one by one
 
 
 def format_table(surveyed: Sequence[Surveyed]) -> str:

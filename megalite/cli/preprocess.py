@@ -17,9 +17,8 @@ from megalite.config.run import RunConfig
 from megalite.data.indexed_dataset import token_dtype
 from megalite.data.remote import shown
 from megalite.preprocess import text_data
-from megalite.preprocess.job import MAX_FAULTS, PreprocessJob, Progress, usable_cores
+from megalite.preprocess.job import MAX_FAULTS, PreprocessJob, Progress, parse_shard, shard_name, usable_cores
 from megalite.preprocess.run import plan, preprocess
-from megalite.preprocess.shards import parse_shard, shard_name
 
 MIB = 1 << 20
 _MAX_DOCUMENT_MB = 1 << 20

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import errno
+import io
 import math
 import os
 import re
@@ -34,6 +35,40 @@ def open_regular(path: str | Path) -> BinaryIO:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         raise OSError(errno.EINVAL, "it is a pipe or device, not a file", str(path))
     return os.fdopen(number, "rb", buffering=0)
+
+
+class Span(io.RawIOBase):
+    """The bytes [start, stop) of an open file, read as a file of their own; it closes the file."""
+
+    def __init__(self, file: BinaryIO, start: int, stop: int) -> None:
+        self._file, self._start, self._length, self._place = file, start, stop - start, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._length}[whence]
+        if base + offset < 0:
+            raise ValueError(f"seek to {base + offset}")
+        self._place = base + offset
+        return self._place
+
+    def tell(self) -> int:
+        return self._place
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        wanted = min(len(buffer), max(0, self._length - self._place))
+        self._file.seek(self._start + self._place)
+        count = self._file.readinto(memoryview(buffer)[:wanted])  # type: ignore[attr-defined]
+        self._place += count
+        return int(count)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 def read_text(path: str | Path, encoding: str = "utf-8", errors: str = "strict") -> str:

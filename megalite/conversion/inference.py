@@ -8,9 +8,8 @@ from typing import TypeVar
 import torch
 
 from megalite.checkpoint.folders import step_of
-from megalite.checkpoint.load import Checkpoint, find_checkpoint
-from megalite.checkpoint.manifest import MANIFEST_NAME, weight_key
-from megalite.checkpoint.safetensors_file import TORCH_DTYPES
+from megalite.checkpoint.load import find_checkpoint
+from megalite.checkpoint.manifest import MANIFEST_NAME
 from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
 from megalite.config.model import ModelConfig
@@ -19,9 +18,9 @@ from megalite.config.run import RunConfig
 from megalite.config.training import TrainingConfig
 from megalite.conversion.huggingface.config_json import read_json
 from megalite.conversion.huggingface.weights import HuggingFaceWeights
-from megalite.conversion.native import key_of, saved_config
+from megalite.conversion.native import NativeWeights
 from megalite.conversion.open import detect_format
-from megalite.conversion.tokenizer_files import GENERATION, missing_tokenizer, tokenizer_as_it_is_now, tokenizer_of
+from megalite.conversion.tokenizer_files import GENERATION, tokenizer_of
 from megalite.conversion.weights import ConversionError
 from megalite.models.gpt import GPTStage
 from megalite.partition.stages import cut_stages
@@ -31,6 +30,8 @@ from megalite.tokenizers.build import build_tokenizer, is_tiktoken_model
 from megalite.topology.topology import Topology
 
 T = TypeVar("T")
+Source = NativeWeights | HuggingFaceWeights  # of which a rank reads its slices
+_WORD = "embedding.word.weight"
 
 
 @dataclass(frozen=True)
@@ -45,40 +46,40 @@ class TokenizerChoice:
             raise ConfigError(f"--tiktoken-pattern {self.tiktoken_pattern} has no effect without --tokenizer-model")
 
 
-def checkpoint_tokenizer(checkpoint: Checkpoint, choice: TokenizerChoice) -> Tokenizer | None:
-    home = checkpoint.path.parent
-    data = DataConfig(**checkpoint.manifest.config["data"])
+def tokenizer_for(weights: Source, choice: TokenizerChoice) -> Tokenizer:
+    """The tokenizer of the choice, or else the model's own. Raises ConfigError: there is none, it is not the one that a
+    checkpoint was trained with, or it has ids beyond the vocabulary."""
+    native, size = weights if isinstance(weights, NativeWeights) else None, weights.model.vocab_size
     if choice.model is not None:
-        pattern = choice.tiktoken_pattern
-        if pattern is None and data.tiktoken_pattern is not None and is_tiktoken_model(choice.model):
-            pattern = data.tiktoken_pattern
-        data = DataConfig(tokenizer_model=choice.model, tiktoken_pattern=pattern)
+        pattern, hint = choice.tiktoken_pattern, weights.tokenizer_hints.tiktoken_pattern
+        if pattern is None and hint is not None and is_tiktoken_model(choice.model):
+            pattern = hint
+        found = build_tokenizer(DataConfig(tokenizer_model=choice.model, tiktoken_pattern=pattern), size)
+    elif native is not None and native.missing_tokenizer is not None:
+        raise ConfigError(f"the tokenizer of {native.path} {native.missing_tokenizer}; give --tokenizer-model FILE")
     else:
-        missing = missing_tokenizer(data, home)
-        if missing is not None:
-            raise ConfigError(f"the tokenizer of {checkpoint.path} {missing}; give --tokenizer-model FILE")
-        data = tokenizer_as_it_is_now(data, home)
-    tokenizer = build_tokenizer(data, checkpoint.manifest.config["model"]["vocab_size"])
-    if tokenizer is None:
-        raise ConfigError(f"{checkpoint.path} was trained without a tokenizer; give one with --tokenizer-model")
-    if checkpoint.manifest.tokenizer not in (None, tokenizer.fingerprint()):
+        found = tokenizer_of(weights)
+    if found is None:
+        what = "was trained without a tokenizer" if native is not None else "has no tokenizer"
+        raise ConfigError(f"{weights.path} {what}; give one with --tokenizer-model")
+    if native is not None and native.recorded_tokenizer not in (None, found.fingerprint()):
         raise ConfigError(
-            f"{data.tokenizer_model or data.vocab_file} is not the tokenizer that {checkpoint.path} was trained with; "
-            "give that one with --tokenizer-model"
+            f"{choice.model} is not the tokenizer that {weights.path} was trained with; give that one with --tokenizer-model"
         )
-    return tokenizer
+    if size is not None and found.vocab_size > size:
+        raise ConfigError(
+            f"the tokenizer ({found.name}) has {found.vocab_size} ids, but the vocab_size of {weights.path} is {size}; "
+            "give the model's own with --tokenizer-model"
+        )
+    return found
 
 
-def folder_tokenizer(weights: HuggingFaceWeights, choice: TokenizerChoice) -> Tokenizer | None:
-    if choice.model is None:
-        return tokenizer_of(weights)
-    data = DataConfig(tokenizer_model=choice.model, tiktoken_pattern=choice.tiktoken_pattern)
-    return build_tokenizer(data, weights.model.vocab_size)
-
-
-def folder_end_ids(weights: HuggingFaceWeights, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """Tokens that end a text where transformers generates: the eos_token_id of generation_config.json, else that of
-    config.json; and the tokenizer's end of document."""
+def end_ids(weights: Source, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """Tokens that end a text: the tokenizer's end of document; and where transformers generates, the eos_token_id of
+    generation_config.json, else that of config.json."""
+    own = frozenset(() if tokenizer is None else (tokenizer.eod,))
+    if not isinstance(weights, HuggingFaceWeights):
+        return own
     generation = read_json(weights.path, GENERATION) or {}
     where, named = weights.path / "config.json", weights.token_ids.get("eos_token_id")
     if generation.get("eos_token_id") is not None:
@@ -86,7 +87,7 @@ def folder_end_ids(weights: HuggingFaceWeights, tokenizer: Tokenizer | None) -> 
     ids = [] if named is None else named if isinstance(named, list) else [named]
     if not all(type(token) is int for token in ids):
         raise ConversionError(f"{where}: eos_token_id is {str(named)[:60]!r}; it must be a number, several, or null")
-    return frozenset([*ids, *(() if tokenizer is None else (tokenizer.eod,))])
+    return own | frozenset(ids)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -102,65 +103,23 @@ class InferenceModel:
     is_huggingface: bool
 
 
-class _FromCheckpoint:
-    """A checkpoint of ours, written by any layout. Only the bytes of the rank's slices are read."""
-
-    def __init__(self, checkpoint: Checkpoint, *, ema: bool) -> None:
-        config = saved_config(checkpoint)
-        self._checkpoint, self._ema = checkpoint, ema
-        self.path, self.model, self.seq_length = checkpoint.path, config.model, config.training.seq_length
-        self.dtype = TORCH_DTYPES[checkpoint.entry(weight_key("embedding.word.weight")).dtype]
-
-    def fill(self, parameter: ShardedParameter) -> None:
-        """Read this rank's slice, rounded to the parameter's type; main parameters (of bf16, fp16) have more digits."""
-        spec = parameter.info.spec
-        entry = self._checkpoint.entry(key := weight_key(spec.name))
-        if entry.global_shape != spec.global_shape:
-            raise ConversionError(f"{self.path}: {spec.name} is {entry.global_shape}, not {spec.global_shape}")
-        if self._ema or TORCH_DTYPES[entry.dtype] != parameter.dtype:
-            key = key_of(self._checkpoint, spec.name, ema=self._ema)
-        self._checkpoint.read_into(parameter.data, key, spec.slice)
-
-    def tokenizer(self, choice: TokenizerChoice) -> Tokenizer | None:
-        return checkpoint_tokenizer(self._checkpoint, choice)
-
-    def end_ids(self, tokenizer: Tokenizer | None) -> frozenset[int]:
-        return frozenset(() if tokenizer is None else (tokenizer.eod,))
-
-
-class _FromFolder:
-    """A Hugging Face folder. Each rank reads whole tensors, one at a time, and keeps its slices."""
-
-    def __init__(self, weights: HuggingFaceWeights) -> None:
-        self._weights = weights
-        self.path, self.model, self.seq_length = weights.path, weights.model, weights.seq_length
-        self.dtype = weights.dtype("embedding.word.weight")
-
-    def fill(self, parameter: ShardedParameter) -> None:
-        spec = parameter.info.spec
-        whole = self._weights.read(spec.name)
-        parameter.data.copy_(whole[tuple(slice(*bounds) for bounds in spec.slice)])
-
-    def tokenizer(self, choice: TokenizerChoice) -> Tokenizer | None:
-        return folder_tokenizer(self._weights, choice)
-
-    def end_ids(self, tokenizer: Tokenizer | None) -> frozenset[int]:
-        return folder_end_ids(self._weights, tokenizer)
-
-
-Source = _FromCheckpoint | _FromFolder  # where the weights come from; the same on every rank
-
-
-def open_source(
-    folder: Path, *, step: int | None, ema: bool = False, topology: Topology, log: Callable[[str], None]
+def open_model(
+    folder: Path,
+    *,
+    step: int | None,
+    dtype: torch.dtype | None,
+    ema: bool = False,
+    topology: Topology,
+    log: Callable[[str], None],
 ) -> Source:
-    """Find the weights in `folder`, and check what can be checked before they are read. `folder`: of checkpoints (the
-    newest that verifies is taken, or that of `step`), one checkpoint, or a Hugging Face model. `ema`: the
-    moving average of the weights. `log`: as in `find_checkpoint`.
+    """Find the weights in `folder`, and check what can be checked before they are read; the same on every rank. `folder`:
+    of checkpoints (the newest that verifies is taken, or that of `step`), one checkpoint, or a Hugging Face model. `dtype`:
+    what they are wanted in: main parameters (of bf16, fp16) have more digits. `ema`: their moving average. `log`: as in
+    `find_checkpoint`.
 
     Collectives: gathers over the world."""
 
-    def look() -> _FromFolder | None:
+    def look() -> HuggingFaceWeights | None:
         # Of a folder that is not there the checkpoints' reader says what is there instead.
         kind = detect_format(folder) if folder.is_dir() else "native"
         if kind == "megatron":
@@ -171,18 +130,19 @@ def open_source(
             raise ConversionError(f"--ckpt-step {step} has no effect on {folder} of Hugging Face; leave it out")
         if ema:
             raise ConversionError(f"--weights ema has no effect on {folder} of Hugging Face; leave it out")
-        return _FromFolder(HuggingFaceWeights(folder))
+        return HuggingFaceWeights(folder)
 
-    source = _agreed(look, folder, topology)
-    if source is not None:
-        return source
+    weights = _agreed(look, folder, topology)
+    if weights is not None:
+        return weights
     own = step_of(folder.absolute().name)
     if own is not None and (folder / MANIFEST_NAME).exists():
         if step not in (None, own):
             raise ConversionError(f"--ckpt-step {step} contradicts {folder}; leave it out")
         folder, step = folder.absolute().parent, own
-    found_one = find_checkpoint(folder, step=step, world=topology.world, device=topology.device, log=log)
-    return _FromCheckpoint(found_one, ema=ema)
+    found = find_checkpoint(folder, step=step, world=topology.world, device=topology.device, log=log)
+    native = NativeWeights(found, main=False, ema=ema)
+    return native if dtype in (None, native.dtype(_WORD)) else NativeWeights(found, ema=ema)
 
 
 def _agreed(work: Callable[[], T], folder: Path, topology: Topology) -> T:
@@ -260,46 +220,30 @@ def load_model(
     log: Callable[[str], None],
 ) -> InferenceModel:
     """A model on the ranks of `topology`, which has neither cp nor ep: each rank reads what it holds. `folder, step,
-    ema, log`: see `open_source`. `dtype`: of parameters and activations; None: the type that the weights are stored in.
+    ema, log`: see `open_model`. `dtype`: of parameters and activations; None: the type that the weights are stored in.
     `tokenizer`: another than its own. `needs_tokenizer`: False: leave the tokenizer alone; nothing ends a text then.
 
     Collectives: gathers over the world."""
     layout = topology.layout
     assert (layout.cp, layout.ep) == (1, 1), layout
-    source = open_source(folder, step=step, ema=ema, topology=topology, log=log)
-    check_layout(source.model, tp=layout.tp, pp=layout.pp)
+    weights = open_model(folder, step=step, dtype=dtype, ema=ema, topology=topology, log=log)
+    check_layout(weights.model, tp=layout.tp, pp=layout.pp)
 
-    def read() -> tuple[GPTStage, Tokenizer | None, frozenset[int]]:
-        found, end_ids = None, frozenset[int]()
-        if needs_tokenizer:
-            found = source.tokenizer(tokenizer or TokenizerChoice())
-            _check_tokenizer(source, found)
-            end_ids = source.end_ids(found)
-        stage = build_stage(source, topology, dtype or source.dtype)
+    def read() -> tuple[GPTStage, Tokenizer | None]:
+        found = tokenizer_for(weights, tokenizer or TokenizerChoice()) if needs_tokenizer else None
+        stage = build_stage(weights, topology, dtype or weights.dtype(_WORD))
         for parameter in stage.requires_grad_(False).parameters():
             assert isinstance(parameter, ShardedParameter)
-            source.fill(parameter)
-        return stage, found, end_ids
+            parameter.data.copy_(weights.read(parameter.info.spec.name, parameter.info.spec.slice))
+        return stage, found
 
-    stage, found, end_ids = _agreed(read, folder, topology)
+    stage, found = _agreed(read, folder, topology)
     return InferenceModel(
-        path=source.path,
-        model=source.model,
-        seq_length=source.seq_length,
+        path=weights.path,
+        model=weights.model,
+        seq_length=weights.seq_length,
         stage=stage.eval(),
         tokenizer=found,
-        end_ids=end_ids,
-        is_huggingface=isinstance(source, _FromFolder),
+        end_ids=end_ids(weights, found) if needs_tokenizer else frozenset(),
+        is_huggingface=weights.format == "huggingface",
     )
-
-
-def _check_tokenizer(source: Source, tokenizer: Tokenizer | None) -> None:
-    if tokenizer is None:
-        raise ConfigError(f"{source.path} has no tokenizer; give one with --tokenizer-model")
-    size = source.model.vocab_size
-    assert size is not None
-    if tokenizer.vocab_size > size:
-        what = (
-            f"the tokenizer ({tokenizer.name}) has {tokenizer.vocab_size} ids, but the vocab_size of {source.path} is"
-        )
-        raise ConfigError(f"{what} {size}; give the model's own with --tokenizer-model")

@@ -26,6 +26,7 @@ from megalite.checkpoint.manifest import (
 from megalite.checkpoint.safetensors_file import DTYPE_NAMES, TORCH_DTYPES
 from megalite.checkpoint.safetensors_header import FORMAT_PT
 from megalite.checkpoint.save import code_version
+from megalite.checkpoint.tiling import Slice
 from megalite.config.data import DataConfig
 from megalite.config.errors import CheckpointError, ConfigError
 from megalite.config.files import level_from_text
@@ -81,14 +82,16 @@ _CPU = torch.device("cpu")
 
 class NativeWeights(Weights):
     """A verified checkpoint of megalite's. Where it has main parameters (of a run in bf16 or fp16) these are the
-    weights: nothing else has all their digits. `folder`: of checkpoints, or one checkpoint in it. `step`: which of a
-    folder of checkpoints; default the newest. There is no falling back to an older one. `ema`: the moving average of the
-    weights in their place."""
+    weights: nothing else has all their digits. `folder`: of checkpoints, one in it, or one that is open. `step`: which of
+    a folder of checkpoints; default the newest. There is no falling back to an older one. `main`: take main parameters.
+    `ema`: the moving average of the weights in their place."""
 
     format = "megalite"
 
-    def __init__(self, folder: Path, *, step: int | None = None, ema: bool = False) -> None:
-        self._checkpoint = _open(folder, step)
+    def __init__(
+        self, folder: Path | Checkpoint, *, step: int | None = None, main: bool = True, ema: bool = False
+    ) -> None:
+        self._checkpoint = folder if isinstance(folder, Checkpoint) else _open(folder, step)
         self.kind = "ema" if ema else "trained"
         self.path = self._checkpoint.path
         config = saved_config(self._checkpoint)
@@ -105,7 +108,7 @@ class NativeWeights(Weights):
         self.layout = dict(self._checkpoint.manifest.layout)
         self._keys: dict[str, str] = {}
         for name, shape in parameter_shapes(self.model).items():
-            key = key_of(self._checkpoint, name, ema=ema)
+            key = key_of(self._checkpoint, name, ema=ema) if main or ema else weight_key(name)
             entry = self._checkpoint.entry(key)
             if entry.global_shape != shape.shape:
                 found, expected = list(entry.global_shape), list(shape.shape)
@@ -124,7 +127,7 @@ class NativeWeights(Weights):
             if tokenizer is not None and tokenizer.fingerprint() != self.recorded_tokenizer:
                 raise ConversionError(
                     f"{', '.join(map(str, files))}: not the tokenizer that {self.path} was trained with (sha256 "
-                    f"{self.recorded_tokenizer[:12]}...); give --tokenizer-model, or --without-tokenizer"
+                    f"{self.recorded_tokenizer[:12]}...); give that one with --tokenizer-model, or leave it out"
                 )
         return files
 
@@ -136,8 +139,9 @@ class NativeWeights(Weights):
     def dtype(self, name: str) -> torch.dtype:
         return TORCH_DTYPES[self._checkpoint.entry(self._keys[name]).dtype]
 
-    def read(self, name: str) -> torch.Tensor:
-        return self._checkpoint.read(self._keys[name], device=_CPU)
+    def read(self, name: str, part: Slice | None = None) -> torch.Tensor:
+        """See `Weights`. `part`: that slice of it."""
+        return self._checkpoint.read(self._keys[name], part, device=_CPU)
 
 
 def key_of(checkpoint: Checkpoint, name: str, *, ema: bool) -> str:

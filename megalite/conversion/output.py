@@ -2,15 +2,12 @@
 
 .tmp-convert-NAME/        beside the target NAME
   progress.json           which conversion it is, and the files that are finished
-  lock                    held by the process that writes
   files/                  what becomes the target by one rename
 
 Safetensors files are written from `Weights` a tensor at a time by the checkpoints' own writer: the safetensors library
 writes a file from tensors that are all in memory, and hashes nothing.
 """
 
-import errno
-import fcntl
 import json
 import math
 import os
@@ -23,7 +20,16 @@ from typing import Any
 import torch
 
 from megalite import __version__
-from megalite.checkpoint.files import file_length, read_text, remove_tree, replace_durably, sync_folder, write_durably
+from megalite.checkpoint.files import (
+    file_length,
+    lock_folder,
+    not_writable,
+    read_text,
+    remove_tree,
+    replace_durably,
+    sync_folder,
+    write_durably,
+)
 from megalite.checkpoint.manifest import FileEntry
 from megalite.checkpoint.safetensors_file import DTYPE_NAMES, SafetensorsWriter
 from megalite.checkpoint.safetensors_header import Record
@@ -119,15 +125,11 @@ class Output:
 
     def _locked(self) -> Callable[[], Any]:
         """Keep other processes out; returns what lets them in again, at the latest when this object goes."""
-        descriptor = os.open(self._workplace / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        unlock = weakref.finalize(self, os.close, descriptor)
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            descriptor = lock_folder(self._workplace)
         except BlockingIOError:
             raise ConversionError(f"another process is converting into {self._target}; give another target") from None
-        except OSError:
-            pass  # a file system without locks
-        return unlock
+        return weakref.finalize(self, os.close, descriptor) if descriptor is not None else lambda: None
 
     def _former_marks(self) -> dict[str, Any] | None:
         """What an interrupted conversion of the same identity has finished; None, and no files, of any other."""
@@ -151,13 +153,8 @@ def check_target(target: Path) -> None:
     """Find out early, and without making anything, what would stop an `Output`."""
     workplace, resolved = workplace_of(target), target.resolve()
     _refuse_existing(resolved, workplace)
-    parent = next(path for path in resolved.parents if path.exists())
-    if not parent.is_dir():
-        raise ConversionError(f"cannot write {target}: {parent} is not a folder; give another target")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        is_read_only = os.statvfs(parent).f_flag & os.ST_RDONLY
-        why = os.strerror(errno.EROFS if is_read_only else errno.EACCES)
-        raise ConversionError(f"cannot write {target}: {why}; give a target in a folder that can be written to")
+    if (fault := not_writable(resolved.parent)) is not None:
+        raise ConversionError(f"cannot write {target}: {fault[0]}: {fault[1]}; give another target")
 
 
 def workplace_of(target: Path) -> Path:

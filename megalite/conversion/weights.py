@@ -48,8 +48,7 @@ class Piece:
     ours: str
     shape: tuple[int, ...]
     view: View = whole
-    rest: tuple[View, ...] = ()
-    """What comes behind `view` in their tensor, where the whole is not one view of ours."""
+    rest: tuple[View, ...] = ()  # what comes behind `view` in their tensor, where the whole is not one view of ours
 
     def places(self, ours: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """Each view, behind the number of elements that come before it in their tensor."""

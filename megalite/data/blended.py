@@ -14,10 +14,8 @@ from megalite.config.errors import ConfigError
 from megalite.data.dataset import Packing, SampleSource, require_sample
 from megalite.data.index_cache import Kept
 
-MAX_PERIOD = 1 << 20
-"""Largest common denominator of the shares at which a block is one whole period."""
-BLOCK = 1 << 16
-"""About the samples in a block of other blends."""
+MAX_PERIOD = 1 << 20  # largest common denominator of the shares at which a block is one whole period
+BLOCK = 1 << 16  # about the samples in a block of other blends
 
 
 @runtime_checkable
@@ -33,14 +31,10 @@ class Indexed(Protocol):
 class _Block:
     """The choices of consecutive samples."""
 
-    start: int
-    """Samples before it."""
-    before: list[int]
-    """For each dataset, its samples before the block."""
-    choice: NDArray[np.int32]
-    """Dataset of each sample."""
-    ordinal: NDArray[np.int32]
-    """How often that dataset was chosen in the block before."""
+    start: int  # samples before it
+    before: list[int]  # for each dataset, its samples before the block
+    choice: NDArray[np.int32]  # dataset of each sample
+    ordinal: NDArray[np.int32]  # how often that dataset was chosen in the block before
 
 
 class BlendedDataset:
@@ -59,15 +53,12 @@ class BlendedDataset:
     Megatron's greedy rule (the largest w_i·k - count_i comes next) mixes as evenly, but its state at sample k takes k
     steps to find; see `MegatronBlend`.
 
-    Raises:
-        ConfigError: a weight is not a number above 0.
-    """
+    Raises ConfigError: a weight is not a number above 0."""
 
     def __init__(self, datasets: Sequence[SampleSource], weights: Sequence[float | Fraction]) -> None:
         assert len(datasets) == len(weights) and datasets, (len(datasets), len(weights))
         self.datasets = list(datasets)
-        self.shares = exact_shares(weights)
-        """Of each dataset in the samples; they sum to 1."""
+        self.shares = exact_shares(weights)  # of each dataset in the samples; they sum to 1
         self.period = math.lcm(*(share.denominator for share in self.shares))
         """After so many samples every count is exact."""
         self._block_size = self.period if self.period <= MAX_PERIOD else BLOCK
@@ -131,11 +122,8 @@ class BlendedDataset:
 
 
 def exact_shares(weights: Sequence[float | Fraction]) -> list[Fraction]:
-    """Weights over their sum, without rounding; a float stands for the decimal that it prints as.
-
-    Raises:
-        ConfigError: a weight is not a number above 0.
-    """
+    """Weights over their sum, without rounding; a float stands for the decimal that it prints as. Raises ConfigError: a
+    weight is not a number above 0."""
     if not all(math.isfinite(weight) and weight > 0 for weight in weights):
         raise ConfigError(
             f"data weights {[float(weight) for weight in weights]} must all be above 0; leave out what should not be read"

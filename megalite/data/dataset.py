@@ -20,8 +20,7 @@ class Packing:
     document. Its last token predicts nothing: the token after it is another document's.
     """
 
-    starts: tuple[int, ...]
-    """Positions at which a document starts, ascending, 0 first."""
+    starts: tuple[int, ...]  # positions at which a document starts, ascending, 0 first
     used: int
     """No prediction from this position on counts: it holds the last document's last token (or is seq_length, where
     that token is the last label), and after it is padding."""
@@ -45,10 +44,7 @@ def require_sample(k: int) -> None:
 
 def split_documents(split: str, documents: int) -> tuple[range, range, range]:
     """Consecutive ranges of documents for train, valid and test, cut at round(share · documents) as Megatron does.
-
-    Raises:
-        ConfigError: as `parse_split`.
-    """
+    Raises ConfigError: as `parse_split`."""
     train, valid, test = parse_split(split)
     ends = [round(end * documents) for end in (train, train + valid, train + valid + test)]
     return range(ends[0]), range(ends[0], ends[1]), range(ends[1], ends[2])
@@ -58,26 +54,19 @@ def split_documents(split: str, documents: int) -> tuple[range, range, range]:
 class DocumentDataset:
     """The documents of one split and how they are read; subclasses define which of their tokens sample k holds."""
 
-    indexed: IndexedDataset
-    """The token file."""
+    indexed: IndexedDataset  # the token file
     _: KW_ONLY
-    documents: range
-    """Sequence numbers that belong to this split."""
-    seq_length: int
-    """Inputs of a sample; a sample has one token more."""
-    seed: int
-    """Of the order."""
-    name: str
-    """Of the split, for messages."""
-    vocab_size: int | None = None
-    """Ids must be below it; not checked if None."""
+    documents: range  # sequence numbers that belong to this split
+    seq_length: int  # inputs of a sample; a sample has one token more
+    seed: int  # of the order
+    name: str  # of the split, for messages
+    vocab_size: int | None = None  # ids must be below it; not checked if None
 
     def __post_init__(self) -> None:
         documents = self.documents
         assert 0 <= documents.start <= documents.stop <= len(self.indexed) and documents.step == 1, documents
         self._sizes = self.indexed.sizes[documents.start : documents.stop]
-        self.num_tokens = int(self._sizes.sum(dtype=np.int64))
-        """Tokens of this split."""
+        self.num_tokens = int(self._sizes.sum(dtype=np.int64))  # tokens of this split
         self._stop_id = 1 << 64 if self.vocab_size is None else self.vocab_size
 
     def packing(self, k: int) -> Packing | None:
@@ -91,10 +80,7 @@ class DocumentDataset:
 
     def _read(self, documents: NDArray[np.integer], position: int, offset: int, length: int) -> NDArray[np.int64]:
         """`length` tokens, int64, from token `offset` of the document that is `position`-th in the order `documents`.
-
-        Raises:
-            ConfigError: a token id is not in the vocabulary; names file, document and id.
-        """
+        Raises ConfigError: a token id is not in the vocabulary; names file, document and id."""
         indexed, itemsize = self.indexed, self.indexed.dtype.itemsize
         tokens, sizes, pointers = indexed.tokens, indexed.sizes, indexed.pointers
         sample = np.empty(length, dtype=np.int64)
@@ -135,8 +121,7 @@ class MockDataset:
     vocab_size: int
     seq_length: int
     seed: int
-    split: int = 0
-    """Number of the split; each has different samples."""
+    split: int = 0  # number of the split; each has different samples
 
     _RESTART = 1 / 8
     _STRIDE = 17

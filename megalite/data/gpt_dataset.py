@@ -25,12 +25,9 @@ class _Epoch:
     """Where one epoch's samples are."""
 
     number: int
-    documents: NDArray[np.int32] | NDArray[np.int64]
-    """Sequence numbers in this epoch's order."""
-    ends: NDArray[np.int64]
-    """Tokens up to and with each of them: the epoch is one stream of tokens."""
-    samples: KeyedPermutation
-    """Which cut of the stream the epoch's i-th sample is."""
+    documents: NDArray[np.int32] | NDArray[np.int64]  # sequence numbers in this epoch's order
+    ends: NDArray[np.int64]  # tokens up to and with each of them: the epoch is one stream of tokens
+    samples: KeyedPermutation  # which cut of the stream the epoch's i-th sample is
 
 
 @dataclass(eq=False, kw_only=True)
@@ -45,34 +42,25 @@ class GPTDataset(DocumentDataset):
     An epoch needs an index of 12 bytes a document (16 from 2^31 documents on), for any number of samples: their
     order is computed (`KeyedPermutation`).
 
-    Raises:
-        ConfigError: the split holds fewer than seq_length + 1 tokens.
-    """
+    Raises ConfigError: the split holds fewer than seq_length + 1 tokens."""
 
-    cache: IndexCache | None = None
-    """Where large indices are kept; None: all are made in memory."""
+    cache: IndexCache | None = None  # where large indices are kept; None: all are made in memory
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.samples_per_epoch = (self.num_tokens - 1) // self.seq_length
-        """Samples before a document is seen again."""
+        self.samples_per_epoch = (self.num_tokens - 1) // self.seq_length  # samples before a document is seen again
         if self.samples_per_epoch < 1:
             shorter = f" (or seq_length at most {self.num_tokens - 1})" if self.num_tokens > 1 else ""
             raise self._too_small(
                 f"fewer than the {self.seq_length + 1} of one sample with seq_length {self.seq_length}{shorter}"
             )
         self._epochs: tuple[_Epoch, ...] = ()
-        self._stop_epoch = 0
-        """The first epoch that will not be read, where `prepare` was called."""
-        self.background: threading.Thread | None = None
-        """What makes, or has made, the index of the next epoch."""
+        self._stop_epoch = 0  # the first epoch that will not be read, where `prepare` was called
+        self.background: threading.Thread | None = None  # what makes, or has made, the index of the next epoch
 
     def sample(self, k: int) -> NDArray[np.int64]:
-        """Sample k >= 0: int64 `[seq_length + 1]`; inputs are all but the last token, labels all but the first.
-
-        Raises:
-            ConfigError: a token id is not in the vocabulary; names file, document and id.
-        """
+        """Sample k >= 0: int64 `[seq_length + 1]`; inputs are all but the last token, labels all but the first. Raises
+        ConfigError: a token id is not in the vocabulary; names file, document and id."""
         require_sample(k)
         number, within = divmod(k, self.samples_per_epoch)
         epoch = self._epoch(number)
@@ -82,18 +70,11 @@ class GPTDataset(DocumentDataset):
         return self._read(epoch.documents, position, offset, self.seq_length + 1)
 
     def prepare(self, first: int, stop: int, *, epochs: int | None = None) -> list[Kept | None]:
-        """Keep the indices that samples [first, stop) need, where they are large.
-
-        Args:
-            epochs: make only the first so many now. This process makes each other one in the background, when it reads
-                the first sample of the epoch before; that there is room for all is checked now.
-
-        Returns:
-            for each epoch that is made now its index, or None where that is small or cannot be kept.
-
-        Raises:
-            ConfigError: the folder that the user has chosen for them cannot be written, or has no room.
-        """
+        """Keep the indices that samples [first, stop) need, where they are large. `epochs`: make only the first so many
+        now. This process makes each other one in the background, when it reads the first sample of the epoch before;
+        that there is room for all is checked now. Returns for each epoch that is made now its index, or None where that
+        is small or cannot be kept. Raises ConfigError: the folder that the user has chosen for them cannot be written,
+        or has no room."""
         if self.cache is None or first >= stop:
             return []
         numbers = range(first // self.samples_per_epoch, (stop - 1) // self.samples_per_epoch + 1)

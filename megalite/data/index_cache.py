@@ -8,7 +8,7 @@ import secrets
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,29 +23,23 @@ from megalite.config.errors import ConfigError
 
 Arrays = dict[str, NDArray[Any]]
 
-FORMAT = 1
-"""Of an entry; part of its key."""
+FORMAT = 1  # of an entry; part of its key
 SMALL_BYTES = 32 << 20
 """Indices below this are made in memory by each rank, in less time than it takes to agree on a file."""
 _ENTRY = "entry.json"
-_LEFTOVER_SECONDS = 86400.0
-"""A build that has not ended after a day was killed."""
-_ATTEMPTS = 4
-"""To give an entry its name, where several processes replace a damaged one."""
+_LEFTOVER_SECONDS = 86400.0  # a build that has not ended after a day was killed
+_ATTEMPTS = 4  # to give an entry its name, where several processes replace a damaged one
 
 
 @dataclass(frozen=True)
 class Recipe:
     """How an index is made, and what it depends on."""
 
-    name: str
-    """For messages."""
+    name: str  # for messages
     identity: Callable[[], Mapping[str, Any]]
     """Everything that the content depends on, as JSON has it; asked for only where the index is large."""
-    arrays: Mapping[str, tuple[np.dtype, tuple[int, ...]]]
-    """Type and shape of each array."""
-    fill: Callable[[Arrays], None]
-    """Fills new arrays of those types and shapes."""
+    arrays: Mapping[str, tuple[np.dtype, tuple[int, ...]]]  # type and shape of each array
+    fill: Callable[[Arrays], None]  # fills new arrays of those types and shapes
 
     @property
     def nbytes(self) -> int:
@@ -73,8 +67,7 @@ class Kept:
     name: str
     folder: Path
     nbytes: int
-    built: bool
-    """Now; else it was there."""
+    built: bool  # now; else it was there
 
 
 @dataclass
@@ -90,32 +83,24 @@ class IndexCache:
     """
 
     folder: Path
-    chosen: bool
-    """By the user, with data_cache_path."""
+    chosen: bool  # by the user, with data_cache_path
     log: Callable[[str], None]
     small_bytes: int = SMALL_BYTES
-    kept: list[Kept] = field(default_factory=list)
-    """What `prepare` found or built, each once."""
+    kept: list[Kept] = field(default_factory=list)  # what `prepare` found or built, each once
     _complained: bool = False
     _checked: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
     """Of entries with right checksums or written here: key -> what identifies their files."""
 
     def get(self, recipe: Recipe) -> Arrays:
         """The arrays of an index: in memory if it is small, else mapped from its entry, which is built if need be.
-
-        Raises:
-            ConfigError: the folder was chosen by the user and cannot be written.
-        """
+        Raises ConfigError: the folder was chosen by the user and cannot be written."""
         if recipe.nbytes < self.small_bytes:
             return recipe.make()
         return self._open(recipe) or self._build(recipe)[0] or recipe.make()
 
     def prepare(self, recipe: Recipe) -> Kept | None:
-        """Make sure that a large index is on the disk; None for a small one, and where it cannot be kept.
-
-        Raises:
-            ConfigError: the folder was chosen by the user and cannot be written.
-        """
+        """Make sure that a large index is on the disk; None for a small one, and where it cannot be kept. Raises
+        ConfigError: the folder was chosen by the user and cannot be written."""
         if recipe.nbytes < self.small_bytes:
             return None
         for one in self.kept:
@@ -128,11 +113,8 @@ class IndexCache:
         return self.kept[-1]
 
     def need_room(self, recipes: Sequence[Recipe]) -> None:
-        """Complain now if the disk has no room for all large indices among these that do not exist yet.
-
-        Raises:
-            ConfigError: there is none, and the folder was chosen by the user.
-        """
+        """Complain now if the disk has no room for all large indices among these that do not exist yet. Raises
+        ConfigError: there is none, and the folder was chosen by the user."""
         large = [recipe for recipe in recipes if recipe.nbytes >= self.small_bytes]
         missing = [recipe for recipe in large if not (self.folder / recipe.key).exists()]
         nbytes = sum(recipe.nbytes for recipe in missing)
@@ -193,11 +175,8 @@ class IndexCache:
         return made, False
 
     def _put(self, temporary: Path, recipe: Recipe) -> None:
-        """Give a new entry its name, unless a whole one has it.
-
-        Raises:
-            OSError: it cannot be had; or other processes put damaged ones there each time.
-        """
+        """Give a new entry its name, unless a whole one has it. Raises OSError: it cannot be had; or other processes
+        put damaged ones there each time."""
         target = self.folder / recipe.key
         for attempt in range(_ATTEMPTS):
             try:
@@ -235,27 +214,34 @@ class IndexCache:
             )
 
 
+class OneIndex:
+    """A dataset with one index for all of its samples, which is kept where it is large."""
+
+    cache: IndexCache | None
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        raise NotImplementedError
+
+    @property
+    def index_bytes(self) -> int:
+        return self.recipe.nbytes
+
+    @cached_property
+    def arrays(self) -> Arrays:
+        return self.recipe.make() if self.cache is None else self.cache.get(self.recipe)
+
+    def _keep(self) -> list[Kept | None]:
+        return [] if self.cache is None else [self.cache.prepare(self.recipe)]
+
+
 def _write(path: Path, array: NDArray[Any]) -> dict[str, int]:
     """Write a .npy file to the disk; its length and checksum."""
-    # The .npy format 1.0, written here since numpy.lib.format also reads pickles: magic, length, a literal, padding to 64.
-    text = repr({"descr": array.dtype.str, "fortran_order": False, "shape": array.shape}).encode("ascii")
-    length = -(-(10 + len(text) + 1) // 64) * 64 - 10
-    header = b"\x93NUMPY\x01\x00" + length.to_bytes(2, "little") + text.ljust(length - 1) + b"\n"
-    content = array.reshape(-1).view(np.uint8).data
-
-    def chunks() -> Iterator[memoryview]:
-        yield memoryview(header)
-        for first in range(0, len(content), CHUNK):
-            yield content[first : first + CHUNK]
-
-    checksum = 0
     with path.open("xb") as file:
-        for chunk in chunks():
-            checksum = zlib.crc32(chunk, checksum)
-            file.write(chunk)
+        np.save(file, array, allow_pickle=False)
         file.flush()
         os.fsync(file.fileno())
-        return {"bytes": file.tell(), "crc32": checksum}
+    return _file_facts(path)
 
 
 def _file_facts(path: Path) -> dict[str, int]:

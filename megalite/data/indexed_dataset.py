@@ -41,13 +41,11 @@ TOKEN_DTYPES: dict[int, np.dtype] = {
 """Token types by their code in the header."""
 _FLOATS = {6: "float64", 7: "float32"}
 _OLD_MAGIC = b"TNTIDX\x00\x00"
-_VERSIONS = 100
-"""A higher version than this is taken for damage."""
+_VERSIONS = 100  # a higher version than this is taken for damage
 
 _REMEDY = "write the dataset again with megalite preprocess, or copy it again from an undamaged one"
 _VERSION_AT, _CODE_AT, _SEQUENCES_AT = 9, 17, 18
-_CHECKED_BYTES = 1 << 17
-"""Of the index are checked at once: few enough to stay in the processor's cache."""
+_CHECKED_BYTES = 1 << 17  # of the index are checked at once: few enough to stay in the processor's cache
 _BLOCK_BYTES = 1 << 20
 
 
@@ -76,11 +74,9 @@ class IndexedDataset:
     size of `.bin`, so that a truncated or mismatched pair is found here and not as wrong tokens in the middle of a
     run. It reads `.idx` once, in small blocks, and no token.
 
-    Raises:
-        DatasetFault: the pair is not whole; names the file, the byte, what is there and what should be.
-        UnsupportedDataset: it is of another version, of Megatron-LM's format before this one, holds floats or images.
-        ConfigError: a file is missing, cannot be read or is no plain file.
-    """
+    Raises DatasetFault: the pair is not whole; names the file, the byte, what is there and what should be.
+    UnsupportedDataset: it is of another version, of Megatron-LM's format before this one, holds floats or images.
+    ConfigError: a file is missing, cannot be read or is no plain file."""
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = str(prefix)
@@ -96,14 +92,12 @@ class IndexedDataset:
             # One map, and so one file that stays open, for all three arrays: a blend may have a thousand datasets.
             index = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         offset = HEADER.size
-        self.sizes = np.frombuffer(index, "<i4", sequences, offset)
-        """Tokens in each sequence, int32 `[S]`."""
+        self.sizes = np.frombuffer(index, "<i4", sequences, offset)  # tokens in each sequence, int32 `[S]`
         self.pointers = np.frombuffer(index, "<i8", sequences, offset + 4 * sequences)
         """Byte offset of each sequence in .bin, int64 `[S]`."""
         self.document_indices = np.frombuffer(index, "<i8", indices, offset + 12 * sequences)
         """First sequence of each document, then S, int64 `[D]`."""
-        self.tokens = self._map_tokens()
-        """Every token of .bin, `[num_tokens]`, on disk until touched."""
+        self.tokens = self._map_tokens()  # every token of .bin, `[num_tokens]`, on disk until touched
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -225,6 +219,33 @@ class IndexedDataset:
                 # An empty file cannot be mapped.
                 return np.empty(0, dtype=self.dtype)
             return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), self.dtype)
+
+
+BLOCK = 1 << 17  # documents that are looked at together: a file may have a billion of them
+
+
+def token_ends(dataset: IndexedDataset, documents: range) -> NDArray[np.int64]:
+    """The token after the last one of each document, counted from the start of .bin."""
+    following = np.array(dataset.document_indices[documents.start + 1 : documents.stop + 1])
+    ends = np.full(len(following), dataset.num_tokens, dtype=np.int64)
+    # Indices rise: those of the last documents, behind which no sequence starts, are at the end.
+    within = int(np.searchsorted(following, len(dataset)))
+    ends[:within] = dataset.pointers[following[:within]] // dataset.dtype.itemsize
+    return ends
+
+
+def first_token(dataset: IndexedDataset, document: int) -> int:
+    """First token of a document; of the one after the last, the number of tokens."""
+    return 0 if not document else int(token_ends(dataset, range(document - 1, document))[0])
+
+
+def lengths_in_blocks(dataset: IndexedDataset, documents: range) -> Iterator[NDArray[np.int64]]:
+    """Tokens of each of `documents`, block after block."""
+    before = first_token(dataset, documents.start)
+    for first in range(documents.start, documents.stop, BLOCK):
+        ends = token_ends(dataset, range(first, min(first + BLOCK, documents.stop)))
+        yield np.diff(ends, prepend=before)
+        before = int(ends[-1])
 
 
 def token_blocks(dataset: IndexedDataset, tokens: range) -> Iterator[tuple[int, NDArray]]:

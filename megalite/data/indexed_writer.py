@@ -3,8 +3,8 @@
 import contextlib
 import hashlib
 import os
-import secrets
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +13,48 @@ from numpy.typing import NDArray
 from megalite.checkpoint.files import sync_folder
 from megalite.config.errors import ConfigError
 from megalite.data.indexed_dataset import HEADER, MAGIC, TOKEN_DTYPES, VERSION
+from megalite.data.token_files import SUFFIXES
 
-LENGTH = np.dtype("<i4")
-"""Type of a document's length on disk, in the index and before there is one."""
+LENGTH = np.dtype("<i4")  # type of a document's length on disk, in the index and before there is one
 _BUFFER = 1 << 20
 _BLOCK = 1 << 20
 
-Blocks = Callable[[], Iterator[NDArray]]
-"""An array, block after block, as often as it is called."""
+Blocks = Callable[[], Iterator[NDArray]]  # an array, block after block, as often as it is called
+
+
+def move_into_place(folder: Path, prefixes: Sequence[str]) -> None:
+    """Give complete output, `folder/NUMBER.bin` and so on, its names; files that have theirs are left, so a second call
+    continues after a kill. An .idx or .json of an earlier output goes before its .bin does: neither ever stands beside a
+    .bin that it does not describe."""
+    for number, prefix in enumerate(prefixes):
+        for suffix in SUFFIXES:
+            made = folder / f"{number}{suffix}"
+            if not made.exists():
+                continue
+            if suffix == ".bin":
+                for old in (".json", ".idx"):
+                    Path(f"{prefix}{old}").unlink(missing_ok=True)
+                sync_folder(Path(f"{prefix}{suffix}").parent)
+            made.replace(f"{prefix}{suffix}")
+    sync_folder(folder.parent)
+
+
+@contextlib.contextmanager
+def new_files(prefixes: Sequence[str]) -> Iterator[Path]:
+    """A temporary folder beside the outputs, for `NUMBER.bin` and so on of each prefix. At the end of the block all of
+    them get their names; if anything raises before that is done, none has."""
+    named = {f"{number}{suffix}": f"{prefix}{suffix}" for number, prefix in enumerate(prefixes) for suffix in SUFFIXES}
+    home = Path(f"{prefixes[0]}.bin").parent
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=home) as place:
+        folder = Path(place)
+        yield folder
+        made = {path.name for path in folder.iterdir()} & named.keys()
+        try:
+            move_into_place(folder, prefixes)
+        except BaseException:
+            for name in made - {path.name for path in folder.iterdir()}:
+                Path(named[name]).unlink(missing_ok=True)
+            raise
 
 
 class TokenCounts:
@@ -28,8 +62,8 @@ class TokenCounts:
 
     def __init__(self, dtype: np.dtype) -> None:
         self.dtype = dtype
-        self.tokens = self.documents = self.sequences = 0
-        """Sequences are the documents that hold tokens."""
+        self.tokens = self.documents = 0
+        self.sequences = 0  # the documents that hold tokens
         self.bin_sha256, self.lengths_sha256 = hashlib.sha256(), hashlib.sha256()
 
     def add_tokens(self, data: memoryview) -> None:
@@ -44,28 +78,23 @@ class TokenCounts:
 
 
 class TokenStream:
-    """Two files that grow together: the tokens of documents (a .bin) and the length of each document, int32.
+    """Two files that grow together: the tokens of documents, `stem.bin`, and the length of each, `stem.lengths`. So no
+    length is kept in memory; `write_index` makes the .idx of them in the end. `counts`: what the files hold already.
+    `name`: what errors call it."""
 
-    So no length is kept in memory; `write_lengths_index` makes the .idx of them in the end.
-
-    Args:
-        counts: what the files hold already.
-        name: what errors call it.
-    """
-
-    def __init__(self, bin_path: Path, lengths_path: Path, counts: TokenCounts, *, name: str) -> None:
-        self.counts, self.name = counts, name
+    def __init__(self, stem: Path, counts: TokenCounts, *, name: str) -> None:
+        self.stem, self.counts, self.name = stem, counts, name
         with contextlib.ExitStack() as stack:
-            self._bin = stack.enter_context(bin_path.open("ab", buffering=_BUFFER))
-            self._lengths = stack.enter_context(lengths_path.open("ab", buffering=_BUFFER))
+            self._bin = stack.enter_context(self.path(".bin").open("ab", buffering=_BUFFER))
+            self._lengths = stack.enter_context(self.path(".lengths").open("ab", buffering=_BUFFER))
             stack.pop_all()
 
-    def append(self, tokens: NDArray, lengths: Sequence[int] | NDArray) -> None:
-        """Append documents, their tokens one after another in `tokens` `[sum(lengths)]`.
+    def path(self, suffix: str) -> Path:
+        return self.stem.with_suffix(suffix)
 
-        Raises:
-            ConfigError: an id does not fit the type of the file, or a document is too long for the format.
-        """
+    def append(self, tokens: NDArray, lengths: Sequence[int] | NDArray) -> None:
+        """Append documents, their tokens one after another in `tokens` `[sum(lengths)]`. Raises ConfigError: an id does
+        not fit the type of the file, or a document is too long for the format."""
         dtype = self.counts.dtype
         sizes = np.asarray(lengths, dtype=np.int64)
         assert int(sizes.sum()) == len(tokens), (int(sizes.sum()), len(tokens))
@@ -98,6 +127,32 @@ class TokenStream:
             with contextlib.suppress(OSError):
                 file.close()
 
+    def write_index(self) -> tuple[int, str]:
+        """Write `stem.idx`, in which each document with tokens is one sequence; its bytes and sha256."""
+
+        def blocks() -> Iterator[NDArray]:
+            with self.path(".lengths").open("rb") as file:
+                while data := file.read(_BLOCK * LENGTH.itemsize):
+                    yield np.frombuffer(data[: len(data) // LENGTH.itemsize * LENGTH.itemsize], dtype=LENGTH)
+
+        def ends() -> Iterator[NDArray]:
+            before = 0
+            for lengths in blocks():
+                stops = before + np.cumsum(lengths != 0, dtype="<i8")
+                yield stops
+                before = int(stops[-1])
+
+        counts = self.counts
+        return write_index(
+            self.path(".idx"),
+            counts.dtype,
+            sequences=counts.sequences,
+            documents=counts.documents,
+            tokens=counts.tokens,
+            sizes=lambda: (lengths[lengths != 0] for lengths in blocks()),
+            ends=ends,
+        )
+
 
 def require_fit(name: str, tokens: NDArray, dtype: np.dtype, remedy: str) -> None:
     """Raise a ConfigError if a token id does not fit `dtype`."""
@@ -114,15 +169,9 @@ def require_fit(name: str, tokens: NDArray, dtype: np.dtype, remedy: str) -> Non
 def write_index(
     path: Path, dtype: np.dtype, *, sequences: int, documents: int, tokens: int, sizes: Blocks, ends: Blocks
 ) -> tuple[int, str]:
-    """Write a new .idx, a block at a time, and put it on the disk; returns its bytes and sha256.
-
-    Args:
-        sizes: tokens of each sequence `[sequences]`.
-        ends: for each document, the sequences up to and with its last one `[documents]`.
-
-    Raises:
-        ConfigError: the blocks are not as many and as long as stated.
-    """
+    """Write a new .idx, a block at a time, and put it on the disk; returns its bytes and sha256. `sizes`: tokens of each
+    sequence `[sequences]`. `ends`: for each document, the sequences up to and with its last one `[documents]`. Raises
+    ConfigError: the blocks are not as many and as long as stated."""
     code = next(code for code, known in TOKEN_DTYPES.items() if known == dtype)
     digest = hashlib.sha256()
     with path.open("xb", buffering=_BUFFER) as file:
@@ -152,98 +201,22 @@ def write_index(
         return file.tell(), digest.hexdigest()
 
 
-def write_lengths_index(path: Path, lengths_path: Path, counts: TokenCounts) -> tuple[int, str]:
-    """`write_index` of documents, their lengths in a file; each with tokens is one sequence."""
-
-    def blocks() -> Iterator[NDArray]:
-        with lengths_path.open("rb") as file:
-            while data := file.read(_BLOCK * LENGTH.itemsize):
-                yield np.frombuffer(data[: len(data) // LENGTH.itemsize * LENGTH.itemsize], dtype=LENGTH)
-
-    def ends() -> Iterator[NDArray]:
-        before = 0
-        for lengths in blocks():
-            stops = before + np.cumsum(lengths != 0, dtype="<i8")
-            yield stops
-            before = int(stops[-1])
-
-    return write_index(
-        path,
-        counts.dtype,
-        sequences=counts.sequences,
-        documents=counts.documents,
-        tokens=counts.tokens,
-        sizes=lambda: (lengths[lengths != 0] for lengths in blocks()),
-        ends=ends,
-    )
-
-
-class IndexedDatasetWriter:
-    """Appends documents to `<prefix>.bin` and `<prefix>.idx`; each document is one sequence.
-
-    Both files are written under temporary names in the same folder, and the length of each document to a third: memory
-    does not grow with the number of documents. `finish()` puts them on the disk and renames `.bin`, then `.idx`, so
-    that an `.idx` never stands beside a `.bin` that it does not describe. As a context manager it finishes at the end
-    of the block, and leaves nothing behind if the block raises.
-
-    Args:
-        prefix: path without `.bin` and `.idx`; its folder is made if need be.
-        dtype: type of the stored ids, as `token_dtype(vocab_size)` gives it.
-    """
-
-    def __init__(self, prefix: str | Path, dtype: np.dtype | type) -> None:
-        self.prefix, self.dtype = str(prefix), np.dtype(dtype).newbyteorder("<")
-        if self.dtype not in TOKEN_DTYPES.values():
-            names = ", ".join(known.name for known in TOKEN_DTYPES.values())
-            raise ConfigError(f"{prefix}: tokens of type {self.dtype.name} cannot be stored; use one of {names}")
-        self._folder = Path(f"{prefix}.bin").parent
-        self._folder.mkdir(parents=True, exist_ok=True)
-        unique = f"{os.getpid()}-{secrets.token_hex(4)}.tmp"
-        self._partial = {suffix: Path(f"{prefix}{suffix}.{unique}") for suffix in (".bin", ".idx", ".lengths")}
-        self._counts = TokenCounts(self.dtype)
-        self._stream = TokenStream(self._partial[".bin"], self._partial[".lengths"], self._counts, name=self.prefix)
-
-    @property
-    def num_tokens(self) -> int:
-        return self._counts.tokens
-
-    @property
-    def num_documents(self) -> int:
-        return self._counts.documents
-
-    def add_document(self, tokens: Sequence[int] | NDArray) -> None:
-        """Append one document; an empty one is a document without a sequence, as in Megatron's files."""
-        ids = tokens if isinstance(tokens, np.ndarray) else np.asarray(tokens, dtype=np.int64)
-        self.add_documents(ids, [len(ids)])
-
-    def add_documents(self, tokens: NDArray, lengths: Sequence[int] | NDArray) -> None:
-        self._stream.append(tokens, lengths)
-
-    def finish(self) -> None:
-        """Write the index, put both files on the disk and give them their names."""
-        self._stream.flush()
-        write_lengths_index(self._partial[".idx"], self._partial[".lengths"], self._counts)
-        self._stream.sync()
-        self._stream.close()
-        self._partial[".lengths"].unlink()
-        # The old index goes first: killed between the two renames, we leave no index rather than a wrong one.
-        Path(f"{self.prefix}.idx").unlink(missing_ok=True)
-        for suffix in (".bin", ".idx"):
-            self._partial[suffix].replace(f"{self.prefix}{suffix}")
-        sync_folder(self._folder)
-
-    def abandon(self) -> None:
-        """Drop what was written; earlier files of the same name stay as they were."""
-        self._stream.close()
-        for path in self._partial.values():
-            path.unlink(missing_ok=True)
-
-    def __enter__(self) -> "IndexedDatasetWriter":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        try:
-            if error[0] is None:
-                self.finish()
-        finally:
-            self.abandon()
+def write_documents(
+    prefix: str | Path, blocks: Iterable[tuple[NDArray, Sequence[int] | NDArray]], dtype: np.dtype | type
+) -> None:
+    """Write `<prefix>.bin` and `<prefix>.idx`, both or none; files of these names are replaced. `blocks`: documents as
+    (tokens end to end, tokens of each); an empty one is a document without a sequence, as in Megatron's files. `dtype`:
+    type of the stored ids, as `token_dtype(vocab_size)` gives it. Raises ConfigError: an id does not fit it."""
+    stored = np.dtype(dtype).newbyteorder("<")
+    if stored not in TOKEN_DTYPES.values():
+        names = ", ".join(known.name for known in TOKEN_DTYPES.values())
+        raise ConfigError(f"{prefix}: tokens of type {stored.name} cannot be stored; use one of {names}")
+    Path(f"{prefix}.bin").parent.mkdir(parents=True, exist_ok=True)
+    with new_files([str(prefix)]) as folder:
+        stream = TokenStream(folder / "0", TokenCounts(stored), name=str(prefix))
+        with contextlib.closing(stream):
+            for tokens, lengths in blocks:
+                stream.append(tokens, lengths)
+            stream.flush()
+            stream.sync()
+        stream.write_index()

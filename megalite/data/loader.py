@@ -11,28 +11,23 @@ from numpy.typing import NDArray
 from megalite.config.errors import ConfigError
 from megalite.data.dataset import Packing, SampleSource
 
-_PATIENCE = 10.0
-"""Seconds that close() waits for a read in progress."""
+_PATIENCE = 10.0  # seconds that close() waits for a read in progress
 
 
 @dataclass(frozen=True)
 class Microbatch:
     """What one forward pass of one rank reads; `b` = micro_batch_size, `s` = the positions that it holds."""
 
-    tokens: torch.Tensor
-    """Inputs, int64 `[b, s]`."""
-    labels: torch.Tensor
-    """The token after each input, int64 `[b, s]`."""
-    loss_mask: torch.Tensor
-    """1 where the prediction counts, else 0, float32 `[b, s]`."""
+    tokens: torch.Tensor  # inputs, int64 `[b, s]`
+    labels: torch.Tensor  # the token after each input, int64 `[b, s]`
+    loss_mask: torch.Tensor  # 1 where the prediction counts, else 0, float32 `[b, s]`
     sample_ids: tuple[int, ...]
     """Global number of each sample: the same in every layout, so dropout streams are keyed by it."""
     document_starts: tuple[tuple[int, ...], ...] | None = None
     """Of each sample the positions in the whole sequence at which a document starts, 0 first; None: not looked for."""
     further_labels: torch.Tensor | None = None
     """The label k positions on, for each number k of further tokens that are predicted, int64 `[k, b, s]`; 0 behind the end."""
-    further_mask: torch.Tensor | None = None
-    """1 where those count, float32 `[k, b, s]`."""
+    further_mask: torch.Tensor | None = None  # 1 where those count, float32 `[k, b, s]`
 
 
 def sample_ids(
@@ -56,8 +51,7 @@ class BatchLoader:
 
     dataset: SampleSource
     _: KW_ONLY
-    seq_length: int
-    """Inputs of a sample."""
+    seq_length: int  # inputs of a sample
     eod_token: int | None
     """End-of-document id; needed for eod_mask_loss, and to find the documents of samples not packed."""
     eod_mask_loss: bool
@@ -68,14 +62,10 @@ class BatchLoader:
     micro_batch_size: int
     spans: tuple[tuple[int, int], ...] | None = None
     """Half-open ranges of positions that this rank holds, one after the other; default: the whole sequence."""
-    find_documents: bool = False
-    """Find where documents start; a document ends with eod_token."""
-    packed: bool = False
-    """The dataset's samples are packed."""
-    further: int = 0
-    """Further tokens that each position predicts."""
-    pin: bool = False
-    """Pin the tensors' memory, for asynchronous copies to a GPU."""
+    find_documents: bool = False  # find where documents start; a document ends with eod_token
+    packed: bool = False  # the dataset's samples are packed
+    further: int = 0  # further tokens that each position predicts
+    pin: bool = False  # pin the tensors' memory, for asynchronous copies to a GPU
 
     def __post_init__(self) -> None:
         assert 0 <= self.dp_rank < self.dp_size, (self.dp_rank, self.dp_size)
@@ -85,16 +75,12 @@ class BatchLoader:
                 f"{name} is set but the end-of-document token is unknown; give the tokenizer that made the data "
                 "(--tokenizer-model), or leave it out"
             )
-        self.waited = 0.0
-        """Seconds that the last load() took: next to nothing where the batch was ready."""
+        self.waited = 0.0  # seconds that the last load() took: next to nothing where the batch was ready
         self._ahead: _Reading | None = None
 
     def load(self, first_sample: int, global_batch_size: int) -> list[Microbatch]:
         """This rank's microbatches of the step that consumes samples [first_sample, first_sample + global_batch_size).
-
-        Raises:
-            ConfigError: global_batch_size does not divide by micro_batch_size · dp_size, or the data is bad.
-        """
+        Raises ConfigError: global_batch_size does not divide by micro_batch_size · dp_size, or the data is bad."""
         started = time.perf_counter()
         ahead, self._ahead = self._ahead, None
         if ahead is None or ahead.key != (first_sample, global_batch_size):
@@ -119,11 +105,8 @@ class BatchLoader:
         _end(ahead, patience=_PATIENCE)
 
     def sample_ids(self, first_sample: int, global_batch_size: int) -> list[tuple[int, ...]]:
-        """Global numbers of the samples in each of this rank's microbatches.
-
-        Raises:
-            ConfigError: global_batch_size does not divide by micro_batch_size · dp_size.
-        """
+        """Global numbers of the samples in each of this rank's microbatches. Raises ConfigError: global_batch_size does
+        not divide by micro_batch_size · dp_size."""
         size, dp_size = self.micro_batch_size, self.dp_size
         chunk = size * dp_size
         if global_batch_size < chunk or global_batch_size % chunk:

@@ -17,30 +17,24 @@ from numpy.typing import NDArray
 from megalite.config.errors import ConfigError
 from megalite.data.dataset import DocumentDataset, require_sample
 from megalite.data.gpt_dataset import sizes_digest
-from megalite.data.index_cache import Arrays, IndexCache, Kept, Recipe
+from megalite.data.index_cache import Arrays, IndexCache, Kept, OneIndex, Recipe
 
-MAX_BLENDED = 32766
-"""Datasets in one blend: Megatron numbers them with int16."""
+MAX_BLENDED = 32766  # datasets in one blend: Megatron numbers them with int16
 _SURPLUS = 0.005
 _BLOCK = 1 << 20
 _INT32_MAX = (1 << 31) - 1
-_LAST_EPOCH = 0.80
-"""A last epoch that gives fewer of its samples than this is shuffled separately."""
+_LAST_EPOCH = 0.80  # a last epoch that gives fewer of its samples than this is shuffled separately
 _LANES = 1024
-_STEPS = 1024
-"""A wave is so many lanes of so many samples."""
-_WIDE_PASSES, _NARROW = 4, 64
-"""Passes over all wrong lanes of a wave, before they are over that many of them at a time."""
+_STEPS = 1024  # a wave is so many lanes of so many samples
+_WIDE_PASSES, _NARROW = 4, 64  # passes over all wrong lanes of a wave, before they are over that many of them at a time
 
 
 @dataclass(frozen=True)
 class MegatronPlan:
     """What follows from the numbers alone."""
 
-    epochs: int
-    """As few as hold the samples asked for."""
-    num_samples: int
-    """All that fit into the tokens of these epochs: at least as many as asked for."""
+    epochs: int  # as few as hold the samples asked for
+    num_samples: int  # all that fit into the tokens of these epochs: at least as many as asked for
     separate: int | None
     """Samples before the last epoch, if its documents and samples are shuffled separately; else None."""
 
@@ -73,20 +67,16 @@ class MegatronPlan:
 
 
 @dataclass(eq=False, kw_only=True)
-class MegatronDataset(DocumentDataset):
+class MegatronDataset(OneIndex, DocumentDataset):
     """Samples over some documents of a token file, in the order of Megatron-LM's GPTDataset with the same arguments.
 
     Documents and samples of all epochs are shuffled together, so sample k depends on num_samples: a longer run, unless it
     needs no more epochs, has another order from its first sample on. (The default order has not.)
 
-    Raises:
-        ConfigError: the split holds no token, or, where one epoch is asked for, fewer than seq_length + 1.
-    """
+    Raises ConfigError: the split holds no token, or, where one epoch is asked for, fewer than seq_length + 1."""
 
-    num_samples: int | None
-    """That the run will ask for; None: as many as one epoch has."""
-    cache: IndexCache | None = None
-    """Where large indices are kept; None: all are made in memory."""
+    num_samples: int | None  # that the run will ask for; None: as many as one epoch has
+    cache: IndexCache | None = None  # where large indices are kept; None: all are made in memory
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -110,39 +100,22 @@ class MegatronDataset(DocumentDataset):
         return (self.num_tokens - 1) // self.seq_length
 
     def sample(self, k: int) -> NDArray[np.int64]:
-        """Sample k, 0 <= k < len: int64 `[seq_length + 1]`; inputs are all but the last token, labels all but the first.
-
-        Raises:
-            ConfigError: k is beyond the last sample, or a token id is not in the vocabulary.
-        """
+        """Sample k, 0 <= k < len: int64 `[seq_length + 1]`; inputs are all but the last token, labels all but the
+        first. Raises ConfigError: k is beyond the last sample, or a token id is not in the vocabulary."""
         _require_below(self.name, k, len(self))
         row = self.arrays["shuffle_index"].item(k)
         position, offset = self.arrays["sample_index"][row].tolist()
         return self._read(self.arrays["document_index"], position, offset, self.seq_length + 1)
 
     def prepare(self, first: int, stop: int, *, epochs: int | None = None) -> list[Kept | None]:
-        """Keep the index, if it is large; it is one for all epochs, so `epochs` changes nothing.
-
-        Returns:
-            it, or None where it is small or cannot be kept.
-
-        Raises:
-            ConfigError: there are fewer than `stop` samples, or the folder that the user has chosen cannot be written.
-        """
+        """Keep the index, if it is large; it is one for all epochs, so `epochs` changes nothing. Returns it, or None
+        where it is small or cannot be kept. Raises ConfigError: there are fewer than `stop` samples, or the folder that
+        the user has chosen cannot be written."""
         _require_below(self.name, max(stop - 1, 0), len(self))
-        return [] if self.cache is None else [self.cache.prepare(self._recipe)]
-
-    @property
-    def index_bytes(self) -> int:
-        return self._recipe.nbytes
+        return self._keep()
 
     @cached_property
-    def arrays(self) -> Arrays:
-        """document_index, sample_index and shuffle_index."""
-        return self._recipe.make() if self.cache is None else self.cache.get(self._recipe)
-
-    @cached_property
-    def _recipe(self) -> Recipe:
+    def recipe(self) -> Recipe:
         return Recipe(
             name=f"{self.indexed.prefix}, {self.name}",
             identity=self._identity,
@@ -203,20 +176,14 @@ class MegatronDataset(DocumentDataset):
 
 
 @dataclass(eq=False)
-class MegatronBlend:
-    """Several datasets mixed as Megatron-LM's BlendedDataset does: the one furthest behind its share comes next.
-
-    Raises:
-        ConfigError: there are more than 32,766 datasets.
-    """
+class MegatronBlend(OneIndex):
+    """Several datasets mixed as Megatron-LM's BlendedDataset does: the one furthest behind its share comes next. Raises
+    ConfigError: there are more than 32,766 datasets."""
 
     datasets: Sequence[MegatronDataset]
-    weights: Sequence[float]
-    """Of any sum; then, over it."""
-    size: int = field(kw_only=True)
-    """Samples of the blend."""
-    name: str = field(kw_only=True)
-    """Of the split, for messages."""
+    weights: Sequence[float]  # of any sum; then, over it
+    size: int = field(kw_only=True)  # samples of the blend
+    name: str = field(kw_only=True)  # of the split, for messages
     cache: IndexCache | None = field(kw_only=True, default=None)
     """Where a large index is kept; None: it is made in memory."""
 
@@ -242,17 +209,12 @@ class MegatronBlend:
         return None
 
     def prepare(self, first: int, stop: int, *, epochs: int | None = None) -> list[Kept | None]:
-        """Keep the indices of the blend and of its datasets, where they are large; they are for all epochs.
-
-        Returns:
-            the blend's and then its datasets', None for what is small or cannot be kept.
-
-        Raises:
-            ConfigError: there are fewer than `stop` samples, or fewer in a dataset than the blend asks of it, or the
-                folder that the user has chosen cannot be written.
-        """
+        """Keep the indices of the blend and of its datasets, where they are large; they are for all epochs. Returns the
+        blend's and then its datasets', None for what is small or cannot be kept. Raises ConfigError: there are fewer
+        than `stop` samples, or fewer in a dataset than the blend asks of it, or the folder that the user has chosen
+        cannot be written."""
         _require_below(self.name, max(stop - 1, 0), self.size)
-        kept = [] if self.cache is None else [self.cache.prepare(self._recipe)]
+        kept = self._keep()
         counts = np.zeros(len(self.datasets), dtype=np.int64)
         for start in range(0, self.size, _BLOCK):
             chosen = self.arrays["dataset_index"][start : start + _BLOCK]
@@ -261,17 +223,8 @@ class MegatronBlend:
             kept += dataset.prepare(0, count)
         return kept
 
-    @property
-    def index_bytes(self) -> int:
-        return self._recipe.nbytes
-
     @cached_property
-    def arrays(self) -> Arrays:
-        """dataset_index and dataset_sample_index."""
-        return self._recipe.make() if self.cache is None else self.cache.get(self._recipe)
-
-    @cached_property
-    def _recipe(self) -> Recipe:
+    def recipe(self) -> Recipe:
         weights = [weight.hex() for weight in self.weights]
         return Recipe(
             name=f"the {self.name} blend",
@@ -397,12 +350,8 @@ def _run(
 def megatron_split(
     name: str, given: Sequence[float | None], settings: Sequence[Mapping[str, Any]], num_samples: int, is_divided: bool
 ) -> MegatronDataset | MegatronBlend:
-    """As Megatron builds a split: a blend even of one dataset, if it has a weight and data_path is divided.
-
-    Args:
-        given: the weight of each dataset; all of them or none.
-        settings: of each dataset.
-    """
+    """As Megatron builds a split: a blend even of one dataset, if it has a weight and data_path is divided. `given`:
+    the weight of each dataset; all of them or none. `settings`: of each dataset."""
     weights = [weight for weight in given if weight is not None]
     if len(settings) == 1 and (not weights or not is_divided):
         return MegatronDataset(**settings[0], num_samples=num_samples)

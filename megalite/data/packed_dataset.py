@@ -29,8 +29,7 @@ class _Epoch:
     number: int
     documents: NDArray[np.int64] | NDArray[np.int32]
     """Documents of the split that have a last piece, in the order of their bins."""
-    samples: KeyedPermutation
-    """What the epoch's i-th sample is: a full piece, or, counted after those, a bin."""
+    samples: KeyedPermutation  # what the epoch's i-th sample is: a full piece, or, counted after those, a bin
 
 
 @dataclass(eq=False, kw_only=True)
@@ -51,9 +50,7 @@ class PackedDataset(DocumentDataset):
     With `responses` documents are examples to fine-tune on: of one that is too long the rest is left out, since it would
     stand without its prompt.
 
-    Raises:
-        ConfigError: no document of the split has two tokens.
-    """
+    Raises ConfigError: no document of the split has two tokens."""
 
     pad_token: int = 0
     responses: IndexedDataset | None = None
@@ -70,10 +67,8 @@ class PackedDataset(DocumentDataset):
         rest = predictions % self.seq_length
         counts = np.bincount(rest[rest > 0] + 1, minlength=self.seq_length + 2)
         self._bins = best_fit(counts, self.seq_length + 1)
-        self._bin_ends = np.cumsum(self._bins.items())
-        """Documents in a bin and in those before it."""
-        self.samples_per_epoch = self._full + self._bins.count
-        """Samples before a document is seen again."""
+        self._bin_ends = np.cumsum(self._bins.items())  # documents in a bin and in those before it
+        self.samples_per_epoch = self._full + self._bins.count  # samples before a document is seen again
         if self.samples_per_epoch < 1:
             raise self._too_small("none of which has the two that a prediction needs")
         self._epochs: tuple[_Epoch, ...] = ()
@@ -95,11 +90,8 @@ class PackedDataset(DocumentDataset):
         return text + f"{cut} are longer than seq_length {self.seq_length} and cut there; the loss is on responses"
 
     def sample(self, k: int) -> NDArray[np.int64]:
-        """Sample k >= 0: int64 `[seq_length + 1]`, documents end to end and then padding.
-
-        Raises:
-            ConfigError: a token id is not in the vocabulary; names file, document and id.
-        """
+        """Sample k >= 0: int64 `[seq_length + 1]`, documents end to end and then padding. Raises ConfigError: a token
+        id is not in the vocabulary; names file, document and id."""
         sample = np.full(self.seq_length + 1, self.pad_token, dtype=np.int64)
         position = 0
         for sequence, start, length in self._pieces(k):
@@ -185,8 +177,7 @@ class Bins:
     first: NDArray[np.int64]
     bins: NDArray[np.int64]
     each: NDArray[np.int64]
-    count: int
-    """Number of bins."""
+    count: int  # number of bins
 
     def items(self) -> NDArray[np.int64]:
         """Items in each bin. Shape `[count]`."""
@@ -220,14 +211,11 @@ def best_fit(counts: NDArray[np.int64], capacity: int) -> Bins:
     different lengths alone. Packing whole documents so is Ding et al., "Fewer truncations improve language modeling",
     2024.
 
-    Args:
-        counts: items of each length 0 .. capacity, `[capacity + 1]`; none of length 0.
-        capacity: of a bin, in the unit of the lengths.
-    """
+    `counts`: items of each length 0 .. capacity, `[capacity + 1]`; none of length 0. `capacity`: of a bin, in the unit
+    of the lengths."""
     assert len(counts) == capacity + 1 and counts[0] == 0, (len(counts), capacity)
     groups: dict[int, list[tuple[_Filled, int]]] = {}
-    rooms: list[int] = []
-    """Keys of `groups`, ascending."""
+    rooms: list[int] = []  # keys of `groups`, ascending
 
     def add(room: int, filled: _Filled, bins: int) -> None:
         if room not in groups:

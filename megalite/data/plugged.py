@@ -13,8 +13,7 @@ from megalite.config.run import RunConfig
 from megalite.data.dataset import SampleSource, require_sample
 from megalite.data.random_draws import KeyedPermutation
 
-_STREAM = 16
-"""Of the first split's order; those of token files have other numbers."""
+_STREAM = 16  # of the first split's order; those of token files have other numbers
 
 
 def open_plugged(config: RunConfig, split: str, tokenizer: Any) -> SampleSource | None:
@@ -47,9 +46,7 @@ def as_source(given: Any, config: RunConfig, split: str) -> SampleSource:
     `input_ids`. It must be a function of its number alone: all ranks, and a run that resumes, read it for themselves, and
     in a thread.
 
-    Raises:
-        ConfigError: it is neither, is empty, or gives other tokens when a sample is read again.
-    """
+    Raises ConfigError: it is neither, is empty, or gives other tokens when a sample is read again."""
     name, number = f"dataset {config.data.dataset}", SPLITS.index(split)
     read: Callable[[int], Any]
     if hasattr(given, "sample"):

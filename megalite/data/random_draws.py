@@ -50,10 +50,7 @@ class KeyedPermutation:
     with arbitrary finite domains", CT-RSA 2002). The random function of a round is splitmix64's finalizer (Steele, Lea
     and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) of the half and the round's 64-bit key.
 
-    Args:
-        count: numbers to permute, at least 1 and below 2^64.
-        seed, index, stream: of the keys, as of `raw_draws`.
-    """
+    `count`: numbers to permute, at least 1 and below 2^64. `seed, index, stream`: of the keys, as of `raw_draws`."""
 
     def __init__(self, count: int, *, seed: int, index: int, stream: int = 0) -> None:
         assert 0 < count <= _WORD, count

@@ -12,7 +12,7 @@ import os
 import urllib.error
 import urllib.request
 from base64 import b64encode
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -42,8 +42,7 @@ class _State:
     """What is at an address now."""
 
     size: int
-    tag: str
-    """Another one once the content is another."""
+    tag: str  # another one once the content is another
 
 
 def shown(address: str) -> str:
@@ -125,27 +124,29 @@ class _Cache:
         origin = [state.size, state.tag, sha256]
         if place.exists() and place.stat().st_size == state.size and _read_note(note) == origin:
             return place
-        try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            part = place.with_name(f".{place.name}.{os.getpid()}")
-            try:
-                digest = self._download(address, state, part)
-                if sha256 is not None and digest != sha256:
-                    raise ConfigError(
-                        f"{shown(address)} is damaged: its sha256 is {digest}, not {sha256}; write it again"
-                    )
-                note.unlink(missing_ok=True)
-                part.replace(place)
-            finally:
-                part.unlink(missing_ok=True)
-            note.write_text(json.dumps(origin))
-        except OSError as error:
-            raise ConfigError(
-                f"{shown(address)} cannot be kept in {place.parent}: {error.strerror}; name another folder with "
-                "--data-cache-path"
-            ) from None
+        with self._kept(shown(address), place) as part:
+            digest = self._download(address, state, part)
+            if sha256 is not None and digest != sha256:
+                raise ConfigError(f"{shown(address)} is damaged: its sha256 is {digest}, not {sha256}; write it again")
+            note.unlink(missing_ok=True)
+        note.write_text(json.dumps(origin))
         self._say(f"fetched {shown(address)} ({state.size:,} bytes) to {place}")
         return place
+
+    @contextlib.contextmanager
+    def _kept(self, name: str, place: Path) -> Iterator[Path]:
+        """Where a file is written that is in its place at the end of the block."""
+        part = place.with_name(f".{place.name}.{os.getpid()}")
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            yield part
+            part.replace(place)
+        except OSError as error:
+            raise ConfigError(
+                f"{name} cannot be kept in {place.parent}: {error.strerror}; name another folder with --data-cache-path"
+            ) from None
+        finally:
+            part.unlink(missing_ok=True)
 
     def _download(self, address: str, state: _State, part: Path) -> str:
         """Its sha256. A connection that breaks is made again from there."""
@@ -189,17 +190,8 @@ class _Cache:
         key = hashlib.sha256(f"{address} {rows._fingerprint}".encode()).hexdigest()[:_NAME_CHARACTERS]
         place = self._folder / key / f"{PurePosixPath(name).name}.jsonl"
         if not place.exists():
-            part = place.with_name(f".{place.name}.{os.getpid()}")
-            try:
-                place.parent.mkdir(parents=True, exist_ok=True)
+            with self._kept(address, place) as part:
                 rows.to_json(part)
-                part.replace(place)
-            except OSError as error:
-                raise ConfigError(
-                    f"{address} cannot be kept in {place.parent}: {error.strerror}; name another folder with --data-cache-path"
-                ) from None
-            finally:
-                part.unlink(missing_ok=True)
             self._say(f"fetched {address} ({len(rows):,} rows) to {place}")
         return place
 

@@ -43,8 +43,7 @@ class _Part:
     """A token file's share in one split."""
 
     weight: float | None
-    settings: dict[str, Any]
-    """Of its dataset."""
+    settings: dict[str, Any]  # of its dataset
 
 
 def open_run_datasets(
@@ -55,14 +54,9 @@ def open_run_datasets(
     The test split is read once, at the end of a run that also validates. 969,30,1 has one by default, so that a short
     one is no reason to stop.
 
-    Args:
-        config: validated, with a length and a vocab_size.
-        tokenizer: of the run; its end of document fills up samples of packed documents.
-        log: called, also later, where indices could not be kept.
-
-    Raises:
-        ConfigError: as `build_datasets`; or a split that the run needs has no documents.
-    """
+    `config`: validated, with a length and a vocab_size. `tokenizer`: of the run; its end of document fills up samples
+    of packed documents. `log`: called, also later, where indices could not be kept. Raises ConfigError: as
+    `build_datasets`; or a split that the run needs has no documents."""
     if config.data.dataset is None:
         datasets, notes = _build_for_run(config, tokenizer, log)
     else:
@@ -163,17 +157,11 @@ def build_datasets(
     Datasets without weights are mixed in proportion to their tokens. A split that is not named in `splits` is not made,
     so that a test split that is too short and never read does no harm.
 
-    Args:
-        pad_token: what fills up samples of packed documents.
-        tokenizer: of the run, if it has one: token files that record another are refused.
-        num_samples: samples that the run asks of each split; Megatron's order depends on them, ours does not.
-        log: called where indices could not be kept.
-        small_bytes: indices below this are made in memory.
-
-    Raises:
-        ConfigError: no data, a path that does not exist, a damaged file, a token id not below vocab_size, a split
-            with fewer than seq_length + 1 tokens.
-    """
+    `pad_token`: what fills up samples of packed documents. `tokenizer`: of the run, if it has one: token files that
+    record another are refused. `num_samples`: samples that the run asks of each split; Megatron's order depends on
+    them, ours does not. `log`: called where indices could not be kept. `small_bytes`: indices below this are made in
+    memory. Raises ConfigError: no data, a path that does not exist, a damaged file, a token id not below vocab_size, a
+    split with fewer than seq_length + 1 tokens."""
     assert set(splits) <= set(SPLITS), splits
     per_split = {"train": data.train_data_path, "valid": data.valid_data_path, "test": data.test_data_path}
     assert data.mock_data or any((data.data_path, *per_split.values())), "validate refuses a run without data"
@@ -227,11 +215,8 @@ def _blend(
 
 
 def weighted_prefixes(entries: Sequence[str]) -> list[tuple[float | None, str]]:
-    """`parse_data_path`, unless there is a token file that a weight may be the name of.
-
-    Raises:
-        ConfigError: as `parse_data_path`; `2023 2024` where 2023 is a token file; words of one path with spaces.
-    """
+    """`parse_data_path`, unless there is a token file that a weight may be the name of. Raises ConfigError: as
+    `parse_data_path`; `2023 2024` where 2023 is a token file; words of one path with spaces."""
     parsed = parse_data_path(entries)
     joined = " ".join(entries)
     if len(entries) > 1 and _is_dataset(joined) and not any(_is_dataset(prefix) for _, prefix in parsed):

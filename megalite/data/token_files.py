@@ -37,8 +37,7 @@ FORMAT = 1
 _LIMIT = 64 << 20
 _SHA256 = re.compile("[0-9a-f]{64}")
 
-SAMPLED_BYTES = 64 << 20
-"""Of a token file are looked at for ids outside the vocabulary when it is opened."""
+SAMPLED_BYTES = 64 << 20  # of a token file are looked at for ids outside the vocabulary when it is opened
 _BLOCK_BYTES = 1 << 20
 
 
@@ -52,11 +51,8 @@ def encode_side_file(facts: Mapping[str, Any]) -> bytes:
 
 
 def read_side_file(prefix: str | Path) -> dict[str, Any] | None:
-    """The facts in `<prefix>.json`, or None if there is none, or one of another program.
-
-    Raises:
-        ConfigError: it is ours and damaged, of a newer version, or cannot be read; names the file and what is wrong.
-    """
+    """The facts in `<prefix>.json`, or None if there is none, or one of another program. Raises ConfigError: it is ours
+    and damaged, of a newer version, or cannot be read; names the file and what is wrong."""
     return _read_side_file(side_file_path(prefix))[0]
 
 
@@ -121,11 +117,8 @@ def _side_fault(facts: dict[str, Any]) -> str | None:
 
 
 class TokenFiles:
-    """Opens and checks each token file once, for all splits that read it.
-
-    Args:
-        tokenizer: of the run, if it has one: token files that record another are refused.
-    """
+    """Opens and checks each token file once, for all splits that read it. `tokenizer`: of the run, if it has one: token
+    files that record another are refused."""
 
     def __init__(self, vocab_size: int, tokenizer: Tokenizer | None = None) -> None:
         self.vocab_size = vocab_size
@@ -133,11 +126,8 @@ class TokenFiles:
         self._open: dict[str, IndexedDataset] = {}
 
     def open(self, prefix: str) -> IndexedDataset:
-        """The token file `prefix`.bin with its .idx.
-
-        Raises:
-            ConfigError: it is missing, is damaged, or holds a token id outside the vocabulary.
-        """
+        """The token file `prefix`.bin with its .idx. Raises ConfigError: it is missing, is damaged, or holds a token id
+        outside the vocabulary."""
         if prefix not in self._open:
             _check_exists(prefix)
             indexed = IndexedDataset(prefix)
@@ -153,10 +143,7 @@ class TokenFiles:
 
     def open_mask(self, prefix: str) -> IndexedDataset:
         """What says which tokens of `prefix` are the model's to say: `name_mask_document` beside `name_document`.
-
-        Raises:
-            ConfigError: there is none, or it is not in step with the tokens.
-        """
+        Raises ConfigError: there is none, or it is not in step with the tokens."""
         place = mask_prefix(prefix)
         if not (_exists(f"{place}.bin") and _exists(f"{place}.idx")):
             raise ConfigError(
@@ -175,11 +162,8 @@ def mask_prefix(prefix: str) -> str:
 
 
 def require_recorded_tokenizer(prefix: str, tokenizer: Tokenizer) -> None:
-    """The tokenizer must be the one that the side file names, if there is a sound one that does.
-
-    Raises:
-        ConfigError: it is another; names both.
-    """
+    """The tokenizer must be the one that the side file names, if there is a sound one that does. Raises ConfigError: it
+    is another; names both."""
     try:
         recorded = (read_side_file(prefix) or {}).get("tokenizer")
     except ConfigError:

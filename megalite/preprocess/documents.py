@@ -77,7 +77,7 @@ def read_piece(
     """Documents of a piece that was cut with the same keys and limits. Blank lines are not documents, and not bad.
     `parse`: what a line of JSON is, under each key; default: the texts under the keys (`parse_line`)."""
     if piece.form == "rows":
-        return _read_rows(piece, limits)
+        return _read_rows(piece, keys, limits)
     content, is_whole = piece.content, len(piece.content) == piece.stop - piece.start
     if piece.start == 0:
         content = content.removeprefix(_UTF8_MARK)
@@ -143,20 +143,18 @@ def _read_paragraphs(content: bytes, is_whole: bool, dropped_lines: int, limits:
     return found
 
 
-def _read_rows(piece: Piece, limits: Limits) -> PieceTexts:
-    found = PieceTexts(piece.stop - piece.start, [[] for _ in piece.columns])
-    nulls = set().union(*(column.nulls for column in piece.columns))
-    ends = [column.offsets.tolist() for column in piece.columns]
-    for row in range(found.lines):
+def _read_rows(piece: Piece, keys: Sequence[str], limits: Limits) -> PieceTexts:
+    found = PieceTexts(len(piece.rows), [[] for _ in keys])
+    for number, row in enumerate(piece.rows):
         try:
-            if row in nulls:
+            raw = [text for text in row if text is not None]
+            if len(raw) < len(row):
                 raise BadDocument("wrong type", "null instead of a text")
-            raw = [column.data[end[row] : end[row + 1]] for column, end in zip(piece.columns, ends, strict=True)]
             if any(len(text) > limits.max_document_bytes for text in raw):
                 raise _too_long(limits)
-            found.add(row, [plain_text(text) for text in raw])
+            found.add(number, [plain_text(text) for text in raw])
         except BadDocument as error:
-            found.refuse(row, error)
+            found.refuse(number, error)
     return found
 
 

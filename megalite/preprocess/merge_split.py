@@ -1,25 +1,83 @@
-"""Datasets merged end to end, and a dataset split into several: whole documents, in order."""
+"""Datasets merged end to end, and a dataset split into several: whole documents, in order, with their sequences."""
 
+import hashlib
+import os
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from megalite.checkpoint.files import free_bytes, write_durably
 from megalite.config.data import SPLITS
 from megalite.config.errors import ConfigError
-from megalite.data.indexed_dataset import TOKEN_DTYPES, IndexedDataset
-from megalite.data.sources import split_documents
-from megalite.data.token_files import SUFFIXES, read_side_file, side_digests
-from megalite.preprocess.copying import Part, SideFile, Written, first_token, refuse_existing, write_parts
-from megalite.preprocess.output import LISTED_INPUTS
+from megalite.data.dataset import split_documents
+from megalite.data.indexed_dataset import (
+    BLOCK,
+    TOKEN_DTYPES,
+    IndexedDataset,
+    first_token,
+    lengths_in_blocks,
+    token_blocks,
+)
+from megalite.data.indexed_writer import new_files, require_fit, write_index
+from megalite.data.token_files import encode_side_file, read_side_file, side_digests
+from megalite.preprocess.output import LISTED_INPUTS, DatasetStatistics, make_folder, refuse_existing
 
 _KEPT_IF_EQUAL = ("key", "keys", "append_eod")
 _OF_ONE_JOB = ("bad_lines", "inputs")
 Side = dict[str, Any]  # the facts of a side file
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive whole documents of a dataset. It keeps no file open: a thousand datasets can be merged."""
+
+    prefix: str
+    dtype: np.dtype
+    documents: range
+    sequences: range
+    tokens: range
+
+    @classmethod
+    def of(cls, dataset: IndexedDataset, documents: range | None = None) -> "Part":
+        documents = range(dataset.num_documents) if documents is None else documents
+        start, stop = documents.start, documents.stop
+        indices = dataset.document_indices
+        return cls(
+            dataset.prefix,
+            dataset.dtype,
+            documents,
+            range(int(indices[start]), int(indices[stop])),
+            range(first_token(dataset, start), first_token(dataset, stop)),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.tokens) * self.dtype.itemsize
+
+    def open(self) -> IndexedDataset:
+        """The dataset. Raises ConfigError: it is no longer what it was."""
+        dataset = IndexedDataset(self.prefix)
+        if dataset.num_documents < self.documents.stop or Part.of(dataset, self.documents) != self:
+            raise ConfigError(f"{self.prefix} changed while it was read; try again when nothing writes to it")
+        return dataset
+
+
+@dataclass(frozen=True)
+class Written:
+    prefix: str
+    documents: int
+    sequences: int
+    tokens: int
+    dtype: np.dtype
+    statistics: DatasetStatistics | None  # of its tokens and documents; None if there is no side file
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)  # if there is one: what it says of .bin and .idx
 
 
 def merge(
@@ -44,14 +102,20 @@ def merge(
     parts = [Part.of(IndexedDataset(prefix)) for prefix in prefixes]
     known = {prefix: side for prefix, side in zip(prefixes, sides, strict=True) if side is not None}
     vocab_size = _vocab_size_of(sides)
-    return write_parts(
-        output,
-        parts,
-        dtype=_common_dtype(parts) if dtype is None else np.dtype(dtype).newbyteorder("<"),
-        side_file=SideFile(vocab_size, partial(_merged_side, list(known.values()))) if vocab_size else None,
-        digests={prefix: side_digests(side) for prefix, side in known.items()},
-        on_bytes=on_bytes,
-    )
+    make_folder(output)
+    with new_files([output]) as folder:
+        written = _write_parts(
+            folder / "0",
+            output,
+            parts,
+            dtype=_common_dtype(parts) if dtype is None else np.dtype(dtype).newbyteorder("<"),
+            vocab_size=vocab_size,
+            digests={prefix: side_digests(side) for prefix, side in known.items()},
+            on_bytes=on_bytes,
+        )
+        if vocab_size:
+            write_durably(folder / "0.json", encode_side_file(_merged_side(list(known.values()), written)))
+    return written
 
 
 def _common_dtype(parts: Sequence[Part]) -> np.dtype:
@@ -77,19 +141,15 @@ def split_dataset(
     side = read_side_file(prefix)
     dataset = IndexedDataset(prefix)
     vocab_size = _vocab_size_of([side])
-    begun: list[str] = []
     done: list[Written] = []
-    try:
-        for output, documents in outputs:
-            part = Part.of(dataset, documents)
-            side_file = SideFile(vocab_size, partial(_part_side, side, part)) if side and vocab_size else None
-            begun.append(output)
-            done.append(write_parts(output, [part], dtype=part.dtype, side_file=side_file, on_bytes=on_bytes))
-    except BaseException:
-        for output in begun:
-            for suffix in SUFFIXES:
-                Path(f"{output}{suffix}").unlink(missing_ok=True)
-        raise
+    make_folder(outputs[0][0])
+    with new_files([output for output, _ in outputs]) as folder:
+        for number, (output, documents) in enumerate(outputs):
+            part, stem = Part.of(dataset, documents), folder / str(number)
+            written = _write_parts(stem, output, [part], dtype=part.dtype, vocab_size=vocab_size, on_bytes=on_bytes)
+            if side and vocab_size:
+                write_durably(stem.with_suffix(".json"), encode_side_file(_part_side(side, part, written)))
+            done.append(written)
     return done
 
 
@@ -132,6 +192,121 @@ def _ranges(stops: Sequence[int], documents: int) -> list[range]:
     last = max(i for i in range(1, 4) if i == 1 or borders[i] > borders[i - 1])
     borders[last:] = [documents] * (4 - last)
     return [range(start, stop) for start, stop in pairwise(borders)]
+
+
+def _write_parts(
+    stem: Path,
+    prefix: str,
+    parts: Sequence[Part],
+    *,
+    dtype: np.dtype,
+    vocab_size: int | None,
+    digests: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
+    on_bytes: Callable[[int], None],
+) -> Written:
+    """Write `stem.bin` and `.idx` for `prefix`: the documents of all parts, in order. Memory does not grow with the files.
+
+    `dtype`: type of the new dataset's tokens; ids of another type are converted. `vocab_size`: if there is to be a side
+    file: every id is below it; ids are counted and the files hashed. `digests`: sha256 by prefix and suffix, of datasets
+    that are copied as a whole: they are compared on the way. `on_bytes`: called with the number of bytes of .bin files
+    just read. Raises ConfigError: an id does not fit; the disk has not enough room; a dataset is damaged, or not what
+    `digests` says."""
+    written = Written(
+        prefix,
+        sum(len(part.documents) for part in parts),
+        sum(len(part.sequences) for part in parts),
+        sum(len(part.tokens) for part in parts),
+        dtype,
+        None if vocab_size is None else DatasetStatistics(vocab_size),
+    )
+    needed = written.tokens * dtype.itemsize + 12 * written.sequences + 8 * written.documents
+    folder = Path(f"{prefix}.bin").parent
+    free = free_bytes(folder)
+    if free is not None and free < needed:
+        raise ConfigError(f"{folder} has {free} bytes free, {needed} are needed for {prefix}; use another disk")
+    sha256 = _copy_tokens(stem.with_suffix(".bin"), parts, written, vocab_size, digests, on_bytes)
+    length, index_sha256 = _write_index(stem.with_suffix(".idx"), parts, written)
+    if vocab_size is not None:
+        written.files[".bin"] = {"bytes": written.tokens * dtype.itemsize, "sha256": sha256}
+        written.files[".idx"] = {"bytes": length, "sha256": index_sha256}
+    return written
+
+
+def _copy_tokens(
+    path: Path,
+    parts: Sequence[Part],
+    written: Written,
+    vocab_size: int | None,
+    digests: Mapping[str, Mapping[str, str]],
+    on_bytes: Callable[[int], None],
+) -> str:
+    """Write .bin and put it on the disk; returns its sha256, if there is to be a side file."""
+    sha256 = hashlib.sha256()
+    with path.open("xb") as file:
+        for part in parts:
+            dataset, expected, seen = part.open(), digests.get(part.prefix, {}), hashlib.sha256()
+            if ".idx" in expected:
+                with dataset.idx_path.open("rb") as index:
+                    found = hashlib.file_digest(index, "sha256").hexdigest()
+                _compare(dataset.idx_path, found, expected[".idx"])
+            for _, tokens in token_blocks(dataset, part.tokens):
+                if ".bin" in expected:
+                    seen.update(tokens.data)
+                if written.dtype != dataset.dtype:
+                    require_fit(str(dataset.bin_path), tokens, written.dtype, f"give --dtype {dataset.dtype.name}")
+                stored = tokens.astype(written.dtype, copy=False)
+                if vocab_size is not None and written.statistics is not None:
+                    _check_ids(dataset, stored, vocab_size)
+                    written.statistics.add_tokens(stored)
+                    sha256.update(stored.data)
+                file.write(stored.data)
+                on_bytes(tokens.nbytes)
+            if ".bin" in expected:
+                _compare(dataset.bin_path, seen.hexdigest(), expected[".bin"])
+            if written.statistics is not None:
+                for lengths in lengths_in_blocks(dataset, part.documents):
+                    written.statistics.add_lengths(lengths)
+        file.flush()
+        os.fsync(file.fileno())
+    return sha256.hexdigest()
+
+
+def _write_index(path: Path, parts: Sequence[Part], written: Written) -> tuple[int, str]:
+    def sizes() -> Iterator[NDArray]:
+        for part in parts:
+            dataset = part.open()
+            for first in range(part.sequences.start, part.sequences.stop, BLOCK):
+                yield dataset.sizes[first : min(first + BLOCK, part.sequences.stop)]
+
+    def ends() -> Iterator[NDArray]:
+        before = 0
+        for part in parts:
+            dataset = part.open()
+            for first in range(part.documents.start + 1, part.documents.stop + 1, BLOCK):
+                indices = dataset.document_indices[first : min(first + BLOCK, part.documents.stop + 1)]
+                yield indices + (before - part.sequences.start)
+            before += len(part.sequences)
+
+    return write_index(
+        path,
+        written.dtype,
+        sequences=written.sequences,
+        documents=written.documents,
+        tokens=written.tokens,
+        sizes=sizes,
+        ends=ends,
+    )
+
+
+def _compare(path: Path, found: str, expected: str) -> None:
+    if found != expected:
+        raise ConfigError(f"{path} is damaged: sha256 is {found[:16]}..., expected {expected[:16]}...; copy it again")
+
+
+def _check_ids(dataset: IndexedDataset, tokens: NDArray, vocab_size: int) -> None:
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= vocab_size:
+        raise ConfigError(f"{dataset.bin_path}: token id {low if low < 0 else high}, expected 0 to {vocab_size - 1}")
 
 
 def _tokenizer(side: Side | None) -> Side | None:

@@ -1,6 +1,7 @@
 """From a piece of input to the growing files of an output: tokens, counts, statistics and the side file."""
 
 import os
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +13,11 @@ from numpy.typing import NDArray
 from megalite.config.errors import ConfigError
 from megalite.data.indexed_dataset import token_dtype
 from megalite.data.indexed_writer import LENGTH, TokenCounts, TokenStream
+from megalite.data.token_files import SUFFIXES
 from megalite.preprocess.documents import PieceTexts, read_piece
 from megalite.preprocess.inputs import Input, find_inputs
-from megalite.preprocess.job import MASK_KEY, MAX_FAULTS, PreprocessJob, Progress, require_tokenizer
+from megalite.preprocess.job import MASK_KEY, MAX_FAULTS, PreprocessJob, Progress, job_inputs, require_tokenizer
 from megalite.preprocess.pieces import Piece
-from megalite.preprocess.shards import job_inputs
 from megalite.tokenizers.base import Tokenizer
 
 LISTED_INPUTS = 1000  # a side file does not list more
@@ -30,6 +31,7 @@ class TokenizedPiece:
     """The good documents of a piece, and what was left out."""
 
     lines: int  # lines of the piece, bad and blank ones included
+    first_line: int | None  # within the piece, of the first good document
     tokens: list[NDArray]  # for each key those of all documents, joined, in the stored type
     lengths: list[NDArray[np.int64]]  # for each key the tokens of each document `[documents]`
     bad: dict[str, int]  # lines left out, by kind
@@ -58,6 +60,7 @@ class PieceTokenizer:
         joined = [self._join([ids[i] for i in good]) for ids in encoded]
         return TokenizedPiece(
             lines=read.lines,
+            first_line=read.at[good[0]] if good else None,
             tokens=[tokens for tokens, _ in joined],
             lengths=[lengths for _, lengths in joined],
             bad=kinds,
@@ -181,43 +184,32 @@ class OutputState(NamedTuple):
         return cls(counts.documents, counts.tokens, *digests)
 
 
-class Output:
+class Output(TokenStream):
     """The growing files of one key in the folder of an unfinished run. `counts, statistics`: of what the files hold and
-    is to be kept; what is beyond that is cut off. `name`: what errors call it."""
+    is to be kept; what is beyond that is cut off."""
 
-    def __init__(
-        self, folder: Path, number: int, counts: TokenCounts, statistics: DatasetStatistics, *, name: str
-    ) -> None:
-        self.folder, self.number, self.counts, self.statistics = folder, number, counts, statistics
+    def __init__(self, stem: Path, counts: TokenCounts, statistics: DatasetStatistics, *, name: str) -> None:
+        self.statistics = statistics
         kept = {".bin": counts.tokens * counts.dtype.itemsize, ".lengths": counts.documents * LENGTH.itemsize}
         for suffix, size in kept.items():
-            if self.path(suffix).exists():
-                os.truncate(self.path(suffix), size)
-        self._stream = TokenStream(self.path(".bin"), self.path(".lengths"), counts, name=name)
+            if stem.with_suffix(suffix).exists():
+                os.truncate(stem.with_suffix(suffix), size)
+        super().__init__(stem, counts, name=name)
 
-    def path(self, suffix: str) -> Path:
-        return self.folder / f"{self.number}{suffix}"
-
-    def append(self, tokens: NDArray, lengths: NDArray[np.int64]) -> None:
-        """Add documents; tokens `[sum(lengths)]`."""
-        self._stream.append(tokens, lengths)
+    def append(self, tokens: NDArray, lengths: Sequence[int] | NDArray) -> None:
+        super().append(tokens, lengths)
         self.statistics.add_tokens(tokens)
-        self.statistics.add_lengths(lengths)
+        self.statistics.add_lengths(np.asarray(lengths))
 
     def state(self) -> OutputState:
         """What the files hold once `sync` has returned; hands everything to the system."""
-        self._stream.flush()
+        self.flush()
         return OutputState.of(self.counts)
-
-    def sync(self) -> None:
-        self._stream.sync()
-
-    def close(self) -> None:
-        self._stream.close()
 
     def side_facts(
         self,
         job: PreprocessJob,
+        key: str,
         inputs: Sequence[Input],
         tokenizer: Tokenizer,
         progress: Progress,
@@ -228,7 +220,7 @@ class Output:
             "documents": self.counts.documents,
             "tokens": self.counts.tokens,
             "dtype": self.counts.dtype.name,
-            "key": job.json_keys[self.number],
+            "key": key,
             "keys": list(job.json_keys),
             "append_eod": job.append_eod,
             "bad_lines": dict(sorted(progress.bad.items())),
@@ -243,7 +235,7 @@ class Output:
             **({"shard": job_inputs(job)[1]} if job.shard else {}),
             "document_lengths": self.statistics.lengths(),
             "token_histogram": self.statistics.histogram(
-                lambda i: "" if job.json_keys[self.number] == MASK_KEY else tokenizer.decode([i]),
+                lambda i: "" if key == MASK_KEY else tokenizer.decode([i]),
                 _MOST_COMMON_OF_A_SHARD if job.shard else _MOST_COMMON,
             ),
         }
@@ -266,3 +258,33 @@ def _input_facts(inputs: Sequence[Input], everything: Sequence[Input]) -> dict[s
             for item in inputs
         ]
     return facts
+
+
+def check_output_prefix(prefix: str | Path, *, example: str) -> None:
+    """A prefix ends in a name: files of `folder/` would be hidden ones. Raises ConfigError: it does not; shows a prefix
+    that ends in `example`."""
+    if not Path(prefix).name or str(prefix).endswith(("/", "/.", "/..")):
+        raise ConfigError(f"output_prefix {prefix} has no name; give one such as {Path(prefix) / example}")
+
+
+def refuse_existing(prefixes: Sequence[str]) -> None:
+    """Raise a ConfigError if a new dataset would replace a file, or has no name."""
+    for prefix in prefixes:
+        check_output_prefix(prefix, example="whole")
+        for suffix in SUFFIXES:
+            if Path(f"{prefix}{suffix}").exists():
+                raise ConfigError(f"{prefix}{suffix} exists; give another --output-prefix or move it away")
+
+
+def make_folder(prefix: str | Path) -> Path:
+    """The folder of the files of a prefix, made if need be; a file can be written there. Raises ConfigError: none can;
+    names the prefix, the folder and the reason."""
+    folder = Path(f"{prefix}.new").parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Asking for permission is not enough: the superuser has it on a read-only disk, too.
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"output_prefix {prefix}: cannot write to {folder}: {error.strerror}") from None
+    return folder

@@ -4,7 +4,6 @@ Where a piece ends depends on the (decompressed) content and on piece_bytes alon
 """
 
 import hashlib
-import io
 import os
 import re
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -14,8 +13,9 @@ from threading import Event
 from typing import BinaryIO, Literal, cast
 
 from megalite.config.errors import ConfigError
+from megalite.config.reading import Span
 from megalite.preprocess.inputs import STDIN, Input, open_regular, stdin_number
-from megalite.preprocess.streams import Blocks, Column, changed, cut_parquet, file_blocks, pipe_blocks, read_ahead
+from megalite.preprocess.streams import Blocks, Row, changed, cut_parquet, file_blocks, pipe_blocks, read_ahead
 
 TextDocuments = Literal["file", "line", "paragraph"]
 Form = Literal["json", "line", "paragraph", "file", "rows"]
@@ -66,14 +66,16 @@ class Piece:
     stop: int
     content: bytes = b""  # its bytes; fewer than stop - start if its last document is too long
     dropped_lines: int = 0  # line ends in the bytes that are not in `content`
-    columns: tuple[Column, ...] = ()  # the rows of a parquet file, a column for each key
+    rows: tuple[Row, ...] = ()  # of a parquet file, a text for each key
     disk_bytes: int = 0  # how much of the file on disk has been read when the piece ends
     digest: str = ""  # for standard input: sha256 of it from its beginning to `stop`
 
     @property
     def num_bytes(self) -> int:
         """Bytes of (decompressed) content; for parquet, bytes of the texts."""
-        return sum(len(column.data) for column in self.columns) if self.form == "rows" else self.stop - self.start
+        if self.form != "rows":
+            return self.stop - self.start
+        return sum(len(text or b"") for row in self.rows for text in row)
 
     def after(self, lines: int, before: Place | None = None) -> Place:
         """The place where it ends, if it has `lines` lines and `before` is where it began."""
@@ -85,13 +87,11 @@ def cut(
     inputs: Sequence[Input], *, keys: Sequence[str], limits: Limits, after: Place | None = None
 ) -> Generator[Piece, None, None]:
     """All pieces, in the order of the inputs, read by a thread a few pieces ahead; with `after`, those from that place
-    on. Raises ConfigError: keys or limits do not fit the inputs; an input is missing, damaged or has changed."""
+    on. Raises ConfigError: the keys do not fit the inputs; an input is missing, damaged or has changed."""
     check_keys(keys)
     plain = next((item for item in inputs if item.kind == "text"), None)
     if plain and len(keys) > 1:
         raise ConfigError(f"json_keys {' '.join(keys)!r}: {plain.path} is plain text without keys; give one key")
-    if limits.max_document_bytes < 1 or limits.piece_bytes < 1:
-        raise ConfigError(f"max_document_bytes and piece_bytes must be at least 1, as in {Limits()}; they are {limits}")
     assert after is None or (0 <= after.source < len(inputs) and after.offset >= 0), after
 
     def pieces(stop: Event) -> Iterator[Piece]:
@@ -121,13 +121,15 @@ def _cut_input(item: Input, keys: Sequence[str], limits: Limits, place: Place, s
         _check_size(item, file)
         if form == "rows":
             rows = cut_parquet(item.path, item.size, keys, limits.piece_bytes, place.offset, stop)
-            for start, end, columns, disk_bytes in rows:
-                yield make(start=start, stop=end, columns=columns, disk_bytes=disk_bytes)
+            start = place.offset
+            for end, texts, disk_bytes in rows:
+                yield make(start=start, stop=end, rows=texts, disk_bytes=disk_bytes)
+                start = end
         elif form == "file" and item.compression is None and item.size > limits.max_document_bytes:
             if not place.offset:
                 yield make(start=0, stop=item.size, disk_bytes=item.size)
         else:
-            plain = file if item.stop is None else cast(BinaryIO, _Window(file, item.stop))
+            plain = file if item.stop is None else cast(BinaryIO, Span(file, 0, item.stop))
             stream = _Stream(
                 item.path, file_blocks(item.path, plain, item.compression, stop), limits, make, hashed=False
             )
@@ -139,23 +141,6 @@ def _check_size(item: Input, file: BinaryIO) -> None:
     size = os.fstat(file.fileno()).st_size
     if size != item.size:
         raise changed(item.path, f"it had {item.size} bytes and now has {size}")
-
-
-class _Window(io.RawIOBase):
-    """A file that ends early."""
-
-    def __init__(self, file: BinaryIO, stop: int) -> None:
-        self._file, self._stop = file, stop
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(self._stop - self._file.tell(), 0)
-        return self._file.read(left if size < 0 else min(size, left))
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()
 
 
 class _Stream:

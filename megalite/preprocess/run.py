@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import hashlib
 import itertools
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -15,10 +14,10 @@ from typing import Any
 from megalite.checkpoint.files import sync_folder, write_durably
 from megalite.config.errors import ConfigError
 from megalite.config.registry import Registry
-from megalite.data.indexed_writer import write_lengths_index
+from megalite.data.indexed_dataset import token_dtype
+from megalite.data.indexed_writer import TokenCounts, move_into_place
 from megalite.data.token_files import SUFFIXES, encode_side_file
 from megalite.preprocess import resume
-from megalite.preprocess.documents import NoTemplate, read_piece
 from megalite.preprocess.inputs import Input
 from megalite.preprocess.job import (
     MAX_FAULTS,
@@ -26,24 +25,21 @@ from megalite.preprocess.job import (
     Progress,
     check_settings,
     check_target,
+    job_inputs,
     require_free,
     require_tokenizer,
 )
-from megalite.preprocess.output import Output, PieceTokenizer, TokenizedPiece
+from megalite.preprocess.output import DatasetStatistics, Output, PieceTokenizer, TokenizedPiece
 from megalite.preprocess.pieces import Piece, Place, cut
-from megalite.preprocess.shards import job_inputs
 from megalite.preprocess.workers import WorkerPool
 from megalite.tokenizers.base import Tokenizer
 
 _OF_EXAMPLES: Registry[Any] = Registry(
     "part",
-    {
-        "tokenizer": "megalite.preprocess.sft:ExampleTokenizer",
-        "encoder": "megalite.preprocess.sft:ExampleEncoder",
-        "parse": "megalite.preprocess.sft:parse_example",
-    },
+    {"tokenizer": "megalite.preprocess.sft:ExampleTokenizer", "encoder": "megalite.preprocess.sft:ExampleEncoder"},
 )
 """Imported for jobs of examples to fine-tune on."""
+_JOB_FORMAT = 1
 _FEW_PIECES = 8  # fewer are not worth the start of a worker
 _FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _SEARCHED_PIECES, _SEARCHED_BYTES = 100, 1 << 14  # of the input, for the first document of a plan
@@ -54,8 +50,8 @@ class Plan:
     inputs: list[Input]
     tokenizer: Tokenizer
     place: str = ""  # `file:line` of the first document; empty if none begins the input, or it is stdin
-    text: str = ""  # under the first key
-    ids: Sequence[int] = ()  # with the end-of-document token, if the job appends it
+    text: str = ""  # what its tokens say
+    ids: Sequence[int] = ()  # under the first key, with the end-of-document token if the job appends it
 
 
 def plan(job: PreprocessJob) -> Plan:
@@ -64,38 +60,44 @@ def plan(job: PreprocessJob) -> Plan:
     check_settings(job)
     inputs, _ = job_inputs(job)
     check_target(job, inputs)
-    unfinished = resume.read_journal(job.unfinished / resume.JOURNAL)
-    if unfinished is None or not unfinished.marks:
+    if resume.State.read(job.unfinished / resume.STATE) is None:
         require_free(job)
     tokenizer = require_tokenizer(job)
     files = [item for item in inputs if item.size is not None]
-    limits = replace(job.limits, piece_bytes=_SEARCHED_BYTES)
-    before = None
-    encode = _OF_EXAMPLES.get("encoder")(tokenizer) if job.sft else None
-    parse = _OF_EXAMPLES.get("parse") if job.sft else None
-    with closing(cut(files, keys=job.json_keys, limits=limits)) as pieces:
+    job = replace(job, piece_bytes=_SEARCHED_BYTES)
+    tokenize, before = _piece_tokenizer(job)(job, tokenizer), None
+    with closing(cut(files, keys=job.json_keys, limits=job.limits)) as pieces:
         for piece in itertools.islice(pieces, _SEARCHED_PIECES):
-            read = read_piece(piece, ("example",) if job.sft else job.json_keys, limits, parse)
-            for line, text in zip(read.at, read.texts[0], strict=True):
-                try:
-                    ids = list(tokenizer.encode(text) if encode is None else encode(text)[0])
-                except NoTemplate:
-                    raise
-                except ValueError:  # a bad document
-                    continue
-                if ids:
-                    text = text if encode is None else tokenizer.decode(ids)
-                    ids += [tokenizer.eod] if job.append_eod and encode is None else []
-                    place = f"{piece.path}:{piece.after(line + 1, before).lines}"
-                    return Plan(inputs, tokenizer, place, text, ids)
-            before = piece.after(read.lines, before)
+            found = tokenize(piece)
+            if found.first_line is not None:
+                ids = found.tokens[0][: int(found.lengths[0][0])].tolist()
+                text = tokenizer.decode(ids[:-1] if job.append_eod else ids)
+                place = f"{piece.path}:{piece.after(found.first_line + 1, before).lines}"
+                return Plan(inputs, tokenizer, place, text, ids)
+            before = piece.after(found.lines, before)
     return Plan(inputs, tokenizer)
+
+
+def _piece_tokenizer(job: PreprocessJob) -> type[PieceTokenizer]:
+    return _OF_EXAMPLES.get("tokenizer") if job.sft else PieceTokenizer
 
 
 def job_facts(job: PreprocessJob, tokenizer: Tokenizer) -> dict[str, Any]:
     """All that the output depends on, except the inputs."""
-    facts = resume.job_facts(job, tokenizer) | ({"shard": list(job.shard)} if job.shard else {})
-    return facts | {"chat template": _OF_EXAMPLES.get("encoder")(tokenizer).fingerprint} if job.sft else facts
+    return {
+        "format": _JOB_FORMAT,
+        "json keys": list(job.json_keys),
+        "append_eod": job.append_eod,
+        "tokenizer": tokenizer.name,
+        "tokenizer's sha256": tokenizer.fingerprint(),
+        "vocabulary": tokenizer.vocab_size,
+        "end of document": tokenizer.eod,
+        "token type": token_dtype(tokenizer.vocab_size).name,
+        "max_document_bytes": job.max_document_bytes,
+        "text_documents": job.text_documents,
+        **({"shard": list(job.shard)} if job.shard else {}),
+        **({"chat template": _OF_EXAMPLES.get("encoder")(tokenizer).fingerprint} if job.sft else {}),
+    }
 
 
 def preprocess(job: PreprocessJob, on_progress: Callable[[Progress], None] = lambda progress: None) -> Progress:
@@ -120,18 +122,19 @@ def preprocess(job: PreprocessJob, on_progress: Callable[[Progress], None] = lam
     facts = job_facts(job, tokenizer)
     folder = resume.UnfinishedFolder(job.unfinished)
     try:
-        mark = resume.complete_output(folder, job, facts, stamps)
-        if mark is None:
-            beginning = resume.begin(folder, job, facts, stamps)
-            progress = _Run(job, inputs, stamps, tokenizer, folder, beginning).run(on_progress)
-        else:
-            progress = _progress_at(mark, inputs, list(mark.faults))
-            progress.notice = "an earlier run had done all of it and only had to rename its files"
+        left = None if job.restart else resume.State.read(folder.state)
+        kept = None
+        if left is not None:
+            resume.require_same(folder.path, left, facts, stamps)
+            kept = resume.take_back(folder.path, job, left.outputs, tokenizer.vocab_size)
+        if kept is None:
             try:
-                resume.move_into_place(folder.path, job.prefixes)
-            except BaseException as error:
-                error.add_note(_kept_note(progress.documents, folder))
+                require_free(job)
+            except ConfigError:
+                if left is None:
+                    folder.remove()
                 raise
+        progress = _Run(job, inputs, stamps, tokenizer, folder, facts, left, kept).run(on_progress)
         folder.remove()
     finally:
         folder.close()
@@ -141,7 +144,8 @@ def preprocess(job: PreprocessJob, on_progress: Callable[[Progress], None] = lam
 
 
 class _Run:
-    """Takes tokenized pieces in order, appends them to the outputs and saves them from time to time."""
+    """Takes tokenized pieces in order, appends them to the outputs and saves them from time to time. `left`: the state of
+    an earlier run of the same job, which is resumed where `kept` is what its files hold."""
 
     def __init__(
         self,
@@ -150,35 +154,40 @@ class _Run:
         stamps: list[resume.Stamp],
         tokenizer: Tokenizer,
         folder: resume.UnfinishedFolder,
-        beginning: resume.Beginning,
+        facts: resume.Facts,
+        left: resume.State | None,
+        kept: list[tuple[TokenCounts, DatasetStatistics]] | None,
     ) -> None:
-        self._job, self._inputs, self._stamps = job, inputs, stamps
-        self._tokenizer, self._folder, self._journal = tokenizer, folder, beginning.journal
+        self._job, self._inputs, self._stamps, self._facts = job, inputs, stamps, facts
+        self._tokenizer, self._folder, size = tokenizer, folder, tokenizer.vocab_size
+        notice = "" if left is None else f"what an earlier run left in {folder.path} is damaged and is done again"
+        if kept is None:
+            left = None
+            folder.clear()
+            kept = [(TokenCounts(token_dtype(size)), DatasetStatistics(size)) for _ in job.json_keys]
+        elif left is not None:
+            notice = f"resuming after {left.outputs[0].documents:,} documents that an earlier run has done"
         self._outputs = [
-            Output(folder.path, number, kept.counts, kept.statistics, name=prefix)
-            for number, (prefix, kept) in enumerate(zip(job.prefixes, beginning.kept, strict=True))
+            Output(folder.path / str(number), counts, statistics, name=prefix)
+            for number, (prefix, (counts, statistics)) in enumerate(zip(job.prefixes, kept, strict=True))
         ]
-        mark = beginning.mark
-        self._place: Place | None = mark.place if mark else None
+        self._place: Place | None = left.place if left else None
         self._disk_before = [0, *itertools.accumulate(item.amount or 0 for item in inputs)]
-        self.progress = _progress_at(mark, inputs, beginning.faults)
-        self.progress.notice = beginning.notice
-        self._saver = BackgroundSaver(
-            self._journal, self._outputs, mark, len(self.progress.faults), job.checkpoint_seconds
-        )
+        self.progress = _progress_at(left, inputs)
+        self.progress.notice = notice
+        self._saver = BackgroundSaver(folder.state, self._outputs, left, job.checkpoint_seconds)
         self._is_halfway = False  # some outputs may have a piece that others do not
 
     def run(self, on_progress: Callable[[Progress], None]) -> Progress:
         """Do the job, or leave the work where the next run finds it."""
         with ExitStack() as stack:
-            stack.callback(self._journal.close)
             for output in self._outputs:
                 stack.callback(output.close)
             stack.callback(self._saver.close)
             try:
                 self._read_all(on_progress)
                 self._complete()
-                resume.move_into_place(self._folder.path, self._job.prefixes)
+                move_into_place(self._folder.path, self._job.prefixes)
             except BaseException as error:
                 self._give_up(error)
                 if not isinstance(error, OSError) or error.errno not in _FULL_DISK:
@@ -202,7 +211,7 @@ class _Run:
                 self._place = self._take(piece, result)
                 self._is_halfway = False
                 on_progress(self.progress)
-                self._saver.save_soon(self._place, self.progress)
+                self._saver.save_soon(self._state)
 
     def _take(self, piece: Piece, result: TokenizedPiece) -> Place:
         """Append one piece; pieces come in order. Returns where it ends."""
@@ -229,7 +238,7 @@ class _Run:
         return piece.after(result.lines, place)
 
     def _complete(self) -> None:
-        """Make all files of the output, on the disk, and say so in the journal."""
+        """Make all files of the output, on the disk,"""
         if not self.progress.documents:
             bad = self.progress.bad_lines
             first = f"; the first of {bad} bad lines: {self.progress.faults[0]}" if bad else ""
@@ -237,25 +246,37 @@ class _Run:
             raise ConfigError(f"no document in {self._inputs[0].path}{others}{first}")
         assert self._place is not None
         self._require_unchanged(self._place.source)
-        self._saver.save_now(self._place, self.progress)
-        made = []
-        for output in self._outputs:
-            counts, path = output.counts, output.path
+        self._saver.save_now(self._state())
+        for key, output in zip(self._job.json_keys, self._outputs, strict=True):
+            counts = output.counts
             for suffix in (".idx", ".json"):
-                path(suffix).unlink(missing_ok=True)
-            length, digest = write_lengths_index(path(".idx"), path(".lengths"), counts)
+                output.path(suffix).unlink(missing_ok=True)
+            length, digest = output.write_index()
             bin_length = counts.tokens * counts.dtype.itemsize
             files = {
                 ".bin": {"bytes": bin_length, "sha256": counts.bin_sha256.hexdigest()},
                 ".idx": {"bytes": length, "sha256": digest},
             }
-            facts = output.side_facts(self._job, self._inputs, self._tokenizer, self.progress, files)
-            content = encode_side_file(facts)
-            write_durably(path(".json"), content)
-            side = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-            made.append(files | {".json": side})
+            content = encode_side_file(
+                output.side_facts(self._job, key, self._inputs, self._tokenizer, self.progress, files)
+            )
+            write_durably(output.path(".json"), content)
         sync_folder(self._folder.path)
-        self._journal.append({"complete": made})
+
+    def _state(self) -> resume.State:
+        """The state now, all of it handed to the system."""
+        assert self._place is not None
+        progress = self.progress
+        return resume.State(
+            job=self._facts,
+            inputs=self._stamps,
+            place=self._place,
+            input_bytes=progress.input_bytes,
+            disk_bytes=progress.disk_bytes,
+            bad=dict(progress.bad),
+            faults=list(progress.faults),
+            outputs=[output.state() for output in self._outputs],
+        )
 
     def _require_unchanged(self, source: int) -> None:
         before, now = self._stamps[source], resume.input_stamp(self._inputs[source])
@@ -265,10 +286,10 @@ class _Run:
     def _give_up(self, error: BaseException) -> None:
         """Save what can be saved, and note on the error what that is; if nothing is saved, leave nothing behind."""
         with contextlib.suppress(OSError):
-            if self._is_halfway:
+            if self._is_halfway or self._place is None:
                 self._saver.wait()
             else:
-                self._saver.save_now(self._place, self.progress)
+                self._saver.save_now(self._state())
         saved = self._saver.saved
         if saved is not None and saved.outputs[0].documents:
             error.add_note(_kept_note(saved.outputs[0].documents, self._folder))
@@ -277,20 +298,17 @@ class _Run:
 
 
 class BackgroundSaver:
-    """Puts outputs on the disk and then a mark into the journal, in a thread: a slow disk does not delay the work.
-    `last`: the mark that the run resumes from. `faults`: how many bad lines the journal has. `seconds`: how often
-    `save_soon` does something; 0 is always, even if it has to wait for the previous save."""
+    """Puts outputs on the disk and then their state, in a thread: a slow disk does not delay the work. `saved`: the state
+    that is on the disk. `seconds`: how often `save_soon` does something; 0 is always, even if it has to wait for the
+    previous save."""
 
-    def __init__(
-        self, journal: resume.Journal, outputs: Sequence[Output], last: resume.Mark | None, faults: int, seconds: float
-    ) -> None:
-        self._journal, self._outputs, self._faults, self._seconds = journal, outputs, faults, seconds
-        self.saved = self._captured = last  # the last mark in the journal
+    def __init__(self, path: Path, outputs: Sequence[Output], saved: resume.State | None, seconds: float) -> None:
+        self._path, self._outputs, self._seconds, self.saved = path, outputs, seconds, saved
         self._captured_at = time.monotonic()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="state")
         self._saving: Future[None] | None = None
 
-    def save_soon(self, place: Place, progress: Progress) -> None:
+    def save_soon(self, capture: Callable[[], resume.State]) -> None:
         """Save in the background, if it is time to and the previous save is over. Raises OSError: the previous save
         failed."""
         if time.monotonic() - self._captured_at < self._seconds:
@@ -299,12 +317,13 @@ class BackgroundSaver:
             if self._seconds and not self._saving.done():
                 return
             self._saving.result()
-        self._saving = self._thread.submit(self._save, self._capture(place, progress))
+        self._captured_at = time.monotonic()
+        self._saving = self._thread.submit(self._save, capture())
 
-    def save_now(self, place: Place | None, progress: Progress) -> None:
+    def save_now(self, state: resume.State) -> None:
         self.wait()
-        if place is not None and (self._captured is None or self._captured.place != place):
-            self._save(self._capture(place, progress))
+        if state != self.saved:
+            self._save(state)
 
     def wait(self) -> None:
         # One thread works in order: this also comes after a save of which a signal has lost the future.
@@ -315,25 +334,11 @@ class BackgroundSaver:
     def close(self) -> None:
         self._thread.shutdown()
 
-    def _capture(self, place: Place, progress: Progress) -> resume.Mark:
-        """The state now, all of it handed to the system."""
-        self._captured = mark = resume.Mark(
-            place=place,
-            input_bytes=progress.input_bytes,
-            disk_bytes=progress.disk_bytes,
-            bad=dict(progress.bad),
-            faults=progress.faults[self._faults :],
-            outputs=[output.state() for output in self._outputs],
-        )
-        self._faults = len(progress.faults)
-        self._captured_at = time.monotonic()
-        return mark
-
-    def _save(self, mark: resume.Mark) -> None:
+    def _save(self, state: resume.State) -> None:
         for output in self._outputs:
             output.sync()
-        self._journal.mark(mark)
-        self.saved = mark
+        state.write(self._path)
+        self.saved = state
 
 
 def _tokenized(
@@ -347,7 +352,7 @@ def _tokenized(
     except Exception as error:  # raised when the pieces before it are done
         fault = error
     everything = itertools.chain(first, pieces)
-    build: type[PieceTokenizer] = _OF_EXAMPLES.get("tokenizer") if job.sft else PieceTokenizer
+    build = _piece_tokenizer(job)
     if job.workers == 1 or len(first) < _FEW_PIECES:
         tokenize = build(job, tokenizer)
         for piece in everything:
@@ -368,13 +373,13 @@ def _kept_note(documents: int, folder: resume.UnfinishedFolder) -> str:
     return f"{documents:,} documents are kept in {folder.path}: the same command resumes there, --restart drops them"
 
 
-def _progress_at(mark: resume.Mark | None, inputs: Sequence[Input], faults: list[str]) -> Progress:
+def _progress_at(state: resume.State | None, inputs: Sequence[Input]) -> Progress:
     sizes = [item.amount for item in inputs]
     progress = Progress(disk_total=None if None in sizes else sum(size or 0 for size in sizes))
-    if mark is not None:
-        progress.documents = progress.kept_documents = mark.outputs[0].documents
-        progress.tokens = progress.kept_tokens = sum(output.tokens for output in mark.outputs)
-        progress.input_bytes = progress.kept_bytes = mark.input_bytes
-        progress.disk_bytes = mark.disk_bytes
-        progress.bad, progress.faults = dict(mark.bad), faults
+    if state is not None:
+        progress.documents = progress.kept_documents = state.outputs[0].documents
+        progress.tokens = progress.kept_tokens = sum(output.tokens for output in state.outputs)
+        progress.input_bytes = progress.kept_bytes = state.input_bytes
+        progress.disk_bytes = state.disk_bytes
+        progress.bad, progress.faults = dict(state.bad), list(state.faults)
     return progress

@@ -9,12 +9,8 @@ import queue
 import select
 import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
 
 from megalite.config.errors import ConfigError
 from megalite.tokenizers.base import missing_package
@@ -174,19 +170,13 @@ def read_ahead(make: Callable[[Event], Iterator[T]]) -> Generator[T, None, None]
         thread.join()
 
 
-@dataclass(frozen=True)
-class Column:
-    """The texts of some rows of a column: row i is data[offsets[i]:offsets[i + 1]]."""
-
-    data: bytes
-    offsets: NDArray[np.int64]  # [rows + 1]
-    nulls: tuple[int, ...]  # rows without a value
+Row = tuple[bytes | None, ...]  # of each key its text; None: there is none
 
 
 def cut_parquet(
     path: str, size: int, keys: Sequence[str], piece_bytes: int, start: int, stop: Event
-) -> Iterator[tuple[int, int, tuple[Column, ...], int]]:
-    """(first row, row after the last, columns, disk bytes) from row `start` on, about piece_bytes of text at a time and
+) -> Iterator[tuple[int, tuple[Row, ...], int]]:
+    """(row after the last, rows, disk bytes) from row `start` on, about piece_bytes of text at a time and
     never across row groups.
 
     Only the columns of `keys` are read, through small buffers and a few rows at a time, so that memory grows neither
@@ -207,9 +197,9 @@ def cut_parquet(
             rows = file.metadata.num_rows
             if start > rows:
                 raise changed(path, f"it has {rows} rows, and row {start} is the one to resume at")
-            for begin, end, parts in _pieces(file, keys, piece_bytes, start):
+            for end, found in _pieces(file, keys, piece_bytes, start):
                 check(stop)
-                yield begin, end, tuple(map(_column, zip(*parts, strict=True))), size * end // rows
+                yield end, tuple(found), size * end // rows
     except (ConfigError, Stopped):
         raise
     # pyarrow raises its own errors, OSError, ValueError, TypeError, KeyError, MemoryError ... for damaged files.
@@ -237,62 +227,35 @@ def _check_columns(path: str, schema: "pyarrow.Schema", keys: Sequence[str]) -> 
 
 def _pieces(
     file: "pyarrow.parquet.ParquetFile", keys: Sequence[str], piece_bytes: int, start: int
-) -> Iterator[tuple[int, int, list[list["pyarrow.Array"]]]]:
-    """(first row, row after the last, [part][key] texts) from row `start` on; a piece may have parts of several
-    batches. Where pieces end depends on the content alone: from row `start`, where one ended, they end as they did
-    then."""
+) -> Iterator[tuple[int, list[Row]]]:
+    """(row after the last, rows) from row `start` on. Where pieces end depends on the content alone: from row `start`,
+    where one ended, they end as they did then."""
     row = 0
     for number in range(file.metadata.num_row_groups):
         rows = file.metadata.row_group(number).num_rows
         if row + rows <= start:
             row += rows
             continue
-        parts: list[list[pyarrow.Array]] = []
-        first, held = max(row, start), 0
+        piece: list[Row] = []
+        held = 0
         for batch in file.iter_batches(_ROWS, row_groups=[number], columns=list(keys), use_threads=False):
-            columns = batch.select(list(keys)).columns
-            at = max(first - row, 0)
-            lengths = np.sum([_lengths(column) for column in columns], axis=0)
-            for index, length in enumerate(lengths.tolist()):
-                if row + index < start:
+            for texts in zip(*map(_texts, batch.select(list(keys)).columns), strict=True):
+                row += 1
+                if row <= start:
                     continue
-                held += length
+                piece.append(texts)
+                held += sum(len(text or b"") for text in texts)
                 if held >= piece_bytes:
-                    parts.append([column.slice(at, index + 1 - at) for column in columns])
-                    yield first, row + index + 1, parts
-                    parts, first, held, at = [], row + index + 1, 0, index + 1
-            row += batch.num_rows
-            if first < row:
-                parts.append([column.slice(at) for column in columns])
-        if first < row:
-            yield first, row, parts
+                    yield row, piece
+                    piece, held = [], 0
+        if piece:
+            yield row, piece
 
 
-def _lengths(array: "pyarrow.Array") -> NDArray[np.int64]:
-    """Bytes of each text, 0 where there is none; a dictionary is not decoded for it."""
+def _texts(array: "pyarrow.Array") -> list[bytes | None]:
+    """The bytes of each text: not every writer of parquet checks that its strings are UTF-8."""
     import pyarrow
 
-    if pyarrow.types.is_dictionary(array.type):
-        lengths = np.append(_lengths(array.dictionary), 0)
-        return lengths[array.indices.fill_null(len(array.dictionary)).to_numpy(zero_copy_only=False)]
-    return np.diff(_texts(array)[0])
-
-
-def _column(arrays: Sequence["pyarrow.Array"]) -> Column:
-    """The bytes of one key's texts, without the parts of the batches that are not in it."""
-    import pyarrow
-
-    decoded = [array.dictionary_decode() if pyarrow.types.is_dictionary(array.type) else array for array in arrays]
-    array = pyarrow.concat_arrays(decoded)
-    nulls = np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False)).tolist()
-    offsets, data = _texts(array)
-    content = bytes(memoryview(data)[offsets[0] : offsets[-1]]) if data else b""
-    return Column(content, offsets - offsets[0], tuple(nulls))
-
-
-def _texts(array: "pyarrow.Array") -> tuple[NDArray[np.int64], "pyarrow.Buffer | None"]:
-    import pyarrow
-
-    array = array.cast(pyarrow.large_string()).cast(pyarrow.large_binary())
-    _, ends, data = array.buffers()
-    return np.frombuffer(ends, np.int64)[array.offset : array.offset + len(array) + 1], data
+    plain = array.dictionary_decode() if pyarrow.types.is_dictionary(array.type) else array
+    found: list[bytes | None] = plain.cast(pyarrow.large_string()).cast(pyarrow.large_binary()).to_pylist()
+    return found

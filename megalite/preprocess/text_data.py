@@ -1,15 +1,14 @@
 """Text that a run names as its data: tokenized once into a cache, as `megalite preprocess --append-eod` would."""
 
-import errno
 import hashlib
 import json
-import os
 import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megalite.checkpoint.files import not_writable
 from megalite.config.data import is_address
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
@@ -159,15 +158,11 @@ def _folder(config: RunConfig, path: str) -> Path:
 
 def _require_place(text: Text) -> None:
     folder = Path(text.job.output_prefix).parent
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
+    if (fault := not_writable(folder)) is not None:
         raise ConfigError(
-            f"{folder}: {error.strerror}: the token files of {text.path} are kept there; name a folder that can be written "
+            f"{folder}: {fault[1]}: the token files of {text.path} are kept there; name a folder that can be written "
             "with --data-cache-path"
-        ) from None
+        )
 
 
 def _is_dataset(prefix: str) -> bool:

@@ -11,9 +11,9 @@ import sentencepiece
 
 from megalite.checkpoint.files import replace_durably
 from megalite.config.errors import ConfigError
-from megalite.preprocess.copying import check_output_prefix, make_folder
 from megalite.preprocess.documents import PieceTexts, read_piece
 from megalite.preprocess.inputs import Input
+from megalite.preprocess.output import check_output_prefix, make_folder
 from megalite.preprocess.pieces import Limits, cut
 from megalite.tokenizers.base import is_failure, missing_package
 from megalite.tokenizers.subword import GPT2_END

@@ -12,9 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.config.errors import ConfigError
-from megalite.data.indexed_dataset import DatasetFault, IndexedDataset, UnsupportedDataset, token_blocks
+from megalite.data.indexed_dataset import (
+    BLOCK,
+    DatasetFault,
+    IndexedDataset,
+    UnsupportedDataset,
+    first_token,
+    lengths_in_blocks,
+    token_blocks,
+    token_ends,
+)
 from megalite.data.token_files import SUFFIXES, read_side_file, side_digests, side_file_path
-from megalite.preprocess.copying import BLOCK, first_token, lengths_in_blocks, token_ends
 from megalite.preprocess.output import DatasetStatistics
 
 

@@ -118,11 +118,8 @@ def digest(*contents: bytes) -> str:
 
 
 def utf8(text: str) -> bytes:
-    """The text's bytes.
-
-    Raises:
-        ConfigError: it holds half of a surrogate pair: a JSON escape such as \\ud83d can stand alone, a character cannot.
-    """
+    """The text's bytes. Raises ConfigError: it holds half of a surrogate pair: a JSON escape such as \\ud83d can stand
+    alone, a character cannot."""
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:

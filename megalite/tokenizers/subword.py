@@ -169,8 +169,7 @@ class GPT2BPETokenizer(_TokenizersLibrary):
         missing = sorted(set(library.pre_tokenizers.ByteLevel.alphabet()) - vocabulary.keys())
         if missing:
             raise ConfigError(f"{vocab_file} lacks {len(missing)} of 256 bytes, such as {missing[0]!r}; give another")
-        merges = _parse_merges(merge_bytes, merge_file, vocabulary, vocab_file)
-        self._tokenizer = library.Tokenizer(library.models.BPE(vocab=vocabulary, merges=merges))
+        self._tokenizer = library.Tokenizer(_bpe(library, vocabulary, merge_bytes, merge_file, vocab_file))
         self._tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
         self._tokenizer.decoder = library.decoders.ByteLevel()
 
@@ -195,24 +194,14 @@ def _parse_vocabulary(content: bytes, path: str | Path) -> dict[str, int]:
     return dict(vocabulary)
 
 
-def _parse_merges(
-    content: bytes, path: str | Path, vocabulary: dict[str, int], vocab_file: str | Path
-) -> list[tuple[str, str]]:
-    """Pairs of tokens in the order of the file, each once."""
+def _bpe(library: Any, vocabulary: dict[str, int], content: bytes, path: str | Path, vocab_file: str | Path) -> Any:
+    """The model of a vocabulary and of the pairs of a merges.txt, in the order of the file, each once."""
     try:
-        lines = content.decode("utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text: {error}; give the merges.txt of a GPT-2 tokenizer") from None
-    merges: dict[tuple[str, str], None] = {}
-    for number, line in enumerate(lines, 1):
-        line = line.rstrip("\r")
-        if not line or line.startswith("#version"):
-            continue
-        pair = line.split(" ")
-        if len(pair) != 2 or not all(pair):
-            raise ConfigError(f"{path}:{number}: expected two symbols separated by a space, got {line[:60]!r}")
-        unknown = [token for token in (*pair, "".join(pair)) if token not in vocabulary]
-        if unknown:
-            raise ConfigError(f"{path}:{number}: {unknown[0]!r} is not in {vocab_file}; give one tokenizer's files")
-        merges[pair[0], pair[1]] = None
-    return list(merges)
+        lines = [line.rstrip("\r") for line in content.decode("utf-8").split("\n")]
+        pairs = dict.fromkeys(tuple(line.split(" ")) for line in lines if line and not line.startswith("#version"))
+        return library.models.BPE(vocab=vocabulary, merges=list(pairs))
+    except BaseException as error:  # of many kinds, and a panic
+        if not is_failure(error):
+            raise
+        why = f"{str(error)[:200]}; give one tokenizer's files"
+        raise ConfigError(f"{path} is not the merges.txt that belongs to {vocab_file}: {why}") from None

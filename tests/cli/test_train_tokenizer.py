@@ -83,14 +83,3 @@ def test_what_does_not_work(
     shown = capsys.readouterr()
     assert shown.err.startswith("error: ") and message in shown.err and not shown.out
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(("kind", "file"), [("sentencepiece-bpe", "own.model"), ("byte-level-bpe", "own.json")])
-def test_a_tokenizer_that_is_there_is_kept(
-    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, file: str
-) -> None:
-    (tmp_path / file).write_text("old")
-    command = ["--input", str(corpus), "--output-prefix", str(tmp_path / "own"), "--type", kind]
-    assert main(command) == 2
-    assert f"{file} exists; give another --output-prefix" in capsys.readouterr().err
-    assert (tmp_path / file).read_text() == "old"

@@ -238,19 +238,6 @@ def test_a_disk_without_room_is_told_at_once(
     assert not workplace_of(tmp_path / "target").exists()
 
 
-def full(*arguments: Any, **named: Any) -> Path:
-    raise OSError(28, "No space left on device", "weights-00000.safetensors")
-
-
-def test_a_disk_that_fills_up_is_status_2(
-    gpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(convert, "write_native", full)
-    assert run(gpt, tmp_path / "target", "--to", "native") == 2
-    error = capsys.readouterr().err
-    assert error == "error: weights-00000.safetensors: No space left on device; make room, or give another folder\n"
-
-
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

@@ -13,7 +13,7 @@ import torch
 from megalite.config.errors import ConfigError
 from megalite.config.model import ModelConfig
 from megalite.conversion.huggingface.weights import HuggingFaceWeights
-from megalite.conversion.inference import TokenizerChoice, check_layout, folder_end_ids, load_model
+from megalite.conversion.inference import TokenizerChoice, check_layout, end_ids, load_model
 from megalite.conversion.native import write_native
 from megalite.generation.continuation import Sampling
 from megalite.generation.generate import Chain
@@ -188,14 +188,14 @@ def test_tokens_that_end_a_text(tmp_path: Path) -> None:
     folder = tmp_path / "theirs"
     saved("llama3", folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
-    assert folder_end_ids(HuggingFaceWeights(folder), None) == frozenset()
+    assert end_ids(HuggingFaceWeights(folder), None) == frozenset()
     edit_config(folder, eos_token_id=[3, 4])
-    assert folder_end_ids(HuggingFaceWeights(folder), None) == {3, 4}
+    assert end_ids(HuggingFaceWeights(folder), None) == {3, 4}
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
-    assert folder_end_ids(HuggingFaceWeights(folder), None) == {5}
+    assert end_ids(HuggingFaceWeights(folder), None) == {5}
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": "5"}))
     with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id is '5'"):
-        folder_end_ids(HuggingFaceWeights(folder), None)
+        end_ids(HuggingFaceWeights(folder), None)
 
 
 def one_without(context: RankContext, folder: str, **axes: int) -> str:

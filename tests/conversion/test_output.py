@@ -172,12 +172,6 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
     Output(tmp_path / "model", identity={})
 
 
-def test_a_folder_without_permission_is_an_os_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("no folder")
-    with pytest.raises(OSError):
-        Output(tmp_path / "file" / "model", identity={})
-
-
 def test_identity_tells_sources_and_settings_apart(tmp_path: Path) -> None:
     file = tmp_path / "weights.safetensors"
     file.write_bytes(b"1")

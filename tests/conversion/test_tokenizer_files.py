@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from megalite.config.errors import ConfigError
 from megalite.conversion.huggingface.weights import write_huggingface
 from megalite.conversion.native import NativeWeights, write_native
 from megalite.conversion.tokenizer_files import open_tokenizer, tokenizer_folder_files
@@ -32,24 +31,6 @@ def checkpoint(folder: Path, files: list[Path]) -> Path:
 
 
 class TestEndToken:
-    @pytest.mark.parametrize("eos", ["<|end|>", {"content": "<|end|>", "special": True}])
-    def test_what_the_settings_say_wins_over_the_guess(self, tmp_path: Path, eos: object) -> None:
-        named = open_tokenizer(tokenizer_folder_files(word_tokenizer(tmp_path / "named", WORDS, eos)))
-        guessed = open_tokenizer(tokenizer_folder_files(word_tokenizer(tmp_path / "guessed", WORDS)))
-        same = open_tokenizer(tokenizer_folder_files(word_tokenizer(tmp_path / "same", WORDS, "</s>")))
-        assert named is not None and guessed is not None and same is not None
-        assert (named.eod, guessed.eod, same.eod) == (3, 2, 2)
-        assert same.fingerprint() == guessed.fingerprint() != named.fingerprint()
-
-    @pytest.mark.parametrize(
-        ("settings", "says"), [('{"eos_token": "<nix>"}', "'<nix>' is not in the voc"), ("{", "not JSON")]
-    )
-    def test_settings_that_do_not_fit_are_refused(self, tmp_path: Path, settings: str, says: str) -> None:
-        folder = word_tokenizer(tmp_path / "data", WORDS)
-        (folder / "tokenizer_config.json").write_text(settings)
-        with pytest.raises(ConfigError, match=f"tokenizer_config.json.*{says}"):
-            open_tokenizer(tokenizer_folder_files(folder))
-
     def test_its_name_goes_along_from_format_to_format(self, tmp_path: Path) -> None:
         files = tokenizer_folder_files(word_tokenizer(tmp_path / "data", ["<unk>", "<|end|>"], "<|end|>"))
         source = checkpoint(tmp_path / "a", files)

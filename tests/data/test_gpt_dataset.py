@@ -9,7 +9,7 @@ from megalite.config.errors import ConfigError
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
-from megalite.data.indexed_writer import IndexedDatasetWriter
+from megalite.data.indexed_writer import write_documents
 from megalite.data.random_draws import permutation
 from tests.data.token_files import distinct_documents, write_by_layout
 
@@ -128,18 +128,14 @@ def test_a_split_that_is_too_short(indexed: IndexedDataset) -> None:
         make(indexed, documents=range(3, 3))
 
 
-def test_a_token_outside_the_vocabulary_is_named(indexed: IndexedDataset) -> None:
+def test_a_token_outside_the_vocabulary_is_named(indexed: IndexedDataset, tmp_path: Path) -> None:
     dataset = GPTDataset(indexed, documents=range(10), seq_length=8, seed=1, name="train", vocab_size=110)
     with pytest.raises(ConfigError, match=r"d\.bin: document 9 holds token id 11\d, outside vocab_size 110"):
         for k in range(14):
             dataset.sample(k)
-
-
-def test_a_negative_token_id_is_named(tmp_path: Path) -> None:
-    write_by_layout(tmp_path / "d", [[1, 2, 3, 4, -7, 5, 6, 7, 8, 9]], code=4, letter="i")
-    dataset = GPTDataset(
-        IndexedDataset(tmp_path / "d"), documents=range(1), seq_length=9, seed=1, name="train", vocab_size=10
-    )
+    write_by_layout(tmp_path / "n", [[1, 2, 3, 4, -7, 5, 6, 7, 8, 9]], code=4)
+    negative = IndexedDataset(tmp_path / "n")
+    dataset = GPTDataset(negative, documents=range(1), seq_length=9, seed=1, name="train", vocab_size=10)
     with pytest.raises(ConfigError, match="document 0 holds token id -7, outside vocab_size 10"):
         dataset.sample(0)
 
@@ -176,8 +172,7 @@ def test_what_the_key_of_an_index_depends_on(tmp_path: Path) -> None:
 def test_a_million_documents(tmp_path: Path) -> None:
     """Vectorised: an index of 1e6 documents takes well under the seconds that a Python loop would."""
     lengths = np.full(1_000_000, 4)
-    with IndexedDatasetWriter(tmp_path / "d", np.uint16) as writer:
-        writer.add_documents(np.arange(4_000_000, dtype=np.uint64) % 4, lengths.tolist())
+    write_documents(tmp_path / "d", [(np.arange(4_000_000, dtype=np.uint64) % 4, lengths)], np.uint16)
     dataset = make(IndexedDataset(tmp_path / "d"), documents=range(1_000_000), seq_length=128)
     assert dataset.samples_per_epoch == 31249
     assert dataset.sample(31248).tolist() == [0, 1, 2, 3] * 32 + [0]

@@ -1,10 +1,12 @@
 """Token files read and written: bytes against the documented layout, and every fault named."""
 
+import contextlib
 import os
 import pickle
 import random
 import struct
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,8 +16,8 @@ import pytest
 from megalite.config.errors import ConfigError
 from megalite.data import indexed_dataset, indexed_writer
 from megalite.data.indexed_dataset import DatasetFault, IndexedDataset, UnsupportedDataset, token_dtype
-from megalite.data.indexed_writer import IndexedDatasetWriter, TokenCounts, write_lengths_index
-from tests.data.token_files import write_by_layout
+from megalite.data.indexed_writer import TokenCounts, TokenStream, write_documents
+from tests.data.token_files import blocks_of, write_by_layout
 
 DOCUMENTS = [[1, 2, 3], [65000], [], [7, 8, 9, 10, 11], [12, 13]]
 
@@ -26,14 +28,12 @@ def prefix(tmp_path: Path) -> Path:
     return tmp_path / "d"
 
 
-@pytest.mark.parametrize(("dtype", "code", "letter"), [("u2", 8, "H"), ("i4", 4, "i")])
-def test_writer_bytes_equal_the_documented_layout(tmp_path: Path, dtype: str, code: int, letter: str) -> None:
-    write_by_layout(tmp_path / "theirs", DOCUMENTS, code=code, letter=letter)
-    with IndexedDatasetWriter(tmp_path / "ours", np.dtype(dtype)) as writer:
-        writer.add_document(DOCUMENTS[0])
-        flat = np.array([token for document in DOCUMENTS[1:] for token in document])
-        writer.add_documents(flat, [len(document) for document in DOCUMENTS[1:]])
-    assert (writer.num_documents, writer.num_tokens) == (5, 11)
+@pytest.mark.parametrize(("dtype", "code"), [("u2", 8), ("i4", 4)])
+def test_writer_bytes_equal_the_documented_layout(tmp_path: Path, dtype: str, code: int) -> None:
+    write_by_layout(tmp_path / "theirs", DOCUMENTS, code=code)
+    flat = np.array([token for document in DOCUMENTS[1:] for token in document])
+    blocks = [*blocks_of(DOCUMENTS[:1]), (flat, [len(document) for document in DOCUMENTS[1:]])]
+    write_documents(tmp_path / "ours", blocks, np.dtype(dtype))
     for suffix in (".bin", ".idx"):
         assert (tmp_path / f"ours{suffix}").read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
 
@@ -226,8 +226,7 @@ def test_lying_counts_take_no_memory(prefix: Path) -> None:
 
 
 def test_opening_takes_no_memory_for_many_sequences(tmp_path: Path) -> None:
-    with IndexedDatasetWriter(tmp_path / "d", np.uint16) as writer:
-        writer.add_documents(np.zeros(1 << 20, dtype=np.uint16), [1] * (1 << 20))
+    write_documents(tmp_path / "d", [(np.zeros(1 << 20, dtype=np.uint16), np.ones(1 << 20))], np.uint16)
     tracemalloc.start()
     dataset = IndexedDataset(tmp_path / "d")
     peak = tracemalloc.get_traced_memory()[1]
@@ -238,32 +237,29 @@ def test_opening_takes_no_memory_for_many_sequences(tmp_path: Path) -> None:
 
 def test_a_failed_writer_leaves_what_was_there(prefix: Path) -> None:
     before = {path.name: path.read_bytes() for path in prefix.parent.iterdir()}
-    with pytest.raises(RuntimeError, match="power"), IndexedDatasetWriter(prefix, np.uint16) as writer:
-        writer.add_document([1])
+
+    def documents() -> Iterator[list[int]]:
+        yield [1]
         raise RuntimeError("power")
+
+    with pytest.raises(RuntimeError, match="power"):
+        write_documents(prefix, blocks_of(documents()), np.uint16)
     assert {path.name: path.read_bytes() for path in prefix.parent.iterdir()} == before
-
-
-def test_a_writer_replaces_both_files_and_leaves_no_others(prefix: Path) -> None:
-    with IndexedDatasetWriter(prefix, np.uint16) as writer:
-        writer.add_document([5, 6])
-        assert [d.tolist() for d in IndexedDataset(prefix)] == [d for d in DOCUMENTS if d]
+    write_documents(prefix, blocks_of([[5, 6]]), np.uint16)
     assert [d.tolist() for d in IndexedDataset(prefix)] == [[5, 6]]
     assert sorted(path.name for path in prefix.parent.iterdir()) == ["d.bin", "d.idx"]
 
 
-@pytest.mark.parametrize("bad", [-1, 65536])
-def test_ids_that_do_not_fit_are_refused(tmp_path: Path, bad: int) -> None:
-    with (
-        pytest.raises(ConfigError, match=rf"token id {bad} does not fit uint16"),
-        IndexedDatasetWriter(tmp_path / "d", np.uint16) as writer,
-    ):
-        writer.add_document([3, bad])
-
-
-def test_float_tokens_are_refused(tmp_path: Path) -> None:
+def test_ids_and_types_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for bad in (-1, 65536):
+        with pytest.raises(ConfigError, match=rf"token id {bad} does not fit uint16"):
+            write_documents(tmp_path / "d", blocks_of([[3, bad]]), np.uint16)
     with pytest.raises(ConfigError, match="type float32 cannot be stored; use one of uint8"):
-        IndexedDatasetWriter(tmp_path / "d", np.float32)
+        write_documents(tmp_path / "d", [], np.float32)
+    monkeypatch.setattr(indexed_writer, "LENGTH", np.dtype("i1"))
+    with pytest.raises(ConfigError, match="a document of 128 tokens; the format holds at most 127: split it"):
+        write_documents(tmp_path / "d", blocks_of([[1] * 127, [1] * 128]), np.uint16)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 1000])
@@ -275,40 +271,17 @@ def test_an_index_made_in_blocks_has_the_documented_layout(
     documents = [[], *documents, []]
     write_by_layout(tmp_path / "theirs", documents)
     monkeypatch.setattr(indexed_writer, "_BLOCK", block)
-    with IndexedDatasetWriter(tmp_path / "ours", np.uint16) as writer:
-        for document in documents[:50]:
-            writer.add_document(document)
-        rest = np.array([token for document in documents[50:] for token in document], dtype=np.int32)
-        writer.add_documents(rest, np.array([len(document) for document in documents[50:]]))
+    rest = np.array([token for document in documents[50:] for token in document], dtype=np.int32)
+    blocks = [*blocks_of(documents[:50]), (rest, [len(document) for document in documents[50:]])]
+    write_documents(tmp_path / "ours", blocks, np.uint16)
     for suffix in (".bin", ".idx"):
         assert (tmp_path / f"ours{suffix}").read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
     assert sorted(path.name for path in tmp_path.glob("ours*")) == ["ours.bin", "ours.idx"]
-    assert (writer.num_documents, writer.num_tokens) == (102, sum(map(len, documents)))
-
-
-def test_lengths_go_to_a_file_while_documents_are_added(tmp_path: Path) -> None:
-    writer = IndexedDatasetWriter(tmp_path / "d", np.uint16)
-    writer.add_documents(np.zeros(300_000, dtype=np.uint16), np.ones(300_000, dtype=np.int64))
-    (lengths,) = tmp_path.glob("d.lengths.*.tmp")
-    assert lengths.stat().st_size == 4 * 300_000
-    writer.abandon()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_document_that_the_format_cannot_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(indexed_writer, "LENGTH", np.dtype("i1"))
-    with (
-        pytest.raises(ConfigError, match="a document of 128 tokens; the format holds at most 127: split it"),
-        IndexedDatasetWriter(tmp_path / "d", np.uint16) as writer,
-    ):
-        writer.add_document([1] * 127)
-        writer.add_document([1] * 128)
 
 
 def test_lengths_that_another_program_has_changed(tmp_path: Path) -> None:
-    counts = TokenCounts(np.dtype("<u2"))
-    counts.add_lengths(np.array([3, 4], dtype="<i4"))
-    counts.tokens = 7
-    np.array([3, 5], dtype="<i4").tofile(tmp_path / "lengths")
+    with contextlib.closing(TokenStream(tmp_path / "0", TokenCounts(np.dtype("<u2")), name="d")) as stream:
+        stream.append(np.zeros(7, dtype=np.uint16), [3, 4])
+    np.array([3, 5], dtype="<i4").tofile(tmp_path / "0.lengths")
     with pytest.raises(ConfigError, match="7 tokens in 2 documents were written, and their lengths sum to 8"):
-        write_lengths_index(tmp_path / "idx", tmp_path / "lengths", counts)
+        stream.write_index()

@@ -17,7 +17,7 @@ from megalite.config.validate import validate
 from megalite.data.blended import BlendedDataset
 from megalite.data.dataset import MockDataset
 from megalite.data.gpt_dataset import GPTDataset
-from megalite.data.indexed_writer import IndexedDatasetWriter
+from megalite.data.indexed_writer import write_documents
 from megalite.data.packed_dataset import PackedDataset
 from megalite.data.sources import Datasets, build_datasets, megatron_lengths, samples_to_read
 from megalite.data.token_files import TokenFiles
@@ -62,29 +62,19 @@ def test_one_path_is_split_by_documents(folder: Path) -> None:
     built = build(DataConfig(data_path=[str(folder / "web_text_document")], split="80,10,10"), splits=("train", "test"))
     assert isinstance(built.train, GPTDataset) and isinstance(built.test, GPTDataset)
     assert (built.train.documents, built.valid, built.test.documents) == (range(40), None, range(45, 50))
-
-
-def test_the_default_split_is_megatrons(folder: Path) -> None:
-    built = build(DataConfig(data_path=[str(folder / "books_text_document")]))
+    assert build(DataConfig(data_path=[str(folder / "web_text_document")], split="1,0,0")).valid is None
+    built = build(DataConfig(data_path=[str(folder / "books_text_document")]))  # 969,30,1, as Megatron-LM has it
     assert isinstance(built.train, GPTDataset) and isinstance(built.valid, GPTDataset)
     assert (built.train.documents, built.valid.documents) == (range(145), range(145, 150))
 
 
-def test_a_split_without_documents_is_none(folder: Path) -> None:
-    assert build(DataConfig(data_path=[str(folder / "web_text_document")], split="1,0,0")).valid is None
-
-
-def test_a_blend_without_weights_follows_the_tokens(folder: Path) -> None:
+def test_a_blend_follows_the_tokens_or_its_weights(folder: Path) -> None:
     paths = [str(folder / "web_text_document"), str(folder / "books_text_document")]
     train = build(DataConfig(data_path=paths, split="1")).train
     assert isinstance(train, BlendedDataset) and train.shares == [Fraction(1, 4), Fraction(3, 4)]
     values = np.array([train.sample(k)[0] for k in range(400)])
     assert (np.sum(values == 1), np.sum(values == 2)) == (100, 300)
-
-
-def test_a_blend_with_weights(folder: Path) -> None:
-    paths = ["0.9", str(folder / "web_text_document"), "0.1", str(folder / "books_text_document")]
-    train = build(DataConfig(data_path=paths, split="90,10")).train
+    train = build(DataConfig(data_path=["0.9", paths[0], "0.1", paths[1]], split="90,10")).train
     assert isinstance(train, BlendedDataset) and train.shares == [Fraction(9, 10), Fraction(1, 10)]
 
 
@@ -158,8 +148,7 @@ def test_a_large_file_is_sampled_and_read_ids_are_checked(folder: Path, monkeypa
     def train(bad: int, value: int = 99) -> GPTDataset:
         tokens = np.zeros(5 * block + 1000, np.uint16)
         tokens[bad] = value
-        with IndexedDatasetWriter(folder / "big", np.uint16) as writer:
-            writer.add_document(tokens)
+        write_documents(folder / "big", [(tokens, [len(tokens)])], np.uint16)
         built = build(DataConfig(data_path=[str(folder / "big")], split="1")).train
         assert isinstance(built, GPTDataset)
         return built
@@ -175,7 +164,7 @@ def test_a_large_file_is_sampled_and_read_ids_are_checked(folder: Path, monkeypa
 
 
 def test_a_negative_token_id_fails_at_the_start(folder: Path) -> None:
-    write_by_layout(folder / "negative", [[1, 2, -3] * 9], code=4, letter="i")
+    write_by_layout(folder / "negative", [[1, 2, -3] * 9], code=4)
     with pytest.raises(ConfigError, match=r"negative\.bin: holds token id -3; ids are at least 0"):
         build(DataConfig(data_path=[str(folder / "negative")]))
 

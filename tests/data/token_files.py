@@ -1,32 +1,25 @@
-"""An independent writer of the .bin/.idx layout, from its description alone, and small corpora."""
+"""Small corpora as token files."""
 
-import struct
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
+
+from tests.preprocess import layout
 
 
-def write_by_layout(prefix: Path, documents: list[list[int]], *, code: int = 8, letter: str = "H") -> None:
-    """The bytes of both files, field by field; struct letters are little-endian."""
-    body = [document for document in documents if document]
-    itemsize = struct.calcsize(letter)
-    prefix.with_suffix(".bin").write_bytes(b"".join(struct.pack(f"<{len(d)}{letter}", *d) for d in body))
-    idx = b"MMIDIDX\x00\x00" + struct.pack("<Q", 1) + struct.pack("<B", code)
-    idx += struct.pack("<Q", len(body)) + struct.pack("<Q", len(documents) + 1)
-    idx += b"".join(struct.pack("<i", len(d)) for d in body)
-    start = 0
-    for d in body:
-        idx += struct.pack("<q", start)
-        start += len(d) * itemsize
-    seen = 0
-    idx += struct.pack("<q", 0)
-    for d in documents:
-        seen += bool(d)
-        idx += struct.pack("<q", seen)
-    prefix.with_suffix(".idx").write_bytes(idx)
+def write_by_layout(prefix: Path, documents: list[list[int]], *, code: int = 8) -> None:
+    """The bytes of both files, by the layout's description: each document with tokens is one sequence."""
+    layout.write(prefix, [[document] if document else [] for document in documents], code=code)
 
 
 def distinct_documents(lengths: list[int]) -> list[list[int]]:
     """Documents in which every token of the corpus has its own id: 0, 1, 2, ..."""
     starts = np.cumsum([0, *lengths])
     return [list(range(start, start + length)) for start, length in zip(starts, lengths)]
+
+
+def blocks_of(documents: Iterable[list[int]]) -> Iterator[tuple[NDArray, list[int]]]:
+    """For `write_documents`: each document a block."""
+    return ((np.array(document, dtype=np.int64), [len(document)]) for document in documents)

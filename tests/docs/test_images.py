@@ -14,7 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.transforms import Bbox
 
 from megalite.data.indexed_dataset import IndexedDataset
-from megalite.data.indexed_writer import IndexedDatasetWriter
+from megalite.data.indexed_writer import write_documents
 from megalite.data.packed_dataset import PackedDataset
 from megalite.pipeline.ir.generators.many_chunks import interleaved
 from megalite.topology.layout import ParallelLayout, ShardSpec
@@ -137,7 +137,7 @@ CHANGES: list[tuple[str, str, Any]] = [
     ("experts", "GRIDS", ParallelLayout(tp=2, cp=2, dp=2, ep=2, etp=2)),
     ("pipeline", "interleaved", lambda pp, vpp, microbatches: interleaved(pp, vpp, microbatches, 8)),
     ("data", "bucket_layers", lambda: [[5, 4, 3], [2, 1, 0]]),
-    ("token_file", "IndexedDatasetWriter", lambda prefix, dtype: IndexedDatasetWriter(prefix, np.int32)),
+    ("token_file", "write_documents", lambda prefix, blocks, dtype: write_documents(prefix, blocks, np.int32)),
     ("samples", "PackedDataset", _OtherSeed),
     ("imports", "imported", lambda package: frozenset({"config"}) - {package}),
     ("strategies", "wire_factor", lambda operation, size: 1.0),

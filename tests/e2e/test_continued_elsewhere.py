@@ -24,12 +24,7 @@ RUNS = {
         (4, "--cp 2 --pp 2"),
         (4, "--cp 4 --cp-comm-type a2a"),
     ),
-    "ZeRO-3 in a pipeline": (
-        "quickstart",
-        "",
-        (4, "--pp 2 --vpp 2 --dp-strategy fully-sharded"),
-        (2, "--tp 2"),
-    ),
+    "ZeRO-3 in a pipeline": ("quickstart", "", (4, "--pp 2 --vpp 2 --dp-strategy fully-sharded"), (2, "--tp 2")),
 }
 
 

@@ -1,4 +1,4 @@
-"""The real command, with small pieces of input and a mark in the journal after each: what a kill finds is more.
+"""The real command, with small pieces of input and its state saved after each: what a kill finds is more.
 
 With `--file-limit BYTES` in front, no file may grow longer: to the program, a full disk.
 """

@@ -31,7 +31,7 @@ def write_numbers(path: Path, count: int, first: int = 0) -> Path:
 
 
 def number_job(folder: Path, *inputs: Path | str, **settings: object) -> PreprocessJob:
-    """Texts of numbers to folder/out_text_document; every piece is followed by a mark in the journal."""
+    """Texts of numbers to folder/out_text_document; its state is saved after every piece."""
     given = {"vocab_size": 1000, "checkpoint_seconds": 0.0} | settings
     return PreprocessJob(
         inputs=tuple(map(str, inputs)),

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megalite.preprocess.resume import read_journal
+from megalite.preprocess.resume import State
 from megalite.preprocess.run import preprocess
 from tests.preprocess.jobs import SUFFIXES, number_job, output_bytes, write_numbers
 
@@ -25,8 +25,7 @@ KILLED = 77
 
 def run_job(folder: Path) -> None:
     """As a user does: --restart only where there is nothing to continue from, and then earlier output is replaced."""
-    left = read_journal(folder / "work" / "out.unfinished" / "journal")
-    restart = left is None or not left.marks
+    restart = State.read(folder / "work" / "out.unfinished" / "state.json") is None
     preprocess(number_job(folder / "work", folder / "a.jsonl", piece_bytes=150, restart=restart))
 
 
@@ -52,7 +51,7 @@ def run_until(folder: Path, point: int) -> None:
         def call(*arguments: Any, **named: Any) -> Any:
             if seen[0] == point:
                 for path in (folder / "work").rglob("*"):
-                    if path.suffix in (".bin", ".lengths", ".idx") or path.name == "journal":
+                    if path.suffix in (".bin", ".lengths", ".idx") or "state.json" in path.name:
                         keep = synced.get(path.stat().st_ino, 0)
                         originals["truncate"](path, min(keep, path.stat().st_size))
                 os._exit(KILLED)
@@ -104,7 +103,7 @@ def main(folder: Path) -> None:
         status = fork(run_until, folder, point)
         if status != KILLED:
             break
-        kept += (work / "out.unfinished" / "journal").exists()
+        kept += (work / "out.unfinished" / "state.json").exists()
         if mismatch(prefix, (replaced, expected)):
             wrong.append(f"{point}: files of different datasets side by side")
         # Killed a second time a little later, then left alone.

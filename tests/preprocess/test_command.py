@@ -14,7 +14,7 @@ from megalite.cli.preprocess import JobProgress, job_of, main, summary
 from megalite.cli.train_tokenizer import tokenizer_kind
 from megalite.config.errors import ConfigError
 from megalite.preprocess.job import Progress, usable_cores
-from megalite.preprocess.pieces import Place
+from megalite.preprocess.resume import State
 from megalite.preprocess.run import BackgroundSaver
 from tests.preprocess.jobs import NUMBER_FLAGS, documents, write_jsonl, write_numbers
 
@@ -88,9 +88,9 @@ def test_a_second_signal_does_not_stop_the_saving(
         if progress.documents:
             signal.raise_signal(signal.SIGINT)
 
-    def save_late(self: BackgroundSaver, place: Place | None, progress: Progress) -> None:
+    def save_late(self: BackgroundSaver, state: State) -> None:
         signal.raise_signal(second)
-        save(self, place, progress)
+        save(self, state)
 
     monkeypatch.setattr(JobProgress, "take", interrupt)
     monkeypatch.setattr(BackgroundSaver, "save_now", save_late)

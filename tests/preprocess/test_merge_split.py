@@ -2,18 +2,17 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megalite.cli.preprocess import main as preprocess_main
 from megalite.config.errors import ConfigError
-from megalite.data import indexed_dataset
+from megalite.data import indexed_dataset, indexed_writer
 from megalite.data.dataset import split_documents
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.token_files import read_side_file
-from megalite.preprocess import copying
 from megalite.preprocess import merge_split as module
-from megalite.preprocess.copying import Written, write_parts
 from megalite.preprocess.merge_split import merge, parts_of_equal_tokens, parts_of_split, split_dataset
 from megalite.preprocess.verify import verify
 from tests.preprocess.layout import LETTERS, MIXED, both, pack, write, write_with_side_file
@@ -34,7 +33,8 @@ def preprocess(output: Path, *inputs: Path) -> str:
 def test_sequences_and_documents_stay_as_they_are(tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where blocks end within a dataset."""
     monkeypatch.setattr(indexed_dataset, "_BLOCK_BYTES", 16)
-    monkeypatch.setattr(copying, "BLOCK", 2)
+    monkeypatch.setattr(indexed_dataset, "BLOCK", 2)
+    monkeypatch.setattr(module, "BLOCK", 2)
     inputs = [MIXED, [], OTHER, [[]], MIXED]
     prefixes = [write(tmp_path / f"d{i}", content, code=code) for i, content in enumerate(inputs)]
     read: list[int] = []
@@ -117,8 +117,10 @@ def test_all_files_or_none(tmp_path: Path, at: str, monkeypatch: pytest.MonkeyPa
         return fail() if target.endswith(at) else replace(self, target)  # type: ignore[return-value]
 
     monkeypatch.setattr(Path, "replace", replace_or_fail)
-    if at in ("side file", "folder"):
-        monkeypatch.setattr(copying, "write_durably" if at == "side file" else "sync_folder", fail)
+    if at == "side file":
+        monkeypatch.setattr(module, "write_durably", fail)
+    if at == "folder":
+        monkeypatch.setattr(indexed_writer, "sync_folder", lambda path: fail() if list(tmp_path.glob("all*")) else None)
     with pytest.raises(OSError, match="disk full"):
         merge([a], str(tmp_path / "all"))
     assert sorted(tmp_path.iterdir()) == before
@@ -146,7 +148,7 @@ def test_a_failure_leaves_files_of_others(tmp_path: Path, monkeypatch: pytest.Mo
         write(tmp_path / "all", OTHER)
         raise OSError("disk full")
 
-    monkeypatch.setattr(copying, "_write_index", fail)
+    monkeypatch.setattr(module, "_write_index", fail)
     with pytest.raises(OSError, match="disk full"):
         merge([a], str(tmp_path / "all"))
     assert both(tmp_path / "all") == pack(OTHER)
@@ -175,7 +177,7 @@ def test_damaged_inputs(tmp_path: Path) -> None:
 
 
 def test_a_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying, "free_bytes", lambda folder: 100)
+    monkeypatch.setattr(module, "free_bytes", lambda folder: 100)
     with pytest.raises(ConfigError, match=r"100 bytes free, \d+ are needed for .*all"):
         merge([write(tmp_path / "a", MIXED)], str(tmp_path / "all"))
 
@@ -185,7 +187,7 @@ def test_a_dataset_that_changes_meanwhile(
     tmp_path: Path, changed: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = write(tmp_path / "a", MIXED), write(tmp_path / "b", MIXED)
-    monkeypatch.setattr(copying, "free_bytes", lambda folder: write(tmp_path / "b", changed) and None)
+    monkeypatch.setattr(module, "free_bytes", lambda folder: write(tmp_path / "b", changed) and None)
     with pytest.raises(ConfigError, match="b changed while it was read"):
         merge([a, b], str(tmp_path / "all"))
     assert not list(tmp_path.glob("all*"))
@@ -275,32 +277,25 @@ def test_side_files_of_parts(tmp_path: Path) -> None:
     assert result.fault is None and result.hashed
 
 
-def test_all_parts_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at", ["part2.bin", "part2.json", "the third"])
+def test_all_parts_or_none(tmp_path: Path, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a signal comes when some have their names."""
     prefix = write_with_side_file(tmp_path / "d", MIXED, tokenizer=TOKENIZER)
     before = sorted(tmp_path.iterdir())
+    replace, write_parts = Path.replace, module._write_parts
 
-    def fail_at_the_third(output: str, *arguments: object, **settings: object) -> Written:
-        if output.endswith("2"):
-            raise OSError("disk full")
-        return write_parts(output, *arguments, **settings)  # type: ignore[arg-type]
+    def replace_or_stop(self: Path, target: str) -> Path:
+        if target.endswith(at):
+            raise KeyboardInterrupt
+        return replace(self, target)
 
-    monkeypatch.setattr(module, "write_parts", fail_at_the_third)
-    with pytest.raises(OSError, match="disk full"):
-        split_dataset(prefix, outputs(tmp_path, [range(1), range(1, 3), range(3, 6)]))
-    assert sorted(tmp_path.iterdir()) == before
+    def write_or_stop(stem: Path, *arguments: Any, **settings: Any) -> module.Written:
+        if at == "the third" and stem.name == "2":
+            raise KeyboardInterrupt
+        return write_parts(stem, *arguments, **settings)
 
-
-@pytest.mark.parametrize("part", [0, 1])
-def test_stopped_just_when_a_part_is_there(tmp_path: Path, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal may come before anybody has written down that it is."""
-    prefix = write_with_side_file(tmp_path / "d", MIXED, tokenizer=TOKENIZER)
-    before = sorted(tmp_path.iterdir())
-
-    def stop(output: str, *arguments: object, **settings: object) -> Written:
-        write_parts(output, *arguments, **settings)  # type: ignore[arg-type]
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(module, "write_parts", stop)
+    monkeypatch.setattr(Path, "replace", replace_or_stop)
+    monkeypatch.setattr(module, "_write_parts", write_or_stop)
     with pytest.raises(KeyboardInterrupt):
-        split_dataset(prefix, outputs(tmp_path, [range(1), range(1, 6)])[part:])
+        split_dataset(prefix, outputs(tmp_path, [range(1), range(1, 3), range(3, 6)]))
     assert sorted(tmp_path.iterdir()) == before

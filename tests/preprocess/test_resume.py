@@ -17,10 +17,8 @@ import pytest
 
 from megalite.checkpoint.files import lock_folder
 from megalite.config.errors import ConfigError
-from megalite.data.token_files import read_side_file
 from megalite.preprocess.job import Progress
-from megalite.preprocess.pieces import Place
-from megalite.preprocess.resume import Journal, Mark
+from megalite.preprocess.resume import State
 from megalite.preprocess.run import BackgroundSaver, preprocess
 from tests.preprocess.jobs import Stop, documents, number_job, output_bytes, run_numbers, stop_after, write_numbers
 
@@ -93,56 +91,33 @@ def test_several_keys_and_compressed_inputs_go_on(tmp_path: Path) -> None:
     assert documents(tmp_path, "a") == [[i, i + 1] for i in range(200)]
 
 
-@pytest.mark.parametrize("name", ["0.bin", "0.lengths"])
+@pytest.mark.parametrize("name", ["0.bin", "0.lengths", "1.bin", "state.json"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
-def test_a_damaged_stretch_is_done_again(tmp_path: Path, undisturbed: list[bytes], name: str, damage: str) -> None:
-    path = leave_unfinished(tmp_path) / name
+def test_what_is_damaged_is_done_again(tmp_path: Path, name: str, damage: str) -> None:
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"q": str(i), "a": f"{i} 7"}) for i in range(100)))
+    job = number_job(tmp_path, tmp_path / "a.jsonl", json_keys=("q", "a"), piece_bytes=64)
+    with pytest.raises(Stop):
+        preprocess(job, stop_after(80))
+    path = tmp_path / "out.unfinished" / name
     content = bytearray(path.read_bytes())
     if damage == "remove":
         path.unlink()
     else:
-        content[len(content) // 2] ^= 0x80
+        content[len(content) // 2] ^= 3
         path.write_bytes(content if damage == "flip" else content[: len(content) // 2 + 1])
-    result = run_numbers(tmp_path, tmp_path / "a.jsonl", append_eod=True)
-    assert output_bytes(tmp_path) == undisturbed
-    if damage == "remove":
-        assert result.kept_documents == 0 and "is damaged and is done again" in result.notice
-    else:
-        assert 30 < result.kept_documents < 70 and "more are damaged in" in result.notice
-
-
-def test_of_two_keys_the_shorter_good_part_counts(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"q": str(i), "a": str(i)}) for i in range(100)))
-    job = number_job(tmp_path, tmp_path / "a.jsonl", json_keys=("q", "a"), piece_bytes=64)
-    with pytest.raises(Stop):
-        preprocess(job, stop_after(80))
-    for name, at in (("0.bin", 120), ("1.bin", 41)):
-        path = tmp_path / "out.unfinished" / name
-        content = bytearray(path.read_bytes())
-        content[at] ^= 3
-        path.write_bytes(content)
     result = preprocess(job)
-    assert 10 < result.kept_documents <= 20
-    assert documents(tmp_path, "q") == documents(tmp_path, "a") == [[i] for i in range(100)]
-    facts = [read_side_file(tmp_path / f"out_{key}_document") for key in ("q", "a")]
-    assert facts[0] and facts[1] and facts[0]["token_histogram"] == facts[1]["token_histogram"]
+    assert result.kept_documents == 0 and ("is damaged and is done again" in result.notice) == (name != "state.json")
+    assert documents(tmp_path, "q") == [[i] for i in range(100)]
+    assert documents(tmp_path, "a") == [[i, 7] for i in range(100)]
 
 
-@pytest.mark.parametrize("bytes_lost", [1, 30, 400])
-def test_a_torn_journal_is_read_as_far_as_it_goes(tmp_path: Path, undisturbed: list[bytes], bytes_lost: int) -> None:
-    journal = leave_unfinished(tmp_path) / "journal"
-    content = journal.read_bytes()
-    journal.write_bytes(content[:-bytes_lost])
-    leave_unfinished(tmp_path, after=150)
-    journal.write_bytes(journal.read_bytes() + b'0123 {"place": [0, 9')
-    assert run_numbers(tmp_path, tmp_path / "a.jsonl", append_eod=True).kept_documents >= 150
-    assert output_bytes(tmp_path) == undisturbed
-
-
-def test_a_journal_that_says_nothing_is_a_new_start(tmp_path: Path, undisturbed: list[bytes]) -> None:
+def test_what_is_beyond_the_state_is_cut_off(tmp_path: Path, undisturbed: list[bytes]) -> None:
+    """A run may be killed between its files and their state."""
     folder = leave_unfinished(tmp_path)
-    (folder / "journal").write_bytes(b"\xff" + (folder / "journal").read_bytes()[1:])
-    assert run_numbers(tmp_path, tmp_path / "a.jsonl", append_eod=True).kept_documents == 0
+    for name in ("0.bin", "0.lengths"):
+        (folder / name).write_bytes((folder / name).read_bytes() + b"more")
+    (folder / ".state.json.new").write_bytes(b"half")
+    assert run_numbers(tmp_path, tmp_path / "a.jsonl", append_eod=True).kept_documents >= 100
     assert output_bytes(tmp_path) == undisturbed
 
 
@@ -306,7 +281,7 @@ def leave_finished(folder: Path, file: str, *inputs: Path | str, restart: bool =
 
 
 @pytest.mark.parametrize("file", ["0.bin", "0.idx", "0.json"])
-def test_the_next_run_only_renames(tmp_path: Path, file: str) -> None:
+def test_files_that_have_their_names_are_taken_back(tmp_path: Path, file: str) -> None:
     path = write_numbers(tmp_path / "a.jsonl", 30)
     run_numbers(tmp_path, path)
     expected = output_bytes(tmp_path)
@@ -314,34 +289,33 @@ def test_the_next_run_only_renames(tmp_path: Path, file: str) -> None:
     # Stopped a second time there, it says once more what is kept.
     leave_finished(tmp_path, file, path)
     result = run_numbers(tmp_path, path)
-    assert "only had to rename" in result.notice and result.kept_documents == result.documents == 30
+    assert "resuming" in result.notice and result.kept_documents == result.documents == 30
     assert output_bytes(tmp_path) == expected and not (tmp_path / "out.unfinished").exists()
 
 
 @pytest.mark.parametrize("renamed", [False, True])
 def test_files_that_changed_meanwhile(tmp_path: Path, renamed: bool) -> None:
+    """What is under the output's name may be somebody's: it is replaced only if told."""
     path = write_numbers(tmp_path / "a.jsonl", 30)
     leave_finished(tmp_path, "0.idx" if renamed else "0.bin", path)
     file = tmp_path / ("out_text_document.bin" if renamed else "out.unfinished/0.bin")
-    file.write_bytes(file.read_bytes()[::-1])
+    content = file.read_bytes()[::-1]
+    file.write_bytes(content)
     if renamed:
-        with pytest.raises(ConfigError, match=r"document\.bin has changed; add --restart"):
+        with pytest.raises(ConfigError, match=r"document\.bin exists; give another"):
             run_numbers(tmp_path, path)
+        assert file.read_bytes() == content
     result = run_numbers(tmp_path, path, restart=renamed)
     assert (result.documents, result.kept_documents) == (30, 0)
     assert documents(tmp_path)[7] == [0, 7, 14]
 
 
-@pytest.mark.parametrize("renamed", [False, True])
-def test_one_more_input_is_read_or_refused(tmp_path: Path, renamed: bool) -> None:
+@pytest.mark.parametrize("file", ["0.bin", "0.idx"])
+def test_one_more_input_is_read(tmp_path: Path, file: str) -> None:
     paths = [write_numbers(tmp_path / f"{name}.jsonl", 20, 20 * i) for i, name in enumerate("ab")]
-    leave_finished(tmp_path, "0.idx" if renamed else "0.bin", paths[0])
-    if renamed:
-        with pytest.raises(ConfigError, match=r"renaming, and input .*b\.jsonl is not one that it read; add --res"):
-            run_numbers(tmp_path, *paths)
-        assert (tmp_path / "out_text_document.bin").exists() and (tmp_path / "out.unfinished").exists()
-    result = run_numbers(tmp_path, *paths, restart=renamed)
-    assert (result.documents, result.kept_documents) == (40, 0 if renamed else 20)
+    leave_finished(tmp_path, file, paths[0])
+    result = run_numbers(tmp_path, *paths)
+    assert (result.documents, result.kept_documents) == (40, 20)
     assert len(documents(tmp_path)) == 40
 
 
@@ -354,22 +328,16 @@ def test_one_input_fewer_is_refused(tmp_path: Path, file: str) -> None:
     assert run_numbers(tmp_path, paths[0], restart=True).documents == 20
 
 
-@pytest.mark.parametrize("renamed", [False, True])
-def test_standard_input_is_read_again_or_refused(tmp_path: Path, renamed: bool, feed: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize("file", ["0.bin", "0.idx"])
+def test_standard_input_is_read_again(tmp_path: Path, file: str, feed: Callable[[Path], None]) -> None:
     first, other = (write_numbers(tmp_path / f"{i}.jsonl", 20, i) for i in (0, 500))
-
     feed(first)
-    leave_finished(tmp_path, "0.idx" if renamed else "0.bin", "-")
-    for path in (other, first):
-        feed(path)
-        if renamed:
-            with pytest.raises(ConfigError, match="read standard input, which cannot be compared; add --restart"):
-                run_numbers(tmp_path, "-")
-        elif path is other:
-            with pytest.raises(ConfigError, match="input - has changed"):
-                run_numbers(tmp_path, "-")
+    leave_finished(tmp_path, file, "-")
+    feed(other)
+    with pytest.raises(ConfigError, match="input - has changed"):
+        run_numbers(tmp_path, "-")
     feed(first)
-    assert run_numbers(tmp_path, "-", restart=renamed).documents == 20
+    assert run_numbers(tmp_path, "-").documents == 20
     assert documents(tmp_path)[7] == [0, 7, 14]
 
 
@@ -386,20 +354,22 @@ def test_paths_may_be_spelled_in_another_way(tmp_path: Path, monkeypatch: pytest
     path = write_numbers(tmp_path / "a.jsonl", 30)
     leave_finished(tmp_path, "0.idx", path)
     monkeypatch.chdir(tmp_path)
-    assert "only had" in preprocess(number_job(tmp_path, f".{os.sep}a.jsonl")).notice
+    assert "resuming" in preprocess(number_job(tmp_path, f".{os.sep}a.jsonl")).notice
 
 
-def test_a_save_that_a_signal_cut_off_from_its_future_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C between handing the save to the thread and taking its future: the journal has the mark, so it is safe."""
-    marks: list[Mark] = []
+def test_a_save_that_a_signal_cut_off_from_its_future_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ctrl-C between handing the save to the thread and taking its future: the state is on the disk, so it is safe."""
+    written: list[Path] = []
     slow = threading.Event()
 
-    def mark(new: Mark) -> None:
+    def write(path: Path) -> None:
         slow.wait(30)
-        marks.append(new)
+        written.append(path)
 
-    keeper = BackgroundSaver(cast(Journal, SimpleNamespace(mark=mark)), [], None, 0, 0.0)
-    place = cast(Place, SimpleNamespace())
+    state = cast(State, SimpleNamespace(write=write))
+    keeper = BackgroundSaver(tmp_path, [], None, 0.0)
     submit = keeper._thread.submit
 
     def interrupted(*arguments: Any) -> Any:
@@ -408,8 +378,8 @@ def test_a_save_that_a_signal_cut_off_from_its_future_is_waited_for(monkeypatch:
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(keeper._thread, "submit", interrupted)
-        keeper.save_soon(place, Progress(disk_total=None))
+        keeper.save_soon(lambda: state)
     threading.Timer(0.1, slow.set).start()
-    keeper.save_now(place, Progress(disk_total=None))
-    assert keeper.saved is marks[0] and len(marks) == 1
+    keeper.save_now(state)
+    assert keeper.saved is state and written == [tmp_path]
     keeper.close()

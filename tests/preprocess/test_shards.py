@@ -11,9 +11,9 @@ import pyarrow.parquet
 import pytest
 
 from megalite.config.errors import ConfigError
+from megalite.preprocess.job import job_inputs, parse_shard, shard_name
 from megalite.preprocess.merge_split import merge
 from megalite.preprocess.run import preprocess
-from megalite.preprocess.shards import job_inputs, parse_shard, shard_name
 from tests.preprocess.jobs import SUFFIXES, Stop, number_job, stop_after, write_numbers
 
 

@@ -11,22 +11,11 @@ import pytest
 
 from megalite.config.errors import ConfigError
 from megalite.data import indexed_dataset
-from megalite.data.indexed_dataset import IndexedDataset, UnsupportedDataset
-from megalite.data.indexed_writer import IndexedDatasetWriter
-from megalite.preprocess import copying
+from megalite.data.indexed_dataset import IndexedDataset, UnsupportedDataset, first_token, lengths_in_blocks, token_ends
+from megalite.data.indexed_writer import write_documents
 from megalite.preprocess import verify as module
-from megalite.preprocess.copying import refuse_existing
-from megalite.preprocess.verify import (
-    Document,
-    find_prefixes,
-    first_token,
-    inspect,
-    lengths_in_blocks,
-    parse_documents,
-    read_documents,
-    token_ends,
-    verify,
-)
+from megalite.preprocess.output import refuse_existing
+from megalite.preprocess.verify import Document, find_prefixes, inspect, parse_documents, read_documents, verify
 from tests.preprocess.layout import LETTERS, MIXED, write, write_with_side_file
 
 
@@ -107,7 +96,7 @@ def test_where_documents_are(dataset: IndexedDataset, monkeypatch: pytest.Monkey
     assert token_ends(dataset, range(2, 5)).tolist() == ends[2:5]
     assert [first_token(dataset, i) for i in range(7)] == [0, *ends]
     for block in (1, 2, 4, 100):
-        monkeypatch.setattr(copying, "BLOCK", block)
+        monkeypatch.setattr(indexed_dataset, "BLOCK", block)
         assert np.concatenate(list(lengths_in_blocks(dataset, range(6)))).tolist() == LENGTHS
         assert np.concatenate(list(lengths_in_blocks(dataset, range(1, 5)))).tolist() == LENGTHS[1:5]
 
@@ -233,7 +222,7 @@ def test_ends_of_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for block_bytes in (2, 4, 6, 1 << 20):
         for block in (1, 2, 100):
             monkeypatch.setattr(indexed_dataset, "_BLOCK_BYTES", block_bytes)
-            monkeypatch.setattr(copying, "BLOCK", block)
+            monkeypatch.setattr(indexed_dataset, "BLOCK", block)
             monkeypatch.setattr(module, "BLOCK", block)
             fault = verify(prefix).fault
             assert fault is not None and fault.offset == 18
@@ -312,8 +301,7 @@ def test_a_dataset_with_a_side_file_was_supported(tmp_path: Path) -> None:
 def test_many_blocks(tmp_path: Path) -> None:
     """A fault behind several blocks of tokens and of documents is placed right."""
     tokens = np.zeros(3 << 20, dtype=np.uint16)
-    with IndexedDatasetWriter(tmp_path / "d", np.uint16) as writer:
-        writer.add_documents(tokens, [8] * (len(tokens) // 8))
+    write_documents(tmp_path / "d", [(tokens, [8] * (len(tokens) // 8))], np.uint16)
     bad = (2 << 20) + 12345
     put(tmp_path / "d.bin", 2 * bad, "<H", 500)
     fault = verify(str(tmp_path / "d"), vocab_size=500).fault

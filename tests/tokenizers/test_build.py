@@ -15,12 +15,13 @@ def build(vocab_size: int | None = None, **settings: Path | str) -> Tokenizer | 
     return build_tokenizer(DataConfig(**{k: str(v) for k, v in settings.items()}), vocab_size)
 
 
-def test_kinds_are_told_from_the_files(byte_bpe: Path, tmp_path: Path) -> None:
-    def name(**settings: Path | str) -> str:
-        tokenizer = build(**settings)
-        assert tokenizer is not None
-        return tokenizer.name
+def name(**settings: Path | str) -> str:
+    tokenizer = build(**settings)
+    assert tokenizer is not None
+    return tokenizer.name
 
+
+def test_kinds_are_told_from_the_files(byte_bpe: Path, tmp_path: Path) -> None:
     assert build() is None
     assert name(tokenizer_model=byte_bpe / "sp.model") == "SentencePieceTokenizer"
     assert name(tokenizer_model=byte_bpe / "tokenizer.json") == "HuggingFaceTokenizer"
@@ -39,11 +40,6 @@ def test_kinds_are_told_from_the_files(byte_bpe: Path, tmp_path: Path) -> None:
 
 
 def test_folders(byte_bpe: Path, tmp_path: Path) -> None:
-    def name(**settings: Path | str) -> str:
-        tokenizer = build(**settings)
-        assert tokenizer is not None
-        return tokenizer.name
-
     (tmp_path / "own.tiktoken").write_bytes((byte_bpe / "ranks.tiktoken").read_bytes())
     assert name(tokenizer_model=tmp_path, tiktoken_pattern="gpt2") == "TikTokenizer"
     # Meta gives its tiktoken file the name that SentencePiece models have.
@@ -65,9 +61,11 @@ def test_a_vocabulary_with_the_word_model(tmp_path: Path) -> None:
         build(tokenizer_model=tmp_path / "v.json")
 
 
-def test_a_folder_of_several_tiktoken_files(tmp_path: Path) -> None:
-    for name in ("a.tiktoken", "b.tiktoken"):
-        write_tiktoken(tmp_path / name, {bytes([i]): i for i in range(256)})
+def test_a_folder_without_a_tokenizer_or_with_several_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no tokenizer\.json, tokenizer\.model or \.tiktoken"):
+        build(tokenizer_model=tmp_path)
+    for file in ("a.tiktoken", "b.tiktoken"):
+        write_tiktoken(tmp_path / file, {bytes([i]): i for i in range(256)})
     with pytest.raises(ConfigError, match=r"holds a\.tiktoken, b\.tiktoken; give one"):
         build(tokenizer_model=tmp_path)
 
@@ -124,11 +122,6 @@ def test_a_pipe_or_a_corpus_in_place_of_a_tokenizer(tmp_path: Path) -> None:
 def test_settings_that_do_not_work(settings: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(**settings)
-
-
-def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"holds no tokenizer\.json, tokenizer\.model or \.tiktoken"):
-        build(tokenizer_model=tmp_path)
 
 
 def test_fingerprints_follow_the_files(byte_bpe: Path, small_bpe: Path, tmp_path: Path) -> None:

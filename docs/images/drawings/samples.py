@@ -10,7 +10,7 @@ import numpy as np
 from drawings.canvas import FAINT, GREY, LIGHT, MIDDLE, MUTED, Drawing
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.indexed_dataset import IndexedDataset
-from megalite.data.indexed_writer import IndexedDatasetWriter
+from megalite.data.indexed_writer import write_documents
 from megalite.data.packed_dataset import PackedDataset
 
 LENGTHS = (7, 4, 9, 3, 6, 2, 4)
@@ -26,9 +26,8 @@ MASK_LEFT, MASK_CELL = 548.0, 20.0
 def documents() -> Iterator[IndexedDataset]:
     """A token file in which every id tells its document: token i of document d is 10·d + i."""
     with tempfile.TemporaryDirectory() as folder:
-        with IndexedDatasetWriter(Path(folder) / "corpus", np.uint16) as writer:
-            for document, length in enumerate(LENGTHS):
-                writer.add_document([10 * document + i for i in range(length)])
+        ids = [10 * document + i for document, length in enumerate(LENGTHS) for i in range(length)]
+        write_documents(Path(folder) / "corpus", [(np.array(ids), LENGTHS)], np.uint16)
         yield IndexedDataset(Path(folder) / "corpus")
 
 

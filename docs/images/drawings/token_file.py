@@ -7,7 +7,7 @@ import numpy as np
 
 from drawings.canvas import DARK, FAINT, GREY, LIGHT, MUTED, Drawing
 from megalite.data.indexed_dataset import HEADER, MAGIC
-from megalite.data.indexed_writer import IndexedDatasetWriter
+from megalite.data.indexed_writer import write_documents
 
 DOCUMENTS = ([464, 3797, 3332, 50256], [5756, 50256], [2061, 318, 1521, 50256])
 """Ids of three short texts, the last of each the end of document."""
@@ -22,9 +22,8 @@ Field = tuple[str, str, int, list[str]]
 def written() -> tuple[bytes, bytes]:
     """The two files of DOCUMENTS."""
     with tempfile.TemporaryDirectory() as folder:
-        with IndexedDatasetWriter(Path(folder) / "corpus", np.uint16) as writer:
-            for document in DOCUMENTS:
-                writer.add_document(document)
+        blocks = [(np.array(document), [len(document)]) for document in DOCUMENTS]
+        write_documents(Path(folder) / "corpus", blocks, np.uint16)
         return tuple((Path(folder) / f"corpus{suffix}").read_bytes() for suffix in (".idx", ".bin"))  # type: ignore[return-value]
 
 

@@ -20,8 +20,7 @@ _SIZES = (
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSeek(LlamaLike):
-    scores: tuple[str, str]
-    """What scoring_func and topk_method are, where published files say it."""
+    scores: tuple[str, str]  # what scoring_func and topk_method are, where published files say it
 
     def _settings(self, file: ModelFile, positions: int) -> dict[str, Any]:
         fixed: dict[str, Any] = dict(zip(("scoring_func", "topk_method"), self.scores, strict=True))

@@ -16,8 +16,10 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from megalite.data.indexed_dataset import token_dtype
-from megalite.data.indexed_writer import IndexedDatasetWriter
+from megalite.data.indexed_writer import write_documents
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -104,9 +106,8 @@ def build(folder: Path) -> Path:
 def rehearse(name: str, library: Path, python: str, folder: Path) -> tuple[bool, str]:
     """Run one case, and once more from its checkpoint; whether both ended well, and a line about it."""
     ranks, words = CASES[name][0], [*words_of(name, str(folder / "tokens")), "--run-dir", str(folder / "run")]
-    with IndexedDatasetWriter(folder / "tokens", token_dtype(1000)) as writer:
-        for length in range(20, 220):
-            writer.add_document(list(range(length)))
+    blocks = [(np.arange(length), [length]) for length in range(20, 220)]
+    write_documents(folder / "tokens", blocks, token_dtype(1000))
     steps = folder / "steps.json"
     for again in ("", "continued: "):
         if again:
