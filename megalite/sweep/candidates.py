@@ -120,7 +120,7 @@ def _points(spec: SweepSpec) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if spec.from_plan is not None:
         for number, plan in enumerate(read_plans(spec.from_plan)[: spec.top], 1):
             yield f"plan {number}", plan
-    for number, given in enumerate(spec.listed, 1):
+    for number, given in enumerate(spec.list, 1):
         yield f"list, entry {number}", given
     if not spec.grid:
         return

@@ -18,8 +18,6 @@ from megalite.config.reading import read_yaml
 from megalite.config.run import RunConfig
 from megalite.config.values import coerce, nearest
 
-Reader = Callable[[Any, str], Any]  # from a value and where it stands to the value with its type; raises ConfigError
-
 
 def read_mapping(path: Path, what: str) -> dict[str, Any]:
     """The mapping that a YAML file holds; raises ConfigError if it holds something else, or gives a key twice."""
@@ -28,48 +26,25 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
     return read_yaml(path, kind=what)
 
 
-def read_keys(tree: Mapping[str, Any], readers: Mapping[str, Reader], source: str) -> dict[str, Any]:
-    """Each value read by its key's reader; raises ConfigError for another key (the nearest are named)."""
-    found = {}
-    for key, value in tree.items():
-        if key not in readers:
-            raise ConfigError(f"{source}: unknown key {key}{nearest(str(key), readers)} (one of {', '.join(readers)})")
-        found[key] = readers[key](value, f"{source}: {key}")
-    return found
+def entries(value: Any, where: str) -> list[Any]:
+    if not isinstance(value, list) or not value:
+        raise ConfigError(f"{where} takes a list with something in it, got {reprlib.repr(value)}")
+    return value
 
 
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _taking(what: str, legal: Callable[[Any], bool], convert: Callable[[Any], Any] = lambda value: value) -> Reader:
-    def read(value: Any, where: str) -> Any:
-        if not legal(value):
-            raise ConfigError(f"{where} takes {what}, got {reprlib.repr(value)}")
-        return convert(value)
-
-    return read
-
-
-whole = _taking("a whole number of at least 1, such as 4", lambda v: _number(v) and isinstance(v, int) and v >= 1)
-count = _taking("a whole number such as 3", lambda v: _number(v) and isinstance(v, int) and v >= 0)
-seconds = _taking("a number of seconds such as 300", lambda v: _number(v) and 0 < v < float("inf"), float)
-text = _taking("text (in quotes if it looks like a number)", lambda v: isinstance(v, str) and bool(v.strip()))
-entries = _taking("a list with something in it", lambda v: isinstance(v, list) and bool(v))
-mapping = _taking(
-    "`name: value` lines", lambda v: isinstance(v, dict) and bool(v) and all(isinstance(key, str) for key in v)
-)
-
-
-def texts(value: Any, where: str) -> tuple[str, ...]:
-    """One text or a list of them."""
-    return tuple(text(each, where) for each in (value if isinstance(value, list) else [value]))
+def mapping(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict) or not value or not all(isinstance(key, str) for key in value):
+        raise ConfigError(f"{where} takes `name: value` lines, got {reprlib.repr(value)}")
+    return value
 
 
 def words(value: Any, where: str) -> dict[str, str]:
     """A mapping of names to text; numbers are taken as they are written."""
-    take = _taking("text or a number", lambda word: isinstance(word, str) or _number(word), str)
-    return {name: take(word, f"{where}: {name}") for name, word in mapping(value, where).items()}
+    found = mapping(value, where)
+    for name, word in found.items():
+        if not isinstance(word, str | int | float) or isinstance(word, bool):
+            raise ConfigError(f"{where}: {name} takes text or a number, got {reprlib.repr(word)}")
+    return {name: str(word) for name, word in found.items()}
 
 
 def plain_settings(tree: Mapping[str, Any], where: str) -> dict[str, Any]:

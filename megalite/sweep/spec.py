@@ -2,52 +2,19 @@
 
 import re
 import reprlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from megalite.config.byte_size import parse_byte_size
 from megalite.config.errors import ConfigError
+from megalite.config.reading import OR_ZERO, build
 from megalite.sweep import rules
 
 _OPTION = re.compile(r"[a-z][a-z0-9-]*", re.ASCII)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 DEFAULT_TIMEOUT = 300.0  # seconds that a run may take, its start included
-
-
-@dataclass(frozen=True, kw_only=True)
-class SbatchSpec:
-    gpus_per_node: int = 8  # ranks on one node; a job has as many nodes as it needs
-    at_once: int = 1  # jobs in the queue at one time
-    poll_seconds: float = 10.0  # between two looks at the queue
-    options: Mapping[str, str] = field(default_factory=dict)  # by long names: partition, ...
-    setup: tuple[str, ...] = ()  # shell lines before the run: modules, virtual environments
-
-
-@dataclass(frozen=True, kw_only=True)
-class SweepSpec:
-    path: Path
-    preset: str | None = None
-    base: tuple[Path, ...] = ()  # config files, later ones win
-    settings: Mapping[str, Any] = field(default_factory=dict)  # over the base, the same in all configurations
-    ranks: int | None = None  # of every configuration; default tp·pp·cp·dp of each
-    grid: tuple[tuple[str, tuple[Mapping[str, Any], ...]], ...] = ()  # axes: key, settings of each value
-    listed: tuple[Mapping[str, Any], ...] = ()
-    from_plan: Path | None = None
-    top: int | None = None  # of the plan's entries, from the first on; default all
-    exclude: tuple[rules.Condition, ...] = ()
-    only: tuple[rules.Condition, ...] = ()
-    steps: int = 8  # of each run
-    warm_up_steps: int = 3  # the first of them, which are not measured
-    timeout: float = DEFAULT_TIMEOUT
-    memory_limit: float | None = None  # bytes per rank: what is predicted to need more is refused
-    cluster: str | None = None
-    stack: str = "fused"
-    environment: Mapping[str, str] = field(default_factory=dict)
-    program: Path | None = None  # script that trains in place of `megalite train`
-    sbatch: SbatchSpec = field(default_factory=SbatchSpec)
 
 
 def _settings(value: Any, where: str) -> dict[str, Any]:
@@ -110,55 +77,64 @@ def _environment(value: Any, where: str) -> dict[str, str]:
     return found
 
 
-_SBATCH: Mapping[str, rules.Reader] = {
-    "gpus_per_node": rules.whole,
-    "at_once": rules.whole,
-    "poll_seconds": rules.seconds,
-    "options": _options,
-    "setup": rules.texts,
-}
+def _read(reader: Callable[[Any, str], Any]) -> dict[str, Any]:
+    return {"read": reader}
 
 
-def _sbatch(value: Any, where: str) -> SbatchSpec:
-    return SbatchSpec(**rules.read_keys(rules.mapping(value, where), _SBATCH, where))
+@dataclass(frozen=True, kw_only=True)
+class SbatchSpec:
+    gpus_per_node: int = 8  # ranks on one node; a job has as many nodes as it needs
+    at_once: int = 1  # jobs in the queue at one time
+    poll_seconds: float = 10.0  # between two looks at the queue
+    options: Mapping[str, str] = field(default_factory=dict, metadata=_read(_options))  # by long names: partition, ...
+    setup: tuple[str, ...] = ()  # shell lines before the run: modules, virtual environments
 
 
-# Keys of a sweep.yaml.
-KEYS: Mapping[str, rules.Reader] = MappingProxyType(
-    {
-        "preset": rules.text,
-        "base": rules.texts,
-        "settings": _settings,
-        "ranks": rules.whole,
-        "grid": _grid,
-        "list": _listed,
-        "from_plan": rules.text,
-        "top": rules.whole,
-        "exclude": _conditions,
-        "only": _conditions,
-        "steps": rules.whole,
-        "warm_up_steps": rules.count,
-        "timeout": rules.seconds,
-        "memory_limit": _bytes,
-        "cluster": rules.text,
-        "stack": rules.text,
-        "environment": _environment,
-        "program": rules.text,
-        "sbatch": _sbatch,
-    }
-)
+@dataclass(frozen=True, kw_only=True)
+class _Keys:
+    """Of a sweep.yaml."""
+
+    preset: str | None = None
+    base: tuple[Path, ...] = ()  # config files, later ones win
+    settings: Mapping[str, Any] = field(default_factory=dict, metadata=_read(_settings))  # over the base, in all
+    ranks: int | None = None  # of every configuration; default tp·pp·cp·dp of each
+    # Axes: key, settings of each value.
+    grid: tuple[tuple[str, tuple[Mapping[str, Any], ...]], ...] = field(default=(), metadata=_read(_grid))
+    list: tuple[Mapping[str, Any], ...] = field(default=(), metadata=_read(_listed))
+    from_plan: Path | None = None
+    top: int | None = None  # of the plan's entries, from the first on; default all
+    exclude: tuple[rules.Condition, ...] = field(default=(), metadata=_read(_conditions))
+    only: tuple[rules.Condition, ...] = field(default=(), metadata=_read(_conditions))
+    steps: int = 8  # of each run
+    warm_up_steps: int = field(default=3, metadata=OR_ZERO)  # the first of them, which are not measured
+    timeout: float = DEFAULT_TIMEOUT
+    memory_limit: float | None = field(
+        default=None, metadata=_read(_bytes)
+    )  # what is predicted to need more is refused
+    cluster: str | None = None
+    stack: str = "fused"
+    environment: Mapping[str, str] = field(default_factory=dict, metadata=_read(_environment))
+    program: Path | None = None  # script that trains in place of `megalite train`
+    sbatch: SbatchSpec = field(default_factory=SbatchSpec)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepSpec(_Keys):
+    path: Path
+
+
+KEYS = tuple(key.name for key in fields(_Keys))
 
 
 def read_spec(path: Path) -> SweepSpec:
     """The sweep that a file describes. Paths in it are relative to its folder."""
-    found = rules.read_keys(rules.read_mapping(path, "sweep"), KEYS, f"sweep {path}")
+    tree = rules.read_mapping(path, "sweep")
+    found = {name: value for name, value in vars(build(_Keys, tree, f"sweep {path}")).items() if name in tree}
     if not {"grid", "list", "from_plan"} & set(found):
         raise ConfigError(f"sweep {path} is empty; add from_plan, list or grid: {{tp: [1, 2], pp: [1, 2]}}")
     for name, needs in (("top", "from_plan"), ("stack", "cluster")):
         if name in found and needs not in found:
             raise ConfigError(f"sweep {path}: {name} has no effect without {needs}; add {needs} or remove it")
-    if "list" in found:
-        found["listed"] = found.pop("list")
     for name in ("from_plan", "program"):
         if name in found:
             found[name] = path.parent / found[name]

@@ -21,10 +21,10 @@ from megalite.config.parallel import ParallelConfig
 from megalite.topology.group import Group
 from megalite.topology.topology import Launch
 from megalite.watchdog.exchange import ASK, WatchedRank, WatchPlan
-from megalite.watchdog.flight import condensed
 from megalite.watchdog.heartbeat import UNWATCHED, FileHeartbeat, Heartbeat
 from megalite.watchdog.processes import GONE, RUNNING, STOPPED, Handlers, host_key, network_key, start_time, supported
 from megalite.watchdog.processes import state as process_state
+from megalite.watchdog.report import condensed
 
 _DUMP = "_dump_fr_trace_json"
 _RECORDER_LOOK_SECONDS = 0.1

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megalite.watchdog.rank_state import RankState, rank_from_json
+from megalite.watchdog.heartbeat import RankState, rank_from_json
 
 ASK = "ask"  # file in the folder that asks every rank for what torch's flight recorder has
 

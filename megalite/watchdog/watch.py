@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from megalite.watchdog.exchange import ASK, Exchange, WatchedRank, WatchPlan
+from megalite.watchdog.heartbeat import RankState, read_rank
 from megalite.watchdog.processes import ask_for_stacks, end_process, send
 from megalite.watchdog.processes import state as process_state
-from megalite.watchdog.rank_state import RankState, read_rank
 from megalite.watchdog.report import Report, find_culprits, find_unlike, kernel_functions, write_report
 
 _OTHERS_SECONDS = 1.5  # how long past its own limit a host waits for the others
