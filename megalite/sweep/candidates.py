@@ -28,8 +28,7 @@ from megalite.partition.pipeline import lowered, plan_stages, proved, schedule_o
 from megalite.planner.cost.calibrate import Machine
 from megalite.planner.cost.step import predict
 from megalite.planner.hardware import load_cluster, load_stack
-from megalite.sweep.rules import RANKS, entries, fix, ignored, mapping, plain_settings, read_mapping
-from megalite.sweep.spec import SweepSpec
+from megalite.sweep.spec import RANKS, SweepSpec, entries, fix, ignored, mapping, plain_settings, read_mapping
 from megalite.tokenizers.build import build_tokenizer
 
 
