@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks import common
 from megalite.config.byte_size import parse_byte_size
 from megalite.planner.chain.inputs import TWINS, global_batch, read_cluster, twin
-from megalite.planner.chain.judge import Judged
+from megalite.planner.chain.plan import Judged
 from megalite.planner.chain.planning import BASELINES, plan_chain
 
 CLUSTERS = ("2x8", "4x8", "16x1", "16x1@10")  # of the paper: configuration A, twice as much of it, B and C

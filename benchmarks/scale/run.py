@@ -33,7 +33,7 @@ from megalite.cli.dry_run import dry_run
 from megalite.config.flags import Invocation, parse_arguments
 from megalite.config.validate import validate
 from megalite.partition.pipeline import layout_of
-from megalite.planner.charts import Line, draw_curves
+from megalite.planner.page import Line, draw_curves
 from megalite.rehearsal.device import Device
 from megalite.rehearsal.groups import Journal, rehearsed_topology
 from megalite.rehearsal.run import rehearse

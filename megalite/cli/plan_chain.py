@@ -16,9 +16,8 @@ from megalite.pipeline.ir.render import render_grid
 from megalite.pipeline.ir.simulate import Timeline
 from megalite.pipeline.ir.svg import Panel, draw_svg
 from megalite.planner.chain.inputs import ChainCluster, ChainProfile, find_profile, read_cluster
-from megalite.planner.chain.judge import Judged, timeline
-from megalite.planner.chain.judge import run as run_plan
-from megalite.planner.chain.plan import device_ids, plan_costs
+from megalite.planner.chain.plan import Judged, device_ids, plan_costs, timeline
+from megalite.planner.chain.plan import run as run_plan
 from megalite.planner.chain.planning import Planned, plan_chain
 
 _WIDTH = 160

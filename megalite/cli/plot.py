@@ -9,7 +9,7 @@ from megalite.cli.output import show
 from megalite.cli.run_folders import METRICS, RunFolder
 from megalite.cli.tool_commands import PLOT
 from megalite.config.errors import ConfigError
-from megalite.planner.charts import style_of, thinned
+from megalite.planner.page import style_of, thinned
 from megalite.training.sinks import read_records
 
 if TYPE_CHECKING:

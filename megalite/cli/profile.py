@@ -20,9 +20,19 @@ from megalite.config.errors import ConfigError
 from megalite.config.values import nearest
 from megalite.planner.hardware import Cluster, SoftwareStack, load_stack, save_cluster, save_stack
 from megalite.profiling.collectives import Machine, describe_machine
-from megalite.profiling.files import Fitted, describe, fit_cluster, fit_stack, stand_in
 from megalite.profiling.passes import with_passes
-from megalite.profiling.run import DTYPES, Measurements, check_dtypes, default_dtypes, measure
+from megalite.profiling.run import (
+    DTYPES,
+    Fitted,
+    Measurements,
+    check_dtypes,
+    default_dtypes,
+    describe,
+    fit_cluster,
+    fit_stack,
+    measure,
+    stand_in,
+)
 from megalite.profiling.timing import Timer, Timing
 from megalite.topology.group import Group
 from megalite.topology.layout import ParallelLayout

@@ -14,8 +14,7 @@ from megalite.cli.plot import plot_runs, save
 from megalite.cli.run_folders import RunFolder, find_runs
 from megalite.cli.tool_commands import RUNS
 from megalite.config.errors import ConfigError
-from megalite.planner.charts import Line, draw_curves, key
-from megalite.planner.page import Row, Section, Table, page
+from megalite.planner.page import Line, Row, Section, Table, draw_curves, key, page
 
 _HEADS = ("run", "status", "layout", "ranks", "step", "loss", "valid loss", "tokens/s", "goodput", "starts", "started")
 _NUMBERS = range(3, 10)  # columns of numbers

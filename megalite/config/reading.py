@@ -8,6 +8,7 @@ import math
 import os
 import re
 import stat
+import types
 import typing
 from collections.abc import Hashable, Mapping
 from pathlib import Path
@@ -192,7 +193,8 @@ def find_file(name_or_path: str, folder: Path, *, kind: str) -> Path:
 
 
 def build(cls: type[T], tree: Any, where: str) -> T:
-    """The dataclass that a mapping describes; dataclasses in it are mappings in turn. `where`: how messages begin: the
+    """The dataclass that a mapping describes; dataclasses in it are mappings in turn, and a field with
+    `read` in its metadata is read by that, which gets the value and where it stands. `where`: how messages begin: the
     file, and the section in it. Raises ConfigError: a key is unknown or missing, or a value is of another type, not
     finite or out of range."""
     if not isinstance(tree, dict):
@@ -213,6 +215,15 @@ def build(cls: type[T], tree: Any, where: str) -> T:
 
 
 def _value(kind: Any, value: Any, where: str, metadata: Mapping[str, Any]) -> Any:
+    if "read" in metadata:
+        return metadata["read"](value, where)
+    if isinstance(kind, types.UnionType):
+        kind = next(member for member in typing.get_args(kind) if member is not type(None))
+    if typing.get_origin(kind) is tuple:  # one value, or a list of them
+        values = value if isinstance(value, list) else [value]
+        return tuple(_value(typing.get_args(kind)[0], each, where, metadata) for each in values)
+    if kind is Path:
+        return Path(_value(str, value, where, metadata))
     if dataclasses.is_dataclass(kind):
         return build(typing.cast(type, kind), value, where)
     if typing.get_origin(kind) is Mapping:

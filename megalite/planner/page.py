@@ -1,7 +1,11 @@
-"""Reports as HTML: one page template, dark and light, for a telephone too; nothing from outside, and all there without scripts."""
+"""Reports as HTML: one page template, dark and light, for a telephone too, and its charts as SVG, dots or curves over two axes;
+nothing from outside, and all there without scripts."""
 
+import json
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import NamedTuple
 
 from jinja2 import Environment
@@ -136,3 +140,163 @@ class Section:
 
 def page(title: str, sections: Sequence[Section]) -> str:
     return _TEMPLATE.render(title=title, sections=sections, style=_STYLE, script=_SCRIPT) + "\n"
+
+
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f3c8d", "#555555")
+"""Different also for those who see fewer colours; then the dashes change."""
+DASHES = ("", "6 3", "2 3")
+
+_WIDTH, _HEIGHT = 560, 330
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 534, 12, 284
+_MOST_POINTS = 600
+
+
+class Dot(NamedTuple):
+    """One run or layout of a plot."""
+
+    x: float
+    y: float
+    title: str  # shown where the mouse rests
+    kind: str = ""  # `best` or `pick`
+
+
+@dataclass(frozen=True)
+class Line:
+    label: str
+    points: Sequence[tuple[float, float]]  # (x, y), x ascending; NaN leaves a gap
+    number: int  # of the run: its colour and dashes
+
+
+@dataclass(frozen=True)
+class _Axes:
+    x: list[float]
+    y: list[float]
+
+    def across(self, x: float) -> float:
+        return _LEFT + (_RIGHT - _LEFT) * (x - self.x[0]) / (self.x[-1] - self.x[0])
+
+    def down(self, y: float) -> float:
+        return _BOTTOM - (_BOTTOM - _TOP) * (y - self.y[0]) / (self.y[-1] - self.y[0])
+
+    def picture(self, body: Sequence[str], x_label: str, y_label: str, more: str = "") -> str:
+        x_label, y_label = escape(x_label), escape(y_label)
+        parts = [
+            f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" class="plot" role="img" '
+            f'aria-label="{y_label} over {x_label}"{more}>'
+        ]
+        for x in self.x:
+            parts.append(f'<path class="grid" d="M{self.across(x):.1f} {_TOP}V{_BOTTOM}"/>')
+            parts.append(f'<text x="{self.across(x):.1f}" y="{_BOTTOM + 16}" class="middle">{_number(x)}</text>')
+        for y in self.y:
+            parts.append(f'<path class="grid" d="M{_LEFT} {self.down(y):.1f}H{_RIGHT}"/>')
+            parts.append(f'<text x="{_LEFT - 6}" y="{self.down(y) + 4:.1f}" class="end">{_number(y)}</text>')
+        middle = (_TOP + _BOTTOM) / 2
+        return "".join(
+            [
+                *parts,
+                *body,
+                f'<text x="{(_LEFT + _RIGHT) / 2}" y="{_HEIGHT - 8}" class="middle">{x_label}</text>',
+                f'<text transform="translate(14 {middle}) rotate(-90)" class="middle">{y_label}</text></svg>',
+            ]
+        )
+
+
+def scatter(
+    dots: Sequence[Dot],
+    *,
+    x_label: str,
+    y_label: str,
+    diagonal: bool = False,
+    frontier: Sequence[tuple[float, float]] = (),
+) -> str:
+    """Dots over linear axes that start at 0. `diagonal` draws x = y, with the same scale on both axes; `frontier` a
+    staircase: more x is no less y."""
+    points = [*((dot.x, dot.y) for dot in dots), *frontier]
+    xs, ys = ([0.0, *(point[axis] for point in points)] for axis in (0, 1))
+    most_x, most_y = (max(xs + ys),) * 2 if diagonal else (max(xs), max(ys))
+    axes = _Axes(ticks(0.0, most_x or 1.0), ticks(0.0, most_y or 1.0))
+    body = [f'<path class="diagonal" d="M{_LEFT} {_BOTTOM}L{_RIGHT} {_TOP}"/>'] if diagonal else []
+    if frontier:
+        (x, y), *steps = frontier
+        stairs = "".join(f"H{axes.across(x):.1f}V{axes.down(y):.1f}" for x, y in steps)
+        body.append(f'<path class="line" d="M{axes.across(x):.1f} {axes.down(y):.1f}{stairs}H{_RIGHT}"/>')
+    body += [
+        f'<circle class="{dot.kind}" cx="{axes.across(dot.x):.1f}" cy="{axes.down(dot.y):.1f}" r="5">'
+        f"<title>{escape(f'{dot.title}: {y_label} {dot.y:,.4g}, {x_label} {dot.x:,.4g}')}</title></circle>"
+        for dot in dots
+    ]
+    return axes.picture(body, x_label, y_label)
+
+
+def draw_curves(lines: Sequence[Line], *, x_label: str, y_label: str) -> str:
+    """Lines over axes that hold all finite points; the y axis starts where they do. Nothing where there are none."""
+    finite = [(x, y) for line in lines for x, y in line.points if math.isfinite(y)]
+    if not finite:
+        return ""
+    axes = _Axes(*(ticks(min(p[axis] for p in finite), max(p[axis] for p in finite)) for axis in (0, 1)))
+    body = []
+    for line in lines:
+        color, dashes = style_of(line.number)
+        points = thinned(line.points)
+        values = json.dumps([[x, float(f"{y:.6g}") if math.isfinite(y) else None] for x, y in points])
+        placed = [(axes.across(x), axes.down(y)) for x, y in points]
+        body.append(
+            f'<path class="curve c{line.number % len(COLORS)}" fill="none" stroke="{color}" stroke-dasharray="{dashes}" '
+            f'data-points="{values}" d="{_path(placed)}"><title>{escape(line.label)}</title></path>'
+        )
+    frame = json.dumps([axes.x[0], axes.x[-1], axes.y[0], axes.y[-1], _LEFT, _RIGHT, _BOTTOM, _TOP])
+    return axes.picture(body, x_label, y_label, f' data-frame="{frame}"')
+
+
+def _number(value: float) -> str:
+    return f"{value / 1e3:,.10g}k" if abs(value) >= 1e4 else f"{value:,.10g}"
+
+
+def style_of(number: int) -> tuple[str, str]:
+    """(colour, dashes) of a run's lines."""
+    return COLORS[number % len(COLORS)], DASHES[number // len(COLORS) % len(DASHES)]
+
+
+def key(number: int) -> str:
+    """A piece of a run's line, for its row in a table."""
+    color, dashes = style_of(number)
+    stroke = f'stroke="{color}" stroke-dasharray="{dashes}"'
+    return f'<svg class="key" width="26" height="8"><path class="curve c{number % len(COLORS)}" d="M0 4H26" {stroke}/></svg>'
+
+
+def thinned(points: Sequence[tuple[float, float]], most: int = _MOST_POINTS) -> list[tuple[float, float]]:
+    """At most so many points: means of equal stretches, each at its middle."""
+    if len(points) <= most:
+        return list(points)
+    found = []
+    for index in range(most):
+        stretch = points[index * len(points) // most : (index + 1) * len(points) // most]
+        found.append((stretch[len(stretch) // 2][0], math.fsum(y for _, y in stretch) / len(stretch)))
+    return found
+
+
+def ticks(low: float, high: float, about: int = 6) -> list[float]:
+    """Round numbers, evenly apart, from one that is not above `low` to one that is not below `high`."""
+    if high <= low:
+        spread = abs(low) or 1.0
+        low, high = low - 0.05 * spread, high + 0.05 * spread
+    power = 10.0 ** math.floor(math.log10((high - low) / about))
+    step = next(power * factor for factor in (1.0, 2.0, 5.0, 10.0) if power * factor >= (high - low) / about)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(index * step, 12) for index in range(first, last + 1)]
+
+
+def _path(points: Sequence[tuple[float, float]]) -> str:
+    """A polyline; what is not finite breaks it. A point alone is a short line, so that it is seen."""
+    parts: list[str] = []
+    drawing = False
+    for index, (x, y) in enumerate(points):
+        if not math.isfinite(y):
+            drawing = False
+            continue
+        parts.append(f"{'L' if drawing else 'M'}{x:.1f} {y:.1f}")
+        followed = index + 1 < len(points) and math.isfinite(points[index + 1][1])
+        if not drawing and not followed:
+            parts.append("h2")
+        drawing = True
+    return "".join(parts)

@@ -16,12 +16,11 @@ from megalite.config.reading import write_text
 from megalite.models.shapes import parameter_count
 from megalite.pipeline.ir.simulate import Timeline
 from megalite.pipeline.ir.svg import Panel, draw_svg
-from megalite.planner.charts import Dot, scatter
 from megalite.planner.clock import Clock
 from megalite.planner.cost.rates import links_of
 from megalite.planner.cost.stage import simulator_costs
 from megalite.planner.hardware import Cluster, SoftwareStack
-from megalite.planner.page import Row, Section, Table, page
+from megalite.planner.page import Dot, Row, Section, Table, page, scatter
 from megalite.planner.search.search import Candidate, Plan, describe
 
 # Part of a step -> what it is.

@@ -1,15 +1,28 @@
-"""The whole measurement: what is measured in which order, and for how long."""
+"""The whole measurement: what is measured in which order and for how long, and what comes of it as a cluster file and a stack file."""
 
+import dataclasses
+import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
+from megalite.planner.cost.operations import Pricing
+from megalite.planner.cost.rates import gemm_seconds, workload_of
+from megalite.planner.cost.stage import layer_parts
+from megalite.planner.hardware import Accelerator, Cluster, Network, SoftwareStack, cluster_names, load_cluster
 from megalite.profiling import collectives as between
 from megalite.profiling import operations as pieces
 from megalite.profiling import passes as stages
-from megalite.profiling.timing import Timer
+from megalite.profiling.collectives import CollectiveTime, Machine
+from megalite.profiling.operations import AttentionTime, GemmTime, MemoryTime
+from megalite.profiling.passes import TINY_MODEL, TINY_TOKENS, Overheads, config_of
+from megalite.profiling.timing import Timer, fit_times
 from megalite.topology.group import Group
 from megalite.topology.topology import ProcessGroups
 
@@ -161,3 +174,258 @@ def _largest_message(timer: Timer, channels: between.Channels, seconds: float) -
     tensor = torch.zeros(trial // 4, device=timer.device)
     once = timer.over_ranks(timer.together(lambda: group.all_reduce(tensor), seconds=0.0)).seconds
     return max(trial, int(trial * seconds / (_SAMPLES * once)))
+
+
+ELEMENT_BYTES = {"fp64": 8.0, "fp32": 4.0, "bf16": 2.0, "fp16": 2.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Fitted:
+    cluster: Cluster
+    errors: dict[str, float]  # part -> mean of |formula / measured - 1|
+
+
+def stand_in(machine: Machine, like: str | None) -> tuple[Cluster, bool]:
+    """The cluster (of the name or file `like`) that stands for what is not measured, and whether its accelerator is
+    this one. Raises ConfigError if none was given and none is known for this accelerator."""
+    if like is not None:
+        base = load_cluster(like)
+        return base, _same_accelerator(machine, base)
+    if machine.device_type == "cpu":
+        return load_cluster("cpu-box"), False
+    for name in cluster_names():
+        base = load_cluster(name)
+        if _same_accelerator(machine, base):
+            return base, True
+    raise ConfigError(f"{machine.device_name} is in no cluster file; give --like {', '.join(cluster_names())}")
+
+
+def _same_accelerator(machine: Machine, base: Cluster) -> bool:
+    """Its model is in the device's name, it has the same memory, and it is no card with lower clocks."""
+    model = base.accelerator.name.split("-")[0]
+    words = machine.device_name.replace("-", " ").split()
+    close = abs(machine.memory_bytes / base.accelerator.memory_bytes - 1) < 0.1
+    return machine.device_type == "cuda" and model in words and close and "PCI" not in machine.device_name.upper()
+
+
+def fit_cluster(measured: Measurements, base: Cluster, *, nominal: bool, name: str, source: str) -> Fitted:
+    """The cluster of these measurements. `base`: gives what was not measured. `nominal`: the accelerator is the base's:
+    its peaks are the vendor's and efficiencies are shares of them. Else the peaks are the highest rates that were
+    reached. `source`: when, with what and how it was measured, for the provenance."""
+    machine = measured.machine
+    provenance = {key: f"assumed, from cluster {base.name}" for key in base.provenance}
+    accelerator, gemm, memory, errors = _fit_accelerator(measured, base, nominal=nominal)
+    vendor = f"vendor, from cluster {base.name}"
+    provenance["accelerator"] = f"{vendor}; kernel_seconds {source}" if nominal else f"highest rates {source}"
+    provenance["efficiency.gemm"] = f"fitted on {measured.dtypes[0]} products {source}"
+    provenance["efficiency.memory"] = source
+    crowd = machine.ranks_per_core
+    if measured.turns is not None:
+        # Times what of the speedup that their number allows was reached while every second rank waited.
+        crowd = max(1.0, crowd * min(1.0, measured.turns.speedup / min(2.0, crowd)))
+    node = dataclasses.replace(base.node, accelerators=machine.accelerators_per_node, ranks_per_core=crowd)
+    network, shares = base.network, dataclasses.replace(base.efficiency, gemm=gemm, memory=memory)
+    inside = [time for time in measured.collectives if time.place == "inside"]
+    across = [time for time in measured.collectives if time.place == "across"]
+    if inside:
+        steps, messages, errors["inside"] = fit_links(inside)
+        peak = node.link_bandwidth if nominal else max(steps.rate, messages.rate)
+        latency = max(steps.latency, 1e-9)  # messages' is stated in these
+        node = dataclasses.replace(
+            node, link_bandwidth=peak, link_latency=latency, message_steps=messages.latency / latency
+        )
+        shares = dataclasses.replace(
+            shares, link=min(1.0, steps.rate / peak), p2p=min(1.0, messages.rate / peak), small_groups=1.0
+        )
+        provenance["efficiency.small_groups"] = f"one rate for groups of two and of all, {source}"
+        provenance["node"] = f"{vendor}; latency {source}" if nominal else source
+        provenance["efficiency.link"] = provenance["efficiency.p2p"] = f"inside a node, {source}"
+    if across:
+        steps, messages, errors["across"] = fit_links(across)
+        rate, nics = max(steps.rate, messages.rate), base.network.nics if nominal else 1
+        share = nics * base.network.nic_bandwidth / node.accelerators if nominal else rate
+        network = Network(nics=nics, nic_bandwidth=share * node.accelerators / nics, latency=steps.latency)
+        shares = dataclasses.replace(shares, network=min(1.0, steps.rate / share), p2p=min(1.0, messages.rate / share))
+        provenance["network"] = f"{vendor}; latency {source}" if nominal else source
+        provenance["efficiency.network"] = provenance["efficiency.p2p"] = f"across nodes, {source}"
+    cluster = Cluster(
+        name=name,
+        description=describe(machine),
+        accelerator=accelerator,
+        node=node,
+        network=network,
+        efficiency=shares,
+        provenance=provenance,
+    )
+    return Fitted(cluster, errors)
+
+
+def describe(machine: Machine) -> str:
+    ranks = f"{_count(machine.ranks, 'rank')} on {_count(machine.nodes, 'node')}"
+    threads = f", {_count(machine.threads, 'thread')} per rank" if machine.device_type == "cpu" else ""
+    shared = (
+        f"; all ranks of a node measured at once, on {machine.cores} cores between them: the rates are what each has beside "
+        f"the others"
+        if machine.shares_cores
+        else ""
+    )
+    return f"{machine.device_name}, {ranks}{threads}{shared}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number > 1 else ''}"
+
+
+def _fit_accelerator(
+    measured: Measurements, base: Cluster, *, nominal: bool
+) -> tuple[Accelerator, float, float, dict[str, float]]:
+    """(accelerator, efficiency of products, of memory, errors)."""
+    machine = measured.machine
+    reached = {
+        name: max(time.flops_per_second for time in measured.gemms if time.dtype == name) for name in measured.dtypes
+    }
+    start = measured.overheads.operation.seconds
+    highest, rate, memory_error = fit_memory(measured.memory, start)
+    bandwidth = base.accelerator.memory_bandwidth if nominal else highest
+    memory = min(1.0, rate / bandwidth)
+    accelerator = Accelerator(
+        name=machine.device_name,
+        memory_bytes=float(machine.memory_bytes),
+        memory_bandwidth=bandwidth,
+        peak_flops={**reached, **base.accelerator.peak_flops} if nominal else reached,
+        multiprocessors=machine.multiprocessors,
+        kernel_seconds=0.0,
+        asynchronous=machine.device_type != "cpu",
+    )
+    first, *others = measured.dtypes
+    trial = dataclasses.replace(
+        base, accelerator=accelerator, efficiency=dataclasses.replace(base.efficiency, memory=memory)
+    )
+    gemm, kernel, error = fit_gemm([time for time in measured.gemms if time.dtype == first], trial)
+    errors = {f"gemm {first}": error, "memory": memory_error}
+    peaks = dict(accelerator.peak_flops)
+    for name in others:
+        share, _, errors[f"gemm {name}"] = fit_gemm([time for time in measured.gemms if time.dtype == name], trial)
+        if not nominal:
+            peaks[name] *= share / gemm  # so that the one efficiency gives the rate of each type
+    return dataclasses.replace(accelerator, kernel_seconds=kernel, peak_flops=peaks), gemm, memory, errors
+
+
+def fit_memory(times: Sequence[MemoryTime], start: float) -> tuple[float, float, float]:
+    """(highest rate, rate of operations, mean relative error). The second is the median over all operations and sizes:
+    on a CPU a part of what training touches lies in caches. The `start` seconds of an operation are not counted to its
+    bytes."""
+    rates = [time.bytes_moved / max(time.timing.seconds - start, time.timing.seconds / 10) for time in times]
+    rate = statistics.median(rates)
+    errors = [abs((start + time.bytes_moved / rate) / time.timing.seconds - 1) for time in times]
+    highest = max(time.bytes_per_second for time in times)
+    return max(highest, rate), rate, statistics.fmean(errors)
+
+
+def fit_gemm(times: Sequence[GemmTime], cluster: Cluster) -> tuple[float, float, float]:
+    """(efficiency, seconds of an operation beside its product, mean relative error) of `gemm_seconds`. Both are
+    searched over a grid for the least sum of absolute relative errors: what another program disturbed does not draw the
+    fit after it. `times` are of one type; `cluster` has everything but its efficiency of products."""
+    dtype, seconds = times[0].dtype, np.array([time.timing.seconds for time in times])
+    m, n, k = (np.array([float(getattr(time, letter)) for time in times]) for letter in "mnk")
+    # The gradient of weights is added to what is there: 4 bytes read and written.
+    rate = cluster.accelerator.memory_bandwidth * cluster.efficiency.memory
+    added = np.array([8.0 * time.m * time.n * (time.product == "weight-gradient") for time in times]) / rate
+    kernels = np.concatenate([[0.0], np.geomspace(1e-7, 1e-4, 31)])
+    best = (np.inf, 0.0, 0.0)
+    for share in np.geomspace(0.01, 1.0, 400):
+        trial = dataclasses.replace(cluster, efficiency=dataclasses.replace(cluster.efficiency, gemm=float(share)))
+        work = gemm_seconds(m, n, k, element=ELEMENT_BYTES[dtype], peak=cluster.peak(dtype), cluster=trial)
+        errors = np.abs((work + added + kernels[:, None]) / seconds - 1).mean(axis=1)
+        index = int(errors.argmin())
+        best = min(best, (float(errors[index]), float(share), float(kernels[index])))
+    error, share, kernel = best
+    return share, kernel, error
+
+
+class Line(NamedTuple):
+    """seconds = latency · steps + bytes sent / rate."""
+
+    latency: float
+    rate: float
+
+
+def fit_links(times: Sequence[CollectiveTime]) -> tuple[Line, Line, float]:
+    """(collectives, messages, mean relative error) of one place."""
+    lines, total = [], 0.0
+    for p2p in (False, True):
+        chosen = [time for time in times if (time.operation == "p2p") == p2p]
+        columns = [[time.latencies for time in chosen], [time.wire_bytes for time in chosen]]
+        (latency, slope), error = fit_times(columns, [time.timing.seconds for time in chosen])
+        # The highest rate reached where times do not grow with the bytes.
+        grows = slope > 0 and math.isfinite(1.0 / slope)
+        lines.append(Line(latency, 1.0 / slope if grows else max(time.bytes_per_second for time in chosen)))
+        total += error * len(chosen) / len(times)
+    collectives, messages = lines
+    return collectives, messages, total
+
+
+def fit_stack(
+    measured: Measurements, cluster: Cluster, base: SoftwareStack, *, name: str, source: str
+) -> SoftwareStack:
+    """The base, with the constants that were measured together with `cluster`; `source` as for `fit_cluster`."""
+    overheads, synchronous = measured.overheads, not cluster.accelerator.asynchronous
+    if measured.machine.crowded:
+        # What is exchanged beside computation takes a core from it: it costs as much as after it.
+        base = dataclasses.replace(
+            base,
+            overlap_tensor_parallel=False,
+            overlap_tensor_gradients=False,
+            overlap_gathers=False,
+            overlap_gradients=False,
+        )
+    assumed = f"assumed, from stack {base.name}"
+    return dataclasses.replace(
+        base,
+        name=name,
+        description=f"{base.description}; constants of {cluster.description}",
+        attention_efficiency=attention_efficiency(measured.attention, cluster, measured.dtypes[0]),
+        attention_backward=1.0,
+        overlap_cost=0.0 if synchronous else base.overlap_cost,
+        operation_seconds=operation_seconds(overheads, cluster, base, measured.dtypes[0]),
+        product_rate=1.0,
+        collective_seconds=0.0 if synchronous else base.collective_seconds,
+        microbatch_seconds=(overheads.pass_forward + overheads.pass_backward) / 2,
+        step_seconds=overheads.step.seconds,
+        provenance={
+            "attention_efficiency": f"median over fused attention, forward and backward, {source}",
+            "elementwise_slowdown": assumed,
+            **({} if synchronous or not base.overlap_cost else {"overlap_cost": assumed}),
+            "spread": assumed,
+            "operation_seconds": f"a tiny layer over its operations, {source}",
+            "collective_seconds": "in the latencies of the cluster file" if synchronous else assumed,
+            "microbatch_seconds": f"what a stage takes beside its layers, without messages, {source}",
+            "step_seconds": f"norm, update and clearing of one bucket, without data and logging, {source}",
+        },
+    )
+
+
+def operation_seconds(overheads: Overheads, cluster: Cluster, stack: SoftwareStack, dtype: str) -> float:
+    """The host's time for one operation: a tiny layer's forward and backward over the operations that the planner
+    counts. On a synchronous device the little that the device itself takes is left out."""
+    config = replace(config_of(TINY_MODEL, TINY_TOKENS), precision=dtype)
+    piece, _ = layer_parts(Pricing.of(workload_of(config), cluster, stack))
+    whole = piece.forward + piece.input_gradient + piece.weight_gradient
+    seconds = overheads.layer_forward + overheads.layer_backward
+    if not cluster.accelerator.asynchronous:
+        seconds -= float(whole.device_seconds(cluster, stack))
+    return max(0.0, seconds / float(whole.operations))
+
+
+def attention_efficiency(times: Sequence[AttentionTime], cluster: Cluster, dtype: str) -> float:
+    """Of the rate of products, what fused attention reaches: FLOPs of the half that the causal mask leaves, and two and a
+    half times as many backward (the scores are computed again)."""
+    rate = cluster.peak(dtype) * cluster.efficiency.gemm
+    shares = []
+    for time in times:
+        if time.kind == "fused" and time.dtype == dtype:
+            flops = time.shape.flops / 2 * (2.5 if time.backward else 1.0)
+            seconds = time.timing.seconds - cluster.accelerator.kernel_seconds
+            if seconds > 0:
+                shares.append(flops / seconds / rate)
+    return min(1.0, statistics.median(shares)) if shares else 1.0

@@ -28,8 +28,7 @@ from megalite.partition.pipeline import lowered, plan_stages, proved, schedule_o
 from megalite.planner.cost.calibrate import Machine
 from megalite.planner.cost.step import predict
 from megalite.planner.hardware import load_cluster, load_stack
-from megalite.sweep.rules import RANKS, entries, fix, ignored, mapping, plain_settings, read_mapping
-from megalite.sweep.spec import SweepSpec
+from megalite.sweep.spec import RANKS, SweepSpec, entries, fix, ignored, mapping, plain_settings, read_mapping
 from megalite.tokenizers.build import build_tokenizer
 
 
@@ -120,7 +119,7 @@ def _points(spec: SweepSpec) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if spec.from_plan is not None:
         for number, plan in enumerate(read_plans(spec.from_plan)[: spec.top], 1):
             yield f"plan {number}", plan
-    for number, given in enumerate(spec.listed, 1):
+    for number, given in enumerate(spec.list, 1):
         yield f"list, entry {number}", given
     if not spec.grid:
         return

@@ -9,10 +9,9 @@ from pathlib import Path
 from megalite.checkpoint.files import replace_durably
 from megalite.config.byte_size import format_bytes
 from megalite.config.errors import ConfigError
-from megalite.planner.charts import Dot, scatter
 from megalite.planner.cost.calibrate import Machine, Measured, fit
 from megalite.planner.hardware import save_machine
-from megalite.planner.page import Row, Section, Table, page
+from megalite.planner.page import Dot, Row, Section, Table, page, scatter
 from megalite.sweep.candidates import Run
 from megalite.sweep.results import OK, Result
 

@@ -1,67 +1,243 @@
-"""`sweep.yaml`: which configurations to run, for how long, and how."""
+"""`sweep.yaml`: which configurations to run, for how long, and how; conditions over settings, and what the sweep decides itself."""
 
+import ast
+import operator
 import re
 import reprlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import yaml
+
 from megalite.config.byte_size import parse_byte_size
+from megalite.config.describe import replace, settings, values_of
 from megalite.config.errors import ConfigError
-from megalite.sweep import rules
+from megalite.config.files import level_from_text
+from megalite.config.reading import OR_ZERO, build, read_yaml
+from megalite.config.run import RunConfig
+from megalite.config.values import coerce, nearest
+
+
+def read_mapping(path: Path, what: str) -> dict[str, Any]:
+    """The mapping that a YAML file holds; raises ConfigError if it holds something else, or gives a key twice."""
+    if not path.is_file():
+        raise ConfigError(f"{what} file {path} does not exist")
+    return read_yaml(path, kind=what)
+
+
+def entries(value: Any, where: str) -> list[Any]:
+    if not isinstance(value, list) or not value:
+        raise ConfigError(f"{where} takes a list with something in it, got {reprlib.repr(value)}")
+    return value
+
+
+def mapping(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict) or not value or not all(isinstance(key, str) for key in value):
+        raise ConfigError(f"{where} takes `name: value` lines, got {reprlib.repr(value)}")
+    return value
+
+
+def words(value: Any, where: str) -> dict[str, str]:
+    """A mapping of names to text; numbers are taken as they are written."""
+    found = mapping(value, where)
+    for name, word in found.items():
+        if not isinstance(word, str | int | float) or isinstance(word, bool):
+            raise ConfigError(f"{where}: {name} takes text or a number, got {reprlib.repr(word)}")
+    return {name: str(word) for name, word in found.items()}
+
+
+def plain_settings(tree: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Settings of training by their own names, for any spelling in a mapping, each with its type. Raises ConfigError for
+    a key that stands for a rule over other settings."""
+    level = level_from_text(yaml.safe_dump(dict(tree)), where)
+    if level.derived:
+        flag = next(iter(level.derived))
+        raise ConfigError(f"{where}: {flag.removeprefix('--')} stands for other settings; use vpp or num_query_groups")
+    return {name: given.value for name, given in level.given.items()}
+
+
+RANKS = "ranks"  # beside the settings: the number of ranks that a configuration runs on
+_BINARY: Mapping[type, Callable[[Any, Any], Any]] = MappingProxyType(
+    {
+        ast.Add: operator.add,
+        ast.Sub: operator.sub,
+        ast.Mult: operator.mul,
+        ast.Div: operator.truediv,
+        ast.FloorDiv: operator.floordiv,
+        ast.Mod: operator.mod,
+    }
+)
+_COMPARE: Mapping[type, Callable[[Any, Any], bool]] = MappingProxyType(
+    {
+        ast.Eq: operator.eq,
+        ast.NotEq: operator.ne,
+        ast.Lt: operator.lt,
+        ast.LtE: operator.le,
+        ast.Gt: operator.gt,
+        ast.GtE: operator.ge,
+        ast.In: lambda value, among: value in among,
+        ast.NotIn: lambda value, among: value not in among,
+    }
+)
+_EXAMPLE = '"tp * pp > 8" or {tp: 4, pp: [2, 4]}'
+
+
+@dataclass(frozen=True)
+class Condition:
+    where: str
+    values: tuple[tuple[str, tuple[Any, ...]], ...] = ()  # setting -> values; all must hold
+    formula: ast.expr | None = None
+
+    def holds(self, of: Mapping[str, Any]) -> bool:
+        """Whether it is true of these settings; raises ConfigError where a setting of the formula has no value."""
+        if self.formula is None:
+            return all(of[name] in allowed for name, allowed in self.values)
+        try:
+            return bool(_value(self.formula, of))
+        except (TypeError, ZeroDivisionError) as error:
+            raise ConfigError(f"{self.where}: {ast.unparse(self.formula)} cannot be worked out: {error}") from None
+
+
+def read_condition(given: Any, where: str) -> Condition:
+    if isinstance(given, dict) and given:
+        return Condition(where, values=tuple(_allowed(name, value, where) for name, value in given.items()))
+    if not isinstance(given, str) or not given.strip():
+        raise ConfigError(f"{where} takes conditions such as {_EXAMPLE}, got {reprlib.repr(given)}")
+    try:
+        formula = ast.parse(given.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError):
+        raise ConfigError(f"{where}: {given} is not a formula such as {_EXAMPLE}") from None
+    _check(formula, where)
+    return Condition(where, formula=formula)
+
+
+def _allowed(name: Any, value: Any, where: str) -> tuple[str, tuple[Any, ...]]:
+    """Setting and values; a list is several values, or one where the setting itself is a list."""
+    if name == RANKS:
+        return RANKS, tuple(value) if isinstance(value, list) else (value,)
+    several = isinstance(value, list) and not (name in settings() and settings()[name].is_list)
+    found: list[Any] = []
+    canonical = str(name)
+    for each in value if several else [value]:
+        if each is None and canonical in settings():
+            found.append(coerce(settings()[canonical], None, where))
+            continue
+        given = plain_settings({name: each}, where)
+        if len(given) != 1:
+            raise ConfigError(f"{where}: {name} stands for {' and '.join(given)}; write those")
+        ((canonical, plain),) = given.items()
+        found.append(plain)
+    return canonical, tuple(found)
+
+
+_NODES = (
+    *(ast.Name, ast.Constant, ast.BoolOp, ast.UnaryOp, ast.BinOp, ast.Compare, ast.List, ast.Tuple),
+    *(ast.Load, ast.boolop, ast.Not, ast.USub, *_BINARY, *_COMPARE),
+)
+
+
+def _check(formula: ast.expr, where: str) -> None:
+    """Only numbers, text, settings, sums and comparisons."""
+    known = (*settings(), RANKS)
+    for node in ast.walk(formula):
+        plain = not isinstance(node, ast.Constant) or isinstance(node.value, bool | int | float | str | None)
+        if not isinstance(node, _NODES) or not plain:
+            raise ConfigError(f"{where}: {ast.unparse(formula)} is no condition; write conditions such as {_EXAMPLE}")
+        if isinstance(node, ast.Name) and node.id not in known:
+            raise ConfigError(f"{where}: {node.id} is not a setting{nearest(node.id, known)}")
+
+
+def _value(node: ast.expr, of: Mapping[str, Any]) -> Any:
+    match node:
+        case ast.Name():
+            return of[node.id]
+        case ast.Constant():
+            return node.value
+        case ast.BoolOp():
+            wanted = isinstance(node.op, ast.Or)
+            return wanted if any(bool(_value(each, of)) == wanted for each in node.values) else not wanted
+        case ast.UnaryOp():
+            value = _value(node.operand, of)
+            return not value if isinstance(node.op, ast.Not) else -value
+        case ast.BinOp():
+            return _BINARY[type(node.op)](_value(node.left, of), _value(node.right, of))
+        case ast.Compare():
+            left = _value(node.left, of)
+            for op, right_node in zip(node.ops, node.comparators):
+                right = _value(right_node, of)
+                if not _COMPARE[type(op)](left, right):
+                    return False
+                left = right
+            return True
+        case ast.List() | ast.Tuple():
+            return [_value(each, of) for each in node.elts]
+    raise AssertionError(node)
+
+
+_WHY = {
+    "the length of a run is steps": ("train_iters", "train_samples", "exit_interval"),
+    "every step has the full batch": ("rampup_batch_size", "step_batch_size_schedule"),
+    "the runs of a sweep only train": ("eval_interval", "eval_iters", "test_data_path"),
+    "each run has its own folder": ("run_dir", "tensorboard_dir"),
+    "every step is written": ("log_interval",),
+    "tracing takes time": ("trace", "trace_steps"),
+    "profiling takes time": ("profile", "profile_step_start", "profile_step_end", "profile_ranks"),
+    "noting allocations takes time": ("record_memory_history",),
+    "the sweep reads metrics.jsonl alone": ("metrics", "wandb_project", "wandb_entity", "wandb_exp_name"),
+    "so short a run needs no schedule of the learning rate": ("min_lr",),
+}
+_FIXED = {name: why for why, names in _WHY.items() for name in names}
+
+
+def _why(name: str) -> str | None:
+    """Why the sweep itself decides a setting, or None."""
+    if settings()[name].section == "checkpoint":
+        return "the runs of a sweep neither load nor save"
+    return _FIXED["min_lr"] if name.startswith("lr_") else _FIXED.get(name)
+
+
+def refuse_fixed(names: Iterable[str], where: str) -> None:
+    """Raise ConfigError for the first setting that the sweep decides."""
+    for name in names:
+        why = _why(name)
+        if why is not None:
+            raise ConfigError(f"{where}: {name} cannot be set: {why}; remove it")
+
+
+def fix(config: RunConfig, steps: int) -> tuple[RunConfig, frozenset[str]]:
+    """The config as a sweep runs it, but for the run folder, and the settings that it no longer goes by."""
+    values: dict[str, Any] = values_of(RunConfig())
+    names = frozenset(name for name in settings() if _why(name) is not None)
+    fixed = {name: values[name] for name in names} | {"train_iters": steps, "log_interval": 1}
+    return replace(config, **fixed), names
+
+
+def ignored(config: RunConfig) -> list[str]:
+    """Settings of the base that no run of the sweep goes by, though they are not the default."""
+    given, plain = values_of(config), values_of(RunConfig())
+    return [name for name in settings() if _why(name) is not None and given[name] != plain[name]]
+
 
 _OPTION = re.compile(r"[a-z][a-z0-9-]*", re.ASCII)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 DEFAULT_TIMEOUT = 300.0  # seconds that a run may take, its start included
 
 
-@dataclass(frozen=True, kw_only=True)
-class SbatchSpec:
-    gpus_per_node: int = 8  # ranks on one node; a job has as many nodes as it needs
-    at_once: int = 1  # jobs in the queue at one time
-    poll_seconds: float = 10.0  # between two looks at the queue
-    options: Mapping[str, str] = field(default_factory=dict)  # by long names: partition, ...
-    setup: tuple[str, ...] = ()  # shell lines before the run: modules, virtual environments
-
-
-@dataclass(frozen=True, kw_only=True)
-class SweepSpec:
-    path: Path
-    preset: str | None = None
-    base: tuple[Path, ...] = ()  # config files, later ones win
-    settings: Mapping[str, Any] = field(default_factory=dict)  # over the base, the same in all configurations
-    ranks: int | None = None  # of every configuration; default tp·pp·cp·dp of each
-    grid: tuple[tuple[str, tuple[Mapping[str, Any], ...]], ...] = ()  # axes: key, settings of each value
-    listed: tuple[Mapping[str, Any], ...] = ()
-    from_plan: Path | None = None
-    top: int | None = None  # of the plan's entries, from the first on; default all
-    exclude: tuple[rules.Condition, ...] = ()
-    only: tuple[rules.Condition, ...] = ()
-    steps: int = 8  # of each run
-    warm_up_steps: int = 3  # the first of them, which are not measured
-    timeout: float = DEFAULT_TIMEOUT
-    memory_limit: float | None = None  # bytes per rank: what is predicted to need more is refused
-    cluster: str | None = None
-    stack: str = "fused"
-    environment: Mapping[str, str] = field(default_factory=dict)
-    program: Path | None = None  # script that trains in place of `megalite train`
-    sbatch: SbatchSpec = field(default_factory=SbatchSpec)
-
-
 def _settings(value: Any, where: str) -> dict[str, Any]:
-    found = rules.plain_settings(rules.mapping(value, where), where)
-    rules.refuse_fixed(found, where)
+    found = plain_settings(mapping(value, where), where)
+    refuse_fixed(found, where)
     return found
 
 
 def _grid(value: Any, where: str) -> tuple[tuple[str, tuple[dict[str, Any], ...]], ...]:
     axes = []
     taken: dict[str, str] = {}
-    for name, values in rules.mapping(value, where).items():
+    for name, values in mapping(value, where).items():
         points = []
-        for each in rules.entries(values, f"{where}: {name}"):
+        for each in entries(values, f"{where}: {name}"):
             point = _settings({name: each}, where)
             if point in points:
                 raise ConfigError(f"{where}: {name} has {reprlib.repr(each)} twice; keep one of them")
@@ -75,12 +251,12 @@ def _grid(value: Any, where: str) -> tuple[tuple[str, tuple[dict[str, Any], ...]
 
 
 def _listed(value: Any, where: str) -> tuple[dict[str, Any], ...]:
-    listed = enumerate(rules.entries(value, where), 1)
+    listed = enumerate(entries(value, where), 1)
     return tuple(_settings(each, f"{where}, entry {number}") for number, each in listed)
 
 
-def _conditions(value: Any, where: str) -> tuple[rules.Condition, ...]:
-    return tuple(rules.read_condition(each, where) for each in rules.entries(value, where))
+def _conditions(value: Any, where: str) -> tuple[Condition, ...]:
+    return tuple(read_condition(each, where) for each in entries(value, where))
 
 
 def _bytes(value: Any, where: str) -> float:
@@ -92,7 +268,7 @@ def _bytes(value: Any, where: str) -> float:
 
 def _options(value: Any, where: str) -> dict[str, str]:
     """Each becomes a line `#SBATCH --name=value`."""
-    found = rules.words(value, where)
+    found = words(value, where)
     for name, word in found.items():
         if not _OPTION.fullmatch(name):
             raise ConfigError(f"{where}: {reprlib.repr(name)} is no long option of sbatch such as cpus-per-task")
@@ -103,62 +279,71 @@ def _options(value: Any, where: str) -> dict[str, str]:
 
 def _environment(value: Any, where: str) -> dict[str, str]:
     """Each becomes a line `export NAME='value'`."""
-    found = rules.words(value, where)
+    found = words(value, where)
     for name, word in found.items():
         if not _VARIABLE.fullmatch(name) or "\0" in word:
             raise ConfigError(f"{where}: {reprlib.repr(name)} is no variable such as OMP_NUM_THREADS with a text")
     return found
 
 
-_SBATCH: Mapping[str, rules.Reader] = {
-    "gpus_per_node": rules.whole,
-    "at_once": rules.whole,
-    "poll_seconds": rules.seconds,
-    "options": _options,
-    "setup": rules.texts,
-}
+def _read(reader: Callable[[Any, str], Any]) -> dict[str, Any]:
+    return {"read": reader}
 
 
-def _sbatch(value: Any, where: str) -> SbatchSpec:
-    return SbatchSpec(**rules.read_keys(rules.mapping(value, where), _SBATCH, where))
+@dataclass(frozen=True, kw_only=True)
+class SbatchSpec:
+    gpus_per_node: int = 8  # ranks on one node; a job has as many nodes as it needs
+    at_once: int = 1  # jobs in the queue at one time
+    poll_seconds: float = 10.0  # between two looks at the queue
+    options: Mapping[str, str] = field(default_factory=dict, metadata=_read(_options))  # by long names: partition, ...
+    setup: tuple[str, ...] = ()  # shell lines before the run: modules, virtual environments
 
 
-# Keys of a sweep.yaml.
-KEYS: Mapping[str, rules.Reader] = MappingProxyType(
-    {
-        "preset": rules.text,
-        "base": rules.texts,
-        "settings": _settings,
-        "ranks": rules.whole,
-        "grid": _grid,
-        "list": _listed,
-        "from_plan": rules.text,
-        "top": rules.whole,
-        "exclude": _conditions,
-        "only": _conditions,
-        "steps": rules.whole,
-        "warm_up_steps": rules.count,
-        "timeout": rules.seconds,
-        "memory_limit": _bytes,
-        "cluster": rules.text,
-        "stack": rules.text,
-        "environment": _environment,
-        "program": rules.text,
-        "sbatch": _sbatch,
-    }
-)
+@dataclass(frozen=True, kw_only=True)
+class _Keys:
+    """Of a sweep.yaml."""
+
+    preset: str | None = None
+    base: tuple[Path, ...] = ()  # config files, later ones win
+    settings: Mapping[str, Any] = field(default_factory=dict, metadata=_read(_settings))  # over the base, in all
+    ranks: int | None = None  # of every configuration; default tp·pp·cp·dp of each
+    # Axes: key, settings of each value.
+    grid: tuple[tuple[str, tuple[Mapping[str, Any], ...]], ...] = field(default=(), metadata=_read(_grid))
+    list: tuple[Mapping[str, Any], ...] = field(default=(), metadata=_read(_listed))
+    from_plan: Path | None = None
+    top: int | None = None  # of the plan's entries, from the first on; default all
+    exclude: tuple[Condition, ...] = field(default=(), metadata=_read(_conditions))
+    only: tuple[Condition, ...] = field(default=(), metadata=_read(_conditions))
+    steps: int = 8  # of each run
+    warm_up_steps: int = field(default=3, metadata=OR_ZERO)  # the first of them, which are not measured
+    timeout: float = DEFAULT_TIMEOUT
+    memory_limit: float | None = field(
+        default=None, metadata=_read(_bytes)
+    )  # what is predicted to need more is refused
+    cluster: str | None = None
+    stack: str = "fused"
+    environment: Mapping[str, str] = field(default_factory=dict, metadata=_read(_environment))
+    program: Path | None = None  # script that trains in place of `megalite train`
+    sbatch: SbatchSpec = field(default_factory=SbatchSpec)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepSpec(_Keys):
+    path: Path
+
+
+KEYS = tuple(key.name for key in fields(_Keys))
 
 
 def read_spec(path: Path) -> SweepSpec:
     """The sweep that a file describes. Paths in it are relative to its folder."""
-    found = rules.read_keys(rules.read_mapping(path, "sweep"), KEYS, f"sweep {path}")
+    tree = read_mapping(path, "sweep")
+    found = {name: value for name, value in vars(build(_Keys, tree, f"sweep {path}")).items() if name in tree}
     if not {"grid", "list", "from_plan"} & set(found):
         raise ConfigError(f"sweep {path} is empty; add from_plan, list or grid: {{tp: [1, 2], pp: [1, 2]}}")
     for name, needs in (("top", "from_plan"), ("stack", "cluster")):
         if name in found and needs not in found:
             raise ConfigError(f"sweep {path}: {name} has no effect without {needs}; add {needs} or remove it")
-    if "list" in found:
-        found["listed"] = found.pop("list")
     for name in ("from_plan", "program"):
         if name in found:
             found[name] = path.parent / found[name]

@@ -20,16 +20,16 @@ from megalite.config.errors import ConfigError, RankError
 from megalite.config.parallel import ParallelConfig
 from megalite.topology.group import Group
 from megalite.topology.topology import Launch
-from megalite.watchdog.exchange import ASK, WatchedRank, WatchPlan
-from megalite.watchdog.flight import condensed
 from megalite.watchdog.heartbeat import UNWATCHED, FileHeartbeat, Heartbeat
 from megalite.watchdog.processes import GONE, RUNNING, STOPPED, Handlers, host_key, network_key, start_time, supported
 from megalite.watchdog.processes import state as process_state
+from megalite.watchdog.report import condensed
+from megalite.watchdog.watch import ASK, WatchedRank, WatchPlan
 
 _DUMP = "_dump_fr_trace_json"
 _RECORDER_LOOK_SECONDS = 0.1
 
-_WATCHER = "megalite.cli.hang_watch"  # run as a program: it must continue when this process is stopped
+_WATCHER = "megalite.watchdog.watch"  # run as a program: it must continue when this process is stopped
 _ROLL_CALL_SECONDS = 20.0  # what ranks with a failed collective may take to find out who does not answer, and to leave
 _GOODBYE_SECONDS = 5.0
 _LOOK_SECONDS = 5.0

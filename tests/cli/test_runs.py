@@ -18,7 +18,7 @@ from megalite.cli.runs import main
 from megalite.config import files
 from megalite.config.describe import replace
 from megalite.config.run import RunConfig
-from megalite.planner.charts import Line, draw_curves, thinned, ticks
+from megalite.planner.page import Line, draw_curves, thinned, ticks
 from megalite.training.goodput import Session
 from megalite.training.sinks import JsonLines
 

@@ -137,7 +137,6 @@ _TABLE = """
 1 --sliding-window 8 --rotary-base-local 10 => rotary_base_local 10 … position_embedding_type learned_absolute … rope
 1 --no-pre-norms => pre_norms false leaves a layer without a norm … --post-norms
 1 --mtp-num-layers 1 => mtp_num_layers 1 … position_embedding_type learned_absolute … rope
-1 --mtp-num-layers 1 --position-embedding-type rope --dp-strategy fully-sharded => mtp_num_layers 1 … fully-sharded … distributed-optimizer
 1 --kv-lora-rank 8 => kv_lora_rank 8 … multi_latent_attention … remove
 1 --multi-latent-attention --v-head-dim 200 => v_head_dim 200 … qk_head_dim 128 … at most 192
 1 --multi-latent-attention --qk-pos-emb-head-dim 7 => qk_pos_emb_head_dim 7 … odd … 64

@@ -7,10 +7,9 @@ import numpy as np
 from megalite.planner.cost.rates import collective_seconds, gemm_seconds, message_seconds
 from megalite.planner.hardware import Cluster
 from megalite.profiling.collectives import OPERATIONS, CollectiveTime, Machine
-from megalite.profiling.files import ELEMENT_BYTES
 from megalite.profiling.operations import PRODUCTS, AttentionShape, AttentionTime, GemmTime, MemoryTime, chosen_shapes
 from megalite.profiling.passes import Overheads
-from megalite.profiling.run import Measurements
+from megalite.profiling.run import ELEMENT_BYTES, Measurements
 from megalite.profiling.timing import Timing
 
 CPU = Machine(

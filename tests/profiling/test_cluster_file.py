@@ -9,7 +9,7 @@ from megalite.config.errors import ConfigError
 from megalite.planner.cost.rates import collective_seconds, gemm_seconds, message_seconds
 from megalite.planner.hardware import Cluster, load_cluster, save_cluster
 from megalite.profiling.collectives import Machine
-from megalite.profiling.files import describe, fit_cluster, fit_gemm, stand_in
+from megalite.profiling.run import describe, fit_cluster, fit_gemm, stand_in
 from tests.profiling.made_up import CPU, collectives, cpu_cluster, gemms, measurements, took
 
 BASE = load_cluster("cpu-box")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megalite.planner.hardware import load_cluster, load_stack, save_stack
-from megalite.profiling.files import fit_stack, operation_seconds
+from megalite.profiling.run import fit_stack, operation_seconds
 from tests.profiling.made_up import CPU, cpu_cluster, measurements
 
 BASE = load_stack("fused")

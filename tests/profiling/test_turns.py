@@ -9,7 +9,7 @@ import torch
 
 from megalite.planner.hardware import load_cluster
 from megalite.profiling.collectives import TurnTime, describe_machine, make_channels, measure_turns, there_and_back
-from megalite.profiling.files import fit_cluster
+from megalite.profiling.run import fit_cluster
 from megalite.profiling.timing import Timer
 from tests.profiling.made_up import CPU, cpu_cluster, measurements, took
 from tests.support.ranks import RankContext, run_ranks

@@ -7,7 +7,7 @@ import pytest
 from megalite.config.describe import values_of
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
-from megalite.sweep.rules import read_condition
+from megalite.sweep.spec import read_condition
 
 SETTINGS: dict[str, Any] = values_of(RunConfig()) | {
     "tp": 4,

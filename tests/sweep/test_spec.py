@@ -35,7 +35,7 @@ def test_reads_every_key(tmp_path: Path) -> None:
     assert dict(spec.grid)["tensor_model_parallel_size"] == ({"tp": 1}, {"tp": 2})
     assert dict(spec.grid)["pipeline_layers"] == ({"pipeline_layers": [1, 3]}, {"pipeline_layers": [2, 2]})
     assert dict(spec.grid)["bf16"] == ({"precision": "bf16"},)
-    assert spec.listed == ({"tp": 2},)
+    assert spec.list == ({"tp": 2},)
     assert spec.base == (tmp_path / "a.yaml", tmp_path / "b.yaml")
     assert (spec.from_plan, spec.top) == (tmp_path / "plan.yaml", 3)
     assert spec.cluster == str(tmp_path / "mine.yaml"), "a file beside the sweep"
@@ -62,9 +62,10 @@ def test_reads_every_key(tmp_path: Path) -> None:
         ({"settings": {"save": "here"}}, "save cannot be set: the runs of a sweep neither load nor save"),
         ({"list": [{"lr_warmup_iters": 3}]}, "list, entry 1: lr_warmup_iters cannot be set"),
         ({"list": [{"num_layers_per_virtual_pipeline_stage": 1}]}, "stands for other settings; use vpp"),
-        ({"ranks": 0}, "ranks takes a whole number of at least 1, such as 4, got 0"),
+        ({"ranks": 0}, "ranks is 0; it must be above 0"),
+        ({"ranks": "two"}, "ranks takes a whole number such as 8, got 'two'"),
         ({"steps": 3, "warm_up_steps": 3}, "warm_up_steps 3 needs steps: 8"),
-        ({"timeout": -1}, "timeout takes a number of seconds"),
+        ({"timeout": -1}, "timeout is -1; it must be above 0"),
         ({"memory_limit": "70"}, "memory_limit takes a size such as 70GB"),
         ({"top": 3}, "top has no effect without from_plan"),
         ({"stack": "fused"}, "stack has no effect without cluster"),

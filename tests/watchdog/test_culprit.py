@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from megalite.watchdog.rank_state import LaneState, Operation, RankState
+from megalite.watchdog.heartbeat import LaneState, Operation, RankState
 from megalite.watchdog.report import find_culprits
 
 

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from megalite.watchdog.flight import condensed, oldest, stuck_operations
-from megalite.watchdog.report import Report, Verdict
+from megalite.watchdog.report import Report, Verdict, condensed, oldest, stuck_operations
 
 
 def entry(

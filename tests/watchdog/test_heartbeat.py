@@ -11,8 +11,16 @@ import torch
 
 from megalite.topology.group import Group
 from megalite.watchdog import heartbeat as heartbeat_module
-from megalite.watchdog.heartbeat import LANES, SIZE, UNWATCHED, FileHeartbeat, lane_name
-from megalite.watchdog.rank_state import RankState, rank_from_json, read_rank
+from megalite.watchdog.heartbeat import (
+    LANES,
+    SIZE,
+    UNWATCHED,
+    FileHeartbeat,
+    RankState,
+    lane_name,
+    rank_from_json,
+    read_rank,
+)
 from tests.support.ranks import RankContext, run_ranks
 
 WORK = SimpleNamespace(wait=lambda: None)

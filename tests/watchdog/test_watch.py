@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from megalite.config.exit_codes import HUNG
-from megalite.watchdog.exchange import WatchedRank, WatchPlan
 from megalite.watchdog.processes import start_time
+from megalite.watchdog.watch import WatchedRank, WatchPlan
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -95,7 +95,7 @@ class Run:
     def watch(self, plan: WatchPlan | None = None) -> subprocess.Popen[str]:
         """Begin to watch."""
         watcher = subprocess.Popen(
-            [sys.executable, "-m", "megalite.cli.hang_watch"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-m", "megalite.watchdog.watch"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         self.watchers.append(watcher)
         assert watcher.stdin is not None
@@ -201,7 +201,7 @@ def test_it_ends_with_the_ranks_however_they_end(start: Any) -> None:
 
 
 def test_it_ends_where_no_plan_comes(start: Any) -> None:
-    watcher = subprocess.run([sys.executable, "-m", "megalite.cli.hang_watch"], input="", timeout=20)
+    watcher = subprocess.run([sys.executable, "-m", "megalite.watchdog.watch"], input="", timeout=20)
     assert watcher.returncode == 0
 
 

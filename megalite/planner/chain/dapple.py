@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from megalite.planner.chain import plan as plans
 from megalite.planner.chain.inputs import Array, ChainCluster
-from megalite.planner.chain.judge import Problem
+from megalite.planner.chain.plan import Problem
 
 
 class Found(NamedTuple):

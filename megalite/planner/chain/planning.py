@@ -10,11 +10,13 @@ from megalite.config.byte_size import format_bytes
 from megalite.config.errors import ConfigError
 from megalite.planner.chain.dapple import Search
 from megalite.planner.chain.inputs import Array, ChainCluster, ChainProfile
-from megalite.planner.chain.judge import Judge, Judged, Problem
 from megalite.planner.chain.plan import (
     GIGA,
     ChainPlan,
     Counts,
+    Judge,
+    Judged,
+    Problem,
     Stage,
     Stages,
     append_first,

@@ -6,8 +6,7 @@ from dataclasses import replace
 from itertools import combinations, product
 
 from megalite.planner.chain.inputs import ChainCluster, ChainProfile, Layer
-from megalite.planner.chain.judge import Judge, Judged
-from megalite.planner.chain.plan import Counts, Stage, Stages
+from megalite.planner.chain.plan import Counts, Judge, Judged, Stage, Stages
 
 
 def chain(

@@ -4,7 +4,7 @@ import pytest
 
 from megalite.config.errors import ConfigError
 from megalite.planner.chain.inputs import ChainCluster, global_batch, read_cluster, twin
-from megalite.planner.chain.judge import Judge, Problem
+from megalite.planner.chain.plan import Judge, Problem
 from megalite.planner.chain.planning import BASELINES, DATA_PARALLEL, PIPEDREAM, STRAIGHT, plan_chain
 from tests.planner.chain.chains import brute_force, chain, cluster, random_chain
 

@@ -7,8 +7,10 @@ import pytest
 
 from megalite.planner.chain.dapple import Search
 from megalite.planner.chain.inputs import ChainCluster
-from megalite.planner.chain.judge import Judge, Judged, Problem
 from megalite.planner.chain.plan import (
+    Judge,
+    Judged,
+    Problem,
     Stage,
     Stages,
     append_first,

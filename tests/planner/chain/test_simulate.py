@@ -7,17 +7,20 @@ import pytest
 from megalite.pipeline.ir.generators.one_chunk import one_f_one_b
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.simulate import Costs, Link, simulate
-from megalite.planner.chain.judge import Judge, Problem, run, timeline
 from megalite.planner.chain.plan import (
     ChainPlan,
+    Judge,
     PlanCosts,
+    Problem,
     Stage,
     all_reduce_seconds,
     device_ids,
     hop_seconds,
     memory_bytes,
     plan_costs,
+    run,
     shares,
+    timeline,
 )
 from tests.planner.chain.chains import all_stages, chain, cluster, random_chain
 

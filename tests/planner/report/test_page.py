@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.planner.charts import Dot, Line, draw_curves, scatter
-from megalite.planner.page import Row, Section, Table, page
+from megalite.planner.page import Dot, Line, Row, Section, Table, draw_curves, page, scatter
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 POKES = """
