@@ -20,6 +20,8 @@ class OptimizerFacts:
     the parameter is a hidden matrix. Dry run and planner count these, and a run makes sure that they are all."""
     settings: str = "adam_beta1 adam_beta2 adam_eps"
     """Those that mean something to it, of those that only some optimizers have."""
+    averaged: bool = False
+    """The model that is evaluated and saved is an average of what is trained, which is saved beside it as `train_param`."""
     matrices_apart: bool = False
     """Hidden matrices share no bucket with other parameters; `FlatParameter.orthogonal` says which they are."""
 
@@ -64,6 +66,10 @@ OPTIMIZERS: Registry[Any] = Registry(
                 states=_of_muon, settings=f"{_ADAM} muon_momentum muon_steps muon_scale", matrices_apart=True
             ),
         ),
+        "schedule-free-adamw": (
+            f"{_HERE}.schedule_free:ScheduleFreeAdamW",
+            OptimizerFacts(states=("z", "exp_avg_sq"), averaged=True),
+        ),
         "onebit-adam": (f"{_HERE}.onebit:OneBitAdam", OptimizerFacts(states=MOMENTS, settings=_ONEBIT)),
         "onebit-lamb": (
             f"{_HERE}.onebit_lamb:OneBitLAMB",
@@ -101,7 +107,8 @@ class OptimizerConfig:
 
     optimizer: str = option("adam", choices=OPTIMIZERS)
     """adam is AdamW (decoupled weight decay); onebit-adam, onebit-lamb and zero-one-adam exchange signs of their momentum
-    instead of gradients after a warm-up; muon orthogonalises the update of matrices and leaves the rest to AdamW."""
+    instead of gradients after a warm-up; muon orthogonalises the update of matrices and leaves the rest to AdamW;
+    schedule-free-adamw averages its steps instead of a decay of the learning rate."""
     lr: float = option(1e-3, above=0, basic=True)
     """Peak learning rate."""
     min_lr: float = option(0.0, at_least=0, basic=True)

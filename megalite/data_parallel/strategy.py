@@ -107,6 +107,8 @@ class DataParallelStrategy(ABC):
         """Lines for the log, the same on every rank; the training loop takes them out after each step."""
         self._written: Mapping[torch.nn.Parameter, torch.Tensor] = {}
         """What the optimizer has rounded itself, while its step is being published."""
+        self._averaged = False
+        """Inside `averaged`."""
         self.step = 0
         """The current step, counted from 1."""
         self.loss_scale = 1.0
@@ -351,7 +353,7 @@ class DataParallelStrategy(ABC):
                 else:
                     shard.grad.copy_(shard.main_param.data)
                     shard.main_param.data.copy_(average)
-            self._written = self._rounded()
+            self._written, self._averaged = self._rounded(), True
             self.publish_parameters()
             self.settle()
             self._written = {}
@@ -359,11 +361,16 @@ class DataParallelStrategy(ABC):
                 yield
             finally:
                 self.settle()
+                self._averaged = False
                 for shard in self.shards:
                     if not shard.is_copy:
                         shard.main_param.data.copy_(shard.grad)
                 self.publish_parameters()
                 self.settle()
+
+    def trained(self, shard: OptimizerShard) -> torch.Tensor:
+        """The shard's main parameters, wherever `averaged` has put them."""
+        return shard.grad if self._averaged and not shard.is_copy else shard.main_param.data
 
     def main_in_memory(self) -> AbstractContextManager[None]:
         """Inside, main parameters are in memory, and what is written into them stays. At the end the model's must be

@@ -113,6 +113,8 @@ class Optimizer(ABC):
     """`step` fills `update.copies`, in the same pass."""
     from_zeros: frozenset[str] = frozenset()
     """State tensors that a checkpoint of another optimizer need not have: they start from 0."""
+    from_parameters: frozenset[str] = frozenset((EMA,))
+    """Likewise; they start from the parameters."""
 
     def __init__(
         self, parameters: Sequence[FlatParameter], config: OptimizerConfig, states: Sequence[str] | None = None

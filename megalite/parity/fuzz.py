@@ -92,10 +92,12 @@ def _layout(generator: random.Random) -> Drawn:
     if pp > 1:
         drawn["vpp"] = generator.choice((1, 1, 2, 3))
     drawn |= _strategy(generator)
-    drawn["optimizer"] = generator.choice(("adam", "adam", "sgd", "lamb", "muon"))
+    drawn["optimizer"] = generator.choice(("adam", "adam", "sgd", "lamb", "muon", "schedule-free-adamw"))
     if drawn["optimizer"] == "sgd":
         drawn |= {"sgd_momentum": 0.8, "sgd_nesterov": generator.random() < 0.5}
-    if generator.random() < 0.25:
+    elif drawn["optimizer"] == "schedule-free-adamw":
+        drawn["lr_decay_style"] = "constant"
+    if drawn["optimizer"] != "schedule-free-adamw" and generator.random() < 0.25:
         drawn |= {"ema_decay": 0.5, "eval_ema": True}
     drawn["overlap_grad_reduce"] = generator.random() < 0.5
     drawn["ddp_bucket_size"] = generator.choice((1, 200, 1000, 3000))

@@ -163,7 +163,8 @@ def consensus(replica: "Replica", *, saved: bool = False) -> Iterator[None]:
     optimizer has them its averages. Every rank enters it."""
     strategy, optimizer = replica.strategy, replica.optimizer
     with strategy.consensus(), ExitStack() as more:
-        if replica.config.optimizer.eval_ema and not saved:
+        config = replica.config.optimizer
+        if OPTIMIZERS.facts(config.optimizer).averaged or (config.eval_ema and not saved):
             more.enter_context(strategy.averaged(optimizer))
         yield
 

@@ -15,7 +15,7 @@ from megalite.checkpoint.tiling import Slice
 from megalite.config.data import DEFAULT_SPLIT, DataConfig
 from megalite.config.errors import CheckpointError, ConfigError
 from megalite.config.model import ModelConfig, free_settings
-from megalite.config.optimizer import OptimizerConfig
+from megalite.config.optimizer import OPTIMIZERS, OptimizerConfig
 from megalite.config.registry import Registry
 from megalite.config.run import RunConfig, hugging_face_folder, save_folder
 from megalite.config.training import TrainingConfig
@@ -204,6 +204,10 @@ def load(replica: Replica, folder: Path, *, tokenizer: str | None, log: Callable
     notes: list[str] = []
     with agreeing(topology.world, topology.device, CheckpointError):
         load_states(replica, checkpoint, with_optimizer=with_optimizer, log=notes.append)
+    if with_optimizer and OPTIMIZERS.facts(config.optimizer.optimizer).averaged:
+        # The weights of the checkpoint are the averages; what is trained has been read into main parameters.
+        replica.strategy.publish_parameters()
+        replica.strategy.settle()
     log(f"loaded {checkpoint.path} (written by {_describe(manifest.layout)})")
     progress = Progress(0, 0)
     if not finetune:

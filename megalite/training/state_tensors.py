@@ -8,7 +8,7 @@ import torch
 
 from megalite.checkpoint.save import SavedTensor
 from megalite.checkpoint.tiling import flat_boxes, volume
-from megalite.config.optimizer import EMA
+from megalite.config.optimizer import OPTIMIZERS
 from megalite.data_parallel.buckets import Bucket, Placed
 from megalite.data_parallel.facts import Placement
 from megalite.data_parallel.peers import check_replicas
@@ -27,6 +27,9 @@ def flat_states(replica: Replica, shard: OptimizerShard) -> list[FlatState]:
     """The states of the optimizer, and main parameters where they are apart from the model's."""
     strategy, optimizer = replica.strategy, replica.optimizer
     states = {"main_param": shard.main_param.data} if shard.is_copy and strategy.replicas_agree else {}
+    if OPTIMIZERS.facts(optimizer.config.optimizer).averaged:
+        states = {"train_param": strategy.trained(shard)}
+    defaults = dict.fromkeys(optimizer.from_zeros, "zeros") | dict.fromkeys(optimizer.from_parameters, "parameter")
     return [
         FlatState(
             name=name,
@@ -34,7 +37,7 @@ def flat_states(replica: Replica, shard: OptimizerShard) -> list[FlatState]:
             start=shard.start,
             values=values,
             placement=strategy.optimizer_placement,
-            default="parameter" if name == EMA else "zeros" if name in optimizer.from_zeros else "required",
+            default=defaults.get(name, "required"),
         )
         for name, values in (states | optimizer.state(shard.main_param)).items()
     ]

@@ -48,7 +48,12 @@ LAYOUTS: dict[str, tuple[int, Settings]] = {
 
 
 def settings_of(layout: str, optimizer: str, **more: Any) -> Settings:
-    return {**SMALL, "optimizer": optimizer, **LAYOUTS[layout][1], **more}
+    return {**SMALL, **optimizer_settings(optimizer), **LAYOUTS[layout][1], **more}
+
+
+def optimizer_settings(optimizer: str) -> Settings:
+    constant: Settings = {"lr_decay_style": "constant"} if optimizer == "schedule-free-adamw" else {}
+    return {"optimizer": optimizer, **constant}
 
 
 def run(context: RankContext, world: int, settings: Settings) -> RankTrajectory:
@@ -59,11 +64,12 @@ def run(context: RankContext, world: int, settings: Settings) -> RankTrajectory:
 def reference(optimizer: str, experts: bool, llama: bool) -> Trajectory:
     """On one rank."""
     model = EXPERTS if experts else LLAMA if llama else {}
-    return one_rank_trajectory(tiny_config(1, **SMALL, **model, optimizer=optimizer), STEPS)
+    return one_rank_trajectory(tiny_config(1, **SMALL, **model, **optimizer_settings(optimizer)), STEPS)
 
 
 CASES = [(layout, optimizer) for layout in LAYOUTS for optimizer in ("lamb", "muon")]
 CASES += [("tp2-dp2-zero", "sgd"), ("dp2", "sgd")]
+CASES += [(layout, "schedule-free-adamw") for layout in ("tp2-dp2-zero", "pp2", "tp2-ep2-etp1-zero")]
 
 
 @pytest.mark.parametrize(("layout", "optimizer"), CASES)
@@ -178,11 +184,12 @@ def saved_and_gone_on(context: RankContext, world: int, settings: Settings, fold
     return local_parts(runner.replica, "weight")
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "lamb", "muon"])
+@pytest.mark.parametrize("optimizer", ["sgd", "lamb", "muon", "schedule-free-adamw"])
 def test_one_rank_goes_on_from_a_checkpoint_of_four(optimizer: str, tmp_path: Path) -> None:
     """With the same numbers. (To the bit on the same layout: test_every_strategy_goes_on_from_any_step.)"""
     settings = settings_of("tp2-dp2-zero", optimizer)
     ranks = run_ranks(4, saved_and_gone_on, 4, settings, str(tmp_path), False)
-    alone = saved_and_gone_on(RankContext(0), 1, {**SMALL, "optimizer": optimizer}, str(tmp_path), True)
+    plain = {**SMALL, **optimizer_settings(optimizer)}
+    alone = saved_and_gone_on(RankContext(0), 1, plain, str(tmp_path), True)
     difference, name, *_ = worst_tensor(assemble([alone]), assemble(ranks), negligible=1e-3)
     assert difference < 1e-9, name

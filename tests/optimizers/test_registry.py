@@ -16,6 +16,7 @@ CASES: dict[str, dict[str, Any]] = {name: {"optimizer": name} for name in OPTIMI
 CASES |= {name: {"optimizer": name, "freeze_step": 2} for name in ONEBIT_OPTIMIZERS}
 CASES |= {
     "sgd without momentum": {"optimizer": "sgd", "sgd_momentum": 0.0},
+    "average": {"ema_decay": 0.9},
     "bf16 moments": {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "stochastic_rounding": True},
 }
 
@@ -30,12 +31,14 @@ def test_an_unknown_one_is_refused() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_its_states_are_those_that_the_config_states_and_start_from_zero(case: str) -> None:
+def test_its_states_are_those_that_the_config_states_and_start_as_it_says(case: str) -> None:
     run = made(case)
     for flat in run.optimizer.parameters:
         state = run.optimizer.state(flat.param)
         assert tuple(state) == tuple(state_formats(run.config.optimizer, hidden_matrix=flat.orthogonal))
-        assert all(not values.any() and values.shape == flat.param.shape for values in state.values())
+        for name, values in state.items():
+            first = flat.param.data if name in run.optimizer.from_parameters else torch.zeros_like(values)
+            assert torch.equal(values, first), name
     assert run.optimizer.updates == 0
 
 

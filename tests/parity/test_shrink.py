@@ -174,6 +174,6 @@ def test_drawn_configs_are_legal_small_and_repeatable() -> None:
     assert {config.parallel.cp for config in drawn} >= {1, 2, 4}
     assert any(config.model.num_experts for config in drawn)
     assert {config.parallel.dp_strategy for config in drawn} == set(EXACT_STRATEGIES)
-    assert {config.optimizer.optimizer for config in drawn} == {"adam", "sgd", "lamb", "muon"}
+    assert {config.optimizer.optimizer for config in drawn} == {*("adam", "sgd", "lamb", "muon", "schedule-free-adamw")}
     assert any(config.parallel.pipeline_layers for config in drawn)
     assert any(config.training.rampup_batch_size for config in drawn)

@@ -40,6 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "sgd": {**FP32, "optimizer": "sgd"},
     "muon": {**FP32, "optimizer": "muon"},
+    "schedule-free": {**FP32, "optimizer": "schedule-free-adamw", "lr_decay_style": "constant"},
     "average": {**FP32, "optimizer": "muon", "ema_decay": 0.9},
     "average, bf16, zero-1": {**BF16, "ema_decay": 0.9, "dp_strategy": "distributed-optimizer"},
     "onebit-adam": {**ONEBIT, "optimizer": "onebit-adam"},

@@ -133,6 +133,7 @@ ZERO_ONE: Settings = {
 AUTO: Settings = {"freeze_step": None, "adam_beta2": 0.5, "freeze_threshold": 0.3, "lr_warmup_iters": 1}
 """The second moment is looked at every 2 steps."""
 EMA: Settings = {"ema_decay": 0.7, "eval_ema": True}
+SCHEDULE_FREE: Settings = {"optimizer": "schedule-free-adamw", "lr_decay_style": "constant"}
 SPLIT: Settings = {**Z1, "tp": 2, "micro_batch_size": 1}
 ALL = range(1, 6)
 
@@ -163,6 +164,10 @@ STRATEGIES: dict[str, tuple[int, Settings, int, Sequence[int]]] = {
     "sgd": (4, {**SPLIT, "optimizer": "sgd"}, 4, [2]),
     "lamb": (4, {**SPLIT, "optimizer": "lamb"}, 4, [2]),
     "muon": (4, {**SPLIT, "optimizer": "muon"}, 4, [2]),
+    "schedule-free-zero": (2, {**Z1, **FP32, **SCHEDULE_FREE}, 4, [2]),
+    "schedule-free-zero-3": (4, {**FP32, **SCHEDULE_FREE, "dp_strategy": "fully-sharded", "tp": 2}, 4, [2]),
+    "schedule-free-zero-3-bf16": (2, {**BF16, **SCHEDULE_FREE, "dp_strategy": "fully-sharded"}, 4, [2]),
+    "schedule-free-server": (2, {**BF16, **SCHEDULE_FREE, "dp_strategy": "parameter-server"}, 4, [2]),
     "ema-zero": (2, {**Z1, **FP32, **EMA, "shard_gradients": True}, 4, [2]),
     "ema-zero-3": (2, {**FP32, **EMA, "dp_strategy": "fully-sharded"}, 4, [2]),
     "ema-muon-split": (2, {**Z1, **BF16, **EMA, "optimizer": "muon", "main_params": "split"}, 4, [2]),

@@ -66,6 +66,10 @@ def _has_no_state(c: Settings) -> bool:
     return c.optimizer == "sgd" and not c.sgd_momentum
 
 
+def _averages(c: Settings) -> bool:
+    return OPTIMIZERS.facts(c.optimizer).averaged
+
+
 STRATEGY: tuple[Check, ...] = (
     _of_others("dp_strategy", STRATEGIES),
     *owned("grad_compression", {"topk_density": ("topk",), "powersgd_rank": ("powersgd",)}),
@@ -149,6 +153,19 @@ OPTIMIZER: tuple[Check, ...] = (
             "remove it": lambda c: c.strategy.weights != "equal",
             "{?ema_decay} does not go with {optimizer}: its ranks take local steps; use --optimizer onebit-adam, or remove it": (
                 lambda c: c.optimizer == "zero-one-adam"
+            ),
+            "{?ema_decay} does not go with {optimizer}, which has its own average; remove it": _averages,
+            "{optimizer} does not go with {dp_strategy}: each replica has other weights; use --dp-strategy all-reduce": (
+                lambda c: _averages(c) and c.strategy.weights != "equal"
+            ),
+            "{optimizer} does not go with {main_params}: it trains other weights than it saves; use --main-params fp32": (
+                lambda c: _averages(c) and c.main_params == "split"
+            ),
+            "{optimizer} averages in place of a decay, and the run has {lr_decay_style}; use --lr-decay-style constant": (
+                lambda c: c.optimizer == "schedule-free-adamw" and c.lr_decay_style != "constant"
+            ),
+            "{optimizer} needs {adam_beta1} above 0; use --adam-beta1 0.9": (
+                lambda c: c.optimizer == "schedule-free-adamw" and c.adam_beta1 == 0.0
             ),
             "{?eval_ema} needs an average to take; add --ema-decay 0.9999, or remove it": lambda c: c.ema_decay is None,
             "{?exp_avg_dtype|exp_avg_sq_dtype} does not go with {precision}; use --precision fp32": (
