@@ -274,7 +274,7 @@ def test_tables_of_flags_do_not_overlap() -> None:
         ("--config", "--config takes one FILE, got none"),
         ("--config nowhere/run.yaml", "config file nowhere/run.yaml does not exist: there is no folder nowhere"),
         ("--preset gpt3-175", "--preset: unknown preset gpt3-175: did you mean gpt3-175b? (there are deepseek-moe-16b, "
-         "deepseek-v2-lite, deepseek-v3, gemma-7b, gemma2-9b, gemma3-27b, gpt-1t, gpt2-124m, gpt3-1.3b, "
+         "deepseek-v2-lite, deepseek-v3, gemma-7b, gemma2-9b, gemma3-27b, gpt-1t, gpt-oss-120b, gpt-oss-20b, gpt2-124m, gpt3-1.3b, "
          "gpt3-13b, gpt3-175b, gpt3-2.7b, gpt3-350m, gpt3-6.7b, kimi-k2, llama2-7b, llama3-405b, "
          "llama3-70b, llama3-8b, llama3.1-8b, llama3.2-1b, llama3.2-3b, llama3.3-70b, mistral-7b, "
          "mixtral-8x7b, moonlight-16b-a3b, olmo2-7b, phi-3-mini, qwen2-7b, qwen3-235b-a22b, "

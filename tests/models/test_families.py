@@ -131,6 +131,15 @@ FAMILIES = {
             **rope(1e6),
         },
     ),
+    "gpt-oss": Family(
+        "gpt-oss-20b",
+        {**GROUPED, "kv_channels": 8, "num_experts": 6, "moe_router_topk": 3, "activation_func_clamp_value": 0.5}
+        | {"sliding_window": 4, "rotary_base": 50.0, "rope_original_max_positions": 6, "rope_scaling_factor": 4.0},
+        "GptOss",
+        {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 3}
+        | {"sliding_window": 4, "swiglu_limit": 0.5, "experts_implementation": "eager"}
+        | rope(50.0, "yarn", factor=4.0, original_max_position_embeddings=6, truncate=False),
+    ),
     "gemma": Family(
         "gemma-7b",
         {**GROUPED, "kv_channels": 6},
@@ -210,7 +219,7 @@ def all_float64() -> Iterator[None]:
 def their_model(family: Family) -> Any:
     """The model of transformers with weights large enough that every part of it shows in the logits."""
     # From where it lives: an import from the top of the package reads every model that there is.
-    small = family.kind.lower().replace("moe", "_moe").replace("seekv", "seek_v")
+    small = family.kind.lower().replace("moe", "_moe").replace("seekv", "seek_v").replace("gptoss", "gpt_oss")
     folder = f"transformers.models.{small}"
     config_class = getattr(
         importlib.import_module(f"{folder}.configuration_{small}"),
@@ -289,6 +298,11 @@ def test_the_proof_of_float64_sees_float32() -> None:
         ("mistral", {"sliding_window": 5}),
         ("mixtral", {"moe_router_topk": 1}),
         ("mixtral", {"moe_router_pre_softmax": True}),
+        ("gpt-oss", {"activation": "swiglu"}),
+        ("gpt-oss", {"activation_func_clamp_value": 7.0}),
+        ("gpt-oss", {"glu_linear_offset": 0.0}),
+        ("gpt-oss", {"window_attn_skip_freq": None}),
+        ("gpt-oss", {"rope_truncate": True}),
         ("gemma", {"scale_embeddings": False}),
         ("gemma", {"norm_zero_centered": False}),
         ("gemma", {"activation": "geglu"}),

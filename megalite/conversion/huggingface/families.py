@@ -14,6 +14,7 @@ from megalite.conversion.huggingface.config_json import ModelFile, read_json, re
 from megalite.conversion.huggingface.deepseek import DeepSeek, latent_attention_pieces
 from megalite.conversion.huggingface.experts import ExpertKeys
 from megalite.conversion.huggingface.gemma import GEMMA, Gemma
+from megalite.conversion.huggingface.gpt_oss import GptOss, GptOssExperts
 from megalite.conversion.huggingface.llama import LlamaLike, llama_pieces
 from megalite.conversion.weights import ConversionError, Piece, View, first_rows, whole
 
@@ -333,6 +334,26 @@ _ALL = (
             **{"caps": (None, None), "full_every": 6, **_GEMMA},
         ),
         whole_heads=True,
+    ),
+    _llama_like(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        GptOss(
+            max_positions=131072,
+            norm_epsilon=1e-5,
+            rotary_base=150000.0,
+            key_value_heads=8,
+            head_size=64,
+            window=128,
+            mixed=True,
+            fixed={
+                "activation": "quick_geglu",
+                "glu_linear_offset": 1.0,
+                "softmax_type": "learnable",
+                "moe_add_bias_linear": True,
+            },
+            experts=GptOssExperts(count=("num_local_experts", 128), topk=4),
+        ),
     ),
     _llama_like(
         "olmo2",

@@ -253,6 +253,8 @@ def _attention(model: ModelConfig, there: str, here: str, fused: bool) -> Iterat
     def rows(first: int, last: int) -> View:
         return lambda ours: ours.unflatten(0, (groups, queries + 2, d))[:, first:last]
 
+    if model.softmax_type == "learnable":
+        yield Piece(f"{there}.sinks", f"{here}.sinks", (model.num_attention_heads,))
     kinds = ("weight", "bias") if model.add_qkv_bias or model.add_bias_linear else ("weight",)
     for kind in kinds:
         if fused:
