@@ -85,6 +85,14 @@ FAMILIES = {
             **rope(50.0, "llama3", original_max_position_embeddings=30, **LLAMA31),
         },
     ),
+    "llama-dynamic": Family(
+        "llama3-8b",
+        {**GROUPED, "kv_channels": 16, "rotary_base": 50.0, "rope_scaling": "dynamic", "rope_scaling_factor": 4.0}
+        | {"rope_original_max_positions": 5},
+        "Llama",
+        {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "head_dim": 16, "max_position_embeddings": 5}
+        | rope(50.0, "dynamic", factor=4.0),
+    ),
     "qwen3-yarn": Family(
         "qwen3-8b",
         {
@@ -291,6 +299,8 @@ def test_the_proof_of_float64_sees_float32() -> None:
         ("llama3.1", {"rope_scaling": "none"}),
         ("llama3.1", {"rope_scaling": "linear"}),
         ("llama3.1", {"rope_high_freq_factor": 5.0}),
+        ("llama-dynamic", {"rope_scaling": "none"}),
+        ("llama-dynamic", {"rope_original_max_positions": 6}),
         ("qwen3-yarn", {"rope_attention_factor": 1.0}),
         ("qwen3-yarn", {"rope_beta_fast": 32.0}),
         ("qwen3-yarn", {"rope_truncate": False}),

@@ -450,6 +450,8 @@ def differences(family: Family, model: ModelConfig, seq_length: int) -> dict[str
         free |= {field for field in ours if field.startswith("moe_")}
     if there["position_embedding_type"] != ours["position_embedding_type"]:
         free |= {"max_position_embeddings"} | {name for name in ours if name.startswith(("rope_", "rotary_"))}
+    if ours["rope_scaling"] == "dynamic":
+        free.add("max_position_embeddings")
     if there["num_experts"] is not None and ours["num_experts"] is not None:
         # A width of one expert that is not given is the dense MLP's; where no layer is dense that is all there is.
         there["moe_ffn_hidden_size"] = there["moe_ffn_hidden_size"] or there["ffn_hidden_size"]

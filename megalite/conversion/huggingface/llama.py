@@ -99,6 +99,8 @@ class LlamaLike:
             self.activation[0]: _WRITTEN.get(model.activation, "silu"),
             **write_rope(model),
         }
+        if model.rope_scaling == "dynamic":  # beyond which the base grows
+            values["max_position_embeddings"] = model.rope_original_max_positions
         if self.attention_bias or self.linear_biases:
             values["attention_bias"] = self.linear_biases and model.add_bias_linear
         if self.linear_biases:

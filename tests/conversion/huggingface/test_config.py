@@ -143,7 +143,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3", {"attention_bias": True}, "attention_bias is true; all linear layers or none"),
     ("llama", {"hidden_act": "relu2"}, "hidden_act is 'relu2'; what can be expressed is silu"),
     ("llama", {"hidden_act": None}, "hidden_act is 'None'"),
-    ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'; .* default, linear"),
+    ("llama", {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type is 'longrope'; .* default, linear"),
     ("llama", {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_type is 'longrope'"),
     (
         "llama",

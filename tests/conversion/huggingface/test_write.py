@@ -45,6 +45,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llama-biases": {"add_bias_linear": True, "tie_embeddings": True},
     "llama3.1": {"rope_scaling": "llama3", "rope_original_max_positions": 10, "kv_channels": 16},
     "llama-linear": {"rope_scaling": "linear", "rope_scaling_factor": 2.0, "activation": "geglu"},
+    "llama-dynamic": {"rope_scaling": "dynamic", "rope_scaling_factor": 2.0, "rope_original_max_positions": 12},
     "llama-yarn": {
         "rope_scaling": "yarn",
         "rope_scaling_factor": 3.0,
