@@ -1,6 +1,6 @@
 """What transformers saves is, read as `Weights`, the same network: equal logits in float64, to 1e-9."""
 
-import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,10 @@ from tests.conversion.huggingface.models import (
     our_stage,
     rename,
     saved,
+    saved_in_four_bits,
     their_logits,
 )
-from tests.models.test_families import VOCAB, their_model
+from tests.models.test_families import VOCAB
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -212,32 +213,12 @@ def test_any_run_of_a_matrix_in_eight_bits(start: int, count: int) -> None:
     assert found.tolist() == expected
 
 
-def packed(tensor: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-    """Random bytes and scales for a matrix [experts, columns, rows] of transformers, and what they stand for."""
-    experts, columns, rows = tensor.shape
-    blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), generator=generator).to(torch.uint8)
-    scales = torch.randint(118, 127, blocks.shape[:3], generator=generator).to(torch.uint8)
-    positive = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
-    numbers = torch.tensor([*positive, *(-value for value in positive)])
-    halves = numbers[(blocks % 16).long()], numbers[(blocks // 16).long()]
-    values = torch.stack(halves, dim=-1).flatten(-2) * 2.0 ** (scales.float() - 127)[..., None]
-    return blocks, scales, values.flatten(2).mT.bfloat16()
-
-
 def test_experts_in_four_bits_are_read_as_the_numbers_they_stand_for(tmp_path: Path) -> None:
     """The network is that of a folder which holds the numbers in bf16, also where a part is read."""
-    config = CASES["gpt-oss"].theirs | {"hidden_size": 32, "intermediate_size": 64}
-    for name in ("packed", "plain"):
-        their_model(dataclasses.replace(CASES["gpt-oss"], theirs=config)).save_pretrained(tmp_path / name)
-    generator = torch.Generator().manual_seed(4)
-    stored, plain = {}, {}
-    for name, tensor in load_file(tmp_path / "plain" / "model.safetensors").items():
-        stored[name] = plain[name] = tensor
-        if name.endswith("_proj") and "experts" in name:
-            stored[f"{name}_blocks"], stored[f"{name}_scales"], plain[name] = packed(stored.pop(name), generator)
-    rename(tmp_path / "packed", lambda _: stored)
+    plain = saved_in_four_bits(tmp_path / "packed")
+    shutil.copytree(tmp_path / "packed", tmp_path / "plain")
     rename(tmp_path / "plain", lambda _: plain)
-    edit_config(tmp_path / "packed", quantization_config={"quant_method": "mxfp4"})
+    edit_config(tmp_path / "plain", quantization_config=...)
     four, whole = HuggingFaceWeights(tmp_path / "packed"), HuggingFaceWeights(tmp_path / "plain")
     assert four.dequantised == "those in MXFP4 are read as bf16" and whole.dequantised is None
     assert four.dtype("layers.0.moe.experts.up.weight") == torch.bfloat16
