@@ -62,7 +62,7 @@ TORCH_DTYPES = {
     "I64": torch.int64,
 }
 """What can be read and written."""
-_ALSO_READ = {**TORCH_DTYPES, "F8_E4M3": torch.float8_e4m3fn}  # of which the reader knows the scales
+_ALSO_READ = {**TORCH_DTYPES, "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8}  # of which the reader knows the scales
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 _PAGE = 4096

@@ -206,9 +206,8 @@ def described(weights: Weights) -> str:
         sizes = {axis: weights.layout.get(axis, 1) for axis in ("tp", "pp", "dp", "cp", "ep")}
         by = [f"{axis} {size}" for axis, size in sizes.items() if size != 1]
         written = f", written by {', '.join(by) or 'one rank'}"
-    elif isinstance(weights, HuggingFaceWeights) and weights.block_size is not None:
-        written = f", of which those in fp8 are read as fp32 times their blocks' scales ({weights.block_size[0]} x "
-        written += f"{weights.block_size[1]})"
+    elif isinstance(weights, HuggingFaceWeights) and weights.dequantised is not None:
+        written = f", of which {weights.dequantised}"
     if model.mtp_num_layers:
         written += f"; with layers that predict further tokens ({model.mtp_num_layers})"
     return (

@@ -91,8 +91,9 @@ class ModelConfig:
     """Share of each head that RoPE turns, from its first channel on; the rest has no position (GPT-NeoX)."""
     rotary_interleaved: bool = option(False)
     """RoPE turns neighbouring channels against each other (GPT-J) instead of the two halves of a head (Llama)."""
-    rope_scaling: str = option("none", choices=("none", "linear", "llama3", "yarn"))
-    """How RoPE is stretched for longer sequences: all frequencies by the factor (linear), or the slow ones (llama3, yarn)."""
+    rope_scaling: str = option("none", choices=("none", "linear", "llama3", "yarn", "dynamic"))
+    """How RoPE is stretched for longer sequences: all frequencies by the factor (linear), the slow ones (llama3, yarn), or by a
+    larger base as seq_length asks for (dynamic), which stays the same for shorter and longer texts of the run."""
     rope_scaling_factor: float = option(8.0, above=1)
     """How far rope_scaling stretches positions."""
     rope_low_freq_factor: float = option(1.0, above=0)
@@ -102,7 +103,7 @@ class ModelConfig:
     rope_original_max_positions: int = option(
         8192, at_least=1, below=2**31, flags=("--yarn-original-max-position-embeddings",)
     )
-    """llama3 and yarn scaling: the sequence length that the model was first trained with."""
+    """llama3, yarn and dynamic scaling: the sequence length that the model was first trained with."""
     rope_beta_fast: float = option(32.0, above=0, flags=("--yarn-beta-fast",))
     """yarn scaling: pairs of channels with more turns than this within the original positions are left as they are."""
     rope_beta_slow: float = option(1.0, above=0, flags=("--yarn-beta-slow",))

@@ -93,9 +93,10 @@ class _RingAttention(torch.autograd.Function):
             logsumexp.copy_(sink.view(-1, 1))
         for step, keys, values in ring.keys_and_values(k, v):
             for samples, tile in ring.tiles(step):
-                rows, columns = (samples, slice(None), slice(*tile.q)), (samples, slice(None), slice(*tile.k))
-                inputs = q[rows], keys[columns], values[columns]
-                _merge(out[rows], logsumexp[rows], *tile_forward(*inputs, tile.kind, ring.softcap))
+                rows, columns = _places(samples, tile)
+                inputs = (_stacked(each, tile.count) for each in (q[rows], keys[columns], values[columns]))
+                found = tile_forward(*inputs, tile.kind, ring.softcap)
+                _merge(out[rows], logsumexp[rows], *(_in_a_row(each, tile.count) for each in found))
         out = out.to(q.dtype)
         ctx.ring = ring
         ctx.save_for_backward(q, k, v, out, logsumexp, sink)
@@ -112,9 +113,11 @@ class _RingAttention(torch.autograd.Function):
         for step, keys, values in ring.keys_and_values(k, v):
             grad_kv = k.new_zeros((2, *k.shape), dtype=wide)
             for samples, tile in ring.tiles(step):
-                rows, columns = (samples, slice(None), slice(*tile.q)), (samples, slice(None), slice(*tile.k))
-                inputs = grad_out[rows], q[rows], keys[columns], values[columns], out[rows], logsumexp[rows]
-                dq, dk, dv = tile_backward(*inputs, tile.kind, ring.softcap)
+                rows, columns = _places(samples, tile)
+                whole = grad_out[rows], q[rows], keys[columns], values[columns], out[rows], logsumexp[rows]
+                inputs = (_stacked(each, tile.count) for each in whole)
+                found = tile_backward(*inputs, tile.kind, ring.softcap)
+                dq, dk, dv = (_in_a_row(each, tile.count) for each in found)
                 grad_q[rows] += dq
                 grad_kv[0][columns] += dk
                 grad_kv[1][columns] += dv
@@ -133,6 +136,28 @@ class _RingAttention(torch.autograd.Function):
             probability = (sink.to(wide).view(-1, 1) - logsumexp).exp_()
             grad_sink = -(probability * (grad_out.to(wide) * out).sum(dim=-1)).sum(dim=(0, 2)).to(sink.dtype)
         return grad_q.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype), grad_sink, None
+
+
+Index = tuple[slice, slice, slice]
+
+
+def _places(samples: slice, tile: Tile) -> tuple[Index, Index]:
+    """Rows and columns of all squares of a tile, in [b, heads, s, ...]."""
+    further = (tile.count - 1) * (tile.q[1] - tile.q[0])
+    return (
+        (samples, slice(None), slice(tile.q[0], tile.q[1] + further)),
+        (samples, slice(None), slice(tile.k[0], tile.k[1] + further)),
+    )
+
+
+def _stacked(x: Tensor, count: int) -> Tensor:
+    """[b, heads, count·n, ...] -> [b·count, heads, n, ...]: squares of a tile are to a kernel as samples."""
+    return x if count == 1 else x.unflatten(2, (count, -1)).transpose(1, 2).flatten(0, 1)
+
+
+def _in_a_row(x: Tensor, count: int) -> Tensor:
+    """The inverse of `_stacked`."""
+    return x if count == 1 else x.unflatten(0, (-1, count)).transpose(1, 2).flatten(2, 3)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -6,7 +6,7 @@ never computed.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby, pairwise
 
@@ -42,6 +42,8 @@ class Tile:
     q: Span
     k: Span
     kind: TileKind
+    count: int = 1
+    """Of squares: so many of them, each further one behind the last in rows and in columns."""
 
     def shifted(self, rows: int, columns: int) -> "Tile":
         return Tile((self.q[0] + rows, self.q[1] + rows), (self.k[0] + columns, self.k[1] + columns), self.kind)
@@ -131,7 +133,7 @@ def local_tiles(
             found += [tile.shifted(row - query[0], column - key[0]) for tile in tiles(query, key, window, starts)]
             column += key[1] - key[0]
         row += query[1] - query[0]
-    return tuple(_merged(found))
+    return tuple(_runs(_merged(found)))
 
 
 def _merged(found: list[Tile]) -> list[Tile]:
@@ -141,6 +143,22 @@ def _merged(found: list[Tile]) -> list[Tile]:
     across = _joined(full)
     below = _joined([(k, q) for q, k in across])
     return sorted([*(Tile(q, k, TileKind.FULL) for k, q in below), *rest], key=lambda tile: (tile.q, tile.k))
+
+
+def _runs(found: list[Tile]) -> list[Tile]:
+    """Equal squares behind one another, as a short window has by the hundred, become one tile: one launch for all."""
+    runs: list[Tile] = []
+    last: dict[tuple[TileKind, int, int, int], int] = {}
+    for tile in found:
+        size = tile.q[1] - tile.q[0]
+        alike = tile.kind, size, tile.k[1] - tile.k[0], tile.q[0] - tile.k[0]
+        place = last.get(alike, -1)
+        if place >= 0 and alike[2] == size and runs[place].q[0] + runs[place].count * size == tile.q[0]:
+            runs[place] = replace(runs[place], count=runs[place].count + 1)
+        else:
+            last[alike] = len(runs)
+            runs.append(tile)
+    return runs
 
 
 def _joined(pairs: list[tuple[Span, Span]]) -> list[tuple[Span, Span]]:

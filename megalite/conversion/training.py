@@ -20,7 +20,7 @@ class HuggingFaceSource:
 
     def __init__(self, folder: Path, model: ModelConfig) -> None:
         self._weights = HuggingFaceWeights(folder, divisible_by=model.make_vocab_size_divisible_by)
-        self.path, self.model = folder, self._weights.model
+        self.path, self.model, self.dequantised = folder, self._weights.model, self._weights.dequantised
         self._entries = {
             weight_key(name): TensorEntry(name, DTYPE_NAMES[self._weights.dtype(name)], shape.shape, ())
             for name, shape in parameter_shapes(self.model).items()

@@ -223,7 +223,7 @@ def _tokens(source: Weights, target: Weights) -> tuple[torch.Tensor, str]:
 def _logits(weights: Weights, tokens: torch.Tensor, dtype: torch.dtype, use_stock: bool) -> tuple[torch.Tensor, str]:
     """Logits [b, s, vocab_size] and who computed them."""
     found = stock_version()
-    scaled = getattr(weights, "block_size", None) is not None  # transformers needs a GPU for fp8
+    scaled = getattr(weights, "dequantised", None) is not None  # transformers needs a GPU for these
     if weights.format == "huggingface" and use_stock and found is not None and not scaled:
         has_experts = weights.model.num_experts is not None
         return stock_logits(weights.path, tokens, dtype, has_experts=has_experts), f"{STOCK} {found}"

@@ -182,18 +182,22 @@ def gated(x: Tensor, *, kind: str, limit: float | None, offset: float) -> Tensor
     return _Gated.apply(x, kind, limit, offset)
 
 
-def rope_frequencies(config: ModelConfig, *, local: bool = False) -> Tensor:
+def rope_frequencies(config: ModelConfig, *, length: int = 0, local: bool = False) -> Tensor:
     """θ_i = base^(-2i/d) [d/2] in fp64 for the d channels of a head that are turned, slowed down for sequences longer than those first trained on.
 
     Scaling `linear`: every θ / factor (arXiv 2306.15595). `llama3` (Llama 3.1, arXiv 2407.21783): by the turns that a pair
     makes within the original positions. Fewer than low_freq_factor: θ / factor; more than high_freq_factor: θ; in between
-    the two are mixed linearly in the number of turns. `yarn`: see `yarn.py`. `local`: those of rotary_base_local, without
-    scaling.
+    the two are mixed linearly in the number of turns. `yarn`: see `yarn.py`. `dynamic` (NTK-aware): the base grows with the
+    `length` of the run's sequences beyond the original positions, by (factor·length/original - factor + 1)^(d/(d-2)).
+    `local`: those of rotary_base_local, without scaling.
     """
     size, factor, low = config.rotary_size, config.rope_scaling_factor, config.rope_low_freq_factor
     base = (config.rotary_base_local if local else None) or config.rotary_base
+    if config.rope_scaling == "dynamic" and not local:
+        original = config.rope_original_max_positions
+        base *= (factor * max(length, original) / original - (factor - 1)) ** (size / (size - 2))
     theta = base ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
-    if config.rope_scaling == "none" or local:
+    if config.rope_scaling in ("none", "dynamic") or local:
         return theta
     if config.rope_scaling == "linear":
         return theta / factor

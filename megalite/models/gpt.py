@@ -279,7 +279,8 @@ class GPTStage(torch.nn.Module):
                 from megalite.kernels.yarn import attention_factor
 
                 factor = attention_factor(config)
-            tables = self._rope[local] = rope_tables(positions, rope_frequencies(config, local=local), dtype, factor)
+            frequencies = rope_frequencies(config, length=self.seq_length, local=local)
+            tables = self._rope[local] = rope_tables(positions, frequencies, dtype, factor)
         cos, sin = (table[position_ids].unsqueeze(-2) for table in tables)
         return (cos, sin) if position_ids.dim() == 2 else (cos.unsqueeze(1), sin.unsqueeze(1))
 

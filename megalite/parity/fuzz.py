@@ -215,7 +215,7 @@ def _switches(generator: random.Random, drawn: Drawn) -> Drawn:
         found |= {"activation_func_clamp_value": generator.choice((0.05, 0.5)), "glu_linear_offset": 0.5}
     if found["position_embedding_type"] == "rope" and chance(0.3):
         found |= {
-            "rope_scaling": generator.choice(("llama3", "yarn")),
+            "rope_scaling": generator.choice(("llama3", "yarn", "dynamic")),
             "rope_original_max_positions": max(2, drawn["seq_length"] // 2),
         }
     if found["position_embedding_type"] == "rope":

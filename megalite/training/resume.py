@@ -45,6 +45,8 @@ class Weights(Source, Protocol):
     """Weights of another format, for a model that was not made here."""
 
     model: ModelConfig
+    dequantised: str | None
+    """Which of them are stored in fewer bits, and as what they are read."""
 
 
 FORMATS: Registry[Callable[[Path, ModelConfig], Weights]] = Registry(
@@ -168,7 +170,8 @@ def _start_from(replica: Replica, folder: Path, log: Callable[[str], None]) -> P
             load_weights(replica, source)
         except OSError as error:
             raise CheckpointError(f"cannot read {folder}: {error.strerror}") from None
-    log(f"loaded the weights of {folder}; training begins at step 0")
+    read_as = "" if source.dequantised is None else f", of which {source.dequantised}"
+    log(f"loaded the weights of {folder}{read_as}; training begins at step 0")
     replica.strategy.loaded()
     return Progress(0, 0)
 

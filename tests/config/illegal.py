@@ -99,7 +99,7 @@ _TABLE = """
 4 --tp 4 --num-experts 4 --ffn-hidden-size 90 --etp 4 => ffn_hidden_size 90 is not divisible by etp 4 … etp 1, 2
 1 --add-qkv-bias => add_qkv_bias has no effect with add_bias_linear … remove it, or add --disable-bias-linear
 1 --rope-scaling llama3 => rope_scaling llama3 … position_embedding_type learned_absolute … rope
-1 --position-embedding-type rope --rope-scaling-factor 4 => rope_scaling_factor 4 … rope_scaling none … linear, llama3 or yarn
+1 --position-embedding-type rope --rope-scaling-factor 4 => rope_scaling_factor 4 … rope_scaling none … linear, llama3, yarn or dynamic
 1 --position-embedding-type rope --rope-scaling linear --rope-low-freq-factor 2
     => rope_low_freq_factor 2 … rope_scaling linear … llama3
 1 --position-embedding-type rope --rope-original-max-positions 4096
@@ -147,6 +147,7 @@ _TABLE = """
 1 --attention-backend math --attn-logit-softcapping 5
     => attention_backend math cannot serve attn_logit_softcapping 5 … flash or auto
 1 --activation-func-clamp-value 7 => activation_func_clamp_value 7 has no effect with activation gelu … --swiglu
+1 --position-embedding-type rope --rope-scaling dynamic --kv-channels 2 => rope_scaling dynamic … 2 channels … use yarn
 # Kernels and attention.
 1 --attention-backend math --softmax-type learnable
     => attention_backend math cannot serve softmax_type learnable … flash or auto

@@ -31,6 +31,8 @@ EXACT = {
     "gemma2-9b": 9_241_705_984,
     "gemma3-27b": 27_009_346_304,
     "olmo2-7b": 7_298_617_344,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
     "deepseek-moe-16b": 16_375_728_128,
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v3": 671_026_404_352,  # without the routers' biases, which are no parameters

@@ -1,6 +1,7 @@
 """Tiles cover exactly what the rule of visibility says, in few pieces."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -29,7 +30,8 @@ def expected(rows: list[int], columns: list[int], window: int | None, starts: St
 def painted(found: list[Tile], rows: Span, columns: Span) -> np.ndarray:
     """How often each pair is covered."""
     canvas = np.zeros((rows[1] - rows[0], columns[1] - columns[0]), dtype=int)
-    for tile in found:
+    single = [(tile, place * (tile.q[1] - tile.q[0])) for tile in found for place in range(tile.count)]
+    for tile in (replace(tile.shifted(further, further), count=1) for tile, further in single):
         (a, b), (c, d) = tile.q, tile.k
         assert rows[0] <= a < b <= rows[1], tile
         assert columns[0] <= c < d <= columns[1], tile
@@ -147,3 +149,10 @@ def test_blocks_out_of_sight_have_no_tiles() -> None:
 def test_rules_that_mean_nothing_are_our_own_mistake(wrong: dict) -> None:
     with pytest.raises(AssertionError):
         Visibility(**wrong)
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2)])
+def test_a_short_window_over_a_long_sequence_is_a_few_launches(rank: int, size: int) -> None:
+    spans = sequence_spans(8192, cp_rank=rank, cp_size=size)
+    found = local_tiles(spans, spans, 128, None)
+    assert len(found) < 16 < sum(tile.count for tile in found)

@@ -19,7 +19,7 @@ from megalite.conversion.training import HuggingFaceSource
 from megalite.conversion.weights import parameter_shapes
 from megalite.training.resume import own_first, resume
 from megalite.training.saving import save
-from tests.conversion.huggingface.models import CASES, saved
+from tests.conversion.huggingface.models import CASES, saved, saved_in_four_bits
 from tests.models.test_families import FAMILIES, Family, their_model
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import Runner, assemble, build, local_parts, tiny_config
@@ -169,3 +169,18 @@ def test_own_checkpoints_come_first(tmp_path: Path) -> None:
     assert resume(build(context, now), tokenizer=None, log=silent).step == 1
     without = tiny_config(1, **settings)
     assert own_first(without, **how) == without
+
+
+def said(context: RankContext, settings: dict[str, Any]) -> list[str]:
+    lines: list[str] = []
+    resume(build(context, tiny_config(1, **settings)), tokenizer=None, log=lines.append)
+    return lines
+
+
+def test_weights_in_fewer_bits_are_said_to_be_read_as_others(tmp_path: Path) -> None:
+    saved_in_four_bits(tmp_path)
+    model = {**asdict(HuggingFaceWeights(tmp_path).model), "make_vocab_size_divisible_by": 8}
+    (lines,) = run_ranks(1, said, {**model, "seq_length": 12, "load": f"hf:{tmp_path}"})
+    assert lines == [
+        f"loaded the weights of {tmp_path}, of which those in MXFP4 are read as bf16; training begins at step 0"
+    ]

@@ -61,4 +61,21 @@ def test_tables_grow_by_the_factor_before_they_are_rounded() -> None:
 
 
 def test_other_scalings_do_not_grow() -> None:
-    assert {attention_factor(ModelConfig(rope_scaling=kind)) for kind in ("none", "linear", "llama3")} == {1.0}
+    assert {attention_factor(ModelConfig(rope_scaling=kind)) for kind in ("none", "linear", "llama3", "dynamic")} == {
+        1.0
+    }
+
+
+@pytest.mark.parametrize("length", [1, 4096, 4097, 8192, 100_000])
+def test_the_dynamic_base_is_that_of_transformers_at_the_length_of_the_run(length: int) -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.llama.configuration_llama import LlamaConfig
+
+    scaled = {"rope_scaling": "dynamic", "rope_scaling_factor": 2.5, "rope_original_max_positions": 4096}
+    model = ModelConfig(kv_channels=64, rotary_base=1e4, **scaled)
+    parameters = {"rope_type": "dynamic", "factor": 2.5, "rope_theta": 1e4}
+    config = LlamaConfig(head_dim=64, max_position_embeddings=4096, rope_parameters=parameters)
+    with all_float64():
+        theirs, growth = ROPE_INIT_FUNCTIONS["dynamic"](config, torch.device("cpu"), seq_len=length)
+    assert growth == 1.0
+    torch.testing.assert_close(rope_frequencies(model, length=length), theirs, rtol=1e-14, atol=0.0)

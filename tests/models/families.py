@@ -53,7 +53,9 @@ def from_llama(theirs: Mapping[str, Tensor], model: ModelConfig) -> Weights:
         for name, their_name in names.items():
             ours[f"{here}.{name}.weight"] = theirs[f"{there}.{their_name}_layernorm.weight"]
         ours |= _llama_attention(theirs, f"{there}.self_attn", f"{here}.attention", model)
-        if model.is_moe_layer(i):
+        if model.moe_add_bias_linear:
+            ours |= _gpt_oss(theirs, there, here)
+        elif model.is_moe_layer(i):
             ours |= _mixtral_experts(theirs, f"{there}.mlp", f"{here}.moe")
         else:
             gate, up = (theirs[f"{there}.mlp.{name}_proj.weight"] for name in ("gate", "up"))
@@ -64,7 +66,7 @@ def from_llama(theirs: Mapping[str, Tensor], model: ModelConfig) -> Weights:
 
 def _llama_attention(theirs: Mapping[str, Tensor], there: str, here: str, model: ModelConfig) -> Weights:
     ours = {f"{here}.out.weight": theirs[f"{there}.o_proj.weight"]}
-    for kind in ("weight", "bias") if model.add_qkv_bias else ("weight",):
+    for kind in ("weight", "bias") if model.add_qkv_bias or model.add_bias_linear else ("weight",):
         q, k, v = (theirs[f"{there}.{name}_proj.{kind}"] for name in "qkv")
         ours[f"{here}.qkv.{kind}"] = group_qkv(q, k, v, model)
     if model.qk_norm:
@@ -79,6 +81,22 @@ def _mixtral_experts(theirs: Mapping[str, Tensor], there: str, here: str) -> Wei
         f"{here}.router.weight": theirs[f"{there}.gate.weight"],
         f"{here}.experts.up.weight": theirs[f"{there}.experts.gate_up_proj"].unflatten(1, (2, -1)),
         f"{here}.experts.down.weight": theirs[f"{there}.experts.down_proj"],
+    }
+
+
+def _gpt_oss(theirs: Mapping[str, Tensor], there: str, here: str) -> Weights:
+    """Sinks, biases, and of each expert [h, 2·f] with gates in even columns and [f, h]."""
+    experts = f"{there}.mlp.experts"
+    up, bias = theirs[f"{experts}.gate_up_proj"].mT, theirs[f"{experts}.gate_up_proj_bias"]
+    return {
+        f"{here}.attention.sinks": theirs[f"{there}.self_attn.sinks"],
+        f"{here}.attention.out.bias": theirs[f"{there}.self_attn.o_proj.bias"],
+        f"{here}.moe.router.weight": theirs[f"{there}.mlp.router.weight"],
+        f"{here}.moe.router.linear_bias": theirs[f"{there}.mlp.router.bias"],
+        f"{here}.moe.experts.up.weight": torch.stack((up[:, ::2], up[:, 1::2]), dim=1),
+        f"{here}.moe.experts.up.bias": torch.stack((bias[:, ::2], bias[:, 1::2]), dim=1),
+        f"{here}.moe.experts.down.weight": theirs[f"{experts}.down_proj"].mT,
+        f"{here}.moe.experts.down.bias": theirs[f"{experts}.down_proj_bias"],
     }
 
 

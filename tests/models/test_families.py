@@ -85,6 +85,14 @@ FAMILIES = {
             **rope(50.0, "llama3", original_max_position_embeddings=30, **LLAMA31),
         },
     ),
+    "llama-dynamic": Family(
+        "llama3-8b",
+        {**GROUPED, "kv_channels": 16, "rotary_base": 50.0, "rope_scaling": "dynamic", "rope_scaling_factor": 4.0}
+        | {"rope_original_max_positions": 5},
+        "Llama",
+        {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "head_dim": 16, "max_position_embeddings": 5}
+        | rope(50.0, "dynamic", factor=4.0),
+    ),
     "qwen3-yarn": Family(
         "qwen3-8b",
         {
@@ -130,6 +138,15 @@ FAMILIES = {
             "experts_implementation": "eager",
             **rope(1e6),
         },
+    ),
+    "gpt-oss": Family(
+        "gpt-oss-20b",
+        {**GROUPED, "kv_channels": 8, "num_experts": 6, "moe_router_topk": 3, "activation_func_clamp_value": 0.5}
+        | {"sliding_window": 4, "rotary_base": 50.0, "rope_original_max_positions": 6, "rope_scaling_factor": 4.0},
+        "GptOss",
+        {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 3}
+        | {"sliding_window": 4, "swiglu_limit": 0.5, "experts_implementation": "eager"}
+        | rope(50.0, "yarn", factor=4.0, original_max_position_embeddings=6, truncate=False),
     ),
     "gemma": Family(
         "gemma-7b",
@@ -210,7 +227,7 @@ def all_float64() -> Iterator[None]:
 def their_model(family: Family) -> Any:
     """The model of transformers with weights large enough that every part of it shows in the logits."""
     # From where it lives: an import from the top of the package reads every model that there is.
-    small = family.kind.lower().replace("moe", "_moe").replace("seekv", "seek_v")
+    small = family.kind.lower().replace("moe", "_moe").replace("seekv", "seek_v").replace("gptoss", "gpt_oss")
     folder = f"transformers.models.{small}"
     config_class = getattr(
         importlib.import_module(f"{folder}.configuration_{small}"),
@@ -282,6 +299,8 @@ def test_the_proof_of_float64_sees_float32() -> None:
         ("llama3.1", {"rope_scaling": "none"}),
         ("llama3.1", {"rope_scaling": "linear"}),
         ("llama3.1", {"rope_high_freq_factor": 5.0}),
+        ("llama-dynamic", {"rope_scaling": "none"}),
+        ("llama-dynamic", {"rope_original_max_positions": 6}),
         ("qwen3-yarn", {"rope_attention_factor": 1.0}),
         ("qwen3-yarn", {"rope_beta_fast": 32.0}),
         ("qwen3-yarn", {"rope_truncate": False}),
@@ -289,6 +308,11 @@ def test_the_proof_of_float64_sees_float32() -> None:
         ("mistral", {"sliding_window": 5}),
         ("mixtral", {"moe_router_topk": 1}),
         ("mixtral", {"moe_router_pre_softmax": True}),
+        ("gpt-oss", {"activation": "swiglu"}),
+        ("gpt-oss", {"activation_func_clamp_value": 7.0}),
+        ("gpt-oss", {"glu_linear_offset": 0.0}),
+        ("gpt-oss", {"window_attn_skip_freq": None}),
+        ("gpt-oss", {"rope_truncate": True}),
         ("gemma", {"scale_embeddings": False}),
         ("gemma", {"norm_zero_centered": False}),
         ("gemma", {"activation": "geglu"}),

@@ -21,7 +21,14 @@ EXPERTS: Settings = {**LLAMA, "num_experts": 4, "moe_router_topk": 2}
 FAMILIES: dict[str, Settings] = {
     "gpt": GPT,
     "llama": {**LLAMA, "rope_scaling": "llama3", "rope_scaling_factor": 4.0, "rope_original_max_positions": 8},
-    "mistral": {**LLAMA, "num_query_groups": 2, "sliding_window": 5},
+    "mistral": {
+        **LLAMA,
+        "num_query_groups": 2,
+        "sliding_window": 5,
+        "rope_scaling": "dynamic",
+        "rope_scaling_factor": 4.0,
+        "rope_original_max_positions": 8,
+    },
     "qwen": {
         **LLAMA,
         "num_query_groups": 1,

@@ -37,6 +37,8 @@ LAYOUTS = {
     "mixtral-8x7b": (64, f"--tp 2 --pp 4 --ep 8 --etp 1 {SP} {ZERO}"),
     "deepseek-v2-lite": (48, f"--tp 2 --pp 3 --ep 8 --etp 1 {SP} {ZERO}"),
     "deepseek-v3": (2048, f"--pp 16 --ep 64 {ZERO}"),
+    "gpt-oss-20b": (32, f"--tp 2 --cp 8 --ep 8 --etp 1 {SP} {ZERO}"),
+    "gpt-oss-120b": (256, f"--tp 2 --cp 8 --pp 4 --ep 32 --etp 1 {SP} {ZERO}"),
     "deepseek-moe-16b": (64, f"--pp 2 --ep 8 {ZERO}"),
 }
 LLAMA_405B = (

@@ -15,7 +15,7 @@ MODULES = ("core_attn", "mla_up_proj", "mlp_act", "layernorm", "mlp", "moe")
 """What selective recompute can run again."""
 SCALINGS = {
     ("llama3",): ("rope_low_freq_factor", "rope_high_freq_factor"),
-    ("llama3", "yarn"): ("rope_original_max_positions",),
+    ("llama3", "yarn", "dynamic"): ("rope_original_max_positions",),
     ("yarn",): (
         *("rope_beta_fast", "rope_beta_slow", "rope_truncate"),
         *("rope_mscale", "rope_mscale_all_dim", "rope_attention_factor"),
@@ -120,7 +120,7 @@ NETWORK: tuple[Check, ...] = (
             "{?rope_scaling} has no effect with {position_embedding_type}; use rope, or --rope-scaling none": (
                 lambda c: c.position_embedding_type != "rope"
             ),
-            "{!rope_scaling_factor} has no effect with {rope_scaling}; use linear, llama3 or yarn, or remove it": (
+            "{!rope_scaling_factor} has no effect with {rope_scaling}; use linear, llama3, yarn or dynamic, or remove it": (
                 lambda c: c.rope_scaling == "none"
             ),
             **{
@@ -129,6 +129,9 @@ NETWORK: tuple[Check, ...] = (
                 )
                 for kinds, names in SCALINGS.items()
             },
+            "rope_scaling dynamic has no larger base for the {=rotary_size} channels that rope turns; use yarn": (
+                lambda c: c.rope_scaling == "dynamic" and c.rotary_size == 2
+            ),
             "{rope_beta_slow} is more than {rope_beta_fast}; use at most {=rope_beta_fast}": (
                 lambda c: c.rope_scaling == "yarn" and c.rope_beta_slow > c.rope_beta_fast
             ),

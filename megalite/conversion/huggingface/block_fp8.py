@@ -25,7 +25,9 @@ def read_block_size(file: ModelFile) -> tuple[int, int] | None:
     values = file.values.get("quantization_config")
     if not values:
         return None
-    known = "only fp8 with weight_block_size, such as [128, 128], is read"
+    if isinstance(values, dict) and values.get("quant_method") == "mxfp4":
+        return None  # the tensors' names say which are: see gpt_oss.py
+    known = "only mxfp4, and fp8 with weight_block_size, such as [128, 128], is read"
     if not isinstance(values, dict) or values.get("quant_method") != "fp8" or values.get("fmt", "e4m3") != "e4m3":
         raise file.fault(f"quantization_config: {known}; convert the model that it was made from")
     size = values.get("weight_block_size")

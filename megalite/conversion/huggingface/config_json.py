@@ -155,7 +155,7 @@ def resolved(model: ModelConfig, seq_length: int) -> ModelConfig:
     return validate(replace(RunConfig(model=model), seq_length=seq_length), 1).model
 
 
-SCALINGS = ("default", "linear", "llama3", "yarn")
+SCALINGS = ("default", "linear", "llama3", "yarn", "dynamic")
 """Every rope_type that can be expressed."""
 
 
@@ -202,6 +202,8 @@ def read_rope(
             growth = max_positions / original if values.get("factor") is None else needed("factor")
             return settings | {"rope_scaling_factor": growth} | _read_yarn(file, values)
     settings["rope_scaling_factor"] = needed("factor")
+    if kind == "dynamic":  # transformers goes by max_position_embeddings, whatever else stands there
+        settings["rope_original_max_positions"] = max_positions
     if kind == "llama3":
         settings |= {
             "rope_low_freq_factor": needed("low_freq_factor"),

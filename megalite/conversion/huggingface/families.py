@@ -14,6 +14,7 @@ from megalite.conversion.huggingface.config_json import ModelFile, read_json, re
 from megalite.conversion.huggingface.deepseek import DeepSeek, latent_attention_pieces
 from megalite.conversion.huggingface.experts import ExpertKeys
 from megalite.conversion.huggingface.gemma import GEMMA, Gemma
+from megalite.conversion.huggingface.gpt_oss import GptOss, GptOssExperts
 from megalite.conversion.huggingface.llama import LlamaLike, llama_pieces
 from megalite.conversion.weights import ConversionError, Piece, View, first_rows, whole
 
@@ -335,6 +336,26 @@ _ALL = (
         whole_heads=True,
     ),
     _llama_like(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        GptOss(
+            max_positions=131072,
+            norm_epsilon=1e-5,
+            rotary_base=150000.0,
+            key_value_heads=8,
+            head_size=64,
+            window=128,
+            mixed=True,
+            fixed={
+                "activation": "quick_geglu",
+                "glu_linear_offset": 1.0,
+                "softmax_type": "learnable",
+                "moe_add_bias_linear": True,
+            },
+            experts=GptOssExperts(count=("num_local_experts", 128), topk=4),
+        ),
+    ),
+    _llama_like(
         "olmo2",
         "Olmo2ForCausalLM",
         LlamaLike(
@@ -429,6 +450,8 @@ def differences(family: Family, model: ModelConfig, seq_length: int) -> dict[str
         free |= {field for field in ours if field.startswith("moe_")}
     if there["position_embedding_type"] != ours["position_embedding_type"]:
         free |= {"max_position_embeddings"} | {name for name in ours if name.startswith(("rope_", "rotary_"))}
+    if ours["rope_scaling"] == "dynamic":
+        free.add("max_position_embeddings")
     if there["num_experts"] is not None and ours["num_experts"] is not None:
         # A width of one expert that is not given is the dense MLP's; where no layer is dense that is all there is.
         there["moe_ffn_hidden_size"] = there["moe_ffn_hidden_size"] or there["ffn_hidden_size"]

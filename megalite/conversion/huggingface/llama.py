@@ -99,6 +99,8 @@ class LlamaLike:
             self.activation[0]: _WRITTEN.get(model.activation, "silu"),
             **write_rope(model),
         }
+        if model.rope_scaling == "dynamic":  # beyond which the base grows
+            values["max_position_embeddings"] = model.rope_original_max_positions
         if self.attention_bias or self.linear_biases:
             values["attention_bias"] = self.linear_biases and model.add_bias_linear
         if self.linear_biases:
@@ -253,6 +255,8 @@ def _attention(model: ModelConfig, there: str, here: str, fused: bool) -> Iterat
     def rows(first: int, last: int) -> View:
         return lambda ours: ours.unflatten(0, (groups, queries + 2, d))[:, first:last]
 
+    if model.softmax_type == "learnable":
+        yield Piece(f"{there}.sinks", f"{here}.sinks", (model.num_attention_heads,))
     kinds = ("weight", "bias") if model.add_qkv_bias or model.add_bias_linear else ("weight",)
     for kind in kinds:
         if fused:

@@ -24,6 +24,8 @@ from megalite.config.errors import CheckpointError, ConfigError
 from megalite.conversion.huggingface.block_fp8 import DTYPE, SCALE, read_block_size, read_scaled, scale_fault
 from megalite.conversion.huggingface.config_json import ModelFile, find_file, read_json, refuse_code
 from megalite.conversion.huggingface.families import Family, choose_family, read_config
+from megalite.conversion.huggingface.gpt_oss import DTYPE as PACKED
+from megalite.conversion.huggingface.gpt_oss import packed_fault, read_packed, scales_of
 from megalite.conversion.huggingface.tokenizer import export_tokenizer
 from megalite.conversion.output import (
     DEFAULT_FILE_BYTES,
@@ -164,10 +166,18 @@ class HuggingFaceWeights(Weights):
 
     def dtype(self, name: str) -> torch.dtype:
         """The stored type; of several that make up one tensor of ours the one that holds all their values."""
+        read_as = TORCH_DTYPES | {DTYPE: torch.float32, PACKED: torch.bfloat16}
         types = (self._shards.records[piece.theirs].dtype for piece in self._pieces[name])
-        return reduce(
-            torch.promote_types, (torch.float32 if dtype == DTYPE else TORCH_DTYPES[dtype] for dtype in types)
-        )
+        return reduce(torch.promote_types, (read_as[dtype] for dtype in types))
+
+    @property
+    def dequantised(self) -> str | None:
+        """Which matrices are stored in fewer bits, and as what they are read; None: there are none."""
+        dtypes = {self._shards.records[piece.theirs].dtype for pieces in self._pieces.values() for piece in pieces}
+        if DTYPE in dtypes and self.block_size is not None:
+            rows, columns = self.block_size
+            return f"those in fp8 are read as fp32 times their blocks' scales ({rows} x {columns})"
+        return "those in MXFP4 are read as bf16" if PACKED in dtypes else None
 
     def read(self, name: str, part: Slice | None = None) -> torch.Tensor:
         """See `Weights`. `part`: that slice of it, as a view. Blocks without any of it are not read, and memory that is
@@ -186,6 +196,8 @@ class HuggingFaceWeights(Weights):
 
     def _elements(self, theirs: str) -> Read:
         record = self._shards.records[theirs]
+        if record.dtype == PACKED:
+            return partial(read_packed, self._shards.read_elements, record)
         if record.dtype != DTYPE:
             return partial(self._shards.read_elements, theirs)
         assert self.block_size is not None
@@ -205,6 +217,8 @@ class HuggingFaceWeights(Weights):
             used.add(piece.theirs)
             if records[piece.theirs].dtype == DTYPE:
                 used.add(piece.theirs + SCALE)
+            if records[piece.theirs].dtype == PACKED:
+                used.add(scales_of(piece.theirs))
         unknown = [name for name in records if name not in used and not self.family.buffers.fullmatch(name)]
         copies = {f"model.layers.{i}.{name}.weight" for i in self.model.further_layers for name in _COPIES}
         unknown = [name for name in unknown if name not in copies]
@@ -227,6 +241,10 @@ class HuggingFaceWeights(Weights):
             raise ConversionError(f"{where} is {list(record.shape)}; by config.json it is {list(piece.shape)}")
         if record.dtype == DTYPE:
             if fault := scale_fault(record, self._shards.records.get(record.key + SCALE), self.block_size):
+                raise ConversionError(f"{where} {fault}")
+            return
+        if record.dtype == PACKED:
+            if fault := packed_fault(record, self._shards.records.get(scales_of(record.key))):
                 raise ConversionError(f"{where} {fault}")
             return
         if record.dtype not in TORCH_DTYPES or not TORCH_DTYPES[record.dtype].is_floating_point:

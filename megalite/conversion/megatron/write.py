@@ -98,7 +98,9 @@ def _inexpressible_positions(model: ModelConfig) -> Iterator[str]:
         yield f"rotary_base {model.rotary_base} (a whole number)"
     if model.rope_scaling == "linear" and model.rope_scaling_factor != int(model.rope_scaling_factor):
         yield f"rope_scaling_factor {model.rope_scaling_factor} (linear: a whole number)"
-    if model.rope_scaling == "yarn" and not model.multi_latent_attention:
+    if model.rope_scaling == "dynamic":
+        yield "rope_scaling dynamic"
+    elif model.rope_scaling == "yarn" and not model.multi_latent_attention:
         yield "rope_scaling yarn (its args have YaRN for multi-latent attention alone)"
     elif model.rope_scaling == "yarn":
         for name, value in _YARN.items():

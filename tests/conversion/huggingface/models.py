@@ -1,5 +1,6 @@
 """Tiny models of transformers, one for every family and feature that can be read, and their folders."""
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -149,6 +150,34 @@ def rename(folder: Path, change: Any) -> None:
     tensors = change(load_file(folder / "model.safetensors"))
     (folder / "model.safetensors").unlink()
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+def _packed(tensor: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    """Random bytes and scales for a matrix [experts, columns, rows] of transformers, and what they stand for."""
+    experts, columns, rows = tensor.shape
+    blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), generator=generator).to(torch.uint8)
+    scales = torch.randint(118, 127, blocks.shape[:3], generator=generator).to(torch.uint8)
+    positive = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    numbers = torch.tensor([*positive, *(-value for value in positive)])
+    halves = numbers[(blocks % 16).long()], numbers[(blocks // 16).long()]
+    values = torch.stack(halves, dim=-1).flatten(-2) * 2.0 ** (scales.float() - 127)[..., None]
+    return blocks, scales, values.flatten(2).mT.bfloat16()
+
+
+def saved_in_four_bits(folder: Path) -> dict[str, torch.Tensor]:
+    """A gpt-oss with experts in MXFP4, saved into the folder; returns its tensors, of those the numbers they stand for."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "layer_types": None}
+    family = CASES["gpt-oss"]
+    their_model(dataclasses.replace(family, theirs=family.theirs | sizes)).save_pretrained(folder)
+    generator = torch.Generator().manual_seed(4)
+    stored, plain = {}, {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        stored[name] = plain[name] = tensor
+        if name.endswith("_proj") and "experts" in name:
+            stored[f"{name}_blocks"], stored[f"{name}_scales"], plain[name] = _packed(stored.pop(name), generator)
+    rename(folder, lambda _: stored)
+    edit_config(folder, quantization_config={"quant_method": "mxfp4"})
+    return plain
 
 
 class InMemory(Weights):

@@ -34,7 +34,7 @@ CLASSES = {
 }
 CLASSES |= {"mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe"}
 CLASSES |= {"gemma2": "Gemma2", "gemma3_text": "Gemma3Text", "olmo2": "Olmo2", "glm4": "Glm4", "glm4_moe": "Glm4Moe"}
-CLASSES |= {"deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3"}
+CLASSES |= {"deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3", "gpt_oss": "GptOss"}
 
 NOT_COMPARED = {*TRAINING_FIELDS, "make_vocab_size_divisible_by"}
 """Settings that a family need not express: of training, and of padding, which changes no token's logit."""
@@ -79,6 +79,8 @@ PRESETS = {
     "gemma2-9b": "gemma2",
     "gemma3-27b": "gemma3_text",
     "olmo2-7b": "olmo2",
+    "gpt-oss-20b": "gpt_oss",
+    "gpt-oss-120b": "gpt_oss",
 }
 
 
@@ -141,7 +143,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3", {"attention_bias": True}, "attention_bias is true; all linear layers or none"),
     ("llama", {"hidden_act": "relu2"}, "hidden_act is 'relu2'; what can be expressed is silu"),
     ("llama", {"hidden_act": None}, "hidden_act is 'None'"),
-    ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'; .* default, linear"),
+    ("llama", {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type is 'longrope'; .* default, linear"),
     ("llama", {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_type is 'longrope'"),
     (
         "llama",
@@ -187,6 +189,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("mistral", {"layer_types": ["full_attention"] * 30}, "does not say sliding_attention for each of 30 layers"),
     ("gemma2", {"layer_types": ["full_attention"] * 29}, "full_attention or sliding_attention for each of 30 layers"),
+    ("gpt_oss", {"swiglu_alpha": 1.5}, r"swiglu_alpha is 1\.5; only 1\.702 can be expressed"),
+    ("gpt_oss", {"attention_bias": "yes"}, "attention_bias is 'yes'; it must be true or false"),
     ("gemma2", {"use_bidirectional_attention": True}, "only causal attention can be expressed"),
     ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping is -1"),
     ("gemma2", {"attention_bias": True}, "attention_bias is true; all linear layers or none"),

@@ -1,5 +1,6 @@
 """What transformers saves is, read as `Weights`, the same network: equal logits in float64, to 1e-9."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from safetensors.torch import load_file
 
 from megalite.checkpoint.safetensors_header import Record
 from megalite.conversion.huggingface.block_fp8 import read_scaled
+from megalite.conversion.huggingface.gpt_oss import read_packed
 from megalite.conversion.huggingface.weights import HuggingFaceWeights
 from megalite.conversion.weights import ConversionError, parameter_shapes
 from tests.conversion.huggingface.models import (
@@ -19,6 +21,7 @@ from tests.conversion.huggingface.models import (
     our_stage,
     rename,
     saved,
+    saved_in_four_bits,
     their_logits,
 )
 from tests.models.test_families import VOCAB
@@ -208,6 +211,40 @@ def test_any_run_of_a_matrix_in_eight_bits(start: int, count: int) -> None:
     found = read_scaled(lambda name, at, n: stored[name][at : at + n], record, (3, 4), start, count)
     expected = [float(matrix[i]) * float(scales[i // 11 // 3 * 3 + i % 11 // 4]) for i in range(start, start + count)]
     assert found.tolist() == expected
+
+
+def test_experts_in_four_bits_are_read_as_the_numbers_they_stand_for(tmp_path: Path) -> None:
+    """The network is that of a folder which holds the numbers in bf16, also where a part is read."""
+    plain = saved_in_four_bits(tmp_path / "packed")
+    shutil.copytree(tmp_path / "packed", tmp_path / "plain")
+    rename(tmp_path / "plain", lambda _: plain)
+    edit_config(tmp_path / "plain", quantization_config=...)
+    four, whole = HuggingFaceWeights(tmp_path / "packed"), HuggingFaceWeights(tmp_path / "plain")
+    assert four.dequantised == "those in MXFP4 are read as bf16" and whole.dequantised is None
+    assert four.dtype("layers.0.moe.experts.up.weight") == torch.bfloat16
+    for name in parameter_shapes(four.model):
+        assert torch.equal(four.read(name), whole.read(name)), name
+        part = tuple((size // 3, size - size // 4) for size in whole.read(name).shape)
+        assert torch.equal(four.read(name, part), whole.read(name, part)), name
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    rename(tmp_path / "packed", lambda tensors: tensors | {name: tensors[name][:, :5]})
+    with pytest.raises(ConversionError, match=r"down_proj_blocks has scales U8 \[6, 5, 2\]; they must be U8"):
+        HuggingFaceWeights(tmp_path / "packed")
+
+
+@pytest.mark.parametrize(("start", "count"), [(0, 96), (0, 1), (31, 2), (33, 40), (95, 1)])
+def test_any_run_of_packed_matrices(start: int, count: int) -> None:
+    blocks, scales = torch.arange(48).mul(37).remainder(256).to(torch.uint8), torch.tensor([127, 0, 130]).byte()
+    stored = {"w_blocks": blocks, "w_scales": scales}
+    found = read_packed(
+        lambda name, at, n: stored[name][at : at + n], Record("w_blocks", "U8", (1, 1, 3, 16)), start, count
+    )
+    values = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    expected = []
+    for i in range(start, start + count):
+        code = int(blocks[i // 2]) >> 4 * (i % 2) & 15
+        expected.append(values[code % 8] * (-1) ** (code // 8) * 2.0 ** (int(scales[i // 32]) - 127))
+    assert found.double().tolist() == expected
 
 
 def test_layers_for_further_tokens(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llama-biases": {"add_bias_linear": True, "tie_embeddings": True},
     "llama3.1": {"rope_scaling": "llama3", "rope_original_max_positions": 10, "kv_channels": 16},
     "llama-linear": {"rope_scaling": "linear", "rope_scaling_factor": 2.0, "activation": "geglu"},
+    "llama-dynamic": {"rope_scaling": "dynamic", "rope_scaling_factor": 2.0, "rope_original_max_positions": 12},
     "llama-yarn": {
         "rope_scaling": "yarn",
         "rope_scaling_factor": 3.0,
@@ -77,6 +78,18 @@ PRESETS: dict[str, dict[str, Any]] = {
         "post_norms": True,
         "tie_embeddings": True,
     },
+    "gpt_oss": {
+        "softmax_type": "learnable",
+        "add_bias_linear": True,
+        "num_experts": 5,
+        "moe_router_topk": 3,
+        "moe_add_bias_linear": True,
+        "activation": "quick_geglu",
+        "activation_func_clamp_value": 0.5,
+        "glu_linear_offset": 1.0,
+        "sliding_window": 4,
+        "window_attn_skip_freq": [0, 1, 1],
+    },
     "mixtral": {"num_experts": 5, "moe_router_topk": 3, "moe_ffn_hidden_size": 12, "sliding_window": 4},
 }
 """Models of ours, by what they are to be written as."""
@@ -103,8 +116,8 @@ def stock(folder: Path, **how: Any) -> Any:
     """Loaded as any user of transformers would, but for the kernels, which do float64 in the plain ones alone."""
     from transformers import AutoModelForCausalLM
 
-    is_mixtral = json.loads((folder / "config.json").read_text())["model_type"] == "mixtral"
-    kernels = {"experts_implementation": "eager"} if is_mixtral else {}
+    has_experts = json.loads((folder / "config.json").read_text())["model_type"] in ("mixtral", "gpt_oss")
+    kernels = {"experts_implementation": "eager"} if has_experts else {}
     with all_float64():
         model, report = AutoModelForCausalLM.from_pretrained(
             folder, attn_implementation="eager", output_loading_info=True, local_files_only=True, **kernels, **how
