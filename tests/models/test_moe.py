@@ -43,7 +43,7 @@ def build(config: ModelConfig, *, dtype: torch.dtype = torch.float64) -> MoELaye
 
 def context_of(auxiliary: AuxiliaryLosses | None = None, s: int = S) -> ForwardContext:
     positions = torch.arange(s)
-    return ForwardContext(seq_length=s, positions=positions, position_ids=positions, auxiliary=auxiliary)
+    return ForwardContext(seq_length=s, spans=(), positions=positions, position_ids=positions, auxiliary=auxiliary)
 
 
 def losses(scale: float = 1.0) -> AuxiliaryLosses:
