@@ -58,7 +58,7 @@ VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "recompute_modules": {"moe_act": "mlp_act"},
         "attention_backend": {"fused": "cudnn", "unfused": "math", "local": "math"},
-        "cp_comm_type": {"allgather": "p2p", "a2a+p2p": "p2p"},
+        "cp_comm_type": {"all_gather": "allgather"},
         "timing_log_level": {"2": "1"},
         "tokenizer_type": {
             "GPTSentencePieceTokenizer": "SentencePieceTokenizer",

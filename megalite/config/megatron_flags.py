@@ -135,7 +135,7 @@ _NO_EFFECT: Mapping[str, str] = {
         "--tp-comm-bootstrap-backend= --overlap-moe-expert-parallel-comm --delay-wgrad-compute "
         "--overlap-dispatch-backward-with-experts-wgrad --ep-overlap-early-attn-memory-release "
         "--use-ring-exchange-p2p --defer-embedding-wgrad-compute --wgrad-deferral-limit= --delay-grad-reduce "
-        "--high-priority-a2a-comm-stream --hierarchical-context-parallel-sizes=*"
+        "--high-priority-a2a-comm-stream"
     ),
     "buffers and transports of communication": (
         "--use-nccl-ub --disable-symmetric-registration --gtp-remat-nccl-ub --gtp-expert-remat-nccl-ub "

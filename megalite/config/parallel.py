@@ -56,8 +56,14 @@ class ParallelConfig:
     """Data-parallel size; default world / (tp·pp·cp). Given, it must agree with the world size."""
     cp: int = option(1, at_least=1, below=2**20, flags=("--context-parallel-size",))
     """Context-parallel size: the sequence is split over this many ranks."""
-    cp_comm_type: str = option("p2p", choices=("p2p", "a2a"))
-    """How attention sees the whole sequence: keys and values go round a ring (p2p), or heads are exchanged (a2a)."""
+    cp_comm_type: str = option("p2p", choices=("p2p", "a2a", "allgather", "a2a+p2p"))
+    """How attention sees the whole sequence: keys and values go round a ring (p2p) or are gathered (allgather), heads are
+    exchanged (a2a), or these in groups of ranks and a ring over the groups (a2a+p2p)."""
+    hierarchical_context_parallel_sizes: list[int] | None = option(None, at_least=1, below=2**20)
+    """a2a+p2p: ranks of a group that exchange heads, and groups of the ring, e.g. 4 2; neighbours are in one group."""
+    context_parallel_load_balancer: str = option("headtail", choices=("headtail", "area"))
+    """Which parts of a sequence a rank holds: an early and a late one (headtail), or as many tokens as the others with as many
+    visible pairs of query and key, by the documents of each microbatch (area)."""
     ep: int = option(1, at_least=1, below=2**20, flags=("--expert-model-parallel-size",))
     """Expert-parallel size."""
     etp: int | None = option(None, at_least=1, below=2**20, flags=("--expert-tensor-parallel-size",))
@@ -127,6 +133,13 @@ class ParallelConfig:
         if self.pipeline_schedule_file is not None:
             return "file"
         return self.pipeline_schedule or ("interleaved" if self.vpp > 1 else "1f1b")
+
+    @property
+    def cp_heads(self) -> int:
+        """Context-parallel ranks that exchange heads with one another; keys and values go between groups of them."""
+        if self.cp_comm_type == "a2a+p2p" and self.hierarchical_context_parallel_sizes and self.cp > 1:
+            return self.hierarchical_context_parallel_sizes[0]
+        return self.cp if self.cp_comm_type == "a2a" else 1
 
     @property
     def strategy(self) -> StrategyFacts:

@@ -113,6 +113,6 @@ def attention_in_tiles(config: RunConfig) -> str | None:
         return "sft" if config.data.sft else "packing best-fit"
     if config.data.reset_attention_mask:
         return "reset_attention_mask"
-    if parallel.cp > 1 and parallel.cp_comm_type == "p2p":
-        return f"cp {parallel.cp} with cp_comm_type p2p"
+    if parallel.cp > parallel.cp_heads:
+        return f"cp {parallel.cp} with cp_comm_type {parallel.cp_comm_type}"
     return None

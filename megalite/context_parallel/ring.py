@@ -1,12 +1,12 @@
 """Attention over a sequence that is split among ranks, and over tiles: no rank ever holds all keys.
 
-Keys and values go round the ring of ranks. With every block that comes by, a rank computes the tiles of its queries
-against it and merges them by the logsumexp of their scores:
+Keys and values go round the ring of ranks, or all of them are gathered at once. With every block that comes by, a rank
+computes the tiles of its queries against it and merges them by the logsumexp of their scores:
 
     out = Σ_t out_t·exp(lse_t - lse),  lse = log Σ_t exp(lse_t)
 
 which is the softmax over all keys exactly. Source: ring attention (arXiv 2310.01889); merging as in flash attention
-(arXiv 2205.14135).
+(arXiv 2205.14135). Gathering: Llama 3 (arXiv 2407.21783, 3.3.2).
 """
 
 from collections.abc import Iterator
@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megalite.context_parallel.tiles import Tile, Visibility, batch_tiles
+from megalite.context_parallel.ulysses import gathered, reduced
 from megalite.kernels.attention import tile_backward, tile_forward
 from megalite.topology.group import DONE, Group
-from megalite.topology.layout import sequence_spans
+from megalite.topology.layout import Spans, joined_spans
 
 
 def ring_attention(
@@ -29,27 +30,31 @@ def ring_attention(
     v: Tensor,
     *,
     cp: Group,
-    seq_length: int,
+    held: tuple[Spans, ...],
     visibility: Visibility,
     softcap: float | None = None,
     sink: Tensor | None = None,
+    gathers: bool = False,
 ) -> Tensor:
-    """softmax(q·kᵀ/sqrt(d))·v over the keys of all cp ranks that each query may see, [b, heads, s/cp, d].
+    """softmax(q·kᵀ/sqrt(d))·v over the keys of all n ranks of `cp` that each query may see, [b, heads, s/n, d].
 
-    The result is a view of memory [s/cp, b, heads, d], so that the output projection reads it in place. Kept for the
+    The result is a view of memory [s/n, b, heads, d], so that the output projection reads it in place. Kept for the
     backward: q, k, v, the result and its logsumexp; never scores, nor other ranks' keys. The next block of keys is under
     way while the tiles of the present one are computed, and in the backward the sums of dk and dv follow one step behind.
 
     Args:
-        q: [b, heads, s/cp, d], the rows of `sequence_spans`; k, v: [b, groups, s/cp, d], heads a multiple of groups.
+        q: [b, heads, s/n, d]; k, v: [b, groups, s/n, d], heads a multiple of groups.
+        held: of each rank the true positions of its rows.
         softcap: scores s become softcap·tanh(s/softcap).
         sink: [heads], a logit beside the scores of each query, whose value is 0. Merging starts with it.
+        gathers: every rank gets all keys and values at once, and again in the backward.
 
-    Collectives: forward: cp - 1 exchanges of k and v with the neighbours over cp. Backward: cp - 1 of k and v, and
-    cp - 1 of their gradients in fp32 (fp64 for fp64).
+    Collectives: forward: n - 1 exchanges of k and v with the neighbours over cp. Backward: n - 1 of k and v, and n - 1 of
+    their gradients in fp32 (fp64 for fp64). Where it gathers, an all-gather of k and v; backward the same and a
+    reduce-scatter of the gradients.
     """
     assert visibility.document_starts is None or len(visibility.document_starts) == q.shape[0]
-    return _RingAttention.apply(q, k, v, sink, _Ring(cp, seq_length, visibility, softcap))
+    return _RingAttention.apply(q, k, v, sink, _Ring(cp, held, visibility, softcap, gathers and cp.size > 1))
 
 
 @dataclass(frozen=True)
@@ -57,19 +62,24 @@ class _Ring:
     """Who holds what, and which of it this rank computes."""
 
     cp: Group
-    seq_length: int
+    held: tuple[Spans, ...]
     visibility: Visibility
     softcap: float | None
+    gathers: bool
 
     def tiles(self, step: int) -> Iterator[tuple[slice, Tile]]:
         """Samples and tiles of this rank's queries against the keys that it has at `step`."""
-        rank, size = self.cp.rank, self.cp.size
-        spans = [sequence_spans(self.seq_length, cp_rank=r % size, cp_size=size) for r in (rank, rank - step)]
-        for samples, tiles in batch_tiles(self.visibility, *spans):
+        keys = joined_spans(self.held, self.cp.size)[0] if self.gathers else self.held[self.cp.rank - step]
+        for samples, tiles in batch_tiles(self.visibility, self.held[self.cp.rank], keys):
             yield from ((samples, tile) for tile in tiles)
 
     def keys_and_values(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """At step i the keys and values of the rank i places back; the next ones are under way meanwhile."""
+        """At step i the keys and values of the rank i places back, the next ones under way meanwhile; or at once all, in
+        true order."""
+        if self.gathers:
+            keys, values = gathered(torch.stack((k, v)), self.cp, 3, self.held)
+            yield 0, keys, values
+            return
         if self.cp.size == 1:  # nothing to send: no copy
             yield 0, k, v
             return
@@ -94,8 +104,8 @@ class _RingAttention(torch.autograd.Function):
         for step, keys, values in ring.keys_and_values(k, v):
             for samples, tile in ring.tiles(step):
                 rows, columns = _places(samples, tile)
-                inputs = (_stacked(each, tile.count) for each in (q[rows], keys[columns], values[columns]))
-                found = tile_forward(*inputs, tile.kind, ring.softcap)
+                tq, tk, tv = (_stacked(each, tile.count) for each in (q[rows], keys[columns], values[columns]))
+                found = tile_forward(tq, tk, tv, tile.kind, ring.softcap)
                 _merge(out[rows], logsumexp[rows], *(_in_a_row(each, tile.count) for each in found))
         out = out.to(q.dtype)
         ctx.ring = ring
@@ -111,23 +121,25 @@ class _RingAttention(torch.autograd.Function):
         grad_q = torch.zeros_like(q, dtype=wide)
         arriving, exchange = None, DONE
         for step, keys, values in ring.keys_and_values(k, v):
-            grad_kv = k.new_zeros((2, *k.shape), dtype=wide)
+            grad_kv = k.new_zeros((2, *keys.shape), dtype=wide)
             for samples, tile in ring.tiles(step):
                 rows, columns = _places(samples, tile)
                 whole = grad_out[rows], q[rows], keys[columns], values[columns], out[rows], logsumexp[rows]
-                inputs = (_stacked(each, tile.count) for each in whole)
-                found = tile_backward(*inputs, tile.kind, ring.softcap)
+                dy, tq, tk, tv, y, lse = (_stacked(each, tile.count) for each in whole)
+                found = tile_backward(dy, tq, tk, tv, y, lse, tile.kind, ring.softcap)
                 dq, dk, dv = (_in_a_row(each, tile.count) for each in found)
                 grad_q[rows] += dq
                 grad_kv[0][columns] += dk
                 grad_kv[1][columns] += dv
-            if step == 0:
+            if ring.gathers:
+                own = reduced(grad_kv, ring.cp, 3, ring.held)
+            elif step == 0:
                 own = grad_kv  # stays at home; what the other ranks add comes last
-                continue
-            if arriving is not None:
-                exchange.wait()
-                grad_kv += arriving
-            arriving, exchange = ring.cp.rotate_async(grad_kv)
+            else:
+                if arriving is not None:
+                    exchange.wait()
+                    grad_kv += arriving
+                arriving, exchange = ring.cp.rotate_async(grad_kv)
         if arriving is not None:
             exchange.wait()
             own += arriving

@@ -1,90 +1,99 @@
 """Attention over a split sequence by exchanging heads (Ulysses, arXiv 2309.14509) or by gathering keys and values.
 
-The all-to-all trades the split of the sequence for a split of the heads, so that attention is that of one rank.
+The all-to-all trades the split of the sequence for a split of the heads, so that attention is that of one rank, or of
+fewer. `held` says of each rank of the group which positions it holds.
 """
+
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from megalite.topology.conjugate import conjugate
 from megalite.topology.group import Group
-from megalite.topology.layout import sequence_spans
+from megalite.topology.layout import Spans
 
 
-def to_true_order(by_rank: Tensor, seq_length: int) -> Tensor:
-    """[cp, s/cp, ...] with the rows that each rank holds -> [s, ...] in true order."""
-    output = by_rank.new_empty(seq_length, *by_rank.shape[2:])
-    for rank, rows in enumerate(by_rank):
-        parts = _parts(output, rank, by_rank.shape[0])
-        for part, piece in zip(parts, rows.split([part.shape[0] for part in parts])):
-            part.copy_(piece)
+def to_true_order(by_rank: Tensor, held: tuple[Spans, ...]) -> Tensor:
+    """[n, s/n, ...] with the rows that each of n ranks holds -> [s, ...] in true order."""
+    output = by_rank.new_empty(by_rank.shape[0] * by_rank.shape[1], *by_rank.shape[2:])
+    for places, rows in zip(_places(held), by_rank, strict=True):
+        for (first, stop), piece in zip(places, rows.split([stop - first for first, stop in places])):
+            output[first:stop].copy_(piece)
     return output
 
 
-def to_rank_order(sequence: Tensor, cp_size: int) -> Tensor:
-    """[s, ...] in true order -> [cp, s/cp, ...] with the rows that each rank holds."""
-    return torch.stack([torch.cat(_parts(sequence, rank, cp_size)) for rank in range(cp_size)])
+def to_rank_order(sequence: Tensor, held: tuple[Spans, ...]) -> Tensor:
+    """[s, ...] in true order -> [n, s/n, ...] with the rows that each of n ranks holds."""
+    return torch.stack([torch.cat([sequence[first:stop] for first, stop in places]) for places in _places(held)])
 
 
-def _parts(sequence: Tensor, rank: int, cp_size: int) -> list[Tensor]:
-    spans = sequence_spans(sequence.shape[0], cp_rank=rank, cp_size=cp_size)
-    return [sequence[first:stop] for first, stop in spans]
+@lru_cache(maxsize=1024)
+def _places(held: tuple[Spans, ...]) -> tuple[Spans, ...]:
+    """Which rows the spans of each rank are, where those of all these ranks stand in true order."""
+    place, row = {}, 0
+    for first, stop in sorted(span for spans in held for span in spans):
+        place[first, stop] = row, row + stop - first
+        row += stop - first
+    return tuple(tuple(place[span] for span in spans) for spans in held)
 
 
-def gather_sequence(tensor: Tensor, cp: Group, dim: int, seq_length: int) -> Tensor:
-    """The rows of all cp ranks in true order: dimension `dim`, the rows of `sequence_spans`, grows from s/cp to s.
+def gather_sequence(tensor: Tensor, cp: Group, dim: int, held: tuple[Spans, ...]) -> Tensor:
+    """The rows of all ranks in true order: dimension `dim` grows from s/n to s.
 
     Collectives: forward all-gather, backward reduce-scatter, over cp.
     """
     if cp.size == 1:
         return tensor
-
-    def gather(x: Tensor) -> Tensor:
-        part = x.movedim(dim, 0).contiguous()
-        by_rank = part.new_empty(cp.size, *part.shape)
-        cp.all_gather(by_rank.flatten(0, 1), part)
-        return to_true_order(by_rank, seq_length).movedim(0, dim)
-
-    def reduce_scatter(grad: Tensor) -> Tensor:
-        by_rank = to_rank_order(grad.movedim(dim, 0), cp.size)
-        output = torch.empty_like(by_rank[0])
-        cp.reduce_scatter(output, by_rank.flatten(0, 1))
-        return output.movedim(0, dim)
-
-    return conjugate(tensor, gather, reduce_scatter)
+    return conjugate(tensor, lambda x: gathered(x, cp, dim, held), lambda grad: reduced(grad, cp, dim, held))
 
 
-def sequence_to_heads(packed: Tensor, cp: Group, seq_length: int) -> Tensor:
-    """Split the heads instead of the sequence: [s/cp, b, groups, ...] -> [s, b, groups/cp, ...], in true order.
-
-    Rank r of cp gets the r-th of cp equal parts of dimension 2, so that groups of queries with their key and value stay
-    together ([s/cp, b, groups, queries + 2, d]).
-
-    Collectives: one all-to-all of equal parts over cp, forward and backward.
-    """
-    return conjugate(packed, lambda x: _split_heads(x, cp, seq_length), lambda grad: _split_sequence(grad, cp))
+def gathered(x: Tensor, cp: Group, dim: int, held: tuple[Spans, ...]) -> Tensor:
+    """The forward of `gather_sequence`."""
+    part = x.movedim(dim, 0).contiguous()
+    by_rank = part.new_empty(cp.size, *part.shape)
+    cp.all_gather(by_rank.flatten(0, 1), part)
+    return to_true_order(by_rank, held).movedim(0, dim)
 
 
-def heads_to_sequence(out: Tensor, cp: Group, seq_length: int) -> Tensor:
-    """The inverse of `sequence_to_heads`: [s, b, heads/cp, ...] in true order -> [s/cp, b, heads, ...].
+def reduced(grad: Tensor, cp: Group, dim: int, held: tuple[Spans, ...]) -> Tensor:
+    """The backward of `gather_sequence`: this rank's rows of the sum over ranks."""
+    by_rank = to_rank_order(grad.movedim(dim, 0), held)
+    output = torch.empty_like(by_rank[0])
+    cp.reduce_scatter(output, by_rank.flatten(0, 1))
+    return output.movedim(0, dim)
+
+
+def sequence_to_heads(packed: Tensor, cp: Group, held: tuple[Spans, ...]) -> Tensor:
+    """Split the heads instead of the sequence: [s/n, b, groups, ...] -> [s, b, groups/n, ...], in true order.
+
+    Rank r of n gets the r-th of n equal parts of dimension 2, so that groups of queries with their key and value stay
+    together ([s/n, b, groups, queries + 2, d]).
 
     Collectives: one all-to-all of equal parts over cp, forward and backward.
     """
-    assert out.shape[0] == seq_length, (out.shape, seq_length)
-    return conjugate(out, lambda x: _split_sequence(x, cp), lambda grad: _split_heads(grad, cp, seq_length))
+    return conjugate(packed, lambda x: _split_heads(x, cp, held), lambda grad: _split_sequence(grad, cp, held))
 
 
-def _split_heads(x: Tensor, cp: Group, seq_length: int) -> Tensor:
-    """[s/cp, b, n, ...] -> [s, b, n/cp, ...]."""
+def heads_to_sequence(out: Tensor, cp: Group, held: tuple[Spans, ...]) -> Tensor:
+    """The inverse of `sequence_to_heads`: [s, b, heads/n, ...] in true order -> [s/n, b, heads, ...].
+
+    Collectives: one all-to-all of equal parts over cp, forward and backward.
+    """
+    return conjugate(out, lambda x: _split_sequence(x, cp, held), lambda grad: _split_heads(grad, cp, held))
+
+
+def _split_heads(x: Tensor, cp: Group, held: tuple[Spans, ...]) -> Tensor:
+    """[s/n, b, heads, ...] -> [s, b, heads/n, ...]."""
     parts = x.unflatten(2, (cp.size, x.shape[2] // cp.size)).movedim(2, 0).contiguous()
     received = torch.empty_like(parts)
     cp.all_to_all_equal(received, parts)
-    return to_true_order(received, seq_length)
+    return to_true_order(received, held)
 
 
-def _split_sequence(x: Tensor, cp: Group) -> Tensor:
-    """[s, b, n/cp, ...] -> [s/cp, b, n, ...]."""
-    parts = to_rank_order(x, cp.size)
+def _split_sequence(x: Tensor, cp: Group, held: tuple[Spans, ...]) -> Tensor:
+    """[s, b, heads/n, ...] -> [s/n, b, heads, ...]."""
+    parts = to_rank_order(x, held)
     received = torch.empty_like(parts)
     cp.all_to_all_equal(received, parts)
     return received.movedim(0, 2).flatten(2, 3)

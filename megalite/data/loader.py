@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from megalite.config.errors import ConfigError
 from megalite.data.dataset import Packing, SampleSource
+from megalite.topology.layout import Spans
 
 _PATIENCE = 10.0  # seconds that close() waits for a read in progress
 
@@ -28,6 +30,8 @@ class Microbatch:
     further_labels: torch.Tensor | None = None
     """The label k positions on, for each number k of further tokens that are predicted, int64 `[k, b, s]`; 0 behind the end."""
     further_mask: torch.Tensor | None = None  # 1 where those count, float32 `[k, b, s]`
+    spans: tuple[Spans, ...] | None = None
+    """What each context-parallel rank holds of the sequences, where that depends on their documents."""
 
 
 def sample_ids(
@@ -60,8 +64,11 @@ class BatchLoader:
     dp_rank: int
     dp_size: int
     micro_batch_size: int
-    spans: tuple[tuple[int, int], ...] | None = None
+    spans: Spans | None = None
     """Half-open ranges of positions that this rank holds, one after the other; default: the whole sequence."""
+    balance: Callable[[tuple[tuple[int, ...], ...]], tuple[Spans, ...]] | None = None
+    """From the documents' starts of a microbatch to what each context-parallel rank holds; None: `spans`, whatever they are."""
+    cp_rank: int = 0  # this rank among those
     find_documents: bool = False  # find where documents start; a document ends with eod_token
     packed: bool = False  # the dataset's samples are packed
     further: int = 0  # further tokens that each position predicts
@@ -141,10 +148,15 @@ class BatchLoader:
             starts = tuple(map(self._document_starts, inputs, packings))
         labels = samples[:, 1:]
         arrays: list[NDArray] = [inputs, labels, mask, *self._further(labels, mask, starts)]
-        parts = [self._local(array) for array in arrays]
+        held, spans = None, self.spans or ((0, self.seq_length),)
+        if self.balance is not None:
+            assert starts is not None
+            held = self.balance(starts)
+            spans = held[self.cp_rank]
+        parts = [_local(array, spans) for array in arrays]
         tokens, local_labels, loss_mask, *further = (part.pin_memory() if self.pin else part for part in parts)
         further_labels, further_mask = further or (None, None)
-        return Microbatch(tokens, local_labels, loss_mask, ids, starts, further_labels, further_mask)
+        return Microbatch(tokens, local_labels, loss_mask, ids, starts, further_labels, further_mask, held)
 
     def _further(
         self, labels: NDArray[np.int64], mask: NDArray[np.float32], starts: tuple[tuple[int, ...], ...] | None
@@ -167,10 +179,10 @@ class BatchLoader:
             return (*packing.starts, packing.used) if packing.used < len(tokens) else packing.starts
         return (0, *(np.flatnonzero(tokens[:-1] == self.eod_token) + 1).tolist())
 
-    def _local(self, array: NDArray) -> torch.Tensor:
-        """This rank's positions of an array `[..., seq_length]`."""
-        spans = self.spans or ((0, self.seq_length),)
-        return torch.from_numpy(np.concatenate([array[..., start:stop] for start, stop in spans], axis=-1))
+
+def _local(array: NDArray, spans: Spans) -> torch.Tensor:
+    """These positions of an array `[..., seq_length]`."""
+    return torch.from_numpy(np.concatenate([array[..., start:stop] for start, stop in spans], axis=-1))
 
 
 class _Reading:

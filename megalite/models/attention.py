@@ -18,14 +18,15 @@ from megalite.models.recompute import Recompute, recomputed
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
 from megalite.tensor_parallel.random import DropoutStream
-from megalite.topology.group import Group
+from megalite.topology.layout import Spans, joined_spans
 
 
 class AttentionCore(torch.nn.Module):
     """softmax(q·kᵀ·scale)·v of one layer, with its share of the heads over tp, and over cp.
 
-    With the sequence split over cp either keys and values go round the ranks (`p2p`), or each rank exchanges its part
-    of the sequence for a part of the heads around the core (`a2a`), which is left to the subclass.
+    With the sequence split over cp, each rank exchanges its part of the sequence for a part of the heads around the core
+    over `cp_heads` (`a2a`), which is left to the subclass; over `cp_keys` keys and values go round the ranks (`p2p`) or are
+    gathered (`allgather`). One of the two groups has one rank, but with `a2a+p2p`.
     """
 
     def __init__(
@@ -54,13 +55,13 @@ class AttentionCore(torch.nn.Module):
         self.head_size = config.head_size
         self.groups = max(1, config.query_groups // factory.tp.size)
         self.queries = config.num_attention_heads // factory.tp.size // self.groups
-        self.cp = factory.cp
-        self.exchange_heads = cp_comm_type == "a2a" and factory.cp.size > 1
-        # The ranks that the core sees the sequence split over, and its first query head among all.
-        self.core_cp = Group.solo("cp") if self.exchange_heads else factory.cp
-        self.first_head = factory.tp.rank * self.groups * self.queries
-        if self.exchange_heads:
-            self.first_head += factory.cp.rank * (self.groups * self.queries // factory.cp.size)
+        # `core_cp`: the ranks that the core sees the sequence split over.
+        self.cp_heads, self.core_cp = factory.cp_heads, factory.cp_keys
+        self.exchange_heads = self.cp_heads.size > 1
+        self.gathers_keys = cp_comm_type == "allgather"
+        heads = self.groups * self.queries
+        # The core's first query head among all.
+        self.first_head = factory.tp.rank * heads + self.cp_heads.rank * (heads // self.cp_heads.size)
         self._rope = factory.kernel("rope", config.rotary_size)
         self._softmax = None
         if self.dropout > 0.0 and self.core_cp.size == 1 and self.plain_softmax:
@@ -70,7 +71,7 @@ class AttentionCore(torch.nn.Module):
         """Queries [b, heads, s, d] against keys and values [b, groups, s, d] -> [b, heads, s, d]; scores are multiplied by
         1 / sqrt(d).
 
-        Collectives: with cp those of the ring.
+        Collectives: with cp those of `ring_attention`.
         """
         if self.recompute_core and torch.is_grad_enabled():
             return recomputed(self._core, q, k, v, context)
@@ -88,14 +89,14 @@ class AttentionCore(torch.nn.Module):
         if plain and self.masked_attention is not None:
             rule = context.visibility
             return self.masked_attention(q, k, v, window=rule.window, document_starts=rule.document_starts)
-        length = q.shape[2] * self.core_cp.size
         return ring_attention(
             *(q, k, v),
             cp=self.core_cp,
-            seq_length=length,
+            held=self.core_spans(context),
             visibility=context.visibility,
             softcap=self.softcap,
             sink=self._sink(q),
+            gathers=self.gathers_keys,
         )
 
     def _sink(self, q: Tensor) -> Tensor | None:
@@ -104,7 +105,16 @@ class AttentionCore(torch.nn.Module):
             return None
         if self.sinks is None:
             return q.new_zeros(q.shape[1])
-        return self.sinks.chunk(self.cp.size)[self.cp.rank] if self.exchange_heads else self.sinks
+        return self.sinks.chunk(self.cp_heads.size)[self.cp_heads.rank]
+
+    def core_spans(self, context: ForwardContext) -> tuple[Spans, ...]:
+        """What each rank of `core_cp` holds around the core, where it has parts of the heads."""
+        return joined_spans(context.spans, self.cp_heads.size)
+
+    def traded_spans(self, context: ForwardContext) -> tuple[Spans, ...]:
+        """What each rank of `cp_heads` holds beside the core."""
+        first = self.core_cp.rank * self.cp_heads.size
+        return context.spans[first : first + self.cp_heads.size]
 
     def cached(self, q: Tensor, k: Tensor, v: Tensor, new: NextTokens) -> Tensor:
         """`core` of one new token per row, against what a cache holds."""
@@ -116,14 +126,22 @@ class AttentionCore(torch.nn.Module):
         """Unfused: the probabilities exist, of this rank's queries and all keys."""
         length = context.seq_length
         columns = torch.arange(length, device=q.device)
-        rows = columns if self.core_cp.size == 1 else context.positions
-        k, v = (gather_sequence(tensor, cp=self.core_cp, dim=2, seq_length=length) for tensor in (k, v))
+        held = self.core_spans(context)
+        rows = torch.cat([columns[first:stop] for first, stop in held[self.core_cp.rank]])
+        k, v = (gather_sequence(tensor, cp=self.core_cp, dim=2, held=held) for tensor in (k, v))
         keep = torch.empty(*q.shape[:3], length, dtype=torch.bool, device=q.device)
         stream.fill(keep, rows, self.dropout, site=f"{self.name}.probabilities", first_head=self.first_head)
         causal = self._softmax if context.visibility == CAUSAL else None
         visible = None if causal is not None else _visible(rows, columns, context.visibility)
-        beside = {"softcap": self.softcap, "sink": self._sink(q)}
-        return unfused_attention(q, k, v, visible=visible, keep=keep, p=self.dropout, causal=causal, **beside)
+        return unfused_attention(
+            *(q, k, v),
+            visible=visible,
+            keep=keep,
+            p=self.dropout,
+            causal=causal,
+            softcap=self.softcap,
+            sink=self._sink(q),
+        )
 
 
 class Attention(AttentionCore):
@@ -154,7 +172,7 @@ class Attention(AttentionCore):
             self._shared = SharedHeads(
                 factory.tp, queries=queries, groups=config.query_groups, head_size=config.head_size
             )
-        self.repeats = max(1, factory.cp.size // self.groups) if self.exchange_heads else 1
+        self.repeats = max(1, self.cp_heads.size // self.groups)
         rows = config.query_groups * (queries + 2) * self.head_size
         self.qkv = ColumnParallelLinear(
             f"{name}.qkv",
@@ -189,7 +207,7 @@ class Attention(AttentionCore):
     ) -> Tensor:
         """[s/cp, b, h] -> [s/cp, b, h], split over tp as well with sequence parallelism.
 
-        Collectives: those of the two linear layers and of `SharedHeads`, and over cp those of the ring or two all-to-alls,
+        Collectives: those of the two linear layers and of `SharedHeads`, and over cp those of the core and two all-to-alls,
         each way.
         """
         if not self.windowed and context.full is not None:
@@ -219,7 +237,7 @@ class Attention(AttentionCore):
                 k, v = (tensor.repeat_interleave(self.repeats, dim=2) for tensor in (k, v))
             grouped = q.unflatten(2, (self.groups * self.repeats, -1))
             packed = torch.cat((grouped, k.unsqueeze(3), v.unsqueeze(3)), dim=3)
-            q, k, v = self._split(sequence_to_heads(packed, cp=self.cp, seq_length=context.seq_length))
+            q, k, v = self._split(sequence_to_heads(packed, cp=self.cp_heads, held=self.traded_spans(context)))
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (q, k, v))
         if cache is not None:
             if context.next_tokens is None:
@@ -229,7 +247,7 @@ class Attention(AttentionCore):
         mixed = self.core(q, k, v, context)
         mixed = mixed.permute(2, 0, 1, 3)
         if self.exchange_heads:
-            mixed = heads_to_sequence(mixed, cp=self.cp, seq_length=context.seq_length)
+            mixed = heads_to_sequence(mixed, cp=self.cp_heads, held=self.traded_spans(context))
         return self.out(mixed.reshape(s, b, -1), add_late_bias=add_late_bias)
 
     def _parts(self, qkv: Tensor) -> Sequence[Tensor]:

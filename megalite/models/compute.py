@@ -81,12 +81,12 @@ def _use_attention(stage: GPTStage, config: RunConfig) -> list[str]:
     if config.model.attention_dropout > 0.0:
         return ["attention with its probabilities in memory, for attention_dropout"]
     first, factory = layers[0], stage.factory
-    shared = factory.cp.size if first.exchange_heads else 1
+    shared = first.cp_heads.size
     shape = AttentionShape(
         device=factory.device,
         dtype=factory.dtype,
         heads=first.groups * first.queries // shared,
-        groups=first.groups // shared,
+        groups=max(1, first.groups // shared),
         head_size=first.head_size,
     )
     choice = choose_attention(config.compute.attention_backend, shape, seq=stage.seq_length)

@@ -10,6 +10,7 @@ from torch import Tensor
 from megalite.context_parallel.tiles import Visibility
 from megalite.tensor_parallel.random import DropoutStream, keep_mask
 from megalite.topology.group import Group
+from megalite.topology.layout import Spans
 
 LOAD_BALANCING_LOSS = "load_balancing_loss"
 Z_LOSS = "z_loss"
@@ -177,6 +178,7 @@ class ForwardContext:
     """
 
     seq_length: int  # tokens of the whole sequence, over all cp ranks
+    spans: tuple[Spans, ...]  # what each cp rank holds of it
     positions: Tensor  # where in the sequence this rank's rows are, int64 [s/cp], ascending
     position_ids: Tensor  # `positions`, or [s/cp, b] where each document begins at 0: what position embeddings count
     stream: DropoutStream | None = None  # keys the dropout masks; None in evaluation, where nothing is dropped

@@ -30,7 +30,7 @@ from megalite.tensor_parallel.mappings import scatter_to_sequence_parallel_regio
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
 from megalite.tensor_parallel.random import DropoutStream
 from megalite.topology.group import Group
-from megalite.topology.layout import sequence_spans
+from megalite.topology.layout import Spans, sequence_spans
 
 
 class Embedding(torch.nn.Module):
@@ -159,8 +159,9 @@ class GPTStage(torch.nn.Module):
             head = word if config.tie_embeddings else self._table("head", tied=False, uses=1 + further)
             assert head is not None
             self.head = Head(config, factory=factory, weight=head, further=depths)
-        spans = sequence_spans(seq_length, cp_rank=factory.cp.rank, cp_size=factory.cp.size)
-        self._positions = torch.cat([torch.arange(*span, device=factory.device) for span in spans])
+        cp = factory.cp
+        self._spans = tuple(sequence_spans(seq_length, cp_rank=rank, cp_size=cp.size) for rank in range(cp.size))
+        self._positions = self._positions_of(self._spans)
         self._rope: dict[bool, tuple[Tensor, Tensor]] = {}  # tables of layers with a window, and without
         layers = (*range(first_layer, last_layer), *(config.further_layers if has_head else ()))
         windows = {config.has_window(index) for index in layers}
@@ -177,6 +178,10 @@ class GPTStage(torch.nn.Module):
     def device(self) -> torch.device:
         return self.factory.device
 
+    def _positions_of(self, spans: tuple[Spans, ...]) -> Tensor:
+        """Of this rank's rows."""
+        return torch.cat([torch.arange(*span, device=self.device) for span in spans[self.factory.cp.rank]])
+
     def _table(self, name: str, *, tied: bool, uses: int) -> ShardedParameter:
         shape, std = (self.config.padded_vocab_size, self.config.hidden_size), self.config.init_method_std
         return self.factory.parameter(f"{name}.weight", shape, shard_dim=0, std=std, tied=tied, uses=uses)
@@ -185,6 +190,7 @@ class GPTStage(torch.nn.Module):
         self,
         sample_ids: tuple[int, ...] = (),
         *,
+        spans: tuple[Spans, ...] | None = None,
         attention_documents: tuple[tuple[int, ...], ...] | None = None,
         position_documents: tuple[tuple[int, ...], ...] | None = None,
         auxiliary: AuxiliaryLosses | None = None,
@@ -194,16 +200,19 @@ class GPTStage(torch.nn.Module):
 
         Args:
             sample_ids: its samples' global indices; they key the dropout masks in training mode.
+            spans: what each cp rank holds of the sequences; None: as of any sequence.
             attention_documents: per sample the first positions of its documents, if tokens see their own alone.
             position_documents: the same, if positions count from there.
             ahead: what the layers read that predict further tokens; None: they have no part in the pass.
         """
-        ids = self._positions
+        positions = self._positions if spans is None else self._positions_of(spans)
+        ids = positions
         if position_documents is not None:
             ids = document_position_ids(ids, position_documents)
         found = ForwardContext(
             seq_length=self.seq_length,
-            positions=self._positions,
+            spans=spans or self._spans,
+            positions=positions,
             position_ids=ids,
             stream=DropoutStream(self.factory.seed, sample_ids, self._draw) if self.training else None,
             rope=self._rope_rows(ids, self.seq_length, self._windowed),
@@ -218,6 +227,7 @@ class GPTStage(torch.nn.Module):
         positions = torch.arange(length, device=self.device)
         found = ForwardContext(
             seq_length=length,
+            spans=(((0, length),),),
             positions=positions,
             position_ids=positions,
             rope=self._rope_rows(positions, length, self._windowed),
@@ -233,6 +243,7 @@ class GPTStage(torch.nn.Module):
         position_ids = new.positions.unsqueeze(0)
         found = ForwardContext(
             seq_length=1,
+            spans=(((0, 1),),),
             positions=new.positions[:1],
             position_ids=position_ids,
             rope=self._rope_rows(position_ids, new.stop, self._windowed),

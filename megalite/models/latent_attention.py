@@ -78,7 +78,7 @@ class LatentAttention(AttentionCore):
         """[s/cp, b, h] -> [s/cp, b, h], split over tp as well with sequence parallelism.
 
         Collectives: those of the parallel layers; of the keys' part with rope an all-gather and a reduce-scatter with
-        sequence parallelism, else nothing and an all-reduce; over cp those of the ring or two all-to-alls, each way.
+        sequence parallelism, else nothing and an all-reduce; over cp those of the core and two all-to-alls, each way.
         """
         if not self.windowed and context.full is not None:
             context = context.full
@@ -94,7 +94,7 @@ class LatentAttention(AttentionCore):
             cache.fill(self.name, keys, keys[..., :0])
         mixed = self._attention(q, latent, shared, context).permute(2, 0, 1, 3)[..., : self.values]
         if self.exchange_heads:
-            mixed = heads_to_sequence(mixed, cp=self.cp, seq_length=context.seq_length)
+            mixed = heads_to_sequence(mixed, cp=self.cp_heads, held=self.traded_spans(context))
         return self.out(mixed.flatten(2), add_late_bias=add_late_bias)
 
     def _attention(self, q: Tensor, latent: Tensor, shared: Tensor, context: ForwardContext) -> Tensor:
@@ -120,7 +120,7 @@ class LatentAttention(AttentionCore):
         k, v = self.kv_up(latent).view(s, b, heads, -1).split((self.plain, self.values), dim=3)
         k = torch.cat((k, self._shared_key(shared, context).expand(-1, -1, heads, -1)), dim=3)
         if self.exchange_heads:
-            packed = sequence_to_heads(torch.cat((q, k, v), dim=3), cp=self.cp, seq_length=context.seq_length)
+            packed = sequence_to_heads(torch.cat((q, k, v), dim=3), cp=self.cp_heads, held=self.traded_spans(context))
             q, k, v = (part.contiguous() for part in packed.split((q.shape[3], k.shape[3], v.shape[3]), dim=3))
         v = F.pad(v, (0, self.head_size - self.values)) if self.values < self.head_size else v.contiguous()
         return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)

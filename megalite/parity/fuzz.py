@@ -87,8 +87,11 @@ def _layout(generator: random.Random) -> Drawn:
     drawn: Drawn = {"tp": tp, "cp": cp, "pp": pp, "dp": dp}
     if tp > 1 and generator.random() < 0.6:
         drawn["sequence_parallel"] = True
-    if cp > 1 and generator.random() < 0.5:
-        drawn["cp_comm_type"] = "a2a"
+    if cp > 1:
+        drawn["cp_comm_type"] = generator.choice(("p2p", "p2p", "allgather", "a2a", "a2a", "a2a+p2p"))
+    if drawn.get("cp_comm_type") == "a2a+p2p":
+        inner = generator.choice([size for size in range(1, cp + 1) if cp % size == 0])
+        drawn["hierarchical_context_parallel_sizes"] = [inner, cp // inner]
     if pp > 1:
         drawn["vpp"] = generator.choice((1, 1, 2, 3))
     drawn |= _strategy(generator)
@@ -153,7 +156,7 @@ def _experts(generator: random.Random, drawn: Drawn) -> Drawn:
 
 def _shape(generator: random.Random, drawn: Drawn) -> Drawn:
     tp, cp = drawn["tp"], drawn["cp"]
-    groups = tp * (cp if "cp_comm_type" in drawn else 1) * generator.choice((1, 1, 2))
+    groups = tp * _exchanging(drawn) * generator.choice((1, 1, 2))
     heads = groups * generator.choice((1, 1, 2, 3) if groups <= 5 else (1, 1, 2) if groups <= 8 else (1,))
     # Not 2: a norm over two channels is almost a sign, and makes 1e-8 out of the last bit on one rank too.
     sizes: tuple[int, ...] = (4, 5, 6, 8)
@@ -178,6 +181,12 @@ def _shape(generator: random.Random, drawn: Drawn) -> Drawn:
         if generator.random() < 0.5:
             found["window_attn_skip_freq"] = [generator.randint(2, 3)]
     return found
+
+
+def _exchanging(drawn: Drawn) -> int:
+    """Context-parallel ranks that exchange heads."""
+    alone: int = drawn["cp"] if drawn.get("cp_comm_type") == "a2a" else 1
+    return drawn.get("hierarchical_context_parallel_sizes", [alone])[0]
 
 
 def _latents(generator: random.Random) -> Drawn:
@@ -243,6 +252,8 @@ def _switches(generator: random.Random, drawn: Drawn) -> Drawn:
         found["eod_mask_loss"] = False
     if chance(0.4):
         found["reset_attention_mask"] = True
+        if _exchanging(drawn) < drawn["cp"] and "attention_dropout" not in found and chance(0.5):
+            found["context_parallel_load_balancer"] = "area"
     if chance(0.3):
         found["reset_position_ids"] = True
     return found

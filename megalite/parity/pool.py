@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megalite.config.run import RunConfig
-from megalite.partition.pipeline import placement_of
+from megalite.partition.pipeline import layout_of
 from megalite.topology.group import Group
 from megalite.topology.layout import ParallelLayout
 from megalite.topology.sanitizer import SanitizedGroup
@@ -42,15 +42,15 @@ class RankContext:
 
     def topology(self, *, sanitized: bool = False, **axes: Any) -> Topology:
         """The topology of `ParallelLayout(**axes)` over the first ranks of the pool."""
-        layout, device = ParallelLayout(**axes), torch.device("cpu")
+        return self._topology(ParallelLayout(**axes), sanitized)
+
+    def _topology(self, layout: ParallelLayout, sanitized: bool) -> Topology:
         kind = SanitizedGroup if sanitized else Group
-        return Topology.create(layout, rank=self.rank, device=device, made=self.made, group_type=kind)
+        return Topology.create(layout, rank=self.rank, device=torch.device("cpu"), made=self.made, group_type=kind)
 
     def topology_of(self, config: RunConfig) -> Topology:
         """The topology of a validated config over the first ranks of the pool."""
-        p, placement = config.parallel, placement_of(config)
-        axes = {"tp": p.tp, "pp": p.pp, "cp": p.cp, "dp": p.dp, "ep": p.ep, "etp": p.expert_tp}
-        return self.topology(**axes, order=p.rank_order, placement=placement, sanitized=p.sanitize_communication)
+        return self._topology(layout_of(config), config.parallel.sanitize_communication)
 
 
 class RankPool:

@@ -70,7 +70,7 @@ def attention_changes(config: RunConfig) -> Changes:
     if heads <= MAX_HEADS and model.hidden_size <= MAX_HIDDEN:
         return changes
     if heads > MAX_HEADS:
-        share = p.tp * (p.cp if p.cp_comm_type == "a2a" else 1)
+        share = p.tp * p.cp_heads
         sharing = min(heads // groups, 2)
         small_groups = 1 if groups == 1 else _up(2 if sharing > 1 else 4, share)
         heads = small_groups * sharing if groups > 1 else _up(4, share)

@@ -51,17 +51,22 @@ def _attention(config: RunConfig, layer_index: int) -> Iterator[_Kept]:
     model, p = config.model, config.parallel
     e, exact, whole = _sizes(config)
     queries, keys_and_values = _attention_widths(config)
-    exchanged = p.cp > 1 and p.cp_comm_type == "a2a"
+    exchanged = p.cp_heads > 1
     core, training = frozenset({"core_attn"}), config.training
     up = training.recompute_granularity == "selective" and "mla_up_proj" in training.recompute_modules
     yield _Kept(e * model.hidden_size / whole)  # the layer's input, kept by the norm
     if model.pre_norms:  # its output, by the projection, or for queries to be made again
-        again = frozenset() if up and model.q_lora_rank is None else frozenset({"layernorm"})
-        yield _Kept(e * model.hidden_size / whole, again)
+        freed_by = frozenset() if up and model.q_lora_rank is None else frozenset({"layernorm"})
+        yield _Kept(e * model.hidden_size / whole, freed_by)
     if exchanged:  # keys are repeated until each cp rank gets one
-        keys_and_values = max(keys_and_values, 2 * p.tp * p.cp * model.head_size)
+        keys_and_values = max(keys_and_values, 2 * p.tp * p.cp_heads * model.head_size)
     of_latents = frozenset({"mla_up_proj"}) if model.multi_latent_attention else frozenset[str]()
-    yield _Kept(e * (queries + keys_and_values) / p.tp, of_latents)
+    # Those gathered for scores are kept instead, if what this rank has is no part of the queries' memory.
+    gathered = model.attention_dropout > 0.0 and p.cp > p.cp_heads
+    apart = exchanged or model.has_rope(layer_index) or model.qk_norm or keys_and_values < 2 * queries
+    again = training.recompute_granularity == "selective" and "core_attn" in training.recompute_modules
+    own = 0 if gathered and not again and (apart or model.multi_latent_attention) else keys_and_values
+    yield _Kept(e * (queries + own) / p.tp, of_latents)
     padded = model.value_size < model.head_size  # to the width of the keys
     if model.multi_latent_attention:
         yield _Kept(e * _latents(model) / whole)
@@ -70,15 +75,15 @@ def _attention(config: RunConfig, layer_index: int) -> Iterator[_Kept]:
     elif model.qk_norm:
         # These norms keep their input: the projection's output, in which the values lie as well where queries share none.
         projected = _attention_widths(config)[1]
-        apart = not exchanged or projected < 2 * queries or model.qk_norm_all_heads
-        yield _Kept(e * (queries + projected // (1 + apart)) / p.tp)
+        without = not exchanged or projected < 2 * queries or model.qk_norm_all_heads
+        yield _Kept(e * (queries + projected // (1 + without)) / p.tp)
     if model.attention_dropout:
-        # The softmax, its mask and what is left of it; with p2p for keys and values of all ranks.
+        # The softmax, its mask and what is left of it; and keys and values of the ranks that do not exchange heads.
         sinks = exact if model.softmax_type != "vanilla" else 0  # their share
         row = (2 * e + 1) * config.training.seq_length + sinks
         yield _Kept(row * model.num_attention_heads / p.tp, core)
-        if p.cp > 1 and not exchanged:
-            yield _Kept(e * keys_and_values * p.cp / p.tp, core)
+        if gathered:
+            yield _Kept(e * keys_and_values * (p.cp // p.cp_heads) / p.tp, core)
     else:
         yield _Kept(exact * model.num_attention_heads / p.tp, core)  # the logsumexp of the scores
         if exchanged or padded:
@@ -103,12 +108,12 @@ def _repeats_keys(config: RunConfig, layer_index: int) -> bool:
     """Grouped keys and values are kept once for each query head: neither the CPU's fused kernel nor CUDA's for 32 bits has
     a grouped form. Where attention is cut into tiles they are repeated for a tile at a time."""
     model, training, data, p = config.model, config.training, config.data, config.parallel
-    if max(model.query_groups, p.tp * (p.cp if p.cp_comm_type == "a2a" else 1)) == model.num_attention_heads:
+    if max(model.query_groups, p.tp * p.cp_heads) == model.num_attention_heads:
         return False
     window = model.has_window(layer_index) and (model.sliding_window or 0) < training.seq_length
     window |= model.attn_logit_softcapping is not None or model.softmax_type != "vanilla"
     documents = data.reset_attention_mask or data.packs_documents
-    ring = p.cp > 1 and p.cp_comm_type == "p2p"
+    ring = p.cp > p.cp_heads
     grouped_kernel = ELEMENT_BYTES[training.precision] == 2 and training.device != "cpu"
     return not (window or documents or ring or grouped_kernel)
 

@@ -158,7 +158,8 @@ def group_sizes(config: RunConfig) -> dict[str, int]:
     assert p.dp is not None
     return {
         "tp": p.tp,
-        "cp": p.cp,
+        "cp-heads": p.cp_heads,
+        "cp-keys": p.cp // p.cp_heads,
         "tp-cp": p.tp * p.cp,
         "dp-cp": p.dp * p.cp,
         "ep": p.ep,
@@ -253,17 +254,25 @@ class _Microbatch:
         keys = self._tokens * groups // p.tp * model.head_size * self._e
         values = self._tokens * groups // p.tp * model.value_size * self._e
         queries = self._tokens * model.num_attention_heads // p.tp * model.head_size * self._e
-        if p.cp_comm_type == "a2a":  # keys are repeated until each cp rank gets one
-            keys = max(keys, self._tokens * p.cp * model.head_size * self._e)
-            values = max(values, self._tokens * p.cp * model.value_size * self._e)
-            yield "cp", "all-to-all", queries + keys + values
-            yield "cp", "all-to-all", queries // model.head_size * model.value_size
-        elif model.attention_dropout:
-            yield "cp", "reduce-scatter" if backward else "all-gather", 2 * keys * p.cp
-        else:
-            yield "cp", "send", (p.cp - 1) * 2 * keys
-            if backward:  # the gradients of keys and values follow, in fp32
-                yield "cp", "send", (p.cp - 1) * 2 * keys // self._e * self._w
+        # Keys are repeated until each rank that exchanges heads gets one.
+        keys = max(keys, self._tokens * p.cp_heads * model.head_size * self._e)
+        values = max(values, self._tokens * p.cp_heads * model.value_size * self._e)
+        yield "cp-heads", "all-to-all", queries + keys + values
+        yield from self._key_exchange(2 * keys, backward=backward)
+        yield "cp-heads", "all-to-all", queries // model.head_size * model.value_size
+
+    def _key_exchange(self, own: int, *, backward: bool) -> Iterator[Volume]:
+        """`own`: bytes of a rank's keys and values."""
+        p = self._config.parallel
+        count = p.cp // p.cp_heads
+        if self._config.model.attention_dropout:
+            yield "cp-keys", "reduce-scatter" if backward else "all-gather", own * count
+            return
+        gathers = p.cp_comm_type == "allgather"
+        passed = own * (count if gathers else count - 1)
+        yield "cp-keys", "all-gather" if gathers else "send", passed
+        if backward:  # the gradients of keys and values follow, in fp32
+            yield "cp-keys", "reduce-scatter" if gathers else "send", passed // self._e * self._w
 
     def _attention_forward(self) -> list[Volume]:
         core = self._attention_core(backward=False)
@@ -328,10 +337,9 @@ class _Microbatch:
                 moe = self._config.model.is_moe_layer(index)
                 if "mla_up_proj" in training.recompute_modules:
                     yield from self._attention_inputs
-                    if self._config.parallel.cp_comm_type == "a2a":
-                        yield next(self._attention_core(backward=False))
-                if "core_attn" in training.recompute_modules and self._config.parallel.cp_comm_type == "p2p":
-                    yield from self._attention_core(backward=False)
+                    yield next(self._attention_core(backward=False))
+                if "core_attn" in training.recompute_modules:
+                    yield from (each for each in self._attention_core(backward=False) if each[0] == "cp-keys")
                 if ("moe" if moe else "mlp") in training.recompute_modules:
                     yield from _without_exit(self._feed_forward(index))
 

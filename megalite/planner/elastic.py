@@ -25,6 +25,7 @@ from megalite.planner.cost.step import predict
 from megalite.planner.hardware import Cluster, SoftwareStack, cluster_of_device, load_cluster, load_stack
 from megalite.planner.search.search import Candidate, describe, find, survey
 from megalite.planner.search.space import (
+    CONTEXT,
     SEARCHED,
     USUAL_MEMORY,
     Request,
@@ -37,7 +38,7 @@ from megalite.tokenizers.build import build_tokenizer
 from megalite.topology.group import Group
 
 # Settings that a layout consists of.
-LAYOUT = (*SEARCHED, "shard_gradients", "pipeline_layers", "pipeline_layout", "cp_comm_type", "recompute_modules")
+LAYOUT = (*SEARCHED, "shard_gradients", "pipeline_layers", "pipeline_layout", *CONTEXT, "recompute_modules")
 _AXES = ("tp", "pp", "cp", "ep", "dp")  # who gives one of them gives a layout; a micro batch size alone is none
 KEPT = ("tp", "pp", "cp", "ep")  # what stays as it was, where that costs little: how a replica's weights are cut
 ALMOST = 1.1  # times the fastest step that it may cost

@@ -88,5 +88,6 @@ def _batch(config: RunConfig, replica: Replica) -> Sequence[Microbatch]:
     b, s = training.micro_batch_size, training.seq_length // parallel.cp
     tokens = torch.zeros(b, s, dtype=torch.int64)
     starts = tuple((0,) for _ in range(b)) if replica.finds_documents else None
-    one = Microbatch(tokens, tokens, torch.ones(b, s), tuple(range(b)), starts)
+    spans = None if replica.balance is None or starts is None else replica.balance(starts)
+    one = Microbatch(tokens, tokens, torch.ones(b, s), tuple(range(b)), starts, spans=spans)
     return [one] * (training.global_batch_size // (b * parallel.dp))

@@ -143,7 +143,7 @@ def attach_deferred(module: torch.nn.Module, deferred: DeferredWeightGradients |
 class ParameterFactory:
     """How the parameters of a model are made: where, in which type, from which seed, split over which group.
 
-    Modules take the groups that they communicate over from here as well: `cp` splits the sequence, `tp_cp` are all the
+    Modules take the groups that they communicate over from here as well: `cp` splits the sequence, `cp_heads` and `cp_keys` exchange it in attention, `tp_cp` are all the
     ranks that one sequence can be on, `ep` splits the experts and `expert_tp` each expert's matrices. With `blank`
     nothing is drawn: the weights come from elsewhere. With `late` parameters have a shape alone until their bucket draws
     them (`ShardedParameter.draw`): a model that is sharded at once need not be whole in memory before.
@@ -155,6 +155,8 @@ class ParameterFactory:
     device: torch.device
     sequence_parallel: bool = False
     cp: Group = field(default_factory=lambda: Group.solo("cp"))
+    cp_heads: Group = field(default_factory=lambda: Group.solo("cp-heads"))
+    cp_keys: Group = field(default_factory=lambda: Group.solo("cp-keys"))
     tp_cp: Group = field(default_factory=lambda: Group.solo("tp-cp"))
     ep: Group = field(default_factory=lambda: Group.solo("ep"))
     expert_tp: Group = field(default_factory=lambda: Group.solo("expert-tp"))

@@ -6,9 +6,12 @@ places the same ranks on the same nodes.
 
 import itertools
 import math
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import chain
 from types import MappingProxyType
 from typing import ClassVar, NamedTuple
 
@@ -30,6 +33,7 @@ _DENSE_AXES: Mapping[str, frozenset[str]] = MappingProxyType(
     {kind: frozenset(kind.split("-")) for kind in ("tp", "cp", "dp", "pp", "dp-cp", "tp-cp", "tp-dp-cp")}
     | {"world": frozenset({"tp", "cp", "dp", "pp"}), "model": frozenset({"tp", "pp"})}
     | {kind: frozenset({"pp"}) for kind in ("embedding", "position-embedding")}
+    | {kind: frozenset({kind}) for kind in ("cp-heads", "cp-keys")}
 )
 """Kind -> the axes along which the ranks of a group differ. Of the last two only some of a pipeline are in the group."""
 _EXPERT_AXES: Mapping[str, frozenset[str]] = MappingProxyType(
@@ -49,7 +53,7 @@ class ParallelLayout:
 
     KINDS: ClassVar[tuple[str, ...]] = (
         *("world", "tp", "cp", "dp", "pp", "dp-cp", "model", "tp-cp", "tp-dp-cp"),
-        *("embedding", "position-embedding", "ep", "expert-tp", "expert-dp"),
+        *("cp-heads", "cp-keys", "embedding", "position-embedding", "ep", "expert-tp", "expert-dp"),
     )
     """Every kind of group; `model` is tp-pp, one replica of the network."""
 
@@ -61,6 +65,8 @@ class ParallelLayout:
     dp: int = 1
     ep: int = 1
     etp: int | None = None
+    cp_heads: int = 1
+    """Neighbours along cp that exchange heads; keys and values go between such groups."""
     order: str = "tp-cp-ep-dp-pp"
     placement: tuple[int, ...] | None = None
     """Per virtual stage the pipeline rank that holds it; None: one after the other, round and round."""
@@ -69,6 +75,7 @@ class ParallelLayout:
         for axis in ("tp", "pp", "cp", "dp", "ep"):
             if getattr(self, axis) < 1:
                 raise ConfigError(f"{axis} is {getattr(self, axis)}; a parallel size is at least 1")
+        assert self.cp_heads >= 1 and self.cp % self.cp_heads == 0, (self.cp, self.cp_heads)
         if self.order not in self.ORDERS:
             raise ConfigError(f"rank_order is {self.order!r}; it is one of {', '.join(self.ORDERS)}")
         block, dense = self.expert_tp * self.ep, self.tp * self.cp * self.dp
@@ -107,6 +114,16 @@ class ParallelLayout:
     def _dense_strides(self) -> dict[str, tuple[int, int]]:
         sizes = {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}
         return _strides(sizes, [axis for axis in self.order.split("-") if axis != "ep"])
+
+    @cached_property
+    def _context_strides(self) -> dict[str, tuple[int, int]]:
+        """The dense grid with cp as two axes."""
+        stride = self._dense_strides["cp"][1]
+        parts = {"cp-heads": (self.cp_heads, stride), "cp-keys": (self.cp // self.cp_heads, stride * self.cp_heads)}
+        found: dict[str, tuple[int, int]] = {}
+        for axis, step in self._dense_strides.items():
+            found |= parts if axis == "cp" else {axis: step}
+        return found
 
     @cached_property
     def _expert_strides(self) -> dict[str, tuple[int, int]]:
@@ -156,6 +173,8 @@ class ParallelLayout:
             kind = {"expert-tp": "tp", "expert-dp": "dp-cp"}.get(kind, kind)
         if kind in _EXPERT_AXES:
             return self._expert_strides, _EXPERT_AXES[kind]
+        if kind in ("cp-heads", "cp-keys"):
+            return self._context_strides, _DENSE_AXES[kind]
         return self._dense_strides, _DENSE_AXES[kind]
 
     def _members(self, kind: str) -> list[int]:
@@ -196,9 +215,11 @@ def _offsets(strides: dict[str, tuple[int, int]], axes: Set[str]) -> Iterator[in
 
 Span = tuple[int, int]
 """Half-open range of true positions."""
+Spans = tuple[Span, ...]
+"""What a rank holds of a sequence, in the order of its rows: ascending."""
 
 
-def sequence_spans(seq_length: int, *, cp_rank: int, cp_size: int) -> tuple[Span, ...]:
+def sequence_spans(seq_length: int, *, cp_rank: int, cp_size: int) -> Spans:
     """The spans of true positions that rank `cp_rank` holds, in the order of its rows.
 
     The sequence is cut into 2·cp equal chunks and rank r holds chunks r and 2·cp-1-r: an early one, its queries
@@ -213,6 +234,75 @@ def sequence_spans(seq_length: int, *, cp_rank: int, cp_size: int) -> tuple[Span
     length, rest = divmod(seq_length, 2 * cp_size)
     assert rest == 0, f"sequence of {seq_length} in {2 * cp_size} chunks"
     return tuple((chunk * length, (chunk + 1) * length) for chunk in (cp_rank, 2 * cp_size - 1 - cp_rank))
+
+
+SHORTEST_CHUNK = 128
+"""Positions of a chunk of `balanced_spans` at least, where more than two a rank are to be had: less fills no tile."""
+
+
+def balanced_spans(
+    seq_length: int,
+    cp_size: int,
+    document_starts: tuple[tuple[int, ...], ...],
+    windows: tuple[int | None, ...] = (None,),
+) -> tuple[Spans, ...]:
+    """What each cp rank holds of the samples with these documents, so that all have equally many visible pairs.
+
+    The sequence is cut into up to 8·cp equal chunks. From the one with the most pairs of its queries down, each goes to the
+    rank with the fewest so far among those that have room, and every rank gets as many chunks. Pairs are summed over the
+    samples, of which one rank then holds the same positions, and over `windows`, one for each layer.
+
+    Source: longest processing time first (Graham 1969), with equal counts.
+    """
+    own = seq_length // cp_size
+    counts = (n for n in (8, 4) if own % n == 0 and own // n >= SHORTEST_CHUNK)
+    length = own // next(counts, 2)
+    chunks = [(first, first + length) for first in range(0, seq_length, length)]
+    layers = Counter(windows)
+    areas = [
+        sum(
+            times * visible_pairs(chunk, starts, window)
+            for starts in document_starts
+            for window, times in layers.items()
+        )
+        for chunk in chunks
+    ]
+    held: list[list[Span]] = [[] for _ in range(cp_size)]
+    loads = [0] * cp_size
+    for index in sorted(range(len(chunks)), key=lambda index: (-areas[index], index)):
+        rank = min(
+            (rank for rank in range(cp_size) if len(held[rank]) * length < own), key=lambda rank: (loads[rank], rank)
+        )
+        held[rank].append(chunks[index])
+        loads[rank] += areas[index]
+    return joined_spans(tuple(map(tuple, held)), 1)
+
+
+def visible_pairs(queries: Span, starts: tuple[int, ...], window: int | None = None) -> int:
+    """How many keys the queries of a span see together, each those of its document up to itself, at most `window`."""
+
+    def of_first(tokens: int) -> int:
+        """Of a document's first tokens."""
+        growing = tokens if window is None else min(tokens, window)
+        return growing * (growing + 1) // 2 + (tokens - growing) * growing
+
+    documents = starts[bisect_right(starts, queries[0]) - 1 : bisect_left(starts, queries[1])]
+    pairs = zip(documents, (*documents[1:], queries[1]), strict=True)
+    return sum(of_first(stop - first) - of_first(max(queries[0] - first, 0)) for first, stop in pairs)
+
+
+@lru_cache(maxsize=1024)
+def joined_spans(held: tuple[Spans, ...], size: int) -> tuple[Spans, ...]:
+    """What each `size` ranks in a row hold together; spans that touch are one."""
+    found = []
+    for first in range(0, len(held), size):
+        spans: list[Span] = []
+        for span in sorted(chain.from_iterable(held[first : first + size])):
+            if spans and spans[-1][1] == span[0]:
+                span = spans.pop()[0], span[1]
+            spans.append(span)
+        found.append(tuple(spans))
+    return tuple(found)
 
 
 Slice = tuple[tuple[int, int], ...]

@@ -103,6 +103,7 @@ ProcessGroups = MutableMapping[tuple[str, tuple[int, ...]], Any]
 """Process groups made so far, by (kind, ranks)."""
 
 PRIVATE_KINDS = ("cp", "ep")
+CONTEXT_KINDS = ("cp", "cp-heads", "cp-keys")
 """Kinds that share no process group with another kind over the same ranks: what layers exchange in the last backward
 would queue behind the gradient reductions that run under it."""
 
@@ -114,6 +115,8 @@ in no fixed order with what layers exchange (expert-dp can have tp's ranks)."""
 
 def communicator_of(kind: str) -> str:
     """Groups of equal ranks share a process group where this is equal."""
+    if kind in CONTEXT_KINDS:
+        return "cp"
     return kind if kind in PRIVATE_KINDS else "gradients" if kind in GRADIENT_KINDS else "shared"
 
 
@@ -208,6 +211,7 @@ class Topology:
 
     `dp_cp_scalars` has the ranks of `dp_cp`, for numbers that are waited for while parameters are gathered there. `host` is
     all ranks, for tensors of the CPU: what the host alone needs to know makes it wait for no device.
+    `cp_heads` are the ranks of cp that exchange heads, `cp_keys` those that exchange keys and values.
     `model` spans tp and pp (one replica of the network), `tp_dp_cp` all ranks at one place of the pipelines;
     `embedding` is None where this rank is neither first nor last in its pipeline. `edges` maps (sender, receiver), as
     pipeline ranks, to the pair's own group, in which the sender has index 0.
@@ -221,6 +225,8 @@ class Topology:
     host: Group
     tp: Group
     cp: Group
+    cp_heads: Group
+    cp_keys: Group
     dp: Group
     pp: Group
     dp_cp: Group

@@ -1,7 +1,7 @@
 """`Replica`: this rank's share of the network with everything that moves it: programs, stages, gradients, optimizer."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +34,7 @@ from megalite.pipeline.ir.validate import validate
 from megalite.tensor_parallel.deferred_weight_gradients import DeferredWeightGradients
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter, attach_deferred
 from megalite.topology.group import Group
+from megalite.topology.layout import Spans, balanced_spans
 from megalite.topology.topology import Topology, fix_cublas_workspace
 
 _FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -264,6 +265,15 @@ class Replica:
         return self.hides_documents or self.restarts_positions
 
     @property
+    def balance(self) -> Callable[[tuple[tuple[int, ...], ...]], tuple[Spans, ...]] | None:
+        """From the documents' starts of a microbatch to what each cp rank holds of it; None: the same of each."""
+        parallel, model, length = self.config.parallel, self.config.model, self.config.training.seq_length
+        if parallel.context_parallel_load_balancer == "headtail":
+            return None
+        windows = [model.sliding_window if model.has_window(index) else None for index in range(model.num_layers)]
+        return lambda starts: balanced_spans(length, parallel.cp, starts, tuple(windows))
+
+    @property
     def reads_data(self) -> bool:
         """This rank needs tokens, labels or the documents' starts."""
         ends = any(stage.embedding is not None or stage.head is not None for stage in self.stages.values())
@@ -281,6 +291,8 @@ def build_stages(
         device=topology.device,
         sequence_parallel=config.parallel.sequence_parallel,
         cp=topology.cp,
+        cp_heads=topology.cp_heads,
+        cp_keys=topology.cp_keys,
         tp_cp=topology.tp_cp,
         ep=topology.ep,
         expert_tp=topology.expert_tp,

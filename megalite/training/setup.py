@@ -316,6 +316,8 @@ def make_loader(replica: Replica, dataset: SampleSource, *, eod_token: int | Non
         dp_size=topology.dp.size,
         micro_batch_size=config.training.micro_batch_size,
         spans=sequence_spans(config.training.seq_length, cp_rank=topology.cp.rank, cp_size=topology.cp.size),
+        balance=replica.balance,
+        cp_rank=topology.cp.rank,
         find_documents=replica.finds_documents,
         packed=replica.packs_documents,
         further=replica.config.model.mtp_num_layers,

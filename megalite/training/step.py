@@ -308,6 +308,7 @@ class Stepper:
                 ahead = further_tokens(microbatches[microbatch], denominators, factor=factor, device=device)
             context = module.context(
                 ids,
+                spans=microbatches[microbatch].spans if replica.finds_documents else None,
                 attention_documents=starts if replica.hides_documents else None,
                 position_documents=starts if replica.restarts_positions else None,
                 auxiliary=auxiliary,

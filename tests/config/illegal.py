@@ -68,6 +68,18 @@ _TABLE = """
     => cp_comm_type a2a … 12 query and 6 key/value heads … cp 4 … cp 1, 2, 3, 6, 12
 4 --tp 2 --cp 2 --cp-comm-type a2a --num-attention-heads 10 --num-query-groups 2 --hidden-size 80 --ffn-hidden-size 320
     => cp_comm_type a2a … 5 query and 1 key/value heads … cp 2 … cp 1, 5
+4 --cp 4 --cp-comm-type a2a+p2p --num-attention-heads 6 --hidden-size 48
+    => hierarchical_context_parallel_sizes is missing … cp 4 … a2a+p2p … --hierarchical-context-parallel-sizes 2 2
+4 --cp 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 3 2
+    => hierarchical_context_parallel_sizes is 3 2 … cp 4 … --hierarchical-context-parallel-sizes 2 2
+4 --cp 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 4 1 --num-attention-heads 6 --hidden-size 48
+    => cp_comm_type a2a+p2p … 6 query … hierarchical_context_parallel_sizes 4,1 … --hierarchical-context-parallel-sizes 2 2
+2 --context-parallel-load-balancer area --reset-attention-mask => context_parallel_load_balancer area … cp 1
+2 --cp 2 --context-parallel-load-balancer area => context_parallel_load_balancer area … --packing best-fit or headtail
+2 --cp 2 --context-parallel-load-balancer area --reset-attention-mask --cp-comm-type a2a
+    => context_parallel_load_balancer area … cp_comm_type a2a … cp_comm_type allgather
+2 --cp 2 --context-parallel-load-balancer area --reset-attention-mask --attention-dropout 0.1
+    => context_parallel_load_balancer area … attention_dropout 0.1 … attention_dropout 0
 4 --tp 2 --cp 2 --sequence-parallel --seq-length 6 => seq_length 6 … 2·cp = 4 … a multiple, e.g. 8
 1 --recompute-activations --recompute-modules core_atn => recompute_modules has core_atn in it: did you mean core_attn?
 1 --recompute-activations --recompute-modules mlp mlp => recompute_modules names mlp twice

@@ -102,7 +102,12 @@ def every_spelling(setting: Setting, example: str) -> None:
         ),
         ("--rotary-scaling-factor 1.0 --rope-type yarn", {}),
         ("--rotary-seq-len-interpolation-factor 4", {"rope_scaling": "linear", "rope_scaling_factor": 4.0}),
-        ("--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2 --timing-log-level 2", {}),
+        ("--timing-log-level 2", {}),
+        ("--cp 2 --cp-comm-type all_gather", {"cp": 2, "cp_comm_type": "allgather"}),
+        (
+            "--cp 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
+            {"cp": 4, "cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [2, 2]},
+        ),
         ("--tokenizer-type Llama2Tokenizer", {"tokenizer_type": "SentencePieceTokenizer"}),
         ("--squared-relu --no-pad-vocab-size", {"activation": "squared_relu", "make_vocab_size_divisible_by": 1}),
         ("--use-distributed-optimizer", {"dp_strategy": "distributed-optimizer"}),

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from megalite.topology.layout import sequence_spans
+from megalite.topology.layout import Spans, sequence_spans
 
 Starts = tuple[tuple[int, ...], ...] | None
 
@@ -46,5 +46,10 @@ def drawn(seed: int, *shape: int) -> Tensor:
 
 def rows_of(tensor: Tensor, rank: int, cp: int, dim: int) -> Tensor:
     """What rank `rank` of cp holds of a whole sequence along `dim`."""
-    spans = sequence_spans(tensor.shape[dim], cp_rank=rank, cp_size=cp)
+    spans = zigzag(tensor.shape[dim], cp)[rank]
     return torch.cat([tensor.narrow(dim, first, stop - first) for first, stop in spans], dim=dim)
+
+
+def zigzag(s: int, cp: int) -> tuple[Spans, ...]:
+    """What each rank holds of a sequence."""
+    return tuple(sequence_spans(s, cp_rank=rank, cp_size=cp) for rank in range(cp))

@@ -11,7 +11,7 @@ from megalite.context_parallel import ring as ring_module
 from megalite.context_parallel.ring import ring_attention
 from megalite.context_parallel.tiles import Visibility
 from megalite.topology.group import Group
-from tests.context_parallel.dense import dense_attention, drawn, rows_of
+from tests.context_parallel.dense import dense_attention, drawn, rows_of, zigzag
 from tests.support.ranks import RankContext, run_ranks
 
 B, S, D = 2, 48, 6
@@ -63,20 +63,21 @@ CASES = [
 ]
 
 
-def ours_on(group: Group, case: Case, dtype: torch.dtype) -> Tensors:
+def ours_on(group: Group, case: Case, dtype: torch.dtype, gathers: bool = False) -> Tensors:
     """This rank's output and gradients of q, k, v and of sinks."""
+    held = zigzag(S, group.size)
     local = [rows_of(tensor, group.rank, group.size, 2).to(dtype) for tensor in case.whole()]
     # As in the model, where they are views of activations [s, b, ...].
     q, k, v, grad = (tensor.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for tensor in local)
     leaves = [tensor.requires_grad_() for tensor in (q, k, v, case.sink) if tensor is not None]
-    settings = {"softcap": case.softcap, "sink": leaves[3].to(dtype) if case.sinks else None}
-    out = ring_attention(*leaves[:3], cp=group, seq_length=S, visibility=case.visibility, **settings)
+    settings = {"softcap": case.softcap, "sink": leaves[3].to(dtype) if case.sinks else None, "gathers": gathers}
+    out = ring_attention(*leaves[:3], cp=group, held=held, visibility=case.visibility, **settings)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
-def every_case(context: RankContext, cp: int) -> list[Tensors]:
+def every_case(context: RankContext, cp: int, gathers: bool) -> list[Tensors]:
     group = context.topology(cp=cp).cp if cp > 1 else Group.solo("cp")
-    return [ours_on(group, case, torch.float64) for case in CASES]
+    return [ours_on(group, case, torch.float64, gathers) for case in CASES]
 
 
 def expected(case: Case) -> Tensors:
@@ -86,9 +87,9 @@ def expected(case: Case) -> Tensors:
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
-@pytest.mark.parametrize("cp", [1, 2, 3, 4])
-def test_values_and_gradients_are_those_of_dense_attention(cp: int) -> None:
-    by_rank = run_ranks(cp, every_case, cp)
+@pytest.mark.parametrize("cp, gathers", [(1, False), (2, False), (3, False), (4, False), (2, True), (3, True)])
+def test_values_and_gradients_are_those_of_dense_attention(cp: int, gathers: bool) -> None:
+    by_rank = run_ranks(cp, every_case, cp, gathers)
     for index, case in enumerate(CASES):
         for name, tensor, *parts in zip(
             ("out", "dq", "dk", "dv", "dsink")[: 4 + case.sinks],
@@ -127,7 +128,7 @@ def test_bf16_is_within_its_rounding(case: Case) -> None:
             assert (part - exact).norm() < 0.02 * exact.norm()
 
 
-def kept(context: RankContext, cp: int) -> tuple[list[tuple[int, ...]], list[bool], bool]:
+def kept(context: RankContext, cp: int, gathers: bool) -> tuple[list[tuple[int, ...]], list[bool], bool]:
     """Shapes of what is kept, whether q, k, v and out are kept themselves, and whether out's layout is [s, b, ...]."""
     group = context.topology(cp=cp).cp
     q, k, v, _ = (rows_of(tensor, group.rank, cp, 2) for tensor in replace(Case(), window=9).whole())
@@ -139,15 +140,16 @@ def kept(context: RankContext, cp: int) -> tuple[list[tuple[int, ...]], list[boo
 
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = ring_attention(*leaves, cp=group, seq_length=S, visibility=Visibility(window=9))
+        rule = Visibility(window=9)
+        out = ring_attention(*leaves, cp=group, held=zigzag(S, cp), visibility=rule, gathers=gathers)
     themselves = [any(tensor.data_ptr() == one.data_ptr() for tensor in saved) for one in (q, k, v, out)]
     return [tuple(tensor.shape) for tensor in saved], themselves, out.permute(2, 0, 1, 3).is_contiguous()
 
 
-@pytest.mark.parametrize("cp", [1, 2])
-def test_only_q_k_v_out_and_logsumexp_are_kept(cp: int) -> None:
+@pytest.mark.parametrize("cp, gathers", [(1, False), (2, False), (2, True)])
+def test_only_q_k_v_out_and_logsumexp_are_kept(cp: int, gathers: bool) -> None:
     queries, keys = (B, 4, S // cp, D), (B, 2, S // cp, D)
-    for shapes, themselves, as_activation in run_ranks(cp, kept, cp):
+    for shapes, themselves, as_activation in run_ranks(cp, kept, cp, gathers):
         assert shapes == [queries, keys, keys, queries, queries[:3]]
         assert all(themselves)
         assert as_activation
@@ -191,7 +193,7 @@ def recorded(context: RankContext, cp: int) -> tuple[list[str], list[str], dict[
         cp_group = Recorder(group.name, group.ranks, group.rank, group.process_group)
         q, k, v, grad = (rows_of(t, group.rank, cp, 2).bfloat16() for t in Case().whole())
         leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
-        out = ring_attention(*leaves, cp=cp_group, seq_length=S, visibility=Visibility())
+        out = ring_attention(*leaves, cp=cp_group, held=zigzag(S, cp), visibility=Visibility())
         forward, events = list(events), []
         phase = "backward"
         torch.autograd.grad(out, leaves, grad)

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from megalite.context_parallel.ulysses import gather_sequence, heads_to_sequence, sequence_to_heads
 from megalite.topology.group import Group
-from tests.context_parallel.dense import drawn, rows_of
+from megalite.topology.layout import joined_spans
+from tests.context_parallel.dense import drawn, rows_of, zigzag
 from tests.support.ranks import RankContext, run_ranks
 
 S, B, GROUPS, REST = 24, 2, 12, (3, 5)
@@ -26,17 +27,17 @@ def both_ways(context: RankContext, cp: int) -> Found:
     cp_group = group_of(context, cp)
     rank = cp_group.rank
     by_sequence = rows_of(drawn(0, S, B, GROUPS, *REST), rank, cp, 0).requires_grad_()
-    by_heads = sequence_to_heads(by_sequence, cp=cp_group, seq_length=S)
+    by_heads = sequence_to_heads(by_sequence, cp=cp_group, held=zigzag(S, cp))
     by_heads.backward(heads_of(drawn(1, S, B, GROUPS, *REST), rank, cp))
     flat = heads_of(drawn(2, S, B, GROUPS * 7), rank, cp).requires_grad_()
-    back = heads_to_sequence(flat, cp=cp_group, seq_length=S)
+    back = heads_to_sequence(flat, cp=cp_group, held=zigzag(S, cp))
     back.backward(rows_of(drawn(3, S, B, GROUPS * 7), rank, cp, 0))
     return {
         "by_heads": by_heads.detach(),
         "grad_of_rows": by_sequence.grad,
         "by_rows": back.detach(),
         "grad_of_heads": flat.grad,
-        "there_and_back": heads_to_sequence(by_heads.detach(), cp=cp_group, seq_length=S),
+        "there_and_back": heads_to_sequence(by_heads.detach(), cp=cp_group, held=zigzag(S, cp)),
     }
 
 
@@ -65,7 +66,7 @@ def exchanged(context: RankContext, cp: int) -> list[int]:
 
     counter = Counter(group.name, group.ranks, group.rank, group.process_group)
     x = rows_of(drawn(0, S, B, GROUPS, *REST), group.rank, cp, 0).requires_grad_()
-    y = sequence_to_heads(x, cp=counter, seq_length=S)
+    y = sequence_to_heads(x, cp=counter, held=zigzag(S, cp))
     y.sum().backward()
     return calls
 
@@ -81,7 +82,7 @@ WHOLE = (24, 2, 24, 3)
 def gathered(context: RankContext, cp: int, dim: int) -> tuple[Tensor, Tensor]:
     group = group_of(context, cp)
     x = rows_of(drawn(0, *WHOLE), group.rank, cp, dim).requires_grad_()
-    y = gather_sequence(x, cp=group, dim=dim, seq_length=WHOLE[dim])
+    y = gather_sequence(x, cp=group, dim=dim, held=zigzag(WHOLE[dim], cp))
     y.backward(drawn(10 + group.rank, *WHOLE))
     return y.detach(), x.grad
 
@@ -97,4 +98,24 @@ def test_the_whole_in_order_and_the_sum_of_gradients_at_home(cp: int, dim: int) 
 
 def test_one_rank_copies_nothing() -> None:
     x = drawn(0, 4, 3)
-    assert gather_sequence(x, cp=Group.solo("cp"), dim=0, seq_length=4) is x
+    assert gather_sequence(x, cp=Group.solo("cp"), dim=0, held=zigzag(4, 1)) is x
+
+
+def traded_within_groups(context: RankContext, inner: int) -> tuple[Tensor, int]:
+    """Of four ranks, what one has around the core, and the rank of its group over which keys go round."""
+    topology = context.topology(cp=4, cp_heads=inner)
+    assert (topology.cp_heads.size, topology.cp_keys.size) == (inner, 4 // inner)
+    first = topology.cp.rank // inner * inner
+    x = rows_of(drawn(0, S, B, GROUPS, *REST), topology.cp.rank, 4, 0)
+    held = zigzag(S, 4)[first : first + inner]
+    there = sequence_to_heads(x, cp=topology.cp_heads, held=held)
+    assert torch.equal(heads_to_sequence(there, cp=topology.cp_heads, held=held), x)
+    return there, topology.cp_keys.rank
+
+
+@pytest.mark.parametrize("inner", [2, 4])
+def test_ranks_that_trade_heads_hold_a_zigzag_of_fewer_ranks_together(inner: int) -> None:
+    assert joined_spans(zigzag(S, 4), inner) == joined_spans(zigzag(S, 4 // inner), 1)
+    for rank, (there, group) in enumerate(run_ranks(4, traded_within_groups, inner)):
+        mine = rows_of(drawn(0, S, B, GROUPS, *REST), group, 4 // inner, 0)
+        assert torch.equal(there, heads_of(mine, rank % inner, inner))

@@ -31,6 +31,7 @@ WITHIN = 0.02
 S, B, H, A = 128, 2, 256, 8
 SBH = S * B * H
 SCORES = 5 * A * S / H
+HIERARCHICAL: dict[str, Any] = {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [2, 2]}
 DROPOUT: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 GPT: dict[str, Any] = {
     "num_layers": 1,
@@ -199,6 +200,13 @@ def test_a_layer_keeps_what_the_formula_says(settings: dict[str, Any], formula: 
         {**LLAMA, "hidden_dropout": 0.1, **TP2, **SP},
         {**LLAMA, "cp": 2},
         {**LLAMA, "cp": 2, "cp_comm_type": "a2a"},
+        {**LLAMA, "cp": 2, "cp_comm_type": "allgather"},
+        {**LLAMA, "cp": 4, **HIERARCHICAL},
+        {**LATENT, "cp": 4, **HIERARCHICAL, **selective("mla_up_proj", "core_attn")},
+        {**LLAMA, "num_query_groups": 1, "cp": 4, **HIERARCHICAL, **DROPOUT},
+        {**LLAMA, "cp": 2, **DROPOUT},
+        {**LLAMA, "qk_norm": True, "cp": 2, **DROPOUT, **selective("core_attn")},
+        {**LATENT, "cp": 2, "cp_comm_type": "allgather", **DROPOUT},
         {"cp": 2, **DROPOUT},
         {"cp": 2, "cp_comm_type": "a2a", **DROPOUT},
         {"cp": 2, **DROPOUT, **selective("core_attn")},

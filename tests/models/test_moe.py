@@ -59,7 +59,7 @@ def with_biases(layer: MoELayer) -> MoELayer:
 
 def context_of(auxiliary: AuxiliaryLosses | None = None, s: int = S) -> ForwardContext:
     positions = torch.arange(s)
-    return ForwardContext(seq_length=s, positions=positions, position_ids=positions, auxiliary=auxiliary)
+    return ForwardContext(seq_length=s, spans=(), positions=positions, position_ids=positions, auxiliary=auxiliary)
 
 
 def losses(scale: float = 1.0) -> AuxiliaryLosses:

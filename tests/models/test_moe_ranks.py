@@ -76,7 +76,7 @@ def run_layer(
     rows = positions.chunk(topology.tp.size)[topology.tp.rank] if sequence_parallel else positions
     x = global_input(lonely)[rows, own].clone().requires_grad_()
     auxiliary = AuxiliaryLosses(1 / SEQUENCES, 1 / (S * SEQUENCES), 1.0, torch.device("cpu"))
-    context = ForwardContext(seq_length=S, positions=positions, position_ids=positions, auxiliary=auxiliary)
+    context = ForwardContext(seq_length=S, spans=(), positions=positions, position_ids=positions, auxiliary=auxiliary)
     y = layer(x, context)
     (y * draw(9, S, SEQUENCES, H)[rows, own]).sum().backward()
     assert x.grad is not None

@@ -122,8 +122,8 @@ ATTENTION = (
     Mutant(
         "positions of the first cp rank",
         "megalite/models/gpt.py",
-        "sequence_spans(seq_length, cp_rank=factory.cp.rank, cp_size=factory.cp.size)",
-        "sequence_spans(seq_length, cp_rank=0, cp_size=factory.cp.size)",
+        "for span in spans[self.factory.cp.rank]",
+        "for span in spans[0]",
         f"{TRAJECTORY}[cp2-llama-fp32]",
         "context-parallel ranks turn their rows by the positions of the first",
     ),
@@ -164,7 +164,7 @@ ATTENTION = (
         "megalite/context_parallel/tiles.py",
         "columns = max(k[0], first), min(k[1], stop)",
         "columns = k[0], min(k[1], stop)",
-        "tests/context_parallel/test_ring.py::test_values_and_gradients_are_those_of_dense_attention[1]",
+        "tests/context_parallel/test_ring.py::test_values_and_gradients_are_those_of_dense_attention[1-False]",
         "the attention mask hides no document",
     ),
     Mutant(

@@ -171,7 +171,12 @@ FACTORS: dict[str, dict[str, Settings]] = {
     "tp": {"1": {}, "2": {"tp": 2}, "4": {"tp": 4}},
     "sp": {"off": {}, "on": {"sequence_parallel": True}},
     "cp": {"1": {}, "2": {"cp": 2}, "4": {"cp": 4}},
-    "cp_comm": {"p2p": {}, "a2a": {"cp_comm_type": "a2a"}},
+    "cp_comm": {
+        "p2p": {},
+        "a2a": {"cp_comm_type": "a2a"},
+        "allgather": {"cp_comm_type": "allgather"},
+        "a2a+p2p": {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [2, 2]},
+    },
     "ep": {"1": {}, "2": {"ep": 2}, "4": {"ep": 4}},
     "etp": {"tp": {}, "1": {"etp": 1}, "2": {"etp": 2}},
     "pp": {"1": {}, "2": {"pp": 2}, "4": {"pp": 4}},
@@ -216,6 +221,7 @@ FACTORS: dict[str, dict[str, Settings]] = {
         "eod": {},
         "packed": DOCUMENTS,
         "documents": {**DOCUMENTS, "reset_position_ids": True},
+        "balanced": {**DOCUMENTS, "reset_position_ids": True, "context_parallel_load_balancer": "area"},
     },
     "family": FAMILIES,
     "dropout": {
@@ -238,7 +244,9 @@ MOE = ("mixtral", "deepseek", "deepseek-v3", "qwen2-moe", "gpt-oss", "switch")
 
 COMPANY: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("sp", "on"): ("tp", ("2", "4")),
-    ("cp_comm", "a2a"): ("cp", ("2", "4")),
+    **{("cp_comm", name): ("cp", ("2", "4")) for name in ("a2a", "allgather")},
+    ("cp_comm", "a2a+p2p"): ("cp", ("4",)),
+    ("mask", "balanced"): ("cp", ("2", "4")),
     ("vpp", "2"): ("pp", ("2", "4")),
     **{("schedule", name): ("vpp", ("2",)) for name in ("grouped", "looped-bfs", "zb-v", "dualpipe-v")},
     **{("schedule", name): ("pp", ("2", "4")) for name in ("pb", "gpipe", "zb-h1", "zb-h2", "auto")},

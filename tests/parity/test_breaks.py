@@ -155,7 +155,7 @@ def merged_without_logsumexp(patch: pytest.MonkeyPatch, rank: int) -> None:
 def heads_in_rank_order(patch: pytest.MonkeyPatch, rank: int) -> None:
     """After the all-to-all the sequence stays in the order in which ranks hold it."""
 
-    def unordered(by_rank: torch.Tensor, seq_length: int) -> torch.Tensor:
+    def unordered(by_rank: torch.Tensor, held: object) -> torch.Tensor:
         return by_rank.flatten(0, 1)
 
     patch.setattr(ulysses, "to_true_order", unordered)

@@ -213,12 +213,16 @@ def _cannot_be(pair: Pair) -> bool:
     """The pairs that no legal layout has, each for a reason."""
     values = dict(pair)
     dense = values.get("family", MOE[0]) not in MOE
+    fewest = dict.fromkeys(AXES, "1") | ({"cp": "4"} if values.get("cp_comm") == "a2a+p2p" else {})
     of_experts = {factor for factor in ("ep", "etp", "moe") if values.get(factor) in list(FACTORS[factor])[1:]}
     return (
-        math.prod(int(values.get(axis, "1")) for axis in AXES) > MAX_WORLD
+        math.prod(int(values.get(axis, least)) for axis, least in fewest.items()) > MAX_WORLD
         or pair == (("ep", "4"), ("pp", "4"))  # each stage needs four ranks
         or pair == (("tp", "1"), ("sp", "on"))
-        or pair == (("cp", "1"), ("cp_comm", "a2a"))
+        or (values.get("cp_comm", "p2p") != "p2p" and values.get("cp") == "1")
+        or pair == (("cp", "2"), ("cp_comm", "a2a+p2p"))
+        or (values.get("mask") == "balanced" and values.get("cp") == "1")
+        or pair in ((("cp_comm", "a2a"), ("mask", "balanced")), (("mask", "balanced"), ("dropout", "both")))
         or pair == (("pp", "1"), ("vpp", "2"))
         or (values.get("schedule") in SEVERAL_CHUNKS and "1" in (values.get("pp"), values.get("vpp")))
         or (values.get("schedule") in ONE_CHUNK and values.get("vpp") == "2")

@@ -15,6 +15,7 @@ SP = {"sequence_parallel": True}
 Z1 = {"dp_strategy": "distributed-optimizer"}
 Z3 = {"dp_strategy": "fully-sharded"}
 MOE = {**LLAMA, "num_experts": 4, "moe_ffn_hidden_size": 16, "moe_aux_loss_coeff": 0.01}
+HIERARCHICAL: dict[str, Any] = {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [2, 2]}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "packed sp": {"tp": 2, "sequence_parallel": True, "micro_batch_size": 2, "packing": "best-fit"},
     "dp2": {"dp": 2, "ddp_bucket_size": 3000},
@@ -83,6 +84,29 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2 ring": {"cp": 2, **LLAMA, "qk_norm": True},
     "cp4 ring bf16, core recomputed": {"cp": 4, "precision": "bf16", "recompute_granularity": "selective"},
     "cp2 tp2 sp all-to-all": {"cp": 2, "tp": 2, **SP, "cp_comm_type": "a2a"},
+    "cp4 gathered bf16, core recomputed": {
+        "cp": 4,
+        **LLAMA,
+        "cp_comm_type": "allgather",
+        "precision": "bf16",
+        "recompute_granularity": "selective",
+    },
+    "cp2 tp2 sp latent, gathered": {"cp": 2, "tp": 2, **SP, **LATENT, "cp_comm_type": "allgather"},
+    "cp4 in two groups, core recomputed": {"cp": 4, **LLAMA, **HIERARCHICAL, "recompute_granularity": "selective"},
+    "cp4 in two groups, one key, dropout": {
+        "cp": 4,
+        **LLAMA,
+        **HIERARCHICAL,
+        "num_query_groups": 1,
+        "attention_dropout": 0.1,
+    },
+    "cp4 in two groups, latent, recomputed": {
+        "cp": 4,
+        **LATENT,
+        **HIERARCHICAL,
+        "recompute_granularity": "selective",
+        "recompute_modules": ["core_attn", "mla_up_proj"],
+    },
     "tp2 sp latent": {"tp": 2, **SP, **LATENT},
     "tp2 cp2 sp latent, recomputed": {
         "tp": 2,

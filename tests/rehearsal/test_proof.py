@@ -22,12 +22,19 @@ from megalite.training import step
 from tests.support.tiny import LLAMA, tiny_config
 
 Z1 = {"dp_strategy": "distributed-optimizer", "overlap_param_gather": True}
+HIERARCHICAL = {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [2, 2]}
 CLEAN: dict[str, tuple[int, dict[str, Any]]] = {
     "all axes": (16, {"tp": 2, "cp": 2, "pp": 2, "dp": 2, "sequence_parallel": True, **LLAMA}),
     "vpp and zero": (8, {"pp": 2, "vpp": 2, "dp": 4, "global_batch_size": 16, **Z1}),
     "zero bubble in a V": (8, {"tp": 2, "pp": 4, "vpp": 2, "num_layers": 8, "pipeline_schedule": "zb-v"}),
     "sharded weights": (8, {"tp": 2, "dp": 4, "dp_strategy": "fully-sharded"}),
     "experts": (8, {"tp": 2, "etp": 1, "pp": 2, "dp": 2, "ep": 4, "num_experts": 4, "moe_router_topk": 2}),
+    "keys gathered": (8, {"cp": 4, "pp": 2, "cp_comm_type": "allgather", **LLAMA}),
+    "heads in groups": (16, {"tp": 2, "cp": 4, "dp": 2, **HIERARCHICAL, **LLAMA, "sequence_parallel": True}),
+    "documents balanced": (
+        4,
+        {"cp": 4, "reset_attention_mask": True, "context_parallel_load_balancer": "area", **LLAMA},
+    ),
     "server": (4, {"dp": 4, "dp_strategy": "sharded-parameter-server"}),
 }
 

@@ -35,6 +35,16 @@ def test_context_parallel() -> None:
     assert layout.groups("pp") == tuple((r, r + 8) for r in range(8))
 
 
+def test_heads_are_exchanged_by_neighbours_and_keys_between_their_groups() -> None:
+    layout = ParallelLayout(tp=2, cp=4, cp_heads=2, dp=2)
+    assert layout.groups("cp-heads") == ((0, 2), (1, 3), (4, 6), (5, 7), (8, 10), (9, 11), (12, 14), (13, 15))
+    assert layout.groups("cp-keys")[:4] == ((0, 4), (1, 5), (2, 6), (3, 7))
+    for whole, alone in (("cp-heads", "cp-keys"), ("cp-keys", "cp-heads")):
+        plain = ParallelLayout(tp=2, cp=4, cp_heads=4 if whole == "cp-heads" else 1)
+        assert plain.groups(whole) == plain.groups("cp")
+        assert plain.groups(alone) == tuple((rank,) for rank in range(8))
+
+
 def test_experts_have_a_grid_of_their_own() -> None:
     layout = ParallelLayout(tp=2, cp=2, dp=2, pp=2, ep=4, etp=1)
     assert layout.groups("ep") == ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15))
@@ -79,6 +89,7 @@ def test_groups_are_what_their_axes_say(order: str) -> None:
     "layout",
     [
         ParallelLayout(tp=2, cp=2, dp=3, pp=2),
+        ParallelLayout(tp=2, cp=6, cp_heads=3, dp=2),
         ParallelLayout(tp=2, cp=2, dp=3, pp=2, order="tp-cp-ep-pp-dp"),
         ParallelLayout(tp=2, cp=2, dp=2, pp=3, ep=4, etp=1, placement=(1, 0, 2, 1)),
         ParallelLayout(tp=2, pp=2, dp=2, placement=(0, 1, 1, 0)),

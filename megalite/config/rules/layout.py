@@ -5,7 +5,16 @@ import math
 from megalite.config.byte_size import parse_byte_size
 from megalite.config.describe import settings
 from megalite.config.errors import ConfigError, Findings
-from megalite.config.rules.rule import Check, Settings, divisors, rules, say, shares_of_heads, whole_shares
+from megalite.config.rules.rule import (
+    Check,
+    Settings,
+    divisor_list,
+    divisors,
+    rules,
+    say,
+    shares_of_heads,
+    whole_shares,
+)
 from megalite.config.run import stage_layers
 
 
@@ -85,7 +94,23 @@ LAYOUT: tuple[Check, ...] = (
             "{distributed_backend} cannot run on {device}; use gloo or auto": (
                 lambda c: c.device == "cpu" and c.distributed_backend == "nccl"
             ),
-            "{!cp_comm_type} has no effect with {cp}; use cp 2 or more, or remove it": lambda c: c.cp == 1,
+            "{!cp_comm_type|hierarchical_context_parallel_sizes} has no effect with {cp}; use cp 2 or more, or remove it": (
+                lambda c: c.cp == 1
+            ),
+            "{?context_parallel_load_balancer} has no effect with {cp}; use cp 2 or more, or headtail": lambda c: (
+                c.cp == 1
+            ),
+            "{?context_parallel_load_balancer} has no effect with {cp_comm_type}, which gives each rank all queries of some heads; "
+            "use cp_comm_type allgather, or headtail": lambda c: c.cp > 1 and c.cp_heads == c.cp,
+            "{?context_parallel_load_balancer} has no effect without documents that hide one another, where headtail is even; "
+            "use --reset-attention-mask, --packing best-fit or headtail": (
+                lambda c: not (c.packs_documents or c.reset_attention_mask)
+            ),
+            "{?context_parallel_load_balancer} has no effect with {attention_dropout}, with which hidden pairs are computed too; "
+            "use attention_dropout 0 or headtail": lambda c: c.attention_dropout > 0.0,
+            "{!hierarchical_context_parallel_sizes} has no effect with {cp_comm_type}; use --cp-comm-type a2a+p2p or remove it": (
+                lambda c: c.cp > 1 and c.cp_comm_type != "a2a+p2p"
+            ),
         }
     ),
     _late_trace,
@@ -267,14 +292,30 @@ def _sequence(c: Settings) -> Findings:
 
 
 def _exchanged_heads(c: Settings) -> Findings:
-    if c.cp == 1 or c.cp_comm_type != "a2a":
+    if c.cp == 1 or c.cp_comm_type not in ("a2a", "a2a+p2p"):
         return
-    heads, groups = c.num_attention_heads // c.tp, max(1, c.query_groups // c.tp)
-    if heads % c.cp or not whole_shares(groups, c.cp):
+    hierarchical = c.cp_comm_type == "a2a+p2p"
+    sizes = c.hierarchical_context_parallel_sizes or []
+    if hierarchical and (len(sizes) != 2 or math.prod(sizes) != c.cp):
+        inner = next((d for d in divisor_list(c.cp) if d > 1 and c.num_attention_heads // c.tp % d == 0), 1)
+        given = f"is {' '.join(map(str, sizes))}, but takes" if sizes else "is missing: it has"
         yield say(
             c,
-            f"{{cp_comm_type}} deals out the {heads} query and {groups} key/value heads of a rank over cp: {{cp}} must "
-            f"divide the first and be a multiple or a divisor of the second; use cp {shares_of_heads(groups, heads)}, or --cp-comm-type p2p",
+            f"hierarchical_context_parallel_sizes {given} two numbers with the product {{cp}}, of ranks that exchange heads "
+            f"and of groups in the ring of {{cp_comm_type}}; use --hierarchical-context-parallel-sizes {inner} {c.cp // inner}",
+        )
+        return
+    heads, groups = c.num_attention_heads // c.tp, max(1, c.query_groups // c.tp)
+    if heads % c.cp_heads or not whole_shares(groups, c.cp_heads):
+        over, works = "cp: {cp}", f"cp {shares_of_heads(groups, heads)}"
+        if hierarchical:
+            over = "ranks: the first of {hierarchical_context_parallel_sizes}"
+            inner = max(d for d in divisor_list(math.gcd(c.cp, heads)) if whole_shares(groups, d))
+            works = f"--hierarchical-context-parallel-sizes {inner} {c.cp // inner}"
+        yield say(
+            c,
+            f"{{cp_comm_type}} deals out the {heads} query and {groups} key/value heads of a rank over {over} must "
+            f"divide the former and be a multiple or a divisor of the latter; use {works}, or --cp-comm-type p2p",
         )
 
 

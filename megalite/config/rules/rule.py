@@ -53,7 +53,15 @@ def see(config: RunConfig, explicit: frozenset[str] = frozenset(), wrong: Collec
 IDLE = frozenset(
     {
         *("sequence_parallel", "split", "tiktoken_pattern", "eval_iters", "data_cache_path"),
-        *("cp_comm_type", "tp_comm_overlap", "check_replicas_interval", "etp", "rotary_base", "rotary_percent"),
+        *(
+            "cp_comm_type",
+            "hierarchical_context_parallel_sizes",
+            "tp_comm_overlap",
+            "check_replicas_interval",
+            "etp",
+            "rotary_base",
+            "rotary_percent",
+        ),
         *("load_optimizer", "require_same_schedule", "attention_backend"),
         *("recompute_method", "recompute_num_layers", "recompute_modules", "mtp_loss_scaling_factor"),
         *(name for name in settings() if name.startswith("moe_")),

@@ -169,28 +169,33 @@ def _fused_core(price: Pricing) -> Piece:
 
 
 def _with_context(price: Pricing, core: Piece) -> Piece:
-    """A ring hides behind the core as far as it goes; an exchange of heads does not."""
+    """A ring hides behind the core as far as it goes; an exchange of heads does not, nor does a gathering."""
     work = price.work
-    groups = np.maximum(work.groups / work.tp, np.maximum(1.0, (1.0 - work.ring) * work.cp))
+    heads = np.minimum(work.heads_limit, work.cp)
+    count = work.cp / heads  # ranks that keys and values come from
+    groups = np.maximum(work.groups / work.tp, heads)
     keys_and_values = 2.0 * work.tokens * groups * work.head_size * work.element
     queries = work.tokens * work.heads / work.tp * work.head_size * work.element
 
     def sent(volume: Number) -> Number:
-        return collective_seconds("send", volume, work.cp, work.tp, price.cluster) * (work.cp - 1.0)
+        return collective_seconds("send", volume, count, work.tp * heads, price.cluster) * (count - 1.0)
+
+    def gathered(volume: Number) -> Number:
+        return work.gathers_keys * collective_seconds(
+            "all-gather", volume * count, count, work.tp * heads, price.cluster
+        )
 
     def exchanged(volume: Number) -> Number:
-        return collective_seconds("all-to-all", volume, work.cp, work.tp, price.cluster)
+        return collective_seconds("all-to-all", volume, heads, work.tp, price.cluster)
 
     narrower = work.value_size / work.head_size
     there_and_back = exchanged(queries + keys_and_values * (1.0 + narrower) / 2.0) + exchanged(queries * narrower)
     exact = max(4.0, work.element) / work.element
-    forward = np.maximum(sent(keys_and_values) - core.forward.gemm, 0.0)
+    rings = 1.0 - work.gathers_keys
+    forward = rings * np.maximum(sent(keys_and_values) - core.forward.gemm, 0.0) + gathered(keys_and_values)
     backward = np.maximum(sent(keys_and_values) + sent(exact * keys_and_values) - core.input_gradient.gemm, 0.0)
-    return core + Piece(
-        Parts(context=work.ring * forward + (1.0 - work.ring) * there_and_back),
-        Parts(context=work.ring * backward + (1.0 - work.ring) * there_and_back),
-        Parts(),
-    )
+    backward = rings * backward + gathered(keys_and_values) + gathered(exact * keys_and_values)
+    return core + Piece(Parts(context=forward + there_and_back), Parts(context=backward + there_and_back), Parts())
 
 
 def attention_projections(price: Pricing) -> Piece:

@@ -63,7 +63,10 @@ class Workload:
     pp: Number
     order_dp_first: Number  # dp varies faster over ranks than pp (1), or slower (0)
     sequence_parallel: Number
-    ring: Number  # context parallelism sends keys and values round (1) or exchanges heads (0)
+    heads_limit: (
+        Number  # context-parallel ranks that may exchange heads with one another; of the others come keys and values
+    )
+    gathers_keys: Number  # these come by an all-gather (1), or round a ring (0)
     recompute_full: Number
     recompute_core: Number  # selective recompute of the attention core; the others likewise
     recompute_up: Number
@@ -131,7 +134,8 @@ def workload_of(config: RunConfig) -> Workload:
         "pp": p.pp,
         "order_dp_first": p.rank_order == "tp-cp-ep-dp-pp",
         "sequence_parallel": p.sequence_parallel,
-        "ring": p.cp_comm_type == "p2p",
+        "heads_limit": math.inf if p.cp_comm_type == "a2a" else p.cp_heads,
+        "gathers_keys": p.cp_comm_type == "allgather",
         "recompute_full": training.recompute_granularity == "full",
         "recompute_core": "core_attn" in modules,
         "recompute_up": "mla_up_proj" in modules,

@@ -110,7 +110,8 @@ class Sizer:
     def _activations(self, shares: Shares, pp: int, found: Floats) -> None:
         """Of one sequence on a rank; a microbatch has several, and cp cuts each."""
         p, model = self.config.parallel, self.config.model
-        whole = model.attention_dropout and p.cp_comm_type == "p2p"  # keys of all ranks are kept
+        # Keys of all ranks are kept, or those of a head that several ranks share.
+        whole = model.attention_dropout or p.cp_comm_type not in ("p2p", "allgather")
         cut = shares.cp if whole else np.minimum(shares.cp, 2)
         exchange = shares.ep * (shares.tp if p.etp is None else p.etp) > 1
         keys = np.stack((shares.tp, cut, exchange, shares.recompute, shares.sequence_parallel), axis=1)

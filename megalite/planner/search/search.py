@@ -31,6 +31,7 @@ from megalite.planner.search.features import Counter
 from megalite.planner.search.memory import Sizer, fullest
 from megalite.planner.search.space import (
     CHOICES,
+    CONTEXT,
     Layout,
     Pipeline,
     Request,
@@ -252,7 +253,7 @@ def config_of(request: Request, chosen: Mapping[str, Any]) -> RunConfig:
     """The validated config of some settings over the request's, as a file with them would be read."""
     base = dict(chosen)
     if base["cp"] == 1:
-        base["cp_comm_type"] = settings()["cp_comm_type"].default
+        base |= {name: settings()[name].default for name in CONTEXT}
     if base["recompute_granularity"] != "selective":
         base["recompute_modules"] = settings()["recompute_modules"].default
     config = with_settings(request.config, **base)

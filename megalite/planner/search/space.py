@@ -43,6 +43,8 @@ CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     }
 )
 SEARCHED = (*SIZES, *CHOICES)  # settings that the search decides, unless they are fixed
+CONTEXT = ("cp_comm_type", "hierarchical_context_parallel_sizes", "context_parallel_load_balancer")
+"""Settings that are as given with a cp above 1."""
 _SHORT = {
     "schedule": "pipeline_schedule",
     "recompute": "recompute_granularity",
@@ -153,8 +155,8 @@ def _without_layout(config: RunConfig) -> RunConfig:
     searched = {name: default[name].default for name in (*SEARCHED, "shard_gradients", "dp")}
     cut = {"pipeline_layers": p.pipeline_layers, "pipeline_layout": p.pipeline_layout}
     bare = with_settings(config, **searched, **dict.fromkeys(cut))
-    alone = validate(with_settings(bare, cp_comm_type="p2p"), 1)
-    return with_settings(alone, dp=None, etp=p.etp, cp_comm_type=p.cp_comm_type, **cut)
+    alone = validate(with_settings(bare, **{name: default[name].default for name in CONTEXT}), 1)
+    return with_settings(alone, dp=None, etp=p.etp, **{name: getattr(p, name) for name in CONTEXT}, **cut)
 
 
 def _is_possible(config: RunConfig, strategy: str) -> bool:
@@ -344,9 +346,13 @@ def _shares(request: Request, pp: int) -> Shares:
     if len(batch_sizes(config)) > 1:  # every batch of a ramp-up or schedule is whole microbatches
         for size in batch_sizes(config):
             legal &= size % np.maximum(dp * micro_batch, 1) == 0
-    if config.parallel.cp_comm_type == "a2a":
-        groups = np.maximum(model.query_groups // tp, 1)
-        legal &= (model.num_attention_heads // tp % cp == 0) & ((groups % cp == 0) | (cp % groups == 0))
+    sizes = config.parallel.hierarchical_context_parallel_sizes
+    if config.parallel.cp_comm_type in ("a2a", "a2a+p2p"):
+        groups, heads = np.maximum(model.query_groups // tp, 1), cp
+        if config.parallel.cp_comm_type == "a2a+p2p" and sizes:
+            heads = np.where(cp == 1, 1, sizes[0])
+            legal &= (cp == 1) | (cp == math.prod(sizes))
+        legal &= (model.num_attention_heads // tp % heads == 0) & ((groups % heads == 0) | (heads % groups == 0))
     replicas = dp * cp
     if model.num_experts is not None:
         grid_fits, expert_replicas = _experts_fit(config, pp, tp, cp, ep, dp)

@@ -22,6 +22,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "fully-sharded": {"dp_strategy": "fully-sharded"},
 }
 
+HIERARCHICAL = f"{TINY} --num-query-groups 2 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"
+
 
 def legal(request: Request, chosen: dict[str, Any], microbatches: int) -> bool:
     """A config with these settings would be trained."""
@@ -86,6 +88,7 @@ def brute_force(request: Request, eps: tuple[int, ...], schedules: tuple[str, ..
             (1,),
             ("1f1b", "gpipe", "zb-h1", "zb-h2", "interleaved"),
         ),
+        (f"{HIERARCHICAL} --fix recompute=none --fix schedule=1f1b", (1,), ("1f1b",)),
         (f"{EXPERTS} --fix recompute=full --fix schedule=1f1b,interleaved", (1, 2, 3, 4), ("1f1b", "interleaved")),
     ],
 )
@@ -103,6 +106,7 @@ def test_nothing_legal_is_lost(flags: str, eps: tuple[int, ...], schedules: tupl
         ("--preset gpt3-175b --cluster dgx-a100 --gpus 512 --global-batch-size 1536", 150),
         ("--preset mixtral-8x7b --cluster dgx-h100 --gpus 64 --global-batch-size 96 --etp 1", 80),
         ("--preset llama3-8b --cluster dgx-h100 --gpus 48 --global-batch-size 96 --cp-comm-type a2a", 80),
+        (f"{TINY} --gpus 8 --fix cp=4,1 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", 80),
         (f"{EXPERTS} --gpus 8 --rank-order tp-cp-ep-pp-dp --rampup-batch-size 4 4 100", 80),
         (f"{TINY.replace('length 64', 'length 36')} --gpus 8 --fix tp=4 --fix cp=2 --fix pp=1", 60),
         (f"{TINY} --gpus 4 --optimizer lamb --recompute-modules core_attn mlp", 80),
