@@ -135,7 +135,7 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         "loss_scale_window": SAME,
         "hysteresis": SAME,
         "recompute_granularity": "none, selective, full; `--recompute-activations` is selective in both",
-        "recompute_modules": "core_attn, mla_up_proj, mlp_act (`moe_act` is taken too), layernorm, mlp, moe",
+        "recompute_modules": "core_attn, mla_up_proj, mlp_act (`moe_act` is taken too), layernorm, mlp, shared_experts, moe",
         "recompute_method": "theirs must be given with full",
         "recompute_num_layers": SAME,
         "eval_interval": "no evaluation unless given; theirs is 1000",

@@ -68,7 +68,7 @@ class TrainingConfig:
     recompute_granularity: str = option("none", choices=("none", "selective", "full"), basic=True)
     """Activations recomputed in the backward: none, those of recompute_modules (selective), or whole layers (full)."""
     recompute_modules: list[str] = option(["core_attn"])
-    """What selective recompute runs again: core_attn, mla_up_proj, mlp_act, layernorm, mlp, moe."""
+    """What selective recompute runs again: core_attn, mla_up_proj, mlp_act, layernorm, mlp, shared_experts, moe."""
     recompute_method: str = option("uniform", choices=("uniform", "block"))
     """Full recompute: every recompute_num_layers layers are one unit (uniform), or only that many layers of each stage
     are recomputed, one by one (block)."""

@@ -18,7 +18,15 @@ class Recompute:
     which only the input is kept, or `block`, the first `num_layers` layers of each stage one by one.
     """
 
-    MODULES: ClassVar[tuple[str, ...]] = ("core_attn", "mla_up_proj", "mlp_act", "layernorm", "mlp", "moe")
+    MODULES: ClassVar[tuple[str, ...]] = (
+        "core_attn",
+        "mla_up_proj",
+        "mlp_act",
+        "layernorm",
+        "mlp",
+        "shared_experts",
+        "moe",
+    )
 
     granularity: str = "none"
     modules: frozenset[str] = frozenset({"core_attn"})

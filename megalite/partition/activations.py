@@ -134,11 +134,11 @@ def _feed_forward(config: RunConfig, layer_index: int) -> Iterator[_Kept]:
         yield _Kept(model.hidden_size / whole)
 
 
-def _inner(config: RunConfig, width: float, module: str) -> Iterator[_Kept]:
-    """Input and output of a nonlinearity of `width` local elements a token."""
+def _inner(config: RunConfig, width: float, *modules: str) -> Iterator[_Kept]:
+    """Input and output of a nonlinearity of `width` local elements a token, which recompute of any of `modules` frees."""
     e = ELEMENT_BYTES[config.training.precision]
-    yield _Kept((2 if config.model.is_gated else 1) * e * width, frozenset({module}))
-    yield _Kept(e * width, frozenset({module, "mlp_act"}))
+    yield _Kept((2 if config.model.is_gated else 1) * e * width, frozenset(modules))
+    yield _Kept(e * width, frozenset({*modules, "mlp_act"}))
 
 
 def _experts(config: RunConfig) -> Iterator[_Kept]:
@@ -161,7 +161,7 @@ def _experts(config: RunConfig) -> Iterator[_Kept]:
     yield from _inner(config, model.expert_ffn_size * rows, "moe")
     yield _Kept(e * model.hidden_size * rows, moe)  # their outputs, for the gradient of the router's weights
     if model.moe_shared_expert_intermediate_size is not None:
-        yield from _inner(config, model.moe_shared_expert_intermediate_size / p.tp, "moe")
+        yield from _inner(config, model.moe_shared_expert_intermediate_size / p.tp, "moe", "shared_experts")
         if model.moe_shared_expert_gate:
             yield _Kept(e * (model.hidden_size + 1) / whole, moe)
 

@@ -288,7 +288,7 @@ class _Microbatch:
         if not model.is_moe_layer(layer):
             return dense
         shared = dense if model.moe_shared_expert_intermediate_size else []
-        return [*self._routing(), *self._expert_rows(), *self._exchange, *shared]
+        return [*self._routing(), *shared, *self._expert_rows(), *self._exchange]
 
     def _feed_forward_backward(self, layer: int) -> Iterator[Volume]:
         model = self._config.model
@@ -340,6 +340,8 @@ class _Microbatch:
                     yield next(self._attention_core(backward=False))
                 if "core_attn" in training.recompute_modules:
                     yield from (each for each in self._attention_core(backward=False) if each[0] == "cp-keys")
+                if moe and "shared_experts" in training.recompute_modules:
+                    yield from _without_exit([*self._enter, *self._leave])
                 if ("moe" if moe else "mlp") in training.recompute_modules:
                     yield from _without_exit(self._feed_forward(index))
 

@@ -87,6 +87,8 @@ _TABLE = """
 1 --recompute-activations --recompute-modules mlp mlp_act => recompute_modules mlp_act has no effect with mlp
 1 --recompute-activations --recompute-modules moe => recompute_modules moe … experts … --num-experts 8
 1 --recompute-activations --recompute-modules mlp --num-experts 4 => recompute_modules mlp … num_experts 4 … moe
+1 --recompute-activations --recompute-modules shared_experts --num-experts 4
+    => recompute_modules shared_experts has no effect with a model without one
 1 --recompute-activations --recompute-modules moe mlp_act --num-experts 4 => recompute_modules mlp_act … moe
 1 --recompute-activations --recompute-modules moe mlp mlp_act --num-experts 4 --moe-first-dense-layers 1
     => recompute_modules mlp_act … mlp and moe

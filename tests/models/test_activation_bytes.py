@@ -217,6 +217,7 @@ def test_a_layer_keeps_what_the_formula_says(settings: dict[str, Any], formula: 
         {**MOE, **selective("moe")},
         {**MOE, **selective("mlp_act", "layernorm"), "moe_shared_expert_intermediate_size": 512},
         {**MOE, **TP2, **SP, "moe_shared_expert_intermediate_size": 512},
+        {**MOE, **TP2, **selective("shared_experts"), "moe_shared_expert_intermediate_size": 512},
     ],
     ids=str,
 )

@@ -173,7 +173,7 @@ def test_ranks_whose_experts_get_no_rows(axes: dict[str, int]) -> None:
     check([rank[0] for rank in run_ranks(4, on_rank, axes, options, [0])], 0, True)
 
 
-@pytest.mark.parametrize("recompute", ["moe", "mlp_act"])
+@pytest.mark.parametrize("recompute", ["moe", "mlp_act", "shared_experts"])
 def test_recompute_across_ranks(recompute: str) -> None:
     for axes in ({"tp": 2, "dp": 2, "ep": 2}, {"cp": 2, "dp": 2, "ep": 4}):
         options = {"sequence_parallel": False, "lonely": False, "recompute": recompute}
@@ -217,6 +217,6 @@ def events_of_a_layer(context: RankContext) -> list[str]:
     x, positions = draw(1, S, 2, H).requires_grad_(), torch.arange(S)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Group, "all_to_all_async", noted)
-        context_of = ForwardContext(seq_length=S, positions=positions, position_ids=positions)
+        context_of = ForwardContext(seq_length=S, spans=(), positions=positions, position_ids=positions)
         layer(x, context_of).sum().backward()
     return events

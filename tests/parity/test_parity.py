@@ -24,6 +24,8 @@ TWO: Settings = {"num_layers": 2}
 FEW: Settings = {**TWO, "micro_batch_size": 2, "global_batch_size": 4}
 """Of what takes longest: each layer of each of the two microbatches has collectives of eight ranks."""
 
+SHARED: Settings = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "shared_experts"]}
+
 SIX: Settings = {"global_batch_size": 6}
 
 ODD: dict[str, Settings] = {
@@ -94,7 +96,7 @@ ODD: dict[str, Settings] = {
     "cp8": {**FAMILIES["llama"], "cp": 8, **FEW},
     "cp8-a2a": {**FAMILIES["gpt"], "cp": 8, "cp_comm_type": "a2a", **FEW},
     "cp3": {**FAMILIES["llama"], "cp": 3, "seq_length": 18, **TWO},
-    "ep8": {**FAMILIES["deepseek"], "dp": 8, "ep": 8, "dp_strategy": "distributed-optimizer", **TWO},
+    "ep8": {**FAMILIES["deepseek"], "dp": 8, "ep": 8, "dp_strategy": "distributed-optimizer", **TWO, **SHARED},
     "dp8": {**FAMILIES["llama"], "dp": 8, "dp_strategy": "distributed-optimizer", **TWO},
     "zero3-dp8": {**FAMILIES["gemma"], "dp": 8, "dp_strategy": "fully-sharded", "num_layers": 3},
     "zero3-tp2-cp2": {

@@ -145,6 +145,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2 with attention dropout": {"cp": 2, "attention_dropout": 0.1},
     "ep2": {"dp": 2, "ep": 2, **MOE},
     "ep2 etp1 tp2 sp cp2": {"dp": 1, "tp": 2, "cp": 2, "ep": 2, "etp": 1, **SP, **MOE, **Z1},
+    "ep2 tp2, the shared expert recomputed": {
+        "dp": 2,
+        "tp": 2,
+        "ep": 2,
+        "etp": 1,
+        **MOE,
+        "moe_shared_expert_intermediate_size": 16,
+        "recompute_granularity": "selective",
+        "recompute_modules": ["shared_experts"],
+    },
     "etp2 tp2, experts recomputed, shared, capacity": {
         "dp": 2,
         "tp": 2,

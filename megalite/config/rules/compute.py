@@ -11,7 +11,7 @@ from megalite.config.model import LATENT_SIZES, LAYER_LISTS
 from megalite.config.rules.rule import Check, Settings, divisors, rules, say
 from megalite.config.run import attention_in_tiles, stage_layers
 
-MODULES = ("core_attn", "mla_up_proj", "mlp_act", "layernorm", "mlp", "moe")
+MODULES = ("core_attn", "mla_up_proj", "mlp_act", "layernorm", "mlp", "shared_experts", "moe")
 """What selective recompute can run again."""
 SCALINGS = {
     ("llama3",): ("rope_low_freq_factor", "rope_high_freq_factor"),
@@ -226,6 +226,9 @@ def _covered_modules(c: Settings) -> Findings:
         yield say(
             c, "recompute_modules mlp has no effect with {num_experts}: no layer has a dense MLP; use moe or remove it"
         )
+    if "shared_experts" in modules and (c.moe_shared_expert_intermediate_size is None or "moe" in modules):
+        reason = "moe, where they are recomputed too" if "moe" in modules else "a model without one"
+        yield f"recompute_modules shared_experts has no effect with {reason}; remove it"
     if "mlp_act" in modules and around <= set(modules):
         within = " and ".join(sorted(around))
         yield f"recompute_modules mlp_act has no effect with {within}, where it is recomputed too; remove one of them"

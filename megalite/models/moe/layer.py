@@ -163,9 +163,11 @@ class MoELayer(torch.nn.Module):
         self.router = Router(f"{name}.router", config, factory=factory)
         inner = None if self.recompute else recompute
         self.experts = Experts(f"{name}.experts", config, factory=factory, recompute=inner)
+        self.recompute_shared = recompute.selects("shared_experts")
         self.shared: MLP | None = None
         width = config.moe_shared_expert_intermediate_size
         if width is not None:
+            inner = None if self.recompute_shared else inner
             self.shared = MLP(f"{name}.shared", config, factory=factory, recompute=inner, ffn_size=width)
         self.gate = (
             SharedGate(f"{name}.shared_gate", config, factory=factory) if config.moe_shared_expert_gate else None
@@ -183,7 +185,7 @@ class MoELayer(torch.nn.Module):
         return self._forward(x, context)
 
     def _forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        shared = None if self.shared is None else _SharedPass(x, self.shared, self.gate)
+        shared = None if self.shared is None else _SharedPass(x, self.shared, self.gate, again=self.recompute_shared)
         if context.generating:
             # Every rank takes all tokens through its part of each expert: of a next token there is nothing to split.
             assert self.ep.size == 1 and self.expert_tp.size == self.tp.size and not self.sequence_parallel
@@ -217,18 +219,20 @@ class MoELayer(torch.nn.Module):
 
 
 class _SharedPass:
-    """The shared expert on x, one half of it under each of the two exchanges of rows."""
+    """The shared expert on x, one half of it under each of the two exchanges of rows; where it runs `again` in the
+    backward, all of it under the second."""
 
-    def __init__(self, x: Tensor, mlp: MLP, gate: SharedGate | None) -> None:
+    def __init__(self, x: Tensor, mlp: MLP, gate: SharedGate | None, *, again: bool) -> None:
         self._x, self._mlp, self._gate = x, mlp, gate
-        self._inner: tuple[Tensor, ...] = ()
+        self._again = again and torch.is_grad_enabled()
+        self._inner: tuple[Tensor, ...] | None = None
         self._output: Tensor | None = None
 
     def advance(self) -> None:
-        if not self._inner:
-            self._inner = self._mlp.first_half(self._x)
+        if self._inner is None:
+            self._inner = () if self._again else self._mlp.first_half(self._x)
             return
-        y = self._mlp.second_half(self._inner)
+        y = recomputed(self._mlp, self._x) if self._again else self._mlp.second_half(self._inner)
         self._output = y if self._gate is None else y * self._gate(self._x)
 
     def output(self) -> Tensor:

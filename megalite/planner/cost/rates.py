@@ -74,6 +74,7 @@ class Workload:
     recompute_norm: Number
     recompute_mlp: Number
     recompute_moe: Number
+    recompute_shared: Number
 
     @property
     def tokens(self) -> Number:
@@ -143,6 +144,7 @@ def workload_of(config: RunConfig) -> Workload:
         "recompute_norm": "layernorm" in modules,
         "recompute_mlp": "mlp" in modules,
         "recompute_moe": "moe" in modules,
+        "recompute_shared": "shared_experts" in modules,
     }
     return Workload(precision=training.precision, **{name: float(number) for name, number in numbers.items()})
 

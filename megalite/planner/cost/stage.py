@@ -75,13 +75,15 @@ def layer_parts(price: operations.Pricing, *, moe: bool = False) -> tuple[operat
         products, nonlinearity, exchange = operations.experts(price)
         total = total + products + nonlinearity + exchange
         feed_forward = products.forward + nonlinearity.forward + exchange.forward
+        shared = Parts()
         if np.any(np.asarray(work.shared_ffn) > 0):
             products, nonlinearity = operations.dense_mlp(price, work.shared_ffn)
             communication = price.block_communication(products.weight_gradient)
             communication = communication + operations.under_shared_expert(price, exchange, products)
             total = total + products + nonlinearity + communication
-            feed_forward = feed_forward + products.forward + nonlinearity.forward + communication.forward
-        again, whole = feed_forward * work.recompute_moe, total.forward
+            shared = products.forward + nonlinearity.forward + communication.forward
+        again = (feed_forward + shared) * work.recompute_moe + shared * work.recompute_shared
+        whole = total.forward
     else:
         products, nonlinearity = operations.dense_mlp(price, work.ffn)
         total = total + products + nonlinearity + price.block_communication(products.weight_gradient)

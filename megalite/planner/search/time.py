@@ -141,6 +141,7 @@ class Clock:
             recompute_full=(recompute == RECOMPUTE.index("full")).astype(float),
             recompute_core=of("core_attn"),
             recompute_up=of("mla_up_proj"),
+            recompute_shared=of("shared_experts"),
             recompute_activation=of("mlp_act"),
             recompute_norm=of("layernorm"),
             recompute_mlp=of("mlp"),
