@@ -106,7 +106,6 @@ class Command:
     summary: str = ""  # in the list of the commands
     about: str = ""
     flags: Sequence[Flag] = ()
-    run: str = ""  # `module:function`, imported when the words have been read; gets what they say
     examples: Sequence[str] = ()
     notes: str = ""
     commands: "Mapping[str, Command]" = field(default_factory=dict)  # that it is divided into
@@ -120,15 +119,23 @@ class Command:
     """Flag of another program's command line -> what to do instead, and a pattern of the values that change nothing."""
     bare: int | None = None  # exit status without words: then the help is shown
     lasting: bool = False  # see `guarded`
+    run: str = (
+        ""  # `module:function`, which gets what the words say; default: `run` of the module of the command's name
+    )
 
     def __call__(self, argv: Sequence[str] | None = None) -> int:
         with guarded(self.name, argv, lasting=self.lasting) as end:
             end.status = self._answer(end.words)
         return end.status or 0
 
+    @property
+    def place(self) -> str:
+        """What does the work: imported when the words have been read."""
+        return self.run or f"megalite.cli.{re.sub('[- ]', '_', self.name.removeprefix('megalite '))}:run"
+
     def _answer(self, words: list[str]) -> int | None:
         if not self.reads:
-            return _imported(self.run)(words)
+            return _imported(self.place)(words)
         if self.commands and words and words[0] in self.commands:
             return self.commands[words[0]](words[1:])
         if {"--help", "-h"} & set(words) or (not words and self.bare is not None):
@@ -139,7 +146,7 @@ class Command:
             return 0
         if self.commands:
             return self._no_command(words)
-        return _imported(self.run)(self.parse(words))
+        return _imported(self.place)(self.parse(words))
 
     def _no_command(self, words: list[str]) -> int:
         if words[:1] == ["--version"]:

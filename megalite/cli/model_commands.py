@@ -93,7 +93,6 @@ PREPROCESS = Command(
         Flag("--restart", "drop what a stopped run has left, and replace finished files", bool),
         Flag("--dry-run", "show the inputs and the first document's tokens, write nothing", bool),
     ],
-    "megalite.cli.preprocess:run",
     ("megalite preprocess --input *.jsonl.zst --output-prefix corpus --tokenizer-model my.model --append-eod",),
     foreign=_FOREIGN,
 )
@@ -119,7 +118,6 @@ TRAIN_TOKENIZER = Command(
         _KEYS,
         Flag("--max-megabytes MB", "read at most this much text, evenly over the inputs (20)", float, default=20.0),
     ],
-    "megalite.cli.train_tokenizer:run",
     ("megalite train-tokenizer --input corpus/*.jsonl --output-prefix tokenizer --vocab-size 32000",),
     "Exit status: 0 written, 2 bad input or a disk that is full: nothing is written.",
 )
@@ -138,10 +136,10 @@ DATA_VERIFY = Command(
         Flag("--no-hash", "do not compare sha256 with the side file: faster", bool),
         _JSON,
     ],
-    "megalite.cli.data:verify_datasets",
     ("megalite data verify corpus_text_document --tokenizer-model tokenizer.model",),
     "Exit status: 0 all are sound, 1 one is damaged, 2 one could not be checked or its side file not be read. "
     + _STOPPED,
+    run="megalite.cli.data:verify_datasets",
 )
 
 DATA_INSPECT = Command(
@@ -155,9 +153,9 @@ DATA_INSPECT = Command(
         *_tokenizer("for NullTokenizer"),
         _JSON,
     ],
-    "megalite.cli.data:inspect_datasets",
     ("megalite data inspect corpus_text_document --documents 0:3",),
     "Exit status: 0 all were shown, 2 one could not be. " + _STOPPED,
+    run="megalite.cli.data:inspect_datasets",
 )
 
 DATA_MERGE = Command(
@@ -173,9 +171,9 @@ DATA_MERGE = Command(
             choices=("uint8", "int8", "int16", "int32", "int64", "uint16"),
         ),
     ],
-    "megalite.cli.data:merge_datasets",
     ("megalite data merge --input first second --output-prefix both",),
     _WRITTEN,
+    run="megalite.cli.data:merge_datasets",
 )
 
 DATA_SPLIT = Command(
@@ -191,11 +189,11 @@ DATA_SPLIT = Command(
         Flag("--documents A:B", "these documents; may be repeated", repeat=True),
         Flag("--split A,B,C", "train, valid and test, cut where a run's --split cuts"),
     ],
-    "megalite.cli.data:split_one",
     ("megalite data split --input both --output-prefix part --parts 4",),
     _WRITTEN,
     exclusive=(("--parts", "--documents", "--split"),),
     one_needed=True,
+    run="megalite.cli.data:split_one",
 )
 
 DATA_INDEX = Command(
@@ -205,7 +203,6 @@ DATA_INDEX = Command(
     "rank waits for them: documents and samples in the order of each epoch. Small ones are made by the run itself, in "
     "memory. The folder is --data-cache-path, or cache beside each token file.",
     [],
-    "megalite.cli.data_index:run",
     ("megalite data index --config run.yaml --world-size 64",),
     "Takes any flags of megalite train, --world-size N and --json.",
     settings=("--dry-run",),
@@ -267,7 +264,6 @@ GENERATE = Command(
         Flag("--add-bos", "begin as tokenizer.json says; default: of Hugging Face models alone", bool, negated=True),
         Flag("--output FILE", "write the texts as JSON lines, not to the terminal", Path),
     ],
-    "megalite.cli.generate:run",
     ("megalite generate --load runs/first/checkpoints --prompt 'Once upon a time'",),
 )
 
@@ -286,7 +282,6 @@ EVALUATE = Command(
         Flag("--batch-size N", "windows computed together (1)", positive, default=1),
         _JSON,
     ],
-    "megalite.cli.evaluate:run",
     ("megalite evaluate --load runs/first/checkpoints --input held-out.txt",),
 )
 
@@ -323,7 +318,6 @@ CONVERT = Command(
             negated=True,
         ),
     ],
-    "megalite.cli.convert:run",
     (
         "megalite convert models/llama checkpoints --to native",
         "megalite convert runs/first/checkpoints out --to huggingface --dtype bf16",
@@ -346,7 +340,6 @@ INSPECT = Command(
         _JSON,
         Flag("--no-verify", "look at file lengths alone, without reading the files", bool),
     ],
-    "megalite.cli.inspect:run",
     (
         "megalite inspect runs/first/checkpoints --tensors 'layers.0.*'",
         "megalite inspect --diff runs/first/checkpoints runs/second/checkpoints --step 100",

@@ -32,7 +32,6 @@ CONFIG = Command(
         Flag("--presets", "names of the presets", bool),
         Flag("--markdown", "docs/config.md", bool),
     ],
-    "megalite.cli.config:run",
     ("megalite config --show --preset gpt2-124m --tp 2 --world-size 8",),
     "--show and --explain check the config for --world-size N ranks (default tp·pp·cp·dp) and take --json.",
     exclusive=(("--show", "--explain", "--presets", "--markdown"),),
@@ -46,7 +45,6 @@ COMPLETION = Command(
     "shell completion of commands, flags and their values",
     "Print the completion script of a shell, for megalite and for pretrain_gpt.py where that is called by its name.",
     [Flag("shell SHELL", "bash, zsh or fish", choices=("bash", "zsh", "fish"))],
-    "megalite.cli.completion:run",
     ("megalite completion bash",),
     'eval "$(megalite completion bash)" goes into ~/.bashrc, with zsh into ~/.zshrc; megalite completion fish | source into '
     "~/.config/fish/config.fish.",
@@ -66,7 +64,6 @@ PORT = Command(
         Flag("--output FILE", "write the config there", Path),
         _JSON,
     ],
-    "megalite.cli.port:run",
     ("megalite port train_llama3_8b.sh --set 1=checkpoints --output run.yaml",),
     "Exit status: 0, or 2 if something in it cannot be had: all of it is named.",
 )
@@ -81,7 +78,6 @@ REHEARSE = Command(
         Flag("--all-kinds", "both corners of each pipeline place, and the proof", bool),
         Flag("--workers N", "processes; default: the usable cores", positive),
     ],
-    "megalite.cli.rehearse:run",
     ("megalite rehearse --preset gpt-1t --tp 8 --pp 64 --world-size 3072 --all-kinds",),
     "Takes any flags of megalite train, --world-size N, --rank N and --json. Exit status: 0, or 1 if ranks do not match.",
     settings=("--dry-run",),
@@ -120,7 +116,6 @@ SCHEDULE = Command(
         Flag("--html FILE", "write a report: one file, no network", Path),
         Flag("--trace FILE", "write a Chrome trace, for ui.perfetto.dev", Path),
     ],
-    "megalite.cli.schedule:run",
     (
         "megalite schedule --schedule zb-v --pp 4 --microbatches 8",
         "megalite schedule --compare 1f1b interleaved zb-h1 --pp 4 --microbatches 8",
@@ -150,7 +145,6 @@ PLAN = Command(
         Flag("--explain", "draw the step of the best layout", bool),
         _JSON,
     ],
-    "megalite.cli.plan:run",
     ("megalite plan --preset llama2-7b --cluster dgx-a100 --gpus 64 --global-batch-size 1024",),
     settings=(),
     bare=2,
@@ -176,7 +170,6 @@ PLAN_FIT = Command(
         Flag("--output FILE.yaml", "write the cluster there, and the stack beside it", Path),
         _JSON,
     ],
-    "megalite.cli.plan_fit:run",
     ("megalite plan-fit steps.csv --cluster dgx-h100 --leave-out hidden_size --output ours.yaml",),
 )
 
@@ -199,7 +192,6 @@ PLAN_CHAIN = Command(
         _JSON,
         Flag("--svg FILE", "write the timeline as a picture", Path),
     ],
-    "megalite.cli.plan_chain:run",
     ("megalite plan-chain vgg-19 --cluster 2x8 --global-batch-size 1024",),
 )
 
@@ -225,7 +217,6 @@ PROFILE = Command(
         ),
         Flag("--name NAME", "of the cluster; default: that of the file"),
     ],
-    "megalite.cli.profile:run",
     (
         "megalite profile --output my-cluster.yaml",
         "torchrun --nproc-per-node 4 -m megalite.cli.profile --output my-cluster.yaml",
@@ -250,7 +241,6 @@ SWEEP = Command(
         Flag("--report-only", "write table and report from the results there are", bool),
         Flag("--calibrate CLUSTER.yaml", "fit cluster and stack to what was measured, into new files", Path),
     ],
-    "megalite.cli.sweep:run",
     ("megalite sweep sweep.yaml --dry-run", "megalite sweep sweep.yaml --output runs/sweep"),
     idle={
         "--dry-run": "--timeout --limit --retry --report-only --calibrate",
@@ -276,7 +266,6 @@ PARITY = Command(
             not_negative,
         ),
     ],
-    "megalite.cli.parity:run",
     ("megalite parity --preset gpt2-124m --tp 2 --pp 2",),
     "Exit status: 0 the same, 1 different, 2 bad input.",
     settings=("--dry-run",),
@@ -296,7 +285,6 @@ DOCTOR = Command(
         Flag("--no-self-test", "look only: no products, no collectives", bool),
         Flag("--json", "print JSON: every finding with its data", bool),
     ],
-    "megalite.cli.doctor:run",
     (
         "megalite doctor --run-dir /scratch/runs",
         "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 -m megalite.cli.main doctor",
@@ -316,7 +304,6 @@ KERNELS = Command(
         IMPORT,
         _JSON,
     ],
-    "megalite.cli.kernels:run",
     ("megalite kernels --device cpu --json", "megalite kernels --kernels torch"),
 )
 
@@ -328,7 +315,6 @@ PLOT = Command(
         Flag("run_dir RUN_DIR", "folder of the run (--run-dir)", Path),
         Flag("--output FILE", "default RUN_DIR/loss.png; the ending gives the format", Path),
     ],
-    "megalite.cli.plot:run",
     ("megalite plot runs/first --output loss.svg",),
 )
 
@@ -343,6 +329,5 @@ RUNS = Command(
         Flag("--png FILE", "draw their curves (with matplotlib)", Path),
         Flag("--json", "print the list, with the curves, as JSON", bool),
     ],
-    "megalite.cli.runs:run",
     ("megalite runs runs", "megalite runs runs --html runs/compare.html"),
 )

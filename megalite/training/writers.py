@@ -2,7 +2,6 @@
 Weights & Biases."""
 
 import csv
-import importlib
 import importlib.util
 import io
 import itertools
@@ -187,7 +186,11 @@ class MLflow:
     variables. The config goes without credentials."""
 
     def __init__(self, config: RunConfig, *, step: int) -> None:
-        self._mlflow, folder, known = _service("mlflow", config)
+        try:
+            import mlflow
+        except ImportError:
+            raise _missing("mlflow") from None
+        self._mlflow, (folder, known) = mlflow, _known_run("mlflow", config)
         run = self._mlflow.start_run(run_id=known, run_name=None if folder is None else redact_text(folder.name))
         if known is None:
             values = (section.items() for section in redacted(sectioned(config)).values())
@@ -208,7 +211,11 @@ class Wandb:
     the command line, the console or git is sent, and the config goes without credentials."""
 
     def __init__(self, config: RunConfig, *, step: int) -> None:
-        wandb, folder, known = _service("wandb", config)
+        try:
+            import wandb
+        except ImportError:
+            raise _missing("wandb") from None
+        folder, known = _known_run("wandb", config)
         logging, run_id = config.logging, known or uuid.uuid4().hex[:12]
         self._run = wandb.init(
             project=logging.wandb_project,
@@ -232,20 +239,20 @@ class Wandb:
         self._run.finish()
 
 
-def _service(name: str, config: RunConfig) -> tuple[Any, Path | None, str | None]:
-    """The package, the folder of the run, and of a run that resumes its id there."""
-    try:
-        package = importlib.import_module(name)
-    except ImportError:
-        raise ConfigError(
-            f"metrics has {name} in it but the {name} package is not installed; pip install {name}, or leave {name} out"
-        ) from None
+def _missing(name: str) -> ConfigError:
+    return ConfigError(
+        f"metrics has {name} in it but the {name} package is not installed; pip install {name}, or leave {name} out"
+    )
+
+
+def _known_run(name: str, config: RunConfig) -> tuple[Path | None, str | None]:
+    """The folder of the run, and of a run that resumes its id there."""
     if config.logging.run_dir is None:
-        return package, None, None
+        return None, None
     folder = Path(config.logging.run_dir)
     kept = folder / f"{name}-run-id"
     known = kept.read_text().strip() if config.checkpoint.load is not None and kept.exists() else ""
-    return package, folder, known if known.isalnum() else None
+    return folder, known if known.isalnum() else None
 
 
 def _keep_id(name: str, folder: Path | None, run_id: str) -> None:

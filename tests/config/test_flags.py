@@ -23,11 +23,10 @@ def changed(flags: str) -> dict[str, object]:
     return {k: v for k, v in values_of(parse_arguments(flags.split()).config).items() if v != default[k]}
 
 
-@pytest.mark.parametrize("name", settings())
-def test_every_setting_by_every_spelling(name: str) -> None:
-    setting = settings()[name]
+def test_every_setting_by_every_spelling() -> None:
     with registered(DATASETS, EXAMPLES[str], lambda split, config, tokenizer: None):
-        every_spelling(setting, "json" if name == "imports" else EXAMPLES.get(setting.type, ""))
+        for name, setting in settings().items():
+            every_spelling(setting, "json" if name == "imports" else EXAMPLES.get(setting.type, ""))
 
 
 def every_spelling(setting: Setting, example: str) -> None:
@@ -40,10 +39,10 @@ def every_spelling(setting: Setting, example: str) -> None:
         word = others[0] if others else setting.default if setting.choices else example
         expected = word if setting.type is str else setting.type(word)
         invocation = parse_arguments([flag, word])
-        assert values_of(invocation.config)[name] == ([expected] if setting.is_list else expected)
+        assert values_of(invocation.config)[name] == ([expected] if setting.is_list else expected), name
         assert invocation.provenance[name] == f"flag {flag}"
         assert invocation.explicit == {name}
-        assert parse_arguments([f"{flag}={word}"]).config == invocation.config
+        assert parse_arguments([f"{flag}={word}"]).config == invocation.config, name
 
 
 @pytest.mark.parametrize(
@@ -139,10 +138,10 @@ def test_values(flags: str, expected: dict[str, object]) -> None:
     assert changed(flags) == expected
 
 
-@pytest.mark.parametrize("flag", SHORTHANDS)
-def test_shorthand(flag: str) -> None:
-    values = values_of(parse_arguments([flag]).config)
-    assert {name: values[name] for name in SHORTHANDS[flag]} == SHORTHANDS[flag]
+def test_shorthands() -> None:
+    for flag, sets in SHORTHANDS.items():
+        values = values_of(parse_arguments([flag]).config)
+        assert {name: values[name] for name in sets} == sets
 
 
 def test_none_unsets() -> None:

@@ -194,22 +194,21 @@ def test_every_number_is_bounded() -> None:
     assert unbounded == {"rampup_batch_size"}  # checked by its own rule
 
 
-@pytest.mark.timeout(20)
-@pytest.mark.parametrize(
-    "name", [name for name, setting in settings().items() if setting.bounds and not setting.is_list]
-)
-def test_no_rule_counts_for_ever(name: str) -> None:
+@pytest.mark.timeout(60)
+def test_no_rule_counts_for_ever() -> None:
     """The largest value that a setting may have is judged as quickly as any other, and one above it is refused."""
-    kind, bounds = settings()[name].type, settings()[name].bounds
-    assert bounds is not None
-    high = min(bounds.below, bounds.at_most)
-    largest = kind(high) - (kind is int and bounds.below <= bounds.at_most)
     lengths = "--train-samples 1000000000000 --rampup-batch-size 1 1 100000000000 --global-batch-size 64"
     config = parse_arguments(lengths.split()).config
-    problems = Problems()
-    validate(replace(config, **{name: largest}), 1, frozenset({name}), problems=problems)
-    with pytest.raises(ConfigError, match=f"{name} is {kind(high + 1):g}|{name} is \\d+; it must be"):
-        validate(replace(config, **{name: kind(high + 1)}), 1)
+    for name, setting in settings().items():
+        kind, bounds = setting.type, setting.bounds
+        if bounds is None or setting.is_list:
+            continue
+        high = min(bounds.below, bounds.at_most)
+        largest = kind(high) - (kind is int and bounds.below <= bounds.at_most)
+        problems = Problems()
+        validate(replace(config, **{name: largest}), 1, frozenset({name}), problems=problems)
+        with pytest.raises(ConfigError, match=f"{name} is {kind(high + 1):g}|{name} is \\d+; it must be"):
+            validate(replace(config, **{name: kind(high + 1)}), 1)
 
 
 @pytest.mark.parametrize(

@@ -92,54 +92,32 @@ def test_a_second_line_says_what_is_not_as_usual(monkeypatch: pytest.MonkeyPatch
     assert setup.lines[-1] == "  params norm 12.500  batch 8 -> 16"
 
 
-@pytest.mark.parametrize("seed", range(300))
-def test_a_line_of_a_long_run_is_at_most_120_columns_wide(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_of_a_long_run_is_at_most_120_columns_wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the nine columns of the time of day."""
-    draw = random.Random(seed)
-    lines: list[str] = []
-    total = int(10 ** draw.uniform(5, 7.1))
-    meter = SpeedMeter(tiny_config(1, seq_length=4096, peak_tflops=1e9), world_size=4096, device=torch.device("cuda"))
-    now = [0.0]
+    device, now = torch.device("cuda"), [0.0]
+    meter = SpeedMeter(tiny_config(1, seq_length=4096, peak_tflops=1e9), world_size=4096, device=device)
     monkeypatch.setattr(reporter_module.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(reporter_module, "peak_memory_bytes", lambda device: 0)
-    device = torch.device("cuda")
-    reporter = Reporter(log=lines.append, sinks=[], meter=meter, log_interval=1, total_steps=total, device=device)
-    step = draw.randint(total // 2, total)
-    now[0] += 10 ** draw.uniform(-3, 3)
-    values = {"loss": draw.uniform(0, 20), "grad_norm": 10 ** draw.uniform(-5, 5), "lr": 10 ** draw.uniform(-7, -1)}
-    result = StepResult(**values, loss_scale=1.0, skipped=False, auxiliary={}, phase="", wire_bytes=0.0)
-    samples = int(10 ** draw.uniform(8, 10))  # 4e11 to 4e13 tokens
-    reporter.step(result, after=Progress(step, samples), batch_size=int(10 ** draw.uniform(2, 4)))
-    (line,) = lines
-    assert len(line) <= 120 - len("14:05:09 "), line
-    assert (f"step {step:>{len(str(total))}}/" in line and "T tok " in line) or "B tok " in line
+    for seed in range(300):
+        draw, lines = random.Random(seed), list[str]()
+        total = int(10 ** draw.uniform(5, 7.1))
+        reporter = Reporter(log=lines.append, sinks=[], meter=meter, log_interval=1, total_steps=total, device=device)
+        step = draw.randint(total // 2, total)
+        now[0] += 10 ** draw.uniform(-3, 3)
+        values = {"loss": draw.uniform(0, 20), "grad_norm": 10 ** draw.uniform(-5, 5), "lr": 10 ** draw.uniform(-7, -1)}
+        result = StepResult(**values, loss_scale=1.0, skipped=False, auxiliary={}, phase="", wire_bytes=0.0)
+        samples = int(10 ** draw.uniform(8, 10))  # 4e11 to 4e13 tokens
+        reporter.step(result, after=Progress(step, samples), batch_size=int(10 ** draw.uniform(2, 4)))
+        (line,) = lines
+        assert len(line) <= 120 - len("14:05:09 "), line
+        assert (f"step {step:>{len(str(total))}}/" in line and "T tok " in line) or "B tok " in line
 
 
-@pytest.mark.parametrize(
-    "value, said",
-    [
-        *(
-            (0.0, "0"),
-            (0.0001234, "1.2e-4"),
-            (0.05, "5.0e-2"),
-            (0.3456, "0.346"),
-            (12.34, "12.3"),
-            (999.4, "999"),
-            (999.6, "1.00k"),
-        ),
-        *(
-            (64, "64"),
-            (0.72, "0.720"),
-            (100_000, "100k"),
-            (1_907_349, "1.91M"),
-            (1e12, "1.00T"),
-            (math.nan, "nan"),
-            (math.inf, "inf"),
-        ),
-    ],
-)
-def test_numbers_in_few_columns(value: float, said: str) -> None:
-    assert short(value) == said
+def test_numbers_in_few_columns() -> None:
+    said = {0.0: "0", 0.0001234: "1.2e-4", 0.05: "5.0e-2", 0.3456: "0.346", 0.72: "0.720", 12.34: "12.3", 64: "64"}
+    said |= {999.4: "999", 999.6: "1.00k", 100_000: "100k", 1_907_349: "1.91M", 1e12: "1.00T", math.inf: "inf"}
+    assert {value: short(value) for value in said} == said
+    assert short(math.nan) == "nan"
 
 
 def test_time_left() -> None:

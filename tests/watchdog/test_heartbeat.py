@@ -181,23 +181,17 @@ def count_operations(context: RankContext, folder: str) -> list[tuple[str, int]]
         assert (lane.begun, lane.waiting) == (len(seen) + 1, 0)
         seen.append(lane.recent[-1][:2])
 
-    world.all_reduce(whole)
-    note()
-    world.all_gather(whole, half)
-    note()
-    world.reduce_scatter(half, whole)
-    note()
-    world.all_to_all_equal(torch.empty(8), whole)
-    note()
-    world.broadcast(whole)
-    note()
-    world.rotate_async(whole)[1].wait()
-    note()
-    if context.rank == 0:
-        world.send_async(whole, to=1).wait()
-    else:
-        world.receive_async(whole, source=0).wait()
-    note()
+    for operation in (
+        lambda: world.all_reduce(whole),
+        lambda: world.all_gather(whole, half),
+        lambda: world.reduce_scatter(half, whole),
+        lambda: world.all_to_all_equal(torch.empty(8), whole),
+        lambda: world.broadcast(whole),
+        lambda: world.rotate_async(whole)[1].wait(),
+        lambda: (world.receive_async(whole, source=0) if context.rank else world.send_async(whole, to=1)).wait(),
+    ):
+        operation()
+        note()
     return seen
 
 
