@@ -50,6 +50,7 @@ class RankContext:
         """The topology of a validated config over the first ranks of the pool."""
         p, placement = config.parallel, placement_of(config)
         axes = {"tp": p.tp, "pp": p.pp, "cp": p.cp, "dp": p.dp, "ep": p.ep, "etp": p.expert_tp}
+        axes["instances"] = p.instances
         return self.topology(**axes, order=p.rank_order, placement=placement, sanitized=p.sanitize_communication)
 
 

@@ -93,7 +93,15 @@ def layout_of(config: RunConfig) -> ParallelLayout:
     assert p.dp is not None, "validate() resolves dp"
     placement = placement_of(config)
     return ParallelLayout(
-        tp=p.tp, pp=p.pp, cp=p.cp, dp=p.dp, ep=p.ep, etp=p.etp, order=p.rank_order, placement=placement
+        tp=p.tp,
+        pp=p.pp,
+        cp=p.cp,
+        dp=p.dp,
+        ep=p.ep,
+        etp=p.etp,
+        instances=p.instances,
+        order=p.rank_order,
+        placement=placement,
     )
 
 

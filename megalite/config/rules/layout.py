@@ -5,7 +5,16 @@ import math
 from megalite.config.byte_size import parse_byte_size
 from megalite.config.describe import settings
 from megalite.config.errors import ConfigError, Findings
-from megalite.config.rules.rule import Check, Settings, divisors, rules, say, shares_of_heads, whole_shares
+from megalite.config.rules.rule import (
+    Check,
+    Settings,
+    divisor_list,
+    divisors,
+    rules,
+    say,
+    shares_of_heads,
+    whole_shares,
+)
 from megalite.config.run import stage_layers
 
 
@@ -41,6 +50,21 @@ def _late_trace(c: Settings) -> Findings:
     if c.trace and late:
         yield say(
             c, f"{{trace_steps}} has {late[0]} in it, but {{train_iters}} is the last; use steps up to {{=train_iters}}"
+        )
+
+
+def _instances(c: Settings) -> Findings:
+    if c.instances == 1 or c.dp is None:
+        return
+    ranks, stage = c.dp * c.cp, _ranks(c)
+    of_experts = stage // (c.expert_tp * c.ep) if c.num_experts is not None else ranks
+    if ranks % c.dp_instances or of_experts % c.dp_instances or c.dp_instances == ranks:
+        fits = ", ".join(str(n) for n in divisor_list(math.gcd(ranks, max(of_experts, 1))) if n < ranks) or "1"
+        experts = f", and the {of_experts} of each expert," if of_experts != ranks else ""
+        yield say(
+            c,
+            f"{{dp_instances}} must divide the dp·cp = {c.dp}·{c.cp} = {ranks} ranks{experts} and leave two or more to each "
+            f"instance; use --dp-instances {fits}, or --dp-strategy all-reduce, which shards nothing",
         )
 
 
@@ -89,6 +113,7 @@ LAYOUT: tuple[Check, ...] = (
         }
     ),
     _late_trace,
+    _instances,
 )
 
 
