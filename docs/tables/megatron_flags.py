@@ -66,6 +66,7 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         "microbatch_group_size_per_virtual_pipeline_stage": "any number from pp up, and any number of microbatches",
         "pipeline_layout": "the letters E, t, L, m of theirs that we have: E, t and L",
         "ddp_bucket_size": "theirs is max(40 million, 1 million · dp)",
+        "dp_instances": "instances are runs of neighbours in the dp·cp group, as there; it works with `fully-sharded` too",
         "overlap_grad_reduce": "theirs is off unless given",
         "overlap_param_gather": "theirs is off unless given",
         "distributed_backend": "auto is nccl on CUDA and gloo on a CPU; theirs is nccl",

@@ -158,7 +158,7 @@ def _layout_report(config: RunConfig, layout: ParallelLayout) -> dict[str, Any]:
     p = config.parallel
     small = layout.world_size <= LISTED_RANKS
     groups = {}
-    for kind in ParallelLayout.KINDS:
+    for kind in layout.kinds:
         lists = layout.groups(kind, None if small else LISTED_GROUPS)
         ranks = [list(ranks) for ranks in lists]
         groups[kind] = {"count": layout.group_count(kind), "size": len(ranks[0]), "complete": small, "ranks": ranks}
@@ -281,7 +281,7 @@ def rank_report(config: RunConfig, rank: int) -> dict[str, Any]:
         )
     schedule = schedule_of(config, microbatch_counts(config)[-1])
     place, buckets = layout.coordinate(rank).pp, held_buckets(config, rank)
-    found = {kind: layout.group_of(kind, rank) for kind in ParallelLayout.KINDS}
+    found = {kind: layout.group_of(kind, rank) for kind in layout.kinds}
     groups = {
         kind: {"index": ranks.index(rank), "size": len(ranks), "ranks": list(ranks)}
         for kind, ranks in found.items()
@@ -316,7 +316,7 @@ def communication_rows(config: RunConfig, pipeline_rank: int, num_microbatches: 
     """
     sizes, rows = group_sizes(config), []
     for (group, operation), volume in sorted(step_volumes(config, pipeline_rank, num_microbatches).items()):
-        changes = group in ("dp-cp", "expert-dp") and operation != "all-reduce"
+        changes = group.removeprefix("intra-") in ("dp-cp", "expert-dp") and operation != "all-reduce"
         rows.append(
             {
                 "pipeline_rank": pipeline_rank,

@@ -153,7 +153,7 @@ _NO_EFFECT: Mapping[str, str] = {
         "--train-sync-interval= --fake-process-group"
     ),
     "how Megatron's optimizers and FSDP lay out and shard states": (
-        "--num-distributed-optimizer-instances= --outer-dp-sharding-strategy= --enable-full-sharding-in-hsdp "
+        "--outer-dp-sharding-strategy= --enable-full-sharding-in-hsdp "
         "--megatron-fsdp-version= --no-use-layer-wise-param-layout --keep-fp8-transpose-cache "
         "--torch-fsdp2-no-reshard-after-forward --init-model-with-meta-device --no-initialization "
         "--dump-param-to-param-group-map= --reuse-grad-buf-for-mxfp8-param-ag --fp8-param-gather "

@@ -101,6 +101,9 @@ class ParallelConfig:
     dp_strategy: str = option("all-reduce", choices=STRATEGIES, basic=True)
     """What data-parallel ranks exchange; docs/data_parallel.md explains each. distributed-optimizer is ZeRO-1 (or 2),
     fully-sharded ZeRO-3."""
+    dp_instances: int = option(1, at_least=1, below=2**20, flags=("--num-distributed-optimizer-instances",))
+    """distributed-optimizer, fully-sharded: shard inside each of so many equal parts of the dp·cp ranks, neighbours of
+    which a part fits into a node; the parts are replicas (hybrid sharding)."""
     ddp_bucket_size: int = option(40_000_000, at_least=1)
     """Parameters in one gradient bucket; fused-all-reduce and sharded-parameter-server cut by other sizes."""
     overlap_grad_reduce: bool = option(True)
@@ -146,6 +149,11 @@ class ParallelConfig:
         """What `dp_strategy` names."""
         facts: StrategyFacts = STRATEGIES.facts(self.dp_strategy)
         return facts
+
+    @property
+    def instances(self) -> int:
+        """`dp_instances`; 1 with a strategy that has none."""
+        return self.dp_instances if self.strategy.has("dp_instances") else 1
 
     @property
     def hang_timeout(self) -> float:

@@ -23,6 +23,7 @@ class BucketTraffic(NamedTuple):
     config: Config
     elements: int
     replicas: int
+    """Of several instances those of one."""
     parameter: int
     """Bytes of an element of the model's parameters."""
     wire: int
@@ -119,7 +120,7 @@ STRATEGIES: Registry[type] = Registry(
         "distributed-optimizer": (
             f"{_HERE}.zero:DistributedOptimizer",
             StrategyFacts(
-                settings=f"{_GRADIENTS} overlap_param_gather shard_gradients",
+                settings=f"{_GRADIENTS} overlap_param_gather shard_gradients dp_instances",
                 traffic=lambda t: _sharded(t, t.microbatches if t.config.data_parallel.shard_gradients else 1),
                 shards="states",
                 searched=True,
@@ -128,7 +129,7 @@ STRATEGIES: Registry[type] = Registry(
         "fully-sharded": (
             f"{_HERE}.fully_sharded:FullySharded",
             StrategyFacts(
-                settings=f"{_GRADIENTS} overlap_param_gather",
+                settings=f"{_GRADIENTS} overlap_param_gather dp_instances",
                 traffic=lambda t: _sharded(t, t.microbatches),
                 shards="parameters",
                 searched=True,

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megalite.data_parallel.facts import Placement
 from megalite.data_parallel.strategy import DataParallelStrategy, FlatState
 from megalite.topology.group import Group, RemoteError
 from megalite.topology.lost_peers import is_connection_error, lost_ranks
@@ -33,7 +34,8 @@ def raise_if_peer_lost(error: BaseException, strategy: DataParallelStrategy, dev
 
 def _message(strategy: DataParallelStrategy, lost: list[int]) -> str:
     groups, world = strategy.groups, strategy.groups.world
-    replicas = [group for group in dict.fromkeys((groups.dp, groups.expert_dp)) if group.size > 1]
+    over = (groups.dp, groups.expert_dp, groups.inter_dp, groups.inter_expert_dp)
+    replicas = [group for group in dict.fromkeys(over) if group.size > 1]
     if not lost:
         peers = ", ".join(map(_shown, replicas)) or f"world {list(world.ranks)}"
         return (
@@ -56,7 +58,7 @@ def _name(rank: int, replicas: list[Group], strategy: DataParallelStrategy) -> s
 
 def _shown(group: Group) -> str:
     """`dp group [0, 2]`; its ranks differ in cp too where there is any."""
-    return f"{'expert-dp' if group.name == 'expert-dp' else 'dp'} group {list(group.ranks)}"
+    return f"{'expert-dp' if 'expert-dp' in group.name else 'dp'} group {list(group.ranks)}"
 
 
 _CHUNK = 1 << 20
@@ -88,8 +90,8 @@ def _fingerprint(values: torch.Tensor) -> torch.Tensor:
 def check_replicas(
     strategy: DataParallelStrategy, *, step: int, world: Group, states: Sequence[FlatState] = ()
 ) -> None:
-    """Compare the weights of all ranks with the same buckets, and the `states` that these should have alike. It reads
-    all of them once and sends 8 bytes a tensor.
+    """Compare the weights of all ranks with the same buckets, and the `states` that these should have alike: of what is
+    sharded, each shard over instances. It reads all of them, and sends 8 bytes a tensor.
 
     Collectives: a gather of a number for each tensor over each group of replicas, and one over `world`.
 
@@ -97,27 +99,32 @@ def check_replicas(
         ReplicasDifferError: naming the first tensor that differs, on every rank of its group (on ranks where nothing
             differs a RuntimeError with the same words).
     """
-    strategy.wait_for_parameters()
+    strategy.settle()
     error: Exception | None = None
-    groups = dict.fromkeys(strategy.groups.replicas(bucket.kind) for bucket in strategy.all_buckets())
-    for group in groups:
-        buckets = [bucket for bucket in strategy.all_buckets() if strategy.groups.replicas(bucket.kind) is group]
-        own = [(p.parameter.info.spec.name, p.parameter.data) for bucket in buckets for p in bucket.placed]
-        weights = len(own)
-        own += [
-            (f"{state.name} of {p.parameter.info.spec.name}", state.values[first - state.start : last - state.start])
-            for state in states
-            if state.bucket in buckets
+    weights = [strategy.weights(shard) for shard in strategy.shards]
+    alike: dict[Group, list[FlatState]] = {}
+    for state in (*weights, *states):
+        kind = state.bucket.kind
+        if state.placement is Placement.REPLICATED:
+            alike.setdefault(strategy.groups.replicas(kind), []).append(state)
+        alike.setdefault(strategy.groups.instances(kind), []).append(state)
+    for group, held in alike.items():
+        if group.size == 1:
+            continue
+        own = [
+            (state, p.parameter.info.spec.name, state.values[first - state.start : last - state.start])
+            for state in held
             for p, first, last in state.bucket.within(state.start, state.stop)
         ]
         with group.heartbeat.synchronise():
-            prints = fingerprints([values for _, values in own])
+            prints = fingerprints([values for _, _, values in own])
         found = group.gather_json(prints, strategy.device)
         for rank, prints in enumerate(found):
             differ = [ours != theirs for ours, theirs in zip(found[0], prints, strict=True)]
             if error is None and any(differ):
-                first, more = own[differ.index(True)][0], sum(differ) - 1
-                what = "weights" if any(differ[:weights]) else "optimizer states"
+                (state, first, _), more = own[differ.index(True)], sum(differ) - 1
+                what = "weights" if state in weights else "optimizer states"
+                first = first if state in weights else f"{state.name} of {first}"
                 error = ReplicasDifferError(
                     f"after step {step} ranks {group.ranks[0]} and {group.ranks[rank]} should have the same {what} but "
                     f"differ in {first}{f' and {more} more tensors' if more else ''}: the run cannot be trusted; continue "

@@ -49,7 +49,7 @@ class StrategyGroups:
     """The groups that gradients are combined over."""
 
     dp: Group
-    """Ranks with other samples; dp·cp where there is context parallelism."""
+    """Ranks with other samples; dp·cp where there is context parallelism. Of several instances those of this one."""
     tp: Group
     embedding: Group | None
     """First and last rank of the pipeline; None in between."""
@@ -59,10 +59,22 @@ class StrategyGroups:
     """Ranks that hold the parts of the same experts."""
     world: Group = field(default_factory=lambda: Group.solo("world"))
     """All ranks: for what all must decide alike."""
+    inter_dp: Group = field(default_factory=lambda: Group.solo("inter-dp-cp"))
+    """The ranks at the place that this one has in its `dp`, in all instances."""
+    inter_expert_dp: Group = field(default_factory=lambda: Group.solo("inter-expert-dp"))
 
     def replicas(self, kind: BucketKind) -> Group:
-        """The ranks with the same bucket of this kind and other samples."""
+        """The ranks with the same bucket of this kind and other samples; of several instances those of this one."""
         return self.expert_dp if kind.expert else self.dp
+
+    def instances(self, kind: BucketKind) -> Group:
+        """The ranks with the same part of such a bucket where the ranks of `replicas` have one each: one of an instance."""
+        return self.inter_expert_dp if kind.expert else self.inter_dp
+
+    def place(self, kind: BucketKind) -> tuple[int, int]:
+        """This rank's among all ranks with the same bucket, and how many these are."""
+        inside, across = self.replicas(kind), self.instances(kind)
+        return across.rank * inside.size + inside.rank, across.size * inside.size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -128,7 +128,7 @@ class DataParallelStrategy(ABC):
         return make_buckets(
             parameters,
             bucket_size=self.options.bucket_size,
-            replicas=lambda kind: self.groups.replicas(kind).size,
+            replicas=lambda kind: self.groups.place(kind)[1],
             grad_dtype=self.options.grad_dtype,
             allocate=self.allocates_gradients,
         )
@@ -142,11 +142,13 @@ class DataParallelStrategy(ABC):
 
     @property
     def has_replicas(self) -> bool:
-        return any(self.groups.replicas(bucket.kind).size > 1 for bucket in self.all_buckets())
+        return any(self.groups.place(bucket.kind)[1] > 1 for bucket in self.all_buckets())
 
     def channel(self, bucket: Bucket) -> Channel:
-        """The ranks that hold the bucket too."""
-        group = self.groups.replicas(bucket.kind)
+        """The ranks that hold the bucket too; of several instances those of this one."""
+        return self._channel(self.groups.replicas(bucket.kind))
+
+    def _channel(self, group: Group) -> Channel:
         if group not in self._channels:
             self._channels[group] = self.new_channel(group, self.wire_counter)
         return self._channels[group]
@@ -165,8 +167,11 @@ class DataParallelStrategy(ABC):
         return OptimizerShard(bucket, start, stop, main_param, counts)
 
     def _counts(self, bucket: Bucket) -> bool:
-        """Of the ranks with other parts of the network that have the bucket's tensors too, this one has them counted."""
+        """Of the instances, and the ranks with other parts of the network, that have the bucket's tensors too, this one has
+        them counted."""
         kind, groups = bucket.kind, self.groups
+        if groups.instances(kind).rank > 0:
+            return False
         first_copy = not kind.tied or groups.embedding is None or groups.embedding.rank == 0
         return first_copy and (kind.split_over_tp or (groups.expert_tp if kind.expert else groups.tp).rank == 0)
 

@@ -186,6 +186,21 @@ class Channel:
         self._counter.add(2 * (self.size - 1) / self.size * tensor.nbytes)
         return self.group.all_reduce_async(tensor)
 
+    def all_reduce_after(self, work: Work, tensor: torch.Tensor) -> Work:
+        """`all_reduce_async` in the background once `work`, which makes what `tensor` is, is done."""
+        if self.size == 1:
+            return work
+
+        def reduce() -> None:
+            work.wait()
+            if self.sums_in_parts(tensor.dtype):
+                self._sum_and_gather(tensor)
+            else:
+                self._counter.add(2 * (self.size - 1) / self.size * tensor.nbytes)
+                self.group.all_reduce(tensor)
+
+        return self._background.run(reduce)
+
     def _sum_and_gather(self, tensor: torch.Tensor) -> None:
         """Piece by piece: the next one is exchanged while one is summed and the one before is gathered."""
         assert tensor.numel() % self.size == 0, (tensor.numel(), self.size)

@@ -1,15 +1,23 @@
 """The distributed optimizer (ZeRO-1), and gradients of which a rank keeps its own range alone (ZeRO-2)."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
-from megalite.data_parallel.buckets import Arrivals, Bucket, alloc_storage, first_needed_first, free_storage, has_memory
+from megalite.data_parallel.buckets import (
+    Arrivals,
+    Bucket,
+    alloc_storage,
+    awaited,
+    first_needed_first,
+    free_storage,
+    has_memory,
+)
 from megalite.data_parallel.shards import OptimizerShard, StrategyGroups, StrategyOptions
 from megalite.data_parallel.strategy import DataParallelStrategy
 from megalite.data_parallel.wire import Channel
-from megalite.topology.group import Work
+from megalite.topology.group import DONE, Work
 
 
 class GradientShards:
@@ -22,16 +30,21 @@ class GradientShards:
     Args:
         overlap: a bucket may be in flight while the backward fills others. They are sent one after the other, and no
             more wait than 5/4 of the largest has room for: the small ones of a layer need not wait for the large one.
+        completed: called with a bucket, once or twice, when all its gradients are in the total.
     """
 
-    def __init__(self, *, overlap: bool) -> None:
-        self._overlap = overlap
+    def __init__(self, *, overlap: bool, completed: Callable[[Bucket], None]) -> None:
+        self._overlap, self._completed = overlap, completed
         self._own: dict[Bucket, tuple[torch.Tensor, Channel]] = {}
         """The owned range, summed over ranks and the microbatches so far."""
         self._started: set[Bucket] = set()
         """Buckets of which something has gone into the total."""
         self._sending: dict[Bucket, tuple[torch.Tensor, Work]] = {}
         """In flight, in order; what comes is added to the total, unless it is the total."""
+        self._last: set[Bucket] = set()
+        """Buckets of which nothing follows what is sent next."""
+        self._final: set[Bucket] = set()
+        """Those of which nothing follows what is in flight or in the total."""
         self._room = 0
         """Elements of all that may be in flight."""
 
@@ -47,8 +60,13 @@ class GradientShards:
     def __contains__(self, bucket: Bucket) -> bool:
         return bucket in self._own
 
+    def total(self, bucket: Bucket) -> torch.Tensor:
+        return self._own[bucket][0]
+
     def reset(self) -> None:
         """Forget all gradients, also those of a step that failed half way."""
+        self._last.clear()
+        self._final.clear()
         self.collect()
         self._started.clear()
         for bucket, (total, _) in self._own.items():
@@ -56,14 +74,22 @@ class GradientShards:
             total.zero_()
             self._await(bucket)
 
-    def send(self, buckets: Iterable[Bucket]) -> None:
-        """Send what has come of these since they were last sent."""
-        for bucket in buckets:
-            if bucket in self._own and has_memory(bucket.grad) and bucket not in self._sending:
+    def expect_last(self, bucket: Bucket) -> None:
+        """What comes of this bucket now is the last of the step."""
+        self._last.add(bucket)
+
+    def complete(self, bucket: Bucket) -> None:
+        """All its gradients have come: send what has since it was last sent."""
+        self._final.add(bucket)
+        if bucket not in self._sending:
+            if has_memory(bucket.grad):
                 self._send(bucket)
+            else:
+                self._completed(bucket)
 
     def finish(self) -> None:
-        self.send(self._own)
+        for bucket in self._own:
+            self.complete(bucket)
         self.collect()
 
     def collect(self) -> None:
@@ -87,6 +113,8 @@ class GradientShards:
         total, channel = self._own[bucket]
         part = torch.empty_like(total) if bucket in self._started else total
         self._started.add(bucket)
+        if bucket in self._last:
+            self._final.add(bucket)
         self._sending[bucket] = part, channel.reduce_scatter_async(part, bucket.grad)
         if not self._overlap:
             self._finish_first()
@@ -99,6 +127,8 @@ class GradientShards:
         if part is not total:
             total.add_(part)
         free_storage(bucket.grad)
+        if bucket in self._final:
+            self._completed(bucket)
 
 
 class DistributedOptimizer(DataParallelStrategy):
@@ -110,6 +140,10 @@ class DistributedOptimizer(DataParallelStrategy):
 
     With `shard_gradients` (ZeRO-2) gradients take 1/d of the memory too, but for the buckets that are being filled or
     sent. Then they are on the wire once for each microbatch: m·(d-1)/d of their bytes.
+
+    With n instances (`dp_instances`) d is the ranks of one: what was reduce-scattered inside each is all-reduced over them,
+    2·(n-1)/n of 1/d of the gradient bytes a step and rank, and gathers stay inside. Source: Megatron-LM's
+    num_distributed_optimizer_instances; hybrid sharding of arXiv 2304.11277.
     """
 
     shards_over_dp = True
@@ -120,7 +154,7 @@ class DistributedOptimizer(DataParallelStrategy):
     ) -> None:
         # Before the shards are made.
         shards = self.always_shards_gradients or options.settings.shard_gradients
-        self._sharded = GradientShards(overlap=options.overlap) if shards else None
+        self._sharded = GradientShards(overlap=options.overlap, completed=self._completed) if shards else None
         super().__init__(stages, groups=groups, options=options)
         self._watch(stages, overlap=options.overlap_param_gather and self.has_replicas)
 
@@ -143,20 +177,30 @@ class DistributedOptimizer(DataParallelStrategy):
         if self._sharded is None:
             super().zero_grad()
             return
+        self._finish_reductions()
         self._sharded.reset()
         for bucket in self.all_buckets():
             if bucket not in self._sharded:
+                bucket.stop_counting()
                 bucket.grad.zero_()
 
     def _start_when_full(self, bucket: Bucket, pending: Counter[torch.nn.Parameter] | None) -> None:
-        if self._sharded is None:
+        if self._sharded is None or bucket not in self._sharded:
             super()._start_when_full(bucket, pending)
+        elif any(awaited(placed.parameter, pending) for placed in bucket.placed):
+            self._sharded.expect_last(bucket)
+
+    def _completed(self, bucket: Bucket) -> None:
+        """Of sharded gradients the sum over instances is left."""
+        if not bucket.kind.in_parts:
+            self._start(bucket)
 
     def start_grad_sync(self, stage: int) -> None:
-        if self._sharded is None:
-            super().start_grad_sync(stage)
-        else:
-            self._sharded.send(self.buckets[stage])
+        for bucket in self.buckets[stage]:
+            if self._sharded is not None and bucket in self._sharded:
+                self._sharded.complete(bucket)
+            else:
+                self._completed(bucket)
 
     def finish_grad_sync(self) -> None:
         """As all; sharded gradients that are in parts are added up last: equal buckets are cut alike, so that the owned
@@ -167,10 +211,17 @@ class DistributedOptimizer(DataParallelStrategy):
         self._sharded.finish()
         for shard in self.shards:
             self._add_parts(shard.bucket.kind, shard.grad)
+            self._start(shard.bucket)
+        self._finish_reductions()
 
     def _reduce(self, bucket: Bucket) -> Work:
-        start, stop = self.owned_range(bucket)
-        return self.channel(bucket).reduce_scatter_async(bucket.grad[start:stop], bucket.grad)
+        if self._sharded is not None and bucket in self._sharded:
+            own, work = self._sharded.total(bucket), DONE
+        else:
+            start, stop = self.owned_range(bucket)
+            own = bucket.grad[start:stop]
+            work = self.channel(bucket).reduce_scatter_async(own, bucket.grad)
+        return self._channel(self.groups.instances(bucket.kind)).all_reduce_after(work, own)
 
     def publish_parameters(self) -> None:
         super().publish_parameters()

@@ -3,6 +3,7 @@
 What is already small stays as it is, so a config that has been shrunk, or was drawn small, is not changed again.
 """
 
+import itertools
 import math
 from contextlib import suppress
 from dataclasses import dataclass
@@ -260,17 +261,22 @@ def _data_parallel(config: RunConfig, world_size: int | None) -> int:
     replica = p.tp * p.pp * p.cp
     if world_size is not None:
         if world_size % replica:
-            fits = max(1, world_size // replica) * replica
-            raise ConfigError(f"--world-size {world_size} is no multiple of tp·pp·cp = {replica}; use {fits}")
+            works = max(1, world_size // replica) * replica
+            raise ConfigError(f"--world-size {world_size} is no multiple of tp·pp·cp = {replica}; use {works}")
         if p.dp not in (None, world_size // replica):
             raise ConfigError(f"--world-size {world_size} is not for dp {p.dp}; use {replica * (p.dp or 1)}")
         return world_size // replica
     whole = p.expert_tp * p.ep if config.model.num_experts else 1
     wanted, most = min(p.dp or 2, MAX_WORLD // replica), MAX_WORLD // replica
+
+    def fits(dp: int) -> bool:
+        instances = p.instances == 1 or (p.cp * dp % p.instances == 0 and p.cp * dp > p.instances)
+        return instances and p.tp * p.cp * dp % (whole * (p.instances if whole > 1 else 1)) == 0
+
     for dp in [*range(wanted, 0, -1), *range(wanted + 1, most + 1)]:
-        if p.tp * p.cp * dp % whole == 0:
+        if fits(dp):
             return dp
-    least = next(dp for dp in range(1, whole + 1) if p.tp * p.cp * dp % whole == 0)
+    least = next(dp for dp in itertools.count(1) if fits(dp))
     raise ConfigError(f"the layout needs over {MAX_WORLD} ranks; shrink it, or use --world-size {replica * least}")
 
 

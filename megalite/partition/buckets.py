@@ -44,8 +44,15 @@ class ElementBytes(NamedTuple):
     """Main parameters apart from the model's, states of the optimizer and of the strategy."""
 
 
+def all_replicas(config: RunConfig) -> tuple[int, int]:
+    """Ranks with the same part of a dense parameter, and of an expert's; of several instances those of all."""
+    p = config.parallel
+    assert p.dp is not None, "validate() resolves dp"
+    return p.dp * p.cp, p.tp * p.cp * p.dp // (p.expert_tp * p.ep)
+
+
 def element_bytes(config: RunConfig, shape: ParameterShape, replicas: int) -> ElementBytes:
-    """What one element of a tensor takes on a rank that holds it, if `replicas` ranks hold the same part."""
+    """What one element of a tensor takes on a rank that holds it, if `replicas` ranks hold the same part (of one instance)."""
     element = ELEMENT_BYTES[config.training.precision]
     main = max(4, element)
     strategy = config.parallel.strategy
@@ -86,8 +93,9 @@ class PlannedBucket:
     """A bucket of one stage."""
 
     group: str
-    """Of the ranks that hold it too: dp-cp or expert-dp."""
+    """Of the ranks that hold it too: dp-cp or expert-dp; of several instances those of one, intra-dp-cp or intra-expert-dp."""
     replicas: int
+    """How many these are."""
     partial: bool
     """Each tp rank has a part of the gradient."""
     tied: bool
@@ -131,8 +139,7 @@ def _unit(config: RunConfig, plan: StagePlan, name: str) -> str:
 
 def _cut(config: RunConfig, shapes: list[ParameterShape], *, tied_apart: bool, unit: str = "") -> list[PlannedBucket]:
     p = config.parallel
-    assert p.dp is not None
-    dense, expert = p.dp * p.cp, p.tp * p.cp * p.dp // (p.expert_tp * p.ep)
+    dense, expert = all_replicas(config)
     apart = OPTIMIZERS.facts(config.optimizer.optimizer).matrices_apart
 
     def kind_of(shape: ParameterShape) -> BucketKind:
@@ -150,14 +157,14 @@ def _cut(config: RunConfig, shapes: list[ParameterShape], *, tied_apart: bool, u
     for kind, members in cut_into_buckets(
         shapes, kind=kind_of, size=lambda shape: local_size(shape, config), bucket_size=bucket_size(config, dense)
     ):
-        replicas = expert if kind.expert else dense
+        everywhere = expert if kind.expert else dense
         found.append(
             PlannedBucket(
-                group="expert-dp" if kind.expert else "dp-cp",
-                replicas=replicas,
+                group=("intra-" if p.instances > 1 else "") + ("expert-dp" if kind.expert else "dp-cp"),
+                replicas=everywhere // p.instances,
                 partial=kind.partial_over_tp,
                 tied=kind.tied,
-                elements=padded(sum(local_size(shape, config) for shape in members), replicas),
+                elements=padded(sum(local_size(shape, config) for shape in members), everywhere),
                 shapes=tuple(members),
                 unit=unit,
             )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from megalite.config.run import RunConfig
 from megalite.models.shapes import ParameterShape
 from megalite.partition.activations import ELEMENT_BYTES, recompute_workspace_bytes, stage_sizes
-from megalite.partition.buckets import PlannedBucket, element_bytes, local_size, planned_buckets
+from megalite.partition.buckets import PlannedBucket, all_replicas, element_bytes, local_size, planned_buckets
 from megalite.partition.gathers import WORD, whole_gradient_bytes, whole_parameter_bytes
 from megalite.partition.pipeline import layout_of, plan_stages
 from megalite.partition.stages import StagePlan, shapes_of, shapes_of_rank, shares_embedding
@@ -54,13 +54,11 @@ def activation_peaks(config: RunConfig, stages: tuple[StagePlan, ...], schedule:
 def rank_memory(config: RunConfig, stages: Sequence[StagePlan], activation_bytes: int) -> RankMemory:
     """Memory of a rank that holds `stages`.
 
-    With the distributed optimizer its state is divided by dp·cp (for experts by their own data-parallel size), which
-    gives the usual 6 + 12/dp bytes a parameter in bf16. With a parameter server it is the server's. `activation_bytes`:
+    With the distributed optimizer its state is divided by dp·cp (for experts by their own data-parallel size; with
+    several instances by the ranks of one), which gives the usual 6 + 12/dp bytes a parameter in bf16. With a parameter server it is the server's. `activation_bytes`:
     at the peak of the schedule (`activation_peaks`).
     """
-    p = config.parallel
-    assert p.dp is not None, "validate() resolves dp"
-    dense, expert = p.dp * p.cp, p.tp * p.cp * p.dp // (p.expert_tp * p.ep)
+    dense, expert = (count // config.parallel.instances for count in all_replicas(config))
     everywhere = plan_stages(config)
     parameters, parameter, gradient, optimizer = 0, 0.0, 0.0, 0.0
     for shape in shapes_of_rank(config, list(stages)):

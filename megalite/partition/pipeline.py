@@ -100,6 +100,7 @@ def layout_of(config: RunConfig) -> ParallelLayout:
         dp=p.dp,
         ep=p.ep,
         etp=p.etp,
+        instances=p.instances,
         order=p.rank_order,
         placement=placement,
     )

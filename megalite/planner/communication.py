@@ -17,7 +17,14 @@ from megalite.config.strategies import BucketTraffic
 from megalite.data_parallel.facts import low_rank_pays, wire_width
 from megalite.models.shapes import ParameterShape
 from megalite.partition.activations import ELEMENT_BYTES
-from megalite.partition.buckets import PlannedBucket, local_shape, local_size, moment_widths, planned_buckets
+from megalite.partition.buckets import (
+    PlannedBucket,
+    all_replicas,
+    local_shape,
+    local_size,
+    moment_widths,
+    planned_buckets,
+)
 from megalite.partition.gathers import gather_counts
 from megalite.partition.pipeline import placement_of, plan_stages
 from megalite.partition.stages import StagePlan, shares_embedding
@@ -70,6 +77,19 @@ def gradient_volumes(
             pushes = num_microbatches * (2 if bucket.tied and shares_embedding(stages) else 1)
             for operation, size in _exchanges(config, bucket, pushes, count):
                 yield bucket.group, operation, round(size)
+        if config.parallel.instances > 1:
+            size = bucket.elements // bucket.replicas * wire_width(config)
+            across = bucket.group.replace("intra", "inter")
+            if _sums_in_parts(config):
+                yield across, "all-to-all", size
+                yield across, "all-gather", size
+            else:
+                yield across, "all-reduce", size
+
+
+def _sums_in_parts(config: RunConfig) -> bool:
+    d = config.data_parallel
+    return d.wire_dtype == "bf16" or d.reduction_order == "rank"
 
 
 def _exchanges(
@@ -88,7 +108,7 @@ def _exchanges(
             replicas=bucket.replicas,
             parameter=ELEMENT_BYTES[config.training.precision],
             wire=wire,
-            in_parts=narrow or d.reduction_order == "rank",
+            in_parts=_sums_in_parts(config),
             gathers=gathers,
             microbatches=num_microbatches,
             state_bytes=len(states) * wire if narrow else sum(states),
@@ -155,19 +175,23 @@ def step_volumes(config: RunConfig, pipeline_rank: int, num_microbatches: int) -
 def group_sizes(config: RunConfig) -> dict[str, int]:
     """Ranks in each kind of group that a step communicates over."""
     p, placement = config.parallel, placement_of(config)
-    assert p.dp is not None
+    dense, expert = all_replicas(config)
     return {
         "tp": p.tp,
         "cp-heads": p.cp_heads,
         "cp-keys": p.cp // p.cp_heads,
         "tp-cp": p.tp * p.cp,
-        "dp-cp": p.dp * p.cp,
+        "dp-cp": dense,
+        "intra-dp-cp": dense // p.instances,
+        "inter-dp-cp": p.instances,
         "ep": p.ep,
         "expert-tp": p.expert_tp,
-        "expert-dp": p.tp * p.cp * p.dp // (p.expert_tp * p.ep),
+        "expert-dp": expert,
+        "intra-expert-dp": expert // p.instances,
+        "inter-expert-dp": p.instances,
         "pp": p.pp,
         "embedding": len({placement[0], placement[-1]}),
-        "world": p.tp * p.cp * p.dp * p.pp,
+        "world": p.tp * dense * p.pp,
     }
 
 

@@ -132,6 +132,8 @@ def _manner(wished: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     found: dict[str, tuple[Any, ...]] = {}
     if "dp_strategy" in wished:
         found["dp_strategy"] = ("zero-2",) if wished.get("shard_gradients") else (wished["dp_strategy"],)
+    if wished.get("dp_instances", 1) > 1:
+        found["dp_instances"] = (wished["dp_instances"],)
     if "pipeline_schedule" in wished:
         schedule = wished["pipeline_schedule"]
         found["pipeline_schedule"] = ("1f1b", "interleaved") if schedule in (None, "interleaved") else (schedule,)
@@ -298,7 +300,8 @@ def _machine(config: RunConfig, device: torch.device) -> tuple[Cluster, float]:
 def _in_words(layout: Mapping[str, Any]) -> str:
     """`tp 2 x cp 1 x dp 2 x pp 2 (vpp 2), micro batch 1`, as the first lines of the log have it."""
     chunks = f" (vpp {layout['vpp']})" if layout["vpp"] > 1 else ""
+    instances = f" in {layout['dp_instances']} instances" if layout.get("dp_instances", 1) > 1 else ""
     return (
         f"tp {layout['tp']} x cp {layout['cp']} x dp {layout['dp']} x pp {layout['pp']}{chunks}, micro batch "
-        f"{layout['micro_batch_size']}, {layout['dp_strategy']}, recompute {layout['recompute_granularity']}"
+        f"{layout['micro_batch_size']}, {layout['dp_strategy']}{instances}, recompute {layout['recompute_granularity']}"
     )

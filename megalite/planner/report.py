@@ -193,6 +193,8 @@ def cells(layout: dict[str, Any]) -> Sequence[str]:
     """One line of the table: the texts of COLUMNS."""
     chosen = layout["settings"]
     strategy = "zero-2" if chosen["shard_gradients"] else chosen["dp_strategy"]
+    if "dp_instances" in chosen:
+        strategy += f" x {chosen['dp_instances']}"
     return (
         *(str(chosen[name]) for name in ("tp", "pp", "vpp", "cp", "ep", "dp", "micro_batch_size")),
         chosen["pipeline_schedule"] if chosen["pp"] > 1 else "-",

@@ -187,7 +187,7 @@ def rehearsed_topology(layout: ParallelLayout, rank: int, journal: Journal) -> T
             name=kind, ranks=ranks, rank=ranks.index(rank), heartbeat=heartbeat, journal=journal, queue=queue
         )
 
-    groups = {kind: group(kind, layout.group_of(kind, rank), communicator_of(kind)) for kind in ParallelLayout.KINDS}
+    groups = {kind: group(kind, layout.group_of(kind, rank), communicator_of(kind)) for kind in layout.kinds}
     groups["dp-cp-scalars"] = group("dp-cp", layout.group_of("dp-cp", rank), "shared")
     groups["host"] = group("host", layout.group_of("world", rank), "host")
     pipeline = layout.group_of("pp", rank)

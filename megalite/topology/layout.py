@@ -55,7 +55,11 @@ class ParallelLayout:
         *("world", "tp", "cp", "dp", "pp", "dp-cp", "model", "tp-cp", "tp-dp-cp"),
         *("cp-heads", "cp-keys", "embedding", "position-embedding", "ep", "expert-tp", "expert-dp"),
     )
-    """Every kind of group; `model` is tp-pp, one replica of the network."""
+    """Every layout's kinds of group; `model` is tp-pp, one replica of the network."""
+
+    INSTANCE_KINDS: ClassVar[tuple[str, ...]] = ("intra-dp-cp", "inter-dp-cp", "intra-expert-dp", "inter-expert-dp")
+    """Where there are several instances: the parts of dp-cp and expert-dp that shard among themselves, and the ranks at the
+    same place of all these parts."""
 
     ORDERS: ClassVar[tuple[str, ...]] = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
 
@@ -67,6 +71,8 @@ class ParallelLayout:
     etp: int | None = None
     cp_heads: int = 1
     """Neighbours along cp that exchange heads; keys and values go between such groups."""
+    instances: int = 1
+    """Equal parts of each dp-cp (and expert-dp) group, of ranks that follow one another, that shard among themselves."""
     order: str = "tp-cp-ep-dp-pp"
     placement: tuple[int, ...] | None = None
     """Per virtual stage the pipeline rank that holds it; None: one after the other, round and round."""
@@ -89,6 +95,12 @@ class ParallelLayout:
                 f"with rank_order {self.order}, expert_tp·ep = {block} must equal tp·cp = {self.tp * self.cp}, or the "
                 "dense and the expert grid would have different pipelines; use --rank-order tp-cp-ep-dp-pp"
             )
+        assert self.cp * self.dp % self.instances == self.expert_dp % self.instances == 0, self
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Every kind of group."""
+        return self.KINDS + (self.INSTANCE_KINDS if self.instances > 1 else ())
 
     @property
     def _experts_apart(self) -> bool:
@@ -150,6 +162,9 @@ class ParallelLayout:
         Args:
             limit: so many of them at most; none of the others is made.
         """
+        if kind in self.INSTANCE_KINDS:
+            whole = self.groups(kind[len("intra-") :], limit)
+            return tuple(sorted(part for ranks in whole for part in self._parts(kind, ranks)))[:limit]
         strides, axes = self._grid(kind)
         members = self._members(kind)
         firsts = itertools.islice(_offsets(strides, strides.keys() - axes), limit)
@@ -157,15 +172,29 @@ class ParallelLayout:
 
     def group_count(self, kind: str) -> int:
         """How many groups of one kind there are."""
+        if kind in self.INSTANCE_KINDS:
+            size = self.expert_dp if "expert" in kind else self.cp * self.dp
+            return self.group_count(kind[len("intra-") :]) * len(self._parts(kind, tuple(range(size))))
         strides, axes = self._grid(kind)
         return math.prod(size for axis, (size, _) in strides.items() if axis not in axes)
 
     def group_of(self, kind: str, rank: int) -> tuple[int, ...] | None:
         """The one group of a kind that has `rank` in it, without making any other; None if there is none."""
+        if kind in self.INSTANCE_KINDS:
+            whole = self.group_of(kind[len("intra-") :], rank)
+            assert whole is not None, kind
+            return next(part for part in self._parts(kind, whole) if rank in part)
         strides, axes = self._grid(kind)
         first = rank - sum(rank // strides[axis][1] % strides[axis][0] * strides[axis][1] for axis in axes)
         found = tuple(first + member for member in self._members(kind))
         return found if rank in found else None
+
+    def _parts(self, kind: str, ranks: tuple[int, ...]) -> RankLists:
+        """What `INSTANCE_KINDS` make of the ranks of a dp-cp or expert-dp group."""
+        size = len(ranks) // self.instances
+        if kind.startswith("intra"):
+            return tuple(ranks[first : first + size] for first in range(0, len(ranks), size))
+        return tuple(ranks[place::size] for place in range(size))
 
     def _grid(self, kind: str) -> tuple[dict[str, tuple[int, int]], frozenset[str]]:
         """The grid that the groups of a kind are cut from, and the axes along which the ranks of one differ."""

@@ -107,7 +107,7 @@ CONTEXT_KINDS = ("cp", "cp-heads", "cp-keys")
 """Kinds that share no process group with another kind over the same ranks: what layers exchange in the last backward
 would queue behind the gradient reductions that run under it."""
 
-GRADIENT_KINDS = ("dp-cp", "expert-dp")
+GRADIENT_KINDS = ("dp-cp", "expert-dp", *ParallelLayout.INSTANCE_KINDS)
 """Kinds that gradients are summed and parameters gathered over; they share process groups with one another alone. On NCCL
 to wait for a number behind them would be to wait for them; on gloo a thread beside the program's exchanges some of them,
 in no fixed order with what layers exchange (expert-dp can have tp's ranks)."""
@@ -214,7 +214,8 @@ class Topology:
     `cp_heads` are the ranks of cp that exchange heads, `cp_keys` those that exchange keys and values.
     `model` spans tp and pp (one replica of the network), `tp_dp_cp` all ranks at one place of the pipelines;
     `embedding` is None where this rank is neither first nor last in its pipeline. `edges` maps (sender, receiver), as
-    pipeline ranks, to the pair's own group, in which the sender has index 0.
+    pipeline ranks, to the pair's own group, in which the sender has index 0. Those of `ParallelLayout.INSTANCE_KINDS` are
+    there where there are several instances.
     """
 
     layout: ParallelLayout
@@ -240,6 +241,10 @@ class Topology:
     embedding: Group | None
     position_embedding: Group | None
     edges: dict[tuple[int, int], Group]
+    intra_dp_cp: Group | None = None
+    inter_dp_cp: Group | None = None
+    intra_expert_dp: Group | None = None
+    inter_expert_dp: Group | None = None
 
     @classmethod
     def create(
@@ -292,7 +297,7 @@ class Topology:
                     )
             return mine
 
-        groups = {kind: group(kind, layout.groups(kind), communicator_of(kind)) for kind in ParallelLayout.KINDS}
+        groups = {kind: group(kind, layout.groups(kind), communicator_of(kind)) for kind in layout.kinds}
         groups["dp-cp-scalars"] = group("dp-cp", layout.groups("dp-cp"), "shared")
         pipeline = groups["pp"].ranks if groups["pp"] else ()
         edges = {}

@@ -71,8 +71,10 @@ def build_strategy(
                 decoupled = parameter.info.spec.name in DECOUPLED
                 parameter.info = dataclasses.replace(parameter.info, decoupled_lr=decoupled)
     groups = StrategyGroups(
-        dp=topology.dp_cp,
-        expert_dp=topology.expert_dp,
+        dp=topology.intra_dp_cp or topology.dp_cp,
+        expert_dp=topology.intra_expert_dp or topology.expert_dp,
+        inter_dp=topology.inter_dp_cp or Group.solo("inter-dp-cp"),
+        inter_expert_dp=topology.inter_expert_dp or Group.solo("inter-expert-dp"),
         expert_tp=topology.expert_tp,
         tp=topology.tp,
         embedding=topology.embedding,

@@ -44,9 +44,15 @@ def flat_states(replica: Replica, shard: OptimizerShard) -> list[FlatState]:
 
 
 def replicated_states(replica: Replica) -> list[FlatState]:
-    """The flat states of which each data-parallel rank has the whole, and the same, after each update."""
+    """The flat states that another data-parallel rank has too, and the same, after each update."""
+    instances = replica.strategy.groups.instances
     found = [state for shard in replica.strategy.shards for state in flat_states(replica, shard)]
-    return [state for state in found if state.placement is Placement.REPLICATED]
+    return [
+        state
+        for state in found
+        if state.placement is Placement.REPLICATED
+        or (state.placement is Placement.SHARDED and instances(state.bucket.kind).size > 1)
+    ]
 
 
 def tensor_states(replica: Replica) -> list[TensorState]:
@@ -90,7 +96,11 @@ def _saved(replica: Replica, state: FlatState, group: Literal["weight", "optimiz
             continue
         parts: list[tuple[ShardSpec, torch.Tensor]] = []
         if state.placement is Placement.SHARDED:
-            parts += boxes_in(placed, state.values, state.start)
+            # Each of the ranks with the same shard, in other instances, writes a part of it.
+            same = replica.strategy.groups.instances(state.bucket.kind)
+            size = state.values.numel() // same.size
+            own = state.values[same.rank * size : (same.rank + 1) * size]
+            parts += boxes_in(placed, own, state.start + same.rank * size)
         elif state.placement is Placement.PRIVATE:
             # One replica's values, in a tensor with a leading dimension over replicas.
             replicas, spec = replica.strategy.groups.replicas(state.bucket.kind), placed.parameter.info.spec
@@ -126,9 +136,12 @@ def _writes(replica: Replica, shard: OptimizerShard, state: TensorState) -> bool
         return False
     if not state.per_slice and any(start for start, _ in placed.parameter.info.spec.slice):
         return False
+    groups, kind = replica.strategy.groups, state.bucket.kind
+    if groups.instances(kind).rank > 0:
+        return False
     if replica.strategy.shards_over_dp:
         return shard.start <= placed.start < shard.stop
-    return replica.strategy.groups.replicas(state.bucket.kind).rank == 0
+    return groups.replicas(kind).rank == 0
 
 
 def _is_first_copy(replica: Replica, placed: Placed) -> bool:
@@ -141,14 +154,14 @@ def _is_first_copy(replica: Replica, placed: Placed) -> bool:
 
 def _share(replica: Replica, bucket: Bucket, index: int, placed: Placed) -> ShardSpec | None:
     """The part of a parameter that this one of its replicas writes; None: nothing."""
-    spec, group = placed.parameter.info.spec, replica.strategy.groups.replicas(bucket.kind)
+    spec, (rank, size) = placed.parameter.info.spec, replica.strategy.groups.place(bucket.kind)
     shape = spec.shape
     # A rank may hold fewer experts than there are writers: then their rows are shared out.
-    dim = next((dim for dim, size in enumerate(shape) if size >= group.size), None)
+    dim = next((dim for dim, extent in enumerate(shape) if extent >= size), None)
     if math.prod(shape) < SPLIT_ELEMENTS or dim is None:
-        return spec if index % group.size == group.rank else None
+        return spec if index % size == rank else None
     base = spec.slice[dim][0]
-    start, stop = (base + writer * shape[dim] // group.size for writer in (group.rank, group.rank + 1))
+    start, stop = (base + writer * shape[dim] // size for writer in (rank, rank + 1))
     bounds = (*spec.slice[:dim], (start, stop), *spec.slice[dim + 1 :])
     return ShardSpec(name=spec.name, global_shape=spec.global_shape, slice=bounds)
 
@@ -185,7 +198,6 @@ def compare_replicas(replica: Replica, step: int) -> None:
     """
     strategy = replica.strategy
     if strategy.replicas_agree:
-        strategy.wait_for_parameters()
         with strategy.main_in_memory():
             states = replicated_states(replica)
             check_replicas(strategy, states=states, step=step, world=replica.topology.world)

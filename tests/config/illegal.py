@@ -190,6 +190,13 @@ _TABLE = """
 2 --dp-strategy diloco --sync-interval 10 --sync-fragments 5 --sync-delay 2 --num-layers 6
     => sync_delay 2 … sync_interval / sync_fragments = 10/5 = 2 … sync-delay 1
 2 --dp-strategy gossip --check-replicas-interval 5 => check_replicas_interval 5 … dp_strategy gossip
+8 --dp-strategy fully-sharded --dp-instances 3
+    => dp_instances 3 must divide the dp·cp = 8·1 = 8 ranks and … --dp-instances 1, 2, 4 … --dp-strategy all-reduce
+8 --cp 2 --dp-strategy distributed-optimizer --dp-instances 8
+    => dp_instances 8 … dp·cp = 4·2 = 8 … leave two or more to each instance … --dp-instances 1, 2, 4
+8 --dp-strategy distributed-optimizer --num-experts 8 --ep 4 --dp-instances 4
+    => dp_instances 4 … 8 ranks, and the 2 of each expert, … --dp-instances 1, 2
+8 --dp-instances 2 => dp_instances 2 has no effect with dp_strategy all-reduce … --dp-strategy distributed-optimizer
 2 --dp-strategy fully-sharded --check-replicas-interval 5 => check_replicas_interval 5 … dp_strategy fully-sharded
 2 --optimizer zero-one-adam --check-replicas-interval 5 => check_replicas_interval 5 … optimizer zero-one-adam
 2 --compression-warmup-steps 10 => compression_warmup_steps 10 … grad_compression none … --grad-compression onebit

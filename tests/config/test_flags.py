@@ -67,6 +67,7 @@ def every_spelling(setting: Setting, example: str) -> None:
         ),
         ("--data_parallel_sharding_strategy optim_grads_params", {"dp_strategy": "fully-sharded"}),
         ("--use-torch-fsdp2", {"dp_strategy": "fully-sharded"}),
+        ("--num-distributed-optimizer-instances 2", {"dp_instances": 2}),
         ("--check-weight-hash-across-dp-replicas-interval 7", {"check_replicas_interval": 7}),
         ("--optimizer muon --muon-num-ns-steps 6", {"optimizer": "muon", "muon_steps": 6}),
         ("--recompute-modules moe_act layernorm", {"recompute_modules": ["mlp_act", "layernorm"]}),

@@ -187,6 +187,8 @@ FACTORS: dict[str, dict[str, Settings]] = {
         "late": {"overlap_grad_reduce": False},
         "zero1": Z1,
         "zero2-late": {**Z1, "shard_gradients": True, "overlap_param_gather": False},
+        "hybrid1": {**Z1, "dp_instances": 2},
+        "hybrid3": {"dp_strategy": "fully-sharded", "dp_instances": 2},
         "fused": {"dp_strategy": "fused-all-reduce", "fusion_threshold_mb": 0.02},
         "zero3": Z3,
         "zero3-late": {**Z3, "overlap_param_gather": False},
@@ -253,6 +255,8 @@ COMPANY: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("recompute", "ahead"): ("pp", ("2", "4")),
     **{(factor, value): ("family", MOE) for factor in ("ep", "etp", "moe") for value in list(FACTORS[factor])[1:]},
     ("recompute", "moe"): ("family", MOE),
+    ("strategy", "hybrid1"): ("dp", ("4",)),
+    ("strategy", "hybrid3"): ("dp", ("4",)),
 }
 """Values that have no effect alone, and the factor that must have one of some values beside them. It only guides the
 draw: what is legal, the validator decides."""

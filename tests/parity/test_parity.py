@@ -12,7 +12,19 @@ import pytest
 from megalite.parity.report import require_same
 from megalite.parity.trajectory import rank_trajectory
 from tests.parity.covering import PAIRS, Pair, covering_rows, pairs_of
-from tests.parity.factors import AXES, FACTORS, FAMILIES, MAX_WORLD, MOE, Row, Settings, refusal, settings_of, world_of
+from tests.parity.factors import (
+    AXES,
+    FACTORS,
+    FAMILIES,
+    MAX_WORLD,
+    MOE,
+    Z1,
+    Row,
+    Settings,
+    refusal,
+    settings_of,
+    world_of,
+)
 from tests.parity.reference import STEPS, TOLERANCE, reference
 from tests.support.ranks import run_ranks
 from tests.support.tiny import LATENT, tiny_config, whole
@@ -108,6 +120,47 @@ ODD: dict[str, Settings] = {
         "dp_strategy": "fully-sharded",
         "recompute_granularity": "full",
         **FEW,
+    },
+    "hybrid2-tp2-muon": {
+        **FAMILIES["mistral"],
+        **Z1,
+        "tp": 2,
+        "dp": 4,
+        "sequence_parallel": True,
+        "shard_gradients": True,
+        "dp_instances": 2,
+        "optimizer": "muon",
+        **TWO,
+    },
+    "hybrid2-zb-tied": {
+        **Z1,
+        "pp": 2,
+        "dp": 4,
+        "pipeline_schedule": "zb-h1",
+        "shard_gradients": True,
+        "dp_instances": 2,
+        "reduction_order": "rank",
+        **TWO,
+    },
+    "hybrid3-cp2-lamb": {
+        **FAMILIES["qwen"],
+        "cp": 2,
+        "dp": 3,
+        "dp_strategy": "fully-sharded",
+        "dp_instances": 3,
+        "optimizer": "lamb",
+        **SIX,
+        **TWO,
+    },
+    "hybrid3-experts-alone": {
+        **FAMILIES["mixtral"],
+        "tp": 2,
+        "etp": 1,
+        "ep": 4,
+        "dp": 4,
+        "dp_strategy": "fully-sharded",
+        "dp_instances": 2,
+        **TWO,
     },
     "server-pp2": {"pp": 2, "dp": 3, "dp_strategy": "parameter-server", "server_chunk_mb": 0.01, **SIX, **TWO},
     "nemotron": {
@@ -220,6 +273,7 @@ def _cannot_be(pair: Pair) -> bool:
     return (
         math.prod(int(values.get(axis, least)) for axis, least in fewest.items()) > MAX_WORLD
         or pair == (("ep", "4"), ("pp", "4"))  # each stage needs four ranks
+        or (values.get("strategy", "").startswith("hybrid") and "4" in (values.get("tp"), values.get("pp")))
         or pair == (("tp", "1"), ("sp", "on"))
         or (values.get("cp_comm", "p2p") != "p2p" and values.get("cp") == "1")
         or pair == (("cp", "2"), ("cp_comm", "a2a+p2p"))

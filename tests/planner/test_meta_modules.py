@@ -37,6 +37,11 @@ CASES = {
         2048,
         "--preset deepseek-moe-16b --vocab-size 102400 --tp 2 --ep 64 --pp 4 --bf16 --global-batch-size 4096",
     ),
+    "experts, sharded inside instances": (
+        1024,
+        "--preset mixtral-8x7b --tp 2 --pp 4 --ep 8 --etp 1 --sequence-parallel --bf16 --vocab-size 32000 "
+        "--global-batch-size 1024 --dp-strategy fully-sharded --num-distributed-optimizer-instances 8",
+    ),
     "swiglu, grouped queries, 100,000 ranks": (
         102400,
         "--preset llama3-70b --tp 8 --pp 8 --cp 2 --bf16 --vocab-size 128256 --global-batch-size 12800",
@@ -52,7 +57,7 @@ CASES = {
 def topology_of(layout: ParallelLayout, rank: int) -> Topology:
     """Of a rank that is alone: its groups have no process groups."""
     groups = {}
-    for kind in ParallelLayout.KINDS:
+    for kind in layout.kinds:
         ranks = layout.group_of(kind, rank)
         groups[kind.replace("-", "_")] = None if ranks is None else Group(kind, ranks, ranks.index(rank))
     return Topology(

@@ -92,7 +92,7 @@ STRATEGY: tuple[Check, ...] = (
                 lambda c: c.dp is not None and c.dp * c.cp == 1
             ),
             "{?check_replicas_interval} has nothing to compare with {dp_strategy}, which keeps no replicas of weights; remove it": (
-                lambda c: c.strategy.weights != "equal" or c.strategy.shards_parameters
+                lambda c: c.strategy.weights != "equal" or (c.strategy.shards_parameters and c.instances == 1)
             ),
             "{?check_replicas_interval} does not go with {optimizer}: its ranks take local steps; remove it": (
                 lambda c: c.optimizer == "zero-one-adam"

@@ -53,6 +53,21 @@ def _late_trace(c: Settings) -> Findings:
         )
 
 
+def _instances(c: Settings) -> Findings:
+    if c.instances == 1 or c.dp is None:
+        return
+    ranks, stage = c.dp * c.cp, _ranks(c)
+    of_experts = stage // (c.expert_tp * c.ep) if c.num_experts is not None else ranks
+    if ranks % c.dp_instances or of_experts % c.dp_instances or c.dp_instances == ranks:
+        fits = ", ".join(str(n) for n in divisor_list(math.gcd(ranks, max(of_experts, 1))) if n < ranks) or "1"
+        experts = f", and the {of_experts} of each expert," if of_experts != ranks else ""
+        yield say(
+            c,
+            f"{{dp_instances}} must divide the dp·cp = {c.dp}·{c.cp} = {ranks} ranks{experts} and leave two or more to each "
+            f"instance; use --dp-instances {fits}, or --dp-strategy all-reduce, which shards nothing",
+        )
+
+
 _GROUP = "microbatch_group_size_per_virtual_pipeline_stage"
 LAYOUT: tuple[Check, ...] = (
     *rules(
@@ -114,6 +129,7 @@ LAYOUT: tuple[Check, ...] = (
         }
     ),
     _late_trace,
+    _instances,
 )
 
 

@@ -50,17 +50,18 @@ def stage_exchange(
     # The ends of a pipeline that lies inside a node are in one node, however far apart.
     ends = hop if hop * sizes["pp"] <= cluster.node.accelerators else hop * (sizes["pp"] - 1)
     strides = {"tp": 1.0, "expert-tp": 1.0, "embedding": ends}
-    fully = config.parallel.strategy.shards_parameters
+    strides |= {f"inter-{kind}": stride * sizes[f"intra-{kind}"] for kind in ("dp-cp", "expert-dp")}
     reduce = gather = 0.0
     pieces = 0
     totals = Counter(gradient_volumes(config, plan, stages, num_microbatches))
     for (group, operation, volume), count in totals.items():
         each = float(rates.collective_seconds(operation, volume, sizes[group], strides.get(group, stride), cluster))
-        if operation == "all-gather" and (fully or group in ("dp-cp", "expert-dp")):
+        across = group.startswith("inter-")
+        if operation == "all-gather" and not across:
             gather += count * each
         else:
             reduce += count * each * narrow
-            pieces += count
+            pieces += 0 if across else count  # each follows one inside the instance
     return Exchange(reduce, gather, max(1, pieces))
 
 
@@ -114,7 +115,7 @@ def optimizer_seconds(config: RunConfig, plans: Sequence[StagePlan], cluster: Cl
     width = max(4, ELEMENT_BYTES[config.training.precision])
     total = 0.0
     for shape in shapes_of_rank(config, list(plans)):
-        replicas = sizes["expert-dp" if shape.expert else "dp-cp"]
+        replicas = sizes["intra-expert-dp" if shape.expert else "intra-dp-cp"]
         each = element_bytes(config, shape, replicas)
         updated = 1.0 / replicas if p.strategy.shards_states else 1.0
         bytes_each = 2.0 * each.optimizer + each.gradient + (2.0 * width + width / 2) * updated

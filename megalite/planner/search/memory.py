@@ -56,7 +56,7 @@ class Sizer:
         """[5, shares] bytes of parameters, gradients and optimizer states of a dense layer, one with experts, embedding,
         head, and copy of the embedding: local elements of each class of tensors times the class's bytes."""
         parts, classes = self._classes()
-        expert_replicas, replicas = self._expert_replicas(shares), shares.dp * shares.cp
+        expert_replicas, replicas = self._expert_replicas(shares), shares.dp * shares.cp // shares.dp_instances
         local = self._local(shares, pp, parts, len(classes))
         keys = np.stack((shares.strategy, replicas, expert_replicas), axis=1)
         index, of_kind = _kinds(keys)
@@ -136,7 +136,7 @@ class Sizer:
         """Of sharded gradients and parameters, on stages long enough that more layers change nothing."""
         sharded = shares.strategy >= STRATEGIES.index("zero-2")
         experts = self._expert_replicas(shares) > 1
-        dense = shares.dp * shares.cp > 1
+        dense = shares.dp * shares.cp > shares.dp_instances
         keys = np.stack((shares.tp, shares.ep, dense, experts, shares.strategy, shares.sequence_parallel), axis=1)
         places = np.flatnonzero(sharded & (dense | experts))
         if not len(places):
@@ -171,10 +171,10 @@ class Sizer:
         return [*found, max(found)]
 
     def _expert_replicas(self, shares: Shares) -> npt.NDArray[np.int64]:
-        """Ranks that hold the same experts."""
+        """Ranks of an instance that hold the same experts."""
         etp = self.config.parallel.etp
         over = shares.tp if etp is None else np.full_like(shares.tp, etp)
-        return shares.tp * shares.cp * shares.dp // (over * shares.ep)
+        return shares.tp * shares.cp * shares.dp // (over * shares.ep * shares.dp_instances)
 
     def _examples(self) -> tuple[int | None, int | None]:
         """A layer with a dense MLP and one with experts, if there are any."""
@@ -193,6 +193,7 @@ class Sizer:
                 cp=changed.get("cp", int(shares.cp[place])),
                 ep=int(shares.ep[place]),
                 dp=int(shares.dp[place]),
+                dp_instances=int(shares.dp_instances[place]),
                 pp=pp,
                 sequence_parallel=bool(shares.sequence_parallel[place]),
                 dp_strategy="distributed-optimizer" if strategy == "zero-2" else strategy,

@@ -168,13 +168,14 @@ def nothing_fits(found: Survey) -> ConfigError:
 def describe(layout: Layout) -> str:
     """A layout in a line: `tp 8, pp 4 (1f1b), dp 2, ...`; sizes of 1 are left out."""
     pipeline = layout.pipeline
+    instances = f", {layout.dp_instances} instances" if layout.dp_instances > 1 else ""
     chunks = f" x {pipeline.vpp}" if pipeline.vpp > 1 else ""
     words = [
         f"tp {layout.tp}" + (" with sequence parallel" if layout.sequence_parallel else ""),
         f"pp {pipeline.pp}{chunks}" + (f" ({pipeline.schedule})" if pipeline.pp > 1 else ""),
         f"cp {layout.cp}" if layout.cp > 1 else "",
         f"ep {layout.ep}" if layout.ep > 1 else "",
-        f"dp {layout.dp}" + (f" ({layout.strategy})" if layout.dp * layout.cp > 1 else ""),
+        f"dp {layout.dp}" + (f" ({layout.strategy}{instances})" if layout.dp * layout.cp > 1 else ""),
         f"micro batch {layout.micro_batch_size}",
         f"recompute {layout.recompute}",
     ]

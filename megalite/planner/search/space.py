@@ -33,7 +33,7 @@ from megalite.pipeline.ir.generators.registry import SCHEDULES
 # What the search chooses among; zero-2 is distributed-optimizer with shard_gradients.
 STRATEGIES = ("all-reduce", "distributed-optimizer", "zero-2", "fully-sharded")
 RECOMPUTE = ("none", "selective", "full")
-SIZES = ("tp", "pp", "vpp", "cp", "ep", "dp", "micro_batch_size")
+SIZES = ("tp", "pp", "vpp", "cp", "ep", "dp", "dp_instances", "micro_batch_size")
 CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "recompute_granularity": RECOMPUTE,
@@ -42,7 +42,8 @@ CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "sequence_parallel": (False, True),
     }
 )
-SEARCHED = (*SIZES, *CHOICES)  # settings that the search decides, unless they are fixed
+# Settings that the search decides, unless they are fixed; of dp_instances it looks at 1 alone unless others are allowed.
+SEARCHED = (*SIZES, *CHOICES)
 CONTEXT = ("cp_comm_type", "hierarchical_context_parallel_sizes", "context_parallel_load_balancer")
 """Settings that are as given with a cp above 1."""
 _SHORT = {
@@ -200,6 +201,7 @@ class Shares:
     recompute: Integers  # index into RECOMPUTE
     strategy: Integers  # index into STRATEGIES
     sequence_parallel: Integers  # 0 or 1
+    dp_instances: Integers
 
     def __len__(self) -> int:
         return len(self.tp)
@@ -223,6 +225,7 @@ class Layout(NamedTuple):
     recompute: str
     strategy: str
     sequence_parallel: bool
+    dp_instances: int
 
     def settings(self) -> dict[str, Any]:
         return {
@@ -238,6 +241,7 @@ class Layout(NamedTuple):
             "recompute_granularity": self.recompute,
             "dp_strategy": "distributed-optimizer" if self.strategy == "zero-2" else self.strategy,
             "shard_gradients": self.strategy == "zero-2",
+            **({"dp_instances": self.dp_instances} if self.dp_instances > 1 else {}),
         }
 
 
@@ -251,9 +255,9 @@ class Block:
 
     def layout(self, pipeline: int, share: int) -> Layout:
         tp, cp, ep, dp, micro, *choices = (int(column[share]) for column in vars(self.shares).values())
-        recompute, strategy, sequence = choices
+        recompute, strategy, sequence, instances = choices
         names = RECOMPUTE[recompute], STRATEGIES[strategy]
-        return Layout(self.pipelines[pipeline], tp, cp, ep, dp, micro, *names, bool(sequence))
+        return Layout(self.pipelines[pipeline], tp, cp, ep, dp, micro, *names, bool(sequence), instances)
 
 
 @dataclass(frozen=True)
@@ -334,9 +338,9 @@ def _shares(request: Request, pp: int) -> Shares:
     recompute = [RECOMPUTE.index(name) for name in request.of("recompute_granularity")]
     strategies = [STRATEGIES.index(name) for name in request.of("dp_strategy")]
     sequence = [int(value) for value in request.of("sequence_parallel")]
-    axes = (tps, cps, eps, micro, recompute, strategies, sequence)
+    axes = (tps, cps, eps, micro, recompute, strategies, sequence, request.fixed.get("dp_instances", (1,)))
     grid = np.meshgrid(*(np.array(values, dtype=np.int64) for values in axes), indexing="ij")
-    tp, cp, ep, micro_batch, recomputed, strategy, parallel = (axis.reshape(-1) for axis in grid)
+    tp, cp, ep, micro_batch, recomputed, strategy, parallel, instances = (axis.reshape(-1) for axis in grid)
     legal = ranks % (tp * cp) == 0
     dp = ranks // (tp * cp)
     legal &= batch % np.maximum(dp * micro_batch, 1) == 0
@@ -354,12 +358,14 @@ def _shares(request: Request, pp: int) -> Shares:
             legal &= (cp == 1) | (cp == math.prod(sizes))
         legal &= (model.num_attention_heads // tp % heads == 0) & ((groups % heads == 0) | (heads % groups == 0))
     replicas = dp * cp
+    sharded = (strategy != STRATEGIES.index("all-reduce")) & (replicas % instances == 0) & (replicas > instances)
+    legal &= (instances == 1) | sharded
     if model.num_experts is not None:
         grid_fits, expert_replicas = _experts_fit(config, pp, tp, cp, ep, dp)
-        legal &= grid_fits
+        legal &= grid_fits & (expert_replicas % instances == 0)
         replicas = np.maximum(replicas, expert_replicas)
     legal &= (replicas > 1) | (strategy == (strategies or [0])[0])
-    columns = (tp, cp, ep, dp, micro_batch, recomputed, strategy, parallel)
+    columns = (tp, cp, ep, dp, micro_batch, recomputed, strategy, parallel, instances)
     return Shares(*(column[legal] for column in columns))
 
 

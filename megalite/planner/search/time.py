@@ -166,14 +166,18 @@ class Clock:
         dense, experts, embedding, *_ = np.moveaxis(Sizer(self.config).elements(shares, pp), 2, 0)
         sizes = self._on_rank(dense, experts, embedding, pp).T  # with all replicas, and with experts'
         replicas = (work.dp * work.cp, work.tp * work.cp * work.dp / (work.expert_tp * work.ep))
-        reduce = gather = summed = np.zeros(len(shares))
-        for count, group in zip(sizes, replicas, strict=True):
+        instances = shares.dp_instances.astype(float)
+        reduce = gather = summed = across = np.zeros(len(shares))
+        for count, everywhere in zip(sizes, replicas, strict=True):
+            group = everywhere / instances
+            own, hop = count * wire / group, stride * group
+            across = across + rates.collective_seconds("all-reduce", own, instances, hop, self.cluster)
             summed = summed + rates.collective_seconds("all-reduce", count * wire, group, stride, self.cluster)
             reduce = reduce + rates.collective_seconds("reduce-scatter", count * wire, group, stride, self.cluster)
             gather = gather + rates.collective_seconds("all-gather", count * element, group, stride, self.cluster)
         strategy = [shares.strategy == index for index in range(len(STRATEGIES))]
         pieces = np.maximum(sizes.sum(0) / config.parallel.ddp_bucket_size, 1.0)
-        once = np.select(strategy, [summed, reduce, reduce, reduce])
+        once = np.select(strategy, [summed, reduce, reduce, reduce]) + across
         gathered = np.select(strategy, [0.0 * gather, gather, gather, 0.0 * gather])
         each = np.select(strategy, [0.0 * reduce, 0.0 * reduce, reduce, reduce + 2.0 * gather])
         return once, gathered, pieces, each
