@@ -99,7 +99,11 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         "clip_grad": "by the norm of the whole model's gradient in both",
         "sgd_momentum": SAME,
         "muon_momentum": "theirs is 0.9",
+        "muon_nesterov": "theirs is off unless given",
         "muon_steps": SAME,
+        "muon_scale": "theirs is 1",
+        "muon_scale_mode": SAME,
+        "muon_split_qkv": SAME,
         "exp_avg_dtype": "fp32 and bf16; works without `--use-precision-aware-optimizer`",
         "exp_avg_sq_dtype": "the same; bf16 wants `--stochastic-rounding` for a large adam_beta2",
         # data

@@ -35,6 +35,7 @@ SHORTHANDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "--recompute-activations": {"recompute_granularity": "selective"},
         "--exit-on-missing-checkpoint": {"fresh_if_missing": False},
         "--no-load-optim": {"load_optimizer": False},
+        "--muon-no-split-qkv": {"muon_split_qkv": False},
         "--use-checkpoint-opt-param-scheduler": {"require_same_schedule": True},
     }
 )

@@ -96,8 +96,8 @@ _ALREADY_SO: Mapping[str, str] = {
     ),
     "tokens travel in the format of --precision": "--moe-dispatch-fwd-dtype=bf16 --moe-combine-bwd-dtype=bf16",
     "the router has no quantile balancing: it is not supported": r"--moe-router-quantile-balancing-ema=0|0?\.0*",
-    "muon has Nesterov momentum, orthogonalises whole matrices and leaves the rest to AdamW; it has no other form": (
-        "--muon-nesterov --muon-tp-mode=duplicated|distributed --muon-scalar-optimizer=adam --muon-no-split-qkv"
+    "muon orthogonalises whole matrices by Keller Jordan's coefficients and leaves the rest to AdamW": (
+        "--muon-tp-mode=duplicated|distributed --muon-scalar-optimizer=adam --muon-coefficient-type=simple"
     ),
     "the vocabulary has the tokens of the tokenizer alone; say another size by --vocab-size": ("--vocab-extra-ids=0"),
     "use --profile alone: it is torch.profiler's": "--use-pytorch-profiler",
@@ -342,10 +342,7 @@ _REFUSED: Mapping[str, str] = {
     "norms and biases are not decayed": "--apply-wd-to-qk-layernorm --no-weight-decay-cond-type=",
     "all weights are trained": "--freeze-all-layers --freeze-base-for-mtp --mtp-detach-heads",
     "each further token has another layer, on the last stage": "--mtp-use-repeated-layer --mtp-hsm --mtp-standalone",
-    "updates of matrices have the root mean square --muon-scale, and queries, keys and values are one matrix": (
-        "--muon-scale-mode= --muon-extra-scale-factor= --muon-split-qkv --muon-fp32-matmul-prec= "
-        "--muon-coefficient-type="
-    ),
+    "muon multiplies in the matrix's own precision": "--muon-fp32-matmul-prec=",
     "use --fp8-format hybrid --fp8-recipe tensorwise, for linear layers alone": (
         "--fp8-quantizer-factory= --fp8-output-proj --fp4-format= --fp4-quantizer-factory= --te-precision-config-file="
     ),

@@ -45,6 +45,7 @@ _LAMB = "lamb_min_coeff lamb_max_coeff"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 EMA = "ema"
 """The state that `ema_decay` adds to any optimizer's."""
+MUON_SCALES = ("spectral", "shape_scaling", "unit_rms_norm")
 OPTIMIZERS: Registry[Any] = Registry(
     "optimizer",
     {
@@ -63,7 +64,9 @@ OPTIMIZERS: Registry[Any] = Registry(
         "muon": (
             f"{_HERE}.muon:Muon",
             OptimizerFacts(
-                states=_of_muon, settings=f"{_ADAM} muon_momentum muon_steps muon_scale", matrices_apart=True
+                states=_of_muon,
+                settings=f"{_ADAM} muon_momentum muon_nesterov muon_steps muon_scale muon_scale_mode muon_split_qkv",
+                matrices_apart=True,
             ),
         ),
         "schedule-free-adamw": (
@@ -165,11 +168,19 @@ class OptimizerConfig:
     lamb_max_coeff: float = option(10.0, above=0)
     """lamb, onebit-lamb: highest trust ratio."""
     muon_momentum: float = option(0.95, at_least=0, below=1)
-    """muon: momentum of matrices (Nesterov)."""
+    """muon: momentum of matrices."""
+    muon_nesterov: bool = option(True)
+    """muon: Nesterov's form of it."""
     muon_steps: int = option(5, at_least=1, flags=("--muon-num-ns-steps",))
     """muon: Newton-Schulz iterations."""
-    muon_scale: float = option(0.2, above=0)
-    """muon: root mean square of a matrix's update, to fit AdamW's learning rate and weight decay."""
+    muon_scale: float = option(0.2, above=0, flags=("--muon-extra-scale-factor",))
+    """muon: factor of all updates; with muon_scale_mode spectral the root mean square of a matrix's update, to fit AdamW's
+    learning rate and weight decay."""
+    muon_scale_mode: str = option("spectral", choices=MUON_SCALES)
+    """muon: further factor of the update of a matrix [r, c]: spectral, √max(r, c), as Moonlight and Kimi-K2; shape_scaling,
+    √max(1, r/c); unit_rms_norm, √(r/c)."""
+    muon_split_qkv: bool = option(True)
+    """muon: queries, keys and values of a layer are three matrices; else one, as they lie in one tensor."""
     freeze_step: int | None = option(None, at_least=1)
     """1-bit optimizers: last step of the warm-up with whole gradients; default: found while training, see freeze_threshold."""
     freeze_threshold: float = option(0.96, above=0, below=1)

@@ -190,6 +190,14 @@ def _deal(matrices: Sequence[Matrix], group: Group, work: list[int]) -> Wave:
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """Keller Jordan's coefficients: steepest at 0, at the price of singular values between 0.7 and 1.2 instead of 1."""
+SCALES: dict[str, Callable[[int, int], float]] = {
+    "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
+    "shape_scaling": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
+    "unit_rms_norm": lambda rows, columns: math.sqrt(rows / columns),
+}
+"""Factors of `muon_scale_mode`, by arXiv 2502.16982, Keller Jordan and Jeremy Bernstein."""
+FUSED = ".attention.qkv.weight"
+"""Queries, keys and values in one tensor, group by group."""
 EPS = 1e-7
 """Least norm that a matrix is divided by."""
 
@@ -215,11 +223,12 @@ def orthogonalise(matrix: torch.Tensor, steps: int) -> torch.Tensor:
 class Muon(Optimizer):
     """For hidden matrices [r, c] (Jordan 2024; scaled as in arXiv 2502.16982, with decoupled decay):
 
-        b = μb + (1-μ)g,   x = (1 - lr·λ)x - lr·muon_scale·√max(r, c)·orthogonalise((1-μ)g + μb)
+        b = μb + (1-μ)g,   x = (1 - lr·λ)x - lr·muon_scale·s(r, c)·orthogonalise((1-μ)g + μb)
 
-    so that the root mean square of a full-rank update is muon_scale, about that of AdamW: learning rate and weight decay
-    can be AdamW's. Embeddings, head, norms and biases are AdamW's. Queries, keys and values of a layer are one matrix, as
-    they lie in one tensor; gate and up projection, and every expert's, are separate matrices.
+    With s = √max(r, c), the mode `spectral`, the root mean square of a full-rank update is muon_scale, about that of AdamW:
+    learning rate and weight decay can be AdamW's. Without Nesterov it is b that is made orthogonal. Embeddings, head, norms
+    and biases are AdamW's. Queries, keys and values of a layer are separate matrices unless `muon_split_qkv` is off; so are
+    gate and up projection, and every expert's.
 
     Matrices are complete when they are orthogonalised, however ranks share them. Each is dealt to one rank; the others send
     what it lacks of the momentum and get back their parts of the update (`plan`). So ranks share the work, also
@@ -227,6 +236,7 @@ class Muon(Optimizer):
 
     Args:
         matrices: parameters of nothing but hidden matrices, which the ranks of `group` have complete together.
+        fused: rows of the queries, the key and the value of each group in a matrix of all three; None: it is one matrix.
 
     Collectives: where matrices are split, an exchange of the momentum over `group`, and where several ranks hold parts of
     one, an exchange of the update. Each rank sends and receives about as many elements as it holds, at most.
@@ -239,8 +249,10 @@ class Muon(Optimizer):
         config: OptimizerConfig,
         *,
         group: Group,
+        fused: tuple[int, int, int] | None = None,
     ) -> None:
         super().__init__(matrices, config, ["momentum_buffer"])
+        self._fused = fused
         self.parameters = [*matrices, *others]
         self._matrices, self._group = matrices, group
         self._adam = AdamW(others, config)
@@ -254,7 +266,10 @@ class Muon(Optimizer):
         others = [flat for flat in parameters if not flat.orthogonal]
         # Where replicas have their own weights each orthogonalises its own matrices.
         group = context.topology.tp_dp_cp if context.replicas_agree else context.topology.tp
-        return cls(matrices, others, config.optimizer, group=group)
+        model, fused = config.model, None
+        if config.optimizer.muon_split_qkv:
+            fused = model.num_attention_heads // model.query_groups * model.head_size, model.head_size, model.head_size
+        return cls(matrices, others, config.optimizer, group=group, fused=fused)
 
     @torch.no_grad()
     def step(self, update: Update, exchange: Exchange | None = None) -> None:
@@ -284,7 +299,8 @@ class Muon(Optimizer):
 
         def momentum(_: Matrix, holding: Holding) -> torch.Tensor:
             flat, place = self._matrices[holding.flat], holding.place
-            return flat.grad[place].lerp(self._momentum(flat.param)[place], self.config.muon_momentum)
+            buffer = self._momentum(flat.param)[place]
+            return flat.grad[place].lerp(buffer, self.config.muon_momentum) if self.config.muon_nesterov else buffer
 
         def apply(_: Matrix, holding: Holding, values: torch.Tensor) -> None:
             self._matrices[holding.flat].param.data[holding.place].sub_(values, alpha=lr)
@@ -299,8 +315,13 @@ class Muon(Optimizer):
         views = {box: whole[box[0] : box[1], box[2] : box[3]] for box in matrix.boxes}
         for box, view in views.items():
             view.copy_(boxes[matrix.key, box].view(view.shape))
-        scale = self.config.muon_scale * math.sqrt(max(matrix.rows, matrix.columns))
-        whole.copy_(orthogonalise(whole, self.config.muon_steps)).mul_(scale)
+        parts: Sequence[torch.Tensor] = [whole]
+        if self._fused is not None and matrix.key[0].endswith(FUSED):
+            parts = whole.view(-1, sum(self._fused), matrix.columns).split(self._fused, dim=1)
+        for part in parts:
+            rows = part.reshape(-1, matrix.columns)
+            scale = self.config.muon_scale * SCALES[self.config.muon_scale_mode](*rows.shape)
+            part.copy_(orthogonalise(rows, self.config.muon_steps).mul_(scale).view(part.shape))
         for box, view in views.items():
             boxes[matrix.key, box].view(view.shape).copy_(view)
 

@@ -11,6 +11,7 @@ from megalite.config.describe import settings
 from megalite.config.errors import ConfigError
 from megalite.config.flags import parse_arguments
 from megalite.config.model import GATED
+from megalite.config.optimizer import MUON_SCALES
 from megalite.config.strategies import STRATEGIES
 from megalite.parity.pool import RankPool
 from megalite.parity.report import Report, run_parity
@@ -98,6 +99,8 @@ def _layout(generator: random.Random) -> Drawn:
     drawn["optimizer"] = generator.choice(("adam", "adam", "sgd", "lamb", "muon", "schedule-free-adamw"))
     if drawn["optimizer"] == "sgd":
         drawn |= {"sgd_momentum": 0.8, "sgd_nesterov": generator.random() < 0.5}
+    elif drawn["optimizer"] == "muon":
+        drawn |= {"muon_scale_mode": generator.choice(MUON_SCALES), "muon_split_qkv": generator.random() < 0.5}
     elif drawn["optimizer"] == "schedule-free-adamw":
         drawn["lr_decay_style"] = "constant"
     if drawn["optimizer"] != "schedule-free-adamw" and generator.random() < 0.25:

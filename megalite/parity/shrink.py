@@ -158,7 +158,8 @@ _SECTIONS_LEFT_OUT = ("data", "checkpoint", "logging")
 _KEPT_DATA = ("eod_mask_loss", "reset_attention_mask", "reset_position_ids", "packing", "sft")
 _KEPT_OPTIMIZER = (
     *("optimizer", "weight_decay", "adam_beta1", "adam_beta2", "clip_grad", "sgd_momentum", "sgd_nesterov"),
-    *("lamb_min_coeff", "lamb_max_coeff", "muon_momentum", "muon_steps", "muon_scale"),
+    *("lamb_min_coeff", "lamb_max_coeff", "muon_momentum", "muon_nesterov", "muon_steps", "muon_scale"),
+    *("muon_scale_mode", "muon_split_qkv"),
     *("ema_decay", "eval_ema"),
 )
 _FORMATS = ("main_params", "exp_avg_dtype", "exp_avg_sq_dtype", "stochastic_rounding")

@@ -70,6 +70,10 @@ def every_spelling(setting: Setting, example: str) -> None:
         ("--num-distributed-optimizer-instances 2", {"dp_instances": 2}),
         ("--check-weight-hash-across-dp-replicas-interval 7", {"check_replicas_interval": 7}),
         ("--optimizer muon --muon-num-ns-steps 6", {"optimizer": "muon", "muon_steps": 6}),
+        (
+            "--optimizer muon --muon-no-split-qkv --muon-extra-scale-factor 1",
+            {"optimizer": "muon", "muon_split_qkv": False, "muon_scale": 1.0},
+        ),
         ("--recompute-modules moe_act layernorm", {"recompute_modules": ["mlp_act", "layernorm"]}),
         ("--attention-backend fused", {"attention_backend": "cudnn"}),
         ("--attention-backend unfused", {"attention_backend": "math"}),

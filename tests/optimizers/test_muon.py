@@ -1,6 +1,7 @@
 """Muon over flat shards is momentum, orthogonalised matrix by matrix; everything else is AdamW's."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -109,3 +110,25 @@ def test_no_gradient_means_no_update() -> None:
     for name, value in weights(muon).items():
         kept = 1 - update(1).lr * update(1).weight_decay if name in MATRICES else 1.0
         assert torch.equal(value, tensors(0)[name] * kept), name
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("mode", ["spectral", "shape_scaling", "unit_rms_norm"])
+def test_queries_keys_and_values_are_matrices_of_their_own(mode: str, nesterov: bool) -> None:
+    """Of two groups with two queries each, heads of three channels; and what each mode multiplies with."""
+    name, first, others = "layers.0.attention.qkv.weight", drawn(0, 24, 8), {"norm": drawn(1, 5)}
+    settings: dict[str, Any] = {"muon_scale_mode": mode, "muon_nesterov": nesterov, "muon_momentum": 0.9}
+    config = OptimizerConfig(optimizer="muon", muon_scale=0.5, **settings)
+    matrices = [flat_of({name: first}, decay=True)]
+    muon = Muon(matrices, [flat_of(others, decay=False)], config, group=Group.solo("all"), fused=(6, 3, 3))
+    grad = drawn(2, 24, 8)
+    set_gradients(muon.parameters, {name: grad, "norm": others["norm"]})
+    muon.step(update(1))
+    rows = torch.arange(24)
+    wanted = first * (1 - update(1).lr * update(1).weight_decay)
+    for chosen in (rows % 12 < 6, (rows % 12 >= 6) & (rows % 12 < 9), rows % 12 >= 9):
+        r = int(chosen.sum())
+        factor = {"spectral": max(r, 8) ** 0.5, "shape_scaling": max(1, r / 8) ** 0.5, "unit_rms_norm": (r / 8) ** 0.5}
+        made = newton_schulz(grad[chosen] * (0.1 + 0.9 * 0.1 if nesterov else 0.1))
+        wanted[chosen] -= update(1).lr * 0.5 * factor[mode] * made
+    torch.testing.assert_close(weights(muon)[name], wanted, rtol=1e-10, atol=1e-11)
