@@ -9,7 +9,7 @@ which is the softmax over all keys exactly. Source: ring attention (arXiv 2310.0
 (arXiv 2205.14135).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,7 @@ def ring_attention(
     Args:
         q: [b, heads, s/cp, d], the rows of `sequence_spans`; k, v: [b, groups, s/cp, d], heads a multiple of groups.
         softcap: scores s become softcap·tanh(s/softcap).
-        sink: [heads], a logit beside the scores of each query, whose value is 0. Merging starts with it.
+        sink: [heads], a logit beside the scores of each query, with a value of 0. Merging starts with it.
 
     Collectives: forward: cp - 1 exchanges of k and v with the neighbours over cp. Backward: cp - 1 of k and v, and
     cp - 1 of their gradients in fp32 (fp64 for fp64).
@@ -94,8 +94,8 @@ class _RingAttention(torch.autograd.Function):
         for step, keys, values in ring.keys_and_values(k, v):
             for samples, tile in ring.tiles(step):
                 rows, columns = _places(samples, tile)
-                inputs = (_stacked(each, tile.count) for each in (q[rows], keys[columns], values[columns]))
-                found = tile_forward(*inputs, tile.kind, ring.softcap)
+                queries, seen, mixed = _stacked(tile.count, q[rows], keys[columns], values[columns])
+                found = tile_forward(queries, seen, mixed, tile.kind, ring.softcap)
                 _merge(out[rows], logsumexp[rows], *(_in_a_row(each, tile.count) for each in found))
         out = out.to(q.dtype)
         ctx.ring = ring
@@ -115,8 +115,8 @@ class _RingAttention(torch.autograd.Function):
             for samples, tile in ring.tiles(step):
                 rows, columns = _places(samples, tile)
                 whole = grad_out[rows], q[rows], keys[columns], values[columns], out[rows], logsumexp[rows]
-                inputs = (_stacked(each, tile.count) for each in whole)
-                found = tile_backward(*inputs, tile.kind, ring.softcap)
+                grad, queries, seen, mixed, result, lse = _stacked(tile.count, *whole)
+                found = tile_backward(grad, queries, seen, mixed, result, lse, tile.kind, ring.softcap)
                 dq, dk, dv = (_in_a_row(each, tile.count) for each in found)
                 grad_q[rows] += dq
                 grad_kv[0][columns] += dk
@@ -150,9 +150,9 @@ def _places(samples: slice, tile: Tile) -> tuple[Index, Index]:
     )
 
 
-def _stacked(x: Tensor, count: int) -> Tensor:
-    """[b, heads, count·n, ...] -> [b·count, heads, n, ...]: squares of a tile are to a kernel as samples."""
-    return x if count == 1 else x.unflatten(2, (count, -1)).transpose(1, 2).flatten(0, 1)
+def _stacked(count: int, *whole: Tensor) -> Sequence[Tensor]:
+    """Each [b, heads, count·n, ...] -> [b·count, heads, n, ...]: squares of a tile are to a kernel as samples."""
+    return whole if count == 1 else [x.unflatten(2, (count, -1)).transpose(1, 2).flatten(0, 1) for x in whole]
 
 
 def _in_a_row(x: Tensor, count: int) -> Tensor:

@@ -122,8 +122,15 @@ class AttentionCore(torch.nn.Module):
         stream.fill(keep, rows, self.dropout, site=f"{self.name}.probabilities", first_head=self.first_head)
         causal = self._softmax if context.visibility == CAUSAL else None
         visible = None if causal is not None else _visible(rows, columns, context.visibility)
-        beside = {"softcap": self.softcap, "sink": self._sink(q)}
-        return unfused_attention(q, k, v, visible=visible, keep=keep, p=self.dropout, causal=causal, **beside)
+        return unfused_attention(
+            *(q, k, v),
+            visible=visible,
+            keep=keep,
+            p=self.dropout,
+            causal=causal,
+            softcap=self.softcap,
+            sink=self._sink(q),
+        )
 
 
 class Attention(AttentionCore):
