@@ -9,7 +9,7 @@ which is the softmax over all keys exactly. Source: ring attention (arXiv 2310.0
 (arXiv 2205.14135). Gathering: Llama 3 (arXiv 2407.21783, 3.3.2).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ def ring_attention(
         q: [b, heads, s/n, d]; k, v: [b, groups, s/n, d], heads a multiple of groups.
         held: of each rank the true positions of its rows.
         softcap: scores s become softcap·tanh(s/softcap).
-        sink: [heads], a logit beside the scores of each query, whose value is 0. Merging starts with it.
+        sink: [heads], a logit beside the scores of each query, with a value of 0. Merging starts with it.
         gathers: every rank gets all keys and values at once, and again in the backward.
 
     Collectives: forward: n - 1 exchanges of k and v with the neighbours over cp. Backward: n - 1 of k and v, and n - 1 of
@@ -104,8 +104,8 @@ class _RingAttention(torch.autograd.Function):
         for step, keys, values in ring.keys_and_values(k, v):
             for samples, tile in ring.tiles(step):
                 rows, columns = _places(samples, tile)
-                tq, tk, tv = (_stacked(each, tile.count) for each in (q[rows], keys[columns], values[columns]))
-                found = tile_forward(tq, tk, tv, tile.kind, ring.softcap)
+                queries, seen, mixed = _stacked(tile.count, q[rows], keys[columns], values[columns])
+                found = tile_forward(queries, seen, mixed, tile.kind, ring.softcap)
                 _merge(out[rows], logsumexp[rows], *(_in_a_row(each, tile.count) for each in found))
         out = out.to(q.dtype)
         ctx.ring = ring
@@ -125,8 +125,8 @@ class _RingAttention(torch.autograd.Function):
             for samples, tile in ring.tiles(step):
                 rows, columns = _places(samples, tile)
                 whole = grad_out[rows], q[rows], keys[columns], values[columns], out[rows], logsumexp[rows]
-                dy, tq, tk, tv, y, lse = (_stacked(each, tile.count) for each in whole)
-                found = tile_backward(dy, tq, tk, tv, y, lse, tile.kind, ring.softcap)
+                grad, queries, seen, mixed, result, lse = _stacked(tile.count, *whole)
+                found = tile_backward(grad, queries, seen, mixed, result, lse, tile.kind, ring.softcap)
                 dq, dk, dv = (_in_a_row(each, tile.count) for each in found)
                 grad_q[rows] += dq
                 grad_kv[0][columns] += dk
@@ -162,9 +162,9 @@ def _places(samples: slice, tile: Tile) -> tuple[Index, Index]:
     )
 
 
-def _stacked(x: Tensor, count: int) -> Tensor:
-    """[b, heads, count·n, ...] -> [b·count, heads, n, ...]: squares of a tile are to a kernel as samples."""
-    return x if count == 1 else x.unflatten(2, (count, -1)).transpose(1, 2).flatten(0, 1)
+def _stacked(count: int, *whole: Tensor) -> Sequence[Tensor]:
+    """Each [b, heads, count·n, ...] -> [b·count, heads, n, ...]: squares of a tile are to a kernel as samples."""
+    return whole if count == 1 else [x.unflatten(2, (count, -1)).transpose(1, 2).flatten(0, 1) for x in whole]
 
 
 def _in_a_row(x: Tensor, count: int) -> Tensor:

@@ -49,7 +49,7 @@ def cached_attention(
     Args:
         visible: boolean [b, 1, 1, n], which keys a row sees; None: all of them.
         softcap: scores s become softcap·tanh(s/softcap).
-        sink: [heads], a logit beside the scores, whose value is 0.
+        sink: [heads], a logit beside the scores, with a value of 0.
     """
     b, heads, _, d = q.shape
     queries = q.reshape(b, k.shape[1], heads // k.shape[1], d)

@@ -144,7 +144,7 @@ def unfused_attention(
         p: the probability of falling, by which those that stay are scaled.
         causal: the kernel for the plain causal mask with s_q = s_k, which it knows without `visible`.
         softcap: scores s become softcap·tanh(s/softcap).
-        sink: [heads], a logit beside the scores of each query, whose value is 0; not with `causal`.
+        sink: [heads], a logit beside the scores of each query, with a value of 0; not with `causal`.
 
     Returns:
         [b, heads, s_q, d], a view of memory [s_q, b, heads, d].

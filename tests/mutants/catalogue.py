@@ -13,6 +13,7 @@ MUTANTS = (
     *training.SHARDS_AND_PRECISION,
     *model.RANDOMNESS,
     *model.ATTENTION,
+    *model.SINKS,
     *model.SHARED_KEYS,
     *model.EXPERTS,
     *model.SCHEDULES_AND_PLANS,

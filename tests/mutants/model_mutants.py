@@ -209,6 +209,25 @@ ATTENTION = (
     ),
 )
 
+SINKS = (
+    Mutant(
+        "a sink pulled the wrong way",
+        "megalite/context_parallel/ring.py",
+        "grad_sink = -(probability",
+        "grad_sink = (probability",
+        "tests/context_parallel/test_ring.py::test_values_and_gradients_are_those_of_dense_attention[1]",
+        "the learned logit moves away from its optimum",
+    ),
+    Mutant(
+        "sinks of other heads",
+        "megalite/models/attention.py",
+        "self.sinks.chunk(self.cp.size)[self.cp.rank]",
+        "self.sinks.chunk(self.cp.size)[0]",
+        "tests/parity/test_parity.py::test_layout_gives_the_numbers_of_one_rank[tp2-a2a2-one-group-sinks]",
+        "with heads exchanged over cp a rank takes another one's logits",
+    ),
+)
+
 SHARED_KEYS = (
     Mutant(
         "gradient of the key with rope from one rank's heads",
@@ -276,6 +295,30 @@ EXPERTS = (
         "_place_in_run(by_expert.values) <= capacity",
         f"{_MOE}::test_equals_a_loop_over_experts[{{'moe_expert_capacity_factor': 0.75}}]",
         "an expert takes a token more than its capacity",
+    ),
+    Mutant(
+        "an expert's bias from each rank",
+        "megalite/models/moe/layer.py",
+        "self.adds_bias = factory.expert_tp.rank == 0",
+        "self.adds_bias = True",
+        "tests/models/test_moe_ranks.py::test_every_split_equals_one_rank[2-{'tp': 2}-False]",
+        "ranks that share an expert add its second bias once each",
+    ),
+    Mutant(
+        "an expert's bias in the norm from each rank",
+        "megalite/data_parallel/strategy.py",
+        "(groups.expert_tp if kind.expert else groups.tp).rank == 0",
+        "kind.expert or groups.tp.rank == 0",
+        "tests/parity/test_parity.py::test_layout_gives_the_numbers_of_one_rank[tp2-dp2-zero3-gpt-oss]",
+        "the gradient norm counts what ranks hold alike once each",
+    ),
+    Mutant(
+        "gradient through a clamp",
+        "megalite/kernels/layer_ops.py",
+        "grad_gate.masked_fill_(raw_gate > ctx.limit, 0.0)",
+        "grad_gate.masked_fill_(raw_gate > 2 * ctx.limit, 0.0)",
+        f"{_MOE}::test_experts_that_no_token_chooses",
+        "gates above the limit are still pulled",
     ),
 )
 

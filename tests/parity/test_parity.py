@@ -85,6 +85,15 @@ ODD: dict[str, Settings] = {
         "attention_dropout": 0.1,
         **FEW,
     },
+    "tp2-dp2-zero3-gpt-oss": {
+        **FAMILIES["gpt-oss"],
+        "tp": 2,
+        "dp": 2,
+        "ep": 2,
+        "sequence_parallel": True,
+        "dp_strategy": "fully-sharded",
+        **FEW,
+    },
     "cp2-dp2-zero3-latent-sinks": {
         **LATENT,
         "softmax_type": "learnable",

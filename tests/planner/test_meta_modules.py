@@ -33,6 +33,11 @@ CASES = {
     "zero-3": (3072, "--preset gpt3-175b --tp 8 --global-batch-size 384 --bf16 --dp-strategy fully-sharded"),
     "experts over ep": (4096, f"{MOE} --tp 4 --etp 1 --ep 8 --cp 2 --pp 8 --vpp 4 --sequence-parallel {ZERO_1}"),
     "experts over ep and their own tp": (4096, f"{MOE} --tp 4 --etp 2 --ep 4 --pp 16"),
+    "sinks, and biases of experts over their own tp": (
+        4096,
+        "--preset gpt-oss-120b --vocab-size 201088 --tp 4 --etp 2 --ep 8 --cp 2 --pp 4 --bf16 --sequence-parallel "
+        f"--global-batch-size 4096 {ZERO_1}",
+    ),
     "shared experts, dense first layers": (
         2048,
         "--preset deepseek-moe-16b --vocab-size 102400 --tp 2 --ep 64 --pp 4 --bf16 --global-batch-size 4096",
