@@ -95,7 +95,7 @@ def _layout(generator: random.Random) -> Drawn:
         drawn["hierarchical_context_parallel_sizes"] = [inner, cp // inner]
     if pp > 1:
         drawn["vpp"] = generator.choice((1, 1, 2, 3))
-    drawn |= _strategy(generator)
+    drawn |= _strategy(generator, dp * cp)
     drawn["optimizer"] = generator.choice(("adam", "adam", "sgd", "lamb", "muon", "schedule-free-adamw"))
     if drawn["optimizer"] == "sgd":
         drawn |= {"sgd_momentum": 0.8, "sgd_nesterov": generator.random() < 0.5}
@@ -111,13 +111,16 @@ def _layout(generator: random.Random) -> Drawn:
     return drawn
 
 
-def _strategy(generator: random.Random) -> Drawn:
+def _strategy(generator: random.Random, replicas: int) -> Drawn:
     found: Drawn = {"dp_strategy": generator.choice(EXACT_STRATEGIES)}
     strategy = STRATEGIES.facts(found["dp_strategy"])
     if strategy.has("overlap_param_gather"):
         found["overlap_param_gather"] = generator.random() < 0.5
     if strategy.has("shard_gradients"):
         found["shard_gradients"] = generator.random() < 0.5
+    parts = [n for n in range(2, replicas) if replicas % n == 0]
+    if strategy.has("dp_instances") and parts and generator.random() < 0.5:
+        found["dp_instances"] = generator.choice(parts)
     if strategy.has("fusion_threshold_mb"):
         found["fusion_threshold_mb"] = generator.choice((0.0001, 0.005, 64.0))
     if strategy.has("server_chunk_mb"):

@@ -7,11 +7,12 @@ import torch
 
 from megalite.data_parallel.buckets import parameters_of
 from megalite.data_parallel.fully_sharded import FullySharded, find_units
-from tests.data_parallel.toy import adam, assert_same, trajectory
+from tests.data_parallel.toy import adam, assert_same, gradient, trajectory
 from tests.data_parallel.units import MICROBATCHES, UNITS, Result, UnitRun, oracle, unit_steps
 from tests.support.ranks import RankContext, run_ranks
 
-Z2 = {"dp_strategy": "distributed-optimizer", "shard_gradients": True}
+Z1 = {"dp_strategy": "distributed-optimizer"}
+Z2 = {**Z1, "shard_gradients": True}
 Z3 = {"dp_strategy": "fully-sharded"}
 BY_RANK = {"reduction_order": "rank"}
 STEPS = 3
@@ -23,6 +24,24 @@ def test_given_gradients(settings: dict[str, Any], ranks: int) -> None:
     """Several parameters in a bucket, some in buckets of their own, one gradient each."""
     for found in run_ranks(ranks, trajectory, ranks, settings, STEPS):
         assert_same(found, adam(ranks))
+
+
+def in_two_levels(name: str, step: int, ranks: int) -> torch.Tensor:
+    """The gradient of a step with two instances, each added up by rank."""
+    parts = torch.stack([gradient(name, step, rank) for rank in range(ranks)])
+    return parts[: ranks // 2].sum(dim=0) + parts[ranks // 2 :].sum(dim=0)
+
+
+@pytest.mark.parametrize("ranks", [4, 6])
+@pytest.mark.parametrize(
+    "settings",
+    [Z1, {**Z1, **BY_RANK, "precision": "bf16"}, {**Z1, "overlap_grad_reduce": False}, Z2, Z3, {**Z3, **BY_RANK}],
+    ids=str,
+)
+def test_two_instances_add_up_inside_and_then_across(settings: dict[str, Any], ranks: int) -> None:
+    dtype = torch.bfloat16 if "precision" in settings else torch.float32
+    for found in run_ranks(ranks, trajectory, ranks, {**settings, "dp_instances": 2}, STEPS):
+        assert_same(found, adam(ranks, total=in_two_levels, dtype=dtype))
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 4])

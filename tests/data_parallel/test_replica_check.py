@@ -125,6 +125,41 @@ def test_sound_states_are_the_same() -> None:
     assert run_ranks(2, states, "distributed-optimizer", None) == ["nothing is held twice"] * 2
 
 
+def shards(context: RankContext, strategy: str, culprit: str | None) -> str:
+    """dp 4 in two instances: what the check says of one bit of rank 3's shard of the weights, or of a state."""
+    config = tiny_config(4, dp=4, dp_strategy=strategy, dp_instances=2, precision="fp32", num_layers=2)
+    runner = Runner(build(context, config))
+    runner.step()
+    here, held = runner.replica.strategy, replicated_states(runner.replica)
+    assert {state.name for state in held} == {"exp_avg", "exp_avg_sq"}
+    if culprit is not None and context.rank == 3:
+        weights = [here.weights(shard) for shard in here.shards]
+        here.settle()
+        own = [state.values for state in [*weights, *held] if state.name == culprit]
+        flip(max(own, key=torch.numel), 3)  # small ones are padding here
+    try:
+        check_replicas(here, states=held, step=1, world=runner.replica.topology.world)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("strategy", ["distributed-optimizer", "fully-sharded"])
+def test_shards_are_compared_over_instances(strategy: str) -> None:
+    assert run_ranks(4, shards, strategy, None) == [""] * 4
+    for rank, said in enumerate(run_ranks(4, shards, strategy, "exp_avg")):
+        kind = "ReplicasDifferError" if rank % 2 else "RemoteError: rank 1 failed: ReplicasDifferError"
+        assert said.startswith(
+            f"{kind}: after step 1 ranks 1 and 3 should have the same optimizer states but differ in exp_avg"
+        )
+
+
+def test_sharded_weights_are_compared_over_instances() -> None:
+    for rank, said in enumerate(run_ranks(4, shards, "fully-sharded", "weight")):
+        kind = "ReplicasDifferError" if rank % 2 else "RemoteError: rank 1 failed: ReplicasDifferError"
+        assert said.startswith(f"{kind}: after step 1 ranks 1 and 3 should have the same weights but differ in ")
+
+
 def all_differ(context: RankContext) -> str:
     run = ToyRun(context.topology(dp=2), {})
     if context.rank == 1:

@@ -63,6 +63,8 @@ CASES: list[tuple[int, str, Settings]] = [
     (4, "gpt", {**Z2, **PAIRS, "pp": 2, "vpp": 2, "pipeline_schedule": "zb-v", "reduction_order": "rank"}),
     (4, "llama", {**Z2, **PAIRS, "pp": 2, "vpp": 2, "overlap_grad_reduce": False}),
     (4, "moe", {**Z2, "ep": 2}),
+    (4, "gpt", {**Z2, "dp_instances": 2, "overlap_grad_reduce": False}),
+    (4, "moe", {**Z3, "ep": 2, "dp_instances": 2, "overlap_param_gather": False}),
 ]
 
 
@@ -159,11 +161,16 @@ def leg(
 
 def test_from_strategy_to_strategy(tmp_path: Path) -> None:
     """All of the state goes with the weights, whatever the number of ranks."""
-    paths = [str(tmp_path / name) for name in "abcd"]
+    paths = [str(tmp_path / name) for name in "abcdefgh"]
     runs = [run_ranks(2, leg, 2, {}, None, paths[0], 2)]
     runs.append(run_ranks(3, leg, 3, {**Z3, "global_batch_size": 6}, paths[0], paths[1], 1))
     runs.append(run_ranks(2, leg, 2, Z2, paths[1], paths[2], 1))
     runs.append(run_ranks(4, leg, 4, {**Z3, **SP}, paths[2], paths[3], 1))
+    six = {"dp_instances": 3, "global_batch_size": 6}
+    runs.append(run_ranks(6, leg, 6, {**Z1, **six}, paths[3], paths[4], 1))
+    runs.append(run_ranks(8, leg, 8, {**Z3, **SP, "dp_instances": 2}, paths[4], paths[5], 1))
+    runs.append(run_ranks(4, leg, 4, {**Z2, "dp_instances": 2}, paths[5], paths[6], 1))
+    runs.append(run_ranks(2, leg, 2, {}, paths[6], paths[7], 1))
     for before, after in pairwise(runs):
         for kind in STATES:
             found, wanted = (
@@ -174,9 +181,9 @@ def test_from_strategy_to_strategy(tmp_path: Path) -> None:
                 assert np.array_equal(found[name], values), (kind, name)
 
 
-def after_failure(context: RankContext, settings: Settings, fails: bool) -> list[tuple[float, float]]:
+def after_failure(context: RankContext, ranks: int, settings: Settings, fails: bool) -> list[tuple[float, float]]:
     """Two steps, before which one may have failed in the backward of its second microbatch."""
-    runner = Runner(build(context, tiny_config(2, dp=2, **PAIRS, **settings)))
+    runner = Runner(build(context, tiny_config(ranks, **{"dp": ranks, "micro_batch_size": 4 // ranks, **settings})))
     if fails:
         (stage,) = runner.replica.stages.values()
         parameter = stage.get_parameter("layers.1.mlp.up.weight")
@@ -205,9 +212,13 @@ def after_failure(context: RankContext, settings: Settings, fails: bool) -> list
         Z3,
         {**Z3, "reduction_order": "rank"},
         {**Z3, **FULL, "recompute_num_layers": 2},
+        {**Z1, "dp_instances": 2},
+        {**Z2, "dp_instances": 2, "reduction_order": "rank"},
+        {**Z3, "dp_instances": 2},
     ],
     ids=str,
 )
 def test_a_step_that_fails_half_way_leaves_nothing_behind(settings: Settings) -> None:
-    failed = run_ranks(2, after_failure, settings, True)
-    assert failed == run_ranks(2, after_failure, settings, False)
+    ranks = 2 * settings.get("dp_instances", 1)
+    failed = run_ranks(ranks, after_failure, ranks, settings, True)
+    assert failed == run_ranks(ranks, after_failure, ranks, settings, False)

@@ -100,7 +100,7 @@ def bare(
 
 def trajectory(context: RankContext, dp: int, settings: Mapping[str, Any], steps: int) -> list[dict[str, torch.Tensor]]:
     """For run_ranks: the weights after each step, on this rank."""
-    run = ToyRun(context.topology(dp=dp), settings)
+    run = ToyRun(context.topology(dp=dp, instances=settings.get("dp_instances", 1)), settings)
     found = []
     for _ in range(steps):
         run.step()

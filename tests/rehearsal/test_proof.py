@@ -27,6 +27,11 @@ CLEAN: dict[str, tuple[int, dict[str, Any]]] = {
     "all axes": (16, {"tp": 2, "cp": 2, "pp": 2, "dp": 2, "sequence_parallel": True, **LLAMA}),
     "vpp and zero": (8, {"pp": 2, "vpp": 2, "dp": 4, "global_batch_size": 16, **Z1}),
     "zero bubble in a V": (8, {"tp": 2, "pp": 4, "vpp": 2, "num_layers": 8, "pipeline_schedule": "zb-v"}),
+    "instances": (16, {"tp": 2, "pp": 2, "dp": 4, "dp_instances": 2, **Z1}),
+    "instances of experts and weights": (
+        16,
+        {"dp": 8, "cp": 2, "ep": 4, **LLAMA, "num_experts": 4, "dp_strategy": "fully-sharded", "dp_instances": 4},
+    ),
     "sharded weights": (8, {"tp": 2, "dp": 4, "dp_strategy": "fully-sharded"}),
     "experts": (8, {"tp": 2, "etp": 1, "pp": 2, "dp": 2, "ep": 4, "num_experts": 4, "moe_router_topk": 2}),
     "keys gathered": (8, {"cp": 4, "pp": 2, "cp_comm_type": "allgather", **LLAMA}),

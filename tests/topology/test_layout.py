@@ -93,16 +93,32 @@ def test_groups_are_what_their_axes_say(order: str) -> None:
         ParallelLayout(tp=2, cp=2, dp=3, pp=2, order="tp-cp-ep-pp-dp"),
         ParallelLayout(tp=2, cp=2, dp=2, pp=3, ep=4, etp=1, placement=(1, 0, 2, 1)),
         ParallelLayout(tp=2, pp=2, dp=2, placement=(0, 1, 1, 0)),
+        ParallelLayout(tp=2, cp=2, dp=3, pp=2, instances=3),
+        ParallelLayout(tp=2, cp=2, dp=4, pp=2, ep=4, etp=1, instances=2, order="tp-cp-ep-dp-pp"),
     ],
 )
 def test_a_rank_finds_its_own_groups(layout: ParallelLayout) -> None:
-    for kind in layout.KINDS:
+    for kind in layout.kinds:
         groups = layout.groups(kind)
         assert layout.group_count(kind) == len(groups)
         assert layout.groups(kind, 2) == groups[:2]
         for rank in range(layout.world_size):
             own = [ranks for ranks in groups if rank in ranks]
             assert layout.group_of(kind, rank) == (own[0] if own else None)
+
+
+def test_instances_are_neighbours_and_their_shards_meet_across() -> None:
+    """As Megatron-LM's initialize_model_parallel cuts them, of 16 ranks in two instances."""
+    layout = ParallelLayout(tp=2, dp=8, ep=2, etp=1, instances=2)
+    assert layout.groups("intra-dp-cp") == ((0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15))
+    assert layout.groups("inter-dp-cp") == tuple((rank, rank + 8) for rank in range(8))
+    assert layout.groups("intra-expert-dp") == ((0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15))
+    alone = ParallelLayout(tp=2, dp=4, ep=4, etp=1, instances=2)
+    assert alone.groups("intra-expert-dp") == tuple((rank,) for rank in range(8))
+    assert alone.groups("inter-expert-dp") == alone.groups("expert-dp") == ((0, 4), (1, 5), (2, 6), (3, 7))
+    with_cp = ParallelLayout(cp=2, dp=2, pp=2, instances=2, order="tp-cp-ep-pp-dp")
+    assert with_cp.groups("intra-dp-cp") == ((0, 1), (2, 3), (4, 5), (6, 7)) == with_cp.groups("cp")
+    assert "intra-dp-cp" not in ParallelLayout(dp=2).kinds
 
 
 def test_a_thousand_million_ranks_are_not_listed() -> None:
