@@ -18,6 +18,7 @@ from megalite.config.batch import (
     microbatch_counts,
     samples_per_microbatch,
     schedule_in_samples,
+    tokens_after,
     total_samples,
     total_steps,
 )
@@ -158,7 +159,7 @@ def _layout_report(config: RunConfig, layout: ParallelLayout) -> dict[str, Any]:
     p = config.parallel
     small = layout.world_size <= LISTED_RANKS
     groups = {}
-    for kind in layout.kinds:
+    for kind in _kinds(layout):
         lists = layout.groups(kind, None if small else LISTED_GROUPS)
         ranks = [list(ranks) for ranks in lists]
         groups[kind] = {"count": layout.group_count(kind), "size": len(ranks[0]), "complete": small, "ranks": ranks}
@@ -169,6 +170,12 @@ def _layout_report(config: RunConfig, layout: ParallelLayout) -> dict[str, Any]:
         "groups": groups,
         "ranks": [{"rank": rank, **layout.coordinate(rank)._asdict()} for rank in listed],
     }
+
+
+def _kinds(layout: ParallelLayout) -> list[str]:
+    """Kinds of groups; those that cp is cut in only where it is."""
+    cut = 1 < layout.cp_heads < layout.cp
+    return [kind for kind in layout.kinds if cut or kind not in ("cp-heads", "cp-keys")]
 
 
 def _place_report(plan: StagePlan) -> dict[str, Any]:
@@ -240,7 +247,8 @@ def _batch_report(config: RunConfig) -> dict[str, Any]:
         "rampup_samples": _final_from(config),
         "train_steps": total_steps(config) if length_known else None,
         "train_samples": samples,
-        "train_tokens": None if samples is None else samples * t.seq_length,
+        "train_tokens": None if samples is None else tokens_after(config, total_steps(config), samples),
+        "seq_length_warmup": t.seq_length_warmup,
     }
 
 
@@ -281,7 +289,7 @@ def rank_report(config: RunConfig, rank: int) -> dict[str, Any]:
         )
     schedule = schedule_of(config, microbatch_counts(config)[-1])
     place, buckets = layout.coordinate(rank).pp, held_buckets(config, rank)
-    found = {kind: layout.group_of(kind, rank) for kind in layout.kinds}
+    found = {kind: layout.group_of(kind, rank) for kind in _kinds(layout)}
     groups = {
         kind: {"index": ranks.index(rank), "size": len(ranks), "ranks": list(ranks)}
         for kind, ranks in found.items()

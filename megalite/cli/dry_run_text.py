@@ -176,6 +176,11 @@ def _batch(batch: dict[str, Any]) -> list[str]:
         lines.append(
             f"  ramp-up: {sizes[0]}, {sizes[1]}, ... {sizes[-1]} sequences over {batch['rampup_samples']:,} samples"
         )
+    if batch["seq_length_warmup"] is not None:
+        start, steps = batch["seq_length_warmup"]
+        lines.append(
+            f"  sequences: {start:,} tokens at first, {batch['seq_length']:,} after {steps:,} steps; sizes here are for the latter"
+        )
     if batch["train_steps"] is not None:
         steps, samples, tokens = (batch[f"train_{what}"] for what in ("steps", "samples", "tokens"))
         lines.append(f"  run: {steps:,} steps, {samples:,} samples, {tokens:,} tokens")

@@ -36,6 +36,29 @@ def batch_size(config: RunConfig, consumed_samples: int) -> int:
     return start + consumed_samples * ((final - start) // increment) // samples * increment
 
 
+def sequence_length(config: RunConfig, step: int) -> int:
+    """Tokens of each sequence in the step that follows `step` steps.
+
+    With seq_length_warmup START STEPS it grows in a line from START to seq_length over STEPS steps, rounded down to multiples of
+    START. Source: sequence-length warm-up (arXiv 2108.06084), DeepSpeed's `seqlen` curriculum with the step START.
+    """
+    final, warmup = config.training.seq_length, config.training.seq_length_warmup
+    if warmup is None or step >= warmup[1]:
+        return final
+    start, steps = warmup
+    return (start + (final - start) * step // steps) // start * start
+
+
+def tokens_after(config: RunConfig, step: int, samples: int) -> int:
+    """Tokens of the first `step` steps, which consumed `samples`, if all of them were of this config."""
+    tokens, consumed = samples * config.training.seq_length, 0
+    for each in range(min(step, (config.training.seq_length_warmup or (0, 0))[1])):
+        size = batch_size(config, consumed)
+        tokens -= size * (config.training.seq_length - sequence_length(config, each))
+        consumed += size
+    return tokens
+
+
 def batch_sizes(config: RunConfig) -> tuple[int, ...]:
     """Every batch size of the run, in order: one, or all steps of the ramp-up or the schedule."""
     final = config.training.global_batch_size

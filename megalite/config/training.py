@@ -51,6 +51,9 @@ class TrainingConfig:
     """Length of the run in samples (instead of train_iters)."""
     seq_length: int = option(256, at_least=1, below=2**31, basic=True)
     """Tokens in one sequence."""
+    seq_length_warmup: list[int] | None = option(None)
+    """START STEPS: the first steps use the first START tokens of each sample, later ones more, in multiples of START, and
+    from step STEPS on all seq_length of them."""
     seed: int = option(1234, at_least=0, below=2**63)
     """Initial weights, data order and dropout are pure functions of it."""
     precision: str = option("fp32", choices=("fp32", "bf16", "fp16", "fp64"), basic=True)

@@ -11,7 +11,10 @@ from numpy.typing import NDArray
 
 from megalite.config.errors import ConfigError
 from megalite.data.dataset import Packing, SampleSource
-from megalite.topology.layout import Spans
+from megalite.topology.layout import Spans, sequence_spans
+
+Balance = Callable[[int, tuple[tuple[int, ...], ...]], tuple[Spans, ...]]
+"""From the length of sequences and the documents' starts of a microbatch to what each context-parallel rank holds."""
 
 _PATIENCE = 10.0  # seconds that close() waits for a read in progress
 
@@ -64,11 +67,10 @@ class BatchLoader:
     dp_rank: int
     dp_size: int
     micro_batch_size: int
-    spans: Spans | None = None
-    """Half-open ranges of positions that this rank holds, one after the other; default: the whole sequence."""
-    balance: Callable[[tuple[tuple[int, ...], ...]], tuple[Spans, ...]] | None = None
-    """From the documents' starts of a microbatch to what each context-parallel rank holds; None: `spans`, whatever they are."""
-    cp_rank: int = 0  # this rank among those
+    cp_rank: int = 0  # this rank among those that share sequences
+    cp_size: int = 1
+    balance: Balance | None = None
+    """What each of those holds; None: `sequence_spans`, whatever the documents are."""
     find_documents: bool = False  # find where documents start; a document ends with eod_token
     packed: bool = False  # the dataset's samples are packed
     further: int = 0  # further tokens that each position predicts
@@ -85,25 +87,29 @@ class BatchLoader:
         self.waited = 0.0  # seconds that the last load() took: next to nothing where the batch was ready
         self._ahead: _Reading | None = None
 
-    def load(self, first_sample: int, global_batch_size: int) -> list[Microbatch]:
-        """This rank's microbatches of the step that consumes samples [first_sample, first_sample + global_batch_size).
+    def load(self, first_sample: int, global_batch_size: int, length: int | None = None) -> list[Microbatch]:
+        """This rank's microbatches of the step that consumes samples [first_sample, first_sample + global_batch_size), of each
+        the first `length` inputs; None: all.
+
         Raises ConfigError: global_batch_size does not divide by micro_batch_size · dp_size, or the data is bad."""
         started = time.perf_counter()
         ahead, self._ahead = self._ahead, None
-        if ahead is None or ahead.key != (first_sample, global_batch_size):
+        length = length or self.seq_length
+        if ahead is None or ahead.key != (first_sample, global_batch_size, length):
             _end(ahead)
-            ahead = _Reading(self, first_sample, global_batch_size)
+            ahead = _Reading(self, first_sample, global_batch_size, length)
             ahead.read()
         batches = ahead.result()
         self.waited = time.perf_counter() - started
         return batches
 
-    def prefetch(self, first_sample: int, global_batch_size: int) -> None:
+    def prefetch(self, first_sample: int, global_batch_size: int, length: int | None = None) -> None:
         """Start to load a step in the background; the next load() takes it if it asks for the same samples."""
-        if self._ahead is not None and self._ahead.key == (first_sample, global_batch_size):
+        length = length or self.seq_length
+        if self._ahead is not None and self._ahead.key == (first_sample, global_batch_size, length):
             return
         _end(self._ahead)
-        self._ahead = _Reading(self, first_sample, global_batch_size)
+        self._ahead = _Reading(self, first_sample, global_batch_size, length)
         self._ahead.thread.start()
 
     def close(self) -> None:
@@ -127,7 +133,7 @@ class BatchLoader:
             for m in range(global_batch_size // chunk)
         ]
 
-    def microbatch(self, ids: tuple[int, ...]) -> Microbatch:
+    def microbatch(self, ids: tuple[int, ...], length: int | None = None) -> Microbatch:
         samples = np.empty((len(ids), self.seq_length + 1), dtype=np.int64)
         packings = []
         for row, k in zip(samples, ids, strict=True):
@@ -147,11 +153,17 @@ class BatchLoader:
         if self.find_documents:
             starts = tuple(map(self._document_starts, inputs, packings))
         labels = samples[:, 1:]
+        length = length or self.seq_length
+        if length < self.seq_length:
+            inputs, labels, mask = inputs[:, :length], labels[:, :length], mask[:, :length]
+            starts = starts and tuple(tuple(start for start in each if start < length) for each in starts)
         arrays: list[NDArray] = [inputs, labels, mask, *self._further(labels, mask, starts)]
-        held, spans = None, self.spans or ((0, self.seq_length),)
-        if self.balance is not None:
+        held = None
+        if self.balance is None:
+            spans = sequence_spans(length, cp_rank=self.cp_rank, cp_size=self.cp_size)
+        else:
             assert starts is not None
-            held = self.balance(starts)
+            held = self.balance(length, starts)
             spans = held[self.cp_rank]
         parts = [_local(array, spans) for array in arrays]
         tokens, local_labels, loss_mask, *further = (part.pin_memory() if self.pin else part for part in parts)
@@ -191,8 +203,8 @@ class _Reading:
     The thread does not keep the process alive: a disk that never answers must not delay the end of a run.
     """
 
-    def __init__(self, loader: BatchLoader, first_sample: int, global_batch_size: int) -> None:
-        self.key = (first_sample, global_batch_size)
+    def __init__(self, loader: BatchLoader, first_sample: int, global_batch_size: int, length: int) -> None:
+        self.key = (first_sample, global_batch_size, length)
         self.unwanted = threading.Event()
         self.thread = threading.Thread(target=self.read, name="megalite-loader", daemon=True)
         self._loader = loader
@@ -202,10 +214,11 @@ class _Reading:
     def read(self) -> None:
         """Read everything, unless it is no longer wanted."""
         try:
-            for ids in self._loader.sample_ids(*self.key):
+            first_sample, global_batch_size, length = self.key
+            for ids in self._loader.sample_ids(first_sample, global_batch_size):
                 if self.unwanted.is_set():
                     return
-                self._batches.append(self._loader.microbatch(ids))
+                self._batches.append(self._loader.microbatch(ids, length))
         except Exception as fault:
             self._fault = fault
 

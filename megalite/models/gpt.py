@@ -159,9 +159,8 @@ class GPTStage(torch.nn.Module):
             head = word if config.tie_embeddings else self._table("head", tied=False, uses=1 + further)
             assert head is not None
             self.head = Head(config, factory=factory, weight=head, further=depths)
-        cp = factory.cp
-        self._spans = tuple(sequence_spans(seq_length, cp_rank=rank, cp_size=cp.size) for rank in range(cp.size))
-        self._positions = self._positions_of(self._spans)
+        self._rows: dict[int, tuple[tuple[Spans, ...], Tensor]] = {}
+        """By length what each cp rank holds of a sequence, and this rank's positions."""
         self._rope: dict[bool, tuple[Tensor, Tensor]] = {}  # tables of layers with a window, and without
         layers = (*range(first_layer, last_layer), *(config.further_layers if has_head else ()))
         windows = {config.has_window(index) for index in layers}
@@ -178,6 +177,13 @@ class GPTStage(torch.nn.Module):
     def device(self) -> torch.device:
         return self.factory.device
 
+    def _usual_rows(self, length: int) -> tuple[tuple[Spans, ...], Tensor]:
+        if length not in self._rows:
+            cp = self.factory.cp.size
+            spans = tuple(sequence_spans(length, cp_rank=rank, cp_size=cp) for rank in range(cp))
+            self._rows[length] = spans, self._positions_of(spans)
+        return self._rows[length]
+
     def _positions_of(self, spans: tuple[Spans, ...]) -> Tensor:
         """Of this rank's rows."""
         return torch.cat([torch.arange(*span, device=self.device) for span in spans[self.factory.cp.rank]])
@@ -190,6 +196,7 @@ class GPTStage(torch.nn.Module):
         self,
         sample_ids: tuple[int, ...] = (),
         *,
+        seq_length: int | None = None,
         spans: tuple[Spans, ...] | None = None,
         attention_documents: tuple[tuple[int, ...], ...] | None = None,
         position_documents: tuple[tuple[int, ...], ...] | None = None,
@@ -200,27 +207,32 @@ class GPTStage(torch.nn.Module):
 
         Args:
             sample_ids: its samples' global indices; they key the dropout masks in training mode.
+            seq_length: tokens of the sequences; None: as many as the model was made for.
             spans: what each cp rank holds of the sequences; None: as of any sequence.
             attention_documents: per sample the first positions of its documents, if tokens see their own alone.
             position_documents: the same, if positions count from there.
             ahead: what the layers read that predict further tokens; None: they have no part in the pass.
         """
-        positions = self._positions if spans is None else self._positions_of(spans)
+        length = seq_length or self.seq_length
+        if spans is None:
+            spans, positions = self._usual_rows(length)
+        else:
+            positions = self._positions_of(spans)
         ids = positions
         if position_documents is not None:
             ids = document_position_ids(ids, position_documents)
         found = ForwardContext(
-            seq_length=self.seq_length,
-            spans=spans or self._spans,
+            seq_length=length,
+            spans=spans,
             positions=positions,
             position_ids=ids,
             stream=DropoutStream(self.factory.seed, sample_ids, self._draw) if self.training else None,
-            rope=self._rope_rows(ids, self.seq_length, self._windowed),
-            visibility=Visibility(window=self._window(self.seq_length), document_starts=attention_documents),
+            rope=self._rope_rows(ids, length, self._windowed),
+            visibility=Visibility(window=self._window(length), document_starts=attention_documents),
             auxiliary=auxiliary,
             ahead=ahead,
         )
-        return self._with_full(found, ids, self.seq_length)
+        return self._with_full(found, ids, length)
 
     def generation_context(self, length: int) -> ForwardContext:
         """The context of the first `length` tokens of texts that may be longer, without dropout; cp must be 1."""
@@ -295,9 +307,13 @@ class GPTStage(torch.nn.Module):
         cos, sin = (table[position_ids].unsqueeze(-2) for table in tables)
         return (cos, sin) if position_ids.dim() == 2 else (cos.unsqueeze(1), sin.unsqueeze(1))
 
-    def activation_shape(self, micro_batch_size: int) -> tuple[int, int, int]:
+    def activation_shape(self, micro_batch_size: int, seq_length: int | None = None) -> tuple[int, int, int]:
         """Shape of what travels between stages: [s/cp, b, h], or [s/(cp·tp), b, h] with sequence parallelism."""
-        s = self._positions.numel() // (self.tp.size if self.factory.sequence_parallel else 1)
+        s = (
+            (seq_length or self.seq_length)
+            // self.factory.cp.size
+            // (self.tp.size if self.factory.sequence_parallel else 1)
+        )
         return (s, micro_batch_size, self.config.hidden_size)
 
     def forward(

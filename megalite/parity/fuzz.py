@@ -283,6 +283,8 @@ def _batch(generator: random.Random, drawn: Drawn) -> Drawn:
     count = min(count, generator.choice((2, 4, 6, 8)))
     unit = micro * drawn["dp"]
     found: Drawn = {"micro_batch_size": micro, "global_batch_size": unit * count}
+    if generator.random() < 0.15 and drawn["seq_length"] % 2 == 0:
+        found["seq_length_warmup"] = [drawn["seq_length"] // 2, 2]
     if count > 1 and generator.random() < 0.15:
         first = unit * generator.randint(1, count - 1)
         found["rampup_batch_size"] = [first, unit * count - first, first]

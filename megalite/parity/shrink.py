@@ -130,11 +130,15 @@ def expert_changes(config: RunConfig) -> Changes:
 def sequence_changes(config: RunConfig) -> Changes:
     """A sequence that cp and tp can cut; window and position limits in proportion to it."""
     model, p, s = config.model, config.parallel, config.training.seq_length
-    if s <= MAX_SEQ:
-        return {}
     over_tp = p.tp * p.cp if p.sequence_parallel or model.num_experts else 1
-    small = _up(24, math.lcm(2 * p.cp if p.cp > 1 else 1, over_tp))
-    changes: Changes = {"seq_length": small}
+    unit = math.lcm(2 * p.cp if p.cp > 1 else 1, over_tp)
+    small = s if s <= MAX_SEQ else _up(24, unit)
+    changes: Changes = {"seq_length": small} if small < s else {}
+    if config.training.seq_length_warmup is not None:  # over in few steps
+        first = config.training.seq_length_warmup[0] if small == s else small // unit // 2 * unit
+        changes["seq_length_warmup"] = [first, 2] if first else None
+    if small == s:
+        return changes
     if model.sliding_window is not None:
         changes["sliding_window"] = max(2, round(model.sliding_window * small / s))
     if model.max_position_embeddings is not None:

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import torch
 
-from megalite.config.batch import batch_size, batch_sizes
+from megalite.config.batch import batch_size, batch_sizes, sequence_length
 from megalite.config.describe import replace
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
@@ -169,7 +169,8 @@ class Runner:
         """One step further, of the size that a batch-size ramp-up says."""
         first = self.progress.samples
         size = batch_size(self.replica.config, first)
-        batch = self.loader.load(first, size) if self.replica.reads_data else []
+        length = sequence_length(self.replica.config, self.progress.step)
+        batch = self.loader.load(first, size, length) if self.replica.reads_data else []
         result = self.stepper.step(batch, before=self.progress, batch_size=size)
         self.progress = Progress(self.progress.step + 1, first + size)
         return result

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megalite.config.describe import replace
 from megalite.config.run import RunConfig
 from megalite.data.loader import Microbatch
 from megalite.optimizers.schedules import Progress, Schedules
@@ -43,6 +44,7 @@ def rehearse(config: RunConfig, rank: int, programs: Programs | None = None) -> 
 
     Kernels and synchronisations are those of the second: the first makes states that later ones have.
     """
+    config = replace(config, seq_length_warmup=None)  # a step of full length
     layout = layout_of(config)
     device = Device()
     journal = Journal(device)
@@ -88,6 +90,6 @@ def _batch(config: RunConfig, replica: Replica) -> Sequence[Microbatch]:
     b, s = training.micro_batch_size, training.seq_length // parallel.cp
     tokens = torch.zeros(b, s, dtype=torch.int64)
     starts = tuple((0,) for _ in range(b)) if replica.finds_documents else None
-    spans = None if replica.balance is None or starts is None else replica.balance(starts)
+    spans = None if replica.balance is None or starts is None else replica.balance(training.seq_length, starts)
     one = Microbatch(tokens, tokens, torch.ones(b, s), tuple(range(b)), starts, spans=spans)
     return [one] * (training.global_batch_size // (b * parallel.dp))

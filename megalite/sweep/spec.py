@@ -179,7 +179,7 @@ def _value(node: ast.expr, of: Mapping[str, Any]) -> Any:
 
 _WHY = {
     "the length of a run is steps": ("train_iters", "train_samples", "exit_interval"),
-    "every step has the full batch": ("rampup_batch_size", "step_batch_size_schedule"),
+    "every step has the full batch": ("rampup_batch_size", "step_batch_size_schedule", "seq_length_warmup"),
     "the runs of a sweep only train": ("eval_interval", "eval_iters", "test_data_path"),
     "each run has its own folder": ("run_dir", "tensorboard_dir"),
     "every step is written": ("log_interval",),

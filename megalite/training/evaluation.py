@@ -17,6 +17,7 @@ def read_batches(
     loader: BatchLoader | None,
     first_sample: int,
     size: int,
+    length: int | None = None,
     *,
     topology: Topology,
     scope: Group,
@@ -25,7 +26,7 @@ def read_batches(
     """This rank's microbatches of one global batch (none where it reads no data), and the seconds that the rank which
     waited longest for its own has waited: all the others wait for it in the step.
 
-    `scope`: the ranks that take this batch together. `stops` is None where those are not all ranks.
+    `length`: inputs of each sample; None: all. `scope`: the ranks that take this batch together. `stops` is None where those are not all ranks.
 
     Collectives: a max all-reduce of three numbers over `scope`; on a fault a gather. Where all ranks take the batch, on the
     host: the device may still be in the step before.
@@ -40,7 +41,7 @@ def read_batches(
     waited = 0.0
     if loader is not None:
         try:
-            microbatches = loader.load(first_sample, size)
+            microbatches = loader.load(first_sample, size, length)
             waited = loader.waited
         except (ConfigError, OSError) as error:
             fault = ConfigError(f"rank {topology.rank}: {error}")

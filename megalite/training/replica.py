@@ -1,7 +1,7 @@
 """`Replica`: this rank's share of the network with everything that moves it: programs, stages, gradients, optimizer."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from megalite.config.model import BLOCKS
 from megalite.config.optimizer import OPTIMIZERS
 from megalite.config.run import RunConfig
 from megalite.config.strategies import STRATEGIES
+from megalite.data.loader import Balance
 from megalite.data_parallel.facts import bucket_size, strategy_states
 from megalite.data_parallel.shards import OptimizerShard, StrategyGroups, StrategyOptions, placed_in
 from megalite.data_parallel.strategy import DataParallelStrategy, strategy_class
@@ -34,7 +35,7 @@ from megalite.pipeline.ir.validate import validate
 from megalite.tensor_parallel.deferred_weight_gradients import DeferredWeightGradients
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter, attach_deferred
 from megalite.topology.group import Group
-from megalite.topology.layout import Spans, balanced_spans
+from megalite.topology.layout import balanced_spans
 from megalite.topology.topology import Topology, fix_cublas_workspace
 
 _FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -267,13 +268,13 @@ class Replica:
         return self.hides_documents or self.restarts_positions
 
     @property
-    def balance(self) -> Callable[[tuple[tuple[int, ...], ...]], tuple[Spans, ...]] | None:
-        """From the documents' starts of a microbatch to what each cp rank holds of it; None: the same of each."""
-        parallel, model, length = self.config.parallel, self.config.model, self.config.training.seq_length
+    def balance(self) -> Balance | None:
+        """What each cp rank holds of a microbatch; None: the same of each."""
+        parallel, model = self.config.parallel, self.config.model
         if parallel.context_parallel_load_balancer == "headtail":
             return None
         windows = [model.sliding_window if model.has_window(index) else None for index in range(model.num_layers)]
-        return lambda starts: balanced_spans(length, parallel.cp, starts, tuple(windows))
+        return lambda length, starts: balanced_spans(length, parallel.cp, starts, tuple(windows))
 
     @property
     def reads_data(self) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from megalite.config.batch import sequence_length, tokens_after
 from megalite.config.run import RunConfig
 from megalite.models.shapes import flops_per_token
 from megalite.optimizers.schedules import Progress
@@ -102,14 +103,22 @@ class Speed:
 
 class SpeedMeter:
     def __init__(self, config: RunConfig, *, world_size: int, device: torch.device) -> None:
-        self.seq_length = config.training.seq_length
-        self._flops = flops_per_token(config.model, self.seq_length, "palm")
+        self._config = config
         self._world_size = world_size
         self._peak = device_peak_tflops(config, device)
 
-    def speed(self, *, seconds: float, steps: int, samples: int) -> Speed:
-        tokens = samples * self.seq_length / seconds
-        tflops = tokens * self._flops / self._world_size / 1e12
+    def tokens_after(self, after: Progress) -> int:
+        return tokens_after(self._config, after.step, after.samples)
+
+    def work(self, after: Progress, batch_size: int) -> tuple[int, float]:
+        """Tokens and model FLOPs of the step that ends there."""
+        length = sequence_length(self._config, after.step - 1)
+        tokens = batch_size * length
+        return tokens, tokens * flops_per_token(self._config.model, length, "palm")
+
+    def speed(self, *, seconds: float, steps: int, tokens: float, flops: float) -> Speed:
+        tokens = tokens / seconds
+        tflops = flops / seconds / self._world_size / 1e12
         mfu = None if self._peak is None else tflops / self._peak
         return Speed(1e3 * seconds / steps, tokens, tokens / self._world_size, tflops, mfu)
 
@@ -162,7 +171,8 @@ class Reporter:
 
     def _begin_interval(self) -> None:
         self._losses: list[float] = []
-        self._skipped = self._samples = 0
+        self._skipped = self._tokens = 0
+        self._flops = 0.0
         self._seconds = self._waited = 0.0
 
     def restart_clock(self) -> None:
@@ -186,7 +196,9 @@ class Reporter:
         seconds, self._last = now - self._last, now
         self._losses.append(result.loss)
         self._skipped += result.skipped
-        self._samples += batch_size
+        tokens, flops = self._meter.work(after, batch_size)
+        self._tokens += tokens
+        self._flops += flops
         self._seconds += seconds
         self._waited += data_wait_seconds
         record = {
@@ -204,7 +216,7 @@ class Reporter:
             "data_wait_ms": 1e3 * data_wait_seconds,
             "dp_phase": result.phase,
             "dp_wire_bytes": result.wire_bytes,
-            **asdict(self._meter.speed(seconds=seconds, steps=1, samples=batch_size)),
+            **asdict(self._meter.speed(seconds=seconds, steps=1, tokens=tokens, flops=flops)),
         }
         optional = {"decoupled_lr": result.decoupled_lr, "num_zeros": result.num_zeros}
         record |= {name: value for name, value in optional.items() if value is not None}
@@ -241,11 +253,11 @@ class Reporter:
     def _line(self, result: StepResult, after: Progress) -> str:
         """At most 120 columns with the time of day before it, also of long runs with many tokens."""
         steps = len(self._losses)
-        speed = self._meter.speed(seconds=self._seconds, steps=steps, samples=self._samples)
+        speed = self._meter.speed(seconds=self._seconds, steps=steps, tokens=self._tokens, flops=self._flops)
         loss = math.fsum(self._losses) / steps
         parts = [
             self._at(after),
-            f"{short(after.samples * self._meter.seq_length):>5} tok",
+            f"{short(self._meter.tokens_after(after)):>5} tok",
             f"loss {loss:.{3 if loss >= 10.0 else 4}f}",
             f"lr {_power(result.lr, 2)}",
             f"grad norm {short(result.grad_norm):<5}",

@@ -24,6 +24,7 @@ from megalite.config.optimizer import OPTIMIZERS
 from megalite.config.registry import Registry
 from megalite.config.run import RunConfig, save_folder
 from megalite.config.run import writers as wanted_writers
+from megalite.config.training import TrainingConfig
 from megalite.config.validate import validate
 from megalite.data.dataset import SampleSource
 from megalite.data.loader import BatchLoader
@@ -32,7 +33,6 @@ from megalite.data.token_files import read_side_file, side_digests
 from megalite.optimizers.schedules import Progress
 from megalite.tokenizers.base import Tokenizer
 from megalite.topology.group import Group
-from megalite.topology.layout import sequence_spans
 from megalite.training.instruments import Instruments
 from megalite.training.replica import Replica, agreeing
 from megalite.training.sinks import BestEffort, JsonLines, MetricSink
@@ -315,9 +315,9 @@ def make_loader(replica: Replica, dataset: SampleSource, *, eod_token: int | Non
         dp_rank=topology.dp.rank,
         dp_size=topology.dp.size,
         micro_batch_size=config.training.micro_batch_size,
-        spans=sequence_spans(config.training.seq_length, cp_rank=topology.cp.rank, cp_size=topology.cp.size),
-        balance=replica.balance,
         cp_rank=topology.cp.rank,
+        cp_size=topology.cp.size,
+        balance=replica.balance,
         find_documents=replica.finds_documents,
         packed=replica.packs_documents,
         further=replica.config.model.mtp_num_layers,
@@ -376,6 +376,11 @@ def _open_sinks(replica: Replica, *, step: int, log: Callable[[str], None]) -> l
     return [BestEffort(sink, name, log) for name, sink in sinks.items()]
 
 
+def _warmup(training: TrainingConfig) -> str:
+    start, steps = training.seq_length_warmup or (0, 0)
+    return f", once {steps} steps have made sequences of {start} grow to {training.seq_length}" if steps else ""
+
+
 def describe(replica: Replica, log: Callable[[str], None]) -> None:
     """The first lines of a run's log."""
     p, t = replica.config.parallel, replica.config.training
@@ -391,7 +396,7 @@ def describe(replica: Replica, log: Callable[[str], None]) -> None:
         f"schedule {replica.programs.program(count).schedule.name}, layers per stage "
         f"{' '.join(str(part.num_layers) for part in replica.plan)}; global batch {t.global_batch_size} = "
         f"{t.micro_batch_size} a microbatch x {p.dp} dp x {count} microbatches; "
-        f"{t.global_batch_size * t.seq_length} tokens a step"
+        f"{t.global_batch_size * t.seq_length} tokens a step{_warmup(t)}"
     )
     for line in (*replica.computes, f"kernels: {kernels_in_words(replica.kernels.summary())}"):
         log(line)

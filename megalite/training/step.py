@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megalite.config.batch import sequence_length
 from megalite.data.loader import Microbatch, sample_ids
 from megalite.models.context import Ahead, AuxiliaryLosses
 from megalite.optimizers.base import Update
@@ -103,7 +104,7 @@ class Stepper:
         phase: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._replica, self._schedules, self._tracer, self._phase = replica, schedules, tracer, phase
-        self._executors: dict[tuple[int, bool], Executor] = {}
+        self._executors: dict[tuple[int, int, bool], Executor] = {}
         self._forward: ForwardStep
         """Of the batch that is under way."""
         self._shares = replica.topology.world.size // replica.strategy.scope.size
@@ -135,11 +136,12 @@ class Stepper:
             stage.train()
         scale = replica.scaler.scale
         strategy.begin_step(after.step, loss_scale=scale)
-        tokens = batch_size * training.seq_length
+        length = sequence_length(replica.config, before.step)
+        tokens = batch_size * length
         auxiliary = AuxiliaryLosses(
             per_sequence=1.0 / batch_size, per_token=1.0 / tokens, scale=scale, device=replica.topology.device
         )
-        losses = self._run(microbatches, before.samples, batch_size, scale=scale, auxiliary=auxiliary)
+        losses = self._run(microbatches, before.samples, batch_size, length, scale=scale, auxiliary=auxiliary)
         replica.topology.world.heartbeat.phase("update")
         with self._phase("reduce"):
             strategy.finish_grad_sync()
@@ -242,7 +244,8 @@ class Stepper:
         if watch is not None:
             with watch.watching():
                 # Weights, batch and dropout masks are those of the step: nothing else could make another result.
-                self._run(microbatches, before.samples, batch_size, scale=1.0, auxiliary=None)
+                length = sequence_length(self._replica.config, before.step)
+                self._run(microbatches, before.samples, batch_size, length, scale=1.0, auxiliary=None)
         where, in_weights = locate(self._replica, losses, microbatches, watch)
         found = f"{shown} (samples {before.samples} to {before.samples + batch_size - 1}), {where}"
         self._skipped_in_a_row += 1
@@ -262,7 +265,8 @@ class Stepper:
         """The objective on one global batch, without gradients and without dropout; the same on every rank."""
         for stage in self._replica.stages.values():
             stage.eval()
-        losses = self._run(microbatches, first_sample, batch_size, scale=1.0, auxiliary=None)
+        length = self._replica.config.training.seq_length
+        losses = self._run(microbatches, first_sample, batch_size, length, scale=1.0, auxiliary=None)
         return self._totals(self._replica.topology.world, losses)[0]
 
     def _run(
@@ -270,11 +274,13 @@ class Stepper:
         microbatches: Sequence[Microbatch],
         first_sample: int,
         batch_size: int,
+        length: int,
         *,
         scale: float,
         auxiliary: AuxiliaryLosses | None,
     ) -> list[torch.Tensor]:
-        """The losses of this rank's microbatches, if the head is here; `auxiliary` is None in evaluation."""
+        """The losses of this rank's microbatches, if the head is here; `auxiliary` is None in evaluation. `length`: of their
+        sequences."""
         replica = self._replica
         topology, config = replica.topology, replica.config.training
         device = topology.device
@@ -308,6 +314,7 @@ class Stepper:
                 ahead = further_tokens(microbatches[microbatch], denominators, factor=factor, device=device)
             context = module.context(
                 ids,
+                seq_length=length,
                 spans=microbatches[microbatch].spans if replica.finds_documents else None,
                 attention_documents=starts if replica.hides_documents else None,
                 position_documents=starts if replica.restarts_positions else None,
@@ -327,12 +334,12 @@ class Stepper:
         count = batch_size // (config.micro_batch_size * topology.dp.size)
         self._forward = forward
         try:
-            return self._executor(count, evaluation=auxiliary is None).run()
+            return self._executor(count, length, evaluation=auxiliary is None).run()
         finally:
             del self._forward  # and with it the batch
 
-    def _executor(self, microbatches: int, *, evaluation: bool) -> Executor:
-        key = (microbatches, evaluation)
+    def _executor(self, microbatches: int, length: int, *, evaluation: bool) -> Executor:
+        key = (microbatches, length, evaluation)
         if key not in self._executors:
             replica = self._replica
             any_stage = next(iter(replica.stages.values()))
@@ -342,7 +349,7 @@ class Stepper:
                 edges=replica.topology.edges,
                 # An executor is kept over steps, and must not keep a batch.
                 forward=lambda *arguments: self._forward(*arguments),
-                activation_shape=any_stage.activation_shape(replica.config.training.micro_batch_size),
+                activation_shape=any_stage.activation_shape(replica.config.training.micro_batch_size, length),
                 dtype=replica.precision.compute,
                 device=replica.topology.device,
                 reducer=None if evaluation else replica.strategy,

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from megalite.config.batch import batch_size, steps_left
+from megalite.config.batch import batch_size, sequence_length, steps_left
 from megalite.config.errors import ConfigError, RankError
 from megalite.config.exit_codes import DONE
 from megalite.config.registry import Registry, import_modules
@@ -343,6 +343,7 @@ class Trainer:
                 self.loaders.train,
                 before.samples,
                 size,
+                sequence_length(self.config, before.step),
                 topology=self.replica.topology,
                 scope=self.replica.strategy.scope,
                 stops=None if self._apart else self.stops,
@@ -423,7 +424,8 @@ class Trainer:
     def _prepare(self, at: Progress) -> None:
         """Begin to read what the run needs once it stands there."""
         if self.loaders.train is not None and at.step < self.total:
-            self.loaders.train.prefetch(at.samples, batch_size(self.config, at.samples))
+            size, length = batch_size(self.config, at.samples), sequence_length(self.config, at.step)
+            self.loaders.train.prefetch(at.samples, size, length)
         if self.validation is not None and (at == self.progress or self._evaluates_at(at.step)):
             self.validation.prepare()
         if self.test is not None and at.step == self.total:

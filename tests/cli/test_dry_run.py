@@ -75,7 +75,7 @@ def test_stable_keys() -> None:
         schedule.bubble_fraction schedule.costs schedule.peak_activations schedule.grid
         batch batch.micro_batch_size batch.dp batch.microbatches batch.global_batch_size batch.seq_length
         batch.tokens_per_step batch.batch_sizes batch.rampup_samples batch.train_steps batch.train_samples
-        batch.train_tokens
+        batch.train_tokens batch.seq_length_warmup
         model model.parameters model.padded_vocab_size model.flops_per_token model.flops_per_token.palm
         model.flops_per_token.megatron model.flops_per_step
     """

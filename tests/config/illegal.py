@@ -55,6 +55,11 @@ _TABLE = """
 8 --tp 8 --num-attention-heads 8 --ffn-hidden-size 100 => ffn_hidden_size 100 … tp 8 … tp 1, 2, 4
 3 --tp 3 --num-attention-heads 3 --hidden-size 96 --ffn-hidden-size 384 --vocab-size 1000
     => the vocabulary of 1000 … tp 3 … make-vocab-size-divisible-by 384
+4 --cp 4 --seq-length 96 --seq-length-warmup 12 100 => seq_length_warmup 12 100 … 8 … --seq-length-warmup 8 1000
+1 --seq-length 64 --seq-length-warmup 64 100 => seq_length_warmup 64 100 … seq_length 64 … --seq-length-warmup 8 1000
+1 --seq-length-warmup 64 => seq_length_warmup 64 is not two numbers … START STEPS … --seq-length-warmup 32 1000
+1 --seq-length-warmup 64 100 --step-batch-size-schedule 0:1
+    => seq_length_warmup 64 100 does not go with step_batch_size_schedule 0:1 … rampup_batch_size
 4 --cp 4 --seq-length 100 => seq_length 100 is not divisible by 2·cp = 8 … a multiple, e.g. 104
 4 --tp 4 --sequence-parallel --seq-length 102 => seq_length 102 is not divisible by tp 4 … a multiple, e.g. 104
 2 --dp 1 => dp 1 does not fit … --dp 2 or start 1 ranks

@@ -6,8 +6,10 @@ from megalite.config.batch import (
     batch_size,
     batch_sizes,
     samples_after,
+    sequence_length,
     steps_left,
     steps_until,
+    tokens_after,
     total_samples,
     total_steps,
 )
@@ -20,6 +22,18 @@ from megalite.config.validate import validate
 
 def config_of(flags: str) -> RunConfig:
     return validate(parse_arguments(flags.split()).config, 1)
+
+
+def test_sequences_grow_in_multiples_of_the_first_length_to_the_last() -> None:
+    config = config_of("--seq-length 100 --seq-length-warmup 16 10 --rampup-batch-size 4 4 30 --global-batch-size 16")
+    lengths = [sequence_length(config, step) for step in range(12)]
+    assert lengths == [16, 16, 32, 32, 48, 48, 64, 64, 80, 80, 100, 100]
+    consumed = tokens = 0
+    for step, length in enumerate(lengths):
+        assert tokens_after(config, step, consumed) == tokens
+        size = batch_size(config, consumed)
+        consumed, tokens = consumed + size, tokens + size * length
+    assert sequence_length(config_of("--seq-length 100"), 0) == 100
 
 
 def test_ramp_up_grows_by_the_increment_over_the_samples() -> None:

@@ -8,6 +8,7 @@ import torch
 from megalite.config.errors import ConfigError
 from megalite.data.dataset import Packing
 from megalite.data.loader import BatchLoader, Microbatch
+from megalite.topology.layout import Spans
 
 
 class Counting:
@@ -78,12 +79,24 @@ def test_eod_mask_loss_drops_what_follows_an_end_of_document() -> None:
 
 
 def test_spans_are_the_positions_of_a_rank() -> None:
-    """Tokens, labels and masks of positions 1 to 2 and 4 to 5; a label is the next token of the whole sequence."""
-    spans = ((1, 3), (4, 6))
-    (batch,) = loader(Counting(), spans=spans, eod_token=304, eod_mask_loss=True).load(3, 2)
-    assert batch.tokens.tolist() == [[301, 302, 304, 305], [401, 402, 404, 405]]
-    assert batch.labels.tolist() == [[302, 303, 305, 306], [402, 403, 405, 406]]
-    assert batch.loss_mask.tolist() == [[1, 1, 0, 1], [1, 1, 1, 1]]
+    """Tokens, labels and masks of positions 1 and 4; a label is the next token of the whole sequence."""
+    (batch,) = loader(Counting(), cp_rank=1, cp_size=3, eod_token=304, eod_mask_loss=True).load(3, 2)
+    assert batch.tokens.tolist() == [[301, 304], [401, 404]]
+    assert batch.labels.tolist() == [[302, 305], [402, 405]]
+    assert batch.loss_mask.tolist() == [[1, 0], [1, 1]]
+
+
+def test_the_load_balancer_is_asked_with_the_documents_of_the_microbatch() -> None:
+    asked = []
+
+    def balance(length: int, starts: tuple[tuple[int, ...], ...]) -> tuple[Spans, ...]:
+        asked.append((length, starts))
+        return ((0, 2), (5, 6)), ((2, 5),)
+
+    (batch,) = loader(Counting(), eod_token=304, find_documents=True, cp_rank=1, cp_size=2, balance=balance).load(3, 2)
+    assert asked == [(6, ((0, 5), (0,)))]
+    assert batch.tokens.tolist() == [[302, 303, 304], [402, 403, 404]]
+    assert batch.spans == (((0, 2), (5, 6)), ((2, 5),))
 
 
 def test_documents_start_after_an_end_of_document_anywhere_in_the_sequence() -> None:
@@ -91,7 +104,7 @@ def test_documents_start_after_an_end_of_document_anywhere_in_the_sequence() -> 
         def sample(self, k: int) -> np.ndarray:
             return np.array([[9, 1, 9, 9, 2, 3, 9], [1, 2, 3, 4, 5, 9, 1]][k])
 
-    (batch,) = loader(Documents(), eod_token=9, find_documents=True, spans=((0, 1), (5, 6))).load(0, 2)
+    (batch,) = loader(Documents(), eod_token=9, find_documents=True, cp_size=3).load(0, 2)
     assert batch.document_starts == ((0, 1, 3, 4), (0,))
     (batch,) = loader(Documents(), eod_token=9).load(0, 2)
     assert batch.document_starts is None
@@ -112,9 +125,26 @@ def test_packed_samples_say_where_documents_are_and_what_counts() -> None:
     # The last tokens of documents predict nothing, but for the one that is no input; padding is a document.
     assert batch.loss_mask.tolist() == [[1, 0, 1, 1, 0, 1], [1, 1, 0, 0, 0, 0]]
     assert batch.document_starts == ((0, 2, 5), (0, 2)) and batch.tokens[0, 3] == 3
-    (part,) = loader(Packed(), **settings, spans=((1, 3), (4, 6))).load(0, 2)
-    assert part.loss_mask.tolist() == [[0, 1, 0, 1], [1, 0, 0, 0]]
+    (part,) = loader(Packed(), **settings, cp_rank=1, cp_size=3).load(0, 2)
+    assert part.loss_mask.tolist() == [[0, 0], [1, 0]]
     assert part.document_starts == batch.document_starts
+    # The first five: the last of them predicts a token that is no input any more, and of another document.
+    (short,) = loader(Packed(), **settings).load(0, 2, 5)
+    assert short.loss_mask.tolist() == [[1, 0, 1, 1, 0], [1, 1, 0, 0, 0]]
+    assert short.document_starts == ((0, 2), (0, 2))
+
+
+def test_a_shorter_sequence_is_the_beginning_of_the_sample() -> None:
+    short = loader(Counting(), further=1)
+    short.prefetch(3, 2, 4)
+    (batch,) = short.load(3, 2, 4)
+    assert batch.tokens.tolist() == [[300, 301, 302, 303], [400, 401, 402, 403]]
+    assert batch.labels.tolist() == [[301, 302, 303, 304], [401, 402, 403, 404]]
+    assert batch.further_labels is not None and batch.further_mask is not None
+    assert batch.further_labels[0].tolist() == [[302, 303, 304, 0], [402, 403, 404, 0]]
+    assert batch.further_mask[0].tolist() == [[1, 1, 1, 0]] * 2
+    (whole,) = short.load(3, 2)
+    assert whole.tokens.shape == (2, 6)
 
 
 @pytest.mark.parametrize(("size", "works"), [(6, 8), (2, 4), (0, 4), (9, 8)])

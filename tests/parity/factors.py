@@ -217,7 +217,12 @@ FACTORS: dict[str, dict[str, Settings]] = {
     "order": {"dp-pp": {}, "pp-dp": {"rank_order": "tp-cp-ep-pp-dp"}},
     "layers": {"4": {}, "2": {"num_layers": 2}, "5": {"num_layers": 5}, "8": {"num_layers": 8}},
     "micro": {"1": {}, "2": {"micro_batch_size": 2}},
-    "batch": {"8": {}, "4": {"global_batch_size": 4}, "16": {"global_batch_size": 16}},
+    "batch": {
+        "8": {},
+        "4": {"global_batch_size": 4},
+        "16": {"global_batch_size": 16},
+        "longer": {"seq_length_warmup": [8, 2]},
+    },
     "mask": {
         "none": {"eod_mask_loss": False},
         "eod": {},

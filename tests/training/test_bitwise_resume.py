@@ -31,6 +31,9 @@ DROPOUT: Settings = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 RAMP: Settings = {"rampup_batch_size": [4, 2, 12]}
 """Batches of 4, 4, 6, 8, 8, 8: the checkpoint is written in the midst of it."""
 
+LONGER: Settings = {"seq_length_warmup": [4, 5]}
+"""Sequences of 4, 4, 8, 8, 12 and 16 tokens."""
+
 PAIRS: Settings = {"micro_batch_size": 2}
 """Half as many microbatches, where each costs many collectives."""
 
@@ -43,7 +46,7 @@ LAYOUTS: dict[str, tuple[int, Settings]] = {
     "cp2": (2, {"cp": 2, **LLAMA, **PAIRS}),
     "ep2": (2, {"ep": 2, **MOE, **BIASED, **PAIRS}),
     "dp2-zero-ramp": (2, {**Z1, **RAMP}),
-    "pp2-ramp": (2, {"pp": 2, **RAMP}),
+    "pp2-ramp": (2, {"pp": 2, **RAMP, **LONGER}),
 }
 
 PRECISIONS: dict[str, Settings] = {

@@ -62,13 +62,13 @@ def test_whatever_comes_next_is_read_while_a_step_computes(
     unprepared: list[tuple[int, int]] = []
     load = BatchLoader.load
 
-    def checked(self: BatchLoader, first: int, size: int) -> list[Microbatch]:
-        if self._ahead is None or self._ahead.key != (first, size):
+    def checked(self: BatchLoader, first: int, size: int, length: int | None = None) -> list[Microbatch]:
+        if self._ahead is None or self._ahead.key != (first, size, length or self.seq_length):
             unprepared.append((first, size))
-        return load(self, first, size)
+        return load(self, first, size, length)
 
     monkeypatch.setattr(BatchLoader, "load", checked)
-    run(prefix, tmp_path / "run", save_interval=2, rampup_batch_size=[4, 4, 8])
+    run(prefix, tmp_path / "run", save_interval=2, rampup_batch_size=[4, 4, 8], seq_length_warmup=[4, 3])
     assert unprepared == []
     assert len(records(tmp_path / "run", "train")) == 4
 
@@ -85,8 +85,8 @@ def test_the_wait_for_data_is_that_of_the_slowest_rank(prefix: str, tmp_path: Pa
 def second_rank_waits(context: RankContext, prefix: str, folder: str) -> list[str]:
     load, lines = BatchLoader.load, list[str]()
 
-    def waits(self: BatchLoader, first: int, size: int) -> list[Microbatch]:
-        batches = load(self, first, size)
+    def waits(self: BatchLoader, first: int, size: int, length: int | None = None) -> list[Microbatch]:
+        batches = load(self, first, size, length)
         self.waited = 0.125 * (first + size) * context.rank
         return batches
 

@@ -298,12 +298,32 @@ def _sequence(c: Settings) -> Findings:
     halves, ranks = 2 * c.cp if c.cp > 1 else 1, c.tp * c.cp if over_tp else 1
     step = math.lcm(halves, ranks)
     works = f"use a multiple, e.g. {-(-c.seq_length // step) * step}"
+    if c.seq_length_warmup is not None:
+        yield from _warmup(c, c.seq_length_warmup, step)
     if c.seq_length % halves:
         yield say(c, f"{{seq_length}} is not divisible by 2·cp = {halves}; {works}")
     elif over_tp and c.seq_length % ranks:
         product = f"tp·cp = {ranks}" if c.cp > 1 else f"tp {ranks}"
         yield say(
             c, f"{{seq_length}} is not divisible by {product}, over which {{{over_tp}}} splits the tokens; {works}"
+        )
+
+
+def _warmup(c: Settings, given: list[int], unit: int) -> Findings:
+    """`unit`: of which every length is a multiple."""
+    name = f"seq_length_warmup {' '.join(map(str, given))}"
+    example = f"--seq-length-warmup {max(c.seq_length // 8 // unit, 1) * unit} 1000"
+    if len(given) != 2 or min(given) < 1:
+        yield f"{name} is not two numbers above 0, START STEPS; use e.g. {example}"
+        return
+    if given[0] >= c.seq_length:
+        yield say(c, f"{name} does not start below {{seq_length}}; use e.g. {example}, or remove it")
+    elif given[0] % unit:
+        yield f"{name} starts with a length that cp, or tp·cp, does not divide into multiples of {unit}; use e.g. {example}"
+    if c.step_batch_size_schedule is not None:
+        yield say(
+            c,
+            f"{name} does not go with {{step_batch_size_schedule}}, which counts in whole sequences; use rampup_batch_size",
         )
 
 

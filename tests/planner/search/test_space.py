@@ -88,7 +88,7 @@ def brute_force(request: Request, eps: tuple[int, ...], schedules: tuple[str, ..
             (1,),
             ("1f1b", "gpipe", "zb-h1", "zb-h2", "interleaved"),
         ),
-        (f"{HIERARCHICAL} --fix recompute=none --fix schedule=1f1b", (1,), ("1f1b",)),
+        (f"{HIERARCHICAL} --fix recompute=none", (1,), SCHEDULES),
         (f"{EXPERTS} --fix recompute=full --fix schedule=1f1b,interleaved", (1, 2, 3, 4), ("1f1b", "interleaved")),
     ],
 )
