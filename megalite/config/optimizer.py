@@ -181,6 +181,13 @@ class OptimizerConfig:
     √max(1, r/c); unit_rms_norm, √(r/c)."""
     muon_split_qkv: bool = option(True)
     """muon: queries, keys and values of a layer are three matrices; else one, as they lie in one tensor."""
+    qk_clip: bool = option(False)
+    """After each step multiply query and key weights of heads with an attention logit above qk_clip_threshold, so that it
+    shrinks to that (MuonClip of Kimi-K2)."""
+    qk_clip_threshold: float = option(100.0, above=0)
+    """qk_clip: largest attention logit."""
+    qk_clip_alpha: float = option(0.5, at_least=0, at_most=1)
+    """qk_clip: share of the shrinking that queries take; keys take the rest."""
     freeze_step: int | None = option(None, at_least=1)
     """1-bit optimizers: last step of the warm-up with whole gradients; default: found while training, see freeze_threshold."""
     freeze_threshold: float = option(0.96, above=0, below=1)

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megalite.context_parallel.tiles import Tile, Visibility, batch_tiles
-from megalite.kernels.attention import tile_backward, tile_forward
+from megalite.context_parallel.ulysses import gather_sequence
+from megalite.kernels.attention import tile_backward, tile_forward, tile_largest
 from megalite.topology.group import DONE, Group
 from megalite.topology.layout import sequence_spans
 
@@ -41,6 +42,22 @@ def ring_attention(
     """
     assert visibility.document_starts is None or len(visibility.document_starts) == q.shape[0]
     return _RingAttention.apply(q, k, v, _Ring(cp, seq_length, visibility, softcap))
+
+
+def largest_logits(q: Tensor, k: Tensor, *, cp: Group, seq_length: int, visibility: Visibility) -> Tensor:
+    """The largest q·kᵀ/sqrt(d) of each head among the pairs of this rank's queries and the keys that they see: fp32 or fp64
+    [heads]. Arguments as of `ring_attention`, without gradients.
+
+    Collectives: an all-gather of k over cp.
+    """
+    k = gather_sequence(k, cp=cp, dim=2, seq_length=seq_length)
+    largest = q.new_full((q.shape[1],), -torch.inf, dtype=_wide(q.dtype))
+    spans = sequence_spans(seq_length, cp_rank=cp.rank, cp_size=cp.size)
+    for samples, tiles in batch_tiles(visibility, spans, ((0, seq_length),)):
+        for tile in tiles:
+            rows, columns = (samples, slice(None), slice(*tile.q)), (samples, slice(None), slice(*tile.k))
+            torch.maximum(largest, tile_largest(q[rows], k[columns], tile.kind), out=largest)
+    return largest
 
 
 @dataclass(frozen=True)

@@ -147,6 +147,8 @@ def step_volumes(config: RunConfig, pipeline_rank: int, num_microbatches: int) -
     terms += model.mtp_num_layers > 0
     if model.moe_router_enable_expert_bias:  # how often each expert was chosen
         terms += (model.num_experts or 0) * sum(map(model.is_moe_layer, range(model.further_layers.stop)))
+    if config.optimizer.qk_clip:  # the largest logits
+        terms += model.further_layers.stop * model.num_attention_heads
     found["world", "all-reduce"] += 8 * (1 + norm_terms(config) + terms)
     if any(plan.has_head for plan in mine):
         found["dp-cp", "all-reduce"] += 8 * (1 + model.mtp_num_layers)  # unmasked tokens of the batch
@@ -260,7 +262,10 @@ class _Microbatch:
             values = max(values, self._tokens * p.cp * model.value_size * self._e)
             yield "cp", "all-to-all", queries + keys + values
             yield "cp", "all-to-all", queries // model.head_size * model.value_size
-        elif model.attention_dropout:
+            return
+        if self._config.optimizer.qk_clip and not backward:
+            yield "cp", "all-gather", keys * p.cp
+        if model.attention_dropout:
             yield "cp", "reduce-scatter" if backward else "all-gather", 2 * keys * p.cp
         else:
             yield "cp", "send", (p.cp - 1) * 2 * keys
