@@ -50,6 +50,8 @@ class FlatParameter:
     """It holds nothing but hidden matrices, which Muon orthogonalises."""
     decoupled_lr: bool = False
     """It holds nothing but word embedding and head, which have their own learning rate."""
+    lr_multiplier: float = 1.0
+    """The learning rate of all it holds is multiplied with it."""
 
     @property
     def grad(self) -> torch.Tensor:
@@ -76,11 +78,16 @@ class Update:
 
     def rate(self, flat: FlatParameter) -> float:
         """The learning rate of a flat parameter."""
-        return self.lr if self.decoupled_lr is None or not flat.decoupled_lr else self.decoupled_lr
+        rate = self.lr if self.decoupled_lr is None or not flat.decoupled_lr else self.decoupled_lr
+        return rate * flat.lr_multiplier
+
+    def kept_of(self, flat: FlatParameter) -> float:
+        """The share of a flat parameter that decay leaves."""
+        return 1.0 - self.rate(flat) * self.weight_decay
 
     @property
     def kept(self) -> float:
-        """The share of a parameter that decay leaves."""
+        """`kept_of` where all have one rate."""
         return 1.0 - self.lr * self.weight_decay
 
 

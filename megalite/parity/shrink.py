@@ -160,6 +160,7 @@ _KEPT_OPTIMIZER = (
     *("lamb_min_coeff", "lamb_max_coeff", "muon_momentum", "muon_nesterov", "muon_steps", "muon_scale"),
     *("muon_scale_mode", "muon_split_qkv"),
     *("ema_decay", "eval_ema", "qk_clip", "qk_clip_threshold", "qk_clip_alpha"),
+    "lr_multipliers",
 )
 _FORMATS = ("main_params", "exp_avg_dtype", "exp_avg_sq_dtype", "stochastic_rounding")
 """Of what the optimizer keeps: they go with the precision."""

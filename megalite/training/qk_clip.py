@@ -41,26 +41,24 @@ def clipped_rows(
             largest = max(heads[group * shared : (group + 1) * shared])
             if largest > config.qk_clip_threshold:
                 factor = config.qk_clip_threshold / largest
-                for name, *rows in _rows(model, f"layers.{layer}.attention", group, factor, config.qk_clip_alpha):
-                    found.setdefault(name, []).append((rows[0], rows[1], rows[2]))
+                for name, rows in _rows(model, f"layers.{layer}.attention", group, factor, config.qk_clip_alpha):
+                    found.setdefault(name, []).append(rows)
     return found
 
 
-def _rows(
-    model: ModelConfig, prefix: str, group: int, factor: float, alpha: float
-) -> Iterator[tuple[str, int, int, float]]:
-    """(tensor, first row, one past the last, factor) of one group of heads."""
+def _rows(model: ModelConfig, prefix: str, group: int, factor: float, alpha: float) -> Iterator[tuple[str, Rows]]:
+    """Tensors, and what to shrink of them for one group of heads."""
     query, key = factor**alpha, factor ** (1.0 - alpha)
     if model.multi_latent_attention:
         name = f"{prefix}.q{'' if model.q_lora_rank is None else '_up'}.weight"
         first, plain = group * model.head_size, model.qk_head_dim
-        yield name, first, first + plain, query
-        yield name, first + plain, first + model.head_size, factor
+        yield name, (first, first + plain, query)
+        yield name, (first + plain, first + model.head_size, factor)
         first = group * (plain + model.v_head_dim)
-        yield f"{prefix}.kv_up.weight", first, first + plain, key
+        yield f"{prefix}.kv_up.weight", (first, first + plain, key)
         return
     queries = model.num_attention_heads // model.query_groups * model.head_size
     first = group * (queries + 2 * model.head_size)
     for kind in ("weight", "bias"):  # there may be none
-        yield f"{prefix}.qkv.{kind}", first, first + queries, query
-        yield f"{prefix}.qkv.{kind}", first + queries, first + queries + model.head_size, key
+        yield f"{prefix}.qkv.{kind}", (first, first + queries, query)
+        yield f"{prefix}.qkv.{kind}", (first + queries, first + queries + model.head_size, key)

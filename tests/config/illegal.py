@@ -207,6 +207,10 @@ _TABLE = """
 2 --qk-clip --optimizer onebit-adam => qk_clip does not go with optimizer onebit-adam … --optimizer muon
 1 --qk-clip --qk-layernorm => qk_clip has no effect with qk_norm … remove one of them
 1 --qk-clip-alpha 0.4 => qk_clip_alpha 0.4 has no effect without qk_clip … --qk-clip
+1 --lr-multipliers layers.0.* => lr_multipliers has 'layers.0.*' in it … PATTERN=FACTOR
+1 --lr-multipliers a=-1 => lr_multipliers has 'a=-1' in it … PATTERN=FACTOR
+2 --lr-multipliers *=0.5 --optimizer onebit-adam => lr_multipliers *=0.5 … optimizer onebit-adam … --optimizer adam
+2 --lr-multipliers *=0.5 --dp-strategy gossip => lr_multipliers *=0.5 … dp_strategy gossip … all-reduce
 1 --eval-ema => eval_ema needs an average … --ema-decay 0.9999
 2 --precision fp64 --exp-avg-dtype bf16 => exp_avg_dtype bf16 does not go with precision fp64 … --precision fp32
 2 --stochastic-rounding => stochastic_rounding … exp_avg_dtype fp32 and exp_avg_sq_dtype fp32 … exp-avg-dtype bf16
