@@ -104,6 +104,9 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         "muon_scale": "theirs is 1",
         "muon_scale_mode": SAME,
         "muon_split_qkv": SAME,
+        "qk_clip": "by the logits of the whole batch that tokens see",
+        "qk_clip_threshold": SAME,
+        "qk_clip_alpha": SAME,
         "exp_avg_dtype": "fp32 and bf16; works without `--use-precision-aware-optimizer`",
         "exp_avg_sq_dtype": "the same; bf16 wants `--stochastic-rounding` for a large adam_beta2",
         # data

@@ -238,7 +238,7 @@ _NO_EFFECT: Mapping[str, str] = {
         "--disable-dsa-indexer-scoring-relu --dsa-indexer-k-norm-epsilon= --dsa-indexer-k-norm-fp32 "
         "--mup-width-mult= --mup-base-hidden-size= --mup-embedding-mult= --mup-output-mult= "
         "--mup-base-head-dim= --mup-attn-scale-power= "
-        "--moe-upcycling-granularity= --qk-clip-alpha= --qk-clip-threshold= --mhc-num-residual-streams= "
+        "--moe-upcycling-granularity= --mhc-num-residual-streams= "
         "--mhc-sinkhorn-iterations= --mhc-init-gating-factor= --mhc-recompute-layer-num= --fim-rate= "
         "--fim-spm-rate= --fim-split-sample= --fim-fragment-rate= --fim-no-prefix= --fim-prefix-token= "
         "--fim-middle-token= --fim-suffix-token= --fim-pad-token= --fim-eod-token= --logits-save-top-k= "
@@ -318,7 +318,7 @@ _NO_EFFECT: Mapping[str, str] = {
 _REFUSED: Mapping[str, str] = {
     "this kind of attention is not supported; use attention with --num-query-groups": (
         "--experimental-attention-variant= --attention-output-gate "
-        "--use-kitchen-attention --qk-l2-norm --qk-clip --export-qk-l2-norm"
+        "--use-kitchen-attention --qk-l2-norm --export-qk-l2-norm"
     ),
     "layers of other kinds are not supported; all layers are attention and an MLP": (
         "--spec=* --hybrid-layer-pattern= --hybrid-override-pattern= --is-hybrid-model "

@@ -1,9 +1,11 @@
 """Optimizer, clipping, learning-rate and weight-decay schedules."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megalite.config.errors import ConfigError
 from megalite.config.option import option
 from megalite.config.registry import Registry
 
@@ -120,6 +122,9 @@ class OptimizerConfig:
     """Peak learning rate of the word embedding and the output head alone; default: lr."""
     decoupled_min_lr: float | None = option(None, at_least=0)
     """decoupled_lr: what it decays to; default: min_lr."""
+    lr_multipliers: list[str] = option([])
+    """PATTERN=FACTOR ...: multiply the learning rate of parameters with a name that matches, such as
+    'layers.0.*=0.5' '*.router.weight=0.1'; several that match are multiplied. `megalite inspect` shows names."""
     lr_decay_style: str = option("cosine", choices=LR_SCHEDULES, basic=True)
     """Decay after warm-up."""
     lr_decay_iters: int | None = option(None, at_least=1)
@@ -181,6 +186,13 @@ class OptimizerConfig:
     √max(1, r/c); unit_rms_norm, √(r/c)."""
     muon_split_qkv: bool = option(True)
     """muon: queries, keys and values of a layer are three matrices; else one, as they lie in one tensor."""
+    qk_clip: bool = option(False)
+    """After each step multiply query and key weights of heads with an attention logit above qk_clip_threshold, so that it
+    shrinks to that (MuonClip of Kimi-K2)."""
+    qk_clip_threshold: float = option(100.0, above=0)
+    """qk_clip: largest attention logit."""
+    qk_clip_alpha: float = option(0.5, at_least=0, at_most=1)
+    """qk_clip: share of the shrinking that queries take; keys take the rest."""
     freeze_step: int | None = option(None, at_least=1)
     """1-bit optimizers: last step of the warm-up with whole gradients; default: found while training, see freeze_threshold."""
     freeze_threshold: float = option(0.96, above=0, below=1)
@@ -207,6 +219,21 @@ class OptimizerConfig:
     """adam: number format of the second moment."""
     stochastic_rounding: bool = option(False)
     """adam: round bf16 moments up or down at random, by how near they are, instead of to the nearest."""
+
+
+def parse_lr_multipliers(texts: Sequence[str]) -> list[tuple[str, float]]:
+    """(pattern, factor) of each. Raises ConfigError: one is written wrong."""
+    found = []
+    for text in texts:
+        pattern, _, number = text.rpartition("=")
+        try:
+            factor = float(number)
+        except ValueError:
+            factor = math.nan
+        if not pattern or not 0.0 <= factor < math.inf:
+            raise ConfigError(f"lr_multipliers has {text!r} in it; write PATTERN=FACTOR, e.g. 'layers.0.*=0.5'")
+        found.append((pattern, factor))
+    return found
 
 
 def state_formats(config: OptimizerConfig, *, hidden_matrix: bool = True) -> Formats:

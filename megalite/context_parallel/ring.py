@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megalite.context_parallel.tiles import Tile, Visibility, batch_tiles
-from megalite.context_parallel.ulysses import gathered, reduced
-from megalite.kernels.attention import tile_backward, tile_forward
+from megalite.context_parallel.ulysses import gather_sequence, gathered, reduced
+from megalite.kernels.attention import tile_backward, tile_forward, tile_largest
 from megalite.topology.group import DONE, Group
 from megalite.topology.layout import Spans, joined_spans
 
@@ -55,6 +55,22 @@ def ring_attention(
     """
     assert visibility.document_starts is None or len(visibility.document_starts) == q.shape[0]
     return _RingAttention.apply(q, k, v, sink, _Ring(cp, held, visibility, softcap, gathers and cp.size > 1))
+
+
+def largest_logits(q: Tensor, k: Tensor, *, cp: Group, held: tuple[Spans, ...], visibility: Visibility) -> Tensor:
+    """The largest q·kᵀ/sqrt(d) of each head among the pairs of this rank's queries and the keys that they see: fp32 or fp64
+    [heads]. Arguments as of `ring_attention`, without gradients.
+
+    Collectives: an all-gather of k over cp.
+    """
+    k = gather_sequence(k, cp=cp, dim=2, held=held)
+    largest = q.new_full((q.shape[1],), -torch.inf, dtype=_wide(q.dtype))
+    for samples, tiles in batch_tiles(visibility, held[cp.rank], ((0, k.shape[2]),)):
+        for tile in tiles:
+            rows, columns = _places(samples, tile)
+            queries, seen = _stacked(tile.count, q[rows], k[columns])
+            torch.maximum(largest, tile_largest(queries, seen, tile.kind), out=largest)
+    return largest
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,7 @@ def _kind(parameter: ShardedParameter) -> BucketKind:
         tied=info.tied,
         expert=info.expert,
         orthogonal=info.orthogonal,
-        decoupled_lr=info.decoupled_lr,
+        learning_rate=info.learning_rate,
     )
 
 

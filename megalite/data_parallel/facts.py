@@ -28,7 +28,8 @@ class BucketKind(NamedTuple):
     tied: bool
     expert: bool
     orthogonal: bool = False
-    decoupled_lr: bool = False
+    learning_rate: tuple[bool, float] = (False, 1.0)
+    """A `models.shapes.LearningRate`."""
 
     @property
     def in_parts(self) -> bool:

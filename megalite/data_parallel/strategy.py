@@ -309,6 +309,9 @@ class DataParallelStrategy(ABC):
         with self.main_in_memory():
             self._written = self._rounded() if optimizer.writes_copies else {}
             optimizer.step(dataclasses.replace(update, copies=self._written))
+            if update.clipped_rows:
+                optimizer.clip_rows(update.clipped_rows)
+                self._written = {}
             self.publish_parameters()
             self._written = {}
 

@@ -97,6 +97,15 @@ def tile_forward(
     return _softcapped(q, k, v, causal, None)
 
 
+def tile_largest(q: Tensor, k: Tensor, kind: TileKind) -> Tensor:
+    """The largest score of each head in one tile, fp32 or fp64 [heads]; arguments as of `tile_forward`."""
+    if kind is TileKind.EDGE:
+        return tile_largest(q.flip(2), k.flip(2), TileKind.CAUSAL)
+    causal, k = kind is TileKind.CAUSAL, for_every_head(k, q.shape[1])
+    parts = [_scores(q[:, :, rows], k[:, :, :n], causal, None).amax(dim=(0, 2, 3)) for rows, n in _rows(q, k, causal)]
+    return torch.stack(parts).amax(dim=0)
+
+
 SOFTCAPPED_ROWS = 512
 """Queries that have their capped scores in memory at once."""
 

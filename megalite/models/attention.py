@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.model import ModelConfig
-from megalite.context_parallel.ring import ring_attention
+from megalite.context_parallel.ring import largest_logits, ring_attention
 from megalite.context_parallel.tiles import Visibility
 from megalite.context_parallel.ulysses import gather_sequence, heads_to_sequence, sequence_to_heads
 from megalite.kernels.attention import cached_attention, causal_attention
@@ -40,7 +40,7 @@ class AttentionCore(torch.nn.Module):
         index: int = 0,
     ) -> None:
         super().__init__()
-        self.name = name
+        self.name, self.index, self.all_heads = name, index, config.num_attention_heads
         self.recompute_core = recompute.selects("core_attn")
         self.dropout, self.softcap = config.attention_dropout, config.attn_logit_softcapping
         self.sinks: ShardedParameter | None = None
@@ -81,6 +81,10 @@ class AttentionCore(torch.nn.Module):
         """Queries [b, heads, s, d] against keys and values [b, groups, s, d] -> [b, heads, s, d]."""
         if context.next_tokens is not None:
             return self.cached(q, k, v, context.next_tokens)
+        if context.auxiliary is not None and context.auxiliary.watches_logits:
+            held, rule = self.core_spans(context), context.visibility
+            largest = largest_logits(q.detach(), k.detach(), cp=self.core_cp, held=held, visibility=rule)
+            context.auxiliary.see_logits(self.index, largest, first=self.first_head, heads=self.all_heads)
         if self.dropout > 0.0 and context.stream is not None:
             return self._core_with_dropout(q, k, v, context, context.stream)
         plain = self.core_cp.size == 1 and self.softcap is None and self.plain_softmax

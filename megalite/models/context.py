@@ -26,12 +26,17 @@ class AuxiliaryLosses:
     do for the token loss. `scale` is what the step's loss is multiplied with (fp16).
     """
 
-    def __init__(self, per_sequence: float, per_token: float, scale: float, device: torch.device) -> None:
+    def __init__(
+        self, per_sequence: float, per_token: float, scale: float, device: torch.device, watches_logits: bool = False
+    ) -> None:
         self.per_sequence, self.per_token, self.scale = per_sequence, per_token, scale
         self.totals = {name: torch.zeros((), dtype=torch.float64, device=device) for name in NAMES}
         """By name, this rank's part of the unscaled term, of all layers and of the microbatches that have run backward."""
         self.loads: dict[int, Tensor] = {}
         """By layer, how often this rank's tokens of those microbatches have chosen each expert: fp64 [E], on the device."""
+        self.watches_logits = watches_logits
+        self.logits: dict[int, Tensor] = {}
+        """By layer, the largest attention logit of each head that this rank has seen: fp64 [heads of all ranks]."""
 
     def attach(self, x: Tensor, name: str, value: Tensor, *, counts: bool = True) -> Tensor:
         """Add the scalar `value`, already weighted, to the objective; returns x, which must take part in the loss. Of ranks
@@ -41,6 +46,14 @@ class AuxiliaryLosses:
         for each microbatch, also where recompute runs the forward twice.
         """
         return _Attach.apply(x, value, self, name, counts)
+
+    def see_logits(self, layer: int, largest: Tensor, *, first: int, heads: int) -> None:
+        """The largest logits of this rank's heads, from number `first` on, of one microbatch; seeing them again in
+        recompute changes nothing."""
+        if layer not in self.logits:
+            self.logits[layer] = torch.full((heads,), -torch.inf, dtype=torch.float64, device=largest.device)
+        seen = self.logits[layer][first : first + len(largest)]
+        torch.maximum(seen, largest.double(), out=seen)
 
     def count(self, x: Tensor, layer: int, chosen: Tensor, experts: int) -> Tensor:
         """Count in the backward of x, once for each microbatch, which experts were chosen; returns x, which must take part

@@ -7,11 +7,14 @@ Letters: h hidden size, d head size, g query groups (key/value heads), q query h
 V padded vocabulary, P rows of the position embedding, L layers, s sequence length.
 """
 
+import fnmatch
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from megalite.config.errors import ConfigError
 from megalite.config.model import BLOCKS, BlockFacts, ModelConfig
+from megalite.config.optimizer import OptimizerConfig, parse_lr_multipliers
 
 Init = Literal["normal", "residual", "zeros", "ones"]
 Convention = Literal["palm", "megatron"]
@@ -42,6 +45,35 @@ def is_hidden_matrix(name: str, shape: tuple[int, ...], *, decay: bool) -> bool:
 
 DECOUPLED = frozenset({"embedding.word.weight", "head.weight"})
 """What `decoupled_lr` is of: the word embedding and the output head, as in Megatron-LM."""
+
+
+class LearningRate(NamedTuple):
+    """How a parameter's learning rate differs from `lr`; those of a bucket have it in common."""
+
+    decoupled: bool = False
+    """It is `decoupled_lr`."""
+    multiplier: float = 1.0
+    """Of `lr_multipliers`."""
+
+
+def learning_rate(name: str, config: OptimizerConfig) -> LearningRate:
+    """Of a parameter by its name."""
+    factors = [
+        factor for pattern, factor in parse_lr_multipliers(config.lr_multipliers) if fnmatch.fnmatchcase(name, pattern)
+    ]
+    return LearningRate(config.decoupled_lr is not None and name in DECOUPLED, math.prod(factors))
+
+
+def check_lr_multipliers(model: ModelConfig, config: OptimizerConfig) -> None:
+    """Raise ConfigError if a pattern is of no parameter of the model."""
+    if config.lr_multipliers:
+        names = [shape.name for shape in stage_shapes(model, 0, model.num_layers, True, True)]
+        for pattern, _ in parse_lr_multipliers(config.lr_multipliers):
+            if not fnmatch.filter(names, pattern):
+                raise ConfigError(
+                    f"lr_multipliers has {pattern} in it, which no parameter is named like; names are e.g. "
+                    f"{names[0]}, {names[-1]}: use 'layers.0.*' for a layer, '*.bias' for all biases"
+                )
 
 
 def _matrix(

@@ -1,5 +1,6 @@
 """What an optimizer gets and offers: flat parameters and the tensors in them, the terms of an update, states by name."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,6 +50,8 @@ class FlatParameter:
     """It holds nothing but hidden matrices, which Muon orthogonalises."""
     decoupled_lr: bool = False
     """It holds nothing but word embedding and head, which have their own learning rate."""
+    lr_multiplier: float = 1.0
+    """The learning rate of all it holds is multiplied with it."""
 
     @property
     def grad(self) -> torch.Tensor:
@@ -68,16 +71,23 @@ class Update:
     """That of flat parameters with `decoupled_lr`."""
     factor: float = 1.0
     """Gradients must still be multiplied with it: it undoes the loss scale and clips."""
+    clipped_rows: Mapping[str, Sequence[tuple[int, int, float]]] = field(default_factory=dict)
+    """By tensor: first row, one past the last, and what they are multiplied with after the step (QK-clip)."""
     copies: Mapping[torch.nn.Parameter, torch.Tensor] = field(default_factory=dict)
     """Where new parameters are put as well, rounded: for optimizers with `writes_copies`."""
 
     def rate(self, flat: FlatParameter) -> float:
         """The learning rate of a flat parameter."""
-        return self.lr if self.decoupled_lr is None or not flat.decoupled_lr else self.decoupled_lr
+        rate = self.lr if self.decoupled_lr is None or not flat.decoupled_lr else self.decoupled_lr
+        return rate * flat.lr_multiplier
+
+    def kept_of(self, flat: FlatParameter) -> float:
+        """The share of a flat parameter that decay leaves."""
+        return 1.0 - self.rate(flat) * self.weight_decay
 
     @property
     def kept(self) -> float:
-        """The share of a parameter that decay leaves."""
+        """`kept_of` where all have one rate."""
         return 1.0 - self.lr * self.weight_decay
 
 
@@ -172,6 +182,20 @@ class Optimizer(ABC):
         for parameter, average in self._averages.items():
             assert decay is not None
             average.lerp_(parameter.data, 1.0 - decay)
+
+    @torch.no_grad()
+    def clip_rows(self, rows: Mapping[str, Sequence[tuple[int, int, float]]]) -> None:
+        """Multiply rows of tensors, as `Update.clipped_rows` says them."""
+        for flat in self.parameters:
+            for part in flat.segments:
+                (top, bottom), *rest = part.slice
+                width = math.prod(stop - start for start, stop in rest)
+                for first, last, factor in rows.get(part.name, ()):
+                    start = max((max(first, top) - top) * width, part.offset)
+                    stop = min((min(last, bottom) - top) * width, part.offset + part.stop - part.start)
+                    if start < stop:
+                        shift = part.start - part.offset
+                        flat.param.data[start + shift : stop + shift].mul_(factor)
 
     def evaluated(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         """What is evaluated in place of the parameter, where that is another tensor."""

@@ -187,7 +187,7 @@ class LAMB(Optimizer):
             lamb_step(
                 *(block.of(block.param.data), *self._moments(block)),
                 **terms,
-                rate=update.lr * (1.0 if block.column is None else self._ratios[block.column]),
+                rate=update.rate(block.flat) * (1.0 if block.column is None else self._ratios[block.column]),
                 weight_decay=0.0 if block.column is None else update.weight_decay,
             )
 

@@ -277,9 +277,9 @@ class Muon(Optimizer):
         for flat in self._matrices:
             self._momentum(flat.param).lerp_(flat.grad, 1.0 - self.config.muon_momentum)
             if flat.decay:
-                flat.param.data.mul_(update.kept)
+                flat.param.data.mul_(update.kept_of(flat))
         for wave in self._waves:
-            self._step(wave, update.lr)
+            self._step(wave, update)
         self._adam.updates = self.updates
         self._adam.step(update)
         self.updates += 1
@@ -287,7 +287,7 @@ class Muon(Optimizer):
     def _momentum(self, param: torch.nn.Parameter) -> torch.Tensor:
         return self._states[param]["momentum_buffer"]
 
-    def _step(self, wave: Wave, lr: float) -> None:
+    def _step(self, wave: Wave, update: Update) -> None:
         boxes = {
             (matrix.key, box): self._empty((box[1] - box[0]) * (box[3] - box[2]))
             for matrix in wave.owned
@@ -303,7 +303,8 @@ class Muon(Optimizer):
             return flat.grad[place].lerp(buffer, self.config.muon_momentum) if self.config.muon_nesterov else buffer
 
         def apply(_: Matrix, holding: Holding, values: torch.Tensor) -> None:
-            self._matrices[holding.flat].param.data[holding.place].sub_(values, alpha=lr)
+            flat = self._matrices[holding.flat]
+            flat.param.data[holding.place].sub_(values, alpha=update.rate(flat))
 
         self._exchange(wave.gather, momentum, lambda matrix, holding, values: in_box(matrix, holding).copy_(values))
         for matrix in wave.owned:

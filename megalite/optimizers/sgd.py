@@ -18,7 +18,7 @@ class SGD(Optimizer):
 
     def __init__(self, parameters: Sequence[FlatParameter], config: OptimizerConfig) -> None:
         super().__init__(parameters, config)
-        params = [flat.param for flat in parameters]
+        params = [{"params": [flat.param]} for flat in parameters]
         momentum, nesterov = config.sgd_momentum, config.sgd_nesterov
         self._sgd = torch.optim.SGD(params, lr=config.lr, momentum=momentum, nesterov=nesterov, fused=True)
         if momentum:
@@ -27,9 +27,9 @@ class SGD(Optimizer):
     @torch.no_grad()
     def step(self, update: Update, exchange: Exchange | None = None) -> None:
         assert exchange is None, "SGD steps by reduced gradients"
-        self._sgd.param_groups[0]["lr"] = update.lr
-        for flat in self.parameters:
+        for flat, group in zip(self.parameters, self._sgd.param_groups, strict=True):
+            group["lr"] = update.rate(flat)
             if flat.decay and update.weight_decay != 0.0:
-                flat.param.data.mul_(update.kept)
+                flat.param.data.mul_(update.kept_of(flat))
         self._sgd.step()
         self.updates += 1

@@ -103,8 +103,11 @@ def _layout(generator: random.Random) -> Drawn:
         drawn |= {"muon_scale_mode": generator.choice(MUON_SCALES), "muon_split_qkv": generator.random() < 0.5}
     elif drawn["optimizer"] == "schedule-free-adamw":
         drawn["lr_decay_style"] = "constant"
-    if drawn["optimizer"] != "schedule-free-adamw" and generator.random() < 0.25:
-        drawn |= {"ema_decay": 0.5, "eval_ema": True}
+    if drawn["optimizer"] != "schedule-free-adamw":
+        drawn |= {"ema_decay": 0.5, "eval_ema": True} if generator.random() < 0.25 else {}
+        drawn |= {"qk_clip": True, "qk_clip_threshold": 0.05} if generator.random() < 0.25 else {}
+    if STRATEGIES.facts(drawn["dp_strategy"]).searched and generator.random() < 0.25:
+        drawn["lr_multipliers"] = ["*.out.weight=0.3", "layers.0.*=2"]
     drawn["overlap_grad_reduce"] = generator.random() < 0.5
     drawn["ddp_bucket_size"] = generator.choice((1, 200, 1000, 3000))
     drawn["rank_order"] = generator.choice(("tp-cp-ep-dp-pp", "tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"))

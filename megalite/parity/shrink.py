@@ -164,7 +164,8 @@ _KEPT_OPTIMIZER = (
     *("optimizer", "weight_decay", "adam_beta1", "adam_beta2", "clip_grad", "sgd_momentum", "sgd_nesterov"),
     *("lamb_min_coeff", "lamb_max_coeff", "muon_momentum", "muon_nesterov", "muon_steps", "muon_scale"),
     *("muon_scale_mode", "muon_split_qkv"),
-    *("ema_decay", "eval_ema"),
+    *("ema_decay", "eval_ema", "qk_clip", "qk_clip_threshold", "qk_clip_alpha"),
+    "lr_multipliers",
 )
 _FORMATS = ("main_params", "exp_avg_dtype", "exp_avg_sq_dtype", "stochastic_rounding")
 """Of what the optimizer keeps: they go with the precision."""

@@ -15,7 +15,7 @@ from megalite.data_parallel.facts import (
     strategy_states,
     wire_width,
 )
-from megalite.models.shapes import DECOUPLED, ParameterShape, is_hidden_matrix, needs_copy
+from megalite.models.shapes import ParameterShape, check_lr_multipliers, is_hidden_matrix, learning_rate, needs_copy
 from megalite.partition.activations import ELEMENT_BYTES
 from megalite.partition.stages import StagePlan, shapes_of, shares_embedding
 
@@ -112,6 +112,7 @@ class PlannedBucket:
 
 def planned_buckets(config: RunConfig, plan: StagePlan, stages: tuple[StagePlan, ...]) -> list[PlannedBucket]:
     """As `data_parallel.buckets.make_buckets` cuts the parameters of a stage for the run's strategy."""
+    check_lr_multipliers(config.model, config.optimizer)
     shapes = shapes_of(config, plan)
     tied_apart = needs_copy(config.model) and len(stages) > 1
     if tied_apart and plan.has_head and shares_embedding(stages):
@@ -149,7 +150,7 @@ def _cut(config: RunConfig, shapes: list[ParameterShape], *, tied_apart: bool, u
             partial_over_tp=is_partial(shape, config),
             tied=tied_apart and shape.name == "embedding.word.weight",
             expert=shape.expert,
-            decoupled_lr=config.optimizer.decoupled_lr is not None and shape.name in DECOUPLED,
+            learning_rate=learning_rate(shape.name, config.optimizer),
             orthogonal=apart and is_hidden_matrix(shape.name, shape.shape, decay=shape.decay),
         )
 

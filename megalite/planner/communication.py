@@ -165,6 +165,8 @@ def step_volumes(config: RunConfig, pipeline_rank: int, num_microbatches: int) -
     terms += model.mtp_num_layers > 0
     if model.moe_router_enable_expert_bias:  # how often each expert was chosen
         terms += (model.num_experts or 0) * sum(map(model.is_moe_layer, range(model.further_layers.stop)))
+    if config.optimizer.qk_clip:  # the largest logits
+        terms += model.further_layers.stop * model.num_attention_heads
     found["world", "all-reduce"] += 8 * (1 + norm_terms(config) + terms)
     if any(plan.has_head for plan in mine):
         found["dp-cp", "all-reduce"] += 8 * (1 + model.mtp_num_layers)  # unmasked tokens of the batch
@@ -289,6 +291,8 @@ class _Microbatch:
         """`own`: bytes of a rank's keys and values."""
         p = self._config.parallel
         count = p.cp // p.cp_heads
+        if self._config.optimizer.qk_clip and not backward:
+            yield "cp-keys", "all-gather", own // 2 * count
         if self._config.model.attention_dropout:
             yield "cp-keys", "reduce-scatter" if backward else "all-gather", own * count
             return

@@ -30,8 +30,8 @@ class ParameterInfo:
     uses: int = 1  # gradient contributions of one microbatch: 2 where one parameter is both embedding and head
     orthogonal: bool = False
     """The optimizer orthogonalises its update, so it keeps other states than the rest and shares no bucket with it."""
-    decoupled_lr: bool = False
-    """Its learning rate is `decoupled_lr`, so it shares no bucket with the rest."""
+    learning_rate: tuple[bool, float] = (False, 1.0)
+    """A `models.shapes.LearningRate`: it shares no bucket with those that have another."""
 
 
 class ShardedParameter(torch.nn.Parameter):

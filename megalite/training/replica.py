@@ -24,7 +24,7 @@ from megalite.kernels.registry import Kernels
 from megalite.models.compute import apply_compute, use_numerics
 from megalite.models.gpt import GPTStage
 from megalite.models.recompute import Recompute
-from megalite.models.shapes import DECOUPLED, is_hidden_matrix, layer_shapes
+from megalite.models.shapes import check_lr_multipliers, is_hidden_matrix, layer_shapes, learning_rate
 from megalite.optimizers.base import Context, FlatParameter, Optimizer, Segment, check_states
 from megalite.optimizers.schedules import LossScaler
 from megalite.partition.pipeline import lowered, plan_stages, proved, schedule_of
@@ -66,11 +66,12 @@ def build_strategy(
                 info = parameter.info
                 found = is_hidden_matrix(info.spec.name, info.spec.global_shape, decay=info.decay)
                 parameter.info = dataclasses.replace(info, orthogonal=found)
-    if config.optimizer.decoupled_lr is not None:
+    if config.optimizer.decoupled_lr is not None or config.optimizer.lr_multipliers:
+        check_lr_multipliers(config.model, config.optimizer)
         for parameter in parameters:
             if isinstance(parameter, ShardedParameter):
-                decoupled = parameter.info.spec.name in DECOUPLED
-                parameter.info = dataclasses.replace(parameter.info, decoupled_lr=decoupled)
+                own = learning_rate(parameter.info.spec.name, config.optimizer)
+                parameter.info = dataclasses.replace(parameter.info, learning_rate=own)
     groups = StrategyGroups(
         dp=topology.intra_dp_cp or topology.dp_cp,
         expert_dp=topology.intra_expert_dp or topology.expert_dp,
@@ -142,7 +143,7 @@ def _flat_parameter(shard: OptimizerShard) -> FlatParameter:
             )
         )
     kind = shard.bucket.kind
-    return FlatParameter(shard.main_param, kind.decay, tuple(segments), kind.orthogonal, kind.decoupled_lr)
+    return FlatParameter(shard.main_param, kind.decay, tuple(segments), kind.orthogonal, *kind.learning_rate)
 
 
 @contextmanager

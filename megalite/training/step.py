@@ -7,7 +7,7 @@ optimized. Terms that layers add (MoE's load balancing) are means over the seque
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from megalite.optimizers.schedules import Progress, Schedules
 from megalite.pipeline.executor import Executor, ForwardStep, Tracer
 from megalite.topology.group import Group
 from megalite.training.non_finite import NonFiniteError, OutputWatch, locate, remedy
+from megalite.training.qk_clip import Rows, clipped_rows, largest_logits
 from megalite.training.replica import Replica
 
 
@@ -137,10 +138,7 @@ class Stepper:
         scale = replica.scaler.scale
         strategy.begin_step(after.step, loss_scale=scale)
         length = sequence_length(replica.config, before.step)
-        tokens = batch_size * length
-        auxiliary = AuxiliaryLosses(
-            per_sequence=1.0 / batch_size, per_token=1.0 / tokens, scale=scale, device=replica.topology.device
-        )
+        auxiliary = self._auxiliary_losses(batch_size, length, scale)
         losses = self._run(microbatches, before.samples, batch_size, length, scale=scale, auxiliary=auxiliary)
         replica.topology.world.heartbeat.phase("update")
         with self._phase("reduce"):
@@ -169,11 +167,19 @@ class Stepper:
         elif not finite and checks:
             fault = self._fault(shown, microbatches, losses, before=before, batch_size=batch_size)
         skipped = overflow or fault is not None
+        clipped = self._clipped_rows(auxiliary)
         if not skipped:
             self._skipped_in_a_row = self._overflows_in_a_row = 0
             decay, factor = self._schedules.weight_decay(scheduled), self._factor(clipping, scale)
             with self._phase("optimizer"):
-                update = Update(step=after.step, lr=lr, decoupled_lr=decoupled, weight_decay=decay, factor=factor)
+                update = Update(
+                    step=after.step,
+                    lr=lr,
+                    decoupled_lr=decoupled,
+                    weight_decay=decay,
+                    factor=factor,
+                    clipped_rows=clipped,
+                )
                 strategy.update(replica.optimizer, update)
                 if replica.config.optimizer.ema_decay is not None:
                     with strategy.main_in_memory():
@@ -193,6 +199,24 @@ class Stepper:
             phase=strategy.phase(after.step),
             wire_bytes=strategy.wire(),
         )
+
+    def _auxiliary_losses(self, batch_size: int, length: int, scale: float) -> AuxiliaryLosses:
+        config = self._replica.config
+        return AuxiliaryLosses(
+            per_sequence=1.0 / batch_size,
+            per_token=1.0 / (batch_size * length),
+            scale=scale,
+            device=self._replica.topology.device,
+            watches_logits=config.optimizer.qk_clip,
+        )
+
+    def _clipped_rows(self, auxiliary: AuxiliaryLosses) -> Mapping[str, Sequence[Rows]]:
+        """Of QK-clip, by the logits of this step's forward."""
+        replica, config = self._replica, self._replica.config
+        if not config.optimizer.qk_clip:
+            return {}
+        logits = largest_logits(auxiliary, config.model, replica.topology.world, replica.topology.device)
+        return clipped_rows(logits, config.model, config.optimizer)
 
     def _loads(self, auxiliary: AuxiliaryLosses) -> list[torch.Tensor]:
         """How often each expert was chosen by this rank's tokens, of all layers with a router that has a bias."""

@@ -227,13 +227,21 @@ _TABLE = """
     => main_params split … dp_strategy diloco … dp-strategy distributed-optimizer
 2 --dp-strategy diloco --ema-decay 0.9 => ema_decay 0.9 … dp_strategy diloco … --dp-strategy all-reduce
 2 --optimizer zero-one-adam --ema-decay 0.9 => ema_decay 0.9 … optimizer zero-one-adam … --optimizer onebit-adam
-2 --optimizer schedule-free-adamw --lr-decay-style constant --ema-decay 0.9 => ema_decay 0.9 … schedule-free-adamw … remove it
+2 --optimizer schedule-free-adamw --lr-decay-style constant --ema-decay 0.9 => ema_decay 0.9 … schedule-free-adamw, which averages itself
 2 --optimizer schedule-free-adamw --lr-decay-style constant --dp-strategy diloco
     => optimizer schedule-free-adamw … dp_strategy diloco … --dp-strategy all-reduce
 2 --optimizer schedule-free-adamw --lr-decay-style constant --main-params split --bf16
     => optimizer schedule-free-adamw … main_params split … --main-params fp32
 1 --optimizer schedule-free-adamw => optimizer schedule-free-adamw … lr_decay_style cosine … --lr-decay-style constant
 1 --optimizer schedule-free-adamw --lr-decay-style constant --adam-beta1 0 => adam_beta1 0 … --adam-beta1 0.9
+2 --qk-clip --dp-strategy local-sgd => qk_clip does not go with dp_strategy local-sgd … --dp-strategy all-reduce
+2 --qk-clip --optimizer onebit-adam => qk_clip does not go with optimizer onebit-adam … --optimizer muon
+1 --qk-clip --qk-layernorm => qk_clip has no effect with qk_norm … remove one of them
+1 --qk-clip-alpha 0.4 => qk_clip_alpha 0.4 has no effect without qk_clip … --qk-clip
+1 --lr-multipliers layers.0.* => lr_multipliers has 'layers.0.*' in it … PATTERN=FACTOR
+1 --lr-multipliers a=-1 => lr_multipliers has 'a=-1' in it … PATTERN=FACTOR
+2 --lr-multipliers *=0.5 --optimizer onebit-adam => lr_multipliers *=0.5 … optimizer onebit-adam … --optimizer adam
+2 --lr-multipliers *=0.5 --dp-strategy gossip => lr_multipliers *=0.5 … dp_strategy gossip … all-reduce
 1 --eval-ema => eval_ema needs an average … --ema-decay 0.9999
 2 --precision fp64 --exp-avg-dtype bf16 => exp_avg_dtype bf16 does not go with precision fp64 … --precision fp32
 2 --stochastic-rounding => stochastic_rounding … exp_avg_dtype fp32 and exp_avg_sq_dtype fp32 … exp-avg-dtype bf16

@@ -39,7 +39,8 @@ def verdict(name: str, chooser: str, value: str) -> str:
     """What `validate` says of a setting that was asked for; nothing if it takes it."""
     default = settings()[name].default
     changes = {name: VALUES.get(name, True if default is False else default)}
-    config = replace(RunConfig(), **{**changes, **BESIDE.get(name, {}), chooser: value})
+    beside = {"lr_decay_style": "constant", **BESIDE.get(name, {})}
+    config = replace(RunConfig(), **{**changes, **beside, chooser: value})
     try:
         validate(config, 2, frozenset({name}))
     except ConfigError as error:
@@ -65,4 +66,4 @@ def test_most_settings_say_whose_they_are() -> None:
     assert {"overlap_param_gather", "sync_interval", "sync_warmup_steps", "gossip_graph"} <= of["dp_strategy"]
     assert {"sgd_momentum", "lamb_min_coeff", "freeze_step", "exp_avg_dtype"} <= of["optimizer"]
     assert of["grad_compression"] == {"topk_density", "powersgd_rank"}
-    assert [len(names) for names in of.values()] == [18, 16, 2]
+    assert [len(names) for names in of.values()] == [18, 19, 2]

@@ -28,6 +28,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "fusion_threshold_mb": 0.01,
     },
     "dp2 tp2 by rank": {"dp": 2, "tp": 2, "reduction_order": "rank"},
+    "dp2 cp2 largest logits": {"dp": 2, "cp": 2, "qk_clip": True, "recompute_granularity": "selective"},
     "dp2 zero-2": {"dp": 2, **Z1, "shard_gradients": True},
     "dp2 tp2 sp zero-2": {"dp": 2, "tp": 2, **SP, **Z1, "shard_gradients": True},
     "dp2 pp2 tied zero-2": {"dp": 2, "pp": 2, **Z1, "shard_gradients": True},

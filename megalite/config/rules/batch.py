@@ -3,9 +3,16 @@ global_batch_size resolved."""
 
 from megalite.config.batch import batch_sizes, decay_length, samples_per_microbatch, steps_until, total_steps
 from megalite.config.errors import Findings
-from megalite.config.optimizer import ONEBIT_OPTIMIZERS
+from megalite.config.optimizer import ONEBIT_OPTIMIZERS, parse_lr_multipliers
 from megalite.config.rules.rule import Check, Settings, multiples, rules, say
 from megalite.config.training import parse_batch_schedule
+
+
+def check_lr_multipliers(c: Settings) -> Findings:
+    """Each is a pattern and a factor."""
+    parse_lr_multipliers(c.lr_multipliers)
+    yield from ()
+
 
 _MOST_SIZES = 10_000
 """Of a ramp-up."""
@@ -142,6 +149,8 @@ def _final_decay(c: Settings) -> Findings:
         yield f"lr_wsd_decay_{unit} {final} is longer than the decay of {length} {unit}; use at most {length}"
 
 
+_RATES = ("adam", "sgd", "lamb", "muon", "schedule-free-adamw")
+"""Optimizers that go by the rate of each parameter."""
 _WHOLE = ("all-reduce", "fused-all-reduce", "distributed-optimizer", "fully-sharded")
 """Strategies with one update of all ranks in each step."""
 _DYNAMIC_SCALE = "initial_loss_scale|min_loss_scale|loss_scale_window|hysteresis"
@@ -149,6 +158,7 @@ SCHEDULES: tuple[Check, ...] = (
     _units,
     _warmup,
     _final_decay,
+    check_lr_multipliers,
     *rules(
         {
             "{min_lr} is above {lr}; use at most {=lr}": lambda c: c.min_lr > c.lr,
@@ -159,7 +169,8 @@ SCHEDULES: tuple[Check, ...] = (
                 lambda c: (c.min_lr if c.decoupled_min_lr is None else c.decoupled_min_lr) > (c.decoupled_lr or 0.0)
             ),
             "{?decoupled_lr} does not go with {optimizer}; use --optimizer adam": lambda c: c.optimizer != "adam",
-            "{?decoupled_lr|log_params_norm|log_num_zeros_in_grad} does not go with {dp_strategy}; use --dp-strategy "
+            "{?lr_multipliers} does not go with {optimizer}; use --optimizer adam": lambda c: c.optimizer not in _RATES,
+            "{?decoupled_lr|lr_multipliers|log_params_norm|log_num_zeros_in_grad} does not go with {dp_strategy}; use --dp-strategy "
             "all-reduce, distributed-optimizer or fully-sharded": lambda c: c.dp_strategy not in _WHOLE,
             "{!min_lr|lr_decay_iters|lr_decay_samples} has no effect with {lr_decay_style}; use cosine or remove it": (
                 lambda c: c.lr_decay_style == "constant"

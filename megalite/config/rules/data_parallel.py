@@ -154,7 +154,7 @@ OPTIMIZER: tuple[Check, ...] = (
             "{?ema_decay} does not go with {optimizer}: its ranks take local steps; use --optimizer onebit-adam, or remove it": (
                 lambda c: c.optimizer == "zero-one-adam"
             ),
-            "{?ema_decay} does not go with {optimizer}, which has its own average; remove it": _averages,
+            "{?ema_decay} does not go with {optimizer}, which averages itself; remove it": _averages,
             "{optimizer} does not go with {dp_strategy}: each replica has other weights; use --dp-strategy all-reduce": (
                 lambda c: _averages(c) and c.strategy.weights != "equal"
             ),
@@ -166,6 +166,17 @@ OPTIMIZER: tuple[Check, ...] = (
             ),
             "{optimizer} needs {adam_beta1} above 0; use --adam-beta1 0.9": (
                 lambda c: c.optimizer == "schedule-free-adamw" and c.adam_beta1 == 0.0
+            ),
+            "{?qk_clip} does not go with {dp_strategy}: each replica has other weights; use --dp-strategy all-reduce, or remove "
+            "it": lambda c: c.strategy.weights != "equal",
+            "{?qk_clip} does not go with {optimizer}, which keeps other weights; use --optimizer muon, or remove it": (
+                lambda c: c.optimizer in ONEBIT_OPTIMIZERS or _averages(c)
+            ),
+            "{?qk_clip} has no effect with {qk_norm}, after which the weights' size does not matter; remove one of them": (
+                lambda c: c.qk_norm and not c.multi_latent_attention
+            ),
+            "{!qk_clip_threshold|qk_clip_alpha} has no effect without qk_clip; add --qk-clip or remove it": (
+                lambda c: not c.qk_clip
             ),
             "{?eval_ema} needs an average to take; add --ema-decay 0.9999, or remove it": lambda c: c.ema_decay is None,
             "{?exp_avg_dtype|exp_avg_sq_dtype} does not go with {precision}; use --precision fp32": (

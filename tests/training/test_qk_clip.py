@@ -1,0 +1,103 @@
+"""QK-clip: the largest logits are those of the whole batch on every layout, and after a step they are at the limit."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megalite.config.model import ModelConfig
+from megalite.config.optimizer import OptimizerConfig
+from megalite.context_parallel.tiles import Visibility
+from megalite.models import attention
+from megalite.optimizers.schedules import Progress
+from megalite.parity.trajectory import RankTrajectory, one_rank_trajectory, rank_trajectory, whole
+from megalite.training import step as step_module
+from megalite.training.qk_clip import clipped_rows
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.tiny import LATENT, LLAMA, Z1, Runner, assert_same_numbers, build, tiny_config
+
+Settings = dict[str, Any]
+
+LIMIT = 0.05
+CLIP: Settings = {"qk_clip": True, "qk_clip_threshold": LIMIT, "qk_clip_alpha": 0.3, "num_layers": 2}
+SMALL: Settings = {**CLIP, "global_batch_size": 4, "micro_batch_size": 1}
+STILL: Settings = {"lr": 1e-13, "weight_decay": 0.0, "clip_grad": 0.0}
+ATTENTIONS: dict[str, Settings] = {
+    "heads": {"sliding_window": 5},
+    "groups": {**LLAMA, "reset_attention_mask": True, "add_qkv_bias": True},
+    "latent": LATENT,
+    "latent-queries": {**LATENT, "q_lora_rank": None, "qk_norm": False, "softmax_scale": 0.4},
+}
+
+
+def dense(q: torch.Tensor, k: torch.Tensor, visibility: Visibility) -> torch.Tensor:
+    """The largest score of each head, from the whole plane of scores."""
+    columns = torch.arange(q.shape[2])
+    visible = attention._visible(columns, columns, visibility)
+    scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT / q.shape[3] ** 0.5
+    return scores.masked_fill(~visible, -torch.inf).amax(dim=(0, 2, 3))
+
+
+@pytest.mark.parametrize("kind", ATTENTIONS)
+def test_logits_shrink_to_the_limit(kind: str) -> None:
+    """By weights alone: the step itself is too short to be seen."""
+    config = tiny_config(1, **{**ATTENTIONS[kind], **SMALL, **STILL, "qk_clip_threshold": LIMIT})
+    runner = Runner(build(RankContext(0), config))
+    batch, seen, compared = runner.loader.load(0, 4), [], []
+    real_tiles, real_reduce = attention.largest_logits, step_module.largest_logits
+
+    def tiles(q: torch.Tensor, k: torch.Tensor, *, visibility: Visibility, **how: Any) -> torch.Tensor:
+        found = real_tiles(q, k, visibility=visibility, **how)
+        torch.testing.assert_close(found, dense(q, k, visibility), rtol=1e-12, atol=1e-12)
+        compared.append(found)
+        return found
+
+    def reduce(*arguments: Any) -> list[list[float]]:
+        seen.append(real_reduce(*arguments))
+        return seen[-1]
+
+    with (
+        mock.patch.object(attention, "largest_logits", tiles),
+        mock.patch.object(step_module, "largest_logits", reduce),
+    ):
+        for number in range(2):
+            runner.stepper.step(batch, before=Progress(number, 4 * number), batch_size=4)
+    assert len(compared) == 2 * 2 * 4, "each microbatch of each layer"
+    # Of the first layer: the input of the second changes with it.
+    before, after = (torch.tensor(each[0], dtype=torch.float64) for each in seen)
+    shared = config.model.num_attention_heads // config.model.query_groups
+    largest = before.unflatten(0, (-1, shared)).amax(dim=1).repeat_interleave(shared)
+    torch.testing.assert_close(after, before * (LIMIT / largest).clamp(max=1.0), rtol=1e-7, atol=1e-9)
+    assert (largest > LIMIT).any() and not torch.equal(before, after)
+
+
+def test_a_head_below_the_limit_is_left_alone() -> None:
+    model = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=4, num_query_groups=2)
+    config = OptimizerConfig(qk_clip=True, qk_clip_threshold=2.0, qk_clip_alpha=0.5)
+    assert clipped_rows([[1.0, 2.0, -3.0, 1.5]], model, config) == {}
+    found = clipped_rows([[1.0, 2.0, 0.1, 8.0]], model, config)
+    assert found == {f"layers.0.attention.qkv.{kind}": [(8, 12, 0.5), (12, 14, 0.5)] for kind in ("weight", "bias")}
+
+
+LAYOUTS: dict[str, tuple[int, Settings]] = {
+    "tp2-sp-zero2": (4, {"tp": 2, "sequence_parallel": True, **Z1, "shard_gradients": True, "optimizer": "muon"}),
+    "shared-heads": (2, {"tp": 2, **LLAMA, "num_query_groups": 1}),
+    "cp2": (2, {"cp": 2, **LLAMA, "sliding_window": 5, "recompute_granularity": "selective"}),
+    "cp2-a2a": (2, {"cp": 2, "cp_comm_type": "a2a", **LLAMA, "num_query_groups": 2, "reset_attention_mask": True}),
+    "pp2": (2, {"pp": 2, "recompute_granularity": "full"}),
+    "latent-tp2-cp2": (4, {"tp": 2, "cp": 2, **LATENT, "optimizer": "muon", "mtp_num_layers": 1}),
+    "zero3": (2, {"dp_strategy": "fully-sharded", **LATENT}),
+}
+
+
+def run(context: RankContext, world: int, settings: Settings) -> RankTrajectory:
+    return rank_trajectory(context, tiny_config(world, **settings), 3)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_does_not_change_the_numbers(layout: str) -> None:
+    world, settings = LAYOUTS[layout]
+    settings = {**settings, **SMALL}
+    alone = one_rank_trajectory(tiny_config(world, **settings), 3)
+    assert_same_numbers(whole(run_ranks(world, run, world, settings)), alone)
