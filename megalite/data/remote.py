@@ -136,14 +136,15 @@ class _Cache:
         part = place.with_name(f".{place.name}.{os.getpid()}")
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
-            yield part
-            part.replace(place)
+            try:
+                yield part
+                part.replace(place)
+            finally:
+                part.unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError(
                 f"{name} cannot be kept in {place.parent}: {error.strerror}; name another folder with --data-cache-path"
             ) from None
-        finally:
-            part.unlink(missing_ok=True)
 
     def _download(self, address: str, state: _State, part: Path) -> str:
         """Its sha256. A connection that breaks is made again from there."""
