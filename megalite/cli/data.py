@@ -132,7 +132,8 @@ def merge_datasets(flags: Namespace) -> int:
     prefixes = find_prefixes(flags.input)
     for prefix in prefixes:
         _note_unused_side_file(prefix)
-    with _showing(sum(_bin_bytes(prefix) for prefix in prefixes)) as on_bytes:
+    files = [path for path in (Path(f"{prefix}.bin") for prefix in prefixes) if path.exists()]
+    with _showing(sum(path.stat().st_size for path in files)) as on_bytes:
         written = merge(prefixes, flags.output_prefix, dtype=flags.dtype, on_bytes=on_bytes)
     show(visible(f"{_format_written(written)}, of {len(prefixes)} datasets"))
     if not written.files:
@@ -184,11 +185,6 @@ def _showing(total: int) -> Iterator[Callable[[int], None]]:
             yield progress.advance
         finally:
             progress.end()
-
-
-def _bin_bytes(prefix: str) -> int:
-    path = Path(f"{prefix}.bin")
-    return path.stat().st_size if path.exists() else 0
 
 
 def _tokenizer(flags: Namespace) -> Tokenizer | None:

@@ -39,7 +39,7 @@ def open_regular(path: str | Path) -> BinaryIO:
 
 
 class Span(io.RawIOBase):
-    """The bytes [start, stop) of an open file, read as a file of their own; it closes the file."""
+    """The bytes [start, stop) of an open file, read as one whole; it closes the file."""
 
     def __init__(self, file: BinaryIO, start: int, stop: int) -> None:
         self._file, self._start, self._length, self._place = file, start, stop - start, 0

@@ -13,9 +13,10 @@ from megalite.checkpoint.manifest import MANIFEST_NAME
 from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
 from megalite.config.model import ModelConfig
-from megalite.config.rules.rule import shares_of_heads, whole_shares
+from megalite.config.parallel import ParallelConfig
 from megalite.config.run import RunConfig
 from megalite.config.training import TrainingConfig
+from megalite.config.validate import validate
 from megalite.conversion.huggingface.config_json import read_json
 from megalite.conversion.huggingface.weights import HuggingFaceWeights
 from megalite.conversion.native import NativeWeights
@@ -157,35 +158,15 @@ def _agreed(work: Callable[[], T], folder: Path, topology: Topology) -> T:
     return found[0]
 
 
-def check_layout(model: ModelConfig, *, tp: int, pp: int) -> None:
-    """tp must divide what it splits, and every pipeline stage needs a layer."""
-    widths = {"num_attention_heads": model.num_attention_heads, "the padded vocabulary": model.padded_vocab_size}
-    layers = [model.is_moe_layer(index) for index in range(model.num_layers)]
-    if not all(layers):
-        widths["ffn_hidden_size"] = model.ffn_size
-    if any(layers):
-        widths["the width of an expert"] = model.expert_ffn_size
-        if model.moe_shared_expert_intermediate_size is not None:
-            widths["the width of the shared expert"] = model.moe_shared_expert_intermediate_size
-    works = shares_of_heads(model.query_groups, *widths.values())
-    for name, size in widths.items():
-        if size % tp:
-            raise ConfigError(f"{name} {size} is not divisible by tp {tp}; use tp {works}")
-    if not whole_shares(model.query_groups, tp):
-        raise ConfigError(
-            f"num_query_groups {model.query_groups} is neither a multiple nor a divisor of tp {tp}; use tp {works}"
-        )
-    if 2 * model.query_groups * model.head_size % tp:
-        raise ConfigError(f"the keys and values are not divisible by tp {tp}; use tp {model.query_groups}")
-    if pp > model.num_layers:
-        raise ConfigError(f"pp {pp} is more than the model's layers; use --pp up to {model.num_layers}")
+def run_of(model: ModelConfig, seq_length: int, *, tp: int = 1, pp: int = 1) -> RunConfig:
+    """The run that would train a model in a layout; layers that predict further tokens have no part in it."""
+    training, parallel = TrainingConfig(seq_length=seq_length), ParallelConfig(tp=tp, pp=pp)
+    return RunConfig(model=replace(model, mtp_num_layers=0), training=training, parallel=parallel)
 
 
 def build_stage(source: Source, topology: Topology, dtype: torch.dtype) -> GPTStage:
-    """The layers of this rank, cut as training cuts them, without values; those that predict further tokens have no part in
-    it."""
-    model = replace(source.model, mtp_num_layers=0)
-    config = RunConfig(model=model, training=TrainingConfig(seq_length=source.seq_length))
+    """The layers of this rank, cut as training cuts them, without values."""
+    config = run_of(source.model, source.seq_length)
     part = cut_stages(config, range(topology.pp.size))[topology.pp.rank]
     factory = ParameterFactory(
         tp=topology.tp,
@@ -198,7 +179,7 @@ def build_stage(source: Source, topology: Topology, dtype: torch.dtype) -> GPTSt
         blank=True,
     )
     return GPTStage(
-        model,
+        config.model,
         first_layer=part.first_layer,
         last_layer=part.last_layer,
         has_embedding=part.has_embedding,
@@ -227,7 +208,10 @@ def load_model(
     layout = topology.layout
     assert (layout.cp, layout.ep) == (1, 1), layout
     weights = open_model(folder, step=step, dtype=dtype, ema=ema, topology=topology, log=log)
-    check_layout(weights.model, tp=layout.tp, pp=layout.pp)
+    try:
+        validate(run_of(weights.model, weights.seq_length, tp=layout.tp, pp=layout.pp), layout.tp * layout.pp)
+    except ConfigError as error:
+        raise ConfigError(f"tp {layout.tp}, pp {layout.pp} is no layout for {weights.path}: {error}") from None
 
     def read() -> tuple[GPTStage, Tokenizer | None]:
         found = tokenizer_for(weights, tokenizer or TokenizerChoice()) if needs_tokenizer else None

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
@@ -22,7 +23,7 @@ TOKENIZER_FILES = (
 MODEL_JSON, MODEL_SENTENCEPIECE, VOCAB, MERGES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 _KNOWN = (MODEL_JSON, MODEL_SENTENCEPIECE, VOCAB, MERGES)
 _COMPANIONS = tuple(name for name in TOKENIZER_FILES if name not in _KNOWN)  # make no tokenizer
-_NO_HINTS = DataConfig()
+_NO_HINTS, _OWN = DataConfig(), "tokenizer"
 
 
 def tokenizer_folder_files(path: Path, kind: str | None = None) -> list[Path]:
@@ -49,11 +50,10 @@ def tokenizer_folder_files(path: Path, kind: str | None = None) -> list[Path]:
 def saved_tokenizer_files(data: DataConfig, home: Path) -> list[Path]:
     """The files of the tokenizer that a checkpoint was trained with; none if one of them is gone. `home`: the folder of
     the checkpoint's step folders; files that have moved along with it are in `tokenizer/`."""
-    own = _own_folder(home)
-    recorded = _recorded(data)
-    places = [path for path in (_place(text, own) for text in recorded) if path is not None]
-    if len(places) < len(recorded):
+    places = [place for place in _places(data, home).values() if place is not None]
+    if len(places) < len(_places(data, home)):
         return []
+    own = home.resolve() / _OWN
     if any(path.parent == own for path in places):
         return tokenizer_folder_files(own)  # with their companions
     return [file for path in places for file in tokenizer_folder_files(path, data.tokenizer_type)]
@@ -61,35 +61,29 @@ def saved_tokenizer_files(data: DataConfig, home: Path) -> list[Path]:
 
 def missing_tokenizer(data: DataConfig, home: Path) -> str | None:
     """That a file of the tokenizer that a checkpoint was trained with is gone: its place on record, and those looked at."""
-    own = _own_folder(home)
-    for text in _recorded(data):
-        if _place(text, own) is None:
-            looked = dict.fromkeys(str(folder) for folder in (Path(text).absolute().parent, own))
+    for name, place in _places(data, home).items():
+        if place is None:
+            text = getattr(data, name)
+            looked = dict.fromkeys(str(folder) for folder in (Path(text).absolute().parent, home.resolve() / _OWN))
             return f"is not there (recorded as {text}, looked in {' and '.join(looked)})"
     return None
 
 
 def tokenizer_as_it_is_now(data: DataConfig, home: Path) -> DataConfig:
     """The settings of the tokenizer; of one that lies in the checkpoints' own folder also where that was moved to."""
-
-    def now(text: str | None) -> str | None:
-        return None if text is None else str(_place(text, _own_folder(home)) or text)
-
-    model, vocab_file, merge_file = now(data.tokenizer_model), now(data.vocab_file), now(data.merge_file)
-    return replace(data, tokenizer_model=model, vocab_file=vocab_file, merge_file=merge_file)
+    found: dict[str, Any] = {name: str(place) for name, place in _places(data, home).items() if place is not None}
+    return replace(data, **found)
 
 
-def _recorded(data: DataConfig) -> list[str]:
-    given = [data.tokenizer_model] if data.tokenizer_model else [data.vocab_file, data.merge_file]
-    return [text for text in given if text is not None]
-
-
-def _own_folder(home: Path) -> Path:
-    return home.resolve() / "tokenizer"
-
-
-def _place(text: str, own: Path) -> Path | None:
-    return next((path for path in (Path(text), own / Path(text).name) if path.exists()), None)
+def _places(data: DataConfig, home: Path) -> dict[str, Path | None]:
+    """Setting -> where the file is that it records: there, or in the checkpoints' own folder; None: it is gone."""
+    recorded = ("tokenizer_model",) if data.tokenizer_model else ("vocab_file", "merge_file")
+    found: dict[str, Path | None] = {}
+    for name in recorded:
+        if (text := getattr(data, name)) is not None:
+            places = (Path(text), home.resolve() / _OWN / Path(text).name)
+            found[name] = next((path for path in places if path.exists()), None)
+    return found
 
 
 def named_tokenizer_files(files: Sequence[Path]) -> dict[str, Path]:

@@ -74,7 +74,9 @@ def fetch_all(config: RunConfig, *, say: Callable[[str], None], stopped: Callabl
             else:
                 found[word] = str(cache.file(word))
                 for other in BESIDE_TOKENIZER if found[word].endswith("tokenizer.json") else ():
-                    cache.file(_sibling(word, other), optional=True, place=Path(found[word]).with_name(other))
+                    parts = urlsplit(word)
+                    beside = urlunsplit(parts._replace(path=str(PurePosixPath(parts.path).with_name(other))))
+                    cache.file(beside, optional=True, place=Path(found[word]).with_name(other))
     return found
 
 
@@ -92,11 +94,6 @@ def with_places(config: RunConfig, places: dict[str, str]) -> RunConfig:
 
 def _words(value: Any) -> list[str]:
     return value if isinstance(value, list) else [] if value is None else [value]
-
-
-def _sibling(address: str, name: str) -> str:
-    parts = urlsplit(address)
-    return urlunsplit(parts._replace(path=str(PurePosixPath(parts.path).with_name(name))))
 
 
 class _Cache:
@@ -139,14 +136,15 @@ class _Cache:
         part = place.with_name(f".{place.name}.{os.getpid()}")
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
-            yield part
-            part.replace(place)
+            try:
+                yield part
+                part.replace(place)
+            finally:
+                part.unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError(
                 f"{name} cannot be kept in {place.parent}: {error.strerror}; name another folder with --data-cache-path"
             ) from None
-        finally:
-            part.unlink(missing_ok=True)
 
     def _download(self, address: str, state: _State, part: Path) -> str:
         """Its sha256. A connection that breaks is made again from there."""
@@ -272,7 +270,8 @@ class _Http:
             urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])), method=method, headers=headers or {}
         )
         if "@" in parts.netloc:
-            request.add_header("Authorization", _basic(parts.netloc.rpartition("@")[0]))
+            credentials = unquote(parts.netloc.rpartition("@")[0]).encode()
+            request.add_header("Authorization", f"Basic {b64encode(credentials).decode('ascii')}")
         for left in reversed(range(_ATTEMPTS)):
             try:
                 return urllib.request.urlopen(request, timeout=_TIMEOUT)
@@ -291,10 +290,6 @@ class _Http:
         return ConfigError(
             f"{shown(self._address)} cannot be read: {reason}; see that the server runs and that you may read there"
         )
-
-
-def _basic(credentials: str) -> str:
-    return "Basic " + b64encode(unquote(credentials).encode()).decode("ascii")
 
 
 class _FileSystem:

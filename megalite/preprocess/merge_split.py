@@ -256,7 +256,10 @@ def _copy_tokens(
                     require_fit(str(dataset.bin_path), tokens, written.dtype, f"give --dtype {dataset.dtype.name}")
                 stored = tokens.astype(written.dtype, copy=False)
                 if vocab_size is not None and written.statistics is not None:
-                    _check_ids(dataset, stored, vocab_size)
+                    low, high = int(stored.min()), int(stored.max())
+                    if low < 0 or high >= vocab_size:
+                        bad = low if low < 0 else high
+                        raise ConfigError(f"{dataset.bin_path}: token id {bad}, expected 0 to {vocab_size - 1}")
                     written.statistics.add_tokens(stored)
                     sha256.update(stored.data)
                 file.write(stored.data)
@@ -301,12 +304,6 @@ def _write_index(path: Path, parts: Sequence[Part], written: Written) -> tuple[i
 def _compare(path: Path, found: str, expected: str) -> None:
     if found != expected:
         raise ConfigError(f"{path} is damaged: sha256 is {found[:16]}..., expected {expected[:16]}...; copy it again")
-
-
-def _check_ids(dataset: IndexedDataset, tokens: NDArray, vocab_size: int) -> None:
-    low, high = int(tokens.min()), int(tokens.max())
-    if low < 0 or high >= vocab_size:
-        raise ConfigError(f"{dataset.bin_path}: token id {low if low < 0 else high}, expected 0 to {vocab_size - 1}")
 
 
 def _tokenizer(side: Side | None) -> Side | None:

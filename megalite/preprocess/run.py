@@ -292,7 +292,10 @@ class _Run:
                 self._saver.save_now(self._state())
         saved = self._saver.saved
         if saved is not None and saved.outputs[0].documents:
-            error.add_note(_kept_note(saved.outputs[0].documents, self._folder))
+            error.add_note(
+                f"{saved.outputs[0].documents:,} documents are kept in {self._folder.path}: the same command resumes there, "
+                "--restart drops them"
+            )
         else:
             self._folder.remove()
 
@@ -367,10 +370,6 @@ def _tokenized(
         pool.close(kill=True)
         raise
     pool.close()
-
-
-def _kept_note(documents: int, folder: resume.UnfinishedFolder) -> str:
-    return f"{documents:,} documents are kept in {folder.path}: the same command resumes there, --restart drops them"
 
 
 def _progress_at(state: resume.State | None, inputs: Sequence[Input]) -> Progress:

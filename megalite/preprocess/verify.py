@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from megalite.config.errors import ConfigError
 from megalite.data.indexed_dataset import (
-    BLOCK,
     DatasetFault,
     IndexedDataset,
     UnsupportedDataset,
@@ -241,9 +240,6 @@ class _TokenCheck:
     def __init__(self, dataset: IndexedDataset, vocab_size: int | None, eod: int | None) -> None:
         self.dataset, self.vocab_size, self.eod = dataset, vocab_size, eod
         self.largest: int | None = None
-        self._ends = np.empty(0, dtype=np.int64)  # ends of documents that have not been read yet, all after `_end`
-        self._end = 0  # end of the last document that was read completely
-        self._document = 0  # the first document with an end that is not in `_ends` yet
 
     def run(self, on_bytes: Callable[[int], None], sha256: str | None) -> Fault | None:
         """The fault at the lowest offset, or else bytes that are not those of the sha256."""
@@ -278,21 +274,16 @@ class _TokenCheck:
 
     def _first_unended(self, tokens: NDArray, first: int, eod: int) -> int | None:
         """The first of `tokens` that is the last of its document and not the end-of-document id."""
-        dataset, stop = self.dataset, first + len(tokens)
-        while True:
-            seen = int(np.searchsorted(self._ends, stop, side="right"))
-            ends, self._ends = self._ends[:seen], self._ends[seen:]
-            if seen:
-                starts = np.concatenate(([self._end], ends[:-1]))
-                self._end = int(ends[-1])
-                last = (ends - 1 - first)[starts < ends]
-                wrong = tokens[last] != eod
-                if wrong.any():
-                    return int(last[np.argmax(wrong)])
-            if len(self._ends) or self._document == dataset.num_documents:
-                return None
-            documents = range(self._document, min(self._document + BLOCK, dataset.num_documents))
-            self._ends, self._document = token_ends(dataset, documents), documents.stop
+        dataset = self.dataset
+        borders = range(dataset.num_documents + 1)
+        low, high = (
+            bisect_right(borders, place, key=lambda i: first_token(dataset, i))
+            for place in (first, first + len(tokens))
+        )
+        # Where several documents end, all but the first are empty.
+        last = np.unique(token_ends(dataset, range(low - 1, high - 1))) - 1 - first
+        wrong = last[tokens[last] != eod]
+        return int(wrong[0]) if len(wrong) else None
 
     def _fault(self, token: int, found: str, expected: str) -> Fault:
         dataset = self.dataset

@@ -188,7 +188,7 @@ def test_the_target_and_the_family_are_looked_at_before_the_source(
 ) -> None:
     (tmp_path / "file").write_text("no folder")
     for target, flags, says in [
-        (tmp_path / "file" / "deep", [], "is not a folder; give another target"),
+        (tmp_path / "file" / "deep", [], "Not a directory; give another target"),
         (tmp_path / "new", ["--family", "bert"], "bert"),
         (tmp_path / "new", ["--family", ""], "'' is no family of ours; use gpt2, llama"),
         (tmp_path / ("n" * 250), [], "has 250 bytes; use up to 242"),

@@ -1,8 +1,8 @@
 """A trained model on any ranks: from checkpoints of any layout and Hugging Face folders, and what transformers says."""
 
 import json
-import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from megalite.config.errors import ConfigError
-from megalite.config.model import ModelConfig
 from megalite.conversion.huggingface.weights import HuggingFaceWeights
-from megalite.conversion.inference import TokenizerChoice, check_layout, end_ids, load_model
+from megalite.conversion.inference import TokenizerChoice, end_ids, load_model
 from megalite.conversion.native import write_native
 from megalite.generation.continuation import Sampling
 from megalite.generation.generate import Chain
 from megalite.generation.likelihood import TokenStream, Windows, measure
 from megalite.parity.trajectory import assemble
 from megalite.tensor_parallel.parameter import ShardedParameter
+from megalite.topology.layout import ParallelLayout
 from megalite.topology.topology import Topology
 from tests.conversion.huggingface.models import edit_config, saved
 from tests.conversion.samples import GPT, MadeUp, byte_tokenizer, train
@@ -110,29 +110,20 @@ def test_a_checkpoint_of_any_layout(settings: dict[str, Any], tmp_path: Path) ->
                 assert np.array_equal(found[name], expected), name
 
 
-SIZES = {"num_attention_heads": 6, "num_query_groups": 6, "hidden_size": 48, "ffn_hidden_size": 96}
-
-
 @pytest.mark.parametrize(
     ("changes", "layout", "message"),
     [
-        ({}, (4, 1), "num_attention_heads 6 is not divisible by tp 4; use tp 1, 2"),
-        ({}, (3, 1), "the padded vocabulary 128 is not divisible by tp 3; use tp 1, 2"),
-        ({"ffn_hidden_size": 99}, (2, 1), "ffn_hidden_size 99 is not divisible by tp 2; use tp 1"),
-        ({"num_experts": 4, "moe_ffn_hidden_size": 7}, (2, 1), "the width of an expert 7 is not divisible"),
-        (
-            {"num_experts": 4, "moe_shared_expert_intermediate_size": 5},
-            (2, 1),
-            "the width of the shared expert 5 is not divisible by tp 2; use tp 1",
-        ),
-        ({}, (2, 3), "pp 3 is more than the model's layers; use --pp up to 2"),
+        ({"num_attention_heads": 6, "hidden_size": 48}, {"tp": 4}, "num_attention_heads 6 is not divisible by tp 4"),
+        ({"ffn_hidden_size": 99}, {"tp": 2}, "ffn_hidden_size 99 is not divisible by tp 2; use tp 1"),
+        ({}, {"pp": 3}, "num_layers 2 is less than"),
     ],
 )
-def test_layouts_that_do_not_fit(changes: dict[str, int], layout: tuple[int, int], message: str) -> None:
-    model = ModelConfig(**{**SIZES, "vocab_size": 99, **changes})
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        check_layout(model, tp=layout[0], pp=layout[1])
-    check_layout(model, tp=1, pp=2)
+def test_layouts_that_do_not_fit(changes: dict[str, int], layout: dict[str, int], message: str, tmp_path: Path) -> None:
+    """As the rules of training say it, before anything is read."""
+    folder = made_up(tmp_path / "ours", **changes)
+    topology = replace(Topology.solo(), layout=ParallelLayout(**layout))
+    with pytest.raises(ConfigError, match=f"is no layout for .*ours.*: .*{message}"):
+        open_plain(folder, topology)
 
 
 def made_up(folder: Path, *, tokenizer: bool = True, **changes: Any) -> Path:

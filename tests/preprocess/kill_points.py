@@ -104,11 +104,13 @@ def main(folder: Path) -> None:
         if status != KILLED:
             break
         kept += (work / "out.unfinished" / "state.json").exists()
-        if mismatch(prefix, (replaced, expected)):
-            wrong.append(f"{point}: files of different datasets side by side")
-        # Killed a second time a little later, then left alone.
-        second = fork(run_until, folder, point // 2)
-        if second not in (0, KILLED) or fork(run_job, folder) != 0:
+        # Killed twice more, earlier, then left alone.
+        again = [0]
+        for earlier_point in (point % 8, point // 2):
+            if mismatch(prefix, (replaced, expected)):
+                wrong.append(f"{point}: files of different datasets side by side")
+            again.append(fork(run_until, folder, earlier_point))
+        if not {*again} <= {0, KILLED} or fork(run_job, folder) != 0:
             wrong.append(f"{point}: it did not continue")
         elif output_bytes(work) != expected or (work / "out.unfinished").exists():
             wrong.append(f"{point}: other bytes")

@@ -13,7 +13,6 @@ from megalite.config.errors import ConfigError
 from megalite.data import indexed_dataset
 from megalite.data.indexed_dataset import IndexedDataset, UnsupportedDataset, first_token, lengths_in_blocks, token_ends
 from megalite.data.indexed_writer import write_documents
-from megalite.preprocess import verify as module
 from megalite.preprocess.output import refuse_existing
 from megalite.preprocess.verify import Document, find_prefixes, inspect, parse_documents, read_documents, verify
 from tests.preprocess.layout import LETTERS, MIXED, write, write_with_side_file
@@ -220,16 +219,13 @@ def test_ends_of_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     prefix = write_with_side_file(tmp_path / "u", unended, **facts)
     # Whatever is read or looked at together, it is the first.
     for block_bytes in (2, 4, 6, 1 << 20):
-        for block in (1, 2, 100):
-            monkeypatch.setattr(indexed_dataset, "_BLOCK_BYTES", block_bytes)
-            monkeypatch.setattr(indexed_dataset, "BLOCK", block)
-            monkeypatch.setattr(module, "BLOCK", block)
-            fault = verify(prefix).fault
-            assert fault is not None and fault.offset == 18
-            assert "ends with token id 8 (document 5, sequence 6, token 0), expected its end 99" in fault.text
-            # A bad id is named if it comes first.
-            fault = verify(prefix, vocab_size=7).fault  # below the side file's
-            assert fault is not None and "token id 99" in fault.text and fault.offset == 4
+        monkeypatch.setattr(indexed_dataset, "_BLOCK_BYTES", block_bytes)
+        fault = verify(prefix).fault
+        assert fault is not None and fault.offset == 18
+        assert "ends with token id 8 (document 5, sequence 6, token 0), expected its end 99" in fault.text
+        # A bad id is named if it comes first.
+        fault = verify(prefix, vocab_size=7).fault  # below the side file's
+        assert fault is not None and "token id 99" in fault.text and fault.offset == 4
     prefix = write_with_side_file(tmp_path / "n", unended, tokenizer=TOKENIZER, append_eod=False)
     assert verify(prefix).fault is None
 

@@ -295,14 +295,15 @@ def _stages(grid: Grid, files: Mapping[Place, RankFile]) -> dict[tuple[int, int]
     """The layers of each (pipeline rank, chunk) as found: chunk v of every rank comes before chunk v + 1 of any."""
     first = files[0, 0, 0]
     chunks, layers = len(first.chunks), first.args.whole("num_layers")
+    for place, file in files.items():
+        if len(file.chunks) != chunks:
+            raise ConversionError(f"{file.path} has {len(file.chunks)} model chunks; rank 0 has {chunks} ({place})")
     found: dict[tuple[int, int], Stage] = {}
     next_layer = 0
     for chunk in range(chunks):
         for pipeline in range(grid.pp):
-            file = files[0, pipeline, 0]
-            if len(file.chunks) != chunks:
-                raise ConversionError(f"{file.path} has {len(file.chunks)} model chunks, the first file {chunks}")
-            count = len({name.split(".")[2] for name in file.chunks[chunk] if name.startswith("decoder.layers.")})
+            held = files[0, pipeline, 0].chunks[chunk]
+            count = len({name.split(".")[2] for name in held if name.startswith("decoder.layers.")})
             found[pipeline, chunk] = Stage(
                 next_layer,
                 next_layer + count,
@@ -312,9 +313,6 @@ def _stages(grid: Grid, files: Mapping[Place, RankFile]) -> dict[tuple[int, int]
             next_layer += count
     if next_layer != layers:
         raise ConversionError(f"{first.path}: args.num_layers is {layers}, but the files have {next_layer} layers")
-    for place, file in files.items():
-        if len(file.chunks) != chunks:
-            raise ConversionError(f"{file.path} has {len(file.chunks)} model chunks; rank 0 has {chunks} ({place})")
     return found
 
 
