@@ -36,7 +36,7 @@ def run(flags: Namespace) -> int:
     agreed = False
     try:
         findings = _together(flags, launch, device) if launch.world_size > 1 else _alone(flags, device)
-        status = _report(findings, as_json=flags.json, say=show if launch.rank == 0 else _nothing)
+        status = _report(findings, as_json=flags.json, say=show if launch.rank == 0 else lambda text: None)
         agreed = True
         return status
     except ranks.ExchangeFailed as failure:
@@ -112,10 +112,6 @@ def _report(findings: Iterable[Finding], *, as_json: bool, say: Callable[[str], 
     else:
         say(visible(_summary(found)))
     return SICK if level == "error" else HEALTHY
-
-
-def _nothing(text: str) -> None:
-    """Ranks other than 0."""
 
 
 def _line(finding: Finding, *, under: str | None) -> str:

@@ -174,12 +174,9 @@ def _launch(before: list[str], words: list[str], scheduled: Mapping[str, str], s
         if scheduled.get("ntasks", "").isdecimal():
             nodes, each = "1", scheduled["ntasks"]
     ranks = int(nodes) * int(each) if nodes.isdecimal() and each.isdecimal() else None
-    return Launch(_without_quotes(words), ranks, launcher, source)
-
-
-def _without_quotes(words: list[str]) -> list[str]:
-    """Words up to what belongs to the shell, without quotes within quotes, which bash would hand on."""
-    return [word[1:-1] if len(word) > 1 and word[0] == word[-1] and word[0] in "'\"" else word for word in words]
+    # Without quotes within quotes, which bash would hand on.
+    words = [word[1:-1] if len(word) > 1 and word[0] == word[-1] and word[0] in "'\"" else word for word in words]
+    return Launch(words, ranks, launcher, source)
 
 
 def _from_yaml(text: str, path: Path, given: Mapping[str, str]) -> list[Launch]:

@@ -13,7 +13,7 @@ from megalite.cli.failures import UNDER_TORCHRUN, End, guarded, is_first_rank, r
 from megalite.cli.output import show, stdout_is_terminal, tell
 from megalite.config.describe import redact_text
 from megalite.config.exit_codes import INTERRUPTED
-from megalite.config.flags import Invocation, Shape, parse_arguments
+from megalite.config.flags import Shape, parse_arguments
 from megalite.config.registry import Registry
 from megalite.config.run import RunConfig
 from megalite.training.stopping import StopRequests, StopRun, write_ending
@@ -63,7 +63,9 @@ def main(argv: Sequence[str] | None = None, *, program: str = "megalite train") 
                     Trainer(
                         invocation.config,
                         explicit=invocation.explicit,
-                        fixed=_flags(invocation),
+                        fixed=frozenset(
+                            name for name, source in invocation.provenance.items() if source.startswith("flag ")
+                        ),
                         log=RunLog(),
                         stops=stops,
                         watched=True,
@@ -152,10 +154,6 @@ def _tokenize(config: RunConfig) -> Callable[..., Any] | None:
         return None
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the workers inherit it: they are the parallelism
     return ANSWERS.get("tokenize")
-
-
-def _flags(invocation: Invocation) -> frozenset[str]:
-    return frozenset(name for name, source in invocation.provenance.items() if source.startswith("flag "))
 
 
 def _let_the_first_be_seen(error: Exception) -> None:

@@ -74,7 +74,7 @@ def markdown() -> str:
         "| flag | | |",
         "| --- | --- | --- |",
     ]
-    lines += [f"| `{flag}` | {_code(value)} | {_cell(text)} |" for flag, (value, text) in RUN_OPTIONS.items()]
+    lines += [f"| `{flag}` | {_code(value)} | {text} |" for flag, (value, text) in RUN_OPTIONS.items()]
     for section, cls in sections().items():
         lines += ["", f"## {section}", "", " ".join((cls.__doc__ or "").split()), ""]
         for setting in settings().values():
@@ -186,7 +186,3 @@ def _sets(values: Mapping[str, Any]) -> str:
 
 def _code(text: str) -> str:
     return f"`{text}`" if text else ""
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")

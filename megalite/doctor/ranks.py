@@ -15,6 +15,7 @@ from megalite.doctor import devices
 from megalite.doctor.devices import precisions, rate_of
 from megalite.doctor.host import VERSIONS, Finding, Level, finding
 from megalite.parity.pool import RankContext, RankFailure, RankPool
+from megalite.profiling.collectives import OPERATIONS, collective
 from megalite.profiling.timing import Timer
 from megalite.topology.group import Group
 from megalite.topology.layout import ParallelLayout
@@ -140,19 +141,13 @@ _SENT: Mapping[str, Callable[[int], float]] = {
 
 
 def _seconds(timer: Timer, name: str, size: int, seconds: float) -> float:
-    world = timer.world
-    part = torch.zeros(max(1, size // (4 * world.size)), device=timer.device)
-    whole = torch.zeros(part.numel() * world.size, device=timer.device)
+    if name in OPERATIONS:
+        run, _ = collective(name, timer.world, size, timer.device)
+    else:
+        whole = torch.zeros(size // 4, device=timer.device)
 
-    def run() -> None:
-        if name == "all-reduce":
-            world.all_reduce(whole)
-        elif name == "all-gather":
-            world.all_gather(whole, part)
-        elif name == "reduce-scatter":
-            world.reduce_scatter(part, whole)
-        else:
-            world.rotate_async(whole)[1].wait()
+        def run() -> None:
+            timer.world.rotate_async(whole)[1].wait()
 
     return timer.together(run, seconds=seconds).seconds
 

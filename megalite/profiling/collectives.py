@@ -205,7 +205,7 @@ def measure_collectives(
     for size in sizes:
         for group in channels.groups:
             for operation in OPERATIONS:
-                run, whole = _collective(operation, group, size, timer.device)
+                run, whole = collective(operation, group, size, timer.device)
                 timing = timer.over_ranks(timer.amid(run, seconds=each))
                 yield CollectiveTime(
                     operation=operation, place=channels.place, ranks=group.size, message_bytes=whole, timing=timing
@@ -213,7 +213,7 @@ def measure_collectives(
         yield _messages(timer, channels, size, each)
 
 
-def _collective(operation: str, group: Group, size: int, device: torch.device) -> tuple[Callable[[], object], int]:
+def collective(operation: str, group: Group, size: int, device: torch.device) -> tuple[Callable[[], object], int]:
     """The call, and the bytes of its whole tensor: `size` rounded up to equal parts."""
     part = torch.zeros(max(1, -(-size // (4 * group.size))), device=device)
     whole = torch.zeros(part.numel() * group.size, device=device)

@@ -123,7 +123,11 @@ def job_script(
     return "\n".join(
         [
             "#!/bin/bash",
-            *(f"#SBATCH --{name}={_quoted(value)}" for name, value in options.items()),
+            # sbatch knows both quotes, and # begins a comment. No value has a quote in it.
+            *(
+                f"#SBATCH --{name}={repr(value) if _SPECIAL.search(value) else value}"
+                for name, value in options.items()
+            ),
             f"cd {shlex.quote(str(Path.cwd()))}",
             *spec.setup,
             *(f"export {name}={shlex.quote(value)}" for name, value in environment.items()),
@@ -134,11 +138,6 @@ def job_script(
             "",
         ]
     )
-
-
-def _quoted(value: str) -> str:
-    """One word of a line that sbatch reads: it knows both quotes, and # begins a comment. No value has a quote in it."""
-    return f"'{value}'" if _SPECIAL.search(value) else value
 
 
 class SbatchLauncher:

@@ -229,7 +229,10 @@ class _Watch:
             patient = any(state.patient for state in alive)
             limit = self._plan.patient_seconds if patient else self._plan.seconds
             self._exchange.tell(states if silent >= limit / 2 else None)
-            if silent >= limit and self._others_agree(silent, limit) and not self._may_be_the_network(states, silent):
+            if silent < limit or not self._others_agree(silent, limit):
+                continue
+            # Below it, where all wait and no rank is to blame, it may be the network: what they wait for does not come through.
+            if silent >= self._plan.network_seconds or find_culprits(self._everybody(states)).culprits:
                 self._end_run(states, limit)
                 return
 
@@ -280,10 +283,6 @@ class _Watch:
     def _everybody(self, mine: Sequence[RankState]) -> list[RankState]:
         """The ranks of this host, and those of others that have been heard of."""
         return [*mine, *(state for states in self._exchange.hear().values() for state in states)]
-
-    def _may_be_the_network(self, mine: Sequence[RankState], silent: float) -> bool:
-        """All wait and no rank is to blame: what they wait for does not come through."""
-        return silent < self._plan.network_seconds and not find_culprits(self._everybody(mine)).culprits
 
     def _end_run(self, mine: Sequence[RankState], limit: float) -> None:
         states = sorted(self._everybody(mine), key=lambda state: state.rank)

@@ -1,12 +1,27 @@
-"""Processor, memory and limits, on Linux's files as a test writes them."""
+"""Processor, memory and limits, on Linux's files as a test writes them; the folder of a run; packages and their versions."""
 
+import fcntl
+import itertools
+import re
 import resource
+import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megalite.doctor.host import Finding, Places, examine
+from megalite.doctor import host
+from megalite.doctor.host import (
+    OLDEST_PYTHON,
+    PACKAGES,
+    Finding,
+    Places,
+    examine,
+    examine_versions,
+    installed_version,
+    worst,
+)
 
 
 def looked_at(folder: Path, *, gpus: int = 0, **files: str) -> dict[str, Finding]:
@@ -82,3 +97,129 @@ def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "c" / "infiniband" / "mlx5_0").mkdir(parents=True)
     rows = looked_at(tmp_path / "c", gpus=8)
     assert {rows["locked memory"].level, rows["open files"].level} == {"ok"}
+
+
+@pytest.fixture(autouse=True)
+def little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few bytes and syncs."""
+    monkeypatch.setattr(host, "BYTES", 2 << 20)
+    monkeypatch.setattr(host, "SYNCS", 3)
+
+
+def looked_at_disk(folder: Path, **options: object) -> dict[str, Finding]:
+    return {finding.name: finding for finding in host.examine_disk(folder, **options)}  # type: ignore[arg-type]
+
+
+def test_a_good_folder(tmp_path: Path) -> None:
+    rows = looked_at_disk(tmp_path)
+    assert {name: row.level for name, row in rows.items()} == dict.fromkeys(
+        ("folder", "locks", "writing", "fsync"), "ok"
+    )
+    assert rows["writing"].data["bytes_per_second"] > 0
+    assert list(tmp_path.iterdir()) == [], "nothing is left"
+
+
+def test_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
+    row = looked_at_disk(tmp_path / "runs" / "first")["folder"]
+    assert row.level == "ok" and f"(of {tmp_path}: " in row.text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    rows = looked_at_disk(tmp_path / "file" / "runs")
+    assert (rows["folder"].level, rows["folder"].text) == ("error", f"{tmp_path / 'file'} is a file")
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**where: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("tempfile.mkstemp", refuse)
+    rows = looked_at_disk(tmp_path)
+    assert rows["folder"].text == f"cannot write to {tmp_path}: Read-only file system"
+    assert rows["folder"].level == "error" and len(rows) == 1
+
+
+def test_a_disk_that_fills_up_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, block: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(host, "write_all", full)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    findings = list(host.examine_disk(tmp_path))
+    assert findings[-1].level == "error" and "No space left" in findings[-1].text
+    assert list(tmp_path.iterdir()) == [] and len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_slow_disk(tmp_path: Path) -> None:
+    clock = itertools.count(0.0, 0.3)
+    rows = looked_at_disk(tmp_path, clock=lambda: next(clock))
+    assert rows["fsync"].level == "warning" and rows["fsync"].text.startswith("300.0 ms")
+
+
+def test_little_room_and_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, how: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=1 << 40, free=1 << 20))
+    rows = looked_at_disk(tmp_path)
+    assert (rows["folder"].level, rows["locks"].level) == ("warning", "warning")
+    assert "1.00 MiB free of 1.00 TiB" in rows["folder"].text
+
+
+PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+DEVELOPMENT = {
+    *("setuptools", "hypothesis", "mypy", "pytest", "pytest-timeout"),
+    *("pytest-xdist", "mkdocs", "ruff", "types-PyYAML"),
+}
+
+
+def stated() -> dict[str, tuple[str, str | None]]:
+    """Package -> (oldest version, extra that brings it)."""
+    groups = {None: PROJECT["dependencies"], **PROJECT["optional-dependencies"]}
+    found = {}
+    for extra, requirements in groups.items():
+        for requirement in requirements:
+            name, least = re.fullmatch(r"([\w-]+)(?:>=([\d.]+))?(?:;.*)?", requirement.split("[")[0]).groups()
+            if name != "megalite" and name not in DEVELOPMENT:
+                found[name] = (least or "", extra)
+    return found
+
+
+def test_the_table_is_that_of_the_project() -> None:
+    assert {package.name: (package.least, package.extra) for package in PACKAGES} == stated()
+    least = PROJECT["requires-python"].removeprefix(">=")
+    assert tuple(map(int, least.split("."))) == OLDEST_PYTHON
+
+
+def found(**versions: str | None) -> dict[str, Finding]:
+    return {finding.name: finding for finding in examine_versions(lambda name: versions.get(name, "99.0"))}
+
+
+def test_here() -> None:
+    assert installed_version("torch") is not None and installed_version("no-such-package") is None
+    rows = {finding.name: finding for finding in examine_versions()}
+    assert worst(rows.values()) == "ok"
+    assert set(rows) == {"python", "megalite", *(package.name for package in PACKAGES)}
+
+
+def test_missing_and_old() -> None:
+    rows = found(torch="2.9.1+cu128", safetensors=None, matplotlib=None, tokenizers="0.9", numpy="weird")
+    assert (rows["torch"].level, rows["torch"].text) == ("error", "2.9.1+cu128, older than 2.11")
+    assert rows["torch"].remedy == "pip install 'torch>=2.11'"
+    assert (rows["safetensors"].level, rows["safetensors"].text) == ("error", "not installed")
+    assert rows["matplotlib"].level == "ok"
+    assert rows["matplotlib"].text == "not installed; for megalite plot: pip install 'megalite[plot]'"
+    assert (rows["tokenizers"].level, rows["tokenizers"].remedy) == ("warning", "pip install 'megalite[tokenizers]'")
+    assert rows["numpy"].level == "ok"
+    assert found(torch="2.11.0a0+git")["torch"].level == "ok"
+
+
+def test_a_finding_that_is_bad_has_a_remedy() -> None:
+    with pytest.raises(ValueError, match="a warning without a remedy"):
+        Finding(topic="a", name="b", level="warning", text="c")
+    assert worst([]) == "ok"
+    levels = [Finding(topic="a", name="b", level=level, text="c", remedy="d") for level in ("error", "ok", "warning")]
+    assert worst(levels) == "error" and worst(levels[1:]) == "warning"

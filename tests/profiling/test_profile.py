@@ -1,6 +1,7 @@
 """`megalite profile` as a command, on one process and on gloo ranks that take each other for neighbours."""
 
 import contextlib
+import dataclasses
 import io
 import re
 from pathlib import Path
@@ -9,14 +10,16 @@ import pytest
 import torch
 
 from megalite.cli.display import duration, rate
-from megalite.cli.profile import _dtypes, main
+from megalite.cli.profile import _dtypes, format_profile, main
 from megalite.cli.profile import run as profile
 from megalite.config.errors import ConfigError
 from megalite.planner.hardware import load_cluster, load_stack
 from megalite.profiling.collectives import describe_machine, make_channels
+from megalite.profiling.run import fit_cluster
 from megalite.topology.topology import Launch
 from tests.e2e.commands import commands_in
 from tests.e2e.programs import REPOSITORY
+from tests.profiling.made_up import CPU, measurements
 from tests.support.ranks import RankContext, run_ranks
 
 
@@ -155,3 +158,27 @@ def test_numbers_have_units() -> None:
         *("0 s", "320 ns", "45 µs", "12.5 ms", "61 s")
     ]
     assert [rate(value, "B") for value in (999.0, 1.5e9, 3.35e12)] == ["999 B", "1.5 GB", "3.35 TB"]
+
+
+def test_the_tables_have_a_row_a_measurement_and_shares_of_the_vendor_s_peaks() -> None:
+    base, noisy = load_cluster("dgx-a100"), {"spread": 0.3}
+    measured = measurements(base, CPU, ("bf16",))
+    first = measured.gemms[0]
+    timing = dataclasses.replace(first.timing, **noisy)
+    measured = dataclasses.replace(measured, gemms=(dataclasses.replace(first, timing=timing), *measured.gemms[1:]))
+    fitted = fit_cluster(measured, base, nominal=True, name="x", source="s")
+    said = format_profile(measured, fitted, load_stack("fused"), base).split("\n\n")
+    products, attention, memory, passes, between, constants, mark = (part.splitlines() for part in said)
+    assert [len(part) - 2 for part in (products, attention, memory)] == [36, 4, 6]
+    assert len(between) - 2 == len(measured.collectives) and passes == [
+        "Passes of small stages are measured on CPUs alone"
+    ]
+    assert products[1].split()[-3:] == ["FLOP/s", "of", "peak"]
+    share = first.flops_per_second / base.peak("bf16")
+    speed = rate(first.flops_per_second, "F").split()
+    assert products[2].split()[-4:] == ["30%*", *speed, f"{share:.0%}"]
+    last = measured.memory[-1]
+    assert memory[-1].split()[:2] == ["adam", str(last.elements)] and memory[-1].endswith(
+        f"{last.bytes_per_second / base.accelerator.memory_bandwidth:.0%}"
+    )
+    assert constants[0].startswith("Cluster x: ") and mark[0].startswith("* 1 of ")
