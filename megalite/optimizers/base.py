@@ -1,16 +1,17 @@
 """What an optimizer gets and offers: flat parameters and the tensors in them, the terms of an update, states by name."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from megalite.config.errors import ConfigError
-from megalite.config.optimizer import OptimizerConfig, state_formats
+from megalite.config.optimizer import HOST_PIECE, OptimizerConfig, state_formats
 from megalite.config.run import RunConfig
 from megalite.kernels.registry import Kernels
+from megalite.topology.host_memory import HostMemory, pinned
 from megalite.topology.topology import Topology
 
 
@@ -49,11 +50,37 @@ class FlatParameter:
     """It holds nothing but hidden matrices, which Muon orthogonalises."""
     decoupled_lr: bool = False
     """It holds nothing but word embedding and head, which have their own learning rate."""
+    host: HostMemory | None = None
+    """Where its states are, if not on the device."""
+    host_main: torch.Tensor | None = None
+    """Its values there; None: those of `param`."""
 
     @property
     def grad(self) -> torch.Tensor:
         assert self.param.grad is not None
         return self.param.grad
+
+
+Part = tuple[FlatParameter, int, int]
+"""Elements [start, stop) of a flat parameter."""
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A part of a flat parameter on the device, to be updated there."""
+
+    flat: FlatParameter
+    start: int
+    stop: int
+    param: torch.Tensor
+    states: list[torch.Tensor]
+    """In their order."""
+    copy: torch.Tensor | None
+    """Its part of `Update.copies`."""
+
+    @property
+    def grad(self) -> torch.Tensor:
+        return self.flat.grad[self.start : self.stop]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,9 +152,10 @@ class Optimizer(ABC):
         for flat in parameters:
             formats = state_formats(config, hidden_matrix=flat.orthogonal)
             formats = formats if states is None else dict.fromkeys(states, "main")
-            self._states[flat.param] = {
-                name: torch.zeros_like(flat.param.data, dtype=state_dtype(flat, kind)) for name, kind in formats.items()
-            }
+            self._states[flat.param] = {name: _zeros(flat, state_dtype(flat, kind)) for name, kind in formats.items()}
+            if flat.host is not None:
+                kept = [*self._states[flat.param].values(), *([] if flat.host_main is None else [flat.host_main])]
+                flat.host.reserve(min(HOST_PIECE, flat.param.numel()) * sum(each.element_size() for each in kept))
 
     @classmethod
     def from_config(cls, parameters: Sequence[FlatParameter], config: RunConfig, context: Context) -> "Optimizer":
@@ -144,6 +172,35 @@ class Optimizer(ABC):
         Collectives: those of `exchange`, and small sums over the world where whole tensors' norms are needed.
         """
 
+    def pieces(self, parts: Iterable[Part], copies: Mapping[torch.nn.Parameter, torch.Tensor]) -> Iterator[Piece]:
+        """Each part in turn, on the device; what is written into param and states until the next one stays.
+
+        Parts of what is in host memory have at most `HOST_PIECE` elements. While one is worked on the next comes in and
+        the one before goes out. Unless the optimizer `writes_copies`, those of parameters in host memory are made here.
+        """
+        parts = list(parts)
+        host = next((flat.host for flat, _, _ in parts if flat.host is not None), None)
+        visitors = [self._on_host(*part) for part in parts]
+        here = [[] for _ in parts] if host is None else host.stream(visitors)
+        for (flat, start, stop), visiting in zip(parts, here, strict=True):
+            states, param = visiting, flat.param.data[start:stop]
+            if flat.host is None:
+                states = [values[start:stop] for values in self._states[flat.param].values()]
+            elif flat.host_main is not None:
+                *states, param = visiting
+            copy = copies.get(flat.param)
+            piece = Piece(flat, start, stop, param, states, None if copy is None else copy[start:stop])
+            yield piece
+            if piece.copy is not None and flat.host_main is not None and not self.writes_copies:
+                piece.copy.copy_(param)
+
+    def _on_host(self, flat: FlatParameter, start: int, stop: int) -> list[torch.Tensor]:
+        """What of a part is in host memory: its states, and the values last."""
+        if flat.host is None:
+            return []
+        kept = [*self._states[flat.param].values(), *([] if flat.host_main is None else [flat.host_main])]
+        return [values[start:stop] for values in kept]
+
     def reduces_gradients(self, step: int) -> bool:
         """The step needs gradients summed over ranks; else the optimizer averages its own states."""
         return True
@@ -154,7 +211,8 @@ class Optimizer(ABC):
         return None
 
     def state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        """The flat state tensors of one parameter, of its shape, by name; writing into them changes the state."""
+        """The flat state tensors of one parameter, of its shape, by name; writing into them changes the state.
+        What is in host memory may be read inside the strategy's `main_in_memory`."""
         return dict(self._states[parameter])
 
     def tensor_state(self) -> Mapping[tuple[str, str], torch.Tensor]:
@@ -168,6 +226,20 @@ class Optimizer(ABC):
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
         """Load saved `counters`; those of another optimizer (or none) are ignored."""
+
+
+def whole_parts(parameters: Iterable[FlatParameter]) -> Iterator[Part]:
+    """All of these, whole, but in pieces where they come from host memory."""
+    for flat in parameters:
+        size = flat.param.numel()
+        step = max(size, 1) if flat.host is None else HOST_PIECE
+        yield from ((flat, start, min(start + step, size)) for start in range(0, size, step))
+
+
+def _zeros(flat: FlatParameter, dtype: torch.dtype) -> torch.Tensor:
+    if flat.host is not None:
+        return pinned(flat.param.numel(), dtype, flat.param.device)
+    return torch.zeros_like(flat.param.data, dtype=dtype)
 
 
 def state_dtype(flat: FlatParameter, kind: str) -> torch.dtype:

@@ -158,6 +158,7 @@ _KEPT_DATA = ("eod_mask_loss", "reset_attention_mask", "reset_position_ids", "pa
 _KEPT_OPTIMIZER = (
     *("optimizer", "weight_decay", "adam_beta1", "adam_beta2", "clip_grad", "sgd_momentum", "sgd_nesterov"),
     *("lamb_min_coeff", "lamb_max_coeff", "muon_momentum", "muon_steps", "muon_scale"),
+    *("optimizer_cpu_offload", "optimizer_offload_fraction"),
 )
 _FORMATS = ("main_params", "exp_avg_dtype", "exp_avg_sq_dtype", "stochastic_rounding")
 """Of what the optimizer keeps: they go with the precision."""

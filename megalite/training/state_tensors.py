@@ -25,7 +25,7 @@ Saved = tuple[SavedTensor, torch.Tensor]
 def flat_states(replica: Replica, shard: OptimizerShard) -> list[FlatState]:
     """The states of the optimizer, and main parameters where they are apart from the model's."""
     strategy, optimizer = replica.strategy, replica.optimizer
-    states = {"main_param": shard.main_param.data} if shard.is_copy and strategy.replicas_agree else {}
+    states = {"main_param": shard.main} if shard.is_copy and strategy.replicas_agree else {}
     return [
         FlatState(
             name=name,

@@ -158,6 +158,7 @@ FACTORS: dict[str, dict[str, Settings]] = {
         "all-reduce": {},
         "late": {"overlap_grad_reduce": False},
         "zero1": Z1,
+        "zero1-host": {**Z1, "optimizer_cpu_offload": True},
         "zero2-late": {**Z1, "shard_gradients": True, "overlap_param_gather": False},
         "fused": {"dp_strategy": "fused-all-reduce", "fusion_threshold_mb": 0.02},
         "server": {"dp_strategy": "sharded-parameter-server", "server_chunk_mb": 0.01},
