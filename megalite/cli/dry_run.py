@@ -57,6 +57,7 @@ GRID_STAGES, GRID_MICROBATCHES = 8, 16
 USUAL_SIZES = {"GPT2BPETokenizer": 50_257, "HuggingFaceTokenizer": 128_256, "TikTokenizer": 131_072}
 """Vocabulary of a kind of tokenizer, for a dry run without its files: nothing but sizes depends on it. Others: 32,000."""
 _HELD = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+_HOST = "host_bytes"
 
 
 def world_size_of(invocation: Invocation) -> int:
@@ -359,7 +360,7 @@ def _bucket(held: HeldBucket) -> dict[str, Any]:
         "index": held.place,
         "size": bucket.replicas,
         "elements": bucket.elements,
-        **{name: getattr(held, name) for name in _HELD},
+        **{name: getattr(held, name) for name in (*_HELD, _HOST)},
         "parameters": list(bucket.names),
     }
 
@@ -373,4 +374,4 @@ def _rank_memory(config: RunConfig, place: int, schedule: Schedule, buckets: lis
         "activation_bytes": planned.activation_bytes,
         "workspace_bytes": planned.workspace_bytes,
     }
-    return {**parts, "total_bytes": sum(parts.values())}
+    return {**parts, "total_bytes": sum(parts.values()), _HOST: sum(held.host_bytes for held in buckets)}

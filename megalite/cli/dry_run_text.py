@@ -129,12 +129,15 @@ def _memory(memory: dict[str, Any]) -> list[str]:
 
 
 def _memory_table(rows: Sequence[dict[str, int]]) -> list[str]:
-    parts = ("parameter", "gradient", "optimizer", "activation", "workspace", "total")
+    parts = ["parameter", "gradient", "optimizer", "activation", "workspace", "total"]
     cells = [["", "parameters", "gradients", "optimizer", "activations", "workspace", "total"]]
+    if any(row["host_bytes"] for row in rows):
+        parts.append("host")
+        cells[0].append("host memory")
     for row in rows:
         name = f"pipeline rank {row['pipeline_rank']}" if "pipeline_rank" in row else ""
         cells.append([name, *(format_bytes(row[f"{part}_bytes"]) for part in parts)])
-    return table(cells, right=range(1, 7), indent=2)
+    return table(cells, right=range(1, len(cells[0])), indent=2)
 
 
 def _communication(rows: list[dict[str, Any]], pipeline_rank: int | None = None) -> list[str]:

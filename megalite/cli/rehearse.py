@@ -15,7 +15,7 @@ from megalite.config.batch import microbatch_counts
 from megalite.config.byte_size import format_bytes
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
-from megalite.partition.memory import activation_peaks, rank_memory
+from megalite.partition.memory import RankMemory, activation_peaks, rank_memory
 from megalite.partition.pipeline import layout_of, plan_stages, schedule_of
 from megalite.rehearsal.proof import covered
 from megalite.rehearsal.run import Rehearsal, rehearse
@@ -56,6 +56,7 @@ def _facts(config: RunConfig, found: Rehearsal) -> dict[str, Any]:
     operations = found.journal.operations[found.second_step :]
     counts = Counter((one.kind, one.name, one.dtype) for one in operations)
     nbytes: Counter[tuple[str, str, str]] = Counter()
+    planned = _planned(config, layout.coordinate(found.rank).pp)
     for one in operations:
         nbytes[one.kind, one.name, one.dtype] += one.nbytes
     return {
@@ -66,7 +67,9 @@ def _facts(config: RunConfig, found: Rehearsal) -> dict[str, Any]:
         "build_peak_bytes": found.build_peak_bytes,
         "peak_bytes": found.peak_bytes,
         "peak_in": found.peak_place,
-        "planned_bytes": _planned_bytes(config, layout.coordinate(found.rank).pp),
+        "planned_bytes": planned.total_bytes,
+        "host_bytes": found.host_bytes,
+        "planned_host_bytes": planned.host_bytes,
         "kernels": dict(found.kernels),
         "synchronisations": [
             {"place": place, "why": why, "count": count} for (place, why), count in found.synchronisations.items()
@@ -79,10 +82,10 @@ def _facts(config: RunConfig, found: Rehearsal) -> dict[str, Any]:
     }
 
 
-def _planned_bytes(config: RunConfig, place: int) -> int:
+def _planned(config: RunConfig, place: int) -> RankMemory:
     stages = plan_stages(config)
     peaks = activation_peaks(config, stages, schedule_of(config, microbatch_counts(config)[-1]))
-    return rank_memory(config, [plan for plan in stages if plan.rank == place], peaks[place]).total_bytes
+    return rank_memory(config, [plan for plan in stages if plan.rank == place], peaks[place])
 
 
 def _text(config: RunConfig, rehearsals: Sequence[Rehearsal], faults: list[str] | None) -> list[str]:
@@ -98,6 +101,9 @@ def _text(config: RunConfig, rehearsals: Sequence[Rehearsal], faults: list[str] 
     ]
     rows = [head, *([*_row(found)] for found in facts)]
     lines += [*table(rows, right=set(range(2, len(head))) - {5}), ""]
+    if host := max(found["host_bytes"] for found in facts):
+        planned = max(found["planned_host_bytes"] for found in facts)
+        lines += [f"pinned host memory: at most {format_bytes(host)} on a rank, planned {format_bytes(planned)}", ""]
     places = Counter[tuple[str, str]]()
     for found in facts:
         for each in found["synchronisations"]:

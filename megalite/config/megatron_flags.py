@@ -40,6 +40,7 @@ _ALREADY_SO: Mapping[str, str] = {
         "--main-params-dtype=fp32 --megatron-fsdp-main-params-dtype=fp32|auto"
     ),
     "--main-params, --exp-avg-dtype and --exp-avg-sq-dtype work without it": "--use-precision-aware-optimizer",
+    "with --optimizer-cpu-offload copies run both ways beside the update": "--overlap-cpu-optimizer-d2h-h2d",
     "--data-parallel-sharding-strategy, or --dp-strategy, alone says what is sharded": (
         "--use-megatron-fsdp --use-custom-fsdp"
     ),
@@ -160,8 +161,7 @@ _NO_EFFECT: Mapping[str, str] = {
         "--fp4-param-gather"
     ),
     "memory and garbage collection: --dry-run says what a rank holds": (
-        "--optimizer-cpu-offload --optimizer-offload-fraction= --use-torch-optimizer-for-cpu-offload "
-        "--overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads --no-pin-cpu-params --cpu-offloading-num-layers= "
+        "--use-torch-optimizer-for-cpu-offload --no-pin-cpu-grads --no-pin-cpu-params --cpu-offloading-num-layers= "
         "--cpu-offloading-retain-pinned-cpu-buffers --fine-grained-activation-offloading --offload-modules=* "
         "--min-offloaded-tensor-size= --delay-offload-until-cuda-graph --delta-offload-bytes-across-pp-ranks= "
         "--activation-offload-fraction= --fine-grained-offloading-max-inflight-offloads= --moe-paged-stash "

@@ -24,6 +24,8 @@ class OptimizerFacts:
     """Those that mean something to it, of those that only some optimizers have."""
     averaged: bool = False
     """The model that is evaluated and saved is an average of what is trained, which is saved beside it as `train_param`."""
+    host_passes: int = 0
+    """How often an update goes over states that are in host memory, which visit the device for it; 0: it cannot."""
     matrices_apart: bool = False
     """Hidden matrices share no bucket with other parameters; `FlatParameter.orthogonal` says which they are."""
 
@@ -53,16 +55,19 @@ OPTIMIZERS: Registry[Any] = Registry(
     {
         "adam": (
             f"{_HERE}.adam:AdamW",
-            OptimizerFacts(states=_of_adam, settings=f"{_ADAM} exp_avg_dtype exp_avg_sq_dtype stochastic_rounding"),
+            OptimizerFacts(
+                states=_of_adam, settings=f"{_ADAM} exp_avg_dtype exp_avg_sq_dtype stochastic_rounding", host_passes=1
+            ),
         ),
         "sgd": (
             f"{_HERE}.sgd:SGD",
             OptimizerFacts(
                 states=lambda c, _: {"momentum_buffer": "main"} if c.sgd_momentum else {},
                 settings="sgd_momentum sgd_nesterov",
+                host_passes=1,
             ),
         ),
-        "lamb": (f"{_HERE}.lamb:LAMB", OptimizerFacts(states=MOMENTS, settings=f"{_ADAM} {_LAMB}")),
+        "lamb": (f"{_HERE}.lamb:LAMB", OptimizerFacts(states=MOMENTS, settings=f"{_ADAM} {_LAMB}", host_passes=2)),
         "muon": (
             f"{_HERE}.muon:Muon",
             OptimizerFacts(
@@ -102,6 +107,8 @@ LR_SCHEDULES: Registry[Callable[..., float]] = Registry(
     },
 )
 """Functions of an `optimizers.schedules.Decay`, from the end of warm-up to that of the decay."""
+HOST_PIECE, HOST_SLOTS = 1 << 22, 3
+"""Elements of states in host memory that visit the device at a time; such pieces that have room there."""
 ONEBIT_OPTIMIZERS = ("onebit-adam", "onebit-lamb", "zero-one-adam")
 """They exchange their own state instead of gradients once they are frozen."""
 
@@ -219,6 +226,16 @@ class OptimizerConfig:
     """adam: number format of the second moment."""
     stochastic_rounding: bool = option(False)
     """adam: round bf16 moments up or down at random, by how near they are, instead of to the nearest."""
+    optimizer_cpu_offload: bool = option(False)
+    """Keep main parameters and optimizer states in host memory; an update takes them to the device piece by piece, so
+    that numbers stay the same to the bit."""
+    optimizer_offload_fraction: float = option(1.0, above=0, at_most=1)
+    """optimizer_cpu_offload: at least so much of them, in whole buckets."""
+
+    @property
+    def host_fraction(self) -> float:
+        """Share of main parameters and states in host memory."""
+        return self.optimizer_offload_fraction if self.optimizer_cpu_offload else 0.0
 
 
 def parse_lr_multipliers(texts: Sequence[str]) -> list[tuple[str, float]]:

@@ -4,7 +4,7 @@ A parameter here is anything with a kind and a size: a tensor in training, a sha
 """
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import NamedTuple, TypeVar
 
@@ -56,6 +56,12 @@ def cut_into_buckets(
 def padded(elements: int, replicas: int) -> int:
     """Elements of a bucket that so many ranks share, with its padding."""
     return -(-elements // (ALIGNMENT * replicas)) * ALIGNMENT * replicas
+
+
+def in_host_memory(sizes: Sequence[int], fraction: float) -> list[bool]:
+    """Which of a rank's ranges, in the order of its buckets, are offloaded: the first, until so much of their sum is."""
+    wanted, before = fraction * sum(sizes), [sum(sizes[:index]) for index in range(len(sizes))]
+    return [start < wanted and size > 0 for start, size in zip(before, sizes, strict=True)]
 
 
 def wire_width(config: RunConfig) -> int:

@@ -12,6 +12,7 @@ from megalite.data_parallel.buckets import Bucket, Placed
 from megalite.data_parallel.facts import BucketKind
 from megalite.kernels.optimizer_ops import l2norm
 from megalite.topology.group import Group
+from megalite.topology.host_memory import HostMemory
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +29,15 @@ class OptimizerShard:
     main_param: torch.nn.Parameter
     counts_in_norm: bool
     """Some other rank holds the same gradient and has it counted, unless this is true."""
+    host: HostMemory | None = None
+    """Where main parameters and optimizer states are, if not on the device."""
+    host_main: torch.Tensor | None = None
+    """The main parameters there, where they are apart from the model's: then `main_param` is one NaN for all elements."""
+
+    @property
+    def main(self) -> torch.Tensor:
+        """The values of the main parameters, to be read and written between updates."""
+        return self.main_param.data if self.host_main is None else self.host_main
 
     @property
     def grad(self) -> torch.Tensor:
@@ -93,6 +103,8 @@ class StrategyOptions:
     """None: gradients travel in their own type."""
     by_rank: bool = False
     """Sums over ranks are made in the order of ranks."""
+    host_fraction: float = 0.0
+    """Share of main parameters and optimizer states in host memory."""
     split_main: bool = False
     """bf16: between updates main parameters are kept as the 16 bits that the model's lack."""
     l2norm: Callable[[Sequence[torch.Tensor]], torch.Tensor] = l2norm
@@ -113,6 +125,11 @@ PIECE = 1 << 20
 """Elements that are worked on at a time."""
 
 _HIGHEST = (1 << 15) - 1
+
+
+def free_main(main: torch.nn.Parameter) -> None:
+    """Let one NaN stand for all elements: reading it shows that what was meant is elsewhere."""
+    main.data = main.data.new_full((1,), math.nan).expand(main.numel())
 
 
 class SplitMain:
@@ -145,7 +162,7 @@ class SplitMain:
         self._ties = ties.nonzero().view(-1)  # here the host waits for the device: once, not for each piece
         # Not a storage of size 0: torch does not let go of memory that numpy has seen, and reading it would be reading
         # anything.
-        self._main.data = self._main.data.new_full((1,), math.nan).expand(self._low.numel())
+        free_main(self._main)
         self.in_memory = False
 
     def unfold(self) -> None:

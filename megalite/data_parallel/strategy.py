@@ -8,6 +8,7 @@ and may average them.
 
 import contextlib
 import dataclasses
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -18,17 +19,26 @@ from typing import Any
 
 import torch
 
-from megalite.config.optimizer import ONEBIT_OPTIMIZERS
+from megalite.config.optimizer import HOST_PIECE, HOST_SLOTS, ONEBIT_OPTIMIZERS
 from megalite.config.registry import imported
 from megalite.config.run import RunConfig
 from megalite.config.strategies import STRATEGIES
 from megalite.data_parallel.buckets import Bucket, Placed, make_buckets, parameters_of
-from megalite.data_parallel.facts import STATES, BucketKind, Placement
-from megalite.data_parallel.shards import Norms, OptimizerShard, SplitMain, StrategyGroups, StrategyOptions, unfolded
+from megalite.data_parallel.facts import STATES, BucketKind, Placement, in_host_memory
+from megalite.data_parallel.shards import (
+    Norms,
+    OptimizerShard,
+    SplitMain,
+    StrategyGroups,
+    StrategyOptions,
+    free_main,
+    unfolded,
+)
 from megalite.data_parallel.wire import Background, Channel, WireCounter
 from megalite.optimizers.base import Optimizer, Update
 from megalite.tensor_parallel.parameter import ShardedParameter
 from megalite.topology.group import Group, Work
+from megalite.topology.host_memory import HostMemory, pinned
 from megalite.topology.topology import Topology
 
 
@@ -113,6 +123,10 @@ class DataParallelStrategy(ABC):
         """The current step, counted from 1."""
         self.loss_scale = 1.0
         """The factor of this step's loss; a power of 2, unless the user fixed another."""
+        sizes = [stop - start for start, stop in map(self.owned_range, self.all_buckets())]
+        offloaded = in_host_memory(sizes, options.host_fraction)
+        self._host = HostMemory(self.device, slots=HOST_SLOTS) if any(offloaded) else None
+        self._in_host_memory = set(itertools.compress(self.all_buckets(), offloaded))
         self.shards = [self._make_shard(bucket) for bucket in self.all_buckets()]
         splits = self.shards if options.split_main else []
         self._split = [SplitMain(shard.main_param, self._weights(shard)) for shard in splits]
@@ -163,8 +177,14 @@ class DataParallelStrategy(ABC):
         values, grad = bucket.data[start:stop], bucket.grad[start:stop]
         main_param = torch.nn.Parameter(values if values.dtype == grad.dtype else values.to(grad.dtype))
         main_param.grad = grad
+        host = self._host if bucket in self._in_host_memory else None
+        host_main = None
+        if host is not None and values.dtype != grad.dtype:
+            host_main = pinned(grad.numel(), grad.dtype, grad.device)
+            host_main.copy_(main_param.data)
+            free_main(main_param)
         counts = self._counts(bucket) and (self.shards_over_dp or self.groups.replicas(bucket.kind).rank == 0)
-        return OptimizerShard(bucket, start, stop, main_param, counts)
+        return OptimizerShard(bucket, start, stop, main_param, counts, host, host_main)
 
     def _counts(self, bucket: Bucket) -> bool:
         """Of the instances, and the ranks with other parts of the network, that have the bucket's tensors too, this one has
@@ -293,11 +313,13 @@ class DataParallelStrategy(ABC):
 
     def local_params_squared(self) -> torch.Tensor:
         """This rank's part of Σw² over the whole model's main parameters, fp64."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
         with self.main_in_memory():
-            counted = [shard.main_param.data for shard in self.shards if shard.counts_in_norm]
-            if not counted:
-                return torch.zeros((), dtype=torch.float64, device=self.device)
-            return self.options.l2norm(counted).square()
+            for shard in self.shards:
+                if shard.counts_in_norm:
+                    for values in _on_device(shard):
+                        total += self.options.l2norm([values]).square()
+        return total
 
     # ---- optimizer states and weights
 
@@ -307,7 +329,10 @@ class DataParallelStrategy(ABC):
         if not optimizer.applies_factor:
             update = self._scale_gradients(update)
         with self.main_in_memory():
-            self._written = self._rounded() if optimizer.writes_copies else {}
+            # What comes from host memory is not there to be rounded later.
+            visiting = {shard.main_param for shard in self.shards if shard.host_main is not None}
+            copies = self._rounded()
+            self._written = {p: copies[p] for p in copies if optimizer.writes_copies or p in visiting}
             optimizer.step(dataclasses.replace(update, copies=self._written))
             if update.clipped_rows:
                 optimizer.clip_rows(update.clipped_rows)
@@ -383,6 +408,8 @@ class DataParallelStrategy(ABC):
     def main_in_memory(self) -> AbstractContextManager[None]:
         """Inside, main parameters are in memory, and what is written into them stays. At the end the model's must be
         theirs, rounded."""
+        if self._host is not None:
+            self._host.wait()
         return unfolded(self._split)
 
     def role(self, group: Group, index: int) -> str:
@@ -434,6 +461,15 @@ class DataParallelStrategy(ABC):
     def close(self) -> None:
         """The run ends: release threads and peers."""
         self.background.close()
+
+
+def _on_device(shard: OptimizerShard) -> Iterator[torch.Tensor]:
+    """The main parameters in pieces that visit the device, or as they are there."""
+    if shard.host is None or shard.host_main is None:
+        yield shard.main_param.data
+    else:
+        for (values,) in shard.host.stream([[piece] for piece in shard.host_main.split(HOST_PIECE)], back=False):
+            yield values
 
 
 class AllReduce(DataParallelStrategy):

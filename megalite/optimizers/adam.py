@@ -11,7 +11,7 @@ from torch.optim.adamw import adamw
 from megalite.config.optimizer import MOMENTS, OptimizerConfig
 from megalite.config.run import RunConfig
 from megalite.kernels.registry import Kernels
-from megalite.optimizers.base import Context, Exchange, FlatParameter, Optimizer, Segment, Update
+from megalite.optimizers.base import Context, Exchange, FlatParameter, Optimizer, Piece, Segment, Update, whole_parts
 
 
 class AdamW(Optimizer):
@@ -28,10 +28,10 @@ class AdamW(Optimizer):
     ) -> None:
         super().__init__(parameters, config, MOMENTS)
         kernels = kernels or Kernels()
-        self._kernels = [
-            kernels.get("adam", device=flat.param.device, dtype=flat.param.dtype, size=flat.param.numel())
+        self._kernels = {
+            flat.param: kernels.get("adam", device=flat.param.device, dtype=flat.param.dtype, size=flat.param.numel())
             for flat in parameters
-        ]
+        }
 
     @classmethod
     def from_config(cls, parameters: Sequence[FlatParameter], config: RunConfig, context: Context) -> Optimizer:
@@ -42,12 +42,12 @@ class AdamW(Optimizer):
     @torch.no_grad()
     def step(self, update: Update, exchange: Exchange | None = None) -> None:
         self.updates += 1
-        for flat, kernel in zip(self.parameters, self._kernels, strict=True):
-            param = flat.param
-            kernel(
-                param.data,
-                param.grad,
-                *self._states[param].values(),
+        for piece in self.pieces(whole_parts(self.parameters), update.copies):
+            flat, param = piece.flat, piece.flat.param
+            self._kernels[param](
+                piece.param,
+                piece.grad,
+                *piece.states,
                 lr=update.rate(flat),
                 beta1=self.config.adam_beta1,
                 beta2=self.config.adam_beta2,
@@ -55,7 +55,7 @@ class AdamW(Optimizer):
                 weight_decay=update.weight_decay if flat.decay else 0.0,
                 step=self.updates,
                 factor=None if update.factor == 1.0 else param.new_full((), update.factor),
-                copy=update.copies.get(param),
+                copy=piece.copy,
             )
 
 
@@ -82,18 +82,18 @@ class RoundedAdamW(AdamW):
 
     @torch.no_grad()
     def step(self, update: Update, exchange: Exchange | None = None) -> None:
-        for flat in self.parameters:
-            piece = CPU_PIECE if flat.param.device.type == "cpu" else DEVICE_PIECE
-            for start in range(0, flat.param.numel(), piece):
-                self._step_piece(flat, start, min(start + piece, flat.param.numel()), update)
+        for piece in self.pieces(whole_parts(self.parameters), update.copies):
+            size = CPU_PIECE if piece.param.device.type == "cpu" else DEVICE_PIECE
+            for start in range(0, piece.param.numel(), size):
+                self._step_piece(piece, start, min(start + size, piece.param.numel()), update)
         self.updates += 1
 
-    def _step_piece(self, flat: FlatParameter, start: int, stop: int, update: Update) -> None:
-        config, grad = self.config, flat.grad
-        kept = [values[start:stop] for values in self._states[flat.param].values()]
+    def _step_piece(self, piece: Piece, start: int, stop: int, update: Update) -> None:
+        config, flat, grad = self.config, piece.flat, piece.grad
+        kept = [values[start:stop] for values in piece.states]
         moments = [values.float() if values.dtype == torch.bfloat16 else values for values in kept]
         adamw(
-            *([flat.param.data[start:stop]], [grad[start:stop]], [moments[0]], [moments[1]], []),
+            *([piece.param[start:stop]], [grad[start:stop]], [moments[0]], [moments[1]], []),
             [torch.full((), float(self.updates), device=grad.device)],
             fused=True,
             amsgrad=False,
@@ -106,7 +106,8 @@ class RoundedAdamW(AdamW):
         )
         bits = None
         if config.stochastic_rounding:
-            bits = random_bits(flat, start, stop, seed=self._seed, step=update.step)
+            first = piece.start
+            bits = random_bits(flat, first + start, first + stop, seed=self._seed, step=update.step)
         # One half of the bits for each moment.
         for target, values, shift in zip(kept, moments, (0, 16), strict=True):
             if target.dtype == values.dtype:

@@ -2,16 +2,17 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from megalite.config.errors import ConfigError
-from megalite.config.optimizer import EMA, OptimizerConfig, state_formats
+from megalite.config.optimizer import EMA, HOST_PIECE, OptimizerConfig, state_formats
 from megalite.config.run import RunConfig
 from megalite.kernels.registry import Kernels
+from megalite.topology.host_memory import HostMemory, pinned
 from megalite.topology.topology import Topology
 
 
@@ -52,11 +53,37 @@ class FlatParameter:
     """It holds nothing but word embedding and head, which have their own learning rate."""
     lr_multiplier: float = 1.0
     """The learning rate of all it holds is multiplied with it."""
+    host: HostMemory | None = None
+    """Where its states are, if not on the device."""
+    host_main: torch.Tensor | None = None
+    """Its values there; None: those of `param`."""
 
     @property
     def grad(self) -> torch.Tensor:
         assert self.param.grad is not None
         return self.param.grad
+
+
+Part = tuple[FlatParameter, int, int]
+"""Elements [start, stop) of a flat parameter."""
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A part of a flat parameter on the device, to be updated there."""
+
+    flat: FlatParameter
+    start: int
+    stop: int
+    param: torch.Tensor
+    states: list[torch.Tensor]
+    """In their order."""
+    copy: torch.Tensor | None
+    """Its part of `Update.copies`."""
+
+    @property
+    def grad(self) -> torch.Tensor:
+        return self.flat.grad[self.start : self.stop]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,10 +166,11 @@ class Optimizer(ABC):
             formats = state_formats(config, hidden_matrix=flat.orthogonal)
             formats = formats if states is None else dict.fromkeys(states, "main")
             self._states[flat.param] = {
-                name: torch.zeros_like(flat.param.data, dtype=state_dtype(flat, kind))
-                for name, kind in formats.items()
-                if name != EMA
+                name: _zeros(flat, state_dtype(flat, kind)) for name, kind in formats.items() if name != EMA
             }
+            if flat.host is not None:
+                kept = [*self._states[flat.param].values(), *([] if flat.host_main is None else [flat.host_main])]
+                flat.host.reserve(min(HOST_PIECE, flat.param.numel()) * sum(each.element_size() for each in kept))
         averaged = parameters if config.ema_decay is not None else ()
         self._averages = {flat.param: flat.param.data.clone(memory_format=torch.contiguous_format) for flat in averaged}
 
@@ -161,6 +189,35 @@ class Optimizer(ABC):
         Collectives: those of `exchange`, and small sums over the world where whole tensors' norms are needed.
         """
 
+    def pieces(self, parts: Iterable[Part], copies: Mapping[torch.nn.Parameter, torch.Tensor]) -> Iterator[Piece]:
+        """Each part in turn, on the device; what is written into param and states until the next one stays.
+
+        Parts of what is in host memory have at most `HOST_PIECE` elements. While one is worked on the next comes in and
+        the one before goes out. Unless the optimizer `writes_copies`, those of parameters in host memory are made here.
+        """
+        parts = list(parts)
+        host = next((flat.host for flat, _, _ in parts if flat.host is not None), None)
+        visitors = [self._on_host(*part) for part in parts]
+        here = [[] for _ in parts] if host is None else host.stream(visitors)
+        for (flat, start, stop), visiting in zip(parts, here, strict=True):
+            states, param = visiting, flat.param.data[start:stop]
+            if flat.host is None:
+                states = [values[start:stop] for values in self._states[flat.param].values()]
+            elif flat.host_main is not None:
+                *states, param = visiting
+            copy = copies.get(flat.param)
+            piece = Piece(flat, start, stop, param, states, None if copy is None else copy[start:stop])
+            yield piece
+            if piece.copy is not None and flat.host_main is not None and not self.writes_copies:
+                piece.copy.copy_(param)
+
+    def _on_host(self, flat: FlatParameter, start: int, stop: int) -> list[torch.Tensor]:
+        """What of a part is in host memory: its states, and the values last."""
+        if flat.host is None:
+            return []
+        kept = [*self._states[flat.param].values(), *([] if flat.host_main is None else [flat.host_main])]
+        return [values[start:stop] for values in kept]
+
     def reduces_gradients(self, step: int) -> bool:
         """The step needs gradients summed over ranks; else the optimizer averages its own states."""
         return True
@@ -171,7 +228,8 @@ class Optimizer(ABC):
         return None
 
     def state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        """The flat state tensors of one parameter, of its shape, by name; writing into them changes the state."""
+        """The flat state tensors of one parameter, of its shape, by name; writing into them changes the state.
+        What is in host memory may be read inside the strategy's `main_in_memory`."""
         average = {EMA: self._averages[parameter]} if self._averages else {}
         return self._states[parameter] | average
 
@@ -212,6 +270,20 @@ class Optimizer(ABC):
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
         """Load saved `counters`; those of another optimizer (or none) are ignored."""
+
+
+def whole_parts(parameters: Iterable[FlatParameter]) -> Iterator[Part]:
+    """All of these, whole, but in pieces where they come from host memory."""
+    for flat in parameters:
+        size = flat.param.numel()
+        step = max(size, 1) if flat.host is None else HOST_PIECE
+        yield from ((flat, start, min(start + step, size)) for start in range(0, size, step))
+
+
+def _zeros(flat: FlatParameter, dtype: torch.dtype) -> torch.Tensor:
+    if flat.host is not None:
+        return pinned(flat.param.numel(), dtype, flat.param.device)
+    return torch.zeros_like(flat.param.data, dtype=dtype)
 
 
 def state_dtype(flat: FlatParameter, kind: str) -> torch.dtype:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megalite.config.optimizer import MOMENTS, OptimizerConfig
+from megalite.config.optimizer import HOST_PIECE, MOMENTS, OptimizerConfig
 from megalite.config.run import RunConfig
 from megalite.kernels.registry import Kernels
 from megalite.optimizers.base import Context, Exchange, FlatParameter, Optimizer, Segment, Update
@@ -70,7 +70,7 @@ class Pieces:
         return table.sum(dim=0)
 
 
-BLOCKS = {"cpu": 1 << 16, "cuda": 1 << 24}
+BLOCKS = {"cpu": 1 << 16, "cuda": HOST_PIECE}
 """Elements that are updated at a time: on a CPU what fits into its cache, on CUDA so many that launches do not count.
 Temporaries are of this size."""
 
@@ -170,10 +170,11 @@ class LAMB(Optimizer):
         c = self.config
         terms: dict[str, Any] = {"beta1": c.adam_beta1, "beta2": c.adam_beta2, "eps": c.adam_eps, "step": self.updates}
         norms: list[torch.Tensor] = []
-        for block in self._blocks:
+        parts = [(block.flat, block.start, block.stop) for block in self._blocks]
+        for block, piece in zip(self._blocks, self.pieces(parts, {}), strict=True):
             lamb_moments, _ = self._kernels[block.param]
             norms += lamb_moments(
-                *(block.of(block.param.data), block.of(block.flat.grad), *self._moments(block)),
+                *(piece.param, piece.grad, *piece.states),
                 **terms,
                 weight_decay=0.0 if block.column is None else update.weight_decay,
                 norms=block.column is not None and block.counts,
@@ -182,17 +183,14 @@ class LAMB(Optimizer):
         self._sums.all_reduce(squares)
         ratios = trust_ratios(*squares, lowest=c.lamb_min_coeff, highest=c.lamb_max_coeff)
         self._ratios = self._sums.read(ratios)
-        for block in self._blocks:
+        for block, piece in zip(self._blocks, self.pieces(parts, update.copies), strict=True):
             _, lamb_step = self._kernels[block.param]
             lamb_step(
-                *(block.of(block.param.data), *self._moments(block)),
+                *(piece.param, *piece.states),
                 **terms,
                 rate=update.rate(block.flat) * (1.0 if block.column is None else self._ratios[block.column]),
                 weight_decay=0.0 if block.column is None else update.weight_decay,
             )
-
-    def _moments(self, block: Block) -> list[torch.Tensor]:
-        return [block.of(values) for values in self._states[block.param].values()]
 
     @property
     def trust_ratios(self) -> dict[str, float]:

@@ -1,11 +1,9 @@
 """SGD with momentum over flat shards: torch's fused kernel, one tensor per bucket."""
 
-from collections.abc import Sequence
-
 import torch
+from torch.optim.sgd import sgd
 
-from megalite.config.optimizer import OptimizerConfig
-from megalite.optimizers.base import Exchange, FlatParameter, Optimizer, Update
+from megalite.optimizers.base import Exchange, Optimizer, Update, whole_parts
 
 
 class SGD(Optimizer):
@@ -16,20 +14,21 @@ class SGD(Optimizer):
     optimizer. The buffer starts at 0 and gradients enter it whole (no dampening), as in torch.
     """
 
-    def __init__(self, parameters: Sequence[FlatParameter], config: OptimizerConfig) -> None:
-        super().__init__(parameters, config)
-        params = [{"params": [flat.param]} for flat in parameters]
-        momentum, nesterov = config.sgd_momentum, config.sgd_nesterov
-        self._sgd = torch.optim.SGD(params, lr=config.lr, momentum=momentum, nesterov=nesterov, fused=True)
-        if momentum:
-            self._sgd.state.update(self._states.items())
-
     @torch.no_grad()
     def step(self, update: Update, exchange: Exchange | None = None) -> None:
         assert exchange is None, "SGD steps by reduced gradients"
-        for flat, group in zip(self.parameters, self._sgd.param_groups, strict=True):
-            group["lr"] = update.rate(flat)
-            if flat.decay and update.weight_decay != 0.0:
-                flat.param.data.mul_(update.kept_of(flat))
-        self._sgd.step()
+        for piece in self.pieces(whole_parts(self.parameters), update.copies):
+            if piece.flat.decay and update.weight_decay != 0.0:
+                piece.param.mul_(update.kept_of(piece.flat))
+            momentum: list[torch.Tensor | None] = [*piece.states]
+            sgd(
+                *([piece.param], [piece.grad], momentum),
+                fused=True,
+                lr=update.rate(piece.flat),
+                momentum=self.config.sgd_momentum,
+                nesterov=self.config.sgd_nesterov,
+                weight_decay=0.0,
+                dampening=0.0,
+                maximize=False,
+            )
         self.updates += 1

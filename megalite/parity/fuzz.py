@@ -11,7 +11,7 @@ from megalite.config.describe import settings
 from megalite.config.errors import ConfigError
 from megalite.config.flags import parse_arguments
 from megalite.config.model import GATED
-from megalite.config.optimizer import MUON_SCALES
+from megalite.config.optimizer import MUON_SCALES, OPTIMIZERS
 from megalite.config.strategies import STRATEGIES
 from megalite.parity.pool import RankPool
 from megalite.parity.report import Report, run_parity
@@ -74,7 +74,7 @@ def _settings(generator: random.Random) -> Drawn:
     drawn = _layout(generator)
     if generator.random() < 0.4:
         drawn |= _experts(generator, drawn)
-    for part in (_shape, _switches, _stages, _batch, _schedule, _recompute):
+    for part in (_shape, _switches, _stages, _batch, _schedule, _recompute, _offload):
         drawn |= part(generator, drawn)
     return drawn
 
@@ -312,6 +312,12 @@ def _schedule(generator: random.Random, drawn: Drawn) -> Drawn:
         found["pipeline_recv_prefetch"] = generator.randint(0, 4)
         found["pipeline_send_window"] = generator.randint(1, 3)
     return found
+
+
+def _offload(generator: random.Random, drawn: Drawn) -> Drawn:
+    if not OPTIMIZERS.facts(drawn["optimizer"]).host_passes or generator.random() < 0.7:
+        return {}
+    return {"optimizer_cpu_offload": True, "optimizer_offload_fraction": generator.choice((0.4, 1.0))}
 
 
 def _recompute(generator: random.Random, drawn: Drawn) -> Drawn:

@@ -40,7 +40,7 @@ def local_parts(replica: Replica, kind: str) -> dict[str, Part]:
         else:
             grad = shard.main_param.grad
             assert grad is not None
-            states = {"grad": grad, "main_param": shard.main_param.data, **replica.optimizer.state(shard.main_param)}
+            states = {"grad": grad, "main_param": shard.main, **replica.optimizer.state(shard.main_param)}
             flat = strategy.gather(shard, states[kind])
         for placed in shard.bucket.placed:
             spec = placed.parameter.info.spec

@@ -1,15 +1,18 @@
 """The buckets of a stage as the strategies cut its parameters, and the bytes that each element takes."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import NamedTuple
 
-from megalite.config.optimizer import OPTIMIZERS, state_formats
+from megalite.config.optimizer import HOST_PIECE, HOST_SLOTS, OPTIMIZERS, state_formats
 from megalite.config.run import RunConfig
 from megalite.data_parallel.facts import (
     BucketKind,
     bucket_size,
     cut_into_buckets,
+    in_host_memory,
     padded,
     state_elements,
     strategy_states,
@@ -42,6 +45,8 @@ class ElementBytes(NamedTuple):
     gradient: float
     optimizer: float
     """Main parameters apart from the model's, states of the optimizer and of the strategy."""
+    offloadable: float
+    """The part of that which may be in host memory."""
 
 
 def all_replicas(config: RunConfig) -> tuple[int, int]:
@@ -60,10 +65,12 @@ def element_bytes(config: RunConfig, shape: ParameterShape, replicas: int) -> El
     parts = replicas if strategy.shards_states else 1
     gradient_parts = replicas if whole or config.data_parallel.shard_gradients else 1
     apart = {"fp32": main, "split": 2}[config.optimizer.main_params] if element < main else 0
+    offloadable = (apart + sum(moment_widths(config, shape))) / parts
     return ElementBytes(
         parameter=element / (replicas if whole else 1),
         gradient=main / gradient_parts,
-        optimizer=(apart + sum(moment_widths(config, shape))) / parts + strategy_bytes(config, replicas),
+        optimizer=offloadable + strategy_bytes(config, replicas),
+        offloadable=offloadable,
     )
 
 
@@ -171,6 +178,23 @@ def _cut(config: RunConfig, shapes: list[ParameterShape], *, tied_apart: bool, u
             )
         )
     return found
+
+
+def offloaded(config: RunConfig, buckets: Sequence[PlannedBucket]) -> list[PlannedBucket]:
+    """Those of all of a rank's, in their order, of which main parameters and states are in host memory."""
+    sharded = config.parallel.strategy.shards_states
+    sizes = [bucket.elements // (bucket.replicas if sharded else 1) for bucket in buckets]
+    return list(compress(buckets, in_host_memory(sizes, config.optimizer.host_fraction)))
+
+
+def visiting_bytes(config: RunConfig, buckets: Sequence[PlannedBucket]) -> int:
+    """What the pieces of offloaded buckets that visit the device have room in."""
+    largest = 0.0
+    for bucket in offloaded(config, buckets):
+        each = element_bytes(config, bucket.shapes[0], bucket.replicas).offloadable
+        parts = bucket.replicas if config.parallel.strategy.shards_states else 1
+        largest = max(largest, min(HOST_PIECE, bucket.elements // parts) * each * parts)
+    return round(HOST_SLOTS * largest)
 
 
 def is_partial(shape: ParameterShape, config: RunConfig) -> bool:

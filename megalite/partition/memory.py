@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from megalite.config.run import RunConfig
 from megalite.models.shapes import ParameterShape
 from megalite.partition.activations import ELEMENT_BYTES, recompute_workspace_bytes, stage_sizes
-from megalite.partition.buckets import PlannedBucket, all_replicas, element_bytes, local_size, planned_buckets
+from megalite.partition.buckets import (
+    PlannedBucket,
+    all_replicas,
+    element_bytes,
+    local_size,
+    offloaded,
+    planned_buckets,
+    visiting_bytes,
+)
 from megalite.partition.gathers import WORD, whole_gradient_bytes, whole_parameter_bytes
 from megalite.partition.pipeline import layout_of, plan_stages
 from megalite.partition.stages import StagePlan, shapes_of, shapes_of_rank, shares_embedding
@@ -33,8 +41,10 @@ class RankMemory:
     activation_bytes: int
     """Of all microbatches in flight at the peak."""
     workspace_bytes: int
-    """What recomputation brings back at once in the backward, and what is whole for a while of sharded parameters and
-    gradients."""
+    """What recomputation brings back at once in the backward, what is whole for a while of sharded parameters and
+    gradients, and room for states that visit the device."""
+    host_bytes: int = 0
+    """Offloaded main parameters and optimizer states; not in the total, which is the device's."""
 
     @property
     def total_bytes(self) -> int:
@@ -60,7 +70,9 @@ def rank_memory(config: RunConfig, stages: Sequence[StagePlan], activation_bytes
     """
     dense, expert = (count // config.parallel.instances for count in all_replicas(config))
     everywhere = plan_stages(config)
-    parameters, parameter, gradient, optimizer = 0, 0.0, 0.0, 0.0
+    parameters, parameter, gradient, optimizer, host = 0, 0.0, 0.0, 0.0, 0.0
+    buckets = [bucket for plan in stages for bucket in planned_buckets(config, plan, everywhere)]
+    gone = {name for bucket in offloaded(config, buckets) for name in bucket.names}
     for shape in shapes_of_rank(config, list(stages)):
         count = local_size(shape, config)
         each = element_bytes(config, shape, expert if shape.expert else dense)
@@ -68,15 +80,18 @@ def rank_memory(config: RunConfig, stages: Sequence[StagePlan], activation_bytes
         parameter += each.parameter * count
         gradient += each.gradient * count
         optimizer += each.optimizer * count
+        host += each.offloadable * count * (shape.name in gone)
     return RankMemory(
         parameters=parameters,
         parameter_bytes=math.ceil(parameter),
         gradient_bytes=math.ceil(gradient),
-        optimizer_bytes=math.ceil(optimizer),
+        optimizer_bytes=math.ceil(optimizer - host),
         activation_bytes=activation_bytes,
         workspace_bytes=whole_parameter_bytes(config, stages, everywhere)
         + whole_gradient_bytes(config, stages, everywhere)
-        + max(recompute_workspace_bytes(config, plan) for plan in stages),
+        + max(recompute_workspace_bytes(config, plan) for plan in stages)
+        + visiting_bytes(config, buckets),
+        host_bytes=math.ceil(host),
     )
 
 
@@ -103,6 +118,8 @@ class HeldBucket:
     gradient_bytes: int
     optimizer_bytes: int
     """Main parameters apart from the model's, states of the optimizer and of the strategy."""
+    host_bytes: int
+    """Those of them that are offloaded."""
 
 
 def stages_of_rank(config: RunConfig, rank: int) -> list[StagePlan]:
@@ -147,19 +164,23 @@ def held_buckets(config: RunConfig, rank: int) -> list[HeldBucket]:
     layout, stages = layout_of(config), plan_stages(config)
     served = config.parallel.strategy.served
     found = []
-    for plan in stages_of_rank(config, rank):
-        for bucket in planned_buckets(config, plan, stages):
+    planned = {plan.stage: planned_buckets(config, plan, stages) for plan in stages_of_rank(config, rank)}
+    gone = set(offloaded(config, [bucket for buckets in planned.values() for bucket in buckets]))
+    for stage, buckets in planned.items():
+        for bucket in buckets:
             place, _ = _place(layout, bucket.group, rank)
             each = element_bytes(config, bucket.shapes[0], bucket.replicas)
             works_only = served and place > 0
+            host = each.offloadable if bucket in gone else 0.0
             found.append(
                 HeldBucket(
-                    stage=plan.stage,
+                    stage=stage,
                     bucket=bucket,
                     place=place,
                     parameter_bytes=round(each.parameter * bucket.elements),
                     gradient_bytes=round(each.gradient * bucket.elements),
-                    optimizer_bytes=0 if works_only else round(each.optimizer * bucket.elements),
+                    optimizer_bytes=0 if works_only else round((each.optimizer - host) * bucket.elements),
+                    host_bytes=0 if works_only else round(host * bucket.elements),
                 )
             )
     return found

@@ -24,6 +24,7 @@ class Accelerator:
     multiprocessors: int  # tiles of a matrix product that run at once (1: products are not cut into waves)
     kernel_seconds: float = field(metadata=OR_ZERO)  # what every operation takes on the device on top of its work
     asynchronous: bool  # the host runs ahead: the slower of host and device decides. On a CPU their times add up
+    host_bandwidth: float = 2.5e10  # to and from host memory, each way: of PCIe 4.0 with 16 lanes, in large copies
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -296,6 +296,7 @@ def _fit_accelerator(
         multiprocessors=machine.multiprocessors,
         kernel_seconds=0.0,
         asynchronous=machine.device_type != "cpu",
+        host_bandwidth=base.accelerator.host_bandwidth,
     )
     first, *others = measured.dtypes
     trial = dataclasses.replace(

@@ -67,6 +67,10 @@ class Memory:
         self._seen[key] = (weakref.ref(storage, lambda _: self._forget(key)), size)
         self._grow(size, where)
 
+    def has(self, tensor: Tensor) -> bool:
+        """The tensor's storage is counted here."""
+        return tensor.untyped_storage()._cdata in self._seen
+
     def resized(self, storage: torch.UntypedStorage, where: Callable[[], str]) -> None:
         """The storage has other bytes now."""
         reference, before = self._seen.get(storage._cdata, (None, 0))
@@ -149,7 +153,8 @@ class Device(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.memory = Memory()
+        self.memory, self.host = Memory(), Memory()
+        """Of the device, and what is pinned in the host's."""
         self.kernels: Counter[str] = Counter()
         """Kernels by what ran: an action of the pipeline, or a phase of the step."""
         self.synchronisations: Counter[tuple[str, str]] = Counter()
@@ -185,7 +190,8 @@ class Device(TorchDispatchMode):
         for leaf in tree_leaves(found) if isinstance(found, (tuple, list)) else (found,):
             if isinstance(leaf, Tensor) and leaf.device.type == "meta":
                 on_device = True
-                self.memory.add(leaf, self._what_runs)
+                pinned = kwargs.get("pin_memory") or self.host.has(leaf)
+                (self.host if pinned else self.memory).add(leaf, self._what_runs)
         if on_device and not func.is_view and func not in _NO_KERNEL:
             self.kernels[self.running] += 1
             self.launched += 1

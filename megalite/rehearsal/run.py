@@ -35,6 +35,8 @@ class Rehearsal:
     peak_place: str
     end_bytes: int
     """Live after the step."""
+    host_bytes: int
+    """Pinned in host memory at the peak."""
     kernels: Counter[str]
     synchronisations: Counter[tuple[str, str]]
 
@@ -76,6 +78,7 @@ def rehearse(config: RunConfig, rank: int, programs: Programs | None = None) -> 
         peak_bytes=device.memory.peak,
         peak_place=device.memory.peak_place,
         end_bytes=end,
+        host_bytes=device.host.peak,
         kernels=device.kernels,
         synchronisations=device.synchronisations,
     )

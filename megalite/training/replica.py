@@ -91,6 +91,7 @@ def build_strategy(
         settings=settings,
         wire_dtype=torch.bfloat16 if settings.wire_dtype == "bf16" else None,
         by_rank=settings.reduction_order == "rank",
+        host_fraction=config.optimizer.host_fraction,
         split_main=config.optimizer.main_params == "split",
         l2norm=kernels.get("l2norm", device=topology.device, dtype=precision.main, size=elements),
     )
@@ -143,7 +144,15 @@ def _flat_parameter(shard: OptimizerShard) -> FlatParameter:
             )
         )
     kind = shard.bucket.kind
-    return FlatParameter(shard.main_param, kind.decay, tuple(segments), kind.orthogonal, *kind.learning_rate)
+    return FlatParameter(
+        shard.main_param,
+        kind.decay,
+        tuple(segments),
+        kind.orthogonal,
+        *kind.learning_rate,
+        host=shard.host,
+        host_main=shard.host_main,
+    )
 
 
 @contextmanager

@@ -347,7 +347,7 @@ def _load_parameters(replica: Replica, source: Source) -> None:
             _load_weights(replica, shard, source)
             if shard.is_copy:
                 for placed in placed_in(shard):
-                    _read_range(source, main_key(placed, source), placed, shard.start, shard.main_param.data)
+                    _read_range(source, main_key(placed, source), placed, shard.start, shard.main)
 
 
 def _load_weights(replica: Replica, shard: OptimizerShard, checkpoint: Source) -> None:

@@ -26,7 +26,7 @@ Saved = tuple[SavedTensor, torch.Tensor]
 def flat_states(replica: Replica, shard: OptimizerShard) -> list[FlatState]:
     """The states of the optimizer, and main parameters where they are apart from the model's."""
     strategy, optimizer = replica.strategy, replica.optimizer
-    states = {"main_param": shard.main_param.data} if shard.is_copy and strategy.replicas_agree else {}
+    states = {"main_param": shard.main} if shard.is_copy and strategy.replicas_agree else {}
     if OPTIMIZERS.facts(optimizer.config.optimizer).averaged:
         states = {"train_param": strategy.trained(shard)}
     defaults = dict.fromkeys(optimizer.from_zeros, "zeros") | dict.fromkeys(optimizer.from_parameters, "parameter")

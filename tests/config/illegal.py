@@ -254,6 +254,15 @@ _TABLE = """
 4 --dp-strategy diloco --tp 2 --etp 1 --num-experts 4 TOP1 => etp 1 … dp_strategy diloco and tp 2 … --etp 2
 2 --main-params split --precision bf16 --optimizer zero-one-adam
     => main_params split … optimizer zero-one-adam … main-params fp32
+1 --num-layers 4 --optimizer-offload-fraction 0.5
+    => optimizer_offload_fraction 0.5 has no effect without optimizer_cpu_offload … --optimizer-cpu-offload
+1 --num-layers 4 --optimizer-cpu-offload --optimizer muon => optimizer_cpu_offload … optimizer muon … --optimizer adam
+2 --num-layers 4 --optimizer-cpu-offload --dp-strategy diloco
+    => optimizer_cpu_offload … dp_strategy diloco … distributed-optimizer
+1 --num-layers 4 --bf16 --optimizer-cpu-offload --main-params split
+    => optimizer_cpu_offload … main_params split … --main-params fp32
+1 --num-layers 4 --optimizer-cpu-offload --optimizer sgd --sgd-momentum 0
+    => optimizer_cpu_offload has no effect … sgd_momentum 0 … --sgd-momentum 0.9
 2 --exp-avg-sq-dtype bf16
     => exp_avg_sq_dtype bf16 with adam_beta2 0.999 stands still … --stochastic-rounding, or use --adam-beta2 0.99
 2 --optimizer zero-one-adam --cp 2 => cp 2 … optimizer zero-one-adam … leave it out, or use --optimizer onebit-adam

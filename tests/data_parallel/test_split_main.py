@@ -88,13 +88,14 @@ def test_other_strategies_and_optimizers_do_not_know_the_difference() -> None:
 GPT: dict[str, Any] = {"num_layers": 2, "micro_batch_size": 2, "ddp_bucket_size": 3000}
 
 
-def saved_and_resumed(context: RankContext, world: int, layout: dict[str, Any], folders: list[str]) -> list[Any]:
+def saved_and_resumed(
+    context: RankContext, world: int, layout: dict[str, Any], folders: list[str], forms: list[dict[str, Any]]
+) -> list[Any]:
     """(results, weights, main parameters) of runs that continue from each other's checkpoints.
 
     Both forms train and save; then each takes up what the other has saved.
     """
     found: list[Any] = []
-    forms = [SPLIT, WHOLE]
     for form, folder in zip(forms, folders, strict=True):
         runner = Runner(build(context, tiny_config(world, **GPT, **layout, **form)))
         for _ in range(3):
@@ -113,14 +114,14 @@ def state(runner: Runner) -> dict[str, torch.Tensor]:
         return {
             f"{number} {name}": values.clone()
             for number, shard in enumerate(strategy.shards)
-            for name, values in (("weights", shard.bucket.data), ("main", shard.main_param.data))
+            for name, values in (("weights", shard.bucket.data), ("main", shard.main))
         }
 
 
 @pytest.mark.parametrize("world, layout", [(2, {"tp": 2}), (4, {"pp": 2, "dp": 2, **Z1}), (2, {"dp": 2})], ids=str)
 def test_both_forms_take_up_each_others_checkpoints(world: int, layout: dict[str, Any], tmp_path: Path) -> None:
     folders = [str(tmp_path / "split"), str(tmp_path / "whole")]
-    for rank in run_ranks(world, saved_and_resumed, world, layout, folders):
+    for rank in run_ranks(world, saved_and_resumed, world, layout, folders, [SPLIT, WHOLE]):
         results, tensors = rank[0]
         for other_results, other in rank[1:]:
             assert other_results == results

@@ -186,6 +186,7 @@ FACTORS: dict[str, dict[str, Settings]] = {
         "all-reduce": {},
         "late": {"overlap_grad_reduce": False},
         "zero1": Z1,
+        "zero1-host": {**Z1, "optimizer_cpu_offload": True},
         "zero2-late": {**Z1, "shard_gradients": True, "overlap_param_gather": False},
         "hybrid1": {**Z1, "dp_instances": 2},
         "hybrid3": {"dp_strategy": "fully-sharded", "dp_instances": 2},

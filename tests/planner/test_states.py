@@ -20,6 +20,13 @@ CASES: dict[str, dict[str, Any]] = {
     "all-reduce": BF16,
     "split": {**BF16, "main_params": "split"},
     "bf16 moments": {**BF16, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "stochastic_rounding": True},
+    "in host memory": {**BF16, "optimizer_cpu_offload": True},
+    "half in host memory": {
+        **BF16,
+        "dp_strategy": "distributed-optimizer",
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": 0.5,
+    },
     "zero-1": {**BF16, "dp_strategy": "distributed-optimizer"},
     "zero-2": {**BF16, "dp_strategy": "distributed-optimizer", "shard_gradients": True},
     "zero-3": {**BF16, "dp_strategy": "fully-sharded"},
@@ -60,7 +67,7 @@ def held(context: RankContext, settings: dict[str, Any]) -> int:
     for shard in replica.strategy.shards:
         tensors += [replica.strategy.weights(shard).values, shard.bucket.data, shard.bucket.grad]
         assert shard.main_param.grad is not None
-        tensors += [shard.main_param.data, shard.main_param.grad]
+        tensors += [shard.main, shard.main_param.grad]
         tensors += replica.optimizer.state(shard.main_param).values()
     tensors += [state.values for state in replica.strategy.states()]
     tensors += [split._low for split in replica.strategy._split]
@@ -74,7 +81,7 @@ def test_a_rank_holds_what_is_planned(name: str) -> None:
     """Within 3 %: buckets are padded to 64 elements for each rank."""
     config = tiny_config(2, dp=2, hidden_size=64, **CASES[name])
     memory = rank_memory(config, plan_stages(config), 0)
-    planned = memory.parameter_bytes + memory.gradient_bytes + memory.optimizer_bytes
+    planned = memory.parameter_bytes + memory.gradient_bytes + memory.optimizer_bytes + memory.host_bytes
     assert max(run_ranks(2, held, CASES[name])) == pytest.approx(planned, rel=0.03)
 
 

@@ -26,7 +26,7 @@ def remembered(replica: Replica) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for number, shard in enumerate(strategy.shards):
         found[f"{number} weights"] = strategy.weights(shard).values
-        found[f"{number} main"] = shard.main_param.data
+        found[f"{number} main"] = shard.main
         for state in flat_states(replica, shard):
             found[f"{number} {state.name}"] = state.values
     for number, state in enumerate(strategy.states()):

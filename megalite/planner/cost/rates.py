@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from megalite.config.optimizer import OPTIMIZERS
 from megalite.config.run import RunConfig
 from megalite.partition.activations import ELEMENT_BYTES
 from megalite.partition.pipeline import placement_of
@@ -204,6 +205,13 @@ def gemm_seconds(
     # (compute^q + memory^q)^(1/q)
     most, least = np.maximum(compute, memory), np.minimum(compute, memory)
     return most * (1.0 + (least / most) ** CORNER) ** (1.0 / CORNER)
+
+
+def with_copies(seconds: Number, volume: Number, config: RunConfig, cluster: Cluster) -> Number:
+    """Of an update for which so many bytes come from host memory and go back: both ways run beside it, but on a CPU."""
+    device, passes = cluster.accelerator, OPTIMIZERS.facts(config.optimizer.optimizer).host_passes
+    each = passes * volume / device.host_bandwidth
+    return np.maximum(seconds, each) if device.asynchronous else seconds + 2.0 * each
 
 
 def members_in_node(size: Number, stride: Number, cluster: Cluster) -> Number:

@@ -109,18 +109,21 @@ def _last_arrival(
     return now
 
 
-def optimizer_seconds(config: RunConfig, plans: Sequence[StagePlan], cluster: Cluster) -> float:
-    """States read and written, gradients read for norm and update and set to zero, parameters written."""
+def optimizer_seconds(config: RunConfig, plans: Sequence[StagePlan], cluster: Cluster, stack: SoftwareStack) -> float:
+    """States read and written, gradients read for norm and update and set to zero, parameters written; what is in host
+    memory comes and goes."""
     p, sizes = config.parallel, group_sizes(config)
     width = max(4, ELEMENT_BYTES[config.training.precision])
-    total = 0.0
+    total = host = 0.0
     for shape in shapes_of_rank(config, list(plans)):
         replicas = sizes["intra-expert-dp" if shape.expert else "intra-dp-cp"]
         each = element_bytes(config, shape, replicas)
         updated = 1.0 / replicas if p.strategy.shards_states else 1.0
         bytes_each = 2.0 * each.optimizer + each.gradient + (2.0 * width + width / 2) * updated
         total += bytes_each * local_size(shape, config)
-    return total / (cluster.accelerator.memory_bandwidth * cluster.efficiency.memory)
+        host += config.optimizer.host_fraction * each.offloadable * local_size(shape, config)
+    seconds = total / (cluster.accelerator.memory_bandwidth * cluster.efficiency.memory) * stack.optimizer_slowdown
+    return float(rates.with_copies(seconds, host, config, cluster))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +220,7 @@ def _exchanges(
             if kind not in exchanges:
                 exchanges[kind] = stage_exchange(config, plan, stages, count, cluster, stack)
         if kinds not in updates:
-            updates[kinds] = optimizer_seconds(config, plans, cluster) * stack.optimizer_slowdown
+            updates[kinds] = optimizer_seconds(config, plans, cluster, stack)
         first_forward = sum(float(costs[plan.stage].forward) for plan in plans)
         mine = [exchanges[kind] for kind in kinds]
         end, late = _exposed_exchange(config, mine, plans, happened, run, first_forward, count, stack)

@@ -5,11 +5,11 @@ each rank and moment that may be the fullest) times what each of them takes (coe
 the code that sizes a single config, once for each that differs; a product of two small matrices gives the rest.
 
 Equal to it to the byte where stages of a rank are alike; else up to the moment that the peak is taken at, rounding, the
-cut of unequal layers over chunks, and with zero-2 and fully-sharded the padding of buckets and the stage that has most of
+cut of unequal layers over chunks, the pieces of offloaded states that visit the device, and with zero-2 and fully-sharded the padding of buckets and the stage that has most of
 them. What is refined is sized again exactly.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,14 +47,14 @@ class Sizer:
         """[features, shares], for pipelines of pp ranks."""
         found = np.zeros((len(Feature), len(shares)))
         if len(shares):
-            found[Feature.DENSE : Feature.COPY + 1] = self.states(shares, pp)
+            found[Feature.DENSE : Feature.COPY + 1] = self.states(shares, pp, _on_device)
             self._activations(shares, pp, found)
             self._whole(shares, pp, found)
         return found
 
-    def states(self, shares: Shares, pp: int) -> Floats:
+    def states(self, shares: Shares, pp: int, of: Callable[[RunConfig, ParameterShape, int], float]) -> Floats:
         """[5, shares] bytes of parameters, gradients and optimizer states of a dense layer, one with experts, embedding,
-        head, and copy of the embedding: local elements of each class of tensors times the class's bytes."""
+        head, and copy of the embedding: local elements of each class of tensors times its bytes `of` an element."""
         parts, classes = self._classes()
         expert_replicas, replicas = self._expert_replicas(shares), shares.dp * shares.cp // shares.dp_instances
         local = self._local(shares, pp, parts, len(classes))
@@ -65,7 +65,7 @@ class Sizer:
             config = self._with(shares, place, pp)
             for column, shape in enumerate(classes):
                 count = int(expert_replicas[place] if shape.expert else replicas[place])
-                widths[row, column] = sum(element_bytes(config, shape, count))
+                widths[row, column] = of(config, shape, count)
         found: Floats = (local * widths[of_kind, None, :]).sum(2).T
         return found
 
@@ -205,6 +205,20 @@ class Sizer:
                 recompute_granularity=RECOMPUTE[shares.recompute[place]],
             ),
         )
+
+
+def held_bytes(config: RunConfig, shape: ParameterShape, replicas: int) -> float:
+    """Of an element, wherever it is."""
+    return sum(element_bytes(config, shape, replicas)[:3])
+
+
+def offloaded_bytes(config: RunConfig, shape: ParameterShape, replicas: int) -> float:
+    """Of them in host memory, as if a part of each bucket were there and not some whole ones."""
+    return config.optimizer.host_fraction * element_bytes(config, shape, replicas).offloadable
+
+
+def _on_device(config: RunConfig, shape: ParameterShape, replicas: int) -> float:
+    return held_bytes(config, shape, replicas) - offloaded_bytes(config, shape, replicas)
 
 
 def _kinds(keys: npt.NDArray[Any]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:

@@ -19,7 +19,7 @@ from megalite.planner.cost.operations import Pricing
 from megalite.planner.cost.stage import StageCost, layer_seconds, stage_cost
 from megalite.planner.hardware import Cluster, SoftwareStack
 from megalite.planner.search.features import Cut
-from megalite.planner.search.memory import Sizer
+from megalite.planner.search.memory import Sizer, held_bytes, offloaded_bytes
 from megalite.planner.search.space import RECOMPUTE, STRATEGIES, Pipeline, Shares
 
 Floats = npt.NDArray[np.float64]
@@ -61,15 +61,20 @@ class Clock:
             layers[:, row] = _parts(stage_cost(price, **{end: 1.0}), constant, count)
         reduce, gather, pieces, each = self._exchanges(work, shares, pp)
         rate = self.cluster.accelerator.memory_bandwidth * self.cluster.efficiency.memory
-        dense, experts, embedding, *_ = Sizer(self.config).states(shares, pp)
+        dense, experts, embedding, *_ = Sizer(self.config).states(shares, pp, held_bytes)
+        # States are read and written, gradients read, parameters written: about twice all that is held.
+        update = 2.0 * self._on_rank(dense, experts, embedding, pp) / rate * self.stack.optimizer_slowdown
+        if self.config.optimizer.host_fraction:
+            dense, experts, embedding, *_ = Sizer(self.config).states(shares, pp, offloaded_bytes)
+            host = self._on_rank(dense, experts, embedding, pp)
+            update = rates.with_copies(update, host, self.config, self.cluster)
         return Prices(
             layers=layers,
             message=self._message(work, pp),
             after=np.stack((reduce, gather)),
             each=each,
             pieces=pieces,
-            # States are read and written, gradients read, parameters written: about twice all that is held.
-            optimizer=2.0 * self._on_rank(dense, experts, embedding, pp) / rate * self.stack.optimizer_slowdown,
+            optimizer=update,
             sharing=np.broadcast_to(rates.sharing_ranks(rates.pipeline_stride(work), pp, self.cluster), (count,)),
         )
 

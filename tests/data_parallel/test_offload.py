@@ -1,0 +1,171 @@
+"""Optimizer states in host memory: no step is another, every byte is planned, and checkpoints do not know."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.config.optimizer import HOST_SLOTS
+from megalite.data_parallel import strategy
+from megalite.data_parallel.facts import in_host_memory
+from megalite.optimizers import base, lamb
+from megalite.partition.memory import held_buckets, rank_memory, stages_of_rank
+from megalite.rehearsal.run import rehearse
+from megalite.training.replica import Replica
+from tests.data_parallel.test_split_main import WHOLE, saved_and_resumed
+from tests.data_parallel.toy import SHAPES, trajectory
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.state import interrupted
+from tests.support.tiny import Z1, Runner, build, tiny_config
+
+HOST: dict[str, Any] = {"optimizer_cpu_offload": True}
+HALF: dict[str, Any] = {**HOST, "optimizer_offload_fraction": 0.5}
+OTHERS: list[dict[str, Any]] = [
+    {},
+    {"precision": "fp16"},
+    {"precision": "fp32"},
+    {**Z1, "overlap_param_gather": False},
+    {**Z1, "shard_gradients": True},
+    {"dp_strategy": "fully-sharded"},
+    {"dp_strategy": "fused-all-reduce"},
+    {"dp_strategy": "parameter-server"},
+    {"dp_strategy": "sharded-parameter-server"},
+    {"grad_compression": "onebit"},
+    {"optimizer": "lamb"},
+    {"optimizer": "lamb", "precision": "fp32", **Z1},
+    {"optimizer": "sgd"},
+    {"optimizer": "sgd", "sgd_momentum": 0.0},
+    {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "stochastic_rounding": True},
+    {"exp_avg_dtype": "bf16", **Z1},
+]
+
+
+@contextmanager
+def small_pieces() -> Iterator[None]:
+    """So that a bucket comes in several."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base, "HOST_PIECE", 128)
+        patch.setattr(strategy, "HOST_PIECE", 128)
+        patch.setitem(lamb.BLOCKS, "cpu", 128)
+        yield
+
+
+def both_places(context: RankContext) -> list[str]:
+    """The settings under which states in host memory give other weights."""
+    found = []
+    with small_pieces():
+        for settings in OTHERS:
+            there = trajectory(context, 2, {"precision": "bf16", **settings}, 4)
+            for form in (HOST, HALF):
+                here = trajectory(context, 2, {"precision": "bf16", **settings, **form}, 4)
+                same = (torch.equal(a[name], b[name]) for a, b in zip(here, there, strict=True) for name in SHAPES)
+                if not all(same):
+                    found.append(str(settings | form))
+    return found
+
+
+def test_no_step_is_another() -> None:
+    assert run_ranks(2, both_places) == [[], []]
+
+
+@pytest.mark.parametrize("world, layout", [(4, {"pp": 2, "dp": 2, **Z1}), (2, {"dp": 2})], ids=str)
+def test_both_places_take_up_each_others_checkpoints(world: int, layout: dict[str, Any], tmp_path: Path) -> None:
+    folders = [str(tmp_path / "host"), str(tmp_path / "device")]
+    for rank in run_ranks(world, saved_and_resumed, world, layout, folders, [WHOLE | HOST, WHOLE]):
+        results, tensors = rank[0]
+        for other_results, other in rank[1:]:
+            assert other_results == results
+            for name, values in tensors.items():
+                assert torch.equal(other[name], values), name
+
+
+@pytest.mark.parametrize("settings", [{}, {"dp_strategy": "fully-sharded"}], ids=str)
+def test_a_run_that_saves_and_one_that_continues(settings: dict[str, Any], tmp_path: Path) -> None:
+    settings = {"dp": 2, "precision": "bf16", "num_layers": 2, **HOST, **settings}
+    assert run_ranks(2, interrupted, 2, settings, str(tmp_path), 4, [2]) == [[], []]
+
+
+def pinned_bytes(replica: Replica) -> int:
+    """Of main parameters and states in host memory."""
+    total = 0
+    for shard in replica.strategy.shards:
+        if shard.host is not None:
+            kept = [*replica.optimizer.state(shard.main_param).values()]
+            kept += [] if shard.host_main is None else [shard.host_main]
+            total += sum(values.nbytes for values in kept)
+    return total
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"precision": "bf16"},
+    {"precision": "bf16", **Z1},
+    {"precision": "bf16", "dp_strategy": "fully-sharded"},
+    {"precision": "fp32", "dp_strategy": "parameter-server"},
+    {"precision": "bf16", "exp_avg_dtype": "bf16", **Z1},
+]
+
+
+def held_and_planned(context: RankContext) -> list[tuple[int, int, int, int]]:
+    """(in host memory, planned, on the device for pieces, planned)."""
+    found = []
+    for settings in LAYOUTS:
+        for form in (HOST, HALF):
+            config = tiny_config(2, dp=2, **settings, **form)
+            runner = Runner(build(context, config))
+            runner.step()
+            held, rank = runner.replica.strategy, context.rank
+            planned = sum(bucket.host_bytes for bucket in held_buckets(config, rank))
+            assert held._host is not None or planned == 0
+            slots = 0 if held._host is None else HOST_SLOTS * held._host._slots[0].nbytes
+            plan = rank_memory(config, stages_of_rank(config, rank), 0).workspace_bytes
+            without = rank_memory(tiny_config(2, dp=2, **settings), stages_of_rank(config, rank), 0).workspace_bytes
+            found.append((pinned_bytes(runner.replica), planned, slots, plan - without))
+            held.close()
+    return found
+
+
+def test_every_byte_is_planned() -> None:
+    first, second = run_ranks(2, held_and_planned)
+    for held, planned, slots, room in first:
+        assert held == planned > 0 and slots == room > 0
+    for held, planned, slots, room in second:
+        assert held == planned and slots in (0, room)
+
+
+@pytest.mark.parametrize("settings", LAYOUTS[:3], ids=str)
+def test_the_device_is_relieved_of_them(settings: dict[str, Any]) -> None:
+    """Live bytes once all is built, on a device that counts them; each storage takes whole blocks of 512 bytes."""
+    shape = {"dp": 2, "hidden_size": 64}
+    there, here = (tiny_config(2, **shape, **settings, **form) for form in ({}, HOST))
+    found, before = rehearse(here, 0), rehearse(there, 0)
+    plan = rank_memory(here, stages_of_rank(here, 0), 0)
+    without = rank_memory(there, stages_of_rank(there, 0), 0)
+    assert found.host_bytes == pytest.approx(plan.host_bytes, rel=0.03) and before.host_bytes == 0
+    saved = without.optimizer_bytes + without.workspace_bytes - plan.optimizer_bytes - plan.workspace_bytes
+    assert before.built_bytes - found.built_bytes == pytest.approx(saved, rel=0.1)
+    assert found.peak_bytes < before.peak_bytes
+
+
+def test_a_fraction_takes_whole_ranges_from_the_first() -> None:
+    assert in_host_memory([5, 0, 5, 10], 1.0) == [True, False, True, True]
+    assert in_host_memory([5, 0, 5, 10], 0.3) == [True, False, True, False]
+    assert in_host_memory([5, 5, 10], 0.25) == [True, False, False]
+    assert in_host_memory([5, 5], 0.0) == [False, False]
+
+
+def params_norms(context: RankContext) -> set[float]:
+    with small_pieces():
+        found = set()
+        for form in ({}, HOST):
+            runner = Runner(build(context, tiny_config(1, precision="bf16", **form)))
+            runner.step()
+            found.add(float(runner.replica.strategy.local_params_squared()))
+    return found
+
+
+def test_the_parameters_norm_is_the_same() -> None:
+    one, *other = params_norms(RankContext(0))
+    assert other == pytest.approx([one], rel=1e-12) or not other
