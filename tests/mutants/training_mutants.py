@@ -229,7 +229,7 @@ NORM_AND_UPDATE = (
     Mutant(
         "replicated parameters counted on each tp rank",
         "megalite/data_parallel/strategy.py",
-        "(kind.split_over_tp or kind.expert or groups.tp.rank == 0)",
+        "(kind.split_over_tp or (groups.expert_tp if kind.expert else groups.tp).rank == 0)",
         "True",
         f"{TRAJECTORY}[tp2-fp32]",
         "the norm counts what all tp ranks hold tp times",
