@@ -148,10 +148,23 @@ def test_a_failure_leaves_files_of_others(tmp_path: Path, monkeypatch: pytest.Mo
         write(tmp_path / "all", OTHER)
         raise OSError("disk full")
 
-    monkeypatch.setattr(module, "_write_index", fail)
-    with pytest.raises(OSError, match="disk full"):
-        merge([a], str(tmp_path / "all"))
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_write_index", fail)
+        with pytest.raises(OSError, match="disk full"):
+            merge([a], str(tmp_path / "all"))
     assert both(tmp_path / "all") == pack(OTHER)
+    replace = Path.replace
+
+    def replace_or_fail(self: Path, target: str) -> Path:
+        if target.endswith(".idx"):
+            (tmp_path / "new.json").write_text("theirs")
+            raise OSError("disk full")
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", replace_or_fail)
+    with pytest.raises(OSError, match="disk full"):
+        merge([a], str(tmp_path / "new"))
+    assert [path.name for path in tmp_path.glob("new*")] == ["new.json"]
 
 
 def test_an_output_without_a_name_or_a_folder(tmp_path: Path) -> None:
