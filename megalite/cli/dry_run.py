@@ -35,6 +35,7 @@ from megalite.partition.memory import (
     activation_peaks,
     held_buckets,
     held_parameters,
+    host_peaks,
     local_size,
     rank_memory,
     stages_of_rank,
@@ -205,8 +206,9 @@ def _memory_report(
 ) -> dict[str, Any]:
     """At the largest batch."""
     rows = []
-    for rank, peak in enumerate(activation_peaks(config, stages, schedule)):
-        memory = rank_memory(config, [plan for plan in stages if plan.rank == rank], peak)
+    peaks = zip(activation_peaks(config, stages, schedule), host_peaks(config, stages, schedule), strict=True)
+    for rank, peak in enumerate(peaks):
+        memory = rank_memory(config, [plan for plan in stages if plan.rank == rank], *peak)
         rows.append({"pipeline_rank": rank, **vars(memory), "total_bytes": memory.total_bytes})
     fullest = max(rows, key=lambda row: row["total_bytes"])
     return {
@@ -374,4 +376,5 @@ def _rank_memory(config: RunConfig, place: int, schedule: Schedule, buckets: lis
         "activation_bytes": planned.activation_bytes,
         "workspace_bytes": planned.workspace_bytes,
     }
-    return {**parts, "total_bytes": sum(parts.values()), _HOST: sum(held.host_bytes for held in buckets)}
+    host = host_peaks(config, stages, schedule)[place] + sum(held.host_bytes for held in buckets)
+    return {**parts, "total_bytes": sum(parts.values()), _HOST: host}

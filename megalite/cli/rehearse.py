@@ -15,7 +15,7 @@ from megalite.config.batch import microbatch_counts
 from megalite.config.byte_size import format_bytes
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
-from megalite.partition.memory import RankMemory, activation_peaks, rank_memory
+from megalite.partition.memory import RankMemory, activation_peaks, host_peaks, rank_memory
 from megalite.partition.pipeline import layout_of, plan_stages, schedule_of
 from megalite.rehearsal.proof import covered
 from megalite.rehearsal.run import Rehearsal, rehearse
@@ -84,8 +84,9 @@ def _facts(config: RunConfig, found: Rehearsal) -> dict[str, Any]:
 
 def _planned(config: RunConfig, place: int) -> RankMemory:
     stages = plan_stages(config)
-    peaks = activation_peaks(config, stages, schedule_of(config, microbatch_counts(config)[-1]))
-    return rank_memory(config, [plan for plan in stages if plan.rank == place], peaks[place])
+    schedule = schedule_of(config, microbatch_counts(config)[-1])
+    peaks, host = activation_peaks(config, stages, schedule), host_peaks(config, stages, schedule)
+    return rank_memory(config, [plan for plan in stages if plan.rank == place], peaks[place], host[place])
 
 
 def _text(config: RunConfig, rehearsals: Sequence[Rehearsal], faults: list[str] | None) -> list[str]:

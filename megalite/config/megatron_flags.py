@@ -161,7 +161,7 @@ _NO_EFFECT: Mapping[str, str] = {
         "--fp4-param-gather"
     ),
     "memory and garbage collection: --dry-run says what a rank holds": (
-        "--use-torch-optimizer-for-cpu-offload --no-pin-cpu-grads --no-pin-cpu-params --cpu-offloading-num-layers= "
+        "--use-torch-optimizer-for-cpu-offload --no-pin-cpu-grads --no-pin-cpu-params "
         "--cpu-offloading-retain-pinned-cpu-buffers --fine-grained-activation-offloading --offload-modules=* "
         "--min-offloaded-tensor-size= --delay-offload-until-cuda-graph --delta-offload-bytes-across-pp-ranks= "
         "--activation-offload-fraction= --fine-grained-offloading-max-inflight-offloads= --moe-paged-stash "

@@ -80,6 +80,8 @@ class TrainingConfig:
     recompute_ahead: bool = option(False)
     """Full recompute as its own action, before the wait for the gradient: shorter bubble, the activations of one
     more microbatch of a stage."""
+    cpu_offloading_num_layers: int = option(0, at_least=0, below=10_000)
+    """Keep what so many layers at the start of each stage need in the backward in host memory meanwhile."""
     device: str = option("auto", choices=("auto", "cpu", "cuda"))
     """auto: cuda if there is one."""
     imports: list[str] = option([], flags=("--import",), basic=True)

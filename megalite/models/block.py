@@ -14,6 +14,7 @@ from megalite.models.attention import Attention
 from megalite.models.context import ForwardContext, KeyValueCache
 from megalite.models.mlp import MLP
 from megalite.models.norm import Norm, ResidualNorm
+from megalite.models.offload import ActivationOffload
 from megalite.models.recompute import Recompute, not_saving, recomputed
 from megalite.tensor_parallel.parameter import ParameterFactory
 
@@ -111,11 +112,18 @@ class Block(torch.nn.Module):
 
 
 def run_layers(
-    blocks: Sequence[Block], x: Tensor, context: ForwardContext, *, cache: KeyValueCache | None, recompute: Recompute
+    blocks: Sequence[Block],
+    x: Tensor,
+    context: ForwardContext,
+    *,
+    cache: KeyValueCache | None,
+    recompute: Recompute,
+    offload: ActivationOffload | None = None,
 ) -> Tensor:
     """[s/cp, b, h] -> [s/cp, b, h] through all blocks, split over tp as well with sequence parallelism.
 
-    With full recompute a unit of blocks keeps its input alone and runs again in the backward.
+    With full recompute a unit of blocks keeps its input alone and runs again in the backward. With `offload` the first
+    `recompute.offload_layers` keep their activations in host memory.
     """
     count = 0
     if recompute.granularity == "full" and torch.is_grad_enabled():
@@ -123,6 +131,16 @@ def run_layers(
     unit = recompute.num_layers if recompute.method == "uniform" else 1
     for start in range(0, count, unit):
         x = recomputed(_run, blocks[start : start + unit], x, context)
+    if offload is not None and torch.is_grad_enabled():
+        offload.start()
+        count = min(recompute.offload_layers, len(blocks))
+        for block in blocks[:count]:
+            with offload.layer(x, [*block.parameters(), *context.tables]):
+                x = block(x, context)
+        if count < len(blocks):
+            x = blocks[count](x, context)
+            offload.fetch_with(x)
+            count += 1
     return _run(blocks[count:], x, context, cache)
 
 

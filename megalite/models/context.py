@@ -203,6 +203,12 @@ class ForwardContext:
     next_tokens: NextTokens | None = None  # the rows are one token each, behind those that a cache holds
     full: "ForwardContext | None" = None  # for layers that have no window, where others have; None: this one
 
+    @property
+    def tables(self) -> list[Tensor]:
+        """What all layers read."""
+        further = [] if self.full is None else self.full.tables
+        return [self.positions, self.position_ids, *(self.rope or ()), *further]
+
     def keep_mask(self, x: Tensor, p: float, *, site: str, region: Group) -> Tensor | None:
         """What stays of x [s/cp, b, h], split over the ranks of `region` as well; None: everything.
 

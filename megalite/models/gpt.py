@@ -23,6 +23,7 @@ from megalite.models.context import (
     document_position_ids,
 )
 from megalite.models.norm import Norm
+from megalite.models.offload import ActivationOffload
 from megalite.models.recompute import Recompute
 from megalite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megalite.tensor_parallel.layers import VocabParallelEmbedding, linear
@@ -131,6 +132,7 @@ class GPTStage(torch.nn.Module):
         super().__init__()
         self.config, self.factory, self.seq_length = config, factory, seq_length
         self.recompute = recompute or Recompute()
+        self._offload = ActivationOffload(factory.device) if self.recompute.offload_layers else None
         self.embedding: Embedding | None = None
         further = config.mtp_num_layers
         if has_embedding:
@@ -333,7 +335,7 @@ class GPTStage(torch.nn.Module):
         if self.embedding is not None:
             x = self.embedding(x, context)
         blocks = cast("list[Block]", list(self.layers.values()))
-        x = run_layers(blocks, x, context, cache=cache, recompute=self.recompute)
+        x = run_layers(blocks, x, context, cache=cache, recompute=self.recompute, offload=self._offload)
         if self.head is None:
             return x
         if wanted is not None:

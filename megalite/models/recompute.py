@@ -32,6 +32,8 @@ class Recompute:
     modules: frozenset[str] = frozenset({"core_attn"})
     method: str = "uniform"
     num_layers: int = 1
+    offload_layers: int = 0
+    """Not recompute: the first layers of each stage of which activations go to host memory instead."""
 
     def selects(self, module: str) -> bool:
         """Selective recompute runs this kind of module again."""

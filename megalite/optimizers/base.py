@@ -282,7 +282,7 @@ def whole_parts(parameters: Iterable[FlatParameter]) -> Iterator[Part]:
 
 def _zeros(flat: FlatParameter, dtype: torch.dtype) -> torch.Tensor:
     if flat.host is not None:
-        return pinned(flat.param.numel(), dtype, flat.param.device)
+        return pinned(flat.param.numel(), dtype, flat.param.device).zero_()
     return torch.zeros_like(flat.param.data, dtype=dtype)
 
 

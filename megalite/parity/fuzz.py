@@ -323,7 +323,7 @@ def _offload(generator: random.Random, drawn: Drawn) -> Drawn:
 def _recompute(generator: random.Random, drawn: Drawn) -> Drawn:
     kind = generator.choice(("none", "none", "selective", "full"))
     if kind == "none":
-        return {}
+        return {"cpu_offloading_num_layers": generator.randint(1, 2)} if generator.random() < 0.4 else {}
     found: Drawn = {"recompute_granularity": kind}
     if kind == "selective":
         modules = ["core_attn", "layernorm", "mlp_act", "mlp", "moe"]

@@ -55,7 +55,8 @@ def layer_changes(config: RunConfig) -> Changes:
         given = getattr(model, name)
         if given is not None:  # at least every second layer: both kinds are kept
             changes[name] = [min(given[0], 2)] if len(given) == 1 else [index % 2 for index in range(layers)]
-    changes["recompute_num_layers"] = min(config.training.recompute_num_layers, max(1, layers // stages))
+    for name in ("recompute_num_layers", "cpu_offloading_num_layers"):
+        changes[name] = min(getattr(config.training, name), max(1, layers // stages))
     return changes
 
 

@@ -219,7 +219,19 @@ def stage_activation_bytes(config: RunConfig, plan: StagePlan) -> int:
     if plan.has_head:
         total += _tokens(config) * round(_head(config))
         total += sum(_further_bytes(config, index) for index in model.further_layers)
-    return total
+    return total - offloaded_activation_bytes(config, plan)
+
+
+def _offloaded_layers(config: RunConfig, plan: StagePlan) -> range:
+    return range(plan.first_layer, min(plan.first_layer + config.training.cpu_offloading_num_layers, plan.last_layer))
+
+
+def offloaded_activation_bytes(config: RunConfig, plan: StagePlan) -> int:
+    """What of one microbatch's is in host memory: all of the layers, but not the stage's input, which waits for its
+    gradient."""
+    layers = _offloaded_layers(config, plan)
+    stays = _unit_input_bytes(config) if layers and not plan.has_embedding else 0
+    return sum(layer_activation_bytes(config, index) for index in layers) - stays
 
 
 def _head(config: RunConfig) -> float:
@@ -239,8 +251,20 @@ def _further_bytes(config: RunConfig, index: int) -> int:
     return layer + round(_tokens(config) * (own + _head(config)))
 
 
+def _restored_bytes(config: RunConfig, plan: StagePlan) -> int:
+    """Of offloaded layers two are back at a time, or the last one beside the layer behind it: what they take more than all
+    that is kept, which is gone by then."""
+    layers = _offloaded_layers(config, plan)
+    sizes = [
+        layer_activation_bytes(config, index) for index in range(layers.start, min(layers.stop + 1, plan.last_layer))
+    ]
+    pairs = [sum(sizes[first : first + 2]) for first in range(len(layers))]
+    stays = 0 if plan.has_embedding else _unit_input_bytes(config)
+    return max(0, max(pairs, default=0) - stage_activation_bytes(config, plan) + stays)
+
+
 def recompute_workspace_bytes(config: RunConfig, plan: StagePlan) -> int:
-    """Bytes that recomputation brings back at most at once, beside what is kept all along.
+    """Bytes that recomputation, or offloading, brings back at most at once, beside what is kept all along.
 
     With full recompute that is a unit's activations but its input, with selective all that one module frees in a layer.
     """
@@ -259,7 +283,7 @@ def recompute_workspace_bytes(config: RunConfig, plan: StagePlan) -> int:
         again += [both + layer_activation_bytes(config, index, granularity="none") for index in further]
         return max(again, default=0)
     if training.recompute_granularity == "none":
-        return 0
+        return _restored_bytes(config, plan)
     freed = (
         sum(
             kept.bytes

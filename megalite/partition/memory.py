@@ -10,7 +10,12 @@ from dataclasses import dataclass
 
 from megalite.config.run import RunConfig
 from megalite.models.shapes import ParameterShape
-from megalite.partition.activations import ELEMENT_BYTES, recompute_workspace_bytes, stage_sizes
+from megalite.partition.activations import (
+    ELEMENT_BYTES,
+    offloaded_activation_bytes,
+    recompute_workspace_bytes,
+    stage_sizes,
+)
 from megalite.partition.buckets import (
     PlannedBucket,
     all_replicas,
@@ -23,7 +28,7 @@ from megalite.partition.buckets import (
 from megalite.partition.gathers import WORD, whole_gradient_bytes, whole_parameter_bytes
 from megalite.partition.pipeline import layout_of, plan_stages
 from megalite.partition.stages import StagePlan, shapes_of, shapes_of_rank, shares_embedding
-from megalite.pipeline.ir.memory import memory_peaks
+from megalite.pipeline.ir.memory import Sizes, memory_peaks
 from megalite.pipeline.ir.schedule import Program, Schedule
 from megalite.topology.layout import ParallelLayout, ShardSpec
 
@@ -44,7 +49,7 @@ class RankMemory:
     """What recomputation brings back at once in the backward, what is whole for a while of sharded parameters and
     gradients, and room for states that visit the device."""
     host_bytes: int = 0
-    """Offloaded main parameters and optimizer states; not in the total, which is the device's."""
+    """Offloaded main parameters, optimizer states and activations; not in the total, which is the device's."""
 
     @property
     def total_bytes(self) -> int:
@@ -61,12 +66,25 @@ def activation_peaks(config: RunConfig, stages: tuple[StagePlan, ...], schedule:
     return [round(peak.size) for peak in peaks]
 
 
-def rank_memory(config: RunConfig, stages: Sequence[StagePlan], activation_bytes: int) -> RankMemory:
+def host_peaks(config: RunConfig, stages: tuple[StagePlan, ...], schedule: Schedule) -> list[int]:
+    """Per pipeline rank, the most bytes of offloaded activations in host memory."""
+    none = (0.0,) * len(stages)
+    offloaded = tuple(float(offloaded_activation_bytes(config, plan)) for plan in stages)
+    if not any(offloaded):
+        return [0] * config.parallel.pp
+    sizes = Sizes(activation=offloaded, deferred=none, kept_input=none)
+    return [round(peak.size) for peak in memory_peaks(Program(schedule, schedule.actions), sizes)]
+
+
+def rank_memory(
+    config: RunConfig, stages: Sequence[StagePlan], activation_bytes: int, host_activation_bytes: int = 0
+) -> RankMemory:
     """Memory of a rank that holds `stages`.
 
     With the distributed optimizer its state is divided by dp·cp (for experts by their own data-parallel size; with
-    several instances by the ranks of one), which gives the usual 6 + 12/dp bytes a parameter in bf16. With a parameter server it is the server's. `activation_bytes`:
-    at the peak of the schedule (`activation_peaks`).
+    several instances by the ranks of one), which gives the usual 6 + 12/dp bytes a parameter in bf16. With a parameter
+    server it is the server's. `activation_bytes`: at the peak of the schedule (`activation_peaks`), and those in host
+    memory (`host_peaks`).
     """
     dense, expert = (count // config.parallel.instances for count in all_replicas(config))
     everywhere = plan_stages(config)
@@ -91,7 +109,7 @@ def rank_memory(config: RunConfig, stages: Sequence[StagePlan], activation_bytes
         + whole_gradient_bytes(config, stages, everywhere)
         + max(recompute_workspace_bytes(config, plan) for plan in stages)
         + visiting_bytes(config, buckets),
-        host_bytes=math.ceil(host),
+        host_bytes=math.ceil(host) + host_activation_bytes,
     )
 
 

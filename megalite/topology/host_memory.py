@@ -15,10 +15,10 @@ _ALIGNMENT = 64
 
 
 def pinned(size: int | torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros in host memory that the device reads and writes by itself. (The rehearsal's device has a host like it.)"""
+    """Host memory with any contents, which the device reads and writes by itself. (So does the rehearsal's.)"""
     if device.type == "meta":
-        return torch.zeros(size, dtype=dtype, device=device, pin_memory=True)
-    return torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda")
+        return torch.empty(size, dtype=dtype, device=device, pin_memory=True)
+    return torch.empty(size, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 class CopyStream:
@@ -41,6 +41,11 @@ class CopyStream:
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
             return self._stream.record_event()
+
+    def outlive(self, tensor: torch.Tensor) -> None:
+        """A tensor of the device is let go: its memory is not to be used again before the copies so far are done."""
+        if self._stream is not None:
+            tensor.record_stream(self._stream)
 
     def now(self) -> Event:
         """What the device has been asked to compute so far."""

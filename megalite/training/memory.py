@@ -14,7 +14,6 @@ import torch
 from megalite.config.batch import microbatch_counts
 from megalite.config.byte_size import format_bytes
 from megalite.config.errors import ConfigError, RankError
-from megalite.config.optimizer import OPTIMIZERS
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.partition.memory import RankMemory, activation_peaks, rank_memory
@@ -136,9 +135,6 @@ def remedies(config: RunConfig) -> list[str]:
         "--sequence-parallel": p.tp > 1 and not p.sequence_parallel,
         "--recompute-granularity selective": t.recompute_granularity == "none",
         "--recompute-granularity full": t.recompute_granularity != "full",
-        "--optimizer-cpu-offload": (
-            OPTIMIZERS.facts(config.optimizer.optimizer).host_passes and not config.optimizer.optimizer_cpu_offload
-        ),
         "a larger --tp or --pp": True,
     }
     return [remedy for remedy, helps in found.items() if helps]

@@ -318,6 +318,7 @@ def build_stages(
         modules=frozenset(config.training.recompute_modules),
         method=config.training.recompute_method,
         num_layers=config.training.recompute_num_layers,
+        offload_layers=config.training.cpu_offloading_num_layers,
     )
     stages: dict[int, GPTStage] = {}
     for part in plan:

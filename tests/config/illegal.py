@@ -35,6 +35,10 @@ _TABLE = """
 3 --pp 3 --num-layers 4 --pipeline-layers 2,0,2 => pipeline_layers 2,0,2 leaves stage 1 without a layer … use 1,1,2
 2 --pp 2 --num-layers 4 --recompute-ahead => recompute_ahead … recompute_granularity none … recompute-granularity full
 1 --num-layers 4 --recompute-granularity full --recompute-ahead => recompute_ahead … pp 1 … pp 2 or more
+1 --num-layers 4 --cpu-offloading-num-layers 5 => cpu_offloading_num_layers 5 is more than the 4 layers … at most 4
+1 --num-layers 4 --cpu-offloading-num-layers 2 --recompute-granularity full
+    => cpu_offloading_num_layers 2 … recompute_granularity full … --recompute-granularity none
+1 --num-layers 4 --cpu-offloading-num-layers 2 --compile => cpu_offloading_num_layers 2 does not go with compile
 2 --pp 2 --num-layers 4 --recompute-granularity full --recompute-num-layers 2 --recompute-ahead
     => recompute_num_layers 2 … recompute_ahead
 1 --overlap-param-gather => overlap_param_gather … dp_strategy all-reduce … --dp-strategy distributed-optimizer

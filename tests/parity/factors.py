@@ -205,6 +205,8 @@ FACTORS: dict[str, dict[str, Settings]] = {
         "full-2": {**FULL, "recompute_num_layers": 2},
         "block": {**FULL, "recompute_method": "block"},
         "ahead": {**FULL, "recompute_ahead": True},
+        "offload": {"cpu_offloading_num_layers": 1},
+        "offload-2": {"cpu_offloading_num_layers": 2},
     },
     "schedule": {
         "default": {},

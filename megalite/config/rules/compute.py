@@ -234,14 +234,17 @@ def _covered_modules(c: Settings) -> Findings:
         yield f"recompute_modules mlp_act has no effect with {within}, where it is recomputed too; remove one of them"
 
 
-def _recomputed_layers(c: Settings) -> Findings:
+def _chosen_layers(c: Settings) -> Findings:
     stages, cut = c.pp * c.vpp, stage_layers(c.run)
     # Without a cut by hand it is not known here, but no stage can have more than this.
     largest = max(cut) if cut else c.num_layers - (stages - 1)
-    if c.recompute_granularity == "full" and c.recompute_num_layers > largest:
+    wanted = ["recompute_num_layers"] if c.recompute_granularity == "full" else []
+    for name in [*wanted, "cpu_offloading_num_layers"]:
+        if getattr(c, name) <= largest:
+            continue
         yield say(
             c,
-            f"{{recompute_num_layers}} is more than the {largest} layers of a stage of {{num_layers}} cut over pp·vpp = "
+            f"{{{name}}} is more than the {largest} layers of a stage of {{num_layers}} cut over pp·vpp = "
             f"{stages}; use at most {largest}",
         )
 
@@ -251,11 +254,14 @@ RECOMPUTE: tuple[Check, ...] = (
         {
             "{!recompute_modules} has no effect with {recompute_granularity}; use --recompute-granularity selective or "
             "remove it": lambda c: c.recompute_granularity != "selective",
+            "{?cpu_offloading_num_layers} does not go with {recompute_granularity} recompute, which starts from activations on the "
+            "device; use --recompute-granularity none or remove it": lambda c: c.recompute_granularity != "none",
+            "{?cpu_offloading_num_layers} does not go with compile; remove one of them": lambda c: c.compile,
             "{!recompute_method|recompute_num_layers} has no effect with {recompute_granularity}; use "
             "--recompute-granularity full or remove it": lambda c: c.recompute_granularity != "full",
         }
     ),
     _modules,
     _covered_modules,
-    _recomputed_layers,
+    _chosen_layers,
 )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megalite.config.run import RunConfig
-from megalite.partition.activations import recompute_units
+from megalite.partition.activations import offloaded_activation_bytes, recompute_units
 from megalite.partition.pipeline import has_recompute_actions
 from megalite.partition.stages import StagePlan
 from megalite.pipeline.ir.simulate import Costs, Link
@@ -24,12 +24,20 @@ class StageKind(NamedTuple):
     has_embedding: float
     has_head: float
     kept: float
+    copied: float
 
 
 def stage_kind(config: RunConfig, plan: StagePlan) -> StageKind:
     moe = sum(config.model.is_moe_layer(index) for index in range(plan.first_layer, plan.last_layer))
     kept = plan.num_layers - sum(map(len, recompute_units(config, plan)))
-    counts = (plan.num_layers - moe, moe, plan.has_embedding, plan.has_head, kept)
+    counts = (
+        plan.num_layers - moe,
+        moe,
+        plan.has_embedding,
+        plan.has_head,
+        kept,
+        offloaded_activation_bytes(config, plan),
+    )
     return StageKind(*map(float, counts))
 
 
@@ -110,8 +118,10 @@ def stage_cost(
     has_embedding: Number = 0.0,
     has_head: Number = 0.0,
     kept: Number = 0.0,
+    copied: Number = 0.0,
 ) -> StageCost:
-    """A stage with `dense` layers and `moe` ones with experts, of which full recompute leaves `kept` alone (method block)."""
+    """A stage with `dense` layers and `moe` ones with experts, of which full recompute leaves `kept` alone (method block).
+    `copied`: bytes of activations that go to host memory beside the forward, and come back beside the backward."""
     total, again = operations.embedding(price) * has_embedding, Parts()
     count = dense + moe
     for number, with_experts in ((dense, False), (moe, True)):
@@ -128,8 +138,13 @@ def stage_cost(
     # The loss reads its labels' mask on the host, which waits for the device: head and layers do not cover for each other.
     end = _seconds(price, end, Parts())
     cost = _seconds(price, total, again) + end
-    constant = price.stack.microbatch_seconds
-    return replace(cost, forward=cost.forward + constant, input_gradient=cost.input_gradient + constant)
+    constant, device = price.stack.microbatch_seconds, price.cluster.accelerator
+    forward, inner, copies = cost.forward + constant, cost.input_gradient + constant, copied / device.host_bandwidth
+    if device.asynchronous:
+        late = np.maximum(copies - forward, 0.0), np.maximum(copies - inner - cost.weight_gradient, 0.0)
+    else:
+        late = copies, copies
+    return replace(cost, forward=forward + late[0], input_gradient=inner + late[1])
 
 
 def _seconds(price: operations.Pricing, total: operations.Piece, again: Parts) -> StageCost:

@@ -15,7 +15,7 @@ from megalite.data_parallel.facts import wire_width
 from megalite.models.shapes import flops_per_token
 from megalite.partition.activations import ELEMENT_BYTES
 from megalite.partition.buckets import element_bytes, local_size
-from megalite.partition.memory import RankMemory, activation_peaks, rank_memory
+from megalite.partition.memory import RankMemory, activation_peaks, host_peaks, rank_memory
 from megalite.partition.pipeline import plan_stages, schedule_of
 from megalite.partition.stages import StagePlan, shapes_of_rank
 from megalite.pipeline.ir.actions import Kind
@@ -181,7 +181,9 @@ def predict(config: RunConfig, cluster: Cluster, stack: SoftwareStack, *, with_m
     assert p.dp is not None, "validate() resolves dp"
     tokens = count * p.dp * training.micro_batch_size * training.seq_length
     achievable = cluster.peak(training.precision) * world * step
-    peaks = activation_peaks(config, stages, schedule_of(config, count)) if with_memory else []
+    schedule = schedule_of(config, count)
+    peaks = activation_peaks(config, stages, schedule) if with_memory else []
+    host = host_peaks(config, stages, schedule) if with_memory else []
     return Prediction(
         step_seconds=step,
         tokens_per_second=tokens / step,
@@ -190,7 +192,7 @@ def predict(config: RunConfig, cluster: Cluster, stack: SoftwareStack, *, with_m
         bubble=bubble,
         parts=parts,
         exposed={**{name: inside[name] for name in ("tensor", "context", "expert")}, **exposed},
-        memory=tuple(rank_memory(config, plans, peak) for plans, peak in zip(by_rank, peaks)),
+        memory=tuple(rank_memory(config, *each) for each in zip(by_rank, peaks, host)),
         stages=tuple(costs),
         timeline=run.timeline,
     )
