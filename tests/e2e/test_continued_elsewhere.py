@@ -24,7 +24,12 @@ RUNS = {
         (4, "--cp 2 --pp 2"),
         (4, "--cp 4 --cp-comm-type a2a"),
     ),
-    "ZeRO-3 in a pipeline": ("quickstart", "", (4, "--pp 2 --vpp 2 --dp-strategy fully-sharded"), (2, "--tp 2")),
+    "ZeRO-3 in a pipeline, states and activations in host memory": (
+        "quickstart",
+        "",
+        (4, "--pp 2 --vpp 2 --dp-strategy fully-sharded --optimizer-cpu-offload --cpu-offloading-num-layers 1"),
+        (2, "--tp 2"),
+    ),
 }
 
 
