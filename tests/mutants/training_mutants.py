@@ -9,6 +9,7 @@ RAMP_UP = (
 )
 EVALUATION = "tests/anchors/test_meaning.py::test_evaluation_of_a_model_that_drops_is_that_of_one_without_dropout"
 _MAPPINGS = "tests/tensor_parallel/test_mappings.py::test_pairs[2]"
+_PARITY = "tests/parity/test_parity.py::test_layout_gives_the_numbers_of_one_rank"
 _ONEBIT = "tests/data_parallel/compression/test_onebit.py::test_nothing_is_lost[dtype0-False]"
 
 OBJECTIVE = (
@@ -122,7 +123,7 @@ GRADIENTS = (
     Mutant(
         "reduced without cp",
         "megalite/training/replica.py",
-        "dp=topology.dp_cp,",
+        "dp=topology.intra_dp_cp or topology.dp_cp,",
         "dp=topology.dp,",
         f"{TRAJECTORY}[cp2-fp32]",
         "gradients are not summed over context-parallel ranks",
@@ -337,8 +338,8 @@ SHARDS_AND_PRECISION = (
     Mutant(
         "ZeRO-1 reduces into the first part",
         "megalite/data_parallel/zero.py",
-        "reduce_scatter_async(bucket.grad[start:stop], bucket.grad)",
-        "reduce_scatter_async(bucket.grad[: stop - start], bucket.grad)",
+        "own = bucket.grad[start:stop]",
+        "own = bucket.grad[: stop - start]",
         f"{TRAJECTORY}[dp2-zero1-fp32]",
         "ranks but the first step by gradients of their own alone",
     ),
@@ -349,6 +350,30 @@ SHARDS_AND_PRECISION = (
         "",
         f"{TRAJECTORY}[dp2-zero2-llama-fp32]",
         "a microbatch's part replaces those of the ones before",
+    ),
+    Mutant(
+        "instances never meet",
+        "megalite/data_parallel/zero.py",
+        ".all_reduce_after(work, own)",
+        ".all_reduce_after(work, own.clone())",
+        f"{_PARITY}[hybrid2-zb-tied]",
+        "each instance steps by the gradients of its own samples",
+    ),
+    Mutant(
+        "instances meet before the last microbatch",
+        "megalite/data_parallel/zero.py",
+        "        if bucket in self._final:\n            self._completed",
+        "        if bucket in self._last:\n            self._completed",
+        f"{_PARITY}[hybrid2-pp2-few]",
+        "what is in flight when the last backward begins is taken for the last",
+    ),
+    Mutant(
+        "every instance counts",
+        "megalite/data_parallel/strategy.py",
+        "if groups.instances(kind).rank > 0:",
+        "if False:",
+        f"{_PARITY}[hybrid2-zb-tied]",
+        "the norm is of each shard as often as there are instances",
     ),
     Mutant(
         "ZeRO-3 cuts the first part everywhere",

@@ -151,6 +151,7 @@ ODD: dict[str, Settings] = {
         "reduction_order": "rank",
         **TWO,
     },
+    "hybrid2-pp2-few": {**FAMILIES["llama"], **Z1, "pp": 2, "dp": 4, "shard_gradients": True, "dp_instances": 2, **TWO},
     "hybrid3-cp2-lamb": {
         **FAMILIES["qwen"],
         "cp": 2,

@@ -165,6 +165,21 @@ def test_parameters_that_are_gathered_after_the_update_make_the_step_longer() ->
     assert plain.step_seconds == pytest.approx(hidden.step_seconds + gathered - left)
 
 
+def test_instances_inside_nodes_gather_over_their_links() -> None:
+    settings = {"dp": 16, "dp_strategy": "distributed-optimizer", "global_batch_size": 32}
+    settings["overlap_param_gather"] = False
+    cluster = cluster_with(link_latency=0.0, latency=0.0)
+    across, inside = (predict(config_of(16, **settings, dp_instances=n), cluster, STACK) for n in (1, 2))
+    rate = cluster.node.link_bandwidth * cluster.efficiency.link
+    assert inside.exposed["parameters"] == pytest.approx(7 / 8 * 2 * inside.memory[0].parameters / rate, rel=1e-3)
+    assert inside.exposed["parameters"] < across.exposed["parameters"]
+    # Two of a shard in two nodes, each with its own adapter.
+    slow = cluster_with(link_latency=0.0, latency=0.0, nic_bandwidth=1e8)
+    assert predict(config_of(16, **settings, dp_instances=2), slow, STACK).exposed["gradients"] == pytest.approx(
+        4 / 8 * inside.memory[0].parameters / (slow.nic_share * slow.efficiency.network), rel=0.1
+    )
+
+
 def test_the_ends_of_a_pipeline_inside_a_node_sum_a_tied_embedding_over_its_links() -> None:
     def gradients(world: int, nic_bandwidth: float, **settings: Any) -> float:
         cluster = cluster_with(nic_bandwidth=nic_bandwidth)

@@ -106,6 +106,18 @@ def test_every_count_of_ranks_gets_a_layout_close_to_the_planners() -> None:
         assert predict(ours, CLUSTER, STACK).step_seconds <= ALMOST * best * (1 + 1e-9)
 
 
+def test_instances_stay_where_they_divide_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(under_test, "ALMOST", 1e9)
+    before = former(8, dp=8, dp_strategy="distributed-optimizer", dp_instances=2)
+    assert asked(4, former=before).layout["dp_instances"] == 2
+    for world in (2, 3):
+        found = asked(world, former=before)
+        legal(found, world)
+        assert found.layout["dp_instances"] == 1
+    fixed = asked(4, flags={"dp_instances": 2, "dp_strategy": "fully-sharded"})
+    assert (fixed.layout["dp_instances"], fixed.layout["dp_strategy"]) == (2, "fully-sharded")
+
+
 def test_what_was_stays_where_it_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
     manner = {"pipeline_schedule": "gpipe", "dp_strategy": "distributed-optimizer"}
     before = former(8, tp=2, pp=2, **manner)

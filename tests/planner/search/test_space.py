@@ -110,6 +110,7 @@ def test_nothing_legal_is_lost(flags: str, eps: tuple[int, ...], schedules: tupl
         (f"{EXPERTS} --gpus 8 --rank-order tp-cp-ep-pp-dp --rampup-batch-size 4 4 100", 80),
         (f"{TINY.replace('length 64', 'length 36')} --gpus 8 --fix tp=4 --fix cp=2 --fix pp=1", 60),
         (f"{TINY} --gpus 4 --optimizer lamb --recompute-modules core_attn mlp", 80),
+        (f"{EXPERTS} --gpus 16 --fix dp_instances=2,4", 80),
     ],
 )
 def test_all_that_is_proposed_is_accepted(flags: str, count: int) -> None:
