@@ -76,6 +76,7 @@ class BatchLoader:
     cp_rank: int = 0
     """This rank among those that share sequences."""
     cp_size: int = 1
+    """How many those are."""
     balance: Balance | None = None
     """What each of those holds; None: `sequence_spans`, whatever the documents are."""
     find_documents: bool = False
