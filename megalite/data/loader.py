@@ -69,6 +69,7 @@ class BatchLoader:
     micro_batch_size: int
     cp_rank: int = 0  # this rank among those that share sequences
     cp_size: int = 1
+    """How many those are."""
     balance: Balance | None = None
     """What each of those holds; None: `sequence_spans`, whatever the documents are."""
     find_documents: bool = False  # find where documents start; a document ends with eod_token
