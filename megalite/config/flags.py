@@ -261,7 +261,7 @@ def _add_setting(level: Level, occurrence: _Occurrence, others: Iterable[str]) -
         if (
             len(words) > 1
             or words == [""]
-            or (not words and (flag in WORDS or flag in FROM_VALUE or DERIVED.get(flag)))
+            or (not words and (flag in WORDS or flag in FROM_VALUE or DERIVED.get(flag, (None,))[0]))
         ):
             raise ConfigError(f"{flag} takes one value, got {' '.join(words) or 'none'}")
         value = int(words[0]) if words and words[0].isdecimal() and flag in DERIVED else words[0] if words else True

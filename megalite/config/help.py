@@ -47,7 +47,7 @@ def full_help(program: str) -> str:
                 lines.append(f"      {setting.help} [{setting.type_name}; default {_shown(setting.default)}]")
     lines += ["", "Megatron-LM's flags that set something else:"]
     lines += [f"  {flag:<42} {_sets(values)}" for flag, values in _words()]
-    lines += [f"  {flag}{f' {_PLACEHOLDERS[kind]}' if kind else ''}" for flag, kind in DERIVED.items()]
+    lines += [f"  {flag}{f' {_PLACEHOLDERS[kind]}' if kind else ''}" for flag, (kind, _) in DERIVED.items()]
     lines += [f"  {flag} {'FILE' if flag.endswith('-path') else 'VALUE'}" for flag in FROM_VALUE]
     lines += [f"  and {len(known_flags())} that set nothing or are refused: docs/from_megatron.md"]
     return "\n".join(part for line in lines for part in _wrapped(line))

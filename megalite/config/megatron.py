@@ -87,21 +87,22 @@ SAID: Mapping[str, str] = MappingProxyType(
 )
 """Flag of those above -> the difference that is said each time."""
 
-DERIVED: Mapping[str, type | None] = MappingProxyType(
+DERIVED: Mapping[str, tuple[type | None, tuple[str, ...]]] = MappingProxyType(
     {
-        "--num-layers-per-virtual-pipeline-stage": int,
-        "--decoder-first-pipeline-num-layers": int,
-        "--decoder-last-pipeline-num-layers": int,
-        "--group-query-attention": None,
-        "--no-position-embedding": None,
-        "--use-distributed-optimizer": None,
-        "--account-for-embedding-in-pipeline-split": None,
-        "--account-for-loss-in-pipeline-split": None,
-        "--eval-global-batch-size": int,
-        "--moe-router-load-balancing-type": str,
+        "--num-layers-per-virtual-pipeline-stage": (int, ("vpp",)),
+        "--decoder-first-pipeline-num-layers": (int, ("pipeline_layers",)),
+        "--decoder-last-pipeline-num-layers": (int, ("pipeline_layers",)),
+        "--group-query-attention": (None, ()),
+        "--no-position-embedding": (None, ()),
+        "--use-distributed-optimizer": (None, ("dp_strategy",)),
+        "--account-for-embedding-in-pipeline-split": (None, ("pipeline_layers",)),
+        "--account-for-loss-in-pipeline-split": (None, ("pipeline_layers",)),
+        "--eval-global-batch-size": (int, ()),
+        "--moe-router-load-balancing-type": (str, ("moe_aux_loss_coeff",)),
     }
 )
-"""Flag that needs other settings before it means anything (see merge.py) -> the type of its value, if it takes one."""
+"""Flag that needs other settings before it means anything (see merge.py) -> the type of its value, if it takes one, and the
+settings that it gives."""
 
 
 def _kept_checkpoints(text: str, where: str) -> dict[str, Any]:
@@ -171,36 +172,23 @@ def layer_list(text: str, where: str) -> list[int]:
     return layers
 
 
-FROM_VALUE: Mapping[str, Callable[[str, str], dict[str, Any]]] = MappingProxyType(
+_SCALING = ("rope_scaling", "rope_scaling_factor")
+FROM_VALUE: Mapping[str, tuple[Callable[[str, str], dict[str, Any]], tuple[str, ...]]] = MappingProxyType(
     {
-        **DATA_FILES,
-        "--save-retain-interval": _kept_checkpoints,
-        "--window-size": _window,
-        "--rotary-seq-len-interpolation-factor": _interpolated,
-        "--rotary-scaling-factor": _stretched,
+        **{flag: (read, PATH_SETTINGS) for flag, read in DATA_FILES.items()},
+        "--save-retain-interval": (_kept_checkpoints, ("keep_latest", "keep_every")),
+        "--window-size": (_window, ("sliding_window",)),
+        "--rotary-seq-len-interpolation-factor": (_interpolated, _SCALING),
+        "--rotary-scaling-factor": (_stretched, (*_SCALING, "rope_original_max_positions")),
     }
 )
-"""Flag -> (its value, the flag) -> the settings that follow."""
+"""Flag -> (its value, the flag) -> the settings that follow; and their names."""
 
 STANDS_FOR: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         **{flag: tuple(fixed) for flag, fixed in SHORTHANDS.items()},
         **{flag: tuple({name for fixed in words.values() for name in fixed}) for flag, words in WORDS.items()},
-        "--num-layers-per-virtual-pipeline-stage": ("vpp",),
-        "--decoder-first-pipeline-num-layers": ("pipeline_layers",),
-        "--decoder-last-pipeline-num-layers": ("pipeline_layers",),
-        "--group-query-attention": (),
-        "--no-position-embedding": (),
-        "--use-distributed-optimizer": ("dp_strategy",),
-        "--account-for-embedding-in-pipeline-split": ("pipeline_layers",),
-        "--account-for-loss-in-pipeline-split": ("pipeline_layers",),
-        "--eval-global-batch-size": (),
-        "--moe-router-load-balancing-type": ("moe_aux_loss_coeff",),
-        **dict.fromkeys(DATA_FILES, PATH_SETTINGS),
-        "--save-retain-interval": ("keep_latest", "keep_every"),
-        "--window-size": ("sliding_window",),
-        "--rotary-seq-len-interpolation-factor": ("rope_scaling", "rope_scaling_factor"),
-        "--rotary-scaling-factor": ("rope_scaling", "rope_scaling_factor", "rope_original_max_positions"),
+        **{flag: names for flag, (_, names) in (*DERIVED.items(), *FROM_VALUE.items())},
     }
 )
 """Flag that is no setting -> the settings that it gives."""

@@ -42,10 +42,11 @@ class Level:
         `value`: True for a flag without one. Raises ConfigError: the value is not what the flag takes; the message
         starts with `where`."""
         given: Mapping[str, Any] = {}
-        if (flag in SHORTHANDS or DERIVED.get(flag, int) is None) and value is not True:
+        takes = DERIVED[flag][0] if flag in DERIVED else None if flag in SHORTHANDS else str
+        if takes is None and value is not True:
             raise ConfigError(f"{where} takes no value but true, got {shortened(value)}; remove it")
         if flag in DERIVED:
-            if DERIVED[flag] is int and (isinstance(value, bool) or not isinstance(value, int)):
+            if takes is int and (isinstance(value, bool) or not isinstance(value, int)):
                 raise ConfigError(f"{where} takes a whole number such as 4, got {shortened(value)}")
             _add(self.derived, flag, Given(value, source))
         elif flag in SHORTHANDS:
@@ -56,7 +57,7 @@ class Level:
             ):
                 what = "the path of a file" if flag in DATA_FILES else "one value"
                 raise ConfigError(f"{where} takes {what}, got {shortened(value)}")
-            given = FROM_VALUE[flag](str(value), where)
+            given = FROM_VALUE[flag][0](str(value), where)
         else:
             given = settings_of_word(flag, value if isinstance(value, str) else shortened(value), where)
         if flag in SAID:
