@@ -1,4 +1,4 @@
-"""Tensors that rest in host memory and visit the device: copies on streams of their own, beside the computation.
+"""Tensors that rest in host memory and visit the device: copies on separate streams, beside the computation.
 
 On a CPU the same code runs: host and device are one memory, and a copy is done when it has been started.
 """

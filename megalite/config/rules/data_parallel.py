@@ -150,7 +150,7 @@ OPTIMIZER: tuple[Check, ...] = (
             ),
             "{?optimizer_cpu_offload} does not go with {optimizer}, which works on more than pieces of its states; use --optimizer "
             "adam or remove it": lambda c: not OPTIMIZERS.facts(c.optimizer).host_passes,
-            "{?optimizer_cpu_offload} does not go with {dp_strategy}, whose replicas exchange main parameters; use --dp-strategy "
+            "{?optimizer_cpu_offload} does not go with {dp_strategy}: its replicas exchange main parameters; use --dp-strategy "
             "distributed-optimizer or remove it": lambda c: c.strategy.weights != "equal",
             "{?optimizer_cpu_offload} does not go with {main_params}: whole main parameters in host memory take nothing of the "
             "device; use --main-params fp32": lambda c: c.main_params == "split",
