@@ -67,7 +67,7 @@ def test_stable_keys() -> None:
         memory.pipeline_ranks[].pipeline_rank memory.pipeline_ranks[].parameters
         memory.pipeline_ranks[].parameter_bytes memory.pipeline_ranks[].gradient_bytes
         memory.pipeline_ranks[].optimizer_bytes memory.pipeline_ranks[].activation_bytes
-        memory.pipeline_ranks[].workspace_bytes memory.pipeline_ranks[].total_bytes
+        memory.pipeline_ranks[].workspace_bytes memory.pipeline_ranks[].total_bytes memory.pipeline_ranks[].host_bytes
         communication communication[].pipeline_rank communication[].group communication[].size
         communication[].operation communication[].volume_bytes communication[].sent_bytes
         communication[].basis

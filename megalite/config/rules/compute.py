@@ -254,7 +254,7 @@ RECOMPUTE: tuple[Check, ...] = (
         {
             "{!recompute_modules} has no effect with {recompute_granularity}; use --recompute-granularity selective or "
             "remove it": lambda c: c.recompute_granularity != "selective",
-            "{?cpu_offloading_num_layers} does not go with {recompute_granularity} recompute, which starts from activations on the "
+            "{?cpu_offloading_num_layers} does not go with {recompute_granularity}: recompute starts from activations on the "
             "device; use --recompute-granularity none or remove it": lambda c: c.recompute_granularity != "none",
             "{?cpu_offloading_num_layers} does not go with compile; remove one of them": lambda c: c.compile,
             "{!recompute_method|recompute_num_layers} has no effect with {recompute_granularity}; use "
