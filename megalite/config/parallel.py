@@ -188,7 +188,7 @@ class DataParallelConfig:
     fp64 in a run of that precision. Parameters that ZeRO and servers hand out travel in the run's precision."""
     reduction_order: str = option("backend", choices=("backend", "rank"))
     """Order in which gradients of ranks are added: the backend's own, or by rank. Then all-reduce, fused-all-reduce,
-    distributed-optimizer and the synchronous servers (which always add by rank) give the same bits."""
+    distributed-optimizer of one instance and the synchronous servers (which always add by rank) give the same bits."""
     shard_gradients: bool = option(False)
     """distributed-optimizer: keep only the owned part of the gradients between microbatches, as ZeRO-2 does."""
     fusion_threshold_mb: float = option(64.0, above=0)
