@@ -55,6 +55,7 @@ FEATURES = (
     Feature("sp", "--tp 2 --sequence-parallel", {"tp": 2, "sequence_parallel": True}),
     Feature("cp, ring", "--cp 2", {"cp": 2}),
     Feature("cp, all-to-all", "--cp 2 --cp-comm-type a2a", {"cp": 2, "cp_comm_type": "a2a"}),
+    Feature("cp, all-gather", "--cp 2 --cp-comm-type allgather", {"cp": 2, "cp_comm_type": "allgather"}),
     Feature("ep", "--num-experts 4 --ep 2", {**EXPERTS, "ep": 2}),
     Feature("pp", "--pp 2", {"pp": 2}),
     Feature("vpp", "--pp 2 --vpp 2", {"pp": 2, "vpp": 2}),
@@ -67,6 +68,9 @@ FEATURES = (
         _strategy("distributed-optimizer", shard_gradients=True),
     ),
     Feature("ZeRO-3", "--dp-strategy fully-sharded", _strategy("fully-sharded")),
+    Feature(
+        "hybrid sharding", "--dp-strategy fully-sharded --dp-instances 2", _strategy("fully-sharded", dp_instances=2)
+    ),
     Feature("fused all-reduce", "--dp-strategy fused-all-reduce", _strategy("fused-all-reduce")),
     Feature("parameter server", "--dp-strategy parameter-server", _strategy("parameter-server")),
     Feature("sharded server", "--dp-strategy sharded-parameter-server", _strategy("sharded-parameter-server")),
@@ -100,6 +104,9 @@ FEATURES = (
         "--pp 2 --recompute-granularity full --recompute-ahead",
         {"pp": 2, "recompute_granularity": "full", "recompute_ahead": True},
     ),
+    Feature("states in host memory", "--optimizer-cpu-offload", {"optimizer_cpu_offload": True}),
+    Feature("activations in host memory", "--cpu-offloading-num-layers 1", {"cpu_offloading_num_layers": 1}),
+    Feature("weight averaging", "--ema-decay 0.999", {"ema_decay": 0.999}),
     Feature("compile", "--compile", {"compile": True}),
     Feature(
         "tp overlap",

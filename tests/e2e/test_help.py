@@ -70,6 +70,10 @@ LAYOUTS = {
     "--use-distributed-optimizer --recompute-granularity full --micro-batch-size 1",
     "deepseek-moe-16b": "--ep 8 --pp 4 --world-size 64 --global-batch-size 512 --bf16",
     "deepseek-v2-lite": "--ep 8 --pp 3 --world-size 48 --global-batch-size 512 --bf16 --use-distributed-optimizer",
+    "gpt-oss-20b": "--ep 8 --pp 2 --world-size 64 --global-batch-size 512 --bf16 --use-distributed-optimizer "
+    "--recompute-granularity full --micro-batch-size 1 --seq-length 4096",
+    "gpt-oss-120b": "--ep 16 --pp 4 --world-size 128 --global-batch-size 512 --bf16 --use-distributed-optimizer "
+    "--recompute-granularity full --micro-batch-size 1 --seq-length 4096",
     "deepseek-v3": "--ep 64 --pp 16 --world-size 2048 --global-batch-size 15360 --bf16 --use-distributed-optimizer "
     "--recompute-granularity full --micro-batch-size 1",
     "moonlight-16b-a3b": "--ep 8 --pp 3 --world-size 48 --global-batch-size 512 --bf16 --use-distributed-optimizer",

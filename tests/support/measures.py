@@ -10,13 +10,13 @@ ROOT = Path(__file__).parents[2]
 SMALL = 60
 """Lines; a shorter file with one importer belongs to its importer."""
 CEILINGS = {
-    "megalite: lines": 71_720,
-    "megalite: files": 375,
+    "megalite: lines": 72_850,
+    "megalite: files": 367,
     "megalite: longest file": 500,
     "megalite: small files with one importer": 12,
-    "tests: lines": 71_420,
+    "tests: lines": 73_000,
     "benchmarks: lines": 8_180,
-    "docs: words": 42_750,
+    "docs: words": 45_500,
 }
 
 
