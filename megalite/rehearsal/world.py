@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from threading import Thread
 
 from megalite.config.errors import ConfigError
+from megalite.config.optimizer import OPTIMIZERS
 from megalite.config.run import RunConfig
 from megalite.partition.pipeline import layout_of
 from megalite.rehearsal.proof import asymmetries, deadlock, mismatches
@@ -22,6 +23,12 @@ def check(config: RunConfig, layout: ParallelLayout, rank: int | None) -> None:
         raise ConfigError(
             f"dp_strategy {config.parallel.dp_strategy} cannot be rehearsed: its servers are threads that step by what arrives; rehearse "
             "--dp-strategy parameter-server, or run it on gloo"
+        )
+    p, optimizer = config.parallel, config.optimizer.optimizer
+    if OPTIMIZERS.facts(optimizer).matrices_apart and (p.tp > 1 or p.strategy.shards_states):
+        raise ConfigError(
+            f"optimizer {optimizer} cannot be rehearsed with tp {p.tp} and dp_strategy {p.dp_strategy}: it asks the other ranks "
+            "which parts of matrices they have, and there are none; rehearse --tp 1 --dp-strategy all-reduce, or --optimizer adam"
         )
     if rank is not None and not 0 <= rank < layout.world_size:
         raise ConfigError(f"--rank {rank} is not one of {layout.world_size} ranks; give 0 to {layout.world_size - 1}")

@@ -161,6 +161,11 @@ def test_what_cannot_be_rehearsed() -> None:
         ConfigError, match=r"async-parameter-server cannot be rehearsed: .*rehearse --dp-strategy parameter-server"
     ):
         check(config, layout_of(config), None)
+    config = tiny_config(2, tp=2, optimizer="muon")
+    with pytest.raises(
+        ConfigError, match=r"muon cannot be rehearsed with tp 2 .*rehearse --tp 1 --dp-strategy all-reduce"
+    ):
+        check(config, layout_of(config), None)
     config = tiny_config(2, dp=2)
     with pytest.raises(ConfigError, match="--rank 2 is not one of 2 ranks; give 0 to 1"):
         check(config, layout_of(config), 2)
