@@ -51,6 +51,9 @@ _ALREADY_SO: Mapping[str, str] = {
         "--no-align-grad-reduce --disable-align-grad-reduce --align-param-gather --no-align-param-gather "
         "--overlap-param-gather-with-optimizer-step"
     ),
+    "muP multiplies embeddings by 1, logits by its own factor alone, and divides scores by the head size": (
+        r"--mup-embedding-mult=1|1\.0* --mup-output-mult=1|1\.0* --mup-attn-scale-power=1|1\.0*"
+    ),
     "sends and receives are asynchronous": "--overlap-p2p-communication --overlap-p2p-communication-warmup-flush",
     "shared experts compute while rows are exchanged": "--moe-shared-expert-overlap",
     "samples are read once an epoch, in the order that --seed and --data-order give": "--dataloader-type=single",
@@ -236,8 +239,6 @@ _NO_EFFECT: Mapping[str, str] = {
         "--dsa-kernel-backend= --dsa-indexer-rope-interleaved --no-dsa-indexer-rotate-activation "
         "--disable-dsa-indexer-rotate-activation --no-dsa-indexer-scoring-relu "
         "--disable-dsa-indexer-scoring-relu --dsa-indexer-k-norm-epsilon= --dsa-indexer-k-norm-fp32 "
-        "--mup-width-mult= --mup-base-hidden-size= --mup-embedding-mult= --mup-output-mult= "
-        "--mup-base-head-dim= --mup-attn-scale-power= "
         "--moe-upcycling-granularity= --mhc-num-residual-streams= "
         "--mhc-sinkhorn-iterations= --mhc-init-gating-factor= --mhc-recompute-layer-num= --fim-rate= "
         "--fim-spm-rate= --fim-split-sample= --fim-fragment-rate= --fim-no-prefix= --fim-prefix-token= "
@@ -330,8 +331,9 @@ _REFUSED: Mapping[str, str] = {
         "--fp32-residual-connection --apply-residual-connection-post-layernorm"
     ),
     "this initialization is not supported; use --init-method-std for all matrices": (
-        "--init-method-xavier-uniform --embedding-init-method-std= --use-mup"
+        "--init-method-xavier-uniform --embedding-init-method-std="
     ),
+    "it follows from --hidden-size and --mup-base-hidden-size; leave it out": "--mup-width-mult=",
     "this is not supported: leave it out for the router that there is": (
         "--moe-input-jitter-eps= --moe-use-upcycling --moe-router-force-load-balancing "
         "--moe-router-force-biased= --moe-apply-probs-on-input --export-moe-apply-probs-on-input "

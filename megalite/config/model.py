@@ -180,6 +180,14 @@ class ModelConfig:
     """Dropout on the embedding and on each residual branch."""
     attention_dropout: float = option(0.0, at_least=0, below=1)
     """Dropout on attention probabilities; above 0 the unfused attention is used."""
+    use_mup: bool = option(False)
+    """Maximal update parametrization (arXiv 2203.03466), so that the best learning rate does not depend on the width. Beside
+    mup_base_hidden_size, hidden matrices of a model m times as wide start 1/sqrt(m) and learn 1/m as large, and logits are
+    1/m; scores of attention are divided by the head size. Embeddings, head, norms and biases stay as they are."""
+    mup_base_hidden_size: int | None = option(None, at_least=1, below=2**20)
+    """use_mup: the width that the learning rate was found with; default: hidden_size."""
+    mup_base_head_dim: int | None = option(None, at_least=1, below=2**20)
+    """use_mup: the head size at which scores are as without it; default: 1."""
     init_method_std: float = option(0.02, above=0, below=100)
     """Standard deviation of the initial weights; residual output projections get it divided by sqrt(2·num_layers)."""
     num_experts: int | None = option(None, at_least=2, below=2**20)
@@ -269,6 +277,23 @@ class ModelConfig:
     def embedding_scale(self) -> float:
         """What word embeddings are multiplied with."""
         return math.sqrt(self.hidden_size) if self.scale_embeddings else 1.0
+
+    @property
+    def width_multiplier(self) -> float:
+        """m of `use_mup`: how many times as wide as the base the model is."""
+        return self.hidden_size / (self.mup_base_hidden_size or self.hidden_size) if self.use_mup else 1.0
+
+    @property
+    def hidden_std(self) -> float:
+        """Standard deviation of the first values of hidden matrices, before what the depth takes of it."""
+        return self.init_method_std / math.sqrt(self.width_multiplier)
+
+    @property
+    def score_scale(self) -> float | None:
+        """Factor on the products of queries and keys, where it is not 1 / sqrt(head size)."""
+        if self.use_mup:
+            return math.sqrt(self.mup_base_head_dim or 1) / self.head_size
+        return self.softmax_scale
 
     @property
     def further_layers(self) -> range:

@@ -167,7 +167,7 @@ class Attention(AttentionCore):
     ) -> None:
         super().__init__(name, config, factory=factory, recompute=recompute, cp_comm_type=cp_comm_type, index=index)
         # Every core multiplies scores by 1 / sqrt(d); queries take along what is different.
-        self.query_scale = 1.0 if config.softmax_scale is None else config.softmax_scale * math.sqrt(config.head_size)
+        self.query_scale = 1.0 if config.score_scale is None else config.score_scale * math.sqrt(config.head_size)
         queries = config.num_attention_heads // config.query_groups
         self._shared: Callable[[Tensor], Tensor] | None = None
         if config.query_groups < factory.tp.size:
@@ -181,7 +181,7 @@ class Attention(AttentionCore):
         self.qkv = ColumnParallelLinear(
             f"{name}.qkv",
             (rows, config.hidden_size),
-            std=config.init_method_std,
+            std=config.hidden_std,
             bias=config.add_bias_linear or config.add_qkv_bias,
             factory=factory,
         )
@@ -201,7 +201,7 @@ class Attention(AttentionCore):
         self.out = RowParallelLinear(
             f"{name}.out",
             (config.hidden_size, config.num_attention_heads * self.head_size),
-            std=config.init_method_std / math.sqrt(2 * config.num_layers),
+            std=config.hidden_std / math.sqrt(2 * config.num_layers),
             bias=config.add_bias_linear,
             factory=factory,
         )

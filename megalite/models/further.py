@@ -33,9 +33,7 @@ class FurtherLayer(torch.nn.Module):
         self.recompute_whole = recompute.granularity == "full"
         self.embedding_norm = Norm(f"{name}.embedding_norm", config, factory=factory)
         self.hidden_norm = Norm(f"{name}.hidden_norm", config, factory=factory)
-        self.projection = ReplicatedLinear(
-            f"{name}.projection", (h, 2 * h), std=config.init_method_std, factory=factory
-        )
+        self.projection = ReplicatedLinear(f"{name}.projection", (h, 2 * h), std=config.hidden_std, factory=factory)
         self.block = Block(index, config, factory=factory, recompute=recompute, cp_comm_type=cp_comm_type)
         self.final_norm = Norm(f"{name}.final_norm", config, factory=factory)
 

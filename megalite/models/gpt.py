@@ -82,6 +82,7 @@ class Head(torch.nn.Module):
         assert config.vocab_size is not None
         self.tp, self.sequence_parallel = factory.tp, factory.sequence_parallel
         self.vocab_size, self.softcap = config.vocab_size, config.final_logit_softcapping
+        self.narrower = 1 / config.width_multiplier
         self.weight = weight
         self.further = further
         self.norm = Norm("final_norm", config, factory=factory)
@@ -97,6 +98,8 @@ class Head(torch.nn.Module):
 
     def _logits(self, x: Tensor) -> Tensor:
         sp = self.sequence_parallel
+        if self.narrower != 1.0:
+            x = x * self.narrower
         logits = linear(x, self.weight, None, tp=self.tp, sequence_parallel=sp, products=self._products)
         # The product is new memory: the loss may write into it, and tanh keeps its own output.
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap

@@ -44,8 +44,10 @@ class LatentAttention(AttentionCore):
         self.plain, self.turned, self.values = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
         self.rank = config.kv_lora_rank
         self.recompute_up = recompute.selects("mla_up_proj")
-        self.scale = config.softmax_scale or latent_score_factor(config) / math.sqrt(config.head_size)
-        h, heads, std = config.hidden_size, config.num_attention_heads, config.init_method_std
+        # A scale that is given stands for the factor of YaRN too.
+        factor = 1.0 if config.softmax_scale is not None else latent_score_factor(config)
+        self.scale = factor * (config.score_scale or 1 / math.sqrt(config.head_size))
+        h, heads, std = config.hidden_size, config.num_attention_heads, config.hidden_std
         rows = heads * config.head_size
         self.q_down: ReplicatedLinear | None = None
         self.q_latent_norm: Norm | None = None

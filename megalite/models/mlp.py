@@ -60,14 +60,14 @@ class MLP(torch.nn.Module):
             f"{name}.up",
             (2, f, h) if config.is_gated else (f, h),
             shard_dim=1 if config.is_gated else 0,
-            std=config.init_method_std,
+            std=config.hidden_std,
             bias=config.add_bias_linear,
             factory=factory,
         )
         self.down = RowParallelLinear(
             f"{name}.down",
             (h, f),
-            std=config.init_method_std / math.sqrt(2 * config.num_layers),
+            std=config.hidden_std / math.sqrt(2 * config.num_layers),
             bias=config.add_bias_linear,
             factory=factory,
         )

@@ -56,11 +56,15 @@ class LearningRate(NamedTuple):
     """Of `lr_multipliers`."""
 
 
-def learning_rate(name: str, config: OptimizerConfig) -> LearningRate:
-    """Of a parameter by its name."""
+def learning_rate(
+    name: str, shape: tuple[int, ...], *, decay: bool, model: ModelConfig, config: OptimizerConfig
+) -> LearningRate:
+    """Of a parameter, by its name; of hidden matrices `use_mup` takes a part."""
     factors = [
         factor for pattern, factor in parse_lr_multipliers(config.lr_multipliers) if fnmatch.fnmatchcase(name, pattern)
     ]
+    if is_hidden_matrix(name, shape, decay=decay):
+        factors.append(1 / model.width_multiplier)
     return LearningRate(config.decoupled_lr is not None and name in DECOUPLED, math.prod(factors))
 
 

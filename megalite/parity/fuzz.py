@@ -251,6 +251,8 @@ def _switches(generator: random.Random, drawn: Drawn) -> Drawn:
     for name, values in _SCORES.items():
         if chance(0.15):
             found[name] = generator.choice(values)
+    if drawn["optimizer"] in ("adam", "schedule-free-adamw") and "softmax_scale" not in found and chance(0.15):
+        found |= {"use_mup": True, "mup_base_hidden_size": 8}
     if not found["add_bias_linear"] and not latent:
         found["add_qkv_bias"] = chance(0.5)
     if chance(0.3):

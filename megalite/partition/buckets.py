@@ -157,7 +157,9 @@ def _cut(config: RunConfig, shapes: list[ParameterShape], *, tied_apart: bool, u
             partial_over_tp=is_partial(shape, config),
             tied=tied_apart and shape.name == "embedding.word.weight",
             expert=shape.expert,
-            learning_rate=learning_rate(shape.name, config.optimizer),
+            learning_rate=learning_rate(
+                shape.name, shape.shape, decay=shape.decay, model=config.model, config=config.optimizer
+            ),
             orthogonal=apart and is_hidden_matrix(shape.name, shape.shape, decay=shape.decay),
         )
 

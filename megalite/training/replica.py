@@ -66,12 +66,15 @@ def build_strategy(
                 info = parameter.info
                 found = is_hidden_matrix(info.spec.name, info.spec.global_shape, decay=info.decay)
                 parameter.info = dataclasses.replace(info, orthogonal=found)
-    if config.optimizer.decoupled_lr is not None or config.optimizer.lr_multipliers:
+    if config.optimizer.decoupled_lr is not None or config.optimizer.lr_multipliers or config.model.use_mup:
         check_lr_multipliers(config.model, config.optimizer)
         for parameter in parameters:
             if isinstance(parameter, ShardedParameter):
-                own = learning_rate(parameter.info.spec.name, config.optimizer)
-                parameter.info = dataclasses.replace(parameter.info, learning_rate=own)
+                info, spec = parameter.info, parameter.info.spec
+                own = learning_rate(
+                    spec.name, spec.global_shape, decay=info.decay, model=config.model, config=config.optimizer
+                )
+                parameter.info = dataclasses.replace(info, learning_rate=own)
     groups = StrategyGroups(
         dp=topology.intra_dp_cp or topology.dp_cp,
         expert_dp=topology.intra_expert_dp or topology.expert_dp,

@@ -189,7 +189,12 @@ def test_a_case_of_their_tests_runs_dry(capsys: Captured, tmp_path: Path) -> Non
 
 def test_all_that_cannot_be_had_is_named_at_once(capsys: Captured, tmp_path: Path) -> None:
     case = tmp_path / "model_config.yaml"
-    refused = {"--attention-output-gate": True, "--use-mup": True, "--seed": "${SEED}", "--linear-key-head-dim": 3}
+    refused = {
+        "--attention-output-gate": True,
+        "--init-method-xavier-uniform": True,
+        "--seed": "${SEED}",
+        "--linear-key-head-dim": 3,
+    }
     case.write_text(yaml.safe_dump({"MODEL_ARGS": {**CASE["MODEL_ARGS"], **refused}}))  # type: ignore[dict-item]
     assert main(["port", str(case)]) == 2
     said = capsys.readouterr()
@@ -197,7 +202,7 @@ def test_all_that_cannot_be_had_is_named_at_once(capsys: Captured, tmp_path: Pat
     for part in (
         "there are 4 problems",
         "--attention-output-gate is refused",
-        "--use-mup is refused",
+        "--init-method-xavier-uniform is refused",
         "${SEED} has no value",
     ):
         assert part in said.err

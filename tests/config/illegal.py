@@ -96,6 +96,9 @@ _TABLE = """
 1 --recompute-activations --recompute-modules mlp mlp_act => recompute_modules mlp_act has no effect with mlp
 1 --recompute-activations --recompute-modules moe => recompute_modules moe … experts … --num-experts 8
 1 --recompute-activations --recompute-modules mlp --num-experts 4 => recompute_modules mlp … num_experts 4 … moe
+1 --use-mup --optimizer muon => use_mup does not go with optimizer muon … use --optimizer adam
+1 --use-mup --softmax-scale 0.1 => use_mup does not go with softmax_scale 0.1
+1 --mup-base-hidden-size 64 => mup_base_hidden_size 64 has no effect without use_mup; add --use-mup
 1 --recompute-activations --recompute-modules shared_experts --num-experts 4
     => recompute_modules shared_experts has no effect with a model without one
 1 --recompute-activations --recompute-modules moe mlp_act --num-experts 4 => recompute_modules mlp_act … moe

@@ -27,6 +27,7 @@ RUN_BY = {
     "examples/from_megatron/README.md": "tests/conversion/megatron/test_migration.py",
     "examples/hugging_face/README.md": "tests/examples/test_hugging_face.py",
     "examples/lm_eval/README.md": "tests/generation/test_lm_eval.py",
+    "examples/mup/README.md": "tests/examples/test_mup.py",
     "examples/shakespeare/README.md": "tests/examples/test_shakespeare.py",
 }
 """Page -> the test that runs its commands. A page that is not here has them run by this file."""

@@ -186,13 +186,15 @@ FACTORS: dict[str, dict[str, Settings]] = {
         "all-reduce": {},
         "late": {"overlap_grad_reduce": False},
         "zero1": Z1,
-        "zero1-host": {**Z1, "optimizer_cpu_offload": True},
-        "zero2-late": {**Z1, "shard_gradients": True, "overlap_param_gather": False},
-        "hybrid1": {**Z1, "dp_instances": 2},
-        "hybrid3": {"dp_strategy": "fully-sharded", "dp_instances": 2},
+        "zero2-late-host": {
+            **Z1,
+            "shard_gradients": True,
+            "overlap_param_gather": False,
+            "optimizer_cpu_offload": True,
+        },
+        "hybrid3-late": {**Z3, "dp_instances": 2, "overlap_param_gather": False},
         "fused": {"dp_strategy": "fused-all-reduce", "fusion_threshold_mb": 0.02},
         "zero3": Z3,
-        "zero3-late": {**Z3, "overlap_param_gather": False},
         "server": {"dp_strategy": "sharded-parameter-server", "server_chunk_mb": 0.01},
     },
     "recompute": {
@@ -206,7 +208,6 @@ FACTORS: dict[str, dict[str, Settings]] = {
         "block": {**FULL, "recompute_method": "block"},
         "ahead": {**FULL, "recompute_ahead": True},
         "offload": {"cpu_offloading_num_layers": 1},
-        "offload-2": {"cpu_offloading_num_layers": 2},
     },
     "schedule": {
         "default": {},
@@ -224,7 +225,6 @@ FACTORS: dict[str, dict[str, Settings]] = {
     "mask": {
         "none": {"eod_mask_loss": False},
         "eod": {},
-        "packed": DOCUMENTS,
         "documents": {**DOCUMENTS, "reset_position_ids": True},
         "longer": {**DOCUMENTS, "seq_length_warmup": [8, 2]},
         "balanced": {**DOCUMENTS, "reset_position_ids": True, "context_parallel_load_balancer": "area"},
@@ -259,8 +259,7 @@ COMPANY: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("recompute", "ahead"): ("pp", ("2", "4")),
     **{(factor, value): ("family", MOE) for factor in ("ep", "etp", "moe") for value in list(FACTORS[factor])[1:]},
     ("recompute", "moe"): ("family", MOE),
-    ("strategy", "hybrid1"): ("dp", ("4",)),
-    ("strategy", "hybrid3"): ("dp", ("4",)),
+    ("strategy", "hybrid3-late"): ("dp", ("4",)),
 }
 """Values that have no effect alone, and the factor that must have one of some values beside them. It only guides the
 draw: what is legal, the validator decides."""

@@ -195,6 +195,17 @@ ODD: dict[str, Settings] = {
         "qk_clip_threshold": 0.05,
         **TWO,
     },
+    "mup-zero3-ep2": {
+        **FAMILIES["deepseek-v3"],
+        "use_mup": True,
+        "mup_base_hidden_size": 8,
+        "tp": 2,
+        "dp": 4,
+        "ep": 2,
+        "dp_strategy": "fully-sharded",
+        **TWO,
+    },
+    "mup-tied-pp2": {**FAMILIES["gpt"], "use_mup": True, "mup_base_hidden_size": 16, "tp": 2, "pp": 2, **TWO},
     "schedule-free-hybrid-pp2": {
         **FAMILIES["qwen"],
         "dp": 4,

@@ -10,13 +10,13 @@ ROOT = Path(__file__).parents[2]
 SMALL = 60
 """Lines; a shorter file with one importer belongs to its importer."""
 CEILINGS = {
-    "megalite: lines": 72_850,
+    "megalite: lines": 72_870,
     "megalite: files": 367,
     "megalite: longest file": 500,
     "megalite: small files with one importer": 12,
-    "tests: lines": 73_000,
+    "tests: lines": 73_100,
     "benchmarks: lines": 8_180,
-    "docs: words": 45_500,
+    "docs: words": 45_700,
 }
 
 

@@ -86,6 +86,15 @@ NETWORK: tuple[Check, ...] = (
             "{!rotary_base|rotary_percent|rotary_interleaved} has no effect with {position_embedding_type}; use rope or remove it": (
                 lambda c: c.position_embedding_type != "rope"
             ),
+            "{?use_mup} does not go with {optimizer}: its rates are those of Adam; use --optimizer adam": lambda c: (
+                c.optimizer not in ("adam", "schedule-free-adamw")
+            ),
+            "{?use_mup} does not go with {softmax_scale}, which it sets; remove one of them": lambda c: (
+                c.softmax_scale is not None
+            ),
+            "{!mup_base_hidden_size|mup_base_head_dim} has no effect without use_mup; add --use-mup or remove it": lambda c: (
+                not c.use_mup
+            ),
             "{!rotary_base_local|no_rope_freq} has no effect with {position_embedding_type}; use rope or remove it": (
                 lambda c: c.position_embedding_type != "rope"
             ),

@@ -73,6 +73,7 @@ def _inexpressible(model: ModelConfig) -> Iterator[str]:
         "qk_norm_all_heads",
         "attn_logit_softcapping",
         "final_logit_softcapping",
+        "use_mup",
     ):
         if getattr(model, name):
             yield name

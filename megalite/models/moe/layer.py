@@ -44,7 +44,7 @@ class Experts(torch.nn.Module):
         self._up = factory.kernel("matmul", h)
         self._down = factory.kernel("matmul", f // factory.expert_tp.size)
         self.recompute_activation = recompute is not None and recompute.selects("mlp_act")
-        std, split = config.init_method_std, len(stacked) - 1
+        std, split = config.hidden_std, len(stacked) - 1
         self.up = factory.parameter(f"{name}.up.weight", (*stacked, h), shard_dim=split, std=std, expert=True)
         std /= math.sqrt(2 * config.num_layers)
         self.down = factory.parameter(f"{name}.down.weight", (count, h, f), shard_dim=2, std=std, expert=True)
@@ -138,7 +138,7 @@ class SharedGate(torch.nn.Module):
 
     def __init__(self, name: str, config: ModelConfig, *, factory: ParameterFactory) -> None:
         super().__init__()
-        shape, std = (1, config.hidden_size), config.init_method_std
+        shape, std = (1, config.hidden_size), config.hidden_std
         self.weight = factory.parameter(f"{name}.weight", shape, std=std, in_sequence_region=True)
 
     def forward(self, x: Tensor) -> Tensor:

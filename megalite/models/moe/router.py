@@ -111,7 +111,7 @@ class Router(torch.nn.Module):
         self.layer = int(name.split(".")[1])
         self.sequence = factory.tp_cp
         shape = (config.num_experts, config.hidden_size)
-        self.weight = factory.parameter(f"{name}.weight", shape, std=config.init_method_std, always_partial=True)
+        self.weight = factory.parameter(f"{name}.weight", shape, std=config.hidden_std, always_partial=True)
         self.linear_bias: ShardedParameter | None = None
         if config.moe_add_bias_linear:
             self.linear_bias = factory.parameter(f"{name}.linear_bias", shape[:1], decay=False, always_partial=True)
