@@ -224,10 +224,11 @@ def embedding_shapes(model: ModelConfig) -> list[ParameterShape]:
 
 
 def head_shapes(model: ModelConfig) -> list[ParameterShape]:
-    """The output matrix [V, h] unless it is the word embedding's, layers that predict further tokens, final norm."""
+    """Layers that predict further tokens, final norm and, unless it is the word embedding's own weight, the output matrix
+    [V, h]."""
     head = [] if model.tie_embeddings else [_matrix("head.weight", (model.padded_vocab_size, model.hidden_size), 0)]
     further = [shape for index in model.further_layers for shape in _further_shapes(model, index)]
-    return [*head, *further, *_norm(model, "final_norm")]
+    return [*further, *_norm(model, "final_norm"), *head]
 
 
 def _further_shapes(model: ModelConfig, index: int) -> list[ParameterShape]:

@@ -125,6 +125,9 @@ def planned_buckets(config: RunConfig, plan: StagePlan, stages: tuple[StagePlan,
     if tied_apart and plan.has_head and shares_embedding(stages):
         # It is the first stage's.
         shapes = [shape for shape in shapes if shape.name != "embedding.word.weight"]
+    # A module lists its own parameters first: the output matrix comes before the norms and layers in the head.
+    first = next((at for at, shape in enumerate(shapes) if _unit(config, plan, shape.name) == "head"), len(shapes))
+    shapes[first:] = sorted(shapes[first:], key=lambda shape: shape.name != "head.weight")
     if not config.parallel.strategy.shards_parameters:
         return _cut(config, shapes, tied_apart=tied_apart)
     units: dict[str, list[ParameterShape]] = {}

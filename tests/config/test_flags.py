@@ -188,12 +188,12 @@ def test_files_take_the_same_flags(tmp_path: Path) -> None:
         "--use-mcore-models",
         "--num-workers",
     ]
-    file.write_text("attention_output_gate: true\ncuda_graph_scope: [a, b]\nuse_mup: true\n")
+    file.write_text("attention_output_gate: true\ncuda_graph_scope: [a, b]\nfim_data: true\n")
     with pytest.raises(ConfigError) as error:
         parse_arguments(["--config", str(file)])
     assert [problem.split(" is refused")[0] for problem in error.value.problems] == [
         f"file {file}: attention_output_gate True".removesuffix(" True"),
-        f"file {file}: use_mup",
+        f"file {file}: fim_data",
     ]
 
 

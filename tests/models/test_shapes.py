@@ -133,8 +133,8 @@ def test_ends() -> None:
     assert rows(embedding_shapes(LLAMA)) == [("embedding.word.weight", (128, 8), 0, True, "normal")]
     assert [shape.name for shape in head_shapes(GPT)] == ["final_norm.weight", "final_norm.bias"]
     assert rows(head_shapes(LLAMA)) == [
-        ("head.weight", (128, 8), 0, True, "normal"),
         ("final_norm.weight", (8,), None, False, "ones"),
+        ("head.weight", (128, 8), 0, True, "normal"),
     ]
 
 

@@ -167,11 +167,11 @@ HOSTILE: dict[str, tuple[Break, str]] = {
     "trust_remote_code": (config(trust_remote_code=True), "trust_remote_code names code"),
     "quantized": (
         config(quantization_config={"quant_method": "gptq"}),
-        "quantization_config: only fp8 with weight_block_size",
+        "quantization_config: only mxfp4, and fp8 with weight_block_size",
     ),
     "quantized without blocks": (
         config(quantization_config={"quant_method": "fp8"}),
-        "weight_block_size is 'None'; only fp8 with weight_block_size, such as",
+        "weight_block_size is 'None'; only mxfp4, and fp8 with weight_block_size, such as",
     ),
     "no size": (config(hidden_size=...), "hidden_size is missing"),
     "text for a size": (config(hidden_size="8"), "hidden_size is '8'; it must be a whole number"),
