@@ -14,7 +14,6 @@ from megalite.models.attention import Attention
 from megalite.models.context import ForwardContext, KeyValueCache
 from megalite.models.mlp import MLP
 from megalite.models.norm import Norm, ResidualNorm
-from megalite.models.offload import ActivationOffload
 from megalite.models.recompute import Recompute, not_saving, recomputed
 from megalite.tensor_parallel.parameter import ParameterFactory
 
@@ -118,11 +117,11 @@ def run_layers(
     *,
     cache: KeyValueCache | None,
     recompute: Recompute,
-    offload: ActivationOffload | None = None,
+    offload: Any = None,
 ) -> Tensor:
     """[s/cp, b, h] -> [s/cp, b, h] through all blocks, split over tp as well with sequence parallelism.
 
-    With full recompute a unit of blocks keeps its input alone and runs again in the backward. With `offload` the first
+    With full recompute a unit of blocks keeps its input alone and runs again in the backward. With `offload` (an `ActivationOffload`) the first
     `recompute.offload_layers` keep their activations in host memory.
     """
     count = 0

@@ -23,7 +23,6 @@ from megalite.models.context import (
     document_position_ids,
 )
 from megalite.models.norm import Norm
-from megalite.models.offload import ActivationOffload
 from megalite.models.recompute import Recompute
 from megalite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megalite.tensor_parallel.layers import VocabParallelEmbedding, linear
@@ -135,7 +134,11 @@ class GPTStage(torch.nn.Module):
         super().__init__()
         self.config, self.factory, self.seq_length = config, factory, seq_length
         self.recompute = recompute or Recompute()
-        self._offload = ActivationOffload(factory.device) if self.recompute.offload_layers else None
+        self._offload = None
+        if self.recompute.offload_layers:
+            from megalite.models.offload import ActivationOffload
+
+            self._offload = ActivationOffload(factory.device)
         self.embedding: Embedding | None = None
         further = config.mtp_num_layers
         if has_embedding:

@@ -22,7 +22,6 @@ from megalite.optimizers.schedules import Progress, Schedules
 from megalite.pipeline.executor import Executor, ForwardStep, Tracer
 from megalite.topology.group import Group
 from megalite.training.non_finite import NonFiniteError, OutputWatch, locate, remedy
-from megalite.training.qk_clip import Rows, clipped_rows, largest_logits
 from megalite.training.replica import Replica
 
 
@@ -210,11 +209,13 @@ class Stepper:
             watches_logits=config.optimizer.qk_clip,
         )
 
-    def _clipped_rows(self, auxiliary: AuxiliaryLosses) -> Mapping[str, Sequence[Rows]]:
+    def _clipped_rows(self, auxiliary: AuxiliaryLosses) -> Mapping[str, Sequence[tuple[int, int, float]]]:
         """Of QK-clip, by the logits of this step's forward."""
         replica, config = self._replica, self._replica.config
         if not config.optimizer.qk_clip:
             return {}
+        from megalite.training.qk_clip import clipped_rows, largest_logits
+
         logits = largest_logits(auxiliary, config.model, replica.topology.world, replica.topology.device)
         return clipped_rows(logits, config.model, config.optimizer)
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from megalite.config.errors import ConfigError
+from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.models.shapes import learning_rate
 from megalite.parity.trajectory import local_parts
@@ -37,7 +38,8 @@ def test_steps_and_decay_are_multiplied(optimizer: str) -> None:
     plain, found = (changes({**OPTIMIZERS[optimizer], "lr_multipliers": each}) for each in ([], PATTERNS))
     factors = {}
     for name, step in plain.items():
-        factors[name] = learning_rate(name, OptimizerConfig(lr_multipliers=PATTERNS)).multiplier
+        config = OptimizerConfig(lr_multipliers=PATTERNS)
+        factors[name] = learning_rate(name, step.shape, decay=True, model=ModelConfig(), config=config).multiplier
         np.testing.assert_allclose(found[name], factors[name] * step, rtol=1e-8, atol=1e-12, err_msg=name)
     assert factors["layers.0.attention.out.weight"] == 0.0 and factors["layers.0.mlp.up.bias"] == 0.5
     assert set(factors.values()) == {0.0, 0.5, 1.0, 3.0}
