@@ -48,7 +48,7 @@ class FullySharded(DistributedOptimizer):
     Freed memory is that of the buckets' storage, and comes back to the same storage; so what autograd has saved of a
     parameter is right again when the backward reads it.
 
-    Wire: 3·(d-1)/d of the bytes of a rank's stages a microbatch: two gathers in the model's type, but for what is whole
+    Wire: 3·(d-1)/d of the bytes of the stages, per rank and microbatch: two gathers in the model's type, but for what is whole
     still, and the gradients in theirs. A recompute that runs over several layers at once gathers these once more.
     """
 

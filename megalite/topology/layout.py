@@ -266,7 +266,7 @@ def sequence_spans(seq_length: int, *, cp_rank: int, cp_size: int) -> Spans:
 
 
 SHORTEST_CHUNK = 128
-"""Positions of a chunk of `balanced_spans` at least, where more than two a rank are to be had: less fills no tile."""
+"""Positions of a chunk of `balanced_spans` at least, where there are more than two per rank: less fills no tile."""
 
 
 def balanced_spans(

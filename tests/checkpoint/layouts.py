@@ -24,7 +24,7 @@ COMMON: Settings = {
 """Two dense layers and two with experts; a batch that 1, 2, 3 and 4 data-parallel ranks can share."""
 
 LLAMA_MOE: Settings = {**LLAMA, **COMMON, "moe_add_bias_linear": True, "softmax_type": "learnable"}
-"""RMSNorm, a fused gate, biases of experts alone, sinks, an output head of its own."""
+"""RMSNorm, a fused gate, biases of experts alone, sinks, a separate output head."""
 
 GPT_MOE: Settings = COMMON
 """LayerNorm, biases, learned positions, a head tied to the embedding."""

@@ -357,7 +357,7 @@ SHARDS_AND_PRECISION = (
         ".all_reduce_after(work, own)",
         ".all_reduce_after(work, own.clone())",
         f"{_PARITY}[hybrid2-zb-tied]",
-        "each instance steps by the gradients of its own samples",
+        "each instance steps by the gradients of the samples it has read",
     ),
     Mutant(
         "instances meet before the last microbatch",

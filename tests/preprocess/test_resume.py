@@ -295,7 +295,7 @@ def test_files_that_have_their_names_are_taken_back(tmp_path: Path, file: str) -
 
 @pytest.mark.parametrize("renamed", [False, True])
 def test_files_that_changed_meanwhile(tmp_path: Path, renamed: bool) -> None:
-    """What is under the output's name may be somebody's: it is replaced only if told."""
+    """What is under the output's name may belong to someone: it is replaced only with --restart."""
     path = write_numbers(tmp_path / "a.jsonl", 30)
     leave_finished(tmp_path, "0.idx" if renamed else "0.bin", path)
     file = tmp_path / ("out_text_document.bin" if renamed else "out.unfinished/0.bin")

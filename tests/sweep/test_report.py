@@ -157,7 +157,7 @@ def test_a_fit_predicts_what_was_measured(tmp_path: Path) -> None:
     rest = {"vocab_size": 4096, "mock_data": True, "precision": "bf16", "global_batch_size": 16}
     path = write_sweep(tmp_path, settings=model | rest, ranks=4, grid={"tp": [1, 2], "pp": [1, 2]})
     _, runs = read_runs(path, machine=machine)
-    # A machine whose products are slower than the file says.
+    # Products are slower here than the file says.
     efficiency = dataclasses.replace(machine.cluster.efficiency, gemm=0.6 * machine.cluster.efficiency.gemm, memory=0.6)
     truth = dataclasses.replace(machine.cluster, efficiency=efficiency)
     seconds = {run.key: predict(run.config, truth, machine.stack).step_seconds for run in runs}

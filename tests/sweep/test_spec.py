@@ -1,4 +1,4 @@
-"""sweep.yaml: what it may hold, conditions among it, and what it is told where it does not."""
+"""sweep.yaml: what it may hold, conditions among it, and which errors it gives where it does not."""
 
 from pathlib import Path
 from typing import Any
