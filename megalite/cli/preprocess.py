@@ -91,7 +91,7 @@ def tokenize_text(*args: Any, **more: Any) -> dict[str, str]:
         line.end()
 
 
-def tell_texts(config: RunConfig) -> None:
+def report_texts(config: RunConfig) -> None:
     """Say what a run would do with the texts that its data paths name."""
     for path in filter(is_address, config.data.texts):
         tell(f"{shown(path)} would be fetched and tokenized before training")

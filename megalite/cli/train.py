@@ -29,7 +29,7 @@ ANSWERS: Registry[Callable[..., Any]] = Registry(
         "basic": "megalite.config.help:basic_help",
         "all": "megalite.config.help:full_help",
         "dry run": "megalite.cli.dry_run:dry_run",
-        "texts": "megalite.cli.preprocess:tell_texts",
+        "texts": "megalite.cli.preprocess:report_texts",
         "tokenize": "megalite.cli.preprocess:tokenize_text",
     },
 )
