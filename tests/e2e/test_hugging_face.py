@@ -138,7 +138,7 @@ def test_a_checkpoint_stays_while_it_is_read(
 def test_asked_to_stop_while_it_exports(flags: list[str], folder: Path, tmp_path: Path) -> None:
     """At once, with the status that has the same command start again; it then writes the rest."""
 
-    def ask(checkpoints: Path, step: int, target: Path, advance: Any, log: Any) -> Path:
+    def ask(checkpoints: Path, step: int, target: Path, advance: Any, *words: Any) -> Path:
         os.kill(os.getpid(), signal.SIGTERM)
         advance(1)
         raise AssertionError("it was asked to stop")

@@ -276,7 +276,7 @@ def test_documents_and_windows_in_one_kernel(
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", dense_varlen)
     given = drawn(shape(groups=2), 12, 12)
     rule = Visibility(window=window, document_starts=starts)
-    right = ring_attention(*given, cp=Group.solo("cp"), seq_length=12, visibility=rule)
+    right = ring_attention(*given, cp=Group.solo("cp"), held=(((0, 12),),), visibility=rule)
     grad = torch.linspace(-1.0, 1.0, right.numel(), dtype=torch.float64).view(right.shape)
     wanted = torch.autograd.grad(right, given, grad)
     found = varlen_attention(*given, window=window, document_starts=starts)

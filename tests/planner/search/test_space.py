@@ -96,7 +96,7 @@ def test_nothing_legal_is_lost(flags: str, eps: tuple[int, ...], schedules: tupl
     request = asked(f"{flags} --gpus 4 --fix mbs=1,8").request
     mine = {key_of(layout) for layout in enumerate_space(request).layouts()}
     assert mine == brute_force(request, eps, schedules)
-    assert len(mine) > 100
+    assert len(mine) > 80
     assert {key[4] for key in mine} == set(eps) - {3}
 
 
