@@ -2,7 +2,10 @@
 
 Greedy over a seeded draw of legal rows: the next row is the one with the most pairs that no row has yet for its price
 (pairs matter more); once all pairs are covered, the one with the most new triples of `TRIPLES` for its price, up to the
-size wanted. Then every row is made as small as it can be with no pair lost. The same table gives the same rows."""
+size wanted. Then every row is made as small as it can be with no pair lost. The same table gives the same rows.
+
+The choice takes 20 seconds, so the rows stand in layouts.txt; `python -m tests.parity.covering` writes them again after
+a factor or a rule of the config has changed. Tests see that they are legal and cover what they must."""
 
 import functools
 import itertools
@@ -11,8 +14,12 @@ import operator
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 from tests.parity.factors import AXES, COMPANY, FACTORS, MAX_WORLD, Row, refusal, settings_of, world_of
+
+FILE = Path(__file__).with_name("layouts.txt")
+AT_LEAST = 200
 
 SEED = 20
 DRAWN = 1500  # Legal rows to choose from
@@ -101,7 +108,19 @@ def _pool(drawn: int) -> list[Row]:
     return pool + [row for pair in PAIRS if pair not in seen and (row := reachable(pair, SEED))]
 
 
-@functools.cache
+def name_of(row: Row) -> str:
+    """Family first, then whatever is not plain."""
+    plain = {factor: next(iter(values)) for factor, values in FACTORS.items()}
+    return " ".join([row["family"], *(f"{k}={v}" for k, v in row.items() if k != "family" and v != plain[k])])
+
+
+def rows_on_file() -> list[Row]:
+    """The rows of layouts.txt."""
+    plain = {factor: next(iter(values)) for factor, values in FACTORS.items()}
+    named = ((line.split()[0], line.split()[1:]) for line in FILE.read_text().splitlines())
+    return [{**plain, "family": family, **dict(word.split("=") for word in words)} for family, words in named]
+
+
 def covering_rows(at_least: int, drawn: int = DRAWN) -> tuple[Row, ...]:
     """The rows; at least so many, chosen from `drawn`."""
     pool = _pool(drawn)
@@ -167,3 +186,7 @@ def price(row: Row) -> int:
     passes = int(row["layers"]) * int(row["batch"]) // int(row["micro"])
     search = 13 if row["schedule"] == "auto" else 0
     return ranks * (8 + search) + passes * (4 + (int(row["tp"]) * int(row["cp"])) ** 2)
+
+
+if __name__ == "__main__":
+    FILE.write_text("".join(f"{name_of(row)}\n" for row in covering_rows(AT_LEAST)))

@@ -11,25 +11,11 @@ import pytest
 
 from megalite.parity.report import require_same
 from megalite.parity.trajectory import rank_trajectory
-from tests.parity.covering import PAIRS, Pair, covering_rows, pairs_of
-from tests.parity.factors import (
-    AXES,
-    FACTORS,
-    FAMILIES,
-    MAX_WORLD,
-    MOE,
-    Z1,
-    Row,
-    Settings,
-    refusal,
-    settings_of,
-    world_of,
-)
+from tests.parity.covering import AT_LEAST, PAIRS, Pair, name_of, pairs_of, rows_on_file
+from tests.parity.factors import AXES, FACTORS, FAMILIES, MAX_WORLD, MOE, Z1, Settings, refusal, settings_of, world_of
 from tests.parity.reference import STEPS, TOLERANCE, reference
 from tests.support.ranks import run_ranks
 from tests.support.tiny import LATENT, tiny_config, whole
-
-AT_LEAST = 200
 
 TWO: Settings = {"num_layers": 2}
 
@@ -294,18 +280,15 @@ ODD: dict[str, Settings] = {
 }
 """Sizes that the factors leave out."""
 
-ROWS = covering_rows(AT_LEAST)
-
-
-def name_of(row: Row) -> str:
-    """Family first, then whatever is not plain."""
-    said = [f"{factor}{value}" for factor, value in row.items() if value != next(iter(FACTORS[factor]))]
-    return "-".join([row["family"], *(part for part in said if not part.startswith("family"))])
+ROWS = rows_on_file()
 
 
 # By world size: the pool of ranks joins a new job whenever the size changes.
 LAYOUTS: dict[str, Settings] = dict(
-    sorted({**{name_of(row): settings_of(row) for row in ROWS}, **ODD}.items(), key=lambda item: world_of(item[1]))
+    sorted(
+        {**{"-".join(name_of(row).replace("=", "").split()): settings_of(row) for row in ROWS}, **ODD}.items(),
+        key=lambda item: world_of(item[1]),
+    )
 )
 
 
@@ -364,9 +347,3 @@ def test_the_matrix_is_long_legal_and_has_no_repeats() -> None:
     assert len(ROWS) >= AT_LEAST
     assert len(LAYOUTS) == len(ROWS) + len(ODD)
     assert {name: refusal(settings) for name, settings in LAYOUTS.items() if refusal(settings)} == {}
-
-
-def test_the_matrix_is_the_same_every_time() -> None:
-    first = covering_rows(40, drawn=100)
-    covering_rows.cache_clear()
-    assert covering_rows(40, drawn=100) == first
