@@ -4,6 +4,7 @@ If a mutant's text has changed, write the same fault into the new text; do not r
 """
 
 from tests.mutants import model_mutants as model
+from tests.mutants import optimizer_mutants as optimizer
 from tests.mutants import training_mutants as training
 
 MUTANTS = (
@@ -18,4 +19,8 @@ MUTANTS = (
     *model.EXPERTS,
     *model.SCHEDULES_AND_PLANS,
     *model.FILES,
+    *optimizer.RATES_AND_AVERAGES,
+    *optimizer.CLIPPED_HEADS,
+    *optimizer.HOST_MEMORY,
+    *optimizer.BALANCED,
 )

@@ -1,0 +1,100 @@
+"""Faults of learning rates by width, of averages, of clipped heads, of what waits on the host, of balanced contexts."""
+
+from tests.mutants.mutant import Mutant
+
+_MUP = "tests/models/test_mup.py::test_first_values_rates_and_factors"
+_CLIP = "tests/training/test_qk_clip.py::test_logits_shrink_to_the_limit"
+_HOST = "tests/models/test_offload.py::test_no_bit_is_another"
+_BALANCE = "tests/context_parallel/test_balance.py::test_layers_with_a_window_count_as_they_are"
+
+RATES_AND_AVERAGES = (
+    Mutant(
+        "wide matrices learn as narrow ones",
+        "megalite/models/shapes.py",
+        "factors.append(1 / model.width_multiplier)",
+        "factors.append(1.0)",
+        _MUP,
+        "muP's learning rates do not fall with the width",
+    ),
+    Mutant(
+        "wide models start as narrow ones",
+        "megalite/config/model.py",
+        "return self.init_method_std / math.sqrt(self.width_multiplier)",
+        "return self.init_method_std",
+        _MUP,
+        "muP's first values do not fall with the width",
+    ),
+    Mutant(
+        "the average takes what it should keep",
+        "megalite/optimizers/base.py",
+        "average.lerp_(parameter.data, 1.0 - decay)",
+        "average.lerp_(parameter.data, decay)",
+        "tests/optimizers/test_weight_average.py::test_the_equation_and_what_is_evaluated",
+        "an EMA with decay 0.999 follows the weights at once",
+    ),
+    Mutant(
+        "every step weighs the same",
+        "megalite/optimizers/schedule_free.py",
+        "share = self._largest_lr**2 / self._squares",
+        "share = 1.0 / self.updates",
+        "tests/optimizers/test_schedule_free.py::test_it_is_the_paper",
+        "steps of the warm-up count as much as those after it",
+    ),
+)
+
+CLIPPED_HEADS = (
+    Mutant(
+        "queries are clipped twice and keys never",
+        "megalite/training/qk_clip.py",
+        "factor**alpha, factor ** (1.0 - alpha)",
+        "factor, 1.0",
+        "tests/training/test_qk_clip.py",
+        "the share of QK-clip that keys take is lost",
+    ),
+    Mutant(
+        "heads are clipped by the first of their group",
+        "megalite/training/qk_clip.py",
+        "largest = max(heads[group * shared : (group + 1) * shared])",
+        "largest = heads[group * shared]",
+        _CLIP,
+        "a head that shares its key with a smaller one keeps its logits",
+    ),
+    Mutant(
+        "the last row of a head is left",
+        "megalite/optimizers/base.py",
+        "stop = min((min(last, bottom) - top) * width,",
+        "stop = min((min(last, bottom) - top - 1) * width,",
+        _CLIP,
+        "QK-clip leaves a row as it was",
+    ),
+)
+
+HOST_MEMORY = (
+    Mutant(
+        "views come back from the start of their memory",
+        "megalite/models/offload.py",
+        "int(saved.storage_offset())",
+        "0",
+        _HOST,
+        "a part of a tensor that was on the host is its first part",
+    ),
+    Mutant(
+        "memory is filled again before it has been copied",
+        "megalite/models/offload.py",
+        "after=(self.copied, self._of.back.now())",
+        "after=(self._of.back.now(),)",
+        _HOST,
+        "activations are brought back from host memory that the copy out has not reached",
+    ),
+)
+
+BALANCED = (
+    Mutant(
+        "chunks weigh the same",
+        "megalite/topology/layout.py",
+        "loads[rank] += areas[index]",
+        "loads[rank] += 1",
+        _BALANCE,
+        "ranks get equally many chunks whatever their pairs",
+    ),
+)
