@@ -48,7 +48,7 @@ CLIPPED_HEADS = (
         "megalite/training/qk_clip.py",
         "factor**alpha, factor ** (1.0 - alpha)",
         "factor, 1.0",
-        "tests/training/test_qk_clip.py",
+        "tests/training/test_qk_clip.py::test_a_head_below_the_limit_is_left_alone",
         "the share of QK-clip that keys take is lost",
     ),
     Mutant(
