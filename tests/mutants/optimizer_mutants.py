@@ -3,8 +3,8 @@
 from tests.mutants.mutant import Mutant
 
 _MUP = "tests/models/test_mup.py::test_first_values_rates_and_factors"
-_CLIP = "tests/training/test_qk_clip.py::test_logits_shrink_to_the_limit"
-_HOST = "tests/models/test_offload.py::test_no_bit_is_another"
+_CLIP = "tests/training/test_qk_clip.py::test_logits_shrink_to_the_limit[groups]"
+_HOST = "tests/models/test_offload.py::test_no_bit_is_another[gpt]"
 _BALANCE = "tests/context_parallel/test_balance.py::test_layers_with_a_window_count_as_they_are"
 
 RATES_AND_AVERAGES = (
