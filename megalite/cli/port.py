@@ -318,6 +318,9 @@ def remarks(ported: Ported) -> Iterator[tuple[str, list[str]]]:
         differs.append(
             "the loss is the mean over all tokens of the batch, as with --calculate-per-token-loss: the same without masks"
         )
+    model = ported.config.model
+    if model.num_experts is not None and model.add_bias_linear and not model.moe_add_bias_linear:
+        differs.append("experts have no biases; Megatron-LM gives them biases where --disable-bias-linear is not given")
     if ported.config.checkpoint.load is None or ported.config.checkpoint.fresh_if_missing:
         differs.append("initial weights are drawn otherwise: continue from a converted checkpoint to compare")
     if ported.launch.ranks is not None and ported.launch.ranks < (least := least_ranks(ported.config)):

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from megalite.cli.main import main
-from megalite.cli.port import Launch, port, read_launches
+from megalite.cli.port import Launch, port, read_launches, remarks
 from megalite.cli.shell import Shell
 from megalite.config.describe import values_of
 from megalite.config.errors import ConfigError
@@ -219,6 +219,13 @@ def test_too_few_ranks_are_said(tmp_path: Path) -> None:
     found = port(Launch(words, ranks=8))
     assert found.problems == []
     assert port(Launch(words), world_size=8).problems != []
+
+
+def test_experts_without_their_biases_are_said() -> None:
+    words = ["--num-layers", "2", "--num-experts", "8", "--vocab-size", "64", "--mock-data"]
+    for more, said in (((), True), (("--disable-bias-linear",), False), (("--moe-add-bias-linear",), False)):
+        differs = dict(remarks(port(Launch([*words, *more]))))["differs"]
+        assert any(line.startswith("experts have no biases") for line in differs) is said
 
 
 @pytest.mark.parametrize(
