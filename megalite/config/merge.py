@@ -11,6 +11,7 @@ from megalite.config.megatron import DERIVED, FROM_VALUE, SAID, SHORTHANDS, sett
 from megalite.config.megatron_flags import ALREADY_SO, DIFFERS, Note
 from megalite.config.parallel import PIPELINE_SCHEDULES, parse_pipeline_layout
 from megalite.config.run import RunConfig, save_folder
+from megalite.config.strategies import ALIASES, STRATEGIES
 from megalite.config.training import parse_batch_schedule
 
 
@@ -34,7 +35,15 @@ class Level:
         """What it gives that sets nothing, and is accepted."""
 
     def add(self, name: str, value: Any, source: str) -> None:
-        """Record a setting. Raises ConfigError: the level has it already with another value."""
+        """Record a setting, or those that an alias stands for. Raises ConfigError: the level has one already with another
+        value."""
+        if name == "dp_strategy" and value in ALIASES and value not in STRATEGIES:
+            meant = ALIASES[value]
+            said = ", ".join(f"{setting} {fixed}" for setting, fixed in meant.items())
+            self.notes.append(Note(f"dp_strategy {value}", DIFFERS, f"{said} here"))
+            for setting, fixed in meant.items():
+                self.add(setting, fixed, source)
+            return
         _add(self.given, name, Given(value, source))
 
     def add_stand_in(self, flag: str, value: Any, where: str, source: str) -> None:

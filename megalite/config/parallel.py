@@ -100,7 +100,7 @@ class ParallelConfig:
     """Assert after each action that what is alive is what the proof of the schedule said."""
     dp_strategy: str = option("all-reduce", choices=STRATEGIES, basic=True)
     """What data-parallel ranks exchange; docs/data_parallel.md explains each. distributed-optimizer is ZeRO-1 (or 2),
-    fully-sharded ZeRO-3."""
+    fully-sharded ZeRO-3; ddp, horovod, byteps, zero1, zero2, zero3 and fsdp stand for some of them."""
     dp_instances: int = option(1, at_least=1, below=2**20, flags=("--num-distributed-optimizer-instances",))
     """distributed-optimizer, fully-sharded: shard inside each of so many equal parts of the dp·cp ranks, neighbours of
     which a part fits into a node; the parts are replicas (hybrid sharding)."""
@@ -183,9 +183,10 @@ GOSSIP_ALGORITHMS = ("d-psgd", "decentlam")
 class DataParallelConfig:
     """Settings of the data-parallel strategies; each has an effect with some of them only."""
 
-    wire_dtype: str = option("fp32", choices=("fp32", "bf16"))
+    wire_dtype: str = option("fp32", choices=("fp32", "bf16", "fp16"))
     """Number format in which gradients and exchanged weights travel; sums are made in fp32 or wider either way. fp32 is
-    fp64 in a run of that precision. Parameters that ZeRO and servers hand out travel in the run's precision."""
+    fp64 in a run of that precision. fp16 is 8 times as fine as bf16 and has a loss scale, in any precision. Parameters
+    that ZeRO and servers hand out travel in the run's precision."""
     reduction_order: str = option("backend", choices=("backend", "rank"))
     """Order in which gradients of ranks are added: the backend's own, or by rank. Then all-reduce, fused-all-reduce,
     distributed-optimizer of one instance and the synchronous servers (which always add by rank) give the same bits."""
@@ -232,6 +233,11 @@ class DataParallelConfig:
         None, at_least=1, flags=("--check-weight-hash-across-dp-replicas-interval",)
     )
     """Steps between comparisons of the weights of data-parallel ranks, which must be equal to the bit; default: none."""
+
+    @property
+    def narrow_wire(self) -> bool:
+        """What travels is rounded, to two bytes."""
+        return self.wire_dtype != "fp32"
 
 
 _TOKEN = re.compile(r"\s*(?:(?P<item>[EtL|])|(?P<open>\()|(?P<close>\))|\*\s*(?P<times>\d{1,6})|(?P<comma>,))\s*")

@@ -4,8 +4,9 @@ A strategy is a class (`data_parallel.strategy.DataParallelStrategy`) and the fa
 `STRATEGIES`; nothing else asks for its name.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from megalite.config.registry import Registry
@@ -163,7 +164,7 @@ STRATEGIES: Registry[type] = Registry(
                 settings=f"{_LOCAL} sync_interval average_optimizer_state",
                 traffic=_averaged,
                 weights="local",
-                states=lambda config: ("anchor",) if config.data_parallel.wire_dtype == "bf16" else (),
+                states=lambda config: ("anchor",) if config.data_parallel.narrow_wire else (),
             ),
         ),
         "diloco": (
@@ -194,6 +195,19 @@ STRATEGIES: Registry[type] = Registry(
     StrategyFacts,
 )
 """By name, as `dp_strategy` gives it. Your own: `@STRATEGIES.register("mine", traffic=..., ...)` above its class."""
+
+ALIASES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "ddp": {"dp_strategy": "all-reduce"},
+        "horovod": {"dp_strategy": "fused-all-reduce"},
+        "byteps": {"dp_strategy": "sharded-parameter-server"},
+        "zero1": {"dp_strategy": "distributed-optimizer"},
+        "zero2": {"dp_strategy": "distributed-optimizer", "shard_gradients": True},
+        "zero3": {"dp_strategy": "fully-sharded"},
+        "fsdp": {"dp_strategy": "fully-sharded"},
+    }
+)
+"""Names that flags and files may give for `dp_strategy` -> the settings that they stand for."""
 
 
 def searched_strategies() -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from typing import Any
 from megalite.config.describe import Setting
 from megalite.config.errors import ConfigError, nearest, shortened
 from megalite.config.registry import Registry
+from megalite.config.strategies import ALIASES
 
 _LARGEST = 2**63
 _EXAMPLES = {int: "4", float: "0.1", bool: "true", str: "some text"}
@@ -62,7 +63,7 @@ def check_choice(setting: Setting, value: Any, where: str) -> None:
 
 
 def coerce(setting: Setting, value: Any, where: str) -> Any:
-    """The value with the setting's type, from what YAML or a caller gave.
+    """The value with the setting's type, from what YAML or a caller gave; of dp_strategy it may be an alias.
 
     Raises:
         ConfigError: the value is of another type or not among the choices; the message starts with `where`.
@@ -81,7 +82,8 @@ def coerce(setting: Setting, value: Any, where: str) -> Any:
     if isinstance(value, list | tuple | dict):
         raise ConfigError(f"{where}: {setting.name} takes one {setting.type.__name__}, got {shortened(value)}")
     coerced = _element(setting, value, where)
-    check_choice(setting, coerced, where)
+    if setting.name != "dp_strategy" or coerced not in ALIASES:
+        check_choice(setting, coerced, where)
     return coerced
 
 

@@ -5,12 +5,13 @@ from pathlib import Path
 import pytest
 
 from megalite.config.data import DATASETS
-from megalite.config.describe import Setting, settings, values_of
+from megalite.config.describe import Setting, replace, settings, values_of
 from megalite.config.errors import ConfigError
 from megalite.config.flags import parse_arguments
 from megalite.config.megatron import DERIVED, FROM_VALUE, SHORTHANDS, WORDS
 from megalite.config.megatron_flags import REFUSED, known_flags
 from megalite.config.run import RunConfig
+from megalite.config.strategies import ALIASES
 from tests.config.illegal import parts_of, says
 from tests.support.plugins import registered
 
@@ -67,6 +68,7 @@ def every_spelling(setting: Setting, example: str) -> None:
         ),
         ("--data_parallel_sharding_strategy optim_grads_params", {"dp_strategy": "fully-sharded"}),
         ("--use-torch-fsdp2", {"dp_strategy": "fully-sharded"}),
+        ("--dp-strategy zero1 --use-distributed-optimizer", {"dp_strategy": "distributed-optimizer"}),
         ("--num-distributed-optimizer-instances 2", {"dp_instances": 2}),
         ("--check-weight-hash-across-dp-replicas-interval 7", {"check_replicas_interval": 7}),
         ("--optimizer muon --muon-num-ns-steps 6", {"optimizer": "muon", "muon_steps": 6}),
@@ -352,3 +354,23 @@ def test_vpp_follows_the_schedule_that_wins(tmp_path: Path) -> None:
     assert parse_arguments(["--config", str(path)]).config.parallel.vpp == 2
     other = parse_arguments(["--config", str(path), "--pipeline-schedule", "1f1b"])
     assert other.config.parallel.vpp == 1 and "vpp" not in other.explicit
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_a_strategy_by_the_name_it_has_elsewhere(alias: str, tmp_path: Path) -> None:
+    """In flags and in files; a line says what it stands for."""
+    file = tmp_path / "run.yaml"
+    file.write_text(f"parallel: {{dp_strategy: {alias}}}\n")
+    meant = ALIASES[alias]
+    said = ", ".join(f"{setting} {value}" for setting, value in meant.items())
+    for words in (["--dp-strategy", alias], ["--config", str(file)]):
+        found = parse_arguments(words)
+        assert found.config == replace(RunConfig(), **meant)
+        assert found.remarks == [f"dp_strategy {alias}: {said} here"]
+    again = parse_arguments(["--config", str(file), "--dp-strategy", "gossip"])
+    assert again.config.parallel.dp_strategy == "gossip"
+
+
+def test_an_alias_and_a_setting_that_it_gives() -> None:
+    with pytest.raises(ConfigError, match="shard_gradients is given twice"):
+        parse_arguments(["--dp-strategy", "zero2", "--no-shard-gradients"])
