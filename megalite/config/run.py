@@ -90,6 +90,11 @@ def save_folder(config: RunConfig) -> str | None:
     return str(PurePath(run_dir) / "checkpoints")
 
 
+def scales_loss(config: RunConfig) -> bool:
+    """Gradients are somewhere in fp16, in the network or on the wire, and need a loss scale."""
+    return "fp16" in (config.training.precision, config.data_parallel.wire_dtype)
+
+
 def stage_layers(config: RunConfig) -> list[int] | None:
     """The cut that the user gave, if any: layers of each stage."""
     p = config.parallel

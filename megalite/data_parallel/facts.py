@@ -66,7 +66,7 @@ def in_host_memory(sizes: Sequence[int], fraction: float) -> list[bool]:
 
 def wire_width(config: RunConfig) -> int:
     """Bytes of an element of a gradient on the wire."""
-    if config.data_parallel.wire_dtype == "bf16":
+    if config.data_parallel.narrow_wire:
         return 2
     return 8 if config.training.precision == "fp64" else 4
 

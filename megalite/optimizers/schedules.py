@@ -10,31 +10,32 @@ from dataclasses import dataclass
 from megalite.config.batch import batch_sizes, total_steps
 from megalite.config.errors import ConfigError
 from megalite.config.optimizer import LR_SCHEDULES, OptimizerConfig
-from megalite.config.run import RunConfig
-from megalite.config.training import TrainingConfig
+from megalite.config.run import RunConfig, scales_loss
 
 
 class LossScaler:
     """The factor that keeps fp16 gradients in range (arXiv 1710.03740).
 
-    Constant 1 without fp16 and constant where `loss_scale` is given; else it halves after `hysteresis` overflows (good
-    steps in between do not reset the count before a whole window) and doubles after `loss_scale_window` good steps, as
-    in Megatron-LM. Every rank sees the same overflows, so every rank has the same scale without asking.
+    Constant 1 where neither the network nor the wire is in fp16, and constant where `loss_scale` is given; else it halves
+    after `hysteresis` overflows (good steps in between do not reset the count before a whole window) and doubles after
+    `loss_scale_window` good steps, as in Megatron-LM. Every rank sees the same overflows, so every rank has the same scale without asking.
 
     Learning rate and weight decay wait for a step that was skipped, as in Megatron-LM: `skipped_steps` and
     `skipped_samples` say how far they are behind the run.
     """
 
-    def __init__(self, config: TrainingConfig) -> None:
-        self.dynamic = config.precision == "fp16" and config.loss_scale is None
+    def __init__(self, config: RunConfig) -> None:
+        training = config.training
+        scales = scales_loss(config)
+        self.dynamic = scales and training.loss_scale is None
         self.scale = 1.0
-        if config.precision == "fp16":
-            self.scale = config.loss_scale or config.initial_loss_scale
-        self._min = config.min_loss_scale
-        self._window = config.loss_scale_window
-        self._hysteresis = config.hysteresis
+        if scales:
+            self.scale = training.loss_scale or training.initial_loss_scale
+        self._min = training.min_loss_scale
+        self._window = training.loss_scale_window
+        self._hysteresis = training.hysteresis
         self._good_steps = 0
-        self._overflows_left = config.hysteresis
+        self._overflows_left = training.hysteresis
         self.skipped_steps = self.skipped_samples = 0
 
     def update(self, *, overflow: bool, fault: bool = False, samples: int = 0) -> None:

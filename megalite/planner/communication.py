@@ -37,7 +37,9 @@ def norm_terms(config: RunConfig) -> int:
     if config.parallel.strategy.weights == "local":
         assert config.parallel.dp is not None
         return config.parallel.dp
-    return 2 if config.optimizer.optimizer in ONEBIT_OPTIMIZERS else config.parallel.strategy.norm_terms
+    if config.optimizer.optimizer in ONEBIT_OPTIMIZERS:
+        return 2 + config.optimizer.published_onebit * (config.parallel.dp or 1)
+    return config.parallel.strategy.norm_terms
 
 
 def time_basis(config: RunConfig) -> str:
@@ -89,7 +91,7 @@ def gradient_volumes(
 
 def _sums_in_parts(config: RunConfig) -> bool:
     d = config.data_parallel
-    return d.wire_dtype == "bf16" or d.reduction_order == "rank"
+    return d.narrow_wire or d.reduction_order == "rank"
 
 
 def _exchanges(
@@ -100,7 +102,7 @@ def _exchanges(
     lossy = d.grad_compression != "none" and shape.decay  # norms and biases travel whole
     if config.optimizer.optimizer in ONEBIT_OPTIMIZERS or lossy:
         return _compressed(config, bucket)
-    narrow, wire, states = d.wire_dtype == "bf16", wire_width(config), moment_widths(config, shape)
+    wire, states = wire_width(config), moment_widths(config, shape)
     return config.parallel.strategy.traffic(
         BucketTraffic(
             config=config,
@@ -111,7 +113,7 @@ def _exchanges(
             in_parts=_sums_in_parts(config),
             gathers=gathers,
             microbatches=num_microbatches,
-            state_bytes=len(states) * wire if narrow else sum(states),
+            state_bytes=len(states) * wire if d.narrow_wire else sum(states),
         )
     )
 

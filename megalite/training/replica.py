@@ -92,7 +92,7 @@ def build_strategy(
         overlap=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
         settings=settings,
-        wire_dtype=torch.bfloat16 if settings.wire_dtype == "bf16" else None,
+        wire_dtype=_FORMATS[settings.wire_dtype] if settings.narrow_wire else None,
         by_rank=settings.reduction_order == "rank",
         host_fraction=config.optimizer.host_fraction,
         split_main=config.optimizer.main_params == "split",
@@ -420,5 +420,5 @@ def build_replica(
         deferred=deferred,
         strategy=strategy,
         optimizer=build_optimizer(config, strategy, topology, kernels),
-        scaler=LossScaler(config.training),
+        scaler=LossScaler(config),
     )

@@ -248,7 +248,7 @@ class Stepper:
             raise NonFiniteError(
                 f"{shown}: gradients overflow although the loss scale is at its minimum, {scaler.scale:g}, and did in "
                 f"max_consecutive_skips {training.max_consecutive_skips} steps before it too; the parameters are those of "
-                "before them. Lower --lr, or raise --lr-warmup-iters, or use --precision bf16"
+                "before them. Lower --lr, or raise --lr-warmup-iters, or use bf16 in place of fp16"
             )
 
     def _fault(

@@ -1,10 +1,12 @@
-"""A bf16 wire rounds what travels and nothing else, whatever the run computes in."""
+"""A narrow wire rounds what travels and nothing else, whatever the run computes in; and by how much."""
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 
+from megalite.data_parallel.wire import Background, Channel, WireCounter
 from tests.data_parallel.toy import STEPS, ToyRun, adam, assert_same, gradient
 from tests.support.ranks import RankContext, run_ranks
 
@@ -12,21 +14,17 @@ RANKS = 3
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def rounded(values: torch.Tensor) -> torch.Tensor:
-    return values.bfloat16().float()
+def rounded(values: torch.Tensor, wire: str, scale: float) -> torch.Tensor:
+    return (values * scale).to(DTYPES[wire]).float() / scale
 
 
-def on_the_wire(name: str, step: int, ranks: int) -> torch.Tensor:
-    """Each rank's part is rounded, and the sum made in fp32 by rank."""
-    total = rounded(gradient(name, step, 0))
+def on_the_wire(name: str, step: int, ranks: int, *, wire: str, scale: float, twice: bool) -> torch.Tensor:
+    """Each rank's part is rounded, and the sum made in fp32 by rank. An all-reduce rounds the sum too, on its way back;
+    owners and servers use it as it is."""
+    total = rounded(gradient(name, step, 0), wire, scale)
     for rank in range(1, ranks):
-        total = total + rounded(gradient(name, step, rank))
-    return total
-
-
-def rounded_twice(name: str, step: int, ranks: int) -> torch.Tensor:
-    """An all-reduce rounds the sum too, on its way back; owners and servers use it as it is."""
-    return rounded(on_the_wire(name, step, ranks))
+        total = total + rounded(gradient(name, step, rank), wire, scale)
+    return rounded(total, wire, scale) if twice else total
 
 
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -55,29 +53,64 @@ def runs(
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("precision", DTYPES)
-def test_only_the_wire_is_rounded(strategy: str, precision: str) -> None:
+@pytest.mark.parametrize("wire", ["bf16", "fp16"])
+def test_only_the_wire_is_rounded(strategy: str, precision: str, wire: str) -> None:
     """Also with loss scales as large as they come: bf16 has the range of fp32, and powers of 2 lose no digit."""
-    settings = {"dp_strategy": strategy, "wire_dtype": "bf16", "precision": precision, **STRATEGIES[strategy]}
-    scales = [1.0, 2.0**32, 2.0**100] if precision == "fp16" else [1.0]
-    total = rounded_twice if strategy.endswith("all-reduce") else on_the_wire
-    expected = adam(RANKS, total=total, dtype=DTYPES[precision])
+    settings = {"dp_strategy": strategy, "wire_dtype": wire, "precision": precision, **STRATEGIES[strategy]}
+    scales = [1.0, 2.0**-12, 2.0**12] if wire == "fp16" else [1.0, 2.0**32, 2.0**100] if precision == "fp16" else [1.0]
+    twice = strategy.endswith("all-reduce")
     for rank in run_ranks(RANKS, runs, settings, scales):
-        for found in rank:
-            assert_same(found, expected)
+        for scale, found in zip(scales, rank, strict=True):
+            total = functools.partial(on_the_wire, wire=wire, scale=scale, twice=twice)
+            assert_same(found, adam(RANKS, total=total, dtype=DTYPES[precision]))
             assert all(values.dtype == DTYPES[precision] for values in found[0].values())
 
 
-def overflowing(context: RankContext) -> list[float]:
-    """Norm terms of a step in which one rank's gradients exceed fp32, and of a good one."""
+def overflowing(context: RankContext, wire: str, too_large: float) -> list[float]:
+    """Norm terms of a step in which one rank's gradients exceed the wire's range, and of a good one."""
     found = []
-    for scale in (3e38, 1.0):
-        run = ToyRun(context.topology(dp=2), {"wire_dtype": "bf16", "precision": "fp16"})
+    for scale in (too_large, 1.0):
+        run = ToyRun(context.topology(dp=2), {"wire_dtype": wire, "precision": "fp16"})
         found += run.gradients(scale=scale if context.rank == 1 else 1.0)
         run.strategy.close()
     return found
 
 
-def test_what_is_infinite_stays_so_on_every_rank() -> None:
-    for bad, good in run_ranks(2, overflowing):
+@pytest.mark.parametrize(("wire", "too_large"), [("bf16", 3e38), ("fp16", 65504.0)])
+def test_what_is_infinite_stays_so_on_every_rank(wire: str, too_large: float) -> None:
+    for bad, good in run_ranks(2, overflowing, wire, too_large):
         assert not torch.tensor(bad).isfinite()
         assert torch.tensor(good).isfinite()
+
+
+SCALE = 2.0**10
+
+
+def spread(rank: int) -> torch.Tensor:
+    """Gradients of all sizes that an fp16 wire takes with this loss scale, and smaller ones."""
+    source = torch.Generator().manual_seed(rank)
+    size = 64 * RANKS
+    return torch.randn(size, generator=source) * 2.0 ** torch.randint(-45, 3, (size,), generator=source)
+
+
+def summed(context: RankContext) -> torch.Tensor:
+    group = context.topology(dp=RANKS).dp
+    channel = Channel(group, WireCounter(), Background(torch.device("cpu")), wire_dtype=torch.float16)
+    values = spread(context.rank) * SCALE
+    channel.all_reduce_async(values).wait()
+    return values / SCALE
+
+
+def test_what_an_fp16_wire_loses() -> None:
+    """Of each number x that travels at most max(2^-11·|x|, 2^-25/scale): the parts, and their sum once more."""
+
+    def lost(x: torch.Tensor) -> torch.Tensor:
+        return torch.maximum(2.0**-11 * x.abs(), torch.tensor(2.0**-25 / SCALE))
+
+    parts = torch.stack([spread(rank) for rank in range(RANKS)]).double()
+    bound = lost(parts).sum(dim=0)
+    bound += lost(parts.sum(dim=0).abs() + bound)
+    for found in run_ranks(RANKS, summed):
+        error = (found.double() - parts.sum(dim=0)).abs()
+        assert (error <= bound).all()
+        assert (error > bound / 8).any(), "the bound says something"

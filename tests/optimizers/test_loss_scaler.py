@@ -1,20 +1,27 @@
 """Loss scales through sequences of overflows, by hand."""
 
+from typing import Any
+
 import pytest
 
+from megalite.config.parallel import DataParallelConfig
+from megalite.config.run import RunConfig
 from megalite.config.training import TrainingConfig
 from megalite.optimizers.schedules import LossScaler
 
 
+def of(*, wire_dtype: str = "fp32", **training: Any) -> LossScaler:
+    wire = DataParallelConfig(wire_dtype=wire_dtype)
+    return LossScaler(RunConfig(training=TrainingConfig(**training), data_parallel=wire))
+
+
 def scaler(*, initial: float = 1024.0, minimum: float = 1.0, window: int = 3, hysteresis: int = 2) -> LossScaler:
-    return LossScaler(
-        TrainingConfig(
-            precision="fp16",
-            initial_loss_scale=initial,
-            min_loss_scale=minimum,
-            loss_scale_window=window,
-            hysteresis=hysteresis,
-        )
+    return of(
+        precision="fp16",
+        initial_loss_scale=initial,
+        min_loss_scale=minimum,
+        loss_scale_window=window,
+        hysteresis=hysteresis,
     )
 
 
@@ -68,13 +75,13 @@ def test_state_round_trip(before: str) -> None:
 
 
 def test_a_given_scale_stays() -> None:
-    one = LossScaler(TrainingConfig(precision="fp16", loss_scale=128.0, loss_scale_window=1, hysteresis=1))
+    one = of(precision="fp16", loss_scale=128.0, loss_scale_window=1, hysteresis=1)
     assert not one.dynamic
     assert scales(one, "xxoo") == [128.0] * 4
     one.load_state(scaler().state())
     assert one.scale == 128.0
     for precision in ("fp32", "bf16", "fp64"):
-        unscaled = LossScaler(TrainingConfig(precision=precision))
+        unscaled = of(precision=precision)
         assert scales(unscaled, "xxooo") == [1.0] * 5
         other = scaler()
         other.load_state(unscaled.state())
@@ -87,7 +94,7 @@ def test_skipped_steps_are_counted_and_kept() -> None:
     for event in "oxxo":
         one.update(overflow=event == "x", samples=8)
     assert (one.skipped_steps, one.skipped_samples) == (2, 16)
-    plain = LossScaler(TrainingConfig(precision="bf16"))
+    plain = of(precision="bf16")
     plain.load_state(one.state())
     again = scaler()
     again.load_state(plain.state())
@@ -103,3 +110,10 @@ def test_an_older_state_has_no_count() -> None:
     one = scaler()
     one.load_state({"scale": 8.0, "good_steps": 1, "overflows_left": 2})
     assert (one.scale, one.skipped_steps, one.skipped_samples) == (8.0, 0, 0)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp64"])
+def test_an_fp16_wire_has_a_scale_in_any_precision(precision: str) -> None:
+    one = of(precision=precision, wire_dtype="fp16", hysteresis=1)
+    assert one.dynamic and scales(one, "x") == [32768.0]
+    assert of(precision=precision, wire_dtype="fp16", loss_scale=8.0).scale == 8.0

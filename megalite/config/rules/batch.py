@@ -5,6 +5,7 @@ from megalite.config.batch import batch_sizes, decay_length, samples_per_microba
 from megalite.config.errors import Findings
 from megalite.config.optimizer import ONEBIT_OPTIMIZERS, parse_lr_multipliers
 from megalite.config.rules.rule import Check, Settings, multiples, rules, say
+from megalite.config.run import scales_loss
 from megalite.config.training import parse_batch_schedule
 
 
@@ -191,15 +192,17 @@ SCHEDULES: tuple[Check, ...] = (
             ),
             "{!weight_decay} has no effect with {weight_decay_incr_style}, which moves from start_weight_decay to "
             "end_weight_decay; remove it": lambda c: c.weight_decay_incr_style != "constant",
-            "{?loss_scale} has no effect with {precision}; use --fp16 or remove it": lambda c: c.precision != "fp16",
-            f"{{!{_DYNAMIC_SCALE}}} has no effect with {{precision}}; use --fp16 or remove it": lambda c: (
-                c.precision != "fp16"
+            "{?loss_scale} has no effect with {precision} and {wire_dtype}; use --fp16 or remove it": (
+                lambda c: not scales_loss(c.run)
+            ),
+            f"{{!{_DYNAMIC_SCALE}}} has no effect with {{precision}} and {{wire_dtype}}; use --fp16 or remove it": (
+                lambda c: not scales_loss(c.run)
             ),
             f"{{!{_DYNAMIC_SCALE}}} has no effect with a fixed {{loss_scale}}; remove one of them": (
-                lambda c: c.precision == "fp16" and c.loss_scale is not None
+                lambda c: scales_loss(c.run) and c.loss_scale is not None
             ),
             "{min_loss_scale} is above {initial_loss_scale}; use at most {=initial_loss_scale}": (
-                lambda c: c.precision == "fp16" and c.min_loss_scale > c.initial_loss_scale
+                lambda c: scales_loss(c.run) and c.min_loss_scale > c.initial_loss_scale
             ),
         }
     ),

@@ -8,7 +8,7 @@ from megalite.config.describe import settings
 from megalite.config.errors import Findings, Idle, nearest
 from megalite.config.optimizer import ONEBIT_OPTIMIZERS, OPTIMIZERS
 from megalite.config.rules.rule import Check, Settings, rules, say
-from megalite.config.run import hugging_face_folder, profile_folder, save_folder, saves, writers
+from megalite.config.run import hugging_face_folder, profile_folder, save_folder, saves, scales_loss, writers
 from megalite.config.strategies import searched_strategies
 from megalite.config.training import WRITERS
 
@@ -227,7 +227,7 @@ STOPS: tuple[Check, ...] = (
     *rules(
         {
             "{!max_consecutive_skips} has no effect with {on_non_finite}; use --on-non-finite skip or remove it": (
-                lambda c: c.on_non_finite == "stop" and (c.precision != "fp16" or c.loss_scale is not None)
+                lambda c: c.on_non_finite == "stop" and (not scales_loss(c.run) or c.loss_scale is not None)
             ),
             "{?on_non_finite} does not go with {check_for_nan_in_loss_and_grad}, which lets such steps pass; keep one of them": (
                 lambda c: not c.check_for_nan_in_loss_and_grad

@@ -167,7 +167,7 @@ class Clock:
         """(gradients, parameters, collectives of gradients) after the last backward, and what comes with each microbatch."""
         config, stride = self.config, rates.data_stride(work)
         element = ELEMENT_BYTES[config.training.precision]
-        wire = 2 if config.data_parallel.wire_dtype == "bf16" or self.stack.half_gradients else max(4, element)
+        wire = 2 if config.data_parallel.narrow_wire or self.stack.half_gradients else max(4, element)
         dense, experts, embedding, *_ = np.moveaxis(Sizer(self.config).elements(shares, pp), 2, 0)
         sizes = self._on_rank(dense, experts, embedding, pp).T  # with all replicas, and with experts'
         replicas = (work.dp * work.cp, work.tp * work.cp * work.dp / (work.expert_tp * work.ep))
