@@ -80,10 +80,13 @@ OPTIMIZERS: Registry[Any] = Registry(
             f"{_HERE}.schedule_free:ScheduleFreeAdamW",
             OptimizerFacts(states=("z", "exp_avg_sq"), averaged=True),
         ),
-        "onebit-adam": (f"{_HERE}.onebit:OneBitAdam", OptimizerFacts(states=MOMENTS, settings=_ONEBIT)),
+        "onebit-adam": (
+            f"{_HERE}.onebit:OneBitAdam",
+            OptimizerFacts(states=MOMENTS, settings=f"{_ONEBIT} onebit_rule"),
+        ),
         "onebit-lamb": (
             f"{_HERE}.onebit_lamb:OneBitLAMB",
-            OptimizerFacts(states=(*MOMENTS, "exp_avg_sq_fresh"), settings=f"{_ONEBIT} {_LAMB}"),
+            OptimizerFacts(states=(*MOMENTS, "exp_avg_sq_fresh"), settings=f"{_ONEBIT} onebit_rule {_LAMB}"),
         ),
         "zero-one-adam": (
             f"{_HERE}.zero_one_adam:ZeroOneAdam",
@@ -207,6 +210,9 @@ class OptimizerConfig:
     ratio, up or down, over 1/(1-beta2) steps, after the warm-up of the learning rate."""
     onebit_scale: str = option("tensor", choices=("tensor", "bucket"))
     """1-bit optimizers: the size that signs stand for is one number a tensor, or one a bucket, as in the papers."""
+    onebit_rule: str = option("megalite", choices=("megalite", "deepspeed"))
+    """onebit-adam, onebit-lamb: deepspeed is the published algorithm step by step: no bias correction, trust ratios for all
+    tensors, one size for the signs of a bucket, clipping by each replica's own norm."""
     local_step_clipper: int = option(16, at_least=1)
     """zero-one-adam: most local steps between two exchanges."""
     local_step_scaler: int = option(32678, at_least=1)
@@ -231,6 +237,11 @@ class OptimizerConfig:
     that numbers stay the same to the bit."""
     optimizer_offload_fraction: float = option(1.0, above=0, at_most=1)
     """optimizer_cpu_offload: at least so much of them, in whole buckets."""
+
+    @property
+    def published_onebit(self) -> bool:
+        """A 1-bit optimizer takes DeepSpeed's steps."""
+        return self.onebit_rule == "deepspeed"
 
     @property
     def host_fraction(self) -> float:

@@ -106,13 +106,13 @@ class Block:
         return values[self.start : self.stop]
 
 
-def make_blocks(parameters: Sequence[FlatParameter], sums: TensorSums) -> list[Block]:
-    """All elements of `parameters`, each once; those that decay tensor by tensor."""
+def make_blocks(parameters: Sequence[FlatParameter], sums: TensorSums, *, every: bool = False) -> list[Block]:
+    """All elements of `parameters`, each once; those that decay, or `every` one, tensor by tensor."""
     found = []
     for flat in parameters:
         size = block_size(flat.param)
         ranges: list[tuple[int, int, int | None, bool]] = [(0, flat.param.numel(), None, False)]
-        if flat.decay:
+        if flat.decay or every:
             ranges = [(each.start, each.stop, sums.column(each), each.counts) for each in flat.segments]
         for first, last, column, counts in ranges:
             starts = range(first, last, size)
@@ -134,6 +134,7 @@ class LAMB(Optimizer):
 
     Args:
         group: all ranks that make the step.
+        every: norms and biases have trust ratios too.
 
     Collectives: one all-reduce of two fp64 numbers for each tensor a step.
     """
@@ -145,11 +146,12 @@ class LAMB(Optimizer):
         *,
         group: Group,
         kernels: Kernels | None = None,
+        every: bool = False,
     ) -> None:
         super().__init__(parameters, config, MOMENTS)
         device = parameters[0].param.device
-        self._sums = TensorSums([flat for flat in parameters if flat.decay], group=group, device=device)
-        self._blocks = make_blocks(parameters, self._sums)
+        self._sums = TensorSums([flat for flat in parameters if flat.decay or every], group=group, device=device)
+        self._blocks = make_blocks(parameters, self._sums, every=every)
         counted = [block.column for block in self._blocks if block.column is not None and block.counts]
         self._pieces = Pieces(counted, self._sums)
         self._ratios = [1.0] * len(self._sums.names)
@@ -176,7 +178,7 @@ class LAMB(Optimizer):
             norms += lamb_moments(
                 *(piece.param, piece.grad, *piece.states),
                 **terms,
-                weight_decay=0.0 if block.column is None else update.weight_decay,
+                weight_decay=update.weight_decay * block.flat.decay,
                 norms=block.column is not None and block.counts,
             )
         squares = torch.stack([self._pieces.add_up(norms[::2]), self._pieces.add_up(norms[1::2])])
@@ -189,7 +191,7 @@ class LAMB(Optimizer):
                 *(piece.param, *piece.states),
                 **terms,
                 rate=update.rate(block.flat) * (1.0 if block.column is None else self._ratios[block.column]),
-                weight_decay=0.0 if block.column is None else update.weight_decay,
+                weight_decay=update.weight_decay * block.flat.decay,
             )
 
     @property

@@ -191,6 +191,10 @@ def ranges(parameter: torch.Tensor) -> Iterator[slice]:
         yield slice(start, min(start + size, parameter.numel()))
 
 
+UNCORRECTED = 1 << 30
+"""Updates after which a bias correction is 1: those of DeepSpeed's rule, which has none."""
+
+
 class OneBitOptimizer(Optimizer):
     """An optimizer that averages its own state by signs once its second moment is frozen.
 
@@ -212,7 +216,7 @@ class OneBitOptimizer(Optimizer):
         super().__init__(parameters, config, states)
         self.freeze, self._group, self._kernels = freeze, group, kernels
         self._sums = TensorSums(parameters, group=group, device=parameters[0].param.device)
-        self._by_bucket = config.onebit_scale == "bucket"
+        self._by_bucket, self._published = config.onebit_scale == "bucket", config.published_onebit
 
     @classmethod
     def from_config(cls, parameters: Sequence[FlatParameter], config: RunConfig, context: Context) -> Optimizer:
@@ -225,7 +229,8 @@ class OneBitOptimizer(Optimizer):
         return type(self)(parameters, self.config, freeze, group=group, kernels=self._kernels)
 
     def _bound(self, updates: int) -> None:
-        bound_moments(self, self._sums, self.freeze, updates=updates, by_bucket=self._by_bucket)
+        if not self._published:
+            bound_moments(self, self._sums, self.freeze, updates=updates, by_bucket=self._by_bucket)
 
     def _observe(self, step: int, correction: float) -> None:
         """Look whether the warm-up ends with this step; 1 - β₂ᵏ is the `correction` of v̂."""
@@ -254,7 +259,8 @@ class FrozenMoments(OneBitOptimizer):
         m_i = β₁m + (1-β₁)g_i;   m = mean over ranks of m_i, by signs;   a step along m̂/(√v̂ + ε)
 
     v̂ = v/(1-β₂ᵏ) with the k updates that v has had when it is frozen: without that a short warm-up would leave every
-    later step 1/√(1-β₂ᵏ) times too long.
+    later step 1/√(1-β₂ᵏ) times too long. DeepSpeed's rule has neither that nor m̂, and v is as it is; but what had no
+    gradient in the warm-up stays where it is, as with the masks that users of DeepSpeed make by hand.
     """
 
     _base: Optimizer
@@ -266,7 +272,7 @@ class FrozenMoments(OneBitOptimizer):
     @torch.no_grad()
     def step(self, update: Update, exchange: Exchange | None = None) -> None:
         if self.reduces_gradients(update.step):
-            self._base.updates = self.updates
+            self._base.updates = UNCORRECTED if self._published else self.updates
             self._base.step(update)
             self.updates += 1
             self._warmed()
@@ -296,11 +302,13 @@ class FrozenMoments(OneBitOptimizer):
     @property
     def _variance_correction(self) -> float:
         assert self.freeze.updates is not None
-        return 1.0 - self.config.adam_beta2**self.freeze.updates
+        return 1.0 if self._published else 1.0 - self.config.adam_beta2**self.freeze.updates
 
     @property
     def _direction(self) -> Direction:
         c = self.config
+        if self._published:
+            return Direction(scale=1.0, eps=c.adam_eps)
         return Direction.at(
             self.updates, beta1=c.adam_beta1, beta2=c.adam_beta2, eps=c.adam_eps, frozen=self.freeze.updates
         )

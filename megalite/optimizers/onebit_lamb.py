@@ -35,6 +35,9 @@ class OneBitLAMB(FrozenMoments):
     In bucket scale momenta are multiplied with σ before they are exchanged, and divided by it after, which gives all
     tensors of the run the same root mean square when the moment is frozen: one size of sign then fits them all.
 
+    DeepSpeed's rule (`onebit_rule`) has trust ratios for all tensors, σ, no bias correction, and c̄ from 0 on, of the c that
+    are not 1: a tensor without any is never stepped once frozen.
+
     Collectives: those of LAMB; when frozen those of `exchange`, and two all-reduces of up to two fp64 numbers a tensor.
     """
 
@@ -43,10 +46,12 @@ class OneBitLAMB(FrozenMoments):
 
     def __init__(self, parameters: Sequence[FlatParameter], config: OptimizerConfig, *args: Any, **common: Any) -> None:
         super().__init__(parameters, config, *args, **common)
-        self._base = self._lamb = LAMB(parameters, config, group=self._group, kernels=self._kernels)
+        published = self._published
+        self._base = self._lamb = LAMB(parameters, config, group=self._group, kernels=self._kernels, every=published)
         device = parameters[0].param.device
         self._by_bucket = False  # in a bucket, too, σ gives signs the size of each tensor
-        self._blocks = make_blocks(parameters, self._sums)
+        self._has_sigma = published or config.onebit_scale == "bucket"
+        self._blocks = make_blocks(parameters, self._sums, every=published)
         in_tensors = [(block.column, block.counts) for block in self._blocks if block.column is not None]
         self._columns = torch.tensor([column for column, _ in in_tensors], dtype=torch.int64, device=device)
         self._pieces = Pieces([column for column, counts in in_tensors if counts], self._sums)
@@ -54,6 +59,9 @@ class OneBitLAMB(FrozenMoments):
         """v'."""
         self._ratio, self._factor, self._sigma = self._sums.zeros(3)
         self._knows_ratios = True
+        self._unknown = -1.0 if published else 0.0
+        """What stands in place of a trust ratio until there has been one; by DeepSpeed's rule 0 is one."""
+        self._ratio += self._unknown
         self._factor += 1.0
         self._sigma += 1.0
 
@@ -64,18 +72,28 @@ class OneBitLAMB(FrozenMoments):
     def _warmed(self) -> None:
         ratios = self._lamb.trust_ratios
         found = self._ratio.new_tensor([ratios.get(name, 1.0) for name in self._sums.names])
-        # 0 is no ratio: there has been none yet.
-        smooth = RATIO_SMOOTHING * self._ratio + (1.0 - RATIO_SMOOTHING) * found
-        self._ratio.copy_(torch.where(self._ratio == 0.0, found, smooth))
+        before, first = self._ratio, self._ratio == self._unknown
+        if self._published:
+            before = before.masked_fill(first, 0.0)
+        smooth = RATIO_SMOOTHING * before + (1.0 - RATIO_SMOOTHING) * found
+        kept = torch.where(found == 1.0, before, smooth) if self._published else torch.where(first, found, smooth)
+        self._ratio.copy_(kept)
 
     def _freeze(self) -> None:
         for flat in self.parameters:
             moment = self.state(flat.param)["exp_avg_sq"]
             torch.div(moment, self._variance_correction, out=self._fresh[flat.param])
         # Without an own warm-up (a checkpoint of another optimizer) the ratio is 1.
-        self._ratio.masked_fill_(self._ratio == 0.0, 1.0)
-        if self.config.onebit_scale == "bucket":
+        if self._lacks_ratios():
+            self._ratio.masked_fill_(self._ratio == self._unknown, 1.0)
+        if self._has_sigma:
             self._find_sigma()
+
+    def _lacks_ratios(self) -> bool:
+        """There are tensors without a trust ratio, on whatever rank."""
+        ratios = self._ratio.clone()
+        self._sums.all_reduce(ratios, op="max")
+        return not all(self._sums.read(ratios > self._unknown))
 
     def _find_sigma(self) -> None:
         table = self._sums.zeros(2)
@@ -95,8 +113,7 @@ class OneBitLAMB(FrozenMoments):
         if not self._knows_ratios:
             # The warm-up was that of a 1-bit optimizer without trust ratios: start as where one ends.
             self._knows_ratios = True
-            known = [ratio for (state, _), ratio in self.tensor_state().items() if state == "trust_ratio"]
-            if any(float(ratio) == 0.0 for ratio in known):
+            if self._lacks_ratios():
                 self._freeze()
         direction = self._direction
         for flat in self.parameters:
@@ -112,20 +129,20 @@ class OneBitLAMB(FrozenMoments):
             largest.append(below.div_(fresh.sqrt().add_(self.config.adam_eps)).amax())
             if block.counts:
                 norms.append(norm(mean))
-                values = block.of(block.param.data)
-                norms.append(norm(torch.add(mean, values, alpha=update.weight_decay / direction.scale)))
+                decay = update.weight_decay * block.flat.decay / direction.scale
+                norms.append(norm(torch.add(mean, block.of(block.param.data), alpha=decay)))
         factors = self._factors(largest, norms)
         for block in self._blocks:
             rate, values = update.lr, block.of(block.param.data)
             if block.column is not None:
                 rate *= factors[block.column]
-                values.mul_(1.0 - rate * update.weight_decay)
+                values.mul_(1.0 - rate * update.weight_decay * block.flat.decay)
             values.add_(block.of(block.flat.grad), alpha=-rate * direction.scale)
 
     def _exchange_momentum(self, flat: FlatParameter, exchange: Exchange) -> None:
         momentum, grad = self.state(flat.param)["exp_avg"], flat.grad
         torch.lerp(momentum, grad, 1.0 - self.config.adam_beta1, out=grad)
-        if self.config.onebit_scale == "tensor":
+        if not self._has_sigma:
             exchange(flat, grad)
             return
         sigma = self._sums.read(self._sigma)
@@ -178,7 +195,7 @@ class OneBitLAMB(FrozenMoments):
 
     def tensor_state(self) -> Mapping[tuple[str, str], torch.Tensor]:
         found = {"trust_ratio": self._ratio, "trust_factor": self._factor}
-        if self.config.onebit_scale == "bucket":
+        if self._has_sigma:
             found["momentum_scale"] = self._sigma
         held = {each.name: self._sums.column(each) for flat in self.parameters for each in flat.segments}
         return {(state, name): values[column] for state, values in found.items() for name, column in held.items()}

@@ -211,11 +211,18 @@ _TABLE = """
 8 --dp-instances 2 => dp_instances 2 has no effect with dp_strategy all-reduce … --dp-strategy distributed-optimizer
 2 --dp-strategy fully-sharded --check-replicas-interval 5 => check_replicas_interval 5 … dp_strategy fully-sharded
 2 --optimizer zero-one-adam --check-replicas-interval 5 => check_replicas_interval 5 … optimizer zero-one-adam
+2 --dp-strategy gossip --wire-dtype fp16 => wire_dtype fp16 does not go with dp_strategy gossip … --wire-dtype bf16
+2 --grad-compression uint8 --wire-dtype fp16 => grad_compression uint8 … wire_dtype fp16 … --wire-dtype bf16
 2 --compression-warmup-steps 10 => compression_warmup_steps 10 … grad_compression none … --grad-compression onebit
 2 --grad-compression uint8 --powersgd-rank 2 => powersgd_rank 2 … grad_compression uint8 … grad-compression powersgd
 2 --grad-compression onebit --compression-warmup-steps 60 --train-iters 60
     => compression_warmup_steps 60 … train_iters 60 … compression-warmup-steps 10
 2 --freeze-step 10 => freeze_step 10 has no effect with optimizer adam … --optimizer onebit-adam
+2 --optimizer zero-one-adam --onebit-rule deepspeed
+    => onebit_rule deepspeed has no effect with optimizer zero-one-adam … --optimizer onebit-adam
+2 --optimizer onebit-lamb --onebit-rule deepspeed --onebit-scale tensor
+    => onebit_scale tensor has no effect with onebit_rule deepspeed … remove it
+2 --optimizer onebit-adam --onebit-rule deepspeed --cp 2 => cp 2 … onebit_rule deepspeed … --onebit-rule megalite
 2 --optimizer onebit-lamb --dp-strategy distributed-optimizer
     => optimizer onebit-lamb … dp_strategy distributed-optimizer … dp-strategy all-reduce
 2 --optimizer zero-one-adam --dp-strategy gossip

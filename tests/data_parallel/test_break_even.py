@@ -79,7 +79,7 @@ ONEBIT = {"optimizer": "onebit-adam"}
 
 
 @pytest.mark.parametrize(("freeze", "at"), [(20, 8), (4, 5), (2, None)])
-def test_it_is_said_once_the_same_on_all_ranks_and_sends_nothing_of_the_runs(freeze: int, at: int | None) -> None:
+def test_it_is_said_once_the_same_on_all_ranks_and_its_bytes_are_counted(freeze: int, at: int | None) -> None:
     """After 2 steps that settle and 5 that are measured, or what there is of them before the freeze."""
     runs = run_ranks(2, said, {**ONEBIT, "freeze_step": freeze})
     lines, sent, _ = runs[0]
@@ -90,7 +90,18 @@ def test_it_is_said_once_the_same_on_all_ranks_and_sends_nothing_of_the_runs(fre
         assert len(found) == 1 and found[0].startswith("break-even: ")
         assert f"warm-up w {freeze / 20:.2f}" in found[0]
         assert f"k {sent[0] / signs:.1f}" in found[0]
-    assert len(set(sent)) == (1 if freeze == 20 else 2)
+    _, plain, _ = run_ranks(2, said, {**ONEBIT, "freeze_step": freeze}, True)[0]
+    assert len(set(plain)) == (1 if freeze == 20 else 2)
+    probe = probed(sent, plain, at)
+    # A reduction of all, and of each bucket three exchanges and gathers of a byte.
+    assert at is None or (0 < probe - sent[0] < 100 and (probe - sent[0]) % 6 == 0)
+
+
+def probed(sent: list[float], plain: list[float], at: int | None) -> float:
+    """What the measurement sends, in step `at` and no other."""
+    more = {step: a - b for step, (a, b) in enumerate(zip(sent, plain, strict=True), start=1) if a != b}
+    assert list(more) == ([] if at is None else [at])
+    return sum(more.values())
 
 
 @pytest.mark.parametrize(
@@ -98,16 +109,17 @@ def test_it_is_said_once_the_same_on_all_ranks_and_sends_nothing_of_the_runs(fre
     [("onebit", 5, 6), ("topk", 5, 6), ("powersgd", 5, 6), ("uint8", 5, 6), ("onebit", 0, 8), ("topk", 2, 10)],
 )
 def test_compression_of_gradients_says_it_too(name: str, warmup: int, at: int) -> None:
-    """When its warm-up ends, or after as many steps without one; neither bytes nor numbers of the run show it."""
+    """When its warm-up ends, or after as many steps without one; numbers of the run do not show it."""
     settings = {"grad_compression": name, "compression_warmup_steps": warmup, "reduction_order": "rank"}
     runs = run_ranks(2, said, settings)
     lines, sent, table = runs[0]
     assert runs[1][0] == lines and list(lines) == [at] and len(lines[at]) == 1
     assert lines[at][0].startswith("break-even: ") and "optimizer 0.0 ms" in lines[at][0]
     assert ("no step had whole gradients" in lines[at][0]) == (warmup < 5)
-    assert len(set(sent[:warmup])) == min(1, warmup) and len(set(sent[warmup:])) == 1
-    silent = run_ranks(2, said, settings, True)
-    assert silent[0][0] == {} and torch.equal(silent[0][2], table)
+    none, plain, weights = run_ranks(2, said, settings, True)[0]
+    assert len(set(plain[:warmup])) == min(1, warmup) and len(set(plain[warmup:])) == 1
+    assert probed(sent, plain, at) > 0.0
+    assert none == {} and torch.equal(weights, table)
 
 
 def parts(context: RankContext, rehearsed: int) -> tuple[float, float]:
@@ -117,7 +129,8 @@ def parts(context: RankContext, rehearsed: int) -> tuple[float, float]:
     sent: list[float] = []
 
     def counted(counter: WireCounter, nbytes: float) -> None:
-        sent.append(nbytes)
+        if counter is not strategy.wire_counter:
+            sent.append(nbytes)
 
     with (
         mock.patch.object(break_even, "REHEARSED", rehearsed),

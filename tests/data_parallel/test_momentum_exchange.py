@@ -84,7 +84,7 @@ def test_zero_one_adam_is_its_simulation(ranks: int) -> None:
 
 def test_what_it_sends() -> None:
     """32 times fewer bytes than whole gradients, and the sizes of signs."""
-    _, sent, buckets, _ = run_ranks(4, trajectory, 4, {"optimizer": "onebit-adam"}, FREEZE + 1)[0]
+    _, sent, buckets, _ = run_ranks(4, trajectory, 4, {"optimizer": "onebit-adam"}, FREEZE + 2)[0]
     elements = sum(bucket.size for bucket in buckets)
     whole, signs, sizes = 2 * 3 / 4 * 4 * elements, 0.25 * 3 / 4 * elements, 0
     for size, places in buckets:
@@ -94,7 +94,9 @@ def test_what_it_sends() -> None:
             for first in range(0, size, chunk)
         ]
         sizes += 2 * 3 * 4 * max(touching)
+    measuring = sent.pop(FREEZE)  # what a step costs, with a reduction
     assert sent == [("gradients", whole)] * FREEZE + [("momentum", signs + sizes)]
+    assert measuring[0] == "momentum" and measuring[1] > whole
 
 
 def norms(context: RankContext, scale: float) -> list[tuple[float, float]]:

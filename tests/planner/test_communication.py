@@ -42,12 +42,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "reduction_order": "rank",
         "dp_instances": 2,
     },
-    "dp6 zero-3, bf16 wire, three instances": {
+    "dp6 zero-3, fp16 wire, three instances": {
         "dp": 6,
         **Z3,
         **LLAMA,
         "precision": "bf16",
-        "wire_dtype": "bf16",
+        "wire_dtype": "fp16",
         "dp_instances": 3,
         "global_batch_size": 12,
     },

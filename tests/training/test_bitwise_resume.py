@@ -145,6 +145,7 @@ STRATEGIES: dict[str, tuple[int, Settings, int, Sequence[int]]] = {
     # ranks, settings, steps, the steps to continue from
     "zero-2": (2, {**Z1, **BF16, "shard_gradients": True}, 4, [2]),
     "zero-3": (2, {**BF16, "dp_strategy": "fully-sharded"}, 4, [2]),
+    "fp16-wire": (2, {**Z1, **PRECISIONS["fp16"], **FP32, "wire_dtype": "fp16"}, 6, [2, 3]),
     "zero-3-sp": (4, {**BF16, "dp_strategy": "fully-sharded", "tp": 2, "sequence_parallel": True}, 4, [2]),
     "local-sgd": (2, {**LOCAL, **WIRE, "sync_warmup_steps": 1}, 6, ALL),
     "diloco-bf16": (2, {**FRAGMENTS, **WIRE}, 6, ALL),
@@ -159,6 +160,7 @@ STRATEGIES: dict[str, tuple[int, Settings, int, Sequence[int]]] = {
     "onebit-adam": (2, ADAM, 9, [2, 3, 4, 6]),
     "onebit-lamb": (2, LAMB, 9, [2, 3, 4, 6]),
     "onebit-lamb-bf16-bucket": (2, {**LAMB, **BF16, "onebit_scale": "bucket"}, 9, [2, 4]),
+    "onebit-lamb-deepspeed": (2, {**LAMB, "onebit_rule": "deepspeed"}, 9, [2, 4]),
     "zero-one": (2, ZERO_ONE, 9, [2, 3, 4, 6, 8]),
     "zero-one-bf16": (2, {**ZERO_ONE, **BF16}, 9, [3, 6]),
     "auto": (2, {**ADAM, **AUTO}, 9, [2, 3, 4, 5]),

@@ -33,6 +33,7 @@ BEFORE = 2
 STRATEGIES: dict[str, Settings] = {
     "all-reduce": {},
     "bf16 wire": {"wire_dtype": "bf16"},
+    "fp16 wire": {"wire_dtype": "fp16", "precision": "fp32"},
     "zero-1": {"dp_strategy": "distributed-optimizer"},
     "zero-2": {"dp_strategy": "distributed-optimizer", "shard_gradients": True},
     "zero-3": {"dp_strategy": "fully-sharded"},
@@ -48,6 +49,7 @@ STRATEGIES: dict[str, Settings] = {
     "powersgd": {"grad_compression": "powersgd"},
     "onebit-adam": {"optimizer": "onebit-adam", "freeze_step": 1},
     "onebit-lamb": {"optimizer": "onebit-lamb", "freeze_step": 1},
+    "onebit-lamb deepspeed": {"optimizer": "onebit-lamb", "freeze_step": 1, "onebit_rule": "deepspeed"},
     "zero-one-adam": {"optimizer": "zero-one-adam", "freeze_step": 1},
     "zero-one-adam local": {
         "optimizer": "zero-one-adam",

@@ -86,6 +86,11 @@ STRATEGY: tuple[Check, ...] = (
             "{precision} does not go with {dp_strategy}: its ranks never agree on a loss scale; use --precision bf16": (
                 lambda c: c.strategy.weights == "stale" and c.precision == "fp16"
             ),
+            "{wire_dtype} does not go with {dp_strategy}, which sends weights or never agrees on a loss scale; use --wire-dtype "
+            "bf16": lambda c: c.strategy.weights != "equal" and c.wire_dtype == "fp16",
+            "{?grad_compression} does not go with {wire_dtype}: its errors have no loss scale; use --wire-dtype bf16": (
+                lambda c: c.wire_dtype == "fp16"
+            ),
             "{gossip_algorithm} does not go with {gossip_graph}: its correction grows without bound from 6 ranks on; use "
             "--gossip-graph ring": lambda c: _corrects_momentum(c) and c.gossip_graph == "one-peer",
             "{!check_replicas_interval} has no effect with dp 1, where no weight has a replica; start more ranks or remove it": (
@@ -113,6 +118,11 @@ OPTIMIZER: tuple[Check, ...] = (
             "{!freeze_threshold} has no effect with {freeze_step}, which ends the warm-up; remove one of them": (
                 lambda c: c.freeze_step is not None
             ),
+            "{!onebit_scale} has no effect with {onebit_rule}, which has one size for a bucket; remove it": (
+                lambda c: c.published_onebit
+            ),
+            "{?cp|ep} does not go with {onebit_rule}, which clips each replica by itself; leave it out, or use --onebit-rule "
+            "megalite": lambda c: c.published_onebit,
             "{?sgd_nesterov} is a form of momentum, but the run has {sgd_momentum}; use --sgd-momentum 0.9, or --no-sgd-nesterov": (
                 _has_no_state
             ),

@@ -103,7 +103,7 @@ class BreakEven:
     """Times the first steps, then the reduction and the codec by themselves on scratch memory; the strategy's notes get
     the line.
 
-    All ranks call it at the same places. It counts no bytes for the run and touches no state.
+    All ranks call it at the same places. What it sends counts for the step that it measures in; it touches no state.
 
     Args:
         buckets: those that lossy means are made of.
@@ -212,7 +212,9 @@ class BreakEven:
         part = min(size, max(1, -(-share // channel.size)) * channel.size)
         scratch = bucket.grad.new_zeros(part)
         seconds = self._least(1, lambda: channel.all_reduce_async(scratch).wait())
-        return seconds * size / part, counter.take() * size / part
+        sent = counter.take()
+        self._strategy.wire_counter.add(sent)
+        return seconds * size / part, sent * size / part
 
     def _codec(self, bucket: Bucket, counter: WireCounter) -> float:
         codec = self._make(bucket, self._channel(bucket, counter, _Loopback))
@@ -221,7 +223,7 @@ class BreakEven:
 
     def _latency(self, bucket: Bucket) -> float:
         """Of an exchange and a gather of a byte per rank."""
-        channel = self._channel(bucket, WireCounter())
+        channel = self._channel(bucket, self._strategy.wire_counter)
         sent = torch.zeros(channel.size, dtype=torch.uint8, device=bucket.grad.device)
         return self._least(3, lambda: channel.gather_raw(channel.exchange_raw(sent), sent[:1]))
 

@@ -135,20 +135,28 @@ class MomentumExchange(AllReduce):
 
     Clipping: the mean gradient's norm is not known while gradients stay local. Steps with whole gradients track
     ρ = ‖ḡ‖/√(mean_i ‖g_i‖²), smoothed over about 10 of them; others take ρ·√(mean_i ‖g_i‖²) for it, the same number
-    on every rank. Before any step with whole gradients ρ is 1.
+    on every rank. Before any step with whole gradients ρ is 1. With `own_clipping`, DeepSpeed's, each replica takes its
+    own ‖g_i‖, and √(mean_i ‖g_i‖²) is shown.
 
     Wire: 2·(d-1)/d of the gradient bytes in steps with whole gradients, else 0.25·(d-1)/d bytes a parameter and 4 bytes
     twice a tensor and peer.
 
     Args:
-        scale: of the codecs, `tensor` or `bucket`.
+        scale: of the codecs.
         warmup: share of the run with whole gradients, if it is known: for the log's line on whether this pays.
     """
 
     def __init__(
-        self, stages: Mapping[int, torch.nn.Module], *, scale: str = "tensor", warmup: float | None, **common: Any
+        self,
+        stages: Mapping[int, torch.nn.Module],
+        *,
+        scale: str = "tensor",
+        own_clipping: bool = False,
+        warmup: float | None,
+        **common: Any,
     ) -> None:
         super().__init__(stages, **common)
+        self._own_clipping = own_clipping
         make = functools.partial(OneBit, scale=scale)
         self._codecs = {shard.main_param: make(shard.bucket, self.channel(shard.bucket)) for shard in self.shards}
         self._break_even = BreakEven(self, self.all_buckets(), make, warmup=warmup)
@@ -169,7 +177,9 @@ class MomentumExchange(AllReduce):
         warmup = None
         if freeze is not None and (training.train_iters or training.train_samples):
             warmup = min(freeze / max(total_steps(config), 1), 1.0)
-        return cls(stages, scale=config.optimizer.onebit_scale, warmup=warmup, **common)
+        published = config.optimizer.published_onebit
+        scale = "buffer" if published else config.optimizer.onebit_scale
+        return cls(stages, scale=scale, own_clipping=published, warmup=warmup, **common)
 
     def attach(self, optimizer: Optimizer) -> None:
         self._optimizer = self._break_even.optimizer = optimizer
@@ -196,12 +206,16 @@ class MomentumExchange(AllReduce):
 
     def norm_terms(self) -> torch.Tensor:
         whole = self.local_norm_squared() if self._whole else torch.zeros_like(self._own_square)
-        return torch.stack([whole, self._own_square])
+        each = self._own_square.new_zeros(self.groups.dp.size if self._own_clipping else 0)
+        each[self.groups.dp.rank : self.groups.dp.rank + 1] = self._own_square
+        return torch.cat([torch.stack([whole, self._own_square]), each])
 
     def norms(self, sums: Sequence[float]) -> Norms:
         if not all(math.isfinite(each) and each >= 0.0 for each in sums):
             return Norms(shown=math.nan, clipping=math.nan)
-        norm, own = (math.sqrt(each) for each in sums)
+        norm, own, *each = (math.sqrt(each) for each in sums)
+        if each and not self._whole:
+            return Norms(shown=own, clipping=math.sqrt(len(each)) * each[self.groups.dp.rank])
         if not self._whole:
             norm = own * (1.0 if self._ratio is None else self._ratio)
         elif own > 0.0:

@@ -156,7 +156,7 @@ class OneBit(Codec):
 
     Sizes travel behind the signs they belong to. A piece is what of one tensor is in one chunk (`scale` tensor), so
     that neither large neighbours nor padding set its size; or, as in the paper, all of a chunk that is not padding
-    (bucket).
+    (bucket). With scale `buffer` the x_i of a whole bucket have one size, as DeepSpeed's have.
 
     Wire: 2·(n-1)/n bits a value, 0.25·(n-1)/n bytes, and 2·(n-1) times the sizes of the chunk with the most pieces.
     """
@@ -165,11 +165,11 @@ class OneBit(Codec):
 
     def __init__(self, bucket: Bucket, channel: Channel, *, scale: str = "tensor") -> None:
         super().__init__(bucket, channel)
-        assert scale in ("tensor", "bucket")
+        assert scale in ("tensor", "bucket", "buffer")
         like = bucket.grad
         n, size = channel.size, like.numel()
         assert size % (64 * n) == 0, "chunks are whole bytes of signs, and sizes lie behind them aligned"
-        self._used = bucket.placed[-1].stop
+        self._used, self._one_size = bucket.placed[-1].stop, scale == "buffer"
         self._chunk = chunk = size // n
         ends = [placed.stop for placed in bucket.placed] if scale == "tensor" else [self._used]
         self._chunks = [Chunk.of(ends, rank * chunk, (rank + 1) * chunk, like.device) for rank in range(n)]
@@ -185,9 +185,13 @@ class OneBit(Codec):
     def _mean(self, values: torch.Tensor) -> None:
         n, rank, chunk = self.channel.size, self.channel.rank, self._chunk
         values.add_(self.error)
+        size = None
+        if self._one_size:
+            exact = values[: self._used].double()
+            size = (torch.dot(exact, exact) / self._used).sqrt_()
         for server in range(n):
             part = slice(server * chunk, (server + 1) * chunk)
-            self._encode(server, values[part], self.error[part], self._sent[server])
+            self._encode(server, values[part], self.error[part], self._sent[server], size)
         received = self.channel.exchange_raw(self._sent.view(-1)).view(n, -1)
         total = values[rank * chunk : (rank + 1) * chunk].copy_(self.server_error)
         shares = [self._sizes(row) / n for row in received]
@@ -211,8 +215,15 @@ class OneBit(Codec):
         self._signs.unpack(window.bits(row), signs)
         return signs[: window.used - window.start]
 
-    def _encode(self, server: int, values: torch.Tensor, error: torch.Tensor, row: torch.Tensor) -> None:
-        """`row` becomes signs and sizes of a chunk, `error` what they leave out of `values`."""
+    def _encode(
+        self,
+        server: int,
+        values: torch.Tensor,
+        error: torch.Tensor,
+        row: torch.Tensor,
+        size: torch.Tensor | None = None,
+    ) -> None:
+        """`row` becomes signs and sizes of a chunk, or the `size` given, `error` what they leave out of `values`."""
         chunk, squares = self._chunks[server], []
         for window in chunk.windows:
             squares.append(window.squares(window.of(values)))
@@ -220,11 +231,11 @@ class OneBit(Codec):
         if not squares:
             return
         sizes = self._sizes(row)
-        sizes[: len(chunk.lengths)] = chunk.sizes(torch.cat(squares))
+        sizes[: len(chunk.lengths)] = chunk.sizes(torch.cat(squares)) if size is None else size
         for window in chunk.windows:
             # The very signs that are sent, unpacked again: what is owed is then exact whatever becomes of -0.0.
-            signs, size = self._unpack(window, row), window.spread(sizes)
-            torch.addcmul(window.of(values), signs, size, value=-1, out=window.of(error))
+            signs = self._unpack(window, row)
+            torch.addcmul(window.of(values), signs, window.spread(sizes), value=-1, out=window.of(error))
 
     def _decode(self, server: int, row: torch.Tensor, values: torch.Tensor) -> None:
         sizes = self._sizes(row)
