@@ -29,6 +29,7 @@ RUN_BY = {
     "examples/lm_eval/README.md": "tests/generation/test_lm_eval.py",
     "examples/mup/README.md": "tests/examples/test_mup.py",
     "examples/shakespeare/README.md": "tests/examples/test_shakespeare.py",
+    "examples/six_strategies/README.md": "tests/examples/test_six_strategies.py",
 }
 """Page -> the test that runs its commands. A page that is not here has them run by this file."""
 
