@@ -16,9 +16,9 @@ from megalite.config.run import RunConfig, scales_loss
 class LossScaler:
     """The factor that keeps fp16 gradients in range (arXiv 1710.03740).
 
-    Constant 1 where nothing is in fp16, neither the network nor the wire, and constant where `loss_scale` is given; else it halves after `hysteresis` overflows (good
-    steps in between do not reset the count before a whole window) and doubles after `loss_scale_window` good steps, as
-    in Megatron-LM. Every rank sees the same overflows, so every rank has the same scale without asking.
+    Constant 1 where neither the network nor the wire is in fp16, and constant where `loss_scale` is given; else it halves
+    after `hysteresis` overflows (good steps in between do not reset the count before a whole window) and doubles after
+    `loss_scale_window` good steps, as in Megatron-LM. Every rank sees the same overflows, so every rank has the same scale without asking.
 
     Learning rate and weight decay wait for a step that was skipped, as in Megatron-LM: `skipped_steps` and
     `skipped_samples` say how far they are behind the run.

@@ -50,5 +50,5 @@ def test_the_page_about_data_parallelism_names_every_setting_of_it() -> None:
         for name, setting in settings().items()
         if setting.section == "data_parallel" or name.startswith(kinds)
     ]
-    assert len(names) == 43
+    assert len(names) == 44
     assert [name for name in names if f"--{name}" not in text and f"--no-{name}" not in text] == []

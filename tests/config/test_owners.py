@@ -66,4 +66,4 @@ def test_most_settings_say_whose_they_are() -> None:
     assert {"overlap_param_gather", "sync_interval", "sync_warmup_steps", "gossip_graph"} <= of["dp_strategy"]
     assert {"sgd_momentum", "lamb_min_coeff", "freeze_step", "exp_avg_dtype"} <= of["optimizer"]
     assert of["grad_compression"] == {"topk_density", "powersgd_rank"}
-    assert [len(names) for names in of.values()] == [18, 19, 2]
+    assert [len(names) for names in of.values()] == [18, 20, 2]

@@ -5,7 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megalite.config.describe import replace
 from megalite.optimizers.base import Update
+from megalite.planner.communication import norm_terms
 from tests.data_parallel.onebit_oracles import Layout, layouts
 from tests.data_parallel.toy import NO_DECAY, SHAPES, ToyRun, gradient
 from tests.support.ranks import RankContext, run_ranks
@@ -25,7 +27,9 @@ def run_published(context: RankContext, dp: int, settings: dict[str, Any]) -> tu
     run = ToyRun(context.topology(dp=dp), {**common, **settings})
     found = [{name: value.numpy() for name, value in run.weights().items()}]
     for step in range(1, STEPS + 1):
-        norm = run.strategy.norms(run.gradients(scale=of_rank(context.rank))).clipping
+        sums = run.gradients(scale=of_rank(context.rank))
+        assert len(sums) == norm_terms(replace(run.config, dp=dp)), "the planner counts them"
+        norm = run.strategy.norms(sums).clipping
         run.steps = step
         factor = min(1.0, CLIP / norm)
         run.strategy.update(run.optimizer, Update(step=step, lr=LR, weight_decay=DECAY, factor=factor))
