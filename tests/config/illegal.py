@@ -263,7 +263,8 @@ _TABLE = """
     => main_params split … optimizer zero-one-adam … main-params fp32
 1 --num-layers 4 --optimizer-offload-fraction 0.5
     => optimizer_offload_fraction 0.5 has no effect without optimizer_cpu_offload … --optimizer-cpu-offload
-1 --num-layers 4 --optimizer-cpu-offload --optimizer muon => optimizer_cpu_offload … optimizer muon … --optimizer adam
+1 --num-layers 4 --optimizer-cpu-offload --optimizer onebit-adam --freeze-step 1
+    => optimizer_cpu_offload … optimizer onebit-adam … --optimizer adam
 2 --num-layers 4 --optimizer-cpu-offload --dp-strategy diloco
     => optimizer_cpu_offload … dp_strategy diloco … distributed-optimizer
 1 --num-layers 4 --bf16 --optimizer-cpu-offload --main-params split

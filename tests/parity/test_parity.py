@@ -180,6 +180,11 @@ ODD: dict[str, Settings] = {
         "dp_instances": 2,
         "optimizer_cpu_offload": True,
         "optimizer_offload_fraction": 0.6,
+        "optimizer": "muon",
+        "ema_decay": 0.5,
+        "eval_ema": True,
+        "qk_clip": True,
+        "qk_clip_threshold": 0.05,
         **TWO,
     },
     "balanced-gathered-latent-qk-clip": {

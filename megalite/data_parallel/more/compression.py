@@ -221,6 +221,7 @@ class MomentumExchange(AllReduce):
         with self.main_in_memory():
             optimizer.step(dataclasses.replace(update, factor=1.0), self._exchange)
             self.publish_parameters()
+            optimizer.average()
 
     def _exchange(self, flat: FlatParameter, values: torch.Tensor) -> None:
         self._codecs[flat.param].mean(values)
