@@ -337,9 +337,9 @@ class DataParallelStrategy(ABC):
             if update.clipped_rows:
                 optimizer.clip_rows(update.clipped_rows)
                 self._written = {p: copies[p] for p in copies if p in visiting}
+            optimizer.average()  # before parameters that are on their way again
             self.publish_parameters()
             self._written = {}
-            optimizer.average()
 
     def _scale_gradients(self, update: Update) -> Update:
         """The update that is left once gradients are multiplied with its factor."""

@@ -257,7 +257,7 @@ ODD: dict[str, Settings] = {
     "sft-dp2-pp2": {**FAMILIES["gpt"], "sft": True, "eod_mask_loss": False, "dp": 2, "pp": 2, **TWO},
     "sft-tp2-cp2": {**FAMILIES["llama"], "sft": True, "eod_mask_loss": False, "tp": 2, "cp": 2, "dp": 2, **TWO},
     "pp3": {"num_layers": 7, "pp": 3},
-    "pp3-dp2": {"num_layers": 7, "pp": 3, "dp": 2, "dp_strategy": "distributed-optimizer"},
+    "pp3-dp2-average": {"num_layers": 7, "pp": 3, "dp": 2, **Z1, "ema_decay": 0.5, "eval_ema": True},
     "pp7": {"num_layers": 7, "pp": 7},
     "pp8": {**FAMILIES["llama"], "num_layers": 8, "pp": 8},
     "pp2-vpp3": {"num_layers": 7, "pp": 2, "vpp": 3},

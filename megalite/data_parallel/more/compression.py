@@ -220,8 +220,8 @@ class MomentumExchange(AllReduce):
             shard.grad.mul_(update.factor * self.groups.replicas(shard.bucket.kind).size)
         with self.main_in_memory():
             optimizer.step(dataclasses.replace(update, factor=1.0), self._exchange)
-            self.publish_parameters()
             optimizer.average()
+            self.publish_parameters()
 
     def _exchange(self, flat: FlatParameter, values: torch.Tensor) -> None:
         self._codecs[flat.param].mean(values)
