@@ -146,6 +146,8 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         "recompute_modules": "core_attn, mla_up_proj, mlp_act (`moe_act` is taken too), layernorm, mlp, shared_experts, moe",
         "recompute_method": "theirs must be given with full",
         "recompute_num_layers": SAME,
+        "fine_grained_activation_offloading": "goes with `--cpu-offloading-num-layers`, which says in how many layers",
+        "offload_modules": "mlp_act (`moe_act` is taken too) is of dense MLPs and shared experts as well; tensors of any size go",
         "eval_interval": "no evaluation unless given; theirs is 1000",
         "eval_iters": "theirs is 100; 0 is no evaluation in both",
         "exit_interval": SAME,

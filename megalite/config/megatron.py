@@ -58,6 +58,7 @@ WORDS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
 VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "recompute_modules": {"moe_act": "mlp_act"},
+        "offload_modules": {"moe_act": "mlp_act"},
         "attention_backend": {"fused": "cudnn", "unfused": "math", "local": "math"},
         "cp_comm_type": {"all_gather": "allgather"},
         "timing_log_level": {"2": "1"},

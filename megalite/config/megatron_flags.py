@@ -165,7 +165,7 @@ _NO_EFFECT: Mapping[str, str] = {
     ),
     "memory and garbage collection: --dry-run says what a rank holds": (
         "--use-torch-optimizer-for-cpu-offload --no-pin-cpu-grads --no-pin-cpu-params "
-        "--cpu-offloading-retain-pinned-cpu-buffers --fine-grained-activation-offloading --offload-modules=* "
+        "--cpu-offloading-retain-pinned-cpu-buffers "
         "--min-offloaded-tensor-size= --delay-offload-until-cuda-graph --delta-offload-bytes-across-pp-ranks= "
         "--activation-offload-fraction= --fine-grained-offloading-max-inflight-offloads= --moe-paged-stash "
         "--moe-paged-stash-page-size= --moe-paged-stash-buffer-size-factor-cuda= "

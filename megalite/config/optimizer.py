@@ -73,6 +73,7 @@ OPTIMIZERS: Registry[Any] = Registry(
             OptimizerFacts(
                 states=_of_muon,
                 settings=f"{_ADAM} muon_momentum muon_nesterov muon_steps muon_scale muon_scale_mode muon_split_qkv",
+                host_passes=1,
                 matrices_apart=True,
             ),
         ),

@@ -32,6 +32,10 @@ def parse_batch_schedule(text: str) -> list[tuple[int, int]]:
     return found
 
 
+MOST_LAYERS = 10_000
+"""No stage has as many."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """How long, how much at a time, and in which number format."""
@@ -75,13 +79,17 @@ class TrainingConfig:
     recompute_method: str = option("uniform", choices=("uniform", "block"))
     """Full recompute: every recompute_num_layers layers are one unit (uniform), or only that many layers of each stage
     are recomputed, one by one (block)."""
-    recompute_num_layers: int = option(1, at_least=1, below=10_000)
+    recompute_num_layers: int = option(1, at_least=1, below=MOST_LAYERS)
     """See recompute_method."""
     recompute_ahead: bool = option(False)
     """Full recompute as its own action, before the wait for the gradient: shorter bubble, the activations of one
     more microbatch of a stage."""
-    cpu_offloading_num_layers: int = option(0, at_least=0, below=10_000)
+    cpu_offloading_num_layers: int = option(0, at_least=0, below=MOST_LAYERS)
     """Keep what so many layers at the start of each stage need in the backward in host memory meanwhile."""
+    fine_grained_activation_offloading: bool = option(False)
+    """Only what offload_modules save; in all layers unless cpu_offloading_num_layers says how many."""
+    offload_modules: list[str] = option([])
+    """fine_grained_activation_offloading: attn_norm, qkv_linear, core_attn, attn_proj, mlp_norm, expert_fc1, mlp_act."""
     device: str = option("auto", choices=("auto", "cpu", "cuda"))
     """auto: cuda if there is one."""
     imports: list[str] = option([], flags=("--import",), basic=True)
@@ -107,6 +115,16 @@ class TrainingConfig:
     """A loss or gradient norm that is not finite stops the run, or the step is skipped and changes nothing."""
     max_consecutive_skips: int = option(10, at_least=1)
     """Stop when more steps in a row would be skipped: with on_non_finite skip, and overflows at fp16's min_loss_scale."""
+
+    @property
+    def offloaded_layers(self) -> int:
+        """Of each stage the first so many, if it has them, have activations in host memory."""
+        return self.cpu_offloading_num_layers or (MOST_LAYERS if self.fine_grained_activation_offloading else 0)
+
+    @property
+    def offloaded_modules(self) -> frozenset[str] | None:
+        """Of those layers what these modules save; None: everything."""
+        return frozenset(self.offload_modules) if self.fine_grained_activation_offloading else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -336,7 +336,8 @@ class DataParallelStrategy(ABC):
             optimizer.step(dataclasses.replace(update, copies=self._written))
             if update.clipped_rows:
                 optimizer.clip_rows(update.clipped_rows)
-                self._written = {}
+                self._written = {p: copies[p] for p in copies if p in visiting}
+            optimizer.average()  # before parameters that are on their way again
             self.publish_parameters()
             self._written = {}
 
@@ -356,9 +357,9 @@ class DataParallelStrategy(ABC):
 
     def publish_parameters(self) -> None:
         """Make the stepped main parameters the model's, on every rank: here, round them to its precision."""
-        for main_param, weights in self._rounded().items():
-            if main_param not in self._written:
-                weights.copy_(main_param.data)
+        for shard in self.shards:
+            if shard.is_copy and shard.main_param not in self._written:
+                self._weights(shard).copy_(shard.main)
 
     def wait_for_parameters(self) -> None:
         """Return when the model's parameters may be read outside a forward."""

@@ -41,7 +41,7 @@ class AttentionCore(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.name, self.index, self.all_heads = name, index, config.num_attention_heads
-        self.recompute_core = recompute.selects("core_attn")
+        self.recompute_core, self.saves = recompute.selects("core_attn"), recompute.saves
         self.dropout, self.softcap = config.attention_dropout, config.attn_logit_softcapping
         self.sinks: ShardedParameter | None = None
         if config.softmax_type == "learnable":
@@ -216,6 +216,18 @@ class Attention(AttentionCore):
         """
         if not self.windowed and context.full is not None:
             context = context.full
+        with self.saves.module("qkv_linear"):
+            q, k, v = self._heads(x, context, cache)
+        with self.saves.module("core_attn"):
+            mixed = self.core(q, k, v, context)
+        mixed = mixed.permute(2, 0, 1, 3)
+        if self.exchange_heads:
+            mixed = heads_to_sequence(mixed, cp=self.cp_heads, held=self.traded_spans(context))
+        with self.saves.module("attn_proj"):
+            return self.out(mixed.flatten(2), add_late_bias=add_late_bias)
+
+    def _heads(self, x: Tensor, context: ForwardContext, cache: KeyValueCache | None) -> tuple[Tensor, Tensor, Tensor]:
+        """What the core takes: queries [b, heads, s, d], keys and values [b, groups, s, d]."""
         rope = context.rope if self.turns else None
         qkv = self.qkv(x)
         if self._shared is not None:
@@ -248,11 +260,7 @@ class Attention(AttentionCore):
                 cache.fill(self.name, k, v)
             else:
                 k, v = cache.append(self.name, k, v, context.next_tokens)
-        mixed = self.core(q, k, v, context)
-        mixed = mixed.permute(2, 0, 1, 3)
-        if self.exchange_heads:
-            mixed = heads_to_sequence(mixed, cp=self.cp_heads, held=self.traded_spans(context))
-        return self.out(mixed.reshape(s, b, -1), add_late_bias=add_late_bias)
+        return q, k, v
 
     def _parts(self, qkv: Tensor) -> Sequence[Tensor]:
         return qkv.split((qkv.shape[3] - 2, 1, 1), dim=3)

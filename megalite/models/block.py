@@ -14,7 +14,7 @@ from megalite.models.attention import Attention
 from megalite.models.context import ForwardContext, KeyValueCache
 from megalite.models.mlp import MLP
 from megalite.models.norm import Norm, ResidualNorm
-from megalite.models.recompute import Recompute, not_saving, recomputed
+from megalite.models.recompute import Recompute, recomputed
 from megalite.tensor_parallel.parameter import ParameterFactory
 
 BRANCHES: Registry[Callable[..., Any]] = Registry(
@@ -47,7 +47,8 @@ class Block(torch.nn.Module):
         cp_comm_type: str = "p2p",
     ) -> None:
         super().__init__()
-        self.name = name = f"layers.{index}"
+        self.name, self.saves = f"layers.{index}", recompute.saves
+        name = self.name
         self.dropout, self.region = config.hidden_dropout, factory.sequence_region
         self._add_dropped = add_dropped
         self.recompute_norms, self.recompute_mlp = recompute.selects("layernorm"), recompute.selects("mlp")
@@ -78,28 +79,34 @@ class Block(torch.nn.Module):
 
     def forward(self, x: Tensor, context: ForwardContext, cache: KeyValueCache | None = None) -> Tensor:
         """[s/cp, b, h] -> [s/cp, b, h], split over tp as well with sequence parallelism."""
-        normed = x if self.attention_norm is None else self.attention_norm(x)
+        with self.saves.module("attn_norm"):
+            normed = x if self.attention_norm is None else self.attention_norm(x)
         late = self.attention_post_norm is None  # the norm is of the branch with its bias
-        with self._remaking(normed, self.attention_norm, x):
+        with self._remaking(normed, self.attention_norm, x, "attn_norm"):
             branch = self.attention(normed, context, cache, add_late_bias=not late)
         if self.attention_post_norm is not None:
-            branch = self.attention_post_norm(branch)
+            with self.saves.module("attn_norm"):
+                branch = self.attention_post_norm(branch)
         keep = context.keep_mask(branch, self.dropout, site=f"{self.name}.attention", region=self.region)
         bias = self.attention.out.late_bias if late else None
         if self.mlp_norm is None:
             normed = x = self._add_dropped(x, branch, bias, keep, self.dropout)
         else:
-            normed, x = self.mlp_norm(x, branch, bias=bias, keep=keep, p=self.dropout)
-        with self._remaking(normed, self.mlp_norm, x):
+            with self.saves.module("mlp_norm"):
+                normed, x = self.mlp_norm(x, branch, bias=bias, keep=keep, p=self.dropout)
+        with self._remaking(normed, self.mlp_norm, x, "mlp_norm"):
             branch = self.feed_forward(normed, context)
         if self.mlp_post_norm is not None:
-            branch = self.mlp_post_norm(branch)
+            with self.saves.module("mlp_norm"):
+                branch = self.mlp_post_norm(branch)
         keep = context.keep_mask(branch, self.dropout, site=f"{self.name}.mlp", region=self.region)
         return self._add_dropped(x, branch, None, keep, self.dropout)
 
-    def _remaking(self, normed: Tensor, norm: Norm | None, x: Tensor) -> AbstractContextManager[None]:
+    def _remaking(self, normed: Tensor, norm: Norm | None, x: Tensor, name: str) -> AbstractContextManager[None]:
         """Where norms are recomputed, what runs inside keeps nothing of norm(x)."""
-        return not_saving(normed, norm.normalize, x) if self.recompute_norms and norm is not None else nullcontext()
+        if not self.recompute_norms or norm is None:
+            return nullcontext()
+        return self.saves.remaking(normed, norm.normalize, x, kept_by=name)
 
     def feed_forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         if self.moe is not None:
@@ -121,26 +128,31 @@ def run_layers(
 ) -> Tensor:
     """[s/cp, b, h] -> [s/cp, b, h] through all blocks, split over tp as well with sequence parallelism.
 
-    With full recompute a unit of blocks keeps its input alone and runs again in the backward. With `offload` (an `ActivationOffload`) the first
-    `recompute.offload_layers` keep their activations in host memory.
+    With full recompute a unit of blocks keeps its input alone and runs again in the backward. With `offload` (an
+    `ActivationOffload`) what the first `recompute.offload_layers` keep is in host memory meanwhile.
     """
-    count = 0
-    if recompute.granularity == "full" and torch.is_grad_enabled():
-        count = len(blocks) if recompute.method == "uniform" else min(recompute.num_layers, len(blocks))
-    unit = recompute.num_layers if recompute.method == "uniform" else 1
-    for start in range(0, count, unit):
-        x = recomputed(_run, blocks[start : start + unit], x, context)
-    if offload is not None and torch.is_grad_enabled():
+    again = offloaded = 0
+    if torch.is_grad_enabled():
+        offloaded = 0 if offload is None else recompute.offload_layers
+        if recompute.granularity == "full":
+            again = len(blocks) if recompute.method == "uniform" else min(recompute.num_layers, len(blocks))
+    if offloaded:
         offload.start()
-        count = min(recompute.offload_layers, len(blocks))
-        for block in blocks[:count]:
-            with offload.layer(x, [*block.parameters(), *context.tables]):
-                x = block(x, context)
-        if count < len(blocks):
-            x = blocks[count](x, context)
-            offload.fetch_with(x)
-            count += 1
-    return _run(blocks[count:], x, context, cache)
+    first, behind = 0, offloaded > 0
+    while first < len(blocks):
+        whole = first < again
+        unit = blocks[first : first + (recompute.num_layers if whole and recompute.method == "uniform" else 1)]
+        if first < offloaded:
+            stays = [parameter for block in unit for parameter in block.parameters()]
+            with offload.layer(x, [*stays, *context.tables], recomputed=whole):
+                x = recomputed(_run, unit, x, context) if whole else _run(unit, x, context)
+        else:
+            x = recomputed(_run, unit, x, context) if whole else _run(unit, x, context, cache)
+            if behind:
+                offload.fetch_with(x)
+            behind = False
+        first += len(unit)
+    return x
 
 
 def _run(blocks: Sequence[Block], x: Tensor, context: ForwardContext, cache: KeyValueCache | None = None) -> Tensor:

@@ -138,7 +138,8 @@ class GPTStage(torch.nn.Module):
         if self.recompute.offload_layers:
             from megalite.models.offload import ActivationOffload
 
-            self._offload = ActivationOffload(factory.device)
+            self._offload = ActivationOffload(factory.device, self.recompute.offload_modules)
+            self.recompute = replace(self.recompute, saves=self._offload)
         self.embedding: Embedding | None = None
         further = config.mtp_num_layers
         if has_embedding:

@@ -13,7 +13,7 @@ from megalite.kernels.yarn import latent_score_factor
 from megalite.models.attention import AttentionCore
 from megalite.models.context import ForwardContext, KeyValueCache, NextTokens
 from megalite.models.norm import Norm
-from megalite.models.recompute import Recompute, not_saving, recomputed
+from megalite.models.recompute import Recompute, recomputed
 from megalite.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megalite.tensor_parallel.mappings import enter_tensor_parallel_region
 from megalite.tensor_parallel.parameter import ParameterFactory
@@ -84,10 +84,11 @@ class LatentAttention(AttentionCore):
         """
         if not self.windowed and context.full is not None:
             context = context.full
-        q = x if self.q_down is None else self.q_down(x)
-        q = q if self.q_latent_norm is None else self.q_latent_norm(q)
-        latent, shared = self.kv_down(x).split((self.rank, self.turned), dim=2)
-        latent = latent.contiguous() if self.kv_latent_norm is None else self.kv_latent_norm(latent)
+        with self.saves.module("qkv_linear"):
+            q = x if self.q_down is None else self.q_down(x)
+            q = q if self.q_latent_norm is None else self.q_latent_norm(q)
+            latent, shared = self.kv_down(x).split((self.rank, self.turned), dim=2)
+            latent = latent.contiguous() if self.kv_latent_norm is None else self.kv_latent_norm(latent)
         if cache is not None and context.next_tokens is not None:
             mixed = self._cached(q, latent, shared, cache, context, context.next_tokens)
             return self.out(mixed.flatten(2), add_late_bias=add_late_bias)
@@ -97,17 +98,22 @@ class LatentAttention(AttentionCore):
         mixed = self._attention(q, latent, shared, context).permute(2, 0, 1, 3)[..., : self.values]
         if self.exchange_heads:
             mixed = heads_to_sequence(mixed, cp=self.cp_heads, held=self.traded_spans(context))
-        return self.out(mixed.flatten(2), add_late_bias=add_late_bias)
+        with self.saves.module("attn_proj"):
+            return self.out(mixed.flatten(2), add_late_bias=add_late_bias)
 
     def _attention(self, q: Tensor, latent: Tensor, shared: Tensor, context: ForwardContext) -> Tensor:
         """`core` of the heads, which selective recompute of `mla_up_proj` makes again from the latents."""
-        if not self.recompute_up or not torch.is_grad_enabled():
-            return self.core(*self._heads(q, latent, shared, context), context)
-        if self.recompute_core:
-            return recomputed(self._whole, q, latent, shared, context)
-        heads = self._heads(q, latent, shared, context)
-        with not_saving(heads, partial(self._heads, context=context), q, latent, shared):
-            return self._core(*heads, context)
+        again = self.recompute_up and torch.is_grad_enabled()
+        with self.saves.module("qkv_linear"):
+            if again and self.recompute_core:
+                return recomputed(self._whole, q, latent, shared, context)
+            heads = self._heads(q, latent, shared, context)
+        with self.saves.module("core_attn"):
+            if not again:
+                return self.core(*heads, context)
+            make = partial(self._heads, context=context)
+            with self.saves.remaking(heads, make, q, latent, shared, kept_by="qkv_linear"):
+                return self._core(*heads, context)
 
     def _whole(self, q: Tensor, latent: Tensor, shared: Tensor, context: ForwardContext) -> Tensor:
         return self._core(*self._heads(q, latent, shared, context), context)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megalite.config.model import ModelConfig
 from megalite.kernels.layer_ops import gated, squared_relu
-from megalite.models.recompute import Recompute, not_saving
+from megalite.models.recompute import Recompute, SavedTensors
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.tensor_parallel.parameter import ParameterFactory
 
@@ -56,6 +56,7 @@ class MLP(torch.nn.Module):
             config.add_bias_linear and config.activation in ("gelu", "gelu_tanh") and factory.fuses("bias_gelu", local)
         )
         self.recompute_activation = recompute is not None and recompute.selects("mlp_act")
+        self.saves = SavedTensors() if recompute is None else recompute.saves
         self.up = ColumnParallelLinear(
             f"{name}.up",
             (2, f, h) if config.is_gated else (f, h),
@@ -85,8 +86,9 @@ class MLP(torch.nn.Module):
 
     def second_half(self, inner: tuple[Tensor, ...]) -> Tensor:
         """The output. Collectives: those of `down`."""
-        active = self.activation(*inner)
+        with self.saves.module("mlp_act"):
+            active = self.activation(*inner)
         if not self.recompute_activation:
             return self.down(active)
-        with not_saving(active, self.activation, *inner):
+        with self.saves.remaking(active, self.activation, *inner, kept_by="mlp_act"):
             return self.down(active)

@@ -42,7 +42,7 @@ class AdamW(Optimizer):
     @torch.no_grad()
     def step(self, update: Update, exchange: Exchange | None = None) -> None:
         self.updates += 1
-        for piece in self.pieces(whole_parts(self.parameters), update.copies):
+        for piece in self.pieces(whole_parts(self.parameters), update):
             flat, param = piece.flat, piece.flat.param
             self._kernels[param](
                 piece.param,
@@ -82,7 +82,7 @@ class RoundedAdamW(AdamW):
 
     @torch.no_grad()
     def step(self, update: Update, exchange: Exchange | None = None) -> None:
-        for piece in self.pieces(whole_parts(self.parameters), update.copies):
+        for piece in self.pieces(whole_parts(self.parameters), update):
             size = CPU_PIECE if piece.param.device.type == "cpu" else DEVICE_PIECE
             for start in range(0, piece.param.numel(), size):
                 self._step_piece(piece, start, min(start + size, piece.param.numel()), update)

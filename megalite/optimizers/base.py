@@ -63,6 +63,11 @@ class FlatParameter:
         assert self.param.grad is not None
         return self.param.grad
 
+    @property
+    def values(self) -> torch.Tensor:
+        """Of the parameters, wherever they are."""
+        return self.param.data if self.host_main is None else self.host_main
+
 
 Part = tuple[FlatParameter, int, int]
 """Elements [start, stop) of a flat parameter."""
@@ -86,6 +91,9 @@ class Piece:
         return self.flat.grad[self.start : self.stop]
 
 
+Rows = Mapping[str, Sequence[tuple[int, int, float]]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Update:
     """The terms of an update, in addition to the gradients."""
@@ -98,7 +106,7 @@ class Update:
     """That of flat parameters with `decoupled_lr`."""
     factor: float = 1.0
     """Gradients must still be multiplied with it: it undoes the loss scale and clips."""
-    clipped_rows: Mapping[str, Sequence[tuple[int, int, float]]] = field(default_factory=dict)
+    clipped_rows: Rows = field(default_factory=dict)
     """By tensor: first row, one past the last, and what they are multiplied with after the step (QK-clip)."""
     copies: Mapping[torch.nn.Parameter, torch.Tensor] = field(default_factory=dict)
     """Where new parameters are put as well, rounded: for optimizers with `writes_copies`."""
@@ -162,17 +170,18 @@ class Optimizer(ABC):
         self.updates = 0
         """Updates made so far; bias correction depends on it. With fp16 it is less than the number of steps."""
         self._states: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = {}
+        self._averages: dict[torch.nn.Parameter, torch.Tensor] = {}
         for flat in parameters:
             formats = state_formats(config, hidden_matrix=flat.orthogonal)
             formats = formats if states is None else dict.fromkeys(states, "main")
             self._states[flat.param] = {
                 name: _zeros(flat, state_dtype(flat, kind)) for name, kind in formats.items() if name != EMA
             }
+            if config.ema_decay is not None:
+                self._averages[flat.param] = _zeros(flat, flat.param.dtype).copy_(flat.values)
             if flat.host is not None:
-                kept = [*self._states[flat.param].values(), *([] if flat.host_main is None else [flat.host_main])]
+                kept = [*self.state(flat.param).values(), *([] if flat.host_main is None else [flat.host_main])]
                 flat.host.reserve(min(HOST_PIECE, flat.param.numel()) * sum(each.element_size() for each in kept))
-        averaged = parameters if config.ema_decay is not None else ()
-        self._averages = {flat.param: flat.param.data.clone(memory_format=torch.contiguous_format) for flat in averaged}
 
     @classmethod
     def from_config(cls, parameters: Sequence[FlatParameter], config: RunConfig, context: Context) -> "Optimizer":
@@ -189,34 +198,44 @@ class Optimizer(ABC):
         Collectives: those of `exchange`, and small sums over the world where whole tensors' norms are needed.
         """
 
-    def pieces(self, parts: Iterable[Part], copies: Mapping[torch.nn.Parameter, torch.Tensor]) -> Iterator[Piece]:
+    def pieces(
+        self, parts: Iterable[Part], update: Update | None = None, *, states: bool = True, values: bool = True
+    ) -> Iterator[Piece]:
         """Each part in turn, on the device; what is written into param and states until the next one stays.
 
         Parts of what is in host memory have at most `HOST_PIECE` elements. While one is worked on the next comes in and
-        the one before goes out. Unless the optimizer `writes_copies`, those of parameters in host memory are made here.
+        the one before goes out.
+
+        Args:
+            update: an update goes over these parts for the last time: those in host memory are finished before they leave.
+            states, values: which of them are needed.
         """
         parts = list(parts)
         host = next((flat.host for flat, _, _ in parts if flat.host is not None), None)
-        visitors = [self._on_host(*part) for part in parts]
+        averages = self._averages if update is not None else {}
+        kept = [[*self._states[flat.param].values()] if states else [] for flat, _, _ in parts]
+        visitors: list[list[torch.Tensor]] = []
+        for (flat, start, stop), each in zip(parts, kept, strict=True):
+            more = [averages[flat.param]] if flat.param in averages else []
+            more += [flat.host_main] if values and flat.host_main is not None else []
+            visitors.append([] if flat.host is None else [tensor[start:stop] for tensor in (*each, *more)])
         here = [[] for _ in parts] if host is None else host.stream(visitors)
-        for (flat, start, stop), visiting in zip(parts, here, strict=True):
-            states, param = visiting, flat.param.data[start:stop]
+        for (flat, start, stop), each, visiting in zip(parts, kept, here, strict=True):
+            param = flat.param.data[start:stop]
             if flat.host is None:
-                states = [values[start:stop] for values in self._states[flat.param].values()]
-            elif flat.host_main is not None:
-                *states, param = visiting
-            copy = copies.get(flat.param)
-            piece = Piece(flat, start, stop, param, states, None if copy is None else copy[start:stop])
-            yield piece
-            if piece.copy is not None and flat.host_main is not None and not self.writes_copies:
-                piece.copy.copy_(param)
-
-    def _on_host(self, flat: FlatParameter, start: int, stop: int) -> list[torch.Tensor]:
-        """What of a part is in host memory: its states, and the values last."""
-        if flat.host is None:
-            return []
-        kept = [*self._states[flat.param].values(), *([] if flat.host_main is None else [flat.host_main])]
-        return [values[start:stop] for values in kept]
+                visiting = [tensor[start:stop] for tensor in each]
+            elif values and flat.host_main is not None:
+                *visiting, param = visiting
+            copy = None if update is None else update.copies.get(flat.param)
+            copy = None if copy is None else copy[start:stop]
+            yield Piece(flat, start, stop, param, visiting[: len(each)], copy)
+            if flat.host is not None and update is not None:
+                # As `clip_rows`, the strategy's rounding and `average` do to the others, in their order.
+                clipped = _clip(flat, update.clipped_rows, param, start)
+                if copy is not None and (clipped or not self.writes_copies):
+                    copy.copy_(param)
+                for average in visiting[len(each) :]:
+                    self._average(average, param)
 
     def reduces_gradients(self, step: int) -> bool:
         """The step needs gradients summed over ranks; else the optimizer averages its own states."""
@@ -235,25 +254,22 @@ class Optimizer(ABC):
 
     @torch.no_grad()
     def average(self) -> None:
-        """A step has been taken: move the averages of `ema_decay` towards the parameters, ema ← d·ema + (1-d)·x."""
-        decay = self.config.ema_decay
-        for parameter, average in self._averages.items():
-            assert decay is not None
-            average.lerp_(parameter.data, 1.0 - decay)
+        """A step has been taken: move the averages of `ema_decay` towards the parameters, ema ← d·ema + (1-d)·x. Those in
+        host memory have been, by `pieces`."""
+        for flat in self.parameters:
+            if flat.host is None and flat.param in self._averages:
+                self._average(self._averages[flat.param], flat.param.data)
+
+    def _average(self, average: torch.Tensor, values: torch.Tensor) -> None:
+        assert self.config.ema_decay is not None
+        average.lerp_(values, 1.0 - self.config.ema_decay)
 
     @torch.no_grad()
-    def clip_rows(self, rows: Mapping[str, Sequence[tuple[int, int, float]]]) -> None:
-        """Multiply rows of tensors, as `Update.clipped_rows` says them."""
+    def clip_rows(self, rows: Rows) -> None:
+        """Multiply rows of tensors, as `Update.clipped_rows` says them; those in host memory have been, by `pieces`."""
         for flat in self.parameters:
-            for part in flat.segments:
-                (top, bottom), *rest = part.slice
-                width = math.prod(stop - start for start, stop in rest)
-                for first, last, factor in rows.get(part.name, ()):
-                    start = max((max(first, top) - top) * width, part.offset)
-                    stop = min((min(last, bottom) - top) * width, part.offset + part.stop - part.start)
-                    if start < stop:
-                        shift = part.start - part.offset
-                        flat.param.data[start + shift : stop + shift].mul_(factor)
+            if flat.host is None:
+                _clip(flat, rows, flat.param.data, 0)
 
     def evaluated(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         """What is evaluated in place of the parameter, where that is another tensor."""
@@ -275,9 +291,28 @@ class Optimizer(ABC):
 def whole_parts(parameters: Iterable[FlatParameter]) -> Iterator[Part]:
     """All of these, whole, but in pieces where they come from host memory."""
     for flat in parameters:
-        size = flat.param.numel()
-        step = max(size, 1) if flat.host is None else HOST_PIECE
-        yield from ((flat, start, min(start + step, size)) for start in range(0, size, step))
+        yield from cut_part(flat, 0, flat.param.numel())
+
+
+def cut_part(flat: FlatParameter, start: int, stop: int) -> Iterator[Part]:
+    """One part, in pieces where it comes from host memory."""
+    step = max(stop - start, 1) if flat.host is None else HOST_PIECE
+    yield from ((flat, first, min(first + step, stop)) for first in range(start, stop, step))
+
+
+def _clip(flat: FlatParameter, rows: Rows, values: torch.Tensor, first: int) -> bool:
+    """Multiply rows among the `values` of a flat parameter from element `first` on; whether there were any."""
+    found, last = False, first + values.numel()
+    for part in flat.segments:
+        (top, bottom), *rest = part.slice
+        width, shift = math.prod(stop - start for start, stop in rest), part.start - part.offset
+        for row, end, factor in rows.get(part.name, ()):
+            start = max((max(row, top) - top) * width + shift, part.start, first)
+            stop = min((min(end, bottom) - top) * width + shift, part.stop, last)
+            if start < stop:
+                values[start - first : stop - first].mul_(factor)
+                found = True
+    return found
 
 
 def _zeros(flat: FlatParameter, dtype: torch.dtype) -> torch.Tensor:

@@ -173,7 +173,7 @@ class LAMB(Optimizer):
         terms: dict[str, Any] = {"beta1": c.adam_beta1, "beta2": c.adam_beta2, "eps": c.adam_eps, "step": self.updates}
         norms: list[torch.Tensor] = []
         parts = [(block.flat, block.start, block.stop) for block in self._blocks]
-        for block, piece in zip(self._blocks, self.pieces(parts, {}), strict=True):
+        for block, piece in zip(self._blocks, self.pieces(parts), strict=True):
             lamb_moments, _ = self._kernels[block.param]
             norms += lamb_moments(
                 *(piece.param, piece.grad, *piece.states),
@@ -185,7 +185,7 @@ class LAMB(Optimizer):
         self._sums.all_reduce(squares)
         ratios = trust_ratios(*squares, lowest=c.lamb_min_coeff, highest=c.lamb_max_coeff)
         self._ratios = self._sums.read(ratios)
-        for block, piece in zip(self._blocks, self.pieces(parts, update.copies), strict=True):
+        for block, piece in zip(self._blocks, self.pieces(parts, update), strict=True):
             _, lamb_step = self._kernels[block.param]
             lamb_step(
                 *(piece.param, *piece.states),

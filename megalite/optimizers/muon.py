@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ import torch
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.run import RunConfig
 from megalite.optimizers.adam import AdamW
-from megalite.optimizers.base import Context, Exchange, FlatParameter, Optimizer, Update
+from megalite.optimizers.base import Context, Exchange, FlatParameter, Optimizer, Part, Update, cut_part
 from megalite.topology.group import Group
 
 WAVE = 1 << 26
@@ -35,10 +35,6 @@ class Holding(NamedTuple):
     rank: int
     flat: int
     at: int
-
-    @property
-    def place(self) -> slice:
-        return slice(self.at, self.at + self.size)
 
     @property
     def size(self) -> int:
@@ -85,6 +81,15 @@ class Traffic:
     """What stays on this rank."""
     moves: bool = False
     """Some rank sends something."""
+
+    @property
+    def outgoing(self) -> list[Place]:
+        """In the order of messages."""
+        return [place for rank in sorted(self.sent) for place in self.sent[rank]]
+
+    @property
+    def incoming(self) -> list[Place]:
+        return [place for rank in sorted(self.received) for place in self.received[rank]]
 
     def add(self, place: Place, *, sender: int, receiver: int) -> None:
         if sender == receiver == self.rank:
@@ -274,18 +279,11 @@ class Muon(Optimizer):
     @torch.no_grad()
     def step(self, update: Update, exchange: Exchange | None = None) -> None:
         assert exchange is None, "Muon steps by reduced gradients"
-        for flat in self._matrices:
-            self._momentum(flat.param).lerp_(flat.grad, 1.0 - self.config.muon_momentum)
-            if flat.decay:
-                flat.param.data.mul_(update.kept_of(flat))
         for wave in self._waves:
             self._step(wave, update)
         self._adam.updates = self.updates
         self._adam.step(update)
         self.updates += 1
-
-    def _momentum(self, param: torch.nn.Parameter) -> torch.Tensor:
-        return self._states[param]["momentum_buffer"]
 
     def _step(self, wave: Wave, update: Update) -> None:
         boxes = {
@@ -297,19 +295,47 @@ class Muon(Optimizer):
         def in_box(matrix: Matrix, holding: Holding) -> torch.Tensor:
             return boxes[matrix.key, holding.box][holding.start : holding.stop]
 
-        def momentum(_: Matrix, holding: Holding) -> torch.Tensor:
-            flat, place = self._matrices[holding.flat], holding.place
-            buffer = self._momentum(flat.param)[place]
-            return flat.grad[place].lerp(buffer, self.config.muon_momentum) if self.config.muon_nesterov else buffer
-
-        def apply(_: Matrix, holding: Holding, values: torch.Tensor) -> None:
-            flat = self._matrices[holding.flat]
-            flat.param.data[holding.place].sub_(values, alpha=update.rate(flat))
-
-        self._exchange(wave.gather, momentum, lambda matrix, holding, values: in_box(matrix, holding).copy_(values))
+        gather, back, config = wave.gather, wave.give_back, self.config
+        held = [holding for _, holding in (*back.kept, *back.incoming)]
+        outgoing = self._empty(sum(holding.size for _, holding in gather.outgoing))
+        wanted = {holding: in_box(matrix, holding) for matrix, holding in gather.kept}
+        places = outgoing.split([holding.size for _, holding in gather.outgoing])
+        wanted |= zip((holding for _, holding in gather.outgoing), places, strict=True)
+        visits = self._visits(held, wanted)
+        pieces = self.pieces([part for part, _ in visits], values=False)
+        for (_, target), piece in zip(visits, pieces, strict=True):
+            (buffer,) = piece.states
+            buffer.lerp_(piece.grad, 1.0 - config.muon_momentum)
+            if target is not None and config.muon_nesterov:
+                torch.lerp(piece.grad, buffer, config.muon_momentum, out=target)
+            elif target is not None:
+                target.copy_(buffer)
+        for (matrix, holding), values in zip(gather.incoming, self._exchange(gather, outgoing), strict=True):
+            in_box(matrix, holding).copy_(values)
         for matrix in wave.owned:
             self._orthogonalise(matrix, boxes)
-        self._exchange(wave.give_back, in_box, apply)
+        found = {holding: in_box(matrix, holding) for matrix, holding in back.kept}
+        outgoing = torch.cat([self._empty(0), *(in_box(*place) for place in back.outgoing)])
+        found |= zip((holding for _, holding in back.incoming), self._exchange(back, outgoing), strict=True)
+        visits = self._visits(held, found)
+        pieces = self.pieces([part for part, _ in visits], update, states=False)
+        for (_, change), piece in zip(visits, pieces, strict=True):
+            assert change is not None
+            if piece.flat.decay:
+                piece.param.mul_(update.kept_of(piece.flat))
+            piece.param.sub_(change, alpha=update.rate(piece.flat))
+
+    def _visits(
+        self, held: Sequence[Holding], values: Mapping[Holding, torch.Tensor]
+    ) -> list[tuple[Part, torch.Tensor | None]]:
+        """The parts of flat parameters that make up what this rank holds, each with its part of a holding's `values`."""
+        found = []
+        for holding in held:
+            flat, of = self._matrices[holding.flat], values.get(holding)
+            for part in cut_part(flat, holding.at, holding.at + holding.size):
+                first, last = part[1] - holding.at, part[2] - holding.at
+                found.append((part, None if of is None else of[first:last]))
+        return found
 
     def _orthogonalise(self, matrix: Matrix, boxes: dict[tuple[Key, Box], torch.Tensor]) -> None:
         whole = self._empty(matrix.rows * matrix.columns).view(matrix.rows, matrix.columns)
@@ -326,26 +352,18 @@ class Muon(Optimizer):
         for box, view in views.items():
             boxes[matrix.key, box].view(view.shape).copy_(view)
 
-    def _exchange(
-        self,
-        traffic: Traffic,
-        read: Callable[[Matrix, Holding], torch.Tensor],
-        write: Callable[[Matrix, Holding, torch.Tensor], object],
-    ) -> None:
-        for place in traffic.kept:
-            write(*place, read(*place))
+    def _exchange(self, traffic: Traffic, outgoing: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Send `outgoing`, in the order of `traffic.outgoing`; what comes instead, in that of `traffic.incoming`."""
         if not traffic.moves:
-            return
+            return []
         ranks = range(self._group.size)
-        sent, coming = ([place for rank in ranks for place in way[rank]] for way in (traffic.sent, traffic.received))
         splits = [
             [sum(holding.size for _, holding in way[rank]) for rank in ranks]
             for way in (traffic.received, traffic.sent)
         ]
         received = self._empty(sum(splits[0]))
-        self._group.all_to_all(received, torch.cat([self._empty(0), *(read(*place) for place in sent)]), *splits)
-        for place, values in zip(coming, received.split([holding.size for _, holding in coming]), strict=True):
-            write(*place, values)
+        self._group.all_to_all(received, outgoing, *splits)
+        return received.split([holding.size for _, holding in traffic.incoming])
 
     def _empty(self, size: int) -> torch.Tensor:
         return self._matrices[0].param.data.new_empty(size)

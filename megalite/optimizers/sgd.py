@@ -17,7 +17,7 @@ class SGD(Optimizer):
     @torch.no_grad()
     def step(self, update: Update, exchange: Exchange | None = None) -> None:
         assert exchange is None, "SGD steps by reduced gradients"
-        for piece in self.pieces(whole_parts(self.parameters), update.copies):
+        for piece in self.pieces(whole_parts(self.parameters), update):
             if piece.flat.decay and update.weight_decay != 0.0:
                 piece.param.mul_(update.kept_of(piece.flat))
             momentum: list[torch.Tensor | None] = [*piece.states]

@@ -12,6 +12,7 @@ from megalite.config.errors import ConfigError
 from megalite.config.flags import parse_arguments
 from megalite.config.model import GATED
 from megalite.config.optimizer import MUON_SCALES, OPTIMIZERS
+from megalite.config.rules.compute import OFFLOAD_MODULES
 from megalite.config.strategies import STRATEGIES
 from megalite.parity.pool import RankPool
 from megalite.parity.report import Report, run_parity
@@ -324,9 +325,15 @@ def _offload(generator: random.Random, drawn: Drawn) -> Drawn:
 
 def _recompute(generator: random.Random, drawn: Drawn) -> Drawn:
     kind = generator.choice(("none", "none", "selective", "full"))
+    found: Drawn = {}
+    if generator.random() < 0.4:
+        found["cpu_offloading_num_layers"] = generator.randint(1, 2)
+    if generator.random() < 0.2:
+        found["fine_grained_activation_offloading"] = True
+        found["offload_modules"] = sorted(generator.sample(OFFLOAD_MODULES, generator.randint(1, 5)))
     if kind == "none":
-        return {"cpu_offloading_num_layers": generator.randint(1, 2)} if generator.random() < 0.4 else {}
-    found: Drawn = {"recompute_granularity": kind}
+        return found
+    found["recompute_granularity"] = kind
     if kind == "selective":
         modules = ["core_attn", "layernorm", "mlp_act", "mlp", "moe"]
         modules += ["mla_up_proj"] * ("multi_latent_attention" in drawn)

@@ -78,6 +78,8 @@ LAYOUT_OF_ONE_RANK = {
         ("sequence_parallel", "tp_comm_overlap", "pipeline_check_memory", "recompute_ahead", "sanitize_communication"),
         False,
     ),
+    **dict.fromkeys(("optimizer_cpu_offload", "fine_grained_activation_offloading"), False),
+    "cpu_offloading_num_layers": 0,
     **dict.fromkeys(("etp", "pipeline_schedule", "pipeline_schedule_file", "pipeline_layers", "pipeline_layout")),
     **dict.fromkeys(("pipeline_costs", "pipeline_memory_limit", "microbatch_group_size_per_virtual_pipeline_stage")),
     "hierarchical_context_parallel_sizes": None,

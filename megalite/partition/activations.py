@@ -27,6 +27,8 @@ class _Kept(NamedTuple):
     """For each token of this rank's part of the sequence, s/cp."""
     freed_by: frozenset[str] = frozenset()
     """Modules of selective recompute any of which makes it again instead."""
+    saved_by: str = ""
+    """Modules of fine-grained offloading that save it, one or several; it stays if others keep it too, or none of these."""
 
 
 def _sizes(config: RunConfig) -> tuple[int, int, int]:
@@ -54,10 +56,11 @@ def _attention(config: RunConfig, layer_index: int) -> Iterator[_Kept]:
     exchanged = p.cp_heads > 1
     core, training = frozenset({"core_attn"}), config.training
     up = training.recompute_granularity == "selective" and "mla_up_proj" in training.recompute_modules
-    yield _Kept(e * model.hidden_size / whole)  # the layer's input, kept by the norm
+    # The layer's input, kept by the norm.
+    yield _Kept(e * model.hidden_size / whole, saved_by="attn_norm" if model.pre_norms else "qkv_linear")
     if model.pre_norms:  # its output, by the projection, or for queries to be made again
         freed_by = frozenset() if up and model.q_lora_rank is None else frozenset({"layernorm"})
-        yield _Kept(e * model.hidden_size / whole, freed_by)
+        yield _Kept(e * model.hidden_size / whole, freed_by, "qkv_linear")
     if exchanged:  # keys are repeated until each cp rank gets one
         keys_and_values = max(keys_and_values, 2 * p.tp * p.cp_heads * model.head_size)
     of_latents = frozenset({"mla_up_proj"}) if model.multi_latent_attention else frozenset[str]()
@@ -66,35 +69,43 @@ def _attention(config: RunConfig, layer_index: int) -> Iterator[_Kept]:
     apart = exchanged or model.has_rope(layer_index) or model.qk_norm or keys_and_values < 2 * queries
     again = training.recompute_granularity == "selective" and "core_attn" in training.recompute_modules
     own = 0 if gathered and not again and (apart or model.multi_latent_attention) else keys_and_values
-    yield _Kept(e * (queries + own) / p.tp, of_latents)
+    # Values that lie in what norms of queries and keys keep, where queries share no key.
+    joint = model.qk_norm and not (exchanged or model.qk_norm_all_heads or model.multi_latent_attention)
+    joint_values = own // 2 if joint and keys_and_values == 2 * queries else 0
+    yield _Kept(e * (queries + own - joint_values) / p.tp, of_latents, "core_attn")
     padded = model.value_size < model.head_size  # to the width of the keys
     if model.multi_latent_attention:
-        yield _Kept(e * _latents(model) / whole)
+        yield _Kept(e * _latents(model) / whole, saved_by="qkv_linear")
         if up and not model.qk_norm:  # the shared key, in what it came with
-            yield _Kept(e * (model.kv_lora_rank + model.qk_pos_emb_head_dim) / whole)
+            yield _Kept(e * (model.kv_lora_rank + model.qk_pos_emb_head_dim) / whole, saved_by="qkv_linear")
     elif model.qk_norm:
         # These norms keep their input: the projection's output, in which the values lie as well where queries share none.
         projected = _attention_widths(config)[1]
         without = not exchanged or projected < 2 * queries or model.qk_norm_all_heads
-        yield _Kept(e * (queries + projected // (1 + without)) / p.tp)
+        both = "qkv_linear core_attn" if joint_values else "qkv_linear"
+        yield _Kept(e * (queries + projected // (1 + without) + joint_values) / p.tp, saved_by=both)
     if model.attention_dropout:
         # The softmax, its mask and what is left of it; and keys and values of the ranks that do not exchange heads.
         sinks = exact if model.softmax_type != "vanilla" else 0  # their share
         row = (2 * e + 1) * config.training.seq_length + sinks
-        yield _Kept(row * model.num_attention_heads / p.tp, core)
+        yield _Kept(row * model.num_attention_heads / p.tp, core, "core_attn")
         if gathered:
-            yield _Kept(e * keys_and_values * (p.cp // p.cp_heads) / p.tp, core)
+            yield _Kept(e * keys_and_values * (p.cp // p.cp_heads) / p.tp, core, "core_attn")
     else:
-        yield _Kept(exact * model.num_attention_heads / p.tp, core)  # the logsumexp of the scores
-        if exchanged or padded:
-            yield _Kept(e * queries / p.tp, core)  # the core's own output, before heads go home or padding comes off
+        # The logsumexp of the scores; a number a token or less is not worth a copy.
+        few = model.num_attention_heads * whole <= p.tp
+        yield _Kept(exact * model.num_attention_heads / p.tp, core, "" if few else "core_attn")
+        if exchanged or padded:  # the core's own output, before heads go home or padding comes off
+            yield _Kept(e * queries / p.tp, core, "core_attn")
         if _repeats_keys(config, layer_index):
-            yield _Kept(e * (2 * queries - keys_and_values) / p.tp, core)
-    yield _Kept(e * model.num_attention_heads * model.value_size / p.tp)
+            yield _Kept(e * (2 * queries - keys_and_values) / p.tp, core, "core_attn")
+    alone = exchanged or padded or model.attention_dropout or again
+    by = "attn_proj" if alone else "attn_proj core_attn"
+    yield _Kept(e * model.num_attention_heads * model.value_size / p.tp, saved_by=by)
     if model.post_norms:
-        yield _Kept(e * model.hidden_size / whole)
+        yield _Kept(e * model.hidden_size / whole, saved_by="attn_norm")
     if model.hidden_dropout:
-        yield _Kept(model.hidden_size / whole)
+        yield _Kept(model.hidden_size / whole, saved_by="mlp_norm" if model.pre_norms else "")
 
 
 def _latents(model: ModelConfig) -> int:
@@ -121,7 +132,7 @@ def _repeats_keys(config: RunConfig, layer_index: int) -> bool:
 def _feed_forward(config: RunConfig, layer_index: int) -> Iterator[_Kept]:
     model, p = config.model, config.parallel
     e, _, whole = _sizes(config)
-    yield _Kept(e * model.hidden_size / whole)
+    yield _Kept(e * model.hidden_size / whole, saved_by="mlp_norm" if model.pre_norms else "")
     if model.pre_norms:
         yield _Kept(e * model.hidden_size / whole, frozenset({"layernorm"}))
     if model.is_moe_layer(layer_index):
@@ -129,7 +140,7 @@ def _feed_forward(config: RunConfig, layer_index: int) -> Iterator[_Kept]:
     else:
         yield from _inner(config, model.ffn_size / p.tp, "mlp")
     if model.post_norms:
-        yield _Kept(e * model.hidden_size / whole)
+        yield _Kept(e * model.hidden_size / whole, saved_by="mlp_norm")
     if model.hidden_dropout:
         yield _Kept(model.hidden_size / whole)
 
@@ -137,7 +148,7 @@ def _feed_forward(config: RunConfig, layer_index: int) -> Iterator[_Kept]:
 def _inner(config: RunConfig, width: float, *modules: str) -> Iterator[_Kept]:
     """Input and output of a nonlinearity of `width` local elements a token, which recompute of any of `modules` frees."""
     e = ELEMENT_BYTES[config.training.precision]
-    yield _Kept((2 if config.model.is_gated else 1) * e * width, frozenset(modules))
+    yield _Kept((2 if config.model.is_gated else 1) * e * width, frozenset(modules), "mlp_act")
     yield _Kept(e * width, frozenset({*modules, "mlp_act"}))
 
 
@@ -155,7 +166,7 @@ def _experts(config: RunConfig) -> Iterator[_Kept]:
         tables += bool(model.moe_aux_loss_coeff)  # scores over their sum
         yield _Kept(choices * exact * (model.moe_router_topk > 1), moe)  # scores of the chosen
     yield _Kept(exact * tables * model.num_experts / p.tp, moe)
-    yield _Kept(e * model.hidden_size * rows * p.expert_tp, moe)  # the rows that experts work on
+    yield _Kept(e * model.hidden_size * rows * p.expert_tp, moe, "expert_fc1")  # the rows that experts work on
     if p.ep * p.expert_tp > 1:
         yield _Kept(_INDEX_BYTES * rows * p.expert_tp, moe)
     yield from _inner(config, model.expert_ffn_size * rows, "moe")
@@ -176,10 +187,12 @@ def _unit_input_bytes(config: RunConfig) -> int:
     return _tokens(config) * config.model.hidden_size * e // whole
 
 
-def layer_activation_bytes(config: RunConfig, layer_index: int = 0, *, granularity: str | None = None) -> int:
+def layer_activation_bytes(
+    config: RunConfig, layer_index: int = 0, *, granularity: str | None = None, saved_by: frozenset[str] | None = None
+) -> int:
     """Bytes that one layer keeps for the backward of one microbatch, on one rank; with full recompute a unit of one.
 
-    `granularity`: to assume instead of the config's.
+    `granularity`: to assume instead of the config's. `saved_by`: what these modules alone save; None: everything.
     """
     granularity = granularity or config.training.recompute_granularity
     if granularity == "full":
@@ -189,6 +202,7 @@ def layer_activation_bytes(config: RunConfig, layer_index: int = 0, *, granulari
         kept.bytes
         for kept in chain(_attention(config, layer_index), _feed_forward(config, layer_index))
         if not kept.freed_by & modules
+        and (saved_by is None or (kept.saved_by and saved_by.issuperset(kept.saved_by.split())))
     )
     return round(_tokens(config) * kept)
 
@@ -205,33 +219,44 @@ def recompute_units(config: RunConfig, plan: StagePlan) -> list[range]:
     return [range(i, min(i + step, last)) for i in range(first, last, step)]
 
 
-def stage_activation_bytes(config: RunConfig, plan: StagePlan) -> int:
-    """Bytes that a stage keeps for the backward of one microbatch, with embedding and head if it has them."""
-    model, training = config.model, config.training
-    units = recompute_units(config, plan)
-    kept_whole = range(plan.first_layer + sum(map(len, units)), plan.last_layer)
+def _layers(config: RunConfig, plan: StagePlan) -> list[tuple[int, int]]:
+    """Of each layer of a stage what it keeps for the backward of one microbatch, and what of it is in host memory."""
+    training = config.training
+    modules = training.offloaded_modules
+    again = {index: index == unit.start for unit in recompute_units(config, plan) for index in unit}
     granularity = "none" if training.recompute_granularity == "full" else None
-    total = len(units) * _unit_input_bytes(config)
-    total += sum(layer_activation_bytes(config, index, granularity=granularity) for index in kept_whole)
+    found = []
+    for index in range(plan.first_layer, plan.last_layer):
+        if index in again:
+            kept = _unit_input_bytes(config) if again[index] else 0
+            gone = kept if modules is None or "attn_norm" in modules else 0
+            holds_input = gone > 0
+        else:
+            kept = layer_activation_bytes(config, index, granularity=granularity)
+            gone = layer_activation_bytes(config, index, granularity=granularity, saved_by=modules)
+            holds_input = modules is None or ("attn_norm" if config.model.pre_norms else "qkv_linear") in modules
+        if index == plan.first_layer and not plan.has_embedding and holds_input:
+            gone -= _unit_input_bytes(config)  # the stage's input, which waits for its gradient
+        found.append((kept, gone if index - plan.first_layer < training.offloaded_layers else 0))
+    return found
+
+
+def stage_activation_bytes(config: RunConfig, plan: StagePlan) -> int:
+    """Bytes that a stage keeps on the device for the backward of one microbatch, with embedding and head if it has them."""
+    model = config.model
+    total = sum(kept - gone for kept, gone in _layers(config, plan))
     _, _, whole = _sizes(config)
     if plan.has_embedding and model.hidden_dropout:
         total += _tokens(config) * model.hidden_size // whole
     if plan.has_head:
         total += _tokens(config) * round(_head(config))
         total += sum(_further_bytes(config, index) for index in model.further_layers)
-    return total - offloaded_activation_bytes(config, plan)
-
-
-def _offloaded_layers(config: RunConfig, plan: StagePlan) -> range:
-    return range(plan.first_layer, min(plan.first_layer + config.training.cpu_offloading_num_layers, plan.last_layer))
+    return total
 
 
 def offloaded_activation_bytes(config: RunConfig, plan: StagePlan) -> int:
-    """What of one microbatch's is in host memory: all of the layers, but not the stage's input, which waits for its
-    gradient."""
-    layers = _offloaded_layers(config, plan)
-    stays = _unit_input_bytes(config) if layers and not plan.has_embedding else 0
-    return sum(layer_activation_bytes(config, index) for index in layers) - stays
+    """What of one microbatch's is in host memory."""
+    return sum(gone for _, gone in _layers(config, plan))
 
 
 def _head(config: RunConfig) -> float:
@@ -252,15 +277,14 @@ def _further_bytes(config: RunConfig, index: int) -> int:
 
 
 def _restored_bytes(config: RunConfig, plan: StagePlan) -> int:
-    """Of offloaded layers two are back at a time, or the last one beside the layer behind it: what they take more than all
-    that is kept, which is gone by then."""
-    layers = _offloaded_layers(config, plan)
-    sizes = [
-        layer_activation_bytes(config, index) for index in range(layers.start, min(layers.stop + 1, plan.last_layer))
-    ]
-    pairs = [sum(sizes[first : first + 2]) for first in range(len(layers))]
-    stays = 0 if plan.has_embedding else _unit_input_bytes(config)
-    return max(0, max(pairs, default=0) - stage_activation_bytes(config, plan) + stays)
+    """What was offloaded of two layers is back at a time, or of the last one beside the layer behind it: what that takes
+    more than what is kept of the layers behind, and of the head, which is gone by then."""
+    most = here = before = 0
+    left = stage_activation_bytes(config, plan)
+    for kept, gone in _layers(config, plan):
+        left, before, here = left - (kept - gone), here, gone
+        most = max(most, before + here - left)
+    return most
 
 
 def recompute_workspace_bytes(config: RunConfig, plan: StagePlan) -> int:
@@ -272,6 +296,7 @@ def recompute_workspace_bytes(config: RunConfig, plan: StagePlan) -> int:
     further = config.model.further_layers if plan.has_head else range(0)
     if training.recompute_ahead:
         return 0  # what an R brings back counts as activations
+    restored = _restored_bytes(config, plan) if training.offloaded_layers else 0
     if training.recompute_granularity == "full":
         units = (
             sum(layer_activation_bytes(config, index, granularity="none") for index in unit)
@@ -281,9 +306,9 @@ def recompute_workspace_bytes(config: RunConfig, plan: StagePlan) -> int:
         # Both norms' outputs come back too, the layer's own input among what it keeps.
         both = 2 * _unit_input_bytes(config)
         again += [both + layer_activation_bytes(config, index, granularity="none") for index in further]
-        return max(again, default=0)
+        return max(again, default=0) + restored
     if training.recompute_granularity == "none":
-        return _restored_bytes(config, plan)
+        return restored
     freed = (
         sum(
             kept.bytes
@@ -293,7 +318,7 @@ def recompute_workspace_bytes(config: RunConfig, plan: StagePlan) -> int:
         for index in (*layers, *further)
         for module in training.recompute_modules
     )
-    return round(_tokens(config) * max(freed, default=0.0))
+    return round(_tokens(config) * max(freed, default=0.0)) + restored
 
 
 def stage_sizes(config: RunConfig, stages: tuple[StagePlan, ...]) -> Sizes:

@@ -321,7 +321,8 @@ def build_stages(
         modules=frozenset(config.training.recompute_modules),
         method=config.training.recompute_method,
         num_layers=config.training.recompute_num_layers,
-        offload_layers=config.training.cpu_offloading_num_layers,
+        offload_layers=config.training.offloaded_layers,
+        offload_modules=config.training.offloaded_modules,
     )
     stages: dict[int, GPTStage] = {}
     for part in plan:

@@ -180,9 +180,6 @@ class Stepper:
                     clipped_rows=clipped,
                 )
                 strategy.update(replica.optimizer, update)
-                if replica.config.optimizer.ema_decay is not None:
-                    with strategy.main_in_memory():
-                        replica.optimizer.average()
                 self._balance(chosen)
         replica.scaler.update(overflow=overflow, fault=fault is not None, samples=batch_size)
         return StepResult(

@@ -36,8 +36,23 @@ _TABLE = """
 2 --pp 2 --num-layers 4 --recompute-ahead => recompute_ahead … recompute_granularity none … recompute-granularity full
 1 --num-layers 4 --recompute-granularity full --recompute-ahead => recompute_ahead … pp 1 … pp 2 or more
 1 --num-layers 4 --cpu-offloading-num-layers 5 => cpu_offloading_num_layers 5 is more than the 4 layers … at most 4
-1 --num-layers 4 --cpu-offloading-num-layers 2 --recompute-granularity full
-    => cpu_offloading_num_layers 2 … recompute_granularity full … --recompute-granularity none
+2 --num-layers 4 --pp 2 --cpu-offloading-num-layers 2 --recompute-granularity full --recompute-ahead
+    => cpu_offloading_num_layers 2 does not go with recompute_ahead
+1 --num-layers 4 --fine-grained-activation-offloading => offload_modules is empty; name some of attn_norm
+1 --num-layers 4 --fine-grained-activation-offloading --offload-modules core_atn
+    => offload_modules has core_atn in it: did you mean core_attn
+1 --num-layers 4 --fine-grained-activation-offloading --offload-modules moe_act mlp_act
+    => offload_modules names mlp_act twice
+1 --num-layers 4 --fine-grained-activation-offloading --offload-modules attn_proj
+    => offload_modules attn_proj … without core_attn … add core_attn
+1 --num-layers 4 --fine-grained-activation-offloading --offload-modules expert_fc1
+    => offload_modules expert_fc1 has no effect with a model without experts
+1 --num-layers 4 --fine-grained-activation-offloading --offload-modules mlp_act --recompute-activations --recompute-modules mlp
+    => offload_modules mlp_act has no effect with recompute_modules mlp
+1 --num-layers 4 --fine-grained-activation-offloading --offload-modules core_attn --recompute-granularity full
+    => offload_modules other than attn_norm … recompute_granularity full
+1 --num-layers 4 --fine-grained-activation-offloading --offload-modules qkv_linear --recompute-activations --recompute-modules layernorm
+    => offload_modules qkv_linear has no effect with recompute_modules layernorm
 1 --num-layers 4 --cpu-offloading-num-layers 2 --compile => cpu_offloading_num_layers 2 does not go with compile
 2 --pp 2 --num-layers 4 --recompute-granularity full --recompute-num-layers 2 --recompute-ahead
     => recompute_num_layers 2 … recompute_ahead
@@ -270,7 +285,8 @@ _TABLE = """
     => main_params split … optimizer zero-one-adam … main-params fp32
 1 --num-layers 4 --optimizer-offload-fraction 0.5
     => optimizer_offload_fraction 0.5 has no effect without optimizer_cpu_offload … --optimizer-cpu-offload
-1 --num-layers 4 --optimizer-cpu-offload --optimizer muon => optimizer_cpu_offload … optimizer muon … --optimizer adam
+1 --num-layers 4 --optimizer-cpu-offload --optimizer onebit-adam --freeze-step 1
+    => optimizer_cpu_offload … optimizer onebit-adam … --optimizer adam
 2 --num-layers 4 --optimizer-cpu-offload --dp-strategy diloco
     => optimizer_cpu_offload … dp_strategy diloco … distributed-optimizer
 1 --num-layers 4 --bf16 --optimizer-cpu-offload --main-params split

@@ -14,11 +14,11 @@ from megalite.data_parallel.facts import in_host_memory
 from megalite.optimizers import base, lamb
 from megalite.partition.memory import held_buckets, rank_memory, stages_of_rank
 from megalite.rehearsal.run import rehearse
-from megalite.training.replica import Replica
+from megalite.training.replica import Replica, consensus
 from tests.data_parallel.test_split_main import WHOLE, saved_and_resumed
 from tests.data_parallel.toy import SHAPES, trajectory
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.state import interrupted
+from tests.support.state import hashes, interrupted
 from tests.support.tiny import Z1, Runner, build, tiny_config
 
 HOST: dict[str, Any] = {"optimizer_cpu_offload": True}
@@ -40,6 +40,12 @@ OTHERS: list[dict[str, Any]] = [
     {"optimizer": "sgd", "sgd_momentum": 0.0},
     {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "stochastic_rounding": True},
     {"exp_avg_dtype": "bf16", **Z1},
+    {"ema_decay": 0.9, **Z1},
+    {"ema_decay": 0.9, "precision": "fp32", "optimizer": "sgd", "sgd_momentum": 0.0},
+    {"ema_decay": 0.9, "optimizer": "lamb"},
+    {"optimizer": "muon", **Z1},
+    {"optimizer": "muon", "precision": "fp32", "muon_nesterov": False},
+    {"optimizer": "muon", "ema_decay": 0.9, "dp_strategy": "fully-sharded"},
 ]
 
 
@@ -71,7 +77,45 @@ def test_no_step_is_another() -> None:
     assert run_ranks(2, both_places) == [[], []]
 
 
-@pytest.mark.parametrize("world, layout", [(4, {"pp": 2, "dp": 2, **Z1}), (2, {"dp": 2})], ids=str)
+CLIPPED: dict[str, Any] = {"ema_decay": 0.6, "qk_clip": True, "qk_clip_threshold": 1e-3}
+MODELS: list[tuple[int, dict[str, Any]]] = [
+    (1, {"precision": "bf16", **CLIPPED}),
+    (1, {"precision": "fp32", "optimizer": "sgd", **CLIPPED, "eval_ema": True}),
+    (2, {"tp": 2, "precision": "bf16", "optimizer": "lamb", **CLIPPED}),
+    (2, {"dp": 2, **Z1, "precision": "bf16", "optimizer": "muon", **CLIPPED, "eval_ema": True}),
+    (4, {"tp": 2, "dp": 2, "dp_strategy": "fully-sharded", "optimizer": "muon", **CLIPPED, "eval_ema": True}),
+]
+
+
+def models_in_both(context: RankContext, world: int, settings: dict[str, Any]) -> list[str]:
+    """What differs after steps and an evaluation: losses, weights, main parameters, states and averages."""
+    found = []
+    with small_pieces():
+        for form in ({}, HOST, HALF):
+            runner = Runner(build(context, tiny_config(world, num_layers=2, **settings, **form)))
+            seen: list[Any] = []
+            for _ in range(3):
+                seen.append(str(runner.step()))
+                with consensus(runner.replica):
+                    seen.append(runner.evaluate())
+                seen.append(hashes(runner.replica))
+            found.append(seen)
+            assert (pinned_bytes(runner.replica) > 0) is bool(form) or context.rank > 0
+            runner.replica.strategy.close()
+    plain, *others = found
+    return [f"{one} is not {two}" for other in others for one, two in zip(other, plain, strict=True) if one != two]
+
+
+@pytest.mark.parametrize("world, settings", MODELS, ids=str)
+def test_clipped_and_averaged_models_are_the_same(world: int, settings: dict[str, Any]) -> None:
+    assert run_ranks(world, models_in_both, world, settings) == [[]] * world
+
+
+@pytest.mark.parametrize(
+    "world, layout",
+    [(4, {"pp": 2, "dp": 2, **Z1}), (2, {"dp": 2}), (2, {"dp": 2, "optimizer": "muon", **CLIPPED, **Z1})],
+    ids=str,
+)
 def test_both_places_take_up_each_others_checkpoints(world: int, layout: dict[str, Any], tmp_path: Path) -> None:
     folders = [str(tmp_path / "host"), str(tmp_path / "device")]
     for rank in run_ranks(world, saved_and_resumed, world, layout, folders, [WHOLE | HOST, WHOLE]):
@@ -82,7 +126,9 @@ def test_both_places_take_up_each_others_checkpoints(world: int, layout: dict[st
                 assert torch.equal(other[name], values), name
 
 
-@pytest.mark.parametrize("settings", [{}, {"dp_strategy": "fully-sharded"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"dp_strategy": "fully-sharded"}, {"optimizer": "muon", **CLIPPED, "eval_ema": True}], ids=str
+)
 def test_a_run_that_saves_and_one_that_continues(settings: dict[str, Any], tmp_path: Path) -> None:
     settings = {"dp": 2, "precision": "bf16", "num_layers": 2, **HOST, **settings}
     assert run_ranks(2, interrupted, 2, settings, str(tmp_path), 4, [2]) == [[], []]
@@ -99,12 +145,15 @@ def pinned_bytes(replica: Replica) -> int:
     return total
 
 
+MUON: dict[str, Any] = {"precision": "bf16", "optimizer": "muon", "ema_decay": 0.9}
 LAYOUTS: list[dict[str, Any]] = [
     {"precision": "bf16"},
     {"precision": "bf16", **Z1},
     {"precision": "bf16", "dp_strategy": "fully-sharded"},
     {"precision": "fp32", "dp_strategy": "parameter-server"},
     {"precision": "bf16", "exp_avg_dtype": "bf16", **Z1},
+    {"precision": "bf16", "ema_decay": 0.9, **Z1},
+    {**MUON, "dp_strategy": "fully-sharded"},
 ]
 
 
@@ -135,7 +184,7 @@ def test_every_byte_is_planned() -> None:
         assert held == planned and slots in (0, room)
 
 
-@pytest.mark.parametrize("settings", LAYOUTS[:3], ids=str)
+@pytest.mark.parametrize("settings", [*LAYOUTS[:3], LAYOUTS[5], MUON], ids=str)
 def test_the_device_is_relieved_of_them(settings: dict[str, Any]) -> None:
     """Live bytes once all is built, on a device that counts them; each storage takes whole blocks of 512 bytes."""
     shape = {"dp": 2, "hidden_size": 64}

@@ -1,16 +1,19 @@
 """Activations of the first layers of a stage in host memory: the same bits, and fewer bytes on the device."""
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
 
+from megalite.config.rules.compute import OFFLOAD_MODULES
 from megalite.models import offload
 from megalite.partition.memory import activation_peaks, host_peaks, rank_memory
 from megalite.partition.pipeline import plan_stages, schedule_of
 from megalite.rehearsal.run import rehearse
+from megalite.topology.host_memory import pinned
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import LLAMA, Runner, build, tiny_config
+from tests.support.tiny import LATENT, LLAMA, Runner, build, tiny_config
 from tests.topology.test_host_memory import LateStream
 
 
@@ -34,6 +37,19 @@ class Late(LateStream):
     def outlive(self, tensor: torch.Tensor) -> None: ...
 
 
+FULL: dict[str, Any] = {"recompute_granularity": "full"}
+LAYERS: dict[str, Any] = {"cpu_offloading_num_layers": 2}
+
+
+def again(*modules: str) -> dict[str, Any]:
+    return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
+
+
+def saved_by(*modules: str) -> dict[str, Any]:
+    return {"fine_grained_activation_offloading": True, "offload_modules": list(modules)}
+
+
+NORMS, ALL = ("attn_norm", "mlp_norm"), OFFLOAD_MODULES[:5] + OFFLOAD_MODULES[6:]
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "gpt": (1, {"hidden_dropout": 0.1, "attention_dropout": 0.1, "precision": "bf16"}),
     "llama": (1, LLAMA),
@@ -42,12 +58,20 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "vpp2": (2, {"pp": 2, "vpp": 2}),
     "split backward": (2, {"pp": 2, "pipeline_schedule": "zb-h1"}),
     "zero-3": (2, {"dp": 2, "dp_strategy": "fully-sharded"}),
+    "full": (1, {**FULL, "recompute_num_layers": 2, "num_layers": 5, "hidden_dropout": 0.1}),
+    "block": (1, {**FULL, "recompute_method": "block"}),
+    "selective": (2, {**LLAMA, **again("core_attn", "layernorm", "mlp_act"), "tp": 2, "sequence_parallel": True}),
+    "latents": (2, {**LATENT, **again("mla_up_proj", "layernorm", "mlp"), "pp": 2, "pipeline_schedule": "zb-h1"}),
+    "modules": (2, {**LLAMA, "qk_norm": True, "pp": 2, "vpp": 2, "hidden_dropout": 0.1, **saved_by(*ALL)}),
+    "modules of experts": (2, {"num_experts": 4, "ep": 2, "dp": 2, **saved_by("expert_fc1", "mlp_act")}),
+    "modules, recomputed": (1, {**LATENT, **again("mla_up_proj", "layernorm"), **saved_by("qkv_linear", "attn_norm")}),
 }
 
 
 def both(context: RankContext, world: int, settings: dict[str, Any]) -> list[str]:
     """The numbers of offloaded layers that change a bit."""
-    wanted = steps(context, world, settings)
+    plain = {name: value for name, value in settings.items() if "offload" not in name}
+    wanted = steps(context, world, plain)
     found = []
     for late, count in ((False, 1), (True, 2)) if "vpp" not in settings else ((True, 1),):
         with pytest.MonkeyPatch.context() as patch:
@@ -66,14 +90,71 @@ def test_no_bit_is_another(case: str) -> None:
     assert run_ranks(world, both, world, settings) == [[]] * world
 
 
+BYTES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "all": ({}, LAYERS),
+    "full": ({**FULL, "recompute_num_layers": 2}, {"cpu_offloading_num_layers": 3}),
+    "block": ({**FULL, "recompute_method": "block", "recompute_num_layers": 2}, {"cpu_offloading_num_layers": 3}),
+    "block, modules": ({**FULL, "recompute_method": "block"}, saved_by("core_attn")),
+    "selective": (again("core_attn", "layernorm", "mlp_act"), LAYERS),
+    "mlp": (again("layernorm", "mlp"), LAYERS),
+    "latents": ({**LATENT, **again("mla_up_proj", "layernorm")}, LAYERS),
+    "latents, modules": ({**LATENT, **again("mla_up_proj", "core_attn", "layernorm")}, saved_by("qkv_linear")),
+    "without the output": ({}, saved_by("core_attn")),
+    "with the output": ({}, {**saved_by("core_attn", "attn_proj"), **LAYERS}),
+    "output alone": ({"attention_dropout": 0.1}, saved_by("attn_proj")),
+    "norms": ({"hidden_dropout": 0.1}, saved_by(*NORMS)),
+    "norms behind": ({**LLAMA, "pre_norms": False, "post_norms": True}, saved_by("qkv_linear", *NORMS)),
+    "every module": (LLAMA, saved_by(*ALL)),
+    "made again": ({**LLAMA, **again("layernorm", "mlp_act")}, saved_by("attn_norm", "mlp_act")),
+    "experts": (
+        {"num_experts": 4, "moe_router_topk": 2, **again("mlp_act")},
+        saved_by("expert_fc1", "mlp_act", "core_attn"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BYTES)
+def test_pinned_bytes_are_those_of_the_plan(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, form = BYTES[case]
+    config = tiny_config(1, precision="bf16", num_layers=4, **settings, **form)
+    now, most = 0, 0
+
+    def counted(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        nonlocal now, most
+        made = pinned(size, dtype, device)
+        now += made.nbytes
+        most = max(most, now)
+        weakref.finalize(made.untyped_storage(), gone, made.nbytes)
+        return made
+
+    def gone(size: int) -> None:
+        nonlocal now
+        now -= size
+
+    monkeypatch.setattr(offload, "pinned", counted)
+    Runner(build(RankContext(0), config)).step()
+    assert config.training.global_batch_size is not None
+    schedule = schedule_of(config, config.training.global_batch_size // config.training.micro_batch_size)
+    assert host_peaks(config, plan_stages(config), schedule) == [most] and most > 0 and now == 0
+
+
 SHAPE: dict[str, Any] = {"hidden_size": 64, "seq_length": 64, "num_layers": 8, "precision": "bf16"}
 
 
-@pytest.mark.parametrize("count", [2, 4])
+FORMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, LAYERS),
+    ({}, {"cpu_offloading_num_layers": 4}),
+    ({}, saved_by(*ALL)),
+    ({**FULL, "pipeline_schedule": "gpipe"}, {"cpu_offloading_num_layers": 4}),
+    (again("layernorm", "core_attn"), {"cpu_offloading_num_layers": 3}),
+]
+
+
+@pytest.mark.parametrize("settings, form", FORMS, ids=str)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_bytes_on_both_sides_are_planned(rank: int, count: int) -> None:
+def test_bytes_on_both_sides_are_planned(rank: int, settings: dict[str, Any], form: dict[str, Any]) -> None:
     """Of two pipeline ranks; each storage takes whole blocks of 512 bytes."""
-    config, plain = (tiny_config(2, pp=2, **SHAPE, **more) for more in ({"cpu_offloading_num_layers": count}, {}))
+    config, plain = (tiny_config(2, pp=2, **SHAPE, **settings, **more) for more in (form, {}))
     stages = plan_stages(config)
     schedule = schedule_of(config, 8)
     own = [plan for plan in stages if plan.rank == rank]

@@ -163,6 +163,7 @@ FAMILIES: dict[str, Settings] = {
 LOSSES: Settings = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01}
 SELECTIVE: Settings = {"recompute_granularity": "selective"}
 FULL: Settings = {"recompute_granularity": "full"}
+HOST: Settings = {"cpu_offloading_num_layers": 1}
 Z1: Settings = {"dp_strategy": "distributed-optimizer"}
 Z3: Settings = {"dp_strategy": "fully-sharded"}
 DOCUMENTS: Settings = {"eod_mask_loss": True, "reset_attention_mask": True}
@@ -200,14 +201,19 @@ FACTORS: dict[str, dict[str, Settings]] = {
     "recompute": {
         "none": {},
         "attention": SELECTIVE,
-        "several": {**SELECTIVE, "recompute_modules": ["core_attn", "layernorm", "mlp_act"]},
-        "mlp": {**SELECTIVE, "recompute_modules": ["layernorm", "mlp"]},
+        "several-host": {**SELECTIVE, "recompute_modules": ["core_attn", "layernorm", "mlp_act"], **HOST},
+        "mlp-host-modules": {
+            **SELECTIVE,
+            "recompute_modules": ["layernorm", "mlp"],
+            "fine_grained_activation_offloading": True,
+            "offload_modules": ["attn_norm", "core_attn", "attn_proj"],
+        },
         "moe": {**SELECTIVE, "recompute_modules": ["core_attn", "moe"]},
         "full": FULL,
-        "full-2": {**FULL, "recompute_num_layers": 2},
+        "full-2-host": {**FULL, "recompute_num_layers": 2, **HOST},
         "block": {**FULL, "recompute_method": "block"},
         "ahead": {**FULL, "recompute_ahead": True},
-        "offload": {"cpu_offloading_num_layers": 1},
+        "host": HOST,
     },
     "schedule": {
         "default": {},

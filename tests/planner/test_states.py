@@ -20,7 +20,7 @@ CASES: dict[str, dict[str, Any]] = {
     "all-reduce": BF16,
     "split": {**BF16, "main_params": "split"},
     "bf16 moments": {**BF16, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "stochastic_rounding": True},
-    "in host memory": {**BF16, "optimizer_cpu_offload": True},
+    "in host memory": {**BF16, "optimizer": "muon", "ema_decay": 0.9, "optimizer_cpu_offload": True},
     "half in host memory": {
         **BF16,
         "dp_strategy": "distributed-optimizer",

@@ -13,6 +13,8 @@ from megalite.config.run import attention_in_tiles, stage_layers
 
 MODULES = ("core_attn", "mla_up_proj", "mlp_act", "layernorm", "mlp", "shared_experts", "moe")
 """What selective recompute can run again."""
+OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "mlp_act")
+"""Whose activations can go to host memory by themselves."""
 SCALINGS = {
     ("llama3",): ("rope_low_freq_factor", "rope_high_freq_factor"),
     ("llama3", "yarn", "dynamic"): ("rope_original_max_positions",),
@@ -211,14 +213,17 @@ COMPUTE: tuple[Check, ...] = (
 
 
 def _modules(c: Settings) -> Findings:
-    modules = c.recompute_modules
-    if not modules:
-        yield f"recompute_modules is empty; name some of {', '.join(MODULES)}"
-    for module in dict.fromkeys(modules):
-        if module not in MODULES:
-            yield f"recompute_modules has {module} in it{nearest(module, MODULES)} (one of {', '.join(MODULES)})"
-        if modules.count(module) > 1:
-            yield f"recompute_modules names {module} twice; keep one of them"
+    asked = [("recompute_modules", MODULES)]
+    asked += [("offload_modules", OFFLOAD_MODULES)] if c.fine_grained_activation_offloading else []
+    for name, known in asked:
+        modules: list[str] = getattr(c, name)
+        if not modules:
+            yield f"{name} is empty; name some of {', '.join(known)}"
+        for module in dict.fromkeys(modules):
+            if module not in known:
+                yield f"{name} has {module} in it{nearest(module, known)} (one of {', '.join(known)})"
+            if modules.count(module) > 1:
+                yield f"{name} names {module} twice; keep one of them"
 
 
 def _covered_modules(c: Settings) -> Findings:
@@ -243,6 +248,30 @@ def _covered_modules(c: Settings) -> Findings:
         yield f"recompute_modules mlp_act has no effect with {within}, where it is recomputed too; remove one of them"
 
 
+def _saving_modules(c: Settings) -> Findings:
+    """A module that saves nothing, or nothing alone, would be named in vain."""
+    if not c.fine_grained_activation_offloading:
+        return
+    modules = c.offload_modules
+    again = set(c.recompute_modules) if c.recompute_granularity == "selective" else set()
+    around = {"moe" if c.is_moe_layer(index) else "mlp" for index in range(c.num_layers)}
+    if c.recompute_granularity == "full" and c.recompute_method == "uniform" and set(modules) - {"attn_norm"}:
+        yield (
+            "offload_modules other than attn_norm have no effect with recompute_granularity full, which keeps the input of "
+            "layers alone; use --offload-modules attn_norm, or remove one of them"
+        )
+    if "expert_fc1" in modules and (c.num_experts is None or "moe" in again):
+        reason = "recompute_modules moe, where it is recomputed" if "moe" in again else "a model without experts"
+        yield f"offload_modules expert_fc1 has no effect with {reason}; remove it"
+    if "mlp_act" in modules and around <= again:
+        within = " and ".join(sorted(around))
+        yield f"offload_modules mlp_act has no effect with recompute_modules {within}, where it is recomputed; remove it"
+    if "qkv_linear" in modules and "layernorm" in again and not (c.qk_norm or c.multi_latent_attention):
+        yield "offload_modules qkv_linear has no effect with recompute_modules layernorm, which makes its input again; remove it"
+    if "attn_proj" in modules and not {"core_attn"} & (set(modules) | again) and not c.attention_dropout:
+        yield "offload_modules attn_proj has no effect without core_attn, which keeps the same tensor; add core_attn"
+
+
 def _chosen_layers(c: Settings) -> Findings:
     stages, cut = c.pp * c.vpp, stage_layers(c.run)
     # Without a cut by hand it is not known here, but no stage can have more than this.
@@ -263,14 +292,19 @@ RECOMPUTE: tuple[Check, ...] = (
         {
             "{!recompute_modules} has no effect with {recompute_granularity}; use --recompute-granularity selective or "
             "remove it": lambda c: c.recompute_granularity != "selective",
-            "{?cpu_offloading_num_layers} does not go with {recompute_granularity}: recompute starts from activations on the "
-            "device; use --recompute-granularity none or remove it": lambda c: c.recompute_granularity != "none",
-            "{?cpu_offloading_num_layers} does not go with compile; remove one of them": lambda c: c.compile,
+            "{?cpu_offloading_num_layers|fine_grained_activation_offloading} does not go with recompute_ahead, which keeps nothing "
+            "of a layer before it is needed; remove one of them": lambda c: c.recompute_ahead,
+            "{?cpu_offloading_num_layers|fine_grained_activation_offloading} does not go with compile; remove one of them": (
+                lambda c: c.compile
+            ),
+            "{!offload_modules} has no effect without fine_grained_activation_offloading; add "
+            "--fine-grained-activation-offloading or remove it": lambda c: not c.fine_grained_activation_offloading,
             "{!recompute_method|recompute_num_layers} has no effect with {recompute_granularity}; use "
             "--recompute-granularity full or remove it": lambda c: c.recompute_granularity != "full",
         }
     ),
     _modules,
     _covered_modules,
+    _saving_modules,
     _chosen_layers,
 )

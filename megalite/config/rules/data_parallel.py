@@ -189,10 +189,6 @@ OPTIMIZER: tuple[Check, ...] = (
                 lambda c: not c.qk_clip
             ),
             "{?eval_ema} needs an average to take; add --ema-decay 0.9999, or remove it": lambda c: c.ema_decay is None,
-            "{?ema_decay} does not go with optimizer_cpu_offload, which leaves no average on the device; remove one of them": (
-                lambda c: c.optimizer_cpu_offload
-            ),
-            "{?qk_clip} does not go with optimizer_cpu_offload; remove one of them": lambda c: c.optimizer_cpu_offload,
             "{!optimizer_offload_fraction} has no effect without optimizer_cpu_offload; add --optimizer-cpu-offload or remove it": (
                 lambda c: not c.optimizer_cpu_offload
             ),
@@ -203,7 +199,9 @@ OPTIMIZER: tuple[Check, ...] = (
             "{?optimizer_cpu_offload} does not go with {main_params}: whole main parameters in host memory take nothing of the "
             "device; use --main-params fp32": lambda c: c.main_params == "split",
             "{?optimizer_cpu_offload} has no effect with {optimizer} and {sgd_momentum} in {precision}, which keeps nothing; use "
-            "--sgd-momentum 0.9 or remove it": lambda c: _has_no_state(c) and c.precision in ("fp32", "fp64"),
+            "--sgd-momentum 0.9 or remove it": lambda c: (
+                _has_no_state(c) and c.precision in ("fp32", "fp64") and c.ema_decay is None
+            ),
             "{?exp_avg_dtype|exp_avg_sq_dtype} does not go with {precision}; use --precision fp32": (
                 lambda c: c.precision == "fp64"
             ),

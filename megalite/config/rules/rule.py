@@ -64,6 +64,7 @@ IDLE = frozenset(
         ),
         *("load_optimizer", "require_same_schedule", "attention_backend"),
         *("recompute_method", "recompute_num_layers", "recompute_modules", "mtp_loss_scaling_factor"),
+        "offload_modules",
         *(name for name in settings() if name.startswith("moe_")),
     }
 )

@@ -234,6 +234,7 @@ class MomentumExchange(AllReduce):
             shard.grad.mul_(update.factor * self.groups.replicas(shard.bucket.kind).size)
         with self.main_in_memory():
             optimizer.step(dataclasses.replace(update, factor=1.0), self._exchange)
+            optimizer.average()
             self.publish_parameters()
 
     def _exchange(self, flat: FlatParameter, values: torch.Tensor) -> None:

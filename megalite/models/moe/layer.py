@@ -13,7 +13,7 @@ from megalite.models.context import ForwardContext
 from megalite.models.mlp import MLP, activation_of
 from megalite.models.moe.dispatch import plan_route, return_to_tokens, send_to_experts
 from megalite.models.moe.router import Router
-from megalite.models.recompute import Recompute, not_saving, recomputed
+from megalite.models.recompute import Recompute, SavedTensors, recomputed
 from megalite.tensor_parallel.mappings import (
     reduce_from_tensor_parallel_region,
     replicate_from_sequence_parallel_region,
@@ -44,6 +44,7 @@ class Experts(torch.nn.Module):
         self._up = factory.kernel("matmul", h)
         self._down = factory.kernel("matmul", f // factory.expert_tp.size)
         self.recompute_activation = recompute is not None and recompute.selects("mlp_act")
+        self.saves = SavedTensors() if recompute is None else recompute.saves
         std, split = config.hidden_std, len(stacked) - 1
         self.up = factory.parameter(f"{name}.up.weight", (*stacked, h), shard_dim=split, std=std, expert=True)
         std /= math.sqrt(2 * config.num_layers)
@@ -57,9 +58,12 @@ class Experts(torch.nn.Module):
 
     def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
         """Rows [n, h] by expert, `counts` of each -> [n, h], to be summed over expert_tp. Collectives: none."""
-        inner = grouped_linear(rows, self.up, counts, self._up, bias=self.up_bias)
-        active = self.activation(inner)
-        with not_saving(active, self.activation, inner) if self.recompute_activation else nullcontext():
+        with self.saves.module("expert_fc1"):
+            inner = grouped_linear(rows, self.up, counts, self._up, bias=self.up_bias)
+        with self.saves.module("mlp_act"):
+            active = self.activation(inner)
+        remaking = self.saves.remaking(active, self.activation, inner, kept_by="mlp_act")
+        with remaking if self.recompute_activation else nullcontext():
             return grouped_linear(active, self.down, counts, self._down, bias=self.down_bias, adds_bias=self.adds_bias)
 
 
