@@ -163,7 +163,7 @@ class Feature(IntEnum):
     EXPERTS_ACTIVE = auto()
     EMBEDDING_ACTIVE = auto()
     HEAD_ACTIVE = auto()
-    INPUT_ACTIVE = auto()  # inputs of stages whose first layers are offloaded: they wait for their gradients
+    INPUT_ACTIVE = auto()  # inputs of stages with offloaded layers: they wait for their gradients
     DENSE_DEFERRED = auto()  # the same that wait for a W
     EXPERTS_DEFERRED = auto()
     HEAD_DEFERRED = auto()

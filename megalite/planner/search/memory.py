@@ -6,7 +6,7 @@ the code that sizes a single config, once for each that differs; a product of tw
 
 Equal to it to the byte where stages of a rank are alike; else up to the moment that the peak is taken at, rounding, the
 cut of unequal layers over chunks, with zero-2 and fully-sharded the padding of buckets and the stage that has most of
-them, and with offload the buckets whose states visit the device and the layers that are back at once beside a head. What
+them, and with offload the states that visit the device and the layers that are back at once beside a head. What
 is refined is sized again exactly.
 """
 

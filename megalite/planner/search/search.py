@@ -175,7 +175,7 @@ class _Table:
         memory, seconds, host = self.memory[where], self.seconds[where], self.host[where]
         for some, size, longer, code in self._ways(rows, columns):
             time = np.where(size <= self._request.memory_limit, alone[:, some] + longer, np.inf)
-            # Of what does not fit at all the least is kept, to be told.
+            # Of what does not fit at all the least is kept, for the error.
             better = (time < seconds[:, some]) | (
                 np.isinf(time) & np.isinf(seconds[:, some]) & (size < memory[:, some])
             )

@@ -231,7 +231,7 @@ class Pipeline(NamedTuple):
     pp: int
     vpp: int
     microbatches: int
-    offloaded: int = 0  # layers at the start of each stage whose activations wait in host memory
+    offloaded: int = 0  # layers at the start of each stage that keep their activations in host memory
 
 
 @dataclass(frozen=True)
