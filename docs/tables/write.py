@@ -7,6 +7,7 @@ compares the pages with what this script makes.
 import re
 from collections.abc import Callable
 
+import chains
 import composition
 import megatron_flags
 import pages
@@ -14,6 +15,7 @@ import sizes
 
 ROOT = pages.ROOT
 TABLES: dict[str, Callable[[], str]] = {
+    "chains": chains.table,
     "composition": composition.readme_table,
     "composition, flags": composition.flags_table,
     "composition, refused": composition.refused_table,
@@ -28,7 +30,14 @@ TABLES: dict[str, Callable[[], str]] = {
     "sizes": sizes.table,
     "examples/walkthrough/run.yaml": pages.walkthrough_config,
 }
-PAGES = ("README.md", "docs/index.md", "docs/composition.md", "docs/from_megatron.md", "docs/walkthrough.md")
+PAGES = (
+    "README.md",
+    "docs/index.md",
+    "docs/composition.md",
+    "docs/from_megatron.md",
+    "docs/planner_chain.md",
+    "docs/walkthrough.md",
+)
 _PLACE = re.compile(r"(?<=<!-- table: )(.+?)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 

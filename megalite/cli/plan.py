@@ -114,4 +114,5 @@ def request_of(
         order = [precision for precision in ("bf16", "fp16", "fp32", "fp64") if precision in peaks]
         best = max(order, key=lambda precision: peaks[precision])  # the first of equals
         config = with_settings(config, precision=best)
-    return request_for(with_vocabulary(config), world_size=ranks, fixed=fixed, memory_limit=limit)
+    config = with_vocabulary(config)
+    return request_for(config, world_size=ranks, fixed=fixed, memory_limit=limit, cluster=cluster)

@@ -25,7 +25,8 @@ from megalite.planner.cost.step import predict
 from megalite.planner.hardware import Cluster, SoftwareStack, cluster_of_device, load_cluster, load_stack
 from megalite.planner.search.search import Candidate, describe, find, survey
 from megalite.planner.search.space import (
-    CONTEXT,
+    AS_GIVEN,
+    HOST,
     SEARCHED,
     USUAL_MEMORY,
     Request,
@@ -38,7 +39,7 @@ from megalite.tokenizers.build import build_tokenizer
 from megalite.topology.group import Group
 
 # Settings that a layout consists of.
-LAYOUT = (*SEARCHED, "shard_gradients", "pipeline_layers", "pipeline_layout", *CONTEXT, "recompute_modules")
+LAYOUT = (*SEARCHED, "shard_gradients", "pipeline_layers", "pipeline_layout", *AS_GIVEN, "recompute_modules")
 _AXES = ("tp", "pp", "cp", "ep", "dp")  # who gives one of them gives a layout; a micro batch size alone is none
 KEPT = ("tp", "pp", "cp", "ep")  # what stays as it was, where that costs little: how a replica's weights are cut
 ALMOST = 1.1  # times the fastest step that it may cost
@@ -90,7 +91,9 @@ def relayout(
         wished = {name: value for name, value in _layout(config).items() if name in explicit}
     cut = {name: settings()[name].default for name in ("pipeline_layers", "pipeline_layout") if name not in fixed}
     constraints = fixed_settings(config, fixed)
-    request = request_for(replace(config, **cut), world_size=world_size, fixed=constraints, memory_limit=memory_limit)
+    request = request_for(
+        replace(config, **cut), world_size=world_size, fixed=constraints, memory_limit=memory_limit, cluster=cluster
+    )
     return _planned(request, wished, cluster, stack)
 
 
@@ -134,6 +137,7 @@ def _manner(wished: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
         found["dp_strategy"] = ("zero-2",) if wished.get("shard_gradients") else (wished["dp_strategy"],)
     if wished.get("dp_instances", 1) > 1:
         found["dp_instances"] = (wished["dp_instances"],)
+    found |= {name: (wished[name],) for name in HOST if wished.get(name)}
     if "pipeline_schedule" in wished:
         schedule = wished["pipeline_schedule"]
         found["pipeline_schedule"] = ("1f1b", "interleaved") if schedule in (None, "interleaved") else (schedule,)

@@ -63,7 +63,11 @@ def plan_data(plan: Plan, tokens: float) -> dict[str, Any]:
             "provenance": {**plan.cluster.provenance, **plan.stack.provenance},
         },
         "constraints": {name: list(values) for name, values in request.fixed.items()},
-        "space": {"layouts": len(plan.survey.space), "fitting": plan.survey.fitting},
+        "space": {
+            "layouts": len(plan.survey.space),
+            "fitting": plan.survey.fitting,
+            "by_host_memory": plan.survey.by_host_memory,
+        },
         "tokens": tokens,
         "layouts": [_layout(each, best, tokens, plan.stack.spread) for each in plan.candidates],
         "frontier": [list(point) for point in plan.survey.frontier()],
@@ -173,20 +177,33 @@ def format_plan(data: dict[str, Any]) -> str:
 
 def _question(data: dict[str, Any]) -> list[str]:
     model, cluster, space = data["model"], data["cluster"], data["space"]
+    by_host = f", {space['by_host_memory']:,} of them with host memory" if space["by_host_memory"] else ""
     lines = [
         f"{count_in_words(model['parameters'])} parameters, sequence {model['seq_length']}, batch "
         f"{model['global_batch_size']}, {model['precision']} on {cluster['ranks']} ranks of {cluster['name']}, stack "
         f"{cluster['stack']}",
         f"{space['layouts']:,} layouts are legal, {space['fitting']:,} fit into "
-        f"{format_bytes(cluster['memory_limit_bytes'])} per rank",
+        f"{format_bytes(cluster['memory_limit_bytes'])} per rank{by_host}",
     ]
     if data["constraints"]:
         words = (f"{name} {' or '.join(map(str, values))}" for name, values in data["constraints"].items())
         lines.append(f"constraints: {', '.join(words)}")
-    assumed = [name for name, source in cluster["provenance"].items() if source.startswith("assumed")]
+    assumed = _assumed(cluster["provenance"])
     if assumed:
         lines.append(f"assumed, neither measured nor fitted: {', '.join(assumed)}")
     return lines
+
+
+def _assumed(provenance: Mapping[str, str]) -> list[str]:
+    """Figures that are assumed, and parts of figures: `accelerator` of `vendor (...); host_bandwidth assumed`."""
+    found = []
+    for name, source in provenance.items():
+        for part in source.split("; "):
+            if part.startswith("assumed"):
+                found.append(name)
+            elif part.endswith(" assumed"):
+                found.append(f"{name}.{part.removesuffix(' assumed')}")
+    return found
 
 
 def cells(layout: dict[str, Any]) -> Sequence[str]:
@@ -207,9 +224,13 @@ def cells(layout: dict[str, Any]) -> Sequence[str]:
         f"{layout['mfu']['megatron']:.1%}",
         f"{layout['bubble']:.1%}",
         f"{sum(layout['exposed_seconds'].values()) / layout['step_seconds']:.1%}",
-        format_bytes(layout["memory"]["total_bytes"]),
+        format_bytes(layout["memory"]["total_bytes"]) + _on_host(layout["memory"], " + {} host"),
         duration_in_words(layout["training_seconds"]),
     )
+
+
+def _on_host(memory: Mapping[str, Any], text: str) -> str:
+    return text.format(format_bytes(memory["host_bytes"])) if memory["host_bytes"] else ""
 
 
 def _best(data: dict[str, Any]) -> list[str]:
@@ -224,7 +245,8 @@ def _best(data: dict[str, Any]) -> list[str]:
         f"  interval    {' to '.join(map(seconds_in_words, best['step_seconds_interval']))} per step: {_known(data['cluster'])}",
         f"  step        {_shares(best['parts'], best['step_seconds'], 5e-4)}",
         f"  exposed     {_shares(best['exposed_seconds'], best['step_seconds'], 0.0) or 'no communication'}",
-        f"  memory      {format_bytes(memory['total_bytes'])} on pipeline rank {memory['pipeline_rank']}: {', '.join(held)}",
+        f"  memory      {format_bytes(memory['total_bytes'])} on pipeline rank {memory['pipeline_rank']}: {', '.join(held)}"
+        + _on_host(memory, "; {} in host memory"),
         f"  {count_in_words(data['tokens'])} tokens take {duration_in_words(best['training_seconds'])}",
     ]
 

@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.planner import chain
 from benchmarks.planner import step_times as planner_time
 from benchmarks.planner.step_times import Row, published
+from megalite.planner.chain.inputs import read_cluster, twin
 from megalite.planner.cost.calibrate import Calibration, Measured
 from megalite.planner.cost.step import predict
 from megalite.planner.hardware import load_cluster, load_stack
@@ -52,3 +54,14 @@ def test_no_model_of_the_table_is_judged_by_what_was_fitted_on_it(
     assert [sizes for sizes, _ in asked] == [widths - {each} for each in sorted(widths)]
     assert all(only == ["gemm"] for _, only in asked)
     assert result["errors_percent"]["rows"] == len(result["rows"]) == 8
+
+
+def test_plans_of_the_paper_are_whole() -> None:
+    """Each gives every layer to a stage, on devices that there are."""
+    for model, plans in chain.PLANS.items():
+        for where in plans:
+            cluster, profile = read_cluster(where), twin(model)
+            stages = chain.paper_stages(model, where, profile, cluster)
+            assert stages is not None
+            assert [stages[0].first, stages[-1].last] == [0, len(profile.layers)]
+            assert sum(stage.replicas for stage in stages) == cluster.num_gpus

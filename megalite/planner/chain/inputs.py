@@ -230,13 +230,18 @@ _TOTALS: Mapping[str, _Totals] = MappingProxyType(
         "xlnet-36": _Totals(500e6, 301.0, 0.41, 1, 4.0, 12.0, 128),
         "bert-48": _Totals(637e6, 344.0, 0.376, 2, 4.0, 11.4, 64),
         "gnmt-16": _Totals(291e6, 249.0, 1 / 3, 64, 2.0, 3.9, 1024),
+        # 70 MB of activations a picture, as the planner's own settings have it.
+        "resnet-50": _Totals(25e6, 100.0, 1 / 3, 32, 2.0, 2.44, 2048),
     }
 )
 
 
 _PUBLISHED = "totals as published for a V100 with the DAPPLE paper (arXiv 2007.01045) and its profiles"
 _SOURCES = MappingProxyType(
-    {"bert-24": "time and parameters scaled from the DAPPLE paper's profile of another batch; memory assumed"}
+    {
+        "bert-24": "time and parameters scaled from the DAPPLE paper's profile of another batch; memory assumed",
+        "resnet-50": "time, parameters and activations of the DAPPLE planner's own settings",
+    }
 )
 """Where totals are not as published."""
 
@@ -257,6 +262,22 @@ def _vgg() -> list[_Shape]:
         weights = inputs * outputs
         shapes.append(_Shape(f"dense.{number}", weights, weights, 4e-6 * 32 * outputs, outputs))
     return shapes
+
+
+def _resnet() -> list[_Shape]:
+    """A convolution of 7x7, sixteen blocks of 1x1, 3x3 and 1x1 in four groups, and a dense layer."""
+    first = 49 * 3 * 64
+    shapes = [_Shape("conv", first * 112**2, first, 4e-6 * 32 * 64 * 56**2, 64 * 112**2)]
+    channels = 64
+    for width, side, count in ((64, 56, 3), (128, 28, 4), (256, 14, 6), (512, 7, 3)):
+        for number in range(1, count + 1):
+            weights = channels * width + 9 * width * width + 4 * width * width
+            weights += 4 * channels * width if number == 1 else 0  # the shortcut changes channels
+            channels = 4 * width
+            area = side * side
+            kept = (2 * width + channels) * area
+            shapes.append(_Shape(f"block-{width}.{number}", weights * area, weights, 4e-6 * 32 * channels * area, kept))
+    return [*shapes, _Shape("dense", 2048 * 1000, 2048 * 1000, 4e-6 * 32 * 1000, 1000)]
 
 
 def _transformer(layers: int, output_mb: float, embedding: float) -> list[_Shape]:
@@ -293,10 +314,11 @@ _SHAPES: Mapping[str, Callable[[], list[_Shape]]] = MappingProxyType(
         "xlnet-36": lambda: _transformer(36, 4.2, 2.5),
         "bert-48": lambda: _transformer(48, 4.3, 2.5),
         "gnmt-16": _gnmt,
+        "resnet-50": _resnet,
     }
 )
 
-TWINS = tuple(_TOTALS)  # names of the six models
+TWINS = tuple(_TOTALS)
 
 
 def find_profile(name_or_path: str) -> ChainProfile:

@@ -7,7 +7,8 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from megalite.pipeline.ir.actions import Action, Kind
-from megalite.pipeline.ir.generators.one_chunk import one_f_one_b
+from megalite.pipeline.ir.generators.one_chunk import gpipe, one_f_one_b
+from megalite.pipeline.ir.schedule import Schedule
 from megalite.pipeline.ir.simulate import Event, Timeline
 from megalite.planner.chain.inputs import Array, ChainCluster, ChainProfile
 
@@ -79,12 +80,20 @@ class ChainPlan:
     stages: Stages
     microbatches: int
     microbatch_size: int  # samples, over all replicas of a stage
-    warm_up: str = "pa"  # of 1F1B: "pa", or "pb" for about twice as many microbatches in flight
+    warm_up: str = (
+        "pa"  # of 1F1B: "pa", or "pb" for about twice as many microbatches in flight; "all": GPipe's, for comparison
+    )
 
     def in_flight(self, stage: int) -> int:
         """Microbatches that a stage holds activations of, at most."""
         left = len(self.stages) - stage
-        return min(self.microbatches, left if self.warm_up == "pa" else 2 * left - 1)
+        return min(self.microbatches, {"pa": left, "pb": 2 * left - 1}.get(self.warm_up, self.microbatches))
+
+    @property
+    def schedule(self) -> Schedule:
+        if self.warm_up == "all":
+            return gpipe(len(self.stages), self.microbatches)
+        return one_f_one_b(len(self.stages), self.microbatches, self.warm_up)
 
 
 def device_ids(stages: Sequence[Stage], gpus_per_machine: int) -> list[tuple[int, ...]]:
@@ -240,7 +249,7 @@ def run(plan: ChainPlan, costs: PlanCosts, cluster: ChainCluster) -> Run:
     small by then. Where no hop shares a network it equals `megalite.pipeline.ir.simulate`.
 
     Computation and communication overlap; a reduction does not overlap its own stage's backwards."""
-    lists = one_f_one_b(len(plan.stages), plan.microbatches, plan.warm_up).actions
+    lists = plan.schedule.actions
     clock = _Clock(plan, costs, cluster, lists)
     done = tuple(starts[-1] + duration for starts, duration in zip(clock.starts, costs.backward, strict=True))
     reduced = _reductions(plan, costs, done)
@@ -338,7 +347,7 @@ def _reductions(plan: ChainPlan, costs: PlanCosts, ready: tuple[float, ...]) -> 
 def timeline(plan: ChainPlan, costs: PlanCosts, found: Run) -> Timeline:
     """The computations for drawing, in milliseconds: a rank is a stage, and the clock continues to the end of the last
     all-reduce."""
-    schedule = one_f_one_b(len(plan.stages), plan.microbatches, plan.warm_up)
+    schedule = plan.schedule
     durations = {Kind.F: costs.forward, Kind.B: costs.backward}
     events = tuple(
         Event(rank, action, 1e3 * start, 1e3 * (start + durations[action.kind][rank]))

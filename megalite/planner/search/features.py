@@ -36,7 +36,7 @@ class InFlight(NamedTuple):
 
 def steady(pipeline: Pipeline, group: int | None = None) -> Pipeline:
     """The same pipeline with as few microbatches as give the same counts."""
-    schedule, p, v, m = pipeline
+    schedule, p, v, m, _ = pipeline
     if schedule == "interleaved":
         size = group or smallest_group(p, m)
         # Warm-up and one round of the chunks lie in whole groups.
@@ -50,7 +50,7 @@ def steady(pipeline: Pipeline, group: int | None = None) -> Pipeline:
 
 def in_flight(pipeline: Pipeline, ranks: Counts, *, warm_up: str = "pa", group: int | None = None) -> InFlight:
     """The moments at which one of `ranks` may hold most; `warm_up` is of 1f1b, `group` of interleaved (default: smallest)."""
-    schedule, p, v, m = pipeline
+    schedule, p, v, m, _ = pipeline
     left = p - ranks
     if schedule in ("zb-h1", "zb-h2"):
         return _zero_bubble(p, m, 1 if schedule == "zb-h1" else 2, ranks)
@@ -132,6 +132,7 @@ class Cut:
 
     dense: Counts  # layers with a dense MLP
     experts: Counts  # layers with experts
+    starts: Counts  # the first layer
     first: tuple[int, int]  # rank and chunk of the first stage, which has the embedding
     last: tuple[int, int]  # of the last stage, which has the head
 
@@ -162,19 +163,21 @@ class Feature(IntEnum):
     EXPERTS_ACTIVE = auto()
     EMBEDDING_ACTIVE = auto()
     HEAD_ACTIVE = auto()
+    INPUT_ACTIVE = auto()  # inputs of stages with offloaded layers: they wait for their gradients
     DENSE_DEFERRED = auto()  # the same that wait for a W
     EXPERTS_DEFERRED = auto()
     HEAD_DEFERRED = auto()
     ONLY_DENSE = auto()  # the workspace of recomputation, by the kinds of layers on the rank
     ONLY_EXPERTS = auto()
     BOTH_KINDS = auto()
+    RESTORED = auto()  # offloaded layers that are back at once, beyond those that are there all along
     PLAIN = auto()  # what is whole for a while of sharded tensors, by what the stages have beside layers
     WITH_EMBEDDING = auto()
     WITH_HEAD = auto()
     BOTH_ENDS = auto()
 
 
-_ALIVE = np.array([Feature.DENSE_ACTIVE <= feature <= Feature.HEAD_ACTIVE for feature in Feature])
+_ALIVE = np.array([Feature.DENSE_ACTIVE <= feature <= Feature.INPUT_ACTIVE for feature in Feature])
 _HEADS = (0, 1, 3, 10, 100)  # layers that a head may weigh in activations
 
 
@@ -189,6 +192,8 @@ class Counter:
         self._costs = [layer_forward_flops(model, index, s) for index in range(model.num_layers)]
         self._is_moe = np.array([model.is_moe_layer(index) for index in range(model.num_layers)])
         self._cuts: dict[tuple[int, int, bool], Cut] = {}
+        self._experts_before = np.concatenate(([0], np.cumsum(self._is_moe)))
+        self._flights: dict[tuple[Pipeline, int], InFlight] = {}
         self._known: dict[tuple[Pipeline, int], Floats] = {}
 
     def cut(self, pipeline: Pipeline) -> Cut:
@@ -208,15 +213,15 @@ class Counter:
         head = end_forward_flops(self._config.model, self._config.training.seq_length)
         counts = self._given or partition_layers(len(self._is_moe), placement, layer_cost=costs, last_cost=head)
         ends = np.concatenate(([0], np.cumsum(counts)))
-        experts = np.diff(np.concatenate(([0], np.cumsum(self._is_moe)))[ends])
-        held = np.zeros((2, pp, vpp), dtype=np.int64)
+        experts = np.diff(self._experts_before[ends])
+        held = np.zeros((3, pp, vpp), dtype=np.int64)
         chunk = np.zeros(pp, dtype=np.int64)
         places = []
         for stage, rank in enumerate(placement):
-            held[:, rank, chunk[rank]] = counts[stage] - experts[stage], experts[stage]
+            held[:, rank, chunk[rank]] = counts[stage] - experts[stage], experts[stage], ends[stage]
             places.append((rank, int(chunk[rank])))
             chunk[rank] += 1
-        return Cut(held[0], held[1], places[0], places[-1])
+        return Cut(held[0], held[1], held[2], places[0], places[-1])
 
     def __call__(self, pipeline: Pipeline) -> Floats:
         """[rows, features]: ranks and moments of which one is the fullest, whatever the share."""
@@ -238,24 +243,36 @@ class Counter:
         cut = self.cut(pipeline)
         ranks = cut.ranks
         warm_up = self._config.parallel.pipeline_warmup
-        graphs, deferred = in_flight(pipeline, ranks, warm_up=warm_up, group=group)
+        key = (pipeline._replace(offloaded=0), group or 0)
+        if key not in self._flights:
+            self._flights[key] = in_flight(pipeline, ranks, warm_up=warm_up, group=group)
+        graphs, deferred = self._flights[key]
         dense, experts = cut.dense[ranks], cut.experts[ranks]
+        layers = dense + experts
+        gone = np.minimum(layers, pipeline.offloaded)
+        starts = cut.starts[ranks]
+        gone_experts = self._experts_before[starts + gone] - self._experts_before[starts]
+        kept, kept_experts = dense - (gone - gone_experts), experts - gone_experts
+        inputs = gone > 0
+        inputs[ranks == cut.first[0], cut.first[1]] = False
         if pipeline.schedule == "interleaved":
             # Nothing waits for a W here: the moment with most alive decides, whatever the head weighs.
-            layers = (graphs * (dense + experts)).sum(2)
+            alive = (graphs * (kept + kept_experts + 1e-3 * inputs)).sum(2)
             heads = graphs[:, :, cut.last[1]] * (ranks == cut.last[0])
-            moments = [(layers + weight * heads).argmax(0) for weight in _HEADS]
+            moments = [(alive + weight * heads).argmax(0) for weight in _HEADS]
             graphs = np.stack([graphs[moment, np.arange(len(ranks))] for moment in moments])
             deferred = np.zeros_like(graphs)
         rows = np.repeat(self._static(cut)[None], len(graphs), axis=0)
         last = ranks == cut.last[0]
-        for counts, of_dense, of_experts, of_head in (
-            (graphs, Feature.DENSE_ACTIVE, Feature.EXPERTS_ACTIVE, Feature.HEAD_ACTIVE),
-            (deferred, Feature.DENSE_DEFERRED, Feature.EXPERTS_DEFERRED, Feature.HEAD_DEFERRED),
+        for counts, of_dense, of_experts, of_head, *held in (
+            (graphs, Feature.DENSE_ACTIVE, Feature.EXPERTS_ACTIVE, Feature.HEAD_ACTIVE, kept, kept_experts),
+            (deferred, Feature.DENSE_DEFERRED, Feature.EXPERTS_DEFERRED, Feature.HEAD_DEFERRED, dense, experts),
         ):
-            rows[:, :, of_dense] = (counts * dense).sum(2)
-            rows[:, :, of_experts] = (counts * experts).sum(2)
+            rows[:, :, of_dense] = (counts * held[0]).sum(2)
+            rows[:, :, of_experts] = (counts * held[1]).sum(2)
             rows[:, :, of_head] = counts[:, :, cut.last[1]] * last
+        rows[:, :, Feature.INPUT_ACTIVE] = (graphs * inputs).sum(2)
+        rows[:, :, Feature.RESTORED] = np.where(gone > 0, np.minimum(layers, 2) - (layers - gone), 0).max(1).clip(0)
         rows[:, :, Feature.EMBEDDING_ACTIVE] = graphs[:, :, cut.first[1]] * (ranks == cut.first[0])
         return rows.reshape(-1, len(Feature))
 

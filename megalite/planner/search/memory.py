@@ -5,8 +5,9 @@ each rank and moment that may be the fullest) times what each of them takes (coe
 the code that sizes a single config, once for each that differs; a product of two small matrices gives the rest.
 
 Equal to it to the byte where stages of a rank are alike; else up to the moment that the peak is taken at, rounding, the
-cut of unequal layers over chunks, the pieces of offloaded states that visit the device, and with zero-2 and fully-sharded the padding of buckets and the stage that has most of
-them. What is refined is sized again exactly.
+cut of unequal layers over chunks, with zero-2 and fully-sharded the padding of buckets and the stage that has most of
+them, and with offload the states that visit the device and the layers that are back at once beside a head. What
+is refined is sized again exactly.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megalite.config.optimizer import HOST_PIECE, HOST_SLOTS
 from megalite.config.run import RunConfig
 from megalite.models.shapes import ParameterShape, embedding_shapes, head_shapes, layer_shapes, needs_copy
 from megalite.partition.activations import (
@@ -47,9 +49,29 @@ class Sizer:
         """[features, shares], for pipelines of pp ranks."""
         found = np.zeros((len(Feature), len(shares)))
         if len(shares):
-            found[Feature.DENSE : Feature.COPY + 1] = self.states(shares, pp, _on_device)
+            found[Feature.DENSE : Feature.COPY + 1] = self.states(shares, pp, held_bytes)
             self._activations(shares, pp, found)
             self._whole(shares, pp, found)
+            if shares.offload.any():
+                found -= shares.offload * self.relief(shares, pp)
+        return found
+
+    def relief(self, shares: Shares, pp: int) -> Floats:
+        """[features, shares] bytes that leave the device if the optimizer's states are in host memory; less than 0 is
+        the room for those that visit it."""
+        found = np.zeros((len(Feature), len(shares)))
+        moved = self.states(shares, pp, offloadable_bytes)
+        found[Feature.DENSE : Feature.COPY + 1] = moved
+        most = max(element_bytes(self.config, shape, 1).offloadable for shape in self._classes()[1])
+        visiting = np.minimum(HOST_PIECE * most, self.on_rank(moved, pp))
+        found[Feature.PLAIN : Feature.BOTH_ENDS + 1] = -HOST_SLOTS * visiting
+        return found
+
+    def on_rank(self, of: Floats, pp: int) -> Floats:
+        """On a pipeline rank that has the embedding, of what a layer of either kind has and the embedding."""
+        model = self.config.model
+        moe = sum(model.is_moe_layer(index) for index in range(model.num_layers))
+        found: Floats = (of[0] * (model.num_layers - moe) + of[1] * moe) / pp + of[2]
         return found
 
     def states(self, shares: Shares, pp: int, of: Callable[[RunConfig, ParameterShape, int], float]) -> Floats:
@@ -116,7 +138,7 @@ class Sizer:
         exchange = shares.ep * (shares.tp if p.etp is None else p.etp) > 1
         keys = np.stack((shares.tp, cut, exchange, shares.recompute, shares.sequence_parallel), axis=1)
         index, of_kind = _kinds(keys)
-        rows = slice(Feature.DENSE_ACTIVE, Feature.BOTH_KINDS + 1)
+        rows = slice(Feature.DENSE_ACTIVE, Feature.RESTORED + 1)
         each = np.stack([self._one_sequence(shares, place, pp, int(cut[place])) for place in index.tolist()])
         times = shares.micro_batch_size * cut / shares.cp
         found[rows] = np.rint(each[of_kind].T * times)
@@ -129,7 +151,9 @@ class Sizer:
         deferred = [0 if plan is None else deferred_bytes(config, plan) for plan in plans]
         workspace = [0 if plan is None else recompute_workspace_bytes(config, plan) for plan in plans]
         ends = [stage_activation_bytes(config, plan) for plan in (embedding, head)]
-        found = [*active, *ends, *deferred, deferred_bytes(config, head), *workspace, max(workspace)]
+        entering = layer_activation_bytes(config, granularity="full")
+        waiting = [*deferred, deferred_bytes(config, head)]
+        found = [*active, *ends, entering, *waiting, *workspace, max(workspace), max(active)]
         return np.array(found, dtype=np.float64)
 
     def _whole(self, shares: Shares, pp: int, found: Floats) -> None:
@@ -212,13 +236,9 @@ def held_bytes(config: RunConfig, shape: ParameterShape, replicas: int) -> float
     return sum(element_bytes(config, shape, replicas)[:3])
 
 
-def offloaded_bytes(config: RunConfig, shape: ParameterShape, replicas: int) -> float:
-    """Of them in host memory, as if a part of each bucket were there and not some whole ones."""
-    return config.optimizer.host_fraction * element_bytes(config, shape, replicas).offloadable
-
-
-def _on_device(config: RunConfig, shape: ParameterShape, replicas: int) -> float:
-    return held_bytes(config, shape, replicas) - offloaded_bytes(config, shape, replicas)
+def offloadable_bytes(config: RunConfig, shape: ParameterShape, replicas: int) -> float:
+    """Of them in host memory if the optimizer is offloaded, as if a part of each bucket were there and not some whole ones."""
+    return config.optimizer.optimizer_offload_fraction * element_bytes(config, shape, replicas).offloadable
 
 
 def _kinds(keys: npt.NDArray[Any]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:

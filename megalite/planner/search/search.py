@@ -32,8 +32,10 @@ from megalite.planner.search.memory import Sizer, fullest
 from megalite.planner.search.space import (
     CHOICES,
     CONTEXT,
+    HOST,
+    RECOMPUTE,
+    Block,
     Layout,
-    Pipeline,
     Request,
     Shares,
     Space,
@@ -43,6 +45,7 @@ from megalite.planner.search.space import (
 from megalite.planner.search.time import Clock, Prices
 
 Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
 _AT_ONCE = 20_000  # estimates that are put in order before the next ones are
 
 
@@ -54,6 +57,7 @@ class Survey:
     space: Space
     memory: tuple[Floats, ...]
     seconds: tuple[Floats, ...]  # infinite where it does not fit
+    host: tuple[Integers, ...]  # what it needs of host memory to fit: twice the layers, and 1 more for the optimizer
 
     @cached_property
     def all_bytes(self) -> Floats:
@@ -67,10 +71,19 @@ class Survey:
     def fitting(self) -> int:
         return int(sum(np.isfinite(each).sum() for each in self.seconds))
 
+    @property
+    def by_host_memory(self) -> int:
+        """How many of these fit because of what `host` says."""
+        return int(sum((np.isfinite(each) & (more > 0)).sum() for each, more in zip(self.seconds, self.host)))
+
     def at(self, index: int) -> Layout:
-        for block in self.space.blocks:
+        for block, host in zip(self.space.blocks, self.host, strict=True):
             if index < len(block):
-                return block.layout(*divmod(index, len(block.shares)))
+                layout = block.layout(*divmod(index, len(block.shares)))
+                layers, optimizer = divmod(int(host.reshape(-1)[index]), 2)
+                if layers:
+                    layout = layout._replace(pipeline=layout.pipeline._replace(offloaded=layers))
+                return layout._replace(offload=True) if optimizer else layout
             index -= len(block)
         raise IndexError(index)
 
@@ -104,35 +117,101 @@ class Survey:
 
 
 def survey(request: Request, cluster: Cluster, stack: SoftwareStack) -> Survey:
-    """Sizes and times the whole space. Raises ConfigError if the accelerator does not have the precision."""
+    """Sizes and times the whole space. What does not fit gets as much host memory as it needs, if it is then faster than
+    all that fits without, or nothing does. Raises ConfigError if the accelerator does not have the precision."""
     space = enumerate_space(request)
     counter = Counter(request.config)
     sizer, clock = Sizer(request.config), Clock(request.config, cluster, stack)
-    memory, seconds = [], []
+    tables = []
     for pp, group in itertools.groupby(space.blocks, key=lambda block: block.pipelines[0].pp):
         blocks = list(group)
         shares = Shares.joined([block.shares for block in blocks])
-        coefficients, prices = sizer.coefficients(shares, pp), clock.prices(shares, pp)
+        coefficients = sizer.coefficients(shares, pp)
+        prices = clock.prices(shares, pp, coefficients)
         first = 0
         for block in blocks:
             mine = slice(first, first + len(block.shares))
             first = mine.stop
-            held = fullest([counter(each) for each in block.pipelines], coefficients[:, mine])
-            memory.append(held)
-            seconds.append(_times(clock, counter, block.pipelines, prices.take(mine), held <= request.memory_limit))
-    return Survey(request, space, tuple(memory), tuple(seconds))
+            tables.append(_Table(request, clock, counter, block, coefficients[:, mine], prices.take(mine)))
+    if request.host:
+        fastest = min((float(table.seconds.min()) for table in tables), default=np.inf)
+        for table in tables:
+            table.add_host_memory(fastest)
+    memory, seconds, host = (tuple(getattr(table, name) for table in tables) for name in ("memory", "seconds", "host"))
+    return Survey(request, space, memory, seconds, host)
 
 
-def _times(
-    clock: Clock, counter: Counter, pipelines: tuple[Pipeline, ...], prices: Prices, fits: npt.NDArray[np.bool_]
-) -> Floats:
-    found = np.full(fits.shape, np.inf)
-    rows, columns = np.flatnonzero(fits.any(1)), np.flatnonzero(fits.any(0))
-    if len(rows):
-        some = [pipelines[row] for row in rows.tolist()]
-        seconds = clock.seconds(some, [counter.cut(each) for each in some], prices.take(columns))
-        found[np.ix_(rows, columns)] = seconds
-    return np.where(fits, found, np.inf)
+class _Table:
+    """One block: memory, seconds and use of host memory, each [pipelines, shares], as `Survey` has them."""
+
+    def __init__(
+        self, request: Request, clock: Clock, counter: Counter, block: Block, coefficients: Floats, prices: Prices
+    ) -> None:
+        self._request, self._clock, self._counter, self._block = request, clock, counter, block
+        self._coefficients, self._prices = coefficients, prices
+        self.memory = fullest([counter(each) for each in block.pipelines], coefficients)
+        self.seconds = np.full(self.memory.shape, np.inf)
+        self.host = np.zeros(self.memory.shape, dtype=np.int64)
+        fits = self.memory <= request.memory_limit
+        rows, columns = np.flatnonzero(fits.any(1)), np.flatnonzero(fits.any(0))
+        if len(rows):
+            self.seconds[np.ix_(rows, columns)] = self._times(rows, columns)
+            self.seconds[~fits] = np.inf
+
+    def _times(self, rows: Integers, columns: Integers) -> Floats:
+        some = [self._block.pipelines[row] for row in rows.tolist()]
+        cuts = [self._counter.cut(each) for each in some]
+        return self._clock.seconds(some, cuts, self._prices.take(columns))
+
+    def add_host_memory(self, bound: float) -> None:
+        """To what does not fit, and without memory takes less than `bound` seconds."""
+        lacking = self.memory > self._request.memory_limit
+        lacking &= self._clock.least(self._block.pipelines[0], self._prices) < bound
+        rows, columns = np.flatnonzero(lacking.any(1)), np.flatnonzero(lacking.any(0))
+        if not len(rows):
+            return
+        where = np.ix_(rows, columns)
+        alone, lacking = self._times(rows, columns), lacking[where]
+        memory, seconds, host = self.memory[where], self.seconds[where], self.host[where]
+        for some, size, longer, code in self._ways(rows, columns):
+            time = np.where(size <= self._request.memory_limit, alone[:, some] + longer, np.inf)
+            # Of what does not fit at all the least is kept, for the error.
+            better = (time < seconds[:, some]) | (
+                np.isinf(time) & np.isinf(seconds[:, some]) & (size < memory[:, some])
+            )
+            better &= lacking[:, some] & ((time < bound) | np.isinf(bound))
+            for table, values in ((memory, size), (seconds, time), (host, code)):
+                table[:, some] = np.where(better, values, table[:, some])
+        self.memory[where], self.seconds[where], self.host[where] = memory, seconds, host
+
+    def _ways(self, rows: Integers, columns: Integers) -> Iterator[tuple[Integers, Floats, Floats, Integers]]:
+        """Uses of host memory: of which of the columns, bytes on the device, seconds more of a step, and `Survey.host`."""
+        limit, pipelines = self._request.memory_limit, [self._block.pipelines[row] for row in rows.tolist()]
+        shares, prices = self._block.shares.take(columns), self._prices.take(columns)
+        coefficients = self._coefficients[:, columns]
+        counts = [self._counter(each) for each in pipelines]
+        starts = [(coefficients, np.zeros(len(columns)), 0)]
+        if HOST[0] in self._request.host:
+            moved = coefficients - Sizer(self._request.config).relief(shares, pipelines[0].pp)
+            size = fullest(counts, moved)
+            yield np.arange(len(columns)), size, np.broadcast_to(prices.offloaded, size.shape), np.ones_like(size, int)
+            starts.append((moved, prices.offloaded, 1))
+        some = np.flatnonzero(shares.recompute == RECOMPUTE.index("none"))
+        if HOST[1] not in self._request.host or not len(some):
+            return
+        most = [-(-self._request.config.model.num_layers // (each.pp * each.vpp)) for each in pipelines]
+        without = [self._counter(each._replace(offloaded=n)) for each, n in zip(pipelines, most, strict=True)]
+        sizes = list(map(len, counts))
+        firsts = np.cumsum([0, *sizes[:-1]])
+        whole = np.repeat(most, sizes)[:, None]
+        for of, longer, optimizer in starts:
+            # Each moment of each rank is linear in the number of layers.
+            none, every = (np.concatenate(each) @ of[:, some] for each in (counts, without))
+            layers = np.ceil(whole * (none - limit) / np.maximum(none - every, 1.0)).clip(1, whole)
+            layers = np.maximum.reduceat(layers, firsts, axis=0)
+            held = none + (every - none) * np.repeat(layers, sizes, axis=0) / whole
+            late = longer[some] + self._clock.late(pipelines, layers, prices.take(some))
+            yield some, np.maximum.reduceat(held, firsts, axis=0), late, (2 * layers + optimizer).astype(np.int64)
 
 
 def nothing_legal(request: Request) -> ConfigError:
@@ -178,8 +257,14 @@ def describe(layout: Layout) -> str:
         f"dp {layout.dp}" + (f" ({layout.strategy}{instances})" if layout.dp * layout.cp > 1 else ""),
         f"micro batch {layout.micro_batch_size}",
         f"recompute {layout.recompute}",
+        f"activations of {_layers(pipeline.offloaded)} a stage in host memory" if pipeline.offloaded else "",
+        "optimizer states in host memory" if layout.offload else "",
     ]
     return ", ".join(word for word in words if word)
+
+
+def _layers(count: int) -> str:
+    return f"{count} layer{'s' if count > 1 else ''}"
 
 
 def _word(value: Any) -> str:
@@ -187,10 +272,10 @@ def _word(value: Any) -> str:
 
 
 def _values(space: Space, name: str) -> list[Any]:
-    of_pipeline = {"pp": "pp", "vpp": "vpp", "pipeline_schedule": "schedule"}
+    of_pipeline = {"pp": "pp", "vpp": "vpp", "pipeline_schedule": "schedule", HOST[1]: "offloaded"}
     if name in of_pipeline:
         return sorted({getattr(each, of_pipeline[name]) for block in space.blocks for each in block.pipelines})
-    of_share = {"recompute_granularity": "recompute", "dp_strategy": "strategy"}
+    of_share = {"recompute_granularity": "recompute", "dp_strategy": "strategy", HOST[0]: "offload"}
     found = np.unique(space.column(of_share.get(name, name))).tolist()
     return [CHOICES[name][value] for value in found] if name in CHOICES else found
 
@@ -257,6 +342,8 @@ def config_of(request: Request, chosen: Mapping[str, Any]) -> RunConfig:
         base |= {name: settings()[name].default for name in CONTEXT}
     if base["recompute_granularity"] != "selective":
         base["recompute_modules"] = settings()["recompute_modules"].default
+    if not base.get(HOST[0]):
+        base["optimizer_offload_fraction"] = settings()["optimizer_offload_fraction"].default
     config = with_settings(request.config, **base)
     return validate(config, request.world_size, not_default(config))
 

@@ -1,9 +1,11 @@
 """What a plan is asked for, and the whole legal space for it as arrays: what `megalite.config.validate` accepts, its rules as masks.
 
-A layout is a pair: a `Pipeline` (schedule, pp, vpp and the number of microbatches) and a share (how what a pipeline rank
-does is split and stored: tp, cp, ep, dp, micro batch size, recompute, strategy, sequence parallel). Every pipeline goes
-with every share of its block, so that what depends on one of them is computed once for all partners. `Block` holds the
-layouts with the same pp and number of microbatches.
+A layout is a pair: a `Pipeline` (schedule, pp, vpp, the number of microbatches, offloaded layers) and a share (how what a
+pipeline rank does is split and stored: tp, cp, ep, dp, instances, micro batch size, recompute, strategy, sequence parallel,
+states in host memory). Every pipeline goes with every share of its block, so that what depends on one of them is computed
+once for all partners. `Block` holds the layouts with the same pp and number of microbatches.
+
+Host memory is used where a constraint says so; what does not fit without it gets some in `search.survey`.
 
 Left out are twins: with pp 1 no schedule of one chunk is faster than another, with one microbatch gpipe is 1f1b
 and looped-bfs is interleaved, and where no parameter has a replica all strategies do the same.
@@ -21,14 +23,16 @@ import numpy.typing as npt
 
 from megalite.config.batch import batch_sizes
 from megalite.config.describe import replace as with_settings
-from megalite.config.describe import settings, values_of
+from megalite.config.describe import settings, value_of, values_of
 from megalite.config.errors import ConfigError
+from megalite.config.rules.compute import RECOMPUTE as RECOMPUTE_RULES
 from megalite.config.rules.data_parallel import OPTIMIZER, STRATEGY
 from megalite.config.rules.rule import whole_shares
 from megalite.config.run import RunConfig, stage_layers
 from megalite.config.validate import check_rules, validate
 from megalite.config.values import nearest
 from megalite.pipeline.ir.generators.registry import SCHEDULES
+from megalite.planner.hardware import Cluster
 
 # What the search chooses among; zero-2 is distributed-optimizer with shard_gradients.
 STRATEGIES = ("all-reduce", "distributed-optimizer", "zero-2", "fully-sharded")
@@ -40,12 +44,17 @@ CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "pipeline_schedule": SCHEDULES,
         "dp_strategy": STRATEGIES,
         "sequence_parallel": (False, True),
+        "optimizer_cpu_offload": (False, True),
     }
 )
-# Settings that the search decides, unless they are fixed; of dp_instances it looks at 1 alone unless others are allowed.
-SEARCHED = (*SIZES, *CHOICES)
+HOST = ("optimizer_cpu_offload", "cpu_offloading_num_layers")
+"""Settings that move bytes to host memory; the first is a choice too, the second a number of layers, 0 among them."""
+SEARCHED = (*SIZES, *CHOICES, HOST[1])
+"""Settings that the search decides, unless they are fixed."""
 CONTEXT = ("cp_comm_type", "hierarchical_context_parallel_sizes", "context_parallel_load_balancer")
 """Settings that are as given with a cp above 1."""
+AS_GIVEN = (*CONTEXT, "optimizer_offload_fraction")
+"""Settings that some layouts have no use for; the others have them as given."""
 _SHORT = {
     "schedule": "pipeline_schedule",
     "recompute": "recompute_granularity",
@@ -62,6 +71,8 @@ class Request:
     world_size: int
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # setting -> allowed values; others are free
     memory_limit: float = float("inf")  # bytes that a rank may hold
+    node: int = 0  # ranks of a node: an instance of a sharded strategy lies inside one, or all ranks are one instance
+    host: tuple[str, ...] = ()  # of HOST, what a layout that does not fit may use
 
     def allows(self, name: str, value: Any) -> bool:
         return name not in self.fixed or value in self.fixed[name]
@@ -84,11 +95,12 @@ def parse_constraint(text: str) -> tuple[str, tuple[Any, ...]]:
 
 
 def _value(name: str, word: str, text: str) -> Any:
-    if name in SIZES:
-        if word.isdecimal() and int(word) > 0:
+    least = 0 if name == HOST[1] else 1
+    if name not in CHOICES:
+        if word.isdecimal() and int(word) >= least:
             return int(word)
-        takes = "whole numbers from 1 on such as 4"
-    elif name == "sequence_parallel":
+        takes = f"whole numbers from {least} on such as 4"
+    elif CHOICES[name] == (False, True):
         if word in _WORDS:
             return _WORDS[word]
         takes = "true or false"
@@ -134,11 +146,21 @@ def fixed_settings(config: RunConfig, names: Iterable[str]) -> dict[str, tuple[A
 
 
 def request_for(
-    config: RunConfig, *, world_size: int, fixed: Mapping[str, tuple[Any, ...]], memory_limit: float
+    config: RunConfig,
+    *,
+    world_size: int,
+    fixed: Mapping[str, tuple[Any, ...]],
+    memory_limit: float,
+    cluster: Cluster | None = None,
 ) -> Request:
     """A request for any layout of `config`, the given one says nothing here; its batch and vocabulary are known. Raises
-    ConfigError if the model is not legal, or no allowed strategy goes with the other settings."""
+    ConfigError if the model is not legal, or no allowed strategy or use of host memory goes with the other settings.
+    Without a `cluster` nodes and host memory play no part unless they are fixed."""
     shared = _without_layout(config)
+    refused = {name: _refused(shared, name) for name in HOST}
+    for name, found in refused.items():
+        if found and settings()[name].default not in fixed.get(name, (settings()[name].default,)):
+            raise ConfigError(found)
     strategies = [name for name in STRATEGIES if _is_possible(shared, name)]
     allowed = tuple(name for name in fixed.get("dp_strategy", STRATEGIES) if name in strategies)
     if not allowed:
@@ -148,7 +170,27 @@ def request_for(
         )
     if allowed != STRATEGIES:
         fixed = {**fixed, "dp_strategy": allowed}
-    return Request(config=shared, world_size=world_size, fixed=fixed, memory_limit=memory_limit)
+    # On a CPU host memory is the device's.
+    host = () if cluster is None or not cluster.accelerator.asynchronous else HOST
+    return Request(
+        config=shared,
+        world_size=world_size,
+        fixed=fixed,
+        memory_limit=memory_limit,
+        node=0 if cluster is None else cluster.node.accelerators,
+        host=tuple(name for name in host if name not in fixed and not refused[name]),
+    )
+
+
+def _refused(config: RunConfig, name: str) -> str:
+    """Why no layout of the config can have that setting of HOST; empty if some can."""
+    plain = {"recompute_modules": settings()["recompute_modules"].default}
+    tried = with_settings(
+        config, dp=2, dp_strategy="distributed-optimizer", **plain, **{name: 1 if name == HOST[1] else True}
+    )
+    rules = (*STRATEGY, *OPTIMIZER) if name == HOST[0] else RECOMPUTE_RULES
+    # Of another problem the other search says more.
+    return next((text for text in check_rules(tried, not_default(tried), *rules).found if name in text), "")
 
 
 def _without_layout(config: RunConfig) -> RunConfig:
@@ -156,13 +198,15 @@ def _without_layout(config: RunConfig) -> RunConfig:
     searched = {name: default[name].default for name in (*SEARCHED, "shard_gradients", "dp")}
     cut = {"pipeline_layers": p.pipeline_layers, "pipeline_layout": p.pipeline_layout}
     bare = with_settings(config, **searched, **dict.fromkeys(cut))
-    alone = validate(with_settings(bare, **{name: default[name].default for name in CONTEXT}), 1)
-    return with_settings(alone, dp=None, etp=p.etp, **{name: getattr(p, name) for name in CONTEXT}, **cut)
+    alone = validate(with_settings(bare, **{name: default[name].default for name in AS_GIVEN}), 1)
+    return with_settings(alone, dp=None, etp=p.etp, **{name: value_of(config, name) for name in AS_GIVEN}, **cut)
 
 
 def _is_possible(config: RunConfig, strategy: str) -> bool:
     zero = strategy == "zero-2"
-    tried = with_settings(config, dp=2, dp_strategy="distributed-optimizer" if zero else strategy, shard_gradients=zero)
+    name = "distributed-optimizer" if zero else strategy
+    fraction = settings()["optimizer_offload_fraction"].default
+    tried = with_settings(config, dp=2, dp_strategy=name, shard_gradients=zero, optimizer_offload_fraction=fraction)
     return not check_rules(tried, not_default(tried), *STRATEGY, *OPTIMIZER).found
 
 
@@ -187,6 +231,7 @@ class Pipeline(NamedTuple):
     pp: int
     vpp: int
     microbatches: int
+    offloaded: int = 0  # layers at the start of each stage that keep their activations in host memory
 
 
 @dataclass(frozen=True)
@@ -202,6 +247,7 @@ class Shares:
     strategy: Integers  # index into STRATEGIES
     sequence_parallel: Integers  # 0 or 1
     dp_instances: Integers
+    offload: Integers  # 0 or 1: the optimizer's states are in host memory
 
     def __len__(self) -> int:
         return len(self.tp)
@@ -226,6 +272,7 @@ class Layout(NamedTuple):
     strategy: str
     sequence_parallel: bool
     dp_instances: int
+    offload: bool = False
 
     def settings(self) -> dict[str, Any]:
         return {
@@ -242,6 +289,8 @@ class Layout(NamedTuple):
             "dp_strategy": "distributed-optimizer" if self.strategy == "zero-2" else self.strategy,
             "shard_gradients": self.strategy == "zero-2",
             **({"dp_instances": self.dp_instances} if self.dp_instances > 1 else {}),
+            **({HOST[0]: True} if self.offload else {}),
+            **({HOST[1]: self.pipeline.offloaded} if self.pipeline.offloaded else {}),
         }
 
 
@@ -255,9 +304,9 @@ class Block:
 
     def layout(self, pipeline: int, share: int) -> Layout:
         tp, cp, ep, dp, micro, *choices = (int(column[share]) for column in vars(self.shares).values())
-        recompute, strategy, sequence, instances = choices
+        recompute, strategy, sequence, instances, offload = choices
         names = RECOMPUTE[recompute], STRATEGIES[strategy]
-        return Layout(self.pipelines[pipeline], tp, cp, ep, dp, micro, *names, bool(sequence), instances)
+        return Layout(self.pipelines[pipeline], tp, cp, ep, dp, micro, *names, bool(sequence), instances, bool(offload))
 
 
 @dataclass(frozen=True)
@@ -290,15 +339,18 @@ def enumerate_space(request: Request) -> Space:
             continue
         chunks, shares = list(_chunks(request, pp)), _shares(request, pp)
         counts = batch // (shares.dp * shares.micro_batch_size)
-        for count in np.unique(counts).tolist():
+        for count, offloaded in itertools.product(np.unique(counts).tolist(), request.fixed.get(HOST[1], (0,))):
             pipelines = tuple(
-                Pipeline(schedule, pp, vpp, count)
+                Pipeline(schedule, pp, vpp, count, offloaded)
                 for schedule, vpp in chunks
                 if (schedule != "dualpipe-v" or count >= 2 * pp)
                 and not (count == 1 and (_IN_ONE.get(schedule), vpp) in chunks)
+                and offloaded <= (max(cut) if cut else config.model.num_layers - (pp * vpp - 1))
             )
-            if pipelines:
-                blocks.append(Block(pipelines, shares.take(counts == count)))
+            # What recompute starts from is on the device.
+            fit = (counts == count) & ((shares.recompute == RECOMPUTE.index("none")) | (offloaded == 0))
+            if pipelines and fit.any():
+                blocks.append(Block(pipelines, shares.take(fit)))
     return Space(request, tuple(blocks))
 
 
@@ -338,9 +390,11 @@ def _shares(request: Request, pp: int) -> Shares:
     recompute = [RECOMPUTE.index(name) for name in request.of("recompute_granularity")]
     strategies = [STRATEGIES.index(name) for name in request.of("dp_strategy")]
     sequence = [int(value) for value in request.of("sequence_parallel")]
-    axes = (tps, cps, eps, micro, recompute, strategies, sequence, request.fixed.get("dp_instances", (1,)))
+    offloads = [int(value) for value in request.fixed.get(HOST[0], (False,))]
+    # Of instances 1, or 0 for as many as nodes ask for.
+    axes = (tps, cps, eps, micro, recompute, strategies, sequence, request.fixed.get("dp_instances", (1, 0)), offloads)
     grid = np.meshgrid(*(np.array(values, dtype=np.int64) for values in axes), indexing="ij")
-    tp, cp, ep, micro_batch, recomputed, strategy, parallel, instances = (axis.reshape(-1) for axis in grid)
+    tp, cp, ep, micro_batch, recomputed, strategy, parallel, instances, offload = (axis.reshape(-1) for axis in grid)
     legal = ranks % (tp * cp) == 0
     dp = ranks // (tp * cp)
     legal &= batch % np.maximum(dp * micro_batch, 1) == 0
@@ -357,7 +411,10 @@ def _shares(request: Request, pp: int) -> Shares:
             heads = np.where(cp == 1, 1, sizes[0])
             legal &= (cp == 1) | (cp == math.prod(sizes))
         legal &= (model.num_attention_heads // tp % heads == 0) & ((groups % heads == 0) | (heads % groups == 0))
-    replicas = dp * cp
+    replicas = np.maximum(dp * cp, 1)
+    inside = _in_node(request, pp, tp, cp, dp)
+    legal &= (instances > 0) | (inside > 1)
+    instances = np.where(instances > 0, instances, replicas // inside)
     sharded = (strategy != STRATEGIES.index("all-reduce")) & (replicas % instances == 0) & (replicas > instances)
     legal &= (instances == 1) | sharded
     if model.num_experts is not None:
@@ -365,8 +422,20 @@ def _shares(request: Request, pp: int) -> Shares:
         legal &= grid_fits & (expert_replicas % instances == 0)
         replicas = np.maximum(replicas, expert_replicas)
     legal &= (replicas > 1) | (strategy == (strategies or [0])[0])
-    columns = (tp, cp, ep, dp, micro_batch, recomputed, strategy, parallel, instances)
+    columns = (tp, cp, ep, dp, micro_batch, recomputed, strategy, parallel, instances, offload)
     return Shares(*(column[legal] for column in columns))
+
+
+def _in_node(request: Request, pp: int, tp: Integers, cp: Integers, dp: Integers) -> Integers:
+    """The most replicas that lie in a node and divide all of them; 1 where these are in one, or none are. With fewer an
+    instance would hold more and send more to others."""
+    apart = pp if request.config.parallel.rank_order == "tp-cp-ep-pp-dp" else 1
+    found = np.ones_like(tp)
+    for part in divisors(request.node) if request.node else ():
+        reach = tp * np.where(part > cp, apart, 1) * part
+        found = np.where((request.node % reach == 0) & (dp * cp % part == 0), part, found)
+    spread = tp * np.where(dp > 1, apart, 1) * dp * cp > request.node
+    return np.where(spread, found, 1)
 
 
 def _tensor_sizes(config: RunConfig, ranks: int) -> list[int]:

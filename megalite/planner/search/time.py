@@ -18,8 +18,8 @@ from megalite.planner.cost import rates
 from megalite.planner.cost.operations import Pricing
 from megalite.planner.cost.stage import StageCost, layer_seconds, stage_cost
 from megalite.planner.hardware import Cluster, SoftwareStack
-from megalite.planner.search.features import Cut
-from megalite.planner.search.memory import Sizer, held_bytes, offloaded_bytes
+from megalite.planner.search.features import Cut, Feature
+from megalite.planner.search.memory import Sizer, offloadable_bytes
 from megalite.planner.search.space import RECOMPUTE, STRATEGIES, Pipeline, Shares
 
 Floats = npt.NDArray[np.float64]
@@ -36,6 +36,8 @@ class Prices:
     each: Floats  # exchanges that come with each microbatch (zero-2, fully-sharded)
     pieces: Floats  # collectives that the gradients of a rank come in
     optimizer: Floats  # of a step
+    offloaded: Floats  # what it takes longer with its states in host memory
+    activation: Floats  # bytes of a layer, as `Sizer` counts them
     sharing: Floats  # ranks a core, of which some may wait while others compute
 
     def take(self, which: slice | npt.NDArray[np.intp]) -> "Prices":
@@ -50,7 +52,7 @@ class Clock:
     cluster: Cluster
     stack: SoftwareStack
 
-    def prices(self, shares: Shares, pp: int) -> Prices:
+    def prices(self, shares: Shares, pp: int, coefficients: Floats) -> Prices:
         work, count, model = self._workload(shares, pp), len(shares), self.config.model
         price, constant = Pricing.of(work, self.cluster, self.stack), self.stack.microbatch_seconds
         kinds = {model.is_moe_layer(index) for index in range(model.num_layers)}
@@ -61,20 +63,23 @@ class Clock:
             layers[:, row] = _parts(stage_cost(price, **{end: 1.0}), constant, count)
         reduce, gather, pieces, each = self._exchanges(work, shares, pp)
         rate = self.cluster.accelerator.memory_bandwidth * self.cluster.efficiency.memory
-        dense, experts, embedding, *_ = Sizer(self.config).states(shares, pp, held_bytes)
+        sizer = Sizer(self.config)
+        moved = sizer.on_rank(sizer.states(shares, pp, offloadable_bytes), pp)
+        held = sizer.on_rank(coefficients, pp) + shares.offload * moved
         # States are read and written, gradients read, parameters written: about twice all that is held.
-        update = 2.0 * self._on_rank(dense, experts, embedding, pp) / rate * self.stack.optimizer_slowdown
-        if self.config.optimizer.host_fraction:
-            dense, experts, embedding, *_ = Sizer(self.config).states(shares, pp, offloaded_bytes)
-            host = self._on_rank(dense, experts, embedding, pp)
-            update = rates.with_copies(update, host, self.config, self.cluster)
+        update = 2.0 * held / rate * self.stack.optimizer_slowdown
+        slower = rates.with_copies(update, moved, self.config, self.cluster) - update
+        share = sum(map(model.is_moe_layer, range(model.num_layers))) / model.num_layers
+        dense, experts = coefficients[Feature.DENSE_ACTIVE], coefficients[Feature.EXPERTS_ACTIVE]
         return Prices(
             layers=layers,
             message=self._message(work, pp),
             after=np.stack((reduce, gather)),
             each=each,
             pieces=pieces,
-            optimizer=update,
+            optimizer=update + shares.offload * slower,
+            offloaded=slower,
+            activation=dense * (1.0 - share) + experts * share,
             sharing=np.broadcast_to(rates.sharing_ranks(rates.pipeline_stride(work), pp, self.cluster), (count,)),
         )
 
@@ -108,7 +113,32 @@ class Clock:
                 cycle = _cycle(busy, prices.sharing)
                 shared = m * cycle + ramp * _ramp_left(p, prices.sharing) + hops * prices.message
                 step = np.where(prices.sharing > 1.0, shared, step)
-        return step + self._after(prices, forward / p, busiest, m, chunks)
+        step = step + self._after(prices, forward / p, busiest, m, chunks)
+        gone = np.array([[float(pipeline.offloaded)] for pipeline in pipelines])
+        return step + self.late(pipelines, gone, prices) if gone.any() else step
+
+    def least(self, pipeline: Pipeline, prices: Prices) -> Floats:
+        """[shares] seconds that no step of so many microbatches and pipeline ranks goes below."""
+        model = self.config.model
+        moe = sum(map(model.is_moe_layer, range(model.num_layers)))
+        layers = prices.layers.sum(0)
+        found: Floats = pipeline.microbatches * ((model.num_layers - moe) * layers[0] + moe * layers[1]) / pipeline.pp
+        return found
+
+    def late(self, pipelines: Sequence[Pipeline], gone: Floats, prices: Prices) -> Floats:
+        """[pipelines, shares] seconds of a step for which computation waits until the activations of `gone` layers of each
+        stage have left the device, or are back."""
+        model, device = self.config.model, self.cluster.accelerator
+        share = sum(map(model.is_moe_layer, range(model.num_layers))) / model.num_layers
+        mean = prices.layers[:, 0] * (1.0 - share) + prices.layers[:, 1] * share
+        p, m = pipelines[0].pp, pipelines[0].microbatches
+        chunks = np.array([[float(pipeline.vpp)] for pipeline in pipelines])
+        layers = model.num_layers / (p * chunks)
+        copies = np.minimum(gone, layers) * prices.activation / device.host_bandwidth
+        hidden = float(device.asynchronous)
+        waits = (np.maximum(copies - hidden * layers * cover, 0.0) for cover in (mean[0], mean[1] + mean[2]))
+        found: Floats = (m * chunks + p - 1) * sum(waits)
+        return found
 
     def _after(self, prices: Prices, first_forward: Floats, busiest: Floats, m: int, chunks: Floats) -> Floats:
         """Exchanges that no computation hides, optimizer, constants."""
@@ -168,8 +198,10 @@ class Clock:
         config, stride = self.config, rates.data_stride(work)
         element = ELEMENT_BYTES[config.training.precision]
         wire = 2 if config.data_parallel.narrow_wire or self.stack.half_gradients else max(4, element)
-        dense, experts, embedding, *_ = np.moveaxis(Sizer(self.config).elements(shares, pp), 2, 0)
-        sizes = self._on_rank(dense, experts, embedding, pp).T  # with all replicas, and with experts'
+        sizer = Sizer(self.config)
+        sizes = sizer.on_rank(
+            np.moveaxis(sizer.elements(shares, pp), 2, 0), pp
+        ).T  # with all replicas, and with experts'
         replicas = (work.dp * work.cp, work.tp * work.cp * work.dp / (work.expert_tp * work.ep))
         instances = shares.dp_instances.astype(float)
         reduce = gather = summed = across = np.zeros(len(shares))
@@ -187,13 +219,6 @@ class Clock:
         each = np.select(strategy, [0.0 * reduce, 0.0 * reduce, reduce, reduce + 2.0 * gather])
         return once, gathered, pieces, each
 
-    def _on_rank(self, dense: Floats, experts: Floats, embedding: Floats, pp: int) -> Floats:
-        """On a pipeline rank that has the embedding, of what a layer of either kind has, and the embedding."""
-        model = self.config.model
-        moe = sum(model.is_moe_layer(index) for index in range(model.num_layers))
-        found: Floats = (dense * (model.num_layers - moe) + experts * moe) / pp + embedding
-        return found
-
 
 _WAITING = ("1f1b", "interleaved", "zb-h1")  # schedules in which each microbatch waits for its messages
 
@@ -205,7 +230,7 @@ def _ramp(pipelines: Sequence[Pipeline], busiest: Floats, totals: tuple[Floats, 
     rest = np.maximum(forward + inputs + weights - busiest, 0.0)
     share = (p - 1.0) / p
     found = np.zeros_like(busiest)
-    for row, (schedule, _, v, _) in enumerate(pipelines):
+    for row, (schedule, _, v, *_) in enumerate(pipelines):
         if schedule in ("1f1b", "gpipe"):
             found[row] = rest[row]
         elif schedule in ("interleaved", "looped-bfs"):

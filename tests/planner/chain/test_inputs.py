@@ -114,6 +114,7 @@ PUBLISHED = {
     "xlnet-36": (500, 301, 12.0, 1),
     "bert-48": (637, 344, 11.4, 2),
     "gnmt-16": (291, 249, 3.9, 64),
+    "resnet-50": (25, 100, 2.44, 32),
 }
 
 
@@ -140,6 +141,12 @@ def test_twins_have_their_models_shapes() -> None:
     assert vgg[16].forward_ms < 0.01 * sum(layer.forward_ms for layer in vgg)
     # 64 pictures of 112 x 112, 32 of them, 4 bytes.
     assert vgg[1].output_bytes == 4 * 32 * 64 * 112 * 112
+    resnet = twin("resnet-50").layers
+    # 25.5 million weights, 2.0 of them in the dense layer; of the blocks the last give 7 x 7 pictures of 2048 channels.
+    assert resnet[-1].parameter_bytes / sum(layer.parameter_bytes for layer in resnet) == pytest.approx(
+        2.05 / 25.5, rel=0.01
+    )
+    assert resnet[-2].output_bytes == 4 * 32 * 2048 * 7 * 7
     amoeba = [layer.parameter_bytes for layer in twin("amoebanet-36").layers]
     assert sum(amoeba[24:]) / sum(amoeba) == pytest.approx(0.75, abs=0.02)
 

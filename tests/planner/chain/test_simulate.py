@@ -22,6 +22,7 @@ from megalite.planner.chain.plan import (
     shares,
     timeline,
 )
+from megalite.planner.chain.planning import straight
 from tests.planner.chain.chains import all_stages, chain, cluster, random_chain
 
 
@@ -138,6 +139,18 @@ def test_rings() -> None:
     assert all_reduce_seconds((1, 0), 1e9, machines) == 0.0
     assert all_reduce_seconds((4, 0), 1e9, machines) == pytest.approx(1.5 / 100.0)
     assert all_reduce_seconds((2, 2), 1e9, machines) == pytest.approx(1.5 / 3.0)
+
+
+def test_gpipe_holds_every_microbatch_and_takes_as_long_where_messages_are_free() -> None:
+    profile, machines = chain([(1.0, 0.0, 1.0)] * 4), cluster(1, 4)
+    problem = Problem(profile, machines, 8, float("inf"))
+    judge = Judge(problem)
+    stages = straight(profile, machines)
+    ahead, usual = (problem.plan(stages, 8, warm_up) for warm_up in ("all", "pa"))
+    assert judge.seconds(ahead) == pytest.approx(judge.seconds(usual))
+    held = [judge.memory(plan) for plan in (ahead, usual)]
+    assert [ahead.in_flight(stage) for stage in range(4)] == [8, 8, 8, 8]
+    assert [a - b for a, b in zip(*held, strict=True)] == pytest.approx([4e6, 5e6, 6e6, 7e6])
 
 
 def test_memory_counts_what_is_in_flight() -> None:

@@ -20,7 +20,7 @@ def shapes(schedule: str) -> list[tuple[int, int, int]]:
 
 
 def replayed(pipeline: Pipeline, graph: float, waiting: float) -> list[float]:
-    schedule, p, v, m = pipeline
+    schedule, p, v, m, _ = pipeline
     found = build_schedule(schedule, num_ranks=p, num_chunks=v, num_microbatches=m)
     sizes = Sizes.uniform(p * v, activation=graph, deferred=waiting)
     return [peak.size for peak in memory_peaks(Program(found, found.actions), sizes)]

@@ -1,5 +1,6 @@
 """Memory of the whole space against `partition.memory`, layout by layout."""
 
+import itertools
 import random
 
 import pytest
@@ -66,6 +67,24 @@ def test_bytes_are_those_of_one_config(flags: str) -> None:
 def test_sharded_gradients_and_parameters(flags: str) -> None:
     for layout, mine, theirs in sampled(asked(f"{flags} --fix strategy=zero-2,fully-sharded"), 8):
         assert mine == pytest.approx(theirs, rel=0.02), layout
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--preset gpt3-6.7b --cluster dgx-a100 --gpus 16 --global-batch-size 32",
+        "--preset deepseek-moe-16b --cluster dgx-h100 --gpus 16 --global-batch-size 16",
+    ],
+)
+def test_host_memory_takes_its_share(flags: str) -> None:
+    """Of what is offloaded too: the pieces that visit, and with recompute nothing of the layers."""
+    host = "--fix optimizer_cpu_offload=yes,no --fix cpu_offloading_num_layers=0,2,5 --fix recompute=none,full"
+    drawn = sampled(asked(f"{flags} {host} --fix strategy=all-reduce,distributed-optimizer"), 25)
+    for layout, mine, theirs in drawn:
+        assert mine == pytest.approx(theirs, rel=0.06), layout
+    assert {(layout.offload, layout.pipeline.offloaded > 0) for layout, _, _ in drawn} == {
+        *itertools.product((False, True), repeat=2)
+    }
 
 
 def test_most_are_exact_to_the_byte() -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from megalite.config.errors import ConfigError
@@ -75,13 +76,71 @@ def test_a_cut_by_predicted_seconds_is_never_slower() -> None:
         assert best.prediction.step_seconds < default
 
 
+ONE = "--preset gpt3-6.7b --cluster dgx-a100 --gpus 1 --global-batch-size 8"
+
+
+def test_what_does_not_fit_gets_host_memory() -> None:
+    plan = planned(ONE, top=1)
+    best, memory = plan.candidates[0], plan.candidates[0].fullest[1]
+    assert best.settings["optimizer_cpu_offload"]
+    assert memory.total_bytes <= plan.request.memory_limit < memory.total_bytes + memory.host_bytes
+    assert best.prediction.step_seconds == pytest.approx(best.estimate, rel=0.1)
+    assert 0 < plan.survey.by_host_memory == plan.survey.fitting
+    with pytest.raises(ConfigError, match=r"fits into .* the least takes .*; use --max-memory"):
+        planned(f"{ONE} --fix optimizer_cpu_offload=no")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
+def test_activations_leave_where_that_beats_recompute(schedule: str) -> None:
+    """As many layers as it takes to fit, in closed form as in the simulator."""
+    flags = f"{GPT} --fix tp=2 --fix dp=2 --fix mbs=2 --fix schedule={schedule} --fix recompute=none --fix sp=true "
+    flags += "--fix strategy=all-reduce --fix vpp=1,2"
+    none, every = (
+        survey(*asked(f"{flags} --max-memory 10TB --fix cpu_offloading_num_layers={count}")).leanest()[1]
+        for count in (0, 8)
+    )
+    limit = int(0.5 * (none + every))
+    plan = planned(f"{flags} --max-memory {limit}B --fix optimizer_cpu_offload=no", top=1)
+    best = plan.candidates[0]
+    layers = best.settings["cpu_offloading_num_layers"]
+    assert best.fullest[1].total_bytes <= limit
+    assert best.prediction.step_seconds == pytest.approx(best.estimate, rel=0.1)
+    fewer = config_of(plan.request, {**best.settings, "cpu_offloading_num_layers": layers // 2})
+    assert max(rank.total_bytes for rank in predict(fewer, plan.cluster, plan.stack).memory) > limit
+
+
+def test_host_memory_is_no_choice_where_as_fast_fits() -> None:
+    request = asked("--preset gpt3-6.7b --cluster dgx-a100 --gpus 8 --global-batch-size 32 --max-memory 30GB")
+    found = survey(*request)
+    alone = survey(replace(request.request, host=()), request.cluster, request.stack)
+    fastest = next(alone.fastest())[1]
+    gained = np.isfinite(found.all_seconds) & ~np.isfinite(alone.all_seconds)
+    assert gained.sum() == found.by_host_memory > 0
+    assert (found.all_seconds[gained] < fastest).all()
+    assert (
+        found.all_seconds[np.isfinite(alone.all_seconds)] == alone.all_seconds[np.isfinite(alone.all_seconds)]
+    ).all()
+    cpu = asked("--preset gpt3-350m --cluster cpu-box --gpus 4 --global-batch-size 8")
+    assert not cpu.request.host
+
+
+def test_a_setting_that_goes_without_host_memory() -> None:
+    assert asked(f"{GPT} --ema-decay 0.9").request.host == ("cpu_offloading_num_layers",)
+    assert asked(f"{GPT} --compile").request.host == ("optimizer_cpu_offload",)
+    with pytest.raises(ConfigError, match=r"ema_decay 0.9 does not go with optimizer_cpu_offload"):
+        asked(f"{GPT} --ema-decay 0.9 --optimizer-cpu-offload")
+    half = asked(f"{ONE} --optimizer-cpu-offload --optimizer-offload-fraction 0.5")
+    assert half.request.config.optimizer.optimizer_offload_fraction == 0.5
+    assert half.request.fixed["optimizer_cpu_offload"] == (True,)
+
+
 def test_a_model_that_fits_nowhere() -> None:
-    flags = "--preset gpt3-6.7b --cluster dgx-a100 --gpus 1 --global-batch-size 8 --max-memory 30GB"
+    flags = f"{ONE} --max-memory 30GB"
     with pytest.raises(ConfigError) as caught:
         planned(flags)
     message = str(caught.value)
     assert "fits into 27.94 GiB per rank on 1 ranks; the least takes" in message
-    assert "recompute full" in message
+    assert "in host memory" in message
     needed = message.split("use --max-memory ")[1].split()[0]
     assert planned(flags.replace("30GB", needed), top=1).candidates
 

@@ -1,5 +1,6 @@
 """The space is what validate accepts: no more, and no less."""
 
+import dataclasses
 import itertools
 import random
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
 from megalite.config.validate import validate
-from megalite.partition.pipeline import schedule_of
+from megalite.partition.pipeline import layout_of, schedule_of
 from megalite.pipeline.ir.generators.registry import SCHEDULES, build_schedule, placement_for
 from megalite.planner.search.search import config_of
 from megalite.planner.search.space import Layout, Request, divisors, enumerate_space, not_default, parse_constraint
@@ -42,6 +43,7 @@ def key_of(layout: Layout) -> tuple[Any, ...]:
     return (
         *(layout.tp, p.pp, p.vpp, layout.cp, layout.ep, layout.micro_batch_size),
         *(p.schedule, layout.strategy, layout.sequence_parallel),
+        *(layout.recompute, layout.dp_instances, layout.offload, p.offloaded),
     )
 
 
@@ -50,12 +52,19 @@ def brute_force(request: Request, eps: tuple[int, ...], schedules: tuple[str, ..
     world, batch = request.world_size, request.config.training.global_batch_size
     assert batch is not None
     found = set()
-    sizes = itertools.product(divisors(world), divisors(world), (1, 2, 3), (1, 2, 4), eps, (1, 3, 8), schedules)
+    sizes = itertools.product(divisors(world), divisors(world), (1, 2, 3), divisors(world), eps, (1, 3, 8), schedules)
     for tp, pp, vpp, cp, ep, micro, schedule in sizes:
         dp, rest = divmod(world, tp * pp * cp)
-        if rest or batch % (dp * micro):
+        if rest or batch % (dp * micro) or not request.allows("micro_batch_size", micro):
             continue
-        for name, sequence in itertools.product(STRATEGIES, (False, True)):
+        for name, sequence, recompute, instances, states, layers in itertools.product(
+            STRATEGIES,
+            request.of("sequence_parallel"),
+            request.of("recompute_granularity"),
+            request.fixed.get("dp_instances", divisors(dp * cp) if request.node < world else (1,)),
+            request.fixed.get("optimizer_cpu_offload", (False,)),
+            request.fixed.get("cpu_offloading_num_layers", (0,)),
+        ):
             if (pp == 1 and schedule != "1f1b") or (tp == 1 and sequence):
                 continue
             if batch == dp * micro and schedule in ("gpipe", "looped-bfs"):
@@ -72,11 +81,36 @@ def brute_force(request: Request, eps: tuple[int, ...], schedules: tuple[str, ..
                 "micro_batch_size": micro,
                 "pipeline_schedule": schedule,
                 "sequence_parallel": sequence,
+                "recompute_granularity": recompute,
+                "optimizer_cpu_offload": states,
+                "cpu_offloading_num_layers": layers,
+                **({} if instances == 1 else {"dp_instances": instances}),
                 **STRATEGIES[name],
             }
-            if legal(request, chosen, batch // (dp * micro)):
-                found.add((tp, pp, vpp, cp, ep, micro, schedule, name, sequence))
+            if legal(request, chosen, batch // (dp * micro)) and in_nodes(request, chosen):
+                key = (tp, pp, vpp, cp, ep, micro, schedule, name, sequence, recompute, instances, states, layers)
+                found.add(key)
     return found
+
+
+def in_nodes(request: Request, chosen: dict[str, Any]) -> bool:
+    """Instances are one, as given, or as few as there can be with each inside a node."""
+    if "dp_instances" not in chosen or "dp_instances" in request.fixed:
+        return True
+    config = validate(replace(request.config, **chosen), request.world_size)
+    layout = layout_of(config)
+
+    def nodes(kind: str) -> int:
+        """The most that a group spreads over."""
+        groups = (layout.group_of(kind, rank) or [] for rank in range(request.world_size))
+        return max(len({rank // request.node for rank in group}) for group in groups)
+
+    fewer = [n for n in divisors(layout.dp * layout.cp) if 1 < n < chosen["dp_instances"]]
+    return (
+        nodes("dp-cp") > 1
+        and nodes("intra-dp-cp") == 1
+        and not any(in_nodes(request, {**chosen, "dp_instances": n}) for n in fewer)
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,13 +124,32 @@ def brute_force(request: Request, eps: tuple[int, ...], schedules: tuple[str, ..
         ),
         (f"{HIERARCHICAL} --fix recompute=none", (1,), SCHEDULES),
         (f"{EXPERTS} --fix recompute=full --fix schedule=1f1b,interleaved", (1, 2, 3, 4), ("1f1b", "interleaved")),
+        (
+            f"{TINY} --fix optimizer_cpu_offload=yes,no --fix cpu_offloading_num_layers=0,1,3 --fix recompute=none,full "
+            "--fix schedule=1f1b,interleaved --fix sp=no",
+            (1,),
+            ("1f1b", "interleaved"),
+        ),
     ],
 )
 def test_nothing_legal_is_lost(flags: str, eps: tuple[int, ...], schedules: tuple[str, ...]) -> None:
     request = asked(f"{flags} --gpus 4 --fix mbs=1,8").request
+    assert_all_legal(request, eps, schedules)
+
+
+@pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"])
+@pytest.mark.parametrize("node", [2, 4])
+def test_an_instance_lies_in_a_node(node: int, order: str) -> None:
+    flags = f"{TINY} --gpus 8 --fix recompute=none --fix schedule=1f1b --fix mbs=1 --fix sp=no --rank-order {order}"
+    request = dataclasses.replace(asked(flags).request, node=node)
+    assert_all_legal(request, (1,), ("1f1b",))
+    assert {layout.dp_instances for layout in enumerate_space(request).layouts()} == {1, 2, 8 // node}
+
+
+def assert_all_legal(request: Request, eps: tuple[int, ...], schedules: tuple[str, ...]) -> None:
     mine = {key_of(layout) for layout in enumerate_space(request).layouts()}
     assert mine == brute_force(request, eps, schedules)
-    assert len(mine) > 80
+    assert len(mine) > 40
     assert {key[4] for key in mine} == set(eps) - {3}
 
 
@@ -111,6 +164,7 @@ def test_nothing_legal_is_lost(flags: str, eps: tuple[int, ...], schedules: tupl
         (f"{TINY.replace('length 64', 'length 36')} --gpus 8 --fix tp=4 --fix cp=2 --fix pp=1", 60),
         (f"{TINY} --gpus 4 --optimizer lamb --recompute-modules core_attn mlp", 80),
         (f"{EXPERTS} --gpus 16 --fix dp_instances=2,4", 80),
+        (f"{EXPERTS} --gpus 32 --fix optimizer_cpu_offload=true --fix cpu_offloading_num_layers=2,4", 80),
     ],
 )
 def test_all_that_is_proposed_is_accepted(flags: str, count: int) -> None:
@@ -163,6 +217,8 @@ def test_words_of_constraints() -> None:
     assert parse_constraint("schedule=zb-v") == ("pipeline_schedule", ("zb-v",))
     assert parse_constraint("tp=4,8") == ("tp", (4, 8))
     assert parse_constraint("sp=no") == ("sequence_parallel", (False,))
+    assert parse_constraint("optimizer-cpu-offload=yes,no") == ("optimizer_cpu_offload", (True, False))
+    assert parse_constraint("cpu_offloading_num_layers=0,4") == ("cpu_offloading_num_layers", (0, 4))
     for text, message in (
         ("tp", "write NAME=VALUE"),
         ("schedules=zb-v", "did you mean schedule"),
