@@ -10,6 +10,7 @@ from collections.abc import Callable
 import composition
 import megatron_flags
 import pages
+import sc21
 import sizes
 
 ROOT = pages.ROOT
@@ -25,10 +26,18 @@ TABLES: dict[str, Callable[[], str]] = {
     "Megatron-LM, refused": megatron_flags.refused_table,
     "Megatron-LM, tags": megatron_flags.tags_table,
     "pages": pages.index,
+    "SC'21, table 1": sc21.table,
     "sizes": sizes.table,
     "examples/walkthrough/run.yaml": pages.walkthrough_config,
 }
-PAGES = ("README.md", "docs/index.md", "docs/composition.md", "docs/from_megatron.md", "docs/walkthrough.md")
+PAGES = (
+    "README.md",
+    "docs/index.md",
+    "docs/composition.md",
+    "docs/from_megatron.md",
+    "docs/planner.md",
+    "docs/walkthrough.md",
+)
 _PLACE = re.compile(r"(?<=<!-- table: )(.+?)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
