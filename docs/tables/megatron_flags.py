@@ -64,6 +64,7 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         "etp": SAME,
         "sequence_parallel": "off at tp 1, as there, and said",
         "microbatch_group_size_per_virtual_pipeline_stage": "any number from pp up, and any number of microbatches",
+        "scatter_gather_tensors_in_pipeline": SAME,
         "pipeline_layout": "the letters E, t, L, m of theirs that we have: E, t and L",
         "ddp_bucket_size": "theirs is max(40 million, 1 million · dp)",
         "dp_instances": "instances are runs of neighbours in the dp·cp group, as there; it works with `fully-sharded` too",

@@ -11,6 +11,7 @@ import chains
 import composition
 import megatron_flags
 import pages
+import sc21
 import sizes
 
 ROOT = pages.ROOT
@@ -27,6 +28,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "Megatron-LM, refused": megatron_flags.refused_table,
     "Megatron-LM, tags": megatron_flags.tags_table,
     "pages": pages.index,
+    "SC'21, table 1": sc21.table,
     "sizes": sizes.table,
     "examples/walkthrough/run.yaml": pages.walkthrough_config,
 }
@@ -36,6 +38,7 @@ PAGES = (
     "docs/composition.md",
     "docs/from_megatron.md",
     "docs/planner_chain.md",
+    "docs/planner.md",
     "docs/walkthrough.md",
 )
 _PLACE = re.compile(r"(?<=<!-- table: )(.+?)( -->\n).*?(?=<!-- end -->)", re.DOTALL)

@@ -40,7 +40,14 @@ from megalite.partition.memory import (
     rank_memory,
     stages_of_rank,
 )
-from megalite.partition.pipeline import layout_of, lowered, plan_stages, proved, schedule_of
+from megalite.partition.pipeline import (
+    flops_per_token_with_recompute,
+    layout_of,
+    lowered,
+    plan_stages,
+    proved,
+    schedule_of,
+)
 from megalite.partition.stages import StagePlan, shapes_of_rank
 from megalite.pipeline.ir.memory import Sizes, memory_peaks
 from megalite.pipeline.ir.render import render_grid
@@ -266,11 +273,13 @@ def _model_report(config: RunConfig) -> dict[str, Any]:
     model, s = config.model, config.training.seq_length
     palm = flops_per_token(model, s, "palm")
     assert config.training.global_batch_size is not None
+    tokens, again = s * config.training.global_batch_size, flops_per_token_with_recompute(config)
     return {
         "parameters": parameter_count(model),
         "padded_vocab_size": model.padded_vocab_size,
-        "flops_per_token": {"palm": palm, "megatron": flops_per_token(model, s, "megatron")},
-        "flops_per_step": palm * s * config.training.global_batch_size,
+        "flops_per_token": {"palm": palm, "megatron": flops_per_token(model, s, "megatron"), "with_recompute": again},
+        "flops_per_step": palm * tokens,
+        "flops_per_step_with_recompute": again * tokens,
     }
 
 

@@ -191,11 +191,13 @@ def _batch(batch: dict[str, Any]) -> list[str]:
 
 
 def _model(model: dict[str, Any]) -> list[str]:
-    flops = model["flops_per_token"]
+    flops, step = model["flops_per_token"], model["flops_per_step_with_recompute"]
+    recomputed = f"  with recompute {flops['with_recompute']:.4g} (F of Narayanan et al. 2021); a step: {step:.4g}"
     return [
         f"Model: {model['parameters']:,} parameters (vocabulary padded to {model['padded_vocab_size']:,})",
         f"  FLOPs a token: {flops['palm']:.4g} (PaLM convention, full attention), {flops['megatron']:.4g} (Megatron-LM, "
         f"causal half); a step: {model['flops_per_step']:.4g}",
+        *([recomputed] if step > model["flops_per_step"] else []),
     ]
 
 

@@ -163,9 +163,7 @@ def read_arguments(
         # Where nothing is wrong with flags and files the caller validates: here only what has no effect is of interest.
         idle = problems if problems.found else Problems()
         validate(merged.config, ranks, merged.explicit, startable=starts, problems=idle)
-    without_effect = (
-        [Note(f"--{name.replace('_', '-')}", NO_EFFECT_HERE, why) for name, why in idle.idle.items()] if idle else []
-    )
+    without_effect = [Note(_flag_of_idle(name), NO_EFFECT_HERE, why) for name, why in idle.idle.items()] if idle else []
     return Invocation(
         **(vars(merged) | {"notes": (*merged.notes, *without_effect)}),
         dry_run=dry_run,
@@ -278,6 +276,12 @@ def _setting_flags() -> Mapping[str, Setting]:
     """Every spelling on the command line -> its setting."""
     table = {flag: setting for setting in settings().values() for flag in setting.flags}
     return table | {_negative(flag): setting for flag, setting in table.items() if setting.type is bool}
+
+
+def _flag_of_idle(name: str) -> str:
+    """Of a switch that is on unless it is turned off, the one that does that."""
+    flag = f"--{name.replace('_', '-')}"
+    return _negative(flag) if settings()[name].default is True else flag
 
 
 def _negative(flag: str) -> str:

@@ -96,6 +96,9 @@ class ParallelConfig:
     """Actions between the posting of a receive and its reader: more hides more latency and holds more buffers."""
     pipeline_send_window: int = option(1, at_least=1)
     """Sends that may be pending to one neighbour; each keeps an output alive."""
+    scatter_gather_tensors_in_pipeline: bool = option(True)
+    """Without sequence parallelism: each tensor-parallel rank sends 1/tp of what goes to another stage, and the receivers gather
+    it, where tp divides the hidden size."""
     pipeline_check_memory: bool = option(False)
     """Assert after each action that what is alive is what the proof of the schedule said."""
     dp_strategy: str = option("all-reduce", choices=STRATEGIES, basic=True)

@@ -83,6 +83,7 @@ LAYOUT_OF_ONE_RANK = {
     **dict.fromkeys(("etp", "pipeline_schedule", "pipeline_schedule_file", "pipeline_layers", "pipeline_layout")),
     **dict.fromkeys(("pipeline_costs", "pipeline_memory_limit", "microbatch_group_size_per_virtual_pipeline_stage")),
     "hierarchical_context_parallel_sizes": None,
+    "scatter_gather_tensors_in_pipeline": True,
     "context_parallel_load_balancer": "headtail",
     "cp_comm_type": "p2p",
     "pipeline_warmup": "pa",

@@ -10,7 +10,7 @@ from megalite.config.errors import ConfigError
 from megalite.config.parallel import PIPELINE_SCHEDULES
 from megalite.config.reading import read_text
 from megalite.config.run import RunConfig
-from megalite.models.shapes import attention_core_flops, layer_forward_flops, layer_shapes
+from megalite.models.shapes import attention_core_flops, flops_per_token, layer_forward_flops, layer_shapes
 from megalite.partition.activations import recompute_units, stage_sizes
 from megalite.partition.stages import StagePlan, cut_stages, stage_forward_flops
 from megalite.pipeline.ir.actions import ScheduleError
@@ -43,6 +43,13 @@ def flop_costs(config: RunConfig, stages: tuple[StagePlan, ...], *, ahead: bool 
         # An R runs the stage as a whole, head and loss too.
         recompute=forward if ahead else tuple(float(_recompute_flops(config, plan)) for plan in stages),
     )
+
+
+def flops_per_token_with_recompute(config: RunConfig) -> int:
+    """Model FLOPs (PaLM convention) and those of forwards that run again. With full recompute of GPT's shape that is
+    96·L·h²·(1 + s/6h + V/16Lh), the F of Narayanan et al. 2021."""
+    again = flop_costs(config, plan_stages(config), ahead=has_recompute_actions(config)).recompute
+    return flops_per_token(config.model, config.training.seq_length) + round(sum(again or ()))
 
 
 def _recompute_flops(config: RunConfig, plan: StagePlan) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from typing import Any
 
 from megalite.config.run import RunConfig, stage_layers
 from megalite.models.shapes import ParameterShape, end_forward_flops, layer_forward_flops, stage_shapes
@@ -28,6 +29,19 @@ class StagePlan:
     def num_layers(self) -> int:
         """Transformer blocks of the stage."""
         return self.last_layer - self.first_layer
+
+
+def message_parts(config: RunConfig) -> int:
+    """Parts that a message between stages is cut in, one a tensor-parallel rank; 1: each sends whole what it has."""
+    p = config.parallel
+    return int(
+        parts_of_message(p.scatter_gather_tensors_in_pipeline, p.sequence_parallel, config.model.hidden_size, p.tp)
+    )
+
+
+def parts_of_message(scattered: Any, sequence_parallel: Any, hidden_size: Any, tp: Any) -> Any:
+    """`message_parts` by the settings, which may be arrays."""
+    return 1 + (tp - 1) * (scattered * (1 - sequence_parallel) * (hidden_size % tp == 0))
 
 
 def shapes_of(config: RunConfig, plan: StagePlan) -> list[ParameterShape]:

@@ -1,6 +1,7 @@
 """The executor: does what a lowered program says, action by action, and knows no schedule by name."""
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -85,7 +86,7 @@ class StepState:
     """Outputs without a graph that are to be sent."""
     output_grads: dict[Key, torch.Tensor] = field(default_factory=dict)
     input_grads: dict[Key, torch.Tensor] = field(default_factory=dict)
-    receiving: dict[Action, Work] = field(default_factory=dict)
+    receiving: dict[Action, tuple[Work, torch.Tensor]] = field(default_factory=dict)
     losses: list[torch.Tensor] = field(default_factory=list)
 
     def take_input(self, key: Key) -> torch.Tensor | None:
@@ -159,6 +160,8 @@ class Executor:
         forward: computes one stage on one microbatch; where the program has an R it is called twice, first without
             gradients.
         activation_shape: shape of the tensors that travel between stages.
+        shared: ranks with the same tensors, each of which sends its part of them and gathers what comes (Narayanan et al.
+            2021, section 4.1); None: each rank sends whole tensors.
         reducer: None in forward-only programs.
         deferred: of each stage here with a split backward.
         check_memory: after each action compare what is held with the replay of the program, and raise AssertionError
@@ -175,6 +178,7 @@ class Executor:
         activation_shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
+        shared: Group | None = None,
         reducer: GradientReducer | None,
         deferred: Mapping[int, WeightGradients] | None = None,
         tracer: Tracer | None = None,
@@ -191,6 +195,7 @@ class Executor:
         self._placement = schedule.placement
         self._last_stage = schedule.num_stages - 1
         self._forward_only = schedule.forward_only
+        self._shared = shared or Group.solo("tp")
         self._channels = Channels(edges, rank=rank, send_window=program.send_window)
         self._completes = {action.stage: action for action in row if action.kind in (Kind.B, Kind.W)}
         """Of each stage the action after which its gradients are final."""
@@ -233,9 +238,12 @@ class Executor:
 
     def _compute(self, action: Action, step: StepState) -> None:
         message = _MESSAGE_OF.get(action.kind)
-        receive = None if message is None else step.receiving.pop(action._replace(kind=message), None)
-        if receive is not None:
-            receive.wait()
+        received = None if message is None else step.receiving.pop(action._replace(kind=message), None)
+        if received is not None:
+            work, part = received
+            work.wait()
+            held = step.inputs if message is Kind.RECV_F else step.output_grads
+            held[action.stage, action.microbatch] = self._gathered(part)
         if self._reducer is not None and action in self._following:
             following = self._following[action]
             self._reducer.announce(
@@ -310,20 +318,35 @@ class Executor:
     def _send_forward(self, action: Action, step: StepState) -> None:
         key, to = (action.stage, action.microbatch), self._placement[action.stage + 1]
         if key in step.leaving:
-            self._channels.send(step.leaving.pop(key), to=to)
+            self._channels.send(self._part(step.leaving.pop(key)), to=to)
             return
         output = step.outputs[key]
-        self._channels.send(output.detach(), to=to, sent=lambda: free_output(output))
+        self._channels.send(self._part(output.detach()), to=to, sent=lambda: free_output(output))
 
     def _send_backward(self, action: Action, step: StepState) -> None:
         grad = step.input_grads.pop((action.stage, action.microbatch)).contiguous()
-        self._channels.send(grad, to=self._placement[action.stage - 1])
+        self._channels.send(self._part(grad), to=self._placement[action.stage - 1])
 
     def _receive(self, action: Action, step: StepState) -> None:
-        buffer = torch.empty(self._shape, dtype=self._dtype, device=self._device)
-        held, neighbour = (step.inputs, -1) if action.kind is Kind.RECV_F else (step.output_grads, 1)
-        held[action.stage, action.microbatch] = buffer
-        step.receiving[action] = self._channels.receive(buffer, source=self._placement[action.stage + neighbour])
+        neighbour = -1 if action.kind is Kind.RECV_F else 1
+        count = self._shared.size
+        part = self._empty(self._shape if count == 1 else (math.prod(self._shape) // count,))
+        work = self._channels.receive(part, source=self._placement[action.stage + neighbour])
+        step.receiving[action] = work, part
+
+    def _part(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What this rank sends of a tensor: elements in a row, the same number on each."""
+        return tensor if self._shared.size == 1 else tensor.view(self._shared.size, -1)[self._shared.rank]
+
+    def _gathered(self, part: torch.Tensor) -> torch.Tensor:
+        if self._shared.size == 1:
+            return part
+        whole = self._empty(self._shape)
+        self._shared.all_gather(whole.view(-1), part)
+        return whole
+
+    def _empty(self, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
 
     def _reduce_grad(self, action: Action, step: StepState) -> None:
         if self._reducer is not None:

@@ -27,7 +27,7 @@ from megalite.partition.buckets import (
 )
 from megalite.partition.gathers import gather_counts
 from megalite.partition.pipeline import placement_of, plan_stages
-from megalite.partition.stages import StagePlan, shares_embedding
+from megalite.partition.stages import StagePlan, message_parts, shares_embedding
 
 Volume = tuple[str, str, int]  # group, operation, bytes
 
@@ -250,7 +250,10 @@ class _Microbatch:
                 yield from self._recomputed(range(index, index + 1), single=True)
         for neighbour in (plan.stage - 1, plan.stage + 1):
             if 0 <= neighbour < len(stages) and stages[neighbour].rank != plan.rank:
-                yield "pp", "send", self._activations // (p.tp if p.sequence_parallel else 1)
+                parts = p.tp if p.sequence_parallel else message_parts(self._config)
+                yield "pp", "send", self._activations // parts
+                if not p.sequence_parallel and parts > 1:  # of what comes from there
+                    yield "tp", "all-gather", self._activations
 
     def _layer(self, index: int) -> Iterator[Volume]:
         yield from self._attention_forward()

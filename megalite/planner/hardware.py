@@ -98,7 +98,6 @@ class SoftwareStack:
     overlap_tensor_parallel: bool  # collectives of tensor parallelism run beside the products next to them
     overlap_gradients: bool  # gradients are summed while the last backward runs, where the config asks for it
     half_gradients: bool  # gradients are summed in the precision of activations; else as the config says
-    scatter_messages: bool  # a message between stages is cut over tp ranks and gathered on the other side
     attention_efficiency: float = field(metadata=FRACTION)  # of the GEMM efficiency, in fused attention's products
     # Time of the operations on activations between products over their bytes at the cluster's memory rate: more than 1
     # where arithmetic bounds them, or where one pass counted is several.

@@ -277,7 +277,7 @@ def drawn_timeline(candidate: Candidate, cluster: Cluster, stack: SoftwareStack)
     rounds = max(3, _ACTIONS // (2 * pipeline.pp * pipeline.pp * pipeline.vpp))
     count = min(pipeline.microbatches, rounds * pipeline.pp)
     costs = list(candidate.prediction.stages)
-    timing = simulator_costs(costs, config, links_of(config, cluster, stack))
+    timing = simulator_costs(costs, config, links_of(config, cluster))
     return Clock(config, len(costs), count).run(timing).timeline
 
 

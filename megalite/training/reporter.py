@@ -13,6 +13,7 @@ from megalite.config.batch import sequence_length, tokens_after
 from megalite.config.run import RunConfig
 from megalite.models.shapes import flops_per_token
 from megalite.optimizers.schedules import Progress
+from megalite.partition.pipeline import flops_per_token_with_recompute
 from megalite.training.instruments import Instruments
 from megalite.training.memory import peak_memory_bytes
 from megalite.training.sinks import MetricSink, last_records
@@ -99,6 +100,8 @@ class Speed:
     tokens_per_second_per_rank: float
     tflops_per_rank: float  # model FLOPs (PaLM convention: full attention, no recompute) a second and rank, in 10^12
     mfu: float | None  # tflops_per_rank over the device's peak, if that is known
+    hardware_tflops_per_rank: float  # with the forwards that recompute runs again
+    hfu: float | None
 
 
 class SpeedMeter:
@@ -106,6 +109,11 @@ class SpeedMeter:
         self._config = config
         self._world_size = world_size
         self._peak = device_peak_tflops(config, device)
+        self._recompute = 1.0
+        """FLOPs with recompute over the model's."""
+        if config.training.recompute_granularity != "none":
+            model = flops_per_token(config.model, config.training.seq_length)
+            self._recompute = flops_per_token_with_recompute(config) / model
 
     def tokens_after(self, after: Progress) -> int:
         return tokens_after(self._config, after.step, after.samples)
@@ -120,7 +128,9 @@ class SpeedMeter:
         tokens = tokens / seconds
         tflops = flops / seconds / self._world_size / 1e12
         mfu = None if self._peak is None else tflops / self._peak
-        return Speed(1e3 * seconds / steps, tokens, tokens / self._world_size, tflops, mfu)
+        again = self._recompute
+        with_recompute = again * tflops, None if mfu is None else again * mfu
+        return Speed(1e3 * seconds / steps, tokens, tokens / self._world_size, tflops, mfu, *with_recompute)
 
 
 def short(value: float) -> str:
@@ -271,6 +281,11 @@ class Reporter:
         """A second line: what this run has or was asked for, and what is not as usual."""
         steps = len(self._losses)
         parts = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in result.auxiliary.items()]
+        speed = self._meter.speed(seconds=self._seconds, steps=steps, tokens=self._tokens, flops=self._flops)
+        if speed.hardware_tflops_per_rank > speed.tflops_per_rank:
+            share = "" if speed.hfu is None else f" (HFU {100.0 * speed.hfu:.1f}%)"
+            again = short(speed.hardware_tflops_per_rank)
+            parts.append(f"{short(speed.tflops_per_rank)} TFLOP/s, {again} with recompute{share}")
         if result.num_zeros is not None:
             parts.append(f"num zeros {result.num_zeros}")
         if isinstance(params_norm, float):

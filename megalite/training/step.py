@@ -19,6 +19,7 @@ from megalite.data.loader import Microbatch, sample_ids
 from megalite.models.context import Ahead, AuxiliaryLosses
 from megalite.optimizers.base import Update
 from megalite.optimizers.schedules import Progress, Schedules
+from megalite.partition.stages import message_parts
 from megalite.pipeline.executor import Executor, ForwardStep, Tracer
 from megalite.topology.group import Group
 from megalite.training.non_finite import NonFiniteError, OutputWatch, locate, remedy
@@ -374,6 +375,7 @@ class Stepper:
                 activation_shape=any_stage.activation_shape(replica.config.training.micro_batch_size, length),
                 dtype=replica.precision.compute,
                 device=replica.topology.device,
+                shared=replica.topology.tp if message_parts(replica.config) > 1 else None,
                 reducer=None if evaluation else replica.strategy,
                 deferred=replica.deferred,
                 tracer=None if evaluation else self._tracer,

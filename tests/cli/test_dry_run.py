@@ -52,6 +52,19 @@ def keys(tree: Any, prefix: str = "") -> set[str]:
     return set()
 
 
+def test_flops_of_the_paper() -> None:
+    """96·B·s·L·h²·(1 + s/6h + V/16Lh), which Narayanan et al. 2021 divide the step's time by."""
+    batch, s, layers, h, vocabulary = 3072, 2048, 128, 25600, 51200
+    published = 96 * batch * s * layers * h * h * (1 + s / (6 * h) + vocabulary / (16 * layers * h))
+    found = report_of(TRILLION)["model"]
+    assert found["flops_per_step_with_recompute"] == pytest.approx(published, rel=1e-12)
+    assert found["flops_per_step"] == pytest.approx(
+        72 * batch * s * layers * h * h * (1 + s / (6 * h) + vocabulary / (12 * layers * h)), rel=1e-12
+    )
+    selective = report_of(TRILLION.replace("full", "selective"))["model"]["flops_per_step_with_recompute"]
+    assert selective - found["flops_per_step"] == batch * s * layers * 4 * s * h  # scores and values once more
+
+
 def test_stable_keys() -> None:
     found = report_of(TINY)
     kinds = set(found["layout"].pop("groups"))
@@ -77,7 +90,8 @@ def test_stable_keys() -> None:
         batch.tokens_per_step batch.batch_sizes batch.rampup_samples batch.train_steps batch.train_samples
         batch.train_tokens batch.seq_length_warmup
         model model.parameters model.padded_vocab_size model.flops_per_token model.flops_per_token.palm
-        model.flops_per_token.megatron model.flops_per_step
+        model.flops_per_token.megatron model.flops_per_token.with_recompute model.flops_per_step
+        model.flops_per_step_with_recompute
     """
     assert keys(found) == set(expected.split())
     docs = (Path(__file__).parents[2] / "docs" / "dry-run.md").read_text(encoding="utf-8")

@@ -224,6 +224,7 @@ FACTORS: dict[str, dict[str, Settings]] = {
             for name in ("gpipe", "looped-bfs", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "auto")
         },
     },
+    "messages": {"parts": {}, "whole": {"scatter_gather_tensors_in_pipeline": False}},
     "order": {"dp-pp": {}, "pp-dp": {"rank_order": "tp-cp-ep-pp-dp"}},
     "layers": {"4": {}, "2": {"num_layers": 2}, "5": {"num_layers": 5}, "8": {"num_layers": 8}},
     "micro": {"1": {}, "2": {"micro_batch_size": 2}},
@@ -263,6 +264,7 @@ COMPANY: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     **{("schedule", name): ("vpp", ("2",)) for name in ("grouped", "looped-bfs", "zb-v", "dualpipe-v")},
     **{("schedule", name): ("pp", ("2", "4")) for name in ("pb", "gpipe", "zb-h1", "zb-h2", "auto")},
     ("recompute", "ahead"): ("pp", ("2", "4")),
+    ("messages", "whole"): ("pp", ("2", "4")),
     **{(factor, value): ("family", MOE) for factor in ("ep", "etp", "moe") for value in list(FACTORS[factor])[1:]},
     ("recompute", "moe"): ("family", MOE),
     ("strategy", "hybrid3-late"): ("dp", ("4",)),

@@ -1,5 +1,6 @@
 """Every schedule through the executor: in fp32 the bits of one rank, with the memory and order that the program says."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from megalite.pipeline.ir.schedule import Schedule, live_units
 from megalite.pipeline.ir.validate import validate
 from megalite.tensor_parallel.deferred_weight_gradients import DeferredWeightGradients
 from megalite.topology.group import Work
-from tests.pipeline.stages import Rank, Watched, gradients, one_rank
+from tests.pipeline.stages import ROWS, H, Rank, Watched, gradients, one_rank
 from tests.support.ranks import RankContext, run_ranks
+from tests.support.traffic import counted
 
 CSV = {
     "mixed": """0F0,0F1,0F2,0I0,0B1,0I2,0W0,0W2
@@ -159,6 +161,44 @@ def test_forward_only_on_any_placement(placement: tuple[int, ...]) -> None:
     losses, _ = one_rank(len(placement), range(5))
     for rank, ours in enumerate(found):
         assert ours == (losses if rank == placement[-1] else [])
+
+
+def on_two_tensor_ranks(context: RankContext, case: Case) -> dict[str, Any]:
+    schedule = schedule_of(case)
+    topology = edges_of(context, schedule, tp=2)
+    me = Rank(lower(schedule), topology.pp.rank, topology.edges, shared=topology.tp)
+    with counted() as moved:
+        losses, grads = me.step()
+    return {"losses": losses, "grads": grads, "moved": moved, "pp": topology.pp.rank, "placement": schedule.placement}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("gpipe", 2, 1, 3, {}),
+        ("interleaved", 2, 3, 4, {}),
+        ("1f1b", 2, 1, 3, AHEAD),
+        ("zb-h1", 2, 1, 4, {}),
+        ("zb-v", 2, 2, 4, {}),
+        ("dualpipe-v", 2, 2, 5, AHEAD),
+    ],
+    ids=name_of,
+)
+def test_ranks_that_have_the_same_send_their_part_of_it(case: Case) -> None:
+    """Each sends half, gathered by the two that receive: the bits of one rank."""
+    num_stages, microbatches = case[1] * case[2], case[3]
+    losses, expected = one_rank(num_stages, range(microbatches))
+    for rank in run_ranks(4, on_two_tensor_ranks, case):
+        placement = rank["placement"]
+        borders = sum(
+            rank["pp"] in pair and pair[0] != pair[1] for pair in itertools.pairwise(placement)
+        )  # across each an output goes one way, a gradient the other
+        whole = ROWS * H * 4 * microbatches * borders
+        assert rank["moved"]["pp", "send"] == whole // 2
+        assert rank["moved"]["tp", "all-gather"] == whole
+        assert rank["losses"] in ([], losses)
+        for name, grad in rank["grads"].items():
+            assert torch.equal(grad, expected[name]), name
 
 
 def on_two_replicas(context: RankContext, case: Case) -> dict[str, Any]:

@@ -74,6 +74,17 @@ def test_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert setup.sink.found[1]["tflops_per_rank"] == pytest.approx(tflops / 1.5)
 
 
+def test_recompute_is_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = Setup(monkeypatch, interval=1, peak_tflops=0.001, recompute_granularity="full")
+    setup.step(1)
+    found = setup.sink.found[0]
+    layers = 4 * (2 * 12 * 32 * 32 + 4 * 32 * 16)  # one more forward of them
+    again = 1 + layers / (3 * (layers + 2 * 96 * 32))
+    assert found["hardware_tflops_per_rank"] == pytest.approx(again * found["tflops_per_rank"])
+    assert found["hfu"] == pytest.approx(again * found["mfu"])
+    assert f"with recompute (HFU {100 * found['hfu']:.1f}%)" in setup.lines[1]
+
+
 def test_a_second_line_says_what_is_not_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup(monkeypatch)
     for number in range(1, 9):

@@ -78,6 +78,12 @@ LAYOUT: tuple[Check, ...] = (
             ),
             "{!pipeline_recv_prefetch|pipeline_send_window|pipeline_check_memory} has no effect with {pp}; use pp 2 or more, "
             "or remove it": lambda c: c.pp == 1,
+            "{?scatter_gather_tensors_in_pipeline} has no effect with {pp} and {tp}, where no two ranks send the same; remove it": (
+                lambda c: 1 in (c.pp, c.tp)
+            ),
+            "{?scatter_gather_tensors_in_pipeline} has no effect with sequence_parallel, whose ranks send parts anyway; remove it": (
+                lambda c: c.tp > 1 and c.sequence_parallel
+            ),
             f"{{?{_GROUP}}} has no effect with schedule {{=schedule_name}}; use --vpp 2 with --pipeline-schedule interleaved "
             "or remove it": lambda c: c.schedule_name != "interleaved",
             "{!pipeline_warmup} has no effect with schedule {=schedule_name}; use --pipeline-schedule 1f1b or remove it": (

@@ -52,7 +52,14 @@ def see(config: RunConfig, explicit: frozenset[str] = frozenset(), wrong: Collec
 
 IDLE = frozenset(
     {
-        *("sequence_parallel", "split", "tiktoken_pattern", "eval_iters", "data_cache_path"),
+        *(
+            "sequence_parallel",
+            "scatter_gather_tensors_in_pipeline",
+            "split",
+            "tiktoken_pattern",
+            "eval_iters",
+            "data_cache_path",
+        ),
         *(
             "cp_comm_type",
             "hierarchical_context_parallel_sizes",

@@ -17,6 +17,7 @@ from megalite.config.optimizer import OPTIMIZERS
 from megalite.config.run import RunConfig
 from megalite.partition.activations import ELEMENT_BYTES
 from megalite.partition.pipeline import placement_of
+from megalite.partition.stages import parts_of_message
 from megalite.pipeline.ir.simulate import Link
 from megalite.planner.hardware import Cluster, SoftwareStack
 
@@ -64,6 +65,7 @@ class Workload:
     pp: Number
     order_dp_first: Number  # dp varies faster over ranks than pp (1), or slower (0)
     sequence_parallel: Number
+    scatters_messages: Number  # as the setting says
     heads_limit: (
         Number  # context-parallel ranks that may exchange heads with one another; of the others come keys and values
     )
@@ -136,6 +138,7 @@ def workload_of(config: RunConfig) -> Workload:
         "pp": p.pp,
         "order_dp_first": p.rank_order == "tp-cp-ep-dp-pp",
         "sequence_parallel": p.sequence_parallel,
+        "scatters_messages": p.scatter_gather_tensors_in_pipeline,
         "heads_limit": math.inf if p.cp_comm_type == "a2a" else p.cp_heads,
         "gathers_keys": p.cp_comm_type == "allgather",
         "recompute_full": training.recompute_granularity == "full",
@@ -261,6 +264,14 @@ def message_seconds(volume: Number, crosses: Number, cluster: Cluster) -> tuple[
     return np.where(crosses, cluster.network.latency, inside), volume / bandwidth
 
 
+def activation_message_seconds(work: Workload, crosses: Number, cluster: Cluster) -> tuple[Number, Number]:
+    """`message_seconds` of what one microbatch sends to the next stage; where ranks send parts of one tensor, the receivers'
+    all-gather is latency."""
+    parts = parts_of_message(work.scatters_messages, work.sequence_parallel, work.hidden, work.tp)
+    latency, busy = message_seconds(work.activation_bytes / work.split / parts, crosses, cluster)
+    return latency + collective_seconds("all-gather", work.activation_bytes, parts, 1.0, cluster), busy
+
+
 def pipeline_stride(work: Workload) -> Number:
     """Global ranks between the neighbours of a pipeline."""
     return work.tp * work.cp * np.where(work.order_dp_first, work.dp, 1.0)
@@ -285,20 +296,16 @@ def crosses_node(stride: int, first: int, second: int, cluster: Cluster) -> bool
     return any((first * stride + at) // size != (second * stride + at) // size for at in range(stride))
 
 
-def links_of(config: RunConfig, cluster: Cluster, stack: SoftwareStack) -> dict[tuple[int, int], Link]:
+def links_of(config: RunConfig, cluster: Cluster) -> dict[tuple[int, int], Link]:
     """(source, destination) -> link, of the pipeline ranks that hold neighbouring stages."""
     placement, work = placement_of(config), workload_of(config)
-    volume, stride = work.activation_bytes / work.split, int(pipeline_stride(work))
-    cut = stack.scatter_messages and work.split < work.tp
+    stride = int(pipeline_stride(work))
     links: dict[tuple[int, int], Link] = {}
     for source, destination in itertools.pairwise(placement):
         if source == destination or (source, destination) in links:
             continue
         crosses = crosses_node(stride, source, destination, cluster)
-        latency, busy = message_seconds(volume / (work.tp if cut else 1.0), crosses, cluster)
-        if cut:
-            latency = latency + collective_seconds("all-gather", volume, work.tp, 1.0, cluster)
-        link = Link(float(latency), float(busy))
+        link = Link(*map(float, activation_message_seconds(work, crosses, cluster)))
         links[source, destination] = links[destination, source] = link
     return links
 

@@ -149,7 +149,7 @@ def predict(config: RunConfig, cluster: Cluster, stack: SoftwareStack, *, with_m
     p, training, count = config.parallel, config.training, microbatch_counts(config)[-1]
     stages = plan_stages(config)
     costs = stage_costs(config, stages, cluster, stack)
-    links = rates.links_of(config, cluster, stack)
+    links = rates.links_of(config, cluster)
     clock, timing = Clock(config, len(stages), count), simulator_costs(costs, config, links)
     run = clock.run(timing)
     free = clock.run(replace(timing, links={})) if links else run

@@ -184,9 +184,9 @@ class Clock:
         )
 
     def _message(self, work: rates.Workload, pp: int) -> Floats:
-        volume, stride = work.activation_bytes / work.split, rates.pipeline_stride(work)
-        inside = sum(rates.message_seconds(volume, 0.0, self.cluster))
-        outside = sum(rates.message_seconds(volume, 1.0, self.cluster))
+        stride = rates.pipeline_stride(work)
+        inside = sum(rates.activation_message_seconds(work, 0.0, self.cluster))
+        outside = sum(rates.activation_message_seconds(work, 1.0, self.cluster))
         crossing = np.minimum(stride / self.cluster.node.accelerators, 1.0)
         if pp > 1:
             # Whole pipelines inside a node cross nothing.

@@ -115,9 +115,9 @@ def test_half_gradients_are_half_as_long() -> None:
 
 
 def test_messages_cut_over_tensor_parallel_ranks_take_their_share() -> None:
-    config = config_of(32, tp=8, pp=4, global_batch_size=16)
-    whole = links_of(config, BASE, STACK)[0, 1]
-    cut = links_of(config, BASE, replace(STACK, scatter_messages=True))[0, 1]
+    settings = {"tp": 8, "pp": 4, "global_batch_size": 16}
+    whole = links_of(config_of(32, **settings, scatter_gather_tensors_in_pipeline=False), BASE)[0, 1]
+    cut = links_of(config_of(32, **settings), BASE)[0, 1]
     assert cut.seconds_per_message == pytest.approx(whole.seconds_per_message / 8)
     assert cut.latency > whole.latency  # it is put together again
 
@@ -127,8 +127,9 @@ def test_which_neighbours_are_on_other_nodes() -> None:
     assert crosses_node(2, 3, 4, BASE)
     assert crosses_node(8, 0, 1, BASE)
     assert crosses_node(3, 1, 2, BASE)  # 3, 4, 5 and 6, 7, 8
-    inside = links_of(config_of(4, pp=4, global_batch_size=8), BASE, STACK)[0, 1]
-    across = links_of(config_of(32, tp=8, pp=4, global_batch_size=8), BASE, STACK)[0, 1]
+    inside = links_of(config_of(4, pp=4, global_batch_size=8), BASE)[0, 1]
+    whole = {"scatter_gather_tensors_in_pipeline": False}
+    across = links_of(config_of(32, tp=8, pp=4, global_batch_size=8, **whole), BASE)[0, 1]
     assert across.seconds_per_message > 5 * inside.seconds_per_message
 
 
