@@ -10,13 +10,13 @@ ROOT = Path(__file__).parents[2]
 SMALL = 60
 """Lines; a shorter file with one importer belongs to its importer."""
 CEILINGS = {
-    "megalite: lines": 72_880,
+    "megalite: lines": 73_650,
     "megalite: files": 367,
     "megalite: longest file": 500,
     "megalite: small files with one importer": 12,
-    "tests: lines": 73_100,
-    "benchmarks: lines": 8_180,
-    "docs: words": 45_700,
+    "tests: lines": 73_950,
+    "benchmarks: lines": 8_400,
+    "docs: words": 48_750,
 }
 
 
