@@ -14,7 +14,7 @@ from megalite.config.run import attention_in_tiles, stage_layers
 MODULES = ("core_attn", "mla_up_proj", "mlp_act", "layernorm", "mlp", "shared_experts", "moe")
 """What selective recompute can run again."""
 OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "mlp_act")
-"""Whose activations can go to host memory by themselves."""
+"""Their activations can go to host memory without those of others."""
 SCALINGS = {
     ("llama3",): ("rope_low_freq_factor", "rope_high_freq_factor"),
     ("llama3", "yarn", "dynamic"): ("rope_original_max_positions",),

@@ -81,7 +81,7 @@ LAYOUT: tuple[Check, ...] = (
             "{?scatter_gather_tensors_in_pipeline} has no effect with {pp} and {tp}, where no two ranks send the same; remove it": (
                 lambda c: 1 in (c.pp, c.tp)
             ),
-            "{?scatter_gather_tensors_in_pipeline} has no effect with sequence_parallel, whose ranks send parts anyway; remove it": (
+            "{?scatter_gather_tensors_in_pipeline} has no effect with sequence_parallel, where ranks send parts anyway; remove it": (
                 lambda c: c.tp > 1 and c.sequence_parallel
             ),
             f"{{?{_GROUP}}} has no effect with schedule {{=schedule_name}}; use --vpp 2 with --pipeline-schedule interleaved "
