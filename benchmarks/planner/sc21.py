@@ -48,7 +48,7 @@ TABLE_1 = (
     Published("gpt-76.1b", 8, 4, 1024, 1792, 140),
     Published("gpt-145.6b", 8, 8, 1536, 2304, 148),
     Published("gpt-310.1b", 8, 16, 1920, 2160, 155),
-    Published("gpt-529.6b", 8, 35, 2520, 2520, 156),
+    Published("gpt-529.6b", 8, 35, 2520, 2520, 163),
     Published("gpt-1t", 8, 64, 3072, 3072, 163),
 )
 MICRO_BATCHES = (1, 2, 4, 8)

@@ -321,12 +321,16 @@ def _cannot_be(pair: Pair) -> bool:
     values = dict(pair)
     dense = values.get("family", MOE[0]) not in MOE
     fewest = dict.fromkeys(AXES, "1") | ({"cp": "4"} if values.get("cp_comm") == "a2a+p2p" else {})
+    whole_messages = values.get("messages") == "whole"
+    fewest |= {"tp": "2", "pp": "2"} if whole_messages else {}
     of_experts = {factor for factor in ("ep", "etp", "moe") if values.get(factor) in list(FACTORS[factor])[1:]}
     return (
         math.prod(int(values.get(axis, least)) for axis, least in fewest.items()) > MAX_WORLD
         or pair == (("ep", "4"), ("pp", "4"))  # each stage needs four ranks
         or (values.get("strategy", "").startswith("hybrid") and "4" in (values.get("tp"), values.get("pp")))
         or pair == (("tp", "1"), ("sp", "on"))
+        or (whole_messages and ("1" in (values.get("tp"), values.get("pp")) or values.get("sp") == "on"))
+        or (whole_messages and values.get("strategy", "").startswith("hybrid"))
         or (values.get("cp_comm", "p2p") != "p2p" and values.get("cp") == "1")
         or pair == (("cp", "2"), ("cp_comm", "a2a+p2p"))
         or (values.get("mask") == "balanced" and values.get("cp") == "1")
@@ -337,7 +341,10 @@ def _cannot_be(pair: Pair) -> bool:
         or (values.get("layers") == "2" and _stages(values) > 2)
         or pair in ((("pp", "1"), ("schedule", "pb")), (("pp", "1"), ("recompute", "ahead")))
         or (dense and (bool(of_experts) or values.get("recompute") == "moe"))
-        or pair in tuple((("recompute", "mlp"), ("family", name)) for name in ("mixtral", "gpt-oss"))  # no dense MLP
+        or pair
+        in tuple(
+            (("recompute", "mlp-host-modules"), ("family", name)) for name in ("mixtral", "gpt-oss")
+        )  # no dense MLP
     )
 
 
