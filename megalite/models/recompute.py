@@ -137,7 +137,7 @@ class Recompute:
     """Not recompute: the first layers of each stage of which what is kept goes to host memory."""
     offload_modules: frozenset[str] | None = None
     """Of what these modules save in them; None: all of it."""
-    saves: SavedTensors = field(default_factory=SavedTensors)
+    saves: SavedTensors = field(default_factory=SavedTensors, repr=False, compare=False)
     """Of the stage that the layers are in."""
 
     def selects(self, module: str) -> bool:
