@@ -55,7 +55,7 @@ PLANTS = {
         "arriving, exchange = ring.cp.rotate_async(grad_kv)",
         "arriving, exchange = ring.cp.rotate_async(grad_kv); grad_kv.add_(1.0)",
     ),
-    "an activation before it has come": Plant("pp", "pipeline.executor:Executor._compute", "receive.wait()"),
+    "an activation before it has come": Plant("pp", "pipeline.executor:Executor._compute", "work.wait()"),
     "gradients before their reduction": Plant(
         "dp", "data_parallel.strategy:DataParallelStrategy._finish_reductions", "work.wait()"
     ),
