@@ -390,7 +390,7 @@ SCHEDULES_AND_PLANS = (
     Mutant(
         "planned activations without the attention's output",
         "megalite/partition/activations.py",
-        "    yield _Kept(e * model.num_attention_heads * model.value_size / p.tp)\n    if model.post_norms:",
+        "    yield _Kept(e * model.num_attention_heads * model.value_size / p.tp, saved_by=by)\n    if model.post_norms:",
         "    if model.post_norms:",
         "tests/planner/test_activations.py::test_layer_activations_are_the_papers[--tp 2-<lambda>]",
         "the planner forgets a tensor of each layer",

@@ -27,8 +27,8 @@ RATES_AND_AVERAGES = (
     Mutant(
         "the average takes what it should keep",
         "megalite/optimizers/base.py",
-        "average.lerp_(parameter.data, 1.0 - decay)",
-        "average.lerp_(parameter.data, decay)",
+        "average.lerp_(values, 1.0 - self.config.ema_decay)",
+        "average.lerp_(values, self.config.ema_decay)",
         "tests/optimizers/test_weight_average.py::test_the_equation_and_what_is_evaluated",
         "an EMA with decay 0.999 follows the weights at once",
     ),
@@ -62,8 +62,8 @@ CLIPPED_HEADS = (
     Mutant(
         "the last row of a head is left",
         "megalite/optimizers/base.py",
-        "stop = min((min(last, bottom) - top) * width,",
-        "stop = min((min(last, bottom) - top - 1) * width,",
+        "stop = min((min(end, bottom) - top) * width + shift,",
+        "stop = min((min(end, bottom) - top - 1) * width + shift,",
         _CLIP,
         "QK-clip leaves a row as it was",
     ),
