@@ -23,6 +23,7 @@ MOE = {"num_experts": 4, "moe_router_topk": 2, "num_layers": 2}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-sp-pp2": (4, {"tp": 2, "pp": 2, "sequence_parallel": True}),
     "pp2-vpp2": (2, {"pp": 2, "vpp": 2}),
+    "pp2-second-token": (2, {"pp": 2, **LLAMA, "mtp_num_layers": 1}),
     "zb-v": (2, {"pp": 2, "vpp": 2, "pipeline_schedule": "zb-v"}),
     "tp2-dp2-zero": (4, {"tp": 2, "dp": 2, **Z1}),
     "cp2-dp2-zero-llama": (4, {"cp": 2, "dp": 2, **Z1, **LLAMA}),
