@@ -125,10 +125,11 @@ def test_host_memory_is_no_choice_where_as_fast_fits() -> None:
 
 
 def test_a_setting_that_goes_without_host_memory() -> None:
-    assert asked(f"{GPT} --ema-decay 0.9").request.host == ("cpu_offloading_num_layers",)
+    averaged = f"{GPT} --optimizer schedule-free-adamw --lr-decay-style constant"
+    assert asked(averaged).request.host == ("cpu_offloading_num_layers",)
     assert asked(f"{GPT} --compile").request.host == ("optimizer_cpu_offload",)
-    with pytest.raises(ConfigError, match=r"ema_decay 0.9 does not go with optimizer_cpu_offload"):
-        asked(f"{GPT} --ema-decay 0.9 --optimizer-cpu-offload")
+    with pytest.raises(ConfigError, match=r"optimizer_cpu_offload does not go with .*schedule-free-adamw"):
+        asked(f"{averaged} --optimizer-cpu-offload")
     half = asked(f"{ONE} --optimizer-cpu-offload --optimizer-offload-fraction 0.5")
     assert half.request.config.optimizer.optimizer_offload_fraction == 0.5
     assert half.request.fixed["optimizer_cpu_offload"] == (True,)
