@@ -347,8 +347,7 @@ def enumerate_space(request: Request) -> Space:
                 and not (count == 1 and (_IN_ONE.get(schedule), vpp) in chunks)
                 and offloaded <= (max(cut) if cut else config.model.num_layers - (pp * vpp - 1))
             )
-            # What recompute starts from is on the device.
-            fit = (counts == count) & ((shares.recompute == RECOMPUTE.index("none")) | (offloaded == 0))
+            fit = counts == count
             if pipelines and fit.any():
                 blocks.append(Block(pipelines, shares.take(fit)))
     return Space(request, tuple(blocks))

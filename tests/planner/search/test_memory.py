@@ -77,7 +77,7 @@ def test_sharded_gradients_and_parameters(flags: str) -> None:
     ],
 )
 def test_host_memory_takes_its_share(flags: str) -> None:
-    """Of what is offloaded too: the pieces that visit, and with recompute nothing of the layers."""
+    """Of what is offloaded too: the pieces that visit, and of layers with recompute what they start from."""
     host = "--fix optimizer_cpu_offload=yes,no --fix cpu_offloading_num_layers=0,2,5 --fix recompute=none,full"
     drawn = sampled(asked(f"{flags} {host} --fix strategy=all-reduce,distributed-optimizer"), 25)
     for layout, mine, theirs in drawn:
