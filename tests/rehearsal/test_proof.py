@@ -186,7 +186,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     (rank,) = found["ranks"]
     assert (rank["rank"], rank["coordinate"]) == (5, {"tp": 1, "cp": 0, "dp": 0, "pp": 1})
     assert 0 < rank["built_bytes"] < rank["peak_bytes"] and rank["planned_bytes"] > 0
-    assert {"group": "edge", "operation": "receive", "dtype": "bfloat16", "count": 4, "bytes": 4 * 32 * 64 * 2} in rank[
+    half = 32 * 64 * 2 // 2  # of a message, on each of the two tensor-parallel ranks
+    assert {"group": "edge", "operation": "receive", "dtype": "bfloat16", "count": 4, "bytes": 4 * half} in rank[
         "communication"
     ]
 
