@@ -118,22 +118,17 @@ class Block(torch.nn.Module):
 
 
 def run_layers(
-    blocks: Sequence[Block],
-    x: Tensor,
-    context: ForwardContext,
-    *,
-    cache: KeyValueCache | None,
-    recompute: Recompute,
-    offload: Any = None,
+    blocks: Sequence[Block], x: Tensor, context: ForwardContext, *, cache: KeyValueCache | None, recompute: Recompute
 ) -> Tensor:
     """[s/cp, b, h] -> [s/cp, b, h] through all blocks, split over tp as well with sequence parallelism.
 
-    With full recompute a unit of blocks keeps its input alone and runs again in the backward. With `offload` (an
-    `ActivationOffload`) what the first `recompute.offload_layers` keep is in host memory meanwhile.
+    With full recompute a unit of blocks keeps its input alone and runs again in the backward. What the first
+    `recompute.offload_layers` keep is in host memory meanwhile.
     """
     again = offloaded = 0
+    offload: Any = recompute.saves  # an ActivationOffload where layers are offloaded
     if torch.is_grad_enabled():
-        offloaded = 0 if offload is None else recompute.offload_layers
+        offloaded = recompute.offload_layers
         if recompute.granularity == "full":
             again = len(blocks) if recompute.method == "uniform" else min(recompute.num_layers, len(blocks))
     if offloaded:

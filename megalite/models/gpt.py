@@ -134,12 +134,11 @@ class GPTStage(torch.nn.Module):
         super().__init__()
         self.config, self.factory, self.seq_length = config, factory, seq_length
         self.recompute = recompute or Recompute()
-        self._offload = None
         if self.recompute.offload_layers:
             from megalite.models.offload import ActivationOffload
 
-            self._offload = ActivationOffload(factory.device, self.recompute.offload_modules)
-            self.recompute = replace(self.recompute, saves=self._offload)
+            saves = ActivationOffload(factory.device, self.recompute.offload_modules)
+            self.recompute = replace(self.recompute, saves=saves)
         self.embedding: Embedding | None = None
         further = config.mtp_num_layers
         if has_embedding:
@@ -342,7 +341,7 @@ class GPTStage(torch.nn.Module):
         if self.embedding is not None:
             x = self.embedding(x, context)
         blocks = cast("list[Block]", list(self.layers.values()))
-        x = run_layers(blocks, x, context, cache=cache, recompute=self.recompute, offload=self._offload)
+        x = run_layers(blocks, x, context, cache=cache, recompute=self.recompute)
         if self.head is None:
             return x
         if wanted is not None:

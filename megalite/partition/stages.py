@@ -32,7 +32,7 @@ class StagePlan:
 
 
 def message_parts(config: RunConfig) -> int:
-    """Parts that a message between stages is cut in, one a tensor-parallel rank; 1: each sends whole what it has."""
+    """Parts that a message between stages is cut in, one per tensor-parallel rank; 1: each sends whole what it has."""
     p = config.parallel
     return int(
         parts_of_message(p.scatter_gather_tensors_in_pipeline, p.sequence_parallel, config.model.hidden_size, p.tp)

@@ -7,7 +7,7 @@ optimized. Terms that layers add (MoE's load balancing) are means over the seque
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from megalite.config.batch import sequence_length
 from megalite.data.loader import Microbatch, sample_ids
 from megalite.models.context import Ahead, AuxiliaryLosses
-from megalite.optimizers.base import Update
+from megalite.optimizers.base import Rows, Update
 from megalite.optimizers.schedules import Progress, Schedules
 from megalite.partition.stages import message_parts
 from megalite.pipeline.executor import Executor, ForwardStep, Tracer
@@ -207,7 +207,7 @@ class Stepper:
             watches_logits=config.optimizer.qk_clip,
         )
 
-    def _clipped_rows(self, auxiliary: AuxiliaryLosses) -> Mapping[str, Sequence[tuple[int, int, float]]]:
+    def _clipped_rows(self, auxiliary: AuxiliaryLosses) -> Rows:
         """Of QK-clip, by the logits of this step's forward."""
         replica, config = self._replica, self._replica.config
         if not config.optimizer.qk_clip:
