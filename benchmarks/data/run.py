@@ -20,7 +20,9 @@ WORKERS = (1, 2)
 LIBRARIES = ("numpy", "tokenizers", "sentencepiece", "tiktoken")
 
 
-def preprocessing(folder: Path, *, rounds: int, copies: int, documents: int | None = None) -> list[dict[str, Any]]:
+def preprocessing(
+    folder: Path, *, rounds: int, copies: int, workers_of: Sequence[int], documents: int | None = None
+) -> list[dict[str, Any]]:
     """A row for each tokenizer and number of workers."""
     source, corpus = folder / "source.jsonl", folder / "corpus.jsonl"
     common.run_python("examples/quickstart/build_corpus.py", "--output", str(source))
@@ -29,7 +31,7 @@ def preprocessing(folder: Path, *, rounds: int, copies: int, documents: int | No
     print(f"preprocess: {count} documents, {size / 1e6:.0f} MB of text; the whole command, start-up included")
     rows = []
     for kind in KINDS:
-        for workers in WORKERS:
+        for workers in workers_of:
             pairs = []
             for _ in range(rounds):
                 ours = preprocess(corpus, tokenizers[kind], folder / "out", workers=workers)
@@ -80,12 +82,13 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="a few documents, one round: does it run?")
     arguments = parser.parse_args(words)
     rounds, sizes = arguments.rounds, {"tokens": arguments.tokens, "documents": arguments.documents}
-    copies, text, samples = arguments.copies, None, 20_000
+    copies, text, workers, samples = arguments.copies, None, WORKERS, 20_000
     if arguments.tiny:
-        rounds, copies, text, samples, sizes = 1, 1, 200, 50, {"tokens": 200_000, "documents": 500}
+        rounds, copies, text, workers, samples = 1, 1, 200, WORKERS[-1:], 50
+        sizes = {"tokens": 200_000, "documents": 500}
     versions = {name: common.version(name) for name in LIBRARIES}
     with tempfile.TemporaryDirectory(prefix="data-", dir=arguments.folder) as folder:
-        rows = preprocessing(Path(folder), rounds=rounds, copies=copies, documents=text)
+        rows = preprocessing(Path(folder), rounds=rounds, copies=copies, workers_of=workers, documents=text)
         found = reading(Path(folder), **sizes, samples=samples, rounds=rounds)
     common.write_json(arguments.json, "data.run", words, {"versions": versions, "preprocess": rows, **found})
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import common
+from tests.support.ranks import forked_pools
 
 FOLDER = common.ROOT / "benchmarks"
 FILES = sorted(FOLDER.rglob("*.py"))
@@ -70,7 +71,8 @@ def test_the_options_of_each_command_exist(line: str, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(("program", "words", "key"), SMALLEST, ids=[program for program, _, _ in SMALLEST])
 def test_it_runs(program: str, words: Sequence[str], key: str, tmp_path: Path) -> None:
     module = importlib.import_module(f"benchmarks.{program}")
-    module.main([*words, "--json", str(tmp_path / "found.json")])
+    with forked_pools():
+        module.main([*words, "--json", str(tmp_path / "found.json")])
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["command"].startswith(f"python -m benchmarks.{program} ")
     assert found["torch"] and found["machine"] and found[key]
