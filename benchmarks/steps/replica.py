@@ -25,7 +25,8 @@ class Run:
     def __init__(self, config: RunConfig, *, rank: int, device: torch.device, made: ProcessGroups | None = None) -> None:
         self.config, self.device = config, device
         groups: dict[str, Any] = {} if made is None else {"made": made}
-        self.topology = Topology.create(layout_of(config), rank=rank, device=device, **groups)
+        memory = config.parallel.shared_memory_collectives
+        self.topology = Topology.create(layout_of(config), rank=rank, device=device, shared_memory=memory, **groups)
         self.replica: Replica = build_replica(config, self.topology)
         self.stepper = Stepper(self.replica, Schedules(config))
         self.data = open_data(self.replica, None)

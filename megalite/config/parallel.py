@@ -119,6 +119,8 @@ class ParallelConfig:
     changes while an operation has it is an error that names the operation."""
     distributed_backend: str = option("auto", choices=("auto", "nccl", "gloo"))
     """auto: nccl on cuda, gloo on cpu."""
+    shared_memory_collectives: bool = option(True)
+    """On gloo, tensor-parallel ranks of one Linux host on x86-64 exchange through memory instead of sockets, to the same bits."""
     distributed_timeout_minutes: float = option(10.0, above=0)
     """A collective that waits longer fails."""
     hang_timeout_minutes: float | None = option(None, at_least=0)

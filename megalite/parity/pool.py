@@ -42,15 +42,18 @@ class RankContext:
 
     def topology(self, *, sanitized: bool = False, **axes: Any) -> Topology:
         """The topology of `ParallelLayout(**axes)` over the first ranks of the pool."""
-        return self._topology(ParallelLayout(**axes), sanitized)
+        return self._topology(ParallelLayout(**axes), sanitized=sanitized)
 
-    def _topology(self, layout: ParallelLayout, sanitized: bool) -> Topology:
-        kind = SanitizedGroup if sanitized else Group
-        return Topology.create(layout, rank=self.rank, device=torch.device("cpu"), made=self.made, group_type=kind)
+    def _topology(self, layout: ParallelLayout, *, sanitized: bool, memory: bool = True) -> Topology:
+        kind, cpu = SanitizedGroup if sanitized else Group, torch.device("cpu")
+        return Topology.create(
+            layout, rank=self.rank, device=cpu, made=self.made, group_type=kind, shared_memory=memory
+        )
 
     def topology_of(self, config: RunConfig) -> Topology:
         """The topology of a validated config over the first ranks of the pool."""
-        return self._topology(layout_of(config), config.parallel.sanitize_communication)
+        p = config.parallel
+        return self._topology(layout_of(config), sanitized=p.sanitize_communication, memory=p.shared_memory_collectives)
 
 
 class RankPool:

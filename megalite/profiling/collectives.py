@@ -163,7 +163,8 @@ def make_channels(
 
     def topology(**axes: int | str) -> Topology:
         layout = ParallelLayout(**axes)  # type: ignore[arg-type]
-        return Topology.create(layout, rank=rank, device=device, made=made)
+        # One rate is for all kinds of groups, and most are on gloo.
+        return Topology.create(layout, rank=rank, device=device, made=made, shared_memory=False)
 
     found = []
     if local > 1:

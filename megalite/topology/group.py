@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megalite.config.errors import CheckpointError, ConfigError
+from megalite.topology.shared_memory import SharedMemory
 from megalite.watchdog.heartbeat import UNWATCHED, Heartbeat, Lane
 
 _PIECE = 1 << 16
@@ -83,6 +84,7 @@ class Group:
         rank: this process's index in `ranks`.
         process_group: torch's handle; None for one rank.
         heartbeat: is notified of every operation.
+        memory: what its collectives of equal parts go through in place of `process_group`.
     """
 
     name: str
@@ -90,6 +92,7 @@ class Group:
     rank: int
     process_group: dist.ProcessGroup | None = None
     heartbeat: Heartbeat = UNWATCHED
+    memory: SharedMemory | None = None
     _lane: Lane = field(init=False)
 
     def __post_init__(self) -> None:
@@ -118,6 +121,8 @@ class Group:
         """`all_reduce` under way; `tensor` must not be touched before `wait()`."""
         if self.size == 1:
             return DONE
+        if (memory := self.memory) is not None:
+            return self._lane.start(lambda: memory.all_reduce(tensor, op), "all_reduce", tensor.nbytes)
         reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
         return self._start("all_reduce", tensor.nbytes, dist.all_reduce, tensor, reduce_op)
 
@@ -131,6 +136,8 @@ class Group:
             if output.data_ptr() != part.data_ptr():
                 output.copy_(part)
             return DONE
+        if (memory := self.memory) is not None:
+            return self._lane.start(lambda: memory.all_gather(output, part), "all_gather", part.nbytes)
         return self._start("all_gather", part.nbytes, _all_gather_single, output, part)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
@@ -187,6 +194,8 @@ class Group:
         return self._start_exchange(output, tensor, "all_to_all")
 
     def _start_exchange(self, output: torch.Tensor, tensor: torch.Tensor, operation: str) -> Work:
+        if (memory := self.memory) is not None:
+            return self._lane.start(lambda: memory.all_to_all_equal(output, tensor), operation, tensor.nbytes)
         return self._start(operation, tensor.nbytes, dist.all_to_all_single, output, tensor)
 
     def _start(self, operation: str, size: int, call: Callable[..., Work | None], *arguments: Any) -> Work:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megalite.config.errors import ConfigError, RankError
 from megalite.topology.group import Group
 from megalite.topology.layout import Coordinate, ParallelLayout, RankLists
+from megalite.topology.shared_memory import SharedMemory
 from megalite.watchdog.heartbeat import UNWATCHED, Heartbeat, lane_name
 
 
@@ -100,7 +101,7 @@ def _who_is_missing(store: dist.Store, meeting: str, ranks: range) -> list[int]:
 
 
 ProcessGroups = MutableMapping[tuple[str, tuple[int, ...]], Any]
-"""Process groups made so far, by (kind, ranks)."""
+"""Process groups, and the memory that ranks share, made so far, by (kind, ranks)."""
 
 PRIVATE_KINDS = ("cp", "ep")
 CONTEXT_KINDS = ("cp", "cp-heads", "cp-keys")
@@ -111,6 +112,9 @@ GRADIENT_KINDS = ("dp-cp", "expert-dp", *ParallelLayout.INSTANCE_KINDS)
 """Kinds that gradients are summed and parameters gathered over; they share process groups with one another alone. On NCCL
 to wait for a number behind them would be to wait for them; on gloo a thread beside the program's exchanges some of them,
 in no fixed order with what layers exchange (expert-dp can have tp's ranks)."""
+
+_KINDS_IN_MEMORY = ("tp", "expert-tp")
+"""Kinds that layers wait for, and that one program orders; over the same ranks they share a process group too."""
 
 
 def communicator_of(kind: str) -> str:
@@ -258,6 +262,7 @@ class Topology:
         made: ProcessGroups | None = None,
         heartbeat: Heartbeat = UNWATCHED,
         group_type: type[Group] = Group,
+        shared_memory: bool = True,
     ) -> "Topology":
         """Make the groups that `rank` is in. Every rank of the layout calls this at the same time.
 
@@ -269,6 +274,7 @@ class Topology:
             made: process groups to re-use and add to, for programs that go through many layouts of one world.
             heartbeat: gets every group's operations.
             group_type: `SanitizedGroup` finds wrong use of asynchronous operations.
+            shared_memory: on gloo, tensor-parallel ranks of one host communicate through it.
         """
         if backend == "auto":
             backend = "nccl" if device.type == "cuda" else "gloo"
@@ -307,6 +313,11 @@ class Topology:
                 edges[pipeline.index(pair[0]), pipeline.index(pair[1])] = edge
         world = groups["world"]
         assert world is not None
+        for kind in _KINDS_IN_MEMORY if shared_memory and backend == "gloo" else ():
+            if (some := groups[kind]) is not None and some.size > 1:
+                if (key := ("memory", some.ranks)) not in made:
+                    made[key] = SharedMemory.open(some, timeout=timeout.total_seconds())
+                groups[kind] = dataclasses.replace(some, memory=made[key])
         if backend == "nccl":
             _connect(edges, device)
         return cls(

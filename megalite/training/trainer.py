@@ -223,6 +223,7 @@ class Trainer:
             timeout_minutes=config.parallel.distributed_timeout_minutes,
             heartbeat=watch.heartbeat,
             group_type=cast("type[Group]", kind),
+            shared_memory=parallel.shared_memory_collectives,
         )
         with agreeing(world, device):  # on kernels, which one stage may need and another not
             modules = build_modules(config, topology, programs)

@@ -30,6 +30,7 @@ SMALLEST = (
     ("cpu.attention", ["--rounds", "1", "--shapes", "1x2x16x8"], "milliseconds"),
     ("cpu.products", ["--rounds", "1", "--shapes", "16x8x16"], "flops_per_second"),
     ("cpu.scheduling", ["--rounds", "1", "--ranks", "2"], "rows"),
+    ("cpu.shared_memory", ["--rounds", "1", "--ranks", "2", "--sizes", "1024"], "rows"),
     ("checkpoint.run", ["--tiny", "--rounds", "1"], "conversion"),
     ("data.run", ["--tiny"], "preprocess"),
     ("pipeline.run", ["--quick", "--memory", "--only", "1f1b"], "memory"),

@@ -1,0 +1,100 @@
+"""Tensor-parallel ranks of one host through shared memory, beside gloo's sockets: collectives, and a step.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.cpu.shared_memory [--ranks 2 4] [--sizes BYTES ...] [--rounds N] [--json FILE]
+
+All-reduces and reduce-scatters of fp32, and the step of `benchmarks.steps.run` with tp = ranks, without and with sequence
+parallelism. Both ways take turns in the same processes; medians over rounds, and the median of each round's ratio.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from benchmarks import common
+from benchmarks.steps.replica import Run
+from benchmarks.steps.run import CPU_MODEL
+from megalite.config.describe import replace
+from megalite.config.run import RunConfig
+from megalite.config.validate import validate
+from megalite.parity.pool import RankContext, RankPool
+from megalite.profiling.collectives import collective
+
+WAYS = {"memory": True, "sockets": False}
+SECONDS = 0.05
+"""Of one turn."""
+
+
+def take_turns(
+    context: RankContext, works: Mapping[str, Callable[[], object]], rounds: int, calls: int
+) -> dict[str, list[float]]:
+    """Milliseconds of a call, round by round, in one order on all ranks."""
+    world = context.topology(dp=torch.distributed.get_world_size()).world
+    found: dict[str, list[float]] = {name: [] for name in works}
+    for order in common.shuffled(list(works), rounds):
+        for name in order:
+            world.all_reduce(torch.zeros(1))
+            start = time.perf_counter()
+            for _ in range(calls):
+                works[name]()
+            found[name].append(1e3 * (time.perf_counter() - start) / calls)
+    return found
+
+
+def collectives(context: RankContext, operation: str, ranks: int, size: int, rounds: int) -> dict[str, list[float]]:
+    shared = context.topology(tp=ranks).tp
+    assert shared.memory is not None, "these ranks share no memory: it needs Linux on x86-64"
+    groups = {"memory": shared, "sockets": dataclasses.replace(shared, memory=None)}
+    works = {name: collective(operation, group, size, torch.device("cpu"))[0] for name, group in groups.items()}
+    return take_turns(context, works, rounds, max(3, min(100, int(SECONDS * 1e9 / (size * ranks)))))
+
+
+def steps(context: RankContext, ranks: int, sequence_parallel: bool, rounds: int) -> dict[str, list[float]]:
+    works: dict[str, Callable[[], object]] = {}
+    for name, memory in WAYS.items():
+        layout = {"tp": ranks, "sequence_parallel": sequence_parallel, "shared_memory_collectives": memory}
+        config = validate(replace(RunConfig(), **CPU_MODEL, **layout, mock_data=True, train_iters=1000, lr=1e-4), ranks)
+        run = Run(config, rank=context.rank, device=torch.device("cpu"), made=context.made)
+        batches = run.read(run.batch_size)
+        works[name] = lambda run=run, batches=batches: run.train(batches, run.batch_size)  # type: ignore[misc]
+        works[name]()
+    return take_turns(context, works, rounds, 2)
+
+
+def row_of(found: dict[str, list[float]], **what: object) -> dict[str, Any]:
+    times = {name: round(statistics.median(values), 3) for name, values in found.items()}
+    return {**what, "ms": times, "sockets_over_memory": round(common.ratio(found["sockets"], found["memory"]), 2)}
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--sizes", type=int, nargs="*", default=[1 << 10, 1 << 16, 1 << 20, 1 << 24], help="bytes")
+    parser.add_argument("--rounds", type=int, default=15)
+    arguments = parser.parse_args(words)
+    rows, rounds = [], arguments.rounds
+    for ranks in arguments.ranks:
+        with RankPool(ranks) as pool:
+            for operation in ("all-reduce", "reduce-scatter"):
+                for size in arguments.sizes:
+                    found = pool.run(ranks, collectives, operation, ranks, size, rounds)[0]
+                    rows.append(row_of(found, ranks=ranks, what=operation, bytes=size))
+            for sequence_parallel in (False, True):
+                found = pool.run(ranks, steps, ranks, sequence_parallel, rounds)[0]
+                rows.append(row_of(found, ranks=ranks, what=f"step{', sequence parallel' * sequence_parallel}"))
+        for row in rows[-2 - 2 * len(arguments.sizes) :]:
+            name = f"{row['ranks']} ranks, {row['what']} {row.get('bytes', '')}"
+            times = row["ms"]
+            print(
+                f"{name:<40} memory {times['memory']:9.3f} ms, sockets {times['sockets']:9.3f} ms, "
+                f"{row['sockets_over_memory']:.2f}x",
+                flush=True,
+            )
+    common.write_json(arguments.json, "cpu.shared_memory", words, {"rows": rows})
+
+
+if __name__ == "__main__":
+    main()
