@@ -336,7 +336,9 @@ def communication_rows(config: RunConfig, pipeline_rank: int, num_microbatches: 
     """
     sizes, rows = group_sizes(config), []
     for (group, operation), volume in sorted(step_volumes(config, pipeline_rank, num_microbatches).items()):
-        changes = group.removeprefix("intra-") in ("dp-cp", "expert-dp") and operation != "all-reduce"
+        exchanging = ("inter-", "intra-") if config.parallel.strategy.weights == "local" else ("intra-",)
+        of_replicas = any(group.removeprefix(prefix) in ("dp-cp", "expert-dp") for prefix in exchanging)
+        changes = of_replicas and operation != "all-reduce"
         rows.append(
             {
                 "pipeline_rank": pipeline_rank,

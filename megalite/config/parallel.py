@@ -105,8 +105,9 @@ class ParallelConfig:
     """What data-parallel ranks exchange; docs/data_parallel.md explains each. distributed-optimizer is ZeRO-1 (or 2),
     fully-sharded ZeRO-3; ddp, horovod, byteps, zero1, zero2, zero3 and fsdp stand for some of them."""
     dp_instances: int = option(1, at_least=1, below=2**20, flags=("--num-distributed-optimizer-instances",))
-    """distributed-optimizer, fully-sharded: shard inside each of so many equal parts of the dp·cp ranks, neighbours of
-    which a part fits into a node; the parts are replicas (hybrid sharding)."""
+    """distributed-optimizer, fully-sharded, local-sgd, diloco, gossip: cut the dp·cp ranks into so many equal parts, neighbours
+    of which a part fits into a node. ZeRO shards inside a part, and parts are replicas (hybrid sharding); the others
+    all-reduce gradients inside a part, and parts exchange weights (1: each rank is a part)."""
     ddp_bucket_size: int = option(40_000_000, at_least=1)
     """Parameters in one gradient bucket; fused-all-reduce and sharded-parameter-server cut by other sizes."""
     overlap_grad_reduce: bool = option(True)
@@ -161,6 +162,11 @@ class ParallelConfig:
         return self.dp_instances if self.strategy.has("dp_instances") else 1
 
     @property
+    def own_weights(self) -> int | None:
+        """Replicas with different weights, of a strategy that has such: instances, or without them each rank."""
+        return self.instances if self.instances > 1 else self.dp
+
+    @property
     def hang_timeout(self) -> float:
         """Minutes, with the default filled in: less than after which collectives fail, for those can name no one."""
         given = self.hang_timeout_minutes
@@ -181,7 +187,7 @@ class ParallelConfig:
 
 COMPRESSIONS = ("none", "onebit", "uint8", "topk", "powersgd")
 GOSSIP_GRAPHS = ("ring", "one-peer")
-GOSSIP_ALGORITHMS = ("d-psgd", "decentlam")
+GOSSIP_ALGORITHMS = ("d-psgd", "decentlam", "choco-sgd")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,13 +225,15 @@ class DataParallelConfig:
     sync_fragments: int = option(1, at_least=1)
     """diloco: fragments of the network, each exchanged at its own time (streaming DiLoCo)."""
     sync_delay: int = option(0, at_least=0)
-    """diloco: steps during which an exchange may be under way before its result is used."""
+    """local-sgd, diloco: steps during which an exchange may be under way before its result is used; with local-sgd this is
+    asynchronous model averaging."""
     sync_mix: float = option(0.0, at_least=0, below=1)
     """diloco: share of a rank's own weights that stays when a fragment's result is taken up; 0 takes the result."""
     gossip_graph: str = option("ring", choices=GOSSIP_GRAPHS)
     """gossip: average with both neighbours of a ring, or with one peer that changes from step to step."""
     gossip_algorithm: str = option("d-psgd", choices=GOSSIP_ALGORITHMS)
-    """gossip: average weights before the optimizer's update, or correct momentum for what averaging does (DecentLaM)."""
+    """gossip: average weights before the optimizer's update; or correct momentum for what averaging does (DecentLaM); or
+    average copies of them that all keep alike, the changes of which travel in 8 bits (CHOCO-SGD)."""
     grad_compression: str = option("none", choices=COMPRESSIONS)
     """all-reduce: lossy gradients with error feedback: signs, 8-bit integers, the largest elements, or low rank."""
     compression_warmup_steps: int = option(0, at_least=0)

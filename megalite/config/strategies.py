@@ -96,14 +96,28 @@ def _averaged(t: BucketTraffic) -> Volumes:
     return [("all-to-all", size), ("all-gather", size)]
 
 
+INTEGER_BLOCK = 2048
+"""Elements that share a scale where 8-bit integers travel."""
+
+
 def _neighbours(t: BucketTraffic) -> Volumes:
-    peers = 1 if t.config.data_parallel.gossip_graph == "one-peer" or t.replicas == 2 else 2
+    d = t.config.data_parallel
+    peers = 1 if d.gossip_graph == "one-peer" or t.replicas == 2 else 2
+    if d.gossip_algorithm == "choco-sgd":
+        return [("send", peers * (t.elements + -(-t.elements // INTEGER_BLOCK) * max(4, t.parameter)))]
     return [("send", peers * t.elements * t.wire)]
+
+
+def _gossip_states(config: Config) -> tuple[str, ...]:
+    algorithm = config.data_parallel.gossip_algorithm
+    if algorithm == "choco-sgd":
+        return ("gossip_own", "gossip_left", *(["gossip_right"] if config.parallel.own_weights != 2 else []))
+    return ("gossip_momentum",) if algorithm == "decentlam" else ()
 
 
 _HERE = "megalite.data_parallel"
 _GRADIENTS = "reduction_order ddp_bucket_size"
-_LOCAL = f"{_GRADIENTS} sync_warmup_steps"
+_LOCAL = f"{_GRADIENTS} sync_warmup_steps dp_instances"
 
 STRATEGIES: Registry[type] = Registry(
     "dp_strategy",
@@ -161,10 +175,13 @@ STRATEGIES: Registry[type] = Registry(
         "local-sgd": (
             f"{_HERE}.more.local_sgd:LocalSGD",
             StrategyFacts(
-                settings=f"{_LOCAL} sync_interval average_optimizer_state",
+                settings=f"{_LOCAL} sync_interval sync_delay average_optimizer_state",
                 traffic=_averaged,
                 weights="local",
-                states=lambda config: ("anchor",) if config.data_parallel.narrow_wire else (),
+                states=lambda config: (
+                    *(["anchor"] if config.data_parallel.narrow_wire else []),
+                    *(["sync_change"] if config.data_parallel.sync_delay else []),
+                ),
             ),
         ),
         "diloco": (
@@ -186,9 +203,7 @@ STRATEGIES: Registry[type] = Registry(
                 settings=f"{_LOCAL} gossip_graph gossip_algorithm",
                 traffic=_neighbours,
                 weights="local",
-                states=lambda config: (
-                    ("gossip_momentum",) if config.data_parallel.gossip_algorithm == "decentlam" else ()
-                ),
+                states=_gossip_states,
             ),
         ),
     },

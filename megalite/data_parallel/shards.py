@@ -81,6 +81,17 @@ class StrategyGroups:
         """The ranks with the same part of such a bucket where the ranks of `replicas` have one each: one of an instance."""
         return self.inter_expert_dp if kind.expert else self.inter_dp
 
+    def own_weights(self, kind: BucketKind) -> tuple[Group, Group]:
+        """Where replicas have different weights: the ranks at this one's place in all of them, and those of this one. A
+        replica is an instance, or without such one rank."""
+        across = self.instances(kind)
+        return (across, self.replicas(kind)) if across.size > 1 else (self.replicas(kind), _ALONE)
+
+    def first_copy(self, kind: BucketKind) -> bool:
+        """Of what tp ranks or the two ends of a pipeline hold alike in such a bucket, this rank has the copy that counts."""
+        first_end = not kind.tied or self.embedding is None or self.embedding.rank == 0
+        return first_end and (kind.split_over_tp or (self.expert_tp if kind.expert else self.tp).rank == 0)
+
     def place(self, kind: BucketKind) -> tuple[int, int]:
         """This rank's among all ranks with the same bucket, and how many these are."""
         inside, across = self.replicas(kind), self.instances(kind)
@@ -120,6 +131,8 @@ class Norms:
     clipping: float
     """Of the gradient that this rank's update goes by."""
 
+
+_ALONE = Group.solo("replica")
 
 PIECE = 1 << 20
 """Elements that are worked on at a time."""

@@ -189,11 +189,7 @@ class DataParallelStrategy(ABC):
     def _counts(self, bucket: Bucket) -> bool:
         """Of the instances, and the ranks with other parts of the network, that have the bucket's tensors too, this one has
         them counted."""
-        kind, groups = bucket.kind, self.groups
-        if groups.instances(kind).rank > 0:
-            return False
-        first_copy = not kind.tied or groups.embedding is None or groups.embedding.rank == 0
-        return first_copy and (kind.split_over_tp or (groups.expert_tp if kind.expert else groups.tp).rank == 0)
+        return self.groups.instances(bucket.kind).rank == 0 and self.groups.first_copy(bucket.kind)
 
     def owned_range(self, bucket: Bucket) -> tuple[int, int]:
         """The part of a bucket that this rank has the reduced gradient of, and updates: all of it,

@@ -8,6 +8,7 @@ Letters: b micro batch size, s sequence length, h hidden size, e bytes of an act
 T = b·s/cp tokens of a rank, A = T·h·e the activations between two layers, whole.
 """
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -35,8 +36,8 @@ Volume = tuple[str, str, int]  # group, operation, bytes
 def norm_terms(config: RunConfig) -> int:
     """Numbers that tell the gradient's norm, in the all-reduce that all ranks take part in."""
     if config.parallel.strategy.weights == "local":
-        assert config.parallel.dp is not None
-        return config.parallel.dp
+        assert config.parallel.own_weights is not None
+        return config.parallel.own_weights
     if config.optimizer.optimizer in ONEBIT_OPTIMIZERS:
         return 2 + config.optimizer.published_onebit * (config.parallel.dp or 1)
     return config.parallel.strategy.norm_terms
@@ -74,6 +75,10 @@ def gradient_volumes(
             yield "tp", "all-reduce", bucket.elements // parts * width
         if bucket.tied:
             yield "embedding", "all-reduce", bucket.elements // parts * width
+        if config.parallel.instances > 1 and config.parallel.strategy.weights == "local":
+            for group, operation, volume in _hierarchical(config, bucket):
+                yield group, operation, round(volume)
+            continue
         if bucket.replicas > 1:
             # A tied embedding on one rank is complete once at each end.
             pushes = num_microbatches * (2 if bucket.tied and shares_embedding(stages) else 1)
@@ -87,6 +92,18 @@ def gradient_volumes(
                 yield across, "all-gather", size
             else:
                 yield across, "all-reduce", size
+
+
+def _hierarchical(config: RunConfig, bucket: PlannedBucket) -> Iterator[tuple[str, str, float]]:
+    """Gradients are summed inside an instance, where then what each rank's part has got from others is gathered."""
+    p, whole = config.parallel, bucket.elements
+    for operation in ("all-to-all", "all-gather") if _sums_in_parts(config) else ("all-reduce",):
+        yield bucket.group, operation, whole * wire_width(config)
+    part = dataclasses.replace(bucket, elements=whole // bucket.replicas, replicas=p.instances)
+    across = list(_exchanges(config, part, 1, 1))
+    for operation, size in across:
+        yield bucket.group.replace("intra", "inter"), operation, size
+    yield bucket.group, "all-gather", across[-1][1] * bucket.replicas
 
 
 def _sums_in_parts(config: RunConfig) -> bool:

@@ -414,7 +414,7 @@ def _load_stored(
     if len(stored) != 1 + len(shape) or stored[1:] != shape:
         expected = ", or one such for each replica" if private else ""
         raise CheckpointError(f"{checkpoint.path}: {key} is {list(stored)} there, {list(shape)} here{expected}")
-    group = replica.strategy.groups.replicas(state.bucket.kind)
+    group, _ = replica.strategy.groups.own_weights(state.bucket.kind)
     if private and stored[0] == group.size:
         _read_range(checkpoint, key, placed, state.start, state.values, replica=group.rank)
         return

@@ -103,10 +103,12 @@ def _saved(replica: Replica, state: FlatState, group: Literal["weight", "optimiz
             parts += boxes_in(placed, own, state.start + same.rank * size)
         elif state.placement is Placement.PRIVATE:
             # One replica's values, in a tensor with a leading dimension over replicas.
-            replicas, spec = replica.strategy.groups.replicas(state.bucket.kind), placed.parameter.info.spec
+            replicas, same = replica.strategy.groups.own_weights(state.bucket.kind)
+            spec = placed.parameter.info.spec
             bounds = ((replicas.rank, replicas.rank + 1), *spec.slice)
             private = ShardSpec(name=spec.name, global_shape=(replicas.size, *spec.global_shape), slice=bounds)
-            parts.append((private, state.values[placed.start : placed.stop]))
+            if index % same.size == same.rank:
+                parts.append((private, state.values[placed.start : placed.stop]))
         else:
             share = _share(replica, state.bucket, index, placed)
             if share is not None:

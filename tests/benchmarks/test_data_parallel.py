@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import common
 from benchmarks.data_parallel import links as shaped_links
+from benchmarks.data_parallel import pulls
 from benchmarks.data_parallel import run as data_parallel
 from benchmarks.data_parallel.links import ShapedLinks, sent_and_received, unavailable
 from benchmarks.data_parallel.run import GPT, ONEBIT, Bench, end_of, seconds, sent, steps_of
@@ -111,3 +112,13 @@ def test_links_join_ranks_and_go_away() -> None:
 def test_an_interface_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="there is no interface eth77"):
         sent_and_received("eth77")
+
+
+def test_what_is_needed_first_comes_first(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any other order a forward waits longer; on a fast link it computes all but all the time."""
+    monkeypatch.setattr(sys, "argv", ["pulls"])
+    pulls.main()
+    waits = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    first, plain = [float(words[4]) for words in waits], [float(words[-1]) for words in waits]
+    assert len(waits) == len(pulls.RATES) and all(a < b for a, b in zip(first, plain, strict=True))
+    assert first == sorted(first, reverse=True) and first[-1] < first[0] / 50

@@ -211,11 +211,18 @@ _TABLE = """
 2 --dp-strategy async-parameter-server --precision fp16
     => precision fp16 … dp_strategy async-parameter-server … precision bf16
 5 --dp-strategy gossip --gossip-graph one-peer
-    => gossip_graph one-peer pairs up the data-parallel ranks, but dp is 5 … gossip-graph ring,
+    => gossip_graph one-peer pairs up replicas, but dp is 5 … gossip-graph ring,
 2 --dp-strategy diloco --sync-interval 10 --sync-fragments 4 --num-layers 4
     => sync_interval 10 … sync_fragments 4 … fragments 1, 2, 5, 10
 2 --dp-strategy diloco --sync-interval 10 --sync-fragments 5 --sync-delay 2 --num-layers 6
     => sync_delay 2 … sync_interval / sync_fragments = 10/5 = 2 … sync-delay 1
+6 --dp-strategy gossip --gossip-graph one-peer --dp-instances 3
+    => gossip_graph one-peer pairs up replicas, but dp_instances is 3 … dp_instances 2 or 4
+4 --dp-strategy local-sgd --dp-instances 4 => dp_instances 4 … 4 ranks … leave two or more to each … --dp-instances 1, 2
+2 --dp-strategy local-sgd --sync-interval 4 --sync-delay 4
+    => sync_delay 4 … sync_interval / sync_fragments = 4/1 = 4 … sync-delay 3
+2 --dp-strategy local-sgd --sync-delay 4 --average-optimizer-state
+    => average_optimizer_state does not go with sync_delay 4 … --sync-delay 0
 2 --dp-strategy gossip --check-replicas-interval 5 => check_replicas_interval 5 … dp_strategy gossip
 8 --dp-strategy fully-sharded --dp-instances 3
     => dp_instances 3 must divide the dp·cp = 8·1 = 8 ranks and … --dp-instances 1, 2, 4 … --dp-strategy all-reduce
@@ -276,6 +283,10 @@ _TABLE = """
 2 --stochastic-rounding => stochastic_rounding … exp_avg_dtype fp32 and exp_avg_sq_dtype fp32 … exp-avg-dtype bf16
 4 --dp-strategy gossip --gossip-graph one-peer --gossip-algorithm decentlam --optimizer sgd
     => gossip_algorithm decentlam … gossip_graph one-peer … gossip-graph ring
+4 --dp-strategy gossip --gossip-graph one-peer --gossip-algorithm choco-sgd
+    => gossip_algorithm choco-sgd … gossip_graph one-peer … gossip-graph ring
+2 --dp-strategy gossip --gossip-algorithm choco-sgd --wire-dtype bf16
+    => wire_dtype bf16 has no effect with gossip_algorithm choco-sgd … sync_warmup_steps 0 … --sync-warmup-steps 100
 4 --dp-strategy gossip --gossip-algorithm decentlam --optimizer sgd --sgd-nesterov
     => sgd_nesterov … gossip_algorithm decentlam … --no-sgd-nesterov
 2 --dp-strategy diloco --sync-interval 12 --sync-fragments 6 --num-layers 4

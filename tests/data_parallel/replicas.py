@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -111,7 +112,8 @@ def run_toy(
     found: dict[str, Any] = {"weights": [], "phases": [], "bytes": [], "means": {}}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local_sgd, "fragment_of", toy_fragment)
-        run = ToyRun(context.topology(dp=dp), {"reduction_order": "rank", **settings})
+        topology = context.topology(dp=dp, instances=settings.get("dp_instances", 1))
+        run = ToyRun(topology, {"reduction_order": "rank", **settings})
     for step in range(1, steps + 1):
         if step in overflow_at:
             sums = run.gradients(scale=float("inf") if context.rank == dp - 1 else 1.0)
@@ -141,6 +143,24 @@ def play(ranks: int, steps: int, turn: Callable[[list[Replica], int], None], **o
         for replica, weights in zip(replicas, found, strict=True):
             weights.append(replica.shaped())
     return found
+
+
+def replica_gradient(name: str, step: int, replica: int, members: int) -> Any:
+    """In numpy and fp64: the part of the gradient that the ranks of one of several replicas find together."""
+    ranks = range(replica * members, (replica + 1) * members)
+    return sum(gradient(name, step, rank).double().numpy() for rank in ranks)
+
+
+def assert_near(found: list[dict[str, Any]], wanted: list[list[dict[str, Any]]], members: int) -> None:
+    """All weights of all ranks after all steps, to 1e-10 of those of their replicas; of one replica to the bit."""
+    assert len(found) == members * len(wanted)
+    for rank, ours in enumerate(found):
+        for one, other, first in zip(
+            ours["weights"], wanted[rank // members], found[rank // members * members]["weights"], strict=True
+        ):
+            for name in SHAPES:
+                np.testing.assert_allclose(one[name].numpy(), other[name], rtol=1e-10, atol=1e-10, err_msg=name)
+                assert torch.equal(one[name], first[name])
 
 
 def assert_same(found: list[dict[str, Any]], wanted: list[list[Weights]]) -> None:

@@ -33,10 +33,12 @@ CASES: list[dict[str, Any]] = [
     *({"dp_strategy": name} for name in STRATEGIES if STRATEGIES.facts(name).shards_states),
     {"dp_strategy": "local-sgd"},
     {"dp_strategy": "local-sgd", "wire_dtype": "bf16"},
+    {"dp_strategy": "local-sgd", "sync_interval": 4, "sync_delay": 1},
     {"dp_strategy": "diloco", "sync_interval": 4},
     {"dp_strategy": "diloco", "sync_interval": 4, "sync_delay": 1},
     {"dp_strategy": "gossip"},
     {"dp_strategy": "gossip", "gossip_algorithm": "decentlam", **SGD},
+    {"dp_strategy": "gossip", "gossip_algorithm": "choco-sgd"},
 ]
 MAIN = ("replica_param", "main_param")
 """Main parameters, which are there anyway."""
@@ -46,7 +48,7 @@ def kept(context: RankContext) -> list[tuple[set[str], float, set[str], float]]:
     """For each case: names and elements of the states, as the strategy has them and as they are stated."""
     found = []
     for settings in CASES:
-        run = ToyRun(context.topology(dp=RANKS), {"ddp_bucket_size": 10**4, **settings})
+        run = ToyRun(context.topology(dp=RANKS), {"dp": RANKS, "ddp_bucket_size": 10**4, **settings})
         states = [state for state in run.strategy.states() if state.name not in MAIN]
         buckets = {state.bucket for state in states}
         stated = strategy_states(run.config)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from megalite.data_parallel.facts import strategy_states
 from megalite.data_parallel.more.local_sgd import peers_of
 from tests.data_parallel.replicas import (
     BF16_WIRE,
@@ -15,15 +16,18 @@ from tests.data_parallel.replicas import (
     SGD,
     Replica,
     Weights,
+    assert_near,
     assert_same,
     mean,
     play,
+    replica_gradient,
     run_toy,
     sent,
     start,
 )
-from tests.data_parallel.toy import SHAPES, padded
-from tests.support.ranks import run_ranks
+from tests.data_parallel.toy import NO_DECAY, SHAPES, Toy, ToyRun, padded
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.tiny import tiny_config
 
 PEER = {"gossip_graph": "one-peer"}
 WARM = {"sync_warmup_steps": 1}
@@ -132,13 +136,95 @@ def test_decentlam_is_the_papers_with_a_constant_rate() -> None:
                 )
 
 
+EIGHT_BITS = {"gossip_algorithm": "choco-sgd"}
+CHOCO = {**EIGHT_BITS, "precision": "fp64", **SGD}
+BUCKETS = (("norm", "bias"), ("down",), ("up",), ("table",))
+
+
+def rounded(change: dict[str, Any], members: int, ranks: int) -> dict[str, Any]:
+    """8 bits and one scale for each part of a bucket: the ranks of a replica have one each."""
+    found = {}
+    for bucket in BUCKETS:
+        flat = np.concatenate([change[name].ravel() for name in bucket])
+        parts = np.pad(flat, (0, -flat.size % (64 * ranks))).reshape(members, -1)
+        scale = np.abs(parts).max(axis=1, keepdims=True) / 127
+        flat = (scale * np.round(parts / np.where(scale == 0.0, 1.0, scale))).ravel()
+        for name in bucket:
+            found[name], flat = flat[: change[name].size].reshape(change[name].shape), flat[change[name].size :]
+    return found
+
+
+def choco_sgd(ranks: int, steps: int, warm_up: int = 0, members: int = 1) -> list[list[dict[str, Any]]]:
+    """In numpy, with decoupled decay and heavy ball: the weights by replica, of so many members, and step."""
+    first = {name: getattr(Toy(torch.float64), name).detach().numpy() for name in SHAPES}
+    weights = [{name: values.copy() for name, values in first.items()} for _ in range(ranks)]
+    public = [{name: values.copy() for name, values in first.items()} for _ in range(ranks)]
+    momenta = [{name: np.zeros_like(values) for name, values in first.items()} for _ in range(ranks)]
+    found: list[list[dict[str, Any]]] = [[] for _ in range(ranks)]
+    for step in range(1, steps + 1):
+        gradients = [{name: replica_gradient(name, step, rank, members) for name in SHAPES} for rank in range(ranks)]
+        for x, p in zip(weights, public, strict=True):
+            sent = rounded({name: x[name] - p[name] for name in SHAPES}, members, ranks * members)
+            for name in SHAPES if step > warm_up else ():
+                p[name] = p[name] + sent[name]
+        for rank, (x, m) in enumerate(zip(weights, momenta, strict=True)):
+            others = sorted({(rank - 1) % ranks, (rank + 1) % ranks})
+            for name in SHAPES:
+                if step > warm_up:
+                    mine, g = public[rank][name], ranks * gradients[rank][name]
+                    x[name] = x[name] + sum(public[other][name] - mine for other in others) / (len(others) + 1)
+                else:
+                    g = sum(each[name] for each in gradients)
+                m[name] = 0.9 * m[name] + g
+                x[name] = x[name] * (1.0 if name in NO_DECAY else 1.0 - LR * 0.1) - LR * m[name]
+            found[rank].append(dict(x))
+        if step == warm_up:
+            public = [dict(x) for x in weights]
+    return found
+
+
+@pytest.mark.parametrize(("replicas", "warm_up", "members"), [(2, 0, 1), (3, 2, 1), (4, 0, 1), (2, 1, 2)])
+def test_choco_sgd_is_the_papers(replicas: int, warm_up: int, members: int) -> None:
+    ranks, settings = replicas * members, {"sync_warmup_steps": warm_up}
+    settings |= {"dp_instances": replicas} if members > 1 else {}
+    found = run_ranks(ranks, run_toy, ranks, GOSSIP | CHOCO | settings, 8, (3,))
+    assert_near(found, choco_sgd(replicas, 8, warm_up, members), members)
+
+
+def copies(context: RankContext) -> dict[str, list[torch.Tensor]]:
+    """This rank's public copies, after a few steps of which one is skipped."""
+    run = ToyRun(context.topology(dp=4), GOSSIP | EIGHT_BITS)
+    for step in range(5):
+        if step == 2:
+            run.gradients(scale=float("inf"))
+            run.steps += 1
+        else:
+            run.step()
+    found: dict[str, list[torch.Tensor]] = {}
+    for state in run.strategy.states():
+        found.setdefault(state.name, []).append(state.values.clone())
+    run.strategy.close()
+    return found
+
+
+def test_all_that_have_a_copy_have_the_same() -> None:
+    found = run_ranks(4, copies)
+    assert set(found[0]) - {"replica_param"} == set(strategy_states(tiny_config(4, dp=4, **GOSSIP, **EIGHT_BITS)))
+    for rank, ours in enumerate(found):
+        for index, own in enumerate(ours["gossip_own"]):
+            assert torch.equal(own, found[(rank + 1) % 4]["gossip_left"][index])
+            assert torch.equal(own, found[rank - 1]["gossip_right"][index])
+            apart = (ours["replica_param"][index] - own).norm() / own.norm()
+            assert 0.0 < apart < 0.1
+
+
 def drift(replicas: list[Replica], step: int) -> None:
     """Each goes its own way."""
     for replica in replicas:
         replica.step(step)
 
 
-@pytest.mark.parametrize("more", [{}, DECENTLAM])
+@pytest.mark.parametrize("more", [{}, DECENTLAM, EIGHT_BITS])
 def test_rounding_on_the_wire_moves_no_mean(more: dict[str, Any]) -> None:
     """The mean is that of replicas that never meet, which plain SGD makes independent of who meets whom."""
     plain = SGD | more | BF16_WIRE | {"sgd_momentum": 0.0}
@@ -161,10 +247,16 @@ def test_the_distance_is_that_of_the_weights() -> None:
 
 
 @pytest.mark.parametrize(("more", "bytes_each"), [({}, 8), (PEER, 4), (BF16_WIRE, 4), (PEER | BF16_WIRE, 2)])
-def test_what_it_sends(more: dict[str, Any], bytes_each: int) -> None:
+def test_what_it_sends(more: dict[str, Any], bytes_each: float) -> None:
     for rank in run_ranks(4, run_toy, 4, GOSSIP | more, 2):
         assert rank["bytes"] == [bytes_each * rank["elements"]] * 2
         assert rank["phases"] == ["mix", "mix"]
+
+
+def test_what_8_bits_send() -> None:
+    """To each of two peers a byte an element, and a scale of fp32 for each bucket here."""
+    for rank in run_ranks(4, run_toy, 4, GOSSIP | EIGHT_BITS, 2):
+        assert rank["bytes"] == [2 * (rank["elements"] + 4 * len(BUCKETS))] * 2
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 8, 12, 16])

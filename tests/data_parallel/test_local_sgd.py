@@ -2,10 +2,12 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from megalite.data_parallel.more.local_sgd import fragment_of
+from tests.data_parallel import toy
 from tests.data_parallel.replicas import (
     BF16_WIRE,
     DECENTLAM,
@@ -16,20 +18,23 @@ from tests.data_parallel.replicas import (
     STREAMING,
     Replica,
     Weights,
+    assert_near,
     assert_same,
     mean,
     play,
+    replica_gradient,
     run_toy,
     sent,
     start,
     toy_fragment,
 )
-from tests.data_parallel.toy import SHAPES, trajectory
-from tests.support.ranks import run_ranks
+from tests.data_parallel.toy import NO_DECAY, SHAPES, Toy, gradient, trajectory
+from tests.support.ranks import RankContext, run_ranks
 
 STEPS = 5
 LOCAL = {"dp_strategy": "local-sgd", "sync_interval": 2}
 WARM = {"sync_warmup_steps": 1}
+LATE = {"dp_strategy": "local-sgd", "sync_interval": 4, "sync_delay": 3}
 MOMENTS = {"average_optimizer_state": True}
 
 
@@ -83,6 +88,60 @@ def test_local_sgd_in_several_processes(ranks: int, more: dict[str, Any], how: d
             assert all(same) if together else not any(same[1:]), f"{name} after step {step}"
 
 
+def model_average(
+    ranks: int, steps: int, *, warm_up: int, interval: int, delay: int, members: int = 1
+) -> list[list[dict[str, Any]]]:
+    """In numpy and fp64, with heavy ball and decoupled decay: x += mean(s) - s, s being x of `delay` steps before."""
+    first = {name: getattr(Toy(torch.float64), name).detach().numpy() for name in SHAPES}
+    x = [{name: values.copy() for name, values in first.items()} for _ in range(ranks)]
+    momenta = [{name: np.zeros_like(values) for name, values in first.items()} for _ in range(ranks)]
+    sent: dict[int, list[dict[str, Any]]] = {}
+    found: list[list[dict[str, Any]]] = [[] for _ in range(ranks)]
+    for step in range(1, steps + 1):
+        for rank in range(ranks):
+            for name in SHAPES:
+                parts = [replica_gradient(name, step, other, members) for other in range(ranks)]
+                g = sum(parts) if step <= warm_up else ranks * parts[rank]
+                momenta[rank][name] = 0.9 * momenta[rank][name] + g
+                kept = 1.0 if name in NO_DECAY else 1.0 - LR * 0.1
+                x[rank][name] = kept * x[rank][name] - LR * momenta[rank][name]
+        if step > warm_up and (step - warm_up) % interval == 0:
+            sent[step + delay] = [dict(each) for each in x]
+        for each, own in zip(x, sent.get(step, []), strict=False):
+            for name in SHAPES:
+                each[name] = each[name] + np.mean([other[name] for other in sent[step]], axis=0) - own[name]
+        for each, into in zip(x, found, strict=True):
+            into.append(dict(each))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("replicas", "warm_up", "interval", "delay", "members"),
+    [(2, 0, 4, 3, 1), (3, 2, 3, 1, 1), (4, 0, 2, 1, 1), (2, 1, 3, 2, 2)],
+)
+def test_asynchronous_model_averaging(replicas: int, warm_up: int, interval: int, delay: int, members: int) -> None:
+    settings = {"sync_warmup_steps": warm_up, "sync_interval": interval, "sync_delay": delay, "precision": "fp64"}
+    settings |= {"dp_instances": replicas} if members > 1 else {}
+    # Asking for the mean, also while an exchange is under way, changes nothing.
+    found = run_ranks(replicas * members, run_toy, replicas * members, LATE | SGD | settings, 10, (2, 5, 7))
+    wanted = model_average(replicas, 10, warm_up=warm_up, interval=interval, delay=delay, members=members)
+    assert_near(found, wanted, members)
+
+
+def test_an_average_travels_while_steps_are_taken() -> None:
+    ranks = run_ranks(4, run_toy, 4, LATE | BF16_WIRE, 8)
+    one_way = 3 / 4 * 2 * ranks[0]["elements"]
+    assert ranks[0]["phases"] == ["local", "local", "local", "send", "local", "local", "use", "send"]
+    assert ranks[0]["bytes"] == [0.0, 0.0, 0.0, one_way, one_way, 0.0, 0.0, one_way]
+
+
+def test_with_a_rounded_wire_it_is_nearly_the_same() -> None:
+    wanted = model_average(3, 8, warm_up=0, interval=4, delay=3)
+    for ours, theirs in zip(run_ranks(3, run_toy, 3, LATE | SGD | BF16_WIRE, 8), wanted, strict=True):
+        for name in SHAPES:
+            np.testing.assert_allclose(ours["weights"][7][name].numpy(), theirs[7][name], atol=0.05)
+
+
 def test_what_it_sends_and_when() -> None:
     ranks = run_ranks(4, run_toy, 4, LOCAL | WARM, STEPS)
     assert ranks[0]["phases"] == ["gradients", "local", "weights", "local", "weights"]
@@ -96,6 +155,7 @@ def test_what_it_sends_and_when() -> None:
     [
         (LOCAL | WARM | MOMENTS | BF16_WIRE, {}),
         (DILOCO | STREAMING | BF16_WIRE, {}),
+        (LATE, {}),
         (GOSSIP, {}),
         (GOSSIP | BF16_WIRE, {}),
         (GOSSIP | DECENTLAM, SGD),
@@ -217,3 +277,46 @@ def test_layers_go_round_the_fragments() -> None:
     names = ["embedding.word.weight", *(f"layers.{layer}.mlp.up.weight" for layer in range(5)), "final_norm.bias"]
     assert [fragment_of(name, 3) for name in names] == [0, 0, 1, 2, 0, 1, 0]
     assert {fragment_of(name, 1) for name in names} == {0}
+
+
+INSTANCES = {"dp_instances": 2}
+
+
+def merged(name: str, step: int, rank: int, scale: float = 1.0) -> torch.Tensor:
+    """Of two ranks together."""
+    first, second = (gradient(name, step, member, scale).double() for member in (2 * rank, 2 * rank + 1))
+    return first + second
+
+
+def run_merged(context: RankContext, *how: Any) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(toy, "gradient", merged)
+        return run_toy(context, *how)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        LOCAL | WARM | MOMENTS,
+        LOCAL | BF16_WIRE,
+        DILOCO | STREAMING,
+        DILOCO | WARM | BF16_WIRE,
+        GOSSIP | WARM,
+        GOSSIP | {"gossip_graph": "one-peer"},
+        GOSSIP | DECENTLAM,
+    ],
+    ids=str,
+)
+def test_an_instance_is_a_replica(settings: dict[str, Any]) -> None:
+    """Two instances of two ranks do what two ranks with the sums of their gradients do; with a bf16 wire but for the rounding
+    of gradients inside."""
+    found = run_ranks(4, run_toy, 4, settings | INSTANCES | {"precision": "fp64"}, 9, (3, 5))
+    plain = run_ranks(2, run_merged, 2, settings | {"precision": "fp64"}, 9, (3, 5))
+    assert found[0]["phases"] == plain[0]["phases"]
+    for rank, ours in enumerate(found):
+        for step in range(9):
+            for name in SHAPES:
+                weights = ours["weights"][step][name]
+                gap = (weights - plain[rank // 2]["weights"][step][name]).abs()
+                assert gap.mean() < 0.01 if "wire_dtype" in settings else gap.max() < 1e-10
+                assert torch.equal(weights, found[rank // 2 * 2]["weights"][step][name])

@@ -17,6 +17,8 @@ Settings = dict[str, Any]
 
 SMALL: Settings = {"num_layers": 2, "global_batch_size": 4, "lr_warmup_iters": None}
 RING: Settings = {"dp_strategy": "gossip"}
+LATE: Settings = {"dp_strategy": "local-sgd", "sync_interval": 4, "sync_delay": 2}
+CHOCO: Settings = {**RING, "gossip_algorithm": "choco-sgd"}
 DECENTLAM: Settings = {**RING, "gossip_algorithm": "decentlam", **SGD}
 BF16: Settings = {"precision": "bf16", "wire_dtype": "bf16"}
 FP16: Settings = {"precision": "fp16", "initial_loss_scale": 2.0**20, "hysteresis": 1}
@@ -48,9 +50,11 @@ def differ(replicas: list[dict[str, np.ndarray]]) -> bool:
     return any((replicas[0][name] != values).any() for name, values in replicas[1].items())
 
 
-@pytest.mark.parametrize("settings", [LOCAL, FRAGMENTS, DECENTLAM], ids=["local-sgd", "diloco", "decentlam"])
+@pytest.mark.parametrize(
+    "settings", [LOCAL, FRAGMENTS, DECENTLAM, LATE], ids=["local-sgd", "diloco", "decentlam", "asynchronous"]
+)
 def test_tp_and_pp_change_no_numbers(settings: Settings) -> None:
-    steps = 5
+    steps = 7 if settings == LATE else 5
     plain = run_ranks(2, trained, 2, {"dp": 2, **settings}, steps)
     wanted = by_replica(plain)
     assert differ(wanted)
@@ -64,12 +68,27 @@ def test_tp_and_pp_change_no_numbers(settings: Settings) -> None:
                 np.testing.assert_allclose(ours[name], values, rtol=1e-6, atol=1e-8, err_msg=name)
 
 
+def test_tp_changes_no_numbers_between_instances() -> None:
+    settings = {"dp": 4, "dp_instances": 2, "dp_strategy": "local-sgd", "sync_interval": 2, "sync_delay": 1}
+    plain, split = (run_ranks(world, trained, world, {**settings, "tp": world // 4}, 4) for world in (4, 8))
+    for rank in split:
+        np.testing.assert_allclose(rank["scalars"], plain[0]["scalars"], rtol=1e-8)
+        assert rank["evaluation"] == pytest.approx(plain[0]["evaluation"], rel=1e-8)
+    for first in (0, 2):
+        ours, wanted = (
+            assemble([rank["main"] for rank in ranks if rank["dp"] // 2 * 2 == first]) for ranks in (split, plain)
+        )
+        for name, values in wanted.items():
+            np.testing.assert_allclose(ours[name], values, rtol=1e-6, atol=1e-8, err_msg=name)
+
+
 @pytest.mark.parametrize(
     ("layout", "settings"),
     [
         ({"tp": 2}, {**FRAGMENTS, **BF16}),
         ({"pp": 2}, {**LOCAL, **BF16}),
         ({"tp": 2}, {**RING, **FP16}),
+        ({"tp": 2}, {**CHOCO, **FP16}),
         ({"pp": 2}, {**DECENTLAM, **FP16}),
     ],
 )
@@ -83,9 +102,9 @@ def test_copies_on_tp_and_pp_ranks_never_drift(layout: Settings, settings: Setti
     assert np.isfinite(losses).all() and losses[-1] < losses[0]
 
 
-def norms(context: RankContext, settings: Settings) -> list[tuple[float, float]]:
+def norms(context: RankContext, ranks: int, settings: Settings) -> list[tuple[float, float]]:
     """(shown, clipping) of a step in the warm-up, and of one after it, at gradients of another size on each rank."""
-    run, found = ToyRun(context.topology(dp=3), settings), []
+    run, found = ToyRun(context.topology(dp=ranks, instances=settings.get("dp_instances", 1)), settings), []
     for _ in range(2):
         told = run.strategy.norms(run.gradients(scale=1.0 + context.rank))
         found.append((told.shown, told.clipping))
@@ -94,18 +113,19 @@ def norms(context: RankContext, settings: Settings) -> list[tuple[float, float]]
     return found
 
 
-@pytest.mark.parametrize("settings", [LOCAL, RING])
-def test_each_replica_is_clipped_by_its_own_norm(settings: Settings) -> None:
-    first, own = torch.zeros((), dtype=torch.float64), []
-    for name in SHAPES:
-        parts = [(1.0 + rank) * gradient(name, 1, rank).double() for rank in range(3)]
-        first += torch.stack(parts).sum(dim=0).square().sum()
-    for rank in range(3):
-        squares = [gradient(name, 2, rank).double().square().sum() for name in SHAPES]
-        own.append(3 * (1.0 + rank) * float(sum(squares[1:], squares[0]).sqrt()))
-    for rank, found in enumerate(run_ranks(3, norms, {**settings, "sync_warmup_steps": 1})):
-        assert found[0] == pytest.approx((float(first.sqrt()),) * 2, rel=1e-6)
-        assert found[1] == pytest.approx((np.sqrt(np.mean(np.square(own))), own[rank]), rel=1e-6)
+@pytest.mark.parametrize(
+    ("settings", "replicas", "members"), [(LOCAL, 3, 1), (RING, 3, 1), ({**LOCAL, "dp_instances": 2}, 2, 2)]
+)
+def test_each_replica_is_clipped_by_its_own_norm(settings: Settings, replicas: int, members: int) -> None:
+    def norm(step: int, ranks: range) -> float:
+        flat = [sum((1.0 + rank) * gradient(name, step, rank).double().view(-1) for rank in ranks) for name in SHAPES]
+        return float(torch.cat(flat).norm())
+
+    ranks = replicas * members
+    own = [replicas * norm(2, range(first, first + members)) for first in range(0, ranks, members)]
+    for rank, found in enumerate(run_ranks(ranks, norms, ranks, {**settings, "sync_warmup_steps": 1})):
+        assert found[0] == pytest.approx((norm(1, range(ranks)),) * 2, rel=1e-6)
+        assert found[1] == pytest.approx((np.sqrt(np.mean(np.square(own))), own[rank // members]), rel=1e-6)
 
 
 KINDS = ("main_param", "exp_avg", "exp_avg_sq")
@@ -155,6 +175,33 @@ def test_fewer_and_more_replicas_start_from_the_mean(precision: str, tmp_path: P
     weights = average(old, "main_param")
     rounded = {name: values.bfloat16().float() for name, values in weights.items()}
     assert_all_have(other, "weight", rounded if precision == "bf16" else weights)
+
+
+def known(context: RankContext, folder: str) -> list[bool]:
+    """After a change of the number of replicas: whether each copy is of the weights that all have."""
+    runner = continued(context, tiny_config(2, dp=2, load=folder, precision="fp32", **SMALL, **CHOCO), folder)
+    mains = {shard.bucket: shard.main_param.data for shard in runner.replica.strategy.shards}
+    copies = [state for state in runner.replica.strategy.states() if state.name.startswith("gossip_")]
+    runner.replica.strategy.close()
+    return [torch.equal(state.values, mains[state.bucket]) for state in copies]
+
+
+def test_copies_of_other_replicas_start_from_the_mean_too(tmp_path: Path) -> None:
+    run_ranks(4, drifted, str(tmp_path), {**CHOCO, "precision": "fp32"})
+    for same in run_ranks(2, known, str(tmp_path)):
+        assert same and all(same)
+
+
+def test_instances_load_as_ranks(tmp_path: Path) -> None:
+    """Two instances of two ranks are two replicas: as such two ranks take them up."""
+    settings = {**LATE, "precision": "fp32"}
+    old = run_ranks(4, drifted, str(tmp_path), {**settings, "dp_instances": 2})
+    found = run_ranks(2, taken_up, 2, str(tmp_path), settings, None)
+    for kind in KINDS:
+        for rank, ours in enumerate(found):
+            for name, (_, _, values) in ours[kind].items():
+                np.testing.assert_array_equal(values, old[2 * rank][kind][name][2], err_msg=f"{kind} {name}")
+                assert not np.array_equal(values, old[2 * (1 - rank)][kind][name][2]) or not values.any()
 
 
 def broken_off(context: RankContext, settings: Settings) -> list[bool]:

@@ -167,7 +167,7 @@ def on_two_tensor_ranks(context: RankContext, case: Case) -> dict[str, Any]:
     schedule = schedule_of(case)
     topology = edges_of(context, schedule, tp=2)
     me = Rank(lower(schedule), topology.pp.rank, topology.edges, shared=topology.tp)
-    with counted() as moved:
+    with counted() as (moved, _):
         losses, grads = me.step()
     return {"losses": losses, "grads": grads, "moved": moved, "pp": topology.pp.rank, "placement": schedule.placement}
 

@@ -52,8 +52,10 @@ def hashed(values: torch.Tensor) -> str:
 
 
 def hashes(replica: Replica) -> dict[str, str]:
-    """What `remembered` finds, and the loss scaler's state; without what a diloco run notes for one moment alone."""
-    found = {name: hashed(values) for name, values in remembered(replica).items() if not name.endswith("outer_mean")}
+    """What `remembered` finds, and the loss scaler's state; without what is noted for one moment alone, when a mean that
+    travels arrives: that may be early."""
+    late = ("outer_mean", "sync_change", *(["anchor"] if replica.config.parallel.dp_strategy == "local-sgd" else []))
+    found = {name: hashed(values) for name, values in remembered(replica).items() if not name.endswith(late)}
     return found | {"scaler": str(replica.scaler.state())}
 
 

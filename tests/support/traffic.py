@@ -23,9 +23,11 @@ COUNTED = {
 
 
 @contextmanager
-def counted() -> Iterator[Counter[tuple[str, str]]]:
-    """(group, operation) -> bytes of this process's collectives while inside; groups of one rank do not count."""
+def counted() -> Iterator[tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]]:
+    """(group, operation) -> bytes, and number, of this process's collectives while inside; groups of one rank do not
+    count."""
     volumes: Counter[tuple[str, str]] = Counter()
+    calls: Counter[tuple[str, str]] = Counter()
 
     def wrap(method: Callable[..., Any], operation: str, index: int) -> Callable[..., Any]:
         def wrapped(group: Group, *arguments: Any, **keywords: Any) -> Any:
@@ -34,6 +36,7 @@ def counted() -> Iterator[Counter[tuple[str, str]]]:
             if group.size > 1:
                 name = "pp" if group.name.startswith("pp edge") else group.name
                 volumes[name, operation] += tensor.numel() * tensor.element_size()
+                calls[name, operation] += 1
             return method(group, *arguments, **keywords)
 
         return wrapped
@@ -41,4 +44,4 @@ def counted() -> Iterator[Counter[tuple[str, str]]]:
     with pytest.MonkeyPatch.context() as patch:
         for name, (operation, index) in COUNTED.items():
             patch.setattr(Group, name, wrap(getattr(Group, name), operation, index))
-        yield volumes
+        yield volumes, calls

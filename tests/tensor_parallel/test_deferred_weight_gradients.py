@@ -76,7 +76,7 @@ def traffic(context: RankContext) -> dict[str, int]:
     found = {}
     for kind in ("B", "I", "W"):
         loss = None if kind == "W" else stack(tokens(0))
-        with counted() as volumes:
+        with counted() as (volumes, _):
             if loss is None:
                 deferred.run(0)
             elif kind == "B":

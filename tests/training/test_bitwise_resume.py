@@ -140,6 +140,8 @@ EMA: Settings = {"ema_decay": 0.7, "eval_ema": True}
 SCHEDULE_FREE: Settings = {"optimizer": "schedule-free-adamw", "lr_decay_style": "constant"}
 SPLIT: Settings = {**Z1, "tp": 2, "micro_batch_size": 1}
 ALL = range(1, 6)
+NODES: Settings = {"dp": 4, "dp_instances": 2}
+LOCAL_NODES: Settings = {"dp_strategy": "local-sgd", **FP32, **NODES}
 
 STRATEGIES: dict[str, tuple[int, Settings, int, Sequence[int]]] = {
     # ranks, settings, steps, the steps to continue from
@@ -148,11 +150,22 @@ STRATEGIES: dict[str, tuple[int, Settings, int, Sequence[int]]] = {
     "fp16-wire": (2, {**Z1, **PRECISIONS["fp16"], **FP32, "wire_dtype": "fp16"}, 6, [2, 3]),
     "zero-3-sp": (4, {**BF16, "dp_strategy": "fully-sharded", "tp": 2, "sequence_parallel": True}, 4, [2]),
     "local-sgd": (2, {**LOCAL, **WIRE, "sync_warmup_steps": 1}, 6, ALL),
+    "asynchronous": (2, {"dp_strategy": "local-sgd", **FP32, "sync_interval": 3, "sync_delay": 2}, 7, range(1, 7)),
+    "asynchronous-bf16": (2, {"dp_strategy": "local-sgd", **WIRE, "sync_interval": 2, "sync_delay": 1}, 6, ALL),
+    "asynchronous-nodes": (4, {**LOCAL_NODES, "sync_interval": 3, "sync_delay": 2}, 6, [1, 3, 4]),
+    "choco-sgd-nodes": (4, {**GOSSIP, **FP32, **NODES, "gossip_algorithm": "choco-sgd"}, 4, [1, 3]),
     "diloco-bf16": (2, {**FRAGMENTS, **WIRE}, 6, ALL),
     "diloco-fp16": (2, {**FRAGMENTS, **PRECISIONS["fp16"], "loss_scale_window": 1000, "sync_warmup_steps": 0}, 6, ALL),
     "diloco-often": (2, {"dp_strategy": "diloco", **FP32, "sync_interval": 2}, 6, ALL),
     "d-psgd": (2, {**GOSSIP, **WIRE, "gossip_graph": "one-peer"}, 6, ALL),
     "decentlam": (2, {**GOSSIP, **FP32, "gossip_algorithm": "decentlam", "optimizer": "sgd"}, 6, ALL),
+    "choco-sgd": (2, {**GOSSIP, **BF16, "gossip_algorithm": "choco-sgd"}, 6, ALL),
+    "choco-sgd-tp": (
+        4,
+        {**GOSSIP, **FP32, "gossip_algorithm": "choco-sgd", "tp": 2, "sync_warmup_steps": 1},
+        4,
+        [1, 3],
+    ),
     "onebit": (2, {**LOSSY, "grad_compression": "onebit"}, 6, ALL),
     "uint8": (2, {**LOSSY, "grad_compression": "uint8"}, 6, ALL),
     "topk": (2, {**LOSSY, "grad_compression": "topk", "topk_density": 0.1}, 6, ALL),

@@ -29,8 +29,8 @@ def _of_others(chooser: str, registry: Registry[Any]) -> Check:
 
 
 def _fragments(c: Settings) -> Findings:
-    """DiLoCo's."""
-    if c.dp_strategy != "diloco":
+    """Of the network, and when they are exchanged."""
+    if not c.strategy.has("sync_delay"):
         return
     between, rest = divmod(c.sync_interval, c.sync_fragments)
     if rest:
@@ -50,16 +50,22 @@ def _fragments(c: Settings) -> Findings:
 
 
 def _pairs(c: Settings) -> Findings:
-    if c.dp_strategy == "gossip" and c.gossip_graph == "one-peer" and c.dp is not None and c.dp > 1 and c.dp % 2:
+    count = c.own_weights or 1
+    if c.dp_strategy == "gossip" and c.gossip_graph == "one-peer" and count > 1 and count % 2:
+        name = "dp_instances" if c.instances > 1 else "dp"
         yield say(
             c,
-            "{gossip_graph} pairs up the data-parallel ranks, but dp is {=dp}; use --gossip-graph ring, or dp "
-            f"{c.dp - 1} or {c.dp + 1}",
+            f"{{gossip_graph}} pairs up replicas, but {name} is {{={name}}}; use --gossip-graph ring, or {name} {count - 1} or "
+            f"{count + 1}",
         )
 
 
 def _corrects_momentum(c: Settings) -> bool:
     return c.dp_strategy == "gossip" and c.gossip_algorithm == "decentlam"
+
+
+def _sends_integers(c: Settings) -> bool:
+    return c.dp_strategy == "gossip" and c.gossip_algorithm == "choco-sgd"
 
 
 def _has_no_state(c: Settings) -> bool:
@@ -77,7 +83,7 @@ STRATEGY: tuple[Check, ...] = (
         {
             # Weights are averaged in the order of ranks anyway.
             "{!reduction_order} has no effect with {dp_strategy} and {sync_warmup_steps}; use --sync-warmup-steps 100, or "
-            "remove it": lambda c: c.strategy.weights == "local" and not c.sync_warmup_steps,
+            "remove it": lambda c: c.strategy.weights == "local" and not c.sync_warmup_steps and c.instances == 1,
             "{?cp|ep} does not go with {dp_strategy}: its ranks step apart; leave it out, or use --dp-strategy "
             "all-reduce": lambda c: c.strategy.weights != "equal",
             "{etp} does not go with {dp_strategy} and {tp}: experts would have other replicas than the rest; use --etp {=tp}": (
@@ -91,8 +97,16 @@ STRATEGY: tuple[Check, ...] = (
             "{?grad_compression} does not go with {wire_dtype}: its errors have no loss scale; use --wire-dtype bf16": (
                 lambda c: c.wire_dtype == "fp16"
             ),
+            "{?average_optimizer_state} does not go with {sync_delay}: moments are averaged at once, so that the run would wait; use "
+            "--sync-delay 0, or remove it": lambda c: c.sync_delay > 0,
             "{gossip_algorithm} does not go with {gossip_graph}: its correction grows without bound from 6 ranks on; use "
             "--gossip-graph ring": lambda c: _corrects_momentum(c) and c.gossip_graph == "one-peer",
+            "{gossip_algorithm} does not go with {gossip_graph}: it keeps a copy of each peer's weights, and peers would change; use "
+            "--gossip-graph ring": lambda c: _sends_integers(c) and c.gossip_graph == "one-peer",
+            "{?wire_dtype} has no effect with {gossip_algorithm}, which sends 8-bit integers, and {sync_warmup_steps}; use "
+            "--sync-warmup-steps 100, or remove it": lambda c: (
+                _sends_integers(c) and not c.sync_warmup_steps and c.instances == 1
+            ),
             "{!check_replicas_interval} has no effect with dp 1, where no weight has a replica; start more ranks or remove it": (
                 lambda c: c.dp is not None and c.dp * c.cp == 1
             ),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from megalite.config.strategies import INTEGER_BLOCK
 from megalite.data_parallel.buckets import Bucket, Placed
 from megalite.data_parallel.facts import STATES, low_rank_pays
 from megalite.data_parallel.strategy import FlatState, TensorState, kept
@@ -154,10 +155,7 @@ class TopK(Codec):
             values.index_add_(0, where, parts.div_(self.channel.size))
 
 
-BLOCK = 2048
-"""Elements that share a scale."""
-
-CHUNK = 128 * BLOCK
+CHUNK = 128 * INTEGER_BLOCK
 """Elements that go through all passes before the next ones come, so that a CPU has them in its cache."""
 
 LARGEST = 127
@@ -182,9 +180,9 @@ class Integers:
     _scratch: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        whole = self.size // BLOCK * BLOCK
+        whole = self.size // INTEGER_BLOCK * INTEGER_BLOCK
         step = CHUNK if self.device.type == "cpu" else max(whole, 1)
-        self._chunks = [(start, min(start + step, whole), BLOCK) for start in range(0, whole, step)]
+        self._chunks = [(start, min(start + step, whole), INTEGER_BLOCK) for start in range(0, whole, step)]
         if whole < self.size:
             self._chunks.append((whole, self.size, self.size - whole))
         widest = max(stop - start for start, stop, _ in self._chunks)
@@ -192,7 +190,7 @@ class Integers:
 
     @property
     def nbytes(self) -> int:
-        return self.size + -(-self.size // BLOCK) * self.dtype.itemsize
+        return self.size + -(-self.size // INTEGER_BLOCK) * self.dtype.itemsize
 
     def encode(self, values: torch.Tensor, row: torch.Tensor, *, more: torch.Tensor | None = None) -> None:
         """`row` [nbytes], uint8, becomes the integers and scales of `values` [size], and `values` what they leave out.
@@ -215,7 +213,7 @@ class Integers:
             torch.mul(x, inverse, out=y)
             codes[start:stop].view(-1, block).copy_(y.round_())
             x.sub_(y.mul_(scale))
-            scales[start // BLOCK : -(-stop // BLOCK)].copy_(scale.view(-1))
+            scales[start // INTEGER_BLOCK : -(-stop // INTEGER_BLOCK)].copy_(scale.view(-1))
 
     def decode(self, row: torch.Tensor, values: torch.Tensor, *, factor: float | None = None) -> None:
         """`values` [size] become what a row says; with a factor, that much of it is added to them."""
@@ -226,7 +224,7 @@ class Integers:
             x = values[start:stop].view(-1, block)
             y = x if factor is None else self._scratch[: stop - start].view(-1, block)
             y.copy_(codes[start:stop].view(-1, block))
-            y.mul_(scales[start // BLOCK : -(-stop // BLOCK)].view(-1, 1))
+            y.mul_(scales[start // INTEGER_BLOCK : -(-stop // INTEGER_BLOCK)].view(-1, 1))
             if factor is not None:
                 x.add_(y)
 

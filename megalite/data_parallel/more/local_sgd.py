@@ -3,6 +3,7 @@ others."""
 
 import contextlib
 import re
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,63 +12,14 @@ import torch
 
 from megalite.config.run import RunConfig
 from megalite.data_parallel.buckets import Bucket
-from megalite.data_parallel.more.local_weights import LocalWeights, MeanInFlight, all_kept, rank_mean, swap
+from megalite.data_parallel.more.codec import Integers
+from megalite.data_parallel.more.local_weights import LocalWeights, MeanInFlight, Replicas, all_kept, rank_mean, swap
 from megalite.data_parallel.shards import StrategyGroups, StrategyOptions
 from megalite.data_parallel.strategy import DataParallelStrategy, FlatState
 from megalite.optimizers.base import Optimizer, Update
 from megalite.tensor_parallel.parameter import ShardedParameter
 from megalite.topology.group import Work
 from megalite.topology.topology import Topology
-
-
-class LocalSGD(LocalWeights):
-    """Every `sync_interval` updates x = mean over ranks of x_i (arXiv 1805.09767); any optimizer takes the steps between.
-
-    With `sync_warmup_steps` it is post-local SGD (arXiv 1808.07217). With `average_optimizer_state` the optimizer's
-    states become their mean too; else each rank keeps its own.
-
-    A bf16 wire would round the weights themselves; so what travels is each rank's difference from the last common
-    weights a: x = a + mean(bf16(x_i - a)), the mean rounded to bf16 too. That costs a copy of the weights. Averaged
-    states of the optimizer are rounded to bf16 by it.
-
-    Wire: 2·(d-1)/d of the bytes of the main parameters (in the wire's format) once in `sync_interval` steps; twice more
-    for Adam's averaged moments. After an exchange replicas are equal to the bit.
-    """
-
-    def __init__(self, stages: Mapping[int, torch.nn.Module], **common: Any) -> None:
-        super().__init__(stages, **common)
-        self._anchors = {} if self.options.wire_dtype is None or self.alone else self._copies()
-
-    def _local_phase(self, local: int) -> str:
-        return "weights" if local % self.settings.sync_interval == 0 else "local"
-
-    def _step(self, optimizer: Optimizer, update: Update) -> None:
-        optimizer.step(update)
-        if self.local == 0:
-            for bucket, anchor in self._anchors.items():
-                anchor.copy_(self._mains()[bucket])
-        if self.local > 0 and self._local_phase(self.local) == "weights" and not self.alone:
-            self._average(optimizer)
-
-    def _average(self, optimizer: Optimizer) -> None:
-        wire = self.options.wire_dtype
-        for shard in self.shards:
-            channel, main = self.channel(shard.bucket), shard.main_param.data
-            anchor = self._anchors.get(shard.bucket)
-            if anchor is None:
-                rank_mean(channel, main, wire_dtype=None)
-            else:
-                difference = main - anchor
-                rank_mean(channel, difference, wire_dtype=wire)
-                anchor += difference
-                main.copy_(anchor)
-            if self.settings.average_optimizer_state:
-                for values in optimizer.state(shard.main_param).values():
-                    rank_mean(channel, values, wire_dtype=wire)
-
-    def states(self) -> list[FlatState]:
-        return super().states() + all_kept("anchor", self._anchors)
-
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -81,22 +33,25 @@ def fragment_of(name: str, fragments: int) -> int:
     return int(layer.group(1)) % fragments if layer else 0
 
 
-class DiLoCo(LocalWeights):
-    """Every `sync_interval` H updates, with Δ = mean over ranks of (a - x_i) from the common anchor a (arXiv 2311.08105):
+class PeriodicAveraging(LocalWeights):
+    """Every `sync_interval` H updates the mean over ranks of what each of them sends; `sync_delay` D updates later it is used,
+    and the exchange is in flight between. Any optimizer takes the steps; its states stay each rank's own.
 
-        m = μ·m + Δ,   a = a - η·(Δ + μ·m),   x_i = a
+    Fragment f of P = `sync_fragments` is exchanged in the updates (f+1)·H/P, and every H after. P must divide H, and D be
+    less than H/P.
 
-    that is SGD with Nesterov momentum, η = `outer_lr`, μ = `outer_momentum`. The inner optimizer's states stay each
-    rank's own. A lone rank takes no outer steps: it is the inner optimizer.
+    What is in flight is finished before a checkpoint or an evaluation, which changes no number: its result waits for its
+    time, in the checkpoint if need be.
 
-    Streaming (arXiv 2501.18512): fragment f of P = `sync_fragments` is exchanged in the updates (f+1)·H/P, and every H
-    after; its result is used `sync_delay` updates later, while the exchange is in flight: only then the outer
-    step is taken and x_i = α·x_i + (1-α)·a, α = `sync_mix`. P must divide H, and the delay be less than H/P.
-
-    Wire: 2·(d-1)/d of the bytes of the main parameters (in the wire's format) in H steps, a fragment's at a time. Memory:
-    two copies of the main parameters, three with a delay. What is in flight is finished before a checkpoint or an
-    evaluation, which changes no number: its result waits for its time, in the checkpoint if need be.
+    Wire: 2·(d-1)/d of the bytes of the main parameters (in the wire's format) in H steps, a fragment's at a time.
     """
+
+    exchange = "exchange"
+    """The name of a step with one."""
+    anchored = False
+    """Weights that all have had are kept; where what is sent is rounded they are anyway."""
+    waiting: str
+    """The name of the state that waits where there is a delay."""
 
     def __init__(
         self, stages: Mapping[int, torch.nn.Module], *, groups: StrategyGroups, options: StrategyOptions
@@ -104,14 +59,26 @@ class DiLoCo(LocalWeights):
         self._fragments: dict[Bucket, int] = {}
         self._count, self._delay = options.settings.sync_fragments, options.settings.sync_delay
         super().__init__(stages, groups=groups, options=options)
-        self._anchors = {} if self.alone else self._copies()
-        self._momenta = {bucket: torch.zeros_like(anchor) for bucket, anchor in self._anchors.items()}
-        delayed = self._anchors if self._delay else {}
-        self._arrived = {bucket: torch.zeros_like(anchor) for bucket, anchor in delayed.items()}
-        """Means that wait for their time; what they hold at others says nothing."""
+        anchored = self.anchored or self.options.wire_dtype is not None
+        self._anchors = self._copies() if anchored and not self.alone else {}
+        delayed = self._mains() if self._delay and not self.alone else {}
+        self._arrived = {bucket: torch.zeros_like(main) for bucket, main in delayed.items()}
+        """What waits for its time; what it holds at others says nothing."""
         self._in_flight: dict[Bucket, MeanInFlight] = {}
         self._due: dict[int, int] = {}
         """Fragment -> the local update in which its mean is used."""
+
+    @abstractmethod
+    def _outgoing(self, bucket: Bucket, main: torch.Tensor) -> torch.Tensor:
+        """What is averaged: new memory."""
+
+    def _arrive(self, bucket: Bucket, mean: torch.Tensor) -> None:
+        """The mean of what was sent is there, before its time."""
+        self._arrived[bucket].copy_(mean)
+
+    @abstractmethod
+    def _take_up(self, bucket: Bucket, main: torch.Tensor, mean: torch.Tensor) -> None:
+        """Use the mean; with a delay, what `_arrive` has kept."""
 
     def _make_buckets(self, parameters: Sequence[ShardedParameter]) -> list[Bucket]:
         found: list[Bucket] = []
@@ -128,7 +95,7 @@ class DiLoCo(LocalWeights):
         return [f for f in range(self._count) if local > 0 and local % interval == (f + 1) * each % interval]
 
     def _local_phase(self, local: int) -> str:
-        names = {"exchange": self._sent_in(local)}
+        names = {self.exchange: self._sent_in(local)}
         if self._delay:
             names = {"send": self._sent_in(local), "use": self._sent_in(local - self._delay)}
         words = [name if self._count == 1 else f"{name} {which}" for name, found in names.items() for which in found]
@@ -141,47 +108,33 @@ class DiLoCo(LocalWeights):
         if self.alone:
             return
         if self.local == 0:
-            for bucket, main in self._mains().items():
-                self._anchors[bucket].copy_(main)
+            for bucket, anchor in self._anchors.items():
+                anchor.copy_(self._mains()[bucket])
         for in_flight in self._in_flight.values():
             in_flight.advance()
         for fragment in self._sent_in(self.local):
             self._due[fragment] = self.local + self._delay
-            if self._delay:
-                self._send(fragment)
+            for bucket, main in self._mains_of(fragment) if self._delay else ():
+                sent = self._outgoing(bucket, main)
+                self._in_flight[bucket] = MeanInFlight(self.between(bucket), sent, wire_dtype=self.options.wire_dtype)
         for fragment in [f for f, due in self._due.items() if due <= self.local]:
             del self._due[fragment]
-            self._use(fragment)
+            for bucket, main in self._mains_of(fragment):
+                if self._delay:
+                    self._finish(bucket)
+                    mean = self._arrived[bucket]
+                else:
+                    mean = self._outgoing(bucket, main)
+                    rank_mean(self.between(bucket), mean, wire_dtype=self.options.wire_dtype)
+                self._take_up(bucket, main, mean)
 
     def _mains_of(self, fragment: int) -> Iterator[tuple[Bucket, torch.Tensor]]:
         return ((bucket, main) for bucket, main in self._mains().items() if self._fragments[bucket] == fragment)
 
-    def _send(self, fragment: int) -> None:
-        for bucket, main in self._mains_of(fragment):
-            difference = self._anchors[bucket] - main
-            self._in_flight[bucket] = MeanInFlight(self.channel(bucket), difference, wire_dtype=self.options.wire_dtype)
-
-    def _use(self, fragment: int) -> None:
-        beta, mix = self.settings.outer_momentum, self.settings.sync_mix
-        for bucket, main in self._mains_of(fragment):
-            anchor, momentum = self._anchors[bucket], self._momenta[bucket]
-            if self._delay:
-                self._finish(bucket)
-                mean = self._arrived[bucket]
-            else:
-                mean = anchor - main
-                rank_mean(self.channel(bucket), mean, wire_dtype=self.options.wire_dtype)
-            momentum.mul_(beta).add_(mean)
-            anchor.add_(mean.add(momentum, alpha=beta), alpha=-self.settings.outer_lr)
-            if mix == 0.0:
-                main.copy_(anchor)
-            else:
-                main.mul_(mix).add_(anchor, alpha=1.0 - mix)
-
     def _finish(self, bucket: Bucket) -> None:
         in_flight = self._in_flight.pop(bucket, None)
         if in_flight is not None:
-            self._arrived[bucket].copy_(in_flight.result())
+            self._arrive(bucket, in_flight.result())
 
     @contextlib.contextmanager
     def consensus(self) -> Iterator[None]:
@@ -203,8 +156,7 @@ class DiLoCo(LocalWeights):
     # ---- what is saved
 
     def states(self) -> list[FlatState]:
-        own = {"anchor": self._anchors, "outer_momentum": self._momenta, "outer_mean": self._arrived}
-        return super().states() + [state for name, values in own.items() for state in all_kept(name, values)]
+        return super().states() + all_kept("anchor", self._anchors) + all_kept(self.waiting, self._arrived)
 
     def counters(self) -> dict[str, Any]:
         due = {"due": sorted(self._due.items()), "sync_fragments": self._count} if self._due else {}
@@ -212,11 +164,89 @@ class DiLoCo(LocalWeights):
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
         """Means that were to be used by a run with other fragments, or with no delay, are left: nothing is lost, for
-        weights are still as far from their anchor, and the next exchange says so."""
+        weights are still as far from each other, and the next exchange says so."""
         super().load_counters(counters)
         self._due = {}
         if self._delay and not self.alone and counters.get("sync_fragments") == self._count:
             self._due = {int(fragment): int(due) for fragment, due in counters["due"]}
+
+
+class LocalSGD(PeriodicAveraging):
+    """Every H updates x_i = mean over ranks of x_j (arXiv 1805.09767). With `sync_warmup_steps` it is post-local SGD
+    (arXiv 1808.07217). With `average_optimizer_state` the optimizer's states become their mean too.
+
+    With a delay it is asynchronous model averaging, after Bagua's (arXiv 2107.01499): x_i += mean_j(s_j) - s_i, where s_i
+    are the weights with which the exchange began. There a thread repeats it as fast as it can; here the updates in which it
+    begins and ends are given, and so the numbers are.
+
+    A bf16 wire would round the weights themselves; so what travels is each rank's difference from the last common
+    weights a: x = a + mean(bf16(x_i - a)), the mean rounded to bf16 too. That costs a copy of the weights. Averaged
+    states of the optimizer are rounded to bf16 by it.
+
+    Wire: with averaged states, as much again for each of them. After an exchange without delay replicas are equal to the bit.
+    """
+
+    exchange, waiting = "weights", "sync_change"
+
+    def _outgoing(self, bucket: Bucket, main: torch.Tensor) -> torch.Tensor:
+        if self._delay:
+            self._arrived[bucket].copy_(main)
+        return main - self._anchors[bucket] if self._anchors else main.clone()
+
+    def _whole(self, bucket: Bucket, mean: torch.Tensor) -> torch.Tensor:
+        return self._anchors[bucket].add_(mean) if self._anchors else mean
+
+    def _arrive(self, bucket: Bucket, mean: torch.Tensor) -> None:
+        change = self._arrived[bucket]
+        torch.sub(self._whole(bucket, mean), change, out=change)
+
+    def _take_up(self, bucket: Bucket, main: torch.Tensor, mean: torch.Tensor) -> None:
+        if self._delay:
+            main += mean
+        else:
+            main.copy_(self._whole(bucket, mean))
+
+    def _step(self, optimizer: Optimizer, update: Update) -> None:
+        super()._step(optimizer, update)
+        if self.settings.average_optimizer_state and self._sent_in(self.local) and not self.alone:
+            for shard in self.shards:
+                for values in optimizer.state(shard.main_param).values():
+                    rank_mean(self.between(shard.bucket), values, wire_dtype=self.options.wire_dtype)
+
+
+class DiLoCo(PeriodicAveraging):
+    """With Δ = mean over ranks of (a - x_i) from the common anchor a (arXiv 2311.08105):
+
+        m = μ·m + Δ,   a = a - η·(Δ + μ·m),   x_i = a
+
+    that is SGD with Nesterov momentum, η = `outer_lr`, μ = `outer_momentum`. A lone rank takes no outer steps: it is the
+    inner optimizer. With fragments and a delay it is streaming DiLoCo (arXiv 2501.18512): a fragment's outer step is taken
+    when its Δ is used, and x_i = α·x_i + (1-α)·a, α = `sync_mix`.
+
+    Memory: two copies of the main parameters, three with a delay.
+    """
+
+    anchored, waiting = True, "outer_mean"
+
+    def __init__(self, stages: Mapping[int, torch.nn.Module], **common: Any) -> None:
+        super().__init__(stages, **common)
+        self._momenta = {bucket: torch.zeros_like(anchor) for bucket, anchor in self._anchors.items()}
+
+    def _outgoing(self, bucket: Bucket, main: torch.Tensor) -> torch.Tensor:
+        return self._anchors[bucket] - main
+
+    def _take_up(self, bucket: Bucket, main: torch.Tensor, mean: torch.Tensor) -> None:
+        beta, mix = self.settings.outer_momentum, self.settings.sync_mix
+        anchor, momentum = self._anchors[bucket], self._momenta[bucket]
+        momentum.mul_(beta).add_(mean)
+        anchor.add_(mean.add(momentum, alpha=beta), alpha=-self.settings.outer_lr)
+        if mix == 0.0:
+            main.copy_(anchor)
+        else:
+            main.mul_(mix).add_(anchor, alpha=1.0 - mix)
+
+    def states(self) -> list[FlatState]:
+        return super().states() + all_kept("outer_momentum", self._momenta)
 
 
 def peers_of(graph: str, rank: int, size: int, turn: int) -> tuple[int, ...]:
@@ -240,7 +270,7 @@ class _Meeting:
     """Values in flight between a rank and its peers."""
 
     own: torch.Tensor
-    """As they are sent."""
+    """As they are sent, with the parts that other ranks of the replica send."""
     received: dict[int, torch.Tensor]
     works: list[Work]
 
@@ -248,16 +278,21 @@ class _Meeting:
         for work in self.works:
             work.wait()
 
-    def pull(self, dtype: torch.dtype) -> torch.Tensor:
-        """w·Σ_j (v_j - v_i) over peers j in the order of ranks, w = 1/(peers + 1): to v_i it makes the average.
 
-        Of values as they were sent, on both sides: the pulls of all ranks sum to 0, so rounding moves no mean.
-        """
-        self.wait()
-        own, total = self.own.to(dtype), torch.zeros_like(self.own, dtype=dtype)
-        for _, values in sorted(self.received.items()):
-            total += values.to(dtype) - own
-        return total.mul_(1.0 / (len(self.received) + 1))
+def _integers(values: torch.Tensor, replicas: Replicas) -> Integers:
+    """Of a part of the values."""
+    return Integers(values.numel() // replicas.inside.size, values.dtype, values.device)
+
+
+def _pull(own: torch.Tensor, others: Mapping[int, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """w·Σ_j (v_j - v_i) over peers j in the order of ranks, w = 1/(peers + 1): to v_i it makes the average.
+
+    Of values as they were sent, on both sides: the pulls of all ranks sum to 0, so rounding moves no mean.
+    """
+    own, total = own.to(dtype), torch.zeros_like(own, dtype=dtype)
+    for _, values in sorted(others.items()):
+        total += values.to(dtype) - own
+    return total.mul_(1.0 / (len(others) + 1))
 
 
 class Gossip(LocalWeights):
@@ -270,12 +305,18 @@ class Gossip(LocalWeights):
       gradients, which is the SGD optimizer's own momentum, and of averaging, which is kept times γ: u_i = μ·u_i - (what
       averaging adds to x_i - γ·g_i), x_i = x_i - u_i. So a rate that changes divides nothing, and may become 0. The half
       steps travel after the backward. On a ring alone: with peers that change, u grows without bound from 6 replicas on.
+    - choco-sgd (arXiv 1902.00340, at consensus step size 1): d-psgd, of which 8-bit integers travel. Each rank keeps a
+      public copy of its weights and of those of its peers, p_j, the same bits on all that have one: p_i += C(x_i - p_i),
+      C as in `codec.Integers`, x_i += Σ_j W_ij (p_j - p_i), then the step. What C leaves out stays in x_i - p_i and
+      travels later. Before, and again when the number of replicas changes, all have the same weights and p is these. On a
+      ring alone: there are only two peers to know.
 
     A bf16 wire rounds what travels, not what is kept: x_i moves by W·(bf16(x_j) - bf16(x_i)). The mean over replicas is
     moved by nothing but the gradients; single replicas stay about one bf16 step apart.
 
-    Wire: per step and rank the bytes of the main parameters (in the wire's format) once for each peer; memory for as much
-    again while they travel, and a copy for decentlam.
+    Wire: per step and rank the bytes of the main parameters (in the wire's format) once for each peer, with choco-sgd a byte
+    of each and a scale for every 2048; memory for as much again while they travel, a copy for decentlam, and for
+    choco-sgd one of this rank's and of each peer's.
     """
 
     def __init__(self, stages: Mapping[int, torch.nn.Module], *, momentum: float, **common: Any) -> None:
@@ -284,6 +325,12 @@ class Gossip(LocalWeights):
         self._momentum = momentum
         self._lags = {bucket: torch.zeros_like(main) for bucket, main in self._mains().items()} if corrects else {}
         """decentlam: u of each bucket."""
+        us, known = self.replicas, self.settings.gossip_algorithm == "choco-sgd" and not self.alone
+        held = {us.rank, *peers_of("ring", us.rank, us.size, 0)} if known else ()
+        self._public = {replica: self._copies() for replica in held}
+        """choco-sgd: p, by replica."""
+        self._same_replicas = True
+        """The checkpoint that was loaded, if any, has the public copies of as many replicas."""
         self._meetings: dict[Bucket, _Meeting] = {}
 
     @classmethod
@@ -309,11 +356,19 @@ class Gossip(LocalWeights):
 
     def _meet(self, bucket: Bucket, values: torch.Tensor) -> None:
         """Send `values`, which must stay as they are, to this turn's peers."""
-        channel, wire = self.channel(bucket), self.options.wire_dtype
-        sent = values if wire is None else values.to(wire)
-        peers = peers_of(self.settings.gossip_graph, channel.rank, channel.size, self.local - 1)
-        received = {peer: torch.empty_like(sent) for peer in peers}
-        works = swap(channel, dict.fromkeys(peers, sent), received)
+        replicas, wire = self.between(bucket), self.options.wire_dtype
+        if self._public:
+            integers, parts = _integers(values, replicas), replicas.inside.size
+            sent = torch.empty(parts * integers.nbytes, dtype=torch.uint8, device=values.device)
+            change = values - self._public[replicas.across.rank][bucket]
+            for part, row in zip(change.view(parts, -1), sent.view(parts, -1), strict=True):
+                integers.encode(part, row)
+        else:
+            sent = values if wire is None else values.to(wire)
+        peers = peers_of(self.settings.gossip_graph, replicas.across.rank, replicas.across.size, self.local - 1)
+        own = replicas.part(sent)
+        received = {peer: torch.empty_like(own) for peer in peers}
+        works = swap(replicas.across, dict.fromkeys(peers, own), received)
         self._meetings[bucket] = _Meeting(sent, received, works)
 
     def _step(self, optimizer: Optimizer, update: Update) -> None:
@@ -322,8 +377,18 @@ class Gossip(LocalWeights):
             if lags:
                 self._meet(shard.bucket, torch.add(shard.main_param.data, shard.grad, alpha=-update.lr))
         for bucket, meeting in self._meetings.items():
-            main = self._mains()[bucket]
-            pull = meeting.pull(main.dtype)
+            main, replicas = self._mains()[bucket], self.between(bucket)
+            meeting.wait()
+            own, others = meeting.own, {peer: replicas.gather(part) for peer, part in meeting.received.items()}
+            if self._public:
+                integers, parts = _integers(main, replicas), replicas.inside.size
+                for peer, rows in {self.replicas.rank: own, **others}.items():
+                    copy = self._public[peer][bucket].view(parts, -1)
+                    for part, row in zip(copy, rows.view(parts, -1), strict=True):
+                        integers.decode(row, part, factor=1.0)
+                own = self._public[self.replicas.rank][bucket]
+                others = {peer: self._public[peer][bucket] for peer in others}
+            pull = _pull(own, others, main.dtype)
             if lags:
                 lags[bucket].mul_(self._momentum).sub_(pull)
             else:
@@ -332,9 +397,37 @@ class Gossip(LocalWeights):
         optimizer.step(update)
         for bucket, lag in lags.items():
             self._mains()[bucket].sub_(lag)
+        if self.local == 0:
+            self._publish()
+
+    def _publish(self) -> None:
+        """All replicas have these weights, and know it."""
+        for copies in self._public.values():
+            for bucket, main in self._mains().items():
+                copies[bucket].copy_(main)
+
+    # ---- what is saved
 
     def states(self) -> list[FlatState]:
-        return super().states() + all_kept("gossip_momentum", self._lags)
+        found = super().states() + all_kept("gossip_momentum", self._lags)
+        own, left = self.replicas.rank, (self.replicas.rank - 1) % self.replicas.size
+        for replica, copies in self._public.items():
+            side = "own" if replica == own else "left" if replica == left else "right"
+            found += all_kept(f"gossip_{side}", copies)
+        return found
+
+    def counters(self) -> dict[str, Any]:
+        return super().counters() | ({"gossip_replicas": self.replicas.size} if self._public else {})
+
+    def load_counters(self, counters: Mapping[str, Any]) -> None:
+        super().load_counters(counters)
+        size = self.replicas.size
+        self._same_replicas = counters.get("gossip_replicas", size) == size
+
+    def loaded(self) -> None:
+        super().loaded()
+        if not self._same_replicas:
+            self._publish()  # from which all start, the mean, is not the mean of any copies to the bit
 
     def close(self) -> None:
         # A peer may be gone, which is known by then.

@@ -5,6 +5,7 @@ import dataclasses
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,11 +16,34 @@ from megalite.data_parallel.shards import Norms, OptimizerShard
 from megalite.data_parallel.strategy import DataParallelStrategy, FlatState, kept
 from megalite.data_parallel.wire import Channel, WireCounter
 from megalite.optimizers.base import Optimizer, Update
-from megalite.topology.group import DONE, Work
+from megalite.topology.group import Work
 
 
-def rank_mean(channel: Channel, tensor: torch.Tensor, *, wire_dtype: torch.dtype | None) -> None:
-    """In place: the mean over ranks, with the same bits on each. Flat; its size is a multiple of the number of ranks.
+@dataclass(frozen=True)
+class Replicas:
+    """Replicas with different weights, as one rank sees them. Each rank exchanges its part of a flat tensor, and the ranks
+    of a replica gather what they have got: 1/(ranks of a replica) of the bytes goes to other replicas."""
+
+    across: Channel
+    """The ranks at this one's place in all replicas."""
+    inside: Channel
+    """Those of this replica, which have the same weights."""
+
+    def part(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's; a view."""
+        return tensor.view(self.inside.size, -1)[self.inside.rank]
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """The parts of all ranks of this replica."""
+        if self.inside.size == 1:
+            return part
+        whole = part.new_empty(self.inside.size * part.numel())
+        self.inside.gather_raw(whole, part)
+        return whole
+
+
+def rank_mean(replicas: Replicas, tensor: torch.Tensor, *, wire_dtype: torch.dtype | None) -> None:
+    """In place: the mean over replicas, with the same bits on each rank. Flat; its size is a multiple of the number of ranks.
 
     Each rank adds up its part of the values as they were sent, in fp64 and in the order of ranks, and the rounded means
     are gathered: as many bytes as a ring all-reduce. The mean of equal values of up to 32 bits is that value to the bit.
@@ -27,12 +51,14 @@ def rank_mean(channel: Channel, tensor: torch.Tensor, *, wire_dtype: torch.dtype
     Args:
         wire_dtype: what is sent is rounded to it, on both ways; None: nothing is.
     """
+    channel = replicas.across
     if channel.size > 1:
-        sent = tensor if wire_dtype is None else tensor.to(wire_dtype)
-        part = _mean(channel.exchange_raw(sent).view(channel.size, -1))
+        part = replicas.part(tensor)
+        sent = part if wire_dtype is None else part.to(wire_dtype)
+        mean = _mean(channel.exchange_raw(sent).view(channel.size, -1))
         whole = torch.empty_like(sent)
-        channel.gather_raw(whole, part)
-        tensor.copy_(whole)
+        channel.gather_raw(whole, mean)
+        tensor.copy_(replicas.gather(whole))
 
 
 def _mean(rows: torch.Tensor) -> torch.Tensor:
@@ -67,10 +93,11 @@ class MeanInFlight:
         tensor: not to be written any more.
     """
 
-    def __init__(self, channel: Channel, tensor: torch.Tensor, *, wire_dtype: torch.dtype | None) -> None:
+    def __init__(self, replicas: Replicas, tensor: torch.Tensor, *, wire_dtype: torch.dtype | None) -> None:
+        channel, part = replicas.across, replicas.part(tensor)
         assert channel.size > 1, "one rank has no other to wait for"
-        self._channel = channel
-        self._sent = (tensor if wire_dtype is None else tensor.to(wire_dtype)).view(channel.size, -1)
+        self._replicas, self._channel = replicas, channel
+        self._sent = (part if wire_dtype is None else part.to(wire_dtype)).view(channel.size, -1)
         self._received = torch.empty_like(self._sent)
         self._received[channel.rank] = self._sent[channel.rank]
         outgoing, incoming = dict(enumerate(self._sent)), dict(enumerate(self._received))
@@ -94,10 +121,10 @@ class MeanInFlight:
         self._posted = []
 
     def result(self) -> torch.Tensor:
-        """The mean, in the number format of the wire."""
+        """The mean, in the number format of the wire; all ranks of a replica call it at the same place too."""
         self.advance()
         self.wait_for_posted()
-        return self._sent.view(-1)
+        return self._replicas.gather(self._sent.view(-1))
 
 
 def all_kept(name: str, values: Mapping[Bucket, torch.Tensor]) -> list[FlatState]:
@@ -119,8 +146,14 @@ class OwnWeights(DataParallelStrategy):
         self._noted = 0
         super().__init__(stages, **common)
         assert not self.options.split_main, "a replica's own weights and the mean would need other low bits"
-        self.alone = self.groups.dp.size == 1
+        self.replicas, _ = self.groups.own_weights(self.all_buckets()[0].kind)
+        """This rank's own, and those at its place in the others."""
+        self.alone = self.replicas.size == 1
         """There is no other replica, and nothing to exchange."""
+
+    def between(self, bucket: Bucket) -> Replicas:
+        """The replicas that hold a bucket."""
+        return Replicas(*map(self._channel, self.groups.own_weights(bucket.kind)))
 
     @contextlib.contextmanager
     def consensus(self) -> Iterator[None]:
@@ -146,14 +179,15 @@ class OwnWeights(DataParallelStrategy):
 
     def _put_mean(self, shard: OptimizerShard) -> None:
         bucket = shard.bucket
-        uncounted = self.new_channel(self.groups.replicas(bucket.kind), WireCounter())
+        groups, uncounted = self.groups.own_weights(bucket.kind), WireCounter()
+        replicas = Replicas(*(self.new_channel(group, uncounted) for group in groups))
         if shard.is_copy:
             mean = self._means[bucket] = shard.main_param.data.clone()
-            rank_mean(uncounted, mean, wire_dtype=None)
+            rank_mean(replicas, mean, wire_dtype=None)
             bucket.data.copy_(mean)
         else:
             self._own[bucket] = bucket.data.clone()
-            rank_mean(uncounted, bucket.data, wire_dtype=None)
+            rank_mean(replicas, bucket.data, wire_dtype=None)
 
     def _note_distance(self) -> None:
         """||x_i - mean|| of all replicas' weights, root mean square over replicas, as a share of ||mean||."""
@@ -161,7 +195,7 @@ class OwnWeights(DataParallelStrategy):
             return
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for shard in self.shards:
-            if self._counts(shard.bucket):
+            if self._speaks(shard.bucket):
                 own = self._own.get(shard.bucket, shard.main_param.data)
                 mean = self._means.get(shard.bucket, shard.bucket.data)
                 sums[0] += torch.linalg.vector_norm(own - mean).double().square()
@@ -173,6 +207,11 @@ class OwnWeights(DataParallelStrategy):
         if apart > 0.0 and whole > 0.0:
             share = math.sqrt(apart / whole)
             self.notes.append(f"consensus distance after step {self.step}: {share:.3e} of the weights' norm")
+
+    def _speaks(self, bucket: Bucket) -> bool:
+        """Of the ranks of its replica that hold the same, this one has it counted."""
+        _, same = self.groups.own_weights(bucket.kind)
+        return same.rank == 0 and self.groups.first_copy(bucket.kind)
 
     @property
     def optimizer_placement(self) -> Placement:
@@ -189,7 +228,10 @@ class OwnWeights(DataParallelStrategy):
 class LocalWeights(OwnWeights):
     """Each data-parallel rank (with its tp and pp ranks: a replica) steps its own weights by its own gradient.
 
-    A rank's gradient is its part of the global mean's times the number of replicas: what the mean over its own samples
+    With several instances (`dp_instances`) each of them is a replica: inside it gradients are all-reduced in every step, so
+    that its ranks have the same weights, and only what is exchanged goes to other instances (hierarchical SGD).
+
+    A replica's gradient is its part of the global mean's times the number of replicas: what the mean over its own samples
     gives where every sample has as many tokens. It is clipped by the replica's own norm; the log shows the root mean
     square of all. Each rank knows all replicas' norms, so an overflow anywhere skips the step everywhere.
 
@@ -208,7 +250,7 @@ class LocalWeights(OwnWeights):
 
     def _make_shard(self, bucket: Bucket) -> OptimizerShard:
         # Every replica's gradient counts, in a separate norm.
-        return dataclasses.replace(super()._make_shard(bucket), counts_in_norm=self._counts(bucket))
+        return dataclasses.replace(super()._make_shard(bucket), counts_in_norm=self._speaks(bucket))
 
     def begin_step(self, step: int, *, loss_scale: float = 1.0) -> None:
         super().begin_step(step, loss_scale=loss_scale)
@@ -235,21 +277,27 @@ class LocalWeights(OwnWeights):
     # ---- gradients
 
     def _reduce(self, bucket: Bucket) -> Work:
-        return self.channel(bucket).all_reduce_async(bucket.grad) if self.local <= 0 else DONE
+        replicas = self.between(bucket)
+        work = replicas.inside.all_reduce_async(bucket.grad)
+        if self.local > 0:
+            return work
+        if replicas.inside.size == 1:
+            return replicas.across.all_reduce_async(bucket.grad)
+        return replicas.across.all_reduce_after(work, bucket.grad)
 
     def norm_terms(self) -> torch.Tensor:
-        own, dp = self.local_norm_squared(), self.groups.dp
+        own, replicas = self.local_norm_squared(), self.replicas
         if self.local <= 0:
-            return own.view(1) if dp.rank == 0 else torch.zeros_like(own).view(1)
-        terms = own.new_zeros(dp.size)
-        terms[dp.rank] = own
+            return own.view(1) if replicas.rank == 0 else torch.zeros_like(own).view(1)
+        terms = own.new_zeros(replicas.size)
+        terms[replicas.rank] = own
         return terms
 
     def norms(self, sums: Sequence[float]) -> Norms:
         if self.local <= 0:
             return super().norms(sums)
-        size = self.groups.dp.size
-        shown, own = size * sum(sums), sums[self.groups.dp.rank]
+        size = self.replicas.size
+        shown, own = size * sum(sums), sums[self.replicas.rank]
         return Norms(
             shown=math.sqrt(shown) if shown >= 0.0 else math.nan,
             clipping=size * math.sqrt(own) if own >= 0.0 else math.nan,
@@ -260,7 +308,7 @@ class LocalWeights(OwnWeights):
     def update(self, optimizer: Optimizer, update: Update) -> None:
         assert self._updates is not None, "begin_step comes first"
         if self.local > 0:
-            update = dataclasses.replace(update, factor=update.factor * self.groups.dp.size)
+            update = dataclasses.replace(update, factor=update.factor * self.replicas.size)
         self._step(optimizer, self._scale_gradients(update))
         self.publish_parameters()
         self._updates += 1
