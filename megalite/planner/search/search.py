@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megalite.checkpoint.manifest import many_objects
 from megalite.config.byte_size import format_bytes
 from megalite.config.describe import replace as with_settings
 from megalite.config.describe import settings
@@ -28,7 +29,7 @@ from megalite.planner.cost.stage import layer_seconds, stage_cost
 from megalite.planner.cost.step import Prediction, predict
 from megalite.planner.hardware import Cluster, SoftwareStack
 from megalite.planner.search.features import Counter
-from megalite.planner.search.memory import Sizer, fullest
+from megalite.planner.search.memory import fullest, offloadable_bytes
 from megalite.planner.search.space import (
     CHOICES,
     CONTEXT,
@@ -121,18 +122,21 @@ def survey(request: Request, cluster: Cluster, stack: SoftwareStack) -> Survey:
     all that fits without, or nothing does. Raises ConfigError if the accelerator does not have the precision."""
     space = enumerate_space(request)
     counter = Counter(request.config)
-    sizer, clock = Sizer(request.config), Clock(request.config, cluster, stack)
+    clock = Clock(request.config, cluster, stack)
+    sizer = clock.sizer
     tables = []
     for pp, group in itertools.groupby(space.blocks, key=lambda block: block.pipelines[0].pp):
         blocks = list(group)
         shares = Shares.joined([block.shares for block in blocks])
         coefficients = sizer.coefficients(shares, pp)
-        prices = clock.prices(shares, pp, coefficients)
+        moved = sizer.states(shares, offloadable_bytes)
+        prices, relief = clock.prices(shares, pp, coefficients, moved), sizer.relief(moved, pp)
         first = 0
         for block in blocks:
             mine = slice(first, first + len(block.shares))
             first = mine.stop
-            tables.append(_Table(request, clock, counter, block, coefficients[:, mine], prices.take(mine)))
+            parts = coefficients[:, mine], relief[:, mine], prices.take(mine)
+            tables.append(_Table(request, clock, counter, block, *parts))
     if request.host:
         fastest = min((float(table.seconds.min()) for table in tables), default=np.inf)
         for table in tables:
@@ -145,10 +149,17 @@ class _Table:
     """One block: memory, seconds and use of host memory, each [pipelines, shares], as `Survey` has them."""
 
     def __init__(
-        self, request: Request, clock: Clock, counter: Counter, block: Block, coefficients: Floats, prices: Prices
+        self,
+        request: Request,
+        clock: Clock,
+        counter: Counter,
+        block: Block,
+        coefficients: Floats,
+        relief: Floats,
+        prices: Prices,
     ) -> None:
         self._request, self._clock, self._counter, self._block = request, clock, counter, block
-        self._coefficients, self._prices = coefficients, prices
+        self._coefficients, self._relief, self._prices = coefficients, relief, prices
         self.memory = fullest([counter(each) for each in block.pipelines], coefficients)
         self.seconds = np.full(self.memory.shape, np.inf)
         self.host = np.zeros(self.memory.shape, dtype=np.int64)
@@ -170,8 +181,14 @@ class _Table:
         rows, columns = np.flatnonzero(lacking.any(1)), np.flatnonzero(lacking.any(0))
         if not len(rows):
             return
-        where = np.ix_(rows, columns)
-        alone, lacking = self._times(rows, columns), lacking[where]
+        alone = self._times(rows, columns)
+        # No use of host memory makes a step faster.
+        lacking = lacking[np.ix_(rows, columns)] & (alone < bound)
+        kept, left = lacking.any(1), lacking.any(0)
+        if not kept.any():
+            return
+        within, rows, columns = np.ix_(kept, left), rows[kept], columns[left]
+        where, alone, lacking = np.ix_(rows, columns), alone[within], lacking[within]
         memory, seconds, host = self.memory[where], self.seconds[where], self.host[where]
         for some, size, longer, code in self._ways(rows, columns):
             time = np.where(size <= self._request.memory_limit, alone[:, some] + longer, np.inf)
@@ -192,7 +209,7 @@ class _Table:
         counts = [self._counter(each) for each in pipelines]
         starts = [(coefficients, np.zeros(len(columns)), 0)]
         if HOST[0] in self._request.host:
-            moved = coefficients - Sizer(self._request.config).relief(shares, pipelines[0].pp)
+            moved = coefficients - self._relief[:, columns]
             size = fullest(counts, moved)
             yield np.arange(len(columns)), size, np.broadcast_to(prices.offloaded, size.shape), np.ones_like(size, int)
             starts.append((moved, prices.offloaded, 1))
@@ -311,6 +328,11 @@ class Plan:
 
 def find(request: Request, cluster: Cluster, stack: SoftwareStack, *, top: int = 5) -> Plan:
     """The `top` fastest layouts that fit. Raises ConfigError if none is legal, or none fits: what would make it fit."""
+    with many_objects():
+        return _found(request, cluster, stack, top)
+
+
+def _found(request: Request, cluster: Cluster, stack: SoftwareStack, top: int) -> Plan:
     found = survey(request, cluster, stack)
     if not len(found.space):
         raise nothing_legal(request)
