@@ -110,7 +110,7 @@ def test_activations_leave_where_that_beats_recompute(schedule: str) -> None:
 
 
 def test_host_memory_is_no_choice_where_as_fast_fits() -> None:
-    flags = "--preset gpt3-6.7b --cluster dgx-a100 --gpus 8 --global-batch-size 32 --max-memory 30GB"
+    flags = "--preset gpt3-6.7b --cluster dgx-a100 --gpus 4 --global-batch-size 256 --max-memory 40GB"
     request = asked(flags)
     found = survey(*request)
     alone = survey(replace(request.request, host=()), request.cluster, request.stack)
