@@ -19,7 +19,7 @@ from megalite.config.reading import write_text
 from megalite.pipeline.ir.render import render_grid
 from megalite.planner.hardware import Cluster, SoftwareStack, load_cluster, load_stack
 from megalite.planner.report import drawn_timeline, format_plan, html_page, launch_lines, plan_data, write_files
-from megalite.planner.search.search import Plan, find
+from megalite.planner.search.search import Plan, find, find_cheapest
 from megalite.planner.search.space import (
     USUAL_MEMORY,
     Request,
@@ -28,6 +28,7 @@ from megalite.planner.search.space import (
     refuse_not_searched,
     request_for,
 )
+from megalite.planner.whole_run import WholeRun
 
 _WIDTH = 160  # of a timeline where there is no terminal
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -38,9 +39,16 @@ main = PLAN
 def run(flags: Namespace) -> int:
     request, cluster, stack = asked(flags)
     tokens = _tokens(flags.tokens)
+    figures = {
+        name: getattr(flags, name) for name in ("gpu_hour_price", "mtbf_hours", "save_seconds", "restart_seconds")
+    }
+    whole, sizes = WholeRun(tokens=tokens, **figures), {}
     with working(f"searching layouts for {request.world_size} ranks of {cluster.name}"):
-        plan = find(request, cluster, stack, top=flags.top)
-    data = plan_data(plan, tokens)
+        if flags.objective == "cost":
+            plan, sizes = find_cheapest(request, cluster, stack, top=flags.top)
+        else:
+            plan = find(request, cluster, stack, top=flags.top, objective=flags.objective)
+    data = plan_data(plan, whole, sizes)
     written = [] if flags.output is None else write_files(plan, flags.output, tokens)
     if flags.html is not None:
         write_text(flags.html, html_page(data, drawn_timeline(plan.candidates[0], cluster, stack)))

@@ -25,6 +25,7 @@ class Accelerator:
     kernel_seconds: float = field(metadata=OR_ZERO)  # what every operation takes on the device on top of its work
     asynchronous: bool  # the host runs ahead: the slower of host and device decides. On a CPU their times add up
     host_bandwidth: float = 2.5e10  # to and from host memory, each way: of PCIe 4.0 with 16 lanes, in large copies
+    watts: float | None = None  # that it draws in training, or may draw at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,7 @@ class Cluster:
     network: Network
     efficiency: Efficiency
     provenance: Mapping[str, str]
+    gpu_hour_price: float | None = None  # of one accelerator with its share of the node, in any money
 
     def peak(self, precision: str) -> float:
         """FLOP/s at that precision. Raises ConfigError if the accelerator has none."""
@@ -147,6 +149,7 @@ def load_cluster(name_or_path: str) -> Cluster:
     cluster = build(Cluster, read_yaml(path, kind="cluster"), f"cluster file {path}")
     shares = {f"efficiency.{f.name}": getattr(cluster.efficiency, f.name) != f.default for f in fields(Efficiency)}
     needed = {"accelerator": True, "node": True, "network": True, **shares}
+    needed["gpu_hour_price"] = cluster.gpu_hour_price is not None
     _check_provenance(f"cluster file {path}", cluster.provenance, needed)
     return cluster
 

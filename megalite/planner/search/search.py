@@ -88,18 +88,20 @@ class Survey:
             index -= len(block)
         raise IndexError(index)
 
-    def fastest(self) -> Iterator[tuple[Layout, float]]:
-        """Layouts that fit with their seconds, by these; of equals the one with the smallest cp and micro batch."""
+    def fastest(self, objective: str = "time") -> Iterator[tuple[Layout, float]]:
+        """Layouts that fit with their seconds, by these; of equals the one with the smallest cp and micro batch. With the
+        objective `memory` those that hold least first, of equals the fastest."""
         seconds = self.all_seconds
+        least = self.all_bytes if objective == "memory" else seconds
         cp, micro_batch = self.space.column("cp"), self.space.column("micro_batch_size")
         left = np.flatnonzero(np.isfinite(seconds))
         while len(left):
             count = min(_AT_ONCE, len(left))
-            bound = np.partition(seconds[left], count - 1)[count - 1]
-            now, left = left[seconds[left] <= bound], left[seconds[left] > bound]
+            bound = np.partition(least[left], count - 1)[count - 1]
+            now, left = left[least[left] <= bound], left[least[left] > bound]
             # To six digits: further ones are not meant.
-            digits = np.round(np.log(seconds[now]), 6)
-            for index in now[np.lexsort((micro_batch[now], cp[now], digits))].tolist():
+            digits = (np.round(np.log(each[now]), 6) for each in (seconds, least))
+            for index in now[np.lexsort((micro_batch[now], cp[now], *digits))].tolist():
                 yield self.at(index), float(seconds[index])
 
     def leanest(self) -> tuple[Layout, float]:
@@ -323,21 +325,23 @@ class Plan:
     cluster: Cluster
     stack: SoftwareStack
     survey: Survey
-    candidates: tuple[Candidate, ...]  # fastest first, each the best of its tp, ep, pp and schedule
+    candidates: tuple[Candidate, ...]  # best first, each the best of its tp, ep, pp and schedule
+    objective: str = "time"  # or `cost`, GPU hours, or `memory` of the fullest rank
 
 
-def find(request: Request, cluster: Cluster, stack: SoftwareStack, *, top: int = 5) -> Plan:
-    """The `top` fastest layouts that fit. Raises ConfigError if none is legal, or none fits: what would make it fit."""
+def find(request: Request, cluster: Cluster, stack: SoftwareStack, *, top: int = 5, objective: str = "time") -> Plan:
+    """The `top` best layouts that fit: the fastest, or with `memory` those that hold least. Raises ConfigError if none is
+    legal, or none fits: what would make it fit."""
     with many_objects():
-        return _found(request, cluster, stack, top)
+        return _found(request, cluster, stack, top, objective)
 
 
-def _found(request: Request, cluster: Cluster, stack: SoftwareStack, top: int) -> Plan:
+def _found(request: Request, cluster: Cluster, stack: SoftwareStack, top: int, objective: str) -> Plan:
     found = survey(request, cluster, stack)
     if not len(found.space):
         raise nothing_legal(request)
     candidates: dict[tuple[Any, ...], Candidate] = {}
-    for layout, seconds in found.fastest():
+    for layout, seconds in found.fastest(objective):
         if len(candidates) == top + SPARE:
             break
         kind = (layout.tp, layout.ep, layout.pipeline.pp, layout.pipeline.schedule)
@@ -348,13 +352,32 @@ def _found(request: Request, cluster: Cluster, stack: SoftwareStack, top: int) -
     if not candidates:
         raise nothing_fits(found)
 
-    def step_seconds(candidate: Candidate) -> float:
-        return candidate.prediction.step_seconds
+    def order(candidate: Candidate) -> tuple[float, float]:
+        seconds = candidate.prediction.step_seconds
+        return (candidate.fullest[1].total_bytes if objective == "memory" else seconds, seconds)
 
-    ranked = sorted(candidates.values(), key=step_seconds)[:top]
-    ranked[:RECUT] = [_recut(request, each, cluster, stack) for each in ranked[:RECUT]]
-    ranked.sort(key=step_seconds)
-    return Plan(request=request, cluster=cluster, stack=stack, survey=found, candidates=tuple(ranked))
+    ranked = sorted(candidates.values(), key=order)[:top]
+    if objective != "memory":
+        ranked[:RECUT] = [_recut(request, each, cluster, stack) for each in ranked[:RECUT]]
+        ranked.sort(key=order)
+    return Plan(
+        request=request, cluster=cluster, stack=stack, survey=found, candidates=tuple(ranked), objective=objective
+    )
+
+
+def find_cheapest(
+    request: Request, cluster: Cluster, stack: SoftwareStack, *, top: int = 5
+) -> tuple[Plan, dict[int, float]]:
+    """The plan with the least GPU time of a step on all ranks of the request, a half, a quarter and so on until none fits
+    or is legal; ranks -> seconds of a step of each. Raises as `find` if there is none on all."""
+    plans = [find(request, cluster, stack, top=top, objective="cost")]
+    while (ranks := plans[-1].request.world_size) % 2 == 0:
+        try:
+            plans.append(find(replace(request, world_size=ranks // 2), cluster, stack, top=top, objective="cost"))
+        except ConfigError:
+            break
+    seconds = {each.request.world_size: float(each.candidates[0].prediction.step_seconds) for each in plans}
+    return min(plans, key=lambda each: each.request.world_size * seconds[each.request.world_size]), seconds
 
 
 def config_of(request: Request, chosen: Mapping[str, Any]) -> RunConfig:

@@ -9,7 +9,7 @@ from megalite.config.errors import ConfigError
 from megalite.planner.cost.step import predict
 from megalite.planner.hardware import Cluster, SoftwareStack
 from megalite.planner.search import search
-from megalite.planner.search.search import Plan, Survey, config_of, find, survey
+from megalite.planner.search.search import Plan, Survey, config_of, find, find_cheapest, survey
 from megalite.planner.search.space import Request
 from tests.planner.search.asking import TINY, asked
 
@@ -128,6 +128,30 @@ def test_host_memory_is_no_choice_where_as_fast_fits() -> None:
     assert (found.all_seconds[faster] <= states.all_seconds[faster] * (1 + 1e-9)).all()
     cpu = asked("--preset gpt3-350m --cluster cpu-box --gpus 4 --global-batch-size 8")
     assert not cpu.request.host
+
+
+def test_the_leanest_of_those_that_fit() -> None:
+    request = asked(f"{GPT} --fix schedule=1f1b")
+    plan = find(*request, top=3, objective="memory")
+    held = [each.fullest[1].total_bytes for each in plan.candidates]
+    assert held == sorted(held)
+    found = survey(*request)
+    assert held[0] == pytest.approx(found.all_bytes[np.isfinite(found.all_seconds)].min(), rel=0.02)
+    assert plan.candidates[0].prediction.step_seconds > planned(GPT, top=1).candidates[0].prediction.step_seconds
+
+
+def test_the_cheapest_number_of_ranks() -> None:
+    # On 16 ranks of two nodes gradients go over the network, on 8 they do not; on one the model does not fit.
+    request, cluster, stack = asked(
+        "--preset gpt3-2.7b --cluster dgx-a100 --gpus 16 --global-batch-size 16 --max-memory 15GB"
+    )
+    plan, seconds = find_cheapest(replace(request, host=()), cluster, stack, top=1)
+    each = {ranks: find(replace(request, world_size=ranks, host=()), cluster, stack, top=1) for ranks in seconds}
+    assert seconds == {ranks: one.candidates[0].prediction.step_seconds for ranks, one in each.items()}
+    assert max(seconds) == 16 and 1 < min(seconds) < 16
+    assert plan.request.world_size == min(seconds, key=lambda ranks: ranks * seconds[ranks]) < 16
+    with pytest.raises(ConfigError, match=r"none of .* fits"):
+        find(replace(request, world_size=min(seconds) // 2, host=()), cluster, stack)
 
 
 def test_a_setting_that_goes_without_host_memory() -> None:
