@@ -63,6 +63,7 @@ class WholeRun:
             found["cost"] = {"gpu_hour_price": price, "whole": money, "million_tokens": money / self.tokens * 1e6}
         watts = cluster.accelerator.watts
         if watts is not None:
+            watts = min(watts, cluster.accelerator.power_limit or watts)
             joules = watts * hours * 3600.0
             found["energy"] = {"watts": watts, "kilowatt_hours": joules / 3.6e6, "token_joules": joules / self.tokens}
         return found

@@ -162,10 +162,15 @@ class _Table:
     ) -> None:
         self._request, self._clock, self._counter, self._block = request, clock, counter, block
         self._coefficients, self._relief, self._prices = coefficients, relief, prices
+        shares = block.shares
         self.memory = fullest([counter(each) for each in block.pipelines], coefficients)
         self.seconds = np.full(self.memory.shape, np.inf)
         self.host = np.zeros(self.memory.shape, dtype=np.int64)
         fits = self.memory <= request.memory_limit
+        if shares.offload.any() or block.pipelines[0].offloaded:
+            alone = [counter(each._replace(offloaded=0)) for each in block.pipelines]
+            gone = fullest(alone, coefficients + shares.offload * relief) - self.memory
+            fits &= gone <= request.host_limit
         rows, columns = np.flatnonzero(fits.any(1)), np.flatnonzero(fits.any(0))
         if len(rows):
             self.seconds[np.ix_(rows, columns)] = self._times(rows, columns)
@@ -192,6 +197,7 @@ class _Table:
         within, rows, columns = np.ix_(kept, left), rows[kept], columns[left]
         where, alone, lacking = np.ix_(rows, columns), alone[within], lacking[within]
         memory, seconds, host = self.memory[where], self.seconds[where], self.host[where]
+        before = memory.copy()
         for some, size, longer, code in self._ways(rows, columns):
             time = np.where(size <= self._request.memory_limit, alone[:, some] + longer, np.inf)
             # Of what does not fit at all the least is kept, for the error.
@@ -199,6 +205,8 @@ class _Table:
                 np.isinf(time) & np.isinf(seconds[:, some]) & (size < memory[:, some])
             )
             better &= lacking[:, some] & ((time < bound) | np.isinf(bound))
+            # What leaves the device is about what comes into host memory; the best are sized exactly.
+            better &= before[:, some] - size <= self._request.host_limit
             for table, values in ((memory, size), (seconds, time), (host, code)):
                 table[:, some] = np.where(better, values, table[:, some])
         self.memory[where], self.seconds[where], self.host[where] = memory, seconds, host
@@ -256,6 +264,12 @@ def nothing_legal(request: Request) -> ConfigError:
 def nothing_fits(found: Survey) -> ConfigError:
     """All that is legal needs more memory than there is: the least of it."""
     layout, least = found.leanest()
+    if least <= found.request.memory_limit:
+        return ConfigError(
+            f"what fits into {format_bytes(found.request.memory_limit)} per rank keeps more than "
+            f"{format_bytes(found.request.host_limit)} of it in host memory: {describe(layout)}; use more --gpus, or a "
+            "cluster file with a larger node.host_memory_bytes"
+        )
     return ConfigError(
         f"none of {len(found.space)} layouts fits into {format_bytes(found.request.memory_limit)} per rank on "
         f"{found.request.world_size} ranks; the least takes {format_bytes(least)}: {describe(layout)}; use --max-memory "
@@ -403,7 +417,9 @@ def _predicted(
     except ConfigError:
         return None
     candidate = Candidate(layout=layout, settings=chosen, config=config, estimate=seconds, prediction=prediction)
-    return candidate if candidate.fullest[1].total_bytes <= request.memory_limit else None
+    host = max(rank.host_bytes for rank in prediction.memory)
+    fits = candidate.fullest[1].total_bytes <= request.memory_limit and host <= request.host_limit
+    return candidate if fits else None
 
 
 def _recut(request: Request, candidate: Candidate, cluster: Cluster, stack: SoftwareStack) -> Candidate:

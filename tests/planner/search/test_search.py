@@ -90,6 +90,26 @@ def test_what_does_not_fit_gets_host_memory() -> None:
         planned(f"{ONE} --fix optimizer_cpu_offload=no")
 
 
+@pytest.mark.parametrize(
+    ("fixed", "message"),
+    [
+        ("", r"none of .* fits into"),
+        (
+            "--fix optimizer_cpu_offload=yes",
+            r"keeps more than 18\.63 GiB of it in host memory: .*; use more --gpus, or",
+        ),
+    ],
+)
+def test_host_memory_has_an_end(fixed: str, message: str) -> None:
+    request, cluster, stack = asked(f"{ONE} {fixed}")
+    assert request.host_limit == pytest.approx(0.9 * 2e12 / 8)
+    used = find(request, cluster, stack, top=1).candidates[0].fullest[1].host_bytes
+    enough = find(replace(request, host_limit=1.01 * used), cluster, stack, top=1).candidates[0]
+    assert enough.fullest[1].host_bytes <= 1.01 * used
+    with pytest.raises(ConfigError, match=message):
+        find(replace(request, host_limit=20e9), cluster, stack)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
 def test_activations_leave_where_that_beats_recompute(schedule: str) -> None:
     """As many layers as it takes to fit, in closed form as in the simulator."""
