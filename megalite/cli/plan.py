@@ -5,7 +5,10 @@ import re
 import shutil
 from argparse import Namespace
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import yaml
 
 from megalite.cli.display import working
 from megalite.cli.dry_run import with_vocabulary
@@ -18,7 +21,15 @@ from megalite.config.flags import Invocation
 from megalite.config.reading import write_text
 from megalite.pipeline.ir.render import render_grid
 from megalite.planner.hardware import Cluster, SoftwareStack, load_cluster, load_stack
-from megalite.planner.report import drawn_timeline, format_plan, html_page, launch_lines, plan_data, write_files
+from megalite.planner.report import (
+    deciding_sweep,
+    drawn_timeline,
+    format_plan,
+    html_page,
+    launch_lines,
+    plan_data,
+    write_files,
+)
 from megalite.planner.search.search import Plan, find, find_cheapest
 from megalite.planner.search.space import (
     USUAL_MEMORY,
@@ -29,6 +40,7 @@ from megalite.planner.search.space import (
     request_for,
 )
 from megalite.planner.whole_run import WholeRun
+from megalite.sweep.spec import ignored
 
 _WIDTH = 160  # of a timeline where there is no terminal
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -53,6 +65,13 @@ def run(flags: Namespace) -> int:
     if flags.html is not None:
         write_text(flags.html, html_page(data, drawn_timeline(plan.candidates[0], cluster, stack)))
         written.append(flags.html)
+    deciding = None
+    if flags.resolve is not None:
+        files = map(_from_anywhere, (flags.cluster, flags.stack))
+        deciding = deciding_sweep(plan, *files, ignored(plan.candidates[0].config))
+    if deciding is not None:
+        write_text(flags.resolve, yaml.safe_dump(deciding, sort_keys=False, allow_unicode=True))
+        written.append(flags.resolve)
     lines = [] if flags.output is None else launch_lines(plan, flags.output)
     if flags.json:
         show(json.dumps({**data, "written": list(map(str, written)), "launch": lines}, indent=2))
@@ -62,10 +81,22 @@ def run(flags: Namespace) -> int:
         parts.append(_drawn(plan, data, cluster, stack))
     if written:
         parts.append("\n".join(f"wrote {path}" for path in written))
+    if flags.resolve is not None:
+        parts.append(
+            "No other layout is a tie: there is nothing to resolve."
+            if deciding is None
+            else f"Run the {len(deciding['list'])} layouts that are a tie: megalite sweep {flags.resolve} --output FOLDER"
+        )
     if lines:
         parts.append("\n".join(["Start it on each node with the first line, or with the second:", *lines]))
     show("\n\n".join(parts))
     return 0
+
+
+def _from_anywhere(name_or_path: str) -> str:
+    """A file by its whole path, since a sweep lies in a folder of its own; a name as it is."""
+    path = Path(name_or_path)
+    return str(path.absolute()) if path.is_file() else name_or_path
 
 
 def _drawn(plan: Plan, data: dict[str, Any], cluster: Cluster, stack: SoftwareStack) -> str:

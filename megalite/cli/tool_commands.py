@@ -152,6 +152,7 @@ PLAN = Command(
         Flag("--top N", "layouts to show (5)", positive, default=5),
         Flag("--output FILE", "write the best as a config for training, the others beside it", Path),
         Flag("--html FILE", "write a report: one file, no network", Path),
+        Flag("--resolve FILE", "write a sweep of the layouts that are a tie, which decides between them", Path),
         Flag("--explain", "draw the step of the best layout", bool),
         _JSON,
     ],

@@ -3,7 +3,7 @@
 import itertools
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
@@ -14,6 +14,7 @@ import yaml
 from megalite.config.byte_size import format_bytes
 from megalite.config.describe import settings, values_of
 from megalite.config.reading import write_text
+from megalite.config.run import RunConfig
 from megalite.models.shapes import parameter_count
 from megalite.pipeline.ir.simulate import Timeline
 from megalite.pipeline.ir.svg import Panel, draw_svg
@@ -381,13 +382,18 @@ def _timeline_svg(timeline: Timeline, layout: dict[str, Any]) -> str:
 def training_config(plan: Plan, tokens: float) -> dict[str, Any]:
     """Settings of the best layout, flat: `pretrain_gpt.py --config` runs it as it is, on that number of ranks only. dp
     is among them, so that another world size is refused. Without a given length the run gets that of `tokens`."""
-    best = plan.candidates[0]
-    values, default, training = values_of(best.config), settings(), best.config.training
-    found = {name: value for name, value in values.items() if value is not None and value != default[name].default}
+    found, training = _settings(plan.candidates[0]), plan.candidates[0].config.training
     if training.train_iters is None and training.train_samples is None:
         assert training.global_batch_size is not None
         found["train_iters"] = math.ceil(tokens / (training.global_batch_size * training.seq_length))
-    return {**_chosen(best), **found}
+    return found
+
+
+def _settings(candidate: Candidate) -> dict[str, Any]:
+    """What the plan decides, and all else that is not at its default."""
+    values, default = values_of(candidate.config), settings()
+    found = {name: value for name, value in values.items() if value is not None and value != default[name].default}
+    return {**_chosen(candidate), **found}
 
 
 def _chosen(candidate: Candidate) -> dict[str, Any]:
@@ -414,15 +420,37 @@ def write_files(plan: Plan, path: Path, tokens: float) -> list[Path]:
     return [path, others]
 
 
+def deciding_sweep(plan: Plan, cluster: str, stack: str, ignored: Collection[str]) -> dict[str, Any] | None:
+    """What `megalite sweep` reads to run the layouts that are a tie, by the names of the machine's files; None without one.
+    What all have in common is given once, but for what is `ignored` by sweeps; without data it is made up, which takes
+    the same time."""
+    least = plan.candidates[0].prediction.step_seconds
+    tied = [_settings(each) for each in plan.candidates if each.prediction.step_seconds <= (1 + TIE) * least]
+    if len(tied) < 2 or plan.objective == "memory":
+        return None
+    tied = [{name: value for name, value in each.items() if name not in ignored} for each in tied]
+    shared = {name: value for name, value in tied[0].items() if all(each.get(name) == value for each in tied)}
+    data = {} if _has_data(plan.candidates[0].config) else {"mock_data": True}
+    return {
+        "settings": {**shared, **data},
+        "ranks": plan.request.world_size,
+        "list": [{name: value for name, value in each.items() if name not in shared} for each in tied],
+        "cluster": cluster,
+        "stack": stack,
+    }
+
+
+def _has_data(config: RunConfig) -> bool:
+    return bool(config.data.data_path or config.data.train_data_path or config.data.mock_data)
+
+
 def launch_lines(plan: Plan, path: Path) -> list[str]:
     """How to start plan.yaml: with torchrun on each node, and with sbatch."""
     config, world = plan.candidates[0].config, plan.request.world_size
     most = plan.cluster.node.accelerators
     each = next(count for count in range(min(most, world), 0, -1) if world % count == 0)
     nodes = world // each
-    data = config.data
-    given = data.data_path or data.train_data_path or data.mock_data
-    program = f"pretrain_gpt.py --config {shlex.quote(str(path))}" + ("" if given else " --data-path PREFIX")
+    program = f"pretrain_gpt.py --config {shlex.quote(str(path))}" + " --data-path PREFIX" * (not _has_data(config))
     if nodes == 1:
         local = f"torchrun --standalone --nproc-per-node {each} {program}"
         return [local, f"sbatch --nodes 1 --gpus-per-node {each} --wrap {shlex.quote(local)}"]
