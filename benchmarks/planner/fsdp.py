@@ -88,6 +88,12 @@ def others() -> list[tuple[str, bool, Row]]:
     return found
 
 
+def held() -> list[Row]:
+    """torchtitan on H100 held to 500 W, December 2024, without torch.compile."""
+    speeds = ((8, 5762.0), (128, 5605.0))
+    return [row("llama3 8b", "h100_500w", world, speed, 2, **LLAMA_8B | ACTIVATIONS) for world, speed in speeds]
+
+
 def judge(
     title: str, rows: Sequence[Row], fitted: Callable[[Sequence[Row]], Calibration], names: Sequence[str]
 ) -> dict[str, Any]:
@@ -140,6 +146,10 @@ def measure(data: Path, folder: Path | None = None) -> list[dict[str, Any]]:
         machine = (hopper.cluster, hopper.stack) if "h100" in each.label else (ampere, stack)
         found += list(_errors([each], machine[0], replace(machine[1], half_gradients=half)))
     results.append(report("others", "the rows above", [each for *_, each in others()], np.array(found)))
+    device = replace(hopper.cluster.accelerator, memory_bandwidth=2.4e12, power_limit=500.0)
+    capped, whole = replace(hopper.cluster, accelerator=device), replace(hopper.stack, half_gradients=False)
+    for title, cluster in (("H100 of 500 W", capped), ("the same as if they had 700 W", hopper.cluster)):
+        results.append(report(title, "the rows above", held(), _errors(held(), cluster, whole)))
     if folder:
         write(hopper, stack, [round(result["errors_percent"]["most"] / 100, 3) for result in results[:2]], folder)
     return results

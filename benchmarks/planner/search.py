@@ -2,13 +2,13 @@
 
 python -m benchmarks.planner.search [--json FILE] [--refined N]
 
-Seconds are CPU seconds of this process on one thread, the median of three runs; the start of the process is left out. The
-regret is by how much the best of the plan is slower than the best of the N fastest layouts by closed form, all refined.
+Seconds are CPU seconds of this process on one thread, the least of three runs, since other work on the machine lengthens
+them; the start of the process is left out. The regret is by how much the best of the plan is slower than the best of the N
+fastest layouts by closed form, all refined.
 """
 
 import itertools
 import os
-import statistics
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ RUNS = 3
 
 
 def seconds_of(work: Callable[[], Any]) -> float:
-    return statistics.median(common.seconds_of(work, time.process_time) for _ in range(RUNS))
+    return min(common.seconds_of(work, time.process_time) for _ in range(RUNS))
 
 
 def regret(asked: Asked, refined: int) -> tuple[float, float]:

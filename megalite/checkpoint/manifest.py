@@ -185,7 +185,8 @@ def listed_files(text: str, *, source: str = MANIFEST_NAME) -> dict[str, FileEnt
 
 @contextlib.contextmanager
 def many_objects() -> Iterator[None]:
-    """While millions of small objects are made that all stay, the collector would look at them again and again."""
+    """While millions of small objects are made that all stay, the collector would look at them again and again: with
+    schedules of a million tuples that takes a third of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -4,13 +4,11 @@ dry_run_text.py prints it; docs/dry-run.md explains each key. Sizes are in bytes
 model.
 """
 
-import gc
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megalite.checkpoint.manifest import many_objects
 from megalite.cli.dry_run_text import format_rank, format_report
 from megalite.cli.output import tell
 from megalite.config.batch import (
@@ -76,24 +74,12 @@ def world_size_of(invocation: Invocation) -> int:
 def dry_run(invocation: Invocation) -> str:
     """What `--dry-run` prints: text, or JSON with --json; with --rank of that rank alone."""
     config, world_size, explicit = invocation.config, world_size_of(invocation), invocation.explicit
-    with _no_collector():
+    with many_objects():
         if invocation.rank is None:
             found, as_text = report(config, world_size, explicit), format_report
         else:
             found, as_text = rank_report(_checked(config, world_size, explicit), invocation.rank), format_rank
         return json.dumps(found, indent=2) if invocation.json else as_text(found)
-
-
-@contextmanager
-def _no_collector() -> Iterator[None]:
-    """Schedules are up to a million small tuples without a cycle; to look for one takes a fifth of the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def report(config: RunConfig, world_size: int, explicit: frozenset[str] = frozenset()) -> dict[str, Any]:

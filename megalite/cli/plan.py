@@ -5,7 +5,10 @@ import re
 import shutil
 from argparse import Namespace
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import yaml
 
 from megalite.cli.display import working
 from megalite.cli.dry_run import with_vocabulary
@@ -18,8 +21,16 @@ from megalite.config.flags import Invocation
 from megalite.config.reading import write_text
 from megalite.pipeline.ir.render import render_grid
 from megalite.planner.hardware import Cluster, SoftwareStack, load_cluster, load_stack
-from megalite.planner.report import drawn_timeline, format_plan, html_page, launch_lines, plan_data, write_files
-from megalite.planner.search.search import Plan, find
+from megalite.planner.report import (
+    deciding_sweep,
+    drawn_timeline,
+    format_plan,
+    html_page,
+    launch_lines,
+    plan_data,
+    write_files,
+)
+from megalite.planner.search.search import Plan, find, find_cheapest
 from megalite.planner.search.space import (
     USUAL_MEMORY,
     Request,
@@ -28,6 +39,8 @@ from megalite.planner.search.space import (
     refuse_not_searched,
     request_for,
 )
+from megalite.planner.whole_run import WholeRun
+from megalite.sweep.spec import ignored
 
 _WIDTH = 160  # of a timeline where there is no terminal
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -38,13 +51,27 @@ main = PLAN
 def run(flags: Namespace) -> int:
     request, cluster, stack = asked(flags)
     tokens = _tokens(flags.tokens)
+    figures = {
+        name: getattr(flags, name) for name in ("gpu_hour_price", "mtbf_hours", "save_seconds", "restart_seconds")
+    }
+    whole, sizes = WholeRun(tokens=tokens, **figures), {}
     with working(f"searching layouts for {request.world_size} ranks of {cluster.name}"):
-        plan = find(request, cluster, stack, top=flags.top)
-    data = plan_data(plan, tokens)
+        if flags.objective == "cost":
+            plan, sizes = find_cheapest(request, cluster, stack, top=flags.top)
+        else:
+            plan = find(request, cluster, stack, top=flags.top, objective=flags.objective)
+    data = plan_data(plan, whole, sizes)
     written = [] if flags.output is None else write_files(plan, flags.output, tokens)
     if flags.html is not None:
         write_text(flags.html, html_page(data, drawn_timeline(plan.candidates[0], cluster, stack)))
         written.append(flags.html)
+    deciding = None
+    if flags.resolve is not None:
+        files = map(_from_anywhere, (flags.cluster, flags.stack))
+        deciding = deciding_sweep(plan, *files, ignored(plan.candidates[0].config))
+    if deciding is not None:
+        write_text(flags.resolve, yaml.safe_dump(deciding, sort_keys=False, allow_unicode=True))
+        written.append(flags.resolve)
     lines = [] if flags.output is None else launch_lines(plan, flags.output)
     if flags.json:
         show(json.dumps({**data, "written": list(map(str, written)), "launch": lines}, indent=2))
@@ -54,10 +81,22 @@ def run(flags: Namespace) -> int:
         parts.append(_drawn(plan, data, cluster, stack))
     if written:
         parts.append("\n".join(f"wrote {path}" for path in written))
+    if flags.resolve is not None:
+        parts.append(
+            "No other layout is a tie: there is nothing to resolve."
+            if deciding is None
+            else f"Run the {len(deciding['list'])} layouts that are a tie: megalite sweep {flags.resolve} --output FOLDER"
+        )
     if lines:
         parts.append("\n".join(["Start it on each node with the first line, or with the second:", *lines]))
     show("\n\n".join(parts))
     return 0
+
+
+def _from_anywhere(name_or_path: str) -> str:
+    """A file by its whole path, since a sweep lies in a folder of its own; a name as it is."""
+    path = Path(name_or_path)
+    return str(path.absolute()) if path.is_file() else name_or_path
 
 
 def _drawn(plan: Plan, data: dict[str, Any], cluster: Cluster, stack: SoftwareStack) -> str:

@@ -8,14 +8,16 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
-from megalite.cli.display import Redrawn, duration, table
+from megalite.checkpoint.manifest import many_objects
+from megalite.cli.display import ProgressLine, Redrawn, duration, table
 from megalite.cli.failures import Stopped, first_signal_raises
 from megalite.cli.output import show, tell
 from megalite.cli.tool_commands import SWEEP
 from megalite.config.byte_size import format_bytes
 from megalite.config.errors import ConfigError
+from megalite.planner.cost.calibrate import Machine
 from megalite.planner.hardware import refuse_taken
-from megalite.sweep.candidates import Run, check_all, expand, read_machine, refusals
+from megalite.sweep.candidates import Expansion, Run, check_all, expand, read_machine, refusals
 from megalite.sweep.execute import Launcher, LocalLauncher, Progress, SbatchLauncher, execute, launchable
 from megalite.sweep.report import REPORT, calibrate, summary, write_report
 from megalite.sweep.results import RESULTS, TABLE, Result, Store, refused
@@ -52,7 +54,7 @@ def _sweep(flags: Namespace) -> int:
             raise ConfigError(f"--calibrate has no effect without cluster in {spec.path}; add e.g. cluster: cpu-box")
     expansion = expand(spec)
     launcher = _launcher(flags.launcher, spec)
-    runs = launchable(check_all(expansion, memory_limit=spec.memory_limit, machine=machine), launcher)
+    runs = launchable(_checked(expansion, spec, machine), launcher)
     words = [f"{spec.path}: {len(runs)} configurations of {spec.steps} steps"]
     if expansion.left_out:
         words.append(f"{expansion.left_out} left out by exclude and only")
@@ -84,6 +86,19 @@ def _sweep(flags: Namespace) -> int:
     written = [f"wrote {store.folder / name}" for name in (RESULTS, TABLE, REPORT)]
     show("\n".join([*summary(runs, store.results), *written]))
     return 0
+
+
+def _checked(expansion: Expansion, spec: SweepSpec, machine: Machine | None) -> tuple[Run, ...]:
+    line, count = ProgressLine(), len(expansion.candidates)
+
+    def observe(done: int) -> None:
+        line.update(done, count, (), lambda _: f"{done} of {count} configurations checked")
+
+    try:
+        with many_objects():
+            return check_all(expansion, memory_limit=spec.memory_limit, machine=machine, observe=observe)
+    finally:
+        line.end()
 
 
 def _launcher(name: str, spec: SweepSpec) -> Launcher:

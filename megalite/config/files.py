@@ -41,14 +41,14 @@ def read_level(path: str | Path, source: str | None = None, *, problems: Problem
 def level_from_text(text: str, source: str, problems: Problems | None = None) -> Level:
     """What YAML text gives; sections and flat keys may be mixed. `problems` and errors as for `read_level`."""
     with gathered(problems) as found:
-        return _level_of(load_mapping(text, source, "num_layers: 4", found), source, found)
+        return level_of(load_mapping(text, source, "num_layers: 4", found), source, found)
 
 
 def configure(**settings: Any) -> RunConfig:
     """The config that a file with these keys describes: `configure(num_layers=4, tp=2, imports=["my_module"])`. Raises
     ConfigError: keys or values that are not legal."""
     with gathered(None) as problems:
-        return merge([_level_of(settings, "configure", problems)], problems).config
+        return merge([level_of(settings, "configure", problems)], problems).config
 
 
 def imports_of(path: str) -> list[str]:
@@ -72,7 +72,8 @@ def _imports(tree: Mapping[Any, Any]) -> list[str]:
     return []
 
 
-def _level_of(tree: Mapping[Any, Any], source: str, problems: Problems) -> Level:
+def level_of(tree: Mapping[Any, Any], source: str, problems: Problems | None = None) -> Level:
+    """What a file with these sections and keys gives; as `level_from_text`."""
     import_modules(_imports(tree))  # what values may be depends on them
     with gathered(problems) as found:
         level = Level()
@@ -91,13 +92,19 @@ def _meant_by(key: Any) -> set[str]:
     """The settings that a key, or a key like it, stands for."""
     if not isinstance(key, str):
         return set()
+    name, known = key.replace("-", "_"), _names_by_key()
+    return set().union(*(known[close] for close in ([name] if name in known else closest(name, known))))
+
+
+@cache
+def _names_by_key() -> Mapping[str, set[str]]:
+    """Every key of a file -> the settings that it stands for."""
     # `optimizer` is a section and a setting of the same name.
     known: dict[str, set[str]] = {_key_of(flag): set(names) for flag, names in STANDS_FOR.items()}
     for spelling, setting in _settings_by_key().items():
         known.setdefault(spelling, set()).add(setting.name)
         known.setdefault(setting.section, set()).add(setting.name)
-    name = key.replace("-", "_")
-    return set().union(*(known[close] for close in ([name] if name in known else closest(name, known))))
+    return known
 
 
 @cache

@@ -286,7 +286,7 @@ def write_text(path: str | Path, text: str) -> None:
 def plain(value: Any) -> Any:
     """Dataclasses and mappings as dicts, numbers as Python's own."""
     if dataclasses.is_dataclass(value):
-        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {name: plain(found) for name, found in vars(value).items() if found is not None}
     if isinstance(value, Mapping):
         return {key: plain(inner) for key, inner in value.items()}
     if isinstance(value, bool | str):

@@ -95,7 +95,7 @@ class Registry(Collection[str], Generic[T]):
         return add
 
     def _entry(self, name: str) -> _Entry:
-        if name not in self:
+        if name not in self.entries and name not in self:
             known = ", ".join(self.names) or "none, for nothing is registered"
             raise ConfigError(f"{self._setting} is {name!r}; it must be one of {known}")
         return self.entries[name]

@@ -122,7 +122,8 @@ def require_startable(config: RunConfig) -> None:
 def _check_values(config: RunConfig, problems: Problems) -> None:
     """Each setting is one of its choices, or a number within its bounds."""
     for name, value in values_of(config).items():
-        if value is not None and name not in problems.wrong:
+        # Defaults are legal, and most of the settings.
+        if value is not None and value != settings()[name].default and name not in problems.wrong:
             problems.extend(_wrong_value(name, value), name)
 
 

@@ -42,15 +42,19 @@ def cut_into_buckets(
 ) -> list[tuple[BucketKind, list[P]]]:
     """The bucket rule: parameters in reverse order, as gradients come, each to the open bucket of its kind, which is
     closed once it has `bucket_size` elements."""
-    open_buckets: dict[BucketKind, list[P]] = {}
+    open_buckets: dict[BucketKind, tuple[list[P], int]] = {}
     closed: list[tuple[BucketKind, list[P]]] = []
     for parameter in reversed(list(parameters)):
         of = kind(parameter)
-        members = open_buckets.setdefault(of, [])
+        members, elements = open_buckets.get(of, ([], 0))
         members.append(parameter)
-        if sum(map(size, members)) >= bucket_size:
-            closed.append((of, open_buckets.pop(of)))
-    return [*closed, *open_buckets.items()]
+        elements += size(parameter)
+        if elements >= bucket_size:
+            closed.append((of, members))
+            open_buckets.pop(of, None)
+        else:
+            open_buckets[of] = members, elements
+    return [*closed, *((of, members) for of, (members, _) in open_buckets.items())]
 
 
 def padded(elements: int, replicas: int) -> int:

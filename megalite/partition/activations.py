@@ -227,17 +227,18 @@ def _layers(config: RunConfig, plan: StagePlan) -> list[tuple[int, int]]:
     granularity = "none" if training.recompute_granularity == "full" else None
     found = []
     for index in range(plan.first_layer, plan.last_layer):
+        offloaded = index - plan.first_layer < training.offloaded_layers
         if index in again:
             kept = _unit_input_bytes(config) if again[index] else 0
             gone = kept if modules is None or "attn_norm" in modules else 0
             holds_input = gone > 0
         else:
             kept = layer_activation_bytes(config, index, granularity=granularity)
-            gone = layer_activation_bytes(config, index, granularity=granularity, saved_by=modules)
+            gone = layer_activation_bytes(config, index, granularity=granularity, saved_by=modules) if offloaded else 0
             holds_input = modules is None or ("attn_norm" if config.model.pre_norms else "qkv_linear") in modules
         if index == plan.first_layer and not plan.has_embedding and holds_input:
             gone -= _unit_input_bytes(config)  # the stage's input, which waits for its gradient
-        found.append((kept, gone if index - plan.first_layer < training.offloaded_layers else 0))
+        found.append((kept, gone if offloaded else 0))
     return found
 
 

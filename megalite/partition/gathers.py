@@ -114,23 +114,29 @@ def whole_gradient_bytes(config: RunConfig, plans: Sequence[StagePlan], stages: 
 def _most_gradients(backwards: Sequence[Sequence[PlannedBucket]], room: int, *, sent_later: bool) -> int:
     """Elements, if each bucket of these backwards (one for each of its gradients) is sent until others need the room."""
     sending: deque[PlannedBucket] = deque()
-    peak = 0
+    peak = sent = 0
     for backward in backwards:
         missing, open_now = Counter(backward), set[PlannedBucket]()
+        opened = 0
         for bucket in backward:
             if bucket in sending:  # of the last backward: its memory is used again
-                while sending.popleft() is not bucket:
-                    pass
-            open_now.add(bucket)
+                while (first := sending.popleft()) is not bucket:
+                    sent -= first.elements
+                sent -= bucket.elements
+            if bucket not in open_now:
+                open_now.add(bucket)
+                opened += bucket.elements
             # It gets its memory before any that is on its way gives up its own.
-            peak = max(peak, sum(other.elements for other in (*open_now, *sending)))
+            peak = max(peak, opened + sent)
             missing[bucket] -= 1
             if not missing[bucket]:
                 open_now.remove(bucket)
-                while sending and sum(other.elements for other in sending) + bucket.elements > room:
-                    sending.popleft()
+                opened -= bucket.elements
+                while sending and sent + bucket.elements > room:
+                    sent -= sending.popleft().elements
                 if sent_later:
                     sending.append(bucket)
+                    sent += bucket.elements
     return peak
 
 

@@ -17,10 +17,12 @@ from megalite.partition.activations import (
     stage_sizes,
 )
 from megalite.partition.buckets import (
+    ElementBytes,
     PlannedBucket,
     all_replicas,
     element_bytes,
     local_size,
+    moment_widths,
     offloaded,
     planned_buckets,
     visiting_bytes,
@@ -91,9 +93,12 @@ def rank_memory(
     parameters, parameter, gradient, optimizer, host = 0, 0.0, 0.0, 0.0, 0.0
     buckets = [bucket for plan in stages for bucket in planned_buckets(config, plan, everywhere)]
     gone = {name for bucket in offloaded(config, buckets) for name in bucket.names}
+    known: dict[tuple[bool, tuple[int, ...]], ElementBytes] = {}
     for shape in shapes_of_rank(config, list(stages)):
-        count = local_size(shape, config)
-        each = element_bytes(config, shape, expert if shape.expert else dense)
+        count, kind = local_size(shape, config), (shape.expert, moment_widths(config, shape))
+        if kind not in known:
+            known[kind] = element_bytes(config, shape, expert if shape.expert else dense)
+        each = known[kind]
         parameters += count
         parameter += each.parameter * count
         gradient += each.gradient * count

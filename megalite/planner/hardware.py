@@ -25,6 +25,17 @@ class Accelerator:
     kernel_seconds: float = field(metadata=OR_ZERO)  # what every operation takes on the device on top of its work
     asynchronous: bool  # the host runs ahead: the slower of host and device decides. On a CPU their times add up
     host_bandwidth: float = 2.5e10  # to and from host memory, each way: of PCIe 4.0 with 16 lanes, in large copies
+    watts: float | None = None  # that it draws in training at full clock, or may draw at most
+    # Watts that it is held to. Power goes with the third power of the clock (voltage falls with it), so that products run at
+    # (power_limit / watts)^power_exponent of their rate; memory and links keep theirs.
+    power_limit: float | None = None
+    power_exponent: float = field(default=1.0 / 3.0, metadata=FRACTION)
+
+    @property
+    def clock(self) -> float:
+        """Share of the full clock at which products run."""
+        capped = self.watts is not None and self.power_limit is not None
+        return min(1.0, self.power_limit / self.watts) ** self.power_exponent if capped else 1.0  # type: ignore[operator]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +48,7 @@ class Node:
     ranks_per_core: float = field(default=1.0, metadata=AT_LEAST_ONE)
     # Latency of a message inside the node, in link_latencies: only the receiver waits for it.
     message_steps: float = field(default=1.0, metadata=OR_ZERO)
+    host_memory_bytes: float | None = None  # that its accelerators share equally for what is offloaded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +85,7 @@ class Cluster:
     network: Network
     efficiency: Efficiency
     provenance: Mapping[str, str]
+    gpu_hour_price: float | None = None  # of one accelerator with its share of the node, in any money
 
     def peak(self, precision: str) -> float:
         """FLOP/s at that precision. Raises ConfigError if the accelerator has none."""
@@ -145,8 +158,13 @@ def load_cluster(name_or_path: str) -> Cluster:
     has no provenance."""
     path = find_file(name_or_path, _CLUSTERS, kind="cluster")
     cluster = build(Cluster, read_yaml(path, kind="cluster"), f"cluster file {path}")
+    if cluster.accelerator.power_limit is not None and cluster.accelerator.watts is None:
+        raise ConfigError(
+            f"cluster file {path}: accelerator: power_limit has no effect without watts; add e.g. watts: 700.0"
+        )
     shares = {f"efficiency.{f.name}": getattr(cluster.efficiency, f.name) != f.default for f in fields(Efficiency)}
     needed = {"accelerator": True, "node": True, "network": True, **shares}
+    needed["gpu_hour_price"] = cluster.gpu_hour_price is not None
     _check_provenance(f"cluster file {path}", cluster.provenance, needed)
     return cluster
 

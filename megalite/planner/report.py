@@ -3,9 +3,10 @@
 import itertools
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -13,6 +14,7 @@ import yaml
 from megalite.config.byte_size import format_bytes
 from megalite.config.describe import settings, values_of
 from megalite.config.reading import write_text
+from megalite.config.run import RunConfig
 from megalite.models.shapes import parameter_count
 from megalite.pipeline.ir.simulate import Timeline
 from megalite.pipeline.ir.svg import Panel, draw_svg
@@ -22,6 +24,7 @@ from megalite.planner.cost.stage import simulator_costs
 from megalite.planner.hardware import Cluster, SoftwareStack
 from megalite.planner.page import Dot, Row, Section, Table, page, scatter
 from megalite.planner.search.search import Candidate, Plan, describe
+from megalite.planner.whole_run import WholeRun
 
 # Part of a step -> what it is.
 PARTS: Mapping[str, str] = {
@@ -42,9 +45,9 @@ PARTS: Mapping[str, str] = {
 }
 
 
-def plan_data(plan: Plan, tokens: float) -> dict[str, Any]:
-    """Keys: `model`, `cluster`, `space`, `tokens`, `layouts` (fastest first), `frontier` ([bytes, seconds] in closed form);
-    `tokens` are of the training to be predicted."""
+def plan_data(plan: Plan, whole: WholeRun, sizes: Mapping[int, float] = MappingProxyType({})) -> dict[str, Any]:
+    """Keys: `model`, `cluster`, `space`, `objective`, `tokens`, `layouts` (best first), `sizes` (of `find_cheapest`),
+    `frontier` ([bytes, seconds] in closed form); `whole` is the training to be predicted."""
     request, config = plan.request, plan.request.config
     best = plan.candidates[0]
     return {
@@ -68,8 +71,12 @@ def plan_data(plan: Plan, tokens: float) -> dict[str, Any]:
             "fitting": plan.survey.fitting,
             "by_host_memory": plan.survey.by_host_memory,
         },
-        "tokens": tokens,
-        "layouts": [_layout(each, best, tokens, plan.stack.spread) for each in plan.candidates],
+        "objective": plan.objective,
+        "tokens": whole.tokens,
+        "layouts": [_layout(each, best, plan, whole) for each in plan.candidates],
+        "sizes": [
+            {"ranks": ranks, "step_seconds": each, "step_gpu_seconds": ranks * each} for ranks, each in sizes.items()
+        ],
         "frontier": [list(point) for point in plan.survey.frontier()],
     }
 
@@ -79,8 +86,9 @@ TIE = 0.05
 (benchmarks/planner/step_times.py)."""
 
 
-def _layout(candidate: Candidate, best: Candidate, tokens: float, spread: float) -> dict[str, Any]:
-    found, least = candidate.prediction, best.prediction.step_seconds
+def _layout(candidate: Candidate, best: Candidate, plan: Plan, whole: WholeRun) -> dict[str, Any]:
+    found, least, spread = candidate.prediction, best.prediction.step_seconds, plan.stack.spread
+    run = whole.of(candidate.config, plan.request.world_size, float(found.step_seconds), plan.cluster, plan.stack)
     rank, memory = candidate.fullest
     return {
         "settings": dict(candidate.settings),
@@ -88,7 +96,7 @@ def _layout(candidate: Candidate, best: Candidate, tokens: float, spread: float)
         "microbatches": candidate.layout.pipeline.microbatches,
         "step_seconds": float(found.step_seconds),
         "step_seconds_interval": [float(found.step_seconds) / (1 + spread), float(found.step_seconds) * (1 + spread)],
-        "tie": bool(found.step_seconds <= (1 + TIE) * least),
+        "tie": plan.objective != "memory" and bool(found.step_seconds <= (1 + TIE) * least),
         "estimated_step_seconds": candidate.estimate,
         "tokens_per_second": float(found.tokens_per_second),
         "mfu": {"palm": float(found.mfu), "megatron": float(found.mfu_causal)},
@@ -96,7 +104,8 @@ def _layout(candidate: Candidate, best: Candidate, tokens: float, spread: float)
         "exposed_seconds": _floats(found.exposed),
         "parts": _floats(found.parts),
         "memory": {"pipeline_rank": rank, **asdict(memory), "total_bytes": memory.total_bytes},
-        "training_seconds": tokens / float(found.tokens_per_second),
+        "training_seconds": run["seconds"],
+        "training": run,
         "layers": layers_in_words(candidate),
         "why": "" if candidate is best else why_slower(candidate, best),
     }
@@ -118,15 +127,17 @@ def layers_in_words(candidate: Candidate) -> str:
 def why_slower(candidate: Candidate, best: Candidate) -> str:
     """Which parts of the step are longer than the best one's: one line."""
     mine, other = candidate.prediction.parts, best.prediction.parts
-    slower = candidate.prediction.step_seconds - best.prediction.step_seconds
-    if slower <= 1e-9 * best.prediction.step_seconds:
-        held, least = candidate.fullest[1].total_bytes, best.fullest[1].total_bytes
-        return f"as fast, with {format_bytes(held)} per rank instead of {format_bytes(least)}"
+    least = best.prediction.step_seconds
+    slower = candidate.prediction.step_seconds - least
+    if slower <= 1e-9 * least:
+        speed = "as fast" if slower >= -1e-9 * least else f"{-slower / least:.1%} faster"
+        held, lowest = candidate.fullest[1].total_bytes, best.fullest[1].total_bytes
+        return f"{speed}, with {format_bytes(held)} per rank instead of {format_bytes(lowest)}"
     longer = {name: mine.get(name, 0.0) - other.get(name, 0.0) for name in {*mine, *other}}
     ranked = sorted(longer, key=lambda name: (-longer[name], name))
     named = [name for name in ranked[:2] if longer[name] > 0.1 * longer[ranked[0]]]
     parts = " and ".join(f"{PARTS.get(name, name)} (+{seconds_in_words(longer[name])})" for name in named)
-    return f"{slower / best.prediction.step_seconds:.1%} slower: more {parts}"
+    return f"{slower / least:.1%} slower: more {parts}"
 
 
 def seconds_in_words(seconds: float) -> str:
@@ -247,8 +258,43 @@ def _best(data: dict[str, Any]) -> list[str]:
         f"  exposed     {_shares(best['exposed_seconds'], best['step_seconds'], 0.0) or 'no communication'}",
         f"  memory      {format_bytes(memory['total_bytes'])} on pipeline rank {memory['pipeline_rank']}: {', '.join(held)}"
         + _on_host(memory, "; {} in host memory"),
-        f"  {count_in_words(data['tokens'])} tokens take {duration_in_words(best['training_seconds'])}",
+        *(f"  {line}" for line in whole_run_lines(data)),
     ]
+
+
+def whole_run_lines(data: dict[str, Any]) -> list[str]:
+    """The training with the best layout: time, and what is known of failures, money and energy; what fewer ranks take."""
+    best, ranks = data["layouts"][0], data["cluster"]["ranks"]
+    run = best["training"]
+    lines = [
+        f"{count_in_words(data['tokens'])} tokens take {duration_in_words(run['seconds'])}, "
+        f"{run['gpu_hours']:,.0f} GPU hours"
+    ]
+    if "failures" in run:
+        found = run["failures"]
+        lines.append(
+            f"goodput     {found['goodput']:.1%}: of {ranks} GPUs one fails every "
+            f"{duration_in_words(found['mean_seconds_between'])}; save every "
+            f"{duration_in_words(found['save_interval_seconds'])} (--save-interval {found['save_interval']})"
+        )
+    if "cost" in run:
+        cost = run["cost"]
+        lines.append(
+            f"cost        {cost['whole']:,.0f}, {cost['million_tokens']:.3g} a million tokens, at "
+            f"{cost['gpu_hour_price']:g} a GPU hour"
+        )
+    if "energy" in run:
+        energy = run["energy"]
+        lines.append(
+            f"energy      {energy['kilowatt_hours'] / 1e3:,.3g} MWh, {energy['token_joules']:.3g} J a token, at "
+            f"{energy['watts']:g} W a GPU; hosts, network and cooling are not counted"
+        )
+    for size in data["sizes"]:
+        lines.append(
+            f"on {size['ranks']:>5}    {seconds_in_words(size['step_seconds'])} a step, {size['step_gpu_seconds']:,.1f} GPU "
+            "seconds"
+        )
+    return lines
 
 
 def _known(cluster: Mapping[str, Any]) -> str:
@@ -310,6 +356,7 @@ def html_page(data: dict[str, Any], timeline: Timeline) -> str:
         f"{count_in_words(model['parameters'])} on {cluster['ranks']} ranks of {cluster['name']}",
         [
             Section(texts=[*_question(data), f"Time is that of {count_in_words(data['tokens'])} tokens."]),
+            Section(heading="The whole training with the best layout", texts=whole_run_lines(data)),
             Section(heading="Layouts", table=Table(COLUMNS, rows, left=(7, 8, 9, 10))),
             Section(heading="Why the others lose", table=Table(("layout", "why it loses"), losses, left=(0, 1))),
             Section(heading="Speed against memory", figures=[(picture, about)]),
@@ -335,13 +382,18 @@ def _timeline_svg(timeline: Timeline, layout: dict[str, Any]) -> str:
 def training_config(plan: Plan, tokens: float) -> dict[str, Any]:
     """Settings of the best layout, flat: `pretrain_gpt.py --config` runs it as it is, on that number of ranks only. dp
     is among them, so that another world size is refused. Without a given length the run gets that of `tokens`."""
-    best = plan.candidates[0]
-    values, default, training = values_of(best.config), settings(), best.config.training
-    found = {name: value for name, value in values.items() if value is not None and value != default[name].default}
+    found, training = _settings(plan.candidates[0]), plan.candidates[0].config.training
     if training.train_iters is None and training.train_samples is None:
         assert training.global_batch_size is not None
         found["train_iters"] = math.ceil(tokens / (training.global_batch_size * training.seq_length))
-    return {**_chosen(best), **found}
+    return found
+
+
+def _settings(candidate: Candidate) -> dict[str, Any]:
+    """What the plan decides, and all else that is not at its default."""
+    values, default = values_of(candidate.config), settings()
+    found = {name: value for name, value in values.items() if value is not None and value != default[name].default}
+    return {**_chosen(candidate), **found}
 
 
 def _chosen(candidate: Candidate) -> dict[str, Any]:
@@ -368,15 +420,37 @@ def write_files(plan: Plan, path: Path, tokens: float) -> list[Path]:
     return [path, others]
 
 
+def deciding_sweep(plan: Plan, cluster: str, stack: str, ignored: Collection[str]) -> dict[str, Any] | None:
+    """What `megalite sweep` reads to run the layouts that are a tie, by the names of the machine's files; None without one.
+    What all have in common is given once, but for what is `ignored` by sweeps; without data it is made up, which takes
+    the same time."""
+    least = plan.candidates[0].prediction.step_seconds
+    tied = [_settings(each) for each in plan.candidates if each.prediction.step_seconds <= (1 + TIE) * least]
+    if len(tied) < 2 or plan.objective == "memory":
+        return None
+    tied = [{name: value for name, value in each.items() if name not in ignored} for each in tied]
+    shared = {name: value for name, value in tied[0].items() if all(each.get(name) == value for each in tied)}
+    data = {} if _has_data(plan.candidates[0].config) else {"mock_data": True}
+    return {
+        "settings": {**shared, **data},
+        "ranks": plan.request.world_size,
+        "list": [{name: value for name, value in each.items() if name not in shared} for each in tied],
+        "cluster": cluster,
+        "stack": stack,
+    }
+
+
+def _has_data(config: RunConfig) -> bool:
+    return bool(config.data.data_path or config.data.train_data_path or config.data.mock_data)
+
+
 def launch_lines(plan: Plan, path: Path) -> list[str]:
     """How to start plan.yaml: with torchrun on each node, and with sbatch."""
     config, world = plan.candidates[0].config, plan.request.world_size
     most = plan.cluster.node.accelerators
     each = next(count for count in range(min(most, world), 0, -1) if world % count == 0)
     nodes = world // each
-    data = config.data
-    given = data.data_path or data.train_data_path or data.mock_data
-    program = f"pretrain_gpt.py --config {shlex.quote(str(path))}" + ("" if given else " --data-path PREFIX")
+    program = f"pretrain_gpt.py --config {shlex.quote(str(path))}" + " --data-path PREFIX" * (not _has_data(config))
     if nodes == 1:
         local = f"torchrun --standalone --nproc-per-node {each} {program}"
         return [local, f"sbatch --nodes 1 --gpus-per-node {each} --wrap {shlex.quote(local)}"]

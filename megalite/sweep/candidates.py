@@ -4,22 +4,20 @@ import copy
 import dataclasses
 import hashlib
 import itertools
+import json
 import math
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
-from megalite.config import files
 from megalite.config.batch import microbatch_counts
 from megalite.config.byte_size import format_bytes
 from megalite.config.data import DataConfig
 from megalite.config.describe import replace, settings, values_of
 from megalite.config.errors import ConfigError
-from megalite.config.files import level_from_text, read_level, read_preset
+from megalite.config.files import level_of, read_level, read_preset
 from megalite.config.merge import Level, merge
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
@@ -112,7 +110,7 @@ def _base_levels(spec: SweepSpec) -> list[Level]:
 
 
 def _level(given: Mapping[str, Any], source: str) -> Level:
-    return level_from_text(yaml.safe_dump(dict(given)), source)
+    return level_of(given, source)
 
 
 def _points(spec: SweepSpec) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -175,22 +173,33 @@ class Run:
         return t.global_batch_size * t.seq_length
 
 
-def check_all(expansion: Expansion, *, memory_limit: float | None, machine: Machine | None) -> tuple[Run, ...]:
+def check_all(
+    expansion: Expansion,
+    *,
+    memory_limit: float | None,
+    machine: Machine | None,
+    observe: Callable[[int], None] = lambda done: None,
+) -> tuple[Run, ...]:
     """Each candidate as a run, in the same order; of those that are the same configuration the first. A run that is
-    predicted to need more than `memory_limit` bytes on a rank is refused; `machine` predicts times."""
+    predicted to need more than `memory_limit` bytes on a rank is refused; `machine` predicts times; `observe` gets how
+    many are checked."""
     vocabularies: list[tuple[DataConfig, int | ConfigError]] = []
     apart, changed = _names(expansion)
     runs: dict[str, Run] = {}
-    for candidate in expansion.candidates:
+    for done, candidate in enumerate(expansion.candidates):
+        observe(done)
         config, refused, predicted = candidate.config, None, None
         try:
             config = validate(config, candidate.ranks, candidate.explicit, startable=True)
             # All sizes need the vocabulary's, which a tokenizer may have to tell.
-            config = validate(replace(config, vocab_size=_vocabulary(config, vocabularies)), candidate.ranks)
+            if config.model.vocab_size is None:
+                size = _vocabulary(config.data, vocabularies)
+                config = validate(replace(config, vocab_size=size), candidate.ranks)
             predicted = _predicted(config, memory_limit, machine)
         except ConfigError as error:
             refused = "; ".join(error.problems)
-        key = hashlib.sha256(f"{candidate.ranks}\n{files.dump(config)}".encode()).hexdigest()[:_KEY_LENGTH]
+        known = json.dumps({**values_of(config), RANKS: candidate.ranks}, sort_keys=True, default=str)
+        key = hashlib.sha256(known.encode()).hexdigest()[:_KEY_LENGTH]
         values = values_of(candidate.config)
         run = Run(
             key=key,
@@ -240,19 +249,17 @@ def _predicted(config: RunConfig, limit: float | None, machine: Machine | None) 
     return dataclasses.replace(memory, step_seconds=float(predict(config, *machine, with_memory=False).step_seconds))
 
 
-def _vocabulary(config: RunConfig, known: list[tuple[DataConfig, int | ConfigError]]) -> int:
-    """Its size, as the config says or its tokenizer does; each tokenizer is read once."""
-    if config.model.vocab_size is not None:
-        return config.model.vocab_size
-    found = next((found for data, found in known if data == config.data), None)
+def _vocabulary(of: DataConfig, known: list[tuple[DataConfig, int | ConfigError]]) -> int:
+    """Its size, as its tokenizer says; each is read once."""
+    found = next((found for data, found in known if data == of), None)
     if found is None:
         try:
-            tokenizer = build_tokenizer(config.data, None)
+            tokenizer = build_tokenizer(of, None)
             assert tokenizer is not None, "require_startable() asks for a tokenizer or a size"
             found = tokenizer.vocab_size
         except ConfigError as error:
             found = error
-        known.append((config.data, found))
+        known.append((of, found))
     if isinstance(found, ConfigError):
         raise found
     return found

@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 
 from megalite.cli.plan import main
+from megalite.config.describe import values_of
+from megalite.sweep.candidates import check_all, expand, read_machine
+from megalite.sweep.spec import read_spec
 from tests.planner.search.asking import TINY, asked
 
 SMALL = f"{TINY} --gpus 4 --fix mbs=1,2 --fix recompute=none --top 2"
@@ -28,6 +31,38 @@ def test_json_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert sorted(path.name for path in tmp_path.iterdir()) == [*("plan-alternatives.yaml", "plan.html", "plan.yaml")]
     assert sorted(map(str, tmp_path.iterdir())) == sorted(found["written"])
     assert "torchrun --standalone --nproc-per-node 4 pretrain_gpt.py" in found["launch"][0]
+
+
+def test_resolve_writes_a_sweep_of_the_ties(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "ties.yaml"
+    flags = [
+        "--preset",
+        "llama3-8b",
+        "--cluster",
+        "dgx-h100",
+        "--gpus",
+        "64",
+        "--global-batch-size",
+        "512",
+        "--top",
+        "4",
+    ]
+    assert main([*flags, "--resolve", str(path), "--json"]) == 0
+    layouts = json.loads(capsys.readouterr().out)["layouts"]
+    tied = [layout["settings"] for layout in layouts if layout["tie"]]
+    assert len(tied) > 1
+    expansion = expand(read_spec(path))
+    runs = check_all(expansion, memory_limit=None, machine=read_machine("dgx-h100", "fused"))
+    assert [run.refused for run in runs] == [None] * len(tied)
+    for run, chosen, layout in zip(runs, tied, layouts, strict=False):
+        assert run.ranks == 64
+        assert {name: values_of(run.config)[name] for name in chosen} == chosen
+        assert run.predicted is not None
+        assert run.predicted.step_seconds == pytest.approx(layout["step_seconds"])
+    none = tmp_path / "none.yaml"
+    assert main([*f"{SMALL[:-1]}1".split(), "--resolve", str(none)]) == 0
+    assert "there is nothing to resolve" in capsys.readouterr().out
+    assert not none.exists()
 
 
 def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,38 +59,40 @@ def partition_layers(
     if len(set(costs)) > 1:
         units = [Fraction(repr(float(cost))) / unit for cost in costs]
         return cut_unequal(units, extra, placement, least)
-    rank_extra = [Fraction(0)] * num_ranks
-    floors = [0] * num_ranks
-    for rank, cost, count in zip(placement, extra, least, strict=True):
+    # As whole numbers, of which so many are a layer: they are compared thousands of times.
+    each = math.lcm(*(cost.denominator for cost in extra))
+    whole = [int(cost * each) for cost in extra]
+    rank_extra, floors = [0] * num_ranks, [0] * num_ranks
+    for rank, cost, count in zip(placement, whole, least, strict=True):
         rank_extra[rank] += cost
         floors[rank] += count
-    room = _smallest_room(num_layers, rank_extra, floors)
+    room = _smallest_room(num_layers, each, rank_extra, floors)
     rank_left = [most - floor for most, floor in zip(room, floors, strict=True)]
-    return _fill(num_layers, extra, placement, rank_left, least)
+    return _fill(num_layers, each, whole, placement, rank_left, least)
 
 
-def _smallest_room(num_layers: int, extra: list[Fraction], floors: list[int]) -> list[int]:
+def _smallest_room(num_layers: int, each: int, extra: list[int], floors: list[int]) -> list[int]:
     """Layers that fit on each rank, beside its extra cost, under the smallest bound on ranks' costs with which each
-    rank gets its floor and all layers have a place."""
+    rank gets its floor and all layers have a place; a layer costs `each`."""
 
-    def room(bound: Fraction) -> list[int]:
-        return [int((bound - cost) // 1) for cost in extra]
+    def room(bound: int) -> list[int]:
+        return [(bound - cost) // each for cost in extra]
 
-    def feasible(bound: Fraction) -> bool:
+    def feasible(bound: int) -> bool:
         rooms = room(bound)
         return all(map(ge, rooms, floors)) and sum(rooms) >= num_layers
 
     # The values that the largest cost can take. Feasibility is monotone in them and holds for the last.
-    bounds = sorted({cost + layers for cost in set(extra) for layers in range(num_layers + 1)})
+    bounds = sorted({cost + each * layers for cost in set(extra) for layers in range(num_layers + 1)})
     return room(bounds[bisect_left(bounds, True, key=feasible)])
 
 
 def _fill(
-    num_layers: int, extra: list[Fraction], placement: Sequence[int], rank_left: list[int], least: list[int]
+    num_layers: int, each: int, extra: list[int], placement: Sequence[int], rank_left: list[int], least: list[int]
 ) -> tuple[int, ...]:
     """The least each, then each further layer to the cheapest stage on a rank with room, the earliest of equals."""
     layers = list(least)
-    heap = [(cost + layers[stage], stage) for stage, cost in enumerate(extra)]
+    heap = [(cost + each * layers[stage], stage) for stage, cost in enumerate(extra)]
     heapify(heap)
     left = num_layers - sum(least)
     while left:
@@ -100,7 +102,7 @@ def _fill(
             layers[stage] += 1
             rank_left[placement[stage]] -= 1
             left -= 1
-            heappush(heap, (cost + 1, stage))
+            heappush(heap, (cost + each, stage))
     return tuple(layers)
 
 

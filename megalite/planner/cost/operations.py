@@ -45,7 +45,7 @@ class Pricing:
     @classmethod
     def of(cls, work: Workload, cluster: Cluster, stack: SoftwareStack) -> "Pricing":
         """Raises ConfigError if the accelerator does not have the precision."""
-        return cls(work, cluster, stack, cluster.peak(work.precision))
+        return cls(work, cluster, stack, cluster.peak(work.precision) * cluster.accelerator.clock)
 
     def gemm(self, m: Number, n: Number, k: Number, batch: Number = 1.0) -> Parts:
         peak = self.peak * self.stack.product_rate

@@ -11,7 +11,8 @@ is refined is sized again exactly.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from megalite.partition.buckets import element_bytes, local_size, moment_widths
 from megalite.partition.gathers import whole_gradient_bytes, whole_parameter_bytes
 from megalite.partition.stages import StagePlan
 from megalite.planner.search.features import Feature, Floats
-from megalite.planner.search.space import RECOMPUTE, STRATEGIES, Shares
+from megalite.planner.search.space import RECOMPUTE, STRATEGIES, Shares, kinds
 
 
 def fullest(rows: Sequence[Floats], coefficients: Floats) -> Floats:
@@ -44,25 +45,25 @@ class Sizer:
     """Bytes that shares of a config take for each feature."""
 
     config: RunConfig  # the request's: what is not searched
+    _known: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False, compare=False)
 
     def coefficients(self, shares: Shares, pp: int) -> Floats:
         """[features, shares], for pipelines of pp ranks."""
         found = np.zeros((len(Feature), len(shares)))
         if len(shares):
-            found[Feature.DENSE : Feature.COPY + 1] = self.states(shares, pp, held_bytes)
-            self._activations(shares, pp, found)
+            found[Feature.DENSE : Feature.COPY + 1] = self.states(shares, held_bytes)
+            self._activations(shares, found)
             self._whole(shares, pp, found)
             if shares.offload.any():
-                found -= shares.offload * self.relief(shares, pp)
+                found -= shares.offload * self.relief(self.states(shares, offloadable_bytes), pp)
         return found
 
-    def relief(self, shares: Shares, pp: int) -> Floats:
-        """[features, shares] bytes that leave the device if the optimizer's states are in host memory; less than 0 is
-        the room for those that visit it."""
-        found = np.zeros((len(Feature), len(shares)))
-        moved = self.states(shares, pp, offloadable_bytes)
+    def relief(self, moved: Floats, pp: int) -> Floats:
+        """[features, shares] bytes that leave the device if the optimizer's states, `moved`, are in host memory; less than
+        0 is the room for those that visit it."""
+        found = np.zeros((len(Feature), moved.shape[1]))
         found[Feature.DENSE : Feature.COPY + 1] = moved
-        most = max(element_bytes(self.config, shape, 1).offloadable for shape in self._classes()[1])
+        most = max(element_bytes(self.config, shape, 1).offloadable for shape in self._classes[1])
         visiting = np.minimum(HOST_PIECE * most, self.on_rank(moved, pp))
         found[Feature.PLAIN : Feature.BOTH_ENDS + 1] = -HOST_SLOTS * visiting
         return found
@@ -74,30 +75,38 @@ class Sizer:
         found: Floats = (of[0] * (model.num_layers - moe) + of[1] * moe) / pp + of[2]
         return found
 
-    def states(self, shares: Shares, pp: int, of: Callable[[RunConfig, ParameterShape, int], float]) -> Floats:
+    def states(self, shares: Shares, of: Callable[[RunConfig, ParameterShape, int], float]) -> Floats:
         """[5, shares] bytes of parameters, gradients and optimizer states of a dense layer, one with experts, embedding,
         head, and copy of the embedding: local elements of each class of tensors times its bytes `of` an element."""
-        parts, classes = self._classes()
         expert_replicas, replicas = self._expert_replicas(shares), shares.dp * shares.cp // shares.dp_instances
-        local = self._local(shares, pp, parts, len(classes))
-        keys = np.stack((shares.strategy, replicas, expert_replicas), axis=1)
-        index, of_kind = _kinds(keys)
-        widths = np.zeros((len(index), len(classes)))
-        for row, place in enumerate(index.tolist()):
-            config = self._with(shares, place, pp)
-            for column, shape in enumerate(classes):
-                count = int(expert_replicas[place] if shape.expert else replicas[place])
-                widths[row, column] = of(config, shape, count)
-        found: Floats = (local * widths[of_kind, None, :]).sum(2).T
+
+        def widths(place: int) -> list[float]:
+            config = self._with(shares, place)
+            counts = int(replicas[place]), int(expert_replicas[place])
+            return [of(config, shape, counts[shape.expert]) for shape in self._classes[1]]
+
+        each = self._by_kind(of.__name__, (shares.strategy, replicas, expert_replicas), widths)
+        found: Floats = (self._local(shares) * each[:, None, :]).sum(2).T
         return found
 
-    def elements(self, shares: Shares, pp: int) -> Floats:
+    def elements(self, shares: Shares) -> Floats:
         """[shares, 2, 5] elements on a rank of the same five, those that all replicas share and experts' apart."""
-        parts, classes = self._classes()
-        local = self._local(shares, pp, parts, len(classes))
-        expert = np.array([shape.expert for shape in classes])
+        local = self._local(shares)
+        expert = np.array([shape.expert for shape in self._classes[1]])
         return np.stack((local[:, :, ~expert].sum(2), local[:, :, expert].sum(2)), axis=1)
 
+    def _by_kind(self, name: str, keys: Sequence[npt.NDArray[Any]], of: Callable[[int], Any]) -> Floats:
+        """[shares, ...] values `of` the place of a share: of each kind of equal keys once, whatever the pipeline."""
+        index, of_kind = kinds(*keys)
+        found = []
+        for place in index.tolist():
+            key = (name, *(column[place].item() for column in keys))
+            if key not in self._known:
+                self._known[key] = of(place)
+            found.append(self._known[key])
+        return np.array(found, dtype=np.float64)[of_kind]
+
+    @cached_property
     def _classes(self) -> tuple[list[list[tuple[int, ParameterShape]]], list[ParameterShape]]:
         """Tensors of a dense layer, one with experts, embedding, head and copy, each with its class; one of each class."""
         model = self.config.model
@@ -116,35 +125,35 @@ class Sizer:
             parts.append([(classes[key], shape) for key, shape in zip(keys, shapes)])
         return parts, examples
 
-    def _local(
-        self, shares: Shares, pp: int, parts: Sequence[Sequence[tuple[int, ParameterShape]]], classes: int
-    ) -> Floats:
+    def _local(self, shares: Shares) -> Floats:
         """[shares, parts, classes] elements on a rank."""
-        index, of_kind = _kinds(np.stack((shares.tp, shares.ep), axis=1))
-        local = np.zeros((len(index), len(parts), classes))
-        for row, place in enumerate(index.tolist()):
-            config = self._with(shares, place, pp)
+        parts, classes = self._classes
+
+        def sizes(place: int) -> Floats:
+            config = self._with(shares, place)
+            local = np.zeros((len(parts), len(classes)))
             for part, tensors in enumerate(parts):
                 for column, shape in tensors:
-                    local[row, part, column] += local_size(shape, config)
-        return local[of_kind]
+                    local[part, column] += local_size(shape, config)
+            return local
 
-    def _activations(self, shares: Shares, pp: int, found: Floats) -> None:
+        return self._by_kind("local", (shares.tp, shares.ep), sizes)
+
+    def _activations(self, shares: Shares, found: Floats) -> None:
         """Of one sequence on a rank; a microbatch has several, and cp cuts each."""
         p, model = self.config.parallel, self.config.model
         # Keys of all ranks are kept, or those of a head that several ranks share.
         whole = model.attention_dropout or p.cp_comm_type not in ("p2p", "allgather")
         cut = shares.cp if whole else np.minimum(shares.cp, 2)
         exchange = shares.ep * (shares.tp if p.etp is None else p.etp) > 1
-        keys = np.stack((shares.tp, cut, exchange, shares.recompute, shares.sequence_parallel), axis=1)
-        index, of_kind = _kinds(keys)
+        keys = (shares.tp, cut, exchange, shares.recompute, shares.sequence_parallel)
         rows = slice(Feature.DENSE_ACTIVE, Feature.RESTORED + 1)
-        each = np.stack([self._one_sequence(shares, place, pp, int(cut[place])) for place in index.tolist()])
+        each = self._by_kind("active", keys, lambda place: self._one_sequence(shares, place, int(cut[place])))
         times = shares.micro_batch_size * cut / shares.cp
-        found[rows] = np.rint(each[of_kind].T * times)
+        found[rows] = np.rint(each.T * times)
 
-    def _one_sequence(self, shares: Shares, place: int, pp: int, cp: int) -> Floats:
-        config = self._with(shares, place, pp, micro_batch_size=1, cp=cp)
+    def _one_sequence(self, shares: Shares, place: int, cp: int) -> list[float]:
+        config = self._with(shares, place, micro_batch_size=1, cp=cp)
         embedding, head = _plan(0, layers=0, embedding=True), _plan(0, layers=0, head=True)
         plans = [None if index is None else _plan(index) for index in self._examples()]
         active = [0 if plan is None else layer_activation_bytes(config, plan.first_layer) for plan in plans]
@@ -153,37 +162,32 @@ class Sizer:
         ends = [stage_activation_bytes(config, plan) for plan in (embedding, head)]
         entering = layer_activation_bytes(config, granularity="full")
         waiting = [*deferred, deferred_bytes(config, head)]
-        found = [*active, *ends, entering, *waiting, *workspace, max(workspace), max(active)]
-        return np.array(found, dtype=np.float64)
+        return [*active, *ends, entering, *waiting, *workspace, max(workspace), max(active)]
 
     def _whole(self, shares: Shares, pp: int, found: Floats) -> None:
         """Of sharded gradients and parameters, on stages long enough that more layers change nothing."""
         sharded = shares.strategy >= STRATEGIES.index("zero-2")
         experts = self._expert_replicas(shares) > 1
         dense = shares.dp * shares.cp > shares.dp_instances
-        keys = np.stack((shares.tp, shares.ep, dense, experts, shares.strategy, shares.sequence_parallel), axis=1)
         places = np.flatnonzero(sharded & (dense | experts))
         if not len(places):
             return
-        index, of_kind = _kinds(keys[places])
-        rows = slice(Feature.PLAIN, Feature.BOTH_ENDS + 1)
-        sizes = np.array([self._whole_of(shares, int(places[place]), pp) for place in index.tolist()])
-        found[rows, places] = sizes[of_kind].T
-
-    def _whole_of(self, shares: Shares, place: int, pp: int) -> list[float]:
-        """By what a rank has beside layers: nothing, embedding, head, both."""
-        config = self._with(shares, place, pp)
-        model = config.model
-        per_layer = min(
-            sum(local_size(shape, config) for shape in layer_shapes(model, index))
-            for index in self._examples()
-            if index is not None
-        )
+        some, model = shares.take(places), self.config.model
+        there = [kind for kind, index in enumerate(self._examples()) if index is not None]
+        per_layer = self._local(some)[:, there].sum(2).min(1)
         # Buckets of three kinds are open at once, and a quarter more is on its way.
-        several = 3 + 3 * config.parallel.ddp_bucket_size // per_layer
+        several = 3 + 3 * self.config.parallel.ddp_bucket_size // per_layer
         shown = model.moe_first_dense_layers + model.moe_layer_freq + several
-        layers = min(-(-model.num_layers // pp), shown)
-        config = replace(config, model=replace(model, num_layers=max(layers, 1)))
+        layers = np.minimum(-(-model.num_layers // pp), shown).astype(np.int64)
+        alone = np.full_like(layers, pp == 1)
+        keys = (some.tp, some.ep, dense[places], experts[places], some.strategy, some.sequence_parallel, layers, alone)
+        each = self._by_kind("whole", keys, lambda place: self._whole_of(some, place, int(layers[place]), pp))
+        found[Feature.PLAIN : Feature.BOTH_ENDS + 1, places] = each.T
+
+    def _whole_of(self, shares: Shares, place: int, layers: int, pp: int) -> list[float]:
+        """By what a rank has beside layers: nothing, embedding, head, both."""
+        config = self._with(shares, place)
+        config = replace(config, model=replace(config.model, num_layers=layers))
         if pp == 1:
             alone = _plan(0, layers=layers, embedding=True, head=True)
             return [0.0, 0.0, 0.0, _whole_bytes(config, alone, (alone,))]
@@ -203,10 +207,11 @@ class Sizer:
     def _examples(self) -> tuple[int | None, int | None]:
         """A layer with a dense MLP and one with experts, if there are any."""
         model = self.config.model
-        kinds = [model.is_moe_layer(index) for index in range(model.num_layers)]
-        return tuple(kinds.index(kind) if kind in kinds else None for kind in (False, True))  # type: ignore[return-value]
+        moe = [model.is_moe_layer(index) for index in range(model.num_layers)]
+        return tuple(moe.index(kind) if kind in moe else None for kind in (False, True))  # type: ignore[return-value]
 
-    def _with(self, shares: Shares, place: int, pp: int, **changed: int) -> RunConfig:
+    def _with(self, shares: Shares, place: int, **changed: int) -> RunConfig:
+        """The config of a share; nothing here depends on the pipeline's ranks but by the stages that it is asked of."""
         strategy = STRATEGIES[shares.strategy[place]]
         config = self.config
         return replace(
@@ -218,7 +223,6 @@ class Sizer:
                 ep=int(shares.ep[place]),
                 dp=int(shares.dp[place]),
                 dp_instances=int(shares.dp_instances[place]),
-                pp=pp,
                 sequence_parallel=bool(shares.sequence_parallel[place]),
                 dp_strategy="distributed-optimizer" if strategy == "zero-2" else strategy,
             ),
@@ -239,17 +243,6 @@ def held_bytes(config: RunConfig, shape: ParameterShape, replicas: int) -> float
 def offloadable_bytes(config: RunConfig, shape: ParameterShape, replicas: int) -> float:
     """Of them in host memory if the optimizer is offloaded, as if a part of each bucket were there and not some whole ones."""
     return config.optimizer.optimizer_offload_fraction * element_bytes(config, shape, replicas).offloadable
-
-
-def _kinds(keys: npt.NDArray[Any]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    """An example of each distinct row, and the kind of each row."""
-    # One number a row: sorting rows takes ten times as long.
-    spans = keys.max(axis=0) + 1
-    codes = np.zeros(len(keys), dtype=np.int64)
-    for column, span in zip(keys.T, spans.tolist(), strict=True):
-        codes = codes * span + column
-    _, index, of_kind = np.unique(codes, return_index=True, return_inverse=True)
-    return index, of_kind
 
 
 def _whole_bytes(config: RunConfig, plan: StagePlan, stages: tuple[StagePlan, ...]) -> float:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megalite.checkpoint.manifest import many_objects
 from megalite.config.byte_size import format_bytes
 from megalite.config.describe import replace as with_settings
 from megalite.config.describe import settings
@@ -28,7 +29,7 @@ from megalite.planner.cost.stage import layer_seconds, stage_cost
 from megalite.planner.cost.step import Prediction, predict
 from megalite.planner.hardware import Cluster, SoftwareStack
 from megalite.planner.search.features import Counter
-from megalite.planner.search.memory import Sizer, fullest
+from megalite.planner.search.memory import fullest, offloadable_bytes
 from megalite.planner.search.space import (
     CHOICES,
     CONTEXT,
@@ -87,18 +88,20 @@ class Survey:
             index -= len(block)
         raise IndexError(index)
 
-    def fastest(self) -> Iterator[tuple[Layout, float]]:
-        """Layouts that fit with their seconds, by these; of equals the one with the smallest cp and micro batch."""
+    def fastest(self, objective: str = "time") -> Iterator[tuple[Layout, float]]:
+        """Layouts that fit with their seconds, by these; of equals the one with the smallest cp and micro batch. With the
+        objective `memory` those that hold least first, of equals the fastest."""
         seconds = self.all_seconds
+        least = self.all_bytes if objective == "memory" else seconds
         cp, micro_batch = self.space.column("cp"), self.space.column("micro_batch_size")
         left = np.flatnonzero(np.isfinite(seconds))
         while len(left):
             count = min(_AT_ONCE, len(left))
-            bound = np.partition(seconds[left], count - 1)[count - 1]
-            now, left = left[seconds[left] <= bound], left[seconds[left] > bound]
+            bound = np.partition(least[left], count - 1)[count - 1]
+            now, left = left[least[left] <= bound], left[least[left] > bound]
             # To six digits: further ones are not meant.
-            digits = np.round(np.log(seconds[now]), 6)
-            for index in now[np.lexsort((micro_batch[now], cp[now], digits))].tolist():
+            digits = (np.round(np.log(each[now]), 6) for each in (seconds, least))
+            for index in now[np.lexsort((micro_batch[now], cp[now], *digits))].tolist():
                 yield self.at(index), float(seconds[index])
 
     def leanest(self) -> tuple[Layout, float]:
@@ -121,18 +124,21 @@ def survey(request: Request, cluster: Cluster, stack: SoftwareStack) -> Survey:
     all that fits without, or nothing does. Raises ConfigError if the accelerator does not have the precision."""
     space = enumerate_space(request)
     counter = Counter(request.config)
-    sizer, clock = Sizer(request.config), Clock(request.config, cluster, stack)
+    clock = Clock(request.config, cluster, stack)
+    sizer = clock.sizer
     tables = []
     for pp, group in itertools.groupby(space.blocks, key=lambda block: block.pipelines[0].pp):
         blocks = list(group)
         shares = Shares.joined([block.shares for block in blocks])
         coefficients = sizer.coefficients(shares, pp)
-        prices = clock.prices(shares, pp, coefficients)
+        moved = sizer.states(shares, offloadable_bytes)
+        prices, relief = clock.prices(shares, pp, coefficients, moved), sizer.relief(moved, pp)
         first = 0
         for block in blocks:
             mine = slice(first, first + len(block.shares))
             first = mine.stop
-            tables.append(_Table(request, clock, counter, block, coefficients[:, mine], prices.take(mine)))
+            parts = coefficients[:, mine], relief[:, mine], prices.take(mine)
+            tables.append(_Table(request, clock, counter, block, *parts))
     if request.host:
         fastest = min((float(table.seconds.min()) for table in tables), default=np.inf)
         for table in tables:
@@ -145,14 +151,26 @@ class _Table:
     """One block: memory, seconds and use of host memory, each [pipelines, shares], as `Survey` has them."""
 
     def __init__(
-        self, request: Request, clock: Clock, counter: Counter, block: Block, coefficients: Floats, prices: Prices
+        self,
+        request: Request,
+        clock: Clock,
+        counter: Counter,
+        block: Block,
+        coefficients: Floats,
+        relief: Floats,
+        prices: Prices,
     ) -> None:
         self._request, self._clock, self._counter, self._block = request, clock, counter, block
-        self._coefficients, self._prices = coefficients, prices
+        self._coefficients, self._relief, self._prices = coefficients, relief, prices
+        shares = block.shares
         self.memory = fullest([counter(each) for each in block.pipelines], coefficients)
         self.seconds = np.full(self.memory.shape, np.inf)
         self.host = np.zeros(self.memory.shape, dtype=np.int64)
         fits = self.memory <= request.memory_limit
+        if shares.offload.any() or block.pipelines[0].offloaded:
+            alone = [counter(each._replace(offloaded=0)) for each in block.pipelines]
+            gone = fullest(alone, coefficients + shares.offload * relief) - self.memory
+            fits &= gone <= request.host_limit
         rows, columns = np.flatnonzero(fits.any(1)), np.flatnonzero(fits.any(0))
         if len(rows):
             self.seconds[np.ix_(rows, columns)] = self._times(rows, columns)
@@ -170,9 +188,16 @@ class _Table:
         rows, columns = np.flatnonzero(lacking.any(1)), np.flatnonzero(lacking.any(0))
         if not len(rows):
             return
-        where = np.ix_(rows, columns)
-        alone, lacking = self._times(rows, columns), lacking[where]
+        alone = self._times(rows, columns)
+        # No use of host memory makes a step faster.
+        lacking = lacking[np.ix_(rows, columns)] & (alone < bound)
+        kept, left = lacking.any(1), lacking.any(0)
+        if not kept.any():
+            return
+        within, rows, columns = np.ix_(kept, left), rows[kept], columns[left]
+        where, alone, lacking = np.ix_(rows, columns), alone[within], lacking[within]
         memory, seconds, host = self.memory[where], self.seconds[where], self.host[where]
+        before = memory.copy()
         for some, size, longer, code in self._ways(rows, columns):
             time = np.where(size <= self._request.memory_limit, alone[:, some] + longer, np.inf)
             # Of what does not fit at all the least is kept, for the error.
@@ -180,6 +205,8 @@ class _Table:
                 np.isinf(time) & np.isinf(seconds[:, some]) & (size < memory[:, some])
             )
             better &= lacking[:, some] & ((time < bound) | np.isinf(bound))
+            # What leaves the device is about what comes into host memory; the best are sized exactly.
+            better &= before[:, some] - size <= self._request.host_limit
             for table, values in ((memory, size), (seconds, time), (host, code)):
                 table[:, some] = np.where(better, values, table[:, some])
         self.memory[where], self.seconds[where], self.host[where] = memory, seconds, host
@@ -192,7 +219,7 @@ class _Table:
         counts = [self._counter(each) for each in pipelines]
         starts = [(coefficients, np.zeros(len(columns)), 0)]
         if HOST[0] in self._request.host:
-            moved = coefficients - Sizer(self._request.config).relief(shares, pipelines[0].pp)
+            moved = coefficients - self._relief[:, columns]
             size = fullest(counts, moved)
             yield np.arange(len(columns)), size, np.broadcast_to(prices.offloaded, size.shape), np.ones_like(size, int)
             starts.append((moved, prices.offloaded, 1))
@@ -237,6 +264,12 @@ def nothing_legal(request: Request) -> ConfigError:
 def nothing_fits(found: Survey) -> ConfigError:
     """All that is legal needs more memory than there is: the least of it."""
     layout, least = found.leanest()
+    if least <= found.request.memory_limit:
+        return ConfigError(
+            f"what fits into {format_bytes(found.request.memory_limit)} per rank keeps more than "
+            f"{format_bytes(found.request.host_limit)} of it in host memory: {describe(layout)}; use more --gpus, or a "
+            "cluster file with a larger node.host_memory_bytes"
+        )
     return ConfigError(
         f"none of {len(found.space)} layouts fits into {format_bytes(found.request.memory_limit)} per rank on "
         f"{found.request.world_size} ranks; the least takes {format_bytes(least)}: {describe(layout)}; use --max-memory "
@@ -306,16 +339,23 @@ class Plan:
     cluster: Cluster
     stack: SoftwareStack
     survey: Survey
-    candidates: tuple[Candidate, ...]  # fastest first, each the best of its tp, ep, pp and schedule
+    candidates: tuple[Candidate, ...]  # best first, each the best of its tp, ep, pp and schedule
+    objective: str = "time"  # or `cost`, GPU hours, or `memory` of the fullest rank
 
 
-def find(request: Request, cluster: Cluster, stack: SoftwareStack, *, top: int = 5) -> Plan:
-    """The `top` fastest layouts that fit. Raises ConfigError if none is legal, or none fits: what would make it fit."""
+def find(request: Request, cluster: Cluster, stack: SoftwareStack, *, top: int = 5, objective: str = "time") -> Plan:
+    """The `top` best layouts that fit: the fastest, or with `memory` those that hold least. Raises ConfigError if none is
+    legal, or none fits: what would make it fit."""
+    with many_objects():
+        return _found(request, cluster, stack, top, objective)
+
+
+def _found(request: Request, cluster: Cluster, stack: SoftwareStack, top: int, objective: str) -> Plan:
     found = survey(request, cluster, stack)
     if not len(found.space):
         raise nothing_legal(request)
     candidates: dict[tuple[Any, ...], Candidate] = {}
-    for layout, seconds in found.fastest():
+    for layout, seconds in found.fastest(objective):
         if len(candidates) == top + SPARE:
             break
         kind = (layout.tp, layout.ep, layout.pipeline.pp, layout.pipeline.schedule)
@@ -326,13 +366,32 @@ def find(request: Request, cluster: Cluster, stack: SoftwareStack, *, top: int =
     if not candidates:
         raise nothing_fits(found)
 
-    def step_seconds(candidate: Candidate) -> float:
-        return candidate.prediction.step_seconds
+    def order(candidate: Candidate) -> tuple[float, float]:
+        seconds = candidate.prediction.step_seconds
+        return (candidate.fullest[1].total_bytes if objective == "memory" else seconds, seconds)
 
-    ranked = sorted(candidates.values(), key=step_seconds)[:top]
-    ranked[:RECUT] = [_recut(request, each, cluster, stack) for each in ranked[:RECUT]]
-    ranked.sort(key=step_seconds)
-    return Plan(request=request, cluster=cluster, stack=stack, survey=found, candidates=tuple(ranked))
+    ranked = sorted(candidates.values(), key=order)[:top]
+    if objective != "memory":
+        ranked[:RECUT] = [_recut(request, each, cluster, stack) for each in ranked[:RECUT]]
+        ranked.sort(key=order)
+    return Plan(
+        request=request, cluster=cluster, stack=stack, survey=found, candidates=tuple(ranked), objective=objective
+    )
+
+
+def find_cheapest(
+    request: Request, cluster: Cluster, stack: SoftwareStack, *, top: int = 5
+) -> tuple[Plan, dict[int, float]]:
+    """The plan with the least GPU time of a step on all ranks of the request, a half, a quarter and so on until none fits
+    or is legal; ranks -> seconds of a step of each. Raises as `find` if there is none on all."""
+    plans = [find(request, cluster, stack, top=top, objective="cost")]
+    while (ranks := plans[-1].request.world_size) % 2 == 0:
+        try:
+            plans.append(find(replace(request, world_size=ranks // 2), cluster, stack, top=top, objective="cost"))
+        except ConfigError:
+            break
+    seconds = {each.request.world_size: float(each.candidates[0].prediction.step_seconds) for each in plans}
+    return min(plans, key=lambda each: each.request.world_size * seconds[each.request.world_size]), seconds
 
 
 def config_of(request: Request, chosen: Mapping[str, Any]) -> RunConfig:
@@ -358,7 +417,9 @@ def _predicted(
     except ConfigError:
         return None
     candidate = Candidate(layout=layout, settings=chosen, config=config, estimate=seconds, prediction=prediction)
-    return candidate if candidate.fullest[1].total_bytes <= request.memory_limit else None
+    host = max(rank.host_bytes for rank in prediction.memory)
+    fits = candidate.fullest[1].total_bytes <= request.memory_limit and host <= request.host_limit
+    return candidate if fits else None
 
 
 def _recut(request: Request, candidate: Candidate, cluster: Cluster, stack: SoftwareStack) -> Candidate:

@@ -8,6 +8,7 @@ these move the messages, as work of both ends. It ranks layouts; the best are si
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +20,8 @@ from megalite.planner.cost.operations import Pricing
 from megalite.planner.cost.stage import StageCost, layer_seconds, stage_cost
 from megalite.planner.hardware import Cluster, SoftwareStack
 from megalite.planner.search.features import Cut, Feature
-from megalite.planner.search.memory import Sizer, offloadable_bytes
-from megalite.planner.search.space import RECOMPUTE, STRATEGIES, Pipeline, Shares
+from megalite.planner.search.memory import Sizer
+from megalite.planner.search.space import RECOMPUTE, STRATEGIES, Pipeline, Shares, kinds
 
 Floats = npt.NDArray[np.float64]
 
@@ -52,35 +53,40 @@ class Clock:
     cluster: Cluster
     stack: SoftwareStack
 
-    def prices(self, shares: Shares, pp: int, coefficients: Floats) -> Prices:
-        work, count, model = self._workload(shares, pp), len(shares), self.config.model
+    @cached_property
+    def sizer(self) -> Sizer:
+        return Sizer(self.config)
+
+    def prices(self, shares: Shares, pp: int, coefficients: Floats, moved: Floats) -> Prices:
+        """Of shares with pipelines of pp ranks; `moved`: bytes of the states that may be in host memory."""
+        sizes = (shares.tp, shares.cp, shares.ep, shares.micro_batch_size)
+        some, of_kind = kinds(*sizes, shares.recompute, shares.sequence_parallel)
+        work, count, model = self._workload(shares.take(some), pp), len(some), self.config.model
         price, constant = Pricing.of(work, self.cluster, self.stack), self.stack.microbatch_seconds
-        kinds = {model.is_moe_layer(index) for index in range(model.num_layers)}
         layers = np.zeros((4, 4, count))
-        for moe in kinds:
+        for moe in {model.is_moe_layer(index) for index in range(model.num_layers)}:
             layers[:, int(moe)] = _parts(layer_seconds(work, self.cluster, self.stack, moe=moe), 0.0, count)
         for row, end in ((2, "has_embedding"), (3, "has_head")):
             layers[:, row] = _parts(stage_cost(price, **{end: 1.0}), constant, count)
-        reduce, gather, pieces, each = self._exchanges(work, shares, pp)
+        reduce, gather, pieces, each = self._exchanges(shares, pp)
         rate = self.cluster.accelerator.memory_bandwidth * self.cluster.efficiency.memory
-        sizer = Sizer(self.config)
-        moved = sizer.on_rank(sizer.states(shares, pp, offloadable_bytes), pp)
-        held = sizer.on_rank(coefficients, pp) + shares.offload * moved
+        moved = self.sizer.on_rank(moved, pp)
+        held = self.sizer.on_rank(coefficients, pp) + shares.offload * moved
         # States are read and written, gradients read, parameters written: about twice all that is held.
         update = 2.0 * held / rate * self.stack.optimizer_slowdown
         slower = rates.with_copies(update, moved, self.config, self.cluster) - update
         share = sum(map(model.is_moe_layer, range(model.num_layers))) / model.num_layers
         dense, experts = coefficients[Feature.DENSE_ACTIVE], coefficients[Feature.EXPERTS_ACTIVE]
         return Prices(
-            layers=layers,
-            message=self._message(work, pp),
+            layers=layers[..., of_kind],
+            message=self._message(work, pp)[of_kind],
             after=np.stack((reduce, gather)),
             each=each,
             pieces=pieces,
             optimizer=update + shares.offload * slower,
             offloaded=slower,
             activation=dense * (1.0 - share) + experts * share,
-            sharing=np.broadcast_to(rates.sharing_ranks(rates.pipeline_stride(work), pp, self.cluster), (count,)),
+            sharing=np.broadcast_to(rates.sharing_ranks(rates.pipeline_stride(work), pp, self.cluster), count)[of_kind],
         )
 
     def seconds(self, pipelines: Sequence[Pipeline], cuts: Sequence[Cut], prices: Prices) -> Floats:
@@ -193,18 +199,19 @@ class Clock:
             crossing = np.where(stride * pp <= self.cluster.node.accelerators, 0.0, crossing)
         return inside + crossing * (outside - inside)
 
-    def _exchanges(self, work: rates.Workload, shares: Shares, pp: int) -> tuple[Floats, Floats, Floats, Floats]:
+    def _exchanges(self, shares: Shares, pp: int) -> tuple[Floats, Floats, Floats, Floats]:
         """(gradients, parameters, collectives of gradients) after the last backward, and what comes with each microbatch."""
-        config, stride = self.config, rates.data_stride(work)
+        some, of_kind = kinds(shares.tp, shares.cp, shares.ep, shares.dp_instances)
+        few = shares.take(some)
+        work, config = self._workload(few, pp), self.config
+        stride = rates.data_stride(work)
         element = ELEMENT_BYTES[config.training.precision]
         wire = 2 if config.data_parallel.narrow_wire or self.stack.half_gradients else max(4, element)
-        sizer = Sizer(self.config)
-        sizes = sizer.on_rank(
-            np.moveaxis(sizer.elements(shares, pp), 2, 0), pp
-        ).T  # with all replicas, and with experts'
+        # With all replicas, and with experts'.
+        sizes = self.sizer.on_rank(np.moveaxis(self.sizer.elements(few), 2, 0), pp).T
         replicas = (work.dp * work.cp, work.tp * work.cp * work.dp / (work.expert_tp * work.ep))
-        instances = shares.dp_instances.astype(float)
-        reduce = gather = summed = across = np.zeros(len(shares))
+        instances = few.dp_instances.astype(float)
+        reduce = gather = summed = across = np.zeros(len(few))
         for count, everywhere in zip(sizes, replicas, strict=True):
             group = everywhere / instances
             own, hop = count * wire / group, stride * group
@@ -212,8 +219,10 @@ class Clock:
             summed = summed + rates.collective_seconds("all-reduce", count * wire, group, stride, self.cluster)
             reduce = reduce + rates.collective_seconds("reduce-scatter", count * wire, group, stride, self.cluster)
             gather = gather + rates.collective_seconds("all-gather", count * element, group, stride, self.cluster)
-        strategy = [shares.strategy == index for index in range(len(STRATEGIES))]
         pieces = np.maximum(sizes.sum(0) / config.parallel.ddp_bucket_size, 1.0)
+        parts = (reduce, gather, summed, across, pieces)
+        reduce, gather, summed, across, pieces = (part[of_kind] for part in parts)
+        strategy = [shares.strategy == index for index in range(len(STRATEGIES))]
         once = np.select(strategy, [summed, reduce, reduce, reduce]) + across
         gathered = np.select(strategy, [0.0 * gather, gather, gather, 0.0 * gather])
         each = np.select(strategy, [0.0 * reduce, 0.0 * reduce, reduce, reduce + 2.0 * gather])

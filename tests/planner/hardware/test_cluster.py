@@ -1,6 +1,7 @@
 """Cluster and stack files: those that come along load, survive writing, and faults are named."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,13 @@ import pytest
 import yaml
 
 from megalite.config.errors import ConfigError
+from megalite.config.flags import parse_arguments
 from megalite.config.reading import plain
+from megalite.config.run import RunConfig
+from megalite.config.validate import validate
+from megalite.planner.cost.operations import Pricing
+from megalite.planner.cost.rates import workload_of
+from megalite.planner.cost.step import predict
 from megalite.planner.hardware import (
     Efficiency,
     cluster_names,
@@ -146,3 +153,46 @@ def test_a_stack_without_provenance_is_refused(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot write .*none/c\.yaml: No such file"):
         save_cluster(load_cluster("dgx-a100"), tmp_path / "none" / "c.yaml")
+
+
+def test_a_power_limit_slows_products_alone(tmp_path: Path) -> None:
+    cluster = load_cluster("dgx-h100")
+    held = replace(cluster, accelerator=replace(cluster.accelerator, power_limit=cluster.accelerator.watts / 8))
+    assert cluster.accelerator.clock == 1.0
+    assert held.accelerator.clock == pytest.approx(0.5)
+    assert replace(held.accelerator, power_limit=2e3).clock == 1.0
+    work, stack = workload_of(llama(8)), load_stack("fused")
+    full, slow = (Pricing.of(work, each, stack) for each in (cluster, held))
+    assert slow.gemm(8192, 8192, 65536).gemm == pytest.approx(2 * full.gemm(8192, 8192, 65536).gemm, rel=0.05)
+    assert slow.moved(1e9).memory == full.moved(1e9).memory
+    save_cluster(held, tmp_path / "mine.yaml")
+    assert load_cluster(str(tmp_path / "mine.yaml")) == held
+    tree = plain(held)
+    del tree["accelerator"]["watts"]
+    (tmp_path / "other.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"power_limit has no effect without watts; add e\.g\. watts"):
+        load_cluster(str(tmp_path / "other.yaml"))
+
+
+def llama(ranks: int) -> RunConfig:
+    """Llama 3 8B as torchtitan trains it: FSDP, two sequences of 8,192 a rank, part of the activations again."""
+    line = (
+        f"--preset llama3-8b --seq-length 8192 --bf16 --dp-strategy fully-sharded --dp {ranks} --micro-batch-size 2 "
+        f"--global-batch-size {2 * ranks} --recompute-granularity selective --recompute-modules mlp_act"
+    )
+    return validate(parse_arguments(line.split()).config, ranks)
+
+
+@pytest.mark.parametrize(("ranks", "tokens"), [(8, 5762.0), (128, 5605.0)])
+def test_torchtitan_on_h100_held_to_500_watts(ranks: int, tokens: float) -> None:
+    """Tokens per second and GPU without torch.compile, HBM of 2.4 TB/s, a limit of 500 W (torchtitan, benchmarks of
+    December 2024). Nothing is fitted on them."""
+    cluster, stack = load_cluster("dgx-h100"), replace(load_stack("flash-2023-h100"), half_gradients=False)
+    device = replace(cluster.accelerator, memory_bandwidth=2.4e12, power_limit=500.0)
+    held = replace(cluster, accelerator=device)
+    full, found = (
+        predict(llama(ranks), each, stack, with_memory=False).step_seconds * tokens / (2 * 8192)
+        for each in (cluster, held)
+    )
+    assert full < 0.83
+    assert 0.87 < found < 1.0

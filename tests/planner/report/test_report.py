@@ -25,6 +25,7 @@ from megalite.planner.report import (
     write_files,
 )
 from megalite.planner.search.search import Plan, find
+from megalite.planner.whole_run import WholeRun
 from tests.planner.search.asking import asked
 
 FLAGS = (
@@ -58,7 +59,7 @@ class Reader(HTMLParser):
 
 
 def test_data_adds_up(plan: Plan) -> None:
-    data = plan_data(plan, 1e12)
+    data = plan_data(plan, WholeRun(tokens=1e12))
     for layout in data["layouts"]:
         assert sum(layout["parts"].values()) == pytest.approx(layout["step_seconds"])
         assert set(layout["parts"]) <= set(PARTS)
@@ -73,7 +74,8 @@ def test_data_adds_up(plan: Plan) -> None:
 
 
 def test_text_has_a_line_for_each_layout(plan: Plan) -> None:
-    text = format_plan(plan_data(plan, 300e9))
+    whole = WholeRun(tokens=300e9, gpu_hour_price=2.0, mtbf_hours=5e4, save_seconds=30.0)
+    text = format_plan(plan_data(plan, whole))
     table = text.split("\n\n")[1].splitlines()
     assert len(table) == 4
     assert table[0].split()[:3] == ["tp", "pp", "vpp"]
@@ -87,6 +89,9 @@ def test_text_has_a_line_for_each_layout(plan: Plan) -> None:
         "activations",
         "bubble",
         "300B tokens take",
+        "goodput     9",
+        "at 2 a GPU hour",
+        "J a token, at 400 W a GPU",
         "Why the others lose",
     ):
         assert word in text
@@ -94,7 +99,8 @@ def test_text_has_a_line_for_each_layout(plan: Plan) -> None:
 
 def test_the_page_stands_alone(plan: Plan) -> None:
     timeline = drawn_timeline(plan.candidates[0], plan.cluster, plan.stack)
-    page = html_page(plan_data(plan, 300e9), timeline)
+    whole = WholeRun(tokens=300e9, gpu_hour_price=2.0)
+    page = html_page(plan_data(plan, whole), timeline)
     read = Reader(page)
     assert read.links == []
     assert read.tags.count("script") == 1 and "<script>" in page, "its own, which it does without"
@@ -103,7 +109,7 @@ def test_the_page_stands_alone(plan: Plan) -> None:
     assert read.tags.count("svg") == 2
     assert read.tags.count("circle") == 3
     assert read.tags.count("rect") > 2 * timeline.schedule.num_stages
-    assert all(word in read.words for word in ("Speed against memory", "matrix products", "vendor"))
+    assert all(word in read.words for word in ("Speed against memory", "matrix products", "vendor", "2 a GPU hour"))
 
 
 def test_the_drawn_step_is_short(plan: Plan) -> None:

@@ -9,7 +9,7 @@ from megalite.config.errors import ConfigError
 from megalite.planner.cost.step import predict
 from megalite.planner.hardware import Cluster, SoftwareStack
 from megalite.planner.search import search
-from megalite.planner.search.search import Plan, Survey, config_of, find, survey
+from megalite.planner.search.search import Plan, Survey, config_of, find, find_cheapest, survey
 from megalite.planner.search.space import Request
 from tests.planner.search.asking import TINY, asked
 
@@ -90,6 +90,26 @@ def test_what_does_not_fit_gets_host_memory() -> None:
         planned(f"{ONE} --fix optimizer_cpu_offload=no")
 
 
+@pytest.mark.parametrize(
+    ("fixed", "message"),
+    [
+        ("", r"none of .* fits into"),
+        (
+            "--fix optimizer_cpu_offload=yes",
+            r"keeps more than 18\.63 GiB of it in host memory: .*; use more --gpus, or",
+        ),
+    ],
+)
+def test_host_memory_has_an_end(fixed: str, message: str) -> None:
+    request, cluster, stack = asked(f"{ONE} {fixed}")
+    assert request.host_limit == pytest.approx(0.9 * 2e12 / 8)
+    used = find(request, cluster, stack, top=1).candidates[0].fullest[1].host_bytes
+    enough = find(replace(request, host_limit=1.01 * used), cluster, stack, top=1).candidates[0]
+    assert enough.fullest[1].host_bytes <= 1.01 * used
+    with pytest.raises(ConfigError, match=message):
+        find(replace(request, host_limit=20e9), cluster, stack)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
 def test_activations_leave_where_that_beats_recompute(schedule: str) -> None:
     """As many layers as it takes to fit, in closed form as in the simulator."""
@@ -110,7 +130,8 @@ def test_activations_leave_where_that_beats_recompute(schedule: str) -> None:
 
 
 def test_host_memory_is_no_choice_where_as_fast_fits() -> None:
-    request = asked("--preset gpt3-6.7b --cluster dgx-a100 --gpus 8 --global-batch-size 32 --max-memory 30GB")
+    flags = "--preset gpt3-6.7b --cluster dgx-a100 --gpus 4 --global-batch-size 256 --max-memory 40GB"
+    request = asked(flags)
     found = survey(*request)
     alone = survey(replace(request.request, host=()), request.cluster, request.stack)
     fastest = next(alone.fastest())[1]
@@ -120,8 +141,37 @@ def test_host_memory_is_no_choice_where_as_fast_fits() -> None:
     assert (
         found.all_seconds[np.isfinite(alone.all_seconds)] == alone.all_seconds[np.isfinite(alone.all_seconds)]
     ).all()
+    # None is left out that would be faster: each with its states in host memory, one by one.
+    states = survey(*asked(f"{flags} --fix optimizer_cpu_offload=yes --fix cpu_offloading_num_layers=0"))
+    faster = ~np.isfinite(alone.all_seconds) & (states.all_seconds < fastest)
+    assert faster.any()
+    assert (found.all_seconds[faster] <= states.all_seconds[faster] * (1 + 1e-9)).all()
     cpu = asked("--preset gpt3-350m --cluster cpu-box --gpus 4 --global-batch-size 8")
     assert not cpu.request.host
+
+
+def test_the_leanest_of_those_that_fit() -> None:
+    request = asked(f"{GPT} --fix schedule=1f1b")
+    plan = find(*request, top=3, objective="memory")
+    held = [each.fullest[1].total_bytes for each in plan.candidates]
+    assert held == sorted(held)
+    found = survey(*request)
+    assert held[0] == pytest.approx(found.all_bytes[np.isfinite(found.all_seconds)].min(), rel=0.02)
+    assert plan.candidates[0].prediction.step_seconds > planned(GPT, top=1).candidates[0].prediction.step_seconds
+
+
+def test_the_cheapest_number_of_ranks() -> None:
+    # On 16 ranks of two nodes gradients go over the network, on 8 they do not; on one the model does not fit.
+    request, cluster, stack = asked(
+        "--preset gpt3-2.7b --cluster dgx-a100 --gpus 16 --global-batch-size 16 --max-memory 15GB"
+    )
+    plan, seconds = find_cheapest(replace(request, host=()), cluster, stack, top=1)
+    each = {ranks: find(replace(request, world_size=ranks, host=()), cluster, stack, top=1) for ranks in seconds}
+    assert seconds == {ranks: one.candidates[0].prediction.step_seconds for ranks, one in each.items()}
+    assert max(seconds) == 16 and 1 < min(seconds) < 16
+    assert plan.request.world_size == min(seconds, key=lambda ranks: ranks * seconds[ranks]) < 16
+    with pytest.raises(ConfigError, match=r"none of .* fits"):
+        find(replace(request, world_size=min(seconds) // 2, host=()), cluster, stack)
 
 
 def test_a_setting_that_goes_without_host_memory() -> None:
