@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from megalite.config.optimizer import HOST_PIECE, HOST_SLOTS, ONEBIT_OPTIMIZERS
+from megalite.config.optimizer import HOST_SLOTS, ONEBIT_OPTIMIZERS
 from megalite.config.registry import imported
 from megalite.config.run import RunConfig
 from megalite.config.strategies import STRATEGIES
@@ -123,6 +123,8 @@ class DataParallelStrategy(ABC):
         """The current step, counted from 1."""
         self.loss_scale = 1.0
         """The factor of this step's loss; a power of 2, unless the user fixed another."""
+        self.unreduced_squared = torch.zeros((), dtype=torch.float64, device=self.device)
+        """This rank's part of Σg² over the gradients of all data-parallel ranks before they are summed, with `measures_noise`."""
         sizes = [stop - start for start, stop in map(self.owned_range, self.all_buckets())]
         offloaded = in_host_memory(sizes, options.host_fraction)
         self._host = HostMemory(self.device, slots=HOST_SLOTS) if any(offloaded) else None
@@ -189,9 +191,11 @@ class DataParallelStrategy(ABC):
     def _counts(self, bucket: Bucket) -> bool:
         """Of the instances, and the ranks with other parts of the network, that have the bucket's tensors too, this one has
         them counted."""
-        kind, groups = bucket.kind, self.groups
-        if groups.instances(kind).rank > 0:
-            return False
+        return self.groups.instances(bucket.kind).rank == 0 and self._first_copy(bucket.kind)
+
+    def _first_copy(self, kind: BucketKind) -> bool:
+        """Of the ranks with other parts of the network that have such a bucket's tensors too, this is the first."""
+        groups = self.groups
         first_copy = not kind.tied or groups.embedding is None or groups.embedding.rank == 0
         return first_copy and (kind.split_over_tp or (groups.expert_tp if kind.expert else groups.tp).rank == 0)
 
@@ -218,6 +222,7 @@ class DataParallelStrategy(ABC):
     def begin_step(self, step: int, *, loss_scale: float = 1.0) -> None:
         """Before the first forward of a step: forget the last one's gradients, also those of one that failed half way."""
         self.step, self.loss_scale = step, loss_scale
+        self.unreduced_squared.zero_()
         self.zero_grad()
 
     # ---- gradients
@@ -261,6 +266,8 @@ class DataParallelStrategy(ABC):
 
     def _start(self, bucket: Bucket) -> None:
         if bucket not in self._reducing:
+            if self.options.measures_noise and self._first_copy(bucket.kind):
+                self.unreduced_squared += self.options.l2norm([bucket.grad]).square()
             self._reducing[bucket] = self._reduce(bucket)
 
     def announce(self, stage: int | None, *, backward: bool) -> None:
@@ -317,7 +324,7 @@ class DataParallelStrategy(ABC):
         with self.main_in_memory():
             for shard in self.shards:
                 if shard.counts_in_norm:
-                    for values in _on_device(shard):
+                    for values in shard.on_device():
                         total += self.options.l2norm([values]).square()
         return total
 
@@ -462,15 +469,6 @@ class DataParallelStrategy(ABC):
     def close(self) -> None:
         """The run ends: release threads and peers."""
         self.background.close()
-
-
-def _on_device(shard: OptimizerShard) -> Iterator[torch.Tensor]:
-    """The main parameters in pieces that visit the device, or as they are there."""
-    if shard.host is None or shard.host_main is None:
-        yield shard.main_param.data
-    else:
-        for (values,) in shard.host.stream([[piece] for piece in shard.host_main.split(HOST_PIECE)], back=False):
-            yield values
 
 
 class AllReduce(DataParallelStrategy):
