@@ -189,6 +189,9 @@ class LoggingConfig:
     """Log the L2 norm of all weights with each line."""
     log_num_zeros_in_grad: bool = option(False)
     """Log how many elements of the whole model's gradient are 0 with each line."""
+    log_gradient_noise_scale: bool = option(False)
+    """Log the gradient noise scale, an estimate of the largest batch size in samples that still saves steps in proportion, from
+    the gradients of data-parallel ranks before and after they are summed."""
     run_dir: str | None = option(None, basic=True)
     """Folder for config.yaml, metrics.jsonl, sessions.json and tensorboard/; default: none of them is
     written."""

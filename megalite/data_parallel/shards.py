@@ -2,11 +2,12 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from megalite.config.optimizer import HOST_PIECE
 from megalite.config.parallel import DataParallelConfig
 from megalite.data_parallel.buckets import Bucket, Placed
 from megalite.data_parallel.facts import BucketKind
@@ -48,6 +49,14 @@ class OptimizerShard:
     def is_copy(self) -> bool:
         """The main parameters are apart from the model's."""
         return self.main_param.dtype != self.bucket.data.dtype
+
+    def on_device(self) -> Iterator[torch.Tensor]:
+        """The main parameters in pieces that visit the device, or as they are there."""
+        if self.host is None or self.host_main is None:
+            yield self.main_param.data
+        else:
+            for (values,) in self.host.stream([[piece] for piece in self.host_main.split(HOST_PIECE)], back=False):
+                yield values
 
 
 def placed_in(shard: OptimizerShard) -> list[Placed]:
@@ -120,6 +129,8 @@ class StrategyOptions:
     """bf16: between updates main parameters are kept as the 16 bits that the model's lack."""
     l2norm: Callable[[Sequence[torch.Tensor]], torch.Tensor] = l2norm
     """The kernel for the norm of gradients, fp64 []."""
+    measures_noise: bool = False
+    """Gradients are squared before they are summed over data-parallel ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +144,54 @@ class Norms:
 
 
 _ALONE = Group.solo("replica")
+
+
+class GradientNoise:
+    """The gradient noise scale B = S/|G|² in samples: a batch far below it wastes steps, one far above it samples.
+
+    G is the gradient of the expected loss and S the trace of the covariance of one sample's gradient. A mean gradient over
+    b samples has the expected squared norm |G|² + S/b, so that two batch sizes give both: that of one data-parallel rank
+    and that of all of them. Each step's estimates are noisy and may be negative; averages over steps are kept of the two
+    apart, as their ratio would be biased. Source: arXiv 1812.06162, appendix A.1.
+
+    Args:
+        ranks: data-parallel ranks, at least 2, which have equal parts of a batch.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        # Both start from 0 and lack the same factor, which their ratio does not have.
+        self._signal = self._noise = 0.0
+
+    def update(self, whole: float, parts: float, samples: int) -> None:
+        """Take in a step over `samples`.
+
+        Args:
+            whole: squared norm of the gradient.
+            parts: Σ over data-parallel ranks of the squared norms of what they add to it."""
+        # The mean over ranks: the mean gradient over a rank's samples is as many times what the rank adds as there are ranks.
+        small = self._ranks * parts
+        signal = (self._ranks * whole - small) / (self._ranks - 1)
+        noise = samples * (small - whole) / (self._ranks - 1)
+        self._signal += (signal - self._signal) / NOISE_STEPS
+        self._noise += (noise - self._noise) / NOISE_STEPS
+
+    @property
+    def scale(self) -> float | None:
+        """B; None while the averages are no estimates of what cannot be negative."""
+        return self._noise / self._signal if self._signal > 0.0 and self._noise >= 0.0 else None
+
+    def state(self) -> dict[str, float]:
+        return {"signal": self._signal, "noise": self._noise}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Load a saved state; both are of the model and the data, whatever the layout was. Without one start over."""
+        self._signal, self._noise = float(state.get("signal", 0.0)), float(state.get("noise", 0.0))
+
+
+NOISE_STEPS = 100
+"""Steps that the averages of the gradient noise scale remember."""
+
 
 PIECE = 1 << 20
 """Elements that are worked on at a time."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from megalite.config.optimizer import HOST_PIECE, HOST_SLOTS, ONEBIT_OPTIMIZERS
+from megalite.config.optimizer import HOST_SLOTS, ONEBIT_OPTIMIZERS
 from megalite.config.registry import imported
 from megalite.config.run import RunConfig
 from megalite.config.strategies import STRATEGIES
@@ -123,6 +123,8 @@ class DataParallelStrategy(ABC):
         """The current step, counted from 1."""
         self.loss_scale = 1.0
         """The factor of this step's loss; a power of 2, unless the user fixed another."""
+        self.unreduced_squared = torch.zeros((), dtype=torch.float64, device=self.device)
+        """This rank's part of Σg² over the gradients of all data-parallel ranks before they are summed, with `measures_noise`."""
         sizes = [stop - start for start, stop in map(self.owned_range, self.all_buckets())]
         offloaded = in_host_memory(sizes, options.host_fraction)
         self._host = HostMemory(self.device, slots=HOST_SLOTS) if any(offloaded) else None
@@ -214,6 +216,7 @@ class DataParallelStrategy(ABC):
     def begin_step(self, step: int, *, loss_scale: float = 1.0) -> None:
         """Before the first forward of a step: forget the last one's gradients, also those of one that failed half way."""
         self.step, self.loss_scale = step, loss_scale
+        self.unreduced_squared.zero_()
         self.zero_grad()
 
     # ---- gradients
@@ -257,6 +260,8 @@ class DataParallelStrategy(ABC):
 
     def _start(self, bucket: Bucket) -> None:
         if bucket not in self._reducing:
+            if self.options.measures_noise and self.groups.first_copy(bucket.kind):
+                self.unreduced_squared += self.options.l2norm([bucket.grad]).square()
             self._reducing[bucket] = self._reduce(bucket)
 
     def announce(self, stage: int | None, *, backward: bool) -> None:
@@ -313,7 +318,7 @@ class DataParallelStrategy(ABC):
         with self.main_in_memory():
             for shard in self.shards:
                 if shard.counts_in_norm:
-                    for values in _on_device(shard):
+                    for values in shard.on_device():
                         total += self.options.l2norm([values]).square()
         return total
 
@@ -458,15 +463,6 @@ class DataParallelStrategy(ABC):
     def close(self) -> None:
         """The run ends: release threads and peers."""
         self.background.close()
-
-
-def _on_device(shard: OptimizerShard) -> Iterator[torch.Tensor]:
-    """The main parameters in pieces that visit the device, or as they are there."""
-    if shard.host is None or shard.host_main is None:
-        yield shard.main_param.data
-    else:
-        for (values,) in shard.host.stream([[piece] for piece in shard.host_main.split(HOST_PIECE)], back=False):
-            yield values
 
 
 class AllReduce(DataParallelStrategy):

@@ -186,6 +186,7 @@ def step_volumes(config: RunConfig, pipeline_rank: int, num_microbatches: int) -
         terms += (model.num_experts or 0) * sum(map(model.is_moe_layer, range(model.further_layers.stop)))
     if config.optimizer.qk_clip:  # the largest logits
         terms += model.further_layers.stop * model.num_attention_heads
+    terms += config.logging.log_num_zeros_in_grad + config.logging.log_gradient_noise_scale
     found["world", "all-reduce"] += 8 * (1 + norm_terms(config) + terms)
     if any(plan.has_head for plan in mine):
         found["dp-cp", "all-reduce"] += 8 * (1 + model.mtp_num_layers)  # unmasked tokens of the batch

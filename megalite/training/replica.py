@@ -18,7 +18,7 @@ from megalite.config.run import RunConfig
 from megalite.config.strategies import STRATEGIES
 from megalite.data.loader import Balance
 from megalite.data_parallel.facts import bucket_size, strategy_states
-from megalite.data_parallel.shards import OptimizerShard, StrategyGroups, StrategyOptions, placed_in
+from megalite.data_parallel.shards import GradientNoise, OptimizerShard, StrategyGroups, StrategyOptions, placed_in
 from megalite.data_parallel.strategy import DataParallelStrategy, strategy_class
 from megalite.kernels.registry import Kernels
 from megalite.models.compute import apply_compute, use_numerics
@@ -97,6 +97,7 @@ def build_strategy(
         host_fraction=config.optimizer.host_fraction,
         split_main=config.optimizer.main_params == "split",
         l2norm=kernels.get("l2norm", device=topology.device, dtype=precision.main, size=elements),
+        measures_noise=config.logging.log_gradient_noise_scale,
     )
     strategy = strategy_class(config)
     return strategy.from_config(stages, config, topology, groups=groups, options=options)
@@ -243,6 +244,8 @@ class Replica:
     strategy: DataParallelStrategy
     optimizer: Optimizer
     scaler: LossScaler
+    noise: GradientNoise | None
+    """With log_gradient_noise_scale."""
 
     @property
     def buffers(self) -> list[ShardedParameter]:
@@ -422,4 +425,5 @@ def build_replica(
         strategy=strategy,
         optimizer=build_optimizer(config, strategy, topology, kernels),
         scaler=LossScaler(config),
+        noise=GradientNoise(topology.dp.size) if config.logging.log_gradient_noise_scale else None,
     )

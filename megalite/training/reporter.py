@@ -228,8 +228,8 @@ class Reporter:
             "dp_wire_bytes": result.wire_bytes,
             **asdict(self._meter.speed(seconds=seconds, steps=1, tokens=tokens, flops=flops)),
         }
-        optional = {"decoupled_lr": result.decoupled_lr, "num_zeros": result.num_zeros}
-        record |= {name: value for name, value in optional.items() if value is not None}
+        optional = ("decoupled_lr", "num_zeros", "gradient_noise_scale")
+        record |= {name: value for name in optional if (value := getattr(result, name)) is not None}
         if bubble_fraction is not None:
             record["bubble_fraction"] = bubble_fraction
         if result.fault is not None:
@@ -288,6 +288,8 @@ class Reporter:
             parts.append(f"{short(speed.tflops_per_rank)} TFLOP/s, {again} with recompute{share}")
         if result.num_zeros is not None:
             parts.append(f"num zeros {result.num_zeros}")
+        if result.gradient_noise_scale is not None:
+            parts.append(f"noise scale {short(result.gradient_noise_scale)}")
         if isinstance(params_norm, float):
             parts.append(f"params norm {params_norm:.3f}")
         if self._skipped:

@@ -235,6 +235,8 @@ def _load_counters(replica: Replica, checkpoint: Checkpoint, *, with_optimizer: 
             # Checkpoints from before there were such counters have none.
             replica.optimizer.load_counters(counters.get("optimizer", {}))
             replica.strategy.load_counters(counters.get("strategy", {}))
+            if replica.noise is not None:
+                replica.noise.load_state(counters.get("gradient_noise", {}))
         return Progress(int(counters["step"]), int(counters["consumed_samples"]))
     except ConfigError:
         raise  # of a setting that does not go with what was saved

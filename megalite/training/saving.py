@@ -84,6 +84,8 @@ def _writer(
     """Writes a checkpoint with all but its tensors as of now, and removes those that are not kept; never one of `held`."""
     c, step = replica.config.checkpoint, progress.step
     more = {"optimizer": replica.optimizer.counters(), "strategy": replica.strategy.counters()}
+    if replica.noise is not None:
+        more["gradient_noise"] = replica.noise.state()
     settings: dict[str, Any] = {
         "counters": {
             "step": step,

@@ -88,6 +88,8 @@ class StepResult:
     """That of word embedding and head, where it is another."""
     num_zeros: int | None = None
     """Elements of the whole model's gradient that are 0, with log_num_zeros_in_grad."""
+    gradient_noise_scale: float | None = None
+    """In samples, averaged over steps, with log_gradient_noise_scale; None where there is no estimate."""
     fault: str | None = None
     """Why it was skipped, for the log, where that is no fp16 overflow."""
 
@@ -148,8 +150,10 @@ class Stepper:
         loads = self._loads(auxiliary)
         parts = strategy.norm_terms()
         zeros = [strategy.local_zeros()] if replica.config.logging.log_num_zeros_in_grad else []
-        loss, *sums = self._totals(strategy.scope, losses, *parts, *terms, *zeros, *loads)
+        squares = [strategy.unreduced_squared] if replica.noise is not None else []
+        loss, *sums = self._totals(strategy.scope, losses, *parts, *terms, *zeros, *squares, *loads)
         chosen, sums = sums[len(sums) - len(loads) :], sums[: len(sums) - len(loads)]
+        squared = sums.pop() / scale**2 if squares else math.nan
         num_zeros = int(sums.pop()) if zeros else None
         loss, added = self._shares * loss / scale, [self._shares * term for term in sums[len(parts) :]]
         norms = strategy.norms(sums[: len(parts)])
@@ -167,18 +171,18 @@ class Stepper:
         elif not finite and checks:
             fault = self._fault(shown, microbatches, losses, before=before, batch_size=batch_size)
         skipped = overflow or fault is not None
-        clipped = self._clipped_rows(auxiliary)
+        if replica.noise is not None and finite:
+            replica.noise.update(norm**2, squared, batch_size)
         if not skipped:
             self._skipped_in_a_row = self._overflows_in_a_row = 0
-            decay, factor = self._schedules.weight_decay(scheduled), self._factor(clipping, scale)
             with self._phase("optimizer"):
                 update = Update(
                     step=after.step,
                     lr=lr,
                     decoupled_lr=decoupled,
-                    weight_decay=decay,
-                    factor=factor,
-                    clipped_rows=clipped,
+                    weight_decay=self._schedules.weight_decay(scheduled),
+                    factor=self._factor(clipping, scale),
+                    clipped_rows=self._clipped_rows(auxiliary),
                 )
                 strategy.update(replica.optimizer, update)
                 self._balance(chosen)
@@ -190,6 +194,7 @@ class Stepper:
             loss_scale=scale,
             decoupled_lr=decoupled,
             num_zeros=num_zeros,
+            gradient_noise_scale=None if replica.noise is None else replica.noise.scale,
             skipped=skipped,
             fault=fault,
             auxiliary=dict(zip(self._auxiliary_names, added, strict=True)),

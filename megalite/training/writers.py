@@ -32,6 +32,7 @@ TENSORBOARD_TAGS = {
     "decoupled_lr": "decoupled-learning-rate",
     "grad_norm": "grad-norm",
     "num_zeros": "num-zeros",
+    "gradient_noise_scale": "gradient-noise-scale",
     "params_norm": "params-norm",
     "loss_scale": "loss-scale",
     "batch_size": "batch-size",

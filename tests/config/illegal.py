@@ -465,6 +465,18 @@ _TABLE = """
 1 --decoupled-lr 1e-4 --optimizer lamb => decoupled_lr 0.0001 does not go with optimizer lamb … --optimizer adam
 2 --log-params-norm --dp-strategy gossip --sync-warmup-steps 1
     => log_params_norm does not go with dp_strategy gossip … --dp-strategy all-reduce
+1 --log-gradient-noise-scale => log_gradient_noise_scale compares … has dp 1; start more ranks
+4 --log-gradient-noise-scale --cp 2 => log_gradient_noise_scale does not go with cp 2 … use --cp 1
+2 --log-gradient-noise-scale --num-experts 4 --ep 2
+    => log_gradient_noise_scale does not go with ep 2 … other samples than the rest; use --ep 1
+2 --log-gradient-noise-scale --dp-strategy fully-sharded
+    => log_gradient_noise_scale does not go with dp_strategy fully-sharded … use --dp-strategy all-reduce
+2 --log-gradient-noise-scale --dp-strategy zero2
+    => log_gradient_noise_scale does not go with shard_gradients … use --no-shard-gradients
+2 --log-gradient-noise-scale --grad-compression uint8
+    => log_gradient_noise_scale does not go with grad_compression uint8 … use --grad-compression none
+2 --log-gradient-noise-scale --optimizer onebit-adam
+    => log_gradient_noise_scale does not go with optimizer onebit-adam … use --optimizer adam
 1 --position-embedding-type rope --kv-channels 6 --rotary-percent 0.5
     => rotary_percent 0.5 of a head size of 6 is 3 channels … use 1 or 0.5
 1 --rotary-interleaved => rotary_interleaved has no effect with position_embedding_type learned_absolute … rope

@@ -26,6 +26,7 @@ RUN_BY = {
     "examples/chain/README.md": "tests/docs/test_planner_chain.py",
     "examples/from_megatron/README.md": "tests/conversion/megatron/test_migration.py",
     "examples/hugging_face/README.md": "tests/examples/test_hugging_face.py",
+    "examples/large_batch/README.md": "tests/examples/test_large_batch.py",
     "examples/lm_eval/README.md": "tests/generation/test_lm_eval.py",
     "examples/mup/README.md": "tests/examples/test_mup.py",
     "examples/shakespeare/README.md": "tests/examples/test_shakespeare.py",

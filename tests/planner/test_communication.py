@@ -19,7 +19,7 @@ HIERARCHICAL: dict[str, Any] = {"cp_comm_type": "a2a+p2p", "hierarchical_context
 LAYOUTS: dict[str, dict[str, Any]] = {
     "packed sp": {"tp": 2, "sequence_parallel": True, "micro_batch_size": 2, "packing": "best-fit"},
     "dp2": {"dp": 2, "ddp_bucket_size": 3000},
-    "dp4 zero-1 bf16": {"dp": 4, **Z1, "precision": "bf16"},
+    "dp4 zero-1 bf16, noise scale": {"dp": 4, **Z1, "precision": "bf16", "log_gradient_noise_scale": True},
     "dp4 fused, bf16 wire": {
         "dp": 4,
         "dp_strategy": "fused-all-reduce",

@@ -40,7 +40,7 @@ PAIRS: Settings = {"micro_batch_size": 2}
 LAYOUTS: dict[str, tuple[int, Settings]] = {
     "tp2-pp2-sp": (4, {"tp": 2, "pp": 2, "sequence_parallel": True, **PAIRS}),
     "dp2-zero": (2, Z1),
-    "dp2": (2, {}),
+    "dp2": (2, {"log_gradient_noise_scale": True}),
     "dp4-instances": (4, {**Z1, "shard_gradients": True, "dp_instances": 2, **PAIRS, "global_batch_size": 16}),
     "pp2-vpp2": (2, {"pp": 2, "vpp": 2, "num_layers": 4}),
     "cp2": (2, {"cp": 2, **LLAMA, **PAIRS}),

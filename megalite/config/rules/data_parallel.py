@@ -116,6 +116,25 @@ STRATEGY: tuple[Check, ...] = (
             "{?check_replicas_interval} does not go with {optimizer}: its ranks take local steps; remove it": (
                 lambda c: c.optimizer == "zero-one-adam"
             ),
+            "{?log_gradient_noise_scale} compares the gradients of data-parallel ranks, and the run has dp 1; start more ranks or "
+            "remove it": lambda c: c.dp == 1,
+            "{?log_gradient_noise_scale} does not go with {cp}: no rank has the gradient of whole samples; use --cp 1 or remove it": (
+                lambda c: c.cp > 1
+            ),
+            "{?log_gradient_noise_scale} does not go with {ep} and {etp}: the gradients of experts are of other samples than the "
+            "rest; use --ep 1 with --etp {=tp}, or remove it": lambda c: (
+                c.num_experts and (c.ep > 1 or c.expert_tp != c.tp)
+            ),
+            "{?log_gradient_noise_scale} does not go with {dp_strategy}, which does not have a rank's whole gradient and the sum; "
+            "use --dp-strategy all-reduce or distributed-optimizer": (
+                lambda c: c.dp_strategy not in ("all-reduce", "distributed-optimizer")
+            ),
+            "{?log_gradient_noise_scale} does not go with {shard_gradients}, which sums over ranks what each microbatch adds; use "
+            "--no-shard-gradients or remove it": lambda c: c.shard_gradients,
+            "{?log_gradient_noise_scale} does not go with {grad_compression}: errors of the compression would be noise; use "
+            "--grad-compression none or remove it": lambda c: c.grad_compression != "none",
+            "{?log_gradient_noise_scale} does not go with {optimizer}, which exchanges other than gradients; use --optimizer adam or "
+            "remove it": lambda c: c.optimizer in ONEBIT_OPTIMIZERS,
             "{!compression_warmup_steps} has no effect with {grad_compression}; use --grad-compression onebit, or remove it": (
                 lambda c: c.grad_compression == "none"
             ),

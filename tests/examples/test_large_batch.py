@@ -1,0 +1,46 @@
+"""examples/large_batch: the program of its page, on little text and few samples, and its picture."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.commands import commands_in
+from tests.e2e.programs import REPOSITORY
+
+HERE = REPOSITORY / "examples" / "large_batch"
+PAGE = (HERE / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.e2e
+def test_a_few_steps_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
+    (command,) = [command.words for command in commands_in(PAGE, "README.md")]
+    assert command == ["python", "examples/large_batch/study.py"]
+    prepare = runpy.run_path("examples/shakespeare/prepare.py")["main"]
+    assert prepare(["--input", str(REPOSITORY / "LICENSE")]) == 0
+    capsys.readouterr()
+    study = runpy.run_path(command[1])
+    study["RATES"].update(adam=(0.005, 0.0125), lamb=(0.0625,))
+    assert study["main"](["--samples", "256", "--batches", "8", "64"]) == 0
+    *rows, noise = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert [row[:3] for row in rows] == [
+        [name, *sizes] for name in ("AdamW", "LAMB") for sizes in (["8", "32"], ["64", "4"])
+    ]
+    assert float(rows[0][3]) < float(rows[1][3]), "32 steps learn more than 4"
+    assert noise[:4] == ["gradient", "noise", "scale", "at"] and float(noise[-4]) > 0.0
+    assert "AdamW" in Path("runs/large_batch/losses.svg").read_text(encoding="utf-8")
+
+
+def test_the_picture_is_of_the_pages_table() -> None:
+    picture = (HERE / "losses.svg").read_text(encoding="utf-8")
+    assert "prefers-color-scheme: dark" in picture and "grew from 4 to 27 samples" in picture
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.splitlines() if ".0" in line and "|" in line
+    ]
+    for name in ("AdamW", "LAMB"):
+        losses = " ".join(f"{float(row[3]):.3f}" for row in rows if row[0] == name)
+        assert f"{name} {losses}" in picture
