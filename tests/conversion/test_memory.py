@@ -13,7 +13,7 @@ from megalite.conversion.native import write_native
 from megalite.conversion.weights import parameter_shapes
 from tests.conversion.samples import GPT, MadeUp
 
-SHAPE = {"num_layers": 1, "hidden_size": 512, "num_attention_heads": 8, "ffn_hidden_size": 96 * 1024}
+SHAPE = {"num_layers": 1, "hidden_size": 512, "num_attention_heads": 8, "ffn_hidden_size": 48 * 1024}
 BLOCKS = 64 << 20  # bytes of all blocks in flight, with what the allocator keeps
 
 CONVERSION = """
