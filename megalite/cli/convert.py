@@ -13,7 +13,6 @@ from megalite.cli.model_commands import CONVERT, DEFAULT_SHARD, VERIFIED_BELOW
 from megalite.cli.output import show, tell
 from megalite.config.byte_size import parse_byte_size
 from megalite.config.errors import ConfigError
-from megalite.conversion.formats import TRANSFORMER_IMPLEMENTATIONS, Format
 from megalite.conversion.huggingface.families import family_named
 from megalite.conversion.huggingface.weights import HuggingFaceWeights, write_huggingface
 from megalite.conversion.megatron.write import write_megatron, written_bytes
@@ -27,7 +26,16 @@ from megalite.conversion.tokenizer_files import (
     tokenizer_of,
 )
 from megalite.conversion.verify import verify
-from megalite.conversion.weights import ConversionError, Repadded, Weights, WithTokenizer, innermost, parameter_shapes
+from megalite.conversion.weights import (
+    TRANSFORMER_IMPLEMENTATIONS,
+    ConversionError,
+    Format,
+    Repadded,
+    Weights,
+    WithTokenizer,
+    innermost,
+    parameter_shapes,
+)
 from megalite.models.shapes import parameter_count
 
 DTYPES = {name: dtype for dtype, name in PRECISIONS.items()}

@@ -5,7 +5,7 @@ from pathlib import Path
 from megalite.cli.command import IMPORT, Command, Flag, positive
 from megalite.config.describe import settings
 from megalite.config.reading import PRECISIONS
-from megalite.conversion.formats import FORMATS, TRANSFORMER_IMPLEMENTATIONS
+from megalite.conversion.weights import FORMATS, TRANSFORMER_IMPLEMENTATIONS
 from megalite.tokenizers.tiktoken_encodings import PATTERNS
 
 DEFAULT_SHARD = "5GB"

@@ -7,9 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from megalite.checkpoint.folders import step_of
 from megalite.checkpoint.load import find_checkpoint
-from megalite.checkpoint.manifest import MANIFEST_NAME
 from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
 from megalite.config.model import ModelConfig
@@ -19,7 +17,7 @@ from megalite.config.training import TrainingConfig
 from megalite.config.validate import validate
 from megalite.conversion.huggingface.config_json import read_json
 from megalite.conversion.huggingface.weights import HuggingFaceWeights
-from megalite.conversion.native import NativeWeights
+from megalite.conversion.native import NativeWeights, chosen_step
 from megalite.conversion.open import detect_format
 from megalite.conversion.tokenizer_files import GENERATION, tokenizer_of
 from megalite.conversion.weights import ConversionError
@@ -136,11 +134,7 @@ def open_model(
     weights = _agreed(look, folder, topology)
     if weights is not None:
         return weights
-    own = step_of(folder.absolute().name)
-    if own is not None and (folder / MANIFEST_NAME).exists():
-        if step not in (None, own):
-            raise ConversionError(f"--ckpt-step {step} contradicts {folder}; leave it out")
-        folder, step = folder.absolute().parent, own
+    folder, step = chosen_step(folder, step, "--ckpt-step")
     found = find_checkpoint(folder, step=step, world=topology.world, device=topology.device, log=log)
     native = NativeWeights(found, main=False, ema=ema)
     return native if dtype in (None, native.dtype(_WORD)) else NativeWeights(found, ema=ema)
@@ -164,9 +158,9 @@ def run_of(model: ModelConfig, seq_length: int, *, tp: int = 1, pp: int = 1) -> 
     return RunConfig(model=replace(model, mtp_num_layers=0), training=training, parallel=parallel)
 
 
-def build_stage(source: Source, topology: Topology, dtype: torch.dtype) -> GPTStage:
+def build_stage(model: ModelConfig, seq_length: int, topology: Topology, dtype: torch.dtype) -> GPTStage:
     """The layers of this rank, cut as training cuts them, without values."""
-    config = run_of(source.model, source.seq_length)
+    config = run_of(model, seq_length)
     part = cut_stages(config, range(topology.pp.size))[topology.pp.rank]
     factory = ParameterFactory(
         tp=topology.tp,
@@ -185,7 +179,7 @@ def build_stage(source: Source, topology: Topology, dtype: torch.dtype) -> GPTSt
         has_embedding=part.has_embedding,
         has_head=part.has_head,
         factory=factory,
-        seq_length=source.seq_length,
+        seq_length=seq_length,
     )
 
 
@@ -215,7 +209,7 @@ def load_model(
 
     def read() -> tuple[GPTStage, Tokenizer | None]:
         found = tokenizer_for(weights, tokenizer or TokenizerChoice()) if needs_tokenizer else None
-        stage = build_stage(weights, topology, dtype or weights.dtype(_WORD))
+        stage = build_stage(weights.model, weights.seq_length, topology, dtype or weights.dtype(_WORD))
         for parameter in stage.requires_grad_(False).parameters():
             assert isinstance(parameter, ShardedParameter)
             parameter.data.copy_(weights.read(parameter.info.spec.name, parameter.info.spec.slice))

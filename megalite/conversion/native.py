@@ -158,12 +158,18 @@ def key_of(checkpoint: Checkpoint, name: str, *, ema: bool) -> str:
     return next(filter(checkpoint.has, keys), weight_key(name))
 
 
-def _open(folder: Path, step: int | None) -> Checkpoint:
+def chosen_step(folder: Path, step: int | None, flag: str) -> tuple[Path, int | None]:
+    """A folder of checkpoints, and the step that is asked for: `folder` may be one of them."""
     own = step_of(folder.absolute().name)
-    if own is not None and (folder / MANIFEST_NAME).exists():
-        if step not in (None, own):
-            raise ConversionError(f"{folder} is the checkpoint of step {own}, and --step is {step}; leave out --step")
-        folder, step = folder.absolute().parent, own
+    if own is None or not (folder / MANIFEST_NAME).exists():
+        return folder, step
+    if step not in (None, own):
+        raise ConversionError(f"{folder} is the checkpoint of step {own}, and {flag} is {step}; leave out {flag}")
+    return folder.absolute().parent, own
+
+
+def _open(folder: Path, step: int | None) -> Checkpoint:
+    folder, step = chosen_step(folder, step, "--step")
     steps = sorted({candidate.step for candidate in candidates(folder, step)})
     try:
         world = Group.solo("world")

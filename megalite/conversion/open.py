@@ -5,13 +5,12 @@ from pathlib import Path
 from megalite.checkpoint.folders import candidates, step_of
 from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointMissing
 from megalite.config.errors import CheckpointError
-from megalite.conversion.formats import Format
 from megalite.conversion.huggingface.weights import HuggingFaceWeights
 from megalite.conversion.megatron.dist import MegatronDistWeights
 from megalite.conversion.megatron.read import TRACKER, MegatronWeights, is_dist, step_folder
 from megalite.conversion.megatron.run import MegatronRun
 from megalite.conversion.native import NativeWeights
-from megalite.conversion.weights import ConversionError, Weights
+from megalite.conversion.weights import ConversionError, Format, Weights
 
 
 def open_weights(

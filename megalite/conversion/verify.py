@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 
 from megalite.config.errors import ConfigError
+from megalite.conversion.inference import build_stage
 from megalite.conversion.tokenizer_files import tokenizer_of
 from megalite.conversion.weights import ConversionError, Weights, Wrapped, parameter_shapes
-from megalite.models.gpt import GPTStage
 from megalite.models.shapes import parameter_count
-from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
+from megalite.tensor_parallel.parameter import ShardedParameter
 from megalite.tokenizers.base import Tokenizer
-from megalite.topology.group import Group
+from megalite.topology.topology import Topology
 
 OLDEST = 5  # first major version that spells the settings as they are used here
 
@@ -233,20 +233,10 @@ def _logits(weights: Weights, tokens: torch.Tensor, dtype: torch.dtype, use_stoc
 @torch.no_grad()
 def our_logits(weights: Weights, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Logits [b, s, vocab_size] of tokens [b, s] by `GPTStage` on the CPU."""
-    model = weights.model
-    factory = ParameterFactory(tp=Group.solo("tp"), seed=0, dtype=dtype, device=torch.device("cpu"))
-    stage = GPTStage(
-        model,
-        first_layer=0,
-        last_layer=model.num_layers,
-        has_embedding=True,
-        has_head=True,
-        factory=factory,
-        seq_length=tokens.shape[1],
-    )
+    stage = build_stage(weights.model, tokens.shape[1], Topology.solo(), dtype)
     for parameter in stage.parameters():
         assert isinstance(parameter, ShardedParameter)
         values = weights.read(parameter.info.spec.name)
         parameter[: len(values)].copy_(values[: len(parameter)])  # rows of padding, more or fewer, make no logits
     logits: torch.Tensor = stage.eval()(tokens, stage.context())
-    return logits.transpose(0, 1)[..., : model.vocab_size]
+    return logits.transpose(0, 1)[..., : weights.model.vocab_size]

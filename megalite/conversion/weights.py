@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
@@ -19,6 +19,11 @@ from megalite.models.shapes import ParameterShape, buffer_shapes, stage_shapes
 
 if TYPE_CHECKING:
     import torch
+
+Format = Literal["native", "huggingface", "megatron"]
+FORMATS: tuple[Format, ...] = ("native", "huggingface", "megatron")
+TRANSFORMER_IMPLEMENTATIONS = ("transformer_engine", "local")
+"""Megatron-LM's `--transformer-impl`: with the first a norm has the name of the linear layer after it."""
 
 BLOCK = 4 << 20  # bytes that are read, converted, hashed or written at once
 
@@ -37,6 +42,10 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def first_rows(rows: int, first: int = 0) -> View:
     """Rows [first, first + rows), or as many of them as there are."""
     return lambda tensor: tensor[first : first + rows]
+
+
+def part_at(*index: int) -> View:
+    return lambda tensor: tensor[index]
 
 
 @dataclass(frozen=True)

@@ -38,14 +38,6 @@ class Datasets:
     test: SampleSource | None
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A token file's share in one split."""
-
-    weight: float | None
-    settings: dict[str, Any]  # of its dataset
-
-
 def open_run_datasets(
     config: RunConfig, *, tokenizer: Tokenizer | None, log: Callable[[str], None]
 ) -> tuple[Datasets, list[str]]:
@@ -174,7 +166,8 @@ def build_datasets(
         if data.mock_data:
             built[name] = MockDataset(vocab_size=vocab_size, seq_length=seq_length, seed=seed, split=number)
             continue
-        parts: list[_Part] = []
+        weights: list[float | None] = []
+        settings: list[dict[str, Any]] = []  # of the dataset of each token file
         for weight, prefix in weighted_prefixes(data.data_path or per_split[name]):
             indexed = files.open(prefix)
             share = range(len(indexed))
@@ -185,17 +178,22 @@ def build_datasets(
             common: dict[str, Any] = {"seq_length": seq_length, "seed": seed, "name": name, "vocab_size": vocab_size}
             if data.sft:
                 common["responses"] = files.open_mask(prefix)
-            parts.append(_Part(weight, {"indexed": indexed, "documents": share, **common, "cache": cache}))
-        if any(len(part.settings["documents"]) for part in parts):
-            built[name] = _blend(data, name, parts, (num_samples or {}).get(name), pad_token)
+            weights.append(weight)
+            settings.append({"indexed": indexed, "documents": share, **common, "cache": cache})
+        if any(len(each["documents"]) for each in settings):
+            built[name] = _blend(data, name, weights, settings, (num_samples or {}).get(name), pad_token)
     return Datasets(**built)
 
 
 def _blend(
-    data: DataConfig, name: str, parts: Sequence[_Part], num_samples: int | None, pad_token: int
+    data: DataConfig,
+    name: str,
+    weights: Sequence[float | None],
+    settings: Sequence[dict[str, Any]],
+    num_samples: int | None,
+    pad_token: int,
 ) -> SampleSource:
     """One split over all token files."""
-    weights, settings = [part.weight for part in parts], [part.settings for part in parts]
     if data.data_order == "megatron":
         assert num_samples is not None, f"data_order megatron needs the length of {name}"
         split: SampleSource = _WHEN_SET.get("megatron")(name, weights, settings, num_samples, bool(data.data_path))

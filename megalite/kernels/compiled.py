@@ -13,7 +13,6 @@ from types import FunctionType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.kernels.attention import HALVES
@@ -68,19 +67,17 @@ def _add_norm(
     return layer_norm(x, weight, norm_bias, eps, zero_centered=zero_centered), x
 
 
-def _swiglu(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-def _geglu(x: Tensor, *, tanh: bool = False) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh" if tanh else "none") * up
-
-
 def _gated(x: Tensor, *, kind: str, limit: float | None, offset: float) -> Tensor:
     gate, up = gate_and_up(x, limit, offset)
     return activate(gate, kind) * up
+
+
+def _swiglu(x: Tensor) -> Tensor:
+    return _gated(x, kind="silu", limit=None, offset=0.0)
+
+
+def _geglu(x: Tensor, *, tanh: bool = False) -> Tensor:
+    return _gated(x, kind="tanh" if tanh else "none", limit=None, offset=0.0)
 
 
 _FORMULAS: dict[Kernel, Kernel] = {

@@ -258,8 +258,13 @@ def _memory_passes(elements: int, device: torch.device) -> Iterator[tuple[str, i
     a, b, c = (torch.zeros(elements, device=device) for _ in range(3))
     yield "copy", 8 * elements, lambda: c.copy_(a)
     yield "add", 12 * elements, lambda: torch.add(a, b, out=c)
-    parameter = torch.nn.Parameter(a)
-    parameter.grad = b
+    yield "adam", ADAM_BYTES * elements, adam_step(a, b)
+
+
+def adam_step(values: torch.Tensor, grad: torch.Tensor) -> Callable[[], object]:
+    """An update of flat fp32 parameters by AdamW."""
+    parameter = torch.nn.Parameter(values)
+    parameter.grad = grad
     optimizer = AdamW([FlatParameter(param=parameter, decay=True, segments=())], OptimizerConfig())
     update = Update(step=1, lr=1e-3, weight_decay=0.01)
-    yield "adam", ADAM_BYTES * elements, lambda: optimizer.step(update)
+    return lambda: optimizer.step(update)

@@ -12,16 +12,14 @@ import torch
 
 from megalite.config.describe import replace
 from megalite.config.model import ModelConfig
-from megalite.config.optimizer import OptimizerConfig
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.models.gpt import GPTStage
-from megalite.optimizers.adam import AdamW
-from megalite.optimizers.base import FlatParameter, Update
 from megalite.planner.cost.operations import Pricing
 from megalite.planner.cost.rates import Parts, workload_of
 from megalite.planner.cost.stage import stage_cost
 from megalite.planner.hardware import Cluster, SoftwareStack
+from megalite.profiling.operations import adam_step
 from megalite.profiling.timing import Timer, Timing, fit_times
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
 from megalite.topology.group import Group
@@ -223,15 +221,12 @@ def measure_overheads(timer: Timer, *, dtype: torch.dtype, seconds: float) -> Ov
 
 
 def _step(device: torch.device) -> Callable[[], object]:
-    parameter = torch.nn.Parameter(torch.zeros(1024, device=device))
-    parameter.grad = torch.zeros_like(parameter)
-    optimizer = AdamW([FlatParameter(param=parameter, decay=True, segments=())], OptimizerConfig())
-    update = Update(step=1, lr=1e-3, weight_decay=0.01)
+    grad = torch.zeros(1024, device=device)
+    update = adam_step(torch.zeros_like(grad), grad)
 
     def step() -> None:
-        assert parameter.grad is not None
-        float(parameter.grad.square().sum().sqrt())
-        optimizer.step(update)
-        parameter.grad.zero_()
+        float(grad.square().sum().sqrt())
+        update()
+        grad.zero_()
 
     return step

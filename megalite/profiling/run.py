@@ -19,9 +19,6 @@ from megalite.planner.hardware import Accelerator, Cluster, Network, SoftwareSta
 from megalite.profiling import collectives as between
 from megalite.profiling import operations as pieces
 from megalite.profiling import passes as stages
-from megalite.profiling.collectives import CollectiveTime, Machine
-from megalite.profiling.operations import AttentionTime, GemmTime, MemoryTime
-from megalite.profiling.passes import TINY_MODEL, TINY_TOKENS, Overheads, config_of
 from megalite.profiling.timing import Timer, fit_times
 from megalite.topology.group import Group
 from megalite.topology.topology import ProcessGroups
@@ -179,13 +176,13 @@ def _largest_message(timer: Timer, channels: between.Channels, seconds: float) -
 ELEMENT_BYTES = {"fp64": 8.0, "fp32": 4.0, "bf16": 2.0, "fp16": 2.0}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Fitted:
     cluster: Cluster
     errors: dict[str, float]  # part -> mean of |formula / measured - 1|
 
 
-def stand_in(machine: Machine, like: str | None) -> tuple[Cluster, bool]:
+def stand_in(machine: between.Machine, like: str | None) -> tuple[Cluster, bool]:
     """The cluster (of the name or file `like`) that stands for what is not measured, and whether its accelerator is
     this one. Raises ConfigError if none was given and none is known for this accelerator."""
     if like is not None:
@@ -200,7 +197,7 @@ def stand_in(machine: Machine, like: str | None) -> tuple[Cluster, bool]:
     raise ConfigError(f"{machine.device_name} is in no cluster file; give --like {', '.join(cluster_names())}")
 
 
-def _same_accelerator(machine: Machine, base: Cluster) -> bool:
+def _same_accelerator(machine: between.Machine, base: Cluster) -> bool:
     """Its model is in the device's name, it has the same memory, and it is no card with lower clocks."""
     model = base.accelerator.name.split("-")[0]
     words = machine.device_name.replace("-", " ").split()
@@ -260,7 +257,7 @@ def fit_cluster(measured: Measurements, base: Cluster, *, nominal: bool, name: s
     return Fitted(cluster, errors)
 
 
-def describe(machine: Machine) -> str:
+def describe(machine: between.Machine) -> str:
     ranks = f"{_count(machine.ranks, 'rank')} on {_count(machine.nodes, 'node')}"
     threads = f", {_count(machine.threads, 'thread')} per rank" if machine.device_type == "cpu" else ""
     shared = (
@@ -312,7 +309,7 @@ def _fit_accelerator(
     return dataclasses.replace(accelerator, kernel_seconds=kernel, peak_flops=peaks), gemm, memory, errors
 
 
-def fit_memory(times: Sequence[MemoryTime], start: float) -> tuple[float, float, float]:
+def fit_memory(times: Sequence[pieces.MemoryTime], start: float) -> tuple[float, float, float]:
     """(highest rate, rate of operations, mean relative error). The second is the median over all operations and sizes:
     on a CPU a part of what training touches lies in caches. The `start` seconds of an operation are not counted to its
     bytes."""
@@ -323,7 +320,7 @@ def fit_memory(times: Sequence[MemoryTime], start: float) -> tuple[float, float,
     return max(highest, rate), rate, statistics.fmean(errors)
 
 
-def fit_gemm(times: Sequence[GemmTime], cluster: Cluster) -> tuple[float, float, float]:
+def fit_gemm(times: Sequence[pieces.GemmTime], cluster: Cluster) -> tuple[float, float, float]:
     """(efficiency, seconds of an operation beside its product, mean relative error) of `gemm_seconds`. Both are
     searched over a grid for the least sum of absolute relative errors: what another program disturbed does not draw the
     fit after it. `times` are of one type; `cluster` has everything but its efficiency of products."""
@@ -351,7 +348,7 @@ class Line(NamedTuple):
     rate: float
 
 
-def fit_links(times: Sequence[CollectiveTime]) -> tuple[Line, Line, float]:
+def fit_links(times: Sequence[between.CollectiveTime]) -> tuple[Line, Line, float]:
     """(collectives, messages, mean relative error) of one place."""
     lines, total = [], 0.0
     for p2p in (False, True):
@@ -406,10 +403,10 @@ def fit_stack(
     )
 
 
-def operation_seconds(overheads: Overheads, cluster: Cluster, stack: SoftwareStack, dtype: str) -> float:
+def operation_seconds(overheads: stages.Overheads, cluster: Cluster, stack: SoftwareStack, dtype: str) -> float:
     """The host's time for one operation: a tiny layer's forward and backward over the operations that the planner
     counts. On a synchronous device the little that the device itself takes is left out."""
-    config = replace(config_of(TINY_MODEL, TINY_TOKENS), precision=dtype)
+    config = replace(stages.config_of(stages.TINY_MODEL, stages.TINY_TOKENS), precision=dtype)
     piece, _ = layer_parts(Pricing.of(workload_of(config), cluster, stack))
     whole = piece.forward + piece.input_gradient + piece.weight_gradient
     seconds = overheads.layer_forward + overheads.layer_backward
@@ -418,7 +415,7 @@ def operation_seconds(overheads: Overheads, cluster: Cluster, stack: SoftwareSta
     return max(0.0, seconds / float(whole.operations))
 
 
-def attention_efficiency(times: Sequence[AttentionTime], cluster: Cluster, dtype: str) -> float:
+def attention_efficiency(times: Sequence[pieces.AttentionTime], cluster: Cluster, dtype: str) -> float:
     """Of the rate of products, what fused attention reaches: FLOPs of the half that the causal mask leaves, and two and a
     half times as many backward (the scores are computed again)."""
     rate = cluster.peak(dtype) * cluster.efficiency.gemm

@@ -9,8 +9,8 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -163,7 +163,7 @@ class FileHeartbeat(Heartbeat):
 
     def synchronise(self) -> AbstractContextManager[None]:
         lane = self.lane(SYNCHRONISE, (self._rank,))
-        return _Reading(lane) if isinstance(lane, _FileLane) else nullcontext()
+        return lane.synchronise() if isinstance(lane, _FileLane) else nullcontext()
 
     def close(self, *, failed: bool = False) -> None:
         # The memory stays mapped: a thread that is left behind may still beat.
@@ -180,12 +180,17 @@ class _FileLane(Lane):
         self._step_before: list[tuple[int, int]] = []
         LANE_NAME.pack_into(memory, at, name.encode()[: LANE_NAME.size])
 
-    def synchronise(self) -> None:
-        """The host begins to wait for its device. The operation before it stays the rank's last one."""
+    @contextmanager
+    def synchronise(self) -> Iterator[None]:
+        """While inside, the host waits for its device. The operation before it stays the rank's last one."""
         self._begun = number = self._begun + 1
         place = self._recent_at + number % RECENT * OPERATION.size
         OPERATION.pack_into(self._memory, place, 0, CODES[SYNCHRONISE], False)
         self.wait_for(number)
+        try:
+            yield
+        finally:
+            self.wait_for(0)
 
     def start(self, begin: Callable[[], Waitable], operation: str, size: int = 0) -> Waitable:
         self._begun = number = self._begun + 1
@@ -215,21 +220,6 @@ class _FileLane(Lane):
 
     def _write(self, waiting: int) -> None:
         LANE.pack_into(self._memory, self._at, self._begun, waiting)
-
-
-class _Reading(AbstractContextManager[None]):
-    """While inside, the host waits for its device."""
-
-    __slots__ = ("_lane",)
-
-    def __init__(self, lane: _FileLane) -> None:
-        self._lane = lane
-
-    def __enter__(self) -> None:
-        self._lane.synchronise()
-
-    def __exit__(self, *error: object) -> None:
-        self._lane.wait_for(0)
 
 
 class _Counted:

@@ -166,9 +166,9 @@ def test_names_of_many_parts_sort(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "status", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+    ("command", "number", "status", "word"),
+    [(["merge"], signal.SIGINT, 130, "interrupted"), (["split", "--parts", "2"], signal.SIGTERM, 143, "terminated")],
 )
-@pytest.mark.parametrize("command", [["merge"], ["split", "--parts", "2"]])
 def test_a_signal_leaves_nothing_behind(
     prefix: str,
     command: list[str],

@@ -8,8 +8,8 @@ import torch
 
 from megalite.cli import convert, generate, train
 from megalite.cli.convert import DTYPES
-from megalite.conversion.formats import FORMATS
 from megalite.conversion.native import NativeWeights
+from megalite.conversion.weights import FORMATS
 from tests.conversion.samples import GPT, MadeUp, byte_tokenizer
 from tests.e2e.commands import commands_in
 

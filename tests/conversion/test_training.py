@@ -93,13 +93,11 @@ def started(
 
 
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "tp 2 x pp 2": ("llama", 4, {"tp": 2, "pp": 2}),
-    "vpp 2 x dp 2": ("llama", 4, {"pp": 2, "vpp": 2}),
+    "tp 2 x pp 2 x vpp 2": ("llama", 4, {"tp": 2, "pp": 2, "vpp": 2}),
     "ZeRO-1, bf16": ("llama", 4, {"tp": 2, "dp_strategy": "distributed-optimizer", "precision": "bf16"}),
     "fully sharded": ("llama", 4, {"dp_strategy": "fully-sharded"}),
     "local SGD": ("llama", 2, {"dp_strategy": "diloco"}),
-    "ep 2 x tp 2": ("mixtral", 4, {"tp": 2, "ep": 2}),
-    "ep 2 x pp 2, bf16": ("mixtral", 4, {"pp": 2, "ep": 2, "precision": "bf16"}),
+    "ep 2 x tp 2, bf16": ("mixtral", 4, {"tp": 2, "ep": 2, "precision": "bf16"}),
 }
 
 

@@ -225,7 +225,7 @@ def outputs(folder: Path, parts: list[range]) -> list[tuple[str, range]]:
     return [(str(folder / f"part{i}"), part) for i, part in enumerate(parts) if part]
 
 
-@pytest.mark.parametrize("parts", range(1, 7))
+@pytest.mark.parametrize("parts", [1, 2, 6])
 def test_parts_merge_to_what_was_split(tmp_path: Path, parts: int) -> None:
     prefix = write(tmp_path / "d", MIXED)
     ranges = parts_of_equal_tokens(IndexedDataset(prefix), parts)
@@ -250,8 +250,8 @@ def test_parts_have_about_as_many_tokens(tmp_path: Path) -> None:
             parts_of_equal_tokens(dataset, bad)
 
 
-@pytest.mark.parametrize("split", ["969,30,1", "50,50", "1", "0,1,0", "2,1,1", "0.9,0.05,0.05"])
-@pytest.mark.parametrize("documents", [1, 3, 10, 101])
+@pytest.mark.parametrize("split", ["969,30,1", "0,1,0", "2,1,1", "0.9,0.05,0.05"])
+@pytest.mark.parametrize("documents", [1, 10, 101])
 def test_cut_where_a_run_cuts(tmp_path: Path, split: str, documents: int) -> None:
     prefix = write(tmp_path / "d", [[[i, i]] for i in range(documents)])
     parts = parts_of_split(IndexedDataset(prefix), split)

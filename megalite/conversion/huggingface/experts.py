@@ -6,7 +6,7 @@ from typing import Any
 
 from megalite.config.model import ModelConfig
 from megalite.conversion.huggingface.config_json import ModelFile
-from megalite.conversion.weights import Piece, View
+from megalite.conversion.weights import Piece, part_at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +25,8 @@ class ExpertKeys:
     sigmoid: bool = False  # scores, with a bias per expert and groups
     groups: tuple[int, int] = (1, 1)  # defaults of n_group and topk_group
     first_dense: int = 1  # default of first_k_dense_replace
-    dense: str | None = (
-        None  # decoder_sparse_step (and mlp_only_layers), or first_k_dense_replace; None: no dense layer
-    )
+    # decoder_sparse_step (and mlp_only_layers), or first_k_dense_replace; None: no dense layer.
+    dense: str | None = None
     layer: str = "mlp"  # where in a layer they are
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
@@ -125,19 +124,15 @@ class ExpertKeys:
         else:
             for e in range(experts):
                 for i, name in enumerate(self.matrices[:2]):
-                    yield Piece(f"{there}.experts.{e}.{name}.weight", up, (f, h), _at(e, i))
+                    yield Piece(f"{there}.experts.{e}.{name}.weight", up, (f, h), part_at(e, i))
             for e in range(experts):
-                yield Piece(f"{there}.experts.{e}.{self.matrices[2]}.weight", down, (h, f), _at(e))
+                yield Piece(f"{there}.experts.{e}.{self.matrices[2]}.weight", down, (h, f), part_at(e))
         width = model.moe_shared_expert_intermediate_size
         if width is not None:
             counted = self.shared is not None and self.shared[0] == "n_shared_experts"
             shared = f"{there}.shared_expert{'s' if counted else ''}"
             for i, name in enumerate(self.matrices[:2]):
-                yield Piece(f"{shared}.{name}.weight", f"{here}.shared.up.weight", (width, h), _at(i))
+                yield Piece(f"{shared}.{name}.weight", f"{here}.shared.up.weight", (width, h), part_at(i))
             yield Piece(f"{shared}.{self.matrices[2]}.weight", f"{here}.shared.down.weight", (h, width))
         if model.moe_shared_expert_gate:
             yield Piece(f"{there}.shared_expert_gate.weight", f"{here}.shared_gate.weight", (1, h))
-
-
-def _at(*index: int) -> View:
-    return lambda ours: ours[index]

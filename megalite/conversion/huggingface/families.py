@@ -9,13 +9,18 @@ from typing import Any, NamedTuple
 
 from megalite.config.errors import ConfigError
 from megalite.config.model import TRAINING_FIELDS, ModelConfig
-from megalite.conversion.huggingface.block_fp8 import read_block_size
 from megalite.conversion.huggingface.config_json import ModelFile, read_json, refuse_code, resolved, written
-from megalite.conversion.huggingface.deepseek import DeepSeek, latent_attention_pieces
 from megalite.conversion.huggingface.experts import ExpertKeys
-from megalite.conversion.huggingface.gemma import GEMMA, Gemma
-from megalite.conversion.huggingface.gpt_oss import GptOss, GptOssExperts
 from megalite.conversion.huggingface.llama import LlamaLike, llama_pieces
+from megalite.conversion.huggingface.quantized import quantized_kinds
+from megalite.conversion.huggingface.variants import (
+    GEMMA,
+    DeepSeek,
+    Gemma,
+    GptOss,
+    GptOssExperts,
+    latent_attention_pieces,
+)
 from megalite.conversion.weights import ConversionError, Piece, View, first_rows, whole
 
 _ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
@@ -392,7 +397,7 @@ def read_config(folder: Path) -> FolderConfig:
     # The code that published folders of these name is of before transformers had classes for them.
     outdated = ("auto_map",) if name in ("deepseek_v2", "deepseek_v3") else ()
     refuse_code({key: value for key, value in values.items() if key not in outdated}, where)
-    read_block_size(ModelFile(values, where))  # or it is a kind of quantized weights that is not read
+    quantized_kinds(ModelFile(values, where))  # or it is a kind of quantized weights that is not read
     if not isinstance(name, str) or name not in FAMILIES:
         raise ConversionError(f"{where}: model_type is {str(name)[:60]!r}; what can be read is {', '.join(FAMILIES)}")
     return FolderConfig(FAMILIES[name], *FAMILIES[name].read(ModelFile(values, where)), values)

@@ -9,7 +9,7 @@ from typing import Any
 from megalite.config.model import ModelConfig
 from megalite.conversion.huggingface.config_json import SCALINGS, ModelFile, read_rope, write_rope, written
 from megalite.conversion.huggingface.experts import ExpertKeys
-from megalite.conversion.weights import Piece, View, first_rows
+from megalite.conversion.weights import Piece, View, first_rows, part_at
 
 _ACTIVATIONS = {
     "silu": "swiglu",
@@ -113,14 +113,12 @@ class LlamaLike:
             values[self.qk_norm] = model.qk_norm
         if self.partial_rotary is not None:
             values["partial_rotary_factor"] = model.rotary_percent
-        windows = [model.has_window(index) for index in range(model.num_layers)]
+        kinds = layer_kinds(model)
         if self.window == "switched":
-            values |= {
-                "use_sliding_window": any(windows),
-                "max_window_layers": windows.index(True) if any(windows) else 0,
-            }
-        if self.mixed and len(set(windows)) > 1:
-            values["layer_types"] = [_KINDS[window] for window in windows]
+            first = kinds.index(_KINDS[True]) if _KINDS[True] in kinds else None
+            values |= {"use_sliding_window": first is not None, "max_window_layers": first or 0}
+        if self.mixed and len(set(kinds)) > 1:
+            values["layer_types"] = kinds
         if self.window not in ("none", "refused"):
             values["sliding_window"] = model.sliding_window
         if self.experts is not None:
@@ -183,6 +181,11 @@ class LlamaLike:
         if type(first) is not int or first < 0:
             raise file.fault(f"max_window_layers is {str(first)[:60]!r}; it must be a whole number from 0 on")
         return window, [index >= first for index in range(layers)]
+
+
+def layer_kinds(model: ModelConfig) -> list[str]:
+    """`layer_types` of config.json."""
+    return [_KINDS[model.has_window(index)] for index in range(model.num_layers)]
 
 
 def llama_pieces(
@@ -287,11 +290,7 @@ def _mlp(model: ModelConfig, there: str, here: str, fused: bool) -> Iterator[Pie
     for kind in ("weight", "bias") if model.add_bias_linear else ("weight",):
         for i, name in enumerate(("gate", "up")):
             shape = (f, h) if kind == "weight" else (f,)
-            yield Piece(f"{there}.{name}_proj.{kind}", f"{here}.up.{kind}", shape, _at(i))
+            yield Piece(f"{there}.{name}_proj.{kind}", f"{here}.up.{kind}", shape, part_at(i))
     yield Piece(f"{there}.down_proj.weight", f"{here}.down.weight", (h, f))
     if model.add_bias_linear:
         yield Piece(f"{there}.down_proj.bias", f"{here}.down.bias", (h,))
-
-
-def _at(*index: int) -> View:
-    return lambda ours: ours[index]

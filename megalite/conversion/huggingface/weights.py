@@ -21,11 +21,9 @@ from megalite.checkpoint.safetensors_header import FORMAT_PT, Record
 from megalite.checkpoint.tiling import Slice
 from megalite.config.data import DataConfig
 from megalite.config.errors import CheckpointError, ConfigError
-from megalite.conversion.huggingface.block_fp8 import DTYPE, SCALE, read_block_size, read_scaled, scale_fault
 from megalite.conversion.huggingface.config_json import ModelFile, find_file, read_json, refuse_code
 from megalite.conversion.huggingface.families import Family, choose_family, read_config
-from megalite.conversion.huggingface.gpt_oss import DTYPE as PACKED
-from megalite.conversion.huggingface.gpt_oss import packed_fault, read_packed, scales_of
+from megalite.conversion.huggingface.quantized import quantized_kinds
 from megalite.conversion.huggingface.tokenizer import export_tokenizer
 from megalite.conversion.output import (
     DEFAULT_FILE_BYTES,
@@ -145,7 +143,7 @@ class HuggingFaceWeights(Weights):
             self.model = dataclasses.replace(self.model, make_vocab_size_divisible_by=divisible_by)
         where = self.path / "config.json"
         self.token_ids = {name: _token_id(values.get(name), name, where) for name in TOKEN_IDS if name in values}
-        self.block_size = read_block_size(ModelFile(values, where))
+        self._quantized = quantized_kinds(ModelFile(values, where))
         self._shards = Shards(self.path)
         if self.family.further and values.get("num_nextn_predict_layers") != 0:
             said, first = ModelFile(values, where).integer("num_nextn_predict_layers", 1), self.model.num_layers
@@ -166,7 +164,7 @@ class HuggingFaceWeights(Weights):
 
     def dtype(self, name: str) -> torch.dtype:
         """The stored type; of several that make up one tensor of ours the one that holds all their values."""
-        read_as = TORCH_DTYPES | {DTYPE: torch.float32, PACKED: torch.bfloat16}
+        read_as = TORCH_DTYPES | {dtype: getattr(torch, kind.read_as) for dtype, kind in self._quantized.items()}
         types = (self._shards.records[piece.theirs].dtype for piece in self._pieces[name])
         return reduce(torch.promote_types, (read_as[dtype] for dtype in types))
 
@@ -174,10 +172,7 @@ class HuggingFaceWeights(Weights):
     def dequantised(self) -> str | None:
         """Which matrices are stored in fewer bits, and as what they are read; None: there are none."""
         dtypes = {self._shards.records[piece.theirs].dtype for pieces in self._pieces.values() for piece in pieces}
-        if DTYPE in dtypes and self.block_size is not None:
-            rows, columns = self.block_size
-            return f"those in fp8 are read as fp32 times their blocks' scales ({rows} x {columns})"
-        return "those in MXFP4 are read as bf16" if PACKED in dtypes else None
+        return next((kind.said for dtype, kind in self._quantized.items() if dtype in dtypes), None)
 
     def read(self, name: str, part: Slice | None = None) -> torch.Tensor:
         """See `Weights`. `part`: that slice of it, as a view. Blocks without any of it are not read, and memory that is
@@ -196,12 +191,9 @@ class HuggingFaceWeights(Weights):
 
     def _elements(self, theirs: str) -> Read:
         record = self._shards.records[theirs]
-        if record.dtype == PACKED:
-            return partial(read_packed, self._shards.read_elements, record)
-        if record.dtype != DTYPE:
-            return partial(self._shards.read_elements, theirs)
-        assert self.block_size is not None
-        return partial(read_scaled, self._shards.read_elements, record, self.block_size)
+        kind = self._quantized.get(record.dtype)
+        read = self._shards.read_elements
+        return partial(read, theirs) if kind is None else partial(kind.read, read, record)
 
     def _find_pieces(self) -> dict[str, list[Piece]]:
         """Their tensors by the tensor of ours that they are pieces of, checked."""
@@ -215,13 +207,10 @@ class HuggingFaceWeights(Weights):
             self._check(piece)
             found.setdefault(piece.ours, []).append(piece)
             used.add(piece.theirs)
-            if records[piece.theirs].dtype == DTYPE:
-                used.add(piece.theirs + SCALE)
-            if records[piece.theirs].dtype == PACKED:
-                used.add(scales_of(piece.theirs))
+            if (kind := self._quantized.get(records[piece.theirs].dtype)) is not None:
+                used.add(kind.scales_of(piece.theirs))
+        used |= {f"model.layers.{i}.{name}.weight" for i in self.model.further_layers for name in _COPIES}
         unknown = [name for name in records if name not in used and not self.family.buffers.fullmatch(name)]
-        copies = {f"model.layers.{i}.{name}.weight" for i in self.model.further_layers for name in _COPIES}
-        unknown = [name for name in unknown if name not in copies]
         if HEAD in unknown and self.model.tie_embeddings:
             self._check_tied(found["embedding.word.weight"][0].theirs)
             unknown.remove(HEAD)
@@ -239,15 +228,12 @@ class HuggingFaceWeights(Weights):
         where = f"{self._shards.path_of(piece.theirs)}: {piece.theirs}"
         if record.shape != piece.shape:
             raise ConversionError(f"{where} is {list(record.shape)}; by config.json it is {list(piece.shape)}")
-        if record.dtype == DTYPE:
-            if fault := scale_fault(record, self._shards.records.get(record.key + SCALE), self.block_size):
+        if (kind := self._quantized.get(record.dtype)) is not None:
+            if fault := kind.fault(record, self._shards.records.get(kind.scales_of(record.key))):
                 raise ConversionError(f"{where} {fault}")
-            return
-        if record.dtype == PACKED:
-            if fault := packed_fault(record, self._shards.records.get(scales_of(record.key))):
-                raise ConversionError(f"{where} {fault}")
-            return
-        if record.dtype not in TORCH_DTYPES or not TORCH_DTYPES[record.dtype].is_floating_point:
+        elif record.dtype == "F8_E4M3":
+            raise ConversionError(f"{where} is {record.dtype} and config.json has no quantization_config")
+        elif record.dtype not in TORCH_DTYPES or not TORCH_DTYPES[record.dtype].is_floating_point:
             raise ConversionError(f"{where} is {record.dtype}; weights must be BF16, F16, F32 or F64")
 
     def _check_tied(self, word: str) -> None:
@@ -315,7 +301,7 @@ def write_huggingface(
     files = split_files(targets, max_file_bytes)
     identity = identity_of(weights, dtype=dtype, family=chosen.name, max_file_bytes=max_file_bytes)
     count = len(files)
-    names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] if count > 1 else [SINGLE]
+    names = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     output = Output(folder, identity=identity, files=names, log=log)
     source = LastRead(weights)
     for name, part in zip(names, files):

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from megalite.config.model import LATENT_SIZES, LAYER_LISTS, ModelConfig
-from megalite.conversion.formats import TRANSFORMER_IMPLEMENTATIONS
 from megalite.conversion.megatron.layout import Shard, Stage, fused_name, stage_pieces
 from megalite.conversion.megatron.read import MODEL_FILES, RELEASE, TRACKER, rank_folder
 from megalite.conversion.megatron.torch_file import Reserve, TorchFileWriter
@@ -24,7 +23,7 @@ from megalite.conversion.tokenizer_files import (
     has_tokenizer,
     named_tokenizer_files,
 )
-from megalite.conversion.weights import ConversionError, Piece, Weights
+from megalite.conversion.weights import TRANSFORMER_IMPLEMENTATIONS, ConversionError, Piece, Weights
 from megalite.tokenizers.base import read_tokenizer_file
 from megalite.tokenizers.build import detect_kind
 

@@ -1,4 +1,4 @@
-"""A model trained on tp 2 x pp 2 is, exported, the one that its ranks held together."""
+"""A model trained on four ranks is, exported, the one that they held together."""
 
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,17 @@ from tests.conversion.samples import train
 from tests.models.test_families import all_float64
 from tests.support.tiny import LLAMA
 
-GPT2 = {"activation": "gelu_tanh"}
-CASES: dict[str, dict[str, Any]] = {"gpt2": GPT2, "llama": LLAMA, "mixtral": {**LLAMA, "num_experts": 4, "ep": 2}}
+CASES: dict[str, dict[str, Any]] = {
+    "gpt2": {"activation": "gelu_tanh", "tp": 2, "pp": 2},
+    "mixtral": {**LLAMA, "num_experts": 4, "ep": 2, "pp": 2},
+}
 PROMPT = [5, 17, 60, 3, 81]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_ranks_together(name: str, tmp_path: Path) -> None:
     """Bit for bit in every tensor; logits to 1e-9 in float64 and the same greedy tokens with stock transformers."""
-    layout = {"tp": 1, "pp": 2} if name == "mixtral" else {"tp": 2, "pp": 2}
-    held = train(tmp_path / "run", 4, {**CASES[name], **layout})["weight"]
+    held = train(tmp_path / "run", 4, CASES[name])["weight"]
     weights = NativeWeights(tmp_path / "run")
     folder = write_huggingface(weights, tmp_path / "theirs", max_file_bytes=30_000)
     again, vocab = HuggingFaceWeights(folder), weights.model.vocab_size

@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from megalite.checkpoint.safetensors_header import Record
-from megalite.conversion.huggingface.block_fp8 import read_scaled
-from megalite.conversion.huggingface.gpt_oss import read_packed
+from megalite.conversion.huggingface.quantized import BlockFp8, Mxfp4
 from megalite.conversion.huggingface.weights import HuggingFaceWeights
 from megalite.conversion.weights import ConversionError, parameter_shapes
 from tests.conversion.huggingface.models import (
@@ -208,7 +207,7 @@ def test_any_run_of_a_matrix_in_eight_bits(start: int, count: int) -> None:
     scales = torch.arange(1.0, 10.0)
     stored = {"w": matrix, "w_scale_inv": scales}
     record = Record("w", "F8_E4M3", (7, 11))
-    found = read_scaled(lambda name, at, n: stored[name][at : at + n], record, (3, 4), start, count)
+    found = BlockFp8((3, 4)).read(lambda name, at, n: stored[name][at : at + n], record, start, count)
     expected = [float(matrix[i]) * float(scales[i // 11 // 3 * 3 + i % 11 // 4]) for i in range(start, start + count)]
     assert found.tolist() == expected
 
@@ -236,7 +235,7 @@ def test_experts_in_four_bits_are_read_as_the_numbers_they_stand_for(tmp_path: P
 def test_any_run_of_packed_matrices(start: int, count: int) -> None:
     blocks, scales = torch.arange(48).mul(37).remainder(256).to(torch.uint8), torch.tensor([127, 0, 130]).byte()
     stored = {"w_blocks": blocks, "w_scales": scales}
-    found = read_packed(
+    found = Mxfp4().read(
         lambda name, at, n: stored[name][at : at + n], Record("w_blocks", "U8", (1, 1, 3, 16)), start, count
     )
     values = [0, 0.5, 1, 1.5, 2, 3, 4, 6]

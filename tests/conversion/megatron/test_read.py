@@ -24,8 +24,7 @@ Content = dict[str, Any]
 
 
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("stages", [(4,), (2, 2), (1, 3)])
+@pytest.mark.parametrize(("tp", "stages"), [(1, (4,)), (2, (1, 3)), (4, (2, 2))])
 def test_read(tmp_path: Path, kind: str, tp: int, stages: tuple[int, ...]) -> None:
     weights = MadeUp(tmp_path, MODELS[kind])
     found = open_megatron(builder.save(tmp_path / "saved", weights, tp=tp, stages=stages))

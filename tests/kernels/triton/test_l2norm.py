@@ -69,7 +69,7 @@ def test_twice_the_same_bits(l2norm: Norm, device: torch.device) -> None:
     assert torch.equal(l2norm(tensors), l2norm(tensors))
 
 
-@pytest.mark.parametrize("shards", [2, 3, 7, 64])
+@pytest.mark.parametrize("shards", [3, 64])
 def test_where_it_is_cut_does_not_show_in_fp32(shards: int, l2norm: Norm, device: torch.device) -> None:
     """Elements of many sizes, cut as shards of a data-parallel group are and added up over its ranks."""
     grad = random(64 * 1000, device) * torch.logspace(-6, 2, 64 * 1000, device=device)

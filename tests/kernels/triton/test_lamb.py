@@ -13,9 +13,8 @@ KERNEL = lamb_moments, lamb_step
 BOTH = pytest.mark.parametrize("kernel", [KERNEL, (by_torch.lamb_moments, by_torch.lamb_step)], ids=["triton", "torch"])
 
 
-@pytest.mark.parametrize("n", [1, 1000, 2 * BLOCK, 5 * BLOCK + 3])
-@pytest.mark.parametrize("step", [1, 10**6])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("n", [1, 2 * BLOCK, 5 * BLOCK + 3])
+@pytest.mark.parametrize(("step", "weight_decay"), [(1, 0.1), (10**6, 0.0)])
 @BOTH
 @pytest.mark.usefixtures("poisoned")
 def test_one_step(kernel: Any, n: int, step: int, weight_decay: float, device: torch.device) -> None:

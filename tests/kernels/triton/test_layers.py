@@ -141,6 +141,18 @@ TORCHS = {
     "torch geglu_tanh": gated_case(partial(layer_ops.geglu, tanh=True), TANH),
 }
 OURS = pytest.mark.parametrize("name", CASES)
+FORMS = (
+    "rmsnorm, zero-centered",
+    "layernorm",
+    "add_norm, layer",
+    "add_norm, rms",
+    "bias_gelu",
+    "gelu",
+    "swiglu",
+    "rope",
+)
+EACH_FORM = pytest.mark.parametrize("name", FORMS)
+"""The others differ in what is computed of an element, not in which elements are read and written."""
 NORMS = [name for name in CASES if "norm" in name]
 LARGE = (*((1027, n) for n in (128, 2048, 5120, 5504, 8192, 12288, 28672, 65536)),)
 
@@ -215,13 +227,13 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("view", VIEWS)
-@OURS
+@EACH_FORM
 def test_any_strides(name: str, view: str, device: torch.device) -> None:
     case = CASES[name]
     compare(case.ours, case.exact, drawn(case, (4, 6, 3, 50), device, view=VIEWS[view]))
 
 
-@OURS
+@EACH_FORM
 def test_an_expanded_gradient(name: str, device: torch.device) -> None:
     """That of a sum has strides of 0."""
     case = CASES[name]
@@ -236,7 +248,7 @@ def test_an_expanded_gradient(name: str, device: torch.device) -> None:
     )
 
 
-@OURS
+@EACH_FORM
 def test_no_rows(name: str, device: torch.device) -> None:
     case = CASES[name]
     inputs = drawn(case, (4, 0, 2, 12), device)
@@ -249,7 +261,7 @@ def test_no_rows(name: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("shape", [(11, 4, 3, 34), pytest.param((4099, 1, 4, 2048), marks=pytest.mark.gpu)], ids=str)
-@OURS
+@EACH_FORM
 def test_the_same_bits_in_two_runs(name: str, shape: tuple[int, ...], device: torch.device) -> None:
     case = CASES[name]
     inputs = drawn(case, shape, device, torch.float32)
@@ -279,8 +291,8 @@ def test_what_is_kept_for_the_backward(name: str, device: torch.device) -> None:
         assert sum(value.numel() for value in kept if value.data_ptr() not in known) == case.kept * 4 * 3 * 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", [name for name in CASES if "norm" in name or "rope" in name])
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", [*NORMS, "rope"])
 def test_great_numbers(name: str, dtype: torch.dtype, device: torch.device) -> None:
     """Squares beyond fp16, and sums beyond what bf16 can add up; a row of zeros."""
     case = CASES[name]
