@@ -80,8 +80,8 @@ def test_a_vanished_entry_is_built_again_and_open_maps_stay(tmp_path: Path) -> N
     assert is_right(cache(tmp_path / "c").get(recipe(built))) and built == [1, 1]
 
 
-@pytest.mark.parametrize("name", ["b.npy", "entry.json"])
-@pytest.mark.parametrize("how", ["flip", "cut", "grow", "gone"])
+@pytest.mark.parametrize("name", ["a.npy", "b.npy", "entry.json"])
+@pytest.mark.parametrize("how", ["flip", "cut", "grow", "empty", "gone"])
 def test_a_damaged_entry_is_built_again(tmp_path: Path, name: str, how: str) -> None:
     built: list[int] = []
     first = cache(tmp_path / "c")
@@ -90,7 +90,7 @@ def test_a_damaged_entry_is_built_again(tmp_path: Path, name: str, how: str) -> 
     content = bytearray(file.read_bytes())
     if how == "flip":
         content[len(content) // 2] ^= 16
-    changed = {"cut": content[:-1], "grow": content + b"0"}.get(how, content)
+    changed = {"flip": content, "cut": content[:-1], "grow": content + b"0"}.get(how, bytearray())
     file.write_bytes(changed)
     if how == "gone":
         file.unlink()
@@ -222,7 +222,8 @@ def test_an_entry_is_checked_once_a_process_unless_it_changes(tmp_path: Path, mo
     assert is_right(mine.get(recipe())) and len(lines) == 1
 
 
-def test_builders_that_replace_a_damaged_entry_agree(tmp_path: Path) -> None:
+@pytest.mark.parametrize("trial", range(5))
+def test_builders_that_replace_a_damaged_entry_agree(tmp_path: Path, trial: int) -> None:
     """All have seen the damage before the first of them publishes."""
     cache(tmp_path / "c").prepare(recipe())
     (tmp_path / "c" / recipe().key / "a.npy").write_bytes(b"damaged")

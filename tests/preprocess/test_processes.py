@@ -88,13 +88,15 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
 
 
-def test_killed_at_random_it_goes_on_and_leaves_no_process(folder: Path, expected: list[bytes]) -> None:
-    """One without workers is killed everywhere in test_resume.py."""
-    draw = random.Random(2)
+@pytest.mark.parametrize(("workers", "kills"), [("1", 5), ("2", 3)])
+def test_killed_at_random_it_goes_on_and_leaves_no_process(
+    folder: Path, expected: list[bytes], workers: str, kills: int
+) -> None:
+    draw = random.Random(int(workers))
     killed = 0
     while True:
-        command = Command(folder, "--workers", "2")
-        if killed == 2 or not command.wait_until_kept(draw.randrange(20, 600)):
+        command = Command(folder, "--workers", workers)
+        if killed == kills or not command.wait_until_kept(draw.randrange(20, 600)):
             break
         started = command.workers()
         command.process.kill()
@@ -103,21 +105,26 @@ def test_killed_at_random_it_goes_on_and_leaves_no_process(folder: Path, expecte
         killed += 1
     status, said = command.end()
     assert status == 0, said
-    assert killed == 2 and "resuming after" in said
+    assert killed >= 2 and "resuming after" in said
     assert output_bytes(folder) == expected
     assert not (folder / "out.unfinished").exists()
 
 
-def test_a_signal_ends_it_with_one_line(folder: Path, expected: list[bytes]) -> None:
+@pytest.mark.parametrize(
+    ("number", "status", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_a_signal_ends_it_with_one_line(
+    folder: Path, expected: list[bytes], number: signal.Signals, status: int, word: str
+) -> None:
     command = Command(folder, "--workers", "2")
     assert command.wait_until_kept(100)
     workers = command.workers()
     assert len(workers) == 2
-    os.killpg(command.process.pid, signal.SIGTERM)  # as a batch system does
+    os.killpg(command.process.pid, number)  # as a terminal does, and a batch system
     code, said = command.end()
-    assert code == 143
+    assert code == status
     line, end, rest = said.partition("\n")
-    assert (end, rest) == ("\n", "") and line.startswith("terminated; ")
+    assert (end, rest) == ("\n", "") and line.startswith(f"{word}; ")
     assert line.endswith(
         f" documents are kept in {folder}/out.unfinished: the same command resumes there, --restart drops them"
     )

@@ -76,7 +76,7 @@ def test_ids_are_the_library_s_and_every_text_comes_back(byte_bpe: Path, kind: s
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "hugging face", "gpt2", "tiktoken o200k_base", "bytes"])
-@settings(max_examples=75, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=ANY_TEXT)
 def test_any_text_comes_back(byte_bpe: Path, kind: str, text: str, cache: dict[str, Any]) -> None:
     if kind not in cache:
@@ -151,7 +151,10 @@ HOSTILE = {
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("kind", ["sentencepiece", "hugging face", "gpt2", "tiktoken gpt2", "tiktoken o200k_base"])
+@pytest.mark.parametrize(
+    "kind",
+    ["sentencepiece", "hugging face", "gpt2", "tiktoken gpt2", "tiktoken llama3", "tiktoken o200k_base", "bytes"],
+)
 def test_hostile_texts(small_files: Path, kind: str, capfd: pytest.CaptureFixture[str]) -> None:
     """No text takes more than time in proportion to its length, and every one comes back."""
     tokenizer = opened(small_files, kind)

@@ -133,9 +133,9 @@ def pair(timeout: float) -> Iterator[tuple[SharedMemory, Any]]:
 
 
 def test_a_peer_that_is_killed_is_noticed_and_nothing_is_left() -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = set(Path("/dev/shm").iterdir())
     with pair(timeout=60) as (memory, process):
-        assert set(os.listdir("/dev/shm")) <= before
+        assert set(Path("/dev/shm").iterdir()) <= before
         maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "megalite" in line]
         assert maps and all(line.endswith("(deleted)") for line in maps)
         work = memory.all_reduce(torch.ones(10), "sum")
