@@ -94,7 +94,7 @@ def run(flags: Namespace) -> int:
 
 
 def _from_anywhere(name_or_path: str) -> str:
-    """A file by its whole path, since a sweep lies in a folder of its own; a name as it is."""
+    """A file by its whole path, since a sweep may lie elsewhere; a name as it is."""
     path = Path(name_or_path)
     return str(path.absolute()) if path.is_file() else name_or_path
 

@@ -28,7 +28,7 @@ class WholeRun:
     gpu_hour_price: float | None = None  # in any money; default the cluster file's
     mtbf_hours: float | None = None  # hours of one GPU between failures that stop the job
     save_seconds: float | None = None  # that a checkpoint holds training up
-    restart_seconds: float = 600.0  # from a failure until training goes on from the last save
+    restart_seconds: float = 600.0  # from a failure until training continues from the last save
 
     def __post_init__(self) -> None:
         if (self.mtbf_hours is None) != (self.save_seconds is None):
