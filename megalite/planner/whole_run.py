@@ -40,7 +40,7 @@ class WholeRun:
     def of(
         self, config: RunConfig, ranks: int, step_seconds: float, cluster: Cluster, stack: SoftwareStack
     ) -> dict[str, Any]:
-        """What the training takes with a validated config whose steps of the largest batch take `step_seconds`: keys
+        """What the training takes with a validated config, steps of its largest batch taking `step_seconds`: keys
         `seconds`, `gpu_hours`, and where what they need is given `failures`, `cost` and `energy`."""
         computing = _computing(config, self.tokens, _by_size(config, step_seconds, cluster, stack))
         found: dict[str, Any] = {"computing_seconds": computing, "seconds": computing}
