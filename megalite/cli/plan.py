@@ -54,7 +54,8 @@ def run(flags: Namespace) -> int:
     figures = {
         name: getattr(flags, name) for name in ("gpu_hour_price", "mtbf_hours", "save_seconds", "restart_seconds")
     }
-    whole, sizes = WholeRun(tokens=tokens, **figures), {}
+    whole = WholeRun(tokens=tokens, **figures)
+    sizes: dict[int, float] = {}
     with working(f"searching layouts for {request.world_size} ranks of {cluster.name}"):
         if flags.objective == "cost":
             plan, sizes = find_cheapest(request, cluster, stack, top=flags.top)
@@ -67,8 +68,8 @@ def run(flags: Namespace) -> int:
         written.append(flags.html)
     deciding = None
     if flags.resolve is not None:
-        files = map(_from_anywhere, (flags.cluster, flags.stack))
-        deciding = deciding_sweep(plan, *files, ignored(plan.candidates[0].config))
+        cluster_file, stack_file = map(_from_anywhere, (flags.cluster, flags.stack))
+        deciding = deciding_sweep(plan, cluster_file, stack_file, ignored(plan.candidates[0].config))
     if deciding is not None:
         write_text(flags.resolve, yaml.safe_dump(deciding, sort_keys=False, allow_unicode=True))
         written.append(flags.resolve)
@@ -94,7 +95,7 @@ def run(flags: Namespace) -> int:
 
 
 def _from_anywhere(name_or_path: str) -> str:
-    """A file by its whole path, since a sweep lies in a folder of its own; a name as it is."""
+    """A file by its whole path, since a sweep may lie elsewhere; a name as it is."""
     path = Path(name_or_path)
     return str(path.absolute()) if path.is_file() else name_or_path
 

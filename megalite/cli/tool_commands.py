@@ -148,7 +148,7 @@ PLAN = Command(
         Flag("--gpu-hour-price N", "money for a GPU hour; default the cluster file's, if it has one", above_zero),
         Flag("--mtbf-hours N", "GPU hours from one failure to the next, for goodput; with --save-seconds", above_zero),
         Flag("--save-seconds N", "that a checkpoint holds training up", above_zero),
-        Flag("--restart-seconds N", "from a failure until training goes on (600)", above_zero, default=600.0),
+        Flag("--restart-seconds N", "from a failure until training continues (600)", above_zero, default=600.0),
         Flag("--top N", "layouts to show (5)", positive, default=5),
         Flag("--output FILE", "write the best as a config for training, the others beside it", Path),
         Flag("--html FILE", "write a report: one file, no network", Path),

@@ -28,7 +28,7 @@ class WholeRun:
     gpu_hour_price: float | None = None  # in any money; default the cluster file's
     mtbf_hours: float | None = None  # hours of one GPU between failures that stop the job
     save_seconds: float | None = None  # that a checkpoint holds training up
-    restart_seconds: float = 600.0  # from a failure until training goes on from the last save
+    restart_seconds: float = 600.0  # from a failure until training continues from the last save
 
     def __post_init__(self) -> None:
         if (self.mtbf_hours is None) != (self.save_seconds is None):
@@ -40,7 +40,7 @@ class WholeRun:
     def of(
         self, config: RunConfig, ranks: int, step_seconds: float, cluster: Cluster, stack: SoftwareStack
     ) -> dict[str, Any]:
-        """What the training takes with a validated config whose steps of the largest batch take `step_seconds`: keys
+        """What the training takes with a validated config, steps of its largest batch taking `step_seconds`: keys
         `seconds`, `gpu_hours`, and where what they need is given `failures`, `cost` and `energy`."""
         computing = _computing(config, self.tokens, _by_size(config, step_seconds, cluster, stack))
         found: dict[str, Any] = {"computing_seconds": computing, "seconds": computing}
