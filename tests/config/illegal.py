@@ -457,7 +457,7 @@ _TABLE = """
 1 --log-gradient-noise-scale => log_gradient_noise_scale compares … has dp 1; start more ranks
 4 --log-gradient-noise-scale --cp 2 => log_gradient_noise_scale does not go with cp 2 … use --cp 1
 2 --log-gradient-noise-scale --num-experts 4 --ep 2
-    => log_gradient_noise_scale does not go with ep 2 … other samples than the rest; use --ep 1
+    => log_gradient_noise_scale does not go with ep 2 and etp 1: … other samples than the rest; use --ep 1
 2 --log-gradient-noise-scale --dp-strategy fully-sharded
     => log_gradient_noise_scale does not go with dp_strategy fully-sharded … use --dp-strategy all-reduce
 2 --log-gradient-noise-scale --dp-strategy zero2
