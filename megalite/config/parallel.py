@@ -1,5 +1,6 @@
 """How ranks are split: the parallel axes, what data-parallel ranks exchange, layouts of pipeline stages."""
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from typing import Any, Literal
 from megalite.config.errors import ConfigError
 from megalite.config.option import option
 from megalite.config.registry import Registry
-from megalite.config.strategies import STRATEGIES, StrategyFacts
+from megalite.config.strategies import STRATEGIES, StrategyFacts, integer_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +100,9 @@ class ParallelConfig:
     scatter_gather_tensors_in_pipeline: bool = option(True)
     """Without sequence parallelism: each tensor-parallel rank sends 1/tp of what goes to another stage, and the receivers gather
     it, where tp divides the hidden size."""
+    pipeline_compression: str = option("none")
+    """In training, what goes from stage to stage is rounded to bf16, to 8-bit integers (uint8), or is the largest elements
+    alone: topk:0.25 sends a quarter of them. Other numbers than one rank's: docs/parallelism.md."""
     pipeline_check_memory: bool = option(False)
     """Assert after each action that what is alive is what the proof of the schedule said."""
     dp_strategy: str = option("all-reduce", choices=STRATEGIES, basic=True)
@@ -183,6 +187,28 @@ class ParallelConfig:
     def expert_tp(self) -> int:
         """Tensor-parallel size inside experts."""
         return self.etp or self.tp
+
+
+def parse_pipeline_compression(text: str) -> tuple[str, float]:
+    """(none, bf16, uint8 or topk; the share of the elements that is sent). Raises ConfigError: it is none of them."""
+    kind, _, number = text.partition(":")
+    try:
+        share = float(number) if kind == "topk" else 1.0
+    except ValueError:
+        share = math.nan
+    if text not in ("none", "bf16", "uint8") and not (kind == "topk" and 0.0 < share <= 1.0):
+        raise ConfigError(f"pipeline_compression is {text!r}; use none, bf16, uint8 or topk:SHARE, e.g. topk:0.25")
+    return kind, share
+
+
+def message_bytes(compression: str, elements: int, width: int) -> int:
+    """What travels of so many elements of `width` bytes, by `pipeline_compression`."""
+    kind, share = parse_pipeline_compression(compression)
+    if kind == "topk":  # places and values
+        return math.ceil(share * elements) * (4 + width)
+    if kind == "uint8":
+        return integer_bytes(elements, max(4, width))
+    return elements * (2 if kind == "bf16" else width)
 
 
 COMPRESSIONS = ("none", "onebit", "uint8", "topk", "powersgd")

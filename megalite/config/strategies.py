@@ -97,14 +97,19 @@ def _averaged(t: BucketTraffic) -> Volumes:
 
 
 INTEGER_BLOCK = 2048
-"""Elements that share a scale where 8-bit integers travel."""
+"""Elements that share a scale, where they travel as 8-bit integers."""
+
+
+def integer_bytes(elements: int, width: int) -> int:
+    """Of 8-bit integers and their scales, of `width` bytes."""
+    return elements + -(-elements // INTEGER_BLOCK) * width
 
 
 def _neighbours(t: BucketTraffic) -> Volumes:
     d = t.config.data_parallel
     peers = 1 if d.gossip_graph == "one-peer" or t.replicas == 2 else 2
     if d.gossip_algorithm == "choco-sgd":
-        return [("send", peers * (t.elements + -(-t.elements // INTEGER_BLOCK) * max(4, t.parameter)))]
+        return [("send", peers * integer_bytes(t.elements, max(4, t.parameter)))]
     return [("send", peers * t.elements * t.wire)]
 
 

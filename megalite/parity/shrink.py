@@ -231,6 +231,7 @@ def _check_exact(config: RunConfig) -> None:
     """Refuse what takes other steps than one rank, by design. Raises ConfigError: naming the setting and what can be
     compared."""
     d, optimizer, strategy = config.data_parallel, config.optimizer.optimizer, config.parallel.dp_strategy
+    messages = config.parallel.pipeline_compression
     base = "lamb" if optimizer == "onebit-lamb" else "adam"
     refused = {
         f"dp_strategy {strategy} takes other steps; use one of {', '.join(EXACT_STRATEGIES)}": (
@@ -239,6 +240,9 @@ def _check_exact(config: RunConfig) -> None:
         f"optimizer {optimizer} takes other steps; use --optimizer {base}": optimizer in ONEBIT_OPTIMIZERS,
         f"grad_compression {d.grad_compression} loses a part of the gradient; use --grad-compression none": (
             d.grad_compression != "none"
+        ),
+        f"pipeline_compression {messages} changes what stages get from each other; use --pipeline-compression none": (
+            messages != "none"
         ),
         f"wire_dtype {d.wire_dtype} rounds what is added; use --wire-dtype fp32": d.wire_dtype != "fp32",
     }

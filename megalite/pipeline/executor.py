@@ -12,6 +12,7 @@ import torch
 from torch.autograd import Variable
 
 from megalite.config.errors import ConfigError
+from megalite.pipeline.compression import MessageCodec
 from megalite.pipeline.ir.actions import COMPUTE, Action, Kind
 from megalite.pipeline.ir.render import render_grid
 from megalite.pipeline.ir.schedule import LiveUnits, Program, live_units
@@ -162,6 +163,7 @@ class Executor:
         activation_shape: shape of the tensors that travel between stages.
         shared: ranks with the same tensors, each of which sends its part of them and gathers what comes (Narayanan et al.
             2021, section 4.1); None: each rank sends whole tensors.
+        compression: as `pipeline_compression` says.
         reducer: None in forward-only programs.
         deferred: of each stage here with a split backward.
         check_memory: after each action compare what is held with the replay of the program, and raise AssertionError
@@ -179,6 +181,7 @@ class Executor:
         dtype: torch.dtype,
         device: torch.device,
         shared: Group | None = None,
+        compression: str = "none",
         reducer: GradientReducer | None,
         deferred: Mapping[int, WeightGradients] | None = None,
         tracer: Tracer | None = None,
@@ -196,6 +199,7 @@ class Executor:
         self._last_stage = schedule.num_stages - 1
         self._forward_only = schedule.forward_only
         self._shared = shared or Group.solo("tp")
+        self._codec = MessageCodec.make(compression, math.prod(activation_shape) // self._shared.size, dtype, device)
         self._channels = Channels(edges, rank=rank, send_window=program.send_window)
         self._completes = {action.stage: action for action in row if action.kind in (Kind.B, Kind.W)}
         """Of each stage the action after which its gradients are final."""
@@ -330,17 +334,23 @@ class Executor:
     def _receive(self, action: Action, step: StepState) -> None:
         neighbour = -1 if action.kind is Kind.RECV_F else 1
         count = self._shared.size
-        part = self._empty(self._shape if count == 1 else (math.prod(self._shape) // count,))
+        if self._codec is not None:
+            part = torch.empty(self._codec.nbytes, dtype=torch.uint8, device=self._device)
+        else:
+            part = self._empty(self._shape if count == 1 else (math.prod(self._shape) // count,))
         work = self._channels.receive(part, source=self._placement[action.stage + neighbour])
         step.receiving[action] = work, part
 
     def _part(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What this rank sends of a tensor: elements in a row, the same number on each."""
-        return tensor if self._shared.size == 1 else tensor.view(self._shared.size, -1)[self._shared.rank]
+        """What this rank sends of a tensor: elements in a row, the same number on each, or the message for them."""
+        part = tensor if self._shared.size == 1 else tensor.view(self._shared.size, -1)[self._shared.rank]
+        return part if self._codec is None else self._codec.encode(part.view(-1))
 
     def _gathered(self, part: torch.Tensor) -> torch.Tensor:
+        if self._codec is not None:
+            part = self._codec.decode(part)
         if self._shared.size == 1:
-            return part
+            return part.view(self._shape)
         whole = self._empty(self._shape)
         self._shared.all_gather(whole.view(-1), part)
         return whole

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from megalite.config.optimizer import ONEBIT_OPTIMIZERS
+from megalite.config.parallel import message_bytes
 from megalite.config.run import RunConfig
 from megalite.config.strategies import BucketTraffic
 from megalite.data_parallel.facts import low_rank_pays, wire_width
@@ -269,7 +270,8 @@ class _Microbatch:
         for neighbour in (plan.stage - 1, plan.stage + 1):
             if 0 <= neighbour < len(stages) and stages[neighbour].rank != plan.rank:
                 parts = p.tp if p.sequence_parallel else message_parts(self._config)
-                yield "pp", "send", self._activations // parts
+                elements = self._activations // self._e // parts
+                yield "pp", "send", message_bytes(p.pipeline_compression, elements, self._e)
                 if not p.sequence_parallel and parts > 1:  # of what comes from there
                     yield "tp", "all-gather", self._activations
 

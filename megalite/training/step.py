@@ -381,6 +381,8 @@ class Stepper:
                 dtype=replica.precision.compute,
                 device=replica.topology.device,
                 shared=replica.topology.tp if message_parts(replica.config) > 1 else None,
+                # A loss of the weights: evaluated anywhere else it is the same.
+                compression="none" if evaluation else replica.config.parallel.pipeline_compression,
                 reducer=None if evaluation else replica.strategy,
                 deferred=replica.deferred,
                 tracer=None if evaluation else self._tracer,

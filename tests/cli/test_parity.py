@@ -93,6 +93,11 @@ def test_the_fuzzer_counts_and_repeats(capsys: Captured) -> None:
             "--grad-compression none",
         ),
         (
+            "--pp 2 --pipeline-compression uint8",
+            "megalite parity compares with one rank, and pipeline_compression uint8 changes what stages get from each other; use "
+            "--pipeline-compression none",
+        ),
+        (
             "--wire-dtype bf16",
             "megalite parity compares with one rank, and wire_dtype bf16 rounds what is added; use --wire-dtype fp32",
         ),

@@ -468,7 +468,7 @@ _TABLE = """
 1 --log-gradient-noise-scale => log_gradient_noise_scale compares … has dp 1; start more ranks
 4 --log-gradient-noise-scale --cp 2 => log_gradient_noise_scale does not go with cp 2 … use --cp 1
 2 --log-gradient-noise-scale --num-experts 4 --ep 2
-    => log_gradient_noise_scale does not go with ep 2 … other samples than the rest; use --ep 1
+    => log_gradient_noise_scale does not go with ep 2 and etp 1: … other samples than the rest; use --ep 1
 2 --log-gradient-noise-scale --dp-strategy fully-sharded
     => log_gradient_noise_scale does not go with dp_strategy fully-sharded … use --dp-strategy all-reduce
 2 --log-gradient-noise-scale --dp-strategy zero2
@@ -480,6 +480,13 @@ _TABLE = """
 1 --position-embedding-type rope --kv-channels 6 --rotary-percent 0.5
     => rotary_percent 0.5 of a head size of 6 is 3 channels … use 1 or 0.5
 1 --rotary-interleaved => rotary_interleaved has no effect with position_embedding_type learned_absolute … rope
+# Messages between stages.
+1 --pipeline-compression uint8 => pipeline_compression uint8 has no effect with pp 1 … pp 2 or more
+2 --pp 2 --pipeline-compression topk => pipeline_compression is 'topk' … e.g. topk:0.25
+2 --pp 2 --bf16 --pipeline-compression topk:0.4
+    => pipeline_compression topk:0.4 sends no fewer bytes than the whole in precision bf16 … share below 0.33
+2 --pp 2 --bf16 --pipeline-compression bf16
+    => pipeline_compression bf16 sends no fewer bytes than the whole in precision bf16; use uint8
 # Elastic runs.
 1 --elastic-cluster dgx-h100 => elastic_cluster dgx-h100 has no effect without elastic … --elastic
 2 --elastic --run-dir r --save-interval 5 --load r/checkpoints
@@ -492,6 +499,7 @@ _TABLE = """
 2 ELASTIC --ckpt-step 5 => elastic and ckpt_step 5 contradict
 2 ELASTIC --dp-strategy gossip
     => elastic and dp_strategy gossip contradict … all-reduce or distributed-optimizer or fully-sharded
+2 ELASTIC --pp 2 --pipeline-compression uint8 => elastic and pipeline_compression uint8 contradict … none
 2 ELASTIC --grad-compression uint8 => elastic and grad_compression uint8 contradict … none
 2 ELASTIC --optimizer onebit-adam --freeze-step 16
     => elastic and optimizer onebit-adam contradict … adam or sgd or lamb or muon

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megalite.config.optimizer import HOST_SLOTS
-from megalite.data_parallel import strategy
+from megalite.data_parallel import shards
 from megalite.data_parallel.facts import in_host_memory
 from megalite.optimizers import base, lamb
 from megalite.partition.memory import held_buckets, rank_memory, stages_of_rank
@@ -54,7 +54,7 @@ def small_pieces() -> Iterator[None]:
     """So that a bucket comes in several."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(base, "HOST_PIECE", 128)
-        patch.setattr(strategy, "HOST_PIECE", 128)
+        patch.setattr(shards, "HOST_PIECE", 128)
         patch.setitem(lamb.BLOCKS, "cpu", 128)
         yield
 

@@ -86,6 +86,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 pp2, messages scattered": {"tp": 2, "pp": 2, "mtp_num_layers": 1, **LLAMA},
     "tp2 cp2 pp2 vpp2 v, scattered": {"tp": 2, "cp": 2, "pp": 2, "vpp": 2, "pipeline_schedule": "zb-v"},
     "tp4 pp2, messages whole": {"tp": 4, "pp": 2, "scatter_gather_tensors_in_pipeline": False},
+    "tp2 pp2, messages of integers, scattered": {"tp": 2, "pp": 2, "pipeline_compression": "uint8"},
+    "tp2 pp2 sp bf16, largest of messages": {
+        "tp": 2,
+        "pp": 2,
+        "vpp": 2,
+        **SP,
+        "precision": "bf16",
+        "pipeline_compression": "topk:0.1",
+    },
+    "pp2, rounded messages": {"pp": 2, "pipeline_compression": "bf16", "precision": "fp32"},
     "tp2 sp full recompute": {"tp": 2, **SP, **LLAMA, "recompute_granularity": "full"},
     "tp2 full recompute of two layers, dropout": {
         "tp": 2,

@@ -42,7 +42,7 @@ LAYOUTS: dict[str, tuple[int, Settings]] = {
     "dp2-zero": (2, Z1),
     "dp2": (2, {"log_gradient_noise_scale": True}),
     "dp4-instances": (4, {**Z1, "shard_gradients": True, "dp_instances": 2, **PAIRS, "global_batch_size": 16}),
-    "pp2-vpp2": (2, {"pp": 2, "vpp": 2, "num_layers": 4}),
+    "pp2-vpp2": (2, {"pp": 2, "vpp": 2, "num_layers": 4, "pipeline_compression": "topk:0.2"}),
     "cp2": (2, {"cp": 2, **LLAMA, **PAIRS}),
     "ep2": (2, {"ep": 2, **MOE, **BIASED, **PAIRS}),
     "dp2-zero-ramp": (2, {**Z1, **RAMP}),

@@ -121,7 +121,7 @@ STRATEGY: tuple[Check, ...] = (
             "{?log_gradient_noise_scale} does not go with {cp}: no rank has the gradient of whole samples; use --cp 1 or remove it": (
                 lambda c: c.cp > 1
             ),
-            "{?log_gradient_noise_scale} does not go with {ep} and {etp}: the gradients of experts are of other samples than the "
+            "{?log_gradient_noise_scale} does not go with {ep} and etp {=expert_tp}: the gradients of experts are of other samples than the "
             "rest; use --ep 1 with --etp {=tp}, or remove it": lambda c: (
                 c.num_experts and (c.ep > 1 or c.expert_tp != c.tp)
             ),

@@ -5,6 +5,7 @@ import math
 from megalite.config.byte_size import parse_byte_size
 from megalite.config.describe import settings
 from megalite.config.errors import ConfigError, Findings
+from megalite.config.parallel import message_bytes
 from megalite.config.rules.rule import (
     Check,
     Settings,
@@ -68,6 +69,17 @@ def _instances(c: Settings) -> Findings:
         )
 
 
+def _compression(c: Settings) -> Findings:
+    """Of messages between stages: less than the whole must travel."""
+    width, many = {"fp64": 8, "fp32": 4}.get(c.precision, 2), 1_000_000
+    if c.pipeline_compression != "none" and message_bytes(c.pipeline_compression, many, width) >= many * width:
+        yield say(
+            c,
+            "{pipeline_compression} sends no fewer bytes than the whole in {precision}; use uint8, or topk with a share below "
+            f"{width / (4 + width):.2g}",
+        )
+
+
 _GROUP = "microbatch_group_size_per_virtual_pipeline_stage"
 LAYOUT: tuple[Check, ...] = (
     *rules(
@@ -76,8 +88,8 @@ LAYOUT: tuple[Check, ...] = (
             "{?pipeline_schedule} and {pipeline_schedule_file} both name the schedule; remove one of them": (
                 lambda c: c.pipeline_schedule_file
             ),
-            "{!pipeline_recv_prefetch|pipeline_send_window|pipeline_check_memory} has no effect with {pp}; use pp 2 or more, "
-            "or remove it": lambda c: c.pp == 1,
+            "{!pipeline_recv_prefetch|pipeline_send_window|pipeline_check_memory|pipeline_compression} has no effect with {pp}; use pp 2 "
+            "or more, or remove it": lambda c: c.pp == 1,
             "{?scatter_gather_tensors_in_pipeline} has no effect with {pp} and {tp}, where no two ranks send the same; remove it": (
                 lambda c: 1 in (c.pp, c.tp)
             ),
@@ -136,6 +148,7 @@ LAYOUT: tuple[Check, ...] = (
     ),
     _late_trace,
     _instances,
+    _compression,
 )
 
 

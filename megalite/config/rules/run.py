@@ -334,6 +334,7 @@ def _elastic(c: Settings) -> Findings:
     for name, works in (
         ("dp_strategy", searched_strategies()),
         ("grad_compression", ("none",)),
+        ("pipeline_compression", ("none",)),
         ("optimizer", tuple(name for name in OPTIMIZERS if name not in ONEBIT_OPTIMIZERS)),
     ):
         if getattr(c, name) not in works:

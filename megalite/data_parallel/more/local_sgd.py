@@ -12,10 +12,10 @@ import torch
 
 from megalite.config.run import RunConfig
 from megalite.data_parallel.buckets import Bucket
-from megalite.data_parallel.more.codec import Integers
 from megalite.data_parallel.more.local_weights import LocalWeights, MeanInFlight, Replicas, all_kept, rank_mean, swap
 from megalite.data_parallel.shards import StrategyGroups, StrategyOptions
 from megalite.data_parallel.strategy import DataParallelStrategy, FlatState
+from megalite.kernels.integers import Integers
 from megalite.optimizers.base import Optimizer, Update
 from megalite.tensor_parallel.parameter import ShardedParameter
 from megalite.topology.group import Work
@@ -307,7 +307,7 @@ class Gossip(LocalWeights):
       steps travel after the backward. On a ring alone: with peers that change, u grows without bound from 6 replicas on.
     - choco-sgd (arXiv 1902.00340, at consensus step size 1): d-psgd, of which 8-bit integers travel. Each rank keeps a
       public copy of its weights and of those of its peers, p_j, the same bits on all that have one: p_i += C(x_i - p_i),
-      C as in `codec.Integers`, x_i += Σ_j W_ij (p_j - p_i), then the step. What C leaves out stays in x_i - p_i and
+      C as in `Integers`, x_i += Σ_j W_ij (p_j - p_i), then the step. What C leaves out stays in x_i - p_i and
       travels later. Before, and again when the number of replicas changes, all have the same weights and p is these. On a
       ring alone: there are only two peers to know.
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from megalite.config.optimizer import OPTIMIZERS
+from megalite.config.parallel import message_bytes
 from megalite.config.run import RunConfig
 from megalite.partition.activations import ELEMENT_BYTES
 from megalite.partition.pipeline import placement_of
@@ -66,6 +67,7 @@ class Workload:
     order_dp_first: Number  # dp varies faster over ranks than pp (1), or slower (0)
     sequence_parallel: Number
     scatters_messages: Number  # as the setting says
+    message_share: Number  # bytes of a message between stages over those of its tensor
     heads_limit: (
         Number  # context-parallel ranks that may exchange heads with one another; of the others come keys and values
     )
@@ -139,6 +141,7 @@ def workload_of(config: RunConfig) -> Workload:
         "order_dp_first": p.rank_order == "tp-cp-ep-dp-pp",
         "sequence_parallel": p.sequence_parallel,
         "scatters_messages": p.scatter_gather_tensors_in_pipeline,
+        "message_share": _message_share(config),
         "heads_limit": math.inf if p.cp_comm_type == "a2a" else p.cp_heads,
         "gathers_keys": p.cp_comm_type == "allgather",
         "recompute_full": training.recompute_granularity == "full",
@@ -151,6 +154,12 @@ def workload_of(config: RunConfig) -> Workload:
         "recompute_shared": "shared_experts" in modules,
     }
     return Workload(precision=training.precision, **{name: float(number) for name, number in numbers.items()})
+
+
+def _message_share(config: RunConfig) -> float:
+    elements = config.training.micro_batch_size * config.training.seq_length * config.model.hidden_size
+    width = ELEMENT_BYTES[config.training.precision]
+    return message_bytes(config.parallel.pipeline_compression, elements, width) / (elements * width)
 
 
 def _keys(config: RunConfig) -> float:
@@ -268,7 +277,7 @@ def activation_message_seconds(work: Workload, crosses: Number, cluster: Cluster
     """`message_seconds` of what one microbatch sends to the next stage; where ranks send parts of one tensor, the receivers'
     all-gather is latency."""
     parts = parts_of_message(work.scatters_messages, work.sequence_parallel, work.hidden, work.tp)
-    latency, busy = message_seconds(work.activation_bytes / work.split / parts, crosses, cluster)
+    latency, busy = message_seconds(work.activation_bytes * work.message_share / work.split / parts, crosses, cluster)
     return latency + collective_seconds("all-gather", work.activation_bytes, parts, 1.0, cluster), busy
 
 

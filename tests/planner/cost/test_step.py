@@ -122,6 +122,13 @@ def test_messages_cut_over_tensor_parallel_ranks_take_their_share() -> None:
     assert cut.latency > whole.latency  # it is put together again
 
 
+def test_compressed_messages_take_the_share_of_their_bytes() -> None:
+    settings = {"pp": 4, "global_batch_size": 16, "precision": "bf16"}
+    whole = links_of(config_of(4, **settings), BASE)[0, 1].seconds_per_message
+    compressed = links_of(config_of(4, **settings, pipeline_compression="topk:0.1"), BASE)[0, 1].seconds_per_message
+    assert compressed == pytest.approx(0.1 * 6 / 2 * whole, rel=1e-3)
+
+
 def test_which_neighbours_are_on_other_nodes() -> None:
     assert not crosses_node(2, 0, 3, BASE)  # ranks 0, 2, 4, 6 of 8
     assert crosses_node(2, 3, 4, BASE)
