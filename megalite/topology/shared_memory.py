@@ -114,7 +114,7 @@ class SharedMemory:
 
     def all_reduce(self, tensor: Tensor, op: str) -> _UnderWay:
         """In place, in gloo's order."""
-        combine: Callable[..., Tensor] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[op]
+        combine: Any = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[op]
         size, flat, itemsize = self._size, tensor.detach().view(-1), tensor.element_size()
         part = ring_part(flat.numel(), itemsize, size)
 
