@@ -2,13 +2,13 @@
 
 import ast
 import dataclasses
-import inspect
 import re
-import textwrap
+import sys
 import types
 import typing
 from collections.abc import Collection, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from megalite.config.option import Bounds
@@ -73,11 +73,15 @@ class Setting:
     is_list: bool  # it takes several values
     optional: bool  # None is legal: the value is then derived or the feature is off
     default: Any
-    help: str  # the docstring under the field, on one line
     flags: tuple[str, ...]  # spellings on the command line, the canonical one first
     legal: Collection[str]  # `choices`, live: some grow with what a run registers
     basic: bool  # shown by `--help`
     bounds: Bounds | None  # of a number, or of each in a list
+
+    @property
+    def help(self) -> str:
+        """The docstring under the field, on one line."""
+        return _attribute_docstrings(sections()[self.section])[self.name]
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -97,10 +101,12 @@ class Setting:
         return f"list of {self.type.__name__}" if self.is_list else self.type.__name__
 
 
+@cache
 def _attribute_docstrings(section: type) -> dict[str, str]:
-    """Field name -> the string literal that follows it in the source of the class."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
-    assert isinstance(body, ast.ClassDef)
+    """Field name -> the string literal that follows it in the source of the class. Only help waits for this."""
+    source = Path(str(sys.modules[section.__module__].__file__)).read_text(encoding="utf-8")
+    classes = (statement for statement in ast.parse(source).body if isinstance(statement, ast.ClassDef))
+    body = next(each for each in classes if each.name == section.__name__)
     found = {}
     for statement, following in zip(body.body, body.body[1:]):
         if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)):
@@ -132,9 +138,8 @@ def settings() -> Mapping[str, Setting]:
     """Setting name -> its description, in the order of the source."""
     table: dict[str, Setting] = {}
     for section, cls in sections().items():
-        hints, helps = typing.get_type_hints(cls), _attribute_docstrings(cls)
+        hints, defaults = typing.get_type_hints(cls), cls()
         for field in dataclasses.fields(cls):
-            assert field.name in helps, f"{cls.__name__}.{field.name} has no docstring"
             assert field.name not in table, f"{field.name} is in two sections"
             element, is_list, optional = _element_type(hints[field.name])
             flags = ("--" + field.name.replace("_", "-"), *field.metadata["flags"])
@@ -144,8 +149,7 @@ def settings() -> Mapping[str, Setting]:
                 type=element,
                 is_list=is_list,
                 optional=optional,
-                default=getattr(cls(), field.name),
-                help=helps[field.name],
+                default=getattr(defaults, field.name),
                 **{**field.metadata, "flags": flags},
             )
     return table

@@ -156,6 +156,13 @@ class Group:
             return DONE
         if not self._uses_gloo:
             return self._start("reduce_scatter", tensor.nbytes, _reduce_scatter_single, output, tensor)
+        if (memory := self.memory) is not None:
+            part = output.detach().view(-1)
+            return self._lane.start(
+                lambda: memory.exchange(tensor, lambda start, stop, rows: add_in_order(part[start:stop], rows)),
+                "reduce_scatter",
+                tensor.nbytes,
+            )
         received = torch.empty_like(tensor)
         work = self._start_exchange(received, tensor, "reduce_scatter")
         parts = received.view(self.size, *output.shape)
@@ -194,8 +201,6 @@ class Group:
         return self._start_exchange(output, tensor, "all_to_all")
 
     def _start_exchange(self, output: torch.Tensor, tensor: torch.Tensor, operation: str) -> Work:
-        if (memory := self.memory) is not None:
-            return self._lane.start(lambda: memory.all_to_all_equal(output, tensor), operation, tensor.nbytes)
         return self._start(operation, tensor.nbytes, dist.all_to_all_single, output, tensor)
 
     def _start(self, operation: str, size: int, call: Callable[..., Work | None], *arguments: Any) -> Work:

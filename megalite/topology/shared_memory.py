@@ -114,7 +114,7 @@ class SharedMemory:
 
     def all_reduce(self, tensor: Tensor, op: str) -> _UnderWay:
         """In place, in gloo's order."""
-        combine = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[op]
+        combine: Any = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[op]
         size, flat, itemsize = self._size, tensor.detach().view(-1), tensor.element_size()
         part = ring_part(flat.numel(), itemsize, size)
 
@@ -143,19 +143,19 @@ class SharedMemory:
 
         return self._start("all_gather", mine.numel(), part.dtype, 1, give, take)
 
-    def all_to_all_equal(self, output: Tensor, tensor: Tensor) -> _UnderWay:
-        """Row i of `tensor` [size, ...] goes to rank i; `output` [size, ...] gets row i from rank i."""
-        received, sent = output.detach().view(self._size, -1), tensor.detach().view(self._size, -1)
+    def exchange(self, tensor: Tensor, take: Callable[[int, int, Tensor], object]) -> _UnderWay:
+        """Row i of `tensor` [size, ...] goes to rank i; `take(start, stop, rows)` gets these columns of all rows for this one."""
+        sent = tensor.detach().view(self._size, -1)
 
         def give(slot: Tensor, start: int, stop: int) -> None:
             width = stop - start
             slot[: self._size * width].view(self._size, width).copy_(sent[:, start:stop])
 
-        def take(slots: Tensor, start: int, stop: int) -> None:
+        def take_mine(slots: Tensor, start: int, stop: int) -> None:
             width = stop - start
-            received[:, start:stop].copy_(slots[:, self._rank * width : (self._rank + 1) * width])
+            take(start, stop, slots[:, self._rank * width : (self._rank + 1) * width])
 
-        return self._start("all_to_all", sent.shape[1], tensor.dtype, self._size, give, take)
+        return self._start("exchange", sent.shape[1], tensor.dtype, self._size, give, take_mine)
 
     def _start(
         self,

@@ -48,13 +48,12 @@ def compare(context: RankContext, ranks: int) -> bool:
                 group.all_reduce(tensor, op=op)
             assert torch.equal(*reduced), (op, length, dtype)
         whole = numbers(me, length * ranks, dtype).view(ranks, length)
-        gathered, exchanged, scattered = ([torch.zeros_like(whole) for _ in range(2)] for _ in range(3))
+        gathered, scattered = ([torch.zeros_like(whole) for _ in range(2)] for _ in range(2))
         for index, group in enumerate((shared, gloo)):
             group.all_gather(gathered[index].view(-1), mine)
-            group.all_to_all_equal(exchanged[index], whole)
             scattered[index].copy_(whole)
             group.reduce_scatter(scattered[index][me], scattered[index])  # in its place
-        for found in (gathered, exchanged, scattered):
+        for found in (gathered, scattered):
             assert torch.equal(*found), (length, dtype)
     return True
 
@@ -133,11 +132,9 @@ def pair(timeout: float) -> Iterator[tuple[SharedMemory, Any]]:
 
 
 def test_a_peer_that_is_killed_is_noticed_and_nothing_is_left() -> None:
-    before = set(Path("/dev/shm").iterdir())
     with pair(timeout=60) as (memory, process):
-        assert set(Path("/dev/shm").iterdir()) <= before
         maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "megalite" in line]
-        assert maps and all(line.endswith("(deleted)") for line in maps)
+        assert maps and all("/memfd:" in line and line.endswith("(deleted)") for line in maps)
         work = memory.all_reduce(torch.ones(10), "sum")
         os.kill(process.pid, signal.SIGKILL)
         with pytest.raises(RuntimeError, match=r"rank 5 of tp \[4, 5\] has ended") as error:
