@@ -3,7 +3,7 @@
 The receiver computes with what has arrived, and the sender's backward gets the compressed gradient of that: of
 activations and of gradients something is lost, and nothing makes up for it later (no error feedback: the next message is
 of other samples). Source: dynamic communication thresholding for model parallelism, arXiv 2010.08899. A message's largest
-elements are chosen by a threshold of its own: it always adapts, the size is fixed, and there is no state. A message is
+elements are chosen by a threshold for this message alone: it always adapts, the size is fixed, and there is no state. A message is
 a function of the tensor alone, the same bits on tensor-parallel ranks that send the same.
 """
 

@@ -10,13 +10,13 @@ ROOT = Path(__file__).parents[2]
 SMALL = 60
 """Lines; a shorter file with one importer belongs to its importer."""
 CEILINGS = {
-    "megalite: lines": 73_650,
-    "megalite: files": 367,
+    "megalite: lines": 74_750,
+    "megalite: files": 368,
     "megalite: longest file": 500,
     "megalite: small files with one importer": 12,
-    "tests: lines": 73_950,
-    "benchmarks: lines": 8_400,
-    "docs: words": 48_750,
+    "tests: lines": 75_300,
+    "benchmarks: lines": 8_600,
+    "docs: words": 50_900,
 }
 
 
