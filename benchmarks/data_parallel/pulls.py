@@ -38,12 +38,12 @@ def stall(config: RunConfig, order: Sequence[PlannedBucket], *, rate: float, flo
     return clock - computing
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="gpt2-124m")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--tflops", type=float, default=60.0)
-    asked = parser.parse_args()
+    asked = parser.parse_args(words)
     flags = f"--preset {asked.preset} --dp-strategy sharded-parameter-server --bf16 --micro-batch-size 8 --mock-data"
     flags += f" --global-batch-size {8 * asked.ranks} --train-iters 10"
     config = validate(parse_arguments(flags.split()).config, asked.ranks)

@@ -3,8 +3,8 @@
 The receiver computes with what has arrived, and the sender's backward gets the compressed gradient of that: of
 activations and of gradients something is lost, and nothing makes up for it later (no error feedback: the next message is
 of other samples). Source: dynamic communication thresholding for model parallelism, arXiv 2010.08899. A message's largest
-elements are chosen by a threshold for this message alone: it always adapts, the size is fixed, and there is no state. A message is
-a function of the tensor alone, the same bits on tensor-parallel ranks that send the same.
+elements are chosen by a threshold for this message alone, so it always adapts, its size is fixed, and there is no state. A
+message is a function of the tensor alone: tensor-parallel ranks that send the same send the same bits.
 """
 
 import math
@@ -17,11 +17,7 @@ from megalite.kernels.integers import Integers
 
 
 class MessageCodec(ABC):
-    """Turns tensors of `count` elements into uint8 [nbytes] and back. NaN and infinities stay what no finite number is.
-
-    Raises:
-        ConfigError: from `make`, of a compression that is none.
-    """
+    """Turns tensors of `count` elements into uint8 [nbytes] and back. NaN and infinities stay what no finite number is."""
 
     def __init__(self, compression: str, count: int, dtype: torch.dtype, device: torch.device) -> None:
         self.count, self.dtype, self.device = count, dtype, device
@@ -35,12 +31,6 @@ class MessageCodec(ABC):
     @abstractmethod
     def decode(self, message: torch.Tensor) -> torch.Tensor:
         """[count], of the codec's type."""
-
-    @staticmethod
-    def make(compression: str, count: int, dtype: torch.dtype, device: torch.device) -> "MessageCodec | None":
-        """None: tensors travel as they are."""
-        kind, _ = parse_pipeline_compression(compression)
-        return None if kind == "none" else _CODECS[kind](compression, count, dtype, device)
 
 
 class _Rounded(MessageCodec):
@@ -86,3 +76,12 @@ class _Largest(MessageCodec):
 
 
 _CODECS: dict[str, type[MessageCodec]] = {"bf16": _Rounded, "uint8": _Integers, "topk": _Largest}
+
+
+def make_codec(compression: str, count: int, dtype: torch.dtype, device: torch.device) -> MessageCodec:
+    """Of tensors of `count` elements; `compression` as `pipeline_compression` says it, but not none.
+
+    Raises:
+        ConfigError: the text is no compression.
+    """
+    return _CODECS[parse_pipeline_compression(compression)[0]](compression, count, dtype, device)

@@ -6,18 +6,21 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch.autograd import Variable
 
 from megalite.config.errors import ConfigError
-from megalite.pipeline.compression import MessageCodec
+from megalite.config.registry import imported
 from megalite.pipeline.ir.actions import COMPUTE, Action, Kind
 from megalite.pipeline.ir.render import render_grid
 from megalite.pipeline.ir.schedule import LiveUnits, Program, live_units
 from megalite.topology.group import Group, Work
 from megalite.watchdog.heartbeat import UNWATCHED, Heartbeat
+
+if TYPE_CHECKING:  # loaded when it is named
+    from megalite.pipeline.compression import MessageCodec
 
 
 class _Pending(NamedTuple):
@@ -199,7 +202,10 @@ class Executor:
         self._last_stage = schedule.num_stages - 1
         self._forward_only = schedule.forward_only
         self._shared = shared or Group.solo("tp")
-        self._codec = MessageCodec.make(compression, math.prod(activation_shape) // self._shared.size, dtype, device)
+        self._codec: MessageCodec | None = None
+        if compression != "none":
+            make, count = imported("megalite.pipeline.compression:make_codec"), math.prod(activation_shape)
+            self._codec = make(compression, count // self._shared.size, dtype, device)
         self._channels = Channels(edges, rank=rank, send_window=program.send_window)
         self._completes = {action.stage: action for action in row if action.kind in (Kind.B, Kind.W)}
         """Of each stage the action after which its gradients are final."""

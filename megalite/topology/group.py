@@ -9,14 +9,16 @@ import json
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from megalite.config.errors import CheckpointError, ConfigError
-from megalite.topology.shared_memory import SharedMemory
 from megalite.watchdog.heartbeat import UNWATCHED, Heartbeat, Lane
+
+if TYPE_CHECKING:  # loaded for groups that have it
+    from megalite.topology.shared_memory import SharedMemory
 
 _PIECE = 1 << 16
 """Elements that stay in a CPU's cache while the rows are added to them."""
@@ -92,7 +94,7 @@ class Group:
     rank: int
     process_group: dist.ProcessGroup | None = None
     heartbeat: Heartbeat = UNWATCHED
-    memory: SharedMemory | None = None
+    memory: "SharedMemory | None" = None
     _lane: Lane = field(init=False)
 
     def __post_init__(self) -> None:

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from megalite.config.errors import ConfigError, RankError
+from megalite.config.registry import imported
 from megalite.topology.group import Group
 from megalite.topology.layout import Coordinate, ParallelLayout, RankLists
-from megalite.topology.shared_memory import SharedMemory
 from megalite.watchdog.heartbeat import UNWATCHED, Heartbeat, lane_name
 
 
@@ -316,7 +316,8 @@ class Topology:
         for kind in _KINDS_IN_MEMORY if shared_memory and backend == "gloo" else ():
             if (some := groups[kind]) is not None and some.size > 1:
                 if (key := ("memory", some.ranks)) not in made:
-                    made[key] = SharedMemory.open(some, timeout=timeout.total_seconds())
+                    memory = imported("megalite.topology.shared_memory:SharedMemory")
+                    made[key] = memory.open(some, timeout=timeout.total_seconds())
                 groups[kind] = dataclasses.replace(some, memory=made[key])
         if backend == "nccl":
             _connect(edges, device)

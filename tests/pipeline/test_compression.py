@@ -9,7 +9,7 @@ import torch
 from megalite.config.errors import ConfigError
 from megalite.data.dataset import Packing
 from megalite.parity.trajectory import local_parts
-from megalite.pipeline.compression import MessageCodec
+from megalite.pipeline.compression import MessageCodec, make_codec
 from megalite.training.setup import make_loader
 from tests.e2e.programs import REPOSITORY
 from tests.support.ranks import RankContext, run_ranks
@@ -21,9 +21,7 @@ COUNT = 4999
 
 
 def codec(kind: str, dtype: torch.dtype = torch.float32, count: int = COUNT) -> MessageCodec:
-    made = MessageCodec.make(kind, count, dtype, CPU)
-    assert made is not None
-    return made
+    return make_codec(kind, count, dtype, CPU)
 
 
 def values(dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -62,7 +60,7 @@ def test_what_is_not_finite_is_not_lost(kind: str, wrong: float) -> None:
 @pytest.mark.parametrize("text", ["topk", "topk:0", "topk:1.5", "topk:x", "uint8:2", "int4", ""])
 def test_another_word_is_an_error(text: str) -> None:
     with pytest.raises(ConfigError, match=r"use none, bf16, uint8 or topk:SHARE, e\.g\. topk:0\.25"):
-        MessageCodec.make(text, 8, torch.float32, CPU)
+        make_codec(text, 8, torch.float32, CPU)
 
 
 class Lossy(torch.autograd.Function):
