@@ -23,4 +23,5 @@ MUTANTS = (
     *optimizer.CLIPPED_HEADS,
     *optimizer.HOST_MEMORY,
     *optimizer.BALANCED,
+    *optimizer.EXCHANGES,
 )

@@ -306,9 +306,9 @@ EXPERTS = (
     ),
     Mutant(
         "an expert's bias in the norm from each rank",
-        "megalite/data_parallel/strategy.py",
-        "(groups.expert_tp if kind.expert else groups.tp).rank == 0",
-        "kind.expert or groups.tp.rank == 0",
+        "megalite/data_parallel/shards.py",
+        "(self.expert_tp if kind.expert else self.tp).rank == 0",
+        "kind.expert or self.tp.rank == 0",
         "tests/parity/test_parity.py::test_layout_gives_the_numbers_of_one_rank[tp2-dp2-zero3-gpt-oss]",
         "the gradient norm counts what ranks hold alike once each",
     ),

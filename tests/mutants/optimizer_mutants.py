@@ -1,4 +1,5 @@
-"""Faults of learning rates by width, of averages, of clipped heads, of what waits on the host, of balanced contexts."""
+"""Faults of learning rates by width, of averages, of clipped heads, of what waits on the host, of balanced contexts, of relaxed
+exchanges and of shared memory."""
 
 from tests.mutants.mutant import Mutant
 
@@ -96,5 +97,40 @@ BALANCED = (
         "loads[rank] += 1",
         _BALANCE,
         "ranks get equally many chunks whatever their pairs",
+    ),
+)
+
+EXCHANGES = (
+    Mutant(
+        "a rank's part taken for its mean",
+        "megalite/data_parallel/shards.py",
+        "small = self._ranks * parts",
+        "small = parts",
+        "tests/training/test_gradient_noise.py::test_known_noise_is_found",
+        "the noise scale's small batch has the gradient of a part of the sum",
+    ),
+    Mutant(
+        "weights sent for changes",
+        "megalite/data_parallel/more/local_sgd.py",
+        "change = values - self._public[replicas.across.rank][bucket]",
+        "change = values.clone()",
+        "tests/data_parallel/test_gossip.py::test_choco_sgd_is_the_papers[2-0-1]",
+        "public copies grow by whole weights",
+    ),
+    Mutant(
+        "an average without its snapshot",
+        "megalite/data_parallel/more/local_sgd.py",
+        "torch.sub(self._whole(bucket, mean), change, out=change)",
+        "change.copy_(self._whole(bucket, mean))",
+        "tests/data_parallel/test_local_sgd.py::test_asynchronous_model_averaging[2-0-4-3-1]",
+        "an asynchronous mean is added whole",
+    ),
+    Mutant(
+        "no rank waits for its peers' memory",
+        "megalite/topology/shared_memory.py",
+        "self._await(rank, before, operation)",
+        "pass",
+        "tests/topology/test_shared_memory.py::test_operations_under_way_finish_in_any_order",
+        "slots are read before they are written",
     ),
 )

@@ -229,8 +229,8 @@ GRADIENTS = (
 NORM_AND_UPDATE = (
     Mutant(
         "replicated parameters counted on each tp rank",
-        "megalite/data_parallel/strategy.py",
-        "(kind.split_over_tp or (groups.expert_tp if kind.expert else groups.tp).rank == 0)",
+        "megalite/data_parallel/shards.py",
+        "(kind.split_over_tp or (self.expert_tp if kind.expert else self.tp).rank == 0)",
         "True",
         f"{TRAJECTORY}[tp2-fp32]",
         "the norm counts what all tp ranks hold tp times",
@@ -245,9 +245,9 @@ NORM_AND_UPDATE = (
     ),
     Mutant(
         "tied embedding counted twice",
-        "megalite/data_parallel/strategy.py",
-        "first_copy = not kind.tied or groups.embedding is None or groups.embedding.rank == 0",
-        "first_copy = True",
+        "megalite/data_parallel/shards.py",
+        "first_end = not kind.tied or self.embedding is None or self.embedding.rank == 0",
+        "first_end = True",
         f"{TRAJECTORY}[pp2-1f1b-fp32]",
         "the norm counts both copies of the word embedding",
     ),
@@ -370,8 +370,8 @@ SHARDS_AND_PRECISION = (
     Mutant(
         "every instance counts",
         "megalite/data_parallel/strategy.py",
-        "if groups.instances(kind).rank > 0:",
-        "if False:",
+        "return self.groups.instances(bucket.kind).rank == 0 and",
+        "return",
         f"{_PARITY}[hybrid2-zb-tied]",
         "the norm is of each shard as often as there are instances",
     ),
