@@ -108,8 +108,8 @@ class CpuMemory(TorchDispatchMode):
 
 
 def real_memory(context: RankContext, world: int, settings: dict[str, Any]) -> tuple[int, int]:
-    """(built, peak) of two real steps on the CPU."""
-    watched = CpuMemory()
+    """(built, peak) of two real steps on the CPU, without the memory that stands for sockets."""
+    settings, watched = {**settings, "shared_memory_collectives": False}, CpuMemory()
     with watched:
         runner = Runner(build(context, tiny_config(world, **settings)))
         built = watched.memory.live
