@@ -32,10 +32,10 @@ from megalite.checkpoint.manifest import (
     Part,
     TensorEntry,
     listed_files,
-    many_objects,
     plain_parts,
 )
 from megalite.config.errors import CheckpointError
+from megalite.config.reading import gc_paused
 
 _part_name = "part-{}.json".format
 
@@ -167,7 +167,7 @@ def _merge(staging: Path, preamble: Manifest, ranks: int) -> Manifest:
     files: dict[str, Any] = {}
     known: dict[str, TensorEntry] = {}
     parts: dict[str, list[Part]] = {}
-    with many_objects():
+    with gc_paused():
         for rank in range(ranks):
             part = _read_part(staging, rank)
             files.update(part.files)

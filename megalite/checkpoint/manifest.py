@@ -4,18 +4,17 @@ No torch here: inspecting, planning and converting need it without. The text is 
 sha256, so an edited or damaged manifest is found as surely as a damaged file is.
 """
 
-import contextlib
-import gc
 import hashlib
 import json
 import re
 from collections import Counter, UserDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megalite.checkpoint.tiling import Slice, tiling_fault, volume
 from megalite.config.errors import CheckpointError
+from megalite.config.reading import gc_paused
 
 FORMAT_VERSION = 2
 """What is written; version 1, which is read too, has no `code` and one part of a tensor in a file at most."""
@@ -123,7 +122,7 @@ class Manifest:
 
     def to_json(self) -> str:
         try:
-            with many_objects():
+            with gc_paused():
                 # Not asdict: it copies everything, and takes longer than the writing of a small checkpoint.
                 return seal({**vars(self), **plain_parts(self.files, self.tensors)})
         except (TypeError, ValueError, RecursionError) as error:
@@ -133,7 +132,7 @@ class Manifest:
     def from_json(cls, text: str, *, source: str = MANIFEST_NAME) -> "Manifest":
         """Parse and check everything that can be checked without the other files."""
         try:
-            with many_objects():
+            with gc_paused():
                 return _parse_manifest(_unseal(text))
         except _Fault as fault:
             raise CheckpointError(f"{source}: {_presentable(str(fault))}") from None
@@ -160,7 +159,7 @@ class _Entries(UserDict[str, Any]):
 
 def in_pieces(manifest: Manifest) -> list[Any]:
     """Plain JSON of a sound manifest, each tensor as a separate text."""
-    with many_objects():
+    with gc_paused():
         plain = plain_parts(manifest.files, manifest.tensors)
         return [
             {**vars(manifest), **plain, "tensors": {}},
@@ -176,24 +175,11 @@ def from_pieces(body: dict[str, Any], texts: dict[str, str]) -> Manifest:
 def listed_files(text: str, *, source: str = MANIFEST_NAME) -> dict[str, FileEntry]:
     """The files that a manifest lists: its seal is checked, and of its fields this one alone."""
     try:
-        with many_objects():
+        with gc_paused():
             files = _typed(_unseal(text).get("files"), dict, "files")
             return {name: _parse_file(name, value) for name, value in files.items()}
     except _Fault as fault:
         raise CheckpointError(f"{source}: {_presentable(str(fault))}") from None
-
-
-@contextlib.contextmanager
-def many_objects() -> Iterator[None]:
-    """While millions of small objects are made that all stay, the collector would look at them again and again: with
-    schedules of a million tuples that takes a third of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def seal(body: dict[str, Any]) -> str:

@@ -8,7 +8,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint.manifest import many_objects
 from megalite.cli.dry_run_text import format_rank, format_report
 from megalite.cli.output import tell
 from megalite.config.batch import (
@@ -23,6 +22,7 @@ from megalite.config.batch import (
 from megalite.config.describe import replace, sectioned
 from megalite.config.errors import ConfigError
 from megalite.config.flags import Invocation
+from megalite.config.reading import gc_paused
 from megalite.config.run import RunConfig, least_ranks
 from megalite.config.validate import validate
 from megalite.conversion.huggingface.families import choose_family
@@ -74,7 +74,7 @@ def world_size_of(invocation: Invocation) -> int:
 def dry_run(invocation: Invocation) -> str:
     """What `--dry-run` prints: text, or JSON with --json; with --rank of that rank alone."""
     config, world_size, explicit = invocation.config, world_size_of(invocation), invocation.explicit
-    with many_objects():
+    with gc_paused():
         if invocation.rank is None:
             found, as_text = report(config, world_size, explicit), format_report
         else:

@@ -8,13 +8,13 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
-from megalite.checkpoint.manifest import many_objects
 from megalite.cli.display import ProgressLine, Redrawn, duration, table
 from megalite.cli.failures import Stopped, first_signal_raises
 from megalite.cli.output import show, tell
 from megalite.cli.tool_commands import SWEEP
 from megalite.config.byte_size import format_bytes
 from megalite.config.errors import ConfigError
+from megalite.config.reading import gc_paused
 from megalite.planner.cost.calibrate import Machine
 from megalite.planner.hardware import refuse_taken
 from megalite.sweep.candidates import Expansion, Run, check_all, expand, read_machine, refusals
@@ -95,7 +95,7 @@ def _checked(expansion: Expansion, spec: SweepSpec, machine: Machine | None) -> 
         line.update(done, count, (), lambda _: f"{done} of {count} configurations checked")
 
     try:
-        with many_objects():
+        with gc_paused():
             return check_all(expansion, memory_limit=spec.memory_limit, machine=machine, observe=observe)
     finally:
         line.end()

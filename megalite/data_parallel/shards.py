@@ -169,7 +169,7 @@ class GradientNoise:
         Args:
             whole: squared norm of the gradient.
             parts: Σ over data-parallel ranks of the squared norms of what they add to it."""
-        # The mean over ranks: the mean gradient over a rank's samples is as many times what the rank adds as there are ranks.
+        # Each rank adds its samples' share of the mean: their own mean is as many times that as there are ranks.
         small = self._ranks * parts
         signal = (self._ranks * whole - small) / (self._ranks - 1)
         noise = samples * (small - whole) / (self._ranks - 1)

@@ -86,8 +86,13 @@ TIE = 0.05
 (benchmarks/planner/step_times.py)."""
 
 
+def _is_tie(candidate: Candidate, plan: Plan) -> bool:
+    seconds, least = candidate.prediction.step_seconds, plan.candidates[0].prediction.step_seconds
+    return plan.objective != "memory" and bool(seconds <= (1 + TIE) * least)
+
+
 def _layout(candidate: Candidate, best: Candidate, plan: Plan, whole: WholeRun) -> dict[str, Any]:
-    found, least, spread = candidate.prediction, best.prediction.step_seconds, plan.stack.spread
+    found, spread = candidate.prediction, plan.stack.spread
     run = whole.of(candidate.config, plan.request.world_size, float(found.step_seconds), plan.cluster, plan.stack)
     rank, memory = candidate.fullest
     return {
@@ -96,7 +101,7 @@ def _layout(candidate: Candidate, best: Candidate, plan: Plan, whole: WholeRun) 
         "microbatches": candidate.layout.pipeline.microbatches,
         "step_seconds": float(found.step_seconds),
         "step_seconds_interval": [float(found.step_seconds) / (1 + spread), float(found.step_seconds) * (1 + spread)],
-        "tie": plan.objective != "memory" and bool(found.step_seconds <= (1 + TIE) * least),
+        "tie": _is_tie(candidate, plan),
         "estimated_step_seconds": candidate.estimate,
         "tokens_per_second": float(found.tokens_per_second),
         "mfu": {"palm": float(found.mfu), "megatron": float(found.mfu_causal)},
@@ -424,11 +429,13 @@ def deciding_sweep(plan: Plan, cluster: str, stack: str, ignored: Collection[str
     """What `megalite sweep` reads to run the layouts that are a tie, by the names of the machine's files; None without one.
     What all have in common is given once, but for what is `ignored` by sweeps; without data it is made up, which takes
     the same time."""
-    least = plan.candidates[0].prediction.step_seconds
-    tied = [_settings(each) for each in plan.candidates if each.prediction.step_seconds <= (1 + TIE) * least]
-    if len(tied) < 2 or plan.objective == "memory":
+    tied = [
+        {name: value for name, value in _settings(each).items() if name not in ignored}
+        for each in plan.candidates
+        if _is_tie(each, plan)
+    ]
+    if len(tied) < 2:
         return None
-    tied = [{name: value for name, value in each.items() if name not in ignored} for each in tied]
     shared = {name: value for name, value in tied[0].items() if all(each.get(name) == value for each in tied)}
     data = {} if _has_data(plan.candidates[0].config) else {"mock_data": True}
     return {

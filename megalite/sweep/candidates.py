@@ -181,7 +181,7 @@ def check_all(
     observe: Callable[[int], None] = lambda done: None,
 ) -> tuple[Run, ...]:
     """Each candidate as a run, in the same order; of those that are the same configuration the first. A run that is
-    predicted to need more than `memory_limit` bytes on a rank is refused; `machine` predicts times; `observe` gets how
+    predicted to need more than `memory_limit` bytes per rank is refused; `machine` predicts times; `observe` gets how
     many are checked."""
     vocabularies: list[tuple[DataConfig, int | ConfigError]] = []
     apart, changed = _names(expansion)

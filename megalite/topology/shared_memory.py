@@ -1,7 +1,7 @@
 """Collectives between ranks of one host through memory that they share, with the bits of gloo's: no sockets, no threads.
 
-Own code, as torch has none for CPUs. A rank copies its part into its slot, counts one up and waits until its peers have
-counted as far; then it adds or copies for itself. Each rank has two slots, used in turn: a rank that begins an operation has
+Own code, as torch has none for CPUs. Each rank copies its part into its slot, counts one up and waits until its peers have
+counted as far; then it adds or copies for itself. Each rank has two slots, used in turn: to begin an operation is to have
 finished the one before, so all slots of the one before that have been read. On x86-64 stores are seen in their order, which
 counters without a lock need; elsewhere there is no shared memory.
 """
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 SLOT_BYTES = 1 << 20
-"""What a rank gives at once; a larger tensor goes piece by piece."""
+"""Given at once per rank; a larger tensor goes piece by piece."""
 _COUNTER_BYTES = 64
 """From one rank's counter to the next: a cache line. Behind it is what the operation is, for each of the two slots."""
 _HEADER_BYTES = 4096
@@ -33,7 +33,7 @@ _COUNTS = 1 << 32
 _FUTEX, _FUTEX_WAIT, _FUTEX_WAKE, _EVERYONE = 202, 0, 1, 2**31 - 1
 """Linux's system call on x86-64 and its operations: sleep while a number in memory is still this one; wake who does."""
 _LOOK_SECONDS = 0.2
-"""How often a rank that waits looks whether its peer still runs."""
+"""How often waiting ranks look whether their peer still runs."""
 _GLOO_SEGMENT_BYTES = 1 << 20
 
 

@@ -1,5 +1,6 @@
 """examples/large_batch: the program of its page, on little text and few samples, and its picture."""
 
+import re
 import runpy
 from pathlib import Path
 
@@ -37,7 +38,12 @@ def test_a_few_steps_of_the_page(
 
 def test_the_picture_is_of_the_pages_table() -> None:
     picture = (HERE / "losses.svg").read_text(encoding="utf-8")
-    assert "prefers-color-scheme: dark" in picture and "grew from 4 to 27 samples" in picture
+    losses = re.findall(r"^\| (?:AdamW|LAMB) \| \d+ \| \d+ \| ([0-9.]+) \|", PAGE, re.MULTILINE)
+    described = re.search(r"AdamW ([0-9. ]+); LAMB ([0-9. ]+)\. ", picture)
+    assert len(losses) == 8 and described is not None
+    assert " ".join(described.groups()).split() == [f"{float(loss):.3f}" for loss in losses]
+    (grew,) = re.findall(r"noise scale grew from (\d+ to \d+) samples", PAGE)
+    assert "prefers-color-scheme: dark" in picture and f"grew from {grew} samples" in picture
     rows = [
         [cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.splitlines() if ".0" in line and "|" in line
     ]

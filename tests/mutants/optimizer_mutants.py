@@ -102,7 +102,7 @@ BALANCED = (
 
 EXCHANGES = (
     Mutant(
-        "a rank's part taken for its mean",
+        "part of the sum taken for the mean",
         "megalite/data_parallel/shards.py",
         "small = self._ranks * parts",
         "small = parts",

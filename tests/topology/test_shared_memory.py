@@ -172,7 +172,7 @@ def nothing(context: RankContext) -> None:
 
 
 class TwoHosts(Group):
-    """A group whose other rank says something else of itself."""
+    """A group in which the other rank describes itself differently."""
 
     def gather_json(self, value: Any, device: torch.device) -> list[Any]:
         if isinstance(value, bool):

@@ -125,7 +125,7 @@ STRATEGY: tuple[Check, ...] = (
             "rest; use --ep 1 with --etp {=tp}, or remove it": lambda c: (
                 c.num_experts and (c.ep > 1 or c.expert_tp != c.tp)
             ),
-            "{?log_gradient_noise_scale} does not go with {dp_strategy}, which does not have a rank's whole gradient and the sum; "
+            "{?log_gradient_noise_scale} does not go with {dp_strategy}, which does not have the whole gradient per rank and the sum; "
             "use --dp-strategy all-reduce or distributed-optimizer": (
                 lambda c: c.dp_strategy not in ("all-reduce", "distributed-optimizer")
             ),

@@ -10,7 +10,7 @@ them, and with offload the states that visit the device and the layers that are 
 is refined is sized again exactly.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -85,7 +85,7 @@ class Sizer:
             counts = int(replicas[place]), int(expert_replicas[place])
             return [of(config, shape, counts[shape.expert]) for shape in self._classes[1]]
 
-        each = self._by_kind(of.__name__, (shares.strategy, replicas, expert_replicas), widths)
+        each = self._by_kind(of, (shares.strategy, replicas, expert_replicas), widths)
         found: Floats = (self._local(shares) * each[:, None, :]).sum(2).T
         return found
 
@@ -95,12 +95,12 @@ class Sizer:
         expert = np.array([shape.expert for shape in self._classes[1]])
         return np.stack((local[:, :, ~expert].sum(2), local[:, :, expert].sum(2)), axis=1)
 
-    def _by_kind(self, name: str, keys: Sequence[npt.NDArray[Any]], of: Callable[[int], Any]) -> Floats:
+    def _by_kind(self, what: Hashable, keys: Sequence[npt.NDArray[Any]], of: Callable[[int], Any]) -> Floats:
         """[shares, ...] values `of` the place of a share: of each kind of equal keys once, whatever the pipeline."""
         index, of_kind = kinds(*keys)
         found = []
         for place in index.tolist():
-            key = (name, *(column[place].item() for column in keys))
+            key = (what, *(column[place].item() for column in keys))
             if key not in self._known:
                 self._known[key] = of(place)
             found.append(self._known[key])
@@ -185,7 +185,7 @@ class Sizer:
         found[Feature.PLAIN : Feature.BOTH_ENDS + 1, places] = each.T
 
     def _whole_of(self, shares: Shares, place: int, layers: int, pp: int) -> list[float]:
-        """By what a rank has beside layers: nothing, embedding, head, both."""
+        """By what stands beside layers: nothing, embedding, head, both."""
         config = self._with(shares, place)
         config = replace(config, model=replace(config.model, num_layers=layers))
         if pp == 1:

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megalite.checkpoint.manifest import many_objects
 from megalite.config.byte_size import format_bytes
 from megalite.config.describe import replace as with_settings
 from megalite.config.describe import settings
 from megalite.config.errors import ConfigError
+from megalite.config.reading import gc_paused
 from megalite.config.run import RunConfig, stage_layers
 from megalite.config.validate import validate
 from megalite.partition.memory import RankMemory
@@ -346,7 +346,7 @@ class Plan:
 def find(request: Request, cluster: Cluster, stack: SoftwareStack, *, top: int = 5, objective: str = "time") -> Plan:
     """The `top` best layouts that fit: the fastest, or with `memory` those that hold least. Raises ConfigError if none is
     legal, or none fits: what would make it fit."""
-    with many_objects():
+    with gc_paused():
         return _found(request, cluster, stack, top, objective)
 
 

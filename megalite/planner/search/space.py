@@ -73,7 +73,7 @@ class Request:
     memory_limit: float = float("inf")  # bytes that a rank may hold
     node: int = 0  # ranks of a node: an instance of a sharded strategy lies inside one, or all ranks are one instance
     host: tuple[str, ...] = ()  # of HOST, what a layout that does not fit may use
-    host_limit: float = float("inf")  # bytes that a rank may hold in host memory
+    host_limit: float = float("inf")  # bytes per rank in host memory
 
     def allows(self, name: str, value: Any) -> bool:
         return name not in self.fixed or value in self.fixed[name]

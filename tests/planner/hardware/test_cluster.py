@@ -175,7 +175,7 @@ def test_a_power_limit_slows_products_alone(tmp_path: Path) -> None:
 
 
 def llama(ranks: int) -> RunConfig:
-    """Llama 3 8B as torchtitan trains it: FSDP, two sequences of 8,192 a rank, part of the activations again."""
+    """Llama 3 8B as torchtitan trains it: FSDP, two sequences of 8,192 per rank, part of the activations again."""
     line = (
         f"--preset llama3-8b --seq-length 8192 --bf16 --dp-strategy fully-sharded --dp {ranks} --micro-batch-size 2 "
         f"--global-batch-size {2 * ranks} --recompute-granularity selective --recompute-modules mlp_act"
