@@ -285,18 +285,18 @@ def whole_run_lines(data: dict[str, Any]) -> list[str]:
     if "cost" in run:
         cost = run["cost"]
         lines.append(
-            f"cost        {cost['whole']:,.0f}, {cost['million_tokens']:.3g} a million tokens, at "
-            f"{cost['gpu_hour_price']:g} a GPU hour"
+            f"cost        {cost['whole']:,.0f}, {cost['million_tokens']:.3g} per million tokens, at "
+            f"{cost['gpu_hour_price']:g} per GPU hour"
         )
     if "energy" in run:
         energy = run["energy"]
         lines.append(
-            f"energy      {energy['kilowatt_hours'] / 1e3:,.3g} MWh, {energy['token_joules']:.3g} J a token, at "
-            f"{energy['watts']:g} W a GPU; hosts, network and cooling are not counted"
+            f"energy      {energy['kilowatt_hours'] / 1e3:,.3g} MWh, {energy['token_joules']:.3g} J per token, at "
+            f"{energy['watts']:g} W per GPU; hosts, network and cooling are not counted"
         )
     for size in data["sizes"]:
         lines.append(
-            f"on {size['ranks']:>5}    {seconds_in_words(size['step_seconds'])} a step, {size['step_gpu_seconds']:,.1f} GPU "
+            f"on {size['ranks']:>5}    {seconds_in_words(size['step_seconds'])} per step, {size['step_gpu_seconds']:,.1f} GPU "
             "seconds"
         )
     return lines

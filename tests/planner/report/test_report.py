@@ -90,8 +90,8 @@ def test_text_has_a_line_for_each_layout(plan: Plan) -> None:
         "bubble",
         "300B tokens take",
         "goodput     9",
-        "at 2 a GPU hour",
-        "J a token, at 400 W a GPU",
+        "at 2 per GPU hour",
+        "J per token, at 400 W per GPU",
         "Why the others lose",
     ):
         assert word in text
@@ -109,7 +109,7 @@ def test_the_page_stands_alone(plan: Plan) -> None:
     assert read.tags.count("svg") == 2
     assert read.tags.count("circle") == 3
     assert read.tags.count("rect") > 2 * timeline.schedule.num_stages
-    assert all(word in read.words for word in ("Speed against memory", "matrix products", "vendor", "2 a GPU hour"))
+    assert all(word in read.words for word in ("Speed against memory", "matrix products", "vendor", "2 per GPU hour"))
 
 
 def test_the_drawn_step_is_short(plan: Plan) -> None:
