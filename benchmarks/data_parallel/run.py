@@ -300,7 +300,8 @@ def peers(rates: Sequence[float | None], rounds: int, steps: int = 6) -> dict[st
 
 def overlap(bench: Bench, rates: Sequence[float]) -> dict[str, Any]:
     """Of the time in which buckets are being reduced, the part in which the step does not wait for them."""
-    wide = {**PEER_SETTINGS, "dp": RANKS, "global_batch_size": 4 * RANKS, "ddp_bucket_size": 500_000}
+    small = common.settings("num_layers=4 hidden_size=256 vocab_size=8192 micro_batch_size=4 ddp_bucket_size=500_000")
+    wide = {**PEER_SETTINGS, **small, "dp": RANKS, "global_batch_size": 4 * RANKS}
     kinds = {"all-reduce": {}, "distributed-optimizer": {"dp_strategy": "distributed-optimizer"}}
     rows = {}
     for rate in rates:
@@ -341,7 +342,7 @@ def measure(names: Sequence[str], rates: Sequence[float], rounds: int, steps: in
             "convergence": lambda: joined(convergence, steps, swept, [1, 2, 3]),
             "strategies": lambda: {"single process": single(data, 20), **joined(strategies, [None, 100.0], 20)},
             "overlap": lambda: joined(overlap, [250.0, 1000.0]),
-            "peers": lambda: peers([None, 250.0], rounds),
+            "peers": lambda: peers([None, 1000.0], rounds),
         }
         for name in names:
             yield name, parts[name]()

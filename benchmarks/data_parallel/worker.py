@@ -42,10 +42,13 @@ from megalite.training.evaluation import Evaluator
 from megalite.training.non_finite import NonFiniteError
 from megalite.training.replica import Replica
 
-SIZE = plain_gpt.Size()
+SIZE = plain_gpt.Size(layers=12, hidden=512, vocab=32768, micro=1, batch=2)
+"""54.8 million parameters, so that what a reduction hides behind can be long."""
+BUCKET = 5_500_000  # parameters, a tenth of them
 SETTINGS = common.settings(  # the same run for megalite
     f"num_layers={SIZE.layers} hidden_size={SIZE.hidden} num_attention_heads={SIZE.heads} vocab_size={SIZE.vocab} "
-    f"seq_length={SIZE.seq} micro_batch_size={SIZE.micro} global_batch_size={SIZE.batch} mock_data=true lr=1e-4 train_iters=1000"
+    f"seq_length={SIZE.seq} micro_batch_size={SIZE.micro} global_batch_size={SIZE.batch} ddp_bucket_size={BUCKET} "
+    "mock_data=true lr=1e-4 train_iters=1000"
 )
 
 Built = tuple[nn.Module, torch.optim.Optimizer]
@@ -55,30 +58,35 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
-def _ddp() -> Built:
-    model = DistributedDataParallel(plain_gpt.GPT())
+def _replicated(bucket: int = BUCKET) -> nn.Module:
+    return DistributedDataParallel(plain_gpt.GPT(SIZE), bucket_cap_mb=bucket * 4 / 2**20, gradient_as_bucket_view=True)
+
+
+def _ddp(bucket: int = BUCKET) -> Built:
+    model = _replicated(bucket)
     return model, _adamw(model)
 
 
-def _ddp_with(state: Any, hook: Callable[..., Any]) -> Built:
-    model, optimizer = _ddp()
+def _ddp_with(state: Any, hook: Callable[..., Any], bucket: int = BUCKET) -> Built:
+    model, optimizer = _ddp(bucket)
     model.register_comm_hook(state, hook)  # type: ignore[operator]
     return model, optimizer
 
 
 def _powersgd() -> Built:
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
-    return _ddp_with(state, powerSGD_hook.powerSGD_hook)
+    # One bucket: the hook starts further collectives in callbacks, in an order that differs per rank, and gloo fails.
+    return _ddp_with(state, powerSGD_hook.powerSGD_hook, bucket=1_000_000_000)
 
 
 def _zero() -> Built:
-    model = DistributedDataParallel(plain_gpt.GPT())
+    model = _replicated()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True)
     return model, optimizer
 
 
 def _fsdp2() -> Built:
-    model = plain_gpt.GPT()
+    model = plain_gpt.GPT(SIZE)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
