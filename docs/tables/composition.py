@@ -149,21 +149,19 @@ def refusal(one: str, other: str) -> str | None:
 
 
 def readme_table() -> str:
-    """A row a feature, a column for each of `COLUMNS`; features that are alike in all columns share a row."""
+    """What works with all of `COLUMNS` in a sentence; a row for the others, those that are alike in all columns together."""
     by_name = {feature.name: feature for feature in FEATURES}
     rows: dict[tuple[str, ...], list[str]] = {}
     for feature in FEATURES:
-        if feature.name not in COLUMNS:
-            rows.setdefault(_cells(feature, by_name), []).append(feature.name)
+        rows.setdefault(_cells(feature, by_name), []).append(feature.name)
+    good = [name for cells, names in rows.items() if REFUSED not in cells for name in names]
     lines = [
+        f"Every two of {'; '.join(name for name in COLUMNS if name in good)} work together, and each of them with "
+        f"{'; '.join(name for name in good if name not in COLUMNS)}. Of the others:",
+        "",
         f"| | {' | '.join(COLUMNS)} |",
         f"|---|{':-:|' * len(COLUMNS)}",
-        *(
-            f"| {name} | {' | '.join(_cells(by_name[name], by_name))} |"
-            for name in COLUMNS
-            if set(_cells(by_name[name], by_name)) != {GOES}
-        ),
-        *(f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in rows.items()),
+        *(f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in rows.items() if REFUSED in cells),
     ]
     return "\n".join(lines) + "\n"
 

@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and docs that are made from the code: `python docs/tables/write.py`.
+"""Writes the tables of the pages that are made from the code: `python docs/tables/write.py`.
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`; what is between them is replaced. `tests/docs/test_tables.py`
 compares the pages with what this script makes.
@@ -37,9 +37,8 @@ PAGES = (
     "docs/index.md",
     "docs/composition.md",
     "docs/from_megatron.md",
-    "docs/planner_chain.md",
-    "docs/planner.md",
     "docs/walkthrough.md",
+    "benchmarks/results/README.md",
 )
 _PLACE = re.compile(r"(?<=<!-- table: )(.+?)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
 

@@ -42,33 +42,25 @@ class ComputeConfig:
     """Kernels and how layers compute."""
 
     kernels: list[str] = option([])
-    """Kernels by hand: a BACKEND (apex, triton, onednn, torch) goes first for all operations that it can serve, and
-    OPERATION=BACKEND serves that one or is an error; with commas or spaces between: apex,adam=torch. The others are chosen
-    by a table of measured speeds; `megalite kernels` lists operations, backends and what is there."""
+    """Kernels by hand, as apex,adam=torch: a BACKEND goes first for all operations, OPERATION=BACKEND serves that one
+    or is an error. `megalite kernels` lists them."""
     attention_backend: str = option("auto", choices=ATTENTION_BACKENDS)
-    """Which of torch's kernels computes causal attention: flash or cudnn or efficient (half types on CUDA; efficient also
-    fp32), flash (on a CPU any type), or math, which keeps the scores in memory; or our own for bf16 on a CPU, blocked.
-    auto: what torch prefers for the device, or blocked where that was measured to be quicker; the log says which it is.
-    One that is not there is an error."""
+    """Attention by torch's flash, cudnn, efficient or math kernel, or ours for bf16 on a CPU, blocked. One that cannot
+    serve is an error."""
     tp_comm_overlap: bool = option(False)
-    """With sequence parallelism: gather and multiply, and multiply and scatter, in tp pieces, so that each piece travels
-    while another is multiplied. Same numbers to rounding."""
+    """With sequence parallelism: gather and multiply, and multiply and scatter, in tp pieces that overlap."""
     fp8: bool = option(False)
-    """Linear layers multiply in fp8 (e4m3 forward, e5m2 gradients, one scale a tensor), except in the first and the last
-    layer, in experts and in the head. Weights, weight gradients and optimizer are as without. Needs precision bf16 and a
-    GPU of compute capability 8.9 or more."""
+    """Linear layers multiply in fp8 (e4m3 forward, e5m2 gradients), except in the first and the last layer, in experts
+    and in the head. Needs precision bf16 and compute capability 8.9."""
     tf32: bool = option(False)
-    """Products of fp32 matrices on CUDA round their factors to TF32, with 10 bits instead of 23, and add in fp32: several
-    times the rate, errors near 5e-4. Needs compute capability 8.0 or more."""
+    """Products of fp32 matrices on CUDA round their factors to TF32: several times the rate, errors near 5e-4. Needs
+    compute capability 8.0."""
     deterministic: bool = option(False, flags=("--deterministic-mode",))
-    """The same bits in every run of one layout, also on CUDA: torch takes repeatable forms of its operations, and one that has
-    none ends the run with its name. Slower. A CPU gives the same bits anyway."""
+    """The same bits in every run of one layout, also on CUDA; an operation without a repeatable form ends the run."""
     compile: bool = option(False)
-    """torch.compile for what is between the matrix products, attention and communication: norms, activations, rotary
-    embedding, dropout with residual sum, as far as torch's kernels serve them. Takes a minute at start."""
+    """torch.compile for what is between matrix products, attention and communication. Takes a minute at start."""
     keep_cpu_memory: bool = option(True)
-    """On a CPU with glibc, reuse what is freed instead of giving it back to the system: large tensors otherwise come as
-    zeroed pages each time. --no-keep-cpu-memory for processes that share a machine short of memory."""
+    """On a CPU with glibc, reuse what is freed instead of giving it back to the system."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -206,13 +206,14 @@ class DataConfig:
     """Token files (`<prefix>.bin`/`<prefix>.idx`) or text, their split, and the tokenizer that made them."""
 
     data_path: list[str] = option([], basic=True)
-    """Prefixes of token files, or weight/prefix pairs: `--data-path 0.3 a 0.7 b`. A .jsonl, .parquet or .txt file, a glob or a `folder/` is tokenized first, once."""
+    """Prefixes of token files, or weight/prefix pairs: `--data-path 0.3 a 0.7 b`. A .jsonl, .parquet or .txt file, a
+    glob or a `folder/` is tokenized first."""
     text_field: str = option("text")
-    """Key (jsonl) or column (parquet) that holds the text, where data_path names text."""
+    """Key (jsonl) or column (parquet) of the text, where data_path names text."""
     sft: bool = option(False)
-    """Supervised fine-tuning: examples of prompt and response or chat messages, packed whole; the loss is on responses alone."""
+    """Supervised fine-tuning on examples of prompt and response or chat messages; the loss is on responses alone."""
     train_data_path: list[str] = option([])
-    """As data_path, for training alone; then valid_data_path may be given too, and split may not."""
+    """As data_path, for training alone, without split."""
     valid_data_path: list[str] = option([])
     """As data_path, for validation alone."""
     test_data_path: list[str] = option([])
@@ -222,7 +223,7 @@ class DataConfig:
     mock_data: bool = option(False)
     """Train on made-up tokens (for timing); needs vocab_size."""
     dataset: str | None = option(None, choices=DATASETS)
-    """A dataset that one of `imports` has registered, instead of token files; it may read data_path as it likes."""
+    """A dataset that one of `imports` has registered, instead of token files."""
     tokenizer_type: str | None = option(
         None,
         choices=(
@@ -238,13 +239,14 @@ class DataConfig:
     merge_file: str | None = option(None)
     """GPT-2 BPE merges.txt."""
     tiktoken_pattern: str | None = option(None)
-    """How a tiktoken file cuts text into words: gpt2, r50k_base, p50k_base, cl100k_base, o200k_base, llama3, v1, v2, or a regular expression; default: inferred from the file where it is known."""
+    """How a tiktoken file cuts text into words: gpt2, r50k_base, p50k_base, cl100k_base, o200k_base, llama3, v1, v2, or
+    a regular expression; default: inferred."""
     data_order: str = option("megalite", choices=("megalite", "megatron"))
-    """Order of samples: megalite's is a function of (seed, sample) alone; megatron is Megatron-LM's, bit for bit."""
+    """Order of samples: a function of (seed, sample) alone, or Megatron-LM's, bit for bit."""
     data_cache_path: str | None = option(None)
-    """Folder for the indices of large datasets and for what is made of text; default: a folder `cache` beside each data path."""
+    """Folder for indices and for what is made of text; default: `cache` beside each data path."""
     packing: str = option("stream", choices=("stream", "best-fit"))
-    """How samples are cut: from one stream of documents, or of whole documents that fit, which see only themselves."""
+    """Samples are cut from one stream of documents, or hold whole documents that fit, which see only themselves."""
     eod_mask_loss: bool = option(False)
     """Leave the prediction after an end-of-document token out of the loss."""
     reset_attention_mask: bool = option(False)

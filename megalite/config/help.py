@@ -67,9 +67,12 @@ def markdown() -> str:
         "<!-- Written by `make docs` from the config classes; do not edit. -->",
         "",
         "Each setting is a flag (`--num-layers 4`) and a key of a YAML file (`num_layers: 4`, alone or in its section).",
-        "Later ones win: default < `--preset` < `--config` files < flags. On the command line `none` unsets a setting",
-        "that are empty by default; switches are turned off by `--no-...`. Unknown settings, settings without effect and",
-        "contradictions are errors.",
+        "Later ones win: default < `--preset` < `--config` files < flags. `none` unsets a setting that is empty by default;",
+        "`--no-...` turns a switch off. The command line has the same:",
+        "",
+        "```console",
+        "$ megalite train --help-all",
+        "```",
         "",
         "| flag | | |",
         "| --- | --- | --- |",
@@ -80,23 +83,28 @@ def markdown() -> str:
         for setting in settings().values():
             if setting.section == section:
                 also = "".join(f", `{flag}`" for flag in setting.flags if flag[2:].replace("-", "_") != setting.name)
-                kind = _code("|".join(setting.shipped)) or setting.type_name
                 default = _code(_shown(setting.default, ""))
-                lines.append(f"- `{setting.name}`{also} ({kind}{default and f', {default}'}): {setting.help}")
+                kind = "" if default and not setting.is_list else setting.type_name
+                kinds = ", ".join(filter(None, (_code("|".join(setting.shipped)) or kind, default)))
+                lines.append(f"- `{setting.name}`{also} ({kinds}): {setting.help}")
     lines += ["", "## Presets", "", ", ".join(f"`{name}`" for name in preset_names())]
-    lines += ["", "[from_megatron.md](from_megatron.md) has Megatron-LM's flags that set something of another name."]
     return "\n".join(lines) + "\n"
 
 
 def other_flags() -> list[str]:
-    """Rows of Megatron-LM's flags that stand for settings of another name: flag, settings."""
-    lines = [f"| `{flag}` | {_sets(values)} |" for flag, values in _words()]
-    lines += [f"| `{flag}` | {_DERIVED_MEANING[flag]} |" for flag in DERIVED]
-    lines += [f"| `{flag}` | {_VALUE_MEANING[flag]} |" for flag in FROM_VALUE]
-    for name, words in VALUES.items():
-        flag = settings()[name].flags[0]
-        lines += [f"| `{flag} {word}` | `{name}: {ours}` |" for word, ours in words.items()]
-    return lines
+    """Megatron-LM's flags that stand for settings of another name: `flag`, `flag`: settings."""
+    lines = [f"`{flag}`: {_sets(values) or 'nothing'}" for flag, values in _words()]
+    lines += [f"`{flag}`: {_DERIVED_MEANING[flag]}" for flag in DERIVED]
+    lines += [f"`{flag}`: {_VALUE_MEANING[flag]}" for flag in FROM_VALUE]
+    lines += [
+        f"`{settings()[name].flags[0]} {word}`: `{name}: {ours}`"
+        for name, words in VALUES.items()
+        for word, ours in words.items()
+    ]
+    given: dict[str, list[str]] = {}
+    for flag, _, means in (line.partition(": ") for line in lines):
+        given.setdefault(means, []).append(flag)
+    return [f"{', '.join(flags)}: {means}" for means, flags in given.items()]
 
 
 _DERIVED_MEANING = {
@@ -109,14 +117,13 @@ _DERIVED_MEANING = {
     "--account-for-loss-in-pipeline-split": "`pipeline_layers` with a layer less on the last stage",
     "--eval-global-batch-size": "nothing, where it is `global_batch_size`; refused else",
     "--no-position-embedding": "nothing, with `position_embedding_type` rope or none",
-    "--moe-router-load-balancing-type": "`seq_aux_loss` is what is computed; `aux_loss` is the same with `micro_batch_size` 1 "
-    "and refused else; `none` is `moe_aux_loss_coeff: 0`",
+    "--moe-router-load-balancing-type": "`seq_aux_loss`, and `aux_loss` with `micro_batch_size` 1, are what is computed; "
+    "`none` is `moe_aux_loss_coeff: 0`",
 }
 
 _VALUE_MEANING = {
     "--data-args-path": "`data_path`, read from a text file",
-    "--per-split-data-args-path": "`train_data_path`, `valid_data_path` and `test_data_path`, read from the keys `train`, "
-    "`valid` and `test` of a JSON file",
+    "--per-split-data-args-path": "`train_data_path`, `valid_data_path` and `test_data_path`, read from a JSON file",
     "--save-retain-interval": "`keep_latest: 1` and `keep_every` of that many steps",
     "--window-size": "`sliding_window` of one key more than the left number, for the query's own",
     "--rotary-seq-len-interpolation-factor": "`rope_scaling: linear` with `rope_scaling_factor`",

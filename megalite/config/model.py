@@ -72,15 +72,15 @@ class ModelConfig:
     num_attention_heads: int = option(4, at_least=1, below=2**24, basic=True)
     """Attention (query) heads."""
     num_query_groups: int | None = option(None, at_least=1, below=2**24)
-    """Key/value heads of grouped-query attention; default: as many as there are attention heads."""
+    """Key/value heads of grouped-query attention; default: num_attention_heads."""
     kv_channels: int | None = option(None, at_least=1, below=2**24)
-    """Size of one head; default hidden_size / num_attention_heads. multi_latent_attention has other sizes instead."""
+    """Size of one head; default hidden_size / num_attention_heads."""
     ffn_hidden_size: int | None = option(None, at_least=1, below=2**24)
     """Width of the MLP; default 4·h, or 8·h/3 rounded down to a multiple of 64 with a gate."""
     vocab_size: int | None = option(None, at_least=1, below=2**31)
     """Token ids are below this; default: the tokenizer's size."""
     make_vocab_size_divisible_by: int = option(128, at_least=1, below=2**24)
-    """Embedding rows are padded to a multiple of this. Never of the layout: checkpoints must not depend on it."""
+    """Embedding rows are padded to a multiple of this, on any layout."""
     max_position_embeddings: int | None = option(None, at_least=1, below=2**31)
     """Rows of the learned position embedding, and the longest sequence allowed; default seq_length."""
     position_embedding_type: str = option("learned_absolute", choices=("learned_absolute", "rope", "none"))
@@ -88,60 +88,60 @@ class ModelConfig:
     rotary_base: float = option(10000.0, above=0)
     """RoPE's theta."""
     rotary_percent: float = option(1.0, above=0, at_most=1)
-    """Share of each head that RoPE turns, from its first channel on; the rest has no position (GPT-NeoX)."""
+    """Share of each head that RoPE turns, from its first channel on (GPT-NeoX)."""
     rotary_interleaved: bool = option(False)
     """RoPE turns neighbouring channels against each other (GPT-J) instead of the two halves of a head (Llama)."""
     rope_scaling: str = option("none", choices=("none", "linear", "llama3", "yarn", "dynamic"))
-    """How RoPE is stretched for longer sequences: all frequencies by the factor (linear), the slow ones (llama3, yarn), or by a
-    larger base as seq_length asks for (dynamic), which stays the same for shorter and longer texts of the run."""
+    """How RoPE is stretched for longer sequences: all frequencies by the factor (linear), the slow ones (llama3, yarn),
+    or by a larger base for seq_length (dynamic)."""
     rope_scaling_factor: float = option(8.0, above=1)
     """How far rope_scaling stretches positions."""
     rope_low_freq_factor: float = option(1.0, above=0)
     """llama3 scaling: wavelengths above original positions / this are stretched in full."""
     rope_high_freq_factor: float = option(4.0, above=0)
-    """llama3 scaling: wavelengths below original positions / this are left as they are."""
+    """llama3 scaling: wavelengths below original positions / this stay."""
     rope_original_max_positions: int = option(
         8192, at_least=1, below=2**31, flags=("--yarn-original-max-position-embeddings",)
     )
     """llama3, yarn and dynamic scaling: the sequence length that the model was first trained with."""
     rope_beta_fast: float = option(32.0, above=0, flags=("--yarn-beta-fast",))
-    """yarn scaling: pairs of channels with more turns than this within the original positions are left as they are."""
+    """yarn scaling: channels with more turns than this within the original positions stay."""
     rope_beta_slow: float = option(1.0, above=0, flags=("--yarn-beta-slow",))
-    """yarn scaling: pairs of channels with fewer turns than this are stretched in full."""
+    """yarn scaling: channels with fewer turns than this are stretched in full."""
     rope_truncate: bool = option(True, flags=("--yarn-correction-range-round-to-int",))
-    """yarn scaling: the pairs between which it mixes are rounded to whole ones."""
+    """yarn scaling: the channels between which it mixes are rounded to whole pairs."""
     rope_mscale: float | None = option(None, above=0, flags=("--mscale",))
-    """yarn scaling: queries and keys grow by the ratio of 0.1·this·ln(factor) + 1 and the same of rope_mscale_all_dim."""
+    """yarn scaling: queries and keys grow by the ratio of 0.1·this·ln(factor) + 1 and the same of
+    rope_mscale_all_dim."""
     rope_mscale_all_dim: float | None = option(None, above=0, flags=("--mscale-all-dim",))
-    """yarn scaling: see rope_mscale; without the two queries and keys grow by 0.1·ln(factor) + 1. In multi_latent_attention
-    scores grow by the square of 0.1·this·ln(factor) + 1 as well."""
+    """yarn scaling: see rope_mscale; without both the growth is 0.1·ln(factor) + 1. In multi_latent_attention scores
+    grow by the square of 0.1·this·ln(factor) + 1 too."""
     rope_attention_factor: float | None = option(None, above=0)
     """yarn scaling: the growth of queries and keys itself, in place of what follows from the factor."""
     sliding_window: int | None = option(None, at_least=2)
-    """Keys that a query sees, its own among them (Mistral); default: all before it."""
+    """Keys that a query sees, its own included (Mistral); default: all before it."""
     window_attn_skip_freq: list[int] | None = option(None, at_least=0, below=10_000)
-    """Layers that sliding_window leaves alone: one number n: every n-th layer (Gemma: 2 or 6); or for each layer 1 with
-    the window, 0 without. Default: none."""
+    """Layers without sliding_window: every n-th (Gemma: 2 or 6), or for each layer 1 with the window, 0 without."""
     rotary_base_local: float | None = option(None, above=0)
-    """RoPE's theta in layers with the window, where rope_scaling then has no effect (Gemma 3); default: rotary_base."""
+    """RoPE's theta in layers with the window, without rope_scaling (Gemma 3); default: rotary_base."""
     no_rope_freq: list[int] | None = option(None, at_least=0, below=10_000)
-    """Layers without RoPE: one number n: every n-th layer (SmolLM3); or for each layer 1 without, 0 with. Default: none."""
+    """Layers without RoPE: every n-th (SmolLM3), or for each layer 1 without, 0 with."""
     softmax_scale: float | None = option(None, above=0)
     """Factor on the products of queries and keys; default: 1 / sqrt(head size)."""
     attn_logit_softcapping: float | None = option(None, above=0)
-    """Attention scores s become c·tanh(s/c) for this c (Gemma 2); default: they stay. Takes attention in pieces."""
+    """Attention scores s become c·tanh(s/c) for this c (Gemma 2). Takes attention in pieces."""
     softmax_type: str = option("vanilla", choices=("vanilla", "off-by-one", "learnable"))
-    """Attention's softmax has one more logit, a sink that takes probability and has no value: 0 (off-by-one), or learned for
-    each head (learnable: gpt-oss); vanilla: none. Takes attention in pieces."""
+    """Attention's softmax has a sink, one more logit without a value: 0 (off-by-one), learned for each head (learnable:
+    gpt-oss), or none (vanilla). Takes attention in pieces."""
     final_logit_softcapping: float | None = option(None, above=0)
-    """Logits z become c·tanh(z/c) for this c (Gemma 2); default: they stay."""
+    """Logits z become c·tanh(z/c) for this c (Gemma 2)."""
     multi_latent_attention: bool = option(False)
-    """Queries, keys and values come out of narrow latents, and part of each key, with the rope, is that of all heads
-    (DeepSeek-V2). With qk_norm the latents are normed; rope turns neighbouring channels."""
+    """Queries, keys and values come out of narrow latents; all heads share the keys' part with rope (DeepSeek-V2).
+    qk_norm norms the latents."""
     q_lora_rank: int | None = option(None, at_least=1, below=2**24)
-    """Channels of the queries' latent; default: queries come from the hidden state itself (DeepSeek-V2-Lite)."""
+    """Channels of the queries' latent; default: none (DeepSeek-V2-Lite)."""
     kv_lora_rank: int = option(32, at_least=1, below=2**24)
-    """Channels of the latent of keys and values, which is what a cache of them holds."""
+    """Channels of the latent of keys and values."""
     qk_head_dim: int = option(128, at_least=1, below=2**24)
     """Channels without rope of each head's query and key."""
     qk_pos_emb_head_dim: int = option(64, at_least=2, below=2**24)
@@ -151,25 +151,26 @@ class ModelConfig:
     pre_norms: bool = option(True)
     """Norm before attention and before the MLP (OLMo 2 has none)."""
     post_norms: bool = option(False)
-    """Norm on the output of attention and of the MLP, before it is added to the residual stream (Gemma 2, OLMo 2)."""
+    """Norm on the output of attention and of the MLP, before the residual sum (Gemma 2, OLMo 2)."""
     normalization: str = option("LayerNorm", choices=("LayerNorm", "RMSNorm"))
-    """Norm before attention, before the MLP and at the end; and those of post_norms and qk_norm."""
+    """Kind of all norms."""
     norm_zero_centered: bool = option(False, flags=("--apply-layernorm-1p",))
-    """Norms multiply by 1 + weight, and the weight starts at 0 (Gemma)."""
+    """Norms multiply by 1 + weight, with weights that start at 0 (Gemma)."""
     qk_norm: bool = option(False, flags=("--qk-layernorm",))
     """Norm over each head of queries and keys before RoPE (Qwen3)."""
     qk_norm_all_heads: bool = option(False)
-    """qk_norm is over all heads together, and each channel of each head has a weight (OLMo 2)."""
+    """qk_norm is over all heads together, with a weight for each channel of each head (OLMo 2)."""
     norm_epsilon: float = option(1e-5, above=0, flags=("--layernorm-epsilon",))
     """Added to the variance inside the norm."""
     activation: str = option("gelu", choices=("gelu", "gelu_tanh", "squared_relu", *GATED))
-    """MLP nonlinearity; swiglu and geglu have a gate beside the up projection. quick_geglu: gate·sigmoid(1.702·gate)·up."""
+    """MLP nonlinearity; swiglu and geglu have a gate beside the up projection. quick_geglu:
+    gate·sigmoid(1.702·gate)·up."""
     activation_func_clamp_value: float | None = option(None, above=0)
-    """With a gate: the gate is at most this, and the up projection between minus this and this (gpt-oss: 7)."""
+    """With a gate: largest gate, and largest magnitude of the up projection (gpt-oss: 7)."""
     glu_linear_offset: float = option(0.0, at_least=0, below=1000)
     """With a gate: added to the up projection (gpt-oss: 1)."""
     add_bias_linear: bool = option(True)
-    """Biases in the linear layers of attention and MLP; for router and experts see moe_add_bias_linear."""
+    """Biases in the linear layers of attention and MLP; experts: moe_add_bias_linear."""
     add_qkv_bias: bool = option(False)
     """Bias in the query, key and value projection where add_bias_linear is off (Qwen2)."""
     scale_embeddings: bool = option(False)
@@ -179,17 +180,18 @@ class ModelConfig:
     hidden_dropout: float = option(0.0, at_least=0, below=1)
     """Dropout on the embedding and on each residual branch."""
     attention_dropout: float = option(0.0, at_least=0, below=1)
-    """Dropout on attention probabilities; above 0 the unfused attention is used."""
+    """Dropout on attention probabilities, by unfused attention."""
     use_mup: bool = option(False)
-    """Maximal update parametrization (arXiv 2203.03466), so that the best learning rate does not depend on the width. Beside
-    mup_base_hidden_size, hidden matrices of a model m times as wide start 1/sqrt(m) and learn 1/m as large, and logits are
-    1/m; scores of attention are divided by the head size. Embeddings, head, norms and biases stay as they are."""
+    """Maximal update parametrization (arXiv 2203.03466): in a model m times as wide as mup_base_hidden_size, hidden
+    matrices start 1/sqrt(m) and learn 1/m as large, and logits are 1/m; scores of attention are divided by the head
+    size."""
     mup_base_hidden_size: int | None = option(None, at_least=1, below=2**20)
     """use_mup: the width that the learning rate was found with; default: hidden_size."""
     mup_base_head_dim: int | None = option(None, at_least=1, below=2**20)
     """use_mup: the head size at which scores are as without it; default: 1."""
     init_method_std: float = option(0.02, above=0, below=100)
-    """Standard deviation of the initial weights; residual output projections get it divided by sqrt(2·num_layers)."""
+    """Standard deviation of the initial weights; that of residual output projections is divided by
+    sqrt(2·num_layers)."""
     num_experts: int | None = option(None, at_least=2, below=2**20)
     """Experts of each MoE layer; default: a dense MLP."""
     moe_router_topk: int = option(2, at_least=1, below=2**24)
@@ -199,31 +201,31 @@ class ModelConfig:
     moe_add_bias_linear: bool = option(False)
     """Biases in the router and in both layers of each expert (gpt-oss)."""
     moe_shared_expert_intermediate_size: int | None = option(None, at_least=1, below=2**24)
-    """Width of the shared expert, which every token goes through; default: none."""
+    """Width of the shared expert, for every token; default: none."""
     moe_shared_expert_gate: bool = option(False)
-    """The shared expert's output is multiplied by a number from 0 to 1 per token: a sigmoid of one more projection (Qwen2-MoE)."""
+    """The shared expert's output is multiplied by a sigmoid of one more projection per token (Qwen2-MoE)."""
     moe_layer_freq: int = option(1, at_least=1, below=10_000)
-    """Every how-many-th layer has experts, the first of them being one; the others have a dense MLP."""
+    """Every how-many-th layer has experts, from the first on; the others have a dense MLP."""
     moe_first_dense_layers: int = option(0, at_least=0, below=10_000)
-    """Layers at the start that have a dense MLP whatever moe_layer_freq says (DeepSeek)."""
+    """Layers at the start with a dense MLP, in any case (DeepSeek)."""
     moe_router_pre_softmax: bool = option(False)
-    """Softmax over all experts before the top-k choice (weights add up to less than 1); default: over the chosen."""
+    """Softmax over all experts before the top-k choice; default: over the chosen."""
     moe_router_score_function: str = option("softmax", choices=("softmax", "sigmoid"))
-    """What makes scores of the router's logits; those of a sigmoid are divided by the sum of the chosen (DeepSeek-V3)."""
+    """What makes scores of the router's logits; those of a sigmoid are divided by the sum of the chosen
+    (DeepSeek-V3)."""
     moe_router_enable_expert_bias: bool = option(False)
-    """Balance experts without a loss: a bias per expert is added to its score for the choice alone, and grows after each step
-    in which the expert had less than its share of the tokens (arXiv 2408.15664)."""
+    """Balance experts without a loss: a bias per expert counts in the choice alone, and grows after steps in which the
+    expert had too few tokens (arXiv 2408.15664)."""
     moe_router_bias_update_rate: float = option(1e-3, at_least=0, below=1)
     """What such a bias grows or shrinks by in a step."""
     moe_router_num_groups: int | None = option(None, at_least=1, below=2**20)
-    """Groups of neighbouring experts, of which a token goes to moe_router_group_topk alone; default: no groups."""
+    """Groups of neighbouring experts; a token goes to experts of moe_router_group_topk of them; default: no groups."""
     moe_router_group_topk: int | None = option(None, at_least=1, below=2**20)
     """Groups a token goes to: those with the largest sums of their best topk / group_topk scores."""
     moe_router_topk_scaling_factor: float = option(1.0, above=0)
     """Factor on the router's weights."""
     mtp_num_layers: int = option(0, at_least=0, below=100)
-    """Layers behind the last one, each of which predicts one token further ahead (DeepSeek-V3); they train the model and
-    have no part in its logits."""
+    """Layers behind the last one that each predict one token further ahead in training (DeepSeek-V3)."""
     mtp_loss_scaling_factor: float = option(0.1, at_least=0)
     """Weight of the mean of their losses."""
     moe_aux_loss_coeff: float = option(0.0, at_least=0)

@@ -122,20 +122,19 @@ class OptimizerConfig:
     """The optimizer and its schedules. Norms and biases are not decayed."""
 
     optimizer: str = option("adam", choices=OPTIMIZERS)
-    """adam is AdamW (decoupled weight decay); onebit-adam, onebit-lamb and zero-one-adam exchange signs of their momentum
-    instead of gradients after a warm-up; muon orthogonalises the update of matrices and leaves the rest to AdamW;
-    schedule-free-adamw averages its steps instead of a decay of the learning rate."""
+    """adam is AdamW; muon orthogonalises the update of matrices; schedule-free-adamw averages its steps; onebit-adam,
+    onebit-lamb and zero-one-adam exchange signs of their momentum after a warm-up."""
     lr: float = option(1e-3, above=0, basic=True)
     """Peak learning rate."""
     min_lr: float = option(0.0, at_least=0, basic=True)
     """Learning rate at and after the end of decay."""
     decoupled_lr: float | None = option(None, above=0)
-    """Peak learning rate of the word embedding and the output head alone; default: lr."""
+    """Peak learning rate of the word embedding and the output head; default: lr."""
     decoupled_min_lr: float | None = option(None, at_least=0)
     """decoupled_lr: what it decays to; default: min_lr."""
     lr_multipliers: list[str] = option([])
-    """PATTERN=FACTOR ...: multiply the learning rate of parameters with a name that matches, such as
-    'layers.0.*=0.5' '*.router.weight=0.1'; several that match are multiplied. `megalite inspect` shows names."""
+    """PATTERN=FACTOR ...: multiply the learning rate of parameters with a name that matches, such as 'layers.0.*=0.5'
+    '*.router.weight=0.1'."""
     lr_decay_style: str = option("cosine", choices=LR_SCHEDULES, basic=True)
     """Decay after warm-up."""
     lr_decay_iters: int | None = option(None, at_least=1)
@@ -149,10 +148,10 @@ class OptimizerConfig:
     lr_warmup_fraction: float | None = option(None, at_least=0, below=1, basic=True)
     """Warm-up as a fraction of the decay length."""
     lr_warmup_init: float = option(0.0, at_least=0)
-    """Learning rate that the warm-up starts from; see lr_schedule_offset for whether the first step has it."""
+    """Learning rate that the warm-up starts from."""
     lr_schedule_offset: str = option("step-end", choices=("step-end", "megatron"))
-    """A step's learning rate and weight decay are those that the schedules have at its end, so that the first one learns
-    although a warm-up starts from 0; or, with megatron, at its start, as in Megatron-LM: one step later."""
+    """A step takes its learning rate and weight decay from its end in the schedules, or from its start, as
+    Megatron-LM."""
     lr_wsd_decay_iters: int | None = option(None, at_least=1)
     """Length of the final decay of WSD, in steps."""
     lr_wsd_decay_samples: int | None = option(None, at_least=1)
@@ -190,30 +189,28 @@ class OptimizerConfig:
     muon_steps: int = option(5, at_least=1, flags=("--muon-num-ns-steps",))
     """muon: Newton-Schulz iterations."""
     muon_scale: float = option(0.2, above=0, flags=("--muon-extra-scale-factor",))
-    """muon: factor of all updates; with muon_scale_mode spectral the root mean square of a matrix's update, to fit AdamW's
-    learning rate and weight decay."""
+    """muon: factor of all updates; with spectral the root mean square of a matrix's update, which fits AdamW's learning
+    rate."""
     muon_scale_mode: str = option("spectral", choices=MUON_SCALES)
-    """muon: further factor of the update of a matrix [r, c]: spectral, √max(r, c), as Moonlight and Kimi-K2; shape_scaling,
-    √max(1, r/c); unit_rms_norm, √(r/c)."""
+    """muon: factor of a matrix [r, c]: spectral, √max(r, c); shape_scaling, √max(1, r/c); unit_rms_norm, √(r/c)."""
     muon_split_qkv: bool = option(True)
-    """muon: queries, keys and values of a layer are three matrices; else one, as they lie in one tensor."""
+    """muon: queries, keys and values of a layer are three matrices, else one."""
     qk_clip: bool = option(False)
-    """After each step multiply query and key weights of heads with an attention logit above qk_clip_threshold, so that it
-    shrinks to that (MuonClip of Kimi-K2)."""
+    """After each step shrink query and key weights of heads with an attention logit above qk_clip_threshold (MuonClip
+    of Kimi-K2)."""
     qk_clip_threshold: float = option(100.0, above=0)
     """qk_clip: largest attention logit."""
     qk_clip_alpha: float = option(0.5, at_least=0, at_most=1)
-    """qk_clip: share of the shrinking that queries take; keys take the rest."""
+    """qk_clip: share of the shrinking that queries take."""
     freeze_step: int | None = option(None, at_least=1)
-    """1-bit optimizers: last step of the warm-up with whole gradients; default: found while training, see freeze_threshold."""
+    """1-bit optimizers: last step of the warm-up with whole gradients; default: found, see freeze_threshold."""
     freeze_threshold: float = option(0.96, above=0, below=1)
-    """1-bit optimizers: the second moment is stable, and the warm-up ends, when its L1 norm has changed by less than this
-    ratio, up or down, over 1/(1-beta2) steps, after the warm-up of the learning rate."""
+    """1-bit optimizers: the warm-up ends when the second moment's L1 norm has changed by less than this ratio over
+    1/(1-beta2) steps, after the learning rate's warm-up."""
     onebit_scale: str = option("tensor", choices=("tensor", "bucket"))
-    """1-bit optimizers: the size that signs stand for is one number a tensor, or one a bucket, as in the papers."""
+    """1-bit optimizers: signs stand for one size per tensor, or per bucket, as in the papers."""
     onebit_rule: str = option("megalite", choices=("megalite", "deepspeed"))
-    """onebit-adam, onebit-lamb: deepspeed is the published algorithm step by step: no bias correction, trust ratios for all
-    tensors, one size for the signs of a bucket, clipping by each replica's own norm."""
+    """onebit-adam, onebit-lamb: ours, or DeepSpeed's published algorithm."""
     local_step_clipper: int = option(16, at_least=1)
     """zero-one-adam: most local steps between two exchanges."""
     local_step_scaler: int = option(32678, at_least=1)
@@ -221,21 +218,19 @@ class OptimizerConfig:
     variance_update_scaler: int = option(16, at_least=1)
     """zero-one-adam: updates of the second moment after which the interval between them doubles."""
     ema_decay: float | None = option(None, at_least=0, below=1)
-    """Keep an exponential moving average of the main parameters, sharded like the optimizer's states: after each step that
-    is taken ema_decay of it stays, and the parameters are the rest. Default: none."""
+    """Keep an exponential moving average of the main parameters, with this decay per step; default: none."""
     eval_ema: bool = option(False)
-    """Evaluate, and export to --export-hf, the moving average instead of the trained weights."""
+    """Evaluate, and export, the moving average."""
     main_params: str = option("fp32", choices=("fp32", "split"))
-    """bf16: keep fp32 main parameters apart, or as the 16 bits that the model's parameters lack (2 bytes less each)."""
+    """bf16: keep fp32 main parameters apart, or as the 16 bits that the model's parameters lack."""
     exp_avg_dtype: str = option("fp32", choices=("fp32", "bf16"))
     """adam: number format of the first moment."""
     exp_avg_sq_dtype: str = option("fp32", choices=("fp32", "bf16"))
     """adam: number format of the second moment."""
     stochastic_rounding: bool = option(False)
-    """adam: round bf16 moments up or down at random, by how near they are, instead of to the nearest."""
+    """adam: round bf16 moments up or down at random."""
     optimizer_cpu_offload: bool = option(False)
-    """Keep main parameters and optimizer states in host memory; an update takes them to the device piece by piece, so
-    that numbers stay the same to the bit."""
+    """Keep main parameters and optimizer states in host memory; an update takes them to the device piece by piece."""
     optimizer_offload_fraction: float = option(1.0, above=0, at_most=1)
     """optimizer_cpu_offload: at least so much of them, in whole buckets."""
 

@@ -51,20 +51,20 @@ class ParallelConfig:
     pp: int = option(1, at_least=1, below=2**20, flags=("--pipeline-model-parallel-size",), basic=True)
     """Pipeline-parallel size: layers are split over this many ranks."""
     vpp: int = option(1, at_least=1, below=2**20, flags=("--num-virtual-stages-per-pipeline-rank",), basic=True)
-    """Virtual stages (model chunks) on each pipeline rank; above 1 the default schedule is interleaved. Not given, it is
-    what pipeline_layout or a V schedule needs."""
+    """Virtual stages (model chunks) on each pipeline rank; above 1 the default schedule is interleaved. Default: what
+    pipeline_layout or a V schedule needs."""
     dp: int | None = option(None, at_least=1, below=2**20, flags=("--data-parallel-size",))
-    """Data-parallel size; default world / (tp·pp·cp). Given, it must agree with the world size."""
+    """Data-parallel size; default world / (tp·pp·cp)."""
     cp: int = option(1, at_least=1, below=2**20, flags=("--context-parallel-size",))
     """Context-parallel size: the sequence is split over this many ranks."""
     cp_comm_type: str = option("p2p", choices=("p2p", "a2a", "allgather", "a2a+p2p"))
-    """How attention sees the whole sequence: keys and values go round a ring (p2p) or are gathered (allgather), heads are
-    exchanged (a2a), or these in groups of ranks and a ring over the groups (a2a+p2p)."""
+    """How attention sees the whole sequence: keys and values go round a ring (p2p) or are gathered (allgather), heads
+    are exchanged (a2a), or both (a2a+p2p)."""
     hierarchical_context_parallel_sizes: list[int] | None = option(None, at_least=1, below=2**20)
-    """a2a+p2p: ranks of a group that exchange heads, and groups of the ring, e.g. 4 2; neighbours are in one group."""
+    """a2a+p2p: ranks of a group that exchange heads, and groups of the ring, e.g. 4 2."""
     context_parallel_load_balancer: str = option("headtail", choices=("headtail", "area"))
-    """Which parts of a sequence a rank holds: an early and a late one (headtail), or as many tokens as the others with as many
-    visible pairs of query and key, by the documents of each microbatch (area)."""
+    """Which parts of a sequence a rank holds: an early and a late one (headtail), or parts with as many visible pairs
+    of query and key (area)."""
     ep: int = option(1, at_least=1, below=2**20, flags=("--expert-model-parallel-size",))
     """Expert-parallel size."""
     etp: int | None = option(None, at_least=1, below=2**20, flags=("--expert-tensor-parallel-size",))
@@ -72,73 +72,69 @@ class ParallelConfig:
     rank_order: str = option("tp-cp-ep-dp-pp", choices=("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"))
     """Which axis varies fastest over ranks, leftmost first."""
     sequence_parallel: bool = option(False, basic=True)
-    """Split norms, dropout and residual stream over the sequence; inside the tp group, so tp must be above 1."""
+    """Split norms, dropout and residual stream over the sequence, inside the tp group."""
     pipeline_schedule: str | None = option(None, choices=PIPELINE_SCHEDULES, basic=True)
-    """Pipeline order; default: interleaved if vpp > 1, else 1f1b. docs/schedules.md explains each; auto builds one for
-    the costs of this model's stages."""
+    """Pipeline order; default: interleaved if vpp > 1, else 1f1b. docs/schedules.md explains each."""
     pipeline_schedule_file: str | None = option(None)
-    """Your schedule instead: a CSV file with one line per pipeline rank, as megalite schedule --write-csv writes."""
+    """Your schedule instead: a CSV file, as megalite schedule --write-csv writes."""
     pipeline_warmup: str = option("pa", choices=("pa", "pb"))
-    """1f1b: forwards before the first backward, p-r on rank r (pa), or 2(p-r)-1 to hide messages (pb)."""
+    """1f1b: forwards before the first backward: p-r on rank r (pa), or 2(p-r)-1 to hide messages (pb)."""
     microbatch_group_size_per_virtual_pipeline_stage: int | None = option(
         None, at_least=1, below=2**24, flags=("--microbatch-group-size",)
     )
-    """Microbatches that run through one chunk before the next (interleaved only); default: the least that fits, pp or
-    more."""
+    """interleaved: microbatches through one chunk before the next; default: the least that fits, pp or more."""
     pipeline_layers: list[int] | None = option(None, at_least=0, below=10_000)
     """Layers on each virtual stage, in order, e.g. 3,1; default: cut so that the slowest stage is fastest."""
     pipeline_layout: str | None = option(None, flags=("--pipeline-model-parallel-layout",))
     """The same in words: E embedding, t layer, L head, | next stage, *n repeats, e.g. "Et*3|t*4|t*4|t*2L"."""
     pipeline_costs: str | None = option(None)
-    """auto: JSON file with the times of each stage, as megalite schedule --costs reads; default: their FLOPs."""
+    """auto: JSON file with the times of each stage, as for megalite schedule --costs; default: their FLOPs."""
     pipeline_memory_limit: str | None = option(None)
-    """What activations may take on a rank, e.g. 12GiB: a schedule that needs more is refused, auto keeps within."""
+    """What activations may take on a rank, e.g. 12GiB; auto keeps within, others are refused."""
     pipeline_recv_prefetch: int = option(1, at_least=0)
     """Actions between the posting of a receive and its reader: more hides more latency and holds more buffers."""
     pipeline_send_window: int = option(1, at_least=1)
     """Sends that may be pending to one neighbour; each keeps an output alive."""
     scatter_gather_tensors_in_pipeline: bool = option(True)
-    """Without sequence parallelism: each tensor-parallel rank sends 1/tp of what goes to another stage, and the receivers gather
-    it, where tp divides the hidden size."""
+    """Without sequence parallelism each tensor-parallel rank sends 1/tp of what goes to another stage, and the
+    receivers gather it."""
     pipeline_compression: str = option("none")
-    """In training, what goes from stage to stage is rounded to bf16, to 8-bit integers (uint8), or is the largest elements
-    alone: topk:0.25 sends a quarter of them. Other numbers than one rank's: docs/parallelism.md."""
+    """What goes from stage to stage is rounded to bf16 or 8-bit integers (uint8), or the largest elements alone, as
+    topk:0.25. Changes the numbers."""
     pipeline_check_memory: bool = option(False)
-    """Assert after each action that what is alive is what the proof of the schedule said."""
+    """Assert after each action that live activations are those of the schedule's proof."""
     dp_strategy: str = option("all-reduce", choices=STRATEGIES, basic=True)
     """What data-parallel ranks exchange; docs/data_parallel.md explains each. distributed-optimizer is ZeRO-1 (or 2),
-    fully-sharded ZeRO-3; ddp, horovod, byteps, zero1, zero2, zero3 and fsdp stand for some of them."""
+    fully-sharded ZeRO-3."""
     dp_instances: int = option(1, at_least=1, below=2**20, flags=("--num-distributed-optimizer-instances",))
-    """distributed-optimizer, fully-sharded, local-sgd, diloco, gossip: cut the dp·cp ranks into so many equal parts, neighbours
-    of which a part fits into a node. ZeRO shards inside a part, and parts are replicas (hybrid sharding); the others
-    all-reduce gradients inside a part, and parts exchange weights (1: each rank is a part)."""
+    """distributed-optimizer, fully-sharded, local-sgd, diloco, gossip: parts of neighbours. ZeRO shards inside a part
+    (hybrid sharding); the others all-reduce inside, and parts exchange weights."""
     ddp_bucket_size: int = option(40_000_000, at_least=1)
-    """Parameters in one gradient bucket; fused-all-reduce and sharded-parameter-server cut by other sizes."""
+    """Parameters in one gradient bucket (not fused-all-reduce, sharded-parameter-server)."""
     overlap_grad_reduce: bool = option(True)
     """Reduce gradient buckets while the last microbatch's backward still runs."""
     overlap_param_gather: bool = option(True)
     """distributed-optimizer, fully-sharded, parameter-server, sharded-parameter-server: gather updated parameters while the
     next forward runs."""
     sanitize_communication: bool = option(False)
-    """For tests: what is on its way holds NaN until it is waited for, messages are delayed at random, and a tensor that
-    changes while an operation has it is an error that names the operation."""
+    """For tests: what is on its way holds NaN until it is waited for, and messages are delayed at random."""
     distributed_backend: str = option("auto", choices=("auto", "nccl", "gloo"))
     """auto: nccl on cuda, gloo on cpu."""
     shared_memory_collectives: bool = option(True)
-    """On gloo, tensor-parallel ranks of one Linux host on x86-64 exchange through memory instead of sockets, to the same bits."""
+    """On gloo, tensor-parallel ranks of one Linux host on x86-64 exchange through memory instead of sockets."""
     distributed_timeout_minutes: float = option(10.0, above=0)
     """A collective that waits longer fails."""
     hang_timeout_minutes: float | None = option(None, at_least=0)
-    """If no rank progresses for so long, a process beside the run names the rank that stands still, writes all stacks to
-    run_dir, and ends the run with status 44; 0: never. Default: 0.8 of distributed_timeout_minutes."""
+    """If no rank progresses for so long, a watch process names the rank that stands still and ends the run; 0: never.
+    Default: 0.8 of distributed_timeout_minutes."""
     hang_save_timeout_minutes: float | None = option(None, above=0)
-    """The same while a rank saves, starts or makes its first step, where files are written and kernels compiled. Default:
-    six times hang_timeout_minutes, but not more than 0.9 of distributed_timeout_minutes."""
+    """The same while a rank saves, starts or makes its first step. Default: six times hang_timeout_minutes, at most 0.9
+    of distributed_timeout_minutes."""
     elastic: bool = option(False)
-    """Take as many ranks as there are at each start: where the layout of the settings does not fit them, the planner gives
-    another one. Settings of the layout given as flags stay; those in files are where it begins. docs/multi_node.md."""
+    """Take as many ranks as there are at each start; where the layout does not fit, the planner gives another.
+    docs/multi_node.md."""
     elastic_cluster: str | None = option(None)
-    """elastic: machines for the planner, a name or a YAML file as megalite plan --cluster takes; default: by the device."""
+    """elastic: machines for the planner, as megalite plan --cluster takes; default: by the device."""
 
     @property
     def schedule_name(self) -> str:
@@ -221,23 +217,21 @@ class DataParallelConfig:
     """Settings of the data-parallel strategies; each has an effect with some of them only."""
 
     wire_dtype: str = option("fp32", choices=("fp32", "bf16", "fp16"))
-    """Number format in which gradients and exchanged weights travel; sums are made in fp32 or wider either way. fp32 is
-    fp64 in a run of that precision. fp16 is 8 times as fine as bf16 and has a loss scale, in any precision. Parameters
-    that ZeRO and servers hand out travel in the run's precision."""
+    """Number format in which gradients and exchanged weights travel; sums are made in fp32 or wider. fp16 has a loss
+    scale in any precision."""
     reduction_order: str = option("backend", choices=("backend", "rank"))
-    """Order in which gradients of ranks are added: the backend's own, or by rank. Then all-reduce, fused-all-reduce,
-    distributed-optimizer of one instance and the synchronous servers (which always add by rank) give the same bits."""
+    """Order in which gradients of ranks are added: the backend's, or by rank."""
     shard_gradients: bool = option(False)
-    """distributed-optimizer: keep only the owned part of the gradients between microbatches, as ZeRO-2 does."""
+    """distributed-optimizer: keep only the owned part of the gradients between microbatches (ZeRO-2)."""
     fusion_threshold_mb: float = option(64.0, above=0)
-    """fused-all-reduce: gradients that are ready are reduced together once they are this many MB."""
+    """fused-all-reduce: gradients that are ready are reduced together at this many MB."""
     server_chunk_mb: float = option(4.0, at_least=0.001, at_most=2000)
-    """parameter-server, sharded-parameter-server, async-parameter-server: MB in one message to or from a server."""
+    """parameter-server, sharded-parameter-server, async-parameter-server: MB in one message."""
     max_staleness: int = option(1, at_least=0)
-    """async-parameter-server: steps that a worker may be ahead of the slowest one; 0 makes it synchronous."""
+    """async-parameter-server: steps that a worker may be ahead of the slowest; 0 is synchronous."""
     staleness_aware_lr: bool = option(True)
-    """async-parameter-server: divide the learning rate of an update by 1 + the updates that its weights are behind, where
-    that is more than dp, by which it is divided otherwise."""
+    """async-parameter-server: divide an update's learning rate by 1 + the updates that its weights are behind, at least
+    by dp."""
     sync_interval: int = option(20, at_least=1)
     """local-sgd, diloco: steps between two exchanges of weights."""
     sync_warmup_steps: int = option(0, at_least=0)
@@ -251,15 +245,14 @@ class DataParallelConfig:
     sync_fragments: int = option(1, at_least=1)
     """diloco: fragments of the network, each exchanged at its own time (streaming DiLoCo)."""
     sync_delay: int = option(0, at_least=0)
-    """local-sgd, diloco: steps during which an exchange may be under way before its result is used; with local-sgd this is
-    asynchronous model averaging."""
+    """local-sgd, diloco: steps until an exchange's result is used; with local-sgd asynchronous model averaging."""
     sync_mix: float = option(0.0, at_least=0, below=1)
-    """diloco: share of a rank's own weights that stays when a fragment's result is taken up; 0 takes the result."""
+    """diloco: share of a rank's own weights that stays when a fragment's result is used."""
     gossip_graph: str = option("ring", choices=GOSSIP_GRAPHS)
     """gossip: average with both neighbours of a ring, or with one peer that changes from step to step."""
     gossip_algorithm: str = option("d-psgd", choices=GOSSIP_ALGORITHMS)
-    """gossip: average weights before the optimizer's update; or correct momentum for what averaging does (DecentLaM); or
-    average copies of them that all keep alike, the changes of which travel in 8 bits (CHOCO-SGD)."""
+    """gossip: average weights before the optimizer's update (d-psgd), also correct momentum (decentlam), or average
+    public copies by 8-bit changes (choco-sgd)."""
     grad_compression: str = option("none", choices=COMPRESSIONS)
     """all-reduce: lossy gradients with error feedback: signs, 8-bit integers, the largest elements, or low rank."""
     compression_warmup_steps: int = option(0, at_least=0)
@@ -271,7 +264,7 @@ class DataParallelConfig:
     check_replicas_interval: int | None = option(
         None, at_least=1, flags=("--check-weight-hash-across-dp-replicas-interval",)
     )
-    """Steps between comparisons of the weights of data-parallel ranks, which must be equal to the bit; default: none."""
+    """Steps between comparisons of the weights of data-parallel ranks, to the bit; default: none."""
 
     @property
     def narrow_wire(self) -> bool:

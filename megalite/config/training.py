@@ -47,17 +47,17 @@ class TrainingConfig:
     rampup_batch_size: list[int] | None = option(None)
     """START INCREMENT SAMPLES: grow the batch from START to global_batch_size by INCREMENT over SAMPLES samples."""
     step_batch_size_schedule: str | None = option(None)
-    """FROM:SIZE ...: the batch has SIZE sequences from so many tokens on, e.g. "0:384 200B:768 400B:1152" (K, M, B, T are
-    thousands to trillions); then global_batch_size is the last of them."""
+    """FROM:SIZE ...: the batch has SIZE sequences from so many tokens on, e.g. "0:384 200B:768 400B:1152";
+    global_batch_size is the last."""
     train_iters: int | None = option(None, at_least=1, basic=True)
     """Length of the run in steps."""
     train_samples: int | None = option(None, at_least=1)
-    """Length of the run in samples (instead of train_iters)."""
+    """Length of the run in samples, instead."""
     seq_length: int = option(256, at_least=1, below=2**31, basic=True)
     """Tokens in one sequence."""
     seq_length_warmup: list[int] | None = option(None)
-    """START STEPS: the first steps use the first START tokens of each sample, later ones more, in multiples of START, and
-    from step STEPS on all seq_length of them."""
+    """START STEPS: the first steps use the first START tokens of each sample, later ones more, from step STEPS on
+    all."""
     seed: int = option(1234, at_least=0, below=2**63)
     """Initial weights, data order and dropout are pure functions of it."""
     precision: str = option("fp32", choices=("fp32", "bf16", "fp16", "fp64"), basic=True)
@@ -75,46 +75,46 @@ class TrainingConfig:
     recompute_granularity: str = option("none", choices=("none", "selective", "full"), basic=True)
     """Activations recomputed in the backward: none, those of recompute_modules (selective), or whole layers (full)."""
     recompute_modules: list[str] = option(["core_attn"])
-    """What selective recompute runs again: core_attn, mla_up_proj, mlp_act, layernorm, mlp, shared_experts, moe."""
+    """selective: core_attn, mla_up_proj, mlp_act, layernorm, mlp, shared_experts, moe."""
     recompute_method: str = option("uniform", choices=("uniform", "block"))
-    """Full recompute: every recompute_num_layers layers are one unit (uniform), or only that many layers of each stage
-    are recomputed, one by one (block)."""
+    """full: every recompute_num_layers layers are one unit (uniform), or that many layers of each stage are recomputed,
+    one by one (block)."""
     recompute_num_layers: int = option(1, at_least=1, below=MOST_LAYERS)
     """See recompute_method."""
     recompute_ahead: bool = option(False)
-    """Full recompute as its own action, before the wait for the gradient: shorter bubble, the activations of one
-    more microbatch of a stage."""
+    """Full recompute before the wait for the gradient: shorter bubble, the activations of one more microbatch of a
+    stage."""
     cpu_offloading_num_layers: int = option(0, at_least=0, below=MOST_LAYERS)
-    """Keep what so many layers at the start of each stage need in the backward in host memory meanwhile."""
+    """Keep what so many layers at the start of each stage save for the backward in host memory."""
     fine_grained_activation_offloading: bool = option(False)
-    """Only what offload_modules save; in all layers unless cpu_offloading_num_layers says how many."""
+    """Only what offload_modules save; in all layers without cpu_offloading_num_layers."""
     offload_modules: list[str] = option([])
     """fine_grained_activation_offloading: attn_norm, qkv_linear, core_attn, attn_proj, mlp_norm, expert_fc1, mlp_act."""
     device: str = option("auto", choices=("auto", "cpu", "cuda"))
     """auto: cuda if there is one."""
     imports: list[str] = option([], flags=("--import",), basic=True)
-    """Your modules, such as my_package.my_module, imported before anything is checked: they register datasets, layers,
-    optimizers and more by decorators (docs/extend.md). May be given again; those of files and flags add up."""
+    """Your modules, such as my_package.my_module, which register datasets, layers, optimizers and more
+    (docs/extend.md). May be given again; all count."""
     eval_interval: int | None = option(None, at_least=1, basic=True)
     """Steps between evaluations on the validation split; default: none."""
     eval_iters: int = option(10, at_least=0)
     """Global batches in one evaluation; 0: no evaluation."""
     exit_interval: int | None = option(None, at_least=1)
-    """Stop (and save) after a step divisible by this, as if the run had been interrupted."""
+    """Stop (and save) after a step divisible by this."""
     exit_duration_in_mins: float | None = option(None, above=0)
-    """Stop (and save) once the run has gone on for so many minutes, counted from its start; exit status 75."""
+    """Stop (and save) after so many minutes, with exit status 75."""
     exit_file: str | None = option(None)
     """Stop (and save) when this file appears; default <run_dir>/STOP."""
     exit_signals: list[str] = option(["SIGTERM", "SIGUSR1"], flags=("--exit-signal",))
     """Signals that stop (and save) the run with exit status 75: SIGTERM, SIGUSR1, SIGHUP."""
     exit_timeout_seconds: float = option(300.0, above=0)
-    """A rank that has got a signal leaves without a checkpoint if the ranks have not agreed by then: one may be gone."""
+    """A rank with a signal leaves without a checkpoint if the ranks have not agreed by then."""
     check_for_nan_in_loss_and_grad: bool = option(True)
-    """Act before the update when the loss or the gradient norm is not finite (fp16's dynamic scale skips gradients that overflow)."""
+    """Act before the update when the loss or the gradient norm is not finite."""
     on_non_finite: str = option("stop", choices=("stop", "skip"))
     """A loss or gradient norm that is not finite stops the run, or the step is skipped and changes nothing."""
     max_consecutive_skips: int = option(10, at_least=1)
-    """Stop when more steps in a row would be skipped: with on_non_finite skip, and overflows at fp16's min_loss_scale."""
+    """Stop after so many skipped steps in a row: with on_non_finite skip, and overflows at fp16's min_loss_scale."""
 
     @property
     def offloaded_layers(self) -> int:
@@ -132,39 +132,38 @@ class CheckpointConfig:
     """Where checkpoints are written and which one a run starts from."""
 
     save: str | None = option(None, basic=True)
-    """Folder for checkpoints; default <run_dir>/checkpoints if save_interval is set. A file that names this folder of its
-    run_dir means the default: with another --run-dir checkpoints go there."""
+    """Folder for checkpoints; default <run_dir>/checkpoints if save_interval is set."""
     save_interval: int | None = option(None, at_least=1, flags=("--persistent-save-interval",), basic=True)
     """Steps between checkpoints; one is also written at the end."""
     async_save: bool = option(False, basic=True)
-    """Copy the state to host memory and write it from there while training continues."""
+    """Copy the state to host memory and write it while training continues."""
     keep_latest: int | None = option(None, at_least=1, basic=True)
-    """Remove older checkpoints than this many, once the newest has been read back and verifies; default: keep all."""
+    """Keep this many checkpoints, once the newest verifies; default: all."""
     keep_every: int | None = option(None, at_least=1)
-    """With keep_latest: keep those of every step that is a multiple of this."""
+    """keep_latest: keep those of every step that is a multiple of this too."""
     on_save_error: str = option("stop", choices=("stop", "continue"))
-    """If a checkpoint cannot be written (disk full, ...): stop the run, or say so and continue to the next one."""
+    """If a checkpoint cannot be written: stop the run, or say so and continue."""
     check_weights_before_save: bool = option(True)
-    """Look through all that is about to be saved, and stop the run if anything in it is not finite."""
+    """Stop the run if anything that is about to be saved is not finite."""
     max_failures_at_step: int = option(3, at_least=0)
-    """Refuse to start once the run has failed that often in the same step with nothing saved in between; 0: never."""
+    """Refuse to start once the run has failed that often in the same step; 0: never."""
     load: str | None = option(None, basic=True)
-    """Folder to resume from: the newest checkpoint in it that verifies. hf:FOLDER starts from a Hugging Face model as it is;
-    once there are checkpoints in save, the run resumes from those."""
+    """Folder to resume from: the newest checkpoint in it that verifies. hf:FOLDER starts from a Hugging Face model, and
+    resumes from checkpoints in save."""
     ckpt_step: int | None = option(None, at_least=0)
     """Resume from this step rather than from the newest."""
     fresh_if_missing: bool = option(False, basic=True)
-    """Start from step 0 if load holds no checkpoint; otherwise that is an error."""
+    """Start from step 0 if load holds no checkpoint, which is an error otherwise."""
     finetune: bool = option(False)
     """Load weights alone: optimizer, step and data position start afresh."""
     load_optimizer: bool = option(True)
-    """Resume with the states of the optimizer; --no-load-optimizer lets them start afresh, at the step that was saved."""
+    """Resume with the optimizer's states, at the step that was saved."""
     export_hf: str | None = option(None)
     """Hugging Face folder to write at the end of training; it must not exist yet, or be empty."""
     save_hf_interval: int | None = option(None, at_least=1)
-    """Steps between Hugging Face folders during training, <export_hf>-step-N; a checkpoint is saved at these steps too."""
+    """Steps between Hugging Face folders during training, <export_hf>-step-N, with a checkpoint."""
     require_same_schedule: bool = option(False)
-    """Refuse a checkpoint of a run with other schedules of learning rate and weight decay than these settings."""
+    """Refuse a checkpoint of a run with other schedules of learning rate and weight decay."""
 
 
 WRITERS: Registry[Callable[..., Any]] = Registry(
@@ -190,47 +189,42 @@ class LoggingConfig:
     log_num_zeros_in_grad: bool = option(False)
     """Log how many elements of the whole model's gradient are 0 with each line."""
     log_gradient_noise_scale: bool = option(False)
-    """Log the gradient noise scale, an estimate of the largest batch size in samples that still saves steps in proportion, from
-    the gradients of data-parallel ranks before and after they are summed."""
+    """Log the gradient noise scale, an estimate of the critical batch size in samples."""
     run_dir: str | None = option(None, basic=True)
-    """Folder for config.yaml, metrics.jsonl, sessions.json and tensorboard/; default: none of them is
-    written."""
+    """Folder for config.yaml, metrics.jsonl, sessions.json and tensorboard/; default: none."""
     tensorboard_dir: str | None = option(None)
     """TensorBoard event files; default <run_dir>/tensorboard."""
     metrics: list[str] = option([])
-    """Further writers of the numbers in metrics.jsonl: csv (<run_dir>/metrics.csv), prometheus (<run_dir>/metrics.prom),
-    mlflow, wandb (where wandb_project is set), or what an import has registered."""
+    """Further writers: csv, prometheus, mlflow, wandb, or what an import has registered."""
     wandb_project: str | None = option(None)
-    """Project at Weights & Biases, which turns its writer on; its key comes from WANDB_API_KEY or `wandb login`, never from a flag."""
+    """Project at Weights & Biases, which turns its writer on; the key comes from WANDB_API_KEY or `wandb login`."""
     wandb_entity: str | None = option(None)
     """Team or user there; default: that of the key."""
     wandb_exp_name: str | None = option(None)
     """Name of the run there; default: that of run_dir."""
     timing_log_level: int = option(1, at_least=0, at_most=1)
-    """1: measure the time of each phase of the step, least and most over ranks, and find ranks that are slower than
-    their peers; 0: neither."""
+    """1: measure the time of each phase of the step and find slow ranks; 0: neither."""
     log_phases: bool = option(False)
-    """A second log line with the time of each phase, and memory; without it only when some rank is slow."""
+    """A second log line with the time of each phase, and memory; else only when some rank is slow."""
     straggler_threshold: float = option(1.2, above=1)
-    """A rank is named when its forward and backward take that many times the median of the ranks with the same stages."""
+    """A rank is named when its forward and backward take that many times the median of its peers."""
     trace: bool = option(False)
-    """Write the measured pipeline of the steps in trace_steps beside the simulated one: <run_dir>/trace-N.json, for
-    Perfetto."""
+    """Write the measured pipeline of trace_steps beside the simulated one: <run_dir>/trace-N.json."""
     trace_steps: list[int] = option([3], at_least=1)
     """Steps to trace, counted from where this run starts."""
     loss_spike_threshold: float = option(10.0, at_least=0)
-    """A line in the log when the loss is so many times the usual scatter above the median of recent steps; 0: never."""
+    """Warn when the loss is so many times the usual scatter above the median of recent steps; 0: never."""
     loss_spike_window: int = option(100, at_least=8)
     """Recent steps that a loss is compared with."""
     profile: bool = option(False)
-    """Write torch.profiler's traces and tables of some steps to <run_dir>/profile, or to <tensorboard_dir>/profile without a run_dir."""
+    """Write torch.profiler's traces and tables of some steps to <run_dir>/profile, or to <tensorboard_dir>/profile."""
     profile_step_start: int = option(10, at_least=2)
-    """First step to profile, counted from where this run starts; in the one before the profiler warms up."""
+    """First step to profile, counted from where this run starts."""
     profile_step_end: int = option(12, at_least=3)
     """The step before which profiling ends."""
     profile_ranks: list[int] = option([0], at_least=0)
     """Ranks to profile."""
     record_memory_history: bool = option(False)
-    """CUDA: note every allocation, and write them to <run_dir>/out-of-memory-rank-N.pickle when memory runs out."""
+    """CUDA: write every allocation to <run_dir>/out-of-memory-rank-N.pickle when memory runs out."""
     peak_tflops: float | None = option(None, above=0)
-    """Peak TFLOP/s of one device, for MFU; default: known for the data-centre GPUs, unknown on CPU."""
+    """Peak TFLOP/s of one device, for MFU; default: known for data-centre GPUs."""
