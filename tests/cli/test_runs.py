@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from megalite.cli.run_folders import find_runs, status_of
-from megalite.cli.runs import main
+from megalite.cli.runs import find_runs, main, status_of
 from megalite.config import files
 from megalite.config.describe import replace
 from megalite.config.run import RunConfig
@@ -129,7 +128,7 @@ def test_mistakes(
 
 
 def test_a_run_on_another_host_is_judged_by_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megalite.cli.run_folders.time.time", lambda: NOW)
+    monkeypatch.setattr("megalite.cli.runs.time.time", lambda: NOW)
     away = [session(ended=None, host="elsewhere", pid=1)]
     assert status_of(away, NOW - 60.0) == "running"
     assert status_of(away, NOW - 3600.0) == "silent for 60 min"
