@@ -1,7 +1,6 @@
 """From a piece of input to the growing files of an output: tokens, counts, statistics and the side file."""
 
 import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megalite.checkpoint.files import not_writable
 from megalite.config.errors import ConfigError
 from megalite.data.indexed_dataset import token_dtype
 from megalite.data.indexed_writer import LENGTH, TokenCounts, TokenStream
@@ -280,11 +280,7 @@ def make_folder(prefix: str | Path) -> Path:
     """The folder of the files of a prefix, made if need be; a file can be written there. Raises ConfigError: none can;
     names the prefix, the folder and the reason."""
     folder = Path(f"{prefix}.new").parent
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # Asking for permission is not enough: the superuser has it on a read-only disk, too.
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ConfigError(f"output_prefix {prefix}: cannot write to {folder}: {error.strerror}") from None
+    if (fault := not_writable(folder)) is not None:
+        raise ConfigError(f"output_prefix {prefix}: cannot write to {folder}: {fault[1]}")
+    folder.mkdir(parents=True, exist_ok=True)
     return folder
