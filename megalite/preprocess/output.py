@@ -1,6 +1,7 @@
 """From a piece of input to the growing files of an output: tokens, counts, statistics and the side file."""
 
 import os
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.checkpoint.files import not_writable
 from megalite.config.errors import ConfigError
 from megalite.data.indexed_dataset import token_dtype
 from megalite.data.indexed_writer import LENGTH, TokenCounts, TokenStream
@@ -280,7 +280,11 @@ def make_folder(prefix: str | Path) -> Path:
     """The folder of the files of a prefix, made if need be; a file can be written there. Raises ConfigError: none can;
     names the prefix, the folder and the reason."""
     folder = Path(f"{prefix}.new").parent
-    if (fault := not_writable(folder)) is not None:
-        raise ConfigError(f"output_prefix {prefix}: cannot write to {folder}: {fault[1]}")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Asking for permission is not enough: the superuser has it on a read-only disk, too.
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"output_prefix {prefix}: cannot write to {folder}: {error.strerror}") from None
     return folder

@@ -113,8 +113,8 @@ def test_png(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         ("none", "none does not exist; give a folder with runs in it"),
         ("a/config.yaml", "a/config.yaml is a file; give a folder"),
         ("a/checkpoints/empty", "there is no run in a/checkpoints/empty: no metrics.jsonl or sessions.json"),
-        ("a --html missing/page.html", "cannot write missing/page.html: No such file or directory; give --html a file"),
-        ("a --png missing/a.png", "cannot write missing/a.png: No such file or directory; give --png a file"),
+        ("a --html missing/page.html", "cannot write missing/page.html: No such file or directory; give a path"),
+        ("a --png missing/a.png", "cannot write missing/a.png: No such file or directory; give a file"),
         ("a --png a.bmpp", "cannot write a.bmpp: "),
     ],
 )
