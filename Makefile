@@ -54,7 +54,6 @@ bench-gpu:
 		--json benchmarks/results/gpu.json --write-preferences benchmarks/results/gpu_preferences.yaml
 
 docs: $(STAMP)
-	$(BIN)/megalite config --markdown > docs/config.md
 	$(BIN)/python docs/images/draw.py
 	$(BIN)/python docs/tables/write.py
 

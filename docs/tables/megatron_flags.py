@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from config_page import default_of
+
 from megalite.config.describe import settings
-from megalite.config.help import other_flags
-from megalite.config.megatron import REFUSED_VALUES, STANDS_FOR
+from megalite.config.help import as_settings, standing_for
+from megalite.config.megatron import DERIVED, FROM_VALUE, REFUSED_VALUES, STANDS_FOR, VALUES
 from megalite.config.megatron_flags import REFUSED, known_flags
 from megalite.training.writers import TENSORBOARD_TAGS
 
@@ -105,10 +107,49 @@ def settings_table() -> str:
     """Settings that both have with a difference, one line for each difference."""
     lines: dict[str, list[str]] = {}
     for name, difference in THEIRS.items():
-        flag, default = their_flag(name), _default(settings()[name].default)
+        flag, default = their_flag(name), default_of(settings()[name].default)
         shown = f"`{flag}`" if flag == settings()[name].flags[0] else f"`{flag}` = `{settings()[name].flags[0]}`"
         lines.setdefault(difference, []).append(shown + (f" ({default})" if default else ""))
     return "".join(f"- {', '.join(flags)}: {difference}\n" for difference, flags in lines.items())
+
+
+DERIVED_MEANING = {
+    "--num-layers-per-virtual-pipeline-stage": "`vpp` = `num_layers` / `pp` / N, exactly",
+    "--decoder-first-pipeline-num-layers": "`pipeline_layers` with N layers on the first pipeline rank",
+    "--decoder-last-pipeline-num-layers": "`pipeline_layers` with N layers on the last pipeline rank",
+    "--group-query-attention": "needs `num_query_groups`, which alone is enough",
+    "--use-distributed-optimizer": "`dp_strategy: distributed-optimizer`, unless another flag shards parameters too",
+    "--account-for-embedding-in-pipeline-split": "`pipeline_layers` with a layer less on the first stage",
+    "--account-for-loss-in-pipeline-split": "`pipeline_layers` with a layer less on the last stage",
+    "--eval-global-batch-size": "nothing, where it is `global_batch_size`; refused else",
+    "--no-position-embedding": "nothing, with `position_embedding_type` rope or none",
+    "--moe-router-load-balancing-type": "`seq_aux_loss`, and `aux_loss` with `micro_batch_size` 1, are what is computed; "
+    "`none` is `moe_aux_loss_coeff: 0`",
+}
+
+VALUE_MEANING = {
+    "--data-args-path": "`data_path`, read from a text file",
+    "--per-split-data-args-path": "`train_data_path`, `valid_data_path` and `test_data_path`, read from a JSON file",
+    "--save-retain-interval": "`keep_latest: 1` and `keep_every` of that many steps",
+    "--window-size": "`sliding_window` of one key more than the left number, for the query's own",
+    "--rotary-seq-len-interpolation-factor": "`rope_scaling: linear` with `rope_scaling_factor`",
+    "--rotary-scaling-factor": (
+        "`rope_scaling: yarn` with `rope_scaling_factor` and `rope_original_max_positions: 4096`"
+    ),
+}
+
+
+def other_flags() -> list[str]:
+    """Megatron-LM's flags that stand for settings of another name: `flag`, `flag`: settings."""
+    lines = [f"`{flag}`: {as_settings(values) or 'nothing'}" for flag, values in standing_for()]
+    lines += [f"`{flag}`: {DERIVED_MEANING[flag]}" for flag in DERIVED]
+    lines += [f"`{flag}`: {VALUE_MEANING[flag]}" for flag in FROM_VALUE]
+    for name, words in VALUES.items():
+        lines += [f"`{settings()[name].flags[0]} {word}`: `{name}: {ours}`" for word, ours in words.items()]
+    given: dict[str, list[str]] = {}
+    for flag, _, means in (line.partition(": ") for line in lines):
+        given.setdefault(means, []).append(flag)
+    return [f"{', '.join(flags)}: {means}" for means, flags in given.items()]
 
 
 def other_flags_table() -> str:
@@ -160,11 +201,3 @@ def _listed(flags: list[str]) -> str:
 def tags_table() -> str:
     """TensorBoard's tags, with their names in metrics.jsonl."""
     return ", ".join(f"`{tag}` (`{name}`)" for name, tag in TENSORBOARD_TAGS.items()) + "\n"
-
-
-def _default(value: object) -> str:
-    """As docs/config.md has it."""
-    if value is None or value == []:
-        return ""
-    text = str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
-    return f"`{' '.join(map(str, value)) if isinstance(value, list) else text}`"

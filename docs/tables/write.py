@@ -1,4 +1,4 @@
-"""Writes the tables of the pages that are made from the code: `python docs/tables/write.py`.
+"""Writes docs/config.md, and the tables of README.md and docs that are made from the code: `python docs/tables/write.py`.
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`; what is between them is replaced. `tests/docs/test_tables.py`
 compares the pages with what this script makes.
@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import chains
 import composition
+import config_page
 import megatron_flags
 import pages
 import sc21
@@ -50,6 +51,7 @@ def with_tables(text: str) -> str:
 
 def main() -> None:
     """Write the pages again."""
+    (ROOT / "docs" / "config.md").write_text(config_page.page(), encoding="utf-8")
     for page in PAGES:
         path = ROOT / page
         path.write_text(with_tables(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from megalite.cli.plot import plot, read_metrics
+from megalite.cli.runs import METRICS, draw, read_run
+from megalite.training.sinks import read_records
 
 RUN = Path("runs/quickstart")
 DATA = RUN / "data"
@@ -90,13 +91,13 @@ def train() -> None:
 
 def summary(seconds: float) -> str:
     """The table at the end."""
-    records = read_metrics(RUN)
+    records = read_records(RUN / METRICS)
     train = {record["step"]: record for record in records if record["kind"] == "train"}
     valid: dict[int, list[float]] = {}
     for record in records:
         if record["kind"] == "valid":
             valid.setdefault(record["step"], []).append(float(record["valid_loss"]))
-    plot(records, RUN / "loss.png", switches=[SWITCH])
+    draw([read_run(RUN, RUN.name)], "Two layouts of one run", RUN / "loss.png", marked=[SWITCH])
 
     def speed(first: int, last: int) -> float:
         rates = sorted(train[step]["tokens_per_second"] for step in range(first + 1, last + 1))
@@ -167,7 +168,7 @@ def main() -> None:
     run(*generate, "--max-new-tokens", "80", "--top-k", "40")
     say("Done")
     print(summary(time.monotonic() - started))
-    check(read_metrics(RUN))
+    check(read_records(RUN / METRICS))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`megalite config`: a resolved config with where each value comes from, or the table of all settings."""
+"""`megalite config`: a resolved config, with where each value comes from, or the presets."""
 
 import json
 from argparse import Namespace
@@ -12,7 +12,6 @@ from megalite.config.describe import sectioned, settings, values_of
 from megalite.config.errors import ConfigError
 from megalite.config.files import dump, preset_names
 from megalite.config.flags import Invocation
-from megalite.config.help import markdown
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 
@@ -24,10 +23,8 @@ def run(flags: Namespace) -> int:
     if not (flags.show or flags.explain):
         given = [source for source in invocation.provenance.values() if source != "default"]
         if given:
-            raise ConfigError(
-                f"{given[0].removeprefix('flag ')} has no effect with --presets and --markdown; remove it"
-            )
-        show("\n".join(preset_names()) if flags.presets else markdown().removesuffix("\n"))
+            raise ConfigError(f"{given[0].removeprefix('flag ')} has no effect with --presets; remove it")
+        show("\n".join(preset_names()))
         return 0
     # A resolved config belongs to a number of ranks, which the command line of a dry run may name.
     config = validate(invocation.config, world_size_of(invocation), invocation.explicit)

@@ -3,20 +3,22 @@
 import json
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from megalite.cli.display import ByteProgress, decimal_bytes
 from megalite.cli.failures import BAD_INPUT, explained, first_signal_raises
 from megalite.cli.model_commands import DATA
 from megalite.cli.output import show, tell, visible
-from megalite.cli.train_tokenizer import tokenizer_config
+from megalite.cli.preprocess import tokenizer_config
 from megalite.config.data import SPLITS
 from megalite.config.errors import ConfigError
 from megalite.data.indexed_dataset import IndexedDataset
-from megalite.data.token_files import require_recorded_tokenizer, unused_side_file
+from megalite.data.token_files import require_recorded_tokenizer
 from megalite.preprocess.merge_split import Part, Written, merge, parts_of_equal_tokens, parts_of_split, split_dataset
 from megalite.preprocess.output import check_output_prefix
 from megalite.preprocess.verify import (
@@ -33,7 +35,7 @@ from megalite.tokenizers.build import build_tokenizer
 
 OK, DAMAGED = 0, 1
 _BAR = 30
-_COMMON = 5
+_LISTED = 5
 
 main = DATA
 
@@ -92,7 +94,6 @@ def _each(flags: Namespace, look: Callable[[str], tuple[int, dict[str, Any], str
     with first_signal_raises():
         for prefix in find_prefixes(flags.datasets):
             try:
-                _note_unused_side_file(prefix)
                 status, data, text = look(prefix)
             except (ConfigError, OSError) as error:
                 _, reason = explained(error, "megalite data")
@@ -105,14 +106,6 @@ def _each(flags: Namespace, look: Callable[[str], tuple[int, dict[str, Any], str
     if flags.json:
         show(json.dumps(results, indent=2))
     return worst
-
-
-def _note_unused_side_file(prefix: str) -> None:
-    """Say that a file which looks like a side file is none; what needs a damaged one names it."""
-    with suppress(ConfigError):
-        note = unused_side_file(prefix)
-        if note is not None:
-            tell(f"note: {visible(note)}")
 
 
 def _text(tokens: list[int], tokenizer: Tokenizer | None, dataset: IndexedDataset) -> dict[str, str]:
@@ -130,8 +123,6 @@ def _text(tokens: list[int], tokenizer: Tokenizer | None, dataset: IndexedDatase
 def merge_datasets(flags: Namespace) -> int:
     check_output_prefix(flags.output_prefix, example="whole")
     prefixes = find_prefixes(flags.input)
-    for prefix in prefixes:
-        _note_unused_side_file(prefix)
     files = [path for path in (Path(f"{prefix}.bin") for prefix in prefixes) if path.exists()]
     with _showing(sum(path.stat().st_size for path in files)) as on_bytes:
         written = merge(prefixes, flags.output_prefix, dtype=flags.dtype, on_bytes=on_bytes)
@@ -149,7 +140,6 @@ def split_one(flags: Namespace) -> int:
     dataset = IndexedDataset(prefix)
     if not dataset.num_documents:
         raise ConfigError(f"{prefix} has no documents to split; give one that has")
-    _note_unused_side_file(prefix)
     base = flags.output_prefix
     left_out: list[str] = []
     if flags.split is not None:
@@ -236,8 +226,8 @@ def _format_facts(facts: dict[str, Any]) -> str:
         ("lengths", f"{lengths['min']:,} to {lengths['max']:,} tokens, mean {lengths['mean']:,.1f}"),
     ]
     side = facts["side_file"]
-    side_rows = [("side file", "none")] if side is None else _side_file(side)
-    lines = [facts["prefix"], *_rows(rows), *_histogram(lengths["buckets"]), *_rows(side_rows)]
+    side_lines = _rows([("side file", "none")]) if side is None else _side_file(side)
+    lines = [facts["prefix"], *_rows(rows), *_histogram(lengths["buckets"]), *side_lines]
     return "\n".join(lines)
 
 
@@ -268,39 +258,15 @@ def _histogram(buckets: dict[str, int]) -> list[str]:
     return lines
 
 
-def _side_file(side: dict[str, Any]) -> list[tuple[str, str]]:
-    """What it says beyond what the files themselves do; whatever is not there is left out."""
-    rows = []
-    tokenizer = side.get("tokenizer")
-    if isinstance(tokenizer, dict):
-        words = [f"{name} {_short(value)}" for name, value in tokenizer.items()]
-        rows.append(("tokenizer", ", ".join(words)))
-    if isinstance(side.get("append_eod"), bool):
-        rows.append(("eod", "at the end of each document" if side["append_eod"] else "not appended"))
-    for name in ("key", "bad_lines", "inputs", "part_of"):
-        if name in side:
-            rows.append((name, _plain(side[name])))
-    histogram = side.get("token_histogram")
-    if isinstance(histogram, dict):
-        common = histogram.get("most_common")
-        if isinstance(common, list):
-            words = [f"{entry.get('id')} {entry.get('text')!r}" for entry in common if isinstance(entry, dict)]
-            rows.append(("common", ", ".join(words[:_COMMON])))
-        rows.append(("ids", _plain({name: value for name, value in histogram.items() if name != "most_common"})))
-    return rows
+def _side_file(side: dict[str, Any]) -> list[str]:
+    """What it says beyond what the files themselves do, of long lists the first entries; --json has all."""
+    names = ("tokenizer", "append_eod", "key", "bad_lines", "inputs", "part_of", "token_histogram")
+    said = _shortened({name: side[name] for name in names if name in side})
+    text = yaml.safe_dump(said, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
+    return ["  side file", *(f"    {line}" for line in text.splitlines())]
 
 
-def _plain(value: Any) -> str:
-    """A value of the side file in a line; lists in it are not shown."""
-    if not isinstance(value, dict):
-        return _short(value)
-    words = [f"{name} {_short(entry)}" for name, entry in value.items() if not isinstance(entry, list)]
-    return ", ".join(words) or "none"
-
-
-def _short(value: Any) -> str:
-    """A sha256 to 12 digits, numbers with commas."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}"
-    text = str(value)
-    return f"{text[:12]}..." if len(text) == 64 else text[:80]
+def _shortened(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _shortened(inner) for name, inner in value.items()}
+    return value[:_LISTED] if isinstance(value, list) else value

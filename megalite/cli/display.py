@@ -1,9 +1,10 @@
 """Tables, amounts and progress of all commands."""
 
 import io
+import re
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
@@ -16,6 +17,7 @@ from rich.text import Text
 from megalite.cli.output import stderr_is_terminal, tell, visible
 
 _TERMINAL_SECONDS, _LOG_SECONDS, _WINDOW_SECONDS = 0.1, 60.0, 10.0
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # a whole component of a tensor's name
 
 
 def table(rows: Sequence[Sequence[str]], right: Collection[int] = (), *, indent: int = 0) -> list[str]:
@@ -31,6 +33,33 @@ def table(rows: Sequence[Sequence[str]], right: Collection[int] = (), *, indent:
     with console.capture() as captured:
         console.print(grid)
     return [" " * indent + line.rstrip() for line in captured.get().splitlines()]
+
+
+def folded(names: Iterable[str], number: re.Pattern[str] = NUMBER) -> list[tuple[str, list[str]]]:
+    """Names that differ in numbers alone, as `layers.{0..31}.weight` with the names themselves."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name in names:
+        groups.setdefault(tuple(number.split(name)), []).append(name)
+    found = []
+    for texts, members in groups.items():
+        columns = zip(*(number.findall(name) for name in members))
+        ranges = [_range(sorted(set(column), key=int)) for column in columns]
+        pattern = "".join(text + span for text, span in zip(texts, [*ranges, ""], strict=True))
+        found.append((pattern, members))
+    return found
+
+
+def _range(numbers: Sequence[str]) -> str:
+    """`{0..3,7}`; a single one as it is."""
+    if len(numbers) == 1:
+        return numbers[0]
+    runs: list[list[str]] = []
+    for number in numbers:
+        if runs and int(number) == int(runs[-1][-1]) + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return "{" + ",".join(run[0] if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs) + "}"
 
 
 def decimal_bytes(count: float) -> str:

@@ -30,12 +30,11 @@ from megalite.models.shapes import flops_per_token, parameter_count
 from megalite.partition.memory import (
     HeldBucket,
     HeldParameter,
-    activation_peaks,
     held_buckets,
     held_parameters,
     host_peaks,
     local_size,
-    rank_memory,
+    planned_memory,
     stages_of_rank,
 )
 from megalite.partition.pipeline import (
@@ -102,7 +101,7 @@ def report(config: RunConfig, world_size: int, explicit: frozenset[str] = frozen
         "world_size": world_size,
         "layout": _layout_report(config, layout),
         "stages": [_stage_report(config, plan) for plan in stages],
-        "memory": _memory_report(config, stages, schedule, layout),
+        "memory": _memory_report(config, schedule, layout),
         "communication": [
             row
             for rank in range(config.parallel.pp)
@@ -194,15 +193,12 @@ def _stage_report(config: RunConfig, plan: StagePlan) -> dict[str, Any]:
     }
 
 
-def _memory_report(
-    config: RunConfig, stages: tuple[StagePlan, ...], schedule: Schedule, layout: ParallelLayout
-) -> dict[str, Any]:
+def _memory_report(config: RunConfig, schedule: Schedule, layout: ParallelLayout) -> dict[str, Any]:
     """At the largest batch."""
-    rows = []
-    peaks = zip(activation_peaks(config, stages, schedule), host_peaks(config, stages, schedule), strict=True)
-    for rank, peak in enumerate(peaks):
-        memory = rank_memory(config, [plan for plan in stages if plan.rank == rank], *peak)
-        rows.append({"pipeline_rank": rank, **vars(memory), "total_bytes": memory.total_bytes})
+    rows = [
+        {"pipeline_rank": rank, **vars(memory), "total_bytes": memory.total_bytes}
+        for rank, memory in enumerate(planned_memory(config, schedule))
+    ]
     fullest = max(rows, key=lambda row: row["total_bytes"])
     return {
         "pipeline_ranks": rows,
@@ -365,13 +361,11 @@ def _bucket(held: HeldBucket) -> dict[str, Any]:
 
 
 def _rank_memory(config: RunConfig, place: int, schedule: Schedule, buckets: list[HeldBucket]) -> dict[str, int]:
-    stages = plan_stages(config)
-    peak = activation_peaks(config, stages, schedule)[place]
-    planned = rank_memory(config, [plan for plan in stages if plan.rank == place], peak)
+    planned = planned_memory(config, schedule)[place]
     parts = {
         **{name: sum(getattr(held, name) for held in buckets) for name in _HELD},
         "activation_bytes": planned.activation_bytes,
         "workspace_bytes": planned.workspace_bytes,
     }
-    host = host_peaks(config, stages, schedule)[place] + sum(held.host_bytes for held in buckets)
+    host = host_peaks(config, plan_stages(config), schedule)[place] + sum(held.host_bytes for held in buckets)
     return {**parts, "total_bytes": sum(parts.values()), _HOST: host}

@@ -1,13 +1,12 @@
 """The reports of a dry run as text, for a terminal about 110 columns wide."""
 
-import itertools
 import re
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from megalite.cli.display import table
+from megalite.cli.display import NUMBER, folded, table
 from megalite.config.byte_size import format_bytes
 
 _SHOWN = 16
@@ -47,7 +46,7 @@ def _layout(report: dict[str, Any]) -> list[str]:
     experts = f"; experts: ep {axes['ep']}, etp {axes['etp']}" if axes["ep"] > 1 or axes["etp"] != axes["tp"] else ""
     rows, alone = [], []
     for kind, groups in layout["groups"].items():
-        if groups["size"] == 1 and kind != "position-embedding":
+        if groups["size"] == 1:
             alone.append(kind)
             continue
         shown = [_rank_list(ranks) for ranks in groups["ranks"][: _SHOWN // 2]]
@@ -228,46 +227,25 @@ def _chunks(stages: list[dict[str, Any]]) -> list[str]:
 
 
 def _parameters(rows: list[dict[str, Any]]) -> list[str]:
-    """One line per parameter; layers of one stage that follow each other and are alike share theirs."""
+    """One line per parameter; those of one stage that are alike but for the number of their layer share theirs."""
+    alike: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        key = (row["stage"], NUMBER.sub("", row["name"]), str(row["slice"]), str(row["global_shape"]))
+        alike.setdefault(key, []).append(row)
     cells = []
-    for _, of_stage in itertools.groupby(rows, key=lambda row: row["stage"]):
-        for run in _runs(list(of_stage)):
-            for row in run[0][1]:
-                name = row["name"]
-                if len(run) > 1:
-                    name = f"layers.{run[0][0]}-{run[-1][0]}.{name.split('.', 2)[2]}"
-                cuts = [
-                    f"[{start}:{stop}] of {extent} along {dim}"
-                    for dim, ((start, stop), extent) in enumerate(zip(row["slice"], row["global_shape"], strict=True))
-                    if stop - start < extent
-                ]
-                words = ", ".join([*cuts, *([f"each of {len(run)} layers"] if len(run) > 1 else [])])
-                shape = " x ".join(map(str, row["shape"]))
-                cells.append([name, shape, row["dtype"], format_bytes(row["bytes"]), words])
+    for members in alike.values():
+        row, count = members[0], len(members)
+        [(name, _)] = folded(member["name"] for member in members)
+        words = [
+            f"[{start}:{stop}] of {extent} along {dim}"
+            for dim, ((start, stop), extent) in enumerate(zip(row["slice"], row["global_shape"], strict=True))
+            if stop - start < extent
+        ]
+        words += [f"each of {count} layers"] if count > 1 else []
+        shape = " x ".join(map(str, row["shape"]))
+        cells.append([name, shape, row["dtype"], format_bytes(row["bytes"]), ", ".join(words)])
     total = format_bytes(sum(row["bytes"] for row in rows))
     return [f"Parameters: {len(rows)}, {total}", *table(cells, right={3}, indent=2)]
-
-
-def _runs(rows: list[dict[str, Any]]) -> list[list[tuple[int, list[dict[str, Any]]]]]:
-    """Rows by layer, layers that differ in number alone together; what is in no layer is a run by itself."""
-    found: list[list[tuple[int, list[dict[str, Any]]]]] = []
-    for layer, group in itertools.groupby(rows, key=lambda row: _layer(row["name"])):
-        members = list(group)
-        number, before = found[-1][-1] if found else (-1, [])
-        if number >= 0 and layer == number + 1 and _likeness(before) == _likeness(members):
-            found[-1].append((layer, members))
-        else:
-            found.append([(-1 if layer is None else layer, members)])
-    return found
-
-
-def _layer(name: str) -> int | None:
-    match = re.match(r"layers\.(\d+)\.", name)
-    return None if match is None else int(match[1])
-
-
-def _likeness(rows: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    return [(row["name"].split(".", 2)[2], row["shape"], row["slice"], row["global_shape"]) for row in rows]
 
 
 def _buckets(rows: list[dict[str, Any]]) -> list[str]:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from megalite.cli.display import table
-from megalite.cli.generate import open_model, refuse_given, run_on_ranks
+from megalite.cli.generate import open_model, run_on_ranks
 from megalite.cli.model_commands import EVALUATE
 from megalite.cli.output import show
 from megalite.config.errors import ConfigError
@@ -33,17 +33,7 @@ main = EVALUATE
 
 
 def run(flags: Namespace) -> int:
-    return run_on_ranks(flags, _check, _evaluate, data_parallel=True)
-
-
-def _check(flags: Namespace) -> None:
-    """What is wrong with the flags alone, on every rank alike."""
-    if (flags.data_path is None) == (flags.input is None):
-        given = "are both given" if flags.data_path else "are both missing"
-        raise ConfigError(f"--data-path and --input {given}; give token files with one, or text with the other")
-    if flags.input is None:
-        refuse_given(flags, ("json_key", "text_documents"), "on --data-path")
-        refuse_given(flags, ("tokenizer_model", "tiktoken_pattern"), "on --data-path, which holds token ids")
+    return run_on_ranks(flags, _evaluate, data_parallel=True)
 
 
 def _evaluate(flags: Namespace, topology: Topology) -> None:

@@ -24,14 +24,6 @@ from megalite.topology.topology import Launch, Topology, start_distributed, stop
 DTYPES = {name: dtype for dtype, name in PRECISIONS.items()}
 
 
-def refuse_given(flags: Namespace, names: Sequence[str], why: str) -> None:
-    """Raise ConfigError if one of these flags is given, which has no effect: `why`."""
-    for name in names:
-        value = getattr(flags, name)
-        if value is not None:
-            raise ConfigError(f"--{name.replace('_', '-')} {value} has no effect {why}; leave it out")
-
-
 def layout_of(flags: Namespace, world_size: int, *, data_parallel: bool) -> ParallelLayout:
     """The layout that the flags and the number of ranks make.
 
@@ -71,20 +63,12 @@ def open_model(flags: Namespace, topology: Topology, *, needs_tokenizer: bool = 
     )
 
 
-def run_on_ranks(
-    flags: Namespace,
-    check: Callable[[Namespace], None],
-    work: Callable[[Namespace, Topology], None],
-    *,
-    data_parallel: bool,
-) -> int:
-    """Join the other ranks and work; returns the exit status. `check`: of the flags alone, before anything is started.
-    `data_parallel`: see `layout_of`."""
+def run_on_ranks(flags: Namespace, work: Callable[[Namespace, Topology], None], *, data_parallel: bool) -> int:
+    """Join the other ranks and work; returns the exit status. `data_parallel`: see `layout_of`."""
     agreed = False
     try:
         launch = Launch.from_environment()
         TokenizerChoice(flags.tokenizer_model, flags.tiktoken_pattern)
-        check(flags)
         layout = layout_of(flags, launch.world_size, data_parallel=data_parallel)
         device = launch.device(flags.device)
         start_distributed(launch, device, backend="auto", timeout_minutes=10.0)
@@ -102,23 +86,14 @@ main = GENERATE
 
 
 def run(flags: Namespace) -> int:
-    return run_on_ranks(flags, _check, _generate, data_parallel=False)
-
-
-def _check(flags: Namespace) -> None:
-    """What is wrong with the flags alone, on every rank alike."""
     _sampling(flags)
-    if not flags.prompt and flags.prompts is None:
-        raise ConfigError("there is no prompt; give one with --prompt, or a file of them with --prompts")
-    if flags.prompt and flags.prompts is not None:
-        raise ConfigError(f"--prompt and --prompts {flags.prompts} are both given; use one of them")
-    if flags.prompts is None:
-        refuse_given(flags, ("prompt_key",), "without --prompts FILE.jsonl")
-    if flags.temperature == 0.0:
-        greedy = "with --temperature 0, which takes the likeliest token (a temperature above 0 draws)"
-        refuse_given(flags, ("top_k", "top_p", "seed"), greedy)
+    given = next((name for name in ("top_k", "top_p", "seed") if getattr(flags, name) is not None), None)
+    if flags.temperature == 0.0 and given is not None:
+        flag = f"--{given.replace('_', '-')} {getattr(flags, given)}"
+        raise ConfigError(f"{flag} has no effect with --temperature 0, which takes the likeliest token; leave it out")
     if flags.stop and "" in flags.stop:
         raise ConfigError("--stop is empty; give the text to end before, or leave it out")
+    return run_on_ranks(flags, _generate, data_parallel=False)
 
 
 def _sampling(flags: Namespace) -> Sampling:

@@ -27,7 +27,6 @@ from megalite.config.byte_size import format_bytes
 from megalite.config.errors import CheckpointError, ConfigError
 
 OK, DAMAGED, DIFFERENT = 0, 1, 1
-ATTEMPTS = 5  # looks at a folder while a run removes what is being looked at
 OWN = {
     "checkpoint": ("save", "load", "ckpt_step", "fresh_if_missing", "finetune"),
     "logging": ("run_dir", "tensorboard_dir"),
@@ -41,28 +40,12 @@ main = INSPECT
 def run(flags: Namespace) -> int:
     if (flags.checkpoint is None) == (flags.diff is None):
         raise ConfigError("give one checkpoint to look at, or two behind --diff")
-    without = {"--diff": flags.diff, "--tensors": flags.tensors, "--no-verify": flags.no_verify or None}
-    given = [flag for flag, value in without.items() if value is not None]
-    if flags.config and given:
-        raise ConfigError(f"--config prints the config alone: {given[0]} has no effect with it; drop either")
     look = _diff if flags.diff is not None else _config if flags.config else _inspect
     try:
-        return _again_if_removed(look, flags)
+        return look(flags)
     except RecursionError:
         tell("error: lists nested too deeply in the manifest's config, counters or layout")
         return BAD_INPUT
-
-
-def _again_if_removed(look: Callable[[Namespace], int], flags: Namespace) -> int:
-    """Look once more if the newest was removed meanwhile: a newer one is there. One that was asked for is not."""
-    asked_for = flags.diff or [flags.checkpoint]
-    for attempt in range(1, ATTEMPTS + 1):
-        try:
-            return look(flags)
-        except CheckpointRemoved as removed:
-            if removed.path in asked_for or flags.step is not None or attempt == ATTEMPTS:
-                raise
-    raise AssertionError("the last attempt returns or raises")
 
 
 def _inspect(flags: Namespace) -> int:

@@ -10,12 +10,11 @@ from typing import Any
 
 from megalite.checkpoint.manifest import ITEM_SIZES, MANIFEST_NAME, Manifest, TensorEntry
 from megalite.checkpoint.survey import Surveyed, unlisted
-from megalite.cli.display import table
+from megalite.cli.display import folded, table
 from megalite.config.byte_size import format_bytes
 from megalite.config.compute import kernels_in_words
 from megalite.config.run import RunConfig
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # a whole component of a tensor's name
 _DIGITS = re.compile(r"\d+")
 _MAX_FILES = 16  # files listed one by one
 
@@ -77,7 +76,7 @@ def _files(manifest: Manifest) -> list[str]:
     rows = [[name, format_bytes(length)] for name, length in lengths.items()]
     if len(rows) > _MAX_FILES:
         rows = []
-        for pattern, names in fold(lengths, _DIGITS):
+        for pattern, names in folded(lengths, _DIGITS):
             sizes = [lengths[name] for name in names]
             least, most, total = map(format_bytes, (min(sizes), max(sizes), sum(sizes)))
             each = f"x{len(names)}, {least} to {most} each, {total} in all"
@@ -101,7 +100,7 @@ def _tensor_rows(entries: Mapping[str, TensorEntry]) -> list[list[str]]:
         alike.setdefault((entries[name].dtype, entries[name].global_shape), []).append(name)
     rows = []
     for (dtype, shape), names in alike.items():
-        for pattern, members in fold(names, _NUMBER):
+        for pattern, members in folded(names):
             parts = sorted({len(entries[name].parts) for name in members})
             cut = f"{parts[0]}" if len(parts) == 1 else f"{parts[0]} to {parts[-1]}"
             count = f"x{len(members)}" if len(members) > 1 else ""
@@ -112,33 +111,6 @@ def _tensor_rows(entries: Mapping[str, TensorEntry]) -> list[list[str]]:
 def _natural(name: str) -> list[tuple[int, str]]:
     """To sort 10 behind 9."""
     return [(int(word) if word.isdigit() else -1, word) for word in re.split(r"(\d+)", name)]
-
-
-def fold(names: Iterable[str], number: re.Pattern[str]) -> list[tuple[str, list[str]]]:
-    """Names that differ in numbers alone, as `layers.{0..31}.weight` with the names themselves."""
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for name in names:
-        groups.setdefault(tuple(number.split(name)), []).append(name)
-    folded = []
-    for texts, members in groups.items():
-        columns = zip(*(number.findall(name) for name in members))
-        ranges = [_range(sorted(set(column), key=int)) for column in columns]
-        pattern = "".join(text + span for text, span in zip(texts, [*ranges, ""], strict=True))
-        folded.append((pattern, members))
-    return folded
-
-
-def _range(numbers: Sequence[str]) -> str:
-    """`{0..3,7}`; a single one as it is."""
-    if len(numbers) == 1:
-        return numbers[0]
-    runs: list[list[str]] = []
-    for number in numbers:
-        if runs and int(number) == int(runs[-1][-1]) + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return "{" + ",".join(run[0] if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs) + "}"
 
 
 def _bytes(entries: Iterable[TensorEntry]) -> int:

@@ -94,6 +94,7 @@ PREPROCESS = Command(
         Flag("--dry-run", "show the inputs and the first document's tokens, write nothing", bool),
     ],
     ("megalite preprocess --input *.jsonl.zst --output-prefix corpus --tokenizer-model my.model --append-eod",),
+    idle={"--sft": "--json-keys --append-eod"},
     foreign=_FOREIGN,
 )
 
@@ -120,6 +121,7 @@ TRAIN_TOKENIZER = Command(
     ],
     ("megalite train-tokenizer --input corpus/*.jsonl --output-prefix tokenizer --vocab-size 32000",),
     "Exit status: 0 written, 2 bad input or a disk that is full: nothing is written.",
+    run="megalite.cli.preprocess:run_train_tokenizer",
 )
 
 _DATASETS = Flag(
@@ -265,6 +267,9 @@ GENERATE = Command(
         Flag("--output FILE", "write the texts as JSON lines, not to the terminal", Path),
     ],
     ("megalite generate --load runs/first/checkpoints --prompt 'Once upon a time'",),
+    exclusive=(("--prompt", "--prompts"),),
+    one_needed=True,
+    idle={"--prompt": "--prompt-key"},
 )
 
 EVALUATE = Command(
@@ -283,6 +288,9 @@ EVALUATE = Command(
         _JSON,
     ],
     ("megalite evaluate --load runs/first/checkpoints --input held-out.txt",),
+    exclusive=(("--data-path", "--input"),),
+    one_needed=True,
+    idle={"--data-path": "--json-key --text-documents --tokenizer-model --tiktoken-pattern"},
 )
 
 CONVERT = Command(
@@ -345,4 +353,5 @@ INSPECT = Command(
         "megalite inspect --diff runs/first/checkpoints runs/second/checkpoints --step 100",
     ),
     "Exit status: 0 sound (or equal), 1 damaged (or different), 2 bad input.",
+    idle={"--config": "--diff --tensors --no-verify"},
 )

@@ -1,30 +1,34 @@
-"""`megalite preprocess`: jsonl, text and parquet files to token files."""
+"""`megalite preprocess` and `megalite train-tokenizer`: jsonl, text and parquet files to token files, or to a tokenizer."""
 
 import os
 from argparse import Namespace
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from megalite.cli.display import ProgressLine, decimal_bytes
+from megalite.cli.display import ByteProgress, ProgressLine, decimal_bytes
 from megalite.cli.failures import Stopped, first_signal_raises
-from megalite.cli.model_commands import DOCUMENT_MB, PREPROCESS
+from megalite.cli.model_commands import BYTE_LEVEL, DOCUMENT_MB, KINDS, PREPROCESS, SENTENCEPIECE, TRAIN_TOKENIZER
 from megalite.cli.output import occupy_closed_streams, show, tell
-from megalite.cli.train_tokenizer import tokenizer_config
-from megalite.config.data import is_address
+from megalite.config.data import DataConfig, is_address
 from megalite.config.describe import redact_text
-from megalite.config.errors import ConfigError
+from megalite.config.errors import ConfigError, nearest
 from megalite.config.run import RunConfig
 from megalite.data.indexed_dataset import token_dtype
 from megalite.data.remote import shown
 from megalite.preprocess import text_data
+from megalite.preprocess.inputs import find_inputs
 from megalite.preprocess.job import MAX_FAULTS, PreprocessJob, Progress, parse_shard, shard_name, usable_cores
 from megalite.preprocess.run import plan, preprocess
+from megalite.preprocess.train_tokenizer import TrainingText, train_byte_level, train_sentencepiece
+from megalite.tokenizers.base import Tokenizer
+from megalite.tokenizers.build import build_tokenizer
 
 MIB = 1 << 20
 _MAX_DOCUMENT_MB = 1 << 20
 _SHOWN_INPUTS, _SHOWN_IDS, _SHOWN_CHARACTERS = 10, 16, 60
 
-main = PREPROCESS
+main, train_tokenizer = PREPROCESS, TRAIN_TOKENIZER
 
 
 def run(flags: Namespace) -> int:
@@ -61,9 +65,6 @@ def job_of(flags: Namespace) -> PreprocessJob:
     if not 0 < flags.max_document_mb < _MAX_DOCUMENT_MB:
         most = f"{_MAX_DOCUMENT_MB:,}; try {DOCUMENT_MB}"
         raise ConfigError(f"--max-document-mb {flags.max_document_mb} must be above 0 and below {most}")
-    if flags.sft and (flags.json_keys or flags.append_eod):
-        given = "--json-keys" if flags.json_keys else "--append-eod"
-        raise ConfigError(f"{given} has no effect with --sft, which reads examples and ends each itself; leave it out")
     shard = None if flags.shard is None else parse_shard(flags.shard)
     return PreprocessJob(
         inputs=tuple(flags.input),
@@ -180,3 +181,73 @@ def _show_plan(job: PreprocessJob) -> None:
     show(f"{job.workers} workers would write:")
     for prefix in job.prefixes:
         show(f"  {prefix}.bin, .idx and .json")
+
+
+_OTHER_KINDS = {
+    "gptsentencepiecetokenizer": "SentencePieceTokenizer",
+    "llama3tokenizer": "HuggingFaceTokenizer",
+    "qwentokenizer": "HuggingFaceTokenizer",
+}
+"""Other names that scripts have, in lower case, of kinds that give the same ids."""
+_ADDS_START = "llama2tokenizer"
+
+
+def tokenizer_config(flags: Namespace) -> DataConfig:
+    """The settings of the flags that name a tokenizer."""
+    names = ("tokenizer_model", "vocab_file", "merge_file", "tiktoken_pattern")
+    kind = None if flags.tokenizer_type is None else tokenizer_kind(flags.tokenizer_type)
+    return DataConfig(tokenizer_type=kind, **{name: getattr(flags, name) for name in names})
+
+
+def tokenizer_kind(name: str) -> str:
+    """The kind that a script means, in upper or lower case."""
+    known = {kind.lower(): kind for kind in KINDS} | _OTHER_KINDS
+    if name.lower() in known:
+        return known[name.lower()]
+    if name.lower() == _ADDS_START:
+        raise ConfigError(
+            f"--tokenizer-type {name} would put <s> before each document; use SentencePieceTokenizer, which adds nothing"
+        )
+    raise ConfigError(f"--tokenizer-type {name} is unknown{nearest(name, KINDS)} (one of {', '.join(KINDS)})")
+
+
+def run_train_tokenizer(flags: Namespace) -> int:
+    text, path = _train(flags)
+    tokenizer = build_tokenizer(DataConfig(tokenizer_model=str(path)), None)
+    assert tokenizer is not None
+    _report_training(text, path, tokenizer)
+    return 0
+
+
+def _train(flags: Namespace) -> tuple[TrainingText, Path]:
+    if flags.max_megabytes * 1e6 < 1:
+        raise ConfigError(f"max_megabytes {flags.max_megabytes} is no amount of text; try --max-megabytes 20")
+    if flags.pattern is not None and flags.type != BYTE_LEVEL:
+        raise ConfigError(f"{flags.type} does not read pattern ({flags.pattern}); use --type {BYTE_LEVEL}")
+    inputs = find_inputs(flags.input)
+    most = int(flags.max_megabytes * 1e6)
+    # On the disk a corpus may be longer than its text, or shorter where it is compressed.
+    progress = ByteProgress(min(most, sum(item.size or most for item in inputs)))
+    text = TrainingText(inputs, flags.json_keys, most, progress.advance)
+    wanted = {"output_prefix": flags.output_prefix, "vocab_size": flags.vocab_size}
+    try:
+        if flags.type == BYTE_LEVEL:
+            return text, train_byte_level(text, words=flags.pattern or "gpt2", **wanted)
+        return text, train_sentencepiece(text, model_type=SENTENCEPIECE[flags.type], **wanted)
+    finally:
+        progress.end()
+
+
+def _report_training(text: TrainingText, path: Path, tokenizer: Tokenizer) -> None:
+    spread = " (a share that is spread evenly over the inputs; see --max-megabytes)" if text.is_share else ""
+    bad = f", {text.bad} bad lines left out" if text.bad else ""
+    show(f"read {decimal_bytes(text.num_bytes)} of text in {text.documents} documents{spread}{bad}")
+    held = text.held_out
+    if held:
+        num_bytes = sum(len(document.encode("utf-8")) for document in held)
+        tokens = sum(len(ids) for ids in tokenizer.encode_batch(held))
+        share = f"{num_bytes / max(tokens, 1):.2f} bytes per token on {decimal_bytes(num_bytes)}"
+        show(f"{share} in {len(held)} documents that were held out")
+    else:
+        show("too few documents to hold some out: bytes per token are not measured")
+    show(f"{path}: {tokenizer.vocab_size} pieces; use it with --tokenizer-model {path}")

@@ -11,12 +11,11 @@ from megalite.cli.display import table, working
 from megalite.cli.dry_run import with_vocabulary, world_size_of
 from megalite.cli.output import show
 from megalite.cli.tool_commands import REHEARSE
-from megalite.config.batch import microbatch_counts
 from megalite.config.byte_size import format_bytes
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
-from megalite.partition.memory import RankMemory, activation_peaks, host_peaks, rank_memory
-from megalite.partition.pipeline import layout_of, plan_stages, schedule_of
+from megalite.partition.memory import RankMemory, planned_memory
+from megalite.partition.pipeline import layout_of
 from megalite.rehearsal.proof import covered
 from megalite.rehearsal.run import Rehearsal, rehearse
 from megalite.rehearsal.world import check, rehearse_world
@@ -42,21 +41,23 @@ def run(flags: Namespace) -> int:
         rehearsals, faults = world.rehearsals, world.faults
     else:
         rehearsals = [rehearse(config, invocation.rank or 0)]
+    memory = planned_memory(config)
+    facts = [_facts(config, each, memory) for each in rehearsals]
     if invocation.json:
-        found = {"world_size": world_size, "ranks": [_facts(config, each) for each in rehearsals], "faults": faults}
+        found = {"world_size": world_size, "ranks": facts, "faults": faults}
         show(json.dumps(found, indent=2))
     else:
-        for line in _text(config, rehearsals, faults):
+        for line in _text(layout_of(config).world_size, facts, faults):
             show(line)
     return FAULTY if faults else 0
 
 
-def _facts(config: RunConfig, found: Rehearsal) -> dict[str, Any]:
+def _facts(config: RunConfig, found: Rehearsal, memory: Sequence[RankMemory]) -> dict[str, Any]:
     layout = layout_of(config)
     operations = found.journal.operations[found.second_step :]
     counts = Counter((one.kind, one.name, one.dtype) for one in operations)
     nbytes: Counter[tuple[str, str, str]] = Counter()
-    planned = _planned(config, layout.coordinate(found.rank).pp)
+    planned = memory[layout.coordinate(found.rank).pp]
     for one in operations:
         nbytes[one.kind, one.name, one.dtype] += one.nbytes
     return {
@@ -82,20 +83,8 @@ def _facts(config: RunConfig, found: Rehearsal) -> dict[str, Any]:
     }
 
 
-def _planned(config: RunConfig, place: int) -> RankMemory:
-    stages = plan_stages(config)
-    schedule = schedule_of(config, microbatch_counts(config)[-1])
-    peaks, host = activation_peaks(config, stages, schedule), host_peaks(config, stages, schedule)
-    return rank_memory(config, [plan for plan in stages if plan.rank == place], peaks[place], host[place])
-
-
-def _text(config: RunConfig, rehearsals: Sequence[Rehearsal], faults: list[str] | None) -> list[str]:
-    layout = layout_of(config)
-    facts = [_facts(config, found) for found in rehearsals]
-    lines = [
-        f"two steps of {len(facts)} of {layout.world_size} ranks, without devices or peers; the second is shown",
-        "",
-    ]
+def _text(ranks: int, facts: Sequence[dict[str, Any]], faults: list[str] | None) -> list[str]:
+    lines = [f"two steps of {len(facts)} of {ranks} ranks, without devices or peers; the second is shown", ""]
     head = [
         *("rank", "tp cp dp pp", "parameters", "built", "peak", "in"),
         *("planned", "kernels F", "B", "step", "host waits", "operations"),

@@ -1,38 +1,51 @@
-"""`megalite runs DIR`: the runs below a folder, how they stand, and their curves side by side."""
+"""`megalite runs` and `megalite plot`: the runs below a folder, how they stand, and their curves.
+
+Read from sessions.json, metrics.jsonl and config.yaml, none of which need be whole."""
 
 import dataclasses
 import json
 import math
+import os
+import platform
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from megalite.checkpoint.files import replace_durably
+import yaml
+
 from megalite.cli.display import table
 from megalite.cli.output import show
-from megalite.cli.plot import plot_runs, save
-from megalite.cli.run_folders import RunFolder, find_runs
-from megalite.cli.tool_commands import RUNS
+from megalite.cli.tool_commands import PLOT, RUNS
 from megalite.config.errors import ConfigError
-from megalite.planner.page import Line, Row, Section, Table, draw_curves, key, page
+from megalite.config.reading import read_text, write_text
+from megalite.planner.page import Line, Row, Section, Table, draw_curves, key, page, style_of, thinned
+from megalite.training.goodput import FILE, Session, goodput_of, read_sessions
+from megalite.training.sinks import read_records
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+METRICS = "metrics.jsonl"
+_NO_RUNS_BELOW = {"checkpoints", "tensorboard", "profile", "wandb"}
+_SPEED_OVER = 20  # last steps of which the mean speed is shown
 _HEADS = ("run", "status", "layout", "ranks", "step", "loss", "valid loss", "tokens/s", "goodput", "starts", "started")
 _NUMBERS = range(3, 10)  # columns of numbers
 
-main = RUNS
+Curve = Sequence[tuple[float, float]]
+
+main, plot = RUNS, PLOT
 
 
 def run(flags: Namespace) -> int:
     runs = find_runs(flags.folder)
     title = f"Runs in {flags.folder}"
     if flags.html is not None:
-        try:
-            replace_durably(flags.html, _page(runs, title).encode())
-        except OSError as error:
-            reason = f"{error.strerror}; give --html a file in a folder that exists"
-            raise ConfigError(f"cannot write {flags.html}: {reason}") from None
+        write_text(flags.html, _page(runs, title))
     if flags.png is not None:
-        save(plot_runs(runs, title), flags.png, "--png")
+        draw(runs, title, flags.png)
     if flags.json:  # which has no NaN
         plain = [json.loads(json.dumps(dataclasses.asdict(run)), parse_constant=str) for run in runs]
         show(json.dumps(plain, indent=1))
@@ -40,6 +53,178 @@ def run(flags: Namespace) -> int:
     written = [f"wrote {path}" for path in (flags.html, flags.png) if path is not None]
     show("\n".join([*table([_HEADS, *map(_cells, runs)], right=_NUMBERS), *written]))
     return 0
+
+
+def run_plot(flags: Namespace) -> int:
+    path = flags.run_dir / METRICS
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist; give the --run-dir of a run that has started")
+    found = read_run(flags.run_dir, flags.run_dir.resolve().name)
+    if not (found.losses or found.valid_losses):
+        raise ConfigError(f"{path} has no records yet; wait for the first step")
+    output = flags.output or flags.run_dir / "loss.png"
+    draw([found], found.name, output)
+    show(str(output))
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFolder:
+    name: str  # its folder, below the one that was asked for
+    status: str  # `running`, `finished`, `stopped`, `failed`, `killed`, `silent for ...` on another host, or `unknown`
+    started: float | None  # time of day of its first start
+    starts: int
+    ranks: int | None
+    layout: str
+    step: int
+    total_steps: int | None
+    loss: float | None  # of the last step
+    valid_loss: float | None
+    tokens_per_second: float | None  # over the last steps
+    goodput: float | None
+    losses: Curve
+    valid_losses: Curve
+    speeds: Curve
+
+
+def find_runs(folder: Path) -> list[RunFolder]:
+    """The runs in and below a folder, by name."""
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise ConfigError(f"{folder} {what}; give a folder with runs in it (their --run-dir), e.g. runs")
+    found = [
+        read_run(path, str(path.relative_to(folder)) if path != folder else path.resolve().name)
+        for path in _run_folders(folder)
+    ]
+    if not found:
+        raise ConfigError(f"there is no run in {folder}: no {METRICS} or {FILE} in it or in a folder below it")
+    return found
+
+
+def _run_folders(folder: Path) -> Iterator[Path]:
+    for place, below, files in os.walk(folder):
+        if METRICS in files or FILE in files:
+            yield Path(place)
+        below[:] = sorted(name for name in below if name not in _NO_RUNS_BELOW and not name.startswith("."))
+
+
+def read_run(path: Path, name: str) -> RunFolder:
+    """One run, however little of it is there."""
+    train, sessions = read_records(path / METRICS, "train"), read_sessions(path)
+    losses, speeds = _curve(train, "loss"), _curve(train, "tokens_per_second")
+    valid = _curve(read_records(path / METRICS, "valid"), "valid_loss")
+    last = [speed for _, speed in speeds[-_SPEED_OVER:]]
+    if sessions and sessions[-1].ended is None:
+        sessions[-1].seen = max(sessions[-1].seen, _touched(path))
+    goodput = goodput_of(sessions) if sessions else None
+    return RunFolder(
+        name=name,
+        status=status_of(sessions, _touched(path)),
+        started=sessions[0].started if sessions else None,
+        starts=len(sessions),
+        ranks=sessions[-1].ranks if sessions else None,
+        layout=sessions[-1].layout if sessions else "",
+        step=train[-1]["step"] if train else 0,
+        total_steps=_total_steps(path / "config.yaml"),
+        loss=losses[-1][1] if losses else None,
+        valid_loss=valid[-1][1] if valid else None,
+        tokens_per_second=len(last) / sum(1.0 / speed for speed in last) if last and min(last) > 0 else None,
+        goodput=goodput.fraction if goodput is not None and goodput.wall > 0.0 else None,
+        losses=losses,
+        valid_losses=valid,
+        speeds=speeds,
+    )
+
+
+def status_of(sessions: Sequence[Session], touched: float) -> str:
+    if not sessions:
+        return "unknown"
+    last = sessions[-1]
+    if last.ended is not None:
+        return last.ended
+    if last.host == platform.node():
+        return "running" if _is_alive(last.pid) else "killed"
+    quiet = (time.time() - touched) / 60.0
+    if quiet < 10.0:
+        return "running"
+    return f"silent for {quiet:.0f} min" if quiet < 120.0 else f"silent for {quiet / 60.0:.0f} h"
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return pid > 0
+
+
+def _touched(path: Path) -> float:
+    times = [(path / name).stat().st_mtime for name in (METRICS, FILE) if (path / name).exists()]
+    return max(times, default=0.0)
+
+
+def _curve(records: Sequence[dict[str, Any]], name: str) -> list[tuple[float, float]]:
+    """(step, value); NaN, which the file spells as a text, stays NaN."""
+    found = []
+    for record in records:
+        try:
+            found.append((float(record["step"]), float(record[name])))
+        except (KeyError, TypeError, ValueError):
+            continue
+    return found
+
+
+def _total_steps(path: Path) -> int | None:
+    try:
+        steps = yaml.safe_load(read_text(path))["training"]["train_iters"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError):
+        return None
+    return steps if isinstance(steps, int) else None
+
+
+def draw(runs: Sequence[RunFolder], title: str, path: Path, *, marked: Sequence[int] = ()) -> None:
+    """Losses, training and validation, and speed over steps, by matplotlib; the ending of the file gives the format.
+    `marked`: steps with a vertical line."""
+    drawn = _new_figure()
+    drawn.suptitle(title)
+    losses, speeds = drawn.subplots(2, 1, height_ratios=(2, 1))
+    for number, run in enumerate(runs):
+        color, dashes = style_of(number)
+        style = {"color": color, "linestyle": (0, tuple(map(float, dashes.split()))) if dashes else "-"}
+        losses.plot(*_columns(run.losses), linewidth=1.2, label=run.name, **style)
+        losses.plot(*_columns(run.valid_losses), marker="o", markersize=5, linestyle="none", color=color)
+        speeds.plot(*_columns(run.speeds), linewidth=1.2, **style)
+    for step in marked:
+        losses.axvline(step, color="#555", linestyle="--", linewidth=1.0)
+    losses.set_ylabel("loss (nats a token); dots: validation")
+    losses.legend(fontsize="small")
+    speeds.set_ylabel("tokens/s")
+    speeds.set_xlabel("step")
+    for axes in (losses, speeds):
+        axes.grid(alpha=0.3)
+    try:
+        drawn.savefig(path, dpi=130)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; give a file in a folder that exists") from None
+    except ValueError as error:
+        raise ConfigError(f"cannot write {path}: {error}; use .png, .svg or .pdf") from None
+
+
+def _new_figure() -> "Figure":
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError(
+            "drawing needs matplotlib; pip install 'megalite[plot]', or use megalite runs --html"
+        ) from None
+    return Figure(layout="constrained", figsize=(9, 8))
+
+
+def _columns(points: Curve) -> tuple[list[float], list[float]]:
+    thin = thinned(points)
+    return [x for x, _ in thin], [y for _, y in thin]
 
 
 def _cells(run: RunFolder) -> tuple[str, ...]:

@@ -24,17 +24,16 @@ TRAIN = Command(
 
 CONFIG = Command(
     "megalite config",
-    "show a resolved config, the presets, or the table of all settings",
+    "show a resolved config, or the presets",
     "Show what the settings come to.",
     [
         Flag("--show", "the resolved config as YAML", bool),
         Flag("--explain", "each setting that is not at its default, and where it comes from", bool),
         Flag("--presets", "names of the presets", bool),
-        Flag("--markdown", "docs/config.md", bool),
     ],
     ("megalite config --show --preset gpt2-124m --tp 2 --world-size 8",),
     "--show and --explain check the config for --world-size N ranks (default tp·pp·cp·dp) and take --json.",
-    exclusive=(("--show", "--explain", "--presets", "--markdown"),),
+    exclusive=(("--show", "--explain", "--presets"),),
     one_needed=True,
     settings=("--dry-run",),
     bare=0,
@@ -182,6 +181,7 @@ PLAN_FIT = Command(
         _JSON,
     ],
     ("megalite plan-fit steps.csv --cluster dgx-h100 --leave-out hidden_size --output ours.yaml",),
+    run="megalite.cli.plan:run_fit",
 )
 
 PLAN_CHAIN = Command(
@@ -321,12 +321,13 @@ KERNELS = Command(
 PLOT = Command(
     "megalite plot",
     "draw the loss curve of a run",
-    "Draw training and validation loss over steps from the metrics.jsonl of a run.",
+    "Draw losses and speed over steps from the metrics.jsonl of a run.",
     [
         Flag("run_dir RUN_DIR", "folder of the run (--run-dir)", Path),
         Flag("--output FILE", "default RUN_DIR/loss.png; the ending gives the format", Path),
     ],
     ("megalite plot runs/first --output loss.svg",),
+    run="megalite.cli.runs:run_plot",
 )
 
 RUNS = Command(

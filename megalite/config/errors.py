@@ -78,7 +78,8 @@ Findings: TypeAlias = "Iterator[str | Findings]"
 
 
 class Idle(str):
-    """What a rule yields of a setting that has no effect where that is no error: it is said, and ignored."""
+    """What a rule yields of a setting that has no effect where that is no error: it is ignored, and said where there is a
+    text: what a preset sets goes without."""
 
     setting: str  # its name
 
@@ -96,7 +97,9 @@ class Problems:
         self.wrong: set[str] = set()
         """Names of settings; rules that read them are skipped."""
         self.idle: dict[str, str] = {}
-        """Setting without effect -> why, where that is no error."""
+        """Setting without effect -> why, where that is said and no error."""
+        self.unused: set[str] = set()
+        """All settings without effect where that is no error."""
 
     def add(self, text: str, *wrong: str) -> None:
         """Record a problem, once, and the settings that are wrong by it."""
@@ -121,7 +124,9 @@ class Problems:
         with self.collecting(*wrong):
             for found in findings:
                 if isinstance(found, Idle):
-                    self.idle[found.setting] = str(found)
+                    self.unused.add(found.setting)
+                    if found:
+                        self.idle[found.setting] = str(found)
                 elif isinstance(found, str):
                     self.add(found)
                 else:

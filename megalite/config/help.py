@@ -1,4 +1,4 @@
-"""Help and documentation, made from the table of settings."""
+"""Help, made from the table of settings."""
 
 import re
 import textwrap
@@ -8,7 +8,7 @@ from typing import Any
 from megalite.config.describe import Setting, sections, settings
 from megalite.config.files import preset_names
 from megalite.config.flags import RUN_OPTIONS
-from megalite.config.megatron import DERIVED, FROM_VALUE, SHORTHANDS, VALUES, WORDS
+from megalite.config.megatron import DERIVED, FROM_VALUE, SHORTHANDS, WORDS
 from megalite.config.megatron_flags import known_flags
 
 _WIDTH = 110
@@ -46,7 +46,7 @@ def full_help(program: str) -> str:
                 lines.append(f"  {_all_spellings(setting)}")
                 lines.append(f"      {setting.help} [{setting.type_name}; default {_shown(setting.default)}]")
     lines += ["", "Megatron-LM's flags that set something else:"]
-    lines += [f"  {flag:<42} {_sets(values)}" for flag, values in _words()]
+    lines += [f"  {flag:<42} {as_settings(values)}" for flag, values in standing_for()]
     lines += [f"  {flag}{f' {_PLACEHOLDERS[kind]}' if kind else ''}" for flag, (kind, _) in DERIVED.items()]
     lines += [f"  {flag} {'FILE' if flag.endswith('-path') else 'VALUE'}" for flag in FROM_VALUE]
     lines += [f"  and {len(known_flags())} that set nothing or are refused: docs/from_megatron.md"]
@@ -57,80 +57,6 @@ def _wrapped(line: str) -> list[str]:
     """With the indentation of the line on the next ones, a hanging one where it begins with a flag."""
     indent = " " * (len(line) - len(line.lstrip()) + (4 if line.lstrip().startswith("--") else 0))
     return textwrap.wrap(line, _WIDTH, subsequent_indent=indent, break_on_hyphens=False) or [""]
-
-
-def markdown() -> str:
-    """docs/config.md: the settings of each section, then presets."""
-    lines = [
-        "# Settings",
-        "",
-        "<!-- Written by `make docs` from the config classes; do not edit. -->",
-        "",
-        "Each setting is a flag (`--num-layers 4`) and a key of a YAML file (`num_layers: 4`, alone or in its section).",
-        "Later ones win: default < `--preset` < `--config` files < flags. `none` unsets a setting that is empty by default;",
-        "`--no-...` turns a switch off. The command line has the same:",
-        "",
-        "```console",
-        "$ megalite train --help-all",
-        "```",
-        "",
-        "| flag | | |",
-        "| --- | --- | --- |",
-    ]
-    lines += [f"| `{flag}` | {_code(value)} | {text} |" for flag, (value, text) in RUN_OPTIONS.items()]
-    for section, cls in sections().items():
-        lines += ["", f"## {section}", "", " ".join((cls.__doc__ or "").split()), ""]
-        for setting in settings().values():
-            if setting.section == section:
-                also = "".join(f", `{flag}`" for flag in setting.flags if flag[2:].replace("-", "_") != setting.name)
-                default = _code(_shown(setting.default, ""))
-                kind = "" if default and not setting.is_list else setting.type_name
-                kinds = ", ".join(filter(None, (_code("|".join(setting.shipped)) or kind, default)))
-                lines.append(f"- `{setting.name}`{also} ({kinds}): {setting.help}")
-    lines += ["", "## Presets", "", ", ".join(f"`{name}`" for name in preset_names())]
-    return "\n".join(lines) + "\n"
-
-
-def other_flags() -> list[str]:
-    """Megatron-LM's flags that stand for settings of another name: `flag`, `flag`: settings."""
-    lines = [f"`{flag}`: {_sets(values) or 'nothing'}" for flag, values in _words()]
-    lines += [f"`{flag}`: {_DERIVED_MEANING[flag]}" for flag in DERIVED]
-    lines += [f"`{flag}`: {_VALUE_MEANING[flag]}" for flag in FROM_VALUE]
-    lines += [
-        f"`{settings()[name].flags[0]} {word}`: `{name}: {ours}`"
-        for name, words in VALUES.items()
-        for word, ours in words.items()
-    ]
-    given: dict[str, list[str]] = {}
-    for flag, _, means in (line.partition(": ") for line in lines):
-        given.setdefault(means, []).append(flag)
-    return [f"{', '.join(flags)}: {means}" for means, flags in given.items()]
-
-
-_DERIVED_MEANING = {
-    "--num-layers-per-virtual-pipeline-stage": "`vpp` = `num_layers` / `pp` / N, exactly",
-    "--decoder-first-pipeline-num-layers": "`pipeline_layers` with N layers on the first pipeline rank",
-    "--decoder-last-pipeline-num-layers": "`pipeline_layers` with N layers on the last pipeline rank",
-    "--group-query-attention": "needs `num_query_groups`, which alone is enough",
-    "--use-distributed-optimizer": "`dp_strategy: distributed-optimizer`, unless another flag shards parameters too",
-    "--account-for-embedding-in-pipeline-split": "`pipeline_layers` with a layer less on the first stage",
-    "--account-for-loss-in-pipeline-split": "`pipeline_layers` with a layer less on the last stage",
-    "--eval-global-batch-size": "nothing, where it is `global_batch_size`; refused else",
-    "--no-position-embedding": "nothing, with `position_embedding_type` rope or none",
-    "--moe-router-load-balancing-type": "`seq_aux_loss`, and `aux_loss` with `micro_batch_size` 1, are what is computed; "
-    "`none` is `moe_aux_loss_coeff: 0`",
-}
-
-_VALUE_MEANING = {
-    "--data-args-path": "`data_path`, read from a text file",
-    "--per-split-data-args-path": "`train_data_path`, `valid_data_path` and `test_data_path`, read from a JSON file",
-    "--save-retain-interval": "`keep_latest: 1` and `keep_every` of that many steps",
-    "--window-size": "`sliding_window` of one key more than the left number, for the query's own",
-    "--rotary-seq-len-interpolation-factor": "`rope_scaling: linear` with `rope_scaling_factor`",
-    "--rotary-scaling-factor": (
-        "`rope_scaling: yarn` with `rope_scaling_factor` and `rope_original_max_positions: 4096`"
-    ),
-}
 
 
 def _usage_line(program: str) -> str:
@@ -171,9 +97,9 @@ def _first_clause(setting: Setting) -> str:
     return clause if len(clause) <= 70 else clause[:66].rsplit(" ", 1)[0] + " ..."
 
 
-def _shown(value: Any, absent: str = "none") -> str:
+def _shown(value: Any) -> str:
     if value is None or value == []:
-        return absent
+        return "none"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
@@ -181,15 +107,12 @@ def _shown(value: Any, absent: str = "none") -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _words() -> list[tuple[str, Mapping[str, Any]]]:
+def standing_for() -> list[tuple[str, Mapping[str, Any]]]:
     """Megatron-LM's flags that stand for settings, with the word where they take one, and those settings."""
     with_word = [(f"{flag} {word}", sets) for flag, words in WORDS.items() for word, sets in words.items()]
     return [*SHORTHANDS.items(), *with_word]
 
 
-def _sets(values: Mapping[str, Any]) -> str:
+def as_settings(values: Mapping[str, Any]) -> str:
+    """`name: value`, of each."""
     return ", ".join(f"`{name}: {_shown(value)}`" for name, value in values.items())
-
-
-def _code(text: str) -> str:
-    return f"`{text}`" if text else ""

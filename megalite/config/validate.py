@@ -12,13 +12,11 @@ from typing import Any
 from megalite.config.batch import microbatch_counts, samples_per_microbatch
 from megalite.config.describe import replace, settings, values_of
 from megalite.config.errors import Findings, Problems, gathered
-from megalite.config.model import LATENT_SIZES
-from megalite.config.optimizer import OPTIMIZERS
 from megalite.config.option import plain
 from megalite.config.registry import import_modules
 from megalite.config.rules.batch import BATCH, LENGTHS, SCHEDULES, check_rampup_form, check_schedule_form
-from megalite.config.rules.compute import COMPUTE, NETWORK, RECOMPUTE, SCALINGS
-from megalite.config.rules.data_parallel import ADAM_SETTINGS, OPTIMIZER, STRATEGY
+from megalite.config.rules.compute import COMPUTE, NETWORK, RECOMPUTE
+from megalite.config.rules.data_parallel import OPTIMIZER, STRATEGY
 from megalite.config.rules.layout import CUTS, EXPERTS, LAYOUT, resolve_dp
 from megalite.config.rules.rule import Check, Settings, rules, see
 from megalite.config.rules.run import CHECKPOINT, DATA, ELASTIC, HANG, STOPS, TOKENIZER, VISIBILITY
@@ -99,7 +97,11 @@ def validate(
             if world_size is not None:
                 config = replace(config, dp=resolve_dp(see(config, explicit, found.wrong), world_size))
         check(*_OF_WHAT_IS_ASKED)
-        config = _resolve(_without_idle(config), found)
+        if config.training.eval_iters == 0:
+            found.unused |= {"eval_interval", "eval_iters"}
+        # Read again from a file, what a preset sets and a flag left without effect would be an error.
+        config = replace(config, **{name: settings()[name].default for name in found.unused})
+        config = _resolve(config, found)
         check(*_OF_WHAT_IS_RESOLVED)
         if startable:
             check(*_OF_WHAT_STARTS)
@@ -138,38 +140,6 @@ def _wrong_value(name: str, value: Any) -> Findings:
         if error:
             what = f"has {plain(element)} in it; each" if setting.is_list else f"is {plain(element)}; it"
             yield f"{name} {what} {error}{example}"
-
-
-def _without_idle(config: RunConfig) -> RunConfig:
-    """Put back what a preset sets and a flag left without effect: read again from a file, it would be an error."""
-    model = config.model
-    idle: list[str] = []
-    if model.attention_dropout:
-        idle.append("attention_backend")
-    if config.data.tokenizer_type not in (None, "TikTokenizer") or config.data.tokenizer_model is None:
-        idle.append("tiktoken_pattern")
-    if config.parallel.tp == 1:
-        idle.append("sequence_parallel")
-    if config.compute.fp8 or config.parallel.tp == 1 or not config.parallel.sequence_parallel:
-        idle.append("tp_comm_overlap")
-    if config.training.eval_iters == 0:
-        idle += ["eval_interval", "eval_iters"]
-    if model.num_experts is None:
-        idle += ["etp", *(name for name in settings() if name.startswith("moe_"))]
-    if model.position_embedding_type != "rope":
-        idle += ["rotary_base", "rotary_percent", "rotary_interleaved", "rotary_base_local", "no_rope_freq"]
-    idle += ("kv_channels", "num_query_groups") if model.multi_latent_attention else LATENT_SIZES
-    if not model.mtp_num_layers:
-        idle.append("mtp_loss_scaling_factor")
-    if model.sliding_window is None:
-        idle += ["window_attn_skip_freq", "rotary_base_local"]
-    if model.rope_scaling == "none":
-        idle.append("rope_scaling_factor")
-    for kinds, names in SCALINGS.items():
-        idle += names if model.rope_scaling not in kinds else ()
-    used = OPTIMIZERS.facts(config.optimizer.optimizer).settings.split()
-    idle += [name for name in ADAM_SETTINGS if name not in used]
-    return replace(config, **{name: settings()[name].default for name in idle})
 
 
 def _last_size(c: Settings) -> int | None:

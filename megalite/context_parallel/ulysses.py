@@ -9,8 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from megalite.topology.conjugate import conjugate
-from megalite.topology.group import Group
+from megalite.topology.group import Group, conjugate
 from megalite.topology.layout import Spans
 
 

@@ -5,16 +5,15 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megalite.config.errors import ConfigError
-from megalite.data.dataset import DocumentDataset, require_sample
+from megalite.data.dataset import DocumentDataset, KeyedPermutation, permutation, require_sample
 from megalite.data.index_cache import Arrays, IndexCache, Kept, Recipe
-from megalite.data.random_draws import KeyedPermutation, permutation
 
 _DOCUMENT_STREAM, _SAMPLE_STREAM = 0, 1
 _BLOCK = 1 << 20
@@ -24,7 +23,6 @@ _BLOCK = 1 << 20
 class _Epoch:
     """Where one epoch's samples are."""
 
-    number: int
     documents: NDArray[np.int32] | NDArray[np.int64]  # sequence numbers in this epoch's order
     ends: NDArray[np.int64]  # tokens up to and with each of them: the epoch is one stream of tokens
     samples: KeyedPermutation  # which cut of the stream the epoch's i-th sample is
@@ -54,7 +52,7 @@ class GPTDataset(DocumentDataset):
             raise self._too_small(
                 f"fewer than the {self.seq_length + 1} of one sample with seq_length {self.seq_length}{shorter}"
             )
-        self._epochs: tuple[_Epoch, ...] = ()
+        self._epoch = lru_cache(maxsize=2)(self._make_epoch)  # batches cross from one to the next
         self._stop_epoch = 0  # the first epoch that will not be read, where `prepare` was called
         self.background: threading.Thread | None = None  # what makes, or has made, the index of the next epoch
 
@@ -101,19 +99,12 @@ class GPTDataset(DocumentDataset):
     def index_bytes(self) -> int:
         return self._recipe(0).nbytes
 
-    def _epoch(self, number: int) -> _Epoch:
-        """Index of one epoch. Two are kept: batches cross from one to the next, and prefetch runs ahead."""
-        for epoch in self._epochs:
-            if epoch.number == number:
-                return epoch
+    def _make_epoch(self, number: int) -> _Epoch:
         recipe = self._recipe(number)
         arrays = recipe.make() if self.cache is None else self.cache.get(recipe)
         samples = KeyedPermutation(self.samples_per_epoch, seed=self.seed, index=number, stream=_SAMPLE_STREAM)
-        epoch = _Epoch(number, arrays["documents"], arrays["ends"], samples)
-        # One assignment of a new tuple: the prefetch thread may be reading the old one.
-        self._epochs = (*self._epochs[-1:], epoch)
         self._prepare_in_background(number + 1)
-        return epoch
+        return _Epoch(arrays["documents"], arrays["ends"], samples)
 
     @cached_property
     def _digest(self) -> str:

@@ -2,14 +2,14 @@
 
 import bisect
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.data.dataset import DocumentDataset, Packing, require_sample
+from megalite.data.dataset import DocumentDataset, KeyedPermutation, Packing, permutation, require_sample
 from megalite.data.indexed_dataset import IndexedDataset
-from megalite.data.random_draws import KeyedPermutation, permutation
 
 _DOCUMENT_STREAM, _SAMPLE_STREAM = 0, 1
 
@@ -26,7 +26,6 @@ class _Piece(NamedTuple):
 class _Epoch:
     """Which documents are packed together in one epoch."""
 
-    number: int
     documents: NDArray[np.int64] | NDArray[np.int32]
     """Documents of the split that have a last piece, in the order of their bins."""
     samples: KeyedPermutation  # what the epoch's i-th sample is: a full piece, or, counted after those, a bin
@@ -71,8 +70,8 @@ class PackedDataset(DocumentDataset):
         self.samples_per_epoch = self._full + self._bins.count  # samples before a document is seen again
         if self.samples_per_epoch < 1:
             raise self._too_small("none of which has the two that a prediction needs")
-        self._epochs: tuple[_Epoch, ...] = ()
-        self._last: tuple[int, list[_Piece]] = (-1, [])
+        self._epoch = lru_cache(maxsize=2)(self._make_epoch)  # batches cross from one to the next
+        self._pieces = lru_cache(maxsize=1)(self._find_pieces)  # `sample` and `packing` alternate
 
     @property
     def idle_share(self) -> float:
@@ -111,17 +110,9 @@ class PackedDataset(DocumentDataset):
             position += piece.length
         return Packing(starts=tuple(starts), used=position - 1, counts=counts)
 
-    def _pieces(self, k: int) -> list[_Piece]:
-        """What sample k holds, in order. The last answer is kept: `sample` and `packing` alternate."""
+    def _find_pieces(self, k: int) -> list[_Piece]:
+        """What sample k holds, in order."""
         require_sample(k)
-        last, pieces = self._last
-        if last != k:
-            pieces = self._found_pieces(k)
-            # One assignment: the prefetch thread may be reading the old one.
-            self._last = (k, pieces)
-        return pieces
-
-    def _found_pieces(self, k: int) -> list[_Piece]:
         number, within = divmod(k, self.samples_per_epoch)
         epoch = self._epoch(number)
         index, first_document = epoch.samples(within), self.documents.start
@@ -142,11 +133,8 @@ class PackedDataset(DocumentDataset):
         predictions = np.maximum(self._sizes.astype(np.int64) - 1, 0)
         return predictions if self.responses is None else np.minimum(predictions, self.seq_length)
 
-    def _epoch(self, number: int) -> _Epoch:
-        """The packing of one epoch. Two are kept: batches cross from one to the next, and prefetch runs ahead."""
-        for epoch in self._epochs:
-            if epoch.number == number:
-                return epoch
+    def _make_epoch(self, number: int) -> _Epoch:
+        """The packing of one epoch."""
         rest = self._predictions() % self.seq_length
         documents = np.flatnonzero(rest)
         if len(self.documents) < 1 << 31:
@@ -159,10 +147,7 @@ class PackedDataset(DocumentDataset):
         documents = documents[np.argsort(rest[documents], kind="stable")]
         documents = documents[np.argsort(self._bins.of_items(), kind="stable")]
         samples = KeyedPermutation(self.samples_per_epoch, seed=self.seed, index=number, stream=_SAMPLE_STREAM)
-        epoch = _Epoch(number, documents, samples)
-        # One assignment of a new tuple: the prefetch thread may be reading the old one.
-        self._epochs = (*self._epochs[-1:], epoch)
-        return epoch
+        return _Epoch(documents, samples)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

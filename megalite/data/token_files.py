@@ -53,42 +53,19 @@ def encode_side_file(facts: Mapping[str, Any]) -> bytes:
 def read_side_file(prefix: str | Path) -> dict[str, Any] | None:
     """The facts in `<prefix>.json`, or None if there is none, or one of another program. Raises ConfigError: it is ours
     and damaged, of a newer version, or cannot be read; names the file and what is wrong."""
-    return _read_side_file(side_file_path(prefix))[0]
-
-
-def unused_side_file(prefix: str | Path) -> str | None:
-    """Why an existing `<prefix>.json` is not read: it is not ours. None if it is, or is missing.
-
-    Raises what read_side_file raises.
-    """
-    return _read_side_file(side_file_path(prefix))[1]
-
-
-def side_digests(facts: Mapping[str, Any]) -> dict[str, str]:
-    """The sha256 of .bin and .idx, as far as the side file has them."""
-    files = facts.get("files", {})
-    return {suffix: files[suffix]["sha256"] for suffix in (".bin", ".idx") if suffix in files}
-
-
-def _read_side_file(path: Path) -> tuple[dict[str, Any] | None, str | None]:
-    """(facts, None), (None, why the file that is there is not used) or (None, None)."""
-    foreign = None, f"{path} is not a side file of megalite: not used"
+    path = side_file_path(prefix)
     try:
-        if not path.exists():
-            return None, None
         # A .json may be anybody's, and of any size: ours are short.
         if not path.is_file() or path.stat().st_size > _LIMIT:
-            return foreign
+            return None
         facts = json.loads(path.read_bytes().decode("utf-8"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; make it readable, or move it away") from None
     except (ValueError, RecursionError):
-        return foreign
-    if not isinstance(facts, dict):
-        return foreign
-    version = facts.get("format")
+        return None
+    version = facts.get("format") if isinstance(facts, dict) else None
     if type(version) is not int or version < FORMAT:
-        return foreign
+        return None
     if version > FORMAT:
         raise ConfigError(
             f"{path}: written by a newer megalite (format {str(version)[:40]}, this one reads {FORMAT}); use that one, "
@@ -97,7 +74,13 @@ def _read_side_file(path: Path) -> tuple[dict[str, Any] | None, str | None]:
     fault = _side_fault(facts)
     if fault is not None:
         raise ConfigError(f"{path}: {fault}; move it away, or write the dataset again with megalite preprocess")
-    return facts, None
+    return dict(facts)
+
+
+def side_digests(facts: Mapping[str, Any]) -> dict[str, str]:
+    """The sha256 of .bin and .idx, as far as the side file has them."""
+    files = facts.get("files", {})
+    return {suffix: files[suffix]["sha256"] for suffix in (".bin", ".idx") if suffix in files}
 
 
 def _side_fault(facts: dict[str, Any]) -> str | None:

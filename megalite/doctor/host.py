@@ -258,38 +258,22 @@ def _speed(descriptor: int, seconds: float, clock: Callable[[], float]) -> Itera
 
 VERSIONS = "versions"
 _version = partial(finding, VERSIONS)
-OLDEST_PYTHON = (3, 11)
+_REQUIREMENT = re.compile(r"""([\w.-]+)[^;>=]*(?:>=([\d.]+))?[^;]*(?:;.*\bextra == ["'](\w+)["'])?.*""")
+_USED_OF_DEVELOPMENT = ("triton", "transformers")  # fused kernels; comparisons with Hugging Face's models
 
 
 @dataclass(frozen=True)
 class Package:
     name: str
-    least: str = ""  # oldest version that will do, where there is one
-    extra: str | None = None  # of megalite, that brings it; None for what is always needed
-    use: str = ""  # of an optional one
+    least: str  # oldest version that will do; empty: any
+    extra: str | None  # of megalite, that brings it; None for what is always needed
 
 
-PACKAGES = (
-    Package("torch", "2.11"),
-    Package("numpy"),
-    Package("safetensors", "0.5"),
-    Package("pyyaml"),
-    Package("sentencepiece", "0.2.1"),
-    Package("regex"),
-    Package("rich", "13"),
-    Package("jinja2"),
-    Package("tokenizers", "0.20", "tokenizers", "Hugging Face tokenizers"),
-    Package("tiktoken", "0.7", "tokenizers", "tiktoken files"),
-    Package("zstandard", "0.19", "data", ".zst input"),
-    Package("pyarrow", "", "data", ".parquet input"),
-    Package("tensorboard", "", "tensorboard", "--tensorboard-dir"),
-    Package("matplotlib", "", "plot", "megalite plot"),
-    Package("wandb", "0.19", "wandb", "--metrics wandb"),
-    Package("mlflow", "", "mlflow", "--metrics mlflow"),
-    Package("triton", "3.6", "dev", "our fused kernels; wheels of torch for CUDA bring it"),
-    Package("transformers", "5", "dev", "comparisons with Hugging Face's models"),
-)
-"""As in pyproject.toml, but for tools of development."""
+def packages() -> list[Package]:
+    """What megalite's own metadata names; nothing where it is not installed."""
+    lines = [] if installed_version("megalite") is None else importlib.metadata.requires("megalite") or []
+    found = [Package(each[1], each[2] or "", each[3]) for each in map(_REQUIREMENT.fullmatch, lines) if each]
+    return [each for each in found if each.extra not in ("dev", "all") or each.name in _USED_OF_DEVELOPMENT]
 
 
 def examine_versions(version_of: Callable[[str], str | None] | None = None) -> Iterator[Finding]:
@@ -299,7 +283,7 @@ def examine_versions(version_of: Callable[[str], str | None] | None = None) -> I
     data = {"version": version, "executable": sys.executable, "system": system}
     yield _version("python", f"{version} ({sys.executable}) on {system}", data)
     yield _version("megalite", megalite.__version__, {"version": megalite.__version__})
-    for package in PACKAGES:
+    for package in packages():
         yield _package_finding(package, (version_of or installed_version)(package.name))
 
 
@@ -315,7 +299,7 @@ def _package_finding(package: Package, version: str | None) -> Finding:
     install = f"pip install 'megalite[{extra}]'" if extra else f"pip install '{package.name}{least and '>=' + least}'"
     text, wrong = version or "not installed", version is None and extra is None
     if version is None and extra is not None:
-        text = f"not installed; for {package.use}: {install}"
+        text = f"not installed: {install}"
     elif version is not None and least and _numbers(version) < _numbers(least):
         text, wrong = f"{version}, older than {least}", True
     data = {"version": version, "least": least or None, "extra": extra}

@@ -13,7 +13,7 @@ import torch
 
 from megalite.config.errors import ConfigError
 from megalite.config.model import ModelConfig
-from megalite.data.random_draws import raw_draws
+from megalite.data.dataset import raw_draws
 from megalite.models.context import KeyValueCache
 from megalite.preprocess.documents import BadDocument, parse_line, plain_text
 from megalite.preprocess.inputs import STDIN, open_regular, unreadable

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,16 +118,6 @@ class Recompute:
     Granularity none, selective (`modules` run again) or full (whole layers): by `uniform` units of `num_layers` layers, of
     which only the input is kept, or `block`, the first `num_layers` layers of each stage one by one.
     """
-
-    MODULES: ClassVar[tuple[str, ...]] = (
-        "core_attn",
-        "mla_up_proj",
-        "mlp_act",
-        "layernorm",
-        "mlp",
-        "shared_experts",
-        "moe",
-    )
 
     granularity: str = "none"
     modules: frozenset[str] = frozenset({"core_attn"})

@@ -32,10 +32,6 @@ class Line:
     tensor: str | None = None  # name of the worst tensor
 
 
-class NumbersDifferError(AssertionError):
-    """A layout changed a number by more than the tolerance."""
-
-
 def relative_difference(ours: float, reference: float) -> float:
     """|ours - reference| / |reference|; infinite where one of them is finite, 0 where neither is."""
     finite = math.isfinite(ours), math.isfinite(reference)
@@ -97,19 +93,6 @@ def compare(ours: Trajectory, reference: Trajectory, *, by_elements: bool = True
     tensors("weight", None, ours.weights, reference.weights)
     number("evaluation loss", None, ours.evaluation, reference.evaluation)
     return lines
-
-
-def require_same(ours: Trajectory, reference: Trajectory, tolerance: float) -> None:
-    """Check every line. Raises NumbersDifferError: naming the first number that differs by more than `tolerance`: what
-    it comes from is nearest to the fault."""
-    for line in compare(ours, reference):
-        if not line.difference <= tolerance:
-            where = f" of {line.tensor}" if line.tensor else ""
-            when = f" in step {line.step}" if line.step else ""
-            raise NumbersDifferError(
-                f"{line.what}{where}{when}: {line.layout:.12g}, on one rank {line.one_rank:.12g}, relative difference "
-                f"{line.difference:.2e}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megalite.config.batch import microbatch_counts
 from megalite.config.run import RunConfig
 from megalite.models.shapes import ParameterShape
 from megalite.partition.activations import (
@@ -28,7 +29,7 @@ from megalite.partition.buckets import (
     visiting_bytes,
 )
 from megalite.partition.gathers import WORD, whole_gradient_bytes, whole_parameter_bytes
-from megalite.partition.pipeline import layout_of, plan_stages
+from megalite.partition.pipeline import layout_of, plan_stages, schedule_of
 from megalite.partition.stages import StagePlan, shapes_of, shapes_of_rank, shares_embedding
 from megalite.pipeline.ir.memory import Sizes, memory_peaks
 from megalite.pipeline.ir.schedule import Program, Schedule
@@ -116,6 +117,16 @@ def rank_memory(
         + visiting_bytes(config, buckets),
         host_bytes=math.ceil(host) + host_activation_bytes,
     )
+
+
+def planned_memory(config: RunConfig, schedule: Schedule | None = None) -> list[RankMemory]:
+    """Of a rank at each place of the pipeline; by the schedule of the largest batch where none is given."""
+    stages = plan_stages(config)
+    schedule = schedule or schedule_of(config, microbatch_counts(config)[-1])
+    peaks = zip(activation_peaks(config, stages, schedule), host_peaks(config, stages, schedule), strict=True)
+    return [
+        rank_memory(config, [plan for plan in stages if plan.rank == rank], *peak) for rank, peak in enumerate(peaks)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,22 +1,37 @@
-"""Input files named by paths, folders and globs, and the errors about them."""
+"""Input files named by paths, folders and globs; their bytes in bounded blocks, rows of parquet files, and reading ahead.
+
+zstandard's own stream reader does not notice a truncated file; its frames are decoded one by one here.
+"""
 
 import errno
 import glob
+import gzip
 import json
 import os
+import queue
+import select
 import sys
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event
-from typing import BinaryIO, Literal
+from threading import Event, Thread
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar
 
 from megalite.config import reading
 from megalite.config.errors import ConfigError
-from megalite.preprocess.streams import Compression, file_blocks, unreadable
+from megalite.tokenizers.base import missing_package
 
+if TYPE_CHECKING:
+    import pyarrow
+    import pyarrow.parquet
+
+T = TypeVar("T")
 Kind = Literal["jsonl", "text", "parquet"]
+Compression = Literal["gz", "zst"]
+Blocks = Generator[tuple[bytes, int], None, None]  # (bytes, how much has been read from the disk so far)
+Row = tuple[bytes | None, ...]  # of each key its text; None: there is none
 
 STDIN = "-"  # the name of standard input
 UNFINISHED = ".unfinished"  # suffix of the folder of an unfinished run
@@ -178,3 +193,236 @@ def _why_not_lines(path: str, compression: Compression | None) -> str | None:
     except (ValueError, RecursionError):
         return "its first line is not a whole object"
     return None
+
+
+AHEAD_ITEMS = 8
+_READ_BYTES = 1 << 18
+_ZSTD_INPUT = 1 << 10  # a zstd block of 4 bytes may stand for 128 KiB: 32 MiB
+_ZSTD_WINDOW = 1 << 27
+_POLL_SECONDS = 0.1
+_ROWS = 16  # read at a time: however large the texts after these are, or how well they are compressed
+_BUFFER_BYTES = 1 << 18
+_SHOWN_COLUMNS = 20
+
+
+class Stopped(Exception):
+    """The consumer of these bytes has gone."""
+
+
+def unreadable(path: str, reason: object) -> ConfigError:
+    """The error for an input that is missing, damaged or not allowed."""
+    why = reason.strerror or str(reason) if isinstance(reason, OSError) else str(reason)
+    return ConfigError(f"input {path} cannot be read: {why}; fix the file or leave it out")
+
+
+def changed(path: str, how: str) -> ConfigError:
+    """The error for an input that is no longer what it was."""
+    return ConfigError(f"input {path} has changed since it was found: {how}; start again once nothing writes to it")
+
+
+def file_blocks(path: str, file: BinaryIO, compression: Compression | None, stop: Event) -> Blocks:
+    """The (decompressed) content of an open file.
+
+    Several gzip members or zstd frames one after the other are one content. Memory is bounded, also for content that
+    is compressed many thousandfold.
+
+    Raises ConfigError: the file cannot be read, is damaged, ends early, or zstandard is not installed. Stopped: `stop`
+    is set."""
+    try:
+        if compression == "zst":
+            yield from _zstd_blocks(path, file, stop)
+            return
+        # read1: read would lose what comes before damage.
+        read = gzip.GzipFile(fileobj=file).read1 if compression else file.read
+        while block := read(_READ_BYTES):
+            check(stop)
+            yield block, file.tell()
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        if isinstance(error, EOFError):
+            raise unreadable(path, "it ends in the middle (a download that broke off?)") from None
+        raise unreadable(path, f"as gzip it is damaged ({error})") from None
+    except OSError as error:
+        raise unreadable(path, error) from None
+
+
+def _zstd_blocks(path: str, file: BinaryIO, stop: Event) -> Blocks:
+    try:
+        import zstandard
+    except ImportError:
+        raise missing_package(path, "zstandard", "data") from None
+    decoder = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
+    frame: Any = None
+    try:
+        while data := file.read(_ZSTD_INPUT):
+            check(stop)
+            while data:
+                frame = frame or decoder.decompressobj()
+                if content := frame.decompress(data):
+                    yield content, file.tell()
+                data = frame.unused_data if frame.eof else b""
+                frame = None if frame.eof else frame
+    except zstandard.ZstdError as error:
+        if "too much memory" in str(error):
+            raise unreadable(
+                path,
+                f"it was compressed with a window above {_ZSTD_WINDOW >> 20} MiB; compress it again with zstd --long=27 or "
+                "without --long",
+            ) from None
+        raise unreadable(path, f"as zstd it is damaged ({str(error).rpartition(': ')[2]})") from None
+    if frame is not None:
+        raise unreadable(path, "it ends in the middle (a download that broke off?)")
+
+
+def pipe_blocks(number: int, stop: Event) -> Blocks:
+    """What comes out of standard input, without ever waiting in a call that cannot be stopped. Raises ConfigError: it
+    cannot be read. Stopped: `stop` is set."""
+    total = 0
+    try:
+        while True:
+            while not select.select([number], [], [], _POLL_SECONDS)[0]:
+                check(stop)
+            check(stop)
+            block = os.read(number, _READ_BYTES)
+            if not block:
+                return
+            total += len(block)
+            yield block, total
+    except OSError as error:
+        raise unreadable("-", error) from None
+
+
+def check(stop: Event) -> None:
+    if stop.is_set():
+        raise Stopped
+
+
+def read_ahead(make: Callable[[Event], Iterator[T]]) -> Generator[T, None, None]:
+    """The items of an iterator that a thread runs, at most AHEAD_ITEMS ahead. The thread ends with this generator, also
+    if that is closed early: `make` gets an event that is then set and on which it raises Stopped. What else it raises
+    is raised here, after the items before it."""
+    stop = Event()
+    items: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(AHEAD_ITEMS)
+
+    def put(item: T | None, error: BaseException | None = None) -> None:
+        while True:
+            check(stop)
+            try:
+                return items.put((item, error), timeout=_POLL_SECONDS)
+            except queue.Full:
+                continue
+
+    def work() -> None:
+        try:
+            try:
+                for item in make(stop):
+                    put(item)
+            except Stopped:
+                raise
+            except BaseException as error:
+                put(None, error)
+            else:
+                put(None)
+        except Stopped:
+            pass
+
+    thread = Thread(target=work, name="input reader", daemon=True)
+    thread.start()
+    try:
+        while True:
+            item, error = items.get()
+            if error is not None:
+                raise error
+            if item is None:
+                return
+            yield item
+    finally:
+        stop.set()
+        thread.join()
+
+
+def cut_parquet(
+    path: str, size: int, keys: Sequence[str], piece_bytes: int, start: int, stop: Event
+) -> Iterator[tuple[int, tuple[Row, ...], int]]:
+    """(row after the last, rows, disk bytes) from row `start` on, about piece_bytes of text at a time and
+    never across row groups.
+
+    Only the columns of `keys` are read, through small buffers and a few rows at a time, so that memory grows neither
+    with the row groups nor with how well they are compressed.
+
+    Raises ConfigError: the file is damaged, has become shorter, lacks a column or has no texts in it, or pyarrow is not
+    installed. Stopped: `stop` is set."""
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise missing_package(path, "pyarrow", "data") from None
+    try:
+        # pyarrow compares the checksums of pages (where the writer left some) only on request.
+        with pyarrow.parquet.ParquetFile(
+            path, buffer_size=_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True
+        ) as file:
+            _check_columns(path, file.schema_arrow, keys)
+            rows = file.metadata.num_rows
+            if start > rows:
+                raise changed(path, f"it has {rows} rows, and row {start} is the one to resume at")
+            for end, found in _pieces(file, keys, piece_bytes, start):
+                check(stop)
+                yield end, tuple(found), size * end // rows
+    except (ConfigError, Stopped):
+        raise
+    # pyarrow raises its own errors, OSError, ValueError, TypeError, KeyError, MemoryError ... for damaged files.
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise unreadable(path, f"as parquet it is damaged ({reason})") from None
+
+
+def _check_columns(path: str, schema: "pyarrow.Schema", keys: Sequence[str]) -> None:
+    import pyarrow
+
+    names = schema.names
+    shown = ", ".join(names[:_SHOWN_COLUMNS]) + (", ..." if len(names) > _SHOWN_COLUMNS else "")
+    for key in keys:
+        if names.count(key) != 1:
+            what = "no" if key not in names else "more than one"
+            raise ConfigError(f"input {path} has {what} column {key!r}; there are {shown or 'none'}")
+        kind = schema.field(key).type
+        if pyarrow.types.is_dictionary(kind):
+            kind = kind.value_type
+        is_text = (pyarrow.types.is_string, pyarrow.types.is_large_string, pyarrow.types.is_string_view)
+        if not any(test(kind) for test in is_text):
+            raise ConfigError(f"input {path}: column {key!r} is of type {kind}, expected string; there are {shown}")
+
+
+def _pieces(
+    file: "pyarrow.parquet.ParquetFile", keys: Sequence[str], piece_bytes: int, start: int
+) -> Iterator[tuple[int, list[Row]]]:
+    """(row after the last, rows) from row `start` on. Where pieces end depends on the content alone: from row `start`,
+    where one ended, they end as they did then."""
+    row = 0
+    for number in range(file.metadata.num_row_groups):
+        rows = file.metadata.row_group(number).num_rows
+        if row + rows <= start:
+            row += rows
+            continue
+        piece: list[Row] = []
+        held = 0
+        for batch in file.iter_batches(_ROWS, row_groups=[number], columns=list(keys), use_threads=False):
+            for texts in zip(*map(_texts, batch.select(list(keys)).columns), strict=True):
+                row += 1
+                if row <= start:
+                    continue
+                piece.append(texts)
+                held += sum(len(text or b"") for text in texts)
+                if held >= piece_bytes:
+                    yield row, piece
+                    piece, held = [], 0
+        if piece:
+            yield row, piece
+
+
+def _texts(array: "pyarrow.Array") -> list[bytes | None]:
+    """The bytes of each text: not every writer of parquet checks that its strings are UTF-8."""
+    import pyarrow
+
+    plain = array.dictionary_decode() if pyarrow.types.is_dictionary(array.type) else array
+    found: list[bytes | None] = plain.cast(pyarrow.large_string()).cast(pyarrow.large_binary()).to_pylist()
+    return found

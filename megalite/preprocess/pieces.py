@@ -14,8 +14,19 @@ from typing import BinaryIO, Literal, cast
 
 from megalite.config.errors import ConfigError
 from megalite.config.reading import Span
-from megalite.preprocess.inputs import STDIN, Input, open_regular, stdin_number
-from megalite.preprocess.streams import Blocks, Row, changed, cut_parquet, file_blocks, pipe_blocks, read_ahead
+from megalite.preprocess.inputs import (
+    STDIN,
+    Blocks,
+    Input,
+    Row,
+    changed,
+    cut_parquet,
+    file_blocks,
+    open_regular,
+    pipe_blocks,
+    read_ahead,
+    stdin_number,
+)
 
 TextDocuments = Literal["file", "line", "paragraph"]
 Form = Literal["json", "line", "paragraph", "file", "rows"]

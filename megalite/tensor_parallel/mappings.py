@@ -6,8 +6,7 @@ weight gradient. Activations are [s, b, h]; the sequence is dimension 0, which c
 
 from torch import Tensor
 
-from megalite.topology.conjugate import conjugate
-from megalite.topology.group import Group
+from megalite.topology.group import Group, conjugate
 
 
 def gather_along_sequence(x: Tensor, tp: Group) -> Tensor:

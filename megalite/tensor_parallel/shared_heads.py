@@ -8,8 +8,7 @@ queries, and key and value of the group.
 import torch
 from torch import Tensor
 
-from megalite.topology.conjugate import conjugate
-from megalite.topology.group import Group
+from megalite.topology.group import Group, conjugate
 
 Rows = tuple[int, int]
 

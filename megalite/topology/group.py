@@ -1,4 +1,4 @@
-"""`Group`: the ranks of one parallel group and the collectives over them.
+"""`Group`: the ranks of one parallel group and the collectives over them, and how these enter the autograd graph.
 
 A group of one rank needs no process group: its collectives are identities, so the single-process model runs the
 same code without a branch.
@@ -322,3 +322,29 @@ def _remote_error(report: Sequence[str], rank: int) -> Exception:
     name, message = report
     kind = {"CheckpointError": CheckpointError, "ConfigError": ConfigError}.get(name)
     return RemoteError(f"rank {rank} failed: {name}: {message}") if kind is None else kind(message)
+
+
+Half = Callable[[torch.Tensor], torch.Tensor]
+"""Of an autograd function: its forward, or its backward."""
+
+
+class _Conjugate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, there: Half, back: Half) -> torch.Tensor:
+        ctx.back = back
+        y = there(x)
+        if y is x:  # reduced in place
+            ctx.mark_dirty(x)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.back(grad), None, None
+
+
+def conjugate(x: torch.Tensor, there: Half, back: Half) -> torch.Tensor:
+    """`there(x)`, of which the gradient is `back(grad)`; neither half may keep an activation.
+
+    Collectives: those of `there` / those of `back`.
+    """
+    return _Conjugate.apply(x, there, back)

@@ -32,10 +32,10 @@ class Coordinate(NamedTuple):
 _DENSE_AXES: Mapping[str, frozenset[str]] = MappingProxyType(
     {kind: frozenset(kind.split("-")) for kind in ("tp", "cp", "dp", "pp", "dp-cp", "tp-cp", "tp-dp-cp")}
     | {"world": frozenset({"tp", "cp", "dp", "pp"}), "model": frozenset({"tp", "pp"})}
-    | {kind: frozenset({"pp"}) for kind in ("embedding", "position-embedding")}
+    | {"embedding": frozenset({"pp"})}
     | {kind: frozenset({kind}) for kind in ("cp-heads", "cp-keys")}
 )
-"""Kind -> the axes along which the ranks of a group differ. Of the last two only some of a pipeline are in the group."""
+"""Kind -> the axes along which the ranks of a group differ. Of `embedding` only some of a pipeline are in the group."""
 _EXPERT_AXES: Mapping[str, frozenset[str]] = MappingProxyType(
     {"ep": frozenset({"ep"}), "expert-tp": frozenset({"tp"}), "expert-dp": frozenset({"dp"})}
 )
@@ -53,7 +53,7 @@ class ParallelLayout:
 
     KINDS: ClassVar[tuple[str, ...]] = (
         *("world", "tp", "cp", "dp", "pp", "dp-cp", "model", "tp-cp", "tp-dp-cp"),
-        *("cp-heads", "cp-keys", "embedding", "position-embedding", "ep", "expert-tp", "expert-dp"),
+        *("cp-heads", "cp-keys", "embedding", "ep", "expert-tp", "expert-dp"),
     )
     """Every layout's kinds of group; `model` is tp-pp, one replica of the network."""
 
@@ -157,7 +157,7 @@ class ParallelLayout:
         """The groups of one kind: disjoint rank lists, each ascending, in ascending order of their first rank.
 
         `embedding` holds the ranks of each pipeline with the first and the last stage (they share the tied embedding;
-        in a V they are one), and `position-embedding` that with the first; others are in no such group.
+        in a V they are one); others are in no such group.
 
         Args:
             limit: so many of them at most; none of the others is made.
@@ -211,9 +211,7 @@ class ParallelLayout:
         strides, axes = self._grid(kind)
         members = list(_offsets(strides, axes))
         first, last = (0, self.pp - 1) if self.placement is None else (self.placement[0], self.placement[-1])
-        if kind == "embedding":
-            return [members[place] for place in sorted({first, last})]
-        return [members[first]] if kind == "position-embedding" else members
+        return [members[place] for place in sorted({first, last})] if kind == "embedding" else members
 
     def pipeline_edges(self) -> RankLists:
         """Directed pairs (sender, receiver) of every pipeline's neighbours, both ways, without repeats.

@@ -8,8 +8,9 @@ So results cannot depend on when a message happens to arrive, and a run that use
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -121,6 +122,13 @@ class SanitizedGroup(Group):
         text = f"rank {self.ranks[self.rank]}: {name} over {self.name} started at {calling_line()}"
         return _Guarded(self, text, work, results, [*inputs, *(tensor for tensor, _ in results)])
 
+    def _into_copy(self, name: str, start: Callable[[Tensor, Tensor], Work], output: Tensor, tensor: Tensor) -> Work:
+        """An operation that reads `tensor` and writes `output`, on copies of both."""
+        if self.size == 1:
+            return start(output, tensor)
+        result = torch.empty_like(output)
+        return self._guard(name, start(result, tensor.clone()), [(output, result)], [tensor])
+
     def all_reduce_async(self, tensor: Tensor, *, op: str = "sum") -> Work:
         if self.size == 1:
             return DONE
@@ -128,34 +136,19 @@ class SanitizedGroup(Group):
         return self._guard("all_reduce", super().all_reduce_async(result, op=op), [(tensor, result)])
 
     def all_gather_async(self, output: Tensor, part: Tensor) -> Work:
-        if self.size == 1:
-            return super().all_gather_async(output, part)
-        result = torch.empty_like(output)
-        work = super().all_gather_async(result, part.clone())
-        return self._guard("all_gather", work, [(output, result)], [part])
+        return self._into_copy("all_gather", super().all_gather_async, output, part)
 
     def reduce_scatter_async(self, output: Tensor, tensor: Tensor) -> Work:
-        if self.size == 1:
-            return super().reduce_scatter_async(output, tensor)
-        result = torch.empty_like(output)
-        work = super().reduce_scatter_async(result, tensor.clone())
-        return self._guard("reduce_scatter", work, [(output, result)], [tensor])
+        return self._into_copy("reduce_scatter", super().reduce_scatter_async, output, tensor)
 
     def all_to_all_async(
         self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
     ) -> Work:
-        if self.size == 1:
-            return super().all_to_all_async(output, tensor, output_splits, input_splits)
-        result = torch.empty_like(output)
-        work = super().all_to_all_async(result, tensor.clone(), output_splits, input_splits)
-        return self._guard("all_to_all of uneven parts", work, [(output, result)], [tensor])
+        start = partial(super().all_to_all_async, output_splits=output_splits, input_splits=input_splits)
+        return self._into_copy("all_to_all of uneven parts", start, output, tensor)
 
     def all_to_all_equal_async(self, output: Tensor, tensor: Tensor) -> Work:
-        if self.size == 1:
-            return super().all_to_all_equal_async(output, tensor)
-        result = torch.empty_like(output)
-        work = super().all_to_all_equal_async(result, tensor.clone())
-        return self._guard("all_to_all", work, [(output, result)], [tensor])
+        return self._into_copy("all_to_all", super().all_to_all_equal_async, output, tensor)
 
     def rotate_async(self, tensor: Tensor) -> tuple[Tensor, Work]:
         if self.size == 1:

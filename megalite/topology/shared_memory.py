@@ -17,11 +17,12 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from megalite.watchdog.processes import host_key
 
 SLOT_BYTES = 1 << 20
 """Given at once per rank; a larger tensor goes piece by piece."""
@@ -228,13 +229,7 @@ class SharedMemory:
 
 def _system() -> str | None:
     """The running kernel and the processes that this one sees; None: no system that this file knows."""
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        return None
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return None
+    return host_key() if (sys.platform, platform.machine()) == ("linux", "x86_64") else None
 
 
 def _allocated(nbytes: int) -> int:

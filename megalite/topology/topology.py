@@ -243,7 +243,6 @@ class Topology:
     expert_tp: Group
     expert_dp: Group
     embedding: Group | None
-    position_embedding: Group | None
     edges: dict[tuple[int, int], Group]
     intra_dp_cp: Group | None = None
     inter_dp_cp: Group | None = None

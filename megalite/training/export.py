@@ -23,7 +23,7 @@ CONVERSION: Registry[Callable[..., Any]] = Registry(
     {
         "check family": "megalite.conversion.huggingface.families:choose_family",
         "check target": "megalite.conversion.output:check_target",
-        "write": "megalite.conversion.training:export_checkpoint",
+        "write": "megalite.conversion.huggingface.weights:export_checkpoint",
     },
 )
 """Imported in runs that export. Training knows nothing of other formats."""

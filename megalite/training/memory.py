@@ -11,13 +11,12 @@ from pathlib import Path
 
 import torch
 
-from megalite.config.batch import microbatch_counts
 from megalite.config.byte_size import format_bytes
 from megalite.config.errors import ConfigError, RankError
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
-from megalite.partition.memory import RankMemory, activation_peaks, rank_memory
-from megalite.partition.pipeline import layout_of, plan_stages, schedule_of
+from megalite.partition.memory import RankMemory, planned_memory
+from megalite.partition.pipeline import layout_of
 from megalite.topology.topology import Launch
 
 _STATM = Path("/proc/self/statm")
@@ -119,9 +118,7 @@ def predicted(config: RunConfig, explicit: frozenset[str], launch: Launch) -> Ra
         config = validate(config, launch.world_size, explicit)
         if config.model.vocab_size is None:
             return None
-        stages, place = plan_stages(config), layout_of(config).coordinate(launch.rank).pp
-        peaks = activation_peaks(config, stages, schedule_of(config, microbatch_counts(config)[-1]))
-        return rank_memory(config, [plan for plan in stages if plan.rank == place], peaks[place])
+        return planned_memory(config)[layout_of(config).coordinate(launch.rank).pp]
     except ConfigError:
         return None
 

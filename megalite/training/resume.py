@@ -50,7 +50,7 @@ class Weights(Source, Protocol):
 
 
 FORMATS: Registry[Callable[[Path, ModelConfig], Weights]] = Registry(
-    "format of load", {"hf": "megalite.conversion.training:HuggingFaceSource"}
+    "format of load", {"hf": "megalite.conversion.huggingface.weights:HuggingFaceSource"}
 )
 """What opens a folder `hf:FOLDER` for a model; imported in runs that start from one. Training knows no other format."""
 

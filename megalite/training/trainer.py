@@ -72,7 +72,7 @@ class Trainer:
     is a run of one rank: in a notebook, `Trainer(configure(...)).fit()`.
 
     Args:
-        dataset: instead of `config.data`: a registered name or function, what `data.plugged.as_source` takes, for training
+        dataset: instead of `config.data`: a registered name or function, what `data.sources.as_source` takes, for training
             alone, or a mapping from train, valid and test to such.
         model: instead of `config.model.block`: a registered layer or its name; or all of `config.model`.
         optimizer: instead of `config.optimizer.optimizer`: a registered class or its name.

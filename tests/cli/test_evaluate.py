@@ -77,10 +77,10 @@ def test_what_people_read(folder: Path, capsys: Captured) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "--data-path and --input are both missing"),
-        (["--data-path", "a", "--input", "b"], "--data-path and --input are both given"),
-        (["--data-path", "a", "--json-key", "b"], "--json-key b has no effect on --data-path"),
-        (["--data-path", "a", "--tokenizer-model", "b"], "--tokenizer-model b has no effect on --data-path"),
+        ([], "give one of --data-path --input"),
+        (["--data-path", "a", "--input", "b"], "--data-path and --input contradict"),
+        (["--data-path", "a", "--json-key", "b"], "--json-key has no effect with --data-path"),
+        (["--data-path", "a", "--tokenizer-model", "b"], "--tokenizer-model has no effect with --data-path"),
         (["--data-path", "nowhere/a"], "nowhere has no .idx file"),
         (["--input", "nowhere.txt"], "nowhere.txt does not exist"),
         (["--input", "{}/a.jsonl"], "a.jsonl:1: no key 'text'"),

@@ -86,10 +86,10 @@ def test_stop_and_seed(models: Path, capsys: Captured) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "there is no prompt; give one with --prompt"),
+        ([], "give one of --prompt --prompts"),
         (["--prompt", ""], "prompt 1 has no tokens"),
-        (["--prompt", "a", "--prompts", "b"], "--prompt and --prompts b are both given"),
-        (["--prompt", "a", "--prompt-key", "b"], "--prompt-key b has no effect without --prompts"),
+        (["--prompt", "a", "--prompts", "b"], "--prompt and --prompts contradict"),
+        (["--prompt", "a", "--prompt-key", "b"], "--prompt-key has no effect with --prompt"),
         (["--prompt", "a", "--temperature", "0", "--top-k", "3"], "--top-k 3 has no effect with --temperature 0"),
         (["--prompt", "a", "--temperature", "0", "--seed", "0"], "--seed 0 has no effect with --temperature 0"),
         (["--prompt", "a", "--batch-size", "0"], "--batch-size: takes a whole number of at least 1"),
@@ -143,7 +143,7 @@ def test_the_beginning_that_a_tokenizer_json_says(models: Path, tmp_path: Path, 
 
 def test_the_flags_have_the_defaults_of_the_library() -> None:
     """They are declared without torch."""
-    flags = main.parse(["--load", "x"])
+    flags = main.parse(["--load", "x", "--prompt", "a"])
     assert (Sampling().max_new_tokens, Sampling().temperature) == (flags.max_new_tokens, flags.temperature)
     assert flags.batch_size == BATCH_SIZE
     assert set(PRECISIONS) == set(DTYPES)

@@ -13,7 +13,6 @@ from megalite.cli.config import main as config_main
 from megalite.cli.main import COMMANDS, main
 from megalite.cli.model_commands import DATA_MERGE, TRAIN_TOKENIZER
 from megalite.config.files import preset_names
-from megalite.config.help import markdown
 from megalite.data.indexed_dataset import TOKEN_DTYPES
 from megalite.preprocess.train_tokenizer import WORD_PATTERNS
 
@@ -31,11 +30,11 @@ def test_usage_lists_the_commands(capsys: Captured) -> None:
 
 def test_a_command_is_read_before_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    module = types.SimpleNamespace(run=lambda flags: seen.append((flags.run_dir, flags.output)))
-    monkeypatch.setitem(sys.modules, "megalite.cli.plot", module)
+    module = types.SimpleNamespace(run_plot=lambda flags: seen.append((flags.run_dir, flags.output)))
+    monkeypatch.setitem(sys.modules, "megalite.cli.runs", module)
     assert main(["plot", "a", "--output", "b"]) == 0
     assert seen == [(Path("a"), Path("b"))]
-    module.run = lambda flags: 3
+    module.run_plot = lambda flags: 3
     assert main(["plot", "a"]) == 3
 
 
@@ -46,7 +45,7 @@ def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -
     with monkeypatch.context() as patch:
         patch.setattr("megalite.cli.command.importlib.import_module", interrupt)
         assert main(["plot", "a"]) == 130
-    monkeypatch.setitem(sys.modules, "megalite.cli.plot", types.SimpleNamespace(run=interrupt))
+    monkeypatch.setitem(sys.modules, "megalite.cli.runs", types.SimpleNamespace(run_plot=interrupt))
     assert main(["plot", "a"]) == 130
     assert capsys.readouterr().err == "interrupted\ninterrupted\n"
 
@@ -97,8 +96,6 @@ def test_explain(capsys: Captured) -> None:
 
 
 def test_tables(capsys: Captured) -> None:
-    assert config_main(["--markdown"]) == 0
-    assert capsys.readouterr().out == markdown()
     assert config_main(["--presets"]) == 0
     assert capsys.readouterr().out.split() == preset_names()
     assert config_main([]) == 0
@@ -111,8 +108,8 @@ def test_tables(capsys: Captured) -> None:
     ("arguments", "message"),
     [
         (["--show", "--tp", "3"], "error: num_attention_heads 4 is not divisible by tp 3; use tp 1, 2, 4\n"),
-        (["--markdown", "--tp", "4"], "error: --tp has no effect with --presets and --markdown; remove it\n"),
-        (["--tp", "2"], "error: give one of --show --explain --presets --markdown\n"),
+        (["--presets", "--tp", "4"], "error: --tp has no effect with --presets; remove it\n"),
+        (["--tp", "2"], "error: give one of --show --explain --presets\n"),
     ],
 )
 def test_errors(arguments: list[str], message: str, capsys: Captured) -> None:

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from megalite.cli.run_folders import find_runs, status_of
-from megalite.cli.runs import main
+from megalite.cli.runs import find_runs, main, status_of
 from megalite.config import files
 from megalite.config.describe import replace
 from megalite.config.run import RunConfig
@@ -114,8 +113,8 @@ def test_png(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         ("none", "none does not exist; give a folder with runs in it"),
         ("a/config.yaml", "a/config.yaml is a file; give a folder"),
         ("a/checkpoints/empty", "there is no run in a/checkpoints/empty: no metrics.jsonl or sessions.json"),
-        ("a --html missing/page.html", "cannot write missing/page.html: No such file or directory; give --html a file"),
-        ("a --png missing/a.png", "cannot write missing/a.png: No such file or directory; give --png a file"),
+        ("a --html missing/page.html", "cannot write missing/page.html: No such file or directory; give a path"),
+        ("a --png missing/a.png", "cannot write missing/a.png: No such file or directory; give a file"),
         ("a --png a.bmpp", "cannot write a.bmpp: "),
     ],
 )
@@ -129,7 +128,7 @@ def test_mistakes(
 
 
 def test_a_run_on_another_host_is_judged_by_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megalite.cli.run_folders.time.time", lambda: NOW)
+    monkeypatch.setattr("megalite.cli.runs.time.time", lambda: NOW)
     away = [session(ended=None, host="elsewhere", pid=1)]
     assert status_of(away, NOW - 60.0) == "running"
     assert status_of(away, NOW - 3600.0) == "silent for 60 min"

@@ -10,10 +10,8 @@ from megalite.config.errors import ConfigError, Problems
 from megalite.config.files import dump, level_from_text, preset_names
 from megalite.config.flags import parse_arguments
 from megalite.config.merge import merge
-from megalite.config.rules.compute import MODULES
 from megalite.config.run import RunConfig
 from megalite.config.validate import require_startable, validate
-from megalite.models.recompute import Recompute
 from tests.config.illegal import rows, says
 
 ILLEGAL = rows()
@@ -86,10 +84,6 @@ def test_the_table_has_sixty_illegal_combinations() -> None:
     named = [{word.replace("-", "_") for word in row} & set(settings()) for row in words]
     assert sum(len(names) >= 2 for names in named) >= 60
     assert len({flags for _, flags, _ in ILLEGAL}) == len(ILLEGAL)
-
-
-def test_recompute_knows_the_modules_of_the_models() -> None:
-    assert MODULES == Recompute.MODULES
 
 
 # (world size, command line): just inside a rule above

@@ -13,9 +13,8 @@ from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 from megalite.conversion import weights as blockwise
-from megalite.conversion.huggingface.weights import HuggingFaceWeights, Shards
+from megalite.conversion.huggingface.weights import HuggingFaceSource, HuggingFaceWeights, Shards
 from megalite.conversion.native import write_native
-from megalite.conversion.training import HuggingFaceSource
 from megalite.conversion.weights import parameter_shapes
 from megalite.training.resume import own_first, resume
 from megalite.training.saving import save

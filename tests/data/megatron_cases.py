@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from megalite.config.data import DataConfig
+from megalite.data.dataset import raw_draws
 from megalite.data.megatron_dataset import MegatronBlend, MegatronDataset
-from megalite.data.random_draws import raw_draws
 from megalite.data.sources import build_datasets
 
 Case = dict[str, Any]

@@ -8,7 +8,7 @@ import pytest
 
 from megalite.cli.data_index import main
 from megalite.config.errors import ConfigError
-from megalite.data.token_files import encode_side_file, read_side_file, require_recorded_tokenizer, unused_side_file
+from megalite.data.token_files import encode_side_file, read_side_file, require_recorded_tokenizer
 from megalite.tokenizers.base import ByteLevelTokenizer, NullTokenizer
 from megalite.training.setup import open_data
 from tests.data.token_files import write_by_layout
@@ -28,7 +28,6 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert read_side_file(tmp_path / "d") is None
     (tmp_path / "d.json").write_bytes(encode_side_file(FACTS))
     assert read_side_file(tmp_path / "d") == {"format": 1, **FACTS}
-    assert unused_side_file(tmp_path / "d") is None
 
 
 CHANGES = {
@@ -53,9 +52,8 @@ def test_a_field_that_cannot_be_is_named(tmp_path: Path, message: str) -> None:
 
 def test_a_newer_format(tmp_path: Path) -> None:
     (tmp_path / "d.json").write_text('{"format": 2}')
-    for read in (read_side_file, unused_side_file):
-        with pytest.raises(ConfigError, match=r"newer megalite \(format 2, this one reads 1\); .*move the file away"):
-            read(tmp_path / "d")
+    with pytest.raises(ConfigError, match=r"newer megalite \(format 2, this one reads 1\); .*move the file away"):
+        read_side_file(tmp_path / "d")
 
 
 FOREIGN = [b"", b"[1]", b"{", b"\xff", b"[" * 100_000, b'{"format": ' + b"9" * 5000 + b"}", b"null", b"{}"]
@@ -69,7 +67,6 @@ def test_a_file_of_another_program_is_not_used(tmp_path: Path, content: bytes) -
     path = tmp_path / "d.json"
     path.write_bytes(content)
     assert read_side_file(tmp_path / "d") is None
-    assert unused_side_file(tmp_path / "d") == f"{path} is not a side file of megalite: not used"
 
 
 def test_what_is_too_long_or_no_file_is_not_read(tmp_path: Path) -> None:
@@ -79,7 +76,6 @@ def test_what_is_too_long_or_no_file_is_not_read(tmp_path: Path) -> None:
         file.truncate(1 << 40)
     for name in ("folder", "long"):
         assert read_side_file(tmp_path / name) is None
-        assert "is not a side file of megalite" in str(unused_side_file(tmp_path / name))
 
 
 BYTES = ByteLevelTokenizer()

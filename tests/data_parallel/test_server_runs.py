@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from megalite.parity.report import require_same
 from megalite.parity.trajectory import rank_trajectory
 from tests.parity.factors import FAMILIES, world_of
 from tests.parity.reference import STEPS, TOLERANCE, reference
 from tests.support.ranks import RankContext, run_ranks
+from tests.support.same import require_same
 from tests.support.state import continued, hashed, hashes, save_run
 from tests.support.tiny import Runner, build, tiny_config, whole
 

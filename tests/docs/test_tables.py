@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from megalite.config.describe import settings
-from megalite.config.flags import parse_arguments
+from megalite.config.flags import RUN_OPTIONS, parse_arguments
 from megalite.config.megatron import DERIVED, FROM_VALUE, REFUSED_VALUES, SHORTHANDS, VALUES, WORDS
 from megalite.config.megatron_flags import known_flags
 from tests.e2e.programs import REPOSITORY
@@ -31,6 +31,13 @@ def test_the_pages_are_up_to_date(load: Load) -> None:
     for page in write.PAGES:
         text = (REPOSITORY / page).read_text(encoding="utf-8")
         assert without_sizes(write.with_tables(text)) == without_sizes(text), f"{page} is out of date: run make docs"
+
+
+def test_the_page_of_settings(load: Load) -> None:
+    text = load("config_page").page()
+    assert (REPOSITORY / "docs" / "config.md").read_text(encoding="utf-8") == text, "run make docs"
+    assert [name for name in settings() if f"- `{name}`" not in text] == []
+    assert [flag for flag in RUN_OPTIONS if f"| `{flag}` |" not in text] == []
 
 
 def without_sizes(text: str) -> str:

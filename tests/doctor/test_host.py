@@ -2,9 +2,7 @@
 
 import fcntl
 import itertools
-import re
 import resource
-import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,16 +10,7 @@ import pytest
 import torch
 
 from megalite.doctor import host
-from megalite.doctor.host import (
-    OLDEST_PYTHON,
-    PACKAGES,
-    Finding,
-    Places,
-    examine,
-    examine_versions,
-    installed_version,
-    worst,
-)
+from megalite.doctor.host import Finding, Package, Places, examine, examine_versions, installed_version, packages, worst
 
 
 def looked_at(folder: Path, *, gpus: int = 0, **files: str) -> dict[str, Finding]:
@@ -169,40 +158,16 @@ def test_little_room_and_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "1.00 MiB free of 1.00 TiB" in rows["folder"].text
 
 
-PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-DEVELOPMENT = {
-    *("setuptools", "hypothesis", "mypy", "pytest", "pytest-timeout"),
-    *("pytest-xdist", "mkdocs", "ruff", "types-PyYAML"),
-}
-
-
-def stated() -> dict[str, tuple[str, str | None]]:
-    """Package -> (oldest version, extra that brings it)."""
-    groups = {None: PROJECT["dependencies"], **PROJECT["optional-dependencies"]}
-    found = {}
-    for extra, requirements in groups.items():
-        for requirement in requirements:
-            name, least = re.fullmatch(r"([\w-]+)(?:>=([\d.]+))?(?:;.*)?", requirement.split("[")[0]).groups()
-            if name != "megalite" and name not in DEVELOPMENT:
-                found[name] = (least or "", extra)
-    return found
-
-
-def test_the_table_is_that_of_the_project() -> None:
-    assert {package.name: (package.least, package.extra) for package in PACKAGES} == stated()
-    least = PROJECT["requires-python"].removeprefix(">=")
-    assert tuple(map(int, least.split("."))) == OLDEST_PYTHON
-
-
 def found(**versions: str | None) -> dict[str, Finding]:
     return {finding.name: finding for finding in examine_versions(lambda name: versions.get(name, "99.0"))}
 
 
 def test_here() -> None:
     assert installed_version("torch") is not None and installed_version("no-such-package") is None
+    assert {Package("torch", "2.11", None), Package("zstandard", "0.19", "data")} <= set(packages())
     rows = {finding.name: finding for finding in examine_versions()}
     assert worst(rows.values()) == "ok"
-    assert set(rows) == {"python", "megalite", *(package.name for package in PACKAGES)}
+    assert set(rows) == {"python", "megalite", *(package.name for package in packages())}
 
 
 def test_missing_and_old() -> None:
@@ -211,7 +176,7 @@ def test_missing_and_old() -> None:
     assert rows["torch"].remedy == "pip install 'torch>=2.11'"
     assert (rows["safetensors"].level, rows["safetensors"].text) == ("error", "not installed")
     assert rows["matplotlib"].level == "ok"
-    assert rows["matplotlib"].text == "not installed; for megalite plot: pip install 'megalite[plot]'"
+    assert rows["matplotlib"].text == "not installed: pip install 'megalite[plot]'"
     assert (rows["tokenizers"].level, rows["tokenizers"].remedy) == ("warning", "pip install 'megalite[tokenizers]'")
     assert rows["numpy"].level == "ok"
     assert found(torch="2.11.0a0+git")["torch"].level == "ok"

@@ -5,7 +5,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from megalite.cli import preprocess, train_tokenizer
+from megalite.cli import preprocess
 
 BUILDER = Path(__file__).parents[2] / "examples" / "quickstart" / "build_corpus.py"
 
@@ -22,7 +22,7 @@ def build(folder: Path) -> list[str]:
     with log.open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
         statuses = [
             _run_script(BUILDER, ["--output", str(text), "--max-megabytes", "0.2"]),
-            train_tokenizer.main(learn),
+            preprocess.train_tokenizer(learn),
             preprocess.main([*words, "--append-eod"]),
         ]
     assert statuses == [0, 0, 0], f"{statuses}: {log.read_text()}"

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.config.model import ModelConfig
+from megalite.config.rules.compute import MODULES
 from megalite.models.block import Block
 from megalite.models.context import AuxiliaryLosses
 from megalite.models.recompute import Recompute, SavedTensors
@@ -42,7 +43,7 @@ def full(method: str, num_layers: int) -> Recompute:
 
 
 PLANS = [
-    *(selective(module) for module in Recompute.MODULES),
+    *(selective(module) for module in MODULES),
     selective("core_attn", "mlp_act", "layernorm"),
     selective("core_attn", "mlp", "moe", "layernorm"),
     full("uniform", 1),

@@ -19,13 +19,13 @@ from megalite.data_parallel.facts import BucketKind
 from megalite.data_parallel.shards import OptimizerShard, StrategyGroups
 from megalite.data_parallel.strategy import AllReduce, DataParallelStrategy
 from megalite.models.context import ForwardContext
-from megalite.parity.report import require_same
 from megalite.parity.trajectory import RankTrajectory, rank_trajectory, whole
 from megalite.tensor_parallel.random import DropoutStream
 from megalite.topology.group import DONE, Group, Work
 from tests.parity.factors import FAMILIES, LOSSES, Settings, world_of
 from tests.parity.reference import STEPS, TOLERANCE, reference
 from tests.support.ranks import RankContext, run_ranks
+from tests.support.same import require_same
 from tests.support.tiny import tiny_config
 
 Break = Callable[[pytest.MonkeyPatch, int], None]  # what is done to one rank's process; the rank is given

@@ -12,19 +12,18 @@ from megalite.config.errors import ConfigError
 from megalite.parity.pool import RankPool
 from megalite.parity.report import (
     TOLERANCES,
-    NumbersDifferError,
     Report,
     as_data,
     compare,
     format_report,
     relative_difference,
-    require_same,
     run_parity,
     worst_tensor,
 )
 from megalite.parity.shrink import Shrunk, shrink
 from megalite.parity.trajectory import CopiesDifferError, RankTrajectory, Scalars, Trajectory, assemble, plain, whole
 from tests.parity.factors import FAMILIES
+from tests.support.same import NumbersDifferError, require_same
 from tests.support.tiny import tiny_config
 
 POOL = cast(RankPool, None)  # where no layout is to run

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 
 import pytest
 
-from megalite.parity.report import require_same
 from megalite.parity.trajectory import rank_trajectory
 from tests.parity.covering import AT_LEAST, PAIRS, Pair, name_of, pairs_of, rows_on_file
 from tests.parity.factors import AXES, FACTORS, FAMILIES, MAX_WORLD, MOE, Z1, Settings, refusal, settings_of, world_of
 from tests.parity.reference import STEPS, TOLERANCE, reference
 from tests.support.ranks import run_ranks
+from tests.support.same import require_same
 from tests.support.tiny import LATENT, tiny_config, whole
 
 TWO: Settings = {"num_layers": 2}

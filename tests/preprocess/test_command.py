@@ -10,8 +10,7 @@ import pytest
 
 from megalite.cli import preprocess as command
 from megalite.cli.model_commands import KINDS
-from megalite.cli.preprocess import JobProgress, job_of, main, summary
-from megalite.cli.train_tokenizer import tokenizer_kind
+from megalite.cli.preprocess import JobProgress, job_of, main, summary, tokenizer_kind
 from megalite.config.errors import ConfigError
 from megalite.preprocess.job import Progress, usable_cores
 from megalite.preprocess.resume import State

@@ -10,9 +10,8 @@ import pytest
 
 from megalite.config.errors import ConfigError
 from megalite.preprocess.documents import read_piece
-from megalite.preprocess.inputs import find_inputs
+from megalite.preprocess.inputs import cut_parquet, find_inputs
 from megalite.preprocess.pieces import Limits, Place, cut
-from megalite.preprocess.streams import cut_parquet
 from tests.preprocess.reading import only, pieces_of, read, read_all, words
 
 GENERATOR = random.Random(0)

@@ -19,9 +19,8 @@ import zstandard
 
 from megalite.config.errors import ConfigError
 from megalite.preprocess.documents import read_piece
-from megalite.preprocess.inputs import find_inputs
+from megalite.preprocess.inputs import AHEAD_ITEMS, find_inputs, read_ahead
 from megalite.preprocess.pieces import Limits, Piece, Place, cut
-from megalite.preprocess.streams import AHEAD_ITEMS, read_ahead
 from tests.preprocess.reading import Found, pieces_of, places, read, read_all, words, write
 
 LONGEST = 120
@@ -88,7 +87,7 @@ def test_blocks_may_end_anywhere(tmp_path: Path, form: str, monkeypatch: pytest.
             texts, bad = read(pieces, limits)
             found.add((tuple(texts), tuple(bad)))
             with monkeypatch.context() as patch:
-                patch.setattr("megalite.preprocess.streams._READ_BYTES", 1 + trial % 7)
+                patch.setattr("megalite.preprocess.inputs._READ_BYTES", 1 + trial % 7)
                 assert pieces_of(path, limits=limits) == pieces
             for piece in pieces:
                 assert content[piece.start : piece.stop].startswith(piece.content)
@@ -260,7 +259,7 @@ class TestStandardInput:
             self.pieces(after=place)
 
     def test_the_digest_is_that_of_all_content_also_of_what_is_too_long(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("megalite.preprocess.streams._READ_BYTES", 50)
+        monkeypatch.setattr("megalite.preprocess.inputs._READ_BYTES", 50)
         content = b'{"text": "a"}\n' + b"x" * 5000 + b'\n{"text": "b"}\n' * 9
         limits = Limits(piece_bytes=20, max_document_bytes=100)
         with self.piped(monkeypatch, content):

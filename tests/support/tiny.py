@@ -5,7 +5,6 @@ from typing import Any
 from megalite.config.describe import replace
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
-from megalite.parity.report import require_same
 from megalite.parity.trajectory import (
     Part,
     RankTrajectory,
@@ -19,6 +18,7 @@ from megalite.parity.trajectory import (
 )
 from megalite.training.replica import Replica, build_replica
 from tests.support.ranks import RankContext
+from tests.support.same import require_same
 
 __all__ = [
     "BIASED",

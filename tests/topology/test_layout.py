@@ -17,7 +17,6 @@ def test_the_documented_sixteen_ranks() -> None:
     assert layout.groups("pp") == ((0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15))
     assert layout.groups("model") == ((0, 1, 4, 5, 8, 9, 12, 13), (2, 3, 6, 7, 10, 11, 14, 15))
     assert layout.groups("embedding") == ((0, 12), (1, 13), (2, 14), (3, 15))
-    assert layout.groups("position-embedding") == ((0,), (1,), (2,), (3,))
 
 
 def test_the_other_order() -> None:
@@ -171,14 +170,14 @@ def test_a_placement_says_who_is_neighbour_and_who_has_the_ends() -> None:
         ours = {edge for edge in vee.pipeline_edges() if edge[0] % 2 == shift}
         assert ours == {(a + shift, b + shift) for edge in down for a, b in (edge, edge[::-1])}
     # First and last stage are on one rank: the embedding needs no second copy.
-    assert vee.groups("embedding") == vee.groups("position-embedding") == ((0,), (1,))
+    assert vee.groups("embedding") == ((0,), (1,))
     loop = ParallelLayout(pp=3, placement=(0, 1, 2, 0, 1, 2))
     assert set(loop.pipeline_edges()) == set(ParallelLayout(pp=3).pipeline_edges())
     assert loop.groups("embedding") == ((0, 2),)
     # The user's own: the first stage need not be on the first rank.
     own = ParallelLayout(pp=3, placement=(2, 0, 0, 1))
     assert set(own.pipeline_edges()) == {(2, 0), (0, 2), (0, 1), (1, 0)}
-    assert (own.groups("embedding"), own.groups("position-embedding")) == (((1, 2),), ((2,),))
+    assert own.groups("embedding") == ((1, 2),)
 
 
 def test_slices_of_tensors() -> None:

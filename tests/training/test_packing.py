@@ -10,12 +10,12 @@ from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.loader import BatchLoader
 from megalite.data.packed_dataset import PackedDataset
 from megalite.optimizers.schedules import Schedules
-from megalite.parity.report import require_same
 from megalite.parity.trajectory import one_rank_trajectory, rank_trajectory
 from megalite.training.replica import Replica
 from megalite.training.step import Stepper
 from tests.data.token_files import write_by_layout
 from tests.support.ranks import RankContext, run_ranks
+from tests.support.same import require_same
 from tests.support.tiny import LLAMA, Z1, build, tiny_config, whole
 
 STEPS = 2

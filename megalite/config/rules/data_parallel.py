@@ -2,14 +2,12 @@
 
 from typing import Any
 
-from megalite.config.errors import Findings
+from megalite.config.describe import settings
+from megalite.config.errors import Findings, Idle
 from megalite.config.optimizer import ONEBIT_OPTIMIZERS, OPTIMIZERS
 from megalite.config.registry import Registry
 from megalite.config.rules.rule import Check, Settings, divisors, owned, rules, say
 from megalite.config.strategies import STRATEGIES
-
-ADAM_SETTINGS = ("adam_beta1", "adam_beta2", "adam_eps")
-"""What every optimizer but SGD goes by: presets give them for Adam."""
 
 
 def _of_others(chooser: str, registry: Registry[Any]) -> Check:
@@ -21,9 +19,13 @@ def _of_others(chooser: str, registry: Registry[Any]) -> Check:
             for setting in registry.facts(name).settings.split():
                 owners.setdefault(setting, []).append(name)
         for setting, names in owners.items():
-            if c.gives(setting) and getattr(c, chooser) not in names:
+            if getattr(c, chooser) in names:
+                continue
+            if c.gives(setting):
                 remedy = f"use --{chooser.replace('_', '-')} {names[0]} or remove it"
                 yield say(c, f"{{{setting}}} has no effect with {{{chooser}}}; {remedy}")
+            elif c.uses(setting) and getattr(c, setting) != settings()[setting].default:
+                yield Idle("", setting)
 
     return check
 

@@ -32,10 +32,14 @@ class Settings(ModelConfig, ParallelConfig, DataParallelConfig, _Numerics, Check
     explicit: frozenset[str]
     """Settings that the user gave."""
 
+    def uses(self, name: str) -> bool:
+        """It is not turned off."""
+        value = getattr(self, name)
+        return value is not None and value is not False
+
     def gives(self, name: str) -> bool:
         """The user gave it, and not to turn it off."""
-        value = getattr(self, name)
-        return name in self.explicit and value is not None and value is not False
+        return name in self.explicit and self.uses(name)
 
 
 def see(config: RunConfig, explicit: frozenset[str] = frozenset(), wrong: Collection[str] = ()) -> Settings:
@@ -109,10 +113,16 @@ def rules(table: Mapping[str, Callable[[Settings], object]]) -> Iterator[Check]:
 
 
 def _rule(text: str, when: Callable[[Settings], object], mark: str, name: str) -> Check:
+    idle = "has no effect" in text
+
     def check(c: Settings) -> Findings:
-        given = not mark or (c.gives(name) if mark == "!" else getattr(c, name) != settings()[name].default)
-        if given and when(c):
-            yield Idle(say(c, text), name) if name in IDLE and "has no effect" in text else say(c, text)
+        differs = bool(mark) and getattr(c, name) != settings()[name].default
+        given = c.gives(name) if mark == "!" else differs or not mark
+        if (given or (differs and idle and c.uses(name))) and when(c):
+            if not given:
+                yield Idle("", name)
+            else:
+                yield Idle(say(c, text), name) if idle and name in IDLE else say(c, text)
 
     return check
 

@@ -16,15 +16,18 @@ from typing import Any
 
 import torch
 
-from megalite.checkpoint.safetensors_file import TORCH_DTYPES, SafetensorsReader
+from megalite.checkpoint.manifest import TensorEntry, weight_key
+from megalite.checkpoint.safetensors_file import DTYPE_NAMES, TORCH_DTYPES, SafetensorsReader
 from megalite.checkpoint.safetensors_header import FORMAT_PT, Record
 from megalite.checkpoint.tiling import Slice
 from megalite.config.data import DataConfig
 from megalite.config.errors import CheckpointError, ConfigError
+from megalite.config.model import ModelConfig
 from megalite.conversion.huggingface.config_json import ModelFile, find_file, read_json, refuse_code
 from megalite.conversion.huggingface.families import Family, choose_family, read_config
 from megalite.conversion.huggingface.quantized import quantized_kinds
 from megalite.conversion.huggingface.tokenizer import export_tokenizer
+from megalite.conversion.native import NativeWeights
 from megalite.conversion.output import (
     DEFAULT_FILE_BYTES,
     Advance,
@@ -346,3 +349,33 @@ def _end_of_document(weights: Weights, log: Log) -> int | None:
 
 def _write_json(output: Output, name: str, value: Mapping[str, Any]) -> None:
     output.write(name, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+class HuggingFaceSource:
+    """What training reads: slices per rank, under the keys of a checkpoint. `model` says how the vocabulary is padded;
+    else it must be the folder's own."""
+
+    def __init__(self, folder: Path, model: ModelConfig) -> None:
+        self._weights = HuggingFaceWeights(folder, divisible_by=model.make_vocab_size_divisible_by)
+        self.path, self.model, self.dequantised = folder, self._weights.model, self._weights.dequantised
+        self._entries = {
+            weight_key(name): TensorEntry(name, DTYPE_NAMES[self._weights.dtype(name)], shape.shape, ())
+            for name, shape in parameter_shapes(self.model).items()
+        }
+
+    def has(self, key: str) -> bool:
+        return key in self._entries
+
+    def entry(self, key: str) -> TensorEntry:
+        return self._entries[key]
+
+    def read_into(self, output: torch.Tensor, key: str, slice: Slice) -> None:
+        output.copy_(self._weights.read(self._entries[key].name, slice))
+
+
+def export_checkpoint(checkpoints: Path, step: int, target: Path, advance: Advance, log: Log, ema: bool) -> Path:
+    """What `megalite convert` makes of a checkpoint, byte for byte."""
+    weights = NativeWeights(checkpoints, step=step, ema=ema)
+    if weights.missing_tokenizer is not None:
+        log(f"warning: no tokenizer goes into {target}: that of the run {weights.missing_tokenizer}")
+    return write_huggingface(weights, target, advance=advance)

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from megalite.models.moe.router import Routing
-from megalite.topology.conjugate import Half, conjugate
-from megalite.topology.group import Group, Work
+from megalite.topology.group import Group, Half, Work, conjugate
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,50 @@
+"""docs/config.md: every setting."""
+
+from megalite.config.describe import sections, settings
+from megalite.config.files import preset_names
+from megalite.config.flags import RUN_OPTIONS
+
+
+def page() -> str:
+    """The settings of each section, then presets."""
+    lines = [
+        "# Settings",
+        "",
+        "<!-- Written by `make docs` from the config classes; do not edit. -->",
+        "",
+        "Each setting is a flag (`--num-layers 4`) and a key of a YAML file (`num_layers: 4`, alone or in its section).",
+        "Later ones win: default < `--preset` < `--config` files < flags. `none` unsets a setting that is empty by default;",
+        "`--no-...` turns a switch off. The command line has the same:",
+        "",
+        "```console",
+        "$ megalite train --help-all",
+        "```",
+        "",
+        "| flag | | |",
+        "| --- | --- | --- |",
+    ]
+    lines += [f"| `{flag}` | {code(value)} | {text} |" for flag, (value, text) in RUN_OPTIONS.items()]
+    for section, cls in sections().items():
+        lines += ["", f"## {section}", "", " ".join((cls.__doc__ or "").split()), ""]
+        for setting in settings().values():
+            if setting.section == section:
+                also = "".join(f", `{flag}`" for flag in setting.flags if flag[2:].replace("-", "_") != setting.name)
+                default = default_of(setting.default)
+                kind = "" if default and not setting.is_list else setting.type_name
+                kinds = ", ".join(filter(None, (code("|".join(setting.shipped)) or kind, default)))
+                lines.append(f"- `{setting.name}`{also} ({kinds}): {setting.help}")
+    lines += ["", "## Presets", "", ", ".join(f"`{name}`" for name in preset_names())]
+    return "\n".join(lines) + "\n"
+
+
+def default_of(value: object) -> str:
+    """A default as code; nothing where there is none."""
+    if value is None or value == []:
+        return ""
+    text = str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+    return code(" ".join(map(str, value)) if isinstance(value, list) else text)
+
+
+def code(text: str) -> str:
+    """As Markdown has it."""
+    return f"`{text}`" if text else ""
