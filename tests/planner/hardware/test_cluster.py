@@ -28,8 +28,20 @@ from megalite.planner.hardware import (
 
 
 def test_the_promised_files_are_there() -> None:
-    assert {"dgx-a100", "dgx-h100", "dgx-h200", "dgx-b200", "v100", "cpu-box"} <= set(cluster_names())
-    assert {"fused", "unfused"} <= set(stack_names())
+    clusters = {
+        "dgx-a100",
+        "dgx-a100-40gb",
+        "dgx-h100",
+        "dgx-h200",
+        "dgx-b200",
+        "dgx-gb200",
+        "mi300x",
+        "v100",
+        "cpu-box",
+    }
+    assert clusters <= set(cluster_names())
+    generations = {"unfused", "unfused-2022", "flash-2023", "flash-2023-h100", "flash-2025", "float8-2025"}
+    assert {"fused", *generations} <= set(stack_names())
 
 
 @pytest.mark.parametrize("name", cluster_names())
@@ -55,6 +67,7 @@ def test_the_vendors_figures_of_an_a100() -> None:
     assert cluster.peak("fp16") == 312e12
     assert cluster.accelerator.memory_bandwidth == 2.039e12
     assert cluster.nic_share == 25e9
+    assert cluster.host_share == 12.5e9  # two share a switch
 
 
 def test_unknown_names_get_the_nearest_ones() -> None:
