@@ -50,7 +50,8 @@ def predicted_memory(config: RunConfig) -> Predicted:
     schedule = schedule_of(config, microbatch_counts(config)[-1])
     if config.parallel.pipeline_memory_limit is not None:
         proved(config, lowered(config, schedule), stages)
-    totals, known = [], {}
+    totals: list[int] = []
+    known: dict[tuple[Any, ...], int] = {}
     for rank, peak in enumerate(activation_peaks(config, stages, schedule)):
         mine = [plan for plan in stages if plan.rank == rank]
         kind = tuple(map(_holds(config), mine))
