@@ -9,8 +9,10 @@ H100-80GB   cluster dgx-h100, and attention of the stack of all rows on A100-80G
 A100-40GB   the stack of A100-80GB, nothing fitted
 others      what others have published, nothing fitted
 
---write writes the stack and the cluster, of all rows of A100-80GB and of H100-80GB. Rows in fp8 are left out. Errors are
-predicted / measured - 1.
+H100 500 W  torchtitan's tables of December 2024, nothing fitted
+H100, fp8   four rows of the table in fp8, nothing fitted
+
+--write writes the stack and the cluster, of all rows of A100-80GB and of H100-80GB. Errors are predicted / measured - 1.
 """
 
 import csv
@@ -27,6 +29,7 @@ from megalite.config.describe import replace as with_settings
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.planner.cost.calibrate import Calibration, Machine, Measured, fit
+from megalite.planner.cost.step import predict
 from megalite.planner.hardware import Cluster, Efficiency, SoftwareStack, load_cluster, load_stack, save_cluster, save_stack
 
 SIZES = {"125m": (12, 768, 12), "760m": (24, 1536, 12), "1b": (24, 2048, 16), "3b": (32, 2560, 20)}
@@ -35,6 +38,7 @@ MPT = {"add_bias_linear": False, "vocab_size": 50368}
 LLAMA = {"add_bias_linear": False, "normalization": "RMSNorm", "activation": "swiglu", "tie_embeddings": False}
 LLAMA |= {"position_embedding_type": "rope", "vocab_size": 128256, "num_query_groups": 8, "seq_length": 8192}
 LLAMA_8B = {**LLAMA, "num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "ffn_hidden_size": 14336}
+LLAMA_405B = {**LLAMA, "num_layers": 126, "hidden_size": 16384, "num_attention_heads": 128, "ffn_hidden_size": 53248}
 LLAMA_70B = {**LLAMA, "num_layers": 80, "hidden_size": 8192, "num_attention_heads": 64, "ffn_hidden_size": 28672}
 FULL, ACTIVATIONS = {"recompute_granularity": "full"}, {"recompute_granularity": "selective", "recompute_modules": ["mlp_act"]}
 
@@ -53,16 +57,18 @@ def _mpt(name: str) -> dict[str, Any]:
 
 def row(model: str, gpu: str, world: int, speed: float, micro: int, accumulation: int = 1, **settings: Any) -> Row:
     """A step of FSDP in bf16, `speed` in tokens per second and GPU."""
-    common = {"precision": "bf16", "dp_strategy": "fully-sharded", "dp": world, "micro_batch_size": micro}
-    common["global_batch_size"] = micro * accumulation * world
-    config = validate(with_settings(RunConfig(), **{**common, **settings}), world)
+    common = {"precision": "bf16", "dp_strategy": "fully-sharded", "micro_batch_size": micro}
+    common |= {"dp": world, **settings}
+    common["global_batch_size"] = micro * accumulation * common["dp"]
+    config = validate(with_settings(RunConfig(), **common), world)
     length = config.training.seq_length
     label = f"{model} on {world} {gpu}, sequence {length}, {accumulation} x {micro}"
-    return Row(Measured(config, micro * accumulation * length / speed), model, (world,), label)
+    seconds = common["global_batch_size"] * length / (speed * world)
+    return Row(Measured(config, seconds), model, (world,), label)
 
 
-def read_rows(path: Path) -> dict[str, list[Row]]:
-    """By GPU."""
+def read_rows(path: Path, *, fp8: bool = False) -> dict[str, list[Row]]:
+    """By GPU; those in fp8, or all others."""
     found: dict[str, list[Row]] = {"a100_80gb": [], "a100_40gb": [], "h100_80gb": []}
     with path.open(encoding="utf-8") as file:
         for line in csv.DictReader(file):
@@ -72,7 +78,7 @@ def read_rows(path: Path) -> dict[str, list[Row]]:
             if line["sharding"] == "SHARD_GRAD_OP":
                 settings |= {"dp_strategy": "distributed-optimizer", "shard_gradients": True}
             sizes = [int(line[name]) for name in ("micro_batch", "accumulation")]
-            if "fp8" not in line["precision"]:
+            if ("fp8" in line["precision"]) == fp8:
                 speed = float(line["tokens_per_s_per_gpu"])
                 found[line["gpu"]].append(row(line["model"], line["gpu"], int(line["gpus"]), speed, *sizes, **settings))
     return found
@@ -88,16 +94,43 @@ def others() -> list[tuple[str, bool, Row]]:
     return found
 
 
-def held() -> list[Row]:
-    """torchtitan on H100 held to 500 W, December 2024, without torch.compile."""
-    speeds = ((8, 5762.0), (128, 5605.0))
-    return [row("llama3 8b", "h100_500w", world, speed, 2, **LLAMA_8B | ACTIVATIONS) for world, speed in speeds]
+COMPILED, FLOAT8 = {"elementwise_slowdown": 1.0}, {"elementwise_slowdown": 1.0, "float8_rate": 1.8}
+TITAN: dict[str, tuple[dict[str, Any], dict[int, tuple[float, float]]]] = {
+    "eager": ({"fused_norm": False}, {8: (5762.0, 82.4), 128: (5605.0, 67.0)}),
+    "compiled": (COMPILED, {8: (6667.0, 77.0), 128: (6514.0, 62.0)}),
+    "compiled, fp8": (FLOAT8, {8: (8532.0, 76.8), 128: (8380.0, 61.8)}),
+}
+"""Llama 3.1 8B with FSDP on H100 held to 500 W with memory of 2.4 TB/s, December 2024: what is not as in flash-2023-h100, whose
+attention it has; GPUs -> tokens per second and GPU, GiB of the fullest. Its RMSNorm is Python, which torch.compile fuses."""
+
+
+def held(kind: str) -> list[Row]:
+    speeds = TITAN[kind][1]
+    return [row("llama3 8b", "h100_500w", world, speed, 2, **LLAMA_8B | ACTIVATIONS) for world, (speed, _) in speeds.items()]
+
+
+LARGE_GIB = (71.9, 67.6, 82.5, 72.7)
+"""Of the fullest GPU, of each row of `large`."""
+
+
+def large() -> list[Row]:
+    """Llama 3.1 70B and 405B of the same source, in fp8, with tensor parallelism whose collectives run beside products
+    (asynchronous) but for the first. 405B has as many microbatches as stages, the default of torchtitan."""
+    full = {**FULL, "tp": 8, "sequence_parallel": True, "seq_length": 8192}
+    found = []
+    for speed in (829.0, 876.0):
+        found.append(row("llama3 70b", "h100_500w", 256, speed, 16, dp=32, **LLAMA_70B | full))
+    for vpp, speed in ((1, 100.0), (2, 128.0)):
+        # Behind a pipeline FSDP keeps parameters after the forward, and sums gradients once.
+        layout = {"dp": 8, "pp": 8, "vpp": vpp, "dp_strategy": "distributed-optimizer"}
+        found.append(row("llama3 405b", "h100_500w", 512, speed, 4, 8, **LLAMA_405B | full | layout))
+    return found
 
 
 def judge(
-    title: str, rows: Sequence[Row], fitted: Callable[[Sequence[Row]], Calibration], names: Sequence[str]
+    title: str, rows: Sequence[Row], fitted: Callable[[Sequence[Row]], Calibration], names: Sequence[str], files: Machine
 ) -> dict[str, Any]:
-    """Each model left out of the fit once."""
+    """Each model left out of the fit once; and the shipped cluster and stack, which have seen all rows."""
     errors, tested, found = [], [], {}
     for model in dict.fromkeys(row.size for row in rows):
         mine = [row for row in rows if row.size == model]
@@ -106,7 +139,11 @@ def judge(
         found[model] = {name: round(machine.value(name), 4) for name in names}
         errors += list(errors_of(mine, calibration))
         tested += mine
-    return report(title, "the other models, each left out once", tested, np.array(errors), constants=found)
+    names = [each.name for each in files]
+    shipped = summary(_errors(tested, *files))
+    print(f"\n{title}: the files {' and '.join(names)} on the rows they are fitted on: {shipped}")
+    more = {"constants": found, "shipped_files": names, "shipped_errors_percent": shipped}
+    return report(title, "the other models, each left out once", tested, np.array(errors), **more)
 
 
 def report(title: str, fitted_on: str, rows: Sequence[Row], errors: np.ndarray, **more: Any) -> dict[str, Any]:
@@ -124,7 +161,7 @@ def measure(data: Path, folder: Path | None = None) -> list[dict[str, Any]]:
     ampere, vendor = load_cluster("dgx-a100"), load_cluster("dgx-h100")
     # The rows' nodes have 1.6 Tbit/s.
     narrow = replace(vendor, network=replace(vendor.network, nic_bandwidth=ampere.network.nic_bandwidth))
-    narrow = replace(narrow, efficiency=ampere.efficiency, provenance={})
+    shipped, narrow = narrow, replace(narrow, efficiency=ampere.efficiency, provenance={})
 
     def of_stack(chosen: Sequence[Row]) -> Calibration:
         source = "steps of FSDP on 8 to 64 A100-80GB (llm-foundry's published table)"
@@ -138,7 +175,12 @@ def measure(data: Path, folder: Path | None = None) -> list[dict[str, Any]]:
         return fit([each.measured for each in chosen], narrow, stack, source=source, only=HOPPER)
 
     hopper = of_cluster(rows["h100_80gb"])
-    results = [judge("A100-80GB", rows["a100_80gb"], of_stack, STACK), judge("H100-80GB", rows["h100_80gb"], of_cluster, HOPPER)]
+    results = [
+        judge("A100-80GB", rows["a100_80gb"], of_stack, STACK, Machine(ampere, load_stack("flash-2023"))),
+        judge("H100-80GB", rows["h100_80gb"], of_cluster, HOPPER, Machine(shipped, load_stack("flash-2023-h100"))),
+    ]
+    unseen = _errors(rows["h100_80gb"], narrow, stack)
+    results.append(report("H100-80GB, the source left out", "A100-80GB alone", rows["h100_80gb"], unseen))
     small = load_cluster("dgx-a100-40gb")
     results.append(report("A100-40GB", "A100-80GB", rows["a100_40gb"], _errors(rows["a100_40gb"], small, stack)))
     found = []
@@ -147,12 +189,35 @@ def measure(data: Path, folder: Path | None = None) -> list[dict[str, Any]]:
         found += list(_errors([each], machine[0], replace(machine[1], half_gradients=half)))
     results.append(report("others", "the rows above", [each for *_, each in others()], np.array(found)))
     device = replace(hopper.cluster.accelerator, memory_bandwidth=2.4e12, power_limit=500.0)
-    capped, whole = replace(hopper.cluster, accelerator=device), replace(hopper.stack, half_gradients=False)
-    for title, cluster in (("H100 of 500 W", capped), ("the same as if they had 700 W", hopper.cluster)):
-        results.append(report(title, "the rows above", held(), _errors(held(), cluster, whole)))
+    capped = replace(hopper.cluster, accelerator=device, network=vendor.network)
+    whole = replace(hopper.stack, half_gradients=False)
+    for kind, (changes, _) in TITAN.items():
+        errors = _errors(held(kind), capped, replace(whole, **changes))
+        results.append(report(f"H100 of 500 W, {kind}", "the rows above", held(kind), errors))
+    float8 = replace(whole, **FLOAT8)
+    beside = replace(float8, overlap_tensor_parallel=True)
+    errors = np.concatenate([_errors([each], capped, beside if at else float8) for at, each in enumerate(large())])
+    results.append(report("H100 of 500 W, 70B and 405B in fp8", "the rows above", large(), errors))
+    eights = read_rows(data / "fsdp_h100_a100.csv", fp8=True)["h100_80gb"]
+    older = replace(hopper.stack, float8_rate=FLOAT8["float8_rate"])
+    results.append(report("H100-80GB, fp8", "the rows above", eights, _errors(eights, hopper.cluster, older)))
+    results.append(memory(capped))
     if folder:
         write(hopper, stack, [round(result["errors_percent"]["most"] / 100, 3) for result in results[:2]], folder)
     return results
+
+
+def memory(cluster: Cluster) -> dict[str, Any]:
+    """What torch had reserved on the fullest GPU of torchtitan's rows, beside what the planner counts for ours: GiB."""
+    published = [(each, gib) for kind, (_, rows) in TITAN.items() for each, (_, gib) in zip(held(kind), rows.values())]
+    found = []
+    print("\nMemory, GiB: published, counted")
+    for each, gib in [*published, *zip(large(), LARGE_GIB, strict=True)]:
+        ranks = predict(each.measured.config, cluster, load_stack("flash-2025")).memory
+        counted = max(rank.total_bytes for rank in ranks) / 2**30
+        found.append([each.label, gib, round(counted, 1)])
+        print(f"    {each.label}: {gib} {counted:.1f} ({counted / gib - 1:+.1%})")
+    return {"part": "memory of torchtitan's rows", "gib": found}
 
 
 def _errors(rows: Sequence[Row], cluster: Cluster, stack: SoftwareStack) -> np.ndarray:
@@ -169,7 +234,7 @@ def write(hopper: Calibration, stack: SoftwareStack, spreads: Sequence[float], f
         named = replace(each, name=name, description=text, spread=spread, provenance=sources, **rounded)
         save_stack(named, folder / f"{name}.yaml")
     efficiency = Efficiency(**{name: round(value, 4) for name, value in vars(hopper.cluster.efficiency).items()})
-    for name in ("dgx-h100", "dgx-h200", "dgx-b200"):
+    for name in ("dgx-h100", "dgx-h200", "dgx-b200", "dgx-gb200"):
         cluster, fitted = load_cluster(name), hopper.cluster.provenance
         sources = dict(cluster.provenance)
         for key in (f"efficiency.{each}" for each in vars(efficiency)):

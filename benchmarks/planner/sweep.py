@@ -115,7 +115,7 @@ def main(words: Sequence[str] | None = None) -> None:
     for row in found["layouts"]:
         print(f"{row['layout']:<45} {row['measured_seconds']:>8.3f} s {row['predicted_seconds']:>8.3f} s")
     print(
-        f"rank correlation {found['rank_correlation']:.3f} (goal 0.9), regret {found['regret']:.1%} (goal 5 %), "
+        f"rank correlation {found['rank_correlation']:.3f} (goal 0.95), regret {found['regret']:.1%} (goal 3 %), "
         f"mean error {found['mean_error']:.1%}, {len(found['layouts'])} layouts, {len(found['failed'])} failed"
     )
     common.write_json(flags.json, "planner.sweep", words, {"ranks": RANKS, **found})

@@ -2,7 +2,6 @@
 
 argparse reports one mistake at a time; here, as for the settings of training, one answer names all that is wrong."""
 
-import importlib
 import math
 import re
 import textwrap
@@ -18,7 +17,7 @@ import megalite
 from megalite.cli.failures import DEBUG_FLAG, guarded
 from megalite.cli.output import show
 from megalite.config.errors import ConfigError, Problems, closest, nearest
-from megalite.config.registry import import_modules
+from megalite.config.registry import import_modules, imported
 
 _LARGEST = 1 << 63
 _WIDTH, _COLUMN = 110, 26
@@ -135,18 +134,18 @@ class Command:
 
     def _answer(self, words: list[str]) -> int | None:
         if not self.reads:
-            return _imported(self.place)(words)
+            return imported(self.place)(words)
         if self.commands and words and words[0] in self.commands:
             return self.commands[words[0]](words[1:])
         if {"--help", "-h"} & set(words) or (not words and self.bare is not None):
             show(self.help())
             return 0 if words else self.bare
         if self.settings is not None and "--help-all" in words:
-            show(_imported("megalite.config.help:full_help")(self.name))
+            show(imported("megalite.config.help:full_help")(self.name))
             return 0
         if self.commands:
             return self._no_command(words)
-        return _imported(self.place)(self.parse(words))
+        return imported(self.place)(self.parse(words))
 
     def _no_command(self, words: list[str]) -> int:
         if words[:1] == ["--version"]:
@@ -174,8 +173,10 @@ class Command:
                 if "--dry-run" in reading.rest:
                     raise ConfigError(f"--dry-run has no effect with {self.name}; remove it")
                 words = [*self.settings, *reading.rest]
-                parse = _imported("megalite.config.flags:parse_arguments")
-                reading.found.invocation = parse(words, others=self.spellings, shape=_shape_in)
+                parse = imported("megalite.config.flags:parse_arguments")
+                reading.found.invocation = parse(
+                    words, others=self.spellings, shape=imported("megalite.cli.train:shape_in")
+                )
         if reading.problems.found:
             error = ConfigError(*reading.problems.found)
             if self.settings is None:
@@ -214,15 +215,6 @@ def _row(form: str, text: str) -> list[str]:
     if len(form) > _COLUMN - 4:
         return [f"  {form}", *(" " * _COLUMN + line for line in lines)]
     return [f"  {form:<{_COLUMN - 2}}{lines[0]}", *(" " * _COLUMN + line for line in lines[1:])]
-
-
-def _imported(place: str) -> Callable[..., Any]:
-    module, _, attribute = place.partition(":")
-    return getattr(importlib.import_module(module), attribute)
-
-
-def _shape_in(load: str, step: int | None) -> Any:
-    return _imported("megalite.conversion.start:settings_in")(load, step)
 
 
 class _Reading:

@@ -15,16 +15,22 @@ from megalite.cli.tool_commands import SWEEP
 from megalite.config.byte_size import format_bytes
 from megalite.config.errors import ConfigError
 from megalite.config.reading import gc_paused
+from megalite.config.registry import imported
 from megalite.planner.cost.calibrate import Machine
 from megalite.planner.hardware import refuse_taken
 from megalite.sweep.candidates import Expansion, Run, check_all, expand, read_machine, refusals
-from megalite.sweep.execute import Launcher, LocalLauncher, Progress, SbatchLauncher, execute, launchable
+from megalite.sweep.execute import Launcher, LocalLauncher, Progress, execute, launchable
 from megalite.sweep.report import REPORT, calibrate, summary, write_report
 from megalite.sweep.results import RESULTS, TABLE, Result, Store, refused
 from megalite.sweep.spec import SweepSpec, read_spec
 
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that would make a run a rank of another job."""
+_LAUNCHERS = {
+    "sbatch": "megalite.sweep.execute:SbatchLauncher",
+    "ray": "megalite.sweep.clusters:RayLauncher",
+    "kubernetes": "megalite.sweep.clusters:KubernetesLauncher",
+}
 _HEAD = ("configuration", "ranks", "predicted", "measured", "tokens/s", "memory", "status")
 _WIDEST = 60  # characters of a label and a status
 _ABOVE_BELOW = 4  # lines of a terminal that the table leaves free
@@ -102,8 +108,10 @@ def _checked(expansion: Expansion, spec: SweepSpec, machine: Machine | None) -> 
 
 
 def _launcher(name: str, spec: SweepSpec) -> Launcher:
-    if name == "sbatch":
-        return SbatchLauncher(spec.sbatch, environment=spec.environment, program=spec.program)
+    if name != "local":
+        kind = imported(_LAUNCHERS[name])
+        launcher: Launcher = kind(getattr(spec, name), environment=spec.environment, program=spec.program)
+        return launcher
     inherited = {name: value for name, value in os.environ.items() if name not in _OF_TORCHRUN}
     return LocalLauncher(environment=inherited | dict(spec.environment), program=spec.program)
 

@@ -12,6 +12,7 @@ AUTO = "auto"
 NAMES = (*SCHEDULES, AUTO)
 
 _DEVICE = ("auto", "cpu", "cuda")
+_LAUNCHERS = ("local", "sbatch", "ray", "kubernetes")
 _JSON = Flag("--json", "print everything as JSON", bool)
 
 TRAIN = Command(
@@ -245,7 +246,7 @@ SWEEP = Command(
         Flag("--output FOLDER", "results and runs; continues if it is there", Path),
         Flag("--dry-run", "check and predict all, run nothing", bool),
         Flag("--strict", "stop if any configuration is refused", bool),
-        Flag("--launcher", "torchrun here, or jobs (local)", default="local", choices=("local", "sbatch")),
+        Flag("--launcher", "torchrun here, or jobs (local)", default="local", choices=_LAUNCHERS),
         Flag("--timeout SECONDS", "of a run; over the file's (300)", above_zero),
         Flag("--limit N", "launch at most N runs this time", positive),
         Flag("--retry", "run again what did not end well", bool),

@@ -2,11 +2,12 @@
 
 import ast
 import dataclasses
+import operator
 import re
 import sys
 import types
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -157,7 +158,13 @@ def settings() -> Mapping[str, Setting]:
 
 def values_of(config: RunConfig) -> dict[str, Any]:
     """Every setting of a config, flat."""
-    return {name: getattr(getattr(config, setting.section), name) for name, setting in settings().items()}
+    return dict(zip(settings(), _all_of()(config), strict=True))
+
+
+@cache
+def _all_of() -> Callable[[RunConfig], tuple[Any, ...]]:
+    """Gets every setting at once: a sweep asks for them several times for each of its configurations."""
+    return operator.attrgetter(*(f"{setting.section}.{name}" for name, setting in settings().items()))
 
 
 def value_of(config: RunConfig, name: str) -> Any:

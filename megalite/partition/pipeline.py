@@ -150,7 +150,10 @@ _named = lru_cache(maxsize=4)(build_schedule)
 def lowered(config: RunConfig, schedule: Schedule) -> Program:
     """The schedule with its communication, as the config's knobs want it."""
     p = config.parallel
-    return lower(schedule, recv_prefetch=p.pipeline_recv_prefetch, send_window=p.pipeline_send_window)
+    return _lower(schedule, recv_prefetch=p.pipeline_recv_prefetch, send_window=p.pipeline_send_window)
+
+
+_lower = lru_cache(maxsize=4)(lower)
 
 
 def proved(config: RunConfig, program: Program, stages: tuple[StagePlan, ...]) -> ValidationReport:

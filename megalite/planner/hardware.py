@@ -24,7 +24,7 @@ class Accelerator:
     multiprocessors: int  # tiles of a matrix product that run at once (1: products are not cut into waves)
     kernel_seconds: float = field(metadata=OR_ZERO)  # what every operation takes on the device on top of its work
     asynchronous: bool  # the host runs ahead: the slower of host and device decides. On a CPU their times add up
-    host_bandwidth: float = 2.5e10  # to and from host memory, each way: of PCIe 4.0 with 16 lanes, in large copies
+    host_bandwidth: float = 2.5e10  # of one link to host memory, each way: of PCIe 4.0 with 16 lanes, in large copies
     watts: float | None = None  # that it draws in training at full clock, or may draw at most
     # Watts that it is held to. Power goes with the third power of the clock (voltage falls with it), so that products run at
     # (power_limit / watts)^power_exponent of their rate; memory and links keep theirs.
@@ -48,7 +48,12 @@ class Node:
     ranks_per_core: float = field(default=1.0, metadata=AT_LEAST_ONE)
     # Latency of a message inside the node, in link_latencies: only the receiver waits for it.
     message_steps: float = field(default=1.0, metadata=OR_ZERO)
+    # Where tensor-parallel ranks exchange through their host's memory: bytes a second that each writes and reads there, and
+    # the seconds of an operation. Default: they exchange over the links.
+    shared_memory_bandwidth: float | None = None
+    shared_memory_latency: float = field(default=0.0, metadata=OR_ZERO)
     host_memory_bytes: float | None = None  # that its accelerators share equally for what is offloaded
+    host_links: int | None = None  # links to host memory, which its accelerators share equally; default: one for each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +105,12 @@ class Cluster:
         """Bytes a second of one accelerator to other nodes if all of its node send at once."""
         return self.network.nics * self.network.nic_bandwidth / self.node.accelerators
 
+    @property
+    def host_share(self) -> float:
+        """Bytes a second between one accelerator and host memory, each way, if all of its node copy at once."""
+        links = self.node.host_links or self.node.accelerators
+        return self.accelerator.host_bandwidth * min(1.0, links / self.node.accelerators)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SoftwareStack:
@@ -122,6 +133,10 @@ class SoftwareStack:
     microbatch_seconds: float = field(metadata=OR_ZERO)  # on top of each stage's forward, and of its backward
     step_seconds: float = field(metadata=OR_ZERO)  # on top of each step: data, norm, scheduler
     provenance: Mapping[str, str]  # name of a figure -> where it is from
+    # A norm is one pass, and so is a rotation of positions; else each step of them is one, in fp32: Python without a compiler.
+    fused_norm: bool = True
+    # How many times as fast layers' products are in 8 bits, casts left out, which are counted by their bytes; 0: in 16.
+    float8_rate: float = field(default=0.0, metadata=OR_ZERO)
     overlap_tensor_gradients: bool = False  # the sum of an input's gradient runs beside the weight gradient's product
     overlap_gathers: bool = False  # sequence parallelism's second gather runs beside the input gradient's product
     fused_loss: bool = True  # else the logits are copied in fp32, and each step of the loss is a pass over the copy
@@ -142,6 +157,7 @@ class SoftwareStack:
 _FIGURES = (
     *("attention_efficiency", "attention_backward", "elementwise_slowdown", "optimizer_slowdown", "overlap_cost"),
     *("operation_seconds", "collective_seconds", "microbatch_seconds", "step_seconds", "product_rate", "spread"),
+    "float8_rate",
 )
 
 
@@ -221,4 +237,5 @@ def save_machine(cluster: Cluster, stack: SoftwareStack, path: Path) -> Path:
 
 def cluster_of_device(name: str) -> str | None:
     """The cluster that comes with megalite for a device of that name ("NVIDIA H100 80GB HBM3"); None if there is none."""
-    return next((each for each in cluster_names() if each.removeprefix("dgx-").upper() in name.upper()), None)
+    found = [each for each in cluster_names() if each.removeprefix("dgx-").upper() in name.upper()]
+    return max(found, key=len, default=None)  # B200 is in GB200 too

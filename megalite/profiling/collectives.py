@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from megalite.config.errors import ConfigError
+from megalite.planner.cost.rates import SHARED_PASSES
 from megalite.profiling.timing import Timer, Timing, products
 from megalite.topology.group import Group
 from megalite.topology.layout import ParallelLayout
@@ -117,7 +118,7 @@ OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 @dataclass(frozen=True, kw_only=True)
 class CollectiveTime:
     operation: str  # one of OPERATIONS, or `p2p`
-    place: str  # `inside` a node or `across` nodes
+    place: str  # `inside` a node, through its `memory`, or `across` nodes
     ranks: int  # of the group
     message_bytes: int  # the whole tensor: what is reduced, gathered, scattered or exchanged by one rank
     timing: Timing
@@ -125,16 +126,19 @@ class CollectiveTime:
     @property
     def latencies(self) -> float:
         """That follow each other: n - 1 in a ring inside a node, the depth of a tree across nodes, 1 of a message."""
-        if self.operation == "p2p":
+        if self.operation == "p2p" or self.place == "memory":
             return 1.0
         depth = self.ranks - 1 if self.place == "inside" else math.ceil(math.log2(self.ranks))
         return 2.0 * depth if self.operation == "all-reduce" else float(depth)
 
     @property
     def wire_bytes(self) -> float:
-        """What a rank sends: (n - 1)/n of the whole with a ring, twice that for an all-reduce, all of a message."""
+        """What a rank sends: (n - 1)/n of the whole with a ring, twice that for an all-reduce, all of a message; or what it
+        writes to memory and reads there."""
         if self.operation == "p2p":
             return float(self.message_bytes)
+        if self.place == "memory":
+            return float(SHARED_PASSES[self.operation](self.ranks) * self.message_bytes)
         part = self.message_bytes * (self.ranks - 1) / self.ranks
         return 2 * part if self.operation == "all-reduce" else part
 
@@ -149,31 +153,42 @@ class Channels:
 
     place: str
     groups: tuple[Group, ...]  # one for each size
-    edges: tuple[Group, Group] | None  # to a neighbour and back; None where this rank has no neighbour of that kind
+    edges: tuple[Group, Group] | None = (
+        None  # to a neighbour and back; None where this rank has no neighbour of that kind
+    )
+
+    @property
+    def operations(self) -> tuple[str, ...]:
+        return tuple(SHARED_PASSES) if self.place == "memory" else (*OPERATIONS, "p2p")
 
 
 def make_channels(
     machine: Machine, rank: int, device: torch.device, *, made: ProcessGroups | None = None
 ) -> list[Channels]:
-    """Groups inside a node (of 2 ranks and of all), and across nodes (one rank of each), with a pair for messages.
+    """Groups inside a node (of 2 ranks and of all), and across nodes (one rank of each), with a pair for messages; and those
+    inside a node once more as tensor-parallel ranks have them, where these exchange through its memory.
 
     Collectives: makes process groups (`made` as for `Topology.create`); every rank calls it at the same time."""
     made = {} if made is None else made
     local, nodes = machine.ranks_per_node, machine.nodes
 
-    def topology(**axes: int | str) -> Topology:
+    def topology(*, shared_memory: bool = False, **axes: int | str) -> Topology:
         layout = ParallelLayout(**axes)  # type: ignore[arg-type]
-        # One rate is for all kinds of groups, and most are on gloo.
-        return Topology.create(layout, rank=rank, device=device, made=made, shared_memory=False)
+        return Topology.create(layout, rank=rank, device=device, made=made, shared_memory=shared_memory)
 
     found = []
     if local > 1:
         sizes = sorted({2, local} if local % 2 == 0 else {local})
-        groups = tuple(topology(tp=size, dp=local * nodes // size).tp for size in sizes)
+        groups, shared = (
+            tuple(topology(tp=size, dp=local * nodes // size, shared_memory=through).tp for size in sizes)
+            for through in (False, True)
+        )
         # With an odd number the first two ranks of each node exchange messages, and the rest look on.
         pair = 2 if local % 2 == 0 else local
         neighbours = topology(pp=pair, dp=local * nodes // pair, order="tp-cp-ep-pp-dp")
         found.append(Channels(place="inside", groups=groups, edges=_first_pair(neighbours)))
+        if all(group.memory is not None for group in shared):
+            found.append(Channels(place="memory", groups=shared))
     if nodes > 1:
         pair = 2 if nodes % 2 == 0 else nodes
         across = topology(tp=local, dp=nodes).dp
@@ -203,15 +218,17 @@ def measure_collectives(
 
     Collectives: those that are measured, and barriers and gathers over the timer's world."""
     each = seconds / max(1, len(sizes) * (1 + len(channels.groups) * len(OPERATIONS)))
+    collectives = [operation for operation in channels.operations if operation != "p2p"]
     for size in sizes:
         for group in channels.groups:
-            for operation in OPERATIONS:
+            for operation in collectives:
                 run, whole = collective(operation, group, size, timer.device)
                 timing = timer.over_ranks(timer.amid(run, seconds=each))
                 yield CollectiveTime(
                     operation=operation, place=channels.place, ranks=group.size, message_bytes=whole, timing=timing
                 )
-        yield _messages(timer, channels, size, each)
+        if "p2p" in channels.operations:
+            yield _messages(timer, channels, size, each)
 
 
 def collective(operation: str, group: Group, size: int, device: torch.device) -> tuple[Callable[[], object], int]:

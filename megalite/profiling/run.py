@@ -30,6 +30,7 @@ _WEIGHTS = {"gemm": 0.2, "attention": 0.1, "memory": 0.1, "overheads": 0.05, "pa
 
 _TURNS = 0.15  # of the time for what lies between ranks, where they outnumber the cores
 
+_PLACES = {"inside": "inside a node", "memory": "through memory that ranks share", "across": "across nodes"}
 _SAMPLES = 6
 """How often a measurement runs its operation at the least, warm-up included: what is longer than a sixth of its time is
 not chosen."""
@@ -155,7 +156,7 @@ def _collectives(
 ) -> list[between.CollectiveTime]:
     found: list[between.CollectiveTime] = []
     for channels in places:
-        progress(f"collectives {channels.place} {'a node' if channels.place == 'inside' else 'nodes'}")
+        progress(f"collectives {_PLACES[channels.place]}")
         budget = seconds / len(places)
         kinds = 1 + 4 * len(channels.groups)
         count = max(3, min(7, int(budget / kinds / 0.1)))
@@ -237,6 +238,9 @@ def fit_cluster(measured: Measurements, base: Cluster, *, nominal: bool, name: s
         provenance["efficiency.small_groups"] = f"one rate for groups of two and of all, {source}"
         provenance["node"] = f"{vendor}; latency {source}" if nominal else source
         provenance["efficiency.link"] = provenance["efficiency.p2p"] = f"inside a node, {source}"
+    if through := [time for time in measured.collectives if time.place == "memory"]:
+        line, errors["memory of ranks"] = _fit_line(through)
+        node = dataclasses.replace(node, shared_memory_bandwidth=line.rate, shared_memory_latency=line.latency)
     if across:
         steps, messages, errors["across"] = fit_links(across)
         rate, nics = max(steps.rate, messages.rate), base.network.nics if nominal else 1
@@ -353,14 +357,19 @@ def fit_links(times: Sequence[between.CollectiveTime]) -> tuple[Line, Line, floa
     lines, total = [], 0.0
     for p2p in (False, True):
         chosen = [time for time in times if (time.operation == "p2p") == p2p]
-        columns = [[time.latencies for time in chosen], [time.wire_bytes for time in chosen]]
-        (latency, slope), error = fit_times(columns, [time.timing.seconds for time in chosen])
-        # The highest rate reached where times do not grow with the bytes.
-        grows = slope > 0 and math.isfinite(1.0 / slope)
-        lines.append(Line(latency, 1.0 / slope if grows else max(time.bytes_per_second for time in chosen)))
+        line, error = _fit_line(chosen)
+        lines.append(line)
         total += error * len(chosen) / len(times)
     collectives, messages = lines
     return collectives, messages, total
+
+
+def _fit_line(times: Sequence[between.CollectiveTime]) -> tuple[Line, float]:
+    columns = [[time.latencies for time in times], [time.wire_bytes for time in times]]
+    (latency, slope), error = fit_times(columns, [time.timing.seconds for time in times])
+    # The highest rate reached where times do not grow with the bytes.
+    grows = slope > 0 and math.isfinite(1.0 / slope)
+    return Line(latency, 1.0 / slope if grows else max(time.bytes_per_second for time in times)), error
 
 
 def fit_stack(

@@ -9,6 +9,7 @@ import math
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.partition.memory import activation_peaks, rank_memory
 from megalite.partition.pipeline import lowered, plan_stages, proved, schedule_of
+from megalite.partition.stages import StagePlan
 from megalite.planner.cost.calibrate import Machine
 from megalite.planner.cost.step import predict
 from megalite.planner.hardware import load_cluster, load_stack
@@ -48,11 +50,22 @@ def predicted_memory(config: RunConfig) -> Predicted:
     schedule = schedule_of(config, microbatch_counts(config)[-1])
     if config.parallel.pipeline_memory_limit is not None:
         proved(config, lowered(config, schedule), stages)
-    totals = [
-        rank_memory(config, [plan for plan in stages if plan.rank == rank], peak).total_bytes
-        for rank, peak in enumerate(activation_peaks(config, stages, schedule))
-    ]
+    totals: list[int] = []
+    known: dict[tuple[Any, ...], int] = {}
+    for rank, peak in enumerate(activation_peaks(config, stages, schedule)):
+        mine = [plan for plan in stages if plan.rank == rank]
+        kind = tuple(map(_holds(config), mine))
+        if kind not in known:  # most ranks of a pipeline hold the same
+            known[kind] = rank_memory(config, mine, 0).total_bytes
+        totals.append(known[kind] + peak)
     return Predicted(memory_bytes=max(totals), first_rank_bytes=totals[0])
+
+
+def _holds(config: RunConfig) -> Callable[[StagePlan], tuple[Any, ...]]:
+    """What a stage's memory depends on: the kinds of its layers, and its ends."""
+    model = config.model
+    kinds = [(model.is_moe_layer(index), model.has_window(index)) for index in range(model.num_layers)]
+    return lambda plan: (plan.has_embedding, plan.has_head, *kinds[plan.first_layer : plan.last_layer])
 
 
 MOST = 100_000  # configurations of one sweep: a grid with more is a slip
@@ -65,6 +78,11 @@ class Candidate:
     config: RunConfig
     explicit: frozenset[str]
     ranks: int
+
+    @cached_property
+    def values(self) -> Mapping[str, Any]:
+        """Every setting, flat."""
+        return values_of(self.config)
 
 
 class Expansion(NamedTuple):
@@ -81,7 +99,7 @@ def expand(spec: SweepSpec) -> Expansion:
     candidates, left_out = [], 0
     for source, given in _points(spec):
         # Merging fills in what the levels' rules stand for, differently for each configuration.
-        merged = merge([*copy.deepcopy(levels), _level(given, source)])
+        merged = merge([*map(_fresh, levels), _level(given, source)])
         config, fixed = fix(merged.config, spec.steps)
         p = config.parallel
         candidate = Candidate(
@@ -97,8 +115,15 @@ def expand(spec: SweepSpec) -> Expansion:
             left_out += 1
     if not candidates:
         raise ConfigError(f"sweep {spec.path}: exclude and only leave none of {left_out} configurations")
-    base = merge(copy.deepcopy(levels)).config
+    base = merge([*map(_fresh, levels)]).config
     return Expansion(tuple(candidates), fix(base, spec.steps)[0], left_out, tuple(ignored(base)))
+
+
+def _fresh(level: Level) -> Level:
+    """The same level, to which may be added."""
+    found = copy.copy(level)
+    found.given, found.derived, found.notes = dict(level.given), dict(level.derived), list(level.notes)
+    return found
 
 
 def _base_levels(spec: SweepSpec) -> list[Level]:
@@ -146,7 +171,7 @@ def read_plans(path: Path) -> list[dict[str, Any]]:
 def _wanted(candidate: Candidate, spec: SweepSpec) -> bool:
     p = candidate.config.parallel
     dp, rest = divmod(candidate.ranks, p.tp * p.pp * p.cp)
-    values = {**values_of(candidate.config), "dp": p.dp or (None if rest else dp), RANKS: candidate.ranks}
+    values = {**candidate.values, "dp": p.dp or (None if rest else dp), RANKS: candidate.ranks}
     return all(condition.holds(values) for condition in spec.only) and not any(
         condition.holds(values) for condition in spec.exclude
     )
@@ -200,12 +225,11 @@ def check_all(
             refused = "; ".join(error.problems)
         known = json.dumps({**values_of(config), RANKS: candidate.ranks}, sort_keys=True, default=str)
         key = hashlib.sha256(known.encode()).hexdigest()[:_KEY_LENGTH]
-        values = values_of(candidate.config)
         run = Run(
             key=key,
             source=candidate.source,
             label=_label(candidate, apart),
-            settings={name: values[name] for name in changed},
+            settings={name: candidate.values[name] for name in changed},
             config=config,
             ranks=candidate.ranks,
             refused=refused,
@@ -219,7 +243,7 @@ def _names(expansion: Expansion) -> tuple[list[str], list[str]]:
     """Settings that tell the runs apart in a few words, and all those that some run changes. What all of them change
     alike distinguishes none; a single run is named by what it changes."""
     given = {name for candidate in expansion.candidates for name in candidate.settings}
-    base, *values = map(values_of, (expansion.base, *(each.config for each in expansion.candidates)))
+    base, values = values_of(expansion.base), [each.values for each in expansion.candidates]
     apart = [name for name in settings() if name in given and any(v[name] != values[0][name] for v in values)]
     changed = [name for name in settings() if name in given and any(v[name] != base[name] for v in values)]
     return apart or changed, [name for name in settings() if name in {*apart, *changed}]
@@ -227,7 +251,7 @@ def _names(expansion: Expansion) -> tuple[list[str], list[str]]:
 
 def _label(candidate: Candidate, apart: Sequence[str]) -> str:
     """What it gives, and what its base gives where others differ."""
-    values = values_of(candidate.config)
+    values = candidate.values
     shown = [
         f"{name} {'-'.join(map(str, value)) if isinstance(value, list) else value}"
         for name in apart

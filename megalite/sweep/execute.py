@@ -1,4 +1,4 @@
-"""Launches the runs of a sweep, with torchrun here or as jobs of Slurm, and keeps what came of each."""
+"""Launches the runs of a sweep, with torchrun here, as jobs of Slurm or on another cluster, and keeps what came of each."""
 
 import contextlib
 import dataclasses
@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from megalite.checkpoint.files import write_durably
 from megalite.config import files
@@ -21,7 +22,7 @@ from megalite.config.errors import ConfigError
 from megalite.sweep import guard
 from megalite.sweep.candidates import Run
 from megalite.sweep.results import LOG, Result, Store, outcome, refused, steps_made
-from megalite.sweep.spec import SbatchSpec
+from megalite.sweep.spec import NodesSpec, SbatchSpec
 
 CONFIG = "config.yaml"  # in a run's folder: what it is started with. Training writes it again, resolved.
 
@@ -29,6 +30,32 @@ CONFIG = "config.yaml"  # in a run's folder: what it is started with. Training w
 def training_command(config: Path, program: Path | None) -> list[str]:
     start = ["-m", "megalite.cli.main", "train"] if program is None else [str(program.resolve())]
     return [*start, "--config", str(config)]
+
+
+class Launched(Protocol):
+    """A run that has been started."""
+
+    def poll(self) -> int | None:
+        """Its exit status; None while it waits or is under way."""
+
+    def seconds(self) -> float:
+        """Since it began to run."""
+
+    def end(self) -> None:
+        """Leave nothing of it running."""
+
+
+class Launcher(Protocol):
+    at_once: int
+
+    def fault(self, run: Run) -> str | None:
+        """Why it cannot be launched here."""
+
+    def start(self, run: Run, folder: Path, *, timeout: float) -> Launched:
+        """Start a run with its config in `folder`, where its log is to be; raises ConfigError if it cannot be started."""
+
+    def clear(self, folder: Path) -> None:
+        """End what a sweep that was killed has left of a run."""
 
 
 class LocalLauncher:
@@ -45,7 +72,6 @@ class LocalLauncher:
         return None
 
     def start(self, run: Run, folder: Path, *, timeout: float) -> "LocalRun":
-        """Start a run with its config in `folder`, where its log is to be; raises ConfigError if it cannot be started."""
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         ranks = ["--nproc-per-node", str(run.ranks)]
         command = [*torchrun, *ranks, *training_command(folder / CONFIG, self._program)]
@@ -59,13 +85,14 @@ class LocalLauncher:
 
 
 class LocalRun:
-    """A command under way, below a guard that ends with this process and leaves nothing behind; `log` takes what it says."""
+    """A command under way, below a guard that ends with this process and leaves nothing behind; `log` takes what it says.
+    `environment`: default that of this process."""
 
-    def __init__(self, command: Sequence[str], log: Path, *, environment: Mapping[str, str]) -> None:
-        with log.open("wb") as file:
+    def __init__(self, command: Sequence[str], log: Path, *, environment: Mapping[str, str] | None = None) -> None:
+        with log.open("ab") as file:
             self._guard = subprocess.Popen(
                 [sys.executable, "-m", guard.__name__, str(os.getpid()), *command],
-                env=dict(environment),
+                env=None if environment is None else dict(environment),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -89,22 +116,41 @@ class LocalRun:
             self._guard.wait()
 
 
+class NodesLauncher:
+    """Of runs that fill all of their nodes alike."""
+
+    def __init__(self, spec: NodesSpec, *, environment: Mapping[str, str], program: Path | None = None) -> None:
+        self.at_once = spec.at_once
+        self._nodes_spec, self._environment, self._program = spec, dict(environment), program
+
+    def fault(self, run: Run) -> str | None:
+        nodes, a_node = nodes_of(run, self._nodes_spec)
+        if nodes * a_node == run.ranks:
+            return None
+        most = self._nodes_spec.gpus_per_node
+        return f"{run.ranks} ranks do not divide over {nodes} nodes of {most}; use e.g. {nodes * most}"
+
+
+def nodes_of(run: Run, spec: NodesSpec) -> tuple[int, int]:
+    """Nodes, and ranks on each."""
+    nodes = -(-run.ranks // spec.gpus_per_node)
+    return nodes, run.ranks // nodes
+
+
 SCRIPT, JOB, STATUS = "job.sh", "job-id", "exit-status"
-_PORT = 29400
+_FREE_PORT = 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
 _SPECIAL = re.compile(r"[^\w@%+=:,./-]|^$")
 _UNKNOWN_STATUS = 1  # of a job that is gone and left none: it was killed
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SUSPENDED")
 _LOOKS_AFTER_END = 3  # the file system of the nodes may show a job's last files a little later than the queue
-_ANSWER_SECONDS = 60.0
+ANSWER_SECONDS = 60.0
 
 
 def job_script(
     run: Run, folder: Path, *, spec: SbatchSpec, timeout: float, environment: Mapping[str, str], program: Path | None
 ) -> str:
     """The script of a run's job: torchrun on every node, and its exit status in a file."""
-    nodes = -(-run.ranks // spec.gpus_per_node)
-    a_node = run.ranks // nodes
-    folder = folder.resolve()
+    (nodes, a_node), folder = nodes_of(run, spec), folder.resolve()
     options = {
         "job-name": f"sweep-{run.key}",
         "nodes": str(nodes),
@@ -132,29 +178,19 @@ def job_script(
             *spec.setup,
             *(f"export {name}={shlex.quote(value)}" for name, value in environment.items()),
             'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-            f'srun {shlex.join(torchrun)} --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$head:{_PORT}" '
-            f"{shlex.join(training)}",
+            f"port=$({shlex.join([sys.executable, '-c', _FREE_PORT])})",  # this script runs on the head
+            f'srun --kill-on-bad-exit=1 {shlex.join(torchrun)} --rdzv-id "$SLURM_JOB_ID" '
+            f'--rdzv-endpoint "$head:$port" {shlex.join(training)}',
             f"echo $? > {shlex.quote(str(folder / STATUS))}",
             "",
         ]
     )
 
 
-class SbatchLauncher:
+class SbatchLauncher(NodesLauncher):
     def __init__(self, spec: SbatchSpec, *, environment: Mapping[str, str], program: Path | None = None) -> None:
-        self.at_once = spec.at_once
-        self._spec, self._environment, self._program = spec, dict(environment), program
-
-    def fault(self, run: Run) -> str | None:
-        """Ranks that do not fill all of their nodes alike."""
-        a_node = self._spec.gpus_per_node
-        nodes = -(-run.ranks // a_node)
-        fits = run.ranks % nodes == 0
-        return (
-            None
-            if fits
-            else f"{run.ranks} ranks do not divide over {nodes} nodes of {a_node}; use e.g. {nodes * a_node}"
-        )
+        super().__init__(spec, environment=environment, program=program)
+        self._spec = spec
 
     def start(self, run: Run, folder: Path, *, timeout: float) -> "Job":
         if any(letter in str(folder.resolve()) for letter in "'\"\\\n"):
@@ -163,7 +199,7 @@ class SbatchLauncher:
             run, folder, spec=self._spec, timeout=timeout, environment=self._environment, program=self._program
         )
         (folder / SCRIPT).write_text(script)
-        answer = _ask("sbatch", "--parsable", str(folder / SCRIPT))
+        answer = ask("sbatch", "--parsable", str(folder / SCRIPT))
         job = answer.strip().partition(";")[0]
         if not job.isdecimal():
             raise ConfigError(f"sbatch was to answer with the number of a job, and said {answer.strip()!r}")
@@ -206,32 +242,34 @@ class Job:
 
 
 def _state(job: str) -> str | None:
-    command = ["squeue", "--noheader", "--jobs", job, "--format", "%T"]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False)
-    if answer.returncode != 0 and "Invalid job id" not in answer.stderr:
+    answer = asked("squeue", "--noheader", "--jobs", job, "--format", "%T")
+    if answer is None or (answer.returncode != 0 and "Invalid job id" not in answer.stderr):
         return "UNKNOWN"  # the controller is busy: ask again
     return answer.stdout.strip().partition("\n")[0] or None
 
 
 def _cancel(job: str) -> None:
+    asked("scancel", job)
+
+
+def asked(*command: str) -> subprocess.CompletedProcess[str] | None:
+    """The answer of a cluster's command; None if there was none."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        subprocess.run(["scancel", job], capture_output=True, timeout=_ANSWER_SECONDS, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_SECONDS, check=False)
+    return None
 
 
-def _ask(*command: str) -> str:
+def ask(*command: str) -> str:
+    """What it prints; raises ConfigError if it does not work."""
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False)
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_SECONDS, check=False)
     except OSError as error:
         raise ConfigError(f"cannot start {command[0]}: {error.strerror}; use --launcher local here") from None
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"{command[0]} has not answered for {_ANSWER_SECONDS:g} s") from None
+        raise ConfigError(f"{command[0]} has not answered for {ANSWER_SECONDS:g} s") from None
     if answer.returncode != 0:
         raise ConfigError(f"{command[0]} refused the job: {answer.stderr.strip() or answer.stdout.strip()}")
     return answer.stdout
-
-
-Launched = LocalRun | Job  # a run that has been started: poll() gives its exit status, or None while it is under way
-Launcher = LocalLauncher | SbatchLauncher
 
 
 _LOOK_SECONDS = 0.2  # between two looks at what is under way

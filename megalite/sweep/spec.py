@@ -6,6 +6,7 @@ import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -209,10 +210,18 @@ def refuse_fixed(names: Iterable[str], where: str) -> None:
 
 def fix(config: RunConfig, steps: int) -> tuple[RunConfig, frozenset[str]]:
     """The config as a sweep runs it, but for the run folder, and the settings that it no longer goes by."""
-    values: dict[str, Any] = values_of(RunConfig())
-    names = frozenset(name for name in settings() if _why(name) is not None)
-    fixed = {name: values[name] for name in names} | {"train_iters": steps, "log_interval": 1}
-    return replace(config, **fixed), names
+    fixed = _decided()
+    return replace(config, **fixed, train_iters=steps, log_interval=1), frozenset(fixed) | {
+        "train_iters",
+        "log_interval",
+    }
+
+
+@cache
+def _decided() -> Mapping[str, Any]:
+    """What the sweep sets, but for the length and how often it is written, with the defaults."""
+    names = [name for name in settings() if _why(name) is not None and name not in ("train_iters", "log_interval")]
+    return {name: settings()[name].default for name in names}
 
 
 def ignored(config: RunConfig) -> list[str]:
@@ -290,13 +299,43 @@ def _read(reader: Callable[[Any, str], Any]) -> dict[str, Any]:
     return {"read": reader}
 
 
+def _resources(value: Any, where: str) -> dict[str, float]:
+    found = words(value, where)
+    for name, word in found.items():
+        if not re.fullmatch(r"\d+(\.\d+)?", word, re.ASCII) or float(word) == 0:
+            raise ConfigError(f"{where}: {name} is {reprlib.repr(word)}; give a number of them, such as 1")
+    return {name: float(word) for name, word in found.items()}
+
+
 @dataclass(frozen=True, kw_only=True)
-class SbatchSpec:
-    gpus_per_node: int = 8  # ranks on one node; a job has as many nodes as it needs
-    at_once: int = 1  # jobs in the queue at one time
-    poll_seconds: float = 10.0  # between two looks at the queue
+class NodesSpec:
+    """Of runs on the nodes of a cluster."""
+
+    gpus_per_node: int = 8  # ranks on one node; a run has as many nodes as it needs
+    at_once: int = 1  # runs that wait or run at one time
+    poll_seconds: float = 10.0  # between two looks at each
+
+
+@dataclass(frozen=True, kw_only=True)
+class SbatchSpec(NodesSpec):
     options: Mapping[str, str] = field(default_factory=dict, metadata=_read(_options))  # by long names: partition, ...
     setup: tuple[str, ...] = ()  # shell lines before the run: modules, virtual environments
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaySpec(NodesSpec):
+    address: str | None = None  # of the cluster; default: RAY_ADDRESS, or one of this host alone
+    # Of one rank, by Ray's names.
+    resources: Mapping[str, float] = field(default_factory=lambda: {"GPU": 1.0}, metadata=_read(_resources))
+
+
+@dataclass(frozen=True, kw_only=True)
+class KubernetesSpec(NodesSpec):
+    image: str | None = None  # with megalite in it, where `python` finds it
+    claim: str | None = None  # PersistentVolumeClaim that has the output folder, writable by many
+    mount: Path = Path("/runs")  # where this host and the pods have it
+    # Of one rank, by the cluster's names.
+    resources: Mapping[str, float] = field(default_factory=lambda: {"nvidia.com/gpu": 1.0}, metadata=_read(_resources))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,6 +364,8 @@ class _Keys:
     environment: Mapping[str, str] = field(default_factory=dict, metadata=_read(_environment))
     program: Path | None = None  # script that trains in place of `megalite train`
     sbatch: SbatchSpec = field(default_factory=SbatchSpec)
+    ray: RaySpec = field(default_factory=RaySpec)
+    kubernetes: KubernetesSpec = field(default_factory=KubernetesSpec)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from megalite.planner.cost.rates import collective_seconds, gemm_seconds, message_seconds
+from megalite.planner.cost.rates import SHARED_PASSES, collective_seconds, gemm_seconds, message_seconds
 from megalite.planner.hardware import Cluster
 from megalite.profiling.collectives import OPERATIONS, CollectiveTime, Machine
 from megalite.profiling.operations import PRODUCTS, AttentionShape, AttentionTime, GemmTime, MemoryTime, chosen_shapes
@@ -59,6 +59,13 @@ def collectives(cluster: Cluster, machine: Machine) -> list[CollectiveTime]:
                         operation=operation, place=place, ranks=ranks, message_bytes=size, timing=took(seconds)
                     )
                 )
+        for operation, passes in SHARED_PASSES.items() if cluster.node.shared_memory_bandwidth else ():
+            seconds = cluster.node.shared_memory_latency + passes(local) * size / cluster.node.shared_memory_bandwidth
+            times.append(
+                CollectiveTime(
+                    operation=operation, place="memory", ranks=local, message_bytes=size, timing=took(seconds)
+                )
+            )
         for place in ("inside", "across") if nodes > 1 else ("inside",):
             latency, busy = message_seconds(size, np.array(place == "across"), cluster)
             times.append(

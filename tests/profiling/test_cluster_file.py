@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from megalite.config.errors import ConfigError
-from megalite.planner.cost.rates import collective_seconds, gemm_seconds, message_seconds
+from megalite.planner.cost.rates import collective_seconds, gemm_seconds, message_seconds, tensor_seconds, workload_of
 from megalite.planner.hardware import Cluster, load_cluster, load_stack, save_cluster, save_stack
 from megalite.profiling.collectives import Machine
 from megalite.profiling.run import describe, fit_cluster, fit_gemm, fit_stack, operation_seconds, stand_in
+from tests.planner.cost.machines import config_of
 from tests.profiling.made_up import CPU, collectives, cpu_cluster, gemms, measurements, took
 
 BASE = load_cluster("cpu-box")
@@ -64,6 +65,27 @@ def test_messages_take_what_was_measured(fitted: Cluster) -> None:
     cluster = fit_cluster(measured, BASE, nominal=False, name="mine", source="measured").cluster
     ours, theirs = (message_seconds(1 << 20, False, one) for one in (cluster, TRUTH))
     assert [float(part) for part in ours] == pytest.approx([float(part) for part in theirs], rel=1e-6)
+
+
+def test_tensor_parallel_ranks_of_a_host_take_what_was_measured_through_its_memory(fitted: Cluster) -> None:
+    """Other groups keep the links, and so does what a run's settings send over sockets."""
+    assert fitted.node.shared_memory_bandwidth is None
+    node = dataclasses.replace(TRUTH.node, shared_memory_bandwidth=8e9, shared_memory_latency=2e-5)
+    truth = dataclasses.replace(TRUTH, node=node)
+    cluster = fit_cluster(measurements(truth, CPU), BASE, nominal=False, name="mine", source="measured").cluster
+    assert cluster.node.shared_memory_bandwidth == pytest.approx(8e9)
+    assert cluster.node.shared_memory_latency == pytest.approx(2e-5)
+    work = workload_of(config_of(8, tp=4, precision="fp32"))
+    for operation, passes in (("all-reduce", 5), ("all-gather", 1.25), ("reduce-scatter", 2)):
+        links = collective_seconds(operation, 1 << 20, 4, 1, cluster)
+        assert tensor_seconds(operation, 1 << 20, work, cluster) == pytest.approx(2e-5 + passes * 2**20 / 8e9)
+        assert tensor_seconds(operation, 1 << 20, dataclasses.replace(work, shared_memory=0.0), cluster) == links
+        assert tensor_seconds(operation, 1 << 20, dataclasses.replace(work, tp=8.0), cluster) == collective_seconds(
+            operation, 1 << 20, 8.0, 1, cluster
+        )
+    assert tensor_seconds("all-to-all", 1 << 20, work, cluster) == collective_seconds(
+        "all-to-all", 1 << 20, 4, 1, cluster
+    )
 
 
 def test_crowded_cores_are_told(fitted: Cluster) -> None:

@@ -16,6 +16,7 @@ from megalite.config.errors import ConfigError
 from megalite.planner.hardware import load_cluster, load_stack
 from megalite.profiling.collectives import describe_machine, make_channels
 from megalite.profiling.run import fit_cluster
+from megalite.topology import shared_memory
 from megalite.topology.topology import Launch
 from tests.e2e.commands import commands_in
 from tests.e2e.programs import REPOSITORY
@@ -56,6 +57,8 @@ def test_two_ranks_write_a_file_that_the_planner_reads(tmp_path: Path) -> None:
         assert title in said
     for operation in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "p2p"):
         assert f"{operation} inside" in said
+    assert ("all-reduce memory" in said) == (cluster.node.shared_memory_bandwidth is not None)
+    assert shared_memory._system() is None or cluster.node.shared_memory_bandwidth > 1e8
     assert "not measured: network, efficiency.network" in said
 
 
@@ -66,7 +69,21 @@ def _channels(context: RankContext, hosts: list[str]) -> list[tuple[str, list[tu
     return [
         (channels.place, [group.ranks for group in channels.groups], channels.edges[0].ranks if channels.edges else ())
         for channels in found
+        if channels.place != "memory"
     ]
+
+
+def _shared(context: RankContext) -> list[tuple[bool, int]]:
+    """Of the groups inside a node and of those through its memory: whether they have memory, and their size."""
+    world = context.topology(dp=4).world
+    machine = describe_machine(world, torch.device("cpu"), node="one")
+    inside, memory = make_channels(machine, context.rank, torch.device("cpu"), made=context.made)
+    return [(group.memory is not None, group.size) for group in (*inside.groups, *memory.groups)]
+
+
+@pytest.mark.skipif(shared_memory._system() is None, reason="shared memory needs Linux on x86-64")
+def test_tensor_parallel_ranks_are_measured_through_the_memory_that_they_train_with() -> None:
+    assert run_ranks(4, _shared) == 4 * [[(False, 2), (False, 4), (True, 2), (True, 4)]]
 
 
 def test_groups_inside_nodes_and_across() -> None:

@@ -48,7 +48,7 @@ def _spans(context: RankContext) -> list[tuple[float, float]]:
     """When this rank computed, on the one clock of all processes."""
     device, spans = torch.device("cpu"), []
     machine = describe_machine(context.topology(dp=2).world, device, node="one")
-    (channels,) = make_channels(machine, context.rank, device, made=context.made)
+    channels, *_ = make_channels(machine, context.rank, device, made=context.made)
 
     def compute() -> None:
         start = time.monotonic()
@@ -72,7 +72,7 @@ def _turns(context: RankContext) -> tuple[TurnTime, TurnTime]:
     world = context.topology(dp=2).world
     device = torch.device("cpu")
     machine = describe_machine(world, device, node="one")
-    (channels,) = make_channels(machine, context.rank, device, made=context.made)
+    channels, *_ = make_channels(machine, context.rank, device, made=context.made)
     timer = Timer(device, world, crowded=True)
     return measure_turns(timer, channels, seconds=0.1), measure_turns(timer, channels, seconds=0.1)
 

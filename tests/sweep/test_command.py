@@ -54,7 +54,7 @@ def test_strict_and_nothing_to_run(tmp_path: Path, capsys: Captured) -> None:
         (["--report-only", "--timeout", "3"], "--timeout has no effect with --report-only"),
         (["--limit", "0"], "--limit: takes a whole number of at least 1, such as 4, got 0"),
         (["--timeout", "soon"], "--timeout: takes a number such as 0.5, got 'soon'"),
-        (["--launcher", "ssh"], "--launcher: there is no ssh (one of local, sbatch)"),
+        (["--launcher", "ssh"], "--launcher: there is no ssh (one of local, sbatch, ray, kubernetes)"),
         (["--out", "x"], "unknown flag --out: did you mean --output or --timeout?"),
         (["--output", "out", "--calibrate", "a.yaml"], "--calibrate has no effect without cluster"),
         (["--output", "sweep.yaml"], "cannot write sweep.yaml: "),

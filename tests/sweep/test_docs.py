@@ -11,7 +11,7 @@ from megalite.cli.sweep import main
 from megalite.config import files
 from megalite.config.validate import require_startable, validate
 from megalite.sweep import results
-from megalite.sweep.spec import KEYS, SbatchSpec, read_spec
+from megalite.sweep.spec import KEYS, KubernetesSpec, RaySpec, SbatchSpec, read_spec
 from tests.e2e.commands import commands_in
 from tests.e2e.programs import REPOSITORY
 from tests.sweep.sweeps import read_runs, write_sweep
@@ -32,15 +32,19 @@ def test_every_key_and_status_is_explained() -> None:
     statuses = {results.OK, results.OOM, results.TIMEOUT, results.REFUSED, results.FAILED}
     written = {results.RESULTS, results.TABLE, results.IDENTITY, "report.html", f"{results.RUNS}/NAME/"}
     assert names_of("What comes of it") == statuses | written
-    for field in fields(SbatchSpec):
-        assert f"`{field.name}`" in PAGE
+    for field in (*fields(SbatchSpec), *fields(KubernetesSpec), *fields(RaySpec)):
+        assert f"`{field.name}`" in PAGE or f"  {field.name}: " in PAGE
 
 
-def test_the_sbatch_block_is_read(tmp_path: Path) -> None:
-    (block,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    spec = read_spec(write_sweep(tmp_path, **yaml.safe_load(block)))
-    assert spec.sbatch.options["partition"] == "gpu"
-    assert set(yaml.safe_load(block)["sbatch"]) == {field.name for field in fields(SbatchSpec)}
+def test_the_blocks_of_clusters_are_read(tmp_path: Path) -> None:
+    blocks = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    kinds = {"sbatch": SbatchSpec, "kubernetes": KubernetesSpec, "ray": RaySpec}
+    for block, (name, kind) in zip(blocks, kinds.items(), strict=True):
+        spec = getattr(read_spec(write_sweep(tmp_path, **yaml.safe_load(block))), name)
+        assert isinstance(spec, kind)
+        given = yaml.safe_load(block)[name]
+        assert set(given) == {field.name for field in fields(kind)}
+        assert spec.gpus_per_node == 8
 
 
 @pytest.mark.parametrize(("text", "source"), [(PAGE, "docs/sweep.md"), (README, "examples/sweep/README.md")])

@@ -11,7 +11,20 @@ import pytest
 
 from megalite.config.errors import ConfigError
 from megalite.sweep.candidates import Run
-from megalite.sweep.results import FAILED, OK, OOM, REFUSED, TIMEOUT, Result, Store, measure, outcome, steps_made, table
+from megalite.sweep.results import (
+    FAILED,
+    OK,
+    OOM,
+    REFUSED,
+    TIMEOUT,
+    Result,
+    Store,
+    measure,
+    outcome,
+    refused,
+    steps_made,
+    table,
+)
 from megalite.training.sinks import JsonLines
 from tests.sweep.sweeps import MODEL, measured, read_runs, write_sweep
 
@@ -35,6 +48,22 @@ def test_results_outlive_the_process_and_a_line_cut_off(tmp_path: Path) -> None:
     assert [result.step_seconds for result in third.results.values()] == [0.5, 0.3]
     third.close()
     assert len(path.read_text().splitlines()) == 3, "nothing that was written is touched"
+
+
+def test_records_hold_the_settings_as_they_were(tmp_path: Path) -> None:
+    """Lists, numbers, words and what is not set, of all that some run changes."""
+    entries = [{"pp": 2, "pipeline_layers": [1, 3]}, {"hidden_dropout": 0.25, "add_bias_linear": False}, {"tp": 3}]
+    spec, runs = read_runs(write_sweep(tmp_path, grid=None, list=entries))
+    store = Store.open(tmp_path / "out", spec, "local")
+    for run in runs:
+        store.append(measured(run, 0.5) if run.refused is None else refused(run))
+    store.close()
+    again = Store.open(tmp_path / "out", spec, "local")
+    again.close()
+    first, second, third = (again.results[run.key].settings for run in runs)
+    assert first == {"tp": 1, "pp": 2, "pipeline_layers": [1, 3], "hidden_dropout": 0.0, "add_bias_linear": True}
+    assert second == {"tp": 1, "pp": 1, "pipeline_layers": None, "hidden_dropout": 0.25, "add_bias_linear": False}
+    assert third["tp"] == 3 and again.results[runs[2].key].status == REFUSED
 
 
 def test_each_line_is_on_the_disk_when_append_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Jobs of Slurm, with an sbatch, a squeue, an scancel and an srun that are a few lines of shell."""
 
+import re
 import shlex
 import stat
 import subprocess
@@ -99,7 +100,10 @@ def test_submits_follows_and_measures(slurm: Slurm, runs: tuple[Run, ...], tmp_p
     assert results[runs[0].key].step_seconds == 0.02
     words = (queue / "srun").read_text()
     assert "torch.distributed.run --nnodes 1 --nproc-per-node 2 --rdzv-backend c10d --rdzv-id 4" in words
-    assert "--rdzv-endpoint node7:29400 -m megalite.cli.main train --config" in words
+    assert words.startswith("--kill-on-bad-exit=1 ")
+    port = re.search(r"--rdzv-endpoint node7:(\d+) -m megalite.cli.main train --config", words)
+    assert port is not None
+    assert 1024 <= int(port[1]) < 65536
     assert {path.read_text() for path in tmp_path.glob("out/runs/*/job-id")} == {"41", "42"}
 
 
@@ -150,6 +154,9 @@ def test_script(runs: tuple[Run, ...], tmp_path: Path) -> None:
     assert "ulimit -c 0" in lines
     assert "export X='1 2'" in lines
     assert f"--config '{tmp_path}/a b/config.yaml'" in text
+    ports = (line.removeprefix("port=$(").removesuffix(")") for line in lines if line.startswith("port="))
+    first, second = (int(subprocess.check_output(shlex.split(line))) for line in 2 * [*ports])
+    assert first != second, "the system gives free ones"
     assert subprocess.run(["bash", "-n"], input=text.encode(), check=False).returncode == 0
 
 

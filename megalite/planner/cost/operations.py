@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megalite.planner.cost.rates import Number, Parts, Workload, collective_seconds, gemm_seconds
+from megalite.planner.cost.rates import Number, Parts, Workload, collective_seconds, gemm_seconds, tensor_seconds
 from megalite.planner.hardware import Cluster, SoftwareStack
 
 
@@ -47,18 +47,27 @@ class Pricing:
         """Raises ConfigError if the accelerator does not have the precision."""
         return cls(work, cluster, stack, cluster.peak(work.precision) * cluster.accelerator.clock)
 
-    def gemm(self, m: Number, n: Number, k: Number, batch: Number = 1.0) -> Parts:
-        peak = self.peak * self.stack.product_rate
+    def gemm(self, m: Number, n: Number, k: Number, batch: Number = 1.0, *, times: float = 1.0) -> Parts:
+        """`times`: as fast as other products, but no faster than the accelerator: its peak, or twice that in 8 bits."""
+        most = (2.0 if times > 1.0 else 1.0) / self.cluster.efficiency.gemm
+        peak = self.peak * min(self.stack.product_rate * times, most)
         seconds = gemm_seconds(m, n, k, batch=batch, element=self.work.element, peak=peak, cluster=self.cluster)
         return Parts(gemm=seconds, operations=1.0)
 
-    def linear(self, m: Number, n: Number, k: Number, batch: Number = 1.0) -> Piece:
-        """A product with weights [n, k] of m rows, and its two gradients; the weight's is added up in fp32."""
-        return Piece(
-            self.gemm(m, n, k, batch),
-            self.gemm(m, k, n, batch),
-            self.gemm(n, k, m, batch) + self.moved(8.0 * n * k * batch, 0.0),
+    def linear(self, m: Number, n: Number, k: Number, batch: Number = 1.0, *, wide: bool = False) -> Piece:
+        """A product with weights [n, k] of m rows, and its two gradients; the weight's is added up in fp32. Not `wide`: in 8
+        bits where the stack has them; then input, weights and output's gradient are read for their largest number, read
+        again and written."""
+        times = 1.0 if wide else self.stack.float8_rate or 1.0
+        found = Piece(
+            self.gemm(m, n, k, batch, times=times),
+            self.gemm(m, k, n, batch, times=times),
+            self.gemm(n, k, m, batch, times=times) + self.moved(8.0 * n * k * batch, 0.0),
         )
+        if wide or not self.stack.float8_rate:
+            return found
+        cast = (2.0 * self.work.element + 1.0) * batch
+        return found + Piece(self.moved(cast * (m * k + n * k), 2.0), self.moved(cast * m * n), Parts())
 
     def moved(self, volume: Number, operations: Number = 1.0) -> Parts:
         rate = self.cluster.accelerator.memory_bandwidth * self.cluster.efficiency.memory
@@ -70,7 +79,7 @@ class Pricing:
         return Piece(self.moved(forward * size, operations), self.moved(backward * size, operations), Parts())
 
     def tensor(self, operation: str, volume: Number) -> Parts:
-        seconds = collective_seconds(operation, volume, self.work.tp, 1.0, self.cluster)
+        seconds = tensor_seconds(operation, volume, self.work, self.cluster)
         return Parts(tensor=seconds, collectives=np.where(self.work.tp > 1, self.work.tp / 2.0, 0.0))
 
     def enter(self, width: Number = None) -> Parts:
@@ -102,8 +111,18 @@ class Pricing:
 
 
 def norm(price: Pricing, width: Number) -> Piece:
-    """Over rows of all tokens that together are `width` wide."""
-    return price.passes(2.0, 3.0, price.work.tokens * width)
+    """Over rows of all tokens that together are `width` wide. Step by step: to fp32, squares, their mean, a product with
+    it, back, the weight; and each one's gradient."""
+    elements, exact = price.work.tokens * width, price.work.exact
+    if price.stack.fused_norm:
+        return price.passes(2.0, 3.0, elements)
+    return price.passes(4.0 + 7.0 * exact, 8.0 + 16.0 * exact, elements, 6.0)
+
+
+def rotation(price: Pricing, elements: Number, operations: Number = 1.0) -> Piece:
+    """Rotary positions of queries or keys. Step by step: to fp32, the rotation, back."""
+    passes = 2.0 if price.stack.fused_norm else 2.0 + 4.0 * price.work.exact
+    return price.passes(passes, passes, elements, operations) * price.work.rope
 
 
 def residual(price: Pricing) -> Piece:
@@ -190,11 +209,10 @@ def _with_context(price: Pricing, core: Piece) -> Piece:
 
     narrower = work.value_size / work.head_size
     there_and_back = exchanged(queries + keys_and_values * (1.0 + narrower) / 2.0) + exchanged(queries * narrower)
-    exact = max(4.0, work.element) / work.element
     rings = 1.0 - work.gathers_keys
     forward = rings * np.maximum(sent(keys_and_values) - core.forward.gemm, 0.0) + gathered(keys_and_values)
-    backward = np.maximum(sent(keys_and_values) + sent(exact * keys_and_values) - core.input_gradient.gemm, 0.0)
-    backward = rings * backward + gathered(keys_and_values) + gathered(exact * keys_and_values)
+    backward = np.maximum(sent(keys_and_values) + sent(work.exact * keys_and_values) - core.input_gradient.gemm, 0.0)
+    backward = rings * backward + gathered(keys_and_values) + gathered(work.exact * keys_and_values)
     return core + Piece(Parts(context=forward + there_and_back), Parts(context=backward + there_and_back), Parts())
 
 
@@ -213,7 +231,7 @@ def attention_projections(price: Pricing) -> Piece:
         Piece(share, share, Parts())
         + price.linear(work.tokens, queries + kv, work.hidden)
         + price.linear(work.tokens, work.hidden, queries)
-        + price.passes(2.0, 2.0, turned) * work.rope
+        + rotation(price, turned)
         + price.passes(2.0, 3.0, turned, 2.0) * work.qk_norm
         + Piece(sums, sums, Parts())
     )
@@ -240,7 +258,7 @@ def latent_up(price: Pricing) -> Piece:
     heads, queries = work.heads / work.tp, np.where(work.q_rank > 0, work.q_rank, work.hidden)
     up = heads * (work.head_size - work.shared_key + work.value_size)
     found = price.linear(work.tokens, heads * work.head_size, queries) + price.linear(work.tokens, up, work.kv_rank)
-    turned = price.passes(2.0, 2.0, work.tokens * (heads + 1.0) * work.shared_key, 2.0) * work.rope
+    turned = rotation(price, work.tokens * (heads + 1.0) * work.shared_key, 2.0)
     # Queries are put together and scaled, keys put together, values padded.
     return found + turned + price.passes(2.0, 2.0, work.tokens * heads * 4.0 * work.head_size, 4.0)
 
@@ -262,7 +280,7 @@ def experts(price: Pricing) -> tuple[Piece, Piece, Piece]:
     each, width = rows * work.expert_tp / local, work.expert_ffn / work.expert_tp
     products = price.linear(each, work.gates * width, work.hidden, local)
     products = products + price.linear(each, work.hidden, width, local)
-    products = products + price.linear(work.tokens / work.tp, np.maximum(work.experts, 1.0), work.hidden)
+    products = products + price.linear(work.tokens / work.tp, np.maximum(work.experts, 1.0), work.hidden, wide=True)
     # Rows are put in order by expert and back, and weighed.
     products = products + price.passes(4.0, 4.0, rows * work.hidden, 6.0)
     size = rows * work.hidden * work.element
@@ -307,8 +325,7 @@ def head(price: Pricing) -> Piece:
     maximum and for the sum, reads and writes it for the difference, its exponential and the quotient; and in the
     backward once more for the product with the loss's gradient, on the way back to the logits."""
     work = price.work
-    width = work.vocabulary / work.tp
-    exact = max(4.0, work.element) / work.element
+    width, exact = work.vocabulary / work.tp, work.exact
     elements = work.tokens * width
     if price.stack.fused_loss:
         loss = price.passes(1.0 + 4.0 * exact, 2.0 * exact, elements, 6.0)
@@ -317,7 +334,7 @@ def head(price: Pricing) -> Piece:
     sums = price.tensor("all-gather", work.tp * 3.0 * work.tokens * 4.0)
     return (
         norm(price, work.hidden / work.split)
-        + price.linear(work.tokens, width, work.hidden)
+        + price.linear(work.tokens, width, work.hidden, wide=True)
         + loss
         + Piece(price.enter() + sums, price.enter() + price.leave(), Parts())
     )

@@ -7,7 +7,7 @@ size, f MLP width, V vocabulary, E experts, t tensor-parallel size.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -66,6 +66,7 @@ class Workload:
     pp: Number
     order_dp_first: Number  # dp varies faster over ranks than pp (1), or slower (0)
     sequence_parallel: Number
+    shared_memory: Number  # tensor-parallel ranks of a host may exchange through its memory
     scatters_messages: Number  # as the setting says
     message_share: Number  # bytes of a message between stages over those of its tensor
     heads_limit: (
@@ -85,6 +86,11 @@ class Workload:
     def tokens(self) -> Number:
         """Of a microbatch on one rank: b·s/cp."""
         return self.batch * self.sequence / self.cp
+
+    @property
+    def exact(self) -> float:
+        """Bytes of an fp32 (fp64) number over those of an activation."""
+        return max(4.0, self.element) / self.element
 
     @property
     def split(self) -> Number:
@@ -140,6 +146,7 @@ def workload_of(config: RunConfig) -> Workload:
         "pp": p.pp,
         "order_dp_first": p.rank_order == "tp-cp-ep-dp-pp",
         "sequence_parallel": p.sequence_parallel,
+        "shared_memory": p.shared_memory_collectives,
         "scatters_messages": p.scatter_gather_tensors_in_pipeline,
         "message_share": _message_share(config),
         "heads_limit": math.inf if p.cp_comm_type == "a2a" else p.cp_heads,
@@ -222,7 +229,7 @@ def gemm_seconds(
 def with_copies(seconds: Number, volume: Number, config: RunConfig, cluster: Cluster) -> Number:
     """Of an update for which so many bytes come from host memory and go back: both ways run beside it, but on a CPU."""
     device, passes = cluster.accelerator, OPTIMIZERS.facts(config.optimizer.optimizer).host_passes
-    each = passes * volume / device.host_bandwidth
+    each = passes * volume / cluster.host_share
     return np.maximum(seconds, each) if device.asynchronous else seconds + 2.0 * each
 
 
@@ -244,6 +251,8 @@ def link_rate(members: Number, cluster: Cluster) -> Number:
 def collective_seconds(operation: str, volume: Number, size: Number, stride: Number, cluster: Cluster) -> Number:
     """One collective of `volume` bytes (as planner.communication counts them); 0 in a group of one. `stride`: global
     ranks between neighbours of the group: 1 for tp, tp·cp for dp in the usual order."""
+    if isinstance(size, int | float) and size <= 1:  # most groups of a config
+        return 0.0
     inside = members_in_node(size, stride, cluster)
     across = inside < size
     twice = 2.0 if operation == "all-reduce" else 1.0
@@ -265,6 +274,26 @@ def collective_seconds(operation: str, volume: Number, size: Number, stride: Num
     return np.where(size > 1, moved + latency, 0.0)
 
 
+# Bytes that a rank of n writes and reads for each of a collective's volume, through memory that all of them see: its own
+# part or tensor, then what it adds or copies.
+SHARED_PASSES: Mapping[str, Callable[[Number], Number]] = {
+    "all-reduce": lambda n: 1.0 + n,
+    "all-gather": lambda n: 1.0 / n + 1.0,
+    "reduce-scatter": lambda n: 2.0,
+}
+
+
+def tensor_seconds(operation: str, volume: Number, work: Workload, cluster: Cluster) -> Number:
+    """A collective over tensor-parallel ranks, which are neighbours: through the memory of their host where the cluster has
+    measured that, else over its links."""
+    size, node = work.tp, cluster.node
+    seconds = collective_seconds(operation, volume, size, 1.0, cluster)
+    if node.shared_memory_bandwidth is None or operation not in SHARED_PASSES:
+        return seconds
+    shared = node.shared_memory_latency + SHARED_PASSES[operation](size) * volume / node.shared_memory_bandwidth
+    return np.where((size > 1) & (size <= node.accelerators) & (work.shared_memory > 0), shared, seconds)
+
+
 def message_seconds(volume: Number, crosses: Number, cluster: Cluster) -> tuple[Number, Number]:
     """(latency, seconds that the link is busy) of a message of `volume` bytes per rank between pipeline stages, that leaves
     the node where `crosses`."""
@@ -278,7 +307,7 @@ def activation_message_seconds(work: Workload, crosses: Number, cluster: Cluster
     all-gather is latency."""
     parts = parts_of_message(work.scatters_messages, work.sequence_parallel, work.hidden, work.tp)
     latency, busy = message_seconds(work.activation_bytes * work.message_share / work.split / parts, crosses, cluster)
-    return latency + collective_seconds("all-gather", work.activation_bytes, parts, 1.0, cluster), busy
+    return latency + np.where(parts > 1, tensor_seconds("all-gather", work.activation_bytes, work, cluster), 0.0), busy
 
 
 def pipeline_stride(work: Workload) -> Number:

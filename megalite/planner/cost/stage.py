@@ -97,7 +97,7 @@ def layer_parts(price: operations.Pricing, *, moe: bool = False) -> tuple[operat
         total = total + products + nonlinearity + price.block_communication(products.weight_gradient)
         # No backward reads what the last product gives; but a mask of dropout comes behind it.
         early = float(price.stack.recompute_stops_early)
-        last = price.gemm(work.tokens, work.hidden, work.ffn / work.tp)
+        last = price.gemm(work.tokens, work.hidden, work.ffn / work.tp, times=price.stack.float8_rate or 1.0)
         again = (products.forward + nonlinearity.forward + price.enter() + last * -early) * work.recompute_mlp
         again = again + nonlinearity.forward * (work.recompute_activation * (1.0 - work.recompute_mlp))
         last = last + operations.residual(price).forward + price.leave()
@@ -139,7 +139,7 @@ def stage_cost(
     end = _seconds(price, end, Parts())
     cost = _seconds(price, total, again) + end
     constant, device = price.stack.microbatch_seconds, price.cluster.accelerator
-    forward, inner, copies = cost.forward + constant, cost.input_gradient + constant, copied / device.host_bandwidth
+    forward, inner, copies = cost.forward + constant, cost.input_gradient + constant, copied / price.cluster.host_share
     if device.asynchronous:
         late = np.maximum(copies - forward, 0.0), np.maximum(copies - inner - cost.weight_gradient, 0.0)
     else:

@@ -314,7 +314,8 @@ def _values(space: Space, name: str) -> list[Any]:
 
 
 SPARE = 2  # layouts that are refined beyond those asked for: the closed form may have the order of neighbours wrong
-RECUT = 2  # of the best, how many are cut again by predicted seconds
+RECUT = 2  # of the best, how many are cut again by predicted seconds, and varied
+MOST_BUILT = 1024  # microbatches times stages for which a schedule is built: larger ones take seconds, and gain little
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,11 +359,10 @@ def _found(request: Request, cluster: Cluster, stack: SoftwareStack, top: int, o
     for layout, seconds in found.fastest(objective):
         if len(candidates) == top + SPARE:
             break
-        kind = (layout.tp, layout.ep, layout.pipeline.pp, layout.pipeline.schedule)
-        if kind not in candidates:  # others of its kind are its variants
+        if _kind(layout) not in candidates:  # others of its kind are its variants
             candidate = _predicted(request, layout, layout.settings(), seconds, cluster, stack)
             if candidate is not None:
-                candidates[kind] = candidate
+                candidates[_kind(layout)] = candidate
     if not candidates:
         raise nothing_fits(found)
 
@@ -370,13 +370,21 @@ def _found(request: Request, cluster: Cluster, stack: SoftwareStack, top: int, o
         seconds = candidate.prediction.step_seconds
         return (candidate.fullest[1].total_bytes if objective == "memory" else seconds, seconds)
 
-    ranked = sorted(candidates.values(), key=order)[:top]
+    ranked = sorted(candidates.values(), key=order)
     if objective != "memory":
-        ranked[:RECUT] = [_recut(request, each, cluster, stack) for each in ranked[:RECUT]]
-        ranked.sort(key=order)
+        for refined in (_recut, _varied):
+            ranked[:RECUT] = [refined(request, each, cluster, stack) for each in ranked[:RECUT]]
+    best: dict[tuple[Any, ...], Candidate] = {}
+    for each in sorted(ranked, key=order):
+        best.setdefault(_kind(each.layout), each)
+    ranked = list(best.values())[:top]
     return Plan(
         request=request, cluster=cluster, stack=stack, survey=found, candidates=tuple(ranked), objective=objective
     )
+
+
+def _kind(layout: Layout) -> tuple[Any, ...]:
+    return layout.tp, layout.ep, layout.pipeline.pp, layout.pipeline.schedule
 
 
 def find_cheapest(
@@ -420,6 +428,25 @@ def _predicted(
     host = max(rank.host_bytes for rank in prediction.memory)
     fits = candidate.fullest[1].total_bytes <= request.memory_limit and host <= request.host_limit
     return candidate if fits else None
+
+
+def _varied(request: Request, candidate: Candidate, cluster: Cluster, stack: SoftwareStack) -> Candidate:
+    """The candidate with a schedule built for its costs (`auto`), or with full recompute ahead of the gradients that it
+    would wait for, if that fits and is faster."""
+    layout, pipeline = candidate.layout, candidate.layout.pipeline
+    found = [candidate]
+    if pipeline.pp == 1 or pipeline.offloaded:
+        return candidate
+    ways: list[tuple[Layout, dict[str, Any]]] = []
+    if layout.recompute == "full":
+        ways.append((layout._replace(recompute="full, ahead of gradients"), {"recompute_ahead": True}))
+    if pipeline.pp * pipeline.vpp * pipeline.microbatches <= MOST_BUILT and "pipeline_schedule" not in request.fixed:
+        built = pipeline._replace(schedule="auto")
+        ways.append((layout._replace(pipeline=built), {"pipeline_schedule": "auto"}))
+    for other, changes in ways:
+        varied = _predicted(request, other, {**candidate.settings, **changes}, candidate.estimate, cluster, stack)
+        found += [] if varied is None else [varied]
+    return min(found, key=lambda each: each.prediction.step_seconds)
 
 
 def _recut(request: Request, candidate: Candidate, cluster: Cluster, stack: SoftwareStack) -> Candidate:

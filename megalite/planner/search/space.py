@@ -116,9 +116,9 @@ def _value(name: str, word: str, text: str) -> Any:
 USUAL_MEMORY = 0.9  # of the device's: allocator, kernels and communication need some that is not in the formulas
 _NOT_SEARCHED = {
     "pipeline_schedule_file": "is for one schedule",
-    "pipeline_costs": "belongs to schedule auto, which is built, not searched",
+    "pipeline_costs": "belongs to schedule auto, which is built by predicted costs",
     "pipeline_memory_limit": "is what --max-memory says of all memory",
-    "recompute_ahead": "is not searched",
+    "recompute_ahead": "is tried with the best layouts",
     "recompute_method": "is not searched: full recompute is of each layer",
     "recompute_num_layers": "is not searched: full recompute is of each layer",
 }

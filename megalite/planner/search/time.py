@@ -140,7 +140,7 @@ class Clock:
         p, m = pipelines[0].pp, pipelines[0].microbatches
         chunks = np.array([[float(pipeline.vpp)] for pipeline in pipelines])
         layers = model.num_layers / (p * chunks)
-        copies = np.minimum(gone, layers) * prices.activation / device.host_bandwidth
+        copies = np.minimum(gone, layers) * prices.activation / self.cluster.host_share
         hidden = float(device.asynchronous)
         waits = (np.maximum(copies - hidden * layers * cover, 0.0) for cover in (mean[0], mean[1] + mean[2]))
         found: Floats = (m * chunks + p - 1) * sum(waits)

@@ -14,7 +14,7 @@ from megalite.planner import clock
 from megalite.planner.cost.rates import crosses_node, links_of
 from megalite.planner.cost.stage import simulator_costs, stage_costs
 from megalite.planner.cost.step import predict
-from tests.planner.cost.machines import BASE, STACK, cluster_with, config_of, free_communication, without_host
+from tests.planner.cost.machines import BASE, ENDLESS, STACK, cluster_with, config_of, free_communication, without_host
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
@@ -69,6 +69,26 @@ def test_better_figures_are_never_slower(name: str, figure: str) -> None:
     (value,) = (getattr(part, figure) for part in parts if hasattr(part, figure))
     better = predict(config, cluster_with(**{figure: value * 1.2}), STACK, with_memory=False)
     assert better.step_seconds <= predict(config, BASE, STACK, with_memory=False).step_seconds * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_higher_peak_is_never_slower(name: str) -> None:
+    config, peaks = _config(name), BASE.accelerator.peak_flops
+    better = cluster_with(peak_flops={precision: 1.2 * peak for precision, peak in peaks.items()})
+    found, base = (predict(config, each, STACK, with_memory=False).step_seconds for each in (better, BASE))
+    assert found <= base * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(("product_rate", "float8_rate"), [(1.0, 0.0), (9.0, 0.0), (1.0, 1.5), (9.0, 9.0)])
+def test_no_mfu_is_above_what_products_reach(name: str, product_rate: float, float8_rate: float) -> None:
+    """Whatever a stack's constants say, with everything else for nothing: not above the rate of products, nor the peak, which
+    8 bits have twice."""
+    config, cluster = _config(name), free_communication(cluster_with(memory_bandwidth=ENDLESS, kernel_seconds=0.0))
+    stack = replace(without_host(), attention_efficiency=1.0, product_rate=product_rate, float8_rate=float8_rate)
+    found = predict(config, cluster, stack, with_memory=False)
+    most = min(cluster.efficiency.gemm * product_rate * max(float8_rate, 1.0), 2.0 if float8_rate else 1.0)
+    assert 0.3 * most < found.mfu_causal <= most
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v", "zero-3"])

@@ -28,8 +28,20 @@ from megalite.planner.hardware import (
 
 
 def test_the_promised_files_are_there() -> None:
-    assert {"dgx-a100", "dgx-h100", "dgx-h200", "dgx-b200", "v100", "cpu-box"} <= set(cluster_names())
-    assert {"fused", "unfused"} <= set(stack_names())
+    clusters = {
+        "dgx-a100",
+        "dgx-a100-40gb",
+        "dgx-h100",
+        "dgx-h200",
+        "dgx-b200",
+        "dgx-gb200",
+        "mi300x",
+        "v100",
+        "cpu-box",
+    }
+    assert clusters <= set(cluster_names())
+    generations = {"unfused", "unfused-2022", "flash-2023", "flash-2023-h100", "flash-2025", "float8-2025"}
+    assert {"fused", *generations} <= set(stack_names())
 
 
 @pytest.mark.parametrize("name", cluster_names())
@@ -55,6 +67,7 @@ def test_the_vendors_figures_of_an_a100() -> None:
     assert cluster.peak("fp16") == 312e12
     assert cluster.accelerator.memory_bandwidth == 2.039e12
     assert cluster.nic_share == 25e9
+    assert cluster.host_share == 12.5e9  # two share a switch
 
 
 def test_unknown_names_get_the_nearest_ones() -> None:
@@ -185,14 +198,15 @@ def llama(ranks: int) -> RunConfig:
 
 @pytest.mark.parametrize(("ranks", "tokens"), [(8, 5762.0), (128, 5605.0)])
 def test_torchtitan_on_h100_held_to_500_watts(ranks: int, tokens: float) -> None:
-    """Tokens per second and GPU without torch.compile, HBM of 2.4 TB/s, a limit of 500 W (torchtitan, benchmarks of
-    December 2024). Nothing is fitted on them."""
-    cluster, stack = load_cluster("dgx-h100"), replace(load_stack("flash-2023-h100"), half_gradients=False)
+    """Tokens per second and GPU without torch.compile, so that RMSNorm is Python, HBM of 2.4 TB/s, a limit of 500 W
+    (torchtitan, benchmarks of December 2024). Nothing is fitted on them."""
+    older = replace(load_stack("flash-2023-h100"), half_gradients=False)
+    cluster, stack = load_cluster("dgx-h100"), replace(older, fused_norm=False)
     device = replace(cluster.accelerator, memory_bandwidth=2.4e12, power_limit=500.0)
     held = replace(cluster, accelerator=device)
     full, found = (
         predict(llama(ranks), each, stack, with_memory=False).step_seconds * tokens / (2 * 8192)
         for each in (cluster, held)
     )
-    assert full < 0.83
-    assert 0.87 < found < 1.0
+    assert found == pytest.approx(1.0, abs=0.06)
+    assert full < found - 0.08

@@ -179,6 +179,9 @@ def test_constraints_are_those_of_the_command_line() -> None:
         ("NVIDIA H100 80GB HBM3", "dgx-h100"),
         ("NVIDIA A100-SXM4-80GB", "dgx-a100"),
         ("Tesla V100-SXM2-32GB", "v100"),
+        ("NVIDIA B200", "dgx-b200"),
+        ("NVIDIA GB200", "dgx-gb200"),
+        ("AMD Instinct MI300X", "mi300x"),
         ("NVIDIA GeForce RTX 4090", None),
     ],
 )

@@ -76,7 +76,37 @@ def test_a_cut_by_predicted_seconds_is_never_slower() -> None:
         assert best.prediction.step_seconds < default
 
 
+@pytest.mark.parametrize(
+    ("flags", "setting"),
+    [
+        ("--fix pp=4 --fix tp=1 --fix mbs=1 --fix recompute=full --fix schedule=1f1b", "recompute_ahead"),
+        ("--fix pp=4 --fix tp=1 --fix mbs=1 --fix recompute=none --fix vpp=1", "pipeline_schedule"),
+    ],
+)
+def test_recompute_ahead_and_built_schedules_are_tried(
+    flags: str, setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = planned(f"{GPT} {flags}")
+    (varied,) = (each for each in plan.candidates if each.settings.get(setting) in (True, "auto"))
+    seconds = predict(varied.config, plan.cluster, plan.stack).step_seconds
+    assert seconds == pytest.approx(varied.prediction.step_seconds)
+    monkeypatch.setattr(search, "_varied", lambda request, candidate, cluster, stack: candidate)
+    plain = planned(f"{GPT} {flags}").candidates
+    assert plan.candidates[0].prediction.step_seconds <= plain[0].prediction.step_seconds
+    assert sum(each.prediction.step_seconds > seconds for each in plain) > 0
+
+
 ONE = "--preset gpt3-6.7b --cluster dgx-a100 --gpus 1 --global-batch-size 8"
+
+
+def test_more_memory_is_never_slower() -> None:
+    request, cluster, stack = asked(GPT)
+    seconds = []
+    for limit in (6e9, 12e9, 24e9, 48e9):
+        found = survey(replace(request, memory_limit=limit), cluster, stack)
+        seconds.append(next(found.fastest(), (None, np.inf))[1])
+    assert seconds == sorted(seconds, reverse=True)
+    assert np.inf > seconds[-2] > 0 and seconds[0] > seconds[-1]
 
 
 def test_what_does_not_fit_gets_host_memory() -> None:

@@ -1,0 +1,271 @@
+"""Runs of a sweep as Indexed Jobs of Kubernetes, and as tasks of Ray: torchrun on every node."""
+
+import contextlib
+import json
+import math
+import os
+import socket
+import sys
+import time
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megalite.config.errors import ConfigError
+from megalite.sweep import guard
+from megalite.sweep.candidates import Run
+from megalite.sweep.execute import CONFIG, LocalRun, NodesLauncher, ask, asked, nodes_of, training_command
+from megalite.sweep.results import LOG
+from megalite.sweep.spec import KubernetesSpec, RaySpec
+
+MANIFEST = "job.yaml"
+_PORT = 29400  # a pod has all of them for itself
+_LATE_SECONDS = 60  # after the sweep would have ended a job, its pods end by themselves
+_FAILED = 1  # exit status where the cluster says no more
+
+
+def _torchrun(nodes: int, a_node: int, rank: str, address: str, port: str) -> list[str]:
+    ranks = ["--nnodes", str(nodes), "--node-rank", rank, "--nproc-per-node", str(a_node)]
+    return ["-m", "torch.distributed.run", *ranks, "--master-addr", address, "--master-port", port]
+
+
+def job_manifest(
+    run: Run,
+    folder: Path,
+    *,
+    spec: KubernetesSpec,
+    timeout: float,
+    environment: Mapping[str, str],
+    program: Path | None,
+) -> str:
+    """A run as an Indexed Job, a pod a node, and the headless Service that gives pod 0 a name. No shell reads a word of it
+    that is not written here, and Kubernetes replaces no variable but the pod's index."""
+    (nodes, a_node), name = nodes_of(run, spec), job_name(run, folder)
+    torchrun = _torchrun(nodes, a_node, "INDEX", f"{name}-0.{name}", str(_PORT))
+    words = ["timeout", str(math.ceil(timeout) + _LATE_SECONDS), "python", *torchrun]
+    words = [_literal(word) for word in (*words, *training_command(folder / CONFIG, program))]
+    words[words.index("INDEX")] = "$(JOB_COMPLETION_INDEX)"
+    limits = {each: amount * a_node for each, amount in spec.resources.items()}
+    container = {
+        "name": "train",
+        "image": spec.image,
+        "workingDir": _literal(str(spec.mount)),
+        "command": ["bash", "-c", 'exec "$@" >> "$0" 2>&1', _literal(str(folder / LOG))],
+        "args": words,
+        "env": [{"name": each, "value": _literal(value)} for each, value in environment.items()],
+        "resources": {"limits": {each: f"{amount:.15g}" for each, amount in limits.items()}},
+        "volumeMounts": [
+            {"name": "runs", "mountPath": str(spec.mount)},
+            {"name": "shared-memory", "mountPath": "/dev/shm"},  # NCCL's rings inside a node: the default is too little
+        ],
+    }
+    volumes = [
+        {"name": "runs", "persistentVolumeClaim": {"claimName": spec.claim}},
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+    ]
+    pod = {"restartPolicy": "Never", "subdomain": name, "containers": [container], "volumes": volumes}
+    job = {
+        "completions": nodes,
+        "parallelism": nodes,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "template": {"metadata": {"labels": {"app": name}}, "spec": pod},
+    }
+    # They look for each other before any is ready.
+    service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"app": name}}
+    return yaml.safe_dump_all(
+        [
+            {"apiVersion": "v1", "kind": "Service", "metadata": {"name": name}, "spec": service},
+            {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, "spec": job},
+        ],
+        sort_keys=False,
+    )
+
+
+def job_name(run: Run, folder: Path) -> str:
+    """Another one for the same configuration in another sweep."""
+    return f"sweep-{run.key}-{zlib.crc32(str(folder).encode()):08x}"
+
+
+def _literal(word: str) -> str:
+    """$(NAME) would be a variable; $$ is a dollar."""
+    return word.replace("$", "$$")
+
+
+class KubernetesLauncher(NodesLauncher):
+    """By `kubectl`, in its own context and namespace."""
+
+    def __init__(self, spec: KubernetesSpec, *, environment: Mapping[str, str], program: Path | None = None) -> None:
+        super().__init__(spec, environment=environment, program=program)
+        self._spec = spec
+        for name in ("image", "claim"):
+            if getattr(spec, name) is None:
+                raise ConfigError(f"--launcher kubernetes needs kubernetes: {name}; add e.g. {name}: megalite")
+
+    def start(self, run: Run, folder: Path, *, timeout: float) -> "KubernetesJob":
+        folder = folder.resolve()
+        if not folder.is_relative_to(self._spec.mount.resolve()):
+            raise ConfigError(f"{folder} is not below kubernetes: mount {self._spec.mount}; pods would not see it")
+        text = job_manifest(
+            run, folder, spec=self._spec, timeout=timeout, environment=self._environment, program=self._program
+        )
+        (folder / MANIFEST).write_text(text)
+        ask("kubectl", "create", "-f", str(folder / MANIFEST))
+        pods = nodes_of(run, self._spec)[0]
+        return KubernetesJob(job_name(run, folder), folder, pods=pods, every=self._spec.poll_seconds)
+
+    def clear(self, folder: Path) -> None:
+        if (folder / MANIFEST).exists():
+            asked("kubectl", "delete", "--ignore-not-found", "-f", str(folder / MANIFEST))
+
+
+class KubernetesJob:
+    def __init__(self, name: str, folder: Path, *, pods: int, every: float) -> None:
+        self._name, self._folder, self._pods, self._every = name, folder, pods, every
+        self._looked = -math.inf
+        self._started: float | None = None
+
+    def poll(self) -> int | None:
+        now = time.monotonic()
+        if now - self._looked < self._every:
+            return None
+        self._looked = now
+        answer = asked("kubectl", "get", "job", self._name, "-o", "json")
+        if answer is None or (answer.returncode != 0 and "NotFound" not in answer.stderr):
+            return None  # the API server is busy: ask again
+        if answer.returncode != 0:
+            return _FAILED
+        status = json.loads(answer.stdout).get("status", {})
+        if self._started is None and status.get("ready", 0) >= self._pods:
+            self._started = now
+        ended = {each["type"] for each in status.get("conditions", ()) if each["status"] == "True"}
+        if not ended & {"Complete", "Failed"}:
+            return None
+        self.end()
+        return os.EX_OK if "Complete" in ended else _FAILED
+
+    def seconds(self) -> float:
+        return 0.0 if self._started is None else time.monotonic() - self._started
+
+    def end(self) -> None:
+        asked("kubectl", "delete", "--ignore-not-found", "-f", str(self._folder / MANIFEST))
+
+
+class RayLauncher(NodesLauncher):
+    """Tasks in a placement group, a bundle a node. All that it starts ends with this process."""
+
+    def __init__(self, spec: RaySpec, *, environment: Mapping[str, str], program: Path | None = None) -> None:
+        super().__init__(spec, environment=environment, program=program)
+        try:
+            import ray
+        except ImportError:
+            raise ConfigError(
+                "--launcher ray needs the ray package; pip install ray, or use --launcher local"
+            ) from None
+        self._spec, self._ray = spec, ray
+        if not ray.is_initialized():
+            try:
+                ray.init(address=spec.address, log_to_driver=False, logging_level="error")
+            except (ConnectionError, ValueError) as error:
+                where = f"ray: address {spec.address}" if spec.address else "Ray of RAY_ADDRESS, or of this host,"
+                raise ConfigError(f"{where} does not answer: {' '.join(str(error).split())}") from None
+
+    def start(self, run: Run, folder: Path, *, timeout: float) -> "RayRun":
+        nodes, a_node = nodes_of(run, self._spec)
+        resources = {name: amount * a_node for name, amount in self._spec.resources.items()}
+        training = training_command(folder.resolve() / CONFIG, self._program)
+        return RayRun(
+            self._ray, nodes, a_node, resources, training, folder.resolve() / LOG, environment=self._environment
+        )
+
+    def clear(self, folder: Path) -> None:
+        """Nothing: Ray ends tasks with the program that started them."""
+
+
+class RayRun:
+    def __init__(
+        self,
+        ray: Any,
+        nodes: int,
+        a_node: int,
+        resources: Mapping[str, float],
+        training: list[str],
+        log: Path,
+        *,
+        environment: Mapping[str, str],
+    ) -> None:
+        self._ray, self._log = ray, log
+        self._started: float | None = None
+        strategy = "STRICT_SPREAD" if nodes > 1 else "STRICT_PACK"
+        self._group = ray.util.placement_group([dict(resources)] * nodes, strategy=strategy)
+        self._placed = self._group.ready()
+
+        def in_bundle(function: Any, index: int, **takes: Any) -> Any:
+            where = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=index
+            )
+            options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": where, **takes}
+            return ray.remote(function).options(**options).remote
+
+        others = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
+        takes = {"num_cpus": resources.get("CPU", 0), "num_gpus": resources.get("GPU", 0), "resources": others}
+        address = in_bundle(_address, 0)()
+        self._tasks = [
+            in_bundle(_on_node, index, **takes, runtime_env={"env_vars": dict(environment)})(
+                address, nodes, a_node, index, training, log
+            )
+            for index in range(nodes)
+        ]
+
+    def poll(self) -> int | None:
+        """The status of the first node that failed, or of all."""
+        if self._started is None and self._ray.wait([self._placed], timeout=0)[0]:
+            self._started = time.monotonic()
+        done, left = self._ray.wait(self._tasks, num_returns=len(self._tasks), timeout=0)
+        failed = next((status for status in map(self._status, done) if status != os.EX_OK), None)
+        if failed is None and left:
+            return None
+        self.end()
+        return failed or os.EX_OK
+
+    def _status(self, task: Any) -> int:
+        try:
+            return int(self._ray.get(task))
+        except self._ray.exceptions.RayError as error:
+            with self._log.open("a") as file:
+                file.write(f"{error}\n")
+            return _FAILED
+
+    def seconds(self) -> float:
+        return 0.0 if self._started is None else time.monotonic() - self._started
+
+    def end(self) -> None:
+        """Tasks are interrupted, and killed if they do not end what they started."""
+        for task in self._tasks:
+            self._ray.cancel(task)
+        self._ray.wait(self._tasks, num_returns=len(self._tasks), timeout=3 * guard.END_SECONDS)
+        self._ray.util.remove_placement_group(self._group)
+
+
+def _address() -> tuple[str, int]:
+    """Where the ranks meet: this node under the name that Ray has for it, and a free port."""
+    import ray
+
+    with contextlib.closing(socket.socket()) as free:
+        free.bind(("", 0))
+        return ray.util.get_node_ip_address(), free.getsockname()[1]
+
+
+def _on_node(address: tuple[str, int], nodes: int, a_node: int, index: int, training: list[str], log: Path) -> int:
+    """torchrun on this node; its exit status."""
+    head, port = address
+    run = LocalRun([sys.executable, *_torchrun(nodes, a_node, str(index), head, str(port)), *training], log)
+    try:
+        while (status := run.poll()) is None:
+            time.sleep(0.05)
+        return status
+    finally:
+        run.end()
