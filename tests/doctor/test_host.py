@@ -172,7 +172,7 @@ def test_little_room_and_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 DEVELOPMENT = {
     *("setuptools", "hypothesis", "mypy", "pytest", "pytest-timeout"),
-    *("pytest-xdist", "mkdocs", "ruff", "types-PyYAML"),
+    *("pytest-xdist", "mkdocs", "mkdocs-material", "ruff", "types-PyYAML"),
 }
 
 
