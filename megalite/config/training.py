@@ -173,6 +173,7 @@ WRITERS: Registry[Callable[..., Any]] = Registry(
         "csv": "megalite.training.writers:csv_writer",
         "prometheus": "megalite.training.writers:prometheus_writer",
         "mlflow": "megalite.training.writers:MLflow",
+        "comet": "megalite.training.writers:Comet",
         "wandb": "megalite.training.writers:Wandb",
     },
 )
@@ -199,7 +200,7 @@ class LoggingConfig:
     """TensorBoard event files; default <run_dir>/tensorboard."""
     metrics: list[str] = option([])
     """Further writers of the numbers in metrics.jsonl: csv (<run_dir>/metrics.csv), prometheus (<run_dir>/metrics.prom),
-    mlflow, wandb (where wandb_project is set), or what an import has registered."""
+    mlflow, comet, wandb (where wandb_project is set), or what an import has registered."""
     wandb_project: str | None = option(None)
     """Project at Weights & Biases, which turns its writer on; its key comes from WANDB_API_KEY or `wandb login`, never from a flag."""
     wandb_entity: str | None = option(None)

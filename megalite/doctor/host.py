@@ -286,6 +286,7 @@ PACKAGES = (
     Package("matplotlib", "", "plot", "megalite plot"),
     Package("wandb", "0.19", "wandb", "--metrics wandb"),
     Package("mlflow", "", "mlflow", "--metrics mlflow"),
+    Package("comet_ml", "", "comet", "--metrics comet"),
     Package("triton", "3.6", "dev", "our fused kernels; wheels of torch for CUDA bring it"),
     Package("transformers", "5", "dev", "comparisons with Hugging Face's models"),
 )
