@@ -1,6 +1,5 @@
 """`megalite plan`: which layout to use, how fast it is and how much memory it takes, before a device is rented."""
 
-import json
 import re
 import shutil
 from argparse import Namespace
@@ -12,7 +11,7 @@ import yaml
 
 from megalite.cli.display import working
 from megalite.cli.dry_run import with_vocabulary
-from megalite.cli.output import show
+from megalite.cli.output import json_text, show
 from megalite.cli.tool_commands import PLAN
 from megalite.config.byte_size import parse_byte_size
 from megalite.config.describe import replace as with_settings
@@ -75,7 +74,7 @@ def run(flags: Namespace) -> int:
         written.append(flags.resolve)
     lines = [] if flags.output is None else launch_lines(plan, flags.output)
     if flags.json:
-        show(json.dumps({**data, "written": list(map(str, written)), "launch": lines}, indent=2))
+        show(json_text({**data, "written": list(map(str, written)), "launch": lines}))
         return 0
     parts = [format_plan(data)]
     if flags.explain:

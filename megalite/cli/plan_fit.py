@@ -1,6 +1,5 @@
 """`megalite plan-fit`: a machine's constants from a table of measured steps, and how well they predict."""
 
-import json
 import math
 import statistics
 from argparse import Namespace
@@ -9,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from megalite.cli.display import table, working
-from megalite.cli.output import show
+from megalite.cli.output import json_text, show
 from megalite.cli.tool_commands import PLAN_FIT
 from megalite.config.errors import ConfigError
 from megalite.config.values import nearest
@@ -58,7 +57,7 @@ def run(flags: Namespace) -> int:
             {"line": row.number, **{name: each[at] for name, each in errors.items()}} for at, row in enumerate(rows)
         ]
         data = {"constants": changed, "errors": summary, "rows": lines, "written": list(map(str, written))}
-        show(json.dumps(data, indent=2))
+        show(json_text(data))
     else:
         show("\n\n".join([*_text(rows, errors, changed, flags.leave_out), *(f"wrote {path}" for path in written)]))
     return 0

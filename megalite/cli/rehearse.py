@@ -1,6 +1,5 @@
 """`megalite rehearse`: a training step of any rank, without devices or peers, and a proof for all of them."""
 
-import json
 import os
 from argparse import Namespace
 from collections import Counter
@@ -9,7 +8,7 @@ from typing import Any
 
 from megalite.cli.display import table, working
 from megalite.cli.dry_run import with_vocabulary, world_size_of
-from megalite.cli.output import show
+from megalite.cli.output import json_text, show
 from megalite.cli.tool_commands import REHEARSE
 from megalite.config.batch import microbatch_counts
 from megalite.config.byte_size import format_bytes
@@ -44,7 +43,7 @@ def run(flags: Namespace) -> int:
         rehearsals = [rehearse(config, invocation.rank or 0)]
     if invocation.json:
         found = {"world_size": world_size, "ranks": [_facts(config, each) for each in rehearsals], "faults": faults}
-        show(json.dumps(found, indent=2))
+        show(json_text(found))
     else:
         for line in _text(config, rehearsals, faults):
             show(line)

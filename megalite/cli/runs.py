@@ -1,7 +1,6 @@
 """`megalite runs DIR`: the runs below a folder, how they stand, and their curves side by side."""
 
 import dataclasses
-import json
 import math
 import time
 from argparse import Namespace
@@ -9,7 +8,7 @@ from collections.abc import Sequence
 
 from megalite.checkpoint.files import replace_durably
 from megalite.cli.display import table
-from megalite.cli.output import show
+from megalite.cli.output import json_text, show
 from megalite.cli.plot import plot_runs, save
 from megalite.cli.run_folders import RunFolder, find_runs
 from megalite.cli.tool_commands import RUNS
@@ -33,9 +32,8 @@ def run(flags: Namespace) -> int:
             raise ConfigError(f"cannot write {flags.html}: {reason}") from None
     if flags.png is not None:
         save(plot_runs(runs, title), flags.png, "--png")
-    if flags.json:  # which has no NaN
-        plain = [json.loads(json.dumps(dataclasses.asdict(run)), parse_constant=str) for run in runs]
-        show(json.dumps(plain, indent=1))
+    if flags.json:
+        show(json_text([dataclasses.asdict(run) for run in runs]))
         return 0
     written = [f"wrote {path}" for path in (flags.html, flags.png) if path is not None]
     show("\n".join([*table([_HEADS, *map(_cells, runs)], right=_NUMBERS), *written]))
