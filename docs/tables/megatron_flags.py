@@ -46,10 +46,11 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         "moe_router_topk": SAME,
         "moe_ffn_hidden_size": SAME,
         "moe_shared_expert_intermediate_size": SAME,
-        "moe_layer_freq": "a number; theirs also takes a pattern",
+        "moe_layer_freq": "a number, or a list of every n-th layer after dense ones",
         "moe_router_pre_softmax": SAME,
         "moe_router_topk_scaling_factor": SAME,
-        "moe_aux_loss_coeff": "the loss is taken over each sequence, not over a rank's microbatch",
+        "moe_aux_loss_coeff": "the loss is taken over each sequence, with `--moe-router-load-balancing-type aux_loss` over those of a microbatch as "
+        "theirs by default",
         "moe_z_loss_coeff": SAME,
         "moe_expert_capacity_factor": "capacity is of each sequence, not of a rank's microbatch",
         "moe_token_drop_policy": SAME,
@@ -65,7 +66,7 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         "sequence_parallel": "off at tp 1, as there, and said",
         "microbatch_group_size_per_virtual_pipeline_stage": "any number from pp up, and any number of microbatches",
         "scatter_gather_tensors_in_pipeline": SAME,
-        "pipeline_layout": "the letters E, t, L, m of theirs that we have: E, t and L",
+        "pipeline_layout": "m comes right before L, and can be left out",
         "ddp_bucket_size": "theirs is max(40 million, 1 million · dp)",
         "dp_instances": "instances are runs of neighbours in the dp·cp group, as there; it works with `fully-sharded` too",
         "overlap_grad_reduce": "theirs is off unless given",
@@ -75,7 +76,7 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         # data parallel
         "check_replicas_interval": "names the ranks and a tensor that differ",
         # optimizer
-        "optimizer": "adam, sgd and muon are both's; lamb and the 1-bit ones are ours",
+        "optimizer": "adam, sgd and muon are both's; `dist_muon` is muon with `--dp-strategy distributed-optimizer`; lamb and the 1-bit ones are ours",
         "lr": "required there",
         "min_lr": SAME,
         "decoupled_lr": "with `--optimizer adam`",

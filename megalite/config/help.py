@@ -109,8 +109,9 @@ _DERIVED_MEANING = {
     "--account-for-loss-in-pipeline-split": "`pipeline_layers` with a layer less on the last stage",
     "--eval-global-batch-size": "nothing, where it is `global_batch_size`; refused else",
     "--no-position-embedding": "nothing, with `position_embedding_type` rope or none",
-    "--moe-router-load-balancing-type": "`seq_aux_loss` is what is computed; `aux_loss` is the same with `micro_batch_size` 1 "
-    "and refused else; `none` is `moe_aux_loss_coeff: 0`",
+    "--moe-layer-freq": "with a list such as `([0]*3+[1]*9)`: `moe_first_dense_layers` and `moe_layer_freq`",
+    "--moe-router-load-balancing-type": "`aux_loss` is `moe_aux_loss_sequences` of a microbatch, `seq_aux_loss` of 1; `none` is "
+    "`moe_aux_loss_coeff: 0`; others are refused",
 }
 
 _VALUE_MEANING = {

@@ -113,6 +113,8 @@ class TrainingConfig:
     """Act before the update when the loss or the gradient norm is not finite (fp16's dynamic scale skips gradients that overflow)."""
     on_non_finite: str = option("stop", choices=("stop", "skip"))
     """A loss or gradient norm that is not finite stops the run, or the step is skipped and changes nothing."""
+    moe_aux_loss_sequences: int = option(1, at_least=1)
+    """Take the load-balancing loss over so many neighbouring sequences of the batch; they divide micro_batch_size."""
     max_consecutive_skips: int = option(10, at_least=1)
     """Stop when more steps in a row would be skipped: with on_non_finite skip, and overflows at fp16's min_loss_scale."""
 

@@ -208,6 +208,7 @@ class Stepper:
             scale=scale,
             device=self._replica.topology.device,
             watches_logits=config.optimizer.qk_clip,
+            together=config.training.moe_aux_loss_sequences,
         )
 
     def _clipped_rows(self, auxiliary: AuxiliaryLosses) -> Rows:

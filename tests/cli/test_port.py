@@ -165,6 +165,7 @@ CASE = {
         "--bf16": True,
         "--window-size": "(127,0)",
         "--hierarchical-context-parallel-sizes": "[2 2]",
+        "--profile-ranks": "0 1",
     },
 }
 
@@ -175,7 +176,7 @@ def test_a_case_of_their_tests_runs_dry(capsys: Captured, tmp_path: Path) -> Non
     case.write_text(yaml.safe_dump(CASE))
     (launch,) = read_launches(case, {})
     sizes = launch.words.index("--hierarchical-context-parallel-sizes")
-    assert launch.words[sizes + 1 : sizes + 3] == ["2", "2"] and "(127,0)" in launch.words
+    assert launch.words[sizes + 1 : sizes + 6] == ["2", "2", "--profile-ranks", "0", "1"] and "(127,0)" in launch.words
     assert "--no-rope-fusion" not in launch.words and "--deterministic-mode" in launch.words
     assert main(["train", *launch.words, "--dry-run"]) == 0
     said = capsys.readouterr()
@@ -226,6 +227,18 @@ def test_experts_without_their_biases_are_said() -> None:
     for more, said in (((), True), (("--disable-bias-linear",), False), (("--moe-add-bias-linear",), False)):
         differs = dict(remarks(port(Launch([*words, *more]))))["differs"]
         assert any(line.startswith("experts have no biases") for line in differs) is said
+
+
+@pytest.mark.parametrize(
+    ("flags", "sequences"), [("", 4), ("aux_loss", 4), ("seq_aux_loss", 1), ("none", 1), ("aux_loss --tp 2", 4)]
+)
+def test_load_balancing_is_over_their_microbatch(flags: str, sequences: int) -> None:
+    words = (
+        f"--num-experts 8 --moe-aux-loss-coeff {0.0 if flags == 'none' else 0.1} --micro-batch-size 4 --vocab-size 64"
+    )
+    more = f"--moe-router-load-balancing-type {flags}".split() if flags else []
+    found = port(Launch([*words.split(), "--mock-data", *more]))
+    assert found.problems == [] and found.config.training.moe_aux_loss_sequences == sequences
 
 
 @pytest.mark.parametrize(
