@@ -223,8 +223,8 @@ class Comet:
         settings: dict[str, Any] = dict.fromkeys(_COMET_SENDS, False)
         if folder is not None:
             settings |= {"name": redact_text(folder.name), "offline_directory": str(folder / "comet")}
-        settings = comet_ml.ExperimentConfig(auto_output_logging=False, **settings)
-        self._experiment = comet_ml.start(experiment_key=known, experiment_config=settings)
+        asked = comet_ml.ExperimentConfig(**settings)
+        self._experiment = comet_ml.start(experiment_key=known, experiment_config=asked)
         if known is None:
             self._experiment.log_parameters(_parameters(config))
         _keep_id("comet", folder, self._experiment.get_key())
@@ -238,7 +238,7 @@ class Comet:
 
 _COMET_SENDS = (
     *("log_code", "log_graph", "log_git_metadata", "log_git_patch", "log_env_details", "log_env_host", "parse_args"),
-    *("auto_param_logging", "auto_metric_logging", "auto_log_co2"),
+    *("auto_param_logging", "auto_metric_logging", "auto_output_logging", "auto_log_co2"),
 )
 """What Comet collects by itself, unless told not to."""
 

@@ -68,8 +68,6 @@ IDLE = frozenset(
             "etp",
             "rotary_base",
             "rotary_percent",
-            "rope_mscale",
-            "rope_mscale_all_dim",
         ),
         *("load_optimizer", "require_same_schedule", "attention_backend"),
         *("recompute_method", "recompute_num_layers", "recompute_modules", "mtp_loss_scaling_factor"),
