@@ -165,7 +165,6 @@ CASE = {
         "--bf16": True,
         "--window-size": "(127,0)",
         "--hierarchical-context-parallel-sizes": "[2 2]",
-        "--profile-ranks": "0 1",
     },
 }
 
@@ -176,7 +175,7 @@ def test_a_case_of_their_tests_runs_dry(capsys: Captured, tmp_path: Path) -> Non
     case.write_text(yaml.safe_dump(CASE))
     (launch,) = read_launches(case, {})
     sizes = launch.words.index("--hierarchical-context-parallel-sizes")
-    assert launch.words[sizes + 1 : sizes + 6] == ["2", "2", "--profile-ranks", "0", "1"] and "(127,0)" in launch.words
+    assert launch.words[sizes + 1 : sizes + 3] == ["2", "2"] and "(127,0)" in launch.words
     assert "--no-rope-fusion" not in launch.words and "--deterministic-mode" in launch.words
     assert main(["train", *launch.words, "--dry-run"]) == 0
     said = capsys.readouterr()
@@ -186,6 +185,13 @@ def test_a_case_of_their_tests_runs_dry(capsys: Captured, tmp_path: Path) -> Non
     assert main(["train", "--config", str(ported), "--dry-run"]) == 0
     config = parse_arguments(["--config", str(ported)]).config
     assert (config.parallel.vpp, config.model.sliding_window, config.optimizer.decoupled_lr) == (3, 128, 0.0002)
+
+
+def test_lists_in_their_files(tmp_path: Path) -> None:
+    case = tmp_path / "model_config.yaml"
+    case.write_text('MODEL_ARGS: {--a: "[2 2]", --b: 2 2, --c: "a b", --d: [3, 4]}')
+    (launch,) = read_launches(case, {})
+    assert launch.words == ["--a", "2", "2", "--b", "2", "2", "--c", "a b", "--d", "3", "4"]
 
 
 def test_all_that_cannot_be_had_is_named_at_once(capsys: Captured, tmp_path: Path) -> None:
