@@ -240,7 +240,7 @@ _COMET_SENDS = (
     *("log_code", "log_graph", "log_git_metadata", "log_git_patch", "log_env_details", "log_env_host", "parse_args"),
     *("auto_param_logging", "auto_metric_logging", "auto_output_logging", "auto_log_co2"),
 )
-"""What Comet collects by itself, unless told not to."""
+"""What Comet collects by itself, unless it is switched off."""
 
 
 class Wandb:
