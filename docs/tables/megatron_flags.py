@@ -25,22 +25,22 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         "hidden_dropout": "theirs is 0.1",
         "attention_dropout": "theirs is 0.1",
         "init_method_std": "initial weights are drawn by name, the same on any layout, so they differ from theirs",
-        "moe_layer_freq": "a number; theirs also takes a pattern",
-        "moe_aux_loss_coeff": "over each sequence, not over a rank's microbatch",
+        "moe_layer_freq": "a number, or a list of every n-th layer after dense ones",
+        "moe_aux_loss_coeff": "over each sequence; with `--moe-router-load-balancing-type aux_loss` over a microbatch, as theirs",
         "moe_expert_capacity_factor": "over each sequence, not over a rank's microbatch",
         # parallel
         "vpp": "layers need not divide evenly",
         "cp_comm_type": "one for all layers",
         "sequence_parallel": "off at tp 1, as there",
         "microbatch_group_size_per_virtual_pipeline_stage": "any number from pp up, and any number of microbatches",
-        "pipeline_layout": "letters E, t and L",
+        "pipeline_layout": "m comes right before L, and can be left out",
         "ddp_bucket_size": "theirs is max(40 million, 1 million · dp)",
         "dp_instances": "works with `fully-sharded` too",
         "overlap_grad_reduce": "theirs is off unless given",
         "overlap_param_gather": "theirs is off unless given",
         "distributed_backend": "auto is nccl on CUDA and gloo on a CPU; theirs is nccl",
         # optimizer
-        "optimizer": "adam, sgd and muon are both's",
+        "optimizer": "adam, sgd and muon are both's; `dist_muon` is muon with `--dp-strategy distributed-optimizer`",
         "lr": "required there",
         "decoupled_lr": "with `--optimizer adam`",
         "lr_decay_style": "theirs is linear",
@@ -123,8 +123,9 @@ DERIVED_MEANING = {
     "--account-for-loss-in-pipeline-split": "`pipeline_layers` with a layer less on the last stage",
     "--eval-global-batch-size": "nothing, where it is `global_batch_size`; refused else",
     "--no-position-embedding": "nothing, with `position_embedding_type` rope or none",
-    "--moe-router-load-balancing-type": "`seq_aux_loss`, and `aux_loss` with `micro_batch_size` 1, are what is computed; "
-    "`none` is `moe_aux_loss_coeff: 0`",
+    "--moe-layer-freq": "with a list such as `([0]*3+[1]*9)`: `moe_first_dense_layers` and `moe_layer_freq`",
+    "--moe-router-load-balancing-type": "`aux_loss` is `moe_aux_loss_sequences` of a microbatch, `seq_aux_loss` of 1; `none` is "
+    "`moe_aux_loss_coeff: 0`",
 }
 
 VALUE_MEANING = {

@@ -1,12 +1,11 @@
 """`megalite config`: a resolved config, with where each value comes from, or the presets."""
 
-import json
 from argparse import Namespace
 from typing import Any
 
 from megalite.cli.display import table
 from megalite.cli.dry_run import world_size_of
-from megalite.cli.output import show
+from megalite.cli.output import json_text, show
 from megalite.cli.tool_commands import CONFIG
 from megalite.config.describe import sectioned, settings, values_of
 from megalite.config.errors import ConfigError
@@ -31,9 +30,9 @@ def run(flags: Namespace) -> int:
     if flags.explain:
         rows = _explain(config, invocation)
         lines = table([(name, str(row["value"]), row["source"]) for name, row in rows.items()])
-        show(json.dumps(rows, indent=2) if invocation.json else "\n".join(lines))
+        show(json_text(rows) if invocation.json else "\n".join(lines))
     else:
-        show(json.dumps(sectioned(config), indent=2) if invocation.json else dump(config).removesuffix("\n"))
+        show(json_text(sectioned(config)) if invocation.json else dump(config).removesuffix("\n"))
     return 0
 
 

@@ -1,6 +1,5 @@
 """`megalite data`: look into token files, verify, merge and split them."""
 
-import json
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ import yaml
 from megalite.cli.display import ByteProgress, decimal_bytes
 from megalite.cli.failures import BAD_INPUT, explained, first_signal_raises
 from megalite.cli.model_commands import DATA
-from megalite.cli.output import show, tell, visible
+from megalite.cli.output import json_text, show, tell, visible
 from megalite.cli.preprocess import tokenizer_config
 from megalite.config.data import SPLITS
 from megalite.config.errors import ConfigError
@@ -104,7 +103,7 @@ def _each(flags: Namespace, look: Callable[[str], tuple[int, dict[str, Any], str
             if text and not flags.json:
                 show(visible(text))
     if flags.json:
-        show(json.dumps(results, indent=2))
+        show(json_text(results))
     return worst
 
 

@@ -1,7 +1,6 @@
 """`megalite data index`: make the large indices of a run before it starts, on one process and without devices."""
 
 import dataclasses
-import json
 import time
 from argparse import Namespace
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from typing import Any
 from megalite.cli.display import decimal_bytes
 from megalite.cli.dry_run import world_size_of
 from megalite.cli.model_commands import DATA_INDEX
-from megalite.cli.output import show, tell
+from megalite.cli.output import json_text, show, tell
 from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
 from megalite.config.flags import Invocation
@@ -36,7 +35,7 @@ def run(flags: Namespace) -> int:
         if not invocation.json:
             show(_text(report))
     if invocation.json:
-        show(json.dumps(reports, indent=2))
+        show(json_text(reports))
     elif not reports:
         data = invocation.config.data
         packed = f"{'sft' if data.sft else 'packing best-fit'} keeps no index: which documents go together is found in memory"

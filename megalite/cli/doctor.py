@@ -1,6 +1,5 @@
 """`megalite doctor`: what is here, whether it works, and what to fix."""
 
-import json
 import os
 import platform
 from argparse import Namespace
@@ -10,7 +9,7 @@ from dataclasses import asdict
 import torch
 
 from megalite.cli.kernels import chosen_kernels
-from megalite.cli.output import show, tell, visible
+from megalite.cli.output import json_text, show, tell, visible
 from megalite.cli.tool_commands import DOCTOR, DOCTOR_SECONDS
 from megalite.config.errors import ConfigError
 from megalite.doctor import devices, host, network, ranks
@@ -108,7 +107,7 @@ def _report(findings: Iterable[Finding], *, as_json: bool, say: Callable[[str], 
         found.append(finding)
     level = worst(found)
     if as_json:
-        say(json.dumps({"verdict": level, "findings": [asdict(finding) for finding in found]}, indent=2))
+        say(json_text({"verdict": level, "findings": [asdict(finding) for finding in found]}))
     else:
         say(visible(_summary(found)))
     return SICK if level == "error" else HEALTHY

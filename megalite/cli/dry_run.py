@@ -4,12 +4,11 @@ dry_run_text.py prints it; docs/dry-run.md explains each key. Sizes are in bytes
 model.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 from megalite.cli.dry_run_text import format_rank, format_report
-from megalite.cli.output import tell
+from megalite.cli.output import json_text, tell
 from megalite.config.batch import (
     batch_sizes,
     microbatch_counts,
@@ -78,7 +77,7 @@ def dry_run(invocation: Invocation) -> str:
             found, as_text = report(config, world_size, explicit), format_report
         else:
             found, as_text = rank_report(_checked(config, world_size, explicit), invocation.rank), format_rank
-        return json.dumps(found, indent=2) if invocation.json else as_text(found)
+        return json_text(found) if invocation.json else as_text(found)
 
 
 def report(config: RunConfig, world_size: int, explicit: frozenset[str] = frozenset()) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """`megalite evaluate`: loss and perplexity of a model on token files or text, on any tp x pp x dp."""
 
-import json
 import sys
 from argparse import Namespace
 
@@ -10,7 +9,7 @@ import torch
 from megalite.cli.display import table
 from megalite.cli.generate import open_model, run_on_ranks
 from megalite.cli.model_commands import EVALUATE
-from megalite.cli.output import show
+from megalite.cli.output import json_text, show
 from megalite.config.errors import ConfigError
 from megalite.conversion.inference import InferenceModel
 from megalite.generation.generate import Chain
@@ -88,7 +87,7 @@ def _as_json(model: InferenceModel, windows: Windows, found: Perplexity) -> str:
         "seq_length": windows.length,
         "stride": windows.stride,
     }
-    return json.dumps(report, indent=2)
+    return json_text(report)
 
 
 def _as_text(model: InferenceModel, windows: Windows, found: Perplexity) -> str:

@@ -22,7 +22,7 @@ from megalite.cli.inspect_text import (
     in_order,
 )
 from megalite.cli.model_commands import INSPECT
-from megalite.cli.output import show, tell, visible
+from megalite.cli.output import json_text, show, tell, visible
 from megalite.config.byte_size import format_bytes
 from megalite.config.errors import CheckpointError, ConfigError
 
@@ -58,7 +58,7 @@ def _inspect(flags: Namespace) -> int:
 
             rows = tensor_statistics(shown, flags.tensors)
         if flags.json:
-            show(json.dumps(_data(surveyed, shown, rows), indent=2))
+            show(json_text(_data(surveyed, shown, rows)))
         else:
             parts = [format_table(surveyed)] if len(surveyed) > 1 else []
             parts.append(f"{format_checkpoint(shown)}\n{format_state(shown)}")
@@ -78,7 +78,7 @@ def _config(flags: Namespace) -> int:
         raise CheckpointError(f"{flags.checkpoint}: {surveyed[0].path.name} is {surveyed[0].state}")
     config, left_out = _for_another_run(in_order(found.manifest.config))
     if flags.json:
-        show(json.dumps(config, indent=2))
+        show(json_text(config))
         return OK
     values = ", ".join(f"{name} {json.dumps(value, ensure_ascii=False)}" for name, value in left_out.items())
     names = ", ".join(name for own in OWN.values() for name in own)
@@ -124,7 +124,7 @@ def _diff(flags: Namespace) -> int:
         difference = CheckpointDiff(*sides, pattern=flags.tensors, trust_hashes=not flags.no_verify)
     for passed in passed_over:
         tell(visible(f"{passed.path} is passed over: {passed.state}"))
-    show(json.dumps(difference.data(), indent=2) if flags.json else visible(difference.text()))
+    show(json_text(difference.data()) if flags.json else visible(difference.text()))
     return OK if difference.same else DIFFERENT
 
 

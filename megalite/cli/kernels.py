@@ -1,6 +1,5 @@
 """`megalite kernels`: which kernels there are, which can run here, and which would."""
 
-import json
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -9,7 +8,7 @@ from types import MappingProxyType
 import torch
 
 from megalite.cli.display import table
-from megalite.cli.output import show
+from megalite.cli.output import json_text, show
 from megalite.cli.tool_commands import KERNELS
 from megalite.config.compute import ALL_OPERATIONS, OPERATIONS, kernel_requests, unknown_kernels
 from megalite.config.errors import ConfigError
@@ -62,7 +61,7 @@ def run(flags: Namespace) -> int:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     if flags.json:
         lists = {"kernels": [asdict(row) for row in rows], "chosen": [asdict(choice) for choice in chosen]}
-        show(json.dumps({"device": name, "torch": torch.__version__, **lists}, indent=2))
+        show(json_text({"device": name, "torch": torch.__version__, **lists}))
     else:
         show(f"device {name}, torch {torch.__version__}\n\n{_table(rows)}\n\n{_choices(chosen)}")
     return 0

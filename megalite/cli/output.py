@@ -2,10 +2,11 @@
 
 import contextlib
 import io
+import json
 import os
 import select
 import sys
-from typing import TextIO
+from typing import Any, TextIO
 
 
 def show(text: str) -> None:
@@ -14,6 +15,11 @@ def show(text: str) -> None:
         print(text, flush=True)
     except BrokenPipeError:
         drop_stdout()
+
+
+def json_text(value: Any) -> str:
+    """An answer as JSON, which has no NaN and no infinity: they are words in it, "NaN" and "Infinity"."""
+    return json.dumps(json.loads(json.dumps(value), parse_constant=str), indent=2)
 
 
 def tell(text: str, end: str = "\n") -> None:

@@ -1,12 +1,11 @@
 """`megalite parity`: does this layout of this model give the numbers of one rank?"""
 
-import json
 import sys
 import time
 from argparse import Namespace
 
 from megalite.cli.display import working
-from megalite.cli.output import show
+from megalite.cli.output import json_text, show
 from megalite.cli.tool_commands import PARITY
 from megalite.config.errors import ConfigError
 from megalite.parity.fuzz import fuzz
@@ -36,7 +35,7 @@ def run(flags: Namespace) -> int:
         RankPool(shrunk.world_size) as pool,
     ):
         report = run_parity(shrunk, steps=flags.steps, tolerance=flags.tolerance, pool=pool)
-    show(json.dumps(as_data(report), indent=2) if invocation.json else format_report(report))
+    show(json_text(as_data(report)) if invocation.json else format_report(report))
     return SAME if report.same else DIFFERENT
 
 

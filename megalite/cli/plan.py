@@ -2,7 +2,6 @@
 
 What a plan says of speed and memory is a prediction; plan-fit makes it that of one's own machine."""
 
-import json
 import math
 import re
 import shutil
@@ -17,7 +16,7 @@ import yaml
 
 from megalite.cli.display import table, working
 from megalite.cli.dry_run import with_vocabulary
-from megalite.cli.output import show
+from megalite.cli.output import json_text, show
 from megalite.cli.tool_commands import PLAN, PLAN_FIT
 from megalite.config.byte_size import parse_byte_size
 from megalite.config.describe import replace as with_settings
@@ -83,7 +82,7 @@ def run(flags: Namespace) -> int:
         written.append(flags.resolve)
     lines = [] if flags.output is None else launch_lines(plan, flags.output)
     if flags.json:
-        show(json.dumps({**data, "written": list(map(str, written)), "launch": lines}, indent=2))
+        show(json_text({**data, "written": list(map(str, written)), "launch": lines}))
         return 0
     parts = [format_plan(data)]
     if flags.explain:
@@ -203,7 +202,7 @@ def run_fit(flags: Namespace) -> int:
             {"line": row.number, **{name: each[at] for name, each in errors.items()}} for at, row in enumerate(rows)
         ]
         data = {"constants": changed, "errors": summary, "rows": lines, "written": list(map(str, written))}
-        show(json.dumps(data, indent=2))
+        show(json_text(data))
     else:
         show("\n\n".join([*_fit_text(rows, errors, changed, flags.leave_out), *(f"wrote {path}" for path in written)]))
     return 0

@@ -1,6 +1,5 @@
 """`megalite port`: a launch script or YAML of Megatron-LM as a command line and a config of megalite."""
 
-import json
 import re
 import shlex
 from argparse import Namespace
@@ -11,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from megalite.cli.output import show
+from megalite.cli.output import json_text, show
 from megalite.cli.shell import Shell, is_unknown
 from megalite.cli.tool_commands import PORT
 from megalite.config.describe import replace, settings, values_of
@@ -87,7 +86,7 @@ def run(flags: Namespace) -> int:
             raise ConfigError(f"{flags.script} starts {len(ported)} runs; --output is for one")
         write_text(flags.output, as_yaml(ported[0]))
     if flags.json:
-        show(json.dumps([_as_json(each) for each in ported], indent=2))
+        show(json_text([_as_json(each) for each in ported]))
     else:
         show("\n\n".join(as_text(each, flags.output) for each in ported))
     problems = [problem for each in ported for problem in each.problems]
@@ -204,7 +203,8 @@ def _words(flag: str, value: Any, shell: Shell) -> Iterator[str]:
         text = str(each).strip()
         # In their files a list may be text, of words in brackets.
         inner = re.fullmatch(r"\[([^\]]+)\]", text) if not re.search(r"[*+]", text) else None
-        for word in inner[1].replace(",", " ").split() if inner else [text]:
+        is_several = re.fullmatch(r"\d+( \d+)+", text)  # bash splits them
+        for word in inner[1].replace(",", " ").split() if inner else text.split() if is_several else [text]:
             yield "".join(shell.expand('"' + word.replace('"', '\\"') + '"'))
 
 
@@ -223,6 +223,8 @@ def port(launch: Launch, *, world_size: int | None = None) -> Ported:
         for name, value in THEIR_DEFAULTS.items()
         if name not in named and name not in problems.wrong and _matters(name, config, named)
     }
+    if config.model.num_experts and config.model.moe_aux_loss_coeff and not _says_balancing(invocation):
+        defaults["moe_aux_loss_sequences"] = config.training.micro_batch_size  # of aux_loss
     least = least_ranks(config)
     ranks = world_size or launch.ranks or least
     if not problems.found:
@@ -239,6 +241,11 @@ def port(launch: Launch, *, world_size: int | None = None) -> Ported:
         if any(word in text and "refused" not in text for text in problems.found)
     ]
     return Ported(launch, invocation, [*problems.found, *dict.fromkeys(hints)], defaults)
+
+
+def _says_balancing(invocation: Invocation) -> bool:
+    said = [note.what for note in invocation.notes]
+    return "--moe-router-load-balancing-type" in said or invocation.provenance["moe_aux_loss_sequences"] != "default"
 
 
 def _matters(name: str, config: RunConfig, named: set[str]) -> bool:

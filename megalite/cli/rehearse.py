@@ -1,6 +1,5 @@
 """`megalite rehearse`: a training step of any rank, without devices or peers, and a proof for all of them."""
 
-import json
 import os
 from argparse import Namespace
 from collections import Counter
@@ -9,7 +8,7 @@ from typing import Any
 
 from megalite.cli.display import table, working
 from megalite.cli.dry_run import with_vocabulary, world_size_of
-from megalite.cli.output import show
+from megalite.cli.output import json_text, show
 from megalite.cli.tool_commands import REHEARSE
 from megalite.config.byte_size import format_bytes
 from megalite.config.run import RunConfig
@@ -45,7 +44,7 @@ def run(flags: Namespace) -> int:
     facts = [_facts(config, each, memory) for each in rehearsals]
     if invocation.json:
         found = {"world_size": world_size, "ranks": facts, "faults": faults}
-        show(json.dumps(found, indent=2))
+        show(json_text(found))
     else:
         for line in _text(layout_of(config).world_size, facts, faults):
             show(line)

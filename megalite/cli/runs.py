@@ -3,7 +3,6 @@
 Read from sessions.json, metrics.jsonl and config.yaml, none of which need be whole."""
 
 import dataclasses
-import json
 import math
 import os
 import platform
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from megalite.cli.display import table
-from megalite.cli.output import show
+from megalite.cli.output import json_text, show
 from megalite.cli.tool_commands import PLOT, RUNS
 from megalite.config.errors import ConfigError
 from megalite.config.reading import read_text, write_text
@@ -46,9 +45,8 @@ def run(flags: Namespace) -> int:
         write_text(flags.html, _page(runs, title))
     if flags.png is not None:
         draw(runs, title, flags.png)
-    if flags.json:  # which has no NaN
-        plain = [json.loads(json.dumps(dataclasses.asdict(run)), parse_constant=str) for run in runs]
-        show(json.dumps(plain, indent=1))
+    if flags.json:
+        show(json_text([dataclasses.asdict(run) for run in runs]))
         return 0
     written = [f"wrote {path}" for path in (flags.html, flags.png) if path is not None]
     show("\n".join([*table([_HEADS, *map(_cells, runs)], right=_NUMBERS), *written]))

@@ -261,8 +261,8 @@ class DataConfig:
 
     @property
     def texts(self) -> list[str]:
-        """What the data paths name that is text by its form, each once."""
-        words = (word for name in PATH_SETTINGS for word in getattr(self, name))
+        """What the data paths name that is text by its form, each once; none where a registered dataset reads them."""
+        words = (word for name in PATH_SETTINGS if self.dataset is None for word in getattr(self, name))
         return list(
             dict.fromkeys(word for word in words if names_text(word.partition("?")[0] if is_address(word) else word))
         )

@@ -14,7 +14,7 @@ from typing import Any
 from megalite.config.describe import Setting, settings
 from megalite.config.errors import ConfigError, Problems, closest, nearest
 from megalite.config.files import imports_of, read_level, read_preset
-from megalite.config.megatron import DERIVED, FROM_VALUE, REFUSED_VALUES, STANDS_FOR, VALUES, WORDS, layer_list
+from megalite.config.megatron import DERIVED, FROM_VALUE, REFUSED_VALUES, SEVERAL, STANDS_FOR, VALUES, WORDS, layer_list
 from megalite.config.megatron_flags import DIFFERS, NO_EFFECT_HERE, Note, known_flags, summary
 from megalite.config.merge import Level, merge
 from megalite.config.model import LAYER_LISTS, TRAINING_FIELDS, ModelConfig, free_settings
@@ -252,9 +252,11 @@ def _add_run_option(options: dict[str, list[str]], occurrence: _Occurrence) -> N
 
 def _add_setting(level: Level, occurrence: _Occurrence, others: Iterable[str]) -> None:
     flag, words = occurrence.flag, occurrence.words
-    if flag in _setting_flags():
+    if flag in _setting_flags() and not (flag in DERIVED and "[" in "".join(words)):
         setting = _setting_flags()[flag]
-        level.add(setting.name, _value_of(setting, occurrence), f"flag {flag}")
+        several = SEVERAL.get(setting.name, {}).get(" ".join(words))
+        for name, value in (several or {setting.name: _value_of(setting, occurrence)}).items():
+            level.add(name, value, f"flag {flag}")
     elif flag in STANDS_FOR:
         if (
             len(words) > 1

@@ -5,7 +5,7 @@ and flags that mean something only beside other settings. `megatron_flags.py` ha
 
 import ast
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -70,13 +70,13 @@ VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
 )
 """Setting -> Megatron's word for one of its values on the command line -> ours."""
 
+SEVERAL: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+    {"optimizer": {"dist_muon": {"optimizer": "muon", "dp_strategy": "distributed-optimizer"}}}
+)
+"""Setting -> Megatron's word for one of its values and another setting's -> both."""
+
 REFUSED_VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {
-        "position_embedding_type": {"yarn": "use --position-embedding-type rope --rope-scaling yarn"},
-        "optimizer": {
-            "dist_muon": "use --optimizer muon --dp-strategy distributed-optimizer, which deals out states and matrices"
-        },
-    }
+    {"position_embedding_type": {"yarn": "use --position-embedding-type rope --rope-scaling yarn"}}
 )
 """Setting -> Megatron's word for a value that there is not here -> what to use."""
 
@@ -99,7 +99,8 @@ DERIVED: Mapping[str, tuple[type | None, tuple[str, ...]]] = MappingProxyType(
         "--account-for-embedding-in-pipeline-split": (None, ("pipeline_layers",)),
         "--account-for-loss-in-pipeline-split": (None, ("pipeline_layers",)),
         "--eval-global-batch-size": (int, ()),
-        "--moe-router-load-balancing-type": (str, ("moe_aux_loss_coeff",)),
+        "--moe-layer-freq": (str, ("moe_first_dense_layers", "moe_layer_freq")),
+        "--moe-router-load-balancing-type": (str, ("moe_aux_loss_coeff", "moe_aux_loss_sequences")),
     }
 )
 """Flag that needs other settings before it means anything (see merge.py) -> the type of its value, if it takes one, and the
@@ -171,6 +172,16 @@ def layer_list(text: str, where: str) -> list[int]:
             f"{where} takes a number, or 0 or 1 for each layer such as 1,1,0 or ([1]*2+[0])*4, got {text[:60]}"
         )
     return layers
+
+
+def expert_layers(pattern: Sequence[Any]) -> tuple[int, int] | None:
+    """(moe_first_dense_layers, moe_layer_freq) of a list with 1 for each layer that has experts; None: it is none of those."""
+    if 1 not in pattern:
+        return None
+    first = list(pattern).index(1)
+    every = next((n for n in range(1, len(pattern) - first) if pattern[first + n] == 1), len(pattern))
+    found = [int(index >= first and (index - first) % every == 0) for index in range(len(pattern))]
+    return (first, every) if found == list(pattern) else None
 
 
 _SCALING = ("rope_scaling", "rope_scaling_factor")

@@ -7,7 +7,7 @@ from typing import Any
 from megalite.config.data import DATA_FILES
 from megalite.config.describe import replace, settings
 from megalite.config.errors import ConfigError, Problems, Reported, gathered, shortened
-from megalite.config.megatron import DERIVED, FROM_VALUE, SAID, SHORTHANDS, settings_of_word
+from megalite.config.megatron import DERIVED, FROM_VALUE, SAID, SHORTHANDS, expert_layers, layer_list, settings_of_word
 from megalite.config.megatron_flags import ALREADY_SO, DIFFERS, Note
 from megalite.config.parallel import PIPELINE_SCHEDULES, parse_pipeline_layout
 from megalite.config.run import RunConfig, save_folder
@@ -176,20 +176,31 @@ def _no_position_embedding(level: Level, given: Given, levels: Sequence[Level]) 
 
 
 def _load_balancing(level: Level, given: Given, levels: Sequence[Level]) -> None:
-    """Megatron-LM's aux_loss is over a microbatch, ours over each sequence: one and the same where a microbatch is one."""
-    kind, flag = str(given.value), "--moe-router-load-balancing-type"
+    """Megatron-LM's aux_loss is over the sequences of a microbatch."""
+    kind, has_one = str(given.value), bool(_value(levels, "moe_aux_loss_coeff"))
     if kind == "none":
         level.add("moe_aux_loss_coeff", 0.0, given.source)
-        return
-    if kind not in ("aux_loss", "seq_aux_loss"):
-        raise ConfigError(f"{given.source} {kind} is refused: the loss is over each sequence; use seq_aux_loss or none")
-    size = _value(levels, "micro_batch_size")
-    if kind == "aux_loss" and _value(levels, "moe_aux_loss_coeff") and size != 1:
+    elif kind not in ("aux_loss", "seq_aux_loss") and (has_one or kind != "global_aux_loss"):
         raise ConfigError(
-            f"{given.source} {kind} is over the {size} sequences of a microbatch, the loss here over each sequence; use "
-            "seq_aux_loss, or --micro-batch-size 1, where both are the same"
+            f"{given.source} {kind} is refused: there is no such loss; use aux_loss, seq_aux_loss or none"
         )
-    level.notes.append(Note(flag, ALREADY_SO, "the load-balancing loss is over each sequence"))
+    elif kind == "aux_loss" and has_one:
+        level.add("moe_aux_loss_sequences", _value(levels, "micro_batch_size"), given.source)
+    else:
+        flag = "--moe-router-load-balancing-type"
+        level.notes.append(Note(flag, ALREADY_SO, "the load-balancing loss is over each sequence"))
+
+
+def _expert_layers(level: Level, given: Given, levels: Sequence[Level]) -> None:
+    """Megatron-LM's list of layers; of its forms those with every n-th layer after dense ones."""
+    layers, pattern = _value(levels, "num_layers"), layer_list(str(given.value), given.source)
+    if len(pattern) != layers or (found := expert_layers(pattern)) is None:
+        raise ConfigError(
+            f"{given.source} {given.value} must have 0 or 1 for each of num_layers {layers}, 1 for every n-th of them after dense "
+            f"ones, such as ([0]*1+[1]*{layers - 1})"
+        )
+    for name, value in zip(DERIVED["--moe-layer-freq"][1], found, strict=True):
+        level.add(name, value, given.source)
 
 
 def _sharded_states(level: Level, given: Given, _: Sequence[Level]) -> None:
@@ -215,6 +226,7 @@ def _eval_batch(level: Level, given: Given, levels: Sequence[Level]) -> None:
 
 _RESOLVED: Mapping[str, Callable[[Level, Given, Sequence[Level]], None]] = {
     "--no-position-embedding": _no_position_embedding,
+    "--moe-layer-freq": _expert_layers,
     "--moe-router-load-balancing-type": _load_balancing,
     "--use-distributed-optimizer": _sharded_states,
     "--eval-global-batch-size": _eval_batch,

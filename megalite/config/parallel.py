@@ -86,7 +86,7 @@ class ParallelConfig:
     pipeline_layers: list[int] | None = option(None, at_least=0, below=10_000)
     """Layers on each virtual stage, in order, e.g. 3,1; default: cut so that the slowest stage is fastest."""
     pipeline_layout: str | None = option(None, flags=("--pipeline-model-parallel-layout",))
-    """The same in words: E embedding, t layer, L head, | next stage, *n repeats, e.g. "Et*3|t*4|t*4|t*2L"."""
+    """The same in words: E embedding, t layer, m layer for a further token, L head, | next stage, *n repeats, e.g. "Et*3|t*4|t*4|t*2L"."""
     pipeline_costs: str | None = option(None)
     """auto: JSON file with the times of each stage, as for megalite schedule --costs; default: their FLOPs."""
     pipeline_memory_limit: str | None = option(None)
@@ -272,38 +272,46 @@ class DataParallelConfig:
         return self.wire_dtype != "fp32"
 
 
-_TOKEN = re.compile(r"\s*(?:(?P<item>[EtL|])|(?P<open>\()|(?P<close>\))|\*\s*(?P<times>\d{1,6})|(?P<comma>,))\s*")
+_TOKEN = re.compile(r"\s*(?:(?P<item>[EtmL|])|(?P<open>\()|(?P<close>\))|\*\s*(?P<times>\d{1,6})|(?P<comma>,))\s*")
 _MOST = 1_000_000
 _EXAMPLE = 'e.g. "Et*3|t*4|t*4|t*2L" for four stages of 3, 4, 4 and 2 layers'
 
 
 def parse_pipeline_layout(text: str) -> list[int]:
     """Layers of each stage. `E` is the embedding, `t` a layer, `L` head and loss, `|` the next stage; `x*n` and
-    `(...)*n` repeat, commas and spaces say nothing. The language is Megatron-LM's, without its `m`.
+    `(...)*n` repeat, commas and spaces say nothing. The language is Megatron-LM's. Its `m`, a layer that predicts a further
+    token, has one place here, before `L`; they are not counted.
 
     Raises:
         ConfigError: the text is not in that language, or embedding or head are not where the model has them.
     """
-    items = "".join(_expanded(text))
+    items = layout_items(text)
     stages = items.split("|")
     if items.count("E") != 1 or not items.startswith("E"):
         raise _wrong(text, f"the embedding E must come once, at the very beginning, but here it reads {items[:40]}")
     if items.count("L") != 1 or not items.endswith("L"):
         raise _wrong(text, f"the head L must come once, at the very end, but here it reads ...{items[-40:]}")
+    if "m" in items.rstrip("mL"):
+        raise _wrong(
+            text,
+            f"the layers m for further tokens must come right before the head L, but here it reads ...{items[-40:]}",
+        )
     empty = next((index for index, stage in enumerate(stages) if not stage), None)
     if empty is not None:
         raise _wrong(text, f"stage {empty} of {len(stages)} is empty, and each needs something to do")
     return [stage.count("t") for stage in stages]
 
 
+def layout_items(text: str) -> str:
+    """The text with repetitions written out. Raises ConfigError: it is not in that language."""
+    return "".join(_expanded(text))
+
+
 def _expanded(text: str) -> Iterator[str]:
-    """The text with repetitions written out."""
     groups: list[list[str]] = [[]]
     position = 0
     while position < len(text):
         token = _TOKEN.match(text, position)
-        if token is None and text[position] == "m":
-            raise _wrong(text, "multi-token prediction (m) is not supported")
         if token is None:
             raise _wrong(text, f"{text[position]!r} at character {position + 1} means nothing")
         position = token.end()

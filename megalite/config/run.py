@@ -35,10 +35,16 @@ class RunConfig:
 
 
 def least_ranks(config: RunConfig) -> int:
-    """tp·pp·cp·dp; where dp is open, with the least that experts leave."""
-    p = config.parallel
+    """tp·pp·cp·dp; where dp is open, with the least that experts and dp_instances leave."""
+    p, instances = config.parallel, max(config.parallel.dp_instances, 1)
     stage, grid = max(p.tp * p.cp, 1), max(p.expert_tp * p.ep, 1) if config.model.num_experts else 1
-    return max(stage * p.pp * (p.dp or grid // math.gcd(stage, grid)), 1)
+    least = grid // math.gcd(stage, grid)
+    if instances > 1:  # each has two ranks or more, also of those with the same experts
+        groups = (least * max(p.cp, 1), least * stage // grid)
+        least *= next(
+            n for n in range(1, 2 * instances + 1) if all(n * g % instances == 0 and n * g > instances for g in groups)
+        )
+    return max(stage * p.pp * (p.dp or least), 1)
 
 
 def profile_folder(config: RunConfig) -> str | None:

@@ -113,6 +113,8 @@ class TrainingConfig:
     """Act before the update when the loss or the gradient norm is not finite."""
     on_non_finite: str = option("stop", choices=("stop", "skip"))
     """A loss or gradient norm that is not finite stops the run, or the step is skipped and changes nothing."""
+    moe_aux_loss_sequences: int = option(1, at_least=1)
+    """Take the load-balancing loss over so many neighbouring sequences of the batch; they divide micro_batch_size."""
     max_consecutive_skips: int = option(10, at_least=1)
     """Stop after so many skipped steps in a row: with on_non_finite skip, and overflows at fp16's min_loss_scale."""
 
@@ -172,6 +174,7 @@ WRITERS: Registry[Callable[..., Any]] = Registry(
         "csv": "megalite.training.writers:csv_writer",
         "prometheus": "megalite.training.writers:prometheus_writer",
         "mlflow": "megalite.training.writers:MLflow",
+        "comet": "megalite.training.writers:Comet",
         "wandb": "megalite.training.writers:Wandb",
     },
 )
@@ -195,7 +198,7 @@ class LoggingConfig:
     tensorboard_dir: str | None = option(None)
     """TensorBoard event files; default <run_dir>/tensorboard."""
     metrics: list[str] = option([])
-    """Further writers: csv, prometheus, mlflow, wandb, or what an import has registered."""
+    """Further writers: csv, prometheus, mlflow, comet, wandb, or what an import has registered."""
     wandb_project: str | None = option(None)
     """Project at Weights & Biases, which turns its writer on; the key comes from WANDB_API_KEY or `wandb login`."""
     wandb_entity: str | None = option(None)

@@ -36,8 +36,6 @@ def tokenizer_folder_files(path: Path, kind: str | None = None) -> list[Path]:
         names = {file.name for file in found}
         if kind is None and not names.isdisjoint(_KNOWN):
             return found
-        if names.isdisjoint(_KNOWN) and not any(path.glob("*.tiktoken")):
-            raise ConversionError(f"{path}: none of {', '.join(_KNOWN)} and no .tiktoken file is there")
         try:
             model, vocab_file, merge_file = look_into(path, kind)
         except ConfigError as error:

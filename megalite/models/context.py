@@ -27,9 +27,17 @@ class AuxiliaryLosses:
     """
 
     def __init__(
-        self, per_sequence: float, per_token: float, scale: float, device: torch.device, watches_logits: bool = False
+        self,
+        per_sequence: float,
+        per_token: float,
+        scale: float,
+        device: torch.device,
+        watches_logits: bool = False,
+        together: int = 1,
     ) -> None:
         self.per_sequence, self.per_token, self.scale = per_sequence, per_token, scale
+        self.together = together
+        """Sequences that a load-balancing loss is taken over; they divide the microbatch."""
         self.totals = {name: torch.zeros((), dtype=torch.float64, device=device) for name in NAMES}
         """By name, this rank's part of the unscaled term, of all layers and of the microbatches that have run backward."""
         self.loads: dict[int, Tensor] = {}

@@ -12,6 +12,8 @@ from megalite.config.errors import ConfigError
 from megalite.config.optimizer import LR_SCHEDULES, OptimizerConfig
 from megalite.config.run import RunConfig, scales_loss
 
+_SKIPPED = ("skipped_steps", "skipped_samples", "faults_in_a_row", "overflows_in_a_row")
+
 
 class LossScaler:
     """The factor that keeps fp16 gradients in range (arXiv 1710.03740).
@@ -21,7 +23,8 @@ class LossScaler:
     `loss_scale_window` good steps, as in Megatron-LM. Every rank sees the same overflows, so every rank has the same scale without asking.
 
     Learning rate and weight decay wait for a step that was skipped, as in Megatron-LM: `skipped_steps` and
-    `skipped_samples` say how far they are behind the run.
+    `skipped_samples` say how far they are behind the run. `faults_in_a_row` and `overflows_in_a_row` are of the steps since
+    the last good one: skipped for what no scale would change, and at the smallest scale.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -36,7 +39,7 @@ class LossScaler:
         self._hysteresis = training.hysteresis
         self._good_steps = 0
         self._overflows_left = training.hysteresis
-        self.skipped_steps = self.skipped_samples = 0
+        self.skipped_steps = self.skipped_samples = self.faults_in_a_row = self.overflows_in_a_row = 0
 
     def update(self, *, overflow: bool, fault: bool = False, samples: int = 0) -> None:
         """One step, over so many samples, has been made.
@@ -48,6 +51,10 @@ class LossScaler:
         if overflow or fault:
             self.skipped_steps += 1
             self.skipped_samples += samples
+            self.faults_in_a_row += fault
+            self.overflows_in_a_row += overflow and self.scale <= self._min
+        else:
+            self.faults_in_a_row = self.overflows_in_a_row = 0
         if not self.dynamic or fault:
             return
         if overflow:
@@ -63,17 +70,15 @@ class LossScaler:
             self.scale *= 2.0
 
     def state(self) -> dict[str, float]:
-        skipped: dict[str, float] = {}
-        if self.skipped_steps:
-            skipped = {"skipped_steps": self.skipped_steps, "skipped_samples": self.skipped_samples}
+        skipped: dict[str, float] = {name: count for name in _SKIPPED if (count := getattr(self, name))}
         if not self.dynamic:
             return skipped
         return skipped | {"scale": self.scale, "good_steps": self._good_steps, "overflows_left": self._overflows_left}
 
     def load_state(self, state: dict[str, float]) -> None:
         """Load a saved state; a scale that this run fixes stays fixed, and that of a run without one is the initial."""
-        self.skipped_steps = int(state.get("skipped_steps", 0))
-        self.skipped_samples = int(state.get("skipped_samples", 0))
+        for name in _SKIPPED:
+            setattr(self, name, int(state.get(name, 0)))
         if self.dynamic and "scale" in state:
             self.scale = float(state["scale"])
             self._good_steps = int(state["good_steps"])

@@ -289,6 +289,8 @@ def _batch(generator: random.Random, drawn: Drawn) -> Drawn:
     count = min(count, generator.choice((2, 4, 6, 8)))
     unit = micro * drawn["dp"]
     found: Drawn = {"micro_batch_size": micro, "global_batch_size": unit * count}
+    if micro > 1 and drawn.get("moe_aux_loss_coeff") and generator.random() < 0.5:
+        found["moe_aux_loss_sequences"] = micro
     if generator.random() < 0.15 and drawn["seq_length"] % 2 == 0:
         found["seq_length_warmup"] = [drawn["seq_length"] // 2, 2]
     if count > 1 and generator.random() < 0.15:

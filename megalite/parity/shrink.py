@@ -320,7 +320,9 @@ def _run_changes(config: RunConfig, keep: frozenset[str]) -> Changes:
 def _batch_changes(config: RunConfig, world: int) -> Changes:
     """Few microbatches, but more than pipeline ranks, and a number that the schedule takes."""
     p, training = config.parallel, config.training
-    changes: Changes = {"micro_batch_size": min(training.micro_batch_size, MAX_MICRO_BATCH)}
+    micro = min(training.micro_batch_size, MAX_MICRO_BATCH)
+    together = math.gcd(micro, training.moe_aux_loss_sequences)
+    changes: Changes = {"micro_batch_size": micro, "moe_aux_loss_sequences": together}
     group = p.microbatch_group_size_per_virtual_pipeline_stage
     if group is not None and group > MAX_GROUP:
         changes["microbatch_group_size_per_virtual_pipeline_stage"] = None

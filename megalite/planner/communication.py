@@ -356,7 +356,8 @@ class _Microbatch:
         model, p, training = self._config.model, self._config.parallel, self._config.training
         assert model.num_experts is not None
         if model.moe_aux_loss_coeff:
-            yield "tp-cp", "all-reduce", training.micro_batch_size * model.num_experts * self._w
+            counts = training.micro_batch_size * model.num_experts // training.moe_aux_loss_sequences
+            yield "tp-cp", "all-reduce", counts * self._w
         if model.moe_expert_capacity_factor is not None:
             numbers = 2 * training.micro_batch_size * model.moe_router_topk + 1
             yield "tp-cp", "all-gather", training.seq_length * numbers * self._w

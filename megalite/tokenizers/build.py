@@ -12,6 +12,7 @@ from megalite.tokenizers.tiktoken_tokenizer import TikTokenizer
 
 SENTENCEPIECE, HUGGING_FACE, TIKTOKEN = "SentencePieceTokenizer", "HuggingFaceTokenizer", "TikTokenizer"
 _GPT2 = "GPT2BPETokenizer"
+GPT2_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))  # Hugging Face's names, and OpenAI's
 WITHOUT_FILES = ("NullTokenizer", "ByteLevelTokenizer")  # kinds that tokenizer_type alone makes
 _DESCRIPTIONS = {HUGGING_FACE: "a Hugging Face tokenizer.json", TIKTOKEN: "a tiktoken file"}
 _EXAMPLES = {SENTENCEPIECE: "tokenizer.model", HUGGING_FACE: "tokenizer.json", TIKTOKEN: "cl100k_base.tiktoken"}
@@ -27,7 +28,7 @@ def build_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer | Non
 
     Without tokenizer_type, vocab_file and merge_file make a GPT-2 BPE, and the content of tokenizer_model decides.
     tokenizer_model may be a folder that holds tokenizer.json, tokenizer.model, one .tiktoken file, or vocab.json and
-    merges.txt: the first of them that is of tokenizer_type, if that is set.
+    merges.txt (encoder.json and vocab.bpe): the first of them that is of tokenizer_type, if that is set.
 
     `data`: its tokenizer_type, tokenizer_model, vocab_file, merge_file and tiktoken_pattern are read. `vocab_size`: for
     NullTokenizer, which has no file, and for a tiktoken file in JSON. Raises ConfigError: a file is missing or garbled,
@@ -77,14 +78,17 @@ def look_into(folder: Path, wanted: str | None) -> tuple[str | None, str | None,
     models = [*named, *ranked]
     if wanted is not None and len(models) > 1:
         models = [path for path in models if detect_kind(read_tokenizer_file(path), path) == wanted] or models
-    vocab_file, merge_file = folder / "vocab.json", folder / "merges.txt"
-    if vocab_file.is_file() and merge_file.is_file() and (wanted == _GPT2 or not models):
-        return None, str(vocab_file), str(merge_file)
+    for names in GPT2_FILES:
+        vocab_file, merge_file = (folder / name for name in names)
+        if vocab_file.is_file() and merge_file.is_file() and (wanted == _GPT2 or not models):
+            return None, str(vocab_file), str(merge_file)
     if models and models[0] in ranked and len(ranked) > 1:
         raise ConfigError(f"tokenizer_model {folder} holds {', '.join(path.name for path in ranked[:5])}; give one")
     if models:
         return str(models[0]), None, None
-    raise ConfigError(f"tokenizer_model {folder} holds no tokenizer.json, tokenizer.model or .tiktoken; give a file")
+    raise ConfigError(
+        f"tokenizer_model {folder} holds no tokenizer.json, tokenizer.model, .tiktoken, or vocab.json and merges.txt; give a file"
+    )
 
 
 def detect_kind(content: bytes, path: str | Path) -> str:

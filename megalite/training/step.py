@@ -113,7 +113,6 @@ class Stepper:
         self._shares = replica.topology.world.size // replica.strategy.scope.size
         """Groups of ranks that each step by their own share of the batch; 1: all step by the whole."""
         self._head_here = any(stage.head is not None for stage in replica.stages.values())
-        self._skipped_in_a_row = self._overflows_in_a_row = 0
         model = replica.config.model
         coefficients = {"load_balancing_loss": model.moe_aux_loss_coeff, "z_loss": model.moe_z_loss_coeff}
         biased = [index for index in range(model.further_layers.stop) if model.is_moe_layer(index)]
@@ -167,14 +166,13 @@ class Stepper:
         fault = None
         shown = f"step {after.step}: loss {loss}, gradient norm {norm}"
         if overflow and checks:
-            self._count_overflow(shown)
+            self._judge_overflow(shown)
         elif not finite and checks:
             fault = self._fault(shown, microbatches, losses, before=before, batch_size=batch_size)
         skipped = overflow or fault is not None
         if replica.noise is not None and finite:
             replica.noise.update(norm**2, squared, batch_size)
         if not skipped:
-            self._skipped_in_a_row = self._overflows_in_a_row = 0
             with self._phase("optimizer"):
                 update = Update(
                     step=after.step,
@@ -210,6 +208,7 @@ class Stepper:
             scale=scale,
             device=self._replica.topology.device,
             watches_logits=config.optimizer.qk_clip,
+            together=config.training.moe_aux_loss_sequences,
         )
 
     def _clipped_rows(self, auxiliary: AuxiliaryLosses) -> Rows:
@@ -241,13 +240,10 @@ class Stepper:
         self._replica.topology.world.all_reduce(total)
         return math.sqrt(float(total))
 
-    def _count_overflow(self, shown: str) -> None:
-        """One more step that overflows; only those count that a smaller scale cannot help."""
+    def _judge_overflow(self, shown: str) -> None:
+        """One more step overflows; only those count that a smaller scale cannot help."""
         scaler, training = self._replica.scaler, self._replica.config.training
-        if scaler.scale > training.min_loss_scale:
-            return
-        self._overflows_in_a_row += 1
-        if self._overflows_in_a_row > training.max_consecutive_skips:
+        if scaler.scale <= training.min_loss_scale and scaler.overflows_in_a_row >= training.max_consecutive_skips:
             raise NonFiniteError(
                 f"{shown}: gradients overflow although the loss scale is at its minimum, {scaler.scale:g}, and did in "
                 f"max_consecutive_skips {training.max_consecutive_skips} steps before it too; the parameters are those of "
@@ -276,18 +272,18 @@ class Stepper:
                 self._run(microbatches, before.samples, batch_size, length, scale=1.0, auxiliary=None)
         where, in_weights = locate(self._replica, losses, microbatches, watch)
         found = f"{shown} (samples {before.samples} to {before.samples + batch_size - 1}), {where}"
-        self._skipped_in_a_row += 1
+        before_it = self._replica.scaler.faults_in_a_row
         if training.on_non_finite == "stop" or in_weights:
             raise NonFiniteError(
                 f"{found}: stopped before the update, so the parameters are those of the step before. "
                 f"{remedy(self._replica.config, before.step, in_weights=in_weights)}"
             )
-        if self._skipped_in_a_row > training.max_consecutive_skips:
+        if before_it >= training.max_consecutive_skips:
             raise NonFiniteError(
                 f"{found}: max_consecutive_skips {training.max_consecutive_skips} steps before it were skipped too, so "
                 "skipping does not help; the parameters are those of before them. Lower --lr, or look at the data"
             )
-        return f"warning: {found}: skipped ({self._skipped_in_a_row} in a row)"
+        return f"warning: {found}: skipped ({before_it + 1} in a row)"
 
     def evaluate(self, microbatches: Sequence[Microbatch], *, first_sample: int, batch_size: int) -> float:
         """The objective on one global batch, without gradients and without dropout; the same on every rank."""

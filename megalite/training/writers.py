@@ -1,4 +1,4 @@
-"""Sinks that are imported when a run has them: TensorBoard with Megatron-LM's tags, a CSV file, Prometheus, MLflow,
+"""Sinks that are imported when a run has them: TensorBoard with Megatron-LM's tags, a CSV file, Prometheus, MLflow, Comet,
 Weights & Biases."""
 
 import csv
@@ -197,8 +197,7 @@ class MLflow:
         self._mlflow, (folder, known) = mlflow, _known_run("mlflow", config)
         run = self._mlflow.start_run(run_id=known, run_name=None if folder is None else redact_text(folder.name))
         if known is None:
-            values = (section.items() for section in redacted(sectioned(config)).values())
-            self._mlflow.log_params({name: str(value)[:500] for section in values for name, value in section})
+            self._mlflow.log_params(_parameters(config))
         _keep_id("mlflow", folder, run.info.run_id)
 
     def write(self, record: dict[str, Any]) -> None:
@@ -206,6 +205,42 @@ class MLflow:
 
     def close(self) -> None:
         self._mlflow.end_run()
+
+
+class Comet:
+    """Comet, under TensorBoard's tags. Where to, and who, say COMET_PROJECT_NAME, COMET_API_KEY and its other variables;
+    with COMET_START_ONLINE=0 a file in the run's folder waits for `comet upload`.
+
+    Nothing of the environment, the command line, the console, the code or git is sent, and the config goes without
+    credentials."""
+
+    def __init__(self, config: RunConfig, *, step: int) -> None:
+        try:
+            import comet_ml
+        except ImportError:
+            raise _missing("comet", "comet_ml") from None
+        folder, known = _known_run("comet", config)
+        settings: dict[str, Any] = dict.fromkeys(_COMET_SENDS, False)
+        if folder is not None:
+            settings |= {"name": redact_text(folder.name), "offline_directory": str(folder / "comet")}
+        asked = comet_ml.ExperimentConfig(**settings)
+        self._experiment = comet_ml.start(experiment_key=known, experiment_config=asked)
+        if known is None:
+            self._experiment.log_parameters(_parameters(config))
+        _keep_id("comet", folder, self._experiment.get_key())
+
+    def write(self, record: dict[str, Any]) -> None:
+        self._experiment.log_metrics(_tagged(record), step=record["step"])
+
+    def close(self) -> None:
+        self._experiment.end()
+
+
+_COMET_SENDS = (
+    *("log_code", "log_graph", "log_git_metadata", "log_git_patch", "log_env_details", "log_env_host", "parse_args"),
+    *("auto_param_logging", "auto_metric_logging", "auto_output_logging", "auto_log_co2"),
+)
+"""What Comet collects by itself, unless it is switched off."""
 
 
 class Wandb:
@@ -243,10 +278,16 @@ class Wandb:
         self._run.finish()
 
 
-def _missing(name: str) -> ConfigError:
+def _missing(name: str, package: str | None = None) -> ConfigError:
+    package = package or name
     return ConfigError(
-        f"metrics has {name} in it but the {name} package is not installed; pip install {name}, or leave {name} out"
+        f"metrics has {name} in it but the {package} package is not installed; pip install {package}, or leave {name} out"
     )
+
+
+def _parameters(config: RunConfig) -> dict[str, str]:
+    values = (section.items() for section in redacted(sectioned(config)).values())
+    return {name: str(value)[:500] for section in values for name, value in section}
 
 
 def _known_run(name: str, config: RunConfig) -> tuple[Path | None, str | None]:
@@ -278,6 +319,7 @@ _FILES = {"csv": "metrics.csv", "prometheus": "metrics.prom"}
 
 
 _REMEDIES = {
+    "comet": "set COMET_API_KEY or COMET_START_ONLINE=0, or leave comet out of --metrics",
     "mlflow": "set MLFLOW_TRACKING_URI, or leave mlflow out",
     "wandb": "run `wandb login`, set WANDB_MODE=offline, or leave wandb out of --metrics",
 }

@@ -187,6 +187,13 @@ def test_a_case_of_their_tests_runs_dry(capsys: Captured, tmp_path: Path) -> Non
     assert (config.parallel.vpp, config.model.sliding_window, config.optimizer.decoupled_lr) == (3, 128, 0.0002)
 
 
+def test_lists_in_their_files(tmp_path: Path) -> None:
+    case = tmp_path / "model_config.yaml"
+    case.write_text('MODEL_ARGS: {--a: "[2 2]", --b: 2 2, --c: "a b", --d: [3, 4]}')
+    (launch,) = read_launches(case, {})
+    assert launch.words == ["--a", "2", "2", "--b", "2", "2", "--c", "a b", "--d", "3", "4"]
+
+
 def test_all_that_cannot_be_had_is_named_at_once(capsys: Captured, tmp_path: Path) -> None:
     case = tmp_path / "model_config.yaml"
     refused = {
@@ -226,6 +233,18 @@ def test_experts_without_their_biases_are_said() -> None:
     for more, said in (((), True), (("--disable-bias-linear",), False), (("--moe-add-bias-linear",), False)):
         differs = dict(remarks(port(Launch([*words, *more]))))["differs"]
         assert any(line.startswith("experts have no biases") for line in differs) is said
+
+
+@pytest.mark.parametrize(
+    ("flags", "sequences"), [("", 4), ("aux_loss", 4), ("seq_aux_loss", 1), ("none", 1), ("aux_loss --tp 2", 4)]
+)
+def test_load_balancing_is_over_their_microbatch(flags: str, sequences: int) -> None:
+    words = (
+        f"--num-experts 8 --moe-aux-loss-coeff {0.0 if flags == 'none' else 0.1} --micro-batch-size 4 --vocab-size 64"
+    )
+    more = f"--moe-router-load-balancing-type {flags}".split() if flags else []
+    found = port(Launch([*words.split(), "--mock-data", *more]))
+    assert found.problems == [] and found.config.training.moe_aux_loss_sequences == sequences
 
 
 @pytest.mark.parametrize(

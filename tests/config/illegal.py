@@ -31,6 +31,9 @@ _TABLE = """
     => pipeline_layers 2,2 and pipeline_layout Ett|ttL both cut the model
 2 --pp 2 --num-layers 4 --pipeline-layout Ett|tL
     => pipeline_layout, in layers 2,1 adds up to 3, but num_layers is 4 … 2,2
+1 --num-layers 4 --num-experts 4 --moe-aux-loss-coeff 0.1 --moe-aux-loss-sequences 2 --micro-batch-size 3
+    => moe_aux_loss_sequences 2 does not divide micro_batch_size 3; use 3 or less, or a multiple of 2
+2 --pp 2 --num-layers 4 --pipeline-layout Ett|ttmL => pipeline_layout Ett|ttmL has 1 m, but mtp_num_layers 0 … or none
 4 --pp 4 --vpp 1 --num-layers 4 --pipeline-layout E|tt||ttL => pipeline_layout 'E|tt||ttL' … e.g. "Et*3|t*4|t*4|t*2L"
 3 --pp 3 --num-layers 4 --pipeline-layers 2,0,2 => pipeline_layers 2,0,2 leaves stage 1 without a layer … use 1,1,2
 2 --pp 2 --num-layers 4 --recompute-ahead => recompute_ahead … recompute_granularity none … recompute-granularity full

@@ -16,6 +16,12 @@ from megalite.config.validate import validate
 BLEND = ["0.3", "a", "0.7", "b"]
 
 
+def test_paths_of_text_are_a_dataset_s_own_affair() -> None:
+    """Only where no registered dataset reads them are they tokenized."""
+    assert DataConfig(data_path=["1", "a.txt", "2", "b"]).texts == ["a.txt"]
+    assert DataConfig(data_path=["a.txt"], dataset="mine").texts == []
+
+
 def parse(text: str) -> RunConfig:
     return merge([level_from_text(text, "file run.yaml")]).config
 

@@ -71,6 +71,7 @@ def every_spelling(setting: Setting, example: str) -> None:
         ("--dp-strategy zero1 --use-distributed-optimizer", {"dp_strategy": "distributed-optimizer"}),
         ("--num-distributed-optimizer-instances 2", {"dp_instances": 2}),
         ("--check-weight-hash-across-dp-replicas-interval 7", {"check_replicas_interval": 7}),
+        ("--optimizer dist_muon", {"optimizer": "muon", "dp_strategy": "distributed-optimizer"}),
         ("--optimizer muon --muon-num-ns-steps 6", {"optimizer": "muon", "muon_steps": 6}),
         (
             "--optimizer muon --muon-no-split-qkv --muon-extra-scale-factor 1",
@@ -120,6 +121,17 @@ def every_spelling(setting: Setting, example: str) -> None:
         ("--use-distributed-optimizer --use-torch-fsdp2", {"dp_strategy": "fully-sharded"}),
         ("--fp8-format hybrid --fp8-recipe tensorwise --fp8-amax-history-len 16", {"fp8": True}),
         ("--moe-router-load-balancing-type none", {}),
+        ("--moe-router-load-balancing-type global_aux_loss", {}),
+        ("--num-layers 8 --moe-layer-freq ([0]*3+[1]*5)", {"num_layers": 8, "moe_first_dense_layers": 3}),
+        (
+            "--num-layers 6 --moe-layer-freq=([0]+[1,0])*2",
+            {"num_layers": 6, "moe_first_dense_layers": 1, "moe_layer_freq": 3},
+        ),
+        (
+            "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --micro-batch-size 4",
+            {"moe_aux_loss_coeff": 0.01, "micro_batch_size": 4, "moe_aux_loss_sequences": 4},
+        ),
+        ("--moe-router-load-balancing-type aux_loss --micro-batch-size 4", {"micro_batch_size": 4}),
         ("--step-batch-size-schedule 0:16 2.4B:320", {"step_batch_size_schedule": "0:16 2.4B:320"}),
         (
             "--no-load-optim --use-checkpoint-opt_param-scheduler",
@@ -213,7 +225,8 @@ def test_the_shape_of_a_checkpoint_counts() -> None:
 def test_tables_of_flags_do_not_overlap() -> None:
     own = {flag for setting in settings().values() for flag in setting.flags}
     negative = {"--no-" + flag[2:] for setting in settings().values() if setting.type is bool for flag in setting.flags}
-    tables = [own, negative, set(SHORTHANDS), set(WORDS), set(DERIVED), set(FROM_VALUE), set(known_flags())]
+    tables = [own, negative, set(SHORTHANDS), set(WORDS), set(FROM_VALUE), set(known_flags())]
+    tables.append(set(DERIVED) - {"--moe-layer-freq"})  # a setting, but for its lists
     assert len(set().union(*tables)) == sum(map(len, tables))
 
 
@@ -238,7 +251,8 @@ run.yaml => unexpected argument run.yaml; settings are flags such as --num-layer
 --lr nan => --lr: lr takes a number such as 0.1, got 'nan'
 --precision b16 => --precision: precision cannot be 'b16': did you mean bf16? (one of fp32, bf16, fp16, fp64)
 --moe-layer-recompute => --moe-layer-recompute is refused: use --recompute-granularity selective --recompute-modules moe
---optimizer dist_muon => --optimizer cannot be dist_muon … use --optimizer muon
+--optimizer dist_muon --dp-strategy all-reduce
+    => dp_strategy is given twice: 'distributed-optimizer' by flag --optimizer and 'all-reduce'
 --data-parallel-sharding-strategy optim_grad
     => --data-parallel-sharding-strategy cannot be optim_grad: did you mean optim_grads? (one of no_shard, optim,
 --data-parallel-sharding-strategy => --data-parallel-sharding-strategy takes one value, got none
@@ -253,10 +267,14 @@ run.yaml => unexpected argument run.yaml; settings are flags such as --num-layer
 --window-size 9 => --window-size takes two numbers such as 127,0, got 9
 --rotary-scaling-factor 0.5 => --rotary-scaling-factor takes a number of at least 1, such as 40, got 0.5
 --rotary-seq-len-interpolation-factor 1.5 => --rotary-seq-len-interpolation-factor takes a whole number of at least
+--num-layers 4 --moe-layer-freq [1,1,0] => flag --moe-layer-freq [1,1,0] must have 0 or 1 for each of num_layers 4 … such as
+--num-layers 3 --moe-layer-freq [1,1,0] => flag --moe-layer-freq [1,1,0] must have 0 or 1 for each of num_layers 3, 1 for every
+--num-layers 2 --moe-layer-freq [0]*2 => flag --moe-layer-freq [0]*2 must have
+--num-layers 2 --moe-layer-freq [x] => flag --moe-layer-freq takes a number, or 0 or 1 for each layer
+--moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type global_aux_loss
+    => flag --moe-router-load-balancing-type global_aux_loss is refused: there is no such loss; use aux_loss, seq_aux_loss
 --no-position-embedding => flag --no-position-embedding contradicts position_embedding_type … use rope or none
---moe-router-load-balancing-type sinkhorn => flag --moe-router-load-balancing-type sinkhorn … use seq_aux_loss or none
---num-experts 4 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 --micro-batch-size 2
-    => flag --moe-router-load-balancing-type aux_loss is over the 2 sequences of a microbatch, … use seq_aux_loss, or
+--moe-router-load-balancing-type sinkhorn => flag --moe-router-load-balancing-type sinkhorn … use aux_loss, seq_aux_loss
 --global-batch-size 8 --eval-global-batch-size 16 => flag --eval-global-batch-size 16 is … leave it out, and scale
 --fp8-format e4m3 => --fp8-format cannot be e4m3 (one of hybrid)
 --use-checkpoint-args => --use-checkpoint-args takes the model from a checkpoint; add --load FOLDER or remove it

@@ -24,6 +24,7 @@ def test_basic_help_fits_a_screen() -> None:
 
 def test_full_help_has_everything() -> None:
     text = full_help("pretrain_gpt.py")
+    assert max(map(len, text.splitlines())) <= 110
     for setting in settings().values():
         assert all(flag in text for flag in setting.flags), setting.name
         assert " ".join(setting.help.split()) in " ".join(text.split())

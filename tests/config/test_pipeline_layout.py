@@ -16,6 +16,7 @@ from megalite.config.parallel import parse_pipeline_layout
         ("E (t | t)*2 L", [1, 2, 1]),
         ("((Et|))(t*2|)*2 tL", [1, 2, 2, 1]),
         ("Et*2*3L", [6]),
+        ("Et|tt|m*2L", [1, 2, 0]),
     ],
 )
 def test_what_it_says(text: str, layers: list[int]) -> None:
@@ -31,7 +32,8 @@ def test_what_it_says(text: str, layers: list[int]) -> None:
         ("Et|t", "the head L must come once, at the very end"),
         ("EtL|t", "the head L must come once, at the very end"),
         ("Et||tL", "stage 1 of 3 is empty"),
-        ("Et|mL", r"multi-token prediction \(m\) is not supported"),
+        ("Et|m|tL", r"layers m for further tokens must come right before the head L, but here it reads ...Et\|m\|tL"),
+        ("Et|m|L", "layers m for further tokens must come right before the head L"),
         ("Et|dL", "'d' at character 4 means nothing"),
         ("E*tL", r"'\*' at character 2 means nothing"),
         ("*3EtL", r"\*3 at character 2 repeats nothing"),

@@ -1,13 +1,19 @@
-"""A web server with the objects of a folder: ranges, tags, broken connections, and a password."""
+"""A web server with the objects of a folder: ranges, tags, broken connections, and a password. To clients of Google Cloud
+Storage a folder in it is a bucket, as far as they read objects by name."""
 
 import base64
 import contextlib
 import hashlib
 import http.server
+import json
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
+
+_GOOGLE = re.compile(r"(/download|)/storage/v1/b/([^/?]+)/o(?:/([^/?]+))?(?:\?.*)?")
 
 
 class Store(http.server.ThreadingHTTPServer):
@@ -21,6 +27,9 @@ class Store(http.server.ThreadingHTTPServer):
         """Bytes of an answer before the connection is closed, once."""
         self.password: str | None = None
         self._is_open = True
+
+    def handle_error(self, *_: Any) -> None:
+        """A client that has heard enough is no fault."""
 
     def close(self) -> None:
         if self._is_open:
@@ -43,7 +52,24 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._answer(b"")
 
     def do_GET(self) -> None:
-        self._answer(None)
+        if (asked := _GOOGLE.fullmatch(self.path)) is None:
+            self._answer(None)
+            return
+        self.path = f"/{asked[2]}/{unquote(asked[3] or '')}"
+        path = self.server.folder / self.path[1:]
+        if asked[1] or not path.is_file():
+            self._answer(None)
+            return
+        content = path.read_bytes()
+        tag = base64.b64encode(hashlib.md5(content).digest()).decode()
+        facts = {"bucket": asked[2], "name": unquote(asked[3]), "size": str(len(content)), "md5Hash": tag, "etag": tag}
+        said = json.dumps({"kind": "storage#object", **facts}).encode()
+        self.server.asked.append(f"facts {path.name}")
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
 
     def _answer(self, body: bytes | None) -> None:
         store, path = self.server, self.server.folder / self.path.partition("?")[0].lstrip("/")
@@ -56,8 +82,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.send_error(404)
             return
         content = path.read_bytes()
-        start = int((self.headers.get("Range") or "bytes=0-")[6:-1])
-        self.send_response(206 if start else 200)
+        first, _, last = (self.headers.get("Range") or "bytes=0-")[6:].partition("-")
+        start, content = int(first), content[: int(last) + 1] if last else content
+        self.send_response(206 if "Range" in self.headers else 200)
         self.send_header("Content-Length", str(len(content) - start))
         self.send_header("ETag", f'"{hashlib.md5(content).hexdigest()}"')
         self.end_headers()

@@ -127,6 +127,33 @@ def test_other_stores_go_through_fsspec(tmp_path: Path) -> None:
     assert fetch(tmp_path, data_path=[address]) == (found, [])
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning")
+def test_google_cloud_storage(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text, token files, a checkpoint and what is not there, from a bucket, by the store's own client."""
+    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # or it asks what the bucket is, by gRPC
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", store.address("")[:-1])
+    pytest.importorskip("gcsfs")
+    monkeypatch.setitem(pytest.importorskip("fsspec").config.conf, "gs", {"token": "anon"})
+    bucket = store.folder / "bucket"
+    bucket.mkdir()
+    (bucket / "a.jsonl").write_text('{"text": "a"}\n')
+    write_by_layout(bucket / "d", distinct_documents([5, 7]))
+    step = bucket / "run" / "step-0000002"
+    step.mkdir(parents=True)
+    (step / "rank-0.safetensors").write_bytes(b"weights")
+    entry = {"length": 7, "sha256": hashlib.sha256(b"weights").hexdigest()}
+    (step / "manifest.json").write_text(seal({"files": {"rank-0.safetensors": entry}}))
+    (bucket / "run" / "latest").write_text("step-0000002\n")
+    text, tokens, run = (f"gs://bucket/{name}" for name in ("a.jsonl", "d", "run"))
+    found, said = fetch(tmp_path, data_path=["0.3", text, "0.7", tokens], load=run)
+    assert Path(found[text]).read_text() == '{"text": "a"}\n' and len(said) == 6
+    assert Path(f"{found[tokens]}.bin").read_bytes() == (bucket / "d.bin").read_bytes()
+    assert (Path(found[run]) / "step-0000002" / "rank-0.safetensors").read_bytes() == b"weights"
+    assert fetch(tmp_path, data_path=[text]) == ({text: found[text]}, [])
+    with pytest.raises(ConfigError, match=r"gs://bucket/none\.jsonl does not exist"):
+        fetch(tmp_path, data_path=["gs://bucket/none.jsonl"])
+
+
 def test_a_checkpoint_is_what_its_manifest_says(store: Store, tmp_path: Path) -> None:
     step = store.folder / "run" / "step-0000002"
     step.mkdir(parents=True)

@@ -44,7 +44,12 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
         path.read_text(encoding="utf-8") for path in (site / "index.html", site / "reference" / "index.html")
     )
     assert "What composes with what" in home and 'href="tour/"' in home and 'src="images/overview.svg"' in home
-    assert 'data-bs-theme="auto"' in home and 'data-bs-theme-value="dark"' in home
+    assert 'media="(prefers-color-scheme: dark)" data-md-color-scheme="slate"' in home.replace(
+        "data-md-color-media", "media"
+    )
+    for page in site.rglob("*.html"):  # nothing is fetched from elsewhere
+        text = page.read_text(encoding="utf-8")
+        assert re.findall(r"<(?:script|img|link)\b[^>]*\b(?:src|href)=\"?(?:https?:)?//[^>]*", text) == [], page
     assert "find_checkpoint" in reference and "fills in" in reference
     assert (site / "search" / "search_index.json").stat().st_size > 100_000
 

@@ -9,7 +9,7 @@ import pytest
 
 from megalite.config.describe import settings
 from megalite.config.flags import RUN_OPTIONS, parse_arguments
-from megalite.config.megatron import DERIVED, FROM_VALUE, REFUSED_VALUES, SHORTHANDS, VALUES, WORDS
+from megalite.config.megatron import DERIVED, FROM_VALUE, REFUSED_VALUES, SEVERAL, SHORTHANDS, VALUES, WORDS
 from megalite.config.megatron_flags import known_flags
 from tests.e2e.programs import REPOSITORY
 
@@ -158,6 +158,7 @@ def test_every_spelling_of_theirs_is_on_the_page(load: Load) -> None:
     names += [f"{settings()[name].flags[0]} {word}" for name in VALUES for word in VALUES[name]]
     names += [f"{settings()[name].flags[0]} {word}" for name, row in REFUSED_VALUES.items() for word in row]
     names += [flags.their_flag(name) for name in flags.THEIRS]
+    names += [word for words in SEVERAL.values() for word in words]
     assert [name for name in names if f"`{name}`" not in COMING] == []
 
 

@@ -53,7 +53,7 @@ def choose(logits: Tensor, k: int) -> list[int]:
     return sorted(range(len(values)), key=lambda expert: (-values[expert], expert))[:k]
 
 
-def expected(x: Tensor, weights: Weights, config: ModelConfig) -> Expected:
+def expected(x: Tensor, weights: Weights, config: ModelConfig, *, together: int = 1) -> Expected:
     s, b, _ = x.shape
     experts, k = config.num_experts, config.moe_router_topk
     logits = x @ weights["router.weight"].t() + weights.get("router.linear_bias", 0.0)
@@ -87,6 +87,9 @@ def expected(x: Tensor, weights: Weights, config: ModelConfig) -> Expected:
         y = y + (scale * kept)[..., expert : expert + 1] * network(x, ups, downs, config, biases)
     if "shared.up.weight" in weights:
         y = y + network(x, weights["shared.up.weight"], weights["shared.down.weight"], config)
-    share = chosen.sum(0) / (k * s)
-    balance = experts * (share * probabilities.mean(0)).sum()
+    balance = torch.zeros((), dtype=x.dtype)
+    for first in range(0, b, together):  # each loss counts as its sequences
+        share = chosen[:, first : first + together].mean((0, 1)) / k
+        means = probabilities[:, first : first + together].mean((0, 1))
+        balance = balance + together * experts * (share * means).sum()
     return Expected(y=y, balance=balance, z=logits.logsumexp(-1).square().sum(), kept=kept)

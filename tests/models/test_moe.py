@@ -62,8 +62,8 @@ def context_of(auxiliary: AuxiliaryLosses | None = None, s: int = S) -> ForwardC
     return ForwardContext(seq_length=s, spans=(), positions=positions, position_ids=positions, auxiliary=auxiliary)
 
 
-def losses(scale: float = 1.0) -> AuxiliaryLosses:
-    return AuxiliaryLosses(1 / B, 1 / (S * B), scale, torch.device("cpu"))
+def losses(scale: float = 1.0, together: int = 1) -> AuxiliaryLosses:
+    return AuxiliaryLosses(1 / B, 1 / (S * B), scale, torch.device("cpu"), together=together)
 
 
 def leaves(layer: MoELayer) -> Weights:
@@ -83,14 +83,14 @@ def close(ours: Tensor | None, theirs: Tensor | None, what: str) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12, msg=lambda text: f"{what}: {text}")
 
 
-def compare(layer: MoELayer, config: ModelConfig, x: Tensor, *, scale: float = 1.0) -> Expected:
+def compare(layer: MoELayer, config: ModelConfig, x: Tensor, *, scale: float = 1.0, together: int = 1) -> Expected:
     """Output, gradients and losses of a layer for x [s, b, h]."""
-    auxiliary, upstream = losses(scale), draw(9, *x.shape)
+    auxiliary, upstream = losses(scale, together), draw(9, *x.shape)
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
     y = layer(ours, context_of(auxiliary))
     (y * upstream * scale).sum().backward()
     weights = leaves(layer)
-    want = expected(theirs, weights, config)
+    want = expected(theirs, weights, config, together=together)
     balance = want.balance * config.moe_aux_loss_coeff / B
     z = want.z * config.moe_z_loss_coeff / (S * B)
     (scale * ((want.y * upstream).sum() + balance + z)).backward()
@@ -134,6 +134,13 @@ def test_equals_a_loop_over_experts(changes: dict[str, Any]) -> None:
 def test_each_loss_alone_and_scaled(losses_of: dict[str, float]) -> None:
     config = config_of(**losses_of)
     compare(build(config), config, draw(1, S, B, H), scale=8.0)
+
+
+def test_the_loss_of_sequences_together() -> None:
+    """What one sequence has too much of, another may lack."""
+    config = config_of(moe_aux_loss_coeff=AUX)
+    each, both = (compare(build(config), config, draw(1, S, B, H), together=n).balance for n in (1, B))
+    assert float(both.detach()) < 0.999 * float(each.detach())
 
 
 def test_the_two_policies_drop_different_tokens() -> None:

@@ -274,6 +274,17 @@ ODD: dict[str, Settings] = {
         "moe_aux_loss_coeff": 0.1,
         "dp_strategy": "distributed-optimizer",
     },
+    "mixtral-losses-of-two": {
+        **FAMILIES["mixtral"],
+        "tp": 2,
+        "cp": 2,
+        "ep": 2,
+        "dp": 2,
+        "sequence_parallel": True,
+        "micro_batch_size": 2,
+        "moe_aux_loss_coeff": 0.1,
+        "moe_aux_loss_sequences": 2,
+    },
     "mixtral-uneven": {
         **FAMILIES["mixtral"],
         "pp": 2,

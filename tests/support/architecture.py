@@ -35,7 +35,7 @@ extensions, to see whether they load."""
 
 OPTIONAL_PACKAGES = {
     *("matplotlib", "pyarrow", "tensorboard", "tiktoken", "tokenizers", "torch.utils.tensorboard"),
-    *("transformers", "triton", "wandb", "mlflow", "zstandard", "jinja2", "rich", "fsspec", "datasets"),
+    *("transformers", "triton", "wandb", "mlflow", "comet_ml", "zstandard", "jinja2", "rich", "fsspec", "datasets"),
     "ray",
 }
 """Third-party packages of the extras, and those that help starts without: imported where they are used."""

@@ -55,6 +55,16 @@ def test_folders(byte_bpe: Path, tmp_path: Path) -> None:
     assert name(tokenizer_model=tmp_path, tokenizer_type="GPT2BPETokenizer") == "GPT2BPETokenizer"
 
 
+def test_a_folder_with_openais_names(byte_bpe: Path, tmp_path: Path) -> None:
+    for theirs, file in (("encoder.json", "vocab.json"), ("vocab.bpe", "merges.txt")):
+        (tmp_path / theirs).write_bytes((byte_bpe / file).read_bytes())
+    found, same = build(tokenizer_model=tmp_path), build(tokenizer_model=byte_bpe, tokenizer_type="GPT2BPETokenizer")
+    assert found is not None and same is not None and found.fingerprint() == same.fingerprint()
+    (tmp_path / "vocab.bpe").unlink()
+    with pytest.raises(ConfigError, match="holds no tokenizer"):
+        build(tokenizer_model=tmp_path)
+
+
 def test_a_vocabulary_with_the_word_model(tmp_path: Path) -> None:
     (tmp_path / "v.json").write_text('{"model": 1, "a": 0}')
     with pytest.raises(ConfigError, match=r"v\.json is the vocab\.json of a GPT-2 BPE"):
@@ -62,7 +72,7 @@ def test_a_vocabulary_with_the_word_model(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_tokenizer_or_with_several_files(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"holds no tokenizer\.json, tokenizer\.model or \.tiktoken"):
+    with pytest.raises(ConfigError, match=r"holds no tokenizer\.json, tokenizer\.model, \.tiktoken, or vocab"):
         build(tokenizer_model=tmp_path)
     for file in ("a.tiktoken", "b.tiktoken"):
         write_tiktoken(tmp_path / file, {bytes([i]): i for i in range(256)})

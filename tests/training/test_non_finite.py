@@ -205,11 +205,15 @@ def test_too_many_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for bad in (True, True, False, True):
         assert step(bad=bad).skipped is bad
+    state = runner.replica.scaler.state()
+    assert state == {"skipped_steps": 3, "skipped_samples": 24, "faults_in_a_row": 1}
+    runner.replica.scaler.load_state({})
+    runner.replica.scaler.load_state(state)  # a run that resumes counts on
     assert "skipped (2 in a row)" in str(step(bad=True).fault)
     with pytest.raises(NonFiniteError, match="max_consecutive_skips 2 steps before it were skipped too"):
         step(bad=True)
     assert runner.replica.optimizer.updates == 1
-    assert runner.replica.scaler.state() == {"skipped_steps": 4, "skipped_samples": 32}
+    assert runner.replica.scaler.state() == {"skipped_steps": 4, "skipped_samples": 32, "faults_in_a_row": 2}
     # The learning rate waits: the first good step has that of step 1, and those after it that of step 2.
     assert rates == [1e-3] * 3 + [2e-3] * 2
 
@@ -237,6 +241,7 @@ def test_overflows_at_the_smallest_loss_scale_end_the_run() -> None:
     assert [step(bad=True).skipped for _ in range(4)] == [True] * 4  # at 4, 2, 1, 1
     assert not step(bad=False).skipped
     assert [step(bad=True).loss_scale for _ in range(2)] == [1.0, 1.0]
+    assert runner.replica.scaler.state()["overflows_in_a_row"] == 2
     with pytest.raises(NonFiniteError, match="loss scale is at its minimum, 1, and did in max_consecutive_skips 2"):
         step(bad=True)
     assert runner.replica.optimizer.updates == 1

@@ -5,6 +5,7 @@ import json
 import math
 import sys
 import types
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,16 @@ from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 from megalite.training.sinks import JsonLines
-from megalite.training.writers import COLUMNS, TENSORBOARD_TAGS, CSVFile, MLflow, TensorBoard, Wandb, open_writers
+from megalite.training.writers import (
+    COLUMNS,
+    TENSORBOARD_TAGS,
+    Comet,
+    CSVFile,
+    MLflow,
+    TensorBoard,
+    Wandb,
+    open_writers,
+)
 
 
 def record(step: int, **more: Any) -> dict[str, Any]:
@@ -226,10 +236,12 @@ def test_wandb_learns_no_credentials(tmp_path: Path, wandb: Stub) -> None:
     assert "s3://***@host/run" in str(wandb.started[0]["config"])
 
 
-@pytest.mark.parametrize("service", ["mlflow", "wandb"])
-def test_a_service_that_is_not_there(service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, service, None)
-    with pytest.raises(ConfigError, match=f"^metrics has {service} in it but .*; pip install {service}, or leave"):
+@pytest.mark.parametrize(("service", "package"), [("mlflow", "mlflow"), ("wandb", "wandb"), ("comet", "comet_ml")])
+def test_a_service_that_is_not_there(
+    service: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=f"^metrics has {service} in it but .*; pip install {package}, or leave"):
         open_writers(config_of(tmp_path, metrics=[service]), step=0)
 
 
@@ -293,3 +305,80 @@ def test_mlflow_continues_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "lm loss")
     assert [(each.step, each.value) for each in history] == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
     assert run.data.params["hidden_size"] == str(config.model.hidden_size) and "hunter2" not in str(run.data.params)
+
+
+class CometStub(types.ModuleType):
+    """`comet_ml` as far as it is used; its calls take no argument that the package does not take."""
+
+    def __init__(self) -> None:
+        super().__init__("comet_ml")
+        self.started: list[tuple[str | None, dict[str, Any]]] = []
+        self.calls: list[tuple[str, Any]] = []
+
+    def ExperimentConfig(
+        self,
+        log_code: bool | None = None,
+        log_graph: bool | None = None,
+        parse_args: bool | None = None,
+        log_git_metadata: bool | None = None,
+        log_git_patch: bool | None = None,
+        log_env_details: bool | None = None,
+        log_env_host: bool | None = None,
+        auto_output_logging: str | bool = "default",
+        auto_param_logging: bool = True,
+        auto_metric_logging: bool = True,
+        auto_log_co2: bool = True,
+        offline_directory: str | None = None,
+        name: str | None = None,
+    ) -> dict[str, Any]:
+        return {name: value for name, value in locals().items() if name != "self"}
+
+    def start(
+        self, *, experiment_key: str | None = None, experiment_config: dict[str, Any] | None = None
+    ) -> "CometStub":
+        self.started.append((experiment_key, experiment_config or {}))
+        return self
+
+    def get_key(self) -> str:
+        return self.started[-1][0] or "0123456789abcdef" * 2
+
+    def log_parameters(self, parameters: dict[str, Any], step: int | None = None) -> None:
+        self.calls.append(("parameters", parameters))
+
+    def log_metrics(self, dic: dict[str, Any], step: int | None = None) -> None:
+        self.calls.append(("metrics", (step, dic)))
+
+    def end(self) -> None:
+        self.calls.append(("end", None))
+
+
+def test_comet_continues_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers under their tags; the config once and without credentials; nothing that Comet finds by itself."""
+    comet = CometStub()
+    monkeypatch.setitem(sys.modules, "comet_ml", comet)
+    config = replace(RunConfig(), run_dir=str(tmp_path), metrics=["comet"], data_path=["s3://me:hunter2@host/x"])
+    for resumes in (False, True):
+        sink = Comet(replace(config, load="x" if resumes else None), step=0)
+        sink.write(record(1, ms_per_step=1500.0, mfu=None))
+        sink.close()
+    (first, settings), (second, _) = comet.started
+    assert first is None and second == (tmp_path / "comet-run-id").read_text().strip()
+    assert settings.pop("name") == tmp_path.name and settings.pop("offline_directory") == str(tmp_path / "comet")
+    assert set(settings.values()) == {False}
+    written = ("metrics", (1, {"lm loss": 1.0, "iteration-time": 1.5}))
+    (_, parameters), *rest = comet.calls
+    assert rest == [written, ("end", None)] * 2
+    assert parameters["hidden_size"] == str(config.model.hidden_size) and "hunter2" not in str(parameters)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_comet_itself_writes_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("comet_ml")
+    monkeypatch.setenv("COMET_START_ONLINE", "0")
+    sink = Comet(replace(RunConfig(), run_dir=str(tmp_path), metrics=["comet"]), step=0)
+    sink.write(record(1))
+    sink.close()
+    (file,) = (tmp_path / "comet").glob("*.zip")
+    with zipfile.ZipFile(file) as archive:
+        kept = archive.read("messages.json").decode()
+    assert "lm loss" in kept and "hidden_size" in kept

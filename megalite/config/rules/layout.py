@@ -5,7 +5,7 @@ import math
 from megalite.config.byte_size import parse_byte_size
 from megalite.config.describe import settings
 from megalite.config.errors import ConfigError, Findings
-from megalite.config.parallel import message_bytes
+from megalite.config.parallel import layout_items, message_bytes
 from megalite.config.rules.rule import (
     Check,
     Settings,
@@ -247,8 +247,8 @@ EXPERTS: tuple[Check, ...] = (
                     and c.moe_router_score_function != "sigmoid"
                 )
             ),
-            "moe_router_pre_softmax has no effect with moe_router_score_function sigmoid, which has no softmax; remove it": (
-                lambda c: c.moe_router_pre_softmax and c.moe_router_score_function == "sigmoid"
+            "{?moe_router_pre_softmax} has no effect with moe_router_score_function sigmoid, which has no softmax; remove it": (
+                lambda c: c.moe_router_score_function == "sigmoid"
             ),
             "{!moe_router_bias_update_rate} has no effect without a bias; add --moe-router-enable-expert-bias or remove it": (
                 lambda c: c.num_experts is not None and not c.moe_router_enable_expert_bias
@@ -259,6 +259,11 @@ EXPERTS: tuple[Check, ...] = (
             "dp_strategy distributed-optimizer": (
                 lambda c: c.moe_router_enable_expert_bias and c.strategy.weights != "equal"
             ),
+            "{!moe_aux_loss_sequences} has no effect without moe_aux_loss_coeff; add --moe-aux-loss-coeff 0.01 or remove it": (
+                lambda c: c.num_experts is not None and not c.moe_aux_loss_coeff
+            ),
+            "{moe_aux_loss_sequences} does not divide {micro_batch_size}; use {=micro_batch_size} or less, or a multiple of "
+            "{=moe_aux_loss_sequences} as --micro-batch-size": lambda c: c.micro_batch_size % c.moe_aux_loss_sequences,
             "{moe_first_dense_layers} leaves none of {num_layers} to experts; use less than {=num_layers}, or remove "
             "{num_experts}": lambda c: c.num_experts is not None and c.moe_first_dense_layers >= c.num_layers,
             "{!moe_token_drop_policy} has no effect without moe_expert_capacity_factor, because no token is dropped; add "
@@ -388,6 +393,9 @@ def _stages(c: Settings) -> Findings:
         return
     if cut is None:
         return
+    further = layout_items(c.pipeline_layout or "").count("m")
+    if further not in (0, c.mtp_num_layers):
+        yield say(c, f"{{pipeline_layout}} has {further} m, but {{mtp_num_layers}}; use as many, or none")
     given = f"{'pipeline_layers' if c.pipeline_layers is not None else 'pipeline_layout, in layers'} {_commas(cut)}"
     even = _commas(_even(c.num_layers, stages))
     if len(cut) != stages:

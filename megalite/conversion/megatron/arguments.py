@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megalite.config.errors import ConfigError
+from megalite.config.megatron import expert_layers
 from megalite.config.model import LATENT_SIZES, LAYER_LISTS, ModelConfig
 from megalite.config.run import RunConfig
 from megalite.config.training import TrainingConfig
@@ -327,11 +328,6 @@ def _expert_layers(args: Arguments) -> tuple[int, int]:
     pattern, layers = args.get("moe_layer_freq", 1), args.whole("num_layers")
     if isinstance(pattern, int):
         return 0, args.whole("moe_layer_freq", 1)
-    is_list = isinstance(pattern, list | tuple) and all(item in (0, 1) for item in pattern)
-    if is_list and len(pattern) == layers and 1 in pattern:
-        first = list(pattern).index(1)
-        after = [index for index in range(first + 1, layers) if pattern[index] == 1]
-        every = after[0] - first if after else layers
-        if all((index - first) % every == 0 for index in after) and len(after) == (layers - 1 - first) // every:
-            return first, every
+    if isinstance(pattern, list | tuple) and len(pattern) == layers and (found := expert_layers(pattern)) is not None:
+        return found
     raise ConversionError(f"{args.path}: args.moe_layer_freq is {pattern!r}; only every n-th layer after dense ones")

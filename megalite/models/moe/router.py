@@ -89,7 +89,7 @@ class Router(torch.nn.Module):
     the choice alone; `balance` moves it after a step. With groups a token chooses among the experts of its best groups.
 
     Of equal scores the expert with the lower index is taken. The load-balancing loss (arXiv 2101.03961) is taken over
-    each sequence, so that neither microbatch nor layout changes it: with f_e the share of the sequence's k·s choices
+    each sequence, or each n neighbours of the batch, so that neither microbatch nor layout changes it: with f_e the share of the sequence's k·s choices
     that fell on expert e, and P_e the mean over its tokens of the softmax over all experts (of sigmoids over their sum), it is E·Σ_e f_e·P_e. The
     z-loss (arXiv 2202.08906) is the square of a token's logsumexp. The objective has their means over all
     sequences and all tokens of the global batch, masked or not, dropped or not.
@@ -122,7 +122,7 @@ class Router(torch.nn.Module):
     def forward(self, x: Tensor, positions: Tensor, context: ForwardContext) -> Routing:
         """x [s_local, b, h] with its rows' positions [s_local] in the sequence.
 
-        Collectives: with a load-balancing loss an all-reduce of b·E counts over tp·cp; with a capacity an all-gather
+        Collectives: with a load-balancing loss an all-reduce of b·E/n counts over tp·cp; with a capacity an all-gather
         of s_local·(2·b·k + 1) numbers over it / none.
         """
         logits = _RouterLinear.apply(x, self.weight)
@@ -184,13 +184,15 @@ class Router(torch.nn.Module):
                 chosen = _largest(probabilities.detach(), self.topk)
             if self.sigmoid:
                 probabilities = probabilities / (probabilities.sum(dim=-1, keepdim=True) + _LEAST)
-            choices = chosen.transpose(0, 1).flatten(1)
+            together = auxiliary.together
+            choices = chosen.transpose(0, 1).reshape(chosen.shape[1] // together, -1)
             counts = probabilities.new_zeros(choices.shape[0], self.experts)
             counts.scatter_add_(1, choices, torch.ones_like(choices, dtype=counts.dtype))
             self.sequence.all_reduce(counts)
-            # E·Σ_e f_e·P_e with f = counts/(k·s) and P = Σ probabilities/s
-            factor = self.experts / (self.topk * context.seq_length**2)
-            loss = (probabilities.sum(dim=0) * counts).sum() * factor
+            # n·E·Σ_e f_e·P_e with f = counts/(k·s·n) and P = Σ probabilities/(s·n): it counts as n sequences
+            factor = self.experts / (self.topk * context.seq_length**2 * together)
+            sums = probabilities.sum(dim=0).unflatten(0, (-1, together)).sum(dim=1)
+            loss = (sums * counts).sum() * factor
             weight = self.aux_coeff * auxiliary.per_sequence
             weights = auxiliary.attach(weights, LOAD_BALANCING_LOSS, loss * weight)
         if self.z_coeff:

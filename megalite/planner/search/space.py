@@ -199,6 +199,7 @@ def _refused(config: RunConfig, name: str) -> str:
 def _without_layout(config: RunConfig) -> RunConfig:
     p, default = config.parallel, settings()
     searched = {name: default[name].default for name in (*SEARCHED, "shard_gradients", "dp")}
+    searched["micro_batch_size"] = config.training.moe_aux_loss_sequences  # the least
     cut = {"pipeline_layers": p.pipeline_layers, "pipeline_layout": p.pipeline_layout}
     bare = with_settings(config, **searched, **dict.fromkeys(cut))
     alone = validate(with_settings(bare, **{name: default[name].default for name in AS_GIVEN}), 1)
@@ -388,7 +389,8 @@ def _shares(request: Request, pp: int) -> Shares:
     cps = [cp for cp in divisors(ranks) if (cp == 1 or s % (2 * cp) == 0) and request.allows("cp", cp)]
     eps = [1] if model.num_experts is None else divisors(model.num_experts)
     eps = [ep for ep in eps if request.allows("ep", ep)]
-    micro = [b for b in divisors(batch) if request.allows("micro_batch_size", b)]
+    together = config.training.moe_aux_loss_sequences
+    micro = [b for b in divisors(batch) if request.allows("micro_batch_size", b) and b % together == 0]
     recompute = [RECOMPUTE.index(name) for name in request.of("recompute_granularity")]
     strategies = [STRATEGIES.index(name) for name in request.of("dp_strategy")]
     sequence = [int(value) for value in request.of("sequence_parallel")]
