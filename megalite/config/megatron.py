@@ -74,7 +74,8 @@ REFUSED_VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "position_embedding_type": {"yarn": "use --position-embedding-type rope --rope-scaling yarn"},
         "optimizer": {
-            "dist_muon": "use --optimizer muon --dp-strategy distributed-optimizer, which deals out states and matrices"
+            "dist_muon": "use --optimizer muon --dp-strategy distributed-optimizer, which deals out states and matrices",
+            "soap": "use --optimizer one-sided-soap, with a basis of the smaller dimension alone",
         },
     }
 )
