@@ -70,12 +70,13 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         "dp_instances": "instances are runs of neighbours in the dp·cp group, as there; it works with `fully-sharded` too",
         "overlap_grad_reduce": "theirs is off unless given",
         "overlap_param_gather": "theirs is off unless given",
+        "fp8_param_gather": "with `--dp-strategy fully-sharded`; a rank keeps its weights in bf16",
         "distributed_backend": "auto is nccl on CUDA and gloo on a CPU; theirs is nccl",
         "distributed_timeout_minutes": SAME,
         # data parallel
         "check_replicas_interval": "names the ranks and a tensor that differ",
         # optimizer
-        "optimizer": "adam, sgd and muon are both's; lamb and the 1-bit ones are ours",
+        "optimizer": "adam, sgd and muon are both's; lamb, one-sided-soap and the 1-bit ones are ours",
         "lr": "required there",
         "min_lr": SAME,
         "decoupled_lr": "with `--optimizer adam`",
