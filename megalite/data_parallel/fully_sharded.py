@@ -62,7 +62,7 @@ def fp8_scales(
 
 
 class Fp8Gather:
-    """A bucket on its way in fp8 (e4m3), which takes no memory of its own: the bytes come into the second half of the bucket,
+    """A bucket on its way in fp8 (e4m3), which takes no more memory: the bytes come into the second half of the bucket,
     and become bf16 from its start on, where what is written never reaches what is still to be read.
 
     Args:

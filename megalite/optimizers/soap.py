@@ -24,7 +24,7 @@ class SOAP(MatrixOptimizer):
     smaller dimension alone (of columns where c < r, by gᵀg), and so S and Q, of min(r, c)² numbers, fit into r·c. They are
     kept as states like any other, in the first elements of a matrix, so that memory, checkpoints and sharding are those of
     two more moments. Q starts from the identity, so that the first updates are Adam's. Each expert's matrix, gate and up
-    projection are matrices of their own; queries, keys and values of a layer are one.
+    projection are separate matrices; queries, keys and values of a layer are one.
     """
 
     sends, returns, keeps = 5, 4, True
@@ -56,7 +56,7 @@ class SOAP(MatrixOptimizer):
         if count % config.soap_frequency == 0:
             shift = SHIFT * gram.diagonal().mean()
             turned, triangle = torch.linalg.qr(torch.addmm(basis * shift, gram, basis))
-            # Of each column's two signs the one that goes on.
+            # Of the two signs of a column the one that it had.
             basis.copy_(turned * torch.where(triangle.diagonal() < 0.0, -1.0, 1.0))
 
     def _after(self, piece: Piece, made: Sequence[torch.Tensor], update: Update) -> None:
