@@ -160,8 +160,7 @@ _NO_EFFECT: Mapping[str, str] = {
         "--outer-dp-sharding-strategy= --enable-full-sharding-in-hsdp "
         "--megatron-fsdp-version= --no-use-layer-wise-param-layout --keep-fp8-transpose-cache "
         "--torch-fsdp2-no-reshard-after-forward --init-model-with-meta-device --no-initialization "
-        "--dump-param-to-param-group-map= --reuse-grad-buf-for-mxfp8-param-ag --fp8-param-gather "
-        "--fp4-param-gather"
+        "--dump-param-to-param-group-map= --reuse-grad-buf-for-mxfp8-param-ag --fp4-param-gather"
     ),
     "memory and garbage collection: --dry-run says what a rank holds": (
         "--use-torch-optimizer-for-cpu-offload --no-pin-cpu-grads --no-pin-cpu-params "

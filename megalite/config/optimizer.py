@@ -42,6 +42,10 @@ def _of_muon(c: "OptimizerConfig", hidden_matrix: bool) -> Formats:
     return {"momentum_buffer": "main"} if hidden_matrix else {"exp_avg": "main", "exp_avg_sq": "main"}
 
 
+def _of_soap(c: "OptimizerConfig", hidden_matrix: bool) -> Formats:
+    return dict.fromkeys((*MOMENTS, "gram", "eigenbasis") if hidden_matrix else MOMENTS, "main")
+
+
 _HERE = "megalite.optimizers"
 _ADAM = "adam_beta1 adam_beta2 adam_eps"
 _ONEBIT = f"{_ADAM} freeze_step freeze_threshold onebit_scale"
@@ -76,6 +80,10 @@ OPTIMIZERS: Registry[Any] = Registry(
                 host_passes=1,
                 matrices_apart=True,
             ),
+        ),
+        "one-sided-soap": (
+            f"{_HERE}.soap:SOAP",
+            OptimizerFacts(states=_of_soap, settings=f"{_ADAM} soap_frequency", host_passes=2, matrices_apart=True),
         ),
         "schedule-free-adamw": (
             f"{_HERE}.schedule_free:ScheduleFreeAdamW",
@@ -122,8 +130,9 @@ class OptimizerConfig:
     """The optimizer and its schedules. Norms and biases are not decayed."""
 
     optimizer: str = option("adam", choices=OPTIMIZERS)
-    """adam is AdamW; muon orthogonalises the update of matrices; schedule-free-adamw averages its steps; onebit-adam,
-    onebit-lamb and zero-one-adam exchange signs of their momentum after a warm-up."""
+    """adam is AdamW; muon orthogonalises the update of matrices; one-sided-soap is AdamW in the eigenbasis of the smaller
+    dimension of a matrix; schedule-free-adamw averages its steps; onebit-adam, onebit-lamb and zero-one-adam exchange signs
+    of their momentum after a warm-up."""
     lr: float = option(1e-3, above=0, basic=True)
     """Peak learning rate."""
     min_lr: float = option(0.0, at_least=0, basic=True)
@@ -195,6 +204,8 @@ class OptimizerConfig:
     """muon: factor of a matrix [r, c]: spectral, √max(r, c); shape_scaling, √max(1, r/c); unit_rms_norm, √(r/c)."""
     muon_split_qkv: bool = option(True)
     """muon: queries, keys and values of a layer are three matrices, else one."""
+    soap_frequency: int = option(10, at_least=1)
+    """one-sided-soap: updates after which the eigenbasis is made again."""
     qk_clip: bool = option(False)
     """After each step shrink query and key weights of heads with an attention logit above qk_clip_threshold (MuonClip
     of Kimi-K2)."""

@@ -149,7 +149,7 @@ STRATEGIES: Registry[type] = Registry(
         "fully-sharded": (
             f"{_HERE}.fully_sharded:FullySharded",
             StrategyFacts(
-                settings=f"{_GRADIENTS} overlap_param_gather dp_instances",
+                settings=f"{_GRADIENTS} overlap_param_gather fp8_param_gather dp_instances",
                 traffic=lambda t: _sharded(t, t.microbatches),
                 shards="parameters",
                 searched=True,

@@ -170,6 +170,7 @@ def _kind(parameter: ShardedParameter) -> BucketKind:
         expert=info.expert,
         orthogonal=info.orthogonal,
         learning_rate=info.learning_rate,
+        fp8=info.fp8,
     )
 
 

@@ -30,6 +30,8 @@ class BucketKind(NamedTuple):
     orthogonal: bool = False
     learning_rate: tuple[bool, float] = (False, 1.0)
     """A `models.shapes.LearningRate`."""
+    fp8: bool = False
+    """It is gathered in fp8."""
 
     @property
     def in_parts(self) -> bool:

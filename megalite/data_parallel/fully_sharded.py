@@ -1,7 +1,8 @@
 """Data parallelism that keeps a part of everything on each rank: parameters, gradients, optimizer state (ZeRO-3)."""
 
+import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,9 +11,10 @@ from torch.autograd import Variable
 
 from megalite.data_parallel.buckets import Bucket, alloc_storage, free_storage, has_memory, parameters_of
 from megalite.data_parallel.facts import Placement
-from megalite.data_parallel.shards import OptimizerShard
+from megalite.data_parallel.shards import PIECE, OptimizerShard
 from megalite.data_parallel.strategy import FlatState
 from megalite.data_parallel.zero import DistributedOptimizer
+from megalite.kernels.matmul import E4M3, quantise
 from megalite.tensor_parallel.parameter import ShardedParameter
 from megalite.topology.group import DONE, Work
 
@@ -31,6 +33,67 @@ def find_units(stage: torch.nn.Module) -> list[torch.nn.Module]:
     within = {parameter for unit in units for parameter in parameters_of(unit)}
     assert within == set(parameters_of(stage)), "a stage has parameters outside its units"
     return units
+
+
+def fp8_scales(
+    own: Mapping[Bucket, torch.Tensor], *, rank: int, largest_of_all: Callable[[torch.Tensor], None]
+) -> dict[Bucket, dict[int, torch.Tensor]]:
+    """Of each bucket that is gathered in fp8: start of a tensor in it -> what undoes the tensor's scale, fp32 [].
+
+    Args:
+        own: the part of each bucket that rank `rank` has.
+        largest_of_all: numbers become the largest of all ranks' numbers.
+    """
+    buckets = [bucket for bucket in own if bucket.kind.fp8]
+    places = [(bucket, placed.start) for bucket in buckets for placed in bucket.placed]
+    largest = torch.zeros(len(places), dtype=torch.float32, device=own[buckets[0]].device)
+    numbers = dict(zip(places, largest, strict=True))
+    for bucket in buckets:
+        start = rank * own[bucket].numel()
+        for placed, first, last in bucket.within(start, start + own[bucket].numel()):
+            part = own[bucket][first - start : last - start]
+            numbers[bucket, placed.start].copy_(torch.linalg.vector_norm(part, torch.inf, dtype=torch.float32))
+    largest_of_all(largest)
+    found: dict[Bucket, dict[int, torch.Tensor]] = {bucket: {} for bucket in buckets}
+    for (bucket, start), number in numbers.items():
+        # The product's own rule: it rounds the weights once more, to the same values.
+        found[bucket][start] = quantise(number, E4M3)[1]
+    return found
+
+
+class Fp8Gather:
+    """A bucket on its way in fp8 (e4m3), which takes no more memory: the bytes come into the second half of the bucket,
+    and become bf16 from its start on, where what is written never reaches what is still to be read.
+
+    Args:
+        undo: see `fp8_scales`.
+    """
+
+    def __init__(self, bucket: Bucket, undo: Mapping[int, torch.Tensor]) -> None:
+        self._bucket, self._undo = bucket, undo
+        self.whole = bucket.data.view(torch.uint8)[bucket.data.numel() :]
+        """Where the bytes come."""
+
+    def _pieces(self, start: int, stop: int) -> Iterator[tuple[torch.Tensor, int, int]]:
+        for placed, first, last in self._bucket.within(start, stop):
+            undo = self._undo[placed.start]
+            yield from ((undo, piece, min(piece + PIECE, last)) for piece in range(first, last, PIECE))
+
+    def round(self, own: torch.Tensor, start: int) -> torch.Tensor:
+        """This rank's bytes, in their place; `own` are the weights from element `start` of the bucket on."""
+        place = self.whole[start : start + own.numel()]
+        place.zero_()  # padding
+        for undo, first, last in self._pieces(start, start + own.numel()):
+            scaled = own[first - start : last - start] * undo.reciprocal().to(own.dtype)
+            place[first - start : last - start] = scaled.to(E4M3).view(torch.uint8)
+        return place
+
+    def widen(self) -> None:
+        """All bytes are there: make them the bucket's weights."""
+        data = self._bucket.data
+        for undo, first, last in self._pieces(0, data.numel()):
+            data[first:last] = self.whole[first:last].view(E4M3).to(data.dtype) * undo.to(data.dtype)
+        data[self._bucket.placed[-1].stop :] = 0.0
 
 
 class FullySharded(DistributedOptimizer):
@@ -97,7 +160,9 @@ class FullySharded(DistributedOptimizer):
     # ---- gathering
 
     def _watch(self, stages: Mapping[int, torch.nn.Module], *, overlap: bool) -> None:
-        self._gathering: dict[Bucket, Work] = {}
+        self._gathering: dict[Bucket, tuple[Work, Fp8Gather | None]] = {}
+        self._scales: Mapping[Bucket, Mapping[int, torch.Tensor]] | None = None
+        """Of what is gathered in fp8; None: the weights have changed since."""
         self._overlap_gather = overlap
         bucket_of = {placed.parameter: bucket for bucket in self._own for placed in bucket.placed}
         self._needs = [
@@ -147,22 +212,43 @@ class FullySharded(DistributedOptimizer):
         self._start_gathers(wanted)
         self._finish_gathers(self._needs[now])
 
-    def _start_gathers(self, buckets: Iterable[Bucket]) -> None:
+    def _start_gathers(self, buckets: Iterable[Bucket], *, exact: bool = False) -> None:
         for bucket in buckets:
             if not has_memory(bucket.data):
                 alloc_storage(bucket.data)
-                self._gathering[bucket] = self._gather(bucket)
+                whole, own = bucket.data, self._own[bucket]
+                rounded: Fp8Gather | None = None
+                if bucket.kind.fp8 and not exact:
+                    if self._scales is None:
+                        rank, reduce = self.groups.dp.rank, functools.partial(self._largest_of_all, bucket)
+                        self._scales = fp8_scales(self._own, rank=rank, largest_of_all=reduce)
+                    rounded = Fp8Gather(bucket, self._scales[bucket])
+                    whole, own = rounded.whole, rounded.round(own, self.owned_range(bucket)[0])
+                self._gathering[bucket] = self._gather(bucket, whole, own), rounded
 
-    def _gather(self, bucket: Bucket) -> Work:
-        channel, own = self.channel(bucket), self._own[bucket]
-        if self.device.type == "cpu" and channel.sums_in_parts(bucket.grad.dtype):
-            # Reduce-scatters run in the background thread: gathers must too, so that every rank has them in one order.
-            return channel.in_background(lambda: channel.gather_raw(bucket.data, own))
-        return channel.gather_raw_async(bucket.data, own)
+    def _gather(self, bucket: Bucket, whole: torch.Tensor, own: torch.Tensor) -> Work:
+        channel = self.channel(bucket)
+        if self._in_background(bucket):
+            return channel.in_background(lambda: channel.gather_raw(whole, own))
+        return channel.gather_raw_async(whole, own)
+
+    def _largest_of_all(self, bucket: Bucket, numbers: torch.Tensor) -> None:
+        channel = self.channel(bucket)
+        if self._in_background(bucket):
+            channel.in_background(lambda: channel.group.all_reduce(numbers, op="max")).wait()
+        else:
+            channel.group.all_reduce(numbers, op="max")
+
+    def _in_background(self, bucket: Bucket) -> bool:
+        """Reduce-scatters run in the background thread: gathers must too, so that every rank has them in one order."""
+        return self.device.type == "cpu" and self.channel(bucket).sums_in_parts(bucket.grad.dtype)
 
     def _finish_gathers(self, buckets: Iterable[Bucket]) -> None:
         for bucket in buckets:
-            self._gathering.pop(bucket, DONE).wait()
+            work, rounded = self._gathering.pop(bucket, (DONE, None))
+            work.wait()
+            if rounded is not None:
+                rounded.widen()
 
     def _free(self, *, but: Sequence[Bucket] = ()) -> None:
         for bucket in self._own:
@@ -184,9 +270,11 @@ class FullySharded(DistributedOptimizer):
     def publish_parameters(self) -> None:
         super(DistributedOptimizer, self).publish_parameters()
         self._free()
+        self._scales = None
 
     def wait_for_parameters(self) -> None:
-        self._start_gathers(self._own)
+        self._free()  # what is there may be rounded
+        self._start_gathers(self._own, exact=True)
         self._finish_gathers(self._own)
 
     def settle(self) -> None:
@@ -202,4 +290,5 @@ class FullySharded(DistributedOptimizer):
 
     def loaded(self) -> None:
         self._free()
+        self._scales = None
         super().loaded()

@@ -14,7 +14,8 @@ from typing import Literal, NamedTuple
 
 from megalite.config.errors import ConfigError
 from megalite.config.model import BLOCKS, BlockFacts, ModelConfig
-from megalite.config.optimizer import OptimizerConfig, parse_lr_multipliers
+from megalite.config.optimizer import OPTIMIZERS, OptimizerConfig, parse_lr_multipliers
+from megalite.config.run import RunConfig
 
 Init = Literal["normal", "residual", "zeros", "ones"]
 Convention = Literal["palm", "megatron"]
@@ -66,6 +67,31 @@ def learning_rate(
     if is_hidden_matrix(name, shape, decay=decay):
         factors.append(1 / model.width_multiplier)
     return LearningRate(config.decoupled_lr is not None and name in DECOUPLED, math.prod(factors))
+
+
+class Treatment(NamedTuple):
+    """What the parameters of a bucket have in common, beside how they are split: fields of `BucketKind`."""
+
+    orthogonal: bool
+    learning_rate: LearningRate
+    fp8: bool
+    """Gathered in fp8: it is a column- or row-parallel layer's that multiplies in it."""
+
+
+def treatment(
+    name: str, shape: tuple[int, ...], *, decay: bool, shard_dim: int | None, expert: bool, config: RunConfig
+) -> Treatment:
+    """Of a parameter, by its name."""
+    model, fp8 = config.model, False
+    if config.parallel.fp8_param_gather and shard_dim is not None and decay and len(shape) > 1 and not expert:
+        first, index, *_ = name.split(".")
+        fp8 = first == "layers" and 0 < int(index) < model.num_layers - 1
+    return Treatment(
+        orthogonal=OPTIMIZERS.facts(config.optimizer.optimizer).matrices_apart
+        and is_hidden_matrix(name, shape, decay=decay),
+        learning_rate=learning_rate(name, shape, decay=decay, model=model, config=config.optimizer),
+        fp8=fp8,
+    )
 
 
 def check_lr_multipliers(model: ModelConfig, config: OptimizerConfig) -> None:

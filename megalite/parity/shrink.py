@@ -164,7 +164,7 @@ _KEPT_DATA = ("eod_mask_loss", "reset_attention_mask", "reset_position_ids", "pa
 _KEPT_OPTIMIZER = (
     *("optimizer", "weight_decay", "adam_beta1", "adam_beta2", "clip_grad", "sgd_momentum", "sgd_nesterov"),
     *("lamb_min_coeff", "lamb_max_coeff", "muon_momentum", "muon_nesterov", "muon_steps", "muon_scale"),
-    *("muon_scale_mode", "muon_split_qkv", "optimizer_cpu_offload", "optimizer_offload_fraction"),
+    *("muon_scale_mode", "muon_split_qkv", "soap_frequency", "optimizer_cpu_offload", "optimizer_offload_fraction"),
     *("ema_decay", "eval_ema", "qk_clip", "qk_clip_threshold", "qk_clip_alpha"),
     "lr_multipliers",
 )

@@ -84,6 +84,14 @@ def _attention(config: RunConfig, layer_index: int) -> Iterator[_Kept]:
         without = not exchanged or projected < 2 * queries or model.qk_norm_all_heads
         both = "qkv_linear core_attn" if joint_values else "qkv_linear"
         yield _Kept(e * (queries + projected // (1 + without) + joint_values) / p.tp, saved_by=both)
+        if not model.qk_norm_all_heads:
+            # The statistics of each head; a number a token or less is not worth a copy.
+            of_head = exact
+            if model.normalization == "LayerNorm":  # which has two, on a CPU in the type of its input
+                of_head = 2 * (e if training.device == "cpu" else exact)
+            for heads in (queries // model.head_size, keys_and_values // (2 * model.head_size)):
+                few = heads * whole <= p.tp
+                yield _Kept(of_head * heads / p.tp, saved_by="" if few else "qkv_linear")
     if model.attention_dropout:
         # The softmax, its mask and what is left of it; and keys and values of the ranks that do not exchange heads.
         sinks = exact if model.softmax_type != "vanilla" else 0  # their share

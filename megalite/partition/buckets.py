@@ -18,7 +18,7 @@ from megalite.data_parallel.facts import (
     strategy_states,
     wire_width,
 )
-from megalite.models.shapes import ParameterShape, check_lr_multipliers, is_hidden_matrix, learning_rate, needs_copy
+from megalite.models.shapes import ParameterShape, check_lr_multipliers, is_hidden_matrix, needs_copy, treatment
 from megalite.partition.activations import ELEMENT_BYTES
 from megalite.partition.stages import StagePlan, shapes_of, shares_embedding
 
@@ -110,6 +110,8 @@ class PlannedBucket:
     shapes: tuple[ParameterShape, ...]
     unit: str = ""
     """Where parameters are sharded: which module's it is."""
+    fp8: bool = False
+    """It is gathered in fp8."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -151,7 +153,6 @@ def _unit(config: RunConfig, plan: StagePlan, name: str) -> str:
 def _cut(config: RunConfig, shapes: list[ParameterShape], *, tied_apart: bool, unit: str = "") -> list[PlannedBucket]:
     p = config.parallel
     dense, expert = all_replicas(config)
-    apart = OPTIMIZERS.facts(config.optimizer.optimizer).matrices_apart
 
     def kind_of(shape: ParameterShape) -> BucketKind:
         return BucketKind(
@@ -160,10 +161,13 @@ def _cut(config: RunConfig, shapes: list[ParameterShape], *, tied_apart: bool, u
             partial_over_tp=is_partial(shape, config),
             tied=tied_apart and shape.name == "embedding.word.weight",
             expert=shape.expert,
-            learning_rate=learning_rate(
-                shape.name, shape.shape, decay=shape.decay, model=config.model, config=config.optimizer
-            ),
-            orthogonal=apart and is_hidden_matrix(shape.name, shape.shape, decay=shape.decay),
+            **treatment(
+                *(shape.name, shape.shape),
+                decay=shape.decay,
+                shard_dim=shape.shard_dim,
+                expert=shape.expert,
+                config=config,
+            )._asdict(),
         )
 
     found = []
@@ -180,6 +184,7 @@ def _cut(config: RunConfig, shapes: list[ParameterShape], *, tied_apart: bool, u
                 elements=padded(sum(local_size(shape, config) for shape in members), everywhere),
                 shapes=tuple(members),
                 unit=unit,
+                fp8=kind.fp8,
             )
         )
     return found

@@ -85,6 +85,8 @@ def gradient_volumes(
             pushes = num_microbatches * (2 if bucket.tied and shares_embedding(stages) else 1)
             for operation, size in _exchanges(config, bucket, pushes, count):
                 yield bucket.group, operation, round(size)
+            if bucket.fp8:  # the largest element of each tensor
+                yield bucket.group, "all-reduce", 4 * len(bucket.shapes)
         if config.parallel.instances > 1:
             size = bucket.elements // bucket.replicas * wire_width(config)
             across = bucket.group.replace("intra", "inter")
@@ -126,7 +128,7 @@ def _exchanges(
             config=config,
             elements=bucket.elements,
             replicas=bucket.replicas,
-            parameter=ELEMENT_BYTES[config.training.precision],
+            parameter=1 if bucket.fp8 else ELEMENT_BYTES[config.training.precision],
             wire=wire,
             in_parts=_sums_in_parts(config),
             gathers=gathers,

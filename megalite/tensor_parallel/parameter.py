@@ -32,6 +32,8 @@ class ParameterInfo:
     """The optimizer orthogonalises its update, so it keeps other states than the rest and shares no bucket with it."""
     learning_rate: tuple[bool, float] = (False, 1.0)
     """A `models.shapes.LearningRate`: it shares no bucket with those that have another."""
+    fp8: bool = False
+    """It is gathered in fp8, so it shares no bucket with what is not."""
 
 
 class ShardedParameter(torch.nn.Parameter):

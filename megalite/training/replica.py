@@ -24,7 +24,7 @@ from megalite.kernels.registry import Kernels
 from megalite.models.compute import apply_compute, use_numerics
 from megalite.models.gpt import GPTStage
 from megalite.models.recompute import Recompute
-from megalite.models.shapes import check_lr_multipliers, is_hidden_matrix, layer_shapes, learning_rate
+from megalite.models.shapes import check_lr_multipliers, layer_shapes, treatment
 from megalite.optimizers.base import Context, FlatParameter, Optimizer, Segment, check_states
 from megalite.optimizers.schedules import LossScaler
 from megalite.partition.pipeline import lowered, plan_stages, proved, schedule_of
@@ -59,22 +59,18 @@ def build_strategy(
     """What `dp_strategy` names, over this rank's stages; their parameters move into its buckets."""
     parallel, settings = config.parallel, config.data_parallel
     parameters = [parameter for stage in stages.values() for parameter in stage.parameters() if parameter.requires_grad]
-    if OPTIMIZERS.facts(config.optimizer.optimizer).matrices_apart:
-        # Hidden matrices then share no bucket with parameters that are not orthogonalised.
-        for parameter in parameters:
-            if isinstance(parameter, ShardedParameter):
-                info = parameter.info
-                found = is_hidden_matrix(info.spec.name, info.spec.global_shape, decay=info.decay)
-                parameter.info = dataclasses.replace(info, orthogonal=found)
-    if config.optimizer.decoupled_lr is not None or config.optimizer.lr_multipliers or config.model.use_mup:
-        check_lr_multipliers(config.model, config.optimizer)
-        for parameter in parameters:
-            if isinstance(parameter, ShardedParameter):
-                info, spec = parameter.info, parameter.info.spec
-                own = learning_rate(
-                    spec.name, spec.global_shape, decay=info.decay, model=config.model, config=config.optimizer
-                )
-                parameter.info = dataclasses.replace(info, learning_rate=own)
+    check_lr_multipliers(config.model, config.optimizer)
+    for parameter in parameters:
+        if isinstance(parameter, ShardedParameter):
+            info, spec = parameter.info, parameter.info.spec
+            own = treatment(
+                *(spec.name, spec.global_shape),
+                decay=info.decay,
+                shard_dim=info.shard_dim,
+                expert=info.expert,
+                config=config,
+            )
+            parameter.info = dataclasses.replace(info, **own._asdict())
     groups = StrategyGroups(
         dp=topology.intra_dp_cp or topology.dp_cp,
         expert_dp=topology.intra_expert_dp or topology.expert_dp,

@@ -56,7 +56,6 @@ _TABLE = """
     => offload_modules other than attn_norm … recompute_granularity full
 1 --num-layers 4 --fine-grained-activation-offloading --offload-modules qkv_linear --recompute-activations --recompute-modules layernorm
     => offload_modules qkv_linear has no effect with recompute_modules layernorm
-1 --num-layers 4 --cpu-offloading-num-layers 2 --compile => cpu_offloading_num_layers 2 does not go with compile
 2 --pp 2 --num-layers 4 --recompute-granularity full --recompute-num-layers 2 --recompute-ahead
     => recompute_num_layers 2 … recompute_ahead
 1 --overlap-param-gather => overlap_param_gather … dp_strategy all-reduce … --dp-strategy distributed-optimizer
@@ -201,6 +200,12 @@ _TABLE = """
     => attention_backend efficient cannot serve reset_attention_mask … flash or auto
 1 --fp8 --fp16 --num-layers 3 => fp8 needs precision bf16, not fp16 … --bf16
 1 --fp8 --bf16 --num-layers 2 => fp8 has no effect with num_layers 2 … num_layers 3 or more
+2 --fp8-param-gather --dp-strategy zero3 --bf16 --num-layers 3
+    => fp8_param_gather has no effect without fp8 … --fp8
+1 --fp8 --fp8-param-gather --dp-strategy zero3 --bf16 --num-layers 3
+    => fp8_param_gather has no effect with one data-parallel rank … remove it
+2 --fp8 --fp8-param-gather --dp-strategy zero1 --bf16 --num-layers 3
+    => fp8_param_gather has no effect with dp_strategy distributed-optimizer … fully-sharded
 # Strategies, optimizers, number formats.
 2 --sync-interval 8 => sync_interval 8 has no effect with dp_strategy all-reduce … --dp-strategy local-sgd
 2 --dp-strategy local-sgd --outer-lr 0.5 => outer_lr 0.5 … dp_strategy local-sgd … --dp-strategy diloco
@@ -226,6 +231,8 @@ _TABLE = """
     => sync_delay 4 … sync_interval / sync_fragments = 4/1 = 4 … sync-delay 3
 2 --dp-strategy local-sgd --sync-delay 4 --average-optimizer-state
     => average_optimizer_state does not go with sync_delay 4 … --sync-delay 0
+2 --dp-strategy local-sgd --optimizer one-sided-soap --average-optimizer-state
+    => average_optimizer_state does not go with optimizer one-sided-soap … remove it
 2 --dp-strategy gossip --check-replicas-interval 5 => check_replicas_interval 5 … dp_strategy gossip
 8 --dp-strategy fully-sharded --dp-instances 3
     => dp_instances 3 must divide the dp·cp = 8·1 = 8 ranks and … --dp-instances 1, 2, 4 … --dp-strategy all-reduce

@@ -35,11 +35,11 @@ def test_full_help_has_everything() -> None:
 
 def test_the_page_about_data_parallelism_names_every_setting_of_it() -> None:
     text = (DOCS / "data_parallel.md").read_text(encoding="utf-8")
-    kinds = ("sgd_", "lamb_", "muon_", "adam_", "exp_avg", "freeze_", "onebit_", "local_step", "variance_")
+    kinds = ("sgd_", "lamb_", "muon_", "soap_", "adam_", "exp_avg", "freeze_", "onebit_", "local_step", "variance_")
     names = [
         setting.flags[0][2:]
         for name, setting in settings().items()
         if setting.section == "data_parallel" or name.startswith(kinds)
     ]
-    assert len(names) == 44
+    assert len(names) == 45
     assert [name for name in names if f"--{name}" not in text and f"--no-{name}" not in text] == []

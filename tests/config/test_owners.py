@@ -20,7 +20,10 @@ CHOOSERS = {
 SHORT = {"1-bit optimizers": ONEBIT_OPTIMIZERS}
 VALUES = {"freeze_step": 3, "grad_compression": "topk", "shard_gradients": True, "stochastic_rounding": True}
 """Where the default is off."""
-BESIDE = {"stochastic_rounding": {"exp_avg_dtype": "bf16"}}  # what a setting cannot do without, where it does something
+BESIDE = {
+    "stochastic_rounding": {"exp_avg_dtype": "bf16"},
+    "fp8_param_gather": {"fp8": True, "precision": "bf16", "num_layers": 3},
+}  # what a setting cannot do without, where it does something
 
 
 def owners(help_text: str) -> dict[str, frozenset[str]]:
@@ -66,4 +69,4 @@ def test_most_settings_say_whose_they_are() -> None:
     assert {"overlap_param_gather", "sync_interval", "sync_warmup_steps", "gossip_graph"} <= of["dp_strategy"]
     assert {"sgd_momentum", "lamb_min_coeff", "freeze_step", "exp_avg_dtype"} <= of["optimizer"]
     assert of["grad_compression"] == {"topk_density", "powersgd_rank"}
-    assert [len(names) for names in of.values()] == [18, 20, 2]
+    assert [len(names) for names in of.values()] == [19, 21, 2]

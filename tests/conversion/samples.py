@@ -49,6 +49,20 @@ ROUTING: dict[str, Any] = {
 """DeepSeek-V3's router and Qwen2's gate, over `EXPERTS`."""
 
 
+SINKS: dict[str, Any] = {
+    **EXPERTS,
+    "softmax_type": "learnable",
+    "add_bias_linear": True,
+    "moe_add_bias_linear": True,
+    "activation": "quick_geglu",
+    "activation_func_clamp_value": 7.0,
+    "glu_linear_offset": 1.0,
+    "rope_scaling": "yarn",
+    "rope_scaling_factor": 32.0,
+    "rope_original_max_positions": 4096,
+    "rope_truncate": False,
+}
+"""gpt-oss."""
 LATENT: dict[str, Any] = {
     **{name: value for name, value in LLAMA.items() if name != "num_query_groups"},
     "multi_latent_attention": True,

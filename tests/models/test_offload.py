@@ -1,13 +1,15 @@
 """Activations of the first layers of a stage in host memory: the same bits, and fewer bytes on the device."""
 
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from megalite.config.rules.compute import OFFLOAD_MODULES
-from megalite.models import offload
+from megalite.kernels import compiled
+from megalite.models import compute, offload
 from megalite.partition.memory import activation_peaks, host_peaks, rank_memory
 from megalite.partition.pipeline import plan_stages, schedule_of
 from megalite.rehearsal.run import rehearse
@@ -90,6 +92,33 @@ def test_no_bit_is_another(case: str) -> None:
     assert run_ranks(world, both, world, settings) == [[]] * world
 
 
+@pytest.mark.parametrize("form", [LAYERS, saved_by(*ALL)], ids=str)
+def test_what_compiled_kernels_save_goes_too(form: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are run by torch's operators, so nothing is generated."""
+    gone: list[int] = []
+
+    def counted(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        gone.append(size)
+        return pinned(size, dtype, device)
+
+    monkeypatch.setattr(offload, "pinned", counted)
+    monkeypatch.setattr(compute, "why_not_compile", lambda device: None)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    found = []
+    for settings in ({}, form, {"compile": True}, {"compile": True, **form}):
+        compiled._compile.cache_clear()
+        torch.compiler.reset()
+        gone.clear()
+        taken = steps(RankContext(0), 1, {**LLAMA, "num_layers": 2, "precision": "bf16", **settings})
+        found.append((taken, len(gone)))
+    compiled._compile.cache_clear()
+    torch.compiler.reset()
+    (_, none), (_, plain), (wanted, _), (ours, some) = found
+    assert none == 0 < plain and some >= plain / 2
+    for (text, weights), (same, others) in zip(wanted, ours, strict=True):
+        assert text == same and all(torch.equal(values, others[name]) for name, values in weights.items())
+
+
 BYTES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "all": ({}, LAYERS),
     "full": ({**FULL, "recompute_num_layers": 2}, {"cpu_offloading_num_layers": 3}),
@@ -106,6 +135,8 @@ BYTES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "norms behind": ({**LLAMA, "pre_norms": False, "post_norms": True}, saved_by("qkv_linear", *NORMS)),
     "every module": (LLAMA, saved_by(*ALL)),
     "made again": ({**LLAMA, **again("layernorm", "mlp_act")}, saved_by("attn_norm", "mlp_act")),
+    "norms of heads": ({**LLAMA, "qk_norm": True}, LAYERS),
+    "norms of heads, modules": ({"qk_norm": True, "num_query_groups": 1}, saved_by("qkv_linear", "core_attn")),
     "experts": (
         {"num_experts": 4, "moe_router_topk": 2, **again("mlp_act")},
         saved_by("expert_fc1", "mlp_act", "core_attn"),

@@ -133,4 +133,20 @@ EXCHANGES = (
         "tests/topology/test_shared_memory.py::test_operations_under_way_finish_in_any_order",
         "slots are read before they are written",
     ),
+    Mutant(
+        "each rank rounds by its own scale",
+        "megalite/data_parallel/fully_sharded.py",
+        "    largest_of_all(largest)\n",
+        "",
+        "tests/data_parallel/test_fp8_gather.py::test_the_bits_of_a_gather_in_bf16[2-{}]",
+        "gathered weights are factors of 2 too large or small",
+    ),
+    Mutant(
+        "a basis that never turns",
+        "megalite/optimizers/soap.py",
+        "basis.copy_(turned",
+        "(turned",
+        "tests/optimizers/test_soap.py::test_updates_are_those_of_the_formulas_matrix_by_matrix[1]",
+        "the eigenbasis stays the identity",
+    ),
 )

@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from megalite.optimizers import muon
+from megalite.optimizers import matrices
 from megalite.optimizers.lamb import LAMB
 from megalite.optimizers.muon import Muon
 from megalite.parity.report import worst_tensor
@@ -52,8 +52,11 @@ def settings_of(layout: str, optimizer: str, **more: Any) -> Settings:
 
 
 def optimizer_settings(optimizer: str) -> Settings:
-    constant: Settings = {"lr_decay_style": "constant"} if optimizer == "schedule-free-adamw" else {}
-    return {"optimizer": optimizer, **constant}
+    more: dict[str, Settings] = {
+        "schedule-free-adamw": {"lr_decay_style": "constant"},
+        "one-sided-soap": {"soap_frequency": 1},
+    }
+    return {"optimizer": optimizer, **more.get(optimizer, {})}
 
 
 def run(context: RankContext, world: int, settings: Settings) -> RankTrajectory:
@@ -67,7 +70,7 @@ def reference(optimizer: str, experts: bool, llama: bool) -> Trajectory:
     return one_rank_trajectory(tiny_config(1, **SMALL, **model, **optimizer_settings(optimizer)), STEPS)
 
 
-CASES = [(layout, optimizer) for layout in LAYOUTS for optimizer in ("lamb", "muon")]
+CASES = [(layout, optimizer) for layout in LAYOUTS for optimizer in ("lamb", "muon", "one-sided-soap")]
 CASES += [("tp2-dp2-zero", "sgd"), ("dp2", "sgd")]
 CASES += [(layout, "schedule-free-adamw") for layout in ("tp2-dp2-zero", "pp2", "tp2-ep2-etp1-zero")]
 
@@ -105,7 +108,7 @@ def test_trust_ratios_are_of_whole_tensors(layout: str) -> None:
 
 def shared_work(context: RankContext, settings: Settings) -> dict[str, Any]:
     """Who works on what and whether anything travels, with waves so small that there are several."""
-    with mock.patch.object(muon, "WAVE", 10_000):
+    with mock.patch.object(matrices, "WAVE", 10_000):
         config = tiny_config(2, **SMALL, **settings, optimizer="muon", tie_embeddings=False)
         optimizer = build(context, config).optimizer
     assert isinstance(optimizer, Muon)
@@ -158,7 +161,7 @@ def test_replicas_with_weights_of_their_own_share_no_work() -> None:
 
 
 def small_waves(context: RankContext, world: int, settings: Settings) -> RankTrajectory:
-    with mock.patch.object(muon, "WAVE", 3_000):
+    with mock.patch.object(matrices, "WAVE", 3_000):
         return run(context, world, settings)
 
 
@@ -184,7 +187,7 @@ def saved_and_gone_on(context: RankContext, world: int, settings: Settings, fold
     return local_parts(runner.replica, "weight")
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "lamb", "muon", "schedule-free-adamw"])
+@pytest.mark.parametrize("optimizer", ["sgd", "lamb", "muon", "one-sided-soap", "schedule-free-adamw"])
 def test_one_rank_goes_on_from_a_checkpoint_of_four(optimizer: str, tmp_path: Path) -> None:
     """With the same numbers. (To the bit on the same layout: test_every_strategy_goes_on_from_any_step.)"""
     settings = settings_of("tp2-dp2-zero", optimizer)

@@ -19,7 +19,7 @@ from pathlib import Path
 from tests.parity.factors import AXES, COMPANY, FACTORS, MAX_WORLD, Row, refusal, settings_of, world_of
 
 FILE = Path(__file__).with_name("layouts.txt")
-AT_LEAST = 200
+AT_LEAST = 300
 
 SEED = 20
 DRAWN = 1500  # Legal rows to choose from

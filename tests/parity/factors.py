@@ -92,7 +92,7 @@ FAMILIES: dict[str, Settings] = {
         "post_norms": True,
         "no_rope_freq": [4],
     },
-    "mixtral": EXPERTS,
+    "mixtral": {**EXPERTS, "softmax_type": "off-by-one"},
     "deepseek": {
         **EXPERTS,
         "num_experts": 8,
@@ -103,6 +103,8 @@ FAMILIES: dict[str, Settings] = {
         "moe_first_dense_layers": 1,
         "moe_router_topk_scaling_factor": 2.0,
         "num_query_groups": 8,
+        "rotary_percent": 0.5,
+        "rotary_interleaved": True,
     },
     "deepseek-v3": {
         **EXPERTS,
@@ -209,6 +211,7 @@ FACTORS: dict[str, dict[str, Settings]] = {
             "offload_modules": ["attn_norm", "core_attn", "attn_proj"],
         },
         "moe": {**SELECTIVE, "recompute_modules": ["core_attn", "moe"]},
+        "latents": {**SELECTIVE, "recompute_modules": ["mla_up_proj", "shared_experts"]},
         "full": FULL,
         "full-2-host": {**FULL, "recompute_num_layers": 2, **HOST},
         "block": {**FULL, "recompute_method": "block"},
@@ -223,6 +226,16 @@ FACTORS: dict[str, dict[str, Settings]] = {
             name: {"pipeline_schedule": name}
             for name in ("gpipe", "looped-bfs", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "auto")
         },
+    },
+    "optimizer": {
+        "adam": {},
+        "muon": {"optimizer": "muon"},
+        "soap": {"optimizer": "one-sided-soap", "soap_frequency": 1},
+        "schedule-free": {"optimizer": "schedule-free-adamw", "lr_decay_style": "constant"},
+        "average": {"ema_decay": 0.5, "eval_ema": True},
+        "rates": {"lr_multipliers": ["*.out.weight=0.3", "layers.0.*=2"]},
+        "mup": {"use_mup": True, "mup_base_hidden_size": 16},
+        "clipped": {"qk_clip": True, "qk_clip_threshold": 0.05},
     },
     "messages": {"parts": {}, "whole": {"scatter_gather_tensors_in_pipeline": False}},
     "order": {"dp-pp": {}, "pp-dp": {"rank_order": "tp-cp-ep-pp-dp"}},
@@ -267,6 +280,7 @@ COMPANY: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("messages", "whole"): ("pp", ("2", "4")),
     **{(factor, value): ("family", MOE) for factor in ("ep", "etp", "moe") for value in list(FACTORS[factor])[1:]},
     ("recompute", "moe"): ("family", MOE),
+    ("recompute", "latents"): ("family", ("deepseek-v3",)),
     ("strategy", "hybrid3-late"): ("dp", ("4",)),
 }
 """Values that have no effect alone, and the factor that must have one of some values beside them. It only guides the

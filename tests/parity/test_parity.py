@@ -352,6 +352,14 @@ def _cannot_be(pair: Pair) -> bool:
         or (values.get("layers") == "2" and _stages(values) > 2)
         or pair in ((("pp", "1"), ("schedule", "pb")), (("pp", "1"), ("recompute", "ahead")))
         or (dense and (bool(of_experts) or values.get("recompute") == "moe"))
+        or (values.get("recompute") == "latents" and values.get("family", "deepseek-v3") != "deepseek-v3")
+        or pair
+        in (
+            (("strategy", "zero2-late-host"), ("optimizer", "schedule-free")),
+            (("strategy", "server"), ("optimizer", "rates")),
+        )
+        or pair in tuple((("optimizer", "mup"), ("family", name)) for name in ("gemma2", "gemma3"))
+        or pair in tuple((("optimizer", "clipped"), ("family", name)) for name in ("qwen", "gemma3", "olmo2"))
         or pair
         in tuple(
             (("recompute", "mlp-host-modules"), ("family", name)) for name in ("mixtral", "gpt-oss")

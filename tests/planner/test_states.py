@@ -49,6 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "sgd": {**FP32, "optimizer": "sgd"},
     "muon": {**FP32, "optimizer": "muon"},
+    "soap": {**FP32, "optimizer": "one-sided-soap"},
     "schedule-free": {**FP32, "optimizer": "schedule-free-adamw", "lr_decay_style": "constant"},
     "average": {**FP32, "optimizer": "muon", "ema_decay": 0.9},
     "average, bf16, zero-1": {**BF16, "ema_decay": 0.9, "dp_strategy": "distributed-optimizer"},

@@ -183,6 +183,7 @@ STRATEGIES: dict[str, tuple[int, Settings, int, Sequence[int]]] = {
     "sgd": (4, {**SPLIT, "optimizer": "sgd"}, 4, [2]),
     "lamb": (4, {**SPLIT, "optimizer": "lamb"}, 4, [2]),
     "muon": (4, {**SPLIT, "optimizer": "muon"}, 4, [2]),
+    "soap": (4, {**SPLIT, "optimizer": "one-sided-soap", "soap_frequency": 2}, 4, [1, 2]),
     "schedule-free-zero": (2, {**Z1, **FP32, **SCHEDULE_FREE}, 4, [2]),
     "schedule-free-zero-3": (4, {**FP32, **SCHEDULE_FREE, "dp_strategy": "fully-sharded", "tp": 2}, 4, [2]),
     "schedule-free-zero-3-bf16": (2, {**BF16, **SCHEDULE_FREE, "dp_strategy": "fully-sharded"}, 4, [2]),

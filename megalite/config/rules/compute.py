@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from megalite.config.compute import kernel_requests, unknown_kernels
 from megalite.config.errors import Findings, nearest
-from megalite.config.model import LATENT_SIZES, LAYER_LISTS
+from megalite.config.model import BLOCKS, LATENT_SIZES, LAYER_LISTS
 from megalite.config.rules.rule import Check, Settings, divisors, rules, say
 from megalite.config.run import attention_in_tiles, stage_layers
 
@@ -167,8 +167,8 @@ def _kernels(c: Settings) -> Findings:
 
 
 def _has_fp32_products(c: Settings) -> bool:
-    """Matrices of more than routing, Muon and PowerSGD, which multiply in fp32 in half types too."""
-    of_half = c.num_experts is not None or c.optimizer == "muon" or c.grad_compression == "powersgd"
+    """Matrices of more than routing, Muon, SOAP and PowerSGD, which multiply in fp32 in half types too."""
+    of_half = c.num_experts is not None or c.optimizer in ("muon", "one-sided-soap") or c.grad_compression == "powersgd"
     return c.precision == "fp32" or (c.precision in ("bf16", "fp16") and of_half)
 
 
@@ -203,6 +203,15 @@ COMPUTE: tuple[Check, ...] = (
             "{?deterministic} and {dp_strategy} do not go together: what a worker gets depends on when it asks; use "
             "parameter-server or remove it": lambda c: c.dp_strategy == "async-parameter-server",
             "{?fp8} needs precision bf16, not {=precision}; add --bf16": lambda c: c.precision != "bf16",
+            "{?fp8_param_gather} has no effect without fp8, which says what is rounded; add --fp8 or remove it": (
+                lambda c: not c.fp8
+            ),
+            "{?fp8_param_gather} has no effect with one data-parallel rank, where nothing is gathered; remove it": (
+                lambda c: c.dp is not None and c.dp * c.cp == c.instances
+            ),
+            "{?fp8_param_gather} does not go with {block}, of which it is not known what multiplies in fp8; remove it": (
+                lambda c: c.block not in BLOCKS.builtin
+            ),
             # Without the first and the last layer, which stay in bf16.
             "{?fp8} has no effect with {num_layers}; use num_layers 3 or more, or remove it": lambda c: (
                 c.num_layers < 3
@@ -294,9 +303,6 @@ RECOMPUTE: tuple[Check, ...] = (
             "remove it": lambda c: c.recompute_granularity != "selective",
             "{?cpu_offloading_num_layers|fine_grained_activation_offloading} does not go with recompute_ahead, which keeps nothing "
             "of a layer before it is needed; remove one of them": lambda c: c.recompute_ahead,
-            "{?cpu_offloading_num_layers|fine_grained_activation_offloading} does not go with compile; remove one of them": (
-                lambda c: c.compile
-            ),
             "{!offload_modules} has no effect without fine_grained_activation_offloading; add "
             "--fine-grained-activation-offloading or remove it": lambda c: not c.fine_grained_activation_offloading,
             "{!recompute_method|recompute_num_layers} has no effect with {recompute_granularity}; use "

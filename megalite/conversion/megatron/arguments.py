@@ -25,7 +25,8 @@ STRUCTURE = tuple(
     padded_vocab_size num_experts moe_ffn_hidden_size moe_layer_freq qk_layernorm norm_epsilon
     tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size
     virtual_pipeline_model_parallel_size expert_tensor_parallel_size layernorm_epsilon
-    bias_gelu_fusion multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
+    bias_gelu_fusion quick_geglu softmax_type multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim
+    qk_pos_emb_head_dim v_head_dim
     """.split()  # noqa: SIM905
 )
 """Arguments that all files of a checkpoint must agree on."""
@@ -98,7 +99,6 @@ class Arguments:
 _MUST_BE: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         """
-    quick_geglu
     apply_residual_connection_post_layernorm is_hybrid_model qk_l2_norm
     use_mup retro_add_retriever
     attention_output_gate moe_apply_probs_on_input geglu
@@ -109,21 +109,21 @@ _MUST_BE: Mapping[str, tuple[Any, ...]] = {
         """
     heterogeneous_layers_config_path hybrid_layer_pattern hybrid_override_pattern
     linear_attention_freq experimental_attention_variant
-    moe_input_jitter_eps activation_func_clamp_value
+    moe_input_jitter_eps
     """.split(),  # noqa: SIM905
         (None,),
     ),
     **dict.fromkeys(
         """
-    mtp_num_layers moe_latent_size glu_linear_offset
+    mtp_num_layers moe_latent_size
     """.split(),  # noqa: SIM905
         (None, 0),
     ),
     "moe_router_score_function": (None, "softmax", "sigmoid"),
     "rope_type": (None, "rope", "yarn"),
-    "softmax_type": (None, "vanilla"),
+    "softmax_type": (None, "vanilla", "off-by-one", "learnable"),
     "moe_token_drop_policy": (None, "probs", "position"),
-    "position_embedding_type": (None, "learned_absolute", "rope", "none"),
+    "position_embedding_type": (None, "learned_absolute", "rope", "yarn", "none"),
     "normalization": (None, "LayerNorm", "RMSNorm"),
 }
 """Argument -> the values with which the network is one of ours; None: the version did not have it."""
@@ -154,6 +154,11 @@ def read_model(args: Arguments, *, padded_vocabulary: int, tp: int) -> ModelConf
         "norm_epsilon": args.number("norm_epsilon", args.number("layernorm_epsilon", 1e-5)),
         "qk_norm": args.flag("qk_layernorm", False),
         "activation": _activation(args, biases),
+        "activation_func_clamp_value": (
+            None if args.get("activation_func_clamp_value") is None else args.number("activation_func_clamp_value", 0.0)
+        ),
+        "glu_linear_offset": 0.0 if args.get("glu_linear_offset") is None else args.number("glu_linear_offset", 0.0),
+        "softmax_type": args.get("softmax_type") or "vanilla",
         "add_bias_linear": biases,
         # Megatron-LM sets it wherever all linear layers have biases.
         "add_qkv_bias": args.flag("add_qkv_bias", False) and not biases,
@@ -210,8 +215,9 @@ def _activation(args: Arguments, biases: bool) -> str:
     """Megatron-LM's fused bias and GELU is the tanh approximation; without biases nothing is fused."""
     if args.flag("swiglu", False):
         return "swiglu"
-    if args.flag("squared_relu", False):
-        return "squared_relu"
+    for name in ("squared_relu", "quick_geglu"):
+        if args.flag(name, False):
+            return name
     if args.flag("openai_gelu", False):
         return "gelu_tanh"
     fused = args.flag("bias_gelu_fusion", True) and biases and not args.flag("onnx_safe", False)
@@ -233,8 +239,11 @@ def _vocabulary(args: Arguments, padded: int, tp: int) -> tuple[int, int]:
 
 def _positions(args: Arguments) -> dict[str, Any]:
     kind = args.get("position_embedding_type", "learned_absolute")
+    stretched: dict[str, Any] = {}
     if args.flag("use_rotary_position_embeddings", False):
         kind = "rope"
+    elif kind == "yarn":
+        kind, stretched = "rope", _yarn(args)
     settings: dict[str, Any] = {"position_embedding_type": kind, "rotary_base": args.number("rotary_base", 10000)}
     if kind == "rope":
         settings["rotary_percent"] = args.number("rotary_percent", 1.0)
@@ -246,7 +255,27 @@ def _positions(args: Arguments) -> dict[str, Any]:
         settings |= {"rope_scaling": "llama3", "rope_scaling_factor": args.number("rope_scaling_factor", 8.0)}
     elif kind == "rope" and factor != 1:
         settings |= {"rope_scaling": "linear", "rope_scaling_factor": factor}
-    return settings
+    return settings | stretched
+
+
+def _yarn(args: Arguments) -> dict[str, Any]:
+    """YaRN of attention without latents."""
+    growth = args.number("mscale", 1.0), args.number("mscale_all_dim", 0.0)
+    if growth != (1.0, 0.0):
+        raise ConversionError(f"{args.path}: args.mscale and mscale_all_dim are {growth}; only (1.0, 0.0) is ours")
+
+    def given(name: str, default: float) -> float:
+        return default if args.get(f"yarn_{name}") is None else args.number(f"yarn_{name}", default)
+
+    rounds = args.get("yarn_correction_range_round_to_int")
+    return {
+        "rope_scaling": "yarn",
+        "rope_scaling_factor": args.number("rotary_scaling_factor", 1.0),
+        "rope_original_max_positions": int(given("original_max_position_embeddings", 4096)),
+        "rope_beta_fast": given("beta_fast", 32.0),
+        "rope_beta_slow": given("beta_slow", 1.0),
+        "rope_truncate": rounds is None or args.flag("yarn_correction_range_round_to_int", True),
+    }
 
 
 def _latent_attention(args: Arguments) -> dict[str, Any]:
@@ -281,8 +310,8 @@ def _experts(args: Arguments, biases: bool) -> dict[str, Any]:
         return {}
     if not isinstance(experts, int) or isinstance(experts, bool):
         raise ConversionError(f"{args.path}: args.num_experts is {experts!r}; one number for all layers is needed")
-    if biases:
-        raise ConversionError(f"{args.path}: args.num_experts with args.add_bias_linear: experts have no biases")
+    if biases and args.get("moe_shared_expert_intermediate_size"):
+        raise ConversionError(f"{args.path}: args.add_bias_linear with shared experts, which have no biases there")
     etp = args.get("expert_tensor_parallel_size")
     if etp not in (None, args.get("tensor_model_parallel_size", 1)):
         raise ConversionError(
@@ -294,6 +323,7 @@ def _experts(args: Arguments, biases: bool) -> dict[str, Any]:
     sigmoid = args.get("moe_router_score_function") == "sigmoid"
     return {
         "num_experts": experts,
+        "moe_add_bias_linear": biases,
         "moe_router_topk": args.whole("moe_router_topk", 2),
         "moe_ffn_hidden_size": args.whole("moe_ffn_hidden_size", args.whole("ffn_hidden_size")),
         "moe_shared_expert_intermediate_size": (

@@ -412,7 +412,8 @@ def _by_common_name(
 
 def _experts(name: str, index: tuple[int, ...], tensor: StoredTensor) -> list[tuple[str, tuple[int, ...]]]:
     """Each expert of a stack; anything else as it is."""
-    if _EXPERTS not in name or len(tensor.shape) != len(index) + 3:
+    stacked = len(index) + (2 if name.endswith(".bias") else 3)
+    if _EXPERTS not in name or len(tensor.shape) != stacked:
         return [(name, index)]
     before, after = name.split(_EXPERTS)
     return [

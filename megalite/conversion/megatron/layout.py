@@ -173,6 +173,7 @@ _LAYER_NAMES = {
     **_both("self_attention.q_layernorm", "attention.q_norm"),
     **_both("self_attention.k_layernorm", "attention.k_norm"),
     **_both("self_attention.linear_proj", "attention.out"),
+    "attention.sinks": "self_attention.core_attention.softmax_offset",
     "attention.q.weight": "self_attention.linear_q_proj.weight",
     "attention.q_down.weight": "self_attention.linear_q_down_proj.weight",
     "attention.q_up.weight": "self_attention.linear_q_up_proj.weight",
@@ -184,6 +185,7 @@ _LAYER_NAMES = {
     **_both("mlp.linear_fc1", "mlp.up"),
     **_both("mlp.linear_fc2", "mlp.down"),
     "moe.router.weight": "mlp.router.weight",
+    "moe.router.linear_bias": "mlp.router.bias",
     "moe.router.bias": "mlp.router.expert_bias",
     "moe.shared_gate.weight": "mlp.shared_experts.gate_weight",
     **_both("mlp.shared_experts.linear_fc1", "moe.shared.up"),
@@ -212,16 +214,18 @@ def _experts(
     model: ModelConfig, shape: ParameterShape, there: str, rest: str, shard: Shard, grouped: bool
 ) -> Iterator[Piece]:
     """Our stack of experts: one piece for each expert of this rank, or one for all of them."""
-    assert shape.shard_dim is not None
-    layer = "linear_fc1" if rest == "moe.experts.up.weight" else "linear_fc2"
-    dim, h = shape.shard_dim, model.hidden_size
-    size, count = shape.shape[dim] // shard.tp, shape.shape[0] // shard.ep
+    matrix, _, kind = rest.rpartition(".")
+    layer = "linear_fc1" if matrix == "moe.experts.up" else "linear_fc2"
+    # The bias of fc2 is whole on every rank.
+    dim, h = shape.shard_dim or 1, model.hidden_size
+    parts, place = (1, 0) if shape.shard_dim is None else (shard.tp, shard.r)
+    size, count = shape.shape[dim] // parts, shape.shape[0] // shard.ep
     first = shard.e * count
     width = 2 * size if layer == "linear_fc1" and model.is_gated else size
 
     def held(tensor: torch.Tensor) -> torch.Tensor:
-        """[count, 2, f/tp, h] (gated) or [count, f/tp, h] of fc1, [count, h, f/tp] of fc2."""
-        return tensor.narrow(dim, shard.r * size, size)[first : first + count]
+        """[count, 2, f/tp, h] (gated) or [count, f/tp, h] of fc1, [count, h, f/tp] of fc2; of biases without the last."""
+        return tensor.narrow(dim, place * size, size)[first : first + count]
 
     if grouped and layer == "linear_fc1":  # [count, h, width], without its first boundary
         yield Piece(f"{there}.mlp.experts.weight1", shape.name, (h, count * width), lambda up: held(up).movedim(-1, 1))
@@ -229,9 +233,9 @@ def _experts(
         name = f"{there}.mlp.experts.weight2"
         yield Piece(name, shape.name, (count * size, h), lambda down: held(down).transpose(1, 2))
     else:
-        local = (width, h) if layer == "linear_fc1" else (h, size)
+        local = (width,) if kind == "bias" else (width, h) if layer == "linear_fc1" else (h, size)
         for expert in range(count):
-            name = f"{there}.mlp.experts.local_experts.{expert}.{layer}.weight"
+            name = f"{there}.mlp.experts.local_experts.{expert}.{layer}.{kind}"
             yield Piece(name, shape.name, local, partial(lambda index, tensor: held(tensor)[index], expert))
 
 

@@ -70,9 +70,10 @@ class MegatronRun(MegatronDistWeights):
                 buckets.setdefault((group, buffer), {}).setdefault(match[4], {})[bucket] = stored
         if not buckets:
             return {}
-        if self.model.num_experts or self.model.multi_latent_attention:
+        sinks = self.model.softmax_type == "learnable"
+        if self.model.num_experts or self.model.multi_latent_attention or sinks:
             raise ConversionError(
-                f"{self.path} has a distributed optimizer's states of experts or latents in buckets; save it with "
+                f"{self.path} has a distributed optimizer's states of experts, latents or sinks in buckets; save it with "
                 "--dist-ckpt-optim-fully-reshardable"
             )
         places = _Buckets(self, self.args, buckets)

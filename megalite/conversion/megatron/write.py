@@ -36,7 +36,8 @@ _YARN = {
     "rope_truncate": True,
     "rope_attention_factor": None,
 }
-"""What its YaRN has built in, or no argument for."""
+"""What its YaRN of multi-latent attention has built in, or no argument for."""
+_GROWTH = ("rope_mscale", "rope_mscale_all_dim", "rope_attention_factor")
 
 
 def require_expressible(model: ModelConfig, *, tp: int, pp: int) -> None:
@@ -62,8 +63,8 @@ def require_expressible(model: ModelConfig, *, tp: int, pp: int) -> None:
 def _inexpressible(model: ModelConfig) -> Iterator[str]:
     if model.block != "gpt":
         yield f"block {model.block}"
-    if model.activation in ("geglu", "geglu_tanh", "quick_geglu"):
-        yield f"activation {model.activation} (it has gelu, gelu_tanh with biases, squared_relu, swiglu)"
+    if model.activation in ("geglu", "geglu_tanh"):
+        yield f"activation {model.activation} (it has gelu, gelu_tanh with biases, squared_relu, swiglu, quick_geglu)"
     if model.activation == "gelu_tanh" and not model.add_bias_linear:
         yield "activation gelu_tanh without add_bias_linear (it is part of the fused bias)"
     for name in (
@@ -78,17 +79,15 @@ def _inexpressible(model: ModelConfig) -> Iterator[str]:
             yield name
     if not model.pre_norms:
         yield "pre_norms false"
-    if model.softmax_type != "vanilla":
-        yield f"softmax_type {model.softmax_type}"
-    if model.activation_func_clamp_value is not None or model.glu_linear_offset:
-        yield "activation_func_clamp_value or glu_linear_offset"
-    if model.moe_add_bias_linear:
-        yield "moe_add_bias_linear"
+    if model.activation != "quick_geglu" and (model.activation_func_clamp_value is not None or model.glu_linear_offset):
+        yield f"activation_func_clamp_value or glu_linear_offset with activation {model.activation} (quick_geglu has them)"
     for name in ("softmax_scale", "rotary_base_local"):
         if getattr(model, name) is not None:
             yield f"{name} {getattr(model, name):g}"
-    if model.num_experts is not None and model.add_bias_linear:
-        yield "num_experts with add_bias_linear (its experts would have biases)"
+    if model.num_experts is not None and model.add_bias_linear != model.moe_add_bias_linear:
+        yield "add_bias_linear without moe_add_bias_linear, or that alone (its experts have biases where all layers have)"
+    if model.moe_add_bias_linear and model.moe_shared_expert_intermediate_size:
+        yield "moe_shared_expert_intermediate_size with moe_add_bias_linear"
     if model.position_embedding_type == "rope":
         yield from _inexpressible_positions(model)
 
@@ -100,10 +99,10 @@ def _inexpressible_positions(model: ModelConfig) -> Iterator[str]:
         yield f"rope_scaling_factor {model.rope_scaling_factor} (linear: a whole number)"
     if model.rope_scaling == "dynamic":
         yield "rope_scaling dynamic"
-    elif model.rope_scaling == "yarn" and not model.multi_latent_attention:
-        yield "rope_scaling yarn (its args have YaRN for multi-latent attention alone)"
     elif model.rope_scaling == "yarn":
-        for name, value in _YARN.items():
+        # Other attention has arguments for the first four.
+        built_in = _YARN if model.multi_latent_attention else dict.fromkeys(_GROWTH)
+        for name, value in built_in.items():
             if getattr(model, name) != value:
                 yield f"{name} {getattr(model, name)} (built in: {value})"
     elif model.multi_latent_attention and model.rope_scaling != "none":
@@ -132,6 +131,7 @@ def _layers(given: list[int] | None) -> int | list[int] | None:
 _SAME = (
     *("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "position_embedding_type", "normalization"),
     *("norm_epsilon", "add_bias_linear", "add_qkv_bias", "hidden_dropout", "attention_dropout", "init_method_std"),
+    *("softmax_type", "activation_func_clamp_value", "glu_linear_offset"),
 )
 _SAME_EXPERTS = (
     *("num_experts", "moe_router_topk", "moe_router_pre_softmax", "moe_shared_expert_intermediate_size"),
@@ -173,6 +173,7 @@ def megatron_args(weights: Weights, *, dtype: torch.dtype, tp: int, pp: int) -> 
         "qk_layernorm": model.qk_norm,
         "swiglu": model.activation == "swiglu",
         "squared_relu": model.activation == "squared_relu",
+        "quick_geglu": model.activation == "quick_geglu",
         "bias_gelu_fusion": model.activation == "gelu_tanh",
         "untie_embeddings_and_output_weights": not model.tie_embeddings,
         "apply_query_key_layer_scaling": False,
@@ -193,6 +194,7 @@ def megatron_args(weights: Weights, *, dtype: torch.dtype, tp: int, pp: int) -> 
         "consumed_train_samples": 0,
         "consumed_valid_samples": 0,
         **_latent_args(model),
+        **_yarn_args(model),
         **_expert_args(model),
     }
     return argparse.Namespace(**values)
@@ -209,6 +211,23 @@ def _latent_args(model: ModelConfig) -> dict[str, Any]:
         "rotary_scaling_factor": model.rope_scaling_factor if stretched else 1.0,
         "mscale": model.rope_mscale or 1.0,
         "mscale_all_dim": model.rope_mscale_all_dim or 0.0,
+    }
+
+
+def _yarn_args(model: ModelConfig) -> dict[str, Any]:
+    """Of attention without latents; that has other names."""
+    if model.position_embedding_type != "rope" or model.rope_scaling != "yarn" or model.multi_latent_attention:
+        return {}
+    return {
+        "position_embedding_type": "yarn",
+        "use_rotary_position_embeddings": False,
+        "rotary_scaling_factor": model.rope_scaling_factor,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.0,
+        "yarn_original_max_position_embeddings": model.rope_original_max_positions,
+        "yarn_beta_fast": model.rope_beta_fast,
+        "yarn_beta_slow": model.rope_beta_slow,
+        "yarn_correction_range_round_to_int": model.rope_truncate,
     }
 
 

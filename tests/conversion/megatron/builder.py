@@ -18,6 +18,7 @@ def arguments(weights: MadeUp, tp: int, pp: int, **changes: Any) -> Namespace:
     model = weights.model
     same = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "position_embedding_type")
     same += ("normalization", "norm_epsilon", "add_bias_linear", "add_qkv_bias", "vocab_size")
+    same += ("softmax_type", "activation_func_clamp_value", "glu_linear_offset")
     args = Namespace(
         **{name: getattr(model, name) for name in same},
         ffn_hidden_size=model.ffn_size,
@@ -27,6 +28,7 @@ def arguments(weights: MadeUp, tp: int, pp: int, **changes: Any) -> Namespace:
         seq_length=weights.seq_length,
         rotary_base=int(model.rotary_base),
         swiglu=model.activation == "swiglu",
+        quick_geglu=model.activation == "quick_geglu",
         bias_gelu_fusion=model.activation == "gelu_tanh",
         qk_layernorm=model.qk_norm,
         untie_embeddings_and_output_weights=not model.tie_embeddings,
@@ -37,6 +39,11 @@ def arguments(weights: MadeUp, tp: int, pp: int, **changes: Any) -> Namespace:
         expert_model_parallel_size=1,
         params_dtype=torch.float32,
     )
+    if model.rope_scaling == "yarn":
+        args.position_embedding_type = "yarn"
+        args.rotary_scaling_factor = model.rope_scaling_factor
+        args.yarn_original_max_position_embeddings = model.rope_original_max_positions
+        args.yarn_correction_range_round_to_int = model.rope_truncate
     if model.num_experts:
         args.num_experts = model.num_experts
         args.moe_layer_freq = [int(model.is_moe_layer(i)) for i in range(model.num_layers)]
@@ -86,9 +93,17 @@ def layer(weights: MadeUp, index: int, number: int, tp: int, rank: int) -> Tenso
     made[f"{there}.self_attention.linear_proj.weight"] = read("attention.out.weight").chunk(tp, 1)[rank]
     if model.add_bias_linear:
         made[f"{there}.self_attention.linear_proj.bias"] = read("attention.out.bias")
+    if model.softmax_type == "learnable":
+        made[f"{there}.self_attention.core_attention.softmax_offset"] = read("attention.sinks").chunk(tp)[rank]
     if model.is_moe_layer(index):
         made[f"{there}.mlp.router.weight"] = read("moe.router.weight")
         ups, downs = read("moe.experts.up.weight"), read("moe.experts.down.weight")
+        if model.moe_add_bias_linear:
+            made[f"{there}.mlp.router.bias"] = read("moe.router.linear_bias")
+            for expert in range(model.num_experts or 0):
+                name = f"{there}.mlp.experts.local_experts.{expert}"
+                made[f"{name}.linear_fc1.bias"] = gate_and_up(read("moe.experts.up.bias")[expert], tp, rank)
+                made[f"{name}.linear_fc2.bias"] = read("moe.experts.down.bias")[expert]
         for expert in range(model.num_experts or 0):
             name = f"{there}.mlp.experts.local_experts.{expert}"
             made[f"{name}.linear_fc1.weight"] = gate_and_up(ups[expert], tp, rank)

@@ -68,13 +68,13 @@ def _stack(name: str, layers: int, experts: int) -> tuple[str, tuple[int, ...], 
 def _dim(name: str) -> int | None:
     if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
         return 1
-    split = ("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias")
+    split = ("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias", "softmax_offset")
     return 0 if name.endswith((*split, "word_embeddings.weight", "output_layer.weight")) else None
 
 
 def _halves(name: str, part: torch.Tensor, gated: bool) -> tuple[torch.Tensor, ...]:
     """A rank's fc1 of a gated MLP is saved as two blocks."""
-    return part.chunk(2) if gated and "linear_fc1.weight" in name else (part,)
+    return part.chunk(2) if gated and ("linear_fc1.weight" in name or "linear_fc1.bias" in name) else (part,)
 
 
 def save(folder: Path, weights: MadeUp, *, tp: int = 1, stacked: bool = True, **args: Any) -> Path:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 warnings.simplefilter("ignore")  # megatron.core warns of every package that is not there
 
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel  # noqa: E402
+from megatron.core.fusions.fused_bias_geglu import quick_gelu  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.transformer import multi_latent_attention  # noqa: E402
@@ -53,8 +54,13 @@ def build(args: argparse.Namespace) -> GPTModel:
         "qk_layernorm": args.qk_layernorm,
         "add_bias_linear": args.add_bias_linear,
         "add_qkv_bias": args.add_qkv_bias,
-        "gated_linear_unit": args.swiglu,
-        "activation_func": torch.nn.functional.silu if args.swiglu else torch.nn.functional.gelu,
+        "gated_linear_unit": args.swiglu or args.quick_geglu,
+        "activation_func": (
+            quick_gelu if args.quick_geglu else torch.nn.functional.silu if args.swiglu else torch.nn.functional.gelu
+        ),
+        "activation_func_clamp_value": args.activation_func_clamp_value,
+        "glu_linear_offset": args.glu_linear_offset,
+        "softmax_type": args.softmax_type,
         "bias_activation_fusion": args.bias_gelu_fusion,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -82,6 +88,12 @@ def build(args: argparse.Namespace) -> GPTModel:
         settings |= {name: getattr(args, name) for name in names}
         settings |= {"multi_latent_attention": True, "rotary_base": args.rotary_base, "apply_rope_fusion": False}
     config = MLATransformerConfig(**settings) if latent else TransformerConfig(**settings)
+    if args.position_embedding_type == "yarn":  # the script sets them on the finished configuration
+        config.yarn_rotary_scaling_factor = args.rotary_scaling_factor
+        config.yarn_mscale, config.yarn_mscale_all_dim = args.mscale, args.mscale_all_dim
+        names = ("original_max_position_embeddings", "beta_fast", "beta_slow", "correction_range_round_to_int")
+        for name in names:
+            setattr(config, f"yarn_{name}", getattr(args, f"yarn_{name}"))
     if args.num_experts:
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=args.normalization)
     else:

@@ -13,7 +13,7 @@ from megalite.conversion.open import open_megatron
 from megalite.conversion.weights import ConversionError
 from tests.conversion.megatron import builder, dist_builder
 from tests.conversion.megatron.builder import assert_same
-from tests.conversion.samples import EXPERTS, GPT, LLAMA, ROUTING, MadeUp
+from tests.conversion.samples import EXPERTS, GPT, LLAMA, ROUTING, SINKS, MadeUp
 
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": GPT | {"activation": "gelu_tanh"},
@@ -22,6 +22,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "experts": EXPERTS,
     "routing": EXPERTS | ROUTING,
     "some-experts": EXPERTS | {"moe_first_dense_layers": 1, "moe_shared_expert_intermediate_size": 24},
+    "gpt-oss": SINKS,
 }
 
 

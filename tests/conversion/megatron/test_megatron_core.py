@@ -17,7 +17,7 @@ from megalite.conversion.megatron.write import write_megatron
 from megalite.conversion.open import open_megatron
 from megalite.conversion.verify import our_logits
 from tests.conversion.megatron.builder import assert_same
-from tests.conversion.samples import EXPERTS, GPT, LATENT, LLAMA, ROUTING, YARN, MadeUp
+from tests.conversion.samples import EXPERTS, GPT, LATENT, LLAMA, ROUTING, SINKS, YARN, MadeUp
 
 
 def installed() -> bool:
@@ -42,6 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "experts": EXPERTS | {"moe_shared_expert_intermediate_size": 24, "moe_ffn_hidden_size": 16},
     "routing": EXPERTS | ROUTING,
     "some-experts": EXPERTS | {"moe_first_dense_layers": 1, "moe_router_pre_softmax": True},
+    "gpt-oss": SINKS,
 }
 
 

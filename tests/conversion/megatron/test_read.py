@@ -12,13 +12,14 @@ from megalite.conversion.open import open_megatron
 from megalite.conversion.weights import ConversionError
 from tests.conversion.megatron import builder
 from tests.conversion.megatron.builder import assert_same
-from tests.conversion.samples import EXPERTS, GPT, LLAMA, MadeUp
+from tests.conversion.samples import EXPERTS, GPT, LLAMA, SINKS, MadeUp
 
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": GPT | {"activation": "gelu_tanh", "num_layers": 4},
     "llama": LLAMA | {"num_layers": 4},
     "qwen": LLAMA | {"num_layers": 4, "add_qkv_bias": True, "qk_norm": True, "tie_embeddings": True},
     "experts": EXPERTS | {"num_layers": 4, "moe_first_dense_layers": 2},
+    "gpt-oss": SINKS | {"num_layers": 4},
 }
 Content = dict[str, Any]
 

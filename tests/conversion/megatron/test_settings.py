@@ -36,7 +36,9 @@ def test_activation(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "args, message",
     [
-        ({"quick_geglu": True}, "args.quick_geglu = True"),
+        ({"attention_output_gate": True}, "args.attention_output_gate = True"),
+        ({"softmax_type": "other"}, "args.softmax_type = 'other'"),
+        ({"position_embedding_type": "yarn", "mscale": 0.7}, r"args.mscale and mscale_all_dim are \(0.7, 0.0\)"),
         ({"rope_type": "other", "qk_l2_norm": True}, "args.qk_l2_norm = True, args.rope_type"),
         ({"rope_type": "yarn"}, "args.rope_type is yarn without multi_latent_attention"),
         ({"position_embedding_type": "relative"}, "args.position_embedding_type = 'relative'"),
@@ -48,7 +50,10 @@ def test_activation(tmp_path: Path) -> None:
         ({"tensor_model_parallel_size": 2}, "args.tensor_model_parallel_size is 2, but .* the files of 1"),
         ({"untie_embeddings_and_output_weights": False}, None),
         ({"normalization": "LayerNorm"}, "lacks .*layernorm.bias, which its args ask for"),
-        ({"num_experts": 2, "add_bias_linear": True}, "args.num_experts with args.add_bias_linear"),
+        (
+            {"num_experts": 2, "add_bias_linear": True, "moe_shared_expert_intermediate_size": 8},
+            "args.add_bias_linear with shared experts",
+        ),
         ({"window_size": (8, 8)}, "args.window_size is"),
         ({"window_size": 8}, "args.window_size is 8; it must be two whole numbers"),
         ({"rotary_base": "much"}, "args.rotary_base is 'much'; a number"),
@@ -61,7 +66,7 @@ def test_activation(tmp_path: Path) -> None:
         ({"add_bias_linear": "False"}, "args.add_bias_linear is 'False'; True or False"),
         ({"seq_length": 2**31}, "args.seq_length is 2147483648; a whole number above 0 and up to 2147483647"),
         ({"hidden_dropout": 3.0}, "no model that megalite could train: .*dropout"),
-        ({"activation_func_clamp_value": 7.0}, "args.activation_func_clamp_value = 7.0"),
+        ({"activation_func_clamp_value": "7"}, "args.activation_func_clamp_value is '7'; a number"),
         ({"num_layers": 3 * 10**7}, "args.num_layers is 30000000, but the files have 2 layers"),
         ({"hidden_size": torch.zeros(3)}, "args.hidden_size is a FakeTensor, not a plain value"),
         ({"num_experts": 4, "moe_layer_freq": 0}, "args.moe_layer_freq is 0; a whole number above 0"),

@@ -13,7 +13,7 @@ from megalite.conversion.open import open_megatron
 from megalite.conversion.output import workplace_of
 from megalite.conversion.weights import ConversionError
 from tests.conversion.megatron.builder import assert_same, fuse, padded, stage
-from tests.conversion.samples import EXPERTS, GPT, LATENT, LLAMA, MadeUp, contents
+from tests.conversion.samples import EXPERTS, GPT, LATENT, LLAMA, SINKS, MadeUp, contents
 
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": GPT | {"activation": "gelu_tanh"},
@@ -21,6 +21,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen": LLAMA | {"add_qkv_bias": True, "qk_norm": True, "tie_embeddings": True},
     "latent": LATENT,
     "experts": EXPERTS | {"moe_shared_expert_intermediate_size": 24, "moe_first_dense_layers": 1},
+    "gpt-oss": SINKS,
 }
 
 
@@ -206,13 +207,13 @@ def test_goes_on_after_an_interruption(tmp_path: Path) -> None:
         ({"post_norms": True, "softmax_scale": 0.5}, {}, "post_norms; softmax_scale 0.5"),
         ({"post_norms": True, "pre_norms": False}, {}, "post_norms; pre_norms false"),
         ({"attn_logit_softcapping": 5.0}, {}, "attn_logit_softcapping"),
-        ({"softmax_type": "learnable"}, {}, "softmax_type learnable"),
-        ({"activation": "quick_geglu"}, {}, "activation quick_geglu"),
-        ({"activation": "swiglu", "glu_linear_offset": 1.0}, {}, "glu_linear_offset"),
+        ({"activation": "swiglu", "glu_linear_offset": 1.0}, {}, "glu_linear_offset with activation swiglu"),
         ({"num_experts": 4, "add_bias_linear": False, "moe_add_bias_linear": True}, {}, "moe_add_bias_linear"),
+        (SINKS | {"moe_shared_expert_intermediate_size": 24}, {}, "shared_expert_intermediate_size with moe_add_bias"),
+        (SINKS | {"rope_attention_factor": 2.0}, {}, "rope_attention_factor 2.0 .built in: None"),
         ({"rope_scaling": "llama3", "rope_low_freq_factor": 2.0}, {}, "rope_low_freq_factor 2.0 .built in: 1.0"),
         ({"rope_scaling": "linear", "rope_scaling_factor": 1.5}, {}, "rope_scaling_factor 1.5"),
-        ({"num_experts": 4, "add_bias_linear": True}, {}, "num_experts with add_bias_linear"),
+        ({"num_experts": 4, "add_bias_linear": True}, {}, "add_bias_linear without moe_add_bias_linear"),
         ({}, {"tp": 8}, r"tp 8 does not divide num_attention_heads 4; use one of \[1, 2, 4\]"),
         ({}, {"pp": 3}, r"pp 3 does not divide num_layers 2; use one of \[1, 2\]"),
         ({}, {"tp": 0}, "tp 0 does not divide"),

@@ -1,0 +1,150 @@
+"""Weights that multiply in fp8 are gathered in it: the bits of a run that gathers them in bf16, and half the bytes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.data_parallel import fully_sharded
+from megalite.kernels.matmul import Fp8Products
+from megalite.models import compute
+from megalite.planner.communication import step_volumes
+from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megalite.tensor_parallel.parameter import ShardedParameter
+from megalite.training.non_finite import NonFiniteError
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.state import continued, hashes, save_run
+from tests.support.tiny import LATENT, LLAMA, MOE, Runner, build, tiny_config
+from tests.support.traffic import counted
+
+Settings = dict[str, Any]
+
+FP8: Settings = {"precision": "bf16", "fp8": True, "dp_strategy": "fully-sharded", "micro_batch_size": 2}
+GATHERED: Settings = {"fp8_param_gather": True}
+SIXTEENS: Settings = {"num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 64}
+"""Sizes of Llama that fp8 takes on two ranks."""
+SHARED: Settings = {**MOE, **SIXTEENS, "moe_shared_expert_intermediate_size": 32}
+
+
+def runner_of(context: RankContext, world: int, settings: Settings, load: str | None = None) -> Runner:
+    """With torch's product in fp8 for CPUs, which is as exact as it is slow."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compute, "why_not_fp8", lambda device: None)
+        config = tiny_config(world, **{**FP8, **settings, "load": load})
+        return continued(context, config, load) if load else Runner(build(context, config))
+
+
+def steps(context: RankContext, world: int, settings: Settings, piece: int) -> dict[str, Any]:
+    """Results of three steps and an evaluation, and all that is kept after them; bytes sent in the last one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fully_sharded, "PIECE", piece)
+        runner = runner_of(context, world, settings)
+        results = [runner.step() for _ in range(3)]
+        found = [(result.loss, result.grad_norm) for result in results]
+        evaluation = runner.evaluate()
+        kept, strategy = hashes(runner.replica), runner.replica.strategy
+        strategy.wait_for_parameters()
+        whole = [bucket.data.double().sum().item() for bucket in strategy.all_buckets()]
+        strategy.close()
+    same = {"steps": found, "evaluation": evaluation, "kept": kept}
+    return {"same": same, "whole": sum(whole), "sent": results[-1].wire_bytes}
+
+
+CASES: list[tuple[int, Settings]] = [
+    (2, {}),
+    (4, {**LLAMA, **SIXTEENS, "tp": 2, "sequence_parallel": True, "sanitize_communication": True}),
+    (3, {"reduction_order": "rank", "overlap_param_gather": False, "global_batch_size": 6}),
+    (4, {"dp_instances": 2, "ddp_bucket_size": 1, "ema_decay": 0.5, "eval_ema": True}),
+    (4, {"pp": 2, "vpp": 2, "recompute_granularity": "full"}),
+    (2, {**SHARED, "ep": 2}),
+]
+
+
+@pytest.mark.parametrize(("world", "settings"), CASES, ids=str)
+def test_the_bits_of_a_gather_in_bf16(world: int, settings: Settings) -> None:
+    plain = run_ranks(world, steps, world, settings, 1 << 20)
+    ours = run_ranks(world, steps, world, {**settings, **GATHERED}, 100)
+    for theirs, found in zip(plain, ours, strict=True):
+        assert found["same"] == theirs["same"]
+        assert found["whole"] == theirs["whole"], "what is read outside a forward is exact"
+        assert found["sent"] < theirs["sent"]
+
+
+def volumes(context: RankContext, world: int, settings: Settings) -> dict[str, Any]:
+    runner = runner_of(context, world, settings)
+    runner.step()
+    with counted() as (found, _):
+        runner.step()
+        runner.replica.strategy.settle()
+    return {"pp": runner.replica.topology.pp.rank, "volumes": dict(found)}
+
+
+@pytest.mark.parametrize(("world", "settings"), [CASES[0], CASES[1], CASES[3], (4, {"pp": 2})], ids=str)
+def test_a_step_moves_what_the_formulas_say(world: int, settings: Settings) -> None:
+    settings = {**settings, **GATHERED, "sanitize_communication": False}
+    config = tiny_config(world, **{**FP8, **settings})
+    assert config.parallel.dp is not None
+    count = 8 // (2 * config.parallel.dp)
+    for rank in run_ranks(world, volumes, world, settings):
+        assert rank["volumes"] == dict(step_volumes(config, rank["pp"], count))
+
+
+def flagged(context: RankContext, world: int, settings: Settings) -> tuple[set[str], set[str]]:
+    """Names of the weights that multiply in fp8, and of those that are gathered in it."""
+    replica = runner_of(context, world, settings).replica
+    modules = [module for stage in replica.stages.values() for module in stage.modules()]
+    linears = [module for module in modules if isinstance(module, ColumnParallelLinear | RowParallelLinear)]
+    multiply = {each.weight.info.spec.name for each in linears if isinstance(each.products, Fp8Products)}
+    every = [each for stage in replica.stages.values() for each in stage.parameters()]
+    gathered = {each.info.spec.name for each in every if isinstance(each, ShardedParameter) and each.info.fp8}
+    return multiply, gathered
+
+
+@pytest.mark.parametrize("family", [{}, {**LLAMA, **SIXTEENS}, LATENT, SHARED], ids=["gpt", "llama", "latent", "moe"])
+def test_gathered_are_the_weights_that_multiply_in_fp8(family: Settings) -> None:
+    sizes = {"qk_head_dim": 12, "v_head_dim": 16, "q_lora_rank": 16, "kv_lora_rank": 16, "num_attention_heads": 4}
+    settings = {**family, **GATHERED, **(sizes if family is LATENT else {})}
+    for multiply, gathered in run_ranks(2, flagged, 2, settings):
+        assert multiply == gathered
+        assert len(gathered) >= 8
+        assert {name.split(".")[1] for name in gathered} == {"1", "2"}
+
+
+def continue_from(context: RankContext, world: int, settings: Settings, folder: str) -> list[dict[str, str]]:
+    """What is kept after two steps that were saved, after a third, and after a third that continues from what was saved."""
+    runner = runner_of(context, world, settings)
+    for _ in range(2):
+        runner.step()
+    save_run(runner, folder)
+    found = [hashes(runner.replica)]
+    runner.step()
+    again = runner_of(context, world, settings, folder)
+    again.step()
+    return [*found, hashes(runner.replica), hashes(again.replica)]
+
+
+def test_a_checkpoint_has_the_weights_as_they_are(tmp_path: Path) -> None:
+    plain = run_ranks(2, continue_from, 2, {}, str(tmp_path / "plain"))
+    ours = run_ranks(2, continue_from, 2, GATHERED, str(tmp_path / "fp8"))
+    assert ours == plain
+    for _, third, again in ours:
+        assert third == again
+
+
+def spoilt(context: RankContext, world: int) -> str:
+    """What a step says of an infinite element that one rank has."""
+    runner = runner_of(context, world, GATHERED)
+    strategy = runner.replica.strategy
+    shard = next(shard for shard in strategy.shards if shard.bucket.kind.fp8)
+    if context.rank == 0:
+        strategy.weights(shard).values[0] = torch.inf
+    with pytest.raises(NonFiniteError) as error:
+        runner.step()
+    return str(error.value)
+
+
+def test_what_is_not_finite_is_seen() -> None:
+    for text in run_ranks(2, spoilt, 2):
+        assert text.startswith("step 1: loss nan, gradient norm nan")
+        assert "weight are not finite on rank 0" in text
