@@ -154,7 +154,7 @@ class FullySharded(DistributedOptimizer):
                 self._gathering[bucket] = self._gather(bucket)
 
     def _gather(self, bucket: Bucket) -> Work:
-        channel, own = self.channel(bucket), self._own[bucket]
+        channel, own = self._channel(self.groups.gathers_of(bucket.kind)), self._own[bucket]
         if self.device.type == "cpu" and channel.sums_in_parts(bucket.grad.dtype):
             # Reduce-scatters run in the background thread: gathers must too, so that every rank has them in one order.
             return channel.in_background(lambda: channel.gather_raw(bucket.data, own))
