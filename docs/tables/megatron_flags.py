@@ -158,7 +158,9 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         # compute
         "attention_backend": "auto, flash, cudnn (`fused`), efficient, math (`unfused`, `local`)",
         "deterministic": "needs no variables and no other attention; an operation without such a kernel is an error",
-        "tp_comm_overlap": "by point-to-point pieces in plain torch; theirs needs Transformer Engine",
+        "fp8_recipe": "tensorwise (`delayed` is taken for it) and rowwise; theirs also has mxfp8, blockwise and custom",
+        "fp8_wgrad": "theirs is also `--disable-fp8-wgrad`",
+        "tp_comm_overlap": "by torch's symmetric memory or point-to-point pieces; theirs needs Transformer Engine",
         # checkpoint
         "save": "or `--run-dir`, under which everything goes",
         "save_interval": SAME,
