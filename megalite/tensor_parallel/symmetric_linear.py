@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megalite.kernels.matmul import Matmul
+from megalite.kernels.matmul import Matmul, matmul
 from megalite.topology.group import DONE, Group, Work
 
 _ROWS, _WIDTH, _OFF = 64, 128, 2e-2
@@ -85,7 +85,7 @@ def _trials(tp: Group, device: torch.device) -> list[Callable[[], str | None]]:
     whole, summed = x.new_empty(_ROWS * tp.size, 1, _WIDTH), torch.empty_like(x)
     tp.all_gather(whole, x)
     tp.reduce_scatter(summed, whole @ weight)
-    pieces = SymmetricMemory(tp, torch.mm)
+    pieces = SymmetricMemory(tp, matmul)
 
     def gather() -> str | None:
         y, kept = pieces.gather(x, weight, keep=True)

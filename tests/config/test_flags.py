@@ -260,6 +260,7 @@ run.yaml => unexpected argument run.yaml; settings are flags such as --num-layer
     => flag --moe-router-load-balancing-type aux_loss is over the 2 sequences of a microbatch, … use seq_aux_loss, or
 --global-batch-size 8 --eval-global-batch-size 16 => flag --eval-global-batch-size 16 is … leave it out, and scale
 --fp8-format e4m3 => --fp8-format cannot be e4m3 (one of hybrid)
+--fp8-recipe blockwise => --fp8-recipe: fp8_recipe cannot be 'blockwise'
 --use-checkpoint-args => --use-checkpoint-args takes the model from a checkpoint; add --load FOLDER or remove it
 --use-checkpoint-args --load x => --use-checkpoint-args reads no checkpoint here … use --config with the
 --dp-strategy fully-sharded --use-distributed-optimizer => dp_strategy is given twice: … keep one of them
