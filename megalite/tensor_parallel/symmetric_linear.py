@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megalite.config.registry import imported
 from megalite.kernels.matmul import Matmul, matmul
 from megalite.topology.group import DONE, Group, Work
 
@@ -64,10 +65,8 @@ def _for_all(tp: Group, reason: str | None, device: torch.device) -> str | None:
 
 def _why_not_here(tp: Group) -> str | None:
     try:
-        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
         assert tp.process_group is not None
-        enable_symm_mem_for_group(tp.process_group.group_name)
+        imported("torch.distributed._symmetric_memory:enable_symm_mem_for_group")(tp.process_group.group_name)
         missing = [name for name in _OPERATORS if not hasattr(torch.ops.symm_mem, name)]
     except Exception as error:
         return f"torch {torch.__version__} has none ({type(error).__name__})"

@@ -322,12 +322,8 @@ class Topology:
                 edges[pipeline.index(pair[0]), pipeline.index(pair[1])] = edge
         world = groups["world"]
         assert world is not None
-        for kind in _KINDS_IN_MEMORY if shared_memory and backend == "gloo" else ():
-            if (some := groups[kind]) is not None and some.size > 1:
-                if (key := ("memory", some.ranks)) not in made:
-                    memory = imported("megalite.topology.shared_memory:SharedMemory")
-                    made[key] = memory.open(some, timeout=timeout.total_seconds())
-                groups[kind] = dataclasses.replace(some, memory=made[key])
+        if shared_memory and backend == "gloo":
+            _share_memory(groups, made, timeout)
         if backend == "nccl":
             _connect(edges, device)
         return cls(
@@ -419,6 +415,16 @@ def _options(backend: str, communicator: str, kind: str, max_ctas: Mapping[str, 
     if name in max_ctas:
         options.config.max_ctas = max_ctas[name]
     return options
+
+
+def _share_memory(groups: dict[str, Group | None], made: ProcessGroups, timeout: datetime.timedelta) -> None:
+    """Let the groups of `_KINDS_IN_MEMORY` communicate through memory, those of equal ranks through the same."""
+    for kind in _KINDS_IN_MEMORY:
+        if (some := groups[kind]) is not None and some.size > 1:
+            if (key := ("memory", some.ranks)) not in made:
+                memory = imported("megalite.topology.shared_memory:SharedMemory")
+                made[key] = memory.open(some, timeout=timeout.total_seconds())
+            groups[kind] = dataclasses.replace(some, memory=made[key])
 
 
 def _connect(edges: dict[tuple[int, int], Group], device: torch.device) -> None:
