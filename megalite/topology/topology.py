@@ -280,8 +280,7 @@ class Topology:
             heartbeat: gets every group's operations.
             group_type: `SanitizedGroup` finds wrong use of asynchronous operations.
             shared_memory: on gloo, tensor-parallel ranks of one host communicate through it.
-            gathers_apart: on NCCL, parameters have another communicator than gradients.
-            max_ctas: `ParallelConfig.max_ctas`.
+            gathers_apart, max_ctas: on NCCL, a further communicator for parameters; `ParallelConfig.max_ctas`.
         """
         if backend == "auto":
             backend = "nccl" if device.type == "cuda" else "gloo"
@@ -297,12 +296,15 @@ class Topology:
             for ranks in rank_lists:
                 key = (communicator, ranks)
                 if len(ranks) > 1 and key not in made:
-                    # The description is what the flight recorder calls it.
-                    words = lane_name(communicator, ranks)
                     options = _options(backend, communicator, kind, max_ctas or {})
-                    made[key] = dist.new_group(
-                        list(ranks), timeout=timeout, backend=backend, group_desc=words, pg_options=options
-                    )
+                    words = lane_name(communicator, ranks)  # as the flight recorder calls it
+                    common: dict[str, Any] = {
+                        "timeout": timeout,
+                        "backend": backend,
+                        "pg_options": options,
+                        "group_desc": words,
+                    }
+                    made[key] = dist.new_group(list(ranks), **common)
                 if rank in ranks:
                     process_group = made[key] if len(ranks) > 1 else None
                     mine = group_type(
