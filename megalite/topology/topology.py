@@ -290,21 +290,16 @@ class Topology:
                 # A further communicator of all ranks is the most expensive one to make.
                 made["shared", layout.groups("world")[0]] = dist.group.WORLD
         timeout = datetime.timedelta(minutes=timeout_minutes)
+        common: dict[str, Any] = {"timeout": timeout, "backend": backend}
 
         def group(kind: str, rank_lists: RankLists, communicator: str) -> Group | None:
             mine = None
             for ranks in rank_lists:
                 key = (communicator, ranks)
                 if len(ranks) > 1 and key not in made:
-                    options = _options(backend, communicator, kind, max_ctas or {})
+                    chosen = {"pg_options": _options(backend, communicator, kind, max_ctas or {}), **common}
                     words = lane_name(communicator, ranks)  # as the flight recorder calls it
-                    common: dict[str, Any] = {
-                        "timeout": timeout,
-                        "backend": backend,
-                        "pg_options": options,
-                        "group_desc": words,
-                    }
-                    made[key] = dist.new_group(list(ranks), **common)
+                    made[key] = dist.new_group(list(ranks), group_desc=words, **chosen)
                 if rank in ranks:
                     process_group = made[key] if len(ranks) > 1 else None
                     mine = group_type(
