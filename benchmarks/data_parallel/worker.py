@@ -37,7 +37,7 @@ from megalite.config.validate import validate
 from megalite.data_parallel.buckets import Bucket
 from megalite.data_parallel.strategy import DataParallelStrategy
 from megalite.topology.group import Work
-from megalite.topology.topology import ProcessGroups
+from megalite.topology.tree import ProcessGroups
 from megalite.training.evaluation import Evaluator
 from megalite.training.non_finite import NonFiniteError
 from megalite.training.replica import Replica

@@ -41,7 +41,7 @@ SMALL: Mapping[str, tuple[Shape, ...]] = {  # for a dry run: Triton's interprete
     "flat": (Shape(1, 1500),),
 }
 KINDS = {  # operation -> which shapes; others have shapes of their own
-    **dict.fromkeys(("rmsnorm", "layernorm", "add_norm", "dropout_mask"), "norms"),
+    **dict.fromkeys(("rmsnorm", "layernorm", "add_norm", "dropout_mask", "fp8"), "norms"),
     **dict.fromkeys(("bias_gelu", "swiglu", "geglu"), "mlp"),
     **dict.fromkeys(("adam", "lamb", "l2norm"), "flat"),
     "matmul": "weight_grad",

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from benchmarks.gpu.clock import Work
 from megalite.kernels.dropout import dropout_mask
+from megalite.kernels.fp8 import E4M3, Rounded, cast, cast_rows, largest
 
 Tensors = dict[str, Any]  # by name: tensors, and None where an input is left out
 EPS = 1e-5
@@ -224,6 +225,10 @@ def _mask(kernel: Any, tensors: Tensors) -> torch.Tensor:
     return keep
 
 
+def _restored(rounded: Rounded) -> torch.Tensor:
+    return rounded.data.float() * rounded.undo
+
+
 def _gated(plain: Any) -> Operation:
     return differentiable(
         lambda kernel, t: kernel(t["x"]), plain=plain, wrt=("x",), rows=("x",), make=_gated_inputs, bytes=_moves(3, 5)
@@ -248,6 +253,15 @@ DIFFERENTIABLE: Mapping[str, Operation] = {
         rows=frozenset(("rows", "like", "y0")),
         bytes=lambda s, e: (s.rows * s.size,),
         plain=dropout_mask,
+        fused=False,
+    ),
+    "fp8": Operation(
+        make=_inputs("x"),
+        passes=lambda kernel, t: [Pass("forward", lambda: kernel[2](t["x"], E4M3))],
+        outputs=lambda kernel, t: {"y0": _restored(kernel[2](t["x"], E4M3))},
+        rows=frozenset(("x", "y0")),
+        bytes=lambda s, e: (s.rows * s.size * (e + 1) + 4 * s.rows,),
+        plain=(largest, cast, cast_rows),
         fused=False,
     ),
     "rope": differentiable(

@@ -76,7 +76,9 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         # compute
         "attention_backend": "also cudnn, efficient and blocked",
         "deterministic": "needs no variables; an operation without such a kernel is an error",
-        "tp_comm_overlap": "in plain torch; theirs needs Transformer Engine",
+        "fp8_recipe": "tensorwise (`delayed` is taken for it) and rowwise; theirs also has mxfp8, blockwise and custom",
+        "fp8_wgrad": "theirs is also `--disable-fp8-wgrad`",
+        "tp_comm_overlap": "by torch's symmetric memory or point-to-point pieces; theirs needs Transformer Engine",
         # checkpoint
         "save": "or `--run-dir` for everything",
         "load": "a folder with no checkpoint is an error unless `--fresh-if-missing`; a damaged one is passed over",

@@ -36,7 +36,8 @@ from megalite.profiling.run import (
 from megalite.profiling.timing import Timer, Timing
 from megalite.topology.group import Group
 from megalite.topology.layout import ParallelLayout
-from megalite.topology.topology import Launch, ProcessGroups, Topology, start_distributed, stop_distributed
+from megalite.topology.topology import Launch, Topology, start_distributed, stop_distributed
+from megalite.topology.tree import ProcessGroups
 
 LEAST_SECONDS = 1.0
 

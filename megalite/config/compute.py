@@ -24,6 +24,7 @@ OPERATIONS: Mapping[str, str] = MappingProxyType(
         "softmax": "softmax of attention scores in memory, where attention has dropout",
         "dropout_mask": "which elements dropout keeps",
         "cross_entropy": "cross-entropy over this rank's part of the vocabulary",
+        "fp8": "scaling and rounding to fp8",
         "matmul": "output and input gradient of linear layers",
         "weight_grad": "weight gradients added to the main gradient",
         "adam": "AdamW",
@@ -49,9 +50,16 @@ class ComputeConfig:
     serve is an error."""
     tp_comm_overlap: bool = option(False)
     """With sequence parallelism: gather and multiply, and multiply and scatter, in tp pieces that overlap."""
+    tp_comm_overlap_backend: str = option("auto", choices=("auto", "ring", "symmetric"))
+    """How the pieces of tp_comm_overlap travel: round the ring of ranks, or by copies from symmetric memory over NVLink.
+    auto: symmetric where torch has it and gives the ring's numbers in a trial at the start."""
     fp8: bool = option(False)
     """Linear layers multiply in fp8 (e4m3 forward, e5m2 gradients), except in the first and the last layer, in experts
     and in the head. Needs precision bf16 and compute capability 8.9."""
+    fp8_recipe: str = option("tensorwise", choices=("tensorwise", "rowwise"))
+    """What has a scale in fp8: each tensor, or each row of the first and each column of the second factor of a product."""
+    fp8_wgrad: bool = option(True)
+    """With fp8: weight gradients are products in fp8 too, added to the main gradient in fp32; else products in bf16."""
     tf32: bool = option(False)
     """Products of fp32 matrices on CUDA round their factors to TF32: several times the rate, errors near 5e-4. Needs
     compute capability 8.0."""

@@ -33,6 +33,7 @@ SHORTHANDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "--grad-reduce-in-bf16": {"wire_dtype": "bf16"},
         "--use-tp-pp-dp-mapping": {"rank_order": "tp-cp-ep-pp-dp"},
         "--recompute-activations": {"recompute_granularity": "selective"},
+        "--disable-fp8-wgrad": {"fp8_wgrad": False},
         "--exit-on-missing-checkpoint": {"fresh_if_missing": False},
         "--no-load-optim": {"load_optimizer": False},
         "--muon-no-split-qkv": {"muon_split_qkv": False},
@@ -61,6 +62,7 @@ VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "offload_modules": {"moe_act": "mlp_act"},
         "attention_backend": {"fused": "cudnn", "unfused": "math", "local": "math"},
         "cp_comm_type": {"all_gather": "allgather"},
+        "fp8_recipe": {"delayed": "tensorwise"},
         "timing_log_level": {"2": "1"},
         "tokenizer_type": {
             "GPTSentencePieceTokenizer": "SentencePieceTokenizer",

@@ -94,9 +94,8 @@ _ALREADY_SO: Mapping[str, str] = {
     "blends take as many samples as they need: another surplus would change the order of samples": (
         r"--mid-level-dataset-surplus=0?\.0050*"
     ),
-    "fp8 is of --fp8's kind: scales without a margin; weight gradients, first and last layer in bf16": (
-        "--fp8-margin=0 --no-fp8-wgrad --disable-fp8-wgrad --first-last-layers-bf16 "
-        "--num-layers-at-start-in-bf16=1 --num-layers-at-end-in-bf16=1"
+    "fp8 is of --fp8's kind: scales without a margin; first and last layer in bf16": (
+        "--fp8-margin=0 --first-last-layers-bf16 --num-layers-at-start-in-bf16=1 --num-layers-at-end-in-bf16=1"
     ),
     "tokens travel in the format of --precision": "--moe-dispatch-fwd-dtype=bf16 --moe-combine-bwd-dtype=bf16",
     "the router has no quantile balancing: it is not supported": r"--moe-router-quantile-balancing-ema=0|0?\.0*",
@@ -145,7 +144,7 @@ _NO_EFFECT: Mapping[str, str] = {
         "--use-nccl-ub --disable-symmetric-registration --gtp-remat-nccl-ub --gtp-expert-remat-nccl-ub "
         "--gtp-remat-opt-in-modules=* --fsdp-manual-registration --fsdp-double-buffer "
         "--create-all-gather-group --suggested-communication-unit-size= --ddp-num-buckets= "
-        "--ddp-pad-buckets-for-high-nccl-busbw --nccl-communicator-config-path= --use-sharp "
+        "--ddp-pad-buckets-for-high-nccl-busbw --use-sharp "
         "--sharp-enabled-group= --high-priority-stream-groups=* --distributed-timeout-seconds-after-init= "
         "--disable-gloo-process-groups --pipeline-model-parallel-comm-backend= --moe-enable-deepep "
         "--moe-flex-dispatcher-backend= --moe-flex-dispatcher-num-sms= --moe-deepep-num-sms= "
@@ -344,6 +343,7 @@ _REFUSED: Mapping[str, str] = {
     "all weights are trained": "--freeze-all-layers --freeze-base-for-mtp --mtp-detach-heads",
     "each further token has another layer, on the last stage": "--mtp-use-repeated-layer --mtp-hsm --mtp-standalone",
     "muon multiplies in the matrix's own precision": "--muon-fp32-matmul-prec=",
+    "use --nccl-max-ctas GROUP=NUMBER, such as pp=2,dp=16": "--nccl-communicator-config-path=",
     "use --fp8-format hybrid --fp8-recipe tensorwise, for linear layers alone": (
         "--fp8-quantizer-factory= --fp8-output-proj --fp4-format= --fp4-quantizer-factory= --te-precision-config-file="
     ),
@@ -390,11 +390,8 @@ _REFUSED: Mapping[str, str] = {
     "use --config FILE": "--yaml-cfg=",
 }
 
-FP8 = (
-    "fp8 here has one scale a tensor, of the tensor itself; first and last layer, experts, head and weight gradients are "
-    "in bf16"
-)
-_DIFFERS: Mapping[str, str] = {FP8: "--fp8-recipe=tensorwise|delayed --fp8-amax-history-len= --fp8-amax-compute-algo="}
+FP8 = "fp8 here scales by what is multiplied itself, without a history; first and last layer, experts and head are in bf16"
+_DIFFERS: Mapping[str, str] = {FP8: "--fp8-amax-history-len= --fp8-amax-compute-algo="}
 
 
 @dataclass(frozen=True)

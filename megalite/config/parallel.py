@@ -124,6 +124,10 @@ class ParallelConfig:
     """For tests: what is on its way holds NaN until it is waited for, and messages are delayed at random."""
     distributed_backend: str = option("auto", choices=("auto", "nccl", "gloo"))
     """auto: nccl on cuda, gloo on cpu."""
+    nccl_max_ctas: list[str] = option([])
+    """NCCL's kernels for a group take at most so many thread blocks, each a multiprocessor that computes nothing meanwhile:
+    GROUP=NUMBER, of tp, cp, ep, pp (each pair of neighbours in a pipeline) and dp (gradients and sharded parameters), such
+    as pp=2,dp=16. Default: as NCCL decides."""
     shared_memory_collectives: bool = option(True)
     """On gloo, tensor-parallel ranks of one Linux host on x86-64 exchange through memory instead of sockets."""
     distributed_timeout_minutes: float = option(10.0, above=0)
@@ -184,9 +188,37 @@ class ParallelConfig:
         return max(self.hang_timeout, min(6.0 * self.hang_timeout, 0.9 * self.distributed_timeout_minutes))
 
     @property
+    def max_ctas(self) -> dict[str, int]:
+        """`cta_limits` of `nccl_max_ctas`."""
+        return cta_limits(self.nccl_max_ctas)
+
+    @property
     def expert_tp(self) -> int:
         """Tensor-parallel size inside experts."""
         return self.etp or self.tp
+
+
+CTA_GROUPS = ("tp", "cp", "ep", "pp", "dp")
+"""What `nccl_max_ctas` names."""
+
+
+def cta_limits(given: list[str]) -> dict[str, int]:
+    """Group -> thread blocks, of the setting `nccl_max_ctas`.
+
+    Raises:
+        ConfigError: an entry is no limit, or a group has two.
+    """
+    limits: dict[str, int] = {}
+    for text in (part.strip() for entry in given for part in entry.split(",")):
+        group, _, number = text.partition("=")
+        if group not in CTA_GROUPS or not number.isdecimal() or int(number) < 1:
+            raise ConfigError(
+                f"nccl_max_ctas: {text!r} is no limit; use GROUP=NUMBER with a GROUP of {', '.join(CTA_GROUPS)} and a NUMBER "
+                "of at least 1, such as pp=2"
+            )
+        if limits.setdefault(group, int(number)) != int(number):
+            raise ConfigError(f"nccl_max_ctas gives {group} {limits[group]} and {number}; keep one of them")
+    return limits
 
 
 def parse_pipeline_compression(text: str) -> tuple[str, float]:

@@ -8,8 +8,10 @@ every rank with a copy, so the copies see bit-equal sums and cannot drift.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
+from torch.autograd import Variable
 
 from megalite.data_parallel.facts import BucketKind, cut_into_buckets, padded
 from megalite.tensor_parallel.parameter import ShardedParameter
@@ -62,6 +64,8 @@ class Bucket:
             free_storage(self.grad)
         self._awaited = 0
         self._on_full: Callable[[], None] = lambda: None
+        self._vectors: dict[Placed, torch.Tensor] = {}
+        """Gradients of biases and norms that the backward under way has given, by place."""
 
     def _adopt(self, placed: Placed) -> None:
         """Move the parameter's value, if it has one yet, into the buffer and let its gradients flow into the other."""
@@ -73,7 +77,7 @@ class Bucket:
         parameter.main_grad = self.grad[placed.start : placed.stop].view(parameter.shape)
         parameter.grad_ready = self._note
         # Parameters that are used outside our linear layers and lookups get their gradient from autograd.
-        parameter.register_post_accumulate_grad_hook(_move_to_main_grad)
+        parameter.register_post_accumulate_grad_hook(lambda _: self._take(placed))
 
     def draw(self) -> None:
         """Give parameters that were to be drawn late their first values."""
@@ -99,6 +103,34 @@ class Bucket:
 
     def stop_counting(self) -> None:
         self._awaited = 0
+        self._vectors.clear()
+
+    def _take(self, placed: Placed) -> None:
+        """Move a gradient from autograd to the buffer. Vectors, of which a layer has up to eight, go at the backward's end,
+        neighbours in one addition; unless the buffer is there for a while alone."""
+        parameter = placed.parameter
+        grad, parameter.grad = parameter.grad, None
+        if grad is None:  # the layer's own backward has put it where it belongs
+            return
+        if grad.dim() != 1 or parameter.grad_wanted is not None:
+            parameter.accumulate(grad)
+            return
+        if placed in self._vectors:
+            self._add_vectors()
+        if not self._vectors:
+            Variable._execution_engine.queue_callback(self._add_vectors)
+        self._vectors[placed] = grad
+
+    def _add_vectors(self) -> None:
+        places = sorted(self._vectors, key=lambda placed: placed.start)
+        ends = [index for index, (one, other) in enumerate(pairwise(places), 1) if one.stop != other.start]
+        for first, stop in pairwise((0, *ends, len(places))) if places else ():
+            grads = [self._vectors[placed] for placed in places[first:stop]]
+            sums = self.grad[places[first].start : places[stop - 1].stop]
+            sums.add_(grads[0] if len(grads) == 1 else torch.cat(grads))
+        self._vectors.clear()
+        for placed in places:
+            placed.parameter.report()
 
     def _note(self) -> None:
         if self._awaited > 0:
@@ -131,13 +163,6 @@ def free_storage(flat: torch.Tensor) -> None:
 
 def has_memory(flat: torch.Tensor) -> bool:
     return flat.untyped_storage().nbytes() > 0
-
-
-def _move_to_main_grad(parameter: torch.Tensor) -> None:
-    assert isinstance(parameter, ShardedParameter)
-    grad, parameter.grad = parameter.grad, None
-    if grad is not None:  # None: the layer's own backward has put it where it belongs
-        parameter.accumulate(grad)
 
 
 def make_buckets(

@@ -13,8 +13,9 @@ from megalite.data_parallel.buckets import Bucket, alloc_storage, free_storage, 
 from megalite.data_parallel.facts import Placement
 from megalite.data_parallel.shards import PIECE, OptimizerShard
 from megalite.data_parallel.strategy import FlatState
+from megalite.data_parallel.wire import Channel
 from megalite.data_parallel.zero import DistributedOptimizer
-from megalite.kernels.matmul import E4M3, quantise
+from megalite.kernels.fp8 import E4M3, cast
 from megalite.tensor_parallel.parameter import ShardedParameter
 from megalite.topology.group import DONE, Work
 
@@ -57,7 +58,7 @@ def fp8_scales(
     found: dict[Bucket, dict[int, torch.Tensor]] = {bucket: {} for bucket in buckets}
     for (bucket, start), number in numbers.items():
         # The product's own rule: it rounds the weights once more, to the same values.
-        found[bucket][start] = quantise(number, E4M3)[1]
+        found[bucket][start] = cast(number, number, E4M3).undo
     return found
 
 
@@ -227,13 +228,16 @@ class FullySharded(DistributedOptimizer):
                 self._gathering[bucket] = self._gather(bucket, whole, own), rounded
 
     def _gather(self, bucket: Bucket, whole: torch.Tensor, own: torch.Tensor) -> Work:
-        channel = self.channel(bucket)
+        channel = self._gathers(bucket)
         if self._in_background(bucket):
             return channel.in_background(lambda: channel.gather_raw(whole, own))
         return channel.gather_raw_async(whole, own)
 
+    def _gathers(self, bucket: Bucket) -> Channel:
+        return self._channel(self.groups.gathers_of(bucket.kind))
+
     def _largest_of_all(self, bucket: Bucket, numbers: torch.Tensor) -> None:
-        channel = self.channel(bucket)
+        channel = self._gathers(bucket)
         if self._in_background(bucket):
             channel.in_background(lambda: channel.group.all_reduce(numbers, op="max")).wait()
         else:
@@ -241,7 +245,7 @@ class FullySharded(DistributedOptimizer):
 
     def _in_background(self, bucket: Bucket) -> bool:
         """Reduce-scatters run in the background thread: gathers must too, so that every rank has them in one order."""
-        return self.device.type == "cpu" and self.channel(bucket).sums_in_parts(bucket.grad.dtype)
+        return self.device.type == "cpu" and self._gathers(bucket).sums_in_parts(bucket.grad.dtype)
 
     def _finish_gathers(self, buckets: Iterable[Bucket]) -> None:
         for bucket in buckets:

@@ -81,10 +81,17 @@ class StrategyGroups:
     inter_dp: Group = field(default_factory=lambda: Group.solo("inter-dp-cp"))
     """The ranks at the place that this one has in its `dp`, in all instances."""
     inter_expert_dp: Group = field(default_factory=lambda: Group.solo("inter-expert-dp"))
+    gathers: Group | None = None
+    """Those of `dp` again, if parameters have another communicator; those of `expert_dp` are `expert_gathers`."""
+    expert_gathers: Group | None = None
 
     def replicas(self, kind: BucketKind) -> Group:
         """The ranks with the same bucket of this kind and other samples; of several instances those of this one."""
         return self.expert_dp if kind.expert else self.dp
+
+    def gathers_of(self, kind: BucketKind) -> Group:
+        """`replicas` for parameters."""
+        return (self.expert_gathers if kind.expert else self.gathers) or self.replicas(kind)
 
     def instances(self, kind: BucketKind) -> Group:
         """The ranks with the same part of such a bucket where the ranks of `replicas` have one each: one of an instance."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megalite.kernels.attention import HALVES
+from megalite.kernels.fp8 import cast, cast_rows, largest
 from megalite.kernels.layer_ops import (
     activate,
     add_dropped,
@@ -29,7 +30,6 @@ from megalite.kernels.layer_ops import (
     rms_norm,
     swiglu,
 )
-from megalite.kernels.matmul import quantise
 
 Kernel = Callable[..., Any]
 
@@ -81,7 +81,7 @@ def _geglu(x: Tensor, *, tanh: bool = False) -> Tensor:
 
 
 _FORMULAS: dict[Kernel, Kernel] = {
-    **{kernel: kernel for kernel in (layer_norm, bias_gelu, apply_rope, quantise)},
+    **{kernel: kernel for kernel in (layer_norm, bias_gelu, apply_rope, largest, cast, cast_rows)},
     rms_norm: _rms_norm,
     add_norm: _add_norm,
     add_dropped: _add_dropped,

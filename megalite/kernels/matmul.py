@@ -1,4 +1,4 @@
-"""Matrix products of linear layers and of experts: output, input gradient, weight gradient; by torch, oneDNN or in fp8."""
+"""Matrix products of linear layers and of experts: output, input gradient, weight gradient; by torch or oneDNN."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
@@ -18,6 +18,9 @@ def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, *, out: Tensor | No
     return torch.addmm(bias, a, b, out=out)
 
 
+WeightProduct = Callable[[Tensor, Tensor], Tensor]
+
+
 class Matmul(Protocol):
     """A kernel of the operation `matmul`."""
 
@@ -31,13 +34,21 @@ class Products:
     def __init__(self, matmul: Matmul) -> None:
         self._matmul = matmul
 
-    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x [..., i] · weight [o, i]ᵀ + bias [o] -> [..., o]."""
-        return self._matmul(x, weight.t(), bias)
+    def measure(self, x: Tensor) -> Tensor | None:
+        """What the products of a factor want to know of it, once for all of them; None: nothing."""
+        return None
 
-    def input_grad(self, grad_y: Tensor, weight: Tensor) -> Tensor:
-        """grad_y [..., o] · weight [o, i] -> [..., i], in new memory."""
-        return self._matmul(grad_y, weight)
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None, of_x: Tensor | None = None) -> Tensor:
+        """x [..., i] · weight [..., i]ᵀ + bias [o] -> [..., o]; `of_x` is what `measure` says of x."""
+        return self._matmul(x, weight.flatten(0, -2).t(), bias)
+
+    def input_grad(self, grad_y: Tensor, weight: Tensor, of_grad: Tensor | None = None) -> Tensor:
+        """grad_y [..., o] · weight [..., i] -> [..., i], in new memory."""
+        return self._matmul(grad_y, weight.flatten(0, -2))
+
+    def weight_grad(self, of_x: Tensor | None, of_grad: Tensor | None) -> WeightProduct | None:
+        """(grad_y [n, o], x [n, i]) -> grad_yᵀ · x [o, i]. None: by the kernel that adds it to the main gradient itself."""
+        return None
 
 
 PLAIN = Products(matmul)  # by torch's kernel
@@ -134,59 +145,3 @@ def _groups(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
     for expert, (stop, count) in enumerate(zip(accumulate(counts), counts)):
         if count:
             yield expert, slice(stop - count, stop)
-
-
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-ALIGNMENT = 16  # both dimensions of a weight must be multiples: 16-byte rows of what is multiplied
-Quantise = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]  # as `quantise`
-_SMALLEST = 2.0**-100  # where the largest element is below it (all are 0, say), its scale
-
-
-def why_not_fp8(device: torch.device) -> str | None:
-    """Why the device cannot multiply in fp8, or None."""
-    if device.type != "cuda":
-        return f"{device.type} has no matrix products in fp8"
-    major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) < (8, 9):
-        return f"it takes compute capability 8.9 or more, and this device has {major}.{minor}"
-    return None
-
-
-def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x·2^k in fp8, and 2^-k as an fp32 scalar on its device, with the largest k that fits.
-
-    What is infinite or NaN makes the tensor NaN, which the step's check of loss and norm then sees.
-    """
-    largest = torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32).clamp(min=_SMALLEST)
-    _, exponent = torch.frexp(torch.finfo(dtype).max / largest)
-    scale = torch.ldexp(torch.ones_like(largest), exponent - 1)
-    # The difference is 0, or NaN where it is of infinities.
-    scale = scale + (largest - largest)
-    return (x * scale.to(x.dtype)).to(dtype), scale.reciprocal()
-
-
-class Fp8Products(Products):
-    """Of bf16 tensors through torch's scaled matrix product (fp32 sums). `quantise` passes over the tensor four times
-    unless it is compiled."""
-
-    def __init__(self, quantise: Quantise = quantise) -> None:
-        self._quantise = quantise
-
-    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Both in e4m3."""
-        x8, undo_x = self._quantise(x.flatten(0, -2).contiguous(), E4M3)
-        weight8, undo_weight = self._quantise(weight, E4M3)
-        # Fast sums keep fewer bits of partial results, as is usual forward.
-        y = torch._scaled_mm(
-            x8, weight8.t(), undo_x, undo_weight, bias=bias, out_dtype=x.dtype, use_fast_accum=x.is_cuda
-        )
-        return y.view(*x.shape[:-1], weight.shape[0])
-
-    def input_grad(self, grad_y: Tensor, weight: Tensor) -> Tensor:
-        """The gradient in e5m2, the weight in e4m3 as forward; it is made again rather than kept."""
-        grad8, undo_grad = self._quantise(grad_y.flatten(0, -2).contiguous(), E5M2)
-        weight8, undo_weight = self._quantise(weight, E4M3)
-        # The second factor is wanted column by column.
-        columns = weight8.view(torch.uint8).t().contiguous().view(E4M3)
-        grad_x = torch._scaled_mm(grad8, columns.t(), undo_grad, undo_weight, out_dtype=grad_y.dtype)
-        return grad_x.view(*grad_y.shape[:-1], weight.shape[1])

@@ -119,6 +119,8 @@ _ROWS = (
     Implementation("softmax", "apex", f"apex.layers:{_SOFTMAX}", HALVES, _CAUSAL, softmax_limit),
     Implementation("dropout_mask", "torch", "dropout:dropout_mask"),
     Implementation("dropout_mask", "triton", "triton.dropout:dropout_mask", FLOATS),
+    Implementation("fp8", "torch", "fp8:largest,cast,cast_rows"),
+    Implementation("fp8", "triton", "triton.fp8:largest,cast,cast_rows", (torch.float32, torch.bfloat16)),
     Implementation("matmul", "torch", "matmul:matmul"),
     Implementation("matmul", "onednn", "matmul:onednn_matmul", _FP32),
     Implementation("weight_grad", "torch", "matmul:accumulate_weight_grad"),

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megalite.kernels.cross_entropy import cross_entropy_backward, cross_entropy_forward
 from megalite.kernels.dropout import dropout_mask
+from megalite.kernels.fp8 import E4M3, E5M2, cast, cast_rows, largest
 from megalite.kernels.layer_ops import add_norm, apply_rope, bias_gelu, geglu, layer_norm, rms_norm, swiglu
 from megalite.kernels.matmul import accumulate_weight_grad, matmul
 from megalite.kernels.optimizer_ops import adam, l2norm, lamb_moments, lamb_step
@@ -140,6 +141,12 @@ def _dropout_mask(kernel: Any, draw: Inputs, size: int) -> Results:
     return {"the mask": keep}
 
 
+def _fp8(kernel: Any, draw: Inputs, size: int) -> Results:
+    x, (largest, cast, cast_rows) = draw.normal(ROWS, size), kernel
+    found = {"a tensor": cast(x, largest(x), E4M3), "turned": cast(x.t(), largest(x), E5M2), "rows": cast_rows(x, E4M3)}
+    return {name: rounded.data.float() * rounded.undo for name, rounded in found.items()}
+
+
 def _matmul(kernel: Any, draw: Inputs, size: int) -> Results:
     x, weight, bias = draw.normal(2, ROWS // 2, size), draw.normal(ROWS, size), draw.normal(ROWS)
     return {
@@ -190,6 +197,7 @@ _CASES: Mapping[str, tuple[Callable[[Any, Inputs, int], Results], Any]] = Mappin
         "softmax": (_softmax, (causal_softmax_forward, causal_softmax_backward)),
         "cross_entropy": (_cross_entropy, (cross_entropy_forward, cross_entropy_backward)),
         "dropout_mask": (_dropout_mask, dropout_mask),
+        "fp8": (_fp8, (largest, cast, cast_rows)),
         "matmul": (_matmul, matmul),
         "weight_grad": (_weight_grad, accumulate_weight_grad),
         "adam": (_adam, adam),

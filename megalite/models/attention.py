@@ -263,7 +263,9 @@ class Attention(AttentionCore):
         return q, k, v
 
     def _parts(self, qkv: Tensor) -> Sequence[Tensor]:
-        return qkv.split((qkv.shape[3] - 2, 1, 1), dim=3)
+        # Of more than four dimensions CUDA joins the gradients by a launch for each.
+        parts = qkv.flatten(0, 1).split((qkv.shape[3] - 2, 1, 1), dim=2)
+        return [part.unflatten(0, qkv.shape[:2]) for part in parts]
 
     def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """RoPE on the first `rotary_size` channels of queries or keys.

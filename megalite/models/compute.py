@@ -1,5 +1,7 @@
 """How a rank and the layers of its stages compute: section `compute` of the config, applied once when they are built."""
 
+from collections.abc import Callable
+
 import torch
 
 from megalite.config.compute import ComputeConfig
@@ -7,10 +9,14 @@ from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig, attention_in_tiles
 from megalite.kernels.attention_backends import AttentionShape, choose_attention, varlen_attention, why_not_varlen
 from megalite.kernels.compiled import compiled, why_not_compile
-from megalite.kernels.matmul import ALIGNMENT, Fp8Products, quantise, why_not_fp8
+from megalite.kernels.fp8 import ALIGNMENT, Fp8Products, why_not_fp8
+from megalite.kernels.matmul import Matmul
 from megalite.models.attention import AttentionCore
 from megalite.models.gpt import GPTStage
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megalite.tensor_parallel.ring_linear import Pieces, Ring
+from megalite.tensor_parallel.symmetric_linear import SymmetricMemory, why_not_symmetric
+from megalite.topology.group import Group
 
 _LINEAR = (ColumnParallelLinear, RowParallelLinear)
 
@@ -55,10 +61,7 @@ def apply_compute(stage: GPTStage, config: RunConfig) -> list[str]:
     compute = config.compute
     lines = _use_attention(stage, config)
     if compute.tp_comm_overlap:
-        for module in stage.modules():
-            if isinstance(module, _LINEAR):
-                module.overlap = True
-        lines.append("sequence-parallel gathers and scatters run in pieces under the layers' matrix products")
+        lines.append(_use_overlap(stage, compute))
     if compute.compile:
         reason = None if stage.device.type == "meta" else why_not_compile(stage.device)
         if reason is not None:
@@ -72,6 +75,22 @@ def apply_compute(stage: GPTStage, config: RunConfig) -> list[str]:
                     setattr(module, name, compiled(kernel))
         lines.append("compiled: norms, activations, rotary embedding, dropout with residual sums")
     return lines
+
+
+def _use_overlap(stage: GPTStage, compute: ComputeConfig) -> str:
+    """Collectives: those of `why_not_symmetric`, where the ring is not asked for."""
+    asked, reason = compute.tp_comm_overlap_backend, "asked for"
+    linears = [module for module in stage.modules() if isinstance(module, _LINEAR)]
+    by: Callable[[Group, Matmul], Pieces] = Ring
+    if asked != "ring" and stage.device.type != "meta":  # a rehearsal has no memory to share
+        found = why_not_symmetric(stage.tp, stage.device)
+        if asked == "symmetric" and found is not None:
+            raise ConfigError(f"tp_comm_overlap_backend symmetric cannot be had: {found}; use ring or auto")
+        by, reason = (SymmetricMemory, "it can be had") if found is None else (Ring, found)
+    for linear in linears:
+        linear.overlap, linear.overlap_by = True, by
+    how = "round the ring" if by is Ring else "by symmetric memory"
+    return f"sequence-parallel gathers and scatters {how}, in pieces under the layers' matrix products ({reason})"
 
 
 def _use_attention(stage: GPTStage, config: RunConfig) -> list[str]:
@@ -113,7 +132,13 @@ def _use_fp8(stage: GPTStage, config: RunConfig) -> str:
     reason = None if stage.device.type == "meta" else why_not_fp8(stage.device)
     if reason is not None:
         raise ConfigError(f"fp8 cannot be had: {reason}; remove it")
-    products = Fp8Products(compiled(quantise) if config.compute.compile else quantise)
+    compute, kernels = config.compute, stage.factory.kernel("fp8", config.model.hidden_size)
+    rowwise = compute.fp8_recipe == "rowwise"
+    products = Fp8Products(
+        tuple(map(compiled, kernels)) if compute.compile else kernels, rowwise=rowwise, weight_grads=compute.fp8_wgrad
+    )
+    if not config.parallel.strategy.shards_parameters:  # else they would be whole in fp8 when they are not in bf16
+        stage.fp8 = products
     last = config.model.num_layers - 1
     for index, block in stage.layers.items():
         if int(index) in (0, last):
@@ -126,4 +151,4 @@ def _use_fp8(stage: GPTStage, config: RunConfig) -> str:
                     f"{shape[0]} x {shape[1]}; use other sizes or another tp"
                 )
             linear.products = products
-    return f"fp8 linear layers in layers 1 to {last - 1} of {last + 1}, one scale a tensor"
+    return f"fp8 linear layers in layers 1 to {last - 1} of {last + 1}, one scale a {'row' if rowwise else 'tensor'}"

@@ -11,6 +11,7 @@ from torch import Tensor
 from megalite.config.model import BLOCKS, ModelConfig
 from megalite.context_parallel.tiles import Visibility
 from megalite.kernels.dropout import dropout_mask
+from megalite.kernels.fp8 import Fp8Products
 from megalite.kernels.layer_ops import masked_dropout, rope_frequencies, rope_tables
 from megalite.kernels.matmul import Products
 from megalite.models.block import BRANCHES, Block, run_layers
@@ -146,6 +147,8 @@ class GPTStage(torch.nn.Module):
             uses = 1 + has_head * (further + config.tie_embeddings * (1 + further))
             tied = (config.tie_embeddings or further > 0) and not has_head
             self.embedding = Embedding(config, factory=factory, tied=tied, uses=uses)
+        self.fp8: Fp8Products | None = None
+        """Keeps the weights of layers here in fp8 while they do not change."""
         self.layers = torch.nn.ModuleDict()
         for index in range(first_layer, last_layer):
             self.layers[str(index)] = BLOCKS.get(config.block)(

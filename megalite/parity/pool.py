@@ -23,7 +23,8 @@ from megalite.partition.pipeline import layout_of
 from megalite.topology.group import Group
 from megalite.topology.layout import ParallelLayout
 from megalite.topology.sanitizer import SanitizedGroup
-from megalite.topology.topology import ProcessGroups, Topology, schedule_as_batch
+from megalite.topology.topology import Topology, schedule_as_batch
+from megalite.topology.tree import ProcessGroups
 
 _START_SECONDS = 180.0
 _COLLECTIVE_SECONDS = 180.0

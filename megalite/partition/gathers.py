@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from megalite.config.run import RunConfig
-from megalite.models.shapes import needs_copy
+from megalite.models.shapes import layer_shapes, needs_copy
 from megalite.partition.activations import ELEMENT_BYTES
-from megalite.partition.buckets import PlannedBucket, planned_buckets
+from megalite.partition.buckets import PlannedBucket, local_size, planned_buckets
 from megalite.partition.pipeline import schedule_of
 from megalite.partition.stages import StagePlan, shapes_of, shares_embedding
 from megalite.pipeline.ir.actions import COMPUTE, Kind
@@ -89,6 +89,21 @@ def whole_parameter_bytes(config: RunConfig, plans: Sequence[StagePlan], stages:
         together += [{*first, *second} for first, second in pairs]
     width = ELEMENT_BYTES[config.training.precision]
     return width * max(sum(bucket.elements for bucket in unit) for unit in together)
+
+
+def fp8_weight_bytes(config: RunConfig, plans: Sequence[StagePlan]) -> int:
+    """Of the weights that a step keeps in fp8 as well, once for the forward and once turned for the backward."""
+    if not config.compute.fp8 or config.parallel.strategy.shards_parameters:
+        return 0
+    inner = range(1, config.model.num_layers - 1)
+    kept = [
+        local_size(shape, config)
+        for plan in plans
+        for index in range(max(plan.first_layer, inner.start), min(plan.last_layer, inner.stop))
+        for shape in layer_shapes(config.model, index)
+        if shape.shard_dim is not None and len(shape.shape) > 1 and not shape.expert
+    ]
+    return 2 * sum(kept)
 
 
 def whole_gradient_bytes(config: RunConfig, plans: Sequence[StagePlan], stages: tuple[StagePlan, ...]) -> int:

@@ -28,7 +28,7 @@ from megalite.partition.buckets import (
     planned_buckets,
     visiting_bytes,
 )
-from megalite.partition.gathers import WORD, whole_gradient_bytes, whole_parameter_bytes
+from megalite.partition.gathers import WORD, fp8_weight_bytes, whole_gradient_bytes, whole_parameter_bytes
 from megalite.partition.pipeline import layout_of, plan_stages, schedule_of
 from megalite.partition.stages import StagePlan, shapes_of, shapes_of_rank, shares_embedding
 from megalite.pipeline.ir.memory import Sizes, memory_peaks
@@ -50,7 +50,7 @@ class RankMemory:
     """Of all microbatches in flight at the peak."""
     workspace_bytes: int
     """What recomputation brings back at once in the backward, what is whole for a while of sharded parameters and
-    gradients, and room for states that visit the device."""
+    gradients, weights in fp8, and room for states that visit the device."""
     host_bytes: int = 0
     """Offloaded main parameters, optimizer states and activations; not in the total, which is the device's."""
 
@@ -113,6 +113,7 @@ def rank_memory(
         activation_bytes=activation_bytes,
         workspace_bytes=whole_parameter_bytes(config, stages, everywhere)
         + whole_gradient_bytes(config, stages, everywhere)
+        + fp8_weight_bytes(config, stages)
         + max(recompute_workspace_bytes(config, plan) for plan in stages)
         + visiting_bytes(config, buckets),
         host_bytes=math.ceil(host) + host_activation_bytes,

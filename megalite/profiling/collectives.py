@@ -17,7 +17,8 @@ from megalite.planner.cost.rates import SHARED_PASSES
 from megalite.profiling.timing import Timer, Timing, products
 from megalite.topology.group import Group
 from megalite.topology.layout import ParallelLayout
-from megalite.topology.topology import ProcessGroups, Topology
+from megalite.topology.topology import Topology
+from megalite.topology.tree import ProcessGroups
 
 
 @dataclass(frozen=True, kw_only=True)

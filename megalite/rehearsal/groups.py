@@ -11,7 +11,7 @@ from megalite.rehearsal.device import DEVICE, Device
 from megalite.topology.group import DONE, Group, Work
 from megalite.topology.layout import ParallelLayout
 from megalite.topology.sanitizer import calling_line
-from megalite.topology.topology import Topology, communicator_of
+from megalite.topology.topology import GATHERED, Topology, communicator_of
 from megalite.watchdog.heartbeat import Heartbeat
 
 UNEVEN = "all_to_all of uneven parts"
@@ -176,7 +176,7 @@ class RehearsedHeartbeat(Heartbeat):
         self._device.running = action.decode()
 
 
-def rehearsed_topology(layout: ParallelLayout, rank: int, journal: Journal) -> Topology:
+def rehearsed_topology(layout: ParallelLayout, rank: int, journal: Journal, *, gathers_apart: bool = False) -> Topology:
     """The topology of `rank`, as `Topology.create` would make it on NCCL."""
     heartbeat = RehearsedHeartbeat(journal.device)
 
@@ -189,6 +189,8 @@ def rehearsed_topology(layout: ParallelLayout, rank: int, journal: Journal) -> T
 
     groups = {kind: group(kind, layout.group_of(kind, rank), communicator_of(kind)) for kind in layout.kinds}
     groups["dp-cp-scalars"] = group("dp-cp", layout.group_of("dp-cp", rank), "shared")
+    for kind in GATHERED if gathers_apart else ():
+        groups[f"{kind}-gathers"] = group(kind, layout.group_of(layout.inside(kind), rank), "gathers")
     groups["host"] = group("host", layout.group_of("world", rank), "host")
     pipeline = layout.group_of("pp", rank)
     assert pipeline is not None

@@ -50,7 +50,7 @@ def rehearse(config: RunConfig, rank: int, programs: Programs | None = None) -> 
     layout = layout_of(config)
     device = Device()
     journal = Journal(device)
-    topology = rehearsed_topology(layout, rank, journal)
+    topology = rehearsed_topology(layout, rank, journal, gathers_apart=config.parallel.strategy.shards_parameters)
     with device.entered():
         replica = build_replica(config, topology, programs or Programs(config))
         built, build_peak = device.memory.live, device.memory.peak

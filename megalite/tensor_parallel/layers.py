@@ -1,5 +1,6 @@
 """Column- and row-parallel linear layers and the vocabulary-parallel embedding (arXiv 1909.08053)."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from megalite.tensor_parallel.parameter import (
     WeightGradient,
     linear_weight_gradient,
 )
-from megalite.tensor_parallel.ring_linear import gathered_matmul, scattered_linear, sum_of_parts
+from megalite.tensor_parallel.ring_linear import Pieces, Ring, scattered_linear
 from megalite.topology.group import DONE, Group, Work
 
 
@@ -33,31 +34,34 @@ class _Linear(torch.autograd.Function):
         tp: Group | None,
         sequence_parallel: bool,
         products: Products,
-        pieces: Matmul | None,
+        pieces: Pieces | None,
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.has_bias, ctx.products, ctx.pieces = weight, bias is not None, products, pieces
         ctx.tp, ctx.sequence_parallel = tp, sequence_parallel
-        matrix, vector = weight.flatten(0, -2), None if bias is None else bias.flatten()
+        vector = None if bias is None else bias.flatten()
         if tp is not None and sequence_parallel:
             if pieces is not None:
-                return gathered_matmul(x, matrix.t(), vector, tp=tp, matmul=pieces)
+                return pieces.gather(x, weight.flatten(0, -2).t(), vector)[0]
             x = gather_along_sequence(x, tp)
-        return products.output(x, matrix, vector)
+        ctx.of_x = products.measure(x)
+        return products.output(x, weight, vector, ctx.of_x)
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         (x,), weight, tp = ctx.saved_tensors, ctx.weight, ctx.tp
+        products, pieces = ctx.products, ctx.pieces
         grad_y = grad_y.contiguous()
-        grad_rows, matrix = grad_y.flatten(0, -2), weight.flatten(0, -2)
-        gradient = linear_weight_gradient(weight, x, grad_rows, tp if ctx.sequence_parallel else None)
+        grad_rows, gather = grad_y.flatten(0, -2), tp if ctx.sequence_parallel else None
+        of_grad = None if pieces is not None else products.measure(grad_rows)
+        multiply = None if pieces is not None else products.weight_grad(ctx.of_x, of_grad)
+        gradient = linear_weight_gradient(weight, x, grad_rows, gather, multiply)
         if weight.deferred is None or not weight.deferred.is_deferring:
             gradient.start()
-        if ctx.pieces is None:
-            grad_x, reducing = _reduce_input_grad(ctx, ctx.products.input_grad(grad_y, matrix))
+        if pieces is None:
+            grad_x, reducing = _reduce_input_grad(ctx, products.input_grad(grad_y, weight, of_grad))
         else:
-            parts = grad_y.unflatten(0, (tp.size, -1))
-            grad_x, reducing = sum_of_parts(lambda rank: ctx.pieces(parts[rank], matrix), tp)
+            grad_x, reducing = pieces.scatter(grad_y, weight.flatten(0, -2))
         grad_weight = gradient.compute_or_defer(weight.deferred)
         grad_bias = grad_rows.sum(0) if ctx.has_bias else None
         reducing.wait()
@@ -82,21 +86,21 @@ def linear(
     tp: Group | None,
     sequence_parallel: bool = False,
     products: Products = PLAIN,
-    pieces: Matmul | None = None,
+    pieces: Pieces | None = None,
 ) -> Tensor:
     """x [..., i] · weight [o/tp, i]ᵀ + bias [o/tp] -> [..., o/tp].
 
     Where `weight.main_grad` is set the weight gradient is added to it during the backward; else it is returned to
-    autograd. A weight of more than two dimensions counts as [-1, i]. `products` compute output and input gradient.
+    autograd. A weight of more than two dimensions counts as [-1, i]. `products` compute them.
 
     Args:
         tp: the group that x enters as a whole: replicated, or split over the sequence. None: x is this rank's part
             already, as in a row-parallel layer.
-        pieces: with sequence parallelism: multiply each rank's rows as they arrive (see `ring_linear`), by this kernel.
+        pieces: with sequence parallelism: multiply while rows travel (see `ring_linear`).
 
     Collectives: without `tp` none. Replicated x: none / all-reduce of the input gradient. With sequence parallelism:
-    all-gather / all-gather (in W where the backward is split) and reduce-scatter; with `pieces` tp - 1 exchanges with
-    the neighbours in place of the gather forward and the reduce-scatter.
+    all-gather / all-gather (in W where the backward is split) and reduce-scatter; with `pieces` its own in place of the
+    gather forward and the reduce-scatter.
     """
     if bias is not None and bias.dim() > 1:
         return _Linear.apply(x, weight, None, tp, sequence_parallel, products, pieces) + bias.flatten()
@@ -113,7 +117,8 @@ class ColumnParallelLinear(torch.nn.Module):
         shard_dim: the dimension of `shape` that is split.
     """
 
-    overlap = False  # with sequence parallelism: multiply each rank's rows as they arrive
+    overlap = False  # with sequence parallelism: multiply while rows travel
+    overlap_by: Callable[[Group, Matmul], Pieces] = Ring
 
     def __init__(
         self,
@@ -135,7 +140,8 @@ class ColumnParallelLinear(torch.nn.Module):
     def forward(self, x: Tensor, *, add_bias: bool = True) -> Tensor:
         """`add_bias` False leaves the bias to the caller. Collectives: see `linear`."""
         bias = self.bias if add_bias else None
-        sp, pieces = self.sequence_parallel, self.matmul if self.overlap and self.sequence_parallel else None
+        sp = self.sequence_parallel
+        pieces = self.overlap_by(self.tp, self.matmul) if self.overlap and sp else None
         return linear(x, self.weight, bias, tp=self.tp, sequence_parallel=sp, products=self.products, pieces=pieces)
 
 
@@ -161,6 +167,7 @@ class RowParallelLinear(torch.nn.Module):
 
     overlap = False
     """With sequence parallelism: sum up each rank's rows while others are multiplied (see `scattered_linear`)."""
+    overlap_by: Callable[[Group, Matmul], Pieces] = Ring
 
     def __init__(self, name: str, shape: tuple[int, int], *, std: float, bias: bool, factory: ParameterFactory) -> None:
         super().__init__()
@@ -183,7 +190,7 @@ class RowParallelLinear(torch.nn.Module):
         if self.tp.size == 1:
             return linear(x, self.weight, self.bias, tp=None, products=self.products)
         if self.sequence_parallel and self.overlap:
-            y = scattered_linear(x, self.weight, tp=self.tp, matmul=self.matmul)
+            y = scattered_linear(x, self.weight, self.overlap_by(self.tp, self.matmul))
         else:
             partial = linear(x, self.weight, None, tp=None, products=self.products)
             y = reduce_partial_sums(partial, tp=self.tp, sequence_parallel=self.sequence_parallel)
@@ -215,14 +222,14 @@ class _VocabularyLookup(torch.autograd.Function):
         grad = grad.contiguous()
 
         def product(main_grad: Tensor | None) -> Tensor | None:
-            if main_grad is not None and main_grad.is_cpu:
-                # Of a large table few rows have a gradient. On CUDA this would add in any order.
-                main_grad.index_add_(0, tokens.flatten(), grad.flatten(0, -2).to(main_grad.dtype))
-                return None
-            dense = torch.ops.aten.embedding_dense_backward(grad, tokens, weight.shape[0], -1, False)
             if main_grad is None:
-                return dense
-            main_grad.add_(dense)
+                return torch.ops.aten.embedding_dense_backward(grad, tokens, weight.shape[0], -1, False)
+            # Of a large table few rows have a gradient: no second table is made.
+            rows, places = grad.flatten(0, -2).to(main_grad.dtype), tokens.flatten()
+            if main_grad.is_cpu:
+                main_grad.index_add_(0, places, rows)
+            else:  # sorts, where index_add_ would add in any order
+                main_grad.index_put_((places,), rows, accumulate=True)
             return None
 
         # Of a table that is the head as well the head's part comes first, in the backward or in W.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.kernels.matmul import accumulate_weight_grad
+from megalite.kernels.matmul import WeightProduct, accumulate_weight_grad
 from megalite.kernels.registry import Kernels
 from megalite.tensor_parallel.deferred_weight_gradients import DeferredWeightGradients
 from megalite.tensor_parallel.random import fill_normal
@@ -108,9 +108,10 @@ class WeightGradient:
 
 
 def linear_weight_gradient(
-    weight: ShardedParameter, x: Tensor, grad_rows: Tensor, gather: Group | None
+    weight: ShardedParameter, x: Tensor, grad_rows: Tensor, gather: Group | None, multiply: WeightProduct | None = None
 ) -> WeightGradient:
-    """grad_rowsᵀ·x; x [s/tp, b, i] is gathered over the sequence first where there is a `gather` group."""
+    """grad_rowsᵀ·x; x [s/tp, b, i] is gathered over the sequence first where there is a `gather` group. `multiply` makes
+    the product, if that is not the kernel that adds to the main gradient."""
     x, gathering = x.detach(), DONE
 
     def start() -> None:
@@ -123,9 +124,13 @@ def linear_weight_gradient(
     def product(main_grad: Tensor | None) -> Tensor | None:
         gathering.wait()
         x_rows = x.flatten(0, -2)
+        if main_grad is not None and multiply is None:
+            weight.accumulate_product(main_grad.flatten(0, -2), grad_rows, x_rows)
+            return None
+        grad = grad_rows.t() @ x_rows if multiply is None else multiply(grad_rows, x_rows)
         if main_grad is None:
-            return (grad_rows.t() @ x_rows).view(weight.shape)
-        weight.accumulate_product(main_grad.flatten(0, -2), grad_rows, x_rows)
+            return grad.view(weight.shape).to(weight.dtype)
+        main_grad.flatten(0, -2).add_(grad)
         return None
 
     return WeightGradient(weight, product, start)

@@ -8,13 +8,12 @@ follows its rows, under each of which the next addend is multiplied. The backwar
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from megalite.kernels.matmul import Matmul
-from megalite.kernels.matmul import matmul as torch_matmul
 from megalite.tensor_parallel.parameter import ShardedParameter, linear_weight_gradient
 from megalite.topology.group import DONE, Group, Work
 
@@ -62,40 +61,61 @@ def sum_of_parts(make: Callable[[int], Tensor], tp: Group) -> tuple[Tensor, Work
     return total, last
 
 
-def gathered_matmul(x: Tensor, columns: Tensor, bias: Tensor | None, *, tp: Group, matmul: Matmul) -> Tensor:
-    """x [s/tp, b, i], gathered over the sequence, · columns [i, o] + bias [o] -> [s, b, o]; outside autograd."""
-    y = x.new_empty(tp.size, *x.shape[:-1], columns.shape[1])
-    for rank, part in arriving(x.contiguous(), tp):
-        matmul(part.flatten(0, -2), columns, bias, out=y[rank].flatten(0, -2))
-    return y.flatten(0, 1)
+class Pieces(Protocol):
+    """How a layer at the border of the sequence-parallel region multiplies while rows travel; outside autograd."""
+
+    def gather(
+        self, x: Tensor, columns: Tensor, bias: Tensor | None = None, *, keep: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """x [s/tp, b, i], gathered over the sequence, · columns [i, o] + bias [o] -> [s, b, o]; and x gathered, if it is to
+        be kept."""
+
+    def scatter(self, x: Tensor, columns: Tensor) -> tuple[Tensor, Work]:
+        """x [s, b, i] · columns [i, o], summed over ranks -> this rank's [s/tp, b, o], complete after `wait()`."""
+
+
+class Ring:
+    """`Pieces` round the ring of ranks. Collectives of either: tp - 1 exchanges with the neighbours."""
+
+    def __init__(self, tp: Group, matmul: Matmul) -> None:
+        self._tp, self._matmul = tp, matmul
+
+    def gather(
+        self, x: Tensor, columns: Tensor, bias: Tensor | None = None, *, keep: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        y = x.new_empty(self._tp.size, *x.shape[:-1], columns.shape[1])
+        whole = x.new_empty(self._tp.size, *x.shape) if keep else None
+        for rank, part in arriving(x.contiguous(), self._tp):
+            self._matmul(part.flatten(0, -2), columns, bias, out=y[rank].flatten(0, -2))
+            if whole is not None:
+                whole[rank] = part
+        return y.flatten(0, 1), None if whole is None else whole.flatten(0, 1)
+
+    def scatter(self, x: Tensor, columns: Tensor) -> tuple[Tensor, Work]:
+        parts = x.unflatten(0, (self._tp.size, -1))
+        return sum_of_parts(lambda rank: self._matmul(parts[rank], columns), self._tp)
 
 
 class _Scattered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: ShardedParameter, tp: Group, matmul: Matmul) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: ShardedParameter, pieces: Pieces) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.tp, ctx.matmul = weight, tp, matmul
-        parts = x.unflatten(0, (tp.size, -1))
-        y, summing = sum_of_parts(lambda rank: matmul(parts[rank], weight.t()), tp)
+        ctx.weight, ctx.pieces = weight, pieces
+        y, summing = pieces.scatter(x, weight.t())
         summing.wait()
         return y
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), weight, tp = ctx.saved_tensors, ctx.weight, ctx.tp
-        gathered = grad_y.new_empty(tp.size, *grad_y.shape)
-        grad_x = x.new_empty(x.shape)
-        parts = grad_x.unflatten(0, (tp.size, -1))
-        for rank, part in arriving(grad_y.contiguous(), tp):
-            ctx.matmul(part.flatten(0, -2), weight, out=parts[rank].flatten(0, -2))
-            gathered[rank] = part
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        grad_x, gathered = ctx.pieces.gather(grad_y, weight, keep=True)
         gradient = linear_weight_gradient(weight, x, gathered.flatten(0, -2), None)
-        return grad_x, gradient.compute_or_defer(weight.deferred), None, None
+        return grad_x, gradient.compute_or_defer(weight.deferred), None
 
 
-def scattered_linear(x: Tensor, weight: ShardedParameter, *, tp: Group, matmul: Matmul = torch_matmul) -> Tensor:
+def scattered_linear(x: Tensor, weight: ShardedParameter, pieces: Pieces) -> Tensor:
     """x [s, b, i/tp] · weight [o, i/tp]ᵀ, summed over tp and split over the sequence -> [s/tp, b, o].
 
-    Collectives: tp - 1 exchanges with the neighbours, each way.
+    Collectives: those of `pieces`, each way.
     """
-    return _Scattered.apply(x, weight, tp, matmul)
+    return _Scattered.apply(x, weight, pieces)

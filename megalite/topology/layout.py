@@ -170,6 +170,10 @@ class ParallelLayout:
         firsts = itertools.islice(_offsets(strides, strides.keys() - axes), limit)
         return tuple(tuple(first + member for member in members) for first in firsts)
 
+    def inside(self, kind: str) -> str:
+        """The kind of the ranks of one instance, of dp-cp or expert-dp."""
+        return f"intra-{kind}" if self.instances > 1 else kind
+
     def group_count(self, kind: str) -> int:
         """How many groups of one kind there are."""
         if kind in self.INSTANCE_KINDS:

@@ -9,7 +9,7 @@ import datetime
 import os
 import time
 import uuid
-from collections.abc import MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from megalite.config.errors import ConfigError, RankError
 from megalite.config.registry import imported
 from megalite.topology.group import Group
 from megalite.topology.layout import Coordinate, ParallelLayout, RankLists
+from megalite.topology.tree import ProcessGroups, host_group
 from megalite.watchdog.heartbeat import UNWATCHED, Heartbeat, lane_name
 
 
@@ -100,9 +101,6 @@ def _who_is_missing(store: dist.Store, meeting: str, ranks: range) -> list[int]:
     return [rank for rank in ranks if not store.check([_seat(meeting, rank)])]
 
 
-ProcessGroups = MutableMapping[tuple[str, tuple[int, ...]], Any]
-"""Process groups, and the memory that ranks share, made so far, by (kind, ranks)."""
-
 PRIVATE_KINDS = ("cp", "ep")
 CONTEXT_KINDS = ("cp", "cp-heads", "cp-keys")
 """Kinds that share no process group with another kind over the same ranks: what layers exchange in the last backward
@@ -112,6 +110,9 @@ GRADIENT_KINDS = ("dp-cp", "expert-dp", *ParallelLayout.INSTANCE_KINDS)
 """Kinds that gradients are summed and parameters gathered over; they share process groups with one another alone. On NCCL
 to wait for a number behind them would be to wait for them; on gloo a thread beside the program's exchanges some of them,
 in no fixed order with what layers exchange (expert-dp can have tp's ranks)."""
+
+GATHERED = ("dp-cp", "expert-dp")
+"""Kinds that parameters are sharded over. To wait for a gather must not be to wait for the reductions started before it."""
 
 _KINDS_IN_MEMORY = ("tp", "expert-tp")
 """Kinds that layers wait for, and that one program orders; over the same ranks they share a process group too."""
@@ -219,7 +220,7 @@ class Topology:
     `model` spans tp and pp (one replica of the network), `tp_dp_cp` all ranks at one place of the pipelines;
     `embedding` is None where this rank is neither first nor last in its pipeline. `edges` maps (sender, receiver), as
     pipeline ranks, to the pair's own group, in which the sender has index 0. Those of `ParallelLayout.INSTANCE_KINDS` are
-    there where there are several instances.
+    there where there are several instances, and those of gathers, of the ranks that share parameters, with `gathers_apart`.
     """
 
     layout: ParallelLayout
@@ -248,6 +249,8 @@ class Topology:
     inter_dp_cp: Group | None = None
     intra_expert_dp: Group | None = None
     inter_expert_dp: Group | None = None
+    dp_cp_gathers: Group | None = None
+    expert_dp_gathers: Group | None = None
 
     @classmethod
     def create(
@@ -262,6 +265,8 @@ class Topology:
         heartbeat: Heartbeat = UNWATCHED,
         group_type: type[Group] = Group,
         shared_memory: bool = True,
+        gathers_apart: bool = False,
+        max_ctas: Mapping[str, int] | None = None,
     ) -> "Topology":
         """Make the groups that `rank` is in. Every rank of the layout calls this at the same time.
 
@@ -274,6 +279,7 @@ class Topology:
             heartbeat: gets every group's operations.
             group_type: `SanitizedGroup` finds wrong use of asynchronous operations.
             shared_memory: on gloo, tensor-parallel ranks of one host communicate through it.
+            gathers_apart, max_ctas: on NCCL, a further communicator for parameters; `ParallelConfig.max_ctas`.
         """
         if backend == "auto":
             backend = "nccl" if device.type == "cuda" else "gloo"
@@ -283,18 +289,16 @@ class Topology:
                 # A further communicator of all ranks is the most expensive one to make.
                 made["shared", layout.groups("world")[0]] = dist.group.WORLD
         timeout = datetime.timedelta(minutes=timeout_minutes)
+        common: dict[str, Any] = {"timeout": timeout, "backend": backend}
 
         def group(kind: str, rank_lists: RankLists, communicator: str) -> Group | None:
             mine = None
             for ranks in rank_lists:
                 key = (communicator, ranks)
                 if len(ranks) > 1 and key not in made:
-                    # The description is what the flight recorder calls it.
-                    words = lane_name(communicator, ranks)
-                    options = None if communicator == "gradients" else _urgent(backend)
-                    made[key] = dist.new_group(
-                        list(ranks), timeout=timeout, backend=backend, group_desc=words, pg_options=options
-                    )
+                    chosen = {"pg_options": _options(backend, communicator, kind, max_ctas or {}), **common}
+                    words = lane_name(communicator, ranks)  # as the flight recorder calls it
+                    made[key] = dist.new_group(list(ranks), group_desc=words, **chosen)
                 if rank in ranks:
                     process_group = made[key] if len(ranks) > 1 else None
                     mine = group_type(
@@ -304,6 +308,8 @@ class Topology:
 
         groups = {kind: group(kind, layout.groups(kind), communicator_of(kind)) for kind in layout.kinds}
         groups["dp-cp-scalars"] = group("dp-cp", layout.groups("dp-cp"), "shared")
+        for kind in GATHERED if gathers_apart and backend == "nccl" else ():
+            groups[f"{kind}-gathers"] = group(kind, layout.groups(layout.inside(kind)), "gathers")
         pipeline = groups["pp"].ranks if groups["pp"] else ()
         edges = {}
         for pair in layout.pipeline_edges():
@@ -312,12 +318,8 @@ class Topology:
                 edges[pipeline.index(pair[0]), pipeline.index(pair[1])] = edge
         world = groups["world"]
         assert world is not None
-        for kind in _KINDS_IN_MEMORY if shared_memory and backend == "gloo" else ():
-            if (some := groups[kind]) is not None and some.size > 1:
-                if (key := ("memory", some.ranks)) not in made:
-                    memory = imported("megalite.topology.shared_memory:SharedMemory")
-                    made[key] = memory.open(some, timeout=timeout.total_seconds())
-                groups[kind] = dataclasses.replace(some, memory=made[key])
+        if shared_memory and backend == "gloo":
+            _share_memory(groups, made, timeout)
         if backend == "nccl":
             _connect(edges, device)
         return cls(
@@ -334,62 +336,6 @@ class Topology:
     def solo(cls, device: torch.device | None = None) -> "Topology":
         """One process, no process groups."""
         return cls.create(ParallelLayout(), rank=0, device=device or torch.device("cpu"))
-
-
-FAN_OUT = 16
-"""Ranks of a gloo group among which small values of the whole world are exchanged."""
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class TreeGroup(Group):
-    """Many ranks on gloo, for JSON and few numbers: `FAN_OUT` each are a group, and so are the first ranks of these, and so on.
-    As every two ranks of a gloo group have a connection, one group of 3,072 ranks would take 4.7 million, these 25,000."""
-
-    levels: tuple[Group, ...]
-    """Those that this rank is in, from the lowest."""
-
-    def all_reduce(self, tensor: torch.Tensor, *, op: str = "sum") -> None:
-        for level in self.levels:
-            level.all_reduce(tensor, op=op)
-        for level in reversed(self.levels):
-            level.broadcast(tensor)
-
-    def gather_json(self, value: Any, device: torch.device) -> list[Any]:
-        rows = [value]
-        for level in self.levels:
-            rows = [row for part in level.gather_json(rows, device) for row in part]
-        return list(self.broadcast_json(rows, device))
-
-    def broadcast_json(self, value: Any, device: torch.device) -> Any:
-        for level in reversed(self.levels):
-            value = level.broadcast_json(value, device)
-        return value
-
-
-def host_group(
-    world: Group, name: str, *, timeout: datetime.timedelta, made: ProcessGroups | None = None, fan_out: int = FAN_OUT
-) -> Group:
-    """A further group of all ranks, on gloo and the CPU: JSON and all-reduces of few numbers alone.
-
-    Args:
-        timeout: a peer that dies ends the wait at once, however long it is.
-        made: process groups to re-use and add to.
-
-    Collectives: makes process groups; every rank calls it at the same time.
-    """
-    me, ranks, levels = world.ranks[world.rank], world.ranks, list[Group]()
-    made = {} if made is None else made
-    while len(ranks) > 1:
-        for some in (ranks[first : first + fan_out] for first in range(0, len(ranks), fan_out)):
-            if len(some) > 1 and (name, some) not in made:
-                made[name, some] = dist.new_group(list(some), timeout=timeout, backend="gloo")
-            if len(some) > 1 and me in some:
-                levels.append(Group(name, some, some.index(me), made[name, some], world.heartbeat))
-        ranks = ranks[::fan_out]
-    if world.size <= fan_out:
-        return levels[0] if levels else world
-    none: Any = dist.GroupMember.NON_GROUP_MEMBER  # what it does not offer must fail, not run on the training's group
-    return TreeGroup(name, world.ranks, world.rank, none, world.heartbeat, levels=tuple(levels))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -445,20 +391,36 @@ def start_distributed(launch: Launch, device: torch.device, *, backend: str, tim
         backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = datetime.timedelta(minutes=timeout_minutes)
     # No device_id: it would make every rank take part in the creation of every NCCL communicator.
+    options = _options(backend, "shared", "world", {})
     if launch.store is None or not launch.store_is_launchers:
-        dist.init_process_group(backend, timeout=timeout, pg_options=_urgent(backend))
+        dist.init_process_group(backend, timeout=timeout, pg_options=options)
         return
     rank, world_size = launch.rank, launch.world_size
     kept = dist.TCPStore(*launch.store, world_size, is_master=False, timeout=timeout)
     store = fresh_part(kept, rank=rank, world_size=world_size, timeout=timeout)
-    options = _urgent(backend)
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size, pg_options=options)
 
 
-def _urgent(backend: str) -> Any:
-    """Options of a group that the program waits for: on NCCL its kernels come before those that wait for a free multiprocessor,
-    as CUDA_DEVICE_MAX_CONNECTIONS=1 gives in other frameworks. Gradients have a whole backward."""
-    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if backend == "nccl" else None
+def _options(backend: str, communicator: str, kind: str, max_ctas: Mapping[str, int]) -> Any:
+    """On NCCL the kernels of groups that the program waits for come before those that wait for a free multiprocessor, as
+    CUDA_DEVICE_MAX_CONNECTIONS=1 gives in other frameworks. Gradients have a whole backward."""
+    if backend != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=communicator != "gradients")
+    name = {"gradients": "dp", "gathers": "dp", "shared": kind}.get(communicator, communicator.split()[0])
+    if name in max_ctas:
+        options.config.max_ctas = max_ctas[name]
+    return options
+
+
+def _share_memory(groups: dict[str, Group | None], made: ProcessGroups, timeout: datetime.timedelta) -> None:
+    """Let the groups of `_KINDS_IN_MEMORY` communicate through memory, those of equal ranks through the same."""
+    for kind in _KINDS_IN_MEMORY:
+        if (some := groups[kind]) is not None and some.size > 1:
+            if (key := ("memory", some.ranks)) not in made:
+                memory = imported("megalite.topology.shared_memory:SharedMemory")
+                made[key] = memory.open(some, timeout=timeout.total_seconds())
+            groups[kind] = dataclasses.replace(some, memory=made[key])
 
 
 def _connect(edges: dict[tuple[int, int], Group], device: torch.device) -> None:

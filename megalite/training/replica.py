@@ -80,6 +80,8 @@ def build_strategy(
         tp=topology.tp,
         embedding=topology.embedding,
         world=topology.world,
+        gathers=topology.dp_cp_gathers,
+        expert_gathers=topology.expert_dp_gathers,
     )
     elements = sum(parameter.numel() for parameter in parameters)
     options = StrategyOptions(

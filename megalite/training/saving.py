@@ -17,7 +17,7 @@ from megalite.config.errors import CheckpointError
 from megalite.config.exit_codes import NOT_SAVED
 from megalite.optimizers.schedules import Progress
 from megalite.topology.group import Group
-from megalite.topology.topology import host_group
+from megalite.topology.tree import host_group
 from megalite.training.non_finite import require_finite
 from megalite.training.replica import Replica, consensus
 from megalite.training.state_tensors import state_tensors

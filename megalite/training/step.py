@@ -8,7 +8,7 @@ optimized. Terms that layers add (MoE's load balancing) are means over the seque
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -358,7 +358,10 @@ class Stepper:
         count = batch_size // (config.micro_batch_size * topology.dp.size)
         self._forward = forward
         try:
-            return self._executor(count, length, evaluation=auxiliary is None).run()
+            with ExitStack() as constant:
+                for stage in replica.stages.values():
+                    constant.enter_context(nullcontext() if stage.fp8 is None else stage.fp8.keeping())
+                return self._executor(count, length, evaluation=auxiliary is None).run()
         finally:
             del self._forward  # and with it the batch
 

@@ -214,7 +214,6 @@ class Trainer:
         config = take_text(config, self._tokenize, world=world, device=device, log=self.log)
         with agreeing(world, device, Exception):
             programs, layout = Programs(config), layout_of(config)
-        kind = _WHEN_ASKED.get("sanitize") if config.parallel.sanitize_communication else Group
         topology = Topology.create(
             layout,
             rank=launch.rank,
@@ -222,8 +221,10 @@ class Trainer:
             backend=config.parallel.distributed_backend,
             timeout_minutes=config.parallel.distributed_timeout_minutes,
             heartbeat=watch.heartbeat,
-            group_type=cast("type[Group]", kind),
+            group_type=cast("type[Group]", _WHEN_ASKED.get("sanitize")) if parallel.sanitize_communication else Group,
             shared_memory=parallel.shared_memory_collectives,
+            gathers_apart=config.parallel.strategy.shards_parameters,
+            max_ctas=parallel.max_ctas,
         )
         with agreeing(world, device):  # on kernels, which one stage may need and another not
             modules = build_modules(config, topology, programs)

@@ -198,6 +198,11 @@ _TABLE = """
 2 --attention-backend cudnn --cp 2 => attention_backend cudnn cannot serve cp 2 with cp_comm_type p2p … flash or auto
 1 --attention-backend efficient --reset-attention-mask
     => attention_backend efficient cannot serve reset_attention_mask … flash or auto
+2 --nccl-max-ctas pp=2 --pp 2 --device cpu => nccl_max_ctas pp=2 has no effect on gloo … remove it
+2 --nccl-max-ctas world=2 --device cuda => nccl_max_ctas: 'world=2' is no limit; use GROUP=NUMBER … such as pp=2
+2 --nccl-max-ctas pp=0 --device cuda => nccl_max_ctas: 'pp=0' is no limit … a NUMBER of at least 1, such as pp=2
+2 --nccl-max-ctas pp=1,pp=2 --device cuda => nccl_max_ctas gives pp 1 and 2; keep one of them
+2 --tp-comm-overlap-backend ring => tp_comm_overlap_backend ring has no effect without tp_comm_overlap; add it or remove it
 1 --fp8 --fp16 --num-layers 3 => fp8 needs precision bf16, not fp16 … --bf16
 1 --fp8 --bf16 --num-layers 2 => fp8 has no effect with num_layers 2 … num_layers 3 or more
 2 --fp8-param-gather --dp-strategy zero3 --bf16 --num-layers 3

@@ -119,7 +119,8 @@ def every_spelling(setting: Setting, example: str) -> None:
         ("--squared-relu --no-pad-vocab-size", {"activation": "squared_relu", "make_vocab_size_divisible_by": 1}),
         ("--use-distributed-optimizer", {"dp_strategy": "distributed-optimizer"}),
         ("--use-distributed-optimizer --use-torch-fsdp2", {"dp_strategy": "fully-sharded"}),
-        ("--fp8-format hybrid --fp8-recipe tensorwise --fp8-amax-history-len 16", {"fp8": True}),
+        ("--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 16", {"fp8": True}),
+        ("--fp8-format hybrid --disable-fp8-wgrad", {"fp8": True, "fp8_wgrad": False}),
         ("--moe-router-load-balancing-type none", {}),
         ("--moe-router-load-balancing-type global_aux_loss", {}),
         ("--num-layers 8 --moe-layer-freq ([0]*3+[1]*5)", {"num_layers": 8, "moe_first_dense_layers": 3}),
@@ -184,12 +185,12 @@ def test_each_flag_of_the_table_is_accepted_or_refused() -> None:
 
 
 def test_one_line_names_all_that_is_accepted() -> None:
-    flags = "--use-mcore-models --no-rope-fusion --num-workers 2 --transformer-impl local --moe-router-topk 4 --fp8-recipe delayed"
+    flags = "--use-mcore-models --no-rope-fusion --num-workers 2 --transformer-impl local --moe-router-topk 4 --fp8-amax-history-len 16"
     assert parse_arguments(flags.split()).remarks == [
         "already so: --use-mcore-models --transformer-impl; no effect here: --no-rope-fusion --num-workers --moe-router-topk "
         "(docs/from_megatron.md says why)",
-        "--fp8-recipe delayed: fp8 here has one scale a tensor, of the tensor itself; first and last layer, experts, head and "
-        "weight gradients are in bf16",
+        "--fp8-amax-history-len 16: fp8 here scales by what is multiplied itself, without a history; first and last layer, "
+        "experts and head are in bf16",
     ]
     assert parse_arguments(["--tp", "1"]).remarks == []
 
@@ -277,6 +278,7 @@ run.yaml => unexpected argument run.yaml; settings are flags such as --num-layer
 --moe-router-load-balancing-type sinkhorn => flag --moe-router-load-balancing-type sinkhorn … use aux_loss, seq_aux_loss
 --global-batch-size 8 --eval-global-batch-size 16 => flag --eval-global-batch-size 16 is … leave it out, and scale
 --fp8-format e4m3 => --fp8-format cannot be e4m3 (one of hybrid)
+--fp8-recipe blockwise => --fp8-recipe: fp8_recipe cannot be 'blockwise'
 --use-checkpoint-args => --use-checkpoint-args takes the model from a checkpoint; add --load FOLDER or remove it
 --use-checkpoint-args --load x => --use-checkpoint-args reads no checkpoint here … use --config with the
 --dp-strategy fully-sharded --use-distributed-optimizer => dp_strategy is given twice: … keep one of them

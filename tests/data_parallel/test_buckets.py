@@ -1,9 +1,11 @@
 """Which parameters share a bucket, where they lie in it, and when it is full."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.data_parallel.buckets import Bucket, make_buckets
 from megalite.data_parallel.facts import ALIGNMENT
@@ -117,6 +119,52 @@ def test_gradients_of_autograd_move_into_the_buffer_and_add_up() -> None:
         assert norm.grad is None
     assert bucket.grad[:5].tolist() == [0.0, 3.0, 6.0, 9.0, 12.0]
     assert not bucket.grad[5:].any()
+
+
+class Additions(TorchDispatchMode):
+    """Counts what is added in place, and what is joined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.add_.Tensor, torch.ops.aten.cat.default):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_vectors_of_a_backward_are_added_together() -> None:
+    """Neighbours by one addition at its end; a gap parts them, a matrix is added at once; full comes after all."""
+    vectors = [FACTORY.parameter(f"norm{index}", (5,), decay=False, value=1.0) for index in range(5)]
+    matrix = FACTORY.parameter("learned", (2, 5), decay=False, value=1.0)
+    given = [vectors[4], vectors[3], matrix, *vectors[2::-1]]  # in their bucket they lie the other way round
+    (bucket,) = make_buckets(given, bucket_size=10**6, replicas=lambda kind: 1, grad_dtype=torch.float32)
+    full: list[float] = []
+    for microbatch in range(2):
+        if microbatch == 1:
+            bucket.start_counting(lambda: full.append(float(bucket.grad.sum())))
+        with Additions() as mode:
+            loss = sum((index + 1) * vector.float().sum() for index, vector in enumerate(vectors))
+            (loss + matrix.float().sum()).backward()
+        assert mode.found == [*["aten.add_.Tensor"], *["aten.cat.default", "aten.add_.Tensor"] * 2]
+    for index, vector in enumerate(vectors):
+        assert vector.main_grad is not None and vector.main_grad.tolist() == [2.0 * (index + 1)] * 5
+    assert full == [2.0 * (5 * 15 + 10)]
+
+
+def test_a_backward_that_broke_leaves_nothing() -> None:
+    """Its gradients are forgotten with the step's."""
+    norm = FACTORY.parameter("norm", (5,), decay=False, value=1.0)
+    (bucket,) = make_buckets([norm], bucket_size=10**6, replicas=lambda kind: 1, grad_dtype=torch.float32)
+    broken = torch.ones(5, requires_grad=True)
+    broken.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        (norm.float().sum() + (broken * 2.0).sum() * 1.0).backward()
+    bucket.stop_counting()
+    bucket.grad.zero_()
+    norm.float().sum().backward()
+    assert bucket.grad[:5].tolist() == [1.0] * 5
 
 
 def test_full_after_the_last_gradient_of_each_parameter() -> None:

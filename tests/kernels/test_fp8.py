@@ -1,10 +1,13 @@
 """Products in fp8 against the same arithmetic in fp64, and against the products in bf16 that they stand for."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from megalite.kernels.matmul import E4M3, E5M2, PLAIN, Fp8Products, quantise, why_not_fp8
+from megalite.kernels.fp8 import E4M3, E5M2, Fp8Products, Rounded, cast, cast_rows, largest, why_not_fp8
+from megalite.kernels.matmul import PLAIN
 
 SHAPE = (6, 2, 64, 48)  # rows in two dimensions, i, o
 
@@ -14,9 +17,13 @@ def drawn(seed: int, *shape: int, scale: float = 1.0) -> Tensor:
     return (torch.randn(shape, generator=generator) * scale).bfloat16()
 
 
-def restored(x: Tensor, dtype: torch.dtype) -> Tensor:
+def quantise(x: Tensor, dtype: torch.dtype) -> Rounded:
+    return cast(x, largest(x), dtype)
+
+
+def restored(x: Tensor, dtype: torch.dtype, *, rowwise: bool = False) -> Tensor:
     """What of x is left after rounding: the emulation of a factor."""
-    rounded, undo = quantise(x, dtype)
+    rounded, undo = cast_rows(x, dtype) if rowwise else quantise(x, dtype)
     return rounded.double() * undo.double()
 
 
@@ -57,24 +64,102 @@ def test_zeros_stay_zeros_and_what_is_not_finite_spoils_all() -> None:
         assert restored(x, E5M2).isnan().all(), bad
 
 
+def test_a_row_has_its_own_scale() -> None:
+    x = drawn(2, 5, 64) * torch.tensor([1e-9, 1.0, 3e4, 0.0, 2.0]).bfloat16()[:, None]
+    data, undo = cast_rows(x, E4M3)
+    assert undo.shape == (5, 1)
+    for row in range(5):
+        alone = quantise(x[row : row + 1], E4M3)
+        assert torch.equal(data[row : row + 1].view(torch.uint8), alone.data.view(torch.uint8))
+        assert torch.equal(undo[row, 0], alone.undo)
+
+
+def scaled_mm(a: Tensor, b: Tensor, undo_a: Tensor, undo_b: Tensor, **rest: Any) -> Tensor:
+    """torch's product by its definition, with what it demands on CUDA; its own on a CPU takes no scales of rows."""
+    assert a.is_contiguous() and b.t().is_contiguous() and not any(size % 16 for size in (a.shape[1], *b.shape))
+    assert undo_a.dtype == undo_b.dtype == torch.float32 and {a.dtype, b.dtype} <= {E4M3, E5M2} and b.dtype == E4M3
+    rowwise = undo_a.dim() == 2
+    assert (undo_a.shape, undo_b.shape) == (((len(a), 1), (1, b.shape[1])) if rowwise else ((), ()))
+    assert not rowwise or rest["out_dtype"] == torch.bfloat16
+    y = (a.double() * undo_a.double()) @ (b.double() * undo_b.double())
+    bias = rest.get("bias")
+    return (y if bias is None else y + bias.double()).to(rest["out_dtype"])
+
+
+@pytest.fixture(params=["torch's", "by definition"])
+def product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param != "torch's":
+        monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("rowwise", [False, True], ids=["tensorwise", "rowwise"])
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 100.0])
 @pytest.mark.parametrize("bias", [False, True])
-def test_products_are_those_of_the_rounded_factors(bias: bool, scale: float) -> None:
+def test_products_are_those_of_the_rounded_factors(bias: bool, scale: float, rowwise: bool, product: str) -> None:
+    if rowwise and product == "torch's":
+        pytest.skip("on a CPU it takes no scales of rows")
     s, b, i, o = SHAPE
     x, weight, grad = (drawn(3, s, b, i, scale=scale), drawn(4, o, i, scale=0.02), drawn(5, s, b, o, scale=scale))
     added = drawn(6, o, scale=scale) if bias else None
-    products = Fp8Products()
-    y, grad_x = products.output(x, weight, added), products.input_grad(grad, weight)
+    products = Fp8Products(rowwise=rowwise)
+    of_x, of_grad = products.measure(x), products.measure(grad)
+    assert (of_x is None) == rowwise
+    y, grad_x = products.output(x, weight, added, of_x), products.input_grad(grad, weight, of_grad)
     assert (y.shape, grad_x.shape) == ((s, b, o), (s, b, i))
     assert y.dtype == grad_x.dtype == torch.bfloat16
-    emulated = restored(x, E4M3) @ restored(weight, E4M3).t()
+    x, grad = x.flatten(0, 1), grad.flatten(0, 1)
+    emulated = restored(x, E4M3, rowwise=rowwise) @ restored(weight, E4M3, rowwise=rowwise).t()
     if added is not None:
         emulated = emulated + added.double()
-    assert relative(y, emulated) <= 4e-3
-    assert relative(grad_x, restored(grad, E5M2) @ restored(weight, E4M3)) <= 4e-3
+    assert relative(y.flatten(0, 1), emulated) <= 4e-3
+    turned = restored(weight.t(), E4M3, rowwise=rowwise).t()
+    assert relative(grad_x.flatten(0, 1), restored(grad, E5M2, rowwise=rowwise) @ turned) <= 4e-3
     # Two factors rounded to 3 and 3, or 2 and 3 bits.
-    assert 5e-3 < relative(y, PLAIN.output(x, weight, added)) <= 0.06
-    assert 5e-3 < relative(grad_x, PLAIN.input_grad(grad, weight)) <= 0.1
+    assert 5e-3 < relative(y.flatten(0, 1), PLAIN.output(x, weight, added)) <= 0.06
+    assert 5e-3 < relative(grad_x.flatten(0, 1), PLAIN.input_grad(grad, weight)) <= 0.1
+
+
+@pytest.mark.parametrize("rowwise", [False, True], ids=["tensorwise", "rowwise"])
+def test_weight_gradients(rowwise: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a microbatch are summed over: each column has the scale. Of 12 rows the product stays in bf16."""
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    products = Fp8Products(rowwise=rowwise)
+    for rows in (32, 12):
+        x, grad = drawn(3, rows, 48), drawn(5, rows, 64, scale=1e-4)
+        multiply = products.weight_grad(products.measure(x), products.measure(grad))
+        assert multiply is not None
+        found, exact = multiply(grad, x), grad.double().t() @ x.double()
+        if rows == 12:
+            assert torch.equal(found, grad.t() @ x)
+            continue
+        assert found.dtype == (torch.bfloat16 if rowwise else torch.float32)
+        factors = restored(grad.t(), E5M2, rowwise=rowwise), restored(x.t(), E4M3, rowwise=rowwise)
+        assert relative(found, factors[0] @ factors[1].t()) <= (4e-3 if rowwise else 1e-6)
+        assert 5e-3 < relative(found, exact) <= 0.1
+    assert Fp8Products(weight_grads=False).weight_grad(None, None) is None
+
+
+def test_a_weight_is_rounded_once_while_it_does_not_change() -> None:
+    calls: list[int] = []
+
+    def counted(x: Tensor, largest: Tensor, dtype: torch.dtype) -> Rounded:
+        calls.append(x.shape[0])
+        return cast(x, largest, dtype)
+
+    products, weight = Fp8Products((largest, counted, cast_rows)), drawn(4, 64, 48)
+    x, grad = drawn(3, 32, 48), drawn(5, 32, 64)
+    with products.keeping():
+        first = products.output(x, weight, None)
+        calls.clear()
+        for _ in range(3):
+            assert torch.equal(products.output(x, weight, None), first)
+            products.input_grad(grad, weight)
+        assert calls == [32, 32, 48, *[32] * 4]
+    weight.neg_()
+    assert torch.equal(products.output(x, weight, None), -first)
+    with products.keeping():
+        assert torch.equal(products.output(x, weight, None), -first)
 
 
 def test_columns_in_any_layout() -> None:
@@ -100,8 +185,23 @@ def test_products_on_cuda() -> None:
     if reason is not None:
         pytest.skip(reason)
     x, weight, grad = drawn(3, 512, 2, 256), drawn(4, 384, 256, scale=0.02), drawn(5, 512, 2, 384)
-    products = Fp8Products()
-    y = products.output(x.to(device), weight.to(device), None)
-    grad_x = products.input_grad(grad.to(device), weight.to(device))
-    assert relative(y.cpu(), restored(x, E4M3) @ restored(weight, E4M3).t()) <= 1e-2
-    assert relative(grad_x.cpu(), restored(grad, E5M2) @ restored(weight, E4M3)) <= 1e-2
+    on = [each.to(device) for each in (x.flatten(0, 1), grad.flatten(0, 1))]
+    for rowwise in (False, True):
+        products = Fp8Products(rowwise=rowwise)
+        y = products.output(x.to(device), weight.to(device), None).flatten(0, 1)
+        grad_x = products.input_grad(grad.to(device), weight.to(device)).flatten(0, 1)
+        multiply = products.weight_grad(*map(products.measure, on))
+        assert multiply is not None
+        grad_weight = multiply(on[1], on[0])
+        factors = {
+            (name, turned): restored(each.t() if turned else each, dtype, rowwise=rowwise)
+            for name, each, dtype in (
+                ("x", x.flatten(0, 1), E4M3),
+                ("w", weight, E4M3),
+                ("g", grad.flatten(0, 1), E5M2),
+            )
+            for turned in (False, True)
+        }
+        assert relative(y.cpu(), factors["x", False] @ factors["w", False].t()) <= 1e-2
+        assert relative(grad_x.cpu(), factors["g", False] @ factors["w", True].t()) <= 1e-2
+        assert relative(grad_weight.cpu(), factors["g", True] @ factors["x", True].t()) <= 1e-2

@@ -1,5 +1,6 @@
 """What section `compute` makes of the layers of a stage, and that the numbers stay."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 from megalite.kernels import compiled as compiled_module
 from megalite.kernels.attention import causal_attention
-from megalite.kernels.matmul import Fp8Products
+from megalite.kernels.fp8 import Fp8Products
 from megalite.models import compute
 from megalite.models.attention import Attention
 from megalite.models.compute import apply_compute
@@ -20,9 +21,10 @@ from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLin
 from megalite.tensor_parallel.parameter import ShardedParameter
 from megalite.topology.group import Group
 from megalite.topology.topology import Topology
+from megalite.training.replica import build_replica
 from tests.models.stages import build
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import LLAMA, tiny_config
+from tests.support.tiny import LLAMA, Runner, tiny_config
 
 GPT = {"hidden_dropout": 0.2, "attention_dropout": 0.0}
 NONE, FULL = Recompute(), Recompute(granularity="full", method="uniform", num_layers=2)
@@ -128,6 +130,34 @@ def test_fp8_serves_the_inner_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(grad.isfinite().all() for grad in ours.values())
 
 
+@pytest.mark.parametrize("dp_strategy", ["all-reduce", "fully-sharded"])
+def test_a_step_rounds_each_weight_once(dp_strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the forward and for the backward, however many microbatches; with sharded weights at each use. A step later it
+    is another weight."""
+    monkeypatch.setattr(compute, "why_not_fp8", lambda device: None)
+    settings: dict[str, Any] = {"precision": "bf16", "hidden_size": 64, "global_batch_size": 8, "micro_batch_size": 2}
+    runner = Runner(build_replica(tiny_config(**settings, fp8=True, dp_strategy=dp_strategy), Topology.solo()))
+    inner = [name for name in "12" for _ in range(4)]
+    weights = {
+        linear.weight.data_ptr()
+        for index in dict.fromkeys(inner)
+        for linear in runner.replica.stages[0].layers[index].modules()
+        if isinstance(linear, ColumnParallelLinear | RowParallelLinear)
+    }
+    rounded, seen = Fp8Products._rounded, Counter[int]()
+
+    def counted(self: Fp8Products, x: Tensor, *rest: Any) -> Any:
+        seen[x.data_ptr()] += 1
+        return rounded(self, x, *rest)
+
+    monkeypatch.setattr(Fp8Products, "_rounded", counted)
+    for _ in range(2):
+        seen.clear()
+        runner.step()
+        assert len(weights) == len(inner)
+        assert {seen[weight] for weight in weights} == {2 if dp_strategy == "all-reduce" else 2 * 4}
+
+
 def test_fp8_names_the_weight_that_it_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compute, "why_not_fp8", lambda device: None)
     config = tiny_config(precision="bf16", fp8=True, ffn_hidden_size=40)
@@ -188,7 +218,7 @@ def overlapped(context: RankContext, tp: int) -> None:
     topology = context.topology(tp=tp)
     stage, plain = (stage_of(config, topology=topology) for _ in range(2))
     lines = apply_compute(stage, config)
-    assert "run in pieces" in lines[-1]
+    assert "in pieces" in lines[-1]
     exchanged = []
     rotate = Group.rotate_async
     try:

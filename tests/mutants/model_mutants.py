@@ -202,8 +202,8 @@ ATTENTION = (
     Mutant(
         "heads in qkv's order of kinds",
         "megalite/models/attention.py",
-        "qkv.split((qkv.shape[3] - 2, 1, 1), dim=3)",
-        "[qkv[:, :, :, 2:], qkv[:, :, :, :1], qkv[:, :, :, 1:2]]",
+        "parts = qkv.flatten(0, 1).split((qkv.shape[3] - 2, 1, 1), dim=2)",
+        "flat = qkv.flatten(0, 1); parts = [flat[:, :, 2:], flat[:, :, :1], flat[:, :, 1:2]]",
         f"{TRAJECTORY}[one-llama-fp64]",
         "rows of keys and values are taken for queries",
     ),

@@ -150,6 +150,19 @@ def test_overlap_that_one_queue_takes_away(monkeypatch: pytest.MonkeyPatch) -> N
     assert lost[0].times > 1 and lost[0].kernels > 0
 
 
+def test_gathers_of_sharded_parameters_wait_for_no_reduction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeRO-3's come and go among reduce-scatters: neither is to end with the other."""
+    config = tiny_config(4, dp=4, dp_strategy="fully-sharded", num_layers=4)
+    found = rehearse(config, 0)
+    assert covered(found.journal, found.second_step) == []
+    gathers = [one for one in found.journal.operations if one.queue == "gathers"]
+    assert gathers and {one.name for one in gathers} == {"all_gather"}
+    monkeypatch.setattr(groups, "GATHERED", ())
+    found = rehearse(config, 0)
+    lost = covered(found.journal, found.second_step)
+    assert [(each.waited.split()[0], each.covered.split()[0]) for each in lost] == [("reduce_scatter", "all_gather")]
+
+
 def test_corners() -> None:
     assert corners(ParallelLayout(tp=2, dp=3, pp=2)) == [(0, 5), (6, 11)]
     assert corners(ParallelLayout(pp=2)) == [(0,), (1,)]

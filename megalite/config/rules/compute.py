@@ -191,6 +191,9 @@ COMPUTE: tuple[Check, ...] = (
             "{?tp_comm_overlap} has no effect without sequence_parallel; add --tp 2 --sequence-parallel or remove it": (
                 lambda c: c.tp == 1 or not c.sequence_parallel
             ),
+            "{?tp_comm_overlap_backend} has no effect without tp_comm_overlap; add it or remove it": (
+                lambda c: not c.tp_comm_overlap
+            ),
             "{?tp_comm_overlap} has no effect with fp8: a tensor that comes in pieces has no one scale": (
                 lambda c: c.fp8
             ),
@@ -202,9 +205,14 @@ COMPUTE: tuple[Check, ...] = (
             "auto": lambda c: c.attention_backend == "cudnn",
             "{?deterministic} and {dp_strategy} do not go together: what a worker gets depends on when it asks; use "
             "parameter-server or remove it": lambda c: c.dp_strategy == "async-parameter-server",
+            "{?fp8_recipe} has no effect without fp8; add --fp8 or remove it": lambda c: not c.fp8,
+            "{?fp8_wgrad} has no effect without fp8; add --fp8 or remove it": lambda c: not c.fp8,
             "{?fp8} needs precision bf16, not {=precision}; add --bf16": lambda c: c.precision != "bf16",
             "{?fp8_param_gather} has no effect without fp8, which says what is rounded; add --fp8 or remove it": (
                 lambda c: not c.fp8
+            ),
+            "{?fp8_param_gather} sends one scale per tensor, not {fp8_recipe}; use fp8_recipe tensorwise, or remove it": (
+                lambda c: c.fp8_recipe != "tensorwise"
             ),
             "{?fp8_param_gather} has no effect with one data-parallel rank, where nothing is gathered; remove it": (
                 lambda c: c.dp is not None and c.dp * c.cp == c.instances

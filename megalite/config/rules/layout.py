@@ -5,7 +5,7 @@ import math
 from megalite.config.byte_size import parse_byte_size
 from megalite.config.describe import settings
 from megalite.config.errors import ConfigError, Findings
-from megalite.config.parallel import layout_items, message_bytes
+from megalite.config.parallel import cta_limits, layout_items, message_bytes
 from megalite.config.rules.rule import (
     Check,
     Settings,
@@ -81,7 +81,15 @@ def _compression(c: Settings) -> Findings:
 
 
 _GROUP = "microbatch_group_size_per_virtual_pipeline_stage"
+
+
+def _ctas(c: Settings) -> Findings:
+    cta_limits(c.nccl_max_ctas)
+    yield from ()  # a generator, whose errors are findings
+
+
 LAYOUT: tuple[Check, ...] = (
+    _ctas,
     *rules(
         {
             "{?vpp} has no effect with {pp}; use pp 2 or more, or vpp 1": lambda c: c.pp == 1,
@@ -123,6 +131,9 @@ LAYOUT: tuple[Check, ...] = (
             "{!trace_steps} has no effect without trace; add --trace or remove it": lambda c: not c.trace,
             "{?sequence_parallel} has no effect with {tp}; use tp 2 or more, or --no-sequence-parallel": lambda c: (
                 c.tp == 1
+            ),
+            "{?nccl_max_ctas} has no effect on gloo; run on cuda, or remove it": (
+                lambda c: c.device == "cpu" or c.distributed_backend == "gloo"
             ),
             "{distributed_backend} cannot run on {device}; use gloo or auto": (
                 lambda c: c.device == "cpu" and c.distributed_backend == "nccl"

@@ -73,7 +73,7 @@ IDLE = frozenset(
             "rotary_base",
             "rotary_percent",
         ),
-        *("load_optimizer", "require_same_schedule", "attention_backend"),
+        *("load_optimizer", "require_same_schedule", "attention_backend", "fp8_recipe", "fp8_wgrad"),
         *("recompute_method", "recompute_num_layers", "recompute_modules", "mtp_loss_scaling_factor"),
         "offload_modules",
         *(name for name in settings() if name.startswith("moe_")),

@@ -5,9 +5,11 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from megalite.kernels.fp8 import E4M3, E5M2
 from megalite.kernels.triton.activations import bias_gelu, geglu, swiglu
 from megalite.kernels.triton.cross_entropy import cross_entropy_backward, cross_entropy_forward
 from megalite.kernels.triton.dropout import dropout_mask
+from megalite.kernels.triton.fp8 import cast, cast_rows, largest
 from megalite.kernels.triton.norms import add_norm, layernorm, rmsnorm
 from megalite.kernels.triton.optimizer_ops import adam, l2norm, lamb_moments, lamb_step
 from megalite.kernels.triton.rope import rope
@@ -57,6 +59,13 @@ def masks(rows: int, width: int, heads: int = 1) -> None:
     dropout_mask(keep, empty(rows, dtype=torch.int64), key=1 << 62, samples=range(B), first_head=0, p=0.1)
 
 
+def rounded(n: int, i: int) -> None:
+    x = empty(n, i, grad=False)
+    for each, dtype in ((x, E4M3), (x.t(), E5M2)):
+        cast(each, largest(each), dtype)
+        cast_rows(each, dtype)
+
+
 def losses(n: int, v: int, dtype: torch.dtype = BF16) -> None:
     labels = empty(n, dtype=torch.int64)
     stats, saved = cross_entropy_forward(empty(n, v, dtype=dtype, grad=False), labels, v)
@@ -98,6 +107,8 @@ CALLS: Mapping[str, Callable[[], object]] = {
     "rope 128": lambda: turns(32, 128),
     "dropout_mask 4096": lambda: masks(S, 4096),
     "dropout_mask of attention, odd": lambda: masks(127, 127, heads=16),
+    "fp8 4096": lambda: rounded(S * B, 4096),
+    "fp8 11008": lambda: rounded(S * B, 11008),
     "cross_entropy 131072": lambda: losses(S * B, 131072),
     "cross_entropy 131072 fp32": lambda: losses(S * B, 131072, FP32),
     "cross_entropy 50304/8, few rows": lambda: losses(64, 6288),

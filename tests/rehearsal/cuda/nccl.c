@@ -252,7 +252,11 @@ API int ncclGetUniqueId(Id *id) {
   snprintf(id->bytes, sizeof id->bytes, "/megalite-rehearsal-%d-%lx", getpid(), (long)random() ^ (long)time(NULL) << 20);
   return 0;
 }
+static long limited;
+/* Communicators of this process whose kernels may have so many thread blocks at most. */
+API long rehearsal_limited(void) { return limited; }
 API int ncclCommInitRankConfig(Comm **made, int size, Id id, int rank, void *config) {
+  if (config && ((int *)config)[7] != (-2147483647 - 1)) limited++; /* maxCTAs, behind a size and five numbers; unset */
   size_t parts = 2 * size * sizeof(Part), channels = (size_t)size * size * sizeof(Channel), header = 4096;
   int file = shm_open(id.bytes, O_RDWR | O_CREAT, 0600);
   if (file < 0 || ftruncate(file, header + parts + channels)) return 2;

@@ -47,8 +47,9 @@ if __name__ == "__main__":
     # cuDNN asks the driver for more than is played here.
     torch.backends.cuda.enable_cudnn_sdp(False)
     found: list[tuple[int, int]] = []
-    watch(ctypes.CDLL(os.environ["REHEARSED_RUNTIME"]), found)
+    runtime = ctypes.CDLL(os.environ["REHEARSED_RUNTIME"])
+    watch(runtime, found)
     status = main(sys.argv[1:], program="pretrain_gpt.py")
     if os.environ.get("RANK", "0") == "0":
-        Path(os.environ["REHEARSED_STEPS"]).write_text(json.dumps(found))
+        Path(os.environ["REHEARSED_STEPS"]).write_text(json.dumps([*found[-1], runtime.rehearsal_limited()]))
     sys.exit(status)

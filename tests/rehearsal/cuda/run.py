@@ -42,11 +42,13 @@ CASES: dict[str, tuple[int, str]] = {
     "fp32": (1, "--precision fp32"),
     "fp16": (2, "--precision fp16 --tp 2"),
     "fp8": (2, "--fp8"),
+    "fp8, rowwise": (2, "--fp8 --fp8-recipe rowwise --no-fp8-wgrad"),
     "dropout": (2, "--hidden-dropout 0.1 --attention-dropout 0.1"),
     "full recompute": (1, "--recompute-granularity full"),
     "selective recompute": (2, "--recompute-granularity selective --tp 2 --sequence-parallel --tp-comm-overlap"),
     "asynchronous save": (2, "--async-save"),
     "tp2 pp2 ZeRO-1": (4, "--tp 2 --pp 2 --sequence-parallel --dp-strategy distributed-optimizer"),
+    "few thread blocks": (4, "--tp 2 --pp 2 --sequence-parallel --nccl-max-ctas tp=8,pp=1,dp=4"),
     "tp2 cp2": (4, f"{LLAMA} --tp 2 --cp 2"),
     "cp2 all-to-all": (2, "--cp 2 --cp-comm-type a2a"),
     "interleaved": (4, "--pp 2 --vpp 2"),
@@ -70,6 +72,7 @@ CASES: dict[str, tuple[int, str]] = {
     "gossip": (2, "--dp-strategy gossip"),
     "1-bit gradients": (2, "--grad-compression onebit"),
     "uint8 gradients": (2, "--grad-compression uint8"),
+    "topk gradients": (2, "--grad-compression topk"),
     "LAMB": (2, "--optimizer lamb"),
     "Muon": (2, "--optimizer muon --dp-strategy distributed-optimizer"),
     "SGD": (1, "--optimizer sgd"),
@@ -77,7 +80,7 @@ CASES: dict[str, tuple[int, str]] = {
     "experts": (2, "--num-experts 4 --ep 2 --moe-aux-loss-coeff 0.01"),
     "experts, tp": (4, f"{LLAMA} --num-experts 4 --ep 2 --tp 2 --moe-router-topk 2 --sequence-parallel"),
 }
-"""Name -> ranks and flags. Left out is what computed values decide: topk, powersgd and the 1-bit optimizers look at gradients."""
+"""Name -> ranks and flags. Left out is what computed values decide: powersgd and the 1-bit optimizers look at gradients."""
 
 
 HANG = "a rank that hangs"
@@ -120,8 +123,9 @@ def rehearse(name: str, library: Path, python: str, folder: Path) -> tuple[bool,
         if done.returncode:
             lines = [line for line in done.stderr.splitlines() if "rror: " in line and "ChildFailed" not in line]
             return False, again + (lines[0] if lines else done.stderr[-300:])
-    launches, waits = json.loads(steps.read_text())[-1]
-    return True, f"{ranks} ranks, {launches:6} launches, {waits:3} host waits a step"
+    launches, waits, limited = json.loads(steps.read_text())
+    ctas = f", {limited} communicators limited" if limited else ""
+    return True, f"{ranks} ranks, {launches:6} launches, {waits:3} host waits a step{ctas}"
 
 
 def hang(library: Path, python: str, folder: Path) -> tuple[bool, str]:

@@ -160,13 +160,14 @@ typedef struct {
   size_t shared_per_processor;
   int registers_per_processor, of_boards[8];
   size_t shared_optin;
+  int host_tables, managed, blocks_per_processor;
 } Properties;
 API int cudaGetDeviceProperties(Properties *found, int device) {
   strcpy(found->name, "NVIDIA H100 80GB HBM3 (rehearsed)");
   found->memory = CAPACITY, found->shared_per_block = 49152, found->registers = 65536, found->warp = 32;
   found->threads_per_block = 1024, found->major = 9, found->minor = 0, found->processors = 132;
   found->l2 = 50 << 20, found->threads_per_processor = 2048, found->registers_per_processor = 65536;
-  found->shared_per_processor = 233472, found->shared_optin = 232448;
+  found->shared_per_processor = 233472, found->shared_optin = 232448, found->blocks_per_processor = 32;
   for (int i = 0; i < 3; i++) found->threads[i] = i < 2 ? 1024 : 64, found->grid[i] = i ? 65535 : 2147483647;
   return 0;
 }

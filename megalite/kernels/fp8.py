@@ -1,0 +1,151 @@
+"""Matrix products of linear layers in fp8: e4m3 for activations and weights, e5m2 for gradients, sums in fp32.
+
+Scales are powers of two and come from what is multiplied itself, so nothing is kept from step to step. Tensorwise there
+is one a tensor, known after one pass over it; rowwise one for each row of the first factor and each column of the second,
+which one kernel finds and uses.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megalite.kernels.matmul import Products, WeightProduct
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+ALIGNMENT = 16  # both dimensions of a weight must be multiples: 16-byte rows of what is multiplied
+_SMALLEST = 2.0**-100  # where the largest element is below it (all are 0, say), its scale
+
+
+def why_not_fp8(device: torch.device) -> str | None:
+    """Why the device cannot multiply in fp8, or None."""
+    if device.type != "cuda":
+        return f"{device.type} has no matrix products in fp8"
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < (8, 9):
+        return f"it takes compute capability 8.9 or more, and this device has {major}.{minor}"
+    return None
+
+
+class Rounded(NamedTuple):
+    """A matrix [n, i] in fp8, dense, and what its products are to be multiplied with, in fp32: a scalar, or [n, 1]."""
+
+    data: Tensor
+    undo: Tensor
+
+
+def largest(x: Tensor) -> Tensor:
+    """The largest magnitude in x, an fp32 scalar on its device; NaN where there is one."""
+    return torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32)
+
+
+def cast(x: Tensor, largest: Tensor, dtype: torch.dtype) -> Rounded:
+    """x·2^k in fp8, for x [n, i] of any strides, and 2^-k, with the largest k that fits.
+
+    What is infinite or NaN makes all NaN that has the scale, which the step's check of loss and norm then sees.
+    """
+    bounded = largest.clamp(min=_SMALLEST)
+    _, exponent = torch.frexp(torch.finfo(dtype).max / bounded)
+    # The difference is 0, or NaN where it is of infinities.
+    scale = torch.ldexp(torch.ones_like(bounded), exponent - 1) + (bounded - bounded)
+    rounded = (x * scale.to(x.dtype)).to(dtype, memory_format=torch.contiguous_format)
+    return Rounded(rounded, scale.reciprocal())
+
+
+def cast_rows(x: Tensor, dtype: torch.dtype) -> Rounded:
+    """`cast` with a scale for each row."""
+    return cast(x, torch.linalg.vector_norm(x, float("inf"), dim=1, keepdim=True, dtype=torch.float32), dtype)
+
+
+class _Largest(Protocol):
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class _Cast(Protocol):
+    def __call__(self, x: Tensor, largest: Tensor, dtype: torch.dtype) -> Rounded: ...
+
+
+class _CastRows(Protocol):
+    def __call__(self, x: Tensor, dtype: torch.dtype) -> Rounded: ...
+
+
+Fp8Kernels = tuple[_Largest, _Cast, _CastRows]
+"""The operation `fp8`."""
+Side = Literal["rows", "columns"]
+
+
+class Fp8Products(Products):
+    """Of bf16 tensors through torch's scaled matrix product.
+
+    Args:
+        rowwise: see the module; each product then has scales along the dimension that it sums over.
+        weight_grads: those are products in fp8 too; else in bf16.
+    """
+
+    def __init__(
+        self, kernels: Fp8Kernels = (largest, cast, cast_rows), *, rowwise: bool = False, weight_grads: bool = True
+    ) -> None:
+        self._largest, self._cast, self._cast_rows = kernels
+        self._rowwise, self._weight_grads = rowwise, weight_grads
+        self._kept: dict[Tensor, tuple[Tensor | None, dict[Side, Rounded]]] | None = None
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Inside, weights do not change: what they are in fp8 is made once, and kept. 2 bytes an element with backwards."""
+        self._kept = {}
+        try:
+            yield
+        finally:
+            self._kept = None
+
+    def weight(self, weight: Tensor, side: Side) -> Rounded:
+        """A weight [o, i] in e4m3 for a product that sums over i (`rows`, [o, i]) or over o (`columns`, [i, o])."""
+        matrix, kept = weight.flatten(0, -2), self._kept
+        of_weight, sides = (None, {}) if kept is None or weight not in kept else kept[weight]
+        if side not in sides:
+            of_weight = self.measure(matrix) if of_weight is None else of_weight
+            sides[side] = self._rounded(matrix if side == "rows" else matrix.t(), of_weight, E4M3)
+            if kept is not None:
+                kept[weight] = of_weight, sides
+        return sides[side]
+
+    def measure(self, x: Tensor) -> Tensor | None:
+        return None if self._rowwise else self._largest(x.flatten(0, -2))
+
+    def _rounded(self, x: Tensor, of_x: Tensor | None, dtype: torch.dtype) -> Rounded:
+        return self._cast_rows(x, dtype) if of_x is None else self._cast(x, of_x, dtype)
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None, of_x: Tensor | None = None) -> Tensor:
+        of_x = self.measure(x) if of_x is None else of_x
+        x8 = self._rounded(x.flatten(0, -2), of_x, E4M3)
+        # Fast sums keep fewer bits of partial results, as is usual forward.
+        y = _product(x8, self.weight(weight, "rows"), x.dtype, bias=bias, use_fast_accum=x.is_cuda)
+        return y.view(*x.shape[:-1], y.shape[1])
+
+    def input_grad(self, grad_y: Tensor, weight: Tensor, of_grad: Tensor | None = None) -> Tensor:
+        of_grad = self.measure(grad_y) if of_grad is None else of_grad
+        grad8 = self._rounded(grad_y.flatten(0, -2), of_grad, E5M2)
+        grad_x = _product(grad8, self.weight(weight, "columns"), grad_y.dtype)
+        return grad_x.view(*grad_y.shape[:-1], weight.shape[-1])
+
+    def weight_grad(self, of_x: Tensor | None, of_grad: Tensor | None) -> WeightProduct | None:
+        """In fp32; rowwise, where torch's product gives no other type, in that of x. A number of rows that is no multiple
+        of 16 is multiplied in bf16."""
+        return (lambda grad_y, x: self._weight_grad(grad_y, x, of_x, of_grad)) if self._weight_grads else None
+
+    def _weight_grad(self, grad_y: Tensor, x: Tensor, of_x: Tensor | None, of_grad: Tensor | None) -> Tensor:
+        if x.shape[0] % ALIGNMENT:
+            return grad_y.t() @ x
+        grad8, x8 = self._rounded(grad_y.t(), of_grad, E5M2), self._rounded(x.t(), of_x, E4M3)
+        return _product(grad8, x8, x.dtype if self._rowwise else torch.float32)
+
+
+def _product(
+    a: Rounded, b: Rounded, dtype: torch.dtype, *, bias: Tensor | None = None, use_fast_accum: bool = False
+) -> Tensor:
+    """a [n, k] · b [m, k]ᵀ + bias [m] -> [n, m]."""
+    return torch._scaled_mm(
+        *(a.data, b.data.t(), a.undo, b.undo.t()), bias=bias, out_dtype=dtype, use_fast_accum=use_fast_accum
+    )

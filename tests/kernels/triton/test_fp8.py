@@ -1,0 +1,58 @@
+"""Scaling and rounding to fp8 by Triton, to the bit as by torch."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalite.kernels import fp8 as by_torch
+from megalite.kernels.triton import fp8 as by_triton
+from tests.kernels.triton.exact import numbers
+
+SHAPES = [(1, 1), (3, 40), (70, 130), (17, 2048), (5, 9000)]
+
+
+def drawn(shape: tuple[int, int], device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Elements of many sizes, some of them below what fp8 holds beside the largest."""
+    x = numbers(*shape, seed=shape[1])
+    return (x * torch.logspace(-6, 1, shape[0], dtype=x.dtype)[:, None]).to(device, dtype)
+
+
+def assert_equal(ours: by_torch.Rounded, exact: by_torch.Rounded) -> None:
+    assert torch.equal(ours.undo, exact.undo) and ours.undo.shape == exact.undo.shape
+    assert ours.data.is_contiguous()
+    assert torch.equal(ours.data.view(torch.uint8), exact.data.view(torch.uint8))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [by_torch.E4M3, by_torch.E5M2], ids=["e4m3", "e5m2"])
+def test_sizes(dtype: torch.dtype, shape: tuple[int, int], turned: bool, device: torch.device) -> None:
+    x = drawn(shape, device).t() if turned else drawn(shape, device)
+    found = by_triton.largest(x)
+    assert torch.equal(found, by_torch.largest(x))
+    assert_equal(by_triton.cast(x, found, dtype), by_torch.cast(x, found, dtype))
+    assert_equal(by_triton.cast_rows(x, dtype), by_torch.cast_rows(x, dtype))
+
+
+def test_fp32(device: torch.device) -> None:
+    x = drawn((9, 50), device, torch.float32)
+    assert torch.equal(by_triton.largest(x), by_torch.largest(x))
+    assert_equal(by_triton.cast_rows(x, by_torch.E4M3), by_torch.cast_rows(x, by_torch.E4M3))
+
+
+@pytest.mark.parametrize("most", [448.0, 449.0, 447.0, 1.75, 1.7578125, 57344.0, 1e-37, 3e38, 0.0])
+@pytest.mark.parametrize("dtype", [by_torch.E4M3, by_torch.E5M2], ids=["e4m3", "e5m2"])
+def test_the_scale_is_the_largest_that_fits(dtype: torch.dtype, most: float, device: torch.device) -> None:
+    x = torch.tensor([[most, -most, most / 3]], device=device).bfloat16()
+    assert_equal(by_triton.cast_rows(x, dtype), by_torch.cast_rows(x, dtype))
+
+
+@pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan"), -float("nan")])
+def test_what_is_not_finite_spoils_all_of_its_scale(bad: float, device: torch.device) -> None:
+    x = drawn((3, 20), device)
+    x[1, 7] = bad
+    for dtype in (by_torch.E4M3, by_torch.E5M2):
+        whole, rows = by_triton.cast(x, by_triton.largest(x), dtype), by_triton.cast_rows(x, dtype)
+        assert whole.undo.isnan() and whole.data.float().isnan().all()
+        assert rows.undo.isnan().flatten().tolist() == [False, True, False]
+        assert rows.data.float().isnan().all(dim=1).tolist() == [False, True, False]

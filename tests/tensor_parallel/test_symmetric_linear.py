@@ -1,0 +1,135 @@
+"""Layers by symmetric memory: torch's operators, by their signatures, with what torch puts in their place without a GPU."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed._symmetric_memory as symmetric_memory
+
+from megalite.config.errors import ConfigError
+from megalite.models import compute
+from megalite.models.compute import apply_compute
+from megalite.tensor_parallel import symmetric_linear
+from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megalite.tensor_parallel.ring_linear import Ring
+from megalite.tensor_parallel.symmetric_linear import SymmetricMemory, tried
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.tiny import build, tiny_config
+from tests.tensor_parallel.test_ring_linear import layers, run
+
+CPU = torch.device("cpu")
+_library: list[torch.library.Library] = []
+
+
+def stand_in() -> None:
+    """Give the operators of this process torch's own fallbacks on the CPU: they gather or reduce over the group by name."""
+    if not _library:
+        _library.append(torch.library.Library("symm_mem", "IMPL"))
+        gather = symmetric_memory._fused_all_gather_matmul_fallback
+        _library[0].impl("fused_all_gather_matmul", gather, "CPU")
+        _library[0].impl("fused_matmul_reduce_scatter", symmetric_memory._fused_matmul_reduce_scatter_fallback, "CPU")
+
+
+def same_numbers(context: RankContext, size: int) -> None:
+    stand_in()
+    tp = context.topology(tp=size).tp
+    for bias, into_main_grad, split in ((True, True, False), (False, False, True), (False, True, True)):
+        for layer in layers(tp, torch.float64, bias=bias):
+            how = {"into_main_grad": into_main_grad, "split": split}
+            whole = run(layer, tp, overlap=False, **how)
+            layer.overlap_by = SymmetricMemory
+            pieces = run(layer, tp, overlap=True, **how)
+            assert pieces.keys() == whole.keys()
+            for name, expected in whole.items():
+                error = (pieces[name] - expected).norm() / expected.norm()
+                assert error <= 1e-13, (type(layer).__name__, name, float(error))
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_symmetric_memory_gives_the_numbers_of_the_whole(tp: int) -> None:
+    run_ranks(tp, same_numbers, tp)
+
+
+def trial(context: RankContext, wrong: str) -> str | None:
+    """What a trial on two ranks says, with operators that are right, or of which those of rank 1 are not."""
+    stand_in()
+    tp, gather = context.topology(tp=2).tp, SymmetricMemory.gather
+
+    def damaged(self: SymmetricMemory, *args: Any, **kwargs: Any) -> Any:
+        y, whole = gather(self, *args, **kwargs)
+        if tp.rank == 1 and wrong == "raises":
+            raise RuntimeError("no peer access\nbecause")
+        return (y.mul_(1.5) if tp.rank == 1 and wrong == "numbers" else y), whole
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SymmetricMemory, "gather", damaged)
+        patch.setattr(
+            symmetric_linear, "_why_not_here", lambda tp: "torch has none" if wrong == "none" and tp.rank else None
+        )
+        return tried(tp, CPU)
+
+
+OTHER = "another rank of tp has none"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reasons"),
+    [
+        ("", [None, None]),
+        ("none", [OTHER, "torch has none"]),
+        ("raises", [OTHER, "RuntimeError: no peer access"]),
+        ("numbers", [OTHER, "a gathered product is off by 5.0e-01 of itself when it is tried"]),
+    ],
+)
+def test_it_is_tried_before_it_is_used(wrong: str, reasons: list[str | None]) -> None:
+    assert run_ranks(2, trial, wrong) == reasons
+
+
+def test_torch_has_the_operators() -> None:
+    """Their signatures are those that are called here."""
+    schema = {name: str(getattr(torch.ops.symm_mem, name).default._schema) for name in symmetric_linear._OPERATORS}
+    assert (
+        "(Tensor A, Tensor[] Bs, int gather_dim, str group_name, *, bool return_A=True)"
+        in schema["fused_all_gather_matmul"]
+    )
+    reduce = schema["fused_matmul_reduce_scatter"]
+    assert "(Tensor A, Tensor B, str reduce_op, int scatter_dim, str group_name) -> Tensor" in reduce
+
+
+def chosen(context: RankContext, backend: str, why: str | None) -> tuple[list[str], set[type]]:
+    config = tiny_config(2, tp=2, sequence_parallel=True, tp_comm_overlap=True, tp_comm_overlap_backend=backend)
+    with pytest.MonkeyPatch.context() as patch:
+        if why != "as it is":
+            patch.setattr(compute, "why_not_symmetric", lambda tp, device: why)
+        stage = next(iter(build(context, config).stages.values()))
+        lines = apply_compute(stage, config)
+    linears = [
+        module for module in stage.layers.modules() if isinstance(module, ColumnParallelLinear | RowParallelLinear)
+    ]
+    return [line for line in lines if "pieces" in line], {linear.overlap_by for linear in linears}
+
+
+UNDER = ", in pieces under the layers' matrix products"
+
+
+def test_the_ring_is_what_is_left() -> None:
+    ring, symmetric = f"sequence-parallel gathers and scatters round the ring{UNDER}", SymmetricMemory
+    for backend, why, line, by in (
+        ("auto", "as it is", f"{ring} (cpu has no symmetric memory)", Ring),
+        ("ring", None, f"{ring} (asked for)", Ring),
+        ("auto", None, f"sequence-parallel gathers and scatters by symmetric memory{UNDER} (it can be had)", symmetric),
+    ):
+        for found in run_ranks(2, chosen, backend, why):
+            assert found == ([line], {by})
+
+
+def refused(context: RankContext) -> str:
+    config = tiny_config(2, tp=2, sequence_parallel=True, tp_comm_overlap=True, tp_comm_overlap_backend="symmetric")
+    with pytest.raises(ConfigError) as error:
+        build(context, config)
+    return str(error.value)
+
+
+def test_what_is_asked_for_is_had_or_an_error() -> None:
+    said = "tp_comm_overlap_backend symmetric cannot be had: cpu has no symmetric memory; use ring or auto"
+    assert run_ranks(2, refused) == [said] * 2
