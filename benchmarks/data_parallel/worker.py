@@ -20,16 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import common
 from benchmarks.data_parallel.links import sent_and_received
 from benchmarks.peers import plain_gpt
-from benchmarks.peers.pytorch import without_reduction
 from benchmarks.steps.replica import Run
 from megalite.config.describe import replace
 from megalite.config.run import RunConfig
@@ -73,19 +68,33 @@ def _ddp_with(state: Any, hook: Callable[..., Any], bucket: int = BUCKET) -> Bui
     return model, optimizer
 
 
+# What a peer needs of torch is imported by it: together that takes seconds.
+def _fp16_hook() -> Built:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    return _ddp_with(None, default_hooks.fp16_compress_hook)
+
+
 def _powersgd() -> Built:
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
     # One bucket: the hook starts further collectives in callbacks, in an order that differs per rank, and gloo fails.
     return _ddp_with(state, powerSGD_hook.powerSGD_hook, bucket=1_000_000_000)
 
 
 def _zero() -> Built:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
     model = _replicated()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True)
     return model, optimizer
 
 
 def _fsdp2() -> Built:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
     model = plain_gpt.GPT(SIZE)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
@@ -96,7 +105,7 @@ def _fsdp2() -> Built:
 
 PEERS: dict[str, Callable[[], Built]] = {
     "torch DDP": _ddp,
-    "torch DDP, fp16 hook": lambda: _ddp_with(None, default_hooks.fp16_compress_hook),
+    "torch DDP, fp16 hook": _fp16_hook,
     "torch DDP, PowerSGD hook": _powersgd,
     "torch ZeroRedundancyOptimizer": _zero,
     "torch FSDP2": _fsdp2,
@@ -112,7 +121,7 @@ def train_peer(case: dict[str, Any], recorder: Any) -> None:
     for step in range(1, case["steps"] + 1):
         for index in range(counts):
             tokens = torch.randint(0, SIZE.vocab, (SIZE.micro, SIZE.seq + 1))
-            with without_reduction(model, last=index == counts - 1):
+            with plain_gpt.without_reduction(model, last=index == counts - 1):
                 (model(tokens[:, :-1], tokens[:, 1:]) / counts).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

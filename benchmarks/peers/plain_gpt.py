@@ -7,7 +7,9 @@ import json
 import os
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,23 +75,27 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+def without_reduction(model: Any, *, last: bool) -> AbstractContextManager[Any]:
+    """DDP reduces in the last microbatch's backward alone."""
+    return model.no_sync() if not last and isinstance(model, nn.parallel.DistributedDataParallel) else nullcontext()
+
+
 def main() -> None:
     size, ranks = Size(), int(os.environ.get("WORLD_SIZE", "1"))
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    plain, ddp = GPT(), None
+    plain = GPT()
+    model: nn.Module = plain
     if ranks > 1:
         dist.init_process_group("gloo")
-        ddp = nn.parallel.DistributedDataParallel(plain)
-    model = ddp or plain
+        model = nn.parallel.DistributedDataParallel(plain)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-4, fused=True)
     counts = size.batch // size.micro // ranks
     for _ in range(int(sys.argv[1])):
         start = time.perf_counter()
         for index in range(counts):
             tokens = torch.randint(0, size.vocab, (size.micro, size.seq + 1))
-            last = index == counts - 1
-            with ddp.no_sync() if ddp is not None and not last else torch.enable_grad():
+            with without_reduction(model, last=index == counts - 1):
                 (model(tokens[:, :-1], tokens[:, 1:]) / counts).backward()
         torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
         optimizer.step()

@@ -62,7 +62,7 @@ class Loop:
         count = self._case.microbatches
         losses = []
         for index, part in enumerate(self._case.share(tokens, self._rank)):
-            with without_reduction(self._forward, last=index == count - 1), self._around():
+            with plain_gpt.without_reduction(self._forward, last=index == count - 1), self._around():
                 loss = self._forward(part[:, :-1], part[:, 1:]) / count
                 loss.backward()
             losses.append(loss.detach())
@@ -71,11 +71,6 @@ class Loop:
         self._optimizer.zero_grad()
         total = torch.stack([loss.to_local() if isinstance(loss, DTensor) else loss for loss in losses])
         return float(total.sum()) / self._case.layout.dp / self._parts
-
-
-def without_reduction(model: Any, *, last: bool) -> AbstractContextManager[Any]:
-    """DDP reduces in the last microbatch's backward alone."""
-    return model.no_sync() if not last and isinstance(model, DistributedDataParallel) else nullcontext()
 
 
 def _clip(parameters: list[nn.Parameter]) -> None:

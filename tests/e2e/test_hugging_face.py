@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from megalite.cli import convert
 from megalite.cli.train import main
@@ -30,6 +29,8 @@ LLAMA |= {"intermediate_size": 48, "max_position_embeddings": 32, "bos_token_id"
 @pytest.fixture(scope="module")
 def llama(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as transformers writes it, with a tokenizer of SentencePiece as Llama 2 has it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     folder = tmp_path_factory.mktemp("models") / "llama"
     LlamaForCausalLM(LlamaConfig(vocab_size=384, **LLAMA)).save_pretrained(folder)
     shutil.copy(corpus.tokenizer, folder / "tokenizer.model")

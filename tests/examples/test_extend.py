@@ -10,7 +10,7 @@ import pytest
 from megalite.cli.main import main
 from tests.docs.execution import in_process
 from tests.e2e.forked import train_forked
-from tests.e2e.programs import REPOSITORY, TORCHRUN, run
+from tests.e2e.programs import REPOSITORY, run
 from tests.support.ranks import forked_pools
 
 EXTEND = REPOSITORY / "examples" / "extend"
@@ -82,14 +82,13 @@ def test_text_from_a_layer(tmp_path: Path) -> None:
     )
 
 
-def test_an_optimizer_by_torchrun_continued_on_another_layout(tmp_path: Path) -> None:
+def test_an_optimizer_continued_on_another_layout(tmp_path: Path) -> None:
     """Its state is in the checkpoint: sharded over two ranks, then whole on one."""
     flags = f"--import examples.extend.lion --optimizer lion {MOCK}"
     one = train(1, tmp_path / "one", flags)
     words = f"{MODEL} {STEPS} {flags} --run-dir {tmp_path}/two --dp-strategy distributed-optimizer"
     stop = "--save-interval 3 --exit-interval 3"
-    launch = [*TORCHRUN, "--nproc-per-node", "2", "pretrain_gpt.py"]
-    run(*launch, *words.split(), *stop.split()).require_success()
+    train_forked(2, *words.split(), *stop.split()).require_success()
     assert losses(tmp_path / "two") == pytest.approx(one[:3], rel=1e-9)
     again = train(1, tmp_path / "again", flags, f"--load {tmp_path}/two/checkpoints")
     assert again == pytest.approx(one[3:], rel=1e-9)

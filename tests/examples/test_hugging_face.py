@@ -1,36 +1,30 @@
 """examples/hugging_face: its README, command by command, and what transformers makes of the result."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.docs.execution import execute
 from tests.e2e.commands import commands_in
-from tests.e2e.programs import REPOSITORY, TORCHRUN, records
+from tests.e2e.programs import REPOSITORY, records
 
 pytestmark = pytest.mark.e2e
 
 README = "examples/hugging_face/README.md"
-PROGRAMS = {"python": [sys.executable], "megalite": [sys.executable, "-m", "megalite.cli.main"], "torchrun": TORCHRUN}
 
 
-def test_the_readme_works(tmp_path: Path) -> None:
+def test_the_readme_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss falls, the folder that is written is what the checkpoint holds, and transformers writes text with it."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    monkeypatch.chdir(REPOSITORY)
     text = (REPOSITORY / README).read_text(encoding="utf-8")
     said = {}
     for command in commands_in(text.replace("runs/hugging_face", str(tmp_path)), README):
-        program, *rest = command.words
-        words = [*PROGRAMS[program], *rest]
-        variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-        done = subprocess.run(
-            words, cwd=REPOSITORY, env=variables, capture_output=True, text=True, timeout=240, check=False
-        )
-        assert done.returncode == 0, f"{command.line}\n{done.stdout}\n{done.stderr}"
-        said[" ".join(command.words[:2])] = done.stdout
+        done = execute(command)
+        assert done.status == 0, f"{command.line}\n{done.out}\n{done.err}"
+        said[" ".join(command.words[:2])] = done.out
     first, *_, last = (record["valid_loss"] for record in records(tmp_path / "run", "valid"))
     assert 6.8 < first < 7.1 and last < 6.5
     compared = said["python examples/hugging_face/compare.py"]

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from megalite.conversion.inference import load_model
 from megalite.generation.generate import Chain
@@ -30,6 +29,8 @@ REQUESTS = [
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As transformers writes it; its tokenizer has learned the task's own words."""
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
     tokenizers = pytest.importorskip("tokenizers")
     folder = tmp_path_factory.mktemp("models") / "llama"
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -64,6 +65,8 @@ def scored(context: RankContext, folder: str, **axes: int) -> list[tuple[float, 
 
 @pytest.mark.parametrize("axes", [{"tp": 2, "pp": 2}, {"tp": 2, "dp": 2}, {"pp": 2, "dp": 2}], ids=str)
 def test_likelihoods_on_any_layout(llama: Path, axes: dict[str, int]) -> None:
+    from transformers import LlamaForCausalLM
+
     model = LlamaForCausalLM.from_pretrained(llama).eval()
     expected = []
     for one in REQUESTS:

@@ -62,7 +62,7 @@ def test_pre_commit_calls_make_alone() -> None:
 def test_the_workflow_runs_what_ci_runs_on_every_python_and_torch() -> None:
     job: dict[str, Any] = yaml.safe_load(read(".github/workflows/tests.yml"))["jobs"]["tests"]
     steps = [step["run"] for step in job["steps"] if step.get("run", "").startswith("make")]
-    assert steps == [line for line in read(".ci/run").splitlines() if line.startswith("make")]
+    assert steps == re.findall(r"^make [a-z]+", read(".ci/run"), re.MULTILINE)
     matrix = job["strategy"]["matrix"]
     assert matrix["python"] == ["3.11", "3.12", "3.13"]
     assert all(version in SpecifierSet(PROJECT["requires-python"]) for version in matrix["python"])

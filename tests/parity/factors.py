@@ -8,7 +8,7 @@ from megalite.config.errors import ConfigError, Problems
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.partition.pipeline import layout_of, schedule_of
-from tests.support.tiny import LATENT, LLAMA, TINY
+from tests.support.tiny import LATENT, LLAMA, TINY, rows_of
 
 Settings = dict[str, Any]
 
@@ -18,149 +18,41 @@ GPT: Settings = {"num_attention_heads": 8}  # Learned positions, LayerNorm, GELU
 
 EXPERTS: Settings = {**LLAMA, "num_experts": 4, "moe_router_topk": 2}
 
-FAMILIES: dict[str, Settings] = {
-    "gpt": GPT,
-    "llama": {**LLAMA, "rope_scaling": "llama3", "rope_scaling_factor": 4.0, "rope_original_max_positions": 8},
-    "mistral": {
-        **LLAMA,
-        "num_query_groups": 2,
-        "sliding_window": 5,
-        "rope_scaling": "dynamic",
-        "rope_scaling_factor": 4.0,
-        "rope_original_max_positions": 8,
-    },
-    "qwen": {
-        **LLAMA,
-        "num_query_groups": 1,
-        "qk_norm": True,
-        "add_qkv_bias": True,
-        "kv_channels": 6,
-        "tie_embeddings": True,
-    },
-    "gemma": {
-        **LLAMA,
-        "rope_scaling": "yarn",
-        "rope_scaling_factor": 4.0,
-        "rope_original_max_positions": 8,
-        "rope_beta_fast": 1.5,
-        "rope_beta_slow": 0.3,
-        "rope_mscale": 2.0,
-        "rope_mscale_all_dim": 0.5,
-        "num_query_groups": 8,
-        "activation": "geglu_tanh",
-        "norm_zero_centered": True,
-        "scale_embeddings": True,
-        "tie_embeddings": True,
-    },
-    "gemma2": {
-        **LLAMA,
-        "activation": "geglu_tanh",
-        "norm_zero_centered": True,
-        "scale_embeddings": True,
-        "tie_embeddings": True,
-        "sliding_window": 5,
-        "window_attn_skip_freq": [2],
-        "softmax_scale": 0.4,
-        "post_norms": True,
-        "attn_logit_softcapping": 2.0,
-        "final_logit_softcapping": 3.0,
-    },
-    "gemma3": {
-        **LLAMA,
-        "activation": "geglu_tanh",
-        "norm_zero_centered": True,
-        "scale_embeddings": True,
-        "tie_embeddings": True,
-        "sliding_window": 5,
-        "window_attn_skip_freq": [3],
-        "softmax_scale": 0.4,
-        "post_norms": True,
-        "qk_norm": True,
-        "mtp_num_layers": 2,
-        "mtp_loss_scaling_factor": 0.5,
-        "rotary_base": 1e6,
-        "rotary_base_local": 1e3,
-        "rope_scaling": "linear",
-        "rope_scaling_factor": 8.0,
-    },
-    "olmo2": {
-        **LLAMA,
-        "num_query_groups": 8,
-        "qk_norm": True,
-        "qk_norm_all_heads": True,
-        "pre_norms": False,
-        "post_norms": True,
-        "no_rope_freq": [4],
-    },
-    "mixtral": {**EXPERTS, "softmax_type": "off-by-one"},
-    "deepseek": {
-        **EXPERTS,
-        "num_experts": 8,
-        "moe_router_topk": 3,
-        "moe_router_pre_softmax": True,
-        "moe_ffn_hidden_size": 24,
-        "moe_shared_expert_intermediate_size": 16,
-        "moe_first_dense_layers": 1,
-        "moe_router_topk_scaling_factor": 2.0,
-        "num_query_groups": 8,
-        "rotary_percent": 0.5,
-        "rotary_interleaved": True,
-    },
-    "deepseek-v3": {
-        **EXPERTS,
-        **LATENT,
-        "num_query_groups": 8,
-        "rope_scaling": "yarn",
-        "rope_scaling_factor": 4.0,
-        "rope_original_max_positions": 8,
-        "rope_mscale": 1.0,
-        "rope_mscale_all_dim": 1.0,
-        "mtp_num_layers": 1,
-        "num_experts": 8,
-        "moe_router_topk": 4,
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": 0.02,
-        "moe_router_num_groups": 4,
-        "moe_router_group_topk": 2,
-        "moe_router_topk_scaling_factor": 1.5,
-        "moe_ffn_hidden_size": 24,
-        "moe_shared_expert_intermediate_size": 16,
-        "moe_first_dense_layers": 1,
-    },
-    "qwen2-moe": {
-        **EXPERTS,
-        "moe_router_pre_softmax": True,
-        "moe_shared_expert_intermediate_size": 16,
-        "moe_shared_expert_gate": True,
-        "moe_first_dense_layers": 1,
-        "add_qkv_bias": True,
-    },
-    "gpt-oss": {
-        **EXPERTS,
-        "softmax_type": "learnable",
-        "add_bias_linear": True,
-        "moe_add_bias_linear": True,
-        "activation": "quick_geglu",
-        "activation_func_clamp_value": 0.3,
-        "glu_linear_offset": 1.0,
-        "rope_scaling": "yarn",
-        "rope_scaling_factor": 4.0,
-        "rope_original_max_positions": 8,
-        "rope_truncate": False,
-        "sliding_window": 5,
-        "window_attn_skip_freq": [2],
-    },
-    "switch": {
-        **GPT,
-        "num_experts": 4,
-        "moe_router_topk": 1,
-        "moe_router_pre_softmax": True,
-        "moe_layer_freq": 2,
-        "moe_ffn_hidden_size": 32,
-        "tie_embeddings": False,
-    },
-}
+FAMILIES = rows_of(
+    """
+gpt: GPT
+llama: LLAMA rope_scaling=llama3 rope_scaling_factor=4.0 rope_original_max_positions=8
+mistral: LLAMA num_query_groups=2 sliding_window=5 rope_scaling=dynamic rope_scaling_factor=4.0
+  rope_original_max_positions=8
+qwen: LLAMA num_query_groups=1 qk_norm add_qkv_bias kv_channels=6 tie_embeddings
+gemma: LLAMA rope_scaling=yarn rope_scaling_factor=4.0 rope_original_max_positions=8 rope_beta_fast=1.5
+  rope_beta_slow=0.3 rope_mscale=2.0 rope_mscale_all_dim=0.5 num_query_groups=8 activation=geglu_tanh
+  norm_zero_centered scale_embeddings tie_embeddings
+gemma2: LLAMA activation=geglu_tanh norm_zero_centered scale_embeddings tie_embeddings sliding_window=5
+  window_attn_skip_freq=[2] softmax_scale=0.4 post_norms attn_logit_softcapping=2.0 final_logit_softcapping=3.0
+gemma3: LLAMA activation=geglu_tanh norm_zero_centered scale_embeddings tie_embeddings sliding_window=5
+  window_attn_skip_freq=[3] softmax_scale=0.4 post_norms qk_norm mtp_num_layers=2 mtp_loss_scaling_factor=0.5
+  rotary_base=1000000.0 rotary_base_local=1000.0 rope_scaling=linear rope_scaling_factor=8.0
+olmo2: LLAMA num_query_groups=8 qk_norm qk_norm_all_heads pre_norms=false post_norms no_rope_freq=[4]
+mixtral: EXPERTS softmax_type=off-by-one
+deepseek: EXPERTS num_experts=8 moe_router_topk=3 moe_router_pre_softmax moe_ffn_hidden_size=24
+  moe_shared_expert_intermediate_size=16 moe_first_dense_layers=1 moe_router_topk_scaling_factor=2.0 num_query_groups=8
+  rotary_percent=0.5 rotary_interleaved
+deepseek-v3: EXPERTS LATENT num_query_groups=8 rope_scaling=yarn rope_scaling_factor=4.0 rope_original_max_positions=8
+  rope_mscale=1.0 rope_mscale_all_dim=1.0 mtp_num_layers=1 num_experts=8 moe_router_topk=4
+  moe_router_score_function=sigmoid moe_router_enable_expert_bias moe_router_bias_update_rate=0.02
+  moe_router_num_groups=4 moe_router_group_topk=2 moe_router_topk_scaling_factor=1.5 moe_ffn_hidden_size=24
+  moe_shared_expert_intermediate_size=16 moe_first_dense_layers=1
+qwen2-moe: EXPERTS moe_router_pre_softmax moe_shared_expert_intermediate_size=16 moe_shared_expert_gate
+  moe_first_dense_layers=1 add_qkv_bias
+gpt-oss: EXPERTS softmax_type=learnable add_bias_linear moe_add_bias_linear activation=quick_geglu
+  activation_func_clamp_value=0.3 glu_linear_offset=1.0 rope_scaling=yarn rope_scaling_factor=4.0
+  rope_original_max_positions=8 rope_truncate=false sliding_window=5 window_attn_skip_freq=[2]
+switch: GPT num_experts=4 moe_router_topk=1 moe_router_pre_softmax moe_layer_freq=2 moe_ffn_hidden_size=32
+  tie_embeddings=false
+""",
+    {"GPT": GPT, "LLAMA": LLAMA, "LATENT": LATENT, "EXPERTS": EXPERTS},
+)
 
 LOSSES: Settings = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01}
 SELECTIVE: Settings = {"recompute_granularity": "selective"}

@@ -15,285 +15,88 @@ from tests.parity.factors import AXES, FACTORS, FAMILIES, MAX_WORLD, MOE, Z1, Se
 from tests.parity.reference import STEPS, TOLERANCE, reference
 from tests.support.ranks import run_ranks
 from tests.support.same import require_same
-from tests.support.tiny import LATENT, tiny_config, whole
+from tests.support.tiny import LATENT, rows_of, tiny_config, whole
 
 TWO: Settings = {"num_layers": 2}
 
-FEW: Settings = {**TWO, "micro_batch_size": 2, "global_batch_size": 4}
-"""Of what takes longest: each layer of each of the two microbatches has collectives of eight ranks."""
-
-SHARED: Settings = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "shared_experts"]}
-
-SIX: Settings = {"global_batch_size": 6}
-
-ODD: dict[str, Settings] = {
-    "tp8": {**FAMILIES["gpt"], "tp": 8, "sequence_parallel": True, **FEW},
-    "tp8-one-group": {**FAMILIES["qwen"], "kv_channels": 4, "tp": 8, "sequence_parallel": True, **FEW},
-    "tp8-two-groups": {**FAMILIES["mistral"], "tp": 8, "attention_dropout": 0.1, **FEW},
-    "tp4-one-group-zb-muon": {
-        **FAMILIES["qwen"],
-        "tp": 4,
-        "pp": 2,
-        "pipeline_schedule": "zb-h1",
-        "optimizer": "muon",
-        **FEW,
-    },
-    "tp4-latent-sp-muon": {
-        **LATENT,
-        "recompute_granularity": "selective",
-        "recompute_modules": ["layernorm", "mla_up_proj"],
-        "tp": 4,
-        "dp": 2,
-        "sequence_parallel": True,
-        "optimizer": "muon",
-        **FEW,
-    },
-    "tp2-latent-plain-a2a2-zb": {
-        **LATENT,
-        "q_lora_rank": None,
-        "qk_norm": False,
-        "position_embedding_type": "none",
-        "mtp_num_layers": 2,
-        "tp": 2,
-        "cp": 2,
-        "cp_comm_type": "a2a",
-        "pp": 2,
-        "pipeline_schedule": "zb-h1",
-        **FEW,
-    },
-    "tp2-a2a2-one-group-sinks": {
-        **FAMILIES["qwen"],
-        "softmax_type": "learnable",
-        "recompute_granularity": "selective",
-        "tp": 2,
-        "cp": 2,
-        "cp_comm_type": "a2a",
-        "attention_dropout": 0.1,
-        **FEW,
-    },
-    "tp2-dp2-zero3-gpt-oss": {
-        **FAMILIES["gpt-oss"],
-        "tp": 2,
-        "dp": 2,
-        "ep": 2,
-        "sequence_parallel": True,
-        "dp_strategy": "fully-sharded",
-        **FEW,
-    },
-    "cp2-dp2-zero3-latent-sinks": {
-        **LATENT,
-        "softmax_type": "learnable",
-        "recompute_granularity": "selective",
-        "cp": 2,
-        "dp": 2,
-        "dp_strategy": "fully-sharded",
-        **FEW,
-    },
-    "tp2-a2a4-one-group": {**FAMILIES["qwen"], "tp": 2, "cp": 4, "cp_comm_type": "a2a", **FEW},
-    "tp4-zero3-two-groups": {**FAMILIES["mistral"], "tp": 4, "dp": 2, "dp_strategy": "fully-sharded", **FEW},
-    "tp4-lamb-sharded-server": {
-        **FAMILIES["qwen"],
-        "tp": 4,
-        "dp": 2,
-        "optimizer": "lamb",
-        "dp_strategy": "sharded-parameter-server",
-        "server_chunk_mb": 0.01,
-        **FEW,
-    },
-    "cp8": {**FAMILIES["llama"], "cp": 8, **FEW},
-    "cp8-a2a": {**FAMILIES["gpt"], "cp": 8, "cp_comm_type": "a2a", **FEW},
-    "cp3": {**FAMILIES["llama"], "cp": 3, "seq_length": 18, **TWO},
-    "ep8": {**FAMILIES["deepseek"], "dp": 8, "ep": 8, "dp_strategy": "distributed-optimizer", **TWO, **SHARED},
-    "dp8": {**FAMILIES["llama"], "dp": 8, "dp_strategy": "distributed-optimizer", **TWO},
-    "zero3-dp8": {**FAMILIES["gemma"], "dp": 8, "dp_strategy": "fully-sharded", "num_layers": 3},
-    "zero3-tp2-cp2": {
-        **FAMILIES["mixtral"],
-        "tp": 2,
-        "cp": 2,
-        "dp": 2,
-        "sequence_parallel": True,
-        "dp_strategy": "fully-sharded",
-        "recompute_granularity": "full",
-        **FEW,
-    },
-    "hybrid2-tp2-muon": {
-        **FAMILIES["mistral"],
-        **Z1,
-        "tp": 2,
-        "dp": 4,
-        "sequence_parallel": True,
-        "shard_gradients": True,
-        "dp_instances": 2,
-        "optimizer": "muon",
-        **TWO,
-    },
-    "hybrid2-zb-tied": {
-        **Z1,
-        "pp": 2,
-        "dp": 4,
-        "pipeline_schedule": "zb-h1",
-        "shard_gradients": True,
-        "dp_instances": 2,
-        "reduction_order": "rank",
-        **TWO,
-    },
-    "hybrid2-pp2-few": {**FAMILIES["llama"], **Z1, "pp": 2, "dp": 4, "shard_gradients": True, "dp_instances": 2, **TWO},
-    "hybrid3-cp2-lamb": {
-        **FAMILIES["qwen"],
-        "cp": 2,
-        "dp": 3,
-        "dp_strategy": "fully-sharded",
-        "dp_instances": 3,
-        "optimizer": "lamb",
-        **SIX,
-        **TWO,
-    },
-    "hybrid3-experts-alone": {
-        **FAMILIES["mixtral"],
-        "tp": 2,
-        "etp": 1,
-        "ep": 4,
-        "dp": 4,
-        "dp_strategy": "fully-sharded",
-        "dp_instances": 2,
-        **TWO,
-    },
-    "zero3-hybrid-pp2-host": {
-        **FAMILIES["llama"],
-        "dp": 4,
-        "pp": 2,
-        "dp_strategy": "fully-sharded",
-        "dp_instances": 2,
-        "optimizer_cpu_offload": True,
-        "optimizer_offload_fraction": 0.6,
-        "optimizer": "muon",
-        "ema_decay": 0.5,
-        "eval_ema": True,
-        "qk_clip": True,
-        "qk_clip_threshold": 0.05,
-        **TWO,
-    },
-    "balanced-gathered-latent-qk-clip": {
-        **FAMILIES["deepseek-v3"],
-        "cp": 2,
-        "dp": 2,
-        "ep": 2,
-        "cp_comm_type": "allgather",
-        "context_parallel_load_balancer": "area",
-        "reset_attention_mask": True,
-        "optimizer": "muon",
-        "qk_clip": True,
-        "qk_clip_threshold": 0.05,
-        **TWO,
-    },
-    "mup-zero3-ep2": {
-        **FAMILIES["deepseek-v3"],
-        "use_mup": True,
-        "mup_base_hidden_size": 8,
-        "tp": 2,
-        "dp": 4,
-        "ep": 2,
-        "dp_strategy": "fully-sharded",
-        **TWO,
-    },
-    "mup-tied-pp2": {**FAMILIES["gpt"], "use_mup": True, "mup_base_hidden_size": 16, "tp": 2, "pp": 2, **TWO},
-    "schedule-free-hybrid-pp2": {
-        **FAMILIES["qwen"],
-        "dp": 4,
-        "pp": 2,
-        "dp_strategy": "distributed-optimizer",
-        "dp_instances": 2,
-        "optimizer": "schedule-free-adamw",
-        "lr_decay_style": "constant",
-        **TWO,
-    },
-    "server-pp2": {"pp": 2, "dp": 3, "dp_strategy": "parameter-server", "server_chunk_mb": 0.01, **SIX, **TWO},
-    "nemotron": {
-        **FAMILIES["gpt"],
-        "position_embedding_type": "rope",
-        "rotary_percent": 0.5,
-        "activation": "squared_relu",
-        "decoupled_lr": 0.02,
-        "tp": 2,
-        "dp": 2,
-        "dp_strategy": "distributed-optimizer",
-        **FEW,
-    },
-    "gpt-j-decoupled": {
-        **FAMILIES["llama"],
-        "rotary_interleaved": True,
-        "decoupled_lr": 0.03,
-        "decoupled_min_lr": 0.01,
-        "pp": 2,
-        "cp": 2,
-        **TWO,
-    },
-    "decoupled-tied-pp2": {**FAMILIES["gpt"], "decoupled_lr": 0.03, "pp": 2, "dp": 2, **TWO},
-    "decoupled-zero3": {**FAMILIES["qwen"], "decoupled_lr": 0.03, "dp": 2, "dp_strategy": "fully-sharded", **TWO},
-    "multipliers-zero2-pp2": {
-        **FAMILIES["gpt"],
-        "lr_multipliers": ["embedding.*=0.2", "layers.0.*=3", "*.qkv.weight=0.5"],
-        "decoupled_lr": 0.03,
-        "pp": 2,
-        "dp": 2,
-        "dp_strategy": "distributed-optimizer",
-        "shard_gradients": True,
-        **TWO,
-    },
-    "sft-dp2-pp2": {**FAMILIES["gpt"], "sft": True, "eod_mask_loss": False, "dp": 2, "pp": 2, **TWO},
-    "sft-tp2-cp2": {**FAMILIES["llama"], "sft": True, "eod_mask_loss": False, "tp": 2, "cp": 2, "dp": 2, **TWO},
-    "pp3": {"num_layers": 7, "pp": 3},
-    "pp3-dp2-average": {"num_layers": 7, "pp": 3, "dp": 2, **Z1, "ema_decay": 0.5, "eval_ema": True},
-    "pp7": {"num_layers": 7, "pp": 7},
-    "pp8": {**FAMILIES["llama"], "num_layers": 8, "pp": 8},
-    "pp2-vpp3": {"num_layers": 7, "pp": 2, "vpp": 3},
-    "pp2-vpp4": {**FAMILIES["llama"], "num_layers": 8, "pp": 2, "vpp": 4},
-    "uneven": {"num_layers": 7, "pp": 2, "vpp": 2, "pipeline_layers": [1, 3, 1, 2]},
-    "head-alone": {**FAMILIES["llama"], "tp": 2, "pp": 2, "pipeline_layers": [4, 0]},
-    "head-alone-vpp2": {"num_layers": 7, "pp": 2, "vpp": 2, "pipeline_layers": [3, 2, 2, 0], "dp": 2},
-    "ends-alone-zb-v": {
-        "num_layers": 5,
-        "pp": 2,
-        "vpp": 2,
-        "pipeline_layout": "E|ttt|tt|L",
-        "pipeline_schedule": "zb-v",
-        "dp": 2,
-        "pipeline_check_memory": True,
-    },
-    "pp4-zb-v-tied": {"num_layers": 9, "pp": 4, "vpp": 2, "pipeline_schedule": "zb-v", "tp": 2},
-    "pp3-vpp2-few": {"num_layers": 6, "pp": 3, "vpp": 2, "global_batch_size": 2},
-    "mixtral-zb-v": {
-        **FAMILIES["mixtral"],
-        "pp": 2,
-        "vpp": 2,
-        "ep": 2,
-        "tp": 2,
-        "dp": 2,
-        "sequence_parallel": True,
-        "pipeline_schedule": "zb-v",
-        "moe_aux_loss_coeff": 0.1,
-        "dp_strategy": "distributed-optimizer",
-    },
-    "mixtral-losses-of-two": {
-        **FAMILIES["mixtral"],
-        "tp": 2,
-        "cp": 2,
-        "ep": 2,
-        "dp": 2,
-        "sequence_parallel": True,
-        "micro_batch_size": 2,
-        "moe_aux_loss_coeff": 0.1,
-        "moe_aux_loss_sequences": 2,
-    },
-    "mixtral-uneven": {
-        **FAMILIES["mixtral"],
-        "pp": 2,
-        "ep": 2,
-        "dp": 2,
-        "pipeline_layers": [3, 1],
-        "moe_aux_loss_coeff": 0.1,
-    },
+GROUPS: dict[str, Settings] = {
+    **FAMILIES,
+    "LATENT": LATENT,
+    "Z1": Z1,
+    "TWO": TWO,
+    "FEW": {**TWO, "micro_batch_size": 2, "global_batch_size": 4},  # of eight ranks in each collective
+    "SIX": {"global_batch_size": 6},
+    "SHARED": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "shared_experts"]},
 }
+
+ODD = rows_of(
+    """
+tp8: gpt tp=8 sequence_parallel FEW
+tp8-one-group: qwen kv_channels=4 tp=8 sequence_parallel FEW
+tp8-two-groups: mistral tp=8 attention_dropout=0.1 FEW
+tp4-one-group-zb-muon: qwen tp=4 pp=2 pipeline_schedule=zb-h1 optimizer=muon FEW
+tp4-latent-sp-muon: LATENT recompute_granularity=selective recompute_modules=["layernorm","mla_up_proj"] tp=4 dp=2
+  sequence_parallel optimizer=muon FEW
+tp2-latent-plain-a2a2-zb: LATENT q_lora_rank=null qk_norm=false position_embedding_type=none mtp_num_layers=2 tp=2 cp=2
+  cp_comm_type=a2a pp=2 pipeline_schedule=zb-h1 FEW
+tp2-a2a2-one-group-sinks: qwen softmax_type=learnable recompute_granularity=selective tp=2 cp=2 cp_comm_type=a2a
+  attention_dropout=0.1 FEW
+tp2-dp2-zero3-gpt-oss: gpt-oss tp=2 dp=2 ep=2 sequence_parallel dp_strategy=fully-sharded FEW
+cp2-dp2-zero3-latent-sinks: LATENT softmax_type=learnable recompute_granularity=selective cp=2 dp=2
+  dp_strategy=fully-sharded FEW
+tp2-a2a4-one-group: qwen tp=2 cp=4 cp_comm_type=a2a FEW
+tp4-zero3-two-groups: mistral tp=4 dp=2 dp_strategy=fully-sharded FEW
+tp4-lamb-sharded-server: qwen tp=4 dp=2 optimizer=lamb dp_strategy=sharded-parameter-server server_chunk_mb=0.01 FEW
+cp8: llama cp=8 FEW
+cp8-a2a: gpt cp=8 cp_comm_type=a2a FEW
+cp3: llama cp=3 seq_length=18 TWO
+ep8: deepseek dp=8 ep=8 dp_strategy=distributed-optimizer TWO SHARED
+dp8: llama dp=8 dp_strategy=distributed-optimizer TWO
+zero3-dp8: gemma dp=8 dp_strategy=fully-sharded num_layers=3
+zero3-tp2-cp2: mixtral tp=2 cp=2 dp=2 sequence_parallel dp_strategy=fully-sharded recompute_granularity=full FEW
+hybrid2-tp2-muon: mistral Z1 tp=2 dp=4 sequence_parallel shard_gradients dp_instances=2 optimizer=muon TWO
+hybrid2-zb-tied: Z1 pp=2 dp=4 pipeline_schedule=zb-h1 shard_gradients dp_instances=2 reduction_order=rank TWO
+hybrid2-pp2-few: llama Z1 pp=2 dp=4 shard_gradients dp_instances=2 TWO
+hybrid3-cp2-lamb: qwen cp=2 dp=3 dp_strategy=fully-sharded dp_instances=3 optimizer=lamb SIX TWO
+hybrid3-experts-alone: mixtral tp=2 etp=1 ep=4 dp=4 dp_strategy=fully-sharded dp_instances=2 TWO
+zero3-hybrid-pp2-host: llama dp=4 pp=2 dp_strategy=fully-sharded dp_instances=2 optimizer_cpu_offload
+  optimizer_offload_fraction=0.6 optimizer=muon ema_decay=0.5 eval_ema qk_clip qk_clip_threshold=0.05 TWO
+balanced-gathered-latent-qk-clip: deepseek-v3 cp=2 dp=2 ep=2 cp_comm_type=allgather context_parallel_load_balancer=area
+  reset_attention_mask optimizer=muon qk_clip qk_clip_threshold=0.05 TWO
+mup-zero3-ep2: deepseek-v3 use_mup mup_base_hidden_size=8 tp=2 dp=4 ep=2 dp_strategy=fully-sharded TWO
+mup-tied-pp2: gpt use_mup mup_base_hidden_size=16 tp=2 pp=2 TWO
+schedule-free-hybrid-pp2: qwen dp=4 pp=2 dp_strategy=distributed-optimizer dp_instances=2 optimizer=schedule-free-adamw
+  lr_decay_style=constant TWO
+server-pp2: pp=2 dp=3 dp_strategy=parameter-server server_chunk_mb=0.01 SIX TWO
+nemotron: gpt position_embedding_type=rope rotary_percent=0.5 activation=squared_relu decoupled_lr=0.02 tp=2 dp=2
+  dp_strategy=distributed-optimizer FEW
+gpt-j-decoupled: llama rotary_interleaved decoupled_lr=0.03 decoupled_min_lr=0.01 pp=2 cp=2 TWO
+decoupled-tied-pp2: gpt decoupled_lr=0.03 pp=2 dp=2 TWO
+decoupled-zero3: qwen decoupled_lr=0.03 dp=2 dp_strategy=fully-sharded TWO
+multipliers-zero2-pp2: gpt lr_multipliers=["embedding.*=0.2","layers.0.*=3","*.qkv.weight=0.5"] decoupled_lr=0.03 pp=2
+  dp=2 dp_strategy=distributed-optimizer shard_gradients TWO
+sft-dp2-pp2: gpt sft eod_mask_loss=false dp=2 pp=2 TWO
+sft-tp2-cp2: llama sft eod_mask_loss=false tp=2 cp=2 dp=2 TWO
+pp3: num_layers=7 pp=3
+pp3-dp2-average: num_layers=7 pp=3 dp=2 Z1 ema_decay=0.5 eval_ema
+pp7: num_layers=7 pp=7
+pp8: llama num_layers=8 pp=8
+pp2-vpp3: num_layers=7 pp=2 vpp=3
+pp2-vpp4: llama num_layers=8 pp=2 vpp=4
+uneven: num_layers=7 pp=2 vpp=2 pipeline_layers=[1,3,1,2]
+head-alone: llama tp=2 pp=2 pipeline_layers=[4,0]
+head-alone-vpp2: num_layers=7 pp=2 vpp=2 pipeline_layers=[3,2,2,0] dp=2
+ends-alone-zb-v: num_layers=5 pp=2 vpp=2 pipeline_layout=E|ttt|tt|L pipeline_schedule=zb-v dp=2 pipeline_check_memory
+pp4-zb-v-tied: num_layers=9 pp=4 vpp=2 pipeline_schedule=zb-v tp=2
+pp3-vpp2-few: num_layers=6 pp=3 vpp=2 global_batch_size=2
+mixtral-zb-v: mixtral pp=2 vpp=2 ep=2 tp=2 dp=2 sequence_parallel pipeline_schedule=zb-v moe_aux_loss_coeff=0.1
+  dp_strategy=distributed-optimizer
+mixtral-losses-of-two: mixtral tp=2 cp=2 ep=2 dp=2 sequence_parallel micro_batch_size=2 moe_aux_loss_coeff=0.1
+  moe_aux_loss_sequences=2
+mixtral-uneven: mixtral pp=2 ep=2 dp=2 pipeline_layers=[3,1] moe_aux_loss_coeff=0.1
+""",
+    GROUPS,
+)
 """Sizes that the factors leave out."""
 
 ROWS = rows_on_file()

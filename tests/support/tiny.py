@@ -1,5 +1,9 @@
 """Tiny models and configs that tests of many layouts share."""
 
+import json
+import re
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from megalite.config.describe import replace
@@ -34,6 +38,7 @@ __all__ = [
     "assert_same_numbers",
     "build",
     "local_parts",
+    "rows_of",
     "tiny_config",
     "trajectory",
     "whole",
@@ -98,6 +103,23 @@ MOE: dict[str, Any] = {
     "moe_first_dense_layers": 1,
     "moe_aux_loss_coeff": 0.01,
 }
+
+
+def rows_of(text: str, groups: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """A table of settings, a row a line: `name: word word ...`. A word is the name of a group, a setting that is to be on, or
+    `setting=value`; later words win, and lines that are indented continue the one before."""
+    rows: dict[str, dict[str, Any]] = {}
+    for line in re.sub(r"\n\s+", " ", text.strip()).splitlines():
+        name, _, words = line.partition(": ")
+        assert name not in rows, name
+        row = rows[name] = {}
+        for word in words.split():
+            setting, equals, value = word.partition("=")
+            read: Any = value if equals else True
+            with suppress(ValueError):  # it is no JSON: a name
+                read = json.loads(value if equals else "true")
+            row.update(groups.get(word, {setting: read}))
+    return rows
 
 
 def tiny_config(world_size: int = 1, **changes: Any) -> RunConfig:

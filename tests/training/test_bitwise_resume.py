@@ -24,8 +24,8 @@ from tests.support.tiny import BIASED, LLAMA, MOE, Z1, Runner, build, tiny_confi
 
 Settings = dict[str, Any]
 
-BEFORE, AFTER = 2, 4
-"""Steps before the checkpoint and after it."""
+BEFORE = 2
+"""Steps before the checkpoint."""
 
 DROPOUT: Settings = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 RAMP: Settings = {"rampup_batch_size": [4, 2, 12]}
@@ -78,6 +78,11 @@ def config_of(layout: str, precision: str, **more: Any) -> Any:
     return tiny_config(world, **{"num_layers": 2, **DROPOUT, **settings, **PRECISIONS[precision], **more})
 
 
+def after(layout: str, precision: str) -> int:
+    """Steps after the checkpoint: a loss scale takes time to move, and so does a ramp-up to end."""
+    return 4 if "fp16" in precision or "ramp" in layout else 2
+
+
 def three_runs(context: RankContext, layout: str, precision: str, folder: str) -> dict[str, list[Moment]]:
     """One run that is never interrupted, and two that continue from what it saved: at once, and from a thread."""
     background = str(Path(folder, "background"))
@@ -86,16 +91,18 @@ def three_runs(context: RankContext, layout: str, precision: str, folder: str) -
     save_run(runner, Path(folder, "direct"))
     saver = Saver(runner.replica, tokenizer=None, log=silent)
     saver.begin(runner.progress)
-    found = {"before": before, "uninterrupted": steps(runner, AFTER)}
+    count = after(layout, precision)
+    found = {"before": before, "uninterrupted": steps(runner, count)}
     saver.wait()
     for how in ("direct", "background"):
         path = str(Path(folder, how))
-        found[how] = steps(continued(context, config_of(layout, precision, load=path), path), AFTER)
+        found[how] = steps(continued(context, config_of(layout, precision, load=path), path), count)
     return found
 
 
 CASES = [(layout, precision) for layout in LAYOUTS for precision in ("fp32", "bf16", "fp16") if "ramp" not in layout]
 CASES += [("dp2-zero", "fp16-counting"), ("dp2-zero-ramp", "bf16"), ("pp2-ramp", "fp16")]
+CASES.sort(key=lambda case: LAYOUTS[case[0]][0])
 
 
 @pytest.mark.parametrize(("layout", "precision"), CASES)
@@ -140,7 +147,8 @@ EMA: Settings = {"ema_decay": 0.7, "eval_ema": True}
 SCHEDULE_FREE: Settings = {"optimizer": "schedule-free-adamw", "lr_decay_style": "constant"}
 SPLIT: Settings = {**Z1, "tp": 2, "micro_batch_size": 1}
 ALL = range(1, 6)
-NODES: Settings = {"dp": 4, "dp_instances": 2}
+NODES: Settings = {"dp": 4, "dp_instances": 2, "global_batch_size": 4}
+TWO: Settings = {"num_layers": 2, "global_batch_size": 4}
 LOCAL_NODES: Settings = {"dp_strategy": "local-sgd", **FP32, **NODES}
 
 STRATEGIES: dict[str, tuple[int, Settings, int, Sequence[int]]] = {
@@ -154,8 +162,13 @@ STRATEGIES: dict[str, tuple[int, Settings, int, Sequence[int]]] = {
     "asynchronous-bf16": (2, {"dp_strategy": "local-sgd", **WIRE, "sync_interval": 2, "sync_delay": 1}, 6, ALL),
     "asynchronous-nodes": (4, {**LOCAL_NODES, "sync_interval": 3, "sync_delay": 2}, 6, [1, 3, 4]),
     "choco-sgd-nodes": (4, {**GOSSIP, **FP32, **NODES, "gossip_algorithm": "choco-sgd"}, 4, [1, 3]),
-    "diloco-bf16": (2, {**FRAGMENTS, **WIRE}, 6, ALL),
-    "diloco-fp16": (2, {**FRAGMENTS, **PRECISIONS["fp16"], "loss_scale_window": 1000, "sync_warmup_steps": 0}, 6, ALL),
+    "diloco-bf16": (2, {**TWO, **FRAGMENTS, **WIRE}, 6, ALL),
+    "diloco-fp16": (
+        2,
+        {**TWO, **FRAGMENTS, **PRECISIONS["fp16"], "loss_scale_window": 1000, "sync_warmup_steps": 0},
+        6,
+        ALL,
+    ),
     "diloco-often": (2, {"dp_strategy": "diloco", **FP32, "sync_interval": 2}, 6, ALL),
     "d-psgd": (2, {**GOSSIP, **WIRE, "gossip_graph": "one-peer"}, 6, ALL),
     "decentlam": (2, {**GOSSIP, **FP32, "gossip_algorithm": "decentlam", "optimizer": "sgd"}, 6, ALL),
@@ -178,7 +191,7 @@ STRATEGIES: dict[str, tuple[int, Settings, int, Sequence[int]]] = {
     "zero-one-bf16": (2, {**ZERO_ONE, **BF16}, 9, [3, 6]),
     "auto": (2, {**ADAM, **AUTO}, 9, [2, 3, 4, 5]),
     "onebit-adam-tp": (4, {**ADAM, "tp": 2, "sequence_parallel": True}, 9, [5]),
-    "onebit-lamb-pp": (4, {**LAMB, "pp": 2, "num_layers": 2}, 9, [5]),
+    "onebit-lamb-pp": (4, {**LAMB, **TWO, "pp": 2}, 9, [5]),
     "zero-one-tp": (4, {**ZERO_ONE, "tp": 2}, 9, [6]),
     "sgd": (4, {**SPLIT, "optimizer": "sgd"}, 4, [2]),
     "lamb": (4, {**SPLIT, "optimizer": "lamb"}, 4, [2]),
@@ -195,11 +208,11 @@ STRATEGIES: dict[str, tuple[int, Settings, int, Sequence[int]]] = {
 }
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", sorted(STRATEGIES, key=lambda name: STRATEGIES[name][0]))
 def test_every_strategy_goes_on_from_any_step(name: str, tmp_path: Path) -> None:
     """And neither evaluating nor saving changes a bit of the run that does it."""
     world, settings, steps, stops = STRATEGIES[name]
-    settings = {"num_layers": 2, "global_batch_size": 4, "lr_warmup_iters": None, "dp": 2, **settings}
+    settings = {"num_layers": 1, "global_batch_size": 2, "lr_warmup_iters": None, "dp": 2, **settings}
     for faults in run_ranks(world, interrupted, world, settings, str(tmp_path), steps, stops):
         assert faults == []
 
