@@ -15,15 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint.files import (
-    MAX_TEXT,
-    entry_fault,
-    read_text,
-    remove_tree,
-    replace_durably,
-    sync_folder,
-    write_durably,
-)
+from megalite.checkpoint.digests import entry_fault
+from megalite.checkpoint.files import MAX_TEXT, read_text, remove_tree, replace_durably, sync_folder, write_durably
 from megalite.checkpoint.folders import LATEST_NAME, REPLACED_SUFFIX, STAGING_PREFIX, staging_name, step_name, step_of
 from megalite.checkpoint.manifest import (
     MANIFEST_NAME,

@@ -3,13 +3,11 @@
 import contextlib
 import errno
 import fcntl
-import hashlib
 import os
 import shutil
 import stat
 from pathlib import Path
 
-from megalite.checkpoint.manifest import FileEntry
 from megalite.config.errors import CheckpointError
 
 CHUNK = 8 << 20
@@ -108,30 +106,6 @@ def read_text(path: Path) -> str:
         raise CheckpointError(f"{path.name}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path.name}: {error}") from None
-
-
-def entry_fault(path: Path, entry: FileEntry, *, from_disk: bool = False) -> str | None:
-    """How a file differs from its entry in the manifest (reads all of it), or None.
-
-    Args:
-        from_disk: read the disk even if the system still has the file in memory.
-    """
-    try:
-        length = file_length(path)
-        if length != entry.length:
-            return f"{path.name}: {length} bytes long, the manifest says {entry.length}"
-        with open(open_plain(path), "rb", buffering=0) as file:
-            if from_disk:
-                # Forget what the system keeps of it in memory (all of it is on the disk by now): read what is there.
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-    except CheckpointError as error:
-        return str(error)
-    except OSError as error:
-        return f"{path.name}: {error.strerror}"
-    if digest != entry.sha256:
-        return f"{path.name}: sha256 is {digest[:12]}..., the manifest says {entry.sha256[:12]}..."
-    return None
 
 
 def lock_folder(folder: Path) -> int | None:

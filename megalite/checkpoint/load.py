@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from megalite.checkpoint.files import entry_fault, open_plain, read_text
+from megalite.checkpoint.digests import entry_fault
+from megalite.checkpoint.files import open_plain, read_text
 from megalite.checkpoint.folders import Candidate, candidates
 from megalite.checkpoint.manifest import (
     MANIFEST_NAME,

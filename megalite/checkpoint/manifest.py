@@ -16,8 +16,11 @@ from megalite.checkpoint.tiling import Slice, tiling_fault, volume
 from megalite.config.errors import CheckpointError
 from megalite.config.reading import gc_paused
 
-FORMAT_VERSION = 2
-"""What is written; version 1, which is read too, has no `code` and one part of a tensor in a file at most."""
+FORMAT_VERSION = 3
+"""What is written; earlier ones are read too: 2 has files without blocks, 1 no `code` and one part of a tensor in a file at
+most."""
+LEAST_BLOCK = 1 << 20
+"""Bytes: of a file in smaller blocks the hashes would take long by their number."""
 MANIFEST_NAME = "manifest.json"
 ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8}
 """Bytes an element, by safetensors' name of the dtype."""
@@ -72,10 +75,12 @@ def part_keys(key: str, files: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file's length in bytes and its sha256 in hexadecimal."""
+    """A file's length in bytes and its hash in hexadecimal: the sha256 of the sha256 of its blocks, one after the other, of
+    `block` bytes each; where one block or 0, which is no blocks, holds the whole file, its own sha256."""
 
     length: int
     sha256: str
+    block: int = 0
 
 
 @dataclass(frozen=True)
@@ -254,11 +259,16 @@ def _parse_manifest(body: dict[str, Any]) -> Manifest:
 def _parse_file(name: str, value: Any) -> FileEntry:
     if not _FILE_NAME.fullmatch(name) or ".." in name:
         raise _Fault(f"{name[:120]!r} is not the name of a .safetensors file in the checkpoint's own folder")
-    fields = _fields(value, FileEntry.__dataclass_fields__, f"file {name}")
+    fields = _fields(
+        {"block": 0, **_typed(value, dict, f"file {name}")}, FileEntry.__dataclass_fields__, f"file {name}"
+    )
     sha256 = fields["sha256"]
     if not (isinstance(sha256, str) and _SHA256.fullmatch(sha256)):
         raise _Fault(f"file {name}: {sha256!r} is not a sha256")
-    return FileEntry(_integer(fields["length"], f"length of {name}"), sha256)
+    length, block = (_integer(fields[of], f"{of} of {name}") for of in ("length", "block"))
+    if 0 < block < LEAST_BLOCK:
+        raise _Fault(f"block of {name} is {block}; it must be 0, or {LEAST_BLOCK} or more")
+    return FileEntry(length, sha256, block)
 
 
 def _parse_tensor(key: str, value: Any) -> TensorEntry:

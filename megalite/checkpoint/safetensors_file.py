@@ -4,55 +4,18 @@ Not the safetensors library: it writes from tensors that are all in memory and h
 following links. Sizes are known before the data, so the header goes first and the tensors follow; the hash runs along.
 """
 
-import hashlib
 import math
 import os
-import queue
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
+from megalite.checkpoint.digests import BLOCK, RunningDigest
 from megalite.checkpoint.files import CHUNK, create, named, open_plain, write_all
 from megalite.checkpoint.manifest import FileEntry
 from megalite.checkpoint.safetensors_header import FORMAT_PT, HeaderFault, Record, header_bytes, read_header
 from megalite.config.errors import CheckpointError
-
-_IN_FLIGHT = 4
-"""Chunks that may wait to be hashed; they keep what they are part of in memory."""
-
-
-class RunningDigest:
-    """The sha256 of everything given to `update`, in that order. No torch."""
-
-    def __init__(self) -> None:
-        self._hash = hashlib.sha256()
-        self._chunks: queue.Queue[memoryview | None] = queue.Queue(_IN_FLIGHT)
-        self._thread: threading.Thread | None = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def update(self, chunk: memoryview) -> None:
-        """Add bytes, which must not change before `finish` has returned."""
-        self._chunks.put(chunk)
-
-    def finish(self) -> str:
-        """The hash in hexadecimal."""
-        self.close()
-        return self._hash.hexdigest()
-
-    def close(self) -> None:
-        """End the thread; again is harmless."""
-        if self._thread is not None:
-            thread, self._thread = self._thread, None
-            self._chunks.put(None)
-            thread.join()
-
-    def _run(self) -> None:
-        while (chunk := self._chunks.get()) is not None:
-            self._hash.update(chunk)
-            del chunk  # or its tensor would stay alive while this waits for the next
-
 
 TORCH_DTYPES = {
     "F64": torch.float64,
@@ -75,7 +38,7 @@ class SafetensorsWriter:
 
     Args:
         metadata: text by text, kept in the header.
-        digest: hash what is written, on a separate thread.
+        digest: hash what is written, on separate threads.
         progress: called after each chunk: a large file takes long, and a watchdog must see that it grows.
     """
 
@@ -124,9 +87,9 @@ class SafetensorsWriter:
             os.fsync(self._descriptor)
         except OSError as error:
             raise named(error, self._path) from None
-        sha256 = "" if self._digest is None else self._digest.finish()
+        sha256 = "" if self._digest is None else self._digest.hexdigest()
         self.close()
-        return FileEntry(self._length, sha256)
+        return FileEntry(self._length, sha256, BLOCK)
 
     def close(self) -> None:
         if self._digest is not None:

@@ -26,13 +26,13 @@ from megalite.config.run import RunConfig, least_ranks
 from megalite.config.validate import validate
 from megalite.conversion.huggingface.families import choose_family
 from megalite.models.shapes import flops_per_token, parameter_count
+from megalite.partition.buckets import local_size
 from megalite.partition.memory import (
     HeldBucket,
     HeldParameter,
     held_buckets,
     held_parameters,
     host_peaks,
-    local_size,
     planned_memory,
     stages_of_rank,
 )

@@ -165,7 +165,7 @@ def _data(surveyed: Sequence[Surveyed], shown: Surveyed, rows: dict[str, dict[st
         data |= {name: getattr(manifest, name) for name in same}
         data |= {
             "bytes": shown.bytes,
-            "files": {name: {"length": entry.length, "sha256": entry.sha256} for name, entry in manifest.files.items()},
+            "files": {name: vars(entry) for name, entry in manifest.files.items()},
             "tensors": {
                 key: {"dtype": entry.dtype, "shape": list(entry.global_shape), "parts": len(entry.parts)}
                 for key, entry in manifest.tensors.items()

@@ -6,15 +6,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megalite.config.data import PATH_SETTINGS, words_of
 from megalite.config.describe import Setting, sectioned, sections, settings
 from megalite.config.errors import ConfigError, Problems, closest, gathered, nearest, shortened
 from megalite.config.megatron import STANDS_FOR
 from megalite.config.megatron_flags import known_flags
 from megalite.config.merge import Level, merge
-from megalite.config.reading import load_mapping, read_input
+from megalite.config.reading import as_yaml, load_mapping, read_input
 from megalite.config.registry import import_modules
 from megalite.config.run import RunConfig
 from megalite.config.values import coerce
@@ -29,7 +27,7 @@ def load(path: str | Path) -> RunConfig:
 
 def dump(config: RunConfig) -> str:
     """Every setting as YAML, one section a topic; `load` gives back an equal config."""
-    return yaml.safe_dump(sectioned(config), sort_keys=False, allow_unicode=True, default_flow_style=False)
+    return as_yaml(sectioned(config), default_flow_style=False)
 
 
 def read_level(path: str | Path, source: str | None = None, *, problems: Problems | None = None) -> Level:

@@ -74,7 +74,8 @@ class ParallelConfig:
     sequence_parallel: bool = option(False, basic=True)
     """Split norms, dropout and residual stream over the sequence, inside the tp group."""
     pipeline_schedule: str | None = option(None, choices=PIPELINE_SCHEDULES, basic=True)
-    """Pipeline order; default: interleaved if vpp > 1, else 1f1b. docs/schedules.md explains each."""
+    """Pipeline order; default: interleaved if vpp > 1, 1f1b if tp > 1, else the fastest in the memory of 1f1b.
+    docs/schedules.md explains each; auto builds one for the costs of this model's stages."""
     pipeline_schedule_file: str | None = option(None)
     """Your schedule instead: a CSV file, as megalite schedule --write-csv writes."""
     pipeline_warmup: str = option("pa", choices=("pa", "pb"))
@@ -149,7 +150,9 @@ class ParallelConfig:
         """The schedule with its default filled in; `file` if it comes from one."""
         if self.pipeline_schedule_file is not None:
             return "file"
-        return self.pipeline_schedule or ("interleaved" if self.vpp > 1 else "1f1b")
+        # Where a weight gradient waits, the all-reduce of the input gradient has nothing to hide behind.
+        builds = self.pp > 1 and self.tp == 1 and self.pipeline_warmup == "pa"
+        return self.pipeline_schedule or ("interleaved" if self.vpp > 1 else "auto" if builds else "1f1b")
 
     @property
     def cp_heads(self) -> int:

@@ -8,17 +8,15 @@ import gc
 import io
 import math
 import os
-import re
 import stat
 import types
 import typing
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-import yaml
-
 from megalite.config.errors import ConfigError, Problems, gathered, nearest, shortened
+from megalite.config.registry import imported
 
 T = TypeVar("T")
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
@@ -81,52 +79,6 @@ def read_text(path: str | Path, encoding: str = "utf-8", errors: str = "strict")
         return file.read().decode(encoding, errors)
 
 
-_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
-
-
-class UniqueKeyLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice (YAML's last one would win without a word), and YAML 1.1's odd numbers.
-
-    `1:30:00` is no 5400 and `010` no 8: what is not a plain number stays text, which a setting that wants a number then
-    refuses by what is written in the file. So does an integer of more digits than any setting takes."""
-
-    problems: Problems  # gets keys that are given twice
-
-    yaml_implicit_resolvers = {  # noqa: RUF012  as PyYAML declares it
-        first: [(tag, form) for tag, form in rules if tag not in (_INT, _FLOAT)]
-        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        lines: dict[Hashable, int] = {}
-        for key_node, _ in node.value:
-            # A merge (<<) may stand beside others; what it brings gives way to the mapping's own keys.
-            if key_node.tag == "tag:yaml.org,2002:merge":
-                continue
-            # As Python has it: 1.0 and 1 are one key. A list or mapping is no key, as construct_mapping says below.
-            key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
-            if not isinstance(key, Hashable):
-                continue
-            if key in lines:
-                on = f"lines {lines[key]} and {line}" if lines[key] != line else f"line {line}"
-                self.problems.add(f"{key} is given twice, on {on}; keep one of them", str(key).replace("-", "_"))
-            lines[key] = line
-        return super().construct_mapping(node, deep)
-
-
-_DIGITS = list("0123456789")
-UniqueKeyLoader.add_implicit_resolver(
-    _INT, re.compile(r"[-+]?(?:0|[1-9][0-9_]{0,30}|0x[0-9a-fA-F]{1,24})\Z"), ["-", "+", *_DIGITS]
-)
-UniqueKeyLoader.add_implicit_resolver(
-    _FLOAT,
-    re.compile(
-        r"(?:[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+][0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z"
-    ),
-    ["-", "+", ".", *_DIGITS],
-)
-
-
 def read_input(path: str | Path, what: str) -> str:
     """The text of a file that the user named. Raises ConfigError: it cannot be read; `what` says which file it is."""
     path = Path(path)
@@ -152,17 +104,8 @@ def _near(path: Path) -> str:
 def load_mapping(text: str, source: str, example: str, problems: Problems | None = None) -> dict[Any, Any]:
     """The mapping that YAML text holds; keys that are given twice are problems. `problems`: gets them; default: raised.
     Raises ConfigError: it is not YAML, nested too deeply, or holds something else; the message starts with `source`."""
-    loader, twice = UniqueKeyLoader(text), Problems()
-    loader.problems = twice
-    try:
-        tree = loader.get_single_data()
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{source} is not YAML: {' '.join(str(error).split())}") from None
-    except (ValueError, LookupError, AttributeError) as error:
-        # PyYAML's own, for a tag or a date with a value that does not fit.
-        raise ConfigError(f"{source} is not YAML: a value is not of the type that it is written as: {error}") from None
-    finally:
-        loader.dispose()
+    twice = Problems()
+    tree = imported("megalite.config.yaml_text:tree_of")(text, source, twice)
     with gathered(problems) as found:
         for problem in twice.found:
             found.add(f"{source}: {problem}", *twice.wrong)
@@ -270,11 +213,17 @@ def _number(kind: type, value: Any, where: str, metadata: Mapping[str, Any]) -> 
     return kind(number)
 
 
+def as_yaml(tree: Any, **style: Any) -> str:
+    """Plain data as YAML, in its order."""
+    text: str = imported("yaml:safe_dump")(tree, sort_keys=False, allow_unicode=True, **style)
+    return text
+
+
 def write_yaml(value: Any, path: str | Path, *, header: str = "") -> None:
     """A dataclass as a file that `build` reads back equal; `header` becomes comment lines at its top. Raises
     ConfigError: the file cannot be written."""
     comment = "".join(f"# {line}\n" for line in header.splitlines())
-    write_text(path, comment + yaml.safe_dump(plain(value), sort_keys=False, allow_unicode=True, width=110))
+    write_text(path, comment + as_yaml(plain(value), width=110))
 
 
 def write_text(path: str | Path, text: str) -> None:

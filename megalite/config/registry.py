@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -157,7 +156,7 @@ def import_modules(modules: Iterable[str]) -> None:
 
 @cache
 def _load_entry_points() -> None:
-    for point in entry_points(group=PLUGINS):
+    for point in imported("importlib.metadata:entry_points")(group=PLUGINS):
         package = "" if point.dist is None else f" of the package {point.dist.name}"
         _loaded(f"plug-in {point.value}{package}", point.load)
 

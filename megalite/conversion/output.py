@@ -266,7 +266,7 @@ def write_file(
     done = output.finished(name)
     if done is not None:
         advance(sum(target.record.nbytes for target in targets))
-        return FileEntry(done["length"], done["sha256"])
+        return FileEntry(**done)
     if not isinstance(weights, LastRead):
         weights = LastRead(weights)
     path = output.staging / name

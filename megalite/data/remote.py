@@ -18,6 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
 
+from megalite.checkpoint.digests import RunningDigest
 from megalite.checkpoint.folders import LATEST_NAME, step_name, step_of
 from megalite.checkpoint.manifest import MANIFEST_NAME, listed_files
 from megalite.config.data import HUB, PATH_SETTINGS, TEXT_SUFFIXES, is_address, names_text
@@ -106,9 +107,16 @@ class _Cache:
         return self._folder / key / PurePosixPath(urlsplit(address).path).name
 
     def file(
-        self, address: str, *, place: Path | None = None, optional: bool = False, sha256: str | None = None
+        self,
+        address: str,
+        *,
+        place: Path | None = None,
+        optional: bool = False,
+        sha256: str | None = None,
+        block: int = 0,
     ) -> Path | None:
-        """The file of an address; None if it is optional and there is none. `sha256`: what its content must have."""
+        """The file of an address; None if it is optional and there is none. `sha256`: what its content must have; with
+        `block`, as in a `FileEntry`."""
         place = place or self._place(address)
         note = place.with_name(f"{place.name}.origin")
         try:
@@ -122,7 +130,7 @@ class _Cache:
         if place.exists() and place.stat().st_size == state.size and _read_note(note) == origin:
             return place
         with self._kept(shown(address), place) as part:
-            digest = self._download(address, state, part)
+            digest = self._download(address, state, part, RunningDigest(block) if block else hashlib.sha256())
             if sha256 is not None and digest != sha256:
                 raise ConfigError(f"{shown(address)} is damaged: its sha256 is {digest}, not {sha256}; write it again")
             note.unlink(missing_ok=True)
@@ -146,16 +154,16 @@ class _Cache:
                 f"{name} cannot be kept in {place.parent}: {error.strerror}; name another folder with --data-cache-path"
             ) from None
 
-    def _download(self, address: str, state: _State, part: Path) -> str:
-        """Its sha256. A connection that breaks is made again from there."""
-        sha256, store, fault = hashlib.sha256(), _store(address), "it ends early"
+    def _download(self, address: str, state: _State, part: Path, digest: Any) -> str:
+        """Its hash. A connection that breaks is made again from there."""
+        store, fault = _store(address), "it ends early"
         with part.open("wb") as file:
             for _ in range(_ATTEMPTS):
                 try:
                     with contextlib.closing(store.read(file.tell(), state)) as blocks:
                         for block in blocks:
                             file.write(block)
-                            sha256.update(block)
+                            digest.update(block)
                             if self._stopped():
                                 raise ConfigError(f"stopped while {shown(address)} was fetched")
                 except (_Broken, _Missing) as error:
@@ -167,7 +175,7 @@ class _Cache:
                     f"{shown(address)} cannot be read: {fault}, after {file.tell():,} of {state.size:,} bytes; start again "
                     "once the server answers"
                 )
-        return sha256.hexdigest()
+        return str(digest.hexdigest())
 
     def dataset(self, address: str) -> Path:
         """The rows of a dataset of Hugging Face, as .jsonl: `hf://ORGANISATION/NAME?split=train&name=CONFIG&revision=R`, or
@@ -223,7 +231,7 @@ class _Cache:
         manifest = self.file(with_suffix(base, f"/{MANIFEST_NAME}"), place=place / MANIFEST_NAME)
         assert manifest is not None
         for file, entry in listed_files(manifest.read_text(), source=f"{shown(base)}/{MANIFEST_NAME}").items():
-            self.file(with_suffix(base, f"/{file}"), place=place / file, sha256=entry.sha256)
+            self.file(with_suffix(base, f"/{file}"), place=place / file, sha256=entry.sha256, block=entry.block)
         return str(place.parent)
 
 

@@ -20,7 +20,7 @@ from megalite.data_parallel.facts import (
 )
 from megalite.models.shapes import ParameterShape, check_lr_multipliers, is_hidden_matrix, needs_copy, treatment
 from megalite.partition.activations import ELEMENT_BYTES
-from megalite.partition.stages import StagePlan, shapes_of, shares_embedding
+from megalite.partition.stages import StagePlan, shapes_of, shapes_of_rank, shares_embedding
 
 
 def local_shape(shape: ParameterShape, config: RunConfig) -> tuple[int, ...]:
@@ -195,6 +195,37 @@ def offloaded(config: RunConfig, buckets: Sequence[PlannedBucket]) -> list[Plann
     sharded = config.parallel.strategy.shards_states
     sizes = [bucket.elements // (bucket.replicas if sharded else 1) for bucket in buckets]
     return list(compress(buckets, in_host_memory(sizes, config.optimizer.host_fraction)))
+
+
+class HeldBytes(NamedTuple):
+    """Of one rank, from step to step."""
+
+    parameters: int
+    """Elements, not bytes."""
+    parameter: float
+    gradient: float
+    optimizer: float
+    """On the device."""
+    host: float
+
+
+def held_bytes(config: RunConfig, stages: Sequence[StagePlan], buckets: Sequence[PlannedBucket]) -> HeldBytes:
+    """What a rank with these stages, cut into these buckets, keeps of weights, gradients and optimizer."""
+    dense, expert = (count // config.parallel.instances for count in all_replicas(config))
+    parameters, parameter, gradient, optimizer, host = 0, 0.0, 0.0, 0.0, 0.0
+    gone = {name for bucket in offloaded(config, buckets) for name in bucket.names}
+    known: dict[tuple[bool, tuple[int, ...]], ElementBytes] = {}
+    for shape in shapes_of_rank(config, list(stages)):
+        count, kind = local_size(shape, config), (shape.expert, moment_widths(config, shape))
+        if kind not in known:
+            known[kind] = element_bytes(config, shape, expert if shape.expert else dense)
+        each = known[kind]
+        parameters += count
+        parameter += each.parameter * count
+        gradient += each.gradient * count
+        optimizer += each.optimizer * count
+        host += each.offloadable * count * (shape.name in gone)
+    return HeldBytes(parameters, parameter, gradient, optimizer - host, host)
 
 
 def visiting_bytes(config: RunConfig, buckets: Sequence[PlannedBucket]) -> int:

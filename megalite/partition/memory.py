@@ -18,19 +18,16 @@ from megalite.partition.activations import (
     stage_sizes,
 )
 from megalite.partition.buckets import (
-    ElementBytes,
     PlannedBucket,
-    all_replicas,
     element_bytes,
-    local_size,
-    moment_widths,
+    held_bytes,
     offloaded,
     planned_buckets,
     visiting_bytes,
 )
 from megalite.partition.gathers import WORD, fp8_weight_bytes, whole_gradient_bytes, whole_parameter_bytes
 from megalite.partition.pipeline import layout_of, plan_stages, schedule_of
-from megalite.partition.stages import StagePlan, shapes_of, shapes_of_rank, shares_embedding
+from megalite.partition.stages import StagePlan, shapes_of, shares_embedding
 from megalite.pipeline.ir.memory import Sizes, memory_peaks
 from megalite.pipeline.ir.schedule import Program, Schedule
 from megalite.topology.layout import ParallelLayout, ShardSpec
@@ -89,34 +86,21 @@ def rank_memory(
     server it is the server's. `activation_bytes`: at the peak of the schedule (`activation_peaks`), and those in host
     memory (`host_peaks`).
     """
-    dense, expert = (count // config.parallel.instances for count in all_replicas(config))
     everywhere = plan_stages(config)
-    parameters, parameter, gradient, optimizer, host = 0, 0.0, 0.0, 0.0, 0.0
     buckets = [bucket for plan in stages for bucket in planned_buckets(config, plan, everywhere)]
-    gone = {name for bucket in offloaded(config, buckets) for name in bucket.names}
-    known: dict[tuple[bool, tuple[int, ...]], ElementBytes] = {}
-    for shape in shapes_of_rank(config, list(stages)):
-        count, kind = local_size(shape, config), (shape.expert, moment_widths(config, shape))
-        if kind not in known:
-            known[kind] = element_bytes(config, shape, expert if shape.expert else dense)
-        each = known[kind]
-        parameters += count
-        parameter += each.parameter * count
-        gradient += each.gradient * count
-        optimizer += each.optimizer * count
-        host += each.offloadable * count * (shape.name in gone)
+    held = held_bytes(config, stages, buckets)
     return RankMemory(
-        parameters=parameters,
-        parameter_bytes=math.ceil(parameter),
-        gradient_bytes=math.ceil(gradient),
-        optimizer_bytes=math.ceil(optimizer - host),
+        parameters=held.parameters,
+        parameter_bytes=math.ceil(held.parameter),
+        gradient_bytes=math.ceil(held.gradient),
+        optimizer_bytes=math.ceil(held.optimizer),
         activation_bytes=activation_bytes,
         workspace_bytes=whole_parameter_bytes(config, stages, everywhere)
         + whole_gradient_bytes(config, stages, everywhere)
         + fp8_weight_bytes(config, stages)
         + max(recompute_workspace_bytes(config, plan) for plan in stages)
         + visiting_bytes(config, buckets),
-        host_bytes=math.ceil(host) + host_activation_bytes,
+        host_bytes=math.ceil(held.host) + host_activation_bytes,
     )
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import add
 from pathlib import Path
 
 from megalite.config.batch import microbatch_counts
@@ -12,12 +13,14 @@ from megalite.config.reading import read_text
 from megalite.config.run import RunConfig
 from megalite.models.shapes import attention_core_flops, flops_per_token, layer_forward_flops, layer_shapes
 from megalite.partition.activations import recompute_units, stage_sizes
+from megalite.partition.buckets import held_bytes, planned_buckets
 from megalite.partition.stages import StagePlan, cut_stages, stage_forward_flops
 from megalite.pipeline.ir.actions import ScheduleError
 from megalite.pipeline.ir.costs_file import read_costs
 from megalite.pipeline.ir.generators.one_chunk import loop_placement, v_placement
 from megalite.pipeline.ir.generators.registry import build_schedule, placement_for
 from megalite.pipeline.ir.lower import lower
+from megalite.pipeline.ir.memory import memory_peaks
 from megalite.pipeline.ir.schedule import Program, Schedule
 from megalite.pipeline.ir.simulate import Costs, simulate
 from megalite.pipeline.ir.validate import ValidationReport, validate, validate_written
@@ -85,7 +88,7 @@ def placement_of(config: RunConfig) -> tuple[int, ...]:
     if p.pipeline_schedule_file is not None:
         return _read(_Key(config)).placement
     if p.schedule_name == "auto":
-        return _auto_placement(_Key(config))
+        return _auto_placement(_Key(config)) if p.vpp == 2 else loop_placement(p.pp, p.vpp)
     return placement_for(p.schedule_name, p.pp, p.vpp)
 
 
@@ -237,27 +240,43 @@ def _read(key: _Key) -> Schedule:
 def _auto(key: _Key, placement: tuple[int, ...], num_microbatches: int) -> Schedule:
     config, p = key.config, key.config.parallel
     stages = cut_stages(config, placement)
+    limited = p.pipeline_schedule is not None or p.pipeline_memory_limit is not None
     schedule: Schedule = PIPELINE_SCHEDULES.get("auto")(
         placement,
         num_microbatches,
         costs_of(config, stages),
         sizes=stage_sizes(config, stages),
-        limit=_limit(config),
+        limit=_limit(config) if limited else _room_of_1f1b(config, stages, num_microbatches),
         recv_prefetch=p.pipeline_recv_prefetch,
         send_window=p.pipeline_send_window,
         recompute_ahead=config.training.recompute_ahead,
+        effort="quick",
     )
     return schedule
 
 
+def _room_of_1f1b(config: RunConfig, stages: tuple[StagePlan, ...], num_microbatches: int) -> tuple[float, ...]:
+    """Per rank, what its activations may take for no rank to hold more than the fullest one does with 1f1b."""
+    plain = build_schedule(
+        "1f1b",
+        num_ranks=len(stages),
+        num_chunks=1,
+        num_microbatches=num_microbatches,
+        recompute_ahead=config.training.recompute_ahead,
+    )
+    peaks = memory_peaks(lowered(config, plain), stage_sizes(config, stages))
+    held = [held_bytes(config, [plan], planned_buckets(config, plan, stages)) for plan in stages]
+    always = [each.parameter + each.gradient + each.optimizer for each in held]
+    most = max(map(add, always, (peak.size for peak in peaks)))
+    return tuple(most - each for each in always)
+
+
 @lru_cache(maxsize=8)
 def _auto_placement(key: _Key) -> tuple[int, ...]:
-    """Round and round, or with two chunks a V where that gives the shorter step at the largest batch."""
+    """Of two chunks: round and round, or a V where that gives the shorter step at the largest batch."""
     config = key.config
     p = config.parallel
     loop = loop_placement(p.pp, p.vpp)
-    if p.vpp != 2:
-        return loop
     count = microbatch_counts(config)[-1]
     found: dict[tuple[int, ...], float] = {}
     refused: list[ConfigError] = []

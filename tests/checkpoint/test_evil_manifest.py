@@ -41,6 +41,8 @@ EVIL: dict[str, tuple[Evil, str]] = {
     "sha short": (set_to("files", FILE, "sha256", to="ab"), "not a sha256"),
     "sha upper": (set_to("files", FILE, "sha256", to="A" * 64), "not a sha256"),
     "sha number": (set_to("files", FILE, "sha256", to=5), "not a sha256"),
+    "block of a byte": (set_to("files", FILE, "block", to=1), "must be 0, or 1048576 or more"),
+    "block text": (set_to("files", FILE, "block", to="8"), "block of"),
     "file extra field": (set_to("files", FILE, "path", to="/etc/passwd"), "unknown fields"),
     "files a list": (set_to("files", to=[]), "must be an object"),
     "terabyte": (
@@ -80,7 +82,7 @@ EVIL: dict[str, tuple[Evil, str]] = {
     "tensors missing": (sealed(lambda body: body.pop("tensors")), "lacks fields tensors"),
     "unknown field": (set_to("pickle", to="gASV"), "unknown fields pickle"),
     "version text": (set_to("format_version", to="1"), "format_version"),
-    "version newer": (set_to("format_version", to=3), "this version of megalite reads 1 to 2"),
+    "version newer": (set_to("format_version", to=4), "this version of megalite reads 1 to 3"),
     "version older than its fields": (set_to("code", to=None), "code must be an object"),
     "version missing": (sealed(lambda body: body.pop("format_version")), "format_version"),
     "step negative": (set_to("step", to=-2), "step"),

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megalite.config.reading import UniqueKeyLoader
+from megalite.config.yaml_text import UniqueKeyLoader
 from tests.support.layers import Module, read_modules
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,7 @@ CALLS = {
 ALLOWED_THERE = {"torch.save", "torch.serialization"}
 """Of these, what that package says: it writes such files too, and names the classes that torch may build."""
 
-SAFE_LOADERS = {"yaml.SafeLoader", "yaml.CSafeLoader", "megalite.config.reading.UniqueKeyLoader"}
+SAFE_LOADERS = {"yaml.SafeLoader", "yaml.CSafeLoader", "megalite.config.yaml_text.UniqueKeyLoader"}
 
 
 def names_of(tree: ast.AST) -> dict[str, str]:

@@ -12,8 +12,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import megalite.checkpoint.safetensors_file as safetensors_file
+from megalite.checkpoint.digests import BLOCK, RunningDigest, entry_fault
 from megalite.checkpoint.files import CHUNK
-from megalite.checkpoint.safetensors_file import DTYPE_NAMES, RunningDigest, SafetensorsReader, SafetensorsWriter
+from megalite.checkpoint.manifest import FileEntry
+from megalite.checkpoint.safetensors_file import DTYPE_NAMES, SafetensorsReader, SafetensorsWriter
 from megalite.checkpoint.safetensors_header import Record, file_bytes
 from megalite.config.errors import CheckpointError
 
@@ -56,10 +58,23 @@ def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
 
 
 def test_larger_than_a_chunk(tmp_path: Path) -> None:
-    tensors = {"small": torch.ones(1), "large": torch.randn(CHUNK // 4 + 12345)}
+    tensors = {"small": torch.ones(1), "large": torch.randn(CHUNK // 2 + 12345)}
     length, sha256 = write(tmp_path / "x.safetensors", tensors)
     data = (tmp_path / "x.safetensors").read_bytes()
-    assert (length, sha256) == (len(data), hashlib.sha256(data).hexdigest())
+    blocks = [data[start : start + BLOCK] for start in range(0, len(data), BLOCK)]
+    assert len(blocks) == 3 and len(data) == length
+    assert sha256 == hashlib.sha256(b"".join(hashlib.sha256(block).digest() for block in blocks)).hexdigest()
+    entry = FileEntry(length, sha256, BLOCK)
+    assert entry_fault(tmp_path / "x.safetensors", entry) is None
+    plain = FileEntry(length, hashlib.sha256(data).hexdigest())  # as earlier versions have it
+    assert entry_fault(tmp_path / "x.safetensors", plain) is None
+    for place in (0, BLOCK - 1, BLOCK, length - 1):
+        with (tmp_path / "x.safetensors").open("r+b") as file:
+            file.seek(place)
+            file.write(bytes([data[place] ^ 1]))
+        for one in (entry, plain):
+            assert "sha256 is" in (entry_fault(tmp_path / "x.safetensors", one) or "")
+        (tmp_path / "x.safetensors").write_bytes(data)
     assert torch.equal(load_file(tmp_path / "x.safetensors")["large"], tensors["large"])
 
 
@@ -164,13 +179,17 @@ def test_a_file_cut_while_it_is_open(tmp_path: Path) -> None:
 
 
 def test_the_hash_is_of_what_was_given_in_that_order(tmp_path: Path) -> None:
-    """Chunks wait to be hashed, few at a time, and are let go of."""
-    digest = RunningDigest()
+    """Blocks wait to be hashed, few at a time, and are let go of; parts end where they like."""
     parts = [bytes([n]) * (1 + n * 1000) for n in range(40)]
-    for part in parts:
-        digest.update(memoryview(part))
-    assert digest.finish() == hashlib.sha256(b"".join(parts)).hexdigest()
-    digest.close()
+    whole = b"".join(parts)
+    for block in (1 << 10, 7_001, len(whole), 1 << 24):
+        digest = RunningDigest(block)
+        for part in parts:
+            digest.update(memoryview(part))
+        each = [hashlib.sha256(whole[start : start + block]).digest() for start in range(0, len(whole), block)]
+        expected = hashlib.sha256(b"".join(each)).hexdigest() if len(each) > 1 else each[0].hex()
+        assert digest.hexdigest() == expected, block
+        digest.close()
 
 
 def test_without_a_hash(tmp_path: Path) -> None:

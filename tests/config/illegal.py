@@ -17,12 +17,12 @@ _TABLE = """
 2 --tp 4 => world size 2 … tp·pp·cp = 4·1·1 = 4 … start 4 ranks … among 1, 2
 8 --tp 2 --pp 2 --dp 3 => dp 3 does not fit … --dp 2 or start 12 ranks
 4 --vpp 2 => vpp 2 has no effect with pp 1 … pp 2 or more, or vpp 1
-4 --pp 2 --microbatch-group-size 4 => microbatch_group_size_per_virtual_pipeline_stage 4 … schedule 1f1b … vpp 2
+4 --pp 2 --microbatch-group-size 4 => microbatch_group_size_per_virtual_pipeline_stage 4 … schedule auto … vpp 2
 4 --pp 2 --vpp 2 --num-layers 4 --pipeline-schedule looped-bfs --microbatch-group-size 4
     => microbatch_group_size_per_virtual_pipeline_stage 4 … schedule looped-bfs … vpp 2
 2 --pp 2 --num-layers 4 --pipeline-schedule zb-h1 --pipeline-warmup pb
     => pipeline_warmup pb … schedule zb-h1 … pipeline-schedule 1f1b
-2 --pp 2 --num-layers 4 --pipeline-costs costs.json
+2 --pp 2 --num-layers 4 --pipeline-schedule 1f1b --pipeline-costs costs.json
     => pipeline_costs costs.json … schedule 1f1b … pipeline-schedule auto
 2 --pp 2 --num-layers 4 --pipeline-schedule zb-h1 --pipeline-schedule-file mine.csv
     => pipeline_schedule zb-h1 and pipeline_schedule_file mine.csv both name the schedule

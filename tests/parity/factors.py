@@ -207,8 +207,8 @@ def refusal(settings: Settings) -> str | None:
         problems.raise_all()
         if problems.idle:  # the twin of a layout without it
             return next(iter(problems.idle.values()))
-        if config.parallel.pipeline_schedule == "auto":
-            config = replace(config, pipeline_schedule=None)
+        if config.parallel.schedule_name == "auto":
+            config = replace(config, pipeline_schedule="interleaved" if config.parallel.vpp > 1 else "1f1b")
         layout_of(config)
         for count in microbatch_counts(config):
             schedule_of(config, count)

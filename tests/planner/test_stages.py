@@ -8,8 +8,11 @@ from megalite.config.flags import parse_arguments
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.models.shapes import head_forward_flops, layer_forward_flops, stage_shapes
-from megalite.partition.pipeline import plan_stages, schedule_of
+from megalite.partition.activations import stage_sizes
+from megalite.partition.memory import rank_memory
+from megalite.partition.pipeline import lowered, plan_stages, schedule_of
 from megalite.partition.stages import shapes_of_rank, stage_forward_flops
+from megalite.pipeline.ir.memory import memory_peaks
 from megalite.pipeline.ir.schedule import Program
 from megalite.pipeline.ir.simulate import Costs, Timeline, simulate
 from megalite.planner import clock
@@ -142,3 +145,55 @@ def test_experts_are_recomputed_where_there_are_any() -> None:
 def test_microbatches_that_the_schedule_refuses() -> None:
     with pytest.raises(ConfigError, match="dualpipe-v"):
         schedule_of(even(4, 2, "dualpipe-v"), 5)
+
+
+def held(config: RunConfig, count: int) -> list[float]:
+    """Bytes per rank: what is kept from step to step, and the peak of a step's activations and messages."""
+    stages = plan_stages(config)
+    peaks = memory_peaks(lowered(config, schedule_of(config, count)), stage_sizes(config, stages))
+    return [
+        peak.size + memory.parameter_bytes + memory.gradient_bytes + memory.optimizer_bytes
+        for plan, peak in zip(stages, peaks, strict=True)
+        for memory in [rank_memory(config, [plan], 0)]
+    ]
+
+
+@pytest.mark.parametrize(
+    "more", ["", "--precision bf16", "--pipeline-layers 1,2,2,7", "--recompute-granularity full --recompute-ahead"]
+)
+def test_the_default_is_faster_than_1f1b_in_its_memory(more: str) -> None:
+    given = f"{GPT} --num-layers 12 --pp 4 --global-batch-size 16 {more}"
+    default, plain, free = (config_of(f"{given} {name}", 4) for name in ("", *ONE_OF))
+    most = max(held(plain, 16))
+    assert max(held(default, 16)) <= most + 1
+    makespans = [
+        clock.Clock(one, 4, 16).run(planner_costs.costs_of(one, plan_stages(one))).seconds
+        for one in (default, plain, free)
+    ]
+    assert makespans[2] <= makespans[0] * (1 + 1e-9)
+    assert makespans[0] < 0.99 * makespans[1]
+    if more.startswith("--pipeline"):  # the last rank has most, and would hold what its W wait for as well
+        assert max(held(free, 16)) > most
+
+
+ONE_OF = ("--pipeline-schedule 1f1b", "--pipeline-schedule auto")
+
+
+def test_a_memory_limit_takes_the_place_of_that_of_1f1b() -> None:
+    given = f"{GPT} --num-layers 12 --pp 4 --global-batch-size 16 --pipeline-layers 1,2,2,7"
+    roomy = config_of(f"{given} --pipeline-memory-limit 1GiB", 4)
+    assert held(roomy, 16) == held(config_of(f"{given} --pipeline-schedule auto", 4), 16)
+
+
+@pytest.mark.parametrize(
+    ("more", "name"),
+    [
+        ("--pp 2", "auto"),
+        ("--pp 2 --tp 2", "1f1b"),
+        ("--pp 2 --vpp 2", "interleaved"),
+        ("--pp 2 --pipeline-warmup pb", "1f1b"),
+        ("", "1f1b"),
+    ],
+)
+def test_default_schedules(more: str, name: str) -> None:
+    assert config_of(f"{GPT} --num-layers 4 {more}", 4).parallel.schedule_name == name

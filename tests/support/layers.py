@@ -16,6 +16,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
         "megalite.checkpoint.manifest",
         "megalite.checkpoint.tiling",
         "megalite.checkpoint.files",
+        "megalite.checkpoint.digests",
         "megalite.checkpoint.folders",
         "megalite.checkpoint.commit",
         "megalite.checkpoint.safetensors_header",

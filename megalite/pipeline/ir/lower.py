@@ -1,7 +1,8 @@
 """Lowering: from forwards and backwards to a program that also sends, receives and reduces."""
 
+from collections.abc import Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -15,18 +16,25 @@ NEVER = -1
 
 
 def unit_starts(table: Table, *, backward: int = 1) -> list[int]:
-    """By index in the table of a schedule, the earliest slot that order and dependencies allow, or NEVER.
+    """`earliest_starts` where a B takes `backward` slots, and all others take one."""
+    return earliest_starts(table, np.where(table.is_kind(Kind.B), backward, 1).tolist(), 0)
 
-    A B takes `backward` slots, all others take one. Linear in the number of actions.
+
+Time = TypeVar("Time", int, float)
+
+
+def earliest_starts(table: Table, lengths: Sequence[Time], zero: Time) -> list[Time]:
+    """By index in the table of a schedule, the earliest time that order and dependencies allow, or NEVER.
+
+    Messages take no time. Linear in the number of actions.
     """
     own, remote = table.producers
-    lengths = np.where(table.is_kind(Kind.B), backward, 1).tolist()
-    num_actions = len(lengths)
-    starts = [NEVER] * num_actions
+    starts: list[Time] = [NEVER for _ in lengths]
     # Two more cells: what is not there never ends, and no need is met from the start.
-    ends = [NEVER] * num_actions + [NEVER, 0]
+    ends: list[Time] = list(starts)
+    ends.extend((NEVER, zero))
     cursors = list(table.first[:-1])
-    free_from = [0] * len(cursors)
+    free_from = [zero] * len(cursors)
     waiting: list[list[int]] = [[] for _ in ends]
     ready = list(range(len(cursors)))
     while ready:

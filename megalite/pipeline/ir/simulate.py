@@ -8,13 +8,15 @@ from operator import add
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from megalite.config.errors import ConfigError
 from megalite.pipeline.ir.actions import Action, Kind
 from megalite.pipeline.ir.deadlock import deadlock, execute
+from megalite.pipeline.ir.lower import earliest_starts
 from megalite.pipeline.ir.memory import activation_peaks
 from megalite.pipeline.ir.schedule import Program, Schedule, dependencies
-from megalite.pipeline.ir.table import CODES
+from megalite.pipeline.ir.table import CODES, Table
 from megalite.pipeline.ir.wiring import wire
 
 
@@ -132,10 +134,7 @@ def simulate(program: Program, costs: Costs) -> Timeline:
     _check(costs, schedule)
     wiring = wire(program)
     table = wiring.table
-    by_kind = np.zeros((len(CODES), schedule.num_stages))  # nothing for what only communicates
-    for kind, per_stage in costs.of_actions(ahead=bool(table.is_kind(Kind.R).any())).items():
-        by_kind[CODES[kind]] = per_stage
-    durations = by_kind[table.kind, table.stage]
+    durations = _durations(table, costs)
     execution = execute(wiring, durations.tolist(), links=[costs.link(*channel) for channel in wiring.channels])
     if not execution.finished:
         raise deadlock(wiring)
@@ -151,6 +150,22 @@ def simulate(program: Program, costs: Costs) -> Timeline:
         busy=tuple(np.bincount(table.rank, weights=durations, minlength=schedule.num_ranks).tolist()),
         peak_activations=activation_peaks(table, program.send_window),
     )
+
+
+def least_makespan(schedule: Schedule, costs: Costs) -> float:
+    """No run of the schedule is shorter: here messages take no time, and no rank waits to send."""
+    _check(costs, schedule)
+    table = Table.of(schedule.actions, schedule)
+    durations = _durations(table, costs).tolist()
+    return max(map(add, earliest_starts(table, durations, 0.0), durations))
+
+
+def _durations(table: Table, costs: Costs) -> npt.NDArray[np.float64]:
+    """By index; nothing for what only communicates."""
+    by_kind = np.zeros((len(CODES), table.schedule.num_stages))
+    for kind, per_stage in costs.of_actions(ahead=bool(table.is_kind(Kind.R).any())).items():
+        by_kind[CODES[kind]] = per_stage
+    return by_kind[table.kind, table.stage]
 
 
 def _check(costs: Costs, schedule: Schedule) -> None:

@@ -1,15 +1,17 @@
 """`auto`: the best of the named schedules that take a placement and of those that a list scheduler finds."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from math import inf
+from operator import itemgetter
 from typing import NamedTuple
 
 from megalite.config.byte_size import readable_bytes
 from megalite.config.errors import ConfigError
 from megalite.pipeline.ir.actions import Action, Kind
-from megalite.pipeline.ir.generators.auto_search import WORK, Objective, search
+from megalite.pipeline.ir.generators.auto_search import Objective, search
 from megalite.pipeline.ir.generators.list_scheduler import ROUNDING, Problem
 from megalite.pipeline.ir.generators.many_chunks import dualpipe_v, group_fits, interleaved, looped_bfs, zb_v
 from megalite.pipeline.ir.generators.one_chunk import (
@@ -26,7 +28,7 @@ from megalite.pipeline.ir.generators.registry import with_recompute_ahead
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.memory import Sizes, exceeds, memory_peaks, sufficient
 from megalite.pipeline.ir.schedule import Schedule
-from megalite.pipeline.ir.simulate import Costs, Timeline, simulate
+from megalite.pipeline.ir.simulate import Costs, Timeline, least_makespan, simulate
 
 MOST_GROUPS = 8
 """Of interleaved schedules, that many microbatch groups, the smallest and the largest among them."""
@@ -71,8 +73,28 @@ def one_by_one(placement: tuple[int, ...], num_microbatches: int) -> Schedule:
     return row_by_row("auto", placement, num_microbatches, row)
 
 
-_ROUNDS = 4
-"""Searches that may follow each other, each with less room, until one's schedules fit with their messages."""
+class Effort(NamedTuple):
+    """How long is searched."""
+
+    work: int
+    """Actions that a search may schedule, over all its attempts: counted, so that every rank and machine comes to the same
+    schedule. Where a step has more there is no search."""
+    attempts: tuple[int, int]
+    """Of a search, at least and at most, whatever they have in actions."""
+    keep: int
+    """Schedules that a search gives."""
+    rounds: int
+    """Searches that may follow each other, each with less room, until one's schedules fit with their messages."""
+    close: float
+    """There is no search where a named schedule's time is above the least that any can take by no more than this share."""
+
+
+EFFORTS = {
+    "thorough": Effort(work=2_500_000, attempts=(32, 800), keep=4, rounds=4, close=0.0),
+    "quick": Effort(work=80_000, attempts=(4, 32), keep=1, rounds=2, close=0.01),
+}
+"""A few seconds, up to a minute for large pipelines; and well below a second with 16 ranks and 128 microbatches, as every rank
+does it when a run starts."""
 
 
 def build_auto(
@@ -86,14 +108,15 @@ def build_auto(
     recv_prefetch: int = 1,
     send_window: int = 1,
     recompute_ahead: bool = False,
+    effort: str = "thorough",
 ) -> Schedule:
     """The fastest schedule found for these costs that fits the memory limit.
 
     Candidates are the named schedules of the placement and those of a list scheduler with rules that a search fits to the
     costs: how far each stage runs ahead, whether forwards or backwards go first, which gaps a W may fill. Each
-    candidate is lowered, simulated and replayed as it would run; of equally fast ones the one that holds least is
-    taken. So the result is never slower than a named schedule that fits. It depends on the arguments alone: the search
-    is bounded by the actions it schedules, not by a clock.
+    candidate that can be the fastest is lowered, simulated and replayed as it would run; of equally fast ones the one that
+    holds least is taken. So the result is never slower than a named schedule that fits. It depends on the arguments
+    alone: the search is bounded by the actions it schedules, not by a clock.
 
     To fill gaps with W under a memory limit is the idea of Qi et al., "Zero Bubble Pipeline Parallelism" (2023).
 
@@ -105,6 +128,7 @@ def build_auto(
         objective: "makespan", the time until all ranks have ended the step; or "span", the longest time from a rank's
             first start to its last end, for steps that follow each other without a barrier.
         recompute_ahead: Give every I and B an R, except right after its own F.
+        effort: One of `EFFORTS`.
     """
     if not placement or set(placement) != set(range(max(placement) + 1)):
         raise ConfigError(f"schedule auto: placement {placement} must give each rank from 0 on a stage, such as (0, 1)")
@@ -124,19 +148,26 @@ def build_auto(
         time = timeline.makespan if objective == "makespan" else max(timeline.spans)
         return _Judged(schedule, timeline, time, peaks, max(above))
 
-    def judged(schedule: Schedule) -> _Judged:
-        return judge(with_recompute_ahead(schedule) if recompute_ahead else schedule)
+    def complete(schedule: Schedule) -> Schedule:
+        return with_recompute_ahead(schedule) if recompute_ahead else schedule
 
     plain = one_by_one(placement, num_microbatches)
-    # The first, because it also finds what is wrong with costs and sizes.
-    candidates = [judged(plain)]
-    candidates += map(judged, named_schedules(placement, num_microbatches))
-    room, work = _without_messages(placement, limits, sizes, send_window), WORK
-    for _ in range(_ROUNDS):
+    named = map(complete, (plain, *named_schedules(placement, num_microbatches)))
+    bounds = [(least_makespan(each, costs) if objective == "makespan" else 0.0, each) for each in named]
+    candidates: list[_Judged] = []
+    for bound, schedule in sorted(bounds, key=itemgetter(0)):
+        if bound <= _fastest(candidates) * (1.0 + ROUNDING):
+            candidates.append(judge(schedule))
+    work, attempts, keep, rounds, close = EFFORTS[effort]
+    room = _without_messages(placement, limits, sizes, send_window)
+    ideal = _ideal(placement, num_microbatches, costs, objective, ahead=recompute_ahead)
+    if 3 * len(placement) * num_microbatches > work or _fastest(candidates) <= ideal * (1.0 + close + ROUNDING):
+        rounds = 0
+    for _ in range(rounds):
         problem = Problem.of(placement, num_microbatches, costs, sizes, room, ahead=recompute_ahead)
         room = tuple(map(max, room, problem.least))
-        outcomes = search(replace(problem, room=room), objective, work=work)
-        found = [judged(replace(plain, actions=outcome.actions())) for outcome in outcomes]
+        outcomes = search(replace(problem, room=room), objective, work, attempts, keep)
+        found = [judge(complete(replace(plain, actions=outcome.actions()))) for outcome in outcomes]
         candidates += found
         nearest = min(found, key=lambda candidate: candidate.excess)
         if nearest.excess <= 0.0 or room == problem.least:
@@ -144,15 +175,7 @@ def build_auto(
         over = (max(0.0, peak - most) for peak, most in zip(nearest.peaks, limits, strict=True))
         room, work = tuple(have - much for have, much in zip(room, over, strict=True)), work // 4
 
-    fitting = [candidate for candidate in candidates if candidate.excess <= 0.0]
-    if not fitting:
-        raise _no_room(min(candidates, key=lambda candidate: candidate.excess), limits)
-    fastest = min(candidate.time for candidate in fitting)
-    best = min(
-        (candidate for candidate in fitting if candidate.time <= fastest * (1.0 + ROUNDING)),
-        key=lambda candidate: (sum(candidate.peaks), sum(map(len, candidate.schedule.actions))),
-    )
-    return replace(_joined(best, judge, costs).schedule, name="auto")
+    return replace(_joined(_chosen(candidates, limits), judge, costs).schedule, name="auto")
 
 
 class _Judged(NamedTuple):
@@ -166,6 +189,39 @@ class _Judged(NamedTuple):
     """Per rank."""
     excess: float
     """The most by which a rank's peak is above its limit; not positive if the candidate fits."""
+
+
+def _fastest(candidates: Iterable[_Judged]) -> float:
+    return min((candidate.time for candidate in candidates if candidate.excess <= 0.0), default=inf)
+
+
+def _chosen(candidates: Iterable[_Judged], limits: tuple[float, ...]) -> _Judged:
+    """Of the fastest that fit the one that holds least."""
+    fitting = [candidate for candidate in candidates if candidate.excess <= 0.0]
+    if not fitting:
+        raise _no_room(min(candidates, key=lambda candidate: candidate.excess), limits)
+    fastest = _fastest(fitting)
+    return min(
+        (candidate for candidate in fitting if candidate.time <= fastest * (1.0 + ROUNDING)),
+        key=lambda candidate: (sum(candidate.peaks), sum(map(len, candidate.schedule.actions))),
+    )
+
+
+def _ideal(
+    placement: tuple[int, ...], num_microbatches: int, costs: Costs, objective: Objective, *, ahead: bool
+) -> float:
+    """No schedule takes less: each rank waits for its first input, then computes everything."""
+    seconds = costs.of_actions(ahead=ahead)
+    busy: dict[int, float] = defaultdict(float)
+    first: dict[int, float] = {}
+    arrival = 0.0
+    for rank, forward, inner, weight in zip(
+        placement, *(seconds[kind] for kind in (Kind.F, Kind.I, Kind.W)), strict=True
+    ):
+        first.setdefault(rank, arrival if objective == "makespan" else 0.0)
+        arrival += forward
+        busy[rank] += forward + inner + weight
+    return max(first[rank] + num_microbatches * busy[rank] for rank in busy)
 
 
 def _joined(candidate: _Judged, judge: Callable[[Schedule], _Judged], costs: Costs) -> _Judged:

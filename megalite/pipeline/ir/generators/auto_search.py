@@ -13,17 +13,14 @@ Objective = Literal["makespan", "span"]
 _ORDERS: tuple[Order, ...] = ("backward", "alternate", "forward")
 _FILLS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
-WORK = 2_500_000
-"""Actions that a search may schedule, over all its attempts: a few seconds. Counted, so that every rank and machine
-comes to the same schedule."""
-LEAST_ATTEMPTS = 32
-MOST_ATTEMPTS = 800
 REHEARSAL = 4
 """Microbatches per rank that show what rules are worth."""
 
 
-def search(problem: Problem, objective: Objective, *, work: int = WORK, keep: int = 4) -> list[Outcome]:
+def search(problem: Problem, objective: Objective, work: int, attempts: tuple[int, int], keep: int) -> list[Outcome]:
     """The best few schedules found, best first; among equally fast ones those that need less memory.
+
+    It schedules `work` actions, in at least and at most that many attempts.
 
     First a grid of rules, then, from the best of the grid, one change at a time that is kept if it helps. Rules do not
     speak of the number of microbatches, so that most of this is done with few of them.
@@ -31,13 +28,13 @@ def search(problem: Problem, objective: Objective, *, work: int = WORK, keep: in
     starts = list(_grid(problem))
     rehearsal = REHEARSAL * len(problem.stages)
     if problem.num_microbatches > 1.5 * rehearsal:
-        short = _Attempts(replace(problem, num_microbatches=rehearsal), objective, work // 2, keep)
+        short = _Attempts(replace(problem, num_microbatches=rehearsal), objective, work // 2, attempts, keep)
         short.climb(starts)
         starts = short.best_rules(8) + starts[:8]
         work //= 2
-    attempts = _Attempts(problem, objective, work, keep)
-    attempts.climb(starts)
-    return [attempts.found[value] for value in sorted(attempts.found)]
+    full = _Attempts(problem, objective, work, attempts, keep)
+    full.climb(starts)
+    return [full.found[value] for value in sorted(full.found)]
 
 
 Value = tuple[float, float]
@@ -47,12 +44,13 @@ Value = tuple[float, float]
 class _Attempts:
     """Tries rules, counts how often, and remembers the best outcomes."""
 
-    def __init__(self, problem: Problem, objective: Objective, work: int, keep: int) -> None:
+    def __init__(self, problem: Problem, objective: Objective, work: int, attempts: tuple[int, int], keep: int) -> None:
         self.problem = problem
         self.objective = objective
         self.keep = keep
         actions = 3 * len(problem.placement) * problem.num_microbatches
-        self.budget = min(MOST_ATTEMPTS, max(LEAST_ATTEMPTS, work // actions))
+        least, most = attempts
+        self.budget = min(most, max(least, work // actions))
         self.values: dict[Rules, Value] = {}
         self.found: dict[Value, Outcome] = {}
 

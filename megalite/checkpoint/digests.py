@@ -1,0 +1,109 @@
+"""The hashes of a checkpoint's files, made and compared on several threads (hashlib works without the interpreter's lock)."""
+
+import hashlib
+import os
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from megalite.checkpoint.files import file_length, open_plain
+from megalite.checkpoint.manifest import FileEntry
+from megalite.config.errors import CheckpointError
+
+BLOCK = 8 << 20
+"""Bytes of a file that are hashed by themselves, several blocks at a time."""
+_THREADS = min(4, os.cpu_count() or 1)
+_PIECE = 256 << 10
+"""Bytes that are read and hashed at once, while they are in the processor's cache."""
+
+
+def entry_fault(path: Path, entry: FileEntry, *, from_disk: bool = False) -> str | None:
+    """How a file differs from its entry in the manifest (reads all of it), or None.
+
+    Args:
+        from_disk: read the disk even if the system still has the file in memory.
+    """
+    try:
+        length = file_length(path)
+        if length != entry.length:
+            return f"{path.name}: {length} bytes long, the manifest says {entry.length}"
+        with os.fdopen(open_plain(path), "rb", buffering=0) as file:
+            if from_disk:
+                # Forget what the system keeps of it in memory (all of it is on the disk by now): read what is there.
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            if entry.block:
+                digest = _hash_of_blocks(file.fileno(), length, entry.block)
+            else:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except CheckpointError as error:
+        return str(error)
+    except OSError as error:
+        return f"{path.name}: {error.strerror}"
+    if digest != entry.sha256:
+        return f"{path.name}: sha256 is {digest[:12]}..., the manifest says {entry.sha256[:12]}..."
+    return None
+
+
+class RunningDigest:
+    """The hash, as in a `FileEntry`, of everything given to `update`, in that order; on threads of its own."""
+
+    def __init__(self, block: int = BLOCK) -> None:
+        self._pool = ThreadPoolExecutor(_THREADS)
+        self._running: deque[Future[bytes]] = deque()
+        self._digests: list[bytes] = []
+        self._open: list[memoryview] = []
+        self._left = self._block = block
+
+    def update(self, chunk: bytes | memoryview) -> None:
+        """Add bytes, which must not change before `hexdigest` has returned. A few blocks wait in memory."""
+        view = memoryview(chunk)
+        while view:
+            self._open.append(view[: self._left])
+            self._left -= len(self._open[-1])
+            view = view[len(self._open[-1]) :]
+            if not self._left:
+                self._hash()
+
+    def hexdigest(self) -> str:
+        """The hash in hexadecimal; ends the threads."""
+        if self._open:
+            self._hash()
+        self._digests += [future.result() for future in self._running]
+        self.close()
+        return _joined(self._digests)
+
+    def close(self) -> None:
+        """End the threads; again is harmless."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _hash(self) -> None:
+        if len(self._running) > _THREADS:
+            self._digests.append(self._running.popleft().result())
+        self._running.append(self._pool.submit(_sha256_of, self._open))
+        self._open, self._left = [], self._block
+
+
+def _sha256_of(parts: list[memoryview]) -> bytes:
+    sha256 = hashlib.sha256()
+    for part in parts:
+        sha256.update(part)
+    parts.clear()  # or their tensors would stay alive
+    return sha256.digest()
+
+
+def _joined(digests: list[bytes]) -> str:
+    """The hash of a file from those of its blocks."""
+    return digests[0].hex() if len(digests) == 1 else hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def _hash_of_blocks(descriptor: int, length: int, block: int) -> str:
+    def of_block(start: int) -> bytes:
+        sha256, buffer = hashlib.sha256(), memoryview(bytearray(_PIECE))
+        place, stop = start, min(start + block, length)
+        while place < stop and (count := os.preadv(descriptor, [buffer[: stop - place]], place)):
+            sha256.update(buffer[:count])
+            place += count
+        return sha256.digest()
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return _joined(list(pool.map(of_block, range(0, length, block))))
