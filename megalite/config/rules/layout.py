@@ -85,7 +85,7 @@ _GROUP = "microbatch_group_size_per_virtual_pipeline_stage"
 
 def _ctas(c: Settings) -> Findings:
     cta_limits(c.nccl_max_ctas)
-    yield from ()  # a generator, whose errors are findings
+    yield from ()  # a generator: its errors become findings
 
 
 LAYOUT: tuple[Check, ...] = (
