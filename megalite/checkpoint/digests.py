@@ -45,7 +45,7 @@ def entry_fault(path: Path, entry: FileEntry, *, from_disk: bool = False) -> str
 
 
 class RunningDigest:
-    """The hash, as in a `FileEntry`, of everything given to `update`, in that order; on threads of its own."""
+    """The hash, as in a `FileEntry`, of everything given to `update`, in that order, on several threads."""
 
     def __init__(self, block: int = BLOCK) -> None:
         self._pool = ThreadPoolExecutor(_THREADS)
