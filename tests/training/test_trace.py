@@ -80,7 +80,7 @@ def timed(context: RankContext, settings: dict[str, Any]) -> tuple[dict[str, flo
 
 def test_a_step_of_two_stages_knows_its_phases() -> None:
     """Eight backwards of the last stage are held up; the first stage waits for them, which is no phase of its."""
-    (first, whole), (last, _) = run_ranks(2, timed, {"pp": 2, "num_layers": 2})
+    (first, whole), (last, _) = run_ranks(2, timed, {"pp": 2, "num_layers": 2, "pipeline_schedule": "1f1b"})
     for taken in (first, last):
         assert all(taken[name] > 0.0 for name in ("forward", "backward", "reduce", "optimizer"))
     assert last["backward"] >= 0.08
