@@ -10,13 +10,13 @@ ROOT = Path(__file__).parents[2]
 SMALL = 60
 """Lines; a shorter file with one importer belongs to its importer."""
 CEILINGS = {
-    "megalite: lines": 74_750,
+    "megalite: lines": 76_050,
     "megalite: files": 368,
     "megalite: longest file": 500,
     "megalite: small files with one importer": 12,
-    "tests: lines": 75_300,
-    "benchmarks: lines": 8_600,
-    "docs: words": 50_900,
+    "tests: lines": 76_400,
+    "benchmarks: lines": 8_700,
+    "docs: words": 41_900,
 }
 
 
