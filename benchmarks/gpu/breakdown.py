@@ -37,6 +37,7 @@ OURS = {  # modules of megalite.kernels.triton -> row
     "optimizer_ops": "optimizer",
     "cross_entropy": "cross-entropy",
     "norms norm_backward activations rope dropout": "norms and activations",
+    "fp8": "copies",
 }
 OTHER = "other"
 OPERATION = ("aten::", "c10d::", "gloo", "mkldnn::")
