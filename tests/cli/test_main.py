@@ -43,7 +43,7 @@ def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("megalite.cli.command.importlib.import_module", interrupt)
+        patch.setattr("importlib.import_module", interrupt)
         assert main(["plot", "a"]) == 130
     monkeypatch.setitem(sys.modules, "megalite.cli.runs", types.SimpleNamespace(run_plot=interrupt))
     assert main(["plot", "a"]) == 130
