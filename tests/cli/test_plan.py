@@ -89,7 +89,7 @@ def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
         (f"{TINY} --gpus 4 --tokens many", "--tokens is many"),
         (f"{TINY} --gpus 4 --tp 2 --fix tp=4", "--fix tp=4 and tp 2 contradict"),
         (f"{TINY} --gpus 4 --dry-run", "--dry-run has no effect"),
-        (f"{TINY} --gpus 4 --recompute-ahead", "recompute_ahead True is not searched; remove it"),
+        (f"{TINY} --gpus 4 --recompute-ahead", "recompute_ahead True is tried with the best layouts; remove it"),
         (f"{TINY} --gpus 4 --pipeline-schedule auto", "pipeline_schedule auto is built, not searched"),
         (f"{TINY} --gpus 4 --dp-strategy diloco", "dp_strategy diloco is not searched"),
         (f"{TINY} --gpus 4 --optimizer onebit-adam --dp-strategy fully-sharded", "does not go with the other"),
