@@ -150,7 +150,7 @@ def test_the_files_of_a_folder_of_several(tmp_path: Path) -> None:
     saved = DataConfig(tokenizer_model=str(tmp_path), tokenizer_type="SentencePieceTokenizer")
     assert saved_tokenizer_files(saved, tmp_path / "run") == [model]
     (tmp_path / "openai").mkdir()
-    with pytest.raises(ConversionError, match=r"no \.tiktoken file is there"):
+    with pytest.raises(ConversionError, match=r"holds no tokenizer\.json, tokenizer\.model, \.tiktoken"):
         tokenizer_folder_files(tmp_path / "openai")
     lines = of_lines(tmp_path / "openai")
     assert names(tmp_path / "openai", None) == ["ours.tiktoken"]
