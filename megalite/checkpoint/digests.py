@@ -77,7 +77,7 @@ class RunningDigest:
         self._pool.shutdown(cancel_futures=True)
 
     def _hash(self) -> None:
-        if len(self._running) > _THREADS:
+        if len(self._running) == _THREADS:  # what waits stays in memory
             self._digests.append(self._running.popleft().result())
         self._running.append(self._pool.submit(_sha256_of, self._open))
         self._open, self._left = [], self._block
