@@ -56,7 +56,7 @@ def test_kinds_never_mix_and_order_is_that_of_the_backward() -> None:
         for placed in bucket.placed:
             info = placed.parameter.info
             kind = (info.decay, info.shard_dim is not None, info.partial_over_tp, info.tied, info.expert)
-            assert tuple(bucket.kind) == (*kind, info.orthogonal, info.learning_rate)
+            assert tuple(bucket.kind) == (*kind, info.orthogonal, info.learning_rate, info.fp8)
 
 
 def test_a_bucket_closes_when_it_has_reached_its_size() -> None:
