@@ -1,11 +1,12 @@
 """`RankPool`: a persistent pool of gloo ranks on this machine, to run one function on all of them.
 
 To start a Python process with torch takes seconds, so the pool starts its workers once. The first n of them form a job
-of n ranks and keep it, with the process groups made in it, until another n is asked for. Workers are spawned: a fork
+of n ranks and keep it, with the process groups made in it, until another n is asked for or there are many. Workers are spawned: a fork
 of a process that has used OpenMP may hang.
 """
 
 import datetime
+import gc
 import multiprocessing
 import signal
 import socket
@@ -28,6 +29,9 @@ from megalite.topology.tree import ProcessGroups
 
 _START_SECONDS = 180.0
 _COLLECTIVE_SECONDS = 180.0
+_MOST_GROUPS = 64
+"""Process groups after which a job is given up for a new one: gloo has three threads for each, one of which wakes a hundred
+times a second."""
 
 
 class RankFailure(AssertionError):
@@ -68,7 +72,7 @@ class RankPool:
         listening = socket.create_server(("127.0.0.1", 0))
         self.size = size
         self.stopped = False
-        self._job, self._job_size = 0, 0
+        self._job, self._job_size, self._groups = 0, 0, 0
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(size):
@@ -100,7 +104,7 @@ class RankPool:
         RankFailure: with the traceback of the first rank that raised. Its peers may then wait in a collective forever,
         so the pool is stopped."""
         assert size <= self.size and not self.stopped, (size, self.size, self.stopped)
-        if size != self._job_size:
+        if size != self._job_size or self._groups > _MOST_GROUPS:
             self._job, self._job_size = self._job + 1, size
         try:
             for pipe in self._pipes[:size]:
@@ -121,7 +125,7 @@ class RankPool:
                 assert isinstance(pipe, Connection)
                 rank = waiting.pop(pipe)
                 try:
-                    ok, value = pipe.recv()
+                    ok, value, self._groups = pipe.recv()
                 except (EOFError, ConnectionResetError):
                     ok, value = False, "the worker process died"
                 if not ok:
@@ -153,8 +157,9 @@ def _work(
     seconds = datetime.timedelta(seconds=_COLLECTIVE_SECONDS)
     fd = None if listening is None else listening.detach()
     store = dist.TCPStore("127.0.0.1", port, pool_size, fd is not None, seconds, master_listen_fd=fd)
-    pipe.send((True, None))
+    pipe.send((True, None, 0))
     made: ProcessGroups = {}
+    gc.freeze()  # what is imported stays: no collection need look at it
     current = 0
     while True:
         try:
@@ -166,14 +171,15 @@ def _work(
                 if current:
                     dist.destroy_process_group()
                 made.clear()
+                gc.collect()  # modules and their hooks hold groups in cycles
                 current = job
                 dist.init_process_group(
                     "gloo", store=dist.PrefixStore(f"job{job}", store), rank=rank, world_size=size, timeout=seconds
                 )
-            answer = (True, fn(RankContext(rank, made), *args, **kwargs))
+            answer = (True, fn(RankContext(rank, made), *args, **kwargs), len(made))
         except BaseException:
-            answer = (False, traceback.format_exc())
+            answer = (False, traceback.format_exc(), 0)
         try:
             pipe.send(answer)
         except Exception:  # an answer that cannot be sent is an error too
-            pipe.send((False, traceback.format_exc()))
+            pipe.send((False, traceback.format_exc(), 0))
