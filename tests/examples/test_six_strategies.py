@@ -45,5 +45,5 @@ def test_the_picture_is_of_the_pages_table() -> None:
     assert "prefers-color-scheme: dark" in picture
     page = (HERE / "README.md").read_text(encoding="utf-8").splitlines()
     for row in (line.split("|") for line in page if " MB |" in line and "GB" in line):
-        name, sent, memory = row[1].strip(), row[3].split()[0], row[4].split()[0]
+        name, sent, memory = row[1].strip(), row[5].split()[0], row[6].split()[0]
         assert f"{name} {float(sent):.2f} and {memory}" in picture

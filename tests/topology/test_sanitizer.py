@@ -69,7 +69,7 @@ PLANTS = {
         "zero", "data_parallel.buckets:Arrivals._wait_for", "self._coming.pop(bucket, DONE).wait()"
     ),
     "parameters before ZeRO-3's gather": Plant(
-        "zero3", "data_parallel.fully_sharded:FullySharded._finish_gathers", "self._gathering.pop(bucket, DONE).wait()"
+        "zero3", "data_parallel.fully_sharded:FullySharded._finish_gathers", "work.wait()"
     ),
     "rounded gradients before they are exchanged": Plant(
         "bf16 wire", "data_parallel.wire:Channel._gathers", "work.wait()"
