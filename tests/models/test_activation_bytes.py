@@ -281,6 +281,7 @@ PIPELINE: dict[str, Any] = {
     "micro_batch_size": 2,
     "global_batch_size": 12,
     "pp": 2,
+    "pipeline_schedule": "1f1b",
     "pipeline_layers": [4, 4],
     **DROPOUT,
 }
@@ -298,7 +299,7 @@ PIPELINE: dict[str, Any] = {
             {**LLAMA, "mtp_num_layers": 1, "tie_embeddings": False, **full("uniform", 2), "attention_dropout": 0.0},
             [2, 1],
         ),
-        ({"vpp": 2, "pipeline_layers": [2, 2, 2, 2]}, [5, 3]),
+        ({"vpp": 2, "pipeline_schedule": "interleaved", "pipeline_layers": [2, 2, 2, 2]}, [5, 3]),
         ({"pipeline_schedule": "gpipe"}, [6, 6]),
     ],
     ids=str,
