@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megalite.data_parallel import fully_sharded
-from megalite.kernels.matmul import Fp8Products
+from megalite.kernels.fp8 import Fp8Products
 from megalite.models import compute
 from megalite.planner.communication import step_volumes
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear

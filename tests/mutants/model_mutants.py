@@ -267,8 +267,8 @@ EXPERTS = (
     Mutant(
         "balance without topk",
         "megalite/models/moe/router.py",
-        "factor = self.experts / (self.topk * context.seq_length**2)",
-        "factor = self.experts / context.seq_length**2",
+        "factor = self.experts / (self.topk * context.seq_length**2 * together)",
+        "factor = self.experts / (context.seq_length**2 * together)",
         RAMP_UP,
         "the load-balancing loss is topk times its definition",
     ),
