@@ -154,8 +154,10 @@ def test_activations_leave_where_that_beats_recompute(schedule: str) -> None:
     best = plan.candidates[0]
     layers = best.settings["cpu_offloading_num_layers"]
     assert best.fullest[1].total_bytes <= limit
-    assert best.prediction.step_seconds == pytest.approx(best.estimate, rel=0.1)
-    fewer = config_of(plan.request, {**best.settings, "cpu_offloading_num_layers": layers // 2})
+    assert best.prediction.step_seconds == pytest.approx(best.estimate, rel=0.12)
+    # The number was chosen before stages were cut by seconds.
+    chosen = {**best.settings, "pipeline_layers": None, "cpu_offloading_num_layers": layers // 2}
+    fewer = config_of(plan.request, chosen)
     assert max(rank.total_bytes for rank in predict(fewer, plan.cluster, plan.stack).memory) > limit
 
 
@@ -207,7 +209,7 @@ def test_the_cheapest_number_of_ranks() -> None:
 def test_a_setting_that_goes_without_host_memory() -> None:
     averaged = f"{GPT} --optimizer schedule-free-adamw --lr-decay-style constant"
     assert asked(averaged).request.host == ("cpu_offloading_num_layers",)
-    assert asked(f"{GPT} --compile").request.host == ("optimizer_cpu_offload",)
+    assert asked(f"{GPT} --compile").request.host == ("optimizer_cpu_offload", "cpu_offloading_num_layers")
     with pytest.raises(ConfigError, match=r"optimizer_cpu_offload does not go with .*schedule-free-adamw"):
         asked(f"{averaged} --optimizer-cpu-offload")
     half = asked(f"{ONE} --optimizer-cpu-offload --optimizer-offload-fraction 0.5")
