@@ -8,6 +8,7 @@ every rank with a copy, so the copies see bit-equal sums and cannot drift.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -77,7 +78,8 @@ class Bucket:
         parameter.main_grad = self.grad[placed.start : placed.stop].view(parameter.shape)
         parameter.grad_ready = self._note
         # Parameters that are used outside our linear layers and lookups get their gradient from autograd.
-        parameter.register_post_accumulate_grad_hook(lambda _: self._take(placed))
+        parameter.grad_given = partial(self._take, placed)
+        parameter.register_post_accumulate_grad_hook(_grad_given)
 
     def draw(self) -> None:
         """Give parameters that were to be drawn late their first values."""
@@ -163,6 +165,12 @@ def free_storage(flat: torch.Tensor) -> None:
 
 def has_memory(flat: torch.Tensor) -> bool:
     return flat.untyped_storage().nbytes() > 0
+
+
+def _grad_given(parameter: torch.Tensor) -> None:
+    """The hook itself holds nothing: torch keeps it where the collector of cycles does not look, and all would stay alive."""
+    assert isinstance(parameter, ShardedParameter)
+    parameter.grad_given()
 
 
 def make_buckets(

@@ -48,6 +48,8 @@ class ShardedParameter(torch.nn.Parameter):
     grad_wanted: Callable[[], None] | None = None
     """Called before each look at `main_grad`: a buffer that comes and goes is there afterwards."""
     grad_ready: Callable[[], None] | None = None
+    grad_given: Callable[[], None]
+    """Called after autograd has put a gradient into `grad`, once the parameter is in a bucket."""
     deferred: DeferredWeightGradients | None = None
     draw: Callable[[Tensor], None] | None = None
     """Fills a tensor of its shape with its first values; None: it has them."""

@@ -111,7 +111,7 @@ ZERO: dict[str, dict[str, Any]] = {
         "overlap_grad_reduce": False,
         "tie_embeddings": False,
     },
-    "zero-3 pp2": {**CASES["zero-3"], "pp": 2, "tie_embeddings": False},
+    "zero-3 pp2": {**CASES["zero-3"], "pp": 2, "pipeline_schedule": "1f1b", "tie_embeddings": False},
     "zero-3 pp2 vpp2": {**CASES["zero-3"], "pp": 2, "vpp": 2},
     "zero-3 zb-v": {**CASES["zero-3"], "pp": 2, "vpp": 2, "pipeline_schedule": "zb-v", "overlap_param_gather": False},
 }
