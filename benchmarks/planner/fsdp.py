@@ -100,8 +100,8 @@ TITAN: dict[str, tuple[dict[str, Any], dict[int, tuple[float, float]]]] = {
     "compiled": (COMPILED, {8: (6667.0, 77.0), 128: (6514.0, 62.0)}),
     "compiled, fp8": (FLOAT8, {8: (8532.0, 76.8), 128: (8380.0, 61.8)}),
 }
-"""Llama 3.1 8B with FSDP on H100 held to 500 W with memory of 2.4 TB/s, December 2024: what is not as in flash-2023-h100, whose
-attention it has; GPUs -> tokens per second and GPU, GiB of the fullest. Its RMSNorm is Python, which torch.compile fuses."""
+"""Llama 3.1 8B with FSDP on H100 held to 500 W with memory of 2.4 TB/s, December 2024: what is not as in flash-2023-h100 (its
+attention is); GPUs -> tokens per second and GPU, GiB of the fullest. Its RMSNorm is Python, which torch.compile fuses."""
 
 
 def held(kind: str) -> list[Row]:
@@ -114,8 +114,8 @@ LARGE_GIB = (71.9, 67.6, 82.5, 72.7)
 
 
 def large() -> list[Row]:
-    """Llama 3.1 70B and 405B of the same source, in fp8, with tensor parallelism whose collectives run beside products
-    (asynchronous) but for the first. 405B has as many microbatches as stages, the default of torchtitan."""
+    """Llama 3.1 70B and 405B of the same source, in fp8, with collectives of tensor parallelism beside products
+    (asynchronous) but in the first. 405B has as many microbatches as stages, the default of torchtitan."""
     full = {**FULL, "tp": 8, "sequence_parallel": True, "seq_length": 8192}
     found = []
     for speed in (829.0, 876.0):

@@ -16,7 +16,7 @@ from megalite.optimizers.base import Context, Exchange, FlatParameter, Optimizer
 from megalite.topology.group import Group
 
 WAVE = 1 << 26
-"""Elements that a rank has of matrices in work at the same time, at most: a bound for the buffers."""
+"""Most elements per rank of matrices in work at the same time: a bound for the buffers."""
 
 Key = tuple[str, int]
 """A tensor's name and the number of the matrix in it."""

@@ -210,7 +210,7 @@ class HeldBytes(NamedTuple):
 
 
 def held_bytes(config: RunConfig, stages: Sequence[StagePlan], buckets: Sequence[PlannedBucket]) -> HeldBytes:
-    """What a rank with these stages, cut into these buckets, keeps of weights, gradients and optimizer."""
+    """Weights, gradients and optimizer states per rank with these stages, cut into these buckets."""
     dense, expert = (count // config.parallel.instances for count in all_replicas(config))
     parameters, parameter, gradient, optimizer, host = 0, 0.0, 0.0, 0.0, 0.0
     gone = {name for bucket in offloaded(config, buckets) for name in bucket.names}

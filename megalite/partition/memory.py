@@ -105,7 +105,7 @@ def rank_memory(
 
 
 def planned_memory(config: RunConfig, schedule: Schedule | None = None) -> list[RankMemory]:
-    """Of a rank at each place of the pipeline; by the schedule of the largest batch where none is given."""
+    """Per pipeline rank; by the schedule of the largest batch where none is given."""
     stages = plan_stages(config)
     schedule = schedule or schedule_of(config, microbatch_counts(config)[-1])
     peaks = zip(activation_peaks(config, stages, schedule), host_peaks(config, stages, schedule), strict=True)

@@ -90,7 +90,7 @@ SHARP = ("one", "one-llama")
 """Also in float64, in which no fault is small enough to hide."""
 TOLERANCES = {"fp32": 2e-6, "fp64": 1e-11}
 SPLIT_STEPS = 8
-"""Of several ranks: through the warm-up, clipped and not. That they go on as one rank does is shown by tests/parity."""
+"""Of several ranks: through the warm-up, clipped and not. Later steps are compared with one rank in tests/parity."""
 
 
 class Samples:

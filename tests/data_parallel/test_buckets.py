@@ -1,5 +1,7 @@
 """Which parameters share a bucket, where they lie in it, and when it is full."""
 
+import gc
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -282,3 +284,15 @@ def test_a_bucket_counts_what_is_pending_of_its_own() -> None:
     assert calls == ["full"]
     bucket.start_counting(lambda: calls.append("none"), Counter([stage.table]))
     assert calls == ["full", "none"]
+
+
+def test_a_bucket_that_has_had_a_backward_is_freed() -> None:
+    """Its parameters' hooks are torch's, which Python's collector does not see: they must not hold it."""
+    norm = FACTORY.parameter("norm", (5,), decay=False, value=1.0)
+    (bucket,) = make_buckets([norm], bucket_size=1, replicas=lambda kind: 1, grad_dtype=torch.float32)
+    (norm * 2.0).sum().backward()
+    assert bucket.grad[:5].tolist() == [2.0] * 5
+    left = weakref.ref(bucket)
+    del bucket, norm
+    gc.collect()
+    assert left() is None

@@ -171,7 +171,6 @@ def test_pinned_bytes_are_those_of_the_plan(case: str, monkeypatch: pytest.Monke
 
 
 SHAPE: dict[str, Any] = {"hidden_size": 64, "seq_length": 64, "num_layers": 8, "precision": "bf16"}
-ONE_F_ONE_B: dict[str, Any] = {"pipeline_schedule": "1f1b"}
 
 
 FORMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -187,7 +186,8 @@ FORMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 @pytest.mark.parametrize("rank", [0, 1])
 def test_bytes_on_both_sides_are_planned(rank: int, settings: dict[str, Any], form: dict[str, Any]) -> None:
     """Of two pipeline ranks; each storage takes whole blocks of 512 bytes."""
-    config, plain = (tiny_config(2, pp=2, **{**SHAPE, **ONE_F_ONE_B, **settings, **more}) for more in (form, {}))
+    settings = {"pipeline_schedule": "1f1b", **SHAPE, **settings}
+    config, plain = (tiny_config(2, pp=2, **{**settings, **more}) for more in (form, {}))
     stages = plan_stages(config)
     schedule = schedule_of(config, 8)
     own = [plan for plan in stages if plan.rank == rank]

@@ -1,5 +1,7 @@
 """Small sweeps that several tests share."""
 
+import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +9,8 @@ import yaml
 
 from megalite.planner.cost.calibrate import Machine
 from megalite.sweep.candidates import Run, check_all, expand
-from megalite.sweep.results import OK, Result
+from megalite.sweep.execute import NodesLauncher, execute
+from megalite.sweep.results import OK, Result, Store
 from megalite.sweep.spec import SweepSpec, read_spec
 
 MODEL: dict[str, Any] = {
@@ -37,6 +40,24 @@ def read_runs(
     """The sweep in a file and its checked runs."""
     spec = read_spec(path)
     return spec, check_all(expand(spec), memory_limit=memory_limit, machine=machine)
+
+
+def results_of(folder: Path, runs: tuple[Run, ...], launcher: NodesLauncher, *, timeout: float) -> dict[str, Result]:
+    """Of the sweep of `write_sweep` in the folder, run to its end."""
+    store = Store.open(folder / "out", read_runs(folder / "sweep.yaml")[0], "test")
+    keys: dict[str, Any] = {"warm_up": 1, "timeout": timeout, "limit": None, "retry": False}
+    try:
+        execute(runs, store, launcher, observe=lambda progress, result: None, **keys)
+    finally:
+        store.close()
+    return store.results
+
+
+def put_programs(folder: Path, programs: Mapping[str, str]) -> None:
+    """Programs of a few lines of shell each, by name."""
+    for name, text in programs.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(stat.S_IRWXU)
 
 
 def measured(run: Run, seconds: float, **changes: Any) -> Result:

@@ -1,6 +1,5 @@
 """Jobs of Kubernetes, with a kubectl that is a few lines of shell, and tasks of Ray, on a cluster of this host."""
 
-import stat
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,22 +11,9 @@ import yaml
 from megalite.config.errors import ConfigError
 from megalite.sweep.candidates import Run
 from megalite.sweep.clusters import KubernetesLauncher, RayLauncher, job_manifest
-from megalite.sweep.execute import NodesLauncher, execute
-from megalite.sweep.results import FAILED, OK, OOM, TIMEOUT, Result, Store
+from megalite.sweep.results import FAILED, OK, OOM, TIMEOUT
 from megalite.sweep.spec import KubernetesSpec, RaySpec, read_spec
-from tests.sweep.sweeps import MODEL, read_runs, write_sweep
-
-
-def go(tmp_path: Path, runs: tuple[Run, ...], launcher: NodesLauncher, *, timeout: float = 240.0) -> dict[str, Result]:
-    """The results."""
-    spec, _ = read_runs(tmp_path / "sweep.yaml")
-    store = Store.open(tmp_path / "out", spec, "other")
-    keys: dict[str, Any] = {"warm_up": 1, "timeout": timeout, "limit": None, "retry": False}
-    try:
-        execute(runs, store, launcher, observe=lambda progress, result: None, **keys)
-    finally:
-        store.close()
-    return store.results
+from tests.sweep.sweeps import MODEL, put_programs, read_runs, results_of, write_sweep
 
 
 @pytest.fixture
@@ -58,8 +44,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
     def put(status: str) -> Path:
         (pods / "status").write_text(status)
-        (programs / "kubectl").write_text(f"#!/bin/bash\n{KUBECTL}\n")
-        (programs / "kubectl").chmod(stat.S_IRWXU)
+        put_programs(programs, {"kubectl": KUBECTL})
         return pods
 
     return put
@@ -124,7 +109,7 @@ def test_the_container_writes_what_it_says_to_the_log(runs: tuple[Run, ...], tmp
 
 def test_jobs_are_created_followed_and_deleted(cluster: Cluster, runs: tuple[Run, ...], tmp_path: Path) -> None:
     pods = cluster('{"status": {"ready": 2, "conditions": [{"type": "Complete", "status": "True"}]}}')
-    results = go(tmp_path, runs, KubernetesLauncher(spec_of(tmp_path), environment={}))
+    results = results_of(tmp_path, runs, KubernetesLauncher(spec_of(tmp_path), environment={}), timeout=240.0)
     assert [results[run.key].status for run in runs] == [FAILED, FAILED]
     assert results[runs[0].key].error == "ended well but wrote no step after the first 1"
     asked = [line.split()[0] for line in (pods / "asked").read_text().splitlines()]
@@ -135,9 +120,9 @@ def test_jobs_are_created_followed_and_deleted(cluster: Cluster, runs: tuple[Run
 def test_a_job_that_fails_and_one_that_takes_too_long(cluster: Cluster, runs: tuple[Run, ...], tmp_path: Path) -> None:
     pods = cluster('{"status": {"ready": 1, "conditions": [{"type": "Failed", "status": "True"}]}}')
     launcher = KubernetesLauncher(spec_of(tmp_path), environment={})
-    assert go(tmp_path, runs[:1], launcher)[runs[0].key].status == FAILED
+    assert results_of(tmp_path, runs[:1], launcher, timeout=240.0)[runs[0].key].status == FAILED
     cluster('{"status": {"ready": 2, "conditions": [{"type": "Complete", "status": "False"}]}}')
-    assert go(tmp_path, runs, launcher, timeout=0.3)[runs[1].key].status == TIMEOUT
+    assert results_of(tmp_path, runs, launcher, timeout=0.3)[runs[1].key].status == TIMEOUT
     assert {path.name for path in pods.iterdir()} == {"asked", "status"}
 
 
@@ -180,7 +165,7 @@ def test_ray_trains(ray: Any, tmp_path: Path) -> None:
     """torchrun with two ranks as a task."""
     path = write_sweep(tmp_path, grid={"tp": [1, 2]}, settings=MODEL | {"hang_timeout_minutes": 0})
     _, runs = read_runs(path)
-    results = go(tmp_path, runs, launcher_of())
+    results = results_of(tmp_path, runs, launcher_of(), timeout=240.0)
     assert [results[run.key].status for run in runs] == [OK, OK], results
     assert all(results[run.key].steps == 2 for run in runs)
     assert ray.available_resources()["CPU"] == 2.0
@@ -199,9 +184,9 @@ time.sleep(600)
 def test_ray_tasks_that_fail_or_take_too_long_leave_nothing(ray: Any, runs: tuple[Run, ...], tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    results = go(tmp_path, runs[:1], launcher_of(program))
+    results = results_of(tmp_path, runs[:1], launcher_of(program), timeout=240.0)
     assert results[runs[0].key].status == OOM, results
-    results = go(tmp_path, runs, launcher_of(program), timeout=20.0)
+    results = results_of(tmp_path, runs, launcher_of(program), timeout=20.0)
     assert results[runs[1].key].status == TIMEOUT, results
     for pid in tmp_path.glob("out/runs/*/pid"):
         assert not (Path("/proc") / pid.read_text()).exists()

@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import stat
 import subprocess
 import time
 from collections.abc import Callable
@@ -13,10 +12,10 @@ import pytest
 
 from megalite.config.errors import ConfigError
 from megalite.sweep.candidates import Run
-from megalite.sweep.execute import SbatchLauncher, execute, job_script
-from megalite.sweep.results import FAILED, OK, OOM, TIMEOUT, Result, Store
+from megalite.sweep.execute import SbatchLauncher, job_script
+from megalite.sweep.results import FAILED, OK, OOM, TIMEOUT, Result
 from megalite.sweep.spec import SbatchSpec, read_spec
-from tests.sweep.sweeps import read_runs, write_sweep
+from tests.sweep.sweeps import put_programs, read_runs, results_of, write_sweep
 
 SBATCH = """
 number=$(($(cat $QUEUE/last) + 1)); echo $number > $QUEUE/last
@@ -48,16 +47,8 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
     monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
 
     def put(does: str) -> Path:
-        commands = {
-            "sbatch": SBATCH,
-            "squeue": SQUEUE,
-            "scancel": SCANCEL,
-            "scontrol": 'echo "$3"',
-            "srun": SRUN + does,
-        }
-        for name, text in commands.items():
-            (programs / name).write_text(f"#!/bin/bash\n{text}\n")
-            (programs / name).chmod(stat.S_IRWXU)
+        put_programs(programs, {"sbatch": SBATCH, "squeue": SQUEUE, "scancel": SCANCEL, "scontrol": 'echo "$3"'})
+        put_programs(programs, {"srun": SRUN + does})
         return queue
 
     return put
@@ -73,24 +64,7 @@ SPEC = SbatchSpec(gpus_per_node=2, at_once=2, poll_seconds=0.05, options={"parti
 
 
 def go(tmp_path: Path, runs: tuple[Run, ...], *, timeout: float = 30.0) -> dict[str, Result]:
-    """The results."""
-    spec, _ = read_runs(tmp_path / "sweep.yaml")
-    store = Store.open(tmp_path / "out", spec, "sbatch")
-    launcher = SbatchLauncher(SPEC, environment={"OMP_NUM_THREADS": "1"})
-    try:
-        execute(
-            runs,
-            store,
-            launcher,
-            warm_up=1,
-            timeout=timeout,
-            limit=None,
-            retry=False,
-            observe=lambda progress, result: None,
-        )
-    finally:
-        store.close()
-    return store.results
+    return results_of(tmp_path, runs, SbatchLauncher(SPEC, environment={"OMP_NUM_THREADS": "1"}), timeout=timeout)
 
 
 def test_submits_follows_and_measures(slurm: Slurm, runs: tuple[Run, ...], tmp_path: Path) -> None:

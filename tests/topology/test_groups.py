@@ -1,5 +1,8 @@
 """Collectives and exchanges over real gloo ranks, and the identities of a solo group."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -8,7 +11,7 @@ from megalite.config.errors import ConfigError
 from megalite.data.indexed_dataset import DatasetFault
 from megalite.parity.pool import RankPool
 from megalite.topology.group import Group
-from tests.support.ranks import RankContext, RankFailure, run_ranks
+from tests.support.ranks import RankContext, RankFailure, forked_pools, run_ranks
 
 
 def collectives(context: RankContext) -> dict[str, object]:
@@ -124,6 +127,22 @@ def test_pool_reports_the_failing_rank() -> None:
         pytest.raises(RankFailure, match=r"rank 1 of 2 failed first:(.|\n)*boom on purpose"),
     ):
         pool.run(2, fail_on_rank_one)
+
+
+def groups_and_threads(context: RankContext) -> tuple[int, int]:
+    before, held = len(context.made), [context.topology(dp=2)]
+    held[0].world.all_reduce(torch.ones(1))
+    held.append(held)  # type: ignore[arg-type]  # a cycle, as modules and their hooks are
+    return before, len(list(Path("/proc/self/task").iterdir()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_pool_gives_up_its_process_groups_when_they_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo has threads for each, which wake all the time."""
+    monkeypatch.setattr("megalite.parity.pool._MOST_GROUPS", 1)
+    with forked_pools(), RankPool(2, strict=True) as pool:
+        found = [pool.run(2, groups_and_threads)[0] for _ in range(4)]
+    assert len(set(found)) == 1 and found[0][0] == 0
 
 
 SENT = [[1, 0, 2], [0, 0, 0], [3, 1, 0]]

@@ -315,28 +315,19 @@ class CometStub(types.ModuleType):
         self.started: list[tuple[str | None, dict[str, Any]]] = []
         self.calls: list[tuple[str, Any]] = []
 
-    def ExperimentConfig(
-        self,
-        log_code: bool | None = None,
-        log_graph: bool | None = None,
-        parse_args: bool | None = None,
-        log_git_metadata: bool | None = None,
-        log_git_patch: bool | None = None,
-        log_env_details: bool | None = None,
-        log_env_host: bool | None = None,
-        auto_output_logging: str | bool = "default",
-        auto_param_logging: bool = True,
-        auto_metric_logging: bool = True,
-        auto_log_co2: bool = True,
-        offline_directory: str | None = None,
-        name: str | None = None,
-    ) -> dict[str, Any]:
-        return {name: value for name, value in locals().items() if name != "self"}
+    SETTINGS = (
+        "log_code log_graph parse_args log_git_metadata log_git_patch log_env_details log_env_host auto_output_logging "
+        "auto_param_logging auto_metric_logging auto_log_co2 offline_directory name"
+    )
 
-    def start(
-        self, *, experiment_key: str | None = None, experiment_config: dict[str, Any] | None = None
-    ) -> "CometStub":
-        self.started.append((experiment_key, experiment_config or {}))
+    def ExperimentConfig(self, **given: Any) -> dict[str, Any]:
+        assert given.keys() == set(self.SETTINGS.split()), (
+            "what is left out would be logged, what is more does not exist"
+        )
+        return given
+
+    def start(self, *, experiment_key: str | None = None, experiment_config: dict[str, Any]) -> "CometStub":
+        self.started.append((experiment_key, experiment_config))
         return self
 
     def get_key(self) -> str:

@@ -89,10 +89,10 @@ class Router(torch.nn.Module):
     the choice alone; `balance` moves it after a step. With groups a token chooses among the experts of its best groups.
 
     Of equal scores the expert with the lower index is taken. The load-balancing loss (arXiv 2101.03961) is taken over
-    each sequence, or each n neighbours of the batch, so that neither microbatch nor layout changes it: with f_e the share of the sequence's k·s choices
-    that fell on expert e, and P_e the mean over its tokens of the softmax over all experts (of sigmoids over their sum), it is E·Σ_e f_e·P_e. The
-    z-loss (arXiv 2202.08906) is the square of a token's logsumexp. The objective has their means over all
-    sequences and all tokens of the global batch, masked or not, dropped or not.
+    each sequence, or each n neighbours of the batch, so that neither microbatch nor layout changes it: with f_e the share
+    of the sequence's k·s choices that fell on expert e, and P_e the mean over its tokens of the softmax over all experts
+    (of sigmoids over their sum), it is E·Σ_e f_e·P_e. The z-loss (arXiv 2202.08906) is the square of a token's logsumexp.
+    The objective has their means over all sequences and all tokens of the global batch, masked or not, dropped or not.
 
     The weight [E, h] is whole on every rank; its gradient is in parts over tp, since each tp rank has its own tokens.
     """

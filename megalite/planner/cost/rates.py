@@ -274,7 +274,7 @@ def collective_seconds(operation: str, volume: Number, size: Number, stride: Num
     return np.where(size > 1, moved + latency, 0.0)
 
 
-# Bytes that a rank of n writes and reads for each of a collective's volume, through memory that all of them see: its own
+# Bytes written and read per rank of n and per byte of a collective's volume, through memory that all of them see: the rank's
 # part or tensor, then what it adds or copies.
 SHARED_PASSES: Mapping[str, Callable[[Number], Number]] = {
     "all-reduce": lambda n: 1.0 + n,

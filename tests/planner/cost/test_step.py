@@ -226,8 +226,7 @@ CROWDED = replace(BASE, node=replace(BASE.node, ranks_per_core=2.0))
 @pytest.mark.parametrize("microbatches", [1, 16])
 def test_ranks_that_wait_leave_their_cores_to_others(microbatches: int) -> None:
     """A pipeline of two ranks a core: never less than the work of all, nor than the longest chain with whole cores."""
-    layers = [3, 2, 2, 1]
-    config = config_of(4, pp=4, pipeline_schedule="1f1b", pipeline_layers=layers, global_batch_size=microbatches)
+    config = config_of(4, pp=4, pipeline_schedule="1f1b", pipeline_layers=[3, 2, 2, 1], global_batch_size=microbatches)
     apart, crowded = (predict(config, cluster, STACK, with_memory=False) for cluster in (BASE, CROWDED))
     run = apart.timeline
     work, chain = sum(run.busy) / 4, run.makespan / 2

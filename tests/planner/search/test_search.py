@@ -154,10 +154,11 @@ def test_activations_leave_where_that_beats_recompute(schedule: str) -> None:
     best = plan.candidates[0]
     layers = best.settings["cpu_offloading_num_layers"]
     assert best.fullest[1].total_bytes <= limit
-    assert best.prediction.step_seconds == pytest.approx(best.estimate, rel=0.12)
+    assert best.prediction.step_seconds == pytest.approx(best.estimate, rel=0.12 if schedule == "zb-v" else 0.1)
     # The number was chosen before stages were cut by seconds.
-    chosen = {**best.settings, "pipeline_layers": None, "cpu_offloading_num_layers": layers // 2}
-    fewer = config_of(plan.request, chosen)
+    fewer = config_of(
+        plan.request, {**best.settings, "pipeline_layers": None, "cpu_offloading_num_layers": layers // 2}
+    )
     assert max(rank.total_bytes for rank in predict(fewer, plan.cluster, plan.stack).memory) > limit
 
 

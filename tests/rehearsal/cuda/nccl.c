@@ -253,7 +253,7 @@ API int ncclGetUniqueId(Id *id) {
   return 0;
 }
 static long limited;
-/* Communicators of this process whose kernels may have so many thread blocks at most. */
+/* Communicators of this process with a limit of thread blocks per kernel. */
 API long rehearsal_limited(void) { return limited; }
 API int ncclCommInitRankConfig(Comm **made, int size, Id id, int rank, void *config) {
   if (config && ((int *)config)[7] != (-2147483647 - 1)) limited++; /* maxCTAs, behind a size and five numbers; unset */
