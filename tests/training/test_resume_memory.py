@@ -129,8 +129,10 @@ def bytes_read(context: RankContext, world: int, settings: Settings, folder: str
         return count[-1]
 
     # Hashes, which ranks share out among them, are read in the same way.
-    unverified = mock.patch("megalite.checkpoint.load.entry_fault", lambda *_, **__: None)
-    with mock.patch.object(os, "preadv", counted), unverified:
+    with (
+        mock.patch.object(os, "preadv", counted),
+        mock.patch("megalite.checkpoint.load.entry_fault", return_value=None),
+    ):
         load(replica, Path(folder), tokenizer=None, log=silent)
     held = 0
     for shard in replica.strategy.shards:

@@ -142,7 +142,7 @@ def test_host_memory_has_an_end(fixed: str, message: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
 def test_activations_leave_where_that_beats_recompute(schedule: str) -> None:
-    """As many layers as it takes to fit, in closed form as in the simulator."""
+    """As many layers as it takes to fit before stages are cut by seconds, in closed form as in the simulator."""
     flags = f"{GPT} --fix tp=2 --fix dp=2 --fix mbs=2 --fix schedule={schedule} --fix recompute=none --fix sp=true "
     flags += "--fix strategy=all-reduce --fix vpp=1,2"
     none, every = (
@@ -155,7 +155,6 @@ def test_activations_leave_where_that_beats_recompute(schedule: str) -> None:
     layers = best.settings["cpu_offloading_num_layers"]
     assert best.fullest[1].total_bytes <= limit
     assert best.prediction.step_seconds == pytest.approx(best.estimate, rel=0.12 if schedule == "zb-v" else 0.1)
-    # The number was chosen before stages were cut by seconds.
     fewer = config_of(
         plan.request, {**best.settings, "pipeline_layers": None, "cpu_offloading_num_layers": layers // 2}
     )
