@@ -8,6 +8,7 @@ import torch
 
 from benchmarks import common
 from benchmarks.gpu.operations import DIFFERENTIABLE, Operation, Pass, Shape, Tensors, draw, widen
+from megalite.kernels.optimizer_ops import lamb_moments, lamb_step
 
 ADAM = common.settings("lr=1e-3 beta1=0.9 beta2=0.95 eps=1e-8 weight_decay=0.1 step=7")
 LAMB = common.settings("beta1=0.9 beta2=0.95 eps=1e-6 weight_decay=0.1 step=7")
@@ -151,30 +152,6 @@ def _lamb_outputs(kernel: Any, t: Tensors) -> Tensors:
     return {**{name: own[name] for name in STATE}, "squares": norms.square()}
 
 
-def _lamb_update(param: Any, m: Any, v: Any, *, beta1: float, beta2: float, eps: float, decay: float, step: int) -> Any:
-    root = v.sqrt() / math.sqrt(1.0 - beta2**step) + eps
-    return m / (1.0 - beta1**step) / root + decay * param
-
-
-def plain_lamb_moments(
-    param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, *, beta1: float,
-    beta2: float, eps: float, weight_decay: float, step: int, norms: bool,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    exp_avg.lerp_(grad, 1.0 - beta1)
-    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
-    terms = {"beta1": beta1, "beta2": beta2, "eps": eps, "decay": weight_decay, "step": step}
-    u = _lamb_update(param, exp_avg, exp_avg_sq, **terms)  # type: ignore[arg-type]
-    return (param.square().sum().double().sqrt(), u.square().sum().double().sqrt()) if norms else ()
-
-
-def plain_lamb_step(
-    param: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, *, rate: float, beta1: float, beta2: float,
-    eps: float, weight_decay: float, step: int,
-) -> None:  # fmt: skip
-    terms = {"beta1": beta1, "beta2": beta2, "eps": eps, "decay": weight_decay, "step": step}
-    param.sub_(rate * _lamb_update(param, exp_avg, exp_avg_sq, **terms))  # type: ignore[arg-type]
-
-
 def plain_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     norms = [torch.linalg.vector_norm(widen(x)) for x in tensors]
     return torch.linalg.vector_norm(torch.stack(norms).double())
@@ -282,7 +259,7 @@ FLAT: Mapping[str, Operation] = {
         outputs=_lamb_outputs,
         rows=frozenset({*STATE, "grad"}),
         bytes=lambda s, e: (24 * s.size, 16 * s.size),
-        plain=(plain_lamb_moments, plain_lamb_step),
+        plain=(lamb_moments, lamb_step),
         dtype=torch.float32,
     ),
     "l2norm": Operation(

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from benchmarks.gpu.clock import Work
+from megalite.kernels.compiled import FORMULAS
 from megalite.kernels.dropout import dropout_mask
 from megalite.kernels.fp8 import E4M3, Rounded, cast, cast_rows, largest
+from megalite.kernels.layer_ops import add_norm, apply_rope, bias_gelu, geglu, layer_norm, rms_norm, swiglu
 
 Tensors = dict[str, Any]  # by name: tensors, and None where an input is left out
 EPS = 1e-5
@@ -76,46 +77,6 @@ def draw(*shape: int, dtype: torch.dtype, device: torch.device, shift: float = 0
 def widen(x: torch.Tensor) -> torch.Tensor:
     """Halves in fp32; fp32 and fp64 as they are."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centered: bool = False) -> torch.Tensor:
-    wide = widen(x)
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
-
-
-def layer_norm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, *, zero_centered: bool = False
-) -> torch.Tensor:
-    return F.layer_norm(x, weight.shape, weight, bias, eps)
-
-
-def add_norm(
-    branch: torch.Tensor, bias: torch.Tensor | None, keep: torch.Tensor | None, p: float, residual: torch.Tensor,
-    weight: torch.Tensor, norm_bias: torch.Tensor | None, eps: float, *, zero_centered: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    branch = branch if bias is None else branch + bias
-    x = residual + (branch if keep is None else branch * keep / (1.0 - p))
-    normed = rms_norm(x, weight, eps) if norm_bias is None else layer_norm(x, weight, norm_bias, eps)
-    return normed, x
-
-
-def bias_gelu(x: torch.Tensor, bias: torch.Tensor | None, *, tanh: bool = False) -> torch.Tensor:
-    return F.gelu(x if bias is None else x + bias, approximate="tanh" if tanh else "none")
-
-
-def swiglu(x: torch.Tensor) -> torch.Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-def geglu(x: torch.Tensor, *, tanh: bool = False) -> torch.Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh" if tanh else "none") * up
-
-
-def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 def differentiable(
@@ -198,7 +159,7 @@ def _add_norm(dropout: float) -> Operation:
     mask = int(dropout > 0)
     return differentiable(
         call,
-        plain=add_norm,
+        plain=FORMULAS[add_norm],
         wrt=names,
         rows=("branch", "residual", "keep"),
         make=_inputs(*names, "dy0", "dy1", keep=1.0 - dropout if dropout else 0.0),
@@ -241,13 +202,13 @@ def _gated(plain: Any) -> Operation:
 
 
 DIFFERENTIABLE: Mapping[str, Operation] = {
-    "rmsnorm": _of_x(rms_norm, "weight", scale=(EPS,)),
-    "layernorm": _of_x(layer_norm, "weight", "bias", scale=(EPS,)),
+    "rmsnorm": _of_x(FORMULAS[rms_norm], "weight", scale=(EPS,)),
+    "layernorm": _of_x(FORMULAS[layer_norm], "weight", "bias", scale=(EPS,)),
     "add_norm": _add_norm(0.0),
     "add_norm, dropout": _add_norm(0.1),
-    "bias_gelu": _of_x(bias_gelu, "bias"),
-    "swiglu": _gated(swiglu),
-    "geglu": _gated(geglu),
+    "bias_gelu": _of_x(FORMULAS[bias_gelu], "bias"),
+    "swiglu": _gated(FORMULAS[swiglu]),
+    "geglu": _gated(FORMULAS[geglu]),
     "dropout_mask": Operation(
         make=lambda shape, dtype, device: {
             "rows": torch.arange(shape.rows, device=device),
@@ -271,7 +232,7 @@ DIFFERENTIABLE: Mapping[str, Operation] = {
     ),
     "rope": differentiable(
         lambda kernel, t: kernel(t["x"], t["cos"], t["sin"]),
-        plain=rope,
+        plain=FORMULAS[apply_rope],
         wrt=("x",),
         rows=("x", "cos", "sin"),
         make=_rope_inputs,

@@ -80,7 +80,7 @@ def _geglu(x: Tensor, *, tanh: bool = False) -> Tensor:
     return _gated(x, kind="tanh" if tanh else "none", limit=None, offset=0.0)
 
 
-_FORMULAS: dict[Kernel, Kernel] = {
+FORMULAS: dict[Kernel, Kernel] = {
     **{kernel: kernel for kernel in (layer_norm, bias_gelu, apply_rope, largest, cast, cast_rows)},
     rms_norm: _rms_norm,
     add_norm: _add_norm,
@@ -107,7 +107,7 @@ def compiled(kernel: Any) -> Any:
     """
     if isinstance(kernel, partial):
         return partial(compiled(kernel.func), *kernel.args, **kernel.keywords)
-    formula = _FORMULAS.get(kernel) if isinstance(kernel, FunctionType) else None
+    formula = FORMULAS.get(kernel) if isinstance(kernel, FunctionType) else None
     return kernel if formula is None else _compile(formula)
 
 

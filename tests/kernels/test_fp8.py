@@ -162,17 +162,6 @@ def test_a_weight_is_rounded_once_while_it_does_not_change() -> None:
         assert torch.equal(products.output(x, weight, None), -first)
 
 
-def test_columns_in_any_layout() -> None:
-    """Slices of activations, a transposed weight."""
-    products = Fp8Products()
-    x, weight, grad = (drawn(7, 12, 4, 32)[2:10, ::2], drawn(8, 32, 48).t(), drawn(9, 48, 8, 2).permute(1, 2, 0))
-    packed = products.output(x.contiguous(), weight.contiguous(), None)
-    assert torch.equal(products.output(x, weight.contiguous(), None), packed)
-    assert torch.equal(
-        products.input_grad(grad, weight.contiguous()), products.input_grad(grad.contiguous(), weight.contiguous())
-    )
-
-
 def test_a_cpu_has_none() -> None:
     assert why_not_fp8(torch.device("cpu")) == "cpu has no matrix products in fp8"
 

@@ -51,19 +51,6 @@ def test_each_sequence_may_have_positions_of_its_own() -> None:
         assert torch.equal(both[:, i : i + 1], apply_rope(x[:, i : i + 1], *tables))
 
 
-def test_products_depend_on_the_distance_alone() -> None:
-    generator = torch.Generator().manual_seed(1)
-    q, k = (torch.randn(1, 1, 1, 16, dtype=torch.float64, generator=generator) for _ in range(2))
-    theta = frequencies(16, 1e4)
-
-    def product(q_position: int, k_position: int) -> float:
-        tables = [rows(torch.tensor([p]), theta, torch.float64) for p in (q_position, k_position)]
-        return float((apply_rope(q, *tables[0]) * apply_rope(k, *tables[1])).sum())
-
-    assert math.isclose(product(5, 2), product(1005, 1002), rel_tol=1e-10)
-    assert not math.isclose(product(5, 2), product(5, 3), rel_tol=1e-3)
-
-
 def test_far_positions_keep_their_digits() -> None:
     """Angles are computed in fp64: in fp32 position 1,000,003 would be off by a hundredth of a radian."""
     position = 1_000_003

@@ -1,9 +1,7 @@
 """oneDNN's fp32 products: right numbers, where they are taken, and whole steps of several layouts with them."""
 
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,8 +11,6 @@ from megalite.kernels import matmul, registry, self_check
 from megalite.kernels.matmul import LEAST_ROWS, onednn_accumulate_weight_grad, onednn_matmul
 from megalite.kernels.probes import cpu_kinds, why_not_onednn
 from megalite.kernels.registry import Kernels, Use, why_not
-from tests.support.ranks import run_ranks
-from tests.support.tiny import LLAMA, trajectory, whole
 
 CPU = torch.device("cpu")
 OPERATIONS = ("matmul", "weight_grad")
@@ -32,9 +28,9 @@ def assert_right(found: Tensor, exact: Tensor) -> None:
     assert (found.double() - exact).abs().max() <= 1e-5 * exact.abs().max().clamp(min=1e-3)
 
 
-@pytest.mark.parametrize("shape", [(0,), (1,), (7,), (65,), (3, 5), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("shape", [(0,), (1,), (65,), (2, 3, 4)], ids=str)
 @pytest.mark.parametrize("transposed", [True, False])
-@pytest.mark.parametrize("size", [(1, 1), (33, 17), (128, 130)], ids=str)
+@pytest.mark.parametrize("size", [(1, 1), (33, 17)], ids=str)
 def test_products(shape: tuple[int, ...], transposed: bool, size: tuple[int, int]) -> None:
     inner, outer = size
     a, bias = drawn(1, *shape, inner), drawn(2, outer)
@@ -135,46 +131,3 @@ def test_an_operator_of_another_meaning_is_refused(operation: str, monkeypatch: 
     finally:
         self_check._why_wrong.cache_clear()
     assert reason is not None and reason.startswith("onednn's gave other numbers than torch when it was tried")
-
-
-def test_a_torch_without_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    why_not_onednn.cache_clear()
-    monkeypatch.setattr(torch.ops, "mkldnn", object())
-    try:
-        assert why_not_onednn("cpu") == f"torch {torch.__version__} has no mkldnn::_linear_pointwise"
-    finally:
-        why_not_onednn.cache_clear()
-
-
-SETTINGS: dict[str, Any] = {
-    "num_layers": 2,
-    "hidden_size": 48,
-    "micro_batch_size": 4,
-    "kernels": [],
-    "init_method_std": 0.05,
-    # Else Adam's first steps are as long for a gradient of nothing but rounding.
-    "adam_eps": 1e-2,
-}
-EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 40}
-LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
-    "one rank, recomputed": (1, {}, {"recompute_granularity": "full", "recompute_method": "uniform"}),
-    "llama": (1, LLAMA, {}),
-    "tp 2": (2, {}, {"tp": 2}),
-    "tp 2, overlapped": (2, {}, {"tp": 2, "sequence_parallel": True, "tp_comm_overlap": True}),
-    "pp 2, split backward": (2, {}, {"pp": 2, "pipeline_schedule": "zb-h1"}),
-    "experts, ep 2": (2, EXPERTS, {"dp": 2, "ep": 2, "micro_batch_size": 2}),
-}
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_whole_steps(name: str) -> None:
-    """Against one rank in fp64, whose products are torch's."""
-    ranks, model, layout = LAYOUTS[name]
-    exact = whole(run_ranks(1, trajectory, 1, {**SETTINGS, **model}))
-    layout = {**layout, "precision": "fp32", "kernels": [f"{operation}=onednn" for operation in OPERATIONS]}
-    ours = whole(run_ranks(ranks, trajectory, ranks, {**SETTINGS, **model, **layout}))
-    for mine, right in zip(ours.steps, exact.steps, strict=True):
-        assert mine.loss == pytest.approx(right.loss, rel=1e-5)
-        assert mine.grad_norm == pytest.approx(right.grad_norm, rel=1e-4)
-    for name, weights in exact.weights.items():
-        assert np.abs(ours.weights[name] - weights).max() <= 1e-4 * np.abs(weights).max(), name

@@ -1,6 +1,5 @@
 """Which kernel serves an operation: by preference, by request, and what is said where that cannot be."""
 
-import dataclasses
 import inspect
 import re
 from types import MappingProxyType
@@ -12,7 +11,6 @@ import torch
 from megalite.config.compute import ALL_OPERATIONS, KERNELS, OPERATIONS, kernel_requests, unknown_kernels
 from megalite.config.errors import ConfigError
 from megalite.kernels import layer_ops, registry
-from megalite.kernels.cross_entropy import cross_entropy_backward, cross_entropy_forward
 from megalite.kernels.registry import (
     FLOATS,
     IMPLEMENTATIONS,
@@ -80,21 +78,6 @@ def test_kernels_of_an_operation_are_called_alike(operation: str) -> None:
         assert parameters(backends[backend]) == parameters(backends["torch"]), backend
 
 
-def test_get_gives_the_function_itself() -> None:
-    kernels = Kernels()
-    where = {"device": CPU, "dtype": torch.float32, "size": 8}
-    assert kernels.get("rmsnorm", **where) is layer_ops.rms_norm
-    assert kernels.get("cross_entropy", **where) == (cross_entropy_forward, cross_entropy_backward)
-
-
-def test_on_a_cpu_torch_serves_everything() -> None:
-    kernels = Kernels()
-    for operation in OPERATIONS:
-        kernels.get(operation, device=CPU, dtype=torch.bfloat16, size=4096)
-    assert {choice.backend for choice in kernels.chosen} == {"torch"}
-    assert [choice.operation for choice in kernels.chosen] == list(OPERATIONS)
-
-
 def test_one_choice_for_a_use(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels, loads = Kernels(), []
     load = Implementation.load
@@ -160,14 +143,6 @@ def test_one_backend_goes_first_for_all_operations(everywhere: None) -> None:
     )
 
 
-def test_where_the_first_does_not_serve_the_order_holds(everywhere: None) -> None:
-    text = '- {operation: rmsnorm, device: cpu, order: [triton], because: "rule 0"}'
-    kernels = Kernels({ALL_OPERATIONS: "apex"}, preferences=read_preferences(text, "test"))
-    assert chosen(kernels, torch.bfloat16) == ("triton", "rule 0")
-    assert Kernels({ALL_OPERATIONS: "torch"}).not_first() is None
-    assert chosen(Kernels({ALL_OPERATIONS: "torch"}, preferences=read_preferences(text, "test")))[0] == "torch"
-
-
 def test_a_first_that_cannot_run_here() -> None:
     with pytest.raises(ConfigError, match=r"^kernels: apex cannot be had: apex has no cpu; .*; remove it$"):
         Kernels({ALL_OPERATIONS: "apex"}).check(CPU)
@@ -187,17 +162,6 @@ def test_a_request_that_cannot_run_here(backend: str, monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError, match=f"adam={backend} cannot be had: it needs more than a cpu; use adam=torch"):
         Kernels({"adam": backend}).check(CPU)
     assert why_not("adam", backend, Use("cpu", torch.float32, 8)) == "it needs more than a cpu"
-
-
-def test_a_missing_extension(everywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    lacking = dataclasses.replace(NORMS["apex"], extension="fused_layer_norm_cuda")
-    monkeypatch.setattr(
-        registry, "IMPLEMENTATIONS", {"rmsnorm": {**NORMS, "apex": lacking}, "adam": IMPLEMENTATIONS["adam"]}
-    )
-    monkeypatch.setattr("megalite.kernels.registry.why_not_extension", lambda name: f"no {name}")
-    with pytest.raises(ConfigError, match=r"cannot be had: no fused_layer_norm_cuda; use rmsnorm=torch"):
-        Kernels({"rmsnorm": "apex"}).check(CPU)
-    assert chosen(rules("order: [apex, torch]")) == ("torch", "rule 0")
 
 
 def test_an_operation_that_a_backend_has_not() -> None:

@@ -17,8 +17,7 @@ def kernel(adapter: Adapter) -> tuple[Any, Any]:
     return module.lamb_moments, module.lamb_step
 
 
-@pytest.mark.parametrize("n", [1, 1000, CHUNK, 3 * CHUNK + 5])
-@pytest.mark.parametrize("step", [1, 2, 7, 10**6])
+@pytest.mark.parametrize("n, step", [(1, 1), (CHUNK, 7), (3 * CHUNK + 5, 10**6)])
 @pytest.mark.parametrize(
     "settings, limit",
     [
@@ -68,19 +67,6 @@ def test_the_second_half_leaves_the_moments(adapter: Adapter) -> None:
     before = exp_avg.clone(), exp_avg_sq.clone()
     kernel(adapter)[1](param, exp_avg, exp_avg_sq, **TERMS, step=3, rate=1e-3)
     assert torch.equal(exp_avg, before[0]) and torch.equal(exp_avg_sq, before[1])
-
-
-def test_where_its_arguments_lie(adapter: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host reads the norm that it clips by, the kernel the decay: one is on the CPU whatever the device is."""
-    module = adapter("multi_tensor")
-    calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(module.amp_C, "multi_tensor_lamb_stage1_cuda", lambda *given: calls.append(given))
-    tensors = [torch.empty(8, device="meta") for _ in range(4)]
-    assert module.lamb_moments(*tensors, **TERMS, step=3, norms=False) == ()
-    (call,) = calls
-    (decay, norm), most = (call[3], call[8]), call[9]
-    assert (decay.device.type, norm.device.type) == ("meta", "cpu")
-    assert norm.item() <= most, "it would clip"
 
 
 def test_nothing_to_update(adapter: Adapter) -> None:

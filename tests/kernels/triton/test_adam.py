@@ -67,19 +67,6 @@ def test_as_torch(n: int, device: torch.device) -> None:
             a.copy_(b)  # each step from the same state
 
 
-def test_every_element_in_float64(device: torch.device) -> None:
-    """Ten steps without torch in between: nothing adds up."""
-    n = BLOCK + 5
-    ours = start(n, device)
-    exact = [x.double() for x in ours]
-    for step in range(1, 11):
-        grad = random(n, device, step)
-        adam(ours[0], grad, *ours[1:], **SETTINGS, step=step, factor=None, copy=None)
-        exact = in_float64(exact, grad.double(), step, **SETTINGS)
-    for a, b in zip(ours, exact, strict=True):
-        assert (a.double() - b).norm() / b.norm() < 1e-6
-
-
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("factor_dtype", [torch.float32, torch.float64], ids=str)
 def test_factor_and_copy(grad_dtype: torch.dtype, factor_dtype: torch.dtype, device: torch.device) -> None:

@@ -8,7 +8,11 @@ from megalite.kernels import fp8 as by_torch
 from megalite.kernels.triton import fp8 as by_triton
 from tests.kernels.triton.exact import numbers
 
-SHAPES = [(1, 1), (3, 40), (70, 130), (17, 2048), (5, 9000)]
+SHAPES = [
+    *((shape, False) for shape in ((1, 1), (70, 130), (2, 9000))),
+    *((shape, True) for shape in ((3, 40), (70, 130))),
+]
+"""The interpreter runs a program for each row: of turned matrices for each column."""
 
 
 def drawn(shape: tuple[int, int], device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -23,8 +27,7 @@ def assert_equal(ours: by_torch.Rounded, exact: by_torch.Rounded) -> None:
     assert torch.equal(ours.data.view(torch.uint8), exact.data.view(torch.uint8))
 
 
-@pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape, turned", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [by_torch.E4M3, by_torch.E5M2], ids=["e4m3", "e5m2"])
 def test_sizes(dtype: torch.dtype, shape: tuple[int, int], turned: bool, device: torch.device) -> None:
     x = drawn(shape, device).t() if turned else drawn(shape, device)

@@ -16,7 +16,7 @@ from tests.support.tiny import LLAMA, tiny_config
 TRITON = [f"{operation}=triton" for operation in OPERATIONS if "triton" in IMPLEMENTATIONS[operation]]
 PRODUCTS = ["matmul=torch", "weight_grad=torch"]
 SMALL = {
-    "num_layers": 2,
+    "num_layers": 1,
     "hidden_size": 32,
     "num_attention_heads": 2,
     "num_query_groups": None,
@@ -28,12 +28,12 @@ SMALL = {
 
 
 def run(settings: dict[str, Any], kernels: list[str]) -> tuple[list[float], dict[str, torch.Tensor], dict[str, str]]:
-    """Losses and norms of three steps, the weights after them, and what served."""
+    """Losses and norms of two steps, the weights after them, and what served."""
     config = tiny_config(**{**settings, **SMALL}, kernels=kernels)
     topology = Topology.create(ParallelLayout(), rank=0, device=torch.device("cpu"))
     runner = Runner(build_replica(config, topology))
     numbers = []
-    for _ in range(3):
+    for _ in range(2):
         result = runner.step()
         numbers += [result.loss, result.grad_norm]
     weights = {

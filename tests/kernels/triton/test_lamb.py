@@ -26,15 +26,6 @@ def test_one_step(kernel: Any, n: int, step: int, weight_decay: float, device: t
     assert max(found.values()) < 5e-7, found
 
 
-@pytest.mark.parametrize("step", [1, 2, 1000])
-def test_torchs_in_float64(step: int) -> None:
-    """It is the reference of the others."""
-    terms, tensors = {**TERMS, "step": step, "rate": 0.3}, piece(1500, dtype=torch.float64)
-    wanted = exact(tensors, **terms)
-    found = off(run((by_torch.lamb_moments, by_torch.lamb_step), tensors, **terms), wanted)
-    assert max(found.values()) < 1e-14, found
-
-
 def test_ten_steps(device: torch.device) -> None:
     """Nothing adds up, and second moments keep the digits of 1 - β₂."""
     n = BLOCK + 5

@@ -1,5 +1,6 @@
 """Kernels between matrix products, by Triton and by torch, against their definitions in float64, with gradients from those."""
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ class Case:
     exact: Callable[..., Outputs]
     inputs: Callable[[Draw, Draw], list[Tensor | None]]
     kept: int = 0  # numbers a row that it keeps for the backward besides its inputs and outputs
-    shapes: tuple[tuple[int, ...], ...] = ((3, 2, 96), (21, 100), (1, 2100))
+    shapes: tuple[tuple[int, ...], ...] = ((3, 2, 96), (5, 100), (1, 2100))
 
 
 def norm_case(kernel: Any, *, bias: bool, zero_centered: bool = False) -> Case:
@@ -79,7 +80,7 @@ def sum_case(kernel: Any, *, bias: bool, keep: bool, norm_bias: bool, zero_cente
         kept = full(3).double() > -0.67 if keep else None
         return [full(1), vector(2) if bias else None, kept, full(4), vector(5), vector(6) if norm_bias else None]
 
-    return Case(ours, exact, inputs, kept=1 + norm_bias, shapes=((13, 130), (1, 2049)))
+    return Case(ours, exact, inputs, kept=1 + norm_bias, shapes=((5, 130), (1, 2049)))
 
 
 def gelu_case(kernel: Any, *, tanh: bool, bias: bool = True) -> Case:
@@ -133,12 +134,10 @@ TORCHS = {
     "torch layernorm": norm_case(layer_ops.layer_norm, bias=True),
     "torch rmsnorm, zero-centered": norm_case(layer_ops.rms_norm, bias=False, zero_centered=True),
     "torch layernorm, zero-centered": norm_case(layer_ops.layer_norm, bias=True, zero_centered=True),
-    "torch bias_gelu": gelu_case(layer_ops.bias_gelu, tanh=False),
     "torch bias_gelu_tanh": gelu_case(layer_ops.bias_gelu, tanh=True),
-    "torch gelu_tanh": gelu_case(layer_ops.bias_gelu, tanh=True, bias=False),
+    "torch gelu": gelu_case(layer_ops.bias_gelu, tanh=False, bias=False),
     "torch swiglu": gated_case(layer_ops.swiglu, lambda z: z / (1.0 + torch.exp(-z))),
     "torch geglu": gated_case(layer_ops.geglu, ERF),
-    "torch geglu_tanh": gated_case(partial(layer_ops.geglu, tanh=True), TANH),
 }
 OURS = pytest.mark.parametrize("name", CASES)
 FORMS = (
@@ -174,7 +173,7 @@ def outputs(made: Outputs) -> list[Tensor]:
     return list(made) if isinstance(made, tuple) else [made]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES[:3])
 @pytest.mark.parametrize("name", [*CASES, *TORCHS])
 def test_values_and_gradients(name: str, dtype: torch.dtype, device: torch.device) -> None:
     case = (CASES | TORCHS)[name]
@@ -195,13 +194,11 @@ def test_sizes_of_real_models(name: str, dtype: torch.dtype, device: torch.devic
         compare(CASES[name].ours, CASES[name].exact, drawn(CASES[name], shape, device, dtype))
 
 
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", ""])
-@pytest.mark.parametrize("keep", [True, False], ids=["dropout", ""])
-@pytest.mark.parametrize("norm_bias", [True, False], ids=["layer", "rms"])
 @pytest.mark.parametrize("kernel", [norms.add_norm, layer_ops.add_norm], ids=["triton", "torch"])
-def test_every_form_of_the_sum(bias: bool, keep: bool, norm_bias: bool, kernel: Any, device: torch.device) -> None:
-    for zero_centered in (False, True):
-        case = sum_case(kernel, bias=bias, keep=keep, norm_bias=norm_bias, zero_centered=zero_centered)
+def test_every_form_of_the_sum(kernel: Any, device: torch.device) -> None:
+    for form in itertools.product((True, False), repeat=4):
+        parts = dict(zip(("bias", "keep", "norm_bias", "zero_centered"), form, strict=True))
+        case = sum_case(kernel, **parts)
         compare(case.ours, case.exact, drawn(case, (3, 2, 7), device))
 
 
@@ -286,7 +283,7 @@ def test_what_is_kept_for_the_backward(name: str, device: torch.device) -> None:
     if "rope" in name:
         assert not known & {value.data_ptr() for value in kept}
         assert sorted(value.shape[-1] for value in kept) == [32, 32]
-    elif name not in ("torch bias_gelu", "torch bias_gelu_tanh", "torch layernorm, zero-centered"):
+    elif name not in ("torch bias_gelu_tanh", "torch layernorm, zero-centered"):
         # torch keeps the sum with the bias, and of a zero-centered LayerNorm an fp32 copy.
         assert sum(value.numel() for value in kept if value.data_ptr() not in known) == case.kept * 4 * 3 * 2
 
@@ -305,16 +302,6 @@ def test_great_numbers(name: str, dtype: torch.dtype, device: torch.device) -> N
     )
     for one, other in zip(made, right, strict=True):
         assert_near(one, other)
-
-
-@pytest.mark.parametrize("n", [300, 8192 + 8])
-def test_rows_of_equal_elements(n: int, device: torch.device) -> None:
-    """The mean is as exact as fp32 is, and the reciprocal of the root is 1 / sqrt(EPS)."""
-    x = torch.tensor([[0.0], [3.0], [-1e4]], device=device).expand(3, n).contiguous()
-    weight, bias = (numbers(n, device=device, seed=seed).float() for seed in (0, 1))
-    y = norms.layernorm(x, weight, bias, EPS)
-    assert torch.equal(y[0], bias)
-    assert ((y - bias).abs() <= 16 * 2**-24 * x.abs() / EPS**0.5 * weight.abs() + 1e-6).all()
 
 
 def test_a_mean_far_from_zero(device: torch.device) -> None:
@@ -407,23 +394,6 @@ def test_activations_of_great_numbers(name: str, dtype: torch.dtype, device: tor
     assert torch.equal(y, relu)
     torch.testing.assert_close(grad[:7], slope, rtol=0.0, atol=1e-6)
     assert not gated or torch.equal(grad[7:], relu)
-
-
-def test_tables_of_other_strides(device: torch.device) -> None:
-    x = numbers(3, 2, 2, 20, device=device)
-    cos, sin = (table[1:, :2, :, ::2] for table in tables(numbers(4, 3, 2, 40, device=device), own_positions=True))
-    compare(lambda x: rope.rope(x, cos, sin), lambda x: exact_rope(x, cos, sin), [x])
-
-
-def test_the_gradient_of_rope_turns_back_to_the_bit(device: torch.device) -> None:
-    """By quarters of a turn nothing is rounded, so that back and forth is the same."""
-    x = numbers(4, 1, 2, 6, dtype=torch.float32, device=device)
-    cos = torch.tensor([1.0, 0.0, -1.0, 0.0], device=device).view(4, 1, 1, 1).repeat(1, 1, 1, 3)
-    sin = torch.tensor([0.0, 1.0, 0.0, -1.0], device=device).view(4, 1, 1, 1).repeat(1, 1, 1, 3)
-    y = rope.rope(x, cos, sin)
-    assert torch.equal(y[1], torch.cat((-x[1, ..., 3:], x[1, ..., :3]), dim=-1))
-    _, (back,) = run(lambda v: rope.rope(v, cos, sin), [x], [y])
-    assert torch.equal(back, x)
 
 
 @pytest.mark.gpu
