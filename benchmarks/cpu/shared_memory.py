@@ -52,11 +52,13 @@ def collectives(context: RankContext, operation: str, ranks: int, size: int, rou
     return take_turns(context, works, rounds, max(3, min(100, int(SECONDS * 1e9 / (size * ranks)))))
 
 
-def steps(context: RankContext, ranks: int, sequence_parallel: bool, rounds: int) -> dict[str, list[float]]:
+def steps(
+    context: RankContext, model: Mapping[str, Any], ranks: int, sequence_parallel: bool, rounds: int
+) -> dict[str, list[float]]:
     works: dict[str, Callable[[], object]] = {}
     for name, memory in WAYS.items():
         layout = {"tp": ranks, "sequence_parallel": sequence_parallel, "shared_memory_collectives": memory}
-        config = validate(replace(RunConfig(), **CPU_MODEL, **layout, mock_data=True, train_iters=1000, lr=1e-4), ranks)
+        config = validate(replace(RunConfig(), **model, **layout, mock_data=True, train_iters=1000, lr=1e-4), ranks)
         run = Run(config, rank=context.rank, device=torch.device("cpu"), made=context.made)
         batches = run.read(run.batch_size)
         works[name] = lambda run=run, batches=batches: run.train(batches, run.batch_size)  # type: ignore[misc]
@@ -83,7 +85,7 @@ def main(words: Sequence[str] | None = None) -> None:
                     found = pool.run(ranks, collectives, operation, ranks, size, rounds)[0]
                     rows.append(row_of(found, ranks=ranks, what=operation, bytes=size))
             for sequence_parallel in (False, True):
-                found = pool.run(ranks, steps, ranks, sequence_parallel, rounds)[0]
+                found = pool.run(ranks, steps, CPU_MODEL, ranks, sequence_parallel, rounds)[0]
                 rows.append(row_of(found, ranks=ranks, what=f"step{', sequence parallel' * sequence_parallel}"))
         for row in rows[-2 - 2 * len(arguments.sizes) :]:
             name = f"{row['ranks']} ranks, {row['what']} {row.get('bytes', '')}"

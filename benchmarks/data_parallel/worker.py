@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import common
 from benchmarks.data_parallel.links import sent_and_received
+from benchmarks.live_bytes import state_bytes
 from benchmarks.peers import plain_gpt
 from benchmarks.steps.replica import Run
 from megalite.config.describe import replace
@@ -225,17 +226,6 @@ class ReductionWatch:
         self._finish()
         self.steps.append({"runs": self._runs, "exposed": [start, time.perf_counter()]})
         self._runs = []
-
-
-def state_bytes(replica: Replica) -> int:
-    """What parameters, gradients and states of optimizer and strategy take on this rank."""
-    tensors = []
-    for shard in replica.strategy.shards:
-        tensors += [shard.bucket.data, shard.bucket.grad, shard.main_param.data]
-        tensors += replica.optimizer.state(shard.main_param).values()
-    tensors += [state.values for state in replica.strategy.states()]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
 
 
 def main() -> None:

@@ -1,14 +1,12 @@
 """The stages of a small GPT in fp32, and our executor over them; gradients go to `.grad`."""
 
-import weakref
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from benchmarks.common import settings
+from benchmarks.live_bytes import LiveBytes
 from megalite.config.model import ModelConfig
 from megalite.models.gpt import GPTStage
 from megalite.parity.pool import RankContext, RankPool
@@ -90,36 +88,10 @@ RANKS, MICROBATCHES = 2, 16
 SCHEDULES = ("gpipe", "1f1b")
 
 
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that operations have made while the mode was on and that nothing has freed.
+class HeldBytes(LiveBytes):
+    """A tracer that keeps the most that is alive at the end of any computation: what is held, without temporaries."""
 
-    As a tracer it keeps the most that is alive at the end of any computation: what is held, without temporaries.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = self.held = 0
-        self._alive: dict[int, weakref.ref[Any]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inputs = {storage._cdata for storage in _storages((args, kwargs))}
-        result = func(*args, **(kwargs or {}))
-        for storage in _storages(result):
-            # A storage that came in is older than the mode, or counted.
-            if storage._cdata not in inputs and storage._cdata not in self._alive and storage.nbytes():
-                self._count(storage)
-        return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-
-        def freed(_: object) -> None:
-            del self._alive[key]
-            self.now -= size
-
-        self._alive[key] = weakref.ref(storage, freed)
-        self.now += size
-        self.peak = max(self.peak, self.now)
+    held = 0
 
     def start(self, action: Action) -> None:
         """Nothing is noted when a computation starts."""
@@ -127,10 +99,6 @@ class LiveBytes(TorchDispatchMode):
     def end(self, action: Action) -> None:
         """It has ended: its temporaries are gone."""
         self.held = max(self.held, self.now)
-
-
-def _storages(tree: Any) -> list[torch.UntypedStorage]:
-    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def graph_bytes(stage: int) -> int:
@@ -149,7 +117,7 @@ def graph_bytes(stage: int) -> int:
 def run_rank(context: RankContext, name: str) -> tuple[int, int]:
     """Bytes held after any computation, and with temporaries, in a step after the first."""
     schedule = build_schedule(name, num_ranks=RANKS, num_chunks=1, num_microbatches=MICROBATCHES)
-    live = LiveBytes()
+    live = HeldBytes()
     executor = build_ours(schedule, context.topology(pp=RANKS), tracer=live)
     executor.run()  # gradients exist from here on
     live.held = 0

@@ -10,7 +10,6 @@ distinct storages that autograd's saved tensors keep alive at the peak of a step
 what `--dry-run --rank` prints.
 """
 
-import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,6 +18,7 @@ import torch
 
 from benchmarks import common
 from benchmarks.common import settings
+from benchmarks.live_bytes import SavedBytes, state_bytes
 from megalite.config.batch import microbatch_counts
 from megalite.config.describe import replace
 from megalite.config.run import RunConfig
@@ -27,7 +27,7 @@ from megalite.parity.pool import RankContext, RankPool
 from megalite.parity.trajectory import Runner
 from megalite.partition.memory import RankMemory, activation_peaks, held_buckets, rank_memory
 from megalite.partition.pipeline import layout_of, plan_stages, schedule_of
-from megalite.training.replica import Replica, build_replica
+from megalite.training.replica import build_replica
 
 Recompute = Literal["none", "selective", "full"]
 STATE_BYTES = 18
@@ -152,58 +152,6 @@ def published_model(shape: GPTShape, batch: int, plain: bool) -> RunConfig:
     if not plain:
         changes |= {"sequence_parallel": True, **_selective("core_attn")}
     return validate(replace(RunConfig(), **changes), shape.tp * shape.pp)
-
-
-class SavedBytes:
-    """Bytes of the distinct storages that autograd's saved tensors hold, now and at the most; `besides` not counted."""
-
-    def __init__(self, besides: Iterable[torch.Tensor]) -> None:
-        self.now = self.peak = 0
-        self._besides = {tensor.untyped_storage()._cdata for tensor in besides}
-        self._holds: dict[int, int] = {}
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda held: held.tensor)
-
-    def _pack(self, tensor: torch.Tensor) -> "_Held":
-        held = _Held(tensor if tensor.is_leaf else tensor.detach())
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._besides:
-            self._change(storage._cdata, 1, storage.nbytes())
-            weakref.finalize(held, self._change, storage._cdata, -1, storage.nbytes())
-        return held
-
-    def _change(self, storage: int, by: int, size: int) -> None:
-        before = self._holds.get(storage, 0)
-        self._holds[storage] = before + by
-        if 0 in (before, before + by):
-            self.now += by * size
-            self.peak = max(self.peak, self.now)
-
-    def __enter__(self) -> "SavedBytes":
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._hooks.__exit__(*error)
-
-
-class _Held:
-    """A saved tensor; its death is the end of the hold."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-
-def state_bytes(replica: Replica) -> int:
-    """Bytes of the storages that hold weights, gradients and optimizer state between two steps."""
-    strategy, tensors = replica.strategy, []
-    for shard in strategy.shards:
-        assert shard.main_param.grad is not None
-        tensors += [strategy.weights(shard).values, shard.bucket.data, shard.bucket.grad]
-        tensors += [shard.main_param.data, shard.main_param.grad]
-        tensors += replica.optimizer.state(shard.main_param).values()
-    tensors += [state.values for state in strategy.states()]
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
 
 
 def measure(context: RankContext, name: str) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -232,63 +232,43 @@ class GPTStage(torch.nn.Module):
         ids = positions
         if position_documents is not None:
             ids = document_position_ids(ids, position_documents)
-        found = ForwardContext(
+        return self._made(
+            length,
             seq_length=length,
             spans=spans,
             positions=positions,
             position_ids=ids,
             stream=DropoutStream(self.factory.seed, sample_ids, self._draw) if self.training else None,
-            rope=self._rope_rows(ids, length, self._windowed),
             visibility=Visibility(window=self._window(length), document_starts=attention_documents),
             auxiliary=auxiliary,
             ahead=ahead,
         )
-        return self._with_full(found, ids, length)
 
     def generation_context(self, length: int) -> ForwardContext:
         """The context of the first `length` tokens of texts that may be longer, without dropout; cp must be 1."""
         positions = torch.arange(length, device=self.device)
-        found = ForwardContext(
-            seq_length=length,
-            spans=(((0, length),),),
-            positions=positions,
-            position_ids=positions,
-            rope=self._rope_rows(positions, length, self._windowed),
-            visibility=Visibility(window=self._window(length)),
-            generating=True,
-        )
-        return self._with_full(found, positions, length)
+        visibility = Visibility(window=self._window(length))
+        places: dict[str, Any] = {"spans": (((0, length),),), "positions": positions, "position_ids": positions}
+        return self._made(length, seq_length=length, **places, visibility=visibility, generating=True)
 
     def next_token_context(self, lengths: Sequence[int]) -> ForwardContext:
         """The context of one new token a row, behind the `lengths` tokens that a cache holds of it; cp must be 1."""
         window = self.config.sliding_window if self._windowed else None
         new = NextTokens.after(lengths, window=window, device=self.device)
-        position_ids = new.positions.unsqueeze(0)
-        found = ForwardContext(
-            seq_length=1,
-            spans=(((0, 1),),),
-            positions=new.positions[:1],
-            position_ids=position_ids,
-            rope=self._rope_rows(position_ids, new.stop, self._windowed),
-            generating=True,
-            next_tokens=new,
-        )
         every = NextTokens.after(lengths, window=None, device=self.device) if self._mixed else None
-        return self._with_full(found, position_ids, new.stop, every)
+        places: dict[str, Any] = {"spans": (((0, 1),),), "positions": new.positions[:1]}
+        places["position_ids"] = new.positions.unsqueeze(0)
+        return self._made(new.stop, every, seq_length=1, **places, generating=True, next_tokens=new)
 
-    def _with_full(
-        self, context: ForwardContext, position_ids: Tensor, stop: int, next_tokens: NextTokens | None = None
-    ) -> ForwardContext:
-        """The context of layers with a window, with that of the others where this stage has both."""
+    def _made(self, stop: int, every: NextTokens | None = None, **facts: Any) -> ForwardContext:
+        """The context of position ids below `stop`: of layers with a window, with that of the others where this stage has
+        both, whose new tokens see `every` key."""
+        ids = facts["position_ids"]
+        context = ForwardContext(**facts, rope=self._rope_rows(ids, stop, self._windowed))
         if not self._mixed:
             return context
-        full = replace(
-            context,
-            rope=self._rope_rows(position_ids, stop, False),
-            visibility=replace(context.visibility, window=None),
-            next_tokens=next_tokens,
-        )
-        return replace(context, full=full)
+        rope, visibility = self._rope_rows(ids, stop, False), replace(context.visibility, window=None)
+        return replace(context, full=replace(context, rope=rope, visibility=visibility, next_tokens=every))
 
     def _window(self, length: int) -> int | None:
         """The sliding window if it hides anything of that many tokens."""

@@ -1,9 +1,9 @@
 """The parts of the data-parallel benchmark that no clock decides."""
 
 import json
-import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +12,10 @@ from benchmarks import common
 from benchmarks.data_parallel import links as shaped_links
 from benchmarks.data_parallel import pulls
 from benchmarks.data_parallel import run as data_parallel
-from benchmarks.data_parallel.links import ShapedLinks, sent_and_received, unavailable
+from benchmarks.data_parallel.links import ShapedLinks, unavailable
 from benchmarks.data_parallel.run import GPT, ONEBIT, Bench, end_of, seconds, sent, steps_of
-from benchmarks.data_parallel.worker import PEERS
+from benchmarks.data_parallel.worker import PEERS, Recorder, train_ours
+from tests.support.ranks import RankContext, run_ranks
 
 SMALL: dict[str, Any] = {
     **GPT,
@@ -32,21 +33,18 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
+def work(context: RankContext, folder: Path) -> None:
+    """As the worker does, on the host's own network."""
+    recorder = Recorder(folder / f"rank{context.rank}.jsonl", "lo")
+    for case in CASES:
+        train_ours(case, context.made, recorder)
+
+
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What two ranks of the worker write, on the host's own network."""
+    """What two ranks of the worker write."""
     folder = tmp_path_factory.mktemp("job")
-    (folder / "job.json").write_text(json.dumps({"cases": CASES}))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [*launch, "-m", "benchmarks.data_parallel.worker", str(folder / "job.json"), str(folder)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    run_ranks(2, work, folder)
     lines = [json.loads(line) for path in folder.glob("rank*.jsonl") for line in path.read_text().splitlines()]
     return {case["name"]: [line for line in lines if line["case"] == case["name"]] for case in CASES}
 
@@ -71,12 +69,6 @@ def test_what_hides_is_a_share(records: dict[str, list[dict[str, Any]]]) -> None
     reductions = end_of(records["traced"])["reductions"]
     assert len(reductions) == 3
     assert all(0.0 <= data_parallel._hidden(step) <= 1.0 for step in reductions)
-
-
-def test_the_hidden_share_by_hand() -> None:
-    """Reductions from 0 to 4 and from 3 to 6, of which the step waits from 5 on: one second of six."""
-    step = {"runs": [[3.0, 6.0], [0.0, 4.0]], "exposed": [5.0, 9.0]}
-    assert data_parallel._hidden(step) == pytest.approx(5 / 6)
 
 
 def test_peers_have_a_pair_of_ours() -> None:
@@ -106,12 +98,7 @@ def test_links_join_ranks_and_go_away() -> None:
         assert all(int(number) < 10_000 for number in started.stdout.split())
         assert Bench(links, "text").case("one")["settings"]["data_path"] == ["text"]
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
-    assert "mgl-" not in listed.stdout
-
-
-def test_an_interface_that_is_not_there() -> None:
-    with pytest.raises(ValueError, match="there is no interface eth77"):
-        sent_and_received("eth77")
+    assert not {"mgl-rank0", "mgl-rank1", "mgl-switch"} & set(listed.stdout.split())
 
 
 def test_what_is_needed_first_comes_first(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

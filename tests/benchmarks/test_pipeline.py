@@ -3,18 +3,10 @@
 import pytest
 import torch
 
+from benchmarks.live_bytes import LiveBytes
 from benchmarks.pipeline import fidelity as pipeline_dapple
 from benchmarks.pipeline.fidelity import AUTO, NAMED
-from benchmarks.pipeline.gpt import LiveBytes
-from benchmarks.pipeline.sleep import (
-    CappedMemory,
-    Durations,
-    OutOfMemory,
-    SleepingRank,
-    costs_of,
-    measured_durations,
-    step_times,
-)
+from benchmarks.pipeline.sleep import CappedMemory, Durations, OutOfMemory, SleepingRank, costs_of, measured_durations
 from megalite.pipeline.ir.actions import Kind
 from megalite.pipeline.ir.generators.registry import SCHEDULES
 from megalite.pipeline.ir.lower import lower
@@ -53,14 +45,6 @@ def test_dapples_headline_follows_from_our_simulator_and_replay() -> None:
     ]
 
 
-def test_the_cap_is_what_tells_the_two_apart() -> None:
-    assert pipeline_dapple.most_microbatches("gpipe") == 3
-    assert pipeline_dapple.most_microbatches("1f1b") == 64, "the search's own end"
-    held = pipeline_dapple.memory_gb(pipeline_dapple.program_of("1f1b", 16))
-    assert held == pytest.approx((12.1, 9.1))
-    assert pipeline_dapple.memory_gb(pipeline_dapple.program_of("gpipe", 8)) is None
-
-
 def test_a_sleeping_stage_counts_its_graphs_and_refuses_one_too_many() -> None:
     csv = "0F0,0F1,0B0,0F2,0B1,0B2\n"
     memory = CappedMemory(weights=1.0, activation=2.0, cap=5.0)
@@ -69,13 +53,6 @@ def test_a_sleeping_stage_counts_its_graphs_and_refuses_one_too_many() -> None:
     with pytest.raises(OutOfMemory, match="3 microbatches need 7, the cap is 5"):
         program = lower(Schedule.from_csv("0F0,0F1,0F2,0B0,0B1,0B2\n"))
         SleepingRank(program, 0, {}, NOTHING, memory=memory).executor.run()
-
-
-def test_a_forward_that_will_run_again_holds_nothing() -> None:
-    memory = CappedMemory(weights=0.0, activation=1.0, cap=1.0)
-    program = lower(Schedule.from_csv("0F0,0F1,0R0,0B0,0R1,0B1\n"))
-    SleepingRank(program, 0, {}, NOTHING, memory=memory).executor.run()
-    assert memory.peak == 1.0
 
 
 def test_whole_backwards_and_halves_sleep_for_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,10 +80,6 @@ def test_costs_are_those_of_the_actions() -> None:
     ):
         costs = costs_of(took, 1, split=split, recomputed=recomputed, p2p=0.0)
         assert simulate(lower(Schedule.from_csv(csv)), costs).makespan == seconds
-
-
-def test_a_step_lasts_from_the_first_start_to_the_last_end() -> None:
-    assert step_times([[(0.0, 2.0), (3.0, 4.0)], [(0.5, 1.5), (2.0, 4.5)]]) == [2.0, 2.5]
 
 
 def test_every_schedule_is_measured() -> None:

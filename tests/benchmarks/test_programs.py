@@ -1,15 +1,25 @@
 """Every benchmark is in the README with a command, and runs in its smallest size."""
 
+import contextlib
 import importlib
+import io
 import json
+import os
 import re
+import runpy
 import shlex
-from collections.abc import Sequence
+import sys
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import common
+from benchmarks.generation import run as generation
+from benchmarks.steps import soak
+from tests.e2e.forked import train_forked
 from tests.support.ranks import forked_pools
 
 FOLDER = common.ROOT / "benchmarks"
@@ -26,18 +36,25 @@ PARTS = {
 """Programs that other programs start."""
 README = (FOLDER / "README.md").read_text(encoding="utf-8")
 PAGES = [*common.ROOT.glob("*.md"), *common.ROOT.glob("docs/**/*.md"), *FOLDER.rglob("*.md"), common.ROOT / "Makefile"]
-SMALLEST = (
-    ("cpu.attention", ["--rounds", "1", "--shapes", "1x2x16x8"], "milliseconds"),
-    ("cpu.products", ["--rounds", "1", "--shapes", "16x8x16"], "flops_per_second"),
-    ("cpu.scheduling", ["--rounds", "1", "--ranks", "2"], "rows"),
-    ("cpu.shared_memory", ["--rounds", "1", "--ranks", "2", "--sizes", "1024"], "rows"),
-    ("checkpoint.run", ["--tiny", "--rounds", "1"], "conversion"),
-    ("data.run", ["--tiny"], "preprocess"),
-    ("pipeline.run", ["--quick", "--memory", "--only", "1f1b"], "memory"),
-    ("planner.chain", ["--models", "gnmt-16", "--clusters", "2x8"], "rows"),
-    ("planner.search", ["--cases", "8B x 64", "--refined", "2"], "cases"),
-    ("scale.run", ["--worlds", "8", "64"], "exponents"),
-    ("steps.soak", ["--steps", "5"], "ranks"),
+TINY = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 64"
+MODEL = f"{TINY} --bf16 --mock-data --micro-batch-size 1 --train-iters 10 --sequence-parallel"
+SETTINGS = common.settings(
+    "num_layers=2 hidden_size=32 num_attention_heads=4 vocab_size=64 seq_length=16 global_batch_size=4"
+)
+PLAN = {"175B x 512": "--preset llama3-8b --cluster dgx-h100 --gpus 8 --global-batch-size 64"}
+# What has no option for a size is made small in its module.
+SMALLEST: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+    ("cpu.attention", "--rounds 1 --shapes 1x2x16x8", "milliseconds", {}),
+    ("cpu.products", "--rounds 1 --shapes 16x8x16", "flops_per_second", {}),
+    ("cpu.scheduling", "--rounds 1 --ranks 2", "rows", {}),
+    ("cpu.shared_memory", "--rounds 1 --ranks 2 --sizes 1024", "rows", {"CPU_MODEL": SETTINGS}),
+    ("checkpoint.run", "--tiny --rounds 1", "conversion", {}),
+    ("data.run", "--tiny", "preprocess", {"WORKERS": (1,)}),
+    ("generation.run", "--tiny --rounds 1", "rows", {}),
+    ("pipeline.run", "--quick --memory --only 1f1b", "memory", {}),
+    ("planner.chain", "--models gnmt-16 --clusters 2x8", "rows", {}),
+    ("planner.search", "--cases '175B x 512' --refined 2", "cases", {"CASES": PLAN, "RUNS": 1}),
+    ("scale.run", "--worlds 8 16", "exponents", {"MODEL": MODEL, "LAYOUTS": {8: (2, 2), 16: (2, 2)}}),
 )
 
 
@@ -68,32 +85,59 @@ def test_the_options_of_each_command_exist(line: str, capsys: pytest.CaptureFixt
     assert {word for word in words[at + 2 :] if word.startswith("--")} <= set(re.findall(r"--[\w-]+", shown))
 
 
+def run_here(*words: str, **more: str) -> str:
+    """`common.run_python` without a process of its own, which takes seconds to import torch."""
+    printed, module = io.StringIO(), words[0] == "-m"
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(), contextlib.redirect_stdout(printed):
+        warnings.simplefilter("ignore", RuntimeWarning)  # that the module is imported already
+        patch.setattr(sys, "argv", [*words[1 if module else 0 :]])
+        for name, value in more.items():
+            patch.setenv(name, value)
+        try:
+            (runpy.run_module if module else runpy.run_path)(sys.argv[0], run_name="__main__")
+        except SystemExit as ended:
+            assert not ended.code, (words, printed.getvalue())
+    return printed.getvalue()
+
+
 @pytest.mark.e2e
-@pytest.mark.parametrize(("program", "words", "key"), SMALLEST, ids=[program for program, _, _ in SMALLEST])
-def test_it_runs(program: str, words: Sequence[str], key: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("program", "words", "key", "small"), SMALLEST, ids=[program for program, *_ in SMALLEST])
+def test_it_runs(
+    program: str, words: str, key: str, small: Mapping[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = importlib.import_module(f"benchmarks.{program}")
+    for name, value in small.items():
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(common, "run_python", run_here)
+    monkeypatch.chdir(common.ROOT)
     with forked_pools():
-        module.main([*words, "--json", str(tmp_path / "found.json")])
+        module.main([*shlex.split(words), "--json", str(tmp_path / "found.json")])
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["command"].startswith(f"python -m benchmarks.{program} ")
     assert found["torch"] and found["machine"] and found[key]
 
 
+@pytest.mark.e2e
+def test_what_the_soak_reads_of_a_run(tmp_path: Path) -> None:
+    train_forked(2, *soak.FLAGS, "--train-iters", "5", "--run-dir", tmp_path).require_success()
+    assert len(soak.step_times(tmp_path / "metrics.jsonl")) == 4, "no step after a save"
+    here = soak.sample(os.getpid())
+    row = soak.rank_row([here] * 5, here.seconds + 9.0)
+    assert row["growth"] == 0.0 and (row["open_files"], row["threads"]) == ([here.files], [here.threads])
+    assert os.getpid() in soak.children(os.getppid())
+
+
+def test_different_texts_are_not_timed() -> None:
+    made = {"megalite": lambda count: [[1] * count], "transformers": lambda count: [[1] * (count - 1) + [2]]}
+    case = generation.Case(1, 1, 3)
+    with pytest.raises(SystemExit, match="do not give the same tokens"):
+        generation.agree(made, case, exact=True)
+    generation.agree(made, case, exact=False)
+
+
 def test_no_file_is_long() -> None:
     """Lines of all together have their ceiling in tests/support/measures.py."""
     assert max(len(path.read_text(encoding="utf-8").splitlines()) for path in FILES) <= 500
-
-
-def test_settings_are_read_as_json_where_they_are() -> None:
-    found = common.settings("lr=1e-3 tie_embeddings=false activation=swiglu num_layers=4")
-    assert found == {"lr": 1e-3, "tie_embeddings": False, "activation": "swiglu", "num_layers": 4}
-
-
-def test_the_processor_is_named(tmp_path: Path) -> None:
-    about = tmp_path / "cpuinfo"
-    about.write_text("processor\t: 0\nmodel name\t: A Processor 9000\nmodel name\t: A Processor 9000\n")
-    assert common.processor(about) == "A Processor 9000"
-    assert common.processor(tmp_path / "none")
 
 
 def test_turns_are_shuffled_and_each_has_its_turn() -> None:
@@ -103,7 +147,3 @@ def test_turns_are_shuffled_and_each_has_its_turn() -> None:
     seconds = common.take_turns({"a": lambda: None, "b": lambda: None}, rounds=3, warm_up=2)
     assert {name: len(taken) for name, taken in seconds.items()} == {"a": 3, "b": 3}
     assert common.ratio([1.0, 2.0, 9.0], [2.0, 1.0, 3.0]) == 2.0
-
-
-def test_a_table_is_aligned_markdown() -> None:
-    assert common.markdown([["a", "b"], [1, "two"]]) == "| a | b   |\n|---|-----|\n| 1 | two |"

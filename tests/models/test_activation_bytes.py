@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.live_bytes import LiveBytes, SavedBytes
 from megalite.config.run import RunConfig
 from megalite.kernels.registry import Kernels
 from megalite.models.context import AuxiliaryLosses
@@ -23,7 +24,6 @@ from megalite.partition.pipeline import plan_stages, schedule_of
 from megalite.partition.stages import StagePlan
 from megalite.pipeline.ir.schedule import peak_activations
 from megalite.training.replica import Precision, build_stages
-from tests.models.live_bytes import LiveBytes, SavedBytes
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import Runner, build, tiny_config
 
@@ -86,10 +86,10 @@ def layers_alone(context: RankContext, config: RunConfig) -> tuple[GPTStage, Sta
     return stage.train(), plan
 
 
-def settled(bytes_now: Callable[[], int]) -> int:
-    """The number once gloo's threads have let go of the tensors of finished collectives."""
+def settled(bytes_now: Callable[[], int], *, alone: bool) -> int:
+    """The number once gloo's threads have let go of the tensors of finished collectives, which one rank has not."""
     least = bytes_now()
-    for _ in range(20):
+    for _ in range(0 if alone else 20):
         time.sleep(0.005)
         least = min(least, bytes_now())
     return least
@@ -97,7 +97,7 @@ def settled(bytes_now: Callable[[], int]) -> int:
 
 def kept(context: RankContext, world_size: int, settings: dict[str, Any]) -> dict[str, float]:
     """Bytes that a forward leaves behind by what is alive and by what autograd holds, and the planner's number."""
-    config = tiny_config(world_size, **{**GPT, **settings})
+    config, alone = tiny_config(world_size, **{**GPT, **settings}), world_size == 1
     stage, plan = layers_alone(context, config)
     samples = config.training.micro_batch_size
     losses = AuxiliaryLosses(1.0 / samples, 1.0 / (samples * S), 1.0, torch.device("cpu"))
@@ -109,11 +109,11 @@ def kept(context: RankContext, world_size: int, settings: dict[str, Any]) -> dic
         y = stage(x, forward_context)
     held = saved.now
     del x, y
-    assert settled(lambda: saved.now) == 0
+    assert settled(lambda: saved.now, alone=alone) == 0
     with LiveBytes() as live:
         x = torch.randn(shape, dtype=torch.bfloat16).requires_grad_()
         y = stage(x, forward_context)
-        alive = settled(lambda: live.now - y.untyped_storage().nbytes())
+        alive = settled(lambda: live.now - y.untyped_storage().nbytes(), alone=alone)
         gc.collect()
         assert live.now - y.untyped_storage().nbytes() == alive, "only the garbage collector freed something"
         y.backward(torch.ones_like(y))
@@ -143,14 +143,10 @@ def measured(world_size: int, settings: dict[str, Any]) -> dict[str, float]:
         (selective("mlp_act"), lambda t: 34 + SCORES - 8),
         (selective("layernorm"), lambda t: 34 + SCORES - 4),
         (selective("mlp"), lambda t: 34 + SCORES - 16),
-        (selective("core_attn", "mlp_act", "layernorm"), lambda t: 34 - 8 - 4),
         (selective("core_attn", "mlp", "layernorm"), lambda t: 34 - 16 - 4),
-        ({**TP2, **selective("layernorm", "mlp_act")}, lambda t: 6 + 16 / t + SCORES / t),
         ({**TP2, **SP, **selective("layernorm", "mlp_act")}, lambda t: (22 + SCORES) / t),
         ({"num_layers": 5, **full("uniform", 2)}, lambda t: 2 * 3),
-        ({"num_layers": 5, **full("uniform", 5)}, lambda t: 2),
         ({"num_layers": 5, **full("block", 2)}, lambda t: 2 * 2 + 3 * (34 + SCORES)),
-        ({"num_layers": 5, **full("block", 5)}, lambda t: 2 * 5),
     ],
     ids=lambda value: "" if callable(value) else str(value),
 )
@@ -168,10 +164,7 @@ def test_a_layer_keeps_what_the_formula_says(settings: dict[str, Any], formula: 
     "settings",
     [
         {},
-        selective("core_attn"),
         {"num_query_groups": 2, **DROPOUT},
-        LLAMA,
-        {**LLAMA, "num_query_groups": 2, "sliding_window": 32},
         {**LLAMA, "num_query_groups": 2, "sliding_window": 32, "window_attn_skip_freq": [2]},
         {**LLAMA, "num_query_groups": 2, "attn_logit_softcapping": 5.0, "softmax_scale": 0.2, "post_norms": True},
         {**LLAMA, "num_query_groups": 2, "softmax_type": "learnable"},
@@ -179,44 +172,22 @@ def test_a_layer_keeps_what_the_formula_says(settings: dict[str, Any], formula: 
         {**LLAMA, "post_norms": True, "hidden_dropout": 0.1, **TP2, **SP},
         {**LLAMA, "post_norms": True, "pre_norms": False, "qk_norm": True, "qk_norm_all_heads": True},
         {**LLAMA, "num_query_groups": 4, "qk_norm": True, "qk_norm_all_heads": True, "cp": 2, "cp_comm_type": "a2a"},
-        {**LLAMA, "final_logit_softcapping": 5.0, "post_norms": True, **selective("mlp_act", "layernorm")},
-        {**LLAMA, "qk_norm": True},
-        {**LLAMA, "num_query_groups": 1, **TP2, **SP},
         {**LLAMA, "num_query_groups": 2, "qk_norm": True, "tp": 4},
         {**LLAMA, "num_query_groups": 2, "cp": 4, "cp_comm_type": "a2a"},
-        {**LLAMA, "num_query_groups": 4, "cp": 4, "cp_comm_type": "a2a", "qk_norm": True},
         {**LLAMA, **selective("mlp_act", "layernorm"), "activation": "geglu", "norm_zero_centered": True},
-        LATENT,
         {**LATENT, "q_lora_rank": None, "qk_norm": False, "v_head_dim": 48},
         {**LATENT, **DROPOUT, **selective("core_attn", "layernorm")},
-        {**LATENT, **TP2, **SP},
         {**LATENT, **TP2, **SP, **selective("mla_up_proj", "layernorm")},
-        {**LATENT, "q_lora_rank": None, "qk_norm": False, **selective("mla_up_proj", "layernorm")},
         {**LATENT, **DROPOUT, **selective("mla_up_proj", "core_attn")},
-        {**LATENT, "cp": 2, "cp_comm_type": "a2a", **selective("mla_up_proj")},
-        {**LATENT, **TP2, "sliding_window": 32, "post_norms": True},
-        {**LATENT, "cp": 2, **selective("core_attn")},
-        {**LATENT, "cp": 2, "cp_comm_type": "a2a", "qk_norm": False},
-        {**LLAMA, "hidden_dropout": 0.1, **TP2, **SP},
-        {**LLAMA, "cp": 2},
-        {**LLAMA, "cp": 2, "cp_comm_type": "a2a"},
         {**LLAMA, "cp": 2, "cp_comm_type": "allgather"},
-        {**LLAMA, "cp": 4, **HIERARCHICAL},
         {**LATENT, "cp": 4, **HIERARCHICAL, **selective("mla_up_proj", "core_attn")},
         {**LLAMA, "num_query_groups": 1, "cp": 4, **HIERARCHICAL, **DROPOUT},
-        {**LLAMA, "cp": 2, **DROPOUT},
         {**LLAMA, "qk_norm": True, "cp": 2, **DROPOUT, **selective("core_attn")},
-        {**LATENT, "cp": 2, "cp_comm_type": "allgather", **DROPOUT},
-        {"cp": 2, **DROPOUT},
-        {"cp": 2, "cp_comm_type": "a2a", **DROPOUT},
-        {"cp": 2, **DROPOUT, **selective("core_attn")},
-        MOE,
         {**MOE, "activation": "swiglu", "moe_router_topk": 1, "moe_router_pre_softmax": True},
-        {**MOE, "activation": "swiglu", "moe_shared_expert_intermediate_size": 512},
         {**MOE, "moe_router_topk": 3, "moe_router_pre_softmax": True, "moe_z_loss_coeff": 0.0},
         {**MOE, **selective("moe")},
         {**MOE, **selective("mlp_act", "layernorm"), "moe_shared_expert_intermediate_size": 512},
-        {**MOE, **TP2, **SP, "moe_shared_expert_intermediate_size": 512},
+        {**MOE, **TP2, **SP, "activation": "swiglu", "moe_shared_expert_intermediate_size": 512},
         {**MOE, **TP2, **selective("shared_experts"), "moe_shared_expert_intermediate_size": 512},
     ],
     ids=str,
@@ -290,17 +261,11 @@ PIPELINE: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("settings", "in_flight"),
     [
-        ({}, [2, 1]),
         (selective("core_attn", "layernorm"), [2, 1]),
-        (full("uniform", 2), [2, 1]),
         (full("block", 3), [2, 1]),
         ({**LLAMA, "mtp_num_layers": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0}, [2, 1]),
-        (
-            {**LLAMA, "mtp_num_layers": 1, "tie_embeddings": False, **full("uniform", 2), "attention_dropout": 0.0},
-            [2, 1],
-        ),
         ({"vpp": 2, "pipeline_schedule": "interleaved", "pipeline_layers": [2, 2, 2, 2]}, [5, 3]),
-        ({"pipeline_schedule": "gpipe"}, [6, 6]),
+        ({"pipeline_schedule": "gpipe", **full("uniform", 2)}, [6, 6]),
     ],
     ids=str,
 )

@@ -6,8 +6,9 @@ beyond that it is run with float32 made float64 (`all_float64`), and a dispatch 
 
 import contextlib
 import dataclasses
+import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.config.flags import parse_arguments
 from megalite.config.model import ModelConfig
+from megalite.conversion.huggingface.families import FAMILIES as CONVERTED
 from megalite.models.gpt import GPTStage
-from tests.models.families import Weights, from_gpt2, from_llama
 from tests.models.stages import B, S, build, named, varied
 
 VOCAB = 37
@@ -46,7 +47,12 @@ class Family:
     changes: dict[str, Any]  # to the preset, besides SMALL
     kind: str  # transformers' model: `Llama` for LlamaForCausalLM
     theirs: dict[str, Any]
-    mapping: Callable[..., Weights] = from_llama
+
+    @property
+    def names(self) -> str:
+        """The family of ours whose names of tensors these are."""
+        small = self.kind.lower()
+        return {"gptoss": "gpt_oss", "gemma": "llama", "gemma3": "gemma3_text", "smollm3": "llama"}.get(small, small)
 
     @property
     def model(self) -> ModelConfig:
@@ -64,8 +70,8 @@ GROUPED = {"num_query_groups": 2, "ffn_hidden_size": 20}
 # With heads of 16, a base of 50 and 30 original positions: one frequency is kept, three are mixed, four slowed in full.
 LLAMA31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 FAMILIES = {
-    "gpt2": Family("gpt2-124m", {}, "GPT2", {**GPT2, "activation_function": "gelu_new"}, from_gpt2),
-    "gpt3": Family("gpt3-1.3b", {"activation": "gelu"}, "GPT2", {**GPT2, "activation_function": "gelu"}, from_gpt2),
+    "gpt2": Family("gpt2-124m", {}, "GPT2", {**GPT2, "activation_function": "gelu_new"}),
+    "gpt3": Family("gpt3-1.3b", {"activation": "gelu"}, "GPT2", {**GPT2, "activation_function": "gelu"}),
     "llama2": Family(
         "llama2-7b",
         {"num_query_groups": 4, "ffn_hidden_size": 20},
@@ -249,26 +255,39 @@ def their_model(family: Family) -> Any:
     return found
 
 
-def load(stage: GPTStage, weights: Weights) -> None:
-    """Every parameter from a weight of the same name and shape, and none left over."""
-    parameters = named(stage)
-    assert sorted(parameters) == sorted(weights)
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            assert parameter.shape == weights[name].shape, name
-            parameter.copy_(weights[name])
+@torch.no_grad()
+def load(stage: GPTStage, family: Family, theirs: dict[str, Tensor], model: ModelConfig) -> None:
+    """Every parameter from their tensors, by the names that conversion knows."""
+    parameters, filled = named(stage), set()
+    for parameter in parameters.values():
+        parameter.zero_()  # rows that pad the vocabulary
+    for piece in CONVERTED[family.names].pieces(model, theirs.keys()):
+        values = theirs[piece.theirs].flatten()
+        for first, place in piece.places(parameters[piece.ours]):
+            place.copy_(values[first : first + place.numel()].view(place.shape))
+        filled.add(piece.ours)
+    assert filled == parameters.keys()
 
 
-def both_logits(family: Family, model: ModelConfig) -> tuple[Tensor, Tensor]:
+TOKENS = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(2))
+
+
+@functools.cache
+def their_numbers(name: str) -> tuple[dict[str, Tensor], Tensor]:
+    """The weights of their model, and its logits [b, s, vocab_size]."""
+    them = their_model(FAMILIES[name])
+    weights = them.state_dict()
+    with torch.no_grad(), all_float64():
+        return weights, them(TOKENS, use_cache=False).logits
+
+
+def both_logits(name: str, model: ModelConfig) -> tuple[Tensor, Tensor]:
     """Ours and theirs [b, s, vocab_size]."""
-    them, us = their_model(family), build(model)
-    load(us, family.mapping(them.state_dict(), model))
+    (weights, theirs), us = their_numbers(name), build(model)
+    load(us, FAMILIES[name], weights, model)
     us.eval()
-    tokens = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        ours = us(tokens, us.context())
-        with all_float64():
-            theirs = them(tokens, use_cache=False).logits
+        ours = us(TOKENS, us.context())
     assert ours.dtype == theirs.dtype == torch.float64
     return ours.transpose(0, 1)[..., :VOCAB], theirs
 
@@ -279,8 +298,7 @@ def error(ours: Tensor, theirs: Tensor) -> float:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_are_those_of_transformers(name: str) -> None:
-    family = FAMILIES[name]
-    assert error(*both_logits(family, family.model)) < 1e-9
+    assert error(*both_logits(name, FAMILIES[name].model)) < 1e-9
 
 
 def test_the_proof_of_float64_sees_float32() -> None:
@@ -331,5 +349,4 @@ def test_the_proof_of_float64_sees_float32() -> None:
 )
 def test_each_setting_shows_in_the_logits(name: str, changes: dict[str, Any]) -> None:
     """With one setting wrong the logits differ by far more than the tolerance: the comparison sees it."""
-    family = FAMILIES[name]
-    assert error(*both_logits(family, varied(family.model, **changes))) > 1e-6
+    assert error(*both_logits(name, varied(FAMILIES[name].model, **changes))) > 1e-6

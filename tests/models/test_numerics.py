@@ -55,10 +55,7 @@ def test_tf32_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
-    "llama": LLAMA,
-    "experts": {**LLAMA, "num_experts": 4, "moe_router_topk": 2},
-    "muon": {"optimizer": "muon"},
-    "lamb": {"optimizer": "lamb"},
+    "experts, muon": {**LLAMA, "num_experts": 4, "moe_router_topk": 2, "optimizer": "muon"},
 }
 
 

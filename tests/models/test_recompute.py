@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.live_bytes import LiveBytes
 from megalite.config.model import ModelConfig
 from megalite.config.rules.compute import MODULES
 from megalite.models.block import Block
 from megalite.models.context import AuxiliaryLosses
 from megalite.models.recompute import Recompute, SavedTensors
-from tests.models.live_bytes import LiveBytes
 from tests.models.stages import GPT, LLAMA, B, S, build, named, varied
 
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
@@ -83,12 +83,11 @@ def step(model: ModelConfig, plan: Recompute, dtype: torch.dtype) -> tuple[Tenso
     return losses.detach(), gradients, products.count
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("family", MODELS)
-def test_gradients_are_equal_to_the_bit(family: str, dtype: torch.dtype) -> None:
-    losses, gradients, products = step(MODELS[family], Recompute(), dtype)
+def test_gradients_are_equal_to_the_bit(family: str) -> None:
+    losses, gradients, products = step(MODELS[family], Recompute(), torch.float32)
     for plan in PLANS:
-        again, same, more = step(MODELS[family], plan, dtype)
+        again, same, more = step(MODELS[family], plan, torch.float32)
         assert torch.equal(again, losses), name_of(plan)
         assert same.keys() == gradients.keys()
         different = [name for name in gradients if not torch.equal(same[name], gradients[name])]
@@ -164,12 +163,3 @@ def test_other_tensors_pass_and_a_graph_that_is_dropped_lets_go_of_them() -> Non
         assert torch.equal(found, expected[0])
         del y, out, found, expected
         assert live.now == 0
-
-
-def test_empty_tensors_are_left_alone() -> None:
-    x, weight = torch.randn(0, 8).requires_grad_(), torch.randn(8, 3).requires_grad_()
-    y = x * 2.0
-    with SavedTensors().remaking(y, lambda x: x * 2.0, x):
-        out = y @ weight
-    out.sum().backward()
-    assert torch.equal(weight.grad, torch.zeros(8, 3))

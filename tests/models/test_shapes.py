@@ -6,9 +6,7 @@ import sys
 
 import pytest
 
-from megalite.config.flags import parse_arguments
 from megalite.config.model import ModelConfig
-from megalite.config.validate import validate
 from megalite.models.shapes import (
     ParameterShape,
     embedding_shapes,
@@ -20,8 +18,6 @@ from megalite.models.shapes import (
     parameter_count,
     stage_shapes,
 )
-from megalite.partition.pipeline import plan_stages
-from megalite.partition.stages import stage_forward_flops
 from tests.models import stages
 
 GPT = ModelConfig(num_layers=3, hidden_size=8, num_attention_heads=2, vocab_size=100, max_position_embeddings=16)
@@ -51,63 +47,6 @@ def test_gpt_layer() -> None:
     ]
 
 
-def test_llama_layer() -> None:
-    assert rows(layer_shapes(LLAMA, 0)) == [
-        ("layers.0.attention_norm.weight", (8,), None, False, "ones"),
-        ("layers.0.attention.qkv.weight", (2 * (2 + 2) * 6, 8), 0, True, "normal"),
-        ("layers.0.attention.out.weight", (8, 24), 1, True, "residual"),
-        ("layers.0.mlp_norm.weight", (8,), None, False, "ones"),
-        ("layers.0.mlp.up.weight", (2, 20, 8), 1, True, "normal"),
-        ("layers.0.mlp.down.weight", (8, 20), 1, True, "residual"),
-    ]
-
-
-@pytest.mark.parametrize("activation", ["swiglu", "geglu", "geglu_tanh"])
-def test_every_gate_is_stacked_on_its_up_projection(activation: str) -> None:
-    model = ModelConfig(hidden_size=24, activation=activation, ffn_hidden_size=64)
-    found = {row[0]: row[1:4] for row in rows(layer_shapes(model, 0))}
-    assert found["layers.0.mlp.up.weight"] == ((2, 64, 24), 1, True)
-    assert found["layers.0.mlp.up.bias"] == ((2, 64), 1, False)
-
-
-def test_bias_of_query_key_and_value_alone() -> None:
-    model = dataclasses.replace(LLAMA, add_qkv_bias=True)
-    biases = [row for row in rows(layer_shapes(model, 0)) if row[0].endswith("bias")]
-    assert biases == [("layers.0.attention.qkv.bias", (48,), 0, False, "zeros")]
-    assert parameter_count(model) == parameter_count(LLAMA) + 3 * 48
-
-
-@pytest.mark.parametrize(("normalization", "kinds"), [("RMSNorm", ["weight"]), ("LayerNorm", ["weight", "bias"])])
-def test_norms_of_queries_and_keys(normalization: str, kinds: list[str]) -> None:
-    """Of the size of one head, whole on every tensor-parallel rank."""
-    model = dataclasses.replace(LLAMA, qk_norm=True, normalization=normalization)
-    names = [row[0] for row in rows(layer_shapes(model, 0))]
-    own = [row for row in rows(layer_shapes(model, 0)) if "q_norm" in row[0] or "k_norm" in row[0]]
-    assert own == [
-        (f"layers.0.attention.{norm}.{kind}", (6,), None, False, "ones" if kind == "weight" else "zeros")
-        for norm in ("q_norm", "k_norm")
-        for kind in kinds
-    ]
-    first = names.index(own[0][0])
-    assert names[first - 1] == "layers.0.attention.qkv.weight"
-    assert names[first + len(own)] == "layers.0.attention.out.weight"
-    # Vectors are no matrices: they change no FLOPs.
-    assert flops_per_token(model, 10) == flops_per_token(LLAMA, 10)
-
-
-def test_norms_on_the_outputs_of_branches_and_over_all_heads() -> None:
-    """In the order of the forward; what is over all heads is cut as the heads are."""
-    model = dataclasses.replace(LLAMA, post_norms=True, qk_norm=True, qk_norm_all_heads=True)
-    names = ["attention_norm", "attention.qkv", "attention.q_norm", "attention.k_norm", "attention.out"]
-    names += ["attention_post_norm", "mlp_norm", "mlp.up", "mlp.down", "mlp_post_norm"]
-    assert [row[0] for row in rows(layer_shapes(model, 0))] == [f"layers.0.{name}.weight" for name in names]
-    norms = [row[1:3] for row in rows(layer_shapes(model, 0)) if row[0].endswith(("q_norm.weight", "k_norm.weight"))]
-    assert norms == [((model.num_attention_heads * 6,), 0), ((model.query_groups * 6,), 0)]
-    without = layer_shapes(dataclasses.replace(model, pre_norms=False), 0)
-    left_out = [f"layers.0.{branch}_norm.weight" for branch in ("attention", "mlp")]
-    assert rows(without) == [row for row in rows(layer_shapes(model, 0)) if row[0] not in left_out]
-
-
 def test_every_other_layer_with_a_window_costs_less() -> None:
     s, model = 100, ModelConfig(num_layers=4, hidden_size=16, num_attention_heads=2, sliding_window=10)
     mixed = dataclasses.replace(model, window_attn_skip_freq=[2])
@@ -117,12 +56,6 @@ def test_every_other_layer_with_a_window_costs_less() -> None:
     assert costs[1] - costs[0] == 4 * (s - 10) * 16 and costs[:2] == costs[2:]
     turned = dataclasses.replace(model, position_embedding_type="rope", no_rope_freq=[3])
     assert [turned.has_rope(index) for index in range(4)] == [True, True, False, True]
-
-
-def test_zero_centered_norms_start_at_zero() -> None:
-    model = dataclasses.replace(LLAMA, norm_zero_centered=True, qk_norm=True)
-    norms = [row for row in rows(stage_shapes(model, 0, 1, True, True)) if "norm" in row[0]]
-    assert len(norms) == 5 and {row[-1] for row in norms} == {"zeros"}
 
 
 def test_ends() -> None:
@@ -220,46 +153,6 @@ MIXED = ModelConfig(
 MOE_LAYERS = [1, 3, 5]
 
 
-def test_each_layer_has_its_own_kind() -> None:
-    """Shared experts are not split over ep."""
-    experts = {
-        "moe.router.weight": ((16, 8), False),
-        "moe.experts.up.weight": ((16, 2, 10, 8), True),
-        "moe.experts.down.weight": ((16, 8, 10), True),
-        "moe.shared.up.weight": ((2, 20, 8), False),
-        "moe.shared.down.weight": ((8, 20), False),
-    }
-    dense = {"mlp.up.weight": ((2, 40, 8), False), "mlp.down.weight": ((8, 40), False)}
-    for layer in range(6):
-        found = {
-            row.name.removeprefix(f"layers.{layer}."): (row.shape, row.expert) for row in layer_shapes(MIXED, layer)
-        }
-        found = {name: row for name, row in found.items() if name.startswith(("mlp.", "moe."))}
-        assert found == (experts if layer in MOE_LAYERS else dense)
-
-
-def test_biases_of_router_and_experts_and_sinks() -> None:
-    """A token passes no more matrices because of them."""
-    model = dataclasses.replace(MIXED, moe_add_bias_linear=True, softmax_type="learnable")
-    plain = {row.name for row in layer_shapes(MIXED, 1)}
-    more = {row.name.removeprefix("layers.1."): row for row in layer_shapes(model, 1) if row.name not in plain}
-    assert {name: (row.shape, row.shard_dim, row.expert, row.init) for name, row in more.items()} == {
-        "attention.sinks": ((2,), 0, False, "normal"),
-        "moe.router.linear_bias": ((16,), None, False, "zeros"),
-        "moe.experts.up.bias": ((16, 2, 10), 2, True, "zeros"),
-        "moe.experts.down.bias": ((16, 8), None, True, "zeros"),
-    }
-    assert not any(row.decay for row in more.values())
-    assert layer_forward_flops(model, 1, 10) == layer_forward_flops(MIXED, 1, 10)
-
-
-def test_count_of_mixed_layers() -> None:
-    attention, norms = 4 * 8 * 8, 2 * 8
-    dense, moe = 3 * 40 * 8, 16 * 8 + 16 * 3 * 10 * 8 + 3 * 20 * 8
-    ends = 2 * 128 * 8 + 8
-    assert parameter_count(MIXED) == 6 * (attention + norms) + 3 * dense + 3 * moe + ends
-
-
 def test_flops_of_mixed_layers() -> None:
     s = 10
     attention = 2 * 4 * 8 * 8 + 4 * s * 8
@@ -268,19 +161,3 @@ def test_flops_of_mixed_layers() -> None:
         found = layer_forward_flops(MIXED, layer, s)
         assert found == attention + (moe if layer in MOE_LAYERS else dense)
     assert flops_per_token(MIXED, s) == 3 * (6 * attention + 3 * dense + 3 * moe + head_forward_flops(MIXED))
-
-
-def test_stages_weigh_their_own_layers() -> None:
-    flags = (
-        "--num-layers 8 --hidden-size 64 --seq-length 32 --vocab-size 128 --num-experts 4 --moe-router-topk 4 "
-        "--moe-first-dense-layers 4 --pp 2"
-    )
-    config = validate(parse_arguments(flags.split()).config, 2)
-    first, last = plan_stages(config)
-    assert first.num_layers > last.num_layers, "layers with four experts a token are heavier"
-    costs = [layer_forward_flops(config.model, layer, 32) for layer in range(8)]
-    head = head_forward_flops(config.model)
-    assert stage_forward_flops(config, first) == sum(costs[: first.num_layers])
-    assert stage_forward_flops(config, last) == sum(costs[first.num_layers :]) + head
-    best = min(max(sum(costs[:cut]), sum(costs[cut:]) + head) for cut in range(1, 8))
-    assert max(stage_forward_flops(config, plan) for plan in (first, last)) == best

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.live_bytes import LiveBytes
 from megalite.optimizers.schedules import Schedules
 from megalite.partition.activations import stage_sizes
 from megalite.pipeline.ir.actions import Action
 from megalite.pipeline.ir.memory import memory_peaks
 from megalite.training.step import Stepper
-from tests.models.live_bytes import LiveBytes
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import Runner, build, tiny_config
 

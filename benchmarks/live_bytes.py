@@ -1,4 +1,4 @@
-"""Two measures of what a forward keeps for its backward.
+"""What a forward keeps for its backward, in two measures, and what a replica keeps between steps.
 
 `SavedBytes` asks autograd: hooks see every tensor that an operation saves, and when it is let go. Hooks set inside
 (by a checkpoint, or by what leaves tensors out) hide theirs from it.
@@ -7,12 +7,15 @@ outside autograd's knowledge, but cannot tell a saved tensor from another.
 """
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from megalite.training.replica import Replica
 
 
 class _Tally:
@@ -36,7 +39,7 @@ class _Held:
 class SavedBytes(_Tally):
     """Bytes of the distinct storages that autograd holds, parameters and other tensors `besides` not counted."""
 
-    def __init__(self, besides: list[Tensor]) -> None:
+    def __init__(self, besides: Iterable[Tensor]) -> None:
         super().__init__()
         self._besides = {tensor.untyped_storage().data_ptr() for tensor in besides}
         self._holds: dict[int, int] = {}
@@ -112,3 +115,15 @@ class _EachOperation(TorchDispatchMode):
             if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in before:
                 self._live.see(leaf)
         return result
+
+
+def state_bytes(replica: Replica) -> int:
+    """Bytes of the storages that hold weights, gradients and states of optimizer and strategy between two steps."""
+    strategy = replica.strategy
+    tensors = [state.values for state in strategy.states()]
+    for shard in strategy.shards:
+        main = shard.main_param
+        tensors += [strategy.weights(shard).values, shard.bucket.data, shard.bucket.grad, main.data]
+        tensors += [*replica.optimizer.state(main).values(), *([] if main.grad is None else [main.grad])]
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
