@@ -115,7 +115,7 @@ class _RingAttention(torch.autograd.Function):
         wide = _wide(q.dtype)
         out = q.new_zeros((length, b, heads, d), dtype=wide).permute(1, 2, 0, 3)
         logsumexp = q.new_full((b, heads, length), float("-inf"), dtype=wide)
-        if sink is not None:
+        if sink is not None:  # one more key, with a value of 0: merging begins with it
             logsumexp.copy_(sink.view(-1, 1))
         for step, keys, values in ring.keys_and_values(k, v):
             for samples, tile in ring.tiles(step):
@@ -152,6 +152,7 @@ class _RingAttention(torch.autograd.Function):
             elif step == 0:
                 own = grad_kv  # stays at home; what the other ranks add comes last
             else:
+                # The sum for a block follows it one step behind, so that it travels under the next tiles.
                 if arriving is not None:
                     exchange.wait()
                     grad_kv += arriving

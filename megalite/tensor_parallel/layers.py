@@ -56,6 +56,7 @@ class _Linear(torch.autograd.Function):
         of_grad = None if pieces is not None else products.measure(grad_rows)
         multiply = None if pieces is not None else products.weight_grad(ctx.of_x, of_grad)
         gradient = linear_weight_gradient(weight, x, grad_rows, gather, multiply)
+        # x is gathered again under the input gradient's product, and that travels under the weight gradient's.
         if weight.deferred is None or not weight.deferred.is_deferring:
             gradient.start()
         if pieces is None:

@@ -4,15 +4,14 @@ import threading
 import weakref
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.live_bytes import LiveBytes
 from megalite.tensor_parallel.deferred_weight_gradients import DeferredWeightGradients
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, linear
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter, attach_deferred
 from megalite.topology.group import Group
-from tests.models.live_bytes import LiveBytes
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.traffic import counted
 
@@ -199,28 +198,3 @@ def test_reports_come_with_the_second_half() -> None:
     assert stack.up.bias is not None and stack.up.bias.grad is not None, "biases are not put off"
     deferred.run(0)
     assert calls == ["table.weight", "down.weight", "up.weight", "table.weight"]
-
-
-def test_without_a_tape_or_after_it_is_taken_away_the_backward_is_whole() -> None:
-    stack, deferred = (build(Group.solo("tp"), tied=False), DeferredWeightGradients())
-    attach_deferred(stack, deferred)
-    attach_deferred(stack, None)
-    with deferred.deferring(0):
-        stack(tokens(0)).backward()
-    assert deferred.parameters(0) == []
-    assert all(grad.abs().max() > 0 for grad in gradients(stack).values())
-
-
-def test_misuse_is_an_assertion() -> None:
-    deferred = DeferredWeightGradients()
-    with pytest.raises(AssertionError, match=r"microbatch 3 is not deferred"):
-        deferred.run(3)
-    with deferred.deferring(1), pytest.raises(AssertionError, match="another backward is deferred"):
-        deferred.deferring(2).__enter__()
-    with pytest.raises(AssertionError, match="microbatch 1 is deferred already"):
-        deferred.deferring(1).__enter__()
-    deferred.run(1)
-    with pytest.raises(AssertionError, match="microbatch 1 is not deferred"):
-        deferred.parameters(1)
-    with pytest.raises(AssertionError, match="nothing is being deferred"):
-        deferred.append(Owed("a", []))

@@ -12,7 +12,6 @@ from megalite.tensor_parallel.mappings import (
     replicate_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
-from megalite.topology.group import Group
 from tests.support.ranks import RankContext, run_ranks
 
 S, REST = 8, (2, 3)  # whole sequence and the other dimensions
@@ -91,12 +90,3 @@ def test_pairs(tp: int) -> None:
             what = f"{name} on rank {rank} of {tp}: "
             for ours, expected in zip(found[rank][name], (outputs[rank], grads[rank]), strict=True):
                 torch.testing.assert_close(ours, expected, rtol=1e-14, atol=1e-14, msg=what.__add__)
-
-
-@pytest.mark.parametrize("name", MAPPINGS)
-def test_over_one_rank_they_are_the_identity(name: str) -> None:
-    x, grad = drawn(0, S).requires_grad_(), drawn(1, S)
-    y = MAPPINGS[name](x, tp=Group.solo("tp"))
-    y.backward(grad)
-    assert torch.equal(y, x)
-    assert torch.equal(x.grad, grad)
