@@ -16,7 +16,7 @@ from megalite.config.run import RunConfig
 from megalite.config.training import TrainingConfig
 from megalite.config.validate import validate
 from megalite.conversion.huggingface.config_json import read_json
-from megalite.conversion.huggingface.weights import HuggingFaceWeights
+from megalite.conversion.huggingface.weights import HuggingFaceWeights, token_id
 from megalite.conversion.native import NativeWeights, chosen_step
 from megalite.conversion.open import detect_format
 from megalite.conversion.tokenizer_files import GENERATION, tokenizer_of
@@ -83,10 +83,8 @@ def end_ids(weights: Source, tokenizer: Tokenizer | None) -> frozenset[int]:
     where, named = weights.path / "config.json", weights.token_ids.get("eos_token_id")
     if generation.get("eos_token_id") is not None:
         where, named = weights.path / GENERATION, generation["eos_token_id"]
-    ids = [] if named is None else named if isinstance(named, list) else [named]
-    if not all(type(token) is int for token in ids):
-        raise ConversionError(f"{where}: eos_token_id is {str(named)[:60]!r}; it must be a number, several, or null")
-    return own | frozenset(ids)
+    ids = token_id(named, "eos_token_id", where)
+    return own | frozenset([] if ids is None else ids if isinstance(ids, list) else [ids])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -49,6 +49,7 @@ from megalite.conversion.output import (
 )
 from megalite.conversion.tokenizer_files import (
     GENERATION,
+    TOKENIZER_SETTINGS,
     has_tokenizer,
     missing_tokenizer,
     named_tokenizer_files,
@@ -182,11 +183,7 @@ def _open(folder: Path, step: int | None) -> Checkpoint:
 def saved_config(checkpoint: Checkpoint) -> RunConfig:
     """The settings of a checkpoint that say what its network and tokenizer are, checked."""
     config = checkpoint.manifest.config
-    wanted = {
-        "model": None,
-        "training": ("seq_length",),
-        "data": ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tiktoken_pattern"),
-    }
+    wanted = {"model": None, "training": ("seq_length",), "data": TOKENIZER_SETTINGS}
     tree = {}
     for section, names in wanted.items():
         values = config.get(section)

@@ -17,13 +17,12 @@ from megalite.conversion.huggingface.config_json import find_file
 from megalite.conversion.huggingface.families import read_config
 from megalite.conversion.tokenizer_files import (
     TOKENIZER_FILES,
+    TOKENIZER_SETTINGS,
     has_tokenizer,
     missing_tokenizer,
     tokenizer_as_it_is_now,
 )
 from megalite.conversion.weights import ConversionError
-
-_TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tiktoken_pattern")
 
 
 def settings_in(load: str, step: int | None) -> Mapping[str, Any] | None:
@@ -73,10 +72,10 @@ def _shape(model: Mapping[str, Any]) -> dict[str, Any]:
 def _tokenizer(data: Mapping[str, Any], home: Path) -> dict[str, Any]:
     """The settings of the checkpoint's tokenizer, where its files are there."""
     try:
-        saved = DataConfig(**{name: data[name] for name in _TOKENIZER if name in data})
+        saved = DataConfig(**{name: data[name] for name in TOKENIZER_SETTINGS if name in data})
         if missing_tokenizer(saved, home) is not None:
             return {}
         now = asdict(tokenizer_as_it_is_now(saved, home))
     except TypeError:  # not what this program writes
         return {}
-    return {name: now[name] for name in _TOKENIZER if now[name] is not None}
+    return {name: now[name] for name in TOKENIZER_SETTINGS if now[name] is not None}

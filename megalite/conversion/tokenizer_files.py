@@ -19,6 +19,8 @@ TOKENIZER_FILES = (
     *(SETTINGS, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", GENERATION),
 )
 """Files beside the weights that travel with them."""
+TOKENIZER_SETTINGS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tiktoken_pattern")
+"""Of section `data`: they say which tokenizer it is."""
 
 MODEL_JSON, MODEL_SENTENCEPIECE, VOCAB, MERGES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 _KNOWN = (MODEL_JSON, MODEL_SENTENCEPIECE, VOCAB, MERGES)

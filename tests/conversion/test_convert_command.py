@@ -11,13 +11,11 @@ import pytest
 import torch
 
 from megalite.cli import convert
-from megalite.cli.display import ByteProgress, decimal_bytes, working
+from megalite.cli.display import ByteProgress, working
 from megalite.conversion.huggingface.weights import HuggingFaceWeights
 from megalite.conversion.native import NativeWeights, write_native
 from megalite.conversion.open import open_weights
 from megalite.conversion.output import workplace_of
-from megalite.conversion.weights import parameter_shapes
-from tests.conversion.huggingface.models import edit_config, rename, saved, tensors_of
 from tests.conversion.samples import GPT, LLAMA, MadeUp, byte_tokenizer, contents, run, train
 from tests.conversion.test_verify import Changed, flipped
 
@@ -52,33 +50,6 @@ def test_round_the_formats_from_tp2_pp2(tmp_path: Path, capsys: pytest.CaptureFi
     assert "verify   weights: bit-equal\n" in said[0] and "transformers" in said[0]
     assert all("verify   passed" in text for text in said)
     assert "15 tensors changed by rounding" in said[3]
-
-
-@pytest.mark.parametrize("format", ["huggingface", "native"])
-def test_blocks_in_eight_bits_are_converted_and_said(
-    format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    saved("llama3", tmp_path / "fp8")
-    rename(tmp_path / "fp8", in_eight_bits)
-    edit_config(tmp_path / "fp8", quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
-    assert run(tmp_path / "fp8", tmp_path / "out", "--to", format, "--verify") == 0, capsys.readouterr()
-    said = capsys.readouterr().out
-    assert "those in fp8 are read as fp32 times their blocks' scales (128 x 128)" in said and "verify   passed" in said
-    stored, name = tensors_of(tmp_path / "fp8"), "model.layers.1.mlp.down_proj.weight"
-    found = open_weights(tmp_path / "out").read("layers.1.mlp.down.weight")
-    assert torch.equal(found, stored[name].float() * stored[f"{name}_scale_inv"])
-    if format == "huggingface":
-        assert "quantization_config" not in (tmp_path / "out" / "config.json").read_text()
-
-
-def in_eight_bits(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        found[name] = tensor
-        if name.endswith("_proj.weight"):
-            found[name] = (tensor * 16).to(torch.float8_e4m3fn)
-            found[f"{name}_scale_inv"] = torch.full((1, 1), 0.0625 * 1.1)
-    return found
 
 
 USELESS = [
@@ -121,15 +92,6 @@ def test_the_tokenizer_goes_along_or_not(gpt: Path, tmp_path: Path, capsys: pyte
     words = ["--to", "huggingface", "--tokenizer-model", tmp_path / "data"]
     assert run(tmp_path / "without", tmp_path / "again", *words) == 0
     assert (tmp_path / "again" / "merges.txt").is_file()
-
-
-def test_settings_of_the_target(gpt: Path, tmp_path: Path) -> None:
-    words = ["--to", "native", "--dtype", "fp16", "--make-vocab-size-divisible-by", "128"]
-    assert run(gpt, tmp_path / "target", *words, "--max-shard-size", "30KB") == 0
-    found = NativeWeights(tmp_path / "target")
-    assert found.model.padded_vocab_size == 384
-    assert {found.dtype(name) for name in parameter_shapes(found.model)} == {torch.float16}
-    assert len(list((tmp_path / "target" / "step-0000000").glob("*.safetensors"))) > 2
 
 
 def test_ctrl_c_keeps_what_is_done(
@@ -216,17 +178,6 @@ def test_a_target_unlike_its_source_is_status_1(
     assert "verify" not in capsys.readouterr().out
 
 
-def test_large_models_are_verified_when_asked(
-    gpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(convert, "VERIFIED_BELOW", 1000)
-    assert run(gpt, tmp_path / "one", "--to", "native") == 0
-    said = capsys.readouterr().out
-    assert "--verify does it" in said and "bit-equal" not in said
-    assert run(gpt, tmp_path / "two", "--to", "native", "--verify") == 0
-    assert "bit-equal" in capsys.readouterr().out
-
-
 def test_a_disk_without_room_is_told_at_once(
     gpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,13 +221,6 @@ def test_what_works_says_so_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch)
         shown = stream.getvalue()
         assert "\x1b]" not in shown and ("searching ..." in shown and "found" in shown) == stream.isatty()
         assert not shown or shown.endswith("\x1b[1A\x1b[2K"), "nothing of it stays"
-
-
-@pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 bytes"), (999, "999 bytes"), (1500, "1.5 KB"), (2.5e9, "2.5 GB"), (4e15, "4000.0 TB")]
-)
-def test_decimal_bytes(count: float, text: str) -> None:
-    assert decimal_bytes(count) == text
 
 
 def test_the_script_is_the_command(gpt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

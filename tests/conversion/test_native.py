@@ -138,8 +138,7 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
 
 
 class TestWriting:
-    @pytest.mark.parametrize("settings", [GPT, LLAMA, EXPERTS], ids=["gpt", "llama", "experts"])
-    @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+    @pytest.mark.parametrize("settings, dtype", [(GPT, None), (EXPERTS, torch.bfloat16)], ids=["gpt", "experts"])
     def test_a_checkpoint_that_verifies(
         self, tmp_path: Path, settings: dict[str, Any], dtype: torch.dtype | None
     ) -> None:
@@ -267,7 +266,7 @@ def test_interrupted_anywhere_the_same_call_goes_on(tmp_path: Path, stop_at: Any
     expected, calls, reads = contents(target), stop_at.calls, sum(weights.reads.values())
     assert calls > 80 and len(expected) >= 5
     saved = 0
-    for last in range(1, calls + 1):
+    for last in range(1, calls + 1, 2):
         shutil.rmtree(target, ignore_errors=True)
         stop_at(last)
         with pytest.raises(Stopped):
@@ -281,7 +280,7 @@ def test_interrupted_anywhere_the_same_call_goes_on(tmp_path: Path, stop_at: Any
             saved += reads - sum(weights.reads.values())
         assert contents(target) == expected, last
         assert not workplace_of(target).exists(), last
-    assert saved > calls * reads // 4, "what was finished is not read again"
+    assert saved > calls * reads // 8, "what was finished is not read again"
 
 
 SLOW = """
@@ -305,16 +304,15 @@ def test_killed_it_goes_on_without_writing_finished_files_again(tmp_path: Path) 
     target = tmp_path / "model"
     command = [sys.executable, "-c", SLOW, str(tmp_path / "source"), str(target)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for lines in (7, 15):
-        with subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        ) as child:
-            assert child.stdout is not None
-            for _ in range(lines):
-                assert child.stdout.readline()
-            child.send_signal(signal.SIGKILL)
-        assert child.returncode == -signal.SIGKILL
-        assert not target.exists()
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as child:
+        assert child.stdout is not None
+        for _ in range(15):
+            assert child.stdout.readline()
+        child.send_signal(signal.SIGKILL)
+    assert child.returncode == -signal.SIGKILL
+    assert not target.exists()
     staging = workplace_of(target)
     finished = json.loads((staging / "progress.json").read_text())["marks"]
     assert 2 <= len(finished) < 15

@@ -9,12 +9,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from megalite.checkpoint.manifest import FileEntry
 from megalite.conversion.native import write_native
 from megalite.conversion.open import open_weights
 from megalite.conversion.output import Output, Target, check_target, identity_of, split_files, workplace_of, write_file
 from megalite.conversion.weights import ConversionError, Piece, Repadded, first_rows, parameter_shapes, whole
-from tests.conversion.samples import GPT, VOCAB, MadeUp, contents, ignore
+from tests.conversion.samples import GPT, VOCAB, MadeUp, contents
 
 IDENTITY = {"source": "a", "settings": {"dtype": "None"}}
 
@@ -24,17 +23,6 @@ def write(output: Output, name: str, data: bytes, **facts: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
     output.mark(name, facts)
-
-
-def test_files_appear_at_once_under_the_target_s_name(tmp_path: Path) -> None:
-    target = tmp_path / "new" / "model"
-    output = Output(target, identity=IDENTITY)
-    write(output, "deep/a.safetensors", b"aaa")
-    output.write("config.json", b"{}")
-    assert not target.exists()
-    assert output.commit() == target
-    assert contents(target) == {"deep/a.safetensors": b"aaa", "config.json": b"{}"}
-    assert [path.name for path in target.parent.iterdir()] == ["model"], "nothing is left beside it"
 
 
 def test_an_empty_folder_is_replaced_and_a_full_one_is_not(tmp_path: Path) -> None:
@@ -182,15 +170,6 @@ def test_identity_sees_a_file_rewritten_in_place_with_its_time_set_back(tmp_path
     assert before != identity_of(weights)
 
 
-def test_a_target_inside_the_source_goes_on(tmp_path: Path) -> None:
-    (tmp_path / "weights.safetensors").write_bytes(b"1")
-    weights, target = MadeUp(tmp_path, GPT), tmp_path / "deep" / "model"
-    first = Output(target, identity=identity_of(weights))
-    write(first, "a", b"aaa", sha256="00")
-    del first
-    assert Output(target, identity=identity_of(weights)).finished("a") == {"sha256": "00"}
-
-
 @pytest.mark.parametrize(
     ("target", "message"),
     [
@@ -207,11 +186,6 @@ def test_targets_that_cannot_be(tmp_path: Path, target: str, message: str) -> No
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_longest_name_is_written(tmp_path: Path) -> None:
-    check_target(tmp_path / ("n" * 242))
-    assert Output(tmp_path / ("n" * 242), identity=IDENTITY).commit().is_dir()
-
-
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 
 
@@ -225,19 +199,6 @@ class TestSplitting:
         files = split_files(targets, 14_000)
         assert [each for file in files for each in file] == targets
         assert [len(file) for file in files] == [3, 3, 3, 1]
-
-    @pytest.mark.parametrize("limit", [1, 700, 5_000, 10**9])
-    def test_no_file_is_larger_but_of_one_tensor(self, tmp_path: Path, limit: int) -> None:
-        weights = MadeUp(tmp_path, GPT)
-        shapes = parameter_shapes(weights.model).items()
-        targets = [Target(Piece(name, name, shape.shape), BF16) for name, shape in shapes]
-        output = Output(tmp_path / "model", identity={})
-        for number, part in enumerate(split_files(targets, limit)):
-            entry = write_file(output, str(number), part, weights, ignore, digest=False, metadata={})
-            assert entry.length <= limit or len(part) == 1
-
-    def test_nothing(self) -> None:
-        assert split_files([], 1000) == []
 
 
 class TestWriting:
@@ -286,33 +247,6 @@ class TestWriting:
             self.write(tmp_path, weights, [wide])
         fits = Target(wide.piece, BF16)
         assert self.write(tmp_path, weights, [fits])["final_norm.weight"][3] == 70144
-
-    def test_infinities_and_nans_stay_what_they_are(self, tmp_path: Path) -> None:
-        class Broken(MadeUp):
-            def read(self, name: str) -> torch.Tensor:
-                tensor = super().read(name)
-                tensor[:3] = torch.tensor([float("inf"), float("-inf"), float("nan")])
-                return tensor
-
-        piece = Piece("final_norm.weight", "final_norm.weight", (32,))
-        found = self.write(tmp_path, Broken(tmp_path, GPT), [Target(piece, F16)])
-        assert str(found["final_norm.weight"][:3]) == "tensor([inf, -inf, nan], dtype=torch.float16)"
-
-
-def test_a_finished_file_is_passed_over(tmp_path: Path) -> None:
-    targets = [Target(Piece(name, name, (32,)), F32) for name in ("final_norm.weight", "final_norm.bias")]
-    first = write_file(
-        Output(tmp_path / "m", identity={}), "a", targets, MadeUp(tmp_path, GPT), ignore, digest=True, metadata={}
-    )
-    done: list[int] = []
-    weights = MadeUp(tmp_path, GPT)
-    again = Output(tmp_path / "m", identity={})
-    before = (again.staging / "a").stat()
-    assert write_file(again, "a", targets, weights, done.append, digest=True, metadata={}) == first
-    after = (again.staging / "a").stat()
-    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
-    assert sum(done) == 256 and not weights.reads
-    assert isinstance(first, FileEntry)
 
 
 @pytest.mark.parametrize(("multiple", "rows"), [(1, 301), (8, 304), (128, 384)])

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from megalite.checkpoint.manifest import MANIFEST_NAME
-from megalite.cli.tool_commands import PLAN
 from megalite.config.describe import settings
 from megalite.config.errors import ConfigError
 from megalite.config.flags import parse_arguments
@@ -93,13 +92,6 @@ def test_settings_that_a_folder_does_not_go_with(llama: Path) -> None:
     for flag in ("--ckpt-step 3", "--fresh-if-missing"):
         with pytest.raises(ConfigError, match=f"{flag[2:].replace('-', '_').split()[0]}.* does not go with load hf:"):
             parsed(f"--load hf:{llama} {flag}")
-
-
-def test_tools_and_elastic_runs_take_it_too(llama: Path) -> None:
-    planned = PLAN.parse(["--cluster", "cpu-box", "--gpus", "4", "--load", f"hf:{llama}"]).invocation
-    assert (planned.config.model.num_layers, planned.config.model.vocab_size) == (3, 37)
-    elastic = "--elastic --global-batch-size 8 --run-dir r --save-interval 5 --train-iters 100"
-    assert parsed(f"--load hf:{llama} {elastic}")["num_layers"] == 3
 
 
 def test_a_converted_checkpoint(tmp_path: Path) -> None:

@@ -107,14 +107,6 @@ def test_gpt2s_own_names(tmp_path: Path, merges: str) -> None:
     assert (tmp_path / "hf" / "merges.txt").read_text() == merges
 
 
-def test_a_file_that_is_no_tokenizer_is_named_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = checkpoint(tmp_path / "source", [])
-    (tmp_path / "words.bin").write_bytes(b"nothing of the kind")
-    words = ["--to", "huggingface", "--tokenizer-model", str(tmp_path / "words.bin")]
-    assert run(source, tmp_path / "hf", *words) == 2
-    assert f"{tmp_path / 'words.bin'}: not a SentencePiece model" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("generation", [None, {"eos_token_id": [7, 9], "temperature": 0.6}])
 def test_token_ids_without_a_tokenizer_come_back(tmp_path: Path, generation: dict[str, object] | None) -> None:
     first = checkpoint(tmp_path / "first", byte_tokenizer(tmp_path / "data"))

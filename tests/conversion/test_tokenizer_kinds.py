@@ -117,24 +117,6 @@ def test_bytes(tmp_path: Path, capsys: Captured) -> None:
     assert tokenizer_of(NativeWeights(tmp_path / "c")) is None
 
 
-def test_numbers_are_no_text(tmp_path: Path, capsys: Captured) -> None:
-    source = checkpoint(tmp_path / "a", [], tokenizer_type="NullTokenizer")
-    assert run(source, tmp_path / "b", "--to", "native") == 0
-    said = capsys.readouterr().out
-    assert "a fixed random draw (NullTokenizer reads no text)" in said
-    assert "NullTokenizer has none; ids stand for no text, and 1299 ends a document" in said
-
-
-def test_a_tokenizer_that_is_gone_is_looked_for_and_told(tmp_path: Path, capsys: Captured) -> None:
-    source = checkpoint(tmp_path / "a", [of_lines(tmp_path)], tiktoken_pattern="gpt2")
-    (source / "tokenizer" / "tokenizer.model").unlink()
-    assert continued("--load", source) == 2
-    recorded = source / "tokenizer" / "tokenizer.model"
-    why = f"is not there (recorded as {recorded}, looked in {recorded.parent}); give --tokenizer-model FILE"
-    assert capsys.readouterr().err.splitlines()[-1].endswith(why)
-    assert continued("--load", source, "--tokenizer-model", tmp_path / "ours.tiktoken") == 0
-
-
 def test_the_files_of_a_folder_of_several(tmp_path: Path) -> None:
     model = train_sentencepiece(["a text " * 50], output_prefix=tmp_path / "tokenizer", vocab_size=270)
     byte_tokenizer(tmp_path)

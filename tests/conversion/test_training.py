@@ -18,7 +18,7 @@ from megalite.conversion.native import write_native
 from megalite.conversion.weights import parameter_shapes
 from megalite.training.resume import own_first, resume
 from megalite.training.saving import save
-from tests.conversion.huggingface.models import CASES, saved, saved_in_four_bits
+from tests.conversion.huggingface.models import saved, saved_in_four_bits
 from tests.models.test_families import FAMILIES, Family, their_model
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import Runner, assemble, build, local_parts, tiny_config
@@ -41,9 +41,13 @@ def silent(line: str) -> None:
     """No one reads it."""
 
 
-@pytest.mark.parametrize("name", CASES)
+SLICED = ("gpt2", "llama2", "qwen2-moe", "gpt-oss", "phi3-window", "glm4-moe-groups", "deepseek-v3")
+"""Every kind of view that a family's tensors are read through."""
+
+
+@pytest.mark.parametrize("name", SLICED)
 def test_a_slice_is_that_of_the_whole(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every tensor of every family, whatever the dimension that is cut, with blocks of a few elements."""
+    """Of every tensor, whatever the dimension that is cut, with blocks of a few elements."""
     saved(name, tmp_path)
     monkeypatch.setattr(blockwise, "BLOCK", 64)
     weights = HuggingFaceWeights(tmp_path, divisible_by=16)
@@ -81,20 +85,20 @@ def test_of_a_slice_little_else_is_read(tmp_path: Path, monkeypatch: pytest.Monk
 def started(
     context: RankContext, world: int, settings: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any], list[float]]:
-    """This rank's weights and main parameters, and the losses of three steps."""
+    """This rank's weights and main parameters, and the losses of two steps."""
     config = tiny_config(world, **settings)
     replica = build(context, config)
     progress = resume(replica, tokenizer=None, log=silent)
     assert (progress.step, progress.samples) == (0, 0)
     held = local_parts(replica, "weight"), local_parts(replica, "main_param")
     runner = Runner(replica, progress)
-    return *held, [runner.step().loss for _ in range(3)]
+    return *held, [runner.step().loss for _ in range(2)]
 
 
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "tp 2 x pp 2 x vpp 2": ("llama", 4, {"tp": 2, "pp": 2, "vpp": 2}),
+    "pp 2 x vpp 2": ("llama", 2, {"pp": 2, "vpp": 2}),
     "ZeRO-1, bf16": ("llama", 4, {"tp": 2, "dp_strategy": "distributed-optimizer", "precision": "bf16"}),
-    "fully sharded": ("llama", 4, {"dp_strategy": "fully-sharded"}),
+    "fully sharded": ("llama", 2, {"dp_strategy": "fully-sharded"}),
     "local SGD": ("llama", 2, {"dp_strategy": "diloco"}),
     "ep 2 x tp 2, bf16": ("mixtral", 4, {"tp": 2, "ep": 2, "precision": "bf16"}),
 }

@@ -145,7 +145,7 @@ class HuggingFaceWeights(Weights):
         if divisible_by is not None:  # how the vocabulary is padded, which no folder says
             self.model = dataclasses.replace(self.model, make_vocab_size_divisible_by=divisible_by)
         where = self.path / "config.json"
-        self.token_ids = {name: _token_id(values.get(name), name, where) for name in TOKEN_IDS if name in values}
+        self.token_ids = {name: token_id(values.get(name), name, where) for name in TOKEN_IDS if name in values}
         self._quantized = quantized_kinds(ModelFile(values, where))
         self._shards = Shards(self.path)
         if self.family.further and values.get("num_nextn_predict_layers") != 0:
@@ -256,7 +256,8 @@ def _behind(offset: int, read: Read, start: int, count: int) -> torch.Tensor:
     return read(offset + start, count)
 
 
-def _token_id(value: Any, name: str, where: Path) -> int | list[int] | None:
+def token_id(value: Any, name: str, where: Path) -> int | list[int] | None:
+    """The value that stands under `name` in the file `where`, checked."""
     ids = value if isinstance(value, list) else [value]
     if value is not None and not all(type(i) is int for i in ids):
         raise ConversionError(f"{where}: {name} is {str(value)[:60]!r}; it must be a number, several, or null")

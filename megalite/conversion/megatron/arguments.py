@@ -17,18 +17,14 @@ from megalite.config.training import TrainingConfig
 from megalite.config.validate import validate
 from megalite.conversion.weights import ConversionError
 
-STRUCTURE = tuple(
-    """
-    num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels
-    group_query_attention max_position_embeddings seq_length position_embedding_type rotary_base
-    normalization swiglu add_bias_linear add_qkv_bias untie_embeddings_and_output_weights
-    padded_vocab_size num_experts moe_ffn_hidden_size moe_layer_freq qk_layernorm norm_epsilon
-    tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size
-    virtual_pipeline_model_parallel_size expert_tensor_parallel_size layernorm_epsilon
-    bias_gelu_fusion quick_geglu softmax_type multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim
-    qk_pos_emb_head_dim v_head_dim
-    """.split()  # noqa: SIM905
-)
+STRUCTURE = """
+num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels group_query_attention
+max_position_embeddings seq_length position_embedding_type rotary_base normalization swiglu add_bias_linear add_qkv_bias
+untie_embeddings_and_output_weights padded_vocab_size num_experts moe_ffn_hidden_size moe_layer_freq qk_layernorm
+norm_epsilon tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size softmax_type
+virtual_pipeline_model_parallel_size expert_tensor_parallel_size layernorm_epsilon bias_gelu_fusion quick_geglu
+multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
+""".split()  # noqa: SIM905
 """Arguments that all files of a checkpoint must agree on."""
 
 _LARGEST_WHOLE, _LARGEST_NUMBER, _BITS = 2**31 - 1, 1e30, 63
@@ -82,6 +78,10 @@ class Arguments:
     def flag(self, name: str, default: bool) -> bool:
         return bool(self._needed(name, default, bool, lambda value: True, "True or False is needed"))
 
+    def whole_or_none(self, name: str) -> int | None:
+        """`whole`; None where the argument is 0 or not there."""
+        return self.whole(name) if self.get(name) else None
+
     def number(self, name: str, default: float) -> float:
         """A finite number, at most 1e30 in size."""
         what = f"a number is needed, of at most {_LARGEST_NUMBER:g}"
@@ -96,29 +96,14 @@ class Arguments:
         ]
 
 
+_OFF = ("apply_residual_connection_post_layernorm", "is_hybrid_model", "qk_l2_norm", "use_mup", "retro_add_retriever")
+_OFF += ("attention_output_gate", "moe_apply_probs_on_input", "geglu")
+_UNSET = ("heterogeneous_layers_config_path", "hybrid_layer_pattern", "hybrid_override_pattern", "moe_input_jitter_eps")
+_UNSET += ("linear_attention_freq", "experimental_attention_variant")
 _MUST_BE: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(
-        """
-    apply_residual_connection_post_layernorm is_hybrid_model qk_l2_norm
-    use_mup retro_add_retriever
-    attention_output_gate moe_apply_probs_on_input geglu
-    """.split(),  # noqa: SIM905
-        (None, False),
-    ),
-    **dict.fromkeys(
-        """
-    heterogeneous_layers_config_path hybrid_layer_pattern hybrid_override_pattern
-    linear_attention_freq experimental_attention_variant
-    moe_input_jitter_eps
-    """.split(),  # noqa: SIM905
-        (None,),
-    ),
-    **dict.fromkeys(
-        """
-    mtp_num_layers moe_latent_size
-    """.split(),  # noqa: SIM905
-        (None, 0),
-    ),
+    **dict.fromkeys(_OFF, (None, False)),
+    **dict.fromkeys(_UNSET, (None,)),
+    **dict.fromkeys(("mtp_num_layers", "moe_latent_size"), (None, 0)),
     "moe_router_score_function": (None, "softmax", "sigmoid"),
     "rope_type": (None, "rope", "yarn"),
     "softmax_type": (None, "vanilla", "off-by-one", "learnable"),
@@ -157,7 +142,7 @@ def read_model(args: Arguments, *, padded_vocabulary: int, tp: int) -> ModelConf
         "activation_func_clamp_value": (
             None if args.get("activation_func_clamp_value") is None else args.number("activation_func_clamp_value", 0.0)
         ),
-        "glu_linear_offset": 0.0 if args.get("glu_linear_offset") is None else args.number("glu_linear_offset", 0.0),
+        "glu_linear_offset": args.number("glu_linear_offset", 0.0),
         "softmax_type": args.get("softmax_type") or "vanilla",
         "add_bias_linear": biases,
         # Megatron-LM sets it wherever all linear layers have biases.
@@ -263,18 +248,13 @@ def _yarn(args: Arguments) -> dict[str, Any]:
     growth = args.number("mscale", 1.0), args.number("mscale_all_dim", 0.0)
     if growth != (1.0, 0.0):
         raise ConversionError(f"{args.path}: args.mscale and mscale_all_dim are {growth}; only (1.0, 0.0) is ours")
-
-    def given(name: str, default: float) -> float:
-        return default if args.get(f"yarn_{name}") is None else args.number(f"yarn_{name}", default)
-
-    rounds = args.get("yarn_correction_range_round_to_int")
     return {
         "rope_scaling": "yarn",
         "rope_scaling_factor": args.number("rotary_scaling_factor", 1.0),
-        "rope_original_max_positions": int(given("original_max_position_embeddings", 4096)),
-        "rope_beta_fast": given("beta_fast", 32.0),
-        "rope_beta_slow": given("beta_slow", 1.0),
-        "rope_truncate": rounds is None or args.flag("yarn_correction_range_round_to_int", True),
+        "rope_original_max_positions": int(args.number("yarn_original_max_position_embeddings", 4096)),
+        "rope_beta_fast": args.number("yarn_beta_fast", 32.0),
+        "rope_beta_slow": args.number("yarn_beta_slow", 1.0),
+        "rope_truncate": args.flag("yarn_correction_range_round_to_int", True),
     }
 
 
@@ -326,19 +306,15 @@ def _experts(args: Arguments, biases: bool) -> dict[str, Any]:
         "moe_add_bias_linear": biases,
         "moe_router_topk": args.whole("moe_router_topk", 2),
         "moe_ffn_hidden_size": args.whole("moe_ffn_hidden_size", args.whole("ffn_hidden_size")),
-        "moe_shared_expert_intermediate_size": (
-            args.whole("moe_shared_expert_intermediate_size")
-            if args.get("moe_shared_expert_intermediate_size")
-            else None
-        ),
+        "moe_shared_expert_intermediate_size": args.whole_or_none("moe_shared_expert_intermediate_size"),
         "moe_first_dense_layers": first,
         "moe_layer_freq": every,
         "moe_router_pre_softmax": args.flag("moe_router_pre_softmax", False) and not sigmoid,
         "moe_router_score_function": "sigmoid" if sigmoid else "softmax",
         "moe_router_enable_expert_bias": args.flag("moe_router_enable_expert_bias", False),
         "moe_router_bias_update_rate": args.number("moe_router_bias_update_rate", 1e-3),
-        "moe_router_num_groups": args.whole("moe_router_num_groups") if args.get("moe_router_num_groups") else None,
-        "moe_router_group_topk": args.whole("moe_router_group_topk") if args.get("moe_router_group_topk") else None,
+        "moe_router_num_groups": args.whole_or_none("moe_router_num_groups"),
+        "moe_router_group_topk": args.whole_or_none("moe_router_group_topk"),
         "moe_shared_expert_gate": args.flag("moe_shared_expert_gate", False),
         "moe_router_topk_scaling_factor": args.number("moe_router_topk_scaling_factor", 1.0) or 1.0,
         "moe_expert_capacity_factor": None if capacity < 0 else capacity,

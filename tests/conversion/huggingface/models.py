@@ -1,6 +1,7 @@
 """Tiny models of transformers, one for every family and feature that can be read, and their folders."""
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,8 +16,8 @@ from megalite.conversion.weights import Weights, parameter_shapes
 from megalite.generation.continuation import Sampling
 from megalite.models.gpt import GPTStage
 from tests.generation.models import new_tokens
-from tests.models.stages import B, S, build, named
-from tests.models.test_families import FAMILIES, VOCAB, Family, all_float64, rope, their_model
+from tests.models.stages import build, named
+from tests.models.test_families import FAMILIES, TOKENS, VOCAB, Family, all_float64, rope, their_model
 
 LLAMA = FAMILIES["llama3"].theirs
 _EXPERTS = {"num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12}
@@ -86,21 +87,23 @@ CASES = {name: family for name, family in FAMILIES.items() if name not in ("gemm
 """Every case of `test_families` but Gemma and SmolLM3, which cannot be converted, and features that it leaves out."""
 
 
+@functools.cache
+def stock_model(name: str) -> Any:
+    """transformers' float64 model of a case."""
+    return their_model(CASES[name])
+
+
 def saved(name: str, folder: Path) -> Any:
-    """transformers' float64 model of a case, saved by its own save_pretrained into the folder; returns the model."""
-    model = their_model(CASES[name])
+    """The model of a case, saved by its own save_pretrained into the folder; returns the model."""
+    model = stock_model(name)
     model.save_pretrained(folder)
     return model
-
-
-def tokens() -> torch.Tensor:
-    return torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(2))
 
 
 def their_logits(model: Any) -> torch.Tensor:
     """[b, s, vocab_size] in float64."""
     with torch.no_grad(), all_float64():
-        return model(tokens(), use_cache=False).logits
+        return model(TOKENS, use_cache=False).logits
 
 
 def our_stage(weights: Weights) -> GPTStage:
@@ -119,7 +122,7 @@ def our_stage(weights: Weights) -> GPTStage:
 def our_logits(stage: GPTStage) -> torch.Tensor:
     """[b, s, vocab_size] in float64."""
     with torch.no_grad():
-        return stage(tokens(), stage.context()).transpose(0, 1)[..., :VOCAB]
+        return stage(TOKENS, stage.context()).transpose(0, 1)[..., :VOCAB]
 
 
 def our_text(stage: GPTStage, prompt: list[int], length: int) -> list[int]:

@@ -133,42 +133,24 @@ def test_every_field_of_the_network_is_compared() -> None:
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {"activation_function": "relu"}, "activation_function is 'relu'; what can be expressed is gelu_new"),
-    ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights is false; only true"),
-    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is true; only false"),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention is true; only false"),
     ("gpt2", {"resid_pdrop": 0.2}, r"embd_pdrop is 0\.1 and resid_pdrop 0\.2; set both"),
     ("gpt2", {"n_head": 3}, "hidden_size 16 is not divisible by num_attention_heads 3"),
     ("llama", {"attention_bias": True}, "attention_bias is true and mlp_bias false; all linear layers or none"),
-    ("llama", {"mlp_bias": True}, "attention_bias is false and mlp_bias true"),
     ("qwen3", {"attention_bias": True}, "attention_bias is true; all linear layers or none"),
     ("llama", {"hidden_act": "relu2"}, "hidden_act is 'relu2'; what can be expressed is silu"),
-    ("llama", {"hidden_act": None}, "hidden_act is 'None'"),
     ("llama", {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type is 'longrope'; .* default, linear"),
-    ("llama", {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_type is 'longrope'"),
     (
         "llama",
         {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": 1}},
         "truncate is '1'; it must be true",
     ),
-    ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": "9"}}, "beta_fast is '9'"),
     ("llama", {"rope_scaling": {"rope_type": "linear"}}, "rope_type linear needs factor, which is missing"),
-    ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "needs low_freq_factor"),
     ("llama", {"rope_scaling": 2.0}, r"rope_scaling must be an object, not '2\.0'"),
     ("llama", {"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "factor is '2'; it must be a number"),
-    (
-        "llama",
-        {"rope_parameters": {"rope_theta": 1e4}, "rope_theta": 5e5},
-        r"rope_theta is 10000\.0 in one place and 500000\.0 in the file; keep one",
-    ),
-    (
-        "llama",
-        {"rope_scaling": {"type": "linear", "rope_type": "llama3", "factor": 2.0}},
-        "rope_type is linear in one place and llama3 in rope_scaling",
-    ),
+    ("llama", {"rope_parameters": {"rope_theta": 1e4}, "rope_theta": 5e5}, r"10000\.0 in one place and 500000\.0 in"),
     ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "a separate RoPE for 'full_attention'"),
     ("llama", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0\.5; RoPE can only turn whole heads"),
-    ("llama", {"partial_rotary_factor": 0}, "partial_rotary_factor is 0; RoPE"),
-    ("llama", {"partial_rotary_factor": False}, "partial_rotary_factor is 'False'; it must be a number"),
     ("llama", {"rope_scaling": {"factor": 4.0}}, r"a factor, 4\.0, and no rope_type"),
     (
         "llama",
@@ -178,22 +160,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         },
         r"original_max_position_embeddings is 8192\.9; it must be a whole number",
     ),
-    ("llama", {"rms_norm_eps": 1e29}, r"rms_norm_eps is 1e\+29; it must be at most 1"),
     ("gpt2", {"layer_norm_epsilon": 2}, "layer_norm_epsilon is 2; it must be at most 1"),
     ("llama", {"rope_theta": None, "rope_scaling": None, "head_dim": 5}, "a head size of 5 is odd"),
     ("qwen2", {"use_sliding_window": True, "max_window_layers": -1}, "max_window_layers is '-1'"),
-    (
-        "qwen2",
-        {"layer_types": ["full_attention"] * 29 + ["sliding_attention"]},
-        "layer_types does not say full_attention for each of 30 layers; with no window nothing else",
-    ),
     ("mistral", {"layer_types": ["full_attention"] * 30}, "does not say sliding_attention for each of 30 layers"),
-    ("gemma2", {"layer_types": ["full_attention"] * 29}, "full_attention or sliding_attention for each of 30 layers"),
     ("gpt_oss", {"swiglu_alpha": 1.5}, r"swiglu_alpha is 1\.5; only 1\.702 can be expressed"),
-    ("gpt_oss", {"attention_bias": "yes"}, "attention_bias is 'yes'; it must be true or false"),
     ("gemma2", {"use_bidirectional_attention": True}, "only causal attention can be expressed"),
-    ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping is -1"),
-    ("gemma2", {"attention_bias": True}, "attention_bias is true; all linear layers or none"),
     (
         "gemma3_text",
         {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
@@ -240,15 +212,6 @@ def test_gemma_3_as_published_and_as_transformers_5_saves_it() -> None:
     new, _ = read("gemma3_text", needed("gemma3_text") | {"head_dim": 2, "layer_types": kinds, "rope_parameters": both})
     assert old == new
     assert (old.window_attn_skip_freq, old.rotary_base, old.rotary_base_local) == ([6], 50.0, 20.0)
-
-
-def test_the_same_value_in_two_places_is_no_contradiction() -> None:
-    values = needed("llama") | {"head_dim": 2, "rope_theta": 50.0}
-    scaling = {"rope_type": "linear", "factor": 2.0}
-    once, _ = read("llama", values | {"rope_scaling": scaling})
-    twice = {"rope_scaling": scaling | {"type": "linear"}, "rope_parameters": scaling | {"rope_theta": 50.0}}
-    assert read("llama", values | twice)[0] == once
-    assert (once.rope_scaling, once.rope_scaling_factor, once.rotary_base) == ("linear", 2.0, 50.0)
 
 
 def test_llama3_scaling_and_that_its_original_positions_default_to_all() -> None:

@@ -10,23 +10,18 @@ from typing import Any
 
 import pytest
 import sentencepiece
-import torch
 
 from megalite.conversion.huggingface.tokenizer import export_tokenizer, parse_sentencepiece, sentencepiece_json
-from megalite.conversion.huggingface.weights import write_huggingface
-from megalite.conversion.weights import ConversionError, parameter_shapes
+from megalite.conversion.weights import ConversionError
 from megalite.preprocess.train_tokenizer import train_sentencepiece
 from megalite.tokenizers.base import Tokenizer
 from megalite.tokenizers.subword import GPT2BPETokenizer, HuggingFaceTokenizer, SentencePieceTokenizer
-from tests.conversion.huggingface.models import InMemory, our_stage, our_text
-from tests.models.stages import LLAMA, varied
-from tests.models.test_families import all_float64
 
-TEXTS = [text for _, text in sorted(pydoc_data.topics.topics.items())]
+TEXTS = [text for _, text in sorted(pydoc_data.topics.topics.items())][:60]
 ROOT = Path(__file__).parents[3]
 # A special token spelled out in a text is one to transformers and plain text to us.
 SPELLED = re.compile(r"<\|\w+\|>|</?s>|<unk>|<eos>")
-READ = [SPELLED.sub("", path.read_text(encoding="utf-8")) for path in sorted((ROOT / "docs").glob("*.md"))]
+READ = [SPELLED.sub("", path.read_text(encoding="utf-8")) for path in sorted((ROOT / "docs").glob("*.md"))[:3]]
 AWKWARD = [
     "",
     " ",
@@ -110,11 +105,11 @@ def test_sentencepiece_of_others(how: dict[str, Any], tmp_path: Path) -> None:
     exported = export_tokenizer([path], 64, "llama")
     theirs = loaded(exported.files, tmp_path / "to")
     marked = ["a <mark> b", "<mark> b<mark>", "<mark><mark>c"]
-    texts = [*TEXTS[:60], *READ, *marked, *AWKWARD]
+    texts = [*TEXTS[:30], *READ, *marked, *AWKWARD]
     if how["model_type"] == "unigram":
         # A run has several cuts of one likelihood, and no rule says which it is.
         texts = [line for text in texts for line in text.splitlines() if not RUN.search(line)]
-        assert len(texts) > 1000
+        assert len(texts) > 500
     for text in texts:
         assert theirs(text, verbose=False)["input_ids"] == ours.encode(text), text[:60]
     assert theirs.decode(ours.encode("a few words")) == "a few words"
@@ -163,7 +158,7 @@ def test_vocabulary_and_merges(trained: Path, tmp_path: Path) -> None:
     ours = GPT2BPETokenizer(*files)
     for model_type in ("gpt2", "qwen3", "llama"):
         theirs = loaded(exported.files, tmp_path / model_type, model_type)
-        assert_same_ids(theirs, ours, [*TEXTS[:100], *READ, *AWKWARD])
+        assert_same_ids(theirs, ours, [*READ, *AWKWARD])
         assert theirs.eos_token_id == theirs.bos_token_id == ours.eod
     assert exported.token_ids == {"bos_token_id": ours.eod, "eos_token_id": ours.eod}
 
@@ -192,7 +187,7 @@ def test_tokenizer_json(trained: Path, tmp_path: Path) -> None:
     assert exported.files["tokenizer.json"] == (trained / "whole.json").read_bytes()
     ours = HuggingFaceTokenizer(trained / "whole.json")
     theirs = loaded(exported.files, tmp_path / "to")
-    assert_same_ids(theirs, ours, [*TEXTS[:100], *READ, *AWKWARD])
+    assert_same_ids(theirs, ours, [*READ, *AWKWARD])
     assert theirs.eos_token_id == ours.eod == exported.token_ids["eos_token_id"]
 
 
@@ -221,14 +216,6 @@ def test_files_of_hugging_face_stay_as_they_are(trained: Path, tmp_path: Path) -
     assert after.chat_template == "{{ messages }}"
 
 
-def test_a_vocabulary_with_the_word_model(tmp_path: Path) -> None:
-    """It is not taken for a tokenizer.json."""
-    (tmp_path / "v.json").write_text(json.dumps({"model": 0, "<|endoftext|>": 1}))
-    (tmp_path / "m.txt").write_text("#version: 0.2\n")
-    exported = export_tokenizer([tmp_path / "v.json", tmp_path / "m.txt"], 8, "llama")
-    assert {"vocab.json", "merges.txt"} < exported.files.keys()
-
-
 def test_faults(tmp_path: Path) -> None:
     for name in ("a.json", "b.json"):
         (tmp_path / name).write_text(json.dumps({"model": {"vocab": {name: 0}}}))
@@ -249,36 +236,3 @@ def test_faults(tmp_path: Path) -> None:
     (tmp_path / "vocab.json").write_text('{"<|endoftext|>": 0}')
     with pytest.raises(ConversionError, match=r"merges\.txt: not UTF-8"):
         export_tokenizer([tmp_path / "vocab.json", tmp_path / "merges.txt"], 8, "llama")
-
-
-def test_no_tokenizer() -> None:
-    exported = export_tokenizer([], 8, "llama")
-    assert exported.files == exported.token_ids == exported.generation == {}
-
-
-def test_the_same_text_is_generated(trained: Path, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = varied(LLAMA, vocab_size=1000)
-    generator = torch.Generator().manual_seed(1)
-    tensors = {
-        name: torch.randn(shape.shape, dtype=torch.float64, generator=generator) * 0.3
-        for name, shape in parameter_shapes(model).items()
-    }
-    (tmp_path / "ours").mkdir()
-    weights = InMemory(tmp_path / "ours", model, 64, tensors)
-    weights.tokenizer_files = [trained / "ours.model"]
-    folder = write_huggingface(weights, tmp_path / "theirs")
-    config = json.loads((folder / "config.json").read_text())
-    assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (1, 2, None)
-    assert json.loads((folder / "generation_config.json").read_text()) == {"bos_token_id": 1, "eos_token_id": 2}
-    prompt = "The import statement"
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    with all_float64(), torch.no_grad():
-        them = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, attn_implementation="eager")
-        inputs = tokenizer(prompt, return_tensors="pt")
-        theirs = tokenizer.decode(them.generate(**inputs, max_new_tokens=20, do_sample=False)[0])
-    ours = SentencePieceTokenizer(trained / "ours.model")
-    ids = ours.encode(prompt)
-    text = ours.decode(ids + our_text(our_stage(weights), ids, 20))
-    assert theirs == text and len(text) > len(prompt)

@@ -39,12 +39,10 @@ GEMMA: dict[str, Any] = {
 GEMMA2 = varied(LLAMA, **GEMMA)
 PROMPT = [5, 17, 30, 3]
 PRESETS: dict[str, dict[str, Any]] = {
-    "gpt2": {"activation": "gelu_tanh"},
     "gpt2-gelu-untied": {"tie_embeddings": False},
     "llama": {},
     "llama-biases": {"add_bias_linear": True, "tie_embeddings": True},
     "llama3.1": {"rope_scaling": "llama3", "rope_original_max_positions": 10, "kv_channels": 16},
-    "llama-linear": {"rope_scaling": "linear", "rope_scaling_factor": 2.0, "activation": "geglu"},
     "llama-dynamic": {"rope_scaling": "dynamic", "rope_scaling_factor": 2.0, "rope_original_max_positions": 12},
     "llama-yarn": {
         "rope_scaling": "yarn",
@@ -57,27 +55,16 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kv_channels": 16,
     },
     "qwen3-yarn": {"qk_norm": True, "rope_scaling": "yarn", "rope_attention_factor": 1.2, "rope_truncate": False},
-    "mistral": {"sliding_window": 4},
     "mistral-odd": {"hidden_size": 18, "num_attention_heads": 4},
     "qwen2": {"add_qkv_bias": True},
-    "qwen2-window": {"add_qkv_bias": True, "sliding_window": 4, "num_attention_heads": 2},
-    "qwen3": {"qk_norm": True},
     "qwen3-window": {"qk_norm": True, "sliding_window": 4},
     "phi3": {"rotary_percent": 0.5, "kv_channels": 8, "sliding_window": 4},
     "glm": {"rotary_percent": 0.5, "rotary_interleaved": True, "add_qkv_bias": True, "kv_channels": 12},
     "qwen2-mixed": {"add_qkv_bias": True, "sliding_window": 4, "window_attn_skip_freq": [1, 0, 1]},
-    "gemma2": GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "window_attn_skip_freq": [2]},
     "gemma2-plain": GEMMA | {"window_attn_skip_freq": [0, 1, 1]},
     "gemma3_text": GEMMA
     | {"window_attn_skip_freq": [3], "qk_norm": True, "rotary_base_local": 30.0, "softmax_scale": 10**-0.5}
     | {"rope_scaling": "linear", "rope_scaling_factor": 2.0, "tie_embeddings": False},
-    "olmo2": {
-        "qk_norm": True,
-        "qk_norm_all_heads": True,
-        "pre_norms": False,
-        "post_norms": True,
-        "tie_embeddings": True,
-    },
     "gpt_oss": {
         "softmax_type": "learnable",
         "add_bias_linear": True,
@@ -230,20 +217,6 @@ def test_several_files(tmp_path: Path) -> None:
         assert torch.equal(again.read(name), weights.read(name))
 
 
-def test_each_tensor_of_ours_is_read_once(tmp_path: Path) -> None:
-    weights = random_weights("mixtral", tmp_path / "ours")
-    read: list[str] = []
-
-    class Counting(InMemory):
-        def read(self, name: str) -> torch.Tensor:
-            read.append(name)
-            return super().read(name)
-
-    source = Counting(weights.path, weights.model, 12, weights.tensors)
-    write(source, tmp_path / "theirs", max_file_bytes=20_000)
-    assert read == list(parameter_shapes(weights.model))
-
-
 def test_another_type(tmp_path: Path) -> None:
     weights = random_weights("qwen2", tmp_path / "ours")
     folder = write(weights, tmp_path / "theirs", dtype=torch.bfloat16)
@@ -262,17 +235,6 @@ def test_another_type(tmp_path: Path) -> None:
     with torch.no_grad():
         ours = double(torch.tensor([PROMPT]), double.generation_context(4))[:, 0]
     assert float((ours[:, :VOCAB] - logits).abs().max() / logits.abs().max()) < 0.03
-
-
-def test_token_ids_of_the_source_stay(tmp_path: Path) -> None:
-    saved("llama3", tmp_path / "before")
-    edit_config(tmp_path / "before", bos_token_id=1, eos_token_id=[2, 7], pad_token_id=0)
-    (tmp_path / "before" / "generation_config.json").write_text('{"eos_token_id": [2, 7, 9], "temperature": 0.6}')
-    folder = write(HuggingFaceWeights(tmp_path / "before"), tmp_path / "after")
-    config = json.loads((folder / "config.json").read_text())
-    assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (1, [2, 7], 0)
-    generation = json.loads((folder / "generation_config.json").read_text())
-    assert generation["eos_token_id"] == [2, 7, 9] and generation["temperature"] == 0.6
 
 
 @pytest.mark.parametrize("tokenizer", ["its own", "none", "another"])
@@ -311,36 +273,20 @@ def test_token_ids_that_the_source_leaves_to_its_class_stay_there(tmp_path: Path
     assert [(it.bos_token_id, it.eos_token_id) for it in loaded] == [(1, 2), (1, 2)]
 
 
-REFUSED: list[tuple[str | None, ModelConfig, str]] = [
+REFUSED: list[tuple[str | None, ModelConfig, str]] = [  # family, model, what is said
     (
         None,
         varied(LLAMA, scale_embeddings=True, norm_zero_centered=True, activation="geglu_tanh"),
         r"no Hugging Face family is this model; the nearest, gemma2, differs: post_norms is False, gemma2 has True",
     ),
     (None, varied(LLAMA, no_rope_freq=[2]), r"llama, differs: no_rope_freq is \[0, 1, 0\], llama has None"),
-    ("gemma2", varied(GEMMA2, softmax_scale=0.3), "gemma2 differs: softmax_scale is 0.3, gemma2 has 0.30"),
     ("gemma2", varied(GEMMA2, rotary_base_local=3e4), "rotary_base_local is 30000.0, gemma2 has None"),
     (None, varied(GPT, position_embedding_type="none"), "gpt2, differs: position_embedding_type is none"),
-    (None, varied(LLAMA, normalization="LayerNorm"), "normalization is LayerNorm, llama has RMSNorm"),
     (None, varied(LLAMA, qk_norm=True, add_qkv_bias=True), "nearest, qwen2, differs: qk_norm is True"),
     (None, varied(LLAMA, num_experts=4, moe_layer_freq=2), "moe_layer_freq is 2, mixtral has 1"),
-    (None, varied(LLAMA, num_experts=4, moe_first_dense_layers=1), "moe_first_dense_layers is 1, mixtral has 0"),
-    (
-        None,
-        varied(LLAMA, num_experts=4, moe_shared_expert_intermediate_size=8),
-        "moe_shared_expert_intermediate_size is 8, mixtral has None",
-    ),
-    (None, varied(LLAMA, num_experts=4, moe_router_pre_softmax=True), "moe_router_pre_softmax is True"),
     (None, varied(GPT, activation="swiglu", ffn_hidden_size=20), "gpt2, differs: activation is swiglu"),
-    (None, varied(GPT, num_query_groups=2), "num_query_groups is 2, gpt2 has 4"),
-    (
-        "llama",
-        varied(LLAMA, sliding_window=4),
-        "llama differs: sliding_window is 4, llama has None; --family mistral is the same",
-    ),
     ("llama", varied(LLAMA, hidden_size=18, num_attention_heads=4), "--family mistral is the same model"),
     ("qwen3", LLAMA, "qwen3 differs: qk_norm is False, qwen3 has True; --family llama is the same model"),
-    ("gpt2", LLAMA, "position_embedding_type is rope, gpt2 has learned_absolute"),
     ("gemma", LLAMA, "gemma is no family of ours; use gpt2, llama, mistral"),
 ]
 
@@ -350,18 +296,3 @@ def test_what_no_family_expresses(family: str | None, model: ModelConfig, messag
     with pytest.raises(ConversionError, match=message):
         write(InMemory(tmp_path, model, 12, {}), tmp_path / "theirs", family=family)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_settings_of_training_do_not_matter(tmp_path: Path) -> None:
-    """The function of the trained network is the same: dropout and the auxiliary losses are gone then."""
-    weights = random_weights("mixtral", tmp_path / "ours")
-    plain = write(weights, tmp_path / "plain")
-    weights.model = varied(
-        weights.model,
-        hidden_dropout=0.1,
-        moe_aux_loss_coeff=0.01,
-        moe_expert_capacity_factor=1.25,
-        moe_z_loss_coeff=1e-3,
-    )
-    other = write(weights, tmp_path / "other")
-    assert (plain / "config.json").read_bytes() == (other / "config.json").read_bytes()

@@ -38,7 +38,9 @@ from tests.e2e.commands import commands_in
 from tests.e2e.forked import train_forked
 from tests.e2e.programs import REPOSITORY
 
-ONE, FOUR = (1, 1, 1), (4, 2, 2)  # ranks, tp, pp
+ONE = (1, 1, 1)  # ranks, tp, pp
+LAYOUTS = {"train_llama": (4, 2, 2), "train_gpt": ONE}
+"""The page's commands continue train_gpt on four ranks."""
 TOLERANCE = 1e-5  # absolute, on losses of about 5
 
 
@@ -66,19 +68,10 @@ def moved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return request.param, theirs, *move(request.param, saved, folder)
 
 
-@pytest.mark.parametrize("layout", [ONE, FOUR], ids=["one-rank", "tp2-pp2"])
-def test_the_next_20_losses(moved: Any, layout: tuple[int, int, int], tmp_path: Path) -> None:
-    _, theirs, config, imported = moved
-    assert_continues(theirs, continued(config, imported, tmp_path, *layout))
-
-
-def test_the_order_of_samples(moved: Any) -> None:
-    _, theirs, config, _ = moved
+def test_the_next_20_losses(moved: Any, tmp_path: Path) -> None:
+    script, theirs, config, imported = moved
     assert batches(load(config), vocab_size=257)[SAVED:] == [step["tokens"] for step in theirs]
-
-
-def test_what_the_import_says_of_the_run(moved: Any) -> None:
-    script, _, _, imported = moved
+    assert_continues(theirs, continued(config, imported, tmp_path, *LAYOUTS[script]))
     manifest = Manifest.from_json((imported / f"step-{SAVED:07d}/manifest.json").read_text(), source="")
     assert manifest.counters == {"step": 10, "consumed_samples": 80, "optimizer_updates": 10, "loss_scaler": {}}
     # Of 257 ids: the padding, to a multiple of 4 * tp, is in their softmax.

@@ -24,8 +24,9 @@ MODELS: dict[str, dict[str, Any]] = {
 Content = dict[str, Any]
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize(("tp", "stages"), [(1, (4,)), (2, (1, 3)), (4, (2, 2))])
+@pytest.mark.parametrize(
+    ("kind", "tp", "stages"), [*((kind, 2, (1, 3)) for kind in MODELS), ("llama", 1, (4,)), ("gpt", 4, (2, 2))]
+)
 def test_read(tmp_path: Path, kind: str, tp: int, stages: tuple[int, ...]) -> None:
     weights = MadeUp(tmp_path, MODELS[kind])
     found = open_megatron(builder.save(tmp_path / "saved", weights, tp=tp, stages=stages))
@@ -205,22 +206,6 @@ def test_old_orders_of_qkv(tmp_path: Path, version: float) -> None:
         return made
 
     assert_same(open_megatron(builder.save(tmp_path / "saved", weights, tp=2, change=change)), weights)
-
-
-def test_megatron_core_never_had_an_old_order(tmp_path: Path) -> None:
-    """Without a checkpoint_version, linear_qkv is as it is; query_key_value had no groups then."""
-
-    def unversioned(content: Content) -> Content:
-        return {name: value for name, value in content.items() if name != "checkpoint_version"}
-
-    for kind in ("gpt", "llama"):
-        weights = MadeUp(tmp_path, MODELS[kind])
-        assert_same(open_megatron(builder.save(tmp_path / kind, weights, change=unversioned)), weights)
-    folder = builder.save(
-        tmp_path / "old", weights, change=lambda content: unversioned(older(content)), num_query_groups=2
-    )
-    with pytest.raises(ConversionError, match=r"checkpoint_version 0 has no args.num_query_groups"):
-        open_megatron(folder)
 
 
 def test_copies_must_agree(tmp_path: Path) -> None:

@@ -35,8 +35,7 @@ def write(weights: MadeUp, tp: int = 1, pp: int = 1, **options: Any) -> Path:
     return write_megatron(weights, weights.path / "out", tp=tp, pp=pp, **options)
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2), (4, 1)])
+@pytest.mark.parametrize(("kind", "tp", "pp"), [*((kind, 2, 2) for kind in MODELS), ("llama", 1, 1), ("gpt", 4, 1)])
 def test_round_trip_and_files(tmp_path: Path, kind: str, tp: int, pp: int) -> None:
     weights = MadeUp(tmp_path, MODELS[kind])
     written: list[int] = []
@@ -107,55 +106,19 @@ def test_args_are_what_use_checkpoint_args_reads(tmp_path: Path) -> None:
     assert open_megatron(tmp_path / "out").model.rope_scaling == "llama3"
 
 
-@pytest.mark.parametrize(
-    "changes", [{"window_attn_skip_freq": [2]}, {"window_attn_skip_freq": [0, 1], "no_rope_freq": [2]}]
-)
-def test_layers_of_different_kinds_come_back(tmp_path: Path, changes: dict[str, Any]) -> None:
-    weights = MadeUp(tmp_path, MODELS["llama"] | {"sliding_window": 9} | changes)
-    model = open_megatron(write(weights)).model
-    assert {name: getattr(model, name) for name in changes} == changes
-
-
 def test_settings_survive(tmp_path: Path) -> None:
     """All that changes what the model computes comes back."""
     changes = {"norm_zero_centered": True, "norm_epsilon": 1e-6, "rotary_base": 5e5, "kv_channels": 16}
     changes |= {"rope_scaling": "linear", "rope_scaling_factor": 4.0, "num_experts": 4, "moe_router_topk": 1}
     changes |= {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 2.5}
-    changes |= {"rotary_percent": 0.5, "rotary_interleaved": True}
+    changes |= {"rotary_percent": 0.5, "rotary_interleaved": True, "sliding_window": 9}
+    changes |= {"window_attn_skip_freq": [0, 1], "no_rope_freq": [2]}
     weights = MadeUp(tmp_path, LLAMA | changes)
     model = open_megatron(write(weights)).model
     for name, value in changes.items():
         assert getattr(model, name) == value, name
     squared = MadeUp(tmp_path / "squared", LLAMA | {"activation": "squared_relu"})
     assert open_megatron(write(squared)).model.activation == "squared_relu"
-
-
-def test_dtype(tmp_path: Path) -> None:
-    weights = MadeUp(tmp_path, GPT)
-    folder = write(weights, 2, dtype=torch.bfloat16)
-    opened = open_megatron(folder)
-    for name in ("layers.1.mlp.up.weight", "final_norm.bias"):
-        assert opened.dtype(name) == torch.bfloat16
-        assert torch.equal(opened.read(name), weights.read(name).bfloat16())
-    args = load(folder / "release/mp_rank_00/model_optim_rng.pt")["args"]
-    assert args.params_dtype == torch.bfloat16
-    assert args.bf16
-
-
-class TooLarge(MadeUp):
-    def read(self, name: str) -> torch.Tensor:
-        values = super().read(name)
-        if name == "layers.0.attention.out.weight":
-            values[0, 0] = -1e6
-        return values
-
-
-def test_nothing_becomes_infinite(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConversionError, match=r"layers.0.attention.out.weight holds 1e\+06, above the 65504 of torch.float16"
-    ):
-        write(TooLarge(tmp_path, LLAMA), dtype=torch.float16)
-    assert not (tmp_path / "out").exists()
 
 
 def test_rows_of_padding_come_back_from_an_import(tmp_path: Path) -> None:
