@@ -96,10 +96,10 @@ class Arguments:
         ]
 
 
-_OFF = ("apply_residual_connection_post_layernorm", "is_hybrid_model", "qk_l2_norm", "use_mup", "retro_add_retriever")
-_OFF += ("attention_output_gate", "moe_apply_probs_on_input", "geglu")
-_UNSET = ("heterogeneous_layers_config_path", "hybrid_layer_pattern", "hybrid_override_pattern", "moe_input_jitter_eps")
-_UNSET += ("linear_attention_freq", "experimental_attention_variant")
+_OFF = ["apply_residual_connection_post_layernorm", "is_hybrid_model", "qk_l2_norm", "use_mup", "retro_add_retriever"]
+_OFF += ["attention_output_gate", "moe_apply_probs_on_input", "geglu"]
+_UNSET = ["heterogeneous_layers_config_path", "hybrid_layer_pattern", "hybrid_override_pattern", "moe_input_jitter_eps"]
+_UNSET += ["linear_attention_freq", "experimental_attention_variant"]
 _MUST_BE: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(_OFF, (None, False)),
     **dict.fromkeys(_UNSET, (None,)),

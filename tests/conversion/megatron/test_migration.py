@@ -39,8 +39,8 @@ from tests.e2e.forked import train_forked
 from tests.e2e.programs import REPOSITORY
 
 ONE = (1, 1, 1)  # ranks, tp, pp
-LAYOUTS = {"train_llama": (4, 2, 2), "train_gpt": ONE}
-"""The page's commands continue train_gpt on four ranks."""
+LAYOUTS = {"train_llama": (2, 2, 1), "train_gpt": ONE}
+"""The page's commands continue train_gpt on four ranks, tp 2 x pp 2."""
 TOLERANCE = 1e-5  # absolute, on losses of about 5
 
 
