@@ -262,7 +262,7 @@ class GPTStage(torch.nn.Module):
 
     def _made(self, stop: int, every: NextTokens | None = None, **facts: Any) -> ForwardContext:
         """The context of position ids below `stop`: of layers with a window, with that of the others where this stage has
-        both, whose new tokens see `every` key."""
+        both; new tokens of those see `every` key."""
         ids = facts["position_ids"]
         context = ForwardContext(**facts, rope=self._rope_rows(ids, stop, self._windowed))
         if not self._mixed:
