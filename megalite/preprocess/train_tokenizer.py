@@ -15,7 +15,7 @@ from megalite.preprocess.documents import PieceTexts, read_piece
 from megalite.preprocess.inputs import Input
 from megalite.preprocess.output import check_output_prefix, make_folder
 from megalite.preprocess.pieces import Limits, cut
-from megalite.tokenizers.base import is_failure, missing_package
+from megalite.tokenizers.base import missing_package, refusing
 from megalite.tokenizers.subword import GPT2_END
 from megalite.tokenizers.tiktoken_encodings import LLAMA3_PATTERN
 
@@ -195,12 +195,11 @@ def train_byte_level(texts: Iterable[str], *, output_prefix: str | Path, vocab_s
     )
     source = _CountedTexts(texts)
     try:
-        tokenizer.train_from_iterator(iter(source), trainer=trainer)
-    except BaseException as error:
-        if not is_failure(error):
-            raise
-        source.require_any()
-        raise ConfigError(f"byte-level BPE cannot be trained: {str(error)[:200]}") from None
+        with refusing("byte-level BPE cannot be trained"):
+            tokenizer.train_from_iterator(iter(source), trainer=trainer)
+    except ConfigError:
+        source.require_any()  # what reading raised comes first
+        raise
     source.require_any()
     if tokenizer.get_vocab_size() < vocab_size:
         raise ConfigError(f"{source.characters} characters give at most --vocab-size {tokenizer.get_vocab_size()}")

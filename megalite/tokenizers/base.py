@@ -3,7 +3,8 @@
 import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -137,6 +138,15 @@ def missing_package(what: object, package: str, extra: str) -> ConfigError:
     return ConfigError(f"{what} needs the package {package}, which is not installed: pip install 'megalite[{extra}]'")
 
 
-def is_failure(error: BaseException) -> bool:
-    """The library failed, rather than the user stopped it: a Rust library's panic is not an Exception."""
-    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """What a library raises inside is a ConfigError that says `what` was the matter: also a panic of a Rust library, which is
+    no Exception; but not what the user stops."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, ConfigError) or not (
+            isinstance(error, Exception) or type(error).__name__ == "PanicException"
+        ):
+            raise
+        raise ConfigError(f"{what}: {str(error)[:200]}") from None

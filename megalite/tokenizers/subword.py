@@ -11,9 +11,9 @@ from megalite.config.errors import ConfigError
 from megalite.tokenizers.base import (
     Tokenizer,
     digest,
-    is_failure,
     missing_package,
     read_tokenizer_file,
+    refusing,
     require_characters,
 )
 
@@ -36,10 +36,8 @@ class SentencePieceTokenizer(Tokenizer):
         content = read_tokenizer_file(model_file)
         self._path = model_file
         self._processor = sentencepiece.SentencePieceProcessor()
-        try:
+        with refusing(f"{model_file} is not a SentencePiece model"):
             loaded = self._processor.LoadFromSerializedProto(content)
-        except (RuntimeError, ValueError) as error:
-            raise ConfigError(f"{model_file} is not a SentencePiece model: {error}") from None
         self.vocab_size = self._processor.get_piece_size() if loaded else 0
         if not self.vocab_size:
             raise ConfigError(f"{model_file} is not a SentencePiece model ({len(content)} bytes); give a .model file")
@@ -50,10 +48,8 @@ class SentencePieceTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         require_characters(texts)
-        try:
+        with refusing(f"{self._path}: the model fails on a text"):
             ids: list[list[int]] = self._processor.encode(list(texts), out_type=int, num_threads=1)
-        except (RuntimeError, ValueError) as error:
-            raise ConfigError(f"{self._path}: the model fails on a text: {str(error)[:200]}") from None
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -70,12 +66,8 @@ class _TokenizersLibrary(Tokenizer):
         require_characters(texts)
         # encode_batch_fast skips the character offsets of tokens; older versions lack it.
         encode = getattr(self._tokenizer, "encode_batch_fast", self._tokenizer.encode_batch)
-        try:
+        with refusing(f"{self._path}: the tokenizer fails on a text"):
             return [encoding.ids for encoding in encode(list(texts), add_special_tokens=False)]
-        except BaseException as error:
-            if not is_failure(error):
-                raise
-            raise ConfigError(f"{self._path}: the tokenizer fails on a text: {str(error)[:200]}") from None
 
     def decode(self, ids: Sequence[int]) -> str:
         # Special tokens are left out.
@@ -94,12 +86,8 @@ class HuggingFaceTokenizer(_TokenizersLibrary):
     def __init__(self, tokenizer_file: str | Path) -> None:
         content = read_tokenizer_file(tokenizer_file)
         self._path = tokenizer_file
-        try:
+        with refusing(f"{tokenizer_file} is not a Hugging Face tokenizer.json"):
             self._tokenizer = _library(tokenizer_file).Tokenizer.from_str(content.decode("utf-8"))
-        except BaseException as error:  # a plain Exception or a panic for everything wrong in the JSON
-            if isinstance(error, ConfigError) or not is_failure(error):
-                raise
-            raise ConfigError(f"{tokenizer_file} is not a Hugging Face tokenizer.json: {str(error)[:300]}") from None
         # A file may store truncation and padding: settings of an inference server, not of a corpus.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -133,12 +121,8 @@ class HuggingFaceTokenizer(_TokenizersLibrary):
     def encode_with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids, and of each the characters of the text that it stands for. Raises ConfigError: as `encode`."""
         require_characters([text])
-        try:
+        with refusing(f"{self._path}: the tokenizer fails on a text"):
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        except BaseException as error:
-            if not is_failure(error):
-                raise
-            raise ConfigError(f"{self._path}: the tokenizer fails on a text: {str(error)[:200]}") from None
         return encoding.ids, encoding.offsets
 
     def beginning(self) -> list[int]:
@@ -196,12 +180,7 @@ def _parse_vocabulary(content: bytes, path: str | Path) -> dict[str, int]:
 
 def _bpe(library: Any, vocabulary: dict[str, int], content: bytes, path: str | Path, vocab_file: str | Path) -> Any:
     """The model of a vocabulary and of the pairs of a merges.txt, in the order of the file, each once."""
-    try:
+    with refusing(f"{path} is not the merges.txt that belongs to {vocab_file}; give one tokenizer's files"):
         lines = [line.rstrip("\r") for line in content.decode("utf-8").split("\n")]
         pairs = dict.fromkeys(tuple(line.split(" ")) for line in lines if line and not line.startswith("#version"))
         return library.models.BPE(vocab=vocabulary, merges=list(pairs))
-    except BaseException as error:  # of many kinds, and a panic
-        if not is_failure(error):
-            raise
-        why = f"{str(error)[:200]}; give one tokenizer's files"
-        raise ConfigError(f"{path} is not the merges.txt that belongs to {vocab_file}: {why}") from None

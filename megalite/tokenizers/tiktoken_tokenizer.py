@@ -19,9 +19,9 @@ from megalite.config.errors import ConfigError
 from megalite.tokenizers.base import (
     Tokenizer,
     digest,
-    is_failure,
     missing_package,
     read_tokenizer_file,
+    refusing,
     require_characters,
 )
 from megalite.tokenizers.tiktoken_encodings import ENCODINGS, PATTERNS, megatron_special
@@ -109,30 +109,25 @@ class TikTokenizer(Tokenizer):
         )
 
     def _make(self, pattern: str) -> Any:
-        try:
+        with refusing(f"{self._path}: tiktoken refuses it or {pattern[:100]!r}"):
             return self._make_encoding(
                 Path(self._path).name,
                 pat_str=pattern,
                 mergeable_ranks=self._plan.ranks,
                 special_tokens=dict(self._plan.special),
             )
-        except BaseException as error:
-            if not is_failure(error):
-                raise
-            raise ConfigError(f"{self._path}: tiktoken refuses it or {pattern[:100]!r}: {str(error)[:200]}") from None
 
     def _encode(self, text: str) -> list[int]:
         if self._plan.is_known and _has_long_space(text):
             return self._encode_by_words(text)
+        # A pattern of the user's may mean something else to another engine.
         try:
-            ids: list[int] = self._encoding.encode_ordinary(text)
-        except BaseException as error:
-            if not is_failure(error):
-                raise
+            with refusing(f"{self._path}: {self._plan.pattern[:99]!r} fails on a text"):
+                ids: list[int] = self._encoding.encode_ordinary(text)
+        except ConfigError:
             if self._plan.is_known:
                 return self._encode_by_words(text)
-            # A pattern of the user's may mean something else to another engine.
-            raise ConfigError(f"{self._path}: {self._plan.pattern[:99]!r} fails on a text: {str(error)[:99]}") from None
+            raise
         return ids
 
     def _encode_by_words(self, text: str) -> list[int]:

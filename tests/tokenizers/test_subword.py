@@ -127,7 +127,7 @@ def test_gpt2_merges(small_bpe: Path) -> None:
         ("vocab.json", b'{"<|endoftext|>": 1}', r"vocab\.json lacks 256 of 256 bytes"),
         ("merges.txt", b"\xff", r"merges\.txt is not the merges\.txt .* give one tokenizer's files"),
         ("merges.txt", b"a b\na b c\n", r"merges\.txt is not"),
-        ("merges.txt", b"a b\nx y\n", r"merges\.txt is not .*vocab\.json: .*xy"),
+        ("merges.txt", b"a b\nx y\n", r"merges\.txt is not .*vocab\.json.*xy"),
     ],
 )
 def test_garbled_gpt2_files(small_bpe: Path, tmp_path: Path, name: str, content: bytes, message: str) -> None:
