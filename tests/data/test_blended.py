@@ -78,28 +78,15 @@ def test_weights_without_a_small_denominator_are_exact_in_the_long_run() -> None
 
 def test_blocks_are_found_wherever_they_begin() -> None:
     """Many datasets: floors let blocks begin well before whole multiples of their size."""
-    mixed = blend([math.sqrt(i + 2) for i in range(300)])
-    for number in (1, 2, 7):
+    mixed = blend([math.sqrt(i + 2) for i in range(100)])
+    for number in (1, 7):
         start = sum(mixed._counts_before(number))
-        assert number * BLOCK - 300 < start < number * BLOCK
+        assert number * BLOCK - 100 < start < number * BLOCK
         for k in (start - 1, start, number * BLOCK - 1, number * BLOCK):
-            fresh = blend([math.sqrt(i + 2) for i in range(300)])
+            fresh = blend([math.sqrt(i + 2) for i in range(100)])
             dataset, index = fresh.locate(k)
             assert mixed.counts(k)[dataset] == index == mixed.locate(k)[1]
             assert sum(mixed.counts(k)) == k
-
-
-def test_no_weight_is_too_small() -> None:
-    mixed = blend([1, 1e-9])
-    assert mixed.counts(10**10)[1] == 9  # floor(10^10 / (10^9 + 1))
-    assert blend([1, 1e-30]).counts(10**6) == [10**6, 0]
-
-
-def test_a_thousand_token_counts() -> None:
-    mixed = blend([10**9 + 7919 * i**2 for i in range(1000)])
-    assert sum(mixed.counts(10**12)) == 10**12
-    seen = {mixed.locate(10**12 + i)[0] for i in range(BLOCK)}
-    assert len(seen) == 1000
 
 
 def test_the_parts_prepare_what_will_be_read_of_them() -> None:
@@ -149,10 +136,7 @@ def test_sample_is_a_pure_function_far_out() -> None:
         mixed.sample(-1)
 
 
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [([1, 0], "above 0"), ([1, -1], "above 0"), ([float("nan"), 1], "above 0"), ([1, float("inf")], "above 0")],
-)
-def test_bad_weights(weights: list[float], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+@pytest.mark.parametrize("weights", [[1, 0], [1, -1], [float("nan"), 1], [1, float("inf")], [1, 1e-400]], ids=str)
+def test_bad_weights(weights: list[float]) -> None:
+    with pytest.raises(ConfigError, match="above 0"):
         blend(weights)

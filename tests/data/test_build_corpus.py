@@ -20,12 +20,12 @@ def build(output: Path, megabytes: str, monkeypatch: pytest.MonkeyPatch) -> list
 def test_all_topics_and_the_first_sources_shuffled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    corpus = build(tmp_path / "new" / "c.jsonl", "3", monkeypatch)
+    corpus = build(tmp_path / "new" / "c.jsonl", "2", monkeypatch)
     topics = len(pydoc_data.topics.topics)
     sources = [document["source"] for document in corpus]
     assert {s for s in sources if s.startswith("topic ")} == {f"topic {t}" for t in pydoc_data.topics.topics}
     library = [source for source in sources if not source.startswith("topic ")]
-    assert len(library) > 20
+    assert len(library) > 10
     assert "abc.py" in library
     # Shuffled: neither the topics together nor the files in order.
     assert 0 < sum(source.startswith("topic ") for source in sources[:topics]) < topics
@@ -36,12 +36,7 @@ def test_all_topics_and_the_first_sources_shuffled(
     texts = {document["source"]: document["text"] for document in corpus}
     assert texts["topic assert"] == pydoc_data.topics.topics["assert"]
     size = sum(len(document["text"].encode("utf-8")) for document in corpus)
-    assert 2.5e6 < size <= 3e6
+    assert 1.5e6 < size <= 2e6
     assert f"{topics} topics, {len(library)} library files, {size / 1e6:.1f} MB" in capsys.readouterr().out
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["c.jsonl"]
-
-
-def test_the_corpus_is_the_same_every_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    build(tmp_path / "a.jsonl", "1", monkeypatch)
-    build(tmp_path / "b.jsonl", "1", monkeypatch)
-    assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
+    assert build(tmp_path / "again.jsonl", "2", monkeypatch) == corpus

@@ -23,11 +23,10 @@ def test_documents_are_cut_where_megatron_cuts_them() -> None:
     assert split_documents("100,0,0", 7) == (range(7), range(7, 7), range(7, 7))
 
 
-@pytest.mark.parametrize("documents", [0, 1, 7, 100, 12345])
 @pytest.mark.parametrize("split", ["969,30,1", "1,1,1", "0.9,0.05,0.05", "98,2", "1"])
-def test_splits_cover_all_documents(split: str, documents: int) -> None:
-    ranges = split_documents(split, documents)
-    assert [i for part in ranges for i in part] == list(range(documents))
+def test_splits_cover_all_documents(split: str) -> None:
+    for documents in (0, 1, 7, 12345):
+        assert [i for part in split_documents(split, documents) for i in part] == list(range(documents))
 
 
 def test_shares() -> None:
@@ -85,12 +84,6 @@ def test_every_keyed_permutation_is_one() -> None:
         assert sorted(keyed(count, seed=count % 3)) == list(range(count)), count
 
 
-def test_far_elements_of_a_large_one_are_distinct_and_in_range() -> None:
-    order = KeyedPermutation(10**15 + 7, seed=1, index=0)
-    seen = {order(x) for x in [*range(500), *range(10**15 - 500, 10**15)]}
-    assert len(seen) == 1000 and min(seen) >= 0 and max(seen) < 10**15 + 7
-
-
 def chi_square(counts: np.ndarray) -> float:
     """Of equal expectations, in standard deviations from its mean."""
     expected = counts.sum() / counts.size
@@ -125,27 +118,14 @@ def test_one_permutation_looks_random(count: int) -> None:
     assert sum(b == a + 1 for a, b in pairwise(order.tolist())) < 10
 
 
-def test_epochs_seeds_and_streams_differ() -> None:
-    orders = {tuple(keyed(100, seed=seed, index=index)) for seed in range(3) for index in range(3)}
-    assert len(orders) == 9
-    same = np.array(keyed(1000, index=0)) == np.array(keyed(1000, index=1))
-    assert same.sum() < 10
-
-
 def test_samples_are_pure_and_in_the_vocabulary() -> None:
-    dataset = MockDataset(vocab_size=101, seq_length=64, seed=3)
-    samples = [dataset.sample(k) for k in range(50)]
+    settings = {"vocab_size": 101, "seq_length": 64, "seed": 3}
+    samples = [MockDataset(**settings).sample(k) for k in range(50)]
     assert all(sample.shape == (65,) and sample.dtype == np.int64 for sample in samples)
     assert min(s.min() for s in samples) >= 0 and max(s.max() for s in samples) < 101
-    again = MockDataset(vocab_size=101, seq_length=64, seed=3)
-    assert all(np.array_equal(again.sample(k), samples[k]) for k in (49, 0, 7))
-    assert len({sample.tobytes() for sample in samples}) == 50
-
-
-@pytest.mark.parametrize("other", [{"seed": 4}, {"split": 1}])
-def test_seeds_and_splits_have_samples_of_their_own(other: dict[str, int]) -> None:
-    base = {"vocab_size": 101, "seq_length": 64, "seed": 3}
-    assert not np.array_equal(MockDataset(**base).sample(0), MockDataset(**(base | other)).sample(0))
+    assert all(np.array_equal(MockDataset(**settings).sample(k), samples[k]) for k in (49, 0, 7))
+    others = [MockDataset(**settings | other).sample(0) for other in ({"seed": 4}, {"split": 1})]
+    assert len({sample.tobytes() for sample in [*samples, *others]}) == 52
 
 
 def test_most_tokens_follow_from_the_one_before() -> None:

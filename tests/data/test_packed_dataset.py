@@ -143,14 +143,6 @@ def test_a_token_id_outside_the_vocabulary(indexed: IndexedDataset) -> None:
         dataset.sample(0)
 
 
-def test_a_sample_and_its_packing_are_found_once(indexed: IndexedDataset) -> None:
-    dataset = make(indexed)
-    for k in (3, 4, 3):
-        assert np.array_equal(dataset.sample(k), make(indexed).sample(k))
-        assert dataset.packing(k) == make(indexed).packing(k)
-    assert dataset._pieces.cache_info().misses == 3
-
-
 def one_by_one(lengths: list[int], capacity: int) -> list[int]:
     """What bins hold after best-fit decreasing, by its definition."""
     held: list[int] = []
@@ -174,14 +166,6 @@ def test_loads_are_those_of_best_fit_decreasing(data: st.DataObject) -> None:
     loads = np.bincount(bins, weights=sorted(lengths), minlength=packed.count) if lengths else np.zeros(0)
     assert sorted(loads.tolist()) == sorted(one_by_one(lengths, capacity))
     assert packed.items().tolist() == np.bincount(bins, minlength=packed.count).tolist()
-
-
-def test_a_known_packing() -> None:
-    counts = np.bincount([6, 5, 4, 4, 3, 2, 2, 2], minlength=11)
-    packed = best_fit(counts, 10)
-    assert packed.count == 3
-    loads = np.bincount(packed.of_items(), weights=[2, 2, 2, 3, 4, 4, 5, 6])
-    assert sorted(loads.tolist()) == [9, 9, 10]
 
 
 @pytest.mark.parametrize("capacity", [1025, 8193])

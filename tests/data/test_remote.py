@@ -127,6 +127,17 @@ def test_other_stores_go_through_fsspec(tmp_path: Path) -> None:
     assert fetch(tmp_path, data_path=[address]) == (found, [])
 
 
+def write_run(folder: Path) -> Path:
+    """A run with one checkpoint of one file; the checkpoint's folder."""
+    step = folder / "run" / "step-0000002"
+    step.mkdir(parents=True)
+    (step / "rank-0.safetensors").write_bytes(b"weights")
+    entry = {"length": 7, "sha256": hashlib.sha256(b"weights").hexdigest()}
+    (step / "manifest.json").write_text(seal({"files": {"rank-0.safetensors": entry}}))
+    (folder / "run" / "latest").write_text("step-0000002\n")
+    return step
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning")
 def test_google_cloud_storage(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Text, token files, a checkpoint and what is not there, from a bucket, by the store's own client."""
@@ -138,12 +149,7 @@ def test_google_cloud_storage(store: Store, tmp_path: Path, monkeypatch: pytest.
     bucket.mkdir()
     (bucket / "a.jsonl").write_text('{"text": "a"}\n')
     write_by_layout(bucket / "d", distinct_documents([5, 7]))
-    step = bucket / "run" / "step-0000002"
-    step.mkdir(parents=True)
-    (step / "rank-0.safetensors").write_bytes(b"weights")
-    entry = {"length": 7, "sha256": hashlib.sha256(b"weights").hexdigest()}
-    (step / "manifest.json").write_text(seal({"files": {"rank-0.safetensors": entry}}))
-    (bucket / "run" / "latest").write_text("step-0000002\n")
+    write_run(bucket)
     text, tokens, run = (f"gs://bucket/{name}" for name in ("a.jsonl", "d", "run"))
     found, said = fetch(tmp_path, data_path=["0.3", text, "0.7", tokens], load=run)
     assert Path(found[text]).read_text() == '{"text": "a"}\n' and len(said) == 6
@@ -155,12 +161,7 @@ def test_google_cloud_storage(store: Store, tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_checkpoint_is_what_its_manifest_says(store: Store, tmp_path: Path) -> None:
-    step = store.folder / "run" / "step-0000002"
-    step.mkdir(parents=True)
-    (step / "rank-0.safetensors").write_bytes(b"weights")
-    entry = {"length": 7, "sha256": hashlib.sha256(b"weights").hexdigest()}
-    (step / "manifest.json").write_text(seal({"files": {"rank-0.safetensors": entry}}))
-    (store.folder / "run" / "latest").write_text("step-0000002\n")
+    step = write_run(store.folder)
     found, _ = fetch(tmp_path, load=store.address("run"))
     (here,) = Path(found[store.address("run")]).iterdir()
     assert here.name == "step-0000002" and (here / "rank-0.safetensors").read_bytes() == b"weights"

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from megalite.cli.data_index import main
 from megalite.config.errors import ConfigError
 from megalite.data.token_files import encode_side_file, read_side_file, require_recorded_tokenizer
 from megalite.tokenizers.base import ByteLevelTokenizer, NullTokenizer
@@ -111,14 +110,6 @@ def test_training_refuses_it(prefix: str) -> None:
     assert str(error.value) == refusal(prefix)
     Path(f"{prefix}.json").unlink()
     read(NullTokenizer(300))
-
-
-def test_so_does_data_index(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--seq-length", "8", "--train-iters", "5", "--global-batch-size", "2", "--split", "1"]
-    words = ["--data-path", prefix, *sizes, "--tokenizer-type"]
-    assert main([*words, "NullTokenizer", "--vocab-size", "300"]) == 2
-    assert capsys.readouterr().err == f"error: {refusal(prefix)}\n"
-    assert main([*words, "ByteLevelTokenizer"]) == 0
 
 
 @pytest.mark.parametrize(
