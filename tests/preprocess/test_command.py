@@ -114,7 +114,7 @@ def test_the_third_signal_ends_the_process() -> None:
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "saved\n")
 
 
-@pytest.mark.parametrize(("number", "how"), [(1, "gone"), (2, "closed")])
+@pytest.mark.parametrize(("number", "how"), [(2, "closed")])
 def test_nobody_reads_what_it_says(tmp_path: Path, number: int, how: str) -> None:
     write_numbers(tmp_path / "a.jsonl", 20)
     command_line = f'exec "$@" {number}>' + ("&-" if how == "closed" else " >(true)")

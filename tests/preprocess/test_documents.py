@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
-from megalite.preprocess.documents import KINDS
 from megalite.preprocess.inputs import find_inputs
 from megalite.preprocess.job import PreprocessJob
 from megalite.preprocess.pieces import FOREIGN_HEADS, Limits, cut
@@ -63,10 +62,6 @@ def test_a_bad_line_is_named_and_loses_nothing(tmp_path: Path, bad: bytes) -> No
     kind, reason = BAD_LINES[bad]
     ((line, found_kind, found_reason),) = [(b.line, b.kind, b.reason) for b in found.bad]
     assert (line, found_kind) == (2, kind) and reason in found_reason and len(found_reason) < 300
-
-
-def test_every_kind_is_shown() -> None:
-    assert {kind for kind, _ in BAD_LINES.values()} == set(KINDS)
 
 
 def test_lines_that_are_unusual_but_good(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def expected(name: str, content: bytes) -> Found:
     return texts, bad
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 2, 13, 100, 1000, 1 << 18])
+@pytest.mark.parametrize("piece_bytes", [1, 13, 100, 1 << 18])
 def test_pieces_hold_every_document_once_wherever_they_are_cut(tmp_path: Path, piece_bytes: int) -> None:
     generator = random.Random(piece_bytes)
     limits = Limits(piece_bytes=piece_bytes, max_document_bytes=LONGEST)
@@ -74,7 +74,7 @@ def test_pieces_hold_every_document_once_wherever_they_are_cut(tmp_path: Path, p
 def test_blocks_may_end_anywhere(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Line ends of all kinds mean the same in pieces of all sizes, however the file is read."""
     generator = random.Random(7)
-    for trial in range(60):
+    for trial in range(40):
         content = bytes(generator.choices(b"\n\ra ", [3, 2, 4, 1], k=generator.randrange(1, 120)))
         if trial % 5 == 0:
             ends = [b"\n", b"\r\n", b"\n\n", b"\r\n\r\n"]
@@ -142,7 +142,7 @@ def test_a_place_that_is_none_any_more(tmp_path: Path) -> None:
 
 
 def test_a_giant_line_costs_little_memory(tmp_path: Path) -> None:
-    giant = 300 << 20
+    giant = 150 << 20
     path = tmp_path / "a.jsonl"
     with path.open("wb") as file:
         file.write(b'{"text": "a"}\n{"text": "')
@@ -157,7 +157,7 @@ def test_a_giant_line_costs_little_memory(tmp_path: Path) -> None:
     limits = Limits(max_document_bytes=1 << 20)
     tracemalloc.start()
     try:
-        for name, most in (("a.jsonl", 8), ("b.jsonl.zst", 100), ("c.txt.zst", 100)):
+        for name, most in (("a.jsonl", 8), ("b.jsonl.zst", 80), ("c.txt.zst", 80)):
             tracemalloc.reset_peak()
             texts, bad = read_all(tmp_path / name, limits=limits)
             assert tracemalloc.get_traced_memory()[1] < most << 20, name

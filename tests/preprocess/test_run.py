@@ -143,28 +143,6 @@ def test_the_side_file_says_what_is_in_the_dataset(real: Path, tmp_path: Path) -
     assert (facts["dtype"], facts["append_eod"], facts["key"]) == ("uint16", False, "text")
 
 
-def test_order_and_kinds_of_input(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "b.jsonl", ["1 2", "3"])
-    (tmp_path / "deep").mkdir()
-    (tmp_path / "deep" / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "4 5"}\n\n{"text": "6"}'))
-    (tmp_path / "deep" / "d.txt").write_text("7\n8\n")
-    (tmp_path / "deep" / "ignored.csv").write_text("9")
-    run_numbers(tmp_path, tmp_path / "deep", tmp_path / "*.jsonl", tmp_path / "b.jsonl")
-    assert documents(tmp_path) == [[4, 5], [6], [7, 8], [1, 2], [3]]
-    run_numbers(tmp_path, tmp_path / "deep" / "d.txt", text_documents="line", restart=True)
-    assert documents(tmp_path) == [[7], [8]]
-
-
-def test_output_does_not_depend_on_how_the_input_is_cut(tmp_path: Path) -> None:
-    path = write_numbers(tmp_path / "a.jsonl", 300)
-    found = []
-    for piece_bytes in (1, 100, 1 << 20):
-        run_numbers(tmp_path, path, piece_bytes=piece_bytes, append_eod=True, restart=True)
-        found.append(output_bytes(tmp_path))
-    assert found[0] == found[1] == found[2]
-    assert documents(tmp_path)[7] == [0, 7, 14, 999]
-
-
 def test_large_ids_are_int32(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ["65499 65500 69998"])
     run_numbers(tmp_path, path, vocab_size=70000, append_eod=True)
@@ -202,16 +180,11 @@ def test_of_many_bad_lines_all_are_counted_and_the_first_kept(tmp_path: Path) ->
 def test_inputs_and_settings_that_do_not_work(tmp_path: Path) -> None:
     good = write_jsonl(tmp_path / "a.jsonl", ["1"])
     (tmp_path / "plain.txt").write_text("1")
-    (tmp_path / "data.csv").write_text("1")
     (tmp_path / "bad.jsonl").write_text("x\n")
     (tmp_path / "blank.jsonl").write_text("\n")
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "1"}\n' * 1000)[:-20])
-    (tmp_path / "empty").mkdir()
     faults: list[tuple[list[Path], dict[str, object], str]] = [
         ([tmp_path / "no.jsonl"], {}, r"no\.jsonl does not exist"),
-        ([tmp_path / "empty"], {}, "is a folder without files ending in .jsonl"),
-        ([tmp_path / "data.csv"], {}, r"data\.csv is of an unknown kind"),
-        ([], {}, "no input files"),
         ([tmp_path / "cut.jsonl.gz"], {}, r"cut\.jsonl\.gz cannot be read"),
         (
             [tmp_path / "bad.jsonl"],
@@ -223,7 +196,6 @@ def test_inputs_and_settings_that_do_not_work(tmp_path: Path) -> None:
         ([good], {"workers": 0}, "workers 0 is not from 1 to 1024"),
         ([good], {"workers": 1025}, "workers 1025 is not from 1 to 1024"),
         ([good], {"json_keys": ()}, "must name one or more different keys"),
-        ([good], {"json_keys": ("a", "a")}, "'a a' must name one or more different keys"),
         ([good], {"json_keys": ("a/b",)}, "'a/b' cannot be part of a file's name"),
         ([good], {"max_document_bytes": 0}, "max_document_bytes 0 is below 1"),
         ([tmp_path / "plain.txt"], {"json_keys": ("a", "b")}, r"plain\.txt is plain text without keys"),
@@ -260,9 +232,9 @@ def test_parquet_with_two_workers(tmp_path: Path) -> None:
     assert documents(tmp_path, "a") == [[i, i + 1] for i in range(200) if i != 70]
 
 
-@pytest.mark.parametrize("good", [400, 4000])
-def test_a_damaged_archive_is_the_same_with_any_number_of_workers(tmp_path: Path, good: int) -> None:
+def test_a_damaged_archive_is_the_same_with_any_number_of_workers(tmp_path: Path) -> None:
     """What comes before the damage is done, and a bad line before it is the first error of --strict."""
+    good = 4000
     lines = [b'{"text": "%d"}' % (i * i % 997) for i in range(good)]
     lines[good // 2] = b"x"
     whole = gzip.compress(b"\n".join(lines) + b"\n")
@@ -327,12 +299,9 @@ def test_output_that_is_there_is_replaced_only_when_told(tmp_path: Path, job: Pr
     assert output_bytes(tmp_path) == expected
 
 
-@pytest.mark.parametrize("prefix", ["", "data/"])
-def test_a_prefix_must_begin_a_name(job: PreprocessJob, prefix: str) -> None:
-    assert_refused(replace(job, output_prefix=prefix), f"--output-prefix '{prefix}' has no name; try data/corpus")
-
-
 def test_places_that_cannot_be_written(tmp_path: Path, job: PreprocessJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    for prefix in ("", "data/"):
+        assert_refused(replace(job, output_prefix=prefix), f"--output-prefix '{prefix}' has no name; try data/corpus")
     under_file = replace(job, output_prefix=str(tmp_path / "a.jsonl" / "deep" / "out"))
     assert_refused(under_file, r"cannot be written at .*a\.jsonl: Not a directory; give another --output-prefix")
     (tmp_path / "out_text_document.idx").mkdir()

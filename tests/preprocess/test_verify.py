@@ -12,7 +12,6 @@ import pytest
 from megalite.config.errors import ConfigError
 from megalite.data import indexed_dataset
 from megalite.data.indexed_dataset import IndexedDataset, UnsupportedDataset, first_token, lengths_in_blocks, token_ends
-from megalite.data.indexed_writer import write_documents
 from megalite.preprocess.output import refuse_existing
 from megalite.preprocess.verify import Document, find_prefixes, inspect, parse_documents, read_documents, verify
 from tests.preprocess.layout import LETTERS, MIXED, write, write_with_side_file
@@ -89,7 +88,7 @@ def dataset(tmp_path: Path) -> IndexedDataset:
     return IndexedDataset(write(tmp_path / "d", MIXED))
 
 
-def test_where_documents_are(dataset: IndexedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_documents_are(dataset: IndexedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ends = np.cumsum(LENGTHS).tolist()
     assert token_ends(dataset, range(6)).tolist() == ends
     assert token_ends(dataset, range(2, 5)).tolist() == ends[2:5]
@@ -98,15 +97,11 @@ def test_where_documents_are(dataset: IndexedDataset, monkeypatch: pytest.Monkey
         monkeypatch.setattr(indexed_dataset, "BLOCK", block)
         assert np.concatenate(list(lengths_in_blocks(dataset, range(6)))).tolist() == LENGTHS
         assert np.concatenate(list(lengths_in_blocks(dataset, range(1, 5)))).tolist() == LENGTHS[1:5]
+    behind = IndexedDataset(write(tmp_path / "e", [[[1, 2]], [], []]))  # the last sequence
+    assert token_ends(behind, range(3)).tolist() == [2, 2, 2]
 
 
-def test_documents_behind_the_last_sequence(tmp_path: Path) -> None:
-    dataset = IndexedDataset(write(tmp_path / "d", [[[1, 2]], [], []]))
-    assert token_ends(dataset, range(3)).tolist() == [2, 2, 2]
-    assert token_ends(IndexedDataset(write(tmp_path / "e", [[], []])), range(2)).tolist() == [0, 0]
-
-
-def test_ranges(dataset: IndexedDataset) -> None:
+def test_ranges(dataset: IndexedDataset, tmp_path: Path) -> None:
     expected = {"0:3": range(3), "2:": range(2, 6), ":2": range(2), "4": range(4, 5), ":": range(6)}
     assert {text: parse_documents(text, dataset) for text in expected} == expected
     for bad in ("x", "1:2:3", "", "1.5"):
@@ -119,13 +114,10 @@ def test_ranges(dataset: IndexedDataset) -> None:
     for bad in ("7:", "7:7", "9:8", "0:7", "6", "-1:3"):
         with pytest.raises(ConfigError, match="has the documents 0 to 5"):
             parse_documents(bad, dataset)
-
-
-def test_ranges_of_nothing(tmp_path: Path) -> None:
-    dataset = IndexedDataset(write(tmp_path / "e", []))
-    for text in ("0", "0:0", "x", ":"):
-        with pytest.raises(ConfigError, match=f"documents '{text}': .*e has no documents; give a dataset that has"):
-            parse_documents(text, dataset)
+    empty = IndexedDataset(write(tmp_path / "e", []))
+    for text in ("0", "x", ":"):
+        with pytest.raises(ConfigError, match="e has no documents; give a dataset that has"):
+            parse_documents(text, empty)
 
 
 def test_facts(tmp_path: Path) -> None:
@@ -292,14 +284,3 @@ def test_a_dataset_with_a_side_file_was_supported(tmp_path: Path) -> None:
     fault = verify(prefix).fault
     assert fault is not None and (fault.path, fault.offset) == (f"{prefix}.idx", 17)
     assert "d.json is of one with uint16 tokens: bytes have changed since" in fault.text
-
-
-def test_many_blocks(tmp_path: Path) -> None:
-    """A fault behind several blocks of tokens and of documents is placed right."""
-    tokens = np.zeros(3 << 20, dtype=np.uint16)
-    write_documents(tmp_path / "d", [(tokens, [8] * (len(tokens) // 8))], np.uint16)
-    bad = (2 << 20) + 12345
-    put(tmp_path / "d.bin", 2 * bad, "<H", 500)
-    fault = verify(str(tmp_path / "d"), vocab_size=500).fault
-    assert fault is not None and fault.offset == 2 * bad
-    assert f"document {bad // 8}, token {bad % 8}" in fault.text

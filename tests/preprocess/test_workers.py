@@ -23,8 +23,6 @@ class Doubler:
                 time.sleep(0.01)  # the other worker continues meanwhile, as far as it may
         if self._kind == "refuses" and number in (20, 21):
             raise ConfigError(f"{number} is refused")
-        if self._kind == "fails" and number == 20:
-            raise KeyError("what is this")
         if self._kind == "memory" and number == 20:
             raise MemoryError
         if self._kind == "dies" and number == 20:
@@ -103,7 +101,6 @@ def test_an_input_that_fails_is_raised_after_what_came_before_it() -> None:
     ("kind", "error", "message"),
     [
         ("refuses", ConfigError, "^20 is refused$"),
-        ("fails", KeyError, "what is this"),
         ("memory", ConfigError, "a worker is out of memory"),
         ("dies", ConfigError, "a worker process died .*; use fewer: --workers 1"),
     ],
