@@ -117,6 +117,7 @@ def publish(staging: Path, preamble: Manifest, ranks: int, log: Callable[[str], 
     text = manifest.to_json()
     if len(text) > MAX_TEXT:
         raise CheckpointError(f"{MANIFEST_NAME} would have {len(text)} bytes; what can be read has at most {MAX_TEXT}")
+    # Read before it counts: what could not be loaded must not get its name.
     Manifest.from_json(text, source=str(staging / MANIFEST_NAME))
     write_durably(staging / MANIFEST_NAME, text.encode())
     for rank in range(ranks):
@@ -129,6 +130,7 @@ def publish(staging: Path, preamble: Manifest, ranks: int, log: Callable[[str], 
         final.rename(aside)
     staging.rename(final)
     sync_folder(folder)
+    # From here on the checkpoint is there: what fails now is only said.
     try:
         replace_durably(folder / LATEST_NAME, f"{name}\n".encode())
         if replacing:

@@ -1,11 +1,11 @@
-"""Writing a checkpoint: every rank streams its tensors into its own files, rank 0 commits them as one."""
+"""Writing a checkpoint: every rank streams its tensors into its own files, rank 0 commits them as one; and removing old ones."""
 
 import errno
 import os
 import platform
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +15,18 @@ import torch
 
 import megalite
 from megalite import __version__
-from megalite.checkpoint.commit import RankPart, abandon, prepare_staging, publish, write_rank_part
-from megalite.checkpoint.files import free_bytes
-from megalite.checkpoint.folders import staging_name, step_name
+from megalite.checkpoint.commit import RankPart, abandon, discard, prepare_staging, publish, write_rank_part
+from megalite.checkpoint.files import free_bytes, read_text
+from megalite.checkpoint.folders import candidates, staging_name, step_name
+from megalite.checkpoint.load import verify_files
 from megalite.checkpoint.manifest import (
+    MANIFEST_NAME,
     FileEntry,
     Manifest,
     Part,
     TensorEntry,
     file_key,
+    listed_files,
     optimizer_key,
     part_keys,
     weight_key,
@@ -179,6 +182,7 @@ def save_checkpoint(
     """
     staging = folder / staging_name(step)
     failure: Exception | None = _check_plan(plan)
+    # A rank whose own plan is bad takes part too: the others would wait for it.
     needed = sum(world.gather_json(0 if failure else planned_bytes(plan), device))
     preamble = Manifest(
         step=step,
@@ -324,3 +328,66 @@ def _as_checkpoint_error(error: Exception, folder: Path, needed: int) -> Checkpo
             space = "unknown" if free is None else f"{free:,} bytes"
             what += f"; the checkpoint needs {needed:,} bytes, free there: {space}"
     return CheckpointError(f"cannot save a checkpoint in {folder}: {what}")
+
+
+def superfluous(
+    steps: Iterable[int], newest: int, *, keep_latest: int, keep_every: int | None, held: Collection[int] = ()
+) -> list[int]:
+    """The steps to be removed once `newest` is there and known to be sound, oldest first: not the `keep_latest` newest, none
+    of the multiples of `keep_every`, and none that is `held`, since it is being read.
+
+    Steps beyond `newest` are damaged leftovers of the run before it was resumed, or another run's: they do not
+    count, and stay.
+    """
+    passing = sorted(step for step in set(steps) if step <= newest)
+    old = [step for step in passing[:-keep_latest] if step not in held]
+    return [step for step in old if keep_every is None or step % keep_every]
+
+
+def prune(
+    folder: Path,
+    *,
+    keep_latest: int,
+    keep_every: int | None,
+    held: Collection[int],
+    newest: int,
+    world: Group,
+    device: torch.device,
+    log: Callable[[str], None],
+) -> None:
+    """Remove what is `superfluous`, after the newest checkpoint has been read back from the disk and verifies: the last sound
+    one is never removed. Rank 0's `held` counts.
+
+    A checkpoint first gets a name that loading does not know: a kill half-way leaves no damaged one. What cannot be
+    removed is reported to `log` and stays: nothing is lost by it.
+
+    Collectives: if anything is removed, a few `gather_json` and broadcasts over `world`.
+    """
+    path = folder / step_name(newest)
+    plan: dict[str, Any] = {}
+    failure: CheckpointError | None = None
+    if world.rank == 0:
+        try:
+            steps = [found.step for found in candidates(folder)]
+            old = superfluous(steps, newest, keep_latest=keep_latest, keep_every=keep_every, held=held)
+            listed = listed_files(read_text(path / MANIFEST_NAME)) if old else {}
+            plan = {"steps": old, "files": {name: vars(entry) for name, entry in listed.items()}}
+        except CheckpointError as error:
+            failure = CheckpointError(f"{path} was written but then not found to be there: {error}")
+    agree(failure, world=world, device=device)
+    plan = world.broadcast_json(plan, device)
+    if not plan["steps"]:
+        return
+    # Each rank gets the list of files alone: a manifest of many ranks takes long to read.
+    files = {name: FileEntry(**entry) for name, entry in plan["files"].items()}
+    fault = verify_files(path, files, world=world, device=device, from_disk=True)
+    if fault:
+        raise CheckpointError(
+            f"{path} was written but does not verify when it is read back ({fault}): the older checkpoints are kept"
+        )
+    if world.rank == 0:
+        for step in plan["steps"]:
+            try:
+                discard(folder / step_name(step))
+            except OSError as error:
+                log(f"warning: cannot remove the old checkpoint {folder / step_name(step)}: {error.strerror}")

@@ -248,16 +248,8 @@ def _load_counters(replica: Replica, checkpoint: Checkpoint, *, with_optimizer: 
 
 
 SCHEDULE = (
-    *(
-        "lr",
-        "min_lr",
-        "decoupled_lr",
-        "decoupled_min_lr",
-        "lr_multipliers",
-        "lr_decay_style",
-        "lr_decay_iters",
-        "lr_decay_samples",
-    ),
+    *("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "lr_multipliers"),
+    *("lr_decay_style", "lr_decay_iters", "lr_decay_samples"),
     *("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction", "lr_warmup_init", "lr_schedule_offset"),
     *("lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style", "weight_decay", "weight_decay_incr_style"),
     *("start_weight_decay", "end_weight_decay"),

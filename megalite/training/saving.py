@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megalite.checkpoint.files import free_bytes
-from megalite.checkpoint.prune import Retention, prune
-from megalite.checkpoint.save import BackgroundSave, SavedTensor, agree, planned_bytes, save_checkpoint
+from megalite.checkpoint.save import BackgroundSave, SavedTensor, agree, planned_bytes, prune, save_checkpoint
 from megalite.config.byte_size import format_bytes
 from megalite.config.errors import CheckpointError
 from megalite.config.exit_codes import NOT_SAVED
@@ -105,8 +104,9 @@ def _writer(
 
     def write(plan: Sequence[SavedTensor], tensors: Sequence[torch.Tensor], world: Group, device: torch.device) -> Path:
         path = save_checkpoint(folder, step=step, plan=plan, tensors=tensors, world=world, device=device, **settings)
-        retention = Retention(keep_latest=c.keep_latest, keep_every=c.keep_every, held=held)
-        prune(folder, retention, newest=step, world=world, device=device, log=log)
+        if c.keep_latest is not None:
+            keep: dict[str, Any] = {"keep_latest": c.keep_latest, "keep_every": c.keep_every, "held": held}
+            prune(folder, **keep, newest=step, world=world, device=device, log=log)
         return path
 
     return write

@@ -150,10 +150,12 @@ class Stepper:
         parts = strategy.norm_terms()
         zeros = [strategy.local_zeros()] if replica.config.logging.log_num_zeros_in_grad else []
         squares = [strategy.unreduced_squared] if replica.noise is not None else []
+        # One all-reduce for all that ranks decide by: each then takes the same way. What came last is taken off first.
         loss, *sums = self._totals(strategy.scope, losses, *parts, *terms, *zeros, *squares, *loads)
         chosen, sums = sums[len(sums) - len(loads) :], sums[: len(sums) - len(loads)]
         squared = sums.pop() / scale**2 if squares else math.nan
         num_zeros = int(sums.pop()) if zeros else None
+        # Where ranks step by shares of their own, each loss is one part of the step (`_run`): here it is the share's mean.
         loss, added = self._shares * loss / scale, [self._shares * term for term in sums[len(parts) :]]
         norms = strategy.norms(sums[: len(parts)])
         norm, clipping = norms.shown / scale, norms.clipping / scale
@@ -414,5 +416,6 @@ class Stepper:
         clip = self._replica.config.optimizer.clip_grad
         factor = 1.0 / scale
         if clip > 0.0 and norm > clip:
+            # With 1e-6, as torch's clip_grad_norm_ and Megatron-LM have it.
             factor *= clip / (norm + 1e-6)
         return factor

@@ -3,8 +3,9 @@
     python -m tests.checkpoint.crash_writer FOLDER SCENARIO
 
 To be run with OMP_NUM_THREADS=1: a torch that has started a pool of threads, or been told how many to use, does not
-survive the fork. It imports torch once and forks a process for each point, two threads of which are the ranks of a save. After each
-kill it checks FOLDER: every visible checkpoint must verify, and a new save must succeed and leave nothing behind.
+survive the fork. It imports torch once and forks a process for each point; of a new save two threads are the ranks, of
+one that replaces another one. After each kill it checks FOLDER: every visible checkpoint must verify, and a new save
+must succeed and leave nothing behind.
 Prints a JSON object: the points hit by kind of call, and the failures.
 """
 
@@ -50,7 +51,7 @@ class Trap:
         return call
 
 
-def killed_save(folder: Path, kill_at: int, half: bool) -> str | None:
+def killed_save(folder: Path, ranks: int, kill_at: int, half: bool) -> str | None:
     """Save step 2 in a child that dies at its `kill_at`-th call; that call's name, or None if it got to the end."""
     note = os.memfd_create("note")
     child = os.fork()
@@ -58,7 +59,7 @@ def killed_save(folder: Path, kill_at: int, half: bool) -> str | None:
         trap = Trap(kill_at, half, note)
         for name in CALLS:
             setattr(os, name, trap.around(name, getattr(os, name)))
-        results = on_threads(2, lambda group: save_as(folder, group, step=2, seed=3))
+        results = on_threads(ranks, lambda group: save_as(folder, group, step=2, seed=3))
         for result in results:
             if not isinstance(result, Path):
                 print(f"a rank failed: {result!r}", file=sys.stderr, flush=True)
@@ -121,7 +122,7 @@ def main(root: Path, scenario: str) -> None:
             kill_at += 1
             folder = root / "run"
             shutil.copytree(before, folder)
-            name = killed_save(folder, kill_at, half)
+            name = killed_save(folder, 1 if scenario == "replace" else 2, kill_at, half)
             if name is not None:
                 hit[f"inside {name}" if half else name] += 1
                 try:

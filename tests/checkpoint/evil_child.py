@@ -134,14 +134,11 @@ def check_inspecting(target: Target, expected: Outcome, problems: list[str]) -> 
     of_newest = expected in (Outcome.DAMAGED, Outcome.UNREADABLE)
     wanted: list[tuple[list[str], set[int]]] = [
         ([run], {int(bad)}),
-        ([run, "--json"], {int(bad)}),
         ([run, "--tensors", "*"], {int(bad)}),
         ([run, "--no-verify"], {0, int(bad)}),
         ([newest], {int(of_newest)}),
-        ([run, "--config"], {0}),
         ([run, "--config", "--step", "2"], {0, 2} if of_newest else {0}),
         (["--diff", older, newest], {2 if of_newest else 1}),
-        (["--diff", older, newest, "--json"], {2 if of_newest else 1}),
     ]
     for arguments, statuses in wanted:
         out, err = io.StringIO(), io.StringIO()

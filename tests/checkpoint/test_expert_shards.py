@@ -38,23 +38,15 @@ def written(context: RankContext, world: int, settings: dict[str, Any], folder: 
         save(runner.replica, Path(folder), runner.progress, tokenizer=None)
 
 
-def test_names_and_shapes_do_not_depend_on_the_layout(tmp_path: Path) -> None:
-    manifests = []
-    for name in ("one", "tp2-ep2", "ep2-edp2-zero"):
-        world, settings = LAYOUTS[name]
-        run_ranks(world, written, world, settings, str(tmp_path / name), 1)
-        tensors = json.loads((tmp_path / name / "step-0000001" / "manifest.json").read_text())["tensors"]
-        manifests.append({key: entry["global_shape"] for key, entry in tensors.items()})
-    assert manifests[0] == manifests[1] == manifests[2]
-    table = stage_shapes(tiny_config(1, **MOE).model, 0, 2, True, True)
-    for row in table:
-        assert tuple(manifests[0][f"weight:{row.name}"]) == row.shape
-
-
-def test_replicas_share_the_writing_of_one_expert(tmp_path: Path) -> None:
+def test_names_and_parts_of_experts(tmp_path: Path) -> None:
     """Four ranks hold all four experts, or two one expert each: none writes all of it where it is large."""
-    for name, parts in (("edp4", 4), ("ep2-edp2-zero", 4)):
-        world, settings = LAYOUTS[name]
+    manifests = {}
+    for name, (world, settings) in LAYOUTS.items():
         run_ranks(world, written, world, settings, str(tmp_path / name), 1)
-        tensors = json.loads((tmp_path / name / "step-0000001" / "manifest.json").read_text())["tensors"]
-        assert len(tensors["weight:layers.1.moe.experts.up.weight"]["parts"]) == parts
+        manifests[name] = json.loads((tmp_path / name / "step-0000001" / "manifest.json").read_text())["tensors"]
+    shapes = [{key: entry["global_shape"] for key, entry in tensors.items()} for tensors in manifests.values()]
+    assert all(other == shapes[0] for other in shapes)
+    for row in stage_shapes(tiny_config(1, **MOE).model, 0, 2, True, True):
+        assert tuple(shapes[0][f"weight:{row.name}"]) == row.shape
+    for name in ("edp4", "ep2-edp2-zero"):
+        assert len(manifests[name]["weight:layers.1.moe.experts.up.weight"]["parts"]) == 4

@@ -1,6 +1,6 @@
-"""Every one of twelve layouts continues from the checkpoint of every other, bit for bit.
+"""Every one of eight layouts continues from the checkpoint of every other, bit for bit.
 
-Each layout trains two steps, saves, and trains on. Each then takes up the checkpoints of all twelve, by turns of one model
+Each layout trains two steps, saves, and trains on. Each then takes up the checkpoints of all eight, by turns of one model
 in fp32 and of another in fp16 (its own: of both), and what it has in memory is compared with what the writer had in memory;
 in fp16 it also saves what it has taken up, and the two checkpoints are compared, read without our own reader.
 """
@@ -155,7 +155,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sources(folder: Path) -> Sources:
-    """The twelve layouts' runs; leaves the state in each writer's memory, put together, beside the checkpoints."""
+    """The eight layouts' runs; leaves the state in each writer's memory, put together, beside the checkpoints."""
     found = {}
     for layout, (world, _) in LAYOUTS.items():
         ranks = run_ranks(world, write, layout, str(folder))
@@ -170,12 +170,6 @@ def sources(folder: Path) -> Sources:
             save_file(full, folder / f"{run}-{layout}.safetensors")
             found[run, layout] = ranks[0][run], read_plainly(folder / run / layout / "step-0000002")
     return found
-
-
-def test_every_pair_is_met() -> None:
-    met = {(source, target) for run in ("fp32", "fp16") for target in NAMES for source in sources_of(run, target)}
-    assert len(met) == len(NAMES) ** 2
-    assert {source for target in NAMES for source in sources_of("fp64", target)} == set(NAMES)
 
 
 @pytest.mark.parametrize("target", NAMES)

