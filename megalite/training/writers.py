@@ -2,7 +2,6 @@
 Weights & Biases."""
 
 import csv
-import importlib
 import importlib.util
 import io
 import itertools
@@ -186,45 +185,20 @@ class Prometheus:
 _PROMETHEUS = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}
 
 
-class _Service:
-    """What services share: TensorBoard's tags, and the id in the run's folder by which a run that resumes continues its
-    curves. The config goes without credentials."""
-
-    name, package = "", ""
+class MLflow:
+    """MLflow, under TensorBoard's tags. Where to, and who, say MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME and its other
+    variables. The config goes without credentials."""
 
     def __init__(self, config: RunConfig, *, step: int) -> None:
         try:
-            library = importlib.import_module(self.package)
+            import mlflow
         except ImportError:
-            raise ConfigError(
-                f"metrics has {self.name} in it but the {self.package} package is not installed; pip install "
-                f"{self.package}, or leave {self.name} out"
-            ) from None
-        folder = None if config.logging.run_dir is None else Path(config.logging.run_dir)
-        kept = None if folder is None else folder / f"{self.name}-run-id"
-        known = ""
-        if kept is not None and config.checkpoint.load is not None and kept.exists():
-            known = kept.read_text().strip()
-        run_id = self._begin(library, config, folder, known if known.isalnum() else None)
-        if kept is not None:
-            kept.write_text(f"{run_id}\n")
-
-    def _begin(self, library: Any, config: RunConfig, folder: Path | None, known: str | None) -> str:
-        """Begin a run in `folder`, or continue the one that is known by this id; returns its id."""
-        raise NotImplementedError
-
-
-class MLflow(_Service):
-    """Where to, and who, say MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME and its other variables."""
-
-    name = package = "mlflow"
-
-    def _begin(self, library: Any, config: RunConfig, folder: Path | None, known: str | None) -> str:
-        self._mlflow = library
-        run = library.start_run(run_id=known, run_name=None if folder is None else redact_text(folder.name))
+            raise _missing("mlflow") from None
+        self._mlflow, (folder, known) = mlflow, _known_run("mlflow", config)
+        run = self._mlflow.start_run(run_id=known, run_name=None if folder is None else redact_text(folder.name))
         if known is None:
-            library.log_params(_parameters(config))
-        return str(run.info.run_id)
+            self._mlflow.log_params(_parameters(config))
+        _keep_id("mlflow", folder, run.info.run_id)
 
     def write(self, record: dict[str, Any]) -> None:
         self._mlflow.log_metrics({tag: float(value) for tag, value in _tagged(record).items()}, step=record["step"])
@@ -233,23 +207,27 @@ class MLflow(_Service):
         self._mlflow.end_run()
 
 
-class Comet(_Service):
-    """Where to, and who, say COMET_PROJECT_NAME, COMET_API_KEY and its other variables; with COMET_START_ONLINE=0 a file in
-    the run's folder waits for `comet upload`.
+class Comet:
+    """Comet, under TensorBoard's tags. Where to, and who, say COMET_PROJECT_NAME, COMET_API_KEY and its other variables;
+    with COMET_START_ONLINE=0 a file in the run's folder waits for `comet upload`.
 
-    Nothing of the environment, the command line, the console, the code or git is sent."""
+    Nothing of the environment, the command line, the console, the code or git is sent, and the config goes without
+    credentials."""
 
-    name, package = "comet", "comet_ml"
-
-    def _begin(self, library: Any, config: RunConfig, folder: Path | None, known: str | None) -> str:
+    def __init__(self, config: RunConfig, *, step: int) -> None:
+        try:
+            import comet_ml
+        except ImportError:
+            raise _missing("comet", "comet_ml") from None
+        folder, known = _known_run("comet", config)
         settings: dict[str, Any] = dict.fromkeys(_COMET_SENDS, False)
         if folder is not None:
             settings |= {"name": redact_text(folder.name), "offline_directory": str(folder / "comet")}
-        asked = library.ExperimentConfig(**settings)
-        self._experiment = library.start(experiment_key=known, experiment_config=asked)
+        asked = comet_ml.ExperimentConfig(**settings)
+        self._experiment = comet_ml.start(experiment_key=known, experiment_config=asked)
         if known is None:
             self._experiment.log_parameters(_parameters(config))
-        return str(self._experiment.get_key())
+        _keep_id("comet", folder, self._experiment.get_key())
 
     def write(self, record: dict[str, Any]) -> None:
         self._experiment.log_metrics(_tagged(record), step=record["step"])
@@ -265,17 +243,20 @@ _COMET_SENDS = (
 """What Comet collects by itself, unless it is switched off."""
 
 
-class Wandb(_Service):
-    """Weights & Biases; the x axis is `step`, so a step that is made again overwrites none.
+class Wandb:
+    """Weights & Biases, under TensorBoard's tags; the x axis is `step`, so a step that is made again overwrites none.
 
     What identifies the user comes from WANDB_API_KEY or `wandb login`, which this never reads; nothing of the environment,
-    the command line, the console or git is sent."""
+    the command line, the console or git is sent, and the config goes without credentials."""
 
-    name = package = "wandb"
-
-    def _begin(self, library: Any, config: RunConfig, folder: Path | None, known: str | None) -> str:
+    def __init__(self, config: RunConfig, *, step: int) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise _missing("wandb") from None
+        folder, known = _known_run("wandb", config)
         logging, run_id = config.logging, known or uuid.uuid4().hex[:12]
-        self._run = library.init(
+        self._run = wandb.init(
             project=logging.wandb_project,
             entity=logging.wandb_entity,
             name=redact_text(logging.wandb_exp_name or (folder.name if folder is not None else "")),
@@ -287,7 +268,7 @@ class Wandb(_Service):
             settings={"console": "off", "disable_code": True, "disable_git": True, "x_disable_meta": True},
         )
         self._run.define_metric("*", step_metric="step")
-        return run_id
+        _keep_id("wandb", folder, run_id)
 
     def write(self, record: dict[str, Any]) -> None:
         """Send the numbers that have a tag; NaN and infinities among them."""
@@ -297,9 +278,31 @@ class Wandb(_Service):
         self._run.finish()
 
 
+def _missing(name: str, package: str | None = None) -> ConfigError:
+    package = package or name
+    return ConfigError(
+        f"metrics has {name} in it but the {package} package is not installed; pip install {package}, or leave {name} out"
+    )
+
+
 def _parameters(config: RunConfig) -> dict[str, str]:
     values = (section.items() for section in redacted(sectioned(config)).values())
     return {name: str(value)[:500] for section in values for name, value in section}
+
+
+def _known_run(name: str, config: RunConfig) -> tuple[Path | None, str | None]:
+    """The folder of the run, and of a run that resumes its id there."""
+    if config.logging.run_dir is None:
+        return None, None
+    folder = Path(config.logging.run_dir)
+    kept = folder / f"{name}-run-id"
+    known = kept.read_text().strip() if config.checkpoint.load is not None and kept.exists() else ""
+    return folder, known if known.isalnum() else None
+
+
+def _keep_id(name: str, folder: Path | None, run_id: str) -> None:
+    if folder is not None:
+        (folder / f"{name}-run-id").write_text(f"{run_id}\n")
 
 
 def csv_writer(config: RunConfig, *, step: int) -> MetricSink:

@@ -94,9 +94,8 @@ def test_servers_of_all_parts_of_the_model_serve_in_one_order(split: str) -> Non
             np.testing.assert_allclose(ours[name], wanted[name], rtol=1e-7, atol=1e-12, err_msg=name)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_resume_is_exact(tmp_path: Path, precision: str) -> None:
-    settings = {"max_staleness": 0, "precision": precision}
+def test_resume_is_exact(tmp_path: Path) -> None:
+    settings = {"max_staleness": 0, "precision": "bf16"}
     straight = run(2, settings, steps=4)
     run(2, settings, steps=2, folder=tmp_path)
     again = run(2, settings, steps=2, folder=tmp_path, resume=True)

@@ -115,14 +115,6 @@ def test_the_end_is_told_on_a_disk_that_stays_full(disk: Path) -> None:
     assert "No space left" in told(folder)["reason"]
 
 
-def test_saves_that_fail_may_end_no_training_either(disk: Path) -> None:
-    folder = disk / "run"
-    more = {"save_interval": 3, "on_save_error": "continue"}
-    lines = run({2: lambda: fill(disk), 7: (disk / "filling").unlink}, run_dir=str(folder), **more)
-    assert sum("continuing without it" in line for line in lines) == 2  # steps 3 and 6
-    assert (folder / "checkpoints" / "step-0000008").is_dir() and told(folder)["status"] == "finished"
-
-
 def test_a_removed_folder_costs_records_alone(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     more = {"save": str(tmp_path / "saved"), "save_interval": 4, "tensorboard_dir": str(tmp_path / "board")}

@@ -1,6 +1,5 @@
 """The account of a run's time, over kills and restarts."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import pytest
 
 from megalite.training import goodput as goodput_module
-from megalite.training.goodput import FINISHED, STOPPED, Goodput, Session, SessionLog, goodput_of, read_sessions
+from megalite.training.goodput import FINISHED, STOPPED, Goodput, SessionLog, goodput_of, read_sessions
 from megalite.training.sinks import JsonLines
 
 
@@ -124,12 +123,6 @@ def test_a_damaged_account_is_no_account(tmp_path: Path, clock: Clock, text: str
     assert read_sessions(tmp_path) == []
     start(tmp_path, clock).close(STOPPED)
     assert len(read_sessions(tmp_path)) == 1
-
-
-def test_fields_of_a_later_version_are_passed_over(tmp_path: Path) -> None:
-    row: dict[str, Any] = {"started": 1.0, "seen": 2.0, "mood": "good"}
-    (tmp_path / "sessions.json").write_text(json.dumps({"sessions": [row]}))
-    assert read_sessions(tmp_path) == [Session(started=1.0, seen=2.0)]
 
 
 def test_the_file_is_written_now_and_then(tmp_path: Path, clock: Clock) -> None:

@@ -71,10 +71,20 @@ def test_zero_watches_nothing(private: Path) -> None:
     watch.close(agreed=True)
 
 
-def test_the_default_comes_before_collectives_fail() -> None:
-    assert ParallelConfig().hang_timeout == 8.0
-    assert ParallelConfig(distributed_timeout_minutes=1.0).hang_timeout == 0.8
-    assert ParallelConfig(hang_timeout_minutes=0).hang_timeout == 0
+@pytest.mark.parametrize(
+    ("settings", "hang", "save"),
+    [
+        ({}, 8.0, 9.0),
+        ({"distributed_timeout_minutes": 1.0}, 0.8, 0.9),
+        ({"distributed_timeout_minutes": 60.0}, 48.0, 54.0),
+        ({"hang_timeout_minutes": 1.0}, 1.0, 6.0),
+        ({"hang_timeout_minutes": 9.5}, 9.5, 9.5),
+        ({"hang_save_timeout_minutes": 8.5}, 8.0, 8.5),
+    ],
+)
+def test_limits_come_before_collectives_fail(settings: dict[str, Any], hang: float, save: float) -> None:
+    config = ParallelConfig(**settings)
+    assert (config.hang_timeout, config.hang_save_timeout) == pytest.approx((hang, save))
 
 
 def test_elsewhere_it_is_refused_if_it_was_asked_for(monkeypatch: pytest.MonkeyPatch, private: Path) -> None:
@@ -209,14 +219,3 @@ def leader_is_idle(context: RankContext, folder: str) -> list[str]:
         world.all_reduce(torch.ones(1))
         watch.close(agreed=True)
     return warned
-
-
-def test_what_may_take_long_ends_before_collectives_fail() -> None:
-    def limit(**settings: float) -> float:
-        return ParallelConfig(**settings).hang_save_timeout  # type: ignore[arg-type]
-
-    assert limit() == pytest.approx(9.0)
-    assert limit(distributed_timeout_minutes=60.0) == pytest.approx(54.0)
-    assert limit(hang_timeout_minutes=1.0) == 6.0
-    assert limit(hang_timeout_minutes=9.5) == 9.5
-    assert limit(hang_save_timeout_minutes=8.5) == 8.5

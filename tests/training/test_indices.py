@@ -101,24 +101,3 @@ def test_a_chosen_folder_that_cannot_be_written_is_the_same_error_everywhere(tok
     for folders in ([tmp_path / "file"] * RANKS, [*[tmp_path / "c"] * 2, *[tmp_path / "file"] * 2]):
         errors = {one["error"] for one in run(tokens, list(folders))}
         assert len(errors) == 1 and f"data_cache_path {tmp_path / 'file'}: File exists" in errors.pop()
-
-
-def lone(context: RankContext, prefix: str, folder: str) -> list[int]:
-    """How many indices there are before the first step of a run of five epochs, and at each epoch after it."""
-    topology = context.topology()
-    data = DataConfig(data_path=[prefix], split="1", data_cache_path=folder)
-    source = build_datasets(data, seq_length=16, seed=1, vocab_size=10, splits=("train",), small_bytes=0).train
-    assert isinstance(source, GPTDataset)
-    needs = [(source, 0, 5 * source.samples_per_epoch)]
-    prepare_indices(needs, [], world=topology.world, device=topology.device, leads=True)
-    counts = [len(entries(Path(folder)))]
-    for epoch in range(5):
-        source.sample(epoch * source.samples_per_epoch)
-        if source.background is not None:
-            source.background.join()
-        counts.append(len(entries(Path(folder))))
-    return counts
-
-
-def test_two_epochs_are_made_before_the_first_step(tokens: Path, tmp_path: Path) -> None:
-    assert run_ranks(1, lone, str(tokens), str(tmp_path / "c")) == [[2, 2, 3, 4, 5, 5]]

@@ -22,11 +22,9 @@ STEPS = 2
 BEST_FIT: dict[str, Any] = {"packing": "best-fit"}
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "dp2-z1": {"dp": 2, **Z1},
-    "cp2-p2p": {"cp": 2, **LLAMA},
     "tp2-sp-pp2": {"tp": 2, "sequence_parallel": True, "pp": 2, "micro_batch_size": 2},
-    "dp2-pp2-cp2-a2a": {"dp": 2, "pp": 2, "cp": 2, "cp_comm_type": "a2a", **Z1, **LLAMA},
-    "window-cp2-dp2": {"cp": 2, "dp": 2, "micro_batch_size": 2, "sliding_window": 5, **LLAMA},
+    "pp2-cp2-a2a": {"pp": 2, "cp": 2, "cp_comm_type": "a2a", **LLAMA},
+    "window-cp2-dp2-z1": {"cp": 2, "dp": 2, "micro_batch_size": 2, "sliding_window": 5, **Z1, **LLAMA},
 }
 
 

@@ -71,7 +71,19 @@ def test_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
         "step  2/20    256 tok  loss 2.5000  lr 3.00e-4  grad norm 1.50      64 tok/s/rank  "
         f"MFU {100 * tflops / 0.001:.1f}%  ETA 18s"
     ]
-    assert setup.sink.found[1]["tflops_per_rank"] == pytest.approx(tflops / 1.5)
+    first, second = setup.sink.found
+    assert (first["kind"], first["step"], first["loss"], first["ms_per_step"]) == ("train", 1, 3.0, 500.0)
+    assert (first["tokens_per_second"], first["dp_phase"], first["dp_wire_bytes"]) == (256.0, "gradients", 96.0)
+    assert first["memory_bytes"] > 1 << 20 and second["tflops_per_rank"] == pytest.approx(tflops / 1.5)
+    for number in range(3, 21):  # an interval begins anew, and the last step ends one
+        setup.step(number, loss=5.0)
+    assert (
+        setup.lines[-1].startswith("step 20/20")
+        and "loss 5.0000" in setup.lines[-1]
+        and setup.lines[-1].endswith("ETA 0s")
+    )
+    setup.reporter.close()
+    assert setup.sink.closed
 
 
 def test_recompute_is_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,17 +157,6 @@ def test_waiting_for_data_is_noted_and_said_where_it_matters(monkeypatch: pytest
     assert [record["data_wait_ms"] for record in setup.sink.found[:2]] == [1.0, 8.0]
 
 
-def test_each_interval_starts_anew_and_the_last_step_ends_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = Setup(monkeypatch, interval=9)
-    for number in range(1, 21):
-        setup.step(number, seconds=number, loss=float(number), skipped=number == 1)
-    first, skipped, second, last = setup.lines
-    assert first.startswith("step  9/20") and "loss 5.0000" in first and "ETA 55s" in first
-    assert skipped == "  skipped 1 of 9 steps"
-    assert "loss 14.000 " in second and "ETA 28s" in second
-    assert last.startswith("step 20/20") and last.endswith("ETA 0s")
-
-
 def test_nan_an_unknown_peak_and_auxiliary_losses_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup(monkeypatch)
     setup.step(1, loss=math.nan, grad_norm=math.nan)
@@ -167,20 +168,6 @@ def test_nan_an_unknown_peak_and_auxiliary_losses_are_printed(monkeypatch: pytes
     assert math.isnan(setup.sink.found[0]["loss"])
 
 
-def test_every_step_goes_to_the_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = Setup(monkeypatch, interval=10)
-    setup.step(1, 0.25, loss=1.25)
-    setup.step(2)
-    assert [record["step"] for record in setup.sink.found] == [1, 2]
-    first = setup.sink.found[0]
-    assert (first["kind"], first["loss"], first["ms_per_step"]) == ("train", 1.25, 250.0)
-    assert first["tokens_per_second"] == 8 * 16 / 0.25
-    assert first["memory_bytes"] > 1 << 20
-    assert (first["dp_phase"], first["dp_wire_bytes"]) == ("gradients", 96.0)
-    setup.reporter.close()
-    assert setup.sink.closed
-
-
 def test_evaluation_is_said_and_takes_no_step_s_time(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup(monkeypatch, interval=1)
     setup.step(1)
@@ -189,24 +176,11 @@ def test_evaluation_is_said_and_takes_no_step_s_time(monkeypatch: pytest.MonkeyP
     setup.step(2, 0.5)
     assert "step  1/20  validation loss 2.0794  perplexity 8.00" in setup.lines
     assert setup.lines[-1].endswith("ETA 9s"), "18 steps of half a second"
-    assert setup.sink.found[1] == {
-        "kind": "valid",
-        "step": 1,
-        "consumed_samples": 8,
-        "valid_loss": math.log(8.0),
-        "valid_perplexity": pytest.approx(8.0),
-    }
-
-
-def test_the_test_split_s_loss_and_one_that_is_not_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = Setup(monkeypatch)
-    setup.reporter.evaluation(math.log(8.0), at=Progress(20, 160), split="test")
-    setup.reporter.evaluation(math.nan, at=Progress(4, 32))
-    assert setup.lines[0] == "step 20/20  test loss 2.0794  perplexity 8.00"
-    assert "validation loss nan  perplexity nan" in setup.lines[1]
-    record = setup.sink.found[0]
-    assert (record["kind"], record["test_loss"]) == ("test", math.log(8.0))
-    assert record["test_perplexity"] == pytest.approx(8.0)
+    losses = {"valid_loss": math.log(8.0), "valid_perplexity": pytest.approx(8.0)}
+    assert setup.sink.found[1] == {"kind": "valid", "step": 1, "consumed_samples": 8, **losses}
+    setup.reporter.evaluation(math.nan, at=Progress(20, 160), split="test")
+    assert setup.lines[-1] == "step 20/20  test loss nan  perplexity nan"
+    assert setup.sink.found[-1]["kind"] == "test" and math.isnan(setup.sink.found[-1]["test_loss"])
 
 
 @pytest.mark.parametrize(
@@ -232,33 +206,26 @@ def losses(count: int, *, seed: int = 1) -> list[float]:
     return [3.0 + 4.0 * math.exp(-step / 80) + draw.gauss(0.0, 0.03) for step in range(count)]
 
 
-def alarms(values: list[float], *, window: int = 100, threshold: float = 10.0) -> list[int]:
+JUMPS = losses(400)
+JUMPS[200:205], JUMPS[300] = [8.0] * 5, 9.0
+LEVEL = [loss + (2.0 if step >= 200 else 0.0) for step, loss in enumerate(losses(400))]
+LEVEL[390] = 12.0
+
+
+@pytest.mark.parametrize(
+    ("values", "window", "threshold", "expected"),
+    [
+        *((losses(600, seed=seed), 100, 10.0, []) for seed in range(5)),  # it falls and scatters
+        (JUMPS, 100, 10.0, [200, 300]),  # once a jump
+        (JUMPS, 100, 0.0, []),
+        (LEVEL, 50, 10.0, [200, 390]),  # a new level becomes the usual one
+        ([2.0] * 100 + [2.01] + [2.0] * 20, 100, 10.0, []),  # no alarm at a breath
+        ([2.0] * 100 + [2.2], 100, 10.0, [100]),
+    ],
+)
+def test_spikes(values: list[float], window: int, threshold: float, expected: list[int]) -> None:
     spikes = LossSpikes(window=window, threshold=threshold)
-    return [step for step, loss in enumerate(values) if spikes.score(loss)[1]]
-
-
-def test_a_loss_that_falls_and_scatters_is_quiet() -> None:
-    for seed in range(5):
-        assert alarms(losses(600, seed=seed)) == []
-
-
-def test_a_jump_is_told_once_and_the_next_one_again() -> None:
-    values = losses(400)
-    values[200:205] = [8.0] * 5
-    values[300] = 9.0
-    assert alarms(values) == [200, 300]
-    assert alarms(values, threshold=0.0) == []
-
-
-def test_a_new_level_becomes_the_usual_one() -> None:
-    values = [value + (2.0 if step >= 200 else 0.0) for step, value in enumerate(losses(400))]
-    values[390] = 12.0
-    assert alarms(values, window=50) == [200, 390]
-
-
-def test_a_flat_loss_does_not_alarm_at_a_breath() -> None:
-    assert alarms([2.0] * 100 + [2.01] + [2.0] * 20) == []
-    assert alarms([2.0] * 100 + [2.2]) == [100]
+    assert [step for step, loss in enumerate(values) if spikes.score(loss)[1]] == expected
 
 
 def test_what_is_not_finite_is_passed_over() -> None:
@@ -287,8 +254,3 @@ def test_a_resumed_run_scores_as_one_that_did_not_stop(tmp_path: Path) -> None:
     resumed = LossSpikes.resumed(config)
     assert [resumed.score(loss) for loss in values[151:]] == scores[151:]
     assert scores[150][1]
-
-
-def test_the_words() -> None:
-    said = LossSpikes(window=20, threshold=5.0).words(9.5, 31.25)
-    assert said.startswith("loss 9.5000 is a spike: 31.2 times the usual scatter")

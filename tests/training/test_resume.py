@@ -141,7 +141,6 @@ def test_another_network_is_refused_by_name(
 @pytest.mark.parametrize(
     ("settings", "progress"),
     [
-        ({"finetune": True, "precision": "fp32"}, Progress(0, 0)),
         ({"finetune": True, "precision": "bf16"}, Progress(0, 0)),
         ({"load_optimizer": False, "precision": "fp32"}, Progress(BEFORE, BEFORE * 8)),
     ],

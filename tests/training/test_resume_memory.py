@@ -82,10 +82,7 @@ def pool() -> Iterator[RankPool]:
 
 
 CASES = [
-    pytest.param(1, {"precision": "fp32"}, id="one-fp32"),
-    pytest.param(1, {"precision": "bf16"}, id="one-bf16"),
     pytest.param(2, {"precision": "fp32", **Z1}, id="dp2-zero-fp32"),
-    pytest.param(2, {"precision": "bf16", **Z1}, id="dp2-zero-bf16"),
     pytest.param(2, {"precision": "bf16", "tp": 2}, id="tp2-bf16"),
 ]
 

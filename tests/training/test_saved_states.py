@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from megalite.checkpoint.manifest import MANIFEST_NAME, Manifest
-from megalite.cli.inspect import main as inspect_main
 from megalite.config.errors import CheckpointError
 from megalite.data_parallel.facts import Placement
 from megalite.data_parallel.strategy import FlatState, TensorState
@@ -176,9 +175,7 @@ def read(
 
 PAIRS = [
     *(("tp2 dp2", to) for to in ("tp2 dp2", "pp2 dp2", "dp4", "one")),
-    *(("pp2", to) for to in ("pp2", "tp2", "one")),
-    *(("dp2", to) for to in ("dp2", "tp2 dp2", "one")),
-    *(("ep2", to) for to in ("ep2", "ep1")),
+    *(("pp2", "tp2"), ("dp2", "tp2 dp2"), ("ep2", "ep2"), ("ep2", "ep1")),
 ]
 
 
@@ -309,26 +306,14 @@ def test_bf16_moments_are_stored_as_they_are(tmp_path: Path) -> None:
     assert lines[1:] == []
 
 
-def test_inspect_knows_leading_dimensions(written: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    folder = written["tp2 dp2"]
-    assert inspect_main([str(folder)]) == 0
-    assert inspect_main([str(folder / "step-0000004"), "--tensors", "own/layers.0.*"]) == 0
-    said = capsys.readouterr().out
-    assert "own/layers.0.mlp.up.weight" in said
-    entry = Manifest.from_json((folder / "step-0000004" / MANIFEST_NAME).read_text()).tensors
-    up = entry["optimizer.own:layers.0.mlp.up.weight"]
-    assert up.global_shape == (2, *entry["weight:layers.0.mlp.up.weight"].global_shape)
-
-
-NORM = "final_norm.weight"
-
-
-@pytest.mark.parametrize("key", [f"optimizer.{state}:{NORM}" for state in ("own", "alike", "exp_avg")])
-@pytest.mark.parametrize("shape", [[], [1], [8], [16, 1], [2, 8], [1, 1, 16], [1, 2, 2, 2]], ids=str)
+@pytest.mark.parametrize(
+    ("state", "shape"), [("own", []), ("own", [2, 8]), ("alike", [16, 1]), ("exp_avg", [8]), ("exp_avg", [1, 1, 16])]
+)
 def test_a_manifest_that_lies_about_a_shape(
-    written: dict[str, Path], tmp_path: Path, key: str, shape: list[int]
+    written: dict[str, Path], tmp_path: Path, state: str, shape: list[int]
 ) -> None:
     """Sealed, its files all right, and the tensor of a shape that fits no run: refused by name."""
+    key = f"optimizer.{state}:final_norm.weight"
     source = written["pp2"] / "step-0000004"
     target = shutil.copytree(source, tmp_path / source.name)
 

@@ -74,15 +74,19 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-def test_tensorboard_has_megatrons_tags(tmp_path: Path) -> None:
-    sink = TensorBoard(tmp_path)
+def test_tensorboard_has_megatrons_tags_and_keeps_the_curves_of_a_run_that_resumes(tmp_path: Path) -> None:
+    """Step 2, made again, comes once more; nothing before it is lost, over steps or over samples."""
     numbers = {name: float(index + 1) for index, name in enumerate(TENSORBOARD_TAGS)}
-    for step in (1, 2):
-        sink.write({**record(step), **numbers, "ms_per_step": 1500.0})
-    sink.write(record(3, mfu=None, grad_norm=math.nan))
+    for steps in ((1, 2), (2, 3)):
+        sink = TensorBoard(tmp_path)
+        for step in steps:
+            sink.write({**record(step), **numbers, "ms_per_step": 1500.0})
+        sink.close()
+    sink = TensorBoard(tmp_path)
+    sink.write(record(4, mfu=None, grad_norm=math.nan))
     sink.close()
     found = scalars(tmp_path)
-    assert len(found["mfu"]) == 2 and math.isnan(found["grad-norm"][2][1]), "unknown is left out, NaN is shown"
+    assert math.isnan(found["grad-norm"][-1][1]) and found["mfu"][-1][0] == 3, "unknown is left out, NaN is shown"
     megatrons = {
         *("lm loss", "learning-rate", "grad-norm", "loss-scale", "batch-size"),
         *("iteration-time", "throughput", "lm loss validation", "lm loss validation ppl"),
@@ -90,26 +94,9 @@ def test_tensorboard_has_megatrons_tags(tmp_path: Path) -> None:
     }
     assert megatrons <= set(found)
     assert set(found) == {tag + end for tag in TENSORBOARD_TAGS.values() for end in ("", " vs samples")}
-    assert found["lm loss"][:2] == [(1, 1.0), (2, 1.0)]
-    assert found["lm loss vs samples"][:2] == [(8, 1.0), (16, 1.0)]
-    assert found["learning-rate"] == [(step, numbers["lr"]) for step in (1, 2)]
-    assert found["iteration-time"] == [(1, 1.5), (2, 1.5)], "in seconds, as Megatron-LM logs it"
-
-
-def test_tensorboard_keeps_both_curves_when_a_run_resumes(tmp_path: Path) -> None:
-    """Step 3, made again, comes once more; nothing before it is lost, over steps or over samples."""
-    first = TensorBoard(tmp_path)
-    for step in (1, 2, 3):
-        first.write(record(step))
-    first.close()
-    second = TensorBoard(tmp_path)
-    for step in (3, 4):
-        second.write(record(step))
-    second.close()
-    found = scalars(tmp_path)
-    assert {step for step, _ in found["lm loss"]} == {1, 2, 3, 4}
+    assert dict(found["lm loss"]) == {1: 1.0, 2: 1.0, 3: 1.0, 4: 0.25}
     assert {samples for samples, _ in found["lm loss vs samples"]} == {8, 16, 24, 32}
-    assert dict(found["lm loss"])[2] == 0.5
+    assert dict(found["iteration-time"]) == dict.fromkeys((1, 2, 3), 1.5), "in seconds, as Megatron-LM logs it"
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -119,15 +106,15 @@ def rows(path: Path) -> list[dict[str, str]]:
 
 def test_a_row_a_record_at_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
-    sink = CSVFile(path, step=0)
-    for step in (1, 2):
-        sink.write(record(step, mfu=None, skipped=False, something_new=1))
-        assert rows(path)[-1]["step"] == str(step)
+    path.write_text("step,kind,loss,gone\n1,train,2.5,x\n2,train,2.25,x\n")
+    sink = CSVFile(path, step=1)  # of an older header
+    sink.write(record(2, mfu=None, skipped=False, something_new=1))
+    assert rows(path)[-1]["step"] == "2"
     sink.write({"kind": "valid", "step": 2, "consumed_samples": 16, "valid_loss": math.nan})
     sink.close()
     first, second, valid = rows(path)
     assert list(first) == list(COLUMNS)
-    assert (first["loss"], second["loss"], first["mfu"], first["valid_loss"]) == ("1.0", "0.5", "", "")
+    assert (first["loss"], second["loss"], first["mfu"], first["valid_loss"]) == ("2.5", "0.5", "", "")
     assert (valid["kind"], valid["valid_loss"], valid["loss"]) == ("valid", "nan", "")
 
 
@@ -145,14 +132,6 @@ def test_a_resumed_run_drops_rows_as_it_drops_lines(tmp_path: Path, cut: str) ->
     expected = [(row["step"], row["loss"]) for row in lines(tmp_path / "metrics.jsonl")]
     assert [(int(row["step"]), float(row["loss"])) for row in rows(path)] == expected
     assert expected == [(1, 1.0), (2, 2.0), (3, 23.0), (4, 24.0)]
-
-
-def test_rows_of_an_older_header_move_to_the_new_one(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.csv"
-    path.write_text("step,kind,loss,gone\n1,train,2.5,x\n2,train,2.25,x\n")
-    CSVFile(path, step=1).close()
-    (row,) = rows(path)
-    assert (row["step"], row["kind"], row["loss"]) == ("1", "train", "2.5")
 
 
 class Stub:
@@ -203,37 +182,22 @@ def config_of(folder: Path, **more: Any) -> RunConfig:
 
 
 def test_wandb_gets_the_numbers_under_their_tags(tmp_path: Path, wandb: Stub) -> None:
-    sink = Wandb(config_of(tmp_path), step=0)
+    """And continues the curves of a run that resumes; of credentials it learns nothing."""
+    sink = Wandb(config_of(tmp_path, data_path=["s3://me:hunter2@host/x"]), step=0)
     sink.write(record(1, ms_per_step=1500.0, forward_ms=250.0, mfu=None, grad_norm=math.inf))
     sink.close()
     (started,) = wandb.started
     assert (started["project"], started["name"], started["dir"]) == ("tiny", tmp_path.name, str(tmp_path))
     assert started["settings"]["x_disable_meta"] and started["settings"]["console"] == "off"
+    assert "hunter2" not in str(started) and "s3://***@host/x" in str(started["config"])
     assert wandb.axes == [("*", "step")]
-    assert wandb.logged == [
-        {
-            "lm loss": 1.0,
-            "iteration-time": 1.5,
-            "forward-compute-time": 0.25,
-            "grad-norm": math.inf,
-            "step": 1,
-            "consumed_samples": 8,
-        }
-    ]
+    numbers = {"lm loss": 1.0, "iteration-time": 1.5, "forward-compute-time": 0.25, "grad-norm": math.inf}
+    assert wandb.logged == [{**numbers, "step": 1, "consumed_samples": 8}]
     assert wandb.finished == 1
-
-
-def test_wandb_goes_on_with_the_curves_of_a_run_that_resumes(tmp_path: Path, wandb: Stub) -> None:
-    for resumes in (False, True, False):
-        Wandb(config_of(tmp_path, load="x" if resumes else None), step=0)
+    for load in ("x", None):
+        Wandb(config_of(tmp_path, load=load), step=0)
     first, second, third = (started["id"] for started in wandb.started)
     assert first == second != third
-
-
-def test_wandb_learns_no_credentials(tmp_path: Path, wandb: Stub) -> None:
-    Wandb(config_of(tmp_path, wandb_exp_name="s3://me:hunter2@host/run"), step=0)
-    assert "hunter2" not in str(wandb.started[0]["config"])
-    assert "s3://***@host/run" in str(wandb.started[0]["config"])
 
 
 @pytest.mark.parametrize(("service", "package"), [("mlflow", "mlflow"), ("wandb", "wandb"), ("comet", "comet_ml")])

@@ -82,40 +82,36 @@ def steps_in(folder: Path) -> list[int]:
         return []
 
 
-# The looks of a run: two batches of the first evaluation; steps 1, 2; two batches; steps 3, 4; two batches.
-WHERE = {1: 0, 2: 0, 3: 0, 4: 1, 5: 2, 6: 2, 7: 2, 8: 3, 9: 4, 10: 4}
-"""Look -> the step at which the run stands then."""
-
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "dp2": {"dp": 2, "dp_strategy": "distributed-optimizer"},
-    "tp2": {"tp": 2},
-    "pp2": {"pp": 2},
+LOOKS = 10
+"""Of a run: two batches of the first evaluation; steps 1, 2; two batches; steps 3, 4; two batches. One that resumes begins
+with two of an evaluation."""
+MOMENTS = {
+    # the look at which each life is stopped, and its step
+    "dp2": ({"dp": 2, "dp_strategy": "distributed-optimizer"}, [2, 4, 4, 4, 5], [0, 1, 2, 3, 4]),
+    "tp2": ({"tp": 2}, [6, 4], [2, 3]),
+    "pp2": ({"pp": 2}, [6, 4], [2, 3]),
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", MOMENTS)
 def test_every_moment(name: str, tmp_path: Path) -> None:
     """In an evaluation, between two steps, and with a save under way: the state is that of its step, to the bit."""
-    layout = LAYOUTS[name]
-    whole = tmp_path / "whole"
+    layout, moments, steps = MOMENTS[name]
+    whole, folder = tmp_path / "whole", tmp_path / "parts"
     ((ending, looks), *_), _ = run_ranks(2, lives, 2, layout, str(whole), [None], 0)[0]
-    assert (ending, looks) == (Ending.finished(4), len(WHERE))
-    moments = [2, 4, 6, 8, 10] if name == "dp2" else [6, 8]
-    for moment in moments:
-        folder = tmp_path / str(moment)
-        found = run_ranks(2, lives, 2, layout, str(folder), [moment], moment % 2)
-        assert found[0][0][0][0] == found[1][0][0][0]
-        ending, step = found[0][0][0][0], WHERE[moment]
-        assert (ending.status, ending.exit_code, ending.step) == ("requeue", 75, step)
-        assert steps_in(folder) == sorted({one for one in (3, step) if 0 < one <= step})
-        (again, _), *_ = run_ranks(2, lives, 2, layout, str(folder), [None], 0)[0][0]
-        assert again.step == 4 and again.status == "finished"
-        assert records(folder, "train") == records(whole, "train")
-        # A start evaluates also where the whole run did not.
-        assert set(records(folder, "valid")) >= set(records(whole, "valid"))
-        ours, theirs = (open_sound(path / "checkpoints", 4) for path in (folder, whole))
-        assert check_state(ours, theirs, 0.0) > 20
-        assert not (folder / "checkpoints" / "attempts.json").exists()
+    assert (ending, looks) == (Ending.finished(4), LOOKS)
+    (endings, _), (others, _) = run_ranks(2, lives, 2, layout, str(folder), [*moments, None], 1)
+    assert [one for one, _ in endings] == [one for one, _ in others]
+    *stopped, (last, _) = endings
+    assert [(one.status, one.exit_code, one.step) for one, _ in stopped] == [("requeue", 75, step) for step in steps]
+    assert (last.status, last.step) == ("finished", 4)
+    assert steps_in(folder) == sorted({*steps, 3, 4} - {0})
+    assert records(folder, "train") == records(whole, "train")
+    # A start evaluates also where the whole run did not.
+    assert set(records(folder, "valid")) >= set(records(whole, "valid"))
+    ours, theirs = (open_sound(path / "checkpoints", 4) for path in (folder, whole))
+    assert check_state(ours, theirs, 0.0) > 20
+    assert not (folder / "checkpoints" / "attempts.json").exists()
 
 
 def test_nothing_to_save_is_said(tmp_path: Path) -> None:
@@ -142,7 +138,7 @@ def test_ranks_that_step_apart_stop_where_they_meet(tmp_path: Path) -> None:
     whole = run_ranks(2, lives, 2, {**APART, "save_interval": 1}, str(tmp_path / "whole"), [None], 0)
     looks = [life[0][0][1] for life in whole]
     assert looks == [9, 9], "three evaluations of two batches, and the saves of steps 1, 2 and 3"
-    for moment, step in ((3, 1), (4, 2), (6, 2), (7, 3)):
+    for moment, step in ((4, 2), (7, 3)):
         folder = tmp_path / str(moment)
         found = run_ranks(2, lives, 2, {**APART, "save_interval": 1}, str(folder), [moment], 1)
         for (ending, _), *_ in (life[0] for life in found):
