@@ -182,7 +182,7 @@ def save_checkpoint(
     """
     staging = folder / staging_name(step)
     failure: Exception | None = _check_plan(plan)
-    # A rank whose own plan is bad takes part too: the others would wait for it.
+    # A rank with a bad plan takes part too: the others would wait for it.
     needed = sum(world.gather_json(0 if failure else planned_bytes(plan), device))
     preamble = Manifest(
         step=step,

@@ -155,7 +155,7 @@ class Stepper:
         chosen, sums = sums[len(sums) - len(loads) :], sums[: len(sums) - len(loads)]
         squared = sums.pop() / scale**2 if squares else math.nan
         num_zeros = int(sums.pop()) if zeros else None
-        # Where ranks step by shares of their own, each loss is one part of the step (`_run`): here it is the share's mean.
+        # Where ranks do not step together each loss is one part of the step (`_run`); here it becomes the mean of a share.
         loss, added = self._shares * loss / scale, [self._shares * term for term in sums[len(parts) :]]
         norms = strategy.norms(sums[: len(parts)])
         norm, clipping = norms.shown / scale, norms.clipping / scale
