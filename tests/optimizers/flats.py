@@ -6,8 +6,7 @@ import torch
 
 from megalite.optimizers.base import FlatParameter, Optimizer, Segment, Update
 
-PADDING = 3
-"""Elements of every flat parameter that belong to no tensor."""
+PADDING = 3  # elements of every flat parameter that belong to no tensor
 
 
 def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:

@@ -16,7 +16,7 @@ from tests.optimizers.flats import flat_of, tensors_of
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import Runner, build, tiny_config
 
-FREEZE, STEPS = 20, 100
+FREEZE, STEPS = 20, 50
 MODEL: dict[str, Any] = {
     "num_layers": 1,
     "precision": "fp32",
@@ -31,7 +31,7 @@ MODEL: dict[str, Any] = {
 
 
 def moved(context: RankContext, settings: dict[str, Any]) -> dict[str, float]:
-    """How far an element of each parameter has come at most in 100 steps after the warm-up."""
+    """How far an element of each parameter has come at most in the steps after the warm-up."""
     runner = Runner(build(context, tiny_config(2, **MODEL, **settings)))
     placed = [each for bucket in runner.replica.strategy.all_buckets() for each in bucket.placed]
     for _ in range(FREEZE):
@@ -52,28 +52,22 @@ def moved_by_adam() -> dict[str, float]:
     return run_ranks(2, moved, {})[0]
 
 
-ZERO_ONE = {"optimizer": "zero-one-adam", "local_step_scaler": 8, "local_step_clipper": 8}
 KINDS: dict[str, dict[str, Any]] = {
     "onebit-adam": {"optimizer": "onebit-adam", "freeze_step": FREEZE},
-    "onebit-adam-bucket": {"optimizer": "onebit-adam", "freeze_step": FREEZE, "onebit_scale": "bucket"},
-    "onebit-lamb": {"optimizer": "onebit-lamb", "freeze_step": FREEZE},
     "onebit-lamb-bucket": {"optimizer": "onebit-lamb", "freeze_step": FREEZE, "onebit_scale": "bucket"},
-    "zero-one-adam": {**ZERO_ONE, "freeze_step": FREEZE},
-    "zero-one-adam-in-its-warm-up": {
+    "zero-one-adam": {
         "optimizer": "zero-one-adam",
-        "freeze_step": FREEZE + STEPS,
-        "variance_update_scaler": 4,
+        "freeze_step": FREEZE,
+        "local_step_scaler": 8,
+        "local_step_clipper": 8,
     },
     "gradients-by-signs": {"grad_compression": "onebit"},
-    "gradients-in-8-bits": {"grad_compression": "uint8"},
-    "largest-gradients": {"grad_compression": "topk", "topk_density": 0.05},
-    "gradients-of-low-rank": {"grad_compression": "powersgd", "powersgd_rank": 2},
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_moves_out_of_proportion(kind: str) -> None:
-    """100 steps by signs, or by gradients that come coded, beside 100 steps of Adam."""
+    """Steps by signs, or by gradients that come coded, beside as many of Adam."""
     found, adam = run_ranks(2, moved, KINDS[kind])[0], moved_by_adam()
     for name, far in found.items():
         assert far <= 10.0 * adam[name], f"{name}: {far:.3g}, with Adam {adam[name]:.3g}"

@@ -101,10 +101,9 @@ def moments(context: RankContext, dp: int, settings: dict[str, Any]) -> list[dic
     return found
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_ranges_of_ranks_round_alike(precision: str) -> None:
+def test_ranges_of_ranks_round_alike() -> None:
     """Sharded over four ranks in buckets of another size: the bits of the whole on each."""
-    settings = {**RANDOM, "precision": precision}
+    settings = {**RANDOM, "precision": "bf16"}
     (whole, *_) = run_ranks(4, moments, 4, settings)
     sharded = {"dp_strategy": "distributed-optimizer", "ddp_bucket_size": 100}
     for rank in run_ranks(4, moments, 4, {**settings, **sharded}):

@@ -37,15 +37,7 @@ def bits_of(parameter: FlatParameter, start: int, stop: int, *, step: int = 3, s
 
 
 SHAPE = (6, 10, 8)
-CUTS = [
-    ((0, 6), (0, 10), (0, 8)),
-    ((2, 4), (0, 10), (0, 8)),
-    ((0, 6), (5, 10), (0, 8)),
-    ((0, 6), (0, 10), (2, 6)),
-    ((3, 6), (0, 10), (4, 8)),
-    ((2, 4), (5, 10), (0, 8)),
-    ((2, 4), (2, 7), (6, 8)),
-]
+CUTS = [((0, 6), (0, 10), (0, 8)), ((2, 4), (0, 10), (0, 8)), ((3, 6), (0, 10), (4, 8)), ((2, 4), (2, 7), (6, 8))]
 
 
 @pytest.mark.parametrize("bounds", CUTS, ids=str)
@@ -111,7 +103,7 @@ def rounded(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     return target
 
 
-@pytest.mark.parametrize("value", [1.001, -1.001, 3.0e-5, -7.77e8, 1e-39])
+@pytest.mark.parametrize("value", [1.001, -7.77e8, 1e-39])
 def test_the_mean_is_the_value(value: float) -> None:
     size = 1 << 16
     values = torch.full((size,), value)

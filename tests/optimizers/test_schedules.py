@@ -1,6 +1,5 @@
 """Learning rates against values worked out by hand; weight decay is beside Megatron-LM's in test_megatron_schedules.py."""
 
-import math
 from typing import Any
 
 import pytest
@@ -29,24 +28,6 @@ def schedules(**changes: Any) -> Schedules:
 
 def lr(at: int, **changes: Any) -> float:
     return schedules(**changes).lr(Progress(at, 4 * at))
-
-
-WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 40}
-
-# After warm-up to step 20; all styles are beside Megatron-LM's in test_megatron_schedules.py.
-VALUES: list[tuple[dict[str, Any], dict[int, float]]] = [
-    ({"lr_decay_style": "linear"}, {20: 1.0, 40: 0.8, 60: 0.6, 100: 0.2, 130: 0.2}),
-    ({"lr_decay_style": "cosine"}, {20: 1.0, 40: 0.2 + 0.8 * (2 + math.sqrt(2)) / 4, 60: 0.6, 100: 0.2, 130: 0.2}),
-    ({"lr_decay_style": "inverse-square-root"}, {20: 1.0, 45: 2 / 3, 80: 0.5, 100: math.sqrt(0.2), 101: 0.2}),
-    ({**WSD, "lr_wsd_decay_style": "exponential"}, {60: 1.0, 80: 0.2 + 0.8 * (math.sqrt(2) - 1), 100: 0.2}),
-    ({**WSD, "lr_wsd_decay_style": "minus_sqrt"}, {60: 1.0, 70: 0.6, 80: 0.2 + 0.8 * (1 - math.sqrt(0.5)), 100: 0.2}),
-]
-
-
-@pytest.mark.parametrize("changes, values", VALUES, ids=lambda value: "-".join(map(str, value.values())))
-def test_decay(changes: dict[str, Any], values: dict[int, float]) -> None:
-    for step, expected in values.items():
-        assert lr(step, lr_warmup_iters=20, **changes) == pytest.approx(expected, rel=1e-12), step
 
 
 def test_warm_up_is_linear_and_the_first_step_learns() -> None:

