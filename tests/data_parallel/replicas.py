@@ -103,12 +103,9 @@ def run_toy(
     consensus_at: tuple[int, ...] = (),
     overflow_at: tuple[int, ...] = (),
 ) -> dict[str, Any]:
-    """For run_ranks: this rank's weights, phase, bytes and notes after each step.
-
-    Args:
-        consensus_at: steps after which the mean is asked for, and noted.
-        overflow_at: steps that are skipped, for the last rank's gradients are infinite; there is nothing noted of them.
-    """
+    """For run_ranks: this rank's weights, phase, bytes and notes after each step. `consensus_at`: steps after which the
+    mean is asked for, and noted. `overflow_at`: steps that are skipped, for the last rank's gradients are infinite;
+    there is nothing noted of them."""
     found: dict[str, Any] = {"weights": [], "phases": [], "bytes": [], "means": {}}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local_sgd, "fragment_of", toy_fragment)

@@ -49,15 +49,11 @@ def steps(context: RankContext, world: int, settings: Settings, late: bool) -> l
 
 CASES: dict[str, tuple[int, Settings]] = {
     "gpt": (2, Z1),
-    "llama": (2, {**Z1, **LLAMA, "qk_norm": True}),
-    "moe": (2, {**Z1, **MOE, "moe_router_topk": 2, "moe_shared_expert_intermediate_size": 16}),
+    "moe": (2, {**Z1, **MOE, "moe_router_topk": 2, "moe_shared_expert_intermediate_size": 16, "qk_norm": True}),
     "norms": (2, {**Z1, **NORMS}),
-    "full": (2, {**Z1, "recompute_granularity": "full", "recompute_method": "uniform"}),
-    "sp": (4, {**Z1, **SP}),
-    "pp": (4, {**Z1, "pp": 2, "tie_embeddings": True}),
+    "sp": (4, {**Z1, **SP, "recompute_granularity": "full", "recompute_method": "uniform"}),
     "zero2": (2, {**Z1, "shard_gradients": True, **LLAMA}),
     "server": (2, {"dp_strategy": "parameter-server"}),
-    "sharded-server": (2, {"dp_strategy": "sharded-parameter-server"}),
 }
 
 

@@ -78,7 +78,7 @@ def said(context: RankContext, settings: dict[str, Any], silent: bool = False) -
 ONEBIT = {"optimizer": "onebit-adam"}
 
 
-@pytest.mark.parametrize(("freeze", "at"), [(20, 8), (4, 5), (2, None)])
+@pytest.mark.parametrize(("freeze", "at"), [(20, 8), (4, 5)])
 def test_it_is_said_once_the_same_on_all_ranks_and_its_bytes_are_counted(freeze: int, at: int | None) -> None:
     """After 2 steps that settle and 5 that are measured, or what there is of them before the freeze."""
     runs = run_ranks(2, said, {**ONEBIT, "freeze_step": freeze})
@@ -104,10 +104,7 @@ def probed(sent: list[float], plain: list[float], at: int | None) -> float:
     return sum(more.values())
 
 
-@pytest.mark.parametrize(
-    ("name", "warmup", "at"),
-    [("onebit", 5, 6), ("topk", 5, 6), ("powersgd", 5, 6), ("uint8", 5, 6), ("onebit", 0, 8), ("topk", 2, 10)],
-)
+@pytest.mark.parametrize(("name", "warmup", "at"), [("powersgd", 5, 6), ("onebit", 0, 8), ("topk", 2, 10)])
 def test_compression_of_gradients_says_it_too(name: str, warmup: int, at: int) -> None:
     """When its warm-up ends, or after as many steps without one; numbers of the run do not show it."""
     settings = {"grad_compression": name, "compression_warmup_steps": warmup, "reduction_order": "rank"}

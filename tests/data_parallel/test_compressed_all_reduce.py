@@ -16,8 +16,7 @@ CODECS = ("onebit", "uint8", "topk", "powersgd")
 TOY: dict[str, Any] = {"ddp_bucket_size": 10_000, "reduction_order": "rank", "topk_density": 0.1, "powersgd_rank": 1}
 """One bucket of matrices and one of vectors."""
 
-MATRICES = ("down", "up", "table")
-"""In the order of their bucket, as the others are in theirs."""
+MATRICES = ("down", "up", "table")  # in the order of their bucket, as the others are in theirs
 
 VECTORS = ("norm", "bias")
 
@@ -74,10 +73,9 @@ def played(name: str, ranks: int, warmup: int) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [3, 4])
 @pytest.mark.parametrize("name", ["uint8", "topk", "powersgd"])
-def test_weights_are_those_of_one_process_that_plays_all_ranks(name: str, ranks: int) -> None:
-    settings = {"grad_compression": name, "compression_warmup_steps": 1}
+def test_weights_are_those_of_one_process_that_plays_all_ranks(name: str) -> None:
+    ranks, settings = 3, {"grad_compression": name, "compression_warmup_steps": 1}
     wanted = played(name, ranks, 1)
     for found in run_ranks(ranks, toy_steps, ranks, settings):
         assert_same(found["weights"], wanted)
@@ -138,7 +136,7 @@ SHARE = {"onebit": 0.7, "uint8": 0.99, "topk": 0.7, "powersgd": 0.65}
 
 @pytest.mark.parametrize(
     ("layout", "names"),
-    [({"tp": 2, "dp": 2, "sequence_parallel": True}, CODECS), ({"pp": 2, "dp": 2}, ("uint8", "powersgd"))],
+    [({"tp": 2, "dp": 2, "sequence_parallel": True}, ("onebit", "topk")), ({"pp": 2, "dp": 2}, ("uint8", "powersgd"))],
     ids=["tp2-dp2", "pp2-dp2"],
 )
 def test_a_real_network_learns_and_copies_stay_equal(layout: dict[str, Any], names: tuple[str, ...]) -> None:

@@ -11,17 +11,6 @@ from megalite.data_parallel.zero import DistributedOptimizer
 from megalite.tensor_parallel.parameter import ParameterFactory
 from megalite.topology.group import Group
 from tests.data_parallel.toy import bare
-from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import MOE, Z1, assert_same_numbers, trajectory, whole
-
-MODEL: dict[str, Any] = {
-    **MOE,
-    "num_layers": 3,
-    "moe_shared_expert_intermediate_size": 8,
-    "moe_aux_loss_coeff": 0.1,
-    "moe_z_loss_coeff": 0.01,
-}
-SP = {"sequence_parallel": True}
 
 
 def group(name: str, size: int, rank: int) -> Group:
@@ -71,26 +60,3 @@ def test_with_all_reduce_one_replica_counts() -> None:
             shards = by_name(strategy)
             assert shards["dense"].counts_in_norm == (dp_rank == 0)
             assert shards["experts"].counts_in_norm == (expert_rank == 0)
-
-
-LAYOUTS: list[tuple[int, dict[str, Any]]] = [
-    (2, {"dp": 2, "ep": 2}),
-    (4, {"dp": 4, "ep": 2, **Z1}),
-    (4, {"dp": 4, "ep": 2, "etp": 2, **Z1}),
-    (2, {"tp": 2, "etp": 1}),
-    (2, {"tp": 2, "etp": 1, **Z1, **SP}),
-    (4, {"tp": 2, "dp": 2, "etp": 1, "ep": 2, **Z1, **SP}),
-    (4, {"tp": 2, "dp": 2, "ep": 2, "ddp_bucket_size": 100}),
-    (4, {"pp": 2, "dp": 2, "ep": 2, **Z1}),
-]
-
-
-@pytest.fixture(scope="module")
-def one_rank() -> Any:
-    return whole([trajectory(RankContext(0, {}), 1, MODEL)])
-
-
-@pytest.mark.parametrize(("world", "settings"), LAYOUTS, ids=str)
-def test_steps_equal_those_of_one_rank(world: int, settings: dict[str, Any], one_rank: Any) -> None:
-    """Losses, norms, gradients and updated weights."""
-    assert_same_numbers(whole(run_ranks(world, trajectory, world, {**MODEL, **settings})), one_rank)

@@ -40,8 +40,7 @@ CASES: list[dict[str, Any]] = [
     {"dp_strategy": "gossip", "gossip_algorithm": "decentlam", **SGD},
     {"dp_strategy": "gossip", "gossip_algorithm": "choco-sgd"},
 ]
-MAIN = ("replica_param", "main_param")
-"""Main parameters, which are there anyway."""
+MAIN = ("replica_param", "main_param")  # main parameters, which are there anyway
 
 
 def kept(context: RankContext) -> list[tuple[set[str], float, set[str], float]]:

@@ -36,11 +36,11 @@ def runner_of(context: RankContext, world: int, settings: Settings, load: str | 
 
 
 def steps(context: RankContext, world: int, settings: Settings, piece: int) -> dict[str, Any]:
-    """Results of three steps and an evaluation, and all that is kept after them; bytes sent in the last one."""
+    """Results of two steps and an evaluation, and all that is kept after them; bytes sent in the last one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fully_sharded, "PIECE", piece)
         runner = runner_of(context, world, settings)
-        results = [runner.step() for _ in range(3)]
+        results = [runner.step() for _ in range(2)]
         found = [(result.loss, result.grad_norm) for result in results]
         evaluation = runner.evaluate()
         kept, strategy = hashes(runner.replica), runner.replica.strategy
@@ -54,10 +54,8 @@ def steps(context: RankContext, world: int, settings: Settings, piece: int) -> d
 CASES: list[tuple[int, Settings]] = [
     (2, {}),
     (4, {**LLAMA, **SIXTEENS, "tp": 2, "sequence_parallel": True, "sanitize_communication": True}),
-    (3, {"reduction_order": "rank", "overlap_param_gather": False, "global_batch_size": 6}),
-    (4, {"dp_instances": 2, "ddp_bucket_size": 1, "ema_decay": 0.5, "eval_ema": True}),
-    (4, {"pp": 2, "vpp": 2, "recompute_granularity": "full"}),
-    (2, {**SHARED, "ep": 2}),
+    (4, {"dp_instances": 2, "ddp_bucket_size": 1, "reduction_order": "rank", "overlap_param_gather": False}),
+    (2, {**SHARED, "ep": 2, "ema_decay": 0.5, "eval_ema": True, "recompute_granularity": "full"}),
 ]
 
 
@@ -80,7 +78,7 @@ def volumes(context: RankContext, world: int, settings: Settings) -> dict[str, A
     return {"pp": runner.replica.topology.pp.rank, "volumes": dict(found)}
 
 
-@pytest.mark.parametrize(("world", "settings"), [CASES[0], CASES[1], CASES[3], (4, {"pp": 2})], ids=str)
+@pytest.mark.parametrize(("world", "settings"), [CASES[1], (4, {"pp": 2})], ids=str)
 def test_a_step_moves_what_the_formulas_say(world: int, settings: Settings) -> None:
     settings = {**settings, **GATHERED, "sanitize_communication": False}
     config = tiny_config(world, **{**FP8, **settings})

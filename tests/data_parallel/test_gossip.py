@@ -92,11 +92,9 @@ def decentlam(ranks: int, *, warm_up: int = 0, wire: torch.dtype | None = None) 
 @pytest.mark.parametrize(
     ("ranks", "more", "how"),
     [
-        (4, {}, {}),
         (3, WARM | BF16_WIRE, {"warm_up": 1, "wire": torch.bfloat16}),
         (2, {}, {}),
         (4, PEER | WARM, {"graph": "one-peer", "warm_up": 1}),
-        (4, PEER | BF16_WIRE, {"graph": "one-peer", "wire": torch.bfloat16}),
     ],
 )
 def test_d_psgd_in_several_processes(ranks: int, more: dict[str, Any], how: dict[str, Any]) -> None:
@@ -110,7 +108,7 @@ def test_a_skipped_step_is_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "more", "how"), [(4, {}, {}), (3, WARM, {"warm_up": 1}), (4, BF16_WIRE, {"wire": torch.bfloat16})]
+    ("ranks", "more", "how"), [(3, WARM, {"warm_up": 1}), (4, BF16_WIRE, {"wire": torch.bfloat16})]
 )
 def test_decentlam_in_several_processes(ranks: int, more: dict[str, Any], how: dict[str, Any]) -> None:
     assert_same(run_ranks(ranks, run_toy, ranks, GOSSIP | DECENTLAM | more, STEPS), decentlam(ranks, **how))
@@ -183,7 +181,7 @@ def choco_sgd(ranks: int, steps: int, warm_up: int = 0, members: int = 1) -> lis
     return found
 
 
-@pytest.mark.parametrize(("replicas", "warm_up", "members"), [(2, 0, 1), (3, 2, 1), (4, 0, 1), (2, 1, 2)])
+@pytest.mark.parametrize(("replicas", "warm_up", "members"), [(2, 0, 1), (3, 2, 1), (2, 1, 2)])
 def test_choco_sgd_is_the_papers(replicas: int, warm_up: int, members: int) -> None:
     ranks, settings = replicas * members, {"sync_warmup_steps": warm_up}
     settings |= {"dp_instances": replicas} if members > 1 else {}
@@ -246,20 +244,16 @@ def test_the_distance_is_that_of_the_weights() -> None:
     assert all(rank["notes"] == found[0]["notes"] for rank in found)
 
 
-@pytest.mark.parametrize(("more", "bytes_each"), [({}, 8), (PEER, 4), (BF16_WIRE, 4), (PEER | BF16_WIRE, 2)])
-def test_what_it_sends(more: dict[str, Any], bytes_each: float) -> None:
+@pytest.mark.parametrize(("more", "bytes_each"), [({}, 8), (PEER | BF16_WIRE, 2), (EIGHT_BITS, 2)])
+def test_what_it_sends(more: dict[str, Any], bytes_each: int) -> None:
+    """To each peer; with 8 bits also a scale of fp32 for each bucket here."""
+    scales = 2 * 4 * len(BUCKETS) if more == EIGHT_BITS else 0
     for rank in run_ranks(4, run_toy, 4, GOSSIP | more, 2):
-        assert rank["bytes"] == [bytes_each * rank["elements"]] * 2
+        assert rank["bytes"] == [bytes_each * rank["elements"] + scales] * 2
         assert rank["phases"] == ["mix", "mix"]
 
 
-def test_what_8_bits_send() -> None:
-    """To each of two peers a byte an element, and a scale of fp32 for each bucket here."""
-    for rank in run_ranks(4, run_toy, 4, GOSSIP | EIGHT_BITS, 2):
-        assert rank["bytes"] == [2 * (rank["elements"] + 4 * len(BUCKETS))] * 2
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 8, 12, 16])
+@pytest.mark.parametrize("size", [1, 2, 3, 6, 8])
 @pytest.mark.parametrize("graph", ["ring", "one-peer"])
 def test_graphs_are_symmetric_and_all_hear_of_all(graph: str, size: int) -> None:
     if graph == "one-peer" and size % 2 and size > 1:
@@ -275,11 +269,3 @@ def test_graphs_are_symmetric_and_all_hear_of_all(graph: str, size: int) -> None
             assert len(others) == min(size - 1, 2 if graph == "ring" else 1)
         knows = [knows[rank].union(*(knows[other] for other in found[rank])) for rank in range(size)]
     assert all(len(each) == size for each in knows)
-
-
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_on_a_power_of_two_the_mean_comes_in_log_size_turns(size: int) -> None:
-    values = np.arange(float(size))
-    for turn in range(size.bit_length() - 1):
-        values = np.array([(values[r] + values[peers_of("one-peer", r, size, turn)[0]]) / 2 for r in range(size)])
-    assert np.ptp(values) == 0.0

@@ -70,11 +70,9 @@ def simulated(ranks: int, *, warm_up: int = 0, wire: torch.dtype | None = None, 
 @pytest.mark.parametrize(
     ("ranks", "more", "how"),
     [
-        (4, {}, {}),
         (3, WARM, {"warm_up": 1}),
         (4, MOMENTS, {"moments": True}),
-        (4, BF16_WIRE | MOMENTS, {"wire": torch.bfloat16, "moments": True}),
-        (3, BF16_WIRE | WARM, {"wire": torch.bfloat16, "warm_up": 1}),
+        (3, BF16_WIRE | WARM | MOMENTS, {"wire": torch.bfloat16, "warm_up": 1, "moments": True}),
     ],
 )
 def test_local_sgd_in_several_processes(ranks: int, more: dict[str, Any], how: dict[str, Any]) -> None:
@@ -116,8 +114,7 @@ def model_average(
 
 
 @pytest.mark.parametrize(
-    ("replicas", "warm_up", "interval", "delay", "members"),
-    [(2, 0, 4, 3, 1), (3, 2, 3, 1, 1), (4, 0, 2, 1, 1), (2, 1, 3, 2, 2)],
+    ("replicas", "warm_up", "interval", "delay", "members"), [(2, 0, 4, 3, 1), (3, 2, 3, 1, 1), (2, 1, 3, 2, 2)]
 )
 def test_asynchronous_model_averaging(replicas: int, warm_up: int, interval: int, delay: int, members: int) -> None:
     settings = {"sync_warmup_steps": warm_up, "sync_interval": interval, "sync_delay": delay, "precision": "fp64"}
@@ -135,13 +132,6 @@ def test_an_average_travels_while_steps_are_taken() -> None:
     assert ranks[0]["bytes"] == [0.0, 0.0, 0.0, one_way, one_way, 0.0, 0.0, one_way]
 
 
-def test_with_a_rounded_wire_it_is_nearly_the_same() -> None:
-    wanted = model_average(3, 8, warm_up=0, interval=4, delay=3)
-    for ours, theirs in zip(run_ranks(3, run_toy, 3, LATE | SGD | BF16_WIRE, 8), wanted, strict=True):
-        for name in SHAPES:
-            np.testing.assert_allclose(ours["weights"][7][name].numpy(), theirs[7][name], atol=0.05)
-
-
 def test_what_it_sends_and_when() -> None:
     ranks = run_ranks(4, run_toy, 4, LOCAL | WARM, STEPS)
     assert ranks[0]["phases"] == ["gradients", "local", "weights", "local", "weights"]
@@ -152,30 +142,13 @@ def test_what_it_sends_and_when() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "optimizer"),
-    [
-        (LOCAL | WARM | MOMENTS | BF16_WIRE, {}),
-        (DILOCO | STREAMING | BF16_WIRE, {}),
-        (LATE, {}),
-        (GOSSIP, {}),
-        (GOSSIP | BF16_WIRE, {}),
-        (GOSSIP | DECENTLAM, SGD),
-    ],
+    [(LOCAL | WARM | MOMENTS | BF16_WIRE, {}), (DILOCO | STREAMING | BF16_WIRE, {}), (GOSSIP | DECENTLAM, SGD)],
     ids=str,
 )
 def test_one_rank_is_the_optimizer(settings: dict[str, Any], optimizer: dict[str, Any]) -> None:
     (alone,) = run_ranks(1, run_toy, 1, settings, STEPS)
     assert_same([alone], run_ranks(1, trajectory, 1, optimizer, STEPS))
     assert sum(alone["bytes"]) == 0.0
-
-
-def test_plain_sgd_met_after_each_step_is_all_reduce() -> None:
-    plain = SGD | {"sgd_momentum": 0.0}
-    found = run_ranks(4, run_toy, 4, LOCAL | plain | {"sync_interval": 1}, 3)
-    wanted = run_ranks(4, trajectory, 4, {"dp_strategy": "all-reduce", **plain}, 3)
-    for ours, theirs in zip(found, wanted, strict=True):
-        for one, other in zip(ours["weights"], theirs, strict=True):
-            for name in SHAPES:
-                torch.testing.assert_close(one[name], other[name], rtol=1e-5, atol=1e-5 * LR)
 
 
 ROUND_STEPS = 10
@@ -222,12 +195,9 @@ def simulated_diloco(
 @pytest.mark.parametrize(
     ("ranks", "more", "how"),
     [
-        (4, {}, {}),
-        (3, {"sync_warmup_steps": 2}, {"warm_up": 2}),
         (4, BF16_WIRE | {"sync_warmup_steps": 1}, {"wire": torch.bfloat16, "warm_up": 1}),
         (4, STREAMING, {"fragments": 2, "delay": 1, "mix": 0.25}),
-        (3, STREAMING | BF16_WIRE, {"fragments": 2, "delay": 1, "mix": 0.25, "wire": torch.bfloat16}),
-        (4, {"sync_delay": 3}, {"delay": 3}),
+        (3, {"sync_delay": 3}, {"delay": 3}),
     ],
 )
 def test_diloco_in_several_processes(ranks: int, more: dict[str, Any], how: dict[str, Any]) -> None:
@@ -267,12 +237,6 @@ def test_each_fragment_is_sent_at_its_time() -> None:
         assert size * one_way <= nbytes <= (size + 1024) * one_way, f"step {step}"
 
 
-def test_a_whole_exchange_is_named_so() -> None:
-    found = run_ranks(3, run_toy, 3, DILOCO | {"sync_warmup_steps": 1}, 6)
-    assert found[0]["phases"] == ["gradients", "local", "local", "local", "exchange", "local"]
-    assert found[0]["bytes"][4] == pytest.approx(2 * 2 / 3 * 4 * found[0]["elements"])
-
-
 def test_layers_go_round_the_fragments() -> None:
     names = ["embedding.word.weight", *(f"layers.{layer}.mlp.up.weight" for layer in range(5)), "final_norm.bias"]
     assert [fragment_of(name, 3) for name in names] == [0, 0, 1, 2, 0, 1, 0]
@@ -298,11 +262,8 @@ def run_merged(context: RankContext, *how: Any) -> dict[str, Any]:
     "settings",
     [
         LOCAL | WARM | MOMENTS,
-        LOCAL | BF16_WIRE,
-        DILOCO | STREAMING,
-        DILOCO | WARM | BF16_WIRE,
-        GOSSIP | WARM,
-        GOSSIP | {"gossip_graph": "one-peer"},
+        DILOCO | STREAMING | BF16_WIRE,
+        GOSSIP | WARM | {"gossip_graph": "one-peer"},
         GOSSIP | DECENTLAM,
     ],
     ids=str,

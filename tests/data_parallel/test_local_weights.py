@@ -50,9 +50,7 @@ def differ(replicas: list[dict[str, np.ndarray]]) -> bool:
     return any((replicas[0][name] != values).any() for name, values in replicas[1].items())
 
 
-@pytest.mark.parametrize(
-    "settings", [LOCAL, FRAGMENTS, DECENTLAM, LATE], ids=["local-sgd", "diloco", "decentlam", "asynchronous"]
-)
+@pytest.mark.parametrize("settings", [FRAGMENTS, DECENTLAM, LATE], ids=["diloco", "decentlam", "asynchronous"])
 def test_tp_and_pp_change_no_numbers(settings: Settings) -> None:
     steps = 7 if settings == LATE else 5
     plain = run_ranks(2, trained, 2, {"dp": 2, **settings}, steps)
@@ -82,16 +80,7 @@ def test_tp_changes_no_numbers_between_instances() -> None:
             np.testing.assert_allclose(ours[name], values, rtol=1e-6, atol=1e-8, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    ("layout", "settings"),
-    [
-        ({"tp": 2}, {**FRAGMENTS, **BF16}),
-        ({"pp": 2}, {**LOCAL, **BF16}),
-        ({"tp": 2}, {**RING, **FP16}),
-        ({"tp": 2}, {**CHOCO, **FP16}),
-        ({"pp": 2}, {**DECENTLAM, **FP16}),
-    ],
-)
+@pytest.mark.parametrize(("layout", "settings"), [({"pp": 2}, {**LOCAL, **BF16}), ({"tp": 2}, {**CHOCO, **FP16})])
 def test_copies_on_tp_and_pp_ranks_never_drift(layout: Settings, settings: Settings) -> None:
     ranks = run_ranks(4, trained, 4, {"dp": 2, **layout, **settings}, 8)
     assert differ(by_replica(ranks))
@@ -159,9 +148,8 @@ def assert_all_have(ranks: list[dict[str, Any]], kind: str, wanted: dict[str, to
             np.testing.assert_array_equal(rank[kind][name][2], values.numpy(), err_msg=f"{kind} {name}")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_fewer_and_more_replicas_start_from_the_mean(precision: str, tmp_path: Path) -> None:
-    settings = {"dp_strategy": "local-sgd", "sync_interval": 5, "precision": precision}
+def test_fewer_and_more_replicas_start_from_the_mean(tmp_path: Path) -> None:
+    settings = {"dp_strategy": "local-sgd", "sync_interval": 5, "precision": "bf16"}
     four, two = str(tmp_path / "four"), str(tmp_path / "two")
     old = run_ranks(4, drifted, four, settings)
     for dp, folder, target in ((2, four, two), (4, two, None)):
@@ -169,12 +157,11 @@ def test_fewer_and_more_replicas_start_from_the_mean(precision: str, tmp_path: P
         for kind in KINDS:
             assert_all_have(found, kind, average(old, kind))
     # So does a strategy whose replicas share everything, with all the digits that main parameters have.
-    other = run_ranks(2, taken_up, 2, four, {"precision": precision}, None)
+    other = run_ranks(2, taken_up, 2, four, {"precision": "bf16"}, None)
     for kind in KINDS:
         assert_all_have(other, kind, average(old, kind))
     weights = average(old, "main_param")
-    rounded = {name: values.bfloat16().float() for name, values in weights.items()}
-    assert_all_have(other, "weight", rounded if precision == "bf16" else weights)
+    assert_all_have(other, "weight", {name: values.bfloat16().float() for name, values in weights.items()})
 
 
 def known(context: RankContext, folder: str) -> list[bool]:
@@ -246,7 +233,6 @@ def counted(context: RankContext, settings: Settings, look: bool) -> list[float]
     return found
 
 
-@pytest.mark.parametrize("settings", [LOCAL, RING], ids=["local-sgd", "gossip"])
-def test_looking_at_the_mean_is_no_part_of_a_step(settings: Settings) -> None:
-    plain, looked = (run_ranks(3, counted, settings, look) for look in (False, True))
+def test_looking_at_the_mean_is_no_part_of_a_step() -> None:
+    plain, looked = (run_ranks(3, counted, RING, look) for look in (False, True))
     assert looked == plain and sum(plain[0]) > 0

@@ -50,8 +50,9 @@ def errors(context: RankContext, settings: dict[str, Any], culprit: int, name: s
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("strategy", ["all-reduce", "distributed-optimizer"])
-@pytest.mark.parametrize("culprit, name, element", [(2, "up", 329), (0, "norm", 0)])
+@pytest.mark.parametrize(
+    "strategy, culprit, name, element", [("all-reduce", 2, "up", 329), ("distributed-optimizer", 0, "norm", 0)]
+)
 def test_a_flipped_bit_is_found_and_named(strategy: str, culprit: int, name: str, element: int) -> None:
     other = culprit or 1
     for good, bad in run_ranks(4, errors, {"dp_strategy": strategy}, culprit, name, element):
@@ -112,8 +113,8 @@ def states(context: RankContext, strategy: str, culprit: str | None) -> str:
     return "" if held else "nothing is held twice"
 
 
-@pytest.mark.parametrize("culprit", ["main_param", "exp_avg", "exp_avg_sq"])
-def test_a_flipped_bit_of_a_state_is_found(culprit: str) -> None:
+def test_a_flipped_bit_of_a_state_is_found() -> None:
+    culprit = "exp_avg_sq"
     for said in run_ranks(2, states, "all-reduce", culprit):
         assert said.startswith(
             f"after step 1 ranks 0 and 1 should have the same optimizer states but differ in {culprit} of "
@@ -144,20 +145,15 @@ def shards(context: RankContext, strategy: str, culprit: str | None) -> str:
     return ""
 
 
-@pytest.mark.parametrize("strategy", ["distributed-optimizer", "fully-sharded"])
-def test_shards_are_compared_over_instances(strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "culprit", "what"),
+    [("distributed-optimizer", "exp_avg", "optimizer states"), ("fully-sharded", "weight", "weights")],
+)
+def test_shards_are_compared_over_instances(strategy: str, culprit: str, what: str) -> None:
     assert run_ranks(4, shards, strategy, None) == [""] * 4
-    for rank, said in enumerate(run_ranks(4, shards, strategy, "exp_avg")):
+    for rank, said in enumerate(run_ranks(4, shards, strategy, culprit)):
         kind = "ReplicasDifferError" if rank % 2 else "RemoteError: rank 1 failed: ReplicasDifferError"
-        assert said.startswith(
-            f"{kind}: after step 1 ranks 1 and 3 should have the same optimizer states but differ in exp_avg"
-        )
-
-
-def test_sharded_weights_are_compared_over_instances() -> None:
-    for rank, said in enumerate(run_ranks(4, shards, "fully-sharded", "weight")):
-        kind = "ReplicasDifferError" if rank % 2 else "RemoteError: rank 1 failed: ReplicasDifferError"
-        assert said.startswith(f"{kind}: after step 1 ranks 1 and 3 should have the same weights but differ in ")
+        assert said.startswith(f"{kind}: after step 1 ranks 1 and 3 should have the same {what} but differ in ")
 
 
 def all_differ(context: RankContext) -> str:

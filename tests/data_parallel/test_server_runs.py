@@ -22,7 +22,6 @@ STRATEGIES: dict[str, Settings] = {
     "sharded": {"dp_strategy": "sharded-parameter-server", "server_chunk_mb": 0.004},
 }
 LAYOUTS: dict[str, Settings] = {
-    "tp2-dp2": {**FAMILIES["gpt"], "tp": 2, "dp": 2, "sequence_parallel": True},
     # The tied embedding waits for its other copy, and a split backward arms with what is pending.
     "pp2-dp2": {**FAMILIES["gpt"], "pp": 2, "dp": 2, "pipeline_schedule": "zb-h1"},
     # Experts have groups, and servers, of their own.
@@ -36,7 +35,7 @@ def test_the_numbers_of_one_rank(layout: str) -> None:
     settings = {**LAYOUTS[layout], **STRATEGIES["server"]}
     world = world_of(settings)
     ours = whole(run_ranks(world, rank_trajectory, tiny_config(world, **settings), STEPS))
-    require_same(ours, reference(LAYOUTS[layout], STEPS), TOLERANCE)
+    require_same(ours, reference(LAYOUTS[layout]), TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["all-reduce", "sharded"])
@@ -45,7 +44,7 @@ def test_sums_beside_the_program_do_not_meet_what_layers_exchange(name: str) -> 
     layout = {**FAMILIES["mixtral"], "tp": 2, "etp": 1, "num_layers": 2}
     settings = {**layout, **STRATEGIES.get(name, {}), "reduction_order": "rank"}
     ours = whole(run_ranks(2, rank_trajectory, tiny_config(2, **settings), STEPS, timeout=60.0))
-    require_same(ours, reference(layout, STEPS), TOLERANCE)
+    require_same(ours, reference(layout), TOLERANCE)
 
 
 SAVED_BY: dict[str, Settings] = {"all-reduce": {"dp_strategy": "all-reduce"}, **STRATEGIES}
@@ -61,16 +60,14 @@ def weights(runner: Runner) -> dict[str, str]:
     }
 
 
-def resumed(context: RankContext, folder: str, precision: str) -> dict[str, Any]:
-    """By strategy: two steps and a checkpoint and two more; then each way to continue from each checkpoint."""
-    common = {"dp": 2, "precision": precision, "reduction_order": "rank", "clip_grad": 0.1, "num_layers": 2}
+def resumed(context: RankContext, folder: str) -> dict[str, Any]:
+    """By strategy: a step and a checkpoint and one more; then each way to continue from each checkpoint."""
+    common = {"dp": 2, "precision": "bf16", "reduction_order": "rank", "clip_grad": 0.1, "num_layers": 2}
     found: dict[str, Any] = {"on": {}, "same": {}, "crossed": {}}
     for name, settings in SAVED_BY.items():
         runner = Runner(build(context, tiny_config(2, **common, **settings)))
         runner.step()
-        runner.step()
         save_run(runner, Path(folder, name))
-        runner.step()
         runner.step()
         found["on"][name] = hashes(runner.replica), weights(runner)
         runner.replica.strategy.close()
@@ -81,7 +78,6 @@ def resumed(context: RankContext, folder: str, precision: str) -> dict[str, Any]
             path = str(Path(folder, saved))
             runner = continued(context, tiny_config(2, **common, **settings, load=path), path)
             runner.step()
-            runner.step()
             if name == saved:
                 found["same"][name] = hashes(runner.replica)
             else:
@@ -90,9 +86,8 @@ def resumed(context: RankContext, folder: str, precision: str) -> dict[str, Any]
     return found
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_resume_goes_on_to_the_bit_also_from_and_to_all_reduce(tmp_path: Path, precision: str) -> None:
-    for found in run_ranks(2, resumed, str(tmp_path), precision):
+def test_resume_goes_on_to_the_bit_also_from_and_to_all_reduce(tmp_path: Path) -> None:
+    for found in run_ranks(2, resumed, str(tmp_path)):
         straight = [of_weights for _, of_weights in found["on"].values()]
         assert all(one == straight[0] for one in straight), "strategies differ without any checkpoint"
         assert len(found["same"]) == 3 and len(found["crossed"]) == 6

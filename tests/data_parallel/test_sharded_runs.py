@@ -50,22 +50,12 @@ PAIRS: Settings = {"micro_batch_size": 2}
 """Half as many microbatches: two a step still, or one where there are four replicas."""
 
 CASES: list[tuple[int, str, Settings]] = [
-    (2, "gpt", Z3),
-    (4, "llama", Z3),
-    (4, "gpt", {**Z3, **SP, **PAIRS}),
-    (4, "llama", {**Z3, **PAIRS, "cp": 2, "overlap_param_gather": False}),
-    (2, "gpt", {**Z3, **PAIRS, **FULL, "recompute_num_layers": 1}),
     (2, "llama", {**Z3, **PAIRS, **FULL, "recompute_num_layers": 3}),
-    (2, "gpt", {**Z3, **PAIRS, **SELECTIVE, "recompute_modules": ["core_attn", "layernorm", "mlp_act"]}),
     (2, "moe", {**Z3, **PAIRS, **SELECTIVE, "recompute_modules": ["mlp", "moe"], "reduction_order": "rank"}),
-    (4, "gpt", {**Z2, **SP, **PAIRS}),
-    (4, "gpt", {**Z2, **PAIRS, "pp": 2, "pipeline_schedule": "zb-h1"}),
     (4, "gpt", {**Z2, **PAIRS, "pp": 2, "vpp": 2, "pipeline_schedule": "zb-v", "reduction_order": "rank"}),
-    (4, "llama", {**Z2, **PAIRS, "pp": 2, "vpp": 2, "overlap_grad_reduce": False}),
-    (4, "moe", {**Z2, "ep": 2}),
     (4, "gpt", {**Z2, "dp_instances": 2, "overlap_grad_reduce": False}),
-    (4, "moe", {**Z3, "ep": 2, "dp_instances": 2, "overlap_param_gather": False}),
 ]
+"""What the matrix of tests/parity has not."""
 
 
 @pytest.mark.parametrize(("world", "family", "settings"), CASES, ids=str)
@@ -85,14 +75,13 @@ def bits(context: RankContext, settings: Settings) -> dict[str, Any]:
     return {"losses": losses, "weights": local_parts(runner.replica, "weight")}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_same_bits_as_all_reduce_on_two_ranks(precision: str) -> None:
+def test_the_same_bits_as_all_reduce_on_two_ranks() -> None:
     """A sum of two has one order, and one microbatch nothing to add up."""
-    plain = run_ranks(2, bits, {"precision": precision})
+    plain = run_ranks(2, bits, {"precision": "bf16"})
     theirs = assemble([rank["weights"] for rank in plain])
-    late = [{**Z1, "overlap_param_gather": False}, {**Z1, "overlap_grad_reduce": False}]
-    for settings in (Z1, *late, Z2, Z3, {**Z3, **FULL, "recompute_num_layers": 2}):
-        sharded = run_ranks(2, bits, {"precision": precision, **settings})
+    late = {**Z1, "overlap_param_gather": False, "overlap_grad_reduce": False}
+    for settings in (Z1, late, Z2, {**Z3, **FULL, "recompute_num_layers": 2}):
+        sharded = run_ranks(2, bits, {"precision": "bf16", **settings})
         assert sharded[0]["losses"] == plain[0]["losses"]
         ours = assemble([rank["weights"] for rank in sharded])
         assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
@@ -161,16 +150,19 @@ def leg(
 
 def test_from_strategy_to_strategy(tmp_path: Path) -> None:
     """All of the state goes with the weights, whatever the number of ranks."""
-    paths = [str(tmp_path / name) for name in "abcdefgh"]
-    runs = [run_ranks(2, leg, 2, {}, None, paths[0], 2)]
-    runs.append(run_ranks(3, leg, 3, {**Z3, "global_batch_size": 6}, paths[0], paths[1], 1))
-    runs.append(run_ranks(2, leg, 2, Z2, paths[1], paths[2], 1))
-    runs.append(run_ranks(4, leg, 4, {**Z3, **SP}, paths[2], paths[3], 1))
-    six = {"dp_instances": 3, "global_batch_size": 6}
-    runs.append(run_ranks(6, leg, 6, {**Z1, **six}, paths[3], paths[4], 1))
-    runs.append(run_ranks(8, leg, 8, {**Z3, **SP, "dp_instances": 2}, paths[4], paths[5], 1))
-    runs.append(run_ranks(4, leg, 4, {**Z2, "dp_instances": 2}, paths[5], paths[6], 1))
-    runs.append(run_ranks(2, leg, 2, {}, paths[6], paths[7], 1))
+    legs: list[tuple[int, Settings]] = [
+        (2, {}),
+        (3, {**Z3, "global_batch_size": 6}),
+        (2, Z2),
+        (4, {**Z3, **SP}),
+        (4, {**Z1, "dp_instances": 2}),
+        (2, {}),
+    ]
+    paths = [None, *(str(tmp_path / str(number)) for number in range(len(legs)))]
+    runs = [
+        run_ranks(world, leg, world, settings, before, after, 1)
+        for (world, settings), (before, after) in zip(legs, pairwise(paths), strict=True)
+    ]
     for before, after in pairwise(runs):
         for kind in STATES:
             found, wanted = (
@@ -206,15 +198,9 @@ def after_failure(context: RankContext, ranks: int, settings: Settings, fails: b
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
         {**Z1, "ddp_bucket_size": 100},
-        Z2,
-        Z3,
-        {**Z3, "reduction_order": "rank"},
-        {**Z3, **FULL, "recompute_num_layers": 2},
-        {**Z1, "dp_instances": 2},
+        {**Z3, **FULL, "recompute_num_layers": 2, "reduction_order": "rank"},
         {**Z2, "dp_instances": 2, "reduction_order": "rank"},
-        {**Z3, "dp_instances": 2},
     ],
     ids=str,
 )

@@ -26,8 +26,7 @@ from tests.data_parallel import network_namespace
 from tests.support.fork_server import fork_server
 
 RANKS = 4
-STEPS = 2
-"""Measured, after one that is not."""
+STEPS = 2  # measured, after one that is not
 BF16 = {"wire_dtype": "bf16"}
 
 CASES: dict[str, dict[str, Any]] = {

@@ -38,11 +38,8 @@ def gradient(name: str, step: int, rank: int, scale: float = 1.0) -> torch.Tenso
 
 
 class ToyRun:
-    """A strategy and its optimizer over `Toy`, on one rank of a dp group.
-
-    Args:
-        settings: of the config, flat: dp_strategy, optimizer, ...
-    """
+    """A strategy and its optimizer over `Toy`, on one rank of a dp group. `settings`: of the config, flat: dp_strategy,
+    optimizer, ..."""
 
     def __init__(self, topology: Topology, settings: Mapping[str, Any]) -> None:
         settings = {"clip_grad": 0.0, "weight_decay": 0.1, "ddp_bucket_size": 300, **settings}

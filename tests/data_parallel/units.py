@@ -88,11 +88,8 @@ class Layer(torch.nn.Module):
 
 
 class UnitRun:
-    """A strategy and its optimizer over a few units, on one rank of a dp group.
-
-    Args:
-        settings: of the config, flat: dp_strategy, ...
-    """
+    """A strategy and its optimizer over a few units, on one rank of a dp group. `settings`: of the config, flat:
+    dp_strategy, ..."""
 
     def __init__(self, topology: Topology, settings: Mapping[str, Any]) -> None:
         self.topology, self.rank = topology, topology.dp.rank
@@ -147,16 +144,11 @@ class Result:
     """What one rank has found in some steps."""
 
     losses: list[list[float]]
-    weights: list[torch.Tensor]
-    """After the last step."""
-    seen: list[Seen]
-    """In the last step."""
-    idle: Live
-    """Between the steps."""
-    sent: float
-    """Bytes in the last step."""
-    held: list[int]
-    """Elements of each unit's bucket."""
+    weights: list[torch.Tensor]  # after the last step
+    seen: list[Seen]  # in the last step
+    idle: Live  # between the steps
+    sent: float  # bytes in the last step
+    held: list[int]  # elements of each unit's bucket
 
 
 def unit_steps(context: RankContext, dp: int, settings: Mapping[str, Any], steps: int) -> Result:

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from megalite.checkpoint.manifest import CheckpointMissing
-from megalite.config.errors import ConfigError
 from megalite.data.indexed_dataset import DatasetFault
 from megalite.parity.pool import RankPool
 from megalite.topology.group import Group
@@ -63,20 +62,6 @@ def exchange(context: RankContext) -> list[float]:
 
 def test_messages_round_the_ring() -> None:
     assert run_ranks(3, exchange) == [[2.0] * 5, [0.0] * 5, [1.0] * 5]
-
-
-def one_rank_finds_a_fault(context: RankContext) -> str:
-    topology = context.topology(dp=2)
-    fault = ConfigError("file x is truncated") if topology.rank == 1 else None
-    try:
-        topology.world.agree(fault, topology.device)
-    except ConfigError as error:
-        return str(error)
-    return "no error"
-
-
-def test_agree_raises_the_same_error_on_every_rank() -> None:
-    assert run_ranks(2, one_rank_finds_a_fault) == ["file x is truncated"] * 2
 
 
 def kinds_of_faults(context: RankContext) -> list[tuple[str, str]]:
@@ -189,7 +174,7 @@ def rotated(context: RankContext, cp: int) -> list[list[float]]:
     return [first.tolist(), second.tolist(), third.tolist()]
 
 
-@pytest.mark.parametrize("cp", [2, 3, 4])
+@pytest.mark.parametrize("cp", [2, 3])
 def test_each_rank_gets_what_the_one_before_it_sent(cp: int) -> None:
     for rank, found in enumerate(run_ranks(cp, rotated, cp)):
         one, two = (rank - 1) % cp, (rank - 2) % cp

@@ -7,8 +7,7 @@ from megalite.data_parallel.wire import Background, Channel, WireCounter
 from megalite.topology.group import add_in_order
 from tests.support.ranks import RankContext, run_ranks
 
-LENGTH = (1 << 16) + 640
-"""A whole piece and a part of one."""
+LENGTH = (1 << 16) + 640  # a whole piece and a part of one
 
 
 def parts_of(ranks: int, length: int = LENGTH) -> torch.Tensor:
@@ -22,7 +21,7 @@ def one_after_the_other(parts: torch.Tensor) -> torch.Tensor:
     return total
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8, 15, 18, 33])
+@pytest.mark.parametrize("ranks", [2, 3, 18, 33])
 def test_rows_are_added_one_after_the_other(ranks: int) -> None:
     parts = parts_of(ranks)
     wanted, found = one_after_the_other(parts), torch.full((LENGTH,), torch.nan)

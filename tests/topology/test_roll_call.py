@@ -16,16 +16,11 @@ TIMED_OUT = RuntimeError("[unbound_buffer.cc:81] Timed out waiting 5000ms for re
 
 
 NCCL_TIMED_OUT = (
-    # pytorch#118369 and LlamaFactory#7396; Megatron-LM#935; mmdetection#12392; NeMo Speech#14399; HLLM#20; pytorch#82091
-    "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1580, OpType=ALLREDUCE, NumelIn=466119168, "
-    "NumelOut=466119168, Timeout(ms)=600000) ran for 600060 milliseconds before timing out.",
+    # Megatron-LM#935; NeMo Speech#14399; HLLM#20; pytorch#82091
     "[PG 1 Rank 6] Process group watchdog thread terminated with exception: [Rank 6] Watchdog caught collective operation "
     "timeout: WorkNCCL(SeqNum=199, OpType=_REDUCE_SCATTER_BASE, NumelIn=7098994688, NumelOut=443687168, "
     "Timeout(ms)=600000) ran for 882722 milliseconds before timing out.\nException raised from checkTimeout at "
     "/opt/pytorch/pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:567 (most recent call first):\nframe #0: c10",
-    "NCCL communicator was aborted on rank 1.  Original reason for failure was: [Rank 1] Watchdog caught collective "
-    "operation timeout: WorkNCCL(SeqNum=2511984, OpType=ALLREDUCE, Timeout(ms)=1800000) ran for 1809553 milliseconds "
-    "before timing out.",
     "[1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key '0', but "
     "store->get('0') got error: wait timeout after 600000ms, keys: /default_pg/0//cuda//0",
     "[3] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key '0', but "
@@ -34,16 +29,13 @@ NCCL_TIMED_OUT = (
     "store->get('0') got error: Timeout waiting for key: default_pg/0/0 after 1800000 ms",
 )
 NCCL_LOST = (
-    # nccl#2076; nccl#1928; stanford_alpaca#207; nccl#834 (with the socket's words)
+    # nccl#2076; nccl#1928; nccl#834 (with the socket's words)
     "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:268, remote process exited or there was a network "
     "error, NCCL version 2.21.5\nncclRemoteError: A call failed possibly due to a network error or a remote process "
     "exiting prematurely.\nLast error:\nsocketProgressOpt: Call to recv from 172.16.0.1<33759> failed : Connection reset "
     "by peer",
     "NCCL error in: /opt/pytorch/pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3763, remote process exited or "
     "there was a network error, NCCL version 2.28.8",
-    "NCCL error: remote process exited or there was a network error, NCCL version 2.14.3 ncclRemoteError: A call failed "
-    "possibly due to a network error or a remote process exiting prematurely. Last error: NET/IB : Got completion from "
-    "peer 11.214.147.122<39138> with error 12, opcode 0, len 0, vendor err 129",
     "NCCL communicator was aborted on rank 0.",
 )
 NCCL_SYSTEM = (  # pytorch#149984
@@ -156,7 +148,7 @@ def test_what_nccl_says_of_this_rank_alone_is_neither(text: str) -> None:
 
 
 def test_after_a_time_out_of_nccl_the_roll_is_called(port: int) -> None:
-    said = run_ranks(2, explained, 2, port, (1,), text=NCCL_TIMED_OUT[1])[0]
+    said = run_ranks(2, explained, 2, port, (1,), text=NCCL_TIMED_OUT[0])[0]
     assert "rank 1 on host 0 (" in said and "does not answer within" in said
     assert "WorkNCCL(SeqNum=199, OpType=_REDUCE_SCATTER_BASE" in said and "frame #0" not in said
 

@@ -22,8 +22,7 @@ from tests.support.ranks import RankContext, run_ranks
 
 pytestmark = pytest.mark.skipif(shared_memory._system() is None, reason="shared memory needs Linux on x86-64")
 
-SLOT = SLOT_BYTES // 4
-"""fp32 numbers."""
+SLOT = SLOT_BYTES // 4  # fp32 numbers
 
 
 def numbers(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
@@ -37,9 +36,9 @@ def compare(context: RankContext, ranks: int) -> bool:
     shared = context.topology(tp=ranks).tp
     assert shared.memory is not None
     gloo = dataclasses.replace(shared, memory=None)
-    me, lengths = shared.rank, [1, 2, 7, 100, 4099, SLOT - 1, SLOT + 1]
-    cases = [(length, torch.float32) for length in (*lengths, 3 * SLOT, 2 * ranks * SLOT + 5)]
-    cases += [(5001, dtype) for dtype in (torch.float64, torch.bfloat16, torch.float16, torch.int64)]
+    me = shared.rank
+    cases = [(length, torch.float32) for length in (1, 7, 4099, SLOT + 1, 2 * ranks * SLOT + 5)]
+    cases += [(1001, dtype) for dtype in (torch.float64, torch.bfloat16, torch.float16, torch.int64)]
     for length, dtype in cases:
         mine = numbers(me, length, dtype)
         for op in ("sum", "max", "min"):
@@ -58,7 +57,7 @@ def compare(context: RankContext, ranks: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 7])
+@pytest.mark.parametrize("ranks", [3, 4])
 def test_the_bits_are_gloos(ranks: int) -> None:
     assert all(run_ranks(ranks, compare, ranks))
 

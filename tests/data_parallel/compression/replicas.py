@@ -58,11 +58,9 @@ class Found:
     size: int
     outs: list[torch.Tensor] = field(default_factory=list)
     private: torch.Tensor | None = None
-    shared: torch.Tensor | None = None
-    """Its range of the server's error, where there is one."""
+    shared: torch.Tensor | None = None  # its range of the server's error, where there is one
     sent: list[float] = field(default_factory=list)
-    said: float = 0.0
-    """What the codec says that it sends."""
+    said: float = 0.0  # what the codec says that it sends
 
 
 def forget(codec: Codec) -> None:

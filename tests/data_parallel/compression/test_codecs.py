@@ -6,20 +6,15 @@ from functools import partial
 import pytest
 import torch
 
-from megalite.data_parallel.more.compression import build_codec
-from megalite.data_parallel.wire import Background, Channel, WireCounter
-from megalite.topology.group import Group
 from tests.data_parallel.compression.oracles import EightBits, Largest, LowRank
 from tests.data_parallel.compression.replicas import (
     CODECS,
-    SETTINGS,
     SHAPES,
     USED,
     Found,
     Values,
     constant_values,
     means,
-    odd_bucket,
     owed,
     random_values,
     true_mean,
@@ -38,7 +33,7 @@ def oracle(name: str, ranks: int, size: int) -> EightBits | Largest | LowRank:
     return LowRank(ranks, size, 2, SHAPES)
 
 
-@pytest.fixture(scope="module", params=[(name, ranks) for name in CODECS for ranks in (3, 4)], ids=str)
+@pytest.fixture(scope="module", params=[("uint8", 3), ("topk", 3), ("powersgd", 4)], ids=str)
 def run(request: pytest.FixtureRequest) -> tuple[str, list[Found]]:
     name, ranks = request.param
     return name, run_ranks(ranks, means, ranks, name, random_values, 4)
@@ -154,15 +149,3 @@ def test_what_is_not_finite_shows(name: str) -> None:
     for found in run_ranks(2, means, 2, name, spoiled, 3, keep_errors=False):
         for out in found.outs:
             assert not out.isfinite().all()
-
-
-@pytest.mark.parametrize("name", CODECS)
-def test_alone_nothing_changes(name: str) -> None:
-    bucket, counter = odd_bucket(1), WireCounter()
-    channel = Channel(Group.solo("dp"), counter, Background(torch.device("cpu")))
-    codec = build_codec(name, bucket, channel, SETTINGS)
-    values = random_values(1, 0, bucket.grad.numel())
-    mine = values.clone()
-    codec.mean(mine)
-    assert torch.equal(mine, values) and counter.take() == 0.0
-    assert not codec.states() and not codec.tensor_states()
