@@ -32,12 +32,9 @@ class Placed:
 
 
 class Bucket:
-    """Parameters with values (`data`) and gradients (`grad`) that are views of two flat buffers.
-
-    Args:
-        replicas: ranks that share it; both buffers are padded with zeros, so that they split evenly over these.
-        allocate: the gradients get their memory at once; else by `alloc_storage`.
-    """
+    """Parameters with values (`data`) and gradients (`grad`) that are views of two flat buffers. `replicas`: ranks that
+    share it; both buffers are padded with zeros, so that they split evenly over these. `allocate`: the gradients get
+    their memory at once; else by `alloc_storage`."""
 
     def __init__(
         self,
@@ -93,11 +90,7 @@ class Bucket:
 
     def start_counting(self, on_full: Callable[[], None], pending: Counter[torch.nn.Parameter] | None = None) -> None:
         """From now on count gradients; `on_full` is called once each parameter's last one has come, at once if none
-        will.
-
-        Args:
-            pending: how many are still to come of each parameter; those of one whole backward by default.
-        """
+        will. `pending`: how many are still to come of each parameter; those of one whole backward by default."""
         self._awaited = sum(awaited(placed.parameter, pending) for placed in self.placed)
         self._on_full = on_full
         if self._awaited == 0:
@@ -181,11 +174,8 @@ def make_buckets(
     grad_dtype: torch.dtype,
     allocate: bool = True,
 ) -> list[Bucket]:
-    """Buckets of about `bucket_size` elements in reverse order of `parameters`, by `cut_into_buckets`.
-
-    Args:
-        replicas: how many ranks share a bucket of this kind.
-    """
+    """Buckets of about `bucket_size` elements in reverse order of `parameters`, by `cut_into_buckets`. `replicas`: how
+    many ranks share a bucket of this kind."""
     found = cut_into_buckets(dict.fromkeys(parameters), kind=_kind, size=torch.Tensor.numel, bucket_size=bucket_size)
     return [
         Bucket(kind, members, replicas=replicas(kind), grad_dtype=grad_dtype, allocate=allocate)
@@ -213,11 +203,8 @@ def parameters_of(module: torch.nn.Module, *, recurse: bool = True) -> tuple[Sha
 
 
 class Arrivals:
-    """Each module waits for the buckets that it has parameters in just before it computes.
-
-    Args:
-        overlap: False: whatever is expected is waited for with `wait_unless_overlapped`, and modules wait for nothing.
-    """
+    """Each module waits for the buckets that it has parameters in just before it computes. `overlap`: False: whatever
+    is expected is waited for with `wait_unless_overlapped`, and modules wait for nothing."""
 
     def __init__(self, stages: Mapping[int, torch.nn.Module], buckets: Iterable[Bucket], *, overlap: bool) -> None:
         self._overlap = overlap

@@ -14,8 +14,7 @@ from megalite.config.run import RunConfig
 
 P = TypeVar("P")
 
-ALIGNMENT = 64
-"""Elements; what each rank has of a bucket is a multiple of this."""
+ALIGNMENT = 64  # elements; what each rank has of a bucket is a multiple of this
 
 
 class BucketKind(NamedTuple):
@@ -28,10 +27,8 @@ class BucketKind(NamedTuple):
     tied: bool
     expert: bool
     orthogonal: bool = False
-    learning_rate: tuple[bool, float] = (False, 1.0)
-    """A `models.shapes.LearningRate`."""
-    fp8: bool = False
-    """It is gathered in fp8."""
+    learning_rate: tuple[bool, float] = (False, 1.0)  # a `models.shapes.LearningRate`
+    fp8: bool = False  # it is gathered in fp8
 
     @property
     def in_parts(self) -> bool:
@@ -149,11 +146,7 @@ def state_elements(names: Iterable[str], replicas: int) -> float:
 
 
 def state_fact(name: str) -> StateFact:
-    """What is stated of a strategy's state.
-
-    Raises:
-        ConfigError: nothing is.
-    """
+    """What is stated of a strategy's state. Raises ConfigError: nothing is."""
     if name not in STATES:
         raise ConfigError(
             f"a data-parallel strategy keeps a state {name}, of which nothing is stated; add STATES[{name!r}] = "

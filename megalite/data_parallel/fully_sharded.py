@@ -40,11 +40,8 @@ def fp8_scales(
     own: Mapping[Bucket, torch.Tensor], *, rank: int, largest_of_all: Callable[[torch.Tensor], None]
 ) -> dict[Bucket, dict[int, torch.Tensor]]:
     """Of each bucket that is gathered in fp8: start of a tensor in it -> what undoes the tensor's scale, fp32 [].
-
-    Args:
-        own: the part of each bucket that rank `rank` has.
-        largest_of_all: numbers become the largest of all ranks' numbers.
-    """
+    `own`: the part of each bucket that rank `rank` has. `largest_of_all`: numbers become the largest of all ranks'
+    numbers."""
     buckets = [bucket for bucket in own if bucket.kind.fp8]
     places = [(bucket, placed.start) for bucket in buckets for placed in bucket.placed]
     largest = torch.zeros(len(places), dtype=torch.float32, device=own[buckets[0]].device)
@@ -64,16 +61,12 @@ def fp8_scales(
 
 class Fp8Gather:
     """A bucket on its way in fp8 (e4m3), which takes no more memory: the bytes come into the second half of the bucket,
-    and become bf16 from its start on, where what is written never reaches what is still to be read.
-
-    Args:
-        undo: see `fp8_scales`.
-    """
+    and become bf16 from its start on, where what is written never reaches what is still to be read. `undo`: see
+    `fp8_scales`."""
 
     def __init__(self, bucket: Bucket, undo: Mapping[int, torch.Tensor]) -> None:
         self._bucket, self._undo = bucket, undo
-        self.whole = bucket.data.view(torch.uint8)[bucket.data.numel() :]
-        """Where the bytes come."""
+        self.whole = bucket.data.view(torch.uint8)[bucket.data.numel() :]  # where the bytes come
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[torch.Tensor, int, int]]:
         for placed, first, last in self._bucket.within(start, stop):
@@ -128,10 +121,8 @@ class FullySharded(DistributedOptimizer):
         """Places of a stage's units."""
         self._own: dict[Bucket, torch.Tensor] = {}
         super().__init__(stages, **common)
-        self._backward_of: int | None = None
-        """The unit in its backward now."""
-        self._announced: int | None = None
-        """The unit that the program's next computation begins with."""
+        self._backward_of: int | None = None  # the unit in its backward now
+        self._announced: int | None = None  # the unit that the program's next computation begins with
 
     def _make_buckets(self, parameters: Sequence[ShardedParameter]) -> list[Bucket]:
         left, members = set(parameters), []

@@ -84,11 +84,8 @@ class FusedAllReduce(DataParallelStrategy):
         return torch.cat([terms, terms.new_tensor([balance])])
 
     def norms(self, sums: Sequence[float]) -> Norms:
-        """The norms.
-
-        Raises:
-            RuntimeError: on every rank, before any parameter changed: ranks have reduced different slices.
-        """
+        """The norms. Raises RuntimeError: on every rank, before any parameter changed: ranks have reduced different
+        slices."""
         *terms, balance = sums
         if balance != 0.0:
             raise RuntimeError(
@@ -99,12 +96,9 @@ class FusedAllReduce(DataParallelStrategy):
 
 
 class ReadyQueue:
-    """The gradients of one bucket that are final and not yet in flight, as ranges that do not touch.
-
-    Args:
-        threshold: elements; ready neighbours that are at least as many are given out.
-        align: of the ends of what is given out; ready elements beyond them stay.
-    """
+    """The gradients of one bucket that are final and not yet in flight, as ranges that do not touch. `threshold`:
+    elements; ready neighbours that are at least as many are given out. `align`: of the ends of what is given out; ready
+    elements beyond them stay."""
 
     def __init__(self, bucket: Bucket, *, threshold: float, align: int) -> None:
         self._threshold, self._align = max(threshold, 1.0), align

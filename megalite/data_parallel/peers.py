@@ -24,9 +24,7 @@ def raise_if_peer_lost(error: BaseException, strategy: DataParallelStrategy, dev
 
     Nothing is asked for before something has failed: collectives run unguarded.
 
-    Raises:
-        PeerLostError: it is one; the message names the ranks that are gone, or else the groups of this one.
-    """
+    Raises PeerLostError: it is one; the message names the ranks that are gone, or else the groups of this one."""
     if is_connection_error(error):
         # No name for the new error here: with one, its traceback would keep itself, and every process group, alive.
         raise PeerLostError(_message(strategy, lost_ranks(strategy.groups.world, device))) from error
@@ -91,14 +89,10 @@ def check_replicas(
     strategy: DataParallelStrategy, *, step: int, world: Group, states: Sequence[FlatState] = ()
 ) -> None:
     """Compare the weights of all ranks with the same buckets, and the `states` that these should have alike: of what is
-    sharded, each shard over instances. It reads all of them, and sends 8 bytes a tensor.
-
-    Collectives: a gather of a number for each tensor over each group of replicas, and one over `world`.
-
-    Raises:
-        ReplicasDifferError: naming the first tensor that differs, on every rank of its group (on ranks where nothing
-            differs a RuntimeError with the same words).
-    """
+    sharded, each shard over instances. It reads all of them, and sends 8 bytes a tensor. Collectives: a gather of a
+    number for each tensor over each group of replicas, and one over `world`. Raises ReplicasDifferError: naming the
+    first tensor that differs, on every rank of its group (on ranks where nothing differs a RuntimeError with the same
+    words)."""
     strategy.settle()
     error: Exception | None = None
     weights = [strategy.weights(shard) for shard in strategy.shards]

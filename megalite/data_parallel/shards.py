@@ -72,8 +72,7 @@ class StrategyGroups:
     tp: Group
     embedding: Group | None
     """First and last rank of the pipeline; None in between."""
-    expert_dp: Group
-    """Ranks that hold the same part of the same experts, and other tokens."""
+    expert_dp: Group  # ranks that hold the same part of the same experts, and other tokens
     expert_tp: Group = field(default_factory=lambda: Group.solo("expert-tp"))
     """Ranks that hold the parts of the same experts."""
     world: Group = field(default_factory=lambda: Group.solo("world"))
@@ -118,36 +117,27 @@ class StrategyGroups:
 class StrategyOptions:
     """What all strategies get alike."""
 
-    bucket_size: int
-    """Elements."""
+    bucket_size: int  # elements
     grad_dtype: torch.dtype
-    overlap: bool
-    """Reduce buckets while the last backward still runs."""
-    overlap_param_gather: bool = True
-    """Gather updated parameters while the next forward runs."""
+    overlap: bool  # reduce buckets while the last backward still runs
+    overlap_param_gather: bool = True  # gather updated parameters while the next forward runs
     settings: DataParallelConfig = field(default_factory=DataParallelConfig)
-    wire_dtype: torch.dtype | None = None
-    """None: gradients travel in their own type."""
-    by_rank: bool = False
-    """Sums over ranks are made in the order of ranks."""
-    host_fraction: float = 0.0
-    """Share of main parameters and optimizer states in host memory."""
+    wire_dtype: torch.dtype | None = None  # None: gradients travel in their own type
+    by_rank: bool = False  # sums over ranks are made in the order of ranks
+    host_fraction: float = 0.0  # share of main parameters and optimizer states in host memory
     split_main: bool = False
     """bf16: between updates main parameters are kept as the 16 bits that the model's lack."""
     l2norm: Callable[[Sequence[torch.Tensor]], torch.Tensor] = l2norm
     """The kernel for the norm of gradients, fp64 []."""
-    measures_noise: bool = False
-    """Gradients are squared before they are summed over data-parallel ranks."""
+    measures_noise: bool = False  # gradients are squared before they are summed over data-parallel ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Norms:
     """Of the gradient, with the loss scale still in it."""
 
-    shown: float
-    """For the log: the same on every rank."""
-    clipping: float
-    """Of the gradient that this rank's update goes by."""
+    shown: float  # for the log: the same on every rank
+    clipping: float  # of the gradient that this rank's update goes by
 
 
 _ALONE = Group.solo("replica")
@@ -161,9 +151,7 @@ class GradientNoise:
     and that of all of them. Each step's estimates are noisy and may be negative; averages over steps are kept of the two
     apart, as their ratio would be biased. Source: arXiv 1812.06162, appendix A.1.
 
-    Args:
-        ranks: data-parallel ranks, at least 2, which have equal parts of a batch.
-    """
+    `ranks`: data-parallel ranks, at least 2, which have equal parts of a batch."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
@@ -171,11 +159,8 @@ class GradientNoise:
         self._signal = self._noise = 0.0
 
     def update(self, whole: float, parts: float, samples: int) -> None:
-        """Take in a step over `samples`.
-
-        Args:
-            whole: squared norm of the gradient.
-            parts: Σ over data-parallel ranks of the squared norms of what they add to it."""
+        """Take in a step over `samples`. `whole`: squared norm of the gradient. `parts`: Σ over data-parallel ranks of
+        the squared norms of what they add to it."""
         # Each rank adds its samples' share of the mean: their own mean is as many times that as there are ranks.
         small = self._ranks * parts
         signal = (self._ranks * whole - small) / (self._ranks - 1)
@@ -196,12 +181,10 @@ class GradientNoise:
         self._signal, self._noise = float(state.get("signal", 0.0)), float(state.get("noise", 0.0))
 
 
-NOISE_STEPS = 100
-"""Steps that the averages of the gradient noise scale remember."""
+NOISE_STEPS = 100  # steps that the averages of the gradient noise scale remember
 
 
-PIECE = 1 << 20
-"""Elements that are worked on at a time."""
+PIECE = 1 << 20  # elements that are worked on at a time
 
 _HIGHEST = (1 << 15) - 1
 
@@ -217,10 +200,8 @@ class SplitMain:
     Then `main` is one NaN that stands for all its elements; `unfold` gives it memory and the exact values, `fold` takes
     them up and frees it.
 
-    Args:
-        main: fp32, flat.
-        weights: bf16, of the same elements: `main` rounded to the nearest, whenever `fold` or `unfold` is called.
-    """
+    `main`: fp32, flat. `weights`: bf16, of the same elements: `main` rounded to the nearest, whenever `fold` or
+    `unfold` is called."""
 
     def __init__(self, main: torch.nn.Parameter, weights: torch.Tensor) -> None:
         assert main.dtype == torch.float32 and weights.dtype == torch.bfloat16

@@ -46,16 +46,12 @@ from megalite.topology.topology import Topology
 class FlatState:
     """One state for each element of a range of a bucket."""
 
-    name: str
-    """Its key in a checkpoint is `optimizer.<name>:<tensor>`; lower case, with underscores."""
+    name: str  # its key in a checkpoint is `optimizer.<name>:<tensor>`; lower case, with underscores
     bucket: Bucket
-    values: torch.Tensor
-    """Flat and live: loading writes into it."""
+    values: torch.Tensor  # flat and live: loading writes into it
     placement: Placement
-    start: int = 0
-    """`values` are of the elements from here on."""
-    default: str = "required"
-    """See `StateFact`."""
+    start: int = 0  # `values` are of the elements from here on
+    default: str = "required"  # see `StateFact`
 
     @property
     def stop(self) -> int:
@@ -75,8 +71,7 @@ class TensorState:
     name: str
     bucket: Bucket
     placed: Placed
-    values: torch.Tensor
-    """Live, of any shape."""
+    values: torch.Tensor  # live, of any shape
     per_slice: bool = False
     """It belongs to the local slice: each tp (or ep) rank has its own. Replicas have the same."""
 
@@ -91,12 +86,10 @@ class DataParallelStrategy(ABC):
     data-parallel ranks.
     """
 
-    shards_over_dp: bool = False
-    """Each of the ranks with the same bucket updates another part of it."""
+    shards_over_dp: bool = False  # each of the ranks with the same bucket updates another part of it
     replicas_agree: bool = True
     """After each update the ranks with the same bucket have the same weights, to the bit."""
-    allocates_gradients: bool = True
-    """Gradients have memory from the start."""
+    allocates_gradients: bool = True  # gradients have memory from the start
 
     def __init__(
         self, stages: Mapping[int, torch.nn.Module], *, groups: StrategyGroups, options: StrategyOptions
@@ -117,10 +110,8 @@ class DataParallelStrategy(ABC):
         """Lines for the log, the same on every rank; the training loop takes them out after each step."""
         self._written: Mapping[torch.nn.Parameter, torch.Tensor] = {}
         """What the optimizer has rounded itself, while its step is being published."""
-        self._averaged = False
-        """Inside `averaged`."""
-        self.step = 0
-        """The current step, counted from 1."""
+        self._averaged = False  # inside `averaged`
+        self.step = 0  # the current step, counted from 1
         self.loss_scale = 1.0
         """The factor of this step's loss; a power of 2, unless the user fixed another."""
         self.unreduced_squared = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -237,12 +228,9 @@ class DataParallelStrategy(ABC):
         self._reducing.clear()
 
     def enable_grad_sync(self, stage: int, pending: Sequence[torch.nn.Parameter] | None = None) -> None:
-        """The stage's last gradients come next: start each bucket's reduction when it is full.
-
-        Args:
-            pending: the parameters that still get gradients, each as often as it will report; buckets without
-                any are complete and start now. None: a whole backward comes.
-        """
+        """The stage's last gradients come next: start each bucket's reduction when it is full. `pending`: the
+        parameters that still get gradients, each as often as it will report; buckets without any are complete and start
+        now. None: a whole backward comes."""
         if self.options.overlap:
             counts = None if pending is None else Counter(pending)
             for bucket in self.buckets[stage]:

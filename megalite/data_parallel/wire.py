@@ -140,19 +140,13 @@ def pipelined(started: Iterable[T], ahead: int = 2) -> Iterator[T]:
     yield from coming
 
 
-PIECE_BYTES = 1 << 20
-"""Of what a rank sends to another at a time in a sum that has two parts."""
+PIECE_BYTES = 1 << 20  # of what a rank sends to another at a time in a sum that has two parts
 
 
 class Channel:
-    """The ranks that share a bucket, seen through a wire format.
-
-    Args:
-        counter: gets the bytes.
-        background: runs the local sums of collectives that have two parts.
-        wire_dtype: of values that are summed or gathered; None leaves them as they are.
-        by_rank: sums are made in the order of ranks, on every backend.
-    """
+    """The ranks that share a bucket, seen through a wire format. `counter`: gets the bytes. `background`: runs the
+    local sums of collectives that have two parts. `wire_dtype`: of values that are summed or gathered; None leaves them
+    as they are. `by_rank`: sums are made in the order of ranks, on every backend."""
 
     def __init__(
         self,

@@ -27,26 +27,21 @@ class GradientShards:
     bucket is sent when each of its parameters has reported as often as one microbatch makes it; where the program
     splits the backward these may be reports of several microbatches, which changes no sum.
 
-    Args:
-        overlap: a bucket may be in flight while the backward fills others. They are sent one after the other, and no
-            more wait than 5/4 of the largest has room for: the small ones of a layer need not wait for the large one.
-        completed: called with a bucket, once or twice, when all its gradients are in the total.
-    """
+    `overlap`: a bucket may be in flight while the backward fills others. They are sent one after the other, and no more
+    wait than 5/4 of the largest has room for: the small ones of a layer need not wait for the large one. `completed`:
+    called with a bucket, once or twice, when all its gradients are in the total."""
 
     def __init__(self, *, overlap: bool, completed: Callable[[Bucket], None]) -> None:
         self._overlap, self._completed = overlap, completed
         self._own: dict[Bucket, tuple[torch.Tensor, Channel]] = {}
         """The owned range, summed over ranks and the microbatches so far."""
-        self._started: set[Bucket] = set()
-        """Buckets of which something has gone into the total."""
+        self._started: set[Bucket] = set()  # buckets of which something has gone into the total
         self._sending: dict[Bucket, tuple[torch.Tensor, Work]] = {}
         """In flight, in order; what comes is added to the total, unless it is the total."""
-        self._last: set[Bucket] = set()
-        """Buckets of which nothing follows what is sent next."""
+        self._last: set[Bucket] = set()  # buckets of which nothing follows what is sent next
         self._final: set[Bucket] = set()
         """Those of which nothing follows what is in flight or in the total."""
-        self._room = 0
-        """Elements of all that may be in flight."""
+        self._room = 0  # elements of all that may be in flight
 
     def add(self, bucket: Bucket, total: torch.Tensor, channel: Channel) -> None:
         """Take charge of a bucket: `total`, this rank's range, is where its gradients end up."""

@@ -70,9 +70,7 @@ class RoundedAdamW(AdamW):
     To the nearest, a second moment with beta2 above 1 - 2^-8 stands still: an update changes it by less than half of its
     last bit. Stochastic rounding keeps its expectation (arXiv 2010.06192).
 
-    Args:
-        seed: of the random bits.
-    """
+    `seed`: of the random bits."""
 
     applies_factor = writes_copies = False
 

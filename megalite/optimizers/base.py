@@ -23,16 +23,12 @@ class Segment:
     A flat parameter may hold only some of the elements of this rank's slice of the tensor; `offset` is the first of them.
     """
 
-    name: str
-    """Of the tensor; the same on every rank that holds a part of it."""
-    start: int
+    name: str  # of the tensor; the same on every rank that holds a part of it
+    start: int  # place in the flat parameter, with `stop`
     stop: int
-    """Place in the flat parameter."""
-    offset: int
-    """First element in the flattened local slice."""
+    offset: int  # first element in the flattened local slice
     global_shape: tuple[int, ...]
-    slice: tuple[tuple[int, int], ...]
-    """Per dimension [start, stop) of the local slice in the tensor."""
+    slice: tuple[tuple[int, int], ...]  # per dimension [start, stop) of the local slice in the tensor
     counts: bool
     """In a sum over the world's ranks these elements are counted here; where others hold the same ones, on one alone."""
 
@@ -43,18 +39,13 @@ class FlatParameter:
 
     param: torch.nn.Parameter
     """Flat; `.grad` is set before a step."""
-    decay: bool
-    """Weight decay applies."""
-    segments: tuple[Segment, ...]
-    """In the order of their places; padding is in none."""
-    orthogonal: bool = False
-    """It holds nothing but hidden matrices, which Muon orthogonalises."""
+    decay: bool  # weight decay applies
+    segments: tuple[Segment, ...]  # in the order of their places; padding is in none
+    orthogonal: bool = False  # it holds nothing but hidden matrices, which Muon orthogonalises
     decoupled_lr: bool = False
     """It holds nothing but word embedding and head, which have their own learning rate."""
-    lr_multiplier: float = 1.0
-    """The learning rate of all it holds is multiplied with it."""
-    host: HostMemory | None = None
-    """Where its states are, if not on the device."""
+    lr_multiplier: float = 1.0  # the learning rate of all it holds is multiplied with it
+    host: HostMemory | None = None  # where its states are, if not on the device
     host_main: torch.Tensor | None = None
     """Its values there; None: those of `param`."""
 
@@ -69,8 +60,7 @@ class FlatParameter:
         return self.param.data if self.host_main is None else self.host_main
 
 
-Part = tuple[FlatParameter, int, int]
-"""Elements [start, stop) of a flat parameter."""
+Part = tuple[FlatParameter, int, int]  # elements [start, stop) of a flat parameter
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,10 +71,8 @@ class Piece:
     start: int
     stop: int
     param: torch.Tensor
-    states: list[torch.Tensor]
-    """In their order."""
-    copy: torch.Tensor | None
-    """Its part of `Update.copies`."""
+    states: list[torch.Tensor]  # in their order
+    copy: torch.Tensor | None  # its part of `Update.copies`
 
     @property
     def grad(self) -> torch.Tensor:
@@ -98,14 +86,11 @@ Rows = Mapping[str, Sequence[tuple[int, int, float]]]
 class Update:
     """The terms of an update, in addition to the gradients."""
 
-    step: int
-    """The current step, counted from 1."""
+    step: int  # the current step, counted from 1
     lr: float
     weight_decay: float
-    decoupled_lr: float | None = None
-    """That of flat parameters with `decoupled_lr`."""
-    factor: float = 1.0
-    """Gradients must still be multiplied with it: it undoes the loss scale and clips."""
+    decoupled_lr: float | None = None  # that of flat parameters with `decoupled_lr`
+    factor: float = 1.0  # gradients must still be multiplied with it: it undoes the loss scale and clips
     clipped_rows: Rows = field(default_factory=dict)
     """By tensor: first row, one past the last, and what they are multiplied with after the step (QK-clip)."""
     copies: Mapping[torch.nn.Parameter, torch.Tensor] = field(default_factory=dict)
@@ -132,8 +117,7 @@ class Context:
 
     topology: Topology
     kernels: Kernels
-    replicas_agree: bool
-    """Data-parallel ranks have the same weights after each update."""
+    replicas_agree: bool  # data-parallel ranks have the same weights after each update
 
 
 Exchange = Callable[[FlatParameter, torch.Tensor], None]
@@ -148,18 +132,14 @@ class Optimizer(ABC):
     A flat parameter is a part of many tensors, which differs from layout to layout: what is not element by element goes
     by `segments`, or numbers depend on the layout.
 
-    Args:
-        states: other names, where it works for another optimizer.
-    """
+    `states`: other names, where it works for another optimizer."""
 
     applies_factor: bool = False
     """`step` multiplies gradients with `update.factor` itself, in the pass that it makes anyway."""
-    writes_copies: bool = False
-    """`step` fills `update.copies`, in the same pass."""
+    writes_copies: bool = False  # `step` fills `update.copies`, in the same pass
     from_zeros: frozenset[str] = frozenset()
     """State tensors that a checkpoint of another optimizer need not have: they start from 0."""
-    from_parameters: frozenset[str] = frozenset((EMA,))
-    """Likewise; they start from the parameters."""
+    from_parameters: frozenset[str] = frozenset((EMA,))  # likewise; they start from the parameters
 
     def __init__(
         self, parameters: Sequence[FlatParameter], config: OptimizerConfig, states: Sequence[str] | None = None
@@ -191,12 +171,8 @@ class Optimizer(ABC):
     @abstractmethod
     def step(self, update: Update, exchange: Exchange | None = None) -> None:
         """Update all parameters. Unless it `applies_factor`, gradients have been multiplied with that already.
-
-        Args:
-            exchange: passed where `reduces_gradients(update.step)` is False: gradients are this rank's own.
-
-        Collectives: those of `exchange`, and small sums over the world where whole tensors' norms are needed.
-        """
+        `exchange`: passed where `reduces_gradients(update.step)` is False: gradients are this rank's own. Collectives:
+        those of `exchange`, and small sums over the world where whole tensors' norms are needed."""
 
     def pieces(
         self, parts: Iterable[Part], update: Update | None = None, *, states: bool = True, values: bool = True
@@ -206,10 +182,8 @@ class Optimizer(ABC):
         Parts of what is in host memory have at most `HOST_PIECE` elements. While one is worked on the next comes in and
         the one before goes out.
 
-        Args:
-            update: an update goes over these parts for the last time: those in host memory are finished before they leave.
-            states, values: which of them are needed.
-        """
+        `update`: an update goes over these parts for the last time: those in host memory are finished before they
+        leave. `states`, `values`: which of them are needed."""
         parts = list(parts)
         host = next((flat.host for flat, _, _ in parts if flat.host is not None), None)
         averages = self._averages if update is not None else {}

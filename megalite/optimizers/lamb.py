@@ -15,15 +15,10 @@ from megalite.topology.group import Group
 
 
 class TensorSums:
-    """One number for each tensor of the whole model: each rank adds up the elements that it counts (`Segment.counts`), and
-    one all-reduce makes the sums of all tensors whole, the same on every rank, however tensors are split.
-
-    Args:
-        parameters: those with tensors to sum over; other ranks may have other ones, or none.
-        group: the ranks that together count every element once.
-
-    Collectives: the names of the tensors are gathered over `group`, once.
-    """
+    """One number for each tensor of the whole model: each rank adds up the elements that it counts (`Segment.counts`),
+    and one all-reduce makes the sums of all tensors whole, the same on every rank, however tensors are split.
+    `parameters`: those with tensors to sum over; other ranks may have other ones, or none. `group`: the ranks that
+    together count every element once. Collectives: the names of the tensors are gathered over `group`, once."""
 
     def __init__(self, parameters: Sequence[FlatParameter], *, group: Group, device: torch.device) -> None:
         own = sorted({segment.name for flat in parameters for segment in flat.segments})
@@ -95,8 +90,7 @@ class Block:
     stop: int
     column: int | None
     """Of its tensor among the sums; None: the tensor has no trust ratio."""
-    counts: bool
-    """Its squares are counted on this rank."""
+    counts: bool  # its squares are counted on this rank
 
     @property
     def param(self) -> torch.nn.Parameter:
@@ -132,12 +126,8 @@ class LAMB(Optimizer):
     The direction u is computed twice, for the norms and for the step, block by block in the cache: no temporary is as
     large as the parameters, and gradients stay as they are.
 
-    Args:
-        group: all ranks that make the step.
-        every: norms and biases have trust ratios too.
-
-    Collectives: one all-reduce of two fp64 numbers for each tensor a step.
-    """
+    `group`: all ranks that make the step. `every`: norms and biases have trust ratios too. Collectives: one all-reduce
+    of two fp64 numbers for each tensor a step."""
 
     def __init__(
         self,

@@ -15,14 +15,11 @@ from megalite.optimizers.adam import AdamW
 from megalite.optimizers.base import Context, Exchange, FlatParameter, Optimizer, Piece, Update, cut_part
 from megalite.topology.group import Group
 
-WAVE = 1 << 26
-"""Most elements per rank of matrices in work at the same time: a bound for the buffers."""
+WAVE = 1 << 26  # most elements per rank of matrices in work at the same time: a bound for the buffers
 
-Key = tuple[str, int]
-"""A tensor's name and the number of the matrix in it."""
+Key = tuple[str, int]  # a tensor's name and the number of the matrix in it
 
-Box = tuple[int, int, int, int]
-"""First row, one past the last, and columns likewise."""
+Box = tuple[int, int, int, int]  # first row, one past the last, and columns likewise
 
 
 class Holding(NamedTuple):
@@ -71,16 +68,12 @@ class Traffic:
     Both ends list what passes between two ranks in the same order, that of matrices and holdings.
     """
 
-    rank: int
-    """This one."""
-    sent: defaultdict[int, list[Place]] = field(default_factory=lambda: defaultdict(list))
-    """By receiver."""
+    rank: int  # this one
+    sent: defaultdict[int, list[Place]] = field(default_factory=lambda: defaultdict(list))  # by receiver
     received: defaultdict[int, list[Place]] = field(default_factory=lambda: defaultdict(list))
     """By sender."""
-    kept: list[Place] = field(default_factory=list)
-    """What stays on this rank."""
-    moves: bool = False
-    """Some rank sends something."""
+    kept: list[Place] = field(default_factory=list)  # what stays on this rank
+    moves: bool = False  # some rank sends something
 
     @property
     def outgoing(self) -> list[Place]:
@@ -105,12 +98,9 @@ class Traffic:
 class Wave(NamedTuple):
     """Matrices that are in work together."""
 
-    owned: list[Matrix]
-    """Those that this rank works on."""
-    gather: Traffic
-    """To the owners; a holding is the sender's."""
-    give_back: Traffic
-    """From the owners to all ranks with a part; a holding is the receiver's."""
+    owned: list[Matrix]  # those that this rank works on
+    gather: Traffic  # to the owners; a holding is the sender's
+    give_back: Traffic  # from the owners to all ranks with a part; a holding is the receiver's
 
 
 def plan(parameters: Sequence[FlatParameter], group: Group, device: torch.device) -> list[Wave]:
@@ -200,19 +190,14 @@ class MatrixOptimizer(Optimizer):
     what it lacks and get back their parts of what comes out (`plan`). So ranks share the work, also those that hold the
     same matrices, and the numbers do not depend on the layout but for the rounding of gradients.
 
-    Args:
-        matrices: parameters of nothing but hidden matrices, which the ranks of `group` have complete together.
-
+    `matrices`: parameters of nothing but hidden matrices, which the ranks of `group` have complete together.
     Collectives: where matrices are split, exchanges of `sends` numbers for each element over `group`, and where several
-    ranks hold parts of one, of `returns` numbers. Each rank sends and receives about as many elements as it holds, at most.
-    """
+    ranks hold parts of one, of `returns` numbers. Each rank sends and receives about as many elements as it holds, at
+    most."""
 
-    sends: int
-    """What `_before` gives of each element."""
-    returns: int
-    """What `_work` changes of it: the first of them."""
-    keeps: bool
-    """`_after` needs the states."""
+    sends: int  # what `_before` gives of each element
+    returns: int  # what `_work` changes of it: the first of them
+    keeps: bool  # `_after` needs the states
 
     def __init__(
         self,

@@ -19,10 +19,8 @@ SCALES: dict[str, Callable[[int, int], float]] = {
     "unit_rms_norm": lambda rows, columns: math.sqrt(rows / columns),
 }
 """Factors of `muon_scale_mode`, by arXiv 2502.16982, Keller Jordan and Jeremy Bernstein."""
-FUSED = ".attention.qkv.weight"
-"""Queries, keys and values in one tensor, group by group."""
-EPS = 1e-7
-"""Least norm that a matrix is divided by."""
+FUSED = ".attention.qkv.weight"  # queries, keys and values in one tensor, group by group
+EPS = 1e-7  # least norm that a matrix is divided by
 
 
 def orthogonalise(matrix: torch.Tensor, steps: int) -> torch.Tensor:
@@ -53,8 +51,7 @@ class Muon(MatrixOptimizer):
     and biases are AdamW's. Queries, keys and values of a layer are separate matrices unless `muon_split_qkv` is off; so are
     gate and up projection, and every expert's.
 
-    Args:
-        fused: rows of the queries, the key and the value of each group in a matrix of all three; None: it is one matrix.
+    `fused`: rows of the queries, the key and the value of each group in a matrix of all three; None: it is one matrix.
     """
 
     sends = returns = 1

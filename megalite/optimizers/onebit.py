@@ -35,12 +35,8 @@ class FreezePoint:
 
         freeze_threshold ≤ ‖v̂_t‖₁/‖v̂_{t-Δ}‖₁ ≤ 1/freeze_threshold
 
-    Args:
-        world: all ranks, which together count each element of the moment once.
-
-    Raises:
-        ConfigError: freeze_step below 1; without it, as `warmup_steps`.
-    """
+    `world`: all ranks, which together count each element of the moment once. Raises ConfigError: freeze_step below 1;
+    without it, as `warmup_steps`."""
 
     def __init__(self, config: RunConfig, *, world: Group) -> None:
         c = config.optimizer
@@ -49,8 +45,7 @@ class FreezePoint:
                 f"freeze_step is {c.freeze_step}, but {c.optimizer} needs whole gradients for its second moment at first; "
                 "take 15 to 25 % of the run, or leave it out to have it found while training"
             )
-        self.step = c.freeze_step
-        """F, once it is known."""
+        self.step = c.freeze_step  # F, once it is known
         self.updates: int | None = None
         """Updates that the frozen second moment has had, once a frozen step has been made."""
         self.bounded: int | None = None
@@ -79,12 +74,8 @@ class FreezePoint:
 
     def observe(self, step: int, norm: Callable[[], torch.Tensor]) -> str | None:
         """Look at the second moment after an update of the warm-up; a line for the log if the warm-up ends with it.
-
-        Args:
-            norm: this rank's part of ‖v̂‖₁, fp64; called on few steps.
-
-        Collectives: on every Δ-th step, unless freeze_step is given, one all-reduce of a number over the world.
-        """
+        `norm`: this rank's part of ‖v̂‖₁, fp64; called on few steps. Collectives: on every Δ-th step, unless
+        freeze_step is given, one all-reduce of a number over the world."""
         if self.step is not None or step % self._every:
             return None
         total = norm().view(1).clone()
@@ -112,11 +103,8 @@ class FreezePoint:
         }
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
-        """Load saved `counters`; those of another optimizer are ignored.
-
-        Raises:
-            ConfigError: freeze_step is given and is not where the warm-up has ended already.
-        """
+        """Load saved `counters`; those of another optimizer are ignored. Raises ConfigError: freeze_step is given and
+        is not where the warm-up has ended already."""
         if "frozen_updates" not in counters:
             return
         step, last = counters["freeze_step"], counters["second_moment_norm"]
@@ -148,13 +136,9 @@ def bound_moments(
 
     What signs leave out stays owed as it is. The new v is what checkpoints have.
 
-    Args:
-        sums: over the optimizer's parameters; V is of whole tensors, however they are split.
-        updates: that v has had.
-        by_bucket: signs stand for the size of all tensors of a bucket, so V is the mean over those.
-
-    Collectives: one all-reduce of two fp64 numbers a tensor, or nothing where v is bounded already.
-    """
+    `sums`: over the optimizer's parameters; V is of whole tensors, however they are split. `updates`: that v has had.
+    `by_bucket`: signs stand for the size of all tensors of a bucket, so V is the mean over those. Collectives: one
+    all-reduce of two fp64 numbers a tensor, or nothing where v is bounded already."""
     if freeze.bounded == updates:
         return
     freeze.bounded = updates
@@ -196,12 +180,8 @@ UNCORRECTED = 1 << 30
 
 
 class OneBitOptimizer(Optimizer):
-    """An optimizer that averages its own state by signs once its second moment is frozen.
-
-    Args:
-        freeze: when that is.
-        group: all ranks that make the step.
-    """
+    """An optimizer that averages its own state by signs once its second moment is frozen. `freeze`: when that is.
+    `group`: all ranks that make the step."""
 
     def __init__(
         self,
@@ -263,8 +243,7 @@ class FrozenMoments(OneBitOptimizer):
     gradient in the warm-up stays where it is, as with the masks that users of DeepSpeed make by hand.
     """
 
-    _base: Optimizer
-    """Of the warm-up; its states `exp_avg` and `exp_avg_sq` are the moments."""
+    _base: Optimizer  # of the warm-up; its states `exp_avg` and `exp_avg_sq` are the moments
 
     def reduces_gradients(self, step: int) -> bool:
         return not self.freeze.frozen(step, self.updates)

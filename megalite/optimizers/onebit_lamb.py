@@ -12,12 +12,9 @@ from megalite.optimizers.base import Exchange, FlatParameter, Update
 from megalite.optimizers.lamb import LAMB, Block, Pieces, make_blocks
 from megalite.optimizers.onebit import FrozenMoments
 
-RATIO_SMOOTHING = 0.9
-"""β₃, of the trust ratios in the warm-up."""
-FACTOR_RANGE = (0.5, 4.0)
-"""Of r."""
-FACTOR_CHANGE = 0.1
-"""By how much of itself r may change in a step."""
+RATIO_SMOOTHING = 0.9  # β₃, of the trust ratios in the warm-up
+FACTOR_RANGE = (0.5, 4.0)  # of r
+FACTOR_CHANGE = 0.1  # by how much of itself r may change in a step
 
 
 class OneBitLAMB(FrozenMoments):
@@ -41,8 +38,7 @@ class OneBitLAMB(FrozenMoments):
     Collectives: those of LAMB; when frozen those of `exchange`, and two all-reduces of up to two fp64 numbers a tensor.
     """
 
-    from_zeros = frozenset(("exp_avg_sq_fresh",))
-    """v' is made when the warm-up ends."""
+    from_zeros = frozenset(("exp_avg_sq_fresh",))  # v' is made when the warm-up ends
 
     def __init__(self, parameters: Sequence[FlatParameter], config: OptimizerConfig, *args: Any, **common: Any) -> None:
         super().__init__(parameters, config, *args, **common)
@@ -55,8 +51,7 @@ class OneBitLAMB(FrozenMoments):
         in_tensors = [(block.column, block.counts) for block in self._blocks if block.column is not None]
         self._columns = torch.tensor([column for column, _ in in_tensors], dtype=torch.int64, device=device)
         self._pieces = Pieces([column for column, counts in in_tensors if counts], self._sums)
-        self._fresh = {flat.param: torch.zeros_like(flat.param.data) for flat in parameters}
-        """v'."""
+        self._fresh = {flat.param: torch.zeros_like(flat.param.data) for flat in parameters}  # v'
         self._ratio, self._factor, self._sigma = self._sums.zeros(3)
         self._knows_ratios = True
         self._unknown = -1.0 if published else 0.0
@@ -170,12 +165,8 @@ class OneBitLAMB(FrozenMoments):
         return below.mul_(known), mean
 
     def _factors(self, largest: Sequence[torch.Tensor], norms: Sequence[torch.Tensor]) -> list[float]:
-        """c̄r of all tensors; 1 for those of which nothing is known.
-
-        Args:
-            largest: (√v + eps)/(√v' + ε) of all blocks that are in a tensor.
-            norms: of those that are counted, of the two parts of ρ.
-        """
+        """c̄r of all tensors; 1 for those of which nothing is known. `largest`: (√v + eps)/(√v' + ε) of all
+        blocks that are in a tensor. `norms`: of those that are counted, of the two parts of ρ."""
         growth = self._sums.zeros(1)[0]
         if largest:
             found = torch.stack(list(largest)).double() / math.sqrt(self._variance_correction)

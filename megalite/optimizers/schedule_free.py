@@ -27,8 +27,7 @@ class ScheduleFreeAdamW(Optimizer):
         super().__init__(parameters, config)
         for flat in parameters:
             self._states[flat.param]["z"].copy_(flat.param.data)
-        self._largest_lr = self._squares = 0.0
-        """w and Σw²."""
+        self._largest_lr = self._squares = 0.0  # w and Σw²
 
     @torch.no_grad()
     def step(self, update: Update, exchange: Exchange | None = None) -> None:

@@ -42,12 +42,9 @@ class LossScaler:
         self.skipped_steps = self.skipped_samples = self.faults_in_a_row = self.overflows_in_a_row = 0
 
     def update(self, *, overflow: bool, fault: bool = False, samples: int = 0) -> None:
-        """One step, over so many samples, has been made.
-
-        Args:
-            overflow: it was skipped, as gradients overflowed: the scale may be too large.
-            fault: it was skipped for something that no scale would change, such as a loss that is not finite.
-        """
+        """One step, over so many samples, has been made. `overflow`: it was skipped, as gradients overflowed: the scale
+        may be too large. `fault`: it was skipped for something that no scale would change, such as a loss that is not
+        finite."""
         if overflow or fault:
             self.skipped_steps += 1
             self.skipped_samples += samples
@@ -101,8 +98,7 @@ class Decay:
     warmup: float
     length: int
     """To the end of the decay, warm-up included; behind it the learning rate is `least`, whatever the schedule is."""
-    final: int
-    """Of WSD's last decay."""
+    final: int  # of WSD's last decay
     peak: float
     least: float
     config: OptimizerConfig
@@ -150,11 +146,8 @@ def warmup_stable_decay(decay: Decay) -> float:
 
 
 class Schedules:
-    """lr(progress) and weight_decay(progress) of one run.
-
-    Raises:
-        ConfigError: warm-up that does not end before the decay does.
-    """
+    """lr(progress) and weight_decay(progress) of one run. Raises ConfigError: warm-up that does not end before the
+    decay does."""
 
     def __init__(self, config: RunConfig) -> None:
         c = config.optimizer

@@ -43,8 +43,7 @@ class ZeroOneAdam(OneBitOptimizer):
     apart by its rounding. Between exchanges replicas differ in x_i, m_i and u_i; checkpoints have those of each.
     """
 
-    from_zeros = frozenset(("local_update", "synced_param"))
-    """Both are made when the warm-up ends."""
+    from_zeros = frozenset(("local_update", "synced_param"))  # both are made when the warm-up ends
 
     def __init__(self, parameters: Sequence[FlatParameter], config: OptimizerConfig, *args: Any, **common: Any) -> None:
         super().__init__(parameters, config, *args, states=tuple(state_formats(config)), **common)

@@ -79,9 +79,6 @@ _CODECS: dict[str, type[MessageCodec]] = {"bf16": _Rounded, "uint8": _Integers, 
 
 
 def make_codec(compression: str, count: int, dtype: torch.dtype, device: torch.device) -> MessageCodec:
-    """Of tensors of `count` elements; `compression` as `pipeline_compression` says it, but not none.
-
-    Raises:
-        ConfigError: the text is no compression.
-    """
+    """Of tensors of `count` elements; `compression` as `pipeline_compression` says it, but not none. Raises
+    ConfigError: the text is no compression."""
     return _CODECS[parse_pipeline_compression(compression)[0]](compression, count, dtype, device)

@@ -30,12 +30,8 @@ class _Pending(NamedTuple):
 
 
 class Channels:
-    """Sends and receives of one pipeline rank.
-
-    Args:
-        edges: (sender, receiver) in pipeline ranks -> the pair's group, sender first.
-        send_window: sends that may be pending on one edge before the oldest is waited for.
-    """
+    """Sends and receives of one pipeline rank. `edges`: (sender, receiver) in pipeline ranks -> the pair's group,
+    sender first. `send_window`: sends that may be pending on one edge before the oldest is waited for."""
 
     def __init__(self, edges: dict[tuple[int, int], Group], *, rank: int, send_window: int) -> None:
         self._edges = edges
@@ -69,8 +65,7 @@ class Channels:
             oldest.sent()
 
 
-Key = tuple[int, int]
-"""(stage, microbatch)"""
+Key = tuple[int, int]  # (stage, microbatch)
 _MESSAGE_OF = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B}
 """What a computation may have to wait for."""
 _FORWARDS = (Kind.F, Kind.R)

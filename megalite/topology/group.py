@@ -20,8 +20,7 @@ from megalite.watchdog.heartbeat import UNWATCHED, Heartbeat, Lane
 if TYPE_CHECKING:  # loaded for groups that have it
     from megalite.topology.shared_memory import SharedMemory
 
-_PIECE = 1 << 16
-"""Elements that stay in a CPU's cache while the rows are added to them."""
+_PIECE = 1 << 16  # elements that stay in a CPU's cache while the rows are added to them
 
 
 def add_in_order(output: torch.Tensor, parts: torch.Tensor) -> None:
@@ -108,7 +107,6 @@ class Group:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return len(self.ranks)
 
     @property
@@ -174,11 +172,7 @@ class Group:
         self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
     ) -> None:
         """Rows of `tensor`, cut into one part for each rank, go to their ranks; `output` gets theirs in rank order.
-
-        Args:
-            output_splits: rows that come from each rank; each may be 0.
-            input_splits: rows that go to each rank.
-        """
+        `output_splits`: rows that come from each rank; each may be 0. `input_splits`: rows that go to each rank."""
         self.all_to_all_async(output, tensor, output_splits, input_splits).wait()
 
     def all_to_all_async(
@@ -288,11 +282,9 @@ class Group:
         Local work that can fail on some ranks alone (opening a file, say) goes between a try and this call; without
         it the ranks without the fault would wait forever in the next collective.
 
-        Raises:
-            ConfigError: the first failing rank's, where it is one (CheckpointError stays one).
-            RemoteError: naming the first failing rank and its error, on the ranks without a fault, where it is not.
-            the error itself on a rank that has another than a ConfigError: no one else has its traceback.
-        """
+        Raises ConfigError: the first failing rank's, where it is one (CheckpointError stays one). Raises RemoteError:
+        naming the first failing rank and its error, on the ranks without a fault, where it is not. Raises the error
+        itself on a rank that has another than a ConfigError: no one else has its traceback."""
         from_here = None if error is None else [_kind(error), str(error)]
         reports = self.gather_json(from_here, device)
         first = next((index for index, report in enumerate(reports) if report is not None), None)
@@ -324,8 +316,7 @@ def _remote_error(report: Sequence[str], rank: int) -> Exception:
     return RemoteError(f"rank {rank} failed: {name}: {message}") if kind is None else kind(message)
 
 
-Half = Callable[[torch.Tensor], torch.Tensor]
-"""Of an autograd function: its forward, or its backward."""
+Half = Callable[[torch.Tensor], torch.Tensor]  # of an autograd function: its forward, or its backward
 
 
 class _Conjugate(torch.autograd.Function):

@@ -10,8 +10,7 @@ import torch
 Event = torch.cuda.Event | None
 """Something on a stream; None: it has happened."""
 
-_ALIGNMENT = 64
-"""Elements, as in buckets: what follows in a slot starts at a multiple."""
+_ALIGNMENT = 64  # elements, as in buckets: what follows in a slot starts at a multiple
 
 
 def pinned(size: int | torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -58,19 +57,14 @@ class CopyStream:
 
 
 class HostMemory:
-    """Host tensors of one rank that visit the device part by part: while one is worked on, the next comes in and the one
-    before goes out.
-
-    Args:
-        slots: places for a part on the device: three let both ways run at the same time.
-    """
+    """Host tensors of one rank that visit the device part by part: while one is worked on, the next comes in and the
+    one before goes out. `slots`: places for a part on the device: three let both ways run at the same time."""
 
     def __init__(self, device: torch.device, *, slots: int) -> None:
         self.device = device
         self._in, self._out = CopyStream(device), CopyStream(device)
         self._slots = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(slots)]
-        self._last: Event = None
-        """The last copy to the host, and so all of them."""
+        self._last: Event = None  # the last copy to the host, and so all of them
 
     def reserve(self, nbytes: int) -> None:
         """Parts take so many bytes on the device at most."""

@@ -47,9 +47,7 @@ class ParallelLayout:
 
     With the default order, global rank = tp + TP·(cp + CP·(dp + DP·pp)).
 
-    Raises:
-        ConfigError: a size below 1, or an expert grid that does not divide the world or cuts pipelines apart.
-    """
+    Raises ConfigError: a size below 1, or an expert grid that does not divide the world or cuts pipelines apart."""
 
     KINDS: ClassVar[tuple[str, ...]] = (
         *("world", "tp", "cp", "dp", "pp", "dp-cp", "model", "tp-cp", "tp-dp-cp"),
@@ -69,8 +67,7 @@ class ParallelLayout:
     dp: int = 1
     ep: int = 1
     etp: int | None = None
-    cp_heads: int = 1
-    """Neighbours along cp that exchange heads; keys and values go between such groups."""
+    cp_heads: int = 1  # neighbours along cp that exchange heads; keys and values go between such groups
     instances: int = 1
     """Equal parts of each dp-cp (and expert-dp) group, of ranks that follow one another, that shard among themselves."""
     order: str = "tp-cp-ep-dp-pp"
@@ -99,7 +96,6 @@ class ParallelLayout:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Every kind of group."""
         return self.KINDS + (self.INSTANCE_KINDS if self.instances > 1 else ())
 
     @property
@@ -109,17 +105,14 @@ class ParallelLayout:
 
     @property
     def expert_tp(self) -> int:
-        """Tensor-parallel size inside experts."""
         return self.etp or self.tp
 
     @property
     def expert_dp(self) -> int:
-        """Data-parallel size of experts."""
         return self.tp * self.cp * self.dp // (self.expert_tp * self.ep)
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return self.tp * self.cp * self.dp * self.pp
 
     @cached_property
@@ -159,9 +152,7 @@ class ParallelLayout:
         `embedding` holds the ranks of each pipeline with the first and the last stage (they share the tied embedding;
         in a V they are one); others are in no such group.
 
-        Args:
-            limit: so many of them at most; none of the others is made.
-        """
+        `limit`: so many of them at most; none of the others is made."""
         if kind in self.INSTANCE_KINDS:
             whole = self.groups(kind[len("intra-") :], limit)
             return tuple(sorted(part for ranks in whole for part in self._parts(kind, ranks)))[:limit]
@@ -244,10 +235,8 @@ def _offsets(strides: dict[str, tuple[int, int]], axes: Set[str]) -> Iterator[in
     return map(sum, itertools.product(*ranges))
 
 
-Span = tuple[int, int]
-"""Half-open range of true positions."""
-Spans = tuple[Span, ...]
-"""What a rank holds of a sequence, in the order of its rows: ascending."""
+Span = tuple[int, int]  # half-open range of true positions
+Spans = tuple[Span, ...]  # what a rank holds of a sequence, in the order of its rows: ascending
 
 
 def sequence_spans(seq_length: int, *, cp_rank: int, cp_size: int) -> Spans:
@@ -336,8 +325,7 @@ def joined_spans(held: tuple[Spans, ...], size: int) -> tuple[Spans, ...]:
     return tuple(found)
 
 
-Slice = tuple[tuple[int, int], ...]
-"""Per dimension, the half-open range [start, stop)."""
+Slice = tuple[tuple[int, int], ...]  # per dimension, the half-open range [start, stop)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,11 +348,7 @@ class ShardSpec:
 
     @classmethod
     def split(cls, name: str, global_shape: tuple[int, ...], *, dim: int, index: int, parts: int) -> "ShardSpec":
-        """Part `index` of `parts` equal parts along `dim`.
-
-        Raises:
-            ValueError: the dimension does not divide.
-        """
+        """Part `index` of `parts` equal parts along `dim`. Raises ValueError: the dimension does not divide."""
         size = global_shape[dim]
         if size % parts:
             raise ValueError(f"{name}: dimension {dim} of {tuple(global_shape)} does not divide by {parts}")
@@ -375,5 +359,4 @@ class ShardSpec:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the local slice."""
         return tuple(stop - start for start, stop in self.slice)

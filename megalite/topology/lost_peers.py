@@ -16,10 +16,8 @@ import torch.distributed as dist
 from megalite.topology.group import Group
 from megalite.topology.topology import Launch
 
-_TAG = 0x6C6F7374
-"""Of messages that no one sends."""
-_NOTICE_SECONDS = 0.3
-"""From the end of a peer until gloo's loop has seen its connections close."""
+_TAG = 0x6C6F7374  # of messages that no one sends
+_NOTICE_SECONDS = 0.3  # from the end of a peer until gloo's loop has seen its connections close
 
 _CLOSED_SIGNS = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed"),
@@ -54,8 +52,7 @@ def lost_ranks(group: Group, device: torch.device) -> list[int]:
     return lost
 
 
-ANSWER_SECONDS = 5.0
-"""Ranks that wait for the same one time out within a step of each other."""
+ANSWER_SECONDS = 5.0  # ranks that wait for the same one time out within a step of each other
 _POLL_SECONDS, _POLL_SECONDS_PER_RANK = 0.2, 0.0005
 _TIMEOUT_SIGNS = (
     *("Timed out waiting", "Application timeout caused pair closure"),
@@ -86,13 +83,8 @@ def _is_nccls(error: BaseException) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class RollCall:
-    """What a rank has to know beforehand to ask who is still there.
-
-    Args:
-        hosts: of each rank, in words: `host 1 (node17)`.
-        key: of this start of the run alone; a store outlives restarts.
-        store: address and port.
-    """
+    """What a rank has to know beforehand to ask who is still there. `hosts`: of each rank, in words: `host 1 (node17)`.
+    `key`: of this start of the run alone; a store outlives restarts. `store`: address and port."""
 
     rank: int
     hosts: tuple[str, ...]
@@ -145,9 +137,7 @@ class RollCall:
 
         Of gloo the connections say who is gone; of NCCL, which has no such, those count that do not answer.
 
-        Raises:
-            NoAnswerError: it is that, or NCCL has lost a connection, and who does not answer.
-        """
+        Raises NoAnswerError: it is that, or NCCL has lost a connection, and who does not answer."""
         text = str(error).partition("Exception raised from")[0].strip()  # behind it are frames of C++
         if is_timeout(error):
             raise NoAnswerError(f"{self._finding(self.missing(seconds), seconds)} ({text})") from error

@@ -20,8 +20,7 @@ from megalite.topology.group import DONE, Group, Work
 
 _PACKAGE = str(Path(__file__).parents[1])
 _BETWEEN = (f"{_PACKAGE}/topology/", f"{_PACKAGE}/rehearsal/")
-_LONGEST_DELAY = 2e-4
-"""Seconds."""
+_LONGEST_DELAY = 2e-4  # seconds
 
 
 class CommunicationFault(RuntimeError):
@@ -65,10 +64,8 @@ class _Guarded:
     group: "SanitizedGroup"
     text: str
     work: Work
-    results: Sequence[tuple[Tensor, Tensor]]
-    """(the caller's tensor, the copy that the operation writes)."""
-    held: Sequence[Tensor]
-    """The caller's tensors that it reads or writes."""
+    results: Sequence[tuple[Tensor, Tensor]]  # (the caller's tensor, the copy that the operation writes)
+    held: Sequence[Tensor]  # the caller's tensors that it reads or writes
     _before: list[Tensor] = field(init=False)
     _is_waited_for: bool = False
 
@@ -100,14 +97,10 @@ class _Guarded:
 
 @dataclass(frozen=True, eq=False)
 class SanitizedGroup(Group):
-    """`Group` that checks how its asynchronous operations are used.
+    """`Group` that checks how its asynchronous operations are used. Raises CommunicationFault: by `wait()`, and by the
+    next operation after one that was never waited for."""
 
-    Raises:
-        CommunicationFault: by `wait()`, and by the next operation after one that was never waited for.
-    """
-
-    forgotten: list[str] = field(default_factory=list)
-    """Operations that can no longer be waited for."""
+    forgotten: list[str] = field(default_factory=list)  # operations that can no longer be waited for
     _random: random.Random = field(default_factory=lambda: random.Random(1), repr=False)
 
     def delay(self) -> None:

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from megalite.watchdog.processes import host_key
 
-SLOT_BYTES = 1 << 20
-"""Given at once per rank; a larger tensor goes piece by piece."""
+SLOT_BYTES = 1 << 20  # given at once per rank; a larger tensor goes piece by piece
 _COUNTER_BYTES = 64
 """From one rank's counter to the next: a cache line. Behind it is what the operation is, for each of the two slots."""
 _HEADER_BYTES = 4096
@@ -33,8 +32,7 @@ LARGEST_GROUP = _HEADER_BYTES // _COUNTER_BYTES
 _COUNTS = 1 << 32
 _FUTEX, _FUTEX_WAIT, _FUTEX_WAKE, _EVERYONE = 202, 0, 1, 2**31 - 1
 """Linux's system call on x86-64 and its operations: sleep while a number in memory is still this one; wake who does."""
-_LOOK_SECONDS = 0.2
-"""How often waiting ranks look whether their peer still runs."""
+_LOOK_SECONDS = 0.2  # how often waiting ranks look whether their peer still runs
 _GLOO_SEGMENT_BYTES = 1 << 20
 
 

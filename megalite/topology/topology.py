@@ -43,8 +43,7 @@ def schedule_as_batch() -> bool:
 
 
 _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.01, 0.5
-_NAMED = 16
-"""Ranks that a message names."""
+_NAMED = 16  # ranks that a message names
 _word, _answer, _seat = "megalite/word/{}".format, "megalite/answer/{}".format, "megalite/{}/come/{}".format
 """Of a rank, or of a meeting and a rank, the key in the store."""
 
@@ -57,9 +56,7 @@ def fresh_part(store: dist.Store, *, rank: int, world_size: int, timeout: dateti
     it, and a meeting to which all have come is this start's. Nothing here blocks, so that a rank that has waited too long
     can say for whom.
 
-    Raises:
-        RuntimeError: not all ranks have come in time; names those that have not.
-    """
+    Raises RuntimeError: not all ranks have come in time; names those that have not."""
     ranks = range(world_size)
     mine = uuid.uuid4().hex
     store.set(_word(rank), mine)
@@ -138,16 +135,11 @@ class Launch:
     rank: int
     world_size: int
     local_rank: int
-    error_file: str | None = None
-    """Where torchrun looks for what ended this rank."""
-    flight_recorder: bool = False
-    """torch notes its collectives."""
-    host: int = 0
-    """Number of this process's host."""
-    store: tuple[str, int] | None = None
-    """Address and port where the ranks meet."""
-    store_is_launchers: bool = False
-    """The launcher keeps the store, over restarts too; else rank 0 does."""
+    error_file: str | None = None  # where torchrun looks for what ended this rank
+    flight_recorder: bool = False  # torch notes its collectives
+    host: int = 0  # number of this process's host
+    store: tuple[str, int] | None = None  # address and port where the ranks meet
+    store_is_launchers: bool = False  # the launcher keeps the store, over restarts too; else rank 0 does
 
     @classmethod
     def from_environment(cls) -> "Launch":
@@ -344,19 +336,13 @@ class ServerGroups:
 
     pairs: tuple[Group, ...]
     """Server and worker, in this order: on a server one for each other worker, by dp rank; on a worker its own."""
-    servers: Group | None
-    """On a server: those of all coordinates."""
+    servers: Group | None  # on a server: those of all coordinates
 
 
 def server_groups(topology: Topology, *, timeout_minutes: float) -> ServerGroups:
-    """Make the groups of an asynchronous parameter server.
-
-    Args:
-        timeout_minutes: for workers. A server waits for as long as a worker may compute or a disk take; one that dies ends
-            the wait at once.
-
-    Collectives: makes process groups; every rank calls it at the same time.
-    """
+    """Make the groups of an asynchronous parameter server. `timeout_minutes`: for workers. A server waits for as long
+    as a worker may compute or a disk take; one that dies ends the wait at once. Collectives: makes process groups;
+    every rank calls it at the same time."""
     patient, rank, heartbeat = datetime.timedelta(days=1), topology.rank, topology.world.heartbeat
     pairs: list[Group] = []
     for server, *workers in topology.layout.groups("dp"):
@@ -438,11 +424,7 @@ def _connect(edges: dict[tuple[int, int], Group], device: torch.device) -> None:
 
 
 def stop_distributed(*, agreed: bool = True) -> None:
-    """Leave the job.
-
-    Args:
-        agreed: every rank comes here now. Else the peers may be in a collective that this rank will never join; NCCL
-            would wait for them, and the error that led here would not be printed before the timeout.
-    """
+    """Leave the job. `agreed`: every rank comes here now. Else the peers may be in a collective that this rank will
+    never join; NCCL would wait for them, and the error that led here would not be printed before the timeout."""
     if dist.is_initialized() and (agreed or dist.get_backend() != "nccl"):
         dist.destroy_process_group()

@@ -13,8 +13,7 @@ from megalite.topology.group import Group
 ProcessGroups = MutableMapping[tuple[str, tuple[int, ...]], Any]
 """Process groups, and the memory that ranks share, made so far, by (kind, ranks)."""
 
-FAN_OUT = 16
-"""Ranks of a gloo group among which small values of the whole world are exchanged."""
+FAN_OUT = 16  # ranks of a gloo group among which small values of the whole world are exchanged
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -22,8 +21,7 @@ class TreeGroup(Group):
     """Many ranks on gloo, for JSON and few numbers: `FAN_OUT` each are a group, and so are the first ranks of these, and so on.
     As every two ranks of a gloo group have a connection, one group of 3,072 ranks would take 4.7 million, these 25,000."""
 
-    levels: tuple[Group, ...]
-    """Those that this rank is in, from the lowest."""
+    levels: tuple[Group, ...]  # those that this rank is in, from the lowest
 
     def all_reduce(self, tensor: torch.Tensor, *, op: str = "sum") -> None:
         for level in self.levels:
@@ -46,14 +44,9 @@ class TreeGroup(Group):
 def host_group(
     world: Group, name: str, *, timeout: datetime.timedelta, made: ProcessGroups | None = None, fan_out: int = FAN_OUT
 ) -> Group:
-    """A further group of all ranks, on gloo and the CPU: JSON and all-reduces of few numbers alone.
-
-    Args:
-        timeout: a peer that dies ends the wait at once, however long it is.
-        made: process groups to re-use and add to.
-
-    Collectives: makes process groups; every rank calls it at the same time.
-    """
+    """A further group of all ranks, on gloo and the CPU: JSON and all-reduces of few numbers alone. `timeout`: a peer
+    that dies ends the wait at once, however long it is. `made`: process groups to re-use and add to. Collectives: makes
+    process groups; every rank calls it at the same time."""
     me, ranks, levels = world.ranks[world.rank], world.ranks, list[Group]()
     made = {} if made is None else made
     while len(ranks) > 1:

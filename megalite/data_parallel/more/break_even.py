@@ -13,8 +13,7 @@ from megalite.data_parallel.wire import Channel, WireCounter
 from megalite.optimizers.base import FlatParameter, Optimizer, Segment, Update
 from megalite.topology.group import DONE, Work
 
-ASSUMED_WARMUP = 0.15
-"""Share of the run, where its end is to be found while training."""
+ASSUMED_WARMUP = 0.15  # share of the run, where its end is to be found while training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,19 +21,14 @@ class Costs:
     """Seconds and bytes of one step with whole gradients, and of lossy means in its place; the slowest rank's."""
 
     step: float
-    exposed: float
-    """Of the step, waiting for the reduction."""
-    reduction: float
-    """The reduction by itself."""
+    exposed: float  # of the step, waiting for the reduction
+    reduction: float  # the reduction by itself
     codec: float
-    latency: float
-    """The collectives of lossy means when next to nothing is sent."""
-    optimizer: float
-    """By which the optimizer's own work is longer."""
+    latency: float  # the collectives of lossy means when next to nothing is sent
+    optimizer: float  # by which the optimizer's own work is longer
     whole_bytes: float
     lossy_bytes: float
-    assumed: bool = False
-    """No step with whole gradients was seen: what they would wait is computed."""
+    assumed: bool = False  # no step with whole gradients was seen: what they would wait is computed
 
     @property
     def extra(self) -> float:
@@ -105,12 +99,9 @@ class BreakEven:
 
     All ranks call it at the same places. What it sends counts for the step that it measures in; it touches no state.
 
-    Args:
-        buckets: those that lossy means are made of.
-        warmup: share of the run with whole gradients; None: not known yet.
-        name: of the lossy means, for the line.
-        all_alike: steps with lossy means are like each other, and say enough where none before them was seen.
-    """
+    `buckets`: those that lossy means are made of. `warmup`: share of the run with whole gradients; None: not known yet.
+    `name`: of the lossy means, for the line. `all_alike`: steps with lossy means are like each other, and say enough
+    where none before them was seen."""
 
     def __init__(
         self,
@@ -126,8 +117,7 @@ class BreakEven:
         self._buckets, self._all_alike = list(buckets), all_alike
         self.optimizer: Optimizer | None = None
         self._done = all(strategy.channel(bucket).size == 1 for bucket in self._buckets)
-        self._lossy = False
-        """Steps with lossy means are being looked at."""
+        self._lossy = False  # steps with lossy means are being looked at
         self._steps, self._began = 0, 0.0
         self._times: list[float] = []
         self._waits: list[float] = []

@@ -23,21 +23,16 @@ class Codec(ABC):
 
     Errors are in the unit of the values: a caller that multiplies values with a loss scale divides by it before.
 
-    Args:
-        bucket: gives the places of tensors; its data and grad are not touched.
-        channel: the replicas.
-    """
+    `bucket`: gives the places of tensors; its data and grad are not touched. `channel`: the replicas."""
 
     name: str
     """Of the codec in `grad_compression`; its states are those of `facts.STATES` that begin with it."""
-    wire_bytes: int
-    """That this rank sends for one mean."""
+    wire_bytes: int  # that this rank sends for one mean
 
     def __init__(self, bucket: Bucket, channel: Channel) -> None:
         self.bucket, self.channel = bucket, channel
         size = bucket.grad.numel() if channel.size > 1 else 0
-        self.error = bucket.grad.new_zeros(size)
-        """What this rank still owes, element by element."""
+        self.error = bucket.grad.new_zeros(size)  # what this rank still owes, element by element
         self.server_error = bucket.grad.new_zeros(size // channel.size)
         """Where each rank serves a chunk of the bucket: what is still owed of this rank's."""
 
@@ -71,8 +66,7 @@ class Codec(ABC):
 STRIDE = 61
 """Every so many'th element is looked at first. Odd, so that it passes through all columns of the usual matrices."""
 
-SMALL = 1 << 14
-"""Elements of a tensor that is not worth a sample."""
+SMALL = 1 << 14  # elements of a tensor that is not worth a sample
 
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
@@ -117,9 +111,7 @@ class TopK(Codec):
 
     Wire: 8·k·(n-1) bytes, 6·k·(n-1) with bf16. Above a density of 1/n the whole gradient takes less.
 
-    Args:
-        density: k is this share of the bucket's elements, at least 1.
-    """
+    `density`: k is this share of the bucket's elements, at least 1."""
 
     name = "topk"
 
@@ -189,10 +181,8 @@ class _Matrices:
     columns of a few elements are several times slower."""
 
     placed: Placed
-    p: torch.Tensor
-    """[batch, r, a], inside the flat tensor of all left factors."""
-    q: torch.Tensor
-    """[batch, r, b], inside that of all right factors."""
+    p: torch.Tensor  # [batch, r, a], inside the flat tensor of all left factors
+    q: torch.Tensor  # [batch, r, b], inside that of all right factors
 
     def __post_init__(self) -> None:
         """The first right factor is random, the same on every replica and in every run."""
@@ -260,8 +250,7 @@ class PowerSGD(Codec):
             _Matrices(placed, p.view(-1, rank, _shape(placed)[0]), q.view(-1, rank, _shape(placed)[1]))
             for placed, p, q in zip(low, ps, qs, strict=False)
         ]
-        self._bases: list[torch.Tensor] = []
-        """The left factors of each height together, [batch, r, a]."""
+        self._bases: list[torch.Tensor] = []  # the left factors of each height together, [batch, r, a]
         heights, start = [_shape(placed)[0] for placed in low], 0
         for height in sorted(set(heights)):
             stop = start + sum(size for size, other in zip(left, heights, strict=True) if other == height)

@@ -64,8 +64,7 @@ class CompressedAllReduce(AllReduce):
             self, self._codecs, make, warmup=0.0, name=f"grad_compression {name}", all_alike=True
         )
         self._may_overflow = self.all_buckets()[0].data.dtype == torch.float16
-        self._full: list[Bucket] = []
-        """Waiting for all ranks to agree that nothing has overflowed."""
+        self._full: list[Bucket] = []  # waiting for all ranks to agree that nothing has overflowed
 
     def phase(self, step: int) -> str:
         return "gradients" if step <= self._warmup else "compressed"
@@ -123,8 +122,7 @@ class CompressedAllReduce(AllReduce):
         return [state for codec in self._codecs.values() for state in codec.tensor_states()]
 
 
-SMOOTHING = 0.9
-"""Of the gradients' ratio, from step to step."""
+SMOOTHING = 0.9  # of the gradients' ratio, from step to step
 
 
 class MomentumExchange(AllReduce):
@@ -141,10 +139,8 @@ class MomentumExchange(AllReduce):
     Wire: 2·(d-1)/d of the gradient bytes in steps with whole gradients, else 0.25·(d-1)/d bytes a parameter and 4 bytes
     twice a tensor and peer.
 
-    Args:
-        scale: of the codecs.
-        warmup: share of the run with whole gradients, if it is known: for the log's line on whether this pays.
-    """
+    `scale`: of the codecs. `warmup`: share of the run with whole gradients, if it is known: for the log's line on
+    whether this pays."""
 
     def __init__(
         self,
@@ -161,13 +157,10 @@ class MomentumExchange(AllReduce):
         self._codecs = {shard.main_param: make(shard.bucket, self.channel(shard.bucket)) for shard in self.shards}
         self._break_even = BreakEven(self, self.all_buckets(), make, warmup=warmup)
         self._optimizer: Optimizer | None = None
-        self._whole = True
-        """The current step sums gradients."""
+        self._whole = True  # the current step sums gradients
         self._own_square = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._ratio: float | None = None
-        """ρ."""
-        self._found: float | None = None
-        """The ratio of the current step."""
+        self._ratio: float | None = None  # ρ
+        self._found: float | None = None  # the ratio of the current step
 
     @classmethod
     def from_config(

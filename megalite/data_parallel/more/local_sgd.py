@@ -46,12 +46,9 @@ class PeriodicAveraging(LocalWeights):
     Wire: 2·(d-1)/d of the bytes of the main parameters (in the wire's format) in H steps, a fragment's at a time.
     """
 
-    exchange = "exchange"
-    """The name of a step with one."""
-    anchored = False
-    """Weights that all have had are kept; where what is sent is rounded they are anyway."""
-    waiting: str
-    """The name of the state that waits where there is a delay."""
+    exchange = "exchange"  # the name of a step with one
+    anchored = False  # weights that all have had are kept; where what is sent is rounded they are anyway
+    waiting: str  # the name of the state that waits where there is a delay
 
     def __init__(
         self, stages: Mapping[int, torch.nn.Module], *, groups: StrategyGroups, options: StrategyOptions
@@ -65,8 +62,7 @@ class PeriodicAveraging(LocalWeights):
         self._arrived = {bucket: torch.zeros_like(main) for bucket, main in delayed.items()}
         """What waits for its time; what it holds at others says nothing."""
         self._in_flight: dict[Bucket, MeanInFlight] = {}
-        self._due: dict[int, int] = {}
-        """Fragment -> the local update in which its mean is used."""
+        self._due: dict[int, int] = {}  # fragment -> the local update in which its mean is used
 
     @abstractmethod
     def _outgoing(self, bucket: Bucket, main: torch.Tensor) -> torch.Tensor:
@@ -269,8 +265,7 @@ def peers_of(graph: str, rank: int, size: int, turn: int) -> tuple[int, ...]:
 class _Meeting:
     """Values in flight between a rank and its peers."""
 
-    own: torch.Tensor
-    """As they are sent, with the parts that other ranks of the replica send."""
+    own: torch.Tensor  # as they are sent, with the parts that other ranks of the replica send
     received: dict[int, torch.Tensor]
     works: list[Work]
 
@@ -327,8 +322,7 @@ class Gossip(LocalWeights):
         """decentlam: u of each bucket."""
         us, known = self.replicas, self.settings.gossip_algorithm == "choco-sgd" and not self.alone
         held = {us.rank, *peers_of("ring", us.rank, us.size, 0)} if known else ()
-        self._public = {replica: self._copies() for replica in held}
-        """choco-sgd: p, by replica."""
+        self._public = {replica: self._copies() for replica in held}  # choco-sgd: p, by replica
         self._same_replicas = True
         """The checkpoint that was loaded, if any, has the public copies of as many replicas."""
         self._meetings: dict[Bucket, _Meeting] = {}

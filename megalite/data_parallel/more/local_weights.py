@@ -24,10 +24,8 @@ class Replicas:
     """Replicas with different weights, as one rank sees them. Each rank exchanges its part of a flat tensor, and the ranks
     of a replica gather what they have got: 1/(ranks of a replica) of the bytes goes to other replicas."""
 
-    across: Channel
-    """The ranks at this one's place in all replicas."""
-    inside: Channel
-    """Those of this replica, which have the same weights."""
+    across: Channel  # the ranks at this one's place in all replicas
+    inside: Channel  # those of this replica, which have the same weights
 
     def part(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's; a view."""
@@ -48,9 +46,7 @@ def rank_mean(replicas: Replicas, tensor: torch.Tensor, *, wire_dtype: torch.dty
     Each rank adds up its part of the values as they were sent, in fp64 and in the order of ranks, and the rounded means
     are gathered: as many bytes as a ring all-reduce. The mean of equal values of up to 32 bits is that value to the bit.
 
-    Args:
-        wire_dtype: what is sent is rounded to it, on both ways; None: nothing is.
-    """
+    `wire_dtype`: what is sent is rounded to it, on both ways; None: nothing is."""
     channel = replicas.across
     if channel.size > 1:
         part = replicas.part(tensor)
@@ -89,9 +85,7 @@ class MeanInFlight:
     No thread: its messages are posted when it is made, its gather by the first call of `advance` after, which all ranks
     make at the same place among their collectives.
 
-    Args:
-        tensor: not to be written any more.
-    """
+    `tensor`: not to be written any more."""
 
     def __init__(self, replicas: Replicas, tensor: torch.Tensor, *, wire_dtype: torch.dtype | None) -> None:
         channel, part = replicas.across, replicas.part(tensor)
@@ -148,8 +142,7 @@ class OwnWeights(DataParallelStrategy):
         assert not self.options.split_main, "a replica's own weights and the mean would need other low bits"
         self.replicas, _ = self.groups.own_weights(self.all_buckets()[0].kind)
         """This rank's own, and those at its place in the others."""
-        self.alone = self.replicas.size == 1
-        """There is no other replica, and nothing to exchange."""
+        self.alone = self.replicas.size == 1  # there is no other replica, and nothing to exchange
 
     def between(self, bucket: Bucket) -> Replicas:
         """The replicas that hold a bucket."""

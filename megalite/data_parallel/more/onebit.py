@@ -16,9 +16,7 @@ class Signs:
 
     On the CPU with numpy: its comparison, packing and table look-up are several times as fast as torch's.
 
-    Args:
-        dtype: of the values.
-    """
+    `dtype`: of the values."""
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
         assert size % 8 == 0
@@ -62,15 +60,11 @@ WINDOWS = {"cpu": 1 << 16, "cuda": 1 << 22}
 class Window:
     """Neighbouring values of a chunk, of one piece or of several that follow each other."""
 
-    start: int
-    """From the start of the chunk; like `stop` a multiple of 8."""
-    used: int
-    """One past the last value that is not padding."""
+    start: int  # from the start of the chunk; like `stop` a multiple of 8
+    used: int  # one past the last value that is not padding
     stop: int
-    first: int
-    """The piece that the first value belongs to."""
-    lengths: torch.Tensor
-    """How many values each piece has here, int64 [pieces]."""
+    first: int  # the piece that the first value belongs to
+    lengths: torch.Tensor  # how many values each piece has here, int64 [pieces]
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
         """Its part of a tensor like the chunk, without padding."""
@@ -104,10 +98,8 @@ class Chunk:
     """What one replica serves: its pieces, and the windows it is worked through in."""
 
     windows: list[Window]
-    parts: torch.Tensor
-    """In how many windows each piece is, int64 [pieces]."""
-    lengths: torch.Tensor
-    """Values of each piece, fp64 [pieces]."""
+    parts: torch.Tensor  # in how many windows each piece is, int64 [pieces]
+    lengths: torch.Tensor  # values of each piece, fp64 [pieces]
 
     @classmethod
     def of(cls, ends: list[int], first: int, last: int, device: torch.device) -> "Chunk":

@@ -19,8 +19,7 @@ from megalite.optimizers.base import Optimizer, Update
 from megalite.topology.group import DONE, Group, Work, add_in_order
 from megalite.topology.topology import ServerGroups, Topology, server_groups
 
-SERVER = 0
-"""Index of the server in its group."""
+SERVER = 0  # index of the server in its group
 
 
 class OneServer(DataParallelStrategy):
@@ -60,8 +59,7 @@ class ParameterServer(OneServer):
 
     def __init__(self, stages: Mapping[int, torch.nn.Module], **common: Any) -> None:
         super().__init__(stages, **common)
-        self._sending: list[Work] = []
-        """What the server has in flight to its workers."""
+        self._sending: list[Work] = []  # what the server has in flight to its workers
         overlap = self.options.overlap_param_gather and self.has_replicas
         self._arrivals = Arrivals(stages, self.all_buckets(), overlap=overlap)
 
@@ -165,9 +163,7 @@ class AsyncParameterServer(OneServer):
     Wire: a worker sends the gradient, the server the weights in the model's type, for each worker but the server's own.
     Server memory: see `Server`; workers have no main parameters and no optimizer state.
 
-    Args:
-        scope: tp and pp: one copy of the model.
-    """
+    `scope`: tp and pp: one copy of the model."""
 
     replicas_agree = False
 

@@ -30,23 +30,19 @@ from megalite.data_parallel.shards import OptimizerShard
 from megalite.optimizers.base import Optimizer, Update
 from megalite.topology.group import Group
 
-LEADER = 0
-"""Index, among the servers of a model, of the one that decides."""
+LEADER = 0  # index, among the servers of a model, of the one that decides
 
-_FAILED = 0
-"""In place of a `Kind`: the leader cannot continue."""
+_FAILED = 0  # in place of a `Kind`: the leader cannot continue
 
 
 @dataclass
 class _Worker:
     inbox: list[torch.Tensor]
     """Its push, for each shard; there is never a second one before the first is applied."""
-    link: Link | None
-    """None: it is the worker of this process."""
+    link: Link | None  # None: it is the worker of this process
     asked: deque[tuple[Request, int]] = field(default_factory=deque)
     """With the time when each came, in nanoseconds."""
-    answer: Sequence[torch.Tensor] | None = None
-    """The newest weights; empty if it has them."""
+    answer: Sequence[torch.Tensor] | None = None  # the newest weights; empty if it has them
 
 
 class Server:
@@ -111,11 +107,8 @@ class Server:
             self._enter(0, request)
 
     def ask(self, request: Request, weights: Sequence[torch.Tensor]) -> None:
-        """Return when the model's parameters, `weights`, are what was asked for.
-
-        Raises:
-            RuntimeError: the connection to a worker or to another server broke, or the server failed.
-        """
+        """Return when the model's parameters, `weights`, are what was asked for. Raises RuntimeError: the connection to
+        a worker or to another server broke, or the server failed."""
         with self._changed:
             self._enter(0, request)
             self._answer_of(0)

@@ -16,26 +16,20 @@ from megalite.topology.group import Group, Work
 class Kind(IntEnum):
     """What a worker asks of the server."""
 
-    PULL = 1
-    """The newest weights, as soon as it may start its next step."""
-    PUSH = 2
-    """Take this gradient."""
-    MEET = 3
-    """The newest weights, once all workers ask for that: then all get the same."""
-    LEAVE = 4
-    """To end, once all workers ask for that."""
+    PULL = 1  # the newest weights, as soon as it may start its next step
+    PUSH = 2  # take this gradient
+    MEET = 3  # the newest weights, once all workers ask for that: then all get the same
+    LEAVE = 4  # to end, once all workers ask for that
 
 
-JOINT = (Kind.MEET, Kind.LEAVE)
-"""All workers ask for these, and get their answers together."""
+JOINT = (Kind.MEET, Kind.LEAVE)  # all workers ask for these, and get their answers together
 
 
 class Event(NamedTuple):
     """Something that the server does: an entry in the order that all servers of a model follow."""
 
     kind: Kind
-    worker: int
-    """Its index; 0 for what concerns all."""
+    worker: int  # its index; 0 for what concerns all
 
 
 @dataclass
@@ -109,8 +103,7 @@ def by_rank(waiting: Sequence[Event], ledger: Ledger) -> Event | None:
 class Report:
     """What happened since the last report."""
 
-    staleness: Counter[int] = field(default_factory=Counter)
-    """Pushes by their staleness."""
+    staleness: Counter[int] = field(default_factory=Counter)  # pushes by their staleness
     waited: Counter[int] = field(default_factory=Counter)
     """Nanoseconds for which each worker's pulls waited."""
 
@@ -161,11 +154,8 @@ class Link:
         self._send(gradients, self._wire_dtype)
 
     def ask(self, request: Request, weights: Sequence[torch.Tensor]) -> None:
-        """Send a request and wait for its answer; `weights` are then the newest.
-
-        Raises:
-            RuntimeError: the connection to the server broke, or the server's to another rank.
-        """
+        """Send a request and wait for its answer; `weights` are then the newest. Raises RuntimeError: the connection to
+        the server broke, or the server's to another rank."""
         self._flush()
         self._post(torch.tensor(request, dtype=torch.float64))
         self._flush()

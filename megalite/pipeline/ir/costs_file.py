@@ -42,8 +42,7 @@ class MemoryTable:
 
     activation: PerStage
     deferred: PerStage = 0.0
-    kept_input: float = 0.0
-    """Of each stage: a rank with more stages keeps more inputs."""
+    kept_input: float = 0.0  # of each stage: a rank with more stages keeps more inputs
     message: float = 0.0
 
 
@@ -54,15 +53,11 @@ class CostTable:
     Without a file: forward, input gradient and weight gradient of a rank's share cost 1 each.
     """
 
-    source: str = "default costs"
-    """Where it comes from, for messages."""
+    source: str = "default costs"  # where it comes from, for messages
     forward: PerStage = 1.0
-    input_grad: PerStage | None = 1.0
-    """None: the rest of `backward`."""
-    weight_grad: PerStage | None = 1.0
-    """None: half of `backward`."""
-    backward: PerStage | None = None
-    """None: the sum of its halves."""
+    input_grad: PerStage | None = 1.0  # None: the rest of `backward`
+    weight_grad: PerStage | None = 1.0  # None: half of `backward`
+    backward: PerStage | None = None  # None: the sum of its halves
     recompute: PerStage | None = None
     """None: nothing is recomputed, except in schedules with R actions, where each costs a forward."""
     p2p: float = 0.0

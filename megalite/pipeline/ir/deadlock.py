@@ -20,8 +20,7 @@ class Execution:
     never reached."""
     reached: list[int]
     """Per rank, the index of the action at which it waits forever, or one beyond its last."""
-    finished: bool
-    """Every rank came to its end."""
+    finished: bool  # every rank came to its end
 
 
 def execute(

@@ -69,7 +69,7 @@ def lower(schedule: Schedule, *, recv_prefetch: int = 1, send_window: int = 1) -
     B's send, which others wait for).
 
     Any schedule without a deadlock among its computations gives a program without one, whatever its placement and
-    however its backwards are split or recomputed, forevery send window and however late a send completes. Proof: give
+    however its backwards are split or recomputed, for every send window and however late a send completes. Proof: give
     each event its time in the run in which each computation takes one unit and messages none; all times are whole. The
     producers of a channel's messages share a rank, so no two messages of a channel are sent at the same time. A
     receive is posted no later than its message is sent: all computations before it in its list start earlier than that,

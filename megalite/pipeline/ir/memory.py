@@ -21,8 +21,7 @@ class Sizes:
     """What the graph holds, the stage's input included: from F, or R if there is one, to B or I."""
     deferred: tuple[float, ...]
     """What W needs: from I to W. It grows while I frees the graph, so that I holds no more than the larger of the two."""
-    kept_input: tuple[float, ...]
-    """What an F keeps if its pair has an R: from F to B or I."""
+    kept_input: tuple[float, ...]  # what an F keeps if its pair has an R: from F to B or I
     message: float = 0.0
     """A tensor between two stages: from the posting of its receive, or from its producer on the same rank, to its reader;
     from its send until the send is known to be complete."""
@@ -48,8 +47,7 @@ class Peak(NamedTuple):
     """The most that a rank holds."""
 
     size: float
-    position: int
-    """Of the first action that holds this much once it has started."""
+    position: int  # of the first action that holds this much once it has started
 
 
 def memory_peaks(program: Program, sizes: Sizes) -> tuple[Peak, ...]:

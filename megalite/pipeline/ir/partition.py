@@ -106,8 +106,7 @@ def _fill(
     return tuple(layers)
 
 
-TRIED_CUTS = 5_000
-"""With no more cuts than this all of them are tried (about 0.1 s)."""
+TRIED_CUTS = 5_000  # with no more cuts than this all of them are tried (about 0.1 s)
 
 
 def cut_unequal(

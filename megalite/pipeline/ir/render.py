@@ -14,8 +14,7 @@ _IDLE = "."
 _CUT = "…"
 _MOST_SLOTS = 4000
 """A clock with a shorter slot than this share of the step is of no use, and costs a list cell a slot."""
-_MOST_LINES = 60
-"""A wrapped grid has no more, unless one panel does."""
+_MOST_LINES = 60  # a wrapped grid has no more, unless one panel does
 _MEANINGS = {
     Kind.B: "its backward",
     Kind.I: "its input gradient",
@@ -42,8 +41,7 @@ class _Grid(NamedTuple):
     bubbles: list[float]
     remarks: list[str]
     slot: str
-    hidden: int = 0
-    """Actions too short to see."""
+    hidden: int = 0  # actions too short to see
 
 
 def render_grid(
@@ -61,10 +59,8 @@ def render_grid(
     action. With one stage per rank cells read `F2`, with several `5F2` (stage 5). What goes beyond `width` characters or
     `max_ranks` rows is left out in the middle, and said so.
 
-    Args:
-        wrap: Start a new panel below where `width` ends, a screen or so, before anything is left out.
-        columns: Further columns at the end of the rows: heading -> a text per rank.
-    """
+    `wrap`: Start a new panel below where `width` ends, a screen or so, before anything is left out. `columns`: Further
+    columns at the end of the rows: heading -> a text per rank."""
     schedule = source if isinstance(source, Schedule) else source.schedule
     grid = _of_schedule(source) if isinstance(source, Schedule) else _of_timeline(source)
     heading, ends = _row_ends(schedule, grid, columns or {})

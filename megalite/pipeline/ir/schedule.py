@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from megalite.pipeline.ir.actions import COMPUTE, GRADIENTS, Action, Kind, ScheduleError
 
-ActionLists = tuple[tuple[Action, ...], ...]
-"""Per rank, its actions in order."""
+ActionLists = tuple[tuple[Action, ...], ...]  # per rank, its actions in order
 
 
 @dataclass(frozen=True)
@@ -22,12 +21,10 @@ class Schedule:
 
     name: str
     num_microbatches: int
-    placement: tuple[int, ...]
-    """Per virtual stage, the rank that holds it."""
+    placement: tuple[int, ...]  # per virtual stage, the rank that holds it
     actions: ActionLists
     """Per rank, F and B, or I and W instead of B, and R where something is recomputed ahead."""
-    forward_only: bool = False
-    """No backward: evaluation."""
+    forward_only: bool = False  # no backward: evaluation
 
     @property
     def num_ranks(self) -> int:
@@ -110,10 +107,8 @@ class Program:
     """
 
     schedule: Schedule
-    actions: ActionLists
-    """Per rank, the schedule's actions with SEND, RECV and REDUCE_GRAD between them."""
-    send_window: int = 1
-    """Sends that may be pending on one channel; each keeps an output tensor alive."""
+    actions: ActionLists  # per rank, the schedule's actions with SEND, RECV and REDUCE_GRAD between them
+    send_window: int = 1  # sends that may be pending on one channel; each keeps an output tensor alive
 
 
 def peak_activations(actions: Sequence[Sequence[Action]], *, forward_only: bool) -> tuple[int, ...]:
@@ -130,12 +125,9 @@ def peak_activations(actions: Sequence[Sequence[Action]], *, forward_only: bool)
 class LiveUnits(NamedTuple):
     """What is alive on a rank, in (stage, microbatch) pairs."""
 
-    activations: int
-    """Graphs: from F (or R) to B or I."""
-    inputs: int
-    """Stage inputs kept for an R: from F to B or I."""
-    deferred: int
-    """Inputs and output gradients of linear layers, kept for a W: from I to W."""
+    activations: int  # graphs: from F (or R) to B or I
+    inputs: int  # stage inputs kept for an R: from F to B or I
+    deferred: int  # inputs and output gradients of linear layers, kept for a W: from I to W
 
 
 def live_units(row: Sequence[Action]) -> list[LiveUnits]:
@@ -192,8 +184,7 @@ class Need(NamedTuple):
 
     kinds: tuple[Kind, ...]
     """Of the same microbatch: the first of these that the schedule has there, the last if it has none."""
-    offset: int = 0
-    """Of the stage so many further; there is no need where that stage does not exist."""
+    offset: int = 0  # of the stage so many further; there is no need where that stage does not exist
 
 
 # Where a pair is recomputed the backward uses R's activations; where it is split I gives the input's gradient.

@@ -34,14 +34,12 @@ class Costs:
     """Seconds, or any one unit. Per virtual stage, for one microbatch."""
 
     forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    """The full backward without recomputation: input and weight gradients."""
+    backward: tuple[float, ...]  # the full backward without recomputation: input and weight gradients
     weight_grad: tuple[float, ...] | None = None
     """The part of `backward` that W does; I does the rest. Default: half."""
     recompute: tuple[float, ...] | None = None
     """Running the forward again: what an R costs. In a schedule without any R each B or I costs this on top. Default 0."""
-    p2p: float = 0.0
-    """Latency of each message with a link that is not in `links`."""
+    p2p: float = 0.0  # latency of each message with a link that is not in `links`
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
     """(source rank, destination rank) -> its own latency and bandwidth."""
 
@@ -93,12 +91,9 @@ class Timeline:
     """One step as `simulate` saw it; times in the unit of the costs."""
 
     schedule: Schedule
-    events: tuple[Event, ...]
-    """Computations, rank by rank in order."""
-    makespan: float
-    """From the first start to the last end over all ranks."""
-    busy: tuple[float, ...]
-    """Per rank, the time spent computing."""
+    events: tuple[Event, ...]  # computations, rank by rank in order
+    makespan: float  # from the first start to the last end over all ranks
+    busy: tuple[float, ...]  # per rank, the time spent computing
     peak_activations: tuple[int, ...]
     """Per rank, the most (stage, microbatch) pairs with live activations at once."""
 

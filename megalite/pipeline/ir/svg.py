@@ -41,8 +41,7 @@ _STYLE = """
 """
 
 _MARGIN, _ROW, _BAR = 16.0, 30.0, 26.0
-_LETTER = 6.8
-"""Width of a digit, roughly."""
+_LETTER = 6.8  # width of a digit, roughly
 _NARROW, _WIDE = 640.0, 1800.0
 """Least and most width of the time axis."""
 
@@ -52,10 +51,8 @@ class Panel:
     """One schedule of the picture."""
 
     timeline: Timeline
-    peaks: tuple[str, ...]
-    """Per rank, what to write at the right edge: its peak memory."""
-    summary: str
-    """A line under the name."""
+    peaks: tuple[str, ...]  # per rank, what to write at the right edge: its peak memory
+    summary: str  # a line under the name
 
 
 def draw_svg(panels: Sequence[Panel], *, unit: str = "", peak: str) -> str:

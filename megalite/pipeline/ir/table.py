@@ -20,8 +20,7 @@ CODES = {kind: code for code, kind in enumerate(Kind)}
 """Kind -> the number that stands for it in a table."""
 _FORWARD_KINDS = (Kind.F, Kind.SEND_F, Kind.RECV_F)
 _HUGE = 2**62
-NOWHERE = -1
-"""Instead of an index: there is no such action."""
+NOWHERE = -1  # instead of an index: there is no such action
 
 
 class Fault(ScheduleError):
@@ -29,8 +28,7 @@ class Fault(ScheduleError):
 
     def __init__(self, message: str, marks: dict[int, int]) -> None:
         super().__init__(message)
-        self.marks = marks
-        """Rank -> position."""
+        self.marks = marks  # rank -> position
 
 
 class Crossing(NamedTuple):
@@ -40,8 +38,7 @@ class Crossing(NamedTuple):
     need: Need
     send: Kind
     receive: Kind
-    stages: IntArray
-    """Of the reader."""
+    stages: IntArray  # of the reader
 
 
 @dataclass(frozen=True)

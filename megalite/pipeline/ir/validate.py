@@ -19,12 +19,9 @@ from megalite.pipeline.ir.wiring import check_computation, wire
 class ValidationReport:
     """What a valid program needs, per rank. Exact: order alone decides it, not time."""
 
-    peak_activations: tuple[int, ...]
-    """The most (stage, microbatch) pairs with live activations at once."""
-    peak_receives: tuple[int, ...]
-    """The most receive buffers posted and not yet consumed."""
-    sends: tuple[int, ...]
-    """Messages sent in a step."""
+    peak_activations: tuple[int, ...]  # the most (stage, microbatch) pairs with live activations at once
+    peak_receives: tuple[int, ...]  # the most receive buffers posted and not yet consumed
+    sends: tuple[int, ...]  # messages sent in a step
     peak_bytes: tuple[Peak, ...] | None = None
     """The most that is held at once, in the unit of the sizes; None if none were given."""
 
@@ -40,10 +37,8 @@ def validate(program: Program, *, sizes: Sizes | None = None, limit: float | Non
 
     `limit`: the most that any rank may hold, in the unit of `sizes`.
 
-    Raises:
-        ScheduleError: the first fault found. The message names rank, position and action, or the shortest circle of
-            waits, and shows the lists there.
-    """
+    Raises ScheduleError: the first fault found. The message names rank, position and action, or the shortest circle of
+    waits, and shows the lists there."""
     if limit is not None and sizes is None:
         raise ConfigError(
             f"a memory limit of {readable_bytes(limit)} needs sizes to compare with: give both or neither"

@@ -21,13 +21,10 @@ class Wiring:
     table: Table
     channels: tuple[tuple[int, int], ...]
     """(source rank, destination rank) of each channel that has messages."""
-    channel: IntArray
-    """Per message, which channel it goes over."""
-    send: IntArray
-    """Per message, the index of its send."""
+    channel: IntArray  # per message, which channel it goes over
+    send: IntArray  # per message, the index of its send
     receive: IntArray
-    reader: IntArray
-    """Per message, the index of the computation that needs it."""
+    reader: IntArray  # per message, the index of the computation that needs it
 
     def awaited(self, *, rendezvous: bool) -> IntArray:
         """Per action the message that it waits for, or NOWHERE.
@@ -52,12 +49,9 @@ class Wiring:
 
 
 def wire(program: Program) -> Wiring:
-    """The program's messages, found and checked in time linear in its length.
-
-    Raises:
-        Fault: the first that is wrong of sizes, agreement with the schedule, legality of each action, completeness,
-            order on each rank, messages, order on each channel.
-    """
+    """The program's messages, found and checked in time linear in its length. Raises Fault: the first that is wrong of
+    sizes, agreement with the schedule, legality of each action, completeness, order on each rank, messages, order on
+    each channel."""
     _check_sizes(program)
     table = Table.of(program.actions, program.schedule)
     table.refuse_illegal()
@@ -145,8 +139,7 @@ def _fail_first_missing(
     table.fail_missing(Action(kind, stage, microbatch), remark, shown)
 
 
-_Late = tuple[int, int, Action]
-"""(consumer, producer or NOWHERE, the producer's action)"""
+_Late = tuple[int, int, Action]  # (consumer, producer or NOWHERE, the producer's action)
 
 
 def _late_on_own_rank(table: Table) -> list[_Late]:

@@ -79,10 +79,8 @@ class Effort(NamedTuple):
     work: int
     """Actions that a search may schedule, over all its attempts: counted, so that every rank and machine comes to the same
     schedule. Where a step has more there is no search."""
-    attempts: tuple[int, int]
-    """Of a search, at least and at most, whatever they have in actions."""
-    keep: int
-    """Schedules that a search gives."""
+    attempts: tuple[int, int]  # of a search, at least and at most, whatever they have in actions
+    keep: int  # schedules that a search gives
     rounds: int
     """Searches that may follow each other, each with less room, until one's schedules fit with their messages."""
     close: float
@@ -183,10 +181,8 @@ class _Judged(NamedTuple):
 
     schedule: Schedule
     timeline: Timeline
-    time: float
-    """Of the objective."""
-    peaks: tuple[float, ...]
-    """Per rank."""
+    time: float  # of the objective
+    peaks: tuple[float, ...]  # per rank
     excess: float
     """The most by which a rank's peak is above its limit; not positive if the candidate fits."""
 

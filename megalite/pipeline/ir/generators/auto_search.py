@@ -13,8 +13,7 @@ Objective = Literal["makespan", "span"]
 _ORDERS: tuple[Order, ...] = ("backward", "alternate", "forward")
 _FILLS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
-REHEARSAL = 4
-"""Microbatches per rank that show what rules are worth."""
+REHEARSAL = 4  # microbatches per rank that show what rules are worth
 
 
 def search(problem: Problem, objective: Objective, work: int, attempts: tuple[int, int], keep: int) -> list[Outcome]:
@@ -37,8 +36,7 @@ def search(problem: Problem, objective: Objective, work: int, attempts: tuple[in
     return [full.found[value] for value in sorted(full.found)]
 
 
-Value = tuple[float, float]
-"""Time and memory; smaller is better."""
+Value = tuple[float, float]  # time and memory; smaller is better
 
 
 class _Attempts:

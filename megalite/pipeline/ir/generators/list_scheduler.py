@@ -26,22 +26,14 @@ class Problem:
     forward: tuple[float, ...]
     input_grad: tuple[float, ...]
     weight_grad: tuple[float, ...]
-    again: tuple[float, ...]
-    """The R before an I or B; 0 where nothing is recomputed ahead."""
-    forward_links: tuple[Link, ...]
-    """How a stage's output travels to the next stage."""
-    backward_links: tuple[Link, ...]
-    """How the gradient of a stage's input travels to the stage before."""
-    hold: tuple[float, ...]
-    """Memory from F to I or B."""
-    burst: tuple[float, ...]
-    """Memory that an I or B needs on top: the graph of its R."""
-    deferred: tuple[float, ...]
-    """Memory from I to W."""
-    surplus: tuple[float, ...]
-    """By how much that is more than the graph which I frees in exchange."""
-    room: tuple[float, ...]
-    """Per rank, the memory that may be used."""
+    again: tuple[float, ...]  # the R before an I or B; 0 where nothing is recomputed ahead
+    forward_links: tuple[Link, ...]  # how a stage's output travels to the next stage
+    backward_links: tuple[Link, ...]  # how the gradient of a stage's input travels to the stage before
+    hold: tuple[float, ...]  # memory from F to I or B
+    burst: tuple[float, ...]  # memory that an I or B needs on top: the graph of its R
+    deferred: tuple[float, ...]  # memory from I to W
+    surplus: tuple[float, ...]  # by how much that is more than the graph which I frees in exchange
+    room: tuple[float, ...]  # per rank, the memory that may be used
 
     @classmethod
     def of(
@@ -95,8 +87,7 @@ class Problem:
         )
 
 
-ROUNDING = 1e-12
-"""Relative: sums of floats in another order may differ by this much, and no more."""
+ROUNDING = 1e-12  # relative: sums of floats in another order may differ by this much, and no more
 
 Order = Literal["backward", "alternate", "forward"]
 
@@ -104,8 +95,7 @@ Order = Literal["backward", "alternate", "forward"]
 class Rules(NamedTuple):
     """How ranks choose."""
 
-    lead: tuple[int, ...]
-    """Per stage, how many microbatches may at most be between their F and their I."""
+    lead: tuple[int, ...]  # per stage, how many microbatches may at most be between their F and their I
     order: tuple[Order, ...]
     """Per rank, what goes first where both an F and an I could start; "alternate": the other one than last time."""
     fill: tuple[float, ...]
@@ -124,10 +114,8 @@ class Outcome(NamedTuple):
     lists: tuple[tuple[tuple[Kind, int], ...], ...]
     """Per rank, kind and stage in order. Each stage takes its microbatches in order."""
     makespan: float
-    span: float
-    """The longest time from a rank's first start to its last end."""
-    memory: float
-    """The ranks' peaks, summed."""
+    span: float  # the longest time from a rank's first start to its last end
+    memory: float  # the ranks' peaks, summed
 
     def actions(self) -> ActionLists:
         """Per rank, the actions."""
