@@ -1,63 +1,103 @@
 """A covering set of layouts: every two values of two factors that go together are together in some row.
 
-Greedy over a seeded draw of legal rows: the next row is the one with the most pairs that no row has yet for its price
-(pairs matter more); once all pairs are covered, the one with the most new triples of `TRIPLES` for its price, up to the
-size wanted. Then every row is left out or made as small as it can be with no pair lost. The same table gives the same rows.
+Rows are made one after the other, for pairs that no row has yet, those that take most ranks first: of some legal rows drawn around
+the pair, the one with the most new pairs for its price. Then every row is left out or made as small as it can be with no
+pair lost, and rows with new triples follow up to the number wanted. The same table gives the same rows.
 
 The choice takes minutes, so the rows stand in layouts.txt; `python -m tests.parity.covering` writes them again after
 a factor or a rule of the config has changed. Tests see that they are legal and cover what they must."""
 
-import functools
 import itertools
 import math
-import operator
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from tests.parity.factors import AXES, COMPANY, FACTORS, MAX_WORLD, Row, refusal, settings_of, world_of
+from tests.parity.factors import AXES, COMPANY, FACTORS, MAX_WORLD, MOE, Row, refusal, settings_of
 
 FILE = Path(__file__).with_name("layouts.txt")
-AT_LEAST = 250
+AT_LEAST = 252
 
 SEED = 20
-DRAWN = 1500  # Legal rows to choose from
-TRIES = 50  # Draws around one pair before it counts as not legal
-SIZES = ("layers", "micro", "batch")  # what makes a row large and is in no triple of `TRIPLES`
+DRAWN = 30  # legal rows to choose each from
+SIZES = ("layers", "micro", "batch")  # what makes a row large
 TRIPLES = ("tp", "sp", "cp", "ep", "etp", "pp", "vpp", "dp", "strategy", "recompute", "family")
 
-Pair = tuple[tuple[str, str], tuple[str, str]]
+Part = tuple[tuple[str, str], ...]  # some factors and their values; a pair has two
+Parts = Callable[[Row], Iterator[Part]]
 
-PAIRS: tuple[Pair, ...] = tuple(
-    ((first, a), (second, b))
+PLAIN: Row = {factor: next(iter(values)) for factor, values in FACTORS.items()}
+
+SEVERAL_CHUNKS = ("grouped", "looped-bfs", "zb-v", "dualpipe-v")
+ONE_CHUNK = ("pb", "gpipe", "zb-h1", "zb-h2")
+
+
+def _stages(values: Mapping[str, str]) -> int:
+    """The fewest virtual stages of a pipeline that has these values and is none of one stage."""
+    several = values.get("vpp") == "2" or values.get("schedule") in SEVERAL_CHUNKS
+    return int(values.get("pp", "2")) * (2 if several else 1)
+
+
+def cannot_be(pair: Part) -> bool:
+    """The pairs that no legal layout has, each for a reason."""
+    values = dict(pair)
+    dense = values.get("family", MOE[0]) not in MOE
+    fewest = dict.fromkeys(AXES, "1") | ({"cp": "4"} if values.get("cp_comm") == "a2a+p2p" else {})
+    whole_messages = values.get("messages") == "whole"
+    fewest |= {"tp": "2", "pp": "2"} if whole_messages else {}
+    of_experts = {factor for factor in ("ep", "etp", "moe") if values.get(factor) in list(FACTORS[factor])[1:]}
+    return (
+        math.prod(int(values.get(axis, least)) for axis, least in fewest.items()) > MAX_WORLD
+        or pair == (("ep", "4"), ("pp", "4"))  # each stage needs four ranks
+        or (values.get("strategy", "").startswith("hybrid") and "4" in (values.get("tp"), values.get("pp")))
+        or pair == (("tp", "1"), ("sp", "on"))
+        or (whole_messages and ("1" in (values.get("tp"), values.get("pp")) or values.get("sp") == "on"))
+        or (whole_messages and values.get("strategy", "").startswith("hybrid"))
+        or (values.get("cp_comm", "p2p") != "p2p" and values.get("cp") == "1")
+        or pair == (("cp", "2"), ("cp_comm", "a2a+p2p"))
+        or (values.get("mask") == "balanced" and values.get("cp") == "1")
+        or pair in ((("cp_comm", "a2a"), ("mask", "balanced")), (("mask", "balanced"), ("dropout", "both")))
+        or pair == (("pp", "1"), ("vpp", "2"))
+        or (values.get("schedule") in SEVERAL_CHUNKS and "1" in (values.get("pp"), values.get("vpp")))
+        or (values.get("schedule") in ONE_CHUNK and values.get("vpp") == "2")
+        or (values.get("layers") == "2" and _stages(values) > 2)
+        or pair in ((("pp", "1"), ("schedule", "pb")), (("pp", "1"), ("recompute", "ahead")))
+        or (dense and (bool(of_experts) or values.get("recompute") == "moe"))
+        or (values.get("recompute") == "latents" and values.get("family", "deepseek-v3") != "deepseek-v3")
+        or pair == (("strategy", "zero2-late-host"), ("optimizer", "schedule-free"))
+        or pair == (("strategy", "server"), ("optimizer", "rates"))
+        or (values.get("optimizer") == "mup" and values.get("family") in ("gemma2", "gemma3"))
+        or (values.get("optimizer") == "clipped" and values.get("family") in ("qwen", "gemma3", "olmo2"))
+        # No dense MLP.
+        or (values.get("recompute") == "mlp-host-modules" and values.get("family") in ("mixtral", "gpt-oss"))
+    )
+
+
+PAIRS: tuple[Part, ...] = tuple(
+    pair
     for first, second in itertools.combinations(FACTORS, 2)
-    for a in FACTORS[first]
-    for b in FACTORS[second]
+    for pair in itertools.product(
+        ((first, value) for value in FACTORS[first]), ((second, value) for value in FACTORS[second])
+    )
+    if not cannot_be(pair)
 )
-"""All pairs of values of two factors, legal or not."""
+"""What is to be covered."""
+GRIDS = [
+    dict(zip(AXES, sizes, strict=True))
+    for sizes in itertools.product(*(FACTORS[axis] for axis in AXES))
+    if math.prod(map(int, sizes)) <= MAX_WORLD
+]
+ALL_SIZES = [dict(zip(SIZES, values, strict=True)) for values in itertools.product(*(FACTORS[name] for name in SIZES))]
 
 
-def _grids() -> list[dict[str, str]]:
-    """Every choice of the axes' sizes that fits into the world."""
-    choices = itertools.product(*(FACTORS[axis] for axis in AXES))
-    return [
-        dict(zip(AXES, sizes, strict=True)) for sizes in choices if math.prod(int(size) for size in sizes) <= MAX_WORLD
-    ]
+def _ranks(row: Row) -> int:
+    return math.prod(int(row[axis]) for axis in AXES)
 
 
-GRIDS = _grids()
-
-
-def draw(generator: random.Random, fixed: Mapping[str, str]) -> Row | None:
-    """A legal row with the fixed values, or None if this draw gave none. Each factor is plain in half of the draws,
-    else any of its values: so all rows can come, and most are legal. Where a value needs company, it gets it, or gives
-    way if the company is fixed otherwise."""
-    row = {}
-    for factor, values in FACTORS.items():
-        names = list(values)
-        plain = factor != "family" and generator.random() < 0.5
-        row[factor] = fixed.get(factor, names[0] if plain else generator.choice(names))
+def _grids(generator: random.Random, row: Row, fixed: Mapping[str, str]) -> list[Row]:
+    """The grids that a row with the fixed values may have. Where a value of the row needs company, it gets it, or gives way
+    if the company is fixed otherwise."""
     grids = [grid for grid in GRIDS if all(grid.get(axis, value) == value for axis, value in fixed.items())]
     for factor in reversed(FACTORS):  # of two that need one another, the one that needs comes later in the table
         needed, among = COMPANY.get((factor, row[factor]), ("", ()))
@@ -70,97 +110,78 @@ def draw(generator: random.Random, fixed: Mapping[str, str]) -> Row | None:
         else:
             continue
         if not possible and factor not in fixed:
-            row[factor] = next(iter(FACTORS[factor]))
+            row[factor] = PLAIN[factor]
+    return grids
+
+
+def draw(generator: random.Random, fixed: Mapping[str, str]) -> Row | None:
+    """A legal row with the fixed values, or None if this draw gave none. Each factor is plain in half of the draws,
+    else any of its values: so all rows can come, and most are legal. Sizes are the cheapest that fill it in half of them."""
+    row = {}
+    for factor, values in FACTORS.items():
+        plain = factor != "family" and generator.random() < 0.5
+        row[factor] = fixed.get(factor, PLAIN[factor] if plain else generator.choice(list(values)))
+    grids = _grids(generator, row, fixed)
     if not grids:
         return None
-    row.update(generator.choice(grids))
-    return row if refusal(settings_of(row)) is None else None
+    row.update(min(generator.choices(grids, k=2), key=_ranks))
+    if generator.random() < 0.5:
+        row = min(filter(_fills, ({**row, **sizes, **fixed} for sizes in ALL_SIZES)), key=price, default=row)
+    return row if _fills(row) and refusal(settings_of(row)) is None else None
 
 
-def reachable(pair: Pair, seed: int) -> Row | None:
-    """A legal row with this pair, if `TRIES` draws find one."""
-    generator = random.Random(f"{seed} {pair}")
-    return next((row for _ in range(TRIES) if (row := draw(generator, dict(pair)))), None)
-
-
-def pairs_of(row: Row) -> Iterator[Pair]:
+def pairs_of(row: Row) -> Iterator[Part]:
     """The pairs that a row covers."""
     return itertools.combinations(row.items(), 2)
 
 
-def _mask(found: Iterator[tuple[tuple[str, str], ...]], numbers: dict[object, int]) -> int:
-    """The set as bits of one number; `numbers` counts what has been seen."""
-    mask = 0
-    for item in found:
-        mask |= 1 << numbers.setdefault(item, len(numbers))
-    return mask
-
-
-def _pool(drawn: int) -> list[Row]:
-    """Rows to choose from; each pair that can be is in one of them."""
-    generator = random.Random(SEED)
-    pool: list[Row] = []
-    while len(pool) < drawn:
-        row = draw(generator, {})
-        if row is not None and row not in pool[-50:]:
-            pool.append(row)
-    seen = {pair for row in pool for pair in pairs_of(row)}
-    return pool + [row for pair in PAIRS if pair not in seen and (row := reachable(pair, SEED))]
+def _triples_of(row: Row) -> Iterator[Part]:
+    return itertools.combinations([(name, row[name]) for name in TRIPLES], 3)
 
 
 def name_of(row: Row) -> str:
     """Family first, then whatever is not plain."""
-    plain = {factor: next(iter(values)) for factor, values in FACTORS.items()}
-    return " ".join([row["family"], *(f"{k}={v}" for k, v in row.items() if k != "family" and v != plain[k])])
+    return " ".join([row["family"], *(f"{k}={v}" for k, v in row.items() if k != "family" and v != PLAIN[k])])
 
 
 def rows_on_file() -> list[Row]:
     """The rows of layouts.txt."""
-    plain = {factor: next(iter(values)) for factor, values in FACTORS.items()}
     named = ((line.split()[0], line.split()[1:]) for line in FILE.read_text().splitlines())
-    return [{**plain, "family": family, **dict(word.split("=") for word in words)} for family, words in named]
+    return [{**PLAIN, "family": family, **dict(word.split("=") for word in words)} for family, words in named]
 
 
-def covering_rows(at_least: int, drawn: int = DRAWN) -> tuple[Row, ...]:
-    """The rows; at least so many, chosen from `drawn`."""
-    pool = _pool(drawn)
-    numbers: dict[object, int] = {}
-    pairs = [_mask(pairs_of(row), numbers) for row in pool]
-    numbers = {}
-    triples = [_mask(itertools.combinations([(name, row[name]) for name in TRIPLES], 3), numbers) for row in pool]
-    prices = [price(row) for row in pool]
-    chosen: list[int] = []
+def covering_rows(at_least: int) -> list[Row]:
+    generator, seen = random.Random(SEED), set[Part]()
 
-    def choose(masks: list[int], worth: Callable[[int, int], float], enough: int | None) -> None:
-        """Take the rows of most worth until none has anything new, or there are enough."""
-        covered = functools.reduce(operator.or_, (masks[index] for index in chosen), 0)
-        while enough is None or len(chosen) < enough:
-            new = [(mask & ~covered).bit_count() for mask in masks]
-            best = max(range(len(pool)), key=lambda index: worth(new[index], prices[index]))
-            if not new[best]:
-                return
-            chosen.append(best)
-            covered |= masks[best]
+    def chosen(fixed: Mapping[str, str], parts: Parts) -> Row:
+        legal = filter(None, (draw(generator, fixed) for _ in range(100 * DRAWN)))
+        some = itertools.islice(legal, DRAWN)
+        best = max(some, key=lambda row: len(set(parts(row)) - seen) / price(row) ** 0.7)
+        seen.update(parts(best))
+        return best
 
-    choose(pairs, lambda new, paid: new / paid**0.6, None)
-    choose(triples, lambda new, paid: new / paid, at_least)
-    return tuple(_made_small([pool[index] for index in chosen], at_least))
+    def ranks(pair: Part) -> int:
+        fixed = dict(pair)
+        return min(map(_ranks, _grids(generator, PLAIN | fixed, fixed)))
+
+    rows = [chosen(dict(pair), pairs_of) for pair in sorted(PAIRS, key=ranks, reverse=True) if pair not in seen]
+    rows = _made_small(rows)
+    seen = {triple for row in rows for triple in _triples_of(row)}
+    return rows + [chosen({}, _triples_of) for _ in range(at_least - len(rows))]
 
 
-def _made_small(rows: list[Row], at_least: int) -> list[Row]:
+def _made_small(rows: list[Row]) -> list[Row]:
     """The same pairs for less, the dearest row first: a row is left out where others have all its pairs, or is given cheaper
-    axes, sizes or another value of one factor; until nothing more can be had. Where there is a pipeline, a rank keeps the
-    two microbatches a stage that fill it."""
+    axes, sizes or another value of one factor; until nothing more can be had."""
     rows = list(rows)
     counts = Counter(pair for row in rows for pair in pairs_of(row))
-    sizes = [dict(zip(SIZES, values, strict=True)) for values in itertools.product(*(FACTORS[n] for n in SIZES))]
     single = [{factor: value} for factor, values in FACTORS.items() for value in values]
-    changes = [*sizes, *GRIDS, *single, *({**grid, **size} for grid in GRIDS for size in sizes)]
+    changes = [*ALL_SIZES, *GRIDS, *single, *({**grid, **size} for grid in GRIDS for size in ALL_SIZES)]
     before = math.inf
     while before > (now := sum(map(price, rows))):
         before = now
         for row in sorted(rows, key=price, reverse=True):
-            if len(rows) > at_least and all(counts[pair] > 1 for pair in pairs_of(row)):
+            if all(counts[pair] > 1 for pair in pairs_of(row)):
                 rows.remove(row)
                 counts.subtract(pairs_of(row))
                 continue
@@ -169,7 +190,7 @@ def _made_small(rows: list[Row], at_least: int) -> list[Row]:
                     break
                 given_up = set(pairs_of(row)) - set(pairs_of(other))
                 if (
-                    _fills(other) >= min(_fills(row), 2)
+                    _fills(other)
                     and all(counts[pair] > 1 for pair in given_up)
                     and other not in rows
                     and refusal(settings_of(other)) is None
@@ -181,20 +202,22 @@ def _made_small(rows: list[Row], at_least: int) -> list[Row]:
     return rows
 
 
-def _fills(row: Row) -> float:
-    """Microbatches of a data-parallel rank for each stage; without a pipeline two are plenty."""
-    microbatches = int(row["batch"]) / int(row["micro"]) / int(row["dp"])
-    return microbatches / int(row["pp"]) if row["pp"] != "1" else min(microbatches, 2)
+def _fills(row: Row) -> bool:
+    """Each stage has a layer, and each data-parallel rank two microbatches, if the batch has so many samples for it; a pipeline
+    has one a stage, and where that is cheap two: on eight ranks and in deep pipelines one shows the pair, and `ODD` of
+    test_parity has the full ones."""
+    samples, stages = int(row["batch"]) // int(row["dp"]), int(row["pp"])
+    enough = min(2, samples) if stages == 1 else max(stages, 4 if _ranks(row) < MAX_WORLD else 2)
+    return samples // int(row["micro"]) >= enough and int(row["layers"]) >= stages * int(row["vpp"])
 
 
 def price(row: Row) -> int:
     """About how long the row takes; fitted to measured times, a unit is some 7 ms. Each rank costs something. Layers
     and microbatches cost their computation and, above all, the collectives in them, of which one costs the machine the
     square of the ranks in it. To search for a schedule costs each rank time, too."""
-    ranks = world_of(settings_of(row))
     passes = int(row["layers"]) * int(row["batch"]) // int(row["micro"])
     search = 13 if row["schedule"] == "auto" else 0
-    return ranks * (8 + search) + passes * (4 + (int(row["tp"]) * int(row["cp"])) ** 2)
+    return _ranks(row) * (8 + search) + passes * (4 + (int(row["tp"]) * int(row["cp"])) ** 2)
 
 
 if __name__ == "__main__":

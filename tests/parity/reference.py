@@ -8,13 +8,12 @@ STEPS = 2
 """The gradients of the second one, and the weights and the evaluation after it, depend on all that a step leaves."""
 TOLERANCE = 1e-9
 
-_made: dict[tuple[str, int], Trajectory] = {}
+_made: dict[str, Trajectory] = {}
 
 
-def reference(settings: Settings, steps: int = STEPS) -> Trajectory:
+def reference(settings: Settings) -> Trajectory:
     """The one-rank run of a layout; layouts of the same model and batch share it."""
     config = plain(tiny_config(world_of(settings), **settings))
-    key = str(config), steps
-    if key not in _made:
-        _made[key] = one_rank_trajectory(config, steps)
+    if (key := str(config)) not in _made:
+        _made[key] = one_rank_trajectory(config, STEPS)
     return _made[key]

@@ -21,8 +21,7 @@ from megalite.parity.report import (
     worst_tensor,
 )
 from megalite.parity.shrink import Shrunk, shrink
-from megalite.parity.trajectory import CopiesDifferError, RankTrajectory, Scalars, Trajectory, assemble, plain, whole
-from tests.parity.factors import FAMILIES
+from megalite.parity.trajectory import CopiesDifferError, RankTrajectory, Scalars, Trajectory, assemble, whole
 from tests.support.same import NumbersDifferError, require_same
 from tests.support.tiny import tiny_config
 
@@ -146,23 +145,3 @@ def test_a_report_says_what_is_wrong() -> None:
     assert report.verdict.startswith("DIFFERENT: first the gradient of a in step 2, by 5.0e-02; worst 2.0e-01")
     assert json.loads(json.dumps(as_data(report)))["same"] is False
     assert not Report(shrunk=found, steps=2, tolerance=TOLERANCES["fp64"], lines=[], failure="rank 1 of 2 failed").same
-
-
-def test_the_reference_is_plain() -> None:
-    row = {
-        **FAMILIES["mixtral"],
-        "tp": 2,
-        "cp": 2,
-        "ep": 2,
-        "etp": 1,
-        "pp": 2,
-        "vpp": 2,
-        "sequence_parallel": True,
-        "recompute_granularity": "full",
-        "dp_strategy": "distributed-optimizer",
-    }
-    config = plain(tiny_config(8, **row))
-    p = config.parallel
-    assert (p.tp, p.cp, p.ep, p.etp, p.pp, p.vpp, p.dp) == (1,) * 7
-    assert not p.sequence_parallel and config.training.recompute_granularity == "none"
-    assert config.training.micro_batch_size == config.training.global_batch_size == 8
