@@ -9,7 +9,7 @@ pipeline, each with the microbatches and the warm-up that suit it best; and the 
 needs more than --memory (default: what the devices have) is marked. --nominal-messages lets messages reach the nominal rate
 of the Ethernet, instead of DAPPLE's constant of 1 GB/s.
 
-The models are synthetic twins (`megalite.planner.chain.inputs`); the paper's plans are those of its table of output plans
+The models are synthetic twins (`megalite/planner/chain/twins`); the paper's plans are those of its table of output plans
 (Fan et al., arXiv 2007.01045).
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks import common
 from megalite.config.byte_size import parse_byte_size
-from megalite.planner.chain.inputs import TWINS, ChainCluster, ChainProfile, global_batch, read_cluster, twin
+from megalite.planner.chain.inputs import TWINS, ChainCluster, ChainProfile, find_profile, read_cluster
 from megalite.planner.chain.plan import Judge, Judged, Problem, Stage, Stages, fresh_first, taken_from
 from megalite.planner.chain.planning import data_parallel, plan_chain, straight
 
@@ -37,11 +37,13 @@ PLANS: Mapping[str, Mapping[str, Cut | str]] = {
     "amoebanet-36": {"A": ((8, 8), (24, 12)), "B": ((11, 5), (27, 9)), "C": ((11, 5), (27, 9))},
 }
 _BATCH = {"vgg-19": 2048}  # of that table, where the paper's other comparisons have another
+_SAMPLES = {"vgg-19": 1024, "gnmt-16": 1024, "bert-48": 64, "resnet-50": 2048}  # of a step; of the others 128
 PAPER, GPIPE = "the paper's plan", "GPipe"
 
 
 def batch_of(model: str, where: str) -> int:
-    return _BATCH.get(model, global_batch(model)) if where in "ABC" else global_batch(model)
+    samples = _SAMPLES.get(model, 128)
+    return _BATCH.get(model, samples) if where in "ABC" else samples
 
 
 def paper_stages(model: str, where: str, profile: ChainProfile, cluster: ChainCluster) -> Stages | None:
@@ -70,7 +72,7 @@ def gpipe(judge: Judge) -> Judged | None:
 
 
 def bench(model: str, where: str, *, memory: float | None, nominal: bool) -> dict[str, Any]:
-    cluster, profile, batch = read_cluster(where), twin(model), batch_of(model, where)
+    cluster, profile, batch = read_cluster(where), find_profile(model), batch_of(model, where)
     if nominal:
         cluster = dataclasses.replace(cluster, message_gb_per_s=cluster.network_gb_per_s)
     limit = cluster.memory_gb * 1e9 if memory is None else memory

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.planner import chain, sc21
 from benchmarks.planner import step_times as planner_time
 from benchmarks.planner.step_times import Row, published
-from megalite.planner.chain.inputs import read_cluster, twin
+from megalite.planner.chain.inputs import find_profile, read_cluster
 from megalite.planner.cost.calibrate import Calibration, Measured
 from megalite.planner.cost.step import predict
 from megalite.planner.hardware import load_cluster, load_stack
@@ -78,7 +78,7 @@ def test_plans_of_the_paper_are_whole() -> None:
     """Each gives every layer to a stage, on devices that there are."""
     for model, plans in chain.PLANS.items():
         for where in plans:
-            cluster, profile = read_cluster(where), twin(model)
+            cluster, profile = read_cluster(where), find_profile(model)
             stages = chain.paper_stages(model, where, profile, cluster)
             assert stages is not None
             assert [stages[0].first, stages[-1].last] == [0, len(profile.layers)]

@@ -88,4 +88,4 @@ def test_bad_input(flags: list[str], message: str, tiny: str, capsys: Captured) 
 
 def test_no_such_profile(capsys: Captured) -> None:
     assert main(["vgg-9", "--cluster", "A", "--global-batch-size", "8"]) == 2
-    assert "no chain profile vgg-9: did you mean vgg-19?" in capsys.readouterr().err
+    assert "unknown chain profile vgg-9: did you mean vgg-19?" in capsys.readouterr().err

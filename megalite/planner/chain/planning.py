@@ -246,7 +246,6 @@ def _sum(one: Counts, other: Counts) -> Counts:
 
 
 PIPEDREAM, DATA_PARALLEL, STRAIGHT = "PipeDream", "data parallel", "straight pipeline"
-BASELINES = (PIPEDREAM, DATA_PARALLEL, STRAIGHT)
 _NODES = 2000  # partial plans that the search looks into for each number of microbatches
 _KEEP = 20  # plans that it hands to the judge
 _REFINED = 6  # of its plans, how many are changed a little

@@ -1,5 +1,6 @@
 """PipeDream's planner: its objective, against all plans."""
 
+from dataclasses import replace
 from itertools import combinations, product
 
 import pytest
@@ -44,25 +45,15 @@ def test_minimises_its_objective(seed: int) -> None:
     assert slowest(*of(stages), profile, machines) == pytest.approx(least)
 
 
-def test_pays_for_weights_with_every_microbatch() -> None:
-    # 400 MB of weights at 1 GB/s: it will not replicate, whatever the batch.
-    profile = chain([(10.0, 0.1, 100.0)] * 4)
-    assert [stage.replicas for stage in pipedream_plan(profile, cluster(4, 1, network=1.0))] == [1, 1, 1, 1]
-    light = chain([(10.0, 100.0, 0.0)] * 4)
-    assert [stage.replicas for stage in pipedream_plan(light, cluster(4, 1, network=1.0))] == [4]
+def test_levels() -> None:
+    def devices(weights: float, outputs: float, layers: int, machines: ChainCluster) -> list[tuple[int, ...]]:
+        return [stage.devices for stage in pipedream_plan(chain([(10.0, outputs, weights)] * layers), machines)]
 
-
-def test_a_machine_is_a_component_of_the_level_above() -> None:
+    # 400 MB of weights at 1 GB/s, with every microbatch: it will not replicate, whatever the batch.
+    assert len(devices(100.0, 0.1, 4, cluster(4, 1, network=1.0))) == 4
+    assert devices(0.0, 100.0, 4, cluster(4, 1, network=1.0)) == [(1, 1, 1, 1)]
     # Weights are cheap to reduce over links, not over the network: two machines, each a replicated stage.
-    profile = chain([(10.0, 0.1, 20.0)] * 2)
-    stages = pipedream_plan(profile, cluster(2, 2, network=0.1, message=1.0))
-    assert [(stage.first, stage.last, stage.devices) for stage in stages] == [(0, 1, (2, 0)), (1, 2, (0, 2))]
-
-
-def test_a_pipeline_inside_a_replicated_machine() -> None:
+    assert devices(20.0, 0.1, 2, cluster(2, 2, network=0.1, message=1.0)) == [(2, 0), (0, 2)]
     # Between machines nothing is heavy; inside them, with slow links, weights are.
-    profile = chain([(10.0, 0.001, 40.0)] * 2)
-    slow_links = cluster(2, 2, network=1000.0, message=0.0001)
-    slow_links = ChainCluster(**{**vars(slow_links), "link_gb_per_s": 0.5})
-    stages = pipedream_plan(profile, slow_links)
-    assert [stage.devices for stage in stages] == [(1, 1), (1, 1)]
+    slow_links = replace(cluster(2, 2, network=1000.0, message=0.0001), link_gb_per_s=0.5)
+    assert devices(40.0, 0.001, 2, slow_links) == [(1, 1), (1, 1)]

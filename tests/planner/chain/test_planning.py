@@ -3,9 +3,9 @@
 import pytest
 
 from megalite.config.errors import ConfigError
-from megalite.planner.chain.inputs import ChainCluster, global_batch, read_cluster, twin
+from megalite.planner.chain.inputs import ChainCluster, find_profile, read_cluster
 from megalite.planner.chain.plan import Judge, Problem
-from megalite.planner.chain.planning import BASELINES, DATA_PARALLEL, PIPEDREAM, STRAIGHT, plan_chain
+from megalite.planner.chain.planning import DATA_PARALLEL, PIPEDREAM, STRAIGHT, plan_chain
 from tests.planner.chain.chains import brute_force, chain, cluster, random_chain
 
 NO_LIMIT = float("inf")
@@ -19,7 +19,7 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("layers", "machines"), SMALL, ids=lambda value: getattr(value, "name", str(value)))
 def test_within_a_hundredth_of_brute_force(layers: int, machines: ChainCluster, seed: int) -> None:
     profile = random_chain(seed, layers)
@@ -28,10 +28,12 @@ def test_within_a_hundredth_of_brute_force(layers: int, machines: ChainCluster, 
     assert best.seconds - 1e-12 <= planned.best.seconds <= 1.01 * best.seconds
 
 
-@pytest.mark.parametrize(("model", "where"), [("vgg-19", "4x8"), ("gnmt-16", "A"), ("bert-48", "C")])
-def test_never_slower_than_the_others(model: str, where: str) -> None:
-    planned = plan_chain(twin(model), read_cluster(where), global_batch(model), memory=NO_LIMIT)
-    assert tuple(planned.baselines) == BASELINES
+@pytest.mark.parametrize(
+    ("model", "where", "batch"), [("vgg-19", "4x8", 1024), ("gnmt-16", "A", 1024), ("bert-48", "C", 64)]
+)
+def test_never_slower_than_the_others(model: str, where: str, batch: int) -> None:
+    planned = plan_chain(find_profile(model), read_cluster(where), batch, memory=NO_LIMIT)
+    assert tuple(planned.baselines) == (PIPEDREAM, DATA_PARALLEL, STRAIGHT)
     for name, other in planned.baselines.items():
         assert planned.best.seconds <= other.seconds, name
     if (model, where) == ("vgg-19", "4x8"):
@@ -41,10 +43,10 @@ def test_never_slower_than_the_others(model: str, where: str) -> None:
 
 def test_plans_of_the_paper() -> None:
     # Table 5: VGG-19 replicates its convolutions and not its dense layers; XLNet-36 gets two even stages.
-    vgg = plan_chain(twin("vgg-19"), read_cluster("A"), 1024, memory=NO_LIMIT).best.plan.stages
+    vgg = plan_chain(find_profile("vgg-19"), read_cluster("A"), 1024, memory=NO_LIMIT).best.plan.stages
     assert len(vgg) == 2
     assert vgg[0].replicas >= 14 and vgg[1].first >= 15
-    xlnet = plan_chain(twin("xlnet-36"), read_cluster("A"), 128, memory=NO_LIMIT).best.plan.stages
+    xlnet = plan_chain(find_profile("xlnet-36"), read_cluster("A"), 128, memory=NO_LIMIT).best.plan.stages
     assert [stage.devices for stage in xlnet] == [(8, 0), (0, 8)]
     assert abs(xlnet[0].last - 19) <= 1
 

@@ -37,7 +37,7 @@ def by_the_schedule_simulator(plan: ChainPlan, costs: PlanCosts) -> float:
 
 
 @pytest.mark.parametrize("warm_up", ["pa", "pb"])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_equals_the_schedule_simulator(seed: int, warm_up: str) -> None:
     machines = cluster(1, 4, latency_us=500.0)
     profile = random_chain(seed, 6)
@@ -76,15 +76,6 @@ def test_hops_share_the_way_out_of_a_machine() -> None:
     assert run(plan, costs, machines).starts[2][0] == pytest.approx(11e-3, rel=0.01)
 
 
-def test_the_formula_counts_round_trips() -> None:
-    # Two in flight: a microbatch starts every half round trip, of F + B twice and two messages.
-    profile = chain([(1.0, 3.0, 0.0)] * 2)
-    judge = Judge(Problem(profile, cluster(2, 1), 16, float("inf")))
-    plan = judge.problem.plan((Stage(0, 1, (1, 0)), Stage(1, 2, (0, 1))), 16)
-    assert judge.bound(plan) == pytest.approx(16 * (3e-3 + 3e-3), rel=0.05)
-    assert judge.bound(plan) == pytest.approx(judge.seconds(plan), rel=0.05)
-
-
 def test_the_formula_is_never_above_the_clock() -> None:
     draw = random.Random(1)
     every = list(all_stages(4, 2, 2))
@@ -96,16 +87,6 @@ def test_the_formula_is_never_above_the_clock() -> None:
         assert judge.bound(plan) <= judge.seconds(plan) * (1 + 1e-12), plan
         tight += judge.bound(plan) > 0.97 * judge.seconds(plan)
     assert tight > 80, "and mostly close to it"
-
-
-def test_one_stage_by_hand() -> None:
-    # 4 microbatches of 2 samples on 2 machines: a sample each, 3 ms; then a ring over 8 MB at 1 GB/s.
-    profile = chain([(1.0, 1.0, 8.0)])
-    machines = cluster(2, 1, network=1.0)
-    plan = ChainPlan((Stage(0, 1, (1, 1)),), 4, 2)
-    found = run(plan, plan_costs(plan, profile, machines), machines)
-    assert found.backwards_done == pytest.approx([12e-3])
-    assert found.seconds == pytest.approx(12e-3 + 8e-3)
 
 
 def test_reductions_on_one_network_queue() -> None:
@@ -121,7 +102,7 @@ def test_reductions_on_one_network_queue() -> None:
     assert inside.reduced == pytest.approx([6e-3 + 0.8e-3, 4e-3 + 0.8e-3])
 
 
-def test_messages_keep_to_their_machine() -> None:
+def test_messages_keep_to_their_machine_and_rings_cross_the_network() -> None:
     machines = cluster(2, 4)
     # Half of each stage on each machine: nothing crosses; two links carry half of it each.
     parts = shares((2, 2), (2, 2))
@@ -132,50 +113,33 @@ def test_messages_keep_to_their_machine() -> None:
     assert (parts[1].leaving, parts[0].entering) == (0.25, 0.25)
     assert hop_seconds(parts, 1e9, machines) == pytest.approx(0.25)
     assert hop_seconds(shares((4, 0), (0, 4)), 1e9, machines) == pytest.approx(1.0)
-
-
-def test_rings() -> None:
-    machines = cluster(2, 4)
-    assert all_reduce_seconds((1, 0), 1e9, machines) == 0.0
-    assert all_reduce_seconds((4, 0), 1e9, machines) == pytest.approx(1.5 / 100.0)
-    assert all_reduce_seconds((2, 2), 1e9, machines) == pytest.approx(1.5 / 3.0)
-
-
-def test_gpipe_holds_every_microbatch_and_takes_as_long_where_messages_are_free() -> None:
-    profile, machines = chain([(1.0, 0.0, 1.0)] * 4), cluster(1, 4)
-    problem = Problem(profile, machines, 8, float("inf"))
-    judge = Judge(problem)
-    stages = straight(profile, machines)
-    ahead, usual = (problem.plan(stages, 8, warm_up) for warm_up in ("all", "pa"))
-    assert judge.seconds(ahead) == pytest.approx(judge.seconds(usual))
-    held = [judge.memory(plan) for plan in (ahead, usual)]
-    assert [ahead.in_flight(stage) for stage in range(4)] == [8, 8, 8, 8]
-    assert [a - b for a, b in zip(*held, strict=True)] == pytest.approx([4e6, 5e6, 6e6, 7e6])
+    for devices, seconds in (((1, 0), 0.0), ((4, 0), 1.5 / 100.0), ((2, 2), 1.5 / 3.0)):
+        assert all_reduce_seconds(devices, 1e9, machines) == pytest.approx(seconds)
 
 
 def test_memory_counts_what_is_in_flight() -> None:
     profile = chain([(1.0, 1.0, 10.0)] * 2, kept=5e6)
     stages = (Stage(0, 1, (2,)), Stage(1, 2, (1,)))
-    # Two microbatches of 4 samples, half of each on a replica; then three under the deeper warm-up.
+    # Two microbatches of 4 samples, half of each on a replica; then three under the deeper warm-up, and all of GPipe's.
     assert memory_bytes(ChainPlan(stages, 8, 4), profile) == (40e6 + 2 * 2 * 5e6, 40e6 + 4 * 5e6)
-    assert memory_bytes(ChainPlan(stages, 8, 4, "pb"), profile)[0] == 40e6 + 3 * 2 * 5e6
-    assert memory_bytes(ChainPlan(stages, 1, 4), profile)[0] == 40e6 + 2 * 5e6
+    for plan, held in (((8, 4, "pb"), 3), ((1, 4), 1), ((8, 4, "all"), 8)):
+        assert memory_bytes(ChainPlan(stages, *plan), profile)[0] == 40e6 + held * 2 * 5e6
+    profile = chain([(1.0, 0.0, 1.0)] * 4)
+    judge = Judge(Problem(profile, cluster(1, 4), 8, float("inf")))
+    ahead, usual = (judge.problem.plan(straight(profile, cluster(1, 4)), 8, warm_up) for warm_up in ("all", "pa"))
+    assert judge.seconds(ahead) == pytest.approx(judge.seconds(usual)), "where messages are free"
 
 
-def test_timeline_is_in_milliseconds() -> None:
+def test_timeline_is_in_milliseconds_and_devices_have_numbers() -> None:
     profile = chain([(1.0, 0.0, 0.0)] * 2)
     machines = cluster(1, 2)
     plan = ChainPlan((Stage(0, 1, (1,)), Stage(1, 2, (1,))), 3, 1)
     costs = plan_costs(plan, profile, machines)
     drawn = timeline(plan, costs, run(plan, costs, machines))
     # (M + p - 1) (F + B) of 1 and 2 ms.
-    assert drawn.makespan == pytest.approx(12.0)
+    assert drawn.makespan == max(event.end for event in drawn.events) == pytest.approx(12.0)
     assert drawn.busy == pytest.approx((9.0, 9.0))
-    assert max(event.end for event in drawn.events) == pytest.approx(12.0)
     assert drawn.peak_activations == (2, 1)
-
-
-def test_device_numbers() -> None:
     stages = (Stage(0, 1, (2, 0)), Stage(1, 2, (1, 1)), Stage(2, 3, (1, 3)))
     assert device_ids(stages, 4) == [(0, 1), (2, 4), (3, 5, 6, 7)]
 
