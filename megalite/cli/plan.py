@@ -24,8 +24,7 @@ from megalite.config.errors import ConfigError, nearest
 from megalite.config.flags import Invocation
 from megalite.config.reading import write_text
 from megalite.pipeline.ir.render import render_grid
-from megalite.planner.cost.calibrate import Calibration, Machine, fit
-from megalite.planner.cost.rows import TIMES, Row, read_rows
+from megalite.planner.cost.calibrate import TIMES, Calibration, Machine, Row, fit, read_rows
 from megalite.planner.cost.step import predict
 from megalite.planner.hardware import Cluster, SoftwareStack, load_cluster, load_stack, refuse_taken, save_machine
 from megalite.planner.report import (

@@ -23,12 +23,10 @@ _INDEX_BYTES = 8
 class _Kept(NamedTuple):
     """One tensor of a layer."""
 
-    bytes: float
-    """For each token of this rank's part of the sequence, s/cp."""
-    freed_by: frozenset[str] = frozenset()
-    """Modules of selective recompute any of which makes it again instead."""
+    bytes: float  # for each token of this rank's part of the sequence, s/cp
+    freed_by: frozenset[str] = frozenset()  # modules of selective recompute any of which makes it again instead
+    # Modules of fine-grained offloading that save it, one or several; it stays if others keep it too, or none of these.
     saved_by: str = ""
-    """Modules of fine-grained offloading that save it, one or several; it stays if others keep it too, or none of these."""
 
 
 def _sizes(config: RunConfig) -> tuple[int, int, int]:
@@ -44,7 +42,7 @@ def _attention_widths(config: RunConfig) -> tuple[int, int]:
     return model.num_attention_heads * model.head_size, 2 * groups * model.head_size
 
 
-def _kept_share(config: RunConfig) -> float:
+def kept_share(config: RunConfig) -> float:
     """Of the rows that go to experts, those within the capacity."""
     return min(1.0, config.model.moe_expert_capacity_factor or 1.0)
 
@@ -167,7 +165,7 @@ def _experts(config: RunConfig) -> Iterator[_Kept]:
     moe = frozenset({"moe"})
     assert model.num_experts is not None
     choices = model.moe_router_topk / p.tp  # of one token, on each rank that shares it
-    rows = choices * _kept_share(config)
+    rows = choices * kept_share(config)
     yield _Kept(choices * (exact + _INDEX_BYTES) + rows * _INDEX_BYTES, moe)  # weights, experts, order
     tables = model.score_table + bool(model.moe_z_loss_coeff)
     if model.moe_router_score_function == "sigmoid":
@@ -385,7 +383,7 @@ def _deferred_of_layer(config: RunConfig, index: int) -> Iterator[float]:
     shared = model.moe_shared_expert_intermediate_size
     # Shared experts keep the same input. The router works in fp32 (fp64) on this rank's tokens.
     yield (0.0 if shared else h / p.tp) + exact / e * model.num_experts / p.tp
-    rows = model.moe_router_topk / p.tp * _kept_share(config)
+    rows = model.moe_router_topk / p.tp * kept_share(config)
     yield rows * (h * p.expert_tp + (2 if model.is_gated else 1) * model.expert_ffn_size)
     yield rows * (model.expert_ffn_size + h * p.expert_tp)
     if shared is not None:

@@ -43,10 +43,8 @@ class ElementBytes(NamedTuple):
 
     parameter: float
     gradient: float
-    optimizer: float
-    """Main parameters apart from the model's, states of the optimizer and of the strategy."""
-    offloadable: float
-    """The part of that which may be in host memory."""
+    optimizer: float  # main parameters apart from the model's, states of the optimizer and of the strategy
+    offloadable: float  # the part of that which may be in host memory
 
 
 def all_replicas(config: RunConfig) -> tuple[int, int]:
@@ -99,19 +97,15 @@ def strategy_bytes(config: RunConfig, replicas: int) -> float:
 class PlannedBucket:
     """A bucket of one stage."""
 
+    # Of the ranks that hold it too: dp-cp or expert-dp; of several instances those of one, intra-dp-cp or intra-expert-dp.
     group: str
-    """Of the ranks that hold it too: dp-cp or expert-dp; of several instances those of one, intra-dp-cp or intra-expert-dp."""
-    replicas: int
-    """How many these are."""
-    partial: bool
-    """Each tp rank has a part of the gradient."""
+    replicas: int  # how many these are
+    partial: bool  # each tp rank has a part of the gradient
     tied: bool
     elements: int
     shapes: tuple[ParameterShape, ...]
-    unit: str = ""
-    """Where parameters are sharded: which module's it is."""
-    fp8: bool = False
-    """It is gathered in fp8."""
+    unit: str = ""  # where parameters are sharded: which module's it is
+    fp8: bool = False  # it is gathered in fp8
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -200,12 +194,10 @@ def offloaded(config: RunConfig, buckets: Sequence[PlannedBucket]) -> list[Plann
 class HeldBytes(NamedTuple):
     """Of one rank, from step to step."""
 
-    parameters: int
-    """Elements, not bytes."""
+    parameters: int  # elements, not bytes
     parameter: float
     gradient: float
-    optimizer: float
-    """On the device."""
+    optimizer: float  # on the device
     host: float
 
 

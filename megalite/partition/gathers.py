@@ -15,8 +15,7 @@ from megalite.pipeline.ir.actions import COMPUTE, Kind
 
 WORD = "embedding.word.weight"
 
-Unit = tuple[PlannedBucket, ...]
-"""What one module needs."""
+Unit = tuple[PlannedBucket, ...]  # what one module needs
 
 
 class Pass(NamedTuple):

@@ -37,19 +37,16 @@ from megalite.topology.layout import ParallelLayout, ShardSpec
 class RankMemory:
     """Bytes on one rank, by what holds them."""
 
-    parameters: int
-    """Elements, not bytes: what this rank holds after tensor, pipeline and expert parallelism."""
+    parameters: int  # elements, not bytes: what this rank holds after tensor, pipeline and expert parallelism
     parameter_bytes: int
     gradient_bytes: int
-    optimizer_bytes: int
-    """Moments and, below fp32, the fp32 main parameters."""
-    activation_bytes: int
-    """Of all microbatches in flight at the peak."""
+    optimizer_bytes: int  # moments and, below fp32, the fp32 main parameters
+    activation_bytes: int  # of all microbatches in flight at the peak
+    # What recomputation brings back at once in the backward, what is whole for a while of sharded parameters and gradients,
+    # weights in fp8, and room for states that visit the device.
     workspace_bytes: int
-    """What recomputation brings back at once in the backward, what is whole for a while of sharded parameters and
-    gradients, weights in fp8, and room for states that visit the device."""
+    # Offloaded main parameters, optimizer states and activations; not in the total, which is the device's.
     host_bytes: int = 0
-    """Offloaded main parameters, optimizer states and activations; not in the total, which is the device's."""
 
     @property
     def total_bytes(self) -> int:
@@ -119,10 +116,8 @@ class HeldParameter:
     """One parameter of a rank."""
 
     stage: int
-    spec: ShardSpec
-    """Name, global shape and this rank's slice."""
-    bytes: int
-    """Of the slice in the model's precision, whole; with fully-sharded each replica keeps a part of it."""
+    spec: ShardSpec  # name, global shape and this rank's slice
+    bytes: int  # of the slice in the model's precision, whole; with fully-sharded each replica keeps a part of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,14 +126,11 @@ class HeldBucket:
 
     stage: int
     bucket: PlannedBucket
-    place: int
-    """This rank's among the replicas."""
+    place: int  # this rank's among the replicas
     parameter_bytes: int
     gradient_bytes: int
-    optimizer_bytes: int
-    """Main parameters apart from the model's, states of the optimizer and of the strategy."""
-    host_bytes: int
-    """Those of them that are offloaded."""
+    optimizer_bytes: int  # main parameters apart from the model's, states of the optimizer and of the strategy
+    host_bytes: int  # those of them that are offloaded
 
 
 def stages_of_rank(config: RunConfig, rank: int) -> list[StagePlan]:

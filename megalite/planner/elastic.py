@@ -23,7 +23,7 @@ from megalite.config.run import RunConfig
 from megalite.config.validate import require_startable, validate
 from megalite.planner.cost.step import predict
 from megalite.planner.hardware import Cluster, SoftwareStack, cluster_of_device, load_cluster, load_stack
-from megalite.planner.search.search import Candidate, describe, find, survey
+from megalite.planner.search.search import Candidate, counted, describe, find, survey
 from megalite.planner.search.space import (
     AS_GIVEN,
     HOST,
@@ -153,7 +153,7 @@ def _best(request: Request, cluster: Cluster, stack: SoftwareStack) -> Candidate
     if not len(enumerate_space(request)):
         batch = request.config.training.global_batch_size
         raise ConfigError(
-            f"elastic: no layout of {ranks(world)} is legal{given} with global_batch_size {batch}. "
+            f"elastic: no layout of {counted(world, 'rank')} is legal{given} with global_batch_size {batch}. "
             f"{_remedy(_legal_counts(request))}"
         )
     try:
@@ -168,7 +168,7 @@ def _best(request: Request, cluster: Cluster, stack: SoftwareStack) -> Candidate
             (n for n in more if survey(dataclasses.replace(request, world_size=n), cluster, stack).fitting), None
         )
         raise ConfigError(
-            f"elastic: no layout of {ranks(world)}{given} fits into {format_bytes(request.memory_limit)} per rank; the least "
+            f"elastic: no layout of {counted(world, 'rank')}{given} fits into {format_bytes(request.memory_limit)} per rank; the least "
             f"takes {format_bytes(least)}: {describe(layout)}. {_remedy([] if enough is None else [enough])}"
         ) from None
 
@@ -188,12 +188,8 @@ def _legal_counts(request: Request) -> list[int]:
 def _remedy(counts: Sequence[int]) -> str:
     if not counts:
         return "Nor does any number of ranks near it work: give fewer flags of the layout, or another batch"
-    start = ranks(counts[0]) if len(counts) == 1 else f"{counts[0]} or {counts[1]} ranks"
+    start = counted(counts[0], "rank") if len(counts) == 1 else f"{counts[0]} or {counts[1]} ranks"
     return f"Start {start}, or give fewer flags of the layout"
-
-
-def ranks(count: int) -> str:
-    return f"{count} rank{'s' if count > 1 else ''}"
 
 
 def take_layout(
@@ -250,8 +246,8 @@ def _find(
     )
     was = ""
     if former is not None and former.world_size != world_size:
-        was = f"; the checkpoint of step {former.step} is of {ranks(former.world_size)} as {_in_words(former.layout)}"
-    return layout, f"elastic: {ranks(world_size)}{was}; continuing as {_in_words(layout)} ({why})"
+        was = f"; the checkpoint of step {former.step} is of {counted(former.world_size, 'rank')} as {_in_words(former.layout)}"
+    return layout, f"elastic: {counted(world_size, 'rank')}{was}; continuing as {_in_words(layout)} ({why})"
 
 
 def newest_layout(folder: Path) -> Former | None:

@@ -154,19 +154,8 @@ class SoftwareStack:
     product_rate: float = 1.0  # of the cluster's rate of products; above 1 if that was fitted on slower libraries
 
 
-_FIGURES = (
-    *("attention_efficiency", "attention_backward", "elementwise_slowdown", "optimizer_slowdown", "overlap_cost"),
-    *("operation_seconds", "collective_seconds", "microbatch_seconds", "step_seconds", "product_rate", "spread"),
-    "float8_rate",
-)
-
-
 def cluster_names() -> list[str]:
     return sorted(path.stem for path in _CLUSTERS.glob("*.yaml"))
-
-
-def stack_names() -> list[str]:
-    return sorted(path.stem for path in _STACKS.glob("*.yaml"))
 
 
 def load_cluster(name_or_path: str) -> Cluster:
@@ -189,8 +178,7 @@ def load_stack(name_or_path: str) -> SoftwareStack:
     """A stack by its name or from a file; raises as `load_cluster`."""
     path = find_file(name_or_path, _STACKS, kind="stack")
     stack = build(SoftwareStack, read_yaml(path, kind="stack"), f"stack file {path}")
-    defaults = {f.name: f.default for f in fields(SoftwareStack)}
-    needed = {name: getattr(stack, name) != defaults[name] for name in _FIGURES}
+    needed = {f.name: getattr(stack, f.name) != f.default for f in fields(SoftwareStack) if f.type is float}
     _check_provenance(f"stack file {path}", stack.provenance, needed)
     return stack
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megalite.cli.main import main
-from megalite.planner.cost.rows import read_rows
+from megalite.planner.cost.calibrate import read_rows
 from megalite.planner.cost.step import predict
 from megalite.planner.hardware import load_cluster, load_stack
 

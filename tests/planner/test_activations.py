@@ -1,35 +1,30 @@
-"""Bytes of activations against published formulas and against adding up by hand.
+"""Bytes of a rank, its activations among them, against published formulas and against adding up by hand.
 
-tests/models/test_activation_bytes.py measures the model against the same functions.
-"""
+What layers of each kind keep is measured in tests/models/test_activation_bytes.py; here is what a CPU does not show."""
 
 from collections.abc import Callable
 
 import pytest
 
 from megalite.config.describe import replace
-from megalite.config.flags import parse_arguments
-from megalite.config.run import RunConfig
-from megalite.config.validate import validate
+from megalite.models.shapes import parameter_count
 from megalite.partition.activations import (
+    deferred_bytes,
     layer_activation_bytes,
     recompute_units,
     recompute_workspace_bytes,
     stage_activation_bytes,
 )
-from megalite.partition.memory import rank_memory
+from megalite.partition.memory import activation_peaks, rank_memory
 from megalite.partition.pipeline import plan_stages
+from megalite.pipeline.ir.generators.one_chunk import gpipe, one_f_one_b, zb_h1
+from tests.planner.cost.machines import from_flags as config_of
 
 GPT = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 3 --vocab-size 512"
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
-TOKENS, H, HEADS = 32 * 3, 64, 4
-LOGSUMEXP = 4 * HEADS * TOKENS
+TOKENS, H = 32 * 3, 64
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
 FULL = "--recompute-granularity full --recompute-method"
-
-
-def config_of(flags: str, world_size: int) -> RunConfig:
-    return validate(parse_arguments(flags.split()).config, world_size)
 
 
 @pytest.mark.parametrize(
@@ -75,85 +70,26 @@ def test_activations_of_figure_1(
         assert layer_activation_bytes(config) * in_flight_layers / 2**30 == pytest.approx(published, abs=0.006)
 
 
-def test_fused_attention_keeps_its_logsumexp_and_no_dropout_no_masks() -> None:
-    assert layer_activation_bytes(config_of(f"{GPT} --bf16", 1)) == 32 * TOKENS * H + LOGSUMEXP
-    assert layer_activation_bytes(config_of(f"{GPT} --fp32", 1)) == 64 * TOKENS * H + LOGSUMEXP
-    # Grouped queries and a gated MLP: q 1h, k and v h/2 each, attention out 1h, three times the width of the MLP.
-    flags = f"{GPT} --bf16 --num-query-groups 2 --activation geglu --ffn-hidden-size 64"
-    assert layer_activation_bytes(config_of(flags, 1)) == 2 * TOKENS * H * (4 + 3 + 3) + LOGSUMEXP
-
-
-@pytest.mark.parametrize(
-    ("modules", "freed"),
-    # In units of s·b·h, in which the scores are 5·4·32/64.
-    [("core_attn", 10), ("mlp_act", 8), ("mlp", 16), ("layernorm", 4), ("core_attn mlp layernorm", 30)],
-)
-def test_selected_modules_free_their_part(modules: str, freed: int) -> None:
-    whole = layer_activation_bytes(config_of(f"{GPT} --bf16 {DROPOUT}", 1))
-    config = config_of(f"{GPT} --bf16 {DROPOUT} {SELECTIVE} {modules}", 1)
-    assert whole - layer_activation_bytes(config) == freed * TOKENS * H
-
-
-def test_heads_exchanged_over_cp_are_kept_twice() -> None:
-    ring, exchanged = (
-        layer_activation_bytes(config_of(f"{GPT} --bf16 --cp 2 --cp-comm-type {kind}", 2)) for kind in ("p2p", "a2a")
-    )
-    assert exchanged - ring == 2 * H * TOKENS // 2
-    # With dropout the ring needs every rank's keys and values where the scores are: the others' and its own.
-    ring, exchanged = (
-        layer_activation_bytes(config_of(f"{GPT} {DROPOUT} --bf16 --cp 2 --cp-comm-type {kind}", 2))
-        for kind in ("p2p", "a2a")
-    )
-    assert ring - exchanged == 2 * (2 * H) * TOKENS
-
-
-@pytest.mark.parametrize(
-    ("flags", "copies"),
-    [
-        ("--bf16", 0),
-        ("--bf16 --device cpu", 2),
-        ("--fp32", 2),
-        ("--fp32 --cp 2", 0),
-        ("--fp32 --cp 2 --cp-comm-type a2a", 2),
-        ("--fp32 --sliding-window 16 --position-embedding-type rope", 0),
-        ("--fp32 --reset-attention-mask", 0),
-        (f"--fp32 {SELECTIVE} core_attn", 0),
-    ],
-)
+@pytest.mark.parametrize(("flags", "copies"), [("--bf16", 0), ("--bf16 --device cpu", 2), ("--fp32", 2)])
 def test_grouped_keys_are_repeated_where_no_kernel_takes_them(flags: str, copies: int) -> None:
     """Two groups of two heads each: keys and values as wide as the queries instead of half as wide."""
-    config = config_of(f"{GPT} {flags} --num-query-groups 2", 2)
-    element = 2 if "bf16" in flags else 4
+    config = config_of(f"{GPT} {flags} --num-query-groups 2", 1)
     kept = {groups: layer_activation_bytes(replace(config, num_query_groups=groups)) for groups in (2, 4)}
-    tokens = TOKENS // config.parallel.cp
-    assert kept[4] - kept[2] == (2 - copies) * tokens * (H // 2) * element
+    assert kept[4] - kept[2] == (2 - copies) * TOKENS * (H // 2) * (2 if "bf16" in flags else 4)
 
 
-def test_query_and_key_norms_keep_what_they_were_given() -> None:
-    plain, normed = (layer_activation_bytes(config_of(f"{GPT} --bf16 {flag}", 1)) for flag in ("", "--qk-layernorm"))
-    assert normed - plain == 2 * 2 * H * TOKENS + 2 * 4 * 8 * TOKENS  # with two numbers for each of eight heads
-
-
-def test_experts_keep_topk_copies() -> None:
-    flags = f"{GPT} --bf16 --num-experts 4 --disable-bias-linear --moe-router-topk"
-    two, three = (layer_activation_bytes(config_of(f"{flags} {topk}", 1)) for topk in (2, 3))
-    # Rows in, the nonlinearity's input and output, rows out; a weight, an expert and a place of each.
-    assert three - two == TOKENS * (2 * H + 2 * 2 * 4 * H + 2 * H + 4 + 8 + 8)
-    half = layer_activation_bytes(config_of(f"{flags} 2 --moe-expert-capacity-factor 0.5", 1))
-    assert two - half == TOKENS * (2 * H + 2 * 2 * 4 * H + 2 * H + 8)
-    inside = layer_activation_bytes(config_of(f"{flags} 2 {SELECTIVE} moe", 1))
-    dense = layer_activation_bytes(config_of(f"{GPT} --bf16 {SELECTIVE} mlp", 1))
-    assert inside == dense
-
-
-def test_layers_with_and_without_experts_differ() -> None:
-    flags = f"{GPT} --bf16 --num-experts 4 --disable-bias-linear --moe-layer-freq 2"
-    config = config_of(flags, 1)
+def test_experts_keep_rows_within_the_capacity_in_their_layers() -> None:
+    flags = f"{GPT} --bf16 --num-experts 4 --disable-bias-linear"
+    whole, half = (
+        layer_activation_bytes(config_of(f"{flags} {more}", 1)) for more in ("", "--moe-expert-capacity-factor 0.5")
+    )
+    # Rows in, the nonlinearity's input and output, rows out, and a place of each.
+    assert whole - half == TOKENS * (2 * H + 2 * 2 * 4 * H + 2 * H + 8)
+    config = config_of(f"{flags} --moe-layer-freq 2", 1)
     experts, dense = (layer_activation_bytes(config, index) for index in (0, 1))
     assert experts > dense == layer_activation_bytes(config_of(f"{GPT} --bf16", 1))
     (plan,) = plan_stages(config)
-    ends = TOKENS * (2 * 2 * H + 2 * 512)
-    assert stage_activation_bytes(config, plan) == 2 * experts + 2 * dense + ends
+    assert stage_activation_bytes(config, plan) == 2 * experts + 2 * dense + TOKENS * (2 * 2 * H + 2 * 512)
 
 
 @pytest.mark.parametrize(
@@ -184,9 +120,47 @@ def test_selective_recompute_needs_room_for_one_module() -> None:
     assert recompute_workspace_bytes(config_of(f"{GPT} --bf16", 1), plan) == 0
 
 
-def test_ends_of_the_pipeline() -> None:
-    config = config_of(f"{GPT} --bf16 --pp 2 --tp 2 --hidden-dropout 0.1", 4)
-    first, last = plan_stages(config)
-    layer, tokens = layer_activation_bytes(config), 32 * 3
-    assert stage_activation_bytes(config, first) == first.num_layers * layer + tokens * 64
-    assert stage_activation_bytes(config, last) == last.num_layers * layer + tokens * 64 * 4 + tokens * 2 * 512 // 2
+@pytest.mark.parametrize(("precision", "total"), [("bf16", 18), ("fp16", 18), ("fp32", 16), ("fp64", 32)])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_state_of_one_rank(precision: str, total: int, sharded: bool) -> None:
+    strategy = "--use-distributed-optimizer" if sharded else ""
+    config = config_of(f"{GPT} --precision {precision} {strategy}", 4)
+    stages = plan_stages(config)
+    memory = rank_memory(config, stages, 2 * stage_activation_bytes(config, stages[0]))
+    count = parameter_count(config.model)
+    optimizer = {"bf16": 12, "fp16": 12, "fp32": 8, "fp64": 16}[precision]
+    assert memory.parameters == count
+    expected = (total - optimizer + optimizer / (4 if sharded else 1)) * count
+    assert memory.total_bytes - memory.activation_bytes == pytest.approx(expected, abs=1)
+    assert memory.activation_bytes == 2 * stage_activation_bytes(config, stages[0])
+    assert memory.workspace_bytes == 0
+
+
+def test_parameters_of_ranks_add_up() -> None:
+    config = config_of(f"{GPT} --pp 2 --tp 2 --activation swiglu --normalization RMSNorm --disable-bias-linear", 4)
+    stages = plan_stages(config)
+    on_ranks = sum(2 * rank_memory(config, [plan], 0).parameters for plan in stages)
+    # Both tensor-parallel ranks hold norms and positions, both ends of the pipeline the tied embedding.
+    norms = (2 * 4 + 1) * 64
+    assert on_ranks == parameter_count(config.model) + norms + 32 * 64 + 512 * 64
+
+
+def test_experts_are_split_over_ep_and_their_own_data_parallel_size() -> None:
+    flags = f"{GPT} --num-experts 4 --use-distributed-optimizer --bf16 --disable-bias-linear"
+    one, four = config_of(flags, 4), config_of(f"{flags} --ep 4", 4)
+    before, after = (rank_memory(config, plan_stages(config), 0) for config in (one, four))
+    expert = 4 * 2 * 4 * 64 * 256
+    assert before.parameters - after.parameters == expert * 3 // 4
+    # Divided by dp 4 before, by ep 4 after: the same optimizer state.
+    assert before.optimizer_bytes == after.optimizer_bytes
+
+
+def test_peak_of_a_schedule_is_by_weight_and_knows_its_halves() -> None:
+    config = config_of(f"{GPT} --pp 2 --global-batch-size 18", 2)
+    stages = plan_stages(config)
+    first, last = (stage_activation_bytes(config, plan) for plan in stages)
+    assert activation_peaks(config, stages, one_f_one_b(2, 6)) == [2 * first, last]
+    assert activation_peaks(config, stages, gpipe(2, 6)) == [6 * first, 6 * last]
+    waiting = deferred_bytes(config, stages[1])
+    # Rank 1 of ZB-H1: the graph of one microbatch, and what the W of the one before it waits with.
+    assert activation_peaks(config, stages, zb_h1(2, 6))[1] == last + waiting

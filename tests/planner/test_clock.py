@@ -10,10 +10,12 @@ from megalite.pipeline.ir.schedule import Program
 from megalite.pipeline.ir.simulate import Costs, Link
 from megalite.planner import clock
 from megalite.planner.clock import Clock, Run
-from megalite.planner.search.space import LOOPED, VEE
+from megalite.planner.search.space import VEE
 from tests.planner.cost.machines import config_of
 
-CHUNKS = {name: (2, 3) if name in LOOPED else (2,) if name in VEE else (1,) for name in SCHEDULES}
+CHUNKS = {
+    name: (2, 3) if name in ("interleaved", "looped-bfs") else (2,) if name in VEE else (1,) for name in SCHEDULES
+}
 
 
 def clock_of(schedule: str, pp: int, vpp: int, microbatches: int) -> Clock:
@@ -54,10 +56,10 @@ def both(schedule: str, pp: int, vpp: int, count: int, costs: Costs, patch: pyte
     return found
 
 
-@pytest.mark.parametrize("pp", [2, 3, 4, 8])
+@pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_an_extended_step_is_the_simulated_one(schedule: str, pp: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for vpp, count in product(CHUNKS[schedule], (5 * pp, 11 * pp + 1, 96)):
+    for vpp, count in product(CHUNKS[schedule], (5 * pp, 11 * pp + 1)):
         for costs in unlike(pp, vpp, seed=count):
             whole, extended = both(schedule, pp, vpp, count, costs, monkeypatch)
             assert whole.shift == 0.0

@@ -29,61 +29,37 @@ GROUPS: dict[str, dict[str, Any]] = {
 LAYOUTS = rows_of(
     """
 packed sp: tp=2 SP micro_batch_size=2 packing=best-fit
-dp2: dp=2 ddp_bucket_size=3000
 dp4 zero-1 bf16, noise scale: dp=4 Z1 precision=bf16 log_gradient_noise_scale
 dp4 fused, bf16 wire: dp=4 dp_strategy=fused-all-reduce precision=bf16 wire_dtype=bf16 fusion_threshold_mb=0.01
-dp2 tp2 by rank: dp=2 tp=2 reduction_order=rank
-dp2 cp2 largest logits: dp=2 cp=2 qk_clip SELECTIVE
-dp2 zero-2: dp=2 Z2
+dp2 cp2 by rank, largest logits: dp=2 cp=2 qk_clip SELECTIVE reduction_order=rank
 dp2 tp2 sp zero-2: dp=2 tp=2 SP Z2
-dp2 pp2 tied zero-2: dp=2 pp=2 Z2
-dp4 zero-1 bf16, two instances: dp=4 Z1 precision=bf16 dp_instances=2
 dp2 cp2 pp2 tied zero-2, two instances by rank: dp=2 cp=2 pp=2 Z2 reduction_order=rank dp_instances=2
 dp6 zero-3, fp16 wire, three instances: dp=6 Z3 LLAMA precision=bf16 wire_dtype=fp16 dp_instances=3
-dp4 ep2 zero-3, experts whole in two instances: dp=4 ep=2 MOE Z3 dp_instances=2
-dp2 pp2 zero-3: dp=2 pp=2 Z3
 dp2 gpipe, a layer each, zero-3: dp=2 pp=4 Z3 pipeline_schedule=gpipe
 dp2 pp2 vpp2 zero-3, by rank: dp=2 pp=2 vpp=2 Z3 reduction_order=rank
-dp2 pp2 zero-3, late: dp=2 pp=2 Z3 LLAMA overlap_param_gather=false
 dp2 pp2 zb-v tied zero-3: dp=2 pp=2 vpp=2 Z3 tie_embeddings pipeline_schedule=zb-v
 dp2 pp2 ahead, further tokens, zero-3: dp=2 pp=2 Z3 LLAMA mtp_num_layers=1 FULL recompute_ahead
 dp4 ep2 zero-3, further tokens: dp=4 ep=2 LLAMA Z3 num_experts=4 moe_ffn_hidden_size=16 mtp_num_layers=2
 dp4 sharded server: dp=4 dp_strategy=sharded-parameter-server precision=fp32 server_chunk_mb=0.004
-tp2: tp=2 hidden_dropout=0.1
 tp4 sp: tp=4 SP
 tp2 pp2, messages scattered: tp=2 pp=2 mtp_num_layers=1 LLAMA
-tp2 cp2 pp2 vpp2 v, scattered: tp=2 cp=2 pp=2 vpp=2 pipeline_schedule=zb-v
 tp4 pp2, messages whole: tp=4 pp=2 scatter_gather_tensors_in_pipeline=false
-tp2 pp2, messages of integers, scattered: tp=2 pp=2 pipeline_compression=uint8
-tp2 pp2 sp bf16, largest of messages: tp=2 pp=2 vpp=2 SP precision=bf16 pipeline_compression=topk:0.1
-pp2, rounded messages: pp=2 pipeline_compression=bf16 precision=fp32
-tp2 sp full recompute: tp=2 SP LLAMA FULL
+tp2 pp2 sp bf16, largest of messages: tp=2 pp=2 vpp=2 SP LLAMA mtp_num_layers=1 precision=bf16
+  pipeline_compression=topk:0.1
 tp2 full recompute of two layers, dropout: tp=2 hidden_dropout=0.1 FULL recompute_num_layers=2 num_layers=4
 tp2 pp2 vpp2 dp2: tp=2 pp=2 vpp=2 dp=2 SP Z1
-pp4 tied: pp=4 pipeline_schedule=gpipe
-tp2 sp olmo2: tp=2 SP OLMO2
 tp2 olmo2 recomputed: tp=2 OLMO2 FULL pre_norms=false
 cp2 ring: cp=2 LLAMA qk_norm
-cp4 ring bf16, core recomputed: cp=4 precision=bf16 SELECTIVE
-cp2 tp2 sp all-to-all: cp=2 tp=2 SP cp_comm_type=a2a
 cp4 gathered bf16, core recomputed: cp=4 LLAMA cp_comm_type=allgather precision=bf16 SELECTIVE
-cp2 tp2 sp latent, gathered: cp=2 tp=2 SP LATENT cp_comm_type=allgather
-cp4 in two groups, core recomputed: cp=4 LLAMA HIERARCHICAL SELECTIVE
 cp4 in two groups, one key, dropout: cp=4 LLAMA HIERARCHICAL num_query_groups=1 attention_dropout=0.1
 cp4 in two groups, latent, recomputed:
   cp=4 LATENT HIERARCHICAL SELECTIVE recompute_modules=["core_attn","mla_up_proj"]
-tp2 sp latent: tp=2 SP LATENT
 tp2 cp2 sp latent, recomputed: tp=2 cp=2 SP LATENT cp_comm_type=a2a SELECTIVE recompute_modules=["mla_up_proj"]
 tp2 cp2 latent, queries from the input: tp=2 cp=2 LATENT q_lora_rank=null qk_norm=false
-cp2 tp2 sp latent, all-to-all: cp=2 tp=2 SP LATENT cp_comm_type=a2a
-pp2 tp2 sp, further tokens: pp=2 tp=2 SP LLAMA mtp_num_layers=2
 pp2 dp2 full, a further token of experts: pp=2 dp=2 LLAMA Z1 tie_embeddings mtp_num_layers=1 num_experts=4
   moe_router_score_function=sigmoid moe_router_enable_expert_bias FULL
 tp4, two ranks share a key: tp=4 LLAMA num_query_groups=2 kv_channels=8
-tp2 cp2 sp, keys repeated: tp=2 cp=2 SP LLAMA num_query_groups=1 cp_comm_type=a2a
 tp4 cp2 ring sp, one key: tp=4 cp=2 SP LLAMA num_query_groups=1 FULL
-cp2 with attention dropout: cp=2 attention_dropout=0.1
-ep2: dp=2 ep=2 MOE
 ep2 etp1 tp2 sp cp2: dp=1 tp=2 cp=2 ep=2 etp=1 SP MOE Z1
 ep2 tp2, the shared expert recomputed: dp=2 tp=2 ep=2 etp=1 MOE SHARED recompute_modules=["shared_experts"]
 etp2 tp2, experts recomputed, shared, capacity: dp=2 tp=2 ep=2 etp=2 MOE SHARED recompute_modules=["mlp","moe"]
@@ -150,26 +126,16 @@ SHARDED: dict[str, Any] = {"dp_strategy": "fully-sharded", "num_layers": 4, "glo
 GOSSIP: dict[str, Any] = {"dp_strategy": "gossip"}
 LOSSY: dict[str, dict[str, Any]] = {
     "onebit": {"grad_compression": "onebit"},
-    "uint8": {"grad_compression": "uint8"},
     "topk": {"grad_compression": "topk", "topk_density": 0.1},
-    "topk fp64": {"grad_compression": "topk", "topk_density": 0.1, "precision": "fp64"},
-    "powersgd": {"grad_compression": "powersgd"},
     "powersgd fp64": {"grad_compression": "powersgd", "precision": "fp64"},
     "onebit-adam": {"optimizer": "onebit-adam", "freeze_step": 1},
     "local-sgd": {"dp_strategy": "local-sgd", "sync_interval": 4},
     "local-sgd, late": LATE,
-    "local-sgd averages sgd": {**AVERAGED, "optimizer": "sgd"},
     "local-sgd averages muon": {**AVERAGED, "optimizer": "muon", "wire_dtype": "bf16"},
-    "local-sgd averages bf16": {**AVERAGED, "exp_avg_dtype": "bf16"},
     "diloco": {"dp_strategy": "diloco", "sync_interval": 4, "sync_fragments": 2},
-    "local-sgd, hierarchical": {**LATE, "dp_instances": 2},
     "local-sgd, hierarchical, bf16": {**LATE, "dp_instances": 2, "wire_dtype": "bf16"},
-    "gossip": GOSSIP,
-    "gossip, hierarchical": {**GOSSIP, "dp_instances": 2},
     "gossip, hierarchical, 8 bits": {**GOSSIP, "dp_instances": 2, "gossip_algorithm": "choco-sgd"},
-    "gossip, 8 bits": {**GOSSIP, "gossip_algorithm": "choco-sgd"},
     "gossip, 8 bits, fp64": {**GOSSIP, "gossip_algorithm": "choco-sgd", "precision": "fp64"},
-    "fully-sharded": SHARDED,
     "fully-sharded, late, tied": {**SHARDED, "overlap_param_gather": False, "tie_embeddings": True},
     "fully-sharded, two layers, not tied": {**SHARDED, **LLAMA, "num_layers": 2},
 }

@@ -69,50 +69,39 @@ def test_all_ranks_take_rank_zeros_answer(of_four: Path) -> None:
     assert first["tp"] * first["pp"] * first["dp"] == 2
     assert silence == []
     (line,) = said
-    assert line.startswith(
-        "elastic: 2 ranks; the checkpoint of step 2 is of 4 ranks as tp 2 x cp 1 x dp 1 x pp 2, micro batch 1, all-reduce, "
-        f"recompute none; continuing as tp {first['tp']} x cp 1 x dp {first['dp']} x pp {first['pp']}"
+    assert line.startswith("elastic: 2 ranks; the checkpoint of step 2 is of 4 ranks as tp 2 x cp 1 x dp 1 x pp 2, ")
+    assert (
+        f"; continuing as tp {first['tp']} x cp 1 x dp {first['dp']} x pp {first['pp']}" in line and "(planned" in line
     )
-    assert "(planned" in line
 
 
 def test_on_the_same_ranks_nothing_changes(of_four: Path) -> None:
     found = run_ranks(4, taken, 4, str(of_four), {}, {})
     assert all((layout["tp"], layout["pp"], layout["dp"]) == (2, 2, 1) for layout, _ in found)
-    assert found[0][1] == [
-        "elastic: 4 ranks; continuing as tp 2 x cp 1 x dp 1 x pp 2, micro batch 1, all-reduce, recompute none (the layout of "
-        "the checkpoint of step 2)"
-    ]
+    (line,) = found[0][1]
+    assert line.startswith("elastic: 4 ranks; continuing as tp 2 x cp 1 x dp 1 x pp 2, ")
+    assert line.endswith("(the layout of the checkpoint of step 2)")
 
 
-def test_no_layout_is_one_error_on_every_rank(of_four: Path) -> None:
-    found = run_ranks(3, taken, 3, str(of_four), {}, {"tp": 2})
-    assert len({message for message, _ in found}) == 1
-    assert found[0][0].startswith("ConfigError: elastic: no layout of 3 ranks is legal with tp 2")
-    assert "Start 2 or 4 ranks" in found[0][0]
+def test_an_error_is_the_same_on_every_rank(of_four: Path) -> None:
+    for world, flags, words in (
+        (3, {"tp": 2}, ("elastic: no layout of 3 ranks is legal with tp 2", "Start 2 or 4 ranks")),
+        (2, {"elastic_cluster": "dgx-h10"}, ("dgx-h100",)),
+    ):
+        found = run_ranks(world, taken, world, str(of_four), {}, flags)
+        (message,) = {message for message, _ in found}
+        assert all(word in message for word in words)
 
 
-def test_a_cluster_that_is_not_there_is_one_error(of_four: Path) -> None:
-    found = run_ranks(2, taken, 2, str(of_four), {}, {"elastic_cluster": "dgx-h10"})
-    assert found[0][0] == found[1][0]
-    assert "dgx-h100" in found[0][0]
-
-
-def test_nothing_there_is_no_former_layout(tmp_path: Path) -> None:
-    assert newest_layout(tmp_path) is None
-    assert newest_layout(tmp_path / "none") is None
-
-
-def test_a_damaged_manifest_is_passed_over(of_four: Path, tmp_path: Path) -> None:
+def test_the_newest_layout_that_can_be_read(of_four: Path, tmp_path: Path) -> None:
+    assert newest_layout(tmp_path) is newest_layout(tmp_path / "none") is None
     folder = tmp_path / "checkpoints"
     shutil.copytree(of_four, folder)
-    later = folder / "step-0000009"
-    shutil.copytree(folder / "step-0000002", later)
-    text = (later / MANIFEST_NAME).read_text()
-    (later / MANIFEST_NAME).write_text(text.replace('"tp":2', '"tp":4', 1))
+    later = folder / "step-0000009" / MANIFEST_NAME
+    shutil.copytree(folder / "step-0000002", later.parent)
+    later.write_text(later.read_text().replace('"tp":2', '"tp":4', 1))
     found = newest_layout(folder)
-    assert found is not None
-    assert (found.step, found.world_size) == (2, 4)
+    assert found is not None and (found.step, found.world_size) == (2, 4)
 
 
 def test_settings_of_a_checkpoint_are_not_trusted(of_four: Path) -> None:

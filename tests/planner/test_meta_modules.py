@@ -24,7 +24,6 @@ TRILLION = "--preset gpt-1t --tp 8 --pp 64 --global-batch-size 192"
 MOE = "--preset mixtral-8x7b --vocab-size 32001 --bf16 --global-batch-size 4096"
 ZERO_1 = "--dp-strategy distributed-optimizer"
 CASES = {
-    "tied ends on two ranks": (3072, f"{TRILLION} --bf16 --sequence-parallel"),
     "zero-1, cp, chunks": (3072, f"{TRILLION} --bf16 --vpp 2 --cp 2 --sequence-parallel {ZERO_1}"),
     "zero-2": (3072, f"{TRILLION} --bf16 {ZERO_1} --shard-gradients"),
     "moments in bf16": (3072, f"{TRILLION} --bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --stochastic-rounding"),
@@ -32,7 +31,6 @@ CASES = {
     "tied ends on one rank": (3072, f"{TRILLION} --fp32 --pipeline-schedule zb-v --vpp 2 --optimizer sgd"),
     "zero-3": (3072, "--preset gpt3-175b --tp 8 --global-batch-size 384 --bf16 --dp-strategy fully-sharded"),
     "experts over ep": (4096, f"{MOE} --tp 4 --etp 1 --ep 8 --cp 2 --pp 8 --vpp 4 --sequence-parallel {ZERO_1}"),
-    "experts over ep and their own tp": (4096, f"{MOE} --tp 4 --etp 2 --ep 4 --pp 16"),
     "sinks, and biases of experts over their own tp": (
         4096,
         "--preset gpt-oss-120b --vocab-size 201088 --tp 4 --etp 2 --ep 8 --cp 2 --pp 4 --bf16 --sequence-parallel "

@@ -1,41 +1,21 @@
-"""The cut into stages, and the bubble computed from it."""
+"""The cut into stages, what they cost and compute again, and the bubble computed from it."""
 
 import pytest
 
-import megalite.partition.pipeline as planner_costs
 from megalite.config.errors import ConfigError
-from megalite.config.flags import parse_arguments
 from megalite.config.run import RunConfig
-from megalite.config.validate import validate
 from megalite.models.shapes import head_forward_flops, layer_forward_flops, stage_shapes
 from megalite.partition.activations import stage_sizes
 from megalite.partition.memory import rank_memory
-from megalite.partition.pipeline import lowered, plan_stages, schedule_of
+from megalite.partition.pipeline import _recompute_flops, costs_of, lowered, plan_stages, schedule_of
 from megalite.partition.stages import shapes_of_rank, stage_forward_flops
 from megalite.pipeline.ir.memory import memory_peaks
 from megalite.pipeline.ir.schedule import Program
 from megalite.pipeline.ir.simulate import Costs, Timeline, simulate
 from megalite.planner import clock
+from tests.planner.cost.machines import from_flags as config_of
 
 GPT = "--hidden-size 64 --seq-length 32 --vocab-size 128"
-
-
-def config_of(flags: str, world_size: int) -> RunConfig:
-    return validate(parse_arguments(flags.split()).config, world_size)
-
-
-def test_stages_cover_the_layers_in_order() -> None:
-    config = config_of(f"{GPT} --num-layers 9 --pp 2 --vpp 2", 2)
-    stages = plan_stages(config)
-    assert [plan.rank for plan in stages] == [0, 1, 0, 1]
-    assert [plan.has_embedding for plan in stages] == [True, False, False, False]
-    assert [plan.has_head for plan in stages] == [False, False, False, True]
-    assert [layer for plan in stages for layer in range(plan.first_layer, plan.last_layer)] == list(range(9))
-
-
-def test_pipeline_layers_are_taken_as_they_are() -> None:
-    config = config_of(f"{GPT} --num-layers 4 --pp 2 --pipeline-layers 3,1", 2)
-    assert [plan.num_layers for plan in plan_stages(config)] == [3, 1]
 
 
 def test_a_heavy_head_gets_fewer_layers() -> None:
@@ -52,11 +32,17 @@ def test_a_heavy_head_gets_fewer_layers() -> None:
     assert slowest == min(max(cut * layer, (8 - cut) * layer + head) for cut in range(1, 8))
 
 
-def test_a_rank_with_both_ends_holds_the_tied_embedding_once() -> None:
-    config = config_of(f"{GPT} --num-layers 2", 1)
-    shapes = shapes_of_rank(config, list(plan_stages(config)))
-    assert len({shape.name for shape in shapes}) == len(shapes)
-    assert shapes == stage_shapes(config.model, 0, 2, True, True)
+def test_stages_cover_the_layers_in_order() -> None:
+    config = config_of(f"{GPT} --num-layers 9 --pp 2 --vpp 2", 2)
+    stages = plan_stages(config)
+    assert [(plan.rank, plan.has_embedding, plan.has_head) for plan in stages] == [
+        *((0, True, False), (1, False, False), (0, False, False), (1, False, True))
+    ]
+    assert [layer for plan in stages for layer in range(plan.first_layer, plan.last_layer)] == list(range(9))
+    by_hand = config_of(f"{GPT} --num-layers 4 --pp 2 --pipeline-layers 3,1", 2)
+    assert [plan.num_layers for plan in plan_stages(by_hand)] == [3, 1]
+    alone = config_of(f"{GPT} --num-layers 2", 1)  # it holds the tied embedding once
+    assert shapes_of_rank(alone, list(plan_stages(alone))) == stage_shapes(alone.model, 0, 2, True, True)
 
 
 def even(pp: int, vpp: int, schedule: str = "1f1b") -> RunConfig:
@@ -81,16 +67,15 @@ def test_bubble_of_the_published_formula(pp: int, vpp: int, schedule: str) -> No
     ("flags", "microbatches"),
     [
         ("--pp 4 --num-layers 9", 41),
-        ("--pp 2 --num-layers 4 --pipeline-layers 1,3 --pipeline-schedule gpipe", 30),
-        ("--pp 4 --vpp 2 --num-layers 12", 44),
         ("--pp 4 --vpp 2 --num-layers 11 --microbatch-group-size 6", 42),
-        ("--pp 4 --vpp 3 --num-layers 24 --vocab-size 4096", 40),
         ("--pp 2 --vpp 2 --num-layers 7 --pipeline-schedule looped-bfs --recompute-granularity full", 33),
     ],
 )
 def test_long_steps_are_extended_exactly(flags: str, microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    size = "--hidden-size 64 --seq-length 32" + ("" if "vocab" in flags else " --vocab-size 512")
-    config = config_of(f"{size} {flags} --global-batch-size {microbatches}", 4 if "--pp 4" in flags else 2)
+    config = config_of(
+        f"--hidden-size 64 --seq-length 32 --vocab-size 512 {flags} --global-batch-size {microbatches}",
+        4 if "--pp 4" in flags else 2,
+    )
     stages = plan_stages(config)
     whole = clock.bubble_fraction(config, stages, microbatches)
     monkeypatch.setattr(clock, "SIMULATED_ACTIONS", 1)
@@ -132,14 +117,32 @@ def test_a_backward_costs_two_forwards_and_what_it_recomputes(
     assert costs.weight_grad == (3 * (LAYER - CORE), 2 * (LAYER - CORE) + 2 * 128 * 64)
 
 
-def test_experts_are_recomputed_where_there_are_any() -> None:
-    flags = f"{GPT} --num-layers 2 --num-experts 4 --moe-layer-freq 2 --disable-bias-linear --recompute-granularity selective"
-    for module, layer in (("moe", 0), ("mlp", 1)):
-        config = config_of(f"{flags} --recompute-modules {module}", 1)
-        rows = [planner_costs._module_flops(config, index, {module}) for index in range(2)]
-        expected = [0, 0]
-        expected[layer] = layer_forward_flops(config.model, layer, 32) - 2 * 4 * 64**2 - CORE
-        assert rows == expected
+LLAMA = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 512 --vocab-size 128 "
+    "--ffn-hidden-size 96 --swiglu --disable-bias-linear --position-embedding-type rope"
+)
+EXPERTS = f"{LLAMA} --num-experts 8 --moe-ffn-hidden-size 32 --moe-shared-expert-intermediate-size 32"
+SELECTIVE = "--recompute-granularity selective --recompute-modules"
+PROJECTIONS = 2 * 2 * (3 * 64 * 64 + 64 * 64)  # query, key, value and output of both layers, for a token
+
+
+def again(line: str) -> int:
+    config = config_of(line, 1)
+    (plan,) = plan_stages(config)
+    return _recompute_flops(config, plan)
+
+
+@pytest.mark.parametrize("window", ["", " --sliding-window 32"])
+@pytest.mark.parametrize(("model", "feed_forward"), [(LLAMA, "mlp"), (EXPERTS, "moe")])
+def test_the_parts_of_a_layer_add_up(model: str, feed_forward: str, window: str) -> None:
+    line = model + window
+    config = config_of(line, 1)
+    layers = sum(layer_forward_flops(config.model, index, 512) for index in range(2))
+    core, inner = (again(f"{line} {SELECTIVE} {module}") for module in ("core_attn", feed_forward))
+    assert core == 2 * 4 * (32 if window else 512) * 64
+    assert core + inner + PROJECTIONS == layers == again(f"{line} --recompute-granularity full")
+    assert again(f"{line} {SELECTIVE} core_attn {feed_forward}") == core + inner
+    assert again(line) == again(f"{line} {SELECTIVE} layernorm mlp_act") == 0
 
 
 def test_microbatches_that_the_schedule_refuses() -> None:
@@ -163,20 +166,15 @@ def held(config: RunConfig, count: int) -> list[float]:
 )
 def test_the_default_is_faster_than_1f1b_in_its_memory(more: str) -> None:
     given = f"{GPT} --num-layers 12 --pp 4 --global-batch-size 16 {more}"
-    default, plain, free = (config_of(f"{given} {name}", 4) for name in ("", *ONE_OF))
+    names = ("", "--pipeline-schedule 1f1b", "--pipeline-schedule auto")
+    default, plain, free = (config_of(f"{given} {name}", 4) for name in names)
     most = max(held(plain, 16))
     assert max(held(default, 16)) <= most + 1
-    makespans = [
-        clock.Clock(one, 4, 16).run(planner_costs.costs_of(one, plan_stages(one))).seconds
-        for one in (default, plain, free)
-    ]
+    makespans = [clock.Clock(one, 4, 16).run(costs_of(one, plan_stages(one))).seconds for one in (default, plain, free)]
     assert makespans[2] <= makespans[0] * (1 + 1e-9)
     assert makespans[0] < 0.99 * makespans[1]
     if more.startswith("--pipeline"):  # the last rank has most, and would hold what its W wait for as well
         assert max(held(free, 16)) > most
-
-
-ONE_OF = ("--pipeline-schedule 1f1b", "--pipeline-schedule auto")
 
 
 def test_a_memory_limit_takes_the_place_of_that_of_1f1b() -> None:

@@ -9,19 +9,18 @@ import pytest
 from megalite.config.batch import batch_size
 from megalite.config.describe import replace as with_settings
 from megalite.config.errors import ConfigError
-from megalite.config.flags import parse_arguments
 from megalite.config.run import RunConfig
-from megalite.config.validate import validate
 from megalite.planner.cost.step import predict
 from megalite.planner.hardware import load_cluster, load_stack
 from megalite.planner.whole_run import WholeRun, goodput
+from tests.planner.cost.machines import from_flags
 
 CLUSTER, STACK = load_cluster("dgx-a100"), load_stack("fused")
 LINE = "--preset gpt3-1.3b --vocab-size 50257 --tp 2 --micro-batch-size 1 --global-batch-size 64 --bf16"
 
 
 def config_of(flags: str = "") -> RunConfig:
-    return validate(parse_arguments(f"{LINE} {flags}".split()).config, 8)
+    return from_flags(f"{LINE} {flags}", 8)
 
 
 def simulated_goodput(apart: float, save: float, mtbf: float, restart: float, count: int) -> float:

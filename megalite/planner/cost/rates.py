@@ -1,3 +1,4 @@
+# ruff: noqa: RUF009  (`_of` is a `field`)
 """`Workload`, what the cost formulas know of a config; seconds of products, collectives and messages; `Parts`, their sums.
 
 Everything broadcasts: a field may be one number or an array over layouts, so that the search prices a million layouts
@@ -8,7 +9,7 @@ size, f MLP width, V vocabulary, E experts, t tensor-parallel size.
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy as np
 from megalite.config.optimizer import OPTIMIZERS
 from megalite.config.parallel import message_bytes
 from megalite.config.run import RunConfig
-from megalite.partition.activations import ELEMENT_BYTES
+from megalite.partition.activations import ELEMENT_BYTES, kept_share
 from megalite.partition.pipeline import placement_of
 from megalite.partition.stages import parts_of_message
 from megalite.pipeline.ir.simulate import Link
@@ -25,62 +26,76 @@ from megalite.planner.hardware import Cluster, SoftwareStack
 Number = Any  # a float, or a numpy array of them over layouts
 
 
+def _of(value: Callable[[RunConfig], Any]) -> Any:
+    """A field of `Workload` that is this number of a config."""
+    return field(metadata={"of": value})
+
+
+def _recomputes(module: str) -> Any:
+    """Selective recompute of this module (1) or not (0)."""
+    return _of(lambda c: c.training.recompute_granularity == "selective" and module in c.training.recompute_modules)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Workload:
     """Sizes of one microbatch on one rank's share of a layer. Flags are 0 or 1, so that they can be arrays too."""
 
     precision: str
-    element: float  # bytes of an activation
-    batch: Number  # b: sequences of a microbatch
-    sequence: Number
-    hidden: Number
-    heads: Number
-    groups: Number
-    head_size: Number
-    value_size: Number  # of a head's value
-    latent: Number  # queries, keys and values come out of latents
-    q_rank: Number  # channels of the queries' latent; 0 without
-    kv_rank: Number
-    shared_key: Number  # channels of the key that all heads share
-    ffn: Number
-    gates: Number  # matrices on the way into the MLP's nonlinearity: 2 with a gate
-    vocabulary: Number  # padded
-    keys: Number  # positions that a query can see, before the causal mask: s, or the window
-    rope: Number
-    norms: Number  # over the hidden size, of a layer
-    qk_norm: Number
-    qk_norm_all_heads: Number
-    softcap: Number  # of attention scores, which no fused kernel takes
-    further: Number  # layers behind the last that predict further tokens
-    hidden_dropout: Number
-    attention_dropout: Number
-    experts: Number  # E of a MoE layer; 0 without
-    topk: Number  # experts of a token, after capacity
-    expert_ffn: Number
-    shared_ffn: Number  # width of the experts that all tokens go through; 0 without
-    tp: Number
-    cp: Number
-    ep: Number
-    expert_tp: Number
-    dp: Number
-    pp: Number
-    order_dp_first: Number  # dp varies faster over ranks than pp (1), or slower (0)
-    sequence_parallel: Number
-    shared_memory: Number  # tensor-parallel ranks of a host may exchange through its memory
-    scatters_messages: Number  # as the setting says
-    message_share: Number  # bytes of a message between stages over those of its tensor
-    heads_limit: (
-        Number  # context-parallel ranks that may exchange heads with one another; of the others come keys and values
-    )
-    gathers_keys: Number  # these come by an all-gather (1), or round a ring (0)
-    recompute_full: Number
-    recompute_core: Number  # selective recompute of the attention core; the others likewise
-    recompute_up: Number
-    recompute_activation: Number
-    recompute_norm: Number
-    recompute_mlp: Number
-    recompute_moe: Number
-    recompute_shared: Number
+    element: float = _of(lambda c: ELEMENT_BYTES[c.training.precision])  # bytes of an activation
+    batch: Number = _of(lambda c: c.training.micro_batch_size)  # b: sequences of a microbatch
+    sequence: Number = _of(lambda c: c.training.seq_length)
+    hidden: Number = _of(lambda c: c.model.hidden_size)
+    heads: Number = _of(lambda c: c.model.num_attention_heads)
+    groups: Number = _of(lambda c: c.model.query_groups)
+    head_size: Number = _of(lambda c: c.model.head_size)
+    value_size: Number = _of(lambda c: c.model.value_size)  # of a head's value
+    latent: Number = _of(lambda c: c.model.multi_latent_attention)  # queries, keys and values come out of latents
+    q_rank: Number = _of(lambda c: c.model.q_lora_rank or 0)  # channels of the queries' latent; 0 without
+    kv_rank: Number = _of(lambda c: c.model.kv_lora_rank)
+    shared_key: Number = _of(lambda c: c.model.qk_pos_emb_head_dim)  # channels of the key that all heads share
+    ffn: Number = _of(lambda c: c.model.ffn_size)
+    gates: Number = _of(lambda c: 1 + c.model.is_gated)  # matrices on the way into the MLP's nonlinearity
+    vocabulary: Number = _of(lambda c: c.model.padded_vocab_size)
+    keys: Number = _of(lambda c: _keys(c))
+    rope: Number = _of(lambda c: c.model.position_embedding_type == "rope")
+    norms: Number = _of(lambda c: 2 * c.model.pre_norms + 2 * c.model.post_norms)  # over the hidden size, of a layer
+    qk_norm: Number = _of(lambda c: c.model.qk_norm)
+    qk_norm_all_heads: Number = _of(lambda c: c.model.qk_norm_all_heads)
+    # Of attention scores, which no fused kernel takes.
+    softcap: Number = _of(lambda c: c.model.attn_logit_softcapping is not None)
+    further: Number = _of(lambda c: c.model.mtp_num_layers)  # layers behind the last that predict further tokens
+    hidden_dropout: Number = _of(lambda c: c.model.hidden_dropout > 0)
+    attention_dropout: Number = _of(lambda c: c.model.attention_dropout > 0)
+    experts: Number = _of(lambda c: c.model.num_experts or 0)  # E of a MoE layer
+    topk: Number = _of(lambda c: c.model.moe_router_topk * kept_share(c))  # experts of a token, after capacity
+    expert_ffn: Number = _of(lambda c: c.model.expert_ffn_size)
+    # Width of the experts that all tokens go through; 0 without.
+    shared_ffn: Number = _of(lambda c: c.model.moe_shared_expert_intermediate_size or 0)
+    tp: Number = _of(lambda c: c.parallel.tp)
+    cp: Number = _of(lambda c: c.parallel.cp)
+    ep: Number = _of(lambda c: c.parallel.ep)
+    expert_tp: Number = _of(lambda c: c.parallel.expert_tp)
+    dp: Number = _of(lambda c: c.parallel.dp)
+    pp: Number = _of(lambda c: c.parallel.pp)
+    # dp varies faster over ranks than pp (1), or slower (0).
+    order_dp_first: Number = _of(lambda c: c.parallel.rank_order == "tp-cp-ep-dp-pp")
+    sequence_parallel: Number = _of(lambda c: c.parallel.sequence_parallel)
+    # Tensor-parallel ranks of a host may exchange through its memory.
+    shared_memory: Number = _of(lambda c: c.parallel.shared_memory_collectives)
+    scatters_messages: Number = _of(lambda c: c.parallel.scatter_gather_tensors_in_pipeline)
+    message_share: Number = _of(lambda c: _message_share(c))
+    # Context-parallel ranks that may exchange heads with one another; of the others come keys and values.
+    heads_limit: Number = _of(lambda c: math.inf if c.parallel.cp_comm_type == "a2a" else c.parallel.cp_heads)
+    # These come by an all-gather (1), or round a ring (0).
+    gathers_keys: Number = _of(lambda c: c.parallel.cp_comm_type == "allgather")
+    recompute_full: Number = _of(lambda c: c.training.recompute_granularity == "full")
+    recompute_core: Number = _recomputes("core_attn")
+    recompute_up: Number = _recomputes("mla_up_proj")
+    recompute_activation: Number = _recomputes("mlp_act")
+    recompute_norm: Number = _recomputes("layernorm")
+    recompute_mlp: Number = _recomputes("mlp")
+    recompute_moe: Number = _recomputes("moe")
+    recompute_shared: Number = _recomputes("shared_experts")
 
     @property
     def tokens(self) -> Number:
@@ -105,65 +120,13 @@ class Workload:
 
 def workload_of(config: RunConfig) -> Workload:
     """The numbers of one validated config with a known vocabulary."""
-    model, p, training = config.model, config.parallel, config.training
-    assert p.dp is not None, "validate() resolves dp"
-    factor = model.moe_expert_capacity_factor
-    modules = set(training.recompute_modules) if training.recompute_granularity == "selective" else set()
-    numbers = {
-        "element": ELEMENT_BYTES[training.precision],
-        "batch": training.micro_batch_size,
-        "sequence": training.seq_length,
-        "hidden": model.hidden_size,
-        "heads": model.num_attention_heads,
-        "groups": model.query_groups,
-        "head_size": model.head_size,
-        "value_size": model.value_size,
-        "latent": model.multi_latent_attention,
-        "q_rank": model.q_lora_rank or 0,
-        "kv_rank": model.kv_lora_rank,
-        "shared_key": model.qk_pos_emb_head_dim,
-        "ffn": model.ffn_size,
-        "gates": 2 if model.is_gated else 1,
-        "vocabulary": model.padded_vocab_size,
-        "keys": _keys(config),
-        "rope": model.position_embedding_type == "rope",
-        "norms": 2 * model.pre_norms + 2 * model.post_norms,
-        "qk_norm": model.qk_norm,
-        "qk_norm_all_heads": model.qk_norm_all_heads,
-        "softcap": model.attn_logit_softcapping is not None,
-        "further": model.mtp_num_layers,
-        "hidden_dropout": model.hidden_dropout > 0,
-        "attention_dropout": model.attention_dropout > 0,
-        "experts": model.num_experts or 0,
-        "topk": model.moe_router_topk * (1.0 if factor is None else min(1.0, factor)),
-        "expert_ffn": model.expert_ffn_size,
-        "shared_ffn": model.moe_shared_expert_intermediate_size or 0,
-        "tp": p.tp,
-        "cp": p.cp,
-        "ep": p.ep,
-        "expert_tp": p.expert_tp,
-        "dp": p.dp,
-        "pp": p.pp,
-        "order_dp_first": p.rank_order == "tp-cp-ep-dp-pp",
-        "sequence_parallel": p.sequence_parallel,
-        "shared_memory": p.shared_memory_collectives,
-        "scatters_messages": p.scatter_gather_tensors_in_pipeline,
-        "message_share": _message_share(config),
-        "heads_limit": math.inf if p.cp_comm_type == "a2a" else p.cp_heads,
-        "gathers_keys": p.cp_comm_type == "allgather",
-        "recompute_full": training.recompute_granularity == "full",
-        "recompute_core": "core_attn" in modules,
-        "recompute_up": "mla_up_proj" in modules,
-        "recompute_activation": "mlp_act" in modules,
-        "recompute_norm": "layernorm" in modules,
-        "recompute_mlp": "mlp" in modules,
-        "recompute_moe": "moe" in modules,
-        "recompute_shared": "shared_experts" in modules,
-    }
-    return Workload(precision=training.precision, **{name: float(number) for name, number in numbers.items()})
+    assert config.parallel.dp is not None, "validate() resolves dp"
+    numbers = {each.name: float(each.metadata["of"](config)) for each in fields(Workload) if each.name != "precision"}
+    return Workload(precision=config.training.precision, **numbers)
 
 
 def _message_share(config: RunConfig) -> float:
+    """Bytes of a message between stages over those of its tensor."""
     elements = config.training.micro_batch_size * config.training.seq_length * config.model.hidden_size
     width = ELEMENT_BYTES[config.training.precision]
     return message_bytes(config.parallel.pipeline_compression, elements, width) / (elements * width)
@@ -186,7 +149,7 @@ def stacked(workloads: Sequence[Workload]) -> Workload:
     """Several of one precision as one with arrays for fields."""
     first = workloads[0]
     assert all(each.precision == first.precision for each in workloads), "one precision has one peak"
-    names = {field.name for field in fields(Workload)} - {"precision", "element"}
+    names = {each.name for each in fields(Workload)} - {"precision", "element"}
     arrays: dict[str, Any] = {name: np.array([getattr(each, name) for each in workloads]) for name in names}
     return replace(first, **arrays)
 
@@ -395,4 +358,4 @@ class Parts:
         return most * (1.0 + least**ALTERNATION) ** (1.0 / ALTERNATION)
 
 
-_NAMES = tuple(field.name for field in fields(Parts))
+_NAMES = tuple(each.name for each in fields(Parts))

@@ -15,8 +15,8 @@ from megalite.data_parallel.facts import wire_width
 from megalite.models.shapes import flops_per_token
 from megalite.partition.activations import ELEMENT_BYTES
 from megalite.partition.buckets import element_bytes, local_size
-from megalite.partition.memory import RankMemory, activation_peaks, host_peaks, rank_memory
-from megalite.partition.pipeline import plan_stages, schedule_of
+from megalite.partition.memory import RankMemory, planned_memory
+from megalite.partition.pipeline import plan_stages
 from megalite.partition.stages import StagePlan, shapes_of_rank
 from megalite.pipeline.ir.actions import Kind
 from megalite.pipeline.ir.simulate import Event, Timeline, shared_makespan
@@ -35,65 +35,113 @@ class Exchange(NamedTuple):
     pieces: int  # collectives that the gradients come in: all but the last can run under the backward
 
 
-def stage_exchange(
-    config: RunConfig,
-    plan: StagePlan,
-    stages: tuple[StagePlan, ...],
-    num_microbatches: int,
-    cluster: Cluster,
-    stack: SoftwareStack,
-) -> Exchange:
-    """The exchanges that `gradient_volumes` lists, one after the other."""
-    narrow = ELEMENT_BYTES[config.training.precision] / wire_width(config) if stack.half_gradients else 1.0
-    sizes, work = group_sizes(config), rates.workload_of(config)
-    stride, hop = float(rates.data_stride(work)), float(rates.pipeline_stride(work))
-    # The ends of a pipeline that lies inside a node are in one node, however far apart.
-    ends = hop if hop * sizes["pp"] <= cluster.node.accelerators else hop * (sizes["pp"] - 1)
-    strides = {"tp": 1.0, "expert-tp": 1.0, "embedding": ends}
-    strides |= {f"inter-{kind}": stride * sizes[f"intra-{kind}"] for kind in ("dp-cp", "expert-dp")}
-    reduce = gather = 0.0
-    pieces = 0
-    totals = Counter(gradient_volumes(config, plan, stages, num_microbatches))
-    for (group, operation, volume), count in totals.items():
-        each = float(rates.collective_seconds(operation, volume, sizes[group], strides.get(group, stride), cluster))
-        across = group.startswith("inter-")
-        if operation == "all-gather" and not across:
-            gather += count * each
-        else:
-            reduce += count * each * narrow
-            pieces += 0 if across else count  # each follows one inside the instance
-    return Exchange(reduce, gather, max(1, pieces))
+class Rank(NamedTuple):
+    """Seconds of what a pipeline rank does beside its pipeline."""
+
+    ready: float  # from the start of the step, when it has all its gradients
+    late: float  # gathering parameters that nothing hides
+    optimizer: float
+    beside: float  # exchanges that computation hides
 
 
-def _exposed_exchange(
-    config: RunConfig,
-    exchanges: Sequence[Exchange],
-    plans: Sequence[StagePlan],
-    events: Sequence[Event],
-    run: Run,
-    first_forward: float,
-    num_microbatches: int,
-    stack: SoftwareStack,
-) -> tuple[float, float]:
-    """(when a rank has all its gradients, from the start of the step; seconds of gathering parameters that nothing hides).
+@dataclass(frozen=True)
+class _Beside:
+    """Exchanges between replicas, and the optimizer, of a step after its pipeline has been run."""
 
-    With overlap each stage's exchange starts under its last backward: a stage's gradients are complete with its last B or
-    W; piece by piece they are sent while it runs, one stage after another. Ranks that finish before the last one have the
-    rest of the cool-down too. Where each microbatch's gradients are sent, the last one's are so; those before it have all
-    the computation there is to hide under. Parameters can be gathered ahead under `first_forward` seconds."""
-    p = config.parallel
-    end = max((event.end for event in events), default=0.0) + run.shift
-    reduce, gather = sum(each.reduce for each in exchanges), sum(each.gather for each in exchanges)
-    hidden_gather = first_forward if stack.overlap_gradients and p.overlap_param_gather else 0.0
-    fully = p.strategy.shards_parameters
-    late = 0.0 if fully else max(0.0, gather - hidden_gather)
-    if not (stack.overlap_gradients and p.overlap_grad_reduce):
-        return end + reduce + (gather if fully else 0.0), late
-    if not (fully or config.data_parallel.shard_gradients):
-        return max(end, _last_arrival(exchanges, plans, events, run.shift, 1)), late
-    cover = run.scale * sum(event.end - event.start for event in events)
-    beyond = max(0.0, reduce + (gather if fully else 0.0) - cover)
-    return max(end + beyond, _last_arrival(exchanges, plans, events, run.shift, num_microbatches)), late
+    config: RunConfig
+    stages: tuple[StagePlan, ...]
+    costs: Sequence[StageCost]
+    run: Run
+    microbatches: int
+    cluster: Cluster
+    stack: SoftwareStack
+
+    def ranks(self) -> list[Rank]:
+        """Of each pipeline rank; ranks with the same kinds of stages are priced once."""
+        config, run = self.config, self.run
+        found: list[Rank] = []
+        exchanges: dict[StageKind, Exchange] = {}
+        updates: dict[tuple[StageKind, ...], float] = {}
+        of_rank: list[list[Event]] = [[] for _ in range(config.parallel.pp)]
+        for event in run.timeline.events:
+            of_rank[event.rank].append(event)
+        for rank, events in enumerate(of_rank):
+            plans = [plan for plan in self.stages if plan.rank == rank]
+            kinds = tuple(stage_kind(config, plan) for plan in plans)
+            for kind, plan in zip(kinds, plans):
+                if kind not in exchanges:
+                    exchanges[kind] = self._exchange(plan)
+            if kinds not in updates:
+                updates[kinds] = self._optimizer_seconds(plans)
+            mine = [exchanges[kind] for kind in kinds]
+            ready, late = self._exposed(mine, plans, events)
+            done = max((event.end for event in events), default=0.0) + run.shift
+            beside = sum(each.reduce + each.gather for each in mine) - (ready - done) - late
+            found.append(Rank(ready, late, updates[kinds], max(0.0, beside)))
+        return found
+
+    def _exchange(self, plan: StagePlan) -> Exchange:
+        """Those that `gradient_volumes` lists, one after the other."""
+        config, cluster = self.config, self.cluster
+        narrow = ELEMENT_BYTES[config.training.precision] / wire_width(config) if self.stack.half_gradients else 1.0
+        sizes, work = group_sizes(config), rates.workload_of(config)
+        stride, hop = float(rates.data_stride(work)), float(rates.pipeline_stride(work))
+        # The ends of a pipeline that lies inside a node are in one node, however far apart.
+        ends = hop if hop * sizes["pp"] <= cluster.node.accelerators else hop * (sizes["pp"] - 1)
+        strides = {"tp": 1.0, "expert-tp": 1.0, "embedding": ends}
+        strides |= {f"inter-{kind}": stride * sizes[f"intra-{kind}"] for kind in ("dp-cp", "expert-dp")}
+        reduce = gather = 0.0
+        pieces = 0
+        totals = Counter(gradient_volumes(config, plan, self.stages, self.microbatches))
+        for (group, operation, volume), count in totals.items():
+            each = float(rates.collective_seconds(operation, volume, sizes[group], strides.get(group, stride), cluster))
+            across = group.startswith("inter-")
+            if operation == "all-gather" and not across:
+                gather += count * each
+            else:
+                reduce += count * each * narrow
+                pieces += 0 if across else count  # each follows one inside the instance
+        return Exchange(reduce, gather, max(1, pieces))
+
+    def _exposed(
+        self, exchanges: Sequence[Exchange], plans: Sequence[StagePlan], events: Sequence[Event]
+    ) -> tuple[float, float]:
+        """`ready` and `late` of a rank.
+
+        With overlap each stage's exchange starts under its last backward: a stage's gradients are complete with its last B
+        or W; piece by piece they are sent while it runs, one stage after another. Ranks that finish before the last one
+        have the rest of the cool-down too. Where each microbatch's gradients are sent, the last one's are so; those before
+        it have all the computation there is to hide under. Parameters can be gathered ahead under the first forward."""
+        p, stack, run = self.config.parallel, self.stack, self.run
+        end = max((event.end for event in events), default=0.0) + run.shift
+        reduce, gather = sum(each.reduce for each in exchanges), sum(each.gather for each in exchanges)
+        first_forward = sum(float(self.costs[plan.stage].forward) for plan in plans)
+        hidden_gather = first_forward if stack.overlap_gradients and p.overlap_param_gather else 0.0
+        fully = p.strategy.shards_parameters
+        late = 0.0 if fully else max(0.0, gather - hidden_gather)
+        if not (stack.overlap_gradients and p.overlap_grad_reduce):
+            return end + reduce + (gather if fully else 0.0), late
+        if not (fully or self.config.data_parallel.shard_gradients):
+            return max(end, _last_arrival(exchanges, plans, events, run.shift, 1)), late
+        cover = run.scale * sum(event.end - event.start for event in events)
+        beyond = max(0.0, reduce + (gather if fully else 0.0) - cover)
+        return max(end + beyond, _last_arrival(exchanges, plans, events, run.shift, self.microbatches)), late
+
+    def _optimizer_seconds(self, plans: Sequence[StagePlan]) -> float:
+        """States read and written, gradients read for norm and update and set to zero, parameters written; what is in
+        host memory comes and goes."""
+        config, device = self.config, self.cluster.accelerator
+        sizes, width = group_sizes(config), max(4, ELEMENT_BYTES[config.training.precision])
+        total = host = 0.0
+        for shape in shapes_of_rank(config, list(plans)):
+            replicas = sizes["intra-expert-dp" if shape.expert else "intra-dp-cp"]
+            each = element_bytes(config, shape, replicas)
+            updated = 1.0 / replicas if config.parallel.strategy.shards_states else 1.0
+            bytes_each = 2.0 * each.optimizer + each.gradient + (2.0 * width + width / 2) * updated
+            total += bytes_each * local_size(shape, config)
+            host += config.optimizer.host_fraction * each.offloadable * local_size(shape, config)
+        seconds = total / (device.memory_bandwidth * self.cluster.efficiency.memory) * self.stack.optimizer_slowdown
+        return float(rates.with_copies(seconds, host, config, self.cluster))
 
 
 def _last_arrival(
@@ -107,23 +155,6 @@ def _last_arrival(
         now = max(now, event.start + shift + (event.end - event.start) * first) + reduce
         now = max(now, event.end + shift + reduce * first)
     return now
-
-
-def optimizer_seconds(config: RunConfig, plans: Sequence[StagePlan], cluster: Cluster, stack: SoftwareStack) -> float:
-    """States read and written, gradients read for norm and update and set to zero, parameters written; what is in host
-    memory comes and goes."""
-    p, sizes = config.parallel, group_sizes(config)
-    width = max(4, ELEMENT_BYTES[config.training.precision])
-    total = host = 0.0
-    for shape in shapes_of_rank(config, list(plans)):
-        replicas = sizes["intra-expert-dp" if shape.expert else "intra-dp-cp"]
-        each = element_bytes(config, shape, replicas)
-        updated = 1.0 / replicas if p.strategy.shards_states else 1.0
-        bytes_each = 2.0 * each.optimizer + each.gradient + (2.0 * width + width / 2) * updated
-        total += bytes_each * local_size(shape, config)
-        host += config.optimizer.host_fraction * each.offloadable * local_size(shape, config)
-    seconds = total / (cluster.accelerator.memory_bandwidth * cluster.efficiency.memory) * stack.optimizer_slowdown
-    return float(rates.with_copies(seconds, host, config, cluster))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,18 +184,18 @@ def predict(config: RunConfig, cluster: Cluster, stack: SoftwareStack, *, with_m
     clock, timing = Clock(config, len(stages), count), simulator_costs(costs, config, links)
     run = clock.run(timing)
     free = clock.run(replace(timing, links={})) if links else run
-    by_rank = [[plan for plan in stages if plan.rank == rank] for rank in range(p.pp)]
-    ends, gathers, optimizers, beside = _exchanges(config, by_rank, stages, costs, run, count, cluster, stack)
+    ranks = _Beside(config, stages, costs, run, count, cluster, stack).ranks()
     world = group_sizes(config)["world"]
     # The norm's sum over the world lets no one update before all have their gradients.
     norm = float(rates.collective_seconds("all-reduce", 8.0, world, 1.0, cluster))
-    gradients = max(ends) - run.seconds
+    gradients = max(rank.ready for rank in ranks) - run.seconds
+    gathers = max(rank.late for rank in ranks)
     after = {
-        "overlap": stack.overlap_cost * max(beside),
-        "optimizer": max(optimizers),
+        "overlap": stack.overlap_cost * max(rank.beside for rank in ranks),
+        "optimizer": max(rank.optimizer for rank in ranks),
         "step": stack.step_seconds + norm,
     }
-    exposed = {"pipeline": run.seconds - free.seconds, "gradients": gradients, "parameters": max(gathers)}
+    exposed = {"pipeline": run.seconds - free.seconds, "gradients": gradients, "parameters": gathers}
     inside = _busiest(run, stages, costs, count, stack)
     parts = {**inside, "bubble": free.seconds - sum(inside.values()), **exposed, **after}
     taken, bubble = run.seconds, run.bubble
@@ -177,13 +208,10 @@ def predict(config: RunConfig, cluster: Cluster, stack: SoftwareStack, *, with_m
         )
         parts["given"] = taken - run.seconds
         bubble = max(0.0, 1.0 - run.scale * sum(busy) / len(busy) / taken)  # of the cores that ranks share
-    step = taken + gradients + max(gathers) + sum(after.values())
+    step = taken + gradients + gathers + sum(after.values())
     assert p.dp is not None, "validate() resolves dp"
     tokens = count * p.dp * training.micro_batch_size * training.seq_length
     achievable = cluster.peak(training.precision) * world * step
-    schedule = schedule_of(config, count)
-    peaks = activation_peaks(config, stages, schedule) if with_memory else []
-    host = host_peaks(config, stages, schedule) if with_memory else []
     return Prediction(
         step_seconds=step,
         tokens_per_second=tokens / step,
@@ -192,46 +220,10 @@ def predict(config: RunConfig, cluster: Cluster, stack: SoftwareStack, *, with_m
         bubble=bubble,
         parts=parts,
         exposed={**{name: inside[name] for name in ("tensor", "context", "expert")}, **exposed},
-        memory=tuple(rank_memory(config, *each) for each in zip(by_rank, peaks, host)),
+        memory=tuple(planned_memory(config)) if with_memory else (),
         stages=tuple(costs),
         timeline=run.timeline,
     )
-
-
-def _exchanges(
-    config: RunConfig,
-    by_rank: Sequence[list[StagePlan]],
-    stages: tuple[StagePlan, ...],
-    costs: Sequence[StageCost],
-    run: Run,
-    count: int,
-    cluster: Cluster,
-    stack: SoftwareStack,
-) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Of each pipeline rank: when it has its gradients, gathers that nothing hides, the optimizer's seconds, and those of
-    exchanges that computation hides."""
-    events: list[list[Event]] = [[] for _ in by_rank]
-    for event in run.timeline.events:
-        events[event.rank].append(event)
-    ends, gathers, optimizers, beside = [], [], [], []
-    exchanges: dict[StageKind, Exchange] = {}
-    updates: dict[tuple[StageKind, ...], float] = {}
-    for plans, happened in zip(by_rank, events):
-        kinds = tuple(stage_kind(config, plan) for plan in plans)
-        for kind, plan in zip(kinds, plans):
-            if kind not in exchanges:
-                exchanges[kind] = stage_exchange(config, plan, stages, count, cluster, stack)
-        if kinds not in updates:
-            updates[kinds] = optimizer_seconds(config, plans, cluster, stack)
-        first_forward = sum(float(costs[plan.stage].forward) for plan in plans)
-        mine = [exchanges[kind] for kind in kinds]
-        end, late = _exposed_exchange(config, mine, plans, happened, run, first_forward, count, stack)
-        ends.append(end)
-        gathers.append(late)
-        optimizers.append(updates[kinds])
-        done = max((event.end for event in happened), default=0.0) + run.shift
-        beside.append(max(0.0, sum(each.reduce + each.gather for each in mine) - (end - done) - late))
-    return ends, gathers, optimizers, beside
 
 
 def _busiest(

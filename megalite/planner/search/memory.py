@@ -47,6 +47,13 @@ class Sizer:
     config: RunConfig  # the request's: what is not searched
     _known: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False, compare=False)
 
+    @cached_property
+    def layers(self) -> tuple[int, int]:
+        """With a dense MLP, and with experts."""
+        model = self.config.model
+        moe = sum(map(model.is_moe_layer, range(model.num_layers)))
+        return model.num_layers - moe, moe
+
     def coefficients(self, shares: Shares, pp: int) -> Floats:
         """[features, shares], for pipelines of pp ranks."""
         found = np.zeros((len(Feature), len(shares)))
@@ -70,10 +77,8 @@ class Sizer:
 
     def on_rank(self, of: Floats, pp: int) -> Floats:
         """On a pipeline rank that has the embedding, of what a layer of either kind has and the embedding."""
-        model = self.config.model
-        moe = sum(model.is_moe_layer(index) for index in range(model.num_layers))
-        found: Floats = (of[0] * (model.num_layers - moe) + of[1] * moe) / pp + of[2]
-        return found
+        dense, moe = self.layers
+        return np.asarray((of[0] * dense + of[1] * moe) / pp + of[2])
 
     def states(self, shares: Shares, of: Callable[[RunConfig, ParameterShape, int], float]) -> Floats:
         """[5, shares] bytes of parameters, gradients and optimizer states of a dense layer, one with experts, embedding,
@@ -86,8 +91,7 @@ class Sizer:
             return [of(config, shape, counts[shape.expert]) for shape in self._classes[1]]
 
         each = self._by_kind(of, (shares.strategy, replicas, expert_replicas), widths)
-        found: Floats = (self._local(shares) * each[:, None, :]).sum(2).T
-        return found
+        return np.asarray((self._local(shares) * each[:, None, :]).sum(2).T)
 
     def elements(self, shares: Shares) -> Floats:
         """[shares, 2, 5] elements on a rank of the same five, those that all replicas share and experts' apart."""

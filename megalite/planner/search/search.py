@@ -5,7 +5,7 @@ what to look at. The cut into stages is made again by predicted seconds instead 
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -147,44 +147,42 @@ def survey(request: Request, cluster: Cluster, stack: SoftwareStack) -> Survey:
     return Survey(request, space, memory, seconds, host)
 
 
+@dataclass
 class _Table:
     """One block: memory, seconds and use of host memory, each [pipelines, shares], as `Survey` has them."""
 
-    def __init__(
-        self,
-        request: Request,
-        clock: Clock,
-        counter: Counter,
-        block: Block,
-        coefficients: Floats,
-        relief: Floats,
-        prices: Prices,
-    ) -> None:
-        self._request, self._clock, self._counter, self._block = request, clock, counter, block
-        self._coefficients, self._relief, self._prices = coefficients, relief, prices
-        shares = block.shares
-        self.memory = fullest([counter(each) for each in block.pipelines], coefficients)
+    request: Request
+    clock: Clock
+    counter: Counter
+    block: Block
+    coefficients: Floats
+    relief: Floats
+    prices: Prices
+
+    def __post_init__(self) -> None:
+        counter, block, shares = self.counter, self.block, self.block.shares
+        self.memory = fullest([counter(each) for each in block.pipelines], self.coefficients)
         self.seconds = np.full(self.memory.shape, np.inf)
         self.host = np.zeros(self.memory.shape, dtype=np.int64)
-        fits = self.memory <= request.memory_limit
+        fits = self.memory <= self.request.memory_limit
         if shares.offload.any() or block.pipelines[0].offloaded:
             alone = [counter(each._replace(offloaded=0)) for each in block.pipelines]
-            gone = fullest(alone, coefficients + shares.offload * relief) - self.memory
-            fits &= gone <= request.host_limit
+            gone = fullest(alone, self.coefficients + shares.offload * self.relief) - self.memory
+            fits &= gone <= self.request.host_limit
         rows, columns = np.flatnonzero(fits.any(1)), np.flatnonzero(fits.any(0))
         if len(rows):
             self.seconds[np.ix_(rows, columns)] = self._times(rows, columns)
             self.seconds[~fits] = np.inf
 
     def _times(self, rows: Integers, columns: Integers) -> Floats:
-        some = [self._block.pipelines[row] for row in rows.tolist()]
-        cuts = [self._counter.cut(each) for each in some]
-        return self._clock.seconds(some, cuts, self._prices.take(columns))
+        some = [self.block.pipelines[row] for row in rows.tolist()]
+        cuts = [self.counter.cut(each) for each in some]
+        return self.clock.seconds(some, cuts, self.prices.take(columns))
 
     def add_host_memory(self, bound: float) -> None:
         """To what does not fit, and without memory takes less than `bound` seconds."""
-        lacking = self.memory > self._request.memory_limit
-        lacking &= self._clock.least(self._block.pipelines[0], self._prices) < bound
+        lacking = self.memory > self.request.memory_limit
+        lacking &= self.clock.least(self.block.pipelines[0], self.prices) < bound
         rows, columns = np.flatnonzero(lacking.any(1)), np.flatnonzero(lacking.any(0))
         if not len(rows):
             return
@@ -199,35 +197,35 @@ class _Table:
         memory, seconds, host = self.memory[where], self.seconds[where], self.host[where]
         before = memory.copy()
         for some, size, longer, code in self._ways(rows, columns):
-            time = np.where(size <= self._request.memory_limit, alone[:, some] + longer, np.inf)
+            time = np.where(size <= self.request.memory_limit, alone[:, some] + longer, np.inf)
             # Of what does not fit at all the least is kept, for the error.
             better = (time < seconds[:, some]) | (
                 np.isinf(time) & np.isinf(seconds[:, some]) & (size < memory[:, some])
             )
             better &= lacking[:, some] & ((time < bound) | np.isinf(bound))
             # What leaves the device is about what comes into host memory; the best are sized exactly.
-            better &= before[:, some] - size <= self._request.host_limit
+            better &= before[:, some] - size <= self.request.host_limit
             for table, values in ((memory, size), (seconds, time), (host, code)):
                 table[:, some] = np.where(better, values, table[:, some])
         self.memory[where], self.seconds[where], self.host[where] = memory, seconds, host
 
     def _ways(self, rows: Integers, columns: Integers) -> Iterator[tuple[Integers, Floats, Floats, Integers]]:
         """Uses of host memory: of which of the columns, bytes on the device, seconds more of a step, and `Survey.host`."""
-        limit, pipelines = self._request.memory_limit, [self._block.pipelines[row] for row in rows.tolist()]
-        shares, prices = self._block.shares.take(columns), self._prices.take(columns)
-        coefficients = self._coefficients[:, columns]
-        counts = [self._counter(each) for each in pipelines]
+        limit, pipelines = self.request.memory_limit, [self.block.pipelines[row] for row in rows.tolist()]
+        shares, prices = self.block.shares.take(columns), self.prices.take(columns)
+        coefficients = self.coefficients[:, columns]
+        counts = [self.counter(each) for each in pipelines]
         starts = [(coefficients, np.zeros(len(columns)), 0)]
-        if HOST[0] in self._request.host:
-            moved = coefficients - self._relief[:, columns]
+        if HOST[0] in self.request.host:
+            moved = coefficients - self.relief[:, columns]
             size = fullest(counts, moved)
             yield np.arange(len(columns)), size, np.broadcast_to(prices.offloaded, size.shape), np.ones_like(size, int)
             starts.append((moved, prices.offloaded, 1))
         some = np.flatnonzero(shares.recompute == RECOMPUTE.index("none"))
-        if HOST[1] not in self._request.host or not len(some):
+        if HOST[1] not in self.request.host or not len(some):
             return
-        most = [-(-self._request.config.model.num_layers // (each.pp * each.vpp)) for each in pipelines]
-        without = [self._counter(each._replace(offloaded=n)) for each, n in zip(pipelines, most, strict=True)]
+        most = [-(-self.request.config.model.num_layers // (each.pp * each.vpp)) for each in pipelines]
+        without = [self.counter(each._replace(offloaded=n)) for each, n in zip(pipelines, most, strict=True)]
         sizes = list(map(len, counts))
         firsts = np.cumsum([0, *sizes[:-1]])
         whole = np.repeat(most, sizes)[:, None]
@@ -237,7 +235,7 @@ class _Table:
             layers = np.ceil(whole * (none - limit) / np.maximum(none - every, 1.0)).clip(1, whole)
             layers = np.maximum.reduceat(layers, firsts, axis=0)
             held = none + (every - none) * np.repeat(layers, sizes, axis=0) / whole
-            late = longer[some] + self._clock.late(pipelines, layers, prices.take(some))
+            late = longer[some] + self.clock.late(pipelines, layers, prices.take(some))
             yield some, np.maximum.reduceat(held, firsts, axis=0), late, (2 * layers + optimizer).astype(np.int64)
 
 
@@ -290,14 +288,14 @@ def describe(layout: Layout) -> str:
         f"dp {layout.dp}" + (f" ({layout.strategy}{instances})" if layout.dp * layout.cp > 1 else ""),
         f"micro batch {layout.micro_batch_size}",
         f"recompute {layout.recompute}",
-        f"activations of {_layers(pipeline.offloaded)} a stage in host memory" if pipeline.offloaded else "",
+        f"activations of {counted(pipeline.offloaded, 'layer')} a stage in host memory" if pipeline.offloaded else "",
         "optimizer states in host memory" if layout.offload else "",
     ]
     return ", ".join(word for word in words if word)
 
 
-def _layers(count: int) -> str:
-    return f"{count} layer{'s' if count > 1 else ''}"
+def counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' if count > 1 else ''}"
 
 
 def _word(value: Any) -> str:
@@ -344,23 +342,20 @@ class Plan:
     objective: str = "time"  # or `cost`, GPU hours, or `memory` of the fullest rank
 
 
+@gc_paused()
 def find(request: Request, cluster: Cluster, stack: SoftwareStack, *, top: int = 5, objective: str = "time") -> Plan:
     """The `top` best layouts that fit: the fastest, or with `memory` those that hold least. Raises ConfigError if none is
     legal, or none fits: what would make it fit."""
-    with gc_paused():
-        return _found(request, cluster, stack, top, objective)
-
-
-def _found(request: Request, cluster: Cluster, stack: SoftwareStack, top: int, objective: str) -> Plan:
     found = survey(request, cluster, stack)
     if not len(found.space):
         raise nothing_legal(request)
+    refiner = _Refiner(request, cluster, stack)
     candidates: dict[tuple[Any, ...], Candidate] = {}
     for layout, seconds in found.fastest(objective):
         if len(candidates) == top + SPARE:
             break
         if _kind(layout) not in candidates:  # others of its kind are its variants
-            candidate = _predicted(request, layout, layout.settings(), seconds, cluster, stack)
+            candidate = refiner.predicted(layout, layout.settings(), seconds)
             if candidate is not None:
                 candidates[_kind(layout)] = candidate
     if not candidates:
@@ -372,15 +367,13 @@ def _found(request: Request, cluster: Cluster, stack: SoftwareStack, top: int, o
 
     ranked = sorted(candidates.values(), key=order)
     if objective != "memory":
-        for refined in (_recut, _varied):
-            ranked[:RECUT] = [refined(request, each, cluster, stack) for each in ranked[:RECUT]]
+        ranked[:RECUT] = map(refiner.recut, ranked[:RECUT])
+        ranked[:RECUT] = map(refiner.varied, ranked[:RECUT])
     best: dict[tuple[Any, ...], Candidate] = {}
     for each in sorted(ranked, key=order):
         best.setdefault(_kind(each.layout), each)
-    ranked = list(best.values())[:top]
-    return Plan(
-        request=request, cluster=cluster, stack=stack, survey=found, candidates=tuple(ranked), objective=objective
-    )
+    chosen = tuple(best.values())[:top]
+    return Plan(request=request, cluster=cluster, stack=stack, survey=found, candidates=chosen, objective=objective)
 
 
 def _kind(layout: Layout) -> tuple[Any, ...]:
@@ -415,59 +408,65 @@ def config_of(request: Request, chosen: Mapping[str, Any]) -> RunConfig:
     return validate(config, request.world_size, not_default(config))
 
 
-def _predicted(
-    request: Request, layout: Layout, chosen: Mapping[str, Any], seconds: float, cluster: Cluster, stack: SoftwareStack
-) -> Candidate | None:
-    """The layout refined; None if a rule about another setting or its exact memory refuses it."""
-    try:
-        config = config_of(request, chosen)
-        prediction = predict(config, cluster, stack)
-    except ConfigError:
-        return None
-    candidate = Candidate(layout=layout, settings=chosen, config=config, estimate=seconds, prediction=prediction)
-    host = max(rank.host_bytes for rank in prediction.memory)
-    fits = candidate.fullest[1].total_bytes <= request.memory_limit and host <= request.host_limit
-    return candidate if fits else None
+@dataclass(frozen=True)
+class _Refiner:
+    """Layouts by the cost model proper."""
 
+    request: Request
+    cluster: Cluster
+    stack: SoftwareStack
 
-def _varied(request: Request, candidate: Candidate, cluster: Cluster, stack: SoftwareStack) -> Candidate:
-    """The candidate with a schedule built for its costs (`auto`), or with full recompute ahead of the gradients that it
-    would wait for, if that fits and is faster."""
-    layout, pipeline = candidate.layout, candidate.layout.pipeline
-    found = [candidate]
-    if pipeline.pp == 1 or pipeline.offloaded:
-        return candidate
-    ways: list[tuple[Layout, dict[str, Any]]] = []
-    if layout.recompute == "full":
-        ways.append((layout._replace(recompute="full, ahead of gradients"), {"recompute_ahead": True}))
-    if pipeline.pp * pipeline.vpp * pipeline.microbatches <= MOST_BUILT and "pipeline_schedule" not in request.fixed:
-        built = pipeline._replace(schedule="auto")
-        ways.append((layout._replace(pipeline=built), {"pipeline_schedule": "auto"}))
-    for other, changes in ways:
-        varied = _predicted(request, other, {**candidate.settings, **changes}, candidate.estimate, cluster, stack)
-        found += [] if varied is None else [varied]
-    return min(found, key=lambda each: each.prediction.step_seconds)
+    def predicted(self, layout: Layout, chosen: Mapping[str, Any], estimate: float) -> Candidate | None:
+        """None if a rule about another setting or its exact memory refuses it."""
+        try:
+            config = config_of(self.request, chosen)
+            prediction = predict(config, self.cluster, self.stack)
+        except ConfigError:
+            return None
+        candidate = Candidate(layout=layout, settings=chosen, config=config, estimate=estimate, prediction=prediction)
+        host = max(rank.host_bytes for rank in prediction.memory)
+        fits = candidate.fullest[1].total_bytes <= self.request.memory_limit and host <= self.request.host_limit
+        return candidate if fits else None
 
+    def _fastest(self, candidate: Candidate, others: Iterable[tuple[Layout, Mapping[str, Any]]]) -> Candidate:
+        """Of the candidate and those others, by their layouts and the settings that they change, that fit."""
+        found = [candidate]
+        for layout, changes in others:
+            other = self.predicted(layout, {**candidate.settings, **changes}, candidate.estimate)
+            found += [] if other is None else [other]
+        return min(found, key=lambda each: each.prediction.step_seconds)
 
-def _recut(request: Request, candidate: Candidate, cluster: Cluster, stack: SoftwareStack) -> Candidate:
-    """The candidate with its stages cut by predicted seconds, if that is faster."""
-    config = candidate.config
-    if candidate.layout.pipeline.pp == 1 or stage_layers(config):
-        return candidate
-    work, model = workload_of(config), config.model
-    price = Pricing.of(work, cluster, stack)
-    kinds = [model.is_moe_layer(index) for index in range(model.num_layers)]
-    each = {moe: float(layer_seconds(work, cluster, stack, moe=moe).total) for moe in set(kinds)}
-    constant = 2.0 * stack.microbatch_seconds
-    first, last = (
-        max(float(stage_cost(price, **{end: 1.0}).total) - constant, 0.0) for end in ("has_embedding", "has_head")
-    )
-    layers = [each[moe] for moe in kinds]
-    cut = partition_layers(model.num_layers, placement_of(config), layer_cost=layers, first_cost=first, last_cost=last)
-    if list(cut) == [plan.num_layers for plan in plan_stages(config)]:
-        return candidate
-    chosen = {**candidate.settings, "pipeline_layers": list(cut)}
-    other = _predicted(request, candidate.layout, chosen, candidate.estimate, cluster, stack)
-    if other is None or other.prediction.step_seconds >= candidate.prediction.step_seconds:
-        return candidate
-    return other
+    def varied(self, candidate: Candidate) -> Candidate:
+        """With a schedule built for its costs (`auto`), or with full recompute ahead of the gradients that it would wait
+        for, if that fits and is faster."""
+        layout, pipeline = candidate.layout, candidate.layout.pipeline
+        if pipeline.pp == 1 or pipeline.offloaded:
+            return candidate
+        ways: list[tuple[Layout, dict[str, Any]]] = []
+        if layout.recompute == "full":
+            ways.append((layout._replace(recompute="full, ahead of gradients"), {"recompute_ahead": True}))
+        few = pipeline.pp * pipeline.vpp * pipeline.microbatches <= MOST_BUILT
+        if few and "pipeline_schedule" not in self.request.fixed:
+            built = pipeline._replace(schedule="auto")
+            ways.append((layout._replace(pipeline=built), {"pipeline_schedule": "auto"}))
+        return self._fastest(candidate, ways)
+
+    def recut(self, candidate: Candidate) -> Candidate:
+        """With its stages cut by predicted seconds, if that is faster."""
+        config = candidate.config
+        if candidate.layout.pipeline.pp == 1 or stage_layers(config):
+            return candidate
+        work, model, stack = workload_of(config), config.model, self.stack
+        price = Pricing.of(work, self.cluster, stack)
+        kinds = [model.is_moe_layer(index) for index in range(model.num_layers)]
+        each = {moe: float(layer_seconds(work, self.cluster, stack, moe=moe).total) for moe in set(kinds)}
+        first, last = (
+            max(float(stage_cost(price, **{end: 1.0}).total) - 2.0 * stack.microbatch_seconds, 0.0)
+            for end in ("has_embedding", "has_head")
+        )
+        layers = [each[moe] for moe in kinds]
+        placement = placement_of(config)
+        cut = partition_layers(model.num_layers, placement, layer_cost=layers, first_cost=first, last_cost=last)
+        if list(cut) == [plan.num_layers for plan in plan_stages(config)]:
+            return candidate
+        return self._fastest(candidate, [(candidate.layout, {"pipeline_layers": list(cut)})])

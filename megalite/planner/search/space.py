@@ -221,7 +221,6 @@ def not_default(config: RunConfig) -> frozenset[str]:
 
 Integers = npt.NDArray[np.int64]
 ONE_CHUNK = ("1f1b", "zb-h1", "zb-h2", "gpipe")  # on one rank they take the same time; the first of them hold least
-LOOPED = ("interleaved", "looped-bfs")
 VEE = ("zb-v", "dualpipe-v")
 
 
@@ -320,12 +319,6 @@ class Space:
 
     def __len__(self) -> int:
         return sum(map(len, self.blocks))
-
-    def layouts(self) -> Iterator[Layout]:
-        """One by one; for small spaces."""
-        for block in self.blocks:
-            for pipeline, share in itertools.product(range(len(block.pipelines)), range(len(block.shares))):
-                yield block.layout(pipeline, share)
 
     def column(self, name: str) -> Integers:
         return np.concatenate([np.tile(getattr(block.shares, name), len(block.pipelines)) for block in self.blocks])

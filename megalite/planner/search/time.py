@@ -57,15 +57,21 @@ class Clock:
     def sizer(self) -> Sizer:
         return Sizer(self.config)
 
+    @property
+    def _expert_share(self) -> float:
+        """Of the layers, those with experts."""
+        return self.sizer.layers[1] / self.config.model.num_layers
+
     def prices(self, shares: Shares, pp: int, coefficients: Floats, moved: Floats) -> Prices:
         """Of shares with pipelines of pp ranks; `moved`: bytes of the states that may be in host memory."""
         sizes = (shares.tp, shares.cp, shares.ep, shares.micro_batch_size)
         some, of_kind = kinds(*sizes, shares.recompute, shares.sequence_parallel)
-        work, count, model = self._workload(shares.take(some), pp), len(some), self.config.model
+        work, count = self._workload(shares.take(some), pp), len(some)
         price, constant = Pricing.of(work, self.cluster, self.stack), self.stack.microbatch_seconds
         layers = np.zeros((4, 4, count))
-        for moe in {model.is_moe_layer(index) for index in range(model.num_layers)}:
-            layers[:, int(moe)] = _parts(layer_seconds(work, self.cluster, self.stack, moe=moe), 0.0, count)
+        for row, number in enumerate(self.sizer.layers):
+            if number:
+                layers[:, row] = _parts(layer_seconds(work, self.cluster, self.stack, moe=row == 1), 0.0, count)
         for row, end in ((2, "has_embedding"), (3, "has_head")):
             layers[:, row] = _parts(stage_cost(price, **{end: 1.0}), constant, count)
         reduce, gather, pieces, each = self._exchanges(shares, pp)
@@ -75,7 +81,7 @@ class Clock:
         # States are read and written, gradients read, parameters written: about twice all that is held.
         update = 2.0 * held / rate * self.stack.optimizer_slowdown
         slower = rates.with_copies(update, moved, self.config, self.cluster) - update
-        share = sum(map(model.is_moe_layer, range(model.num_layers))) / model.num_layers
+        share = self._expert_share
         dense, experts = coefficients[Feature.DENSE_ACTIVE], coefficients[Feature.EXPERTS_ACTIVE]
         return Prices(
             layers=layers[..., of_kind],
@@ -125,26 +131,21 @@ class Clock:
 
     def least(self, pipeline: Pipeline, prices: Prices) -> Floats:
         """[shares] seconds that no step of so many microbatches and pipeline ranks goes below."""
-        model = self.config.model
-        moe = sum(map(model.is_moe_layer, range(model.num_layers)))
-        layers = prices.layers.sum(0)
-        found: Floats = pipeline.microbatches * ((model.num_layers - moe) * layers[0] + moe * layers[1]) / pipeline.pp
-        return found
+        (dense, moe), layers = self.sizer.layers, prices.layers.sum(0)
+        return np.asarray(pipeline.microbatches * (dense * layers[0] + moe * layers[1]) / pipeline.pp)
 
     def late(self, pipelines: Sequence[Pipeline], gone: Floats, prices: Prices) -> Floats:
         """[pipelines, shares] seconds of a step for which computation waits until the activations of `gone` layers of each
         stage have left the device, or are back."""
-        model, device = self.config.model, self.cluster.accelerator
-        share = sum(map(model.is_moe_layer, range(model.num_layers))) / model.num_layers
+        share = self._expert_share
         mean = prices.layers[:, 0] * (1.0 - share) + prices.layers[:, 1] * share
         p, m = pipelines[0].pp, pipelines[0].microbatches
         chunks = np.array([[float(pipeline.vpp)] for pipeline in pipelines])
-        layers = model.num_layers / (p * chunks)
+        layers = self.config.model.num_layers / (p * chunks)
         copies = np.minimum(gone, layers) * prices.activation / self.cluster.host_share
-        hidden = float(device.asynchronous)
+        hidden = float(self.cluster.accelerator.asynchronous)
         waits = (np.maximum(copies - hidden * layers * cover, 0.0) for cover in (mean[0], mean[1] + mean[2]))
-        found: Floats = (m * chunks + p - 1) * sum(waits)
-        return found
+        return np.asarray((m * chunks + p - 1) * sum(waits))
 
     def _after(self, prices: Prices, first_forward: Floats, busiest: Floats, m: int, chunks: Floats) -> Floats:
         """Exchanges that no computation hides, optimizer, constants."""
@@ -265,8 +266,7 @@ def _ends(chunks: Floats, p: int) -> Floats:
     either side of its chunks, of which the first and the last of all are outermost."""
     outermost = np.zeros((1, p, 1))
     outermost[:, [0, -1]] = 1.0
-    found: Floats = 2.0 * (2.0 * chunks[..., None] - outermost)
-    return found
+    return np.asarray(2.0 * (2.0 * chunks[..., None] - outermost))
 
 
 def _cycle(busy: Floats, sharing: Floats) -> Floats:
@@ -275,16 +275,14 @@ def _cycle(busy: Floats, sharing: Floats) -> Floats:
     p = busy.shape[1]
     steps = np.diff(np.sort(busy, axis=1), axis=1, prepend=0.0)
     speeds = np.minimum(sharing[None], p / np.arange(p, 0, -1.0)[:, None])
-    found: Floats = (steps / speeds).sum(axis=1)
-    return found
+    return np.asarray((steps / speeds).sum(axis=1))
 
 
 def _ramp_left(p: int, sharing: Floats) -> Floats:
     """Share of a ramp in which cores have nothing to do, where it has 1, 2, ... p - 1 ranks computing."""
     computing = np.arange(1.0, p)[:, None] / p
     idle = np.maximum(1.0 / sharing - computing, 0.0).sum(axis=0)
-    found: Floats = idle / (1.0 - computing).sum(axis=0)
-    return found
+    return np.asarray(idle / (1.0 - computing).sum(axis=0))
 
 
 def _rows(cut: Cut, ranks: npt.NDArray[np.int64]) -> Floats:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from megalite.config import describe
+from megalite.config.flags import parse_arguments
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.planner.hardware import Cluster, SoftwareStack, load_cluster, load_stack
@@ -47,3 +48,7 @@ def config_of(world: int, **settings: Any) -> RunConfig:
     common = {"num_layers": 8, "hidden_size": 2048, "num_attention_heads": 16, "seq_length": 1024}
     common |= {"vocab_size": 51200, "precision": "bf16"}
     return validate(describe.replace(RunConfig(), **{**common, **settings}), world)
+
+
+def from_flags(flags: str, world: int) -> RunConfig:
+    return validate(parse_arguments(flags.split()).config, world)

@@ -1,7 +1,10 @@
 """Requests for tests, as the command line makes them."""
 
+from itertools import product
+
 from megalite.cli import plan
 from megalite.cli.plan import Asked
+from megalite.planner.search.space import Layout, Request, enumerate_space
 
 TINY = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 500 --global-batch-size 8 "
@@ -13,3 +16,12 @@ EXPERTS = f"{TINY} --num-experts 4 --moe-first-dense-layers 1 --moe-ffn-hidden-s
 def asked(flags: str) -> Asked:
     """What `megalite plan` makes of these flags."""
     return plan.asked(plan.main.parse(flags.split()))
+
+
+def layouts_of(request: Request) -> list[Layout]:
+    """All that is legal; for small spaces."""
+    return [
+        block.layout(pipeline, share)
+        for block in enumerate_space(request).blocks
+        for pipeline, share in product(range(len(block.pipelines)), range(len(block.shares)))
+    ]

@@ -52,7 +52,7 @@ def sampled(request: Asked, count: int) -> list[tuple[Layout, float, int]]:
 def test_bytes_are_those_of_one_config(flags: str) -> None:
     # Strategies without buckets that are whole for a while.
     exact = asked(f"{flags} --fix strategy=all-reduce,distributed-optimizer")
-    for layout, mine, theirs in sampled(exact, 25):
+    for layout, mine, theirs in sampled(exact, 15):
         vee = layout.pipeline.schedule in ("zb-v", "dualpipe-v")
         assert mine == pytest.approx(theirs, rel=0.05 if vee else 0.004, abs=4), layout
 
@@ -89,8 +89,8 @@ def test_host_memory_takes_its_share(flags: str) -> None:
 
 def test_most_are_exact_to_the_byte() -> None:
     request = asked("--preset gpt3-1.3b --cluster dgx-a100 --gpus 16 --global-batch-size 32 --fix strategy=all-reduce")
-    drawn = sampled(request, 40)
-    assert sum(abs(mine - theirs) < 1 for _, mine, theirs in drawn) >= 36
+    drawn = sampled(request, 20)
+    assert sum(abs(mine - theirs) < 1 for _, mine, theirs in drawn) >= 18
 
 
 def test_ranks_that_hold_the_same_are_counted_once() -> None:

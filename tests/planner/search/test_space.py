@@ -14,7 +14,7 @@ from megalite.partition.pipeline import layout_of, schedule_of
 from megalite.pipeline.ir.generators.registry import SCHEDULES, build_schedule, placement_for
 from megalite.planner.search.search import config_of
 from megalite.planner.search.space import Layout, Request, divisors, enumerate_space, not_default, parse_constraint
-from tests.planner.search.asking import EXPERTS, TINY, asked
+from tests.planner.search.asking import EXPERTS, TINY, asked, layouts_of
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "all-reduce": {},
@@ -23,7 +23,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "fully-sharded": {"dp_strategy": "fully-sharded"},
 }
 
-HIERARCHICAL = f"{TINY} --num-query-groups 2 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"
+GROUPED = f"{TINY} --num-query-groups 2 --cp-comm-type"
+HIERARCHICAL = f"{GROUPED} a2a+p2p --hierarchical-context-parallel-sizes 2 2"
 
 
 def legal(request: Request, chosen: dict[str, Any], microbatches: int) -> bool:
@@ -72,21 +73,10 @@ def brute_force(request: Request, eps: tuple[int, ...], schedules: tuple[str, ..
             alone = dp * cp == 1 and tp * cp * dp <= tp * ep
             if alone and name != "all-reduce":
                 continue
-            chosen = {
-                "tp": tp,
-                "pp": pp,
-                "vpp": vpp,
-                "cp": cp,
-                "ep": ep,
-                "micro_batch_size": micro,
-                "pipeline_schedule": schedule,
-                "sequence_parallel": sequence,
-                "recompute_granularity": recompute,
-                "optimizer_cpu_offload": states,
-                "cpu_offloading_num_layers": layers,
-                **({} if instances == 1 else {"dp_instances": instances}),
-                **STRATEGIES[name],
-            }
+            chosen = {"tp": tp, "pp": pp, "vpp": vpp, "cp": cp, "ep": ep, "micro_batch_size": micro}
+            chosen |= {"pipeline_schedule": schedule, "sequence_parallel": sequence, "recompute_granularity": recompute}
+            chosen |= {"optimizer_cpu_offload": states, "cpu_offloading_num_layers": layers, **STRATEGIES[name]}
+            chosen |= {} if instances == 1 else {"dp_instances": instances}
             if legal(request, chosen, batch // (dp * micro)) and in_nodes(request, chosen):
                 key = (tp, pp, vpp, cp, ep, micro, schedule, name, sequence, recompute, instances, states, layers)
                 found.add(key)
@@ -118,11 +108,11 @@ def in_nodes(request: Request, chosen: dict[str, Any]) -> bool:
     [
         (f"{TINY} --fix recompute=none", (1,), SCHEDULES),
         (
-            f"{TINY} --num-query-groups 2 --cp-comm-type a2a --fix recompute=none --fix schedule=1f1b,gpipe,zb-h1,zb-h2,interleaved",
+            f"{GROUPED} a2a --fix recompute=none --fix schedule=1f1b,zb-h2,interleaved",
             (1,),
-            ("1f1b", "gpipe", "zb-h1", "zb-h2", "interleaved"),
+            ("1f1b", "zb-h2", "interleaved"),
         ),
-        (f"{HIERARCHICAL} --fix recompute=none", (1,), SCHEDULES),
+        (f"{HIERARCHICAL} --fix recompute=none --fix schedule=1f1b,zb-v", (1,), ("1f1b", "zb-v")),
         (f"{EXPERTS} --fix recompute=full --fix schedule=1f1b,interleaved", (1, 2, 3, 4), ("1f1b", "interleaved")),
         (
             f"{TINY} --fix optimizer_cpu_offload=yes,no --fix cpu_offloading_num_layers=0,1,3 --fix recompute=none,full "
@@ -143,11 +133,11 @@ def test_an_instance_lies_in_a_node(node: int, order: str) -> None:
     flags = f"{TINY} --gpus 8 --fix recompute=none --fix schedule=1f1b --fix mbs=1 --fix sp=no --rank-order {order}"
     request = dataclasses.replace(asked(flags).request, node=node)
     assert_all_legal(request, (1,), ("1f1b",))
-    assert {layout.dp_instances for layout in enumerate_space(request).layouts()} == {1, 2, 8 // node}
+    assert {layout.dp_instances for layout in layouts_of(request)} == {1, 2, 8 // node}
 
 
 def assert_all_legal(request: Request, eps: tuple[int, ...], schedules: tuple[str, ...]) -> None:
-    mine = {key_of(layout) for layout in enumerate_space(request).layouts()}
+    mine = {key_of(layout) for layout in layouts_of(request)}
     assert mine == brute_force(request, eps, schedules)
     assert len(mine) > 40
     assert {key[4] for key in mine} == set(eps) - {3}
@@ -182,22 +172,20 @@ def test_all_that_is_proposed_is_accepted(flags: str, count: int) -> None:
 
 def test_constraints_are_kept() -> None:
     flags = f"{TINY} --gpus 8 --tp 2 --fix vpp=2 --fix schedule=zb-v,interleaved --fix sp=true"
-    layouts = list(enumerate_space(asked(flags).request).layouts())
+    layouts = layouts_of(asked(flags).request)
     assert {each.tp for each in layouts} == {2}
     assert {each.pipeline.vpp for each in layouts} == {2}
     assert {each.pipeline.schedule for each in layouts} == {"zb-v", "interleaved"}
     assert all(each.sequence_parallel for each in layouts)
-
-
-def test_a_cut_by_hand_decides_the_number_of_stages() -> None:
     request = asked(f"{TINY} --gpus 4 --pipeline-layers 1 1 1 1").request
-    assert {(each.pipeline.pp, each.pipeline.vpp) for each in enumerate_space(request).layouts()} == {(2, 2), (4, 1)}
+    assert {(each.pipeline.pp, each.pipeline.vpp) for each in layouts_of(request)} == {(2, 2), (4, 1)}
+    sharded = asked(f"{TINY} --gpus 8 --dp-strategy distributed-optimizer --shard-gradients").request
+    assert sharded.fixed["dp_strategy"] == ("zero-2",)
 
 
 def test_one_rank_and_one_microbatch_have_no_twins() -> None:
     def schedules(flags: str) -> set[str]:
-        space = enumerate_space(asked(f"{TINY} --gpus 2 {flags}").request)
-        return {each.pipeline.schedule for each in space.layouts()}
+        return {each.pipeline.schedule for each in layouts_of(asked(f"{TINY} --gpus 2 {flags}").request)}
 
     assert schedules("--fix pp=1") == {"1f1b"}
     assert schedules("--fix pp=1 --fix schedule=gpipe,zb-h2") == {"zb-h2"}
