@@ -16,8 +16,7 @@ from megalite.config.validate import validate
 from megalite.partition.memory import RankMemory, planned_memory
 from megalite.partition.pipeline import layout_of
 from megalite.rehearsal.proof import covered
-from megalite.rehearsal.run import Rehearsal, rehearse
-from megalite.rehearsal.world import check, rehearse_world
+from megalite.rehearsal.run import Rehearsal, check, rehearse, rehearse_world
 
 FAULTY = 1
 _SHOWN = 12  # lines of a list

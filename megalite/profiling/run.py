@@ -12,6 +12,7 @@ import torch
 
 from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
+from megalite.partition.activations import ELEMENT_BYTES
 from megalite.planner.cost.operations import Pricing
 from megalite.planner.cost.rates import gemm_seconds, workload_of
 from megalite.planner.cost.stage import layer_parts
@@ -172,9 +173,6 @@ def _largest_message(timer: Timer, channels: between.Channels, seconds: float) -
     tensor = torch.zeros(trial // 4, device=timer.device)
     once = timer.over_ranks(timer.together(lambda: group.all_reduce(tensor), seconds=0.0)).seconds
     return max(trial, int(trial * seconds / (_SAMPLES * once)))
-
-
-ELEMENT_BYTES = {"fp64": 8.0, "fp32": 4.0, "bf16": 2.0, "fp16": 2.0}
 
 
 @dataclass(frozen=True)

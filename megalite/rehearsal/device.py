@@ -20,8 +20,8 @@ from megalite.topology.sanitizer import calling_line
 
 DEVICE = torch.device("meta")
 _aten = torch.ops.aten
+# In torch's SDPBackend; without an answer torch would take meta tensors through the kernel that keeps all scores.
 _FLASH = 1
-"""In torch's SDPBackend; without an answer torch would take meta tensors through the kernel that keeps all scores."""
 _NO_KERNEL = frozenset(
     {
         _aten.detach.default,
@@ -36,8 +36,8 @@ _NO_KERNEL = frozenset(
         _aten._unsafe_view.default,
     }
 )
+# Bytes that CUDA's caching allocator rounds to, below and above a MiB.
 _BLOCK, _LARGE, _LARGE_BLOCK = 512, 1 << 20, 2 << 20
-"""Bytes that CUDA's caching allocator rounds to, below and above a MiB."""
 
 
 def allocated(nbytes: int) -> int:
@@ -52,10 +52,9 @@ class Memory:
 
     live: int = 0
     peak: int = 0
-    peak_place: str = ""
-    """What ran when the peak was reached."""
+    peak_place: str = ""  # what ran when the peak was reached
+    # By the storage's address: a weak reference, which calls back, and its bytes.
     _seen: dict[int, tuple[Any, int]] = field(default_factory=dict)
-    """By the storage's address: a weak reference, which calls back, and its bytes."""
 
     def add(self, tensor: Tensor, where: Callable[[], str]) -> None:
         """Count the tensor's storage, if it is new."""
@@ -92,8 +91,8 @@ class _Shapes:
     """What operators return, remembered by the shapes that they get: torch works each out in Python, which takes longer."""
 
     def __init__(self) -> None:
+        # Shape, stride and type of each result; None of an operator that returns its first argument.
         self._known: dict[Any, Any] = {}
-        """Shape, stride and type of each result; None of an operator that returns its first argument."""
         self._returns: dict[Any, str] = {}
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -153,14 +152,10 @@ class Device(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.memory, self.host = Memory(), Memory()
-        """Of the device, and what is pinned in the host's."""
-        self.kernels: Counter[str] = Counter()
-        """Kernels by what ran: an action of the pipeline, or a phase of the step."""
-        self.synchronisations: Counter[tuple[str, str]] = Counter()
-        """(place, why) where the host waits for the device."""
-        self.launched = 0
-        """Kernels so far."""
+        self.memory, self.host = Memory(), Memory()  # of the device, and what is pinned in the host's
+        self.kernels: Counter[str] = Counter()  # kernels by what ran: an action of the pipeline, or a phase of the step
+        self.synchronisations: Counter[tuple[str, str]] = Counter()  # (place, why) where the host waits for the device
+        self.launched = 0  # kernels so far
         self.running = "build"
         self._shadows: dict[int, tuple[Any, Tensor]] = {}
 

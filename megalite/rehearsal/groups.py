@@ -14,27 +14,22 @@ from megalite.topology.sanitizer import calling_line
 from megalite.topology.topology import GATHERED, Topology, communicator_of
 from megalite.watchdog.heartbeat import Heartbeat
 
+# How much of it a rank sends may depend on the rank: who holds a key that several use sends it to all of them.
 UNEVEN = "all_to_all of uneven parts"
-"""How much of it a rank sends may depend on the rank: who holds a key that several use sends it to all of them."""
 
 
 class Operation(NamedTuple):
     """One communication as one rank starts it."""
 
-    kind: str
-    """Of the group, e.g. `tp`; of a pipeline edge `edge`."""
+    kind: str  # of the group, e.g. `tp`; of a pipeline edge `edge`
     ranks: tuple[int, ...]
-    queue: str
-    """With `ranks` it names the communicator: its operations run in the order in which they are started."""
-    name: str
-    """`all_reduce sum`, `send`, ..."""
+    queue: str  # with `ranks` it names the communicator: its operations run in the order in which they are started
+    name: str  # `all_reduce sum`, `send`, ...
     elements: int
     dtype: str
     nbytes: int
-    place: str
-    """`file:line` that started it."""
-    running: str
-    """The action of the pipeline, or the phase of the step, in which it was started."""
+    place: str  # `file:line` that started it
+    running: str  # the action of the pipeline, or the phase of the step, in which it was started
 
     def __str__(self) -> str:
         return f"{self.name} of {self.elements} {self.dtype} over {self.kind} {_shown(self.ranks)} at {self.place} in {self.running}"
@@ -49,8 +44,7 @@ class Event(NamedTuple):
 
     number: int
     waits: bool
-    kernels: int
-    """That it has launched before."""
+    kernels: int  # that it has launched before
 
 
 @dataclass

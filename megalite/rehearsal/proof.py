@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from megalite.rehearsal.groups import UNEVEN, Journal, Operation
 
-Communicator = tuple[str, tuple[int, ...]]
-"""(queue, ranks)."""
+Communicator = tuple[str, tuple[int, ...]]  # (queue, ranks)
 _PARTNER = {"send": "receive", "receive": "send"}
 
 
@@ -51,10 +50,8 @@ def _said(operation: Operation | None) -> str:
 
 
 def asymmetries(one: tuple[int, Journal], other: tuple[int, Journal]) -> Iterator[str]:
-    """The first difference between what two ranks at the same place of their pipelines do.
-
-    Where there is none, all ranks of this place are taken to do the same: those between two corners of the grid.
-    """
+    """The first difference between what two ranks at the same place of their pipelines do. Where there is none, all ranks of
+    this place are taken to do the same: those between two corners of the grid."""
     (rank, journal), (peer, theirs) = one, other
     for left, right in zip_longest(journal.events, theirs.events):
         mine = None if left is None else (left.waits, *_likeness(journal.operations[left.number]))
@@ -77,29 +74,23 @@ def _likeness(operation: Operation) -> tuple[str, str, str, int, str]:
 
 class _Blocked(NamedTuple):
     communicator: Communicator
-    number: int
-    """Of the operation among those of the communicator."""
+    number: int  # of the operation among those of the communicator
     operation: Operation
 
 
 def deadlock(journals: Mapping[int, Journal]) -> str | None:
-    """Run the ranks against each other; None if all come to their end, else who waits for whom.
-
-    Args:
-        journals: of one pipeline, or of a whole world; operations of ranks that are not among them are taken to come.
-    """
-    order: dict[int, list[int]] = {}
+    """Run the ranks against each other; None if all come to their end, else who waits for whom. `journals`: of one pipeline,
+    or of a whole world; operations of ranks that are not among them are taken to come."""
+    order: dict[int, list[int]] = {}  # the number of each operation among those of its communicator
+    started: dict[Communicator, dict[int, int]] = defaultdict(dict)  # how many operations each of its ranks has started
     for rank, journal in journals.items():
         counts: Counter[Communicator] = Counter()
         order[rank] = []
         for operation in journal.operations:
             order[rank].append(counts[_of(operation)])
             counts[_of(operation)] += 1
-    started: dict[Communicator, dict[int, int]] = {}
-    """How many operations each of its ranks has started."""
-    for rank, journal in journals.items():
-        for operation in journal.operations:
-            started.setdefault(_of(operation), {}).setdefault(rank, 0)
+        for communicator in counts:
+            started[communicator][rank] = 0
     at = dict.fromkeys(journals, 0)
     waiting: dict[int, _Blocked] = {}
     ready = set(journals)
@@ -138,20 +129,14 @@ def deadlock(journals: Mapping[int, Journal]) -> str | None:
 class Covered(NamedTuple):
     """A wait that also waits for another operation, which was to run on under further kernels."""
 
-    waited: str
-    """What is waited for, without sizes."""
+    waited: str  # what is waited for, without sizes
     covered: str
     times: int
-    kernels: int
-    """Least number of kernels that the covered operation was still to run under."""
+    kernels: int  # least number of kernels that the covered operation was still to run under
 
 
 def covered(journal: Journal, first: int = 0) -> list[Covered]:
-    """Overlap that the order of operations on one communicator takes away.
-
-    Args:
-        first: waits for operations before it are not reported.
-    """
+    """Overlap that the order of operations on one communicator takes away; waits for operations before `first` are left out."""
     waited_at = {event.number: event.kernels for event in journal.events if event.waits}
     open_: dict[Communicator, list[int]] = defaultdict(list)
     found: dict[tuple[str, str], list[int]] = defaultdict(list)

@@ -4,12 +4,13 @@ import dataclasses
 
 import numpy as np
 
+from megalite.partition.activations import ELEMENT_BYTES
 from megalite.planner.cost.rates import SHARED_PASSES, collective_seconds, gemm_seconds, message_seconds
 from megalite.planner.hardware import Cluster
 from megalite.profiling.collectives import OPERATIONS, CollectiveTime, Machine
 from megalite.profiling.operations import PRODUCTS, AttentionShape, AttentionTime, GemmTime, MemoryTime, chosen_shapes
 from megalite.profiling.passes import Overheads
-from megalite.profiling.run import ELEMENT_BYTES, Measurements
+from megalite.profiling.run import Measurements, fit_cluster
 from megalite.profiling.timing import Timing
 
 CPU = Machine(
@@ -48,32 +49,23 @@ def gemms(cluster: Cluster, dtype: str) -> list[GemmTime]:
 
 def collectives(cluster: Cluster, machine: Machine) -> list[CollectiveTime]:
     """Groups in a node of 2 and of all ranks, groups across, and messages."""
-    times = []
-    local, nodes = machine.ranks_per_node, machine.nodes
+    local, nodes, node = machine.ranks_per_node, machine.nodes, cluster.node
+    found: list[tuple[str, str, int, int, float]] = []
     for size in (1 << 12, 1 << 16, 1 << 20, 1 << 24):
         for place, ranks, stride in (("inside", 2, 1), ("inside", local, 1), ("across", nodes, local)):
             for operation in OPERATIONS if ranks > 1 else ():
                 seconds = float(collective_seconds(operation, size, ranks, stride, cluster))
-                times.append(
-                    CollectiveTime(
-                        operation=operation, place=place, ranks=ranks, message_bytes=size, timing=took(seconds)
-                    )
-                )
-        for operation, passes in SHARED_PASSES.items() if cluster.node.shared_memory_bandwidth else ():
-            seconds = cluster.node.shared_memory_latency + passes(local) * size / cluster.node.shared_memory_bandwidth
-            times.append(
-                CollectiveTime(
-                    operation=operation, place="memory", ranks=local, message_bytes=size, timing=took(seconds)
-                )
-            )
+                found.append((operation, place, ranks, size, seconds))
+        for operation, passes in SHARED_PASSES.items() if node.shared_memory_bandwidth else ():
+            seconds = node.shared_memory_latency + passes(local) * size / node.shared_memory_bandwidth
+            found.append((operation, "memory", local, size, seconds))
         for place in ("inside", "across") if nodes > 1 else ("inside",):
             latency, busy = message_seconds(size, np.array(place == "across"), cluster)
-            times.append(
-                CollectiveTime(
-                    operation="p2p", place=place, ranks=2, message_bytes=size, timing=took(float(latency + busy))
-                )
-            )
-    return times
+            found.append(("p2p", place, 2, size, float(latency + busy)))
+    return [
+        CollectiveTime(operation=operation, place=place, ranks=ranks, message_bytes=size, timing=took(seconds))
+        for operation, place, ranks, size, seconds in found
+    ]
 
 
 def measurements(cluster: Cluster, machine: Machine, dtypes: tuple[str, ...] = ("fp32",)) -> Measurements:
@@ -116,6 +108,10 @@ def measurements(cluster: Cluster, machine: Machine, dtypes: tuple[str, ...] = (
         passes=(),
         collectives=tuple(collectives(cluster, machine)) if machine.ranks > 1 else (),
     )
+
+
+def fitted_to(measured: Measurements, base: Cluster, *, nominal: bool = False) -> Cluster:
+    return fit_cluster(measured, base, nominal=nominal, name="mine", source="measured").cluster
 
 
 def cpu_cluster(base: Cluster) -> Cluster:

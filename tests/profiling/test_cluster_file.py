@@ -1,6 +1,6 @@
 """Cluster files from measurements of a machine whose constants are known."""
 
-import dataclasses
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,14 +8,14 @@ import pytest
 from megalite.config.errors import ConfigError
 from megalite.planner.cost.rates import collective_seconds, gemm_seconds, message_seconds, tensor_seconds, workload_of
 from megalite.planner.hardware import Cluster, load_cluster, load_stack, save_cluster, save_stack
-from megalite.profiling.collectives import Machine
+from megalite.profiling.collectives import OPERATIONS
 from megalite.profiling.run import describe, fit_cluster, fit_gemm, fit_stack, operation_seconds, stand_in
 from tests.planner.cost.machines import config_of
-from tests.profiling.made_up import CPU, collectives, cpu_cluster, gemms, measurements, took
+from tests.profiling.made_up import CPU, collectives, cpu_cluster, fitted_to, gemms, measurements, took
 
 BASE = load_cluster("cpu-box")
 TRUTH = cpu_cluster(BASE)
-GPU = dataclasses.replace(
+GPU = replace(
     CPU,
     device_type="cuda",
     device_name="NVIDIA A100-SXM4-80GB",
@@ -29,7 +29,9 @@ GPU = dataclasses.replace(
 
 @pytest.fixture(scope="module")
 def fitted() -> Cluster:
-    return fit_cluster(measurements(TRUTH, CPU), BASE, nominal=False, name="mine", source="measured").cluster
+    found = fit_cluster(measurements(TRUTH, CPU), BASE, nominal=False, name="mine", source="measured")
+    assert set(found.errors) == {"gemm fp32", "memory", "inside", "across"} and max(found.errors.values()) < 0.02
+    return found.cluster
 
 
 def test_products_take_what_was_measured(fitted: Cluster) -> None:
@@ -45,64 +47,48 @@ def test_products_take_what_was_measured(fitted: Cluster) -> None:
     assert float(ours) == pytest.approx(float(theirs), rel=0.03)
 
 
-@pytest.mark.parametrize("operation", ["all-reduce", "all-gather", "reduce-scatter", "all-to-all"])
-@pytest.mark.parametrize(("ranks", "stride"), [(2, 1), (4, 1), (2, 4)])
-def test_collectives_take_what_was_measured(fitted: Cluster, operation: str, ranks: int, stride: int) -> None:
-    for size in (1 << 10, 1 << 20, 1 << 26):
-        ours, theirs = (
-            float(collective_seconds(operation, size, ranks, stride, cluster)) for cluster in (fitted, TRUTH)
-        )
+def test_collectives_and_messages_take_what_was_measured(fitted: Cluster) -> None:
+    """Messages across nodes; those inside where there is one node, since efficiency has one figure for both."""
+    for operation in OPERATIONS:
+        for ranks, stride in ((2, 1), (4, 1), (2, 4)):
+            for size in (1 << 10, 1 << 26):
+                ours, theirs = (
+                    float(collective_seconds(operation, size, ranks, stride, each)) for each in (fitted, TRUTH)
+                )
+                assert ours == pytest.approx(theirs, rel=1e-6), operation
+    inside = tuple(time for time in collectives(TRUTH, CPU) if time.place == "inside")
+    alone = fitted_to(replace(measurements(TRUTH, replace(CPU, nodes=1)), collectives=inside), BASE)
+    for cluster, crosses in ((fitted, True), (alone, False)):
+        ours, theirs = ([*map(float, message_seconds(1 << 20, crosses, each))] for each in (cluster, TRUTH))
         assert ours == pytest.approx(theirs, rel=1e-6)
-
-
-def test_messages_take_what_was_measured(fitted: Cluster) -> None:
-    """Across nodes exactly; the one efficiency of messages is that across, where both were measured."""
-    ours, theirs = (message_seconds(1 << 20, True, cluster) for cluster in (fitted, TRUTH))
-    assert [float(part) for part in ours] == pytest.approx([float(part) for part in theirs], rel=1e-6)
-    alone = dataclasses.replace(CPU, nodes=1)
-    inside = [time for time in collectives(TRUTH, CPU) if time.place == "inside"]
-    measured = dataclasses.replace(measurements(TRUTH, alone), collectives=tuple(inside))
-    cluster = fit_cluster(measured, BASE, nominal=False, name="mine", source="measured").cluster
-    ours, theirs = (message_seconds(1 << 20, False, one) for one in (cluster, TRUTH))
-    assert [float(part) for part in ours] == pytest.approx([float(part) for part in theirs], rel=1e-6)
 
 
 def test_tensor_parallel_ranks_of_a_host_take_what_was_measured_through_its_memory(fitted: Cluster) -> None:
     """Other groups keep the links, and so does what a run's settings send over sockets."""
     assert fitted.node.shared_memory_bandwidth is None
-    node = dataclasses.replace(TRUTH.node, shared_memory_bandwidth=8e9, shared_memory_latency=2e-5)
-    truth = dataclasses.replace(TRUTH, node=node)
-    cluster = fit_cluster(measurements(truth, CPU), BASE, nominal=False, name="mine", source="measured").cluster
+    node = replace(TRUTH.node, shared_memory_bandwidth=8e9, shared_memory_latency=2e-5)
+    truth = replace(TRUTH, node=node)
+    cluster = fitted_to(measurements(truth, CPU), BASE)
     assert cluster.node.shared_memory_bandwidth == pytest.approx(8e9)
     assert cluster.node.shared_memory_latency == pytest.approx(2e-5)
     work = workload_of(config_of(8, tp=4, precision="fp32"))
     for operation, passes in (("all-reduce", 5), ("all-gather", 1.25), ("reduce-scatter", 2)):
         links = collective_seconds(operation, 1 << 20, 4, 1, cluster)
         assert tensor_seconds(operation, 1 << 20, work, cluster) == pytest.approx(2e-5 + passes * 2**20 / 8e9)
-        assert tensor_seconds(operation, 1 << 20, dataclasses.replace(work, shared_memory=0.0), cluster) == links
-        assert tensor_seconds(operation, 1 << 20, dataclasses.replace(work, tp=8.0), cluster) == collective_seconds(
-            operation, 1 << 20, 8.0, 1, cluster
-        )
-    assert tensor_seconds("all-to-all", 1 << 20, work, cluster) == collective_seconds(
-        "all-to-all", 1 << 20, 4, 1, cluster
-    )
-
-
-def test_crowded_cores_are_told(fitted: Cluster) -> None:
-    assert fitted.node.ranks_per_core == 1.0
-    crowded = measurements(TRUTH, dataclasses.replace(CPU, cores=2))
-    node = fit_cluster(crowded, BASE, nominal=False, name="mine", source="measured").cluster.node
-    assert node.ranks_per_core == 2.0
-    assert node.accelerators == 4
+        assert tensor_seconds(operation, 1 << 20, replace(work, shared_memory=0.0), cluster) == links
+        across = collective_seconds(operation, 1 << 20, 8.0, 1, cluster)
+        assert tensor_seconds(operation, 1 << 20, replace(work, tp=8.0), cluster) == across
+    links = collective_seconds("all-to-all", 1 << 20, 4, 1, cluster)
+    assert tensor_seconds("all-to-all", 1 << 20, work, cluster) == links
 
 
 def test_a_second_type_gets_its_own_rate() -> None:
     """By all of its products, not by the one that was fastest."""
     measured = measurements(TRUTH, CPU, ("fp32", "bf16"))
     *others, last = measured.gemms
-    lucky = dataclasses.replace(last, timing=took(last.timing.seconds / 2))
-    measured = dataclasses.replace(measured, gemms=(*others, lucky))
-    cluster = fit_cluster(measured, BASE, nominal=False, name="mine", source="measured").cluster
+    lucky = replace(last, timing=took(last.timing.seconds / 2))
+    measured = replace(measured, gemms=(*others, lucky))
+    cluster = fitted_to(measured, BASE)
     assert cluster.peak("bf16") * cluster.efficiency.gemm == pytest.approx(0.8 * 3e10, rel=0.05)
 
 
@@ -117,8 +103,8 @@ def test_the_file_says_what_was_measured(fitted: Cluster, tmp_path: Path) -> Non
 
 
 def test_one_process_assumes_links_and_network() -> None:
-    alone = dataclasses.replace(CPU, nodes=1, ranks_per_node=1, accelerators_per_node=1)
-    cluster = fit_cluster(measurements(TRUTH, alone), BASE, nominal=False, name="mine", source="measured").cluster
+    alone = replace(CPU, nodes=1, ranks_per_node=1, accelerators_per_node=1)
+    cluster = fitted_to(measurements(TRUTH, alone), BASE)
     assumed = {key for key, text in cluster.provenance.items() if text == "assumed, from cluster cpu-box"}
     assert assumed == {"node", "network", "efficiency.link", "efficiency.network", "efficiency.p2p"}
     assert (cluster.network, cluster.node.link_bandwidth) == (BASE.network, BASE.node.link_bandwidth)
@@ -129,13 +115,13 @@ def test_a_known_accelerator_keeps_the_vendors_peaks() -> None:
     """Efficiencies are shares of them, recovered through tiles and waves."""
     base, nominal = stand_in(GPU, None)
     assert (base.name, nominal) == ("dgx-a100", True)
-    truth = dataclasses.replace(
+    truth = replace(
         base,
-        accelerator=dataclasses.replace(base.accelerator, kernel_seconds=4e-6),
-        efficiency=dataclasses.replace(base.efficiency, gemm=0.61, memory=0.82, link=0.55, p2p=0.33, small_groups=1.0),
+        accelerator=replace(base.accelerator, kernel_seconds=4e-6),
+        efficiency=replace(base.efficiency, gemm=0.61, memory=0.82, link=0.55, p2p=0.33, small_groups=1.0),
     )
     measured = measurements(truth, GPU, ("bf16",))
-    cluster = fit_cluster(measured, base, nominal=True, name="mine", source="measured").cluster
+    cluster = fitted_to(measured, base, nominal=True)
     assert cluster.accelerator.peak_flops == base.accelerator.peak_flops
     assert cluster.accelerator.memory_bandwidth == base.accelerator.memory_bandwidth
     assert cluster.efficiency.gemm == pytest.approx(0.61, rel=0.02)
@@ -145,48 +131,29 @@ def test_a_known_accelerator_keeps_the_vendors_peaks() -> None:
     assert cluster.provenance["accelerator"] == "vendor, from cluster dgx-a100; kernel_seconds measured"
 
 
-def test_the_formulas_give_back_what_they_made() -> None:
-    errors = fit_cluster(measurements(TRUTH, CPU), BASE, nominal=False, name="mine", source="measured").errors
-    assert set(errors) == {"gemm fp32", "memory", "inside", "across"}
-    assert max(errors.values()) < 0.02
-
-
 def test_a_disturbed_product_does_not_draw_the_fit() -> None:
     times = gemms(TRUTH, "fp32")
     clean = fit_gemm(times, TRUTH)
-    slow = dataclasses.replace(times[5].timing, seconds=times[5].timing.seconds * 20)
-    times[5] = dataclasses.replace(times[5], timing=slow)
+    slow = replace(times[5].timing, seconds=times[5].timing.seconds * 20)
+    times[5] = replace(times[5], timing=slow)
     assert fit_gemm(times, TRUTH)[:2] == pytest.approx(clean[:2], rel=0.02)
 
 
-@pytest.mark.parametrize(
-    ("machine", "known"),
-    [
-        (dataclasses.replace(GPU, device_name="NVIDIA H100 80GB HBM3"), "dgx-h100"),
-        (dataclasses.replace(GPU, device_name="NVIDIA H200", memory_bytes=150_000_000_000), "dgx-h200"),
+def test_accelerators_are_known_by_name_and_memory() -> None:
+    h200 = replace(GPU, device_name="NVIDIA H200", memory_bytes=150_000_000_000)
+    for machine, known in (
+        (replace(GPU, device_name="NVIDIA H100 80GB HBM3"), "dgx-h100"),
+        (h200, "dgx-h200"),
         (CPU, "cpu-box"),
-    ],
-)
-def test_accelerators_are_known_by_name_and_memory(machine: Machine, known: str) -> None:
-    base, nominal = stand_in(machine, None)
-    assert (base.name, nominal) == (known, machine is not CPU)
-
-
-@pytest.mark.parametrize(
-    "machine",
-    [
-        dataclasses.replace(GPU, device_name="NVIDIA H100 PCIe"),
-        dataclasses.replace(GPU, memory_bytes=60_000_000_000),
-        dataclasses.replace(GPU, device_name="NVIDIA GeForce RTX 4090"),
-    ],
-)
-def test_an_unknown_accelerator_needs_a_stand_in(machine: Machine) -> None:
-    with pytest.raises(ConfigError, match=r"NVIDIA .* is in no cluster file; give --like .*dgx-h100"):
-        stand_in(machine, None)
-    base, nominal = stand_in(machine, "dgx-h100")
-    assert (base.name, nominal) == ("dgx-h100", False)
-    with pytest.raises(ConfigError, match="unknown cluster dgx-h10: did you mean dgx-h100"):
-        stand_in(machine, "dgx-h10")
+    ):
+        base, nominal = stand_in(machine, None)
+        assert (base.name, nominal) == (known, machine is not CPU)
+    for changes in ({"device_name": "NVIDIA H100 PCIe"}, {"memory_bytes": 60_000_000_000}, {"device_name": "RTX 4090"}):
+        machine = replace(GPU, **changes)
+        with pytest.raises(ConfigError, match=r"is in no cluster file; give --like .*dgx-h100"):
+            stand_in(machine, None)
+        base, nominal = stand_in(machine, "dgx-h100")
+        assert (base.name, nominal) == ("dgx-h100", False)
 
 
 BASE_STACK = load_stack("fused")
@@ -205,17 +172,20 @@ def test_constants_are_those_measured(tmp_path: Path) -> None:
     assert load_stack(str(tmp_path / "stack.yaml")) == stack
 
 
-def test_nothing_hides_beside_computation_where_ranks_share_cores() -> None:
-    crowded = dataclasses.replace(MEASURED, machine=dataclasses.replace(CPU, cores=2))
-    stack = fit_stack(crowded, CLUSTER, BASE_STACK, name="mine", source="measured")
-    assert not (stack.overlap_gradients or stack.overlap_tensor_gradients or stack.overlap_gathers)
-    free = fit_stack(MEASURED, CLUSTER, BASE_STACK, name="mine", source="measured")
-    assert free.overlap_gradients and free.overlap_tensor_gradients and free.overlap_gathers
+def test_crowded_cores_are_told_and_nothing_hides_beside_computation_there(fitted: Cluster) -> None:
+    assert fitted.node.ranks_per_core == 1.0
+    crowded = measurements(TRUTH, replace(CPU, cores=2))
+    node = fitted_to(crowded, BASE).node
+    assert (node.ranks_per_core, node.accelerators) == (2.0, 4)
+    overlaps = ("overlap_gradients", "overlap_tensor_gradients", "overlap_gathers")
+    for measured, hides in ((crowded, False), (MEASURED, True)):
+        stack = fit_stack(measured, CLUSTER, BASE_STACK, name="mine", source="measured")
+        assert all(getattr(stack, name) == hides for name in overlaps)
 
 
 def test_an_operation_is_its_share_of_a_tiny_layer() -> None:
     """0.6 ms over the operations of a layer: the same whole, whoever is said to take it."""
-    asynchronous = dataclasses.replace(CLUSTER, accelerator=dataclasses.replace(CLUSTER.accelerator, asynchronous=True))
+    asynchronous = replace(CLUSTER, accelerator=replace(CLUSTER.accelerator, asynchronous=True))
     hosts = operation_seconds(MEASURED.overheads, asynchronous, BASE_STACK, "fp32")
     count = 6e-4 / hosts
     assert count == pytest.approx(round(count))
@@ -224,5 +194,5 @@ def test_an_operation_is_its_share_of_a_tiny_layer() -> None:
     host = operation_seconds(MEASURED.overheads, CLUSTER, BASE_STACK, "fp32")
     assert host == pytest.approx(hosts - 3e-6, abs=1e-6)
     assert host < hosts - 3e-6
-    faster = dataclasses.replace(MEASURED.overheads, layer_forward=0.0, layer_backward=1e-9)
+    faster = replace(MEASURED.overheads, layer_forward=0.0, layer_backward=1e-9)
     assert operation_seconds(faster, CLUSTER, BASE_STACK, "fp32") == 0.0

@@ -5,6 +5,7 @@ import dataclasses
 import io
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,38 +63,32 @@ def test_two_ranks_write_a_file_that_the_planner_reads(tmp_path: Path) -> None:
     assert "not measured: network, efficiency.network" in said
 
 
-def _channels(context: RankContext, hosts: list[str]) -> list[tuple[str, list[tuple[int, ...]], tuple[int, ...]]]:
+def _channels(context: RankContext, hosts: list[str]) -> tuple[list[tuple[Any, ...]], list[tuple[bool, int]]]:
+    """Of each place its groups and pair; of the groups inside a node and through its memory whether they have memory."""
     world = context.topology(dp=len(hosts)).world
     machine = describe_machine(world, torch.device("cpu"), node=hosts[context.rank])
     found = make_channels(machine, context.rank, torch.device("cpu"), made=context.made)
-    return [
-        (channels.place, [group.ranks for group in channels.groups], channels.edges[0].ranks if channels.edges else ())
-        for channels in found
-        if channels.place != "memory"
+    places = [
+        (each.place, [group.ranks for group in each.groups], each.edges[0].ranks if each.edges else ())
+        for each in found
+        if each.place != "memory"
     ]
+    inside = [
+        (group.memory is not None, group.size) for each in found if each.place != "across" for group in each.groups
+    ]
+    return places, inside
 
 
-def _shared(context: RankContext) -> list[tuple[bool, int]]:
-    """Of the groups inside a node and of those through its memory: whether they have memory, and their size."""
-    world = context.topology(dp=4).world
-    machine = describe_machine(world, torch.device("cpu"), node="one")
-    inside, memory = make_channels(machine, context.rank, torch.device("cpu"), made=context.made)
-    return [(group.memory is not None, group.size) for group in (*inside.groups, *memory.groups)]
-
-
-@pytest.mark.skipif(shared_memory._system() is None, reason="shared memory needs Linux on x86-64")
-def test_tensor_parallel_ranks_are_measured_through_the_memory_that_they_train_with() -> None:
-    assert run_ranks(4, _shared) == 4 * [[(False, 2), (False, 4), (True, 2), (True, 4)]]
-
-
-def test_groups_inside_nodes_and_across() -> None:
-    on_rank = run_ranks(4, _channels, ["a", "a", "b", "b"])
+def test_groups_inside_nodes_through_their_memory_and_across() -> None:
+    on_rank = [places for places, _ in run_ranks(4, _channels, ["a", "a", "b", "b"])]
     assert on_rank[3] == [("inside", [(2, 3)], (2, 3)), ("across", [(1, 3)], (1, 3))]
     assert on_rank[0] == [("inside", [(0, 1)], (0, 1)), ("across", [(0, 2)], (0, 2))]
-    on_rank = run_ranks(4, _channels, ["a"] * 4)
-    assert on_rank[2] == [("inside", [(2, 3), (0, 1, 2, 3)], (2, 3))]
+    found = run_ranks(4, _channels, ["a"] * 4)
+    assert found[2][0] == [("inside", [(2, 3), (0, 1, 2, 3)], (2, 3))]
+    if shared_memory._system() is not None:  # Linux on x86-64
+        assert all(inside == [(False, 2), (False, 4), (True, 2), (True, 4)] for _, inside in found)
     # With an odd number one looks on while the others exchange messages.
-    on_rank = run_ranks(3, _channels, ["a"] * 3)
+    on_rank = [places for places, _ in run_ranks(3, _channels, ["a"] * 3)]
     assert on_rank[1] == [("inside", [(0, 1, 2)], (0, 1))]
     assert on_rank[2] == [("inside", [(0, 1, 2)], ())]
 
@@ -102,12 +97,10 @@ def test_groups_inside_nodes_and_across() -> None:
     ("flags", "message"),
     [
         (["--output", "{tmp}/no/mine.yaml"], "cannot write {tmp}/no/mine.yaml: No such file or directory; give"),
-        (["--output", "{tmp}"], "{tmp} is a folder; give the name of a file"),
         (["--output", "{tmp}/mine.json"], "cluster and stack files end in .yaml, got {tmp}/mine.json"),
         (["--output", "{tmp}/a.yaml", "--output-stack", "{tmp}/a.yaml"], "are both {tmp}/a.yaml; they are two files"),
         (["--output", "{tmp}/a.yaml", "--dtype", "bf61"], "--dtype cannot be bf61: did you mean bf16?"),
         (["--output", "{tmp}/a.yaml", "--seconds", "0.1"], "--seconds is 0.1; measuring takes at least 1 s"),
-        (["--output", "{tmp}/a.yaml", "--seconds", "nan"], "--seconds: takes a number such as 0.5, got 'nan'"),
         (["--output", "{tmp}/a.yaml", "--like", "dgx-a10"], "unknown cluster dgx-a10: did you mean dgx-a100"),
     ],
 )
@@ -129,13 +122,6 @@ def test_an_accelerator_that_is_not_there(tmp_path: Path, capsys: pytest.Capture
     assert "has no CUDA device: this host has 0; use --device cpu" in capsys.readouterr().err
 
 
-def test_every_rank_hears_of_what_rank_0_cannot_write(tmp_path: Path) -> None:
-    words = ["--output", str(tmp_path / "no" / "mine.yaml")]
-    said = run_ranks(2, _profile, words, 2)
-    assert said[0] == said[1]
-    assert said[0][1].startswith(f"cannot write {tmp_path}/no/mine.yaml")
-
-
 def _without_product(context: RankContext, words: list[str]) -> tuple[str, str]:
     """Rank 1's device has no product in fp16."""
     with pytest.MonkeyPatch.context() as patch:
@@ -148,13 +134,13 @@ def _without_product(context: RankContext, words: list[str]) -> tuple[str, str]:
         return _profile(context, words, 2)
 
 
-def test_a_type_that_one_rank_does_not_have(tmp_path: Path) -> None:
+def test_one_ranks_error_is_that_of_all(tmp_path: Path) -> None:
+    """Rank 0 cannot write; rank 1 has no product in fp16."""
+    said = run_ranks(2, _profile, ["--output", str(tmp_path / "no" / "mine.yaml")], 2)
+    assert said[0] == said[1] and said[0][1].startswith(f"cannot write {tmp_path}/no/mine.yaml")
     said = run_ranks(2, _without_product, ["--output", str(tmp_path / "a.yaml"), "--dtype", "fp16"])
     assert said[0] == said[1]
-    assert said[0] == (
-        "",
-        "--dtype fp16 is not supported on cpu here (addmm not implemented for 'Half'); use --dtype fp32",
-    )
+    assert said[0][1].startswith("--dtype fp16 is not supported on cpu here (addmm not implemented for 'Half'); use ")
 
 
 def test_the_page_shows_commands_and_flags_that_there_are() -> None:

@@ -18,9 +18,8 @@ from megalite.profiling.collectives import (
     measure_turns,
     there_and_back,
 )
-from megalite.profiling.run import fit_cluster
 from megalite.profiling.timing import Timer
-from tests.profiling.made_up import CPU, cpu_cluster, measurements, took
+from tests.profiling.made_up import CPU, cpu_cluster, fitted_to, measurements, took
 from tests.support.ranks import RankContext, run_ranks
 
 BASE = load_cluster("cpu-box")
@@ -40,7 +39,7 @@ def test_the_file_says_what_is_left(at_once: float, in_turn: float, cores: int, 
     turns = TurnTime(at_once=took(at_once), in_turn=took(in_turn))
     crowded = dataclasses.replace(CPU, cores=cores, nodes=1)
     measured = dataclasses.replace(measurements(cpu_cluster(BASE), crowded), turns=turns)
-    node = fit_cluster(measured, BASE, nominal=False, name="mine", source="measured").cluster.node
+    node = fitted_to(measured, BASE).node
     assert node.ranks_per_core == pytest.approx(ranks_per_core)
 
 
@@ -68,22 +67,21 @@ def test_neighbours_never_compute_at_once() -> None:
     assert all(earlier[1] <= later[0] for earlier, later in itertools.pairwise(in_turn))
 
 
-def _turns(context: RankContext) -> tuple[TurnTime, TurnTime]:
+def _turns(context: RankContext) -> TurnTime:
     world = context.topology(dp=2).world
     device = torch.device("cpu")
     machine = describe_machine(world, device, node="one")
     channels, *_ = make_channels(machine, context.rank, device, made=context.made)
     timer = Timer(device, world, crowded=True)
-    return measure_turns(timer, channels, seconds=0.1), measure_turns(timer, channels, seconds=0.1)
+    return measure_turns(timer, channels, seconds=0.05)
 
 
 def test_pairs_take_turns() -> None:
     """It ends, and all ranks find the same."""
-    first, second = run_ranks(2, _turns)
-    assert first == second
-    for turns in first:
-        assert min(turns.at_once.samples, turns.in_turn.samples) >= 3
-        assert min(turns.at_once.seconds, turns.in_turn.seconds) > 0.0
+    turns, other = run_ranks(2, _turns)
+    assert turns == other
+    assert min(turns.at_once.samples, turns.in_turn.samples) >= 3
+    assert min(turns.at_once.seconds, turns.in_turn.seconds) > 0.0
 
 
 def _describe(context: RankContext, hosts: list[str]) -> Machine | str:
@@ -94,26 +92,6 @@ def _describe(context: RankContext, hosts: list[str]) -> Machine | str:
         return str(error)
 
 
-def test_every_rank_learns_the_same() -> None:
-    first, second = run_ranks(2, _describe, ["a", "b"])
-    assert first == second
-    assert (first.nodes, first.ranks_per_node, first.ranks, first.threads) == (2, 1, 2, 1)
-    assert not first.shares_cores
-    alone, _ = run_ranks(2, _describe, ["a", "a"])
-    assert (alone.nodes, alone.ranks_per_node, alone.shares_cores) == (1, 2, True)
-    assert alone.memory_bytes == first.memory_bytes // 2
-
-
-def test_uneven_nodes_are_refused() -> None:
-    assert _ranks_per_node(["a", "a", "b", "b"]) == 2
-    with pytest.raises(ConfigError, match=r"unevenly.*\(2 on a, 1 on b\).*--nproc-per-node 1"):
-        _ranks_per_node(["a", "a", "b"])
-    with pytest.raises(ConfigError, match="unevenly"):
-        _ranks_per_node(["a", "b", "a", "b"])
-    with pytest.raises(ConfigError, match="unevenly"):
-        _ranks_per_node(["a", "b", "b", "b"])
-
-
 def _more_threads(context: RankContext) -> str:
     torch.set_num_threads(1 + context.rank)
     try:
@@ -122,7 +100,25 @@ def _more_threads(context: RankContext) -> str:
         torch.set_num_threads(1)
 
 
-def test_unlike_ranks_are_refused() -> None:
+def test_every_rank_learns_the_same() -> None:
+    first, second = run_ranks(2, _describe, ["a", "b"])
+    assert first == second
+    assert (first.nodes, first.ranks_per_node, first.ranks, first.threads) == (2, 1, 2, 1)
+    assert not first.shares_cores
+    alone, _ = run_ranks(2, _describe, ["a", "a"])
+    assert (alone.nodes, alone.ranks_per_node, alone.shares_cores) == (1, 2, True)
+    assert alone.memory_bytes == first.memory_bytes // 2
     said = run_ranks(2, _more_threads)
     assert said[0] == said[1]
     assert said[0].startswith("the number of threads is 1 on rank 0, 2 on 1")
+
+
+def test_uneven_nodes_are_refused() -> None:
+    assert _ranks_per_node(["a", "a", "b", "b"]) == 2
+    for hosts, message in (
+        ("aab", r"unevenly.*\(2 on a, 1 on b\).*--nproc-per-node 1"),
+        ("abab", "unevenly"),
+        ("abbb", "unevenly"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            _ranks_per_node(list(hosts))
