@@ -28,11 +28,6 @@ def demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     return module
 
 
-def valid_record(step: int, loss: float) -> dict[str, Any]:
-    """As training writes it."""
-    return {"kind": "valid", "step": step, "consumed_samples": 32 * step, "valid_loss": loss}
-
-
 def made_up(demo: ModuleType, *, jump: float = 0.0, fall: float = 3.0) -> list[dict[str, Any]]:
     """A run of the demo: the loss falls by `fall` in all, evenly, and validation jumps at the switch.
 
@@ -44,20 +39,16 @@ def made_up(demo: ModuleType, *, jump: float = 0.0, fall: float = 3.0) -> list[d
         if step:
             rate = 1000.0 if step <= demo.SWITCH else 2000.0
             records.append({"kind": "train", "step": step, "loss": loss, "tokens_per_second": rate})
-        if step % 50 == 0:
-            records.append(valid_record(step, loss))
-        if step == demo.SWITCH:
-            records.append(valid_record(step, loss + jump))
+        evaluated = [loss] * (step % 50 == 0) + [loss + jump] * (step == demo.SWITCH)
+        records += [
+            {"kind": "valid", "step": step, "consumed_samples": 32 * step, "valid_loss": each} for each in evaluated
+        ]
     return records
 
 
-def write(folder: Path, records: list[dict[str, Any]]) -> None:
-    """metrics.jsonl."""
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-
-
-def test_summary(demo: ModuleType, tmp_path: Path) -> None:
-    write(tmp_path, made_up(demo, jump=1e-5))
+def test_summary(demo: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table, the files that it names, and commands to try next, which work."""
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in made_up(demo, jump=1e-5)))
     text = demo.summary(123.4)
     rows = [re.split(r"\s{2,}", line.strip()) for line in text.splitlines()[:5]]
     assert rows == [
@@ -71,11 +62,7 @@ def test_summary(demo: ModuleType, tmp_path: Path) -> None:
     for name in ("tensorboard", "metrics.jsonl", "loss.png", "checkpoints", "config.yaml"):
         assert f"{tmp_path}/{name}" in text
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_what_to_try_next_works(demo: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path, made_up(demo))
-    lines = [line.strip() for line in demo.summary(1.0).splitlines()]
+    lines = [line.strip() for line in text.splitlines()]
     suggested = [line for line in lines if line.startswith("megalite ")]
     suggested += [line[line.index("tools/") :] for line in lines if "--prompt" in line]
     assert len(suggested) == 3
@@ -84,30 +71,18 @@ def test_what_to_try_next_works(demo: ModuleType, tmp_path: Path, monkeypatch: p
         check(Command("demo.py", line))
 
 
-def test_check_accepts_a_good_run(demo: ModuleType) -> None:
-    demo.check(made_up(demo))
+def test_the_check_of_a_run(demo: ModuleType) -> None:
     demo.check(made_up(demo, jump=5e-5))
-
-
-def test_check_sees_a_jump(demo: ModuleType) -> None:
-    with pytest.raises(SystemExit, match=r"jumped by 1\.00e-03 at the switch"):
-        demo.check(made_up(demo, jump=1e-3))
-    with pytest.raises(SystemExit, match="jumped"):
-        demo.check(made_up(demo, jump=-1e-3))
-
-
-@pytest.mark.parametrize("fall", [0.9, 0.0, -1.0, float("nan")])
-def test_check_sees_no_progress(demo: ModuleType, fall: float) -> None:
-    with pytest.raises(SystemExit, match=r"validation loss fell from \S+ to \S+ only"):
-        demo.check(made_up(demo, fall=fall))
-
-
-def test_check_needs_both_sides_of_the_switch(demo: ModuleType) -> None:
-    """A run that never switched cannot show that nothing jumped."""
+    for jump in (1e-3, -1e-3):
+        with pytest.raises(SystemExit, match=r"jumped by 1\.00e-03 at the switch"):
+            demo.check(made_up(demo, jump=jump))
+    for fall in (0.9, -1.0, float("nan")):
+        with pytest.raises(SystemExit, match=r"validation loss fell from \S+ to \S+ only"):
+            demo.check(made_up(demo, fall=fall))
     records = made_up(demo)
-    at_switch = [row for row in records if row["kind"] == "valid" and row["step"] == demo.SWITCH]
+    once = [row for row in records if row["kind"] == "valid" and row["step"] == demo.SWITCH][1]
     with pytest.raises(SystemExit, match="before and after the switch"):
-        demo.check([row for row in records if row is not at_switch[1]])
+        demo.check([row for row in records if row is not once])
 
 
 @pytest.mark.parametrize(

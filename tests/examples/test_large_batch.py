@@ -24,14 +24,15 @@ def test_a_few_steps_of_the_page(
     prepare = runpy.run_path("examples/shakespeare/prepare.py")["main"]
     assert prepare(["--input", str(REPOSITORY / "LICENSE")]) == 0
     capsys.readouterr()
-    study = runpy.run_path(command[1])
+    study = runpy.run_path(command[1])["main"].__globals__
     study["RATES"].update(adam=(0.005, 0.0125), lamb=(0.0625,))
-    assert study["main"](["--samples", "256", "--batches", "8", "64"]) == 0
+    study["RANKS"] = 2
+    assert study["main"](["--samples", "128", "--batches", "8", "64"]) == 0
     *rows, noise = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
     assert [row[:3] for row in rows] == [
-        [name, *sizes] for name in ("AdamW", "LAMB") for sizes in (["8", "32"], ["64", "4"])
+        [name, *sizes] for name in ("AdamW", "LAMB") for sizes in (["8", "16"], ["64", "2"])
     ]
-    assert float(rows[0][3]) < float(rows[1][3]), "32 steps learn more than 4"
+    assert float(rows[0][3]) < float(rows[1][3]), "16 steps learn more than 2"
     assert noise[:4] == ["gradient", "noise", "scale", "at"] and float(noise[-4]) > 0.0
     assert "AdamW" in Path("runs/large_batch/losses.svg").read_text(encoding="utf-8")
 
@@ -44,9 +45,3 @@ def test_the_picture_is_of_the_pages_table() -> None:
     assert " ".join(described.groups()).split() == [f"{float(loss):.3f}" for loss in losses]
     (grew,) = re.findall(r"noise scale grew from (\d+ to \d+) samples", PAGE)
     assert "prefers-color-scheme: dark" in picture and f"grew from {grew} samples" in picture
-    rows = [
-        [cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.splitlines() if ".0" in line and "|" in line
-    ]
-    for name in ("AdamW", "LAMB"):
-        losses = " ".join(f"{float(row[3]):.3f}" for row in rows if row[0] == name)
-        assert f"{name} {losses}" in picture

@@ -20,9 +20,9 @@ def test_a_few_steps_of_the_page(
     prepare = runpy.run_path("examples/shakespeare/prepare.py")["main"]
     assert prepare(["--input", str(REPOSITORY / "LICENSE")]) == 0
     capsys.readouterr()
-    few = ["--steps", "4", "--widths", "64", "96", "--rates", "0.001", "0.01"]
+    few = ["--steps", "2", "--widths", "64", "96", "--rates", "0.01"]
     assert runpy.run_path(command[1])["main"](few) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
-    found = {(row[0], row[-4]): row[-3:-1] for row in rows}
+    found = {(row[0], row[-3]): row[-2] for row in rows}
     assert found["without", "64"] == found["with", "64"], "at the base width muP changes nothing"
     assert found["without", "96"] != found["with", "96"]
