@@ -11,7 +11,7 @@ from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
-from megalite.partition.pipeline import plan_stages, schedule_of
+from megalite.partition.pipeline import schedule_of
 
 DP = 4
 MICROBATCHES = 8
@@ -141,8 +141,8 @@ def refusal(one: str, other: str) -> str | None:
     p = config.parallel
     try:
         found = validate(config, p.tp * p.cp * p.pp * DP, frozenset(asked))
-        plan_stages(found)
-        for count in microbatch_counts(found):
+        named = found.parallel.schedule_name != "auto"  # which is built for any sizes
+        for count in microbatch_counts(found) if named else ():
             schedule_of(found, count)
     except ConfigError as error:
         return str(error)

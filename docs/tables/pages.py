@@ -28,9 +28,3 @@ def index() -> str:
         parts.append(f"## {section}\n")
         parts.append("".join(f"- [{title(page)}]({page})\n" for page in pages))
     return "\n".join(parts)
-
-
-def walkthrough_config() -> str:
-    """examples/walkthrough/run.yaml as a block."""
-    text = (ROOT / "examples" / "walkthrough" / "run.yaml").read_text(encoding="utf-8")
-    return f"```yaml\n{text}```\n"

@@ -31,16 +31,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "pages": pages.index,
     "SC'21, table 1": sc21.table,
     "sizes": sizes.table,
-    "examples/walkthrough/run.yaml": pages.walkthrough_config,
 }
-PAGES = (
-    "README.md",
-    "docs/index.md",
-    "docs/composition.md",
-    "docs/from_megatron.md",
-    "docs/walkthrough.md",
-    "benchmarks/results/README.md",
-)
+PAGES = ("README.md", "docs/index.md", "docs/composition.md", "docs/from_megatron.md", "benchmarks/results/README.md")
 _PLACE = re.compile(r"(?<=<!-- table: )(.+?)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 

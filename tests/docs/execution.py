@@ -2,8 +2,7 @@
 
 import contextlib
 import io
-import os
-import subprocess
+import runpy
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,9 +36,9 @@ class Said:
 
 
 def execute(command: Command) -> Said:
-    """Run a command here: `megalite` in this process, scripts in their own, the ranks of torchrun as forks.
+    """Run a command here: `megalite` and scripts in this process, the ranks of torchrun as forks.
 
-    (Launching is for the tests in tests/e2e: `test_kill`, `test_bad_input`.)
+    (Starting programs is for the tests in tests/e2e: `test_kill`, `test_bad_input`, `test_examples`.)
 
     Raises:
         AssertionError: no one has said how to run a program of this name.
@@ -55,7 +54,7 @@ def execute(command: Command) -> Said:
         outcome = train_forked(ranks, *flags, seconds=240, folder=Path.cwd())
         return Said(outcome.status, outcome.out, outcome.err)
     assert program in ("python", "python3"), f"{command}: how is {program} to be run?"
-    return _start(sys.executable, *words)
+    return in_process(_script, words)
 
 
 def in_process(run: object, words: list[str]) -> Said:
@@ -68,9 +67,10 @@ def in_process(run: object, words: list[str]) -> Said:
 
 
 def rehearse(command: Command) -> Said:
-    """A command that trains, as a dry run on the ranks that it would start; made-up data on few ranks is trained on."""
+    """A command that trains, as a dry run on the ranks that it would start; made-up data on few ranks is trained on (but
+    for profiles: tests/e2e/test_visibility.py)."""
     ranks, flags = training_of(command)
-    if "--mock-data" in flags and ranks <= 2 and "--dry-run" not in flags:
+    if "--mock-data" in flags and ranks <= 2 and not {"--dry-run", "--profile"} & set(flags):
         outcome = train_forked(ranks, *flags)
         return Said(outcome.status, outcome.out, outcome.err)
     world = [] if "--dry-run" in flags else ["--dry-run", "--world-size", str(ranks)]
@@ -91,15 +91,15 @@ def training_of(command: Command) -> tuple[int, list[str]]:
     return hosts * int(launch.nproc_per_node), launch.training_script_args
 
 
-def _start(*words: str) -> Said:
-    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    paths = [str(REPOSITORY), *filter(None, [inherited.get("PYTHONPATH")])]
-    done = subprocess.run(
-        words,
-        env={**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    return Said(done.returncode, done.stdout, done.stderr)
+def _script(words: list[str]) -> int:
+    """Run a Python file as a program; its exit status."""
+    given, sys.argv = sys.argv, words
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    finally:
+        sys.argv = given
+    return 0

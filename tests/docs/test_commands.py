@@ -60,12 +60,17 @@ BLOCKS = {
     ("docs/schedules.md", "json"): "tests/docs/test_schedules.py",
     ("docs/sweep.md", "yaml"): "tests/sweep/test_docs.py",
     ("docs/walkthrough.md", "python"): "tests/docs/test_walkthrough.py",
-    ("docs/walkthrough.md", "yaml"): "tests/docs/test_tables.py",
 }
 """(page, language) -> the test that runs or reads those blocks."""
 
 SMALLER = {"32000": "1024", "2048": "1024"}
 """Words of commands for a corpus that is smaller than the page's."""
+QUICKER = {
+    "rehearse": {"--num-layers": "6", "--workers": "1"},
+    "parity": {"--steps": "1"},
+    "doctor": {"--seconds": "1"},
+}
+"""Command of megalite -> flags with which it takes less time than the page's."""
 
 
 def shown() -> list[Command]:
@@ -96,10 +101,15 @@ PREPARING = [command for command in OTHERS if command.source == "examples/quicks
 
 
 def sized(command: Command) -> Command:
-    """The command for half a megabyte of text."""
+    """The command for half a megabyte of text, few layers and few steps."""
     words = [SMALLER.get(word, word) for word in re.split(r" (?=\S)", command.line)]
     if "build_corpus.py" in command.line:
         words += ["--max-megabytes", "0.5"]
+    for flag, value in QUICKER.get(words[1], {}).items():
+        if flag in words:
+            words[words.index(flag) + 1] = value
+        else:
+            words += [flag, value]
     return Command(command.source, " ".join(words))
 
 

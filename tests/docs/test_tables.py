@@ -131,19 +131,6 @@ def test_a_pair_is_put_to_the_validator(one: str, other: str, why: str | None, l
     assert (found is None) if why is None else (why in found)
 
 
-def test_the_table_follows_the_rules(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rule that is taken away takes its dashes with it."""
-    composition = load("composition")
-    before = composition.readme_table()
-    composition.refusal.cache_clear()
-    monkeypatch.setattr("megalite.config.validate._OF_WHAT_IS_ASKED", ())
-    try:
-        after = composition.readme_table()
-    finally:
-        composition.refusal.cache_clear()
-    assert after.count(composition.REFUSED) < before.count(composition.REFUSED)
-
-
 # Coming from Megatron-LM.
 
 
