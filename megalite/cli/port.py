@@ -15,7 +15,7 @@ from megalite.cli.shell import Shell, is_unknown
 from megalite.cli.tool_commands import PORT
 from megalite.config.describe import replace, settings, values_of
 from megalite.config.errors import ConfigError, Problems
-from megalite.config.flags import Invocation, read_arguments
+from megalite.config.flags import Invocation, parse_arguments
 from megalite.config.megatron_flags import ALREADY_SO, DIFFERS, NO_EFFECT_HERE
 from megalite.config.reading import load_mapping, read_input, write_text
 from megalite.config.run import RunConfig, least_ranks
@@ -215,7 +215,7 @@ def port(launch: Launch, *, world_size: int | None = None) -> Ported:
     """The launch in megalite's words; nothing is raised, problems are in the answer."""
     problems = Problems()
     unknown = [word for word in launch.words if is_unknown(word) and not word.startswith("--")]
-    invocation = read_arguments([*launch.words, "--dry-run"], problems)
+    invocation = parse_arguments([*launch.words, "--dry-run"], problems=problems)
     config = invocation.config
     named = {name for name, source in invocation.provenance.items() if source != "default"}
     defaults = {

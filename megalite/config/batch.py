@@ -109,10 +109,7 @@ def schedule_in_samples(config: RunConfig) -> list[tuple[int, int]]:
 
 def total_steps(config: RunConfig) -> int:
     """Steps of the whole run. With train_samples: as many whole steps as fit into them.
-
-    Raises:
-        ConfigError: neither train_iters nor train_samples is set.
-    """
+    Raises ConfigError: neither train_iters nor train_samples is set."""
     training = config.training
     if training.train_iters is not None:
         return training.train_iters

@@ -90,10 +90,7 @@ ALL_OPERATIONS = ""
 
 def kernel_requests(given: list[str]) -> dict[str, str]:
     """Operation -> backend, of the setting `kernels`; a backend alone is that of `ALL_OPERATIONS`.
-
-    Raises:
-        ConfigError: neither OPERATION=BACKEND nor BACKEND, an operation twice.
-    """
+    Raises ConfigError: neither OPERATION=BACKEND nor BACKEND, an operation twice."""
     requests: dict[str, str] = {}
     for text in (part.strip() for entry in given for part in entry.split(",")):
         operation, equals, backend = (part.strip() for part in text.partition("="))

@@ -20,10 +20,7 @@ DEFAULT_SPLIT = "969,30,1"
 
 def parse_split(split: str) -> tuple[float, float, float]:
     """Shares of train, valid and test, which sum to 1; missing ones are 0.
-
-    Raises:
-        ConfigError: not one to three numbers that are at least 0 and not all 0.
-    """
+    Raises ConfigError: not one to three numbers that are at least 0 and not all 0."""
     example = f"give up to three numbers for train, valid and test, as in {DEFAULT_SPLIT}"
     try:
         shares = [] if "_" in split else [float(part) for part in split.split(",")]  # float() takes 9_0 for 90
@@ -77,10 +74,7 @@ def parse_data_path(entries: Sequence[str], name: str = "data_path") -> list[tup
     """(weight or None, prefix) of each dataset: `a b`, or weight/prefix pairs `0.3 a 0.7 b` (Megatron's rule).
 
     What reads as a number is a weight, whatever files there are; but in pairs the second may be a number too.
-
-    Raises:
-        ConfigError: a number that is no weight of a pair, or a weight that is not a finite number above 0.
-    """
+    Raises ConfigError: a number that is no weight of a pair, or a weight that is not a finite number above 0."""
     numbers = [_number(entry) for entry in entries]
     if entries and len(entries) % 2 == 0 and all(number is not None for number in numbers[::2]):
         pairs: list[tuple[float | None, str]] = []
@@ -114,10 +108,7 @@ def words_of(name: str, value: Any, where: str) -> list[str]:
 
     A list is taken as it is, its numbers as they are written; a mapping has a weight for each prefix; text is cut at
     white space.
-
-    Raises:
-        ConfigError: nothing of this; the message starts with `where`.
-    """
+    Raises ConfigError: nothing of this; the message starts with `where`."""
     if isinstance(value, list | tuple):
         return [_word(name, element, where) for element in value]
     if not isinstance(value, str | dict):
@@ -147,10 +138,7 @@ def _word(name: str, value: Any, where: str) -> str:
 
 def read_args_file(path: str, where: str) -> dict[str, list[str]]:
     """`--data-args-path FILE`: what --data-path would be given, on any number of lines.
-
-    Raises:
-        ConfigError: the file cannot be read or is empty; the message starts with `where`.
-    """
+    Raises ConfigError: the file cannot be read or is empty; the message starts with `where`."""
     words = read_input(path, where).split()
     if not words:
         raise ConfigError(f"{where} {path} is empty; it holds what --data-path takes, e.g. 0.3 a 0.7 b")
@@ -159,10 +147,7 @@ def read_args_file(path: str, where: str) -> dict[str, list[str]]:
 
 def read_split_file(path: str, where: str) -> dict[str, list[str]]:
     """`--per-split-data-args-path FILE`: JSON with what each split's --..-data-path would be given.
-
-    Raises:
-        ConfigError: the file cannot be read or holds something else; the message starts with `where`.
-    """
+    Raises ConfigError: the file cannot be read or holds something else; the message starts with `where`."""
     example = '{"train": ["0.3", "a", "0.7", "b"], "valid": ["c"]}'
     try:
         tree = json.loads(read_input(path, where), object_pairs_hook=partial(_unique, f"{where} {path}"))

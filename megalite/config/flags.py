@@ -12,15 +12,15 @@ from types import MappingProxyType
 from typing import Any
 
 from megalite.config.describe import Setting, settings
-from megalite.config.errors import ConfigError, Problems, closest, nearest
+from megalite.config.errors import ConfigError, Problems, closest, gathered, nearest
 from megalite.config.files import imports_of, read_level, read_preset
 from megalite.config.megatron import DERIVED, FROM_VALUE, REFUSED_VALUES, SEVERAL, STANDS_FOR, VALUES, WORDS, layer_list
 from megalite.config.megatron_flags import DIFFERS, NO_EFFECT_HERE, Note, known_flags, summary
-from megalite.config.merge import Level, merge
+from megalite.config.merge import Level, Merged, merge
 from megalite.config.model import LAYER_LISTS, TRAINING_FIELDS, ModelConfig, free_settings
 from megalite.config.registry import import_modules
 from megalite.config.rules.rule import IDLE
-from megalite.config.run import RunConfig, hugging_face_folder, least_ranks
+from megalite.config.run import hugging_face_folder, least_ranks
 from megalite.config.validate import validate
 from megalite.config.values import from_words
 
@@ -45,14 +45,9 @@ RUN_OPTIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Invocation:
+class Invocation(Merged):
     """A parsed command line."""
 
-    config: RunConfig
-    provenance: dict[str, str]
-    """Setting -> `default`, `preset NAME`, `file PATH` or `flag --NAME`."""
-    explicit: frozenset[str]
-    """Settings that a flag gave, or a file with a value other than the default; for `validate`."""
     dry_run: bool = False
     json: bool = False
     world_size: int | None = None
@@ -62,21 +57,11 @@ class Invocation:
     help: str | None = None
     """`basic` or `all` if help was asked for; the rest of the command line is then not read."""
     version: bool = False
-    notes: tuple[Note, ...] = ()
-    """What was given, sets nothing and is accepted."""
 
     @property
     def remarks(self) -> list[str]:
         """A line for all of `notes`, and one for each difference."""
         return summary(self.notes)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Occurrence:
-    """A flag and the words that follow it."""
-
-    flag: str
-    words: list[str]
 
 
 Shape = Callable[[str, int | None], Mapping[str, Any] | None]
@@ -87,7 +72,12 @@ _TOKENIZER = frozenset({"tokenizer_type", "tokenizer_model", "vocab_file", "merg
 
 
 def parse_arguments(
-    argv: list[str], *, others: Iterable[str] = (), world_size: int | None = None, shape: Shape | None = None
+    argv: list[str],
+    *,
+    others: Iterable[str] = (),
+    world_size: int | None = None,
+    shape: Shape | None = None,
+    problems: Problems | None = None,
 ) -> Invocation:
     """Read a command line (without the program's name): default < preset < --config files < flags.
 
@@ -95,47 +85,36 @@ def parse_arguments(
         others: flags that the caller has taken out; an unknown one may be meant for one of them.
         world_size: number of ranks of the run that is about to start, for the rules; default: nothing starts.
         shape: reads what --load names; default: nothing does.
+        problems: gets what is wrong; default: raised, all in one. If anything is wrong with flags or files, the rules
+            are asked too about what is right in them, so that one answer names everything.
 
-    Raises:
-        ConfigError: unknown flags (the nearest are named), values of the wrong type, one setting given two values,
-            flags of Megatron-LM that change what is computed and cannot be had.
-    """
-    problems = Problems()
-    invocation = read_arguments(argv, problems, others=others, world_size=world_size, shape=shape)
-    problems.raise_all()
-    return invocation
+    Raises ConfigError: unknown flags (the nearest are named), values of the wrong type, one setting given two values,
+    flags of Megatron-LM that change what is computed and cannot be had."""
+    with gathered(problems) as found:
+        return _read(argv, found, others, world_size, shape)
 
 
-def read_arguments(
-    argv: list[str],
-    problems: Problems,
-    *,
-    others: Iterable[str] = (),
-    world_size: int | None = None,
-    shape: Shape | None = None,
+def _read(
+    argv: list[str], problems: Problems, others: Iterable[str], world_size: int | None, shape: Shape | None
 ) -> Invocation:
-    """What is right in a command line; `problems` gets the rest.
-
-    If anything is wrong with flags or files, the rules are asked too about what is right in them, so that one answer
-    names everything. Arguments as for `parse_arguments`.
-    """
+    """What is right in a command line; `problems` gets the rest."""
     for flag, asked in {"--help-all": "all", "--help": "basic", "-h": "basic", "--version": None}.items():
         if flag in argv:
             return Invocation(**vars(merge([])), help=asked, version=asked is None)
     options: dict[str, list[str]] = {}
     level = Level(always_explicit=True)
     occurrences = _occurrences(argv, problems)
-    for occurrence in occurrences:  # what flags may say depends on them
-        if occurrence.flag in settings()["imports"].flags:
-            import_modules(occurrence.words)
-        elif occurrence.flag == "--config":
-            import_modules(module for word in occurrence.words for module in imports_of(word))
-    for occurrence in occurrences:
-        with problems.collecting(*_meant_by(occurrence.flag)):
-            if occurrence.flag in RUN_OPTIONS:
-                _add_run_option(options, occurrence)
+    for flag, words in occurrences:  # what flags may say depends on them
+        if flag in settings()["imports"].flags:
+            import_modules(words)
+        elif flag == "--config":
+            import_modules(module for word in words for module in imports_of(word))
+    for flag, words in occurrences:
+        with problems.collecting(*_meant_by(flag)):
+            if flag in RUN_OPTIONS:
+                _add_run_option(options, flag, words)
             else:
-                _add_setting(level, occurrence, others)
+                _add_setting(level, flag, words, others)
     levels = []
     # A preset or a file that cannot be read could have held every setting that no flag gives.
     unread = set(settings()) - set(level.given)
@@ -221,25 +200,24 @@ def _meant_by(flag: str) -> set[str]:
     return {name for close in ([flag] if flag in known else closest(flag, known)) for name in known[close]}
 
 
-def _occurrences(argv: list[str], problems: Problems) -> list[_Occurrence]:
+def _occurrences(argv: list[str], problems: Problems) -> list[tuple[str, list[str]]]:
     """Cut the command line into flags with the words that follow them; `--seq_length` is read as `--seq-length`."""
-    found: list[_Occurrence] = []
+    found: list[tuple[str, list[str]]] = []
     for argument in argv:
         if re.match(r"-[^\d.]", argument):
             name, equals, word = argument.partition("=")
             flag = name.replace("_", "-") if name.startswith("--") else name
-            found.append(_Occurrence(flag, [word] if equals else []))
+            found.append((flag, [word] if equals else []))
         elif found:
-            found[-1].words.append(argument)
+            found[-1][1].append(argument)
         else:
             problems.add(f"unexpected argument {argument}; settings are flags such as --num-layers 4")
     return found
 
 
-def _add_run_option(options: dict[str, list[str]], occurrence: _Occurrence) -> None:
-    flag, words = occurrence.flag, occurrence.words
+def _add_run_option(options: dict[str, list[str]], flag: str, words: list[str]) -> None:
     if not RUN_OPTIONS[flag][0]:
-        _no_words(occurrence)
+        _no_words(flag, words)
         options[flag] = []
         return
     if len(words) != 1 or not words[0]:
@@ -250,12 +228,11 @@ def _add_run_option(options: dict[str, list[str]], occurrence: _Occurrence) -> N
         raise ConfigError(f"{flag} is given twice: {options[flag][0]} and {words[0]}; keep one of them")
 
 
-def _add_setting(level: Level, occurrence: _Occurrence, others: Iterable[str]) -> None:
-    flag, words = occurrence.flag, occurrence.words
+def _add_setting(level: Level, flag: str, words: list[str], others: Iterable[str]) -> None:
     if flag in _setting_flags() and not (flag in DERIVED and "[" in "".join(words)):
         setting = _setting_flags()[flag]
         several = SEVERAL.get(setting.name, {}).get(" ".join(words))
-        for name, value in (several or {setting.name: _value_of(setting, occurrence)}).items():
+        for name, value in (several or {setting.name: _value_of(setting, flag, words)}).items():
             level.add(name, value, f"flag {flag}")
     elif flag in STANDS_FOR:
         if (
@@ -290,11 +267,10 @@ def _negative(flag: str) -> str:
     return f"--no-{flag.removeprefix('--')}"
 
 
-def _value_of(setting: Setting, occurrence: _Occurrence) -> Any:
-    flag, words = occurrence.flag, occurrence.words
+def _value_of(setting: Setting, flag: str, words: list[str]) -> Any:
     if setting.type is bool:
         on = flag in setting.flags
-        _no_words(occurrence, _negative(setting.flags[0]) if on else setting.flags[0])
+        _no_words(flag, words, _negative(setting.flags[0]) if on else setting.flags[0])
         return on
     if not words:
         raise ConfigError(f"{flag} needs a value ({setting.type_name})")
@@ -310,10 +286,10 @@ def _value_of(setting: Setting, occurrence: _Occurrence) -> Any:
     return from_words(setting, [VALUES.get(setting.name, {}).get(word, word) for word in words], flag)
 
 
-def _no_words(occurrence: _Occurrence, opposite: str = "") -> None:
-    if occurrence.words:
+def _no_words(flag: str, words: list[str], opposite: str = "") -> None:
+    if words:
         remedy = f"; to say the opposite write {opposite}" if opposite else ""
-        raise ConfigError(f"{occurrence.flag} takes no value, got {' '.join(occurrence.words)}{remedy}")
+        raise ConfigError(f"{flag} takes no value, got {' '.join(words)}{remedy}")
 
 
 def _whole_number(flag: str, word: str, least: int = 1) -> int:

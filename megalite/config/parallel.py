@@ -207,10 +207,7 @@ CTA_GROUPS = ("tp", "cp", "ep", "pp", "dp")
 
 def cta_limits(given: list[str]) -> dict[str, int]:
     """Group -> thread blocks, of the setting `nccl_max_ctas`.
-
-    Raises:
-        ConfigError: an entry is no limit, or a group has two.
-    """
+    Raises ConfigError: an entry is no limit, or a group has two."""
     limits: dict[str, int] = {}
     for text in (part.strip() for entry in given for part in entry.split(",")):
         group, _, number = text.partition("=")
@@ -320,10 +317,7 @@ def parse_pipeline_layout(text: str) -> list[int]:
     """Layers of each stage. `E` is the embedding, `t` a layer, `L` head and loss, `|` the next stage; `x*n` and
     `(...)*n` repeat, commas and spaces say nothing. The language is Megatron-LM's. Its `m`, a layer that predicts a further
     token, has one place here, before `L`; they are not counted.
-
-    Raises:
-        ConfigError: the text is not in that language, or embedding or head are not where the model has them.
-    """
+    Raises ConfigError: the text is not in that language, or embedding or head are not where the model has them."""
     items = layout_items(text)
     stages = items.split("|")
     if items.count("E") != 1 or not items.startswith("E"):

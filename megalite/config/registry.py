@@ -73,10 +73,7 @@ class Registry(Collection[str], Generic[T]):
     def register(self, name: str, **facts: Any) -> Callable[[T], T]:
         """Decorator: `@OPTIMIZERS.register("lion", states=("exp_avg",))`. What is defined again at the same place, as by a
         notebook's cell, takes the place of the former.
-
-        Raises:
-            ConfigError: the name is taken, or the facts are not those of this registry.
-        """
+        Raises ConfigError: the name is taken, or the facts are not those of this registry."""
 
         def add(implementation: T) -> T:
             former = self.entries.get(name)
@@ -101,10 +98,7 @@ class Registry(Collection[str], Generic[T]):
 
     def get(self, name: str) -> T:
         """The implementation of that name.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        Raises ConfigError: there is none."""
         entry = self._entry(name)
         if entry.implementation is None and entry.path is not None:
             entry.implementation = imported(entry.path)
@@ -117,10 +111,7 @@ class Registry(Collection[str], Generic[T]):
 
     def name_of(self, given: str | T) -> str:
         """The name that was given, or the one under which what was given is registered.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        Raises ConfigError: there is none."""
         if isinstance(given, str):
             self._entry(given)
             return given
@@ -142,10 +133,7 @@ def _place(implementation: Any) -> tuple[Any, ...]:
 
 def import_modules(modules: Iterable[str]) -> None:
     """Import the user's modules, which register what is in them; from the working folder too, behind all other places.
-
-    Raises:
-        ConfigError: one of them cannot be imported; names it, the reason and the line.
-    """
+    Raises ConfigError: one of them cannot be imported; names it, the reason and the line."""
     for name in modules:
         if name in sys.modules:
             continue

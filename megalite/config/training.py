@@ -16,10 +16,7 @@ _ENTRY = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)([KMBT]?):(\d{1,7})", re.IGNORECAS
 
 def parse_batch_schedule(text: str) -> list[tuple[int, int]]:
     """(tokens from which on, batch size) of each step of `step_batch_size_schedule`, as Megatron-LM reads it.
-
-    Raises:
-        ConfigError: not FROM:SIZE pairs that start from 0 and rise.
-    """
+    Raises ConfigError: not FROM:SIZE pairs that start from 0 and rise."""
     found, example = [], 'e.g. "0:384 200B:768 400B:1152"'
     for entry in text.replace(",", " ").split():
         match = _ENTRY.fullmatch(entry)

@@ -77,9 +77,7 @@ def validate(
         startable: it must have what training needs and a dry run does not: a length and data.
         problems: gets what is wrong, and says which settings are already known to be. Default: raised, all in one.
 
-    Raises:
-        ConfigError: everything that is not legal, each with its name, both values and a value that works.
-    """
+    Raises ConfigError: everything that is not legal, each with its name, both values and a value that works."""
     import_modules(config.training.imports)
     with gathered(problems) as found:
 

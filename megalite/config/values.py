@@ -64,10 +64,7 @@ def check_choice(setting: Setting, value: Any, where: str) -> None:
 
 def coerce(setting: Setting, value: Any, where: str) -> Any:
     """The value with the setting's type, from what YAML or a caller gave; of dp_strategy it may be an alias.
-
-    Raises:
-        ConfigError: the value is of another type or not among the choices; the message starts with `where`.
-    """
+    Raises ConfigError: the value is of another type or not among the choices; the message starts with `where`."""
     if value is None:
         if setting.optional:
             return None

@@ -15,7 +15,7 @@ from megalite.config.merge import merge
 from megalite.config.registry import Registry
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
-from tests.config.illegal import parts_of, says
+from tests.config.rows import lines, parts_of, says
 
 
 def parse(text: str) -> RunConfig:
@@ -57,37 +57,7 @@ def test_keys(text: str, expected: dict[str, object]) -> None:
     assert changed(text) == expected
 
 
-ERRORS = r"""
-num_layer: 4\n => file run.yaml: unknown section or key num_layer: did you mean num_layers?
-modle: {num_layers: 4}\n => file run.yaml: unknown section or key modle: did you mean model?
-model: {hiden_size: 4}\n => file run.yaml, model: unknown key hiden_size: did you mean hidden_size?
-model: {tp: 4}\n => file run.yaml, model: tp belongs to section parallel, not model; move it there
-tp: 2\nparallel: {tp: 4}\n => tp is given twice: 2 by file run.yaml and 4 by file run.yaml; keep one of them
-tp: 2\npp: 1\ntp: 2\n => file run.yaml: tp is given twice, on lines 1 and 3; keep one of them
-bf16: true\nfp16: true\n => precision is given twice: 'bf16' by file run.yaml and 'fp16' by file … keep one of them
-bf16: false\n => file run.yaml: bf16 takes no value but true, got False; remove it
-num_layers: [4]\n => file run.yaml: num_layers takes one int, got [4]
-num_layers: four\n => file run.yaml: num_layers takes a whole number such as 4, got 'four'
-num_layers: 4.5\n => file run.yaml: num_layers takes a whole number such as 4, got 4.5
-num_layers: true\n => file run.yaml: num_layers takes a whole number such as 4, got True
-num_layers: null\n => file run.yaml: num_layers cannot be null; its default is 2
-lr: .inf\n => file run.yaml: lr takes a number such as 0.1, got inf
-sequence_parallel: 1\n => file run.yaml: sequence_parallel takes true or false, got 1
-run_dir: 2024\n => file run.yaml: run_dir takes text, got the int 2024; write it in quotes if you mean it: '2024'
-rampup_batch_size: {a: 1}\n => file run.yaml: rampup_batch_size takes a list such as [4], got {'a': 1}
-pipeline_layers: [1, x]\n => file run.yaml: pipeline_layers takes a whole number such as 4, got 'x'
-activation: relu\n => file run.yaml: activation cannot be 'relu': did you mean gelu or geglu? (one of gelu,
-transformer_impl: other\n => file run.yaml: transformer_impl other is refused: there is one … leave it out
-num_layers_per_virtual_pipeline_stage: x\n => file run.yaml: num_layers_per_virtual_pipeline_stage takes a whole
-data_parallel_sharding_strategy: [optim]\n => file run.yaml: data_parallel_sharding_strategy cannot be ['optim']: did
-parallel: {data_parallel_sharding_strategy: optim}\n => file run.yaml, parallel: … write it at the top
-4: 5\n => file run.yaml: 4 is not a setting; keys are names such as num_layers
-- a\n => file run.yaml must hold `key: value` lines such as `num_layers: 4`, found ['a']
- => file run.yaml must hold `key: value` lines such as `num_layers: 4`, found nothing
-"""
-
-
-@pytest.mark.parametrize(("text", "parts"), parts_of(ERRORS))
+@pytest.mark.parametrize(("text", "parts"), parts_of(lines("file_errors")))
 def test_error(text: str, parts: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
         parse(text.replace(r"\n", "\n"))

@@ -12,9 +12,9 @@ from megalite.config.flags import parse_arguments
 from megalite.config.merge import merge
 from megalite.config.run import RunConfig
 from megalite.config.validate import require_startable, validate
-from tests.config.illegal import rows, says
+from tests.config.rows import lines, refused, says
 
-ILLEGAL = rows()
+ILLEGAL = refused()
 
 
 @pytest.mark.parametrize(("world_size", "flags", "parts"), ILLEGAL, ids=[f"{row[0]}: {row[1]}" for row in ILLEGAL])
@@ -86,90 +86,9 @@ def test_the_table_has_sixty_illegal_combinations() -> None:
     assert len({flags for _, flags, _ in ILLEGAL}) == len(ILLEGAL)
 
 
-# (world size, command line): just inside a rule above
-LEGAL = [
-    (1, ""),
-    (1, "--hang-timeout-minutes 600"),
-    (2, "--hang-timeout-minutes 9.9"),
-    (2, "--hang-timeout-minutes 0 --distributed-timeout-minutes 0.1"),
-    (8, "--tp 2 --pp 2 --dp 2"),
-    (4, "--tp 2 --sequence-parallel"),
-    (4, "--pp 2 --vpp 2 --num-layers 4 --microbatch-group-size 2 --global-batch-size 4"),
-    (2, "--overlap-param-gather --use-distributed-optimizer"),
-    (2, "--no-overlap-param-gather"),
-    (4, "--num-experts 8 --ep 4 --etp 1 --moe-router-topk 1 --moe-router-pre-softmax"),
-    (4, "--num-experts 8 --ep 2 --etp 2"),
-    (4, "--pp 2 --num-experts 4 --ep 2 --cp 2 --rank-order tp-cp-ep-pp-dp"),
-    (2, "--tp 2 --num-experts 4 --ffn-hidden-size 33 --moe-ffn-hidden-size 64"),
-    (2, "--tp 2 --num-experts 4 --moe-shared-expert-intermediate-size 34 --moe-first-dense-layers 1"),
-    (1, "--num-experts 8 --moe-expert-capacity-factor 3.9 --moe-token-drop-policy position"),
-    (4, "--cp 2 --tp 2 --cp-comm-type a2a"),
-    (1, "--recompute-activations --recompute-modules core_attn moe_act layernorm"),
-    (1, "--recompute-activations --recompute-modules mlp mlp_act --num-experts 4 --moe-layer-freq 2"),
-    (2, "--pp 2 --num-layers 4 --recompute-granularity full --recompute-method block --recompute-num-layers 3"),
-    (1, "--preset mistral-7b --seq-length 1024"),
-    (1, "--preset mixtral-8x7b --num-experts none"),
-    (1, "--preset llama3.1-8b --rope-scaling none --seq-length 8192"),
-    (1, "--disable-bias-linear --add-qkv-bias --qk-layernorm --apply-layernorm-1p"),
-    (1, "--position-embedding-type rope --use-rope-scaling --rope-scaling-factor 32"),
-    (1, "--data-path a --tokenizer-model t --reset-attention-mask --reset-position-ids"),
-    (1, "--hidden-size 16 --activation swiglu --num-experts 4 --moe-ffn-hidden-size 32"),
-    (12, "--num-experts 4 --hidden-size 48 --ep 4 --etp 1 --ffn-hidden-size 16"),
-    (1, "--position-embedding-type rope --rotary-base 500000"),
-    (1, "--seq-length 256 --max-position-embeddings 256"),
-    (3, "--tp 3 --num-attention-heads 3 --hidden-size 96 --vocab-size 1000 --make-vocab-size-divisible-by 384"),
-    (2, "--cp 2 --seq-length 100"),
-    (2, "--pp 2 --num-layers 5 --pipeline-layers 1,4"),
-    (1, "--rampup-batch-size 32 7 100 --global-batch-size 32"),
-    (1, "--rampup-batch-size 16 16 5859375 --global-batch-size 1536"),
-    (4, "--rampup-batch-size 4 4 100 --global-batch-size 32"),
-    (1, "--lr-warmup-iters 9 --train-iters 10"),
-    (1, "--lr-warmup-iters 0 --train-iters 1"),
-    (1, "--lr-decay-style WSD --train-iters 100 --lr-wsd-decay-iters 100 --lr-wsd-decay-style linear"),
-    (1, "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1"),
-    (1, "--fp16 --hysteresis 3"),
-    (1, "--fp16 --loss-scale 1024"),
-    (1, "--train-data-path a --valid-data-path b --eval-interval 10 --eval-iters 2"),
-    (1, "--train-data-path a --valid-data-path b --test-data-path c --eval-interval 10"),
-    (1, "--data-path a --split 9,1,0"),
-    (1, "--data-path a --packing best-fit"),
-    (1, "--data-path a --packing best-fit --position-embedding-type none"),
-    (1, "--data-path a --tokenizer-type ByteLevelTokenizer --eod-mask-loss"),
-    (1, "--data-path a --tokenizer-type TikTokenizer --tokenizer-model t --tiktoken-pattern x+"),
-    (1, "--data-path a --tokenizer-model t --tiktoken-pattern x+"),
-    (1, "--vocab-file a --merge-file b"),
-    (1, "--save-interval 10 --run-dir r"),
-    (1, "--load a --ckpt-step 10 --finetune --fresh-if-missing"),
-    (2, "--dp-strategy gossip --reduction-order rank --sync-warmup-steps 1"),
-    (2, "--dp-strategy parameter-server --reduction-order rank --server-chunk-mb 0.001"),
-    (2, "--dp-strategy sharded-parameter-server --reduction-order rank --server-chunk-mb 2000"),
-    (2, "--dp-strategy local-sgd --train-iters 20"),
-    (2, "--dp-strategy gossip --sync-warmup-steps 39 --train-iters 40"),
-    (2, "--dp-strategy diloco --sync-fragments 2 --sync-delay 3 --sync-warmup-steps 10 --train-iters 33"),
-    (
-        2,
-        "--dp-strategy diloco --sync-fragments 2 --sync-delay 3 --sync-warmup-steps 10 --sync-interval 18 "
-        "--train-iters 32",
-    ),
-    (2, "--optimizer onebit-adam --train-iters 2001"),
-    (2, "--optimizer onebit-adam --adam-beta2 0.9 --lr-warmup-iters 30 --train-iters 41"),
-    (2, "--optimizer onebit-adam --adam-beta2 0.9 --lr-warmup-iters 29 --train-iters 31"),
-    (2, "--optimizer onebit-adam --adam-beta2 0.9 --lr-warmup-samples 58 --train-samples 62"),
-    (2, "--optimizer onebit-adam --freeze-step 11 --train-samples 100 --global-batch-size 8"),
-    (2, "--optimizer lamb --lamb-min-coeff 1 --lamb-max-coeff 1"),
-    (2, "--optimizer sgd --sgd-momentum 0 --dp-strategy local-sgd"),
-    (2, "--check-replicas-interval 60 --train-iters 60"),
-    (2, "--cp 2 --check-replicas-interval 60"),
-    (1, "--attention-backend flash --sliding-window 8"),
-    (2, "--attention-backend cudnn --cp 2 --cp-comm-type a2a --num-attention-heads 4"),
-    (1, "--attention-backend auto --attention-dropout 0.1"),
-    (2, "--tp-comm-overlap --tp 2 --sequence-parallel"),
-    (1, "--fp8 --bf16 --num-layers 3 --compile"),
-]
-
-
-@pytest.mark.parametrize(("world_size", "flags"), LEGAL)
-def test_legal_neighbour(world_size: int, flags: str) -> None:
+@pytest.mark.parametrize("row", lines("legal"))
+def test_legal_neighbour(row: str) -> None:
+    world_size, flags = int(row.split()[0]), row.partition(" ")[2]
     invocation = parse_arguments(flags.split())
     config = validate(invocation.config, world_size, invocation.explicit)
     assert config.parallel.dp is not None and config.training.global_batch_size is not None

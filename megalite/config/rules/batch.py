@@ -4,7 +4,7 @@ global_batch_size resolved."""
 from megalite.config.batch import batch_sizes, decay_length, samples_per_microbatch, steps_until, total_steps
 from megalite.config.errors import Findings
 from megalite.config.optimizer import ONEBIT_OPTIMIZERS, parse_lr_multipliers
-from megalite.config.rules.rule import Check, Settings, multiples, rules, say
+from megalite.config.rules.rule import Check, Settings, multiples, rules, say, without
 from megalite.config.run import scales_loss
 from megalite.config.training import parse_batch_schedule
 
@@ -160,12 +160,10 @@ SCHEDULES: tuple[Check, ...] = (
     _warmup,
     _final_decay,
     check_lr_multipliers,
+    *without({"?decoupled_min_lr": "--decoupled-lr 1e-4"}),
     *rules(
         {
             "{min_lr} is above {lr}; use at most {=lr}": lambda c: c.min_lr > c.lr,
-            "{?decoupled_min_lr} has no effect without decoupled_lr; add --decoupled-lr or remove it": (
-                lambda c: c.decoupled_lr is None
-            ),
             "{?decoupled_lr} is below what it decays to; use --decoupled-min-lr 0": (
                 lambda c: (c.min_lr if c.decoupled_min_lr is None else c.decoupled_min_lr) > (c.decoupled_lr or 0.0)
             ),

@@ -3,27 +3,16 @@
 Whether a kernel works on the device is known when it is built.
 """
 
-from collections.abc import Callable
-
 from megalite.config.compute import kernel_requests, unknown_kernels
 from megalite.config.errors import Findings, nearest
 from megalite.config.model import BLOCKS, LATENT_SIZES, LAYER_LISTS
-from megalite.config.rules.rule import Check, Settings, divisors, rules, say
+from megalite.config.rules.rule import Check, Settings, divisors, owned, rules, say, without
 from megalite.config.run import attention_in_tiles, stage_layers
 
 MODULES = ("core_attn", "mla_up_proj", "mlp_act", "layernorm", "mlp", "shared_experts", "moe")
 """What selective recompute can run again."""
 OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "mlp_act")
 """Their activations can go to host memory without those of others."""
-SCALINGS = {
-    ("llama3",): ("rope_low_freq_factor", "rope_high_freq_factor"),
-    ("llama3", "yarn", "dynamic"): ("rope_original_max_positions",),
-    ("yarn",): (
-        *("rope_beta_fast", "rope_beta_slow", "rope_truncate"),
-        *("rope_mscale", "rope_mscale_all_dim", "rope_attention_factor"),
-    ),
-}
-"""Kinds of rope_scaling -> settings that mean something to these alone."""
 
 
 def _head_size(c: Settings) -> Findings:
@@ -59,14 +48,34 @@ def _has_no_mlp(c: Settings) -> bool:
     return (dense or c.moe_ffn_hidden_size is None) and c.ffn_size < 1
 
 
-def _other_scaling(kinds: tuple[str, ...]) -> Callable[[Settings], bool]:
-    return lambda c: c.rope_scaling not in kinds
-
-
 NETWORK: tuple[Check, ...] = (
     _head_size,
     _groups,
     _layer_lists,
+    *without(
+        {
+            "!mup_base_hidden_size|mup_base_head_dim": "--use-mup",
+            "!window_attn_skip_freq|rotary_base_local": "--sliding-window 4096",
+            f"!{'|'.join(LATENT_SIZES)}": "--multi-latent-attention",
+            "?qk_norm_all_heads": "--qk-norm",
+            "!mtp_loss_scaling_factor": "--mtp-num-layers 1",
+        }
+    ),
+    *owned(
+        "position_embedding_type",
+        {"rotary_base|rotary_percent|rotary_interleaved|rotary_base_local|no_rope_freq": ("rope",)},
+    ),
+    *owned(
+        "rope_scaling",
+        {
+            "rope_scaling_factor": ("linear", "llama3", "yarn", "dynamic"),
+            "rope_low_freq_factor|rope_high_freq_factor": ("llama3",),
+            "rope_original_max_positions": ("llama3", "yarn", "dynamic"),
+            "rope_beta_fast|rope_beta_slow|rope_truncate|rope_mscale|rope_mscale_all_dim|rope_attention_factor": (
+                "yarn",
+            ),
+        },
+    ),
     *rules(
         {
             "{hidden_size} with {activation} gives an MLP of width 8·h/3 rounded down to a multiple of 64 = 0; set "
@@ -85,25 +94,12 @@ NETWORK: tuple[Check, ...] = (
                     and not c.multi_latent_attention
                 )
             ),
-            "{!rotary_base|rotary_percent|rotary_interleaved} has no effect with {position_embedding_type}; use rope or remove it": (
-                lambda c: c.position_embedding_type != "rope"
-            ),
             "{?use_mup} does not go with {optimizer}: its rates are those of Adam; use --optimizer adam": lambda c: (
                 c.optimizer not in ("adam", "schedule-free-adamw")
             ),
             "{?use_mup} does not go with {softmax_scale}, which it sets; remove one of them": lambda c: (
                 c.softmax_scale is not None
             ),
-            "{!mup_base_hidden_size|mup_base_head_dim} has no effect without use_mup; add --use-mup or remove it": lambda c: (
-                not c.use_mup
-            ),
-            "{!rotary_base_local|no_rope_freq} has no effect with {position_embedding_type}; use rope or remove it": (
-                lambda c: c.position_embedding_type != "rope"
-            ),
-            "{!window_attn_skip_freq|rotary_base_local} has no effect without sliding_window; add --sliding-window 4096 or remove "
-            "it": lambda c: c.sliding_window is None,
-            f"{{!{'|'.join(LATENT_SIZES)}}} has no effect without multi_latent_attention; add --multi-latent-attention or remove "
-            "it": lambda c: not c.multi_latent_attention,
             "{v_head_dim} is more than {qk_head_dim} and {qk_pos_emb_head_dim} together; use at most {=head_size}": lambda c: (
                 c.multi_latent_attention and c.v_head_dim > c.head_size
             ),
@@ -114,7 +110,6 @@ NETWORK: tuple[Check, ...] = (
             "remove it": lambda c: c.multi_latent_attention and c.num_query_groups not in (None, c.num_attention_heads),
             "{!rotary_percent|rotary_interleaved|add_qkv_bias|qk_norm_all_heads} has no effect with multi_latent_attention; "
             "remove it": lambda c: c.multi_latent_attention,
-            "{?qk_norm_all_heads} has no effect without qk_norm; add --qk-norm or remove it": lambda c: not c.qk_norm,
             "{?qk_norm_all_heads} does not go with {normalization}; use --normalization RMSNorm": (
                 lambda c: c.qk_norm and c.normalization != "RMSNorm"
             ),
@@ -125,21 +120,9 @@ NETWORK: tuple[Check, ...] = (
             "--position-embedding-type rope": lambda c: (
                 c.mtp_num_layers and c.position_embedding_type == "learned_absolute"
             ),
-            "{!mtp_loss_scaling_factor} has no effect without mtp_num_layers; add --mtp-num-layers 1 or remove it": (
-                lambda c: not c.mtp_num_layers
-            ),
             "{?rope_scaling} has no effect with {position_embedding_type}; use rope, or --rope-scaling none": (
                 lambda c: c.position_embedding_type != "rope"
             ),
-            "{!rope_scaling_factor} has no effect with {rope_scaling}; use linear, llama3, yarn or dynamic, or remove it": (
-                lambda c: c.rope_scaling == "none"
-            ),
-            **{
-                f"{{!{'|'.join(names)}}} has no effect with {{rope_scaling}}; use {kinds[0]} or remove it": _other_scaling(
-                    kinds
-                )
-                for kinds, names in SCALINGS.items()
-            },
             "rope_scaling dynamic has no larger base for the {=rotary_size} channels that rope turns; use yarn": (
                 lambda c: c.rope_scaling == "dynamic" and c.rotary_size == 2
             ),
@@ -184,15 +167,13 @@ def _merged_attention(c: Settings) -> Findings:
 COMPUTE: tuple[Check, ...] = (
     _kernels,
     _merged_attention,
+    *without({"?tp_comm_overlap_backend": "--tp-comm-overlap", "?fp8_recipe|fp8_wgrad|fp8_param_gather": "--fp8"}),
     *rules(
         {
             "{?attention_backend} has no effect with {attention_dropout}, for which the probabilities are kept in memory; set "
             "attention_dropout 0 or remove it": lambda c: c.attention_dropout,
             "{?tp_comm_overlap} has no effect without sequence_parallel; add --tp 2 --sequence-parallel or remove it": (
                 lambda c: c.tp == 1 or not c.sequence_parallel
-            ),
-            "{?tp_comm_overlap_backend} has no effect without tp_comm_overlap; add it or remove it": (
-                lambda c: not c.tp_comm_overlap
             ),
             "{?tp_comm_overlap} has no effect with fp8: a tensor that comes in pieces has no one scale": (
                 lambda c: c.fp8
@@ -205,12 +186,7 @@ COMPUTE: tuple[Check, ...] = (
             "auto": lambda c: c.attention_backend == "cudnn",
             "{?deterministic} and {dp_strategy} do not go together: what a worker gets depends on when it asks; use "
             "parameter-server or remove it": lambda c: c.dp_strategy == "async-parameter-server",
-            "{?fp8_recipe} has no effect without fp8; add --fp8 or remove it": lambda c: not c.fp8,
-            "{?fp8_wgrad} has no effect without fp8; add --fp8 or remove it": lambda c: not c.fp8,
             "{?fp8} needs precision bf16, not {=precision}; add --bf16": lambda c: c.precision != "bf16",
-            "{?fp8_param_gather} has no effect without fp8, which says what is rounded; add --fp8 or remove it": (
-                lambda c: not c.fp8
-            ),
             "{?fp8_param_gather} sends one scale per tensor, not {fp8_recipe}; use fp8_recipe tensorwise, or remove it": (
                 lambda c: c.fp8_recipe != "tensorwise"
             ),
@@ -307,15 +283,14 @@ def _chosen_layers(c: Settings) -> Findings:
 RECOMPUTE: tuple[Check, ...] = (
     *rules(
         {
-            "{!recompute_modules} has no effect with {recompute_granularity}; use --recompute-granularity selective or "
-            "remove it": lambda c: c.recompute_granularity != "selective",
             "{?cpu_offloading_num_layers|fine_grained_activation_offloading} does not go with recompute_ahead, which keeps nothing "
-            "of a layer before it is needed; remove one of them": lambda c: c.recompute_ahead,
-            "{!offload_modules} has no effect without fine_grained_activation_offloading; add "
-            "--fine-grained-activation-offloading or remove it": lambda c: not c.fine_grained_activation_offloading,
-            "{!recompute_method|recompute_num_layers} has no effect with {recompute_granularity}; use "
-            "--recompute-granularity full or remove it": lambda c: c.recompute_granularity != "full",
+            "of a layer before it is needed; remove one of them": lambda c: c.recompute_ahead
         }
+    ),
+    *without({"!offload_modules": "--fine-grained-activation-offloading"}),
+    *owned(
+        "recompute_granularity",
+        {"recompute_modules": ("selective",), "recompute_method|recompute_num_layers": ("full",)},
     ),
     _modules,
     _covered_modules,

@@ -6,7 +6,7 @@ from megalite.config.describe import settings
 from megalite.config.errors import Findings, Idle
 from megalite.config.optimizer import ONEBIT_OPTIMIZERS, OPTIMIZERS
 from megalite.config.registry import Registry
-from megalite.config.rules.rule import Check, Settings, divisors, owned, rules, say
+from megalite.config.rules.rule import Check, Settings, divisors, owned, rules, say, without
 from megalite.config.strategies import STRATEGIES
 
 
@@ -151,6 +151,13 @@ STRATEGY: tuple[Check, ...] = (
 
 OPTIMIZER: tuple[Check, ...] = (
     _of_others("optimizer", OPTIMIZERS),
+    *without(
+        {
+            "!qk_clip_threshold|qk_clip_alpha": "--qk-clip",
+            "!optimizer_offload_fraction": "--optimizer-cpu-offload",
+            "?eval_ema": "--ema-decay 0.9999",
+        }
+    ),
     *rules(
         {
             "{!freeze_threshold} has no effect with {freeze_step}, which ends the warm-up; remove one of them": (
@@ -222,13 +229,6 @@ OPTIMIZER: tuple[Check, ...] = (
             ),
             "{?qk_clip} has no effect with {qk_norm}, after which the weights' size does not matter; remove one of them": (
                 lambda c: c.qk_norm and not c.multi_latent_attention
-            ),
-            "{!qk_clip_threshold|qk_clip_alpha} has no effect without qk_clip; add --qk-clip or remove it": (
-                lambda c: not c.qk_clip
-            ),
-            "{?eval_ema} needs an average to take; add --ema-decay 0.9999, or remove it": lambda c: c.ema_decay is None,
-            "{!optimizer_offload_fraction} has no effect without optimizer_cpu_offload; add --optimizer-cpu-offload or remove it": (
-                lambda c: not c.optimizer_cpu_offload
             ),
             "{?optimizer_cpu_offload} does not go with {optimizer}, which works on more than pieces of its states; use --optimizer "
             "adam or remove it": lambda c: not OPTIMIZERS.facts(c.optimizer).host_passes,

@@ -15,16 +15,14 @@ from megalite.config.rules.rule import (
     say,
     shares_of_heads,
     whole_shares,
+    without,
 )
 from megalite.config.run import stage_layers
 
 
 def resolve_dp(c: Settings, world_size: int) -> int:
     """The data-parallel size: what tp·pp·cp leaves of the world.
-
-    Raises:
-        ConfigError: the world does not divide, or dp was given as another number.
-    """
+    Raises ConfigError: the world does not divide, or dp was given as another number."""
     if world_size < 1:
         raise ConfigError(f"world size is {world_size}; it must be at least 1")
     model_ranks = c.tp * c.pp * c.cp
@@ -90,6 +88,7 @@ def _ctas(c: Settings) -> Findings:
 
 LAYOUT: tuple[Check, ...] = (
     _ctas,
+    *without({"!trace_steps": "--trace"}),
     *rules(
         {
             "{?vpp} has no effect with {pp}; use pp 2 or more, or vpp 1": lambda c: c.pp == 1,
@@ -128,7 +127,6 @@ LAYOUT: tuple[Check, ...] = (
             "{?pipeline_memory_limit} is no size with its unit; use e.g. 12GiB or 800MB": (
                 lambda c: parse_byte_size(c.pipeline_memory_limit or "") is None
             ),
-            "{!trace_steps} has no effect without trace; add --trace or remove it": lambda c: not c.trace,
             "{?sequence_parallel} has no effect with {tp}; use tp 2 or more, or --no-sequence-parallel": lambda c: (
                 c.tp == 1
             ),
@@ -237,12 +235,10 @@ def _groups(c: Settings) -> Findings:
 
 _MOE = "|".join(name for name in settings() if name.startswith("moe_"))
 EXPERTS: tuple[Check, ...] = (
+    *without({f"!etp|{_MOE}": "--num-experts 8"}),
     *rules(
         {
             "{?ep} has no effect without experts; add --num-experts {=ep} or use ep 1": lambda c: c.num_experts is None,
-            f"{{!etp|{_MOE}}} has no effect without experts; add --num-experts 8 or remove it": lambda c: (
-                c.num_experts is None
-            ),
             "{moe_router_topk} is more than {num_experts}; use at most {=num_experts}": (
                 lambda c: c.num_experts is not None and c.moe_router_topk > c.num_experts
             ),

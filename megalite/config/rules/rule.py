@@ -56,26 +56,11 @@ def see(config: RunConfig, explicit: frozenset[str] = frozenset(), wrong: Collec
 
 IDLE = frozenset(
     {
-        *(
-            "sequence_parallel",
-            "scatter_gather_tensors_in_pipeline",
-            "split",
-            "tiktoken_pattern",
-            "eval_iters",
-            "data_cache_path",
-        ),
-        *(
-            "cp_comm_type",
-            "hierarchical_context_parallel_sizes",
-            "tp_comm_overlap",
-            "check_replicas_interval",
-            "etp",
-            "rotary_base",
-            "rotary_percent",
-        ),
-        *("load_optimizer", "require_same_schedule", "attention_backend", "fp8_recipe", "fp8_wgrad"),
-        *("recompute_method", "recompute_num_layers", "recompute_modules", "mtp_loss_scaling_factor"),
-        "offload_modules",
+        *("sequence_parallel", "scatter_gather_tensors_in_pipeline", "split", "tiktoken_pattern", "eval_iters"),
+        *("data_cache_path", "cp_comm_type", "hierarchical_context_parallel_sizes", "tp_comm_overlap"),
+        *("check_replicas_interval", "etp", "rotary_base", "rotary_percent", "load_optimizer", "require_same_schedule"),
+        *("attention_backend", "fp8_recipe", "fp8_wgrad", "recompute_method", "recompute_num_layers"),
+        *("recompute_modules", "mtp_loss_scaling_factor", "offload_modules"),
         *(name for name in settings() if name.startswith("moe_")),
     }
 )
@@ -136,6 +121,17 @@ def owned(setting: str, owners: Mapping[str, tuple[str, ...]]) -> Iterator[Check
     for names, known in owners.items():
         remedy = f"use --{setting.replace('_', '-')} {known[0]} or remove it"
         yield from rules({f"{{!{names}}} has no effect with {{{setting}}}; {remedy}": elsewhere(known)})
+
+
+def without(table: Mapping[str, str]) -> Iterator[Check]:
+    """Settings, marked as for `rules` -> the flag, with a value that works, without which they mean nothing."""
+
+    def lacks(owner: str) -> Callable[[Settings], bool]:
+        return lambda c: not getattr(c, owner)
+
+    for names, remedy in table.items():
+        owner = remedy.split()[0].removeprefix("--").replace("-", "_")
+        yield from rules({f"{{{names}}} has no effect without {owner}; add {remedy} or remove it": lacks(owner)})
 
 
 def divisors(number: int) -> str:

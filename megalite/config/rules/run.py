@@ -7,7 +7,7 @@ from megalite.config.data import PATH_SETTINGS, is_address, parse_data_path, par
 from megalite.config.describe import settings
 from megalite.config.errors import Findings, Idle, nearest
 from megalite.config.optimizer import ONEBIT_OPTIMIZERS, OPTIMIZERS
-from megalite.config.rules.rule import Check, Settings, rules, say
+from megalite.config.rules.rule import Check, Settings, rules, say, without
 from megalite.config.run import hugging_face_folder, profile_folder, save_folder, saves, scales_loss, writers
 from megalite.config.strategies import searched_strategies
 from megalite.config.training import WRITERS
@@ -96,6 +96,7 @@ DATA: tuple[Check, ...] = (
     *_parsed(lambda split, _: parse_split(split), "split"),
     _end_of_document,
     _bpe_files,
+    *without({"!eval_iters": "--eval-interval 100"}),
     *rules(
         {
             "{?valid_data_path|test_data_path} needs train_data_path; add it, or use data_path with split": (
@@ -142,9 +143,6 @@ DATA: tuple[Check, ...] = (
                 lambda c: c.position_embedding_type == "none"
             ),
             "{?tokenizer_model} and {vocab_file} are two tokenizers; keep one of them": lambda c: c.vocab_file,
-            "{!eval_iters} has no effect without eval_interval; add --eval-interval 100 or remove it": (
-                lambda c: c.eval_interval is None
-            ),
         }
     ),
 )
@@ -161,23 +159,21 @@ def _unreached_saves(c: Settings) -> Findings:
 
 
 CHECKPOINT: tuple[Check, ...] = (
+    *without(
+        {
+            "?keep_every": "--keep-latest 2",
+            "?ckpt_step|finetune|fresh_if_missing|load_optimizer|require_same_schedule": "--load FOLDER",
+            "?save_hf_interval": "--export-hf models/mine",
+        }
+    ),
     *rules(
         {
             "{?save_interval|exit_interval|exit_duration_in_mins|exit_file|export_hf} has nowhere to save; add --save checkpoints or "
             "--run-dir runs/1": lambda c: c.save is None and c.run_dir is None,
             "{!async_save|keep_latest|keep_every|on_save_error|max_failures_at_step} has no effect in a run that saves nothing; "
             "add --save-interval 100 or remove it": lambda c: c.save is None and not saves(c.run),
-            "{?keep_every} has no effect without keep_latest: all checkpoints are kept; add --keep-latest 2 or remove it": (
-                lambda c: c.keep_latest is None
-            ),
-            "{?ckpt_step|finetune|fresh_if_missing|load_optimizer|require_same_schedule} has no effect without load; add --load FOLDER or remove it": (
-                lambda c: c.load is None
-            ),
             "{?ckpt_step|fresh_if_missing} does not go with {load}, which holds one model, or nothing; remove it, or give --load the "
             "folder of a run's checkpoints": lambda c: hugging_face_folder(c.load) is not None,
-            "{?save_hf_interval} has no name for its folders; add --export-hf models/mine": lambda c: (
-                c.export_hf is None
-            ),
         }
     ),
     _unreached_saves,
@@ -264,6 +260,7 @@ def _profile(c: Settings) -> Findings:
 
 
 VISIBILITY: tuple[Check, ...] = (
+    *without({"!profile_step_start|profile_step_end|profile_ranks": "--profile"}),
     *rules(
         {
             "{?record_memory_history|trace} has no folder to write to; add --run-dir runs/mine": lambda c: (
@@ -287,9 +284,6 @@ VISIBILITY: tuple[Check, ...] = (
             ),
             "{!straggler_threshold|log_phases} has no effect with {timing_log_level}; use --timing-log-level 1 or remove it": (
                 lambda c: c.timing_log_level == 0
-            ),
-            "{!profile_step_start|profile_step_end|profile_ranks} has no effect without profile; add --profile or remove it": (
-                lambda c: not c.profile
             ),
             "{?record_memory_history} has no effect with {device}; use --device cuda or remove it": lambda c: (
                 c.device == "cpu"
@@ -349,7 +343,4 @@ _OF_ONE_LAYOUT = (
     *("pipeline_schedule_file", "pipeline_costs", "pipeline_memory_limit", "recompute_ahead"),
     *("recompute_method", "recompute_num_layers"),
 )
-ELASTIC: tuple[Check, ...] = (
-    *rules({"{!elastic_cluster} has no effect without elastic; add --elastic or remove it": lambda c: not c.elastic}),
-    _elastic,
-)
+ELASTIC: tuple[Check, ...] = (*without({"!elastic_cluster": "--elastic"}), _elastic)
