@@ -16,6 +16,7 @@ from megalite.doctor import devices, host, network, ranks
 from megalite.doctor.host import Finding, worst
 from megalite.topology.layout import ParallelLayout
 from megalite.topology.topology import Launch, Topology, start_distributed, stop_distributed
+from megalite.watchdog.processes import usable_cores
 
 HEALTHY, SICK = 0, 1  # exit statuses: no error was found, or one was
 
@@ -51,7 +52,7 @@ def _alone(flags: Namespace, device: torch.device) -> Iterator[Finding]:
     if flags.no_self_test:
         return
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0
-    count = gpus if gpus > 1 else max(2, min(_MOST_RANKS, len(os.sched_getaffinity(0))))
+    count = gpus if gpus > 1 else max(2, min(_MOST_RANKS, usable_cores()))
     yield from ranks.examine(
         ranks=count,
         device_type="cuda" if gpus > 1 else "cpu",

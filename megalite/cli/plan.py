@@ -177,8 +177,8 @@ def run_fit(flags: Namespace) -> int:
         return Machine(found.cluster, found.stack)
 
     with working(f"fitting {len(rows)} steps"):
-        after = fitted(rows)
         kept = _left_out(rows, flags.leave_out, fitted) if flags.leave_out else None
+        after = fitted(rows)
     changed = {
         name: (before.value(name), after.value(name))
         for name in after.names()

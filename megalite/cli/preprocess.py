@@ -18,11 +18,12 @@ from megalite.data.indexed_dataset import token_dtype
 from megalite.data.remote import shown
 from megalite.preprocess import text_data
 from megalite.preprocess.inputs import find_inputs
-from megalite.preprocess.job import MAX_FAULTS, PreprocessJob, Progress, parse_shard, shard_name, usable_cores
+from megalite.preprocess.job import MAX_FAULTS, PreprocessJob, Progress, parse_shard, shard_name
 from megalite.preprocess.run import plan, preprocess
 from megalite.preprocess.train_tokenizer import TrainingText, train_byte_level, train_sentencepiece
 from megalite.tokenizers.base import Tokenizer
 from megalite.tokenizers.build import build_tokenizer
+from megalite.watchdog.processes import usable_cores
 
 MIB = 1 << 20
 _MAX_DOCUMENT_MB = 1 << 20

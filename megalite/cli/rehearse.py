@@ -1,6 +1,5 @@
 """`megalite rehearse`: a training step of any rank, without devices or peers, and a proof for all of them."""
 
-import os
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from megalite.partition.memory import RankMemory, planned_memory
 from megalite.partition.pipeline import layout_of
 from megalite.rehearsal.proof import covered
 from megalite.rehearsal.run import Rehearsal, check, rehearse, rehearse_world
+from megalite.watchdog.processes import usable_cores
 
 FAULTY = 1
 _SHOWN = 12  # lines of a list
@@ -33,7 +33,7 @@ def run(flags: Namespace) -> int:
     check(config, layout_of(config), invocation.rank)
     faults: list[str] | None = None
     if flags.all_kinds:
-        workers = flags.workers or len(os.sched_getaffinity(0))
+        workers = flags.workers or usable_cores()
         with working("rehearsing") as say:
             world = rehearse_world(config, workers=workers, done=lambda count, total: say(f"{count} of {total} ranks"))
         rehearsals, faults = world.rehearsals, world.faults

@@ -4,7 +4,7 @@ import contextlib
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ from megalite.cli.failures import UNDER_TORCHRUN, End, guarded, is_first_rank, r
 from megalite.cli.output import show, stdout_is_terminal, tell
 from megalite.config.describe import redact_text
 from megalite.config.exit_codes import INTERRUPTED
-from megalite.config.flags import Shape, parse_arguments
-from megalite.config.registry import Registry
+from megalite.config.flags import parse_arguments
+from megalite.config.registry import imported
 from megalite.config.run import RunConfig
 from megalite.training.stopping import StopRequests, StopRun, write_ending
 from megalite.watchdog.processes import started_at
@@ -22,20 +22,6 @@ from megalite.watchdog.processes import started_at
 _IMPORTED = time.time()  # stands for the start of the process where the system does not say it; torch is imported later
 
 EXIT_FILE = "STOP"  # in the folder of the run, where no other is given
-
-ANSWERS: Registry[Callable[..., Any]] = Registry(
-    "answer",
-    {
-        "basic": "megalite.config.help:basic_help",
-        "all": "megalite.config.help:full_help",
-        "dry run": "megalite.cli.dry_run:dry_run",
-        "texts": "megalite.cli.preprocess:report_texts",
-        "tokenize": "megalite.cli.preprocess:tokenize_text",
-    },
-)
-"""What is printed in place of training; what tokenizes text before it, and says beforehand what it will do."""
-_READERS: Registry[Shape] = Registry("reader", {"load": "megalite.conversion.start:settings_in"})
-"""Imported in runs that load something."""
 
 
 def main(argv: Sequence[str] | None = None, *, program: str = "megalite train") -> int:
@@ -46,22 +32,25 @@ def main(argv: Sequence[str] | None = None, *, program: str = "megalite train") 
             for remark in invocation.remarks:
                 tell(remark)
         if invocation.help is not None:
-            show(ANSWERS.get(invocation.help)(program))
+            name = "full_help" if invocation.help == "all" else "basic_help"
+            show(imported(f"megalite.config.help:{name}")(program))
         elif invocation.version:
             print(f"megalite {megalite.__version__}")
         elif invocation.dry_run:
             if invocation.config.data.texts:
-                ANSWERS.get("texts")(invocation.config)
-            show(ANSWERS.get("dry run")(invocation))
+                imported("megalite.cli.preprocess:report_texts")(invocation.config)
+            show(imported("megalite.cli.dry_run:dry_run")(invocation))
         else:
-            stops = _stop_requests(invocation.config)
-            with _training(invocation.config, stops, end):
+            config, stops = invocation.config, _stop_requests(invocation.config)
+            if config.data.texts:  # the workers inherit it: they are the parallelism
+                os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+            with _training(config, stops, end):
                 # Not at the top: help and dry run start in a fraction of the time that importing torch takes.
                 from megalite.training.trainer import Trainer
 
                 end.status = (
                     Trainer(
-                        invocation.config,
+                        config,
                         explicit=invocation.explicit,
                         fixed=frozenset(
                             name for name, source in invocation.provenance.items() if source.startswith("flag ")
@@ -70,8 +59,10 @@ def main(argv: Sequence[str] | None = None, *, program: str = "megalite train") 
                         stops=stops,
                         watched=True,
                         started=started_at(os.getpid()) or _IMPORTED,
-                        take_layout=_take_layout(invocation.config),
-                        tokenize=_tokenize(invocation.config),
+                        take_layout=imported("megalite.planner.elastic:take_layout")
+                        if config.parallel.elastic
+                        else None,
+                        tokenize=imported("megalite.cli.preprocess:tokenize_text") if config.data.texts else None,
                     )
                     .fit()
                     .exit_code
@@ -86,7 +77,8 @@ def main(argv: Sequence[str] | None = None, *, program: str = "megalite train") 
 
 def shape_in(load: str, step: int | None) -> Mapping[str, Any] | None:
     """The model, the sequence length and the tokenizer of what --load names; None where there is nothing."""
-    return _READERS.get("load")(load, step)
+    found: Mapping[str, Any] | None = imported("megalite.conversion.start:settings_in")(load, step)
+    return found
 
 
 def _run_dir(config: RunConfig) -> Path | None:
@@ -139,21 +131,6 @@ def _recorded() -> Iterator[None]:
     except Exception as error:
         handler.record_exception(error)
         raise
-
-
-def _take_layout(config: RunConfig) -> Callable[..., Any] | None:
-    if not config.parallel.elastic:
-        return None
-    from megalite.planner.elastic import take_layout
-
-    return take_layout
-
-
-def _tokenize(config: RunConfig) -> Callable[..., Any] | None:
-    if not config.data.texts:
-        return None
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the workers inherit it: they are the parallelism
-    return ANSWERS.get("tokenize")
 
 
 def _let_the_first_be_seen(error: Exception) -> None:

@@ -24,6 +24,7 @@ import megalite
 from megalite.checkpoint.files import write_all
 from megalite.config.byte_size import format_bytes
 from megalite.profiling.collectives import device_facts
+from megalite.watchdog.processes import usable_cores
 
 Level = Literal["ok", "warning", "error"]
 LEVELS: tuple[Level, ...] = ("ok", "warning", "error")  # a warning costs speed, an error a run
@@ -101,7 +102,7 @@ def examine(environment: Mapping[str, str], *, gpus: int, places: Places | None 
 
 def _cores(environment: Mapping[str, str], places: Places) -> Finding:
     name, _, _ = device_facts(torch.device("cpu"))
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    usable = usable_cores()
     quota, _, period = read(places.cgroup / "cpu.max").partition(" ")
     share = int(quota) / int(period) if quota.isdecimal() and period.isdecimal() else None
     threads = torch.get_num_threads()

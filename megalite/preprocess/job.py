@@ -83,10 +83,6 @@ class Progress:
         return sum(self.bad.values())
 
 
-def usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def require_tokenizer(job: PreprocessJob) -> Tokenizer:
     """The job's tokenizer. Raises ConfigError: there is none, or its files are bad."""
     tokenizer = build_tokenizer(job.tokenizer, job.vocab_size)

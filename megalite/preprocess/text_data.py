@@ -15,9 +15,10 @@ from megalite.config.run import RunConfig
 from megalite.data.token_files import read_side_file
 from megalite.preprocess import resume
 from megalite.preprocess.inputs import find_inputs
-from megalite.preprocess.job import PreprocessJob, Progress, require_tokenizer, usable_cores
+from megalite.preprocess.job import PreprocessJob, Progress, require_tokenizer
 from megalite.preprocess.run import job_facts, preprocess
 from megalite.tokenizers.base import Tokenizer
+from megalite.watchdog.processes import usable_cores
 
 _KEY_CHARACTERS = 16
 _POLL_SECONDS = 0.5

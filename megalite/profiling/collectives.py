@@ -19,6 +19,7 @@ from megalite.topology.group import Group
 from megalite.topology.layout import ParallelLayout
 from megalite.topology.topology import Topology
 from megalite.topology.tree import ProcessGroups
+from megalite.watchdog.processes import usable_cores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,7 @@ def describe_machine(world: Group, device: torch.device, *, node: str | None = N
         memory_bytes=memory // (per_node if device.type == "cpu" else 1),
         multiprocessors=multiprocessors,
         threads=torch.get_num_threads(),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=usable_cores(),
         nodes=len(rows) // per_node,
         ranks_per_node=per_node,
         accelerators_per_node=per_node if device.type == "cpu" else torch.cuda.device_count(),

@@ -16,18 +16,18 @@ from megalite.config.exit_codes import HUNG
 STOPPED, TRACED, GONE, RUNNING = "stopped", "traced", "gone", "running"
 
 
-def _fields(pid: int) -> list[str] | None:
-    """What stands behind the name in /proc/PID/stat; None if there is no such process."""
+def stat_fields(pid: int) -> list[str] | None:
+    """What stands behind the name in /proc/PID/stat: state, parent, ...; None if there is no such process."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
-    return text.rpartition(")")[2].split()
+    return text.rpartition(")")[2].split()  # the name, in brackets, may hold anything
 
 
 def start_time(pid: int) -> int | None:
     """When the process was started, in ticks since the host was: with it a process id is never taken for another's."""
-    fields = _fields(pid)
+    fields = stat_fields(pid)
     return None if fields is None else int(fields[19])
 
 
@@ -41,10 +41,15 @@ def started_at(pid: int) -> float | None:
 
 def state(pid: int, started: int) -> str:
     """Whether the process runs (or sleeps), is stopped, is held by a debugger, or is gone."""
-    fields = _fields(pid)
+    fields = stat_fields(pid)
     if fields is None or int(fields[19]) != started:
         return GONE
     return {"T": STOPPED, "t": TRACED, "Z": GONE, "X": GONE}.get(fields[0], RUNNING)
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def in_the_kernel(pid: int) -> str:

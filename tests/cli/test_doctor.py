@@ -71,15 +71,3 @@ def test_errors_are_told_and_end_in_1(monkeypatch: pytest.MonkeyPatch, capsys: C
     ]
     assert main(["doctor", "--device", "cpu", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["verdict"] == "error"
-
-
-@pytest.mark.parametrize(
-    "flags, says",
-    [
-        ("--no-self-test --seconds 3", "--seconds has no effect with --no-self-test"),
-        ("--seconds 0.1", "--seconds is 0.1; the tests take from 0.5 to 600 s"),
-    ],
-)
-def test_flags_that_cannot_be(flags: str, says: str, capsys: Captured) -> None:
-    assert main(["doctor", *flags.split()]) == 2
-    assert says in capsys.readouterr().err

@@ -72,27 +72,3 @@ def test_what_people_read(folder: Path, capsys: Captured) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in lines] == ["model", "tokens", "loss", "perplexity", "bits per byte"]
     assert "windows of 12, stride 5" in lines[1]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "give one of --data-path --input"),
-        (["--data-path", "a", "--input", "b"], "--data-path and --input contradict"),
-        (["--data-path", "a", "--json-key", "b"], "--json-key has no effect with --data-path"),
-        (["--data-path", "a", "--tokenizer-model", "b"], "--tokenizer-model has no effect with --data-path"),
-        (["--data-path", "nowhere/a"], "nowhere has no .idx file"),
-        (["--input", "nowhere.txt"], "nowhere.txt does not exist"),
-        (["--input", "{}/a.jsonl"], "a.jsonl:1: no key 'text'"),
-        (["--input", "{}/a.txt", "--seq-length", "25"], "seq_length 25 is above 24 positions"),
-        (["--input", "{}/a.txt", "--stride", "30"], "stride is 30; it must be from 1 to seq_length, 24"),
-        (["--input", "{}/a.txt", "--stride", "0"], "--stride: takes a whole number of at least 1, such as 4, got 0"),
-        (["--input", "{}/a.txt", "--tp", "3"], "tp 3 x pp 1 = 3 does not fit the 1 rank"),
-        (["--input", "{}/a.txt", "--tokenizer-model", "none"], "none"),
-    ],
-)
-def test_what_is_refused(folder: Path, words: list[str], message: str, capsys: Captured) -> None:
-    assert evaluate(folder, *(word.format(folder) for word in words)) == 2
-    said = capsys.readouterr()
-    assert message in said.err and said.err.startswith("error: ") and said.err.count("\n") == 1
-    assert said.out == ""

@@ -83,36 +83,6 @@ def test_stop_and_seed(models: Path, capsys: Captured) -> None:
     assert capsys.readouterr().out == "x" + text[: text.index(stop)] + "\n"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "give one of --prompt --prompts"),
-        (["--prompt", ""], "prompt 1 has no tokens"),
-        (["--prompt", "a", "--prompts", "b"], "--prompt and --prompts contradict"),
-        (["--prompt", "a", "--prompt-key", "b"], "--prompt-key has no effect with --prompt"),
-        (["--prompt", "a", "--temperature", "0", "--top-k", "3"], "--top-k 3 has no effect with --temperature 0"),
-        (["--prompt", "a", "--temperature", "0", "--seed", "0"], "--seed 0 has no effect with --temperature 0"),
-        (["--prompt", "a", "--batch-size", "0"], "--batch-size: takes a whole number of at least 1"),
-        (["--prompt", "a", "--stop", ""], "--stop is empty"),
-        (["--prompt", "a", "--tp", "2"], "tp 2 x pp 1 = 2 does not fit the 1 rank that were started; use --tp 1"),
-        (["--prompt", "a", "--pp", "0"], "--pp: takes a whole number of at least 1"),
-        (["--prompt", "a", "--cp", "2"], "there is no cp here (a sequence is not split)"),
-        (["--prompt", "a", "--ep", "2"], "there is no ep here (experts are split by --tp)"),
-        (["--prompt", "a", "--add-bos"], "--add-bos has no effect on"),
-        (["--prompt", "a", "--output", "nowhere/a.jsonl"], "the folder nowhere does not exist"),
-        (["--prompt", "a", "--tiktoken-pattern", "gpt2"], "no effect without --tokenizer-model"),
-        (["--prompt", "a", "--length", "2"], "unknown flag --length"),
-        (["--prompts", "missing.txt"], "missing.txt cannot be read"),
-        (["--prompt", "a", "--top-p", "2"], "top_p is 2.0"),
-    ],
-)
-def test_what_is_refused(models: Path, words: list[str], message: str, capsys: Captured) -> None:
-    assert generate("--load", models / "ours", *words) == 2
-    said = capsys.readouterr()
-    assert message in said.err and said.err.startswith("error: ") and said.err.count("\n") == 1
-    assert said.out == ""
-
-
 def test_the_beginning_that_a_tokenizer_json_says(models: Path, tmp_path: Path, capsys: Captured) -> None:
     """As transformers begins a prompt; of Hugging Face folders by default."""
     from transformers import AutoTokenizer

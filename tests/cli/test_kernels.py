@@ -56,19 +56,6 @@ def test_what_a_choice_would_give(capsys: Captured, monkeypatch: pytest.MonkeyPa
     assert rows["softmax", "torch.float32"]["why"] == "no rule: torch; triton: it has none"
 
 
-@pytest.mark.parametrize(
-    ("choice", "error"),
-    [
-        ("apex", "kernels: apex cannot be had: apex has no cpu; it needs a CUDA device; remove it"),
-        ("rmsnrm=torch", "kernels rmsnrm=torch: no operation rmsnrm: did you mean rmsnorm? (one of rmsnorm"),
-        ("appex", "kernels: 'appex' is neither OPERATION=BACKEND, such as rmsnorm=triton, nor one of apex, triton"),
-    ],
-)
-def test_a_choice_that_cannot_be_had(capsys: Captured, choice: str, error: str) -> None:
-    assert main(["kernels", "--device", "cpu", "--kernels", choice]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {error}")
-
-
 def test_a_run_says_once_what_its_first_backend_does_not_serve(
     capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,20 +104,6 @@ def test_tables(capsys: Captured) -> None:
     assert "--tensor-model-parallel-size N" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--show", "--tp", "3"], "error: num_attention_heads 4 is not divisible by tp 3; use tp 1, 2, 4\n"),
-        (["--presets", "--tp", "4"], "error: --tp has no effect with --presets; remove it\n"),
-        (["--tp", "2"], "error: give one of --show --explain --presets\n"),
-    ],
-)
-def test_errors(arguments: list[str], message: str, capsys: Captured) -> None:
-    assert config_main(arguments) == 2
-    captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("", message)
-
-
 def test_choices_that_help_states_again() -> None:
     """Help imports neither numpy nor the tokenizers."""
     assert DATA_MERGE.spellings["--dtype"].choices == tuple(known.name for known in TOKEN_DTYPES.values())

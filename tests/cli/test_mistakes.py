@@ -1,5 +1,6 @@
 """Every command x every kind of mistake: status 2, one line that names what is wrong, never a traceback."""
 
+import json
 import os
 import re
 import shlex
@@ -12,7 +13,14 @@ from hypothesis import strategies as st
 from megalite.cli.failures import BAD_INPUT, DEBUG_VARIABLE
 from megalite.cli.main import COMMANDS, main
 from megalite.config.describe import settings as all_settings
+from megalite.conversion.native import write_native
+from tests.cli.test_plan_chain import PROFILE
+from tests.cli.test_schedule import COSTS
+from tests.config.rows import lines, parts_of, says
+from tests.conversion.samples import GPT, LLAMA, MadeUp, byte_tokenizer
 from tests.e2e.commands import Command, check
+from tests.planner.search.asking import TINY
+from tests.sweep.sweeps import write_sweep
 
 Captured = pytest.CaptureFixture[str]
 
@@ -163,57 +171,44 @@ def test_a_flag_with_a_slip(name: str, capsys: Captured) -> None:
     assert "--no-such-thing-at-all" in refused([*name.split(), "--no-such-thing-at-all"], capsys)
 
 
-@pytest.mark.parametrize(
-    "words, says",
-    [
-        ("confg", "unknown command confg: did you mean config?"),
-        ("data verfy x", "unknown command verfy: did you mean verify? (one of verify, inspect, merge, split, index)"),
-        ("data", "missing: COMMAND; megalite data --help lists the flags"),
-        ("inspect x --step 99999999999999999999999", "--step: takes a whole number below 2^63"),
-        ("inspect x --step", "--step needs a value"),
-        ("inspect --diff x", "--diff needs 2 values"),
-        ("convert a b", "missing: --to"),
-        ("convert '' b --to native", "SOURCE: is empty; give a path"),
-        ("convert a b --to native --tokenizer-model c --without-tokenizer", "--tokenizer-model and --without-tokenizer contradict"),
-        ("data split --input x --output-prefix y", "give one of --parts --documents --split"),
-        ("data merge --input --output-prefix y", "--input needs one or more values"),
-        ("plot x --output=-y --outptu z", "unknown flag --outptu: did you mean --output?"),
-        ("generate --load x --prompt -hello", "unknown flag -hello; if it is the value of --prompt write --prompt=-hello"),
-        ("kernels --json=yes", "--json takes no value, got yes"),
-        ("train --num-layers", "--num-layers needs a value (int)"),
-        ("parity --tolerence 3", "unknown flag --tolerence: did you mean --tolerance?"),
-    ],
-)  # fmt: skip
-def test_messages(words: str, says: str, capsys: Captured) -> None:
-    if words.startswith("plan "):
-        words += " --cluster dgx-a100 --gpus 8"
-    assert says in refused(shlex.split(words), capsys)
+WORDS = {
+    "TINY": TINY,
+    "CHAIN": "plan-chain tiny.yaml --global-batch-size 8",
+    "GENERATE": "generate --device cpu --load llama",
+    "EVALUATE": "evaluate --device cpu --load gpt",
+    "LEARN": "train-tokenizer --input body.jsonl --output-prefix own --json-keys body",
+}
+"""Words of `refused.txt` that stand for several."""
 
 
-@pytest.mark.parametrize(
-    "words, says",
-    [
-        (
-            "convert a --to nativ --stpe 3 --tp x --max-shard-size --json=yes",
-            "--to: there is no nativ: did you mean native? (one of native, huggingface, megatron)\n"
-            "- unknown flag --stpe: did you mean --step or --tp or --dtype?\n"
-            "- --tp: takes a whole number of at least 1, such as 4, got x\n"
-            "- unknown flag --json: did you mean --to?; if it is the value of --max-shard-size write "
-            "--max-shard-size=--json=yes; megalite convert --help lists the flags\n",
-        ),
-        (
-            "data split --input x --parts two --documents 0:1",
-            "--parts: takes a whole number such as 4, got 'two'\n"
-            "- missing: --output-prefix\n"
-            "- --parts and --documents contradict; keep one of them; megalite data split --help lists the flags\n",
-        ),
-        ("inspect a b c --step", "--step needs a value\n- unexpected: b c; megalite inspect --help lists the flags\n"),
-        ("generate --lod x --prompt a --seed y", "unknown flag --lod: did you mean --load?\n- --seed: takes"),
-    ],
-)  # fmt: skip
-def test_all_in_one_answer(words: str, says: str, capsys: Captured) -> None:
-    said = refused(shlex.split(words), capsys)
-    assert says in said and said.startswith("error: there are "), said
+@pytest.fixture(scope="module")
+def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the lines of `refused.txt` name: schedules, a profile, a sweep, text, and two models with tokenizers of bytes."""
+    folder = tmp_path_factory.mktemp("things")
+    write_sweep(folder)
+    (folder / "good.csv").write_text("0F0,0B0\n1F0,1B0\n")
+    (folder / "forward.csv").write_text("0F0\n1F0\n")
+    (folder / "costs.json").write_text(json.dumps(COSTS))
+    (folder / "tiny.yaml").write_text(PROFILE)
+    (folder / "a.txt").write_text("def main():\n" * 8)
+    (folder / "body.jsonl").write_text("".join(json.dumps({"body": f"line {i} of many"}) + "\n" for i in range(300)))
+    vocabulary = byte_tokenizer(folder / "vocabulary")
+    write_native(MadeUp(folder, GPT, tokenizer_files=vocabulary), folder / "gpt")
+    write_native(MadeUp(folder, {**LLAMA, "vocab_size": 257}, tokenizer_files=vocabulary), folder / "llama")
+    return folder
+
+
+@pytest.mark.parametrize("row", lines(Path(__file__).with_name("refused.txt")))
+def test_refused(row: str, things: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    """In one answer, which names the culprits; nothing is written."""
+    monkeypatch.chdir(things)
+    before = sorted(things.iterdir())
+    ((asked, parts),) = parts_of([row])
+    words = [part for word in shlex.split(asked) for part in WORDS.get(word, word or "''").split()]
+    said = refused([word if word != "''" else "" for word in words], capsys)
+    assert says(said, parts), said
+    assert said.count("\n") == 1 or said.startswith("error: there are "), said
+    assert sorted(things.iterdir()) == before
 
 
 def test_dashes_and_underscores_are_one(capsys: Captured) -> None:

@@ -61,55 +61,6 @@ def test_the_fuzzer_counts_and_repeats(capsys: Captured) -> None:
         assert f"  {capsys.readouterr().out.splitlines()[-1]}" == verdict
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("--steps 0", "--steps: takes a whole number of at least 1, such as 4, got 0"),
-        ("--steps", "--steps needs a value"),
-        ("--tolerance x", "--tolerance: takes a number such as 0.5, got 'x'"),
-        ("--tp 3", "num_attention_heads 4 is not divisible by tp 3; use tp 1, 2, 4"),
-        ("--num-layers 8 --tp 4 --pp 4", "the layout needs over 8 ranks; shrink it, or use --world-size 16"),
-        ("--num-experts 16 --ep 16", "the layout needs over 8 ranks; shrink it, or use --world-size 16"),
-        ("--tp 2 --world-size 3", "--world-size 3 is no multiple of tp·pp·cp = 2; use 2"),
-        (
-            "--fuzz 5 --tp 2",
-            "--fuzz chooses every setting itself and takes --seed N and --steps N alone, got --tp; to try one "
-            "layout leave --fuzz out",
-        ),
-        ("--tp 2 --dp 4 --world-size 4", "--world-size 4 is not for dp 4; use 8"),
-        ("--dry-run --tp 2", "--dry-run has no effect with megalite parity; remove it"),
-        (
-            "--dp-strategy diloco",
-            "megalite parity compares with one rank, and dp_strategy diloco takes other steps; use one of all-reduce, "
-            "fused-all-reduce, distributed-optimizer, fully-sharded, parameter-server, sharded-parameter-server",
-        ),
-        (
-            "--optimizer onebit-lamb",
-            "megalite parity compares with one rank, and optimizer onebit-lamb takes other steps; use --optimizer lamb",
-        ),
-        (
-            "--grad-compression topk",
-            "megalite parity compares with one rank, and grad_compression topk loses a part of the gradient; use "
-            "--grad-compression none",
-        ),
-        (
-            "--pp 2 --pipeline-compression uint8",
-            "megalite parity compares with one rank, and pipeline_compression uint8 changes what stages get from each other; use "
-            "--pipeline-compression none",
-        ),
-        (
-            "--wire-dtype bf16",
-            "megalite parity compares with one rank, and wire_dtype bf16 rounds what is added; use --wire-dtype fp32",
-        ),
-        ("--qqqqqqqqqq 2", "unknown flag --qqqqqqqqqq (--help-all lists all)"),
-    ],
-)
-def test_bad_input(line: str, message: str, capsys: Captured) -> None:
-    assert run(f"parity {line}") == 2
-    captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("", f"error: {message}\n")
-
-
 def test_a_batch_that_the_schedule_refuses_is_refused_here_too(capsys: Captured) -> None:
     vee = "--pp 2 --vpp 2 --dp 1 --pipeline-schedule dualpipe-v"
     assert run(f"{SMALL.replace(' 2 ', ' 4 ', 1)} {vee} --global-batch-size 3") == 2

@@ -65,27 +65,3 @@ def test_memory(tiny: str, capsys: Captured) -> None:
     assert row.endswith("does not fit")
     assert main([*flags, "--memory", "3GB"]) == 2
     assert "no plan for tiny on 2x1@25 fits 2.79 GiB a device" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--cluster", "2x9z"], "no cluster 2x9z"),
-        (["--memory", "much"], "--memory is much; use bytes such as 16GB"),
-        (["--memory", "0GB"], "--memory is 0GB"),
-        (["--global-batch-size", "0"], "global_batch_size is 0; it must be 1 or more"),
-        (["--svg", "no/such/folder/x.svg"], "cannot write no/such/folder/x.svg: No such file"),
-        (["--colour"], "unknown flag --colour: did you mean --cluster?; megalite plan-chain --help lists the flags"),
-    ],
-    ids=lambda value: str(value)[:30],
-)
-def test_bad_input(flags: list[str], message: str, tiny: str, capsys: Captured) -> None:
-    assert main([tiny, "--cluster", "2x1", "--global-batch-size", "8", *flags]) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.startswith("error: ") and said.err.count("\n") == 1
-    assert message in said.err
-
-
-def test_no_such_profile(capsys: Captured) -> None:
-    assert main(["vgg-9", "--cluster", "A", "--global-batch-size", "8"]) == 2
-    assert "unknown chain profile vgg-9: did you mean vgg-19?" in capsys.readouterr().err

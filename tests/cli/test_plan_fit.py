@@ -23,8 +23,7 @@ def steps(tmp_path: Path) -> Path:
     cluster = load_cluster("dgx-h100")
     cluster = replace(cluster, efficiency=replace(cluster.efficiency, gemm=0.55))
     stack = replace(load_stack("fused"), attention_efficiency=0.55)
-    sizes = [(8, "llama3.1-8b", 1, 1), (8, "llama3.1-8b", 2, 2), (16, "mistral-7b", 4, 2), (64, "llama3-70b", 8, 1)]
-    sizes += [(8, "qwen3-8b", 8, 1)]
+    sizes = [(8, "llama3.1-8b", 1, 1), (16, "mistral-7b", 4, 2), (8, "qwen3-8b", 8, 1)]
     plain = [
         [gpus, preset, "", "bf16", length, tp, micro, 8 * gpus, "true" if tp > 1 else ""]
         for gpus, preset, tp, micro in sizes
@@ -51,9 +50,9 @@ def test_constants_are_found_and_written(steps: Path, tmp_path: Path, capsys: Ca
     data = json.loads(capsys.readouterr().out)
     assert data["errors"]["before"]["mean"] > 0.1 and data["errors"]["after"]["mean"] < 0.03
     assert data["errors"]["after"]["mean"] < data["errors"]["left out"]["mean"] < 0.05
-    assert len(data["rows"]) == 10
+    assert len(data["rows"]) == 6
     assert load_cluster(data["written"][0]).efficiency.gemm == data["constants"]["gemm"][1]
-    assert load_stack(data["written"][1]).provenance["attention_efficiency"] == "fitted on 10 steps of steps.csv"
+    assert load_stack(data["written"][1]).provenance["attention_efficiency"] == "fitted on 6 steps of steps.csv"
     assert main([*fit, "--fit", "gemm", "--fit", "attention_efficiency", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["constants"]
     assert {name: after for name, (_, after) in found.items()} == pytest.approx(
@@ -61,6 +60,7 @@ def test_constants_are_found_and_written(steps: Path, tmp_path: Path, capsys: Ca
     )
     assert main([*fit, *written]) == 2
     assert "ours.yaml is there already" in capsys.readouterr().err
+    steps.write_text("\n".join(steps.read_text().splitlines()[:4]))
     assert main([*fit, *left_out, "--fit", "gemm"]) == 0
     said = capsys.readouterr().out
     assert "each preset left out" in said and "gemm" in said

@@ -218,42 +218,6 @@ def test_a_narrow_terminal_wraps(run: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert sum(" 7F7" in line for line in grid) == 1
 
 
-BAD = [
-    ("", ("--pp is missing", "--pp 4 --microbatches 8")),
-    ("--pp 4", ("--microbatches is missing",)),
-    ("--pp 100 --microbatches 100000", ("10,000,000 cells", "at most 1,000,000")),
-    ("--pp 2 --microbatches 2 --schedule zbv", ("there is no zbv: did you mean zb-v", "dualpipe-v, auto")),
-    ("--pp 2 --microbatches 2 --schedule zb-v --vpp 3", ("zb-v", "vpp", "3", "2")),
-    ("--pp 4 --microbatches 6 --schedule dualpipe-v", ("needs 8 microbatches", "has 6")),
-    ("--pp 2 --microbatches 2 --group 2", ("--group 2 has no effect without schedule interleaved",)),
-    ("--pp 2 --microbatches 2 --schedule gpipe --warm-up pb", ("--warm-up pb has no effect without schedule 1f1b",)),
-    ("--pp 2 --microbatches 2 --forward-only --recompute-ahead", ("--recompute-ahead has no effect",)),
-    ("--pp 2 --microbatches 2 --forward-only --schedule auto", ("nothing to build for forwards alone",)),
-    ("--pp 2 --microbatches 2 --compare --schedule 1f1b", ("--schedule has no effect with --compare",)),
-    ("--csv good.csv --pp 2", ("--pp has no effect with --csv",)),
-    ("--csv none.csv", ("cannot read none.csv: No such file", "one line per rank")),
-    ("--csv costs.json", ("schedule costs.json, line 1, cell 1: not a pipeline action",)),
-    ("--csv forward.csv --compare", ("forward.csv has no backwards",)),
-    ("--pp 2 --microbatches 2 --recv-prefetch -1", ("recv_prefetch is -1",)),
-    ("--pp 2 --microbatches 2 --costs costs.json", ("costs.json: forward has 3 values", "give 2, one per stage")),
-    ("--pp 2 --microbatches 2 --memory-limit much", ("--memory-limit is much", "12GiB")),
-    ("--pp 2 --microbatches 2 --memory-limit 2GiB", ("2GiB is in bytes", "default costs say nothing of memory")),
-    ("--pp 2 --microbatches 2 --svg none/x.svg", ("cannot write none/x.svg: No such file",)),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("line", "says"), BAD, ids=[line or "nothing" for line, _ in BAD])
-def test_bad_input_is_one_line(line: str, says: tuple[str, ...], capsys: Captured) -> None:
-    Path("good.csv").write_text("0F0,0B0\n1F0,1B0\n")
-    Path("forward.csv").write_text("0F0\n1F0\n")
-    assert main(line.split()) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("error: ") and said.err.count("\n") == 1
-    for text in says:
-        assert text in said.err
-
-
 FAULTS = [
     ("missing", "0F0,0B0\n1F0\n", ("1B0 is missing",)),
     ("misplaced", "0F0,1F0,0B0\n1B0\n", ("stage 1 is on line 1 with 1F0, action 2 there, and on line 2 with 1B0",)),

@@ -58,28 +58,3 @@ def test_bad_lines_and_few_documents(tmp_path: Path, capsys: pytest.CaptureFixtu
     shown = capsys.readouterr().out
     assert "read 28.0 KB of text in 1 documents, 2 bad lines left out\n" in shown
     assert "too few documents to hold some out" in shown
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--vocab-size", "0"], "vocab_size 0 is not from 260"),
-        (["--vocab-size", "99999999"], "vocab_size 99999999 is not from 260"),
-        (["--vocab-size", "100000"], "vocab_size 100000 cannot be trained on"),
-        (["--max-megabytes", "0"], "max_megabytes 0.0 is no amount of text; try --max-megabytes 20"),
-        (["--max-megabytes", "nan"], "--max-megabytes: takes a number such as 0.5, got 'nan'"),
-        (["--pattern", "gpt4"], "sentencepiece-bpe does not read pattern (gpt4); use --type byte-level-bpe"),
-        (["--json-keys", "absent"], "lines left out, the first "),
-        (["--output-prefix", "folder/"], "output_prefix folder/ has no name"),
-        (["--output-prefix", "/proc/own"], "output_prefix /proc/own: cannot write to /proc: "),
-        (["--input", "absent.jsonl"], "absent.jsonl"),
-    ],
-)
-def test_what_does_not_work(
-    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
-) -> None:
-    command = ["--input", str(corpus), "--output-prefix", str(tmp_path / "own"), *flags]
-    assert main(command) == 2
-    shown = capsys.readouterr()
-    assert shown.err.startswith("error: ") and message in shown.err and not shown.out
-    assert not list(tmp_path.iterdir())

@@ -12,9 +12,10 @@ from megalite.cli import preprocess as command
 from megalite.cli.model_commands import KINDS
 from megalite.cli.preprocess import JobProgress, job_of, main, summary, tokenizer_kind
 from megalite.config.errors import ConfigError
-from megalite.preprocess.job import Progress, usable_cores
+from megalite.preprocess.job import Progress
 from megalite.preprocess.resume import State
 from megalite.preprocess.run import BackgroundSaver
+from megalite.watchdog.processes import usable_cores
 from tests.preprocess.jobs import NUMBER_FLAGS, documents, write_jsonl, write_numbers
 
 ROOT = Path(__file__).parents[2]
