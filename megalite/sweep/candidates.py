@@ -20,15 +20,15 @@ from megalite.config.describe import replace, settings, values_of
 from megalite.config.errors import ConfigError
 from megalite.config.files import level_of, read_level, read_preset
 from megalite.config.merge import Level, merge
+from megalite.config.reading import read_yaml
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
-from megalite.partition.memory import activation_peaks, rank_memory
+from megalite.partition.memory import planned_memory
 from megalite.partition.pipeline import lowered, plan_stages, proved, schedule_of
-from megalite.partition.stages import StagePlan
 from megalite.planner.cost.calibrate import Machine
 from megalite.planner.cost.step import predict
 from megalite.planner.hardware import load_cluster, load_stack
-from megalite.sweep.spec import RANKS, SweepSpec, entries, fix, ignored, mapping, plain_settings, read_mapping
+from megalite.sweep.spec import RANKS, SweepSpec, entries, fix, ignored, mapping, plain_settings
 from megalite.tokenizers.build import build_tokenizer
 
 
@@ -46,26 +46,11 @@ def read_machine(cluster: str | None, stack: str) -> Machine | None:
 def predicted_memory(config: RunConfig) -> Predicted:
     """Bytes of a rank for a validated config with a known vocabulary. Raises ConfigError if the schedule does not take the
     number of microbatches, or not within pipeline_memory_limit."""
-    stages = plan_stages(config)
     schedule = schedule_of(config, microbatch_counts(config)[-1])
     if config.parallel.pipeline_memory_limit is not None:
-        proved(config, lowered(config, schedule), stages)
-    totals: list[int] = []
-    known: dict[tuple[Any, ...], int] = {}
-    for rank, peak in enumerate(activation_peaks(config, stages, schedule)):
-        mine = [plan for plan in stages if plan.rank == rank]
-        kind = tuple(map(_holds(config), mine))
-        if kind not in known:  # most ranks of a pipeline hold the same
-            known[kind] = rank_memory(config, mine, 0).total_bytes
-        totals.append(known[kind] + peak)
+        proved(config, lowered(config, schedule), plan_stages(config))
+    totals = [memory.total_bytes for memory in planned_memory(config, schedule)]
     return Predicted(memory_bytes=max(totals), first_rank_bytes=totals[0])
-
-
-def _holds(config: RunConfig) -> Callable[[StagePlan], tuple[Any, ...]]:
-    """What a stage's memory depends on: the kinds of its layers, and its ends."""
-    model = config.model
-    kinds = [(model.is_moe_layer(index), model.has_window(index)) for index in range(model.num_layers)]
-    return lambda plan: (plan.has_embedding, plan.has_head, *kinds[plan.first_layer : plan.last_layer])
 
 
 MOST = 100_000  # configurations of one sweep: a grid with more is a slip
@@ -99,7 +84,7 @@ def expand(spec: SweepSpec) -> Expansion:
     candidates, left_out = [], 0
     for source, given in _points(spec):
         # Merging fills in what the levels' rules stand for, differently for each configuration.
-        merged = merge([*map(_fresh, levels), _level(given, source)])
+        merged = merge([*map(_fresh, levels), level_of(given, source)])
         config, fixed = fix(merged.config, spec.steps)
         p = config.parallel
         candidate = Candidate(
@@ -130,12 +115,8 @@ def _base_levels(spec: SweepSpec) -> list[Level]:
     levels = [read_preset(spec.preset)] if spec.preset is not None else []
     levels += [read_level(path) for path in spec.base]
     if spec.settings:
-        levels.append(_level(spec.settings, f"sweep {spec.path}, settings"))
+        levels.append(level_of(spec.settings, f"sweep {spec.path}, settings"))
     return levels
-
-
-def _level(given: Mapping[str, Any], source: str) -> Level:
-    return level_of(given, source)
 
 
 def _points(spec: SweepSpec) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -155,7 +136,7 @@ def _points(spec: SweepSpec) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def read_plans(path: Path) -> list[dict[str, Any]]:
     """The entries of a plan, best first: a YAML file with `plans:`, a list of settings by name."""
-    tree = read_mapping(path, "plan")
+    tree = read_yaml(path, kind="plan")
     if "plans" not in tree:
         beside = path.with_name(f"{path.stem}-alternatives{path.suffix}")
         remedy = f"; use {beside.name}, which lies beside it" if beside.is_file() else ""

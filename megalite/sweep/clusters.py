@@ -17,7 +17,7 @@ import yaml
 from megalite.config.errors import ConfigError
 from megalite.sweep import guard
 from megalite.sweep.candidates import Run
-from megalite.sweep.execute import CONFIG, LocalRun, NodesLauncher, ask, asked, nodes_of, training_command
+from megalite.sweep.execute import CONFIG, Launched, LocalRun, NodesLauncher, ask, asked, nodes_of, training_command
 from megalite.sweep.results import LOG
 from megalite.sweep.spec import KubernetesSpec, RaySpec
 
@@ -98,9 +98,10 @@ def _literal(word: str) -> str:
 class KubernetesLauncher(NodesLauncher):
     """By `kubectl`, in its own context and namespace."""
 
+    _spec: KubernetesSpec
+
     def __init__(self, spec: KubernetesSpec, *, environment: Mapping[str, str], program: Path | None = None) -> None:
         super().__init__(spec, environment=environment, program=program)
-        self._spec = spec
         for name in ("image", "claim"):
             if getattr(spec, name) is None:
                 raise ConfigError(f"--launcher kubernetes needs kubernetes: {name}; add e.g. {name}: megalite")
@@ -122,33 +123,25 @@ class KubernetesLauncher(NodesLauncher):
             asked("kubectl", "delete", "--ignore-not-found", "-f", str(folder / MANIFEST))
 
 
-class KubernetesJob:
+class KubernetesJob(Launched):
     def __init__(self, name: str, folder: Path, *, pods: int, every: float) -> None:
-        self._name, self._folder, self._pods, self._every = name, folder, pods, every
-        self._looked = -math.inf
-        self._started: float | None = None
+        super().__init__(every)
+        self._name, self._folder, self._pods = name, folder, pods
 
-    def poll(self) -> int | None:
-        now = time.monotonic()
-        if now - self._looked < self._every:
-            return None
-        self._looked = now
+    def look(self) -> int | None:
         answer = asked("kubectl", "get", "job", self._name, "-o", "json")
         if answer is None or (answer.returncode != 0 and "NotFound" not in answer.stderr):
             return None  # the API server is busy: ask again
         if answer.returncode != 0:
             return _FAILED
         status = json.loads(answer.stdout).get("status", {})
-        if self._started is None and status.get("ready", 0) >= self._pods:
-            self._started = now
+        if status.get("ready", 0) >= self._pods:
+            self.begun()
         ended = {each["type"] for each in status.get("conditions", ()) if each["status"] == "True"}
         if not ended & {"Complete", "Failed"}:
             return None
         self.end()
         return os.EX_OK if "Complete" in ended else _FAILED
-
-    def seconds(self) -> float:
-        return 0.0 if self._started is None else time.monotonic() - self._started
 
     def end(self) -> None:
         asked("kubectl", "delete", "--ignore-not-found", "-f", str(self._folder / MANIFEST))
@@ -156,6 +149,8 @@ class KubernetesJob:
 
 class RayLauncher(NodesLauncher):
     """Tasks in a placement group, a bundle a node. All that it starts ends with this process."""
+
+    _spec: RaySpec
 
     def __init__(self, spec: RaySpec, *, environment: Mapping[str, str], program: Path | None = None) -> None:
         super().__init__(spec, environment=environment, program=program)
@@ -165,7 +160,7 @@ class RayLauncher(NodesLauncher):
             raise ConfigError(
                 "--launcher ray needs the ray package; pip install ray, or use --launcher local"
             ) from None
-        self._spec, self._ray = spec, ray
+        self._ray = ray
         if not ray.is_initialized():
             try:
                 ray.init(address=spec.address, log_to_driver=False, logging_level="error")
@@ -185,7 +180,7 @@ class RayLauncher(NodesLauncher):
         """Nothing: Ray ends tasks with the program that started them."""
 
 
-class RayRun:
+class RayRun(Launched):
     def __init__(
         self,
         ray: Any,
@@ -197,8 +192,8 @@ class RayRun:
         *,
         environment: Mapping[str, str],
     ) -> None:
+        super().__init__()
         self._ray, self._log = ray, log
-        self._started: float | None = None
         strategy = "STRICT_SPREAD" if nodes > 1 else "STRICT_PACK"
         self._group = ray.util.placement_group([dict(resources)] * nodes, strategy=strategy)
         self._placed = self._group.ready()
@@ -220,10 +215,10 @@ class RayRun:
             for index in range(nodes)
         ]
 
-    def poll(self) -> int | None:
+    def look(self) -> int | None:
         """The status of the first node that failed, or of all."""
-        if self._started is None and self._ray.wait([self._placed], timeout=0)[0]:
-            self._started = time.monotonic()
+        if self._ray.wait([self._placed], timeout=0)[0]:
+            self.begun()
         done, left = self._ray.wait(self._tasks, num_returns=len(self._tasks), timeout=0)
         failed = next((status for status in map(self._status, done) if status != os.EX_OK), None)
         if failed is None and left:
@@ -238,9 +233,6 @@ class RayRun:
             with self._log.open("a") as file:
                 file.write(f"{error}\n")
             return _FAILED
-
-    def seconds(self) -> float:
-        return 0.0 if self._started is None else time.monotonic() - self._started
 
     def end(self) -> None:
         """Tasks are interrupted, and killed if they do not end what they started."""

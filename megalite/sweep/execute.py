@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,15 +33,34 @@ def training_command(config: Path, program: Path | None) -> list[str]:
     return [*start, "--config", str(config)]
 
 
-class Launched(Protocol):
-    """A run that has been started."""
+class Launched(ABC):
+    """A run that has been started; it is looked at no more often than each `every` seconds."""
 
-    def poll(self) -> int | None:
-        """Its exit status; None while it waits or is under way."""
+    def __init__(self, every: float = 0.0) -> None:
+        self._every, self._looked = every, -math.inf
+        self._started: float | None = None
+
+    def begun(self) -> None:
+        """It no longer waits: its time counts from the first of these calls on."""
+        if self._started is None:
+            self._started = time.monotonic()
 
     def seconds(self) -> float:
         """Since it began to run."""
+        return 0.0 if self._started is None else time.monotonic() - self._started
 
+    def poll(self) -> int | None:
+        """Its exit status; None while it waits or is under way."""
+        if time.monotonic() - self._looked < self._every:
+            return None
+        self._looked = time.monotonic()
+        return self.look()
+
+    @abstractmethod
+    def look(self) -> int | None:
+        """As `poll`, whenever it is called."""
+
+    @abstractmethod
     def end(self) -> None:
         """Leave nothing of it running."""
 
@@ -84,11 +104,12 @@ class LocalLauncher:
         """Nothing: its runs end with the sweep."""
 
 
-class LocalRun:
+class LocalRun(Launched):
     """A command under way, below a guard that ends with this process and leaves nothing behind; `log` takes what it says.
     `environment`: default that of this process."""
 
     def __init__(self, command: Sequence[str], log: Path, *, environment: Mapping[str, str] | None = None) -> None:
+        super().__init__()
         with log.open("ab") as file:
             self._guard = subprocess.Popen(
                 [sys.executable, "-m", guard.__name__, str(os.getpid()), *command],
@@ -98,13 +119,10 @@ class LocalRun:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C is for the sweep, which ends its runs in order
             )
-        self._started = time.monotonic()
+        self.begun()
 
-    def poll(self) -> int | None:
+    def look(self) -> int | None:
         return self._guard.poll()
-
-    def seconds(self) -> float:
-        return time.monotonic() - self._started
 
     def end(self) -> None:
         self._guard.terminate()
@@ -121,13 +139,13 @@ class NodesLauncher:
 
     def __init__(self, spec: NodesSpec, *, environment: Mapping[str, str], program: Path | None = None) -> None:
         self.at_once = spec.at_once
-        self._nodes_spec, self._environment, self._program = spec, dict(environment), program
+        self._spec, self._environment, self._program = spec, dict(environment), program
 
     def fault(self, run: Run) -> str | None:
-        nodes, a_node = nodes_of(run, self._nodes_spec)
+        nodes, a_node = nodes_of(run, self._spec)
         if nodes * a_node == run.ranks:
             return None
-        most = self._nodes_spec.gpus_per_node
+        most = self._spec.gpus_per_node
         return f"{run.ranks} ranks do not divide over {nodes} nodes of {most}; use e.g. {nodes * most}"
 
 
@@ -188,9 +206,7 @@ def job_script(
 
 
 class SbatchLauncher(NodesLauncher):
-    def __init__(self, spec: SbatchSpec, *, environment: Mapping[str, str], program: Path | None = None) -> None:
-        super().__init__(spec, environment=environment, program=program)
-        self._spec = spec
+    _spec: SbatchSpec
 
     def start(self, run: Run, folder: Path, *, timeout: float) -> "Job":
         if any(letter in str(folder.resolve()) for letter in "'\"\\\n"):
@@ -211,31 +227,23 @@ class SbatchLauncher(NodesLauncher):
             _cancel((folder / JOB).read_text().strip())
 
 
-class Job:
+class Job(Launched):
     def __init__(self, job: str, folder: Path, *, every: float) -> None:
-        self._job, self._folder, self._every = job, folder, every
-        self._looked = -math.inf
-        self._started: float | None = None
+        super().__init__(every)
+        self._job, self._folder = job, folder
         self._missing = 0
 
-    def poll(self) -> int | None:
+    def look(self) -> int | None:
         """Exit status from the script's file, once the job has left the queue."""
-        now = time.monotonic()
-        if now - self._looked < self._every:
-            return None
-        self._looked = now
         state = _state(self._job)
         if state is not None:
-            if self._started is None and state not in _WAITING:
-                self._started = now
+            if state not in _WAITING:
+                self.begun()
             return None
         with contextlib.suppress(OSError, ValueError):
             return int((self._folder / STATUS).read_text())
         self._missing += 1
         return _UNKNOWN_STATUS if self._missing >= _LOOKS_AFTER_END else None
-
-    def seconds(self) -> float:
-        return 0.0 if self._started is None else time.monotonic() - self._started
 
     def end(self) -> None:
         _cancel(self._job)

@@ -16,20 +16,19 @@ import time
 from pathlib import Path
 from types import FrameType
 
+from megalite.watchdog.processes import stat_fields
+
 END_SECONDS = 6.0  # for a launcher to end its ranks by itself, and for what is killed to be gone
 _LOOK_SECONDS = 0.02
-_STATE, _PARENT = 0, 1  # places in /proc/PID/stat, counted from the state
 
 
 def descendants(pid: int) -> set[int]:
     """Live processes below `pid`, itself left out; none where the system does not tell."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, IndexError):
-            # The name before the state, in brackets, may hold anything.
-            fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
-            if fields[_STATE] != "Z":
-                children.setdefault(int(fields[_PARENT]), []).append(int(entry.name))
+        fields = stat_fields(int(entry.name))
+        if fields and fields[0] != "Z":
+            children.setdefault(int(fields[1]), []).append(int(entry.name))
     found: set[int] = set()
     waiting = [pid]
     while waiting:

@@ -22,13 +22,6 @@ from megalite.config.run import RunConfig
 from megalite.config.values import coerce, nearest
 
 
-def read_mapping(path: Path, what: str) -> dict[str, Any]:
-    """The mapping that a YAML file holds; raises ConfigError if it holds something else, or gives a key twice."""
-    if not path.is_file():
-        raise ConfigError(f"{what} file {path} does not exist")
-    return read_yaml(path, kind=what)
-
-
 def entries(value: Any, where: str) -> list[Any]:
     if not isinstance(value, list) or not value:
         raise ConfigError(f"{where} takes a list with something in it, got {reprlib.repr(value)}")
@@ -295,10 +288,6 @@ def _environment(value: Any, where: str) -> dict[str, str]:
     return found
 
 
-def _read(reader: Callable[[Any, str], Any]) -> dict[str, Any]:
-    return {"read": reader}
-
-
 def _resources(value: Any, where: str) -> dict[str, float]:
     found = words(value, where)
     for name, word in found.items():
@@ -318,7 +307,9 @@ class NodesSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class SbatchSpec(NodesSpec):
-    options: Mapping[str, str] = field(default_factory=dict, metadata=_read(_options))  # by long names: partition, ...
+    options: Mapping[str, str] = field(
+        default_factory=dict, metadata={"read": _options}
+    )  # by long names: partition, ...
     setup: tuple[str, ...] = ()  # shell lines before the run: modules, virtual environments
 
 
@@ -326,7 +317,7 @@ class SbatchSpec(NodesSpec):
 class RaySpec(NodesSpec):
     address: str | None = None  # of the cluster; default: RAY_ADDRESS, or one of this host alone
     # Of one rank, by Ray's names.
-    resources: Mapping[str, float] = field(default_factory=lambda: {"GPU": 1.0}, metadata=_read(_resources))
+    resources: Mapping[str, float] = field(default_factory=lambda: {"GPU": 1.0}, metadata={"read": _resources})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,7 +326,9 @@ class KubernetesSpec(NodesSpec):
     claim: str | None = None  # PersistentVolumeClaim that has the output folder, writable by many
     mount: Path = Path("/runs")  # where this host and the pods have it
     # Of one rank, by the cluster's names.
-    resources: Mapping[str, float] = field(default_factory=lambda: {"nvidia.com/gpu": 1.0}, metadata=_read(_resources))
+    resources: Mapping[str, float] = field(
+        default_factory=lambda: {"nvidia.com/gpu": 1.0}, metadata={"read": _resources}
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,24 +337,23 @@ class _Keys:
 
     preset: str | None = None
     base: tuple[Path, ...] = ()  # config files, later ones win
-    settings: Mapping[str, Any] = field(default_factory=dict, metadata=_read(_settings))  # over the base, in all
+    settings: Mapping[str, Any] = field(default_factory=dict, metadata={"read": _settings})  # over the base, in all
     ranks: int | None = None  # of every configuration; default tp·pp·cp·dp of each
     # Axes: key, settings of each value.
-    grid: tuple[tuple[str, tuple[Mapping[str, Any], ...]], ...] = field(default=(), metadata=_read(_grid))
-    list: tuple[Mapping[str, Any], ...] = field(default=(), metadata=_read(_listed))
+    grid: tuple[tuple[str, tuple[Mapping[str, Any], ...]], ...] = field(default=(), metadata={"read": _grid})
+    list: tuple[Mapping[str, Any], ...] = field(default=(), metadata={"read": _listed})
     from_plan: Path | None = None
     top: int | None = None  # of the plan's entries, from the first on; default all
-    exclude: tuple[Condition, ...] = field(default=(), metadata=_read(_conditions))
-    only: tuple[Condition, ...] = field(default=(), metadata=_read(_conditions))
+    exclude: tuple[Condition, ...] = field(default=(), metadata={"read": _conditions})
+    only: tuple[Condition, ...] = field(default=(), metadata={"read": _conditions})
     steps: int = 8  # of each run
     warm_up_steps: int = field(default=3, metadata=OR_ZERO)  # the first of them, which are not measured
     timeout: float = DEFAULT_TIMEOUT
-    memory_limit: float | None = field(
-        default=None, metadata=_read(_bytes)
-    )  # what is predicted to need more is refused
+    # What is predicted to need more is refused.
+    memory_limit: float | None = field(default=None, metadata={"read": _bytes})
     cluster: str | None = None
     stack: str = "fused"
-    environment: Mapping[str, str] = field(default_factory=dict, metadata=_read(_environment))
+    environment: Mapping[str, str] = field(default_factory=dict, metadata={"read": _environment})
     program: Path | None = None  # script that trains in place of `megalite train`
     sbatch: SbatchSpec = field(default_factory=SbatchSpec)
     ray: RaySpec = field(default_factory=RaySpec)
@@ -378,7 +370,7 @@ KEYS = tuple(key.name for key in fields(_Keys))
 
 def read_spec(path: Path) -> SweepSpec:
     """The sweep that a file describes. Paths in it are relative to its folder."""
-    tree = read_mapping(path, "sweep")
+    tree = read_yaml(path, kind="sweep")
     found = {name: value for name, value in vars(build(_Keys, tree, f"sweep {path}")).items() if name in tree}
     if not {"grid", "list", "from_plan"} & set(found):
         raise ConfigError(f"sweep {path} is empty; add from_plan, list or grid: {{tp: [1, 2], pp: [1, 2]}}")

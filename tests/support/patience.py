@@ -1,7 +1,7 @@
-"""A bound on what one of many cases may take."""
+"""A bound on what one of many cases may take, and waiting for a moment of another process."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 LONGEST_CASE = 5.0
@@ -17,3 +17,19 @@ def within(what: object, seconds: float = LONGEST_CASE) -> Iterator[None]:
     yield
     taken = time.process_time() - started
     assert taken < seconds, f"{taken:.1f} s of processor time, more than {seconds}: {what}"
+
+
+def wait_until(
+    condition: Callable[[], object],
+    *,
+    seconds: float = 60.0,
+    going_on: Callable[[], object] = lambda: True,
+    said: Callable[[], str] = str,
+) -> None:
+    """Look again and again, more often than steps are made. `going_on`: what is to bring it about still works; `said`:
+    for the message if it does not come."""
+    end = time.monotonic() + seconds
+    while not condition():
+        time.sleep(0.005)
+        assert going_on(), f"it ended before the moment came\n{said()}"
+        assert time.monotonic() < end, f"the moment did not come within {seconds:g} s\n{said()}"

@@ -6,15 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megalite.cli.sweep import LiveTable, format_table, main
 from megalite.sweep.execute import Progress
 from megalite.sweep.results import OK, TIMEOUT, Store, refused
+from tests.support.patience import wait_until
 from tests.sweep.sweeps import measured, read_runs, write_sweep
 
 Captured = pytest.CaptureFixture[str]
@@ -43,31 +42,6 @@ def test_strict_and_nothing_to_run(tmp_path: Path, capsys: Captured) -> None:
     assert main([str(path), *out]) == 2
     assert "error: none of 2 configurations can run; tp 3: " in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ([], "--output is missing"),
-        (["--dry-run", "--limit", "3"], "--limit has no effect with --dry-run"),
-        (["--dry-run", "--calibrate", "a.yaml"], "--calibrate has no effect with --dry-run"),
-        (["--report-only", "--timeout", "3"], "--timeout has no effect with --report-only"),
-        (["--limit", "0"], "--limit: takes a whole number of at least 1, such as 4, got 0"),
-        (["--timeout", "soon"], "--timeout: takes a number such as 0.5, got 'soon'"),
-        (["--launcher", "ssh"], "--launcher: there is no ssh (one of local, sbatch, ray, kubernetes)"),
-        (["--out", "x"], "unknown flag --out: did you mean --output or --timeout?"),
-        (["--output", "out", "--calibrate", "a.yaml"], "--calibrate has no effect without cluster"),
-        (["--output", "sweep.yaml"], "cannot write sweep.yaml: "),
-    ],
-)
-def test_bad_flags(
-    flags: list[str], message: str, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main([str(write_sweep(tmp_path)), *flags]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("error: ")
-    assert message in err
 
 
 def test_report_only(tmp_path: Path, capsys: Captured) -> None:
@@ -139,14 +113,6 @@ def processes_with(words: str) -> list[str]:
     return found
 
 
-def wait_until(condition: Any, seconds: float, what: str) -> None:
-    """Poll."""
-    last = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < last, what
-        time.sleep(0.05)
-
-
 @pytest.mark.e2e
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the ranks of a killed sweep run on")
 def test_a_killed_sweep_leaves_nothing_running_and_goes_on(tmp_path: Path) -> None:
@@ -161,10 +127,10 @@ def test_a_killed_sweep_leaves_nothing_running_and_goes_on(tmp_path: Path) -> No
     sweep = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     config = f"-m megalite.cli.main train --config {folder}"
     # The guard, torchrun and its two ranks.
-    wait_until(lambda: len(processes_with(config)) == 4, 90, "no ranks")
+    wait_until(lambda: len(processes_with(config)) == 4, seconds=90)
     sweep.send_signal(signal.SIGKILL)
     sweep.communicate()
-    wait_until(lambda: processes_with(config) == [], 30, "ranks of a killed sweep run on")
+    wait_until(lambda: processes_with(config) == [], seconds=30)
     assert (folder / "results.jsonl").read_bytes() == before
     again = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert again.returncode == 0, again.stdout + again.stderr

@@ -1,6 +1,5 @@
 """The loop over runs, with programs that stand in for training: short ones, hanging ones, ones that fail."""
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -20,6 +19,8 @@ from megalite.sweep.execute import CONFIG, LocalRun, Progress, SbatchLauncher, e
 from megalite.sweep.guard import descendants
 from megalite.sweep.results import FAILED, OK, OOM, REFUSED, TIMEOUT, Result, Store
 from megalite.sweep.spec import SbatchSpec
+from megalite.watchdog.processes import stat_fields
+from tests.support.patience import wait_until
 from tests.sweep.sweeps import MODEL, read_runs, write_sweep
 
 GOOD = """
@@ -100,19 +101,14 @@ def sweep(tmp_path: Path) -> Sweep:
 
 def is_alive(pid: int) -> bool:
     """The process is there and is no zombie."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
+    fields = stat_fields(pid)
+    return fields is not None and fields[0] != "Z"
 
 
 def wait_for(path: Path) -> str:
     """The text of a file that is about to be written."""
-    for _ in range(500):
-        with contextlib.suppress(OSError):
-            if text := path.read_text():
-                return text
-        time.sleep(0.02)
-    raise AssertionError(f"no {path}")
+    wait_until(lambda: path.is_file() and path.read_text(), seconds=10)
+    return path.read_text()
 
 
 def test_every_end_is_a_result(sweep: Sweep) -> None:
@@ -153,8 +149,7 @@ def test_ctrl_c_ends_the_run_and_keeps_the_rest(sweep: Sweep) -> None:
 
     def interrupt() -> None:
         runs = sweep.folder / "out" / "runs"
-        while not list(runs.glob("*/child")):
-            time.sleep(0.02)
+        wait_until(lambda: list(runs.glob("*/child")))
         os.kill(os.getpid(), signal.SIGINT)
 
     waiting = threading.Thread(target=interrupt)
@@ -169,12 +164,7 @@ def test_ctrl_c_ends_the_run_and_keeps_the_rest(sweep: Sweep) -> None:
 
 def assert_gone(pid: int) -> None:
     """The process ends: within seconds, on a machine that is busy too."""
-    for _ in range(1000):
-        if not is_alive(pid):
-            return
-        time.sleep(0.02)
-    os.kill(pid, signal.SIGKILL)
-    raise AssertionError(f"process {pid} is alive")
+    wait_until(lambda: not is_alive(pid), seconds=20)
 
 
 @pytest.fixture
