@@ -1,4 +1,4 @@
-"""docs/api.md: its blocks run one after the other and print what the page says."""
+"""docs/api.md and docs/extend.md: the blocks of a page run one after the other and print what it says."""
 
 import contextlib
 import io
@@ -7,23 +7,37 @@ from pathlib import Path
 
 import pytest
 
+from megalite import DATASETS, KERNELS, LR_SCHEDULES, OPTIMIZERS
 from tests.e2e.programs import REPOSITORY
 
-PAGE = (REPOSITORY / "docs" / "api.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```python\n(.*?)^```\n+(?:^```text\n(.*?)^```)?", PAGE, re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```python\n(.*?)^```\n+(?:^```text\n(.*?)^```)?", re.MULTILINE | re.DOTALL)
+KINDS = "dataset,layer,optimizer,learning-rate schedule,pipeline schedule,strategy,kernel,writer"
 
 
-def test_the_blocks_print_what_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def page(name: str) -> str:
+    return (REPOSITORY / "docs" / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("name", "count"), [("api.md", 8), ("extend.md", 6)])
+def test_the_blocks_print_what_the_page_says(
+    name: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    assert len(BLOCKS) == 8
-    names: dict[str, object] = {}
-    for block, shown in BLOCKS:
+    for registry in (DATASETS, KERNELS, LR_SCHEDULES, OPTIMIZERS):
+        monkeypatch.setattr(registry, "entries", dict(registry.entries))
+    blocks = BLOCK.findall(page(name))
+    assert len(blocks) == page(name).count("```python") == count
+    assert name != "api.md" or all(shown for _, shown in blocks)
+    names: dict[str, object] = {"__name__": "notebook"}
+    for block, shown in blocks:
         with contextlib.redirect_stdout(io.StringIO()) as out:
             exec(block, names)
         printed = "\n".join(line.rstrip() for line in out.getvalue().splitlines())
         assert printed.strip("\n") == shown.strip("\n"), block
 
 
-def test_every_block_shows_what_it_prints() -> None:
-    assert all(shown for _, shown in BLOCKS)
-    assert PAGE.count("```python") == len(BLOCKS)
+def test_the_page_about_extensions_is_short_and_has_all_kinds() -> None:
+    text = page("extend.md")
+    assert len(text.split()) <= 1000
+    assert len(re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL).split()) <= 700
+    assert [kind for kind in KINDS.split(",") if not re.search(f"^## .*{kind}", text, re.MULTILINE)] == []

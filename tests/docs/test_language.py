@@ -51,9 +51,3 @@ def test_code(package: Path) -> None:
     assert {
         path: found for path in package.rglob("*.py") if (found := found_in(path.read_text(encoding="utf-8")))
     } == {}
-
-
-def test_what_is_found() -> None:
-    text = "Nobody is told; it goes\non, 3 GiB a rank, weights of its own"
-    assert found_in(text) == ["Nobody", "told", "goes on", "GiB a rank", "of its own"]
-    assert found_in("if a rank fails, recommend the amended tellers; a molested layer; ongoing") == []

@@ -1,4 +1,4 @@
-"""docs/planner.md names every key of the files, and its example runs."""
+"""docs/plan.md, docs/planner.md, docs/planner_chain.md and examples/chain: commands run, and every flag and key is explained."""
 
 import re
 from dataclasses import fields
@@ -6,24 +6,63 @@ from pathlib import Path
 
 import pytest
 
+from megalite.cli import plan, plan_chain
 from megalite.planner.hardware import Accelerator, Cluster, Efficiency, Network, Node, SoftwareStack, cluster_names
-
-PAGE = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("kind", [Cluster, Accelerator, Node, Network, Efficiency, SoftwareStack])
-def test_every_key_is_explained(kind: type) -> None:
-    for field in fields(kind):
-        assert f"`{field.name}`" in PAGE, field.name
+from tests.e2e.commands import Command, commands_in
+from tests.e2e.programs import REPOSITORY
 
 
-def test_every_cluster_is_named() -> None:
-    for name in cluster_names():
-        assert f"`{name}`" in PAGE
+def page(name: str) -> str:
+    return (REPOSITORY / name).read_text(encoding="utf-8")
+
+
+def commands(name: str, program: str) -> list[Command]:
+    return [command for command in commands_in(page(name), name) if command.words[:2] == ["megalite", program]]
+
+
+PLANS = commands("docs/plan.md", "plan")
+CHAINS = [*commands("docs/planner_chain.md", "plan-chain"), *commands("examples/chain/README.md", "plan-chain")]
+
+
+@pytest.mark.parametrize("command", PLANS, ids=lambda command: " ".join(command.words[2:8]))
+def test_plan(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a quarter of the GPUs, which is a shorter search."""
+    monkeypatch.chdir(tmp_path)
+    words = [*command.words[2:], *([] if "--top" in command.words else ["--top", "1"])]
+    at = words.index("--gpus") + 1
+    words[at] = str(max(8, int(words[at]) // 4))
+    assert plan.main(words) == 0
+    assert capsys.readouterr().err == ""
+    if "--output" in words:
+        assert (tmp_path / "plan.yaml").is_file() and (tmp_path / "plan-alternatives.yaml").is_file()
+
+
+@pytest.mark.parametrize("command", CHAINS, ids=lambda command: f"{command.source}: {command.line}"[:70])
+def test_plan_chain(command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    status = plan_chain.main(command.words[2:])
+    said = capsys.readouterr()
+    assert status == 0, said.err
+    if command.source == "docs/planner_chain.md":
+        pattern = rf"^\$ {re.escape(command.line)}\n(.*?)^```"
+        (shown,) = re.findall(pattern, page(command.source), re.MULTILINE | re.DOTALL)
+        assert (said.out + said.err).split("\n") == shown.split("\n")
+    else:
+        assert re.search(r"^this plan +0\.89", said.out, re.MULTILINE)
+
+
+def test_every_flag_key_and_cluster_is_explained() -> None:
+    assert len(PLANS) == 5
+    assert [flag for flag in plan.main.spellings if f"`{flag}" not in page("docs/plan.md")] == []
+    kinds = (Cluster, Accelerator, Node, Network, Efficiency, SoftwareStack)
+    names = [field.name for kind in kinds for field in fields(kind)]
+    assert [name for name in (*names, *cluster_names()) if f"`{name}`" not in page("docs/planner.md")] == []
 
 
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    (code,) = re.findall(r"```python\n(.*?)```", page("docs/planner.md"), flags=re.DOTALL)
     exec(code, {})
     seconds, mfu, parts = capsys.readouterr().out.split(" ", 2)
     assert 1.0 < float(seconds) < 100.0

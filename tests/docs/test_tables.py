@@ -71,15 +71,6 @@ def test_every_table_is_on_a_page(load: Load) -> None:
     assert sorted(named) == sorted(write.TABLES)
 
 
-def test_a_page_that_is_out_of_date_is_seen(load: Load) -> None:
-    write = load("write")
-    text = "a\n\n<!-- table: Megatron-LM, tags -->\nold\n<!-- end -->\n\nb\n"
-    new = write.with_tables(text)
-    assert "old" not in new and "`lm loss` (`loss`), " in new
-    assert new.startswith("a\n\n<!-- table") and new.endswith("<!-- end -->\n\nb\n")
-    assert write.with_tables(new) == new
-
-
 # What composes with what.
 
 
@@ -112,23 +103,6 @@ def test_each_feature_works_alone(load: Load) -> None:
         for feature in composition.FEATURES
         if (why := composition.refusal(feature.name, feature.name)) is not None
     } == {}
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "why"),
-    [
-        ("ZeRO-3", "1-bit Adam", "optimizer onebit-adam does not go with dp_strategy fully-sharded"),
-        ("1-bit Adam", "ZeRO-1", "optimizer onebit-adam does not go with dp_strategy distributed-optimizer"),
-        ("zero bubble", "vpp", "zb-h1 takes one stage per rank but vpp is 2"),
-        ("ep", "tp", None),
-        ("V schedules", "recompute ahead", None),
-    ],
-)
-def test_a_pair_is_put_to_the_validator(one: str, other: str, why: str | None, load: Load) -> None:
-    composition = load("composition")
-    found = composition.refusal(one, other)
-    assert found == composition.refusal(other, one)
-    assert (found is None) if why is None else (why in found)
 
 
 # Coming from Megatron-LM.

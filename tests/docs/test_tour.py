@@ -50,8 +50,3 @@ def test_it_begins_at_the_entry_and_each_stop_says_why() -> None:
     assert found[0][0].name == "pretrain_gpt.py"
     sections = re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]
     assert all(len(section.partition("\n")[2].split()) >= 15 for section in sections)
-
-
-def test_readme_and_site_lead_to_it() -> None:
-    assert "](docs/tour.md)" in (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    assert "tour.md" in (REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8")

@@ -1,0 +1,95 @@
+"""What pages list is what the code has: exit statuses, topics of the doctor, tags and phases, rooms of the package."""
+
+import json
+import re
+from dataclasses import asdict
+
+import pytest
+
+from megalite.cli.main import main
+from megalite.config import exit_codes
+from megalite.config.describe import settings
+from megalite.config.training import WRITERS
+from megalite.training import goodput
+from megalite.training.instruments import _COLUMNS, _LABELS
+from megalite.training.stopping import Ending
+from megalite.training.writers import TENSORBOARD_TAGS
+from tests.cli.test_doctor import TOPICS
+from tests.e2e.programs import REPOSITORY
+from tests.support.layers import ROWS
+
+
+def page(name: str) -> str:
+    return (REPOSITORY / name).read_text(encoding="utf-8")
+
+
+def section(name: str, heading: str) -> str:
+    return page(name).partition(f"## {heading}\n")[2].partition("\n## ")[0]
+
+
+# docs/failures.md
+
+
+def test_exit_statuses() -> None:
+    rows = dict(re.findall(r"^\| (\d+) \| (.*) \|$", section("docs/failures.md", "Exit status"), re.MULTILINE))
+    assert {int(status): meaning for status, meaning in rows.items()} == dict(exit_codes.MEANINGS)
+    assert {value for value in vars(exit_codes).values() if isinstance(value, int)} == set(exit_codes.MEANINGS)
+
+
+def test_what_is_left_for_scripts() -> None:
+    shown = json.loads(page("docs/failures.md").partition("```json\n")[2].partition("```")[0])
+    assert asdict(Ending(**shown)) == shown
+    assert shown["exit_code"] == exit_codes.REQUEUE
+
+
+# docs/doctor.md
+
+
+def test_the_doctors_topics_and_its_error(capsys: pytest.CaptureFixture[str]) -> None:
+    text = page("docs/doctor.md")
+    assert re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE) == TOPICS
+    (error,) = re.findall(r"^error: .*(?:\n- .*)*$", text, re.MULTILINE)
+    assert main(["train", "--num-layer", "4"]) == 2
+    assert capsys.readouterr().err == f"{error}\n"
+
+
+# docs/visibility.md
+
+
+def test_tags_and_phases() -> None:
+    text = page("docs/visibility.md")
+    shown = set(re.findall(r"`([a-z-]+-(?:time|bytes|count|factor))`", text))
+    assert shown - set(TENSORBOARD_TAGS.values()) == set()
+    assert {"forward-compute-time", "all-grads-sync-time", "mem-reserved-bytes", "straggler-factor"} <= shown
+    rows = re.findall(r"^\| ([a-z, ]+) \| .* \| `.*` \|$", text, flags=re.MULTILINE)
+    explained = {name for row in rows for name in row.split(", ")}
+    assert explained == {_LABELS.get(name, name) for name in _COLUMNS if name != "memory"}
+    assert [name for name in (goodput.FILE, "profile/", *WRITERS.builtin) if name not in text] == []
+
+
+def test_flags_of_visibility() -> None:
+    flags = {flag for setting in settings().values() for flag in setting.flags}
+    before, _, runs = page("docs/visibility.md").partition("## Comparing runs")
+    shown = set(re.findall(r"--[a-z][a-z-]+", before + runs.partition("## Secrets")[2]))
+    assert shown - flags == {"--standalone", "--nproc-per-node", "--config"}
+    names = ("timing_log_level", "straggler_threshold", "profile_ranks", "record_memory_history", "wandb_project")
+    assert {settings()[name].flags[0] for name in names} <= shown
+
+
+# docs/architecture.md and CONTRIBUTING.md
+
+
+def test_the_rows_of_imports() -> None:
+    shown = [
+        {name.removeprefix("megalite.") for name in re.findall(r"`([^`]+)`", packages)}
+        for packages in re.findall(r"^\| \d+ \| (.*?) \|", page("docs/architecture.md"), re.MULTILINE)
+    ]
+    assert shown == [{name.removeprefix("megalite.") for name in row} - {"megalite"} for row in ROWS]
+
+
+def test_rooms_and_terms() -> None:
+    rooms = section("docs/architecture.md", "The rooms")
+    folders = {path.parent.name for path in (REPOSITORY / "megalite").glob("*/__init__.py")}
+    assert {name for name in folders if f"`{name}`" not in rooms} == set()
+    rows = re.findall(r"^\| (?!term|-)(.+?) \| (.+) \|$", section("CONTRIBUTING.md", "Glossary"), re.MULTILINE)
+    assert len(rows) == len({term for term, _ in rows}) >= 30
