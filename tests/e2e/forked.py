@@ -9,22 +9,24 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
-from megalite.cli.train import main
+from megalite.config.registry import imported
 from tests.e2e.programs import REPOSITORY, Outcome
 from tests.support.fork_server import fork_server
 
 STREAMS = ("out", "err")
 
 
-def train_forked(ranks: int, *flags: str | Path, seconds: float = 60, folder: Path = REPOSITORY) -> Outcome:
-    """Train on some ranks, started in `folder`, and wait for the end of all of them.
+def train_forked(ranks: int, *flags: str | Path, seconds: float = 60, folder: Path = REPOSITORY, **how: Any) -> Outcome:
+    """Train on some ranks, started in `folder`, and wait for the end of all of them; `how` as for `fork_rank`.
 
     Returns:
         The status of all ranks; what they said comes rank after rank.
@@ -32,27 +34,38 @@ def train_forked(ranks: int, *flags: str | Path, seconds: float = 60, folder: Pa
     Raises:
         AssertionError: a rank had not ended by itself after `seconds`, or their statuses differ.
     """
-    store = dist.TCPStore("localhost", 0, ranks, is_master=True, wait_for_workers=False) if ranks > 1 else None
-    port = None if store is None else store.port
-    words = [str(flag) for flag in flags]
     with tempfile.TemporaryDirectory() as logs:
         started = time.monotonic()
-        processes = [fork_rank(rank, ranks, port, words, Path(logs, str(rank)), folder=folder) for rank in range(ranks)]
-        running = {process.sentinel: process for process in processes}
-        while running and (left := started + seconds - time.monotonic()) > 0:
-            for sentinel in wait(list(running), timeout=left):
-                assert isinstance(sentinel, int)
-                running.pop(sentinel).join()
-        for process in running.values():
-            process.kill()
-            process.join()
+        with forked(ranks, flags, Path(logs), folder=folder, **how) as processes:
+            left_over = still_running(processes, seconds)
         took = time.monotonic() - started
         out, err = ("".join(Path(f"{logs}/{rank}.{name}").read_text() for rank in range(ranks)) for name in STREAMS)
-    left_over = [rank for rank, process in enumerate(processes) if process in running.values()]
     assert left_over == [], f"ranks {left_over} were still running after {seconds} s\n{out}\n{err}"
     statuses = [process.exitcode or 0 for process in processes]
     assert len(set(statuses)) == 1, f"the ranks ended with {statuses}\n{out}\n{err}"
     return Outcome(statuses[0], out, err, took)
+
+
+@contextmanager
+def forked(count: int, words: Sequence[str | Path], logs: Path, **how: Any) -> Iterator[list[BaseProcess]]:
+    """Ranks of a run under way, `how` as for `fork_rank`; what has not ended in the end is killed."""
+    store = dist.TCPStore("localhost", 0, count, is_master=True, wait_for_workers=False) if count > 1 else None
+    port, flags = None if store is None else store.port, [str(word) for word in words]
+    processes = [fork_rank(rank, count, port, flags, logs / str(rank), **how) for rank in range(count)]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def still_running(processes: Sequence[BaseProcess], seconds: float) -> list[int]:
+    """Ranks that have not ended after that time."""
+    left, end = {process.sentinel for process in processes}, time.monotonic() + seconds
+    while left and (rest := end - time.monotonic()) > 0:
+        left -= set(wait(list(left), timeout=rest))
+    return [rank for rank, process in enumerate(processes) if process.sentinel in left]
 
 
 def fork_rank(
@@ -65,6 +78,7 @@ def fork_rank(
     before: Callable[[], None] | None = None,
     more: Mapping[str, str] | None = None,
     folder: Path = REPOSITORY,
+    command: str = "megalite.cli.train:main",
 ) -> BaseProcess:
     """One rank of a run, under way.
 
@@ -74,6 +88,7 @@ def fork_rank(
         before: called there before the command.
         more: variables of its environment.
         folder: where it starts.
+        command: what is called with the words.
     """
     variables = {"OMP_NUM_THREADS": "1"}
     if port is not None:
@@ -81,14 +96,19 @@ def fork_rank(
         variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
         variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     variables |= more or {}
-    target = (words, variables, str(log), before, str(folder))
+    target = (words, variables, str(log), before, str(folder), command)
     process = fork_server().Process(target=_be_rank, args=target)
     process.start()
     return process
 
 
 def _be_rank(
-    words: Sequence[str], variables: dict[str, str], log: str, before: Callable[[], None] | None, folder: str
+    words: Sequence[str],
+    variables: dict[str, str],
+    log: str,
+    before: Callable[[], None] | None,
+    folder: str,
+    command: str,
 ) -> None:
     """Run the command with what it says in two files."""
     for number, name in enumerate(STREAMS, start=1):
@@ -102,7 +122,7 @@ def _be_rank(
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
     if before is not None:
         before()
-    status = main(list(words))
+    status = imported(command)(list(words))
     sys.stdout.flush()
     sys.stderr.flush()
     sys.exit(status)

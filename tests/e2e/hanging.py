@@ -6,7 +6,6 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,21 +87,16 @@ FAULTS: dict[str, Callable[[], None]] = {
 }
 
 
-def install(fault: str, rank: int, step: int = STEP) -> None:
-    """From here on this process, if it is that rank, stops in that step."""
+def install(fault: str, rank: int) -> None:
+    """From here on this process, if it is that rank, stops in `STEP`."""
     take = Stepper.step
 
     def faulty(self: Stepper, *arguments: Any, **named: Any) -> Any:
-        if named["before"].step + 1 == step and int(os.environ["RANK"]) == rank:
+        if named["before"].step + 1 == STEP and int(os.environ["RANK"]) == rank:
             FAULTS[fault]()
         return take(self, *arguments, **named)
 
     Stepper.step = faulty  # type: ignore[method-assign]
-
-
-def installing(fault: str, rank: int, step: int = STEP) -> Callable[[], None]:
-    """`install` for another process to call."""
-    return partial(install, fault, rank, step)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,11 @@ REPOSITORY = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 MODEL = ["--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32"]
+MOCKED = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --vocab-size 96 --mock-data "
+    "--micro-batch-size 1 --device cpu"
+)
+"""A small model, and data that needs no file."""
 TRAINING = ["--micro-batch-size", "1", "--global-batch-size", "4", "--lr", "3e-3", "--log-interval", "1"]
 
 
@@ -106,6 +111,22 @@ def records(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     """The `train` or `valid` records in a run's metrics.jsonl."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def reached(run_dir: Path, step: int) -> bool:
+    """The step is in metrics.jsonl."""
+    path = run_dir / "metrics.jsonl"
+    return path.exists() and f'"kind": "train", "step": {step},' in path.read_text()
+
+
+def ranks_of(torchrun: "subprocess.Popen[Any]") -> dict[int, int]:
+    """Rank -> process id of the children that torchrun has started so far."""
+    found: dict[int, int] = {}
+    children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children")
+    for child in map(int, children.read_text().split()):
+        variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+        found |= {int(variable[5:]): child for variable in variables if variable.startswith(b"RANK=")}
+    return found
 
 
 def losses(run_dir: Path) -> list[tuple[int, float]]:

@@ -6,15 +6,12 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.forked import train_forked
+from tests.e2e.programs import MOCKED
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(sys.platform != "linux", reason="forks")]
 
-FLAGS: list[str | Path] = [
-    *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32"),
-    *("--vocab-size", "96", "--mock-data", "--micro-batch-size", "1", "--global-batch-size", "6"),
-    *("--lr", "1e-3", "--train-iters", "12", "--lr-decay-iters", "12", "--device", "cpu", "--log-interval", "2"),
-    *("--dp-strategy", "async-parameter-server", "--eval-interval", "3", "--eval-iters", "1"),
-]
+FLAGS = f"{MOCKED} --global-batch-size 6 --lr 1e-3 --train-iters 12 --lr-decay-iters 12 --log-interval 2".split()
+FLAGS += ["--dp-strategy", "async-parameter-server", "--eval-interval", "3", "--eval-iters", "1"]
 
 
 def test_run_and_resume(tmp_path: Path) -> None:

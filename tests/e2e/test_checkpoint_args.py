@@ -1,23 +1,22 @@
 """A run continues a real checkpoint with no setting of the model given, with `--use-checkpoint-args` and without."""
 
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.e2e.programs import REPOSITORY
+import pytest
+
+from megalite.cli.train import main
 
 COMMON = "--mock-data --micro-batch-size 1 --global-batch-size 2 --log-interval 1 --device cpu"
 MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --vocab-size 64 --swiglu"
 
 
-def test_the_model_and_its_sequence_come_from_the_checkpoint(tmp_path: Path) -> None:
+def test_the_model_and_its_sequence_come_from_the_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     lines = (
         f"{COMMON} {MODEL} --train-iters 2 --save-interval 2 --save {tmp_path}",
         f"{COMMON} --train-iters 3 --load {tmp_path} --use-checkpoint-args",
         f"{COMMON} --train-iters 3 --load {tmp_path} --vocab-size 64 --swiglu",
     )
     for number, line in enumerate(lines):
-        command = [sys.executable, str(REPOSITORY / "pretrain_gpt.py"), *line.split()]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        assert number == 0 or ("step 3/3" in done.stdout and "step 1/3" not in done.stdout)
+        assert main(line.split()) == 0
+        out = capfd.readouterr().out
+        assert number == 0 or ("step 3/3" in out and "step 1/3" not in out)

@@ -8,21 +8,21 @@ from tests.e2e.programs import Corpus, losses
 pytestmark = pytest.mark.e2e
 
 STEPS, SWITCH = 6, 3
-SMALL = f"--precision fp64 --micro-batch-size 1 --global-batch-size 8 --train-iters {STEPS} --save-interval {SWITCH} "
+SMALL = f"--precision fp64 --micro-batch-size 1 --global-batch-size 4 --train-iters {STEPS} --save-interval {SWITCH} "
 SMALL += "--log-interval 1 --eval-interval 6 --eval-iters 1 --num-layers 4 --make-vocab-size-divisible-by 8"
 
 RUNS = {
     "latent attention, experts balanced by a bias, a second token": (
         "experts",
         "--seq-length 64",
-        (8, "--tp 2 --pp 2 --ep 2 --sequence-parallel --use-distributed-optimizer"),
-        (2, "--ep 2"),
+        (4, "--pp 2 --ep 2 --use-distributed-optimizer"),
+        (2, "--tp 2 --etp 1 --ep 2 --sequence-parallel"),
     ),
     "windows in three of four layers, over cp": (
         "long_context",
         "--seq-length 128 --sliding-window 24 --window-attn-skip-freq 4 --rotary-base-local 1000",
         (4, "--cp 2 --pp 2"),
-        (4, "--cp 4 --cp-comm-type a2a"),
+        (2, "--cp 2 --cp-comm-type a2a"),
     ),
     "ZeRO-3 in a pipeline, states and activations in host memory": (
         "quickstart",

@@ -1,4 +1,4 @@
-"""`tools/generate_text.py` under torchrun, as a user starts it."""
+"""`megalite generate` on several ranks."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from megalite.cli.main import main
 from megalite.conversion.huggingface.weights import write_huggingface
 from tests.conversion.samples import LLAMA, MadeUp, byte_tokenizer
-from tests.e2e.programs import TORCHRUN, run
+from tests.e2e.forked import train_forked
 
 pytestmark = pytest.mark.e2e
 
@@ -23,7 +23,7 @@ def test_two_ranks_write_what_one_does(tmp_path: Path) -> None:
     words = ["--load", str(tmp_path / "model"), "--prompts", str(prompts), "--device", "cpu"]
     words += ["--dtype", "fp64", "--max-new-tokens", "12"]
     layout = ("--tp", "2", "--output", tmp_path / "two.jsonl")
-    two = run(*TORCHRUN, "--nproc-per-node", "2", "tools/generate_text.py", *words, *layout).require_success()
+    two = train_forked(2, *words, *layout, command="megalite.cli.generate:main").require_success()
     assert main(["generate", *words, "--output", str(tmp_path / "one.jsonl")]) == 0
     made = (tmp_path / "two.jsonl").read_text()
     assert made == (tmp_path / "one.jsonl").read_text()

@@ -4,17 +4,16 @@
 """
 
 import os
+import re
 import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.forked import train_forked
-from tests.e2e.programs import MODEL, TRAINING, Corpus, finish, records, start, train_command
+from tests.e2e.programs import MODEL, TRAINING, Corpus, finish, ranks_of, reached, records, start, train_command
+from tests.support.patience import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")]
 
@@ -28,40 +27,6 @@ def flags(corpus: Corpus, run_dir: Path) -> list[str | Path]:
     return [*MODEL, *TRAINING, *SCHEDULED, *corpus.flags, "--run-dir", run_dir, *resume]
 
 
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], *, seconds: float = 60) -> None:
-    """Look again and again, more often than steps are made."""
-    end = time.monotonic() + seconds
-    while not condition():
-        time.sleep(0.003)
-        assert process.poll() is None, "the run ended before its moment came:\n" + "".join(process.communicate())
-        assert time.monotonic() < end, "the moment did not come"
-
-
-def ranks_of(torchrun: subprocess.Popen[str]) -> dict[int, int]:
-    """Rank -> process id of the children that torchrun has started so far."""
-    found: dict[int, int] = {}
-    children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children")
-    for child in map(int, children.read_text().split()):
-        variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-        found |= {int(variable[5:]): child for variable in variables if variable.startswith(b"RANK=")}
-    return found
-
-
-def alive(process: int) -> bool:
-    """The process exists."""
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def reached(run_dir: Path, step: int) -> bool:
-    """The step is in metrics.jsonl."""
-    path = run_dir / "metrics.jsonl"
-    return path.exists() and f'"kind": "train", "step": {step},' in path.read_text()
-
-
 def checkpoints(run_dir: Path) -> set[str]:
     """Names in the folder of checkpoints."""
     return {path.name for path in (run_dir / "checkpoints").iterdir()}
@@ -70,10 +35,10 @@ def checkpoints(run_dir: Path) -> set[str]:
 def test_goes_on_to_the_same_losses(corpus: Corpus, folder: Path) -> None:
     process = start(train_command(2, *flags(corpus, folder)))
     try:
-        wait_until(lambda: reached(folder, 1), process)
+        wait_until(lambda: reached(folder, 1), going_on=lambda: process.poll() is None)
         ranks = ranks_of(process)
         assert sorted(ranks) == [0, 1]
-        wait_until(lambda: reached(folder, KILL_AFTER), process)
+        wait_until(lambda: reached(folder, KILL_AFTER), going_on=lambda: process.poll() is None)
     except BaseException:
         process.terminate()
         raise
@@ -81,8 +46,9 @@ def test_goes_on_to_the_same_losses(corpus: Corpus, folder: Path) -> None:
     died = finish(process, seconds=60)
     assert died.status != 0
     assert died.seconds < 25  # torchrun waits 30 s for ranks that do not end when asked to
-    assert "SIGKILL" in died.err
-    assert not any(alive(pid) for pid in ranks.values())
+    root = died.err.split("Root Cause")[1]
+    assert re.search(r"rank +: 1 \(local_rank: 1\)", root) and "Signal 9 (SIGKILL)" in root, died.err
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
     before = records(folder, "train")
     assert KILL_AFTER <= len(before) < STEPS
     newest = max(checkpoints(folder) - {"latest"})

@@ -1,12 +1,9 @@
 """What stands between `pretrain_gpt.py` and a step: few frames, and few modules."""
 
 import json
-import subprocess
 import sys
-from functools import cache
-from typing import Any
 
-from tests.e2e.programs import REPOSITORY
+from tests.e2e.programs import run
 
 MOST_FRAMES, MOST_MODULES = 8, 150
 
@@ -33,28 +30,11 @@ RUN = (
 )
 
 
-@cache
-def at_the_first_step() -> dict[str, Any]:
+def test_the_spine_is_short_and_the_start_lean() -> None:
     """The frames and megalite's modules at the first `Executor.run` of one rank, fp32, all-reduce."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE, *RUN.split()],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    [found] = [line for line in done.stdout.splitlines() if line.startswith("FOUND")]
-    result: dict[str, Any] = json.loads(found.removeprefix("FOUND"))
-    return result
-
-
-def test_the_spine_is_short() -> None:
-    frames = at_the_first_step()["frames"]
+    out = run(sys.executable, "-c", PROBE, *RUN.split()).require_success().out
+    [found] = [json.loads(line[5:]) for line in out.splitlines() if line.startswith("FOUND")]
+    frames, modules = found["frames"], found["modules"]
     assert frames[0] == "<module>" and frames[-1] == "Executor.run"
     assert len(frames) <= MOST_FRAMES, frames
-
-
-def test_the_start_is_lean() -> None:
-    modules = at_the_first_step()["modules"]
     assert len(modules) <= MOST_MODULES, modules

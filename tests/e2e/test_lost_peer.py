@@ -4,49 +4,32 @@ import os
 import re
 import signal
 import sys
-import time
 from collections.abc import Sequence
-from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
-from tests.e2e.forked import fork_rank
-from tests.e2e.test_kill import reached
+from tests.e2e.forked import forked, still_running
+from tests.e2e.programs import MOCKED, reached
+from tests.support.patience import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(sys.platform != "linux", reason="forks")]
 
-FLAGS = [
-    *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32"),
-    *("--vocab-size", "96", "--mock-data", "--micro-batch-size", "1", "--global-batch-size", "6"),
-    *("--lr", "1e-3", "--train-iters", "100000", "--device", "cpu", "--log-interval", "1000"),
-]
+FLAGS = f"{MOCKED} --global-batch-size 6 --lr 1e-3 --train-iters 100000 --log-interval 1000".split()
 WITHIN = 20.0
 """Seconds; torch's own timeout is ten minutes."""
 
 
 def killed(folder: Path, ranks: int, victim: int, flags: Sequence[str]) -> list[str]:
     """Train, kill one rank in the midst, and return what each said in the end."""
-    store = dist.TCPStore("localhost", 0, ranks, is_master=True, wait_for_workers=False)
-    words = [*FLAGS, *flags, "--run-dir", str(folder / "run")]
-    processes = [fork_rank(rank, ranks, store.port, words, folder / str(rank)) for rank in range(ranks)]
-    try:
-        start = time.monotonic()
-        while not reached(folder / "run", 3):
-            time.sleep(0.02)
-            assert all(process.is_alive() for process in processes), (folder / "0.err").read_text()
-            assert time.monotonic() - start < 60, "the third step did not come"
+    with forked(ranks, [*FLAGS, *flags, "--run-dir", folder / "run"], folder) as processes:
+        wait_until(
+            lambda: reached(folder / "run", 3),
+            going_on=lambda: all(process.is_alive() for process in processes),
+            said=(folder / "0.err").read_text,
+        )
         os.kill(processes[victim].pid or 0, signal.SIGKILL)
-        left = {process.sentinel for process in processes}
-        end = time.monotonic() + WITHIN
-        while left and (rest := end - time.monotonic()) > 0:
-            left -= set(wait(list(left), timeout=rest))
-        assert not left, "ranks went on without the one that is gone"
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+        assert not still_running(processes, WITHIN), "ranks went on without the one that is gone"
     statuses = [process.exitcode for process in processes]
     assert statuses[victim] == -signal.SIGKILL
     assert all(status != 0 for status in statuses)

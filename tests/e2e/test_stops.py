@@ -6,20 +6,19 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from megalite.data.index_cache import Arrays, Recipe
-from tests.e2e.forked import fork_rank, train_forked
-from tests.e2e.programs import MODEL, TRAINING, Corpus, finish, start, train_command
-from tests.e2e.test_kill import ranks_of, reached, wait_until
+from tests.e2e.forked import forked, train_forked
+from tests.e2e.programs import MODEL, TRAINING, Corpus, finish, ranks_of, reached, start, train_command
+from tests.support.patience import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(sys.platform != "linux", reason="forks")]
 
@@ -36,30 +35,15 @@ def newest(run_dir: Path) -> int:
     return int((run_dir / "checkpoints" / "latest").read_text().split("-")[-1])
 
 
-@contextmanager
 def ranks(
-    count: int, folder: Path, words: list[str | Path], prepare: Callable[[], None] | None = None
-) -> Iterator[list[BaseProcess]]:
-    """Under way; ended in the end."""
-    store = dist.TCPStore("localhost", 0, count, is_master=True, wait_for_workers=False)
-    port = store.port if count > 1 else None
-    flags = [str(word) for word in words]
+    count: int, folder: Path, words: list[str | Path], before: Callable[[], None] | None = None
+) -> AbstractContextManager[list[BaseProcess]]:
     folder.mkdir(exist_ok=True)
-    processes = [fork_rank(rank, count, port, flags, folder / f"log-{rank}", before=prepare) for rank in range(count)]
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    return forked(count, [*words, "--run-dir", folder], folder, before=before)
 
 
-def until(condition: Callable[[], bool], processes: list[BaseProcess], seconds: float = 40.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        time.sleep(0.01)
-        assert all(process.is_alive() for process in processes), "a rank ended before its moment came"
-        assert time.monotonic() < end, "the moment did not come"
+def until(condition: Callable[[], bool], processes: list[BaseProcess]) -> None:
+    wait_until(condition, going_on=lambda: all(process.is_alive() for process in processes))
 
 
 def send(process: BaseProcess, number: int) -> None:
@@ -79,7 +63,7 @@ def test_torchrun_hands_a_signal_on(folder: Path) -> None:
     command = [*LONG, "--tp", "2", "--run-dir", folder, *resume]
     process = start(train_command(2, *command))
     try:
-        wait_until(lambda: reached(folder, 2), process)
+        wait_until(lambda: reached(folder, 2), going_on=lambda: process.poll() is None)
         workers = ranks_of(process)
     except BaseException:
         process.terminate()
@@ -106,7 +90,7 @@ def test_torchrun_hands_a_signal_on(folder: Path) -> None:
 
 
 def test_one_rank_that_is_asked_asks_all(folder: Path) -> None:
-    with ranks(2, folder, [*LONG, "--dp", "2", "--run-dir", folder]) as processes:
+    with ranks(2, folder, [*LONG, "--dp", "2"]) as processes:
         until(lambda: reached(folder, 2), processes)
         send(processes[1], signal.SIGUSR1)
         assert ends(processes) == [75, 75]
@@ -116,7 +100,7 @@ def test_one_rank_that_is_asked_asks_all(folder: Path) -> None:
 
 def test_ctrl_c_twice_is_now(folder: Path) -> None:
     """Also while a peer is stopped, so that the first one comes to nothing."""
-    with ranks(2, folder, [*LONG, "--dp", "2", "--run-dir", folder]) as processes:
+    with ranks(2, folder, [*LONG, "--dp", "2"]) as processes:
         until(lambda: reached(folder, 2), processes)
         send(processes[1], signal.SIGSTOP)
         time.sleep(0.2)
@@ -127,19 +111,17 @@ def test_ctrl_c_twice_is_now(folder: Path) -> None:
         processes[0].join(5.0)
         assert processes[0].exitcode == 130
     assert told(folder)["reason"] == "SIGINT; interrupted twice: nothing is saved"
-    assert "rank 0: interrupted twice: nothing is saved" in (folder / "log-0.err").read_text()
+    assert "rank 0: interrupted twice: nothing is saved" in (folder / "0.err").read_text()
 
 
 def test_an_exit_file(folder: Path) -> None:
-    command = [*LONG, "--run-dir", folder]
-    with ranks(1, folder, command) as processes:
+    with ranks(1, folder, LONG) as processes:
         until(lambda: reached(folder, 2), processes)
         (folder / "STOP").touch()
         assert ends(processes) == [0]
     end = told(folder)
     assert end["status"] == "stopped" and end["step"] == newest(folder)
-    again = [*command, "--load", folder / "checkpoints"]
-    refused = train_forked(1, *again)
+    refused = train_forked(1, *LONG, "--run-dir", folder, "--load", folder / "checkpoints")
     assert refused.status == 2
     assert re.fullmatch(r"error: \S*/STOP is there, which stops the run: remove it .*\n", refused.err)
 
@@ -171,13 +153,13 @@ def test_while_an_index_is_built(corpus: Corpus, folder: Path, tmp_path: Path) -
     """One rank builds, the other waits for it in a collective: both leave, and nothing half-built stays."""
     cache, marker = tmp_path / "cache", tmp_path / "builds"
     flags = [*MODEL, *TRAINING, "--train-iters", "10", *corpus.flags, "--data-cache-path", cache]
-    words = [*flags, "--dp", "2", "--run-dir", folder, "--device", "cpu"]
+    words = [*flags, "--dp", "2", "--device", "cpu"]
     with ranks(2, folder, words, Slow(str(marker))) as processes:
         until(marker.exists, processes)
         assert len(list(cache.iterdir())) == 1
         for process in processes:
             send(process, signal.SIGTERM)
-        assert ends(processes) == [75, 75], (folder / "log-1.err").read_text()
+        assert ends(processes) == [75, 75], (folder / "1.err").read_text()
     assert list(cache.iterdir()) == []
     end = told(folder)
     assert (end["status"], end["step"]) == ("requeue", 0)
