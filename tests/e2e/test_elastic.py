@@ -1,42 +1,23 @@
-"""`--elastic` under torchrun: of two "hosts" one is lost, the run continues with the ranks of the other on another layout, and
-with both again once it is back; the losses are those of one rank that nothing happened to."""
+"""`--elastic` under torchrun: of two "hosts" one is lost, and the run continues with the ranks of the other on another
+layout; the losses are those of one rank that nothing happened to."""
 
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.forked import train_forked
-from tests.e2e.programs import REPOSITORY, TORCHRUN, losses
-from tests.e2e.test_kill import ranks_of, reached
+from tests.e2e.programs import MOCKED, REPOSITORY, TORCHRUN, losses, ranks_of, reached
+from tests.support.patience import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")]
 
-STEPS, LOST_AFTER = 40, 12
-LAYOUT = "parallel: {tp: 2, pp: 2}\n"
-"""Of the run's file: where it begins, and what it comes back to."""
-FLAGS = [
-    *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32"),
-    *(
-        "--vocab-size",
-        "96",
-        "--mock-data",
-        "--micro-batch-size",
-        "1",
-        "--global-batch-size",
-        "4",
-        "--precision",
-        "fp64",
-    ),
-    *("--lr", "1e-3", "--train-iters", str(STEPS)),
-    *("--device", "cpu", "--log-interval", "10"),
-]
+STEPS, LOST_AFTER = 20, 6
+FLAGS = f"{MOCKED} --global-batch-size 4 --precision fp64 --lr 1e-3 --train-iters {STEPS} --log-interval 10".split()
 
 
 def agent(port: int, words: list[str | Path], log: Path, *, hosts_store: bool) -> subprocess.Popen[bytes]:
@@ -61,35 +42,19 @@ def lose(host: subprocess.Popen[bytes]) -> None:
     host.wait()
 
 
-def wait_for(condition: Callable[[], bool], logs: list[Path], *, seconds: float = 120.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        time.sleep(0.01)
-        assert time.monotonic() < end, "\n".join(log.read_text() for log in logs)
-
-
 def test_goes_on_with_what_is_left(tmp_path: Path) -> None:
     file, run_dir, whole = tmp_path / "run.yaml", tmp_path / "run", tmp_path / "whole"
-    file.write_text(LAYOUT)
+    file.write_text("parallel: {tp: 2, pp: 2}\n")
     train_forked(1, *FLAGS, "--run-dir", whole, seconds=150).require_success()
-    resume = (
-        "--run-dir",
-        run_dir,
-        "--save-interval",
-        "5",
-        "--load",
-        run_dir / "checkpoints",
-        "--fresh-if-missing",
-        "--elastic",
-    )
-    words = [*FLAGS, "--config", file, *resume]
+    resume = ("--save-interval", "5", "--load", run_dir / "checkpoints", "--fresh-if-missing", "--elastic")
+    words = [*FLAGS, "--config", file, "--run-dir", run_dir, *resume]
     logs = [tmp_path / "first.log", tmp_path / "second.log"]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
     first, second = (agent(port, words, log, hosts_store=log == logs[0]) for log in logs)
     try:
-        wait_for(lambda: reached(run_dir, LOST_AFTER), logs)
+        wait_until(lambda: reached(run_dir, LOST_AFTER), seconds=120, said=logs[0].read_text)
         lose(second)
         assert first.wait(timeout=150) == 0, logs[0].read_text()
     finally:

@@ -174,19 +174,8 @@ def test_what_cannot_be_exported_is_refused_before_anything(
     (tmp_path / "out" / "a").touch()
     assert main(flags) == BAD_INPUT
     assert "out exists and is not empty (a); give another target, or remove it" in capfd.readouterr().err
-    model = [
-        "--activation",
-        "squared_relu",
-        "--num-layers",
-        "2",
-        "--hidden-size",
-        "32",
-        "--num-attention-heads",
-        "4",
-        "--vocab-size",
-        "384",
-    ]
-    without = [*flags[: flags.index("--load")], *flags[flags.index("--load") + 2 :], *model]
+    model = "--activation squared_relu --num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 384"
+    without = [*flags[: flags.index("--load")], *flags[flags.index("--load") + 2 :], *model.split()]
     for words in (without, [*without, "--dry-run"]):
         assert main(words) == BAD_INPUT
         assert "no Hugging Face family is this model" in capfd.readouterr().err

@@ -89,15 +89,8 @@ def test_the_trajectory_is_that_of_one_rank(runs: Runs) -> None:
 
 
 def test_run_folder(runs: Runs, corpus: Corpus) -> None:
-    assert {path.name for path in runs.switched.iterdir()} == {
-        "checkpoints",
-        "config.yaml",
-        "exit.json",
-        "metrics.jsonl",
-        "sessions.json",
-        "tensorboard",
-        "trace-2.json",
-    }
+    files_and_folders = "checkpoints config.yaml exit.json metrics.jsonl sessions.json tensorboard trace-2.json"
+    assert {path.name for path in runs.switched.iterdir()} == set(files_and_folders.split())
     config = files.load(runs.switched / "config.yaml")
     p = config.parallel
     assert (p.tp, p.pp, p.vpp, p.dp) == (1, 2, 1, 2)

@@ -5,29 +5,23 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.forked import train_forked
 from tests.e2e.hosts import INTERFACE, Host, two_hosts, unavailable
-from tests.e2e.programs import losses
-from tests.e2e.test_kill import reached
+from tests.e2e.programs import MOCKED, losses, reached
+from tests.support.patience import wait_until
 
 _WHY_NOT = unavailable()
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT))]
 
-STEPS, SAVE_INTERVAL, CUT_AFTER = 40, 5, 12
+STEPS, CUT_AFTER = 20, 6
 TIMEOUT = 9.0
 """Seconds of a collective: gloo does not see a cut cable, but only that nothing comes."""
-FLAGS = [
-    *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32"),
-    *("--vocab-size", "96", "--mock-data", "--micro-batch-size", "1", "--global-batch-size", "4"),
-    *("--lr", "3e-3", "--train-iters", str(STEPS), "--save-interval", str(SAVE_INTERVAL), "--keep-latest", "2"),
-    *("--tp", "2", "--pp", "2", "--device", "cpu", "--log-interval", "10"),
-    *("--distributed-timeout-minutes", str(TIMEOUT / 60)),
-]
+FLAGS = f"{MOCKED} --global-batch-size 4 --lr 3e-3 --train-iters {STEPS} --save-interval 5 --keep-latest 2".split()
+FLAGS += f"--tp 2 --pp 2 --log-interval 10 --distributed-timeout-minutes {TIMEOUT / 60}".split()
 
 
 def launched(host: Host, head: Host, run_dir: Path, log: Path) -> subprocess.Popen[bytes]:
@@ -46,26 +40,23 @@ def launched(host: Host, head: Host, run_dir: Path, log: Path) -> subprocess.Pop
     )
 
 
-def wait_for(condition: Callable[[], bool], what: str, logs: list[Path], *, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        time.sleep(0.01)
-        assert time.monotonic() < end, f"{what} did not come\n" + "\n".join(log.read_text() for log in logs)
-
-
 def test_a_cut_cable_costs_no_step(tmp_path: Path) -> None:
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
     logs = [tmp_path / f"host-{letter}.log" for letter in "ab"]
+
+    def all_said() -> str:
+        return "\n".join(log.read_text() for log in logs)
+
     train_forked(4, *FLAGS, "--run-dir", whole, seconds=120).require_success()
     with two_hosts() as (a, b):
         first, second = (launched(host, a, run_dir, log) for host, log in zip((a, b), logs, strict=True))
         try:
-            wait_for(lambda: reached(run_dir, CUT_AFTER), f"step {CUT_AFTER}", logs, seconds=120)
+            wait_until(lambda: reached(run_dir, CUT_AFTER), seconds=120, said=all_said)
             b.link("down")
             cut = time.monotonic()
-            wait_for(lambda: "not answer within" in logs[0].read_text(), "the error", logs, seconds=TIMEOUT + 20)
+            wait_until(lambda: "not answer within" in logs[0].read_text(), seconds=TIMEOUT + 20, said=all_said)
             assert time.monotonic() - cut > TIMEOUT - 1, "nothing but the time-out can have told"
-            wait_for(lambda: "is cut off" in logs[1].read_text(), "the other error", logs, seconds=20)
+            wait_until(lambda: "is cut off" in logs[1].read_text(), seconds=20, said=all_said)
             b.kill()
             second.wait()
             b.link("up")
@@ -75,7 +66,7 @@ def test_a_cut_cable_costs_no_step(tmp_path: Path) -> None:
             a.kill()
             b.kill()
     said = [log.read_text() for log in logs]
-    assert statuses == [0, 0], "\n".join(said)
+    assert statuses == [0, 0], all_said()
     assert "ranks 2, 3 on host 1 (" in said[0]
     assert "does not answer either: host 1 (" in said[1]
     assert "loaded " in said[0] and f"step {STEPS}/{STEPS}" in said[0]

@@ -3,7 +3,6 @@
 import csv
 import json
 import re
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.data.object_store import serving
-from tests.e2e.programs import Outcome, finish, records, start, train_command
+from tests.e2e.programs import Outcome, finish, reached, records, start, train_command
 from tests.support.listeners import Listener, listeners
+from tests.support.patience import wait_until
 
 pytestmark = pytest.mark.e2e
 
-STEPS = 60
+STEPS = 40
 CANARIES = {
     "WANDB_API_KEY": "{}",
     "HF_TOKEN": "{}",
@@ -31,8 +31,8 @@ CANARIES = {
 }
 FLAGS = (
     "--mock-data --vocab-size 512 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --dp 2 "
-    f"--global-batch-size 4 --train-iters {STEPS} --log-interval 20 --log-phases --eval-interval 40 --eval-iters 1 --trace --profile "
-    "--profile-step-start 2 --profile-step-end 4 --profile-ranks 0 1 --metrics csv --fresh-if-missing --save-interval 40"
+    f"--global-batch-size 4 --train-iters {STEPS} --log-interval 20 --log-phases --eval-interval 20 --eval-iters 1 --trace --profile "
+    "--profile-step-start 2 --profile-step-end 4 --profile-ranks 0 1 --metrics csv --fresh-if-missing --save-interval 20"
 )
 
 
@@ -58,12 +58,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         for name, value in CANARIES.items():
             patch.setenv(name, value.format(canary(name)))
         process = start(train_command(2, *FLAGS.split(), "--run-dir", folder, "--load", load))
-        deadline = time.monotonic() + 60.0
-        metrics = folder / "metrics.jsonl"
-        while time.monotonic() < deadline and process.poll() is None:
-            if metrics.exists() and metrics.read_text().count("\n"):
-                break
-            time.sleep(0.05)
+        wait_until(lambda: reached(folder, 1), going_on=lambda: process.poll() is None)
         found = listeners(process.pid)
         yield Watched(folder, finish(process, seconds=150).require_success(), found)
 
