@@ -8,7 +8,6 @@ import pytest
 from megalite.cli.main import main as megalite
 from megalite.cli.train import main
 from megalite.config import files
-from megalite.config.errors import ConfigError
 from megalite.config.validate import require_startable, validate
 from tests.docs.execution import in_process
 from tests.e2e.commands import Command, all_commands, check, commands_in, runnable
@@ -81,51 +80,6 @@ def test_readme_has_the_two_commands() -> None:
 def test_nothing_is_left_to_fill_in(page: str) -> None:
     text = (REPOSITORY / page).read_text(encoding="utf-8")
     assert [word for word in ("@@", "TODO", "FIXME", "XXX") if word in text] == []
-
-
-PAGE = """
-```console
-$ make demo
-an answer
-$ OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 pretrain_gpt.py --config examples/quickstart/run.yaml \\
-    --tp 2 --pp 2   # a remark
-```
-```python
-$ not a command
-```
-```bash
-$ .venv/bin/megalite config --presets | head -3
-```
-"""
-
-
-def test_finds_commands() -> None:
-    demo, training, presets = commands_in(PAGE, "page")
-    assert demo.words == ["make", "demo"]
-    assert training.words[:3] == ["torchrun", "--nproc-per-node", "4"]
-    assert training.words[-4:] == ["--tp", "2", "--pp", "2"]
-    assert presets.words == ["megalite", "config", "--presets"]
-    assert (demo.is_cheap, training.is_cheap, presets.is_cheap) == (False, False, True)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "make dinner",
-        "torchrun --nproc-per-node 4 pretrain_gpt.py --config examples/quickstart/run.yaml --tp 3",
-        "torchrun --nproc-per-node 4 pretrain_gpt.py --config examples/quickstart/run.yaml --tensor-parallel 2",
-        "torchrun --nproc-per-node 4 train.py",
-        "megalite trian --dry-run",
-        "megalite generate --load a --prompt b --length 3",
-        "python tools/preprocess_data.py --input a",
-        "python examples/quickstart/build_corpus.py --out a",
-        "python tools/nothing.py",
-        "frobnicate",
-    ],
-)
-def test_sees_what_is_wrong(line: str) -> None:
-    with pytest.raises((AssertionError, ConfigError)):
-        check(Command("page", line))
 
 
 def test_demo_config_is_where_the_demo_looks() -> None:

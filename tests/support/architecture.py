@@ -10,7 +10,7 @@ from tests.support.layers import Module, imports, is_in
 
 LATE_IMPORTS = {
     "megalite.cli.train": {
-        *("megalite.training.trainer", "megalite.training.non_finite", "megalite.data_parallel.peers"),
+        *("megalite.training.trainer", "megalite.data_parallel.peers"),
         "torch.distributed.elastic.multiprocessing.errors",
     },
     "megalite.cli.inspect": {"megalite.cli.inspect_tensors"},
