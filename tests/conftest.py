@@ -13,6 +13,7 @@ import os
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # programs that tests start find the package compiled
 
 import pytest
 import torch

@@ -115,7 +115,7 @@ def volume(bench: Bench) -> dict[str, Any]:
         rows[kind] = {"times less": ratio, "formula": formula, "off by %": 100.0 * (ratio / formula - 1.0)}
     payload = {name: sum(r["wire"] for r in records if "step" in r) / RANKS for name, records in found.items()}
     measured = {name: total[name] / payload[name] for name in total}
-    return {"bytes a rank": total, "ratio": rows, "interface bytes / wire()": measured}
+    return {"bytes per rank": total, "ratio": rows, "interface bytes / wire()": measured}
 
 
 def speed(bench: Bench, rates: Sequence[float], rounds: int) -> dict[str, Any]:

@@ -124,7 +124,7 @@ def _key(row: Row) -> tuple[Any, ...]:
 def steps_table(rows: Sequence[Row]) -> list[str]:
     """A line a run; the floor is the step with each piece at its ceiling."""
     lines = [
-        "Steps (mb: microbatch, ga: microbatches a step, floor: every piece at its measured ceiling)",
+        "Steps (mb: microbatch, ga: microbatches per step, floor: every piece at its measured ceiling)",
         f"{'':<34}{'model':<12}{'type':<6}{'mb':>3}{'ga':>3}{'ms':>10}{'floor':>8}{'tokens/s':>10}{'MFU PaLM':>9}"
         f"{'causal':>8}{'GiB':>7}",
     ]

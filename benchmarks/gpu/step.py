@@ -1,6 +1,6 @@
 """Part 4: whole training steps of megalite, through the path that pretrain_gpt.py takes; part 5 on the same replica; peers.
 
-A task builds one replica and measures it with one or several microbatches a step: tokens/s, MFU in both conventions, peak
+A task builds one replica and measures it with one or several microbatches per step: tokens/s, MFU in both conventions, peak
 memory. Peers are a GPT in plain PyTorch under torch.compile, in nanoGPT's manner, and Hugging Face's: both keep fp32 weights,
 compute under autocast in bf16, and take a step with torch's fused AdamW and clipping, as megalite does: same sizes, same
 number of tokens, no recomputation.

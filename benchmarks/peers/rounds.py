@@ -99,7 +99,7 @@ def quartiles(values: list[float]) -> list[float]:
 
 
 NOT_GIVEN = "not given"
-HEADER = ("contender", "tokens/s", "quartiles", "CPU s a step", "of GEMM", "ours", "ours, CPU", "loss differs by")
+HEADER = ("contender", "tokens/s", "quartiles", "CPU s per step", "of GEMM", "ours", "ours, CPU", "loss differs by")
 
 
 def row_of(name: str, found: Measured, case: Case) -> dict[str, Any]:

@@ -108,7 +108,7 @@ COLUMNS = (PAPER, "PipeDream", GPIPE, "data parallel", "straight pipeline")
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown: our plan and the paper's, and times of the others over ours."""
-    header = ["model", "cluster", "our plan", "idle", "s a step", "the paper's plan", *COLUMNS]
+    header = ["model", "cluster", "our plan", "idle", "s per step", "the paper's plan", *COLUMNS]
     cells = []
     for row in rows:
         times = (_times(row, name) for name in COLUMNS)

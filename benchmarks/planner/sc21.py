@@ -2,7 +2,7 @@
 
     python -m benchmarks.planner.sc21 [--json FILE] [--svg FOLDER]
 
-Predicted for nodes of 8 A100-80GB and the software of that time: fp16, dropout 0.1, full recompute. TFLOP/s a GPU are of the
+Predicted for nodes of 8 A100-80GB and the software of that time: fp16, dropout 0.1, full recompute. TFLOP/s per GPU are of the
 paper's F, which counts recompute. The constants come from other measured steps (docs/planner.md), none from the paper. The
 figures' curves are predictions too: the paper has points in them that stand in no table.
 """
@@ -71,7 +71,7 @@ def config_of(world: int, words: str) -> RunConfig:
 
 
 def tflops(config: RunConfig, found: Prediction, world: int) -> float:
-    """TFLOP/s a GPU, recompute counted."""
+    """TFLOP/s per GPU, recompute counted."""
     return flops_per_token_with_recompute(config) * found.tokens_per_second / world / 1e12
 
 
@@ -97,7 +97,7 @@ def row(published: Published) -> dict[str, Any]:
 
 
 def curve(world: int, words: str, name: str, values: Sequence[Any], *, samples: bool = False) -> list[list[float]]:
-    """[value, TFLOP/s a GPU] (or samples a second) where `name` has each value; those that do not fit are left out."""
+    """[value, TFLOP/s per GPU] (or samples per second) where `name` has each value; those that do not fit are left out."""
     points = []
     for value in values:
         try:
@@ -155,7 +155,7 @@ def main(words: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(words)
     rows = [row(published) for published in TABLE_1]
     for each in rows:
-        print(f"{each['preset']:12} {each['gpus']:5} GPUs  {each['tflops']:6.1f} TFLOP/s a GPU, paper {each['paper']}")
+        print(f"{each['preset']:12} {each['gpus']:5} GPUs  {each['tflops']:6.1f} TFLOP/s per GPU, paper {each['paper']}")
     drawn = figures()
     for number, (title, curves) in enumerate(drawn.items()):
         print(f"\n{title}")

@@ -110,7 +110,7 @@ def published() -> list[Row]:
 
 
 def sc21_seconds() -> float:
-    """96·B·s·L·h²·(1 + s/6h + V/16Lh) FLOPs at 163 TFLOP/s a GPU."""
+    """96·B·s·L·h²·(1 + s/6h + V/16Lh) FLOPs at 163 TFLOP/s per GPU."""
     batch, s, layers, h, vocabulary = 3072, 2048, 128, 25600, 51200
     flops = 96 * batch * s * layers * h * h * (1 + s / (6 * h) + vocabulary / (16 * layers * h))
     return flops / (163e12 * 3072)

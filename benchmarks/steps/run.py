@@ -4,7 +4,7 @@
 
 A GPT of 4 layers, hidden 256, 8 heads, sequence 256, vocabulary 8192 in fp32, micro-batch 4, global batch 16
 with AdamW and clipping, on 1 rank and on dp2, tp2, pp2 (1f1b), pp2·vpp2 (interleaved) and cp2 (ring and all-to-all),
-one thread per rank; the same with experts of as many FLOPs a token, on 1 rank, dp2 and ep2; and a plain PyTorch training
+one thread per rank; the same with experts of as many FLOPs per token, on 1 rank, dp2 and ep2; and a plain PyTorch training
 loop of the same model on one rank and under DDP on two. Layouts take turns, round after round, so that a busy neighbour
 slows all of them; medians over rounds are reported, each as a ratio to the GEMM rate measured in the same rounds (one
 thread per rank).
@@ -25,7 +25,7 @@ from benchmarks.cpu.products import gemm_rate
 SIZES = "num_layers=4 hidden_size=256 num_attention_heads=8 vocab_size=8192 seq_length=256"
 CPU_MODEL = common.settings(f"{SIZES} micro_batch_size=4 global_batch_size=16")
 EXPERTS = "num_experts=8 moe_router_topk=2 moe_ffn_hidden_size=512 moe_aux_loss_coeff=0.01"
-"""As many FLOPs a token as the dense model: two of eight experts of half its MLP's width."""
+"""As many FLOPs per token as the dense model: two of eight experts of half its MLP's width."""
 CPU_LAYOUTS = {"1 rank": "", "dp2": "dp=2", "tp2": "tp=2", "pp2 (1f1b)": "pp=2", "pp2 vpp2": "pp=2 vpp=2"}
 CPU_LAYOUTS |= {"cp2 (ring)": "cp=2", "cp2 (all-to-all)": "cp=2 cp_comm_type=a2a", "8 experts, 1 rank": EXPERTS}
 CPU_LAYOUTS |= {"8 experts, dp2": f"{EXPERTS} dp=2", "8 experts, dp2 ep2": f"{EXPERTS} dp=2 ep=2"}

@@ -9,7 +9,7 @@ from benchmarks.planner.sc21 import PEAK, TABLE_1, row
 
 
 def table() -> str:
-    """TFLOP/s a GPU by the paper's F, and their share of the peak."""
+    """TFLOP/s per GPU by the paper's F, and their share of the peak."""
     lines = ["| preset | tp, pp | GPUs | batch | paper | planner | |", "|---|---|---|---|---|---|---|"]
     for found in map(row, TABLE_1):
         paper, ours = found["paper"], found["tflops"]

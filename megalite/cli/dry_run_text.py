@@ -194,7 +194,7 @@ def _model(model: dict[str, Any]) -> list[str]:
     recomputed = f"  with recompute {flops['with_recompute']:.4g} (F of Narayanan et al. 2021); a step: {step:.4g}"
     return [
         f"Model: {model['parameters']:,} parameters (vocabulary padded to {model['padded_vocab_size']:,})",
-        f"  FLOPs a token: {flops['palm']:.4g} (PaLM convention, full attention), {flops['megatron']:.4g} (Megatron-LM, "
+        f"  FLOPs per token: {flops['palm']:.4g} (PaLM convention, full attention), {flops['megatron']:.4g} (Megatron-LM, "
         f"causal half); a step: {model['flops_per_step']:.4g}",
         *([recomputed] if step > model["flops_per_step"] else []),
     ]

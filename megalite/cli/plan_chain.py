@@ -34,7 +34,7 @@ def run(flags: Namespace) -> int:
     answer = _Answer(planned, profile, cluster, flags.global_batch_size, memory)
     if flags.svg is not None:
         best = planned.best
-        samples = f"{best.seconds:.4g} s a step of {flags.global_batch_size} samples"
+        samples = f"{best.seconds:.4g} s per step of {flags.global_batch_size} samples"
         panel = Panel(
             timeline=answer.drawing(),
             peaks=tuple(map(format_bytes, best.memory)),
@@ -64,7 +64,7 @@ class _Answer:
         """The plan, the others beside it, and the timeline; `details`: the stages of the others too."""
         planned, cluster = self.planned, self.cluster
         devices = f"{cluster.num_gpus} devices of {format_bytes(self.memory)}"
-        yield f"{self.profile.name} on {cluster.name} ({devices}), {self.samples} samples a step"
+        yield f"{self.profile.name} on {cluster.name} ({devices}), {self.samples} samples per step"
         yield f"profile: {self.profile.provenance}\n"
         yield from self._stages(planned.best)
         yield ""
@@ -92,7 +92,7 @@ class _Answer:
 
     def _comparison(self) -> list[str]:
         best = self.planned.best
-        rows = [["plan", "s a step", "samples/s", "of the best", "stages", "fullest device", ""]]
+        rows = [["plan", "s per step", "samples/s", "of the best", "stages", "fullest device", ""]]
         for name, judged in {"this plan": best, **self.planned.baselines}.items():
             fullest = max(judged.memory)
             speed = [f"{judged.seconds:.4g}", f"{self.samples / judged.seconds:.4g}"]

@@ -280,7 +280,7 @@ def _constants(measured: Measurements, fitted: Fitted, stack: SoftwareStack) -> 
         f"  across nodes {network.nics} x {rate(network.nic_bandwidth, 'B')}/s, latency {duration(network.latency)}; "
         f"collectives reach {share.network:.0%}",
         f"  the host: {duration(stack.operation_seconds)} an operation, {duration(stack.microbatch_seconds)} a pass of a "
-        f"stage, {duration(stack.step_seconds)} a step; fused attention at {stack.attention_efficiency:.0%} of products",
+        f"stage, {duration(stack.step_seconds)} per step; fused attention at {stack.attention_efficiency:.0%} of products",
         f"  operations between products take {stack.elementwise_slowdown:.1f} times as long as their bytes",
         f"  not measured: {assumed}",
         f"  formulas beside measured times, mean error: {errors}",

@@ -196,7 +196,7 @@ def draw(runs: Sequence[RunFolder], title: str, path: Path, *, marked: Sequence[
         speeds.plot(*_columns(run.speeds), linewidth=1.2, **style)
     for step in marked:
         losses.axvline(step, color="#555", linestyle="--", linewidth=1.0)
-    losses.set_ylabel("loss (nats a token); dots: validation")
+    losses.set_ylabel("loss (nats per token); dots: validation")
     losses.legend(fontsize="small")
     speeds.set_ylabel("tokens/s")
     speeds.set_xlabel("step")
@@ -251,8 +251,8 @@ def _number(value: float | None, how: str) -> str:
 def _page(runs: Sequence[RunFolder], title: str) -> str:
     """HTML: the curves of all runs in one picture each, and a row for each run."""
     figures = [
-        _figure("Training loss", runs, "losses", "loss (nats a token)"),
-        _figure("Validation loss", runs, "valid_losses", "loss (nats a token)"),
+        _figure("Training loss", runs, "losses", "loss (nats per token)"),
+        _figure("Validation loss", runs, "valid_losses", "loss (nats per token)"),
         _figure("Speed", runs, "speeds", "tokens/s"),
     ]
     rows = [Row(_cells(run), status=run.status.split()[0], mark=key(number)) for number, run in enumerate(runs)]

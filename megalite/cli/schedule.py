@@ -196,7 +196,7 @@ def format_study(study: Study, *, unit: str, width: int, colour: bool, lowered: 
     )
     if "for W" in columns:
         grid += "; for W: those that still wait for their W"
-    parts = [grid, f"{summary(study, unit)}\nsends a step, by rank: {' '.join(map(str, study.sends))}"]
+    parts = [grid, f"{summary(study, unit)}\nsends per step, by rank: {' '.join(map(str, study.sends))}"]
     if lowered:
         actions = study.program.actions
         longest = max(sum(len(str(action)) + 1 for action in row) for row in actions)

@@ -220,7 +220,7 @@ class LiveTable:
         run = self._runs[number - 1]
         measured = ""
         if result.step_seconds is not None and result.tokens_per_second is not None:
-            measured = f" {_seconds(result.step_seconds)} a step, {result.tokens_per_second:.0f} tokens/s"
+            measured = f" {_seconds(result.step_seconds)} per step, {result.tokens_per_second:.0f} tokens/s"
             if run.predicted is not None and run.predicted.step_seconds is not None:
                 measured += f", predicted {_seconds(run.predicted.step_seconds)}"
         why = f" ({result.error})" if result.error else ""

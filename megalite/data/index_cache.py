@@ -124,7 +124,7 @@ class IndexCache:
             self._complain(OSError(errno.ENOSPC, text), missing[0])
 
     def _open(self, recipe: Recipe) -> Arrays | None:
-        """The arrays of a whole entry; None where there is none. Checksums are computed once a process."""
+        """The arrays of a whole entry; None where there is none. Checksums are computed once per process."""
         folder = self.folder / recipe.key
         paths = {name: folder / f"{name}.npy" for name in recipe.arrays}
         try:

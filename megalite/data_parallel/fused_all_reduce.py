@@ -30,7 +30,7 @@ class FusedAllReduce(DataParallelStrategy):
     number that travels with the norm; where the ranks of a group have different ones the step fails before any weight
     changes.
 
-    Wire: 2·(d-1)/d of the gradient bytes a step and rank; d is the expert-dp size for experts.
+    Wire: 2·(d-1)/d of the gradient bytes per step and rank; d is the expert-dp size for experts.
     """
 
     def __init__(self, stages: Mapping[int, torch.nn.Module], **common: Any) -> None:

@@ -456,7 +456,7 @@ class DataParallelStrategy(ABC):
 class AllReduce(DataParallelStrategy):
     """Buckets are all-reduced as the last backward fills them, as in PyTorch DDP (arXiv 2006.15704).
 
-    Wire: 2·(d-1)/d of the gradient bytes a step and rank; d is the expert-dp size for experts.
+    Wire: 2·(d-1)/d of the gradient bytes per step and rank; d is the expert-dp size for experts.
     """
 
     def _reduce(self, bucket: Bucket) -> Work:

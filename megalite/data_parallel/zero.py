@@ -130,14 +130,14 @@ class DistributedOptimizer(DataParallelStrategy):
     """Gradients are reduce-scattered, the owned part stepped, parameters gathered again (arXiv 1910.02054).
 
     The gather runs under the next forward: each module waits for its own buckets just before it computes.
-    Wire: (d-1)/d of the gradient bytes plus (d-1)/d of the parameter bytes a step and rank. Optimizer state and main
+    Wire: (d-1)/d of the gradient bytes plus (d-1)/d of the parameter bytes per step and rank. Optimizer state and main
     parameters take 1/d of the memory. For experts d is the expert-dp size.
 
     With `shard_gradients` (ZeRO-2) gradients take 1/d of the memory too, but for the buckets that are being filled or
     sent. Then they are on the wire once for each microbatch: m·(d-1)/d of their bytes.
 
     With n instances (`dp_instances`) d is the ranks of one: what was reduce-scattered inside each is all-reduced over them,
-    2·(n-1)/n of 1/d of the gradient bytes a step and rank, and gathers stay inside. Source: Megatron-LM's
+    2·(n-1)/n of 1/d of the gradient bytes per step and rank, and gathers stay inside. Source: Megatron-LM's
     num_distributed_optimizer_instances; hybrid sharding of arXiv 2304.11277.
     """
 

@@ -217,7 +217,7 @@ def _space(place: Path, folder: Path, data: dict[str, str]) -> Finding:
     usage = shutil.disk_usage(place)
     there = "" if place == folder.absolute() else f" (of {place}: {folder} is not there yet)"
     text = f"{folder}: {format_bytes(usage.free)} free of {format_bytes(usage.total)}{there}"
-    remedy = "make room: a checkpoint takes 12 to 18 bytes a parameter, and two are kept while one is written"
+    remedy = "make room: a checkpoint takes 12 to 18 bytes per parameter, and two are kept while one is written"
     sizes = {**data, "free": usage.free, "bytes": usage.total}
     return _on_disk("folder", text, sizes, remedy if usage.free < LEAST_FREE else None)
 

@@ -38,7 +38,7 @@ class RankReport:
     latency: Mapping[str, float]  # operation -> seconds of a small one
     rate: Mapping[str, float]  # operation -> bytes that a rank sends, a second, in a large one
     products: float  # FLOP/s while all ranks multiply
-    pairs: tuple[tuple[str, str, float], ...]  # (this host, the next, bytes a second), on each host's first rank
+    pairs: tuple[tuple[str, str, float], ...]  # (this host, the next, bytes per second), on each host's first rank
 
     def as_data(self) -> dict[str, Any]:
         """For `from_data`."""

@@ -1,4 +1,4 @@
-"""What is there: Triton, NVIDIA's apex with its extensions, which CPU. Probed once a process, with the reason where not.
+"""What is there: Triton, NVIDIA's apex with its extensions, which CPU. Probed once per process, with the reason where not.
 
 apex is looked for on the disk and never imported: the `apex` of PyPI is another project, which importing would run.
 """

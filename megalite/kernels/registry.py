@@ -305,7 +305,7 @@ class Kernels:
 
 
 def why_not_backend(backend: str, device: str) -> str | None:
-    """Why no kernel of a backend can run on a device of that type here, or None. Probed once a process."""
+    """Why no kernel of a backend can run on a device of that type here, or None. Probed once per process."""
     if backend == "torch" or backend not in BACKENDS:
         return None
     return {"onednn": why_not_onednn, "triton": why_not_triton, "apex": why_not_apex}[backend](device)

@@ -1,6 +1,6 @@
 """Activations in host memory between the forward and the backward, layer by layer.
 
-Once a layer is done, what autograd saved in it goes to pinned memory beside the computation. In the backward a layer's
+After a layer is done, what autograd saved in it goes to pinned memory beside the computation. In the backward a layer's
 activations come back while the layer behind it computes. Copies change no bit.
 """
 

@@ -31,7 +31,7 @@ _START_SECONDS = 180.0
 _COLLECTIVE_SECONDS = 180.0
 _MOST_GROUPS = 32
 """Process groups after which a job is given up for a new one: gloo has three threads for each, one of which wakes a hundred
-times a second."""
+times per second."""
 
 
 class RankFailure(AssertionError):

@@ -31,7 +31,7 @@ def _up(number: int, multiple: int) -> int:
 
 
 def layer_changes(config: RunConfig) -> Changes:
-    """Two layers a stage (one if there are many stages), uneven if they were uneven; dense and expert layers both."""
+    """Two layers per stage (one if there are many stages), uneven if they were uneven; dense and expert layers both."""
     model, p = config.model, config.parallel
     if model.num_layers <= MAX_LAYERS:
         return {}

@@ -152,7 +152,7 @@ def _feed_forward(config: RunConfig, layer_index: int) -> Iterator[_Kept]:
 
 
 def _inner(config: RunConfig, width: float, *modules: str) -> Iterator[_Kept]:
-    """Input and output of a nonlinearity of `width` local elements a token, which recompute of any of `modules` frees."""
+    """Input and output of a nonlinearity of `width` local elements per token, which recompute of any of `modules` frees."""
     e = ELEMENT_BYTES[config.training.precision]
     yield _Kept((2 if config.model.is_gated else 1) * e * width, frozenset(modules), "mlp_act")
     yield _Kept(e * width, frozenset({*modules, "mlp_act"}))

@@ -79,7 +79,7 @@ def rank_memory(
     """Memory of a rank that holds `stages`.
 
     With the distributed optimizer its state is divided by dp·cp (for experts by their own data-parallel size; with
-    several instances by the ranks of one), which gives the usual 6 + 12/dp bytes a parameter in bf16. With a parameter
+    several instances by the ranks of one), which gives the usual 6 + 12/dp bytes per parameter in bf16. With a parameter
     server it is the server's. `activation_bytes`: at the peak of the schedule (`activation_peaks`), and those in host
     memory (`host_peaks`).
     """

@@ -126,9 +126,9 @@ def _planned(request: Request, wished: Mapping[str, Any], cluster: Cluster, stac
             continue
         seconds = found.prediction.step_seconds
         if seconds <= ALMOST * fastest:
-            why = f"planned, keeping {', '.join(more)}: predicted {seconds:.3g} s a step on {cluster.name}, at best {fastest:.3g} s"
+            why = f"planned, keeping {', '.join(more)}: predicted {seconds:.3g} s per step on {cluster.name}, at best {fastest:.3g} s"
             return Relayout(_layout(found.config), why)
-    return Relayout(_layout(best.config), f"planned: the fastest, predicted {fastest:.3g} s a step on {cluster.name}")
+    return Relayout(_layout(best.config), f"planned: the fastest, predicted {fastest:.3g} s per step on {cluster.name}")
 
 
 def _manner(wished: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:

@@ -1,6 +1,6 @@
 """Machines and software stacks as data: accelerators, nodes, network, what of their peaks is reached, what is fused.
 
-Bandwidths are bytes a second in one direction, latencies seconds, peaks FLOP/s of dense products.
+Bandwidths are bytes per second in one direction, latencies seconds, peaks FLOP/s of dense products.
 """
 
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ class Node:
     ranks_per_core: float = field(default=1.0, metadata=AT_LEAST_ONE)
     # Latency of a message inside the node, in link_latencies: only the receiver waits for it.
     message_steps: float = field(default=1.0, metadata=OR_ZERO)
-    # Where tensor-parallel ranks exchange through their host's memory: bytes a second that each writes and reads there, and
+    # Where tensor-parallel ranks exchange through their host's memory: bytes per second that each writes and reads there, and
     # the seconds of an operation. Default: they exchange over the links.
     shared_memory_bandwidth: float | None = None
     shared_memory_latency: float = field(default=0.0, metadata=OR_ZERO)
@@ -102,12 +102,12 @@ class Cluster:
 
     @property
     def nic_share(self) -> float:
-        """Bytes a second of one accelerator to other nodes if all of its node send at once."""
+        """Bytes per second of one accelerator to other nodes if all of its node send at once."""
         return self.network.nics * self.network.nic_bandwidth / self.node.accelerators
 
     @property
     def host_share(self) -> float:
-        """Bytes a second between one accelerator and host memory, each way, if all of its node copy at once."""
+        """Bytes per second between one accelerator and host memory, each way, if all of its node copy at once."""
         links = self.node.host_links or self.node.accelerators
         return self.accelerator.host_bandwidth * min(1.0, links / self.node.accelerators)
 

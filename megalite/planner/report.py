@@ -413,7 +413,7 @@ def write_files(plan: Plan, path: Path, tokens: float) -> list[Path]:
     best = plan.candidates[0].prediction
     head = (
         f"# For {plan.request.world_size} ranks of {plan.cluster.name}, stack {plan.stack.name}: predicted "
-        f"{seconds_in_words(best.step_seconds)} a step, MFU {best.mfu:.1%}.\n"
+        f"{seconds_in_words(best.step_seconds)} per step, MFU {best.mfu:.1%}.\n"
     )
     others = path.with_name(f"{path.stem}-alternatives{path.suffix or '.yaml'}")
     alternatives = {"plans": [_chosen(candidate) for candidate in plan.candidates]}

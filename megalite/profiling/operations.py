@@ -236,7 +236,7 @@ def tensor_sizes(*, most_elements: float) -> list[int]:
 
 
 def first_bandwidth(timer: Timer) -> float:
-    """About how many bytes a second an optimizer's pass moves; the same on every rank."""
+    """About how many bytes per second an optimizer's pass moves; the same on every rank."""
     elements = 2**26 if timer.device.type == "cuda" else 2**20
     *_, (_, moved, run) = _memory_passes(elements, timer.device)
     return moved / timer.each_over_ranks(run, seconds=0.0).seconds

@@ -38,7 +38,7 @@ class Pair:
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
     pairs: tuple[Pair, ...]
-    pick: Pair | None  # predicted fastest among those that ran, in tokens a second
+    pick: Pair | None  # predicted fastest among those that ran, in tokens per second
     best: Pair | None  # measured fastest
     regret: float | None  # speed of the best over that of the pick, - 1: the share of time lost by following the plan
     correlation: float | None  # spearman's, between predicted and measured speed
@@ -125,7 +125,7 @@ def report(title: str, runs: Sequence[Run], results: Mapping[str, Result]) -> st
 
 
 def _fastest(runs: Sequence[Run], results: Mapping[str, Result]) -> Run | None:
-    """With the most tokens a second."""
+    """With the most tokens per second."""
     good = [run for run in runs if run.key in results and results[run.key].status == OK]
     return max(good, key=lambda run: results[run.key].tokens_per_second or 0.0, default=None)
 
@@ -139,7 +139,7 @@ def summary(runs: Sequence[Run], results: Mapping[str, Result]) -> list[str]:
         return lines
     result = results[fastest.key]
     lines.append(
-        f"Fastest: {fastest.label} with {result.tokens_per_second:.0f} tokens/s, {_seconds(result.step_seconds)} a step."
+        f"Fastest: {fastest.label} with {result.tokens_per_second:.0f} tokens/s, {_seconds(result.step_seconds)} per step."
     )
     found = judge(runs, results)
     if found.pick is None or found.regret is None or found.mean_error is None:
@@ -178,7 +178,7 @@ def _figures(
             )
             for pair in judgement.pairs
         ]
-        picture = scatter(dots, x_label="measured, s a step", y_label="predicted, s a step", diagonal=True)
+        picture = scatter(dots, x_label="measured, s per step", y_label="predicted, s per step", diagonal=True)
         found.append((picture, "Predicted against measured"))
     return found
 

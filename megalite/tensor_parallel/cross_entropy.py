@@ -65,7 +65,7 @@ def vocab_parallel_cross_entropy(
             may put the gradient in their place.
         first: the id of this rank's first column.
 
-    Collectives: one all-gather of three numbers a token / none.
+    Collectives: one all-gather of three numbers per token / none.
     """
     if first + logits.shape[-1] > vocab_size:
         # Finite, so that a rank with nothing but padding stays free of NaN. In place: no operation saved its output.

@@ -22,7 +22,7 @@ from megalite.training.replica import Replica
 from megalite.training.trace import PHASES, PhaseClock, StepProfiler, TraceWriter
 
 _EACH_STEP = ("forward", "backward", "reduce", "optimizer", "data_wait", "other")
-"""In ms a step; the others, which come now and then, in seconds of the interval."""
+"""In ms per step; the others, which come now and then, in seconds of the interval."""
 _LABELS = {"data_wait": "data"}
 _NOW_AND_THEN = ("evaluation", "save")
 _COLUMNS = (*PHASES, "other", "memory")
@@ -88,7 +88,7 @@ class Timings:
         return fields, [_line(columns, len(rows)), *lines] if self._tell or lines else []
 
     def _gather(self, steps: int, seconds: float) -> list[list[float]]:
-        """A row per rank, on rank 0: seconds a step, or of the interval, and bytes."""
+        """A row per rank, on rank 0: seconds per step, or of the interval, and bytes."""
         world, device = self._topology.world, self._topology.device
         taken = self._clock.take()
         mine = {name: taken[name] / steps if name in _EACH_STEP else taken[name] for name in PHASES}
@@ -108,7 +108,7 @@ class Timings:
         hosts = " ".join(dict.fromkeys(self._hosts[rank] for rank in one.ranks))
         return (
             f"straggler: {_ranks(one.ranks)} {' '.join(map(str, one.ranks))} (host {hosts})"
-            f"{', which wait for each other in every layer,' if several else ''} took {1e3 * one.seconds:.1f} ms a step "
+            f"{', which wait for each other in every layer,' if several else ''} took {1e3 * one.seconds:.1f} ms per step "
             f"for forward and backward, {one.factor:.2f} times the median of {'their' if several else 'its'} peers "
             f"({_ranks(one.peers)} {peers}{' ...' if len(one.peers) > _NAMED_PEERS else ''})"
         )

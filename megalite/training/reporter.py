@@ -98,7 +98,7 @@ class Speed:
     ms_per_step: float
     tokens_per_second: float
     tokens_per_second_per_rank: float
-    tflops_per_rank: float  # model FLOPs (PaLM convention: full attention, no recompute) a second and rank, in 10^12
+    tflops_per_rank: float  # model FLOPs (PaLM convention: full attention, no recompute) per second and rank, in 10^12
     mfu: float | None  # tflops_per_rank over the device's peak, if that is known
     hardware_tflops_per_rank: float  # with the forwards that recompute runs again
     hfu: float | None

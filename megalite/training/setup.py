@@ -395,8 +395,8 @@ def describe(replica: Replica, log: Callable[[str], None]) -> None:
     log(
         f"schedule {replica.programs.program(count).schedule.name}, layers per stage "
         f"{' '.join(str(part.num_layers) for part in replica.plan)}; global batch {t.global_batch_size} = "
-        f"{t.micro_batch_size} a microbatch x {p.dp} dp x {count} microbatches; "
-        f"{t.global_batch_size * t.seq_length} tokens a step{_warmup(t)}"
+        f"{t.micro_batch_size} per microbatch x {p.dp} dp x {count} microbatches; "
+        f"{t.global_batch_size * t.seq_length} tokens per step{_warmup(t)}"
     )
     for line in (*replica.computes, f"kernels: {kernels_in_words(replica.kernels.summary())}"):
         log(line)

@@ -243,7 +243,7 @@ def test_contents_of_a_rank() -> None:
     assert (word["slice"], word["shape"], word["global_shape"]) == ([[256, 512], [0, 64]], [256, 64], [512, 64])
     planned = whole["memory"]["pipeline_ranks"][1]
     assert found["memory"]["activation_bytes"] == planned["activation_bytes"]
-    # Padding alone is more: less than 64 elements a bucket and replica.
+    # Padding alone is more: less than 64 elements per bucket and replica.
     for part in ("parameter_bytes", "gradient_bytes", "optimizer_bytes"):
         assert planned[part] <= found["memory"][part] <= planned[part] + len(found["buckets"]) * 128 * 12
     assert found["communication"] == [row for row in whole["communication"] if row["pipeline_rank"] == 1]

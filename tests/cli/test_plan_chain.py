@@ -28,7 +28,7 @@ def tiny(tmp_path: Path) -> str:
 def test_text(tiny: str, capsys: Captured) -> None:
     assert main([tiny, "--cluster", "2x1", "--global-batch-size", "8", "--compare"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("tiny on 2x1@25 (2 devices of 14.90 GiB), 8 samples a step\nprofile: not stated\n")
+    assert said.startswith("tiny on 2x1@25 (2 devices of 14.90 GiB), 8 samples per step\nprofile: not stated\n")
     # Two stages of 60 ms each, (8 + 1) turns and messages of a thousandth of a ms.
     rows = {line.split("  ")[0]: line.split() for line in said.splitlines()}
     assert float(rows["this plan"][2]) == pytest.approx(0.54, abs=1e-3)
@@ -64,4 +64,4 @@ def test_memory(tiny: str, capsys: Captured) -> None:
     (row,) = (line for line in said.splitlines() if line.startswith("data parallel"))
     assert row.endswith("does not fit")
     assert main([*flags, "--memory", "3GB"]) == 2
-    assert "no plan for tiny on 2x1@25 fits 2.79 GiB a device" in capsys.readouterr().err
+    assert "no plan for tiny on 2x1@25 fits 2.79 GiB per device" in capsys.readouterr().err

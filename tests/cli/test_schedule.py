@@ -53,7 +53,7 @@ def test_the_grid_and_its_totals(run: Any) -> None:
     assert lines[2] == "rank 0 F0 F1 F2  .  .  .  . B0 -- F3 B1 --  . B2 --  . B3 --   33.3%     3"
     assert lines[7:] == [
         "makespan 18 (1.500 of the ideal 12), bubble 33.3%, without a barrier between steps 33.3%",
-        "sends a step, by rank: 4 8 4",
+        "sends per step, by rank: 4 8 4",
     ]
 
 

@@ -96,7 +96,7 @@ def test_a_run_by_samples_uses_them_all_after_a_change_of_batch_size() -> None:
     config = config_of("--train-samples 40 --global-batch-size 8")
     assert steps_left(config, step=5, samples=20) == 2
     assert steps_left(config, step=5, samples=40) == 0
-    # 4 samples a step up to 16 consumed, then 8.
+    # 4 samples per step up to 16 consumed, then 8.
     ramp = config_of("--train-samples 40 --global-batch-size 8 --rampup-batch-size 4 4 16")
     assert steps_left(ramp, step=0, samples=0) == 4 + 3 == total_steps(ramp)
     assert steps_left(ramp, step=1, samples=4) == 3 + 3

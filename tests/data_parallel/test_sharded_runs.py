@@ -60,7 +60,7 @@ CASES: list[tuple[int, str, Settings]] = [
 
 @pytest.mark.parametrize(("world", "family", "settings"), CASES, ids=str)
 def test_the_numbers_of_one_rank(world: int, family: str, settings: Settings) -> None:
-    """Gradients of every step, weights after five, an evaluation: several microbatches a step."""
+    """Gradients of every step, weights after five, an evaluation: several microbatches per step."""
     ranks = run_ranks(world, trajectory, world, {**FAMILIES[family], **settings})
     assert_same_numbers(whole(ranks), plain(family))
 

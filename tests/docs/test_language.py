@@ -18,6 +18,8 @@ WORDS = {
     r"whichever|whoever": "the one that",
     r"(?:goes|go|going|went) on": "continues",
     r"(?:bytes|stages?|chunks?|memory|parameters|layers|batch(?:es)?|ms|[KMG]iB|tokens|actions|lists?|FLOP/s|units|threads) a rank": "per rank",
+    r"(?:bytes|tokens|samples|seconds|ms|s|MB|GB|[KMG]iB|FLOPs|nats|once|twice) an? (?:step|token|layer|second|parameter|value|device)"
+    r"(?! over)": "per step",
     r"for ever": "forever",
 }
 """Pattern -> what to write."""

@@ -54,7 +54,7 @@ def test_plan_chain(command: Command, monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_every_flag_key_and_cluster_is_explained() -> None:
-    assert len(PLANS) == 5
+    assert len(PLANS) == 4
     assert [flag for flag in plan.main.spellings if f"`{flag}" not in page("docs/plan.md")] == []
     kinds = (Cluster, Accelerator, Node, Network, Efficiency, SoftwareStack)
     names = [field.name for kind in kinds for field in fields(kind)]

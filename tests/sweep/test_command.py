@@ -55,7 +55,7 @@ def test_report_only(tmp_path: Path, capsys: Captured) -> None:
     assert main([*words, "--calibrate", str(tmp_path / "mine.yaml")]) == 0
     out = capsys.readouterr().out
     assert "4 configurations: 3 ok, 1 not run yet." in out
-    assert f"Fastest: {runs[0].label} with 1280 tokens/s, 100 ms a step." in out
+    assert f"Fastest: {runs[0].label} with 1280 tokens/s, 100 ms per step." in out
     assert "Fitted to 3 runs: mean error" in out
     for name in ("results.csv", "report.html"):
         assert f"wrote {tmp_path / 'out' / name}" in out

@@ -144,7 +144,7 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """Any run of 128 tokens a step."""
+    """Any run of 128 tokens per step."""
     _, runs = read_runs(write_sweep(tmp_path))
     assert runs[0].tokens_per_step == 128
     return runs[0]

@@ -1,4 +1,4 @@
-"""The watching process of a run: started once a host, gone when the run is."""
+"""The watching process of a run: started once per host, gone when the run is."""
 
 import os
 import signal

@@ -65,7 +65,7 @@ def test_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     setup.step(1, loss=3.0)
     assert setup.lines == []
     setup.step(2, 1.5, loss=2.0)
-    # 64 tokens/s and rank · 337,920 FLOPs a token
+    # 64 tokens/s and rank · 337,920 FLOPs per token
     tflops = 64 * (6 * (4 * 12 * 32 * 32 + 96 * 32) + 12 * 4 * 32 * 16) / 1e12
     assert setup.lines == [
         "step  2/20    256 tok  loss 2.5000  lr 3.00e-4  grad norm 1.50      64 tok/s/rank  "

@@ -90,7 +90,7 @@ def test_least_and_most_over_ranks() -> None:
     assert gathers == ["world"], "one small gather an interval"
     assert (fields["forward_ms"], fields["forward_ms_min"]) == pytest.approx((1250.0, 1000.0))
     assert fields["optimizer_ms"] == pytest.approx(2.0)
-    assert fields["other_ms"] == pytest.approx(998.0)  # two seconds a step
+    assert fields["other_ms"] == pytest.approx(998.0)  # two seconds per step
     assert (fields["save_seconds"], fields["evaluation_seconds"]) == (0.5, 0.0)
     assert fields["memory_bytes_max"] == 2 << 20
     assert fields["straggler_factor"] == pytest.approx(1.25)
@@ -111,13 +111,13 @@ def test_phases_are_reported_when_asked_for_or_one_rank_is_slow() -> None:
         (
             {"dp": 4},
             [1.0, 1.1, 1.8, 0.9],
-            "rank 2 (host host2) took 1800.0 ms a step for forward and backward, 1.80 times the median of its peers "
+            "rank 2 (host host2) took 1800.0 ms per step for forward and backward, 1.80 times the median of its peers "
             "(ranks 0 1 3)",
         ),
         (
             {"tp": 2, "dp": 2},
             [1.0, 1.0, 2.0, 1.9],
-            "ranks 2 3 (host host2 host3), which wait for each other in every layer, took 2000.0 ms a step for forward "
+            "ranks 2 3 (host host2 host3), which wait for each other in every layer, took 2000.0 ms per step for forward "
             "and backward, 2.00 times the median of their peers (ranks 0 1)",
         ),
     ],

@@ -58,7 +58,7 @@ def _steps(drawing: Drawing, y: float) -> None:
 
 
 def _ranks(drawing: Drawing, y: float) -> None:
-    """A block a replica, a row a stage, a column a tensor-parallel rank."""
+    """A block a replica, a row per stage, a column a tensor-parallel rank."""
     title = f"{LAYOUT.world_size} ranks = tp {LAYOUT.tp} · pp {LAYOUT.pp} · dp {LAYOUT.dp}"
     drawing.text(24, y, title, size=13, align="left", bold=True)
     left, top, between, down = 88.0, y + 52, 22.0, 88.0
@@ -87,7 +87,7 @@ def _ranks(drawing: Drawing, y: float) -> None:
     notes = (
         ("tp", "parts of a layer's sums, in every layer"),
         ("pp", "activations and their gradients"),
-        ("dp", "gradients, once a step"),
+        ("dp", "gradients, once per step"),
     )
     for row, (axis, text) in enumerate(notes):
         line = top + LAYOUT.pp * down + 2 + 19 * row
@@ -102,7 +102,7 @@ def _both_ways(drawing: Drawing, start: tuple[float, float], end: tuple[float, f
 
 
 def _schedule(drawing: Drawing, y: float) -> None:
-    """The clock of one pipeline: a row a stage."""
+    """The clock of one pipeline: a row per stage."""
     found = timeline()
     left, top, height = 462.0, y + 26, 28.0
     title = f"one pipeline's step: {found.schedule.name}, {MICROBATCHES} microbatches"

@@ -56,7 +56,7 @@ def draw() -> Drawing:
     height = TOP + ROW * len(ROWS) + 44
     drawing = Drawing(
         height,
-        f"What data-parallel strategies send in a step and keep between steps, in bytes a parameter, for {DP} ranks in "
+        f"What data-parallel strategies send in a step and keep between steps, in bytes per parameter, for {DP} ranks in "
         "fp32: from 28 bytes at a parameter server to a few hundredths with 1-bit LAMB.",
     )
     drawing.text(24, 26, f"Bytes a parameter, {DP} ranks, fp32", size=14, align="left", bold=True)

@@ -151,7 +151,7 @@ class Uint8(Codec):
         x_i = values_i + e_i;  C(x_i) to the server of each chunk;  e_i = x_i - C(x_i)
         y = E + Σ_i C(x_i)/n, in the order of ranks;  C(y) to all;  E = y - C(y)
 
-    Wire: 2·(n-1)/n bytes a value and a scale for every 2048 of them.
+    Wire: 2·(n-1)/n bytes per value and a scale for every 2048 of them.
     """
 
     name = "uint8"

@@ -136,7 +136,7 @@ class MomentumExchange(AllReduce):
     on every rank. Before any step with whole gradients ρ is 1. With `own_clipping`, DeepSpeed's, each replica takes its
     own ‖g_i‖, and √(mean_i ‖g_i‖²) is shown.
 
-    Wire: 2·(d-1)/d of the gradient bytes in steps with whole gradients, else 0.25·(d-1)/d bytes a parameter and 4 bytes
+    Wire: 2·(d-1)/d of the gradient bytes in steps with whole gradients, else 0.25·(d-1)/d bytes per parameter and 4 bytes
     twice a tensor and peer.
 
     `scale`: of the codecs. `warmup`: share of the run with whole gradients, if it is known: for the log's line on

@@ -150,7 +150,7 @@ class OneBit(Codec):
     that neither large neighbours nor padding set its size; or, as in the paper, all of a chunk that is not padding
     (bucket). With scale `buffer` the x_i of a whole bucket have one size, as DeepSpeed's have.
 
-    Wire: 2·(n-1)/n bits a value, 0.25·(n-1)/n bytes, and 2·(n-1) times the sizes of the chunk with the most pieces.
+    Wire: 2·(n-1)/n bits per value, 0.25·(n-1)/n bytes, and 2·(n-1) times the sizes of the chunk with the most pieces.
     """
 
     name = "onebit"

@@ -33,7 +33,7 @@ def validate(program: Program, *, sizes: Sizes | None = None, limit: float | Non
     one R; ids are in range, each action is on the rank of its stage and occurs once; what an action reads is produced
     before it; each dependency between ranks has one send after the producer and one receive before the consumer, and
     nothing else is sent; both ends of a channel agree on the order; no rank waits forever, whether a send completes at
-    once or only when its receive has been posted; REDUCE_GRAD comes once a stage, after every B and W of it; memory.
+    once or only when its receive has been posted; REDUCE_GRAD comes once per stage, after every B and W of it; memory.
 
     `limit`: the most that any rank may hold, in the unit of `sizes`.
 

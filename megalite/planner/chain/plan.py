@@ -153,7 +153,7 @@ class PlanCosts:
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
-    reduce: tuple[float, ...]  # all-reduce of the stage's gradients, once a step
+    reduce: tuple[float, ...]  # all-reduce of the stage's gradients, once per step
     hops: tuple[float, ...]  # a message to the next stage, or back: they are as large and run on the same links
     parts: tuple[list[Share], ...]  # per hop, what a message needs of each machine
     messages: tuple[float, ...]  # per hop, bytes
@@ -379,8 +379,8 @@ class Judged(NamedTuple):
 class Problem:
     profile: ChainProfile
     cluster: ChainCluster
-    global_batch: int  # samples a step
-    memory: float  # bytes a device may hold
+    global_batch: int  # samples per step
+    memory: float  # bytes that a device may hold
 
     def microbatch_counts(self) -> list[int]:
         """How many microbatches a step can have, ascending: divisors of the batch up to 512, and each microbatch large

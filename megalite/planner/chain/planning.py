@@ -312,7 +312,7 @@ def plan_chain(
             judged = _judge(judge, dict.fromkeys(stages for _, stages in found.plans), judged)
     if not judged:
         least = min(max(judge.memory(problem.plan(each, count))) for each in candidates for count in counts)
-        what = f"no plan for {profile.name} on {cluster.name} fits {format_bytes(problem.memory)} a device"
+        what = f"no plan for {profile.name} on {cluster.name} fits {format_bytes(problem.memory)} per device"
         raise ConfigError(f"{what}: the nearest needs {format_bytes(least)}; give more memory or more devices")
     # The fastest plan of each number of stages: small changes seldom lead from one number to another.
     unlike: dict[int, Judged] = {}

@@ -202,7 +202,7 @@ def members_in_node(size: Number, stride: Number, cluster: Cluster) -> Number:
 
 
 def link_rate(members: Number, cluster: Cluster) -> Number:
-    """Bytes a second of a ring over so many ranks of one node. Few accelerators have fewer rings between them than all
+    """Bytes per second of a ring over so many ranks of one node. Few accelerators have fewer rings between them than all
     of a node: a group of two reaches `small_groups` of the rate of a whole node, and each doubling makes up an equal
     factor of it."""
     rate = cluster.node.link_bandwidth * cluster.efficiency.link

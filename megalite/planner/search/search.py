@@ -288,7 +288,7 @@ def describe(layout: Layout) -> str:
         f"dp {layout.dp}" + (f" ({layout.strategy}{instances})" if layout.dp * layout.cp > 1 else ""),
         f"micro batch {layout.micro_batch_size}",
         f"recompute {layout.recompute}",
-        f"activations of {counted(pipeline.offloaded, 'layer')} a stage in host memory" if pipeline.offloaded else "",
+        f"activations of {counted(pipeline.offloaded, 'layer')} per stage in host memory" if pipeline.offloaded else "",
         "optimizer states in host memory" if layout.offload else "",
     ]
     return ", ".join(word for word in words if word)

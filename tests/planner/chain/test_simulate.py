@@ -65,7 +65,7 @@ def test_hops_share_the_network_of_a_machine() -> None:
 
 def test_hops_share_the_way_out_of_a_machine() -> None:
     # Forwards of the first stage (machine 0 to 0 and 1) and of the second (0 and 1 to 2) meet only where they leave
-    # machine 0: half of 6 MB and half of 2 MB a microbatch.
+    # machine 0: half of 6 MB and half of 2 MB per microbatch.
     profile = chain([(0.01, 6.0, 0.0), (0.01, 2.0, 0.0), (0.01, 0.0, 0.0)])
     stages = (Stage(0, 1, (2, 0, 0)), Stage(1, 2, (1, 1, 0)), Stage(2, 3, (0, 0, 1)))
     plan = ChainPlan(stages, 3, 1, "pb")
@@ -146,7 +146,7 @@ def test_timeline_is_in_milliseconds_and_devices_have_numbers() -> None:
 
 def test_the_headline_of_the_paper() -> None:
     """BERT-48 in two stages: 1.6 times GPipe's throughput in 12 % less memory, by more microbatches under one cap. Of
-    its rows follow t = 0.226 s a microbatch, 0.07 s a step, 3.0 GB of activations a stage and 6.1 GB beside them."""
+    its rows follow t = 0.226 s per microbatch, 0.07 s per step, 3.0 GB of activations a stage and 6.1 GB beside them."""
     third = 226.0 / 3
     profile = chain([(third, 0.0, 6100.0 / 4)] * 2, kept=3.0e9, batch=1)
     machines = cluster(2, 1)

@@ -21,7 +21,7 @@ CLUSTER = cluster_with(
     accelerators=8, link_bandwidth=200.0, link_latency=0.5, nics=4, nic_bandwidth=20.0, latency=3.0,
     link=0.5, network=0.5, p2p=0.25, small_groups=1.0,
 )  # fmt: skip
-"""Inside a node 100 bytes a second; across it 5 for each member of a group that it holds."""
+"""Inside a node 100 bytes per second; across it 5 for each member of a group that it holds."""
 
 
 def test_members_of_a_group_in_a_node() -> None:

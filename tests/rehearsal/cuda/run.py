@@ -125,7 +125,7 @@ def rehearse(name: str, library: Path, python: str, folder: Path) -> tuple[bool,
             return False, again + (lines[0] if lines else done.stderr[-300:])
     launches, waits, limited = json.loads(steps.read_text())
     ctas = f", {limited} communicators limited" if limited else ""
-    return True, f"{ranks} ranks, {launches:6} launches, {waits:3} host waits a step{ctas}"
+    return True, f"{ranks} ranks, {launches:6} launches, {waits:3} host waits per step{ctas}"
 
 
 def hang(library: Path, python: str, folder: Path) -> tuple[bool, str]:

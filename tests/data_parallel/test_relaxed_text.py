@@ -1,0 +1,89 @@
+"""What replicas with different weights learn of real text, beside all-reduce on the same samples."""
+
+import functools
+import pydoc_data.topics
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megalite.optimizers.schedules import Progress
+from megalite.training.replica import consensus
+from megalite.training.setup import make_loader
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.tiny import Runner, build, tiny_config
+
+TEXT = np.frombuffer("\n".join(pydoc_data.topics.topics.values()).encode("ascii", "replace"), np.uint8)
+STEPS = 80
+SETTINGS: dict[str, Any] = {
+    "num_layers": 2,
+    "vocab_size": 128,
+    "seq_length": 32,
+    "micro_batch_size": 4,
+    "global_batch_size": 16,
+    "train_iters": STEPS,
+    "lr": 1e-2,
+    "lr_warmup_iters": 10,
+    "precision": "fp32",
+    "eod_mask_loss": False,
+    "dp": 4,
+}
+
+
+class Windows:
+    """Bytes of Python's documentation, from anywhere."""
+
+    seq_length, vocab_size = SETTINGS["seq_length"], SETTINGS["vocab_size"]
+
+    def sample(self, k: int) -> np.ndarray:
+        first = np.random.Generator(np.random.Philox(key=k)).integers(len(TEXT) - self.seq_length - 1)
+        return TEXT[first : first + self.seq_length + 1].astype(np.int64)
+
+    def packing(self, k: int) -> None:
+        return None
+
+
+def learned(context: RankContext, settings: dict[str, Any]) -> tuple[float, float]:
+    """The first loss, and the loss of the mean of all replicas' weights on four batches that come after the last."""
+    runner = Runner(build(context, tiny_config(4, **SETTINGS, **settings)))
+    runner.loader = make_loader(runner.replica, Windows(), eod_token=None)
+    first = runner.step().loss
+    for _ in range(STEPS - 1):
+        runner.step()
+    with consensus(runner.replica):
+        losses = []
+        for _ in range(4):
+            losses.append(runner.evaluate())
+            runner.progress = Progress(STEPS, runner.progress.samples + 16)
+    runner.replica.strategy.close()
+    return first, sum(losses) / 4
+
+
+RELAXED: dict[str, dict[str, Any]] = {
+    "gossip": {"dp_strategy": "gossip"},
+    "gossip in 8 bits": {"dp_strategy": "gossip", "gossip_algorithm": "choco-sgd"},
+    "asynchronous averages": {"dp_strategy": "local-sgd", "sync_interval": 4, "sync_delay": 3, "sync_warmup_steps": 10},
+    "gossip in 8 bits between nodes": {"dp_strategy": "gossip", "gossip_algorithm": "choco-sgd", "dp_instances": 2},
+    "asynchronous averages between nodes": {
+        "dp_strategy": "local-sgd",
+        "sync_interval": 4,
+        "sync_delay": 3,
+        "dp_instances": 2,
+    },
+}
+
+
+@functools.cache
+def last_loss(name: str) -> float:
+    first, last = run_ranks(4, learned, RELAXED.get(name, {}))[0]
+    assert last < 0.6 * first
+    return last
+
+
+@pytest.mark.parametrize("name", RELAXED)
+def test_real_text_is_learned_as_with_all_reduce(name: str) -> None:
+    assert last_loss(name) == pytest.approx(last_loss("all-reduce"), rel=0.06)
+
+
+def test_8_bits_cost_nothing() -> None:
+    assert last_loss("gossip in 8 bits") == pytest.approx(last_loss("gossip"), rel=0.005)
