@@ -91,18 +91,19 @@ def whole_parameter_bytes(config: RunConfig, plans: Sequence[StagePlan], stages:
 
 
 def fp8_weight_bytes(config: RunConfig, plans: Sequence[StagePlan]) -> int:
-    """Of the weights that a step keeps in fp8 as well, once for the forward and once turned for the backward."""
+    """Of the weights that a step keeps in fp8 as well: those of all layers but the first and the last."""
+    inner = range(1, config.model.num_layers - 1)
+    indices = (index for plan in plans for index in range(plan.first_layer, plan.last_layer))
+    return sum(fp8_layer_bytes(config, index) for index in indices if index in inner)
+
+
+def fp8_layer_bytes(config: RunConfig, index: int) -> int:
+    """Of an inner layer, once for the forward and once turned for the backward."""
     if not config.compute.fp8 or config.parallel.strategy.shards_parameters:
         return 0
-    inner = range(1, config.model.num_layers - 1)
-    kept = [
-        local_size(shape, config)
-        for plan in plans
-        for index in range(max(plan.first_layer, inner.start), min(plan.last_layer, inner.stop))
-        for shape in layer_shapes(config.model, index)
-        if shape.shard_dim is not None and len(shape.shape) > 1 and not shape.expert
-    ]
-    return 2 * sum(kept)
+    shapes = layer_shapes(config.model, index)
+    kept = (shape for shape in shapes if shape.shard_dim is not None and len(shape.shape) > 1 and not shape.expert)
+    return 2 * sum(local_size(shape, config) for shape in kept)
 
 
 def whole_gradient_bytes(config: RunConfig, plans: Sequence[StagePlan], stages: tuple[StagePlan, ...]) -> int:

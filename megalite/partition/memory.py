@@ -103,12 +103,23 @@ def rank_memory(
 
 def planned_memory(config: RunConfig, schedule: Schedule | None = None) -> list[RankMemory]:
     """Per pipeline rank; by the schedule of the largest batch where none is given."""
-    stages = plan_stages(config)
+    stages, model = plan_stages(config), config.model
     schedule = schedule or schedule_of(config, microbatch_counts(config)[-1])
-    peaks = zip(activation_peaks(config, stages, schedule), host_peaks(config, stages, schedule), strict=True)
-    return [
-        rank_memory(config, [plan for plan in stages if plan.rank == rank], *peak) for rank, peak in enumerate(peaks)
-    ]
+    layers = [(model.is_moe_layer(index), model.has_window(index)) for index in range(model.num_layers)]
+    known: dict[object, RankMemory] = {}  # most ranks of a pipeline hold the same
+    found = []
+    for rank, (peak, host) in enumerate(
+        zip(activation_peaks(config, stages, schedule), host_peaks(config, stages, schedule), strict=True)
+    ):
+        mine = [plan for plan in stages if plan.rank == rank]
+        ends = [(plan.has_embedding, plan.has_head) for plan in mine]
+        places = [rank] if config.optimizer.lr_multipliers else []  # which name layers, and have separate buckets
+        kind = (*ends, *(tuple(layers[plan.first_layer : plan.last_layer]) for plan in mine), *places)
+        if kind not in known:
+            known[kind] = rank_memory(config, mine, 0)
+        held = known[kind]
+        found.append(dataclasses.replace(held, activation_bytes=peak, host_bytes=held.host_bytes + host))
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import sysconfig
 from pathlib import Path
 from statistics import mean
 
@@ -79,9 +80,8 @@ def test_layers_with_a_window_count_as_they_are() -> None:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
-    """The documentation's pages and the modules of the package, a token a byte, packed into samples of 131,072."""
-    root = Path(__file__).parents[2]
-    files = [*sorted((root / "docs").glob("*.md")), *sorted((root / "megalite").rglob("*.py"))]
+    """Python's modules, a token a byte, packed into samples of 131,072."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     prefix = tmp_path_factory.mktemp("pages") / "pages"
     write_by_layout(prefix, [list(path.read_bytes()) for path in files])
     indexed = IndexedDataset(prefix)

@@ -120,6 +120,14 @@ RANDOMNESS = (
 
 ATTENTION = (
     Mutant(
+        "heads in rank order",
+        "megalite/context_parallel/ulysses.py",
+        "    return to_true_order(received, held)\n",
+        "    return received.flatten(0, 1)\n",
+        "tests/context_parallel/test_ulysses.py::test_every_element_goes_where_it_belongs_and_its_gradient_comes_back[2]",
+        "after the all-to-all the sequence stays in the order in which ranks hold it",
+    ),
+    Mutant(
         "positions of the first cp rank",
         "megalite/models/gpt.py",
         "for span in spans[self.factory.cp.rank]",

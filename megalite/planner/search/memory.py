@@ -28,7 +28,7 @@ from megalite.partition.activations import (
     stage_activation_bytes,
 )
 from megalite.partition.buckets import element_bytes, local_size, moment_widths
-from megalite.partition.gathers import whole_gradient_bytes, whole_parameter_bytes
+from megalite.partition.gathers import fp8_layer_bytes, whole_gradient_bytes, whole_parameter_bytes
 from megalite.partition.stages import StagePlan
 from megalite.planner.search.features import Feature, Floats
 from megalite.planner.search.space import RECOMPUTE, STRATEGIES, Shares, kinds
@@ -61,6 +61,8 @@ class Sizer:
             found[Feature.DENSE : Feature.COPY + 1] = self.states(shares, held_bytes)
             self._activations(shares, found)
             self._whole(shares, pp, found)
+            if self.config.compute.fp8 and self.config.model.num_layers > 1:
+                found[Feature.DENSE : Feature.HEAD + 1] += self._kept_in_fp8(shares)
             if shares.offload.any():
                 found -= shares.offload * self.relief(self.states(shares, offloadable_bytes), pp)
         return found
@@ -92,6 +94,16 @@ class Sizer:
 
         each = self._by_kind(of, (shares.strategy, replicas, expert_replicas), widths)
         return np.asarray((self._local(shares) * each[:, None, :]).sum(2).T)
+
+    def _kept_in_fp8(self, shares: Shares) -> Floats:
+        """[4, shares] bytes of a dense layer, one with experts, and less than 0 of the first and the last, which are not in fp8."""
+
+        def sizes(place: int) -> list[float]:
+            config = self._with(shares, place)
+            kept = [0 if index is None else fp8_layer_bytes(config, index) for index in self._examples()]
+            return [*kept, *(-fp8_layer_bytes(config, index) for index in (0, config.model.num_layers - 1))]
+
+        return self._by_kind("fp8", (shares.tp, shares.strategy), sizes).T
 
     def elements(self, shares: Shares) -> Floats:
         """[shares, 2, 5] elements on a rank of the same five, those that all replicas share and experts' apart."""
