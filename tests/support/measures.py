@@ -10,13 +10,13 @@ ROOT = Path(__file__).parents[2]
 SMALL = 60
 """Lines; a shorter file with one importer belongs to its importer."""
 CEILINGS = {
-    "megalite: lines": 76_050,
-    "megalite: files": 368,
+    "megalite: lines": 74_950,
+    "megalite: files": 365,
     "megalite: longest file": 500,
     "megalite: small files with one importer": 12,
-    "tests: lines": 76_400,
-    "benchmarks: lines": 8_700,
-    "docs: words": 41_900,
+    "tests: lines": 70_650,
+    "benchmarks: lines": 8_660,
+    "docs: words": 40_760,
 }
 
 
