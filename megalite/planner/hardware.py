@@ -67,9 +67,8 @@ class Network:
 class Efficiency:
     """Shares of the figures above that training reaches."""
 
-    gemm: float = field(
-        metadata=FRACTION
-    )  # of peak_flops, by a product that fills all multiprocessors with whole tiles
+    # Of peak_flops, by a product that fills all multiprocessors with whole tiles.
+    gemm: float = field(metadata=FRACTION)
     memory: float = field(metadata=FRACTION)  # of memory_bandwidth, by operations that only read and write
     link: float = field(metadata=FRACTION)  # of link_bandwidth, by collectives of large tensors inside a node
     network: float = field(metadata=FRACTION)  # of a rank's share of the adapters, by collectives across nodes

@@ -307,9 +307,8 @@ class NodesSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class SbatchSpec(NodesSpec):
-    options: Mapping[str, str] = field(
-        default_factory=dict, metadata={"read": _options}
-    )  # by long names: partition, ...
+    # By long names: partition, ...
+    options: Mapping[str, str] = field(default_factory=dict, metadata={"read": _options})
     setup: tuple[str, ...] = ()  # shell lines before the run: modules, virtual environments
 
 

@@ -197,9 +197,8 @@ class _Followed:
         self._parts = {name: np.array([each.parts[name] for each in found]) for name in names}
         works = stacked(per_row)
         size = works.dp * works.cp
-        self._across = (
-            members_in_node(size, data_stride(works), machine.cluster) < size
-        )  # replicas are on several nodes
+        # Replicas are on several nodes.
+        self._across = members_in_node(size, data_stride(works), machine.cluster) < size
         # Of each row, simulated computation over the closed form's.
         self._factor = (np.array(self.seconds) - sum(self._parts.values())) / self._computation(machine)
 
