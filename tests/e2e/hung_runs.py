@@ -39,10 +39,10 @@ def hang(folder: Path, fault: str, rank: int, flags: Sequence[str]) -> End:
     with forked(2, words, folder, before=partial(install, fault, rank), more=more) as processes:
         left = still_running(processes, 60)
         ended = time.time()
+    # The watching process, which has its say after the ranks, removes its folder last.
+    wait_until(lambda: left or not any(private.glob("megalite-*")), seconds=5)
     said = "".join((folder / f"{each}.err").read_text() for each in range(2))
     assert not left, f"it did not end\n{said}"
-    # The watching process removes its folder, as the last thing that it does.
-    wait_until(lambda: not any(private.glob("megalite-*")), seconds=5)
     reports = [json.loads(path.read_text()) for path in run_dir.glob("hang-*.json")]
     return End(
         statuses=[process.exitcode for process in processes],
