@@ -31,6 +31,7 @@ def device() -> None:
 def stop() -> None:
     """Be stopped from outside."""
     os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(1)  # the watch wakes it to ask where it is: not far from here
 
 
 def hold() -> None:
