@@ -8,7 +8,8 @@ outside autograd's knowledge, but cannot tell a saved tensor from another.
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -21,8 +22,16 @@ from megalite.training.replica import Replica
 class _Tally:
     """Bytes of the storages held now, and the most there have been."""
 
-    def __init__(self) -> None:
+    def __init__(self, around: AbstractContextManager[Any]) -> None:
         self.now = self.peak = 0
+        self._around = around  # what lets it see tensors
+
+    def __enter__(self) -> Self:
+        self._around.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._around.__exit__(*error)
 
     def add(self, size: int) -> None:
         self.now += size
@@ -40,10 +49,9 @@ class SavedBytes(_Tally):
     """Bytes of the distinct storages that autograd holds, parameters and other tensors `besides` not counted."""
 
     def __init__(self, besides: Iterable[Tensor]) -> None:
-        super().__init__()
+        super().__init__(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda held: held.tensor))
         self._besides = {tensor.untyped_storage().data_ptr() for tensor in besides}
         self._holds: dict[int, int] = {}
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda held: held.tensor)
 
     def _pack(self, tensor: Tensor) -> _Held:
         # Detached, or an operation that saves its own output would hold itself.
@@ -63,21 +71,13 @@ class SavedBytes(_Tally):
             del self._holds[address]
             self.add(-size)
 
-    def __enter__(self) -> "SavedBytes":
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._hooks.__exit__(*error)
-
 
 class LiveBytes(_Tally):
     """Bytes of the storages made inside the `with` block that are alive."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(_EachOperation(self))
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._mode = _EachOperation(self)
 
     def see(self, tensor: Tensor) -> None:
         """Count the tensor's storage unless it is counted already."""
@@ -93,13 +93,6 @@ class LiveBytes(_Tally):
 
         self._known[key] = weakref.ref(storage, freed)
         self.add(size)
-
-    def __enter__(self) -> "LiveBytes":
-        self._mode.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._mode.__exit__(*error)
 
 
 class _EachOperation(TorchDispatchMode):

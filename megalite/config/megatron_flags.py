@@ -129,7 +129,7 @@ how Megatron's optimizers and FSDP lay out and shard states |
     --no-use-layer-wise-param-layout --keep-fp8-transpose-cache --torch-fsdp2-no-reshard-after-forward
     --init-model-with-meta-device --no-initialization --dump-param-to-param-group-map=
     --reuse-grad-buf-for-mxfp8-param-ag --fp4-param-gather
-memory and garbage collection: --dry-run says what a rank holds |
+memory and garbage collection: --dry-run says what each rank holds |
     --use-torch-optimizer-for-cpu-offload --no-pin-cpu-grads --no-pin-cpu-params
     --cpu-offloading-retain-pinned-cpu-buffers --min-offloaded-tensor-size= --delay-offload-until-cuda-graph
     --delta-offload-bytes-across-pp-ranks= --activation-offload-fraction=

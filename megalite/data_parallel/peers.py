@@ -89,10 +89,12 @@ def check_replicas(
     strategy: DataParallelStrategy, *, step: int, world: Group, states: Sequence[FlatState] = ()
 ) -> None:
     """Compare the weights of all ranks with the same buckets, and the `states` that these should have alike: of what is
-    sharded, each shard over instances. It reads all of them, and sends 8 bytes a tensor. Collectives: a gather of a
-    number for each tensor over each group of replicas, and one over `world`. Raises ReplicasDifferError: naming the
-    first tensor that differs, on every rank of its group (on ranks where nothing differs a RuntimeError with the same
-    words)."""
+    sharded, each shard over instances. It reads all of them, and sends 8 bytes per tensor.
+
+    Collectives: a gather of a number for each tensor over each group of replicas, and one over `world`.
+
+    Raises ReplicasDifferError: naming the first tensor that differs, on every rank of its group (on ranks where nothing
+    differs a RuntimeError with the same words)."""
     strategy.settle()
     error: Exception | None = None
     weights = [strategy.weights(shard) for shard in strategy.shards]

@@ -140,7 +140,7 @@ def pipelined(started: Iterable[T], ahead: int = 2) -> Iterator[T]:
     yield from coming
 
 
-PIECE_BYTES = 1 << 20  # of what a rank sends to another at a time in a sum that has two parts
+PIECE_BYTES = 1 << 20  # that one rank sends to another at a time in a sum that has two parts
 
 
 class Channel:

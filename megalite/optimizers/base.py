@@ -171,8 +171,9 @@ class Optimizer(ABC):
     @abstractmethod
     def step(self, update: Update, exchange: Exchange | None = None) -> None:
         """Update all parameters. Unless it `applies_factor`, gradients have been multiplied with that already.
-        `exchange`: passed where `reduces_gradients(update.step)` is False: gradients are this rank's own. Collectives:
-        those of `exchange`, and small sums over the world where whole tensors' norms are needed."""
+        `exchange`: passed where `reduces_gradients(update.step)` is False: gradients are this rank's own.
+
+        Collectives: those of `exchange`, and small sums over the world where whole tensors' norms are needed."""
 
     def pieces(
         self, parts: Iterable[Part], update: Update | None = None, *, states: bool = True, values: bool = True

@@ -18,7 +18,9 @@ class TensorSums:
     """One number for each tensor of the whole model: each rank adds up the elements that it counts (`Segment.counts`),
     and one all-reduce makes the sums of all tensors whole, the same on every rank, however tensors are split.
     `parameters`: those with tensors to sum over; other ranks may have other ones, or none. `group`: the ranks that
-    together count every element once. Collectives: the names of the tensors are gathered over `group`, once."""
+    together count every element once.
+
+    Collectives: the names of the tensors are gathered over `group`, once."""
 
     def __init__(self, parameters: Sequence[FlatParameter], *, group: Group, device: torch.device) -> None:
         own = sorted({segment.name for flat in parameters for segment in flat.segments})
@@ -126,8 +128,9 @@ class LAMB(Optimizer):
     The direction u is computed twice, for the norms and for the step, block by block in the cache: no temporary is as
     large as the parameters, and gradients stay as they are.
 
-    `group`: all ranks that make the step. `every`: norms and biases have trust ratios too. Collectives: one all-reduce
-    of two fp64 numbers for each tensor a step."""
+    `group`: all ranks that make the step. `every`: norms and biases have trust ratios too.
+
+    Collectives: per step one all-reduce of two fp64 numbers for each tensor."""
 
     def __init__(
         self,

@@ -74,8 +74,9 @@ class FreezePoint:
 
     def observe(self, step: int, norm: Callable[[], torch.Tensor]) -> str | None:
         """Look at the second moment after an update of the warm-up; a line for the log if the warm-up ends with it.
-        `norm`: this rank's part of ‖v̂‖₁, fp64; called on few steps. Collectives: on every Δ-th step, unless
-        freeze_step is given, one all-reduce of a number over the world."""
+        `norm`: this rank's part of ‖v̂‖₁, fp64; called on few steps.
+
+        Collectives: on every Δ-th step, unless freeze_step is given, one all-reduce of a number over the world."""
         if self.step is not None or step % self._every:
             return None
         total = norm().view(1).clone()
@@ -137,8 +138,9 @@ def bound_moments(
     What signs leave out stays owed as it is. The new v is what checkpoints have.
 
     `sums`: over the optimizer's parameters; V is of whole tensors, however they are split. `updates`: that v has had.
-    `by_bucket`: signs stand for the size of all tensors of a bucket, so V is the mean over those. Collectives: one
-    all-reduce of two fp64 numbers a tensor, or nothing where v is bounded already."""
+    `by_bucket`: signs stand for the size of all tensors of a bucket, so V is the mean over those.
+
+    Collectives: one all-reduce of two fp64 numbers per tensor, or nothing where v is bounded already."""
     if freeze.bounded == updates:
         return
     freeze.bounded = updates

@@ -14,7 +14,7 @@ from megalite.topology.sanitizer import calling_line
 from megalite.topology.topology import GATHERED, Topology, communicator_of
 from megalite.watchdog.heartbeat import Heartbeat
 
-# How much of it a rank sends may depend on the rank: who holds a key that several use sends it to all of them.
+# Ranks may send different amounts: who holds a key that several use sends it to all of them.
 UNEVEN = "all_to_all of uneven parts"
 
 

@@ -284,7 +284,7 @@ class Group:
 
         Raises ConfigError: the first failing rank's, where it is one (CheckpointError stays one). Raises RemoteError:
         naming the first failing rank and its error, on the ranks without a fault, where it is not. Raises the error
-        itself on a rank that has another than a ConfigError: no one else has its traceback."""
+        itself on ranks that have another than a ConfigError: no one else has its traceback."""
         from_here = None if error is None else [_kind(error), str(error)]
         reports = self.gather_json(from_here, device)
         first = next((index for index, report in enumerate(reports) if report is not None), None)

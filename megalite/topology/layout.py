@@ -236,7 +236,7 @@ def _offsets(strides: dict[str, tuple[int, int]], axes: Set[str]) -> Iterator[in
 
 
 Span = tuple[int, int]  # half-open range of true positions
-Spans = tuple[Span, ...]  # what a rank holds of a sequence, in the order of its rows: ascending
+Spans = tuple[Span, ...]  # what one rank holds of a sequence, in the order of its rows: ascending
 
 
 def sequence_spans(seq_length: int, *, cp_rank: int, cp_size: int) -> Spans:

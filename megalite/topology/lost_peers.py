@@ -83,7 +83,7 @@ def _is_nccls(error: BaseException) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class RollCall:
-    """What a rank has to know beforehand to ask who is still there. `hosts`: of each rank, in words: `host 1 (node17)`.
+    """What each rank has to know beforehand to ask who is still there. `hosts`: of each rank, in words: `host 1 (node17)`.
     `key`: of this start of the run alone; a store outlives restarts. `store`: address and port."""
 
     rank: int

@@ -341,8 +341,9 @@ class ServerGroups:
 
 def server_groups(topology: Topology, *, timeout_minutes: float) -> ServerGroups:
     """Make the groups of an asynchronous parameter server. `timeout_minutes`: for workers. A server waits for as long
-    as a worker may compute or a disk take; one that dies ends the wait at once. Collectives: makes process groups;
-    every rank calls it at the same time."""
+    as a worker may compute or a disk take; one that dies ends the wait at once.
+
+    Collectives: makes process groups; every rank calls it at the same time."""
     patient, rank, heartbeat = datetime.timedelta(days=1), topology.rank, topology.world.heartbeat
     pairs: list[Group] = []
     for server, *workers in topology.layout.groups("dp"):

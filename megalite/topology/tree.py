@@ -45,8 +45,9 @@ def host_group(
     world: Group, name: str, *, timeout: datetime.timedelta, made: ProcessGroups | None = None, fan_out: int = FAN_OUT
 ) -> Group:
     """A further group of all ranks, on gloo and the CPU: JSON and all-reduces of few numbers alone. `timeout`: a peer
-    that dies ends the wait at once, however long it is. `made`: process groups to re-use and add to. Collectives: makes
-    process groups; every rank calls it at the same time."""
+    that dies ends the wait at once, however long it is. `made`: process groups to re-use and add to.
+
+    Collectives: makes process groups; every rank calls it at the same time."""
     me, ranks, levels = world.ranks[world.rank], world.ranks, list[Group]()
     made = {} if made is None else made
     while len(ranks) > 1:

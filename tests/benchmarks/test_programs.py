@@ -86,7 +86,7 @@ def test_the_options_of_each_command_exist(line: str, capsys: pytest.CaptureFixt
 
 
 def run_here(*words: str, **more: str) -> str:
-    """`common.run_python` without a process of its own, which takes seconds to import torch."""
+    """`common.run_python` without a new process, which takes seconds to import torch."""
     printed, module = io.StringIO(), words[0] == "-m"
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(), contextlib.redirect_stdout(printed):
         warnings.simplefilter("ignore", RuntimeWarning)  # that the module is imported already

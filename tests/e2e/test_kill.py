@@ -35,10 +35,10 @@ def checkpoints(run_dir: Path) -> set[str]:
 def test_goes_on_to_the_same_losses(corpus: Corpus, folder: Path) -> None:
     process = start(train_command(2, *flags(corpus, folder)))
     try:
-        wait_until(lambda: reached(folder, 1), going_on=lambda: process.poll() is None)
+        wait_until(lambda: reached(folder, 1), running=lambda: process.poll() is None)
         ranks = ranks_of(process)
         assert sorted(ranks) == [0, 1]
-        wait_until(lambda: reached(folder, KILL_AFTER), going_on=lambda: process.poll() is None)
+        wait_until(lambda: reached(folder, KILL_AFTER), running=lambda: process.poll() is None)
     except BaseException:
         process.terminate()
         raise

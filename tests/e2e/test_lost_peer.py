@@ -25,7 +25,7 @@ def killed(folder: Path, ranks: int, victim: int, flags: Sequence[str]) -> list[
     with forked(ranks, [*FLAGS, *flags, "--run-dir", folder / "run"], folder) as processes:
         wait_until(
             lambda: reached(folder / "run", 3),
-            going_on=lambda: all(process.is_alive() for process in processes),
+            running=lambda: all(process.is_alive() for process in processes),
             said=(folder / "0.err").read_text,
         )
         os.kill(processes[victim].pid or 0, signal.SIGKILL)

@@ -43,7 +43,7 @@ def ranks(
 
 
 def until(condition: Callable[[], bool], processes: list[BaseProcess]) -> None:
-    wait_until(condition, going_on=lambda: all(process.is_alive() for process in processes))
+    wait_until(condition, running=lambda: all(process.is_alive() for process in processes))
 
 
 def send(process: BaseProcess, number: int) -> None:
@@ -63,7 +63,7 @@ def test_torchrun_hands_a_signal_on(folder: Path) -> None:
     command = [*LONG, "--tp", "2", "--run-dir", folder, *resume]
     process = start(train_command(2, *command))
     try:
-        wait_until(lambda: reached(folder, 2), going_on=lambda: process.poll() is None)
+        wait_until(lambda: reached(folder, 2), running=lambda: process.poll() is None)
         workers = ranks_of(process)
     except BaseException:
         process.terminate()

@@ -58,7 +58,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         for name, value in CANARIES.items():
             patch.setenv(name, value.format(canary(name)))
         process = start(train_command(2, *FLAGS.split(), "--run-dir", folder, "--load", load))
-        wait_until(lambda: reached(folder, 1), going_on=lambda: process.poll() is None)
+        wait_until(lambda: reached(folder, 1), running=lambda: process.poll() is None)
         found = listeners(process.pid)
         yield Watched(folder, finish(process, seconds=150).require_success(), found)
 

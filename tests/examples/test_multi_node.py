@@ -58,7 +58,7 @@ class Started:
 
     @property
     def is_host(self) -> bool:
-        """torchrun is told that the store is to be here."""
+        """torchrun expects the store here."""
         return "is_host=1" in self.torchrun.rdzv_conf
 
     @property

@@ -31,7 +31,7 @@ def report(*words: str, seconds: float) -> dict[str, Any]:
 def test_no_kill_changes_a_run(tmp_path: Path) -> None:
     """Every layout of two ranks, and every way to save: no loss, no hang, the same bits. `make test-faults` makes more kills.
 
-    The seed is one whose first kills are of many kinds.
+    With this seed the first kills are of many kinds.
     """
     found = report("tests.faults", "7", "--seed", "10", "--folder", str(tmp_path / "runs"), seconds=580)
     assert found["failures"] == []

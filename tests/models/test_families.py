@@ -50,7 +50,7 @@ class Family:
 
     @property
     def names(self) -> str:
-        """The family of ours whose names of tensors these are."""
+        """Our family with these names of tensors."""
         small = self.kind.lower()
         return {"gptoss": "gpt_oss", "gemma": "llama", "gemma3": "gemma3_text", "smollm3": "llama"}.get(small, small)
 

@@ -169,7 +169,7 @@ FORMS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize("rank, settings, form", FORMS, ids=str)
 def test_bytes_on_both_sides_are_planned(rank: int, settings: dict[str, Any], form: dict[str, Any]) -> None:
-    """Of a rank of two; each storage takes whole blocks of 512 bytes."""
+    """On one of two ranks; each storage takes whole blocks of 512 bytes."""
     settings = {"pipeline_schedule": "1f1b", **SHAPE, **settings}
     config, plain = (tiny_config(2, pp=2, **{**settings, **more}) for more in (form, {}))
     stages = plan_stages(config)

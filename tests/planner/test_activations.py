@@ -1,4 +1,4 @@
-"""Bytes of a rank, its activations among them, against published formulas and against adding up by hand.
+"""Bytes per rank, activations among them, against published formulas and against adding up by hand.
 
 What layers of each kind keep is measured in tests/models/test_activation_bytes.py; here is what a CPU does not show."""
 

@@ -23,13 +23,13 @@ def wait_until(
     condition: Callable[[], object],
     *,
     seconds: float = 60.0,
-    going_on: Callable[[], object] = lambda: True,
+    running: Callable[[], object] = lambda: True,
     said: Callable[[], str] = str,
 ) -> None:
-    """Look again and again, more often than steps are made. `going_on`: what is to bring it about still works; `said`:
+    """Look again and again, more often than steps are made. `running`: what is to bring it about still works; `said`:
     for the message if it does not come."""
     end = time.monotonic() + seconds
     while not condition():
         time.sleep(0.005)
-        assert going_on(), f"it ended before the moment came\n{said()}"
+        assert running(), f"it ended before the moment came\n{said()}"
         assert time.monotonic() < end, f"the moment did not come within {seconds:g} s\n{said()}"

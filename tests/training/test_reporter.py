@@ -75,7 +75,7 @@ def test_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (first["kind"], first["step"], first["loss"], first["ms_per_step"]) == ("train", 1, 3.0, 500.0)
     assert (first["tokens_per_second"], first["dp_phase"], first["dp_wire_bytes"]) == (256.0, "gradients", 96.0)
     assert first["memory_bytes"] > 1 << 20 and second["tflops_per_rank"] == pytest.approx(tflops / 1.5)
-    for number in range(3, 21):  # an interval begins anew, and the last step ends one
+    for number in range(3, 21):  # another interval begins, and the last step ends one
         setup.step(number, loss=5.0)
     assert (
         setup.lines[-1].startswith("step 20/20")

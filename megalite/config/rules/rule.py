@@ -124,10 +124,11 @@ def owned(setting: str, owners: Mapping[str, tuple[str, ...]]) -> Iterator[Check
 
 
 def without(table: Mapping[str, str]) -> Iterator[Check]:
-    """Settings, marked as for `rules` -> the flag, with a value that works, without which they mean nothing."""
+    """Settings, marked as for `rules` -> the flag, with a value that works, without which they mean nothing: where that
+    setting has its default. (0 may be a value like others: of ema_decay it is.)"""
 
     def lacks(owner: str) -> Callable[[Settings], bool]:
-        return lambda c: not getattr(c, owner)
+        return lambda c: getattr(c, owner) == settings()[owner].default
 
     for names, remedy in table.items():
         owner = remedy.split()[0].removeprefix("--").replace("-", "_")

@@ -42,7 +42,7 @@ class MemoryTable:
 
     activation: PerStage
     deferred: PerStage = 0.0
-    kept_input: float = 0.0  # of each stage: a rank with more stages keeps more inputs
+    kept_input: float = 0.0  # of each stage: ranks with more stages keep more inputs
     message: float = 0.0
 
 

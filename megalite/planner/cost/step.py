@@ -106,7 +106,7 @@ class _Beside:
     def _exposed(
         self, exchanges: Sequence[Exchange], plans: Sequence[StagePlan], events: Sequence[Event]
     ) -> tuple[float, float]:
-        """`ready` and `late` of a rank.
+        """`ready` and `late` of one rank.
 
         With overlap each stage's exchange starts under its last backward: a stage's gradients are complete with its last B
         or W; piece by piece they are sent while it runs, one stage after another. Ranks that finish before the last one

@@ -114,7 +114,7 @@ class Outcome(NamedTuple):
     lists: tuple[tuple[tuple[Kind, int], ...], ...]
     """Per rank, kind and stage in order. Each stage takes its microbatches in order."""
     makespan: float
-    span: float  # the longest time from a rank's first start to its last end
+    span: float  # from first start to last end on the slowest rank
     memory: float  # the ranks' peaks, summed
 
     def actions(self) -> ActionLists:
