@@ -1,10 +1,11 @@
 """The planner's benchmark: what is fitted on what, and published steps with the files that come along."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.planner import chain, sc21
+from benchmarks.planner import chain, megatron, sc21
 from benchmarks.planner import step_times as planner_time
 from benchmarks.planner.step_times import Row, published
 from megalite.planner.chain.inputs import find_profile, read_cluster
@@ -34,6 +35,21 @@ def test_published_steps_with_the_shipped_files(table_5: list[Row]) -> None:
     newer = _errors("unfused-2022", table_5)
     assert sum(map(abs, newer)) / len(newer) < 0.03
     assert max(map(abs, newer)) < 0.06
+
+
+def test_megatrons_tables_with_the_shipped_files(tmp_path: Path) -> None:
+    """Rows of each kind; their models have the FLOPs that the table says."""
+    machine, lines = megatron.machines(), megatron.TABLE.read_text().splitlines()
+    table = tmp_path / "few.csv"
+    table.write_text("\n".join([lines[0], *(line for line in lines if line.split(",")[1] in ("16b", "llama3-70b"))]))
+    rows = megatron.read_rows(table, machine)
+    assert {part: len(found) for part, found in rows.items()} == {"lm": 1, "nemo": 1, "bridge": 2, "b200": 1}
+    for part, found in rows.items():
+        errors = megatron.errors_of(found, Calibration(*machine[part], (), ()))
+        assert max(abs(errors)) < (0.16 if part == "b200" else 0.1)
+    table.write_text("\n".join([lines[0], lines[-1].replace("nemotron-340b", "gpt3-175b")]))
+    with pytest.raises(ValueError, match=r"gpt3-175b.*TFLOP/s by this model's FLOPs"):
+        megatron.read_rows(table, machine)
 
 
 def test_every_row_of_sc21_is_a_preset_and_within_a_tenth() -> None:

@@ -56,8 +56,8 @@ class Pricing:
 
     def linear(self, m: Number, n: Number, k: Number, batch: Number = 1.0, *, wide: bool = False) -> Piece:
         """A product with weights [n, k] of m rows, and its two gradients; the weight's is added up in fp32. Not `wide`: in 8
-        bits where the stack has them; then input, weights and output's gradient are read for their largest number, read
-        again and written."""
+        bits where the stack has them; then input and output's gradient, and weights once for all their uses, are read for
+        their largest number, read again and written."""
         times = 1.0 if wide else self.stack.float8_rate or 1.0
         found = Piece(
             self.gemm(m, n, k, batch, times=times),
@@ -67,7 +67,7 @@ class Pricing:
         if wide or not self.stack.float8_rate:
             return found
         cast = (2.0 * self.work.element + 1.0) * batch
-        return found + Piece(self.moved(cast * (m * k + n * k), 2.0), self.moved(cast * m * n), Parts())
+        return found + Piece(self.moved(cast * (m * k + n * k / self.work.weight_uses), 2.0), self.moved(cast * m * n), Parts())
 
     def moved(self, volume: Number, operations: Number = 1.0) -> Parts:
         rate = self.cluster.accelerator.memory_bandwidth * self.cluster.efficiency.memory

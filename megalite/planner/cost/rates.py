@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from megalite.config.batch import microbatch_counts
 from megalite.config.optimizer import OPTIMIZERS
 from megalite.config.parallel import message_bytes
 from megalite.config.run import RunConfig
@@ -79,6 +80,8 @@ class Workload:
     pp: Number = _of(lambda c: c.parallel.pp)
     # dp varies faster over ranks than pp (1), or slower (0).
     order_dp_first: Number = _of(lambda c: c.parallel.rank_order == "tp-cp-ep-dp-pp")
+    # Microbatches that use a weight in 8 bits before it is rounded again.
+    weight_uses: Number = _of(lambda c: 1 if c.parallel.strategy.shards_parameters else microbatch_counts(c)[-1])
     sequence_parallel: Number = _of(lambda c: c.parallel.sequence_parallel)
     # Tensor-parallel ranks of a host may exchange through its memory.
     shared_memory: Number = _of(lambda c: c.parallel.shared_memory_collectives)

@@ -163,7 +163,8 @@ class Clock:
 
     def _workload(self, shares: Shares, pp: int) -> rates.Workload:
         p = self.config.parallel
-        tp = shares.tp.astype(float)
+        tp, batch = shares.tp.astype(float), self.config.training.global_batch_size
+        fully = shares.strategy == STRATEGIES.index("fully-sharded")
         recompute, modules = shares.recompute, self.config.training.recompute_modules
         selective = (recompute == RECOMPUTE.index("selective")).astype(float)
 
@@ -179,6 +180,7 @@ class Clock:
             expert_tp=tp if p.etp is None else np.full_like(tp, p.etp),
             dp=shares.dp.astype(float),
             pp=float(pp),
+            weight_uses=np.where(fully, 1.0, (batch or 1) / (shares.dp * shares.micro_batch_size)),
             sequence_parallel=shares.sequence_parallel.astype(float),
             recompute_full=(recompute == RECOMPUTE.index("full")).astype(float),
             recompute_core=of("core_attn"),

@@ -141,6 +141,12 @@ def test_products_in_8_bits_are_faster_and_cast_their_operands() -> None:
     cast = Pricing.of(work, SLOW_MEMORY, float8).linear(4096, 8192, 2048)
     assert cast.forward.memory == pytest.approx((2 + 2 + 1) * (4096 + 8192) * 2048)
     assert cast.input_gradient.memory == pytest.approx((2 + 2 + 1) * 4096 * 8192)
+    # Weights are rounded once for all microbatches, unless they are gathered for each.
+    batch = {"micro_batch_size": 1, "global_batch_size": 16}
+    four, gathered = (workload_of(config_of(4, dp_strategy=name, **batch)) for name in ("all-reduce", "fully-sharded"))
+    assert (four.weight_uses, gathered.weight_uses) == (4, 1)
+    cast = Pricing.of(four, SLOW_MEMORY, float8).linear(4096, 8192, 2048)
+    assert cast.forward.memory == pytest.approx((2 + 2 + 1) * (4096 + 8192 / 4) * 2048)
 
 
 def test_the_head_does_not_hide_how_late_the_host_is() -> None:
