@@ -83,7 +83,7 @@ def read_input(path: str | Path, what: str) -> str:
     """The text of a file that the user named. Raises ConfigError: it cannot be read; `what` says which file it is."""
     path = Path(path)
     try:
-        return read_text(path)
+        return read_text(path, "utf-8-sig")  # as spreadsheets save tables
     except FileNotFoundError:
         raise ConfigError(f"{what} {path} does not exist{_near(path)}") from None
     except OSError as error:
