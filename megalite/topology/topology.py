@@ -154,7 +154,7 @@ class Launch:
         if several is not None and "WORLD_SIZE" not in env:
             raise ConfigError(
                 f"{several} is {env[several]}: so many processes of this command were started, and each would be a run of one "
-                "rank; have srun or mpirun start torchrun once on each host, or set WORLD_SIZE=1 if each is a run of its own"
+                "rank; have srun or mpirun start torchrun once on each host, or set WORLD_SIZE=1 if each is a separate run"
             )
         try:
             address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
