@@ -163,8 +163,9 @@ def mask_prefix(prefix: str) -> str:
 def require_recorded_tokenizer(prefix: str, tokenizer: Tokenizer | str) -> None:
     """The tokenizer must be the one that the side file names, if there is a sound one that does. `tokenizer`: or the
     fingerprint of a model's. Raises ConfigError: it is another; names both."""
-    own, has, give = (tokenizer, "the model has its own", "token files of that one")
-    if not isinstance(tokenizer, str):
+    if isinstance(tokenizer, str):
+        own, has, give = tokenizer, "the model has its own", "token files of that one"
+    else:
         own, has, give = tokenizer.fingerprint(), f"this run has {tokenizer.name}", "that one"
     recorded = _recorded_tokenizer(prefix)
     if recorded is not None and recorded[1] != own:
