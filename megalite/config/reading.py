@@ -154,7 +154,9 @@ def build(cls: type[T], tree: Any, where: str) -> T:
         if name in tree:
             values[name] = _value(types[name], tree[name], f"{where}: {name}", field.metadata)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            example = {int: "8", float: "1.0e9", bool: "true", str: "some text"}.get(types[name], "{...}")
+            # Of floats: a share; seconds, which may be 0; or bytes and operations per second.
+            number = "0.8" if "most" in field.metadata else "1.0e-6" if "least" in field.metadata else "1.0e9"
+            example = {int: "8", float: number, bool: "true", str: "some text"}.get(types[name], "{...}")
             raise ConfigError(f"{where}: {name} is missing; add `{name}: {example}`")
     return cls(**values)
 
