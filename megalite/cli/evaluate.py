@@ -53,7 +53,7 @@ def _stream(flags: Namespace, model: InferenceModel, topology: Topology) -> Toke
     try:
         if flags.data_path is not None:
             assert model.model.vocab_size is not None
-            stream = stream_of_files(flags.data_path, model.model.vocab_size)
+            stream = stream_of_files(flags.data_path, model.model.vocab_size, model.tokenizer_sha256)
         elif topology.rank == 0:
             assert model.tokenizer is not None
             limits, key = Limits(text_documents=flags.text_documents or "file"), flags.json_key or "text"

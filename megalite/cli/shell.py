@@ -1,11 +1,12 @@
 """Reading bash without running it: what a launch script would start, as words, with variables, arrays and conditions.
 
 Enough of the language for scripts that put flags together: assignments, arrays, quotes, `${NAME:-default}`, arithmetic,
-`if` with tests, `case`, loops over words, `source`, here-documents and strings that another shell runs. Commands are never
-run: a test of a file counts as true, the output of a command as unknown. What is unknown stays as it is written."""
+`if` with tests, `case`, loops over words, functions, `source`, here-documents and strings that another shell runs. Commands
+are never run: a test of a file counts as true, the output of a command as unknown. What is unknown stays as it is written."""
 
 import ast
 import fnmatch
+import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,14 @@ _MOST_COMMANDS, _DEEPEST = 100_000, 20
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _UNKNOWN = re.compile(r"\$(\{[^}]*\}|\w+|\()|`")
 _MODIFIED = re.compile(r"(#?)([A-Za-z_]\w*|[0-9]+|[@*#?$!])(\[[^\]]*\])?(.*)", re.DOTALL)
+_COMPARISONS: Mapping[type[ast.cmpop], Callable[[int, int], bool]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
 
 
 @dataclass
@@ -30,6 +39,8 @@ class Shell:
     given: Mapping[str, str]
     folder: Path
     variables: dict[str, list[str]] = field(default_factory=dict)
+    functions: dict[str, list[Token]] = field(default_factory=dict)  # name -> what stands between its braces
+    arguments: list[str] | None = None  # of the function that is followed; None: of the script, which are not known
     depth: int = 0
     done: int = 0
 
@@ -43,6 +54,16 @@ class Shell:
         except IndexError:
             raise ConfigError(f"{where} ends within a command") from None
         self.depth -= 1
+
+    def call(self, name: str, arguments: list[str] | None, where: str) -> None:
+        """Follow the body of a function."""
+        if self.depth >= _DEEPEST:
+            raise ConfigError(f"{where}: functions call one another more than {_DEEPEST} deep")
+        before, self.arguments = self.arguments, arguments
+        self.depth += 1
+        _Block(self, self.functions[name], where).follow()
+        self.depth -= 1
+        self.arguments = before
 
     def assign(self, name: str, values: list[str], *, add: bool = False, array: bool = False) -> None:
         if not array and not add and values and is_unknown(values[0]) and re.fullmatch(r"\$\{?\w+\}?", values[0]):
@@ -59,6 +80,10 @@ class Shell:
 
     def value(self, name: str) -> list[str] | None:
         """Of a variable; None: unknown."""
+        if self.arguments is not None and name.isdecimal() and name != "0":
+            return self.arguments[int(name) - 1 : int(name)] or [""]
+        if name in ("@", "*"):
+            return list(self.arguments or [])
         if name in self.variables:
             return self.variables[name]
         return [self.given[name]] if name in self.given else None
@@ -77,8 +102,8 @@ class Shell:
                 fields[-1] += raw[at + 1 : end]
                 at, started = end + 1, True
             elif char == '"':
-                at = self._double(raw, at + 1, fields)
-                started = True
+                at, held = self._double(raw, at + 1, fields)
+                started = started or held
             elif char in "$`":
                 at, values = self._reference(raw, at)
                 words = [word for value in values for word in (value.split() if split else [value])]
@@ -98,12 +123,14 @@ class Shell:
             fields.pop()
         return fields if started else []
 
-    def _double(self, raw: str, at: int, fields: list[str]) -> int:
-        """Inside double quotes: nothing is split, but an array's `[@]` is one word each."""
+    def _double(self, raw: str, at: int, fields: list[str]) -> tuple[int, bool]:
+        """Inside double quotes: nothing is split, but an array's `[@]` is one word each. Where it ends, and whether it makes a
+        word: an empty array by itself makes none."""
+        held = raw[at : at + 1] == '"'
         while at < len(raw) and raw[at] != '"':
             if raw[at] == "\\" and at + 1 < len(raw) and raw[at + 1] in '"\\$`':
                 fields[-1] += raw[at + 1]
-                at += 2
+                at, held = at + 2, True
             elif raw[at] in "$`":
                 whole = raw[at:]
                 at, values = self._reference(raw, at)
@@ -112,10 +139,11 @@ class Shell:
                 for index, value in enumerate(values):
                     fields += [""] if index else []
                     fields[-1] += value
+                held = held or bool(values)
             else:
                 fields[-1] += raw[at]
-                at += 1
-        return at + 1
+                at, held = at + 1, True
+        return at + 1, held
 
     def _reference(self, raw: str, at: int) -> tuple[int, list[str]]:
         """The expansion that begins here: where it ends, and its values; an unknown one as it is written."""
@@ -123,15 +151,17 @@ class Shell:
         end = lexer.skip(at)
         text = raw[at:end]
         if text.startswith("$(("):
-            number = self._arithmetic(text[3:-2])
+            number = self.arithmetic(text[3:-2])
             return end, [text if number is None else str(number)]
         if text[:2] == "${":
             values = self._modified(text[2:-1])
             return end, [text] if values is None else values
         if text == "$" and (name := re.match(r"[A-Za-z_]\w*|[0-9]|[@*#?$!]", raw[at + 1 :])):
             end = at + 1 + name.end()
-            values = ["0"] if name[0] == "#" else [] if name[0] in "@*" else self.value(name[0])
-            return end, [raw[at:end]] if values is None else values[:1] or [""]
+            values = [str(len(self.arguments or []))] if name[0] == "#" else self.value(name[0])
+            if values is None or name[0] in "@*":
+                return end, [raw[at:end]] if values is None else values
+            return end, values[:1] or [""]
         return end, [text]
 
     def _modified(self, inner: str) -> list[str] | None:
@@ -143,30 +173,39 @@ class Shell:
         values = self.value(name)
         known = values is not None and not (len(values) == 1 and is_unknown(values[0]))
         if length:
-            return [str(len(values) if index in ("[@]", "[*]") else len(values[0]))] if known and values else None
+            several = index in ("[@]", "[*]")
+            return [str(len(values) if several else len("".join(values[:1])))] if known and values is not None else None
         if index and values is not None:
             place = index[1:-1]
             values = (
                 values if place in ("@", "*") else values[int(place) : int(place) + 1] if place.isdecimal() else None
             )
-        elif values:
+        elif values and name not in ("@", "*"):
             values = values[:1]
-        operator, word = next(
+        how, word = next(
             ((op, rest[len(op) :]) for op in (":-", ":=", ":+", ":?", "-", "=", "+") if rest.startswith(op)), ("", "")
         )
-        if operator in (":-", ":=", "-", "="):
-            return values if known and values != [""] else [" ".join(self.expand(word, split=False))]
-        if operator in (":+", "+"):
-            return [" ".join(self.expand(word, split=False))] if known and values != [""] else []
-        if values is None or not rest or operator:
+        if how in (":-", ":=", "-", "="):
+            if not known or not any(values or ()):
+                values = [" ".join(self.expand(word, split=False))]
+                if "=" in how and not index:
+                    self.variables[name] = values
+            return values
+        if how in (":+", "+"):
+            return [" ".join(self.expand(word, split=False))] if known and any(values or ()) else []
+        if values is None or not rest or how:
             return [] if index and name not in self.given and name in self.variables and values is None else values
+        if known and (cut := re.fullmatch(r":\s*(\d+)(?::(\d+))?", rest)):
+            start = int(cut[1]) - (name in ("@", "*"))  # arguments are numbered from 1
+            part = slice(start, None if cut[2] is None else start + int(cut[2]))
+            whole = name not in ("@", "*") and index not in ("[@]", "[*]")
+            return [value[part] for value in values] if whole else values[part]
         return [_cut(value, rest) for value in values] if known else None
 
-    def _arithmetic(self, text: str) -> int | None:
-        words = re.sub(
-            r"\$\{?([A-Za-z_]\w*)\}?|\b([A-Za-z_]\w*)", lambda m: (self.value(m[1] or m[2]) or ["?"])[0], text
-        )
+    def arithmetic(self, text: str) -> int | None:
+        words = re.sub(r"\$\{?(\w+)\}?|\b([A-Za-z_]\w*)", lambda m: (self.value(m[1] or m[2]) or ["?"])[0], text)
         try:
+            words = re.sub(r"!(?!=)", " not ", words.replace("&&", " and ").replace("||", " or "))
             return _number(ast.parse(words.strip(), mode="eval").body)
         except (SyntaxError, ValueError, ZeroDivisionError):
             return None
@@ -178,6 +217,14 @@ def is_unknown(text: str) -> bool:
 
 
 def _number(node: ast.expr) -> int:
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARISONS:
+        compare = _COMPARISONS[type(node.ops[0])]
+        return int(compare(_number(node.left), _number(node.comparators[0])))
+    if isinstance(node, ast.BoolOp):
+        values = [_number(value) != 0 for value in node.values]
+        return int(all(values) if isinstance(node.op, ast.And) else any(values))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return int(not _number(node.operand))
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
@@ -200,6 +247,8 @@ def _number(node: ast.expr) -> int:
 
 def _cut(value: str, rest: str) -> str:
     """`${NAME%pattern}` and its kin, and `${NAME/old/new}`; anything else leaves the value as it is."""
+    if rest in ("^^", ",,"):
+        return value.upper() if rest == "^^" else value.lower()
     if rest[0] == "/":
         old, _, new = rest[1:].lstrip("/").partition("/")
         return value.replace(old, new) if rest.startswith("//") else value.replace(old, new, 1)
@@ -274,7 +323,8 @@ class _Block:
         elif kind == "case":
             self._case(live=live)
         elif kind == "function":
-            self._line()
+            self._at += 1
+            self._function(self._script[self._at - 1].text, live=live)
         elif kind == "for":
             words = self._line()
             name, values = words[0].text, [value for word in words[2:] for value in self._shell.expand(word.text)]
@@ -329,8 +379,10 @@ class _Block:
     def _test(self, raw: list[str]) -> bool:
         if raw[:1] == ["!"]:
             return not self._test(raw[1:])
+        if raw and raw[0].startswith("(("):
+            return bool(self._shell.arithmetic(raw[0][2:-2]))
         if raw[:1] not in (["["], ["[["], ["test"]):
-            return raw[:1] != ["false"]
+            return not raw or self._shell.expand(raw[0]) != ["false"]
         expanded = [" ".join(self._shell.expand(text, split=False)) for text in raw[1:] if text not in ("]", "]]")]
         words = ["" if is_unknown(word) else word for word in expanded]
         negated = words[:1] == ["!"]
@@ -338,6 +390,10 @@ class _Block:
 
     @staticmethod
     def _holds(words: list[str]) -> bool:
+        for joint, every in (("-o", any), ("-a", all)):
+            if joint in words[1:-1]:
+                at = words.index(joint, 1)
+                return every((_Block._holds(words[:at]), _Block._holds(words[at + 1 :])))
         match words:
             case ["-n", word] | [word]:
                 return word != ""
@@ -384,10 +440,8 @@ class _Block:
         ) and token.document is None:
             line.append(token)
             self._at += 1
-        if token.text == "(" and len(line) == 1:  # a function's name: its body is never called here
-            while self._script[self._at].text in ("(", ")", "\n", "{"):
-                self._at += 1
-            self._until(("}",), live=False)
+        if token.text == "(" and len(line) == 1:
+            self._function(line[0].text, live=live)
             return True
         while token.is_operator and token.text == "<<<":
             self._at += 2
@@ -395,7 +449,7 @@ class _Block:
         shell = self._shell
         if not live:
             return True
-        if line and line[0].text in ("[", "[[", "test", "false"):
+        if line and (line[0].text in ("[", "[[", "test", "false") or line[0].text.startswith("((")):
             return self._condition(line)
         shell.done += 1
         if shell.done > _MOST_COMMANDS:
@@ -414,9 +468,27 @@ class _Block:
                 shell.assign(name, [" ".join(shell.expand(raw, split=False))], add=bool(add))
             line = line[1:]
         words = [word for token in line for word in shell.expand(token.text)]
-        if words[:1] == ["unset"]:
+        if words[:1] == ["shift"]:
+            del (shell.arguments or [])[: int(words[1]) if words[1:] and words[1].isdecimal() else 1]
+        elif words[:1] == ["unset"]:
             for name in words[1:]:
                 shell.variables.pop(name, None)
+        elif words and words[0] in shell.functions:
+            unknown = (
+                shell.arguments is None
+                and not words[1:]
+                and any("$@" in token.text or "$*" in token.text for token in line)
+            )
+            shell.call(words[0], None if unknown else words[1:], self._where)
         elif words:
             shell.command(shell, words)
         return True
+
+    def _function(self, name: str, *, live: bool) -> None:
+        """What is in its braces is followed where it is called."""
+        while self._script[self._at].text in ("(", ")", "\n", "{"):
+            self._at += 1
+        start = self._at
+        self._until(("}",), live=False)
+        if live:
+            self._shell.functions[name] = self._script[start : self._at - 1]

@@ -8,6 +8,7 @@ from megalite.config.errors import ConfigError
 
 _OPERATORS = ("&&", "||", ";;", "<<<", "<<-", "<<", "|&", ";", "|", "&", "(", ")", "<", ">", "\n")
 _REDIRECTION = re.compile(r"(?:\d|&)?(?:>>|>\||>|<)(?![<(])(&[\d-])?[ \t]*")
+_ARITHMETIC = re.compile(r"\(\([^\n]*?\)\)(?=[\s;&|]|$)")
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,9 @@ def tokens(text: str, where: str) -> list[Token]:
 
 class Lexer:
     def __init__(self, text: str, where: str) -> None:
-        self._text, self._where, self._at = text.replace("\\\n", " ").replace("\r\n", "\n"), where, 0
+        # A backslash at the end of a comment continues nothing.
+        text = re.sub(r"(?m)(^[ \t]*#.*?|[ \t]#[^'\"\n]*?)\\+$", r"\1", text.replace("\r\n", "\n"))
+        self._text, self._where, self._at = text.replace("\\\n", " "), where, 0
         self._documents: list[tuple[str, bool]] = []
 
     def tokens(self, *, inside: bool = False) -> Iterator[Token]:
@@ -40,6 +43,9 @@ class Lexer:
             elif char == "#":
                 end = text.find("\n", self._at)
                 self._at = len(text) if end < 0 else end
+            elif not inside and (arithmetic := _ARITHMETIC.match(text, self._at)):
+                self._at = arithmetic.end()
+                yield Token(arithmetic[0])
             elif inside and char == ")":
                 self._at += 1
                 return

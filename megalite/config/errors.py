@@ -56,6 +56,10 @@ class ConfigError(ValueError):
         return "\n".join(lines + more)
 
 
+class TakenError(ConfigError):
+    """Another run has the folder, and leaves its own word in it: this one leaves none."""
+
+
 class RankError(ConfigError):
     """A ConfigError that only some ranks have found: each that has it says so, since rank 0 may not know of it.
     `exit_code`: of the error that it stands for."""

@@ -83,7 +83,7 @@ def read_input(path: str | Path, what: str) -> str:
     """The text of a file that the user named. Raises ConfigError: it cannot be read; `what` says which file it is."""
     path = Path(path)
     try:
-        return read_text(path)
+        return read_text(path, "utf-8-sig")  # as spreadsheets save tables
     except FileNotFoundError:
         raise ConfigError(f"{what} {path} does not exist{_near(path)}") from None
     except OSError as error:
@@ -154,7 +154,9 @@ def build(cls: type[T], tree: Any, where: str) -> T:
         if name in tree:
             values[name] = _value(types[name], tree[name], f"{where}: {name}", field.metadata)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            example = {int: "8", float: "1.0e9", bool: "true", str: "some text"}.get(types[name], "{...}")
+            # Of floats: a share; seconds, which may be 0; or bytes and operations per second.
+            number = "0.8" if "most" in field.metadata else "1.0e-6" if "least" in field.metadata else "1.0e9"
+            example = {int: "8", float: number, bool: "true", str: "some text"}.get(types[name], "{...}")
             raise ConfigError(f"{where}: {name} is missing; add `{name}: {example}`")
     return cls(**values)
 

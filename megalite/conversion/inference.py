@@ -96,6 +96,7 @@ class InferenceModel:
     seq_length: int  # longest sequence that it was made for
     stage: GPTStage
     tokenizer: Tokenizer | None
+    tokenizer_sha256: str | None  # of the one that it was trained with, where a checkpoint says it
     end_ids: frozenset[int]  # tokens that end a text
     is_huggingface: bool
 
@@ -220,6 +221,7 @@ def load_model(
         seq_length=weights.seq_length,
         stage=stage.eval(),
         tokenizer=found,
+        tokenizer_sha256=weights.recorded_tokenizer if isinstance(weights, NativeWeights) else None,
         end_ids=end_ids(weights, found) if needs_tokenizer else frozenset(),
         is_huggingface=weights.format == "huggingface",
     )

@@ -13,10 +13,10 @@ from megalite.tokenizers.base import Tokenizer, read_tokenizer_file
 from megalite.tokenizers.build import TIKTOKEN, WITHOUT_FILES, build_tokenizer, is_tiktoken, look_into
 
 GENERATION = "generation_config.json"
-SETTINGS = "tokenizer_config.json"
+SETTINGS, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt"),
-    *(SETTINGS, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", GENERATION),
+    *(SETTINGS, "special_tokens_map.json", "added_tokens.json", TEMPLATE, GENERATION),
 )
 """Files beside the weights that travel with them."""
 TOKENIZER_SETTINGS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tiktoken_pattern")
@@ -31,8 +31,9 @@ _NO_HINTS, _OWN = DataConfig(), "tokenizer"
 def tokenizer_folder_files(path: Path, kind: str | None = None) -> list[Path]:
     """The tokenizer's files that `path`, a file or a folder of Hugging Face's, Meta's or OpenAI's kind, stands for."""
     if path.is_file():
-        beside = path.with_name(SETTINGS)  # it names the end of document
-        return [path, beside] if path.name == MODEL_JSON and beside.is_file() else [path]
+        # They name the end of document, and say how messages become text.
+        beside = [path.with_name(name) for name in (SETTINGS, TEMPLATE)] if path.name == MODEL_JSON else []
+        return [path, *(file for file in beside if file.is_file())]
     if path.is_dir():
         found = [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
         names = {file.name for file in found}

@@ -327,6 +327,10 @@ class _Plugged:
         require_sample(k)
         found = self.read(k)
         if isinstance(found, Mapping):
+            if "input_ids" not in found:
+                raise ConfigError(
+                    f"{self.name}: sample {k} is a mapping without input_ids; it has {', '.join(map(str, found))[:80]}"
+                )
             found = found["input_ids"]
         tokens = np.asarray(found)
         if tokens.shape != (self.length,) or tokens.dtype.kind not in "iu":

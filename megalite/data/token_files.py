@@ -101,12 +101,14 @@ def _side_fault(facts: dict[str, Any]) -> str | None:
 
 class TokenFiles:
     """Opens and checks each token file once, for all splits that read it. `tokenizer`: of the run, if it has one: token
-    files that record another are refused."""
+    files that record another are refused; without one, those that record different ones."""
 
     def __init__(self, vocab_size: int, tokenizer: Tokenizer | None = None) -> None:
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
         self._open: dict[str, IndexedDataset] = {}
+        self._first: tuple[str, str, str] | None = None
+        """The first that records its tokenizer, with kind and sha256 of that."""
 
     def open(self, prefix: str) -> IndexedDataset:
         """The token file `prefix`.bin with its .idx. Raises ConfigError: it is missing, is damaged, or holds a token id
@@ -120,9 +122,23 @@ class TokenFiles:
                 )
             if self.tokenizer is not None:
                 require_recorded_tokenizer(prefix, self.tokenizer)
+            else:
+                self._require_one_tokenizer(prefix)
             _check_token_ids(indexed, self.vocab_size, self.tokenizer)
             self._open[prefix] = indexed
         return self._open[prefix]
+
+    def _require_one_tokenizer(self, prefix: str) -> None:
+        recorded = _recorded_tokenizer(prefix)
+        if recorded is None:
+            return
+        first, *theirs = self._first = self._first or (prefix, *recorded)
+        if recorded[1] != theirs[1]:
+            raise ConfigError(
+                f"{prefix}.bin was made with {recorded[0]} (sha256 {recorded[1][:12]}...), and {first}.bin with {theirs[0]} (sha256 "
+                f"{theirs[1][:12]}...): the same id means different text; preprocess one of them again with the other's tokenizer, "
+                f"or move {side_file_path(prefix)} away if the two are known to give the same ids"
+            )
 
     def open_mask(self, prefix: str) -> IndexedDataset:
         """What says which tokens of `prefix` are the model's to say: `name_mask_document` beside `name_document`.
@@ -144,21 +160,30 @@ def mask_prefix(prefix: str) -> str:
     return f"{prefix.removesuffix('_document')}_mask_document"
 
 
-def require_recorded_tokenizer(prefix: str, tokenizer: Tokenizer) -> None:
-    """The tokenizer must be the one that the side file names, if there is a sound one that does. Raises ConfigError: it
-    is another; names both."""
+def require_recorded_tokenizer(prefix: str, tokenizer: Tokenizer | str) -> None:
+    """The tokenizer must be the one that the side file names, if there is a sound one that does. `tokenizer`: or the
+    fingerprint of a model's. Raises ConfigError: it is another; names both."""
+    if isinstance(tokenizer, str):
+        own, has, give = tokenizer, "the model has its own", "token files of that one"
+    else:
+        own, has, give = tokenizer.fingerprint(), f"this run has {tokenizer.name}", "that one"
+    recorded = _recorded_tokenizer(prefix)
+    if recorded is not None and recorded[1] != own:
+        raise ConfigError(
+            f"{prefix}.bin was made with another tokenizer: {recorded[0]} (sha256 {recorded[1][:12]}...), and {has} (sha256 "
+            f"{own[:12]}...); give {give}, or move {side_file_path(prefix)} away if the two are known to give the same ids"
+        )
+
+
+def _recorded_tokenizer(prefix: str) -> tuple[str, str] | None:
+    """Kind and sha256 of the tokenizer that the side file names; None where there is no sound one that does."""
     try:
         recorded = (read_side_file(prefix) or {}).get("tokenizer")
     except ConfigError:
-        return
-    sha256 = recorded.get("sha256") if isinstance(recorded, dict) else None
-    if isinstance(recorded, dict) and isinstance(sha256, str) and sha256 != tokenizer.fingerprint():
-        kind = str(recorded.get("kind", "a tokenizer"))[:40]
-        raise ConfigError(
-            f"{prefix}.bin was made with another tokenizer: {kind} (sha256 {sha256[:12]}...), and this run has "
-            f"{tokenizer.name} (sha256 {tokenizer.fingerprint()[:12]}...); give that one, or move "
-            f"{side_file_path(prefix)} away if the two are known to give the same ids"
-        )
+        return None
+    if not isinstance(recorded, dict) or not isinstance(sha256 := recorded.get("sha256"), str):
+        return None
+    return str(recorded.get("kind", "a tokenizer"))[:40], sha256
 
 
 def _check_exists(prefix: str) -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megalite.config.errors import ConfigError
 from megalite.config.model import ModelConfig
-from megalite.data.token_files import TokenFiles
+from megalite.data.token_files import TokenFiles, require_recorded_tokenizer
 from megalite.generation.generate import Chain, whole_vocabulary
 from megalite.preprocess.documents import read_piece
 from megalite.preprocess.inputs import find_inputs
@@ -38,10 +38,14 @@ class TokenStream:
         return np.concatenate(found).astype(np.int64)
 
 
-def stream_of_files(prefixes: Sequence[str], vocab_size: int) -> TokenStream:
-    """The documents of token files, in their order, as they were written. Raises ConfigError: one is missing or
-    damaged, or has ids that the model does not know."""
+def stream_of_files(prefixes: Sequence[str], vocab_size: int, tokenizer: str | None = None) -> TokenStream:
+    """The documents of token files, in their order, as they were written. `tokenizer`: fingerprint of the model's, where
+    it is known. Raises ConfigError: one is missing or damaged, has ids that the model does not know, or records another
+    tokenizer."""
     files = TokenFiles(vocab_size)
+    if tokenizer is not None:
+        for prefix in prefixes:
+            require_recorded_tokenizer(prefix, tokenizer)
     return TokenStream([files.open(prefix).tokens for prefix in prefixes])
 
 

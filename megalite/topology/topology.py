@@ -127,6 +127,9 @@ _DUMPED = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 """Variables of torch's flight recorder: how many operations it keeps, where it writes them. The second name is the former."""
 _ENTRIES = "2000"
 
+_TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""Where srun and mpirun say how many processes they have started."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
@@ -143,9 +146,17 @@ class Launch:
 
     @classmethod
     def from_environment(cls) -> "Launch":
-        """Read torchrun's variables; one process where there are none."""
+        """Read torchrun's variables; one process where there are none.
+
+        Raises ConfigError: they are no numbers; or there are none, and srun or mpirun has started several processes."""
+        env = os.environ
+        several = next((name for name in _TASKS if env.get(name, "1") not in ("", "1")), None)
+        if several is not None and "WORLD_SIZE" not in env:
+            raise ConfigError(
+                f"{several} is {env[several]}: so many processes of this command were started, and each would be a run of one "
+                "rank; have srun or mpirun start torchrun once on each host, or set WORLD_SIZE=1 if each is a separate run"
+            )
         try:
-            env = os.environ
             address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
             return cls(
                 rank=int(env.get("RANK", 0)),

@@ -12,7 +12,7 @@ from megalite.checkpoint.load import Checkpoint, find_checkpoint
 from megalite.checkpoint.manifest import CheckpointMissing, TensorEntry, optimizer_key, weight_key
 from megalite.checkpoint.safetensors_file import DTYPE_NAMES, TORCH_DTYPES
 from megalite.checkpoint.tiling import Slice
-from megalite.config.data import DEFAULT_SPLIT, DataConfig
+from megalite.config.data import DEFAULT_SPLIT, PATH_SETTINGS, DataConfig, parse_data_path
 from megalite.config.errors import CheckpointError, ConfigError
 from megalite.config.model import ModelConfig, free_settings
 from megalite.config.optimizer import OPTIMIZERS, OptimizerConfig
@@ -20,6 +20,7 @@ from megalite.config.registry import Registry
 from megalite.config.run import RunConfig, hugging_face_folder, save_folder
 from megalite.config.training import TrainingConfig
 from megalite.data.sources import megatron_lengths
+from megalite.data.token_files import require_recorded_tokenizer
 from megalite.data_parallel.buckets import Placed
 from megalite.data_parallel.facts import Placement
 from megalite.data_parallel.shards import OptimizerShard, placed_in
@@ -133,7 +134,7 @@ def resume(replica: Replica, *, tokenizer: str | None, log: Callable[[str], None
                 f"{error}; give --load the folder of a run's checkpoints, or add --fresh-if-missing to start from "
                 "step 0 where there are none"
             ) from None
-        log(f"no checkpoint in {checkpoint.load}: starting from step 0, as fresh_if_missing says")
+        log(f"{error}: starting from step 0, as fresh_if_missing says")
         return Progress(0, 0)
 
 
@@ -197,6 +198,12 @@ def load(replica: Replica, folder: Path, *, tokenizer: str | None, log: Callable
             f"{checkpoint.path} was trained with another tokenizer (sha256 {manifest.tokenizer[:12]}..., "
             f"this run's is {tokenizer[:12]}...); give the same tokenizer, or --finetune to start over from the weights"
         )
+    if not finetune and not tokenizer and manifest.tokenizer and config.data.dataset is None:
+        with agreeing(topology.world, topology.device):
+            for _, prefix in (
+                pair for name in PATH_SETTINGS for pair in parse_data_path(getattr(config.data, name), name)
+            ):
+                require_recorded_tokenizer(prefix, manifest.tokenizer)
     with_optimizer = not finetune and config.checkpoint.load_optimizer
     if not finetune and config.checkpoint.require_same_schedule:
         check_same_schedule(checkpoint, config.optimizer)
@@ -215,7 +222,12 @@ def load(replica: Replica, folder: Path, *, tokenizer: str | None, log: Callable
     progress = Progress(0, 0)
     if not finetune:
         asked = replace(config, data=replica.written.data)  # text by its name, not by that of its token files
-        for line in (*notes, *data_changes(manifest.config, asked, dp=manifest.layout.get("dp"))):
+        dp = manifest.layout.get("dp")
+        for line in (
+            *notes,
+            *data_changes(manifest.config, asked, dp=dp),
+            *other_numbers(manifest.config, replica.written, dp=dp, here=config.parallel.dp),
+        ):
             log(line)
         if not with_optimizer:
             log("the optimizer's states start afresh, as load_optimizer says")
@@ -255,6 +267,34 @@ SCHEDULE = (
     *("start_weight_decay", "end_weight_decay"),
 )
 """Settings of the schedules of learning rate and weight decay."""
+
+
+_NUMBERS = {
+    "training": ("precision", "global_batch_size", "rampup_batch_size", "step_batch_size_schedule"),
+    "optimizer": ("optimizer", *SCHEDULE, "adam_beta1", "adam_beta2", "adam_eps", "clip_grad"),
+    "model": ("hidden_dropout", "attention_dropout", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
+}
+"""Settings that a run may change when it resumes, and that change its numbers, by section."""
+
+
+def other_numbers(saved: Mapping[str, Any], written: RunConfig, *, dp: Any, here: int | None) -> list[str]:
+    """A line with those of `_NUMBERS` that this run has otherwise than the checkpoint's, if there are any. Its length is one
+    where the learning rate decays to its end, and the batch also where it follows from dp, which is `here` in this run."""
+    optimizer, differ = written.optimizer, list[str]()
+    for section, names in _NUMBERS.items():
+        now, stored = asdict(getattr(written, section)), saved.get(section)
+        before = asdict(getattr(RunConfig(), section)) | (stored if isinstance(stored, dict) else {})
+        if section == "training":
+            for values, replicas in ((before, dp), (now, here)):
+                micro = values["micro_batch_size"]
+                if values["global_batch_size"] is None and isinstance(micro, int) and isinstance(replicas, int):
+                    values["global_batch_size"] = micro * replicas
+            decays = optimizer.lr_decay_style != "constant"
+            if decays and optimizer.lr_decay_iters is None and optimizer.lr_decay_samples is None:
+                names = (*names, "train_iters", "train_samples")
+        there = {name: (_shown(before[name]), _shown(now[name])) for name in names if before[name] != now[name]}
+        differ += [f"{name} {former} -> {new}" for name, (former, new) in there.items()]
+    return [f"other settings than the checkpoint's run had: {', '.join(differ)}"] if differ else []
 
 
 def check_same_schedule(checkpoint: Checkpoint, optimizer: OptimizerConfig) -> None:

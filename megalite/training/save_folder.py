@@ -16,7 +16,7 @@ from megalite.checkpoint.files import lock_folder, replace_durably
 from megalite.checkpoint.folders import candidates
 from megalite.checkpoint.manifest import CheckpointMissing
 from megalite.config.describe import redact_text, sectioned
-from megalite.config.errors import ConfigError
+from megalite.config.errors import ConfigError, TakenError
 from megalite.config.exit_codes import NO_PROGRESS
 from megalite.config.run import RunConfig, resumes, saves_at
 from megalite.optimizers.schedules import Progress
@@ -167,8 +167,8 @@ def refuse_foreign_checkpoints(config: RunConfig, progress: Progress) -> None:
         return
     if newest > progress.step:
         raise ConfigError(
-            f"{c.save} holds checkpoints up to step {newest} but this run starts at step {progress.step}; add "
-            f"--load {c.save} to continue from the newest, or give another --save"
+            f"{c.save} holds checkpoints up to step {newest} but this run starts at step {progress.step}; "
+            f"{'leave out --ckpt-step' if resumes else f'add --load {c.save}'} to continue from the newest, or give another --save"
         )
     if c.keep_latest is not None and not resumes:
         raise ConfigError(
@@ -189,13 +189,13 @@ class SaveFolder:
         self._lock: int | None = None
         self._guard: RestartGuard | None = None
         config, topology = replica.config, replica.topology
-        with agreeing(topology.world, topology.device):
-            try:
-                if topology.rank == 0:
-                    self._take(Path(str(config.checkpoint.save)))
-            except OSError as error:
-                raise ConfigError(f"cannot write to {config.checkpoint.save}: {error.strerror}") from None
         try:
+            with agreeing(topology.world, topology.device):
+                try:
+                    if topology.rank == 0:
+                        self._take(Path(str(config.checkpoint.save)))
+                except OSError as error:
+                    raise ConfigError(f"cannot write to {config.checkpoint.save}: {error.strerror}") from None
             require_progress(
                 self._guard, progress.step, config.logging.run_dir, world=topology.world, device=topology.device
             )
@@ -220,7 +220,7 @@ class SaveFolder:
         try:
             self._lock = lock_folder(folder)
         except BlockingIOError:
-            raise ConfigError(
+            raise TakenError(
                 f"another run is saving into {folder}: wait for it, end it (also ranks that a killed launcher has left "
                 "behind), or give another --save"
             ) from None
@@ -241,7 +241,8 @@ class SaveFolder:
         return saver
 
     def leave(self, error: BaseException | None, *, step: int, stopping: bool) -> None:
-        """The run is over, or fails in `step`; `stopping`: it was asked to stop. Another one may have the folder."""
+        """The run is over, or fails in `step`; `stopping`: it was asked to stop, or could not begin. Another one may have the
+        folder."""
         try:
             if self._guard is not None and error is None:
                 self._guard.ended()

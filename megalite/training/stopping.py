@@ -159,7 +159,8 @@ class StopRequests:
         self._patience, self.say = patience, say
         self._heard: dict[int, float] = {}
         """Signal -> when it first came."""
-        self._starting = True
+        self.starting = True
+        """No step has begun."""
         self._leaving = self.asked = False
         """`asked`: the program itself, as a callback may."""
         self.last_words: Callable[[StopRequest, str], None] = lambda request, text: None
@@ -183,7 +184,7 @@ class StopRequests:
 
     def started(self) -> None:
         """From here on there is something to lose: signals wait until all ranks agree. One may have come already."""
-        self._starting = False
+        self.starting = False
         if self._heard and not self._leaving:
             raise StopRun(StopRequest(self.number))
 
@@ -233,7 +234,7 @@ class StopRequests:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._heard.setdefault(number, time.monotonic())
-        if self._starting and not self._leaving:
+        if self.starting and not self._leaving:
             self._leaving = True
             raise StopRun(StopRequest(_SIGNALS + number))
 
@@ -255,14 +256,14 @@ class StopRequests:
 
     def _seconds_left(self) -> float | None:
         """Until this process ends by force; None: it does not."""
-        if not self._heard or (self._leaving and not self._starting):
+        if not self._heard or (self._leaving and not self.starting):
             return None
-        patience = _START_PATIENCE if self._starting else self._patience
+        patience = _START_PATIENCE if self.starting else self._patience
         return min(self._heard.values()) + patience - time.monotonic()
 
     def _give_up(self) -> None:
         request = StopRequest(_SIGNALS + max(self._heard))
-        if self._starting:
+        if self.starting:
             text = f"{request.cause} came {_START_PATIENCE:g} s ago, before the first step: leaving"
         else:
             text = (

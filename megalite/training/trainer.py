@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from megalite.config.batch import batch_size, sequence_length, steps_left
-from megalite.config.errors import ConfigError, RankError
+from megalite.config.errors import ConfigError, RankError, TakenError
 from megalite.config.exit_codes import DONE
 from megalite.config.registry import Registry, import_modules
 from megalite.config.rules.run import ELASTIC
@@ -155,7 +155,8 @@ class Trainer:
         except BaseException as error:
             request = self.stops.request
             if request is None or self._moved or not isinstance(error, RuntimeError):
-                self._leave(Ending.failed(error, self._step_reached))
+                if not isinstance(error, TakenError):
+                    self._leave(Ending.failed(error, self._step_reached))
                 raise
             ending = self._stopped_at_start(request)
         self._leave(ending)
@@ -257,6 +258,8 @@ class Trainer:
         # Ranks that read no data do not know whether there is a test split.
         tests = topology.world.gather_json(self.loaders.test is not None, topology.device)
         self.test = Evaluator(replica, self.stepper, self.loaders.test, self.stops) if any(tests) else None
+        self._folder: SaveFolder | None = None
+        stack.push(lambda _, error, __: self._leave_folder(error))  # the last, when the saver has been waited for
         self._open_folder(fingerprint)
         self.reporter = Reporter(
             log=log,
@@ -268,9 +271,6 @@ class Trainer:
             device=topology.device,
             instruments=self.instruments,
         )
-        # The last that is pushed runs first: the saver is waited for while the others are still there, and only then
-        # is the folder given up.
-        stack.push(lambda _, error, __: self._leave_folder(error))
         stack.callback(self._close)
         stack.push(lambda _, error, __: self._explain(error))
         stack.push(lambda _, error, __: self._exporter.give_up() if error and self._exporter else None)
@@ -280,7 +280,6 @@ class Trainer:
         with agreeing(self.replica.topology.world, self.replica.topology.device):
             self.stops.refuse_old_file()
         self.saver: Saver | None = None
-        self._folder: SaveFolder | None = None
         self._exporter: Exporter | None = None
         if self.config.checkpoint.save is None:
             self.log("no checkpoint will be saved; --save-interval N with --run-dir (or --save) would save some")
@@ -482,7 +481,8 @@ class Trainer:
 
     def _leave_folder(self, error: BaseException | None) -> None:
         if self._folder is not None:
-            self._folder.leave(error, step=self.progress.step + 1, stopping=self.stops.request is not None)
+            found = self.stops.starting and isinstance(error, ConfigError)  # of the settings or the disk, not of a step
+            self._folder.leave(error, step=self.progress.step + 1, stopping=found or self.stops.request is not None)
 
     def _leave(self, ending: Ending) -> None:
         write_ending(self._run_dir, ending, make_folder=self._moved)

@@ -9,6 +9,7 @@ import torch
 
 from megalite.cli.evaluate import main
 from megalite.conversion.native import write_native
+from megalite.data.token_files import encode_side_file
 from tests.conversion.samples import GPT, MadeUp, byte_tokenizer
 from tests.data.token_files import write_by_layout
 
@@ -58,6 +59,20 @@ def test_text_json_and_token_files_are_one(folder: Path, capsys: Captured) -> No
         assert evaluate(folder, *words, "--json") == 0
         reports.append(json.loads(capsys.readouterr().out))
     assert len({report["loss"] for report in reports}) == 1
+    side = {
+        "documents": 1,
+        "tokens": 105,
+        "dtype": "uint16",
+        "tokenizer": {"kind": "NullTokenizer", "sha256": "0" * 64},
+    }
+    (folder / "a.json").write_bytes(encode_side_file(side))
+    assert evaluate(folder, "--data-path", folder / "a") == 2
+    said = capsys.readouterr().err
+    assert (
+        "a.bin was made with another tokenizer: NullTokenizer (sha256 000000000000...), and the model has its own"
+        in said
+    )
+    (folder / "a.json").unlink()
     first = reports[0]
     assert first["tokens"] == first["bytes"] == len(TEXT.encode())
     assert (first["seq_length"], first["stride"], first["windows"]) == (24, 24, -(-first["tokens"] // 24))

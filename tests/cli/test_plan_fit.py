@@ -73,7 +73,7 @@ def test_constants_are_found_and_written(steps: Path, tmp_path: Path, capsys: Ca
         ("gpus", "eight", "line 2: gpus is eight; it is a number above 0"),
         ("tokens_per_second_per_gpu", "-3", "line 2: tokens_per_second_per_gpu is -3; it is a number above 0"),
         ("tokens_per_second_per_gpu", "", "line 2 has no time; give one of seconds, tokens_per_second, "),
-        ("preset", "gpt5", "gpt5"),
+        ("preset", "gpt5", "line 2: --preset: unknown preset gpt5"),
         ("tp", "two", "line 2"),
     ],
 )
@@ -87,7 +87,7 @@ def test_bad_cells_are_named(column: str, cell: str, message: str, steps: Path, 
 
 def test_the_table_of_the_page_is_read(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
-    (tmp_path / "steps.csv").write_text(page.split("```csv\n")[1].split("```")[0])
+    (tmp_path / "steps.csv").write_text(page.split("```csv\n")[1].split("```")[0], "utf-8-sig")
     rows = [row.measured for row in read_rows(tmp_path / "steps.csv")]
     assert [(row.config.parallel.tp, row.config.parallel.dp) for row in rows] == [(1, 8), (2, 32)]
     assert [row.seconds for row in rows] == pytest.approx([64 * 8192 / 8 / 7100, 512 * 8192 / 64 / 6500])

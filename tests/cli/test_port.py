@@ -51,6 +51,15 @@ def commands(script: str, **given: str) -> list[list[str]]:
         ("N=2; [[ $N == 2 && $N -gt 5 ]] && run no; ! false && run yes || run no; cd x || run no; test $N = 2 && run 2", [
             ["run", "yes"], ["cd", "x"], ["run", "2"]]),
         ("[ -n \"$X\" ] && { run a; run b; }; run c; N=-7; run $((N/2)) $((N%2))", [["run", "c"], ["run", "-3", "-1"]]),
+        ("A=()\nrun \"${A[@]}\" \"$@\" \"\" x", [["run", "", "x"]]),
+        (": \"${T:=2}\" ${P:=$T}; run $T $P", [[":", "2", "2"], ["run", "2", "2"]]),
+        ("A=(\n --a 1\n # don't --b 2 \\\n --c 3 # so \\\n)\nrun ${A[@]}\n# old \\\nrun b", [["run", "--a", "1", "--c", "3"], ["run", "b"]]),
+        ("N=2; if (( N > 1 && !(N == 3) )); then run a; fi; (( N >= 3 )) && run no; for ((i=0; i<N; i++)); do run i; done", [
+            ["run", "a"]]),
+        ("F=false; if $F; then run no; fi; N=2; if [ $N -eq 2 -a -z \"$X\" ]; then run and; fi; [ $N = 3 -o $N = 2 ] && run or", [
+            ["run", "and"], ["run", "or"]]),
+        ("function f {\n local a=$1; shift\n run $a $# \"$@\" \"${@:2}\"\n}\ng() { f x \"$@\"; }\ng y z", [["run", "x", "2", "y", "z", "z"]]),
+        ("main() { C=$1; run $C; }\nmain \"$@\"; A=(a b c); S=abcd; run ${A[@]:1:1} ${S:1:2} ${S^^}", [["run", "${C}"], ["run", "b", "bc", "ABCD"]]),
     ],
 )  # fmt: skip
 def test_shell(script: str, expected: list[list[str]]) -> None:

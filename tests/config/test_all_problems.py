@@ -48,6 +48,7 @@ def test_flags_and_files_together(tmp_path: Path) -> None:
         # Contradictions do not hide one another, and those of one setting are all named.
         ("--ep 2 --save-interval 5 --keep-every 7 --min-lr 1 --lr 0.1", 5),
         ("--optimizer sgd --adam-beta1 0.5 --adam-beta2 0.5 --muon-steps 3", 3),
+        ("--num-layers 2 --pp 4", 2),
     ],
 )
 def test_how_many(flags: str, problems: int) -> None:

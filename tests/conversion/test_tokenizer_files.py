@@ -42,8 +42,9 @@ class TestEndToken:
 
     def test_a_file_named_alone_brings_its_settings(self, tmp_path: Path) -> None:
         folder = word_tokenizer(tmp_path / "data", ["<unk>", "<|end|>"], "<|end|>")
+        (folder / "chat_template.jinja").write_text("{{ messages }}")
         names = [path.name for path in tokenizer_folder_files(folder / "tokenizer.json")]
-        assert names == ["tokenizer.json", "tokenizer_config.json"]
+        assert names == ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
 
 
 def test_without_an_end_token_the_weights_convert_and_verify(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megalite.config.errors import ConfigError
-from megalite.data.token_files import encode_side_file, read_side_file, require_recorded_tokenizer
+from megalite.data.token_files import TokenFiles, encode_side_file, read_side_file, require_recorded_tokenizer
 from megalite.tokenizers.base import ByteLevelTokenizer, NullTokenizer
 from megalite.training.setup import open_data
 from tests.data.token_files import write_by_layout
@@ -110,6 +110,20 @@ def test_training_refuses_it(prefix: str) -> None:
     assert str(error.value) == refusal(prefix)
     Path(f"{prefix}.json").unlink()
     read(NullTokenizer(300))
+
+
+def test_a_blend_of_two_tokenizers(prefix: str, tmp_path: Path) -> None:
+    """A run that has no tokenizer cannot say which is its own, but not both are."""
+    write_by_layout(tmp_path / "e", [[1] * 20] * 50)
+    other = {"kind": "NullTokenizer", "sha256": "0" * 64}
+    (tmp_path / "e.json").write_bytes(encode_side_file({**RECORDED, "tokenizer": other}))
+    files = TokenFiles(300)
+    files.open(prefix)
+    with pytest.raises(ConfigError, match=r"e.bin was made with NullTokenizer .* and .*d.bin with ByteLevelTokenizer"):
+        files.open(str(tmp_path / "e"))
+    Path(f"{prefix}.json").unlink()
+    both = TokenFiles(300)
+    assert all(both.open(each) for each in (prefix, str(tmp_path / "e")))
 
 
 @pytest.mark.parametrize(

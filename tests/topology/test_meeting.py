@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from megalite.topology.topology import fresh_part
+from megalite.config.errors import ConfigError
+from megalite.topology.topology import Launch, fresh_part
 
 SECONDS = datetime.timedelta(seconds=20)
 
@@ -75,3 +76,17 @@ def test_those_that_do_not_come_are_named_whether_former_ones_have_been_there_or
 def test_not_all_of_many_are_named(store: dist.TCPStore) -> None:
     (message,) = waits_in_vain(store, [0], 40)
     assert message.startswith("ranks 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, ... of 40 did not come")
+
+
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_processes_that_do_not_know_of_one_another_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`srun -n 8 python pretrain_gpt.py` would be eight runs, all in the same folder."""
+    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv(name, "1")
+    assert Launch.from_environment().world_size == 1
+    monkeypatch.setenv(name, "8")
+    with pytest.raises(ConfigError, match=f"{name} is 8: .* start torchrun once on each host"):
+        Launch.from_environment()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert Launch.from_environment().world_size == 1

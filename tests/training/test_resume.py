@@ -13,11 +13,12 @@ import torch
 
 from megalite.checkpoint.load import Checkpoint
 from megalite.config.describe import replace
-from megalite.config.errors import CheckpointError
+from megalite.config.errors import CheckpointError, ConfigError
 from megalite.config.model import ModelConfig
 from megalite.config.run import RunConfig
+from megalite.data.token_files import encode_side_file
 from megalite.optimizers.schedules import Progress
-from megalite.training.resume import check_same_model, data_changes, load
+from megalite.training.resume import check_same_model, data_changes, load, other_numbers
 from megalite.training.save_folder import resumes_own
 from megalite.training.saving import save
 from tests.support.ranks import RankContext, run_ranks
@@ -101,6 +102,24 @@ def test_fp32_takes_up_a_bf16_run_at_its_full_precision(tmp_path: Path) -> None:
     np.testing.assert_allclose([step[0] for step in ours[0]["after"]], [step[0] for step in run[0]["after"]], rtol=1e-2)
 
 
+def test_without_a_tokenizer_token_files_must_be_of_the_checkpoint_s(
+    in_fp32: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    made_with = {"kind": "NullTokenizer", "sha256": "b" * 64}
+    (tmp_path / "d.json").write_bytes(
+        encode_side_file({"documents": 1, "tokens": 9, "dtype": "uint16", "tokenizer": made_with})
+    )
+    data = {"data_path": [str(tmp_path / "d")], "eod_mask_loss": False}
+    found = run_ranks(2, refused, str(in_fp32[0]), data, "")
+    assert found[0] == found[1]
+    assert (
+        "d.bin was made with another tokenizer: NullTokenizer (sha256 bbbbbbbbbbbb...), and the model has its own"
+        in found[0]
+    )
+    (tmp_path / "d.json").unlink()
+    assert run_ranks(2, refused, str(in_fp32[0]), data, "") == ["nothing was raised"] * 2
+
+
 def test_fp16_starts_from_its_own_scale_after_an_fp32_run(in_fp32: tuple[Path, list[dict[str, Any]]]) -> None:
     ours = taken_up(in_fp32[0], {**ZERO, "precision": "fp16", "initial_loss_scale": 2.0**10})
     assert [step[2:] for step in ours[0]["after"]] == [(2.0**10, False)] * 3
@@ -111,7 +130,7 @@ def refused(context: RankContext, folder: str, changes: dict[str, Any], fingerpr
     replica = build(context, tiny_config(2, dp=2, load=folder, **{"precision": "fp32", **changes}))
     try:
         load(replica, Path(folder), tokenizer=fingerprint, log=silent)
-    except CheckpointError as error:
+    except ConfigError as error:
         return str(error)
     return "nothing was raised"
 
@@ -253,6 +272,25 @@ def test_what_is_no_part_of_the_order_is_not_said() -> None:
     config = tiny_config(1, **BASE)
     assert changed(config) == []
     assert changed(config, split="969,30,1", global_batch_size=16, train_iters=40, lr=1.0, eval_iters=3) == []
+
+
+def test_numbers_that_change_without_the_order_are_said() -> None:
+    """Also a batch that nobody has given, and that another layout makes another."""
+    config = tiny_config(1, **BASE)
+    longer = replace(config, train_iters=40, clip_grad=0.25)
+    constant = replace(longer, lr_decay_style="constant")
+    open_batch = in_manifest(micro_batch_size=2)
+    open_batch["training"]["global_batch_size"] = None
+    for saved, now, dp, said in (
+        (in_manifest(), config, 1, ""),
+        (in_manifest(), longer, 1, "train_iters 20 -> 40, clip_grad 0.5 -> 0.25"),
+        (in_manifest(lr_decay_style="constant"), constant, 1, "clip_grad 0.5 -> 0.25"),
+        (open_batch, config, 2, "global_batch_size 4 -> 8"),
+        (open_batch, config, 4, ""),
+        (open_batch, replace(config, global_batch_size=None), 4, "global_batch_size 8 -> 1"),
+    ):
+        lines = [f"other settings than the checkpoint's run had: {said}"] if said else []
+        assert other_numbers(saved, now, dp=dp, here=1) == lines
 
 
 def test_settings_that_are_younger_than_the_checkpoint_had_their_defaults() -> None:

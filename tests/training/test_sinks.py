@@ -114,6 +114,7 @@ def test_a_row_a_record_at_once(tmp_path: Path) -> None:
     sink.close()
     first, second, valid = rows(path)
     assert list(first) == list(COLUMNS)
+    assert set(TENSORBOARD_TAGS) <= set(COLUMNS), "whatever a run was asked to measure has a column"
     assert (first["loss"], second["loss"], first["mfu"], first["valid_loss"]) == ("2.5", "0.5", "", "")
     assert (valid["kind"], valid["valid_loss"], valid["loss"]) == ("valid", "nan", "")
 

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from megalite import BLOCKS, DATASETS, OPTIMIZERS, Callback, ConfigError, Optimizer, RunConfig, Trainer, configure
+from megalite.checkpoint.files import lock_folder
 from megalite.config.model import ModelConfig
+from megalite.config.training import WRITERS
 from megalite.models.block import Block
 from megalite.optimizers.base import Exchange, Update
 from megalite.training.callbacks import CallbackError
@@ -92,6 +94,34 @@ def test_a_callback_stops_the_run_and_nothing_is_lost(tmp_path: Path) -> None:
     Trainer(mock(**folder), callbacks=[rest], log=lambda line: None).fit()
     assert rest.calls[0] == ("start", 2)
     assert [r["loss"] for r in first.records + rest.records] == [r["loss"] for r in whole.records]
+
+
+def lost(config: RunConfig, *, step: int) -> None:
+    raise RuntimeError("no server")
+
+
+def test_a_start_that_is_refused_gives_the_folder_back(tmp_path: Path) -> None:
+    """In a notebook the process lives on: what was wrong is put right, and the same folder is tried again."""
+    folder: dict[str, Any] = {"run_dir": str(tmp_path), "save_interval": 2}
+    saved = {"load": str(tmp_path / "checkpoints")}
+    Trainer(mock(**folder), log=lambda line: None).fit()
+    for _ in range(4):  # more often than a step may fail
+        with pytest.raises(ConfigError, match="leave out --ckpt-step to continue from the newest"):
+            Trainer(mock(**folder, **saved, ckpt_step=2), log=lambda line: None).fit()
+        with registered(WRITERS, "lost", lost), pytest.raises(ConfigError, match="metrics lost does not start"):
+            Trainer(mock(**folder, **saved, train_iters=6, metrics=["lost"]), log=lambda line: None).fit()
+    assert Trainer(mock(**folder, **saved, train_iters=6), log=lambda line: None).fit().step == 6
+
+
+def test_a_folder_that_another_run_has_keeps_its_word(tmp_path: Path) -> None:
+    """exit.json is missing while that run lives, and once it is killed: it is to be started again."""
+    (tmp_path / "checkpoints").mkdir()
+    lock = lock_folder(tmp_path / "checkpoints")
+    assert lock is not None
+    with pytest.raises(ConfigError, match="another run is saving into"):
+        Trainer(mock(run_dir=str(tmp_path), save_interval=2), log=lambda line: None).fit()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]
+    os.close(lock)
 
 
 @pytest.mark.parametrize("hook", ["on_start", "on_step_end", "on_end"])
@@ -187,6 +217,7 @@ class Moody:
         (Counted(sample=np.full(17, 64)), "holds token id 64, outside vocab_size 64; use --vocab-size 65"),
         (Counted(sample=np.full(17, -1)), "holds token id -1"),
         (Moody(), "sample 0 has other tokens when it is read again"),
+        (Counted(sample={"tokens": np.zeros(17, dtype=int)}), "sample 0 is a mapping without input_ids; it has tokens"),
         ({"valid": [17 * [1]]}, "gives nothing for the split train"),
         ("nothing", "dataset is 'nothing'; it must be one of"),
     ],

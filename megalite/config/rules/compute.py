@@ -271,7 +271,7 @@ def _chosen_layers(c: Settings) -> Findings:
     largest = max(cut) if cut else c.num_layers - (stages - 1)
     wanted = ["recompute_num_layers"] if c.recompute_granularity == "full" else []
     for name in [*wanted, "cpu_offloading_num_layers"]:
-        if getattr(c, name) <= largest:
+        if largest < 1 or getattr(c, name) <= largest:
             continue
         yield say(
             c,

@@ -264,9 +264,10 @@ def _row(number: int, cells: Mapping[str, str], where: str) -> Row:
     if ranks != int(ranks):
         raise ConfigError(f"{where}: {RANKS} is {cells[RANKS]}; it is a whole number")
     settings = "".join(f"{name}: {cell}\n" for name, cell in cells.items() if name not in _OTHERS)
-    levels = [read_preset(cells["preset"])] if "preset" in cells else []
-    merged = merge([*levels, level_from_text(settings or "{}", where)])
+    level = level_from_text(settings or "{}", where)
     try:
+        levels = [read_preset(cells["preset"])] if "preset" in cells else []
+        merged = merge([*levels, level])
         config = validate(merged.config, int(ranks), merged.explicit)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None

@@ -65,7 +65,7 @@ def test_what_is_not_there(tmp_path: Path) -> None:
 
 FAULTS: list[tuple[str, Any, str]] = [
     ("node.link_bandwith", 1.0, r"node: unknown key link_bandwith: did you mean link_bandwidth\?"),
-    ("node.link_latency", None, r"node: link_latency is missing; add `link_latency: 1.0e9`"),
+    ("node.link_latency", None, r"node: link_latency is missing; add `link_latency: 1.0e-6`"),
     ("efficiency", None, "efficiency is missing"),
     ("node.accelerators", 8.5, r"node: accelerators takes a whole number such as 8, got 8\.5"),
     ("node.accelerators", True, "accelerators takes a whole number"),
