@@ -62,6 +62,12 @@ def _range(numbers: Sequence[str]) -> str:
     return "{" + ",".join(run[0] if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs) + "}"
 
 
+def short(value: object) -> str:
+    """A value as text, cut to 60 characters."""
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 def decimal_bytes(count: float) -> str:
     """`1.2 GB`, in powers of 1000 as disks are sold."""
     units = ["bytes", "KB", "MB", "GB", "TB"]

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TextIO
 
 from megalite.cli.model_commands import GENERATE
+from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError, RankError
-from megalite.conversion.inference import InferenceModel, TokenizerChoice, load_model
+from megalite.conversion.inference import InferenceModel, load_model
 from megalite.conversion.native import PRECISIONS
 from megalite.generation.continuation import Continuation, GrowingText, Sampling, read_prompts
 from megalite.generation.generate import Chain, generate_batch
@@ -57,7 +58,7 @@ def open_model(flags: Namespace, topology: Topology, *, needs_tokenizer: bool = 
         step=flags.ckpt_step,
         ema=flags.weights == "ema",
         dtype=DTYPES.get(flags.dtype),
-        tokenizer=TokenizerChoice(flags.tokenizer_model, flags.tiktoken_pattern),
+        tokenizer=DataConfig(tokenizer_model=flags.tokenizer_model, tiktoken_pattern=flags.tiktoken_pattern),
         needs_tokenizer=needs_tokenizer,
         log=log,
     )
@@ -68,7 +69,6 @@ def run_on_ranks(flags: Namespace, work: Callable[[Namespace, Topology], None], 
     agreed = False
     try:
         launch = Launch.from_environment()
-        TokenizerChoice(flags.tokenizer_model, flags.tiktoken_pattern)
         layout = layout_of(flags, launch.world_size, data_parallel=data_parallel)
         device = launch.device(flags.device)
         start_distributed(launch, device, backend="auto", timeout_minutes=10.0)

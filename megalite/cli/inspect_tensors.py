@@ -11,8 +11,7 @@ from megalite.checkpoint.compare import Comparison, compare, statistics
 from megalite.checkpoint.load import Checkpoint
 from megalite.checkpoint.manifest import Manifest, TensorEntry, file_key
 from megalite.checkpoint.survey import Surveyed
-from megalite.cli.display import table
-from megalite.cli.inspect_text import short
+from megalite.cli.display import short, table
 from megalite.config.errors import CheckpointError
 
 _SHOWN = 20  # rows of a list of differences

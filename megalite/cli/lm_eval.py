@@ -14,8 +14,9 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from megalite.cli.generate import DTYPES
+from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
-from megalite.conversion.inference import TokenizerChoice, load_model
+from megalite.conversion.inference import load_model
 from megalite.generation.continuation import GrowingText, Sampling
 from megalite.generation.generate import Chain, generate_batch
 from megalite.generation.likelihood import Scored, likelihoods
@@ -62,7 +63,7 @@ class MegaliteLM(TemplateLM):
             self._topology,
             step=ckpt_step,
             dtype=DTYPES.get(dtype) if dtype is not None else None,
-            tokenizer=TokenizerChoice(tokenizer_model, tiktoken_pattern),
+            tokenizer=DataConfig(tokenizer_model=tokenizer_model, tiktoken_pattern=tiktoken_pattern),
             log=lambda line: print(line, file=sys.stderr) if launch.rank == 0 else None,
         )
         assert self._model.tokenizer is not None

@@ -95,19 +95,14 @@ def _answer(flags: Namespace) -> str:
 
 
 def _request(flags: Namespace, table: CostTable, own: Schedule | None) -> Request:
-    chunks = own.num_chunks if own is not None and own.num_chunks > 1 else flags.vpp
+    same = ("group", "warm_up", "recompute_ahead", "forward_only", "recv_prefetch", "send_window")
     return Request(
         num_ranks=flags.pp if own is None else own.num_ranks,
         num_microbatches=flags.microbatches if own is None else own.num_microbatches,
-        num_chunks=chunks,
-        group=flags.group,
-        warm_up=flags.warm_up,
-        recompute_ahead=flags.recompute_ahead,
-        forward_only=flags.forward_only,
+        num_chunks=own.num_chunks if own is not None and own.num_chunks > 1 else flags.vpp,
         table=table,
         limit=None if flags.memory_limit is None else _limit(flags.memory_limit, table),
-        recv_prefetch=flags.recv_prefetch,
-        send_window=flags.send_window,
+        **{name: getattr(flags, name) for name in same},
     )
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -232,15 +232,7 @@ def compare(names: Sequence[str], request: Request, own: Schedule | None = None)
     two chunks and the V."""
     studies: list[Study] = []
     refused: dict[str, str] = {}
-
-    def attempt(name: str, build: Callable[[], Study]) -> None:
-        try:
-            studies.append(build())
-        except ConfigError as error:
-            refused[name] = str(error).splitlines()[0].removeprefix(f"schedule {name}: ")
-
-    if own is not None:
-        attempt(own.name, lambda: study(own, request))
+    wanted = [] if own is None else [(own.name, partial(study, own, request))]
     for name in names:
         its = replace(
             request,
@@ -248,7 +240,12 @@ def compare(names: Sequence[str], request: Request, own: Schedule | None = None)
             group=request.group if name == "interleaved" else None,
             warm_up=request.warm_up if name == "1f1b" else None,
         )
-        attempt(name, lambda name=name, its=its: study_named(name, its))  # type: ignore[misc]
+        wanted.append((name, partial(study_named, name, its)))
+    for name, build in wanted:
+        try:
+            studies.append(build())
+        except ConfigError as error:
+            refused[name] = str(error).splitlines()[0].removeprefix(f"schedule {name}: ")
     if not studies:
         reasons = "\n".join(f"{name}: {reason}" for name, reason in refused.items())
         raise ConfigError(f"none of these schedules is possible\n{reasons}")

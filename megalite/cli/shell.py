@@ -89,61 +89,41 @@ class Shell:
         return [self.given[name]] if name in self.given else None
 
     def expand(self, raw: str, *, split: bool = True) -> list[str]:
-        """The words that a raw word becomes."""
-        fields, started = [""], False
-        at = 0
+        """The words that a raw word becomes. Inside double quotes nothing is split, but an array's `[@]` is one word each."""
+        fields, started, quoted, at = [""], False, False, 0
         while at < len(raw):
-            char = raw[at]
-            if char == "\\" and at + 1 < len(raw):
-                fields[-1] += raw[at + 1]
-                at, started = at + 2, True
-            elif char == "'":
-                end = raw.index("'", at + 1)
-                fields[-1] += raw[at + 1 : end]
-                at, started = end + 1, True
-            elif char == '"':
-                at, held = self._double(raw, at + 1, fields)
-                started = started or held
+            char, start = raw[at], at
+            if char == '"':
+                # An empty array by itself makes no word, two quotes make an empty one.
+                quoted, started, at = not quoted, started or raw[at + 1 : at + 2] == '"', at + 1
+            elif char == "'" and not quoted:
+                at = raw.index("'", at + 1) + 1
+                fields[-1] += raw[start + 1 : at - 1]
+                started = True
             elif char in "$`":
-                at, values = self._reference(raw, at)
-                words = [word for value in values for word in (value.split() if split else [value])]
-                blank = "".join(values)
-                if words and split and blank[:1].isspace() and fields[-1]:
+                at, words = self._reference(raw, at)
+                blank = "".join(words) if split and not quoted else ""
+                if split and not quoted:
+                    words = [word for value in words for word in value.split()]
+                elif "[*]" in raw[start:at] and quoted:
+                    words = [" ".join(words)]
+                if words and blank[:1].isspace() and fields[-1]:
                     fields.append("")
                 for index, word in enumerate(words):
                     fields += [""] if index else []
                     fields[-1] += word
-                    started = True
-                if words and split and blank[-1:].isspace():
+                if words and blank[-1:].isspace():
                     fields.append("")
+                started = started or bool(words)
             else:
-                fields[-1] += char
+                follows = raw[at + 1 : at + 2]
+                if char == "\\" and follows and (not quoted or follows in '"\\$`'):
+                    at += 1
+                fields[-1] += raw[at]
                 at, started = at + 1, True
         if split and len(fields) > 1 and not fields[-1]:
             fields.pop()
         return fields if started else []
-
-    def _double(self, raw: str, at: int, fields: list[str]) -> tuple[int, bool]:
-        """Inside double quotes: nothing is split, but an array's `[@]` is one word each. Where it ends, and whether it makes a
-        word: an empty array by itself makes none."""
-        held = raw[at : at + 1] == '"'
-        while at < len(raw) and raw[at] != '"':
-            if raw[at] == "\\" and at + 1 < len(raw) and raw[at + 1] in '"\\$`':
-                fields[-1] += raw[at + 1]
-                at, held = at + 2, True
-            elif raw[at] in "$`":
-                whole = raw[at:]
-                at, values = self._reference(raw, at)
-                if len(values) > 1 and "[*]" in whole[: len(whole) - len(raw) + at]:
-                    values = [" ".join(values)]
-                for index, value in enumerate(values):
-                    fields += [""] if index else []
-                    fields[-1] += value
-                held = held or bool(values)
-            else:
-                fields[-1] += raw[at]
-                at, held = at + 1, True
-        return at + 1, held
 
     def _reference(self, raw: str, at: int) -> tuple[int, list[str]]:
         """The expansion that begins here: where it ends, and its values; an unknown one as it is written."""

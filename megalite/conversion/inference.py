@@ -33,27 +33,15 @@ Source = NativeWeights | HuggingFaceWeights  # of which a rank reads its slices
 _WORD = "embedding.word.weight"
 
 
-@dataclass(frozen=True)
-class TokenizerChoice:
-    """What the user says of the tokenizer."""
-
-    model: str | None = None  # its file or folder; None: the model's own
-    tiktoken_pattern: str | None = None  # how that one, of tiktoken, cuts words
-
-    def __post_init__(self) -> None:
-        if self.tiktoken_pattern is not None and self.model is None:
-            raise ConfigError(f"--tiktoken-pattern {self.tiktoken_pattern} has no effect without --tokenizer-model")
-
-
-def tokenizer_for(weights: Source, choice: TokenizerChoice) -> Tokenizer:
+def tokenizer_for(weights: Source, choice: DataConfig) -> Tokenizer:
     """The tokenizer of the choice, or else the model's own. Raises ConfigError: there is none, it is not the one that a
     checkpoint was trained with, or it has ids beyond the vocabulary."""
     native, size = weights if isinstance(weights, NativeWeights) else None, weights.model.vocab_size
-    if choice.model is not None:
+    if choice.tokenizer_model is not None:
         pattern, hint = choice.tiktoken_pattern, weights.tokenizer_hints.tiktoken_pattern
-        if pattern is None and hint is not None and is_tiktoken_model(choice.model):
+        if pattern is None and hint is not None and is_tiktoken_model(choice.tokenizer_model):
             pattern = hint
-        found = build_tokenizer(DataConfig(tokenizer_model=choice.model, tiktoken_pattern=pattern), size)
+        found = build_tokenizer(replace(choice, tiktoken_pattern=pattern), size)
     elif native is not None and native.missing_tokenizer is not None:
         raise ConfigError(f"the tokenizer of {native.path} {native.missing_tokenizer}; give --tokenizer-model FILE")
     else:
@@ -63,7 +51,8 @@ def tokenizer_for(weights: Source, choice: TokenizerChoice) -> Tokenizer:
         raise ConfigError(f"{weights.path} {what}; give one with --tokenizer-model")
     if native is not None and native.recorded_tokenizer not in (None, found.fingerprint()):
         raise ConfigError(
-            f"{choice.model} is not the tokenizer that {weights.path} was trained with; give that one with --tokenizer-model"
+            f"{choice.tokenizer_model} is not the tokenizer that {weights.path} was trained with; give that one with "
+            "--tokenizer-model"
         )
     if size is not None and found.vocab_size > size:
         raise ConfigError(
@@ -189,17 +178,20 @@ def load_model(
     step: int | None = None,
     ema: bool = False,
     dtype: torch.dtype | None = None,
-    tokenizer: TokenizerChoice | None = None,
+    tokenizer: DataConfig | None = None,
     needs_tokenizer: bool = True,
     log: Callable[[str], None],
 ) -> InferenceModel:
     """A model on the ranks of `topology`, which has neither cp nor ep: each rank reads what it holds. `folder, step,
     ema, log`: see `open_model`. `dtype`: of parameters and activations; None: the type that the weights are stored in.
-    `tokenizer`: another than its own. `needs_tokenizer`: False: leave the tokenizer alone; nothing ends a text then.
+    `tokenizer`: says another than its own. `needs_tokenizer`: False: leave the tokenizer alone; nothing ends a text then.
 
     Collectives: gathers over the world."""
     layout = topology.layout
     assert (layout.cp, layout.ep) == (1, 1), layout
+    choice = tokenizer or DataConfig()
+    if choice.tiktoken_pattern is not None and choice.tokenizer_model is None:
+        raise ConfigError(f"--tiktoken-pattern {choice.tiktoken_pattern} has no effect without --tokenizer-model")
     weights = open_model(folder, step=step, dtype=dtype, ema=ema, topology=topology, log=log)
     try:
         validate(run_of(weights.model, weights.seq_length, tp=layout.tp, pp=layout.pp), layout.tp * layout.pp)
@@ -207,7 +199,7 @@ def load_model(
         raise ConfigError(f"tp {layout.tp}, pp {layout.pp} is no layout for {weights.path}: {error}") from None
 
     def read() -> tuple[GPTStage, Tokenizer | None]:
-        found = tokenizer_for(weights, tokenizer or TokenizerChoice()) if needs_tokenizer else None
+        found = tokenizer_for(weights, choice) if needs_tokenizer else None
         stage = build_stage(weights.model, weights.seq_length, topology, dtype or weights.dtype(_WORD))
         for parameter in stage.requires_grad_(False).parameters():
             assert isinstance(parameter, ShardedParameter)

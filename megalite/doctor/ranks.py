@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -34,21 +33,12 @@ class RankReport:
     rank: int
     host: str
     device: str
-    wrong: tuple[str, ...]  # operations that gave wrong numbers
+    wrong: Sequence[str]  # operations that gave wrong numbers
     latency: Mapping[str, float]  # operation -> seconds of a small one
     rate: Mapping[str, float]  # operation -> bytes that a rank sends, a second, in a large one
     products: float  # FLOP/s while all ranks multiply
-    pairs: tuple[tuple[str, str, float], ...]  # (this host, the next, bytes per second), on each host's first rank
-
-    def as_data(self) -> dict[str, Any]:
-        """For `from_data`."""
-        return asdict(self)
-
-    @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> "RankReport":
-        """From `as_data`, also by way of JSON."""
-        pairs = tuple((one, other, rate) for one, other, rate in data["pairs"])
-        return cls(**{**data, "wrong": tuple(data["wrong"]), "pairs": pairs})
+    # (this host, the next, bytes per second), on each host's first rank.
+    pairs: Sequence[tuple[str, str, float]]
 
 
 def measure(world: Group, device: torch.device, *, host: str, seconds: float) -> RankReport:
@@ -77,7 +67,7 @@ def measure(world: Group, device: torch.device, *, host: str, seconds: float) ->
         rank=world.rank,
         host=host,
         device=str(device),
-        wrong=tuple(wrong),
+        wrong=wrong,
         latency=latency,
         rate=rate,
         products=products,
@@ -152,7 +142,7 @@ def _seconds(timer: Timer, name: str, size: int, seconds: float) -> float:
     return timer.together(run, seconds=seconds).seconds
 
 
-def _pairs(timer: Timer, host: str, size: int, seconds: float) -> tuple[tuple[str, str, float], ...]:
+def _pairs(timer: Timer, host: str, size: int, seconds: float) -> list[tuple[str, str, float]]:
     """Rates of messages between each host and the next, around a ring of them; a slow host is in both its pairs."""
     world = timer.world
     first: dict[str, int] = {}
@@ -160,7 +150,7 @@ def _pairs(timer: Timer, host: str, size: int, seconds: float) -> tuple[tuple[st
         first.setdefault(name, rank)
     hosts = list(first)
     if len(hosts) == 1:
-        return ()
+        return []
     edges = [(place, (place + 1) % len(hosts)) for place in range(len(hosts) if len(hosts) > 2 else 1)]
     # No host is in two pairs of a round; the pair that closes an odd ring has its own.
     rounds = [edges[0 : len(hosts) - 1 : 2], edges[1 : len(hosts) - 1 : 2], edges[len(hosts) - 1 :]]
@@ -184,7 +174,7 @@ def _pairs(timer: Timer, host: str, size: int, seconds: float) -> tuple[tuple[st
         took = timer.together(there_and_back, seconds=seconds / len(rounds)).seconds
         if mine is not None and world.rank == mine[0]:
             found.append((host, mine[2], 2 * size / took))
-    return tuple(found)
+    return found
 
 
 _found = partial(finding, "collectives")
@@ -202,7 +192,7 @@ def examine(*, ranks: int, device_type: str, host: str, seconds: float) -> Itera
         remedy = "training on several ranks will fail like this; see the network above, and NCCL_DEBUG=INFO on GPUs"
         yield _found("self-test", text, None, remedy, "error")
         return
-    yield from findings([RankReport.from_data(report) for report in found])
+    yield from findings([RankReport(**report) for report in found])
 
 
 def measured(context: RankContext, ranks: int, device_type: str, host: str, seconds: float) -> dict[str, object]:
@@ -212,7 +202,7 @@ def measured(context: RankContext, ranks: int, device_type: str, host: str, seco
         torch.cuda.set_device(device)
     layout = ParallelLayout(dp=ranks)
     world = Topology.create(layout, rank=context.rank, device=device, made=context.made).world
-    return measure(world, device, host=host, seconds=seconds).as_data()
+    return asdict(measure(world, device, host=host, seconds=seconds))
 
 
 def findings(reports: Sequence[RankReport]) -> Iterator[Finding]:
@@ -221,7 +211,7 @@ def findings(reports: Sequence[RankReport]) -> Iterator[Finding]:
     kind = torch.device(reports[0].device).type
     backend = "NCCL" if kind == "cuda" else "gloo"
     text = f"{len(reports)} ranks on {hosts[0] if len(hosts) == 1 else f'{len(hosts)} hosts'}, {backend}"
-    yield _found("ranks", text, {"ranks": [report.as_data() for report in reports]})
+    yield _found("ranks", text, {"ranks": [asdict(report) for report in reports]})
     for name in dict.fromkeys([*reports[0].latency, *(name for report in reports for name in report.wrong)]):
         yield _operation(name, reports, LARGE[kind])
     yield _products(reports)
@@ -290,7 +280,7 @@ def examine_job(
     Collectives: over the world, those that are tested and gathers."""
     try:
         rows = world.gather_json([host, [asdict(each) for each in own]], device)
-        reports = world.gather_json(measure(world, device, host=host, seconds=seconds).as_data(), device)
+        reports = world.gather_json(asdict(measure(world, device, host=host, seconds=seconds)), device)
     except RuntimeError as error:
         gone = lost_ranks(world, device)
         lost = f"; gone: rank {', '.join(map(str, gone))}" if gone else ""
@@ -298,7 +288,7 @@ def examine_job(
     by_host = {name: [Finding(**each) for each in found] for name, found in rows if found}
     yield from unlike(by_host)
     yield from elsewhere(by_host, here=rows[0][0])
-    yield from findings([RankReport.from_data(report) for report in reports])
+    yield from findings([RankReport(**report) for report in reports])
 
 
 def unlike(by_host: Mapping[str, Sequence[Finding]]) -> Iterator[Finding]:

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-import sys
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +15,9 @@ from megalite.config.errors import ConfigError
 from megalite.config.model import ModelConfig
 from megalite.data.dataset import raw_draws
 from megalite.models.context import KeyValueCache
-from megalite.preprocess.documents import BadDocument, parse_line, plain_text
-from megalite.preprocess.inputs import STDIN, open_regular, unreadable
+from megalite.preprocess.documents import good_texts
+from megalite.preprocess.inputs import STDIN, Input, Kind, open_regular
+from megalite.preprocess.pieces import Limits
 
 NOT_A_NUMBER = -1  # in the place of a token where the logits hold a NaN: every rank must hear of it
 
@@ -110,32 +111,22 @@ def read_prompts(path: str, key: str | None) -> list[str]:
     is_json = Path(path).suffix.lower() in _JSON_SUFFIXES
     if key is not None and not is_json:
         raise ConfigError(f"--prompt-key {key} has no effect on {path}; leave it out, or give a .jsonl file")
-    prompts = []
-    for number, line in enumerate(_content(path).split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            prompts += parse_line(line, [key or "prompt"]) if is_json else [plain_text(line.rstrip(b"\r"))]
-        except BadDocument as error:
-            raise ConfigError(f"{path}:{number}: {error}; fix the line or leave it out") from None
+    limits = Limits(max_document_bytes=_MAX_BYTES, text_documents="line")
+    found = good_texts([_source(path, "jsonl" if is_json else "text")], key or "prompt", limits)
+    prompts = [prompt for texts in found for prompt in texts]
     if not prompts:
         raise ConfigError(f"{path} has no prompts; write one on each line")
     return prompts
 
 
-def _content(path: str) -> bytes:
+def _source(path: str, kind: Kind) -> Input:
     if path == STDIN:
-        if sys.stdin is None or sys.stdin.isatty():
-            raise ConfigError(f"--prompts {STDIN}: standard input is a terminal; pipe prompts into the command")
-        return sys.stdin.buffer.read()
+        return Input(path, kind, None, None)
     with open_regular(path) as file:
-        try:
-            content = file.read(_MAX_BYTES + 1) or b""
-        except OSError as error:
-            raise unreadable(path, error) from None
-    if len(content) > _MAX_BYTES:
+        size = os.fstat(file.fileno()).st_size
+    if size > _MAX_BYTES:
         raise ConfigError(f"{path} has more than {_MAX_BYTES:,} bytes; give prompts, not a corpus")
-    return content.removeprefix(b"\xef\xbb\xbf")
+    return Input(path, kind, None, size)
 
 
 _HALF_A_CHARACTER = "\ufffd"

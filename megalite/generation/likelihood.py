@@ -1,7 +1,7 @@
 """How likely a model finds tokens given those before them: the perplexity of a text, and the ends of given sequences."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,9 +13,9 @@ from megalite.config.errors import ConfigError
 from megalite.config.model import ModelConfig
 from megalite.data.token_files import TokenFiles, require_recorded_tokenizer
 from megalite.generation.generate import Chain, whole_vocabulary
-from megalite.preprocess.documents import read_piece
+from megalite.preprocess.documents import good_texts
 from megalite.preprocess.inputs import find_inputs
-from megalite.preprocess.pieces import Limits, cut
+from megalite.preprocess.pieces import Limits
 from megalite.tokenizers.base import Tokenizer
 from megalite.topology.topology import Topology
 
@@ -55,26 +55,13 @@ def stream_of_texts(patterns: Sequence[str], *, key: str, limits: Limits, tokeni
     line that is no document."""
     parts, text_bytes = [], 0
     end = np.array([tokenizer.eod], dtype=np.int32)
-    for texts in _texts(patterns, key, limits):
+    for texts in good_texts(find_inputs(patterns), key, limits):
         for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
             text_bytes += len(text.encode())
             parts += [np.asarray(ids, dtype=np.int32), end]
     if not parts:
         raise ConfigError(f"{' '.join(patterns)}: there is no text")
     return TokenStream([np.concatenate(parts)], text_bytes)
-
-
-def _texts(patterns: Sequence[str], key: str, limits: Limits) -> Iterator[list[str]]:
-    lines, source = 0, 0
-    for piece in cut(find_inputs(patterns), keys=[key], limits=limits):
-        if piece.source != source:
-            lines, source = 0, piece.source
-        found = read_piece(piece, [key], limits)
-        if found.bad:
-            bad = found.bad[0]
-            raise ConfigError(f"{piece.path}:{lines + bad.line + 1}: {bad.reason}; fix the line or leave it out")
-        lines += found.lines
-        yield found.texts[0]
 
 
 @dataclass(frozen=True, kw_only=True)

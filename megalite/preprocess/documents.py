@@ -4,12 +4,13 @@ import difflib
 import functools
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megalite.config.errors import ConfigError
-from megalite.preprocess.pieces import PARAGRAPH_END, Limits, Piece
+from megalite.preprocess.inputs import Input
+from megalite.preprocess.pieces import PARAGRAPH_END, Limits, Piece, Place, cut
 
 KINDS = (
     "invalid JSON",
@@ -109,6 +110,19 @@ def read_piece(
         found.refuse(found.lines, _too_long(limits))
         found.lines += 1
     return found
+
+
+def good_texts(inputs: Sequence[Input], key: str, limits: Limits) -> Iterator[list[str]]:
+    """The texts of each piece of the inputs. Raises ConfigError: as `cut`; a line is bad."""
+    place: Place | None = None
+    for piece in cut(inputs, keys=[key], limits=limits):
+        found = read_piece(piece, [key], limits)
+        if found.bad:
+            bad = found.bad[0]
+            line = piece.after(bad.line + 1, place).lines
+            raise ConfigError(f"{piece.path}:{line}: {bad.reason}; fix the line or leave it out")
+        place = piece.after(found.lines, place)
+        yield found.texts[0]
 
 
 def _read_file(content: bytes, is_whole: bool, limits: Limits) -> PieceTexts:

@@ -8,15 +8,16 @@ import glob
 import gzip
 import json
 import os
-import queue
 import select
 import sys
 import zlib
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar
 
 from megalite.config import reading
@@ -301,43 +302,16 @@ def read_ahead(make: Callable[[Event], Iterator[T]]) -> Generator[T, None, None]
     if that is closed early: `make` gets an event that is then set and on which it raises Stopped. What else it raises
     is raised here, after the items before it."""
     stop = Event()
-    items: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(AHEAD_ITEMS)
-
-    def put(item: T | None, error: BaseException | None = None) -> None:
-        while True:
-            check(stop)
-            try:
-                return items.put((item, error), timeout=_POLL_SECONDS)
-            except queue.Full:
-                continue
-
-    def work() -> None:
+    items = make(stop)
+    with ThreadPoolExecutor(1, "input reader") as pool:  # one thread: it takes item after item
+        coming = deque(pool.submit(next, items, None) for _ in range(AHEAD_ITEMS))
         try:
-            try:
-                for item in make(stop):
-                    put(item)
-            except Stopped:
-                raise
-            except BaseException as error:
-                put(None, error)
-            else:
-                put(None)
-        except Stopped:
-            pass
-
-    thread = Thread(target=work, name="input reader", daemon=True)
-    thread.start()
-    try:
-        while True:
-            item, error = items.get()
-            if error is not None:
-                raise error
-            if item is None:
-                return
-            yield item
-    finally:
-        stop.set()
-        thread.join()
+            while (item := coming.popleft().result()) is not None:
+                coming.append(pool.submit(next, items, None))
+                yield item
+        finally:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
 
 
 def cut_parquet(

@@ -5,7 +5,6 @@ import errno
 import itertools
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -175,7 +174,8 @@ class _Run:
         self._disk_before = [0, *itertools.accumulate(item.amount or 0 for item in inputs)]
         self.progress = _progress_at(left, inputs)
         self.progress.notice = notice
-        self._saver = BackgroundSaver(folder.state, self._outputs, left, job.checkpoint_seconds)
+        self._saved = left  # the state that is on the disk
+        self._next_save = time.monotonic() + job.checkpoint_seconds
         self._is_halfway = False  # some outputs may have a piece that others do not
 
     def run(self, on_progress: Callable[[Progress], None]) -> Progress:
@@ -183,7 +183,6 @@ class _Run:
         with ExitStack() as stack:
             for output in self._outputs:
                 stack.callback(output.close)
-            stack.callback(self._saver.close)
             try:
                 self._read_all(on_progress)
                 self._complete()
@@ -211,7 +210,8 @@ class _Run:
                 self._place = self._take(piece, result)
                 self._is_halfway = False
                 on_progress(self.progress)
-                self._saver.save_soon(self._state)
+                if time.monotonic() >= self._next_save:
+                    self._save()
 
     def _take(self, piece: Piece, result: TokenizedPiece) -> Place:
         """Append one piece; pieces come in order. Returns where it ends."""
@@ -246,7 +246,7 @@ class _Run:
             raise ConfigError(f"no document in {self._inputs[0].path}{others}{first}")
         assert self._place is not None
         self._require_unchanged(self._place.source)
-        self._saver.save_now(self._state())
+        self._save()
         for key, output in zip(self._job.json_keys, self._outputs, strict=True):
             counts = output.counts
             for suffix in (".idx", ".json"):
@@ -262,6 +262,18 @@ class _Run:
             )
             write_durably(output.path(".json"), content)
         sync_folder(self._folder.path)
+
+    def _save(self) -> None:
+        """Put the outputs on the disk, and then the state that speaks of them."""
+        begun, state = time.monotonic(), self._state()
+        if state != self._saved:
+            for output in self._outputs:
+                output.sync()
+            state.write(self._folder.state)
+            self._saved = state
+        # Workers continue meanwhile, but not for long: on a slow disk saving takes a twentieth of the time at most.
+        seconds, now = self._job.checkpoint_seconds, time.monotonic()
+        self._next_save = now + (max(seconds, 19 * (now - begun)) if seconds else 0.0)
 
     def _state(self) -> resume.State:
         """The state now, all of it handed to the system."""
@@ -286,11 +298,9 @@ class _Run:
     def _give_up(self, error: BaseException) -> None:
         """Save what can be saved, and note on the error what that is; if nothing is saved, leave nothing behind."""
         with contextlib.suppress(OSError):
-            if self._is_halfway or self._place is None:
-                self._saver.wait()
-            else:
-                self._saver.save_now(self._state())
-        saved = self._saver.saved
+            if not self._is_halfway and self._place is not None:
+                self._save()
+        saved = self._saved
         if saved is not None and saved.outputs[0].documents:
             error.add_note(
                 f"{saved.outputs[0].documents:,} documents are kept in {self._folder.path}: the same command resumes there, "
@@ -298,50 +308,6 @@ class _Run:
             )
         else:
             self._folder.remove()
-
-
-class BackgroundSaver:
-    """Puts outputs on the disk and then their state, in a thread: a slow disk does not delay the work. `saved`: the state
-    that is on the disk. `seconds`: how often `save_soon` does something; 0 is always, even if it has to wait for the
-    previous save."""
-
-    def __init__(self, path: Path, outputs: Sequence[Output], saved: resume.State | None, seconds: float) -> None:
-        self._path, self._outputs, self._seconds, self.saved = path, outputs, seconds, saved
-        self._captured_at = time.monotonic()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="state")
-        self._saving: Future[None] | None = None
-
-    def save_soon(self, capture: Callable[[], resume.State]) -> None:
-        """Save in the background, if it is time to and the previous save is over. Raises OSError: the previous save
-        failed."""
-        if time.monotonic() - self._captured_at < self._seconds:
-            return
-        if self._saving is not None:
-            if self._seconds and not self._saving.done():
-                return
-            self._saving.result()
-        self._captured_at = time.monotonic()
-        self._saving = self._thread.submit(self._save, capture())
-
-    def save_now(self, state: resume.State) -> None:
-        self.wait()
-        if state != self.saved:
-            self._save(state)
-
-    def wait(self) -> None:
-        # One thread works in order: this also comes after a save of which a signal has lost the future.
-        self._thread.submit(lambda: None).result()
-        if self._saving is not None:
-            self._saving.result()
-
-    def close(self) -> None:
-        self._thread.shutdown()
-
-    def _save(self, state: resume.State) -> None:
-        for output in self._outputs:
-            output.sync()
-        state.write(self._path)
-        self.saved = state
 
 
 def _tokenized(

@@ -32,59 +32,6 @@ def _torchrun(nodes: int, a_node: int, rank: str, address: str, port: str) -> li
     return ["-m", "torch.distributed.run", *ranks, "--master-addr", address, "--master-port", port]
 
 
-def job_manifest(
-    run: Run,
-    folder: Path,
-    *,
-    spec: KubernetesSpec,
-    timeout: float,
-    environment: Mapping[str, str],
-    program: Path | None,
-) -> str:
-    """A run as an Indexed Job, a pod a node, and the headless Service that gives pod 0 a name. No shell reads a word of it
-    that is not written here, and Kubernetes replaces no variable but the pod's index."""
-    (nodes, a_node), name = nodes_of(run, spec), job_name(run, folder)
-    torchrun = _torchrun(nodes, a_node, "INDEX", f"{name}-0.{name}", str(_PORT))
-    words = ["timeout", str(math.ceil(timeout) + _LATE_SECONDS), "python", *torchrun]
-    words = [_literal(word) for word in (*words, *training_command(folder / CONFIG, program))]
-    words[words.index("INDEX")] = "$(JOB_COMPLETION_INDEX)"
-    limits = {each: amount * a_node for each, amount in spec.resources.items()}
-    container = {
-        "name": "train",
-        "image": spec.image,
-        "workingDir": _literal(str(spec.mount)),
-        "command": ["bash", "-c", 'exec "$@" >> "$0" 2>&1', _literal(str(folder / LOG))],
-        "args": words,
-        "env": [{"name": each, "value": _literal(value)} for each, value in environment.items()],
-        "resources": {"limits": {each: f"{amount:.15g}" for each, amount in limits.items()}},
-        "volumeMounts": [
-            {"name": "runs", "mountPath": str(spec.mount)},
-            {"name": "shared-memory", "mountPath": "/dev/shm"},  # NCCL's rings inside a node: the default is too little
-        ],
-    }
-    volumes = [
-        {"name": "runs", "persistentVolumeClaim": {"claimName": spec.claim}},
-        {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
-    ]
-    pod = {"restartPolicy": "Never", "subdomain": name, "containers": [container], "volumes": volumes}
-    job = {
-        "completions": nodes,
-        "parallelism": nodes,
-        "completionMode": "Indexed",
-        "backoffLimit": 0,
-        "template": {"metadata": {"labels": {"app": name}}, "spec": pod},
-    }
-    # They look for each other before any is ready.
-    service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"app": name}}
-    return yaml.safe_dump_all(
-        [
-            {"apiVersion": "v1", "kind": "Service", "metadata": {"name": name}, "spec": service},
-            {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, "spec": job},
-        ],
-        sort_keys=False,
-    )
-
-
 def job_name(run: Run, folder: Path) -> str:
     """Another one for the same configuration in another sweep."""
     return f"sweep-{run.key}-{zlib.crc32(str(folder).encode()):08x}"
@@ -106,14 +53,56 @@ class KubernetesLauncher(NodesLauncher):
             if getattr(spec, name) is None:
                 raise ConfigError(f"--launcher kubernetes needs kubernetes: {name}; add e.g. {name}: megalite")
 
+    def manifest(self, run: Run, folder: Path, *, timeout: float) -> str:
+        """A run as an Indexed Job, a pod a node, and the headless Service that gives pod 0 a name. No shell reads a word of
+        it that is not written here, and Kubernetes replaces no variable but the pod's index."""
+        spec, (nodes, a_node), name = self._spec, nodes_of(run, self._spec), job_name(run, folder)
+        torchrun = _torchrun(nodes, a_node, "INDEX", f"{name}-0.{name}", str(_PORT))
+        words = ["timeout", str(math.ceil(timeout) + _LATE_SECONDS), "python", *torchrun]
+        words = [_literal(word) for word in (*words, *training_command(folder / CONFIG, self._program))]
+        words[words.index("INDEX")] = "$(JOB_COMPLETION_INDEX)"
+        limits = {each: amount * a_node for each, amount in spec.resources.items()}
+        container = {
+            "name": "train",
+            "image": spec.image,
+            "workingDir": _literal(str(spec.mount)),
+            "command": ["bash", "-c", 'exec "$@" >> "$0" 2>&1', _literal(str(folder / LOG))],
+            "args": words,
+            "env": [{"name": each, "value": _literal(value)} for each, value in self._environment.items()],
+            "resources": {"limits": {each: f"{amount:.15g}" for each, amount in limits.items()}},
+            "volumeMounts": [
+                {"name": "runs", "mountPath": str(spec.mount)},
+                # NCCL's rings inside a node: the default is too little.
+                {"name": "shared-memory", "mountPath": "/dev/shm"},
+            ],
+        }
+        volumes = [
+            {"name": "runs", "persistentVolumeClaim": {"claimName": spec.claim}},
+            {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+        ]
+        pod = {"restartPolicy": "Never", "subdomain": name, "containers": [container], "volumes": volumes}
+        job = {
+            "completions": nodes,
+            "parallelism": nodes,
+            "completionMode": "Indexed",
+            "backoffLimit": 0,
+            "template": {"metadata": {"labels": {"app": name}}, "spec": pod},
+        }
+        # They look for each other before any is ready.
+        service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"app": name}}
+        return yaml.safe_dump_all(
+            [
+                {"apiVersion": "v1", "kind": "Service", "metadata": {"name": name}, "spec": service},
+                {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, "spec": job},
+            ],
+            sort_keys=False,
+        )
+
     def start(self, run: Run, folder: Path, *, timeout: float) -> "KubernetesJob":
         folder = folder.resolve()
         if not folder.is_relative_to(self._spec.mount.resolve()):
             raise ConfigError(f"{folder} is not below kubernetes: mount {self._spec.mount}; pods would not see it")
-        text = job_manifest(
-            run, folder, spec=self._spec, timeout=timeout, environment=self._environment, program=self._program
-        )
-        (folder / MANIFEST).write_text(text)
+        (folder / MANIFEST).write_text(self.manifest(run, folder, timeout=timeout))
         ask("kubectl", "create", "-f", str(folder / MANIFEST))
         pods = nodes_of(run, self._spec)[0]
         return KubernetesJob(job_name(run, folder), folder, pods=pods, every=self._spec.poll_seconds)
@@ -148,7 +137,7 @@ class KubernetesJob(Launched):
 
 
 class RayLauncher(NodesLauncher):
-    """Tasks in a placement group, a bundle a node. All that it starts ends with this process."""
+    """Tasks in a placement group, a bundle a node. All that it starts ends with this process: Ray sees to it."""
 
     _spec: RaySpec
 
@@ -175,9 +164,6 @@ class RayLauncher(NodesLauncher):
         return RayRun(
             self._ray, nodes, a_node, resources, training, folder.resolve() / LOG, environment=self._environment
         )
-
-    def clear(self, folder: Path) -> None:
-        """Nothing: Ray ends tasks with the program that started them."""
 
 
 class RayRun(Launched):

@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from megalite.checkpoint.files import write_durably
 from megalite.config import files
@@ -65,22 +64,8 @@ class Launched(ABC):
         """Leave nothing of it running."""
 
 
-class Launcher(Protocol):
-    at_once: int
-
-    def fault(self, run: Run) -> str | None:
-        """Why it cannot be launched here."""
-
-    def start(self, run: Run, folder: Path, *, timeout: float) -> Launched:
-        """Start a run with its config in `folder`, where its log is to be; raises ConfigError if it cannot be started."""
-
-    def clear(self, folder: Path) -> None:
-        """End what a sweep that was killed has left of a run."""
-
-
-class LocalLauncher:
-    """Starts `torchrun --standalone`; a run ends when the sweep does, in whatever way that ends. `environment` are the
-    variables of the runs; `program` trains in place of `megalite train`."""
+class Launcher(ABC):
+    """Starts runs. `environment` are their variables; `program` trains in place of `megalite train`."""
 
     at_once = 1
 
@@ -88,8 +73,19 @@ class LocalLauncher:
         self._environment, self._program = dict(environment), program
 
     def fault(self, run: Run) -> str | None:
-        """None: torchrun starts any number of ranks."""
+        """Why it cannot be launched here."""
         return None
+
+    @abstractmethod
+    def start(self, run: Run, folder: Path, *, timeout: float) -> Launched:
+        """Start a run with its config in `folder`, where its log is to be; raises ConfigError if it cannot be started."""
+
+    def clear(self, folder: Path) -> None:
+        """End what a sweep that was killed has left of a run: nothing where runs end with the sweep."""
+
+
+class LocalLauncher(Launcher):
+    """Starts `torchrun --standalone`, any number of ranks."""
 
     def start(self, run: Run, folder: Path, *, timeout: float) -> "LocalRun":
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -99,9 +95,6 @@ class LocalLauncher:
             return LocalRun(command, folder / LOG, environment=self._environment)
         except OSError as error:
             raise ConfigError(f"cannot start {run.label}: {error.strerror}: {error.filename}") from None
-
-    def clear(self, folder: Path) -> None:
-        """Nothing: its runs end with the sweep."""
 
 
 class LocalRun(Launched):
@@ -134,12 +127,12 @@ class LocalRun(Launched):
             self._guard.wait()
 
 
-class NodesLauncher:
+class NodesLauncher(Launcher):
     """Of runs that fill all of their nodes alike."""
 
     def __init__(self, spec: NodesSpec, *, environment: Mapping[str, str], program: Path | None = None) -> None:
-        self.at_once = spec.at_once
-        self._spec, self._environment, self._program = spec, dict(environment), program
+        super().__init__(environment=environment, program=program)
+        self.at_once, self._spec = spec.at_once, spec
 
     def fault(self, run: Run) -> str | None:
         nodes, a_node = nodes_of(run, self._spec)
@@ -164,57 +157,46 @@ _LOOKS_AFTER_END = 3  # the file system of the nodes may show a job's last files
 ANSWER_SECONDS = 60.0
 
 
-def job_script(
-    run: Run, folder: Path, *, spec: SbatchSpec, timeout: float, environment: Mapping[str, str], program: Path | None
-) -> str:
-    """The script of a run's job: torchrun on every node, and its exit status in a file."""
-    (nodes, a_node), folder = nodes_of(run, spec), folder.resolve()
-    options = {
-        "job-name": f"sweep-{run.key}",
-        "nodes": str(nodes),
-        "ntasks-per-node": "1",
-        "gpus-per-node": str(a_node),
-        "time": str(max(math.ceil(timeout / 60.0), 1)),
-        "output": str(folder / LOG).replace("%", "%%"),  # Slurm puts a job's number for %j
-        **spec.options,
-    }
-    torchrun = [
-        *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nnodes", str(nodes), "--nproc-per-node", str(a_node)),
-        *("--rdzv-backend", "c10d"),
-    ]
-    training = training_command(folder / CONFIG, program)
-    return "\n".join(
-        [
+class SbatchLauncher(NodesLauncher):
+    _spec: SbatchSpec
+
+    def script(self, run: Run, folder: Path, *, timeout: float) -> str:
+        """Of a run's job: torchrun on every node, and its exit status in a file."""
+        (nodes, a_node), folder = nodes_of(run, self._spec), folder.resolve()
+        options = {
+            "job-name": f"sweep-{run.key}",
+            "nodes": str(nodes),
+            "ntasks-per-node": "1",
+            "gpus-per-node": str(a_node),
+            "time": str(max(math.ceil(timeout / 60.0), 1)),
+            "output": str(folder / LOG).replace("%", "%%"),  # Slurm puts a job's number for %j
+            **self._spec.options,
+        }
+        torchrun = [
+            *(sys.executable, "-m", "torch.distributed.run"),
+            *("--nnodes", str(nodes), "--nproc-per-node", str(a_node)),
+            *("--rdzv-backend", "c10d"),
+        ]
+        training = training_command(folder / CONFIG, self._program)
+        lines = [
             "#!/bin/bash",
             # sbatch knows both quotes, and # begins a comment. No value has a quote in it.
-            *(
-                f"#SBATCH --{name}={repr(value) if _SPECIAL.search(value) else value}"
-                for name, value in options.items()
-            ),
+            *(f"#SBATCH --{name}={repr(word) if _SPECIAL.search(word) else word}" for name, word in options.items()),
             f"cd {shlex.quote(str(Path.cwd()))}",
-            *spec.setup,
-            *(f"export {name}={shlex.quote(value)}" for name, value in environment.items()),
+            *self._spec.setup,
+            *(f"export {name}={shlex.quote(value)}" for name, value in self._environment.items()),
             'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
             f"port=$({shlex.join([sys.executable, '-c', _FREE_PORT])})",  # this script runs on the head
             f'srun --kill-on-bad-exit=1 {shlex.join(torchrun)} --rdzv-id "$SLURM_JOB_ID" '
             f'--rdzv-endpoint "$head:$port" {shlex.join(training)}',
             f"echo $? > {shlex.quote(str(folder / STATUS))}",
-            "",
         ]
-    )
-
-
-class SbatchLauncher(NodesLauncher):
-    _spec: SbatchSpec
+        return "\n".join(lines) + "\n"
 
     def start(self, run: Run, folder: Path, *, timeout: float) -> "Job":
         if any(letter in str(folder.resolve()) for letter in "'\"\\\n"):
             raise ConfigError(f"{folder.resolve()}: sbatch takes no quotes and backslashes there; change --output")
-        script = job_script(
-            run, folder, spec=self._spec, timeout=timeout, environment=self._environment, program=self._program
-        )
-        (folder / SCRIPT).write_text(script)
+        (folder / SCRIPT).write_text(self.script(run, folder, timeout=timeout))
         answer = ask("sbatch", "--parsable", str(folder / SCRIPT))
         job = answer.strip().partition(";")[0]
         if not job.isdecimal():

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
 from megalite.conversion.huggingface.weights import HuggingFaceWeights
-from megalite.conversion.inference import TokenizerChoice, end_ids, load_model
+from megalite.conversion.inference import end_ids, load_model
 from megalite.conversion.native import write_native
 from megalite.generation.continuation import Sampling
 from megalite.generation.generate import Chain
@@ -157,7 +158,7 @@ def test_what_cannot_be_opened(tmp_path: Path) -> None:
 
 def test_the_tokenizer_must_fit(tmp_path: Path) -> None:
     small = made_up(tmp_path / "small", tokenizer=False, vocab_size=200)
-    choice = TokenizerChoice(str(tmp_path / "vocabulary"))
+    choice = DataConfig(tokenizer_model=str(tmp_path / "vocabulary"))
     byte_tokenizer(tmp_path / "vocabulary")
     with pytest.raises(ConfigError, match=r"has 257 ids, but the vocab_size of .*small.* is 200"):
         open_plain(small, needs_tokenizer=True, tokenizer=choice)
@@ -171,7 +172,7 @@ def test_the_tokenizer_must_fit(tmp_path: Path) -> None:
         open_plain(large, needs_tokenizer=True)
     assert open_plain(large, needs_tokenizer=True, tokenizer=choice).tokenizer.vocab_size == 257
     with pytest.raises(ConfigError, match="--tiktoken-pattern gpt2 has no effect without --tokenizer-model"):
-        TokenizerChoice(None, "gpt2")
+        open_plain(large, tokenizer=DataConfig(tiktoken_pattern="gpt2"))
 
 
 def test_tokens_that_end_a_text(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Collectives on gloo ranks, what the reports of all ranks say together, and what the hosts of a job say."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 from unittest import mock
 
@@ -145,14 +146,14 @@ def reported(context: RankContext, ranks: int, hosts: list[str]) -> dict[str, An
         mock.patch.dict(doctor_ranks.LARGE, cpu=1 << 16),
         mock.patch.object(doctor_ranks, "rate_of", lambda timer, dtype, *, seconds: 1e9),
     ):
-        return measure(world, CPU, host=hosts[context.rank], seconds=SECONDS).as_data()
+        return asdict(measure(world, CPU, host=hosts[context.rank], seconds=SECONDS))
 
 
 def test_three_ranks_on_one_host() -> None:
-    reports = [RankReport.from_data(data) for data in run_ranks(3, reported, 3, ["a", "a", "a"])]
+    reports = [RankReport(**data) for data in run_ranks(3, reported, 3, ["a", "a", "a"])]
     assert [report.rank for report in reports] == [0, 1, 2]
     for report in reports:
-        assert report.wrong == () and report.pairs == ()
+        assert report.wrong == report.pairs == []
         assert set(report.latency) == set(report.rate) == {"all-reduce", "all-gather", "reduce-scatter", "messages"}
         assert min(report.latency.values()) > 0 and min(report.rate.values()) > 0
 
@@ -167,7 +168,7 @@ def test_three_ranks_on_one_host() -> None:
     ids=["two", "three", "four"],
 )
 def test_messages_between_hosts(hosts: list[str], pairs: list[list[tuple[str, str]]]) -> None:
-    reports = [RankReport.from_data(data) for data in run_ranks(len(hosts), reported, len(hosts), hosts)]
+    reports = [RankReport(**data) for data in run_ranks(len(hosts), reported, len(hosts), hosts)]
     assert [[pair[:2] for pair in report.pairs] for report in reports] == pairs
     assert all(rate > 0 for report in reports for _, _, rate in report.pairs)
 

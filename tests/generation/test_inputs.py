@@ -1,8 +1,7 @@
 """Prompts and texts to measure on, out of files."""
 
-import io
+import os
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -24,12 +23,13 @@ def test_prompts_of_lines_and_of_json(tmp_path: Path, monkeypatch: pytest.Monkey
     objects.write_text('{"prompt": "a\\nb", "q": "c"}\n\n{"q": "d", "prompt": "e"}\n')
     assert read_prompts(str(objects), None) == ["a\nb", "e"]
     assert read_prompts(str(objects), "q") == ["c", "d"]
-    stdin = types.SimpleNamespace(buffer=io.BytesIO(b"one\ntwo\n"), isatty=lambda: False)
-    monkeypatch.setattr(sys, "stdin", stdin)
-    assert read_prompts("-", None) == ["one", "two"]
-    stdin.isatty = lambda: True
-    with pytest.raises(ConfigError, match="standard input is a terminal"):
-        read_prompts("-", None)
+    (tmp_path / "piped").write_bytes(b"one\ntwo\n")
+    with (tmp_path / "piped").open() as piped:
+        monkeypatch.setattr(sys, "stdin", piped)
+        assert read_prompts("-", None) == ["one", "two"]
+        monkeypatch.setattr(os, "isatty", lambda number: True)
+        with pytest.raises(ConfigError, match="standard input is a terminal"):
+            read_prompts("-", None)
 
 
 @pytest.mark.parametrize(

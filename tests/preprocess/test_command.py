@@ -14,7 +14,6 @@ from megalite.cli.preprocess import JobProgress, job_of, main, summary, tokenize
 from megalite.config.errors import ConfigError
 from megalite.preprocess.job import Progress
 from megalite.preprocess.resume import State
-from megalite.preprocess.run import BackgroundSaver
 from megalite.watchdog.processes import usable_cores
 from tests.preprocess.jobs import NUMBER_FLAGS, documents, write_jsonl, write_numbers
 
@@ -82,18 +81,18 @@ def test_a_second_signal_does_not_stop_the_saving(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, second: signal.Signals
 ) -> None:
     write_numbers(tmp_path / "a.jsonl", 20)
-    save = BackgroundSaver.save_now
+    write = State.write
 
     def interrupt(self: JobProgress, progress: Progress) -> None:
         if progress.documents:
             signal.raise_signal(signal.SIGINT)
 
-    def save_late(self: BackgroundSaver, state: State) -> None:
+    def write_late(state: State, path: Path) -> None:
         signal.raise_signal(second)
-        save(self, state)
+        write(state, path)
 
     monkeypatch.setattr(JobProgress, "take", interrupt)
-    monkeypatch.setattr(BackgroundSaver, "save_now", save_late)
+    monkeypatch.setattr(State, "write", write_late)
     assert run(tmp_path, "--input", str(tmp_path / "a.jsonl")) == 130
     assert capsys.readouterr().err.startswith("interrupted; 20 documents are kept in")
 

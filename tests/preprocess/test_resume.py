@@ -5,20 +5,19 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
 from megalite.checkpoint.files import lock_folder
 from megalite.config.errors import ConfigError
+from megalite.preprocess import run
 from megalite.preprocess.job import Progress
 from megalite.preprocess.resume import State
-from megalite.preprocess.run import BackgroundSaver, preprocess
+from megalite.preprocess.run import preprocess
 from tests.preprocess.jobs import Stop, documents, number_job, output_bytes, run_numbers, stop_after, write_numbers
 
 ROOT = Path(__file__).parents[2]
@@ -334,29 +333,21 @@ def test_paths_may_be_spelled_in_another_way(tmp_path: Path, monkeypatch: pytest
     assert "resuming" in preprocess(number_job(tmp_path, f".{os.sep}a.jsonl")).notice
 
 
-def test_a_save_that_a_signal_cut_off_from_its_future_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Ctrl-C between handing the save to the thread and taking its future: the state is on the disk, so it is safe."""
-    written: list[Path] = []
-    slow = threading.Event()
+def test_a_disk_that_is_slow_is_asked_seldom(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A piece takes a second here and a save one too: a save comes after 19 pieces, whatever checkpoint_seconds says."""
+    clock, saved = [0.0], []
+    write = State.write
 
-    def write(path: Path) -> None:
-        slow.wait(30)
-        written.append(path)
+    def tick(progress: Progress) -> None:
+        clock[0] += 1.0
 
-    state = cast(State, SimpleNamespace(write=write))
-    keeper = BackgroundSaver(tmp_path, [], None, 0.0)
-    submit = keeper._thread.submit
+    def write_slowly(state: State, path: Path) -> None:
+        clock[0] += 1.0
+        saved.append(state.outputs[0].documents)
+        write(state, path)
 
-    def interrupted(*arguments: Any) -> Any:
-        submit(*arguments)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(keeper._thread, "submit", interrupted)
-        keeper.save_soon(lambda: state)
-    threading.Timer(0.1, slow.set).start()
-    keeper.save_now(state)
-    assert keeper.saved is state and written == [tmp_path]
-    keeper.close()
+    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(State, "write", write_slowly)
+    job = number_job(tmp_path, write_numbers(tmp_path / "a.jsonl", 60), piece_bytes=1, checkpoint_seconds=2.0)
+    assert run.preprocess(job, tick).documents == 60
+    assert saved == [1, 20, 39, 58, 60]

@@ -10,7 +10,7 @@ import yaml
 
 from megalite.config.errors import ConfigError
 from megalite.sweep.candidates import Run
-from megalite.sweep.clusters import KubernetesLauncher, RayLauncher, job_manifest
+from megalite.sweep.clusters import KubernetesLauncher, RayLauncher
 from megalite.sweep.results import FAILED, OK, OOM, TIMEOUT
 from megalite.sweep.spec import KubernetesSpec, RaySpec, read_spec
 from tests.sweep.sweeps import MODEL, put_programs, read_runs, results_of, write_sweep
@@ -60,9 +60,8 @@ ODD = "a 'b' \"c\" $(JOB_COMPLETION_INDEX) $HOME `id` \\ # %d: {e}\nf"
 
 def test_a_manifest_is_an_indexed_job_with_words_as_they_are(runs: tuple[Run, ...], tmp_path: Path) -> None:
     folder = tmp_path / "odd $(HOME) 'run'"
-    text = job_manifest(
-        runs[0], folder, spec=spec_of(tmp_path), timeout=90.5, environment={"ODD": ODD, "N": "1"}, program=None
-    )
+    launcher = KubernetesLauncher(spec_of(tmp_path), environment={"ODD": ODD, "N": "1"})
+    text = launcher.manifest(runs[0], folder, timeout=90.5)
     service, job = yaml.safe_load_all(text)
     name = job["metadata"]["name"]
     assert (service["kind"], job["kind"], service["metadata"]["name"]) == ("Service", "Job", name)
@@ -100,7 +99,7 @@ def as_the_pod_sees(container: dict[str, Any], *, index: str) -> tuple[list[str]
 
 
 def test_the_container_writes_what_it_says_to_the_log(runs: tuple[Run, ...], tmp_path: Path) -> None:
-    text = job_manifest(runs[0], tmp_path, spec=spec_of(tmp_path), timeout=1, environment={}, program=None)
+    text = KubernetesLauncher(spec_of(tmp_path), environment={}).manifest(runs[0], tmp_path, timeout=1)
     command = list(yaml.safe_load_all(text))[1]["spec"]["template"]["spec"]["containers"][0]["command"]
     for word in ("one; two", "$HOME"):
         assert subprocess.run([*command, "echo", word], check=False).returncode == 0

@@ -12,7 +12,7 @@ import pytest
 
 from megalite.config.errors import ConfigError
 from megalite.sweep.candidates import Run
-from megalite.sweep.execute import SbatchLauncher, job_script
+from megalite.sweep.execute import SbatchLauncher
 from megalite.sweep.results import FAILED, OK, OOM, TIMEOUT, Result
 from megalite.sweep.spec import SbatchSpec, read_spec
 from tests.sweep.sweeps import put_programs, read_runs, results_of, write_sweep
@@ -83,9 +83,8 @@ def test_submits_follows_and_measures(slurm: Slurm, runs: tuple[Run, ...], tmp_p
 
 def test_options_are_one_word_each(runs: tuple[Run, ...], tmp_path: Path) -> None:
     options = {"account": "a team # 7", "comment": "", "constraint": "gpu&nvme", "mem-per-gpu": "64G"}
-    text = job_script(
-        runs[0], tmp_path / "100% b", spec=SbatchSpec(options=options), timeout=60.0, environment={}, program=None
-    )
+    launcher = SbatchLauncher(SbatchSpec(options=options), environment={})
+    text = launcher.script(runs[0], tmp_path / "100% b", timeout=60.0)
     lines = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
     assert "--account='a team # 7'" in lines
     assert "--mem-per-gpu=64G" in lines
@@ -112,7 +111,7 @@ def test_what_a_script_cannot_hold_is_refused(keys: dict[str, Any], culprit: str
 
 def test_script(runs: tuple[Run, ...], tmp_path: Path) -> None:
     run = runs[0]
-    text = job_script(run, tmp_path / "a b", spec=SPEC, timeout=301.0, environment={"X": "1 2"}, program=None)
+    text = SbatchLauncher(SPEC, environment={"X": "1 2"}).script(run, tmp_path / "a b", timeout=301.0)
     lines = text.splitlines()
     assert lines[0] == "#!/bin/bash"
     options = dict(line.removeprefix("#SBATCH --").split("=") for line in lines if line.startswith("#SBATCH"))

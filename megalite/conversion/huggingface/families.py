@@ -1,9 +1,8 @@
 """The families that can be read and written: config.json and tensor names of each, and which one expresses a model."""
 
 import re
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Collection, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,16 +10,9 @@ from megalite.config.errors import ConfigError
 from megalite.config.model import TRAINING_FIELDS, ModelConfig
 from megalite.conversion.huggingface.config_json import ModelFile, read_json, refuse_code, resolved, written
 from megalite.conversion.huggingface.experts import ExpertKeys
-from megalite.conversion.huggingface.llama import LlamaLike, llama_pieces
+from megalite.conversion.huggingface.llama import Family, LlamaLike
 from megalite.conversion.huggingface.quantized import quantized_kinds
-from megalite.conversion.huggingface.variants import (
-    GEMMA,
-    DeepSeek,
-    Gemma,
-    GptOss,
-    GptOssExperts,
-    latent_attention_pieces,
-)
+from megalite.conversion.huggingface.variants import GEMMA, DeepSeek, Gemma, GptOss, GptOssExperts
 from megalite.conversion.weights import ConversionError, Piece, View, first_rows, whole
 
 _ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
@@ -38,63 +30,63 @@ _GPT2 = (
 )
 
 
-def read_gpt2(file: ModelFile) -> tuple[ModelConfig, int]:
-    for name, needed in (
-        ("scale_attn_weights", True),
-        ("scale_attn_by_inverse_layer_idx", False),
-        ("add_cross_attention", False),
-    ):
-        if file.flag(name, needed) != needed:
-            raise file.fault(f"{name} is {str(not needed).lower()}; only {str(needed).lower()} can be expressed")
-    positions = file.integer("n_positions", 1024)
-    dropouts = [file.number(name, 0.1) for name in ("embd_pdrop", "resid_pdrop")]
-    if dropouts[0] != dropouts[1]:
-        raise file.fault(
-            f"embd_pdrop is {dropouts[0]:g} and resid_pdrop {dropouts[1]:g}; set both "
-            "to one value (it only matters in training)"
+class GPT2(Family):
+    buffers = re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)")
+
+    def read(self, file: ModelFile) -> tuple[ModelConfig, int]:
+        for name, needed in (
+            ("scale_attn_weights", True),
+            ("scale_attn_by_inverse_layer_idx", False),
+            ("add_cross_attention", False),
+        ):
+            if file.flag(name, needed) != needed:
+                raise file.fault(f"{name} is {str(not needed).lower()}; only {str(needed).lower()} can be expressed")
+        positions = file.integer("n_positions", 1024)
+        dropouts = [file.number(name, 0.1) for name in ("embd_pdrop", "resid_pdrop")]
+        if dropouts[0] != dropouts[1]:
+            raise file.fault(
+                f"embd_pdrop is {dropouts[0]:g} and resid_pdrop {dropouts[1]:g}; set both "
+                "to one value (it only matters in training)"
+            )
+        settings = file.settings(_GPT2)
+        model = file.model(
+            **settings,
+            seq_length=positions,
+            ffn_hidden_size=file.optional_integer("n_inner") or 4 * settings["hidden_size"],
+            max_position_embeddings=positions,
+            activation=file.activation("activation_function", "gelu_new", _ACTIVATIONS),
+            hidden_dropout=dropouts[0],
         )
-    settings = file.settings(_GPT2)
-    model = file.model(
-        **settings,
-        seq_length=positions,
-        ffn_hidden_size=file.optional_integer("n_inner") or 4 * settings["hidden_size"],
-        max_position_embeddings=positions,
-        activation=file.activation("activation_function", "gelu_new", _ACTIVATIONS),
-        hidden_dropout=dropouts[0],
-    )
-    return model, positions
+        return model, positions
 
+    def write(self, model: ModelConfig, seq_length: int) -> dict[str, Any]:
+        return {
+            **written(model, _GPT2),
+            "n_inner": model.ffn_size,
+            "n_positions": model.max_position_embeddings or seq_length,
+            "activation_function": _WRITTEN.get(model.activation, "gelu_new"),
+            "embd_pdrop": model.hidden_dropout,
+            "resid_pdrop": model.hidden_dropout,
+        }
 
-def write_gpt2(model: ModelConfig, seq_length: int) -> dict[str, Any]:
-    return {
-        **written(model, _GPT2),
-        "n_inner": model.ffn_size,
-        "n_positions": model.max_position_embeddings or seq_length,
-        "activation_function": _WRITTEN.get(model.activation, "gelu_new"),
-        "embd_pdrop": model.hidden_dropout,
-        "resid_pdrop": model.hidden_dropout,
-    }
-
-
-def gpt2_pieces(model: ModelConfig, present: Collection[str] | None) -> Iterator[Piece]:
-    """Every tensor of GPT2LMHeadModel, in the order of ours. `model`: the network. `present`: the names in the files:
-    without the prefix where it is the inner model that was saved. None: to write."""
-    prefix = _PREFIX if present is None or f"{_PREFIX}wte.weight" in present else ""
-    assert model.vocab_size is not None and model.max_position_embeddings is not None
-    h, f, v, positions = model.hidden_size, model.ffn_size, model.vocab_size, model.max_position_embeddings
-    yield Piece(f"{prefix}wte.weight", "embedding.word.weight", (v, h), first_rows(v))
-    yield Piece(f"{prefix}wpe.weight", "embedding.position.weight", (positions, h))
-    for i in range(model.num_layers):
-        there, here = f"{prefix}h.{i}", f"layers.{i}"
-        yield from _norm(f"{there}.ln_1", f"{here}.attention_norm", h)
-        yield from _linear(f"{there}.attn.c_attn", f"{here}.attention.qkv", 3 * h, h, _query_key_value(model))
-        yield from _linear(f"{there}.attn.c_proj", f"{here}.attention.out", h, h)
-        yield from _norm(f"{there}.ln_2", f"{here}.mlp_norm", h)
-        yield from _linear(f"{there}.mlp.c_fc", f"{here}.mlp.up", f, h)
-        yield from _linear(f"{there}.mlp.c_proj", f"{here}.mlp.down", h, f)
-    yield from _norm(f"{prefix}ln_f", "final_norm", h)
-    if not model.tie_embeddings:
-        yield Piece("lm_head.weight", "head.weight", (v, h), first_rows(v))
+    def pieces(self, model: ModelConfig, present: Collection[str] | None) -> Iterator[Piece]:
+        # In the files the names have no prefix where it is the inner model that was saved.
+        prefix = _PREFIX if present is None or f"{_PREFIX}wte.weight" in present else ""
+        assert model.vocab_size is not None and model.max_position_embeddings is not None
+        h, f, v, positions = model.hidden_size, model.ffn_size, model.vocab_size, model.max_position_embeddings
+        yield Piece(f"{prefix}wte.weight", "embedding.word.weight", (v, h), first_rows(v))
+        yield Piece(f"{prefix}wpe.weight", "embedding.position.weight", (positions, h))
+        for i in range(model.num_layers):
+            there, here = f"{prefix}h.{i}", f"layers.{i}"
+            yield from _norm(f"{there}.ln_1", f"{here}.attention_norm", h)
+            yield from _linear(f"{there}.attn.c_attn", f"{here}.attention.qkv", 3 * h, h, _query_key_value(model))
+            yield from _linear(f"{there}.attn.c_proj", f"{here}.attention.out", h, h)
+            yield from _norm(f"{there}.ln_2", f"{here}.mlp_norm", h)
+            yield from _linear(f"{there}.mlp.c_fc", f"{here}.mlp.up", f, h)
+            yield from _linear(f"{there}.mlp.c_proj", f"{here}.mlp.down", h, f)
+        yield from _norm(f"{prefix}ln_f", "final_norm", h)
+        if not model.tie_embeddings:
+            yield Piece("lm_head.weight", "head.weight", (v, h), first_rows(v))
 
 
 def _norm(theirs: str, ours: str, size: int) -> Iterator[Piece]:
@@ -114,38 +106,6 @@ def _query_key_value(model: ModelConfig) -> View:
 
 
 _KINDS = {"", "num_experts", "position_embedding_type", "normalization"}
-_NO_BUFFERS = re.compile(r"(?!)")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """One architecture of transformers."""
-
-    name: str
-    architecture: str
-    read: Callable[[ModelFile], tuple[ModelConfig, int]]  # config.json -> network and its longest sequence
-    write: Callable[[ModelConfig, int], dict[str, Any]]  # network -> config.json, as far as that can say it
-    pieces: Callable[[ModelConfig, Collection[str] | None], Iterator[Piece]]  # see `gpt2_pieces`
-    buffers: re.Pattern[str] = _NO_BUFFERS  # tensors of old files that are no weights: masks, frequencies
-    whole_heads: bool = False  # num_attention_heads must divide hidden_size
-    further: bool = False  # layers that predict further tokens may come behind the others
-
-
-def _llama_like(
-    name: str, architecture: str, rules: LlamaLike, *, whole_heads: bool = False, further: bool = False, **names: Any
-) -> Family:
-    """`names`: see `llama_pieces`."""
-    return Family(
-        name=name,
-        architecture=architecture,
-        read=rules.read,
-        write=rules.write,
-        pieces=partial(llama_pieces, experts=rules.experts, further=further, **names),
-        buffers=re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
-        whole_heads=whole_heads,
-        further=further,
-    )
-
 
 _GEMMA: dict[str, Any] = {
     "key_value_heads": 4,
@@ -155,6 +115,8 @@ _GEMMA: dict[str, Any] = {
     "mixed": True,
     "tied": True,
     "activation": ("hidden_activation", "gelu_pytorch_tanh"),
+    "fixed": GEMMA,
+    "whole_heads": True,
 }
 _GLM: dict[str, Any] = {
     "max_positions": 131072,
@@ -164,212 +126,173 @@ _GLM: dict[str, Any] = {
     "interleaved": True,
     "qkv_bias": ("attention_bias", True),
     "partial_rotary": 0.5,
+    "fused_mlp": True,
 }
 _ALL = (
-    Family(
-        name="gpt2",
-        architecture="GPT2LMHeadModel",
-        read=read_gpt2,
-        write=write_gpt2,
-        pieces=gpt2_pieces,
-        buffers=re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)"),
+    GPT2("gpt2", "GPT2LMHeadModel"),
+    LlamaLike("llama", "LlamaForCausalLM", max_positions=2048, linear_biases=True, whole_heads=True),
+    LlamaLike("mistral", "MistralForCausalLM", max_positions=131072, key_value_heads=8, window=4096),
+    LlamaLike(
+        *("qwen2", "Qwen2ForCausalLM"),
+        max_positions=32768,
+        key_value_heads=32,
+        qkv_bias=True,
+        window="switched",
+        mixed=True,
     ),
-    _llama_like("llama", "LlamaForCausalLM", LlamaLike(max_positions=2048, linear_biases=True), whole_heads=True),
-    _llama_like("mistral", "MistralForCausalLM", LlamaLike(max_positions=131072, key_value_heads=8, window=4096)),
-    _llama_like(
-        "qwen2",
-        "Qwen2ForCausalLM",
-        LlamaLike(max_positions=32768, key_value_heads=32, qkv_bias=True, window="switched", mixed=True),
+    LlamaLike(
+        *("qwen3", "Qwen3ForCausalLM"),
+        max_positions=32768,
+        key_value_heads=32,
+        head_size=128,
+        attention_bias=True,
+        qk_norm=True,
+        window="switched",
+        mixed=True,
     ),
-    _llama_like(
-        "qwen3",
-        "Qwen3ForCausalLM",
-        LlamaLike(
-            max_positions=32768,
-            key_value_heads=32,
-            head_size=128,
-            attention_bias=True,
-            qk_norm=True,
-            window="switched",
-            mixed=True,
+    LlamaLike(
+        *("mixtral", "MixtralForCausalLM"),
+        max_positions=131072,
+        norm_epsilon=1e-5,
+        rotary_base=1e6,
+        key_value_heads=8,
+        window=None,
+        experts=ExpertKeys(layer="block_sparse_moe", matrices=("w1", "w3", "w2")),
+    ),
+    LlamaLike(
+        *("qwen2_moe", "Qwen2MoeForCausalLM"),
+        max_positions=32768,
+        key_value_heads=16,
+        qkv_bias=True,
+        window="refused",
+        experts=ExpertKeys(
+            count=("num_experts", 60),
+            topk=4,
+            width=1408,
+            normalises=False,
+            shared=("shared_expert_intermediate_size", 5632),
+            shared_gate=True,
+            dense="decoder_sparse_step",
         ),
     ),
-    _llama_like(
-        "mixtral",
-        "MixtralForCausalLM",
-        LlamaLike(
-            max_positions=131072,
-            norm_epsilon=1e-5,
-            rotary_base=1e6,
-            key_value_heads=8,
-            window=None,
-            experts=ExpertKeys(layer="block_sparse_moe", matrices=("w1", "w3", "w2")),
+    LlamaLike(
+        *("qwen3_moe", "Qwen3MoeForCausalLM"),
+        max_positions=32768,
+        key_value_heads=4,
+        attention_bias=True,
+        qk_norm=True,
+        window="refused",
+        experts=ExpertKeys(
+            count=("num_experts", 128), topk=8, width=768, normalises=False, dense="decoder_sparse_step"
         ),
     ),
-    _llama_like(
-        "qwen2_moe",
-        "Qwen2MoeForCausalLM",
-        LlamaLike(
-            max_positions=32768,
-            key_value_heads=16,
-            qkv_bias=True,
-            window="refused",
-            experts=ExpertKeys(
-                count=("num_experts", 60),
-                topk=4,
-                width=1408,
-                normalises=False,
-                shared=("shared_expert_intermediate_size", 5632),
-                shared_gate=True,
-                dense="decoder_sparse_step",
-            ),
-        ),
-    ),
-    _llama_like(
-        "qwen3_moe",
-        "Qwen3MoeForCausalLM",
-        LlamaLike(
-            max_positions=32768,
-            key_value_heads=4,
-            attention_bias=True,
-            qk_norm=True,
-            window="refused",
-            experts=ExpertKeys(
-                count=("num_experts", 128), topk=8, width=768, normalises=False, dense="decoder_sparse_step"
-            ),
-        ),
-    ),
-    _llama_like(
-        "phi3",
-        "Phi3ForCausalLM",
-        # transformers takes every other rope_type of a Phi-3 for longrope.
-        LlamaLike(max_positions=4096, norm_epsilon=1e-5, partial_rotary=1.0, scalings=("default",), window=None),
+    LlamaLike(
+        *("phi3", "Phi3ForCausalLM"),
+        max_positions=4096,
+        norm_epsilon=1e-5,
+        partial_rotary=1.0,
+        scalings=("default",),  # transformers takes every other rope_type of a Phi-3 for longrope
+        window=None,
         whole_heads=True,
         fused_qkv=True,
         fused_mlp=True,
     ),
-    _llama_like("glm", "GlmForCausalLM", LlamaLike(**_GLM), fused_mlp=True),
-    _llama_like(
-        "glm4",
-        "Glm4ForCausalLM",
-        LlamaLike(**_GLM, fixed={"post_norms": True}),
-        fused_mlp=True,
+    LlamaLike("glm", "GlmForCausalLM", **_GLM),
+    LlamaLike(
+        *("glm4", "Glm4ForCausalLM"),
+        **_GLM,
+        fixed={"post_norms": True},
         sandwich=("post_self_attn", "post_attention", "post_mlp"),
     ),
-    _llama_like(
-        "glm4_moe",
-        "Glm4MoeForCausalLM",
-        LlamaLike(
-            max_positions=131072,
-            norm_epsilon=1e-5,
-            key_value_heads=8,
-            qkv_bias=("attention_bias", False),
-            qk_norm="use_qk_norm",
-            partial_rotary=0.5,
-            experts=ExpertKeys(
-                count=("n_routed_experts", 128),
-                topk=8,
-                width=1408,
-                normalises=True,
-                shared=("n_shared_experts", 1),
-                scaling=1.0,
-                sigmoid=True,
-                dense="first_k_dense_replace",
-            ),
+    LlamaLike(
+        *("glm4_moe", "Glm4MoeForCausalLM"),
+        max_positions=131072,
+        norm_epsilon=1e-5,
+        key_value_heads=8,
+        qkv_bias=("attention_bias", False),
+        qk_norm="use_qk_norm",
+        partial_rotary=0.5,
+        experts=ExpertKeys(
+            count=("n_routed_experts", 128),
+            topk=8,
+            width=1408,
+            normalises=True,
+            shared=("n_shared_experts", 1),
+            scaling=1.0,
+            sigmoid=True,
+            dense="first_k_dense_replace",
         ),
         further=True,
     ),
-    _llama_like(
-        "deepseek_v2",
-        "DeepseekV2ForCausalLM",
-        DeepSeek(
-            max_positions=2048,
-            scores=("softmax", "greedy"),
-            experts=ExpertKeys(
-                count=("n_routed_experts", 64),
-                topk=None,
-                width=1407,
-                normalises=False,
-                shared=("n_shared_experts", 2),
-                scaling=1.0,
-                first_dense=0,
-                dense="first_k_dense_replace",
-            ),
+    DeepSeek(
+        *("deepseek_v2", "DeepseekV2ForCausalLM"),
+        max_positions=2048,
+        scores=("softmax", "greedy"),
+        experts=ExpertKeys(
+            count=("n_routed_experts", 64),
+            topk=None,
+            width=1407,
+            normalises=False,
+            shared=("n_shared_experts", 2),
+            scaling=1.0,
+            first_dense=0,
+            dense="first_k_dense_replace",
         ),
         whole_heads=True,
-        attention=latent_attention_pieces,
     ),
-    _llama_like(
-        "deepseek_v3",
-        "DeepseekV3ForCausalLM",
-        DeepSeek(
-            max_positions=4096,
-            scores=("sigmoid", "noaux_tc"),
-            experts=ExpertKeys(
-                count=("n_routed_experts", 256),
-                topk=8,
-                width=2048,
-                normalises=True,
-                shared=("n_shared_experts", 1),
-                scaling=2.5,
-                sigmoid=True,
-                groups=(8, 4),
-                first_dense=3,
-                dense="first_k_dense_replace",
-            ),
+    DeepSeek(
+        *("deepseek_v3", "DeepseekV3ForCausalLM"),
+        max_positions=4096,
+        scores=("sigmoid", "noaux_tc"),
+        experts=ExpertKeys(
+            count=("n_routed_experts", 256),
+            topk=8,
+            width=2048,
+            normalises=True,
+            shared=("n_shared_experts", 1),
+            scaling=2.5,
+            sigmoid=True,
+            groups=(8, 4),
+            first_dense=3,
+            dense="first_k_dense_replace",
         ),
         further=True,
-        attention=latent_attention_pieces,
     ),
-    _llama_like(
-        "gemma2",
-        "Gemma2ForCausalLM",
-        Gemma(max_positions=8192, caps=(50.0, 30.0), full_every=2, fixed=GEMMA, **_GEMMA),
-        whole_heads=True,
+    Gemma("gemma2", "Gemma2ForCausalLM", max_positions=8192, caps=(50.0, 30.0), full_every=2, **_GEMMA),
+    Gemma(
+        *("gemma3_text", "Gemma3ForCausalLM"),
+        max_positions=131072,
+        rotary_base=1e6,
+        rotary_base_local=1e4,
+        qk_norm=True,
+        caps=(None, None),
+        full_every=6,
+        **_GEMMA,
     ),
-    _llama_like(
-        "gemma3_text",
-        "Gemma3ForCausalLM",
-        Gemma(
-            max_positions=131072,
-            rotary_base=1e6,
-            rotary_base_local=1e4,
-            qk_norm=True,
-            fixed=GEMMA,
-            **{"caps": (None, None), "full_every": 6, **_GEMMA},
-        ),
-        whole_heads=True,
+    GptOss(
+        *("gpt_oss", "GptOssForCausalLM"),
+        max_positions=131072,
+        norm_epsilon=1e-5,
+        rotary_base=150000.0,
+        key_value_heads=8,
+        head_size=64,
+        window=128,
+        mixed=True,
+        fixed={
+            "activation": "quick_geglu",
+            "glu_linear_offset": 1.0,
+            "softmax_type": "learnable",
+            "moe_add_bias_linear": True,
+        },
+        experts=GptOssExperts(count=("num_local_experts", 128), topk=4),
     ),
-    _llama_like(
-        "gpt_oss",
-        "GptOssForCausalLM",
-        GptOss(
-            max_positions=131072,
-            norm_epsilon=1e-5,
-            rotary_base=150000.0,
-            key_value_heads=8,
-            head_size=64,
-            window=128,
-            mixed=True,
-            fixed={
-                "activation": "quick_geglu",
-                "glu_linear_offset": 1.0,
-                "softmax_type": "learnable",
-                "moe_add_bias_linear": True,
-            },
-            experts=GptOssExperts(count=("num_local_experts", 128), topk=4),
-        ),
-    ),
-    _llama_like(
-        "olmo2",
-        "Olmo2ForCausalLM",
-        LlamaLike(
-            max_positions=2048,
-            norm_epsilon=1e-5,
-            attention_bias=True,
-            qk_norm=True,
-            fixed={"qk_norm_all_heads": True, "pre_norms": False, "post_norms": True},
-        ),
+    LlamaLike(
+        *("olmo2", "Olmo2ForCausalLM"),
+        max_positions=2048,
+        norm_epsilon=1e-5,
+        attention_bias=True,
+        qk_norm=True,
+        fixed={"qk_norm_all_heads": True, "pre_norms": False, "post_norms": True},
     ),
 )
 SAME = {"kimi_k2": "deepseek_v3"}

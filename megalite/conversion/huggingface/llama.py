@@ -1,10 +1,10 @@
 """Llama, Mistral, Qwen, Mixtral, Phi-3, GLM and OLMo 2: what their config.json says, and the names and shapes of their
 tensors."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, ClassVar
 
 from megalite.config.model import ModelConfig
 from megalite.conversion.huggingface.config_json import SCALINGS, ModelFile, read_rope, write_rope, written
@@ -33,9 +33,36 @@ _SAME = (
 )
 
 
+@dataclass(frozen=True)
+class Family:
+    """One architecture of transformers: its config.json, and the names and shapes of its tensors."""
+
+    name: str  # model_type
+    architecture: str
+    _: KW_ONLY
+    whole_heads: bool = False  # num_attention_heads must divide hidden_size
+    further: bool = False  # layers that predict further tokens may come behind the others
+    buffers: ClassVar[re.Pattern[str]]  # tensors of old files that are no weights: masks, frequencies
+
+    def read(self, file: ModelFile) -> tuple[ModelConfig, int]:
+        """config.json -> network and its longest sequence."""
+        raise NotImplementedError
+
+    def write(self, model: ModelConfig, seq_length: int) -> dict[str, Any]:
+        """Network -> config.json, as far as that can say it."""
+        raise NotImplementedError
+
+    def pieces(self, model: ModelConfig, present: Collection[str] | None) -> Iterator[Piece]:
+        """Every tensor of the architecture, in the order of ours. `present`: the names in the files, which tell the
+        variants apart. None: to write."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, kw_only=True)
-class LlamaLike:
-    """One family: its features, and what its configuration class of transformers takes for a key that is missing."""
+class LlamaLike(Family):
+    """Its features, and what its configuration class of transformers takes for a key that is missing."""
+
+    buffers = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
     max_positions: int
     norm_epsilon: float = 1e-6
@@ -57,6 +84,10 @@ class LlamaLike:
     tied: bool = False  # the default of tie_word_embeddings
     fixed: Mapping[str, Any] = field(default_factory=dict)  # settings that all models of the family have
     experts: ExpertKeys | None = None
+    fused_qkv: bool = False  # query, key and value are one tensor
+    fused_mlp: bool = False  # gate and up projection are
+    # Where branches have norms behind them: the norms behind attention, before the MLP and behind it.
+    sandwich: tuple[str, str, str] = ("post_attention", "pre_feedforward", "post_feedforward")
 
     def read(self, file: ModelFile) -> tuple[ModelConfig, int]:
         positions = file.integer("max_position_embeddings", self.max_positions)
@@ -182,56 +213,71 @@ class LlamaLike:
             raise file.fault(f"max_window_layers is {str(first)[:60]!r}; it must be a whole number from 0 on")
         return window, [index >= first for index in range(layers)]
 
+    def pieces(self, model: ModelConfig, present: Collection[str] | None) -> Iterator[Piece]:
+        assert model.vocab_size is not None
+        h = model.hidden_size
+        rows, vocabulary = (model.vocab_size, h), first_rows(model.vocab_size)
+        word, head = "model.embed_tokens.weight", "lm_head.weight"
+        if model.tie_embeddings and present is not None and word not in present and head in present:
+            word = head  # of the two names of one tensor the writer kept this one
+        yield Piece(word, "embedding.word.weight", rows, vocabulary)
+        for i in range(model.further_layers.stop if self.further else model.num_layers):
+            there, here = f"model.layers.{i}", f"layers.{i}"
+            if i in model.further_layers:
+                yield from _further_pieces(model, there, here, write=present is None)
+            if model.pre_norms:
+                yield Piece(f"{there}.input_layernorm.weight", f"{here}.attention_norm.weight", (h,))
+            yield from self.attention_pieces(model, f"{there}.self_attn", f"{here}.attention")
+            if model.post_norms:
+                yield Piece(f"{there}.{self.sandwich[0]}_layernorm.weight", f"{here}.attention_post_norm.weight", (h,))
+            if model.pre_norms:
+                name = self.sandwich[1] if model.post_norms else "post_attention"
+                yield Piece(f"{there}.{name}_layernorm.weight", f"{here}.mlp_norm.weight", (h,))
+            if model.is_moe_layer(i):
+                yield from (self.experts or ExpertKeys()).pieces(model, there, f"{here}.moe", present)
+            else:
+                yield from _mlp(model, f"{there}.mlp", f"{here}.mlp", self.fused_mlp)
+            if model.post_norms:
+                yield Piece(f"{there}.{self.sandwich[2]}_layernorm.weight", f"{here}.mlp_post_norm.weight", (h,))
+        yield Piece("model.norm.weight", "final_norm.weight", (h,))
+        if not model.tie_embeddings:
+            yield Piece(head, "head.weight", rows, vocabulary)
+
+    def attention_pieces(self, model: ModelConfig, there: str, here: str) -> Iterator[Piece]:
+        h, d, groups = model.hidden_size, model.head_size, model.query_groups
+        queries = model.num_attention_heads // groups
+        # In each of our groups of rows: where its query heads, its key, its value begin and end.
+        parts = {"q": (0, queries), "k": (queries, queries + 1), "v": (queries + 1, queries + 2)}
+
+        def rows(first: int, last: int) -> View:
+            return lambda ours: ours.unflatten(0, (groups, queries + 2, d))[:, first:last]
+
+        if model.softmax_type == "learnable":
+            yield Piece(f"{there}.sinks", f"{here}.sinks", (model.num_attention_heads,))
+        kinds = ("weight", "bias") if model.add_qkv_bias or model.add_bias_linear else ("weight",)
+        for kind in kinds:
+            if self.fused_qkv:
+                size = groups * (queries + 2) * d
+                views = [rows(first, last) for first, last in parts.values()]
+                shape = (size, h) if kind == "weight" else (size,)
+                yield Piece(f"{there}.qkv_proj.{kind}", f"{here}.qkv.{kind}", shape, views[0], tuple(views[1:]))
+                continue
+            for name, (first, last) in parts.items():
+                size = groups * (last - first) * d
+                shape = (size, h) if kind == "weight" else (size,)
+                yield Piece(f"{there}.{name}_proj.{kind}", f"{here}.qkv.{kind}", shape, rows(first, last))
+        if model.qk_norm:
+            sizes = (model.num_attention_heads * d, groups * d) if model.qk_norm_all_heads else (d, d)
+            for name, size in zip("qk", sizes, strict=True):
+                yield Piece(f"{there}.{name}_norm.weight", f"{here}.{name}_norm.weight", (size,))
+        yield Piece(f"{there}.o_proj.weight", f"{here}.out.weight", (h, model.num_attention_heads * d))
+        if model.add_bias_linear:
+            yield Piece(f"{there}.o_proj.bias", f"{here}.out.bias", (h,))
+
 
 def layer_kinds(model: ModelConfig) -> list[str]:
     """`layer_types` of config.json."""
     return [_KINDS[model.has_window(index)] for index in range(model.num_layers)]
-
-
-def llama_pieces(
-    model: ModelConfig,
-    present: Collection[str] | None,
-    *,
-    experts: ExpertKeys | None = None,
-    fused_qkv: bool = False,
-    fused_mlp: bool = False,
-    attention: Callable[[ModelConfig, str, str], Iterator[Piece]] | None = None,
-    further: bool = False,
-    sandwich: tuple[str, str, str] = ("post_attention", "pre_feedforward", "post_feedforward"),
-) -> Iterator[Piece]:
-    """Every tensor of LlamaForCausalLM and of those like it, in the order of ours. `model`: the network. `present`: the
-    names in the files, which tell the variants apart. None: to write. `fused_qkv`: query, key and value are one tensor,
-    `fused_mlp`: gate and up projection are; `attention`: the tensors of another kind of it; `further`: layers that predict further tokens go along; `sandwich`: where branches have norms behind them, names of the norms behind
-    attention, before the MLP and behind it."""
-    assert model.vocab_size is not None
-    h = model.hidden_size
-    rows, vocabulary = (model.vocab_size, h), first_rows(model.vocab_size)
-    word, head = "model.embed_tokens.weight", "lm_head.weight"
-    if model.tie_embeddings and present is not None and word not in present and head in present:
-        word = head  # of the two names of one tensor the writer kept this one
-    yield Piece(word, "embedding.word.weight", rows, vocabulary)
-    of_attention = attention or partial(_attention, fused=fused_qkv)
-    for i in range(model.further_layers.stop if further else model.num_layers):
-        there, here = f"model.layers.{i}", f"layers.{i}"
-        if i in model.further_layers:
-            yield from _further_pieces(model, there, here, write=present is None)
-        if model.pre_norms:
-            yield Piece(f"{there}.input_layernorm.weight", f"{here}.attention_norm.weight", (h,))
-        yield from of_attention(model, f"{there}.self_attn", f"{here}.attention")
-        if model.post_norms:
-            yield Piece(f"{there}.{sandwich[0]}_layernorm.weight", f"{here}.attention_post_norm.weight", (h,))
-        if model.pre_norms:
-            name = sandwich[1] if model.post_norms else "post_attention"
-            yield Piece(f"{there}.{name}_layernorm.weight", f"{here}.mlp_norm.weight", (h,))
-        if model.is_moe_layer(i):
-            yield from (experts or ExpertKeys()).pieces(model, there, f"{here}.moe", present)
-        else:
-            yield from _mlp(model, f"{there}.mlp", f"{here}.mlp", fused_mlp)
-        if model.post_norms:
-            yield Piece(f"{there}.{sandwich[2]}_layernorm.weight", f"{here}.mlp_post_norm.weight", (h,))
-    yield Piece("model.norm.weight", "final_norm.weight", (h,))
-    if not model.tie_embeddings:
-        yield Piece(head, "head.weight", rows, vocabulary)
 
 
 def _further_pieces(model: ModelConfig, there: str, here: str, *, write: bool) -> Iterator[Piece]:
@@ -247,38 +293,6 @@ def _further_pieces(model: ModelConfig, there: str, here: str, *, write: bool) -
         head = word if model.tie_embeddings else "head.weight"
         for name, ours in (("embed_tokens", word), ("shared_head.head", head)):
             yield Piece(f"{there}.{name}.weight", ours, rows, first_rows(model.vocab_size))
-
-
-def _attention(model: ModelConfig, there: str, here: str, fused: bool) -> Iterator[Piece]:
-    h, d, groups = model.hidden_size, model.head_size, model.query_groups
-    queries = model.num_attention_heads // groups
-    # In each of our groups of rows: where its query heads, its key, its value begin and end.
-    parts = {"q": (0, queries), "k": (queries, queries + 1), "v": (queries + 1, queries + 2)}
-
-    def rows(first: int, last: int) -> View:
-        return lambda ours: ours.unflatten(0, (groups, queries + 2, d))[:, first:last]
-
-    if model.softmax_type == "learnable":
-        yield Piece(f"{there}.sinks", f"{here}.sinks", (model.num_attention_heads,))
-    kinds = ("weight", "bias") if model.add_qkv_bias or model.add_bias_linear else ("weight",)
-    for kind in kinds:
-        if fused:
-            size = groups * (queries + 2) * d
-            views = [rows(first, last) for first, last in parts.values()]
-            shape = (size, h) if kind == "weight" else (size,)
-            yield Piece(f"{there}.qkv_proj.{kind}", f"{here}.qkv.{kind}", shape, views[0], tuple(views[1:]))
-            continue
-        for name, (first, last) in parts.items():
-            size = groups * (last - first) * d
-            shape = (size, h) if kind == "weight" else (size,)
-            yield Piece(f"{there}.{name}_proj.{kind}", f"{here}.qkv.{kind}", shape, rows(first, last))
-    if model.qk_norm:
-        sizes = (model.num_attention_heads * d, groups * d) if model.qk_norm_all_heads else (d, d)
-        for name, size in zip("qk", sizes, strict=True):
-            yield Piece(f"{there}.{name}_norm.weight", f"{here}.{name}_norm.weight", (size,))
-    yield Piece(f"{there}.o_proj.weight", f"{here}.out.weight", (h, model.num_attention_heads * d))
-    if model.add_bias_linear:
-        yield Piece(f"{there}.o_proj.bias", f"{here}.out.bias", (h,))
 
 
 def _mlp(model: ModelConfig, there: str, here: str, fused: bool) -> Iterator[Piece]:

@@ -54,23 +54,22 @@ class DeepSeek(LlamaLike):
         values |= dict(zip(("scoring_func", "topk_method"), self.scores, strict=True))
         return values | {"q_lora_rank": model.q_lora_rank, "attention_bias": False}
 
-
-def latent_attention_pieces(model: ModelConfig, there: str, here: str) -> Iterator[Piece]:
-    """Rows are in the same order there and here: by head, without rope before with, keys before values."""
-    h, heads, latent = model.hidden_size, model.num_attention_heads, model.kv_lora_rank
-    q, rows = model.q_lora_rank, heads * model.head_size
-    if q is None:
-        yield Piece(f"{there}.q_proj.weight", f"{here}.q.weight", (rows, h))
-    else:
-        yield Piece(f"{there}.q_a_proj.weight", f"{here}.q_down.weight", (q, h))
-        yield Piece(f"{there}.q_a_layernorm.weight", f"{here}.q_latent_norm.weight", (q,))
-        yield Piece(f"{there}.q_b_proj.weight", f"{here}.q_up.weight", (rows, q))
-    shape = (latent + model.qk_pos_emb_head_dim, h)
-    yield Piece(f"{there}.kv_a_proj_with_mqa.weight", f"{here}.kv_down.weight", shape)
-    yield Piece(f"{there}.kv_a_layernorm.weight", f"{here}.kv_latent_norm.weight", (latent,))
-    shape = (heads * (model.qk_head_dim + model.v_head_dim), latent)
-    yield Piece(f"{there}.kv_b_proj.weight", f"{here}.kv_up.weight", shape)
-    yield Piece(f"{there}.o_proj.weight", f"{here}.out.weight", (h, heads * model.v_head_dim))
+    def attention_pieces(self, model: ModelConfig, there: str, here: str) -> Iterator[Piece]:
+        """Rows are in the same order there and here: by head, without rope before with, keys before values."""
+        h, heads, latent = model.hidden_size, model.num_attention_heads, model.kv_lora_rank
+        q, rows = model.q_lora_rank, heads * model.head_size
+        if q is None:
+            yield Piece(f"{there}.q_proj.weight", f"{here}.q.weight", (rows, h))
+        else:
+            yield Piece(f"{there}.q_a_proj.weight", f"{here}.q_down.weight", (q, h))
+            yield Piece(f"{there}.q_a_layernorm.weight", f"{here}.q_latent_norm.weight", (q,))
+            yield Piece(f"{there}.q_b_proj.weight", f"{here}.q_up.weight", (rows, q))
+        shape = (latent + model.qk_pos_emb_head_dim, h)
+        yield Piece(f"{there}.kv_a_proj_with_mqa.weight", f"{here}.kv_down.weight", shape)
+        yield Piece(f"{there}.kv_a_layernorm.weight", f"{here}.kv_latent_norm.weight", (latent,))
+        shape = (heads * (model.qk_head_dim + model.v_head_dim), latent)
+        yield Piece(f"{there}.kv_b_proj.weight", f"{here}.kv_up.weight", shape)
+        yield Piece(f"{there}.o_proj.weight", f"{here}.out.weight", (h, heads * model.v_head_dim))
 
 
 GEMMA: Mapping[str, Any] = MappingProxyType(
