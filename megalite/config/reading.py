@@ -9,6 +9,7 @@ import io
 import math
 import os
 import stat
+import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -156,7 +157,8 @@ def build(cls: type[T], tree: Any, where: str) -> T:
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             # Of floats: a share; seconds, which may be 0; or bytes and operations per second.
             number = "0.8" if "most" in field.metadata else "1.0e-6" if "least" in field.metadata else "1.0e9"
-            example = {int: "8", float: number, bool: "true", str: "some text"}.get(types[name], "{...}")
+            examples = {int: "8", float: number, bool: "true", str: "some text"}
+            example = field.metadata.get("example", examples.get(types[name], "{...}"))
             raise ConfigError(f"{where}: {name} is missing; add `{name}: {example}`")
     return cls(**values)
 
@@ -179,7 +181,7 @@ def _value(kind: Any, value: Any, where: str, metadata: Mapping[str, Any]) -> An
         raise ConfigError(f"{where} takes text, got {shortened(value)}; write it in quotes")
     if kind is bool and not isinstance(value, bool):
         raise ConfigError(f"{where} takes true or false, got {shortened(value)}")
-    return value if kind in (str, bool) else _number(kind, value, where, metadata)
+    return value if kind in (str, bool) else number(kind, value, where, metadata)
 
 
 def _mapping(kind: Any, value: Any, where: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,24 +197,27 @@ def _mapping(kind: Any, value: Any, where: str, metadata: Mapping[str, Any]) -> 
     return {key: _value(kind, inner, f"{where}.{key}", metadata) for key, inner in value.items()}
 
 
-def _number(kind: type, value: Any, where: str, metadata: Mapping[str, Any]) -> int | float:
-    number = value
+def number(kind: type, value: Any, where: str, metadata: Mapping[str, Any]) -> int | float:
+    """A number within the bounds of a field's metadata; as text too, since YAML takes 1e9 for text: it wants 1.0e+9."""
+    found = value
     if isinstance(value, str):
         try:
-            number = float(value)  # YAML takes 1e9 for text: it wants 1.0e+9
+            found = float(value)
         except ValueError:
-            number = None
-    whole = isinstance(number, int) or (isinstance(number, float) and math.isfinite(number) and number % 1 == 0)
-    if isinstance(number, bool) or not isinstance(number, int | float) or (kind is int and not whole):
+            found = None
+    # An integer may be too large for a float.
+    finite = isinstance(found, int | float) and abs(found) <= sys.float_info.max
+    whole = isinstance(found, int) or (finite and found % 1 == 0)
+    if isinstance(found, bool) or not isinstance(found, int | float) or (kind is int and not whole):
         wanted = "a whole number such as 8" if kind is int else "a number such as 1.0e9"
         raise ConfigError(f"{where} takes {wanted}, got {shortened(value)}")
     least, most = metadata.get("least"), metadata.get("most", math.inf)
-    if not math.isfinite(number) or (number <= 0 if least is None else number < least):
+    if not finite or (found <= 0 if least is None else found < least):
         wanted = "above 0" if least is None else f"{least:g} or more"
-        raise ConfigError(f"{where} is {value}; it must be {wanted} and finite")
-    if number > most:
-        raise ConfigError(f"{where} is {value}; it is a share, at most {most:g}")
-    return kind(number)
+        raise ConfigError(f"{where} is {shortened(value)}; it must be {wanted} and finite")
+    if found > most:
+        raise ConfigError(f"{where} is {shortened(value)}; it is at most {most:g}")
+    return kind(found)
 
 
 def as_yaml(tree: Any, **style: Any) -> str:

@@ -92,7 +92,7 @@ class BatchLoader:
         """This rank's microbatches of the step that consumes samples [first_sample, first_sample + global_batch_size), of each
         the first `length` inputs; None: all.
 
-        Raises ConfigError: global_batch_size does not divide by micro_batch_size · dp_size, or the data is bad."""
+        Raises ConfigError: the data is bad."""
         started = time.perf_counter()
         ahead, self._ahead = self._ahead, None
         length = length or self.seq_length
@@ -119,19 +119,13 @@ class BatchLoader:
         _end(ahead, patience=_PATIENCE)
 
     def sample_ids(self, first_sample: int, global_batch_size: int) -> list[tuple[int, ...]]:
-        """Global numbers of the samples in each of this rank's microbatches. Raises ConfigError: global_batch_size does
-        not divide by micro_batch_size · dp_size."""
+        """Global numbers of the samples in each of this rank's microbatches."""
         size, dp_size = self.micro_batch_size, self.dp_size
-        chunk = size * dp_size
-        if global_batch_size < chunk or global_batch_size % chunk:
-            works = max(1, round(global_batch_size / chunk)) * chunk
-            raise ConfigError(
-                f"global_batch_size {global_batch_size} does not divide by micro_batch_size {size} · data-parallel size "
-                f"{dp_size} = {chunk}; {works} works"
-            )
+        count, rest = divmod(global_batch_size, size * dp_size)
+        assert count and not rest, (global_batch_size, size, dp_size)
         return [
             sample_ids(first_sample, m, dp_rank=self.dp_rank, dp_size=dp_size, micro_batch_size=size)
-            for m in range(global_batch_size // chunk)
+            for m in range(count)
         ]
 
     def microbatch(self, ids: tuple[int, ...], length: int | None = None) -> Microbatch:

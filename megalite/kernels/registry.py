@@ -5,7 +5,7 @@ A module asks when it is built and keeps the function that it gets, so a call co
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from operator import attrgetter
@@ -17,6 +17,7 @@ import yaml
 
 from megalite.config.compute import ALL_OPERATIONS, BACKENDS, KERNELS, OPERATIONS, KernelFacts
 from megalite.config.errors import ConfigError
+from megalite.config.reading import OR_ZERO, build
 from megalite.kernels.probes import (
     cpu_kinds,
     softmax_limit,
@@ -149,8 +150,9 @@ class Rule:
     """`cpu`, `cuda`, or a narrower kind, which goes before them: `amd-avx512`, a compute capability such as `sm_90`."""
     order: tuple[str, ...]
     because: str  # measured where, with what; or assumed, and from what
-    dtypes: frozenset[str] = frozenset()  # empty: any
-    from_size: int = 0  # it holds for this size of the last dimension and up; the largest that fits wins
+    dtypes: tuple[str, ...] = ()  # empty: any
+    from_size: int = field(default=0, metadata=OR_ZERO)
+    """It holds for this size of the last dimension and up; the largest that fits wins."""
 
 
 @dataclass(frozen=True)
@@ -193,19 +195,7 @@ def read_preferences(text: str, source: str) -> Preferences:
     rows = yaml.safe_load(text)
     if not isinstance(rows, list):
         raise ConfigError(f"{source}: a list of rules is wanted, got {type(rows).__name__}")
-    return Preferences(tuple(_rule(row, f"{source}, rule {n}") for n, row in enumerate(rows, start=1)))
-
-
-def _rule(row: Any, where: str) -> Rule:
-    keys = {"operation", "device", "order", "because"}
-    if not isinstance(row, Mapping) or not keys <= set(row) <= keys | {"dtypes", "from_size"}:
-        raise ConfigError(f"{where}: wanted are {', '.join(sorted(keys))}, and may be dtypes and from_size")
-    if row["operation"] not in OPERATIONS:
-        raise ConfigError(f"{where}: no operation {row['operation']} (one of {', '.join(OPERATIONS)})")
-    unknown = [backend for backend in row["order"] if backend not in BACKENDS]
-    if unknown:
-        raise ConfigError(f"{where}: no backend {unknown[0]} (one of {', '.join(BACKENDS)})")
-    return Rule(**{**row, "dtypes": frozenset(row.get("dtypes", ())), "order": tuple(row["order"])})
+    return Preferences(tuple(build(Rule, row, f"{source}, rule {n}") for n, row in enumerate(rows, start=1)))
 
 
 @cache

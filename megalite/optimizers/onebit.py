@@ -35,16 +35,10 @@ class FreezePoint:
 
         freeze_threshold ≤ ‖v̂_t‖₁/‖v̂_{t-Δ}‖₁ ≤ 1/freeze_threshold
 
-    `world`: all ranks, which together count each element of the moment once. Raises ConfigError: freeze_step below 1;
-    without it, as `warmup_steps`."""
+    `world`: all ranks, which together count each element of the moment once."""
 
     def __init__(self, config: RunConfig, *, world: Group) -> None:
         c = config.optimizer
-        if c.freeze_step is not None and c.freeze_step < 1:
-            raise ConfigError(
-                f"freeze_step is {c.freeze_step}, but {c.optimizer} needs whole gradients for its second moment at first; "
-                "take 15 to 25 % of the run, or leave it out to have it found while training"
-            )
         self.step = c.freeze_step  # F, once it is known
         self.updates: int | None = None
         """Updates that the frozen second moment has had, once a frozen step has been made."""

@@ -32,37 +32,22 @@ class ScheduleFreeAdamW(Optimizer):
     @torch.no_grad()
     def step(self, update: Update, exchange: Exchange | None = None) -> None:
         assert exchange is None, "it steps by reduced gradients"
+        c = self.config
         self.updates += 1
         self._largest_lr = max(self._largest_lr, update.lr)
         self._squares += self._largest_lr**2
         share = self._largest_lr**2 / self._squares if self._squares else 0.0
         for flat in self.parameters:
             piece = CPU_PIECE if flat.param.device.type == "cpu" else DEVICE_PIECE
-            states = self._states[flat.param]
+            states, lr = self._states[flat.param], update.rate(flat)
             flats = (flat.param.data, flat.grad, states["z"], states["exp_avg_sq"])
             for y, grad, z, v in zip(*(values.split(piece) for values in flats), strict=True):
-                self._step_piece(
-                    y, grad, z, v, share=share, lr=update.rate(flat), decay=update.weight_decay if flat.decay else 0.0
-                )
-
-    def _step_piece(
-        self,
-        y: torch.Tensor,
-        grad: torch.Tensor,
-        z: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        share: float,
-        lr: float,
-        decay: float,
-    ) -> None:
-        c = self.config
-        v.mul_(c.adam_beta2).addcmul_(grad, grad, value=1.0 - c.adam_beta2)
-        step = torch.div(v, 1.0 - c.adam_beta2**self.updates).sqrt_().add_(c.adam_eps).reciprocal_().mul_(grad)
-        if decay:
-            step.add_(y, alpha=decay)
-        y.lerp_(z, share).add_(step, alpha=lr * (c.adam_beta1 * (1.0 - share) - 1.0))
-        z.sub_(step, alpha=lr)
+                v.mul_(c.adam_beta2).addcmul_(grad, grad, value=1.0 - c.adam_beta2)
+                step = torch.div(v, 1.0 - c.adam_beta2**self.updates).sqrt_().add_(c.adam_eps).reciprocal_().mul_(grad)
+                if flat.decay and update.weight_decay:
+                    step.add_(y, alpha=update.weight_decay)
+                y.lerp_(z, share).add_(step, alpha=lr * (c.adam_beta1 * (1.0 - share) - 1.0))
+                z.sub_(step, alpha=lr)
 
     def evaluated(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         return parameter.data.lerp(self._states[parameter]["z"], 1.0 - 1.0 / self.config.adam_beta1)

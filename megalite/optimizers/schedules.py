@@ -8,7 +8,6 @@ import math
 from dataclasses import dataclass
 
 from megalite.config.batch import batch_sizes, total_steps
-from megalite.config.errors import ConfigError
 from megalite.config.optimizer import LR_SCHEDULES, OptimizerConfig
 from megalite.config.run import RunConfig, scales_loss
 
@@ -146,8 +145,7 @@ def warmup_stable_decay(decay: Decay) -> float:
 
 
 class Schedules:
-    """lr(progress) and weight_decay(progress) of one run. Raises ConfigError: warm-up that does not end before the
-    decay does."""
+    """lr(progress) and weight_decay(progress) of one run."""
 
     def __init__(self, config: RunConfig) -> None:
         c = config.optimizer
@@ -166,12 +164,7 @@ class Schedules:
         self._warmup: float = (warmup or 0) * self._unit
         if c.lr_warmup_fraction is not None:
             self._warmup = c.lr_warmup_fraction * self._length
-        if self._warmup >= self._length:
-            unit = "samples" if self._by_samples else "steps"
-            raise ConfigError(
-                f"learning-rate warm-up takes {self.warmup} {unit} but the decay ends after {length}; warm up "
-                f"for fewer than {length}, e.g. --lr-warmup-fraction 0.01"
-            )
+        assert self._warmup < self._length, "the warm-up ends before the decay does"
 
     def read_at(self, before: Progress, after: Progress) -> Progress:
         """The position that the values of the step between two positions are read at."""

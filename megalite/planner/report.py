@@ -9,11 +9,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import yaml
-
 from megalite.config.byte_size import format_bytes
 from megalite.config.describe import settings, values_of
-from megalite.config.reading import write_text
+from megalite.config.reading import as_yaml, write_text
 from megalite.config.run import RunConfig
 from megalite.models.shapes import parameter_count
 from megalite.pipeline.ir.simulate import Timeline
@@ -420,8 +418,7 @@ def write_files(plan: Plan, path: Path, tokens: float) -> list[Path]:
     # A line a setting; a layout a line or two.
     written = ((path, training_config(plan, tokens), False), (others, alternatives, None))
     for target, tree, flow in written:
-        text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, default_flow_style=flow)
-        write_text(target, head + text)
+        write_text(target, head + as_yaml(tree, default_flow_style=flow))
     return [path, others]
 
 

@@ -70,8 +70,8 @@ def test_constants_are_found_and_written(steps: Path, tmp_path: Path, capsys: Ca
     ("column", "cell", "message"),
     [
         ("gpus", "7", "line 2: "),
-        ("gpus", "eight", "line 2: gpus is eight; it is a number above 0"),
-        ("tokens_per_second_per_gpu", "-3", "line 2: tokens_per_second_per_gpu is -3; it is a number above 0"),
+        ("gpus", "eight", "line 2: gpus takes a whole number such as 8, got 'eight'"),
+        ("tokens_per_second_per_gpu", "-3", "line 2: tokens_per_second_per_gpu is '-3'; it must be above 0"),
         ("tokens_per_second_per_gpu", "", "line 2 has no time; give one of seconds, tokens_per_second, "),
         ("preset", "gpt5", "line 2: --preset: unknown preset gpt5"),
         ("tp", "two", "line 2"),

@@ -147,13 +147,6 @@ def test_a_shorter_sequence_is_the_beginning_of_the_sample() -> None:
     assert whole.tokens.shape == (2, 6)
 
 
-@pytest.mark.parametrize(("size", "works"), [(6, 8), (2, 4), (0, 4), (9, 8)])
-def test_a_batch_that_does_not_divide(size: int, works: int) -> None:
-    message = rf"global_batch_size {size} does not divide by .*= 4; {works} works"
-    with pytest.raises(ConfigError, match=message):
-        loader(Counting(), 0, 2, 2).load(0, size)
-
-
 def equal(left: list[Microbatch], right: list[Microbatch]) -> bool:
     pairs = zip(left, right, strict=True)
     return all(a.sample_ids == b.sample_ids and torch.equal(a.tokens, b.tokens) for a, b in pairs)

@@ -183,11 +183,9 @@ _RULE = "- {operation: adam, device: cpu, order: [torch], because: b}\n"
     "text, message",
     [
         ("a: 1", "mine.yaml: a list of rules is wanted, got dict"),
-        ("- 3", "mine.yaml, rule 1: wanted are because, device"),
-        (_RULE.replace("because: b", ""), "rule 1: wanted are because, device"),
-        (_RULE.replace("b}", "b, since: 3}"), "and may be dtypes and from_size"),
-        (_RULE + _RULE.replace("adam", "adm"), "rule 2: no operation adm (one of rmsnorm, "),
-        (_RULE.replace("[torch]", "[torch, cudnn]"), "rule 1: no backend cudnn (one of apex, triton, onednn, torch)"),
+        ("- 3", "mine.yaml, rule 1 takes `key: value` lines, got 3"),
+        (_RULE.replace("because: b", ""), "rule 1: because is missing"),
+        (_RULE + _RULE.replace("b}", "b, since: 3}"), "rule 2: unknown key since"),
     ],
 )
 def test_wrong_rules_are_refused(text: str, message: str) -> None:
@@ -202,7 +200,7 @@ def test_the_shipped_rules_name_kernels_that_exist() -> None:
         assert set(rule.order) <= set(backends_of(rule.operation)), rule
         assert "torch" in rule.order, rule
         assert rule.because.startswith(("assumed: ", "measured ")), rule
-        assert rule.dtypes <= {"float32", "bfloat16", "float16"}, rule
+        assert set(rule.dtypes) <= {"float32", "bfloat16", "float16"}, rule
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

@@ -109,11 +109,6 @@ def test_a_warm_up_that_is_over_cannot_be_moved() -> None:
     assert other.frozen(8, 7)
 
 
-def test_one_step_of_warm_up_at_least() -> None:
-    with pytest.raises(ConfigError, match="freeze_step is 0"):
-        made(freeze_step=0)
-
-
 def test_the_frozen_moment_is_corrected_and_nothing_divides_by_nothing() -> None:
     """v had 2 updates, m 3."""
     direction = Direction.at(3, beta1=0.9, beta2=0.9, eps=1e-3, frozen=2)

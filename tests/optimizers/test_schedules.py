@@ -47,12 +47,6 @@ def test_decay_may_end_before_or_after_the_run() -> None:
     assert lr(100, lr_decay_style="linear", lr_decay_iters=200) == pytest.approx(0.6)
 
 
-def test_warm_up_as_long_as_the_decay_is_refused() -> None:
-    config = validate(replace(RunConfig(), **BASE), 1)
-    with pytest.raises(ConfigError, match="warm-up takes 100 steps but the decay ends after 100"):
-        Schedules(replace(config, lr_warmup_iters=100))
-
-
 def test_embedding_and_head_may_have_their_own_learning_rate() -> None:
     """The same shape between other ends; the least is min_lr unless given."""
     made = schedules(lr_decay_style="linear", lr_warmup_iters=20, decoupled_lr=5.0)

@@ -5,7 +5,6 @@ import contextlib
 import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,10 +14,10 @@ from megalite.data_parallel.buckets import Bucket
 from megalite.data_parallel.more.local_weights import LocalWeights, MeanInFlight, Replicas, all_kept, rank_mean, swap
 from megalite.data_parallel.shards import StrategyGroups, StrategyOptions
 from megalite.data_parallel.strategy import DataParallelStrategy, FlatState
+from megalite.data_parallel.wire import Several
 from megalite.kernels.integers import Integers
 from megalite.optimizers.base import Optimizer, Update
 from megalite.tensor_parallel.parameter import ShardedParameter
-from megalite.topology.group import Work
 from megalite.topology.topology import Topology
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -146,7 +145,7 @@ class PeriodicAveraging(LocalWeights):
         for in_flight in self._in_flight.values():
             # A peer may be gone, which is known by then.
             with contextlib.suppress(RuntimeError):
-                in_flight.wait_for_posted()
+                in_flight.posted.wait()
         super().close()
 
     # ---- what is saved
@@ -261,19 +260,6 @@ def peers_of(graph: str, rank: int, size: int, turn: int) -> tuple[int, ...]:
     return ((turn + rank) % half + half if rank < half else (rank - half - turn) % half,)
 
 
-@dataclass(frozen=True, eq=False)
-class _Meeting:
-    """Values in flight between a rank and its peers."""
-
-    own: torch.Tensor  # as they are sent, with the parts that other ranks of the replica send
-    received: dict[int, torch.Tensor]
-    works: list[Work]
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-
-
 def _integers(values: torch.Tensor, replicas: Replicas) -> Integers:
     """Of a part of the values."""
     return Integers(values.numel() // replicas.inside.size, values.dtype, values.device)
@@ -325,7 +311,9 @@ class Gossip(LocalWeights):
         self._public = {replica: self._copies() for replica in held}  # choco-sgd: p, by replica
         self._same_replicas = True
         """The checkpoint that was loaded, if any, has the public copies of as many replicas."""
-        self._meetings: dict[Bucket, _Meeting] = {}
+        self._meetings: dict[Bucket, tuple[Several, torch.Tensor, dict[int, torch.Tensor]]] = {}
+        """In flight between this rank and its peers: own values as they are sent, with the parts that other ranks of the
+        replica send, and what is received."""
 
     @classmethod
     def from_config(
@@ -341,8 +329,8 @@ class Gossip(LocalWeights):
                 self._meet(bucket, main)  # it stands still until the update: no copy
 
     def _part(self) -> None:
-        for meeting in self._meetings.values():
-            meeting.wait()
+        for works, _, _ in self._meetings.values():
+            works.wait()
         self._meetings.clear()
 
     def _local_phase(self, local: int) -> str:
@@ -363,17 +351,17 @@ class Gossip(LocalWeights):
         own = replicas.part(sent)
         received = {peer: torch.empty_like(own) for peer in peers}
         works = swap(replicas.across, dict.fromkeys(peers, own), received)
-        self._meetings[bucket] = _Meeting(sent, received, works)
+        self._meetings[bucket] = Several(works), sent, received
 
     def _step(self, optimizer: Optimizer, update: Update) -> None:
         lags = self._lags if self.local > 0 else {}
         for shard in self.shards:
             if lags:
                 self._meet(shard.bucket, torch.add(shard.main_param.data, shard.grad, alpha=-update.lr))
-        for bucket, meeting in self._meetings.items():
+        for bucket, (works, own, received) in self._meetings.items():
             main, replicas = self._mains()[bucket], self.between(bucket)
-            meeting.wait()
-            own, others = meeting.own, {peer: replicas.gather(part) for peer, part in meeting.received.items()}
+            works.wait()
+            others = {peer: replicas.gather(part) for peer, part in received.items()}
             if self._public:
                 integers, parts = _integers(main, replicas), replicas.inside.size
                 for peer, rows in {self.replicas.rank: own, **others}.items():

@@ -14,7 +14,7 @@ from megalite.data_parallel.buckets import Bucket
 from megalite.data_parallel.facts import Placement
 from megalite.data_parallel.shards import Norms, OptimizerShard
 from megalite.data_parallel.strategy import DataParallelStrategy, FlatState, kept
-from megalite.data_parallel.wire import Channel, WireCounter
+from megalite.data_parallel.wire import Channel, Several, WireCounter
 from megalite.optimizers.base import Optimizer, Update
 from megalite.topology.group import Work
 
@@ -96,28 +96,22 @@ class MeanInFlight:
         self._received[channel.rank] = self._sent[channel.rank]
         outgoing, incoming = dict(enumerate(self._sent)), dict(enumerate(self._received))
         del outgoing[channel.rank]
-        self._posted = swap(channel, outgoing, incoming)
+        self.posted = Several(swap(channel, outgoing, incoming))
         self._gathers = False
 
     def advance(self) -> None:
         """Start the gather, once the parts are here."""
         if not self._gathers:
-            self.wait_for_posted()
+            self.posted.wait()
             self._received = _mean(self._received)
             # The buffer that was sent is free now.
-            self._posted = [self._channel.gather_raw_async(self._sent.view(-1), self._received)]
+            self.posted = Several([self._channel.gather_raw_async(self._sent.view(-1), self._received)])
             self._gathers = True
-
-    def wait_for_posted(self) -> None:
-        """Return when nothing is in flight; starts nothing."""
-        for work in self._posted:
-            work.wait()
-        self._posted = []
 
     def result(self) -> torch.Tensor:
         """The mean, in the number format of the wire; all ranks of a replica call it at the same place too."""
         self.advance()
-        self.wait_for_posted()
+        self.posted.wait()
         return self._replicas.gather(self._sent.view(-1))
 
 

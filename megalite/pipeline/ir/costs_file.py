@@ -16,9 +16,8 @@ from operator import add
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megalite.config.errors import ConfigError
-from megalite.config.reading import read_text
-from megalite.config.values import nearest
+from megalite.config.errors import ConfigError, shortened
+from megalite.config.reading import build, number, read_text
 from megalite.pipeline.ir.memory import Sizes
 from megalite.pipeline.ir.simulate import Costs, Link
 
@@ -29,42 +28,81 @@ whole share, divided likewise), or one a virtual stage."""
 UNITS: Mapping[str, float] = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 """Seconds in each unit that a file may name."""
 
-_LARGEST = 1e15
 _TIMES = ("forward", "backward", "input_grad", "weight_grad", "recompute")
-_KEYS = (*_TIMES, "p2p", "links", "memory", "unit")
-_LINK_KEYS = ("latency", "seconds_per_message")
-_MEMORY_KEYS = ("activation", "deferred", "kept_input", "message")
+_AMOUNT = {"least": 0.0, "most": 1e15}
+
+
+def _per_stage(value: Any, where: str) -> PerStage:
+    if isinstance(value, list):
+        return tuple(number(float, part, f"{where}[{index}]", _AMOUNT) for index, part in enumerate(value))
+    return number(float, value, where, _AMOUNT)
+
+
+def _links(value: Any, where: str) -> dict[tuple[int, int], Link]:
+    if not isinstance(value, dict):
+        raise ConfigError(f'{where} takes e.g. {{"0->1": {{"latency": 0.5}}}}, got {shortened(value)}')
+    links: dict[tuple[int, int], Link] = {}
+    for name, link in value.items():
+        ends = re.fullmatch(r"\s*([0-9]{1,8})\s*->\s*([0-9]{1,8})\s*", name)
+        if ends is None:
+            raise ConfigError(f'{where} has {shortened(name)}; a link is named by two ranks, such as "0->1"')
+        pair = int(ends[1]), int(ends[2])
+        if pair[0] == pair[1] or pair in links:
+            wrong = "leads from a rank to itself" if pair[0] == pair[1] else "is given twice"
+            raise ConfigError(f"{where}: {name} {wrong}; give each pair of two ranks once")
+        links[pair] = Link(**vars(build(_Link, link, f"{where}: {name}")))
+    return links
+
+
+_STAGES = {"read": _per_stage, "example": 1.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Link:
+    """As `Link`."""
+
+    latency: float = field(metadata=_AMOUNT)
+    seconds_per_message: float = field(default=0.0, metadata=_AMOUNT)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryTable:
     """Bytes of one microbatch; see `Sizes` for what is alive when."""
 
-    activation: PerStage
-    deferred: PerStage = 0.0
-    kept_input: float = 0.0  # of each stage: ranks with more stages keep more inputs
-    message: float = 0.0
+    activation: PerStage = field(metadata=_STAGES)
+    deferred: PerStage = field(default=0.0, metadata=_STAGES)
+    kept_input: float = field(default=0.0, metadata=_AMOUNT)  # of each stage: ranks with more stages keep more inputs
+    message: float = field(default=0.0, metadata=_AMOUNT)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CostTable:
+class _Given:
+    """What a file says."""
+
+    forward: PerStage = field(metadata=_STAGES)
+    input_grad: PerStage | None = field(default=None, metadata=_STAGES)  # None: the rest of `backward`
+    weight_grad: PerStage | None = field(default=None, metadata=_STAGES)  # None: half of `backward`
+    backward: PerStage | None = field(default=None, metadata=_STAGES)  # None: the sum of its halves
+    recompute: PerStage | None = field(default=None, metadata=_STAGES)
+    """None: nothing is recomputed, except in schedules with R actions, where each costs a forward."""
+    p2p: float = field(default=0.0, metadata=_AMOUNT)
+    links: Mapping[tuple[int, int], Link] = field(default_factory=dict, metadata={"read": _links})
+    memory: MemoryTable | None = None
+    unit: str | None = None
+    """Of the times; None if the file does not say."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostTable(_Given):
     """Costs before it is known the number of stages per rank: the same table serves schedules with one and with several.
 
     Without a file: forward, input gradient and weight gradient of a rank's share cost 1 each.
     """
 
-    source: str = "default costs"  # where it comes from, for messages
     forward: PerStage = 1.0
-    input_grad: PerStage | None = 1.0  # None: the rest of `backward`
-    weight_grad: PerStage | None = 1.0  # None: half of `backward`
-    backward: PerStage | None = None  # None: the sum of its halves
-    recompute: PerStage | None = None
-    """None: nothing is recomputed, except in schedules with R actions, where each costs a forward."""
-    p2p: float = 0.0
-    links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
-    memory: MemoryTable | None = None
-    unit: str | None = None
-    """Of the times; None if the file does not say."""
+    input_grad: PerStage | None = 1.0
+    weight_grad: PerStage | None = 1.0
+    source: str = "default costs"  # where it comes from, for messages
 
     def costs(self, placement: tuple[int, ...], *, ahead: bool = False) -> Costs:
         """The costs of each stage of a pipeline; `placement`: the rank of each, `ahead`: the schedule has R actions."""
@@ -122,20 +160,24 @@ class CostTable:
         raise ConfigError(f"{self.source}: {reason}")
 
 
-class _Mistake(ValueError):
-    """What is wrong in the file; the name of the file comes before it."""
-
-
 def read_costs(path: Path) -> CostTable:
     """The table of a file, or a ConfigError that names it."""
+
+    def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+        """Python's own reader would silently keep the last of two equal keys."""
+        found = dict(pairs)
+        for key in found if len(found) < len(pairs) else ():
+            if sum(key == other for other, _ in pairs) > 1:
+                raise ConfigError(f"{path}: it has {key} twice in one object; keep one of them")
+        return found
+
     try:
-        data = json.loads(read_text(path, "utf-8-sig"), object_pairs_hook=_unique)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; give a JSON file with --costs") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"cannot read {path}: it is not UTF-8 text; give a JSON file with --costs") from None
-    except _Mistake as error:
-        raise ConfigError(f"{path}: {error}") from None
+        data = json.loads(read_text(path, "utf-8-sig"), object_pairs_hook=unique)
+    except ConfigError:
+        raise
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"cannot read {path}: {reason}; give a JSON file with --costs") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(
             f'{path}: it is not JSON: {error}; expected e.g. {{"forward": 1, "input_grad": 1, "weight_grad": 1}}'
@@ -143,113 +185,24 @@ def read_costs(path: Path) -> CostTable:
     return parse_costs(data, source=str(path))
 
 
-def parse_costs(data: object, *, source: str = "costs") -> CostTable:
+def parse_costs(data: Any, *, source: str = "costs") -> CostTable:
     """The table that parsed JSON spells, or a ConfigError.
 
     Keys: `forward`; `input_grad` and `weight_grad`, or `backward` (alone half of it is the weight gradient; neither:
     two forwards); `recompute`, `p2p`, `links`, `memory`, `unit`.
     """
-    try:
-        return _table(data, source)
-    except _Mistake as mistake:
-        raise ConfigError(f"{source}: {mistake}") from None
-
-
-def _table(data: object, source: str) -> CostTable:
-    table = _object(data, _KEYS, "the file")
-    times = {key: _per_stage(table[key], key) for key in _TIMES if key in table}
-    if "forward" not in times:
-        raise _Mistake('there is no forward; add e.g. "forward": 1, the time of one microbatch through a rank')
-    if "backward" in times and "input_grad" in times:
-        raise _Mistake(
-            f"backward {_show(table['backward'])} and input_grad {_show(table['input_grad'])} are both given, but "
-            f"backward is input_grad + weight_grad; keep input_grad and weight_grad, or backward"
+    given = vars(build(_Given, data, source))
+    forward, backward, inner, weight = (given[key] for key in ("forward", "backward", "input_grad", "weight_grad"))
+    if backward is not None and inner is not None:
+        raise ConfigError(
+            f"{source}: backward {backward} and input_grad {inner} are both given, but backward is input_grad + "
+            "weight_grad; keep input_grad and weight_grad, or backward"
         )
-    if "backward" not in times and ("input_grad" in times) != ("weight_grad" in times):
-        there, missing = sorted(("input_grad", "weight_grad"), key=lambda key: key not in times)
-        raise _Mistake(
-            f"{there} {_show(table[there])} is given without {missing}; add {missing}, or give backward, their sum"
-        )
-    if "backward" not in times and "input_grad" not in times:
-        forward = times["forward"]
-        times["backward"] = tuple(2 * part for part in forward) if isinstance(forward, tuple) else 2 * forward
-    unit = table.get("unit")
-    if unit is not None and (not isinstance(unit, str) or unit not in UNITS):
-        raise _Mistake(f"unit is {_show(unit)}; use one of {', '.join(UNITS)}, or leave it out")
-    return CostTable(
-        source=source,
-        forward=times["forward"],
-        input_grad=times.get("input_grad"),
-        weight_grad=times.get("weight_grad"),
-        backward=times.get("backward"),
-        recompute=times.get("recompute"),
-        p2p=_number(table.get("p2p", 0.0), "p2p"),
-        links=_links(table.get("links", {})),
-        memory=_memory(table["memory"]) if "memory" in table else None,
-        unit=unit,
-    )
-
-
-def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Python's own reader would silently keep the last of two equal keys."""
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise _Mistake(f"it has {key} twice in one object; keep one of them")
-        found[key] = value
-    return found
-
-
-def _object(data: object, keys: Sequence[str], where: str, needed: str | None = None) -> dict[str, Any]:
-    if not isinstance(data, dict):
-        raise _Mistake(f"{where} is {_show(data)}; expected an object with {', '.join(keys)}")
-    unknown = next((key for key in data if key not in keys), None)
-    if unknown is not None:
-        raise _Mistake(f"{where} has an unknown key {unknown}{nearest(unknown, keys)} (keys: {', '.join(keys)})")
-    if needed is not None and needed not in data:
-        raise _Mistake(f'{where} has no {needed}; add e.g. "{needed}": 0.5')
-    return data
-
-
-def _links(data: object) -> dict[tuple[int, int], Link]:
-    if not isinstance(data, dict):
-        raise _Mistake(f'links is {_show(data)}; expected e.g. {{"0->1": {{"latency": 0.5}}}}')
-    links = {}
-    for name, values in data.items():
-        ends = re.fullmatch(r"\s*([0-9]{1,8})\s*->\s*([0-9]{1,8})\s*", name)
-        if ends is None:
-            raise _Mistake(f'links has {_show(name)}; a link is named by two ranks, such as "0->1"')
-        pair = int(ends[1]), int(ends[2])
-        if pair[0] == pair[1] or pair in links:
-            wrong = "leads from a rank to itself" if pair[0] == pair[1] else "is given twice"
-            raise _Mistake(f"link {_show(name)} {wrong}; give each pair of two ranks once")
-        where = f"links {name}"
-        values = _object(values, _LINK_KEYS, where, "latency")
-        links[pair] = Link(*(_number(values.get(key, 0.0), f"{where} {key}") for key in _LINK_KEYS))
-    return links
-
-
-def _memory(data: object) -> MemoryTable:
-    table = _object(data, _MEMORY_KEYS, "memory", "activation")
-    return MemoryTable(
-        activation=_per_stage(table["activation"], "memory.activation"),
-        deferred=_per_stage(table.get("deferred", 0.0), "memory.deferred"),
-        kept_input=_number(table.get("kept_input", 0.0), "memory.kept_input"),
-        message=_number(table.get("message", 0.0), "memory.message"),
-    )
-
-
-def _per_stage(value: object, key: str) -> PerStage:
-    if isinstance(value, list):
-        return tuple(_number(part, f"{key}[{index}]") for index, part in enumerate(value))
-    return _number(value, key)
-
-
-def _number(value: object, key: str) -> float:
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _LARGEST:
-        return float(value)
-    raise _Mistake(f"{key} is {_show(value)}; use a number from 0 to {_LARGEST:g}")
-
-
-def _show(value: object) -> str:
-    return json.dumps(value) if isinstance(value, str) and len(value) < 40 else reprlib.repr(value)
+    if backward is None and (inner is None) != (weight is None):
+        there, missing = ("input_grad", "weight_grad") if weight is None else ("weight_grad", "input_grad")
+        raise ConfigError(f"{source}: {there} is given without {missing}; add it, or give backward, their sum")
+    if backward is None and inner is None:
+        given["backward"] = tuple(2 * part for part in forward) if isinstance(forward, tuple) else 2 * forward
+    if given["unit"] not in (None, *UNITS):
+        raise ConfigError(f"{source}: unit is {given['unit']}; use one of {', '.join(UNITS)}, or leave it out")
+    return CostTable(**given, source=source)

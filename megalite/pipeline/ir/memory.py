@@ -1,13 +1,12 @@
 """What a program holds in memory: a replay of each rank's list, in bytes."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from megalite.config.errors import ConfigError
 from megalite.pipeline.ir.actions import GRADIENTS, RECVS, SENDS, Kind
 from megalite.pipeline.ir.schedule import NEEDS, Program
 from megalite.pipeline.ir.table import CODES, NOWHERE, IntArray, Table
@@ -62,13 +61,6 @@ def memory_peaks(program: Program, sizes: Sizes) -> tuple[Peak, ...]:
 
 def table_peaks(table: Table, sizes: Sizes, send_window: int) -> tuple[Peak, ...]:
     """`memory_peaks` of a program's table."""
-    for field in fields(sizes):
-        values = getattr(sizes, field.name)
-        if isinstance(values, tuple) and len(values) != table.schedule.num_stages:
-            raise ConfigError(
-                f"{field.name} sizes are given for {len(values)} stages, but schedule {table.schedule.name} has "
-                f"{table.schedule.num_stages}: give one value a stage"
-            )
     begin, end = _changes(table, sizes, send_window)
     # What an action takes is there before what it frees goes: two steps an action, of which the first counts.
     held = np.stack((begin, end), axis=1)

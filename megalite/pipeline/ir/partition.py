@@ -43,11 +43,7 @@ def partition_layers(
         )
     costs = list(layer_cost) if isinstance(layer_cost, Sequence) else [layer_cost] * num_layers
     assert len(costs) == num_layers, (len(costs), num_layers)
-    if min(costs) <= 0 or first_cost < 0 or last_cost < 0:
-        raise ConfigError(
-            f"costs of the layer cut are layer {min(costs)}, first {first_cost}, last {last_cost}; a layer's must "
-            f"be above 0, e.g. 1.0, and the others 0 or more"
-        )
+    assert min(costs) > 0 and first_cost >= 0 and last_cost >= 0, (min(costs), first_cost, last_cost)
     # In units of a layer; through the decimal form, so that costs that are equal on paper tie exactly.
     unit = Fraction(repr(float(costs[0])))
     extra = [Fraction(0)] * num_stages

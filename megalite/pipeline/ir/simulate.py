@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megalite.config.errors import ConfigError
 from megalite.pipeline.ir.actions import Action, Kind
 from megalite.pipeline.ir.deadlock import deadlock, execute
 from megalite.pipeline.ir.lower import earliest_starts
@@ -126,7 +125,6 @@ def simulate(program: Program, costs: Costs) -> Timeline:
     A ScheduleError if the program has a fault that `validate` would find, or gets stuck.
     """
     schedule = program.schedule
-    _check(costs, schedule)
     wiring = wire(program)
     table = wiring.table
     durations = _durations(table, costs)
@@ -149,7 +147,6 @@ def simulate(program: Program, costs: Costs) -> Timeline:
 
 def least_makespan(schedule: Schedule, costs: Costs) -> float:
     """No run of the schedule is shorter: here messages take no time, and no rank waits to send."""
-    _check(costs, schedule)
     table = Table.of(schedule.actions, schedule)
     durations = _durations(table, costs).tolist()
     return max(map(add, earliest_starts(table, durations, 0.0), durations))
@@ -161,28 +158,6 @@ def _durations(table: Table, costs: Costs) -> npt.NDArray[np.float64]:
     for kind, per_stage in costs.of_actions(ahead=bool(table.is_kind(Kind.R).any())).items():
         by_kind[CODES[kind]] = per_stage
     return by_kind[table.kind, table.stage]
-
-
-def _check(costs: Costs, schedule: Schedule) -> None:
-    names = ("forward", "backward", "weight_grad", "recompute")
-    values = {name: getattr(costs, name) for name in names if getattr(costs, name) is not None}
-    for name, value in values.items():
-        if len(value) != schedule.num_stages:
-            raise ConfigError(
-                f"{name} costs are given for {len(value)} stages, but schedule {schedule.name} has "
-                f"{schedule.num_stages}: give one value a stage"
-            )
-    weight = costs.weight_grad or costs.backward
-    for stage, (part, whole) in enumerate(zip(weight, costs.backward, strict=True)):
-        if part > whole:
-            raise ConfigError(
-                f"weight_grad of stage {stage} is {part}, more than its backward {whole}, of which it is a part: use "
-                f"at most {whole}"
-            )
-    links = [part for link in costs.links.values() for part in link]
-    lowest = min(min(map(min, values.values())), costs.p2p, *links)
-    if lowest < 0:
-        raise ConfigError(f"a pipeline cost is {lowest}; costs are times: 0 or more")
 
 
 def shared_makespan(schedule: Schedule, costs: Costs, ranks_per_core: float) -> float:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from megalite.config.byte_size import readable_bytes
-from megalite.config.errors import ConfigError
 from megalite.pipeline.ir.actions import RECVS, SENDS, ScheduleError
 from megalite.pipeline.ir.deadlock import prove_no_deadlock
 from megalite.pipeline.ir.memory import Peak, Sizes, activation_peaks, exceeds, sufficient, table_peaks
@@ -39,10 +38,7 @@ def validate(program: Program, *, sizes: Sizes | None = None, limit: float | Non
 
     Raises ScheduleError: the first fault found. The message names rank, position and action, or the shortest circle of
     waits, and shows the lists there."""
-    if limit is not None and sizes is None:
-        raise ConfigError(
-            f"a memory limit of {readable_bytes(limit)} needs sizes to compare with: give both or neither"
-        )
+    assert limit is None or sizes is not None, "nothing to compare with the limit"
     try:
         wiring = wire(program)
         prove_no_deadlock(wiring)

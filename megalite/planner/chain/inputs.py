@@ -1,9 +1,7 @@
 """What a chain plan starts from: measured layers or synthetic twins of the DAPPLE paper's models, and machines."""
 
-import dataclasses
 import math
 import re
-import reprlib
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megalite.config.errors import ConfigError
+from megalite.config.errors import ConfigError, shortened
 from megalite.config.reading import OR_ZERO, build, find_file, read_yaml
 from megalite.config.values import nearest
 
@@ -86,6 +84,7 @@ def read_cluster(name_or_path: str) -> ChainCluster:
 
 Array = npt.NDArray[np.float64]
 _MOST_LAYERS = 512
+_EXAMPLE = "{name: conv, forward_ms: 1.5, ..}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,19 +100,38 @@ class Layer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Header:
-    name: str
-    batch_size: int  # samples with which times and activations were measured
-    state_factor: float = 4.0  # bytes held per byte of parameters: 4 for weights, gradients and Adam's two moments
-    provenance: str = "not stated"  # where the numbers are from
+class _Row(Layer):
+    """As a file spells it."""
+
+    repeat: int = field(default=1, metadata={"most": float(_MOST_LAYERS)})
+
+
+def _read_layers(rows: Any, where: str) -> tuple[Layer, ...]:
+    if not isinstance(rows, list) or not rows:
+        raise ConfigError(f"{where} takes a list of mappings such as {_EXAMPLE}, got {shortened(rows)}")
+    layers: list[Layer] = []
+    for index, row in enumerate(rows):
+        named = f" ({row['name']})" if isinstance(row, dict) and isinstance(row.get("name"), str) else ""
+        given = vars(build(_Row, row, f"{where}[{index}]{named}"))
+        name, repeat = given.pop("name"), given.pop("repeat")
+        layers += [Layer(name=f"{name}.{copy}" if repeat > 1 else name, **given) for copy in range(repeat)]
+    if len(layers) > _MOST_LAYERS:
+        raise ConfigError(f"{where}: there are {len(layers)}; join some, to have at most {_MOST_LAYERS}")
+    if not any(layer.forward_ms + layer.backward_ms for layer in layers):
+        raise ConfigError(f"{where}: every forward_ms and backward_ms is 0; at least one must be above 0")
+    return tuple(layers)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChainProfile(_Header):
+class ChainProfile:
     """A chain of layers; times and bytes grow in proportion to the samples of a slice."""
 
+    name: str
+    batch_size: int  # samples with which times and activations were measured
     smallest_batch: int  # a slice of fewer samples takes as long as one of this many: less does not fill the device
-    layers: tuple[Layer, ...]
+    state_factor: float = 4.0  # bytes held per byte of parameters: 4 for weights, gradients and Adam's two moments
+    provenance: str = "not stated"  # where the numbers are from
+    layers: tuple[Layer, ...] = field(metadata={"read": _read_layers, "example": f"[{_EXAMPLE}]"})
 
     def _sums(self, name: str) -> Array:
         values = [getattr(layer, name) for layer in self.layers]
@@ -162,44 +180,11 @@ def read_profile(path: str | Path) -> ChainProfile:
 
 def parse_profile(tree: dict[str, Any], *, source: str = "chain profile") -> ChainProfile:
     """The profile that a mapping spells; raises as `read_profile`."""
-    rows = tree.get("layers")
-    if not isinstance(rows, list) or not rows:
-        found = "it is missing" if rows is None else f"got {reprlib.repr(rows)}"
-        raise ConfigError(f"{source}: layers must be mappings such as {{name: conv, forward_ms: 1.5}}; {found}")
-    header = build(_Header, {key: tree[key] for key in tree if key not in ("layers", "smallest_batch")}, source)
-    batch = header.batch_size
-    smallest = (
-        batch if tree.get("smallest_batch") is None else _whole(tree["smallest_batch"], f"{source}: smallest_batch")
-    )
+    profile = build(ChainProfile, {"smallest_batch": tree.get("batch_size"), **tree}, source)
+    smallest, batch = profile.smallest_batch, profile.batch_size
     if smallest > batch:
         raise ConfigError(f"{source}: smallest_batch {smallest} is above batch_size {batch}; use at most {batch}")
-    layers = tuple(layer for index, row in enumerate(rows) for layer in _layers(row, f"{source}: layer {index}"))
-    if len(layers) > _MOST_LAYERS:
-        raise ConfigError(f"{source}: there are {len(layers)} layers; join some, to have at most {_MOST_LAYERS}")
-    if not any(layer.forward_ms + layer.backward_ms for layer in layers):
-        raise ConfigError(f"{source}: every forward_ms and backward_ms is 0; at least one must be above 0")
-    return ChainProfile(**vars(header), smallest_batch=smallest, layers=layers)
-
-
-def _layers(row: Any, where: str) -> list[Layer]:
-    if not isinstance(row, dict):
-        raise ConfigError(f"{where} takes a mapping such as `name: conv`, got {reprlib.repr(row)}")
-    if isinstance(row.get("name"), str):
-        where = f"{where} ({row['name']})"
-    fields = dict(row)
-    repeat = _whole(fields.pop("repeat", 1), f"{where}: repeat")
-    if repeat > _MOST_LAYERS:
-        raise ConfigError(f"{where}: repeat is {repeat}; use at most {_MOST_LAYERS}")
-    layer = build(Layer, fields, where)
-    if repeat == 1:
-        return [layer]
-    return [dataclasses.replace(layer, name=f"{layer.name}.{number}") for number in range(repeat)]
-
-
-def _whole(value: Any, where: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{where} takes a whole number from 1, such as 8; got {reprlib.repr(value)}")
-    return value
+    return profile
 
 
 _TWINS = Path(__file__).parent / "twins"

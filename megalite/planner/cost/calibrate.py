@@ -8,7 +8,6 @@ power that a constant enters with.
 
 import csv
 import io
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from megalite.config.batch import microbatch_counts
 from megalite.config.errors import ConfigError
 from megalite.config.files import level_from_text, read_preset
 from megalite.config.merge import merge
-from megalite.config.reading import read_input
+from megalite.config.reading import number, read_input
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.config.values import nearest
@@ -98,13 +97,10 @@ def fit(
     """The cluster's efficiencies and the stack's host constants that explain the rows.
 
     A constant that the rows say nothing of stays where it is. `source` says what the rows are, for the provenance; `only`
-    names the constants to fit, of `PRIORS`. Raises ConfigError if there are no rows, one is not a positive time, or there
-    is no such constant."""
+    names the constants to fit, of `PRIORS`. Raises ConfigError if there are no rows, or no such
+    constant."""
     if not rows:
         raise ConfigError("there is nothing to fit: give at least one measured step")
-    for row in rows:
-        if not (row.seconds > 0 and np.isfinite(row.seconds)):
-            raise ConfigError(f"a measured step takes {row.seconds} s; times are above 0 and finite")
     for name in only:
         if name not in PRIORS:
             raise ConfigError(f"cannot fit {name}{nearest(name, PRIORS)} (constants are {', '.join(PRIORS)})")
@@ -259,10 +255,8 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
-def _row(number: int, cells: Mapping[str, str], where: str) -> Row:
-    ranks = _number(cells, RANKS, where)
-    if ranks != int(ranks):
-        raise ConfigError(f"{where}: {RANKS} is {cells[RANKS]}; it is a whole number")
+def _row(line: int, cells: Mapping[str, str], where: str) -> Row:
+    ranks = number(int, cells.get(RANKS), f"{where}: {RANKS}", {})
     settings = "".join(f"{name}: {cell}\n" for name, cell in cells.items() if name not in _OTHERS)
     level = level_from_text(settings or "{}", where)
     try:
@@ -276,19 +270,9 @@ def _row(number: int, cells: Mapping[str, str], where: str) -> Row:
     times = [name for name in TIMES if name in cells]
     if len(times) != 1:
         raise ConfigError(f"{where} has {' and '.join(times) or 'no time'}; give one of {', '.join(TIMES)}")
-    value = _number(cells, times[0], where)
+    value = number(float, cells[times[0]], f"{where}: {times[0]}", {})
     if times[0] == "seconds":
-        return Row(number, cells, Measured(config, value))
+        return Row(line, cells, Measured(config, value))
     assert config.training.global_batch_size is not None, "validate() resolves it"
     tokens = config.training.global_batch_size * config.training.seq_length
-    return Row(number, cells, Measured(config, tokens / value / (ranks if times[0].endswith("per_gpu") else 1.0)))
-
-
-def _number(cells: Mapping[str, str], name: str, where: str) -> float:
-    try:
-        value = float(cells.get(name, ""))
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"{where}: {name} is {cells.get(name, 'not given')}; it is a number above 0")
-    return value
+    return Row(line, cells, Measured(config, tokens / value / (ranks if times[0].endswith("per_gpu") else 1.0)))

@@ -27,7 +27,7 @@ from megalite.config.describe import settings, value_of, values_of
 from megalite.config.errors import ConfigError
 from megalite.config.rules.compute import RECOMPUTE as RECOMPUTE_RULES
 from megalite.config.rules.data_parallel import OPTIMIZER, STRATEGY
-from megalite.config.rules.rule import whole_shares
+from megalite.config.rules.rule import divisor_list, whole_shares
 from megalite.config.run import RunConfig, stage_layers
 from megalite.config.validate import check_rules, validate
 from megalite.config.values import nearest
@@ -331,7 +331,7 @@ def enumerate_space(request: Request) -> Space:
     assert batch is not None
     most_stages = len(cut) if cut else config.model.num_layers
     blocks: list[Block] = []
-    for pp in divisors(request.world_size):
+    for pp in divisor_list(request.world_size):
         if pp > most_stages or not request.allows("pp", pp):
             continue
         chunks, shares = list(_chunks(request, pp)), _shares(request, pp)
@@ -379,11 +379,11 @@ def _shares(request: Request, pp: int) -> Shares:
     assert batch is not None
     ranks = request.world_size // pp
     tps = [tp for tp in _tensor_sizes(config, ranks) if request.allows("tp", tp)]
-    cps = [cp for cp in divisors(ranks) if (cp == 1 or s % (2 * cp) == 0) and request.allows("cp", cp)]
-    eps = [1] if model.num_experts is None else divisors(model.num_experts)
+    cps = [cp for cp in divisor_list(ranks) if (cp == 1 or s % (2 * cp) == 0) and request.allows("cp", cp)]
+    eps = [1] if model.num_experts is None else divisor_list(model.num_experts)
     eps = [ep for ep in eps if request.allows("ep", ep)]
     together = config.training.moe_aux_loss_sequences
-    micro = [b for b in divisors(batch) if request.allows("micro_batch_size", b) and b % together == 0]
+    micro = [b for b in divisor_list(batch) if request.allows("micro_batch_size", b) and b % together == 0]
     recompute = [RECOMPUTE.index(name) for name in request.of("recompute_granularity")]
     strategies = [STRATEGIES.index(name) for name in request.of("dp_strategy")]
     sequence = [int(value) for value in request.of("sequence_parallel")]
@@ -394,13 +394,11 @@ def _shares(request: Request, pp: int) -> Shares:
     tp, cp, ep, micro_batch, recomputed, strategy, parallel, instances, offload = (axis.reshape(-1) for axis in grid)
     legal = ranks % (tp * cp) == 0
     dp = ranks // (tp * cp)
-    legal &= batch % np.maximum(dp * micro_batch, 1) == 0
+    for size in batch_sizes(config):  # every batch of a ramp-up or schedule is whole microbatches
+        legal &= size % np.maximum(dp * micro_batch, 1) == 0
     legal &= (parallel == 0) | ((tp > 1) & (s % (tp * cp) == 0))
     if "dp" in request.fixed:
         legal &= np.isin(dp, request.fixed["dp"])
-    if len(batch_sizes(config)) > 1:  # every batch of a ramp-up or schedule is whole microbatches
-        for size in batch_sizes(config):
-            legal &= size % np.maximum(dp * micro_batch, 1) == 0
     sizes = config.parallel.hierarchical_context_parallel_sizes
     if config.parallel.cp_comm_type in ("a2a", "a2a+p2p"):
         groups, heads = np.maximum(model.query_groups // tp, 1), cp
@@ -428,7 +426,7 @@ def _in_node(request: Request, pp: int, tp: Integers, cp: Integers, dp: Integers
     instance would hold more and send more to others."""
     apart = pp if request.config.parallel.rank_order == "tp-cp-ep-pp-dp" else 1
     found = np.ones_like(tp)
-    for part in divisors(request.node) if request.node else ():
+    for part in divisor_list(request.node) if request.node else ():
         reach = tp * np.where(part > cp, apart, 1) * part
         found = np.where((request.node % reach == 0) & (dp * cp % part == 0), part, found)
     spread = tp * np.where(dp > 1, apart, 1) * dp * cp > request.node
@@ -442,7 +440,7 @@ def _tensor_sizes(config: RunConfig, ranks: int) -> list[int]:
         common = math.gcd(common, model.ffn_size)
     if model.num_experts and model.moe_shared_expert_intermediate_size is not None:
         common = math.gcd(common, model.moe_shared_expert_intermediate_size)
-    return [tp for tp in divisors(common) if whole_shares(model.query_groups, tp)]
+    return [tp for tp in divisor_list(common) if whole_shares(model.query_groups, tp)]
 
 
 def _experts_fit(
@@ -456,11 +454,6 @@ def _experts_fit(
     if p.rank_order == "tp-cp-ep-pp-dp" and pp > 1:
         fits &= ((ep == 1) & (etp == tp)) | (etp * ep == tp * cp)
     return fits, ranks // (etp * ep)
-
-
-def divisors(number: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
 
 
 def kinds(*keys: npt.NDArray[Any]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:

@@ -252,25 +252,6 @@ def test_no_room_names_the_least_that_works() -> None:
     assert max(case.peaks(replace(case, limit=6.0).build())) == 6.0
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"placement": (0, 2)}, r"placement \(0, 2\) must give each rank"),
-        ({"placement": (0, -1)}, r"placement \(0, -1\) must"),
-        ({"placement": ()}, r"placement \(\) must"),
-        ({"microbatches": 0}, "number of microbatches is 0; it must be 1 or more"),
-        ({"limit": (1.0,)}, "1 memory limits are given for 2 ranks"),
-        ({"costs": Costs.uniform(3)}, "given for 3 stages"),
-        ({"sizes": Sizes.uniform(3)}, "3"),
-        ({"prefetch": -1}, "recv_prefetch is -1"),
-    ],
-)
-def test_wrong_arguments(change: dict[str, object], message: str) -> None:
-    case = Case(placement=(0, 1), microbatches=2, costs=Costs.uniform(2))
-    with pytest.raises(ConfigError, match=message):
-        replace(case, **change).build()  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("placement", [loop_placement(3, 2), v_placement(3), (1, 0, 0, 2, 1, 0)])
 def test_list_scheduler_knows_its_time_and_memory(placement: tuple[int, ...]) -> None:
     costs, sizes = Costs.uniform(6, forward=1.0, backward=3.0), Sizes.uniform(6, deferred=0.5)

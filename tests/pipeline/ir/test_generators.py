@@ -8,14 +8,8 @@ import pytest
 from megalite.config.errors import ConfigError
 from megalite.pipeline.ir.actions import Action, Kind
 from megalite.pipeline.ir.generators.many_chunks import dualpipe_v, interleaved, looped_bfs, smallest_group, zb_v
-from megalite.pipeline.ir.generators.one_chunk import gpipe, loop_placement, merge_halves, one_f_one_b, zb_h1, zb_h2
-from megalite.pipeline.ir.generators.registry import (
-    SCHEDULES,
-    build_schedule,
-    default_schedule,
-    forward_only,
-    with_recompute_ahead,
-)
+from megalite.pipeline.ir.generators.one_chunk import gpipe, merge_halves, one_f_one_b, zb_h1, zb_h2
+from megalite.pipeline.ir.generators.registry import SCHEDULES, build_schedule, default_schedule, with_recompute_ahead
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.schedule import Schedule
 from megalite.pipeline.ir.validate import validate
@@ -154,18 +148,6 @@ def test_dualpipe_v_names_the_least_it_needs(ranks: int, microbatches: int, mess
         dualpipe_v(ranks, microbatches)
     dualpipe_v(ranks, 2 * ranks)
     dualpipe_v(max(microbatches // 2, 1), max(microbatches, 2))
-
-
-@pytest.mark.parametrize(("ranks", "chunks", "microbatches"), [(0, 2, 4), (4, 0, 4), (4, 2, 0)])
-def test_sizes_below_one(ranks: int, chunks: int, microbatches: int) -> None:
-    for several in (interleaved, looped_bfs):
-        with pytest.raises(ConfigError, match="is 0; it must be 1 or more"):
-            several(ranks, chunks, microbatches)
-    for generate in (gpipe, one_f_one_b, zb_h1, zb_h2, zb_v, dualpipe_v):
-        with pytest.raises(ConfigError, match="is 0; it must be 1 or more"):
-            generate(ranks * chunks, microbatches)
-    with pytest.raises(ConfigError, match="is 0; it must be 1 or more"):
-        forward_only(loop_placement(ranks, chunks), microbatches)
 
 
 def test_interleaved_refuses_exactly_the_illegal_and_names_what_works() -> None:

@@ -4,7 +4,6 @@ import random
 
 import pytest
 
-from megalite.config.errors import ConfigError
 from megalite.pipeline.ir.generators.one_chunk import loop_placement, v_placement
 from megalite.pipeline.ir.generators.registry import forward_only
 from megalite.pipeline.ir.lower import lower
@@ -64,8 +63,3 @@ def test_any_placement_runs_without_a_pause_on_the_fullest_rank() -> None:
         most = max(placement.count(rank) for rank in range(ranks))
         short, long = (makespan(tuple(placement), microbatches) for microbatches in (20, 40))
         assert long - short == 20 * most, placement
-
-
-def test_a_placement_must_have_a_stage() -> None:
-    with pytest.raises(ConfigError, match="the placement lists no stage"):
-        forward_only((), 4)

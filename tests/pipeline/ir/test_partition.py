@@ -120,15 +120,7 @@ def test_large_models_are_cut(layers: float | list[float]) -> None:
     assert sum(cut) == 128 and len(cut) == 64
 
 
-@pytest.mark.parametrize(
-    ("layers", "costs", "message"),
-    [
-        (3, {}, r"num_layers is 3, fewer than the 4 pipeline stages \(on 2 ranks\).*4 layers or more.*most 3"),
-        (8, {"layer_cost": 0.0}, "layer 0.0"),
-        (4, {"layer_cost": [1.0, 0.0, 2.0, 1.0]}, "layer 0.0"),
-        (8, {"last_cost": -1.0}, "last -1.0"),
-    ],
-)
-def test_what_cannot_be_cut(layers: int, costs: dict[str, float], message: str) -> None:
+def test_what_cannot_be_cut() -> None:
+    message = r"num_layers is 3, fewer than the 4 pipeline stages \(on 2 ranks\).*4 layers or more.*most 3"
     with pytest.raises(ConfigError, match=message):
-        partition_layers(layers, loop_placement(2, 2), **costs)
+        partition_layers(3, loop_placement(2, 2))

@@ -20,17 +20,17 @@ LAYER = {
 PROFILE: dict[str, Any] = {"name": "mine", "batch_size": 4, "layers": [LAYER]}
 
 BAD_PROFILES = [
-    ({"layers": None}, "layers must be mappings .* it is missing"),
-    ({"layers": ["conv"]}, "layer 0 takes a mapping such as `name: conv`, got 'conv'"),
-    ({"layers": [LAYER, LAYER | {"forward_ms": -1}]}, "layer 1 \\(conv\\): forward_ms is -1; .* 0 or more"),
+    ({"layers": None}, "layers is missing; add `layers: .*forward_ms"),
+    ({"layers": ["conv"]}, "layers.0. takes `key: value` lines, got 'conv'"),
+    ({"layers": [LAYER, LAYER | {"forward_ms": -1}]}, "layers.1. \\(conv\\): forward_ms is -1; .* 0 or more"),
     ({"layers": [LAYER | {"paramter_bytes": 3}]}, "unknown key paramter_bytes: did you mean parameter_bytes"),
-    ({"layers": [{"name": "conv", "forward_ms": 1}]}, "layer 0 \\(conv\\): backward_ms is missing"),
-    ({"layers": [LAYER | {"repeat": 0}]}, "repeat takes a whole number from 1, .* got 0"),
-    ({"layers": [LAYER | {"repeat": 10**9}]}, "repeat is 1000000000; use at most 512"),
-    ({"layers": [LAYER | {"repeat": 300}] * 2}, "there are 600 layers; join some, to have at most 512"),
+    ({"layers": [{"name": "conv", "forward_ms": 1}]}, "layers.0. \\(conv\\): backward_ms is missing"),
+    ({"layers": [LAYER | {"repeat": 0}]}, "repeat is 0; it must be above 0"),
+    ({"layers": [LAYER | {"repeat": 10**9}]}, "repeat is 1000000000; it is at most 512"),
+    ({"layers": [LAYER | {"repeat": 300}] * 2}, "there are 600; join some, to have at most 512"),
     ({"layers": [LAYER | {"forward_ms": 0, "backward_ms": 0}]}, "every forward_ms and backward_ms is 0"),
     ({"smallest_batch": 8}, "smallest_batch 8 is above batch_size 4"),
-    ({"smallest_batch": True}, "smallest_batch takes a whole number from 1"),
+    ({"smallest_batch": True}, "smallest_batch takes a whole number"),
 ]
 
 

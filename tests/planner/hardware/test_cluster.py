@@ -74,7 +74,7 @@ FAULTS: list[tuple[str, Any, str]] = [
     ("node.link_latency", -1e-6, "link_latency is -1e-06; it must be 0 or more"),
     ("node.ranks_per_core", 0.5, "ranks_per_core is 0.5; it must be 1 or more"),
     ("network.nic_bandwidth", float("inf"), "nic_bandwidth is inf; it must be above 0 and finite"),
-    ("efficiency.gemm", 1.2, "efficiency: gemm is 1.2; it is a share, at most 1"),
+    ("efficiency.gemm", 1.2, "efficiency: gemm is 1.2; it is at most 1"),
     ("accelerator.peak_flops.fp17", 1e12, "peak_flops: unknown name fp17: did you mean fp1?6"),
     ("accelerator.peak_flops", {}, "peak_flops is empty"),
     ("accelerator.asynchronous", "yes", "asynchronous takes true or false"),

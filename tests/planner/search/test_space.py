@@ -9,11 +9,12 @@ import pytest
 
 from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
+from megalite.config.rules.rule import divisor_list
 from megalite.config.validate import validate
 from megalite.partition.pipeline import layout_of, schedule_of
 from megalite.pipeline.ir.generators.registry import SCHEDULES, build_schedule, placement_for
 from megalite.planner.search.search import config_of
-from megalite.planner.search.space import Layout, Request, divisors, enumerate_space, not_default, parse_constraint
+from megalite.planner.search.space import Layout, Request, enumerate_space, not_default, parse_constraint
 from tests.planner.search.asking import EXPERTS, TINY, asked, layouts_of
 
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -53,7 +54,9 @@ def brute_force(request: Request, eps: tuple[int, ...], schedules: tuple[str, ..
     world, batch = request.world_size, request.config.training.global_batch_size
     assert batch is not None
     found = set()
-    sizes = itertools.product(divisors(world), divisors(world), (1, 2, 3), divisors(world), eps, (1, 3, 8), schedules)
+    sizes = itertools.product(
+        divisor_list(world), divisor_list(world), (1, 2, 3), divisor_list(world), eps, (1, 3, 8), schedules
+    )
     for tp, pp, vpp, cp, ep, micro, schedule in sizes:
         dp, rest = divmod(world, tp * pp * cp)
         if rest or batch % (dp * micro) or not request.allows("micro_batch_size", micro):
@@ -62,7 +65,7 @@ def brute_force(request: Request, eps: tuple[int, ...], schedules: tuple[str, ..
             STRATEGIES,
             request.of("sequence_parallel"),
             request.of("recompute_granularity"),
-            request.fixed.get("dp_instances", divisors(dp * cp) if request.node < world else (1,)),
+            request.fixed.get("dp_instances", divisor_list(dp * cp) if request.node < world else (1,)),
             request.fixed.get("optimizer_cpu_offload", (False,)),
             request.fixed.get("cpu_offloading_num_layers", (0,)),
         ):
@@ -95,7 +98,7 @@ def in_nodes(request: Request, chosen: dict[str, Any]) -> bool:
         groups = (layout.group_of(kind, rank) or [] for rank in range(request.world_size))
         return max(len({rank // request.node for rank in group}) for group in groups)
 
-    fewer = [n for n in divisors(layout.dp * layout.cp) if 1 < n < chosen["dp_instances"]]
+    fewer = [n for n in divisor_list(layout.dp * layout.cp) if 1 < n < chosen["dp_instances"]]
     return (
         nodes("dp-cp") > 1
         and nodes("intra-dp-cp") == 1

@@ -128,15 +128,9 @@ def build_auto(
         recompute_ahead: Give every I and B an R, except right after its own F.
         effort: One of `EFFORTS`.
     """
-    if not placement or set(placement) != set(range(max(placement) + 1)):
-        raise ConfigError(f"schedule auto: placement {placement} must give each rank from 0 on a stage, such as (0, 1)")
     sizes = Sizes.uniform(len(placement)) if sizes is None else sizes
     num_ranks = max(placement) + 1
     limits = limit if isinstance(limit, tuple) else (inf if limit is None else limit,) * num_ranks
-    if len(limits) != num_ranks:
-        raise ConfigError(
-            f"schedule auto: {len(limits)} memory limits are given for {num_ranks} ranks: give one, or one per rank"
-        )
 
     def judge(schedule: Schedule) -> _Judged:
         program = lower(schedule, recv_prefetch=recv_prefetch, send_window=send_window)

@@ -9,14 +9,7 @@ from itertools import count
 
 from megalite.config.errors import ConfigError
 from megalite.pipeline.ir.actions import Action, Kind
-from megalite.pipeline.ir.generators.one_chunk import (
-    check_several_chunks,
-    check_sizes,
-    loop_placement,
-    merge_halves,
-    row_by_row,
-    v_placement,
-)
+from megalite.pipeline.ir.generators.one_chunk import loop_placement, merge_halves, row_by_row, v_placement
 from megalite.pipeline.ir.schedule import Schedule
 
 
@@ -34,7 +27,6 @@ def interleaved(num_ranks: int, num_chunks: int, num_microbatches: int, group: i
     Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters" (2021); the order of
     Megatron-LM.
     """
-    placement = _several("interleaved", num_ranks, num_chunks, num_microbatches)
     if group is not None and not group_fits(num_ranks, num_microbatches, group):
         raise ConfigError(_refusal(num_ranks, num_microbatches, group))
     size = smallest_group(num_ranks, num_microbatches) if group is None else group
@@ -53,7 +45,7 @@ def interleaved(num_ranks: int, num_chunks: int, num_microbatches: int, group: i
             yield from forwards[warm_up + index : warm_up + index + 1]
             yield backward
 
-    return row_by_row("interleaved", placement, num_microbatches, row)
+    return row_by_row("interleaved", loop_placement(num_ranks, num_chunks), num_microbatches, row)
 
 
 def looped_bfs(num_ranks: int, num_chunks: int, num_microbatches: int) -> Schedule:
@@ -64,26 +56,19 @@ def looped_bfs(num_ranks: int, num_chunks: int, num_microbatches: int) -> Schedu
 
     Source: Lamy-Poirier, "Breadth-First Pipeline Parallelism" (2022).
     """
-    placement = _several("looped-bfs", num_ranks, num_chunks, num_microbatches)
     order = [(chunk, i) for chunk in range(num_chunks) for i in range(num_microbatches)]
 
     def row(rank: int) -> Iterable[Action]:
         for kind in (Kind.F, Kind.B):
             yield from _visits(kind, order, rank, num_ranks, num_chunks)
 
-    return row_by_row("looped-bfs", placement, num_microbatches, row)
+    return row_by_row("looped-bfs", loop_placement(num_ranks, num_chunks), num_microbatches, row)
 
 
 def smallest_group(num_ranks: int, num_microbatches: int) -> int:
     """The smallest legal microbatch group of the interleaved schedule: m itself where m < p."""
     groups = range(num_ranks, num_microbatches)
     return next((group for group in groups if group_fits(num_ranks, num_microbatches, group)), num_microbatches)
-
-
-def _several(name: str, num_ranks: int, num_chunks: int, num_microbatches: int) -> tuple[int, ...]:
-    check_sizes(f"schedule {name}", num_ranks, num_chunks, num_microbatches)
-    check_several_chunks(name, num_chunks)
-    return loop_placement(num_ranks, num_chunks)
 
 
 def _visits(kind: Kind, order: list[tuple[int, int]], rank: int, num_ranks: int, num_chunks: int) -> Iterator[Action]:
@@ -166,8 +151,6 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
 
     Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), and the cut-in-half variant DualPipeV.
     """
-    placement = v_placement(num_ranks)
-    check_sizes("schedule dualpipe-v", num_ranks, 2, num_microbatches)
     least = 2 * num_ranks
     if num_microbatches < least:
         fewer_ranks = f"pp {num_microbatches // 2}, " if num_microbatches >= 4 else ""
@@ -178,7 +161,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
         )
 
     row = partial(dualpipe_v_row, num_ranks=num_ranks, num_microbatches=num_microbatches)
-    return row_by_row("dualpipe-v", placement, num_microbatches, row)
+    return row_by_row("dualpipe-v", v_placement(num_ranks), num_microbatches, row)
 
 
 def dualpipe_v_row(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:

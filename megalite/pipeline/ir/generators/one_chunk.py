@@ -9,7 +9,6 @@ from megalite.pipeline.ir.schedule import Schedule
 
 def loop_placement(num_ranks: int, num_chunks: int) -> tuple[int, ...]:
     """Stage s on rank s mod p: each rank hands its output to the next, and the last one to the first."""
-    check_sizes("loop placement", num_ranks, num_chunks)
     return tuple(range(num_ranks)) * num_chunks
 
 
@@ -18,15 +17,7 @@ def v_placement(num_ranks: int) -> tuple[int, ...]:
 
     The turn on the last rank is a hand-over without a message, and rank 0 has both the first and the last stage.
     """
-    check_sizes("V placement", num_ranks)
     return (*range(num_ranks), *reversed(range(num_ranks)))
-
-
-def check_sizes(what: str, num_ranks: int, num_chunks: int = 1, num_microbatches: int = 1) -> None:
-    """Raises a ConfigError if a size is below 1."""
-    for size, value in (("pp", num_ranks), ("vpp", num_chunks), ("the number of microbatches", num_microbatches)):
-        if value < 1:
-            raise ConfigError(f"{what}: {size} is {value}; it must be 1 or more")
 
 
 def row_by_row(
@@ -34,7 +25,6 @@ def row_by_row(
 ) -> Schedule:
     """The schedule with these actions on each rank."""
     num_ranks = max(placement) + 1
-    check_sizes(f"schedule {name}", num_ranks, 1, num_microbatches)
     return Schedule(name, num_microbatches, placement, tuple(tuple(row(rank)) for rank in range(num_ranks)))
 
 
@@ -139,12 +129,3 @@ def _split(name: str, num_ranks: int, num_microbatches: int, *, depth: int) -> S
         yield from (Action(Kind.W, rank, i) for i in range(max(num_microbatches - behind, 0), num_microbatches))
 
     return row_by_row(name, placement, num_microbatches, lambda rank: merge_halves(row(rank), placement))
-
-
-def check_several_chunks(name: str, num_chunks: int) -> None:
-    """ConfigError unless there are at least two chunks per rank."""
-    if num_chunks == 1:
-        alternative = "1f1b" if name == "interleaved" else "gpipe"
-        raise ConfigError(
-            f"schedule {name} needs several chunks per rank but vpp is 1: set vpp to 2, or use {alternative}"
-        )

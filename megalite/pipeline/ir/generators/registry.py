@@ -8,7 +8,7 @@ from itertools import pairwise
 from megalite.config.errors import ConfigError
 from megalite.config.parallel import PIPELINE_SCHEDULES, ScheduleFacts
 from megalite.pipeline.ir.actions import GRADIENTS, Action, Kind
-from megalite.pipeline.ir.generators.one_chunk import check_several_chunks, check_sizes, loop_placement, v_placement
+from megalite.pipeline.ir.generators.one_chunk import loop_placement, v_placement
 from megalite.pipeline.ir.schedule import Schedule
 
 
@@ -52,10 +52,7 @@ def forward_only(placement: Sequence[int], num_microbatches: int) -> Schedule:
     never idle in between. On a V d(s) = s: the makespan is (2m + 2p-2) stage forwards, the least possible, since the
     last rank's 2m stand between p-1 on the way down and p-1 on the way up.
     """
-    if not placement:
-        raise ConfigError("schedule forward_only: the placement lists no stage; give one rank a stage")
     num_ranks = max(placement) + 1
-    check_sizes("schedule forward_only", num_ranks, 1, num_microbatches)
     looped = tuple(placement) == loop_placement(num_ranks, max(len(placement) // num_ranks, 1))
     cells = _by_groups if looped else _periodic
     rows: list[list[Action]] = [[] for _ in range(num_ranks)]
@@ -149,6 +146,7 @@ def placement_for(name: str, num_ranks: int, num_chunks: int) -> tuple[int, ...]
         raise ConfigError(
             f"schedule {name} takes two stages per rank but vpp is {num_chunks}: use vpp 2, or schedule {other}"
         )
-    if facts.chunks == "several":
-        check_several_chunks(name, num_chunks)
+    if facts.chunks == "several" and num_chunks == 1:
+        other = "1f1b" if name == "interleaved" else "gpipe"
+        raise ConfigError(f"schedule {name} needs several chunks per rank but vpp is 1: set vpp to 2, or use {other}")
     return v_placement(num_ranks) if facts.chunks == "vee" else loop_placement(num_ranks, num_chunks)
