@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+from megalite.config.yaml_text import UniqueKeyLoader
 from tests.support.architecture import (
     RULES,
     Rule,
@@ -80,16 +82,12 @@ def breaks(name: str, text: str, *, is_package: bool = False) -> Module:
 # Each rule must see each of these.
 BROKEN: list[tuple[Rule, Module]] = [
     (late_imports, breaks("megalite.models.x", "def f():\n    from megalite.models.gpt import GPTStage")),
-    (late_imports, breaks("megalite.models.x", "class A:\n    def f(self):\n        import json")),
     (late_imports, breaks("megalite.cli.train", "def f():\n    from megalite.training.setup import resolve")),
-    (late_imports, breaks("megalite.data.x", "import importlib\nimportlib.import_module('torch')")),
     (late_imports, breaks("megalite.data.x", "from importlib import import_module")),
     (relative_imports, breaks("megalite.models.x", "from .gpt import GPTStage")),
-    (relative_imports, breaks("megalite.models.x", "from . import gpt")),
     (globals_changed, breaks("megalite.cli.x", "n = 0\ndef f():\n    global n\n    n = 1")),
     (environment_reads, breaks("megalite.training.x", "import os\nrank = os.environ['RANK']")),
     (environment_reads, breaks("megalite.topology.group", "import os\nos.getenv('RANK')")),
-    (environment_reads, breaks("megalite.training.x", "from os import environ")),
     (world_lookups, breaks("megalite.training.x", "import torch.distributed as dist\ndist.get_rank()")),
     (world_lookups, breaks("megalite.training.x", "from torch.distributed import get_world_size\nget_world_size()")),
     (prints, breaks("megalite.training.x", "print('hello')")),
@@ -98,26 +96,26 @@ BROKEN: list[tuple[Rule, Module]] = [
         code_in_package_files,
         breaks("megalite.x", '"""Doc."""\nfrom megalite.config.run import RunConfig', is_package=True),
     ),
-    (code_in_package_files, breaks("megalite.x", '"""Doc."""\n__version__ = "1"', is_package=True)),
     (code_in_package_files, breaks("megalite.x", "", is_package=True)),
-    (code_from_data, breaks("megalite.x", "import pickle")),
     (code_from_data, breaks("megalite.x", "from pickle import loads")),
     (code_from_data, breaks("megalite.x", "import torch\ntorch.load('f')")),
     (code_from_data, breaks("megalite.x", "from torch import save")),
     (code_from_data, breaks("megalite.x", "import torch.distributed.checkpoint as dcp")),
     (code_from_data, breaks("megalite.x", "import torch.distributed as dist\ndist.broadcast_object_list([])")),
-    (code_from_data, breaks("megalite.conversion.megatron.x", "import torch\ntorch.load('f')")),
     (code_from_data, breaks("megalite.conversion.megatron.x", "load = torch.load")),
     (code_from_data, breaks("megalite.conversion.megatron.x", "torch.load('f', weights_only=flag)")),
-    (code_from_data, breaks("megalite.conversion.megatron.x", "import pickle")),
     (code_from_data, breaks("megalite.x", "eval('1')")),
-    (code_from_data, breaks("megalite.x", "np.load('f', allow_pickle=True)")),
+    (code_from_data, breaks("megalite.x", "from torch.distributed import all_gather_object as gather\ngather([], 1)")),
+    (code_from_data, breaks("megalite.x", "import torch as t\nload = t.load('x', weights_only=True)")),
+    (code_from_data, breaks("megalite.x", "import numpy as np\nnp.load('x')")),
+    (code_from_data, breaks("megalite.x", "import yaml\nyaml.load('x', yaml.Loader)")),
+    (code_from_data, breaks("megalite.x", "run = exec")),
+    (code_from_data, breaks("megalite.x", "import subprocess\nsubprocess.run('ls', shell=True)")),
     (code_from_data, breaks("megalite.x", "np.load('f', allow_pickle=flag)")),
     (sizes, breaks("megalite.x", "a = 1\n" * 501)),
     (sizes, breaks("megalite.x", "def f():\n" + "    a = 1\n" * 80)),
     (vague_names, breaks("megalite.training.utils", "")),
     (vague_names, breaks("megalite.training.x", "class CheckpointManager:\n    pass")),
-    (vague_names, breaks("megalite.data.helpers", "")),
 ]
 
 
@@ -147,68 +145,33 @@ def f(model, group, folder: Path):
 '''
     for rule in RULES:
         assert rule(Module("megalite.training.x", text)) == [], rule.__name__
+    restricted = "import torch as t\nload = t.load('x', weights_only=True)"
+    assert code_from_data(Module("megalite.conversion.megatron.x", restricted)) == []
 
 
-LAYER_FAULTS = [
-    ("megalite.config.x", "from megalite.topology.layout import ParallelLayout"),
-    ("megalite.topology.layout", "from megalite.topology.group import Group"),
-    ("megalite.topology.layout", "from megalite.models.shapes import ParameterShape"),
-    ("megalite.pipeline.ir.x", "from megalite.pipeline.executor import Executor"),
-    ("megalite.checkpoint.manifest", "from megalite.checkpoint.save import save_checkpoint"),
-    ("megalite.kernels.x", "from megalite.topology.group import Group"),
-    ("megalite.planner.x", "from megalite.training.trainer import Trainer"),
-    ("megalite.partition.x", "from megalite.data.loader import BatchLoader"),
-    ("megalite.data_parallel.x", "from megalite.tensor_parallel.layers import linear"),
-    ("megalite.tensor_parallel.x", "from megalite.data_parallel.buckets import Bucket"),
-    ("megalite.optimizers.x", "from megalite.tensor_parallel.parameter import ShardedParameter"),
-    ("megalite.models.x", "from megalite.optimizers.adam import AdamW"),
-    ("megalite.models.x", "from megalite.data.loader import Microbatch"),
-    ("megalite.checkpoint.x", "from megalite.generation.continuation import Sampling"),
-    ("megalite.generation.x", "import megalite.training.step"),
-    ("megalite.training.x", "from megalite.cli import train"),
-    ("megalite.training.x", "def f():\n    from megalite.cli.train import main"),
-    ("megalite.models.x", "if TYPE_CHECKING:\n    from megalite.training.step import Stepper"),
-    ("megalite.cli.x", "import pretrain_gpt"),
-    ("megalite.tokenizers.x", "from megalite.data.loader import Microbatch"),
-    ("megalite.data.x", "from megalite.preprocess.pieces import Limits"),
-]
-
-
-@pytest.mark.parametrize("name, text", LAYER_FAULTS)
-def test_layer_order_sees(name: str, text: str) -> None:
-    assert layer_order(Module(name, text), KNOWN)
+def test_our_yaml_loader_is_a_safe_one() -> None:
+    assert UniqueKeyLoader.__mro__[1] is yaml.SafeLoader
+    own = {name for name in vars(UniqueKeyLoader) if not name.startswith("__")}
+    assert own == {"construct_mapping", "yaml_implicit_resolvers"}
+    assert UniqueKeyLoader.yaml_constructors is yaml.SafeLoader.yaml_constructors
 
 
 @pytest.mark.parametrize(
-    "name, text",
+    "name, text, is_wrong",
     [
-        ("megalite.planner.x", "from megalite.models.shapes import stage_shapes"),
-        ("megalite.planner.x", "from megalite.pipeline.ir.actions import Kind"),
-        ("megalite.pipeline.x", "from megalite.pipeline.ir.schedule import Program"),
-        ("megalite.topology.layout", "from megalite.config.errors import ConfigError"),
-        ("megalite.data_parallel.x", "from megalite.tensor_parallel.parameter import ShardedParameter"),
-        ("megalite.models.x", "from megalite.models.gpt import GPTStage"),
-        ("megalite.checkpoint.save", "from megalite import __version__"),
-        ("tools.x", "from megalite.cli.train import main"),
+        ("megalite.config.x", "from megalite.topology.layout import ParallelLayout", True),
+        ("megalite.pipeline.ir.x", "from megalite.pipeline.executor import Executor", True),
+        ("megalite.data_parallel.x", "from megalite.tensor_parallel.layers import linear", True),
+        ("megalite.models.x", "from megalite.data.loader import Microbatch", True),
+        ("megalite.training.x", "def f():\n    from megalite.cli.train import main", True),
+        ("megalite.models.x", "if TYPE_CHECKING:\n    from megalite.training.step import Stepper", True),
+        ("megalite.planner.x", "from megalite.models.shapes import stage_shapes", False),
+        ("megalite.data_parallel.x", "from megalite.tensor_parallel.parameter import ShardedParameter", False),
+        ("megalite.checkpoint.save", "from megalite import __version__", False),
     ],
 )
-def test_layer_order_allows(name: str, text: str) -> None:
-    assert layer_order(Module(name, text), KNOWN) == []
-
-
-def test_rows() -> None:
-    assert row_of("megalite.config.rules.batch") == 0
-    assert row_of("megalite.models.shapes") == 1
-    assert row_of("megalite.pipeline.ir.lower") == 1
-    assert row_of("megalite.checkpoint.commit") == 1
-    assert row_of("megalite.topology.group") == 2
-    assert row_of("megalite.pipeline.executor") == 3
-    assert row_of("megalite.models.gpt") == 4
-    assert row_of("megalite.checkpoint.load") == 5
-    assert row_of("megalite.topology.layout") == 1
-    assert row_of("megalite.context_parallel.ring") == 3
-    assert row_of("megalite.parity.pool") == 7
-    assert row_of("pretrain_gpt") == 9
+def test_layer_order_sees(name: str, text: str, is_wrong: bool) -> None:
+    assert bool(layer_order(Module(name, text), KNOWN)) == is_wrong
 
 
 def test_cycle_is_found() -> None:
@@ -267,7 +230,12 @@ def test_torch_free_modules_need_no_torch() -> None:
         if (row_of(module.name) <= 1 or module.inside(*TORCH_FREE_PACKAGES)) and module.name not in NEEDS_TORCH
     ]
     assert {"megalite.checkpoint.manifest", "megalite.cli.dry_run", "megalite.partition.memory"} <= set(names)
-    others = ["pretrain_gpt", "megalite.optimizers.schedules", "megalite.conversion.start"]
+    others = [
+        "pretrain_gpt",
+        "megalite.optimizers.schedules",
+        "megalite.conversion.start",
+        "megalite.checkpoint.survey",
+    ]
     done = import_without_torch([*names, *others])
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -54,7 +54,7 @@ def execute(command: Command) -> Said:
         outcome = train_forked(ranks, *flags, seconds=240, folder=Path.cwd())
         return Said(outcome.status, outcome.out, outcome.err)
     assert program in ("python", "python3"), f"{command}: how is {program} to be run?"
-    return in_process(_script, words)
+    return in_process(run_script, words)
 
 
 def in_process(run: object, words: list[str]) -> Said:
@@ -91,7 +91,7 @@ def training_of(command: Command) -> tuple[int, list[str]]:
     return hosts * int(launch.nproc_per_node), launch.training_script_args
 
 
-def _script(words: list[str]) -> int:
+def run_script(words: list[str]) -> int:
     """Run a Python file as a program; its exit status."""
     given, sys.argv = sys.argv, words
     try:

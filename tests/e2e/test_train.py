@@ -14,8 +14,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megalite.cli.main import main
 from megalite.config import files
 from megalite.config.flags import parse_arguments
+from tests.docs.execution import in_process, run_script
 from tests.e2e.forked import train_forked
-from tests.e2e.programs import MODEL, TRAINING, Corpus, Outcome, losses, records, run, train
+from tests.e2e.programs import MODEL, REPOSITORY, TRAINING, Corpus, Outcome, losses, records, train
 
 pytestmark = pytest.mark.e2e
 
@@ -172,11 +173,10 @@ def test_finished_run_has_nothing_to_do(runs: Runs, corpus: Corpus) -> None:
     assert (runs.whole / "metrics.jsonl").read_text() == before
 
 
-def test_generates_text(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generates_text(runs: Runs) -> None:
     prompt = "The import statement"
-    words = ("--load", str(runs.switched / "checkpoints"), "--prompt", prompt, "--max-new-tokens", "12", "--top-k", "8")
-    program = run(sys.executable, "tools/generate_text.py", *words, "--seed", "3").require_success()
-    assert program.out.startswith(prompt)
-    assert len(program.out) > len(prompt) + 4
-    assert main(["generate", *words, "--seed", "3"]) == 0
-    assert capsys.readouterr().out == program.out
+    words = ["--load", str(runs.switched / "checkpoints"), "--prompt", prompt, "--max-new-tokens", "12", "--top-k", "8"]
+    script = in_process(run_script, [str(REPOSITORY / "tools" / "generate_text.py"), *words, "--seed", "3"])
+    assert script.status == 0 and script.out.startswith(prompt), script.err
+    assert len(script.out) > len(prompt) + 4
+    assert in_process(main, ["generate", *words, "--seed", "3"]).out == script.out

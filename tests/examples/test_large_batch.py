@@ -3,14 +3,23 @@
 import re
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.e2e.commands import commands_in
+from tests.e2e.forked import train_forked
 from tests.e2e.programs import REPOSITORY
 
 HERE = REPOSITORY / "examples" / "large_batch"
 PAGE = (HERE / "README.md").read_text(encoding="utf-8")
+
+
+def forks(words: list[str], **_: Any) -> None:
+    """The two ranks that torchrun would start."""
+    flags = words[words.index(str(REPOSITORY / "pretrain_gpt.py")) + 1 :]
+    train_forked(2, *flags, folder=Path.cwd()).require_success()
 
 
 @pytest.mark.e2e
@@ -27,6 +36,7 @@ def test_a_few_steps_of_the_page(
     study = runpy.run_path(command[1])["main"].__globals__
     study["RATES"].update(adam=(0.005, 0.0125), lamb=(0.0625,))
     study["RANKS"] = 2
+    study["subprocess"] = SimpleNamespace(run=forks, DEVNULL=None)
     assert study["main"](["--samples", "128", "--batches", "8", "64"]) == 0
     *rows, noise = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
     assert [row[:3] for row in rows] == [

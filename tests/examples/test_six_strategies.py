@@ -1,6 +1,7 @@
 """examples/six_strategies: its command, for a few steps on two ranks."""
 
 import runpy
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,32 @@ import pytest
 import torch
 import yaml
 
+from megalite.sweep.candidates import Run
+from megalite.sweep.execute import CONFIG, Launched, LocalLauncher
 from tests.e2e.commands import commands_in
+from tests.e2e.forked import forked
 from tests.e2e.programs import REPOSITORY
 
 HERE = REPOSITORY / "examples" / "six_strategies"
 pytestmark = pytest.mark.e2e
+
+
+class Forks(Launched):
+    """A run of the sweep, its ranks forked where torchrun would start programs."""
+
+    def __init__(self, run: Run, folder: Path) -> None:
+        super().__init__()
+        self._stack = ExitStack()
+        words = ["--config", str(folder / CONFIG)]
+        self._processes = self._stack.enter_context(forked(run.ranks, words, folder))
+        self.begun()
+
+    def look(self) -> int | None:
+        statuses = [process.exitcode for process in self._processes]
+        return None if None in statuses else max(map(abs, statuses))  # type: ignore[arg-type]
+
+    def end(self) -> None:
+        self._stack.close()
 
 
 def test_a_few_steps_of_the_page(
@@ -21,6 +43,7 @@ def test_a_few_steps_of_the_page(
     """Of the first, the second and the last strategy; the dry run of all six is among the commands of the pages."""
     monkeypatch.chdir(REPOSITORY)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(LocalLauncher, "start", lambda self, run, folder, *, timeout: Forks(run, folder))
     page = (HERE / "README.md").read_text(encoding="utf-8")
     _, command = [command.words for command in commands_in(page, "README.md")]
     assert command == ["python", "examples/six_strategies/study.py"]

@@ -10,40 +10,35 @@ exit status is 1 after a failure. What a run leaves stays in DIR; without one it
 import argparse
 import contextlib
 import json
-import os
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.faults.corpus import build
-from tests.faults.life import prepare_to_fork
+from tests.e2e.corpus import build_corpus
 from tests.faults.story import Laboratory, Story
 
 MOST_FAILURES = 10
 """Where to give up."""
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """See above."""
-    if os.environ.get("OMP_NUM_THREADS") != "1":
-        one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
-        os.execve(sys.executable, [sys.executable, "-m", "tests.faults", *sys.argv[1:]], one_thread)
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__.partition("\n")[0])
     parser.add_argument("kills", type=int, nargs="?", default=10, help="how many kills; default 10")
     parser.add_argument("--seed", type=int, default=0, help="which ones; default 0")
     parser.add_argument("--only", type=int, metavar="K", help="run K alone")
     parser.add_argument("--folder", type=Path, help="where the runs are left to be looked at; must not exist")
-    arguments = parser.parse_args()
-    prepare_to_fork()
+    arguments = parser.parse_args(words)
     started = time.monotonic()
     with contextlib.ExitStack() as stack:
         root = arguments.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if arguments.folder:
             root.mkdir(parents=True)
-        laboratory = Laboratory(root.resolve(), build(root.resolve()), arguments.seed)
+        laboratory = Laboratory(root.resolve(), build_corpus(root.resolve(), megabytes=0.2), arguments.seed)
         stories: list[Story] = []
         while arguments.only is None and _goes_on(stories, arguments.kills):
             stories.append(_told(laboratory.run(len(stories))))

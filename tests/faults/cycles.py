@@ -10,6 +10,7 @@ The report is JSON in the last line; the exit status is 1 after a failure.
 
 import argparse
 import contextlib
+import gc
 import json
 import os
 import random
@@ -18,16 +19,18 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megalite.config.exit_codes import DONE, INTERRUPTED, REQUEUE
+from tests.e2e.corpus import build_corpus
 from tests.faults.compare import check_records, check_state, open_sound, records, steps_in
-from tests.faults.corpus import build
-from tests.faults.life import Blow, Life, live, prepare_to_fork
+from tests.faults.life import Blow, Life, live, printed
 from tests.faults.scenarios import LAYOUTS, STEPS, Saving
 from tests.faults.story import Laboratory
+from tests.support.listeners import descendants
 
 SAVING = Saving("async", 5, ("--async-save",))
 SIGNALS = {signal.SIGTERM: REQUEUE, signal.SIGUSR1: REQUEUE, signal.SIGINT: INTERRUPTED}
@@ -62,7 +65,7 @@ class Cycles:
         try:
             end = self._check_end(life, blow, run_dir, before)
         except AssertionError as error:
-            logs = "\n".join(path.read_text() for path in sorted(log.parent.glob(f"{log.name}.*")))
+            logs = "\n".join(printed(log, rank) for rank in range(layout.ranks))
             raise AssertionError(f"{layout.name}, {blow}: {life.statuses}: {error}\n{logs}") from None
         made = records(run_dir / "metrics.jsonl")
         check_records(made, reference.records, 0.0)
@@ -107,32 +110,29 @@ class Cycles:
 
 
 def left_over() -> dict[str, Any]:
-    """What a process may leave behind: children, open files, shared memory of ours."""
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    """What a process may leave behind: processes, open files, shared memory of ours."""
+    gc.collect()  # what a life has had, ends with its objects
+    below = descendants(os.getpid())  # the ranks are children of the fork server
     shared = sorted(
         path.name for path in Path("/dev/shm").iterdir() if path.stat().st_uid == os.getuid() and "torch" in path.name
     )
-    return {"children": len(children), "files": len(list(Path("/proc/self/fd").iterdir())), "shared memory": shared}
+    return {"processes": len(below), "files": len(list(Path("/proc/self/fd").iterdir())), "shared memory": shared}
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """See above."""
-    if os.environ.get("OMP_NUM_THREADS") != "1":
-        one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
-        os.execve(sys.executable, [sys.executable, "-m", "tests.faults.cycles", *sys.argv[1:]], one_thread)
     parser = argparse.ArgumentParser(prog="python -m tests.faults.cycles", description=__doc__.partition("\n")[0])
     parser.add_argument("cycles", type=int, nargs="?", default=5, help="how many; default 5")
     parser.add_argument("--seed", type=int, default=0, help="which ones; default 0")
     parser.add_argument("--folder", type=Path, help="where the runs are left to be looked at; must not exist")
-    arguments = parser.parse_args()
-    prepare_to_fork()
+    arguments = parser.parse_args(words)
     started, failure = time.monotonic(), ""
     with contextlib.ExitStack() as stack:
         root = arguments.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if arguments.folder:
             root.mkdir(parents=True)
         root = root.resolve()
-        laboratory = Laboratory(root, build(root), arguments.seed)
+        laboratory = Laboratory(root, build_corpus(root, megabytes=0.2), arguments.seed)
         cycles = Cycles(laboratory, random.Random(arguments.seed))
         laboratory.reference(PLAIN[0])
         before, number = left_over(), 0

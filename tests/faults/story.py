@@ -9,8 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tests.e2e.programs import Corpus
 from tests.faults.compare import check_records, check_state, open_sound, records, steps_in
-from tests.faults.life import Blow, Life, live
+from tests.faults.life import Blow, Life, live, printed
 from tests.faults.scenarios import KILLS, LAYOUTS, SAVINGS, SIZES, STEPS, TRAINING, Layout, Saving
 from tests.faults.trap import LOAD, REMOVAL, Point
 
@@ -64,24 +65,31 @@ class Laboratory:
 
     Args:
         root: an absolute folder to write into.
-        corpus: the flags that name the data.
         seed: of everything that is left to chance, but for how fast the machine is.
     """
 
-    def __init__(self, root: Path, corpus: list[str], seed: int) -> None:
-        self.root, self.corpus, self.seed = root, corpus, seed
+    def __init__(self, root: Path, corpus: Corpus, seed: int) -> None:
+        self.root, self.seed = root, seed
+        self.data = [
+            "--data-path",
+            str(corpus.prefix),
+            "--split",
+            "100,0,0",
+            "--tokenizer-model",
+            str(corpus.tokenizer),
+        ]
         self.reference = cache(self._make_reference)
 
     def command(self, layout: Layout, saving: Saving, run_dir: Path) -> list[str]:
         """The flags of one life."""
         resume = ("--load", str(run_dir / "checkpoints"), "--fresh-if-missing", "--run-dir", str(run_dir))
         save = ("--save-interval", str(saving.interval), *saving.flags)
-        return [*SIZES, *TRAINING, *self.corpus, *layout.flags, *resume, *save]
+        return [*SIZES, *TRAINING, *self.data, *layout.flags, *resume, *save]
 
     def _make_reference(self, layout: Layout) -> Reference:
         """A run with plain saves that no one kills."""
         run_dir = self.root / f"reference-{layout.name.replace(' ', '-')}"
-        log = self.root / f"{run_dir.name}.log"
+        log = self.root / f"{run_dir.name}-log"
         life = live(layout.ranks, self.command(layout, SAVINGS[0], run_dir), run_dir, log, None)
         assert life.statuses == [0] * layout.ranks, f"{life.statuses}{_logs(log)}"
         assert len(records(run_dir / "metrics.jsonl")) == STEPS
@@ -188,17 +196,17 @@ class _Telling:
         happened = f"{blow}: {life.died_at or life.statuses}" if blow else f"to the end: {life.statuses}"
         story.log.append(f"life {story.lives - 1} on {layout.name}, from {before[-1:]}, {happened}")
         assert not life.hung, f"ranks {life.hung} were still there; they printed their stacks"
-        printed = Path(f"{log}.0").read_text()
-        self._check_start(printed, before, life)
-        return life, printed
+        said = printed(log, 0)
+        self._check_start(said, before, life)
+        return life, said
 
-    def _check_start(self, printed: str, before: list[int], life: Life) -> None:
+    def _check_start(self, said: str, before: list[int], life: Life) -> None:
         """It took up the newest checkpoint that could be seen: none was damaged."""
-        assert "passed over" not in printed, "a checkpoint that could be seen is damaged"
-        loaded = re.search(r"loaded \S*step-(\d+) ", printed)
+        assert "passed over" not in said, "a checkpoint that could be seen is damaged"
+        loaded = re.search(r"loaded \S*step-(\d+) ", said)
         if loaded is not None:
             assert int(loaded[1]) == before[-1], f"started from step {int(loaded[1])}, the newest is {before[-1]}"
-        elif "starting from step 0" in printed:
+        elif "starting from step 0" in said:
             assert not before, f"started over beside checkpoints of steps {before}"
         else:
             assert life.was_killed, "did not say where it started"
@@ -206,7 +214,7 @@ class _Telling:
     def _die(self, blow: Blow, reference: Reference) -> bool:
         """A life that ends by a blow; false if it came to its end before."""
         before = steps_in(self.checkpoints)
-        life, printed = self._live(blow)
+        life, said = self._live(blow)
         if not life.was_killed:
             assert set(life.statuses) == {0}, f"no one was killed, and yet it ended with {life.statuses}"
             self.story.missed.append(blow.kind)
@@ -220,7 +228,7 @@ class _Telling:
         assert self._latest() in (None, *after), f"latest names step {self._latest()}, which is not in {after}"
         newest = after[-1] if after else 0
         assert newest >= max(before, default=0), f"the checkpoint of step {before[-1]} is gone; there are {after}"
-        saved = [int(step) for step in re.findall(r"^\S+ saved \S*step-(\d+) ", printed, re.MULTILINE)]
+        saved = [int(step) for step in re.findall(r"^\S+ saved \S*step-(\d+) ", said, re.MULTILINE)]
         assert newest >= max(saved, default=0), f"said that it saved step {saved[-1]}; there are {after}"
         # The step after a save is made when the save is done, or, with async saves, the one before it.
         interval = self.saving.interval
@@ -231,8 +239,8 @@ class _Telling:
 
     def _finish(self, reference: Reference) -> None:
         """The life that comes to the end."""
-        life, printed = self._live(None)
-        self.saved_last = " saved " in printed
+        life, said = self._live(None)
+        self.saved_last = " saved " in said
         assert set(life.statuses) == {0}, f"no one was killed, and yet it ended with {life.statuses}"
 
     def _check_end(self, reference: Reference) -> None:
@@ -281,5 +289,5 @@ def _deck(seed: int, number: int) -> list[str]:
 
 def _logs(log: Path) -> str:
     """The ends of what the ranks printed."""
-    texts = [(path, path.read_text(errors="replace")) for path in sorted(log.parent.glob(f"{log.name}.[0-9]*"))]
-    return "".join(f"\n--- {path.name}\n{text[-3000:]}" for path, text in texts)
+    ranks = range(len(list(log.glob("*.out"))))
+    return "".join(f"\n--- {log.name}, rank {rank}\n{printed(log, rank)[-3000:]}" for rank in ranks)

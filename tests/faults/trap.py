@@ -45,7 +45,7 @@ class Trap:
     Args:
         folder: absolute; calls on anything else are let through.
         point: where to die; None: only count.
-        note: descriptor of a file outside `folder`; gets the counts and, before the end, where it came.
+        note: descriptor of a file outside `folder`; has the counts and, in the end, where it came.
     """
 
     def __init__(self, folder: Path, point: Point | None, note: int) -> None:
@@ -58,12 +58,6 @@ class Trap:
         for name in (*ON_DESCRIPTORS, *ON_PATHS):
             setattr(os, name, self._around(name, getattr(os, name)))
         sys.addaudithook(self._heard)
-
-    def tell(self, *, died: str = "") -> None:
-        """Leave the counts, and what kind of call is the last one, in the note."""
-        with self.lock:
-            counts = dict(self.counts)
-        os.pwrite(self.note, json.dumps({"died": died, "counts": counts}).encode(), 0)
 
     def _around(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -124,11 +118,16 @@ class Trap:
         """Count a call; where it is to be cut off, if it is the one."""
         with self.lock:
             self.counts[name] += 1
+            self._tell()
             point = self.point
             return point.where if point and (point.call, point.count) == (name, self.counts[name]) else None
 
+    def _tell(self, died: str = "") -> None:
+        os.pwrite(self.note, json.dumps({"counts": self.counts, "died": died}).encode(), 0)
+
     def _spring(self, name: str, where: str) -> None:
-        self.tell(died=f"{where} {name}")
+        with self.lock:
+            self._tell(died=f"{where} {name}")
         os.kill(os.getpid(), signal.SIGKILL)
 
 

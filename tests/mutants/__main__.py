@@ -11,8 +11,7 @@ import json
 import sys
 import time
 
-from tests.mutants.catalogue import MUTANTS
-from tests.mutants.mutant import ROOT, MutantError, copy_of, judge, run_tests
+from tests.mutants.mutant import MUTANTS, ROOT, MutantError, copy_of, judge, run_tests
 
 
 def main() -> int:

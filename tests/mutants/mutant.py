@@ -1,4 +1,9 @@
-"""One fault put into megalite on purpose, and the test that must fail with it."""
+"""Faults put into megalite on purpose, and for each the test that must fail with it.
+
+`catalogue.txt` has what each part of training could get wrong without a crash, a paragraph each: its name and what it breaks,
+the file, the text there (-) and what stands in its place (+), the test that sees it. If a fault's text has changed, write the
+same fault into the new text; do not remove it.
+"""
 
 import os
 import shutil
@@ -47,6 +52,22 @@ class Mutant:
         if found != 1:
             raise MutantError(f"mutant {self.name}: its old text is {found} times in {self.file}, must be once")
         return text.replace(self.old, self.new)
+
+
+def _texts(lines: Sequence[str], sign: str) -> str:
+    """Those with this sign; a last one that is empty stands for the end of the line before it."""
+    return "\n".join(line[2:] for line in lines if line.startswith(sign))
+
+
+def _mutants(text: str) -> Iterator[Mutant]:
+    for paragraph in text.split("\n\n"):
+        if not paragraph.startswith("#"):
+            first, file, *changed, test = paragraph.strip().splitlines()
+            name, _, breaks = first.partition(": ")
+            yield Mutant(name, file, _texts(changed, "-"), _texts(changed, "+"), test, breaks)
+
+
+MUTANTS = tuple(_mutants(Path(__file__).with_name("catalogue.txt").read_text(encoding="utf-8")))
 
 
 @dataclass(frozen=True)

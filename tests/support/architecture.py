@@ -4,9 +4,10 @@
 """
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
-from tests.support.layers import Module, imports, is_in
+from tests.support.layers import Module, is_in
 
 LATE_IMPORTS = {
     "megalite.cli.train": {
@@ -40,54 +41,97 @@ OPTIONAL_PACKAGES = {
 """Third-party packages of the extras, and those that help starts without: imported where they are used."""
 
 MEGATRON_FILES = "megalite.conversion.megatron"
-"""The only place that reads pickles, through torch's restricted reader."""
+"""The only place that reads pickles, through torch's restricted reader: torch.load with weights_only=True."""
 
 MAX_LINES, MAX_FUNCTION_LINES = 500, 80
 VAGUE_NAMES = ("util", "helper", "manager", "common", "misc")
-PICKLING_MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
-PICKLING_CALLS = {
-    *("torch.load", "torch.save", "torch.jit.load", "torch.package", "torch.distributed.checkpoint"),
-    *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
-    *("send_object_list", "recv_object_list"),
+RUN_CODE_MODULES = {
+    *("pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "jsonpickle", "hickle"),
+    *("marshal", "shelve", "dbm", "runpy", "code", "codeop", "imp"),
 }
-RUNNING_TEXT = {"eval", "exec", "compile", "__import__"}
+PICKLING_CALLS = {
+    f"{name}_object{end}"
+    for name in ("all_gather", "gather", "broadcast", "scatter", "send", "recv")
+    for end in ("", "_list")
+}
+"""Of torch.distributed; whatever they are called on."""
+RUN_CODE = {
+    *(f"torch.{name}" for name in ("save", "jit.load", "jit.script", "package", "hub", "utils.cpp_extension")),
+    *(f"torch.serialization{name}" for name in ("", ".load", ".add_safe_globals")),
+    *(f"torch.distributed.checkpoint{name}" for name in ("", ".load")),
+    *(f"yaml.{name}" for name in ("unsafe_load", "full_load", "load_all", "unsafe_load_all", "full_load_all")),
+    *(f"yaml.{kind}Loader" for kind in ("", "Unsafe", "Full", "C", "CUnsafe", "CFull")),
+    *("os.system", "os.popen", "numpy.lib.format", "numpy.lib.npyio", "pandas.read_pickle"),
+    *("eval", "exec", "compile", "__import__"),
+}
+"""Dotted names that no module says, whatever it calls them."""
+ALLOWED_THERE = {"torch.save", "torch.serialization"}
+"""Of these, what `MEGATRON_FILES` says: it writes such files too, and names the classes that torch may build."""
+SAFE_LOADERS = {"yaml.SafeLoader", "yaml.CSafeLoader", "megalite.config.yaml_text.UniqueKeyLoader"}
+LOADS = {"torch.load", "numpy.load", "yaml.load"}
+"""Safe with the right arguments."""
 
 
-def _functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+def _functions(module: Module) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [node for node in module.nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def _names(module: Module) -> dict[str, str]:
+    """Local name -> what it was imported as: `np` -> `numpy`, `ld` -> `torch.load`."""
+    found = {}
+    for node in module.nodes:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                whole = alias.name if alias.asname else alias.name.split(".")[0]
+                found[alias.asname or whole] = whole
+        elif isinstance(node, ast.ImportFrom):
+            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def _dotted(node: ast.AST, names: Mapping[str, str] = MappingProxyType({})) -> str:
+    """`torch.load` of `t.load` after `import torch as t`; nothing of what is more than names and dots."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name):
+        return ""
+    return ".".join([names.get(node.id, node.id), *reversed(parts)])
 
 
 def late_imports(module: Module) -> list[str]:
     """Imports inside functions, and imports by name, beyond those that are stated."""
-    wrong = []
-    for function in _functions(module.tree):
-        for name, _ in imports(function):
-            stated = name.rpartition(".")[0] in LATE_IMPORTS.get(module.name, set())
-            if not stated and not any(is_in(name, package) for package in OPTIONAL_PACKAGES):
-                wrong.append(f"{name} is imported inside {function.name}")
+    wrong, functions = [], _functions(module)
+    for name, line in module.imports:
+        stated = name.rpartition(".")[0] in LATE_IMPORTS.get(module.name, set())
+        if not stated and not any(is_in(name, package) for package in OPTIONAL_PACKAGES):
+            inside = [each.name for each in functions if each.lineno <= line <= (each.end_lineno or 0)]
+            wrong += [f"{name} is imported inside {function}" for function in inside]
     if module.name not in DISPATCHERS:
-        texts = [ast.unparse(node) for node in ast.walk(module.tree) if isinstance(node, (ast.Name, ast.Attribute))]
-        texts += [name for name, _ in imports(module.tree)]
-        wrong += [text for text in texts if text.split(".")[-1] in ("import_module", "__import__")]
+        names = [node.attr for node in module.nodes if isinstance(node, ast.Attribute)]
+        names += [node.id for node in module.nodes if isinstance(node, ast.Name)]
+        names += [name.split(".")[-1] for name, _ in module.imports]
+        wrong += [name for name in names if name in ("import_module", "__import__")]
     return wrong
 
 
 def relative_imports(module: Module) -> list[str]:
     """Imports that start with a dot: the other rules would not see through them."""
-    return [name for name, _ in imports(module.tree) if name.startswith(".")]
+    return [name for name, _ in module.imports if name.startswith(".")]
 
 
 def globals_changed(module: Module) -> list[str]:
     """`global` statements."""
-    return [", ".join(node.names) for node in ast.walk(module.tree) if isinstance(node, ast.Global)]
+    return [", ".join(node.names) for node in module.nodes if isinstance(node, ast.Global)]
 
 
 def environment_reads(module: Module) -> list[str]:
     """The environment anywhere but at the command line and where the launcher's variables are read."""
     if module.inside("megalite.cli", "megalite.topology.topology"):
         return []
-    texts = [ast.unparse(node) for node in ast.walk(module.tree) if isinstance(node, ast.Attribute)]
-    texts += [name for name, _ in imports(module.tree)]
+    texts = [_dotted(node) for node in module.nodes if isinstance(node, ast.Attribute)]
+    texts += [name for name, _ in module.imports]
     return [text for text in texts if text in ("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv")]
 
 
@@ -95,94 +139,72 @@ def world_lookups(module: Module) -> list[str]:
     """`get_rank()` and `get_world_size()` without a group."""
     if module.inside("megalite.topology"):
         return []
-    return [
-        ast.unparse(node)
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.Call)
-        and not node.args
-        and not node.keywords
-        and ast.unparse(node.func).split(".")[-1] in ("get_rank", "get_world_size")
-    ]
+    calls = [node for node in module.nodes if isinstance(node, ast.Call) and not node.args and not node.keywords]
+    called = [getattr(call.func, "attr", getattr(call.func, "id", "")) for call in calls]
+    return [name for name in called if name in ("get_rank", "get_world_size")]
 
 
 def prints(module: Module) -> list[str]:
     """`print` anywhere but at the command line."""
     if module.inside("megalite.cli"):
         return []
-    return [
-        f"line {node.lineno}" for node in ast.walk(module.tree) if isinstance(node, ast.Name) and node.id == "print"
-    ]
+    return [f"line {node.lineno}" for node in module.nodes if isinstance(node, ast.Name) and node.id == "print"]
 
 
 def code_in_package_files(module: Module) -> list[str]:
     """An `__init__.py` that holds more than a docstring (megalite's also has the version and the public names)."""
     if not module.is_package or module.name == "megalite":
         return []
-    body = module.tree.body
     wrong = [] if ast.get_docstring(module.tree) else ["no docstring"]
-    for node in body[1:]:
-        wrong.append(ast.unparse(node))
-    return wrong
+    return [*wrong, *(ast.unparse(node) for node in module.tree.body[1:])]
 
 
 def code_from_data(module: Module) -> list[str]:
-    """Whatever could run code out of a file or a message: pickle in any dress, and eval.
-
-    Megatron-LM's files are pickles: their converter alone may call torch.load, every time with weights_only=True.
-    """
-    wrong = []
-    allowed = set()
-    if module.inside(MEGATRON_FILES):
-        allowed = {"torch.load", "torch.save"}
-        wrong += _unsafe_loads(module.tree)
-    for name, _ in imports(module.tree):
-        if name.lstrip(".").split(".")[0] in PICKLING_MODULES:
-            wrong.append(name)
-        wrong += [
-            name
-            for call in PICKLING_CALLS - allowed
-            if name == call or name.startswith(call + ".") or is_tail(name, call)
-        ]
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.Attribute):
-            text = ast.unparse(node)
-            wrong += [text for call in PICKLING_CALLS - allowed if text == call or is_tail(text, call)]
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in RUNNING_TEXT:
-            wrong.append(node.id)
-        elif isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
-            wrong.append("allow_pickle")
+    """Whatever could run code out of a file or a message: pickle in any dress, eval, unsafe YAML, a shell."""
+    names = _names(module)
+    imported = [name for name, _ in module.imports] + [name.rpartition(".")[0] for name, _ in module.imports]
+    said = [*imported, *names.values()]
+    wrong = [name for name in said if name.split(".")[0] in RUN_CODE_MODULES or name in RUN_CODE]
+    bases = {
+        node.name: {_dotted(base, names) for base in node.bases}
+        for node in module.nodes
+        if isinstance(node, ast.ClassDef)
+    }
+    loaders = SAFE_LOADERS | {name for name, of in bases.items() if of & SAFE_LOADERS}
+    calls = {id(node.func): node for node in module.nodes if isinstance(node, ast.Call)}
+    allowed = ALLOWED_THERE if module.inside(MEGATRON_FILES) else set()
+    for node in module.nodes:
+        if isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "shell") and not _is(node.value, False):
+            wrong.append(f"{node.arg} on line {node.value.lineno}")
+        if not isinstance(node, ast.Name | ast.Attribute) or isinstance(node.ctx, ast.Store):
+            continue
+        name = _dotted(node, names)
+        safe = name in LOADS and id(node) in calls and _is_safe(calls[id(node)], name, module, loaders, names)
+        is_pickling = name.split(".")[-1] in PICKLING_CALLS or getattr(node, "attr", "") in PICKLING_CALLS
+        if (name in LOADS and not safe) or (name in RUN_CODE and name not in allowed) or is_pickling:
+            wrong.append(f"{name} on line {node.lineno}")
     return wrong
 
 
-def _unsafe_loads(tree: ast.AST) -> list[str]:
-    """torch.load in any place but a call with a literal weights_only=True."""
-    safe = [
-        node.func
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        and any(
-            word.arg == "weights_only" and isinstance(word.value, ast.Constant) and word.value.value is True
-            for word in node.keywords
-        )
-    ]
-    loads = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "load"]
-    return [
-        f"{ast.unparse(node)} without weights_only=True"
-        for node in loads
-        if ast.unparse(node).split(".")[0] == "torch" and node not in safe
-    ]
+def _is_safe(call: ast.Call, called: str, module: Module, loaders: set[str], names: Mapping[str, str]) -> bool:
+    given = {word.arg: word.value for word in call.keywords}
+    if called == "torch.load":
+        return module.inside(MEGATRON_FILES) and _is(given.get("weights_only"), True)
+    if called == "numpy.load":
+        return _is(given.get("allow_pickle"), False)
+    loader = given.get("Loader") or (call.args[1] if len(call.args) > 1 else None)
+    return loader is not None and _dotted(loader, names) in loaders
 
 
-def is_tail(text: str, call: str) -> bool:
-    """A call given by its last name alone ends the dotted text."""
-    return "." not in call and text.split(".")[-1] == call
+def _is(node: ast.expr | None, value: bool) -> bool:
+    return isinstance(node, ast.Constant) and node.value is value
 
 
 def sizes(module: Module) -> list[str]:
     """Files and functions that are too long to be one job."""
     lines = len(module.text.splitlines())
     wrong = [f"{lines} lines"] if lines > MAX_LINES else []
-    for function in _functions(module.tree):
+    for function in _functions(module):
         length = (function.end_lineno or 0) - function.lineno + 1
         if length > MAX_FUNCTION_LINES:
             wrong.append(f"{function.name} has {length} lines")
@@ -191,8 +213,7 @@ def sizes(module: Module) -> list[str]:
 
 def vague_names(module: Module) -> list[str]:
     """Names that say nothing of the job."""
-    last = module.name.split(".")[-1]
-    names = [last, *(node.name for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef))]
+    names = [module.name.split(".")[-1], *(node.name for node in module.nodes if isinstance(node, ast.ClassDef))]
     return [name for name in names if any(word in name.lower() for word in VAGUE_NAMES)]
 
 

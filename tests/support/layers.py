@@ -1,7 +1,6 @@
 """Modules of the project as syntax trees, the rows they stand in and what they import."""
 
 import ast
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -72,6 +71,23 @@ class Module:
         """Its syntax."""
         return ast.parse(self.text)
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """Of all of its syntax; the rules look through them again and again."""
+        return list(ast.walk(self.tree))
+
+    @cached_property
+    def imports(self) -> list[tuple[str, int]]:
+        """Every imported name with its line; `from a import b` gives `a.b`."""
+        found = []
+        for node in self.nodes:
+            if isinstance(node, ast.Import):
+                found += [(alias.name, node.lineno) for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                base = "." * node.level + (node.module or "")
+                found += [(f"{base}.{alias.name}", node.lineno) for alias in node.names]
+        return found
+
     def inside(self, *names: str) -> bool:
         """It is one of these modules, or in one of these packages."""
         return any(is_in(self.name, name) for name in names)
@@ -105,20 +121,10 @@ def package_of(name: str) -> str:
     return ".".join(name.split(".")[:2])
 
 
-def imports(tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:
-    """Every imported name with its statement; `from a import b` gives `a.b`."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, node) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = "." * node.level + (node.module or "")
-            yield from ((f"{base}.{alias.name}", node) for alias in node.names)
-
-
 def own_imports(module: Module, known: set[str]) -> set[str]:
     """The modules of ours that a module imports; `from megalite.x import y` is megalite.x, or megalite.x.y if that is one."""
     found = set()
-    for name, _ in imports(module.tree):
+    for name, _ in module.imports:
         if name.split(".")[0] in ("megalite", "pretrain_gpt", "tools"):
             found.add(name if name in known else name.rpartition(".")[0] or name)
     return found

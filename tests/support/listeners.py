@@ -52,7 +52,7 @@ def listeners(root: int) -> list[Listener]:
                 address, port = words[1].split(":")
                 ports[words[9]] = (address, int(port, 16))
     found = []
-    for pid in sorted(_descendants(root)):
+    for pid in sorted(descendants(root)):
         try:
             command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             entries = list(Path(f"/proc/{pid}/fd").iterdir())
@@ -70,7 +70,8 @@ def _target(entry: Path) -> str:
         return ""
 
 
-def _descendants(root: int) -> set[int]:
+def descendants(root: int) -> set[int]:
+    """A process and all below it."""
     parents: dict[int, int] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:

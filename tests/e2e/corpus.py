@@ -1,0 +1,23 @@
+"""A small corpus, prepared by the commands that a user would give."""
+
+from pathlib import Path
+
+from megalite.cli import preprocess
+from tests.docs.execution import in_process, run_script
+from tests.e2e.programs import REPOSITORY, Corpus
+
+
+def build_corpus(folder: Path, *, megabytes: float) -> Corpus:
+    """That much text of Python's documentation, its tokenizer of 384 ids and its token files."""
+    text, tokenizer, prefix = folder / "corpus.jsonl", folder / "tokenizer.model", folder / "corpus"
+    builder = REPOSITORY / "examples" / "quickstart" / "build_corpus.py"
+    learn = ("--input", text, "--output-prefix", tokenizer.with_suffix(""), "--vocab-size", 384)
+    words = ("--input", text, "--output-prefix", prefix, "--tokenizer-model", tokenizer, "--append-eod")
+    for program, arguments in (
+        (run_script, (builder, "--output", text, "--max-megabytes", megabytes)),
+        (preprocess.train_tokenizer, learn),
+        (preprocess.main, words),
+    ):
+        said = in_process(program, [str(word) for word in arguments])
+        assert said.status == 0, said.out + said.err
+    return Corpus(jsonl=text, tokenizer=tokenizer, prefix=Path(f"{prefix}_text_document"))
