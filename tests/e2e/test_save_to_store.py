@@ -83,10 +83,16 @@ def test_a_store_that_cannot_be_had_is_one_error_before_the_first_step(tmp_path:
     assert f"cannot save checkpoints to file://{tmp_path}/file/run: " in error and "give another --save" in error
 
 
-def test_checkpoints_of_another_run_are_not_saved_among(store: tuple[str, dict[str, str]], tmp_path: Path) -> None:
+def test_what_is_there_is_converted_and_not_mixed_with_another_run(
+    store: tuple[str, dict[str, str]], tmp_path: Path
+) -> None:
     address, environment = store
     words = [*FLAGS, "--data-cache-path", tmp_path / "cache", "--save", address, "--save-interval", "3"]
     train_forked(1, *words, seconds=150, more=environment).require_success()
+    convert: list[str | Path] = ["convert", address, tmp_path / "converted", "--to", "native", "--step", "3"]
+    at_home = {**environment, "HOME": str(tmp_path)}
+    train_forked(1, *convert, seconds=150, more=at_home, command="megalite.cli.main:main").require_success()
+    assert list((tmp_path / "converted").rglob("weights-*.safetensors"))
     failed = train_forked(1, *words, seconds=150, more=environment)
     assert failed.status == 2
     assert failed.errors == [

@@ -53,8 +53,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         name = unquote(parts.path).strip("/")
         query = {key: values[0] for key, values in parse_qs(parts.query, keep_blank_values=True).items()}
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        if "aws-chunked" in (self.headers.get("Content-Encoding") or ""):
-            body = _unchunked(body)
         self.server.asked.append((self.command, name))
         if self.server.refuses(self.command, name):
             self._fail(403, "AccessDenied")
@@ -154,15 +152,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 def _tag(content: bytes) -> str:
     return f'"{hashlib.md5(content).hexdigest()}"'
-
-
-def _unchunked(body: bytes) -> bytes:
-    """What `aws-chunked` wraps: chunks behind their length in hexadecimal, then headers."""
-    content = b""
-    while (size := int(body.partition(b"\r\n")[0].partition(b";")[0], 16)) > 0:
-        body = body.partition(b"\r\n")[2]
-        content, body = content + body[:size], body[size + 2 :]
-    return content
 
 
 @contextlib.contextmanager
