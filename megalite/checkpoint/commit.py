@@ -30,7 +30,7 @@ from megalite.checkpoint.manifest import (
 from megalite.config.errors import CheckpointError
 from megalite.config.reading import gc_paused
 
-_part_name = "part-{}.json".format
+part_name = "part-{}.json".format
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _hidden(checkpoint: Path) -> Path:
 
 def write_rank_part(staging: Path, rank: int, part: RankPart) -> None:
     """Leave the list of what `rank` wrote for rank 0 to merge."""
-    write_durably(staging / _part_name(rank), json.dumps(plain_parts(part.files, part.tensors)).encode())
+    write_durably(staging / part_name(rank), json.dumps(plain_parts(part.files, part.tensors)).encode())
     sync_folder(staging)
 
 
@@ -121,7 +121,7 @@ def publish(staging: Path, preamble: Manifest, ranks: int, log: Callable[[str], 
     Manifest.from_json(text, source=str(staging / MANIFEST_NAME))
     write_durably(staging / MANIFEST_NAME, text.encode())
     for rank in range(ranks):
-        (staging / _part_name(rank)).unlink()
+        (staging / part_name(rank)).unlink()
     sync_folder(staging)
     folder, name = staging.parent, step_name(manifest.step)
     final, aside = folder / name, folder / (name + REPLACED_SUFFIX)
@@ -179,7 +179,7 @@ def _merge(staging: Path, preamble: Manifest, ranks: int) -> Manifest:
 
 
 def _read_part(staging: Path, rank: int) -> RankPart:
-    path = staging / _part_name(rank)
+    path = staging / part_name(rank)
     try:
         body = json.loads(read_text(path))
     except CheckpointError as error:

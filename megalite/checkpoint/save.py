@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,8 +16,8 @@ import torch
 
 import megalite
 from megalite import __version__
-from megalite.checkpoint.commit import RankPart, abandon, discard, prepare_staging, publish, write_rank_part
-from megalite.checkpoint.files import free_bytes, read_text
+from megalite.checkpoint.commit import RankPart, abandon, discard, part_name, prepare_staging, publish, write_rank_part
+from megalite.checkpoint.files import free_bytes, read_text, write_durably
 from megalite.checkpoint.folders import candidates, staging_name, step_name
 from megalite.checkpoint.load import verify_files
 from megalite.checkpoint.manifest import (
@@ -84,13 +85,13 @@ def git_revision(root: Path) -> str | None:
 
 
 class BackgroundSave:
-    """A save under way: `work` returns the checkpoint's folder, or raises.
+    """A save under way: `work` returns the checkpoint's folder or address, or raises.
 
     The thread does not keep the process alive (an executor's would): what it leaves behind the next save removes.
     """
 
-    def __init__(self, work: Callable[[], Path]) -> None:
-        self._future: Future[Path] = Future()
+    def __init__(self, work: Callable[[], Path | str]) -> None:
+        self._future: Future[Path | str] = Future()
         self._thread = threading.Thread(target=self._run, args=(work,), name="save", daemon=True)
         self._thread.start()
 
@@ -99,11 +100,11 @@ class BackgroundSave:
         """`result` would not wait."""
         return self._future.done()
 
-    def result(self) -> Path:
-        """Wait; the folder, or what the work raised."""
+    def result(self) -> Path | str:
+        """Wait; what the work returned, or raised."""
         return self._future.result()
 
-    def _run(self, work: Callable[[], Path]) -> None:
+    def _run(self, work: Callable[[], Path | str]) -> None:
         try:
             self._future.set_result(work())
         except BaseException as error:
@@ -157,6 +158,7 @@ def save_checkpoint(
     world: Group,
     device: torch.device,
     make_folder: bool = True,
+    host: str | None = None,
     log: Callable[[str], None] = lambda line: None,
 ) -> Path:
     """Write the checkpoint of `step` into `folder`; when it returns, on any rank, the whole of it is on the disk.
@@ -176,6 +178,8 @@ def save_checkpoint(
         world: a separate group if this runs on a thread: no other may use it meanwhile.
         make_folder: if it is missing; else that is an error, for then earlier checkpoints are gone too, or the disk
             that they are on.
+        host: the name of this rank's machine, where machines do not share the folder: in each then are the files of its ranks
+            and the whole manifest.
         log: called on rank 0 with what goes wrong once the checkpoint is there.
 
     Collectives: a few `gather_json` over `world`, and what `tensors` does.
@@ -183,7 +187,9 @@ def save_checkpoint(
     staging = folder / staging_name(step)
     failure: Exception | None = _check_plan(plan)
     # A rank with a bad plan takes part too: the others would wait for it.
-    needed = sum(world.gather_json(0 if failure else planned_bytes(plan), device))
+    places, sizes = zip(*world.gather_json([host, 0 if failure else planned_bytes(plan)], device), strict=True)
+    needed = sum(size for place, size in zip(places, sizes, strict=True) if place == host)
+    leads = places.index(host) == world.rank
     preamble = Manifest(
         step=step,
         files={},
@@ -205,14 +211,26 @@ def save_checkpoint(
         if free is not None and free < needed:  # rather than fill the disk for minutes and fail then
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    if failure is None and world.rank == 0:
-        failure = _failure_of(begin)
-    _agree_or_abandon(failure, staging, needed, world, device)
-    failure = _write_shards(staging, world, plan, tensors)
-    _agree_or_abandon(failure, staging, needed, world, device)
-    failure = _failure_of(lambda: publish(staging, preamble, world.size, log)) if world.rank == 0 else None
-    _agree_or_abandon(failure, staging, needed, world, device)
+    settle = partial(_agree_or_abandon, staging=staging, needed=needed, leads=leads, world=world, device=device)
+    settle(_failure_of(begin) if failure is None and leads else failure)
+    settle(_write_shards(staging, world, plan, tensors))
+    if host is not None:
+        settle(_share_parts(staging, leads, world, device))
+    settle(_failure_of(lambda: publish(staging, preamble, world.size, log)) if leads else None)
     return folder / step_name(step)
+
+
+def _share_parts(staging: Path, leads: bool, world: Group, device: torch.device) -> Exception | None:
+    """Bring the lists of what ranks of other machines wrote into this machine's folder. Collectives: a `gather_json`."""
+    mine = staging / part_name(world.rank)
+    texts = world.gather_json(mine.read_text() if mine.is_file() else "", device)
+
+    def write() -> None:
+        for rank, text in enumerate(texts):
+            if not (path := staging / part_name(rank)).exists():
+                write_durably(path, text.encode())
+
+    return _failure_of(write) if leads else None
 
 
 def _failure_of(work: Callable[[], object]) -> Exception | None:
@@ -305,14 +323,14 @@ def _file_name(group: str, rank: int) -> str:
 
 
 def _agree_or_abandon(
-    failure: Exception | None, staging: Path, needed: int, world: Group, device: torch.device
+    failure: Exception | None, *, staging: Path, needed: int, leads: bool, world: Group, device: torch.device
 ) -> None:
     problem = None if failure is None else _as_checkpoint_error(failure, staging.parent, needed)
     try:
         agree(problem, world=world, device=device)
     except CheckpointError:
         # Only now: every rank has stopped writing.
-        if world.rank == 0:
+        if leads:
             abandon(staging)
         raise
 

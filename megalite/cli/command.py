@@ -15,7 +15,8 @@ from typing import Any
 
 import megalite
 from megalite.cli.failures import DEBUG_FLAG, guarded
-from megalite.cli.output import show
+from megalite.cli.output import show, tell
+from megalite.config.data import is_address
 from megalite.config.errors import ConfigError, Problems, closest, nearest
 from megalite.config.registry import import_modules, imported
 
@@ -385,6 +386,19 @@ def _path(word: str) -> Path:
     if not word.strip():
         raise ConfigError("is empty; give a path")
     return Path(word)
+
+
+def path_or_address(word: str) -> Path | str:
+    """A path; an address as it is."""
+    return word if is_address(word) else _path(word)
+
+
+def fetched(place: Path | str, step: int | None) -> Path:
+    """A path as it is; the folder here to which a checkpoint has been fetched from an address."""
+    if isinstance(place, Path):
+        return place
+    folder: Path = imported("megalite.data.remote:fetch_checkpoint")(place, step, say=tell)
+    return folder
 
 
 _CONVERTERS: Mapping[Any, Callable[[str], Any]] = {int: _whole_number, float: _number, Path: _path}

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from megalite.checkpoint.files import free_bytes
+from megalite.cli.command import fetched
 from megalite.cli.display import ByteProgress, decimal_bytes, working
 from megalite.cli.failures import INTERRUPTED
 from megalite.cli.model_commands import CONVERT, DEFAULT_SHARD, VERIFIED_BELOW
@@ -71,6 +72,7 @@ def run(flags: Namespace) -> int:
 def _convert(flags: Namespace) -> int:
     _check(flags)
     chosen = None if flags.source_format == "auto" else flags.source_format
+    flags.source = fetched(flags.source, flags.step)
     show(f"opening {flags.source}")
     source = open_weights(
         flags.source, format=chosen, step=flags.step, with_optimizer=flags.with_optimizer, ema=flags.weights == "ema"

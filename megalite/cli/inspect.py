@@ -16,6 +16,7 @@ import yaml
 
 from megalite.checkpoint.manifest import ITEM_SIZES, MANIFEST_NAME, Manifest, TensorEntry
 from megalite.checkpoint.survey import CheckpointRemoved, Surveyed, noticing_removal, survey, unlisted, verify
+from megalite.cli.command import fetched
 from megalite.cli.display import folded, short, table, working
 from megalite.cli.failures import BAD_INPUT
 from megalite.cli.model_commands import INSPECT
@@ -39,6 +40,10 @@ main = INSPECT
 def run(flags: Namespace) -> int:
     if (flags.checkpoint is None) == (flags.diff is None):
         raise ConfigError("give one checkpoint to look at, or two behind --diff")
+    if flags.diff is None:
+        flags.checkpoint = fetched(flags.checkpoint, flags.step)
+    else:
+        flags.diff = [fetched(place, flags.step) for place in flags.diff]
     look = _diff if flags.diff is not None else _config if flags.config else _inspect
     try:
         return look(flags)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megalite.cli.command import IMPORT, Command, Flag, positive
+from megalite.cli.command import IMPORT, Command, Flag, path_or_address, positive
 from megalite.config.describe import settings
 from megalite.config.reading import PRECISIONS
 from megalite.conversion.weights import FORMATS, TRANSFORMER_IMPLEMENTATIONS
@@ -299,7 +299,7 @@ CONVERT = Command(
     "Convert weights from and to megalite's checkpoints, Hugging Face folders and Megatron-LM's checkpoints. On the CPU, "
     "a tensor at a time; after an interruption the same command continues.",
     [
-        Flag("source SOURCE", "folder to read", Path),
+        Flag("source SOURCE", "folder to read, or the address of checkpoints", path_or_address),
         Flag("target TARGET", "folder to write; must not exist yet", Path),
         Flag("--to", "format of TARGET", choices=FORMATS, required=True),
         Flag(
@@ -338,8 +338,8 @@ INSPECT = Command(
     "look into a checkpoint and verify it, or compare two",
     "Show what is in a checkpoint and whether every file is what was written, or how two differ.",
     [
-        Flag("checkpoint [CKPT]", "a folder of checkpoints, or one of them", Path),
-        Flag("--diff A B", "compare two, of any layouts, bit by bit", Path),
+        Flag("checkpoint [CKPT]", "a folder of checkpoints, or one of them; or their address", path_or_address),
+        Flag("--diff A B", "compare two, of any layouts, bit by bit", path_or_address),
         Flag("--step N", "that step (default: the newest that is sound)", int),
         Flag("--tensors PATTERN", "statistics of those that match, as 'layers.0.*'; with --diff: compare them"),
         Flag(

@@ -42,6 +42,9 @@ PATH_SETTINGS = ("data_path", "train_data_path", "valid_data_path", "test_data_p
 HUB = "hf://"
 """Before the name of a dataset of Hugging Face, or before `datasets/` and a file there."""
 
+UNSAVED = ("http://", "https://", HUB, "memory://")
+"""Beginnings of addresses at which nothing can be saved: they are read alone, or gone with the process."""
+
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://")
 
 TEXT_SUFFIXES = (
@@ -229,7 +232,8 @@ class DataConfig:
     data_order: str = option("megalite", choices=("megalite", "megatron"))
     """Order of samples: a function of (seed, sample) alone, or Megatron-LM's, bit for bit."""
     data_cache_path: str | None = option(None)
-    """Folder for indices and for what is made of text; default: `cache` beside each data path."""
+    """Folder for indices, for what is made of text and for files from and to addresses; default: `cache` beside each data path,
+    ~/.cache/megalite for addresses."""
     packing: str = option("stream", choices=("stream", "best-fit"))
     """Samples are cut from one stream of documents, or hold whole documents that fit, which see only themselves."""
     eod_mask_loss: bool = option(False)

@@ -131,7 +131,7 @@ class CheckpointConfig:
     """Where checkpoints are written and which one a run starts from."""
 
     save: str | None = option(None, basic=True)
-    """Folder for checkpoints; default <run_dir>/checkpoints if save_interval is set."""
+    """Folder for checkpoints, or an address such as s3://bucket/run; default <run_dir>/checkpoints if save_interval is set."""
     save_interval: int | None = option(None, at_least=1, flags=("--persistent-save-interval",), basic=True)
     """Steps between checkpoints; one is also written at the end."""
     async_save: bool = option(False, basic=True)
@@ -147,7 +147,7 @@ class CheckpointConfig:
     max_failures_at_step: int = option(3, at_least=0)
     """Refuse to start once the run has failed that often in the same step; 0: never."""
     load: str | None = option(None, basic=True)
-    """Folder to resume from: the newest checkpoint in it that verifies. hf:FOLDER starts from a Hugging Face model, and
+    """Folder or address to resume from: the newest checkpoint there that verifies. hf:FOLDER starts from a Hugging Face model, and
     resumes from checkpoints in save."""
     ckpt_step: int | None = option(None, at_least=0)
     """Resume from this step rather than from the newest."""

@@ -1,73 +1,50 @@
 """Files at addresses (s3://, gs://, https://...) as files here: fetched once into a cache, and checked.
 
-http and https need nothing; other addresses go through fsspec and the package of their store (s3fs for s3://), and whole
-datasets of Hugging Face through its package datasets.
+Whole datasets of Hugging Face come through its package datasets.
 """
 
 import contextlib
 import hashlib
-import http.client
 import json
 import os
-import urllib.error
-import urllib.request
-from base64 import b64encode
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+import platform
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
-from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
 from megalite.checkpoint.digests import RunningDigest
 from megalite.checkpoint.folders import LATEST_NAME, step_name, step_of
-from megalite.checkpoint.manifest import MANIFEST_NAME, listed_files
+from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointMissing, listed_files
 from megalite.config.data import HUB, PATH_SETTINGS, TEXT_SUFFIXES, is_address, names_text
 from megalite.config.describe import redact_text, replace, value_of
 from megalite.config.errors import CheckpointError, ConfigError
 from megalite.config.run import RunConfig
+from megalite.data.stores import Broken, Missing, State, StoreObject, open_store, shown, with_suffix
 from megalite.data.token_files import mask_prefix, read_side_file, side_digests
 
 BESIDE_TOKENIZER = ("tokenizer_config.json", "chat_template.jinja")
 _SETTINGS = (*PATH_SETTINGS, "tokenizer_model", "vocab_file", "merge_file", "load")
-_BLOCK = 1 << 20
-_ATTEMPTS, _TIMEOUT = 4, 30.0
+_ATTEMPTS = 4
 _NAME_CHARACTERS = 16
 
 
-class _Missing(Exception):
-    """There is nothing at the address."""
-
-
-@dataclass(frozen=True)
-class _State:
-    """What is at an address now."""
-
-    size: int
-    tag: str  # another one once the content is another
-
-
-def shown(address: str) -> str:
-    """An address for messages: without credentials and without its query, which may be a signature."""
-    parts = urlsplit(address)
-    return redact_text(urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", "")))
-
-
-def with_suffix(address: str, suffix: str) -> str:
-    """An address with something behind its path."""
-    parts = urlsplit(address)
-    return urlunsplit(parts._replace(path=parts.path + suffix))
+class _Unusable(ConfigError):
+    """A file is not there, or not what its checksum says."""
 
 
 def fetch_all(config: RunConfig, *, say: Callable[[str], None], stopped: Callable[[], bool]) -> dict[str, str]:
     """Address -> path here, of all that the settings name, fetched where it is not here yet.
 
     Raises ConfigError: it cannot be read, or is not what its checksum says."""
-    cache = _Cache(Path(config.data.data_cache_path or Path.home() / ".cache" / "megalite"), say, stopped)
+    cache = _Cache(_cache_folder(config), say, stopped)
     found: dict[str, str] = {}
     for name in _SETTINGS:
         for word in filter(is_address, _words(value_of(config, name))):
             if name == "load":
-                found[word] = cache.checkpoint(word, config.checkpoint.ckpt_step)
+                own = word.rstrip("/") == (config.checkpoint.save or "").rstrip("/")
+                found[word] = cache.checkpoint(word, config.checkpoint.ckpt_step, own=own)
             elif word.startswith(HUB) and not urlsplit(word).path.lower().endswith(TEXT_SUFFIXES):
                 found[word] = str(cache.dataset(word))
             elif name in PATH_SETTINGS and not names_text(urlsplit(word).path):
@@ -93,6 +70,35 @@ def with_places(config: RunConfig, places: dict[str, str]) -> RunConfig:
     return replace(config, **changes)
 
 
+def fetch_checkpoint(address: str, step: int | None, *, say: Callable[[str], None]) -> Path:
+    """A folder here with the checkpoint of a step, or the newest, of those at an address."""
+    config = replace(RunConfig(), load=address, ckpt_step=step)
+    folder = Path(fetch_all(config, say=say, stopped=lambda: False)[address])
+    if not folder.exists():
+        raise CheckpointMissing(f"no complete checkpoint at {shown(address)}; give the address of the folder of steps")
+    return folder
+
+
+def waiting_folder(config: RunConfig) -> Path:
+    """Where checkpoints wait on this machine for their upload to the address that `save` is."""
+    return _place_in(_cache_folder(config), str(config.checkpoint.save).rstrip("/")) / platform.node()
+
+
+def is_fetched(load: str, config: RunConfig) -> bool:
+    """The path is where `fetch_all` puts checkpoints from the address that `save` is."""
+    return waiting_folder(config).parent == Path(load).parent
+
+
+def _cache_folder(config: RunConfig) -> Path:
+    return Path(config.data.data_cache_path or Path.home() / ".cache" / "megalite")
+
+
+def _place_in(folder: Path, address: str) -> Path:
+    """A folder for each address, so that files keep their names."""
+    key = hashlib.sha256(shown(address).encode()).hexdigest()[:_NAME_CHARACTERS]
+    return folder / key / PurePosixPath(urlsplit(address).path).name
+
+
 def _words(value: Any) -> list[str]:
     return value if isinstance(value, list) else [] if value is None else [value]
 
@@ -102,9 +108,7 @@ class _Cache:
         self._folder, self._say, self._stopped = folder, say, stopped
 
     def _place(self, address: str) -> Path:
-        """A folder for each address, so that files keep their names."""
-        key = hashlib.sha256(shown(address).encode()).hexdigest()[:_NAME_CHARACTERS]
-        return self._folder / key / PurePosixPath(urlsplit(address).path).name
+        return _place_in(self._folder, address)
 
     def file(
         self,
@@ -120,19 +124,19 @@ class _Cache:
         place = place or self._place(address)
         note = place.with_name(f"{place.name}.origin")
         try:
-            state = _store(address).state()
-        except _Missing:
+            state = open_store(address).state()
+        except Missing:
             if optional:
                 place.unlink(missing_ok=True)
                 return None
-            raise ConfigError(f"{shown(address)} does not exist; give the address of a file that does") from None
+            raise _Unusable(f"{shown(address)} does not exist; give the address of a file that does") from None
         origin = [state.size, state.tag, sha256]
         if place.exists() and place.stat().st_size == state.size and _read_note(note) == origin:
             return place
         with self._kept(shown(address), place) as part:
             digest = self._download(address, state, part, RunningDigest(block) if block else hashlib.sha256())
             if sha256 is not None and digest != sha256:
-                raise ConfigError(f"{shown(address)} is damaged: its sha256 is {digest}, not {sha256}; write it again")
+                raise _Unusable(f"{shown(address)} is damaged: its sha256 is {digest}, not {sha256}; write it again")
             note.unlink(missing_ok=True)
         note.write_text(json.dumps(origin))
         self._say(f"fetched {shown(address)} ({state.size:,} bytes) to {place}")
@@ -154,9 +158,9 @@ class _Cache:
                 f"{name} cannot be kept in {place.parent}: {error.strerror}; name another folder with --data-cache-path"
             ) from None
 
-    def _download(self, address: str, state: _State, part: Path, digest: Any) -> str:
+    def _download(self, address: str, state: State, part: Path, digest: Any) -> str:
         """Its hash. A connection that breaks is made again from there."""
-        store, fault = _store(address), "it ends early"
+        store, fault = open_store(address), "it ends early"
         with part.open("wb") as file:
             for _ in range(_ATTEMPTS):
                 try:
@@ -166,7 +170,7 @@ class _Cache:
                             digest.update(block)
                             if self._stopped():
                                 raise ConfigError(f"stopped while {shown(address)} was fetched")
-                except (_Broken, _Missing) as error:
+                except (Broken, Missing) as error:
                     fault = str(error) or "it is gone"
                 if file.tell() >= state.size:
                     break
@@ -214,25 +218,46 @@ class _Cache:
                 self.file(with_suffix(one, suffix), place=Path(f"{place}{suffix}"), sha256=digests.get(suffix))
         return str(here)
 
-    def checkpoint(self, folder: str, step: int | None) -> str:
-        """A folder here with the checkpoint of a step, or the one that `latest` names; each file as its manifest says."""
-        name = None if step is None else step_name(step)
-        here = self._place(folder.rstrip("/"))
-        if name is None:
-            latest = self.file(
-                with_suffix(folder.rstrip("/"), f"/{LATEST_NAME}"), place=here / LATEST_NAME, optional=True
-            )
-            if latest is None:
-                return str(here / "none")
+    def checkpoint(self, folder: str, step: int | None, *, own: bool) -> str:
+        """A folder here with the checkpoint of a step, or the newest complete one that is what its manifest says.
+
+        `own`: of the run itself, which needs no former one again."""
+        folder = folder.rstrip("/")
+        here, unusable = self._place(folder), list[ConfigError]()
+        for name in self._newest_first(folder, here) if step is None else [step_name(step)]:
+            base, place = with_suffix(folder, f"/{name}"), here / f"of-{name}" / name
+            try:
+                manifest = self.file(with_suffix(base, f"/{MANIFEST_NAME}"), place=place / MANIFEST_NAME)
+                assert manifest is not None
+                listed = listed_files(manifest.read_text(), source=f"{shown(base)}/{MANIFEST_NAME}")
+                for file, entry in listed.items():
+                    self.file(with_suffix(base, f"/{file}"), place=place / file, sha256=entry.sha256, block=entry.block)
+            except (_Unusable, CheckpointError) as error:
+                unusable.append(error)
+                self._say(f"checkpoint {shown(base)} is passed over: {error}")
+                continue
+            for former in here.glob("of-*") if own else ():
+                if former != place.parent:
+                    shutil.rmtree(former, ignore_errors=True)
+            return str(place.parent)
+        if unusable:
+            raise unusable[0]
+        return str(here / "none")
+
+    def _newest_first(self, folder: str, here: Path) -> Iterator[str]:
+        """Names of complete checkpoints; where a store lists nothing, as the web, the one that `latest` names."""
+        store, listed = open_store(folder), dict[str, int]()
+        with contextlib.suppress(ConfigError):  # who may read objects need not be allowed to list them
+            listed = store.entries() if isinstance(store, StoreObject) else {}
+        if isinstance(store, StoreObject) and listed:
+            yield from map(step_name, store.steps())
+            return
+        latest = self.file(with_suffix(folder, f"/{LATEST_NAME}"), place=here / LATEST_NAME, optional=True)
+        if latest is not None:
             name = latest.read_text().strip()
             if step_of(name) is None:
                 raise CheckpointError(f"{shown(folder)}/{LATEST_NAME} names no checkpoint: {name[:40]!r}")
-        base, place = with_suffix(folder.rstrip("/"), f"/{name}"), here / f"of-{name}" / name
-        manifest = self.file(with_suffix(base, f"/{MANIFEST_NAME}"), place=place / MANIFEST_NAME)
-        assert manifest is not None
-        for file, entry in listed_files(manifest.read_text(), source=f"{shown(base)}/{MANIFEST_NAME}").items():
-            self.file(with_suffix(base, f"/{file}"), place=place / file, sha256=entry.sha256, block=entry.block)
-        return str(place.parent)
+            yield name
 
 
 def _read_note(path: Path) -> Any:
@@ -240,102 +265,3 @@ def _read_note(path: Path) -> Any:
         return json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-
-
-class _Broken(Exception):
-    """The connection is gone; another may work."""
-
-
-class _Http:
-    """An object of a web server."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-
-    def state(self) -> _State:
-        with self._open("HEAD") as answer:
-            headers = answer.headers
-        if not (headers.get("Content-Length") or "").isdecimal():
-            raise ConfigError(f"{shown(self._address)}: the server does not say how long it is; copy the file here")
-        return _State(int(headers["Content-Length"]), headers.get("ETag") or headers.get("Last-Modified") or "")
-
-    def read(self, start: int, state: _State) -> Generator[bytes, None, None]:
-        with self._open("GET", {"Range": f"bytes={start}-"} if start else {}) as answer:
-            tag = answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
-            if tag != state.tag or (start and answer.status != http.client.PARTIAL_CONTENT):
-                raise ConfigError(
-                    f"{shown(self._address)} has changed while it was read, or cannot be resumed; start again"
-                )
-            try:
-                while block := answer.read(_BLOCK):
-                    yield block
-            except (OSError, http.client.HTTPException) as error:
-                raise _Broken(str(error) or type(error).__name__) from None
-
-    def _open(self, method: str, headers: dict[str, str] | None = None) -> Any:
-        parts = urlsplit(self._address)
-        request = urllib.request.Request(
-            urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])), method=method, headers=headers or {}
-        )
-        if "@" in parts.netloc:
-            credentials = unquote(parts.netloc.rpartition("@")[0]).encode()
-            request.add_header("Authorization", f"Basic {b64encode(credentials).decode('ascii')}")
-        for left in reversed(range(_ATTEMPTS)):
-            try:
-                return urllib.request.urlopen(request, timeout=_TIMEOUT)
-            except urllib.error.HTTPError as error:
-                error.close()
-                if error.code in (http.client.NOT_FOUND, http.client.GONE):
-                    raise _Missing from None
-                if error.code < http.client.INTERNAL_SERVER_ERROR or not left:
-                    raise self._refused(f"{error.code} {error.reason}") from None
-            except (OSError, http.client.HTTPException) as error:
-                if not left:
-                    raise self._refused(getattr(error, "reason", None) or error) from None
-        raise AssertionError
-
-    def _refused(self, reason: object) -> ConfigError:
-        return ConfigError(
-            f"{shown(self._address)} cannot be read: {reason}; see that the server runs and that you may read there"
-        )
-
-
-class _FileSystem:
-    """An object of a store that fsspec knows."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-        try:
-            import fsspec
-        except ImportError:
-            raise self._fault("the package fsspec is not installed: pip install fsspec") from None
-        try:
-            self._files, self._path = fsspec.core.url_to_fs(address)
-        except (ImportError, ValueError) as error:
-            raise self._fault(error) from None
-
-    def state(self) -> _State:
-        try:
-            facts = self._files.info(self._path)
-        except FileNotFoundError:
-            raise _Missing from None
-        except Exception as error:  # each store has its own
-            raise self._fault(error) from None
-        tags = [str(facts[name]) for name in ("ETag", "etag", "md5Hash", "mtime", "LastModified") if facts.get(name)]
-        return _State(int(facts.get("size") or 0), tags[0] if tags else "")
-
-    def read(self, start: int, state: _State) -> Generator[bytes, None, None]:
-        try:
-            with self._files.open(self._path, "rb") as file:
-                file.seek(start)
-                while block := file.read(_BLOCK):
-                    yield block
-        except Exception as error:
-            raise _Broken(redact_text(str(error))[:200] or type(error).__name__) from None
-
-    def _fault(self, reason: object) -> ConfigError:
-        return ConfigError(f"{shown(self._address)} cannot be read: {redact_text(str(reason))[:200]}")
-
-
-def _store(address: str) -> _Http | _FileSystem:
-    return _Http(address) if urlsplit(address).scheme in ("http", "https") else _FileSystem(address)

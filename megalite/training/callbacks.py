@@ -34,8 +34,8 @@ class Callback:
     def on_evaluation(self, trainer: Trainer, record: dict[str, Any]) -> None:
         """`record` has valid_loss and valid_perplexity, or test_loss and test_perplexity."""
 
-    def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
-        """A checkpoint is complete on the disk. With async_save this comes some steps after its own."""
+    def on_checkpoint(self, trainer: Trainer, path: Path | str) -> None:
+        """A checkpoint is complete, in the folder `path` or at that address. With async_save this comes some steps after its own."""
 
     def on_end(self, trainer: Trainer, ending: Ending) -> None:
         """The run has come to its end in order, finished or stopped; the last checkpoint is written. An error skips this."""
@@ -51,7 +51,7 @@ class Callbacks:
     def __init__(self, callbacks: Sequence[Callback], trainer: Trainer) -> None:
         self._callbacks, self._trainer = callbacks, trainer
         self.start: Callable[[], None] = partial(self._call, "on_start")
-        self.checkpoint: Callable[[Path], None] = partial(self._call, "on_checkpoint")
+        self.checkpoint: Callable[[Path | str], None] = partial(self._call, "on_checkpoint")
         self.end: Callable[[Ending], None] = partial(self._call, "on_end")
 
     def write(self, record: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """Resuming from a checkpoint of any layout: each rank reads the slices that it needs; which data will differ is logged."""
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -7,12 +8,11 @@ from typing import Any, Protocol
 
 import torch
 
-from megalite.checkpoint.folders import candidates
 from megalite.checkpoint.load import Checkpoint, find_checkpoint
 from megalite.checkpoint.manifest import CheckpointMissing, TensorEntry, optimizer_key, weight_key
 from megalite.checkpoint.safetensors_file import DTYPE_NAMES, TORCH_DTYPES
 from megalite.checkpoint.tiling import Slice
-from megalite.config.data import DEFAULT_SPLIT, PATH_SETTINGS, DataConfig, parse_data_path
+from megalite.config.data import DEFAULT_SPLIT, PATH_SETTINGS, DataConfig, is_address, parse_data_path
 from megalite.config.errors import CheckpointError, ConfigError
 from megalite.config.model import ModelConfig, free_settings
 from megalite.config.optimizer import OPTIMIZERS, OptimizerConfig
@@ -28,6 +28,7 @@ from megalite.data_parallel.strategy import FlatState, TensorState
 from megalite.optimizers.schedules import Progress
 from megalite.topology.group import Group
 from megalite.training.replica import Replica, agreeing
+from megalite.training.saving import newest_saved
 from megalite.training.state_tensors import boxes_in, flat_states, tensor_spec, tensor_states
 
 
@@ -144,16 +145,13 @@ def own_first(config: RunConfig, *, world: Group, device: torch.device, log: Cal
     Collectives: a broadcast over the world.
     """
     save = save_folder(config)
-    if save is None or hugging_face_folder(config.checkpoint.load) is None:
+    load = config.checkpoint.load
+    if save is None or hugging_face_folder(load) is None or is_address(str(load)):
         return config
     found = True
     if world.rank == 0:
-        try:
-            candidates(Path(save))
-        except CheckpointMissing:
-            found = False
-        except CheckpointError:
-            pass  # it is said on all ranks when they look for the newest
+        with contextlib.suppress(ConfigError):  # it is said on all ranks when they look for the newest
+            found = newest_saved(replace(config, checkpoint=replace(config.checkpoint, save=save))) is not None
     if not world.broadcast_json(found, device):
         return config
     log(f"{save} holds checkpoints: the run resumes from the newest of them, not from {config.checkpoint.load}")

@@ -13,8 +13,6 @@ import torch
 
 from megalite.checkpoint.commit import correct_latest, remove_unfinished
 from megalite.checkpoint.files import lock_folder, replace_durably
-from megalite.checkpoint.folders import candidates
-from megalite.checkpoint.manifest import CheckpointMissing
 from megalite.config.describe import redact_text, sectioned
 from megalite.config.errors import ConfigError, TakenError
 from megalite.config.exit_codes import NO_PROGRESS
@@ -22,7 +20,7 @@ from megalite.config.run import RunConfig, resumes, saves_at
 from megalite.optimizers.schedules import Progress
 from megalite.topology.group import Group
 from megalite.training.replica import Replica, agreeing
-from megalite.training.saving import Saver
+from megalite.training.saving import Saver, destination_of, folder_here, newest_saved
 from megalite.training.sinks import last_records
 
 FILE_NAME = "attempts.json"
@@ -61,7 +59,7 @@ class RestartGuard:
         c = config.checkpoint
         if c.save is None or c.max_failures_at_step == 0:
             return None
-        return cls(Path(c.save), most=c.max_failures_at_step, settings=settings_digest(config))
+        return cls(folder_here(config), most=c.max_failures_at_step, settings=settings_digest(config))
 
     def begin(self, start: int, run_dir: str | None) -> None:
         """The run continues from step `start`; the metrics.jsonl in `run_dir` says how far a start came that left no error."""
@@ -149,7 +147,10 @@ def require_progress(
 def resumes_own(config: RunConfig) -> bool:
     """The run continues from the folder that it saves to, however the two are spelled."""
     load, save = config.checkpoint.load, config.checkpoint.save
-    return resumes(config) and load is not None and save is not None and Path(load).resolve() == Path(save).resolve()
+    if not resumes(config) or load is None or save is None:
+        return False
+    destination = destination_of(config)
+    return Path(load).resolve() == Path(save).resolve() if destination is None else destination.is_start(load)
 
 
 def refuse_foreign_checkpoints(config: RunConfig, progress: Progress) -> None:
@@ -161,9 +162,8 @@ def refuse_foreign_checkpoints(config: RunConfig, progress: Progress) -> None:
     c, resumes = config.checkpoint, resumes_own(config)
     if c.save is None or (resumes and c.ckpt_step is None):
         return
-    try:
-        newest = candidates(Path(c.save))[0].step
-    except CheckpointMissing:
+    newest = newest_saved(config)
+    if newest is None:
         return
     if newest > progress.step:
         raise ConfigError(
@@ -180,6 +180,7 @@ def refuse_foreign_checkpoints(config: RunConfig, progress: Progress) -> None:
 
 class SaveFolder:
     """The folder, for this run alone. Rank 0 locks and guards it while the run lasts. Every rank gets the same errors.
+    Of an address it is the one on rank 0's machine; the address itself is not locked.
 
     Collectives: a gather and a broadcast over the world.
     """
@@ -192,8 +193,11 @@ class SaveFolder:
         try:
             with agreeing(topology.world, topology.device):
                 try:
+                    self._destination = destination_of(config)
+                    if self._destination is not None:
+                        self._destination.probe(topology.rank)
                     if topology.rank == 0:
-                        self._take(Path(str(config.checkpoint.save)))
+                        self._take(folder_here(config))
                 except OSError as error:
                     raise ConfigError(f"cannot write to {config.checkpoint.save}: {error.strerror}") from None
             require_progress(
@@ -215,7 +219,8 @@ class SaveFolder:
                 pass
         except OSError as error:
             raise ConfigError(
-                f"cannot write checkpoints to {folder}: {error.strerror}; give a folder that can be written with --save"
+                f"cannot write checkpoints to {folder}: {error.strerror}; give a folder that can be written with "
+                f"{'--save' if self._destination is None else '--data-cache-path'}"
             ) from None
         try:
             self._lock = lock_folder(folder)
@@ -225,7 +230,9 @@ class SaveFolder:
                 "behind), or give another --save"
             ) from None
         refuse_foreign_checkpoints(config, self._progress)
-        if resumes_own(config) and self._progress.step > 0:
+        if self._destination is not None:
+            self._destination.remove_unfinished()
+        elif resumes_own(config) and self._progress.step > 0:
             correct_latest(folder, self._progress.step)
         remove_unfinished(folder)
         self._guard = RestartGuard.of(config)

@@ -10,10 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megalite.checkpoint.files import free_bytes
+from megalite.checkpoint.folders import candidates
+from megalite.checkpoint.manifest import CheckpointMissing
 from megalite.checkpoint.save import BackgroundSave, SavedTensor, agree, planned_bytes, prune, save_checkpoint
 from megalite.config.byte_size import format_bytes
+from megalite.config.data import is_address
 from megalite.config.errors import CheckpointError
 from megalite.config.exit_codes import NOT_SAVED
+from megalite.config.registry import Registry
+from megalite.config.run import RunConfig
 from megalite.optimizers.schedules import Progress
 from megalite.topology.group import Group
 from megalite.topology.tree import host_group
@@ -22,7 +27,36 @@ from megalite.training.replica import Replica, consensus
 from megalite.training.state_tensors import state_tensors
 
 if TYPE_CHECKING:
+    from megalite.checkpoint.upload import Destination
     from megalite.training.export import Exporter
+
+
+_DESTINATION: Registry[Callable[[RunConfig], "Destination"]] = Registry(
+    "kind of save", {"address": "megalite.checkpoint.upload:Destination"}
+)
+"""Imported in runs that save to an address."""
+
+
+def destination_of(config: RunConfig) -> "Destination | None":
+    """Where `save` is an address, what uploads to it."""
+    save = config.checkpoint.save
+    return _DESTINATION.get("address")(config) if save is not None and is_address(save) else None
+
+
+def folder_here(config: RunConfig) -> Path:
+    """Where checkpoints are written on this machine: `save`, or where they wait for their upload to it."""
+    destination = destination_of(config)
+    return Path(str(config.checkpoint.save)) if destination is None else destination.folder
+
+
+def newest_saved(config: RunConfig) -> int | None:
+    """The step of the newest checkpoint where the run saves; None: there is none."""
+    if (destination := destination_of(config)) is not None:
+        return destination.newest()
+    try:
+        return candidates(Path(str(config.checkpoint.save)))[0].step
+    except CheckpointMissing:
+        return None
 
 
 class SaveError(CheckpointError):
@@ -67,7 +101,9 @@ def save(
         saved = state_tensors(replica)
         write = _writer(replica, folder, progress, tokenizer=tokenizer, make_folder=True, log=log)
         plan, tensors = [entry for entry, _ in saved], [tensor for _, tensor in saved]
-        return write(plan, tensors, topology.world, topology.device)
+        path = write(plan, tensors, topology.world, topology.device)
+    assert isinstance(path, Path)
+    return path
 
 
 def _writer(
@@ -79,8 +115,11 @@ def _writer(
     make_folder: bool,
     log: Callable[[str], None],
     held: Collection[int] = (),
-) -> Callable[[Sequence[SavedTensor], Sequence[torch.Tensor], Group, torch.device], Path]:
-    """Writes a checkpoint with all but its tensors as of now, and removes those that are not kept; never one of `held`."""
+    destination: "Destination | None" = None,
+) -> Callable[[Sequence[SavedTensor], Sequence[torch.Tensor], Group, torch.device], Path | str]:
+    """Writes a checkpoint with all but its tensors as of now, and removes those that are not kept; never one of `held`.
+
+    `destination`: `folder` is where it waits for its upload to that."""
     c, step = replica.config.checkpoint, progress.step
     more = {"optimizer": replica.optimizer.counters(), "strategy": replica.strategy.counters()}
     if replica.noise is not None:
@@ -99,11 +138,16 @@ def _writer(
         "tokenizer": tokenizer,
         "kernels": replica.kernels.summary(),
         "make_folder": make_folder,
+        "host": destination and destination.host,
         "log": log,
     }
 
-    def write(plan: Sequence[SavedTensor], tensors: Sequence[torch.Tensor], world: Group, device: torch.device) -> Path:
+    def write(
+        plan: Sequence[SavedTensor], tensors: Sequence[torch.Tensor], world: Group, device: torch.device
+    ) -> Path | str:
         path = save_checkpoint(folder, step=step, plan=plan, tensors=tensors, world=world, device=device, **settings)
+        if destination is not None:
+            return destination.upload(path, world=world, device=device, log=log)
         if c.keep_latest is not None:
             keep: dict[str, Any] = {"keep_latest": c.keep_latest, "keep_every": c.keep_every, "held": held}
             prune(folder, **keep, newest=step, world=world, device=device, log=log)
@@ -120,12 +164,15 @@ class Saver:
     """
 
     def __init__(self, replica: Replica, *, tokenizer: str | None, log: Callable[[str], None]) -> None:
-        self.saved: Callable[[Path], None] = lambda path: None
-        """Called with each checkpoint once it is complete."""
+        self.saved: Callable[[Path | str], None] = lambda path: None
+        """Called with each checkpoint once it is complete: its folder, or its address."""
         self._replica, self._tokenizer, self._log = replica, tokenizer, log
         self._config = replica.config.checkpoint
         assert self._config.save is not None
-        self.folder = Path(self._config.save)
+        self._destination = destination_of(replica.config)
+        self.folder = folder_here(replica.config)
+        self.name = str(self.folder) if self._destination is None else self._destination.name
+        """For messages."""
         self._world, self._device = replica.topology.world, replica.topology.device
         self._under_way: tuple[int, float, BackgroundSave] | None = None
         self._memory = HostMemory()
@@ -144,7 +191,11 @@ class Saver:
             saved = state_tensors(self._replica)
             if self._config.async_save:
                 self._reserve([tensor for _, tensor in saved])
-        needed = sum(self._world.gather_json(planned_bytes([entry for entry, _ in saved]), self._device))
+        planned = planned_bytes([entry for entry, _ in saved])
+        if self._destination is not None:
+            self._require_room_to_wait(self._destination, planned)
+            return
+        needed = sum(self._world.gather_json(planned, self._device))
         free = self._world.broadcast_json(free_bytes(self.folder), self._device)
         if free is None:
             self._log(f"a checkpoint takes {format_bytes(needed)}")
@@ -162,6 +213,20 @@ class Saver:
             self._log(f"warning: {room}, not enough for the {most} that this run will have there{remedy}")
         else:
             self._log(room)
+
+    def _require_room_to_wait(self, destination: "Destination", planned: int) -> None:
+        """Each machine has room for the files of its ranks until they are uploaded."""
+        sizes = self._world.gather_json([destination.host, planned], self._device)
+        here, free = sum(size for host, size in sizes if host == destination.host), free_bytes(self.folder)
+        failure = None
+        if free is not None and free < here and self._config.on_save_error == "stop":
+            failure = CheckpointError(
+                f"{format_bytes(here)} of a checkpoint wait in {self.folder} for their upload, and {format_bytes(free)} are free "
+                "there: make room, or give --data-cache-path a folder on another disk"
+            )
+        agree(failure, world=self._world, device=self._device)
+        total = format_bytes(sum(size for _, size in sizes))
+        self._log(f"a checkpoint takes {total} and waits in {self.folder} for its upload to {self.name}")
 
     def _reserve(self, tensors: Sequence[torch.Tensor]) -> None:
         failure = None
@@ -182,7 +247,7 @@ class Saver:
         with consensus(self._replica, saved=True):
             saved = state_tensors(self._replica)
             if self._config.check_weights_before_save:
-                none = f"there is none in {self.folder} from this start"
+                none = f"there is none in {self.name} from this start"
                 newest = none if self.saved_at is None else f"the newest is of step {self.saved_at}"
                 require_finite(saved, progress.step, newest=newest, world=self._world, device=self._device)
             plan, tensors = [entry for entry, _ in saved], [tensor for _, tensor in saved]
@@ -191,9 +256,10 @@ class Saver:
                 self.folder,
                 progress,
                 tokenizer=self._tokenizer,
-                make_folder=False,
+                make_folder=self._destination is not None,
                 log=self._log,
                 held=() if self.exporter is None else self.exporter.held,
+                destination=self._destination,
             )
             self.saved_at = progress.step
             if not self._config.async_save:
@@ -229,7 +295,7 @@ class Saver:
         if self.saved_at != progress.step:
             raise SaveError(f"the run ends at step {progress.step} and could not save it (see above)")
 
-    def _conclude(self, step: int, started: float, outcome: Callable[[], Path]) -> None:
+    def _conclude(self, step: int, started: float, outcome: Callable[[], Path | str]) -> None:
         try:
             path = outcome()
         except CheckpointError as error:

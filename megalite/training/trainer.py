@@ -200,9 +200,9 @@ class Trainer:
             )
             world = dataclasses.replace(world, heartbeat=watch.heartbeat)
         self._roll = RollCall.open(world, launch, device)
-        config = take_remote(config, world=world, device=device, log=self.log)
         if config.checkpoint.load is not None:
             config = _WHEN_ASKED.get("own first")(config, world=world, device=device, log=self.log)
+        config = take_remote(config, world=world, device=device, log=self.log)
         with agreeing(world, device, Exception):
             if parallel.elastic:
                 assert self._take_layout is not None, "an elastic run needs the planner's take_layout"
@@ -416,7 +416,7 @@ class Trainer:
         elif self.saver is None:
             said = "nothing is saved, since neither --save nor --save-interval was given"
         else:
-            said = f"saved in {self.saver.folder}"
+            said = f"saved in {self.saver.name}"
             self.log(f"{request.cause}: saving step {step}, and stopping")
             self._save_last()
         self.log(f"{request.cause}: stopped at step {step}; {said}")

@@ -165,6 +165,7 @@ def save_as(
     seed: int = 0,
     stream: Callable[[Sequence[torch.Tensor]], Iterator[torch.Tensor]] = iter,
     counters: dict[str, Any] | None = None,
+    host: str | None = None,
 ) -> Path:
     plan, data = plan_of(sample_tensors(seed), scheme, group.rank, group.size)
     return save_checkpoint(
@@ -179,6 +180,7 @@ def save_as(
         kernels={},
         world=group,
         device=CPU,
+        host=host,
     )
 
 

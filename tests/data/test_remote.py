@@ -13,7 +13,8 @@ from megalite.checkpoint.manifest import seal
 from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
-from megalite.data.remote import fetch_all, shown, with_places
+from megalite.data.remote import fetch_all, with_places
+from megalite.data.stores import shown
 from tests.data.object_store import Store, serving
 from tests.data.token_files import distinct_documents, write_by_layout
 

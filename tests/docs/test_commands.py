@@ -43,6 +43,7 @@ READ_ONLY = {
     "NODES=": "hosts: tests/examples runs the script with a torchrun that records, tests/e2e/test_two_hosts.py really",
     **dict.fromkeys(("sbatch ", "kubectl ", "sky ", "torchx "), "a scheduler: tests/examples plays it"),
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun": "two hosts, of which one is lost: tests/e2e/test_elastic.py",
+    "megalite train --config examples/quickstart/run.yaml --save s3://": "a store: tests/e2e/test_save_to_store.py",
     "megalite sweep": "fourteen runs: tests/sweep; the dry run of the same file is run",
     ".venv/bin/python -m pytest": "the tests themselves",
 }

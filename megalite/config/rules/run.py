@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import PurePath
 
-from megalite.config.data import PATH_SETTINGS, is_address, parse_data_path, parse_split
+from megalite.config.data import PATH_SETTINGS, UNSAVED, is_address, parse_data_path, parse_split
 from megalite.config.describe import settings
 from megalite.config.errors import Findings, Idle, nearest
 from megalite.config.optimizer import ONEBIT_OPTIMIZERS, OPTIMIZERS
@@ -73,7 +73,8 @@ def _bpe_files(c: Settings) -> Findings:
 
 def _keeps_files(c: Settings) -> bool:
     """Something is made or fetched, and kept in data_cache_path."""
-    return bool(c.texts) or any(is_address(word) for name in PATH_SETTINGS for word in getattr(c, name))
+    named = [c.save, c.load, *(word for name in PATH_SETTINGS for word in getattr(c, name))]
+    return bool(c.texts) or any(is_address(word) for word in named if word is not None)
 
 
 _DOCUMENTS = "eod_mask_loss|reset_attention_mask|reset_position_ids"
@@ -108,10 +109,17 @@ DATA: tuple[Check, ...] = (
             "{?test_data_path} has no effect without eval_interval: the test split is evaluated at the end of a run that also "
             "validates; add --eval-interval 100 or remove it": lambda c: _from_splits(c) and c.eval_interval is None,
             "{?mock_data} needs the range of its tokens; add --vocab-size, e.g. 1024": lambda c: c.vocab_size is None,
-            f"{{!packing|data_order|data_cache_path|{_DOCUMENTS}}} has no effect with mock_data, which has no documents; use "
-            "data_path or remove it": lambda c: c.mock_data and not c.data_path,
-            "{!packing|data_order|data_cache_path} has no effect with {dataset}, which gives samples as they are; remove "
-            "it": lambda c: c.dataset is not None,
+            f"{{!packing|data_order|{_DOCUMENTS}}} has no effect with mock_data, which has no documents; use data_path or remove "
+            "it": lambda c: c.mock_data and not c.data_path,
+            "{!data_cache_path} has no effect with mock_data, which has no documents; use data_path or remove it": lambda c: (
+                c.mock_data and not c.data_path and not _keeps_files(c)
+            ),
+            "{!packing|data_order} has no effect with {dataset}, which gives samples as they are; remove it": lambda c: (
+                c.dataset is not None
+            ),
+            "{!data_cache_path} has no effect with {dataset}, which gives samples as they are; remove it": lambda c: (
+                c.dataset is not None and not _keeps_files(c)
+            ),
             "{?packing} does not go with {data_order}, which cuts samples from one stream of documents; use packing stream or "
             "data_order megalite": lambda c: c.data_order == "megatron",
             f"{{!{_DOCUMENTS}}} has no effect with {{packing}}, where documents never see each other and each begins at "
@@ -172,6 +180,10 @@ CHECKPOINT: tuple[Check, ...] = (
             "--run-dir runs/1": lambda c: c.save is None and c.run_dir is None,
             "{!async_save|keep_latest|keep_every|on_save_error|max_failures_at_step} has no effect in a run that saves nothing; "
             "add --save-interval 100 or remove it": lambda c: c.save is None and not saves(c.run),
+            "nothing can be saved at {save}, which is read alone or gone with the process; use s3://BUCKET/RUN, gs://BUCKET/RUN or "
+            "a folder": lambda c: (c.save or "").startswith(UNSAVED),
+            "{?export_hf} is made from checkpoints in a folder, and {save} is an address; save to a folder, or leave it out and use "
+            "megalite convert {=save} afterwards": lambda c: is_address(c.save or ""),
             "{?ckpt_step|fresh_if_missing} does not go with {load}, which holds one model, or nothing; remove it, or give --load the "
             "folder of a run's checkpoints": lambda c: hugging_face_folder(c.load) is not None,
         }
@@ -310,8 +322,12 @@ def _elastic(c: Settings) -> Findings:
             "--load FOLDER --fresh-if-missing"
         )
     save = save_folder(c.run)
+    # What is at an address has been fetched to a path by the time the ranks have met.
     resumes_elsewhere = (
-        c.load is not None and hugging_face_folder(c.load) is None and PurePath(c.load) != PurePath(save or "")
+        c.load is not None
+        and hugging_face_folder(c.load) is None
+        and PurePath(c.load) != PurePath(save or "")
+        and is_address(c.load) == is_address(save or "")
     )
     if save is not None and resumes_elsewhere:
         yield say(

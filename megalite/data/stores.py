@@ -1,0 +1,214 @@
+"""What is at an address: an object of a web server or of a store (s3://, gs://), read in blocks; in a store also written.
+
+http and https need nothing; other addresses go through fsspec and the package of their store (s3fs for s3://).
+"""
+
+import contextlib
+import http.client
+import time
+import urllib.error
+import urllib.request
+from base64 import b64encode
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+from megalite.checkpoint.folders import step_name, step_of
+from megalite.checkpoint.manifest import MANIFEST_NAME
+from megalite.config.describe import redact_text
+from megalite.config.errors import ConfigError
+
+_BLOCK = 1 << 20
+_ATTEMPTS, _TIMEOUT = 4, 30.0
+_PAUSES = (1.0, 4.0, 15.0)
+"""Seconds before a store that has failed is asked again."""
+_T = TypeVar("_T")
+
+
+class Missing(Exception):
+    """There is nothing at the address."""
+
+
+class Broken(Exception):
+    """The connection is gone; another may work."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What is at an address now."""
+
+    size: int
+    tag: str  # another one once the content is another
+
+
+def shown(address: str) -> str:
+    """An address for messages: without credentials and without its query, which may be a signature."""
+    parts = urlsplit(address)
+    return redact_text(urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", "")))
+
+
+def with_suffix(address: str, suffix: str) -> str:
+    """An address with something behind its path."""
+    parts = urlsplit(address)
+    return urlunsplit(parts._replace(path=parts.path + suffix))
+
+
+def open_store(address: str) -> "WebObject | StoreObject":
+    """By the kind of address. Raises ConfigError: the package of its store is missing."""
+    return WebObject(address) if urlsplit(address).scheme in ("http", "https") else StoreObject(address)
+
+
+class WebObject:
+    """An object of a web server."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def state(self) -> State:
+        with self._open("HEAD") as answer:
+            headers = answer.headers
+        if not (headers.get("Content-Length") or "").isdecimal():
+            raise ConfigError(f"{shown(self._address)}: the server does not say how long it is; copy the file here")
+        return State(int(headers["Content-Length"]), headers.get("ETag") or headers.get("Last-Modified") or "")
+
+    def read(self, start: int, state: State) -> Generator[bytes, None, None]:
+        with self._open("GET", {"Range": f"bytes={start}-"} if start else {}) as answer:
+            tag = answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
+            if tag != state.tag or (start and answer.status != http.client.PARTIAL_CONTENT):
+                raise ConfigError(
+                    f"{shown(self._address)} has changed while it was read, or cannot be resumed; start again"
+                )
+            try:
+                while block := answer.read(_BLOCK):
+                    yield block
+            except (OSError, http.client.HTTPException) as error:
+                raise Broken(str(error) or type(error).__name__) from None
+
+    def _open(self, method: str, headers: dict[str, str] | None = None) -> Any:
+        parts = urlsplit(self._address)
+        request = urllib.request.Request(
+            urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])), method=method, headers=headers or {}
+        )
+        if "@" in parts.netloc:
+            credentials = unquote(parts.netloc.rpartition("@")[0]).encode()
+            request.add_header("Authorization", f"Basic {b64encode(credentials).decode('ascii')}")
+        for left in reversed(range(_ATTEMPTS)):
+            try:
+                return urllib.request.urlopen(request, timeout=_TIMEOUT)
+            except urllib.error.HTTPError as error:
+                error.close()
+                if error.code in (http.client.NOT_FOUND, http.client.GONE):
+                    raise Missing from None
+                if error.code < http.client.INTERNAL_SERVER_ERROR or not left:
+                    raise self._refused(f"{error.code} {error.reason}") from None
+            except (OSError, http.client.HTTPException) as error:
+                if not left:
+                    raise self._refused(getattr(error, "reason", None) or error) from None
+        raise AssertionError
+
+    def _refused(self, reason: object) -> ConfigError:
+        return ConfigError(
+            f"{shown(self._address)} cannot be read: {reason}; see that the server runs and that you may read there"
+        )
+
+
+class StoreObject:
+    """An object of a store that fsspec knows, or a folder of objects. Raises ConfigError: the store cannot do what is asked."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        try:
+            import fsspec
+        except ImportError:
+            raise self._fault("the package fsspec is not installed: pip install fsspec") from None
+        try:
+            self._files, self._path = fsspec.core.url_to_fs(address)
+        except (ImportError, ValueError) as error:
+            raise self._fault(error) from None
+        self._progress = fsspec.callbacks.Callback
+
+    def below(self, name: str) -> "StoreObject":
+        """What has this name in it."""
+        return StoreObject(with_suffix(self._address, f"/{name}"))
+
+    def state(self) -> State:
+        try:
+            self._files.invalidate_cache()  # what was listed before may have changed
+            facts = self._files.info(self._path)
+        except FileNotFoundError:
+            raise Missing from None
+        except Exception as error:  # each store has its own
+            raise self._fault(error) from None
+        tags = [str(facts[name]) for name in ("ETag", "etag", "md5Hash", "mtime", "LastModified") if facts.get(name)]
+        return State(int(facts.get("size") or 0), tags[0] if tags else "")
+
+    def read(self, start: int, state: State) -> Generator[bytes, None, None]:
+        try:
+            with self._files.open(self._path, "rb") as file:
+                file.seek(start)
+                while block := file.read(_BLOCK):
+                    yield block
+        except Exception as error:
+            raise Broken(redact_text(str(error))[:200] or type(error).__name__) from None
+
+    def entries(self) -> dict[str, int]:
+        """Names directly in it, as in a folder, and the bytes of each; none where there is no such folder."""
+
+        def listed() -> dict[str, int]:
+            self._files.invalidate_cache()
+            try:
+                found = self._files.ls(self._path, detail=True)
+            except FileNotFoundError:
+                return {}
+            return {PurePosixPath(facts["name"]).name: int(facts.get("size") or 0) for facts in found}
+
+        return self._patiently(listed, "listed", _PAUSES)
+
+    def steps(self) -> Iterator[int]:
+        """Of the folder of a run, the steps of its complete checkpoints, newest first: their manifest comes last."""
+        steps = {step for name in self.entries() if (step := step_of(name)) is not None}
+        for step in sorted(steps, reverse=True):
+            try:
+                self.below(f"{step_name(step)}/{MANIFEST_NAME}").state()
+            except Missing:
+                continue
+            yield step
+
+    def write(self, content: bytes | Path, *, beat: Callable[[], None] = lambda: None, patient: bool = True) -> None:
+        """Make or replace the object. `beat` is called as a file goes out; `patient`: ask again where the store fails."""
+
+        def sent() -> None:
+            if self._path.startswith("/"):  # no bucket, which is never made: its name may be a slip
+                self._files.makedirs(str(PurePosixPath(self._path).parent), exist_ok=True)
+            if isinstance(content, bytes):
+                self._files.pipe_file(self._path, content)
+            else:
+                callback = self._progress(hooks={"beat": lambda *_, **__: beat()})
+                self._files.put_file(str(content), self._path, callback=callback)
+
+        self._patiently(sent, "written", _PAUSES if patient else ())
+
+    def remove(self) -> None:
+        """Remove the object, or all that is in the folder; nothing may be there."""
+
+        def gone() -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self._files.rm(self._path, recursive=True)
+
+        self._patiently(gone, "removed", _PAUSES)
+
+    def _patiently(self, work: Callable[[], _T], done: str, pauses: Sequence[float]) -> _T:
+        for pause in (*pauses, None):
+            try:
+                return work()
+            except Exception as error:  # each store has its own
+                if pause is None or isinstance(error, (FileNotFoundError, PermissionError)):
+                    raise self._fault(error, done) from None
+                time.sleep(pause)
+        raise AssertionError
+
+    def _fault(self, reason: object, done: str = "read") -> ConfigError:
+        text = redact_text(str(reason))[:200] or type(reason).__name__
+        return ConfigError(f"{shown(self._address)} cannot be {done}: {text}")

@@ -1,0 +1,288 @@
+"""Checkpoints at an address: complete once the manifest is there, whatever fails or is killed before; by fsspec's own store of
+files, and where s3fs is installed by S3's protocol."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import megalite.data.stores as stores
+from megalite.checkpoint.manifest import CheckpointMissing
+from megalite.checkpoint.upload import Destination
+from megalite.cli import inspect
+from megalite.config.describe import replace
+from megalite.config.errors import CheckpointError, ConfigError
+from megalite.config.run import RunConfig
+from megalite.data.remote import fetch_checkpoint
+from megalite.data.stores import StoreObject
+from megalite.topology.group import Group
+from tests.checkpoint.inspecting import flip_last_bit
+from tests.checkpoint.samples import CPU, assert_holds, find, on_threads, save_as
+from tests.support.s3 import S3Server, serving_s3
+
+pytest.importorskip("fsspec")
+WRITES = 6
+"""Of two ranks: two files each, the manifest, `latest`."""
+
+
+class Killed(AssertionError):
+    """A rank is no more."""
+
+
+@pytest.fixture(autouse=True)
+def _hasty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(stores, "_PAUSES", (0.0, 0.0))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture(params=["file", "s3"])
+def address(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Of the folder of a run that is not there yet."""
+    if request.param == "file":
+        yield f"file://{tmp_path}/store/run"
+        return
+    pytest.importorskip("s3fs")
+    with serving_s3() as server:
+        _use(server, monkeypatch)
+        yield "s3://bucket/run"
+
+
+def destination(address: str, tmp_path: Path, **settings: Any) -> Destination:
+    return Destination(replace(RunConfig(), save=address, data_cache_path=str(tmp_path / "cache"), **settings))
+
+
+def save(to: Callable[[Group], Destination], step: int, log: Callable[[str], None] = pytest.fail) -> list[Any]:
+    """The checkpoint of a step from two ranks, its tensors of that seed; the results of the ranks."""
+
+    def of_rank(group: Group) -> str:
+        there = to(group)
+        path = save_as(there.folder, group, step=step, seed=step, host=there.host)
+        return there.upload(path, world=group, device=CPU, log=log)
+
+    return on_threads(2, of_rank)
+
+
+def names(address: str) -> dict[str, list[str]]:
+    run = StoreObject(address)
+    return {name: sorted(run.below(name).entries()) for name in sorted(run.entries()) if name.startswith("step")}
+
+
+def fetched(address: str, step: int | None = None) -> Path:
+    return fetch_checkpoint(address, step, say=lambda line: None)
+
+
+class Ends:
+    """Objects are written until the one of `number`; for it and all others an error is raised instead."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, number: int, error: Exception) -> None:
+        self.count, real = 0, StoreObject.write
+
+        def write(store: StoreObject, *args: Any, **kwargs: Any) -> None:
+            self.count += 1
+            if self.count >= number:
+                raise error
+            real(store, *args, **kwargs)
+
+        patch.setattr(StoreObject, "write", write)
+
+
+def test_a_checkpoint_goes_there_and_comes_back(address: str, tmp_path: Path) -> None:
+    there = destination(address, tmp_path)
+    assert there.newest() is None
+    with pytest.raises(CheckpointMissing, match="no complete checkpoint at "):
+        fetched(address)
+    for step in (1, 2):
+        assert save(lambda group: there, step) == [f"{address}/step-000000{step}"] * 2
+    assert there.newest() == 2 and list(there.folder.iterdir()) == [], "nothing stays here"
+    kinds = ("optimizer", "weights")
+    files = sorted(["manifest.json", *(f"{kind}-0000{rank}.safetensors" for kind in kinds for rank in (0, 1))])
+    assert names(address) == {"step-0000001": files, "step-0000002": files}
+    for step, found in ((2, fetched(address)), (1, fetched(address, 1))):
+        assert_holds(find(found), seed=step)
+
+
+@pytest.mark.parametrize("number", range(1, WRITES + 1))
+def test_killed_before_any_write_the_one_before_is_complete(address: str, tmp_path: Path, number: int) -> None:
+    there = destination(address, tmp_path)
+    save(lambda group: there, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        Ends(patch, number, Killed())
+        assert any(isinstance(result, Killed) for result in save(lambda group: there, 2))
+    newest = 2 if number == WRITES else 1  # of `latest`, which is for people
+    assert there.newest() == newest
+    assert_holds(find(fetched(address)), seed=newest)
+    again = destination(address, tmp_path)
+    again.remove_unfinished()
+    assert list(names(address)) == [f"step-000000{step}" for step in range(1, newest + 1)]
+    assert save(lambda group: again, 2) == [f"{address}/step-0000002"] * 2
+    assert again.newest() == 2 and list(again.folder.iterdir()) == []
+    assert_holds(find(fetched(address)), seed=2)
+
+
+def test_machines_have_folders_of_their_own(address: str, tmp_path: Path) -> None:
+    def on_machine(group: Group) -> Destination:
+        there = destination(address, tmp_path)
+        there.host = f"machine-{group.rank}"
+        there.folder = tmp_path / there.host
+        return there
+
+    for step in (1, 2):
+        assert save(on_machine, step) == [f"{address}/step-000000{step}"] * 2
+    assert_holds(find(fetched(address)), seed=2)
+    for rank in (0, 1):
+        assert list((tmp_path / f"machine-{rank}").iterdir()) == []
+
+
+def test_a_store_that_fails_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    address, asked = f"file://{tmp_path}/store/run", [0]
+    files = type(StoreObject(address)._files)
+    real = files.put_file
+
+    def put_file(*args: Any, **kwargs: Any) -> None:
+        asked[0] += 1
+        if asked[0] <= 2:  # of the three times that one file is tried
+            raise OSError("slow down")
+        real(*args, **kwargs)
+
+    monkeypatch.setattr(files, "put_file", put_file)
+    store = StoreObject(f"{address}/file")
+    store.write(Path(__file__))
+    assert asked == [3] and store.state().size == Path(__file__).stat().st_size
+    asked[0] = -1
+    with pytest.raises(ConfigError, match=f"{address}/file cannot be written: slow down"):
+        store.write(Path(__file__))
+
+
+def test_a_failed_upload_is_one_error_and_loses_nothing(address: str, tmp_path: Path) -> None:
+    there = destination(address, tmp_path)
+    save(lambda group: there, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        Ends(patch, 2, ConfigError("the store is full"))
+        errors = save(lambda group: there, 2)
+    kept = there.folder / "step-0000002"
+    assert all(isinstance(error, CheckpointError) for error in errors) and len({str(error) for error in errors}) == 1
+    assert str(errors[0]).startswith(
+        f"cannot save a checkpoint in {address}: the store is full; it is kept in {kept} (rank "
+    )
+    assert_holds(find(there.folder), seed=2)
+    assert there.newest() == 1
+    save(lambda group: there, 3)
+    assert there.newest() == 3 and list(there.folder.iterdir()) == [], "what was kept is no longer needed"
+
+
+def test_what_did_not_arrive_whole_is_not_complete(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, real = destination(address, tmp_path), StoreObject.write
+
+    def write(store: StoreObject, content: Any, **how: Any) -> None:
+        real(store, content.read_bytes()[:-1] if isinstance(content, Path) else content, **how)
+
+    monkeypatch.setattr(StoreObject, "write", write)
+    errors = save(lambda group: there, 2)
+    assert "/optimizer-00000.safetensors has " in str(errors[0]) and " bytes there, not " in str(errors[0])
+    assert there.newest() is None
+
+
+@pytest.mark.parametrize("file", ["weights-00001.safetensors", "manifest.json"])
+def test_a_damaged_one_is_passed_over(tmp_path: Path, file: str) -> None:
+    address, said = f"file://{tmp_path}/store/run", list[str]()
+    there = destination(address, tmp_path)
+    for step in (1, 2):
+        save(lambda group: there, step)
+    flip_last_bit(tmp_path / "store" / "run" / "step-0000002" / file)
+    assert_holds(find(fetch_checkpoint(address, None, say=said.append)), seed=1)
+    (line,) = [line for line in said if "passed over" in line]
+    assert line.startswith(f"checkpoint {address}/step-0000002 is passed over: {address}/step-0000002/{file}")
+    with pytest.raises(ConfigError, match=file):
+        fetched(address, 2)
+
+
+def test_retention(address: str, tmp_path: Path) -> None:
+    there = destination(address, tmp_path, keep_latest=2, keep_every=4)
+    for step in range(1, 8):
+        save(lambda group: there, step)
+        assert there.newest() == step
+    assert list(names(address)) == [f"step-000000{step}" for step in (4, 6, 7)]
+
+
+def test_what_cannot_be_removed_is_said(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there, said = destination(address, tmp_path, keep_latest=1), list[str]()
+    save(lambda group: there, 1)
+    real = StoreObject.remove
+
+    def remove(store: StoreObject) -> None:
+        if "step-0000001" in store._address:
+            raise ConfigError("it is held")
+        real(store)
+
+    monkeypatch.setattr(StoreObject, "remove", remove)
+    save(lambda group: there, 2, said.append)
+    assert said == [f"warning: {address}/step-0000002 is saved, but it is held"] and list(names(address)) == [
+        "step-0000001",
+        "step-0000002",
+    ]
+
+
+def test_the_same_step_again_has_no_file_of_the_former(address: str, tmp_path: Path) -> None:
+    there = destination(address, tmp_path)
+    save(lambda group: there, 1)
+    StoreObject(f"{address}/step-0000001/weights-00007.safetensors").write(b"of another layout")
+    save(lambda group: there, 1)
+    assert "weights-00007.safetensors" not in names(address)["step-0000001"]
+    assert_holds(find(fetched(address)), seed=1)
+
+
+def test_probe(address: str, tmp_path: Path) -> None:
+    there = destination(address, tmp_path)
+    there.probe(3)
+    assert StoreObject(address).entries() == {}
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        ConfigError, match=r"cannot save checkpoints to .*/file/run: .*/file/run/\.probe-00000 cannot be written"
+    ):
+        destination(f"file://{tmp_path}/file/run", tmp_path).probe(0)
+
+
+def test_inspect_takes_an_address(address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    there = destination(address, tmp_path)
+    for step in (1, 2):
+        save(lambda group: there, step)
+    assert inspect.main([address]) == 0
+    assert "sha256 OK" in capsys.readouterr().out
+    assert inspect.main(["--diff", address, str(fetched(address)), "--step", "2"]) == 0
+    assert inspect.main([f"{address}/none"]) == 2
+    assert "no complete checkpoint at " in capsys.readouterr().err
+
+
+def test_a_bucket_that_is_not_there_is_not_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("s3fs")
+    with serving_s3() as server:
+        _use(server, monkeypatch)
+        server.missing_buckets.add("slip")
+        with pytest.raises(ConfigError, match=r"s3://slip/run/\.probe-00000 cannot be written: "):
+            destination("s3://slip/run", tmp_path).probe(0)
+        server.refuses = lambda method, name: method == "DELETE" or method == "POST"
+        with pytest.raises(ConfigError, match=r"s3://bucket/run/\.probe-00000 cannot be removed: "):
+            destination("s3://bucket/run", tmp_path).probe(0)
+
+
+def test_large_files_go_in_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("s3fs")
+    content = bytes(range(256)) * (120 << 12)
+    (tmp_path / "large").write_bytes(content)
+    beats: list[None] = []
+    with serving_s3() as server:
+        _use(server, monkeypatch)
+        StoreObject("s3://bucket/large").write(tmp_path / "large", beat=lambda: beats.append(None))
+        assert server.objects["bucket/large"] == content and len(beats) > 2
+        assert any(method == "POST" for method, _ in server.asked)
+
+
+def _use(server: S3Server, patch: pytest.MonkeyPatch) -> None:
+    import s3fs
+
+    s3fs.S3FileSystem.clear_instance_cache()  # of clients of former servers
+    for name, value in server.environment.items():
+        patch.setenv(name, value)

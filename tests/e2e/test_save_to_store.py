@@ -1,0 +1,101 @@
+"""A run that saves to an address: killed amid an upload it continues from there on another layout, as if nothing had been.
+
+By fsspec's own store of files, and where s3fs is installed by S3's protocol."""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.data.stores import StoreObject
+from tests.e2e.forked import forked, still_running, train_forked
+from tests.e2e.programs import MOCKED, losses
+from tests.support.s3 import serving_s3
+
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(sys.platform != "linux", reason="forks")]
+
+STEPS = 6
+FLAGS = f"{MOCKED} --global-batch-size 4 --precision fp64 --lr 1e-3 --train-iters {STEPS} --log-interval 1".split()
+UPLOAD = 4
+"""Objects that rank 0 writes for a checkpoint: two files, the manifest and `latest`. The first of all is its probe."""
+
+
+@pytest.fixture(params=["file", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """The address of a run, and the environment for its clients."""
+    if request.param == "file":
+        yield f"file://{tmp_path}/store/run", {}
+        return
+    pytest.importorskip("s3fs")
+    with serving_s3() as server:
+        yield "s3://bucket/run", server.environment
+
+
+def die_at(number: int) -> None:
+    """This process is killed as it comes to write the object of that number."""
+    real, count = StoreObject.write, 0
+
+    def write(store: StoreObject, *args: Any, **kwargs: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(store, *args, **kwargs)
+
+    StoreObject.write = write  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("how", ["", "--async-save"])
+def test_killed_amid_an_upload_it_continues_on_another_layout(
+    store: tuple[str, dict[str, str]], tmp_path: Path, how: str
+) -> None:
+    address, environment = store
+    run_dir, whole = tmp_path / "run", tmp_path / "whole"
+    train_forked(1, *FLAGS, "--run-dir", whole, seconds=150).require_success()
+    words = [*FLAGS, "--run-dir", run_dir, "--data-cache-path", tmp_path / "cache", *how.split()]
+    words += ["--save", address, "--load", address, "--fresh-if-missing", "--save-interval", "2", "--keep-latest", "2"]
+    # Rank 0, before it uploads the manifest of step 4.
+    with forked(2, [*words, "--tp", "2"], tmp_path, before=partial(die_at, 1 + UPLOAD + 3), more=environment) as ranks:
+        assert still_running(ranks, 150) == [], (tmp_path / "0.out").read_text()
+        assert ranks[0].exitcode == -signal.SIGKILL, (tmp_path / "0.err").read_text()
+    said = train_forked(2, *words, "--pp", "2", seconds=150, more=environment).require_success().out
+    assert "of-step-0000002/step-0000002 (written by tp 2, pp 1, dp 1)" in said
+    assert f"saved {address}/step-0000006 in " in said and "waits in " in said
+    ours, theirs = losses(run_dir), losses(whole)
+    assert [step for step, _ in ours] == list(range(1, STEPS + 1))
+    assert [loss for _, loss in ours] == pytest.approx([loss for _, loss in theirs], rel=1e-9)
+    again = train_forked(1, *words, seconds=150, more=environment).require_success().out
+    assert "step-0000006 (written by tp 1, pp 2, dp 1)" in again and "nothing to do" in again
+    assert len(list((tmp_path / "cache").rglob("of-step-*"))) == 1, "of fetched checkpoints one is kept"
+
+
+def test_a_store_that_cannot_be_had_is_one_error_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    words = [*FLAGS, "--run-dir", tmp_path / "run", "--data-cache-path", tmp_path / "cache", "--save-interval", "2"]
+    failed = train_forked(2, *words, "--save", f"file://{tmp_path}/file/run", "--tp", "2", seconds=150)
+    assert failed.status == 2 and "step 1" not in failed.out
+    (error,) = set(failed.errors)
+    assert f"cannot save checkpoints to file://{tmp_path}/file/run: " in error and "give another --save" in error
+
+
+def test_what_is_there_is_converted_and_not_mixed_with_another_run(
+    store: tuple[str, dict[str, str]], tmp_path: Path
+) -> None:
+    address, environment = store
+    words = [*FLAGS, "--data-cache-path", tmp_path / "cache", "--save", address, "--save-interval", "3"]
+    train_forked(1, *words, seconds=150, more=environment).require_success()
+    convert: list[str | Path] = ["convert", address, tmp_path / "converted", "--to", "native", "--step", "3"]
+    at_home = {**environment, "HOME": str(tmp_path)}
+    train_forked(1, *convert, seconds=150, more=at_home, command="megalite.cli.main:main").require_success()
+    assert list((tmp_path / "converted").rglob("weights-*.safetensors"))
+    failed = train_forked(1, *words, seconds=150, more=environment)
+    assert failed.status == 2
+    assert failed.errors == [
+        f"error: {address} holds checkpoints up to step 6 but this run starts at step 0; add --load {address} to continue "
+        "from the newest, or give another --save"
+    ]
