@@ -73,6 +73,10 @@ def _facts(config: RunConfig, found: Rehearsal, memory: Sequence[RankMemory]) ->
         "synchronisations": [
             {"place": place, "why": why, "count": count} for (place, why), count in found.synchronisations.items()
         ],
+        "late_reads": [
+            {"place": place, "count": count, "least_kernels": least}
+            for place, (count, least) in found.late_reads.items()
+        ],
         "communication": [
             {"group": kind, "operation": name, "dtype": dtype, "count": count, "bytes": nbytes[kind, name, dtype]}
             for (kind, name, dtype), count in counts.items()
@@ -99,6 +103,13 @@ def _text(ranks: int, facts: Sequence[dict[str, Any]], faults: list[str] | None)
             places[key] = max(places[key], each["count"])
     lines += ["host waits for the device (most times a step on one rank):"]
     lines += table([[f"  {place}", why, f"{count}"] for (place, why), count in places.most_common(_SHOWN)], right={2})
+    late = {each["place"]: each for found in facts for each in found["late_reads"]}
+    if late:
+        lines += ["", "host reads of what began to come in an earlier action, which the device had more to do behind:"]
+        lines += [
+            f"  {place}: {each['count']} times, behind it {each['least_kernels']} kernels or more"
+            for place, each in late.items()
+        ]
     exchanged: dict[tuple[str, str, str], tuple[int, int]] = {}
     for found in facts:
         for each in found["communication"]:

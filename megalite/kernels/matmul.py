@@ -1,6 +1,7 @@
 """Matrix products of linear layers and of experts: output, input gradient, weight gradient; by torch or oneDNN."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import cached_property
 from itertools import accumulate
 from typing import Protocol
 
@@ -103,45 +104,73 @@ _grouped_mm = getattr(torch.nn.functional, "grouped_mm", None)
 """One launch for all groups, in bf16 alone; its rows must be multiples of 16 bytes long."""
 
 
-def grouped_matmul(x: Tensor, weight: Tensor, counts: Sequence[int], multiply: Matmul = matmul) -> Tensor:
-    """y[rows of e] = x[rows of e] · weight[e] for x [n, i], weight [E, i, o] and Σ counts = n -> [n, o].
+class GroupSizes:
+    """How many rows of a product each group has: on the device at once, and on the host where a kernel asks for that.
+
+    Args:
+        on_device: [E], int64.
+        read: gives the same as a list. The host may have to wait in it.
+    """
+
+    def __init__(self, on_device: Tensor, read: Callable[[], list[int]]) -> None:
+        self.on_device, self._read = on_device, read
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """Where the rows of each group end, int32 on the device."""
+        return self.on_device.cumsum(0, dtype=torch.int32)
+
+    @cached_property
+    def on_host(self) -> list[int]:
+        """[E]."""
+        return self._read()
+
+    def owners(self, rows: int) -> Tensor:
+        """The group of each row [rows]. The host waits for nothing."""
+        groups = torch.arange(self.on_device.numel(), device=self.on_device.device)
+        return groups.repeat_interleave(self.on_device, output_size=rows)
+
+    def slices(self) -> Iterator[tuple[int, slice]]:
+        """(group, its rows) of those that have any."""
+        for group, (stop, count) in enumerate(zip(accumulate(self.on_host), self.on_host)):
+            if count:
+                yield group, slice(stop - count, stop)
+
+
+def grouped_matmul(x: Tensor, weight: Tensor, sizes: GroupSizes, multiply: Matmul = matmul) -> Tensor:
+    """y[rows of e] = x[rows of e] · weight[e] for x [n, i], weight [E, i, o] and n rows in all groups -> [n, o].
 
     An expert's rows are consecutive, if it has any. `multiply` does one expert's, where they are not fused.
     """
     aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
-    if _grouped_mm is not None and x.is_cuda and x.dtype == torch.bfloat16 and aligned and x.shape[0] > 0:
-        return grouped_matmul_fused(x, weight, counts)
+    on_device = x.device.type != "cpu"  # the rehearsal's too
+    if _grouped_mm is not None and on_device and x.dtype == torch.bfloat16 and aligned and x.shape[0] > 0:
+        return grouped_matmul_fused(x, weight, sizes)
     y = x.new_empty(x.shape[0], weight.shape[2])
-    for expert, rows in _groups(counts):
-        multiply(x[rows], weight[expert], out=y[rows])
+    if x.shape[0] > 0:
+        for expert, rows in sizes.slices():
+            multiply(x[rows], weight[expert], out=y[rows])
     return y
 
 
-def grouped_matmul_fused(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-    """`grouped_matmul` by torch's fused kernel, for bf16."""
+def grouped_matmul_fused(x: Tensor, weight: Tensor, sizes: GroupSizes) -> Tensor:
+    """`grouped_matmul` by torch's fused kernel, for bf16. It reads the sizes on the device."""
     assert _grouped_mm is not None
-    # Summed on the host and copied from pinned memory: the host waits for nothing.
-    ends = torch.tensor([*accumulate(counts)], dtype=torch.int32, pin_memory=x.is_cuda)
-    return _grouped_mm(x, weight, offs=ends.to(x.device, non_blocking=True))
+    return _grouped_mm(x, weight, offs=sizes.ends)
 
 
 def accumulate_grouped_weight_grad(
     main_grad: Tensor,
     grad_y: Tensor,
     x: Tensor,
-    counts: Sequence[int],
+    sizes: GroupSizes,
     add_product: Callable[[Tensor, Tensor, Tensor], None] = accumulate_weight_grad,
 ) -> None:
     """main_grad[e] [o, i] += grad_y[rows of e]ᵀ · x[rows of e] for grad_y [n, o], x [n, i].
 
-    A GEMM for each expert, also on CUDA: the fused kernel has no form that adds in the main gradient's precision.
+    A GEMM for each expert, also on CUDA: the fused kernel has no form that adds in the main gradient's precision. The host
+    reads the sizes here, in the backward, long after they were on their way.
     """
-    for expert, rows in _groups(counts):
-        add_product(main_grad[expert], grad_y[rows], x[rows])
-
-
-def _groups(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
-    """(expert, its rows) of those that have any."""
-    for expert, (stop, count) in enumerate(zip(accumulate(counts), counts)):
-        if count:
-            yield expert, slice(stop - count, stop)
+    if x.shape[0] > 0:
+        for expert, rows in sizes.slices():
+            add_product(main_grad[expert], grad_y[rows], x[rows])

@@ -210,6 +210,7 @@ class ForwardContext:
     generating: bool = False
     next_tokens: NextTokens | None = None  # the rows are one token each, behind those that a cache holds
     full: "ForwardContext | None" = None  # for layers that have no window, where others have; None: this one
+    row_counts: dict[int, Any] | None = None  # by MoE layer, for when this pass runs again; None: it does not
 
     @property
     def tables(self) -> list[Tensor]:

@@ -213,6 +213,7 @@ class GPTStage(torch.nn.Module):
         position_documents: tuple[tuple[int, ...], ...] | None = None,
         auxiliary: AuxiliaryLosses | None = None,
         ahead: Ahead | None = None,
+        row_counts: dict[int, Any] | None = None,
     ) -> ForwardContext:
         """The context of a microbatch of training or evaluation.
 
@@ -223,6 +224,7 @@ class GPTStage(torch.nn.Module):
             attention_documents: per sample the first positions of its documents, if tokens see their own alone.
             position_documents: the same, if positions count from there.
             ahead: what the layers read that predict further tokens; None: they have no part in the pass.
+            row_counts: filled by MoE layers, and read by them when the pass runs again.
         """
         length = seq_length or self.seq_length
         if spans is None:
@@ -242,6 +244,7 @@ class GPTStage(torch.nn.Module):
             visibility=Visibility(window=self._window(length), document_starts=attention_documents),
             auxiliary=auxiliary,
             ahead=ahead,
+            row_counts=row_counts,
         )
 
     def generation_context(self, length: int) -> ForwardContext:

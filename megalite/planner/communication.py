@@ -337,13 +337,13 @@ class _Microbatch:
         """Norms of queries and of keys over the heads of all ranks, each way: a number a token."""
         return [("tp", "all-reduce", self._tokens * self._w)] * (2 * self._config.model.qk_norm_all_heads)
 
-    def _feed_forward(self, layer: int) -> list[Volume]:
-        """Forward, in the order in which they happen."""
+    def _feed_forward(self, layer: int, *, again: bool = False) -> list[Volume]:
+        """Forward, in the order in which they happen; `again`: a recomputed one, which has the counts of rows."""
         model, dense = self._config.model, [*self._enter, *self._leave]
         if not model.is_moe_layer(layer):
             return dense
         shared = dense if model.moe_shared_expert_intermediate_size else []
-        return [*self._routing(), *shared, *self._expert_rows(), *self._exchange]
+        return [*self._routing(again), *shared, *self._expert_rows(), *self._exchange]
 
     def _feed_forward_backward(self, layer: int) -> Iterator[Volume]:
         model = self._config.model
@@ -353,7 +353,7 @@ class _Microbatch:
         if moe:
             yield from (*self._expert_rows(), *self._exchange)
 
-    def _routing(self) -> Iterator[Volume]:
+    def _routing(self, again: bool) -> Iterator[Volume]:
         """Counts and choices, before any token travels."""
         model, p, training = self._config.model, self._config.parallel, self._config.training
         assert model.num_experts is not None
@@ -363,8 +363,9 @@ class _Microbatch:
         if model.moe_expert_capacity_factor is not None:
             numbers = 2 * training.micro_batch_size * model.moe_router_topk + 1
             yield "tp-cp", "all-gather", training.seq_length * numbers * self._w
-        yield "ep", "all-to-all", 8 * model.num_experts
-        yield "expert-tp", "all-gather", 8 * model.num_experts * p.expert_tp
+        if not again:
+            yield "ep", "all-to-all", 8 * model.num_experts
+            yield "expert-tp", "all-gather", 8 * model.num_experts * p.expert_tp
 
     def _expert_rows(self) -> list[Volume]:
         """To the experts and back; the backward takes the same ways."""
@@ -385,7 +386,7 @@ class _Microbatch:
             for first in range(layers.start, stop, unit):
                 again: list[Volume] = []
                 for index in range(first, min(first + unit, stop)):
-                    again += [*self._attention_forward(), *self._feed_forward(index)]
+                    again += [*self._attention_forward(), *self._feed_forward(index, again=True)]
                 exit_kept = self._config.model.hidden_dropout or self._config.model.post_norms
                 yield from again if exit_kept else _without_exit(again)
         elif training.recompute_granularity == "selective":
@@ -399,7 +400,7 @@ class _Microbatch:
                 if moe and "shared_experts" in training.recompute_modules:
                     yield from _without_exit([*self._enter, *self._leave])
                 if ("moe" if moe else "mlp") in training.recompute_modules:
-                    yield from _without_exit(self._feed_forward(index))
+                    yield from _without_exit(self._feed_forward(index, again=True))
 
 
 def _without_exit(volumes: list[Volume]) -> list[Volume]:

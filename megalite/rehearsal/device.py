@@ -155,6 +155,8 @@ class Device(TorchDispatchMode):
         self.memory, self.host = Memory(), Memory()  # of the device, and what is pinned in the host's
         self.kernels: Counter[str] = Counter()  # kernels by what ran: an action of the pipeline, or a phase of the step
         self.synchronisations: Counter[tuple[str, str]] = Counter()  # (place, why) where the host waits for the device
+        self.late_reads: dict[str, tuple[int, int]] = {}
+        """By place, where the host reads what began to come in an earlier action: how often, and after how many kernels at least."""
         self.launched = 0  # kernels so far
         self.running = "build"
         self._shadows: dict[int, tuple[Any, Tensor]] = {}
@@ -214,6 +216,12 @@ class Device(TorchDispatchMode):
     def synchronise(self, why: str) -> None:
         """The host waits here."""
         self.synchronisations[calling_line(), why] += 1
+
+    def read_later(self, kernels: int) -> None:
+        """The host reads here what was on its way before so many kernels."""
+        place = calling_line()
+        count, least = self.late_reads.get(place, (0, kernels))
+        self.late_reads[place] = count + 1, min(least, kernels)
 
     def _what_runs(self) -> str:
         return self.running

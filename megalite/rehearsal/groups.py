@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megalite.rehearsal.device import DEVICE, Device
 from megalite.topology.group import DONE, Group, Work
+from megalite.topology.host_memory import HostCopy
 from megalite.topology.layout import ParallelLayout
 from megalite.topology.sanitizer import calling_line
 from megalite.topology.topology import GATHERED, Topology, communicator_of
@@ -155,6 +156,29 @@ class RehearsedGroup(Group):
     def agree(self, error: BaseException | None, device: torch.device) -> None:
         if error is not None:
             raise error
+
+    def copy_to_host(self, tensor: Tensor) -> HostCopy:
+        return HostCopy(tensor) if tensor.device.type == "cpu" else RehearsedCopy(tensor, self.journal.device)
+
+
+class RehearsedCopy(HostCopy):
+    """To read it is a wait, unless the action in which it began is over: then all that this left to the device is behind it."""
+
+    def __init__(self, tensor: Tensor, device: Device) -> None:
+        values = device.shadow(tensor)
+        super().__init__(torch.zeros(tensor.shape, dtype=tensor.dtype) if values is None else values.clone())
+        self._device: Device | None = device
+        self._began = device.running, device.launched
+
+    def read(self) -> Tensor:
+        device, self._device = self._device, None
+        if device is not None:
+            action, launched = self._began
+            if device.running == action:
+                device.synchronise("copies to the host")
+            else:
+                device.read_later(device.launched - launched)
+        return super().read()
 
 
 class RehearsedHeartbeat(Heartbeat):

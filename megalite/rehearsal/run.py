@@ -42,6 +42,7 @@ class Rehearsal:
     host_bytes: int  # pinned in host memory at the peak
     kernels: Counter[str]
     synchronisations: Counter[tuple[str, str]]
+    late_reads: dict[str, tuple[int, int]]
 
 
 def rehearse(config: RunConfig, rank: int, programs: Programs | None = None) -> Rehearsal:
@@ -63,6 +64,7 @@ def rehearse(config: RunConfig, rank: int, programs: Programs | None = None) -> 
             first = len(journal.operations)
             device.kernels.clear()
             device.synchronisations.clear()
+            device.late_reads.clear()
             device.running = "start of the step"
             stepper.step(_batch(config, replica), before=progress, batch_size=size)
             progress = Progress(progress.step + 1, progress.samples + size)
@@ -82,6 +84,7 @@ def rehearse(config: RunConfig, rank: int, programs: Programs | None = None) -> 
         host_bytes=device.host.peak,
         kernels=device.kernels,
         synchronisations=device.synchronisations,
+        late_reads=device.late_reads,
     )
 
 

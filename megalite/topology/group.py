@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megalite.config.errors import CheckpointError, ConfigError
+from megalite.topology.host_memory import HostCopy
 from megalite.watchdog.heartbeat import UNWATCHED, Heartbeat, Lane
 
 if TYPE_CHECKING:  # loaded for groups that have it
@@ -275,6 +276,10 @@ class Group:
             return tensor
         with self.heartbeat.synchronise():
             return tensor.cpu()
+
+    def copy_to_host(self, tensor: torch.Tensor) -> HostCopy:
+        """Start to bring a small tensor to the host; reading it is a wait for the device if it has not come by then."""
+        return HostCopy(tensor, self.heartbeat)
 
     def agree(self, error: BaseException | None, device: torch.device) -> None:
         """Raise the same error on every rank if any rank has one, and return on all of them otherwise.

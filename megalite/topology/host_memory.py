@@ -4,8 +4,12 @@ On a CPU the same code runs: host and device are one memory, and a copy is done 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 
 import torch
+
+from megalite.watchdog.heartbeat import UNWATCHED, Heartbeat
 
 Event = torch.cuda.Event | None
 """Something on a stream; None: it has happened."""
@@ -41,6 +45,16 @@ class CopyStream:
                 target.copy_(source, non_blocking=True)
             return self._stream.record_event()
 
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """What is started inside comes after what the device has been asked to compute so far, and beside what follows."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
     def outlive(self, tensor: torch.Tensor) -> None:
         """A tensor of the device is let go: its memory is not to be used again before the copies so far are done."""
         if self._stream is not None:
@@ -54,6 +68,34 @@ class CopyStream:
         """What the device computes next comes after it."""
         if event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)
+
+
+@cache
+def shared_stream(device: torch.device) -> CopyStream:
+    """One for all small copies of a device."""
+    return CopyStream(device)
+
+
+class HostCopy:
+    """A small tensor on its way to the host, started where it is made, on the stream of that moment, and read later.
+
+    The host waits in `read`, unless the copy has ended by then.
+    """
+
+    done: Event = None
+
+    def __init__(self, tensor: torch.Tensor, heartbeat: Heartbeat = UNWATCHED) -> None:
+        self._heartbeat, self._values = heartbeat, tensor
+        if tensor.is_cuda:
+            self._values = pinned(tensor.shape, tensor.dtype, tensor.device).copy_(tensor, non_blocking=True)
+            self.done = torch.cuda.current_stream(tensor.device).record_event()
+
+    def read(self) -> torch.Tensor:
+        """The values, on the host."""
+        if self.done is not None and not self.done.query():
+            with self._heartbeat.synchronise():
+                self.done.synchronize()
+        return self._values
 
 
 class HostMemory:

@@ -318,6 +318,7 @@ class Stepper:
             if alone:
                 # A share is a batch by itself, and one of several parts of the step.
                 denominators *= self._shares
+        passed: dict[tuple[int, int], dict[int, Any]] = {}  # row counts of passes that an R will run again
 
         def forward(stage: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor:
             module = replica.stages[stage]
@@ -338,6 +339,9 @@ class Stepper:
             ):
                 factor = model.mtp_loss_scaling_factor
                 ahead = further_tokens(microbatches[microbatch], denominators, factor=factor, device=device)
+            counts = passed.pop((stage, microbatch), {})
+            if config.recompute_ahead and not counts:
+                passed[stage, microbatch] = counts
             context = module.context(
                 ids,
                 seq_length=length,
@@ -346,6 +350,7 @@ class Stepper:
                 position_documents=starts if replica.restarts_positions else None,
                 auxiliary=auxiliary,
                 ahead=ahead,
+                row_counts=None if config.recompute_granularity == "none" else counts,
             )
             if module.embedding is not None:
                 x = microbatches[microbatch].tokens.to(device, non_blocking=True)

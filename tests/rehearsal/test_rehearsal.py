@@ -148,16 +148,52 @@ def test_a_sharded_model_is_never_whole() -> None:
     assert found.build_peak_bytes < weights / 2
 
 
-def test_the_host_waits_once_a_step_and_for_the_counts_of_experts() -> None:
-    """In each MoE layer and microbatch once."""
+def test_the_host_waits_once_a_step() -> None:
     assert list(rehearsed("tp2-dp2-zero", 0).synchronisations.values()) == [1]
-    for layout in ("dp2-ep2", "tp2-ep2"):
-        waits = rehearsed(layout, 0).synchronisations
-        microbatches = 8 // LAYOUTS[layout][1].get("dp", 1)
-        in_dispatch = {
-            why: count for (place, why), count in waits.items() if place.startswith("models/moe/dispatch.py")
-        }
-        assert in_dispatch == {"copies to the host": 2 * microbatches}
+
+
+BF16: dict[str, Any] = {**MOE, "precision": "bf16"}
+EXPERTS: dict[str, tuple[int, dict[str, Any], int]] = {
+    "here": (1, BF16, 0),
+    "split": (2, {**BF16, "tp": 2, "etp": 2}, 0),
+    "elsewhere": (2, {**BF16, "dp": 2, "ep": 2}, 1),
+    "elsewhere, split": (4, {**BF16, "tp": 2, "dp": 2, "ep": 2, "etp": 2}, 1),
+    "with a capacity": (1, {**BF16, "moe_expert_capacity_factor": 1.0}, 1),
+    "one by one": (1, MOE, 1),
+}
+AGAIN: dict[str, dict[str, Any]] = {
+    "kept": {},
+    "full": {"recompute_granularity": "full"},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]},
+}
+
+
+@pytest.mark.parametrize("again", AGAIN)
+@pytest.mark.parametrize("experts", EXPERTS)
+def test_the_host_waits_for_rows_that_travel_and_once(experts: str, again: str) -> None:
+    """In the forward of each MoE layer and microbatch, and not where that is recomputed. In the backward it reads what has
+    come long before."""
+    world, settings, waits = EXPERTS[experts]
+    found = rehearse(tiny_config(world, **settings, **AGAIN[again]), 0)
+    passes = 2 * 8 // settings.get("dp", 1)
+    in_dispatch = [
+        count for (place, _), count in found.synchronisations.items() if place.startswith("models/moe/dispatch.py")
+    ]
+    assert sum(in_dispatch) == waits * passes
+    late = list(found.late_reads.values())
+    assert [count for count, _ in late] == [] if waits else [passes]
+    assert all(kernels > 20 for _, kernels in late)
+
+
+def test_a_stage_that_runs_again_has_the_counts_of_rows() -> None:
+    settings = {**BF16, "dp": 2, "ep": 2, "pp": 2, "recompute_granularity": "full", "recompute_ahead": True}
+    found = rehearse(tiny_config(4, **settings), 0)
+    in_dispatch = [
+        place for place, _ in found.synchronisations.elements() if place.startswith("models/moe/dispatch.py")
+    ]
+    assert len(in_dispatch) == 4
+    counts = [one for one in found.journal.operations[found.second_step :] if one.kind == "ep" and one.dtype == "int64"]
+    assert len(counts) == 4
 
 
 def test_memory_is_rounded_as_the_allocator_does_and_freed_storages_come_back() -> None:

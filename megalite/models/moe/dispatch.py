@@ -4,67 +4,136 @@ On the home rank the kept (token, expert) pairs are put in the order of experts.
 the rank of its expert; where experts are split over expert_tp, every rank of that group then gets the rows of all of
 its ranks. The way back mirrors this, and the home rank adds up each token's k outputs with the router's weights.
 
+The host waits for the device only to exchange rows over ep, or where tokens are dropped: once, for how many there will be.
+
 All sums have a fixed order: over the k choices of a token, and over the ranks of expert_tp in rank order.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megalite.kernels.matmul import GroupSizes
 from megalite.models.moe.router import Routing
 from megalite.topology.group import Group, Half, Work, conjugate
+from megalite.topology.host_memory import HostCopy, shared_stream
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RowCounts:
+    """How many rows each rank sends to each expert, as the ranks have told each other.
+
+    A forward that runs again in the backward takes those of the first time: it neither exchanges nor waits.
+    """
+
+    table: Tensor  # [etp, ep, E/ep]: what each rank of expert_tp gets from each rank of ep for each local expert
+    copy: HostCopy  # [E] that this rank sends, and behind it the table, unless that is the same
+
+    def await_on_device(self) -> None:
+        """The table comes beside what the device computes: before it is read there."""
+        shared_stream(self.table.device).await_on_device(self.copy.done)
+
+    def on_host(self) -> tuple[Tensor, Tensor]:
+        """Rows that are sent [ep, E/ep], and the table. The host waits if they have not come yet."""
+        etp, ep, local = self.table.shape
+        found = self.copy.read().view(-1, ep, local)
+        return found[0], found[-etp:]
+
+    def of_experts(self) -> list[int]:
+        """Rows of each local expert, on the host."""
+        return self.on_host()[1].sum(dim=(0, 1)).tolist()
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Route:
-    """How the rows of one microbatch travel, as seen by this rank."""
+    """How the rows of one microbatch travel, as seen by this rank. Its lists are known on the host once it has waited."""
 
-    pairs: Tensor  # [m]: the kept pairs (token·k + choice) in the order of experts; the order in which rows are sent
-    sent: list[int]  # rows for each rank of ep
-    received: list[int]  # rows from each rank of ep
-    gathered: list[int]  # rows that each rank of expert_tp has received; all of them come together before the experts
-    by_expert: Tensor | None  # the order of those by expert; None: they come in it
-    counts: list[int]  # rows of each local expert
+    order: Tensor  # [n·k]: all pairs (token·k + choice) by expert, the dropped ones last
+    drops: bool
+    counts: RowCounts
+    ep: Group
+    expert_tp: Group
+
+    @cached_property
+    def _known(self) -> list[int] | None:
+        """Rows of each rank of expert_tp, which nobody has to be asked for; None: it depends on what was chosen."""
+        return None if self.drops or self.ep.size > 1 else [self.order.numel()] * self.expert_tp.size
+
+    @cached_property
+    def pairs(self) -> Tensor:
+        """[m]: the kept pairs in the order of experts; the order in which rows are sent."""
+        return self.order[: sum(self.sent)] if self.drops else self.order
+
+    @cached_property
+    def sent(self) -> list[int]:
+        """Rows for each rank of ep."""
+        return self._known[:1] if self._known else self.counts.on_host()[0].sum(dim=1).tolist()
+
+    @cached_property
+    def received(self) -> list[int]:
+        """Rows from each rank of ep."""
+        return self._known[:1] if self._known else self.counts.on_host()[1][self.expert_tp.rank].sum(dim=1).tolist()
+
+    @cached_property
+    def gathered(self) -> list[int]:
+        """Rows that each rank of expert_tp has received; all of them come together before the experts."""
+        return self._known or self.counts.on_host()[1].sum(dim=(1, 2)).tolist()
+
+    @cached_property
+    def by_expert(self) -> Tensor | None:
+        """The order of those by expert; None: they come in it."""
+        table = self.counts.table
+        if self.expert_tp.size * self.ep.size == 1:
+            return None
+        self.counts.await_on_device()
+        labels = torch.arange(table.shape[2], device=table.device).repeat(self.expert_tp.size * self.ep.size)
+        return labels.repeat_interleave(table.flatten(), output_size=sum(self.gathered)).argsort(stable=True)
+
+    @cached_property
+    def sizes(self) -> GroupSizes:
+        """Rows of each local expert."""
+        self.counts.await_on_device()
+        return GroupSizes(self.counts.table.sum(dim=(0, 1)), self.counts.of_experts)
 
 
-def plan_route(routing: Routing, *, experts: int, ep: Group, expert_tp: Group) -> Route:
-    """Sort this rank's pairs by expert and agree with the other ranks on who sends how many rows.
+def plan_route(
+    routing: Routing, *, experts: int, ep: Group, expert_tp: Group, counts: RowCounts | None = None
+) -> Route:
+    """Sort this rank's pairs by expert and agree with the other ranks on who sends how many rows, unless that was done.
 
-    Collectives: an all-to-all of E counts over ep and an all-gather of E counts over expert_tp, int64 / none. The
-    host waits once: it must know the numbers of rows.
+    Collectives: without `counts` an all-to-all of E counts over ep and an all-gather of E counts over expert_tp, int64 /
+    none.
     """
     chosen = routing.chosen.flatten()
     if routing.kept is not None:
         chosen = torch.where(routing.kept.flatten(), chosen, experts)  # dropped ones to the end
-    sorted_pairs = chosen.sort(stable=True)
+    ordered = chosen.sort(stable=True)
+    counts = counts or _count_rows(ordered.values, experts, ep, expert_tp)
+    return Route(order=ordered.indices, drops=routing.kept is not None, counts=counts, ep=ep, expert_tp=expert_tp)
+
+
+def _count_rows(chosen: Tensor, experts: int, ep: Group, expert_tp: Group) -> RowCounts:
+    """Beside what the device computes next: the exchange of counts, and their way to the host."""
+    shape = expert_tp.size, ep.size, experts // ep.size
     # Where each expert's run begins; `bincount` would make the host wait for the largest value.
-    ours = torch.searchsorted(sorted_pairs.values, torch.arange(experts + 1, device=chosen.device)).diff()
-    per_rank = [experts // ep.size] * ep.size
-    theirs = torch.empty_like(ours)
-    ep.all_to_all(theirs, ours, per_rank, per_rank)
-    table = torch.empty(expert_tp.size, experts, dtype=ours.dtype, device=ours.device)
-    expert_tp.all_gather(table.view(-1), theirs)
-    # The one place where the host waits. Rows of (rank of expert_tp, rank of ep, local expert), in the order in which
-    # they come, behind those that are sent.
-    with ep.heartbeat.synchronise():
-        host = torch.cat((ours[None], table)).cpu()
-    host_sent, host_table = host[0].view(ep.size, -1).sum(dim=1).tolist(), host[1:].view(expert_tp.size, ep.size, -1)
-    gathered = host_table.sum(dim=(1, 2)).tolist()
-    by_expert = None
-    if expert_tp.size * ep.size > 1:
-        labels = torch.arange(experts // ep.size, device=ours.device).repeat(expert_tp.size * ep.size)
-        by_expert = labels.repeat_interleave(table.flatten(), output_size=sum(gathered)).argsort(stable=True)
-    return Route(
-        pairs=sorted_pairs.indices[: sum(host_sent)],
-        sent=host_sent,
-        received=host_table[expert_tp.rank].sum(dim=1).tolist(),
-        gathered=gathered,
-        by_expert=by_expert,
-        counts=host_table.sum(dim=(0, 1)).tolist(),
-    )
+    ours = torch.searchsorted(chosen, torch.arange(experts + 1, device=chosen.device)).diff()
+    aside = shared_stream(ours.device)
+    if ep.size * expert_tp.size == 1:
+        with aside.beside():
+            copy = ep.copy_to_host(ours)
+        return RowCounts(table=ours.view(shape), copy=copy)
+    theirs, table = torch.empty_like(ours), ours.new_empty(expert_tp.size, experts)
+    with aside.beside():
+        ep.all_to_all(theirs, ours, [shape[2]] * ep.size, [shape[2]] * ep.size)
+        expert_tp.all_gather(table.view(-1), theirs)
+        copy = ep.copy_to_host(torch.cat((ours[None], table)))
+    aside.outlive(ours)
+    aside.outlive(theirs)
+    return RowCounts(table=table.view(shape), copy=copy)
 
 
 def send_to_experts(
@@ -78,8 +147,15 @@ def send_to_experts(
     Collectives: all-to-all over ep, all-gather of unequal parts over expert_tp / reduce-scatter over expert_tp,
     all-to-all over ep.
     """
+    # The host waits for the numbers of rows behind this, so that the device has something to do; what runs under the
+    # exchange cannot come before it, since NCCL starts when all that was asked for before has been computed.
     rows = _TakeTokens.apply(x, route.pairs, topk)
-    rows = _all_to_all(rows, route.received, route.sent, ep, meanwhile)
+
+    def under() -> None:
+        _ = route.by_expert
+        meanwhile()
+
+    rows = _all_to_all(rows, route.received, route.sent, ep, under)
     if expert_tp.size > 1:  # gradients of one row are summed over ranks
         gather, reduce = _of_unequal_parts(route.gathered, expert_tp)
         rows = conjugate(rows, gather, reduce)

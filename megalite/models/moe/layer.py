@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.model import ModelConfig
-from megalite.kernels.matmul import Matmul, accumulate_grouped_weight_grad, grouped_matmul, matmul
+from megalite.kernels.matmul import GroupSizes, Matmul, accumulate_grouped_weight_grad, grouped_matmul, matmul
 from megalite.models.context import ForwardContext
 from megalite.models.mlp import MLP, activation_of
 from megalite.models.moe.dispatch import plan_route, return_to_tokens, send_to_experts
@@ -56,21 +56,21 @@ class Experts(torch.nn.Module):
             self.up_bias = factory.parameter(f"{name}.up.bias", stacked, shard_dim=split, decay=False, expert=True)
             self.down_bias = factory.parameter(f"{name}.down.bias", (count, h), decay=False, expert=True)
 
-    def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
-        """Rows [n, h] by expert, `counts` of each -> [n, h], to be summed over expert_tp. Collectives: none."""
+    def forward(self, rows: Tensor, sizes: GroupSizes) -> Tensor:
+        """Rows [n, h] by expert, `sizes` of each -> [n, h], to be summed over expert_tp. Collectives: none."""
         with self.saves.module("expert_fc1"):
-            inner = grouped_linear(rows, self.up, counts, self._up, bias=self.up_bias)
+            inner = grouped_linear(rows, self.up, sizes, self._up, bias=self.up_bias)
         with self.saves.module("mlp_act"):
             active = self.activation(inner)
         remaking = self.saves.remaking(active, self.activation, inner, kept_by="mlp_act")
         with remaking if self.recompute_activation else nullcontext():
-            return grouped_linear(active, self.down, counts, self._down, bias=self.down_bias, adds_bias=self.adds_bias)
+            return grouped_linear(active, self.down, sizes, self._down, bias=self.down_bias, adds_bias=self.adds_bias)
 
 
 def grouped_linear(
     x: Tensor,
     weight: ShardedParameter,
-    counts: list[int],
+    sizes: GroupSizes,
     multiply: Matmul = matmul,
     *,
     bias: ShardedParameter | None = None,
@@ -86,7 +86,7 @@ def grouped_linear(
 
     Collectives: none.
     """
-    return _GroupedLinear.apply(x, weight, bias, counts, multiply, adds_bias)
+    return _GroupedLinear.apply(x, weight, bias, sizes, multiply, adds_bias)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -96,40 +96,34 @@ class _GroupedLinear(torch.autograd.Function):
         x: Tensor,
         weight: ShardedParameter,
         bias: ShardedParameter | None,
-        counts: list[int],
+        sizes: GroupSizes,
         multiply: Matmul,
         adds_bias: bool,
     ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.counts, ctx.multiply = weight, bias, counts, multiply
-        y = grouped_matmul(x, _matrices(weight).transpose(1, 2), counts, multiply)
-        return y if bias is None or not adds_bias else y.add_(bias.flatten(1)[_owners(counts, y.device)])
+        ctx.weight, ctx.bias, ctx.sizes, ctx.multiply = weight, bias, sizes, multiply
+        y = grouped_matmul(x, _matrices(weight).transpose(1, 2), sizes, multiply)
+        return y if bias is None or not adds_bias else y.add_(bias.flatten(1)[sizes.owners(len(y))])
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), weight, counts = ctx.saved_tensors, ctx.weight, ctx.counts
+        (x,), weight, sizes = ctx.saved_tensors, ctx.weight, ctx.sizes
         grad_y = grad_y.contiguous()
-        grad_x, x = grouped_matmul(grad_y, _matrices(weight), counts, ctx.multiply), x.detach()
+        grad_x, x = grouped_matmul(grad_y, _matrices(weight), sizes, ctx.multiply), x.detach()
 
         def product(main_grad: Tensor | None) -> Tensor | None:
             if main_grad is None:
                 grad_weight = torch.zeros_like(weight)
-                accumulate_grouped_weight_grad(_matrices(grad_weight), grad_y, x, counts)
+                accumulate_grouped_weight_grad(_matrices(grad_weight), grad_y, x, sizes)
                 return grad_weight
-            accumulate_grouped_weight_grad(_matrices(main_grad), grad_y, x, counts, weight.accumulate_product)
+            accumulate_grouped_weight_grad(_matrices(main_grad), grad_y, x, sizes, weight.accumulate_product)
             return None
 
         grad_bias = None
         if ctx.bias is not None:  # one product: sums by index would add in any order on CUDA
-            experts = torch.arange(len(counts), device=grad_y.device).unsqueeze(1)
-            grad_bias = ((experts == _owners(counts, grad_y.device)).to(grad_y.dtype) @ grad_y).view(ctx.bias.shape)
+            experts = torch.arange(len(weight), device=grad_y.device).unsqueeze(1)
+            grad_bias = ((experts == sizes.owners(len(grad_y))).to(grad_y.dtype) @ grad_y).view(ctx.bias.shape)
         return grad_x, WeightGradient(weight, product).compute_or_defer(weight.deferred), grad_bias, None, None, None
-
-
-def _owners(counts: list[int], device: torch.device) -> Tensor:
-    """The local expert of each row [n]; the host waits for nothing."""
-    each = torch.tensor(counts, pin_memory=device.type == "cuda").to(device, non_blocking=True)
-    return torch.arange(len(counts), device=device).repeat_interleave(each, output_size=sum(counts))
 
 
 def _matrices(weight: Tensor) -> Tensor:
@@ -213,10 +207,12 @@ class MoELayer(torch.nn.Module):
         shared: "_SharedPass | None",
     ) -> Tensor:
         routing = self.router(x, positions, context)
-        route = plan_route(routing, experts=self.num_experts, ep=ep, expert_tp=expert_tp)
+        known, layer = {} if context.row_counts is None else context.row_counts, self.router.layer
+        route = plan_route(routing, experts=self.num_experts, ep=ep, expert_tp=expert_tp, counts=known.get(layer))
+        known[layer] = route.counts
         meanwhile = (lambda: None) if shared is None else shared.advance
         rows = send_to_experts(x.flatten(0, 1), route, topk=self.topk, ep=ep, expert_tp=expert_tp, meanwhile=meanwhile)
-        rows = self.experts(rows, route.counts)
+        rows = self.experts(rows, route.sizes)
         weights = routing.weights.flatten(0, 1)
         y = return_to_tokens(rows, route, weights, ep=ep, expert_tp=expert_tp, meanwhile=meanwhile)
         return y.view(x.shape)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megalite.cli.train import main
+from megalite.models.moe import dispatch
 from megalite.training.reporter import Reporter
 from megalite.training.step import Stepper
 from megalite.training.trainer import Trainer
@@ -43,12 +44,26 @@ def watch(runtime: ctypes.CDLL, steps: list[tuple[int, int]]) -> None:
     Trainer._step, Reporter.step, Stepper.step = counted, reported, computed  # type: ignore[method-assign]
 
 
+def share_rows_evenly() -> None:
+    """No kernel counts rows of experts; each gets as many as the others, once the host has waited for the counts."""
+    count = dispatch._count_rows
+
+    def counted(chosen: torch.Tensor, experts: int, *groups: Any) -> dispatch.RowCounts:
+        counts, each = count(chosen, experts, *groups), chosen.numel() // experts
+        read = counts.copy.read
+        counts.copy.read = lambda: read().fill_(each)  # type: ignore[method-assign]
+        return counts
+
+    dispatch._count_rows = counted
+
+
 if __name__ == "__main__":
     # cuDNN asks the driver for more than is played here.
     torch.backends.cuda.enable_cudnn_sdp(False)
     found: list[tuple[int, int]] = []
     runtime = ctypes.CDLL(os.environ["REHEARSED_RUNTIME"])
     watch(runtime, found)
+    share_rows_evenly()
     status = main(sys.argv[1:], program="pretrain_gpt.py")
     if os.environ.get("RANK", "0") == "0":
         Path(os.environ["REHEARSED_STEPS"]).write_text(json.dumps([*found[-1], runtime.rehearsal_limited()]))

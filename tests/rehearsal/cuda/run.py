@@ -78,6 +78,8 @@ CASES: dict[str, tuple[int, str]] = {
     "SGD": (1, "--optimizer sgd"),
     "bf16 moments": (1, "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --stochastic-rounding"),
     "experts": (2, "--num-experts 4 --ep 2 --moe-aux-loss-coeff 0.01"),
+    "experts, one rank": (1, "--num-experts 4"),
+    "experts, full recompute": (2, "--num-experts 4 --ep 2 --recompute-granularity full"),
     "experts, tp": (4, f"{LLAMA} --num-experts 4 --ep 2 --tp 2 --moe-router-topk 2 --sequence-parallel"),
 }
 """Name -> ranks and flags. Left out is what computed values decide: powersgd and the 1-bit optimizers look at gradients."""
