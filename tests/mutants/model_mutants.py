@@ -210,8 +210,8 @@ ATTENTION = (
     Mutant(
         "heads in qkv's order of kinds",
         "megalite/models/attention.py",
-        "parts = qkv.flatten(0, 1).split((qkv.shape[3] - 2, 1, 1), dim=2)",
-        "flat = qkv.flatten(0, 1); parts = [flat[:, :, 2:], flat[:, :, :1], flat[:, :, 1:2]]",
+        "q, k, v = qkv.split((self.queries, 1, 1), dim=2)",
+        "q, k, v = qkv[:, :, 2:], qkv[:, :, :1], qkv[:, :, 1:2]",
         f"{TRAJECTORY}[one-llama-fp64]",
         "rows of keys and values are taken for queries",
     ),
