@@ -9,10 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import groupby
 
 import torch
-from torch.autograd import Variable
 
 from megalite.data_parallel.facts import BucketKind, cut_into_buckets, padded
 from megalite.tensor_parallel.parameter import ShardedParameter
@@ -56,14 +55,14 @@ class Bucket:
         self.grad = torch.zeros(size, dtype=grad_dtype, device=first.device)
         for placed in self.placed:
             self._adopt(placed)
+        self._runs = [self._run(list(run)) for _, run in groupby(self.placed, self._alone)]
+        """What `collect` takes together: a matrix, or biases and norms that are neighbours."""
         if any(placed.parameter.draw is not None for placed in self.placed):
             free_storage(self.data)  # until `draw`
         if not allocate:
             free_storage(self.grad)
         self._awaited = 0
         self._on_full: Callable[[], None] = lambda: None
-        self._vectors: dict[Placed, torch.Tensor] = {}
-        """Gradients of biases and norms that the backward under way has given, by place."""
 
     def _adopt(self, placed: Placed) -> None:
         """Move the parameter's value, if it has one yet, into the buffer and let its gradients flow into the other."""
@@ -74,9 +73,20 @@ class Bucket:
         parameter.data = view
         parameter.main_grad = self.grad[placed.start : placed.stop].view(parameter.shape)
         parameter.grad_ready = self._note
-        # Parameters that are used outside our linear layers and lookups get their gradient from autograd.
-        parameter.grad_given = partial(self._take, placed)
-        parameter.register_post_accumulate_grad_hook(_grad_given)
+
+    @staticmethod
+    def _alone(placed: Placed) -> int | None:
+        return None if placed.parameter.dim() == 1 else placed.start
+
+    def _run(self, run: Sequence[Placed]) -> tuple[torch.Tensor, list[ShardedParameter]]:
+        return self.grad[run[0].start : run[-1].stop], [placed.parameter for placed in run]
+
+    def take_at_once(self) -> None:
+        """Take gradients from autograd as they come, without `collect`: the buffer is there for a while alone."""
+        self._runs.clear()
+        for placed in self.placed:
+            placed.parameter.grad_given = partial(self._take, placed.parameter)
+            placed.parameter.register_post_accumulate_grad_hook(_grad_given)
 
     def draw(self) -> None:
         """Give parameters that were to be drawn late their first values."""
@@ -98,34 +108,30 @@ class Bucket:
 
     def stop_counting(self) -> None:
         self._awaited = 0
-        self._vectors.clear()
+        for _, parameters in self._runs:
+            for parameter in parameters:
+                parameter.grad = None
 
-    def _take(self, placed: Placed) -> None:
-        """Move a gradient from autograd to the buffer. Vectors, of which a layer has up to eight, go at the backward's end,
-        neighbours in one addition; unless the buffer is there for a while alone."""
-        parameter = placed.parameter
+    @staticmethod
+    def _take(parameter: ShardedParameter) -> None:
+        """Move a gradient from autograd to the buffer."""
         grad, parameter.grad = parameter.grad, None
-        if grad is None:  # the layer's own backward has put it where it belongs
-            return
-        if grad.dim() != 1 or parameter.grad_wanted is not None:
+        if grad is not None:  # else the layer's own backward has put it where it belongs
             parameter.accumulate(grad)
-            return
-        if placed in self._vectors:
-            self._add_vectors()
-        if not self._vectors:
-            Variable._execution_engine.queue_callback(self._add_vectors)
-        self._vectors[placed] = grad
 
-    def _add_vectors(self) -> None:
-        places = sorted(self._vectors, key=lambda placed: placed.start)
-        ends = [index for index, (one, other) in enumerate(pairwise(places), 1) if one.stop != other.start]
-        for first, stop in pairwise((0, *ends, len(places))) if places else ():
-            grads = [self._vectors[placed] for placed in places[first:stop]]
-            sums = self.grad[places[first].start : places[stop - 1].stop]
-            sums.add_(grads[0] if len(grads) == 1 else torch.cat(grads))
-        self._vectors.clear()
-        for placed in places:
-            placed.parameter.report()
+    def collect(self) -> None:
+        """A backward is over: take what autograd has kept, of parameters that are used outside our linear layers and lookups.
+        A hook for each would take longer, and neighbours need one addition."""
+        for sums, parameters in self._runs:
+            grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
+            if 1 < len(grads) == len(parameters):
+                sums.add_(torch.cat(grads))
+                for parameter in parameters:
+                    parameter.grad = None
+                    parameter.report()
+            elif grads:
+                for parameter in parameters:
+                    self._take(parameter)
 
     def _note(self) -> None:
         if self._awaited > 0:

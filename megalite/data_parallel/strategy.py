@@ -79,8 +79,9 @@ class TensorState:
 class DataParallelStrategy(ABC):
     """Owns the buckets of this rank's stages. Its life in one step:
 
-    `begin_step`; during the program `enable_grad_sync` and `start_grad_sync`, stage by stage; `finish_grad_sync`;
-    `norm_terms` and, once they are summed over the world, `norms`; then `update`, unless gradients overflowed.
+    `begin_step`; during the program, stage by stage, `enable_grad_sync` before the last backward, `collect_grads` after
+    each, and `start_grad_sync`; `finish_grad_sync`; `norm_terms` and, once they are summed over the world, `norms`; then
+    `update`, unless gradients overflowed.
 
     Gradients come as this rank's part of the gradient of the mean over the global batch, which is their sum over the
     data-parallel ranks.
@@ -239,6 +240,11 @@ class DataParallelStrategy(ABC):
 
     def _start_when_full(self, bucket: Bucket, pending: Counter[torch.nn.Parameter] | None) -> None:
         bucket.start_counting(lambda: self._start(bucket), pending)
+
+    def collect_grads(self, stage: int) -> None:
+        """A backward of the stage is over: take what autograd has kept of it."""
+        for bucket in self.buckets[stage]:
+            bucket.collect()
 
     def start_grad_sync(self, stage: int) -> None:
         """The stage's gradients are final: start what `enable_grad_sync` has not."""

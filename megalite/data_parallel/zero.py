@@ -48,6 +48,7 @@ class GradientShards:
         self._own[bucket] = total, channel
         self._room = max(self._room, bucket.grad.numel() * 5 // 4)
         free_storage(bucket.grad)
+        bucket.take_at_once()
         for placed in bucket.placed:
             placed.parameter.grad_wanted = lambda: self._provide(bucket)
         self._await(bucket)

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from megalite.config.model import ModelConfig
 from megalite.kernels.attention import HALVES
+from megalite.kernels.autograd import Function
 
 
-class _MaskedDropout(torch.autograd.Function):
+class _MaskedDropout(Function):
     """x·keep / (1-p) for a boolean mask of x's shape; autograd would keep the mask in x's type."""
 
     @staticmethod
@@ -36,7 +37,7 @@ def add_dropped(residual: Tensor, branch: Tensor, bias: Tensor | None, keep: Ten
     return residual + masked_dropout(branch if bias is None else branch + bias, keep, p)
 
 
-class _RMSNorm(torch.autograd.Function):
+class _RMSNorm(Function):
     """RMSNorm in fp32 for half types (fp64 for fp64) that keeps x as it came."""
 
     @staticmethod
@@ -46,17 +47,21 @@ class _RMSNorm(torch.autograd.Function):
         inverse.rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
         ctx.offset = offset
-        return (exact * inverse).mul_(weight.to(exact.dtype) + offset).to(x.dtype)
+        return (exact * inverse).mul_(_factor(weight, exact.dtype, offset)).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight, inverse = ctx.saved_tensors
         normed = x * inverse  # in fp32 at least, as `inverse` is
         grad_weight = (grad * normed).flatten(0, -2).sum(0)
-        grad_normed = grad * (weight.to(inverse.dtype) + ctx.offset)
+        grad_normed = grad * _factor(weight, inverse.dtype, ctx.offset)
         mean = (grad_normed * normed).mean(dim=-1, keepdim=True)
         grad_x = grad_normed.sub_(normed.mul_(mean)).mul_(inverse)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None, None
+
+
+def _factor(weight: Tensor, dtype: torch.dtype, offset: float) -> Tensor:
+    return weight.to(dtype) + offset if offset else weight.to(dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
@@ -116,7 +121,7 @@ def squared_relu(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-class _Gated(torch.autograd.Function):
+class _Gated(Function):
     """f(gate)·up; the backward computes f(gate) again rather than keeping a third tensor of this size."""
 
     @staticmethod

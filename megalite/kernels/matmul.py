@@ -13,7 +13,7 @@ from torch import Tensor
 def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
     """a [..., i] · b [i, o] + bias [o] -> [..., o], in one type; b may be a transposed view. Into `out` for a [n, i]."""
     if out is None:
-        return F.linear(a, b.t(), bias)
+        return torch.matmul(a, b) if bias is None else F.linear(a, b.t(), bias)
     if bias is None:
         return torch.mm(a, b, out=out)
     return torch.addmm(bias, a, b, out=out)

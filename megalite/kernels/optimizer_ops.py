@@ -7,7 +7,6 @@ from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 
 class MomentSettings(TypedDict):
@@ -45,13 +44,11 @@ def adam(
     """
     if factor is not None:
         grad.mul_(factor)
-    updates = torch.full((), settings["step"] - 1, dtype=torch.float32, device=param.device)
-    adamw(
-        *([param], [grad], [exp_avg], [exp_avg_sq], [], [updates]),
-        **{name: value for name, value in settings.items() if name != "step"},  # type: ignore[arg-type]
-        fused=True,
-        amsgrad=False,
-        maximize=False,
+    step = torch.full((), settings["step"], dtype=torch.float32, device=param.device)
+    rest = {name: value for name, value in settings.items() if name != "step"}
+    # The kernel itself: what torch.optim does before it takes longer than a small update.
+    torch._fused_adamw_(  # type: ignore[call-overload]
+        *([param], [grad], [exp_avg], [exp_avg_sq], [], [step]), **rest, amsgrad=False, maximize=False
     )
     if copy is not None:
         copy.copy_(param)

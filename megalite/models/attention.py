@@ -1,7 +1,7 @@
 """Causal self-attention, multi-head or grouped-query, on a whole sequence or one split over cp."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -233,11 +233,11 @@ class Attention(AttentionCore):
         if self._shared is not None:
             qkv = self._shared(qkv)
         s, b = qkv.shape[:2]
-        qkv = qkv.view(s, b, self.groups, self.queries + 2, self.head_size)
+        qkv = qkv.view(s * b, self.groups, self.queries + 2, self.head_size)
         if self.q_norm is None and self.plain_rope and rope is not None and rope[0].shape[1] == 1:
-            q, k, v = self._turned_in_place(qkv, *rope)
+            q, k, v = self._turned_in_place(qkv, b, *rope)
         else:
-            q, k, v = self._split(qkv)
+            q, k, v = self._split(qkv, b)
             if self.q_norm is not None and self.k_norm is not None:
                 q, k = self.q_norm(q), self.k_norm(k)
                 if isinstance(self.q_norm, AllHeadsNorm):  # its input is a copy where queries are not
@@ -253,7 +253,8 @@ class Attention(AttentionCore):
                 k, v = (tensor.repeat_interleave(self.repeats, dim=2) for tensor in (k, v))
             grouped = q.unflatten(2, (self.groups * self.repeats, -1))
             packed = torch.cat((grouped, k.unsqueeze(3), v.unsqueeze(3)), dim=3)
-            q, k, v = self._split(sequence_to_heads(packed, cp=self.cp_heads, held=self.traded_spans(context)))
+            packed = sequence_to_heads(packed, cp=self.cp_heads, held=self.traded_spans(context))
+            q, k, v = self._split(packed.flatten(0, 1), b)
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (q, k, v))
         if cache is not None:
             if context.next_tokens is None:
@@ -261,11 +262,6 @@ class Attention(AttentionCore):
             else:
                 k, v = cache.append(self.name, k, v, context.next_tokens)
         return q, k, v
-
-    def _parts(self, qkv: Tensor) -> Sequence[Tensor]:
-        # Of more than four dimensions CUDA joins the gradients by a launch for each.
-        parts = qkv.flatten(0, 1).split((qkv.shape[3] - 2, 1, 1), dim=2)
-        return [part.unflatten(0, qkv.shape[:2]) for part in parts]
 
     def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """RoPE on the first `rotary_size` channels of queries or keys.
@@ -281,21 +277,23 @@ class Attention(AttentionCore):
             pairs = pairs.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return torch.cat((self._rope(pairs.contiguous(), cos, sin), rest), dim=-1)
 
-    def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[s, b, groups, queries + 2, d] -> queries [s, b, heads, d], keys and values [s, b, groups, d]."""
-        q, k, v = self._parts(qkv)
-        q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
-        # flatten copies the queries of several groups: views of the rest would keep all of qkv too.
-        if qkv.shape[3] > 3:
+    def _split(self, qkv: Tensor, b: int) -> tuple[Tensor, Tensor, Tensor]:
+        """[s·b, groups, queries + 2, d] -> queries [s, b, heads, d], keys and values [s, b, groups, d]."""
+        # Of more than four dimensions CUDA would join the gradients by a launch for each.
+        parts = qkv.split((qkv.shape[2] - 2, 1, 1), dim=2)
+        q, k, v = (part.reshape(-1, b, part.shape[1] * part.shape[2], self.head_size) for part in parts)
+        # The queries of several groups are a copy: views of the rest would keep all of qkv too.
+        if qkv.shape[2] > 3:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         return q, k, v
 
-    def _turned_in_place(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`_split` of qkv [s, b, groups, queries + 2, d], queries and keys rotated by one table [s, 1, 1, d/2] for all
-        sequences. They are read where the projection left them: a group is to the kernel as a sequence."""
-        q, k, v = self._parts(qkv)
-        q = self._rope(q.flatten(1, 2), cos, sin).view(*q.shape[:2], -1, self.head_size)
-        return q, self._rope(k.squeeze(3), cos, sin), v.squeeze(3).contiguous()
+    def _turned_in_place(self, qkv: Tensor, b: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`_split`, queries and keys rotated by one table [s, 1, 1, d/2] for all sequences. They are read where the
+        projection left them: a group is to the kernel as a sequence."""
+        s, groups, d = len(cos), self.groups, self.head_size
+        q, k, v = qkv.split((self.queries, 1, 1), dim=2)
+        q = self._rope(q.view(s, b * groups, self.queries, d), cos, sin).view(s, b, -1, d)
+        return q, self._rope(k.view(s, b, groups, d), cos, sin), v.view(s, b, groups, d).contiguous()
 
 
 def _visible(rows: Tensor, columns: Tensor, visibility: Visibility) -> Tensor:

@@ -1,7 +1,7 @@
 """One transformer block, with norms before its branches, on their outputs, or both."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from megalite.models.attention import Attention
 from megalite.models.context import ForwardContext, KeyValueCache
 from megalite.models.mlp import MLP
 from megalite.models.norm import Norm, ResidualNorm
-from megalite.models.recompute import Recompute, recomputed
+from megalite.models.recompute import NOTHING, Recompute, recomputed
 from megalite.tensor_parallel.parameter import ParameterFactory
 
 BRANCHES: Registry[Callable[..., Any]] = Registry(
@@ -105,7 +105,7 @@ class Block(torch.nn.Module):
     def _remaking(self, normed: Tensor, norm: Norm | None, x: Tensor, name: str) -> AbstractContextManager[None]:
         """Where norms are recomputed, what runs inside keeps nothing of norm(x)."""
         if not self.recompute_norms or norm is None:
-            return nullcontext()
+            return NOTHING
         return self.saves.remaking(normed, norm.normalize, x, kept_by=name)
 
     def feed_forward(self, x: Tensor, context: ForwardContext) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+NOTHING = nullcontext()
 Made = Tensor | tuple[Tensor, ...]
 Handle = Any
 """What stands for a saved tensor until the backward: itself, or a function that gives it."""
@@ -30,7 +31,7 @@ class SavedTensors:
 
     def module(self, name: str) -> AbstractContextManager[None]:
         """Around a part of a layer, for what treats the tensors of some parts in another way."""
-        return nullcontext()
+        return NOTHING
 
     @contextmanager
     def remaking(

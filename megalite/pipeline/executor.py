@@ -115,6 +115,9 @@ class GradientReducer(Protocol):
         each time that they are listed. All others are final.
         """
 
+    def collect_grads(self, stage: int) -> None:
+        """A backward of this stage is over."""
+
     def start_grad_sync(self, stage: int) -> None:
         """The stage's gradients are final: start reducing what has not been started."""
 
@@ -305,6 +308,8 @@ class Executor:
             if self._reducer is not None and self._completes[stage] == action:
                 self._reducer.enable_grad_sync(stage)
             _engine_backward(output, grad)
+        if self._reducer is not None:
+            self._reducer.collect_grads(stage)
         x = step.take_input(key)
         if x is None:
             return

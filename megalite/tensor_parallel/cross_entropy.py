@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.kernels.autograd import Function
 from megalite.kernels.cross_entropy import cross_entropy_backward, cross_entropy_forward
 from megalite.topology.group import Group
 
@@ -13,7 +14,7 @@ Kernel = tuple[Callable[..., Any], Callable[..., Tensor]]
 """Forward and backward over one rank's columns, as those of `megalite.kernels.cross_entropy`."""
 
 
-class _VocabParallelCrossEntropy(torch.autograd.Function):
+class _VocabParallelCrossEntropy(Function):
     """loss = log Σ exp(z) - z_label: each rank sends what its columns add to the sum, and the label's if it has it."""
 
     @staticmethod

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite.kernels.autograd import Function
 from megalite.kernels.matmul import PLAIN, Matmul, Products
 from megalite.tensor_parallel.mappings import gather_along_sequence, reduce_partial_sums
 from megalite.tensor_parallel.parameter import (
@@ -19,7 +20,7 @@ from megalite.tensor_parallel.ring_linear import Pieces, Ring, scattered_linear
 from megalite.topology.group import DONE, Group, Work
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(Function):
     """x·Wᵀ + bias; the backward overlaps the input gradient's collective with the weight gradient's GEMM.
 
     It contains Megatron-LM's f (copy or gather in, all-reduce or reduce-scatter back), so that the two overlap.
@@ -39,13 +40,12 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.weight, ctx.has_bias, ctx.products, ctx.pieces = weight, bias is not None, products, pieces
         ctx.tp, ctx.sequence_parallel = tp, sequence_parallel
-        vector = None if bias is None else bias.flatten()
         if tp is not None and sequence_parallel:
             if pieces is not None:
-                return pieces.gather(x, weight.flatten(0, -2).t(), vector)[0]
+                return pieces.gather(x, weight.flatten(0, -2).t(), bias)[0]
             x = gather_along_sequence(x, tp)
         ctx.of_x = products.measure(x)
-        return products.output(x, weight, vector, ctx.of_x)
+        return products.output(x, weight, bias, ctx.of_x)
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
@@ -57,7 +57,7 @@ class _Linear(torch.autograd.Function):
         multiply = None if pieces is not None else products.weight_grad(ctx.of_x, of_grad)
         gradient = linear_weight_gradient(weight, x, grad_rows, gather, multiply)
         # x is gathered again under the input gradient's product, and that travels under the weight gradient's.
-        if weight.deferred is None or not weight.deferred.is_deferring:
+        if gather is not None and (weight.deferred is None or not weight.deferred.is_deferring):
             gradient.start()
         if pieces is None:
             grad_x, reducing = _reduce_input_grad(ctx, products.input_grad(grad_y, weight, of_grad))
@@ -65,7 +65,8 @@ class _Linear(torch.autograd.Function):
             grad_x, reducing = pieces.scatter(grad_y, weight.flatten(0, -2))
         grad_weight = gradient.compute_or_defer(weight.deferred)
         grad_bias = grad_rows.sum(0) if ctx.has_bias else None
-        reducing.wait()
+        if reducing is not DONE:
+            reducing.wait()
         return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
@@ -198,7 +199,7 @@ class RowParallelLinear(torch.nn.Module):
         return y + self.bias if self.bias is not None and add_late_bias else y
 
 
-class _VocabularyLookup(torch.autograd.Function):
+class _VocabularyLookup(Function):
     """Rows of a table shard for the tokens in its range, zero for the others; the backward adds into main_grad."""
 
     @staticmethod

@@ -82,7 +82,7 @@ def _nothing() -> None:
     pass
 
 
-@dataclass
+@dataclass(slots=True)
 class WeightGradient:
     """One contribution to a weight's gradient, with all that it takes to compute it; see `DeferredGradient`.
 
@@ -124,7 +124,8 @@ def linear_weight_gradient(
             gathering = gather.all_gather_async(x, part)
 
     def product(main_grad: Tensor | None) -> Tensor | None:
-        gathering.wait()
+        if gathering is not DONE:
+            gathering.wait()
         x_rows = x.flatten(0, -2)
         if main_grad is not None and multiply is None:
             weight.accumulate_product(main_grad.flatten(0, -2), grad_rows, x_rows)

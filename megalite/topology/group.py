@@ -95,9 +95,11 @@ class Group:
     process_group: dist.ProcessGroup | None = None
     heartbeat: Heartbeat = UNWATCHED
     memory: "SharedMemory | None" = None
+    size: int = field(init=False)
     _lane: Lane = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "size", len(self.ranks))
         heartbeat = self.heartbeat if self.size > 1 else UNWATCHED
         object.__setattr__(self, "_lane", heartbeat.lane(self.name, self.ranks))
 
@@ -105,10 +107,6 @@ class Group:
     def solo(cls, name: str, rank: int = 0) -> "Group":
         """The group of one process: every collective is the identity."""
         return cls(name=name, ranks=(rank,), rank=0)
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
 
     @property
     def _uses_gloo(self) -> bool:

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cache
 
 import torch
 
@@ -109,6 +110,7 @@ class SpeedMeter:
         self._config = config
         self._world_size = world_size
         self._peak = device_peak_tflops(config, device)
+        self._flops_per_token = cache(lambda length: flops_per_token(config.model, length, "palm"))  # of every layer
         self._recompute = 1.0
         """FLOPs with recompute over the model's."""
         if config.training.recompute_granularity != "none":
@@ -122,7 +124,7 @@ class SpeedMeter:
         """Tokens and model FLOPs of the step that ends there."""
         length = sequence_length(self._config, after.step - 1)
         tokens = batch_size * length
-        return tokens, tokens * flops_per_token(self._config.model, length, "palm")
+        return tokens, tokens * self._flops_per_token(length)
 
     def speed(self, *, seconds: float, steps: int, tokens: float, flops: float) -> Speed:
         tokens = tokens / seconds

@@ -134,8 +134,7 @@ class Stepper:
         """
         replica, strategy, training = self._replica, self._replica.strategy, self._replica.config.training
         after = Progress(before.step + 1, before.samples + batch_size)
-        for stage in replica.stages.values():
-            stage.train()
+        self._set_mode(training=True)
         scale = replica.scaler.scale
         strategy.begin_step(after.step, loss_scale=scale)
         length = sequence_length(replica.config, before.step)
@@ -232,7 +231,7 @@ class Stepper:
     def _balance(self, chosen: Sequence[float]) -> None:
         """Move the biases of the routers here by the counts of the global batch, layer by layer."""
         experts = self._replica.config.model.num_experts or 0
-        for router in self._replica.routers:
+        for router in self._replica.routers if chosen else ():
             first = self._biased.index(router.layer) * experts
             router.balance(torch.tensor(chosen[first : first + experts], dtype=torch.float64))
 
@@ -289,11 +288,15 @@ class Stepper:
 
     def evaluate(self, microbatches: Sequence[Microbatch], *, first_sample: int, batch_size: int) -> float:
         """The objective on one global batch, without gradients and without dropout; the same on every rank."""
-        for stage in self._replica.stages.values():
-            stage.eval()
+        self._set_mode(training=False)
         length = self._replica.config.training.seq_length
         losses = self._run(microbatches, first_sample, batch_size, length, scale=1.0, auxiliary=None)
         return self._totals(self._replica.topology.world, losses)[0]
+
+    def _set_mode(self, *, training: bool) -> None:
+        for stage in self._replica.stages.values():
+            if stage.training != training:  # it visits every module
+                stage.train(training)
 
     def _run(
         self,
@@ -360,7 +363,8 @@ class Stepper:
             batch = microbatches[microbatch]
             losses = module(x, context, labels=batch.labels.to(device, non_blocking=True))
             assert denominators is not None
-            return masked_loss(losses, batch.loss_mask.to(device, non_blocking=True), denominators[0]) * scale
+            loss = masked_loss(losses, batch.loss_mask.to(device, non_blocking=True), denominators[0])
+            return loss if scale == 1.0 else loss * scale
 
         count = batch_size // (config.micro_batch_size * topology.dp.size)
         self._forward = forward

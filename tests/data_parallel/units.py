@@ -132,6 +132,7 @@ class UnitRun:
             if self.microbatch == MICROBATCHES - 1:
                 strategy.enable_grad_sync(0)
             loss.backward()
+            strategy.collect_grads(0)
         strategy.start_grad_sync(0)
         strategy.finish_grad_sync()
         self.steps += 1

@@ -128,6 +128,9 @@ class Watched(Rank):
         self.events.append(f"enable {stage}")
         self.strategy.enable_grad_sync(stage, pending)
 
+    def collect_grads(self, stage: int) -> None:
+        self.strategy.collect_grads(stage)
+
     def start_grad_sync(self, stage: int) -> None:
         self.events.append(f"start {stage}")
         self.strategy.start_grad_sync(stage)
@@ -179,12 +182,13 @@ class _Watch(torch.autograd.Function):
 def one_rank(num_stages: int, microbatches: range) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and gradients without a pipeline, microbatches ascending."""
     stages = {stage: build_stage(stage, num_stages) for stage in range(num_stages)}
-    strategy_of(stages, Group.solo("dp"))
-    losses = []
+    strategy, losses = strategy_of(stages, Group.solo("dp")), []
     for microbatch in microbatches:
         x = data(microbatch)
-        for stage in stages.values():
-            x = stage(x, microbatch)
+        for module in stages.values():
+            x = module(x, microbatch)
         x.backward()
+        for stage in stages:
+            strategy.collect_grads(stage)
         losses.append(x.item())
     return losses, gradients(stages)

@@ -56,6 +56,7 @@ class Oracle:
                 (batch,) = (each for each in batches if each.sample_ids == (sample,))
                 losses = stage(batch.tokens, stage.context(batch.sample_ids), labels=batch.labels)
                 ((losses * batch.loss_mask).sum() / tokens * self._dp).backward()
+                runner.replica.strategy.collect_grads(0)
             own = [parameter.main_grad for parameter in parameters]
             squares.append(sum(float(each.square().sum()) for each in own))
             total = [sum_ + each / self._dp for sum_, each in zip(total, own, strict=True)]
