@@ -181,9 +181,6 @@ def save_checkpoint(
     Collectives: a few `gather_json` over `world`, and what `tensors` does.
     """
     staging = folder / staging_name(step)
-    failure: Exception | None = _check_plan(plan)
-    # A rank with a bad plan takes part too: the others would wait for it.
-    needed = sum(world.gather_json(0 if failure else planned_bytes(plan), device))
     preamble = Manifest(
         step=step,
         files={},
@@ -196,7 +193,7 @@ def save_checkpoint(
         tokenizer=tokenizer,
     )
 
-    def begin() -> None:
+    def begin(needed: int) -> None:
         Manifest.from_json(preamble.to_json())
         if not make_folder and not folder.is_dir():
             raise CheckpointError("the folder is not there any more; it was when the run started")
@@ -205,14 +202,42 @@ def save_checkpoint(
         if free is not None and free < needed:  # rather than fill the disk for minutes and fail then
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    if failure is None and world.rank == 0:
-        failure = _failure_of(begin)
-    _agree_or_abandon(failure, staging, needed, world, device)
-    failure = _write_shards(staging, world, plan, tensors)
-    _agree_or_abandon(failure, staging, needed, world, device)
-    failure = _failure_of(lambda: publish(staging, preamble, world.size, log)) if world.rank == 0 else None
-    _agree_or_abandon(failure, staging, needed, world, device)
+    save_together(
+        staging,
+        plan,
+        begin=begin,
+        write=lambda: _write_shards(staging, world, plan, tensors),
+        publish=lambda: publish(staging, preamble, world.size, log),
+        world=world,
+        device=device,
+    )
     return folder / step_name(step)
+
+
+def save_together(
+    staging: Path,
+    plan: Sequence[SavedTensor],
+    *,
+    begin: Callable[[int], object],
+    write: Callable[[], Exception | None],
+    publish: Callable[[], object],
+    world: Group,
+    device: torch.device,
+) -> None:
+    """The steps of a save, each of which all ranks take or none: rank 0 begins, given the bytes of all ranks, every rank
+    writes, rank 0 publishes. Where one fails on any rank, `staging` is removed and all raise the same CheckpointError.
+
+    Collectives: four `gather_json`, and what `write` does.
+    """
+    failure: Exception | None = _check_plan(plan)
+    # A rank with a bad plan takes part too: the others would wait for it.
+    needed = sum(world.gather_json(0 if failure else planned_bytes(plan), device))
+    if failure is None and world.rank == 0:
+        failure = _failure_of(lambda: begin(needed))
+    _agree_or_abandon(failure, staging, needed, world, device)
+    _agree_or_abandon(write(), staging, needed, world, device)
+    failure = _failure_of(publish) if world.rank == 0 else None
+    _agree_or_abandon(failure, staging, needed, world, device)
 
 
 def _failure_of(work: Callable[[], object]) -> Exception | None:
@@ -224,7 +249,12 @@ def _failure_of(work: Callable[[], object]) -> Exception | None:
 
 
 def planned_bytes(plan: Sequence[SavedTensor]) -> int:
-    return sum(file_bytes(records) for records in _records_by_kind(plan).values())
+    return sum(planned_files(plan, 0).values())
+
+
+def planned_files(plan: Sequence[SavedTensor], rank: int) -> dict[str, int]:
+    """The files that a rank writes, and their bytes."""
+    return {_file_name(group, rank): file_bytes(records) for group, records in _records_by_kind(plan).items()}
 
 
 def _check_plan(plan: Sequence[SavedTensor]) -> CheckpointError | None:
