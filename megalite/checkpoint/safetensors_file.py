@@ -64,12 +64,7 @@ class SafetensorsWriter:
 
     def write(self, tensor: torch.Tensor) -> None:
         """Append the next tensor, of any device and strides; it must not change before `finish` has returned."""
-        record = self._pending.pop()
-        if tuple(tensor.shape) != record.shape or DTYPE_NAMES.get(tensor.dtype) != record.dtype:
-            raise CheckpointError(
-                f"{record.key}: the plan says {record.dtype} {list(record.shape)}, "
-                f"the tensor given is {tensor.dtype} {list(tensor.shape)}"
-            )
+        require_planned(self._pending.pop(), tensor)
         self._append(_bytes_of(tensor.detach().to("cpu").contiguous()))
 
     def write_blocks(self, blocks: Iterable[torch.Tensor]) -> None:
@@ -113,6 +108,15 @@ class SafetensorsWriter:
             except OSError as error:
                 raise named(error, self._path) from None
             self._progress()
+
+
+def require_planned(record: Record, tensor: torch.Tensor) -> None:
+    """Raise CheckpointError unless the tensor is what the file's header says."""
+    if tuple(tensor.shape) != record.shape or DTYPE_NAMES.get(tensor.dtype) != record.dtype:
+        raise CheckpointError(
+            f"{record.key}: the plan says {record.dtype} {list(record.shape)}, "
+            f"the tensor given is {tensor.dtype} {list(tensor.shape)}"
+        )
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -185,11 +185,6 @@ def save_checkpoint(
     Collectives: a few `gather_json` over `world`, and what `tensors` does.
     """
     staging = folder / staging_name(step)
-    failure: Exception | None = _check_plan(plan)
-    # A rank with a bad plan takes part too: the others would wait for it.
-    places, sizes = zip(*world.gather_json([host, 0 if failure else planned_bytes(plan)], device), strict=True)
-    needed = sum(size for place, size in zip(places, sizes, strict=True) if place == host)
-    leads = places.index(host) == world.rank
     preamble = Manifest(
         step=step,
         files={},
@@ -202,7 +197,7 @@ def save_checkpoint(
         tokenizer=tokenizer,
     )
 
-    def begin() -> None:
+    def begin(needed: int) -> None:
         Manifest.from_json(preamble.to_json())
         if not make_folder and not folder.is_dir():
             raise CheckpointError("the folder is not there any more; it was when the run started")
@@ -211,13 +206,47 @@ def save_checkpoint(
         if free is not None and free < needed:  # rather than fill the disk for minutes and fail then
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    save_together(
+        staging,
+        plan,
+        host=host,
+        begin=begin,
+        write=lambda: _write_shards(staging, world, plan, tensors),
+        publish=lambda: publish(staging, preamble, world.size, log),
+        world=world,
+        device=device,
+    )
+    return folder / step_name(step)
+
+
+def save_together(
+    staging: Path,
+    plan: Sequence[SavedTensor],
+    *,
+    host: str | None,
+    begin: Callable[[int], object],
+    write: Callable[[], Exception | None],
+    publish: Callable[[], object],
+    world: Group,
+    device: torch.device,
+) -> None:
+    """The steps of a save, each of which all ranks take or none: the first rank of a folder begins, given the bytes of its
+    ranks, every rank writes, the first publishes. Where one fails on any rank, `staging` is removed and all raise the same
+    CheckpointError. `host`: as for `save_checkpoint`.
+
+    Collectives: four `gather_json`, one more with `host`, and what `write` does.
+    """
+    failure: Exception | None = _check_plan(plan)
+    # A rank with a bad plan takes part too: the others would wait for it.
+    places, sizes = zip(*world.gather_json([host, 0 if failure else planned_bytes(plan)], device), strict=True)
+    needed = sum(size for place, size in zip(places, sizes, strict=True) if place == host)
+    leads = places.index(host) == world.rank
     settle = partial(_agree_or_abandon, staging=staging, needed=needed, leads=leads, world=world, device=device)
-    settle(_failure_of(begin) if failure is None and leads else failure)
-    settle(_write_shards(staging, world, plan, tensors))
+    settle(_failure_of(lambda: begin(needed)) if failure is None and leads else failure)
+    settle(write())
     if host is not None:
         settle(_share_parts(staging, leads, world, device))
-    settle(_failure_of(lambda: publish(staging, preamble, world.size, log)) if leads else None)
-    return folder / step_name(step)
+    settle(_failure_of(publish) if leads else None)
 
 
 def _share_parts(staging: Path, leads: bool, world: Group, device: torch.device) -> Exception | None:
@@ -242,7 +271,12 @@ def _failure_of(work: Callable[[], object]) -> Exception | None:
 
 
 def planned_bytes(plan: Sequence[SavedTensor]) -> int:
-    return sum(file_bytes(records) for records in _records_by_kind(plan).values())
+    return sum(planned_files(plan, 0).values())
+
+
+def planned_files(plan: Sequence[SavedTensor], rank: int) -> dict[str, int]:
+    """The files that a rank writes, and their bytes."""
+    return {_file_name(group, rank): file_bytes(records) for group, records in _records_by_kind(plan).items()}
 
 
 def _check_plan(plan: Sequence[SavedTensor]) -> CheckpointError | None:

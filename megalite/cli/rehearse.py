@@ -14,6 +14,7 @@ from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.partition.memory import RankMemory, planned_memory
 from megalite.partition.pipeline import layout_of
+from megalite.rehearsal.groups import Operation
 from megalite.rehearsal.proof import covered
 from megalite.rehearsal.run import Rehearsal, check, rehearse, rehearse_world
 from megalite.watchdog.processes import usable_cores
@@ -52,12 +53,8 @@ def run(flags: Namespace) -> int:
 
 def _facts(config: RunConfig, found: Rehearsal, memory: Sequence[RankMemory]) -> dict[str, Any]:
     layout = layout_of(config)
-    operations = found.journal.operations[found.second_step :]
-    counts = Counter((one.kind, one.name, one.dtype) for one in operations)
-    nbytes: Counter[tuple[str, str, str]] = Counter()
+    operations, save = found.journal.operations, found.save
     planned = memory[layout.coordinate(found.rank).pp]
-    for one in operations:
-        nbytes[one.kind, one.name, one.dtype] += one.nbytes
     return {
         "rank": found.rank,
         "coordinate": layout.coordinate(found.rank)._asdict(),
@@ -70,19 +67,37 @@ def _facts(config: RunConfig, found: Rehearsal, memory: Sequence[RankMemory]) ->
         "host_bytes": found.host_bytes,
         "planned_host_bytes": planned.host_bytes,
         "kernels": dict(found.kernels),
-        "synchronisations": [
-            {"place": place, "why": why, "count": count} for (place, why), count in found.synchronisations.items()
-        ],
+        "synchronisations": _waits(found.synchronisations),
         "late_reads": [
             {"place": place, "count": count, "least_kernels": least}
             for place, (count, least) in found.late_reads.items()
         ],
-        "communication": [
-            {"group": kind, "operation": name, "dtype": dtype, "count": count, "bytes": nbytes[kind, name, dtype]}
-            for (kind, name, dtype), count in counts.items()
-        ],
+        "communication": _communication(operations[found.second_step : save.first]),
         "overlap_lost": [each._asdict() for each in covered(found.journal, found.second_step)],
+        "save": {
+            "files": save.files,
+            "bytes": sum(save.files.values()),
+            "async_host_bytes": save.copies_bytes,
+            "peak_bytes": save.peak_bytes,
+            "synchronisations": _waits(save.synchronisations),
+            "communication": _communication(operations[save.first :]),
+        },
     }
+
+
+def _waits(counts: Counter[tuple[str, str]]) -> list[dict[str, Any]]:
+    return [{"place": place, "why": why, "count": count} for (place, why), count in counts.items()]
+
+
+def _communication(operations: Sequence[Operation]) -> list[dict[str, Any]]:
+    counts = Counter((one.kind, one.name, one.dtype) for one in operations)
+    nbytes: Counter[tuple[str, str, str]] = Counter()
+    for one in operations:
+        nbytes[one.kind, one.name, one.dtype] += one.nbytes
+    return [
+        {"group": kind, "operation": name, "dtype": dtype, "count": count, "bytes": nbytes[kind, name, dtype]}
+        for (kind, name, dtype), count in counts.items()
+    ]
 
 
 def _text(ranks: int, facts: Sequence[dict[str, Any]], faults: list[str] | None) -> list[str]:
@@ -103,12 +118,14 @@ def _text(ranks: int, facts: Sequence[dict[str, Any]], faults: list[str] | None)
             places[key] = max(places[key], each["count"])
     lines += ["host waits for the device (most times a step on one rank):"]
     lines += table([[f"  {place}", why, f"{count}"] for (place, why), count in places.most_common(_SHOWN)], right={2})
-    late = {each["place"]: each for found in facts for each in found["late_reads"]}
+    late: dict[str, tuple[int, int]] = {}
+    for each in (each for found in facts for each in found["late_reads"]):
+        count, least = late.get(each["place"], (0, each["least_kernels"]))
+        late[each["place"]] = max(count, each["count"]), min(least, each["least_kernels"])
     if late:
         lines += ["", "host reads of what began to come in an earlier action, which the device had more to do behind:"]
         lines += [
-            f"  {place}: {each['count']} times, behind it {each['least_kernels']} kernels or more"
-            for place, each in late.items()
+            f"  {place}: {count} times, behind it {least} kernels or more" for place, (count, least) in late.items()
         ]
     exchanged: dict[tuple[str, str, str], tuple[int, int]] = {}
     for found in facts:
@@ -131,12 +148,33 @@ def _text(ranks: int, facts: Sequence[dict[str, Any]], faults: list[str] | None)
             f"  {each['waited']} | {each['covered']}: {each['times']} times, {each['kernels']} kernels or more too early"
             for each in lost.values()
         ]
+    lines += _saves(facts)
     if faults is not None:
         lines += ["", *(f"fault: {fault}" for fault in faults)]
         if not faults:
             lines.append(
                 "in every group all ranks start the same operations with the same sizes in the same order, and nothing deadlocks"
             )
+    return lines
+
+
+def _saves(facts: Sequence[dict[str, Any]]) -> list[str]:
+    """What the ranks write of a checkpoint."""
+    head = ["  rank", "bytes", "files", "host memory of --async-save", "peak", "host waits"]
+    rows, exchanged = [head], Counter[tuple[str, str]]()
+    for found in facts:
+        save = found["save"]
+        waits = sum(each["count"] for each in save["synchronisations"])
+        written, copies, peak = (format_bytes(save[name]) for name in ("bytes", "async_host_bytes", "peak_bytes"))
+        rows.append([f"  {found['rank']}", written, f"{len(save['files'])}", copies, peak, f"{waits}"])
+        for each in save["communication"]:
+            key = each["operation"], each["group"]
+            exchanged[key] = max(exchanged[key], each["count"])
+    lines = ["", "a checkpoint of these steps: what each rank writes", *table(rows, right=set(range(1, len(head))))]
+    if exchanged:
+        said = (f"{count} {name} over {kind}" for (name, kind), count in exchanged.items())
+        lines.append(f"  its communication (most on one rank): {', '.join(said)}")
+    lines.append("  not rehearsed: writing and hashing, the manifest of rank 0, the removal of older checkpoints")
     return lines
 
 

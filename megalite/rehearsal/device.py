@@ -146,7 +146,7 @@ def _facts(value: Any) -> Any:
 class Device(TorchDispatchMode):
     """While it is entered, `meta` tensors are a device: counted, and answered for where the host looks at values.
 
-    Values that the host reads are made up: 0 of what was computed, and for experts a token count that is the same for
+    Values that the host reads are made up: 0 of what was computed, all of it finite, and for experts a token count that is the same for
     each. What follows from these counts by further operators is computed on the CPU as well (`shadow`).
     """
 
@@ -287,10 +287,20 @@ def _even_bounds(device: Device, args: Any, kwargs: Any) -> tuple[Any] | None:
     return (found,)
 
 
+def _all_are(device: Device, args: Any, kwargs: Any) -> tuple[Any] | None:
+    """`all`: what the device has computed is taken to be finite."""
+    if args[0].device.type != "meta":
+        return None
+    found = torch.empty((), dtype=torch.bool, device=DEVICE)
+    device.give(found, torch.ones((), dtype=torch.bool))
+    return (found,)
+
+
 _ANSWERS: dict[Any, Callable[[Device, Any, Any], tuple[Any] | None]] = {
     _aten._local_scalar_dense.default: _scalar,
     _aten._to_copy.default: _copy,
     _aten.searchsorted.Tensor: _even_bounds,
+    _aten.all.default: _all_are,
     _aten._fused_sdp_choice.default: lambda device, args, kwargs: (_FLASH,),
 }
 """Operators that need contents -> (result,), or None to let torch run them."""

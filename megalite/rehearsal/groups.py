@@ -148,12 +148,21 @@ class RehearsedGroup(Group):
         return self._record("receive", tensor)
 
     def gather_json(self, value: Any, device: torch.device) -> list[Any]:
+        self._exchange_text("gather_json", device)
         return [value] * self.size
 
     def broadcast_json(self, value: Any, device: torch.device) -> Any:
+        self._exchange_text("broadcast_json", device)
         return value
 
+    def _exchange_text(self, name: str, device: torch.device) -> None:
+        """Of any length: that may differ from rank to rank. On a device the host reads the length, and then the text."""
+        self._record(name, torch.empty(0, dtype=torch.uint8)).wait()
+        for _ in range(2 if self.size > 1 and device.type == DEVICE.type else 0):
+            self.journal.device.synchronise("reads what other ranks say")
+
     def agree(self, error: BaseException | None, device: torch.device) -> None:
+        self._exchange_text("gather_json", device)
         if error is not None:
             raise error
 

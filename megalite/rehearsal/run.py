@@ -1,16 +1,21 @@
 """A training step of one rank, without a device and without peers; all kinds of ranks of a layout, and what follows for the whole
 world."""
 
+import dataclasses
 import multiprocessing
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import torch
 
+from megalite.checkpoint.safetensors_file import require_planned
+from megalite.checkpoint.save import SavedTensor, planned_files, save_together
 from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
 from megalite.config.optimizer import OPTIMIZERS
@@ -19,11 +24,23 @@ from megalite.data.loader import Microbatch
 from megalite.optimizers.schedules import Progress, Schedules
 from megalite.partition.pipeline import layout_of
 from megalite.rehearsal.device import Device
-from megalite.rehearsal.groups import Journal, rehearsed_topology
+from megalite.rehearsal.groups import Journal, RehearsedGroup, rehearsed_topology
 from megalite.rehearsal.proof import asymmetries, deadlock, mismatches
 from megalite.topology.layout import ParallelLayout
-from megalite.training.replica import Programs, Replica, build_replica
+from megalite.training.replica import Programs, Replica, build_replica, consensus
+from megalite.training.saving import HostMemory, what_is_saved
 from megalite.training.step import Stepper
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save:
+    """What one rank does for a checkpoint after a step."""
+
+    files: dict[str, int]  # that it writes, with their bytes
+    copies_bytes: int  # host memory that an asynchronous save holds the copies in
+    peak_bytes: int  # device memory, at most until here
+    first: int  # its first operation
+    synchronisations: Counter[tuple[str, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +48,7 @@ class Rehearsal:
     """What one rank does in one step."""
 
     rank: int
-    journal: Journal  # of two steps
+    journal: Journal  # of two steps, and a save
     second_step: int  # the first operation of the second
     parameters: int  # elements that it holds
     built_bytes: int  # live once parameters, gradients and optimizer states that exist before the first step are there
@@ -43,11 +60,12 @@ class Rehearsal:
     kernels: Counter[str]
     synchronisations: Counter[tuple[str, str]]
     late_reads: dict[str, tuple[int, int]]
+    save: Save
 
 
 def rehearse(config: RunConfig, rank: int, programs: Programs | None = None) -> Rehearsal:
-    """Build rank `rank` of a validated config with its vocab_size set, and run its first two steps. Kernels and
-    synchronisations are those of the second: the first makes states that later ones have."""
+    """Build rank `rank` of a validated config with its vocab_size set, run its first two steps, and save.
+    Kernels and synchronisations are those of the second step: the first makes states that later ones have."""
     config = replace(config, seq_length_warmup=None)  # a step of full length
     layout = layout_of(config)
     device = Device()
@@ -68,23 +86,62 @@ def rehearse(config: RunConfig, rank: int, programs: Programs | None = None) -> 
             device.running = "start of the step"
             stepper.step(_batch(config, replica), before=progress, batch_size=size)
             progress = Progress(progress.step + 1, progress.samples + size)
-        end = device.memory.live
-    # In a V the first and the last stage share the embedding.
-    held = {parameter for stage in replica.stages.values() for parameter in stage.parameters()}
-    return Rehearsal(
-        rank=rank,
-        journal=journal,
-        second_step=first,
-        parameters=sum(parameter.numel() for parameter in held),
-        built_bytes=built,
-        build_peak_bytes=build_peak,
+        # In a V the first and the last stage share the embedding.
+        held = {parameter for stage in replica.stages.values() for parameter in stage.parameters()}
+        return Rehearsal(
+            rank=rank,
+            journal=journal,
+            second_step=first,
+            parameters=sum(parameter.numel() for parameter in held),
+            built_bytes=built,
+            build_peak_bytes=build_peak,
+            peak_bytes=device.memory.peak,
+            peak_place=device.memory.peak_place,
+            end_bytes=device.memory.live,
+            host_bytes=device.host.peak,
+            kernels=device.kernels.copy(),
+            synchronisations=device.synchronisations.copy(),
+            late_reads=device.late_reads.copy(),
+            save=_save(replica, journal),  # last: the device counts further
+        )
+
+
+def _save(replica: Replica, journal: Journal) -> Save:
+    """Save without a disk: the plan, the check of what is saved, the copies, the steps that ranks take together."""
+    device, first = journal.device, len(journal.operations)
+    device.running = "save"
+    device.synchronisations.clear()
+    config, host = replica.config.checkpoint, replica.topology.host
+    assert isinstance(host, RehearsedGroup)
+    background = dataclasses.replace(host, name="background", queue="background")  # of ranks on the host, apart
+
+    def together(plan: Sequence[SavedTensor], tensors: Sequence[torch.Tensor]) -> None:
+        def write() -> None:
+            for entry, tensor in zip(plan, tensors, strict=True):
+                require_planned(entry.record(entry.key), tensor)
+                if entry.is_stored and not config.async_save:
+                    device.synchronise("copies to the host")
+
+        staging = Path(config.save or "checkpoints") / ".rehearsed"
+        no_disk: dict[str, Any] = {"begin": lambda needed: None, "write": write, "publish": lambda: None}
+        save_together(staging, plan, host=None, **no_disk, world=background, device=torch.device("cpu"))
+
+    with consensus(replica, saved=True):
+        plan, tensors = what_is_saved(replica, 2, newest="")
+        copies_bytes = sum(tensor.nbytes for tensor in tensors)
+        if config.async_save:
+            tensors = HostMemory().copy(tensors)
+            device.synchronisations["training/saving.py", "waits for the copies"] += 1
+        else:
+            together(plan, tensors)
+    if config.async_save:
+        together(plan, tensors)
+    return Save(
+        files=planned_files(plan, replica.topology.rank),
+        copies_bytes=copies_bytes,
         peak_bytes=device.memory.peak,
-        peak_place=device.memory.peak_place,
-        end_bytes=end,
-        host_bytes=device.host.peak,
-        kernels=device.kernels,
-        synchronisations=device.synchronisations,
-        late_reads=device.late_reads,
+        first=first,
+        synchronisations=device.synchronisations.copy(),
     )
 
 

@@ -21,6 +21,7 @@ from megalite.config.registry import Registry
 from megalite.config.run import RunConfig
 from megalite.optimizers.schedules import Progress
 from megalite.topology.group import Group
+from megalite.topology.host_memory import pinned
 from megalite.topology.tree import host_group
 from megalite.training.non_finite import require_finite
 from megalite.training.replica import Replica, consensus
@@ -75,7 +76,7 @@ class HostMemory:
         """Have the memory for copies of these."""
         if [(one.shape, one.dtype) for one in self._buffers] != [(one.shape, one.dtype) for one in tensors]:
             self._buffers = []
-            self._buffers = [torch.empty(one.shape, dtype=one.dtype, pin_memory=one.is_cuda) for one in tensors]
+            self._buffers = [pinned(one.shape, one.dtype, one.device) for one in tensors]
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The values of now, contiguous and on the CPU; overwritten by the next call."""
@@ -154,6 +155,20 @@ def _writer(
         return path
 
     return write
+
+
+def what_is_saved(replica: Replica, step: int, *, newest: str) -> tuple[list[SavedTensor], list[torch.Tensor]]:
+    """What this rank writes of a step, found to be finite where that is asked for. Inside `consensus`.
+
+    Args:
+        newest: which checkpoint there is, for the error.
+
+    Collectives: with `check_weights_before_save` a gather over the world.
+    """
+    saved = state_tensors(replica)
+    if replica.config.checkpoint.check_weights_before_save:
+        require_finite(saved, step, newest=newest, world=replica.topology.world, device=replica.topology.device)
+    return [entry for entry, _ in saved], [tensor for _, tensor in saved]
 
 
 class Saver:
@@ -245,12 +260,9 @@ class Saver:
         started = time.monotonic()
         group, cpu = self._background, torch.device("cpu")
         with consensus(self._replica, saved=True):
-            saved = state_tensors(self._replica)
-            if self._config.check_weights_before_save:
-                none = f"there is none in {self.name} from this start"
-                newest = none if self.saved_at is None else f"the newest is of step {self.saved_at}"
-                require_finite(saved, progress.step, newest=newest, world=self._world, device=self._device)
-            plan, tensors = [entry for entry, _ in saved], [tensor for _, tensor in saved]
+            none = f"there is none in {self.name} from this start"
+            newest = none if self.saved_at is None else f"the newest is of step {self.saved_at}"
+            plan, tensors = what_is_saved(self._replica, progress.step, newest=newest)
             write = _writer(
                 self._replica,
                 self.folder,

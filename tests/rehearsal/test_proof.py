@@ -10,7 +10,7 @@ import torch
 from megalite.cli.main import main
 from megalite.config.errors import ConfigError
 from megalite.partition.pipeline import layout_of
-from megalite.rehearsal import groups
+from megalite.rehearsal import groups, run
 from megalite.rehearsal.device import Device
 from megalite.rehearsal.groups import Journal, Operation, RehearsedGroup
 from megalite.rehearsal.proof import asymmetries, covered, deadlock, mismatches
@@ -18,6 +18,8 @@ from megalite.rehearsal.run import check, corners, rehearse, rehearse_world
 from megalite.topology.group import Group
 from megalite.topology.layout import ParallelLayout
 from megalite.training import step
+from megalite.training.replica import Replica
+from megalite.training.saving import what_is_saved
 from tests.support.tiny import LLAMA, tiny_config
 
 Z1 = {"dp_strategy": "distributed-optimizer", "overlap_param_gather": True}
@@ -70,6 +72,17 @@ def test_an_operation_of_one_rank_alone_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(step, "token_denominators", counts_twice)
     faults = rehearse_world(tiny_config(4, tp=2, dp=2)).faults
     assert any("ranks 0 and 3" in fault and "all_reduce sum of 1 float64" in fault for fault in faults)
+
+
+def test_a_rank_that_says_more_while_it_saves_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def says_more(replica: Replica, step: int, *, newest: str) -> Any:
+        if replica.topology.rank == 3:
+            replica.topology.world.gather_json("again", replica.topology.device)
+        return what_is_saved(replica, step, newest=newest)
+
+    monkeypatch.setattr(run, "what_is_saved", says_more)
+    faults = rehearse_world(tiny_config(4, tp=2, dp=2)).faults
+    assert any("gather_json" in fault and "over world" in fault and "in save" in fault for fault in faults)
 
 
 def test_a_swapped_pair_is_found_and_named() -> None:
@@ -173,6 +186,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert main(["rehearse", *FLAGS.split(), "--all-kinds", "--workers", "1"]) == 0
     said = capsys.readouterr().out
     assert "two steps of 4 of 8 ranks, without devices or peers" in said
+    assert "a checkpoint of these steps: what each rank writes" in said and "4 gather_json over background" in said
     assert "in every group all ranks start the same operations" in said and "training/step.py:" in said
     assert main(["rehearse", *FLAGS.split(), "--rank", "5", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -180,6 +194,11 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     (rank,) = found["ranks"]
     assert (rank["rank"], rank["coordinate"]) == (5, {"tp": 1, "cp": 0, "dp": 0, "pp": 1})
     assert 0 < rank["built_bytes"] < rank["peak_bytes"] and rank["planned_bytes"] > 0
+    assert list(rank["save"]["files"]) == ["weights-00005.safetensors", "optimizer-00005.safetensors"]
+    assert rank["save"]["bytes"] > rank["save"]["async_host_bytes"] > 0
+    assert {"group": "background", "operation": "gather_json", "dtype": "uint8", "count": 4, "bytes": 0} in rank[
+        "save"
+    ]["communication"]
     half = 32 * 64 * 2 // 2  # of a message, on each of the two tensor-parallel ranks
     message = {"group": "edge", "operation": "receive", "dtype": "bfloat16", "count": 4, "bytes": 4 * half}
     assert message in rank["communication"]

@@ -1,6 +1,7 @@
 """What a rehearsed rank does is what a real one does: operations, memory, and where the host waits."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,12 +9,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megalite.optimizers.schedules import Progress
 from megalite.partition.memory import rank_memory
 from megalite.partition.pipeline import plan_stages
 from megalite.rehearsal.device import Memory, allocated
 from megalite.rehearsal.run import Rehearsal, rehearse
 from megalite.topology.group import Group
 from megalite.training.replica import build_replica
+from megalite.training.saving import save
 from megalite.watchdog.heartbeat import Heartbeat, Lane, Waitable
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import LLAMA, Runner, build, tiny_config
@@ -79,7 +82,10 @@ def test_operations_are_those_of_a_real_step(layout: str) -> None:
     world, settings = LAYOUTS[layout]
     for rank, real in enumerate(run_ranks(world, real_operations, world, settings)):
         found = rehearsed(layout, rank)
-        ours = [(one.kind, one.name.split()[0], one.nbytes) for one in found.journal.operations[found.second_step :]]
+        ours = [
+            (one.kind, one.name.split()[0], one.nbytes)
+            for one in found.journal.operations[found.second_step : found.save.first]
+        ]
         for kind in {kind for kind, _, _ in (*real, *ours)}:
             wanted = [(name, size) for of, name, size in real if of == kind]
             mine = [(name, size) for of, name, size in ours if of == kind]
@@ -194,6 +200,34 @@ def test_a_stage_that_runs_again_has_the_counts_of_rows() -> None:
     assert len(in_dispatch) == 4
     counts = [one for one in found.journal.operations[found.second_step :] if one.kind == "ep" and one.dtype == "int64"]
     assert len(counts) == 4
+
+
+def real_save(context: RankContext, world: int, settings: dict[str, Any], folder: str) -> None:
+    runner = Runner(build(context, tiny_config(world, **settings)))
+    runner.step()
+    runner.step()
+    save(runner.replica, Path(folder), Progress(2, 16), tokenizer=None)
+
+
+@pytest.mark.parametrize("layout", ["tp2-dp2-zero", "dp2-ep2", "zb-v"])
+def test_a_save_writes_the_files_of_a_real_one(layout: str, tmp_path: Path) -> None:
+    world, settings = LAYOUTS[layout]
+    run_ranks(world, real_save, world, settings, str(tmp_path))
+    written = {path.name: path.stat().st_size for path in tmp_path.glob("step-*/*.safetensors")}
+    found = [rehearsed(layout, rank).save for rank in range(world)]
+    assert {name: size for save in found for name, size in save.files.items()} == written
+    # Each tensor comes to the host as it is written, and once before it is asked whether all are finite.
+    entries = [sum(save.synchronisations.values()) for save in found]
+    assert all(count > 10 for count in entries)
+
+
+def test_an_asynchronous_save_holds_copies_of_all_that_is_written() -> None:
+    world, settings = LAYOUTS["tp2-dp2-zero"]
+    config = tiny_config(world, **settings, async_save=True, save="checkpoints", save_interval=1)
+    found = rehearse(config, 1).save
+    assert found.copies_bytes == rehearsed("tp2-dp2-zero", 1).save.copies_bytes
+    assert found.copies_bytes == pytest.approx(sum(found.files.values()), rel=0.1)
+    assert sum(found.synchronisations.values()) == 4  # for what is finite, what others say of it, and the copies
 
 
 def test_memory_is_rounded_as_the_allocator_does_and_freed_storages_come_back() -> None:

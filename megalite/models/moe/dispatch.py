@@ -25,7 +25,7 @@ from megalite.topology.host_memory import HostCopy, shared_stream
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RowCounts:
-    """How many rows each rank sends to each expert, as the ranks have told each other.
+    """How many rows each rank sends to each expert, as the ranks have exchanged it.
 
     A forward that runs again in the backward takes those of the first time: it neither exchanges nor waits.
     """
@@ -60,7 +60,7 @@ class Route:
 
     @cached_property
     def _known(self) -> list[int] | None:
-        """Rows of each rank of expert_tp, which nobody has to be asked for; None: it depends on what was chosen."""
+        """Rows of each rank of expert_tp, which no rank has to ask for; None: it depends on what was chosen."""
         return None if self.drops or self.ep.size > 1 else [self.order.numel()] * self.expert_tp.size
 
     @cached_property

@@ -67,7 +67,9 @@ class Pricing:
         if wide or not self.stack.float8_rate:
             return found
         cast = (2.0 * self.work.element + 1.0) * batch
-        return found + Piece(self.moved(cast * (m * k + n * k / self.work.weight_uses), 2.0), self.moved(cast * m * n), Parts())
+        return found + Piece(
+            self.moved(cast * (m * k + n * k / self.work.weight_uses), 2.0), self.moved(cast * m * n), Parts()
+        )
 
     def moved(self, volume: Number, operations: Number = 1.0) -> Parts:
         rate = self.cluster.accelerator.memory_bandwidth * self.cluster.efficiency.memory
