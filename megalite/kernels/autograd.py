@@ -1,4 +1,4 @@
-"""The base of the functions with backwards of their own that every layer calls."""
+"""The base of the autograd functions that every layer calls."""
 
 from typing import Any
 
