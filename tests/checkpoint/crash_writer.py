@@ -1,76 +1,42 @@
-"""A program that saves a checkpoint and is killed with SIGKILL at every system call that changes the disk, in turn.
+"""A process that saves a checkpoint and is killed with SIGKILL at every system call that changes the disk, in turn.
 
-    python -m tests.checkpoint.crash_writer FOLDER SCENARIO
-
-To be run with OMP_NUM_THREADS=1: a torch that has started a pool of threads, or been told how many to use, does not
-survive the fork. It imports torch once and forks a process for each point; of a new save two threads are the ranks, of
-one that replaces another one. After each kill it checks FOLDER: every visible checkpoint must verify, and a new save
-must succeed and leave nothing behind.
-Prints a JSON object: the points hit by kind of call, and the failures.
+It is a fork of the fork server, since a torch that has started a pool of threads does not survive another fork, and forks for
+each point; of a new save two threads are the ranks, of one that replaces another one. After each kill every visible
+checkpoint must verify, and a new save must succeed and leave nothing behind.
 """
 
+import itertools
 import json
 import os
 import shutil
 import signal
 import sys
-import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from megalite.checkpoint.folders import candidates
 from tests.checkpoint.samples import SOLO, assert_holds, find, on_threads, save_as
+from tests.faults.trap import REMOVAL, Point, Trap
 
-CALLS = ["open", "write", "fsync", "rename", "replace", "unlink", "rmdir", "mkdir"]
-
-
-class Trap:
-    """Kills this process before the n-th call, or half-way through the n-th write; notes which call it was."""
-
-    def __init__(self, kill_at: int, half: bool, note: int) -> None:
-        self.kill_at, self.half, self.note = kill_at, half, note
-        self.count = 0
-        self.lock = threading.Lock()
-
-    def around(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if (self.half and name != "write") or (name == "open" and not args[1] & os.O_CREAT):
-                return real(*args, **kwargs)
-            with self.lock:  # a rank that comes while the other one is being killed waits here for ever
-                self.count += 1
-                if self.count == self.kill_at:
-                    if self.half:
-                        real(args[0], args[1][: max(1, len(args[1]) // 2)])
-                    os.pwrite(self.note, name.encode(), 0)
-                    os.kill(os.getpid(), signal.SIGKILL)
-            return real(*args, **kwargs)
-
-        return call
+CALLS = ("open", "write", "fsync", "rename", "replace", "unlink", REMOVAL, "rmdir", "mkdir")
 
 
-def killed_save(folder: Path, ranks: int, kill_at: int, half: bool) -> str | None:
-    """Save step 2 in a child that dies at its `kill_at`-th call; that call's name, or None if it got to the end."""
-    note = os.memfd_create("note")
+def is_killed(folder: Path, ranks: int, point: Point) -> bool:
+    """Save step 2 in a child that dies at that point; False if it got to the end."""
     child = os.fork()
     if child == 0:
-        trap = Trap(kill_at, half, note)
-        for name in CALLS:
-            setattr(os, name, trap.around(name, getattr(os, name)))
+        Trap(folder.parent, point, os.memfd_create("note")).set()  # the folder itself is synced too
         results = on_threads(ranks, lambda group: save_as(folder, group, step=2, seed=3))
         for result in results:
             if not isinstance(result, Path):
                 print(f"a rank failed: {result!r}", file=sys.stderr, flush=True)
         os._exit(0 if all(isinstance(result, Path) for result in results) else 1)
     _, status = os.waitpid(child, 0)
-    name = os.pread(note, 20, 0).decode()
-    os.close(note)
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
-        return name
+        return True
     assert status == 0, status
-    return None
+    return False
 
 
 def check(folder: Path, had_step_2: bool) -> None:
@@ -106,7 +72,9 @@ def _refuse(line: str) -> None:
     raise AssertionError(line)
 
 
-def main(root: Path, scenario: str) -> None:
+def main(words: list[str]) -> int:
+    """In a folder, a scenario; prints as JSON the points hit by kind of call, and the failures."""
+    root, scenario = Path(words[0]), words[1]
     before = root / "before"
     save_as(before, SOLO, step=1, seed=1)
     if scenario == "replace":
@@ -116,25 +84,20 @@ def main(root: Path, scenario: str) -> None:
         (before / ".tmp-step-7" / "weights-00000.safetensors").write_bytes(b"half")
     hit: Counter[str] = Counter()
     failures = []
-    for half in (False, True):
-        kill_at = 0
-        while True:
-            kill_at += 1
-            folder = root / "run"
+    for where, call in (*(("before", call) for call in CALLS), ("inside", "write")):
+        for count in itertools.count(1):
+            folder, point = root / "run", Point(call, where, count)
             shutil.copytree(before, folder)
-            name = killed_save(folder, 1 if scenario == "replace" else 2, kill_at, half)
-            if name is not None:
-                hit[f"inside {name}" if half else name] += 1
+            killed = is_killed(folder, 1 if scenario == "replace" else 2, point)
+            if killed:
+                hit[f"inside {call}" if where == "inside" else call] += 1
                 try:
                     check(folder, scenario == "replace")
                 except Exception:
-                    failures.append(f"{kill_at} {name} half={half}: {traceback.format_exc()}")
+                    failures.append(f"{point}: {traceback.format_exc()}")
             shutil.rmtree(folder)
             shutil.rmtree(root / "alone", ignore_errors=True)
-            if name is None:
+            if not killed:
                 break
     print(json.dumps({"hit": hit, "failures": failures}))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    return 0

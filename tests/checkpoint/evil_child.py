@@ -1,8 +1,7 @@
 """A process that loads and inspects the evil corpus, and reports whatever it did that it must not do.
 
-`python -m tests.checkpoint.evil_child FOLDER` prints a line of JSON for each piece: its name and what went wrong. All
-pieces go through one process, whose address space is limited and whose every opening, importing and executing Python
-reports to an audit hook.
+It prints a line of JSON for each piece: its name and what went wrong. All pieces go through one process, whose address space
+is limited and whose every opening, importing and executing Python reports to an audit hook.
 """
 
 import contextlib
@@ -194,8 +193,9 @@ def unseen(watch: Watch, target: Target) -> list[str]:
     return passed + ([] if target.canary.exists() else ["the bomb is a dud"])
 
 
-def main() -> None:
-    root = Path(sys.argv[1])
+def main(words: list[str]) -> int:
+    """In a folder."""
+    root = Path(words[0])
     Target.prepare(root / "pristine")
     watch = Watch()
     # Whatever is imported when it is first needed is imported now.
@@ -207,7 +207,4 @@ def main() -> None:
     for number, name in enumerate(CORPUS):
         target = Target.make(root / str(number), root / "pristine")
         print(json.dumps({"name": name, "problems": check(name, target, watch)}), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    return 0

@@ -153,25 +153,25 @@ def edit_manifest(place: Place, choose: Random) -> None:
 
 
 COUNTS: dict[Mutation, int] = {
-    flip_bit: 360,
-    flip_bit_in_front: 60,
-    zero_page: 120,
+    flip_bit: 120,
+    flip_bit_in_front: 30,
+    zero_page: 50,
     swap_pages: 30,
     lose_page: 30,
-    truncate: 100,
+    truncate: 50,
     truncate_by_one: 10,
-    extend: 50,
+    extend: 20,
     double: 10,
     empty: 10,
     zeros: 10,
     remove: 20,
     swap_files: 30,
     copy_of_another: 20,
-    of_another_run: 40,
-    of_the_older_step: 40,
+    of_another_run: 20,
+    of_the_older_step: 20,
     half_older: 20,
     to_link: 10,
     to_folder: 10,
-    edit_manifest: 60,
+    edit_manifest: 40,
 }
 """How often each is done, with other random choices and to the files in turn."""

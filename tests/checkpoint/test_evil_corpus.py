@@ -1,7 +1,6 @@
 """Evil checkpoints: nothing runs, nothing is written, nothing hangs, no memory goes, and the error names the file."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,25 +12,18 @@ if sys.platform != "linux":
     pytest.skip("limits memory and reads /proc as Linux has it", allow_module_level=True)
 
 from tests.checkpoint.evil_child import CORPUS, WATCH
-
-REPOSITORY = Path(__file__).parents[2]
+from tests.e2e.forked import train_forked
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What went wrong, by piece of the corpus; a piece that hung or crashed the process has no entry."""
-    folder = tmp_path_factory.mktemp("evil")
-    command = [sys.executable, "-m", "tests.checkpoint.evil_child", str(folder)]
-    with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
-        try:
-            subprocess.run(command, cwd=REPOSITORY, stdout=out, stderr=err, timeout=240, check=False)
-        except subprocess.TimeoutExpired:
-            err.write("it hangs")
-    lines = [json.loads(line) for line in (folder / "out").read_text().splitlines()]
+    """What went wrong, by piece of the corpus; a piece that crashed the process has no entry."""
+    child = train_forked(1, tmp_path_factory.mktemp("evil"), seconds=240, command="tests.checkpoint.evil_child:main")
+    lines = [json.loads(line) for line in child.out.splitlines()]
     done = {line["name"]: line["problems"] for line in lines}
     missing = [name for name in CORPUS if name not in done]
     if missing:
-        done[missing[0]] = [f"the process ended here: {(folder / 'err').read_text()[-3000:]}"]
+        done[missing[0]] = [f"the process ended here: {child.err[-3000:]}"]
     return done
 
 

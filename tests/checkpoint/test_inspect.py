@@ -1,7 +1,6 @@
 """`megalite inspect`: what it says of a checkpoint, and of what is none."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -244,14 +243,3 @@ def test_progress_is_for_people(folder: Path, capsys: Captured, monkeypatch: pyt
     shown = capsys.readouterr().err
     assert "verifying step-0000002: 1 of 2 files, " in shown
     assert shown.endswith("\x1b[2K")
-
-
-def test_a_reader_that_has_seen_enough(real: Path) -> None:
-    """`| head` is no error."""
-    read_end, write_end = os.pipe()
-    os.close(read_end)
-    with os.fdopen(write_end, "wb") as output:
-        done = subprocess.run(
-            [sys.executable, "-m", "megalite.cli.inspect", str(real), "--json"], stdout=output, stderr=subprocess.PIPE
-        )
-    assert (done.returncode, done.stderr) == (OK, b"")

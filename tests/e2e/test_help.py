@@ -5,7 +5,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from megalite.cli.train import main
 from megalite.config.exit_codes import INTERRUPTED
 from tests.e2e.programs import MODEL, REPOSITORY, TRAINING, Corpus, finish, run, start, train_command
+from tests.support.patience import wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -93,9 +93,7 @@ def test_ctrl_c(corpus: Corpus, folder: Path) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     process = start(train_command(1, *MODEL, *TRAINING, *corpus.flags, *saving))
     latest = folder / "checkpoints" / "latest"
-    end = time.monotonic() + 60
-    while not latest.exists() and process.poll() is None and time.monotonic() < end:
-        time.sleep(0.05)
+    wait_until(latest.exists, running=lambda: process.poll() is None)
     process.send_signal(signal.SIGINT)
     outcome = finish(process, seconds=20)
     assert outcome.status == INTERRUPTED

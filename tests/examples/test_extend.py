@@ -1,7 +1,6 @@
 """examples/extend: each addition trains, on one layout and on another, and continues where it was stopped."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 from megalite.cli.main import main
 from tests.docs.execution import in_process
 from tests.e2e.forked import train_forked
-from tests.e2e.programs import REPOSITORY, run
+from tests.e2e.programs import REPOSITORY
 from tests.support.ranks import forked_pools
 
 EXTEND = REPOSITORY / "examples" / "extend"
@@ -54,7 +53,7 @@ def test_text_from_a_layer(tmp_path: Path) -> None:
     byte_level = "--mock-data --tokenizer-type ByteLevelTokenizer --vocab-size 512 --save-interval 6"
     train(1, tmp_path, f"{layer} --block parallel {byte_level}")
     words = f"generate --load {tmp_path}/checkpoints --prompt ab --max-new-tokens 3 --device cpu".split()
-    refused = run(sys.executable, "-m", "megalite.cli.main", *words)  # no one has imported it there
+    refused = train_forked(1, *words, command="megalite.cli.main:main")  # no one has imported it there
     assert refused.status == 2
     assert "block cannot be 'parallel' (one of gpt; --import MODULE registers others)" in refused.err
     made = in_process(main, [*words, *layer.split()])

@@ -211,13 +211,17 @@ def _fills(row: Row) -> bool:
     return samples // int(row["micro"]) >= enough and int(row["layers"]) >= stages * int(row["vpp"])
 
 
-def price(row: Row) -> int:
-    """About how long the row takes; fitted to measured times, a unit is some 7 ms. Each rank costs something. Layers
-    and microbatches cost their computation and, above all, the collectives in them, of which one costs the machine the
-    square of the ranks in it. To search for a schedule costs each rank time, too."""
-    passes = int(row["layers"]) * int(row["batch"]) // int(row["micro"])
-    search = 13 if row["schedule"] == "auto" else 0
-    return _ranks(row) * (8 + search) + passes * (4 + (int(row["tp"]) * int(row["cp"])) ** 2)
+def price(row: Row) -> float:
+    """About how long the row takes; fitted to measured times, a unit is some 10 ms. Each rank costs something, more where it
+    has several chunks or a product in its optimizer, and to search for a schedule costs it time, too. Each layer of a
+    microbatch costs its computation and, above all, the collectives in it, of which one costs the machine the square of the
+    ranks in it."""
+    group, passes = int(row["tp"]) * int(row["cp"]), int(row["layers"]) * int(row["batch"]) // int(row["micro"])
+    rank = 7 + 3 * (row["vpp"] == "2") + 2.5 * (row["optimizer"] in ("muon", "soap")) + 12 * (row["schedule"] == "auto")
+    layer = 1 + group + group**2 / 2 + 1.5 * (int(row["cp"]) - 1)
+    layer += 1.2 * (row["family"] in MOE) + 3.8 * (row["family"] == "deepseek-v3")
+    layer += 1.7 * row["recompute"].startswith(("full", "block", "ahead"))
+    return _ranks(row) * rank + passes * layer
 
 
 if __name__ == "__main__":

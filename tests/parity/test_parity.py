@@ -94,13 +94,17 @@ mixtral-uneven: mixtral pp=2 ep=2 dp=2 pipeline_layers=[3,1] moe_aux_loss_coeff=
 ROWS = rows_on_file()
 
 
-# By world size: the pool of ranks joins a new job whenever the size changes.
-LAYOUTS: dict[str, Settings] = dict(
-    sorted(
-        {**{"-".join(name_of(row).replace("=", "").split()): settings_of(row) for row in ROWS}, **ODD}.items(),
-        key=lambda item: world_of(item[1]),
-    )
-)
+AXES_OF_GROUPS = ("rank_order", "tp", "cp", "pp", "dp", "ep", "etp", "dp_instances", "pipeline_schedule")
+
+
+def groups_of(settings: Settings) -> tuple[int, list[str]]:
+    """Where these are alike the process groups are: the ranks of the pool make none anew, nor, where the number of ranks
+    is the same, a new job."""
+    return world_of(settings), [str(settings.get(axis)) for axis in AXES_OF_GROUPS]
+
+
+NAMED = {"-".join(name_of(row).replace("=", "").split()): settings_of(row) for row in ROWS}
+LAYOUTS = dict(sorted({**NAMED, **ODD}.items(), key=lambda item: groups_of(item[1])))
 
 
 @pytest.mark.parametrize("name", LAYOUTS, ids=list(LAYOUTS))

@@ -93,14 +93,14 @@ def of_ranks(context: RankContext, world: int, settings: dict[str, Any]) -> Numb
     return numbers(Runner(build(context, tiny_config(world, **settings))))
 
 
-def of_one_rank(kind: str, cuts: tuple[int, ...], settings: dict[str, Any]) -> Numbers:
+def on_one_rank(kind: str, cuts: tuple[int, ...], settings: dict[str, Any]) -> Runner:
     """With a lossy step behind some layers, in training alone."""
     runner = Runner(build(RankContext(0, {}), tiny_config(1, **settings)))
     for layer in cuts:
         runner.replica.stages[0].layers[str(layer)].register_forward_hook(
             lambda module, inputs, output: Lossy.apply(output, kind) if torch.is_grad_enabled() else output
         )
-    return numbers(runner)
+    return runner
 
 
 WHOLE = {"scatter_gather_tensors_in_pipeline": False}
@@ -122,8 +122,8 @@ def test_a_run_has_the_numbers_of_one_rank_that_loses_the_same(
 ) -> None:
     """The evaluation loses nothing."""
     found = run_ranks((world := 2 * settings.get("tp", 1)), of_ranks, world, {**settings, "pipeline_compression": kind})
-    losses, gradients, evaluation = of_one_rank(kind, cuts, {})
-    exact, _, _ = of_one_rank(kind, (), {})
+    losses, gradients, evaluation = numbers(on_one_rank(kind, cuts, {}))
+    exact, _, _ = numbers(on_one_rank(kind, (), {}))
     assert losses != pytest.approx(exact, rel=1e-6), "it makes a difference"
     for rank in found:
         assert rank[0] == pytest.approx(losses, rel=1e-10)
@@ -152,20 +152,10 @@ class Text:
         return None
 
 
-def learned(context: RankContext, compression: str) -> float:
-    """The mean loss of the last 10 of 60 steps on text, over two stages."""
-    settings = {
-        **LLAMA,
-        "num_layers": 2,
-        "precision": "fp32",
-        "vocab_size": 97,
-        "seq_length": LENGTH,
-        "train_iters": 60,
-    }
-    config = tiny_config(
-        2, pp=2, pipeline_compression=compression, micro_batch_size=4, global_batch_size=16, **settings
-    )
-    runner = Runner(build(context, config))
+def learned(kind: str, cuts: tuple[int, ...] = (0,)) -> float:
+    """The mean loss of the last 10 of 60 steps on text, of two layers that lose between them what two stages would."""
+    sizes = {"num_layers": 2, "vocab_size": 97, "seq_length": LENGTH, "micro_batch_size": 4, "global_batch_size": 16}
+    runner = on_one_rank(kind, cuts, {**LLAMA, **sizes, "precision": "fp32", "train_iters": 60})
     runner.loader = make_loader(runner.replica, Text(), eod_token=0)
     losses = [runner.step().loss for _ in range(60)]
     assert losses[0] > 4.4
@@ -174,7 +164,7 @@ def learned(context: RankContext, compression: str) -> float:
 
 def test_it_learns_text_as_without() -> None:
     """In 60 steps from 4.6; the shares are of what none has learned. A residual stream is dense: topk loses much."""
-    exact = run_ranks(2, learned, "none")[0]
+    exact = learned("", ())
     assert exact < 3.0
     for kind, behind in (("bf16", 0.002), ("uint8", 0.005), ("topk:0.25", 0.4)):
-        assert run_ranks(2, learned, kind)[0] < exact + behind * (4.6 - exact), kind
+        assert learned(kind) < exact + behind * (4.6 - exact), kind

@@ -10,8 +10,12 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from unittest import mock
 
-PRELOAD = ("pytest", "torch._dynamo", "megalite.training.trainer", "tests.support.fork_server")
-"""torch._dynamo is imported by the first optimizer."""
+PRELOAD = (
+    *("pytest", "torch._dynamo", "megalite.cli.train", "megalite.training.trainer", "megalite.training.writers"),
+    *("tensorboard.compat.proto.event_pb2", "tensorboard.compat.proto.summary_pb2", "tensorboard.compat.proto"),
+    *("tensorboard.summary.writer.record_writer", "tests.support.fork_server", "tests.support.forks"),
+)
+"""What each run imports sooner or later; torch._dynamo where it recomputes."""
 
 
 @cache

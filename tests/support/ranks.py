@@ -21,6 +21,9 @@ POOL_SIZE = 8
 
 _pools: list[RankPool] = []
 
+rank_pool._MOST_GROUPS = 128
+"""Process groups that a pool may keep: of forks they take no thread that wakes (`tests/support/forks.py`)."""
+
 
 @contextmanager
 def forked_pools() -> Iterator[None]:

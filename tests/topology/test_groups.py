@@ -108,6 +108,7 @@ def fail_on_rank_one(context: RankContext) -> None:
 def test_pool_reports_the_failing_rank() -> None:
     # A pool of its own: the one that other tests share would have to start all its ranks again.
     with (
+        forked_pools(),
         RankPool(2, strict=True) as pool,
         pytest.raises(RankFailure, match=r"rank 1 of 2 failed first:(.|\n)*boom on purpose"),
     ):

@@ -1,40 +1,39 @@
 """The scheduling policy of CPU ranks, asked of Linux in processes of their own."""
 
 import os
-import subprocess
-import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
+from megalite.topology.topology import Launch, start_distributed
+from tests.e2e.forked import train_forked
 from tests.support.ranks import RankContext, run_ranks
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="this system has no SCHED_BATCH")
 
-START = """
-import os, torch
-from megalite.topology.topology import Launch, start_distributed
-os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-for size, chosen in ((1, None), (2, None), (2, os.SCHED_IDLE)):
-    if os.fork() == 0:
-        if chosen is not None:
-            os.sched_setscheduler(0, chosen, os.sched_param(0))
-        os.environ |= dict(WORLD_SIZE=str(size), RANK="0")
-        launch = Launch(rank=0, world_size=size, local_rank=0)
-        try:
-            start_distributed(launch, torch.device("cpu"), backend="gloo", timeout_minutes=0.001)
-        except Exception:  # no one else joins
-            pass
-        print(os.sched_getscheduler(0), flush=True)
-        os._exit(0)
-    os.wait()
-"""
+
+def start(words: list[str]) -> int:
+    """Prints the policy of each of three processes that have tried to join a job."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for size, chosen in ((1, None), (2, None), (2, os.SCHED_IDLE)):
+        if os.fork() == 0:
+            if chosen is not None:
+                os.sched_setscheduler(0, chosen, os.sched_param(0))
+            os.environ |= {"WORLD_SIZE": str(size), "RANK": "0"}
+            launch = Launch(rank=0, world_size=size, local_rank=0)
+            with suppress(Exception):  # no one else joins
+                start_distributed(launch, torch.device("cpu"), backend="gloo", timeout_minutes=0.001)
+            print(os.sched_getscheduler(0), flush=True)
+            os._exit(0)
+        os.wait()
+    return 0
 
 
 def test_ranks_are_batch_jobs_but_one_alone_and_those_that_somebody_chose_otherwise() -> None:
-    made = subprocess.run([sys.executable, "-c", START], capture_output=True, text=True, check=True)
-    assert made.stdout.split() == [str(policy) for policy in (os.SCHED_OTHER, os.SCHED_BATCH, os.SCHED_IDLE)]
+    made = train_forked(1, command=f"{__name__}:start")
+    assert made.out.split() == [str(policy) for policy in (os.SCHED_OTHER, os.SCHED_BATCH, os.SCHED_IDLE)]
 
 
 def _policies(context: RankContext) -> set[int]:

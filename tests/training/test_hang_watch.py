@@ -3,8 +3,6 @@
 import os
 import signal
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from megalite.training import hang_watch
 from megalite.training.hang_watch import HangWatch, begin_watch
 from megalite.watchdog.heartbeat import UNWATCHED
 from megalite.watchdog.processes import supported
+from tests.support.patience import wait_until
 from tests.support.ranks import RankContext, run_ranks
 
 pytestmark = pytest.mark.skipif(not supported(), reason="the watch needs Linux")
@@ -162,13 +161,6 @@ def leave_alone(context: RankContext, folder: str) -> None:
             watch.close(agreed=True)
 
 
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize(
     ("number", "what"), [(signal.SIGKILL, "has ended (status -9)"), (signal.SIGSTOP, "is stopped")]
 )
@@ -183,10 +175,10 @@ def test_a_watch_that_is_killed_or_stopped_is_replaced(
         process = watch._watcher.process
         assert process is not None
         os.kill(process.pid, number)
-        until(lambda count=count: len(warned) == count)  # type: ignore[misc]
+        wait_until(lambda count=count: len(warned) == count)  # type: ignore[misc]
         assert process.returncode == -signal.SIGKILL
         if count < 4:
-            until(lambda process=process: watch._watcher.process is not process)  # type: ignore[misc, union-attr]
+            wait_until(lambda process=process: watch._watcher.process is not process)  # type: ignore[misc, union-attr]
     words = f"warning: the process that watches the ranks of this host {what}"
     assert warned[:3] == [f"{words}: another one is started"] * 3
     assert warned[3] == f"{words} once more: {hang_watch._UNNOTICED}"
@@ -215,7 +207,7 @@ def leader_is_idle(context: RankContext, folder: str) -> list[str]:
             watch._watcher.process.kill()
             watch._watcher.process.wait()
         else:
-            until(lambda: bool(warned))
+            wait_until(lambda: bool(warned))
         world.all_reduce(torch.ones(1))
         watch.close(agreed=True)
     return warned

@@ -1,8 +1,7 @@
 """Memory that runs out is one error: who, how much, what the layout needs and what would need less."""
 
 import platform
-import subprocess
-import sys
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,15 @@ from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 from megalite.topology.topology import Launch
 from megalite.training import trainer
-from megalite.training.memory import OutOfMemoryError, explained, explaining_out_of_memory, predicted, remedies
+from megalite.training.memory import (
+    OutOfMemoryError,
+    explained,
+    explaining_out_of_memory,
+    keep_freed_memory,
+    predicted,
+    remedies,
+)
+from tests.e2e.forked import train_forked
 from tests.support.tiny import TINY
 
 CPU_ERROR = (
@@ -90,27 +97,23 @@ def test_a_history_of_allocations_needs_cuda(monkeypatch: pytest.MonkeyPatch, tm
         trainer.Trainer(config, explicit=frozenset(), log=print).fit()
 
 
-PROGRAM = """
-import resource
-import torch
-from megalite.training.memory import keep_freed_memory
-def faults():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for keep in (lambda: True, keep_freed_memory):
-    assert keep()
-    for _ in range(20):
-        torch.ones(1 << 24)
-    before = faults()
-    for _ in range(10):
-        torch.ones(1 << 24)
-    print(faults() - before)
-"""
+def page_faults(words: list[str]) -> int:
+    """Prints those of ten large tensors, before and after `keep_freed_memory`."""
+    for keep in (lambda: True, keep_freed_memory):
+        assert keep()
+        for _ in range(20):
+            torch.ones(1 << 24)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(10):
+            torch.ones(1 << 24)
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return 0
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library has another allocator")
 def test_the_same_tensor_again_brings_no_new_pages() -> None:
     # 64 MiB ten times: in huge pages a few hundred faults, else 164,000.
-    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
-    given_back, kept = map(int, ended.stdout.split())
+    ended = train_forked(1, command=f"{__name__}:page_faults").require_success()
+    given_back, kept = map(int, ended.out.split())
     assert given_back > 300
     assert kept < 0.1 * given_back

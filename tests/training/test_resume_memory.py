@@ -1,5 +1,6 @@
 """Taking up a checkpoint takes no more memory than a fresh start, and each rank reads what it needs and no more."""
 
+import ctypes
 import gc
 import os
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from megalite.config.run import RunConfig
 from megalite.data_parallel.shards import placed_in
 from megalite.parity.pool import RankPool
 from megalite.training.resume import load
-from tests.support.ranks import RankContext, run_ranks
+from tests.support.ranks import RankContext, forked_pools, run_ranks
 from tests.support.state import continued, save_run, silent
 from tests.support.tiny import Z1, Runner, build, tiny_config
 
@@ -64,6 +65,7 @@ def resumed(context: RankContext, config: RunConfig, folder: Path) -> Runner:
 
 def peaks(context: RankContext, world: int, settings: Settings, folder: str) -> tuple[int, int]:
     """Growth of memory up to the end of the first step: of a fresh start, and after a load."""
+    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed is given back at once
     config = tiny_config(world, **{**LARGE, **settings})
     # What is imported, loaded and set up at first use is no part of either.
     first = fresh(context, config)
@@ -74,11 +76,9 @@ def peaks(context: RankContext, world: int, settings: Settings, folder: str) -> 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    """Processes of their own, whose allocator gives back at once what is freed."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
-        with RankPool(2, strict=True) as ranks:
-            yield ranks
+    """Processes of their own, whose allocator is changed."""
+    with forked_pools(), RankPool(2, strict=True) as ranks:
+        yield ranks
 
 
 CASES = [

@@ -22,6 +22,7 @@ from megalite.training.saving import SaveError
 from megalite.training.stopping import FILE_NAME, Ending, StopRequest, StopRequests, StopRun, write_ending
 from megalite.training.trainer import Trainer
 from tests.support.fork_server import fork_server
+from tests.support.patience import wait_until
 
 
 def send(number: int) -> None:
@@ -125,9 +126,7 @@ def status_of(tmp_path: Path, act: Callable[[int], None], patience: float = 60.0
     process = fork_server().Process(target=held, args=(str(note), patience))
     process.start()
     try:
-        end = time.monotonic() + 30.0
-        while not Path(f"{note}.ready").exists() and time.monotonic() < end:
-            time.sleep(0.01)
+        wait_until(Path(f"{note}.ready").exists, seconds=30.0)
         assert process.pid is not None
         act(process.pid)
         process.join(20.0)

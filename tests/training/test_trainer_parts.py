@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from megalite.models.block import Block
 from megalite.optimizers.base import Exchange, Update
 from megalite.training.callbacks import CallbackError
 from megalite.training.stopping import Ending
+from tests.e2e.forked import train_forked
 from tests.support.plugins import registered
 
 SIZES: dict[str, Any] = {
@@ -137,18 +136,16 @@ def test_an_error_in_a_callback_ends_the_run_and_names_it(hook: str, tmp_path: P
     assert ending["status"] == "failed" and "out of ideas" in ending["reason"]
 
 
-SCRIPT = """
-from megalite import Trainer, configure
-Trainer(configure(num_layers=1, hidden_size=16, num_attention_heads=2, seq_length=8, vocab_size=32, mock_data=True,
-                  train_iters=2, log_interval=1, device="cpu")).fit()
-"""
+def script(words: list[str]) -> int:
+    sizes = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 8, "vocab_size": 32}
+    Trainer(configure(**sizes, mock_data=True, train_iters=2, log_interval=1, device="cpu")).fit()
+    return 0
 
 
 def test_a_script_needs_no_launcher_and_logs_on_standard_output() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    assert "megalite: 1 rank = tp 1" in done.stdout and "2/2" in done.stdout
+    done = train_forked(1, command=f"{__name__}:script").require_success()
+    assert done.err == ""
+    assert "megalite: 1 rank = tp 1" in done.out and "2/2" in done.out
 
 
 class Counted:

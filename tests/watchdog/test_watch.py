@@ -16,6 +16,7 @@ import pytest
 from megalite.config.exit_codes import HUNG
 from megalite.watchdog.processes import start_time, started_at
 from megalite.watchdog.watch import WatchedRank, WatchPlan
+from tests.support.patience import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -283,8 +284,7 @@ def test_signals_of_a_scheduler_are_not_for_it(start: Any) -> None:
     run = start("beat", seconds=60)
     watcher = run.watch()
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-    while not ignored(watcher.pid) >= {int(number) for number in numbers}:
-        time.sleep(0.02)
+    wait_until(lambda: ignored(watcher.pid) >= {int(number) for number in numbers})
     for number in numbers:
         os.kill(watcher.pid, number)
     time.sleep(0.2)
