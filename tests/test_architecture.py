@@ -185,7 +185,6 @@ NEEDS_TORCH = (
     "megalite.data.loader",
     "megalite.cli.generate",
     "megalite.cli.evaluate",
-    "megalite.cli.generate",
     "megalite.cli.parity",
     "megalite.cli.convert",
     "megalite.cli.doctor",

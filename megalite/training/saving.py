@@ -28,12 +28,12 @@ from megalite.training.replica import Replica, consensus
 from megalite.training.state_tensors import state_tensors
 
 if TYPE_CHECKING:
-    from megalite.checkpoint.upload import Destination
     from megalite.training.export import Exporter
+    from megalite.training.upload import Destination
 
 
 _DESTINATION: Registry[Callable[[RunConfig], "Destination"]] = Registry(
-    "kind of save", {"address": "megalite.checkpoint.upload:Destination"}
+    "kind of save", {"address": "megalite.training.upload:Destination"}
 )
 """Imported in runs that save to an address."""
 

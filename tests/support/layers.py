@@ -39,7 +39,6 @@ ROWS: tuple[tuple[str, ...], ...] = (
 SIBLINGS = {
     ("megalite.data_parallel", "megalite.tensor_parallel.parameter"),
     ("megalite.data_parallel", "megalite.optimizers.base"),
-    ("megalite.data_parallel", "megalite.optimizers.base"),
     ("megalite.doctor", "megalite.parity.pool"),
 }
 """Imports within a row, from one package into another: buckets are made of the parameters defined there, and a strategy

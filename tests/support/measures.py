@@ -10,13 +10,13 @@ ROOT = Path(__file__).parents[2]
 SMALL = 60
 """Lines; a shorter file with one importer belongs to its importer."""
 CEILINGS = {
-    "megalite: lines": 74_950,
-    "megalite: files": 365,
+    "megalite: lines": 75_480,
+    "megalite: files": 367,
     "megalite: longest file": 500,
     "megalite: small files with one importer": 12,
-    "tests: lines": 70_650,
-    "benchmarks: lines": 8_660,
-    "docs: words": 40_760,
+    "tests: lines": 70_050,
+    "benchmarks: lines": 8_800,
+    "docs: words": 41_370,
 }
 
 

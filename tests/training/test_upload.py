@@ -9,7 +9,6 @@ import pytest
 
 import megalite.data.stores as stores
 from megalite.checkpoint.manifest import CheckpointMissing
-from megalite.checkpoint.upload import Destination
 from megalite.cli import inspect
 from megalite.config.describe import replace
 from megalite.config.errors import CheckpointError, ConfigError
@@ -17,6 +16,7 @@ from megalite.config.run import RunConfig
 from megalite.data.remote import fetch_checkpoint
 from megalite.data.stores import StoreObject
 from megalite.topology.group import Group
+from megalite.training.upload import Destination
 from tests.checkpoint.inspecting import flip_last_bit
 from tests.checkpoint.samples import CPU, assert_holds, find, on_threads, save_as
 from tests.support.s3 import S3Server, serving_s3
