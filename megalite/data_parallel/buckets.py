@@ -85,8 +85,11 @@ class Bucket:
         """Take gradients from autograd as they come, without `collect`: the buffer is there for a while alone."""
         self._runs.clear()
         for placed in self.placed:
-            placed.parameter.grad_given = partial(self._take, placed.parameter)
-            placed.parameter.register_post_accumulate_grad_hook(_grad_given)
+            self._hook(placed.parameter)
+
+    def _hook(self, parameter: ShardedParameter) -> None:
+        parameter.grad_given = partial(self._take, parameter)
+        parameter.register_post_accumulate_grad_hook(_grad_given)
 
     def draw(self) -> None:
         """Give parameters that were to be drawn late their first values."""
@@ -121,8 +124,10 @@ class Bucket:
 
     def collect(self) -> None:
         """A backward is over: take what autograd has kept, of parameters that are used outside our linear layers and lookups.
-        A hook for each would take longer, and neighbours need one addition."""
-        for sums, parameters in self._runs:
+        A hook for each would take longer, and neighbours need one addition. Matrices of which autograd keeps any, as in models
+        of plain torch, get one then: the next backward need not hold them all."""
+        for run in tuple(self._runs):
+            sums, parameters = run
             grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
             if 1 < len(grads) == len(parameters):
                 sums.add_(torch.cat(grads))
@@ -132,6 +137,9 @@ class Bucket:
             elif grads:
                 for parameter in parameters:
                     self._take(parameter)
+                    if parameter.dim() > 1:
+                        self._runs = [each for each in self._runs if each is not run]
+                        self._hook(parameter)
 
     def _note(self) -> None:
         if self._awaited > 0:
