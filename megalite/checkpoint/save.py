@@ -237,7 +237,7 @@ def save_together(
     Collectives: four `gather_json`, one more with `host`, and what `write` does.
     """
     failure: Exception | None = _check_plan(plan)
-    # A rank with a bad plan takes part too: the others would wait for it.
+    # Ranks with a bad plan take part too: the others would wait for them.
     places, sizes = zip(*world.gather_json([host, 0 if failure else planned_bytes(plan)], device), strict=True)
     needed = sum(size for place, size in zip(places, sizes, strict=True) if place == host)
     leads = places.index(host) == world.rank
@@ -275,7 +275,7 @@ def planned_bytes(plan: Sequence[SavedTensor]) -> int:
 
 
 def planned_files(plan: Sequence[SavedTensor], rank: int) -> dict[str, int]:
-    """The files that a rank writes, and their bytes."""
+    """The files that one rank writes, and their bytes."""
     return {_file_name(group, rank): file_bytes(records) for group, records in _records_by_kind(plan).items()}
 
 

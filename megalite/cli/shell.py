@@ -6,7 +6,6 @@ are never run: a test of a file counts as true, the output of a command as unkno
 
 import ast
 import fnmatch
-import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,19 +13,12 @@ from pathlib import Path
 
 from megalite.cli.shell_words import Lexer, Token, tokens
 from megalite.config.errors import ConfigError
+from megalite.sweep.spec import COMPARISONS
 
 _MOST_COMMANDS, _DEEPEST = 100_000, 20
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _UNKNOWN = re.compile(r"\$(\{[^}]*\}|\w+|\()|`")
 _MODIFIED = re.compile(r"(#?)([A-Za-z_]\w*|[0-9]+|[@*#?$!])(\[[^\]]*\])?(.*)", re.DOTALL)
-_COMPARISONS: Mapping[type[ast.cmpop], Callable[[int, int], bool]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-}
 
 
 @dataclass
@@ -187,7 +179,7 @@ class Shell:
         try:
             words = re.sub(r"!(?!=)", " not ", words.replace("&&", " and ").replace("||", " or "))
             return _number(ast.parse(words.strip(), mode="eval").body)
-        except (SyntaxError, ValueError, ZeroDivisionError):
+        except (SyntaxError, TypeError, ValueError, ZeroDivisionError):  # TypeError: `in`
             return None
 
 
@@ -197,8 +189,8 @@ def is_unknown(text: str) -> bool:
 
 
 def _number(node: ast.expr) -> int:
-    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARISONS:
-        compare = _COMPARISONS[type(node.ops[0])]
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in COMPARISONS:
+        compare = COMPARISONS[type(node.ops[0])]
         return int(compare(_number(node.left), _number(node.comparators[0])))
     if isinstance(node, ast.BoolOp):
         values = [_number(value) != 0 for value in node.values]

@@ -64,7 +64,7 @@ _BINARY: Mapping[type, Callable[[Any, Any], Any]] = MappingProxyType(
         ast.Mod: operator.mod,
     }
 )
-_COMPARE: Mapping[type, Callable[[Any, Any], bool]] = MappingProxyType(
+COMPARISONS: Mapping[type, Callable[[Any, Any], bool]] = MappingProxyType(
     {
         ast.Eq: operator.eq,
         ast.NotEq: operator.ne,
@@ -129,7 +129,7 @@ def _allowed(name: Any, value: Any, where: str) -> tuple[str, tuple[Any, ...]]:
 
 _NODES = (
     *(ast.Name, ast.Constant, ast.BoolOp, ast.UnaryOp, ast.BinOp, ast.Compare, ast.List, ast.Tuple),
-    *(ast.Load, ast.boolop, ast.Not, ast.USub, *_BINARY, *_COMPARE),
+    *(ast.Load, ast.boolop, ast.Not, ast.USub, *_BINARY, *COMPARISONS),
 )
 
 
@@ -162,7 +162,7 @@ def _value(node: ast.expr, of: Mapping[str, Any]) -> Any:
             left = _value(node.left, of)
             for op, right_node in zip(node.ops, node.comparators):
                 right = _value(right_node, of)
-                if not _COMPARE[type(op)](left, right):
+                if not COMPARISONS[type(op)](left, right):
                     return False
                 left = right
             return True

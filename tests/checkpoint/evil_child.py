@@ -1,7 +1,7 @@
 """A process that loads and inspects the evil corpus, and reports whatever it did that it must not do.
 
-It prints a line of JSON for each piece: its name and what went wrong. All pieces go through one process, whose address space
-is limited and whose every opening, importing and executing Python reports to an audit hook.
+It prints a line of JSON for each piece: its name and what went wrong. All pieces go through one process. Its address space
+is limited, and Python reports each opening, import and execution to an audit hook.
 """
 
 import contextlib

@@ -100,20 +100,20 @@ def live(size: int, command: Sequence[str], run_dir: Path, log: Path, blow: Blow
     life.statuses = [process.exitcode for process in processes]
     for rank in range(size):
         note = log / f"{rank}.note"
-        told = json.loads((note.exists() and note.read_text()) or '{"died": "", "counts": {}}')
-        life.counts.append(Counter(told["counts"]))
-        life.died_at = life.died_at or told["died"]
+        noted = json.loads((note.exists() and note.read_text()) or '{"died": "", "counts": {}}')
+        life.counts.append(Counter(noted["counts"]))
+        life.died_at = life.died_at or noted["died"]
     return life
 
 
 def printed(log: Path, rank: int) -> str:
-    """All that a rank has said."""
+    """All that the rank has said."""
     files = [log / f"{rank}.{stream}" for stream in STREAMS]
     return "".join(file.read_text(errors="replace") for file in files if file.exists())
 
 
 def _watch(checkpoints: Path, log: Path, blow: Blow | None) -> None:
-    """In a rank, before it trains."""
+    """In the rank, before it trains."""
     signal.alarm(round(LONGEST) + 60)  # should the parent be gone
     faulthandler.enable()
     faulthandler.register(STACKS, all_threads=True)

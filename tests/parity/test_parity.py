@@ -98,7 +98,7 @@ AXES_OF_GROUPS = ("rank_order", "tp", "cp", "pp", "dp", "ep", "etp", "dp_instanc
 
 
 def groups_of(settings: Settings) -> tuple[int, list[str]]:
-    """Where these are alike the process groups are: the ranks of the pool make none anew, nor, where the number of ranks
+    """Where these are alike the process groups are: the ranks of the pool make none again, nor, where the number of ranks
     is the same, a new job."""
     return world_of(settings), [str(settings.get(axis)) for axis in AXES_OF_GROUPS]
 

@@ -1,6 +1,6 @@
 """Imported into the fork server last, and nowhere else: what makes its forks, ranks of the pools among them, cheaper.
 
-All process groups of a rank share one of gloo's devices. A device is a thread that wakes a hundred times per second, whatever
+All process groups of one rank share one of gloo's devices. A device is a thread that wakes a hundred times per second, whatever
 there is to do; gloo makes one for each group, and the ranks of a few pools have hundreds of groups between them.
 
 And no collection of garbage walks over what has been imported, which would copy it into each fork.

@@ -131,7 +131,7 @@ def listening(context: RankContext, folder: str) -> tuple[int, int]:
 
 
 def test_a_rank_listens_for_its_process_groups_alone(tmp_path: Path) -> None:
-    """gloo has a socket for all of a rank of the pool (tests/support/forks.py); nothing of ours listens."""
+    """gloo has one socket per rank of the pool (tests/support/forks.py); nothing of ours listens."""
     for sockets, groups in run_ranks(2, listening, str(tmp_path)):
         assert sockets == 0 < groups
 

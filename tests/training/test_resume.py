@@ -275,7 +275,7 @@ def test_what_is_no_part_of_the_order_is_not_said() -> None:
 
 
 def test_numbers_that_change_without_the_order_are_said() -> None:
-    """Also a batch that nobody has given, and that another layout makes another."""
+    """Also a batch that no flag gives, which another layout changes."""
     config = tiny_config(1, **BASE)
     longer = replace(config, train_iters=40, clip_grad=0.25)
     constant = replace(longer, lr_decay_style="constant")

@@ -76,7 +76,7 @@ def peaks(context: RankContext, world: int, settings: Settings, folder: str) -> 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    """Processes of their own, whose allocator is changed."""
+    """New processes, with another setting of the allocator."""
     with forked_pools(), RankPool(2, strict=True) as ranks:
         yield ranks
 

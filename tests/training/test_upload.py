@@ -27,7 +27,7 @@ WRITES = 6
 
 
 class Killed(AssertionError):
-    """A rank is no more."""
+    """The rank was killed."""
 
 
 @pytest.fixture(autouse=True)

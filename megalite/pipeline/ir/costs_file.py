@@ -48,7 +48,7 @@ def _links(value: Any, where: str) -> dict[tuple[int, int], Link]:
             raise ConfigError(f'{where} has {shortened(name)}; a link is named by two ranks, such as "0->1"')
         pair = int(ends[1]), int(ends[2])
         if pair[0] == pair[1] or pair in links:
-            wrong = "leads from a rank to itself" if pair[0] == pair[1] else "is given twice"
+            wrong = "joins the same rank twice" if pair[0] == pair[1] else "is given twice"
             raise ConfigError(f"{where}: {name} {wrong}; give each pair of two ranks once")
         links[pair] = Link(**vars(build(_Link, link, f"{where}: {name}")))
     return links

@@ -165,6 +165,7 @@ class Clock:
         p = self.config.parallel
         tp, batch = shares.tp.astype(float), self.config.training.global_batch_size
         fully = shares.strategy == STRATEGIES.index("fully-sharded")
+        assert batch is not None, "the request has one"
         recompute, modules = shares.recompute, self.config.training.recompute_modules
         selective = (recompute == RECOMPUTE.index("selective")).astype(float)
 
@@ -180,7 +181,7 @@ class Clock:
             expert_tp=tp if p.etp is None else np.full_like(tp, p.etp),
             dp=shares.dp.astype(float),
             pp=float(pp),
-            weight_uses=np.where(fully, 1.0, (batch or 1) / (shares.dp * shares.micro_batch_size)),
+            weight_uses=np.where(fully, 1.0, batch / (shares.dp * shares.micro_batch_size)),
             sequence_parallel=shares.sequence_parallel.astype(float),
             recompute_full=(recompute == RECOMPUTE.index("full")).astype(float),
             recompute_core=of("core_attn"),

@@ -91,7 +91,7 @@ BAD: list[tuple[Any, tuple[str, ...]]] = [
     ({"forward": 1, "links": []}, ('links takes e.g. {"0->1"',)),
     ({"forward": 1, "links": {"0-1": {}}}, ("links has '0-1'", '"0->1"')),
     ({"forward": 1, "links": {"0->x": {}}}, ("links has '0->x'",)),
-    ({"forward": 1, "links": {"1->1": {"latency": 1}}}, ("1->1 leads from a rank to itself",)),
+    ({"forward": 1, "links": {"1->1": {"latency": 1}}}, ("1->1 joins the same rank twice",)),
     ({"forward": 1, "links": {"0->1": {"latency": 1}, "0 -> 1": {"latency": 2}}}, ("0 -> 1 is given twice",)),
     ({"forward": 1, "links": {"0->1": {}}}, ("links: 0->1: latency is missing",)),
     ({"forward": 1, "links": {"0->1": {"latency": 1, "bandwith": 1}}}, ("links: 0->1: unknown key bandwith", "seconds_per_message")),
