@@ -12,6 +12,7 @@ from functools import partial
 from itertools import groupby
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from megalite.data_parallel.facts import BucketKind, cut_into_buckets, padded
 from megalite.tensor_parallel.parameter import ShardedParameter
@@ -53,6 +54,9 @@ class Bucket:
         size, first = padded(offset, replicas), parameters[0]
         self.data = torch.zeros(size, dtype=first.dtype, device=first.device)
         self.grad = torch.zeros(size, dtype=grad_dtype, device=first.device)
+        self._hooks: dict[ShardedParameter, RemovableHandle] = {}
+        self._idle: set[ShardedParameter] = set()
+        """Matrices with hooks that had nothing to take."""
         for placed in self.placed:
             self._adopt(placed)
         self._runs = [self._run(list(run)) for _, run in groupby(self.placed, self._alone)]
@@ -73,6 +77,9 @@ class Bucket:
         parameter.data = view
         parameter.main_grad = self.grad[placed.start : placed.stop].view(parameter.shape)
         parameter.grad_ready = self._note
+        if parameter.dim() > 1:
+            parameter.grad_given = partial(self._taken, parameter)
+            self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(_grad_given)
 
     @staticmethod
     def _alone(placed: Placed) -> int | None:
@@ -82,14 +89,12 @@ class Bucket:
         return self.grad[run[0].start : run[-1].stop], [placed.parameter for placed in run]
 
     def take_at_once(self) -> None:
-        """Take gradients from autograd as they come, without `collect`: the buffer is there for a while alone."""
+        """Take all gradients from autograd as they come, without `collect`: the buffer is there for a while alone."""
         self._runs.clear()
         for placed in self.placed:
-            self._hook(placed.parameter)
-
-    def _hook(self, parameter: ShardedParameter) -> None:
-        parameter.grad_given = partial(self._take, parameter)
-        parameter.register_post_accumulate_grad_hook(_grad_given)
+            placed.parameter.grad_given = partial(self._take, placed.parameter)
+            if placed.parameter not in self._hooks:
+                placed.parameter.register_post_accumulate_grad_hook(_grad_given)
 
     def draw(self) -> None:
         """Give parameters that were to be drawn late their first values."""
@@ -122,12 +127,19 @@ class Bucket:
         if grad is not None:  # else the layer's own backward has put it where it belongs
             parameter.accumulate(grad)
 
+    def _taken(self, parameter: ShardedParameter) -> None:
+        if parameter.grad is None:
+            self._idle.add(parameter)
+        self._take(parameter)
+
     def collect(self) -> None:
-        """A backward is over: take what autograd has kept, of parameters that are used outside our linear layers and lookups.
-        A hook for each would take longer, and neighbours need one addition. Matrices of which autograd keeps any, as in models
-        of plain torch, get one then: the next backward need not hold them all."""
-        for run in tuple(self._runs):
-            sums, parameters = run
+        """A backward is over: take what autograd has kept. Vectors, of which a layer has up to eight, wait for this: neighbours
+        need one addition. Matrices are taken by hooks, so that a model of plain torch does not hold them all; where a layer's
+        own backward has the gradient, the hook only takes the host's time, and goes."""
+        for parameter in self._idle:
+            self._hooks[parameter].remove()
+        self._idle.clear()
+        for sums, parameters in self._runs:
             grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
             if 1 < len(grads) == len(parameters):
                 sums.add_(torch.cat(grads))
@@ -137,9 +149,6 @@ class Bucket:
             elif grads:
                 for parameter in parameters:
                     self._take(parameter)
-                    if parameter.dim() > 1:
-                        self._runs = [each for each in self._runs if each is not run]
-                        self._hook(parameter)
 
     def _note(self) -> None:
         if self._awaited > 0:
