@@ -225,6 +225,24 @@ def test_what_cannot_be_removed_is_said(address: str, tmp_path: Path, monkeypatc
     ]
 
 
+def test_what_is_half_removed_is_not_complete(address: str, tmp_path: Path) -> None:
+    there, removed, real = destination(address, tmp_path, keep_latest=1), list[str](), StoreObject.remove
+    save(lambda group: there, 1)
+
+    def remove(store: StoreObject) -> None:
+        if "step-0000001" in store._address:
+            if removed:
+                raise Killed
+            removed.append(store._address)
+        real(store)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StoreObject, "remove", remove)
+        assert any(isinstance(result, Killed) for result in save(lambda group: there, 2))
+    assert names(address)["step-0000001"], "its other files are there"
+    assert list(StoreObject(address).steps()) == [2]
+
+
 def test_the_same_step_again_has_no_file_of_the_former(address: str, tmp_path: Path) -> None:
     there = destination(address, tmp_path)
     save(lambda group: there, 1)
