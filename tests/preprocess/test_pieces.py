@@ -174,11 +174,13 @@ def readers() -> list[threading.Thread]:
 
 
 def test_the_thread_stays_a_little_ahead_and_ends_with_its_reader() -> None:
-    made: list[int] = []
+    made, ended = list[int](), list[bool]()
 
     def numbers(stop: threading.Event) -> Iterator[int]:
         for number in range(1, 1000):
             made.append(number)
+            if number == 1 + AHEAD_ITEMS:  # as where no more input comes
+                ended.append(stop.wait(30))
             yield number
 
     ahead = read_ahead(numbers)
@@ -190,7 +192,7 @@ def test_the_thread_stays_a_little_ahead_and_ends_with_its_reader() -> None:
     time.sleep(0.05)
     assert len(made) == 1 + AHEAD_ITEMS  # one is taken
     ahead.close()
-    assert not readers()
+    assert not readers() and ended == [True]
 
 
 def test_an_error_comes_after_the_pieces_before_it(tmp_path: Path) -> None:

@@ -45,11 +45,10 @@ def test_near_the_simulator(schedule: str, stack: str) -> None:
     assert_near(f"{GPT} {PLAIN} --stack {stack} --fix schedule={schedule} --fix pp=2,4,8 --fix vpp=1,2,4", 0.1)
 
 
-@pytest.mark.parametrize("strategy", ["distributed-optimizer", "fully-sharded"])
-def test_near_the_simulator_with_products_in_8_bits(strategy: str) -> None:
-    """Weights are rounded once per step, or for each microbatch."""
-    flags = f"{GPT} {PLAIN} --stack float8-2025 --fix schedule=1f1b --fix pp=2,4,8"
-    assert_near(flags.replace("strategy=distributed-optimizer", f"strategy={strategy}"), 0.05)
+def test_near_the_simulator_with_products_in_8_bits() -> None:
+    """Weights are rounded once per step: for each microbatch would be 4 % more."""
+    flags = f"{GPT} {PLAIN} --stack float8-2025 --fix schedule=1f1b --fix pp=4,8"
+    assert_near(flags.replace("mbs=1,2", "mbs=1"), 0.02)
 
 
 @pytest.mark.parametrize("latency", [2e-6, 1e-2])
