@@ -59,7 +59,9 @@ class Bucket:
         """Matrices with hooks that had nothing to take."""
         for placed in self.placed:
             self._adopt(placed)
-        self._runs = [self._run(list(run)) for _, run in groupby(self.placed, self._alone)]
+        runs = groupby(self.placed, lambda placed: -1 if placed.parameter.dim() == 1 else placed.start)
+        lists = [list(run) for _, run in runs]
+        self._runs = [(self.grad[run[0].start : run[-1].stop], [each.parameter for each in run]) for run in lists]
         """What `collect` takes together: a matrix, or biases and norms that are neighbours."""
         if any(placed.parameter.draw is not None for placed in self.placed):
             free_storage(self.data)  # until `draw`
@@ -80,13 +82,6 @@ class Bucket:
         if parameter.dim() > 1:
             parameter.grad_given = partial(self._taken, parameter)
             self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(_grad_given)
-
-    @staticmethod
-    def _alone(placed: Placed) -> int | None:
-        return None if placed.parameter.dim() == 1 else placed.start
-
-    def _run(self, run: Sequence[Placed]) -> tuple[torch.Tensor, list[ShardedParameter]]:
-        return self.grad[run[0].start : run[-1].stop], [placed.parameter for placed in run]
 
     def take_at_once(self) -> None:
         """Take all gradients from autograd as they come, without `collect`: the buffer is there for a while alone."""

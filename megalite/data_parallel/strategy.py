@@ -115,8 +115,7 @@ class DataParallelStrategy(ABC):
         self.step = 0  # the current step, counted from 1
         self.loss_scale = 1.0
         """The factor of this step's loss; a power of 2, unless the user fixed another."""
-        self.unreduced_squared = torch.zeros((), dtype=torch.float64, device=self.device)
-        """This rank's part of Σg² over the gradients of all data-parallel ranks before they are summed, with `measures_noise`."""
+        self._unreduced: dict[Bucket, torch.Tensor] = {}
         sizes = [stop - start for start, stop in map(self.owned_range, self.all_buckets())]
         offloaded = in_host_memory(sizes, options.host_fraction)
         self._host = HostMemory(self.device, slots=HOST_SLOTS) if any(offloaded) else None
@@ -208,7 +207,7 @@ class DataParallelStrategy(ABC):
     def begin_step(self, step: int, *, loss_scale: float = 1.0) -> None:
         """Before the first forward of a step: forget the last one's gradients, also those of one that failed half way."""
         self.step, self.loss_scale = step, loss_scale
-        self.unreduced_squared.zero_()
+        self._unreduced.clear()
         self.zero_grad()
 
     # ---- gradients
@@ -255,7 +254,7 @@ class DataParallelStrategy(ABC):
     def _start(self, bucket: Bucket) -> None:
         if bucket not in self._reducing:
             if self.options.measures_noise and self.groups.first_copy(bucket.kind):
-                self.unreduced_squared += self.options.l2norm([bucket.grad]).square()
+                self._unreduced[bucket] = self.options.l2norm([bucket.grad]).square()
             self._reducing[bucket] = self._reduce(bucket)
 
     def announce(self, stage: int | None, *, backward: bool) -> None:
@@ -276,6 +275,16 @@ class DataParallelStrategy(ABC):
             self.groups.tp.all_reduce(gradient)
         if kind.tied and self.groups.embedding is not None:
             self.groups.embedding.all_reduce(gradient)
+
+    @property
+    def unreduced_squared(self) -> torch.Tensor:
+        """This rank's part of Σg² over the gradients of all data-parallel ranks before they are summed, with `measures_noise`."""
+        return self.total(self._unreduced)
+
+    def total(self, of_buckets: Mapping[Bucket, torch.Tensor]) -> torch.Tensor:
+        """fp64 numbers of buckets, added up in one order, whatever the order in which gradients came."""
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        return sum((of_buckets[bucket] for bucket in self.all_buckets() if bucket in of_buckets), zero)
 
     def norm_terms(self) -> torch.Tensor:
         """fp64 numbers [k] of this rank, k the same on all; `norms` gets their sums over the world."""

@@ -17,6 +17,7 @@ from megalite.data.remote import fetch_all, with_places
 from megalite.data.stores import shown
 from tests.data.object_store import Store, serving
 from tests.data.token_files import distinct_documents, write_by_layout
+from tests.support.s3 import S3Server, running
 
 
 @pytest.fixture
@@ -119,15 +120,6 @@ def test_what_is_not_there_is_one_error(store: Store, tmp_path: Path) -> None:
         fetch_all(config, say=print, stopped=lambda: False)
 
 
-def test_other_stores_go_through_fsspec(tmp_path: Path) -> None:
-    pytest.importorskip("fsspec")
-    (tmp_path / "a.jsonl").write_text("{}")
-    address = f"file://{tmp_path}/a.jsonl"
-    found, said = fetch(tmp_path, data_path=[address])
-    assert Path(found[address]).read_text() == "{}" and len(said) == 1
-    assert fetch(tmp_path, data_path=[address]) == (found, [])
-
-
 def write_run(folder: Path) -> Path:
     """A run with one checkpoint of one file; the checkpoint's folder."""
     step = folder / "run" / "step-0000002"
@@ -139,26 +131,25 @@ def write_run(folder: Path) -> Path:
     return step
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning")
-def test_google_cloud_storage(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Text, token files, a checkpoint and what is not there, from a bucket, by the store's own client."""
-    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # or it asks what the bucket is, by gRPC
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", store.address("")[:-1])
-    pytest.importorskip("gcsfs")
-    monkeypatch.setitem(pytest.importorskip("fsspec").config.conf, "gs", {"token": "anon"})
-    bucket = store.folder / "bucket"
+    bucket = tmp_path / "bucket"
     bucket.mkdir()
     (bucket / "a.jsonl").write_text('{"text": "a"}\n')
     write_by_layout(bucket / "d", distinct_documents([5, 7]))
     write_run(bucket)
-    text, tokens, run = (f"gs://bucket/{name}" for name in ("a.jsonl", "d", "run"))
-    found, said = fetch(tmp_path, data_path=["0.3", text, "0.7", tokens], load=run)
-    assert Path(found[text]).read_text() == '{"text": "a"}\n' and len(said) == 6
-    assert Path(f"{found[tokens]}.bin").read_bytes() == (bucket / "d.bin").read_bytes()
-    assert (Path(found[run]) / "step-0000002" / "rank-0.safetensors").read_bytes() == b"weights"
-    assert fetch(tmp_path, data_path=[text]) == ({text: found[text]}, [])
-    with pytest.raises(ConfigError, match=r"gs://bucket/none\.jsonl does not exist"):
-        fetch(tmp_path, data_path=["gs://bucket/none.jsonl"])
+    with running(S3Server()) as server:
+        server.use(monkeypatch)
+        files = (path for path in bucket.rglob("*") if path.is_file())
+        server.objects = {str(path.relative_to(tmp_path)): path.read_bytes() for path in files}
+        text, tokens, run = (f"s3://bucket/{name}" for name in ("a.jsonl", "d", "run"))
+        found, said = fetch(tmp_path, data_path=["0.3", text, "0.7", tokens], load=run)
+        assert Path(found[text]).read_text() == '{"text": "a"}\n' and len(said) == 5
+        assert Path(f"{found[tokens]}.bin").read_bytes() == (bucket / "d.bin").read_bytes()
+        assert (Path(found[run]) / "step-0000002" / "rank-0.safetensors").read_bytes() == b"weights"
+        assert fetch(tmp_path, data_path=[text]) == ({text: found[text]}, [])
+        with pytest.raises(ConfigError, match=r"s3://bucket/none\.jsonl does not exist"):
+            fetch(tmp_path, data_path=["s3://bucket/none.jsonl"])
 
 
 def test_a_checkpoint_is_what_its_manifest_says(store: Store, tmp_path: Path) -> None:

@@ -68,6 +68,14 @@ def test_without_overlap_reduction_waits_for_the_backward() -> None:
         assert set(events[16:]) == {"reduce", "vectors"}
 
 
+def test_numbers_of_buckets_are_added_up_in_one_order() -> None:
+    """In which order gradients come must not be seen in any bit."""
+    strategy = build(RankContext(0, {}), tiny_config()).strategy
+    squares = [torch.tensor(value, dtype=torch.float64) for value in (1e16, 1.0, 1.0)]
+    pairs = list(zip(strategy.all_buckets(), squares))
+    assert float(strategy.total(dict(pairs))) == float(strategy.total(dict(reversed(pairs)))) == 1e16
+
+
 def on_two_ranks(context: RankContext, settings: dict[str, Any]) -> list[list[str]]:
     return reductions(context, {"world_size": 2, **settings})
 

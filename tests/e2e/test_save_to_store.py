@@ -15,7 +15,7 @@ import pytest
 from megalite.data.stores import StoreObject
 from tests.e2e.forked import forked, still_running, train_forked
 from tests.e2e.programs import MOCKED, losses
-from tests.support.s3 import serving_s3
+from tests.support.s3 import S3Server, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(sys.platform != "linux", reason="forks")]
 
@@ -31,8 +31,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str,
     if request.param == "file":
         yield f"file://{tmp_path}/store/run", {}
         return
-    pytest.importorskip("s3fs")
-    with serving_s3() as server:
+    with running(S3Server()) as server:
         yield "s3://bucket/run", server.environment
 
 

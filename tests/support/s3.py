@@ -1,5 +1,5 @@
-"""A server that speaks as much of S3's protocol as a client needs to write, list, read and remove objects; they are in its
-memory. Signatures are not checked. It keeps what was asked, and answers 403 to what a test refuses."""
+"""Servers of tests, and one that speaks as much of S3's protocol as a client needs to write, list, read and remove objects;
+they are in its memory. Signatures are not checked. It keeps what was asked, and answers 403 to what a test refuses."""
 
 import contextlib
 import hashlib
@@ -7,20 +7,58 @@ import http.server
 import re
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 from xml.sax.saxutils import escape
 
-CREDENTIALS = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1"}
+import pytest
 
 
-class S3Server(http.server.ThreadingHTTPServer):
-    """Buckets are made by the first object in them, but for those of `missing_buckets`."""
+class Quiet(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+class LocalServer(http.server.ThreadingHTTPServer):
+    """On a free port of this machine."""
 
     daemon_threads = True
 
+    def __init__(self, handler: type[Quiet]) -> None:
+        super().__init__(("127.0.0.1", 0), handler)
+        self._is_open = True
+
+    def handle_error(self, *_: Any) -> None:
+        """A client that has heard enough, or was killed, is no fault."""
+
+    def close(self) -> None:
+        if self._is_open:
+            self.shutdown()
+            self.server_close()
+        self._is_open = False
+
+
+S = TypeVar("S", bound=LocalServer)
+
+
+@contextlib.contextmanager
+def running(server: S) -> Iterator[S]:
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.close()
+        thread.join()
+
+
+class S3Server(LocalServer):
+    """Buckets are made by the first object in them, but for those of `missing_buckets`."""
+
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.objects: dict[str, bytes] = {}
         """By bucket/key."""
         self.parts: dict[str, dict[int, bytes]] = {}
@@ -31,21 +69,23 @@ class S3Server(http.server.ThreadingHTTPServer):
         self.refuses: Callable[[str, str], bool] = lambda method, name: False
         """Called with method and bucket/key before anything is done."""
 
-    def handle_error(self, *_: Any) -> None:
-        """A client that was killed is no fault."""
-
     @property
     def environment(self) -> dict[str, str]:
         """With which a client finds it."""
-        return {**CREDENTIALS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.server_port}"}
+        credentials = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1"}
+        return {**credentials, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.server_port}"}
+
+    def use(self, patch: pytest.MonkeyPatch) -> None:
+        """For clients in this process."""
+        import s3fs
+
+        s3fs.S3FileSystem.clear_instance_cache()  # of clients of former servers
+        for name, value in self.environment.items():
+            patch.setenv(name, value)
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
+class _Handler(Quiet):
     server: S3Server
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_: Any) -> None:
-        pass
 
     def _begin(self) -> tuple[str, dict[str, str], bytes] | None:
         """bucket/key, the query and the body; None if the request has been refused."""
@@ -152,17 +192,3 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 def _tag(content: bytes) -> str:
     return f'"{hashlib.md5(content).hexdigest()}"'
-
-
-@contextlib.contextmanager
-def serving_s3() -> Iterator[S3Server]:
-    """An empty server."""
-    server = S3Server()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

@@ -12,8 +12,5 @@ def test_a_backend_that_does_not_fit(backend: str, device: str) -> None:
     fits = {"cpu": "gloo", "cuda": "nccl"}[device]
     with pytest.raises(ConfigError, match=f"{backend} but the run is on {device}; use --distributed-backend {fits}"):
         check_backend(backend, torch.device(device))
-
-
-@pytest.mark.parametrize(("backend", "device"), [("auto", "cpu"), ("gloo", "cpu"), ("nccl", "cuda")])
-def test_a_backend_that_does(backend: str, device: str) -> None:
-    check_backend(backend, torch.device(device))
+    for other in ("auto", fits):
+        check_backend(other, torch.device(device))

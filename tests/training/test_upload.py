@@ -19,7 +19,7 @@ from megalite.topology.group import Group
 from megalite.training.upload import Destination
 from tests.checkpoint.inspecting import flip_last_bit
 from tests.checkpoint.samples import CPU, assert_holds, find, on_threads, save_as
-from tests.support.s3 import S3Server, serving_s3
+from tests.support.s3 import S3Server, running
 
 pytest.importorskip("fsspec")
 WRITES = 6
@@ -42,9 +42,8 @@ def address(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     if request.param == "file":
         yield f"file://{tmp_path}/store/run"
         return
-    pytest.importorskip("s3fs")
-    with serving_s3() as server:
-        _use(server, monkeypatch)
+    with running(S3Server()) as server:
+        server.use(monkeypatch)
         yield "s3://bucket/run"
 
 
@@ -275,9 +274,8 @@ def test_inspect_takes_an_address(address: str, tmp_path: Path, capsys: pytest.C
 
 
 def test_a_bucket_that_is_not_there_is_not_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pytest.importorskip("s3fs")
-    with serving_s3() as server:
-        _use(server, monkeypatch)
+    with running(S3Server()) as server:
+        server.use(monkeypatch)
         server.missing_buckets.add("slip")
         with pytest.raises(ConfigError, match=r"s3://slip/run/\.probe-00000 cannot be written: "):
             destination("s3://slip/run", tmp_path).probe(0)
@@ -287,20 +285,11 @@ def test_a_bucket_that_is_not_there_is_not_made(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_large_files_go_in_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pytest.importorskip("s3fs")
     content = bytes(range(256)) * (120 << 12)
     (tmp_path / "large").write_bytes(content)
     beats: list[None] = []
-    with serving_s3() as server:
-        _use(server, monkeypatch)
+    with running(S3Server()) as server:
+        server.use(monkeypatch)
         StoreObject("s3://bucket/large").write(tmp_path / "large", beat=lambda: beats.append(None))
         assert server.objects["bucket/large"] == content and len(beats) > 2
         assert any(method == "POST" for method, _ in server.asked)
-
-
-def _use(server: S3Server, patch: pytest.MonkeyPatch) -> None:
-    import s3fs
-
-    s3fs.S3FileSystem.clear_instance_cache()  # of clients of former servers
-    for name, value in server.environment.items():
-        patch.setenv(name, value)

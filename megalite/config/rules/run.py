@@ -111,15 +111,11 @@ DATA: tuple[Check, ...] = (
             "{?mock_data} needs the range of its tokens; add --vocab-size, e.g. 1024": lambda c: c.vocab_size is None,
             f"{{!packing|data_order|{_DOCUMENTS}}} has no effect with mock_data, which has no documents; use data_path or remove "
             "it": lambda c: c.mock_data and not c.data_path,
-            "{!data_cache_path} has no effect with mock_data, which has no documents; use data_path or remove it": lambda c: (
-                c.mock_data and not c.data_path and not _keeps_files(c)
-            ),
             "{!packing|data_order} has no effect with {dataset}, which gives samples as they are; remove it": lambda c: (
                 c.dataset is not None
             ),
-            "{!data_cache_path} has no effect with {dataset}, which gives samples as they are; remove it": lambda c: (
-                c.dataset is not None and not _keeps_files(c)
-            ),
+            "{!data_cache_path} has no effect without documents or addresses, of which nothing is kept; use data_path or remove "
+            "it": lambda c: (c.dataset is not None or (c.mock_data and not c.data_path)) and not _keeps_files(c),
             "{?packing} does not go with {data_order}, which cuts samples from one stream of documents; use packing stream or "
             "data_order megalite": lambda c: c.data_order == "megatron",
             f"{{!{_DOCUMENTS}}} has no effect with {{packing}}, where documents never see each other and each begins at "

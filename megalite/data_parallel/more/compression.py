@@ -158,7 +158,7 @@ class MomentumExchange(AllReduce):
         self._break_even = BreakEven(self, self.all_buckets(), make, warmup=warmup)
         self._optimizer: Optimizer | None = None
         self._whole = True  # the current step sums gradients
-        self._own_square = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._own_squares: dict[Bucket, torch.Tensor] = {}
         self._ratio: float | None = None  # ρ
         self._found: float | None = None  # the ratio of the current step
 
@@ -184,7 +184,7 @@ class MomentumExchange(AllReduce):
     def begin_step(self, step: int, *, loss_scale: float = 1.0) -> None:
         super().begin_step(step, loss_scale=loss_scale)
         self._whole, self._found = self.phase(step) == "gradients", None
-        self._own_square.zero_()
+        self._own_squares.clear()
         self._break_even.begin(whole=self._whole)
 
     def finish_grad_sync(self) -> None:
@@ -194,14 +194,15 @@ class MomentumExchange(AllReduce):
         # The gradient is final on this rank here, and not yet summed over replicas.
         if self._counts(bucket):
             replicas = self.groups.replicas(bucket.kind).size
-            self._own_square += replicas * self.options.l2norm([bucket.grad]).square()
+            self._own_squares[bucket] = replicas * self.options.l2norm([bucket.grad]).square()
         return super()._reduce(bucket) if self._whole else DONE
 
     def norm_terms(self) -> torch.Tensor:
-        whole = self.local_norm_squared() if self._whole else torch.zeros_like(self._own_square)
-        each = self._own_square.new_zeros(self.groups.dp.size if self._own_clipping else 0)
-        each[self.groups.dp.rank : self.groups.dp.rank + 1] = self._own_square
-        return torch.cat([torch.stack([whole, self._own_square]), each])
+        own = self.total(self._own_squares)
+        whole = self.local_norm_squared() if self._whole else torch.zeros_like(own)
+        each = own.new_zeros(self.groups.dp.size if self._own_clipping else 0)
+        each[self.groups.dp.rank : self.groups.dp.rank + 1] = own
+        return torch.cat([torch.stack([whole, own]), each])
 
     def norms(self, sums: Sequence[float]) -> Norms:
         if not all(math.isfinite(each) and each >= 0.0 for each in sums):
