@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from megalite.cli.model_commands import GENERATE
 from megalite.config.data import DataConfig
@@ -18,6 +18,8 @@ from megalite.conversion.inference import InferenceModel, load_model
 from megalite.conversion.native import PRECISIONS
 from megalite.generation.continuation import Continuation, GrowingText, Sampling, read_prompts
 from megalite.generation.generate import Chain, generate_batch
+from megalite.tokenizers.base import Tokenizer
+from megalite.tokenizers.chat import TEMPLATE_HELP, chat_template
 from megalite.tokenizers.subword import HuggingFaceTokenizer
 from megalite.topology.layout import ParallelLayout
 from megalite.topology.topology import Launch, Topology, start_distributed, stop_distributed
@@ -108,11 +110,11 @@ def _sampling(flags: Namespace) -> Sampling:
 
 
 def _generate(flags: Namespace, topology: Topology) -> None:
-    texts: list[str] = []
+    texts: list[Any] = []
     error: ConfigError | None = None
     if topology.rank == 0:
         try:
-            texts = flags.prompt or read_prompts(flags.prompts, flags.prompt_key)
+            texts = flags.prompt or read_prompts(flags.prompts, flags.prompt_key, chat=flags.chat)
             _refuse_existing(flags.output)
         except ConfigError as found:
             error = found
@@ -121,6 +123,8 @@ def _generate(flags: Namespace, topology: Topology) -> None:
     model = open_model(flags, topology)
     assert model.tokenizer is not None
     tokenizer, before = model.tokenizer, _beginning(model, flags.add_bos)
+    if flags.chat:  # its templates write the beginning themselves
+        texts, before = _through_template(tokenizer, texts), []
     prompts = [before + tokenizer.encode(text) for text in texts]
 
     def text_of(prompt: Sequence[int]) -> GrowingText:
@@ -162,6 +166,22 @@ def _beginning(model: InferenceModel, add_bos: bool | None) -> list[int]:
             f"--add-bos has no effect on {model.path}: its tokenizer has no tokens that a text begins with; leave it out"
         )
     return found
+
+
+def _through_template(tokenizer: Tokenizer, prompts: Sequence[Any]) -> list[str]:
+    """What the model sees of prompts: texts that a user says, or whole chats."""
+    template = chat_template(tokenizer)
+    if template is None:
+        raise ConfigError(
+            f"--chat needs a chat template, and the tokenizer ({tokenizer.name}) has none; {TEMPLATE_HELP}"
+        )
+    try:
+        return [
+            template.prompt([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+            for prompt in prompts
+        ]
+    except ValueError as error:
+        raise ConfigError(f"--chat: {error}; give messages that it takes") from None
 
 
 def _refuse_existing(output: Path | None) -> None:

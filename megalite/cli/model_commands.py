@@ -254,7 +254,8 @@ GENERATE = Command(
         *_model("all that --pp leaves"),
         Flag("--prompt TEXT", "text to continue; may be repeated", repeat=True),
         Flag("--prompts FILE", "one per line, or a key of a line of JSON in a .jsonl; - is standard input"),
-        Flag("--prompt-key KEY", "with --prompts FILE.jsonl (prompt)"),
+        Flag("--prompt-key KEY", "with --prompts FILE.jsonl (prompt; with --chat messages)"),
+        Flag("--chat", "put prompts, or lists of messages, through the tokenizer's chat template", bool),
         Flag("--max-new-tokens N", "length of a continuation (100)", int, default=100),
         Flag("--temperature T", "0 takes the likeliest token (0.8)", float, default=0.8),
         Flag("--top-k K", "draw among the K likeliest tokens", int),
@@ -269,7 +270,7 @@ GENERATE = Command(
     ("megalite generate --load runs/first/checkpoints --prompt 'Once upon a time'",),
     exclusive=(("--prompt", "--prompts"),),
     one_needed=True,
-    idle={"--prompt": "--prompt-key"},
+    idle={"--prompt": "--prompt-key", "--chat": "--add-bos"},
 )
 
 EVALUATE = Command(

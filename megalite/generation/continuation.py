@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,9 +16,10 @@ from megalite.config.errors import ConfigError
 from megalite.config.model import ModelConfig
 from megalite.data.dataset import raw_draws
 from megalite.models.context import KeyValueCache
-from megalite.preprocess.documents import good_texts
+from megalite.preprocess.documents import good_texts, parse_line, parse_object
 from megalite.preprocess.inputs import STDIN, Input, Kind, open_regular
 from megalite.preprocess.pieces import Limits
+from megalite.preprocess.sft import messages_of
 
 NOT_A_NUMBER = -1  # in the place of a token where the logits hold a NaN: every rank must hear of it
 
@@ -104,19 +106,28 @@ _JSON_SUFFIXES = (".jsonl", ".ndjson")
 _MAX_BYTES = 1 << 30
 
 
-def read_prompts(path: str, key: str | None) -> list[str]:
+def read_prompts(path: str, key: str | None, *, chat: bool = False) -> list[Any]:
     """The prompts of a file: of a .jsonl the texts under `key`, of any other, and of standard input, its lines. Blank
-    lines are left out. `path`: `-` is standard input. `key`: None: `prompt`. Raises ConfigError: the file cannot be
-    read, has a line that is no prompt or none at all, or `key` has no effect."""
+    lines are left out. `path`: `-` is standard input. `key`: None: `prompt`, or of a chat `messages`. `chat`: a list of
+    messages is a prompt too.
+    Raises ConfigError: the file cannot be read, has a line that is no prompt or none at all, or `key` has no effect."""
     is_json = Path(path).suffix.lower() in _JSON_SUFFIXES
     if key is not None and not is_json:
         raise ConfigError(f"--prompt-key {key} has no effect on {path}; leave it out, or give a .jsonl file")
     limits = Limits(max_document_bytes=_MAX_BYTES, text_documents="line")
-    found = good_texts([_source(path, "jsonl" if is_json else "text")], key or "prompt", limits)
+    source = _source(path, "jsonl" if is_json else "text")
+    key = key or ("messages" if chat else "prompt")
+    found = good_texts([source], key, limits, _parse_chat if chat else None)
     prompts = [prompt for texts in found for prompt in texts]
     if not prompts:
         raise ConfigError(f"{path} has no prompts; write one on each line")
     return prompts
+
+
+def _parse_chat(raw: bytes, keys: Sequence[str]) -> list[Any]:
+    (key,) = keys
+    value = parse_object(raw).get(key)
+    return [messages_of(value, key)] if isinstance(value, list) else parse_line(raw, keys)
 
 
 def _source(path: str, kind: Kind) -> Input:

@@ -112,11 +112,17 @@ def read_piece(
     return found
 
 
-def good_texts(inputs: Sequence[Input], key: str, limits: Limits) -> Iterator[list[str]]:
-    """The texts of each piece of the inputs. Raises ConfigError: as `cut`; a line is bad."""
+def good_texts(
+    inputs: Sequence[Input],
+    key: str,
+    limits: Limits,
+    parse: Callable[[bytes, Sequence[str]], Sequence[Any]] | None = None,
+) -> Iterator[list[Any]]:
+    """The texts of each piece of the inputs, or what `parse` makes of a line of JSON. Raises ConfigError: as `cut`; a
+    line is bad."""
     place: Place | None = None
     for piece in cut(inputs, keys=[key], limits=limits):
-        found = read_piece(piece, [key], limits)
+        found = read_piece(piece, [key], limits, parse)
         if found.bad:
             bad = found.bad[0]
             line = piece.after(bad.line + 1, place).lines

@@ -23,7 +23,7 @@ from megalite.preprocess.job import PreprocessJob
 from megalite.preprocess.output import PieceTokenizer
 from megalite.preprocess.pieces import Piece
 from megalite.tokenizers.base import Tokenizer
-from megalite.tokenizers.chat import ChatTemplate, chat_template
+from megalite.tokenizers.chat import TEMPLATE_HELP, ChatTemplate, chat_template
 from megalite.tokenizers.subword import HuggingFaceTokenizer
 
 _RESPONSES = ("response", "completion")
@@ -34,15 +34,7 @@ def parse_example(raw: bytes, keys: Sequence[str]) -> list[Example]:
     """The example in a line of JSON. Raises BadDocument: it is none, or nothing in it is the model's to say."""
     example = parse_object(raw)
     if "messages" in example:
-        messages = example["messages"]
-        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-            raise BadDocument("wrong type", "expected a list of objects with role and content under 'messages'")
-        for message in messages:
-            text_of(message.get("role"), "role")
-            if not isinstance(message.get("content"), str) and "tool_calls" not in message:
-                raise BadDocument(
-                    "wrong type", f"expected a string under 'content', got {type_name(message.get('content'))}"
-                )
+        messages = messages_of(example["messages"], "messages")
         if not any(message["role"] == "assistant" for message in messages):
             raise BadDocument("missing key", "no message has the role assistant: there is nothing to learn")
         return [example]
@@ -53,6 +45,19 @@ def parse_example(raw: bytes, keys: Sequence[str]) -> list[Example]:
     if not isinstance(example["prompt"], str):
         raise BadDocument("wrong type", f"expected a string under 'prompt', got {type_name(example['prompt'])}")
     return [{"prompt": example["prompt"], "response": text_of(example[key], key)}]
+
+
+def messages_of(value: object, key: str) -> list[dict[str, Any]]:
+    """The messages of a chat. Raises BadDocument: they are none."""
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        raise BadDocument("wrong type", f"expected a list of objects with role and content under {key!r}")
+    for message in value:
+        text_of(message.get("role"), "role")
+        if not isinstance(message.get("content"), str) and "tool_calls" not in message:
+            raise BadDocument(
+                "wrong type", f"expected a string under 'content', got {type_name(message.get('content'))}"
+            )
+    return value
 
 
 class ExampleEncoder:
@@ -83,8 +88,7 @@ class ExampleEncoder:
     def _chat(self, example: Example) -> tuple[list[int], list[int]]:
         if self._template is None or not isinstance(self._tokenizer, HuggingFaceTokenizer):
             raise NoTemplate(
-                f"messages need a chat template, and the tokenizer ({self._tokenizer.name}) has none; give --tokenizer-model "
-                "a folder with tokenizer.json and chat_template.jinja (or chat_template in tokenizer_config.json), or "
+                f"messages need a chat template, and the tokenizer ({self._tokenizer.name}) has none; {TEMPLATE_HELP}, or "
                 "examples with prompt and response"
             )
         text, spans = self._template.render(example["messages"], example.get("tools"))

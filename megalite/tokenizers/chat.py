@@ -15,6 +15,7 @@ from megalite.tokenizers.base import Tokenizer, digest, read_tokenizer_file
 from megalite.tokenizers.subword import SETTINGS_NAME, HuggingFaceTokenizer
 
 TEMPLATE_NAME = "chat_template.jinja"
+TEMPLATE_HELP = "give --tokenizer-model a folder with tokenizer.json and chat_template.jinja (or chat_template in tokenizer_config.json)"
 _START, _END = "\ufdd0", "\ufdd1"  # around what a template marks; Unicode keeps them out of every text
 
 Span = tuple[int, int]  # [start, stop) of characters
@@ -66,7 +67,7 @@ class ChatTemplate:
                 continue
             if not number:
                 raise ValueError("the first message is the assistant's: there is nothing to answer")
-            before = self._text(messages[:number], tools, prompts=True)
+            before = self.prompt(messages[:number], tools)
             after = self._text(messages[: number + 1], tools)
             if not (text.startswith(after) and after.startswith(before)):
                 raise ValueError(
@@ -75,6 +76,10 @@ class ChatTemplate:
                 )
             spans.append((len(before), len(after)))
         return text, spans
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
+        """The text up to where the assistant begins to answer. Raises ValueError: the template refuses the messages."""
+        return self._text(messages, tools, prompts=True)
 
     def _text(self, messages: Sequence[Mapping[str, Any]], tools: Any, *, prompts: bool = False) -> str:
         try:

@@ -1,6 +1,7 @@
 """`megalite generate` on one rank: prompts in, texts out, and what is refused."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,31 @@ def test_files_in_and_out(models: Path, tmp_path: Path, capsys: Captured) -> Non
         assert f"--- {number} of 4\n{record['prompt']}{record['text']}\n" in shown
     assert generate(*words, "--output", output) == 2
     assert "texts.jsonl is there already; remove it" in capsys.readouterr().err
+
+
+def test_chats_go_through_the_template(models: Path, tmp_path: Path, capsys: Captured) -> None:
+    model, chats = tmp_path / "model", tmp_path / "chats.jsonl"
+    shutil.copytree(models / "theirs", model)
+    words = ("--load", model, "--chat", "--temperature", "0")
+    assert generate(*words, "--prompt", "hi") == 2
+    assert "--chat needs a chat template" in capsys.readouterr().err
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    )
+    (model / "chat_template.jinja").write_text(template)
+    assert generate(*words, "--prompt", "hi") == 0
+    chat = capsys.readouterr().out
+    assert chat.startswith("<user>hi\n<a>")
+    assert generate("--load", model, "--temperature", "0", "--no-add-bos", "--prompt", "<user>hi\n<a>") == 0
+    assert capsys.readouterr().out == chat
+    asked = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "é"}]
+    chats.write_text(json.dumps({"messages": asked}) + "\n" + json.dumps({"messages": "hi"}) + "\n")
+    assert generate(*words, "--prompts", chats) == 0
+    said = capsys.readouterr().out
+    assert "--- 1 of 2\n<system>be brief\n<user>é\n<a>" in said and f"--- 2 of 2\n{chat}" in said
+    chats.write_text(json.dumps({"messages": [{"content": "no role"}]}) + "\n")
+    assert generate(*words, "--prompts", chats) == 2
+    assert "chats.jsonl:1: expected a string under 'role'" in capsys.readouterr().err
 
 
 def test_stop_and_seed(models: Path, capsys: Captured) -> None:
