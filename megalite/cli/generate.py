@@ -19,7 +19,7 @@ from megalite.conversion.native import PRECISIONS
 from megalite.generation.continuation import Continuation, GrowingText, Sampling, read_prompts
 from megalite.generation.generate import Chain, generate_batch
 from megalite.tokenizers.base import Tokenizer
-from megalite.tokenizers.chat import TEMPLATE_HELP, chat_template
+from megalite.tokenizers.chat import require_chat_template
 from megalite.tokenizers.subword import HuggingFaceTokenizer
 from megalite.topology.layout import ParallelLayout
 from megalite.topology.topology import Launch, Topology, start_distributed, stop_distributed
@@ -170,11 +170,7 @@ def _beginning(model: InferenceModel, add_bos: bool | None) -> list[int]:
 
 def _through_template(tokenizer: Tokenizer, prompts: Sequence[Any]) -> list[str]:
     """What the model sees of prompts: texts that a user says, or whole chats."""
-    template = chat_template(tokenizer)
-    if template is None:
-        raise ConfigError(
-            f"--chat needs a chat template, and the tokenizer ({tokenizer.name}) has none; {TEMPLATE_HELP}"
-        )
+    template = require_chat_template(tokenizer, "--chat")
     try:
         return [
             template.prompt([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)

@@ -20,6 +20,7 @@ from megalite.conversion.inference import load_model
 from megalite.generation.continuation import GrowingText, Sampling
 from megalite.generation.generate import Chain, generate_batch
 from megalite.generation.likelihood import Scored, likelihoods
+from megalite.tokenizers.chat import require_chat_template
 from megalite.topology.layout import ParallelLayout
 from megalite.topology.topology import Launch, Topology, start_distributed, stop_distributed
 
@@ -83,6 +84,19 @@ class MegaliteLM(TemplateLM):
     @property
     def tokenizer_name(self) -> str:
         return self._tokens.fingerprint()
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """The source of the tokenizer's template, which the harness keeps with the results."""
+        if isinstance(chat_template, str):
+            raise ConfigError(
+                f"--apply_chat_template {chat_template}: give no name; the tokenizer's default one is used"
+            )
+        return require_chat_template(self._tokens, "--apply_chat_template").source
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """A task's question and the examples before it, up to the answer, or to the end of what the task answers itself."""
+        template = require_chat_template(self._tokens, "--apply_chat_template")
+        return template.prompt(chat_history, begun=not add_generation_prompt)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         return [int(token) for token in self._tokens.encode(string)]

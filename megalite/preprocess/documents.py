@@ -40,10 +40,6 @@ class BadDocument(ValueError):
         self.kind = kind
 
 
-class NoTemplate(ConfigError):
-    """Chat messages, and a tokenizer without a template: none of them can be read."""
-
-
 @dataclass(frozen=True)
 class BadLine:
     """A line (paragraph, file, row) that is not a document."""

@@ -10,20 +10,12 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from megalite.preprocess.documents import (
-    BadDocument,
-    NoTemplate,
-    PieceTexts,
-    parse_object,
-    read_piece,
-    text_of,
-    type_name,
-)
+from megalite.preprocess.documents import BadDocument, PieceTexts, parse_object, read_piece, text_of, type_name
 from megalite.preprocess.job import PreprocessJob
 from megalite.preprocess.output import PieceTokenizer
 from megalite.preprocess.pieces import Piece
 from megalite.tokenizers.base import Tokenizer
-from megalite.tokenizers.chat import TEMPLATE_HELP, ChatTemplate, chat_template
+from megalite.tokenizers.chat import ChatTemplate, NoTemplate, chat_template, require_chat_template
 from megalite.tokenizers.subword import HuggingFaceTokenizer
 
 _RESPONSES = ("response", "completion")
@@ -86,12 +78,9 @@ class ExampleEncoder:
         return [*ids, self._tokenizer.eod], [0] * given + [1] * (len(ids) - given + 1)
 
     def _chat(self, example: Example) -> tuple[list[int], list[int]]:
-        if self._template is None or not isinstance(self._tokenizer, HuggingFaceTokenizer):
-            raise NoTemplate(
-                f"messages need a chat template, and the tokenizer ({self._tokenizer.name}) has none; {TEMPLATE_HELP}, or "
-                "examples with prompt and response"
-            )
-        text, spans = self._template.render(example["messages"], example.get("tools"))
+        template = self._template or require_chat_template(self._tokenizer, "a list of messages")
+        assert isinstance(self._tokenizer, HuggingFaceTokenizer)  # others have none
+        text, spans = template.render(example["messages"], example.get("tools"))
         ids, places = self._tokenizer.encode_with_places(text)
         said = [any(start < stop and end > first for first, stop in spans) for start, end in places]
         return ids, [int(is_said) for is_said in said]

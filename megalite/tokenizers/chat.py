@@ -15,7 +15,6 @@ from megalite.tokenizers.base import Tokenizer, digest, read_tokenizer_file
 from megalite.tokenizers.subword import SETTINGS_NAME, HuggingFaceTokenizer
 
 TEMPLATE_NAME = "chat_template.jinja"
-TEMPLATE_HELP = "give --tokenizer-model a folder with tokenizer.json and chat_template.jinja (or chat_template in tokenizer_config.json)"
 _START, _END = "\ufdd0", "\ufdd1"  # around what a template marks; Unicode keeps them out of every text
 
 Span = tuple[int, int]  # [start, stop) of characters
@@ -33,6 +32,10 @@ class _Generation(jinja2.ext.Extension):
         return [marks[0], *body, marks[1]]
 
 
+class NoTemplate(ConfigError):
+    """Chat messages, and a tokenizer without a template: none of them can be read."""
+
+
 class ChatTemplate:
     """The template of a tokenizer, rendered as transformers' apply_chat_template does.
 
@@ -45,6 +48,7 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
+        self.source = source
         self._tokens, self._marks = dict(tokens), "endgeneration" in source
         try:
             self._template = environment.from_string(source)
@@ -77,9 +81,15 @@ class ChatTemplate:
             spans.append((len(before), len(after)))
         return text, spans
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
-        """The text up to where the assistant begins to answer. Raises ValueError: the template refuses the messages."""
-        return self._text(messages, tools, prompts=True)
+    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Any = None, *, begun: bool = False) -> str:
+        """The text up to where the assistant begins to answer, or, `begun`, to where its last message continues. Raises
+        ValueError: the template refuses the messages."""
+        text = self._text(messages, tools, prompts=not begun)
+        if begun:
+            last = messages[-1]["content"]
+            last = last if last in text else last.strip()  # many templates strip what they show
+            text = text.rpartition(last)[0] + last
+        return text
 
     def _text(self, messages: Sequence[Mapping[str, Any]], tools: Any, *, prompts: bool = False) -> str:
         try:
@@ -106,6 +116,17 @@ def chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
     tokens = {name: value for name, value in settings.items() if name.endswith("_token")}
     texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
     return ChatTemplate(source, {name: text for name, text in texts.items() if isinstance(text, str)}, str(where))
+
+
+def require_chat_template(tokenizer: Tokenizer, what: str) -> ChatTemplate:
+    """As `chat_template`; `what` needs one. Raises NoTemplate: there is none."""
+    template = chat_template(tokenizer)
+    if template is None:
+        raise NoTemplate(
+            f"{what} needs a chat template, and the tokenizer ({tokenizer.name}) has none; give --tokenizer-model a folder "
+            "with tokenizer.json and chat_template.jinja (or chat_template in tokenizer_config.json)"
+        )
+    return template
 
 
 def _marked(text: str) -> tuple[str, list[Span]]:

@@ -24,6 +24,9 @@ REQUESTS = [
     Scored([1, 2, 3, 4, 5, 6, 7, 8, 9], 8),
     Scored([8, 8, 1], 1),
 ]
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +43,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     end = "<|endoftext|>"
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=[end], initial_alphabet=alphabet)
     bpe.train_from_iterator([(TASK / "python_endings.jsonl").read_text()], trainer)
-    PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=end).save_pretrained(folder)
+    chats = {"chat_template": CHAT_TEMPLATE}
+    PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=end, **chats).save_pretrained(folder)
     torch.manual_seed(3)
     sizes: dict[str, Any] = {
         "hidden_size": 32,
@@ -130,6 +134,10 @@ def test_the_harness_gets_the_same_numbers(llama: Path, tmp_path: Path, monkeypa
     how = {"until": ["\n", "zzz"], "max_gen_toks": 8, "do_sample": False}
     texts = [ask(model, "generate_until", "The value of", dict(how)) for model in (us, them)]
     assert texts[0] == texts[1] and texts[0]
+    chat = [{"role": "user", "content": "is it é?"}, {"role": "assistant", "content": "it is "}]
+    for said, ends in ((chat[:1], True), (chat, True), (chat, False)):
+        assert us.apply_chat_template(said, ends) == them.apply_chat_template(said, ends)
+    assert us.chat_template(chat_template=True) == CHAT_TEMPLATE
 
 
 def test_its_command_line_on_two_ranks(llama: Path, tmp_path: Path) -> None:

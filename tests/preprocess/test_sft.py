@@ -156,7 +156,7 @@ def test_messages_without_a_template_stop_the_job(tmp_path: Path) -> None:
     for tokenizer, name in ((BYTES, "ByteLevelTokenizer"), (bare, "HuggingFaceTokenizer")):
         for run in (preprocess, plan):
             with pytest.raises(
-                ConfigError, match=rf"need a chat template, and the tokenizer \({name}\) has none; give"
+                ConfigError, match=rf"needs a chat template, and the tokenizer \({name}\) has none; give"
             ):
                 run(job(tmp_path, examples, tokenizer=tokenizer))
 
