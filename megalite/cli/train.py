@@ -16,7 +16,7 @@ from megalite.config.exit_codes import INTERRUPTED
 from megalite.config.flags import parse_arguments
 from megalite.config.registry import imported
 from megalite.config.run import RunConfig
-from megalite.training.stopping import StopRequests, StopRun, write_ending
+from megalite.training.stopping import RunFolder, StopRequests, StopRun
 from megalite.watchdog.processes import started_at
 
 _IMPORTED = time.time()  # stands for the start of the process where the system does not say it; torch is imported later
@@ -81,13 +81,9 @@ def shape_in(load: str, step: int | None) -> Mapping[str, Any] | None:
     return found
 
 
-def _run_dir(config: RunConfig) -> Path | None:
-    return None if config.logging.run_dir is None else Path(config.logging.run_dir)
-
-
 def _stop_requests(config: RunConfig) -> StopRequests:
-    training, run_dir = config.training, _run_dir(config)
-    file = training.exit_file or (run_dir and run_dir / EXIT_FILE)
+    training, run_dir = config.training, config.logging.run_dir
+    file = training.exit_file or (run_dir and Path(run_dir, EXIT_FILE))
     return StopRequests(
         signals=training.exit_signals,
         minutes=training.exit_duration_in_mins,
@@ -112,7 +108,7 @@ def _training(config: RunConfig, stops: StopRequests, end: End) -> Iterator[None
                     end.status = refuse(error, "megalite train")
     except StopRun as stop:  # while torch was being imported
         if is_first_rank():
-            write_ending(_run_dir(config), stop.request.ending(None, "before the start"))
+            RunFolder(config.logging.run_dir).leave(stop.request.ending(None, "before the start"))
         end.status = stop.request.exit_code
 
 

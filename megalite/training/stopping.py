@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
-from megalite.checkpoint.files import replace_durably, sync_folder, write_all
+from megalite.checkpoint.files import lock_folder, replace_durably, sync_folder, write_all
 from megalite.config.describe import redacted
-from megalite.config.errors import ConfigError
+from megalite.config.errors import ConfigError, TakenError
 from megalite.config.exit_codes import DONE, FAILED, INTERRUPTED, REQUEUE
 
 FILE_NAME = "exit.json"
@@ -48,11 +48,42 @@ class Ending:
         return cls(status="failed", reason=f"{name}{error}", step=step, exit_code=code)
 
 
-def forget_ending(run_dir: Path | None) -> None:
-    """A run begins. Without the file, a run is under way or was killed."""
-    if run_dir is not None:
-        with contextlib.suppress(OSError):
-            (run_dir / FILE_NAME).unlink(missing_ok=True)
+class RunFolder:
+    """`run_dir`, which rank 0 has for one run at a time: what has not locked it neither writes nor removes there.
+    Without a path, as on other ranks, all of it does nothing."""
+
+    def __init__(self, run_dir: str | None) -> None:
+        self._path = None if run_dir is None else Path(run_dir)
+        self._lock: int | None = None
+        self._made = False
+
+    def take(self, *, make: bool = False) -> None:
+        """Lock the folder, if it is there (`make`: make it), and forget how the last run ended: without `exit.json` one is
+        under way or was killed. Raises TakenError: another run has it."""
+        self._made |= make
+        if self._path is None or self._lock is not None:
+            return
+        with contextlib.suppress(OSError):  # who opens the first file there says what is wrong
+            try:
+                if make:
+                    self._path.mkdir(parents=True, exist_ok=True)
+                self._lock = lock_folder(self._path)
+            except BlockingIOError:
+                raise TakenError(
+                    f"another run is writing into {self._path}: wait for it, end it (also ranks that a killed launcher has left "
+                    "behind), or give another --run-dir"
+                ) from None
+            (self._path / FILE_NAME).unlink(missing_ok=True)
+
+    def leave(self, ending: Ending | None) -> None:
+        """The run is over, and another one may have the folder. `ending` is left in it, unless another run has it already."""
+        if ending is not None:
+            with contextlib.suppress(TakenError):
+                self.take()
+                write_ending(self._path, ending, make_folder=self._made)  # somebody may have removed it
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
 
 def reserve_ending(run_dir: Path) -> None:
@@ -61,9 +92,7 @@ def reserve_ending(run_dir: Path) -> None:
 
 
 def write_ending(run_dir: Path | None, ending: Ending, *, make_folder: bool = False) -> None:
-    """Leave it in the run's folder, if there is one; where that cannot be written the log has said it all.
-
-    `make_folder`: the run has had its folder, and somebody may have removed it."""
+    """Leave it in the run's folder, if there is one; where that cannot be written the log has said it all."""
     if run_dir is None:
         return
     with contextlib.suppress(OSError):

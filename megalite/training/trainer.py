@@ -3,8 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from pathlib import Path
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any, cast
 
 from megalite.config.batch import batch_size, sequence_length, steps_left
@@ -41,7 +40,7 @@ from megalite.training.setup import (
 )
 from megalite.training.sinks import last_records
 from megalite.training.step import Stepper
-from megalite.training.stopping import Ending, StopRequest, StopRequests, StopRun, forget_ending, write_ending
+from megalite.training.stopping import Ending, RunFolder, StopRequest, StopRequests, StopRun
 
 if TYPE_CHECKING:
     from megalite.training.export import Exporter
@@ -118,8 +117,7 @@ class Trainer:
         self.log = log if self.launch.rank == 0 else lambda line: None
         self._callbacks = Callbacks(callbacks if self.launch.rank == 0 else (), self)
         self.stops = stops or StopRequests()
-        run_dir = config.logging.run_dir if self.launch.rank == 0 else None
-        self._run_dir = None if run_dir is None else Path(run_dir)
+        self._run_folder = RunFolder(config.logging.run_dir if self.launch.rank == 0 else None)
         if self.launch.rank != 0:
             self.stops.file = None
         self._step_reached: int | None = None
@@ -139,8 +137,10 @@ class Trainer:
             SaveError: a checkpoint could not be written.
             RestartLoopError: the same step has failed again and again.
         """
-        forget_ending(self._run_dir)
-        self.stops.last_words = lambda request, text: self._leave(request.ending(self._step_reached, text))
+        with suppress(TakenError):  # is raised once the ranks have met: what is wrong with the settings comes first
+            self._run_folder.take()
+        leave = self._run_folder.leave
+        self.stops.last_words = lambda request, text: leave(request.ending(self._step_reached, text))
         try:
             with explaining_out_of_memory(self.config, self._explicit, self.launch), ExitStack() as stack:
                 self._open(stack, self._build(stack))
@@ -155,11 +155,11 @@ class Trainer:
         except BaseException as error:
             request = self.stops.request
             if request is None or self._moved or not isinstance(error, RuntimeError):
-                if not isinstance(error, TakenError):
-                    self._leave(Ending.failed(error, self._step_reached))
+                taken = isinstance(error, TakenError)  # the run that has the folder leaves its own word
+                leave(None if taken else Ending.failed(error, self._step_reached))
                 raise
             ending = self._stopped_at_start(request)
-        self._leave(ending)
+        leave(ending)
         return ending
 
     def stop(self, why: str) -> None:
@@ -200,6 +200,8 @@ class Trainer:
             )
             world = dataclasses.replace(world, heartbeat=watch.heartbeat)
         self._roll = RollCall.open(world, launch, device)
+        with agreeing(world, device):
+            self._run_folder.take()
         if config.checkpoint.load is not None:
             config = _WHEN_ASKED.get("own first")(config, world=world, device=device, log=self.log)
         config = take_remote(config, world=world, device=device, log=self.log)
@@ -279,6 +281,7 @@ class Trainer:
     def _open_folder(self, tokenizer: str | None) -> None:
         with agreeing(self.replica.topology.world, self.replica.topology.device):
             self.stops.refuse_old_file()
+            self._run_folder.take(make=True)
         self.saver: Saver | None = None
         self._exporter: Exporter | None = None
         if self.config.checkpoint.save is None:
@@ -483,9 +486,6 @@ class Trainer:
         if self._folder is not None:
             found = self.stops.starting and isinstance(error, ConfigError)  # of the settings or the disk, not of a step
             self._folder.leave(error, step=self.progress.step + 1, stopping=found or self.stops.request is not None)
-
-    def _leave(self, ending: Ending) -> None:
-        write_ending(self._run_dir, ending, make_folder=self._moved)
 
     def _stopped_at_start(self, request: StopRequest) -> Ending:
         said = "before the first step: there is nothing to save"

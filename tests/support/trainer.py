@@ -10,7 +10,7 @@ from megalite.config.describe import replace
 from megalite.config.run import RunConfig
 from megalite.tokenizers.base import Tokenizer
 from megalite.training.replica import Replica
-from megalite.training.stopping import StopRequests
+from megalite.training.stopping import RunFolder, StopRequests
 from megalite.training.trainer import Trainer
 
 
@@ -43,7 +43,7 @@ class ReplicaTrainer(Trainer):
     ) -> None:
         super().__init__(replica.config, log=log, stops=stops)
         self.replica, self.log, self._on_open = replica, log, on_open
-        self._run_dir, self._roll = None, None
+        self._run_folder, self._roll = RunFolder(None), None
 
     def _build(self, stack: ExitStack) -> Tokenizer | None:
         return None

@@ -16,7 +16,7 @@ from megalite.config.training import WRITERS
 from megalite.models.block import Block
 from megalite.optimizers.base import Exchange, Update
 from megalite.training.callbacks import CallbackError
-from megalite.training.stopping import Ending
+from megalite.training.stopping import Ending, RunFolder
 from tests.e2e.forked import train_forked
 from tests.support.plugins import registered
 
@@ -121,6 +121,27 @@ def test_a_folder_that_another_run_has_keeps_its_word(tmp_path: Path) -> None:
         Trainer(mock(run_dir=str(tmp_path), save_interval=2), log=lambda line: None).fit()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]
     os.close(lock)
+
+
+def test_what_has_not_locked_the_run_folder_writes_and_removes_nothing_there(tmp_path: Path) -> None:
+    """A second start beside a run that lives, whether its settings are wrong, or it is stopped, or it could train."""
+    record = '{"kind": "train", "step": 9}\n'
+    (tmp_path / "metrics.jsonl").write_text(record)
+    lock = lock_folder(tmp_path)
+    assert lock is not None
+    folder = {"run_dir": str(tmp_path)}
+    with pytest.raises(ConfigError, match="nccl"):
+        Trainer(mock(**folder, distributed_backend="nccl"), log=lambda line: None).fit()
+    with pytest.raises(ConfigError, match="another run is writing into"):
+        Trainer(mock(**folder), log=lambda line: None).fit()
+    RunFolder(str(tmp_path)).leave(Ending.finished(1))
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert (tmp_path / "metrics.jsonl").read_text() == record
+    os.close(lock)
+    assert Trainer(mock(**folder, train_iters=2), log=lambda line: None).fit().step == 2
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Trainer(mock(**folder, tokenizer_model="nowhere.json"), log=lambda line: None).fit()
+    assert json.loads((tmp_path / "exit.json").read_text())["status"] == "failed"
 
 
 @pytest.mark.parametrize("hook", ["on_start", "on_step_end", "on_end"])
