@@ -17,7 +17,7 @@ from megalite.config.run import RunConfig
 from megalite.data.dataset import KeyedPermutation, MockDataset, SampleSource, require_sample, split_documents
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.index_cache import SMALL_BYTES, IndexCache
-from megalite.data.token_files import TokenFiles
+from megalite.data.token_files import TokenFiles, refuse_examples
 from megalite.tokenizers.base import Tokenizer
 
 _WHEN_SET: Registry[Callable[..., Any]] = Registry(
@@ -180,6 +180,8 @@ def build_datasets(
             common: dict[str, Any] = {"seq_length": seq_length, "seed": seed, "name": name, "vocab_size": vocab_size}
             if data.sft:
                 common["responses"] = files.open_mask(prefix)
+            else:
+                refuse_examples(prefix)
             weights.append(weight)
             settings.append({"indexed": indexed, "documents": share, **common, "cache": cache})
         if any(len(each["documents"]) for each in settings):

@@ -34,6 +34,8 @@ from megalite.tokenizers.base import Tokenizer
 SUFFIXES = (".bin", ".idx", ".json")
 """Files of one dataset: tokens, index and, where it was preprocessed here, the side file."""
 FORMAT = 1
+MASK_KEY = "sft_mask"
+"""Among the `keys` of datasets of examples: that of the mask."""
 _LIMIT = 64 << 20
 _SHA256 = re.compile("[0-9a-f]{64}")
 
@@ -155,6 +157,20 @@ class TokenFiles:
         return mask
 
 
+def refuse_examples(prefix: str) -> None:
+    """Raise ConfigError where a run without sft would learn the prompts of examples too: the side file or a mask beside the
+    tokens says what they are."""
+    mask, keys = Path(f"{mask_prefix(prefix)}.idx"), _recorded(prefix, "keys")
+    signs = [side_file_path(prefix)] if isinstance(keys, list) and MASK_KEY in keys else []
+    signs += [mask] if _exists(str(mask)) else []
+    if signs:
+        raise ConfigError(
+            f"data path {prefix} holds examples to fine-tune on, as {' and '.join(map(str, signs))} show{'s' * (len(signs) == 1)}, "
+            "and without sft their prompts are learned too; add --sft to learn the responses alone, or move "
+            f"{'these' if len(signs) > 1 else 'that'} away to learn all tokens"
+        )
+
+
 def mask_prefix(prefix: str) -> str:
     """The dataset beside the tokens of examples that says which of them are responses."""
     return f"{prefix.removesuffix('_document')}_mask_document"
@@ -175,12 +191,17 @@ def require_recorded_tokenizer(prefix: str, tokenizer: Tokenizer | str) -> None:
         )
 
 
-def _recorded_tokenizer(prefix: str) -> tuple[str, str] | None:
-    """Kind and sha256 of the tokenizer that the side file names; None where there is no sound one that does."""
+def _recorded(prefix: str, name: str) -> Any:
+    """A fact of the side file; None where there is no sound one that has it."""
     try:
-        recorded = (read_side_file(prefix) or {}).get("tokenizer")
+        return (read_side_file(prefix) or {}).get(name)
     except ConfigError:
         return None
+
+
+def _recorded_tokenizer(prefix: str) -> tuple[str, str] | None:
+    """Kind and sha256 of the tokenizer that the side file names; None where there is no sound one that does."""
+    recorded = _recorded(prefix, "tokenizer")
     if not isinstance(recorded, dict) or not isinstance(sha256 := recorded.get("sha256"), str):
         return None
     return str(recorded.get("kind", "a tokenizer"))[:40], sha256

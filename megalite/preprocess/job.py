@@ -11,7 +11,7 @@ from pathlib import Path
 from megalite.checkpoint.files import not_writable
 from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
-from megalite.data.token_files import SUFFIXES, read_side_file
+from megalite.data.token_files import MASK_KEY, SUFFIXES, read_side_file
 from megalite.preprocess.inputs import UNFINISHED, Input, find_inputs, open_regular
 from megalite.preprocess.pieces import Limits, TextDocuments, check_keys
 from megalite.preprocess.workers import MAX_WORKERS
@@ -19,7 +19,6 @@ from megalite.tokenizers.base import Tokenizer
 from megalite.tokenizers.build import build_tokenizer
 
 MAX_FAULTS = 100  # bad lines that are kept, with place and reason
-MASK_KEY = "sft_mask"
 SFT_KEYS = ("sft", MASK_KEY)  # the datasets of examples: their tokens, and of each token 1 if the model is to say it
 _REMEDY = "give another --output-prefix"
 

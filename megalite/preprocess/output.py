@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from megalite.config.errors import ConfigError
 from megalite.data.indexed_dataset import token_dtype
 from megalite.data.indexed_writer import LENGTH, TokenCounts, TokenStream
-from megalite.data.token_files import SUFFIXES
+from megalite.data.token_files import MASK_KEY, SUFFIXES
 from megalite.preprocess.documents import PieceTexts, read_piece
 from megalite.preprocess.inputs import Input, find_inputs
-from megalite.preprocess.job import MASK_KEY, MAX_FAULTS, PreprocessJob, Progress, job_inputs, require_tokenizer
+from megalite.preprocess.job import MAX_FAULTS, PreprocessJob, Progress, job_inputs, require_tokenizer
 from megalite.preprocess.pieces import Piece
 from megalite.tokenizers.base import Tokenizer
 

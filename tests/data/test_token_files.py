@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
 from megalite.data.token_files import TokenFiles, encode_side_file, read_side_file, require_recorded_tokenizer
 from megalite.tokenizers.base import ByteLevelTokenizer, NullTokenizer
@@ -143,6 +144,30 @@ def test_what_is_no_sound_side_file_says_nothing(tmp_path: Path, content: str) -
     (tmp_path / "d.json").write_text(content)
     require_recorded_tokenizer(str(tmp_path / "d"), BYTES)
     require_recorded_tokenizer(str(tmp_path / "none"), BYTES)
+
+
+@pytest.mark.parametrize("signs", [["json"], ["mask"], ["json", "mask"]])
+def test_prompts_are_not_learned_by_accident(tmp_path: Path, signs: list[str]) -> None:
+    """Whether the data says what it is or a mask lies beside it; without either it is text like any other."""
+    write_by_layout(tmp_path / "e_document", [[1] * 20] * 50)
+    side, mask = tmp_path / "e_document.json", tmp_path / "e_mask_document"
+    if "json" in signs:
+        side.write_bytes(encode_side_file({**RECORDED, "key": "sft", "keys": ["sft", "sft_mask"]}))
+    if "mask" in signs:
+        write_by_layout(mask, [[1] * 20] * 50)
+    prefix = str(tmp_path / "e_document")
+    config = tiny_config(1, data_path=[prefix], split="1", vocab_size=300, eod_mask_loss=False)
+    with pytest.raises(
+        ConfigError, match=r"their prompts are learned too; add --sft to .* away to learn all tokens"
+    ) as error:
+        open_data(build(RankContext(0), config), None)
+    shown = [str({"json": side, "mask": f"{mask}.idx"}[sign]) for sign in signs]
+    assert f"as {' and '.join(shown)} show" in str(error.value)
+    if "mask" in signs:
+        assert open_data(build(RankContext(0), replace(config, sft=True)), None).train is not None
+    for file in (side, Path(f"{mask}.idx")):
+        file.unlink(missing_ok=True)
+    assert open_data(build(RankContext(0), config), None).train is not None
 
 
 def test_a_file_without_tokens(tmp_path: Path) -> None:
