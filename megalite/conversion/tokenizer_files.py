@@ -66,7 +66,8 @@ def missing_tokenizer(data: DataConfig, home: Path) -> str | None:
         if place is None:
             text = getattr(data, name)
             looked = dict.fromkeys(str(folder) for folder in (Path(text).absolute().parent, home.resolve() / _OWN))
-            return f"is not there (recorded as {text}, looked in {' and '.join(looked)})"
+            above = "" if Path(text).is_absolute() else f", and from the folders above {home.resolve()}"
+            return f"is not there (recorded as {text}, looked in {' and '.join(looked)}{above})"
     return None
 
 
@@ -77,12 +78,14 @@ def tokenizer_as_it_is_now(data: DataConfig, home: Path) -> DataConfig:
 
 
 def _places(data: DataConfig, home: Path) -> dict[str, Path | None]:
-    """Setting -> where the file is that it records: there, or in the checkpoints' own folder; None: it is gone."""
+    """Setting -> where the file is that it records: there, or in the checkpoints' own folder; None: it is gone. A relative
+    path begins at a folder above the checkpoints: that the run was started in, wherever it has been moved to."""
     recorded = ("tokenizer_model",) if data.tokenizer_model else ("vocab_file", "merge_file")
     found: dict[str, Path | None] = {}
     for name in recorded:
         if (text := getattr(data, name)) is not None:
-            places = (Path(text), home.resolve() / _OWN / Path(text).name)
+            own, starts = home.resolve(), (Path(), *home.resolve().parents)
+            places = (*(start / text for start in starts), own / _OWN / Path(text).name)
             found[name] = next((path for path in places if path.exists()), None)
     return found
 

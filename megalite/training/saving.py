@@ -3,7 +3,7 @@
 import datetime
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from megalite.checkpoint.folders import candidates
 from megalite.checkpoint.manifest import CheckpointMissing
 from megalite.checkpoint.save import BackgroundSave, SavedTensor, agree, planned_bytes, prune, save_checkpoint
 from megalite.config.byte_size import format_bytes
-from megalite.config.data import is_address
+from megalite.config.data import DataConfig, is_address
 from megalite.config.errors import CheckpointError
 from megalite.config.exit_codes import NOT_SAVED
 from megalite.config.registry import Registry
@@ -134,7 +134,11 @@ def _writer(
             **{name: counters for name, counters in more.items() if counters},
         },
         # The sizes of the network are what its tensors have: a checkpoint says them.
-        "config": {**asdict(replica.written), "model": asdict(replica.config.model)},
+        "config": {
+            **asdict(replica.written),
+            "model": asdict(replica.config.model),
+            "data": asdict(_found_from_elsewhere(replica.written.data, folder)),
+        },
         "layout": asdict(replica.topology.layout),
         "tokenizer": tokenizer,
         "kernels": replica.kernels.summary(),
@@ -155,6 +159,17 @@ def _writer(
         return path
 
     return write
+
+
+def _found_from_elsewhere(data: DataConfig, folder: Path) -> DataConfig:
+    """Paths of the tokenizer, which readers look for from every folder above the checkpoints: relative ones stay so, and may
+    move along with a run below the working directory; elsewhere they become absolute."""
+    if folder.resolve().is_relative_to(Path.cwd()):
+        return data
+    named = {name: getattr(data, name) for name in ("tokenizer_model", "vocab_file", "merge_file")}
+    return replace(
+        data, **{name: str(Path(path).absolute()) for name, path in named.items() if path and not is_address(path)}
+    )
 
 
 def what_is_saved(replica: Replica, step: int, *, newest: str) -> tuple[list[SavedTensor], list[torch.Tensor]]:

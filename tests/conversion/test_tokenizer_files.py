@@ -7,8 +7,10 @@ import pytest
 
 from megalite.conversion.huggingface.weights import write_huggingface
 from megalite.conversion.native import NativeWeights, write_native
+from megalite.conversion.start import settings_in
 from megalite.conversion.tokenizer_files import open_tokenizer, tokenizer_folder_files
 from tests.conversion.samples import GPT, MadeUp, byte_tokenizer, run
+from tests.support.trainer import fit
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -89,6 +91,41 @@ def test_a_recorded_tokenizer_that_is_gone_or_changed(tmp_path: Path, capsys: py
     assert run(source, tmp_path / "c", "--to", "native", "--no-verify") == 0
     gone = f"the checkpoint's tokenizer is not there (recorded as {merges}, looked in {merges.parent})"
     assert f"{gone}: none goes along; --tokenizer-model PATH adds it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_relative_tokenizer_is_found_from_any_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: bool
+) -> None:
+    """Also where the folder that the run was started in has moved with all in it."""
+    home, moved = tmp_path / "home", tmp_path / "moved"
+    home.mkdir()
+    byte_tokenizer(home / "tok")
+    monkeypatch.chdir(home)
+    save, sizes = (
+        Path("runs/1" if inside else tmp_path / "1"),
+        {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1},
+    )
+    files = {"vocab_file": "tok/vocab.json", "merge_file": "tok/merges.txt"}
+    fit(
+        **sizes,
+        **files,
+        seq_length=8,
+        vocab_size=512,
+        mock_data=True,
+        train_iters=1,
+        device="cpu",
+        save=str(save),
+        save_interval=1,
+    )
+    at = save.absolute()
+    monkeypatch.chdir("/")
+    for place, folder in ((home, at), (moved, moved / "runs/1"))[: 1 + inside]:
+        if place == moved:
+            home.rename(moved)
+        found = settings_in(str(folder), None)
+        assert found is not None and found["vocab_file"] == str(place / "tok/vocab.json")
+        assert NativeWeights(folder).missing_tokenizer is None
 
 
 @pytest.mark.parametrize("merges", ["#version: 0.2\nA B\n", "A B\n"])
