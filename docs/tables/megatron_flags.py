@@ -57,6 +57,7 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         "tokenizer_type": "inferred from the files unless given; without BERT's",
         "tiktoken_pattern": "also well-known names, or a regular expression",
         "sft": "messages, or prompt and response; packed by best fit, where theirs pads",
+        "num_workers": "threads; theirs is 2 processes",
         "reset_attention_mask": "no mask is made",
         # training
         "micro_batch_size": "required there",

@@ -137,8 +137,8 @@ memory and garbage collection: --dry-run says what each rank holds |
     --moe-paged-stash-buffer-size-factor-cuda= --moe-paged-stash-buffer-size-factor-cpu= --distribute-saved-activations
     --manual-gc --manual-gc-interval= --no-manual-gc-eval --disable-manual-gc-eval --empty-unused-memory-level=
     --memory-snapshot-path=
-how data are read: by one background thread, from memory-mapped files |
-    --num-workers= --no-mmap-bin-files --num-dataset-builder-threads= --dataloader-fast-cache-load
+how data are read: from memory-mapped files, by --num-workers threads |
+    --no-mmap-bin-files --num-dataset-builder-threads= --dataloader-fast-cache-load
     --dataloader-defer-npy-index-mmap --per-dataset-sequences-path= --object-storage-cache-path= --no-data-sharding
     --null-tokenizer-pad-id= --eval-micro-batch-size=
 how checkpoints are written: in one format, which megalite convert takes to Megatron's |

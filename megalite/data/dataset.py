@@ -5,9 +5,12 @@ numbers: as easy as 1, 2, 3", SC'11), a counter-based generator with a published
 distributions or shuffles: their algorithms may change from one numpy to the next.
 """
 
+import threading
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
+from functools import lru_cache
 from math import isqrt
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -19,6 +22,7 @@ from megalite.data.indexed_dataset import IndexedDataset
 _WORD = (1 << 64) - 1
 _BLOCK = 1 << 20
 _ROUNDS = 8
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,18 @@ def split_documents(split: str, documents: int) -> tuple[range, range, range]:
     train, valid, test = parse_split(split)
     ends = [round(end * documents) for end in (train, train + valid, train + valid + test)]
     return range(ends[0]), range(ends[0], ends[1]), range(ends[1], ends[2])
+
+
+def keeping(function: Callable[[int], _T], count: int = 2) -> Callable[[int], _T]:
+    """The function with its last `count` results kept, each made once: by default two epochs, as batches cross from one to
+    the next, whatever number of threads reads."""
+    kept, lock = lru_cache(maxsize=count)(function), threading.Lock()
+
+    def result(k: int) -> _T:
+        with lock:
+            return kept(k)
+
+    return result
 
 
 @dataclass(eq=False)

@@ -5,14 +5,14 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megalite.config.errors import ConfigError
-from megalite.data.dataset import DocumentDataset, KeyedPermutation, permutation, require_sample
+from megalite.data.dataset import DocumentDataset, KeyedPermutation, keeping, permutation, require_sample
 from megalite.data.index_cache import Arrays, IndexCache, Kept, Recipe
 
 _DOCUMENT_STREAM, _SAMPLE_STREAM = 0, 1
@@ -52,7 +52,7 @@ class GPTDataset(DocumentDataset):
             raise self._too_small(
                 f"fewer than the {self.seq_length + 1} of one sample with seq_length {self.seq_length}{shorter}"
             )
-        self._epoch = lru_cache(maxsize=2)(self._make_epoch)  # batches cross from one to the next
+        self._epoch = keeping(self._make_epoch)
         self._stop_epoch = 0  # the first epoch that will not be read, where `prepare` was called
         self.background: threading.Thread | None = None  # what makes, or has made, the index of the next epoch
 

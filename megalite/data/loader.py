@@ -3,7 +3,11 @@
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
+from queue import SimpleQueue
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +20,7 @@ from megalite.topology.layout import Spans, sequence_spans
 Balance = Callable[[int, tuple[tuple[int, ...], ...]], tuple[Spans, ...]]
 """From the length of sequences and the documents' starts of a microbatch to what each context-parallel rank holds."""
 
-_PATIENCE = 10.0  # seconds that close() waits for a read in progress
+_PATIENCE = 10.0  # seconds that close() waits for reads in progress
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,16 @@ def sample_ids(
     """Global numbers of the samples in one microbatch of one data-parallel rank (Megatron's cut of a batch)."""
     first = first_sample + (microbatch * dp_size + dp_rank) * micro_batch_size
     return tuple(range(first, first + micro_batch_size))
+
+
+_Task = tuple["Future[Microbatch]", Callable[[], Microbatch]]
+
+
+class _Ahead(NamedTuple):
+    """A step that is being read: its first sample, batch size and length, and its microbatches in order."""
+
+    key: tuple[int, int, int]
+    microbatches: list["Future[Microbatch]"]
 
 
 @dataclass(eq=False)
@@ -76,6 +90,7 @@ class BatchLoader:
     packed: bool = False  # the dataset's samples are packed
     further: int = 0  # further tokens that each position predicts
     pin: bool = False  # pin the tensors' memory, for asynchronous copies to a GPU
+    num_workers: int = 1  # threads that read ahead, each a microbatch; 0: the caller of `load` reads
 
     def __post_init__(self) -> None:
         assert 0 <= self.dp_rank < self.dp_size, (self.dp_rank, self.dp_size)
@@ -86,7 +101,9 @@ class BatchLoader:
                 "(--tokenizer-model), or leave it out"
             )
         self.waited = 0.0  # seconds that the last load() took: next to nothing where the batch was ready
-        self._ahead: _Reading | None = None
+        self._ahead: _Ahead | None = None
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._readers: list[threading.Thread] = []
 
     def load(self, first_sample: int, global_batch_size: int, length: int | None = None) -> list[Microbatch]:
         """This rank's microbatches of the step that consumes samples [first_sample, first_sample + global_batch_size), of each
@@ -95,28 +112,47 @@ class BatchLoader:
         Raises ConfigError: the data is bad."""
         started = time.perf_counter()
         ahead, self._ahead = self._ahead, None
-        length = length or self.seq_length
-        if ahead is None or ahead.key != (first_sample, global_batch_size, length):
-            _end(ahead)
-            ahead = _Reading(self, first_sample, global_batch_size, length)
-            ahead.read()
-        batches = ahead.result()
+        if ahead is not None and ahead.key == (first_sample, global_batch_size, length or self.seq_length):
+            batches = [each.result() for each in ahead.microbatches]
+        else:
+            for each in () if ahead is None else ahead.microbatches:
+                if not each.cancel():
+                    each.exception()  # in progress: with one reader, datasets are read by one thread at a time
+            batches = [self.microbatch(ids, length) for ids in self.sample_ids(first_sample, global_batch_size)]
         self.waited = time.perf_counter() - started
         return batches
 
     def prefetch(self, first_sample: int, global_batch_size: int, length: int | None = None) -> None:
-        """Start to load a step in the background; the next load() takes it if it asks for the same samples."""
-        length = length or self.seq_length
-        if self._ahead is not None and self._ahead.key == (first_sample, global_batch_size, length):
+        """Have a step read in the background; the next load() takes it if it asks for the same samples. Of another one that
+        is not wanted any more, microbatches in progress are still read."""
+        key = (first_sample, global_batch_size, length or self.seq_length)
+        if self.num_workers == 0 or (self._ahead is not None and self._ahead.key == key):
             return
-        _end(self._ahead)
-        self._ahead = _Reading(self, first_sample, global_batch_size, length)
-        self._ahead.thread.start()
+        self._drop()
+        while len(self._readers) < self.num_workers:
+            # Daemons: a disk that never answers must not delay the end of the process.
+            reader = threading.Thread(target=_work, args=(self._tasks,), name="megalite-loader", daemon=True)
+            reader.start()
+            self._readers.append(reader)
+        self._ahead = _Ahead(key, [])
+        for ids in self.sample_ids(first_sample, global_batch_size):
+            future: Future[Microbatch] = Future()
+            self._ahead.microbatches.append(future)
+            self._tasks.put((future, partial(self.microbatch, ids, length)))
+
+    def _drop(self) -> None:
+        for each in () if self._ahead is None else self._ahead.microbatches:
+            each.cancel()
+        self._ahead = None
 
     def close(self) -> None:
-        """End the read in progress, unless the disk does not answer; the loader may still be used."""
-        ahead, self._ahead = self._ahead, None
-        _end(ahead, patience=_PATIENCE)
+        """End the readers, but for those that wait for a disk that does not answer; the loader may still be used."""
+        self._drop()
+        for _ in self._readers:
+            self._tasks.put(None)
+        for reader in self._readers:
+            reader.join(_PATIENCE / len(self._readers))
+        self._tasks, self._readers = SimpleQueue(), []
 
     def sample_ids(self, first_sample: int, global_batch_size: int) -> list[tuple[int, ...]]:
         """Global numbers of the samples in each of this rank's microbatches."""
@@ -192,42 +228,13 @@ def _local(array: NDArray, spans: Spans) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([array[..., start:stop] for start, stop in spans], axis=-1))
 
 
-class _Reading:
-    """The microbatches of one step being read, here or in a separate thread.
-
-    The thread does not keep the process alive: a disk that never answers must not delay the end of a run.
-    """
-
-    def __init__(self, loader: BatchLoader, first_sample: int, global_batch_size: int, length: int) -> None:
-        self.key = (first_sample, global_batch_size, length)
-        self.unwanted = threading.Event()
-        self.thread = threading.Thread(target=self.read, name="megalite-loader", daemon=True)
-        self._loader = loader
-        self._batches: list[Microbatch] = []
-        self._fault: Exception | None = None
-
-    def read(self) -> None:
-        """Read everything, unless it is no longer wanted."""
-        try:
-            first_sample, global_batch_size, length = self.key
-            for ids in self._loader.sample_ids(first_sample, global_batch_size):
-                if self.unwanted.is_set():
-                    return
-                self._batches.append(self._loader.microbatch(ids, length))
-        except Exception as fault:
-            self._fault = fault
-
-    def result(self) -> list[Microbatch]:
-        """What was read; waits for it. Raises what stopped the reading."""
-        if self.thread.ident is not None:
-            self.thread.join()
-        if self._fault is not None:
-            raise self._fault
-        return self._batches
-
-
-def _end(reading: _Reading | None, patience: float | None = None) -> None:
-    """Datasets are read by one thread at a time: wait until the microbatch in progress is done."""
-    if reading is not None:
-        reading.unwanted.set()
-        reading.thread.join(patience)
+def _work(tasks: "SimpleQueue[_Task | None]") -> None:
+    """A reader's life: one task after the other until there is None."""
+    while (task := tasks.get()) is not None:
+        future, read = task
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(read())
+            except BaseException as fault:  # `load` would wait forever
+                future.set_exception(fault)
+        del task, future, read  # the batch is the step's alone

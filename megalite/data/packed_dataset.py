@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.data.dataset import DocumentDataset, KeyedPermutation, Packing, permutation, require_sample
+from megalite.data.dataset import DocumentDataset, KeyedPermutation, Packing, keeping, permutation, require_sample
 from megalite.data.indexed_dataset import IndexedDataset
 
 _DOCUMENT_STREAM, _SAMPLE_STREAM = 0, 1
@@ -70,7 +70,7 @@ class PackedDataset(DocumentDataset):
         self.samples_per_epoch = self._full + self._bins.count  # samples before a document is seen again
         if self.samples_per_epoch < 1:
             raise self._too_small("none of which has the two that a prediction needs")
-        self._epoch = lru_cache(maxsize=2)(self._make_epoch)  # batches cross from one to the next
+        self._epoch = keeping(self._make_epoch)
         self._pieces = lru_cache(maxsize=1)(self._find_pieces)  # `sample` and `packing` alternate
 
     @property

@@ -1,7 +1,7 @@
 """From the settings to the datasets of a run, also those that users bring, and which of their samples it reads."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from megalite.config.data import DATASETS, DEFAULT_SPLIT, SPLITS, DataConfig, pa
 from megalite.config.errors import ConfigError
 from megalite.config.registry import Registry
 from megalite.config.run import RunConfig
-from megalite.data.dataset import KeyedPermutation, MockDataset, SampleSource, require_sample, split_documents
+from megalite.data.dataset import KeyedPermutation, MockDataset, SampleSource, keeping, require_sample, split_documents
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.index_cache import SMALL_BYTES, IndexCache
 from megalite.data.token_files import TokenFiles, refuse_examples
@@ -273,7 +273,7 @@ def as_source(given: Any, config: RunConfig, split: str) -> SampleSource:
     Either it has `sample(k)`, the k-th sample of an endless sequence, or a length and `[i]`: then each epoch is in an
     order drawn from (seed, epoch). A sample is seq_length + 1 token ids: a list, an array, a tensor, or a mapping with
     `input_ids`. It must be a function of its number alone: all ranks, and a run that resumes, read it for themselves, and
-    in a thread.
+    in a thread, of `num_workers` at once.
 
     Raises ConfigError: it is neither, is empty, or gives other tokens when a sample is read again."""
     name, number = f"dataset {config.data.dataset}", SPLITS.index(split)
@@ -306,14 +306,15 @@ class _Shuffled:
     items: Any
     seed: int
     stream: int
-    _orders: dict[int, KeyedPermutation] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._order = keeping(
+            lambda epoch: KeyedPermutation(len(self.items), seed=self.seed, index=epoch, stream=self.stream)
+        )
 
     def sample(self, k: int) -> Any:
-        count = len(self.items)
-        epoch, place = divmod(k, count)
-        if epoch not in self._orders:
-            self._orders = {epoch: KeyedPermutation(count, seed=self.seed, index=epoch, stream=self.stream)}
-        return self.items[self._orders[epoch](place)]
+        epoch, place = divmod(k, len(self.items))
+        return self.items[self._order(epoch)(place)]
 
 
 @dataclass(eq=False, frozen=True)

@@ -167,9 +167,8 @@ def _found_from_elsewhere(data: DataConfig, folder: Path) -> DataConfig:
     if folder.resolve().is_relative_to(Path.cwd()):
         return data
     named = {name: getattr(data, name) for name in ("tokenizer_model", "vocab_file", "merge_file")}
-    return replace(
-        data, **{name: str(Path(path).absolute()) for name, path in named.items() if path and not is_address(path)}
-    )
+    absolute: Any = {name: str(Path(path).absolute()) for name, path in named.items() if path and not is_address(path)}
+    return replace(data, **absolute)
 
 
 def what_is_saved(replica: Replica, step: int, *, newest: str) -> tuple[list[SavedTensor], list[torch.Tensor]]:

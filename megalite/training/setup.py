@@ -322,6 +322,7 @@ def make_loader(replica: Replica, dataset: SampleSource, *, eod_token: int | Non
         packed=replica.packs_documents,
         further=replica.config.model.mtp_num_layers,
         pin=topology.device.type == "cuda",
+        num_workers=config.data.num_workers,
     )
 
 

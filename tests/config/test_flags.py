@@ -84,9 +84,9 @@ def test_each_flag_of_the_table_is_accepted_or_refused() -> None:
 
 
 def test_one_line_names_all_that_is_accepted() -> None:
-    flags = "--use-mcore-models --no-rope-fusion --num-workers 2 --transformer-impl local --moe-router-topk 4 --fp8-amax-history-len 16"
+    flags = "--use-mcore-models --no-rope-fusion --no-mmap-bin-files --transformer-impl local --moe-router-topk 4 --fp8-amax-history-len 16"
     assert parse_arguments(flags.split()).remarks == [
-        "already so: --use-mcore-models --transformer-impl; no effect here: --no-rope-fusion --num-workers --moe-router-topk "
+        "already so: --use-mcore-models --transformer-impl; no effect here: --no-rope-fusion --no-mmap-bin-files --moe-router-topk "
         "(docs/from_megatron.md says why)",
         "--fp8-amax-history-len 16: fp8 here scales by what is multiplied itself, without a history; first and last layer, "
         "experts and head are in bf16",
@@ -97,10 +97,12 @@ def test_one_line_names_all_that_is_accepted() -> None:
 def test_files_take_the_same_flags(tmp_path: Path) -> None:
     """A switch that a file turns off asks for nothing."""
     file = tmp_path / "run.yaml"
-    file.write_text("use_mcore_models: true\nno_rope_fusion: false\nattention-output-gate: null\nnum_workers: 4\n")
+    file.write_text(
+        "use_mcore_models: true\nno_rope_fusion: false\nattention-output-gate: null\ntrain_sync_interval: 4\n"
+    )
     assert [note.what for note in parse_arguments(["--config", str(file)]).notes] == [
         "--use-mcore-models",
-        "--num-workers",
+        "--train-sync-interval",
     ]
     file.write_text("attention_output_gate: true\ncuda_graph_scope: [a, b]\nfim_data: true\n")
     with pytest.raises(ConfigError) as error:

@@ -1,14 +1,16 @@
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
 from megalite.config.errors import ConfigError
-from megalite.data.dataset import Packing
+from megalite.data.dataset import Packing, keeping
 from megalite.data.loader import BatchLoader, Microbatch
 from megalite.topology.layout import Spans
+from tests.support.patience import wait_until
 
 
 class Counting:
@@ -145,6 +147,7 @@ def test_a_shorter_sequence_is_the_beginning_of_the_sample() -> None:
     assert batch.further_mask[0].tolist() == [[1, 1, 1, 0]] * 2
     (whole,) = short.load(3, 2)
     assert whole.tokens.shape == (2, 6)
+    short.close()
 
 
 def equal(left: list[Microbatch], right: list[Microbatch]) -> bool:
@@ -152,16 +155,54 @@ def equal(left: list[Microbatch], right: list[Microbatch]) -> bool:
     return all(a.sample_ids == b.sample_ids and torch.equal(a.tokens, b.tokens) for a, b in pairs)
 
 
-def test_prefetch_reads_in_the_background_and_load_takes_it() -> None:
-    dataset = Counting()
-    ahead = loader(dataset)
-    ahead.prefetch(8, 4)
-    assert equal(ahead.load(8, 4), loader(Counting()).load(8, 4))
-    assert {name.startswith("megalite-loader") for _, name in dataset.asked} == {True}
-    assert len(dataset.asked) == 4
-    ahead.load(12, 4)
-    assert dataset.asked[-1] == (15, threading.current_thread().name)
+def readers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "megalite-loader"]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_any_number_of_readers_reads_the_same(workers: int) -> None:
+    """In the background, and by the same threads in every step; without a reader where the batch is asked for."""
+    dataset, alone = Counting(), loader(Counting(), num_workers=0)
+    ahead, threads = loader(dataset, num_workers=workers), set[threading.Thread]()
+    for first in range(0, 72, 24):
+        ahead.prefetch(first, 24)
+        threads |= set(readers())
+        assert equal(ahead.load(first, 24), alone.load(first, 24))
+    assert len(threads) == workers and len(dataset.asked) == 72
+    assert {name for _, name in dataset.asked} == {"megalite-loader" if workers else threading.current_thread().name}
+    ahead.load(72, 4)  # which was not prepared
+    assert dataset.asked[-1] == (75, threading.current_thread().name)
     ahead.close()
+    assert readers() == []
+
+
+def test_readers_read_at_the_same_time() -> None:
+    """Each waits until all are in a sample."""
+    meeting = threading.Barrier(3, timeout=60)
+
+    class Meeting(Counting):
+        def sample(self, k: int) -> np.ndarray:
+            meeting.wait()
+            return super().sample(k)
+
+    ahead = loader(Meeting(), micro_batch_size=1, num_workers=3)
+    ahead.prefetch(0, 3)
+    assert [batch.sample_ids for batch in ahead.load(0, 3)] == [(0,), (1,), (2,)]
+    ahead.close()
+
+
+def test_an_epoch_is_made_once_for_all_readers() -> None:
+    made: list[int] = []
+
+    def make(epoch: int) -> int:
+        time.sleep(0.01)
+        made.append(epoch)
+        return epoch
+
+    epochs = keeping(make)
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(epochs, [0] * 8 + [1] * 8)) == [0] * 8 + [1] * 8
+    assert made == [0, 1]
 
 
 @pytest.mark.parametrize("wanted", [(12, 4), (8, 8)])
@@ -202,36 +243,37 @@ def test_the_time_that_load_waits_is_measured(monkeypatch: pytest.MonkeyPatch) -
         time.sleep(0.001)
     ahead.load(4, 4)
     assert ahead.waited == 0.0
+    ahead.close()
 
 
 def test_an_unwanted_read_ends_with_its_microbatch() -> None:
     dataset = Counting(may=False)
     ahead = loader(dataset)
     ahead.prefetch(0, 1000)
-    assert ahead._ahead is not None
-    ahead._ahead.unwanted.set()
+    ahead.prefetch(2000, 2)
     dataset.may.set()
     assert ahead.load(2000, 2)[0].sample_ids == (2000, 2001)
     assert len(dataset.asked) <= 4
+    ahead.close()
 
 
 def test_close_ends_the_thread_but_does_not_wait_for_a_disk_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def threads() -> list[threading.Thread]:
-        return [thread for thread in threading.enumerate() if thread.name == "megalite-loader"]
-
     monkeypatch.setattr("megalite.data.loader._PATIENCE", 0.01)
     dataset = Counting(may=False)
     ahead = loader(dataset)
     ahead.prefetch(0, 2)
+    assert ahead._ahead is not None
+    wait_until(ahead._ahead.microbatches[0].running)
     ahead.close()
-    assert dataset.asked == [] and [thread.daemon for thread in threads()] == [True]
+    assert dataset.asked == [] and [thread.daemon for thread in readers()] == [True]
     dataset.may.set()
     deadline = time.monotonic() + 5
-    while threads():
+    while readers():
         assert time.monotonic() < deadline
         time.sleep(0.01)
     ahead.close()
     assert ahead.load(0, 2)[0].sample_ids == (0, 1)
+    ahead.close()
 
 
 class Examples(Counting):
