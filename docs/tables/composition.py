@@ -83,7 +83,7 @@ FEATURES = (
     Feature("SGD", "--optimizer sgd", {"optimizer": "sgd"}),
     Feature("LAMB", "--optimizer lamb", {"optimizer": "lamb"}),
     Feature("Muon", "--optimizer muon", {"optimizer": "muon"}),
-    Feature("SOAP", "--optimizer one-sided-soap", {"optimizer": "one-sided-soap"}),
+    Feature("SOAP", "--optimizer soap", {"optimizer": "soap"}),
     Feature(
         "1-bit Adam", "--optimizer onebit-adam --freeze-step 100", {"optimizer": "onebit-adam", "freeze_step": 100}
     ),

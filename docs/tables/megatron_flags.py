@@ -41,7 +41,8 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         "fp8_param_gather": "with `--dp-strategy fully-sharded`; a rank keeps its weights in bf16",
         "distributed_backend": "auto is nccl on CUDA and gloo on a CPU; theirs is nccl",
         # optimizer
-        "optimizer": "adam, sgd and muon are both's; `dist_muon` is muon with `--dp-strategy distributed-optimizer`",
+        "optimizer": "adam, sgd, muon and soap are both's; `dist_muon` is muon with `--dp-strategy distributed-optimizer`; soap is the "
+        "paper's, theirs changes it (KL-Shampoo, an eigendecomposition at the start, new bases in each step)",
         "lr": "required there",
         "decoupled_lr": "with `--optimizer adam`",
         "lr_decay_style": "theirs is linear",

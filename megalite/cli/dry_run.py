@@ -31,6 +31,7 @@ from megalite.partition.memory import (
     HeldBucket,
     HeldParameter,
     held_buckets,
+    held_matrix_bytes,
     held_parameters,
     host_peaks,
     planned_memory,
@@ -303,7 +304,7 @@ def rank_report(config: RunConfig, rank: int) -> dict[str, Any]:
         ],
         "parameters": [_parameter(config, held) for held in held_parameters(config, rank)],
         "buckets": [_bucket(held) for held in buckets],
-        "memory": _rank_memory(config, place, schedule, buckets),
+        "memory": _rank_memory(config, rank, schedule, buckets),
         "communication": communication_rows(config, place, schedule.num_microbatches),
         "schedule": {"name": schedule.name, "microbatches": schedule.num_microbatches},
         "actions": [str(action) for action in lowered(config, schedule).actions[place]],
@@ -359,7 +360,8 @@ def _bucket(held: HeldBucket) -> dict[str, Any]:
     }
 
 
-def _rank_memory(config: RunConfig, place: int, schedule: Schedule, buckets: list[HeldBucket]) -> dict[str, int]:
+def _rank_memory(config: RunConfig, rank: int, schedule: Schedule, buckets: list[HeldBucket]) -> dict[str, int]:
+    place = layout_of(config).coordinate(rank).pp
     planned = planned_memory(config, schedule)[place]
     parts = {
         **{name: sum(getattr(held, name) for held in buckets) for name in _HELD},
@@ -367,4 +369,9 @@ def _rank_memory(config: RunConfig, place: int, schedule: Schedule, buckets: lis
         "workspace_bytes": planned.workspace_bytes,
     }
     host = host_peaks(config, plan_stages(config), schedule)[place] + sum(held.host_bytes for held in buckets)
+    squares = held_matrix_bytes(config, rank)
+    if config.optimizer.optimizer_cpu_offload:
+        host += squares
+    else:
+        parts["optimizer_bytes"] += squares
     return {**parts, "total_bytes": sum(parts.values()), _HOST: host}

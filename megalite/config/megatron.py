@@ -78,10 +78,7 @@ SEVERAL: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
 """Setting -> Megatron's word for one of its values and another setting's -> both."""
 
 REFUSED_VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {
-        "position_embedding_type": {"yarn": "use --position-embedding-type rope --rope-scaling yarn"},
-        "optimizer": {"soap": "use --optimizer one-sided-soap, with a basis of the smaller dimension alone"},
-    }
+    {"position_embedding_type": {"yarn": "use --position-embedding-type rope --rope-scaling yarn"}}
 )
 """Setting -> Megatron's word for a value that there is not here -> what to use."""
 

@@ -1,5 +1,6 @@
 """Optimizer, clipping, learning-rate and weight-decay schedules."""
 
+import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ class OptimizerFacts:
     """How often an update goes over states that are in host memory, which visit the device for it; 0: it cannot."""
     matrices_apart: bool = False
     """Hidden matrices share no bucket with other parameters; `FlatParameter.orthogonal` says which they are."""
+    sides: int = 0
+    """Of how many dimensions n of a hidden matrix it keeps `SQUARES`: both, or the smaller one. They are with the rank that
+    works on the matrix."""
 
 
 def _of_adam(c: "OptimizerConfig", hidden_matrix: bool) -> Formats:
@@ -42,15 +46,14 @@ def _of_muon(c: "OptimizerConfig", hidden_matrix: bool) -> Formats:
     return {"momentum_buffer": "main"} if hidden_matrix else {"exp_avg": "main", "exp_avg_sq": "main"}
 
 
-def _of_soap(c: "OptimizerConfig", hidden_matrix: bool) -> Formats:
-    return dict.fromkeys((*MOMENTS, "gram", "eigenbasis") if hidden_matrix else MOMENTS, "main")
-
-
 _HERE = "megalite.optimizers"
 _ADAM = "adam_beta1 adam_beta2 adam_eps"
 _ONEBIT = f"{_ADAM} freeze_step freeze_threshold onebit_scale"
 _LAMB = "lamb_min_coeff lamb_max_coeff"
+_SOAP = f"{_ADAM} soap_frequency"
 MOMENTS = ("exp_avg", "exp_avg_sq")
+SQUARES = ("gram", "eigenbasis")
+"""Matrices [n, n] in the format of main parameters."""
 EMA = "ema"
 """The state that `ema_decay` adds to any optimizer's."""
 MUON_SCALES = ("spectral", "shape_scaling", "unit_rms_norm")
@@ -81,9 +84,13 @@ OPTIMIZERS: Registry[Any] = Registry(
                 matrices_apart=True,
             ),
         ),
+        "soap": (
+            f"{_HERE}.soap:SOAP",
+            OptimizerFacts(states=MOMENTS, settings=_SOAP, host_passes=2, matrices_apart=True, sides=2),
+        ),
         "one-sided-soap": (
             f"{_HERE}.soap:SOAP",
-            OptimizerFacts(states=_of_soap, settings=f"{_ADAM} soap_frequency", host_passes=2, matrices_apart=True),
+            OptimizerFacts(states=MOMENTS, settings=_SOAP, host_passes=2, matrices_apart=True, sides=1),
         ),
         "schedule-free-adamw": (
             f"{_HERE}.schedule_free:ScheduleFreeAdamW",
@@ -130,9 +137,9 @@ class OptimizerConfig:
     """The optimizer and its schedules. Norms and biases are not decayed."""
 
     optimizer: str = option("adam", choices=OPTIMIZERS)
-    """adam is AdamW; muon orthogonalises the update of matrices; one-sided-soap is AdamW in the eigenbasis of the smaller
-    dimension of a matrix; schedule-free-adamw averages its steps; onebit-adam, onebit-lamb and zero-one-adam exchange signs
-    of their momentum after a warm-up."""
+    """adam is AdamW; muon orthogonalises the update of matrices; soap is AdamW in the eigenbases of both dimensions of a
+    matrix, one-sided-soap in that of the smaller one; schedule-free-adamw averages its steps; onebit-adam, onebit-lamb and
+    zero-one-adam exchange signs of their momentum after a warm-up."""
     lr: float = option(1e-3, above=0, basic=True)
     """Peak learning rate."""
     min_lr: float = option(0.0, at_least=0, basic=True)
@@ -205,7 +212,7 @@ class OptimizerConfig:
     muon_split_qkv: bool = option(True)
     """muon: queries, keys and values of a layer are three matrices, else one."""
     soap_frequency: int = option(10, at_least=1)
-    """one-sided-soap: updates after which the eigenbasis is made again."""
+    """soap, one-sided-soap: updates after which eigenbases are made again."""
     qk_clip: bool = option(False)
     """After each step shrink query and key weights of heads with an attention logit above qk_clip_threshold (MuonClip
     of Kimi-K2)."""
@@ -276,3 +283,27 @@ def state_formats(config: OptimizerConfig, *, hidden_matrix: bool = True) -> For
     states = OPTIMIZERS.facts(config.optimizer).states
     formats: Formats = states(config, hidden_matrix) if callable(states) else dict.fromkeys(states, "main")
     return formats if config.ema_decay is None else {**formats, EMA: "main"}
+
+
+def sides_of(config: OptimizerConfig, rows: int, columns: int) -> dict[str, int]:
+    """Those of a hidden matrix that the optimizer keeps `SQUARES` of, left for rows and right for columns -> their n."""
+    lengths = {"left": rows, "right": columns}
+    return dict(sorted(lengths.items(), key=lambda side: side[1])[: OPTIMIZERS.facts(config.optimizer).sides])
+
+
+MatrixKey = tuple[str, int]
+"""A tensor's name and the number of the matrix in it."""
+
+
+def deal(config: OptimizerConfig, matrices: Mapping[MatrixKey, tuple[int, int]], ranks: int) -> dict[MatrixKey, int]:
+    """Which of the ranks that share the work does that on each hidden matrix [r, c]: large ones are dealt out first, each
+    to the rank with the least work so far. In that order."""
+    both = OPTIMIZERS.facts(config.optimizer).sides > 1
+    # Multiplications of a product with its Gram matrix, or with both.
+    cost = {key: r * c * (r + c if both else min(r, c)) for key, (r, c) in matrices.items()}
+    work, found = [(0, rank) for rank in range(ranks)], {}
+    for key in sorted(cost, key=lambda key: (-cost[key], key)):
+        least, rank = work[0]
+        heapq.heapreplace(work, (least + cost[key], rank))
+        found[key] = rank
+    return found

@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,6 +13,7 @@ from megalite.config.optimizer import EMA, HOST_PIECE, OptimizerConfig, state_fo
 from megalite.config.run import RunConfig
 from megalite.kernels.registry import Kernels
 from megalite.topology.host_memory import HostMemory, pinned
+from megalite.topology.layout import ShardSpec
 from megalite.topology.topology import Topology
 
 
@@ -118,6 +119,14 @@ class Context:
     topology: Topology
     kernels: Kernels
     replicas_agree: bool  # data-parallel ranks have the same weights after each update
+
+
+class MatrixState(NamedTuple):
+    """A state of one matrix, which the rank that works on it alone has."""
+
+    name: str
+    spec: ShardSpec  # under the tensor's name and in all of them: [matrices, n, n]
+    values: torch.Tensor  # of that shape, and live: loading writes into it
 
 
 Exchange = Callable[[FlatParameter, torch.Tensor], None]
@@ -254,6 +263,10 @@ class Optimizer(ABC):
         """(state, tensor name) -> what there is once per tensor of the model, such as a trust ratio. All ranks that hold
         a part of the tensor have the same; writing into it changes the state."""
         return {}
+
+    def matrix_states(self) -> list[MatrixState]:
+        """What there is of matrices that this rank works on, beside `state`."""
+        return []
 
     def counters(self) -> dict[str, Any]:
         """Further numbers that a checkpoint keeps: the same on every rank, and plain JSON."""

@@ -4,20 +4,18 @@ import itertools
 import math
 from abc import abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
-from megalite.config.optimizer import OptimizerConfig
+from megalite.config.optimizer import MatrixKey, OptimizerConfig, deal
 from megalite.optimizers.adam import AdamW
 from megalite.optimizers.base import Context, Exchange, FlatParameter, Optimizer, Piece, Update, cut_part
 from megalite.topology.group import Group
 
 WAVE = 1 << 26  # most elements per rank of matrices in work at the same time: a bound for the buffers
-
-Key = tuple[str, int]  # a tensor's name and the number of the matrix in it
 
 Box = tuple[int, int, int, int]  # first row, one past the last, and columns likewise
 
@@ -42,20 +40,16 @@ class Holding(NamedTuple):
 class Matrix:
     """One matrix, with all parts of it that the group's ranks have."""
 
-    key: Key
+    key: MatrixKey
     rows: int
     columns: int
+    count: int  # of matrices in its tensor
     holdings: tuple[Holding, ...]
 
     @property
     def boxes(self) -> list[Box]:
         """What the slices of tensor parallelism cut it into."""
         return sorted({holding.box for holding in self.holdings})
-
-    @property
-    def cost(self) -> int:
-        """Multiplications of a product with its Gram matrix."""
-        return self.rows * self.columns * min(self.rows, self.columns)
 
 
 Place = tuple[Matrix, Holding]
@@ -103,12 +97,13 @@ class Wave(NamedTuple):
     give_back: Traffic  # from the owners to all ranks with a part; a holding is the receiver's
 
 
-def plan(parameters: Sequence[FlatParameter], group: Group, device: torch.device) -> list[Wave]:
+def plan(
+    parameters: Sequence[FlatParameter], config: OptimizerConfig, group: Group, device: torch.device
+) -> list[Wave]:
     """Deal out the matrices of `parameters` over the ranks of `group`, which together have every one of them complete.
 
     A matrix is the last two dimensions of a tensor; further ones in front count matrices (experts, gate and up). Where
-    several ranks have the same elements, with the same values, one of them sends them: the owner itself if it can. Large
-    matrices are dealt out first, each to the rank with the least work so far.
+    several ranks have the same elements, with the same values, one of them sends them: the owner itself if it can.
 
     Collectives: what each rank has is gathered over `group`.
     """
@@ -117,17 +112,19 @@ def plan(parameters: Sequence[FlatParameter], group: Group, device: torch.device
         for index, flat in enumerate(parameters)
         for each in flat.segments
     ]
-    found: defaultdict[Key, list[Holding]] = defaultdict(list)
-    shapes: dict[Key, tuple[int, int]] = {}
+    found: defaultdict[MatrixKey, list[Holding]] = defaultdict(list)
+    shapes: dict[MatrixKey, tuple[int, int]] = {}
+    counts: dict[str, int] = {}
     for rank, segments in enumerate(group.gather_json(own, device)):
         for flat, at, offset, length, name, shape, bounds in segments:
+            counts[name] = math.prod(shape[:-2])
             for number, box, start, stop in _parts(shape, bounds, offset, offset + length):
                 found[name, number].append(Holding(box, start, stop, rank, flat, at))
                 shapes[name, number] = (shape[-2], shape[-1])
                 at += stop - start
-    matrices = [Matrix(key, *shapes[key], tuple(sorted(holdings))) for key, holdings in found.items()]
-    work = [0] * group.size
-    return [_deal(wave, group, work) for wave in _cut(sorted(matrices, key=lambda each: (-each.cost, each.key)))]
+    owners = deal(config, shapes, group.size)
+    matrices = [Matrix(key, *shapes[key], counts[key[0]], tuple(sorted(found[key]))) for key in owners]
+    return [_wave(wave, group, owners) for wave in _cut(matrices)]
 
 
 def _parts(
@@ -163,12 +160,11 @@ def _cut(matrices: Sequence[Matrix]) -> Iterator[list[Matrix]]:
         yield wave
 
 
-def _deal(matrices: Sequence[Matrix], group: Group, work: list[int]) -> Wave:
-    """Owners, and what travels to and from them; `work` is what each rank has to do so far."""
+def _wave(matrices: Sequence[Matrix], group: Group, owners: Mapping[MatrixKey, int]) -> Wave:
+    """What travels to and from owners."""
     wave = Wave([], Traffic(group.rank), Traffic(group.rank))
     for matrix in matrices:
-        owner = work.index(min(work))
-        work[owner] += matrix.cost
+        owner = owners[matrix.key]
         if owner == group.rank:
             wave.owned.append(matrix)
         elements = 0
@@ -214,7 +210,7 @@ class MatrixOptimizer(Optimizer):
         self._adam = AdamW(others, config)
         self._states |= self._adam._states
         self._averages |= self._adam._averages
-        self._waves = plan(matrices, group, others[0].param.device)
+        self._waves = plan(matrices, config, group, others[0].param.device)
 
     @abstractmethod
     def _before(self, piece: Piece) -> Sequence[torch.Tensor]:

@@ -1,68 +1,118 @@
-"""SOAP: Adam in the eigenbasis of Shampoo's preconditioner (arXiv 2409.11321)."""
+"""SOAP: Adam in the eigenbases of Shampoo's preconditioners (arXiv 2409.11321)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
+from megalite.config.optimizer import MOMENTS, SQUARES, MatrixKey, OptimizerConfig, sides_of
 from megalite.config.run import RunConfig
-from megalite.optimizers.base import Context, FlatParameter, Optimizer, Piece, Update
+from megalite.optimizers.base import Context, FlatParameter, MatrixState, Optimizer, Piece, Update
 from megalite.optimizers.matrices import Matrix, MatrixOptimizer, group_of
+from megalite.topology.group import Group
+from megalite.topology.host_memory import pinned
+from megalite.topology.layout import ShardSpec
 
-STATES = ("exp_avg", "exp_avg_sq", "gram", "eigenbasis")
 SHIFT = 1e-3
 """Of the mean eigenvalue, added to all before a power iteration. Directions without gradients stay then as they are; else
 rounding would choose among them, and another layout would choose otherwise."""
 
+Sides = Mapping[str, Sequence[torch.Tensor]]
+"""left, right -> its Gram matrix and eigenbasis, [n, n]."""
+
 
 class SOAP(MatrixOptimizer):
-    """For hidden matrices [r, c], here with r <= c and gradient g:
+    """For hidden matrices [r, c] with gradient g (algorithm 3 of the paper):
 
-        m = β1·m + (1-β1)·g,   v = β2·v + (1-β2)·(Qᵀg)²,   x = (1 - lr·λ)x - lr·Q·(Qᵀm̂/(√v̂ + ε))
-        S = β2·S + (1-β2)·g·gᵀ,   every soap_frequency updates Q = QR((S + shift)·Q)
+        m = β1·m + (1-β1)·g,   v = β2·v + (1-β2)·(Qₗᵀ·g·Qᵣ)²,   x = (1 - lr·λ)x - lr·Qₗ·(Qₗᵀ·m̂·Qᵣ/(√v̂ + ε))·Qᵣᵀ
+        L = β2·L + (1-β2)·g·gᵀ,   R = β2·R + (1-β2)·gᵀ·g
+        every soap_frequency updates Qₗ = QR((L + shift)·Qₗ),   Qᵣ = QR((R + shift)·Qᵣ)
 
-    with bias corrections m̂ and v̂ as Adam's. This is the one-sided form of the paper's section 7: the basis is of the
-    smaller dimension alone (of columns where c < r, by gᵀg), and so S and Q, of min(r, c)² numbers, fit into r·c. They are
-    kept as states like any other, in the first elements of a matrix, so that memory, checkpoints and sharding are those of
-    two more moments. Q starts from the identity, so that the first updates are Adam's. Each expert's matrix, gate and up
-    projection are separate matrices; queries, keys and values of a layer are one.
+    with bias corrections m̂ and v̂ as Adam's. `one-sided-soap` is the form of the paper's section 7: L and Qₗ alone, or R and
+    Qᵣ where c < r. These matrices stay with the rank that works on x: 2·(r² + c²) numbers, which do not travel. Q starts
+    from the identity, so that the first updates are Adam's. Each expert's matrix, gate and up projection are separate
+    matrices; queries, keys and values of a layer are one.
     """
 
-    sends, returns, keeps = 5, 4, True
+    sends, returns, keeps = 3, 2, True
+
+    def __init__(
+        self,
+        matrices: Sequence[FlatParameter],
+        others: Sequence[FlatParameter],
+        config: OptimizerConfig,
+        *,
+        group: Group,
+    ) -> None:
+        super().__init__(matrices, others, config, MOMENTS, group=group)
+        self._owned = [matrix for wave in self._waves for matrix in wave.owned]
+        self._sides: dict[MatrixKey, Sides] = {
+            matrix.key: {
+                side: (self._square(size).zero_(), self._square(size).zero_().fill_diagonal_(1.0))
+                for side, size in sides_of(config, matrix.rows, matrix.columns).items()
+            }
+            for matrix in self._owned
+        }
 
     @classmethod
     def from_config(cls, parameters: Sequence[FlatParameter], config: RunConfig, context: Context) -> Optimizer:
         matrices = [flat for flat in parameters if flat.orthogonal]
         others = [flat for flat in parameters if not flat.orthogonal]
-        return cls(matrices, others, config.optimizer, STATES, group=group_of(context))
+        return cls(matrices, others, config.optimizer, group=group_of(context))
+
+    def _square(self, size: int) -> torch.Tensor:
+        like = self._empty(0)
+        memory = pinned if self.config.optimizer_cpu_offload else torch.empty
+        return memory(torch.Size((size, size)), dtype=like.dtype, device=like.device)
+
+    def matrix_states(self) -> list[MatrixState]:
+        found = []
+        for matrix in self._owned:
+            name, number = matrix.key
+            for side, squares in self._sides[matrix.key].items():
+                for state, values in zip(SQUARES, squares, strict=True):
+                    shape = (matrix.count, *values.shape)
+                    bounds = ((number, number + 1), *((0, size) for size in values.shape))
+                    spec = ShardSpec(name=name, global_shape=shape, slice=bounds)
+                    found.append(MatrixState(f"{state}_{side}", spec, values[None]))
+        return found
 
     def _before(self, piece: Piece) -> Sequence[torch.Tensor]:
-        mean, square, gram, basis = piece.states
+        mean, square = piece.states
         mean.lerp_(piece.grad, 1.0 - self.config.adam_beta1)
-        return piece.grad, square, gram, basis, mean
+        return piece.grad, square, mean
 
     def _work(self, matrix: Matrix, wholes: Sequence[torch.Tensor]) -> None:
-        grad, square, *kept, mean = wholes
-        config, size, count = self.config, min(matrix.rows, matrix.columns), self.updates + 1
-        gram, basis = (each.view(-1)[: size * size].view(size, size) for each in kept)
-        if matrix.rows > matrix.columns:  # the transposed problem
-            grad, square, mean = grad.mT, square.mT, mean.mT
-        if self.updates == 0:
-            basis.fill_diagonal_(1.0)
-        square.lerp_((basis.mT @ grad).square_(), 1.0 - config.adam_beta2)
-        gram.lerp_(grad @ grad.mT, 1.0 - config.adam_beta2)
+        grad, square, mean = wholes
+        config, count, kept = self.config, self.updates + 1, self._sides[matrix.key]
+        sides = {side: [each.to(grad.device) for each in squares] for side, squares in kept.items()}
+        square.lerp_(_turned(grad, sides).square_(), 1.0 - config.adam_beta2)
         scale = (square / (1.0 - config.adam_beta2**count)).sqrt_().add_(config.adam_eps)
-        # The gradient's place is that of the change.
-        grad.copy_(basis @ (basis.mT @ mean).div_(scale).div_(1.0 - config.adam_beta1**count))
-        if count % config.soap_frequency == 0:
-            shift = SHIFT * gram.diagonal().mean()
-            turned, triangle = torch.linalg.qr(torch.addmm(basis * shift, gram, basis))
-            # Of the two signs of a column the one that it had.
-            basis.copy_(turned * torch.where(triangle.diagonal() < 0.0, -1.0, 1.0))
+        change = _turned(mean, sides).div_(scale).div_(1.0 - config.adam_beta1**count)
+        change = _turned(change, sides, back=True)
+        for side, (gram, basis) in sides.items():
+            rows = grad if side == "left" else grad.mT
+            gram.lerp_(rows @ rows.mT, 1.0 - config.adam_beta2)
+            if count % config.soap_frequency == 0:
+                shift = SHIFT * gram.diagonal().mean()
+                turned, triangle = torch.linalg.qr(torch.addmm(basis * shift, gram, basis))
+                # Of the two signs of a column the one that it had.
+                basis.copy_(turned * torch.where(triangle.diagonal() < 0.0, -1.0, 1.0))
+            for own, new in zip(kept[side], (gram, basis), strict=True):
+                if own is not new:  # it is in host memory
+                    own.copy_(new)
+        grad.copy_(change)  # in the gradient's place
 
     def _after(self, piece: Piece, made: Sequence[torch.Tensor], update: Update) -> None:
-        change, *states = made
-        for own, new in zip(piece.states[1:], states, strict=True):
-            own.copy_(new)
+        change, square = made
+        piece.states[1].copy_(square)
         if piece.flat.decay:
             piece.param.mul_(update.kept_of(piece.flat))
         piece.param.sub_(change, alpha=update.rate(piece.flat))
+
+
+def _turned(x: torch.Tensor, sides: Sides, *, back: bool = False) -> torch.Tensor:
+    """Qₗᵀ·x·Qᵣ, or `back` Qₗ·x·Qᵣᵀ."""
+    for side, (_, basis) in sides.items():
+        turn = basis if back else basis.mT
+        x = turn @ x if side == "left" else x @ turn.mT
+    return x

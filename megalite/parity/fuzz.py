@@ -98,13 +98,13 @@ def _layout(generator: random.Random) -> Drawn:
         drawn["vpp"] = generator.choice((1, 1, 2, 3))
     drawn |= _strategy(generator, dp * cp)
     drawn["optimizer"] = generator.choice(
-        ("adam", "adam", "sgd", "lamb", "muon", "one-sided-soap", "schedule-free-adamw")
+        ("adam", "adam", "sgd", "lamb", "muon", "soap", "one-sided-soap", "schedule-free-adamw")
     )
     if drawn["optimizer"] == "sgd":
         drawn |= {"sgd_momentum": 0.8, "sgd_nesterov": generator.random() < 0.5}
     elif drawn["optimizer"] == "muon":
         drawn |= {"muon_scale_mode": generator.choice(MUON_SCALES), "muon_split_qkv": generator.random() < 0.5}
-    elif drawn["optimizer"] == "one-sided-soap":
+    elif OPTIMIZERS.facts(drawn["optimizer"]).sides:
         drawn["soap_frequency"] = generator.randint(1, 2)
     elif drawn["optimizer"] == "schedule-free-adamw":
         drawn["lr_decay_style"] = "constant"

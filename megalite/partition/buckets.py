@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import compress
 from typing import NamedTuple
 
-from megalite.config.optimizer import HOST_PIECE, HOST_SLOTS, OPTIMIZERS, state_formats
+from megalite.config.optimizer import HOST_PIECE, HOST_SLOTS, OPTIMIZERS, SQUARES, deal, sides_of, state_formats
 from megalite.config.run import RunConfig
 from megalite.data_parallel.facts import (
     BucketKind,
@@ -206,6 +206,7 @@ def held_bytes(config: RunConfig, stages: Sequence[StagePlan], buckets: Sequence
     dense, expert = (count // config.parallel.instances for count in all_replicas(config))
     parameters, parameter, gradient, optimizer, host = 0, 0.0, 0.0, 0.0, 0.0
     gone = {name for bucket in offloaded(config, buckets) for name in bucket.names}
+    squares = max(matrix_bytes(config, stages))
     known: dict[tuple[bool, tuple[int, ...]], ElementBytes] = {}
     for shape in shapes_of_rank(config, list(stages)):
         count, kind = local_size(shape, config), (shape.expert, moment_widths(config, shape))
@@ -217,7 +218,35 @@ def held_bytes(config: RunConfig, stages: Sequence[StagePlan], buckets: Sequence
         gradient += each.gradient * count
         optimizer += each.optimizer * count
         host += each.offloadable * count * (shape.name in gone)
-    return HeldBytes(parameters, parameter, gradient, optimizer - host, host)
+    there = squares if config.optimizer.optimizer_cpu_offload else 0
+    return HeldBytes(parameters, parameter, gradient, optimizer - host + squares - there, host + there)
+
+
+def matrix_bytes(config: RunConfig, stages: Sequence[StagePlan]) -> list[int]:
+    """Bytes of whole matrices' states on each of the ranks that share the work on those of these stages (`matrix_ranks`)."""
+    p = config.parallel
+    found = [0] * (p.tp if matrix_ranks(config) == "tp" else p.tp * all_replicas(config)[0])
+    if OPTIMIZERS.facts(config.optimizer.optimizer).sides:
+        matrices = {
+            (shape.name, number): shape.shape[-2:]
+            for shape in shapes_of_rank(config, list(stages))
+            if is_hidden_matrix(shape.name, shape.shape, decay=shape.decay)
+            for number in range(math.prod(shape.shape[:-2]))
+        }
+        for key, rank in deal(config.optimizer, matrices, len(found)).items():
+            found[rank] += square_bytes(config, *matrices[key])
+    return found
+
+
+def matrix_ranks(config: RunConfig) -> str:
+    """The group that shares the work on whole matrices: where replicas have different weights each does its own."""
+    return "tp-dp-cp" if config.parallel.strategy.weights == "equal" else "tp"
+
+
+def square_bytes(config: RunConfig, rows: int, columns: int) -> int:
+    """Of the states of one whole matrix."""
+    main = max(4, ELEMENT_BYTES[config.training.precision])
+    return main * len(SQUARES) * sum(n**2 for n in sides_of(config.optimizer, rows, columns).values())
 
 
 def visiting_bytes(config: RunConfig, buckets: Sequence[PlannedBucket]) -> int:

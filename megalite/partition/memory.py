@@ -21,6 +21,8 @@ from megalite.partition.buckets import (
     PlannedBucket,
     element_bytes,
     held_bytes,
+    matrix_bytes,
+    matrix_ranks,
     offloaded,
     planned_buckets,
     visiting_bytes,
@@ -206,6 +208,12 @@ def held_buckets(config: RunConfig, rank: int) -> list[HeldBucket]:
                 )
             )
     return found
+
+
+def held_matrix_bytes(config: RunConfig, rank: int) -> int:
+    """Of the states of whole matrices that a global rank works on."""
+    place, _ = _place(layout_of(config), matrix_ranks(config), rank)
+    return matrix_bytes(config, stages_of_rank(config, rank))[place]
 
 
 def _place(layout: ParallelLayout, kind: str, rank: int) -> tuple[int, int]:

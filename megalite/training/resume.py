@@ -24,12 +24,19 @@ from megalite.data.token_files import require_recorded_tokenizer
 from megalite.data_parallel.buckets import Placed
 from megalite.data_parallel.facts import Placement
 from megalite.data_parallel.shards import OptimizerShard, placed_in
-from megalite.data_parallel.strategy import FlatState, TensorState
+from megalite.data_parallel.strategy import FlatState
 from megalite.optimizers.schedules import Progress
 from megalite.topology.group import Group
 from megalite.training.replica import Replica, agreeing
 from megalite.training.saving import newest_saved
-from megalite.training.state_tensors import boxes_in, flat_states, tensor_spec, tensor_states
+from megalite.training.state_tensors import (
+    boxes_in,
+    flat_states,
+    load_matrix,
+    load_tensor,
+    matrix_states,
+    tensor_states,
+)
 
 
 class Source(Protocol):
@@ -357,7 +364,10 @@ def load_states(replica: Replica, checkpoint: Checkpoint, *, with_optimizer: boo
     for state in replica.strategy.states():
         _load_flat(replica, state, checkpoint, notes)
     for whole in tensor_states(replica):
-        _load_tensor(whole, checkpoint, notes)
+        load_tensor(whole, checkpoint, notes)
+    for state in matrix_states(replica):
+        _require(replica, checkpoint, state.name, optimizer_key(state.name, state.spec.name))
+        load_matrix(state, checkpoint, notes)
     for note in notes:
         log(f"{checkpoint.path} {note}")
 
@@ -413,14 +423,18 @@ def _load_flat(replica: Replica, state: FlatState, checkpoint: Checkpoint, notes
             _range_in(state, placed).zero_()
             notes[f"has no {state.name} for this run: it starts from 0"] = None
         else:
-            section = checkpoint.manifest.config.get("optimizer", {})
-            wrote = section.get("optimizer", "adam") if isinstance(section, dict) else "adam"
-            if wrote != (ours := replica.config.optimizer.optimizer):
-                raise CheckpointError(
-                    f"{checkpoint.path} was written with optimizer {wrote} and has no {state.name}, which {ours} needs; "
-                    f"use --optimizer {wrote}, or --finetune to start over from the weights"
-                )
-            checkpoint.entry(key)  # says that it is missing, and what is there instead
+            _require(replica, checkpoint, state.name, key)
+
+
+def _require(replica: Replica, checkpoint: Checkpoint, state: str, key: str) -> None:
+    section = checkpoint.manifest.config.get("optimizer", {})
+    wrote = section.get("optimizer", "adam") if isinstance(section, dict) else "adam"
+    if not checkpoint.has(key) and wrote != (ours := replica.config.optimizer.optimizer):
+        raise CheckpointError(
+            f"{checkpoint.path} was written with optimizer {wrote} and has no {state}, which {ours} needs; "
+            f"use --optimizer {wrote}, or --finetune to start over from the weights"
+        )
+    checkpoint.entry(key)  # says that it is missing, and what is there instead
 
 
 def _range_in(state: FlatState, placed: Placed) -> torch.Tensor:
@@ -459,15 +473,6 @@ def _load_stored(
         _read_range(checkpoint, key, placed, max(placed.start, state.start), one, replica=index)
         total += one
     target.copy_(total / stored[0])
-
-
-def _load_tensor(state: TensorState, checkpoint: Checkpoint, notes: dict[str, None]) -> None:
-    spec = tensor_spec(state)
-    key = optimizer_key(state.name, spec.name)
-    if not checkpoint.has(key) or tuple(checkpoint.entry(key).global_shape) != tuple(spec.global_shape):
-        notes[f"has no {state.name} for this run: it starts over"] = None
-        return
-    checkpoint.read_into(state.values.view(spec.shape), key, spec.slice)
 
 
 def _read_range(

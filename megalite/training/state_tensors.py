@@ -1,4 +1,5 @@
-"""What of a replica is saved, and which rank writes which part: every element once. Replicas are compared by it too."""
+"""What of a replica is saved, and which rank writes which part: every element once. Replicas are compared by it too; and
+what there is of whole tensors and matrices is read."""
 
 import math
 from collections.abc import Iterator
@@ -6,6 +7,8 @@ from typing import Literal
 
 import torch
 
+from megalite.checkpoint.load import Checkpoint
+from megalite.checkpoint.manifest import optimizer_key
 from megalite.checkpoint.save import SavedTensor
 from megalite.checkpoint.tiling import flat_boxes, volume
 from megalite.config.optimizer import OPTIMIZERS
@@ -14,6 +17,7 @@ from megalite.data_parallel.facts import Placement
 from megalite.data_parallel.peers import check_replicas
 from megalite.data_parallel.shards import OptimizerShard, placed_in
 from megalite.data_parallel.strategy import FlatState, TensorState
+from megalite.optimizers.base import MatrixState
 from megalite.topology.layout import ShardSpec
 from megalite.training.replica import Replica
 
@@ -67,6 +71,21 @@ def tensor_states(replica: Replica) -> list[TensorState]:
     ]
 
 
+def matrix_states(replica: Replica) -> list[MatrixState]:
+    """Of the matrices that this rank works on; where replicas have different weights under a leading dimension over them."""
+    found = replica.optimizer.matrix_states()
+    if replica.strategy.replicas_agree or not found:
+        return found
+    replicas, _ = replica.strategy.groups.own_weights(replica.strategy.shards[0].bucket.kind)
+    private = []
+    for state in found:
+        bounds = ((replicas.rank, replicas.rank + 1), *state.spec.slice)
+        shape = (replicas.size, *state.spec.global_shape)
+        spec = ShardSpec(name=state.spec.name, global_shape=shape, slice=bounds)
+        private.append(MatrixState(state.name, spec, state.values[None]))
+    return private
+
+
 def state_tensors(replica: Replica) -> list[Saved]:
     """What this rank writes, as views of the live tensors: no copies, no collectives. Inside the strategy's `consensus`."""
     found: list[Saved] = []
@@ -86,6 +105,12 @@ def state_tensors(replica: Replica) -> list[Saved]:
             spec = tensor_spec(whole)
             saved = SavedTensor(key_group="optimizer", state=whole.name, spec=spec, dtype=whole.values.dtype)
             found.append((saved, whole.values.view(spec.shape)))
+    for name, spec, values in matrix_states(replica):
+        groups, kind = replica.strategy.groups, replica.strategy.shards[0].bucket.kind
+        # Ranks of one replica have the same.
+        if replica.strategy.replicas_agree or groups.own_weights(kind)[1].rank == 0:
+            saved = SavedTensor(key_group="optimizer", state=name, spec=spec, dtype=values.dtype)
+            found.append((saved, values))
     return found
 
 
@@ -129,6 +154,30 @@ def tensor_spec(state: TensorState) -> ShardSpec:
         index, count = index * each + start // max(stop - start, 1), max(count, 1) * each
     bounds = ((index, index + 1), *((0, size) for size in shape))
     return ShardSpec(name=spec.name, global_shape=(count, *shape), slice=bounds)
+
+
+def load_tensor(state: TensorState, checkpoint: Checkpoint, notes: dict[str, None]) -> None:
+    """Read what there is of a whole tensor; `notes` gets lines for the log."""
+    spec = tensor_spec(state)
+    key = optimizer_key(state.name, spec.name)
+    if not checkpoint.has(key) or tuple(checkpoint.entry(key).global_shape) != tuple(spec.global_shape):
+        notes[f"has no {state.name} for this run: it starts over"] = None
+        return
+    checkpoint.read_into(state.values.view(spec.shape), key, spec.slice)
+
+
+def load_matrix(state: MatrixState, checkpoint: Checkpoint, notes: dict[str, None]) -> None:
+    """The same of a matrix. Of another number of replicas one's is taken: the mean of two bases is none."""
+    key, (*_, rows, columns) = optimizer_key(state.name, state.spec.name), state.values.shape
+    values, bounds = state.values.view(1, rows, columns), state.spec.slice[-3:]
+    stored, replicas = checkpoint.entry(key).global_shape, state.spec.global_shape[:-3]
+    if len(stored) == 3:
+        checkpoint.read_into(values, key, bounds)
+    else:
+        if replicas != stored[:1]:
+            notes[f"has {state.name} of {stored[0]} replicas, another number than this run: it takes one's"] = None
+        replica = state.spec.slice[0][0] % stored[0] if replicas else 0
+        checkpoint.read_into(values[None], key, ((replica, replica + 1), *bounds))
 
 
 def _writes(replica: Replica, shard: OptimizerShard, state: TensorState) -> bool:

@@ -45,7 +45,7 @@ OTHERS: list[dict[str, Any]] = [
     {"ema_decay": 0.9, "optimizer": "lamb"},
     {"optimizer": "muon", **Z1},
     {"optimizer": "muon", "precision": "fp32", "muon_nesterov": False},
-    {"optimizer": "one-sided-soap", "soap_frequency": 1, "ema_decay": 0.9, **Z1},
+    {"optimizer": "soap", "soap_frequency": 1, "ema_decay": 0.9, **Z1},
     {"optimizer": "muon", "ema_decay": 0.9, "dp_strategy": "fully-sharded"},
 ]
 

@@ -13,6 +13,7 @@ from megalite.optimizers.lamb import LAMB
 from megalite.optimizers.muon import Muon
 from megalite.parity.report import worst_tensor
 from megalite.parity.trajectory import RankTrajectory, Trajectory, one_rank_trajectory, rank_trajectory
+from megalite.training.state_tensors import matrix_states
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.state import continued, save_run
 from tests.support.tiny import (
@@ -52,7 +53,7 @@ def settings_of(layout: str, optimizer: str, **more: Any) -> Settings:
 def optimizer_settings(optimizer: str) -> Settings:
     more: dict[str, Settings] = {
         "schedule-free-adamw": {"lr_decay_style": "constant"},
-        "one-sided-soap": {"soap_frequency": 1},
+        **{name: {"soap_frequency": 1} for name in ("soap", "one-sided-soap")},
     }
     return {"optimizer": optimizer, **more.get(optimizer, {})}
 
@@ -71,7 +72,9 @@ def reference(optimizer: str, experts: bool, llama: bool) -> Trajectory:
 CASES = [(layout, "lamb") for layout in LAYOUTS]
 CASES += [("tp2-dp2-zero", "sgd"), ("tp2-ep2-etp1-zero", "schedule-free-adamw")]
 CASES += [
-    (layout, optimizer) for layout in ("dp4-zero", "tp2-ep2-etp1-zero") for optimizer in ("muon", "one-sided-soap")
+    (layout, optimizer)
+    for layout in ("dp4-zero", "tp2-ep2-etp1-zero")
+    for optimizer in ("muon", "soap", "one-sided-soap")
 ]
 
 
@@ -116,7 +119,9 @@ def shared_work(context: RankContext, settings: Settings) -> dict[str, Any]:
     return {
         "waves": len(waves),
         "owned": [matrix.key for wave in waves for matrix in wave.owned],
-        "cost": sum(matrix.cost for wave in waves for matrix in wave.owned),
+        "cost": sum(
+            matrix.rows * matrix.columns * min(matrix.rows, matrix.columns) for wave in waves for matrix in wave.owned
+        ),
         "gathers": any(wave.gather.moves for wave in waves),
         "gives_back": any(wave.give_back.moves for wave in waves),
     }
@@ -187,7 +192,7 @@ def saved_and_gone_on(context: RankContext, world: int, settings: Settings, fold
     return local_parts(runner.replica, "weight")
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "one-sided-soap", "schedule-free-adamw"])
+@pytest.mark.parametrize("optimizer", ["muon", "soap", "one-sided-soap", "schedule-free-adamw"])
 def test_one_rank_goes_on_from_a_checkpoint_of_four(optimizer: str, tmp_path: Path) -> None:
     """With the same numbers. (To the bit on the same layout: test_every_strategy_goes_on_from_any_step.)"""
     settings = settings_of("tp2-dp2-zero", optimizer)
@@ -196,3 +201,51 @@ def test_one_rank_goes_on_from_a_checkpoint_of_four(optimizer: str, tmp_path: Pa
     alone = saved_and_gone_on(RankContext(0), 1, plain, str(tmp_path), True)
     difference, name, *_ = worst_tensor(assemble([alone]), assemble(ranks), negligible=1e-3)
     assert difference < 1e-9, name
+
+
+Squares = dict[tuple[Any, ...], np.ndarray]
+
+
+def squares(context: RankContext, world: int, settings: Settings, folder: str, loads: bool) -> Squares:
+    """What this rank keeps of whole matrices: of a run that saves after two steps, or of one that takes that up."""
+    if loads:
+        runner = continued(context, tiny_config(world, **settings, load=folder), folder)
+    else:
+        runner = Runner(build(context, tiny_config(world, **settings)))
+        runner.step()
+        runner.step()
+        save_run(runner, folder)
+    states = matrix_states(runner.replica)
+    return {(state.name, state.spec.name, state.spec.slice): state.values.numpy().copy() for state in states}
+
+
+def joined(ranks: list[Squares]) -> Squares:
+    found = {key: values for rank in ranks for key, values in rank.items()}
+    assert len(found) == sum(map(len, ranks)), "one rank has a matrix"
+    return found
+
+
+def test_whole_states_come_to_other_ranks_to_the_bit(tmp_path: Path) -> None:
+    wrote = joined(run_ranks(4, squares, 4, settings_of("tp2-ep2-etp1-zero", "soap"), str(tmp_path), False))
+    basis = wrote["eigenbasis_right", "layers.1.moe.experts.up.weight", ((5, 6), (0, 32), (0, 32))][0]
+    assert np.abs(basis - np.eye(32)).max() > 0.1 > 1e-12 > np.abs(basis @ basis.T - np.eye(32)).max()
+    for world, other in ((1, {"optimizer_cpu_offload": True}), (2, {"pp": 2})):
+        settings = {**SMALL, **EXPERTS, **optimizer_settings("soap"), **other}
+        read = joined(run_ranks(world, squares, world, settings, str(tmp_path), True))
+        assert read.keys() == wrote.keys()
+        assert all(np.array_equal(values, wrote[key]) for key, values in read.items())
+
+
+def test_another_number_of_replicas_takes_ones(tmp_path: Path) -> None:
+    """The mean of two bases is none."""
+    own = settings_of("tp2-dp2-zero", "one-sided-soap", tp=1, dp_strategy="local-sgd", sync_interval=2)
+    wrote = joined(run_ranks(2, squares, 2, own, str(tmp_path), False))
+    for world, wanted in ((1, (0,)), (4, (0, 1, 0, 1))):
+        read = run_ranks(
+            world, squares, world, own | ({"dp_strategy": "all-reduce"} if world == 1 else {}), str(tmp_path), True
+        )
+        for replica, rank in zip(wanted, read, strict=True):
+            assert len(rank) == 2 * 2 * len(HIDDEN)
+            for (state, name, bounds), values in rank.items():
+                there = wrote[state, name, ((replica, replica + 1), *bounds[-3:])]
+                assert np.array_equal(values.reshape(there.shape), there)

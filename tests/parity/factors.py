@@ -122,7 +122,7 @@ FACTORS: dict[str, dict[str, Settings]] = {
     "optimizer": {
         "adam": {},
         "muon": {"optimizer": "muon"},
-        "soap": {"optimizer": "one-sided-soap", "soap_frequency": 1},
+        "soap": {"optimizer": "soap", "soap_frequency": 1},
         "schedule-free": {"optimizer": "schedule-free-adamw", "lr_decay_style": "constant"},
         "average": {"ema_decay": 0.5, "eval_ema": True},
         "rates": {"lr_multipliers": ["*.out.weight=0.3", "layers.0.*=2"]},

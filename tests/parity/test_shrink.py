@@ -123,7 +123,7 @@ OPTIMIZERS = [
     "--optimizer sgd --sgd-momentum 0.5 --sgd-nesterov",
     "--optimizer lamb --lamb-min-coeff 0.2 --lamb-max-coeff 3",
     "--optimizer muon --muon-momentum 0.8 --muon-steps 4 --muon-scale 0.1",
-    "--optimizer one-sided-soap --soap-frequency 3",
+    "--optimizer soap --soap-frequency 3",
     "--adam-beta1 0.7 --adam-beta2 0.8 --clip-grad 0.3 --weight-decay 0.2",
 ]
 STRATEGIES = [
@@ -173,7 +173,7 @@ def test_drawn_configs_are_legal_small_and_repeatable() -> None:
     assert any(config.model.num_experts for config in drawn)
     assert {config.parallel.dp_strategy for config in drawn} == set(EXACT_STRATEGIES)
     assert {config.optimizer.optimizer for config in drawn} == {
-        *("adam", "sgd", "lamb", "muon", "one-sided-soap", "schedule-free-adamw")
+        *("adam", "sgd", "lamb", "muon", "soap", "one-sided-soap", "schedule-free-adamw")
     }
     assert any(config.parallel.pipeline_layers for config in drawn)
     assert any(config.training.rampup_batch_size for config in drawn)

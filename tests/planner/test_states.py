@@ -35,7 +35,14 @@ CASES: dict[str, dict[str, Any]] = {
     "plugged in": {**FP32, "imports": ["examples.extend.lion"], "optimizer": "lion"},
     "sgd": {**FP32, "optimizer": "sgd"},
     "muon": {**FP32, "optimizer": "muon"},
-    "soap": {**FP32, "optimizer": "one-sided-soap"},
+    "soap": {**FP32, "optimizer": "soap"},
+    "soap, zero-1, in host memory": {
+        **BF16,
+        "optimizer": "soap",
+        "dp_strategy": "distributed-optimizer",
+        "optimizer_cpu_offload": True,
+    },
+    "one-sided soap, own weights": {**FP32, "optimizer": "one-sided-soap", "dp_strategy": "local-sgd"},
     "schedule-free": {**FP32, "optimizer": "schedule-free-adamw", "lr_decay_style": "constant"},
     "average, bf16, zero-1": {**BF16, "ema_decay": 0.9, "dp_strategy": "distributed-optimizer"},
     "onebit-adam": {**ONEBIT, "optimizer": "onebit-adam"},
@@ -57,7 +64,7 @@ def held(context: RankContext, settings: dict[str, Any]) -> int:
         assert shard.main_param.grad is not None
         tensors += [shard.main, shard.main_param.grad]
         tensors += replica.optimizer.state(shard.main_param).values()
-    tensors += [state.values for state in replica.strategy.states()]
+    tensors += [state.values for state in (*replica.strategy.states(), *replica.optimizer.matrix_states())]
     tensors += [split._low for split in replica.strategy._split]
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
     replica.strategy.close()

@@ -11,7 +11,7 @@ from megalite.config.run import RunConfig
 from megalite.training.replica import Replica, consensus
 from megalite.training.resume import load
 from megalite.training.saving import save
-from megalite.training.state_tensors import flat_states, tensor_states
+from megalite.training.state_tensors import flat_states, matrix_states, tensor_states
 from tests.support.ranks import RankContext
 from tests.support.tiny import Runner, build, tiny_config
 
@@ -33,6 +33,8 @@ def remembered(replica: Replica) -> dict[str, torch.Tensor]:
         found[f"state {number} {state.name}"] = state.values
     for number, whole in enumerate(tensor_states(replica)):
         found[f"tensor state {number} {whole.name}"] = whole.values
+    for name, spec, values in matrix_states(replica):
+        found[f"matrix state {name} {spec.name} {spec.slice}"] = values
     for buffer in replica.buffers:
         found[f"buffer {buffer.info.spec.name}"] = buffer.data
     strategy.wait_for_parameters()

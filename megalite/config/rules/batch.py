@@ -150,7 +150,7 @@ def _final_decay(c: Settings) -> Findings:
         yield f"lr_wsd_decay_{unit} {final} is longer than the decay of {length} {unit}; use at most {length}"
 
 
-_RATES = ("adam", "sgd", "lamb", "muon", "one-sided-soap", "schedule-free-adamw")
+_RATES = ("adam", "sgd", "lamb", "muon", "soap", "one-sided-soap", "schedule-free-adamw")
 """Optimizers that go by the rate of each parameter."""
 _WHOLE = ("all-reduce", "fused-all-reduce", "distributed-optimizer", "fully-sharded")
 """Strategies with one update of all ranks in each step."""

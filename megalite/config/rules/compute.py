@@ -6,6 +6,7 @@ Whether a kernel works on the device is known when it is built.
 from megalite.config.compute import kernel_requests, unknown_kernels
 from megalite.config.errors import Findings, nearest
 from megalite.config.model import BLOCKS, LATENT_SIZES, LAYER_LISTS
+from megalite.config.optimizer import OPTIMIZERS
 from megalite.config.rules.rule import Check, Settings, divisors, owned, rules, say, without
 from megalite.config.run import attention_in_tiles, stage_layers
 
@@ -151,7 +152,8 @@ def _kernels(c: Settings) -> Findings:
 
 def _has_fp32_products(c: Settings) -> bool:
     """Matrices of more than routing, Muon, SOAP and PowerSGD, which multiply in fp32 in half types too."""
-    of_half = c.num_experts is not None or c.optimizer in ("muon", "one-sided-soap") or c.grad_compression == "powersgd"
+    matrices = OPTIMIZERS.facts(c.optimizer).matrices_apart or c.grad_compression == "powersgd"
+    of_half = c.num_experts is not None or matrices
     return c.precision == "fp32" or (c.precision in ("bf16", "fp16") and of_half)
 
 

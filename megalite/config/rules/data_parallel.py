@@ -102,7 +102,7 @@ STRATEGY: tuple[Check, ...] = (
             "{?average_optimizer_state} does not go with {sync_delay}: moments are averaged at once, so that the run would wait; use "
             "--sync-delay 0, or remove it": lambda c: c.sync_delay > 0,
             "{?average_optimizer_state} does not go with {optimizer}: the mean of two bases is none; remove it": (
-                lambda c: c.optimizer == "one-sided-soap"
+                lambda c: OPTIMIZERS.facts(c.optimizer).sides
             ),
             "{gossip_algorithm} does not go with {gossip_graph}: its correction grows without bound from 6 ranks on; use "
             "--gossip-graph ring": lambda c: _corrects_momentum(c) and c.gossip_graph == "one-peer",
@@ -186,7 +186,10 @@ OPTIMIZER: tuple[Check, ...] = (
             "onebit-adam": lambda c: c.optimizer == "zero-one-adam",
             "{optimizer} does not go with {dp_strategy}: it needs whole tensors, of which servers hold parts that change at "
             "different times; use --optimizer adam": (
-                lambda c: c.optimizer in ("lamb", "muon", "one-sided-soap") and c.strategy.weights == "stale"
+                lambda c: (
+                    (c.optimizer == "lamb" or OPTIMIZERS.facts(c.optimizer).matrices_apart)
+                    and c.strategy.weights == "stale"
+                )
             ),
             "{optimizer} does not go with {dp_strategy}: its trust ratios are of weights that all ranks share; use --optimizer "
             "adam, or --dp-strategy all-reduce": lambda c: c.optimizer == "lamb" and c.strategy.weights == "local",

@@ -14,7 +14,7 @@ from megalite.config.run import RunConfig
 from megalite.data_parallel.facts import wire_width
 from megalite.models.shapes import flops_per_token
 from megalite.partition.activations import ELEMENT_BYTES
-from megalite.partition.buckets import element_bytes, local_size
+from megalite.partition.buckets import element_bytes, local_size, matrix_bytes
 from megalite.partition.memory import RankMemory, planned_memory
 from megalite.partition.pipeline import plan_stages
 from megalite.partition.stages import StagePlan, shapes_of_rank
@@ -132,7 +132,8 @@ class _Beside:
         host memory comes and goes."""
         config, device = self.config, self.cluster.accelerator
         sizes, width = group_sizes(config), max(4, ELEMENT_BYTES[config.training.precision])
-        total = host = 0.0
+        squares = max(matrix_bytes(config, plans))
+        total, host = 2.0 * squares, float(squares) if config.optimizer.optimizer_cpu_offload else 0.0
         for shape in shapes_of_rank(config, list(plans)):
             replicas = sizes["intra-expert-dp" if shape.expert else "intra-dp-cp"]
             each = element_bytes(config, shape, replicas)

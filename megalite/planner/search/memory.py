@@ -6,8 +6,8 @@ the code that sizes a single config, once for each that differs; a product of tw
 
 Equal to it to the byte where stages of a rank are alike; else up to the moment that the peak is taken at, rounding, the
 cut of unequal layers over chunks, with zero-2 and fully-sharded the padding of buckets and the stage that has most of
-them, and with offload the states that visit the device and the layers that are back at once beside a head. What
-is refined is sized again exactly.
+them, with soap the rank that works on most, and with offload the states that visit the device and the layers that are back
+at once beside a head. What is refined is sized again exactly.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -20,14 +20,21 @@ import numpy.typing as npt
 
 from megalite.config.optimizer import HOST_PIECE, HOST_SLOTS
 from megalite.config.run import RunConfig
-from megalite.models.shapes import ParameterShape, embedding_shapes, head_shapes, layer_shapes, needs_copy
+from megalite.models.shapes import (
+    ParameterShape,
+    embedding_shapes,
+    head_shapes,
+    is_hidden_matrix,
+    layer_shapes,
+    needs_copy,
+)
 from megalite.partition.activations import (
     deferred_bytes,
     layer_activation_bytes,
     recompute_workspace_bytes,
     stage_activation_bytes,
 )
-from megalite.partition.buckets import element_bytes, local_size, moment_widths
+from megalite.partition.buckets import all_replicas, element_bytes, local_size, moment_widths, square_bytes
 from megalite.partition.gathers import fp8_layer_bytes, whole_gradient_bytes, whole_parameter_bytes
 from megalite.partition.stages import StagePlan
 from megalite.planner.search.features import Feature, Floats
@@ -92,7 +99,7 @@ class Sizer:
             counts = int(replicas[place]), int(expert_replicas[place])
             return [of(config, shape, counts[shape.expert]) for shape in self._classes[1]]
 
-        each = self._by_kind(of, (shares.strategy, replicas, expert_replicas), widths)
+        each = self._by_kind(of, (shares.strategy, replicas, expert_replicas, shares.dp_instances), widths)
         return np.asarray((self._local(shares) * each[:, None, :]).sum(2).T)
 
     def _kept_in_fp8(self, shares: Shares) -> Floats:
@@ -133,7 +140,9 @@ class Sizer:
         examples: list[ParameterShape] = []
         parts = []
         for shapes in (*layers, embedding, head_shapes(model), copy):
-            keys = [(shape.expert, moment_widths(self.config, shape)) for shape in shapes]
+            keys = [
+                (shape.expert, moment_widths(self.config, shape), square_width(self.config, shape)) for shape in shapes
+            ]
             for key, shape in zip(keys, shapes):
                 if key not in classes:
                     classes[key] = len(classes)
@@ -253,12 +262,26 @@ class Sizer:
 
 def held_bytes(config: RunConfig, shape: ParameterShape, replicas: int) -> float:
     """Of an element, wherever it is."""
-    return sum(element_bytes(config, shape, replicas)[:3])
+    return sum(element_bytes(config, shape, replicas)[:3]) + square_share(config, shape)
+
+
+def square_width(config: RunConfig, shape: ParameterShape) -> float:
+    """Bytes of whole matrices' states for each of their elements."""
+    *_, rows, columns = (1, *shape.shape)
+    hidden = is_hidden_matrix(shape.name, shape.shape, decay=shape.decay)
+    return square_bytes(config, rows, columns) / (rows * columns) if hidden else 0.0
+
+
+def square_share(config: RunConfig, shape: ParameterShape) -> float:
+    """The same for each local element, as if the ranks that work on matrices had equal parts."""
+    equal = config.parallel.strategy.weights == "equal"
+    return square_width(config, shape) / (all_replicas(config)[shape.expert] if equal else 1)
 
 
 def offloadable_bytes(config: RunConfig, shape: ParameterShape, replicas: int) -> float:
     """Of them in host memory if the optimizer is offloaded, as if a part of each bucket were there and not some whole ones."""
-    return config.optimizer.optimizer_offload_fraction * element_bytes(config, shape, replicas).offloadable
+    part = config.optimizer.optimizer_offload_fraction * element_bytes(config, shape, replicas).offloadable
+    return part + square_share(config, shape)
 
 
 def _whole_bytes(config: RunConfig, plan: StagePlan, stages: tuple[StagePlan, ...]) -> float:

@@ -47,6 +47,7 @@ def sampled(request: Asked, count: int) -> list[tuple[Layout, float, int]]:
         f"{EXPERTS} --gpus 8 --bf16 --optimizer muon",
         f"{EXPERTS} --gpus 32 --bf16 --fix dp_instances=2,4",
         "--preset gpt3-175b --cluster dgx-a100 --gpus 64 --global-batch-size 64 --optimizer sgd",
+        "--preset gpt3-6.7b --cluster dgx-a100 --gpus 16 --global-batch-size 32 --optimizer soap --fix dp_instances=1,2,4",
         "--preset mixtral-8x7b --cluster dgx-h100 --gpus 32 --global-batch-size 32",
     ],
 )
