@@ -118,9 +118,9 @@ class ParallelConfig:
     """distributed-optimizer, fully-sharded, parameter-server, sharded-parameter-server: gather updated parameters while the
     next forward runs."""
     fp8_param_gather: bool = option(False)
-    """fully-sharded: gather the weights that multiply in fp8 in that format, at half the bytes. Each shard is rounded with the
-    scale of the whole tensor, as the product would round it, so that numbers are the same to the bit. Optimizer, checkpoint
-    and what a rank keeps are as without."""
+    """distributed-optimizer, fully-sharded: gather the weights that multiply in fp8 in that format, at half the bytes. Each
+    shard is rounded with the scale of the whole tensor, as the product would round it, so that numbers are the same to the
+    bit. Optimizer and checkpoint are as without."""
     sanitize_communication: bool = option(False)
     """For tests: what is on its way holds NaN until it is waited for, and messages are delayed at random."""
     distributed_backend: str = option("auto", choices=("auto", "nccl", "gloo"))

@@ -140,7 +140,7 @@ STRATEGIES: Registry[type] = Registry(
         "distributed-optimizer": (
             f"{_HERE}.zero:DistributedOptimizer",
             StrategyFacts(
-                settings=f"{_GRADIENTS} overlap_param_gather shard_gradients dp_instances",
+                settings=f"{_GRADIENTS} overlap_param_gather fp8_param_gather shard_gradients dp_instances",
                 traffic=lambda t: _sharded(t, t.microbatches if t.config.data_parallel.shard_gradients else 1),
                 shards="states",
                 searched=True,

@@ -1,8 +1,7 @@
 """Data parallelism that keeps a part of everything on each rank: parameters, gradients, optimizer state (ZeRO-3)."""
 
-import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,12 +9,9 @@ import torch
 from torch.autograd import Variable
 
 from megalite.data_parallel.buckets import Bucket, alloc_storage, free_storage, has_memory, parameters_of
-from megalite.data_parallel.facts import Placement
-from megalite.data_parallel.shards import PIECE, OptimizerShard
-from megalite.data_parallel.strategy import FlatState
+from megalite.data_parallel.shards import OptimizerShard
 from megalite.data_parallel.wire import Channel
 from megalite.data_parallel.zero import DistributedOptimizer
-from megalite.kernels.fp8 import E4M3, cast
 from megalite.tensor_parallel.parameter import ShardedParameter
 from megalite.topology.group import DONE, Work
 
@@ -34,60 +30,6 @@ def find_units(stage: torch.nn.Module) -> list[torch.nn.Module]:
     within = {parameter for unit in units for parameter in parameters_of(unit)}
     assert within == set(parameters_of(stage)), "a stage has parameters outside its units"
     return units
-
-
-def fp8_scales(
-    own: Mapping[Bucket, torch.Tensor], *, rank: int, largest_of_all: Callable[[torch.Tensor], None]
-) -> dict[Bucket, dict[int, torch.Tensor]]:
-    """Of each bucket that is gathered in fp8: start of a tensor in it -> what undoes the tensor's scale, fp32 [].
-    `own`: the part of each bucket that rank `rank` has. `largest_of_all`: numbers become the largest of all ranks'
-    numbers."""
-    buckets = [bucket for bucket in own if bucket.kind.fp8]
-    places = [(bucket, placed.start) for bucket in buckets for placed in bucket.placed]
-    largest = torch.zeros(len(places), dtype=torch.float32, device=own[buckets[0]].device)
-    numbers = dict(zip(places, largest, strict=True))
-    for bucket in buckets:
-        start = rank * own[bucket].numel()
-        for placed, first, last in bucket.within(start, start + own[bucket].numel()):
-            part = own[bucket][first - start : last - start]
-            numbers[bucket, placed.start].copy_(torch.linalg.vector_norm(part, torch.inf, dtype=torch.float32))
-    largest_of_all(largest)
-    found: dict[Bucket, dict[int, torch.Tensor]] = {bucket: {} for bucket in buckets}
-    for (bucket, start), number in numbers.items():
-        # The product's own rule: it rounds the weights once more, to the same values.
-        found[bucket][start] = cast(number, number, E4M3).undo
-    return found
-
-
-class Fp8Gather:
-    """A bucket on its way in fp8 (e4m3), which takes no more memory: the bytes come into the second half of the bucket,
-    and become bf16 from its start on, where what is written never reaches what is still to be read. `undo`: see
-    `fp8_scales`."""
-
-    def __init__(self, bucket: Bucket, undo: Mapping[int, torch.Tensor]) -> None:
-        self._bucket, self._undo = bucket, undo
-        self.whole = bucket.data.view(torch.uint8)[bucket.data.numel() :]  # where the bytes come
-
-    def _pieces(self, start: int, stop: int) -> Iterator[tuple[torch.Tensor, int, int]]:
-        for placed, first, last in self._bucket.within(start, stop):
-            undo = self._undo[placed.start]
-            yield from ((undo, piece, min(piece + PIECE, last)) for piece in range(first, last, PIECE))
-
-    def round(self, own: torch.Tensor, start: int) -> torch.Tensor:
-        """This rank's bytes, in their place; `own` are the weights from element `start` of the bucket on."""
-        place = self.whole[start : start + own.numel()]
-        place.zero_()  # padding
-        for undo, first, last in self._pieces(start, start + own.numel()):
-            scaled = own[first - start : last - start] * undo.reciprocal().to(own.dtype)
-            place[first - start : last - start] = scaled.to(E4M3).view(torch.uint8)
-        return place
-
-    def widen(self) -> None:
-        """All bytes are there: make them the bucket's weights."""
-        data = self._bucket.data
-        for undo, first, last in self._pieces(0, data.numel()):
-            data[first:last] = self.whole[first:last].view(E4M3).to(data.dtype) * undo.to(data.dtype)
-        data[self._bucket.placed[-1].stop :] = 0.0
 
 
 class FullySharded(DistributedOptimizer):
@@ -119,7 +61,6 @@ class FullySharded(DistributedOptimizer):
         starts = list(itertools.accumulate(map(len, units.values()), initial=0))
         self._of_stage = {stage: range(*ends) for stage, ends in zip(stages, itertools.pairwise(starts), strict=True)}
         """Places of a stage's units."""
-        self._own: dict[Bucket, torch.Tensor] = {}
         super().__init__(stages, **common)
         self._backward_of: int | None = None  # the unit in its backward now
         self._announced: int | None = None  # the unit that the program's next computation begins with
@@ -136,25 +77,17 @@ class FullySharded(DistributedOptimizer):
         alloc_storage(bucket.grad)
         bucket.grad.zero_()
         shard = super()._make_shard(bucket)
-        if self.channel(bucket).size == 1:
-            return shard
-        own = bucket.data[shard.start : shard.stop].clone()
-        if not shard.is_copy:
-            shard.main_param.data = own
-        self._own[bucket] = own
-        free_storage(bucket.data)
+        if bucket in self._own:
+            free_storage(bucket.data)
         return shard
 
-    def _weights(self, shard: OptimizerShard) -> torch.Tensor:
-        own = self._own.get(shard.bucket)
-        return super()._weights(shard) if own is None else own
+    def _keeps_own(self, bucket: Bucket) -> bool:
+        return True
 
     # ---- gathering
 
     def _watch(self, stages: Mapping[int, torch.nn.Module], *, overlap: bool) -> None:
-        self._gathering: dict[Bucket, tuple[Work, Fp8Gather | None]] = {}
-        self._scales: Mapping[Bucket, Mapping[int, torch.Tensor]] | None = None
-        """Of what is gathered in fp8; None: the weights have changed since."""
+        self._gathering: dict[Bucket, Work] = {}
         self._overlap_gather = overlap
         bucket_of = {placed.parameter: bucket for bucket in self._own for placed in bucket.placed}
         self._needs = [
@@ -208,31 +141,10 @@ class FullySharded(DistributedOptimizer):
         for bucket in buckets:
             if not has_memory(bucket.data):
                 alloc_storage(bucket.data)
-                whole, own = bucket.data, self._own[bucket]
-                rounded: Fp8Gather | None = None
-                if bucket.kind.fp8 and not exact:
-                    if self._scales is None:
-                        rank, reduce = self.groups.dp.rank, functools.partial(self._largest_of_all, bucket)
-                        self._scales = fp8_scales(self._own, rank=rank, largest_of_all=reduce)
-                    rounded = Fp8Gather(bucket, self._scales[bucket])
-                    whole, own = rounded.whole, rounded.round(own, self.owned_range(bucket)[0])
-                self._gathering[bucket] = self._gather(bucket, whole, own), rounded
-
-    def _gather(self, bucket: Bucket, whole: torch.Tensor, own: torch.Tensor) -> Work:
-        channel = self._gathers(bucket)
-        if self._in_background(bucket):
-            return channel.in_background(lambda: channel.gather_raw(whole, own))
-        return channel.gather_raw_async(whole, own)
+                self._gathering[bucket] = self._gather(bucket, exact=exact)
 
     def _gathers(self, bucket: Bucket) -> Channel:
         return self._channel(self.groups.gathers_of(bucket.kind))
-
-    def _largest_of_all(self, bucket: Bucket, numbers: torch.Tensor) -> None:
-        channel = self._gathers(bucket)
-        if self._in_background(bucket):
-            channel.in_background(lambda: channel.group.all_reduce(numbers, op="max")).wait()
-        else:
-            channel.group.all_reduce(numbers, op="max")
 
     def _in_background(self, bucket: Bucket) -> bool:
         """Reduce-scatters run in the background thread: gathers must too, so that every rank has them in one order."""
@@ -240,10 +152,7 @@ class FullySharded(DistributedOptimizer):
 
     def _finish_gathers(self, buckets: Iterable[Bucket]) -> None:
         for bucket in buckets:
-            work, rounded = self._gathering.pop(bucket, (DONE, None))
-            work.wait()
-            if rounded is not None:
-                rounded.widen()
+            self._gathering.pop(bucket, DONE).wait()
 
     def _free(self, *, but: Sequence[Bucket] = ()) -> None:
         for bucket in self._own:
@@ -278,12 +187,7 @@ class FullySharded(DistributedOptimizer):
     def consensus(self) -> AbstractContextManager[None]:
         return self.main_in_memory()
 
-    def weights(self, shard: OptimizerShard) -> FlatState:
-        if shard.bucket not in self._own:
-            return super().weights(shard)
-        return FlatState("weight", shard.bucket, self._own[shard.bucket], Placement.SHARDED, shard.start)
-
     def loaded(self) -> None:
         self._free()
         self._scales = None
-        super().loaded()
+        super(DistributedOptimizer, self).loaded()

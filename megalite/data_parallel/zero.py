@@ -1,5 +1,7 @@
 """The distributed optimizer (ZeRO-1), and gradients of which a rank keeps its own range alone (ZeRO-2)."""
 
+import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping
 
@@ -14,8 +16,10 @@ from megalite.data_parallel.buckets import (
     free_storage,
     has_memory,
 )
+from megalite.data_parallel.facts import Placement
+from megalite.data_parallel.fp8_gather import Fp8Gather, fp8_scales
 from megalite.data_parallel.shards import OptimizerShard, StrategyGroups, StrategyOptions
-from megalite.data_parallel.strategy import DataParallelStrategy
+from megalite.data_parallel.strategy import DataParallelStrategy, FlatState
 from megalite.data_parallel.wire import Channel
 from megalite.topology.group import DONE, Work
 
@@ -140,6 +144,8 @@ class DistributedOptimizer(DataParallelStrategy):
     With n instances (`dp_instances`) d is the ranks of one: what was reduce-scattered inside each is all-reduced over them,
     2·(n-1)/n of 1/d of the gradient bytes per step and rank, and gathers stay inside. Source: Megatron-LM's
     num_distributed_optimizer_instances; hybrid sharding of arXiv 2304.11277.
+
+    What is gathered in fp8 is rounded in the bucket until someone asks for it; a rank keeps its part as it is.
     """
 
     shards_over_dp = True
@@ -151,6 +157,10 @@ class DistributedOptimizer(DataParallelStrategy):
         # Before the shards are made.
         shards = self.always_shards_gradients or options.settings.shard_gradients
         self._sharded = GradientShards(overlap=options.overlap, completed=self._completed) if shards else None
+        self._own: dict[Bucket, torch.Tensor] = {}
+        """This rank's part of the weights, where it is not in the bucket, or not always."""
+        self._scales: Mapping[Bucket, Mapping[int, torch.Tensor]] | None = None
+        """Of what is gathered in fp8; None: the weights have changed since, or are whole as they are."""
         super().__init__(stages, groups=groups, options=options)
         self._watch(stages, overlap=options.overlap_param_gather and self.has_replicas)
 
@@ -167,7 +177,24 @@ class DistributedOptimizer(DataParallelStrategy):
         if self._sharded is not None and channel.size > 1:
             shard.main_param.grad = total = bucket.grad.new_zeros(shard.stop - shard.start)
             self._sharded.add(bucket, total, channel)
+        if channel.size > 1 and self._keeps_own(bucket):
+            own = bucket.data[shard.start : shard.stop].clone()
+            if not shard.is_copy:
+                shard.main_param.data = own
+            self._own[bucket] = own
         return shard
+
+    def _keeps_own(self, bucket: Bucket) -> bool:
+        return bucket.kind.fp8
+
+    def _weights(self, shard: OptimizerShard) -> torch.Tensor:
+        own = self._own.get(shard.bucket)
+        return super()._weights(shard) if own is None else own
+
+    def weights(self, shard: OptimizerShard) -> FlatState:
+        if shard.bucket not in self._own:
+            return super().weights(shard)
+        return FlatState("weight", shard.bucket, self._own[shard.bucket], Placement.SHARDED, shard.start)
 
     def zero_grad(self) -> None:
         if self._sharded is None:
@@ -221,14 +248,63 @@ class DistributedOptimizer(DataParallelStrategy):
 
     def publish_parameters(self) -> None:
         super().publish_parameters()
+        self._scales = None
         for bucket in first_needed_first(self.buckets):
-            start, stop = self.owned_range(bucket)
-            work = self.channel(bucket).gather_raw_async(bucket.data, bucket.data[start:stop])
-            self._arrivals.expect(bucket, work)
+            self._arrivals.expect(bucket, self._gather(bucket))
         self._arrivals.wait_unless_overlapped()
 
+    def _gather(self, bucket: Bucket, *, exact: bool = False) -> Work:
+        """The whole bucket from the ranks' parts of it; `exact`: not in fp8."""
+        start, stop = self.owned_range(bucket)
+        own = self._own.get(bucket, bucket.data[start:stop])
+        channel, gather = self._gathers(bucket), functools.partial(self._start_gather, bucket)
+        if exact or not bucket.kind.fp8:
+            return gather(bucket.data, own)
+        if self._scales is None:
+            self._scales = fp8_scales(
+                self._own, rank=channel.group.rank, largest_of_all=functools.partial(self._largest_of_all, bucket)
+            )
+        return Fp8Gather(bucket, self._scales[bucket], own, start, gather)
+
+    def _start_gather(self, bucket: Bucket, whole: torch.Tensor, own: torch.Tensor) -> Work:
+        channel = self._gathers(bucket)
+        if self._in_background(bucket):
+            return channel.in_background(lambda: channel.gather_raw(whole, own))
+        return channel.gather_raw_async(whole, own)
+
+    def _largest_of_all(self, bucket: Bucket, numbers: torch.Tensor) -> None:
+        channel = self._gathers(bucket)
+        if self._in_background(bucket):
+            channel.in_background(lambda: channel.group.all_reduce(numbers, op="max")).wait()
+        else:
+            channel.group.all_reduce(numbers, op="max")
+
+    def _gathers(self, bucket: Bucket) -> Channel:
+        return self.channel(bucket)
+
+    def _in_background(self, bucket: Bucket) -> bool:
+        return False
+
     def wait_for_parameters(self) -> None:
+        self.settle()
+        if self._scales is not None:
+            self._gather_exactly()
+
+    def _gather_exactly(self) -> None:
+        for bucket in self._own:
+            self._gather(bucket, exact=True).wait()
+        self._scales = None
+
+    def settle(self) -> None:
         self._arrivals.wait()
+
+    def consensus(self) -> contextlib.AbstractContextManager[None]:
+        self.settle()
+        return self.main_in_memory()
+
+    def loaded(self) -> None:
+        super().loaded()
+        self._gather_exactly()
 
     def gather(self, shard: OptimizerShard, values: torch.Tensor) -> torch.Tensor:
         whole = values.new_empty(shard.bucket.data.numel())

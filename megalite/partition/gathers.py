@@ -8,7 +8,7 @@ from typing import NamedTuple
 from megalite.config.run import RunConfig
 from megalite.models.shapes import layer_shapes, needs_copy
 from megalite.partition.activations import ELEMENT_BYTES
-from megalite.partition.buckets import PlannedBucket, local_size, planned_buckets
+from megalite.partition.buckets import PlannedBucket, all_replicas, local_size, planned_buckets
 from megalite.partition.pipeline import schedule_of
 from megalite.partition.stages import StagePlan, shapes_of, shares_embedding
 from megalite.pipeline.ir.actions import COMPUTE, Kind
@@ -98,12 +98,15 @@ def fp8_weight_bytes(config: RunConfig, plans: Sequence[StagePlan]) -> int:
 
 
 def fp8_layer_bytes(config: RunConfig, index: int) -> int:
-    """Of an inner layer, once for the forward and once turned for the backward."""
+    """Of an inner layer, once for the forward and once turned for the backward; and where they are gathered in fp8 the rank's
+    part in bf16."""
     if not config.compute.fp8 or config.parallel.strategy.shards_parameters:
         return 0
     shapes = layer_shapes(config.model, index)
     kept = (shape for shape in shapes if shape.shard_dim is not None and len(shape.shape) > 1 and not shape.expert)
-    return 2 * sum(local_size(shape, config) for shape in kept)
+    elements = sum(local_size(shape, config) for shape in kept)
+    parts = all_replicas(config)[0] // config.parallel.instances
+    return 2 * elements + (2 * elements // parts if config.parallel.fp8_param_gather else 0)
 
 
 def whole_gradient_bytes(config: RunConfig, plans: Sequence[StagePlan], stages: tuple[StagePlan, ...]) -> int:

@@ -110,7 +110,8 @@ class Sizer:
             kept = [0 if index is None else fp8_layer_bytes(config, index) for index in self._examples()]
             return [*kept, *(-fp8_layer_bytes(config, index) for index in (0, config.model.num_layers - 1))]
 
-        return self._by_kind("fp8", (shares.tp, shares.strategy), sizes).T
+        parts = shares.dp * shares.cp // shares.dp_instances
+        return self._by_kind("fp8", (shares.tp, shares.strategy, parts), sizes).T
 
     def elements(self, shares: Shares) -> Floats:
         """[shares, 2, 5] elements on a rank of the same five, those that all replicas share and experts' apart."""
