@@ -2,11 +2,10 @@
 
 import hashlib
 import os
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megalite.checkpoint.files import file_length, open_plain
+from megalite.checkpoint.files import Behind, advise, file_length, open_plain
 from megalite.checkpoint.manifest import FileEntry
 from megalite.config.errors import CheckpointError
 
@@ -30,7 +29,7 @@ def entry_fault(path: Path, entry: FileEntry, *, from_disk: bool = False) -> str
         with os.fdopen(open_plain(path), "rb", buffering=0) as file:
             if from_disk:
                 # Forget what the system keeps of it in memory (all of it is on the disk by now): read what is there.
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                advise(file.fileno(), 0, length, "POSIX_FADV_DONTNEED")
             if entry.block:
                 digest = _hash_of_blocks(file.fileno(), length, entry.block)
             else:
@@ -48,9 +47,7 @@ class RunningDigest:
     """The hash, as in a `FileEntry`, of everything given to `update`, in that order; on further threads."""
 
     def __init__(self, block: int = BLOCK) -> None:
-        self._pool = ThreadPoolExecutor(_THREADS)
-        self._running: deque[Future[bytes]] = deque()
-        self._digests: list[bytes] = []
+        self._behind = Behind[bytes](_THREADS, _THREADS)
         self._open: list[memoryview] = []
         self._left = self._block = block
 
@@ -68,18 +65,16 @@ class RunningDigest:
         """The hash in hexadecimal; ends the threads."""
         if self._open:
             self._hash()
-        self._digests += [future.result() for future in self._running]
+        digests = self._behind.results()
         self.close()
-        return _joined(self._digests)
+        return _joined(digests)
 
     def close(self) -> None:
         """End the threads; again is harmless."""
-        self._pool.shutdown(cancel_futures=True)
+        self._behind.close()
 
     def _hash(self) -> None:
-        if len(self._running) == _THREADS:  # what waits stays in memory
-            self._digests.append(self._running.popleft().result())
-        self._running.append(self._pool.submit(_sha256_of, self._open))
+        self._behind.run(_sha256_of, self._open)
         self._open, self._left = [], self._block
 
 
@@ -100,6 +95,8 @@ def _hash_of_blocks(descriptor: int, length: int, block: int) -> str:
     def of_block(start: int) -> bytes:
         sha256, buffer = hashlib.sha256(), memoryview(bytearray(_PIECE))
         place, stop = start, min(start + block, length)
+        ahead = start + _THREADS * block  # the disk reads it while those before it are hashed
+        advise(descriptor, ahead, min(block, length - ahead), "POSIX_FADV_WILLNEED")
         while place < stop and (count := os.preadv(descriptor, [buffer[: stop - place]], place)):
             sha256.update(buffer[:count])
             place += count

@@ -6,9 +6,15 @@ import fcntl
 import os
 import shutil
 import stat
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from megalite.config.errors import CheckpointError
+
+T = TypeVar("T")
 
 CHUNK = 8 << 20
 """Bytes a write or a hash takes at once: small enough that hashing finds them in the processor's cache."""
@@ -16,6 +22,31 @@ CHUNK = 8 << 20
 
 MAX_TEXT = 1 << 30
 """Bytes of a manifest: a sparse file could say that it has any number."""
+
+
+class Behind(Generic[T]):
+    """Work on data that is done on `threads` further threads, while the caller makes the next; of it `most` wait."""
+
+    def __init__(self, threads: int, most: int) -> None:
+        self._pool, self._most = ThreadPoolExecutor(threads), most
+        self._waiting: deque[Future[T]] = deque()
+        self._results: list[T] = []
+
+    def run(self, work: Callable[..., T], *given: object) -> None:
+        """Begin it, once fewer than `most` wait. Raises what earlier work raised."""
+        if len(self._waiting) == self._most:
+            self._results.append(self._waiting.popleft().result())
+        self._waiting.append(self._pool.submit(work, *given))
+
+    def results(self) -> list[T]:
+        """Wait for all of it; what it returned, in the order in which it was begun."""
+        while self._waiting:
+            self._results.append(self._waiting.popleft().result())
+        return self._results
+
+    def close(self) -> None:
+        """End the threads; what waits is not begun. Again is harmless."""
+        self._pool.shutdown(cancel_futures=True)
 
 
 def create(path: Path) -> int:
@@ -27,6 +58,20 @@ def write_all(descriptor: int, data: memoryview) -> None:
     """Write every byte; the system may take fewer than it is offered."""
     while data:
         data = data[os.write(descriptor, data[:CHUNK]) :]
+
+
+def write_at(descriptor: int, data: memoryview, start: int) -> None:
+    """`write_all` at a place of the file. The disk begins at once with every whole `CHUNK`: `fsync` has less to wait for."""
+    os.lseek(descriptor, start, os.SEEK_SET)
+    write_all(descriptor, data)
+    first, last = start // CHUNK * CHUNK, (start + len(data)) // CHUNK * CHUNK
+    advise(descriptor, first, last - first, "POSIX_FADV_DONTNEED")  # what is not on the disk yet stays in memory
+
+
+def advise(descriptor: int, start: int, length: int, advice: str) -> None:
+    """Tell the system what will be needed of a file, where it takes advice (macOS does not)."""
+    if length > 0 and hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, start, length, getattr(os, advice))
 
 
 def write_durably(path: Path, data: bytes) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from megalite.checkpoint.digests import BLOCK, RunningDigest
-from megalite.checkpoint.files import CHUNK, create, named, open_plain, write_all
+from megalite.checkpoint.files import CHUNK, Behind, create, named, open_plain, write_at
 from megalite.checkpoint.manifest import FileEntry
 from megalite.checkpoint.safetensors_header import FORMAT_PT, HeaderFault, Record, header_bytes, read_header
 from megalite.config.errors import CheckpointError
@@ -39,7 +39,8 @@ class SafetensorsWriter:
     Args:
         metadata: text by text, kept in the header.
         digest: hash what is written, on separate threads.
-        progress: called after each chunk: a large file takes long, and a watchdog must see that it grows.
+        progress: called after each chunk, on the thread that writes: a large file takes long, and a watchdog must see
+            that it grows.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class SafetensorsWriter:
         self._pending = list(reversed(records))
         self._length = 0
         self._descriptor: int | None = create(path)
+        self._behind = Behind[None](threads=1, most=4)
         self._digest = RunningDigest() if digest else None
         try:
             self._append(memoryview(header_bytes(records, metadata)))
@@ -79,6 +81,7 @@ class SafetensorsWriter:
         """Put the file on the disk and return its length and hash (empty without `digest`)."""
         assert not self._pending and self._descriptor is not None, (self._path, len(self._pending))
         try:
+            self._behind.results()
             os.fsync(self._descriptor)
         except OSError as error:
             raise named(error, self._path) from None
@@ -87,6 +90,7 @@ class SafetensorsWriter:
         return FileEntry(self._length, sha256, BLOCK)
 
     def close(self) -> None:
+        self._behind.close()
         if self._digest is not None:
             self._digest.close()
         if self._descriptor is not None:
@@ -100,14 +104,17 @@ class SafetensorsWriter:
             if self._digest is not None:
                 self._digest.update(chunk)
             try:
-                write_all(self._descriptor, chunk)
-                self._length += len(chunk)
-                # All of it at the end could take longer than anybody who watches waits for.
-                if self._length // _SYNC_BYTES > (self._length - len(chunk)) // _SYNC_BYTES:
-                    os.fsync(self._descriptor)
+                self._behind.run(self._write, self._descriptor, chunk, self._length)
             except OSError as error:
                 raise named(error, self._path) from None
-            self._progress()
+            self._length += len(chunk)
+
+    def _write(self, descriptor: int, chunk: memoryview, start: int) -> None:
+        write_at(descriptor, chunk, start)
+        # All of it at the end could take longer than anybody who watches waits for.
+        if (start + len(chunk)) // _SYNC_BYTES > start // _SYNC_BYTES:
+            os.fsync(descriptor)
+        self._progress()
 
 
 def require_planned(record: Record, tensor: torch.Tensor) -> None:

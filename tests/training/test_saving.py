@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import megalite.checkpoint.commit as commit
-import megalite.checkpoint.safetensors_file as safetensors_file
+import megalite.checkpoint.files as files
 import megalite.checkpoint.save as saving
 from megalite.checkpoint.load import find_checkpoint
 from megalite.config.errors import CheckpointError, ConfigError
@@ -49,13 +49,13 @@ class Gate:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._open = threading.Event()
-        real = safetensors_file.write_all
+        real = files.write_all
 
         def write_all(descriptor: int, data: memoryview) -> None:
             assert self._open.wait(60)
             real(descriptor, data)
 
-        patch.setattr(safetensors_file, "write_all", write_all)
+        patch.setattr(files, "write_all", write_all)
 
     def open(self) -> None:
         self._open.set()
@@ -92,7 +92,7 @@ def full_disk(patch: pytest.MonkeyPatch) -> None:
     def write_all(descriptor: int, data: memoryview) -> None:
         raise OSError(28, os.strerror(28))
 
-    patch.setattr(safetensors_file, "write_all", write_all)
+    patch.setattr(files, "write_all", write_all)
 
 
 def failing(context: RankContext, folder: str, **settings: Any) -> tuple[list[str], str, list[int]]:
