@@ -84,7 +84,7 @@ def build_ours(schedule: Schedule, topology: Topology, *, tracer: Tracer | None 
     )  # fmt: skip
 
 
-RANKS, MICROBATCHES = 2, 16
+RANKS = 2
 SCHEDULES = ("gpipe", "1f1b")
 
 
@@ -114,9 +114,9 @@ def graph_bytes(stage: int) -> int:
     return held
 
 
-def run_rank(context: RankContext, name: str) -> tuple[int, int]:
+def run_rank(context: RankContext, name: str, microbatches: int) -> tuple[int, int]:
     """Bytes held after any computation, and with temporaries, in a step after the first."""
-    schedule = build_schedule(name, num_ranks=RANKS, num_chunks=1, num_microbatches=MICROBATCHES)
+    schedule = build_schedule(name, num_ranks=RANKS, num_chunks=1, num_microbatches=microbatches)
     live = HeldBytes()
     executor = build_ours(schedule, context.topology(pp=RANKS), tracer=live)
     executor.run()  # gradients exist from here on
@@ -126,7 +126,7 @@ def run_rank(context: RankContext, name: str) -> tuple[int, int]:
     return live.held, live.peak
 
 
-def bench_memory(pool: RankPool) -> dict[str, Any]:
+def bench_memory(pool: RankPool, *, microbatches: int) -> dict[str, Any]:
     """Both schedules, measured and by the replay."""
     sizes = Sizes(
         activation=tuple(float(graph_bytes(stage)) for stage in range(RANKS)),
@@ -137,14 +137,14 @@ def bench_memory(pool: RankPool) -> dict[str, Any]:
     units = Sizes.uniform(RANKS)
     rows = []
     for name in SCHEDULES:
-        program = lower(build_schedule(name, num_ranks=RANKS, num_chunks=1, num_microbatches=MICROBATCHES))
+        program = lower(build_schedule(name, num_ranks=RANKS, num_chunks=1, num_microbatches=microbatches))
         graphs, replay = memory_peaks(program, units), memory_peaks(program, sizes)
-        for rank, (held, peak) in enumerate(pool.run(RANKS, run_rank, name)):
+        for rank, (held, peak) in enumerate(pool.run(RANKS, run_rank, name, microbatches)):
             numbers = {"graphs": graphs[rank].size, "formula_bytes": replay[rank].size, "measured_bytes": held}
             row = {"schedule": name, "rank": rank, **numbers, "measured_bytes_with_temporaries": peak}
             rows.append(row)
     return {
-        "microbatches": MICROBATCHES,
+        "microbatches": microbatches,
         "graph_bytes": sizes.activation,
         "message_bytes": sizes.message,
         "rows": rows,

@@ -132,7 +132,6 @@ def check_inspecting(target: Target, expected: Outcome, problems: list[str]) -> 
     bad = expected is not Outcome.HARMLESS
     of_newest = expected in (Outcome.DAMAGED, Outcome.UNREADABLE)
     wanted: list[tuple[list[str], set[int]]] = [
-        ([run], {int(bad)}),
         ([run, "--tensors", "*"], {int(bad)}),
         ([run, "--no-verify"], {0, int(bad)}),
         ([newest], {int(of_newest)}),

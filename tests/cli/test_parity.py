@@ -32,7 +32,8 @@ def test_a_layout_that_is_the_same(capsys: Captured) -> None:
 
 @pytest.mark.timeout(600)
 def test_a_difference_is_reported_as_data(capsys: Captured) -> None:
-    assert run(f"{SMALL} --pp 2 --dp 1 --tolerance 0 --json") == 1
+    with forked_pools():
+        assert run(f"{SMALL} --pp 2 --dp 1 --tolerance 0 --json") == 1
     found = json.loads(capsys.readouterr().out)
     assert found["same"] is False and found["verdict"].startswith("DIFFERENT: first the ")
     assert (found["world_size"], found["steps"], found["tolerance"]["tensor"]) == (2, 3, 0.0)

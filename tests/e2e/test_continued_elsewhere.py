@@ -18,17 +18,11 @@ RUNS = {
         (4, "--pp 2 --ep 2 --use-distributed-optimizer"),
         (2, "--tp 2 --etp 1 --ep 2 --sequence-parallel"),
     ),
-    "windows in three of four layers, over cp": (
-        "long_context",
-        "--seq-length 128 --sliding-window 24 --window-attn-skip-freq 4 --rotary-base-local 1000",
-        (4, "--cp 2 --pp 2"),
-        (2, "--cp 2 --cp-comm-type a2a"),
-    ),
     "ZeRO-3 in a pipeline, states and activations in host memory": (
         "quickstart",
         "",
         (4, "--pp 2 --vpp 2 --dp-strategy fully-sharded --optimizer-cpu-offload --cpu-offloading-num-layers 1"),
-        (2, "--tp 2"),
+        (2, "--cp 2"),
     ),
 }
 

@@ -25,7 +25,7 @@ UPLOAD = 4
 """Objects that rank 0 writes for a checkpoint: two files, the manifest and `latest`. The first of all is its probe."""
 
 
-@pytest.fixture(params=["file", "s3"])
+@pytest.fixture
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, dict[str, str]]]:
     """The address of a run, and the environment for its clients."""
     if request.param == "file":
@@ -49,7 +49,7 @@ def die_at(number: int) -> None:
     StoreObject.write = write  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("how", ["", "--async-save"])
+@pytest.mark.parametrize(("store", "how"), [("file", ""), ("s3", "--async-save")], indirect=["store"])
 def test_killed_amid_an_upload_it_continues_on_another_layout(
     store: tuple[str, dict[str, str]], tmp_path: Path, how: str
 ) -> None:
@@ -82,6 +82,7 @@ def test_a_store_that_cannot_be_had_is_one_error_before_the_first_step(tmp_path:
     assert f"cannot save checkpoints to file://{tmp_path}/file/run: " in error and "give another --save" in error
 
 
+@pytest.mark.parametrize("store", ["s3"], indirect=True)
 def test_what_is_there_is_converted_and_not_mixed_with_another_run(
     store: tuple[str, dict[str, str]], tmp_path: Path
 ) -> None:

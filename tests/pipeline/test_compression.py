@@ -154,7 +154,7 @@ class Text:
 
 def learned(kind: str, cuts: tuple[int, ...] = (0,)) -> float:
     """The mean loss of the last 10 of 60 steps on text, of two layers that lose between them what two stages would."""
-    sizes = {"num_layers": 2, "vocab_size": 97, "seq_length": LENGTH, "micro_batch_size": 4, "global_batch_size": 16}
+    sizes = {"num_layers": 2, "vocab_size": 97, "seq_length": LENGTH, "micro_batch_size": 16, "global_batch_size": 16}
     runner = on_one_rank(kind, cuts, {**LLAMA, **sizes, "precision": "fp32", "train_iters": 60})
     runner.loader = make_loader(runner.replica, Text(), eod_token=0)
     losses = [runner.step().loss for _ in range(60)]

@@ -44,7 +44,7 @@ def test_a_natural_layout(name: str) -> None:
     whole = parse_arguments([*flags.split(), "--global-batch-size", str(world)], world_size=world).config
     p, layers = whole.parallel, whole.model.num_layers
     stages = p.pp * p.vpp
-    layers = min(layers, layers % stages + stages * (4 if stages < 8 else 2 if stages < 64 else 1))
+    layers = min(layers, layers % stages + stages * (3 if stages < 8 else 1))
     batch = world // (p.tp * p.pp * p.cp) * max(2, min(p.pp, 4))
     sizes = ["--num-layers", str(layers), "--global-batch-size", str(batch)]
     invocation = parse_arguments([*flags.split(), *sizes], world_size=world)

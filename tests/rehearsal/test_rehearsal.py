@@ -1,6 +1,7 @@
 """What a rehearsed rank does is what a real one does: operations, memory, and where the host waits."""
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -174,8 +175,10 @@ AGAIN: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("again", AGAIN)
-@pytest.mark.parametrize("experts", EXPERTS)
+@pytest.mark.parametrize(
+    ("experts", "again"),
+    [*((experts, "kept") for experts in EXPERTS), *itertools.product(("here", "elsewhere"), ("full", "selective"))],
+)
 def test_the_host_waits_for_rows_that_travel_and_once(experts: str, again: str) -> None:
     """In the forward of each MoE layer and microbatch, and not where that is recomputed. In the backward it reads what has
     come long before."""

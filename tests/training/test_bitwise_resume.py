@@ -150,8 +150,10 @@ SCHEDULE_FREE: Settings = {"optimizer": "schedule-free-adamw", "lr_decay_style":
 SPLIT: Settings = {**Z1, "tp": 2, "micro_batch_size": 1}
 SOME = [1, 3, 4]
 """Before, at and between exchanges."""
+OVERFLOWING: Settings = {**PRECISIONS["fp16"], "loss_scale_window": 1000}
 NODES: Settings = {"dp": 4, "dp_instances": 2, "global_batch_size": 4}
 TWO: Settings = {"num_layers": 2, "global_batch_size": 4}
+CHOCO: Settings = {**GOSSIP, "gossip_algorithm": "choco-sgd"}
 LOCAL_NODES: Settings = {"dp_strategy": "local-sgd", **FP32, **NODES}
 
 STRATEGIES: dict[str, tuple[int, Settings, int, Sequence[int]]] = {
@@ -160,39 +162,29 @@ STRATEGIES: dict[str, tuple[int, Settings, int, Sequence[int]]] = {
     "fp16-wire": (2, {**Z1, **PRECISIONS["fp16"], **FP32, "wire_dtype": "fp16"}, 6, [2, 3]),
     "zero-3-sp": (4, {**BF16, "dp_strategy": "fully-sharded", "tp": 2, "sequence_parallel": True}, 4, [2]),
     "local-sgd": (2, {**LOCAL, **WIRE, "sync_warmup_steps": 1}, 6, SOME),
-    "asynchronous": (2, {"dp_strategy": "local-sgd", **WIRE, "sync_interval": 3, "sync_delay": 2}, 6, [1, 2, 3, 4]),
-    "asynchronous-nodes": (4, {**LOCAL_NODES, "sync_interval": 3, "sync_delay": 2}, 6, [3, 4]),
-    "choco-sgd-nodes": (4, {**GOSSIP, **FP32, **NODES, "gossip_algorithm": "choco-sgd"}, 4, [1, 3]),
+    "asynchronous": (2, {"dp_strategy": "local-sgd", **WIRE, "sync_interval": 3, "sync_delay": 2}, 6, [2, 3, 4]),
+    "asynchronous-nodes": (4, {**LOCAL_NODES, "sync_interval": 3, "sync_delay": 2}, 6, [4]),
+    "choco-sgd-nodes": (4, {**CHOCO, **FP32, **NODES}, 4, [3]),
     "diloco-bf16": (2, {**TWO, **FRAGMENTS, **WIRE}, 6, SOME),
-    "diloco-fp16": (
-        2,
-        {**TWO, **FRAGMENTS, **PRECISIONS["fp16"], "loss_scale_window": 1000, "sync_warmup_steps": 0},
-        6,
-        SOME,
-    ),
-    "d-psgd": (2, {**GOSSIP, **WIRE, "gossip_graph": "one-peer"}, 6, SOME),
-    "decentlam": (2, {**GOSSIP, **FP32, "gossip_algorithm": "decentlam", "optimizer": "sgd"}, 6, SOME),
-    "choco-sgd-tp": (
-        4,
-        {**GOSSIP, **BF16, "gossip_algorithm": "choco-sgd", "tp": 2, "sync_warmup_steps": 1},
-        4,
-        [1, 3],
-    ),
-    "onebit": (2, {**LOSSY, "grad_compression": "onebit"}, 6, SOME),
-    "uint8": (2, {**LOSSY, "grad_compression": "uint8"}, 6, SOME),
-    "topk": (2, {**LOSSY, "grad_compression": "topk", "topk_density": 0.1}, 6, SOME),
-    "powersgd": (2, {**LOSSY, "grad_compression": "powersgd", "powersgd_rank": 2}, 6, SOME),
-    "onebit-lamb-bf16-bucket": (2, {**LAMB, **BF16, "onebit_scale": "bucket"}, 9, [4]),
-    "onebit-lamb-deepspeed": (2, {**LAMB, "onebit_rule": "deepspeed"}, 9, [4]),
-    "zero-one": (2, ZERO_ONE, 9, [2, 4, 6, 8]),
-    "auto": (2, {**ADAM, **AUTO}, 9, [2, 3, 5]),
-    "onebit-adam-tp": (4, {**ADAM, "tp": 2, "sequence_parallel": True}, 7, [2, 3, 5]),
-    "onebit-lamb-pp": (4, {**LAMB, **TWO, "pp": 2}, 7, [2, 3, 5]),
-    "zero-one-tp": (4, {**ZERO_ONE, **BF16, "tp": 2}, 8, [3, 6]),
+    "diloco-fp16": (2, {**TWO, **FRAGMENTS, **OVERFLOWING, "sync_warmup_steps": 0}, 6, [3]),
+    "d-psgd": (2, {**GOSSIP, **WIRE, "gossip_graph": "one-peer"}, 5, [1, 4]),
+    "decentlam": (2, {**GOSSIP, **FP32, "gossip_algorithm": "decentlam", "optimizer": "sgd"}, 5, [3]),
+    "choco-sgd-tp": (4, {**CHOCO, **BF16, "tp": 2, "sync_warmup_steps": 1}, 4, [1, 3]),
+    "onebit": (2, {**LOSSY, "grad_compression": "onebit"}, 5, [1, 3]),
+    "uint8": (2, {**LOSSY, "grad_compression": "uint8"}, 4, [3]),
+    "topk": (2, {**LOSSY, "grad_compression": "topk", "topk_density": 0.1}, 4, [3]),
+    "powersgd": (2, {**LOSSY, "grad_compression": "powersgd", "powersgd_rank": 2}, 4, [3]),
+    "onebit-lamb-bf16-bucket": (2, {**LAMB, **BF16, "onebit_scale": "bucket"}, 6, [4]),
+    "onebit-lamb-deepspeed": (2, {**LAMB, "onebit_rule": "deepspeed"}, 6, [4]),
+    "zero-one": (2, ZERO_ONE, 8, [2, 6]),
+    "auto": (2, {**ADAM, **AUTO}, 9, [3, 5]),
+    "onebit-adam-tp": (4, {**ADAM, "tp": 2, "sequence_parallel": True}, 6, [2, 4]),
+    "onebit-lamb-pp": (4, {**LAMB, **TWO, "pp": 2}, 5, [3]),
+    "zero-one-tp": (4, {**ZERO_ONE, **BF16, "tp": 2}, 6, [4]),
     "sgd": (4, {**SPLIT, "optimizer": "sgd"}, 4, [2]),
     "lamb": (4, {**SPLIT, "optimizer": "lamb"}, 4, [2]),
     "muon": (4, {**SPLIT, "optimizer": "muon"}, 4, [2]),
-    "soap": (4, {**SPLIT, "optimizer": "soap", "soap_frequency": 2}, 4, [1, 2]),
+    "soap": (4, {**SPLIT, "optimizer": "soap", "soap_frequency": 2}, 4, [1]),
     "soap-own-weights": (4, {"tp": 2, "dp_strategy": "local-sgd", "optimizer": "soap", "soap_frequency": 2}, 4, [2]),
     "schedule-free-zero": (2, {**Z1, **FP32, **SCHEDULE_FREE}, 4, [2]),
     "schedule-free-zero-3": (4, {**BF16, **SCHEDULE_FREE, "dp_strategy": "fully-sharded", "tp": 2}, 4, [2]),
