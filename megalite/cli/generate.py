@@ -11,9 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from megalite.checkpoint.manifest import CheckpointMissing
 from megalite.cli.model_commands import GENERATE
-from megalite.config.data import DataConfig
+from megalite.config.data import DataConfig, is_address
+from megalite.config.describe import replace
 from megalite.config.errors import ConfigError, RankError
+from megalite.config.registry import imported
+from megalite.config.run import RunConfig
 from megalite.conversion.inference import InferenceModel, load_model
 from megalite.conversion.native import PRECISIONS
 from megalite.generation.continuation import Continuation, GrowingText, Sampling, read_prompts
@@ -54,16 +58,34 @@ def open_model(flags: Namespace, topology: Topology, *, needs_tokenizer: bool = 
         if topology.rank == 0:
             print(line, file=sys.stderr)
 
+    load, tokenizer_model = taken_here(flags.load, flags.ckpt_step, flags.tokenizer_model, topology, log)
     return load_model(
-        flags.load,
+        load,
         topology,
         step=flags.ckpt_step,
         ema=flags.weights == "ema",
         dtype=DTYPES.get(flags.dtype),
-        tokenizer=DataConfig(tokenizer_model=flags.tokenizer_model, tiktoken_pattern=flags.tiktoken_pattern),
+        tokenizer=DataConfig(tokenizer_model=tokenizer_model, tiktoken_pattern=flags.tiktoken_pattern),
         needs_tokenizer=needs_tokenizer,
         log=log,
     )
+
+
+def taken_here(
+    load: Path | str, step: int | None, tokenizer_model: str | None, topology: Topology, log: Callable[[str], None]
+) -> tuple[Path, str | None]:
+    """A model's folder and a tokenizer's path; what is at an address is fetched once for each node.
+
+    Collectives: those of `take_remote`, where one is an address."""
+    if is_address(str(load)) or is_address(tokenizer_model or ""):
+        asked = replace(RunConfig(), load=str(load), ckpt_step=step, tokenizer_model=tokenizer_model)
+        found = imported("megalite.training.setup:take_remote")(
+            asked, world=topology.world, device=topology.device, log=log
+        )
+        if not Path(found.checkpoint.load).exists():
+            raise CheckpointMissing(f"no complete checkpoint at {load}; give the address of the folder of steps")
+        load, tokenizer_model = found.checkpoint.load, found.data.tokenizer_model
+    return Path(load), tokenizer_model
 
 
 def run_on_ranks(flags: Namespace, work: Callable[[Namespace, Topology], None], *, data_parallel: bool) -> int:

@@ -4,7 +4,6 @@ The package lm_eval is optional. Under torchrun every rank runs the same tasks, 
 reports on the first."""
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import lm_eval.models  # noqa: F401  # or the harness would forget its own models once it knows another
@@ -13,7 +12,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from megalite.cli.generate import DTYPES
+from megalite.cli.generate import DTYPES, taken_here
 from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
 from megalite.conversion.inference import load_model
@@ -59,13 +58,19 @@ class MegaliteLM(TemplateLM):
         layout, on = ParallelLayout(tp=tp, pp=pp, dp=launch.world_size // (tp * pp)), launch.device(device or "auto")
         start_distributed(launch, on, backend="auto", timeout_minutes=_TIMEOUT_MINUTES)
         self._topology = Topology.create(layout, rank=launch.rank, device=on, timeout_minutes=_TIMEOUT_MINUTES)
+
+        def log(line: str) -> None:
+            if launch.rank == 0:
+                print(line, file=sys.stderr)
+
+        folder, tokenizer_model = taken_here(load, ckpt_step, tokenizer_model, self._topology, log)
         self._model = load_model(
-            Path(load),
+            folder,
             self._topology,
             step=ckpt_step,
             dtype=DTYPES.get(dtype) if dtype is not None else None,
             tokenizer=DataConfig(tokenizer_model=tokenizer_model, tiktoken_pattern=tiktoken_pattern),
-            log=lambda line: print(line, file=sys.stderr) if launch.rank == 0 else None,
+            log=log,
         )
         assert self._model.tokenizer is not None
         self._tokens, self._most = self._model.tokenizer, int(max_gen_toks)

@@ -228,8 +228,8 @@ def _model(tp_default: str) -> list[Flag]:
     return [
         Flag(
             "--load FOLDER",
-            "checkpoints (the newest sound one), one of them, or a Hugging Face model",
-            Path,
+            "checkpoints (the newest sound one), their address, one of them, or a Hugging Face model",
+            path_or_address,
             required=True,
         ),
         Flag("--ckpt-step N", "use the checkpoint of this step instead", int),

@@ -2,6 +2,7 @@
 
 By fsspec's own store of files, and where s3fs is installed by S3's protocol."""
 
+import json
 import os
 import signal
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from megalite.data.stores import StoreObject
+from tests.data.token_files import write_by_layout
 from tests.e2e.forked import forked, still_running, train_forked
 from tests.e2e.programs import MOCKED, losses
 from tests.support.s3 import S3Server, running
@@ -83,7 +85,7 @@ def test_a_store_that_cannot_be_had_is_one_error_before_the_first_step(tmp_path:
 
 
 @pytest.mark.parametrize("store", ["s3"], indirect=True)
-def test_what_is_there_is_converted_and_not_mixed_with_another_run(
+def test_what_is_there_is_converted_and_evaluated_and_not_mixed_with_another_run(
     store: tuple[str, dict[str, str]], tmp_path: Path
 ) -> None:
     address, environment = store
@@ -93,6 +95,17 @@ def test_what_is_there_is_converted_and_not_mixed_with_another_run(
     at_home = {**environment, "HOME": str(tmp_path)}
     train_forked(1, *convert, seconds=150, more=at_home, command="megalite.cli.main:main").require_success()
     assert list((tmp_path / "converted").rglob("weights-*.safetensors"))
+    write_by_layout(tmp_path / "text", [[1, 2, 3] * 20])
+    flags = ["--ckpt-step", "3", "--data-path", tmp_path / "text", "--device", "cpu", "--json"]
+    found = []
+    for load in (address, tmp_path / "converted"):
+        asked = ["evaluate", "--load", load, *(flags if load == address else flags[2:])]
+        done = train_forked(2, *asked, seconds=150, more=at_home, command="megalite.cli.main:main").require_success()
+        found.append(json.loads(done.out)["loss"])
+    assert found[0] == found[1]
+    none = ["evaluate", "--load", f"{address}-none", *flags]
+    failed = train_forked(2, *none, seconds=150, more=at_home, command="megalite.cli.main:main")
+    assert failed.status == 2 and "-none" in failed.errors[0] and "step-0000003" in failed.errors[0]
     failed = train_forked(1, *words, seconds=150, more=environment)
     assert failed.status == 2
     assert failed.errors == [
