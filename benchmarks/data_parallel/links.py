@@ -7,7 +7,9 @@ the interface's counters inside its namespace. Latency and loss cannot be added 
 
 import contextlib
 import os
+import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,24 +27,25 @@ def unavailable() -> str | None:
     for program in ("ip", "tc"):
         if shutil.which(program) is None:
             return f"there is no {program} here (package iproute2)"
+    _remove("mgl-probe")
     try:
         _run("ip", "netns", "add", "mgl-probe")
         _run("ip", "netns", "exec", "mgl-probe", "tc", *_tbf("lo", 100.0))
     except subprocess.CalledProcessError as error:
         return f"{' '.join(error.cmd)}: {error.stderr.strip()}"
     finally:
-        subprocess.run(["ip", "netns", "del", "mgl-probe"], check=False, capture_output=True)
+        _remove("mgl-probe")
     return None
 
 
 class ShapedLinks:
-    """The namespaces of `ranks` ranks; a context manager that removes them again."""
+    """The namespaces of `ranks` ranks; a context manager that removes them again, and at its start those of a killed one."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
 
     def __enter__(self) -> "ShapedLinks":
-        self._remove()
+        _remove()
         _run("ip", "netns", "add", _SWITCH)
         _inside(_SWITCH, "ip", "link", "add", "br0", "type", "bridge")
         _inside(_SWITCH, "ip", "link", "set", "br0", "up")
@@ -59,11 +62,7 @@ class ShapedLinks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._remove()
-
-    def _remove(self) -> None:
-        for name in (*map(_name, range(self.ranks)), _SWITCH):
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+        _remove()
 
     def set_rate(self, megabits: float | None) -> None:
         """Limit each link, in each direction; None lifts the limit."""
@@ -102,6 +101,17 @@ def _name(rank: int) -> str:
 def _tbf(device: str, megabits: float) -> tuple[str, ...]:
     rate = ("rate", f"{megabits:g}mbit", "burst", "128kb", "latency", "100ms")
     return ("qdisc", "add", "dev", device, "root", "tbf", *rate)
+
+
+def _remove(pattern: str = rf"{_SWITCH}|mgl-rank\d+") -> None:
+    """Namespaces by their names, and the ranks that run in them: those outlive a run that was killed."""
+    listed = subprocess.run(["ip", "netns", "list"], check=False, capture_output=True, text=True).stdout
+    for name in re.findall(rf"^(?:{pattern})\b", listed, re.MULTILINE):
+        inside = subprocess.run(["ip", "netns", "pids", name], check=False, capture_output=True, text=True).stdout
+        for number in map(int, inside.split()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+        subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
 def _inside(namespace: str, *command: str) -> None:
