@@ -263,7 +263,7 @@ def stage_activation_bytes(config: RunConfig, plan: StagePlan) -> int:
 
 def offloaded_activation_bytes(config: RunConfig, plan: StagePlan) -> int:
     """What of one microbatch's is in host memory."""
-    return sum(gone for _, gone in _layers(config, plan))
+    return sum(gone for _, gone in _layers(with_graphs(config), plan))
 
 
 def _head(config: RunConfig) -> float:
@@ -302,7 +302,7 @@ def recompute_workspace_bytes(config: RunConfig, plan: StagePlan) -> int:
     training, layers = config.training, range(plan.first_layer, plan.last_layer)
     further = config.model.further_layers if plan.has_head else range(0)
     if training.recompute_ahead:
-        return 0  # what an R brings back counts as activations
+        return recompute_workspace_bytes(with_graphs(config), plan)  # what an R brings back counts as activations
     restored = _restored_bytes(config, plan) if training.offloaded_layers else 0
     if training.recompute_granularity == "full":
         units = (
@@ -328,14 +328,20 @@ def recompute_workspace_bytes(config: RunConfig, plan: StagePlan) -> int:
     return round(_tokens(config) * max(freed, default=0.0)) + restored
 
 
+def with_graphs(config: RunConfig) -> RunConfig:
+    """What is kept of a stage from the forward that has a graph on: with recompute_ahead from R on, all of it."""
+    return (
+        replace(config, recompute_granularity="none", recompute_ahead=False)
+        if config.training.recompute_ahead
+        else config
+    )
+
+
 def stage_sizes(config: RunConfig, stages: tuple[StagePlan, ...]) -> Sizes:
     """Activations, what a split backward keeps for W, what recompute-ahead keeps for R, a message between stages, and
     what a backward computes again; of all stages of the pipeline, in order.
     """
-    kept = config
-    if config.training.recompute_ahead:
-        # From R on the graph is whole.
-        kept = replace(config, recompute_granularity="none", recompute_ahead=False)
+    kept = with_graphs(config)
     message = float(_unit_input_bytes(config))
     return Sizes(
         activation=tuple(float(stage_activation_bytes(kept, plan)) for plan in stages),

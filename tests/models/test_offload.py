@@ -58,6 +58,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "full": (1, {**FULL, "recompute_num_layers": 2, "num_layers": 5, "hidden_dropout": 0.1}),
     "selective": (2, {**LLAMA, **again("core_attn", "layernorm", "mlp_act"), "tp": 2, "sequence_parallel": True}),
     "latents": (2, {**LATENT, **again("mla_up_proj", "layernorm", "mlp"), "pp": 2, "pipeline_schedule": "zb-h1"}),
+    "ahead": (2, {**FULL, "recompute_ahead": True, "pp": 2, "hidden_dropout": 0.1, "precision": "bf16"}),
     "modules": (2, {**LLAMA, "qk_norm": True, "pp": 2, "vpp": 2, "hidden_dropout": 0.1, **saved_by(*ALL)}),
     "modules, recomputed": (1, {**LATENT, **again("mla_up_proj", "layernorm"), **saved_by("qkv_linear", "attn_norm")}),
 }
@@ -163,6 +164,8 @@ SHAPE: dict[str, Any] = {"hidden_size": 64, "seq_length": 64, "num_layers": 8, "
 FORMS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
     (0, {}, saved_by(*ALL)),
     (1, {**FULL, "pipeline_schedule": "gpipe"}, {"cpu_offloading_num_layers": 4}),
+    (0, {**FULL, "recompute_ahead": True}, {"cpu_offloading_num_layers": 3}),
+    (1, {**FULL, "recompute_ahead": True, "pipeline_schedule": "gpipe"}, saved_by(*ALL)),
     (0, again("layernorm", "core_attn"), {"cpu_offloading_num_layers": 3}),
 ]
 

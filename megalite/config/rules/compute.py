@@ -250,7 +250,8 @@ def _saving_modules(c: Settings) -> Findings:
     modules = c.offload_modules
     again = set(c.recompute_modules) if c.recompute_granularity == "selective" else set()
     around = {"moe" if c.is_moe_layer(index) else "mlp" for index in range(c.num_layers)}
-    if c.recompute_granularity == "full" and c.recompute_method == "uniform" and set(modules) - {"attn_norm"}:
+    whole_units = c.recompute_granularity == "full" and c.recompute_method == "uniform" and not c.recompute_ahead
+    if whole_units and set(modules) - {"attn_norm"}:
         yield (
             "offload_modules other than attn_norm have no effect with recompute_granularity full, which keeps the input of "
             "layers alone; use --offload-modules attn_norm, or remove one of them"
@@ -283,12 +284,6 @@ def _chosen_layers(c: Settings) -> Findings:
 
 
 RECOMPUTE: tuple[Check, ...] = (
-    *rules(
-        {
-            "{?cpu_offloading_num_layers|fine_grained_activation_offloading} does not go with recompute_ahead, which keeps nothing "
-            "of a layer before it is needed; remove one of them": lambda c: c.recompute_ahead
-        }
-    ),
     *without({"!offload_modules": "--fine-grained-activation-offloading"}),
     *owned(
         "recompute_granularity",
