@@ -1,26 +1,28 @@
 """A covering set of layouts: every two values of two factors that go together are together in some row.
 
-Rows are made one after the other, for pairs that no row has yet, those that take most ranks first: of some legal rows drawn around
-the pair, the one with the most new pairs for its price. Then every row is left out or made as small as it can be with no
-pair lost, and rows with new triples follow up to the number wanted. The same table gives the same rows.
+The rows that there are stay while they are legal. Others are made for pairs that no row has, those that take most ranks
+first: of some legal rows drawn around the pair, the one with the most new pairs for its price. Then rows are left out and
+made cheaper with no pair lost, and rows with new triples follow up to the number wanted.
 
 The choice takes minutes, so the rows stand in layouts.txt; `python -m tests.parity.covering` writes them again after
 a factor or a rule of the config has changed. Tests see that they are legal and cover what they must."""
 
+import functools
 import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from tests.parity.factors import AXES, COMPANY, FACTORS, MAX_WORLD, MOE, Row, refusal, settings_of
 
 FILE = Path(__file__).with_name("layouts.txt")
-AT_LEAST = 252
+AT_LEAST = 200
 
 SEED = 20
 DRAWN = 30  # legal rows to choose each from
+ROUNDS = 20  # of leaving out and changing
 SIZES = ("layers", "micro", "batch")  # what makes a row large
 TRIPLES = ("tp", "sp", "cp", "ep", "etp", "pp", "vpp", "dp", "strategy", "recompute", "family")
 
@@ -127,7 +129,7 @@ def draw(generator: random.Random, fixed: Mapping[str, str]) -> Row | None:
     row.update(min(generator.choices(grids, k=2), key=_ranks))
     if generator.random() < 0.5:
         row = min(filter(_fills, ({**row, **sizes, **fixed} for sizes in ALL_SIZES)), key=price, default=row)
-    return row if _fills(row) and refusal(settings_of(row)) is None else None
+    return row if _is_legal(row) else None
 
 
 def pairs_of(row: Row) -> Iterator[Part]:
@@ -164,42 +166,88 @@ def covering_rows(at_least: int) -> list[Row]:
         fixed = dict(pair)
         return min(map(_ranks, _grids(generator, PLAIN | fixed, fixed)))
 
-    rows = [chosen(dict(pair), pairs_of) for pair in sorted(PAIRS, key=ranks, reverse=True) if pair not in seen]
-    rows = _made_small(rows)
-    seen = {triple for row in rows for triple in _triples_of(row)}
-    return rows + [chosen({}, _triples_of) for _ in range(at_least - len(rows))]
+    table = Table(row for row in rows_on_file() if _is_row(row) and _is_legal(row))
+    seen = set(+table.counts)
+    for pair in sorted(PAIRS, key=ranks, reverse=True):
+        if pair not in seen:
+            table.add(chosen(dict(pair), pairs_of))
+    for _ in range(ROUNDS):
+        for row in sorted(table.rows, key=lambda row: table.alone(row) / price(row) ** 0.5):
+            table.leave_out(row)
+        table.wander(generator)
+    seen = {triple for row in table.rows for triple in _triples_of(row)}
+    return table.rows + [chosen({}, _triples_of) for _ in range(at_least - len(table.rows))]
 
 
-def _made_small(rows: list[Row]) -> list[Row]:
-    """The same pairs for less, the dearest row first: a row is left out where others have all its pairs, or is given cheaper
-    axes, sizes or another value of one factor; until nothing more can be had."""
-    rows = list(rows)
-    counts = Counter(pair for row in rows for pair in pairs_of(row))
-    single = [{factor: value} for factor, values in FACTORS.items() for value in values]
-    changes = [*ALL_SIZES, *GRIDS, *single, *({**grid, **size} for grid in GRIDS for size in ALL_SIZES)]
-    before = math.inf
-    while before > (now := sum(map(price, rows))):
-        before = now
-        for row in sorted(rows, key=price, reverse=True):
-            if all(counts[pair] > 1 for pair in pairs_of(row)):
-                rows.remove(row)
-                counts.subtract(pairs_of(row))
+class Table:
+    """Rows, and in how many of them each pair is."""
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self.rows: list[Row] = []
+        self.counts = Counter[Part]()
+        for row in rows:
+            self.add(row)
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        self.counts.update(pairs_of(row))
+
+    def replace(self, row: Row, other: Row) -> None:
+        self.counts.subtract(pairs_of(row))
+        self.counts.update(pairs_of(other))
+        self.rows[self.rows.index(row)] = other
+
+    def alone(self, row: Row) -> int:
+        """The number of its pairs that no other row has."""
+        return sum(self.counts[pair] == 1 for pair in pairs_of(row))
+
+    def may_replace(self, row: Row, other: Row) -> bool:
+        """No pair is lost."""
+        given_up = (pair for pair in pairs_of(row) if any(other[factor] != value for factor, value in pair))
+        return all(self.counts[pair] != 1 for pair in given_up) and other not in self.rows and _is_legal(other)
+
+    def leave_out(self, row: Row) -> None:
+        """If others can have the pairs that it has alone, for less than its price."""
+        if row not in self.rows:  # it has been changed meanwhile
+            return
+        before, left = (list(self.rows), self.counts.copy()), price(row)
+        self.rows.remove(row)
+        self.counts.subtract(pairs_of(row))
+        for pair in pairs_of(row):
+            if self.counts[pair]:
                 continue
-            for other in sorted(({**row, **change} for change in changes), key=price):
-                if price(other) >= price(row):
-                    break
-                given_up = set(pairs_of(row)) - set(pairs_of(other))
-                if (
-                    _fills(other)
-                    and all(counts[pair] > 1 for pair in given_up)
-                    and other not in rows
-                    and refusal(settings_of(other)) is None
-                ):
-                    counts.subtract(pairs_of(row))
-                    counts.update(pairs_of(other))
-                    rows[rows.index(row)] = other
-                    break
-    return rows
+            changes = [(other, other | dict(pair)) for other in self.rows]
+            changes.sort(key=lambda change: price(change[1]) - price(change[0]))
+            old, new = next((change for change in changes if self.may_replace(*change)), (row, row))
+            left -= price(new) - price(old)
+            if old is row or left <= 0:
+                self.rows, self.counts = before
+                return
+            self.replace(old, new)
+
+    def wander(self, generator: random.Random) -> None:
+        """Change values at random, where no pair is lost and the price is hardly higher: it opens new ways to leave rows out."""
+        singles = [(factor, value) for factor, values in FACTORS.items() for value in values]
+        for _ in range(30 * len(self.rows)):
+            row = generator.choice(self.rows)
+            other = row | dict(generator.sample(singles, generator.randint(1, 2)))
+            if price(other) <= price(row) + generator.choice((0, 0, 2)) and self.may_replace(row, other):
+                self.replace(row, other)
+
+
+def _is_row(row: Row) -> bool:
+    """Its factors and values are still those of the table."""
+    return row.keys() == FACTORS.keys() and all(row[factor] in values for factor, values in FACTORS.items())
+
+
+def _is_legal(row: Row) -> bool:
+    return _legal(tuple(row.items()))
+
+
+@functools.cache
+def _legal(items: Part) -> bool:
+    row = dict(items)
+    return _fills(row) and not any(map(cannot_be, pairs_of(row))) and refusal(settings_of(row)) is None
 
 
 def _fills(row: Row) -> bool:
