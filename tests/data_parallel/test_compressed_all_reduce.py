@@ -104,7 +104,13 @@ def test_alone_it_is_a_plain_all_reduce() -> None:
         assert found["bytes"] == [0.0] * 4
 
 
-TINY: dict[str, Any] = {"precision": "fp32", "micro_batch_size": 2, "weight_decay": 0.0, "clip_grad": 1.0}
+TINY: dict[str, Any] = {
+    "precision": "fp32",
+    "num_layers": 2,
+    "micro_batch_size": 2,
+    "weight_decay": 0.0,
+    "clip_grad": 1.0,
+}
 
 OWN: dict[str, dict[str, Any]] = {"topk": {"topk_density": 0.1}, "powersgd": {"powersgd_rank": 2}}
 """Settings of codecs; others do not take them."""

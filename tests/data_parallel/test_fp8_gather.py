@@ -23,7 +23,13 @@ from tests.support.traffic import counted
 
 Settings = dict[str, Any]
 
-FP8: Settings = {"precision": "bf16", "fp8": True, "dp_strategy": "fully-sharded", "micro_batch_size": 2}
+FP8: Settings = {
+    "num_layers": 3,
+    "precision": "bf16",
+    "fp8": True,
+    "dp_strategy": "fully-sharded",
+    "micro_batch_size": 2,
+}
 GATHERED: Settings = {"fp8_param_gather": True}
 SIXTEENS: Settings = {"num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 64}
 """Sizes of Llama that fp8 takes on two ranks."""
@@ -93,7 +99,7 @@ def volumes(context: RankContext, world: int, settings: Settings) -> dict[str, A
     return {"pp": runner.replica.topology.pp.rank, "volumes": dict(found), "own": own}
 
 
-@pytest.mark.parametrize(("world", "settings"), [CASES[1], (4, {"pp": 2}), CASES[5]], ids=str)
+@pytest.mark.parametrize(("world", "settings"), [CASES[1], (4, {"pp": 2, "num_layers": 4}), CASES[5]], ids=str)
 def test_a_step_moves_what_the_formulas_say(world: int, settings: Settings) -> None:
     settings = {**settings, **GATHERED, "sanitize_communication": False}
     config = tiny_config(world, **{**FP8, **settings})
@@ -124,7 +130,7 @@ def flagged(context: RankContext, world: int, settings: Settings) -> tuple[set[s
 @pytest.mark.parametrize("family", [{}, {**LLAMA, **SIXTEENS}, LATENT, SHARED], ids=["gpt", "llama", "latent", "moe"])
 def test_gathered_are_the_weights_that_multiply_in_fp8(family: Settings) -> None:
     sizes = {"qk_head_dim": 12, "v_head_dim": 16, "q_lora_rank": 16, "kv_lora_rank": 16, "num_attention_heads": 4}
-    settings = {**family, **GATHERED, **(sizes if family is LATENT else {})}
+    settings = {"num_layers": 4, **family, **GATHERED, **(sizes if family is LATENT else {})}
     for multiply, gathered in run_ranks(2, flagged, 2, settings):
         assert multiply == gathered
         assert len(gathered) >= 8

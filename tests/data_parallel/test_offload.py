@@ -129,7 +129,7 @@ def test_both_places_take_up_each_others_checkpoints(layout: dict[str, Any], tmp
     "settings", [{"dp_strategy": "fully-sharded"}, {"optimizer": "muon", **CLIPPED, "eval_ema": True}], ids=str
 )
 def test_a_run_that_saves_and_one_that_continues(settings: dict[str, Any], tmp_path: Path) -> None:
-    settings = {"dp": 2, "precision": "bf16", "num_layers": 2, **HOST, **settings}
+    settings = {"dp": 2, "precision": "bf16", "num_layers": 2, "global_batch_size": 4, **HOST, **settings}
     assert run_ranks(2, interrupted, 2, settings, str(tmp_path), 4, [2]) == [[], []]
 
 
@@ -160,15 +160,14 @@ def held_and_planned(context: RankContext) -> list[tuple[int, int, int, int]]:
     """(in host memory, planned, on the device for pieces, planned)."""
     found = []
     for settings, form in [*((settings, HOST) for settings in LAYOUTS), (LAYOUTS[1], HALF)]:
-        config = tiny_config(2, dp=2, **settings, **form)
-        runner = Runner(build(context, config))
+        here, there = (tiny_config(2, dp=2, num_layers=2, **settings, **place) for place in (form, {}))
+        runner = Runner(build(context, here))
         runner.step()
         held, rank = runner.replica.strategy, context.rank
-        planned = sum(bucket.host_bytes for bucket in held_buckets(config, rank))
+        planned = sum(bucket.host_bytes for bucket in held_buckets(here, rank))
         assert held._host is not None or planned == 0
         slots = 0 if held._host is None else HOST_SLOTS * held._host._slots[0].nbytes
-        plan = rank_memory(config, stages_of_rank(config, rank), 0).workspace_bytes
-        without = rank_memory(tiny_config(2, dp=2, **settings), stages_of_rank(config, rank), 0).workspace_bytes
+        plan, without = (rank_memory(each, stages_of_rank(each, rank), 0).workspace_bytes for each in (here, there))
         found.append((pinned_bytes(runner.replica), planned, slots, plan - without))
         held.close()
     return found

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megalite.data_parallel.buckets import has_memory
-from megalite.parity.trajectory import Trajectory, one_rank_trajectory
+from megalite.parity.trajectory import Trajectory, one_rank_trajectory, rank_trajectory
 from megalite.tensor_parallel.parameter import ShardedParameter
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.state import continued, save_run
@@ -25,7 +25,6 @@ from tests.support.tiny import (
     build,
     local_parts,
     tiny_config,
-    trajectory,
     whole,
 )
 
@@ -36,12 +35,13 @@ Z3: Settings = {"dp_strategy": "fully-sharded"}
 SP: Settings = {"tp": 2, "sequence_parallel": True}
 FULL: Settings = {"recompute_granularity": "full", "recompute_method": "uniform"}
 SELECTIVE: Settings = {"recompute_granularity": "selective"}
+STEPS = 3
 STATES = ("weight", "main_param", "exp_avg", "exp_avg_sq")
 
 
 @cache
 def plain(family: str) -> Trajectory:
-    return one_rank_trajectory(tiny_config(1, **FAMILIES[family]), 5)
+    return one_rank_trajectory(tiny_config(1, **FAMILIES[family]), STEPS)
 
 
 FAMILIES: dict[str, Settings] = {"gpt": {}, "llama": LLAMA, "moe": MOE}
@@ -60,16 +60,16 @@ CASES: list[tuple[int, str, Settings]] = [
 
 @pytest.mark.parametrize(("world", "family", "settings"), CASES, ids=str)
 def test_the_numbers_of_one_rank(world: int, family: str, settings: Settings) -> None:
-    """Gradients of every step, weights after five, an evaluation: several microbatches per step."""
-    ranks = run_ranks(world, trajectory, world, {**FAMILIES[family], **settings})
+    """Gradients of every step, weights after the last, an evaluation: several microbatches per step."""
+    ranks = run_ranks(world, rank_trajectory, tiny_config(world, **FAMILIES[family], **settings), STEPS)
     assert_same_numbers(whole(ranks), plain(family))
 
 
 def bits(context: RankContext, settings: Settings) -> dict[str, Any]:
-    """Five clipped steps over 2 ranks, of one microbatch each."""
-    more = {"dp": 2, "clip_grad": 0.1, "micro_batch_size": 4}
+    """Clipped steps over 2 ranks, of one microbatch each."""
+    more = {"dp": 2, "clip_grad": 0.1, "micro_batch_size": 4, "num_layers": 2}
     runner = Runner(build(context, tiny_config(2, **{**more, **settings})))
-    steps = [runner.step() for _ in range(5)]
+    steps = [runner.step() for _ in range(STEPS)]
     assert all(step.grad_norm > 0.1 for step in steps)
     losses = [step.loss for step in steps]
     return {"losses": losses, "weights": local_parts(runner.replica, "weight")}
@@ -80,7 +80,7 @@ def test_the_same_bits_as_all_reduce_on_two_ranks() -> None:
     plain = run_ranks(2, bits, {"precision": "bf16"})
     theirs = assemble([rank["weights"] for rank in plain])
     late = {**Z1, "overlap_param_gather": False, "overlap_grad_reduce": False}
-    for settings in (Z1, late, Z2, {**Z3, **FULL, "recompute_num_layers": 2}):
+    for settings in (Z1, late, Z2, {**Z3, **FULL}):
         sharded = run_ranks(2, bits, {"precision": "bf16", **settings})
         assert sharded[0]["losses"] == plain[0]["losses"]
         ours = assemble([rank["weights"] for rank in sharded])
@@ -138,7 +138,7 @@ def leg(
     context: RankContext, world: int, settings: Settings, taken_from: str | None, to: str, count: int
 ) -> dict[str, Any]:
     """A part of a run: take up a checkpoint, make steps, save; the state before and after."""
-    config = tiny_config(world, **{"precision": "bf16", "load": taken_from, **settings})
+    config = tiny_config(world, **{"precision": "bf16", "num_layers": 2, "load": taken_from, **settings})
     runner = Runner(build(context, config)) if taken_from is None else continued(context, config, taken_from)
     start = state(runner)
     steps(runner, count)
@@ -175,7 +175,7 @@ def test_from_strategy_to_strategy(tmp_path: Path) -> None:
 
 def after_failure(context: RankContext, ranks: int, settings: Settings, fails: bool) -> list[tuple[float, float]]:
     """Two steps, before which one may have failed in the backward of its second microbatch."""
-    runner = Runner(build(context, tiny_config(ranks, **{"dp": ranks, "micro_batch_size": 4 // ranks, **settings})))
+    runner = Runner(build(context, tiny_config(ranks, dp=ranks, micro_batch_size=4 // ranks, num_layers=2, **settings)))
     if fails:
         (stage,) = runner.replica.stages.values()
         parameter = stage.get_parameter("layers.1.mlp.up.weight")
@@ -199,7 +199,7 @@ def after_failure(context: RankContext, ranks: int, settings: Settings, fails: b
     "settings",
     [
         {**Z1, "ddp_bucket_size": 100},
-        {**Z3, **FULL, "recompute_num_layers": 2, "reduction_order": "rank"},
+        {**Z3, **FULL, "reduction_order": "rank"},
         {**Z2, "dp_instances": 2, "reduction_order": "rank"},
     ],
     ids=str,

@@ -1,4 +1,5 @@
-"""kill -9 of a rank under torchrun: the job ends at once, and the same command continues to the very same losses.
+"""kill -9 of a rank under torchrun: the job ends at once, and the same command continues to the very same losses. Before
+that, what listens.
 
 `tests/faults` kills ranks at all sorts of moments, without torchrun.
 """
@@ -13,6 +14,7 @@ import pytest
 
 from tests.e2e.forked import train_forked
 from tests.e2e.programs import MODEL, TRAINING, Corpus, finish, ranks_of, reached, records, start, train_command
+from tests.support.listeners import Listener, listeners
 from tests.support.patience import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")]
@@ -32,12 +34,24 @@ def checkpoints(run_dir: Path) -> set[str]:
     return {path.name for path in (run_dir / "checkpoints").iterdir()}
 
 
+def only_the_rendezvous_listens(found: list[Listener]) -> None:
+    """torchrun's two stores, on all addresses; and gloo's groups in the ranks, on the address of the host's name alone
+    (`tests/training/test_instruments.py` tells that these are all that a rank has)."""
+    stores = [one for one in found if "torch.distributed.run" in one.command]
+    others = [one for one in found if one not in stores]
+    assert 1 <= len(stores) <= 2 and len({one.process for one in stores}) == 1
+    assert all("pretrain_gpt.py" in one.command for one in others), found
+    assert len({one.process for one in others}) == 2
+    assert not any(one.on_all_addresses for one in others)
+
+
 def test_goes_on_to_the_same_losses(corpus: Corpus, folder: Path) -> None:
     process = start(train_command(2, *flags(corpus, folder)))
     try:
         wait_until(lambda: reached(folder, 1), running=lambda: process.poll() is None)
         ranks = ranks_of(process)
         assert sorted(ranks) == [0, 1]
+        only_the_rendezvous_listens(listeners(process.pid))
         wait_until(lambda: reached(folder, KILL_AFTER), running=lambda: process.poll() is None)
     except BaseException:
         process.terminate()

@@ -1,18 +1,16 @@
-"""A run on two ranks under torchrun, watched from outside: what listens meanwhile, and what its folder holds afterwards."""
+"""A run on two ranks: what its folder holds afterwards. (`test_kill` looks at what listens meanwhile.)"""
 
 import csv
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.data.object_store import serving
-from tests.e2e.programs import Outcome, finish, reached, records, start, train_command
-from tests.support.listeners import Listener, listeners
-from tests.support.patience import wait_until
+from tests.e2e.forked import train_forked
+from tests.e2e.programs import Outcome, records
 
 pytestmark = pytest.mark.e2e
 
@@ -42,8 +40,6 @@ class Watched:
 
     folder: Path
     outcome: Outcome
-    listeners: list[Listener]
-    """While it trained."""
 
 
 def canary(name: str) -> str:
@@ -51,28 +47,13 @@ def canary(name: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
     folder = tmp_path_factory.mktemp("watched") / "run"
-    with pytest.MonkeyPatch.context() as patch, serving(tmp_path_factory.mktemp("served") / "there") as server:
+    with serving(tmp_path_factory.mktemp("served") / "there") as server:
         load = server.address(folder.name).replace("://", f"://me:{canary('LOAD')}@")
-        for name, value in CANARIES.items():
-            patch.setenv(name, value.format(canary(name)))
-        process = start(train_command(2, *FLAGS.split(), "--run-dir", folder, "--load", load))
-        wait_until(lambda: reached(folder, 1), running=lambda: process.poll() is None)
-        found = listeners(process.pid)
-        yield Watched(folder, finish(process, seconds=150).require_success(), found)
-
-
-def test_nothing_listens_but_the_rendezvous(watched: Watched) -> None:
-    """torchrun's two stores, on all addresses; and gloo's groups in the ranks, on the address of the host's name alone
-    (`tests/training/test_instruments.py` tells that these are all that a rank has)."""
-    processes = {one.process: one for one in watched.listeners}
-    stores = [one for one in watched.listeners if "torch.distributed.run" in one.command]
-    others = [one for one in watched.listeners if one not in stores]
-    assert 1 <= len(stores) <= 2 and len({one.process for one in stores}) == 1
-    assert all("pretrain_gpt.py" in one.command for one in others), processes
-    assert len({one.process for one in others}) == 2
-    assert not any(one.on_all_addresses for one in others)
+        words = [*FLAGS.split(), "--run-dir", folder, "--load", load]
+        secrets = {name: value.format(canary(name)) for name, value in CANARIES.items()}
+        return Watched(folder, train_forked(2, *words, seconds=150, more=secrets).require_success())
 
 
 def test_no_file_holds_a_secret(watched: Watched) -> None:

@@ -93,7 +93,13 @@ def test_real_text_spreads_over_the_experts(monkeypatch: pytest.MonkeyPatch) -> 
     """The largest load over the mean one, over the last steps, with a bias that moves and with one that stays 0."""
 
     def imbalance(rate: float) -> float:
-        more = {"moe_router_bias_update_rate": rate, "moe_aux_loss_coeff": 0.0, "precision": "fp32", "lr": 3e-3}
+        more = {
+            "moe_router_bias_update_rate": rate,
+            "moe_aux_loss_coeff": 0.0,
+            "precision": "fp32",
+            "lr": 3e-3,
+            "micro_batch_size": 4,
+        }
         settings = {**SETTINGS, **more, "vocab_size": 256, "seq_length": 32, "eod_mask_loss": False, "train_iters": 40}
         runner = Runner(build(RankContext(0), tiny_config(**settings | GROUPED)))
         runner.loader.dataset = Words(32)
