@@ -60,10 +60,13 @@ def write_all(descriptor: int, data: memoryview) -> None:
         data = data[os.write(descriptor, data[:CHUNK]) :]
 
 
-def write_at(descriptor: int, data: memoryview, start: int) -> None:
-    """`write_all` at a place of the file. The disk begins at once with every whole `CHUNK`: `fsync` has less to wait for."""
-    os.lseek(descriptor, start, os.SEEK_SET)
-    write_all(descriptor, data)
+def write_at(path: Path, descriptor: int, data: memoryview, start: int) -> None:
+    """`write_all` at a place of a file. The disk begins at once with every whole `CHUNK`: `fsync` has less to wait for."""
+    try:
+        os.lseek(descriptor, start, os.SEEK_SET)
+        write_all(descriptor, data)
+    except OSError as error:
+        raise named(error, path) from None
     first, last = start // CHUNK * CHUNK, (start + len(data)) // CHUNK * CHUNK
     advise(descriptor, first, last - first, "POSIX_FADV_DONTNEED")  # what is not on the disk yet stays in memory
 
@@ -78,12 +81,18 @@ def write_durably(path: Path, data: bytes) -> None:
     """Create a file, with its content on the disk."""
     descriptor = create(path)
     try:
-        write_all(descriptor, memoryview(data))
+        write_at(path, descriptor, memoryview(data), 0)
+        sync_file(path, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_file(path: Path, descriptor: int) -> None:
+    """Put the content of an open file on the disk."""
+    try:
         os.fsync(descriptor)
     except OSError as error:
         raise named(error, path) from None
-    finally:
-        os.close(descriptor)
 
 
 def named(error: OSError, path: Path) -> OSError:

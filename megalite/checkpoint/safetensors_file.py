@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from megalite.checkpoint.digests import BLOCK, RunningDigest
-from megalite.checkpoint.files import CHUNK, Behind, create, named, open_plain, write_at
+from megalite.checkpoint.files import CHUNK, Behind, create, open_plain, sync_file, write_at
 from megalite.checkpoint.manifest import FileEntry
 from megalite.checkpoint.safetensors_header import FORMAT_PT, HeaderFault, Record, header_bytes, read_header
 from megalite.config.errors import CheckpointError
@@ -80,11 +80,8 @@ class SafetensorsWriter:
     def finish(self) -> FileEntry:
         """Put the file on the disk and return its length and hash (empty without `digest`)."""
         assert not self._pending and self._descriptor is not None, (self._path, len(self._pending))
-        try:
-            self._behind.results()
-            os.fsync(self._descriptor)
-        except OSError as error:
-            raise named(error, self._path) from None
+        self._behind.results()
+        sync_file(self._path, self._descriptor)
         sha256 = "" if self._digest is None else self._digest.hexdigest()
         self.close()
         return FileEntry(self._length, sha256, BLOCK)
@@ -103,17 +100,14 @@ class SafetensorsWriter:
             chunk = data[start : start + CHUNK]
             if self._digest is not None:
                 self._digest.update(chunk)
-            try:
-                self._behind.run(self._write, self._descriptor, chunk, self._length)
-            except OSError as error:
-                raise named(error, self._path) from None
+            self._behind.run(self._write, self._descriptor, chunk, self._length)
             self._length += len(chunk)
 
     def _write(self, descriptor: int, chunk: memoryview, start: int) -> None:
-        write_at(descriptor, chunk, start)
+        write_at(self._path, descriptor, chunk, start)
         # All of it at the end could take longer than anybody who watches waits for.
         if (start + len(chunk)) // _SYNC_BYTES > start // _SYNC_BYTES:
-            os.fsync(descriptor)
+            sync_file(self._path, descriptor)
         self._progress()
 
 
@@ -171,10 +165,11 @@ class SafetensorsReader:
         self.read_into(output, record, wanted)
         return output
 
-    def read_elements(self, key: str, start: int, count: int) -> torch.Tensor:
-        """`count` elements of a tensor from the `start`-th on, in the order of the file: a new one of one dimension."""
+    def read_elements(self, key: str, start: int, count: int, room: torch.Tensor | None = None) -> torch.Tensor:
+        """`count` elements of a tensor from the `start`-th on, in the order of the file, of one dimension: in `room` (as
+        many, contiguous) if it is of their type, else a new one."""
         dtype = _ALSO_READ[self.records[key].dtype]
-        output = torch.empty(count, dtype=dtype)
+        output = room if room is not None and room.dtype == dtype else torch.empty(count, dtype=dtype)
         try:
             self._read_exactly(_bytes_of(output), self._offsets[key] + start * dtype.itemsize)
         except OSError as error:

@@ -26,7 +26,7 @@ from megalite.checkpoint.manifest import (
 from megalite.checkpoint.safetensors_file import DTYPE_NAMES, TORCH_DTYPES
 from megalite.checkpoint.safetensors_header import FORMAT_PT
 from megalite.checkpoint.save import code_version
-from megalite.checkpoint.tiling import Slice
+from megalite.checkpoint.tiling import Slice, flat_boxes
 from megalite.config.data import DataConfig
 from megalite.config.errors import CheckpointError, ConfigError
 from megalite.config.files import level_from_text
@@ -62,6 +62,7 @@ from megalite.conversion.weights import (
     ConversionError,
     LastRead,
     Piece,
+    Read,
     Training,
     Weights,
     Wrapped,
@@ -143,6 +144,16 @@ class NativeWeights(Weights):
     def read(self, name: str, part: Slice | None = None) -> torch.Tensor:
         """See `Weights`. `part`: that slice of it."""
         return self._checkpoint.read(self._keys[name], part, device=_CPU)
+
+    def elements(self, name: str) -> tuple[tuple[int, ...], Read]:
+        """See `Weights`."""
+        shape = self._checkpoint.entry(self._keys[name]).global_shape
+
+        def read(start: int, count: int, room: torch.Tensor | None = None) -> torch.Tensor:
+            parts = [self.read(name, box).view(-1) for box in flat_boxes(shape, start, start + count)]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+        return shape, read
 
 
 def key_of(checkpoint: Checkpoint, name: str, *, ema: bool) -> str:

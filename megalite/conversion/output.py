@@ -105,12 +105,11 @@ class Output:
         self._save_progress()
 
     def write(self, name: str, data: bytes) -> None:
-        """A small file, written and marked at once; that of an earlier run is replaced."""
+        """A small file, written by every run."""
         path = self.staging / name
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_tree(path)
         write_durably(path, data)
-        self.mark(name, {})
 
     def commit(self) -> Path:
         """Give the folder its name, durably; returns it."""
@@ -274,8 +273,7 @@ def write_file(
     writer = SafetensorsWriter(path, [target.record for target in targets], metadata=metadata, digest=digest)
     try:
         for target in targets:
-            # No name for the tensor: it must be gone before the next one is read.
-            writer.write_blocks(_blocks_of(target, weights.read(target.piece.ours), copy=digest))
+            writer.write_blocks(stored_blocks(weights, target.piece, target.dtype))
             advance(target.record.nbytes)
         entry = writer.finish()
     finally:
@@ -284,24 +282,26 @@ def write_file(
     return entry
 
 
-def _blocks_of(target: Target, ours: torch.Tensor, *, copy: bool) -> Iterator[torch.Tensor]:
-    piece = target.piece
-    *before, (first, last) = piece.places(ours)
-    for _, place in before:
-        yield from stored_blocks(piece.ours, place, target.dtype, place.numel(), copy=copy)
-    yield from stored_blocks(piece.ours, last, target.dtype, math.prod(piece.shape) - first, copy=copy)
-
-
-def stored_blocks(
-    name: str, values: torch.Tensor, dtype: torch.dtype, count: int, *, copy: bool = False
-) -> Iterator[torch.Tensor]:
-    """The `count` elements of a stored tensor in contiguous blocks of its type: `values`, then zeros. copy: give no
-    views of `values`: who hashes a block late would keep all of them in memory."""
-    for block in blocks(values):
-        stored = torch.empty(block.shape, dtype=dtype).copy_(block) if copy else block.to(dtype).contiguous()
-        refuse_overflow(name, block, stored)
-        yield stored
-    yield from blocks(torch.zeros(count - values.numel(), dtype=dtype))
+def stored_blocks(weights: Weights, piece: Piece, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """The elements of a piece in contiguous blocks of a type, then zeros; each in memory of its own, so that who writes
+    or hashes it late keeps no more. What lies together is read block by block, if the weights can; else the whole is."""
+    left, streamed = math.prod(piece.shape), weights.elements(piece.ours)
+    whole = weights.read(piece.ours) if streamed is None else torch.empty(streamed[0], device="meta")
+    for _, place in piece.places(whole):
+        for block in blocks(place):
+            if streamed is not None and block.is_contiguous():
+                values = streamed[1](int(block.storage_offset()), block.numel(), None)
+                stored = values.to(dtype)
+            else:
+                if streamed is None:
+                    values = block
+                else:
+                    values = weights.read(piece.ours).as_strided(block.shape, block.stride(), block.storage_offset())
+                stored = torch.empty(block.shape, dtype=dtype).copy_(values)
+            refuse_overflow(piece.ours, values, stored)
+            yield stored
+        left -= place.numel()
+    yield from blocks(torch.zeros(left, dtype=dtype))
 
 
 def refuse_overflow(name: str, before: torch.Tensor, after: torch.Tensor) -> None:

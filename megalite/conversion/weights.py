@@ -31,7 +31,8 @@ View = Callable[["torch.Tensor"], "torch.Tensor"]
 """From one of our tensors, whole, to the view of it that is their tensor. A view, never a copy: importing writes
 through it. Indexing, `view`, `unflatten`, `transpose` and `narrow` give views."""
 
-Read = Callable[[int, int], "torch.Tensor"]  # (start, count) -> elements of a stored tensor, flat
+Read = Callable[[int, int, "torch.Tensor | None"], "torch.Tensor"]
+"""(start, count, room) -> elements of a stored tensor, flat: in the room if there is some of their type, else in new memory."""
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -89,7 +90,10 @@ def fill(place: torch.Tensor, read: Read, wanted: range | None = None) -> None:
         first = block.storage_offset()
         last = first + sum((size - 1) * step for size, step in zip(block.shape, block.stride(), strict=True))
         if wanted is None or (first < wanted.stop and last >= wanted.start):
-            block.copy_(read(start, block.numel()).view(block.shape))
+            room = block.view(-1) if block.is_contiguous() else None
+            values = read(start, block.numel(), room)
+            if values is not room:
+                block.copy_(values.view(block.shape))
         start += block.numel()
 
 
@@ -133,6 +137,10 @@ class Weights:
         """The whole tensor, in its stored type; the caller may change it."""
         raise NotImplementedError
 
+    def elements(self, name: str) -> tuple[tuple[int, ...], Read] | None:
+        """Its shape, and what reads a part of it into new memory; None: it comes whole."""
+        return None
+
 
 def parameter_shapes(model: ModelConfig) -> dict[str, ParameterShape]:
     """Every tensor of the whole model by name, in the order of the forward pass."""
@@ -155,6 +163,10 @@ class Wrapped(Weights):
     def read(self, name: str) -> torch.Tensor:
         return self.inner.read(name)
 
+    def elements(self, name: str) -> tuple[tuple[int, ...], Read] | None:
+        """Those of `inner`, unless a subclass changes what is read."""
+        return self.inner.elements(name) if type(self).read is Wrapped.read else None
+
 
 def innermost(weights: Weights) -> Weights:
     """The weights as they were opened, out of everything that they are wrapped in."""
@@ -175,6 +187,9 @@ class LastRead(Wrapped):
             self._last = None  # before the next one takes its room
             self._last = name, self.inner.read(name)
         return self._last[1]
+
+    def elements(self, name: str) -> tuple[tuple[int, ...], Read] | None:
+        return self.inner.elements(name)
 
 
 class Repadded(Wrapped):

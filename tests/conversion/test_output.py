@@ -9,12 +9,36 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from megalite.checkpoint.load import Checkpoint
+from megalite.checkpoint.tiling import Slice
+from megalite.conversion import weights as blockwise
 from megalite.conversion.native import write_native
 from megalite.conversion.open import open_weights
-from megalite.conversion.output import Output, Target, check_target, identity_of, split_files, workplace_of, write_file
-from megalite.conversion.weights import ConversionError, Piece, Repadded, first_rows, parameter_shapes, whole
+from megalite.conversion.output import (
+    Output,
+    Target,
+    check_target,
+    identity_of,
+    split_files,
+    stored_blocks,
+    workplace_of,
+    write_file,
+)
+from megalite.conversion.weights import (
+    ConversionError,
+    LastRead,
+    Piece,
+    Repadded,
+    View,
+    Wrapped,
+    first_rows,
+    parameter_shapes,
+    part_at,
+    whole,
+)
 from tests.conversion.samples import GPT, VOCAB, MadeUp, contents
 
+QKV = "layers.0.attention.qkv.weight"
 IDENTITY = {"source": "a", "settings": {"dtype": "None"}}
 
 
@@ -217,7 +241,7 @@ class TestWriting:
 
     @pytest.mark.parametrize("dtype", [F32, F64, BF16, F16])
     def test_pieces_are_the_views_in_the_type_asked_for(self, tmp_path: Path, dtype: torch.dtype) -> None:
-        weights, name = MadeUp(tmp_path, GPT), "layers.0.attention.qkv.weight"
+        weights, name = MadeUp(tmp_path, GPT), QKV
         grouped: Callable[[torch.Tensor], torch.Tensor] = lambda t: t.unflatten(0, (4, 3, 8))[:, 1]  # noqa: E731
         pieces = [
             Piece("all", name, (96, 32), whole),
@@ -247,6 +271,46 @@ class TestWriting:
             self.write(tmp_path, weights, [wide])
         fits = Target(wide.piece, BF16)
         assert self.write(tmp_path, weights, [fits])["final_norm.weight"][3] == 70144
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_what_lies_together_is_read_a_block_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """Of a checkpoint of ours; what does not is cut out of the whole tensor. Who changes what is read gives it whole."""
+
+    class Doubled(Wrapped):
+        def read(self, name: str) -> torch.Tensor:
+            return 2 * self.inner.read(name)
+
+    weights = open_weights(write_native(MadeUp(tmp_path, GPT), tmp_path / "m"))
+    ours, reads = weights.read(QKV), list[int]()
+    monkeypatch.setattr(blockwise, "BLOCK", 10 * 32 * 4)
+    real = Checkpoint.read
+
+    def counted(checkpoint: Checkpoint, key: str, part: Slice | None = None, **more: Any) -> torch.Tensor:
+        reads.append(real(checkpoint, key, part, **more).numel())
+        return real(checkpoint, key, part, **more)
+
+    monkeypatch.setattr(Checkpoint, "read", counted)
+    views: list[tuple[View, list[int]]] = [
+        (whole, [320] * 9 + [192]),
+        (first_rows(13, 5), [320, 96]),
+        (part_at(3), [32]),
+        (lambda tensor: tensor[2, 3:29], [26]),
+        (torch.t, [96 * 32]),
+        (lambda tensor: tensor[:, 4:20], [96 * 32]),
+    ]
+    for view, expected in views:
+        values = view(ours)
+        piece = Piece("theirs", QKV, (values.numel() + 500,), view)
+        for source, factor in ((weights, 1), (Doubled(weights), 2)):
+            reads.clear()
+            found = list(stored_blocks(LastRead(Repadded(source, 8)), piece, dtype))
+            assert reads == (expected if factor == 1 else [96 * 32])
+            assert all(block.dtype == dtype and block.nbytes <= blockwise.BLOCK for block in found)
+            flat = torch.cat([block.reshape(-1) for block in found])
+            assert torch.equal(flat[:-500], (factor * values).to(dtype).reshape(-1)) and not flat[-500:].any()
 
 
 @pytest.mark.parametrize(("multiple", "rows"), [(1, 301), (8, 304), (128, 384)])

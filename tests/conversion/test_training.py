@@ -68,9 +68,9 @@ def test_of_a_slice_little_else_is_read(tmp_path: Path, monkeypatch: pytest.Monk
     source, count = HuggingFaceSource(folder, model), [0]
     read = Shards.read_elements
 
-    def counted(shards: Shards, name: str, start: int, number: int) -> torch.Tensor:
+    def counted(shards: Shards, name: str, start: int, number: int, room: torch.Tensor | None) -> torch.Tensor:
         count[0] += number
-        return read(shards, name, start, number)
+        return read(shards, name, start, number, room)
 
     monkeypatch.setattr(Shards, "read_elements", counted)
     monkeypatch.setattr(blockwise, "BLOCK", 128)  # one row of 16 in float64

@@ -37,7 +37,7 @@ class BlockFp8:
             return f"has scales {found}; of blocks of {block} it is {' or '.join(self._scales)} {list(expected)}"
         return None
 
-    def read(self, read: ReadElements, record: Record, start: int, count: int) -> "torch.Tensor":
+    def read(self, read: ReadElements, record: Record, start: int, count: int, _room: object = None) -> "torch.Tensor":
         """`count` elements from the `start`-th on, flat."""
         (height, width), columns = self._block, record.shape[1]
         first, last = start // columns, (start + count - 1) // columns  # the rows that these elements are in
@@ -79,7 +79,7 @@ class Mxfp4:
             return f"has scales {scales.dtype} {found}; they must be {record.dtype} {expected}"
         return None
 
-    def read(self, read: ReadElements, record: Record, start: int, count: int) -> "torch.Tensor":
+    def read(self, read: ReadElements, record: Record, start: int, count: int, _room: object = None) -> "torch.Tensor":
         """`count` numbers from the `start`-th on, flat."""
         first, last = start // _GROUP, -(-(start + count) // _GROUP)
         packed = read(record.key, first * _GROUP // 2, (last - first) * _GROUP // 2)

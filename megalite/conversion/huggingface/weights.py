@@ -70,10 +70,10 @@ class Shards:
         else:
             raise _no_weights(folder)
 
-    def read_elements(self, name: str, start: int, count: int) -> torch.Tensor:
-        """`count` elements of a tensor from the `start`-th on, flat, in the stored type."""
+    def read_elements(self, name: str, start: int, count: int, room: torch.Tensor | None = None) -> torch.Tensor:
+        """`count` elements of a tensor from the `start`-th on, flat, in the stored type; in `room` if it fits."""
         try:
-            return self._readers[self._file_of[name]].read_elements(name, start, count)
+            return self._readers[self._file_of[name]].read_elements(name, start, count, room)
         except CheckpointError as error:
             raise ConversionError(str(error)) from None
 
@@ -252,8 +252,8 @@ class HuggingFaceWeights(Weights):
             raise ConversionError(f"{self.path}/config.json: tie_word_embeddings must be false: {HEAD} is not {word}")
 
 
-def _behind(offset: int, read: Read, start: int, count: int) -> torch.Tensor:
-    return read(offset + start, count)
+def _behind(offset: int, read: Read, start: int, count: int, room: torch.Tensor | None) -> torch.Tensor:
+    return read(offset + start, count, room)
 
 
 def token_id(value: Any, name: str, where: Path) -> int | list[int] | None:

@@ -159,7 +159,7 @@ class _Buckets:
             fill(place.piece.view(output), partial(self._elements, stored, place))
         return output
 
-    def _elements(self, stored: StoredTensor, place: _Slice, start: int, count: int) -> torch.Tensor:
+    def _elements(self, stored: StoredTensor, place: _Slice, start: int, count: int, _room: object) -> torch.Tensor:
         """`count` elements of a slice from the `start`-th on, out of the blocks that hold a part of them."""
         first = place.start + start
         found, done = torch.empty(count, dtype=stored.dtype), 0

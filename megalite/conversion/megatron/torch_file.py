@@ -20,10 +20,11 @@ from typing import Any, BinaryIO
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megalite.checkpoint.files import Behind, sync_file, write_at
 from megalite.checkpoint.safetensors_file import DTYPE_NAMES
 from megalite.config.reading import Span
 from megalite.conversion.output import stored_blocks
-from megalite.conversion.weights import BLOCK, ConversionError
+from megalite.conversion.weights import BLOCK, ConversionError, Piece, Weights
 
 
 class Inert:
@@ -120,11 +121,11 @@ class TorchFile:
         except OSError as error:
             raise ConversionError(f"{self.name} cannot be read: {error}") from None
 
-    def read(self, tensor: torch.Tensor, start: int, count: int) -> torch.Tensor:
-        """`count` elements of a tensor in `content` from the `start`-th on: a new tensor of one dimension. The first
-        read of a storage compares all of it with its checksum."""
+    def read(self, tensor: torch.Tensor, start: int, count: int, room: torch.Tensor | None = None) -> torch.Tensor:
+        """`count` elements of a tensor in `content` from the `start`-th on, of one dimension: in `room` if it is of their
+        type, else a new one. The first read of a storage compares all of it with its checksum."""
         size = tensor.element_size()
-        output = torch.empty(count, dtype=tensor.dtype)
+        output = room if room is not None and room.dtype == tensor.dtype else torch.empty(count, dtype=tensor.dtype)
         if count == 0:
             return output
         record, first = self.record(tensor), int(tensor.storage_offset()) * size
@@ -232,9 +233,9 @@ class TorchFileWriter:
     cannot know, are put in at the end, so that the file is one that every unzip finds sound.
 
     `path`: replaced if it exists. `content`: makes what is to be saved; of tensors only those that it reserves, each
-    with elements."""
+    with elements. `behind`: writes; several files may share it."""
 
-    def __init__(self, path: Path, content: Callable[[Reserve], Mapping[str, Any]]) -> None:
+    def __init__(self, path: Path, content: Callable[[Reserve], Mapping[str, Any]], behind: Behind[None]) -> None:
         with FakeTensorMode():
             saved = content(lambda shape, dtype: torch.empty(shape, dtype=dtype))
         try:
@@ -243,20 +244,21 @@ class TorchFileWriter:
                 torch.save(dict(saved), stream)
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(path)) from None
-        self._file: BinaryIO = path.open("r+b")
+        self._path, self._behind = path, behind
+        self._file = path.open("r+b", buffering=0)
         self._reserved = TorchFile(path)
         self.content: Any = self._reserved.content  # what a reader will find; `fill` takes its tensors
         self._checksums: list[tuple[Record, int]] = []
 
-    def fill(self, name: str, place: torch.Tensor, values: torch.Tensor, advance: Callable[[int], None]) -> None:
-        """Write the elements of a tensor in `content`, converted to its type block by block; if it has more, zeros."""
+    def fill(self, place: torch.Tensor, weights: Weights, piece: Piece, advance: Callable[[int], None]) -> None:
+        """Write the elements of a tensor in `content`, converted to its type block by block."""
         record = self._reserved.record(place)
-        self._file.seek(record.start)
-        crc = 0
-        for stored in stored_blocks(name, values, place.dtype, place.numel()):
+        start, crc = record.start, 0
+        for stored in stored_blocks(weights, piece, place.dtype):
             data = stored.view(-1).view(torch.uint8).numpy().data
+            self._write(data, start)
             crc = zlib.crc32(data, crc)
-            self._file.write(data)
+            start += len(data)
             advance(len(data))
         self._checksums.append((record, crc))
 
@@ -264,13 +266,14 @@ class TorchFileWriter:
         """Write the checksums and bring everything to the disk."""
         for record, crc in self._checksums:
             end = record.start + record.length
-            self._file.seek(end)
-            assert self._file.read(len(_DESCRIPTOR)) == _DESCRIPTOR
+            assert os.pread(self._file.fileno(), len(_DESCRIPTOR), end) == _DESCRIPTOR
             for place in (end + len(_DESCRIPTOR), record.entry + _CHECKSUM_IN_ENTRY):
-                self._file.seek(place)
-                self._file.write(struct.pack("<I", crc))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+                self._write(memoryview(struct.pack("<I", crc)), place)
+        self._behind.results()
+        sync_file(self._path, self._file.fileno())
+
+    def _write(self, data: memoryview, start: int) -> None:
+        self._behind.run(write_at, self._path, self._file.fileno(), data, start)
 
     def close(self) -> None:
         self._file.close()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megalite.checkpoint.files import Behind
 from megalite.config.model import LATENT_SIZES, LAYER_LISTS, ModelConfig
 from megalite.conversion.megatron.layout import Shard, Stage, fused_name, stage_pieces
 from megalite.conversion.megatron.read import MODEL_FILES, RELEASE, TRACKER, rank_folder
@@ -23,7 +24,7 @@ from megalite.conversion.tokenizer_files import (
     has_tokenizer,
     named_tokenizer_files,
 )
-from megalite.conversion.weights import TRANSFORMER_IMPLEMENTATIONS, ConversionError, Piece, Weights
+from megalite.conversion.weights import TRANSFORMER_IMPLEMENTATIONS, ConversionError, LastRead, Piece, Weights
 from megalite.tokenizers.base import read_tokenizer_file
 from megalite.tokenizers.build import detect_kind
 
@@ -332,34 +333,32 @@ class _Export:
         ranks = [self.pieces(stage, rank) for rank in range(self.tp)]
         with contextlib.ExitStack() as files:
             writers = []
+            behind = Behind[None](threads=1, most=4)
             for name, pieces in zip(names, ranks, strict=True):
                 path = output.staging / name
                 path.parent.mkdir(parents=True, exist_ok=True)
-                writers.append(files.enter_context(contextlib.closing(self._writer(path, stage, pieces))))
+                writers.append(files.enter_context(contextlib.closing(self._writer(path, stage, pieces, behind))))
+            files.callback(behind.close)  # before any of the files is closed
             self._fill(writers, stage, ranks, advance)
             for writer in writers:
                 writer.finish()
         for rank, name in enumerate(names):
             output.mark(name, {"bytes": self.bytes_of(stage, rank)})
 
-    def _writer(self, path: Path, stage: int, pieces: list[Piece]) -> TorchFileWriter:
+    def _writer(self, path: Path, stage: int, pieces: list[Piece], behind: Behind[None]) -> TorchFileWriter:
         arguments = megatron_args(self.weights, dtype=self._type(pieces[0]), tp=self.tp, pp=self.pp)
 
         def content(reserve: Reserve) -> Mapping[str, Any]:
             tensors = {self._name(piece, stage): reserve(piece.shape, self._type(piece)) for piece in pieces}
             return {"args": arguments, "checkpoint_version": 3.0, "iteration": 0, "model": tensors}
 
-        return TorchFileWriter(path, content)
+        return TorchFileWriter(path, content, behind)
 
     def _fill(self, writers: list[TorchFileWriter], stage: int, ranks: list[list[Piece]], advance: Advance) -> None:
-        name, ours = "", torch.empty(0)
+        weights = LastRead(self.weights)
         for slices in zip(*ranks, strict=True):
-            if slices[0].ours != name:
-                name, ours = slices[0].ours, torch.empty(0)  # the last one goes before the next is read
-                ours = self.weights.read(name)
             for writer, piece in zip(writers, slices, strict=True):
-                place = writer.content["model"][self._name(piece, stage)]
-                writer.fill(piece.ours, place, piece.view(ours), advance)
+                writer.fill(writer.content["model"][self._name(piece, stage)], weights, piece, advance)
 
     def _stage(self, index: int) -> Stage:
         count = self.weights.model.num_layers // self.pp
