@@ -74,7 +74,17 @@ CASES: list[tuple[int, Settings]] = [
     # Of one tensor each, buckets are cut alike: else their order in the sum of the norm is another.
     (2, {**Z1, "ddp_bucket_size": 1}),
     (4, {**Z1, **TP2, "shard_gradients": True, "main_params": "split", "ddp_bucket_size": 1}),
-    (4, {**Z1, "pp": 2, "overlap_param_gather": False, "sanitize_communication": True, "ddp_bucket_size": 1}),
+    (
+        4,
+        {
+            **Z1,
+            "pp": 2,
+            "num_layers": 4,
+            "overlap_param_gather": False,
+            "sanitize_communication": True,
+            "ddp_bucket_size": 1,
+        },
+    ),
     (4, {**Z1, "dp_instances": 2, "ddp_bucket_size": 1, "reduction_order": "rank", "optimizer": "muon"}),
     (2, {**Z1, "ema_decay": 0.5, "eval_ema": True, "optimizer_cpu_offload": True, "ddp_bucket_size": 1}),
 ]
