@@ -3,6 +3,7 @@
 import errno
 import os
 import platform
+import secrets
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -211,7 +212,8 @@ def save_checkpoint(
         plan,
         host=host,
         begin=begin,
-        write=lambda: _write_shards(staging, world, plan, tensors),
+        # Where a store may hold the step already, its files stay what they are until the new manifest is there.
+        write=lambda: _write_shards(staging, world, plan, tensors, "" if host is None else f"-{secrets.token_hex(4)}"),
         publish=lambda: publish(staging, preamble, world.size, log),
         world=world,
         device=device,
@@ -303,9 +305,9 @@ def _records_by_kind(plan: Sequence[SavedTensor]) -> dict[str, list[Record]]:
 
 
 def _write_shards(
-    staging: Path, world: Group, plan: Sequence[SavedTensor], tensors: Iterable[torch.Tensor]
+    staging: Path, world: Group, plan: Sequence[SavedTensor], tensors: Iterable[torch.Tensor], tag: str
 ) -> Exception | None:
-    """Write this rank's files and their list. No collectives but those of `tensors`, which is iterated to its end
+    """Write this rank's files, `tag` in their names, and their list. No collectives but those of `tensors`, which is iterated to its end
     whatever happens: other ranks' collectives wait for this one's."""
     rank, beat = world.rank, world.heartbeat.beat
     failure: Exception | None = None
@@ -314,7 +316,7 @@ def _write_shards(
     try:
         try:
             for group, records in _records_by_kind(plan).items():
-                writers[group] = SafetensorsWriter(staging / _file_name(group, rank), records, progress=beat)
+                writers[group] = SafetensorsWriter(staging / _file_name(group, rank, tag), records, progress=beat)
         except Exception as error:
             failure = error
         for tensor in tensors:
@@ -332,7 +334,7 @@ def _write_shards(
             return CheckpointError(f"rank {rank} planned {len(plan)} tensors and gave {taken}")
         try:
             files = {group: writer.finish() for group, writer in writers.items()}
-            write_rank_part(staging, rank, _rank_part(plan, files, rank))
+            write_rank_part(staging, rank, _rank_part(plan, files, rank, tag))
         except Exception as error:
             return error
         return None
@@ -341,19 +343,19 @@ def _write_shards(
             writer.close()
 
 
-def _rank_part(plan: Sequence[SavedTensor], files: Mapping[str, FileEntry], rank: int) -> RankPart:
+def _rank_part(plan: Sequence[SavedTensor], files: Mapping[str, FileEntry], rank: int, tag: str) -> RankPart:
     tensors: dict[str, TensorEntry] = {}
     for saved in plan:
         if saved.is_stored:
-            part = Part(_file_name(saved.key_group, rank), saved.spec.slice)
+            part = Part(_file_name(saved.key_group, rank, tag), saved.spec.slice)
             before = tensors[saved.key].parts if saved.key in tensors else ()
             shape = tuple(saved.spec.global_shape)
             tensors[saved.key] = TensorEntry(saved.spec.name, DTYPE_NAMES[saved.dtype], shape, (*before, part))
-    return RankPart({_file_name(group, rank): entry for group, entry in files.items()}, tensors)
+    return RankPart({_file_name(group, rank, tag): entry for group, entry in files.items()}, tensors)
 
 
-def _file_name(group: str, rank: int) -> str:
-    return f"{FILE_KINDS[group]}-{rank:05d}.safetensors"
+def _file_name(group: str, rank: int, tag: str = "") -> str:
+    return f"{FILE_KINDS[group]}-{rank:05d}{tag}.safetensors"
 
 
 def _agree_or_abandon(

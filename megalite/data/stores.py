@@ -153,6 +153,18 @@ class StoreObject:
         except Exception as error:
             raise Broken(redact_text(str(error))[:200] or type(error).__name__) from None
 
+    def content(self) -> bytes | None:
+        """All of it; None where there is nothing."""
+
+        def read() -> bytes | None:
+            self._files.invalidate_cache()
+            try:
+                return bytes(self._files.cat_file(self._path))
+            except FileNotFoundError:
+                return None
+
+        return self._patiently(read, "read", _PAUSES)
+
     def entries(self) -> dict[str, int]:
         """Names directly in it, as in a folder, and the bytes of each; none where there is no such folder."""
 

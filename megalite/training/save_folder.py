@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -22,6 +22,9 @@ from megalite.topology.group import Group
 from megalite.training.replica import Replica, agreeing
 from megalite.training.saving import Saver, destination_of, folder_here, newest_saved
 from megalite.training.sinks import last_records
+
+if TYPE_CHECKING:
+    from megalite.training.upload import Destination
 
 FILE_NAME = "attempts.json"
 _MOST = 300
@@ -180,7 +183,7 @@ def refuse_foreign_checkpoints(config: RunConfig, progress: Progress) -> None:
 
 class SaveFolder:
     """The folder, for this run alone. Rank 0 locks and guards it while the run lasts. Every rank gets the same errors.
-    Of an address it is the one on rank 0's machine; the address itself is not locked.
+    Of an address it is the one on rank 0's machine, and the address is taken as far as a store allows (`upload`).
 
     Collectives: a gather and a broadcast over the world.
     """
@@ -189,6 +192,7 @@ class SaveFolder:
         self._replica, self._progress = replica, progress
         self._lock: int | None = None
         self._guard: RestartGuard | None = None
+        self._destination: Destination | None = None
         config, topology = replica.config, replica.topology
         try:
             with agreeing(topology.world, topology.device):
@@ -229,6 +233,8 @@ class SaveFolder:
                 f"another run is saving into {folder}: wait for it, end it (also ranks that a killed launcher has left "
                 "behind), or give another --save"
             ) from None
+        if self._destination is not None:
+            self._destination.take()
         refuse_foreign_checkpoints(config, self._progress)
         if self._destination is not None:
             self._destination.remove_unfinished()
@@ -239,7 +245,7 @@ class SaveFolder:
 
     def make_saver(self, *, total: int, tokenizer: str | None, log: Callable[[str], None]) -> Saver:
         """Ready to save up to the run's last step, `total`; the folder has room."""
-        saver = Saver(self._replica, tokenizer=tokenizer, log=log)
+        saver = Saver(self._replica, tokenizer=tokenizer, log=log, destination=self._destination)
         if resumes_own(self._replica.config):
             saver.saved_at = self._progress.step
         first, config = self._progress.step + 1, self._replica.config
@@ -262,6 +268,8 @@ class SaveFolder:
             self._release()
 
     def _release(self) -> None:
+        if self._destination is not None:
+            self._destination.leave()
         if self._lock is not None:
             with contextlib.suppress(OSError):
                 os.close(self._lock)

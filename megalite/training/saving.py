@@ -192,14 +192,21 @@ class Saver:
     succeed whatever it says. All errors are the same on every rank.
     """
 
-    def __init__(self, replica: Replica, *, tokenizer: str | None, log: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        replica: Replica,
+        *,
+        tokenizer: str | None,
+        log: Callable[[str], None],
+        destination: "Destination | None" = None,
+    ) -> None:
         self.saved: Callable[[Path | str], None] = lambda path: None
         """Called with each checkpoint once it is complete: its folder, or its address."""
         self._replica, self._tokenizer, self._log = replica, tokenizer, log
         self._config = replica.config.checkpoint
         assert self._config.save is not None
-        self._destination = destination_of(replica.config)
-        self.folder = folder_here(replica.config)
+        self._destination = destination
+        self.folder = Path(self._config.save) if destination is None else destination.folder
         self.name = str(self.folder) if self._destination is None else self._destination.name
         """For messages."""
         self._world, self._device = replica.topology.world, replica.topology.device

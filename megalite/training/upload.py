@@ -1,12 +1,20 @@
 """Checkpoints at an address (s3://bucket/run): each is finished in a folder of this machine and uploaded, its manifest last.
 
 So a checkpoint is there from the moment its manifest is, and a run killed at any instant resumes from the newest such one. What
-a killed upload leaves has no manifest; the next start of the run removes it.
+a killed upload leaves has no manifest; the next start of the run removes it. Files of each save have other names: a step that is
+saved again is the old one until the new manifest replaces the old.
+
+A store locks nothing. The run that saves there keeps an object that says so, and writes it again every few seconds; a start
+that sees it change is refused.
 """
 
 import contextlib
+import os
 import platform
+import secrets
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,11 +24,15 @@ from megalite.checkpoint.files import read_text
 from megalite.checkpoint.folders import LATEST_NAME, step_name, step_of
 from megalite.checkpoint.manifest import MANIFEST_NAME, listed_files
 from megalite.checkpoint.save import agree, superfluous
-from megalite.config.errors import CheckpointError, ConfigError
+from megalite.config.errors import CheckpointError, ConfigError, TakenError
 from megalite.config.run import RunConfig
 from megalite.data.remote import is_fetched, waiting_folder
 from megalite.data.stores import StoreObject, shown
 from megalite.topology.group import Group
+
+_OWNER = ".owner"
+_BEAT_SECONDS = 5.0  # between two writes of the object of that name
+_LOOKS = 4  # so many times as far apart without a change: its run is gone
 
 
 class Destination:
@@ -34,6 +46,45 @@ class Destination:
         self.folder = waiting_folder(config)
         """On this machine, where checkpoints are written and wait."""
         self.host = platform.node()
+        self._owner, self._beats = self._run.below(_OWNER), 0
+        self._me = f"{secrets.token_hex(8)} process {os.getpid()} on {self.host}"
+        self._leaving, self._beating = threading.Event(), threading.Thread(target=self._beat, daemon=True)
+
+    def take(self) -> None:
+        """Be the run that saves there, until `leave` (rank 0). Raises TakenError: another one lives."""
+        found = self._owner.content()
+        for _ in range(_LOOKS if found else 0):
+            time.sleep(_BEAT_SECONDS)
+            if (now := self._owner.content()) not in (found, None):
+                raise TakenError(
+                    f"another run is saving to {self.name} ({_who(now)}): wait for it, end it, or give another --save"
+                )
+        self._say_so()
+        self._beating.start()
+
+    def _say_so(self) -> None:
+        self._beats += 1
+        self._owner.write(f"{self._me} beat {self._beats}\n".encode())
+
+    def _beat(self) -> None:
+        while not self._leaving.wait(_BEAT_SECONDS):
+            with contextlib.suppress(ConfigError):
+                self._require_owned()
+                self._say_so()
+
+    def _require_owned(self) -> None:
+        """Raise ConfigError: another run has taken the address, as may be where this one has not reached it for a while."""
+        if not (now := self._owner.content() or self._me.encode()).startswith(self._me.encode()):
+            raise ConfigError(f"another run has begun to save there ({_who(now)}); end one of the two")
+
+    def leave(self) -> None:
+        """Another run may have the address."""
+        if self._beating.is_alive():
+            self._leaving.set()
+            self._beating.join()
+            with contextlib.suppress(ConfigError):
+                self._require_owned()
+                self._owner.remove()
 
     def probe(self, rank: int) -> None:
         """Raise ConfigError unless this rank can write to the address and remove from it."""
@@ -66,34 +117,35 @@ class Destination:
         there, what keep_latest does not keep. Returns its address.
 
         Raises CheckpointError, the same on every rank: the store has failed again and again; `path` is kept. Collectives:
-        three `gather_json` over `world`."""
+        two `gather_json` over `world`."""
         step = step_of(path.name)
         assert step is not None
         there = self._run.below(path.name)
 
         def send() -> None:
-            for file in sorted(path.glob(f"*-{world.rank:05d}.safetensors")):
+            for file in sorted(path.glob(f"*-{world.rank:05d}-*.safetensors")):
                 there.below(file.name).write(file, beat=world.heartbeat.beat)
 
         def commit() -> None:
             text, sizes = read_text(path / MANIFEST_NAME), there.entries()
-            for name, entry in listed_files(text).items():
+            listed = listed_files(text)
+            for name, entry in listed.items():
                 if sizes.get(name) != entry.length:
                     raise ConfigError(
                         f"{self.name}/{path.name}/{name} has {sizes.get(name)} bytes there, not {entry.length}"
                     )
+            if self._beats:
+                self._require_owned()
             there.below(MANIFEST_NAME).write(text.encode())
             try:
+                for former in sizes.keys() - listed.keys() - {MANIFEST_NAME}:
+                    there.below(former).remove()
                 self._run.below(LATEST_NAME).write(f"{path.name}\n".encode())
                 self._prune(step)
             except ConfigError as error:
                 log(f"warning: {self.name}/{path.name} is saved, but {error}")
 
-        for work, takes_part in (
-            (lambda: self._remove(step), world.rank == 0),
-            (send, True),
-            (commit, world.rank == 0),
-        ):
+        for work, takes_part in ((send, True), (commit, world.rank == 0)):
             failure = None
             try:
                 if takes_part:
@@ -120,3 +172,8 @@ class Destination:
         there = self._run.below(step_name(step))
         there.below(MANIFEST_NAME).remove()
         there.remove()
+
+
+def _who(owner: bytes | None) -> str:
+    """The process and the host that the object names, for messages."""
+    return (owner or b"").decode(errors="replace").partition(" ")[2].strip()[:100]

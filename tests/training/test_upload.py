@@ -1,6 +1,7 @@
 """Checkpoints at an address: complete once the manifest is there, whatever fails or is killed before; by fsspec's own store of
 files, and where s3fs is installed by S3's protocol."""
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,11 @@ from typing import Any
 import pytest
 
 import megalite.data.stores as stores
+import megalite.training.upload as upload
 from megalite.checkpoint.manifest import CheckpointMissing
 from megalite.cli import inspect
 from megalite.config.describe import replace
-from megalite.config.errors import CheckpointError, ConfigError
+from megalite.config.errors import CheckpointError, ConfigError, TakenError
 from megalite.config.run import RunConfig
 from megalite.data.remote import fetch_checkpoint
 from megalite.data.stores import StoreObject
@@ -51,12 +53,14 @@ def destination(address: str, tmp_path: Path, **settings: Any) -> Destination:
     return Destination(replace(RunConfig(), save=address, data_cache_path=str(tmp_path / "cache"), **settings))
 
 
-def save(to: Callable[[Group], Destination], step: int, log: Callable[[str], None] = pytest.fail) -> list[Any]:
+def save(
+    to: Callable[[Group], Destination], step: int, log: Callable[[str], None] = pytest.fail, seed: int | None = None
+) -> list[Any]:
     """The checkpoint of a step from two ranks, its tensors of that seed; the results of the ranks."""
 
     def of_rank(group: Group) -> str:
         there = to(group)
-        path = save_as(there.folder, group, step=step, seed=step, host=there.host)
+        path = save_as(there.folder, group, step=step, seed=step if seed is None else seed, host=there.host)
         return there.upload(path, world=group, device=CPU, log=log)
 
     return on_threads(2, of_rank)
@@ -64,7 +68,8 @@ def save(to: Callable[[Group], Destination], step: int, log: Callable[[str], Non
 
 def names(address: str) -> dict[str, list[str]]:
     run = StoreObject(address)
-    return {name: sorted(run.below(name).entries()) for name in sorted(run.entries()) if name.startswith("step")}
+    steps = [name for name in sorted(run.entries()) if name.startswith("step")]
+    return {name: sorted(re.sub(r"-[0-9a-f]{8}\.", ".", file) for file in run.below(name).entries()) for name in steps}
 
 
 def fetched(address: str, step: int | None = None) -> Path:
@@ -117,6 +122,40 @@ def test_killed_before_any_write_the_one_before_is_complete(address: str, tmp_pa
     assert save(lambda group: again, 2) == [f"{address}/step-0000002"] * 2
     assert again.newest() == 2 and list(again.folder.iterdir()) == []
     assert_holds(find(fetched(address)), seed=2)
+
+
+@pytest.mark.parametrize("number", range(1, WRITES + 1))
+def test_a_step_that_is_saved_again_is_the_old_one_until_it_is_complete(
+    address: str, tmp_path: Path, number: int
+) -> None:
+    there = destination(address, tmp_path)
+    save(lambda group: there, 1, seed=7)
+    whole = names(address)
+    with pytest.MonkeyPatch.context() as patch:
+        Ends(patch, number, Killed())
+        save(lambda group: there, 1)
+    assert_holds(find(fetched(address)), seed=1 if number == WRITES else 7)
+    assert save(lambda group: destination(address, tmp_path), 1) == [f"{address}/step-0000001"] * 2
+    assert_holds(find(fetched(address)), seed=1)
+    assert names(address) == whole, "nothing of what was there before"
+
+
+def test_one_run_saves_to_an_address(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second one on another machine is refused while the first lives, and not once it was killed or has left."""
+    monkeypatch.setattr(upload, "_BEAT_SECONDS", 0.2)
+    first, second = destination(address, tmp_path), destination(address, tmp_path)
+    first.take()
+    with pytest.raises(TakenError, match=rf"another run is saving to {address} \(process \d+ on .*give another --save"):
+        second.take()
+    first._leaving.set()  # as a kill would: what it wrote stays
+    first._beating.join()
+    second.take()
+    with pytest.raises(ConfigError, match="another run has begun to save there"):
+        first._require_owned()
+    assert isinstance(save(lambda group: first, 1)[0], CheckpointError) and first.newest() is None
+    assert save(lambda group: second, 1) == [f"{address}/step-0000001"] * 2
+    second.leave()
+    assert list(StoreObject(address).entries()) == ["latest", "step-0000001"]
 
 
 def test_machines_have_folders_of_their_own(address: str, tmp_path: Path) -> None:
@@ -180,21 +219,22 @@ def test_what_did_not_arrive_whole_is_not_complete(
 
     monkeypatch.setattr(StoreObject, "write", write)
     errors = save(lambda group: there, 2)
-    assert "/optimizer-00000.safetensors has " in str(errors[0]) and " bytes there, not " in str(errors[0])
+    assert re.search(r"/optimizer-00000-\w+\.safetensors has \d+ bytes there, not ", str(errors[0]))
     assert there.newest() is None
 
 
-@pytest.mark.parametrize("file", ["weights-00001.safetensors", "manifest.json"])
-def test_a_damaged_one_is_passed_over(tmp_path: Path, file: str) -> None:
+@pytest.mark.parametrize("pattern", ["weights-00001-*.safetensors", "manifest.json"])
+def test_a_damaged_one_is_passed_over(tmp_path: Path, pattern: str) -> None:
     address, said = f"file://{tmp_path}/store/run", list[str]()
     there = destination(address, tmp_path)
     for step in (1, 2):
         save(lambda group: there, step)
-    flip_last_bit(tmp_path / "store" / "run" / "step-0000002" / file)
+    (damaged,) = (tmp_path / "store" / "run" / "step-0000002").glob(pattern)
+    flip_last_bit(damaged)
     assert_holds(find(fetch_checkpoint(address, None, say=said.append)), seed=1)
     (line,) = [line for line in said if "passed over" in line]
-    assert line.startswith(f"checkpoint {address}/step-0000002 is passed over: {address}/step-0000002/{file}")
-    with pytest.raises(ConfigError, match=file):
+    assert line.startswith(f"checkpoint {address}/step-0000002 is passed over: {address}/step-0000002/{damaged.name}")
+    with pytest.raises(ConfigError, match=damaged.name):
         fetched(address, 2)
 
 
