@@ -228,7 +228,7 @@ def matrix_bytes(config: RunConfig, stages: Sequence[StagePlan]) -> list[int]:
     found = [0] * (p.tp if matrix_ranks(config) == "tp" else p.tp * all_replicas(config)[0])
     if OPTIMIZERS.facts(config.optimizer.optimizer).sides:
         matrices = {
-            (shape.name, number): shape.shape[-2:]
+            (shape.name, number): (shape.shape[-2], shape.shape[-1])
             for shape in shapes_of_rank(config, list(stages))
             if is_hidden_matrix(shape.name, shape.shape, decay=shape.decay)
             for number in range(math.prod(shape.shape[:-2]))

@@ -365,9 +365,9 @@ def load_states(replica: Replica, checkpoint: Checkpoint, *, with_optimizer: boo
         _load_flat(replica, state, checkpoint, notes)
     for whole in tensor_states(replica):
         load_tensor(whole, checkpoint, notes)
-    for state in matrix_states(replica):
-        _require(replica, checkpoint, state.name, optimizer_key(state.name, state.spec.name))
-        load_matrix(state, checkpoint, notes)
+    for matrix in matrix_states(replica):
+        _require(replica, checkpoint, matrix.name, optimizer_key(matrix.name, matrix.spec.name))
+        load_matrix(matrix, checkpoint, notes)
     for note in notes:
         log(f"{checkpoint.path} {note}")
 
