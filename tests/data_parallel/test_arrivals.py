@@ -14,6 +14,7 @@ from tests.support.tiny import LLAMA, MOE, Z1, Runner, build, tiny_config
 
 Settings = dict[str, Any]
 
+SMALL: Settings = {"num_layers": 2, "micro_batch_size": 2, "ddp_bucket_size": 1}
 SP: Settings = {"tp": 2, "sequence_parallel": True}
 NORMS: Settings = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm", "mlp_act"]}
 
@@ -42,7 +43,7 @@ def _late_arrivals() -> Iterator[None]:
 
 
 def steps(context: RankContext, world: int, settings: Settings, late: bool) -> list[tuple[float, float]]:
-    runner = Runner(build(context, tiny_config(world, ddp_bucket_size=1, **settings)))
+    runner = Runner(build(context, tiny_config(world, **SMALL, **settings)))
     with _late_arrivals() if late else nullcontext():
         return [(result.loss, result.grad_norm) for result in (runner.step(), runner.step())]
 

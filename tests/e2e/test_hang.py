@@ -15,9 +15,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not supported(), reason="the w
 
 SOCKETS = "--no-shared-memory-collectives"
 CASES = {
-    "asleep, pp 2, the first stage": ("sleep", 0, ["--pp", "2"], "it waits for no other rank"),
     "its device stands still, dp 2": ("device", 1, ["--dp", "2"], "its device has not finished what it has to do"),
-    "stopped, pp 2": ("stop", 1, ["--pp", "2"], "its process is stopped"),
+    "stopped, pp 2, the first stage": ("stop", 0, ["--pp", "2"], "its process is stopped"),
     "holds Python's lock, dp 2": ("hold", 0, ["--dp", "2"], "it waits for no other rank"),
     "left one out, tp 2 on gloo": ("skip", 1, ["--tp", "2", SOCKETS], "its operation "),
     "another shape, dp 2": ("reshape", 0, ["--dp", "2"], "its operation "),
@@ -54,6 +53,7 @@ def test_it_is_named_also_after_the_watch_itself_was_killed(tmp_path: Path) -> N
     )
     assert warning in end.said, end.said
     assert end.statuses == [HUNG, HUNG] and end.report["culprits"] == [1], end.said
+    assert "megalite: rank 1 stands still: it waits for no other rank" in end.said  # it sleeps
 
 
 @pytest.mark.parametrize(("flags", "status"), [([SOCKETS], -signal.SIGABRT), ([], 1)])

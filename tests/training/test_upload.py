@@ -49,6 +49,10 @@ def address(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
         yield "s3://bucket/run"
 
 
+IN_FILES = pytest.mark.parametrize("address", ["file"], indirect=True)
+"""Where what happens is between us and fsspec, not between it and the store."""
+
+
 def destination(address: str, tmp_path: Path, **settings: Any) -> Destination:
     return Destination(replace(RunConfig(), save=address, data_cache_path=str(tmp_path / "cache"), **settings))
 
@@ -106,7 +110,9 @@ def test_a_checkpoint_goes_there_and_comes_back(address: str, tmp_path: Path) ->
         assert_holds(find(found), seed=step)
 
 
-@pytest.mark.parametrize("number", range(1, WRITES + 1))
+@pytest.mark.parametrize(
+    ("address", "number"), [*(("file", number) for number in range(1, WRITES + 1)), ("s3", 3)], indirect=["address"]
+)
 def test_killed_before_any_write_the_one_before_is_complete(address: str, tmp_path: Path, number: int) -> None:
     there = destination(address, tmp_path)
     save(lambda group: there, 1)
@@ -158,6 +164,7 @@ def test_one_run_saves_to_an_address(address: str, tmp_path: Path, monkeypatch: 
     assert list(StoreObject(address).entries()) == ["latest", "step-0000001"]
 
 
+@IN_FILES
 def test_machines_have_folders_of_their_own(address: str, tmp_path: Path) -> None:
     def on_machine(group: Group) -> Destination:
         there = destination(address, tmp_path)
@@ -192,6 +199,7 @@ def test_a_store_that_fails_is_asked_again(tmp_path: Path, monkeypatch: pytest.M
         store.write(Path(__file__))
 
 
+@IN_FILES
 def test_a_failed_upload_is_one_error_and_loses_nothing(address: str, tmp_path: Path) -> None:
     there = destination(address, tmp_path)
     save(lambda group: there, 1)
@@ -246,6 +254,7 @@ def test_retention(address: str, tmp_path: Path) -> None:
     assert list(names(address)) == [f"step-000000{step}" for step in (4, 6, 7)]
 
 
+@IN_FILES
 def test_what_cannot_be_removed_is_said(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there, said = destination(address, tmp_path, keep_latest=1), list[str]()
     save(lambda group: there, 1)
