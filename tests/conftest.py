@@ -43,25 +43,14 @@ WAITING = (
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Whole files, and of three or more workers the last for those that wait: the others keep the cores busy meanwhile."""
+    """Whole files; of three or more workers the last begins with those that wait: the others keep the cores busy meanwhile."""
     from xdist.scheduler.loadfile import LoadFileScheduling
 
     class Lanes(LoadFileScheduling):
-        def _next(self, node: Any) -> str | None:
-            waits = len(self.registered_collections) > 2 and node is list(self.registered_collections)[-1]
-            fits = (file for file in self.workqueue if file.startswith(WAITING) == waits)
-            return next(fits, None if waits else next(iter(self.workqueue), None))
-
         def _assign_work_unit(self, node: Any) -> None:
-            file = self._next(node)
-            if file is not None:
-                self.workqueue.move_to_end(file, last=False)
-                super()._assign_work_unit(node)
-
-        def _reschedule(self, node: Any) -> None:
-            if not node.shutting_down and self._next(node) is None:
-                node.shutdown()  # it ends its last test too, which it keeps until it knows what follows
-            else:
-                super()._reschedule(node)
+            waits = len(self.registered_collections) > 2 and node is list(self.registered_collections)[-1]
+            fitting = (file for file in self.workqueue if file.startswith(WAITING) == waits)
+            self.workqueue.move_to_end(next(fitting, next(iter(self.workqueue))), last=False)
+            super()._assign_work_unit(node)
 
     return Lanes(config, log) if config.getoption("dist") == "loadfile" else None
