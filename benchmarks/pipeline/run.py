@@ -33,10 +33,8 @@ def measure(part: str, pool: RankPool, arguments: argparse.Namespace) -> dict[st
         names = [name for name in SCHEDULES if not only or name in only]
         count = 16 if quick else 32
         result = bench_fidelity(pool, ranks=FIDELITY_RANKS, microbatches=count, steps=steps, names=names)
-    elif part == "memory":
-        result = bench_memory(pool, microbatches=4 if quick else 16)
     else:
-        result = bench_dapple(pool, steps=steps)
+        result = bench_memory(pool, microbatches=4 if quick else 16) if part == "memory" else bench_dapple(pool, steps=steps)
     return {**result, "load_before_and_after": [before, os.getloadavg()[0]]}
 
 

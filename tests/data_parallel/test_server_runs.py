@@ -1,53 +1,21 @@
-"""Whole GPT runs with fused all-reduce and parameter servers: the numbers of one rank, and checkpoints that move."""
+"""Whole GPT runs with fused all-reduce and parameter servers: checkpoints that move. (`tests/parity` has their numbers.)"""
 
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from megalite.parity.trajectory import rank_trajectory
-from tests.parity.factors import FAMILIES, world_of
-from tests.parity.reference import STEPS, TOLERANCE, reference
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.same import require_same
 from tests.support.state import continued, hashed, hashes, save_run
-from tests.support.tiny import Runner, build, tiny_config, whole
+from tests.support.tiny import Runner, build, tiny_config
 
 Settings = dict[str, Any]
 
 # The network has some 60 thousand parameters: several pieces and chunks of most buckets.
-STRATEGIES: dict[str, Settings] = {
+SAVED_BY: dict[str, Settings] = {
+    "all-reduce": {"dp_strategy": "all-reduce"},
     "fused": {"dp_strategy": "fused-all-reduce", "fusion_threshold_mb": 0.02},
     "server": {"dp_strategy": "parameter-server", "server_chunk_mb": 0.01},
     "sharded": {"dp_strategy": "sharded-parameter-server", "server_chunk_mb": 0.004},
 }
-LAYOUTS: dict[str, Settings] = {
-    # The tied embedding waits for its other copy, and a split backward arms with what is pending.
-    "pp2-dp2": {**FAMILIES["gpt"], "pp": 2, "dp": 2, "pipeline_schedule": "zb-h1"},
-    # Experts have groups, and servers, of their own.
-    "ep2-dp4": {**FAMILIES["mixtral"], "ep": 2, "dp": 4, "num_layers": 2},
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_numbers_of_one_rank(layout: str) -> None:
-    """The other two are in the covering set of tests/parity."""
-    settings = {**LAYOUTS[layout], **STRATEGIES["server"]}
-    world = world_of(settings)
-    ours = whole(run_ranks(world, rank_trajectory, tiny_config(world, **settings), STEPS))
-    require_same(ours, reference(LAYOUTS[layout]), TOLERANCE)
-
-
-@pytest.mark.parametrize("name", ["all-reduce", "sharded"])
-def test_sums_beside_the_program_do_not_meet_what_layers_exchange(name: str) -> None:
-    """Here the ranks with the same experts are those of tensor parallelism, which layers use in the last backward."""
-    layout = {**FAMILIES["mixtral"], "tp": 2, "etp": 1, "num_layers": 2}
-    settings = {**layout, **STRATEGIES.get(name, {}), "reduction_order": "rank"}
-    ours = whole(run_ranks(2, rank_trajectory, tiny_config(2, **settings), STEPS, timeout=60.0))
-    require_same(ours, reference(layout), TOLERANCE)
-
-
-SAVED_BY: dict[str, Settings] = {"all-reduce": {"dp_strategy": "all-reduce"}, **STRATEGIES}
 
 
 def weights(runner: Runner) -> dict[str, str]:

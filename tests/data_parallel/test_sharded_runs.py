@@ -1,8 +1,9 @@
-"""ZeRO-2 and ZeRO-3 under the real network: the numbers of the plain run, checkpoints, failed steps."""
+"""ZeRO-2 and ZeRO-3 under the real network: the bits of the plain run, checkpoints, failed steps. (`tests/parity` has the
+numbers of one rank.)"""
 
 import re
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,22 +12,10 @@ import numpy as np
 import pytest
 
 from megalite.data_parallel.buckets import has_memory
-from megalite.parity.trajectory import Trajectory, one_rank_trajectory, rank_trajectory
 from megalite.tensor_parallel.parameter import ShardedParameter
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.state import continued, save_run
-from tests.support.tiny import (
-    LLAMA,
-    MOE,
-    Z1,
-    Runner,
-    assemble,
-    assert_same_numbers,
-    build,
-    local_parts,
-    tiny_config,
-    whole,
-)
+from tests.support.tiny import LLAMA, Z1, Runner, assemble, build, local_parts, tiny_config
 
 Settings = dict[str, Any]
 
@@ -34,35 +23,8 @@ Z2: Settings = {**Z1, "shard_gradients": True}
 Z3: Settings = {"dp_strategy": "fully-sharded"}
 SP: Settings = {"tp": 2, "sequence_parallel": True}
 FULL: Settings = {"recompute_granularity": "full", "recompute_method": "uniform"}
-SELECTIVE: Settings = {"recompute_granularity": "selective"}
 STEPS = 3
 STATES = ("weight", "main_param", "exp_avg", "exp_avg_sq")
-
-
-@cache
-def plain(family: str) -> Trajectory:
-    return one_rank_trajectory(tiny_config(1, **FAMILIES[family]), STEPS)
-
-
-FAMILIES: dict[str, Settings] = {"gpt": {}, "llama": LLAMA, "moe": MOE}
-
-PAIRS: Settings = {"micro_batch_size": 2}
-"""Half as many microbatches: two a step still, or one where there are four replicas."""
-
-CASES: list[tuple[int, str, Settings]] = [
-    (2, "llama", {**Z3, **PAIRS, **FULL, "recompute_num_layers": 3}),
-    (2, "moe", {**Z3, **PAIRS, **SELECTIVE, "recompute_modules": ["mlp", "moe"], "reduction_order": "rank"}),
-    (4, "gpt", {**Z2, **PAIRS, "pp": 2, "vpp": 2, "pipeline_schedule": "zb-v", "reduction_order": "rank"}),
-    (4, "gpt", {**Z2, "dp_instances": 2, "overlap_grad_reduce": False}),
-]
-"""What the matrix of tests/parity has not."""
-
-
-@pytest.mark.parametrize(("world", "family", "settings"), CASES, ids=str)
-def test_the_numbers_of_one_rank(world: int, family: str, settings: Settings) -> None:
-    """Gradients of every step, weights after the last, an evaluation: several microbatches per step."""
-    ranks = run_ranks(world, rank_trajectory, tiny_config(world, **FAMILIES[family], **settings), STEPS)
-    assert_same_numbers(whole(ranks), plain(family))
 
 
 def bits(context: RankContext, settings: Settings) -> dict[str, Any]:

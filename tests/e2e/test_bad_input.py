@@ -78,20 +78,15 @@ AT_RUN_TIME = {
     "fp8": Case("--data-path {data} --vocab-size 384 --pp 2 --bf16 --fp8", ("fp8 cannot be had", "remove it")),
 }  # fmt: skip
 
-# What a command line and its files say wrong by themselves; of settings and flags tests/config has all.
+# What files and schedules have wrong by themselves; of settings and flags tests/config has all.
 BY_ITSELF = {
-    "heads over tp": Case("--vocab-size 384 --num-attention-heads 4 --tp 8 --dry-run", ("num_attention_heads 4", "tp 8", "use tp 1, 2, 4")),
     "microbatches of the schedule": Case("--dry-run --vocab-size 384 --num-layers 8 --pp 4 --vpp 2 --global-batch-size 6 --pipeline-schedule dualpipe-v", ("dualpipe-v", "has 6", "use 8")),
     "schedule file": Case("--dry-run --vocab-size 384 --num-layers 4 --pp 2 --pipeline-schedule-file {nothing}.csv", ("cannot read pipeline_schedule_file {nothing}.csv", "megalite schedule --write-csv")),
     "chunks of the schedule": Case("--dry-run --vocab-size 384 --num-layers 4 --pp 2 --vpp 1 --pipeline-schedule zb-v", ("zb-v takes two stages per rank but vpp is 1", "use vpp 2")),
-    "length of the run": Case("--data-path {data} --vocab-size 384", ("length of the run is not set", "--train-iters 1000")),
-    "no data": Case("--train-iters 2", ("no data", "--data-path PREFIX")),
-    "unknown flag": Case("--num-layer 4", ("unknown flag --num-layer", "did you mean --num-layers?")),
     "no such tokenizer": Case("--train-iters 2 --data-path {data} --tokenizer-model {nothing}", ("tokenizer file {nothing} cannot be read", "existing file")),
     "load of one step": Case("--train-iters 2 --data-path {data} --vocab-size 384 --load {checkpoints} --ckpt-step 7", ("{checkpoints} has no checkpoint of step 7", "it has steps 2")),
     "load one level too deep": Case("--train-iters 2 --data-path {data} --vocab-size 384 --load {checkpoints}/step-0000002", ("is itself a checkpoint", "--load {checkpoints} --ckpt-step 2")),
     "vocabulary below the tokenizer": Case("--train-iters 2 --data-path {data} --tokenizer-model {tokenizer} --vocab-size 100", ("vocab_size is 100", "384 ids", "--vocab-size 384")),
-    "words before flags": Case("train --tp 2", ("unexpected argument train", "--num-layers 4")),
 }  # fmt: skip
 
 

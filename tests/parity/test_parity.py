@@ -23,6 +23,10 @@ GROUPS: dict[str, Settings] = {
     "TWO": TWO,
     "FEW": {**TWO, "micro_batch_size": 2, "global_batch_size": 4},  # of eight ranks in each collective
     "SIX": {"global_batch_size": 6},
+    "RAMP": {"rampup_batch_size": [4, 4, 8], "global_batch_size": 12},
+    "STEPWISE": {"step_batch_size_schedule": "0:4 64:8", "global_batch_size": None},
+    "SERVER": {"dp_strategy": "parameter-server", "server_chunk_mb": 0.01},
+    "SHARDED": {"dp_strategy": "sharded-parameter-server", "server_chunk_mb": 0.004},
     "SHARED": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "shared_experts"]},
 }
 
@@ -49,9 +53,10 @@ cp8-a2a: gpt cp=8 cp_comm_type=a2a FEW
 cp3: llama cp=3 seq_length=18 FEW
 ep8: deepseek dp=8 ep=8 dp_strategy=distributed-optimizer TWO SHARED
 dp8: llama dp=8 dp_strategy=distributed-optimizer TWO
-zero3-dp8: gemma dp=8 dp_strategy=fully-sharded TWO
+zero3-dp8: gemma dp=8 dp_strategy=fully-sharded reduction_order=rank TWO
 zero3-tp2-cp2: mixtral tp=2 cp=2 dp=2 sequence_parallel dp_strategy=fully-sharded recompute_granularity=full FEW
-hybrid2-tp2-muon: mistral Z1 tp=2 dp=4 sequence_parallel shard_gradients dp_instances=2 optimizer=muon TWO
+hybrid2-tp2-muon: mistral Z1 tp=2 dp=4 sequence_parallel shard_gradients dp_instances=2 optimizer=muon
+  overlap_grad_reduce=false TWO
 hybrid2-zb-tied: Z1 pp=2 dp=4 pipeline_schedule=zb-h1 shard_gradients dp_instances=2 reduction_order=rank TWO
 hybrid2-pp2-few: llama Z1 pp=2 dp=4 shard_gradients dp_instances=2 TWO
 hybrid3-cp2-lamb: qwen cp=2 dp=3 dp_strategy=fully-sharded dp_instances=3 optimizer=lamb SIX TWO
@@ -62,7 +67,14 @@ balanced-gathered-latent-qk-clip: deepseek-v3 cp=2 dp=2 ep=2 cp_comm_type=allgat
   reset_attention_mask optimizer=muon qk_clip qk_clip_threshold=0.05 FEW
 mup-zero3-ep2: deepseek-v3 use_mup mup_base_hidden_size=8 tp=2 dp=2 ep=2 dp_strategy=fully-sharded FEW
 mup-tied-pp2: gpt use_mup mup_base_hidden_size=16 tp=2 pp=2 TWO
-server-pp2: pp=2 dp=3 dp_strategy=parameter-server server_chunk_mb=0.01 SIX TWO
+server-pp2: pp=2 dp=3 SERVER SIX TWO
+server-zb-tied: gpt pp=2 dp=2 pipeline_schedule=zb-h1 SERVER TWO
+server-ep2: mixtral ep=2 dp=4 SERVER TWO
+ramp-tp2-pp2-vpp2: tp=2 pp=2 vpp=2 RAMP
+ramp-pp2-z1: pp=2 dp=2 Z1 RAMP TWO
+batches-of-a-schedule-z1: dp=2 Z1 STEPWISE TWO
+experts-over-tp: mixtral tp=2 etp=1 reduction_order=rank TWO
+experts-over-tp-server: mixtral tp=2 etp=1 SHARDED reduction_order=rank TWO
 nemotron: gpt position_embedding_type=rope rotary_percent=0.5 activation=squared_relu decoupled_lr=0.02 tp=2 dp=2
   dp_strategy=distributed-optimizer FEW
 gpt-j-decoupled: llama rotary_interleaved decoupled_lr=0.03 decoupled_min_lr=0.01 pp=2 cp=2 TWO
@@ -72,6 +84,9 @@ multipliers-zero2-pp2: gpt lr_multipliers=["embedding.*=0.2","layers.0.*=3","*.q
   dp=2 dp_strategy=distributed-optimizer shard_gradients TWO
 sft-dp2-pp2: gpt sft eod_mask_loss=false dp=2 pp=2 TWO
 sft-tp2-cp2: llama sft eod_mask_loss=false tp=2 cp=2 FEW
+packed-tp2-sp-pp2: gpt packing=best-fit tp=2 sequence_parallel pp=2 micro_batch_size=2 TWO
+packed-pp2-a2a: llama packing=best-fit pp=2 cp=2 cp_comm_type=a2a TWO
+packed-window-cp2-z1: mistral Z1 packing=best-fit cp=2 dp=2 micro_batch_size=2 TWO
 pp3: num_layers=7 pp=3
 pp3-dp2-average: num_layers=7 pp=3 dp=2 Z1 ema_decay=0.5 eval_ema
 pp7: num_layers=7 pp=7
@@ -89,7 +104,8 @@ mixtral-uneven: mixtral pp=2 ep=2 dp=2 pipeline_layers=[3,1] moe_aux_loss_coeff=
 """,
     GROUPS,
 )
-"""Sizes that the factors leave out."""
+"""Sizes that the factors leave out. Of `experts-over-tp` the ranks with the same experts are those of tensor parallelism,
+which layers use in the last backward: sums beside the program must not meet what layers exchange."""
 
 ROWS = rows_on_file()
 

@@ -9,17 +9,7 @@ from typing import Any
 from megalite.config.describe import replace
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
-from megalite.parity.trajectory import (
-    Part,
-    RankTrajectory,
-    Runner,
-    Trajectory,
-    UnevenSamples,
-    assemble,
-    local_parts,
-    rank_trajectory,
-    whole,
-)
+from megalite.parity.trajectory import Part, Runner, Trajectory, UnevenSamples, assemble, local_parts, whole
 from megalite.training.replica import Replica, build_replica
 from tests.support.ranks import RankContext
 from tests.support.same import require_same
@@ -40,7 +30,6 @@ __all__ = [
     "local_parts",
     "rows_of",
     "tiny_config",
-    "trajectory",
     "whole",
 ]
 
@@ -130,11 +119,6 @@ def tiny_config(world_size: int = 1, **changes: Any) -> RunConfig:
 def build(context: RankContext, config: RunConfig) -> Replica:
     """The replica of one rank of the pool for a validated config."""
     return build_replica(config, context.topology_of(config))
-
-
-def trajectory(context: RankContext, world_size: int, settings: dict[str, Any]) -> RankTrajectory:
-    """Train five steps on this rank; its slices of gradients after each step and of weights at the end."""
-    return rank_trajectory(context, tiny_config(world_size, **settings), 5)
 
 
 def assert_same_numbers(ours: Trajectory, reference: Trajectory) -> None:

@@ -1,4 +1,4 @@
-"""Packed documents see only themselves, and no layout changes what that gives."""
+"""Packed documents see only themselves. (`tests/parity` has that no layout changes what that gives.)"""
 
 from pathlib import Path
 from typing import Any
@@ -10,33 +10,13 @@ from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.loader import BatchLoader
 from megalite.data.packed_dataset import PackedDataset
 from megalite.optimizers.schedules import Schedules
-from megalite.parity.trajectory import one_rank_trajectory, rank_trajectory
 from megalite.training.replica import Replica
 from megalite.training.step import Stepper
 from tests.data.token_files import write_by_layout
-from tests.support.ranks import RankContext, run_ranks
-from tests.support.same import require_same
-from tests.support.tiny import LLAMA, Z1, build, tiny_config, whole
+from tests.support.ranks import RankContext
+from tests.support.tiny import LLAMA, build, tiny_config
 
-STEPS = 2
 BEST_FIT: dict[str, Any] = {"packing": "best-fit"}
-
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp2-sp-pp2": {"tp": 2, "sequence_parallel": True, "pp": 2, "micro_batch_size": 2},
-    "pp2-cp2-a2a": {"pp": 2, "cp": 2, "cp_comm_type": "a2a", **LLAMA},
-    "window-cp2-dp2-z1": {"cp": 2, "dp": 2, "micro_batch_size": 2, "sliding_window": 5, **Z1, **LLAMA},
-}
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_layout_gives_the_numbers_of_one_rank(name: str) -> None:
-    settings = {**BEST_FIT, "num_layers": 2, **LAYOUTS[name]}
-    world = 1
-    for axis in ("tp", "pp", "cp", "dp"):
-        world *= settings.get(axis, 1)
-    config = tiny_config(world, **settings)
-    ours = whole(run_ranks(world, rank_trajectory, config, STEPS))
-    require_same(ours, one_rank_trajectory(config, STEPS), 1e-9)
 
 
 def replica_of(seq_length: int, settings: dict[str, Any], *, batch: int = 1) -> Replica:

@@ -11,7 +11,7 @@ from megalite.topology.group import Group
 from megalite.training.non_finite import NonFiniteError
 from megalite.training.step import Stepper, masked_loss, token_denominators
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import Z1, Runner, assert_same_numbers, build, tiny_config, trajectory, whole
+from tests.support.tiny import Z1, Runner, build, tiny_config
 
 
 def nan_in_the_loss(context: RankContext) -> str:
@@ -33,31 +33,6 @@ def test_nan_in_the_loss_alone_stops_every_rank() -> None:
     found = run_ranks(2, nan_in_the_loss)
     assert found[0] == found[1]
     assert "loss nan" in found[0]
-
-
-RAMP = {"rampup_batch_size": [4, 4, 16], "global_batch_size": 12}
-
-
-@pytest.fixture(scope="module")
-def ramp_on_one_rank() -> Any:
-    return whole([trajectory(RankContext(0, {}), 1, RAMP)])
-
-
-@pytest.mark.parametrize("settings", [{"tp": 2, "pp": 2, "vpp": 2}, {"pp": 2, "dp": 2, **Z1}])
-def test_a_run_with_ramp_up_has_the_numbers_of_one_rank(ramp_on_one_rank: Any, settings: dict[str, Any]) -> None:
-    world = int(np.prod([settings.get(axis, 1) for axis in ("tp", "pp", "dp")]))
-    ours = whole(run_ranks(world, trajectory, world, {**RAMP, **settings}))
-    assert_same_numbers(ours, ramp_on_one_rank)
-
-
-STEPWISE = {"step_batch_size_schedule": "0:4 0.128K:8 320:12"}
-
-
-def test_a_run_with_a_batch_schedule_has_the_numbers_of_one_rank() -> None:
-    """8 samples of 16 tokens in batches of 4, then 12 in batches of 8, then 12 each."""
-    alone = whole([trajectory(RankContext(0, {}), 1, {**STEPWISE, "global_batch_size": None})])
-    ours = whole(run_ranks(2, trajectory, 2, {**STEPWISE, "global_batch_size": None, "dp": 2, **Z1}))
-    assert_same_numbers(ours, alone)
 
 
 def counted(context: RankContext, world: int, settings: dict[str, Any]) -> list[tuple[int | None, float]]:

@@ -183,22 +183,6 @@ def reported(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("number", "status", "code", "cause"),
-    [
-        (100 + signal.SIGTERM, "requeue", 75, "SIGTERM"),
-        (100 + signal.SIGUSR1, "requeue", 75, "SIGUSR1"),
-        (100 + signal.SIGINT, "interrupted", 130, "SIGINT"),
-        (1, "stopped", 0, "the exit file is there"),
-        (2, "requeue", 75, "exit_duration_in_mins is over"),
-    ],
-)
-def test_requests(tmp_path: Path, number: int, status: str, code: int, cause: str) -> None:
-    write_ending(tmp_path, StopRequest(number).ending(7, "saved in s"))
-    found = {"status": status, "reason": f"{cause}; saved in s", "step": 7, "exit_code": code}
-    assert reported(tmp_path) == found
-
-
-@pytest.mark.parametrize(
     ("error", "code", "reason"),
     [
         (ConfigError("no"), 2, "no"),
