@@ -95,6 +95,7 @@ _DIRECTORY_ENTRY = 46  # bytes of an entry in the archive's directory, without n
 class Record:
     """The bytes of one storage in the file, and its entry in the archive's directory."""
 
+    name: str
     start: int
     length: int
     crc: int
@@ -116,7 +117,7 @@ class TorchFile:
         self._sound: set[int] = set()
         try:
             with open_span(*self._span) as stream:
-                self._records = self._read_directory(stream)
+                self._records = _read_directory(self.name, stream)
                 self.content: Any = self._load(stream)
         except OSError as error:
             raise ConversionError(f"{self.name} cannot be read: {error}") from None
@@ -156,39 +157,6 @@ class TorchFile:
             raise ConversionError(f"{self.name} is damaged: a tensor's bytes are not where it says")
         return record
 
-    def _read_directory(self, stream: BinaryIO) -> dict[int, Record]:
-        """Every entry of the archive by where its data start; the small ones are checked here."""
-        try:
-            size = stream.seek(0, 2)
-            stream.seek(0)
-            with zipfile.ZipFile(stream) as archive:
-                entries, place = archive.infolist(), archive.start_dir
-                for entry in entries:
-                    if entry.compress_type != zipfile.ZIP_STORED:
-                        raise ConversionError(f"{self.name} is a compressed archive, which torch.save never writes")
-                    if "/data/" not in entry.filename:
-                        if entry.file_size > LARGEST_ENTRY:
-                            said = f"{entry.file_size} bytes; settings and names have at most {LARGEST_ENTRY}"
-                            raise ConversionError(f"{self.name}: {entry.filename} has {said}")
-                        data = archive.read(entry)  # compared with its CRC-32
-                        if entry.filename.endswith("/byteorder") and data != b"little":
-                            raise ConversionError(f"{self.name} was written on a big-endian machine")
-        except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, struct.error) as error:
-            raise ConversionError(f"{self.name} is not a whole file of torch.save (torch 1.6 on): {error}") from None
-        records = {}
-        for entry in entries:
-            stream.seek(entry.header_offset)
-            header = stream.read(_LOCAL_HEADER.size)
-            if len(header) < _LOCAL_HEADER.size or not header.startswith(b"PK\3\4"):
-                raise ConversionError(f"{self.name} is damaged: {entry.filename} is not where it should be")
-            _, name_length, extra_length = _LOCAL_HEADER.unpack(header)
-            start = entry.header_offset + _LOCAL_HEADER.size + name_length + extra_length
-            if start + entry.file_size > size:
-                raise ConversionError(f"{self.name} is cut off: it has {size} bytes of {start + entry.file_size}")
-            records[start] = Record(start, entry.file_size, entry.CRC, place)
-            place += _DIRECTORY_ENTRY + len(entry.filename.encode()) + len(entry.extra) + len(entry.comment)
-        return records
-
     def _load(self, stream: BinaryIO) -> Any:
         stream.seek(0)
         try:
@@ -197,6 +165,40 @@ class TorchFile:
                 return torch.load(stream, map_location="cpu", weights_only=True)
         except Exception as error:  # of any type: the content decides what the unpickler stumbles over
             raise ConversionError(refusal(self.name, str(error))) from None
+
+
+def _read_directory(name: str, stream: BinaryIO) -> dict[int, Record]:
+    """Every entry of the archive by where its data start; the small ones are checked here."""
+    try:
+        size = stream.seek(0, 2)
+        stream.seek(0)
+        with zipfile.ZipFile(stream) as archive:
+            entries, place = archive.infolist(), archive.start_dir
+            for entry in entries:
+                if entry.compress_type != zipfile.ZIP_STORED:
+                    raise ConversionError(f"{name} is a compressed archive, which torch.save never writes")
+                if "/data/" not in entry.filename:
+                    if entry.file_size > LARGEST_ENTRY:
+                        said = f"{entry.file_size} bytes; settings and names have at most {LARGEST_ENTRY}"
+                        raise ConversionError(f"{name}: {entry.filename} has {said}")
+                    data = archive.read(entry)  # compared with its CRC-32
+                    if entry.filename.endswith("/byteorder") and data != b"little":
+                        raise ConversionError(f"{name} was written on a big-endian machine")
+    except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, struct.error) as error:
+        raise ConversionError(f"{name} is not a whole file of torch.save (torch 1.6 on): {error}") from None
+    records = {}
+    for entry in entries:
+        stream.seek(entry.header_offset)
+        header = stream.read(_LOCAL_HEADER.size)
+        if len(header) < _LOCAL_HEADER.size or not header.startswith(b"PK\3\4"):
+            raise ConversionError(f"{name} is damaged: {entry.filename} is not where it should be")
+        _, name_length, extra_length = _LOCAL_HEADER.unpack(header)
+        start = entry.header_offset + _LOCAL_HEADER.size + name_length + extra_length
+        if start + entry.file_size > size:
+            raise ConversionError(f"{name} is cut off: it has {size} bytes of {start + entry.file_size}")
+        records[start] = Record(entry.filename, start, entry.file_size, entry.CRC, place)
+        place += _DIRECTORY_ENTRY + len(entry.filename.encode()) + len(entry.extra) + len(entry.comment)
+    return records
 
 
 def _crc(stream: BinaryIO, record: Record) -> int:
@@ -227,7 +229,7 @@ _CHECKSUM_IN_ENTRY = 16  # where the checksum is in an entry of the archive's di
 
 
 class TorchFileWriter:
-    """A file that `torch.load` reads, made of plain content and the tensors that `fill` brings one after the other.
+    """A file that `torch.load` reads, made of plain content and the tensors that `fill` brings, in its order.
 
     `torch.save` under `skip_data` leaves holes where the elements belong. The checksums of the zip archive, which it
     cannot know, are put in at the end, so that the file is one that every unzip finds sound.
@@ -236,8 +238,14 @@ class TorchFileWriter:
     with elements. `behind`: writes; several files may share it."""
 
     def __init__(self, path: Path, content: Callable[[Reserve], Mapping[str, Any]], behind: Behind[None]) -> None:
+        dtypes: list[torch.dtype] = []
+
+        def reserve(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            dtypes.append(dtype)
+            return torch.empty(shape, dtype=dtype)
+
         with FakeTensorMode():
-            saved = content(lambda shape, dtype: torch.empty(shape, dtype=dtype))
+            saved = content(reserve)
         try:
             # By its path torch would write it itself, and turn a full disk into a RuntimeError.
             with torch.serialization.skip_data(materialize_fake_tensors=True), path.open("wb") as stream:
@@ -246,20 +254,23 @@ class TorchFileWriter:
             raise OSError(error.errno, error.strerror, str(path)) from None
         self._path, self._behind = path, behind
         self._file = path.open("r+b", buffering=0)
-        self._reserved = TorchFile(path)
-        self.content: Any = self._reserved.content  # what a reader will find; `fill` takes its tensors
+        with path.open("rb") as stream:
+            stored = [record for record in _read_directory(str(path), stream).values() if "/data/" in record.name]
+        stored.sort(key=lambda record: int(record.name.rpartition("/")[2]))  # torch counts storages as it comes to them
+        self._left = iter(zip(stored, dtypes, strict=True))
         self._checksums: list[tuple[Record, int]] = []
 
-    def fill(self, place: torch.Tensor, weights: Weights, piece: Piece, advance: Callable[[int], None]) -> None:
-        """Write the elements of a tensor in `content`, converted to its type block by block."""
-        record = self._reserved.record(place)
+    def fill(self, weights: Weights, piece: Piece, advance: Callable[[int], None]) -> None:
+        """Write the elements of the next tensor that was reserved, converted to its type block by block."""
+        record, dtype = next(self._left)
         start, crc = record.start, 0
-        for stored in stored_blocks(weights, piece, place.dtype):
+        for stored in stored_blocks(weights, piece, dtype):
             data = stored.view(-1).view(torch.uint8).numpy().data
             self._write(data, start)
             crc = zlib.crc32(data, crc)
             start += len(data)
             advance(len(data))
+        assert start == record.start + record.length, (record, start)
         self._checksums.append((record, crc))
 
     def finish(self) -> None:

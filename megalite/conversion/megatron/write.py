@@ -339,7 +339,10 @@ class _Export:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 writers.append(files.enter_context(contextlib.closing(self._writer(path, stage, pieces, behind))))
             files.callback(behind.close)  # before any of the files is closed
-            self._fill(writers, stage, ranks, advance)
+            weights = LastRead(self.weights)
+            for slices in zip(*ranks, strict=True):
+                for writer, piece in zip(writers, slices, strict=True):
+                    writer.fill(weights, piece, advance)
             for writer in writers:
                 writer.finish()
         for rank, name in enumerate(names):
@@ -353,12 +356,6 @@ class _Export:
             return {"args": arguments, "checkpoint_version": 3.0, "iteration": 0, "model": tensors}
 
         return TorchFileWriter(path, content, behind)
-
-    def _fill(self, writers: list[TorchFileWriter], stage: int, ranks: list[list[Piece]], advance: Advance) -> None:
-        weights = LastRead(self.weights)
-        for slices in zip(*ranks, strict=True):
-            for writer, piece in zip(writers, slices, strict=True):
-                writer.fill(writer.content["model"][self._name(piece, stage)], weights, piece, advance)
 
     def _stage(self, index: int) -> Stage:
         count = self.weights.model.num_layers // self.pp
