@@ -254,8 +254,8 @@ class TorchFileWriter:
             raise OSError(error.errno, error.strerror, str(path)) from None
         self._path, self._behind = path, behind
         self._file = path.open("r+b", buffering=0)
-        with path.open("rb") as stream:
-            stored = [record for record in _read_directory(str(path), stream).values() if "/data/" in record.name]
+        with path.open("rb") as written:
+            stored = [record for record in _read_directory(str(path), written).values() if "/data/" in record.name]
         stored.sort(key=lambda record: int(record.name.rpartition("/")[2]))  # torch counts storages as it comes to them
         self._left = iter(zip(stored, dtypes, strict=True))
         self._checksums: list[tuple[Record, int]] = []

@@ -1,5 +1,7 @@
 """Writing Megatron-LM's `torch` format: each file is what a Megatron-LM rank would have saved."""
 
+import errno
+import os
 import zipfile
 from argparse import Namespace
 from pathlib import Path
@@ -189,3 +191,28 @@ def test_refused(tmp_path: Path, changes: dict[str, Any], sizes: dict[str, Any],
         write(weights, **sizes)
     assert not weights.reads
     assert sorted(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_names_the_file_and_the_next_run_completes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever write of the thread fails, also after all have been handed to it."""
+    weights, real, left = MadeUp(tmp_path / "source", LLAMA), os.write, [0]
+    expected = contents(write_megatron(weights, tmp_path / "expected", tp=2, pp=2))
+
+    def write_until(descriptor: int, data: memoryview) -> int:
+        left[0] -= 1
+        if left[0] == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(descriptor, data)
+
+    count, target = 0, tmp_path / "out"
+    while not target.exists():
+        count, left[0] = count + 7, count + 7
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", write_until)
+            try:
+                write_megatron(weights, target, tp=2, pp=2)
+            except OSError as error:
+                assert "tmp-convert-out" in error.filename and error.errno == errno.ENOSPC
+    assert count > 50 and contents(target) == expected
