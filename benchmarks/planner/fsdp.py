@@ -234,7 +234,7 @@ def write(hopper: Calibration, stack: SoftwareStack, spreads: Sequence[float], f
         named = replace(each, name=name, description=text, spread=spread, provenance=sources, **rounded)
         save_stack(named, folder / f"{name}.yaml")
     efficiency = Efficiency(**{name: round(value, 4) for name, value in vars(hopper.cluster.efficiency).items()})
-    for name in ("dgx-h100", "dgx-h200", "dgx-b200", "dgx-gb200"):
+    for name in ("dgx-h100", "dgx-h200"):
         cluster, fitted = load_cluster(name), hopper.cluster.provenance
         sources = dict(cluster.provenance)
         for key in (f"efficiency.{each}" for each in vars(efficiency)):

@@ -1,6 +1,6 @@
 """How well the planner predicts NVIDIA's own tables of Megatron on H100, B200 and GB200.
 
-    python -m benchmarks.planner.megatron [--json FILE]
+    python -m benchmarks.planner.megatron [--json FILE] [--write FOLDER]
 
 megatron.csv, beside this file, has their rows: model, layout, tokens per second and GPU, or FLOP/s of each GPU.
 
@@ -9,9 +9,14 @@ nemo         performance summary of NeMo 24.12: GPT-3, Llama and Nemotron in fp8
 long         the same page: Llama 2 7B with sequences of 4,096 to 1,048,576 on 4 to 1,024 H100
 bridge       that of Megatron Bridge, 25.11 to 26.04: Llama 3 in fp8 on 64 and 1,024 H100
 b200, gb200  NeMo 25.02 and 25.04: the same models in fp8
+b200_long    NeMo's page on long sequences, 25.04.rc2: Llama 3 8B, 8,192 to 1,048,576 on 2 to 256 B200
+b200_bridge  Megatron Bridge 25.09 and 25.11, and gb200_bridge up to 26.06: Llama 3 in fp8, one scale a tensor
+b200_mx      the same, and gb200_mx, with a scale for each 32 numbers (MXFP8)
 
-The published FLOP/s check the size of each model. Where the table names no microbatch and no chunks (lm), a row has those that the
-planner finds the fastest of what fits: the published ones were tuned. Errors are predicted / measured - 1.
+The constants of Blackwell are fitted on b200_long, b200_bridge and gb200_bridge, and judged by the other tables; --write writes the files.
+
+The published FLOP/s check the size of each model. Where the table names no microbatch or no chunks (lm, b200_long), a row has those that
+the planner finds the fastest of what fits: the published ones were tuned. Errors are predicted / measured - 1.
 """
 
 import csv
@@ -32,7 +37,7 @@ from megalite.config.validate import validate
 from megalite.models.shapes import flops_per_token
 from megalite.planner.cost.calibrate import Calibration, Machine, Measured, fit
 from megalite.planner.cost.step import predict
-from megalite.planner.hardware import load_cluster, load_stack
+from megalite.planner.hardware import SoftwareStack, load_cluster, load_stack, save_cluster, save_stack
 
 TABLE = Path(__file__).with_suffix(".csv")
 GPT = {"vocab_size": 51200, "position_embedding_type": "learned_absolute"}
@@ -99,12 +104,13 @@ def read_rows(path: Path, machine: Mapping[str, Machine]) -> dict[str, list[Row]
     with path.open(encoding="utf-8") as file:
         for line in csv.DictReader(file):
             part, tokens, world = line["part"], int(line["batch"]) * int(line["seq"]), int(line["gpus"])
-            tried = [(each, predict(each, *machine[part])) for each in configs(line)]
-            room = machine[part].cluster.accelerator.memory_bytes
+            tried = [(each, predict(each, *machine[_kind(part)])) for each in configs(line)]
+            room = machine[_kind(part)].cluster.accelerator.memory_bytes
             fits = [pair for pair in tried if max(rank.total_bytes for rank in pair[1].memory) <= room]
             config = min(fits or tried, key=lambda pair: pair[1].step_seconds)[0]
             # Megatron Bridge counts the half of attention that the mask leaves, the others count all of it.
-            flops = flops_per_token(config.model, int(line["seq"]), "megatron" if part == "bridge" else "palm")
+            counts = "megatron" if part.endswith(("bridge", "mx")) else "palm"
+            flops = flops_per_token(config.model, int(line["seq"]), counts)
             rate = float(line["tflops_per_gpu"]) * 1e12
             speed = float(line["tokens_per_s_per_gpu"] or rate / flops)
             if abs(speed * flops / rate - 1.0) > 0.02:
@@ -116,34 +122,88 @@ def read_rows(path: Path, machine: Mapping[str, Machine]) -> dict[str, list[Row]
     return found
 
 
+def _kind(part: str) -> str:
+    return part.partition("_")[0]
+
+
+COMMON = {"overlap_tensor_parallel": True, "half_gradients": True}
+
+
 def machines() -> dict[str, Machine]:
     """Megatron-LM of 2024 with that year's attention; the others have cuDNN's, and 8 bits. All overlap tensor parallelism."""
-    common = {"overlap_tensor_parallel": True, "half_gradients": True}
-    older, float8 = (replace(load_stack(name), **common) for name in ("flash-2023-h100", "float8-2025"))
+    names = ("flash-2023-h100", "float8-2025", "float8-blackwell")
+    older, float8, blackwell = (replace(load_stack(name), **COMMON) for name in names)
     hopper = load_cluster("dgx-h100")
     found = {part: Machine(hopper, float8) for part in ("nemo", "long", "bridge")}
-    found |= {part: Machine(load_cluster(f"dgx-{part}"), float8) for part in ("b200", "gb200")}
+    found |= {part: Machine(load_cluster(f"dgx-{part}"), blackwell) for part in ("b200", "gb200")}
     return {"lm": Machine(hopper, older), **found}
 
 
-def measure() -> list[dict[str, Any]]:
+BLACKWELL = {"b200": ["gemm", "attention_efficiency"], "gb200": ["gemm"]}
+
+
+def fit_blackwell(rows: Sequence[Row], kind: str, stack: SoftwareStack, source: str = "") -> Calibration:
+    """From the constants of H100; the stack's attention is that of B200."""
+    cluster = replace(load_cluster(f"dgx-{kind}"), efficiency=load_cluster("dgx-h100").efficiency)
+    return fit([row.measured for row in rows], cluster, stack, source=source, only=BLACKWELL[kind])
+
+
+def blackwell(rows: Mapping[str, Sequence[Row]], folder: Path | None) -> list[dict[str, Any]]:
+    """Each table left out of B200's fit once, and each model out of GB200's, which has one table; all of them for the files."""
+    found, stack = [], replace(load_stack("float8-2025"), **COMMON)
+    for kind, parts in {"b200": ("b200_long", "b200_bridge"), "gb200": ("gb200_bridge",)}.items():
+        groups = [(part if len(parts) > 1 else row.size, row) for part in parts for row in rows[part]]
+        for left in dict.fromkeys(group for group, _ in groups):
+            others, mine = ([row for group, row in groups if (group == left) is out] for out in (False, True))
+            judged = fit_blackwell(others, kind, stack)
+            found.append(report(f"{kind}, {left} left out", "the other rows", mine, errors_of(mine, judged)))
+            if left == "b200_bridge":  # software of spring 2025, as in the table that is judged
+                errors = errors_of(rows["b200"], judged)
+                found.append(report("b200, 25.02", "b200_long alone", rows["b200"], errors))
+        source = "steps of Llama 3 in 8 bits (NeMo's and Megatron Bridge's tables; benchmarks/planner/megatron.py)"
+        whole = fit_blackwell([row for _, row in groups], kind, stack, source)
+        stack = whole.stack
+        found[-1]["constants"] = {name: round(Machine(whole.cluster, stack).value(name), 4) for name in BLACKWELL[kind]}
+        print(f"  {kind}: {found[-1]['constants']}")
+        if folder:
+            write(whole, folder)
+    return found
+
+
+def write(fitted: Calibration, folder: Path) -> None:
+    """The cluster; and the stack, without what only these tables have."""
+    known = load_stack("float8-blackwell")
+    text = {"name": known.name, "description": known.description, "spread": known.spread}
+    text |= {name: getattr(known, name) for name in COMMON}
+    sources = {**known.provenance, **{name: fitted.stack.provenance[name] for name in BLACKWELL["b200"][1:]}}
+    rate = round(fitted.stack.attention_efficiency, 4)
+    save_stack(replace(fitted.stack, **text, provenance=sources, attention_efficiency=rate), folder / f"{known.name}.yaml")
+    efficiency = replace(fitted.cluster.efficiency, gemm=round(fitted.cluster.efficiency.gemm, 4))
+    save_cluster(replace(fitted.cluster, efficiency=efficiency), folder / f"{fitted.cluster.name}.yaml")
+
+
+def measure(folder: Path | None = None) -> list[dict[str, Any]]:
     machine = machines()
     rows = read_rows(TABLE, machine)
-    found = [
-        report(part, "nothing of this table", mine, errors_of(mine, Calibration(*machine[part], (), ())))
-        for part, mine in rows.items()
-    ]
+    seen = {"b200_long", "b200_bridge", "gb200_bridge"}
+    found = []
+    for part, mine in rows.items():
+        fitted_on = "these rows among others" if part in seen else "nothing of this table"
+        found.append(report(part, fitted_on, mine, errors_of(mine, Calibration(*machine[_kind(part)], (), ()))))
     long, names = rows["long"], ["attention_efficiency"]
     errors = []
     for at, row in enumerate(long):
         others = [each.measured for each in [*long[:at], *long[at + 1 :]]]
         errors += list(errors_of([row], fit(others, *machine["long"], only=names)))
-    return [*found, report("long", "attention on the other lengths, each left out once", long, np.array(errors))]
+    found.append(report("long", "attention on the other lengths, each left out once", long, np.array(errors)))
+    return [*found, *blackwell(rows, folder)]
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    arguments = common.parser(__doc__, json_help="write the results there").parse_args(words)
-    common.write_json(arguments.json, "planner.megatron", words, {"parts": measure()})
+    parser = common.parser(__doc__, json_help="write the results there")
+    parser.add_argument("--write", type=Path, metavar="FOLDER", help="write Blackwell's cluster and stack files there")
+    arguments = parser.parse_args(words)
+    common.write_json(arguments.json, "planner.megatron", words, {"parts": measure(arguments.write)})
 
 
 if __name__ == "__main__":

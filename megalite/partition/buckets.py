@@ -20,7 +20,7 @@ from megalite.data_parallel.facts import (
 )
 from megalite.models.shapes import ParameterShape, check_lr_multipliers, is_hidden_matrix, needs_copy, treatment
 from megalite.partition.activations import ELEMENT_BYTES
-from megalite.partition.stages import StagePlan, shapes_of, shapes_of_rank, shares_embedding
+from megalite.partition.stages import StagePlan, once_per_config, shapes_of, shapes_of_rank, shares_embedding
 
 
 def local_shape(shape: ParameterShape, config: RunConfig) -> tuple[int, ...]:
@@ -56,6 +56,11 @@ def all_replicas(config: RunConfig) -> tuple[int, int]:
 
 def element_bytes(config: RunConfig, shape: ParameterShape, replicas: int) -> ElementBytes:
     """What one element of a tensor takes on a rank that holds it, if `replicas` ranks hold the same part (of one instance)."""
+    return _element_bytes(config, is_hidden_matrix(shape.name, shape.shape, decay=shape.decay), replicas)
+
+
+@once_per_config
+def _element_bytes(config: RunConfig, matrix: bool, replicas: int) -> ElementBytes:
     element = ELEMENT_BYTES[config.training.precision]
     main = max(4, element)
     strategy = config.parallel.strategy
@@ -63,7 +68,7 @@ def element_bytes(config: RunConfig, shape: ParameterShape, replicas: int) -> El
     parts = replicas if strategy.shards_states else 1
     gradient_parts = replicas if whole or config.data_parallel.shard_gradients else 1
     apart = {"fp32": main, "split": 2}[config.optimizer.main_params] if element < main else 0
-    offloadable = (apart + sum(moment_widths(config, shape))) / parts
+    offloadable = (apart + sum(_moment_widths(config, matrix))) / parts
     return ElementBytes(
         parameter=element / (replicas if whole else 1),
         gradient=main / gradient_parts,
@@ -74,9 +79,12 @@ def element_bytes(config: RunConfig, shape: ParameterShape, replicas: int) -> El
 
 def moment_widths(config: RunConfig, shape: ParameterShape) -> tuple[int, ...]:
     """Bytes of an element of each of the optimizer's states, nothing sharded."""
+    return _moment_widths(config, is_hidden_matrix(shape.name, shape.shape, decay=shape.decay))
+
+
+def _moment_widths(config: RunConfig, matrix: bool) -> tuple[int, ...]:
     main = max(4, ELEMENT_BYTES[config.training.precision])
-    apart = OPTIMIZERS.facts(config.optimizer.optimizer).matrices_apart
-    hidden = apart and is_hidden_matrix(shape.name, shape.shape, decay=shape.decay)
+    hidden = matrix and OPTIMIZERS.facts(config.optimizer.optimizer).matrices_apart
     formats = state_formats(config.optimizer, hidden_matrix=hidden)
     return tuple(2 if kind == "bf16" else main for kind in formats.values())
 
@@ -113,10 +121,11 @@ class PlannedBucket:
         return tuple(shape.name for shape in self.shapes)
 
 
-def planned_buckets(config: RunConfig, plan: StagePlan, stages: tuple[StagePlan, ...]) -> list[PlannedBucket]:
+@once_per_config
+def planned_buckets(config: RunConfig, plan: StagePlan, stages: tuple[StagePlan, ...]) -> tuple[PlannedBucket, ...]:
     """As `data_parallel.buckets.make_buckets` cuts the parameters of a stage for the run's strategy."""
     check_lr_multipliers(config.model, config.optimizer)
-    shapes = shapes_of(config, plan)
+    shapes = list(shapes_of(config, plan))
     tied_apart = needs_copy(config.model) and len(stages) > 1
     if tied_apart and plan.has_head and shares_embedding(stages):
         # It is the first stage's.
@@ -125,15 +134,15 @@ def planned_buckets(config: RunConfig, plan: StagePlan, stages: tuple[StagePlan,
     first = next((at for at, shape in enumerate(shapes) if _unit(config, plan, shape.name) == "head"), len(shapes))
     shapes[first:] = sorted(shapes[first:], key=lambda shape: shape.name != "head.weight")
     if not config.parallel.strategy.shards_parameters:
-        return _cut(config, shapes, tied_apart=tied_apart)
+        return tuple(_cut(config, shapes, tied_apart=tied_apart))
     units: dict[str, list[ParameterShape]] = {}
     for shape in shapes:
         units.setdefault(_unit(config, plan, shape.name), []).append(shape)
-    return [
+    return tuple(
         bucket
         for unit, members in reversed(units.items())
         for bucket in _cut(config, members, tied_apart=tied_apart, unit=unit)
-    ]
+    )
 
 
 def _unit(config: RunConfig, plan: StagePlan, name: str) -> str:
@@ -207,12 +216,8 @@ def held_bytes(config: RunConfig, stages: Sequence[StagePlan], buckets: Sequence
     parameters, parameter, gradient, optimizer, host = 0, 0.0, 0.0, 0.0, 0.0
     gone = {name for bucket in offloaded(config, buckets) for name in bucket.names}
     squares = max(matrix_bytes(config, stages))
-    known: dict[tuple[bool, tuple[int, ...]], ElementBytes] = {}
     for shape in shapes_of_rank(config, list(stages)):
-        count, kind = local_size(shape, config), (shape.expert, moment_widths(config, shape))
-        if kind not in known:
-            known[kind] = element_bytes(config, shape, expert if shape.expert else dense)
-        each = known[kind]
+        count, each = local_size(shape, config), element_bytes(config, shape, expert if shape.expert else dense)
         parameters += count
         parameter += each.parameter * count
         gradient += each.gradient * count

@@ -14,7 +14,7 @@ from megalite.config.run import RunConfig
 from megalite.models.shapes import attention_core_flops, flops_per_token, layer_forward_flops, layer_shapes
 from megalite.partition.activations import recompute_units, stage_sizes
 from megalite.partition.buckets import held_bytes, planned_buckets
-from megalite.partition.stages import StagePlan, cut_stages, stage_forward_flops
+from megalite.partition.stages import StagePlan, cut_stages, once_per_config, stage_forward_flops
 from megalite.pipeline.ir.actions import ScheduleError
 from megalite.pipeline.ir.costs_file import read_costs
 from megalite.pipeline.ir.generators.one_chunk import loop_placement, v_placement
@@ -92,6 +92,7 @@ def placement_of(config: RunConfig) -> tuple[int, ...]:
     return placement_for(p.schedule_name, p.pp, p.vpp)
 
 
+@once_per_config
 def plan_stages(config: RunConfig) -> tuple[StagePlan, ...]:
     """The stages of a validated config with a known vocabulary, in order."""
     return cut_stages(config, placement_of(config))

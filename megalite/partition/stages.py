@@ -3,15 +3,41 @@
 Training, dry run and planner cut the model by `cut_stages` alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from megalite.config.run import RunConfig, stage_layers
 from megalite.models.shapes import ParameterShape, end_forward_flops, layer_forward_flops, stage_shapes
 from megalite.pipeline.ir.partition import partition_layers
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Itself(Generic[T]):
+    """A value as a key: the object, whatever is in it, which may be lists."""
+
+    value: T
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Itself) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def once_per_config(function: Callable[Concatenate[RunConfig, P], T]) -> Callable[Concatenate[RunConfig, P], T]:
+    """Remembers what the function says of the last configs: all that is predicted of one asks for the same parts."""
+
+    @lru_cache(maxsize=64)
+    def known(key: Itself[RunConfig], *given: Hashable) -> T:
+        return function(key.value, *given)  # type: ignore[call-arg, arg-type]
+
+    return lambda config, *given: known(Itself(config), *given)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +70,10 @@ def parts_of_message(scattered: Any, sequence_parallel: Any, hidden_size: Any, t
     return 1 + (tp - 1) * (scattered * (1 - sequence_parallel) * (hidden_size % tp == 0))
 
 
-def shapes_of(config: RunConfig, plan: StagePlan) -> list[ParameterShape]:
+@once_per_config
+def shapes_of(config: RunConfig, plan: StagePlan) -> tuple[ParameterShape, ...]:
     """Full shapes of the parameters of a stage, in the order of the forward."""
-    return stage_shapes(config.model, plan.first_layer, plan.last_layer, plan.has_embedding, plan.has_head)
+    return tuple(stage_shapes(config.model, plan.first_layer, plan.last_layer, plan.has_embedding, plan.has_head))
 
 
 def cut_stages(config: RunConfig, placement: Sequence[int]) -> tuple[StagePlan, ...]:

@@ -2,14 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megalite.config.run import RunConfig
 from megalite.partition.activations import offloaded_activation_bytes, recompute_units
 from megalite.partition.pipeline import has_recompute_actions
-from megalite.partition.stages import StagePlan
+from megalite.partition.stages import Itself, StagePlan
 from megalite.pipeline.ir.simulate import Costs, Link
 from megalite.planner.cost import operations
 from megalite.planner.cost.rates import Number, Parts, Workload, workload_of
@@ -182,13 +183,17 @@ def stage_costs(
     config: RunConfig, stages: tuple[StagePlan, ...], cluster: Cluster, stack: SoftwareStack
 ) -> list[StageCost]:
     """Each virtual stage of a validated config. Raises ConfigError if the accelerator does not have the precision."""
-    price = operations.Pricing.of(workload_of(config), cluster, stack)
-    found: dict[StageKind, StageCost] = {}
-    for plan in stages:
-        kind = stage_kind(config, plan)
-        if kind not in found:
-            found[kind] = stage_cost(price, **kind._asdict())
-    return [found[stage_kind(config, plan)] for plan in stages]
+    numbers, machine = tuple(vars(workload_of(config)).items()), (Itself(cluster), Itself(stack))
+    return [_priced(*machine, numbers, stage_kind(config, plan)) for plan in stages]
+
+
+@lru_cache(maxsize=256)
+def _priced(
+    cluster: Itself[Cluster], stack: Itself[SoftwareStack], numbers: tuple[tuple[str, Any], ...], kind: StageKind
+) -> StageCost:
+    """Stages of one kind are priced once, those of other configs of a sweep or a plan too."""
+    price = operations.Pricing.of(Workload(**dict(numbers)), cluster.value, stack.value)
+    return stage_cost(price, **kind._asdict())
 
 
 def simulator_costs(

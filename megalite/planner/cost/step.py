@@ -4,6 +4,7 @@ The schedule that would train runs through the simulator with each stage's costs
 data parallelism, the optimizer and constants come on top.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -111,14 +112,14 @@ class _Beside:
         With overlap each stage's exchange starts under its last backward: a stage's gradients are complete with its last B
         or W; piece by piece they are sent while it runs, one stage after another. Ranks that finish before the last one
         have the rest of the cool-down too. Where each microbatch's gradients are sent, the last one's are so; those before
-        it have all the computation there is to hide under. Parameters can be gathered ahead under the first forward."""
+        it have all the computation there is to hide under. Parameters can be gathered ahead, those of each stage until its
+        first forward has run."""
         p, stack, run = self.config.parallel, self.stack, self.run
         end = max((event.end for event in events), default=0.0) + run.shift
         reduce, gather = sum(each.reduce for each in exchanges), sum(each.gather for each in exchanges)
-        first_forward = sum(float(self.costs[plan.stage].forward) for plan in plans)
-        hidden_gather = first_forward if stack.overlap_gradients and p.overlap_param_gather else 0.0
         fully = p.strategy.shards_parameters
-        late = 0.0 if fully else max(0.0, gather - hidden_gather)
+        ahead = stack.overlap_gradients and p.overlap_param_gather
+        late = 0.0 if fully else _late_gathers(exchanges, plans, events) if ahead else gather
         if not (stack.overlap_gradients and p.overlap_grad_reduce):
             return end + reduce + (gather if fully else 0.0), late
         if not (fully or self.config.data_parallel.shard_gradients):
@@ -143,6 +144,14 @@ class _Beside:
             host += config.optimizer.host_fraction * each.offloadable * local_size(shape, config)
         seconds = total / (device.memory_bandwidth * self.cluster.efficiency.memory) * self.stack.optimizer_slowdown
         return float(rates.with_copies(seconds, host, config, self.cluster))
+
+
+def _late_gathers(exchanges: Sequence[Exchange], plans: Sequence[StagePlan], events: Sequence[Event]) -> float:
+    """Seconds by which parameters come later than first forwards end; those that are needed first are gathered first."""
+    ends = {event.action.stage: event.end for event in reversed(events) if event.action.kind is Kind.F}
+    order = sorted((ends[plan.stage], exchange.gather) for plan, exchange in zip(plans, exchanges))
+    gathered = itertools.accumulate(gather for _, gather in order)
+    return max(0.0, *(done - end for done, (end, _) in zip(gathered, order)))
 
 
 def _last_arrival(

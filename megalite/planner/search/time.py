@@ -125,7 +125,7 @@ class Clock:
                 cycle = _cycle(busy, prices.sharing)
                 shared = m * cycle + ramp * _ramp_left(p, prices.sharing) + hops * prices.message
                 step = np.where(prices.sharing > 1.0, shared, step)
-        step = step + self._after(prices, forward / p, busiest, m, chunks)
+        step = step + self._after(prices, forward / p, busiest, p, m, chunks)
         gone = np.array([[float(pipeline.offloaded)] for pipeline in pipelines])
         return step + self.late(pipelines, gone, prices) if gone.any() else step
 
@@ -147,17 +147,20 @@ class Clock:
         waits = (np.maximum(copies - hidden * layers * cover, 0.0) for cover in (mean[0], mean[1] + mean[2]))
         return np.asarray((m * chunks + p - 1) * sum(waits))
 
-    def _after(self, prices: Prices, first_forward: Floats, busiest: Floats, m: int, chunks: Floats) -> Floats:
+    def _after(self, prices: Prices, first_forward: Floats, busiest: Floats, pp: int, m: int, chunks: Floats) -> Floats:
         """Exchanges that no computation hides, optimizer, constants."""
         p, stack = self.config.parallel, self.stack
         reduce, gather = prices.after
         overlapped = stack.overlap_gradients and p.overlap_grad_reduce
-        hidden = first_forward if stack.overlap_gradients and p.overlap_param_gather else 0.0
+        # Before the last chunk, those before it run the forwards of pp (or all) microbatches.
+        one, turns = first_forward / chunks, (chunks - 1.0) * min(pp, m) + 1.0
+        one = one * (stack.overlap_gradients and p.overlap_param_gather)
+        late = np.maximum(np.maximum(gather / chunks - one, gather - turns * one), 0.0)
         # The last backward of a stage covers all but the first piece.
         cover = (busiest - first_forward) / chunks if overlapped else 0.0
         end = np.maximum(reduce - cover, reduce / prices.pieces)
         each = np.maximum(m * (prices.each - (busiest if overlapped else 0.0)), 0.0)
-        exposed: Floats = np.maximum(end, each) + np.maximum(gather - hidden, 0.0)
+        exposed: Floats = np.maximum(end, each) + late
         beside = stack.overlap_cost * np.maximum(reduce + gather + (m - 1.0) * prices.each - exposed, 0.0)
         return exposed + beside + prices.optimizer + stack.step_seconds
 

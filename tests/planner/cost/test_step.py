@@ -9,6 +9,7 @@ from megalite.config.batch import microbatch_counts
 from megalite.config.run import RunConfig
 from megalite.models.shapes import flops_per_token
 from megalite.partition.pipeline import lowered, plan_stages, schedule_of
+from megalite.pipeline.ir.actions import Kind
 from megalite.pipeline.ir.simulate import simulate
 from megalite.planner import clock
 from megalite.planner.cost.rates import crosses_node, links_of
@@ -168,6 +169,24 @@ def test_parameters_that_are_gathered_after_the_update_make_the_step_longer() ->
     left = max(0.0, gathered - float(hidden.stages[0].forward))
     assert hidden.exposed["parameters"] == pytest.approx(left)
     assert plain.step_seconds == pytest.approx(hidden.step_seconds + gathered - left)
+
+
+def test_parameters_of_a_chunk_are_gathered_until_its_first_forward_ends() -> None:
+    settings = {"pp": 2, "vpp": 2, "dp": 8, "dp_strategy": "distributed-optimizer", "global_batch_size": 32}
+    cluster = cluster_with(link_latency=0.0, latency=0.0, link_bandwidth=3e10)
+    plain = predict(config_of(16, **settings, overlap_param_gather=False), cluster, STACK)
+    ahead = predict(config_of(16, **settings), cluster, STACK)
+    whole, left = plain.exposed["parameters"], []
+    for rank, memory in enumerate(ahead.memory):
+        first = [
+            e for e in ahead.timeline.events if e.rank == rank and e.action.kind is Kind.F and e.action.microbatch == 0
+        ]
+        share = memory.parameters / max(each.parameters for each in ahead.memory)
+        left.append(whole * share - max(event.end for event in first))
+    # Those of the last chunk come last, behind more forwards than one of each.
+    assert ahead.exposed["parameters"] >= max(left) - 1e-9
+    forwards = min(sum(float(ahead.stages[stage].forward) for stage in (rank, rank + 2)) for rank in range(2))
+    assert 0.0 < ahead.exposed["parameters"] < whole - forwards
 
 
 def test_instances_inside_nodes_gather_over_their_links() -> None:

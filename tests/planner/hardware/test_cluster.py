@@ -36,7 +36,16 @@ def test_the_files_that_come_along_survive_writing(tmp_path: Path) -> None:
         assert load_cluster(str(tmp_path / f"{name}.yaml")) == cluster
         sources = (cluster.provenance.get(f"efficiency.{each}", "assumed") for each in Efficiency.__dataclass_fields__)
         assert all(text.startswith(("vendor", "measured", "fitted", "assumed")) for text in sources)
-    for name in ["fused", "unfused", "unfused-2022", "flash-2023", "flash-2023-h100", "flash-2025", "float8-2025"]:
+    for name in [
+        "fused",
+        "unfused",
+        "unfused-2022",
+        "flash-2023",
+        "flash-2023-h100",
+        "flash-2025",
+        "float8-2025",
+        "float8-blackwell",
+    ]:
         stack = load_stack(name)
         save_stack(stack, tmp_path / f"stack-{name}.yaml")
         assert load_stack(str(tmp_path / f"stack-{name}.yaml")) == stack
