@@ -12,7 +12,7 @@ _ALL = (
     *(tool.TRAIN, tool.CONFIG, tool.PORT, model.PREPROCESS, model.TRAIN_TOKENIZER, model.DATA),
     *(model.GENERATE, model.EVALUATE, model.INSPECT, model.CONVERT),
     *(tool.REHEARSE, tool.SCHEDULE, tool.PLAN, tool.PLAN_FIT, tool.PLAN_CHAIN, tool.PROFILE, tool.SWEEP, tool.PARITY),
-    *(tool.DOCTOR, tool.KERNELS, tool.PLOT, tool.RUNS, tool.COMPLETION),
+    *(tool.DOCTOR, tool.KERNELS, tool.RUNS, tool.COMPLETION),
 )
 COMMANDS: Mapping[str, Command] = MappingProxyType({each.name.removeprefix("megalite "): each for each in _ALL})
 """What does the work is imported when the words have been read: help needs no torch."""

@@ -1,4 +1,4 @@
-"""`megalite runs` and `megalite plot`: the runs below a folder, how they stand, and their curves.
+"""`megalite runs`: the runs in and below a folder, how they stand, and their curves.
 
 Read from sessions.json, metrics.jsonl and config.yaml, none of which need be whole."""
 
@@ -17,7 +17,7 @@ import yaml
 
 from megalite.cli.display import table
 from megalite.cli.output import json_text, show
-from megalite.cli.tool_commands import PLOT, RUNS
+from megalite.cli.tool_commands import RUNS
 from megalite.config.errors import ConfigError
 from megalite.config.reading import read_text, write_text
 from megalite.planner.page import Line, Row, Section, Table, draw_curves, key, page, style_of, thinned
@@ -35,7 +35,7 @@ _NUMBERS = range(3, 10)  # columns of numbers
 
 Curve = Sequence[tuple[float, float]]
 
-main, plot = RUNS, PLOT
+main = RUNS
 
 
 def run(flags: Namespace) -> int:
@@ -50,19 +50,6 @@ def run(flags: Namespace) -> int:
         return 0
     written = [f"wrote {path}" for path in (flags.html, flags.png) if path is not None]
     show("\n".join([*table([_HEADS, *map(_cells, runs)], right=_NUMBERS), *written]))
-    return 0
-
-
-def run_plot(flags: Namespace) -> int:
-    path = flags.run_dir / METRICS
-    if not path.is_file():
-        raise ConfigError(f"{path} does not exist; give the --run-dir of a run that has started")
-    found = read_run(flags.run_dir, flags.run_dir.resolve().name)
-    if not (found.losses or found.valid_losses):
-        raise ConfigError(f"{path} has no records yet; wait for the first step")
-    output = flags.output or flags.run_dir / "loss.png"
-    draw([found], found.name, output)
-    show(str(output))
     return 0
 
 

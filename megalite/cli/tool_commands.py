@@ -319,28 +319,16 @@ KERNELS = Command(
     ("megalite kernels --device cpu --json", "megalite kernels --kernels torch"),
 )
 
-PLOT = Command(
-    "megalite plot",
-    "draw the loss curve of a run",
-    "Draw losses and speed over steps from the metrics.jsonl of a run.",
-    [
-        Flag("run_dir RUN_DIR", "folder of the run (--run-dir)", Path),
-        Flag("--output FILE", "default RUN_DIR/loss.png; the ending gives the format", Path),
-    ],
-    ("megalite plot runs/first --output loss.svg",),
-    run="megalite.cli.runs:run_plot",
-)
-
 RUNS = Command(
     "megalite runs",
     "list runs, how they stand, and compare their curves",
     "List the runs in and below a folder: how each stands, its last loss, speed and goodput. Reads what runs leave in "
     "their --run-dir; a run that is under way may be looked at.",
     [
-        Flag("folder DIR", "a folder with runs in it (their --run-dir)", Path),
+        Flag("folder DIR", "a run (its --run-dir), or a folder with runs in it", Path),
         Flag("--html FILE", "write one page with their curves; it needs nothing else", Path),
-        Flag("--png FILE", "draw their curves (with matplotlib)", Path),
+        Flag("--png FILE", "draw their curves (with matplotlib); the ending gives the format: .png, .svg, .pdf", Path),
         Flag("--json", "print the list, with the curves, as JSON", bool),
     ],
-    ("megalite runs runs", "megalite runs runs --html runs/compare.html"),
+    ("megalite runs runs --html runs/compare.html", "megalite runs runs/first --png loss.svg"),
 )

@@ -30,12 +30,12 @@ def test_usage_lists_the_commands(capsys: Captured) -> None:
 
 def test_a_command_is_read_before_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    module = types.SimpleNamespace(run_plot=lambda flags: seen.append((flags.run_dir, flags.output)))
+    module = types.SimpleNamespace(run=lambda flags: seen.append((flags.folder, flags.png)))
     monkeypatch.setitem(sys.modules, "megalite.cli.runs", module)
-    assert main(["plot", "a", "--output", "b"]) == 0
+    assert main(["runs", "a", "--png", "b"]) == 0
     assert seen == [(Path("a"), Path("b"))]
-    module.run_plot = lambda flags: 3
-    assert main(["plot", "a"]) == 3
+    module.run = lambda flags: 3
+    assert main(["runs", "a"]) == 3
 
 
 def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
@@ -44,9 +44,9 @@ def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -
 
     with monkeypatch.context() as patch:
         patch.setattr("importlib.import_module", interrupt)
-        assert main(["plot", "a"]) == 130
-    monkeypatch.setitem(sys.modules, "megalite.cli.runs", types.SimpleNamespace(run_plot=interrupt))
-    assert main(["plot", "a"]) == 130
+        assert main(["runs", "a"]) == 130
+    monkeypatch.setitem(sys.modules, "megalite.cli.runs", types.SimpleNamespace(run=interrupt))
+    assert main(["runs", "a"]) == 130
     assert capsys.readouterr().err == "interrupted\ninterrupted\n"
 
 

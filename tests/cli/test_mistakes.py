@@ -74,7 +74,6 @@ PATHS = {
     "profile --output {out}.yaml --like {path}": "",
     "sweep {path} --dry-run": "",
     "parity --config {path}": "",
-    "plot {path}": "",
 }
 """Command line with the path in question as {path} -> kinds of path that are fine there, or not tried: runs are slow."""
 
@@ -247,7 +246,6 @@ def command_lines() -> st.SearchStrategy[list[str]]:
         "inspect": ("--diff", "--step", "--tensors", "--config", "--json", "--no-verify"),
         "data verify": ("--vocab-size", "--tokenizer-type", "--no-hash", "--json"),
         "data split": ("--input", "--output-prefix", "--parts", "--documents", "--split"),
-        "plot": ("--output",),
         "generate": ("--load", "--prompt", "--max-new-tokens", "--temperature", "--top-k", "--seed"),
         "preprocess": ("--input", "--output-prefix", "--workers", "--tokenizer-type", "--split-sentences"),
         "plan": ("--cluster", "--gpus", "--fix", "--max-memory", "--tokens", "--top", "--json"),
@@ -293,7 +291,7 @@ def test_pipes_and_devices_are_refused(line: str, device: str, tmp_path: Path, c
 
 
 def test_deeply_nested_records_are_damaged_ones(tmp_path: Path, capsys: Captured) -> None:
-    """Neither plot nor runs ends by a line that someone else wrote."""
+    """`runs` does not end by a line that someone else wrote."""
     run = tmp_path / "runs" / "one"
     run.mkdir(parents=True)
     nested = '{"step": 1, "kind": "train", "x": ' + "[" * 200_000 + "]" * 200_000 + "}\n"
@@ -302,5 +300,3 @@ def test_deeply_nested_records_are_damaged_ones(tmp_path: Path, capsys: Captured
     (run / "sessions.json").write_text("[" * 200_000)
     assert main(["runs", str(tmp_path / "runs")]) == 0
     assert "one" in capsys.readouterr().out
-    (run / "metrics.jsonl").write_text(nested)
-    assert "has no records yet" in refused(["plot", str(run)], capsys)
