@@ -11,11 +11,11 @@ from pathlib import Path
 
 from megalite.cli.display import table, working
 from megalite.cli.output import show, stdout_is_terminal
-from megalite.cli.schedule_study import Request, Study, compare, read_schedule, study_file, study_named
+from megalite.cli.schedule_study import Request, Study, compare, study_file, study_named
 from megalite.cli.tool_commands import AUTO, NAMES, SCHEDULE
 from megalite.config.byte_size import format_bytes, parse_byte_size
 from megalite.config.errors import ConfigError
-from megalite.config.reading import write_text
+from megalite.config.reading import read_input, write_text
 from megalite.pipeline.ir.actions import Kind
 from megalite.pipeline.ir.costs_file import UNITS, CostTable, read_costs
 from megalite.pipeline.ir.generators.registry import default_schedule
@@ -68,7 +68,7 @@ def _name(flags: Namespace) -> str:
 
 def _answer(flags: Namespace) -> str:
     table = CostTable() if flags.costs is None else read_costs(flags.costs)
-    own = None if flags.csv is None else read_schedule(flags.csv)
+    own = None if flags.csv is None else Schedule.from_csv(read_input(flags.csv, "schedule file"), name=flags.csv.name)
     request = _request(flags, table, own)
     unit = table.unit or ""
     refused: dict[str, str] = {}

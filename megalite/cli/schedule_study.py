@@ -3,12 +3,10 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 from megalite.cli.tool_commands import AUTO
 from megalite.config.errors import ConfigError
-from megalite.config.reading import read_text
 from megalite.pipeline.ir.actions import ScheduleError
 from megalite.pipeline.ir.costs_file import CostTable, MemoryTable
 from megalite.pipeline.ir.generators.auto import build_auto
@@ -135,15 +133,6 @@ def study_named(name: str, request: Request) -> Study:
         recompute_ahead=request.recompute_ahead,
     )
     return study(schedule, request)
-
-
-def read_schedule(path: Path) -> Schedule:
-    """The schedule of a CSV file; whether it can run is for `study_file` to say."""
-    try:
-        return Schedule.from_csv(read_text(path, "utf-8-sig"), name=path.name)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"cannot read {path}: {reason}; give a CSV file, one line per rank") from None
 
 
 def study_file(schedule: Schedule, request: Request) -> Study:

@@ -1,17 +1,15 @@
 """Where tokens come from: the settings, splits, and the files and blends that `data_path` names."""
 
-import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from megalite.config.errors import ConfigError, shortened
 from megalite.config.option import option
-from megalite.config.reading import read_input
+from megalite.config.reading import read_input, read_json
 from megalite.config.registry import Registry
 
 SPLITS = ("train", "valid", "test")
@@ -152,12 +150,7 @@ def read_split_file(path: str, where: str) -> dict[str, list[str]]:
     """`--per-split-data-args-path FILE`: JSON with what each split's --..-data-path would be given.
     Raises ConfigError: the file cannot be read or holds something else; the message starts with `where`."""
     example = '{"train": ["0.3", "a", "0.7", "b"], "valid": ["c"]}'
-    try:
-        tree = json.loads(read_input(path, where), object_pairs_hook=partial(_unique, f"{where} {path}"))
-    except ConfigError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} {path} is not JSON: {error}; it holds e.g. {example}") from None
+    tree = read_json(path, where, example)
     if not isinstance(tree, dict) or not tree or set(tree) - set(_SPLITS):
         raise ConfigError(
             f"{where} {path} must hold paths for train, valid and test, e.g. {example}; found {shortened(tree)}"
@@ -173,16 +166,6 @@ DATA_FILES: Mapping[str, Callable[[str, str], dict[str, list[str]]]] = MappingPr
     {"--data-args-path": read_args_file, "--per-split-data-args-path": read_split_file}
 )
 """Megatron-LM's flag -> (its FILE, the flag) -> the settings in it."""
-
-
-def _unique(where: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; of a key given twice, the last one would win without a word."""
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ConfigError(f"{where}: {key} is given twice; keep one of them")
-        found[key] = value
-    return found
 
 
 DATASETS: Registry[Any] = Registry("dataset")

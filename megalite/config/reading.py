@@ -6,6 +6,7 @@ import difflib
 import errno
 import gc
 import io
+import json
 import math
 import os
 import stat
@@ -100,6 +101,26 @@ def _near(path: Path) -> str:
         return f": there is no folder {path.parent}"
     close = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
     return f": did you mean {' or '.join(str(path.with_name(name)) for name in close)}?" if close else ""
+
+
+def read_json(path: str | Path, what: str, example: str) -> Any:
+    """What a JSON file that the user named holds. Raises ConfigError: it cannot be read, is not JSON, or has a key twice;
+    `what` says which file it is."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:  # the last one would win without a word
+            if key in found:
+                raise ConfigError(f"{what} {path}: {key} is given twice; keep one of them")
+            found[key] = value
+        return found
+
+    try:
+        return json.loads(read_input(path, what), object_pairs_hook=unique)
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{what} {path} is not JSON: {error}; it holds e.g. {example}") from None
 
 
 def load_mapping(text: str, source: str, example: str, problems: Problems | None = None) -> dict[Any, Any]:

@@ -9,7 +9,7 @@ from megalite.config.batch import microbatch_counts
 from megalite.config.byte_size import parse_byte_size
 from megalite.config.errors import ConfigError
 from megalite.config.parallel import PIPELINE_SCHEDULES
-from megalite.config.reading import read_text
+from megalite.config.reading import read_input
 from megalite.config.run import RunConfig
 from megalite.models.shapes import attention_core_flops, flops_per_token, layer_forward_flops, layer_shapes
 from megalite.partition.activations import recompute_units, stage_sizes
@@ -206,15 +206,9 @@ def _read(key: _Key) -> Schedule:
     p = config.parallel
     path = Path(p.pipeline_schedule_file or "")
     try:
-        # Spreadsheets begin their files with a byte-order mark.
-        schedule = Schedule.from_csv(read_text(path, "utf-8-sig"), name=path.name)
+        schedule = Schedule.from_csv(read_input(path, "pipeline_schedule_file"), name=path.name)
         validate_written(schedule)
         validate(lowered(config, schedule))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"it is no text ({error.reason})"
-        raise ConfigError(
-            f"cannot read pipeline_schedule_file {path}: {reason}; write one with megalite schedule --write-csv"
-        ) from None
     except ScheduleError as error:
         raise ConfigError(f"pipeline_schedule_file {path}: {error}") from None
     if schedule.num_ranks != p.pp or schedule.num_stages != p.pp * p.vpp:

@@ -22,7 +22,7 @@ from megalite.partition.activations import stage_activation_bytes
 from megalite.partition.memory import activation_peaks
 from megalite.partition.pipeline import plan_stages, schedule_of
 from megalite.partition.stages import StagePlan
-from megalite.pipeline.ir.schedule import peak_activations
+from megalite.pipeline.ir.schedule import live_units
 from megalite.training.replica import Precision, build_stages
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import Runner, build, tiny_config
@@ -233,7 +233,7 @@ def peak(context: RankContext, world_size: int, settings: dict[str, Any]) -> dic
     counts = config.training.global_batch_size or 0
     schedule = schedule_of(config, counts // config.training.micro_batch_size)
     planned = activation_peaks(config, plan_stages(config), schedule)[rank]
-    in_flight = peak_activations(schedule.actions, forward_only=False)[rank]
+    in_flight = max(units.activations for units in live_units(schedule.actions[rank]))
     message = next(iter(stages)).activation_shape(config.training.micro_batch_size)
     return {
         "held": saved.peak,

@@ -38,7 +38,15 @@ class Kind(StrEnum):
     """The stage's gradients are final for this step: data-parallel reduction may start. Has no microbatch."""
 
 
-COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R})
+MEANINGS = {
+    Kind.F: "forward",
+    Kind.B: "backward",
+    Kind.I: "input gradient",
+    Kind.W: "weight gradient",
+    Kind.R: "forward again",
+}
+"""What computes, in words."""
+COMPUTE = frozenset(MEANINGS)
 GRADIENTS = frozenset({Kind.B, Kind.I})
 """Each gives the gradient of a stage's input."""
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})

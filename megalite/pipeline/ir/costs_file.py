@@ -7,17 +7,16 @@
 ```
 """
 
-import json
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import add
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megalite.config.errors import ConfigError, shortened
-from megalite.config.reading import build, number, read_text
+from megalite.config.reading import build, number, read_json
 from megalite.pipeline.ir.memory import Sizes
 from megalite.pipeline.ir.simulate import Costs, Link
 
@@ -162,27 +161,8 @@ class CostTable(_Given):
 
 def read_costs(path: Path) -> CostTable:
     """The table of a file, or a ConfigError that names it."""
-
-    def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-        """Python's own reader would silently keep the last of two equal keys."""
-        found = dict(pairs)
-        for key in found if len(found) < len(pairs) else ():
-            if sum(key == other for other, _ in pairs) > 1:
-                raise ConfigError(f"{path}: it has {key} twice in one object; keep one of them")
-        return found
-
-    try:
-        data = json.loads(read_text(path, "utf-8-sig"), object_pairs_hook=unique)
-    except ConfigError:
-        raise
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"cannot read {path}: {reason}; give a JSON file with --costs") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            f'{path}: it is not JSON: {error}; expected e.g. {{"forward": 1, "input_grad": 1, "weight_grad": 1}}'
-        ) from None
-    return parse_costs(data, source=str(path))
+    example = '{"forward": 1, "input_grad": 1, "weight_grad": 1}'
+    return parse_costs(read_json(path, "costs file", example), source=str(path))
 
 
 def parse_costs(data: Any, *, source: str = "costs") -> CostTable:

@@ -84,7 +84,10 @@ def sufficient(size: float) -> str:
 
 
 def activation_peaks(table: Table, send_window: int) -> tuple[int, ...]:
-    """Per rank, the most (stage, microbatch) pairs with live graphs at once: `schedule.peak_activations`."""
+    """Per rank, the most (stage, microbatch) pairs with live activations at once; what W needs is not counted.
+
+    A pair's activations live from its F, or from its R if it has one, to its B or I; forward-only runs keep nothing
+    beyond the F itself. The order on the rank alone decides: the result holds whatever the actions cost."""
     return tuple(int(peak.size) for peak in table_peaks(table, Sizes.uniform(table.schedule.num_stages), send_window))
 
 

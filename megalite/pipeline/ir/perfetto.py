@@ -4,18 +4,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megalite.pipeline.ir.actions import Action, Kind
+from megalite.pipeline.ir.actions import MEANINGS, Action
 from megalite.pipeline.ir.schedule import Schedule, dependencies
 from megalite.pipeline.ir.simulate import Event
-
-CATEGORIES: Mapping[Kind, str] = {
-    Kind.F: "forward",
-    Kind.B: "backward",
-    Kind.I: "input gradient",
-    Kind.W: "weight gradient",
-    Kind.R: "recompute",
-}
-"""What a viewer can filter by."""
 
 _INSIDE = 0.01
 """How far inside its slice, as a share of it, an arrow begins or ends: viewers bind it to the slice around it."""
@@ -65,7 +56,7 @@ def _slice(process: int, event: Event) -> dict[str, Any]:
     return {
         "ph": "X",
         "name": str(event.action),
-        "cat": CATEGORIES[kind],
+        "cat": MEANINGS[kind],
         "pid": process,
         "tid": event.rank,
         "ts": start / 1e3,

@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import floor
 from typing import NamedTuple
 
-from megalite.pipeline.ir.actions import Action, Kind
+from megalite.pipeline.ir.actions import MEANINGS, Action, Kind
 from megalite.pipeline.ir.lower import NEVER, unit_starts
-from megalite.pipeline.ir.schedule import Schedule, peak_activations
+from megalite.pipeline.ir.memory import activation_peaks
+from megalite.pipeline.ir.schedule import Schedule
 from megalite.pipeline.ir.simulate import Timeline
 from megalite.pipeline.ir.table import Table
 
@@ -15,12 +16,6 @@ _CUT = "…"
 _MOST_SLOTS = 4000
 """A clock with a shorter slot than this share of the step is of no use, and costs a list cell a slot."""
 _MOST_LINES = 60  # a wrapped grid has no more, unless one panel does
-_MEANINGS = {
-    Kind.B: "its backward",
-    Kind.I: "its input gradient",
-    Kind.W: "its weight gradient",
-    Kind.R: "its forward again",
-}
 
 Paint = Callable[[str, Kind | None], str]
 """Colours a piece of a row: its text, and the kind of its action (None: idle)."""
@@ -143,7 +138,7 @@ def _window(cells: list[str], centre: int, width: int) -> str:
 
 def _row_ends(schedule: Schedule, grid: _Grid, columns: Mapping[str, Sequence[str]]) -> tuple[str, list[str]]:
     """What stands right of the slots: the heading, and the text of each rank."""
-    peaks = peak_activations(schedule.actions, forward_only=schedule.forward_only)
+    peaks = activation_peaks(Table.of(schedule.actions, schedule), send_window=1)
     heading = "  bubble  peak"
     ends = [f"  {bubble:>6.1%}{peak:>6}" for bubble, peak in zip(grid.bubbles, peaks, strict=True)]
     for name, texts in columns.items():
@@ -162,9 +157,9 @@ def _drawn(slot: _Slot, width: int, paint: Paint) -> str:
 def _legend(schedule: Schedule) -> str:
     several = schedule.num_chunks > 1
     example = "5F2 forward of microbatch 2 through stage 5" if several else "F2 forward of microbatch 2"
-    kinds = {action.kind for row in schedule.actions for action in row}
-    others = "".join(f", {kind} {meaning}" for kind, meaning in _MEANINGS.items() if kind in kinds)
-    return f"{example}{others}, {_IDLE} idle; peak: live activations, in microbatches x stages"
+    others = {action.kind for row in schedule.actions for action in row} - {Kind.F}
+    meanings = "".join(f", {kind} its {meaning}" for kind, meaning in MEANINGS.items() if kind in others)
+    return f"{example}{meanings}, {_IDLE} idle; peak: live activations, in microbatches x stages"
 
 
 def _rows(schedule: Schedule, count: int, cells: Iterable[tuple[int, Action, int, int]]) -> list[list[_Slot]]:

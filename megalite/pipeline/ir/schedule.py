@@ -111,17 +111,6 @@ class Program:
     send_window: int = 1  # sends that may be pending on one channel; each keeps an output tensor alive
 
 
-def peak_activations(actions: Sequence[Sequence[Action]], *, forward_only: bool) -> tuple[int, ...]:
-    """Per rank, the most (stage, microbatch) pairs with live activations at once; what W needs is not counted.
-
-    A pair's activations live from its F, or from its R if it has one, to its B or I; forward-only runs keep nothing
-    beyond the F itself. The order on the rank alone decides: the result holds whatever the actions cost.
-    """
-    if forward_only:
-        return tuple(int(any(action.kind is Kind.F for action in row)) for row in actions)
-    return tuple(max((units.activations for units in live_units(row)), default=0) for row in actions)
-
-
 class LiveUnits(NamedTuple):
     """What is alive on a rank, in (stage, microbatch) pairs."""
 

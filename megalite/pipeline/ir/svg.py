@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import floor, log10
 from xml.sax.saxutils import escape, quoteattr
 
-from megalite.pipeline.ir.actions import Kind
+from megalite.pipeline.ir.actions import MEANINGS, Kind
 from megalite.pipeline.ir.simulate import Event, Timeline
 
 _COLOURS: Mapping[Kind, tuple[str, str]] = {
@@ -16,13 +16,6 @@ _COLOURS: Mapping[Kind, tuple[str, str]] = {
     Kind.R: ("#e0d0f1", "#b08bd8"),
 }
 """Fill of a rank's first stage and of its last; those between are mixed. Dark text reads well on each."""
-_NAMES: Mapping[Kind, str] = {
-    Kind.F: "F forward",
-    Kind.B: "B backward",
-    Kind.I: "I input gradient",
-    Kind.W: "W weight gradient",
-    Kind.R: "R forward again",
-}
 _STYLE = """
   text { font: 12px system-ui, 'Segoe UI', Helvetica, Arial, sans-serif; fill: #1f2328; }
   .number { font-size: 11px; text-anchor: middle; }
@@ -78,7 +71,7 @@ def draw_svg(panels: Sequence[Panel], *, unit: str = "", peak: str) -> str:
         y += 48
     chunks = max(panel.timeline.schedule.num_chunks for panel in panels)
     used = {event.action.kind for panel in panels for event in panel.timeline.events}
-    kinds = [kind for kind in _NAMES if kind in used]
+    kinds = [kind for kind in MEANINGS if kind in used]
     legend, y = _legend(kinds, chunks, y, right, peak)
     body.extend(legend)
     names = ", ".join(panel.timeline.schedule.name for panel in panels)
@@ -163,7 +156,7 @@ def _legend(kinds: Sequence[Kind], chunks: int, y: float, right: float, peak: st
     shown = min(chunks, 4)
     x = _MARGIN
     for kind in (*kinds, None):
-        name = "idle" if kind is None else _NAMES[kind]
+        name = "idle" if kind is None else f"{kind} {MEANINGS[kind]}"
         shades = [index * (chunks - 1) // max(shown - 1, 1) for index in range(shown)]
         styles = ["idle"] if kind is None else [f"{kind}{chunk}" for chunk in shades]
         size = 17 * len(styles) + 4 + _LETTER * len(name) + 12

@@ -142,14 +142,14 @@ def test_reads_files(tmp_path: Path) -> None:
     path.write_text(json.dumps(FULL))
     assert read_costs(path).costs(LOOP) == parse_costs(FULL).costs(LOOP)
     for text, says in (
-        (b"{", "it is not JSON"),
-        (b'{"forward": 1, "forward": 2}', "has forward twice"),
+        (b"{", "is not JSON"),
+        (b'{"forward": 1, "forward": 2}', "forward is given twice"),
         (b'{"forward": 1\xff}', "not UTF-8"),
-        (b"[" * 100_000, "it is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
         (b'{"forward": 1e999}', "forward is inf"),
     ):
         path.write_bytes(text)
         with pytest.raises(ConfigError, match=says):
             read_costs(path)
-    with pytest.raises(ConfigError, match=r"cannot read .*none\.json: No such file.*--costs"):
+    with pytest.raises(ConfigError, match=r"costs file .*none\.json does not exist"):
         read_costs(tmp_path / "none.json")

@@ -7,7 +7,7 @@ from megalite.pipeline.ir.generators.many_chunks import interleaved, looped_bfs,
 from megalite.pipeline.ir.generators.one_chunk import loop_placement, one_f_one_b, zb_h1
 from megalite.pipeline.ir.generators.registry import forward_only, with_recompute_ahead
 from megalite.pipeline.ir.lower import lower
-from megalite.pipeline.ir.schedule import LiveUnits, Schedule, live_units, peak_activations
+from megalite.pipeline.ir.schedule import LiveUnits, Schedule, live_units
 from megalite.pipeline.ir.validate import validate
 
 
@@ -106,7 +106,6 @@ def test_live_units_after_each_action() -> None:
         LiveUnits(activations=0, inputs=0, deferred=1),
         LiveUnits(activations=0, inputs=0, deferred=0),
     ]
-    assert peak_activations([row], forward_only=False) == (2,)
 
 
 def test_csv_as_spreadsheets_and_people_write_it() -> None:
