@@ -67,6 +67,7 @@ class Bucket:
             free_storage(self.data)  # until `draw`
         if not allocate:
             free_storage(self.grad)
+        self._uses = sum(parameter.info.uses for parameter in parameters)  # gradients of one whole backward
         self._awaited = 0
         self._on_full: Callable[[], None] = lambda: None
 
@@ -104,7 +105,8 @@ class Bucket:
     def start_counting(self, on_full: Callable[[], None], pending: Counter[torch.nn.Parameter] | None = None) -> None:
         """From now on count gradients; `on_full` is called once each parameter's last one has come, at once if none
         will. `pending`: how many are still to come of each parameter; those of one whole backward by default."""
-        self._awaited = sum(awaited(placed.parameter, pending) for placed in self.placed)
+        parameters = (placed.parameter for placed in self.placed)
+        self._awaited = self._uses if pending is None else sum(pending[parameter] for parameter in parameters)
         self._on_full = on_full
         if self._awaited == 0:
             on_full()

@@ -280,7 +280,7 @@ def _math(q: Tensor, k: Tensor, v: Tensor, causal: bool, grouped: bool) -> Tenso
 
 
 def _flash_on_cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, _: bool) -> Tensor:
-    return _aten._scaled_dot_product_flash_attention_for_cpu(readable(q), readable(k), readable(v), 0.0, causal)[0]
+    return torch._scaled_dot_product_flash_attention_for_cpu(readable(q), readable(k), readable(v), 0.0, causal)[0]
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, _: bool) -> Tensor:

@@ -41,7 +41,9 @@ class Products:
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None, of_x: Tensor | None = None) -> Tensor:
         """x [..., i] · weight [..., i]ᵀ + bias [o] -> [..., o]; `of_x` is what `measure` says of x."""
-        return self._matmul(x, weight.flatten(0, -2).t(), bias)
+        matrix = weight.flatten(0, -2)
+        # torch's takes it as it is.
+        return F.linear(x, matrix, bias) if self._matmul is matmul else self._matmul(x, matrix.t(), bias)
 
     def input_grad(self, grad_y: Tensor, weight: Tensor, of_grad: Tensor | None = None) -> Tensor:
         """grad_y [..., o] · weight [..., i] -> [..., i], in new memory."""

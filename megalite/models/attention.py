@@ -255,7 +255,7 @@ class Attention(AttentionCore):
             packed = torch.cat((grouped, k.unsqueeze(3), v.unsqueeze(3)), dim=3)
             packed = sequence_to_heads(packed, cp=self.cp_heads, held=self.traded_spans(context))
             q, k, v = self._split(packed.flatten(0, 1), b)
-        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (q, k, v))
+        q, k, v = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
         if cache is not None:
             if context.next_tokens is None:
                 cache.fill(self.name, k, v)
@@ -279,13 +279,15 @@ class Attention(AttentionCore):
 
     def _split(self, qkv: Tensor, b: int) -> tuple[Tensor, Tensor, Tensor]:
         """[s·b, groups, queries + 2, d] -> queries [s, b, heads, d], keys and values [s, b, groups, d]."""
-        # Of more than four dimensions CUDA would join the gradients by a launch for each.
-        parts = qkv.split((qkv.shape[2] - 2, 1, 1), dim=2)
-        q, k, v = (part.reshape(-1, b, part.shape[1] * part.shape[2], self.head_size) for part in parts)
-        # The queries of several groups are a copy: views of the rest would keep all of qkv too.
-        if qkv.shape[2] > 3:
-            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        return q, k, v
+        groups, queries, d = qkv.shape[1], qkv.shape[2] - 2, self.head_size
+        if queries == 1:
+            q, k, v = qkv.view(-1, b, groups, 3, d).unbind(3)
+            return q, k, v
+        # Of more than four dimensions CUDA would join these gradients by a launch for each. The queries of several groups
+        # are a copy: views of the rest would keep all of qkv too.
+        q, k, v = qkv.split((queries, 1, 1), dim=2)
+        k, v = k.reshape(-1, b, groups, d).contiguous(), v.reshape(-1, b, groups, d).contiguous()
+        return q.reshape(-1, b, groups * queries, d).contiguous(), k, v
 
     def _turned_in_place(self, qkv: Tensor, b: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`_split`, queries and keys rotated by one table [s, 1, 1, d/2] for all sequences. They are read where the

@@ -79,22 +79,23 @@ class Block(torch.nn.Module):
 
     def forward(self, x: Tensor, context: ForwardContext, cache: KeyValueCache | None = None) -> Tensor:
         """[s/cp, b, h] -> [s/cp, b, h], split over tp as well with sequence parallelism."""
+        attention, norm, mlp_norm = self.attention, self.attention_norm, self.mlp_norm
         with self.saves.module("attn_norm"):
-            normed = x if self.attention_norm is None else self.attention_norm(x)
+            normed = x if norm is None else norm(x)
         late = self.attention_post_norm is None  # the norm is of the branch with its bias
-        with self._remaking(normed, self.attention_norm, x, "attn_norm"):
-            branch = self.attention(normed, context, cache, add_late_bias=not late)
+        with self._remaking(normed, norm, x, "attn_norm"):
+            branch = attention(normed, context, cache, add_late_bias=not late)
         if self.attention_post_norm is not None:
             with self.saves.module("attn_norm"):
                 branch = self.attention_post_norm(branch)
         keep = context.keep_mask(branch, self.dropout, site=f"{self.name}.attention", region=self.region)
-        bias = self.attention.out.late_bias if late else None
-        if self.mlp_norm is None:
+        bias = attention.out.late_bias if late else None
+        if mlp_norm is None:
             normed = x = self._add_dropped(x, branch, bias, keep, self.dropout)
         else:
             with self.saves.module("mlp_norm"):
-                normed, x = self.mlp_norm(x, branch, bias=bias, keep=keep, p=self.dropout)
-        with self._remaking(normed, self.mlp_norm, x, "mlp_norm"):
+                normed, x = mlp_norm(x, branch, bias=bias, keep=keep, p=self.dropout)
+        with self._remaking(normed, mlp_norm, x, "mlp_norm"):
             branch = self.feed_forward(normed, context)
         if self.mlp_post_norm is not None:
             with self.saves.module("mlp_norm"):
@@ -111,10 +112,9 @@ class Block(torch.nn.Module):
     def feed_forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         if self.moe is not None:
             return self.moe(x, context)
-        assert self.mlp is not None
-        if self.recompute_mlp and torch.is_grad_enabled():
-            return recomputed(self.mlp, x)
-        return self.mlp(x)
+        mlp = self.mlp
+        assert mlp is not None
+        return recomputed(mlp, x) if self.recompute_mlp and torch.is_grad_enabled() else mlp(x)
 
 
 def run_layers(

@@ -45,9 +45,8 @@ class Norm(torch.nn.Module):
 
     def normalize(self, x: Tensor) -> Tensor:
         """`forward`, for a caller inside a forward or backward that has waited for the weights."""
-        if self.bias is None:
-            return self._kernel(x, self.weight, self.eps, zero_centered=self.zero_centered)
-        return self._kernel(x, self.weight, self.bias, self.eps, zero_centered=self.zero_centered)
+        weights = (self.weight,) if (bias := self.bias) is None else (self.weight, bias)
+        return self._kernel(x, *weights, self.eps, zero_centered=self.zero_centered)
 
 
 class ResidualNorm(Norm):

@@ -18,13 +18,14 @@ class _VocabParallelCrossEntropy(Function):
     """loss = log Σ exp(z) - z_label: each rank sends what its columns add to the sum, and the label's if it has it."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, first: int, tp: Group, kernel: Kernel) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, first: int | None, tp: Group, kernel: Kernel) -> Tensor:
         labels, columns = labels.flatten(), logits.shape[-1]
         own, saved = kernel[0](logits.detach().flatten(0, -2), labels, first)
         ctx.kernel, ctx.first, ctx.shape = kernel, first, logits.shape
         logsumexp = None
         if tp.size == 1:
-            loss = own[1].log() - own[2]
+            _, total, picked = own.unbind()
+            loss = total.log() - picked
         else:
             gathered = own.new_empty(tp.size * own.shape[0], own.shape[1])
             tp.all_gather(gathered, own)
@@ -71,4 +72,4 @@ def vocab_parallel_cross_entropy(
     if first + logits.shape[-1] > vocab_size:
         # Finite, so that a rank with nothing but padding stays free of NaN. In place: no operation saved its output.
         logits.detach()[..., max(vocab_size - first, 0) :] = torch.finfo(logits.dtype).min / 2
-    return _VocabParallelCrossEntropy.apply(logits, labels, first, tp, kernel)
+    return _VocabParallelCrossEntropy.apply(logits, labels, first if tp.size > 1 else None, tp, kernel)

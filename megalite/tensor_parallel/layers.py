@@ -1,10 +1,10 @@
 """Column- and row-parallel linear layers and the vocabulary-parallel embedding (arXiv 1909.08053)."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.kernels.autograd import Function
@@ -14,6 +14,7 @@ from megalite.tensor_parallel.parameter import (
     ParameterFactory,
     ShardedParameter,
     WeightGradient,
+    linear_product,
     linear_weight_gradient,
 )
 from megalite.tensor_parallel.ring_linear import Pieces, Ring, scattered_linear
@@ -55,15 +56,21 @@ class _Linear(Function):
         grad_rows, gather = grad_y.flatten(0, -2), tp if ctx.sequence_parallel else None
         of_grad = None if pieces is not None else products.measure(grad_rows)
         multiply = None if pieces is not None else products.weight_grad(ctx.of_x, of_grad)
-        gradient = linear_weight_gradient(weight, x, grad_rows, gather, multiply)
+        deferring = weight.deferred is not None and weight.deferred.is_deferring
+        gradient = (
+            linear_weight_gradient(weight, x, grad_rows, gather, multiply) if gather is not None or deferring else None
+        )
         # x is gathered again under the input gradient's product, and that travels under the weight gradient's.
-        if gather is not None and (weight.deferred is None or not weight.deferred.is_deferring):
+        if gradient is not None and not deferring:
             gradient.start()
         if pieces is None:
             grad_x, reducing = _reduce_input_grad(ctx, products.input_grad(grad_y, weight, of_grad))
         else:
             grad_x, reducing = pieces.scatter(grad_y, weight.flatten(0, -2))
-        grad_weight = gradient.compute_or_defer(weight.deferred)
+        if gradient is None:  # the usual case, without an object for it
+            grad_weight = weight.contribute(partial(linear_product, weight, x, grad_rows, multiply))
+        else:
+            grad_weight = gradient.compute_or_defer(weight.deferred)
         grad_bias = grad_rows.sum(0) if ctx.has_bias else None
         if reducing is not DONE:
             reducing.wait()
@@ -194,8 +201,8 @@ class RowParallelLinear(torch.nn.Module):
         if self.sequence_parallel and self.overlap:
             y = scattered_linear(x, self.weight, self.overlap_by(self.tp, self.matmul))
         else:
-            partial = linear(x, self.weight, None, tp=None, products=self.products)
-            y = reduce_partial_sums(partial, tp=self.tp, sequence_parallel=self.sequence_parallel)
+            terms = linear(x, self.weight, None, tp=None, products=self.products)
+            y = reduce_partial_sums(terms, tp=self.tp, sequence_parallel=self.sequence_parallel)
         return y + self.bias if self.bias is not None and add_late_bias else y
 
 
@@ -209,7 +216,7 @@ class _VocabularyLookup(Function):
         if (start, stop) != (0, weight.info.spec.global_shape[0]):
             outside = (tokens < start) | (tokens >= stop)
             tokens = (tokens - start).masked_fill(outside, 0)
-        rows = F.embedding(tokens, weight)
+        rows = torch.embedding(weight, tokens)
         if outside is not None:
             rows.masked_fill_(outside.unsqueeze(-1), 0.0)
         ctx.save_for_backward(tokens, outside)

@@ -71,6 +71,14 @@ class ShardedParameter(torch.nn.Parameter):
         if self.grad_ready is not None:
             self.grad_ready()
 
+    def contribute(self, product: Callable[[Tensor | None], Tensor | None]) -> Tensor | None:
+        """Have a `WeightGradient.product` computed: what a backward returns, None where it is in `main_grad`."""
+        main_grad = self.main_grad
+        grad = product(main_grad)
+        if main_grad is not None:
+            self.report()
+        return grad
+
     def accumulate(self, grad: Tensor) -> None:
         """Add a finished gradient to `main_grad`."""
         assert self.main_grad is not None
@@ -95,11 +103,7 @@ class WeightGradient:
     start: Callable[[], None] = _nothing  # starts the communication that `product` needs
 
     def compute(self) -> Tensor | None:
-        main_grad = self.parameter.main_grad
-        grad = self.product(main_grad)
-        if main_grad is not None:
-            self.parameter.report()
-        return grad
+        return self.parameter.contribute(self.product)
 
     def compute_or_defer(self, deferred: DeferredWeightGradients | None) -> Tensor | None:
         """What a backward returns for its weight: the gradient, or None where it is deferred or in `main_grad`."""
@@ -126,17 +130,24 @@ def linear_weight_gradient(
     def product(main_grad: Tensor | None) -> Tensor | None:
         if gathering is not DONE:
             gathering.wait()
-        x_rows = x.flatten(0, -2)
-        if main_grad is not None and multiply is None:
-            weight.accumulate_product(main_grad.flatten(0, -2), grad_rows, x_rows)
-            return None
-        grad = grad_rows.t() @ x_rows if multiply is None else multiply(grad_rows, x_rows)
-        if main_grad is None:
-            return grad.view(weight.shape).to(weight.dtype)
-        main_grad.flatten(0, -2).add_(grad)
-        return None
+        return linear_product(weight, x, grad_rows, multiply, main_grad)
 
     return WeightGradient(weight, product, start)
+
+
+def linear_product(
+    weight: ShardedParameter, x: Tensor, grad_rows: Tensor, multiply: WeightProduct | None, main_grad: Tensor | None
+) -> Tensor | None:
+    """grad_rowsᵀ·x for x [..., i] as a `WeightGradient.product`."""
+    x_rows = x.flatten(0, -2)
+    if main_grad is not None and multiply is None:
+        weight.accumulate_product(main_grad.flatten(0, -2), grad_rows, x_rows)
+        return None
+    grad = grad_rows.t() @ x_rows if multiply is None else multiply(grad_rows, x_rows)
+    if main_grad is None:
+        return grad.view(weight.shape).to(weight.dtype)
+    main_grad.flatten(0, -2).add_(grad)
+    return None
 
 
 def attach_deferred(module: torch.nn.Module, deferred: DeferredWeightGradients | None) -> None:

@@ -321,6 +321,7 @@ class Stepper:
             if alone:
                 # A share is a batch by itself, and one of several parts of the step.
                 denominators *= self._shares
+        hides, restarts, finds = replica.hides_documents, replica.restarts_positions, replica.finds_documents
         passed: dict[tuple[int, int], dict[int, Any]] = {}  # row counts of passes that an R will run again
 
         def forward(stage: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor:
@@ -332,7 +333,7 @@ class Stepper:
                 dp_size=topology.dp.size,
                 micro_batch_size=config.micro_batch_size,
             )
-            starts = microbatches[microbatch].document_starts if replica.finds_documents else None
+            starts = microbatches[microbatch].document_starts if finds else None
             ahead = None
             if (
                 module.head is not None
@@ -348,9 +349,9 @@ class Stepper:
             context = module.context(
                 ids,
                 seq_length=length,
-                spans=microbatches[microbatch].spans if replica.finds_documents else None,
-                attention_documents=starts if replica.hides_documents else None,
-                position_documents=starts if replica.restarts_positions else None,
+                spans=microbatches[microbatch].spans if finds else None,
+                attention_documents=starts if hides else None,
+                position_documents=starts if restarts else None,
                 auxiliary=auxiliary,
                 ahead=ahead,
                 row_counts=None if config.recompute_granularity == "none" else counts,

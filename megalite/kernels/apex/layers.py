@@ -165,7 +165,7 @@ def causal_softmax_backward(grad: Tensor, probabilities: Tensor, scale: float) -
 _NO_SMOOTHING = 0.0
 
 
-def cross_entropy_forward(logits: Tensor, labels: Tensor, first: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+def cross_entropy_forward(logits: Tensor, labels: Tensor, first: int | None) -> tuple[Tensor, tuple[Tensor, ...]]:
     """See `cross_entropy.cross_entropy_forward`, for logits in fp32 and fp16. Of bf16 the kernel rounds the log-sum-exp.
 
     The statistics are log Σ exp z in the place of the maximum, and 1 in that of the sum. apex.contrib.xentropy is not
@@ -174,7 +174,7 @@ def cross_entropy_forward(logits: Tensor, labels: Tensor, first: int) -> tuple[T
     if logits.numel() == 0:
         nothing = logits.new_zeros(logits.shape[0], dtype=torch.float32)
         return torch.stack((nothing, nothing + 1.0, nothing)), (logits, nothing)
-    local = labels - first
+    local = labels - (first or 0)
     outside = (local < 0) | (local >= logits.shape[1])
     # The kernel reads the logit at the label, wherever that is.
     logits, inside = logits.contiguous(), local.masked_fill(outside, 0).contiguous()
@@ -185,13 +185,13 @@ def cross_entropy_forward(logits: Tensor, labels: Tensor, first: int) -> tuple[T
 
 
 def cross_entropy_backward(
-    saved: Sequence[Tensor], labels: Tensor, first: int, logsumexp: Tensor | None, grad: Tensor
+    saved: Sequence[Tensor], labels: Tensor, first: int | None, logsumexp: Tensor | None, grad: Tensor
 ) -> Tensor:
     """See `cross_entropy.cross_entropy_backward`; the result is new memory."""
     logits, log_sum = saved
     if logits.numel() == 0:
         return torch.empty_like(logits)
-    local = labels - first
+    local = labels - (first or 0)
     # Compared with the column's number alone: -1 is none of them.
     local = local.masked_fill((local < 0) | (local >= logits.shape[1]), -1).contiguous()
     total = log_sum if logsumexp is None else logsumexp.contiguous()

@@ -133,13 +133,13 @@ def _backward(
         begin += BLOCK
 
 
-def cross_entropy_forward(logits: Tensor, labels: Tensor, first: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+def cross_entropy_forward(logits: Tensor, labels: Tensor, first: int | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """See `megalite.kernels.cross_entropy`: log Σ_r d_r·exp(m_r) over ranks is the log-sum-exp of the row.
 
     A column that takes no part holds a very negative number or -inf. A logit that is NaN or +inf makes d NaN. The logits
     are saved themselves, or a copy where their rows overlap or their columns are apart; m is the row's maximum.
     """
-    n, v = logits.shape
+    (n, v), first = logits.shape, first or 0
     if logits.stride(1) != 1 or logits.stride(0) < v:
         logits = logits.contiguous()
     parts, span, block, warp_count = cut(n, v, multiprocessors(logits.device) * RESIDENT)
@@ -166,14 +166,14 @@ def cross_entropy_forward(logits: Tensor, labels: Tensor, first: int) -> tuple[T
 
 
 def cross_entropy_backward(
-    saved: Sequence[Tensor], labels: Tensor, first: int, logsumexp: Tensor | None, grad: Tensor
+    saved: Sequence[Tensor], labels: Tensor, first: int | None, logsumexp: Tensor | None, grad: Tensor
 ) -> Tensor:
     """See `megalite.kernels.cross_entropy`: written over the logits and returned.
 
     Where the gradient of a token is 0 (it is ignored) the row becomes exactly 0, whatever its logits are.
     """
     logits, own = saved
-    n, v = logits.shape
+    (n, v), first = logits.shape, first or 0
     if n == 0:
         return logits
     parts, span, block, warp_count = cut(n, v, multiprocessors(logits.device) * RESIDENT)
