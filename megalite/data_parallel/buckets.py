@@ -142,7 +142,8 @@ class Bucket:
                 sums.add_(torch.cat(grads))
                 for parameter in parameters:
                     parameter.grad = None
-                    parameter.report()
+                    if parameter.grad_ready is not None:
+                        parameter.grad_ready()
             elif grads:
                 for parameter in parameters:
                     self._take(parameter)

@@ -84,6 +84,8 @@ class Fp8Products(Products):
         weight_grads: those are products in fp8 too; else in bf16.
     """
 
+    measures = True
+
     def __init__(
         self, kernels: Fp8Kernels = (largest, cast, cast_rows), *, rowwise: bool = False, weight_grads: bool = True
     ) -> None:

@@ -34,7 +34,8 @@ def masked_dropout(x: Tensor, keep: Tensor | None, p: float) -> Tensor:
 
 def add_dropped(residual: Tensor, branch: Tensor, bias: Tensor | None, keep: Tensor | None, p: float) -> Tensor:
     """residual + dropout(branch + bias), all [..., n]; bias and keep are left out where None."""
-    return residual + masked_dropout(branch if bias is None else branch + bias, keep, p)
+    branch = branch if bias is None else branch + bias
+    return residual + (branch if keep is None else masked_dropout(branch, keep, p))
 
 
 class _RMSNorm(Function):

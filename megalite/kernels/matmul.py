@@ -32,6 +32,9 @@ class Matmul(Protocol):
 class Products:
     """How a layer multiplies: in the type of the tensors, by one kernel."""
 
+    measures = False
+    """`measure` and `weight_grad` give something."""
+
     def __init__(self, matmul: Matmul) -> None:
         self._matmul = matmul
 

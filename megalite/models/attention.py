@@ -216,15 +216,11 @@ class Attention(AttentionCore):
         """
         if not self.windowed and context.full is not None:
             context = context.full
-        with self.saves.module("qkv_linear"):
-            q, k, v = self._heads(x, context, cache)
-        with self.saves.module("core_attn"):
-            mixed = self.core(q, k, v, context)
-        mixed = mixed.permute(2, 0, 1, 3)
+        q, k, v = self.saves.run("qkv_linear", self._heads, x, context, cache)
+        mixed = self.saves.run("core_attn", self.core, q, k, v, context).permute(2, 0, 1, 3)
         if self.exchange_heads:
             mixed = heads_to_sequence(mixed, cp=self.cp_heads, held=self.traded_spans(context))
-        with self.saves.module("attn_proj"):
-            return self.out(mixed.flatten(2), add_late_bias=add_late_bias)
+        return self.saves.run("attn_proj", self.out, mixed.flatten(2), add_late_bias=add_late_bias)
 
     def _heads(self, x: Tensor, context: ForwardContext, cache: KeyValueCache | None) -> tuple[Tensor, Tensor, Tensor]:
         """What the core takes: queries [b, heads, s, d], keys and values [b, groups, s, d]."""

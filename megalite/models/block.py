@@ -1,7 +1,6 @@
 """One transformer block, with norms before its branches, on their outputs, or both."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from megalite.models.attention import Attention
 from megalite.models.context import ForwardContext, KeyValueCache
 from megalite.models.mlp import MLP
 from megalite.models.norm import Norm, ResidualNorm
-from megalite.models.recompute import NOTHING, Recompute, recomputed
+from megalite.models.recompute import Recompute, recomputed
 from megalite.tensor_parallel.parameter import ParameterFactory
 
 BRANCHES: Registry[Callable[..., Any]] = Registry(
@@ -79,35 +78,39 @@ class Block(torch.nn.Module):
 
     def forward(self, x: Tensor, context: ForwardContext, cache: KeyValueCache | None = None) -> Tensor:
         """[s/cp, b, h] -> [s/cp, b, h], split over tp as well with sequence parallelism."""
-        attention, norm, mlp_norm = self.attention, self.attention_norm, self.mlp_norm
-        with self.saves.module("attn_norm"):
-            normed = x if norm is None else norm(x)
+        attention, norm, mlp_norm, saves = self.attention, self.attention_norm, self.mlp_norm, self.saves
+        normed = x if norm is None else saves.run("attn_norm", norm, x)
         late = self.attention_post_norm is None  # the norm is of the branch with its bias
-        with self._remaking(normed, norm, x, "attn_norm"):
-            branch = attention(normed, context, cache, add_late_bias=not late)
+        branch = self._branch(norm, "attn_norm", x, attention, normed, context, cache, add_late_bias=not late)
         if self.attention_post_norm is not None:
-            with self.saves.module("attn_norm"):
-                branch = self.attention_post_norm(branch)
+            branch = saves.run("attn_norm", self.attention_post_norm, branch)
         keep = context.keep_mask(branch, self.dropout, site=f"{self.name}.attention", region=self.region)
         bias = attention.out.late_bias if late else None
         if mlp_norm is None:
             normed = x = self._add_dropped(x, branch, bias, keep, self.dropout)
         else:
-            with self.saves.module("mlp_norm"):
-                normed, x = mlp_norm(x, branch, bias=bias, keep=keep, p=self.dropout)
-        with self._remaking(normed, mlp_norm, x, "mlp_norm"):
-            branch = self.feed_forward(normed, context)
+            normed, x = saves.run("mlp_norm", mlp_norm, x, branch, bias=bias, keep=keep, p=self.dropout)
+        branch = self._branch(mlp_norm, "mlp_norm", x, self.feed_forward, normed, context)
         if self.mlp_post_norm is not None:
-            with self.saves.module("mlp_norm"):
-                branch = self.mlp_post_norm(branch)
+            branch = saves.run("mlp_norm", self.mlp_post_norm, branch)
         keep = context.keep_mask(branch, self.dropout, site=f"{self.name}.mlp", region=self.region)
         return self._add_dropped(x, branch, None, keep, self.dropout)
 
-    def _remaking(self, normed: Tensor, norm: Norm | None, x: Tensor, name: str) -> AbstractContextManager[None]:
-        """Where norms are recomputed, what runs inside keeps nothing of norm(x)."""
+    def _branch(
+        self,
+        norm: Norm | None,
+        name: str,
+        x: Tensor,
+        branch: Callable[..., Tensor],
+        normed: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        """branch(normed, ...), which keeps nothing of norm(x) where norms are recomputed."""
         if not self.recompute_norms or norm is None:
-            return NOTHING
-        return self.saves.remaking(normed, norm.normalize, x, kept_by=name)
+            return branch(normed, *args, **kwargs)
+        with self.saves.remaking(normed, norm.normalize, x, kept_by=name):
+            return branch(normed, *args, **kwargs)
 
     def feed_forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         if self.moe is not None:

@@ -86,8 +86,7 @@ class MLP(torch.nn.Module):
 
     def second_half(self, inner: tuple[Tensor, ...]) -> Tensor:
         """The output. Collectives: those of `down`."""
-        with self.saves.module("mlp_act"):
-            active = self.activation(*inner)
+        active = self.saves.run("mlp_act", self.activation, *inner)
         if not self.recompute_activation:
             return self.down(active)
         with self.saves.remaking(active, self.activation, *inner, kept_by="mlp_act"):

@@ -41,12 +41,11 @@ class Norm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size]; of [s, b, h] each rank may hold a part of s."""
-        return self.normalize(x)
-
-    def normalize(self, x: Tensor) -> Tensor:
-        """`forward`, for a caller inside a forward or backward that has waited for the weights."""
         weights = (self.weight,) if (bias := self.bias) is None else (self.weight, bias)
         return self._kernel(x, *weights, self.eps, zero_centered=self.zero_centered)
+
+    normalize = forward
+    """For a caller inside a forward or backward that has waited for the weights."""
 
 
 class ResidualNorm(Norm):

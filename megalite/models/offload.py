@@ -4,8 +4,9 @@ After a layer is done, what autograd saved in it goes to pinned memory beside th
 activations come back while the layer behind it computes. Copies change no bit.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,6 +62,10 @@ class ActivationOffload(SavedTensors):
             yield
         finally:
             self._goes = before
+
+    def run(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self.module(name):
+            return function(*args, **kwargs)
 
     def fetch_with(self, output: Tensor) -> None:
         """The last layer comes back as the backward of the one behind it, which has given `output`, begins."""

@@ -37,11 +37,8 @@ class DeferredWeightGradients:
     def __init__(self) -> None:
         self._waiting: dict[int, deque[DeferredGradient]] = {}
         self._current: deque[DeferredGradient] | None = None
-
-    @property
-    def is_deferring(self) -> bool:
+        self.is_deferring = False
         """A backward is under way that defers its weight gradients."""
-        return self._current is not None
 
     @property
     def pending(self) -> int:
@@ -54,10 +51,11 @@ class DeferredWeightGradients:
         assert self._current is None, f"another backward is deferred while that of microbatch {microbatch} starts"
         assert microbatch not in self._waiting, f"microbatch {microbatch} is deferred already and has not been run"
         self._current = self._waiting[microbatch] = deque()
+        self.is_deferring = True
         try:
             yield
         finally:
-            self._current = None
+            self._current, self.is_deferring = None, False
 
     def append(self, gradient: DeferredGradient) -> None:
         """Defer a contribution of the microbatch under way."""

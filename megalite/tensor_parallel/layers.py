@@ -45,7 +45,7 @@ class _Linear(Function):
             if pieces is not None:
                 return pieces.gather(x, weight.flatten(0, -2).t(), bias)[0]
             x = gather_along_sequence(x, tp)
-        ctx.of_x = products.measure(x)
+        ctx.of_x = products.measure(x) if products.measures else None
         return products.output(x, weight, bias, ctx.of_x)
 
     @staticmethod
@@ -54,8 +54,10 @@ class _Linear(Function):
         products, pieces = ctx.products, ctx.pieces
         grad_y = grad_y.contiguous()
         grad_rows, gather = grad_y.flatten(0, -2), tp if ctx.sequence_parallel else None
-        of_grad = None if pieces is not None else products.measure(grad_rows)
-        multiply = None if pieces is not None else products.weight_grad(ctx.of_x, of_grad)
+        of_grad = multiply = None
+        if products.measures and pieces is None:
+            of_grad = products.measure(grad_rows)
+            multiply = products.weight_grad(ctx.of_x, of_grad)
         deferring = weight.deferred is not None and weight.deferred.is_deferring
         gradient = (
             linear_weight_gradient(weight, x, grad_rows, gather, multiply) if gather is not None or deferring else None
@@ -63,10 +65,12 @@ class _Linear(Function):
         # x is gathered again under the input gradient's product, and that travels under the weight gradient's.
         if gradient is not None and not deferring:
             gradient.start()
-        if pieces is None:
-            grad_x, reducing = _reduce_input_grad(ctx, products.input_grad(grad_y, weight, of_grad))
-        else:
+        if pieces is not None:
             grad_x, reducing = pieces.scatter(grad_y, weight.flatten(0, -2))
+        else:
+            grad_x, reducing = products.input_grad(grad_y, weight, of_grad), DONE
+            if tp is not None:
+                grad_x, reducing = _reduce_input_grad(ctx, grad_x)
         if gradient is None:  # the usual case, without an object for it
             grad_weight = weight.contribute(partial(linear_product, weight, x, grad_rows, multiply))
         else:
@@ -79,8 +83,6 @@ class _Linear(Function):
 
 def _reduce_input_grad(ctx: Any, grad_x: Tensor) -> tuple[Tensor, Work]:
     """Start the collective that finishes the input gradient."""
-    if ctx.tp is None:
-        return grad_x, DONE
     if not ctx.sequence_parallel:
         return grad_x, ctx.tp.all_reduce_async(grad_x)
     part = grad_x.new_empty(grad_x.shape[0] // ctx.tp.size, *grad_x.shape[1:])
@@ -111,6 +113,7 @@ def linear(
     all-gather / all-gather (in W where the backward is split) and reduce-scatter; with `pieces` its own in place of the
     gather forward and the reduce-scatter.
     """
+    tp = None if tp is None or tp.size == 1 else tp
     if bias is not None and bias.dim() > 1:
         return _Linear.apply(x, weight, None, tp, sequence_parallel, products, pieces) + bias.flatten()
     return _Linear.apply(x, weight, bias, tp, sequence_parallel, products, pieces)

@@ -66,24 +66,20 @@ class ShardedParameter(torch.nn.Parameter):
     def main_grad(self, buffer: Tensor | None) -> None:
         self._main_grad = buffer
 
-    def report(self) -> None:
-        """A contribution is in `main_grad`."""
-        if self.grad_ready is not None:
-            self.grad_ready()
-
     def contribute(self, product: Callable[[Tensor | None], Tensor | None]) -> Tensor | None:
         """Have a `WeightGradient.product` computed: what a backward returns, None where it is in `main_grad`."""
         main_grad = self.main_grad
         grad = product(main_grad)
-        if main_grad is not None:
-            self.report()
+        if main_grad is not None and self.grad_ready is not None:
+            self.grad_ready()
         return grad
 
     def accumulate(self, grad: Tensor) -> None:
         """Add a finished gradient to `main_grad`."""
         assert self.main_grad is not None
         self.main_grad.add_(grad.view(self.main_grad.shape))
-        self.report()
+        if self.grad_ready is not None:
+            self.grad_ready()
 
 
 def _nothing() -> None:
