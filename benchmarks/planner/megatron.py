@@ -104,8 +104,8 @@ def read_rows(path: Path, machine: Mapping[str, Machine]) -> dict[str, list[Row]
     with path.open(encoding="utf-8") as file:
         for line in csv.DictReader(file):
             part, tokens, world = line["part"], int(line["batch"]) * int(line["seq"]), int(line["gpus"])
-            tried = [(each, predict(each, *machine[_kind(part)])) for each in configs(line)]
-            room = machine[_kind(part)].cluster.accelerator.memory_bytes
+            tried = [(each, predict(each, *machine[machine_of(part)])) for each in configs(line)]
+            room = machine[machine_of(part)].cluster.accelerator.memory_bytes
             fits = [pair for pair in tried if max(rank.total_bytes for rank in pair[1].memory) <= room]
             config = min(fits or tried, key=lambda pair: pair[1].step_seconds)[0]
             # Megatron Bridge counts the half of attention that the mask leaves, the others count all of it.
@@ -122,11 +122,11 @@ def read_rows(path: Path, machine: Mapping[str, Machine]) -> dict[str, list[Row]
     return found
 
 
-def _kind(part: str) -> str:
+def machine_of(part: str) -> str:
     return part.partition("_")[0]
 
 
-COMMON = {"overlap_tensor_parallel": True, "half_gradients": True}
+COMMON = {"overlap_tensor_parallel": 1.0, "half_gradients": True}
 
 
 def machines() -> dict[str, Machine]:
@@ -189,7 +189,7 @@ def measure(folder: Path | None = None) -> list[dict[str, Any]]:
     found = []
     for part, mine in rows.items():
         fitted_on = "these rows among others" if part in seen else "nothing of this table"
-        found.append(report(part, fitted_on, mine, errors_of(mine, Calibration(*machine[_kind(part)], (), ()))))
+        found.append(report(part, fitted_on, mine, errors_of(mine, Calibration(*machine[machine_of(part)], (), ()))))
     long, names = rows["long"], ["attention_efficiency"]
     errors = []
     for at, row in enumerate(long):

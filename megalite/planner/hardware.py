@@ -118,7 +118,8 @@ class SoftwareStack:
     fused_attention: bool  # scores never reach memory; the half above the diagonal is not computed (flash attention)
     fused_softmax: bool  # scale, mask and softmax are one pass over the scores (only without fused attention)
     fused_elementwise: bool  # bias and activation, and dropout and residual sum, are one pass each
-    overlap_tensor_parallel: bool  # collectives of tensor parallelism run beside the products next to them
+    # Share of tensor parallelism's collectives that runs beside the products next to them, as far as these last.
+    overlap_tensor_parallel: float = field(default=0.0, metadata=OR_ZERO)
     overlap_gradients: bool  # gradients are summed while the last backward runs, where the config asks for it
     half_gradients: bool  # gradients are summed in the precision of activations; else as the config says
     attention_efficiency: float = field(metadata=FRACTION)  # of the GEMM efficiency, in fused attention's products
@@ -136,6 +137,7 @@ class SoftwareStack:
     fused_norm: bool = True
     # How many times as fast layers' products are in 8 bits, casts left out, which are counted by their bytes; 0: in 16.
     float8_rate: float = field(default=0.0, metadata=OR_ZERO)
+    float8_gathers: bool = False  # sequence parallelism gathers in 8 bits
     overlap_tensor_gradients: bool = False  # the sum of an input's gradient runs beside the weight gradient's product
     overlap_gathers: bool = False  # sequence parallelism's second gather runs beside the input gradient's product
     fused_loss: bool = True  # else the logits are copied in fp32, and each step of the loss is a pass over the copy

@@ -379,7 +379,7 @@ def fit_stack(
         # What is exchanged beside computation takes a core from it: it costs as much as after it.
         base = dataclasses.replace(
             base,
-            overlap_tensor_parallel=False,
+            overlap_tensor_parallel=0.0,
             overlap_tensor_gradients=False,
             overlap_gathers=False,
             overlap_gradients=False,

@@ -43,12 +43,18 @@ def test_megatrons_tables_with_the_shipped_files(tmp_path: Path) -> None:
     table = tmp_path / "few.csv"
     table.write_text("\n".join([lines[0], *(line for line in lines if line.split(",")[1] in ("16b", "llama3-70b"))]))
     rows = megatron.read_rows(table, machine)
-    assert {part: len(found) for part, found in rows.items()} == {"lm": 1, "nemo": 1, "bridge": 2, "b200": 1}
+    assert {part: len(found) for part, found in rows.items()} == {
+        "lm": 1,
+        "nemo": 1,
+        "bridge": 2,
+        "b200": 1,
+        "gb200_mx": 5,
+    }
     for part, found in rows.items():
-        errors = megatron.errors_of(found, Calibration(*machine[part], (), ()))
-        assert max(abs(errors)) < (0.16 if part == "b200" else 0.1)
-    table.write_text("\n".join([lines[0], lines[-1].replace("nemotron-340b", "gpt3-175b")]))
-    with pytest.raises(ValueError, match=r"gpt3-175b.*TFLOP/s by this model's FLOPs"):
+        errors = megatron.errors_of(found, Calibration(*machine[megatron.machine_of(part)], (), ()))
+        assert max(abs(errors)) < 0.1
+    table.write_text("\n".join([lines[0], lines[-1].replace("llama3-405b", "llama3-70b")]))
+    with pytest.raises(ValueError, match=r"llama3-70b.*TFLOP/s by this model's FLOPs"):
         megatron.read_rows(table, machine)
 
 

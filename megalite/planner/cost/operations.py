@@ -86,7 +86,8 @@ class Pricing:
 
     def enter(self, width: Number = None) -> Parts:
         """Into a column-parallel layer, of so many channels; default: those of the hidden state."""
-        return self.tensor("all-gather", self._bytes(width)) * self.work.sequence_parallel
+        narrower = self.work.element if self.stack.float8_gathers else 1.0
+        return self.tensor("all-gather", self._bytes(width) / narrower) * self.work.sequence_parallel
 
     def leave(self, width: Number = None) -> Parts:
         """Out of a row-parallel layer."""

@@ -339,8 +339,7 @@ class Parts:
 
     def exposed_tensor(self, stack: SoftwareStack) -> Number:
         """Seconds of tensor parallelism's collectives that no matrix product hides."""
-        hidden = np.minimum(self.tensor, self.gemm) if stack.overlap_tensor_parallel else 0.0
-        return self.tensor - hidden
+        return self.tensor - np.minimum(self.tensor, self.gemm) * stack.overlap_tensor_parallel
 
     def device_seconds(self, cluster: Cluster, stack: SoftwareStack) -> Number:
         """What the device needs, if the host is never late."""

@@ -60,8 +60,17 @@ def test_sequence_parallelism_moves_the_same_and_computes_less() -> None:
 def test_communication_hides_behind_products_only_if_the_stack_says_so() -> None:
     parts = Parts(gemm=3.0, tensor=2.0, memory=1.0)
     assert parts.device_seconds(BASE, without_host()) == 6.0
-    assert parts.device_seconds(BASE, replace(without_host(), overlap_tensor_parallel=True)) == 4.0
-    assert Parts(gemm=1.0, tensor=2.0).exposed_tensor(replace(STACK, overlap_tensor_parallel=True)) == 1.0
+    assert parts.device_seconds(BASE, replace(without_host(), overlap_tensor_parallel=1.0)) == 4.0
+    assert parts.device_seconds(BASE, replace(without_host(), overlap_tensor_parallel=0.25)) == 5.5
+    assert Parts(gemm=1.0, tensor=2.0).exposed_tensor(replace(STACK, overlap_tensor_parallel=1.0)) == 1.0
+
+
+def test_gathers_in_8_bits_move_half_the_bytes() -> None:
+    work = workload_of(config_of(8, tp=8, sequence_parallel=True))
+    cluster = cluster_with(link_latency=0.0)
+    wide, narrow = (Pricing.of(work, cluster, replace(STACK, float8_gathers=eight)) for eight in (False, True))
+    assert narrow.enter().tensor == pytest.approx(wide.enter().tensor / 2)
+    assert narrow.leave().tensor == wide.leave().tensor
 
 
 def test_the_backward_hides_collectives_behind_its_products_as_far_as_they_last() -> None:
