@@ -452,9 +452,10 @@ class _Refiner:
         return self._fastest(candidate, ways)
 
     def recut(self, candidate: Candidate) -> Candidate:
-        """With its stages cut by predicted seconds, if that is faster."""
-        config = candidate.config
-        if candidate.layout.pipeline.pp == 1 or stage_layers(config):
+        """With its stages cut by predicted seconds, if that is faster. Where the search chose a number of offloaded layers, it
+        chose that for stages of another cut: these may need others."""
+        config, layout, pipeline = candidate.config, candidate.layout, candidate.layout.pipeline
+        if pipeline.pp == 1 or stage_layers(config):
             return candidate
         work, model, stack = workload_of(config), config.model, self.stack
         price = Pricing.of(work, self.cluster, stack)
@@ -469,4 +470,10 @@ class _Refiner:
         cut = partition_layers(model.num_layers, placement, layer_cost=layers, first_cost=first, last_cost=last)
         if list(cut) == [plan.num_layers for plan in plan_stages(config)]:
             return candidate
-        return self._fastest(candidate, [(candidate.layout, {"pipeline_layers": list(cut)})])
+        ways: list[tuple[Layout, dict[str, Any]]] = [(layout, {"pipeline_layers": list(cut)})]
+        if pipeline.offloaded and HOST[1] in self.request.host:
+            ways = [
+                (layout._replace(pipeline=pipeline._replace(offloaded=count)), {**ways[0][1], HOST[1]: count})
+                for count in range(max(cut) + 1)
+            ]
+        return self._fastest(candidate, ways)

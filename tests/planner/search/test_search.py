@@ -149,13 +149,44 @@ def test_activations_leave_where_that_beats_recompute(schedule: str) -> None:
     limit = int(0.5 * (none + every))
     plan = planned(f"{flags} --max-memory {limit}B --fix optimizer_cpu_offload=no", top=1)
     best = plan.candidates[0]
-    layers = best.settings["cpu_offloading_num_layers"]
     assert best.fullest[1].total_bytes <= limit
-    assert best.prediction.step_seconds == pytest.approx(best.estimate, rel=0.12 if schedule == "zb-v" else 0.1)
+    layout = next(layout for layout, seconds in plan.survey.fastest() if seconds == best.estimate)
+    layers, even = (
+        layout.pipeline.offloaded,
+        predict(config_of(plan.request, layout.settings()), plan.cluster, plan.stack),
+    )
+    assert best.settings["cpu_offloading_num_layers"] <= layers
+    assert even.step_seconds == pytest.approx(best.estimate, rel=0.12 if schedule == "zb-v" else 0.1)
     fewer = config_of(
         plan.request, {**best.settings, "pipeline_layers": None, "cpu_offloading_num_layers": layers // 2}
     )
     assert max(rank.total_bytes for rank in predict(fewer, plan.cluster, plan.stack).memory) > limit
+
+
+def test_no_more_layers_leave_than_the_stages_that_are_chosen_need() -> None:
+    """Where the even cut needs 6 layers of its fullest stage in host memory, the cut by seconds needs 4."""
+    flags = f"{GPT} --fix tp=2 --fix dp=2 --fix mbs=2 --fix schedule=1f1b --fix recompute=none --fix sp=true "
+    flags += "--fix strategy=all-reduce --fix vpp=1"
+    none, every = (
+        survey(*asked(f"{flags} --max-memory 10TB --fix cpu_offloading_num_layers={count}")).leanest()[1]
+        for count in (0, 8)
+    )
+    limit = int(0.3 * none + 0.7 * every)
+    plan = planned(f"{flags} --max-memory {limit}B --fix optimizer_cpu_offload=no", top=1)
+    best = plan.candidates[0]
+    assert best.settings["pipeline_layers"] == [8, 9, 8, 7]
+    assert best.settings["cpu_offloading_num_layers"] == best.layout.pipeline.offloaded == 4
+    for cut, fits in ((None, 6), ([8, 9, 8, 7], 4)):
+        for count in (fits - 1, fits):
+            config = config_of(
+                plan.request, {**best.settings, "pipeline_layers": cut, "cpu_offloading_num_layers": count}
+            )
+            held = max(rank.total_bytes for rank in predict(config, plan.cluster, plan.stack).memory)
+            assert (held <= limit) == (count == fits)
+    asks = planned(
+        f"{flags} --max-memory {limit}B --fix optimizer_cpu_offload=no --fix cpu_offloading_num_layers=6", top=1
+    )
+    assert asks.candidates[0].settings["cpu_offloading_num_layers"] == 6
 
 
 def test_host_memory_is_no_choice_where_as_fast_fits() -> None:
