@@ -67,14 +67,14 @@ class SafetensorsWriter:
     def write(self, tensor: torch.Tensor) -> None:
         """Append the next tensor, of any device and strides; it must not change before `finish` has returned."""
         require_planned(self._pending.pop(), tensor)
-        self._append(_bytes_of(tensor.detach().to("cpu").contiguous()))
+        self._append(bytes_of(tensor.detach().to("cpu").contiguous()))
 
     def write_blocks(self, blocks: Iterable[torch.Tensor]) -> None:
         """Append the next tensor from blocks of its type, contiguous and on the CPU, in the order of its elements."""
         record, before = self._pending.pop(), self._length
         for block in blocks:
             assert DTYPE_NAMES[block.dtype] == record.dtype, (record, block.dtype)
-            self._append(_bytes_of(block))
+            self._append(bytes_of(block))
         assert self._length - before == record.nbytes, (record, self._length - before)
 
     def finish(self) -> FileEntry:
@@ -120,7 +120,8 @@ def require_planned(record: Record, tensor: torch.Tensor) -> None:
         )
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
@@ -171,7 +172,7 @@ class SafetensorsReader:
         dtype = _ALSO_READ[self.records[key].dtype]
         output = room if room is not None and room.dtype == dtype else torch.empty(count, dtype=dtype)
         try:
-            self._read_exactly(_bytes_of(output), self._offsets[key] + start * dtype.itemsize)
+            self._read_exactly(bytes_of(output), self._offsets[key] + start * dtype.itemsize)
         except OSError as error:
             raise CheckpointError(f"{self._path}: {key}: {error.strerror}") from None
         return output
@@ -206,10 +207,10 @@ class SafetensorsReader:
     ) -> None:
         """Read contiguous bytes from `offset`: of a tensor of `shape`, of which `place` gets the `part`."""
         if part is None and place.is_cpu and place.dtype == dtype and place.is_contiguous():
-            self._read_exactly(_bytes_of(place), offset)
+            self._read_exactly(bytes_of(place), offset)
             return
         buffer = torch.empty(shape, dtype=dtype)
-        self._read_exactly(_bytes_of(buffer), offset)
+        self._read_exactly(bytes_of(buffer), offset)
         place.copy_((buffer if part is None else buffer[part]).view(place.shape))
 
     def _read_exactly(self, target: memoryview, offset: int) -> None:

@@ -10,7 +10,6 @@ import math
 import pickletools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from megalite.conversion.megatron.arguments import Arguments
 from megalite.conversion.megatron.layout import WORD, Shard, Stage, common_name, stage_pieces
 from megalite.conversion.megatron.read import MegatronModel, refuse_unknown
 from megalite.conversion.megatron.torch_file import TorchFile, refusal, require_readable
-from megalite.conversion.weights import ConversionError, Piece, fill
+from megalite.conversion.weights import ConversionError, Piece
 
 
 class PickleError(ValueError):
@@ -361,7 +360,7 @@ class MegatronDistWeights(MegatronModel):
         for index, first in zip(source.index, block.offsets, strict=False):
             tensor = tensor[index - first]
         spans = zip(block.offsets[leading:], block.sizes[leading:], strict=True)
-        fill(place[tuple(slice(first, first + size) for first, size in spans)], partial(file.read, tensor))
+        file.fill(place[tuple(slice(first, first + size) for first, size in spans)], tensor)
         return tensor.numel()
 
     def _source(self, piece: Piece, by_name: ByName) -> _Source:

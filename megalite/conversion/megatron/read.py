@@ -4,7 +4,6 @@ import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from megalite.conversion.megatron.layout import (
     vocabulary_piece,
 )
 from megalite.conversion.megatron.torch_file import TorchFile, require_readable
-from megalite.conversion.weights import BLOCK, ConversionError, Piece, Weights, fill, parameter_shapes
+from megalite.conversion.weights import BLOCK, ConversionError, Piece, Weights, parameter_shapes
 from megalite.models.shapes import ParameterShape
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -203,7 +202,7 @@ class MegatronWeights(MegatronModel):
             self._compare(source, copy)
         output = torch.zeros(self.shapes[name].shape, dtype=self.dtype(name))
         for source in self._sources[name]:
-            fill(source.piece.view(output), partial(source.file.read, source.tensor))
+            source.file.fill(source.piece.view(output), source.tensor)
         return output
 
     def _check_divisible(self, first: RankFile) -> None:

@@ -5,6 +5,7 @@ opened under a FakeTensorMode (`weights_only=True`, listed classes), and element
 """
 
 import argparse
+import contextlib
 import io
 import os
 import re
@@ -12,8 +13,9 @@ import struct
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,10 +23,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megalite.checkpoint.files import Behind, sync_file, write_at
-from megalite.checkpoint.safetensors_file import DTYPE_NAMES
+from megalite.checkpoint.safetensors_file import DTYPE_NAMES, bytes_of
 from megalite.config.reading import Span
 from megalite.conversion.output import stored_blocks
-from megalite.conversion.weights import BLOCK, ConversionError, Piece, Weights
+from megalite.conversion.weights import BLOCK, ConversionError, Piece, Weights, fill
 
 
 class Inert:
@@ -115,16 +117,46 @@ class TorchFile:
         self.name = str(path) if length is None else f"{path} (bytes {start} to {start + length})"
         self._span = (path, start, length)
         self._sound: set[int] = set()
-        try:
-            with open_span(*self._span) as stream:
-                self._records = _read_directory(self.name, stream)
-                self.content: Any = self._load(stream)
-        except OSError as error:
-            raise ConversionError(f"{self.name} cannot be read: {error}") from None
+        with self._opened() as stream:
+            self._records = _read_directory(self.name, stream)
+            self.content: Any = self._load(stream)
+
+    def fill(self, place: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Copy the first elements of a tensor in `content` into a view of one of ours. Where they are a whole storage, what
+        is read is what its checksum is compared with: it is read once."""
+        record, crc = self.record(tensor), 0
+
+        def read(start: int, count: int, room: torch.Tensor | None) -> torch.Tensor:
+            nonlocal crc
+            values = self._elements(tensor, start, count, room)
+            crc = zlib.crc32(bytes_of(values), crc)
+            return values
+
+        if record.start in self._sound or place.numel() * tensor.element_size() != record.length:
+            fill(place, partial(self.read, tensor))
+        else:
+            fill(place, read)
+            self._require_sound(record, crc)
 
     def read(self, tensor: torch.Tensor, start: int, count: int, room: torch.Tensor | None = None) -> torch.Tensor:
         """`count` elements of a tensor in `content` from the `start`-th on, of one dimension: in `room` if it is of their
         type, else a new one. The first read of a storage compares all of it with its checksum."""
+        record = self.record(tensor)
+        if count and record.start not in self._sound:
+            self._require_sound(record)
+        return self._elements(tensor, start, count, room)
+
+    def _require_sound(self, record: Record, crc: int | None = None) -> None:
+        """`crc`: of all its bytes, if they have been read already."""
+        if crc is None:
+            with self._opened() as stream:
+                crc = _crc(stream, record)
+        # 0: space that torch.serialization.skip_data reserved and somebody filled later.
+        if record.crc not in (0, crc):
+            raise ConversionError(f"{self.name} is damaged: checksum {crc:08x}, not {record.crc:08x}")
+        self._sound.add(record.start)
+
+    def _elements(self, tensor: torch.Tensor, start: int, count: int, room: torch.Tensor | None) -> torch.Tensor:
         size = tensor.element_size()
         output = room if room is not None and room.dtype == tensor.dtype else torch.empty(count, dtype=tensor.dtype)
         if count == 0:
@@ -134,21 +166,20 @@ class TorchFile:
             raise ConversionError(f"{self.name} is damaged: a tensor is longer than its bytes")
         if not tensor.is_contiguous():
             raise ConversionError(f"{self.name} has a tensor of strides {tensor.stride()}; save contiguous() ones")
-        buffer = output.view(torch.uint8).numpy().data
+        buffer = bytes_of(output)
+        with self._opened() as stream:
+            stream.seek(record.start + first + start * size)
+            if stream.readinto(buffer) != len(buffer):  # type: ignore[attr-defined]
+                raise ConversionError(f"{self.name} ends in the middle of a tensor")
+        return output
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[BinaryIO]:
         try:
             with open_span(*self._span) as stream:
-                if record.start not in self._sound:
-                    crc = _crc(stream, record)
-                    # 0: space that torch.serialization.skip_data reserved and somebody filled later.
-                    if record.crc not in (0, crc):
-                        raise ConversionError(f"{self.name} is damaged: checksum {crc:08x}, not {record.crc:08x}")
-                    self._sound.add(record.start)
-                stream.seek(record.start + first + start * size)
-                if stream.readinto(buffer) != len(buffer):  # type: ignore[attr-defined]
-                    raise ConversionError(f"{self.name} ends in the middle of a tensor")
+                yield stream
         except OSError as error:
             raise ConversionError(f"{self.name} cannot be read: {error}") from None
-        return output
 
     def record(self, tensor: torch.Tensor) -> Record:
         storage = tensor.untyped_storage()
@@ -265,7 +296,7 @@ class TorchFileWriter:
         record, dtype = next(self._left)
         start, crc = record.start, 0
         for stored in stored_blocks(weights, piece, dtype):
-            data = stored.view(-1).view(torch.uint8).numpy().data
+            data = bytes_of(stored)
             self._write(data, start)
             crc = zlib.crc32(data, crc)
             start += len(data)
