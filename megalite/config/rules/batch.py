@@ -4,16 +4,9 @@ global_batch_size resolved."""
 from megalite.config.batch import batch_sizes, decay_length, samples_per_microbatch, steps_until, total_steps
 from megalite.config.errors import Findings
 from megalite.config.optimizer import ONEBIT_OPTIMIZERS, parse_lr_multipliers
-from megalite.config.rules.rule import Check, Settings, multiples, rules, say, without
+from megalite.config.rules.rule import Check, Settings, multiples, owned, parsed, rules, say, without
 from megalite.config.run import scales_loss
 from megalite.config.training import parse_batch_schedule
-
-
-def check_lr_multipliers(c: Settings) -> Findings:
-    """Each is a pattern and a factor."""
-    parse_lr_multipliers(c.lr_multipliers)
-    yield from ()
-
 
 _MOST_SIZES = 10_000
 """Of a ramp-up."""
@@ -159,8 +152,10 @@ SCHEDULES: tuple[Check, ...] = (
     _units,
     _warmup,
     _final_decay,
-    check_lr_multipliers,
+    parsed(parse_lr_multipliers, "lr_multipliers"),
     *without({"?decoupled_min_lr": "--decoupled-lr 1e-4"}),
+    *owned("lr_decay_style", {"lr_wsd_decay_style": ("WSD",), "?lr_wsd_decay_iters|lr_wsd_decay_samples": ("WSD",)}),
+    *owned("weight_decay_incr_style", {"?start_weight_decay|end_weight_decay": ("linear", "cosine")}),
     *rules(
         {
             "{min_lr} is above {lr}; use at most {=lr}": lambda c: c.min_lr > c.lr,
@@ -175,13 +170,6 @@ SCHEDULES: tuple[Check, ...] = (
                 lambda c: c.lr_decay_style == "constant"
             ),
             "{lr_warmup_init} is above {lr}; use 0": lambda c: c.lr_warmup_init > c.lr,
-            "{?lr_wsd_decay_iters|lr_wsd_decay_samples} has no effect with {lr_decay_style}; use --lr-decay-style WSD or "
-            "remove it": lambda c: c.lr_decay_style != "WSD",
-            "{!lr_wsd_decay_style} has no effect with {lr_decay_style}; use --lr-decay-style WSD or remove it": (
-                lambda c: c.lr_decay_style != "WSD"
-            ),
-            "{?start_weight_decay|end_weight_decay} has no effect with {weight_decay_incr_style}; use linear or cosine, or "
-            "remove it": lambda c: c.weight_decay_incr_style == "constant",
             "{?weight_decay_incr_style} needs start_weight_decay; add --start-weight-decay {=weight_decay}": (
                 lambda c: c.start_weight_decay is None
             ),

@@ -81,6 +81,7 @@ def _averages(c: Settings) -> bool:
 STRATEGY: tuple[Check, ...] = (
     _of_others("dp_strategy", STRATEGIES),
     *owned("grad_compression", {"topk_density": ("topk",), "powersgd_rank": ("powersgd",)}),
+    *without({"!compression_warmup_steps": "--grad-compression onebit"}),
     *rules(
         {
             # Weights are averaged in the order of ranks anyway.
@@ -140,9 +141,6 @@ STRATEGY: tuple[Check, ...] = (
             "--grad-compression none or remove it": lambda c: c.grad_compression != "none",
             "{?log_gradient_noise_scale} does not go with {optimizer}, which exchanges other than gradients; use --optimizer adam or "
             "remove it": lambda c: c.optimizer in ONEBIT_OPTIMIZERS,
-            "{!compression_warmup_steps} has no effect with {grad_compression}; use --grad-compression onebit, or remove it": (
-                lambda c: c.grad_compression == "none"
-            ),
         }
     ),
     _pairs,

@@ -11,6 +11,8 @@ from megalite.config.rules.rule import (
     Settings,
     divisor_list,
     divisors,
+    owned,
+    parsed,
     rules,
     say,
     shares_of_heads,
@@ -81,22 +83,25 @@ def _compression(c: Settings) -> Findings:
 _GROUP = "microbatch_group_size_per_virtual_pipeline_stage"
 
 
-def _ctas(c: Settings) -> Findings:
-    cta_limits(c.nccl_max_ctas)
-    yield from ()  # a generator: its errors become findings
-
-
 LAYOUT: tuple[Check, ...] = (
-    _ctas,
-    *without({"!trace_steps": "--trace"}),
+    parsed(cta_limits, "nccl_max_ctas"),
+    *owned("recompute_granularity", {"?recompute_ahead": ("full",)}),
+    *owned("cp_comm_type", {"hierarchical_context_parallel_sizes": ("a2a+p2p",)}),
+    *without(
+        {
+            "!trace_steps": "--trace",
+            "?vpp|recompute_ahead": "--pp 2",
+            "!pipeline_recv_prefetch|pipeline_send_window|pipeline_check_memory|pipeline_compression": "--pp 2",
+            "?sequence_parallel": "--tp 2",
+            "!cp_comm_type|hierarchical_context_parallel_sizes": "--cp 2",
+            "?context_parallel_load_balancer": "--cp 2",
+        }
+    ),
     *rules(
         {
-            "{?vpp} has no effect with {pp}; use pp 2 or more, or vpp 1": lambda c: c.pp == 1,
             "{?pipeline_schedule} and {pipeline_schedule_file} both name the schedule; remove one of them": (
                 lambda c: c.pipeline_schedule_file
             ),
-            "{!pipeline_recv_prefetch|pipeline_send_window|pipeline_check_memory|pipeline_compression} has no effect with {pp}; use pp 2 "
-            "or more, or remove it": lambda c: c.pp == 1,
             "{?scatter_gather_tensors_in_pipeline} has no effect with {pp} and {tp}, where no two ranks send the same; remove it": (
                 lambda c: 1 in (c.pp, c.tp)
             ),
@@ -114,12 +119,6 @@ LAYOUT: tuple[Check, ...] = (
             "{?pipeline_layers} and {pipeline_layout} both cut the model; remove one of them": lambda c: (
                 c.pipeline_layout
             ),
-            "{?recompute_ahead} has no effect with {recompute_granularity}; use --recompute-granularity full or remove it": (
-                lambda c: c.recompute_granularity != "full"
-            ),
-            "{?recompute_ahead} has no effect with {pp}, where no gradient is waited for; use pp 2 or more, or remove it": (
-                lambda c: c.pp == 1
-            ),
             "{?recompute_ahead} does not change {pipeline_schedule_file}: write the R actions into the file (megalite schedule "
             "--recompute-ahead --write-csv) and remove it": lambda c: c.pipeline_schedule_file,
             "{?recompute_method|recompute_num_layers} does not go with recompute_ahead, which recomputes whole stages; remove "
@@ -127,20 +126,11 @@ LAYOUT: tuple[Check, ...] = (
             "{?pipeline_memory_limit} is no size with its unit; use e.g. 12GiB or 800MB": (
                 lambda c: parse_byte_size(c.pipeline_memory_limit or "") is None
             ),
-            "{?sequence_parallel} has no effect with {tp}; use tp 2 or more, or --no-sequence-parallel": lambda c: (
-                c.tp == 1
-            ),
             "{?nccl_max_ctas} has no effect on gloo; run on cuda, or remove it": (
                 lambda c: c.device == "cpu" or c.distributed_backend == "gloo"
             ),
             "{distributed_backend} cannot run on {device}; use gloo or auto": (
                 lambda c: c.device == "cpu" and c.distributed_backend == "nccl"
-            ),
-            "{!cp_comm_type|hierarchical_context_parallel_sizes} has no effect with {cp}; use cp 2 or more, or remove it": (
-                lambda c: c.cp == 1
-            ),
-            "{?context_parallel_load_balancer} has no effect with {cp}; use cp 2 or more, or headtail": lambda c: (
-                c.cp == 1
             ),
             "{?context_parallel_load_balancer} has no effect with {cp_comm_type}, which gives each rank all queries of some heads; "
             "use cp_comm_type allgather, or headtail": lambda c: c.cp > 1 and c.cp_heads == c.cp,
@@ -150,9 +140,6 @@ LAYOUT: tuple[Check, ...] = (
             ),
             "{?context_parallel_load_balancer} has no effect with {attention_dropout}, with which hidden pairs are computed too; "
             "use attention_dropout 0 or headtail": lambda c: c.attention_dropout > 0.0,
-            "{!hierarchical_context_parallel_sizes} has no effect with {cp_comm_type}; use --cp-comm-type a2a+p2p or remove it": (
-                lambda c: c.cp > 1 and c.cp_comm_type != "a2a+p2p"
-            ),
         }
     ),
     _late_trace,
@@ -235,7 +222,14 @@ def _groups(c: Settings) -> Findings:
 
 _MOE = "|".join(name for name in settings() if name.startswith("moe_"))
 EXPERTS: tuple[Check, ...] = (
-    *without({f"!etp|{_MOE}": "--num-experts 8"}),
+    *without(
+        {
+            "!moe_router_bias_update_rate": "--moe-router-enable-expert-bias",
+            "!moe_aux_loss_sequences": "--moe-aux-loss-coeff 0.01",
+            "!moe_token_drop_policy": "--moe-expert-capacity-factor 1.25",
+            f"!etp|{_MOE}": "--num-experts 8",
+        }
+    ),
     *rules(
         {
             "{?ep} has no effect without experts; add --num-experts {=ep} or use ep 1": lambda c: c.num_experts is None,
@@ -257,26 +251,16 @@ EXPERTS: tuple[Check, ...] = (
             "{?moe_router_pre_softmax} has no effect with moe_router_score_function sigmoid, which has no softmax; remove it": (
                 lambda c: c.moe_router_score_function == "sigmoid"
             ),
-            "{!moe_router_bias_update_rate} has no effect without a bias; add --moe-router-enable-expert-bias or remove it": (
-                lambda c: c.num_experts is not None and not c.moe_router_enable_expert_bias
-            ),
             "moe_shared_expert_gate has no effect without a shared expert; add --moe-shared-expert-intermediate-size or "
             "remove it": (lambda c: c.moe_shared_expert_gate and c.moe_shared_expert_intermediate_size is None),
             "moe_router_enable_expert_bias needs replicas with the same weights: {dp_strategy} lets them differ; use "
             "dp_strategy distributed-optimizer": (
                 lambda c: c.moe_router_enable_expert_bias and c.strategy.weights != "equal"
             ),
-            "{!moe_aux_loss_sequences} has no effect without moe_aux_loss_coeff; add --moe-aux-loss-coeff 0.01 or remove it": (
-                lambda c: c.num_experts is not None and not c.moe_aux_loss_coeff
-            ),
             "{moe_aux_loss_sequences} does not divide {micro_batch_size}; use {=micro_batch_size} or less, or a multiple of "
             "{=moe_aux_loss_sequences} as --micro-batch-size": lambda c: c.micro_batch_size % c.moe_aux_loss_sequences,
             "{moe_first_dense_layers} leaves none of {num_layers} to experts; use less than {=num_layers}, or remove "
             "{num_experts}": lambda c: c.num_experts is not None and c.moe_first_dense_layers >= c.num_layers,
-            "{!moe_token_drop_policy} has no effect without moe_expert_capacity_factor, because no token is dropped; add "
-            "--moe-expert-capacity-factor 1.25 or remove it": (
-                lambda c: c.num_experts is not None and c.moe_expert_capacity_factor is None
-            ),
         }
     ),
     _capacity,

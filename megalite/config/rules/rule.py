@@ -8,6 +8,7 @@ without.
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
 
 from megalite.config.compute import ComputeConfig
 from megalite.config.data import DataConfig
@@ -112,15 +113,16 @@ def _rule(text: str, when: Callable[[Settings], object], mark: str, name: str) -
     return check
 
 
-def owned(setting: str, owners: Mapping[str, tuple[str, ...]]) -> Iterator[Check]:
-    """Settings (with | between) -> the values of `setting` that they mean something to."""
+def owned(setting: str, owners: Mapping[str, tuple[str | None, ...]]) -> Iterator[Check]:
+    """Settings, with | between and a ? before them as for `rules` -> the values of `setting` that they mean something to."""
 
-    def elsewhere(known: tuple[str, ...]) -> Callable[[Settings], bool]:
+    def elsewhere(known: tuple[str | None, ...]) -> Callable[[Settings], bool]:
         return lambda c: getattr(c, setting) not in known
 
     for names, known in owners.items():
         remedy = f"use --{setting.replace('_', '-')} {known[0]} or remove it"
-        yield from rules({f"{{!{names}}} has no effect with {{{setting}}}; {remedy}": elsewhere(known)})
+        marked = names if names.startswith("?") else f"!{names}"
+        yield from rules({f"{{{marked}}} has no effect with {{{setting}}}; {remedy}": elsewhere(known)})
 
 
 def without(table: Mapping[str, str]) -> Iterator[Check]:
@@ -132,7 +134,21 @@ def without(table: Mapping[str, str]) -> Iterator[Check]:
 
     for names, remedy in table.items():
         owner = remedy.split()[0].removeprefix("--").replace("-", "_")
-        yield from rules({f"{{{names}}} has no effect without {owner}; add {remedy} or remove it": lacks(owner)})
+        # Of a number or a choice the default says more than that it is not given.
+        is_off = settings()[owner].default in (None, False)
+        lacking = f"without {owner}; add" if is_off else f"with {{{owner}}}; use"
+        yield from rules({f"{{{names}}} has no effect {lacking} {remedy} or remove it": lacks(owner)})
+
+
+def parsed(parse: Callable[[Any], object], name: str) -> Check:
+    """What a parser has to say against the value of a setting."""
+
+    def check(c: Settings) -> Findings:
+        if getattr(c, name):
+            parse(getattr(c, name))
+        yield from ()  # a generator: its errors become findings
+
+    return check
 
 
 def divisors(number: int) -> str:

@@ -1,13 +1,12 @@
 """Rules about a run beside its numbers: data, checkpoints, hang limits, stops, reports, elastic starts."""
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import PurePath
 
 from megalite.config.data import PATH_SETTINGS, UNSAVED, is_address, parse_data_path, parse_split
-from megalite.config.describe import settings
 from megalite.config.errors import Findings, Idle, nearest
 from megalite.config.optimizer import ONEBIT_OPTIMIZERS, OPTIMIZERS
-from megalite.config.rules.rule import Check, Settings, rules, say, without
+from megalite.config.rules.rule import Check, Settings, owned, parsed, rules, say, without
 from megalite.config.run import hugging_face_folder, profile_folder, save_folder, saves, scales_loss, writers
 from megalite.config.strategies import searched_strategies
 from megalite.config.training import WRITERS
@@ -40,20 +39,6 @@ def _split_without_data_path(c: Settings) -> Findings:
         yield Idle(say(c, f"{{split}} has no effect {cause}"), "split")
 
 
-def _parsed(parse: Callable[..., object], *names: str) -> list[Check]:
-    """What a parser has to say against the text of each setting."""
-
-    def of(name: str) -> Check:
-        def check(c: Settings) -> Findings:
-            if getattr(c, name):
-                parse(getattr(c, name), name)
-            yield from ()
-
-        return check
-
-    return [of(name) for name in names]
-
-
 def _end_of_document(c: Settings) -> Findings:
     used = [name for name in _DOCUMENTS.split("|") if getattr(c, name)]
     source = c.data_path or c.train_data_path
@@ -79,22 +64,14 @@ def _keeps_files(c: Settings) -> bool:
 
 _DOCUMENTS = "eod_mask_loss|reset_attention_mask|reset_position_ids"
 TOKENIZER: tuple[Check, ...] = (
-    *rules(
-        {
-            "{?tiktoken_pattern} has no effect with {tokenizer_type}; use TikTokenizer or remove it": (
-                lambda c: c.tokenizer_type not in (None, "TikTokenizer")
-            ),
-            "{?tiktoken_pattern} has no effect without a tiktoken file; add --tokenizer-model FILE or remove it": (
-                lambda c: c.tokenizer_model is None
-            ),
-        }
-    ),
+    *owned("tokenizer_type", {"?tiktoken_pattern": ("TikTokenizer", None)}),
+    *without({"?tiktoken_pattern": "--tokenizer-model FILE"}),
 )
 DATA: tuple[Check, ...] = (
     _two_sources,
     _split_without_data_path,
-    *_parsed(parse_data_path, *PATH_SETTINGS),
-    *_parsed(lambda split, _: parse_split(split), "split"),
+    *(parsed(partial(parse_data_path, name=name), name) for name in PATH_SETTINGS),
+    parsed(parse_split, "split"),
     _end_of_document,
     _bpe_files,
     *without({"!eval_iters": "--eval-interval 100"}),
@@ -306,17 +283,6 @@ def _elastic(c: Settings) -> Findings:
     """An elastic run continues from what it saves, and its numbers do not depend on how many ranks there are."""
     if not c.elastic:
         return
-    if c.global_batch_size is None:
-        yield (
-            "elastic needs global_batch_size: by default it is micro_batch_size·dp, which depends on the ranks; add e.g. "
-            "--global-batch-size 512"
-        )
-    if c.save_interval is None or c.load is None:
-        missing = "save_interval" if c.save_interval is None else "load"
-        yield (
-            f"elastic needs {missing}: a run on changing ranks continues from its last checkpoint; add --save-interval 100 "
-            "--load FOLDER --fresh-if-missing"
-        )
     save = save_folder(c.run)
     # What is at an address has been fetched to a path by the time the ranks have met.
     resumes_elsewhere = (
@@ -329,14 +295,6 @@ def _elastic(c: Settings) -> Findings:
         yield say(
             c, f"elastic continues from what it saves, but the run has {{load}} and saves to {save}; use --load {save}"
         )
-    for name in ("finetune", "ckpt_step"):
-        if getattr(c, name) != settings()[name].default:
-            yield say(c, f"elastic and {{{name}}} contradict: each restart would begin there again; remove one of them")
-    for name in _OF_ONE_LAYOUT:
-        if name in c.explicit:
-            yield say(c, f"elastic and {{{name}}} contradict: that is for one layout; remove one of them")
-    if c.pipeline_schedule == "auto":
-        yield say(c, "elastic and {pipeline_schedule} contradict: that is for one layout; use --pipeline-schedule 1f1b")
     for name, works in (
         ("dp_strategy", searched_strategies()),
         ("grad_compression", ("none",)),
@@ -352,7 +310,27 @@ def _elastic(c: Settings) -> Findings:
 
 
 _OF_ONE_LAYOUT = (
-    *("pipeline_schedule_file", "pipeline_costs", "pipeline_memory_limit", "recompute_ahead"),
-    *("recompute_method", "recompute_num_layers"),
+    "pipeline_schedule_file|pipeline_costs|pipeline_memory_limit|recompute_ahead|recompute_method|recompute_num_layers"
 )
-ELASTIC: tuple[Check, ...] = (*without({"!elastic_cluster": "--elastic"}), _elastic)
+ELASTIC: tuple[Check, ...] = (
+    *without({"!elastic_cluster": "--elastic"}),
+    *rules(
+        {
+            "elastic needs global_batch_size: by default it depends on the ranks; add e.g. --global-batch-size 512": (
+                lambda c: c.elastic and c.global_batch_size is None
+            ),
+            "elastic needs save_interval and load: it continues from its last checkpoint; add --save-interval 100 --load FOLDER "
+            "--fresh-if-missing": lambda c: c.elastic and (c.save_interval is None or c.load is None),
+            "elastic and {?finetune|ckpt_step} contradict: each restart would begin there again; remove one of them": (
+                lambda c: c.elastic
+            ),
+            f"elastic and {{!{_OF_ONE_LAYOUT}}} contradict: that is for one layout; remove one of them": lambda c: (
+                c.elastic
+            ),
+            "elastic and {pipeline_schedule} contradict: that is for one layout; use --pipeline-schedule 1f1b": (
+                lambda c: c.elastic and c.pipeline_schedule == "auto"
+            ),
+        }
+    ),
+    _elastic,
+)
