@@ -11,7 +11,7 @@ from typing import NamedTuple
 from megalite.config.byte_size import readable_bytes
 from megalite.config.errors import ConfigError
 from megalite.pipeline.ir.actions import Action, Kind
-from megalite.pipeline.ir.generators.auto_search import Objective, search
+from megalite.pipeline.ir.generators.auto_search import search
 from megalite.pipeline.ir.generators.list_scheduler import ROUNDING, Problem
 from megalite.pipeline.ir.generators.many_chunks import dualpipe_v, group_fits, interleaved, looped_bfs, zb_v
 from megalite.pipeline.ir.generators.one_chunk import (
@@ -102,7 +102,6 @@ def build_auto(
     *,
     sizes: Sizes | None = None,
     limit: float | tuple[float, ...] | None = None,
-    objective: Objective = "makespan",
     recv_prefetch: int = 1,
     send_window: int = 1,
     recompute_ahead: bool = False,
@@ -123,8 +122,6 @@ def build_auto(
         costs: Per virtual stage, equal or not.
         sizes: In the unit of `limit`, per virtual stage. Default: an activation is 1, all else 0.
         limit: The most that a rank may hold, one number or one per rank. Default: no limit.
-        objective: "makespan", the time until all ranks have ended the step; or "span", the longest time from a rank's
-            first start to its last end, for steps that follow each other without a barrier.
         recompute_ahead: Give every I and B an R, except right after its own F.
         effort: One of `EFFORTS`.
     """
@@ -137,28 +134,27 @@ def build_auto(
         timeline = simulate(program, costs)
         peaks = tuple(peak.size for peak in memory_peaks(program, sizes))
         above = [peak - most if exceeds(peak, most) else 0.0 for peak, most in zip(peaks, limits, strict=True)]
-        time = timeline.makespan if objective == "makespan" else max(timeline.spans)
-        return _Judged(schedule, timeline, time, peaks, max(above))
+        return _Judged(schedule, timeline, peaks, max(above))
 
     def complete(schedule: Schedule) -> Schedule:
         return with_recompute_ahead(schedule) if recompute_ahead else schedule
 
     plain = one_by_one(placement, num_microbatches)
     named = map(complete, (plain, *named_schedules(placement, num_microbatches)))
-    bounds = [(least_makespan(each, costs) if objective == "makespan" else 0.0, each) for each in named]
+    bounds = [(least_makespan(each, costs), each) for each in named]
     candidates: list[_Judged] = []
     for bound, schedule in sorted(bounds, key=itemgetter(0)):
         if bound <= _fastest(candidates) * (1.0 + ROUNDING):
             candidates.append(judge(schedule))
     work, attempts, keep, rounds, close = EFFORTS[effort]
     room = _without_messages(placement, limits, sizes, send_window)
-    ideal = _ideal(placement, num_microbatches, costs, objective, ahead=recompute_ahead)
+    ideal = _ideal(placement, num_microbatches, costs, ahead=recompute_ahead)
     if 3 * len(placement) * num_microbatches > work or _fastest(candidates) <= ideal * (1.0 + close + ROUNDING):
         rounds = 0
     for _ in range(rounds):
         problem = Problem.of(placement, num_microbatches, costs, sizes, room, ahead=recompute_ahead)
         room = tuple(map(max, room, problem.least))
-        outcomes = search(replace(problem, room=room), objective, work, attempts, keep)
+        outcomes = search(replace(problem, room=room), work, attempts, keep)
         found = [judge(complete(replace(plain, actions=outcome.actions()))) for outcome in outcomes]
         candidates += found
         nearest = min(found, key=lambda candidate: candidate.excess)
@@ -175,14 +171,13 @@ class _Judged(NamedTuple):
 
     schedule: Schedule
     timeline: Timeline
-    time: float  # of the objective
     peaks: tuple[float, ...]  # per rank
     excess: float
     """The most by which a rank's peak is above its limit; not positive if the candidate fits."""
 
 
 def _fastest(candidates: Iterable[_Judged]) -> float:
-    return min((candidate.time for candidate in candidates if candidate.excess <= 0.0), default=inf)
+    return min((candidate.timeline.makespan for candidate in candidates if candidate.excess <= 0.0), default=inf)
 
 
 def _chosen(candidates: Iterable[_Judged], limits: tuple[float, ...]) -> _Judged:
@@ -192,14 +187,12 @@ def _chosen(candidates: Iterable[_Judged], limits: tuple[float, ...]) -> _Judged
         raise _no_room(min(candidates, key=lambda candidate: candidate.excess), limits)
     fastest = _fastest(fitting)
     return min(
-        (candidate for candidate in fitting if candidate.time <= fastest * (1.0 + ROUNDING)),
+        (candidate for candidate in fitting if candidate.timeline.makespan <= fastest * (1.0 + ROUNDING)),
         key=lambda candidate: (sum(candidate.peaks), sum(map(len, candidate.schedule.actions))),
     )
 
 
-def _ideal(
-    placement: tuple[int, ...], num_microbatches: int, costs: Costs, objective: Objective, *, ahead: bool
-) -> float:
+def _ideal(placement: tuple[int, ...], num_microbatches: int, costs: Costs, *, ahead: bool) -> float:
     """No schedule takes less: each rank waits for its first input, then computes everything."""
     seconds = costs.of_actions(ahead=ahead)
     busy: dict[int, float] = defaultdict(float)
@@ -208,7 +201,7 @@ def _ideal(
     for rank, forward, inner, weight in zip(
         placement, *(seconds[kind] for kind in (Kind.F, Kind.I, Kind.W)), strict=True
     ):
-        first.setdefault(rank, arrival if objective == "makespan" else 0.0)
+        first.setdefault(rank, arrival)
         arrival += forward
         busy[rank] += forward + inner + weight
     return max(first[rank] + num_microbatches * busy[rank] for rank in busy)
@@ -238,7 +231,7 @@ def _joined(candidate: _Judged, judge: Callable[[Schedule], _Judged], costs: Cos
         return candidate
     # Receives move with the actions around them, so this is to be seen, not assumed.
     found = judge(replace(schedule, actions=tuple(rows)))
-    slower = found.time > candidate.time * (1.0 + ROUNDING)
+    slower = found.timeline.makespan > candidate.timeline.makespan * (1.0 + ROUNDING)
     return candidate if slower or found.excess > 0.0 else found
 
 

@@ -4,11 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Literal
 
 from megalite.pipeline.ir.generators.list_scheduler import ROUNDING, Order, Outcome, Problem, Rules, list_schedule
-
-Objective = Literal["makespan", "span"]
 
 _ORDERS: tuple[Order, ...] = ("backward", "alternate", "forward")
 _FILLS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -16,7 +13,7 @@ _FILLS = (0.0, 0.25, 0.5, 0.75, 1.0)
 REHEARSAL = 4  # microbatches per rank that show what rules are worth
 
 
-def search(problem: Problem, objective: Objective, work: int, attempts: tuple[int, int], keep: int) -> list[Outcome]:
+def search(problem: Problem, work: int, attempts: tuple[int, int], keep: int) -> list[Outcome]:
     """The best few schedules found, best first; among equally fast ones those that need less memory.
 
     It schedules `work` actions, in at least and at most that many attempts.
@@ -27,11 +24,11 @@ def search(problem: Problem, objective: Objective, work: int, attempts: tuple[in
     starts = list(_grid(problem))
     rehearsal = REHEARSAL * len(problem.stages)
     if problem.num_microbatches > 1.5 * rehearsal:
-        short = _Attempts(replace(problem, num_microbatches=rehearsal), objective, work // 2, attempts, keep)
+        short = _Attempts(replace(problem, num_microbatches=rehearsal), work // 2, attempts, keep)
         short.climb(starts)
         starts = short.best_rules(8) + starts[:8]
         work //= 2
-    full = _Attempts(problem, objective, work, attempts, keep)
+    full = _Attempts(problem, work, attempts, keep)
     full.climb(starts)
     return [full.found[value] for value in sorted(full.found)]
 
@@ -42,9 +39,8 @@ Value = tuple[float, float]  # time and memory; smaller is better
 class _Attempts:
     """Tries rules, counts how often, and remembers the best outcomes."""
 
-    def __init__(self, problem: Problem, objective: Objective, work: int, attempts: tuple[int, int], keep: int) -> None:
+    def __init__(self, problem: Problem, work: int, attempts: tuple[int, int], keep: int) -> None:
         self.problem = problem
-        self.objective = objective
         self.keep = keep
         actions = 3 * len(problem.placement) * problem.num_microbatches
         least, most = attempts
@@ -55,8 +51,7 @@ class _Attempts:
     def value(self, rules: Rules) -> Value:
         if rules not in self.values:
             outcome = list_schedule(self.problem, rules)
-            time = outcome.makespan if self.objective == "makespan" else outcome.span
-            self.values[rules] = time, outcome.memory
+            self.values[rules] = outcome.makespan, outcome.memory
             self.found.setdefault(self.values[rules], outcome)
             if len(self.found) > self.keep:
                 del self.found[max(self.found)]

@@ -114,7 +114,6 @@ class Outcome(NamedTuple):
     lists: tuple[tuple[tuple[Kind, int], ...], ...]
     """Per rank, kind and stage in order. Each stage takes its microbatches in order."""
     makespan: float
-    span: float  # from first start to last end on the slowest rank
     memory: float  # the ranks' peaks, summed
 
     def actions(self) -> ActionLists:
@@ -147,12 +146,7 @@ def list_schedule(problem: Problem, rules: Rules) -> Outcome:
         now, rank = heappop(run.events)
         if now >= run.free[rank]:
             run.decide(rank, now)
-    return Outcome(
-        lists=tuple(map(tuple, run.lists)),
-        makespan=max(run.free),
-        span=max(end - start for start, end in zip(run.first, run.free, strict=True)),
-        memory=sum(run.peak),
-    )
+    return Outcome(lists=tuple(map(tuple, run.lists)), makespan=max(run.free), memory=sum(run.peak))
 
 
 class _Run:
@@ -179,7 +173,6 @@ class _Run:
         self.peak = [0.0] * num_ranks
         self.lists: list[list[tuple[Kind, int]]] = [[] for _ in range(num_ranks)]
         self.free = [0.0] * num_ranks
-        self.first = [inf] * num_ranks
         self.last_was_forward = [False] * num_ranks
         self.link_free: dict[tuple[int, int], float] = {}
         self.events = [(0.0, rank) for rank in range(num_ranks)]
@@ -266,7 +259,7 @@ class _Run:
             self.gradients[stage].append(end)
         else:
             self._send(self.inputs, rank, stage + 1, end, problem.forward_links[stage])
-        self._note(rank, Kind.F, stage, now, end)
+        self._note(rank, Kind.F, stage, end)
 
     def _start_gradient(self, rank: int, stage: int, now: float, kind: Kind) -> None:
         problem = self.problem
@@ -288,17 +281,16 @@ class _Run:
         if stage > 0:
             # The R of the next I runs while the gradient is on its way.
             self._send(self.gradients, rank, stage - 1, end, problem.backward_links[stage], problem.again[stage - 1])
-        self._note(rank, kind, stage, now, end)
+        self._note(rank, kind, stage, end)
 
     def _start_weight(self, rank: int, stage: int, now: float) -> None:
         self.weights[stage] += 1
         self.deferred[rank] -= self.problem.deferred[stage]
-        self._note(rank, Kind.W, stage, now, now + self.problem.weight_grad[stage])
+        self._note(rank, Kind.W, stage, now + self.problem.weight_grad[stage])
 
-    def _note(self, rank: int, kind: Kind, stage: int, now: float, end: float) -> None:
+    def _note(self, rank: int, kind: Kind, stage: int, end: float) -> None:
         self.peak[rank] = max(self.peak[rank], self.held[rank] + self.deferred[rank])
         self.lists[rank].append((kind, stage))
-        self.first[rank] = min(self.first[rank], now)
         self.free[rank] = end
         heappush(self.events, (end, rank))
 

@@ -111,17 +111,10 @@ def build_schedule(
         num_ranks: Pipeline ranks, p.
         num_chunks: Stages per rank, v: 1 for gpipe, 1f1b, zb-h1 and zb-h2; 2 for zb-v and dualpipe-v; 2 or more for the
             rest.
-        group: Microbatches that interleaved sends through a chunk before the next chunk's turn.
-        warm_up: How far 1f1b runs ahead: "pa", or "pb" for twice as far.
+        group: Microbatches that interleaved sends through a chunk before the next chunk's turn; others have no groups.
+        warm_up: How far 1f1b runs ahead: "pa", or "pb" for twice as far; others have none.
         recompute_ahead: Whether forwards run again before the backward's gradient is waited for.
     """
-    if group is not None and name != "interleaved":
-        raise ConfigError(
-            f"microbatch_group_size_per_virtual_pipeline_stage is {group}, but schedule {name} has no groups: leave "
-            f"it out, or use the interleaved schedule with vpp of 2 or more"
-        )
-    if warm_up != "pa" and name != "1f1b":
-        raise ConfigError(f"the warm-up is {warm_up!r}, but schedule {name} has none: leave it at 'pa', or use 1f1b")
     placement = placement_for(name, num_ranks, num_chunks)
     chunks = (num_chunks,) if PIPELINE_SCHEDULES.facts(name).chunks == "several" else ()
     options = {"interleaved": (group,), "1f1b": (warm_up,)}.get(name, ())
