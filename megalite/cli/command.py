@@ -16,6 +16,7 @@ from typing import Any
 import megalite
 from megalite.cli.failures import DEBUG_FLAG, guarded
 from megalite.cli.output import show, tell
+from megalite.config.byte_size import parse_byte_size
 from megalite.config.data import is_address
 from megalite.config.errors import ConfigError, Problems, closest, nearest
 from megalite.config.registry import import_modules, imported
@@ -416,6 +417,13 @@ def not_negative(word: str) -> float:
     if (number := _number(word)) < 0:
         raise ConfigError(f"takes a number of at least 0, got {word}")
     return number
+
+
+def byte_size(word: str) -> float:
+    """A number of bytes with its unit."""
+    if (size := parse_byte_size(word)) is None:
+        raise ConfigError(f"takes a size with its unit such as 500MB or 4GiB, got {word}")
+    return size
 
 
 def above_zero(word: str) -> float:

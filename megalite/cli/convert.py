@@ -10,16 +10,15 @@ from megalite.checkpoint.files import free_bytes
 from megalite.cli.command import fetched
 from megalite.cli.display import ByteProgress, decimal_bytes, working
 from megalite.cli.failures import INTERRUPTED
-from megalite.cli.model_commands import CONVERT, DEFAULT_SHARD, VERIFIED_BELOW
+from megalite.cli.model_commands import CONVERT, VERIFIED_BELOW
 from megalite.cli.output import show, tell
-from megalite.config.byte_size import parse_byte_size
 from megalite.config.errors import ConfigError
 from megalite.conversion.huggingface.families import family_named
 from megalite.conversion.huggingface.weights import HuggingFaceWeights, write_huggingface
 from megalite.conversion.megatron.write import write_megatron, written_bytes
 from megalite.conversion.native import PRECISIONS, NativeWeights, write_native
 from megalite.conversion.open import open_weights
-from megalite.conversion.output import check_target, workplace_of
+from megalite.conversion.output import DEFAULT_FILE_BYTES, check_target, workplace_of
 from megalite.conversion.tokenizer_files import (
     has_tokenizer,
     named_tokenizer_files,
@@ -115,8 +114,6 @@ def _check(flags: Namespace) -> None:
         raise ConfigError(f"--with-optimizer keeps main parameters in fp32; leave out --dtype {flags.dtype}")
     if flags.step is not None and flags.step < 0:
         raise ConfigError(f"--step is {flags.step}; it must be at least 0")
-    if parse_byte_size(flags.max_shard_size or DEFAULT_SHARD) is None:
-        raise ConfigError(f"--max-shard-size {flags.max_shard_size} is no size; write it as 500MB, 2GB or 4GiB")
     if flags.family is not None:
         family_named(flags.family)
     check_target(flags.target)
@@ -182,11 +179,10 @@ def _write(weights: Weights, flags: Namespace, dtype: torch.dtype | None, progre
         implementation = flags.transformer_impl or TRANSFORMER_IMPLEMENTATIONS[0]
         how |= {"tp": flags.tp or 1, "pp": flags.pp or 1}
         return write_megatron(weights, flags.target, implementation=implementation, **how)
-    size = parse_byte_size(flags.max_shard_size or DEFAULT_SHARD)
-    assert size is not None
+    how["max_file_bytes"] = int(flags.max_shard_size or DEFAULT_FILE_BYTES)
     if flags.to == "native":
-        return write_native(weights, flags.target, max_file_bytes=int(size), **how)
-    return write_huggingface(weights, flags.target, family=flags.family, max_file_bytes=int(size), **how)
+        return write_native(weights, flags.target, **how)
+    return write_huggingface(weights, flags.target, family=flags.family, **how)
 
 
 def _verified(source: Weights, path: Path, format: Format) -> int:

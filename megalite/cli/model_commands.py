@@ -2,13 +2,12 @@
 
 from pathlib import Path
 
-from megalite.cli.command import IMPORT, Command, Flag, path_or_address, positive
+from megalite.cli.command import IMPORT, Command, Flag, byte_size, path_or_address, positive
 from megalite.config.describe import settings
 from megalite.config.reading import PRECISIONS
 from megalite.conversion.weights import FORMATS, TRANSFORMER_IMPLEMENTATIONS
 from megalite.tokenizers.tiktoken_encodings import PATTERNS
 
-DEFAULT_SHARD = "5GB"
 VERIFIED_BELOW = 200_000_000  # parameters of a model that is verified unless --no-verify says otherwise
 DOCUMENT_MB = 8
 SHOWN_TOKENS = 64  # of a document, by default
@@ -310,7 +309,7 @@ CONVERT = Command(
         _WEIGHTS,
         Flag("--dtype", "of every tensor; default: as stored", choices=PRECISIONS),
         Flag("--with-optimizer", "megatron to native: its states, step and samples too, to continue the run", bool),
-        Flag("--max-shard-size SIZE", f"largest file, such as 2GB ({DEFAULT_SHARD}); not for megatron"),
+        Flag("--max-shard-size SIZE", "largest file, such as 2GB (5GB); not for megatron", byte_size),
         Flag("--family NAME", "huggingface: model type; default: the one that fits"),
         Flag("--tp N", "megatron: tensor-parallel files (1)", positive),
         Flag("--pp N", "megatron: pipeline-parallel files (1)", positive),

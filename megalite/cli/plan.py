@@ -18,7 +18,6 @@ from megalite.cli.display import table, working
 from megalite.cli.dry_run import with_vocabulary
 from megalite.cli.output import json_text, show
 from megalite.cli.tool_commands import PLAN, PLAN_FIT
-from megalite.config.byte_size import parse_byte_size
 from megalite.config.describe import replace as with_settings
 from megalite.config.errors import ConfigError, nearest
 from megalite.config.flags import Invocation
@@ -125,11 +124,7 @@ class Asked(NamedTuple):
 def asked(flags: Namespace) -> Asked:
     """What the flags ask for."""
     cluster, stack = load_cluster(flags.cluster), load_stack(flags.stack)
-    limit: float | None = cluster.accelerator.memory_bytes * USUAL_MEMORY
-    if flags.max_memory is not None:
-        limit = parse_byte_size(flags.max_memory)
-    if limit is None:
-        raise ConfigError(f"--max-memory is {flags.max_memory}; it is a size with its unit, e.g. 70GB or 64GiB")
+    limit = flags.max_memory or cluster.accelerator.memory_bytes * USUAL_MEMORY
     request = request_of(flags.invocation, cluster, flags.gpus, flags.fix or (), limit)
     return Asked(request, cluster, stack)
 

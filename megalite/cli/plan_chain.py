@@ -9,8 +9,7 @@ from typing import Any
 from megalite.cli.display import table
 from megalite.cli.output import show
 from megalite.cli.tool_commands import PLAN_CHAIN
-from megalite.config.byte_size import format_bytes, parse_byte_size
-from megalite.config.errors import ConfigError
+from megalite.config.byte_size import format_bytes
 from megalite.config.reading import write_text
 from megalite.pipeline.ir.render import render_grid
 from megalite.pipeline.ir.simulate import Timeline
@@ -27,9 +26,7 @@ main = PLAN_CHAIN
 
 def run(flags: Namespace) -> int:
     profile, cluster = find_profile(flags.profile), read_cluster(flags.cluster)
-    memory = cluster.memory_gb * 1e9 if flags.memory is None else parse_byte_size(flags.memory)
-    if memory is None:
-        raise ConfigError(f"--memory is {flags.memory}; use bytes such as 16GB or 15.5GiB")
+    memory = flags.memory or cluster.memory_gb * 1e9
     planned = plan_chain(profile, cluster, flags.global_batch_size, memory=memory)
     answer = _Answer(planned, profile, cluster, flags.global_batch_size, memory)
     if flags.svg is not None:

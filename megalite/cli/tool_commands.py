@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megalite.cli.command import IMPORT, Command, Flag, above_zero, not_negative, positive
+from megalite.cli.command import IMPORT, Command, Flag, above_zero, byte_size, not_negative, positive
 from megalite.config.parallel import PIPELINE_SCHEDULES
 from megalite.config.reading import PRECISIONS
 from megalite.pipeline.ir.generators.registry import SCHEDULES
@@ -143,7 +143,7 @@ PLAN = Command(
             default="time",
         ),
         Flag("--fix NAME=VALUE,..", "allow only these values, e.g. schedule=zb-v; may be repeated", repeat=True),
-        Flag("--max-memory SIZE", "of a rank, e.g. 70GB; default 90 % of the device's"),
+        Flag("--max-memory SIZE", "of a rank, e.g. 70GB; default 90 % of the device's", byte_size),
         Flag("--tokens N", "length of the training of which the time is shown, e.g. 1.5T (300B)", default="300B"),
         Flag("--gpu-hour-price N", "money per GPU hour; default the cluster file's, if it has one", above_zero),
         Flag("--mtbf-hours N", "GPU hours from one failure to the next, for goodput; with --save-seconds", above_zero),
@@ -199,7 +199,7 @@ PLAN_CHAIN = Command(
             required=True,
         ),
         Flag("--global-batch-size N", "samples of a step", int, required=True),
-        Flag("--memory SIZE", "of a device, such as 16GB (default: the cluster's)"),
+        Flag("--memory SIZE", "of a device, such as 16GB (default: the cluster's)", byte_size),
         Flag("--compare", "the stages of the plans it is compared with, too", bool),
         _JSON,
         Flag("--svg FILE", "write the timeline as a picture", Path),
