@@ -135,10 +135,7 @@ def with_vocabulary(config: RunConfig) -> RunConfig:
         return replace(config, vocab_size=size)
     tokenizer = build_tokenizer(config.data, None)
     if tokenizer is None:
-        raise ConfigError(
-            "the size of the vocabulary is not known, and memory depends on it; add --vocab-size 50257 (or "
-            "--tokenizer-model FILE)"
-        )
+        raise ConfigError("the size of the vocabulary is not known; add --vocab-size 50257 or --tokenizer-model FILE")
     return replace(config, vocab_size=tokenizer.vocab_size)
 
 
@@ -277,10 +274,7 @@ def rank_report(config: RunConfig, rank: int) -> dict[str, Any]:
     layout = layout_of(config)
     if rank >= layout.world_size:
         last = layout.world_size - 1
-        raise ConfigError(
-            f"rank is {rank}, but a world of {layout.world_size} has the ranks 0 to {last}; use --rank {last}, or a "
-            f"--world-size above {rank}"
-        )
+        raise ConfigError(f"rank is {rank}, but a world of {last + 1} has the ranks 0 to {last}; use --rank {last}")
     schedule = schedule_of(config, microbatch_counts(config)[-1])
     place, buckets = layout.coordinate(rank).pp, held_buckets(config, rank)
     found = {kind: layout.group_of(kind, rank) for kind in _kinds(layout)}

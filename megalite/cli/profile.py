@@ -121,10 +121,8 @@ def _prepare(
             for path in (flags.output, flags.output_stack):
                 _check_writable(path)
             if flags.output == flags.output_stack:
-                raise ConfigError(
-                    f"--output and --output-stack are both {flags.output}; they are two files, e.g. --output-stack "
-                    f"{flags.output.with_name(flags.output.stem + '-stack.yaml')}"
-                )
+                other = flags.output.with_name(flags.output.stem + "-stack.yaml")
+                raise ConfigError(f"--output and --output-stack are both {flags.output}; give two files, e.g. {other}")
     except ConfigError as found:
         error = found
     world.agree(error, device)

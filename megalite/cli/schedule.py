@@ -111,8 +111,7 @@ def _limit(text: str, table: CostTable) -> float:
     size = parse_byte_size(text)
     if size is not None and table.memory is None:
         raise ConfigError(
-            f"--memory-limit {text} is in bytes, but {table.source} say nothing of memory; add memory to the file of "
-            f"--costs, or give the limit in live microbatches, such as 4"
+            f"--memory-limit {text} is in bytes, of which {table.source} say nothing; give microbatches such as 4"
         )
     if size is None and re.fullmatch(r"\d+(\.\d*)?(e\d{1,2})?", text.strip(), re.ASCII):
         size = float(text)

@@ -84,10 +84,8 @@ def _add(table: dict[str, Given], name: str, new: Given) -> None:
         new = table[name] = Given(_together(table[name], new), new.source)
     old = table.setdefault(name, new)
     if old.value != new.value:
-        raise ConfigError(
-            f"{name} is given twice: {shortened(old.value)} by {old.source} and {shortened(new.value)} by "
-            f"{new.source}; keep one of them"
-        )
+        both = " and ".join(f"{shortened(given.value)} by {given.source}" for given in (old, new))
+        raise ConfigError(f"{name} is given twice: {both}; keep one of them")
 
 
 @dataclasses.dataclass(frozen=True)

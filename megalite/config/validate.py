@@ -18,7 +18,7 @@ from megalite.config.rules.batch import BATCH, LENGTHS, SCHEDULES, check_rampup_
 from megalite.config.rules.compute import COMPUTE, NETWORK, RECOMPUTE
 from megalite.config.rules.data_parallel import OPTIMIZER, STRATEGY
 from megalite.config.rules.layout import CUTS, EXPERTS, LAYOUT, resolve_dp
-from megalite.config.rules.rule import Check, Settings, rules, see
+from megalite.config.rules.rule import Check, Settings, rules, said, see
 from megalite.config.rules.run import CHECKPOINT, DATA, ELASTIC, HANG, STOPS, TOKENIZER, VISIBILITY
 from megalite.config.run import RunConfig
 from megalite.config.training import parse_batch_schedule
@@ -81,14 +81,14 @@ def validate(
     import_modules(config.training.imports)
     with gathered(problems) as found:
 
-        def check(*checks: Check) -> None:
+        def check(*checks: Check, wrong: tuple[str, ...] = ()) -> None:
             seen = see(config, explicit, found.wrong)
             for each in checks:
-                found.extend(each(seen))
+                found.extend(said(seen, each(seen)), *wrong)
 
         _check_values(config, found)
-        found.extend(check_rampup_form(see(config, explicit, found.wrong)), "rampup_batch_size")
-        found.extend(check_schedule_form(see(config, explicit, found.wrong)), "step_batch_size_schedule")
+        check(check_rampup_form, wrong=("rampup_batch_size",))
+        check(check_schedule_form, wrong=("step_batch_size_schedule",))
         if world_size is None:
             found.wrong.add("dp")
         with found.collecting("dp"):
@@ -110,7 +110,7 @@ def check_rules(config: RunConfig, explicit: frozenset[str], *checks: Check) -> 
     """What some rules find by themselves."""
     problems, seen = Problems(), see(config, explicit)
     for check in checks:
-        problems.extend(check(seen))
+        problems.extend(said(seen, check(seen)))
     return problems
 
 

@@ -137,7 +137,7 @@ def test_no_rule_counts_for_ever() -> None:
         ("--rampup-batch-size 1 1 99999999999999 --global-batch-size 8", "SAMPLES is 99999999999999; it must be below"),
         (
             "--rampup-batch-size 1 1 99 --global-batch-size 1000001",
-            "INCREMENT 1 makes 1000000 batch sizes from 1 to global_batch_size 1000001, each with its own schedule; "
+            "INCREMENT 1 makes 1000000 batch sizes up to global_batch_size 1000001; "
             "use 100 or more",
         ),
     ],

@@ -98,7 +98,7 @@ def test_groups_inside_nodes_through_their_memory_and_across() -> None:
     [
         (["--output", "{tmp}/no/mine.yaml"], "cannot write {tmp}/no/mine.yaml: No such file or directory; give"),
         (["--output", "{tmp}/mine.json"], "cluster and stack files end in .yaml, got {tmp}/mine.json"),
-        (["--output", "{tmp}/a.yaml", "--output-stack", "{tmp}/a.yaml"], "are both {tmp}/a.yaml; they are two files"),
+        (["--output", "{tmp}/a.yaml", "--output-stack", "{tmp}/a.yaml"], "are both {tmp}/a.yaml; give two files"),
         (["--output", "{tmp}/a.yaml", "--dtype", "bf61"], "--dtype cannot be bf61: did you mean bf16?"),
         (["--output", "{tmp}/a.yaml", "--seconds", "0.1"], "--seconds is 0.1; measuring takes at least 1 s"),
         (["--output", "{tmp}/a.yaml", "--like", "dgx-a10"], "unknown cluster dgx-a10: did you mean dgx-a100"),

@@ -4,7 +4,7 @@ global_batch_size resolved."""
 from megalite.config.batch import batch_sizes, decay_length, samples_per_microbatch, steps_until, total_steps
 from megalite.config.errors import Findings
 from megalite.config.optimizer import ONEBIT_OPTIMIZERS, parse_lr_multipliers
-from megalite.config.rules.rule import Check, Settings, multiples, owned, parsed, rules, say, without
+from megalite.config.rules.rule import Check, Settings, multiples, owned, parsed, rules, without
 from megalite.config.run import scales_loss
 from megalite.config.training import parse_batch_schedule
 
@@ -27,16 +27,13 @@ def check_rampup_form(c: Settings) -> Findings:
         if value >= _MOST_SAMPLES:
             yield f"rampup_batch_size {what} is {value}; it must be below {_MOST_SAMPLES}"
     if c.step_batch_size_schedule is not None:
-        yield say(c, "{rampup_batch_size} and {step_batch_size_schedule} both say the batch size; keep one of them")
+        yield "{rampup_batch_size} and {step_batch_size_schedule} both say the batch size; keep one of them"
         return
     if c.global_batch_size is None:
         yield f"rampup_batch_size needs the batch size to grow to; add --global-batch-size, e.g. {ramp[0] + ramp[1]}"
     elif ramp[1] > 0 and (sizes := (c.global_batch_size - ramp[0]) // ramp[1]) > _MOST_SIZES:
-        yield say(
-            c,
-            f"rampup_batch_size INCREMENT {ramp[1]} makes {sizes} batch sizes from {ramp[0]} to {{global_batch_size}}, each "
-            f"with its own schedule; use {-(-sizes * ramp[1] // _MOST_SIZES)} or more",
-        )
+        works = -(-sizes * ramp[1] // _MOST_SIZES)
+        yield f"rampup_batch_size INCREMENT {ramp[1]} makes {sizes} batch sizes up to {{global_batch_size}}; use {works} or more"
 
 
 def check_schedule_form(c: Settings) -> Findings:
@@ -45,13 +42,9 @@ def check_schedule_form(c: Settings) -> Findings:
         return
     *_, (_, last) = steps = parse_batch_schedule(c.step_batch_size_schedule)
     if c.global_batch_size not in (None, last):
-        yield say(
-            c, f"{{global_batch_size}} is not the last size of {{step_batch_size_schedule}}; use {last} or leave it out"
-        )
+        yield f"{{global_batch_size}} is not the last size of {{step_batch_size_schedule}}; use {last} or leave it out"
     if len({tokens // c.seq_length for tokens, _ in steps}) < len(steps):
-        yield say(
-            c, "{step_batch_size_schedule} has two sizes within one sequence of {seq_length} tokens; leave one out"
-        )
+        yield "{step_batch_size_schedule} has two sizes within one sequence of {seq_length} tokens; leave one out"
 
 
 def _whole_microbatches(c: Settings) -> Findings:
@@ -68,10 +61,7 @@ def _whole_microbatches(c: Settings) -> Findings:
         return
     start, increment, _ = c.rampup_batch_size
     if start > final:
-        yield (
-            f"rampup_batch_size starts at {start}, above global_batch_size {final}; start at a multiple of {unit} up to "
-            f"{final}"
-        )
+        yield f"rampup_batch_size starts at {start}, above global_batch_size {final}; start at {final // unit * unit or unit} or less"
         return
     if start % unit:
         yield f"rampup_batch_size START {start} is not a multiple of {product}; use {multiples(start, unit)}"
@@ -87,7 +77,7 @@ def _whole_microbatches(c: Settings) -> Findings:
 def _one_batch(c: Settings) -> Findings:
     if c.train_samples is not None and total_steps(c.run) == 0:
         first = batch_sizes(c.run)[0]
-        yield say(c, f"{{train_samples}} is less than one batch of {first}; use at least {first}")
+        yield f"{{train_samples}} is less than one batch of {first}; use at least {first}"
 
 
 BATCH: tuple[Check, ...] = (
@@ -110,21 +100,18 @@ def _units(c: Settings) -> Findings:
     for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
         given = [kind for kind in ("iters", "samples") if getattr(c, f"{name}_{kind}")]
         if len(given) == 2:
-            yield say(c, f"{{{name}_iters}} and {{{name}_samples}} say the same thing twice; keep one of them")
+            yield f"{{{name}_iters}} and {{{name}_samples}} say the same thing twice; keep one of them"
         if other in given:
-            yield say(
-                c,
-                f"{{{name}_{other}}} does not go with train_{unit}, in which the length of this run is given; use {name}_{unit}",
-            )
+            yield f"{{{name}_{other}}} does not go with train_{unit}, in which the length of this run is given; use {name}_{unit}"
 
 
 def _warmup(c: Settings) -> Findings:
     names = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction")
     given = [f"{{{name}}}" for name in names if getattr(c, name)]
     if len(given) > 1:
-        yield say(c, f"{' and '.join(given)} both set the length of the warm-up; keep one of them")
+        yield f"{' and '.join(given)} both set the length of the warm-up; keep one of them"
     if c.lr_warmup_init and not given:
-        yield say(c, "{lr_warmup_init} has no effect without a warm-up; add --lr-warmup-iters 100 or remove it")
+        yield "{lr_warmup_init} has no effect without a warm-up; add --lr-warmup-iters 100 or remove it"
     length, unit = decay_length(c.run)
     warmup = getattr(c, f"lr_warmup_{unit}")
     if length is not None and warmup and warmup >= length:
@@ -219,7 +206,7 @@ def _warmups(c: Settings) -> Findings:
 def _shorter(c: Settings, name: str) -> Findings:
     total = total_steps(c.run)
     if getattr(c, name) >= total:
-        yield say(c, f"{{{name}}} is not below {_length(c)}: nothing comes after this warm-up; {_fitting(name, total)}")
+        yield f"{{{name}}} is not below {_length(c)}: nothing comes after this warm-up; {_fitting(name, total)}"
 
 
 def _fitting(name: str, total: int) -> str:
@@ -236,11 +223,10 @@ def _onebit_warmup(c: Settings) -> Findings:
     total, every = total_steps(c.run), max(round(1.0 / (1.0 - c.adam_beta2)), 1)
     earliest = every * max(2, _lr_warmup_steps(c) // every + 1)
     if earliest >= total:
-        yield say(
-            c,
+        yield (
             f"{{optimizer}} without freeze_step ends its warm-up after step {earliest} at the earliest (a multiple of "
             f"1/(1-adam_beta2) = {every}, from the second on, after the warm-up of the learning rate), but the run is "
-            f"{_length(c)}; {_fitting('freeze_step', total)}",
+            f"{_length(c)}; {_fitting('freeze_step', total)}"
         )
 
 
@@ -263,20 +249,16 @@ def _exchanges(c: Settings) -> Findings:
     if first > total:
         each = (total - c.sync_warmup_steps - delay) // fragments
         remedy = f"--sync-interval {each * fragments}" if each > delay else f"a run of {first} steps or more"
-        yield say(
-            c,
+        yield (
             f"{{sync_interval}} with {{sync_warmup_steps}} and sync_delay {delay} is {first} steps, more than {_length(c)}: "
-            f"some weights would never be exchanged; use {remedy}",
+            f"some weights would never be exchanged; use {remedy}"
         )
 
 
 def _replica_checks(c: Settings) -> Findings:
     if _has_length(c) and c.gives("check_replicas_interval") and (c.check_replicas_interval or 0) > total_steps(c.run):
         works = max(total_steps(c.run) // 6, 1)
-        yield say(
-            c,
-            f"{{check_replicas_interval}} has no effect with {_length(c)}; use --check-replicas-interval {works} or remove it",
-        )
+        yield f"{{check_replicas_interval}} has no effect with {_length(c)}; use --check-replicas-interval {works} or remove it"
 
 
 LENGTHS: tuple[Check, ...] = (_warmups, _exchanges, _replica_checks)

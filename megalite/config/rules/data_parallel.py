@@ -6,7 +6,7 @@ from megalite.config.describe import settings
 from megalite.config.errors import Findings, Idle
 from megalite.config.optimizer import ONEBIT_OPTIMIZERS, OPTIMIZERS
 from megalite.config.registry import Registry
-from megalite.config.rules.rule import Check, Settings, divisors, owned, rules, say, without
+from megalite.config.rules.rule import Check, Settings, divisors, owned, rules, without
 from megalite.config.strategies import STRATEGIES
 
 
@@ -23,7 +23,7 @@ def _of_others(chooser: str, registry: Registry[Any]) -> Check:
                 continue
             if c.gives(setting):
                 remedy = f"use --{chooser.replace('_', '-')} {names[0]} or remove it"
-                yield say(c, f"{{{setting}}} has no effect with {{{chooser}}}; {remedy}")
+                yield f"{{{setting}}} has no effect with {{{chooser}}}; {remedy}"
             elif c.uses(setting) and getattr(c, setting) != settings()[setting].default:
                 yield Idle("", setting)
 
@@ -37,29 +37,21 @@ def _fragments(c: Settings) -> Findings:
     between, rest = divmod(c.sync_interval, c.sync_fragments)
     if rest:
         works = divisors(c.sync_interval)
-        yield say(c, f"{{sync_interval}} is not divisible by {{sync_fragments}}; use fragments {works}")
+        yield f"{{sync_interval}} is not divisible by {{sync_fragments}}; use fragments {works}"
     elif c.sync_delay >= between:
-        yield say(
-            c,
+        yield (
             f"{{sync_delay}} is not below sync_interval / sync_fragments = {{=sync_interval}}/{{=sync_fragments}} = {between}: "
-            f"the next exchange would start before this one is used; use --sync-delay {between - 1} or less",
+            f"the next exchange would start before this one is used; use --sync-delay {between - 1} or less"
         )
     if c.sync_fragments > c.num_layers:
-        yield say(
-            c,
-            "{sync_fragments} is more than {num_layers}: some would be empty; use --sync-fragments {=num_layers} or less",
-        )
+        yield "{sync_fragments} is more than {num_layers}: some would be empty; use --sync-fragments {=num_layers} or less"
 
 
 def _pairs(c: Settings) -> Findings:
     count = c.own_weights or 1
     if c.dp_strategy == "gossip" and c.gossip_graph == "one-peer" and count > 1 and count % 2:
         name = "dp_instances" if c.instances > 1 else "dp"
-        yield say(
-            c,
-            f"{{gossip_graph}} pairs up replicas, but {name} is {{={name}}}; use --gossip-graph ring, or {name} {count - 1} or "
-            f"{count + 1}",
-        )
+        yield f"{{gossip_graph}} pairs up replicas, but {name} is {{={name}}}; use --gossip-graph ring, or {name} {count + 1}"
 
 
 def _corrects_momentum(c: Settings) -> bool:

@@ -14,7 +14,6 @@ from megalite.config.rules.rule import (
     owned,
     parsed,
     rules,
-    say,
     shares_of_heads,
     whole_shares,
     without,
@@ -49,9 +48,7 @@ def resolve_dp(c: Settings, world_size: int) -> int:
 def _late_trace(c: Settings) -> Findings:
     late = [step for step in c.trace_steps if c.train_iters is not None and step > c.train_iters]
     if c.trace and late:
-        yield say(
-            c, f"{{trace_steps}} has {late[0]} in it, but {{train_iters}} is the last; use steps up to {{=train_iters}}"
-        )
+        yield f"{{trace_steps}} has {late[0]} in it, but {{train_iters}} is the last; use steps up to {{=train_iters}}"
 
 
 def _instances(c: Settings) -> Findings:
@@ -62,10 +59,9 @@ def _instances(c: Settings) -> Findings:
     if ranks % c.dp_instances or of_experts % c.dp_instances or c.dp_instances == ranks:
         fits = ", ".join(str(n) for n in divisor_list(math.gcd(ranks, max(of_experts, 1))) if n < ranks) or "1"
         experts = f", and the {of_experts} of each expert," if of_experts != ranks else ""
-        yield say(
-            c,
+        yield (
             f"{{dp_instances}} must divide the dp·cp = {c.dp}·{c.cp} = {ranks} ranks{experts} and leave two or more to each "
-            f"instance; use --dp-instances {fits}, or --dp-strategy all-reduce, which shards nothing",
+            f"instance; use --dp-instances {fits}, or --dp-strategy all-reduce, which shards nothing"
         )
 
 
@@ -73,10 +69,9 @@ def _compression(c: Settings) -> Findings:
     """Of messages between stages: less than the whole must travel."""
     width, many = {"fp64": 8, "fp32": 4}.get(c.precision, 2), 1_000_000
     if c.pipeline_compression != "none" and message_bytes(c.pipeline_compression, many, width) >= many * width:
-        yield say(
-            c,
+        yield (
             "{pipeline_compression} sends no fewer bytes than the whole in {precision}; use uint8, or topk with a share below "
-            f"{width / (4 + width):.2g}",
+            f"{width / (4 + width):.2g}"
         )
 
 
@@ -161,7 +156,7 @@ def _grid(c: Settings) -> Findings:
     stage, grid = _ranks(c), c.expert_tp * c.ep
     if c.num_experts % c.ep:
         works = divisors(math.gcd(c.num_experts, max(1, stage // c.expert_tp)))
-        yield say(c, f"{{num_experts}} is not divisible by {{ep}}; use ep {works}")
+        yield f"{{num_experts}} is not divisible by {{ep}}; use ep {works}"
     if stage % grid:
         yield (
             f"the tp·cp·dp = {stage} ranks of a pipeline stage are not a multiple of etp·ep = {c.expert_tp}·{c.ep} = {grid}; "
@@ -169,10 +164,9 @@ def _grid(c: Settings) -> Findings:
         )
     own_grid = c.ep > 1 or c.expert_tp != c.tp
     if c.rank_order == "tp-cp-ep-pp-dp" and c.pp > 1 and own_grid and grid != c.tp * c.cp:
-        yield say(
-            c,
+        yield (
             "{rank_order} with {pp} puts experts and the rest of a layer into one pipeline only if etp·ep = "
-            f"{c.expert_tp}·{c.ep} = {grid} is tp·cp = {c.tp}·{c.cp} = {c.tp * c.cp}; use --rank-order tp-cp-ep-dp-pp",
+            f"{c.expert_tp}·{c.ep} = {grid} is tp·cp = {c.tp}·{c.cp} = {c.tp * c.cp}; use --rank-order tp-cp-ep-dp-pp"
         )
 
 
@@ -187,17 +181,16 @@ def _expert_widths(c: Settings) -> Findings:
     shared = c.moe_shared_expert_intermediate_size
     if shared is not None and shared % c.tp:
         works = shares_of_heads(c.query_groups, shared, c.num_attention_heads)
-        yield say(c, f"{{moe_shared_expert_intermediate_size}} is not divisible by {{tp}}; use tp {works}")
+        yield f"{{moe_shared_expert_intermediate_size}} is not divisible by {{tp}}; use tp {works}"
 
 
 def _capacity(c: Settings) -> Findings:
     if c.num_experts is not None and c.moe_expert_capacity_factor is not None:
         share = c.num_experts / c.moe_router_topk
         if c.moe_expert_capacity_factor >= share:
-            yield say(
-                c,
+            yield (
                 "{moe_expert_capacity_factor} has no effect with {num_experts} and {moe_router_topk}: every token has room "
-                f"in its experts; use less than {share:g} or remove it",
+                f"in its experts; use less than {share:g} or remove it"
             )
 
 
@@ -209,14 +202,13 @@ def _groups(c: Settings) -> Findings:
         missing = "moe_router_group_topk" if chosen is None else "moe_router_num_groups"
         yield f"{missing} is missing: groups of experts need moe_router_num_groups and moe_router_group_topk, e.g. 8 and 4"
     elif experts % groups:
-        yield say(c, f"{{num_experts}} is not divisible by {{moe_router_num_groups}}; use {divisors(experts)}")
+        yield f"{{num_experts}} is not divisible by {{moe_router_num_groups}}; use {divisors(experts)}"
     elif chosen > groups or topk % chosen or topk // chosen > experts // groups:
         works = [n for n in range(1, groups + 1) if topk % n == 0 and topk // n <= experts // groups]
         use = f"use moe_router_group_topk {works[-1]}" if works else "use fewer groups"
-        yield say(
-            c,
+        yield (
             "{moe_router_topk} experts cannot come evenly from {moe_router_group_topk} of {moe_router_num_groups} groups of "
-            f"{experts // groups}; {use}",
+            f"{experts // groups}; {use}"
         )
 
 
@@ -281,13 +273,12 @@ def _widths(c: Settings) -> Findings:
             yield f"{name} {size} is not divisible by tp {c.tp}; use tp {works}"
             return  # what is named works for all
     if not whole_shares(c.query_groups, c.tp):
-        yield say(c, f"{{num_query_groups}} is neither a multiple nor a divisor of {{tp}}; use tp {works}")
+        yield f"{{num_query_groups}} is neither a multiple nor a divisor of {{tp}}; use tp {works}"
     sharing = c.tp // math.gcd(c.query_groups, c.tp)
     if c.qk_norm_all_heads and sharing > 1:
-        yield say(
-            c,
+        yield (
             "qk_norm_all_heads counts every key once, and {tp} ranks share those of {num_query_groups}; use tp "
-            f"{divisors(math.gcd(*widths.values(), c.query_groups))}",
+            f"{divisors(math.gcd(*widths.values(), c.query_groups))}"
         )
     if 2 * c.head_size % sharing:
         yield (
@@ -299,10 +290,9 @@ def _widths(c: Settings) -> Findings:
 def _vocabulary(c: Settings) -> Findings:
     if c.vocab_size is not None and c.padded_vocab_size % c.tp:
         multiple = math.lcm(c.make_vocab_size_divisible_by, c.tp)
-        yield say(
-            c,
+        yield (
             f"the vocabulary of {{=vocab_size}}, padded to {c.padded_vocab_size} by {{make_vocab_size_divisible_by}}, is not "
-            f"divisible by {{tp}}; use --make-vocab-size-divisible-by {multiple}",
+            f"divisible by {{tp}}; use --make-vocab-size-divisible-by {multiple}"
         )
 
 
@@ -316,12 +306,10 @@ def _sequence(c: Settings) -> Findings:
     if c.seq_length_warmup is not None:
         yield from _warmup(c, c.seq_length_warmup, step)
     if c.seq_length % halves:
-        yield say(c, f"{{seq_length}} is not divisible by 2·cp = {halves}; {works}")
+        yield f"{{seq_length}} is not divisible by 2·cp = {halves}; {works}"
     elif over_tp and c.seq_length % ranks:
         product = f"tp·cp = {ranks}" if c.cp > 1 else f"tp {ranks}"
-        yield say(
-            c, f"{{seq_length}} is not divisible by {product}, over which {{{over_tp}}} splits the tokens; {works}"
-        )
+        yield f"{{seq_length}} is not divisible by {product}, over which {{{over_tp}}} splits the tokens; {works}"
 
 
 def _warmup(c: Settings, given: list[int], unit: int) -> Findings:
@@ -332,14 +320,11 @@ def _warmup(c: Settings, given: list[int], unit: int) -> Findings:
         yield f"{name} is not two numbers above 0, START STEPS; use e.g. {example}"
         return
     if given[0] >= c.seq_length:
-        yield say(c, f"{name} does not start below {{seq_length}}; use e.g. {example}, or remove it")
+        yield f"{name} does not start below {{seq_length}}; use e.g. {example}, or remove it"
     elif given[0] % unit:
         yield f"{name} starts with a length that cp, or tp·cp, does not divide into multiples of {unit}; use e.g. {example}"
     if c.step_batch_size_schedule is not None:
-        yield say(
-            c,
-            f"{name} does not go with {{step_batch_size_schedule}}, which counts in whole sequences; use rampup_batch_size",
-        )
+        yield f"{name} does not go with {{step_batch_size_schedule}}, which counts in whole sequences; use rampup_batch_size"
 
 
 def _exchanged_heads(c: Settings) -> Findings:
@@ -350,10 +335,9 @@ def _exchanged_heads(c: Settings) -> Findings:
     if hierarchical and (len(sizes) != 2 or math.prod(sizes) != c.cp):
         inner = next((d for d in divisor_list(c.cp) if d > 1 and c.num_attention_heads // c.tp % d == 0), 1)
         given = f"is {' '.join(map(str, sizes))}, but takes" if sizes else "is missing: it has"
-        yield say(
-            c,
+        yield (
             f"hierarchical_context_parallel_sizes {given} two numbers with the product {{cp}}, of ranks that exchange heads "
-            f"and of groups in the ring of {{cp_comm_type}}; use --hierarchical-context-parallel-sizes {inner} {c.cp // inner}",
+            f"and of groups in the ring of {{cp_comm_type}}; use --hierarchical-context-parallel-sizes {inner} {c.cp // inner}"
         )
         return
     heads, groups = c.num_attention_heads // c.tp, max(1, c.query_groups // c.tp)
@@ -363,10 +347,9 @@ def _exchanged_heads(c: Settings) -> Findings:
             over = "ranks: the first of {hierarchical_context_parallel_sizes}"
             inner = max(d for d in divisor_list(math.gcd(c.cp, heads)) if whole_shares(groups, d))
             works = f"--hierarchical-context-parallel-sizes {inner} {c.cp // inner}"
-        yield say(
-            c,
+        yield (
             f"{{cp_comm_type}} deals out the {heads} query and {groups} key/value heads of a rank over {over} must "
-            f"divide the former and be a multiple or a divisor of the latter; use {works}, or --cp-comm-type p2p",
+            f"divide the former and be a multiple or a divisor of the latter; use {works}, or --cp-comm-type p2p"
         )
 
 
@@ -376,17 +359,13 @@ def _stages(c: Settings) -> Findings:
     product = f"pp·vpp = {c.pp}·{c.vpp} = {stages} stages"
     # Only a cut by hand can leave the first and last stage to embedding and head alone.
     if c.num_layers < (stages if cut is None else max(stages - 2, 1)):
-        yield say(
-            c,
-            f"{{num_layers}} is less than {product}, which need a layer each; use num_layers {stages} or more, or pp·vpp up "
-            "to {=num_layers}",
-        )
+        yield f"{{num_layers}} is less than {product}, which need a layer each; use num_layers {stages} or more, or a smaller pp·vpp"
         return
     if cut is None:
         return
     further = layout_items(c.pipeline_layout or "").count("m")
     if further not in (0, c.mtp_num_layers):
-        yield say(c, f"{{pipeline_layout}} has {further} m, but {{mtp_num_layers}}; use as many, or none")
+        yield f"{{pipeline_layout}} has {further} m, but {{mtp_num_layers}}; use as many, or none"
     given = f"{'pipeline_layers' if c.pipeline_layers is not None else 'pipeline_layout, in layers'} {_commas(cut)}"
     even = _commas(_even(c.num_layers, stages))
     if len(cut) != stages:

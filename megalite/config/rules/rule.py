@@ -1,6 +1,6 @@
 """The settings as rules see them, and the tables that most rules are a line of.
 
-A line is the text of the error, and when it is one. In a text `{ep}` is `ep 2` and `{=ep}` is `2`.
+A line is the text of the error, and when it is one. In the text of any rule `{ep}` is `ep 2` and `{=ep}` is `2`.
 `{!a|b}` is each of these settings that the user gave, `{?a|b}` each that differs from its default: one error for each, none
 without.
 """
@@ -84,10 +84,21 @@ def say(c: Settings, text: str) -> str:
     """A text with its settings: `recompute_modules mlp moe`, `ep 2`, and for a switch its name alone."""
 
     def shown(found: re.Match[str]) -> str:
+        if not hasattr(c, found[2]):
+            return found[0]  # braces of a value
         value = _value(c, found[2])
         return value if found[1] else found[2] if value == "True" else f"{found[2]} {value}"
 
     return _NAMED.sub(shown, text)
+
+
+def said(c: Settings, findings: Findings) -> Findings:
+    """What a rule finds, with the settings in its texts."""
+    for found in findings:
+        if isinstance(found, Idle):
+            yield Idle(say(c, found), found.setting)
+        else:
+            yield say(c, found) if isinstance(found, str) else said(c, found)
 
 
 def rules(table: Mapping[str, Callable[[Settings], object]]) -> Iterator[Check]:
@@ -108,7 +119,7 @@ def _rule(text: str, when: Callable[[Settings], object], mark: str, name: str) -
             if not given:
                 yield Idle("", name)
             else:
-                yield Idle(say(c, text), name) if idle and name in IDLE else say(c, text)
+                yield Idle(text, name) if idle and name in IDLE else text
 
     return check
 

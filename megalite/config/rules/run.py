@@ -6,7 +6,7 @@ from pathlib import PurePath
 from megalite.config.data import PATH_SETTINGS, UNSAVED, is_address, parse_data_path, parse_split
 from megalite.config.errors import Findings, Idle, nearest
 from megalite.config.optimizer import ONEBIT_OPTIMIZERS, OPTIMIZERS
-from megalite.config.rules.rule import Check, Settings, owned, parsed, rules, say, without
+from megalite.config.rules.rule import Check, Settings, owned, parsed, rules, without
 from megalite.config.run import hugging_face_folder, profile_folder, save_folder, saves, scales_loss, writers
 from megalite.config.strategies import searched_strategies
 from megalite.config.training import WRITERS
@@ -30,13 +30,13 @@ def _from_splits(c: Settings) -> bool:
 
 def _two_sources(c: Settings) -> Findings:
     if len(sources := _sources(c)) > 1:
-        yield say(c, f"{{{sources[0]}}} and {{{sources[1]}}} are two sources of tokens; keep one of them")
+        yield f"{{{sources[0]}}} and {{{sources[1]}}} are two sources of tokens; keep one of them"
 
 
 def _split_without_data_path(c: Settings) -> Findings:
     if c.split is not None and not c.data_path and c.dataset is None and len(sources := _sources(c)) < 2:
         cause = f"with {sources[0]}" if sources else "without data_path"
-        yield Idle(say(c, f"{{split}} has no effect {cause}"), "split")
+        yield Idle(f"{{split}} has no effect {cause}", "split")
 
 
 def _end_of_document(c: Settings) -> Findings:
@@ -44,16 +44,13 @@ def _end_of_document(c: Settings) -> Findings:
     source = c.data_path or c.train_data_path
     known = c.tokenizer_model or c.vocab_file or c.tokenizer_type in ("NullTokenizer", "ByteLevelTokenizer")
     if used and source and not known and c.packing == "stream" and not c.sft:
-        yield (
-            f"{used[0]} needs the token that ends a document; add the tokenizer that made {source[-1]} "
-            f"(--tokenizer-model FILE), or remove it"
-        )
+        yield f"{used[0]} needs the token that ends a document; add the --tokenizer-model of {source[-1]}, or remove it"
 
 
 def _bpe_files(c: Settings) -> Findings:
     if (c.vocab_file is None) != (c.merge_file is None):
         missing, given = ("merge_file", "vocab_file") if c.vocab_file else ("vocab_file", "merge_file")
-        yield say(c, f"{{{given}}} needs {missing}; add --{missing.replace('_', '-')}")
+        yield f"{{{given}}} needs {missing}; add --{missing.replace('_', '-')}"
 
 
 def _keeps_files(c: Settings) -> bool:
@@ -132,11 +129,7 @@ DATA: tuple[Check, ...] = (
 def _unreached_saves(c: Settings) -> Findings:
     if c.keep_every is not None and c.save_interval is not None and c.keep_every % c.save_interval:
         works = -(-c.keep_every // c.save_interval) * c.save_interval
-        yield say(
-            c,
-            "{keep_every} is not a multiple of {save_interval}, so that few or none of its steps are ever saved; use e.g. "
-            f"--keep-every {works}",
-        )
+        yield f"{{keep_every}} is not a multiple of {{save_interval}}: few of its steps are saved; use e.g. --keep-every {works}"
 
 
 CHECKPOINT: tuple[Check, ...] = (
@@ -171,11 +164,10 @@ def _below_collectives(c: Settings) -> Findings:
     for name, share in (("hang_timeout_minutes", 0.8), ("hang_save_timeout_minutes", 0.9)):
         minutes, limit = getattr(c, name), c.distributed_timeout_minutes
         if minutes is not None and c.tp * c.pp * c.cp * c.dp > 1 and minutes >= limit:
-            yield say(
-                c,
+            yield (
                 f"{{{name}}} is not below {{distributed_timeout_minutes}}: collectives would fail before anyone could say which "
                 f"rank stands still; use --{name.replace('_', '-')} {share * limit:g} or --distributed-timeout-minutes "
-                f"{minutes / share:g}",
+                f"{minutes / share:g}"
             )
 
 
@@ -228,16 +220,12 @@ def _profile(c: Settings) -> Findings:
         return
     start, end, steps = c.profile_step_start, c.profile_step_end, c.train_iters
     if end <= start:
-        yield say(
-            c,
-            f"{{profile_step_start}} and {{profile_step_end}} leave no step to profile; use --profile-step-end {start + 2}",
-        )
+        yield f"{{profile_step_start}} and {{profile_step_end}} leave no step to profile; use --profile-step-end {start + 2}"
     if steps is not None and end > steps + 1:
         remedy = f"--profile-step-start {min(start, steps)} --profile-step-end {steps + 1}"
-        yield say(
-            c,
+        yield (
             "{profile_step_end} is beyond the last step: train_iters is {=train_iters}; use "
-            f"{remedy if steps > 1 else '--train-iters 12'}",
+            f"{remedy if steps > 1 else '--train-iters 12'}"
         )
     world = c.tp * c.pp * c.cp * (c.dp or 1)
     if missing := [rank for rank in c.profile_ranks if rank >= world]:
@@ -292,9 +280,7 @@ def _elastic(c: Settings) -> Findings:
         and is_address(c.load) == is_address(save or "")
     )
     if save is not None and resumes_elsewhere:
-        yield say(
-            c, f"elastic continues from what it saves, but the run has {{load}} and saves to {save}; use --load {save}"
-        )
+        yield f"elastic continues from what it saves, but the run has {{load}} and saves to {save}; use --load {save}"
     for name, works in (
         ("dp_strategy", searched_strategies()),
         ("grad_compression", ("none",)),
@@ -302,11 +288,7 @@ def _elastic(c: Settings) -> Findings:
         ("optimizer", tuple(name for name in OPTIMIZERS if name not in ONEBIT_OPTIMIZERS)),
     ):
         if getattr(c, name) not in works:
-            yield say(
-                c,
-                f"elastic and {{{name}}} contradict: its numbers depend on the number of ranks; use "
-                f"{' or '.join(works)}, or leave out --elastic",
-            )
+            yield f"elastic and {{{name}}} contradict: its numbers depend on the ranks; use {' or '.join(works)}"
 
 
 _OF_ONE_LAYOUT = (
