@@ -4,11 +4,14 @@
 
 Milliseconds of each kind of operation and of the largest operations alone (the least over some steps that torch's
 profiler watched, in turns), how often they ran, CPU seconds of a step without the profiler, and its page faults: memory
-that the C library gave back to the system and got again, to be cleared by the kernel.
+that the C library gave back to the system and got again, to be cleared by the kernel. And the calls of Python's functions
+and of C's from Python: with `--model tiny` they are what a step takes.
 """
 
 import resource
+import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 from benchmarks import common
@@ -19,6 +22,7 @@ from benchmarks.steps.breakdown import category, profiled
 from megalite.parity.pool import RankContext, RankPool
 
 WHOLE = ("CPU seconds", "of them in the kernel", "page faults")
+CALLS = {"call": "Python calls", "c_call": "calls from Python into C"}
 Figures = dict[str, tuple[float, int]]  # of what -> (amount, calls)
 
 
@@ -41,6 +45,17 @@ def unwatched(context: RankContext) -> Figures:
     return {name: (amount, 1) for name, amount in zip(WHOLE, amounts, strict=True)}
 
 
+def called(context: RankContext) -> Figures:
+    """Calls in the next step."""
+    counts: Counter[str] = Counter()
+    sys.setprofile(lambda frame, event, argument: counts.update((event,)))
+    try:
+        worker.train(context, 1)
+    finally:
+        sys.setprofile(None)
+    return {name: (float(counts[event]), 1) for event, name in CALLS.items()}
+
+
 def measure(case: Case, names: Sequence[str], rounds: int) -> dict[str, Figures]:
     """The least of each figure over the rounds, by contender."""
     found: dict[str, Figures] = {name: {} for name in names}
@@ -49,7 +64,7 @@ def measure(case: Case, names: Sequence[str], rounds: int) -> dict[str, Figures]
         for name, pool in pools.items():
             pool.run(1, worker.build, name, case)
             pool.run(1, worker.train, 2, timeout=600.0)
-        for work in (unwatched, watched) * rounds:
+        for work in (unwatched, watched, called) * rounds:
             for name, pool in pools.items():
                 for key, value in pool.run(1, work, timeout=600.0)[0].items():
                     found[name][key] = min(value, found[name].get(key, value))
@@ -63,7 +78,7 @@ def report(found: dict[str, Figures], largest: int) -> str:
     """The whole, kinds of operations, then the largest single ones, those with the largest differences first."""
     keys = list(dict.fromkeys(key for side in found.values() for key in side))
     rows = {key: [side.get(key, (0.0, 0)) for side in found.values()] for key in keys}
-    summed = [key for key in keys if key.startswith(("ms of ", *WHOLE))]
+    summed = [key for key in keys if key.startswith(("ms of ", *WHOLE, *CALLS.values()))]
     single = [key for key in keys if key not in summed]
     single = sorted(single, key=lambda key: -max(amount for amount, _ in rows[key]))[:largest]
     single.sort(key=lambda key: -abs(rows[key][0][0] - rows[key][-1][0]))

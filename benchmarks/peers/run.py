@@ -38,6 +38,7 @@ class Model(NamedTuple):
     bf16: bool = True  # on one rank in bf16 as well
 
 
+TINY = Size(layers=4, hidden=32, heads=4, vocab=128, seq=16, micro=1, batch=4)
 _ALL = tuple(LAYOUTS)
 MODELS = {
     "small": Model(Size(), _ALL),
@@ -45,7 +46,9 @@ MODELS = {
     "wide": Model(Size(hidden=1024, heads=16), ("1",), rounds=0.6),
     "llama": Model(Size(), tuple(name for name in _ALL if name != "pp2.vpp2"), family=LLAMA, bf16=False),
 }
-TINY = Size(layers=4, hidden=32, heads=4, vocab=128, seq=16, micro=1, batch=4)
+HOST = {"tiny": Model(TINY, _ALL), "tiny-llama": Model(TINY, ("1",), family=LLAMA, bf16=False)}
+"""Models of which a step is the host's own time: what Python and the dispatcher take."""
+MODELS |= HOST
 LIMITS = {False: 1e-4, True: 3e-2}  # largest difference of losses, in fp32 and in bf16
 
 
@@ -123,7 +126,7 @@ def cases_of(name: str, layouts: Sequence[str], arguments: Any) -> list[tuple[Ca
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser = common.parser(__doc__)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=[name for name in MODELS if name not in HOST])
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--contenders", nargs="+", choices=worker.CONTENDERS, default=list(worker.CONTENDERS))
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contender (5; large models fewer)")

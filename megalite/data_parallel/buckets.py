@@ -137,8 +137,12 @@ class Bucket:
             self._hooks[parameter].remove()
         self._idle.clear()
         for sums, parameters in self._runs:
+            if len(parameters) == 1:
+                if parameters[0].grad is not None:
+                    self._take(parameters[0])
+                continue
             grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
-            if 1 < len(grads) == len(parameters):
+            if len(grads) == len(parameters):
                 sums.add_(torch.cat(grads))
                 for parameter in parameters:
                     parameter.grad = None

@@ -35,8 +35,10 @@ class Products:
     measures = False
     """`measure` and `weight_grad` give something."""
 
-    def __init__(self, matmul: Matmul) -> None:
-        self._matmul = matmul
+    def __init__(self, kernel: Matmul) -> None:
+        # torch's own is called without a frame between, and takes a weight as it lies.
+        self._is_torch = kernel is matmul
+        self._product: Callable[..., Tensor] = torch.matmul if self._is_torch else kernel
 
     def measure(self, x: Tensor) -> Tensor | None:
         """What the products of a factor want to know of it, once for all of them; None: nothing."""
@@ -45,12 +47,11 @@ class Products:
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None, of_x: Tensor | None = None) -> Tensor:
         """x [..., i] · weight [..., i]ᵀ + bias [o] -> [..., o]; `of_x` is what `measure` says of x."""
         matrix = weight.flatten(0, -2)
-        # torch's takes it as it is.
-        return F.linear(x, matrix, bias) if self._matmul is matmul else self._matmul(x, matrix.t(), bias)
+        return F.linear(x, matrix, bias) if self._is_torch else self._product(x, matrix.t(), bias)
 
     def input_grad(self, grad_y: Tensor, weight: Tensor, of_grad: Tensor | None = None) -> Tensor:
         """grad_y [..., o] · weight [..., i] -> [..., i], in new memory."""
-        return self._matmul(grad_y, weight.flatten(0, -2))
+        return self._product(grad_y, weight.flatten(0, -2))
 
     def weight_grad(self, of_x: Tensor | None, of_grad: Tensor | None) -> WeightProduct | None:
         """(grad_y [n, o], x [n, i]) -> grad_yᵀ · x [o, i]. None: by the kernel that adds it to the main gradient itself."""

@@ -59,11 +59,11 @@ class _Linear(Function):
             of_grad = products.measure(grad_rows)
             multiply = products.weight_grad(ctx.of_x, of_grad)
         deferring = weight.deferred is not None and weight.deferred.is_deferring
-        gradient = (
-            linear_weight_gradient(weight, x, grad_rows, gather, multiply) if gather is not None or deferring else None
-        )
-        # x is gathered again under the input gradient's product, and that travels under the weight gradient's.
+        gradient: WeightGradient | None = None  # the usual case does without an object for it
+        if gather is not None or deferring:
+            gradient = linear_weight_gradient(weight, x, grad_rows, gather, multiply)
         if gradient is not None and not deferring:
+            # x is gathered again under the input gradient's product, and that travels under the weight gradient's.
             gradient.start()
         if pieces is not None:
             grad_x, reducing = pieces.scatter(grad_y, weight.flatten(0, -2))
@@ -71,7 +71,7 @@ class _Linear(Function):
             grad_x, reducing = products.input_grad(grad_y, weight, of_grad), DONE
             if tp is not None:
                 grad_x, reducing = _reduce_input_grad(ctx, grad_x)
-        if gradient is None:  # the usual case, without an object for it
+        if gradient is None:
             grad_weight = weight.contribute(partial(linear_product, weight, x, grad_rows, multiply))
         else:
             grad_weight = gradient.compute_or_defer(weight.deferred)
