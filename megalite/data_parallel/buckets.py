@@ -105,8 +105,7 @@ class Bucket:
     def start_counting(self, on_full: Callable[[], None], pending: Counter[torch.nn.Parameter] | None = None) -> None:
         """From now on count gradients; `on_full` is called once each parameter's last one has come, at once if none
         will. `pending`: how many are still to come of each parameter; those of one whole backward by default."""
-        parameters = (placed.parameter for placed in self.placed)
-        self._awaited = self._uses if pending is None else sum(pending[parameter] for parameter in parameters)
+        self._awaited = self._uses if pending is None else sum(pending[placed.parameter] for placed in self.placed)
         self._on_full = on_full
         if self._awaited == 0:
             on_full()

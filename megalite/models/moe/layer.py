@@ -58,10 +58,8 @@ class Experts(torch.nn.Module):
 
     def forward(self, rows: Tensor, sizes: GroupSizes) -> Tensor:
         """Rows [n, h] by expert, `sizes` of each -> [n, h], to be summed over expert_tp. Collectives: none."""
-        with self.saves.module("expert_fc1"):
-            inner = grouped_linear(rows, self.up, sizes, self._up, bias=self.up_bias)
-        with self.saves.module("mlp_act"):
-            active = self.activation(inner)
+        inner = self.saves.run("expert_fc1", grouped_linear, rows, self.up, sizes, self._up, bias=self.up_bias)
+        active = self.saves.run("mlp_act", self.activation, inner)
         remaking = self.saves.remaking(active, self.activation, inner, kept_by="mlp_act")
         with remaking if self.recompute_activation else nullcontext():
             return grouped_linear(active, self.down, sizes, self._down, bias=self.down_bias, adds_bias=self.adds_bias)
