@@ -78,7 +78,7 @@ def inspect_datasets(flags: Namespace) -> int:
                 require_recorded_tokenizer(prefix, tokenizer)
             chosen = parse_documents(flags.documents, dataset)
             facts["shown_documents"] = [
-                asdict(document) | _text(document.tokens, tokenizer, dataset)
+                document | _text(document["tokens"], tokenizer, dataset)
                 for document in read_documents(dataset, chosen, max_tokens=flags.max_tokens)
             ]
         parts = [_format_facts(facts), *map(_format_document, facts.get("shown_documents", []))]

@@ -1,6 +1,5 @@
 """`megalite profile`: measures this machine and writes a cluster file for the planner."""
 
-import dataclasses
 import datetime
 import shlex
 import sys
@@ -26,7 +25,6 @@ from megalite.profiling.run import (
     Fitted,
     Measurements,
     check_dtypes,
-    default_dtypes,
     describe,
     fit_cluster,
     fit_stack,
@@ -104,7 +102,7 @@ def _dtypes(flags: Namespace, device: torch.device) -> tuple[str, ...]:
     for name in names:
         if name not in DTYPES:
             raise ConfigError(f"--dtype cannot be {name}{nearest(name, DTYPES)} (one or more of {', '.join(DTYPES)})")
-    return tuple(dict.fromkeys(names)) or default_dtypes(device)
+    return tuple(dict.fromkeys(names)) or ("bf16" if device.type == "cuda" else "fp32",)
 
 
 def _prepare(
@@ -158,12 +156,12 @@ def _write(flags: Namespace, measured: Measurements, base: Cluster, *, nominal: 
         source += f" on {machine.ranks} ranks"
     name = flags.name or flags.output.stem
     fitted = fit_cluster(measured, base, nominal=nominal, name=name, source=source)
-    own = fit_stack(measured, fitted.cluster, stack, name=name, source=source)
+    cluster, errors = fitted
+    own = fit_stack(measured, cluster, stack, name=name, source=source)
     if measured.passes:
         least = measured.overheads.operation.seconds
-        own, error = with_passes(measured.passes, fitted.cluster, own, source=source, least_operation=least)
-        fitted = dataclasses.replace(fitted, errors={**fitted.errors, "passes": error})
-    save_cluster(fitted.cluster, flags.output)
+        own, errors["passes"] = with_passes(measured.passes, cluster, own, source=source, least_operation=least)
+    save_cluster(cluster, flags.output)
     if flags.output_stack is not None:
         save_stack(own, flags.output_stack)
     show(format_profile(measured, fitted, own, base if nominal else None))
@@ -256,7 +254,7 @@ def _table(
 
 def _constants(measured: Measurements, fitted: Fitted, stack: SoftwareStack) -> str:
     """What the files say, and how well the planner's formulas give the measured times with it."""
-    cluster = fitted.cluster
+    cluster, mean_errors = fitted
     accelerator, node, network, share = cluster.accelerator, cluster.node, cluster.network, cluster.efficiency
     crowd = []
     if measured.turns is not None:
@@ -265,7 +263,7 @@ def _constants(measured: Measurements, fitted: Fitted, stack: SoftwareStack) -> 
             f"{measured.turns.speedup:.2f} times as fast, which makes {node.ranks_per_core:.2f}"
         )
     assumed = ", ".join(key for key, text in cluster.provenance.items() if text.startswith("assumed")) or "nothing"
-    errors = ", ".join(f"{name} {error:.0%}" for name, error in fitted.errors.items())
+    errors = ", ".join(f"{name} {error:.0%}" for name, error in mean_errors.items())
     peaks = ", ".join(f"{name} {rate(peak, 'F')}" for name, peak in accelerator.peak_flops.items())
     lines = [
         f"Cluster {cluster.name}: {cluster.description}",

@@ -36,8 +36,9 @@ def run(flags: Namespace) -> int:
     if flags.all_kinds:
         workers = flags.workers or usable_cores()
         with working("rehearsing") as say:
-            world = rehearse_world(config, workers=workers, done=lambda count, total: say(f"{count} of {total} ranks"))
-        rehearsals, faults = world.rehearsals, world.faults
+            rehearsals, faults = rehearse_world(
+                config, workers=workers, done=lambda count, total: say(f"{count} of {total} ranks")
+            )
     else:
         rehearsals = [rehearse(config, invocation.rank or 0)]
     memory = planned_memory(config)

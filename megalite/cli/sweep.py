@@ -18,7 +18,7 @@ from megalite.config.reading import gc_paused
 from megalite.config.registry import imported
 from megalite.planner.cost.calibrate import Machine
 from megalite.planner.hardware import refuse_taken
-from megalite.sweep.candidates import Expansion, Run, check_all, expand, read_machine, refusals
+from megalite.sweep.candidates import Expansion, Run, check_all, expand, read_machine
 from megalite.sweep.execute import Launcher, LocalLauncher, Progress, execute, launchable
 from megalite.sweep.report import REPORT, calibrate, summary, write_report
 from megalite.sweep.results import RESULTS, TABLE, Result, Store, refused
@@ -67,7 +67,7 @@ def _sweep(flags: Namespace) -> int:
     if expansion.ignored:
         words.append(f"the runs do not go by {', '.join(expansion.ignored)} of the base")
     show("; ".join(words))
-    impossible = list(refusals(runs))
+    impossible = [f"{run.label}: {run.refused}" for run in runs if run.refused is not None]
     if flags.strict and impossible:
         raise ConfigError(f"{len(impossible)} of {len(runs)} configurations are refused: {impossible[0]}")
     if flags.dry_run:

@@ -28,8 +28,10 @@ def examine(*, driver: Path = _DRIVER) -> Iterator[Finding]:
     yield build(driver_version(driver), torch.version.cuda, torch.cuda.is_available())
     for index in range(torch.cuda.device_count()):
         yield _gpu(index)
-    if torch.cuda.device_count() > 1:
-        yield _peers()
+    devices = range(torch.cuda.device_count())
+    if len(devices) > 1:
+        able = torch.cuda.can_device_access_peer
+        yield peers(len(devices), [(i, j) for i in devices for j in devices if i < j and not able(i, j)])
     yield from _backends()
 
 
@@ -81,13 +83,6 @@ def _gpu(index: int) -> Finding:
         if capability < _LEAST_CAPABILITY
         else None,
     )
-
-
-def _peers() -> Finding:
-    """Whether each GPU can read each other's memory."""
-    devices = range(torch.cuda.device_count())
-    without = [(i, j) for i in devices for j in devices if i < j and not torch.cuda.can_device_access_peer(i, j)]
-    return peers(len(devices), without)
 
 
 def peers(count: int, without: Sequence[tuple[int, int]]) -> Finding:

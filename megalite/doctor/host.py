@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -39,10 +38,6 @@ class Finding:
     remedy: str | None = None  # what to do, in a line; every warning and error has one
     data: dict[str, Any] = field(default_factory=dict)  # the same for programs; JSON can hold it
 
-    def __post_init__(self) -> None:
-        if self.level != "ok" and self.remedy is None:
-            raise ValueError(f"{self.topic} {self.name}: a {self.level} without a remedy")
-
 
 def worst(findings: Iterable[Finding]) -> Level:
     """The highest level among them; ok if there are none."""
@@ -58,9 +53,8 @@ def finding(
     level: Level = "warning",
 ) -> Finding:
     """A finding that is ok without a remedy, and of that level with one."""
-    return Finding(
-        topic=topic, name=name, level=level if remedy else "ok", text=text, remedy=remedy, data=data if data else {}
-    )
+    level = level if remedy else "ok"
+    return Finding(topic=topic, name=name, level=level, text=text, remedy=remedy, data=data or {})
 
 
 def read(path: Path) -> str:
@@ -160,9 +154,8 @@ def _open_files() -> Finding:
     remedy = f"many ranks need more: ulimit -n {LEAST_FILES if hard < 0 else min(hard, 1 << 16)}"
     few = soft != resource.RLIM_INFINITY and soft < LEAST_FILES
     limits = [("unlimited" if limit == resource.RLIM_INFINITY else str(limit)) for limit in (soft, hard)]
-    return _found(
-        "open files", f"{limits[0]} (up to {limits[1]})", {"soft": soft, "hard": hard}, remedy if few else None
-    )
+    text = f"{limits[0]} (up to {limits[1]})"
+    return _found("open files", text, {"soft": soft, "hard": hard}, remedy if few else None)
 
 
 def _locked_memory(places: Places, gpus: int) -> Finding:
@@ -193,24 +186,14 @@ def examine_disk(
         yield _on_disk("folder", f"{place} is a file", data, "give a folder with --run-dir", "error")
         return
     try:
-        with _scratch(place) as descriptor:
+        # It has no name: nothing is left behind, however this ends.
+        with tempfile.TemporaryFile(dir=place) as scratch:
             yield _space(place, folder, data)
-            yield _locks(descriptor)
-            yield from _speed(descriptor, seconds, clock)
+            yield _locks(scratch.fileno())
+            yield from _speed(scratch.fileno(), seconds, clock)
     except OSError as error:
         remedy = "give a folder that can be written to with --run-dir, or make room there"
         yield _on_disk("folder", f"cannot write to {place}: {error.strerror or error}", data, remedy, "error")
-
-
-@contextmanager
-def _scratch(place: Path) -> Iterator[int]:
-    """A file in the folder that loses its name at once: nothing is left behind, however this ends."""
-    descriptor, name = tempfile.mkstemp(prefix=".megalite-doctor-", dir=place)
-    try:
-        Path(name).unlink()
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def _space(place: Path, folder: Path, data: dict[str, str]) -> Finding:

@@ -4,7 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
 import torch
@@ -26,19 +26,21 @@ SMALL = 4 << 10  # bytes of the whole tensor that is timed for the latency
 LARGE = {"cpu": 8 << 20, "cuda": 256 << 20}  # bytes of the whole tensor that gives the rate
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class RankReport:
     """What one rank found; JSON can hold it."""
 
     rank: int
     host: str
     device: str
-    wrong: Sequence[str]  # operations that gave wrong numbers
-    latency: Mapping[str, float]  # operation -> seconds of a small one
-    rate: Mapping[str, float]  # operation -> bytes that a rank sends, a second, in a large one
-    products: float  # FLOP/s while all ranks multiply
+    wrong: list[str] = field(default_factory=list)  # operations that gave wrong numbers
+    latency: dict[str, float] = field(default_factory=dict)  # operation -> seconds of a small one
+    rate: dict[str, float] = field(
+        default_factory=dict
+    )  # operation -> bytes that a rank sends, a second, in a large one
+    products: float = 0.0  # FLOP/s while all ranks multiply
     # (this host, the next, bytes per second), on each host's first rank.
-    pairs: Sequence[tuple[str, str, float]]
+    pairs: Sequence[tuple[str, str, float]] = ()
 
 
 def measure(world: Group, device: torch.device, *, host: str, seconds: float) -> RankReport:
@@ -46,33 +48,22 @@ def measure(world: Group, device: torch.device, *, host: str, seconds: float) ->
     timings take together. Raises RuntimeError: something failed; the message begins with what.
 
     Collectives: those that are tested."""
-    timer = Timer(device, world)
-    wrong = []
+    timer, report = Timer(device, world), RankReport(rank=world.rank, host=host, device=str(device))
     for name in CHECKS:
         with _step(name):
             if not all(is_right(name, world, device, count) for count in PARTS):
-                wrong.append(name)
-    latency, rate = {}, {}
+                report.wrong.append(name)
     each = 0.6 * seconds / (2 * len(_SENT))
     for name, share in _SENT.items():
         with _step(name):
-            latency[name] = _seconds(timer, name, SMALL, each)
+            report.latency[name] = _seconds(timer, name, SMALL, each)
             large = LARGE[device.type]
-            rate[name] = share(world.size) * large / _seconds(timer, name, large, each)
+            report.rate[name] = share(world.size) * large / _seconds(timer, name, large, each)
     with _step("messages between hosts"):
-        pairs = _pairs(timer, host, LARGE[device.type], 0.2 * seconds)
+        report.pairs = _pairs(timer, host, LARGE[device.type], 0.2 * seconds)
     with _step("products on all ranks at once"):
-        products = rate_of(timer, precisions(device)[0].dtype, seconds=0.2 * seconds)
-    return RankReport(
-        rank=world.rank,
-        host=host,
-        device=str(device),
-        wrong=wrong,
-        latency=latency,
-        rate=rate,
-        products=products,
-        pairs=pairs,
-    )
+        report.products = rate_of(timer, precisions(device)[0].dtype, seconds=0.2 * seconds)
+    return report
 
 
 @contextmanager
@@ -192,17 +183,17 @@ def examine(*, ranks: int, device_type: str, host: str, seconds: float) -> Itera
         remedy = "training on several ranks will fail like this; see the network above, and NCCL_DEBUG=INFO on GPUs"
         yield _found("self-test", text, None, remedy, "error")
         return
-    yield from findings([RankReport(**report) for report in found])
+    yield from findings(found)
 
 
-def measured(context: RankContext, ranks: int, device_type: str, host: str, seconds: float) -> dict[str, object]:
+def measured(context: RankContext, ranks: int, device_type: str, host: str, seconds: float) -> RankReport:
     device = torch.device("cpu")
     if device_type == "cuda":
         device = torch.device("cuda", context.rank)
         torch.cuda.set_device(device)
     layout = ParallelLayout(dp=ranks)
     world = Topology.create(layout, rank=context.rank, device=device, made=context.made).world
-    return asdict(measure(world, device, host=host, seconds=seconds))
+    return measure(world, device, host=host, seconds=seconds)
 
 
 def findings(reports: Sequence[RankReport]) -> Iterator[Finding]:
@@ -263,9 +254,6 @@ def _between_hosts(pairs: Sequence[tuple[str, str, float]]) -> Finding:
     return _found("hosts", text, {"pairs": [list(pair) for pair in pairs]}, remedy if slow else None)
 
 
-_of_hosts = partial(finding, "hosts")
-
-
 class ExchangeFailed(Exception):
     """The ranks could not exchange something."""
 
@@ -303,9 +291,9 @@ def unlike(by_host: Mapping[str, Sequence[Finding]]) -> Iterator[Finding]:
             alike = False
             shown = ", ".join(f"{texts[host]} on {host}" for host in odd[:4]) + (", ..." if len(odd) > 4 else "")
             level: Level = "error" if name in ("megalite", "torch", "nccl") else "warning"
-            yield _of_hosts(name, f"{texts[first]} on {first}, {shown}", {"by_host": texts}, remedy, level)
+            yield finding("hosts", name, f"{texts[first]} on {first}, {shown}", {"by_host": texts}, remedy, level)
     if alike:
-        yield _of_hosts("alike", f"{len(by_host)} hosts have the same versions and GPUs")
+        yield finding("hosts", "alike", f"{len(by_host)} hosts have the same versions and GPUs")
 
 
 def _compared(found: Sequence[Finding]) -> dict[str, str]:

@@ -64,10 +64,8 @@ def to_flags(drawn: Drawn) -> list[str]:
         flag = settings()[name].flags[0]
         if isinstance(value, bool):
             words.append(flag if value else "--no-" + flag.removeprefix("--"))
-        elif isinstance(value, list):
-            words += [flag, *map(str, value)]
         else:
-            words += [flag, str(value)]
+            words += [flag, *map(str, value if isinstance(value, list) else [value])]
     return words
 
 
@@ -214,8 +212,8 @@ _SCORES: dict[str, tuple[Any, ...]] = {
     "softmax_scale": (0.2, 0.7),
     "attn_logit_softcapping": (1.0, 5.0),
     "final_logit_softcapping": (2.0, 9.0),
+    "softmax_type": ("off-by-one", "learnable"),
 }
-_SCORES |= {"softmax_type": ("off-by-one", "learnable")}
 
 
 def _switches(generator: random.Random, drawn: Drawn) -> Drawn:

@@ -233,22 +233,21 @@ def _check_exact(config: RunConfig) -> None:
     d, optimizer, strategy = config.data_parallel, config.optimizer.optimizer, config.parallel.dp_strategy
     messages = config.parallel.pipeline_compression
     base = "lamb" if optimizer == "onebit-lamb" else "adam"
-    refused = {
-        f"dp_strategy {strategy} takes other steps; use one of {', '.join(EXACT_STRATEGIES)}": (
-            strategy not in EXACT_STRATEGIES
-        ),
-        f"optimizer {optimizer} takes other steps; use --optimizer {base}": optimizer in ONEBIT_OPTIMIZERS,
-        f"grad_compression {d.grad_compression} loses a part of the gradient; use --grad-compression none": (
-            d.grad_compression != "none"
-        ),
-        f"pipeline_compression {messages} changes what stages get from each other; use --pipeline-compression none": (
-            messages != "none"
-        ),
-        f"wire_dtype {d.wire_dtype} rounds what is added; use --wire-dtype fp32": d.wire_dtype != "fp32",
-    }
-    for why, applies in refused.items():
-        if applies:
-            raise ConfigError(f"megalite parity compares with one rank, and {why}")
+    why = ""
+    if strategy not in EXACT_STRATEGIES:
+        why = f"dp_strategy {strategy} takes other steps; use one of {', '.join(EXACT_STRATEGIES)}"
+    elif optimizer in ONEBIT_OPTIMIZERS:
+        why = f"optimizer {optimizer} takes other steps; use --optimizer {base}"
+    elif d.grad_compression != "none":
+        why = f"grad_compression {d.grad_compression} loses a part of the gradient; use --grad-compression none"
+    elif messages != "none":
+        why = (
+            f"pipeline_compression {messages} changes what stages get from each other; use --pipeline-compression none"
+        )
+    elif d.wire_dtype != "fp32":
+        why = f"wire_dtype {d.wire_dtype} rounds what is added; use --wire-dtype fp32"
+    if why:
+        raise ConfigError(f"megalite parity compares with one rank, and {why}")
 
 
 def _check_asked(config: RunConfig, explicit: frozenset[str], dp: int) -> None:

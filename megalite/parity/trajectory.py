@@ -116,12 +116,8 @@ class _Trajectory(Generic[Tensor]):
     evaluation: float  # the loss of the next batch, evaluated
 
 
-class RankTrajectory(_Trajectory[Part]):
-    """What one rank has of it: its slices."""
-
-
-class Trajectory(_Trajectory[np.ndarray]):
-    """The same with whole tensors."""
+Trajectory = _Trajectory[np.ndarray]
+RankTrajectory = _Trajectory[Part]  # what one rank has of it: its slices
 
 
 class UnevenSamples:

@@ -6,23 +6,12 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from megalite.config.errors import ConfigError
 from megalite.preprocess.inputs import Input
 from megalite.preprocess.pieces import PARAGRAPH_END, Limits, Piece, Place, cut
 
-KINDS = (
-    "invalid JSON",
-    "no object",
-    "missing key",
-    "wrong type",
-    "empty text",
-    "invalid UTF-8",
-    "lone surrogate",
-    "too long",
-)
-"""What may be wrong with a line."""
 _UTF8_MARK = b"\xef\xbb\xbf"
 _SHOWN_KEYS, _SHOWN_CHARACTERS = 5, 40
 _JSON_BLANKS = " \t\r\n"
@@ -33,19 +22,18 @@ _scan = _decoder.scan_once  # type: ignore[attr-defined]
 
 
 class BadDocument(ValueError):
-    """A bad document: of a kind in KINDS; the message says why."""
+    """A bad document: of a kind, such as `invalid JSON` or `too long`, by which they are counted; the message says why."""
 
     def __init__(self, kind: str, reason: str) -> None:
         super().__init__(reason)
         self.kind = kind
 
 
-@dataclass(frozen=True)
-class BadLine:
+class BadLine(NamedTuple):
     """A line (paragraph, file, row) that is not a document."""
 
     line: int  # its number in the piece, from 0
-    kind: str  # one of KINDS
+    kind: str
     reason: str
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -146,7 +145,9 @@ def split_dataset(
     with new_files([output for output, _ in outputs]) as folder:
         for number, (output, documents) in enumerate(outputs):
             part, stem = Part.of(dataset, documents), folder / str(number)
-            written = _write_parts(stem, output, [part], dtype=part.dtype, vocab_size=vocab_size, on_bytes=on_bytes)
+            written = _write_parts(
+                stem, output, [part], dtype=part.dtype, vocab_size=vocab_size, digests={}, on_bytes=on_bytes
+            )
             if side and vocab_size:
                 write_durably(stem.with_suffix(".json"), encode_side_file(_part_side(side, part, written)))
             done.append(written)
@@ -182,15 +183,10 @@ def parts_of_split(dataset: IndexedDataset, split: str) -> list[range]:
                 f"split {split}: {name} ends before sequence {stop}, within document {document - 1} (sequences "
                 f"{indices[document - 1]} to {indices[document] - 1}); cut between documents with --documents"
             )
-    return _ranges(above, dataset.num_documents)
-
-
-def _ranges(stops: Sequence[int], documents: int) -> list[range]:
-    """Documents of each part, all of them; `stops` is where parts end by the sequences that they hold."""
-    borders = [0, *stops]
+    borders = [0, *above]
     # Documents without a sequence, behind the last that has one, belong to the last part that has any.
     last = max(i for i in range(1, 4) if i == 1 or borders[i] > borders[i - 1])
-    borders[last:] = [documents] * (4 - last)
+    borders[last:] = [dataset.num_documents] * (4 - last)
     return [range(start, stop) for start, stop in pairwise(borders)]
 
 
@@ -201,7 +197,7 @@ def _write_parts(
     *,
     dtype: np.dtype,
     vocab_size: int | None,
-    digests: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
+    digests: Mapping[str, Mapping[str, str]],
     on_bytes: Callable[[int], None],
 ) -> Written:
     """Write `stem.bin` and `.idx` for `prefix`: the documents of all parts, in order. Memory does not grow with the files.
@@ -224,9 +220,9 @@ def _write_parts(
     free = free_bytes(folder)
     if free is not None and free < needed:
         raise ConfigError(f"{folder} has {free} bytes free, {needed} are needed for {prefix}; use another disk")
-    sha256 = _copy_tokens(stem.with_suffix(".bin"), parts, written, vocab_size, digests, on_bytes)
+    sha256 = _copy_tokens(stem.with_suffix(".bin"), parts, written, digests, on_bytes)
     length, index_sha256 = _write_index(stem.with_suffix(".idx"), parts, written)
-    if vocab_size is not None:
+    if written.statistics is not None:
         written.files[".bin"] = {"bytes": written.tokens * dtype.itemsize, "sha256": sha256}
         written.files[".idx"] = {"bytes": length, "sha256": index_sha256}
     return written
@@ -236,12 +232,11 @@ def _copy_tokens(
     path: Path,
     parts: Sequence[Part],
     written: Written,
-    vocab_size: int | None,
     digests: Mapping[str, Mapping[str, str]],
     on_bytes: Callable[[int], None],
 ) -> str:
     """Write .bin and put it on the disk; returns its sha256, if there is to be a side file."""
-    sha256 = hashlib.sha256()
+    sha256, statistics = hashlib.sha256(), written.statistics
     with path.open("xb") as file:
         for part in parts:
             dataset, expected, seen = part.open(), digests.get(part.prefix, {}), hashlib.sha256()
@@ -255,20 +250,20 @@ def _copy_tokens(
                 if written.dtype != dataset.dtype:
                     require_fit(str(dataset.bin_path), tokens, written.dtype, f"give --dtype {dataset.dtype.name}")
                 stored = tokens.astype(written.dtype, copy=False)
-                if vocab_size is not None and written.statistics is not None:
-                    low, high = int(stored.min()), int(stored.max())
-                    if low < 0 or high >= vocab_size:
+                if statistics is not None:
+                    low, high, most = int(stored.min()), int(stored.max()), statistics.vocab_size - 1
+                    if low < 0 or high > most:
                         bad = low if low < 0 else high
-                        raise ConfigError(f"{dataset.bin_path}: token id {bad}, expected 0 to {vocab_size - 1}")
-                    written.statistics.add_tokens(stored)
+                        raise ConfigError(f"{dataset.bin_path}: token id {bad}, expected 0 to {most}")
+                    statistics.add_tokens(stored)
                     sha256.update(stored.data)
                 file.write(stored.data)
                 on_bytes(tokens.nbytes)
             if ".bin" in expected:
                 _compare(dataset.bin_path, seen.hexdigest(), expected[".bin"])
-            if written.statistics is not None:
+            if statistics is not None:
                 for lengths in lengths_in_blocks(dataset, part.documents):
-                    written.statistics.add_lengths(lengths)
+                    statistics.add_lengths(lengths)
         file.flush()
         os.fsync(file.fileno())
     return sha256.hexdigest()
@@ -366,10 +361,11 @@ def _merged_side(sides: Sequence[Side], written: Written) -> Side:
             facts.pop(name, None)
     if "bad_lines" in facts:
         facts["bad_lines"] = dict(sorted(facts["bad_lines"].items()))
-    if "shard" in sides[0] and "list" in facts.get("inputs", {}):
-        facts["inputs"]["list"] = _joined(facts["inputs"]["list"])
-    if len(facts.get("inputs", {}).get("list", ())) > LISTED_INPUTS:
-        del facts["inputs"]["list"]
+    inputs = facts.get("inputs", {})
+    if "shard" in sides[0] and "list" in inputs:
+        inputs["list"] = _joined(inputs["list"])
+    if len(inputs.get("list", ())) > LISTED_INPUTS:
+        del inputs["list"]
     return facts
 
 

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from megalite.config.errors import ConfigError
 from megalite.data.indexed_dataset import token_dtype
 from megalite.data.indexed_writer import LENGTH, TokenCounts, TokenStream
 from megalite.data.token_files import MASK_KEY, SUFFIXES
-from megalite.preprocess.documents import PieceTexts, read_piece
+from megalite.preprocess.documents import BadLine, PieceTexts, read_piece
 from megalite.preprocess.inputs import Input, find_inputs
 from megalite.preprocess.job import MAX_FAULTS, PreprocessJob, Progress, job_inputs, require_tokenizer
 from megalite.preprocess.pieces import Piece
@@ -52,18 +53,14 @@ class PieceTokenizer:
         left_out: dict[int, tuple[str, str]] = {}
         encoded = self._encode_all(read, left_out)
         good = [i for i in range(len(encoded[0])) if i not in left_out]
-        bad = [(line.line, line.kind, line.reason) for line in read.bad]
-        bad = sorted([*bad, *((read.at[i], kind, reason) for i, (kind, reason) in left_out.items())])
-        kinds: dict[str, int] = {}
-        for _, kind, _ in bad:
-            kinds[kind] = kinds.get(kind, 0) + 1
+        bad = sorted([*read.bad, *(BadLine(read.at[i], kind, reason) for i, (kind, reason) in left_out.items())])
         joined = [self._join([ids[i] for i in good]) for ids in encoded]
         return TokenizedPiece(
             lines=read.lines,
             first_line=read.at[good[0]] if good else None,
             tokens=[tokens for tokens, _ in joined],
             lengths=[lengths for _, lengths in joined],
-            bad=kinds,
+            bad=dict(Counter(kind for _, kind, _ in bad)),
             faults=[(line, reason) for line, _, reason in bad[:MAX_FAULTS]],
         )
 
@@ -120,7 +117,7 @@ class DatasetStatistics:
     """Counts of token ids and of document lengths, for the side file; the result does not depend on how data came in."""
 
     def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         counted = vocab_size <= _LARGEST_VOCABULARY
         self._counts: NDArray[np.int64] | None = np.zeros(vocab_size, dtype=np.int64) if counted else None
         self._documents = self._tokens = self._longest = 0
@@ -163,7 +160,7 @@ class DatasetStatistics:
         shares = counts[used] / max(int(counts.sum()), 1)
         return {
             "most_common": [{"id": i, "count": int(counts[i]), "text": text_of(i)[:_TEXT_LIMIT]} for i in common],
-            "unused": self._vocab_size - len(used),
+            "unused": self.vocab_size - len(used),
             "max_id": int(used[-1]) if len(used) else -1,
             # Rounded, since the last bits of a sum of logarithms depend on the processor.
             "entropy_bits": round(abs(float(-(shares * np.log2(shares)).sum())), 4),

@@ -265,21 +265,9 @@ class _Run:
 
     def _save(self) -> None:
         """Put the outputs on the disk, and then the state that speaks of them."""
-        begun, state = time.monotonic(), self._state()
-        if state != self._saved:
-            for output in self._outputs:
-                output.sync()
-            state.write(self._folder.state)
-            self._saved = state
-        # Workers continue meanwhile, but not for long: on a slow disk saving takes a twentieth of the time at most.
-        seconds, now = self._job.checkpoint_seconds, time.monotonic()
-        self._next_save = now + (max(seconds, 19 * (now - begun)) if seconds else 0.0)
-
-    def _state(self) -> resume.State:
-        """The state now, all of it handed to the system."""
         assert self._place is not None
-        progress = self.progress
-        return resume.State(
+        begun, progress = time.monotonic(), self.progress
+        state = resume.State(
             job=self._facts,
             inputs=self._stamps,
             place=self._place,
@@ -289,6 +277,14 @@ class _Run:
             faults=list(progress.faults),
             outputs=[output.state() for output in self._outputs],
         )
+        if state != self._saved:
+            for output in self._outputs:
+                output.sync()
+            state.write(self._folder.state)
+            self._saved = state
+        # Workers continue meanwhile, but not for long: on a slow disk saving takes a twentieth of the time at most.
+        seconds, now = self._job.checkpoint_seconds, time.monotonic()
+        self._next_save = now + (max(seconds, 19 * (now - begun)) if seconds else 0.0)
 
     def _require_unchanged(self, source: int) -> None:
         before, now = self._stamps[source], resume.input_stamp(self._inputs[source])
@@ -313,29 +309,15 @@ class _Run:
 def _tokenized(
     job: PreprocessJob, tokenizer: Tokenizer, pieces: Iterator[Piece]
 ) -> Generator[tuple[Piece, TokenizedPiece], None, None]:
-    """Pieces with their tokens, in order, tokenized here or by workers."""
-    first: list[Piece] = []
-    fault: Exception | None = None
-    try:
-        first.extend(itertools.islice(pieces, _FEW_PIECES))
-    except Exception as error:  # raised when the pieces before it are done
-        fault = error
-    everything = itertools.chain(first, pieces)
+    """Pieces with their tokens, in order: the first few are tokenized here, what follows them by workers."""
     build = _piece_tokenizer(job)
-    if job.workers == 1 or len(first) < _FEW_PIECES:
-        tokenize = build(job, tokenizer)
-        for piece in everything:
-            yield piece, tokenize(piece)
-        if fault is not None:
-            raise fault
+    tokenize = build(job, tokenizer)
+    for piece in itertools.islice(pieces, None if job.workers == 1 else _FEW_PIECES):
+        yield piece, tokenize(piece)
+    if (following := next(pieces, None)) is None:
         return
-    pool: WorkerPool[PreprocessJob, Piece, TokenizedPiece] = WorkerPool(job.workers, build, job)
-    try:
-        yield from pool.map(everything, lambda piece: piece.num_bytes)
-    except BaseException:
-        pool.close(kill=True)
-        raise
-    pool.close()
+    with WorkerPool[PreprocessJob, Piece, TokenizedPiece](job.workers, build, job) as pool:
+        yield from pool.map(itertools.chain([following], pieces), lambda piece: piece.num_bytes)
 
 
 def _progress_at(state: resume.State | None, inputs: Sequence[Input]) -> Progress:

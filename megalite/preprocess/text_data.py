@@ -5,7 +5,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megalite.checkpoint.files import not_writable
@@ -59,14 +59,12 @@ def find_texts(config: RunConfig) -> list[Text]:
     texts = []
     for path in paths:
         inputs = find_inputs([path])
-        job = _job(config, path, str(_folder(config, path) / "unnamed"))
+        job = _job(config, path)
         tokenizer = tokenizer or require_tokenizer(job)
         stamps = [resume.input_stamp(item) for item in inputs]
         key = hashlib.sha256(json.dumps([job_facts(job, tokenizer), stamps], sort_keys=True).encode()).hexdigest()
-        name = re.sub(r"[^\w.-]+", "-", Path(path).name)[:80]
-        stem = _folder(config, path) / f"{name}-{key[:_KEY_CHARACTERS]}"
-        size = sum(item.size or 0 for item in inputs)
-        texts.append(Text(path, _job(config, path, str(stem)), len(inputs), size))
+        job = replace(job, output_prefix=f"{job.output_prefix}-{key[:_KEY_CHARACTERS]}")
+        texts.append(Text(path, job, len(inputs), sum(item.size or 0 for item in inputs)))
     return texts
 
 
@@ -96,7 +94,7 @@ def tokenize_text(
     for text in find_texts(config):
         # Files of the same content have other times of change on another disk, but the first node's name goes.
         stem = found.setdefault(text.path, text.prefix).removesuffix(text.prefix.removeprefix(text.job.output_prefix))
-        text = Text(text.path, _job(config, text.path, stem), text.files, text.num_bytes)
+        text = replace(text, job=replace(text.job, output_prefix=stem))
         if text.is_done:
             say(f"{text.path}: tokenized before, in {text.prefix}")
             continue
@@ -116,7 +114,12 @@ def _make(
     text: Text, check: Callable[[Progress], None], say: Callable[[str], None], stopped: Callable[[], bool]
 ) -> Progress | None:
     """Tokenize it; None if another process was quicker."""
-    _require_place(text)
+    folder = Path(text.job.output_prefix).parent
+    if (fault := not_writable(folder)) is not None:
+        raise ConfigError(
+            f"{folder}: {fault[1]}: the token files of {text.path} are kept there; name a folder that can be written "
+            "with --data-cache-path"
+        )
     waits = False
     while True:
         try:
@@ -135,11 +138,14 @@ def _make(
         time.sleep(_POLL_SECONDS)
 
 
-def _job(config: RunConfig, path: str, prefix: str) -> PreprocessJob:
-    data = config.data
+def _job(config: RunConfig, path: str) -> PreprocessJob:
+    """In a folder `cache` beside what is named, unless another is given."""
+    data, wild = config.data, _WILD.search(path)
+    beside = Path(path[: wild.start()] + "x" if wild else path).parent
+    name = re.sub(r"[^\w.-]+", "-", Path(path).name)[:80]
     return PreprocessJob(
         inputs=(path,),
-        output_prefix=prefix,
+        output_prefix=str(Path(data.data_cache_path or beside / "cache") / name),
         tokenizer=data,
         vocab_size=config.model.vocab_size,
         json_keys=(data.text_field,),
@@ -147,23 +153,6 @@ def _job(config: RunConfig, path: str, prefix: str) -> PreprocessJob:
         append_eod=not data.sft,
         workers=usable_cores(),
     )
-
-
-def _folder(config: RunConfig, path: str) -> Path:
-    """`cache` beside what is named, unless a folder is given."""
-    if config.data.data_cache_path:
-        return Path(config.data.data_cache_path)
-    wild = _WILD.search(path)
-    return Path(path[: wild.start()] + "x" if wild else path).parent / "cache"
-
-
-def _require_place(text: Text) -> None:
-    folder = Path(text.job.output_prefix).parent
-    if (fault := not_writable(folder)) is not None:
-        raise ConfigError(
-            f"{folder}: {fault[1]}: the token files of {text.path} are kept there; name a folder that can be written "
-            "with --data-cache-path"
-        )
 
 
 def _is_dataset(prefix: str) -> bool:

@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 
 import sentencepiece
@@ -14,7 +15,7 @@ from megalite.config.errors import ConfigError
 from megalite.preprocess.documents import PieceTexts, read_piece
 from megalite.preprocess.inputs import Input
 from megalite.preprocess.output import check_output_prefix, make_folder
-from megalite.preprocess.pieces import Limits, cut
+from megalite.preprocess.pieces import Limits, Place, cut
 from megalite.tokenizers.base import missing_package, refusing
 from megalite.tokenizers.subword import GPT2_END
 from megalite.tokenizers.tiktoken_encodings import LLAMA3_PATTERN
@@ -59,27 +60,26 @@ class TrainingText:
         # Small enough for a small share to have something of every part.
         limits = Limits(piece_bytes=max(1 << 12, min(self.max_bytes // 64, 1 << 18)))
         sizes = [item.size for item in self.inputs]
-        total = None if None in sizes else sum(size or 0 for size in sizes)
-        source = lines = passed = 0
+        on_disk = [0, *accumulate(size or 0 for size in sizes)]  # before each input
+        total = None if None in sizes else on_disk[-1]
+        place: Place | None = None
         pieces = cut(self.inputs, keys=self.keys, limits=limits)
         for piece in pieces:
             if self.num_bytes >= self.max_bytes:
                 self.is_share = True
                 pieces.close()
                 return
-            while source < piece.source:
-                # Bytes on disk of the inputs before this one.
-                passed, source, lines = passed + (sizes[source] or 0), source + 1, 0
-            if total is not None and self.num_bytes * total > self.max_bytes * (passed + piece.disk_bytes):
+            passed = on_disk[piece.source] + piece.disk_bytes
+            if total is not None and self.num_bytes * total > self.max_bytes * passed:
                 self.is_share = True
                 continue
             found = read_piece(piece, self.keys, limits)
             if found.bad and not self.bad:
                 first = found.bad[0]
-                place = piece.path if self.is_share else f"{piece.path}:{lines + first.line + 1}"
-                self.first_bad = f"{place}: {first.reason}"
+                line = "" if self.is_share else f":{piece.after(first.line + 1, place).lines}"
+                self.first_bad = f"{piece.path}{line}: {first.reason}"
             self.bad += len(found.bad)
-            lines += found.lines
+            place = piece.after(found.lines, place)
             yield from self._take(found)
 
     def _take(self, found: PieceTexts) -> Iterator[str]:

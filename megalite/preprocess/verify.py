@@ -80,14 +80,6 @@ def parse_documents(text: str, dataset: IndexedDataset) -> range:
     return range(start, stop)
 
 
-@dataclass(frozen=True)
-class Document:
-    number: int
-    sequences: int
-    length: int  # all its tokens
-    tokens: list[int]  # the first of them
-
-
 def inspect(dataset: IndexedDataset) -> dict[str, Any]:
     """The facts of a dataset; reads its index and side file. Memory does not grow with the files. Raises ConfigError:
     the side file is damaged."""
@@ -109,13 +101,14 @@ def inspect(dataset: IndexedDataset) -> dict[str, Any]:
     }
 
 
-def read_documents(dataset: IndexedDataset, documents: range, *, max_tokens: int) -> Iterator[Document]:
-    """Documents with at most `max_tokens` of their tokens each."""
+def read_documents(dataset: IndexedDataset, documents: range, *, max_tokens: int) -> Iterator[dict[str, Any]]:
+    """Number, sequences, length and the first `max_tokens` tokens of documents."""
     indices = dataset.document_indices
     for number in documents:
         start, stop = first_token(dataset, number), first_token(dataset, number + 1)
         tokens = dataset.tokens[start : min(stop, start + max_tokens)].tolist()
-        yield Document(number, int(indices[number + 1] - indices[number]), stop - start, tokens)
+        sequences = int(indices[number + 1] - indices[number])
+        yield {"number": number, "sequences": sequences, "length": stop - start, "tokens": tokens}
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ _IN_FLIGHT_BYTES = 128 << 20
 class WorkerPool(Generic[A, P, R]):
     """Processes that each call `build(argument)` once and then the function that it returned on piece after piece.
 
-    Workers are spawned: a fork of a process that runs threads (OpenMP, decompression) may hang. They end when the pool
-    is closed and when this process dies in any way. SIGINT and SIGTERM, which reach all processes of a terminal or a
+    Workers are spawned: a fork of a process that runs threads (OpenMP, decompression) may hang. They end with
+    the block that the pool is entered for, and when this process dies in any way. SIGINT and SIGTERM, which reach all processes of a terminal or a
     batch job, are left to the parent.
 
     `count`: processes at most. `build`: a function of a module, which workers import. `argument`: what `build` is
@@ -36,7 +36,7 @@ class WorkerPool(Generic[A, P, R]):
     def __init__(self, count: int, build: Callable[[A], Callable[[P], R]], argument: A) -> None:
         context = multiprocessing.get_context("spawn")
         self._count = count
-        # Workers exit when the writing end is closed, by `close` or by the end of this process.
+        # Workers exit when the writing end is closed, by `__exit__` or by the end of this process.
         reader, self._alive = context.Pipe(duplex=False)
         # Else the first spawn would start it, and unblock the signals that the workers must not see.
         resource_tracker.ensure_running()
@@ -77,8 +77,11 @@ class WorkerPool(Generic[A, P, R]):
             in_flight -= num_bytes
             yield done, result
 
-    def close(self, *, kill: bool = False) -> None:
-        if kill:
+    def __enter__(self) -> "WorkerPool[A, P, R]":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:  # nobody waits for what is under way
             self._alive.close()
         self._executor.shutdown(cancel_futures=True)
         self._alive.close()

@@ -6,6 +6,7 @@ Every group of a kind works at once, as the groups of a training run do: the ran
 import math
 import os
 import platform
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,17 +102,10 @@ def device_facts(device: torch.device) -> tuple[str, int, int]:
         facts = torch.cuda.get_device_properties(device)
         return facts.name, int(facts.total_memory), int(facts.multi_processor_count)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return _cpu_name(Path("/proc/cpuinfo")), memory, 1
-
-
-def _cpu_name(facts: Path) -> str:
-    """The processor's model where Linux says it, else its architecture."""
-    if facts.is_file():
-        for line in facts.read_text(encoding="utf-8", errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name" and value.strip():
-                return value.strip()
-    return platform.machine() or "CPU"
+    cpuinfo = Path("/proc/cpuinfo")  # where Linux says the model; elsewhere the architecture is the name
+    text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.is_file() else ""
+    model = re.search(r"^model name[ \t]*:[ \t]*(\S.*?)[ \t]*$", text, re.MULTILINE)
+    return model[1] if model else platform.machine() or "CPU", memory, 1
 
 
 OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
@@ -155,13 +149,7 @@ class Channels:
 
     place: str
     groups: tuple[Group, ...]  # one for each size
-    edges: tuple[Group, Group] | None = (
-        None  # to a neighbour and back; None where this rank has no neighbour of that kind
-    )
-
-    @property
-    def operations(self) -> tuple[str, ...]:
-        return tuple(SHARED_PASSES) if self.place == "memory" else (*OPERATIONS, "p2p")
+    edges: tuple[Group, Group] | None = None  # to a neighbour of that kind and back; None: this rank has none
 
 
 def make_channels(
@@ -201,9 +189,7 @@ def make_channels(
 
 def _first_pair(topology: Topology) -> tuple[Group, Group] | None:
     """The groups of pipeline ranks 0 -> 1 and 1 -> 0 of this rank's pipeline."""
-    if topology.pp.rank > 1:
-        return None
-    return topology.edges[0, 1], topology.edges[1, 0]
+    return None if topology.pp.rank > 1 else (topology.edges[0, 1], topology.edges[1, 0])
 
 
 def message_sizes(*, smallest: int = 1 << 10, largest: int, count: int) -> list[int]:
@@ -220,16 +206,16 @@ def measure_collectives(
 
     Collectives: those that are measured, and barriers and gathers over the timer's world."""
     each = seconds / max(1, len(sizes) * (1 + len(channels.groups) * len(OPERATIONS)))
-    collectives = [operation for operation in channels.operations if operation != "p2p"]
+    shared = channels.place == "memory"
     for size in sizes:
         for group in channels.groups:
-            for operation in collectives:
+            for operation in SHARED_PASSES if shared else OPERATIONS:
                 run, whole = collective(operation, group, size, timer.device)
                 timing = timer.over_ranks(timer.amid(run, seconds=each))
                 yield CollectiveTime(
                     operation=operation, place=channels.place, ranks=group.size, message_bytes=whole, timing=timing
                 )
-        if "p2p" in channels.operations:
+        if not shared:
             yield _messages(timer, channels, size, each)
 
 

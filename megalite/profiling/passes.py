@@ -186,10 +186,8 @@ class Overheads:
     """Seconds, the same on every rank."""
 
     operation: Timing  # one operation on one number
-    layer_forward: float  # what a layer adds to a stage's pass
-    layer_backward: float
-    pass_forward: float  # what a stage's pass takes beside its layers
-    pass_backward: float
+    layer: float  # what a layer adds to the forward and backward of a stage
+    stage: float  # what these take beside the layers
     step: Timing  # norm, update and clearing of one small bucket
 
 
@@ -199,25 +197,15 @@ def measure_overheads(timer: Timer, *, dtype: torch.dtype, seconds: float) -> Ov
     Collectives: barriers and gathers over the timer's world."""
 
     def timed(run: Callable[[], object]) -> Timing:
-        return timer.each_over_ranks(run, seconds=seconds / 6)
+        return timer.each_over_ranks(run, seconds=seconds / 4)
 
     number = torch.zeros(1, device=timer.device)
     operation, step = timed(lambda: number.add_(1.0)), timed(_step(timer.device))
     few, many = (
-        [timed(run).seconds for run in _passes(TINY_MODEL, layers, TINY_TOKENS, dtype, timer.device)]
-        for layers in (FEW, MANY)
+        timed(_passes(TINY_MODEL, layers, TINY_TOKENS, dtype, timer.device)[1]).seconds for layers in (FEW, MANY)
     )
-    layers = [max(0.0, (large - small) / (MANY - FEW)) for small, large in zip(few, many)]
-    rests = [max(0.0, small - FEW * layer) for small, layer in zip(few, layers)]
-    # A backward is timed with its forward: only the two together can be repeated.
-    return Overheads(
-        operation=operation,
-        layer_forward=layers[0],
-        layer_backward=max(0.0, layers[1] - layers[0]),
-        pass_forward=rests[0],
-        pass_backward=max(0.0, rests[1] - rests[0]),
-        step=step,
-    )
+    layer = max(0.0, (many - few) / (MANY - FEW))
+    return Overheads(operation=operation, layer=layer, stage=max(0.0, few - FEW * layer), step=step)
 
 
 def _step(device: torch.device) -> Callable[[], object]:

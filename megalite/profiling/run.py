@@ -4,7 +4,7 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -37,21 +37,17 @@ _SAMPLES = 6
 not chosen."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Measurements:
     machine: between.Machine
-    dtypes: tuple[str, ...]
-    gemms: tuple[pieces.GemmTime, ...]
-    attention: tuple[pieces.AttentionTime, ...]
-    memory: tuple[pieces.MemoryTime, ...]
+    dtypes: Sequence[str]
     overheads: stages.Overheads
-    passes: tuple[stages.PassTime, ...]  # on a CPU: its rates depend on more than bytes
-    collectives: tuple[between.CollectiveTime, ...]
+    gemms: list[pieces.GemmTime] = field(default_factory=list)
+    attention: list[pieces.AttentionTime] = field(default_factory=list)
+    memory: list[pieces.MemoryTime] = field(default_factory=list)
+    passes: list[stages.PassTime] = field(default_factory=list)  # on a CPU: its rates depend on more than bytes
+    collectives: list[between.CollectiveTime] = field(default_factory=list)
     turns: between.TurnTime | None = None  # where ranks outnumber cores
-
-
-def default_dtypes(device: torch.device) -> tuple[str, ...]:
-    return ("bf16",) if device.type == "cuda" else ("fp32",)
 
 
 def check_dtypes(names: Sequence[str], world: Group, device: torch.device) -> None:
@@ -93,8 +89,9 @@ def measure(
     weights = {name: weight for name, weight in _WEIGHTS.items() if name not in left_out}
     share = {name: seconds * weight / sum(weights.values()) for name, weight in weights.items()}
     most_bytes = machine.memory_bytes / 8
-    gemms: list[pieces.GemmTime] = []
-    attention: list[pieces.AttentionTime] = []
+    progress("small operations")
+    overheads = stages.measure_overheads(timer, dtype=DTYPES[dtypes[0]], seconds=share["overheads"])
+    found = Measurements(machine=machine, dtypes=dtypes, overheads=overheads)
     for name in dtypes:
         dtype = DTYPES[name]
         progress(f"matrix products in {name}")
@@ -104,66 +101,38 @@ def measure(
         count = max(4, min(16, int(budget / 0.3)))
         most = rate * budget / (3 * count * _SAMPLES)
         shapes = pieces.chosen_shapes(count=count, most_flops=most, most_bytes=most_bytes, itemsize=dtype.itemsize)
-        gemms += pieces.measure_gemms(timer, dtype=dtype, name=name, shapes=shapes, seconds=budget)
+        found.gemms += pieces.measure_gemms(timer, dtype=dtype, name=name, shapes=shapes, seconds=budget)
         progress(f"attention in {name}")
         budget = share["attention"] / len(dtypes)
         # Attention reaches a fraction of the rate of plain products.
         most = rate * budget / (4 * 8 * _SAMPLES) / 2
         heads = pieces.attention_shapes(most_flops=most, most_bytes=most_bytes)
-        attention += pieces.measure_attention(timer, dtype=dtype, name=name, shapes=heads, seconds=budget)
+        found.attention += pieces.measure_attention(timer, dtype=dtype, name=name, shapes=heads, seconds=budget)
     progress("memory")
     # Four tensors of the largest size; 15 measurements at the most.
     most = pieces.first_bandwidth(timer) * share["memory"] / (15 * _SAMPLES * pieces.ADAM_BYTES)
     sizes = pieces.tensor_sizes(most_elements=min(most, most_bytes / 16))
-    memory = list(pieces.measure_memory(timer, sizes=sizes, seconds=share["memory"]))
-    progress("small operations")
-    overheads = stages.measure_overheads(timer, dtype=DTYPES[dtypes[0]], seconds=share["overheads"])
-    passes: list[stages.PassTime] = []
+    found.memory += pieces.measure_memory(timer, sizes=sizes, seconds=share["memory"])
     if "passes" in share:
         progress("passes of small stages")
-        name = dtypes[0]
-        most = pieces.first_rate(timer, DTYPES[name]) * share["passes"] / (2 * len(stages.SHAPES) * _SAMPLES)
-        passes += stages.measure_passes(timer, dtype=DTYPES[name], name=name, most_flops=most, seconds=share["passes"])
-    collectives: list[between.CollectiveTime] = []
-    turns: between.TurnTime | None = None
+        name, dtype, seconds = dtypes[0], DTYPES[dtypes[0]], share["passes"]
+        most = pieces.first_rate(timer, dtype) * seconds / (2 * len(stages.SHAPES) * _SAMPLES)
+        found.passes += stages.measure_passes(timer, dtype=dtype, name=name, most_flops=most, seconds=seconds)
     if machine.ranks > 1:
         places = between.make_channels(machine, timer.world.rank, timer.device, made=made)
         seconds = share["collectives"]
         if machine.crowded and places[0].place == "inside":
             progress("what ranks that wait leave to others")
-            turns = between.measure_turns(timer, places[0], seconds=_TURNS * seconds)
+            found.turns = between.measure_turns(timer, places[0], seconds=_TURNS * seconds)
             seconds *= 1.0 - _TURNS
-        collectives = _collectives(places, timer, seconds, most_bytes=most_bytes, progress=progress)
-    return Measurements(
-        machine=machine,
-        dtypes=tuple(dtypes),
-        gemms=tuple(gemms),
-        attention=tuple(attention),
-        memory=tuple(memory),
-        overheads=overheads,
-        passes=tuple(passes),
-        collectives=tuple(collectives),
-        turns=turns,
-    )
-
-
-def _collectives(
-    places: Sequence[between.Channels],
-    timer: Timer,
-    seconds: float,
-    *,
-    most_bytes: float,
-    progress: Callable[[str], None],
-) -> list[between.CollectiveTime]:
-    found: list[between.CollectiveTime] = []
-    for channels in places:
-        progress(f"collectives {_PLACES[channels.place]}")
-        budget = seconds / len(places)
-        kinds = 1 + 4 * len(channels.groups)
-        count = max(3, min(7, int(budget / kinds / 0.1)))
-        largest = _largest_message(timer, channels, budget / kinds / count)
-        sizes = between.message_sizes(largest=min(largest, int(most_bytes / 4), 1 << 28), count=count)
-        found += between.measure_collectives(timer, channels, sizes=sizes, seconds=budget)
+        for channels in places:
+            progress(f"collectives {_PLACES[channels.place]}")
+            budget = seconds / len(places)
+            kinds = 1 + 4 * len(channels.groups)
+            count = max(3, min(7, int(budget / kinds / 0.1)))
+            largest = _largest_message(timer, channels, budget / kinds / count)
+            sizes = between.message_sizes(largest=min(largest, int(most_bytes / 4), 1 << 28), count=count)
+            found.collectives += between.measure_collectives(timer, channels, sizes=sizes, seconds=budget)
     return found
 
 
@@ -173,12 +142,6 @@ def _largest_message(timer: Timer, channels: between.Channels, seconds: float) -
     tensor = torch.zeros(trial // 4, device=timer.device)
     once = timer.over_ranks(timer.together(lambda: group.all_reduce(tensor), seconds=0.0)).seconds
     return max(trial, int(trial * seconds / (_SAMPLES * once)))
-
-
-@dataclass(frozen=True)
-class Fitted:
-    cluster: Cluster
-    errors: dict[str, float]  # part -> mean of |formula / measured - 1|
 
 
 def stand_in(machine: between.Machine, like: str | None) -> tuple[Cluster, bool]:
@@ -204,6 +167,9 @@ def _same_accelerator(machine: between.Machine, base: Cluster) -> bool:
     return machine.device_type == "cuda" and model in words and close and "PCI" not in machine.device_name.upper()
 
 
+Fitted = tuple[Cluster, dict[str, float]]  # and of each part the mean of |formula / measured - 1|
+
+
 def fit_cluster(measured: Measurements, base: Cluster, *, nominal: bool, name: str, source: str) -> Fitted:
     """The cluster of these measurements. `base`: gives what was not measured. `nominal`: the accelerator is the base's:
     its peaks are the vendor's and efficiencies are shares of them. Else the peaks are the highest rates that were
@@ -221,9 +187,8 @@ def fit_cluster(measured: Measurements, base: Cluster, *, nominal: bool, name: s
         crowd = max(1.0, crowd * min(1.0, measured.turns.speedup / min(2.0, crowd)))
     node = dataclasses.replace(base.node, accelerators=machine.accelerators_per_node, ranks_per_core=crowd)
     network, shares = base.network, dataclasses.replace(base.efficiency, gemm=gemm, memory=memory)
-    inside = [time for time in measured.collectives if time.place == "inside"]
-    across = [time for time in measured.collectives if time.place == "across"]
-    if inside:
+    at = {place: [time for time in measured.collectives if time.place == place] for place in _PLACES}
+    if inside := at["inside"]:
         steps, messages, errors["inside"] = fit_links(inside)
         peak = node.link_bandwidth if nominal else max(steps.rate, messages.rate)
         latency = max(steps.latency, 1e-9)  # messages' is stated in these
@@ -236,10 +201,10 @@ def fit_cluster(measured: Measurements, base: Cluster, *, nominal: bool, name: s
         provenance["efficiency.small_groups"] = f"one rate for groups of two and of all, {source}"
         provenance["node"] = f"{vendor}; latency {source}" if nominal else source
         provenance["efficiency.link"] = provenance["efficiency.p2p"] = f"inside a node, {source}"
-    if through := [time for time in measured.collectives if time.place == "memory"]:
+    if through := at["memory"]:
         line, errors["memory of ranks"] = _fit_line(through)
         node = dataclasses.replace(node, shared_memory_bandwidth=line.rate, shared_memory_latency=line.latency)
-    if across:
+    if across := at["across"]:
         steps, messages, errors["across"] = fit_links(across)
         rate, nics = max(steps.rate, messages.rate), base.network.nics if nominal else 1
         share = nics * base.network.nic_bandwidth / node.accelerators if nominal else rate
@@ -256,7 +221,7 @@ def fit_cluster(measured: Measurements, base: Cluster, *, nominal: bool, name: s
         efficiency=shares,
         provenance=provenance,
     )
-    return Fitted(cluster, errors)
+    return cluster, errors
 
 
 def describe(machine: between.Machine) -> str:
@@ -352,14 +317,10 @@ class Line(NamedTuple):
 
 def fit_links(times: Sequence[between.CollectiveTime]) -> tuple[Line, Line, float]:
     """(collectives, messages, mean relative error) of one place."""
-    lines, total = [], 0.0
-    for p2p in (False, True):
-        chosen = [time for time in times if (time.operation == "p2p") == p2p]
-        line, error = _fit_line(chosen)
-        lines.append(line)
-        total += error * len(chosen) / len(times)
-    collectives, messages = lines
-    return collectives, messages, total
+    messages = [time for time in times if time.operation == "p2p"]
+    others = [time for time in times if time.operation != "p2p"]
+    (line, error), (p2p, p2p_error) = _fit_line(others), _fit_line(messages)
+    return line, p2p, (error * len(others) + p2p_error * len(messages)) / len(times)
 
 
 def _fit_line(times: Sequence[between.CollectiveTime]) -> tuple[Line, float]:
@@ -395,7 +356,7 @@ def fit_stack(
         operation_seconds=operation_seconds(overheads, cluster, base, measured.dtypes[0]),
         product_rate=1.0,
         collective_seconds=0.0 if synchronous else base.collective_seconds,
-        microbatch_seconds=(overheads.pass_forward + overheads.pass_backward) / 2,
+        microbatch_seconds=overheads.stage / 2,
         step_seconds=overheads.step.seconds,
         provenance={
             "attention_efficiency": f"median over fused attention, forward and backward, {source}",
@@ -416,7 +377,7 @@ def operation_seconds(overheads: stages.Overheads, cluster: Cluster, stack: Soft
     config = replace(stages.config_of(stages.TINY_MODEL, stages.TINY_TOKENS), precision=dtype)
     piece, _ = layer_parts(Pricing.of(workload_of(config), cluster, stack))
     whole = piece.forward + piece.input_gradient + piece.weight_gradient
-    seconds = overheads.layer_forward + overheads.layer_backward
+    seconds = overheads.layer
     if not cluster.accelerator.asynchronous:
         seconds -= float(whole.device_seconds(cluster, stack))
     return max(0.0, seconds / float(whole.operations))

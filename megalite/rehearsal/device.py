@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ class Memory:
     # By the storage's address: a weak reference, which calls back, and its bytes.
     _seen: dict[int, tuple[Any, int]] = field(default_factory=dict)
 
-    def add(self, tensor: Tensor, where: Callable[[], str]) -> None:
+    def add(self, tensor: Tensor, where: str) -> None:
         """Count the tensor's storage, if it is new."""
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -70,7 +71,7 @@ class Memory:
         """The tensor's storage is counted here."""
         return tensor.untyped_storage()._cdata in self._seen
 
-    def resized(self, storage: torch.UntypedStorage, where: Callable[[], str]) -> None:
+    def resized(self, storage: torch.UntypedStorage, where: str) -> None:
         """The storage has other bytes now."""
         reference, before = self._seen.get(storage._cdata, (None, 0))
         if reference is not None:
@@ -78,49 +79,44 @@ class Memory:
             self._seen[storage._cdata] = (reference, size)
             self._grow(size - before, where)
 
-    def _grow(self, size: int, where: Callable[[], str]) -> None:
+    def _grow(self, size: int, where: str) -> None:
         self.live += size
         if self.live > self.peak:
-            self.peak, self.peak_place = self.live, where()
+            self.peak, self.peak_place = self.live, where
 
     def _forget(self, key: int) -> None:
         self.live -= self._seen.pop(key)[1]
 
 
-class _Shapes:
-    """What operators return, remembered by the shapes that they get: torch works each out in Python, which takes longer."""
-
-    def __init__(self) -> None:
-        # Shape, stride and type of each result; None of an operator that returns its first argument.
-        self._known: dict[Any, Any] = {}
-        self._returns: dict[Any, str] = {}
-
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        returns = self._returns.get(func) or self._returns.setdefault(func, _what_returns(func))
-        if returns == "other":
-            return func(*args, **kwargs)
-        try:
-            key = (func, *map(_facts, args), *((name, _facts(value)) for name, value in kwargs.items()))
-            known = self._known.get(key, ())
-        except TypeError:  # something without a hash
-            return func(*args, **kwargs)
-        if known == ():
-            found = func(*args, **kwargs)
-            tensors = found if isinstance(found, tuple) else (found,)
-            if all(isinstance(one, Tensor) and one.device.type == "meta" for one in tensors):
-                made = tuple((one.shape, one.stride(), one.dtype) for one in tensors)
-                self._known[key] = (isinstance(found, tuple), None if returns == "first" else made)
-            return found
-        is_tuple, made = known
-        if made is None:
-            return args[0]
-        results = tuple(torch.empty_strided(shape, stride, dtype=dtype, device=DEVICE) for shape, stride, dtype in made)
-        return results if is_tuple else results[0]
+_known: dict[Any, Any] = {}
+"""Shape, stride and type of each result of an operator; None of one that returns its first argument."""
 
 
-_SHAPES = _Shapes()
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    """What it returns, remembered by the shapes that it gets: torch works each out in Python, which takes longer."""
+    returns = _what_returns(func)
+    if returns == "other":
+        return func(*args, **kwargs)
+    try:
+        key = (func, *map(_facts, args), *((name, _facts(value)) for name, value in kwargs.items()))
+        known = _known.get(key, ())
+    except TypeError:  # something without a hash
+        return func(*args, **kwargs)
+    if known == ():
+        found = func(*args, **kwargs)
+        tensors = found if isinstance(found, tuple) else (found,)
+        if all(isinstance(one, Tensor) and one.device.type == "meta" for one in tensors):
+            made = tuple((one.shape, one.stride(), one.dtype) for one in tensors)
+            _known[key] = (isinstance(found, tuple), None if returns == "first" else made)
+        return found
+    is_tuple, made = known
+    if made is None:
+        return args[0]
+    results = tuple(torch.empty_strided(shape, stride, dtype=dtype, device=DEVICE) for shape, stride, dtype in made)
+    return results if is_tuple else results[0]
 
 
+@cache
 def _what_returns(func: Any) -> str:
     """`new` tensors, its `first` argument, or `other`."""
     returns = func._schema.returns
@@ -182,13 +178,13 @@ class Device(TorchDispatchMode):
             answer = _ANSWERS[func](self, args, kwargs)
             if answer is not None:
                 return answer[0]
-        found = _SHAPES.run(func, args, kwargs)
+        found = _run(func, args, kwargs)
         on_device = False
         for leaf in tree_leaves(found) if isinstance(found, (tuple, list)) else (found,):
             if isinstance(leaf, Tensor) and leaf.device.type == "meta":
                 on_device = True
                 pinned = kwargs.get("pin_memory") or self.host.has(leaf)
-                (self.host if pinned else self.memory).add(leaf, self._what_runs)
+                (self.host if pinned else self.memory).add(leaf, self.running)
         if on_device and not func.is_view and func not in _NO_KERNEL:
             self.kernels[self.running] += 1
             self.launched += 1
@@ -203,7 +199,7 @@ class Device(TorchDispatchMode):
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
             result = original(storage, size)
-            self.memory.resized(storage, self._what_runs)
+            self.memory.resized(storage, self.running)
             return result
 
         torch.UntypedStorage.resize_ = resize  # type: ignore
@@ -222,9 +218,6 @@ class Device(TorchDispatchMode):
         place = calling_line()
         count, least = self.late_reads.get(place, (0, kernels))
         self.late_reads[place] = count + 1, min(least, kernels)
-
-    def _what_runs(self) -> str:
-        return self.running
 
     def _follow(self, func: Any, args: Any, kwargs: Any, found: Any) -> None:
         """Compute on the CPU what follows from known values."""

@@ -72,12 +72,6 @@ def _likeness(operation: Operation) -> tuple[str, str, str, int, str]:
     return operation.kind, operation.queue, operation.name, elements, operation.dtype
 
 
-class _Blocked(NamedTuple):
-    communicator: Communicator
-    number: int  # of the operation among those of the communicator
-    operation: Operation
-
-
 def deadlock(journals: Mapping[int, Journal]) -> str | None:
     """Run the ranks against each other; None if all come to their end, else who waits for whom. `journals`: of one pipeline,
     or of a whole world; operations of ranks that are not among them are taken to come."""
@@ -92,7 +86,7 @@ def deadlock(journals: Mapping[int, Journal]) -> str | None:
         for communicator in counts:
             started[communicator][rank] = 0
     at = dict.fromkeys(journals, 0)
-    waiting: dict[int, _Blocked] = {}
+    waiting: dict[int, Operation] = {}
     ready = set(journals)
     while ready:
         rank = ready.pop()
@@ -103,7 +97,7 @@ def deadlock(journals: Mapping[int, Journal]) -> str | None:
             communicator = _of(operation)
             if event.waits:
                 if min(started[communicator].values()) <= number:
-                    waiting[rank] = _Blocked(communicator, number, operation)
+                    waiting[rank] = operation
                     break
             else:
                 started[communicator][rank] += 1
@@ -115,14 +109,12 @@ def deadlock(journals: Mapping[int, Journal]) -> str | None:
     chain: list[int] = []
     while rank not in chain:
         chain.append(rank)
-        blocked = waiting[rank]
-        rank = min(started[blocked.communicator], key=started[blocked.communicator].__getitem__)
+        begun = started[_of(waiting[rank])]
+        rank = min(begun, key=begun.__getitem__)
         if rank not in waiting:
             chain.append(rank)
             break
-    lines = [
-        f"rank {one} waits for {waiting[one].operation}" if one in waiting else f"rank {one} has ended" for one in chain
-    ]
+    lines = [f"rank {one} waits for {waiting[one]}" if one in waiting else f"rank {one} has ended" for one in chain]
     return "these ranks wait for each other and will not continue: " + "; ".join(lines)
 
 

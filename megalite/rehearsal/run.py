@@ -2,14 +2,11 @@
 world."""
 
 import dataclasses
-import multiprocessing
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import torch
@@ -23,6 +20,7 @@ from megalite.config.run import RunConfig
 from megalite.data.loader import Microbatch
 from megalite.optimizers.schedules import Progress, Schedules
 from megalite.partition.pipeline import layout_of
+from megalite.preprocess.workers import WorkerPool
 from megalite.rehearsal.device import Device
 from megalite.rehearsal.groups import Journal, RehearsedGroup, rehearsed_topology
 from megalite.rehearsal.proof import asymmetries, deadlock, mismatches
@@ -195,18 +193,11 @@ def corners(layout: ParallelLayout) -> list[tuple[int, ...]]:
     return found
 
 
-@dataclass(frozen=True)
-class World:
-    """What was found about all ranks."""
-
-    rehearsals: list[Rehearsal]
-    faults: list[str]  # empty: operations match in all groups, and nothing deadlocks
-
-
 def rehearse_world(
     config: RunConfig, *, workers: int = 1, done: Callable[[int, int], None] = lambda count, total: None
-) -> World:
-    """Rehearse both corners of each place of the pipelines, and hold them against each other.
+) -> tuple[list[Rehearsal], list[str]]:
+    """Rehearse both corners of each place of the pipelines, and hold them against each other; returns what each does, and
+    the faults: if there are none, operations match in all groups, and nothing deadlocks.
 
     Ranks at one place run the same program on parts of equal size; that its two corners do the same, event by event,
     stands for all that are between them. Groups along tp, cp, dp and ep are among ranks of one place, so their operations
@@ -228,36 +219,17 @@ def rehearse_world(
     for index in {0, -1}:
         stuck = deadlock({place[index]: journals[place[index]] for place in places})
         faults += [] if stuck is None else [stuck]
-    return World([found[rank] for rank in ranks], list(dict.fromkeys(faults)))
+    return [found[rank] for rank in ranks], list(dict.fromkeys(faults))
 
 
 def _rehearsed(config: RunConfig, ranks: list[int], workers: int) -> Iterator[Rehearsal]:
     if workers == 1 or len(ranks) == 1:
-        programs = Programs(config)
-        yield from (rehearse(config, rank, programs) for rank in ranks)
+        yield from map(_rehearsing(config), ranks)
         return
-    # Spawned: torch's threads do not survive a fork.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(workers, len(ranks)), context, _begin, (config,)) as pool:
-        yield from pool.map(_in_worker, ranks)
+    with WorkerPool[RunConfig, int, Rehearsal](min(workers, len(ranks)), _rehearsing, config) as pool:
+        for _, rehearsal in pool.map(iter(ranks), lambda rank: 0):
+            yield rehearsal
 
 
-_worker: list[tuple[RunConfig, Programs]] = []
-
-
-def _begin(config: RunConfig) -> None:
-    Thread(target=_end_with_parent, daemon=True).start()
-    _worker.append((config, Programs(config)))
-
-
-def _end_with_parent() -> None:
-    """A parent that is killed cannot end its workers."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-def _in_worker(rank: int) -> Rehearsal:
-    config, programs = _worker[0]
-    return rehearse(config, rank, programs)
+def _rehearsing(config: RunConfig) -> Callable[[int], Rehearsal]:
+    return partial(rehearse, config, programs=Programs(config))

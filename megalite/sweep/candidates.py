@@ -189,7 +189,7 @@ def check_all(
     """Each candidate as a run, in the same order; of those that are the same configuration the first. A run that is
     predicted to need more than `memory_limit` bytes per rank is refused; `machine` predicts times; `observe` gets how
     many are checked."""
-    vocabularies: list[tuple[DataConfig, int | ConfigError]] = []
+    vocabularies: dict[str, int | ConfigError] = {}
     apart, changed = _names(expansion)
     runs: dict[str, Run] = {}
     for done, candidate in enumerate(expansion.candidates):
@@ -254,21 +254,16 @@ def _predicted(config: RunConfig, limit: float | None, machine: Machine | None) 
     return dataclasses.replace(memory, step_seconds=float(predict(config, *machine, with_memory=False).step_seconds))
 
 
-def _vocabulary(of: DataConfig, known: list[tuple[DataConfig, int | ConfigError]]) -> int:
+def _vocabulary(of: DataConfig, known: dict[str, int | ConfigError]) -> int:
     """Its size, as its tokenizer says; each is read once."""
-    found = next((found for data, found in known if data == of), None)
-    if found is None:
+    if repr(of) not in known:
         try:
             tokenizer = build_tokenizer(of, None)
             assert tokenizer is not None, "require_startable() asks for a tokenizer or a size"
-            found = tokenizer.vocab_size
+            known[repr(of)] = tokenizer.vocab_size
         except ConfigError as error:
-            found = error
-        known.append((of, found))
+            known[repr(of)] = error
+    found = known[repr(of)]
     if isinstance(found, ConfigError):
         raise found
     return found
-
-
-def refusals(runs: Sequence[Run]) -> Iterator[str]:
-    return (f"{run.label}: {run.refused}" for run in runs if run.refused is not None)

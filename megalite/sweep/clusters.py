@@ -158,48 +158,36 @@ class RayLauncher(NodesLauncher):
                 raise ConfigError(f"{where} does not answer: {' '.join(str(error).split())}") from None
 
     def start(self, run: Run, folder: Path, *, timeout: float) -> "RayRun":
-        nodes, a_node = nodes_of(run, self._spec)
+        ray, (nodes, a_node), folder = self._ray, nodes_of(run, self._spec), folder.resolve()
         resources = {name: amount * a_node for name, amount in self._spec.resources.items()}
-        training = training_command(folder.resolve() / CONFIG, self._program)
-        return RayRun(
-            self._ray, nodes, a_node, resources, training, folder.resolve() / LOG, environment=self._environment
-        )
-
-
-class RayRun(Launched):
-    def __init__(
-        self,
-        ray: Any,
-        nodes: int,
-        a_node: int,
-        resources: Mapping[str, float],
-        training: list[str],
-        log: Path,
-        *,
-        environment: Mapping[str, str],
-    ) -> None:
-        super().__init__()
-        self._ray, self._log = ray, log
         strategy = "STRICT_SPREAD" if nodes > 1 else "STRICT_PACK"
-        self._group = ray.util.placement_group([dict(resources)] * nodes, strategy=strategy)
-        self._placed = self._group.ready()
+        group = ray.util.placement_group([resources] * nodes, strategy=strategy)
 
         def in_bundle(function: Any, index: int, **takes: Any) -> Any:
             where = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=index
+                group, placement_group_bundle_index=index
             )
             options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": where, **takes}
             return ray.remote(function).options(**options).remote
 
         others = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
         takes = {"num_cpus": resources.get("CPU", 0), "num_gpus": resources.get("GPU", 0), "resources": others}
-        address = in_bundle(_address, 0)()
-        self._tasks = [
-            in_bundle(_on_node, index, **takes, runtime_env={"env_vars": dict(environment)})(
-                address, nodes, a_node, index, training, log
-            )
+        takes["runtime_env"] = {"env_vars": dict(self._environment)}
+        address, training = in_bundle(_address, 0)(), training_command(folder / CONFIG, self._program)
+        tasks = [
+            in_bundle(_on_node, index, **takes)(address, nodes, a_node, index, training, folder / LOG)
             for index in range(nodes)
         ]
+        return RayRun(ray, group, tasks, folder / LOG)
+
+
+class RayRun(Launched):
+    """`tasks`: one a node of the placement group."""
+
+    def __init__(self, ray: Any, group: Any, tasks: list[Any], log: Path) -> None:
+        super().__init__()
+        self._ray, self._group, self._tasks, self._log = ray, group, tasks, log
+        self._placed = group.ready()
 
     def look(self) -> int | None:
         """The status of the first node that failed, or of all."""

@@ -206,7 +206,7 @@ class SbatchLauncher(NodesLauncher):
 
     def clear(self, folder: Path) -> None:
         with contextlib.suppress(FileNotFoundError):
-            _cancel((folder / JOB).read_text().strip())
+            asked("scancel", (folder / JOB).read_text().strip())
 
 
 class Job(Launched):
@@ -228,7 +228,7 @@ class Job(Launched):
         return _UNKNOWN_STATUS if self._missing >= _LOOKS_AFTER_END else None
 
     def end(self) -> None:
-        _cancel(self._job)
+        asked("scancel", self._job)
 
 
 def _state(job: str) -> str | None:
@@ -236,10 +236,6 @@ def _state(job: str) -> str | None:
     if answer is None or (answer.returncode != 0 and "Invalid job id" not in answer.stderr):
         return "UNKNOWN"  # the controller is busy: ask again
     return answer.stdout.strip().partition("\n")[0] or None
-
-
-def _cancel(job: str) -> None:
-    asked("scancel", job)
 
 
 def asked(*command: str) -> subprocess.CompletedProcess[str] | None:
@@ -342,18 +338,12 @@ def _look(active: _Active, *, warm_up: int, timeout: float) -> Result | None:
     """The result of a run that has ended, or that is now ended for taking too long."""
     status, seconds = active.launched.poll(), active.launched.seconds()
     timed_out = status is None and seconds > timeout
-    if status is None and not timed_out:
-        return None
     if timed_out:
         active.launched.end()
-    return outcome(
-        active.run,
-        active.folder,
-        status=os.EX_OK if status is None else status,
-        timed_out=timeout if timed_out else None,
-        seconds=seconds,
-        warm_up=warm_up,
-    )
+    elif status is None:
+        return None
+    last, limit = status or os.EX_OK, timeout if timed_out else None
+    return outcome(active.run, active.folder, status=last, timed_out=limit, seconds=seconds, warm_up=warm_up)
 
 
 def _progress(active: Sequence[_Active]) -> list[Progress]:

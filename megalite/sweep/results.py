@@ -43,7 +43,8 @@ class Result:
     loss: float | None = None  # of the last step
 
 
-_FIELDS = frozenset(each.name for each in dataclasses.fields(Result))
+_FIELDS = [each.name for each in dataclasses.fields(Result)]
+_MEASURED = [name for name in _FIELDS if name not in ("key", "settings", "ranks", "launched")]
 
 
 @dataclass
@@ -157,15 +158,11 @@ def read_results(path: Path) -> list[Result]:
             record = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(record, dict) and {"key", "settings", "ranks", "status"} <= set(record) <= _FIELDS:
+        if isinstance(record, dict) and {"key", "settings", "ranks", "status"} <= set(record) <= set(_FIELDS):
             found.append(Result(**record))
     return found
 
 
-_MEASURED = [
-    *("status", "error", "seconds", "steps", "step_seconds", "step_seconds_low", "step_seconds_high"),
-    *("tokens_per_second", "memory_bytes", "loss"),
-]
 _PREDICTED = ["predicted_step_seconds", "predicted_tokens_per_second", "predicted_memory_bytes"]
 
 

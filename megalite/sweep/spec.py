@@ -4,8 +4,8 @@ import ast
 import operator
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -193,28 +193,16 @@ def _why(name: str) -> str | None:
     return _FIXED["min_lr"] if name.startswith("lr_") else _FIXED.get(name)
 
 
-def refuse_fixed(names: Iterable[str], where: str) -> None:
-    """Raise ConfigError for the first setting that the sweep decides."""
-    for name in names:
-        why = _why(name)
-        if why is not None:
-            raise ConfigError(f"{where}: {name} cannot be set: {why}; remove it")
-
-
 def fix(config: RunConfig, steps: int) -> tuple[RunConfig, frozenset[str]]:
     """The config as a sweep runs it, but for the run folder, and the settings that it no longer goes by."""
-    fixed = _decided()
-    return replace(config, **fixed, train_iters=steps, log_interval=1), frozenset(fixed) | {
-        "train_iters",
-        "log_interval",
-    }
+    fixed = _decided() | {"train_iters": steps, "log_interval": 1}
+    return replace(config, **fixed), frozenset(fixed)
 
 
 @cache
-def _decided() -> Mapping[str, Any]:
-    """What the sweep sets, but for the length and how often it is written, with the defaults."""
-    names = [name for name in settings() if _why(name) is not None and name not in ("train_iters", "log_interval")]
-    return {name: settings()[name].default for name in names}
+def _decided() -> dict[str, Any]:
+    """What the sweep decides, at the defaults."""
+    return {name: setting.default for name, setting in settings().items() if _why(name) is not None}
 
 
 def ignored(config: RunConfig) -> list[str]:
@@ -225,12 +213,13 @@ def ignored(config: RunConfig) -> list[str]:
 
 _OPTION = re.compile(r"[a-z][a-z0-9-]*", re.ASCII)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
-DEFAULT_TIMEOUT = 300.0  # seconds that a run may take, its start included
 
 
 def _settings(value: Any, where: str) -> dict[str, Any]:
     found = plain_settings(mapping(value, where), where)
-    refuse_fixed(found, where)
+    for name in found:
+        if (why := _why(name)) is not None:
+            raise ConfigError(f"{where}: {name} cannot be set: {why}; remove it")
     return found
 
 
@@ -347,7 +336,7 @@ class _Keys:
     only: tuple[Condition, ...] = field(default=(), metadata={"read": _conditions})
     steps: int = 8  # of each run
     warm_up_steps: int = field(default=3, metadata=OR_ZERO)  # the first of them, which are not measured
-    timeout: float = DEFAULT_TIMEOUT
+    timeout: float = 300.0  # seconds that a run may take, its start included
     # What is predicted to need more is refused.
     memory_limit: float | None = field(default=None, metadata={"read": _bytes})
     cluster: str | None = None
@@ -362,9 +351,6 @@ class _Keys:
 @dataclass(frozen=True, kw_only=True)
 class SweepSpec(_Keys):
     path: Path
-
-
-KEYS = tuple(key.name for key in fields(_Keys))
 
 
 def read_spec(path: Path) -> SweepSpec:

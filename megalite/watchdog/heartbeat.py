@@ -333,7 +333,7 @@ def read_rank(path: Path, *, rank: int, host: str, pid: int, process: str) -> Ra
     step, patient, phase = PLACE.unpack_from(data, PLACE_AT)
     action, position = ACTION.unpack_from(data, ACTION_AT)
     (last,) = LAST_LANE.unpack_from(data, LAST_LANE_AT)
-    names, lanes = [], {}
+    lanes: dict[str, LaneState] = {}
     for index in range(LANES):
         start = LANES_AT + index * LANE_BYTES
         name = _text(LANE_NAME.unpack_from(data, start)[0])
@@ -343,8 +343,7 @@ def read_rank(path: Path, *, rank: int, host: str, pid: int, process: str) -> Ra
         numbers = range(max(1, begun - RECENT + 1), begun + 1)
         recent = tuple(_operation(data, start, number) for number in numbers)
         lanes[name] = LaneState(begun, waiting, recent)
-        names.append(name)
-    used = bool(names) and lanes[names[min(last, len(names) - 1)]].begun > 0
+    names = list(lanes)
     return RankState(
         rank=rank,
         host=host,
@@ -357,7 +356,7 @@ def read_rank(path: Path, *, rank: int, host: str, pid: int, process: str) -> Ra
         patient=patient or not beats,
         action=_text(action),
         position=position,
-        last_lane=names[last] if used and last < len(names) else "",
+        last_lane=names[last] if last < len(names) and lanes[names[last]].begun else "",
         lanes=lanes,
     )
 

@@ -199,7 +199,7 @@ class Report:
             reason = self.verdict.reasons.get(state.rank, "is blamed by no one")
             blamed = state.rank in self.verdict.culprits
             lines.append(f"{_INDENT}rank {state.rank}{'' if blamed else f' {reason}'}: {state.doing()}")
-        lines += [*self._limits(), *self._stuck()]
+        lines += self._notes()
         where = written or "this is all there is: the run has no folder (--run-dir)"
         lines.append(f"{_INDENT}stacks of all ranks: {where}" if written else f"{_INDENT}{where}")
         return "\n".join(lines) + "\n"
@@ -211,7 +211,7 @@ class Report:
             "",
             f"No rank of {self.world_size} has progressed for {self.silent:.1f} s; the limit is {self.limit:g} s "
             f"(--hang-timeout-minutes). The run was ended with status {HUNG}.",
-            *(line.strip() for line in (*self._limits(), *self._stuck())),
+            *(line.strip() for line in self._notes()),
             "",
         ]
         for state in self._in_order():
@@ -269,10 +269,8 @@ class Report:
         culprits = self.verdict.culprits
         return sorted(self.states, key=lambda state: (state.rank not in culprits, state.rank))[:_MOST_RANKS]
 
-    def _stuck(self) -> list[str]:
-        return [f"{_INDENT}flight recorder: {line}" for line in stuck_operations(self.flight)[:_MOST_STUCK]]
-
-    def _limits(self) -> list[str]:
+    def _notes(self) -> list[str]:
+        """What is not shown, what is not known, and what devices wait for."""
         lines = []
         if len(self.states) > _MOST_RANKS:
             lines.append(f"{_INDENT}({len(self.states) - _MOST_RANKS} further ranks: see the .json)")
@@ -280,7 +278,8 @@ class Report:
             lines.append(
                 f"{_INDENT}nothing was heard of {', '.join(self.unheard)}: the rank that is to blame may be there"
             )
-        return lines
+        stuck = stuck_operations(self.flight)[:_MOST_STUCK]
+        return lines + [f"{_INDENT}flight recorder: {line}" for line in stuck]
 
 
 def kernel_functions(states: Sequence[RankState]) -> dict[int, str]:
@@ -325,15 +324,11 @@ def condensed(trace: Mapping[str, Any]) -> list[dict[str, Any]]:
     groups: Mapping[str, Mapping[str, Any]] = trace.get("pg_config", {})
     entries = [_entry(one, groups) for one in recorded]
     keep = set(range(len(entries))[-_NEWEST:])
-    unfinished: set[tuple[str, bool]] = set()
-    newest: dict[tuple[str, bool], int] = {}
+    by_group: defaultdict[tuple[str, bool], list[int]] = defaultdict(list)
     for index, entry in enumerate(entries):
-        key = entry["group"], entry["p2p"]
-        newest[key] = index
-        if entry["state"] != _FINISHED and key not in unfinished:
-            unfinished.add(key)
-            keep.add(index)
-    keep |= set(newest.values())
+        by_group[entry["group"], entry["p2p"]].append(index)
+    for indices in by_group.values():
+        keep |= {indices[-1], *[index for index in indices if entries[index]["state"] != _FINISHED][:1]}
     return [entry for index, entry in enumerate(entries) if index in keep]
 
 

@@ -193,25 +193,19 @@ def watch(lifeline: Lifeline, say: Callable[[str], None]) -> None:
         return
     plan = WatchPlan.from_json(json.loads(first))
     # Not where this fails: the ranks then start another watch over the same files.
-    _Watch(plan, lifeline, say).run()
+    with contextlib.closing(Exchange(plan)) as exchange:
+        _Watch(plan, exchange, lifeline, say).run()
     shutil.rmtree(plan.folder, ignore_errors=True)
 
 
 class _Watch:
-    def __init__(self, plan: WatchPlan, lifeline: Lifeline, say: Callable[[str], None]) -> None:
-        self._plan, self._lifeline, self._say = plan, lifeline, say
+    def __init__(self, plan: WatchPlan, exchange: Exchange, lifeline: Lifeline, say: Callable[[str], None]) -> None:
+        self._plan, self._exchange, self._lifeline, self._say = plan, exchange, lifeline, say
         self._every = min(0.5, max(0.02, plan.seconds / 20))
-        self._exchange = Exchange(plan)
         self._left: set[int] = set()
         self._failure_seen = False
 
     def run(self) -> None:
-        try:
-            self._watch()
-        finally:
-            self._exchange.close()
-
-    def _watch(self) -> None:
         silent, before = 0.0, None
         looked = time.monotonic()
         while self._goes_on():

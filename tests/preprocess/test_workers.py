@@ -32,18 +32,13 @@ class Doubler:
 
 def run(kind: str, numbers: Iterator[int], on_result: Callable[[int], None] = lambda number: None) -> list[int]:
     """What comes back from two workers until an exception."""
-    pool: WorkerPool[str, int, tuple[int, int]] = WorkerPool(2, Doubler, kind)
     pids, found = set(), []
-    try:
+    with WorkerPool[str, int, tuple[int, int]](2, Doubler, kind) as pool:
         for number, (double, pid) in pool.map(numbers, lambda number: 1):
             assert double == 2 * number
             pids.add(pid)
             found.append(number)
             on_result(number)
-    except BaseException:
-        pool.close(kill=True)
-        raise
-    pool.close()
     assert pids and os.getpid() not in pids
     return found
 
@@ -71,7 +66,6 @@ def test_results_come_in_order_and_pieces_are_not_drawn_far_ahead(
 
 def test_bytes_in_flight_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "_IN_FLIGHT_BYTES", 100)
-    pool: WorkerPool[str, int, tuple[int, int]] = WorkerPool(2, Doubler, "doubles")
     drawn: list[int] = []
 
     def numbers() -> Iterator[int]:
@@ -80,9 +74,9 @@ def test_bytes_in_flight_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             yield number
 
     # A large one is alone, small ones go together.
-    for number, _ in pool.map(numbers(), lambda number: 1000 if number < 10 else 40):
-        assert len(drawn) <= number + (1 if number < 9 else 3)
-    pool.close()
+    with WorkerPool[str, int, tuple[int, int]](2, Doubler, "doubles") as pool:
+        for number, _ in pool.map(numbers(), lambda number: 1000 if number < 10 else 40):
+            assert len(drawn) <= number + (1 if number < 9 else 3)
 
 
 def test_an_input_that_fails_is_raised_after_what_came_before_it() -> None:

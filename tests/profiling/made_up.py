@@ -94,24 +94,16 @@ def measurements(cluster: Cluster, machine: Machine, dtypes: tuple[str, ...] = (
     return Measurements(
         machine=machine,
         dtypes=dtypes,
-        gemms=tuple(time for name in dtypes for time in gemms(cluster, name)),
-        attention=tuple(attention),
-        memory=tuple(memory),
-        overheads=Overheads(
-            operation=took(START),
-            layer_forward=2e-4,
-            layer_backward=4e-4,
-            pass_forward=1e-5,
-            pass_backward=3e-5,
-            step=took(5e-5),
-        ),
-        passes=(),
-        collectives=tuple(collectives(cluster, machine)) if machine.ranks > 1 else (),
+        gemms=[time for name in dtypes for time in gemms(cluster, name)],
+        attention=attention,
+        memory=memory,
+        overheads=Overheads(operation=took(START), layer=6e-4, stage=4e-5, step=took(5e-5)),
+        collectives=collectives(cluster, machine) if machine.ranks > 1 else [],
     )
 
 
 def fitted_to(measured: Measurements, base: Cluster, *, nominal: bool = False) -> Cluster:
-    return fit_cluster(measured, base, nominal=nominal, name="mine", source="measured").cluster
+    return fit_cluster(measured, base, nominal=nominal, name="mine", source="measured")[0]
 
 
 def cpu_cluster(base: Cluster) -> Cluster:

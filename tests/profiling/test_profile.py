@@ -168,7 +168,7 @@ def test_the_tables_have_a_row_a_measurement_and_shares_of_the_vendor_s_peaks() 
     measured = measurements(base, CPU, ("bf16",))
     first = measured.gemms[0]
     timing = dataclasses.replace(first.timing, **noisy)
-    measured = dataclasses.replace(measured, gemms=(dataclasses.replace(first, timing=timing), *measured.gemms[1:]))
+    measured = dataclasses.replace(measured, gemms=[dataclasses.replace(first, timing=timing), *measured.gemms[1:]])
     fitted = fit_cluster(measured, base, nominal=True, name="x", source="s")
     said = format_profile(measured, fitted, load_stack("fused"), base).split("\n\n")
     products, attention, memory, passes, between, constants, mark = (part.splitlines() for part in said)

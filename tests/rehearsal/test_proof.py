@@ -46,16 +46,16 @@ CLEAN: dict[str, tuple[int, dict[str, Any]]] = {
 def test_layouts_fit_together(layout: str) -> None:
     world, settings = CLEAN[layout]
     config = tiny_config(world, **settings)
-    found = rehearse_world(config)
-    assert found.faults == []
-    assert [each.rank for each in found.rehearsals] == [rank for place in corners(layout_of(config)) for rank in place]
+    rehearsals, faults = rehearse_world(config)
+    assert faults == []
+    assert [each.rank for each in rehearsals] == [rank for place in corners(layout_of(config)) for rank in place]
 
 
 def test_workers_find_the_same() -> None:
     config = tiny_config(2, pp=2)
-    alone, together = (rehearse_world(config, workers=workers) for workers in (1, 2))
-    assert together.faults == alone.faults == []
-    for ours, theirs in zip(together.rehearsals, alone.rehearsals, strict=True):
+    (alone, faults), (together, others) = (rehearse_world(config, workers=workers) for workers in (1, 2))
+    assert faults == others == []
+    for ours, theirs in zip(together, alone, strict=True):
         assert (ours.rank, ours.peak_bytes, ours.kernels) == (theirs.rank, theirs.peak_bytes, theirs.kernels)
         assert ours.journal.operations == theirs.journal.operations and ours.journal.events == theirs.journal.events
 
@@ -70,7 +70,7 @@ def test_an_operation_of_one_rank_alone_is_named(monkeypatch: pytest.MonkeyPatch
         return count(microbatches, dp=dp, **how)
 
     monkeypatch.setattr(step, "token_denominators", counts_twice)
-    faults = rehearse_world(tiny_config(4, tp=2, dp=2)).faults
+    _, faults = rehearse_world(tiny_config(4, tp=2, dp=2))
     assert any("ranks 0 and 3" in fault and "all_reduce sum of 1 float64" in fault for fault in faults)
 
 
@@ -81,7 +81,7 @@ def test_a_rank_that_says_more_while_it_saves_is_named(monkeypatch: pytest.Monke
         return what_is_saved(replica, step, newest=newest)
 
     monkeypatch.setattr(run, "what_is_saved", says_more)
-    faults = rehearse_world(tiny_config(4, tp=2, dp=2)).faults
+    _, faults = rehearse_world(tiny_config(4, tp=2, dp=2))
     assert any("gather_json" in fault and "over world" in fault and "in save" in fault for fault in faults)
 
 

@@ -108,7 +108,7 @@ class CpuMemory(TorchDispatchMode):
         found = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(found):
             if isinstance(leaf, torch.Tensor):
-                self.memory.add(leaf, lambda: str(func))
+                self.memory.add(leaf, str(func))
         return found
 
 
@@ -238,11 +238,11 @@ def test_memory_is_rounded_as_the_allocator_does_and_freed_storages_come_back() 
     assert {size: allocated(size) for size in sizes} == sizes
     memory = Memory()
     tensor = torch.empty(1 << 20, device="meta")
-    memory.add(tensor, lambda: "here")
-    memory.add(tensor.view(2, -1), lambda: "view")
+    memory.add(tensor, "here")
+    memory.add(tensor.view(2, -1), "view")
     assert memory.live == memory.peak == 4 << 20 and memory.peak_place == "here"
     tensor.untyped_storage().resize_(0)
-    memory.resized(tensor.untyped_storage(), lambda: "freed")
+    memory.resized(tensor.untyped_storage(), "freed")
     assert memory.live == 0
     del tensor
     assert memory.live == 0 and memory.peak == 4 << 20
