@@ -145,7 +145,7 @@ def summary(progress: Progress, seconds: float) -> str:
     text, seconds = progress.input_bytes - progress.kept_bytes, max(seconds, 1e-9)
     return (
         f"{progress.documents:,} documents, {progress.tokens:,} tokens "
-        f"({progress.tokens / max(progress.documents, 1):,.1f} a document) from {decimal_bytes(progress.input_bytes)} of "
+        f"({progress.tokens / max(progress.documents, 1):,.1f} per document) from {decimal_bytes(progress.input_bytes)} of "
         f"text in {seconds:.1f} s: {documents / seconds:,.0f} documents/s, {tokens / seconds:,.0f} tokens/s, "
         f"{text / 1e6 / seconds:.1f} MB/s; {decimal_bytes(progress.output_bytes)} written"
     )

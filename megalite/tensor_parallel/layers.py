@@ -116,7 +116,7 @@ def linear(
     tp = None if tp is None or tp.size == 1 else tp
     flat_bias = None
     if bias is not None and bias.dim() > 1:
-        bias, flat_bias = None, bias.flatten()
+        flat_bias, bias = bias.flatten(), None
     if (tp is None or not sequence_parallel) and not torch.is_grad_enabled():
         y = products.output(x, weight, bias)  # past autograd, which takes the host's time for a small product
     else:

@@ -188,8 +188,8 @@ class SaveFolder:
     Collectives: a gather and a broadcast over the world.
     """
 
-    def __init__(self, replica: Replica, progress: Progress) -> None:
-        self._replica, self._progress = replica, progress
+    def __init__(self, replica: Replica, progress: Progress, *, log: Callable[[str], None]) -> None:
+        self._replica, self._progress, self._log = replica, progress, log
         self._lock: int | None = None
         self._guard: RestartGuard | None = None
         self._destination: Destination | None = None
@@ -234,7 +234,7 @@ class SaveFolder:
                 "behind), or give another --save"
             ) from None
         if self._destination is not None:
-            self._destination.take()
+            self._destination.take(self._log)
         refuse_foreign_checkpoints(config, self._progress)
         if self._destination is not None:
             self._destination.remove_unfinished()
@@ -243,9 +243,9 @@ class SaveFolder:
         remove_unfinished(folder)
         self._guard = RestartGuard.of(config)
 
-    def make_saver(self, *, total: int, tokenizer: str | None, log: Callable[[str], None]) -> Saver:
+    def make_saver(self, *, total: int, tokenizer: str | None) -> Saver:
         """Ready to save up to the run's last step, `total`; the folder has room."""
-        saver = Saver(self._replica, tokenizer=tokenizer, log=log, destination=self._destination)
+        saver = Saver(self._replica, tokenizer=tokenizer, log=self._log, destination=self._destination)
         if resumes_own(self._replica.config):
             saver.saved_at = self._progress.step
         first, config = self._progress.step + 1, self._replica.config

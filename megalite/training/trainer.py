@@ -287,8 +287,8 @@ class Trainer:
         if self.config.checkpoint.save is None:
             self.log("no checkpoint will be saved; --save-interval N with --run-dir (or --save) would save some")
         else:
-            self._folder = _WHEN_ASKED.get("save")(self.replica, self.progress)
-            self.saver = self._folder.make_saver(total=self.total, tokenizer=tokenizer, log=self.log)
+            self._folder = _WHEN_ASKED.get("save")(self.replica, self.progress, log=self.log)
+            self.saver = self._folder.make_saver(total=self.total, tokenizer=tokenizer)
             self.saver.saved = self._callbacks.checkpoint
         if self.config.checkpoint.export_hf is not None:
             assert self.saver is not None, "it is reason enough to save"

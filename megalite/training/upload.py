@@ -50,9 +50,13 @@ class Destination:
         self._me = f"{secrets.token_hex(8)} process {os.getpid()} on {self.host}"
         self._leaving, self._beating = threading.Event(), threading.Thread(target=self._beat, daemon=True)
 
-    def take(self) -> None:
+    def take(self, log: Callable[[str], None]) -> None:
         """Be the run that saves there, until `leave` (rank 0). Raises TakenError: another one lives."""
-        found = self._owner.content()
+        if found := self._owner.content():
+            seconds = _LOOKS * _BEAT_SECONDS
+            log(
+                f"the last run that saved to {self.name} has not left it: watching for {seconds:.0f} s whether it lives"
+            )
         for _ in range(_LOOKS if found else 0):
             time.sleep(_BEAT_SECONDS)
             if (now := self._owner.content()) not in (found, None):

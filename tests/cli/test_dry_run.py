@@ -282,10 +282,7 @@ def test_one_rank_alone() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (
-            f"{TINY} --rank 8",
-            "rank is 8, but a world of 8 has the ranks 0 to 7; use --rank 7",
-        ),
+        (f"{TINY} --rank 8", "rank is 8, but a world of 8 has the ranks 0 to 7; use --rank 7"),
         (f"{TINY} --rank -1", "--rank takes a whole number of at least 0, such as 4, got -1"),
         (f"{TINY} --rank one", "--rank takes a whole number of at least 0, such as 4, got one"),
         ("--rank 1", "--rank has no effect without --dry-run; add --dry-run or remove it"),

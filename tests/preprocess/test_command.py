@@ -34,7 +34,7 @@ def test_what_it_says_in_the_end(tmp_path: Path, capsys: Capture) -> None:
     lines = err.splitlines()
     assert lines[0] == "5 bad lines were left out (1 empty text, 4 invalid JSON), the first of them:"
     assert [line.split(":")[1] for line in lines[1:4]] == ["1", "3", "4"]
-    assert lines[4].startswith("1 documents, 4 tokens (4.0 a document) from 39 bytes of text in ") and len(lines) == 5
+    assert lines[4].startswith("1 documents, 4 tokens (4.0 per document) from 39 bytes of text in ") and len(lines) == 5
     assert documents(tmp_path) == [[1, 2, 3, 999]]
     for shown in (0, 5):
         words = ("--show-bad", str(shown), "--restart")
@@ -260,7 +260,7 @@ class TestProgress:
         done = Progress(documents=300, tokens=9000, input_bytes=5_000_000, output_bytes=18_000)
         done.kept_documents, done.kept_tokens, done.kept_bytes = 100, 3000, 1_000_000
         assert summary(done, 2.0) == (
-            "300 documents, 9,000 tokens (30.0 a document) from 5.0 MB of text in 2.0 s: 100 documents/s, "
+            "300 documents, 9,000 tokens (30.0 per document) from 5.0 MB of text in 2.0 s: 100 documents/s, "
             "3,000 tokens/s, 2.0 MB/s; 18.0 KB written"
         )
 

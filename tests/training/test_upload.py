@@ -150,12 +150,12 @@ def test_one_run_saves_to_an_address(address: str, tmp_path: Path, monkeypatch: 
     """A second one on another machine is refused while the first lives, and not once it was killed or has left."""
     monkeypatch.setattr(upload, "_BEAT_SECONDS", 0.2)
     first, second = destination(address, tmp_path), destination(address, tmp_path)
-    first.take()
+    first.take(print)
     with pytest.raises(TakenError, match=rf"another run is saving to {address} \(process \d+ on .*give another --save"):
-        second.take()
+        second.take(print)
     first._leaving.set()  # as a kill would: what it wrote stays
     first._beating.join()
-    second.take()
+    second.take(print)
     with pytest.raises(ConfigError, match="another run has begun to save there"):
         first._require_owned()
     assert isinstance(save(lambda group: first, 1)[0], CheckpointError) and first.newest() is None
