@@ -69,8 +69,7 @@ def test_examples_give_the_same_losses_on_any_layout(examples: Path, tmp_path: P
     whole = train_forked(1, *flags(tmp_path / "whole", *words)).require_success()
     assert re.search(r"96 examples are packed into \d+ samples an epoch; 11 are longer than seq_length 32", whole.out)
     run = tmp_path / "layouts"
-    layouts = (("--dp", "2", "--exit-interval", "1"), ("--cp", "2", "--exit-interval", "1"), ("--pp", "2"))
-    for layout in layouts:
+    for layout in (("--cp", "2", "--exit-interval", "2"), ("--pp", "2")):
         train_forked(2, *flags(run, *words, *layout)).require_success()
     assert dict(losses(run)) == pytest.approx(dict(losses(tmp_path / "whole")), rel=1e-9)
     assert len(losses(run)) == 4
