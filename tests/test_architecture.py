@@ -53,7 +53,10 @@ def test_every_stated_exception_is_used() -> None:
         assert users, f"no module of {ours} imports {theirs}: take it out of SIBLINGS"
 
 
-TOOLS = ("planner", "preprocess", "profiling", "sweep", "parity", "conversion", "generation", "doctor", "cli")
+TOOLS = (
+    *("planner", "preprocess", "profiling", "sweep", "parity", "rehearsal", "conversion", "generation", "doctor"),
+    "cli",
+)
 
 
 @pytest.mark.parametrize("tool", ["megalite.planner", "megalite.preprocess"])

@@ -81,7 +81,7 @@ class WorkerPool(Generic[A, P, R]):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:  # nobody waits for what is under way
+        if kind is not None:  # what is under way is not waited for
             self._alive.close()
         self._executor.shutdown(cancel_futures=True)
         self._alive.close()

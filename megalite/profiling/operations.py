@@ -133,9 +133,6 @@ def _products(
     yield "weight-gradient", lambda: weight_grad(main_grad, grad, x)
 
 
-KINDS = ("fused", "unfused")
-
-
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
     """b sequences of s tokens, so many heads of d channels."""
@@ -186,7 +183,7 @@ def measure_attention(
     Collectives: barriers and gathers over the timer's world."""
     each = seconds / max(1, 4 * len(shapes))
     for shape in shapes:
-        for kind in KINDS:
+        for kind in ("fused", "unfused"):
             for backward, run in _attention_passes(shape, kind, dtype, timer.device):
                 timing = timer.each_over_ranks(run, seconds=each)
                 yield AttentionTime(kind=kind, backward=backward, shape=shape, dtype=name, timing=timing)

@@ -33,11 +33,8 @@ class Operation(NamedTuple):
     running: str  # the action of the pipeline, or the phase of the step, in which it was started
 
     def __str__(self) -> str:
-        return f"{self.name} of {self.elements} {self.dtype} over {self.kind} {_shown(self.ranks)} at {self.place} in {self.running}"
-
-
-def _shown(ranks: Sequence[int]) -> str:
-    return f"[{', '.join(map(str, ranks[:4]))}{', ...' if len(ranks) > 4 else ''}]"
+        ranks = f"[{', '.join(map(str, self.ranks[:4]))}{', ...' if len(self.ranks) > 4 else ''}]"
+        return f"{self.name} of {self.elements} {self.dtype} over {self.kind} {ranks} at {self.place} in {self.running}"
 
 
 class Event(NamedTuple):

@@ -113,8 +113,7 @@ class FileHeartbeat(Heartbeat):
     """Beats into its own file; one per process. `path`: must not exist."""
 
     def __init__(self, path: Path, *, rank: int) -> None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        descriptor = os.open(path, flags, 0o600)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             # Now rather than at a store: a disk without room for it would end the process there.
             os.posix_fallocate(descriptor, 0, SIZE)
@@ -128,8 +127,7 @@ class FileHeartbeat(Heartbeat):
         self._step = -1
         self.phase("starting", patient=True)
         pid = os.getpid()
-        header = (MAGIC, rank, pid, start_time(pid) or 0)
-        HEADER.pack_into(self._memory, HEADER_AT, *header)
+        HEADER.pack_into(self._memory, HEADER_AT, MAGIC, rank, pid, start_time(pid) or 0)
 
     def beat(self) -> None:
         # Two threads at once may count one beat for two: it has changed all the same.
