@@ -12,7 +12,7 @@ from megalite.config.megatron import DERIVED, FROM_VALUE, SHORTHANDS, WORDS
 from megalite.config.megatron_flags import known_flags
 
 _WIDTH = 110
-_PLACEHOLDERS = {int: "N", float: "X", str: "TEXT", bool: ""}
+_PLACEHOLDERS = {int: "N", float: "X", str: "TEXT"}
 
 
 def basic_help(program: str) -> str:
@@ -23,7 +23,8 @@ def basic_help(program: str) -> str:
     for section in sections():
         shown = [setting for setting in settings().values() if setting.section == section and setting.basic]
         for setting in shown:
-            lines.append(_row(section if setting is shown[0] else "", _usage(setting), _first_clause(setting)))
+            usage = f"{setting.flags[0]}{_value(setting)}"
+            lines.append(_row(section if setting is shown[0] else "", usage, _first_clause(setting)))
     return "\n".join(lines)
 
 
@@ -43,7 +44,8 @@ def full_help(program: str) -> str:
         lines += ["", f"{section}: {(cls.__doc__ or '').splitlines()[0]}"]
         for setting in settings().values():
             if setting.section == section:
-                lines.append(f"  {_all_spellings(setting)}")
+                negative = [f"--no-{setting.flags[0][2:]}"] if setting.type is bool else []
+                lines.append(f"  {', '.join(f'{flag}{_value(setting)}' for flag in (*setting.flags, *negative))}")
                 lines.append(f"      {setting.help} [{setting.type_name}; default {_shown(setting.default)}]")
     lines += ["", "Megatron-LM's flags that set something else:"]
     lines += [f"  {flag:<42} {as_settings(values)}" for flag, values in standing_for()]
@@ -71,17 +73,11 @@ def _row(section: str, usage: str, text: str) -> str:
     return f"{section:<10} {usage:<29} {text}".rstrip()
 
 
-def _usage(setting: Setting) -> str:
+def _value(setting: Setting) -> str:
+    """What stands for the value behind a flag."""
     if setting.type is bool:
-        return setting.flags[0]
-    placeholder = "NAME" if setting.choices else _PLACEHOLDERS[setting.type]
-    return f"{setting.flags[0]} {placeholder}{' ...' if setting.is_list else ''}"
-
-
-def _all_spellings(setting: Setting) -> str:
-    value = "" if setting.type is bool else f" {_PLACEHOLDERS[setting.type]}{' ...' if setting.is_list else ''}"
-    negative = [f"--no-{setting.flags[0][2:]}"] if setting.type is bool else []
-    return ", ".join(f"{flag}{value}" for flag in (*setting.flags, *negative))
+        return ""
+    return f" {'NAME' if setting.choices else _PLACEHOLDERS[setting.type]}{' ...' if setting.is_list else ''}"
 
 
 def _first_clause(setting: Setting) -> str:

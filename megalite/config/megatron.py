@@ -109,11 +109,15 @@ DERIVED: Mapping[str, tuple[type | None, tuple[str, ...]]] = MappingProxyType(
 settings that it gives."""
 
 
+def _whole(text: str, where: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"{where} takes a whole number of at least 1, such as 4, got {text}")
+    return int(text)
+
+
 def _kept_checkpoints(text: str, where: str) -> dict[str, Any]:
     """`--save-retain-interval N`: Megatron keeps the newest checkpoint and each of a multiple of N steps."""
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"{where} takes a whole number of at least 1, such as 1000, got {text}")
-    return {"keep_latest": 1, "keep_every": int(text)}
+    return {"keep_latest": 1, "keep_every": _whole(text, where)}
 
 
 def _window(text: str, where: str) -> dict[str, Any]:
@@ -129,9 +133,8 @@ def _window(text: str, where: str) -> dict[str, Any]:
 
 def _interpolated(text: str, where: str) -> dict[str, Any]:
     """`--rotary-seq-len-interpolation-factor N`: all positions divided by N."""
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"{where} takes a whole number of at least 1, such as 4, got {text}")
-    return {} if text == "1" else {"rope_scaling": "linear", "rope_scaling_factor": float(text)}
+    factor = _whole(text, where)
+    return {} if factor == 1 else {"rope_scaling": "linear", "rope_scaling_factor": float(factor)}
 
 
 def _stretched(text: str, where: str) -> dict[str, Any]:

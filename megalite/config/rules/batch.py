@@ -143,6 +143,7 @@ SCHEDULES: tuple[Check, ...] = (
     *without({"?decoupled_min_lr": "--decoupled-lr 1e-4"}),
     *owned("lr_decay_style", {"lr_wsd_decay_style": ("WSD",), "?lr_wsd_decay_iters|lr_wsd_decay_samples": ("WSD",)}),
     *owned("weight_decay_incr_style", {"?start_weight_decay|end_weight_decay": ("linear", "cosine")}),
+    *owned("weight_decay_incr_style", {"weight_decay": ("constant",)}),
     *rules(
         {
             "{min_lr} is above {lr}; use at most {=lr}": lambda c: c.min_lr > c.lr,
@@ -163,8 +164,6 @@ SCHEDULES: tuple[Check, ...] = (
             "{?weight_decay_incr_style} needs end_weight_decay; add --end-weight-decay {=weight_decay}": (
                 lambda c: c.end_weight_decay is None
             ),
-            "{!weight_decay} has no effect with {weight_decay_incr_style}, which moves from start_weight_decay to "
-            "end_weight_decay; remove it": lambda c: c.weight_decay_incr_style != "constant",
             "{?loss_scale} has no effect with {precision} and {wire_dtype}; use --fp16 or remove it": (
                 lambda c: not scales_loss(c.run)
             ),

@@ -51,7 +51,7 @@ def _pairs(c: Settings) -> Findings:
     count = c.own_weights or 1
     if c.dp_strategy == "gossip" and c.gossip_graph == "one-peer" and count > 1 and count % 2:
         name = "dp_instances" if c.instances > 1 else "dp"
-        yield f"{{gossip_graph}} pairs up replicas, but {name} is {{={name}}}; use --gossip-graph ring, or {name} {count + 1}"
+        yield f"{{gossip_graph}} pairs up replicas, but {name} is {{={name}}}; use --gossip-graph ring, or {name} {count - 1}"
 
 
 def _corrects_momentum(c: Settings) -> bool:

@@ -82,6 +82,7 @@ LAYOUT: tuple[Check, ...] = (
     parsed(cta_limits, "nccl_max_ctas"),
     *owned("recompute_granularity", {"?recompute_ahead": ("full",)}),
     *owned("cp_comm_type", {"hierarchical_context_parallel_sizes": ("a2a+p2p",)}),
+    *owned("attention_dropout", {"?context_parallel_load_balancer": (0.0,)}),  # with it hidden pairs are computed too
     *without(
         {
             "!trace_steps": "--trace",
@@ -133,8 +134,6 @@ LAYOUT: tuple[Check, ...] = (
             "use --reset-attention-mask, --packing best-fit or headtail": (
                 lambda c: not (c.packs_documents or c.reset_attention_mask)
             ),
-            "{?context_parallel_load_balancer} has no effect with {attention_dropout}, with which hidden pairs are computed too; "
-            "use attention_dropout 0 or headtail": lambda c: c.attention_dropout > 0.0,
         }
     ),
     _late_trace,
@@ -359,7 +358,7 @@ def _stages(c: Settings) -> Findings:
     product = f"pp·vpp = {c.pp}·{c.vpp} = {stages} stages"
     # Only a cut by hand can leave the first and last stage to embedding and head alone.
     if c.num_layers < (stages if cut is None else max(stages - 2, 1)):
-        yield f"{{num_layers}} is less than {product}, which need a layer each; use num_layers {stages} or more, or a smaller pp·vpp"
+        yield f"{{num_layers}} is less than {product}, which need a layer each; use num_layers {stages}, or pp·vpp up to {{=num_layers}}"
         return
     if cut is None:
         return

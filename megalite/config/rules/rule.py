@@ -124,10 +124,10 @@ def _rule(text: str, when: Callable[[Settings], object], mark: str, name: str) -
     return check
 
 
-def owned(setting: str, owners: Mapping[str, tuple[str | None, ...]]) -> Iterator[Check]:
+def owned(setting: str, owners: Mapping[str, tuple[object, ...]]) -> Iterator[Check]:
     """Settings, with | between and a ? before them as for `rules` -> the values of `setting` that they mean something to."""
 
-    def elsewhere(known: tuple[str | None, ...]) -> Callable[[Settings], bool]:
+    def elsewhere(known: tuple[object, ...]) -> Callable[[Settings], bool]:
         return lambda c: getattr(c, setting) not in known
 
     for names, known in owners.items():

@@ -72,6 +72,7 @@ DATA: tuple[Check, ...] = (
     _end_of_document,
     _bpe_files,
     *without({"!eval_iters": "--eval-interval 100"}),
+    *owned("position_embedding_type", {"?reset_position_ids": ("rope", "learned_absolute")}),
     *rules(
         {
             "{?valid_data_path|test_data_path} needs train_data_path; add it, or use data_path with split": (
@@ -116,9 +117,6 @@ DATA: tuple[Check, ...] = (
             ),
             "{!text_field} has no effect: the data paths name no text; remove it": (
                 lambda c: not c.texts and not c.sft
-            ),
-            "{?reset_position_ids} has no effect with {position_embedding_type}; use rope or learned_absolute, or remove it": (
-                lambda c: c.position_embedding_type == "none"
             ),
             "{?tokenizer_model} and {vocab_file} are two tokenizers; keep one of them": lambda c: c.vocab_file,
         }
@@ -234,6 +232,8 @@ def _profile(c: Settings) -> Findings:
 
 VISIBILITY: tuple[Check, ...] = (
     *without({"!profile_step_start|profile_step_end|profile_ranks": "--profile"}),
+    *owned("timing_log_level", {"straggler_threshold|log_phases": (1,)}),
+    *owned("device", {"?record_memory_history": ("cuda", "auto")}),
     *rules(
         {
             "{?record_memory_history|trace} has no folder to write to; add --run-dir runs/mine": lambda c: (
@@ -254,12 +254,6 @@ VISIBILITY: tuple[Check, ...] = (
             ),
             "metrics wandb needs a name for the run; add --wandb-exp-name NAME or --run-dir runs/NAME": (
                 lambda c: "wandb" in writers(c.run) and c.wandb_exp_name is None and c.run_dir is None
-            ),
-            "{!straggler_threshold|log_phases} has no effect with {timing_log_level}; use --timing-log-level 1 or remove it": (
-                lambda c: c.timing_log_level == 0
-            ),
-            "{?record_memory_history} has no effect with {device}; use --device cuda or remove it": lambda c: (
-                c.device == "cpu"
             ),
         }
     ),
