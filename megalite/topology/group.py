@@ -295,7 +295,11 @@ class Group:
             return
         if error is not None and (from_here == reports[first] or not isinstance(error, ConfigError)):
             raise error
-        raise _remote_error(reports[first], self.ranks[first])
+        name, message = reports[first]
+        kind = {"CheckpointError": CheckpointError, "ConfigError": ConfigError}.get(name)
+        if kind is None:
+            raise RemoteError(f"rank {self.ranks[first]} failed: {name}: {message}")
+        raise kind(message)
 
 
 def _started(work: Work | None) -> Work:
@@ -311,12 +315,6 @@ def _kind(error: BaseException) -> str:
     """What another rank can make of it: a subclass may need more than a message."""
     kinds = (kind for kind in (CheckpointError, ConfigError) if isinstance(error, kind))
     return next(kinds, type(error)).__name__
-
-
-def _remote_error(report: Sequence[str], rank: int) -> Exception:
-    name, message = report
-    kind = {"CheckpointError": CheckpointError, "ConfigError": ConfigError}.get(name)
-    return RemoteError(f"rank {rank} failed: {name}: {message}") if kind is None else kind(message)
 
 
 Half = Callable[[torch.Tensor], torch.Tensor]  # of an autograd function: its forward, or its backward

@@ -373,10 +373,7 @@ def check_backend(backend: str, device: torch.device) -> None:
     """Raise a ConfigError where they do not fit: nccl needs CUDA devices, and gloo exchanges no CUDA tensors between two ranks."""
     fits = {"cpu": "gloo", "cuda": "nccl"}[device.type]
     if backend not in ("auto", fits):
-        raise ConfigError(
-            f"distributed_backend is {backend} but the run is on {device.type}; use --distributed-backend {fits} or "
-            "leave it out"
-        )
+        raise ConfigError(f"distributed_backend is {backend} but the run is on {device.type}; use {fits} or auto")
 
 
 def start_distributed(launch: Launch, device: torch.device, *, backend: str, timeout_minutes: float) -> None:

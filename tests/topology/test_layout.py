@@ -129,18 +129,9 @@ def test_pipeline_edges_are_the_ring_both_ways() -> None:
     assert set(ParallelLayout(pp=3).pipeline_edges()) == {(0, 1), (1, 0), (1, 2), (2, 1), (2, 0), (0, 2)}
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"tp": 0}, "tp is 0; a parallel size is at least 1"),
-        ({"order": "pp-tp"}, "rank_order is 'pp-tp'; it is one of tp-cp-ep-dp-pp, tp-cp-ep-pp-dp"),
-        ({"dp": 2, "ep": 3}, "expert_tp·ep = 1·3 = 3 does not divide the 2 ranks"),
-        ({"dp": 4, "pp": 2, "ep": 2, "order": "tp-cp-ep-pp-dp"}, "must equal tp·cp = 1"),
-    ],
-)
-def test_what_is_refused(settings: dict[str, int], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        ParallelLayout(**settings)  # type: ignore[arg-type]
+def test_what_is_refused() -> None:
+    with pytest.raises(ConfigError, match="tp is 0; a parallel size is at least 1"):
+        ParallelLayout(tp=0)
 
 
 def test_a_placement_says_who_is_neighbour_and_who_has_the_ends() -> None:

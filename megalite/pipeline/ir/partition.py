@@ -8,8 +8,6 @@ from heapq import heapify, heappop, heappush
 from itertools import accumulate, combinations, pairwise, permutations
 from operator import ge
 
-from megalite.config.errors import ConfigError
-
 
 def partition_layers(
     num_layers: int,
@@ -35,12 +33,7 @@ def partition_layers(
     with more it is exact for small models and close to it for large ones.
     """
     num_stages, num_ranks = len(placement), max(placement) + 1
-    if num_layers < num_stages:
-        raise ConfigError(
-            f"num_layers is {num_layers}, fewer than the {num_stages} pipeline stages (on {num_ranks} "
-            f"ranks), and each needs a layer: use {num_stages} layers or more, or pp x vpp of at "
-            f"most {num_layers}"
-        )
+    assert num_layers >= num_stages, "the rules refuse stages without a layer"
     costs = list(layer_cost) if isinstance(layer_cost, Sequence) else [layer_cost] * num_layers
     assert len(costs) == num_layers, (len(costs), num_layers)
     assert min(costs) > 0 and first_cost >= 0 and last_cost >= 0, (min(costs), first_cost, last_cost)

@@ -136,8 +136,8 @@ def test_names_sizes_and_options_that_clash(name: str, chunks: int, options: dic
 @pytest.mark.parametrize(
     ("ranks", "microbatches", "message"),
     [
-        (4, 7, r"pp 4 needs 8 microbatches or more but has 7: use 8 \(.*\), pp 3, or schedule zb-v"),
-        (3, 1, r"pp 3 needs 6 microbatches or more but has 1: use 6 \(.*\), or schedule zb-v"),
+        (4, 7, r"pp 4 needs 8 microbatches or more but has 7: use 8, pp 3, or schedule zb-v"),
+        (3, 1, r"pp 3 needs 6 microbatches or more but has 1: use 6, or schedule zb-v"),
     ],
 )
 def test_dualpipe_v_names_the_least_it_needs(ranks: int, microbatches: int, message: str) -> None:

@@ -8,7 +8,6 @@ from itertools import accumulate, combinations, pairwise
 import pytest
 
 import megalite.pipeline.ir.partition as partition
-from megalite.config.errors import ConfigError
 from megalite.pipeline.ir.generators.one_chunk import loop_placement, v_placement
 from megalite.pipeline.ir.partition import partition_layers
 
@@ -118,9 +117,3 @@ def test_examples(count: int, placement: tuple[int, ...], costs: dict[str, float
 def test_large_models_are_cut(layers: float | list[float]) -> None:
     cut = partition_layers(128, loop_placement(16, 4), layer_cost=layers, first_cost=0.37, last_cost=2.9)
     assert sum(cut) == 128 and len(cut) == 64
-
-
-def test_what_cannot_be_cut() -> None:
-    message = r"num_layers is 3, fewer than the 4 pipeline stages \(on 2 ranks\).*4 layers or more.*most 3"
-    with pytest.raises(ConfigError, match=message):
-        partition_layers(3, loop_placement(2, 2))

@@ -156,10 +156,8 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
         fewer_ranks = f"pp {num_microbatches // 2}, " if num_microbatches >= 4 else ""
         raise ConfigError(
             f"schedule dualpipe-v with pp {num_ranks} needs {least} microbatches or more but has {num_microbatches}: use "
-            f"{least} (global batch = microbatches x micro batch size x dp), {fewer_ranks}or schedule zb-v, which takes "
-            f"any number"
+            f"{least}, {fewer_ranks}or schedule zb-v, which takes any number"
         )
-
     row = partial(dualpipe_v_row, num_ranks=num_ranks, num_microbatches=num_microbatches)
     return row_by_row("dualpipe-v", v_placement(num_ranks), num_microbatches, row)
 
