@@ -1,11 +1,13 @@
 """What every tokenizer offers, and the two that need no library: bytes, and text that is already ids."""
 
 import hashlib
+import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,6 +108,14 @@ def read_tokenizer_file(path: str | Path) -> bytes:
         if size > MAX_TOKENIZER_BYTES:
             raise ConfigError(f"tokenizer file {path} has {size} bytes, more than {MAX_TOKENIZER_BYTES}")
         return file.read()
+
+
+def parse_json(content: bytes, path: str | Path) -> Any:
+    """What a tokenizer file in JSON holds. Raises ConfigError: it is not JSON."""
+    try:
+        return json.loads(content.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {str(error)[:200]}; give the undamaged file") from None
 
 
 def digest(*contents: bytes) -> str:

@@ -1,6 +1,5 @@
 """Subword tokenizers that libraries run: SentencePiece models, Hugging Face's tokenizer.json and GPT-2's two files."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from megalite.tokenizers.base import (
     Tokenizer,
     digest,
     missing_package,
+    parse_json,
     read_tokenizer_file,
     refusing,
     require_characters,
@@ -112,10 +112,7 @@ class HuggingFaceTokenizer(_TokenizersLibrary):
         file = self.file.with_name(SETTINGS_NAME)
         if self.file.name != TOKENIZER_NAME or not file.exists():
             return {}
-        try:
-            values = json.loads(read_tokenizer_file(file).decode("utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-            raise ConfigError(f"{file}: not JSON: {str(error)[:200]}") from None
+        values = parse_json(read_tokenizer_file(file), file)
         return values if isinstance(values, dict) else {}
 
     def encode_with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
@@ -168,10 +165,7 @@ def _library(path: str | Path) -> Any:
 
 
 def _parse_vocabulary(content: bytes, path: str | Path) -> dict[str, int]:
-    try:
-        vocabulary = json.loads(content.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}; give the vocab.json of a GPT-2 tokenizer") from None
+    vocabulary = parse_json(content, path)
     ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [None]
     if not all(type(i) is int and 0 <= i < 1 << 31 for i in ids) or len(set(ids)) != len(ids):
         raise ConfigError(f"{path}: expected an object of tokens and ids, as GPT-2's vocab.json")

@@ -6,7 +6,6 @@ Megatron-LM's JSON list is no format of tiktoken's.
 
 import base64
 import binascii
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +19,7 @@ from megalite.tokenizers.base import (
     Tokenizer,
     digest,
     missing_package,
+    parse_json,
     read_tokenizer_file,
     refusing,
     require_characters,
@@ -226,12 +226,8 @@ def _lines(content: bytes, path: str | Path) -> list[_Entry]:
 
 
 def _json_entries(content: bytes, path: str | Path) -> list[_Entry]:
-    try:
-        values = json.loads(content.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {str(error)[:200]}; give the undamaged file") from None
     entries: list[_Entry] = []
-    for i, value in enumerate(values):
+    for i, value in enumerate(parse_json(content, path)):
         place = f"entry {i}"
         fields = {"rank", "token_bytes"}
         if not isinstance(value, dict) or not fields <= value.keys() <= fields | {"token_str"}:

@@ -62,7 +62,7 @@ USELESS = [
     ("megatron", ["--without-tokenizer"], "--without-tokenizer has no effect with --to megatron"),
     ("native", ["--make-vocab-size-divisible-by", "0"], "takes a whole number of at least 1, such as 4, got 0"),
     ("native", ["--max-shard-size", "many"], "takes a size with its unit such as 500MB or 4GiB, got many"),
-    ("native", ["--step", "-1"], "--step is -1; it must be at least 0"),
+    ("native", ["--step", "-1"], "no checkpoint of step -1; it has steps 0"),
     ("native", ["--step", "4"], "no checkpoint of step 4; it has steps 0"),
     ("native", ["--from", "huggingface"], "has no config.json"),
     ("native", ["--tokenizer-model", "nowhere"], "there is no tokenizer nowhere"),

@@ -58,7 +58,7 @@ def test_the_end_of_document_of_a_tokenizer_json(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json: eos_token 'zzz' is not in the vocabulary"):
         save_words(tmp_path, ["<unk>"], eos_token="zzz")
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: not JSON"):
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json is not JSON"):
         HuggingFaceTokenizer(tmp_path / "tokenizer.json")
     with pytest.raises(ConfigError, match=r"tokenizer\.json has none of <\|endo"):
         save_words(tmp_path, ["<unk>"], eos_token=None)

@@ -30,6 +30,11 @@ class ExpertKeys:
     layer: str = "mlp"  # where in a layer they are
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
+    @property
+    def _counts(self) -> bool:
+        """The shared expert is so many experts wide."""
+        return self.shared is not None and self.shared[0] == "n_shared_experts"
+
     def read(self, file: ModelFile) -> dict[str, Any]:
         # transformers 5 saves the number under its own name for it.
         key = "num_local_experts" if "num_local_experts" in file.values else self.count[0]
@@ -40,8 +45,7 @@ class ExpertKeys:
         if self.shared is not None:
             key, default = self.shared
             width = file.integer(key, default)
-            counted = key == "n_shared_experts"
-            found["moe_shared_expert_intermediate_size"] = width * (found["moe_ffn_hidden_size"] if counted else 1)
+            found["moe_shared_expert_intermediate_size"] = width * (found["moe_ffn_hidden_size"] if self._counts else 1)
             found["moe_shared_expert_gate"] = self.shared_gate
         whole = True if self.normalises is None else file.flag("norm_topk_prob", self.normalises)
         if self.scaling is not None:
@@ -55,10 +59,8 @@ class ExpertKeys:
         groups, chosen = file.integer("n_group", self.groups[0]), file.integer("topk_group", self.groups[1])
         if groups > chosen:
             if topk // chosen != 2:
-                raise file.fault(
-                    f"num_experts_per_tok is {topk} and topk_group {chosen}: groups are compared by their best two experts "
-                    f"there, by their best {topk // chosen} here; only twice as many experts as groups can be expressed"
-                )
+                # There groups are compared by their best two experts, here by as many as are chosen of each.
+                raise file.fault(f"num_experts_per_tok is {topk} and topk_group {chosen}; it must be twice as many")
             found |= {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
         return found | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 
@@ -90,8 +92,8 @@ class ExpertKeys:
         if self.width is not None:
             values["moe_intermediate_size"] = model.expert_ffn_size
         if self.shared is not None:
-            width, counted = model.moe_shared_expert_intermediate_size or 0, self.shared[0] == "n_shared_experts"
-            values[self.shared[0]] = max(1, width // model.expert_ffn_size if counted else width)
+            width = model.moe_shared_expert_intermediate_size or 0
+            values[self.shared[0]] = max(1, width // model.expert_ffn_size if self._counts else width)
         if self.normalises is not None:
             values["norm_topk_prob"] = self.sigmoid or not model.moe_router_pre_softmax
         if self.sigmoid:
@@ -129,8 +131,7 @@ class ExpertKeys:
                 yield Piece(f"{there}.experts.{e}.{self.matrices[2]}.weight", down, (h, f), part_at(e))
         width = model.moe_shared_expert_intermediate_size
         if width is not None:
-            counted = self.shared is not None and self.shared[0] == "n_shared_experts"
-            shared = f"{there}.shared_expert{'s' if counted else ''}"
+            shared = f"{there}.shared_expert{'s' if self._counts else ''}"
             for i, name in enumerate(self.matrices[:2]):
                 yield Piece(f"{shared}.{name}.weight", f"{here}.shared.up.weight", (width, h), part_at(i))
             yield Piece(f"{shared}.{self.matrices[2]}.weight", f"{here}.shared.down.weight", (h, width))

@@ -44,10 +44,7 @@ class GPT2(Family):
         positions = file.integer("n_positions", 1024)
         dropouts = [file.number(name, 0.1) for name in ("embd_pdrop", "resid_pdrop")]
         if dropouts[0] != dropouts[1]:
-            raise file.fault(
-                f"embd_pdrop is {dropouts[0]:g} and resid_pdrop {dropouts[1]:g}; set both "
-                "to one value (it only matters in training)"
-            )
+            raise file.fault(f"embd_pdrop is {dropouts[0]:g} and resid_pdrop {dropouts[1]:g}; set both to one value")
         settings = file.settings(_GPT2)
         model = file.model(
             **settings,
