@@ -112,8 +112,6 @@ def _check(flags: Namespace) -> None:
             )
     if flags.with_optimizer and flags.dtype:
         raise ConfigError(f"--with-optimizer keeps main parameters in fp32; leave out --dtype {flags.dtype}")
-    if flags.step is not None and flags.step < 0:
-        raise ConfigError(f"--step is {flags.step}; it must be at least 0")
     if flags.family is not None:
         family_named(flags.family)
     check_target(flags.target)

@@ -77,7 +77,7 @@ def dry_run(invocation: Invocation) -> str:
         if invocation.rank is None:
             found, as_text = report(config, world_size, explicit), format_report
         else:
-            found, as_text = rank_report(_checked(config, world_size, explicit), invocation.rank), format_rank
+            found, as_text = rank_report(checked(config, world_size, explicit), invocation.rank), format_rank
         return json_text(found) if invocation.json else as_text(found)
 
 
@@ -88,7 +88,7 @@ def report(config: RunConfig, world_size: int, explicit: frozenset[str] = frozen
         config: as parsed; it is validated here.
         explicit: `Invocation.explicit`.
     """
-    config = _checked(config, world_size, explicit)
+    config = checked(config, world_size, explicit)
     layout, stages = layout_of(config), plan_stages(config)
     *smaller, largest = microbatch_counts(config)
     for count in smaller:
@@ -114,8 +114,8 @@ def report(config: RunConfig, world_size: int, explicit: frozenset[str] = frozen
     }
 
 
-def _checked(config: RunConfig, world_size: int, explicit: frozenset[str]) -> RunConfig:
-    # What the vocabulary has no part in is reported first.
+def checked(config: RunConfig, world_size: int, explicit: frozenset[str]) -> RunConfig:
+    """The config, validated, with a vocabulary; what that has no part in is reported first."""
     config = validate(with_vocabulary(validate(config, world_size, explicit)), world_size, explicit)
     if config.checkpoint.export_hf is not None:
         choose_family(config.model, config.training.seq_length, None)

@@ -68,8 +68,8 @@ def _rank_list(ranks: Sequence[int]) -> str:
 def _ranks(ranks: list[dict[str, int]]) -> list[str]:
     if not 1 < len(ranks) <= _SHOWN:
         return []
-    rows = [[name, *(str(row[axis]) for row in ranks)] for name, axis in (("Rank", "rank"),)]
-    rows += [[f"  {axis}", *(str(row[axis]) for row in ranks)] for axis in ("tp", "cp", "dp", "pp")]
+    names = {"Rank": "rank"} | {f"  {axis}": axis for axis in ("tp", "cp", "dp", "pp")}
+    rows = [[name, *(str(row[key]) for row in ranks)] for name, key in names.items()]
     return table(rows, right=range(1, len(ranks) + 1))
 
 

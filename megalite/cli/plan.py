@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -113,20 +113,11 @@ def _drawn(plan: Plan, data: dict[str, Any], cluster: Cluster, stack: SoftwareSt
     return f"The step of the best layout{note}, in seconds:\n{render_grid(timeline, width=width)}"
 
 
-class Asked(NamedTuple):
+def asked(flags: Namespace) -> tuple[Request, Cluster, SoftwareStack]:
     """What to search, on which machines and with which software."""
-
-    request: Request
-    cluster: Cluster
-    stack: SoftwareStack
-
-
-def asked(flags: Namespace) -> Asked:
-    """What the flags ask for."""
     cluster, stack = load_cluster(flags.cluster), load_stack(flags.stack)
     limit = flags.max_memory or cluster.accelerator.memory_bytes * USUAL_MEMORY
-    request = request_of(flags.invocation, cluster, flags.gpus, flags.fix or (), limit)
-    return Asked(request, cluster, stack)
+    return request_of(flags.invocation, cluster, flags.gpus, flags.fix or (), limit), cluster, stack
 
 
 def _tokens(text: str) -> float:

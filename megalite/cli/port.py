@@ -24,6 +24,7 @@ from megalite.config.validate import validate
 main = PORT
 
 _SCRIPT = re.compile(r"(?:pretrain|train|finetune)\w*\.py")
+_LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "ft_launcher")
 _YAML_KEY = "MODEL_ARGS"
 
 THEIR_DEFAULTS: Mapping[str, Any] = {
@@ -146,22 +147,12 @@ def _note_ranks(words: list[str], scheduled: dict[str, str]) -> None:
 
 def _launch(before: list[str], words: list[str], scheduled: Mapping[str, str], source: str) -> Launch:
     """From the launcher's words and those of training."""
-    start = next(
-        (
-            i
-            for i, word in enumerate(before)
-            if word in ("torchrun", "torch.distributed.run", "torch.distributed.launch", "ft_launcher")
-        ),
-        None,
-    )
+    start = next((i for i, word in enumerate(before) if word in _LAUNCHERS), None)
     numbers = {}
     launcher: list[str] = []
     if start is not None:
-        launcher = [
-            "torchrun",
-            *(word.replace("_", "-", 8) if word.startswith("--") else word for word in before[start + 1 :]),
-        ]
-        launcher = [word for word in launcher if word not in ("--no-python",)]
+        flags = (word.replace("_", "-", 8) if word.startswith("--") else word for word in before[start + 1 :])
+        launcher = ["torchrun", *(word for word in flags if word != "--no-python")]
         for at, word in enumerate(launcher):
             name, equals, value = word.partition("=")
             numbers[name.lstrip("-")] = value if equals else next(iter(launcher[at + 1 : at + 2]), "")

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from megalite.cli.display import table, working
-from megalite.cli.dry_run import with_vocabulary, world_size_of
+from megalite.cli.dry_run import checked, world_size_of
 from megalite.cli.output import json_text, show
 from megalite.cli.tool_commands import REHEARSE
 from megalite.config.byte_size import format_bytes
 from megalite.config.run import RunConfig
-from megalite.config.validate import validate
 from megalite.partition.memory import RankMemory, planned_memory
 from megalite.partition.pipeline import layout_of
 from megalite.rehearsal.groups import Operation
@@ -29,8 +28,7 @@ def run(flags: Namespace) -> int:
     """Rehearse, print, and return 1 if ranks would deadlock or do not agree."""
     invocation = flags.invocation
     world_size = world_size_of(invocation)
-    config = validate(invocation.config, world_size, invocation.explicit)
-    config = validate(with_vocabulary(config), world_size, invocation.explicit)
+    config = checked(invocation.config, world_size, invocation.explicit)
     check(config, layout_of(config), invocation.rank)
     faults: list[str] | None = None
     if flags.all_kinds:

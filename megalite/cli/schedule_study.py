@@ -7,6 +7,7 @@ from typing import Any
 
 from megalite.cli.tool_commands import AUTO
 from megalite.config.errors import ConfigError
+from megalite.config.parallel import PIPELINE_SCHEDULES
 from megalite.pipeline.ir.actions import ScheduleError
 from megalite.pipeline.ir.costs_file import CostTable, MemoryTable
 from megalite.pipeline.ir.generators.auto import build_auto
@@ -19,8 +20,6 @@ from megalite.pipeline.ir.schedule import Program, Schedule, live_units
 from megalite.pipeline.ir.simulate import Timeline, simulate
 from megalite.pipeline.ir.validate import validate, validate_written
 
-VEES = ("zb-v", "dualpipe-v")
-LOOPS = ("interleaved", "looped-bfs")
 MOST_CELLS = 1_000_000
 """(stage, microbatch) pairs; more would take minutes and gigabytes, and show nothing that fewer do not."""
 
@@ -119,7 +118,7 @@ def study_named(name: str, request: Request) -> Study:
                 "there is nothing to build for forwards alone; use --forward-only with another --schedule"
             )
         return _best(_placements(request), lambda placement: _study_auto(placement, request))
-    num_chunks = request.num_chunks or (2 if name in (*VEES, *LOOPS) else 1)
+    num_chunks = request.num_chunks or (1 if PIPELINE_SCHEDULES.facts(name).chunks == "one" else 2)
     if request.forward_only:
         placement = placement_for(name, request.num_ranks, num_chunks)
         return study(forward_only(placement, request.num_microbatches), request)
@@ -225,7 +224,7 @@ def compare(names: Sequence[str], request: Request, own: Schedule | None = None)
     for name in names:
         its = replace(
             request,
-            num_chunks=request.num_chunks if name in LOOPS else None,
+            num_chunks=request.num_chunks if PIPELINE_SCHEDULES.facts(name).chunks == "several" else None,
             group=request.group if name == "interleaved" else None,
             warm_up=request.warm_up if name == "1f1b" else None,
         )

@@ -38,24 +38,23 @@ class Shell:
 
     def run(self, text: str, where: str) -> None:
         """Follow a script, or a string that a shell would run."""
-        if self.depth >= _DEEPEST:
-            raise ConfigError(f"{where}: scripts start one another more than {_DEEPEST} deep")
-        self.depth += 1
-        try:
-            _Block(self, tokens(text, where), where).follow()
-        except IndexError:
-            raise ConfigError(f"{where} ends within a command") from None
-        self.depth -= 1
+        self._follow(tokens(text, where), where)
 
     def call(self, name: str, arguments: list[str] | None, where: str) -> None:
         """Follow the body of a function."""
-        if self.depth >= _DEEPEST:
-            raise ConfigError(f"{where}: functions call one another more than {_DEEPEST} deep")
         before, self.arguments = self.arguments, arguments
-        self.depth += 1
-        _Block(self, self.functions[name], where).follow()
-        self.depth -= 1
+        self._follow(self.functions[name], where)
         self.arguments = before
+
+    def _follow(self, script: list[Token], where: str) -> None:
+        if self.depth >= _DEEPEST:
+            raise ConfigError(f"{where}: scripts and functions start one another more than {_DEEPEST} deep")
+        self.depth += 1
+        try:
+            _Block(self, script, where).follow()
+        except IndexError:
+            raise ConfigError(f"{where} ends within a command") from None
+        self.depth -= 1
 
     def assign(self, name: str, values: list[str], *, add: bool = False, array: bool = False) -> None:
         if not array and not add and values and is_unknown(values[0]) and re.fullmatch(r"\$\{?\w+\}?", values[0]):

@@ -1,9 +1,10 @@
 """Requests for tests, as the command line makes them."""
 
 from itertools import product
+from typing import NamedTuple
 
 from megalite.cli import plan
-from megalite.cli.plan import Asked
+from megalite.planner.hardware import Cluster, SoftwareStack
 from megalite.planner.search.space import Layout, Request, enumerate_space
 
 TINY = (
@@ -13,9 +14,15 @@ TINY = (
 EXPERTS = f"{TINY} --num-experts 4 --moe-first-dense-layers 1 --moe-ffn-hidden-size 96 --disable-bias-linear"
 
 
+class Asked(NamedTuple):
+    request: Request
+    cluster: Cluster
+    stack: SoftwareStack
+
+
 def asked(flags: str) -> Asked:
     """What `megalite plan` makes of these flags."""
-    return plan.asked(plan.main.parse(flags.split()))
+    return Asked(*plan.asked(plan.main.parse(flags.split())))
 
 
 def layouts_of(request: Request) -> list[Layout]:
