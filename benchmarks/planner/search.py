@@ -20,9 +20,10 @@ import numpy as np
 
 from benchmarks import common
 from megalite.cli import plan
-from megalite.cli.plan import Asked
 from megalite.planner.cost.step import predict
+from megalite.planner.hardware import Cluster, SoftwareStack
 from megalite.planner.search.search import config_of, find, survey
+from megalite.planner.search.space import Request
 
 CASES = {
     "175B x 512": "--preset gpt3-175b --cluster dgx-a100 --gpus 512 --global-batch-size 1536",
@@ -38,9 +39,8 @@ def seconds_of(work: Callable[[], Any]) -> float:
     return min(common.seconds_of(work, time.process_time) for _ in range(RUNS))
 
 
-def regret(asked: Asked, refined: int) -> tuple[float, float]:
+def regret(request: Request, cluster: Cluster, stack: SoftwareStack, refined: int) -> tuple[float, float]:
     """(regret of the plan, mean error of the closed form) over the fastest layouts."""
-    request, cluster, stack = asked.request, asked.cluster, asked.stack
     best = find(request, cluster, stack).candidates[0].prediction.step_seconds
     seconds, errors = [], []
     for layout, estimate in itertools.islice(survey(request, cluster, stack).fastest(), refined):
@@ -51,12 +51,11 @@ def regret(asked: Asked, refined: int) -> tuple[float, float]:
 
 
 def measured(name: str, refined: int) -> dict[str, Any]:
-    asked = plan.asked(plan.main.parse(CASES[name].split()))
-    request, cluster, stack = asked.request, asked.cluster, asked.stack
+    request, cluster, stack = plan.asked(plan.main.parse(CASES[name].split()))
     space = len(survey(request, cluster, stack).space)
     surveyed = seconds_of(lambda: survey(request, cluster, stack))
     planned = seconds_of(lambda: find(request, cluster, stack))
-    lost, error = regret(asked, refined)
+    lost, error = regret(request, cluster, stack, refined)
     speed = {"survey_seconds": surveyed, "layouts_per_second": space / surveyed, "plan_seconds": planned}
     return {"case": name, "layouts": space, **speed, "regret": lost, "closed_form_error": error}
 

@@ -179,7 +179,7 @@ def save_and_load(invocation: Invocation, layout: ParallelLayout) -> Counts:
         for rank in range(layout.world_size):
             replica = replica_of(invocation, layout, rank, programs)
             plan = [saved for saved, _ in state_tensors(replica)]
-            part = _rank_part(plan, {name: FILE for name in {f"{one.key_group}" for one in plan}}, rank)
+            part = _rank_part(plan, {name: FILE for name in {f"{one.key_group}" for one in plan}}, rank, "")
             write_rank_part(Path(folder), rank, part)
             entries, sent = max(entries, len(plan)), max(sent, Path(folder, f"part-{rank}.json").stat().st_size)
         preamble = Manifest(step=1, files={}, tensors={}, counters={}, config={}, layout={}, megalite_version="")

@@ -309,15 +309,22 @@ class _Run:
 def _tokenized(
     job: PreprocessJob, tokenizer: Tokenizer, pieces: Iterator[Piece]
 ) -> Generator[tuple[Piece, TokenizedPiece], None, None]:
-    """Pieces with their tokens, in order: the first few are tokenized here, what follows them by workers."""
-    build = _piece_tokenizer(job)
-    tokenize = build(job, tokenizer)
-    for piece in itertools.islice(pieces, None if job.workers == 1 else _FEW_PIECES):
-        yield piece, tokenize(piece)
-    if (following := next(pieces, None)) is None:
+    """Pieces with their tokens, in order, tokenized here or, where there are more than a few, by workers."""
+    build, first, fault = _piece_tokenizer(job), list[Piece](), None
+    try:
+        first.extend(itertools.islice(pieces, _FEW_PIECES))
+    except Exception as error:  # raised when the pieces before it are done
+        fault = error
+    everything = itertools.chain(first, pieces)
+    if job.workers > 1 and len(first) == _FEW_PIECES:
+        with WorkerPool[PreprocessJob, Piece, TokenizedPiece](job.workers, build, job) as pool:
+            yield from pool.map(everything, lambda piece: piece.num_bytes)
         return
-    with WorkerPool[PreprocessJob, Piece, TokenizedPiece](job.workers, build, job) as pool:
-        yield from pool.map(itertools.chain([following], pieces), lambda piece: piece.num_bytes)
+    tokenize = build(job, tokenizer)
+    for piece in everything:
+        yield piece, tokenize(piece)
+    if fault is not None:
+        raise fault
 
 
 def _progress_at(state: resume.State | None, inputs: Sequence[Input]) -> Progress:

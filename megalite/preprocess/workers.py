@@ -120,4 +120,4 @@ def _work(piece: Any) -> Any:
             _worker["function"] = _worker["build"]()
         return _worker["function"](piece)
     except MemoryError:
-        raise ConfigError("a worker is out of memory; try fewer, or a smaller --max-document-mb") from None
+        raise ConfigError("a worker is out of memory; try fewer, or for text a smaller --max-document-mb") from None

@@ -63,12 +63,6 @@ class Command:
         children = [int(word) for word in path.read_text().split()]
         return [child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
-    def both_workers(self) -> list[int]:
-        """Two, once they work: the first pieces are tokenized without them."""
-        wait_for(lambda: len(self.workers()) == 2, "two workers")
-        assert self.wait_until_kept(100)
-        return self.workers()
-
     def end(self) -> tuple[int, str]:
         """(exit status, what it said on stderr)."""
         return self.process.wait(PATIENCE_SECONDS), self.errors.read_text()
@@ -115,7 +109,9 @@ def test_killed_at_random_it_goes_on_and_leaves_no_process(folder: Path, expecte
 
 def test_a_signal_ends_it_with_one_line(folder: Path, expected: list[bytes]) -> None:
     command = Command(folder, "--workers", "2")
-    workers = command.both_workers()
+    assert command.wait_until_kept(100)
+    workers = command.workers()
+    assert len(workers) == 2
     os.killpg(command.process.pid, signal.SIGINT)  # as a terminal does, and a batch system
     code, said = command.end()
     assert code == 130
@@ -131,7 +127,8 @@ def test_a_signal_ends_it_with_one_line(folder: Path, expected: list[bytes]) -> 
 
 def test_a_worker_that_is_killed_is_one_error(folder: Path, expected: list[bytes]) -> None:
     command = Command(folder, "--workers", "2")
-    first, second = command.both_workers()
+    assert command.wait_until_kept(100)
+    first, second = command.workers()
     for number in (signal.SIGINT, signal.SIGTERM):  # these are for the parent to act on
         os.kill(first, number)
     assert command.wait_until_kept(500)
