@@ -67,7 +67,7 @@ PLANTS = {
         "zero", "data_parallel.buckets:Arrivals._wait_for", "self._coming.pop(bucket, DONE).wait()"
     ),
     "parameters before ZeRO-3's gather": Plant(
-        "zero3", "data_parallel.fully_sharded:FullySharded._finish_gathers", "work.wait()"
+        "zero3", "data_parallel.fully_sharded:FullySharded._finish_gathers", ".wait()", ""
     ),
     "rounded gradients before they are exchanged": Plant(
         "bf16 wire", "data_parallel.wire:Channel._gathers", "work.wait()"
