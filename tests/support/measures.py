@@ -10,13 +10,13 @@ ROOT = Path(__file__).parents[2]
 SMALL = 60
 """Lines; a shorter file with one importer belongs to its importer."""
 CEILINGS = {
-    "megalite: lines": 75_490,
-    "megalite: files": 367,
+    "megalite: lines": 75_730,
+    "megalite: files": 368,
     "megalite: longest file": 500,
     "megalite: small files with one importer": 12,
-    "tests: lines": 70_050,
-    "benchmarks: lines": 8_800,
-    "docs: words": 41_370,
+    "tests: lines": 70_420,
+    "benchmarks: lines": 8_910,
+    "docs: words": 41_920,
 }
 
 
