@@ -38,7 +38,7 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         "dp_instances": "works with `fully-sharded` too",
         "overlap_grad_reduce": "theirs is off unless given",
         "overlap_param_gather": "theirs is off unless given",
-        "fp8_param_gather": "a rank keeps its own part of the weights in bf16",
+        "fp8_param_gather": "each rank keeps its own part of the weights in bf16",
         "distributed_backend": "auto is nccl on CUDA and gloo on a CPU; theirs is nccl",
         # optimizer
         "optimizer": "adam, sgd, muon and soap are both's; `dist_muon` is muon with `--dp-strategy distributed-optimizer`; soap is the "

@@ -143,7 +143,7 @@ PLAN = Command(
             default="time",
         ),
         Flag("--fix NAME=VALUE,..", "allow only these values, e.g. schedule=zb-v; may be repeated", repeat=True),
-        Flag("--max-memory SIZE", "of a rank, e.g. 70GB; default 90 % of the device's", byte_size),
+        Flag("--max-memory SIZE", "per rank, e.g. 70GB; default 90 % of the device's", byte_size),
         Flag("--tokens N", "length of the training of which the time is shown, e.g. 1.5T (300B)", default="300B"),
         Flag("--gpu-hour-price N", "money per GPU hour; default the cluster file's, if it has one", above_zero),
         Flag("--mtbf-hours N", "GPU hours from one failure to the next, for goodput; with --save-seconds", above_zero),

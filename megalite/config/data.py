@@ -220,7 +220,7 @@ class DataConfig:
     packing: str = option("stream", choices=("stream", "best-fit"))
     """Samples are cut from one stream of documents, or hold whole documents that fit, which see only themselves."""
     num_workers: int = option(1, at_least=0, at_most=64)
-    """Threads of a rank that read the microbatches of the next batch during a step; 0: it is read between two steps."""
+    """Threads per rank that read the microbatches of the next batch during a step; 0: it is read between two steps."""
     eod_mask_loss: bool = option(False)
     """Leave the prediction after an end-of-document token out of the loss."""
     reset_attention_mask: bool = option(False)

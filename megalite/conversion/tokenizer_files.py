@@ -84,7 +84,7 @@ def _places(data: DataConfig, home: Path) -> dict[str, Path | None]:
     found: dict[str, Path | None] = {}
     for name in recorded:
         if (text := getattr(data, name)) is not None:
-            own, starts = home.resolve(), (Path(), *home.resolve().parents)
+            own, starts = home.resolve(), (*home.resolve().parents, Path())
             places = (*(start / text for start in starts), own / _OWN / Path(text).name)
             found[name] = next((path for path in places if path.exists()), None)
     return found

@@ -145,7 +145,7 @@ class DistributedOptimizer(DataParallelStrategy):
     2·(n-1)/n of 1/d of the gradient bytes per step and rank, and gathers stay inside. Source: Megatron-LM's
     num_distributed_optimizer_instances; hybrid sharding of arXiv 2304.11277.
 
-    What is gathered in fp8 is rounded in the bucket until someone asks for it; a rank keeps its part as it is.
+    What is gathered in fp8 is rounded in the bucket until it is asked for; each rank keeps its part as it is.
     """
 
     shards_over_dp = True

@@ -37,7 +37,7 @@ class RankReport:
     latency: dict[str, float] = field(default_factory=dict)  # operation -> seconds of a small one
     rate: dict[str, float] = field(
         default_factory=dict
-    )  # operation -> bytes that a rank sends, a second, in a large one
+    )  # operation -> bytes per second that each rank sends in a large one
     products: float = 0.0  # FLOP/s while all ranks multiply
     # (this host, the next, bytes per second), on each host's first rank.
     pairs: Sequence[tuple[str, str, float]] = ()

@@ -196,14 +196,10 @@ class MatrixOptimizer(Optimizer):
     keeps: bool  # `_after` needs the states
 
     def __init__(
-        self,
-        matrices: Sequence[FlatParameter],
-        others: Sequence[FlatParameter],
-        config: OptimizerConfig,
-        states: Sequence[str],
-        *,
-        group: Group,
+        self, parameters: Sequence[FlatParameter], config: OptimizerConfig, states: Sequence[str], *, group: Group
     ) -> None:
+        matrices = [flat for flat in parameters if flat.orthogonal]
+        others = [flat for flat in parameters if not flat.orthogonal]
         super().__init__(matrices, config, states)
         self.parameters = [*matrices, *others]
         self._matrices, self._group = matrices, group

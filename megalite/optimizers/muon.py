@@ -59,24 +59,21 @@ class Muon(MatrixOptimizer):
 
     def __init__(
         self,
-        matrices: Sequence[FlatParameter],
-        others: Sequence[FlatParameter],
+        parameters: Sequence[FlatParameter],
         config: OptimizerConfig,
         *,
         group: Group,
         fused: tuple[int, int, int] | None = None,
     ) -> None:
-        super().__init__(matrices, others, config, ["momentum_buffer"], group=group)
+        super().__init__(parameters, config, ["momentum_buffer"], group=group)
         self._fused = fused
 
     @classmethod
     def from_config(cls, parameters: Sequence[FlatParameter], config: RunConfig, context: Context) -> Optimizer:
-        matrices = [flat for flat in parameters if flat.orthogonal]
-        others = [flat for flat in parameters if not flat.orthogonal]
         model, fused = config.model, None
         if config.optimizer.muon_split_qkv:
             fused = model.num_attention_heads // model.query_groups * model.head_size, model.head_size, model.head_size
-        return cls(matrices, others, config.optimizer, group=group_of(context), fused=fused)
+        return cls(parameters, config.optimizer, group=group_of(context), fused=fused)
 
     def _before(self, piece: Piece) -> Sequence[torch.Tensor]:
         (buffer,), momentum = piece.states, self.config.muon_momentum

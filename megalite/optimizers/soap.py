@@ -35,15 +35,8 @@ class SOAP(MatrixOptimizer):
 
     sends, returns, keeps = 3, 2, True
 
-    def __init__(
-        self,
-        matrices: Sequence[FlatParameter],
-        others: Sequence[FlatParameter],
-        config: OptimizerConfig,
-        *,
-        group: Group,
-    ) -> None:
-        super().__init__(matrices, others, config, MOMENTS, group=group)
+    def __init__(self, parameters: Sequence[FlatParameter], config: OptimizerConfig, *, group: Group) -> None:
+        super().__init__(parameters, config, MOMENTS, group=group)
         self._owned = [matrix for wave in self._waves for matrix in wave.owned]
         self._sides: dict[MatrixKey, Sides] = {
             matrix.key: {
@@ -55,9 +48,7 @@ class SOAP(MatrixOptimizer):
 
     @classmethod
     def from_config(cls, parameters: Sequence[FlatParameter], config: RunConfig, context: Context) -> Optimizer:
-        matrices = [flat for flat in parameters if flat.orthogonal]
-        others = [flat for flat in parameters if not flat.orthogonal]
-        return cls(matrices, others, config.optimizer, group=group_of(context))
+        return cls(parameters, config.optimizer, group=group_of(context))
 
     def _square(self, size: int) -> torch.Tensor:
         like = self._empty(0)
@@ -94,9 +85,8 @@ class SOAP(MatrixOptimizer):
             gram.lerp_(rows @ rows.mT, 1.0 - config.adam_beta2)
             if count % config.soap_frequency == 0:
                 shift = SHIFT * gram.diagonal().mean()
-                turned, triangle = torch.linalg.qr(torch.addmm(basis * shift, gram, basis))
-                # Of the two signs of a column the one that it had.
-                basis.copy_(turned * torch.where(triangle.diagonal() < 0.0, -1.0, 1.0))
+                # The sign of a column changes nothing.
+                basis.copy_(torch.linalg.qr(torch.addmm(basis * shift, gram, basis)).Q)
             for own, new in zip(kept[side], (gram, basis), strict=True):
                 if own is not new:  # it is in host memory
                     own.copy_(new)

@@ -51,7 +51,7 @@ def sources_of(run: str, target: str) -> list[str]:
 
 
 def saved_again(target: str) -> str:
-    """The layout whose checkpoint is saved again in this one: what is in memory is that of any other."""
+    """The layout of the one checkpoint that is saved again in `target`: all are the same in memory there."""
     return NAMES[(NAMES.index(target) + 1) % len(NAMES)]
 
 

@@ -135,6 +135,9 @@ def test_the_beginning_that_a_tokenizer_json_says(models: Path, tmp_path: Path, 
         assert generate(*words, *more) == 0
         said.append(capsys.readouterr().out)
     assert said[0] != said[1] == said[2]
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")  # which would write a beginning itself
+    assert generate(*words, "--load", folder, "--chat") == 0
+    assert capsys.readouterr().out == said[1]
 
 
 def test_the_flags_have_the_defaults_of_the_library() -> None:

@@ -291,7 +291,7 @@ def test_pipes_and_devices_are_refused(line: str, device: str, tmp_path: Path, c
 
 
 def test_deeply_nested_records_are_damaged_ones(tmp_path: Path, capsys: Captured) -> None:
-    """`runs` does not end by a line that someone else wrote."""
+    """`runs` does not end by a line that another program wrote."""
     run = tmp_path / "runs" / "one"
     run.mkdir(parents=True)
     nested = '{"step": 1, "kind": "train", "x": ' + "[" * 200_000 + "]" * 200_000 + "}\n"

@@ -2,12 +2,16 @@
 
 Whose it is comes from its help ("local-sgd, diloco: ..."), not from the table that the rules go by."""
 
+import ast
+from pathlib import Path
+
 import pytest
 
 from megalite.config.describe import replace, settings, values_of
 from megalite.config.errors import ConfigError
 from megalite.config.optimizer import ONEBIT_OPTIMIZERS, OPTIMIZERS
 from megalite.config.parallel import COMPRESSIONS
+from megalite.config.rules import rule
 from megalite.config.run import RunConfig
 from megalite.config.strategies import STRATEGIES
 from megalite.config.validate import validate
@@ -70,3 +74,17 @@ def test_most_settings_say_whose_they_are() -> None:
     assert {"sgd_momentum", "lamb_min_coeff", "freeze_step", "exp_avg_dtype"} <= of["optimizer"]
     assert of["grad_compression"] == {"topk_density", "powersgd_rank"}
     assert [len(names) for names in of.values()] == [19, 21, 2]
+
+
+def test_texts_of_rules_name_settings() -> None:
+    """A name in braces that is none would stand in an error as it is written."""
+    texts = [
+        node.value
+        for path in Path(rule.__file__).parent.glob("[!_]*.py")
+        if path.name != "rule.py"  # examples in its words
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    found = {name for text in texts for _, names in rule._NAMED.findall(text) for name in names.split("|")}
+    assert len(found) > 100
+    assert {name for name in found if not hasattr(rule.Settings, name) and name not in settings()} == set()

@@ -98,28 +98,17 @@ def test_a_relative_tokenizer_is_found_from_any_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: bool
 ) -> None:
     """Also where the folder that the run was started in has moved with all in it."""
-    home, moved = tmp_path / "home", tmp_path / "moved"
-    home.mkdir()
-    byte_tokenizer(home / "tok")
+    home, moved, elsewhere = (tmp_path / name for name in ("home", "moved", "elsewhere"))
+    for folder in (home, elsewhere):
+        folder.mkdir()
+        byte_tokenizer(folder / "tok")
     monkeypatch.chdir(home)
-    save, sizes = (
-        Path("runs/1" if inside else tmp_path / "1"),
-        {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1},
-    )
-    files = {"vocab_file": "tok/vocab.json", "merge_file": "tok/merges.txt"}
-    fit(
-        **sizes,
-        **files,
-        seq_length=8,
-        vocab_size=512,
-        mock_data=True,
-        train_iters=1,
-        device="cpu",
-        save=str(save),
-        save_interval=1,
-    )
+    save = Path("runs/1" if inside else tmp_path / "1")
+    files = {"vocab_file": "tok/vocab.json", "merge_file": "tok/merges.txt", "save": str(save)}
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 8, "vocab_size": 512}
+    fit(**files, **sizes, mock_data=True, train_iters=1, device="cpu", save_interval=1)
     at = save.absolute()
-    monkeypatch.chdir("/")
+    monkeypatch.chdir(elsewhere)
     for place, folder in ((home, at), (moved, moved / "runs/1"))[: 1 + inside]:
         if place == moved:
             home.rename(moved)

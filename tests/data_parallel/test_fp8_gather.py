@@ -46,7 +46,7 @@ def runner_of(context: RankContext, world: int, settings: Settings, load: str | 
 
 
 def kept_of(runner: Runner) -> dict[str, str]:
-    """All that is kept, and the weights as they are read outside a forward: a rank keeps all or a part of them."""
+    """All that is kept, and the weights as they are read outside a forward: each rank keeps all or a part of them."""
     found = {name: value for name, value in hashes(runner.replica).items() if not name.endswith(" weights")}
     buckets = runner.replica.strategy.all_buckets()  # whole, and exact: someone has asked
     return found | {f"{number} weights": hashed(bucket.data.clone()) for number, bucket in enumerate(buckets)}

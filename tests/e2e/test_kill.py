@@ -1,4 +1,4 @@
-"""kill -9 of a rank under torchrun: the job ends at once, and the same command continues to the very same losses. Before
+"""kill -9 of one rank under torchrun: the job ends at once, and the same command continues to the very same losses. Before
 that, what listens.
 
 `tests/faults` kills ranks at all sorts of moments, without torchrun.
@@ -36,7 +36,7 @@ def checkpoints(run_dir: Path) -> set[str]:
 
 def only_the_rendezvous_listens(found: list[Listener]) -> None:
     """torchrun's two stores, on all addresses; and gloo's groups in the ranks, on the address of the host's name alone
-    (`tests/training/test_instruments.py` tells that these are all that a rank has)."""
+    (`tests/training/test_instruments.py` shows that no rank has others)."""
     stores = [one for one in found if "torch.distributed.run" in one.command]
     others = [one for one in found if one not in stores]
     assert 1 <= len(stores) <= 2 and len({one.process for one in stores}) == 1

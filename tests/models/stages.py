@@ -1,5 +1,6 @@
 """One stage of a small GPT, for the tests of models and generation."""
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -23,15 +24,12 @@ GPT = ModelConfig(
     max_position_embeddings=12,
     init_method_std=0.2,
 )
-LLAMA = ModelConfig(
-    num_layers=3,
-    hidden_size=16,
-    num_attention_heads=4,
+LLAMA = dataclasses.replace(
+    GPT,
     num_query_groups=2,
     kv_channels=6,
     ffn_hidden_size=20,
-    vocab_size=37,
-    make_vocab_size_divisible_by=8,
+    max_position_embeddings=None,
     position_embedding_type="rope",
     rotary_base=50.0,
     normalization="RMSNorm",
@@ -39,7 +37,6 @@ LLAMA = ModelConfig(
     add_bias_linear=False,
     tie_embeddings=False,
     norm_epsilon=1e-3,
-    init_method_std=0.2,
 )
 
 

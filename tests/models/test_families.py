@@ -83,13 +83,8 @@ FAMILIES = {
         "llama3.1-8b",
         {**GROUPED, "kv_channels": 16, "rotary_base": 50.0, "rope_original_max_positions": 30},
         "Llama",
-        {
-            "num_key_value_heads": 2,
-            "rms_norm_eps": 1e-5,
-            "head_dim": 16,
-            "max_position_embeddings": 40,
-            **rope(50.0, "llama3", original_max_position_embeddings=30, **LLAMA31),
-        },
+        {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "head_dim": 16, "max_position_embeddings": 40}
+        | rope(50.0, "llama3", original_max_position_embeddings=30, **LLAMA31),
     ),
     "llama-dynamic": Family(
         "llama3-8b",
@@ -101,23 +96,11 @@ FAMILIES = {
     ),
     "qwen3-yarn": Family(
         "qwen3-8b",
-        {
-            **GROUPED,
-            "kv_channels": 16,
-            "rotary_base": 50.0,
-            "rope_scaling": "yarn",
-            "rope_scaling_factor": 4.0,
-            "rope_original_max_positions": 60,
-            "rope_beta_fast": 3.0,
-        },
+        {**GROUPED, "kv_channels": 16, "rotary_base": 50.0, "rope_scaling": "yarn", "rope_scaling_factor": 4.0}
+        | {"rope_original_max_positions": 60, "rope_beta_fast": 3.0},
         "Qwen3",
-        {
-            "num_key_value_heads": 2,
-            "rms_norm_eps": 1e-6,
-            "head_dim": 16,
-            "max_position_embeddings": 240,
-            **rope(50.0, "yarn", original_max_position_embeddings=60, factor=4.0, beta_fast=3.0),
-        },
+        {"num_key_value_heads": 2, "rms_norm_eps": 1e-6, "head_dim": 16, "max_position_embeddings": 240}
+        | rope(50.0, "yarn", original_max_position_embeddings=60, factor=4.0, beta_fast=3.0),
     ),
     "mistral": Family(
         "mistral-7b",
@@ -136,14 +119,8 @@ FAMILIES = {
         "mixtral-8x7b",
         {**GROUPED, "num_experts": 5},
         "Mixtral",
-        {
-            "num_key_value_heads": 2,
-            "num_local_experts": 5,
-            "num_experts_per_tok": 2,
-            "rms_norm_eps": 1e-5,
-            "experts_implementation": "eager",
-            **rope(1e6),
-        },
+        {"num_key_value_heads": 2, "num_local_experts": 5, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5}
+        | {"experts_implementation": "eager", **rope(1e6)},
     ),
     "gpt-oss": Family(
         "gpt-oss-20b",

@@ -13,7 +13,7 @@ def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.T
     return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
 
 
-def flat_of(tensors: Mapping[str, torch.Tensor], *, decay: bool) -> FlatParameter:
+def flat_of(tensors: Mapping[str, torch.Tensor], *, decay: bool, orthogonal: bool = False) -> FlatParameter:
     """One after the other, and padding."""
     segments, start = [], 0
     for name, tensor in tensors.items():
@@ -24,7 +24,7 @@ def flat_of(tensors: Mapping[str, torch.Tensor], *, decay: bool) -> FlatParamete
     padding = torch.zeros(PADDING, dtype=next(iter(tensors.values())).dtype)
     param = torch.nn.Parameter(torch.cat([*(tensor.flatten() for tensor in tensors.values()), padding]))
     param.grad = torch.zeros_like(param)
-    return FlatParameter(param, decay, tuple(segments))
+    return FlatParameter(param, decay, tuple(segments), orthogonal=orthogonal)
 
 
 def flats_of(tensors: Mapping[str, torch.Tensor], decayed: Collection[str]) -> list[FlatParameter]:

@@ -23,9 +23,9 @@ def tensors(seed: int, dtype: torch.dtype = torch.float64) -> dict[str, torch.Te
 
 
 def muon_of(initial: dict[str, torch.Tensor], config: OptimizerConfig = CONFIG) -> Muon:
-    matrices = flat_of({name: initial[name] for name in MATRICES}, decay=True)
+    matrices = flat_of({name: initial[name] for name in MATRICES}, decay=True, orthogonal=True)
     others = flat_of({name: initial[name] for name in OTHERS}, decay=False)
-    return Muon([matrices], [others], config, group=Group.solo("tp-dp-cp"))
+    return Muon([matrices, others], config, group=Group.solo("tp-dp-cp"))
 
 
 def advance(muon: Muon, steps: range, dtype: torch.dtype = torch.float64) -> None:
@@ -119,8 +119,8 @@ def test_queries_keys_and_values_are_matrices_of_their_own(mode: str, nesterov: 
     name, first, others = "layers.0.attention.qkv.weight", drawn(0, 24, 8), {"norm": drawn(1, 5)}
     settings: dict[str, Any] = {"muon_scale_mode": mode, "muon_nesterov": nesterov, "muon_momentum": 0.9}
     config = OptimizerConfig(optimizer="muon", muon_scale=0.5, **settings)
-    matrices = [flat_of({name: first}, decay=True)]
-    muon = Muon(matrices, [flat_of(others, decay=False)], config, group=Group.solo("all"), fused=(6, 3, 3))
+    matrices = flat_of({name: first}, decay=True, orthogonal=True)
+    muon = Muon([matrices, flat_of(others, decay=False)], config, group=Group.solo("all"), fused=(6, 3, 3))
     grad = drawn(2, 24, 8)
     set_gradients(muon.parameters, {name: grad, "norm": others["norm"]})
     muon.step(update(1))

@@ -23,9 +23,9 @@ def tensors(seed: int) -> dict[str, torch.Tensor]:
 
 def soap_of(name: str, frequency: int) -> SOAP:
     config = OptimizerConfig(optimizer=name, adam_beta1=B1, adam_beta2=B2, soap_frequency=frequency)
-    matrices = flat_of({name: tensors(0)[name] for name in MATRICES}, decay=True)
+    matrices = flat_of({name: tensors(0)[name] for name in MATRICES}, decay=True, orthogonal=True)
     others = flat_of({name: tensors(0)[name] for name in OTHERS}, decay=False)
-    return SOAP([matrices], [others], config, group=Group.solo("tp-dp-cp"))
+    return SOAP([matrices, others], config, group=Group.solo("tp-dp-cp"))
 
 
 def eigenvectors(gram: np.ndarray, basis: np.ndarray) -> np.ndarray:
@@ -63,9 +63,21 @@ def transcribed(weight: np.ndarray, gradients: list[np.ndarray], frequency: int,
     return weight
 
 
+class HostMemory(torch.Tensor):
+    """As that is to a GPU: what is computed with is a copy."""
+
+    def to(self, *_: object) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor).clone()
+
+
+@pytest.mark.parametrize("kept_in", [torch.Tensor, HostMemory])
 @pytest.mark.parametrize("name", ["soap", "one-sided-soap"])
 @pytest.mark.parametrize("frequency", [1, 3])
-def test_updates_are_those_of_the_formulas_matrix_by_matrix(frequency: int, name: str) -> None:
+def test_updates_are_those_of_the_formulas_matrix_by_matrix(
+    frequency: int, name: str, kept_in: type[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    square = SOAP._square
+    monkeypatch.setattr(SOAP, "_square", lambda self, size: square(self, size).as_subclass(kept_in))
     soap = soap_of(name, frequency)
     for step in range(1, STEPS + 1):
         set_gradients(soap.parameters, tensors(100 * step))
@@ -100,8 +112,8 @@ def test_the_basis_becomes_that_of_the_gradients_and_stays_orthogonal(name: str)
     factor = torch.diag(torch.tensor([8.0, 5.0, 3.0, 2.0, 1.0, 0.5], dtype=torch.float64))
     mixing = torch.linalg.qr(drawn(2, 6, 6, dtype=torch.float64))[0]
     config = OptimizerConfig(optimizer=name, adam_beta2=0.99, soap_frequency=1)
-    matrices = flat_of({"w": first}, decay=True)
-    soap = SOAP([matrices], [flat_of({"norm": drawn(3, 5)}, decay=False)], config, group=Group.solo("all"))
+    matrices = flat_of({"w": first}, decay=True, orthogonal=True)
+    soap = SOAP([matrices, flat_of({"norm": drawn(3, 5)}, decay=False)], config, group=Group.solo("all"))
     for step in range(1, 300):
         noise = drawn(100 + step, 6, 40, dtype=torch.float64)
         set_gradients(soap.parameters, {"w": mixing @ factor @ noise, "norm": drawn(3, 5)})

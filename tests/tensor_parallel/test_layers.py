@@ -78,6 +78,8 @@ def check_column(tp: Group, shape: tuple[int, ...], bias: bool, sp: bool, main_g
 
     ours_x = (part(x.detach(), tp, 0) if sp else x.detach()).clone().requires_grad_()
     ours = layer(ours_x)
+    with torch.no_grad():
+        assert torch.equal(layer(ours_x), ours)
 
     def columns(full: Tensor) -> Tensor:
         """This rank's columns of [s, b, o]."""
@@ -102,6 +104,8 @@ def check_row(tp: Group, bias: bool, sp: bool, main_grad: bool) -> None:
 
     ours_x = part(x.detach(), tp, 2).clone().requires_grad_()
     ours = layer(ours_x)
+    with torch.no_grad():
+        assert torch.equal(layer(ours_x), ours)
     close(ours, part(y, tp, 0) if sp else y, "output")
     ours.backward(part(grad_y, tp, 0) if sp else grad_y)
     close(ours_x.grad, part(x.grad, tp, 2), "input gradient")

@@ -196,7 +196,7 @@ def test_refused(tmp_path: Path, changes: dict[str, Any], sizes: dict[str, Any],
 def test_a_full_disk_names_the_file_and_the_next_run_completes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever write of the thread fails, also after all have been handed to it."""
+    """Any write of the thread may fail, also after all have been handed to it."""
     weights, real, left = MadeUp(tmp_path / "source", LLAMA), os.write, [0]
     expected = contents(write_megatron(weights, tmp_path / "expected", tp=2, pp=2))
 
