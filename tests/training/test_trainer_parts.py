@@ -133,7 +133,7 @@ def test_what_has_not_locked_the_run_folder_writes_and_removes_nothing_there(tmp
     with pytest.raises(ConfigError, match="nccl"):
         Trainer(mock(**folder, distributed_backend="nccl"), log=lambda line: None).fit()
     with pytest.raises(ConfigError, match="another run is writing into"):
-        Trainer(mock(**folder), log=lambda line: None).fit()
+        Trainer(mock(**folder, tokenizer_model="nowhere.json"), log=lambda line: None).fit()  # before any file is read
     RunFolder(str(tmp_path)).leave(Ending.finished(1))
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
     assert (tmp_path / "metrics.jsonl").read_text() == record
