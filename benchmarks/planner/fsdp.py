@@ -139,7 +139,7 @@ def asynchronous(kind: str) -> list[Row]:
 def hidden_share(cluster: Cluster, stack: SoftwareStack) -> float:
     """Of the collectives of tensor parallelism, what asynchronous ones hide: of the time that bf16's take by the prediction."""
     waited, beside = asynchronous("bf16")
-    collectives = predict(waited.measured.config, cluster, stack, with_memory=False).parts["tensor"]
+    collectives = predict(waited.measured.config, cluster, stack).parts["tensor"]
     return (waited.measured.seconds - beside.measured.seconds) / collectives
 
 

@@ -45,7 +45,7 @@ def regret(request: Request, cluster: Cluster, stack: SoftwareStack, refined: in
     seconds, errors = [], []
     for layout, estimate in itertools.islice(survey(request, cluster, stack).fastest(), refined):
         config = config_of(request, layout.settings())
-        seconds.append(predict(config, cluster, stack, with_memory=False).step_seconds)
+        seconds.append(predict(config, cluster, stack).step_seconds)
         errors.append(abs(estimate / seconds[-1] - 1.0))
     return max(best / min(seconds) - 1.0, 0.0), float(np.mean(errors))
 

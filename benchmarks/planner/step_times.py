@@ -134,7 +134,7 @@ def start() -> tuple[Cluster, SoftwareStack]:
 
 
 def errors_of(rows: Sequence[Row], found: Calibration) -> np.ndarray:
-    predicted = [predict(row.measured.config, found.cluster, found.stack, with_memory=False).step_seconds for row in rows]
+    predicted = [predict(row.measured.config, found.cluster, found.stack).step_seconds for row in rows]
     return np.array(predicted) / [row.measured.seconds for row in rows] - 1.0
 
 

@@ -215,7 +215,7 @@ def _left_out(rows: Sequence[Row], column: str, fitted: Any) -> list[float]:
 
 def _errors(rows: Sequence[Row], machine: Machine) -> list[float]:
     """Predicted over measured, less 1."""
-    predicted = [predict(row.measured.config, *machine, with_memory=False).step_seconds for row in rows]
+    predicted = [predict(row.measured.config, *machine).step_seconds for row in rows]
     return [found / row.measured.seconds - 1.0 for found, row in zip(predicted, rows)]
 
 

@@ -1,9 +1,11 @@
 """`RunConfig`: everything that decides a run, in one frozen value, and what follows from several of its sections."""
 
 import math
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from megalite.config.compute import ComputeConfig
 from megalite.config.data import DataConfig
@@ -127,3 +129,35 @@ def attention_in_tiles(config: RunConfig) -> str | None:
     if parallel.cp > parallel.cp_heads:
         return f"cp {parallel.cp} with cp_comm_type {parallel.cp_comm_type}"
     return None
+
+
+P = ParamSpec("P")
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Itself(Generic[T]):
+    """A value as a key: the object, whatever is in it, which may be lists."""
+
+    value: T
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Itself) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def once_per_object(maxsize: int = 64) -> Callable[[Callable[Concatenate[S, P], T]], Callable[Concatenate[S, P], T]]:
+    """Remembers what a function says of its last first arguments: of these objects, which nothing changes. All that is
+    predicted of a config asks for the same parts."""
+
+    def decorate(function: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+        @lru_cache(maxsize)
+        def known(key: Itself[S], *given: Hashable, **named: Hashable) -> T:
+            return function(key.value, *given, **named)  # type: ignore[arg-type]
+
+        return lambda first, *given, **named: known(Itself(first), *given, **named)
+
+    return decorate

@@ -9,8 +9,9 @@ V padded vocabulary, P rows of the position embedding, L layers, s sequence leng
 
 import fnmatch
 import math
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from megalite.config.errors import ConfigError
 from megalite.config.model import BLOCKS, BlockFacts, ModelConfig
@@ -19,6 +20,8 @@ from megalite.config.run import RunConfig
 
 Init = Literal["normal", "residual", "zeros", "ones"]
 Convention = Literal["palm", "megatron"]
+S = TypeVar("S")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,6 +324,33 @@ def layer_forward_flops(model: ModelConfig, layer_index: int, seq_length: int, c
     return 2 * weights + attention_core_flops(model, layer_index, seq_length, convention)
 
 
+def once_per_kind(items: Iterable[S], kind: Callable[[S], Hashable], of: Callable[[S], T]) -> list[T]:
+    """`of` each item; of those of one kind it is asked once."""
+    items = list(items)
+    kinds = list(map(kind, items))
+    known = {key: of(item) for key, item in dict(zip(kinds, items, strict=True)).items()}
+    return [known[key] for key in kinds]
+
+
+def layer_kind(model: ModelConfig, layer_index: int) -> Hashable:
+    """Layers of one kind differ in nothing but their number."""
+    if BLOCKS.facts(model.block).shapes is not None:
+        return layer_index
+    return model.is_moe_layer(layer_index), model.has_window(layer_index), model.has_rope(layer_index)
+
+
+def of_layers(model: ModelConfig, layers: Iterable[int], of: Callable[[int], T]) -> list[T]:
+    """`of` each of these layers; of those of one kind it is asked once."""
+    return once_per_kind(layers, lambda index: layer_kind(model, index), of)
+
+
+def layers_forward_flops(
+    model: ModelConfig, layers: Iterable[int], seq_length: int, convention: Convention = "palm"
+) -> list[int]:
+    """`layer_forward_flops` of each of these layers."""
+    return of_layers(model, layers, lambda index: layer_forward_flops(model, index, seq_length, convention))
+
+
 def head_forward_flops(model: ModelConfig) -> int:
     """FLOPs of the output projection's forward for one token: 2·V·h. The embedding is a lookup: none."""
     return 2 * model.padded_vocab_size * model.hidden_size
@@ -329,7 +359,7 @@ def head_forward_flops(model: ModelConfig) -> int:
 def end_forward_flops(model: ModelConfig, seq_length: int, convention: Convention = "palm") -> int:
     """FLOPs of all behind the last layer for one token: the head, and for each further token it predicts a projection of
     4·h², a layer and the head again."""
-    further = sum(layer_forward_flops(model, index, seq_length, convention) for index in model.further_layers)
+    further = sum(layers_forward_flops(model, model.further_layers, seq_length, convention))
     further += len(model.further_layers) * 4 * model.hidden_size**2
     return further + (1 + len(model.further_layers)) * head_forward_flops(model)
 
@@ -342,5 +372,5 @@ def flops_per_token(model: ModelConfig, seq_length: int, convention: Convention 
     shape that is 72·L·h²·(1 + s/6h + V/12hL), Narayanan et al. 2021.
     megatron (Megatron-LM since 2025): the same with causal attention, 6·L·(heads·d)·s.
     """
-    layers = sum(layer_forward_flops(model, index, seq_length, convention) for index in range(model.num_layers))
+    layers = sum(layers_forward_flops(model, range(model.num_layers), seq_length, convention))
     return 3 * (layers + end_forward_flops(model, seq_length, convention))

@@ -2,18 +2,19 @@
 
 Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer Models"), term by term, so that other
 widths, gates, grouped queries, experts and absent dropout count right: with GPT's shape and dropout the sum is the
-paper's s·b·h·(10 + 24/t + 5·a·s/(h·t)). Left out is what has no factor of width: a norm's statistics, token numbers.
-A test measures the model's own tensors against this.
-"""
+paper's s·b·h·(10 + 24/t + 5·a·s/(h·t)). Left out is what has no factor of width: a norm's statistics, token numbers. A
+test measures the model's own tensors against this."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
 from megalite.config.describe import replace
 from megalite.config.model import ModelConfig
 from megalite.config.run import RunConfig
-from megalite.partition.stages import StagePlan
+from megalite.models.shapes import of_layers, once_per_kind
+from megalite.partition.stages import StagePlan, kind_of_stage
 from megalite.pipeline.ir.memory import Sizes
 
 ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -198,8 +199,7 @@ def layer_activation_bytes(
 ) -> int:
     """Bytes that one layer keeps for the backward of one microbatch, on one rank; with full recompute a unit of one.
 
-    `granularity`: to assume instead of the config's. `saved_by`: what these modules alone save; None: everything.
-    """
+    `granularity`: to assume instead of the config's. `saved_by`: what these modules alone save; None: everything."""
     granularity = granularity or config.training.recompute_granularity
     if granularity == "full":
         return _unit_input_bytes(config)
@@ -225,22 +225,28 @@ def recompute_units(config: RunConfig, plan: StagePlan) -> list[range]:
     return [range(i, min(i + step, last)) for i in range(first, last, step)]
 
 
+def _layer_bytes(
+    config: RunConfig, layers: range, granularity: str | None, saved_by: frozenset[str] | None = None
+) -> list[int]:
+    what = partial(layer_activation_bytes, config, granularity=granularity, saved_by=saved_by)
+    return of_layers(config.model, layers, what)
+
+
 def _layers(config: RunConfig, plan: StagePlan) -> list[tuple[int, int]]:
     """Of each layer of a stage what it keeps for the backward of one microbatch, and what of it is in host memory."""
     training = config.training
     modules = training.offloaded_modules
     again = {index: index == unit.start for unit in recompute_units(config, plan) for index in unit}
     granularity = "none" if training.recompute_granularity == "full" else None
-    found = []
-    for index in range(plan.first_layer, plan.last_layer):
+    layers, found = range(plan.first_layer, plan.last_layer), []
+    saved = _layer_bytes(config, layers, granularity, modules) if training.offloaded_layers else [0] * len(layers)
+    for index, kept, gone in zip(layers, _layer_bytes(config, layers, granularity), saved, strict=True):
         offloaded = index - plan.first_layer < training.offloaded_layers
         if index in again:
             kept = _unit_input_bytes(config) if again[index] else 0
             gone = kept if modules is None or "attn_norm" in modules else 0
             holds_input = gone > 0
         else:
-            kept = layer_activation_bytes(config, index, granularity=granularity)
-            gone = layer_activation_bytes(config, index, granularity=granularity, saved_by=modules) if offloaded else 0
             holds_input = modules is None or ("attn_norm" if config.model.pre_norms else "qkv_linear") in modules
         if index == plan.first_layer and not plan.has_embedding and holds_input:
             gone -= _unit_input_bytes(config)  # the stage's input, which waits for its gradient
@@ -263,7 +269,8 @@ def stage_activation_bytes(config: RunConfig, plan: StagePlan) -> int:
 
 def offloaded_activation_bytes(config: RunConfig, plan: StagePlan) -> int:
     """What of one microbatch's is in host memory."""
-    return sum(gone for _, gone in _layers(with_graphs(config), plan))
+    # Most configs offload nothing, and are asked often.
+    return sum(gone for _, gone in _layers(with_graphs(config), plan)) if config.training.offloaded_layers else 0
 
 
 def _head(config: RunConfig) -> float:
@@ -305,27 +312,20 @@ def recompute_workspace_bytes(config: RunConfig, plan: StagePlan) -> int:
         return recompute_workspace_bytes(with_graphs(config), plan)  # what an R brings back counts as activations
     restored = _restored_bytes(config, plan) if training.offloaded_layers else 0
     if training.recompute_granularity == "full":
-        units = (
-            sum(layer_activation_bytes(config, index, granularity="none") for index in unit)
-            for unit in recompute_units(config, plan)
-        )
+        units = (sum(_layer_bytes(config, unit, "none")) for unit in recompute_units(config, plan))
         again = [unit - _unit_input_bytes(config) for unit in units]
         # Both norms' outputs come back too, the layer's own input among what it keeps.
-        both = 2 * _unit_input_bytes(config)
-        again += [both + layer_activation_bytes(config, index, granularity="none") for index in further]
+        again += [2 * _unit_input_bytes(config) + layer for layer in _layer_bytes(config, further, "none")]
         return max(again, default=0) + restored
     if training.recompute_granularity == "none":
         return restored
-    freed = (
-        sum(
-            kept.bytes
-            for kept in chain(_attention(config, index), _feed_forward(config, index))
-            if module in kept.freed_by
-        )
-        for index in (*layers, *further)
-        for module in training.recompute_modules
-    )
-    return round(_tokens(config) * max(freed, default=0.0)) + restored
+
+    def most(index: int) -> float:
+        kept = [*_attention(config, index), *_feed_forward(config, index)]
+        freed = (sum(each.bytes for each in kept if name in each.freed_by) for name in training.recompute_modules)
+        return max(freed, default=0.0)
+
+    return round(_tokens(config) * max(of_layers(config.model, (*layers, *further), most), default=0.0)) + restored
 
 
 def with_graphs(config: RunConfig) -> RunConfig:
@@ -339,25 +339,28 @@ def with_graphs(config: RunConfig) -> RunConfig:
 
 def stage_sizes(config: RunConfig, stages: tuple[StagePlan, ...]) -> Sizes:
     """Activations, what a split backward keeps for W, what recompute-ahead keeps for R, a message between stages, and
-    what a backward computes again; of all stages of the pipeline, in order.
-    """
+    what a backward computes again; of all stages of the pipeline, in order."""
     kept = with_graphs(config)
     message = float(_unit_input_bytes(config))
+
+    def of_stages(size: Callable[[RunConfig, StagePlan], int], of: RunConfig = config) -> tuple[float, ...]:
+        return tuple(once_per_kind(stages, partial(kind_of_stage, config), lambda plan: float(size(of, plan))))
+
     return Sizes(
-        activation=tuple(float(stage_activation_bytes(kept, plan)) for plan in stages),
-        deferred=tuple(float(deferred_bytes(config, plan)) for plan in stages),
+        activation=of_stages(stage_activation_bytes, kept),
+        deferred=of_stages(deferred_bytes),
         kept_input=tuple(0.0 if plan.has_embedding else message for plan in stages),
         message=message,
-        workspace=tuple(float(recompute_workspace_bytes(config, plan)) for plan in stages),
+        workspace=of_stages(recompute_workspace_bytes),
     )
 
 
 def deferred_bytes(config: RunConfig, plan: StagePlan) -> int:
     """Bytes that wait for the W of one microbatch: input and output gradient of each matrix product with a weight.
 
-    With sequence parallelism an input is kept as this rank's part; W gathers it again.
-    """
-    elements = sum(sum(_deferred_of_layer(config, index)) for index in range(plan.first_layer, plan.last_layer))
+    With sequence parallelism an input is kept as this rank's part; W gathers it again."""
+    layers = range(plan.first_layer, plan.last_layer)
+    elements = sum(of_layers(config.model, layers, lambda index: sum(_deferred_of_layer(config, index))))
     if plan.has_head:
         p, model = config.parallel, config.model
         h, whole = model.hidden_size, p.tp if p.sequence_parallel else 1

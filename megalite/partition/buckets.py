@@ -1,13 +1,14 @@
 """The buckets of a stage as the strategies cut its parameters, and the bytes that each element takes."""
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import NamedTuple
 
 from megalite.config.optimizer import HOST_PIECE, HOST_SLOTS, OPTIMIZERS, SQUARES, deal, sides_of, state_formats
-from megalite.config.run import RunConfig
+from megalite.config.run import RunConfig, once_per_object
 from megalite.data_parallel.facts import (
     BucketKind,
     bucket_size,
@@ -20,7 +21,7 @@ from megalite.data_parallel.facts import (
 )
 from megalite.models.shapes import ParameterShape, check_lr_multipliers, is_hidden_matrix, needs_copy, treatment
 from megalite.partition.activations import ELEMENT_BYTES
-from megalite.partition.stages import StagePlan, once_per_config, shapes_of, shapes_of_rank, shares_embedding
+from megalite.partition.stages import StagePlan, shapes_of, shapes_of_rank, shares_embedding
 
 
 def local_shape(shape: ParameterShape, config: RunConfig) -> tuple[int, ...]:
@@ -56,11 +57,12 @@ def all_replicas(config: RunConfig) -> tuple[int, int]:
 
 def element_bytes(config: RunConfig, shape: ParameterShape, replicas: int) -> ElementBytes:
     """What one element of a tensor takes on a rank that holds it, if `replicas` ranks hold the same part (of one instance)."""
-    return _element_bytes(config, is_hidden_matrix(shape.name, shape.shape, decay=shape.decay), replicas)
+    return bytes_of_class(config, is_hidden_matrix(shape.name, shape.shape, decay=shape.decay), replicas)
 
 
-@once_per_config
-def _element_bytes(config: RunConfig, matrix: bool, replicas: int) -> ElementBytes:
+@once_per_object()
+def bytes_of_class(config: RunConfig, matrix: bool, replicas: int) -> ElementBytes:
+    """The same of a hidden matrix, or of any other tensor."""
     element = ELEMENT_BYTES[config.training.precision]
     main = max(4, element)
     strategy = config.parallel.strategy
@@ -121,7 +123,7 @@ class PlannedBucket:
         return tuple(shape.name for shape in self.shapes)
 
 
-@once_per_config
+@once_per_object()
 def planned_buckets(config: RunConfig, plan: StagePlan, stages: tuple[StagePlan, ...]) -> tuple[PlannedBucket, ...]:
     """As `data_parallel.buckets.make_buckets` cuts the parameters of a stage for the run's strategy."""
     check_lr_multipliers(config.model, config.optimizer)
@@ -156,26 +158,20 @@ def _unit(config: RunConfig, plan: StagePlan, name: str) -> str:
 def _cut(config: RunConfig, shapes: list[ParameterShape], *, tied_apart: bool, unit: str = "") -> list[PlannedBucket]:
     p = config.parallel
     dense, expert = all_replicas(config)
+    by_number = p.fp8_param_gather or config.optimizer.lr_multipliers
+    known: dict[tuple[object, ...], tuple[BucketKind, int]] = {}
 
-    def kind_of(shape: ParameterShape) -> BucketKind:
-        return BucketKind(
-            decay=shape.decay,
-            split_over_tp=shape.shard_dim is not None,
-            partial_over_tp=is_partial(shape, config),
-            tied=tied_apart and shape.name == "embedding.word.weight",
-            expert=shape.expert,
-            **treatment(
-                *(shape.name, shape.shape),
-                decay=shape.decay,
-                shard_dim=shape.shard_dim,
-                expert=shape.expert,
-                config=config,
-            )._asdict(),
-        )
+    def facts(shape: ParameterShape) -> tuple[BucketKind, int]:
+        # Layers differ in nothing but their number, which two settings alone look at.
+        name = shape.name if by_number or not shape.name.startswith("layers.") else shape.name.split(".", 2)[2]
+        key = (name, shape.shape, shape.shard_dim)
+        if key not in known:
+            known[key] = _bucket_kind(config, shape, tied_apart), local_size(shape, config)
+        return known[key]
 
     found = []
     for kind, members in cut_into_buckets(
-        shapes, kind=kind_of, size=lambda shape: local_size(shape, config), bucket_size=bucket_size(config, dense)
+        *(shapes,), kind=lambda it: facts(it)[0], size=lambda it: facts(it)[1], bucket_size=bucket_size(config, dense)
     ):
         everywhere = expert if kind.expert else dense
         found.append(
@@ -184,12 +180,36 @@ def _cut(config: RunConfig, shapes: list[ParameterShape], *, tied_apart: bool, u
                 replicas=everywhere // p.instances,
                 partial=kind.partial_over_tp,
                 tied=kind.tied,
-                elements=padded(sum(local_size(shape, config) for shape in members), everywhere),
+                elements=padded(sum(facts(shape)[1] for shape in members), everywhere),
                 shapes=tuple(members),
                 unit=unit,
                 fp8=kind.fp8,
             )
         )
+    return found
+
+
+def _bucket_kind(config: RunConfig, shape: ParameterShape, tied_apart: bool) -> BucketKind:
+    name, split = shape.name, shape.shard_dim
+    return BucketKind(
+        decay=shape.decay,
+        split_over_tp=split is not None,
+        partial_over_tp=is_partial(shape, config),
+        tied=tied_apart and name == "embedding.word.weight",
+        expert=shape.expert,
+        **treatment(
+            *(name, shape.shape), decay=shape.decay, shard_dim=split, expert=shape.expert, config=config
+        )._asdict(),
+    )
+
+
+@once_per_object()
+def held_elements(config: RunConfig, stages: tuple[StagePlan, ...]) -> Mapping[tuple[bool, bool], int]:
+    """Elements on a pipeline rank with these stages by whether they are an expert's, and a hidden matrix's."""
+    found: Counter[tuple[bool, bool]] = Counter()
+    for shape in shapes_of_rank(config, list(stages)):
+        matrix = is_hidden_matrix(shape.name, shape.shape, decay=shape.decay)
+        found[shape.expert, matrix] += local_size(shape, config)
     return found
 
 
@@ -214,15 +234,16 @@ def held_bytes(config: RunConfig, stages: Sequence[StagePlan], buckets: Sequence
     """Weights, gradients and optimizer states per rank with these stages, cut into these buckets."""
     dense, expert = (count // config.parallel.instances for count in all_replicas(config))
     parameters, parameter, gradient, optimizer, host = 0, 0.0, 0.0, 0.0, 0.0
-    gone = {name for bucket in offloaded(config, buckets) for name in bucket.names}
     squares = max(matrix_bytes(config, stages))
-    for shape in shapes_of_rank(config, list(stages)):
-        count, each = local_size(shape, config), element_bytes(config, shape, expert if shape.expert else dense)
+    for (of_expert, matrix), count in held_elements(config, tuple(stages)).items():
+        each = bytes_of_class(config, matrix, expert if of_expert else dense)
         parameters += count
         parameter += each.parameter * count
         gradient += each.gradient * count
         optimizer += each.optimizer * count
-        host += each.offloadable * count * (shape.name in gone)
+    for bucket in offloaded(config, buckets):
+        each = element_bytes(config, bucket.shapes[0], bucket.replicas)
+        host += each.offloadable * sum(local_size(shape, config) for shape in bucket.shapes)
     there = squares if config.optimizer.optimizer_cpu_offload else 0
     return HeldBytes(parameters, parameter, gradient, optimizer - host + squares - there, host + there)
 

@@ -1,16 +1,15 @@
 """Bytes of one rank: parameters, gradients, optimizer state, activations, and what is unsharded for a while.
 
-What fragments, kernels' workspaces and communication buffers take comes on top and is not estimated.
-"""
+What fragments, kernels' workspaces and communication buffers take comes on top and is not estimated."""
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from megalite.config.batch import microbatch_counts
 from megalite.config.run import RunConfig
-from megalite.models.shapes import ParameterShape
+from megalite.models.shapes import ParameterShape, once_per_kind
 from megalite.partition.activations import (
     ELEMENT_BYTES,
     offloaded_activation_bytes,
@@ -29,7 +28,7 @@ from megalite.partition.buckets import (
 )
 from megalite.partition.gathers import WORD, fp8_weight_bytes, whole_gradient_bytes, whole_parameter_bytes
 from megalite.partition.pipeline import layout_of, plan_stages, schedule_of
-from megalite.partition.stages import StagePlan, shapes_of, shares_embedding
+from megalite.partition.stages import StagePlan, kind_of_stage, shapes_of, shares_embedding
 from megalite.pipeline.ir.memory import Sizes, memory_peaks
 from megalite.pipeline.ir.schedule import Program, Schedule
 from megalite.topology.layout import ParallelLayout, ShardSpec
@@ -81,10 +80,9 @@ def rank_memory(
     """Memory of a rank that holds `stages`.
 
     With the distributed optimizer its state is divided by dp·cp (for experts by their own data-parallel size; with
-    several instances by the ranks of one), which gives the usual 6 + 12/dp bytes per parameter in bf16. With a parameter
-    server it is the server's. `activation_bytes`: at the peak of the schedule (`activation_peaks`), and those in host
-    memory (`host_peaks`).
-    """
+    several instances by the ranks of one), which gives the usual 6 + 12/dp bytes per parameter in bf16. With a
+    parameter server it is the server's. `activation_bytes`: at the peak of the schedule (`activation_peaks`), and those
+    in host memory (`host_peaks`)."""
     everywhere = plan_stages(config)
     buckets = [bucket for plan in stages for bucket in planned_buckets(config, plan, everywhere)]
     held = held_bytes(config, stages, buckets)
@@ -105,23 +103,25 @@ def rank_memory(
 
 def planned_memory(config: RunConfig, schedule: Schedule | None = None) -> list[RankMemory]:
     """Per pipeline rank; by the schedule of the largest batch where none is given."""
-    stages, model = plan_stages(config), config.model
+    stages = plan_stages(config)
     schedule = schedule or schedule_of(config, microbatch_counts(config)[-1])
-    layers = [(model.is_moe_layer(index), model.has_window(index)) for index in range(model.num_layers)]
-    known: dict[object, RankMemory] = {}  # most ranks of a pipeline hold the same
-    found = []
-    for rank, (peak, host) in enumerate(
-        zip(activation_peaks(config, stages, schedule), host_peaks(config, stages, schedule), strict=True)
-    ):
-        mine = [plan for plan in stages if plan.rank == rank]
-        ends = [(plan.has_embedding, plan.has_head) for plan in mine]
-        places = [rank] if config.optimizer.lr_multipliers else []  # which name layers, and have separate buckets
-        kind = (*ends, *(tuple(layers[plan.first_layer : plan.last_layer]) for plan in mine), *places)
-        if kind not in known:
-            known[kind] = rank_memory(config, mine, 0)
-        held = known[kind]
-        found.append(dataclasses.replace(held, activation_bytes=peak, host_bytes=held.host_bytes + host))
-    return found
+    of_rank = [[plan for plan in stages if plan.rank == rank] for rank in range(config.parallel.pp)]
+
+    def kind(mine: list[StagePlan]) -> Hashable:
+        places = (
+            [mine[0].rank] if config.optimizer.lr_multipliers else []
+        )  # which name layers, and have separate buckets
+        return (*(kind_of_stage(config, plan) for plan in mine), *places)
+
+    return [
+        dataclasses.replace(held, activation_bytes=peak, host_bytes=held.host_bytes + host)
+        for held, peak, host in zip(
+            once_per_kind(of_rank, kind, lambda mine: rank_memory(config, mine, 0)),
+            activation_peaks(config, stages, schedule),
+            host_peaks(config, stages, schedule),
+            strict=True,
+        )
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,8 +183,7 @@ def held_buckets(config: RunConfig, rank: int) -> list[HeldBucket]:
     """Every bucket of a global rank, by stage and in the order in which gradients come.
 
     A parameter server's main parameters and optimizer states are on the first replica alone; what it has of pushes that
-    wait is counted as in `element_bytes`.
-    """
+    wait is counted as in `element_bytes`."""
     layout, stages = layout_of(config), plan_stages(config)
     served = config.parallel.strategy.served
     found = []

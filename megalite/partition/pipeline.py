@@ -1,6 +1,6 @@
 """Which pipeline a config runs: placement, stages, schedule, program, costs."""
 
-from dataclasses import dataclass, field
+from collections.abc import Hashable
 from functools import lru_cache
 from operator import add
 from pathlib import Path
@@ -10,11 +10,18 @@ from megalite.config.byte_size import parse_byte_size
 from megalite.config.errors import ConfigError
 from megalite.config.parallel import PIPELINE_SCHEDULES
 from megalite.config.reading import read_input
-from megalite.config.run import RunConfig
-from megalite.models.shapes import attention_core_flops, flops_per_token, layer_forward_flops, layer_shapes
+from megalite.config.run import RunConfig, once_per_object
+from megalite.models.shapes import (
+    attention_core_flops,
+    flops_per_token,
+    layer_forward_flops,
+    layer_shapes,
+    layers_forward_flops,
+    of_layers,
+)
 from megalite.partition.activations import recompute_units, stage_sizes
 from megalite.partition.buckets import held_bytes, planned_buckets
-from megalite.partition.stages import StagePlan, cut_stages, once_per_config, stage_forward_flops
+from megalite.partition.stages import StagePlan, cut_stages, stage_forward_flops
 from megalite.pipeline.ir.actions import ScheduleError
 from megalite.pipeline.ir.costs_file import read_costs
 from megalite.pipeline.ir.generators.one_chunk import loop_placement, v_placement
@@ -31,13 +38,10 @@ def flop_costs(config: RunConfig, stages: tuple[StagePlan, ...], *, ahead: bool 
     """FLOPs of one token's worth of work on each stage.
 
     A backward counts as two forwards, of which the weight gradients are as much as the forward's matrix products with
-    weights; products of activations (the attention core) have both their gradients in the input half.
-    """
+    weights; products of activations (the attention core) have both their gradients in the input half."""
     forward = tuple(float(stage_forward_flops(config, plan)) for plan in stages)
-    each = [
-        attention_core_flops(config.model, i, config.training.seq_length)
-        for i in range(config.model.further_layers.stop)
-    ]
+    model, s = config.model, config.training.seq_length
+    each = of_layers(model, range(model.further_layers.stop), lambda i: attention_core_flops(model, i, s))
     cores = (sum(each[plan.first_layer : None if plan.has_head else plan.last_layer]) for plan in stages)
     return Costs(
         forward=forward,
@@ -60,11 +64,12 @@ def _recompute_flops(config: RunConfig, plan: StagePlan) -> int:
     model, training = config.model, config.training
     if training.recompute_granularity == "full":
         again = (index for unit in recompute_units(config, plan) for index in unit)
-        return sum(layer_forward_flops(model, index, training.seq_length) for index in again)
+        return sum(layers_forward_flops(model, again, training.seq_length))
     if training.recompute_granularity == "none":
         return 0
     modules = set(training.recompute_modules)
-    return sum(_module_flops(config, index, modules) for index in range(plan.first_layer, plan.last_layer))
+    layers = range(plan.first_layer, plan.last_layer)
+    return sum(of_layers(model, layers, lambda index: _module_flops(config, index, modules)))
 
 
 def _module_flops(config: RunConfig, layer_index: int, modules: set[str]) -> int:
@@ -86,13 +91,13 @@ def placement_of(config: RunConfig) -> tuple[int, ...]:
     """Per virtual stage its pipeline rank; the same for every number of microbatches of the run."""
     p = config.parallel
     if p.pipeline_schedule_file is not None:
-        return _read(_Key(config)).placement
+        return _read(config).placement
     if p.schedule_name == "auto":
-        return _auto_placement(_Key(config)) if p.vpp == 2 else loop_placement(p.pp, p.vpp)
+        return _auto_placement(config) if p.vpp == 2 else loop_placement(p.pp, p.vpp)
     return placement_for(p.schedule_name, p.pp, p.vpp)
 
 
-@once_per_config
+@once_per_object()
 def plan_stages(config: RunConfig) -> tuple[StagePlan, ...]:
     """The stages of a validated config with a known vocabulary, in order."""
     return cut_stages(config, placement_of(config))
@@ -120,11 +125,10 @@ def layout_of(config: RunConfig) -> ParallelLayout:
 def schedule_of(config: RunConfig, num_microbatches: int) -> Schedule:
     """The training schedule of a validated config for a step of that many microbatches.
 
-    A ConfigError says what would work where the schedule does not take these sizes or nothing fits the memory limit.
-    """
+    A ConfigError says what would work where the schedule does not take these sizes or nothing fits the memory limit."""
     p = config.parallel
     if p.pipeline_schedule_file is not None:
-        schedule = _read(_Key(config))
+        schedule = _read(config)
         if schedule.num_microbatches != num_microbatches:
             raise ConfigError(
                 f"pipeline_schedule_file {p.pipeline_schedule_file} is for {schedule.num_microbatches} microbatches, but "
@@ -133,7 +137,7 @@ def schedule_of(config: RunConfig, num_microbatches: int) -> Schedule:
             )
         return schedule
     if p.schedule_name == "auto":
-        return _auto(_Key(config), placement_of(config), num_microbatches)
+        return _auto(config, placement_of(config), num_microbatches)
     # A notebook may define one again under its name.
     build = _named if p.schedule_name in PIPELINE_SCHEDULES.builtin else build_schedule
     return build(
@@ -157,7 +161,7 @@ def lowered(config: RunConfig, schedule: Schedule) -> Program:
     return _lower(schedule, recv_prefetch=p.pipeline_recv_prefetch, send_window=p.pipeline_send_window)
 
 
-_lower = lru_cache(maxsize=4)(lower)
+_lower = once_per_object(maxsize=4)(lower)
 
 
 def proved(config: RunConfig, program: Program, stages: tuple[StagePlan, ...]) -> ValidationReport:
@@ -168,20 +172,9 @@ def proved(config: RunConfig, program: Program, stages: tuple[StagePlan, ...]) -
         raise ConfigError(str(error)) from None
 
 
-@dataclass(frozen=True)
-class _Key:
-    """A config that can be looked up: it is the same if it reads the same."""
-
-    config: RunConfig = field(compare=False)
-    text: str = ""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "text", repr(self.config))
-
-
 def has_recompute_actions(config: RunConfig) -> bool:
     """Forwards run again as actions of the schedule (R), not inside the backward."""
-    from_file = config.parallel.pipeline_schedule_file is not None and bool(_read(_Key(config)).recomputed)
+    from_file = config.parallel.pipeline_schedule_file is not None and bool(_read(config).recomputed)
     return from_file or config.training.recompute_ahead
 
 
@@ -199,10 +192,9 @@ def _limit(config: RunConfig) -> float | None:
     return None if text is None else parse_byte_size(text)
 
 
-@lru_cache(maxsize=8)
-def _read(key: _Key) -> Schedule:
+@once_per_object()
+def _read(config: RunConfig) -> Schedule:
     """The schedule of pipeline_schedule_file, with the sizes of the config."""
-    config = key.config
     p = config.parallel
     path = Path(p.pipeline_schedule_file or "")
     try:
@@ -231,12 +223,11 @@ def _read(key: _Key) -> Schedule:
     return schedule
 
 
-@lru_cache(maxsize=32)
-def _auto(key: _Key, placement: tuple[int, ...], num_microbatches: int) -> Schedule:
-    config, p = key.config, key.config.parallel
-    stages = cut_stages(config, placement)
+@once_per_object()
+def _auto(config: RunConfig, placement: tuple[int, ...], num_microbatches: int) -> Schedule:
+    p, stages = config.parallel, cut_stages(config, placement)
     limited = p.pipeline_schedule is not None or p.pipeline_memory_limit is not None
-    schedule: Schedule = PIPELINE_SCHEDULES.get("auto")(
+    return _built(
         placement,
         num_microbatches,
         costs_of(config, stages),
@@ -245,8 +236,13 @@ def _auto(key: _Key, placement: tuple[int, ...], num_microbatches: int) -> Sched
         recv_prefetch=p.pipeline_recv_prefetch,
         send_window=p.pipeline_send_window,
         recompute_ahead=config.training.recompute_ahead,
-        effort="quick",
     )
+
+
+@lru_cache(maxsize=32)
+def _built(*given: Hashable, **named: Hashable) -> Schedule:
+    # Configs that differ in nothing which the search sees have the same one.
+    schedule: Schedule = PIPELINE_SCHEDULES.get("auto")(*given, effort="quick", **named)
     return schedule
 
 
@@ -266,10 +262,9 @@ def _room_of_1f1b(config: RunConfig, stages: tuple[StagePlan, ...], num_microbat
     return tuple(most - each for each in always)
 
 
-@lru_cache(maxsize=8)
-def _auto_placement(key: _Key) -> tuple[int, ...]:
+@once_per_object()
+def _auto_placement(config: RunConfig) -> tuple[int, ...]:
     """Of two chunks: round and round, or a V where that gives the shorter step at the largest batch."""
-    config = key.config
     p = config.parallel
     loop = loop_placement(p.pp, p.vpp)
     count = microbatch_counts(config)[-1]
@@ -277,7 +272,7 @@ def _auto_placement(key: _Key) -> tuple[int, ...]:
     refused: list[ConfigError] = []
     for placement in (v_placement(p.pp), loop):
         try:
-            schedule = _auto(key, placement, count)
+            schedule = _auto(config, placement, count)
         except ConfigError as error:
             refused.append(error)
         else:

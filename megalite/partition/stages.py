@@ -1,43 +1,16 @@
 """How the model is cut into virtual stages, and what a microbatch costs on each by FLOPs. No torch.
 
-Training, dry run and planner cut the model by `cut_stages` alone.
-"""
+Training, dry run and planner cut the model by `cut_stages` alone."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import Any
 
-from megalite.config.run import RunConfig, stage_layers
-from megalite.models.shapes import ParameterShape, end_forward_flops, layer_forward_flops, stage_shapes
+from megalite.config.run import RunConfig, once_per_object, stage_layers
+from megalite.models.shapes import ParameterShape, end_forward_flops, layer_kind, layers_forward_flops, stage_shapes
 from megalite.pipeline.ir.partition import partition_layers
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, eq=False)
-class Itself(Generic[T]):
-    """A value as a key: the object, whatever is in it, which may be lists."""
-
-    value: T
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Itself) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
-def once_per_config(function: Callable[Concatenate[RunConfig, P], T]) -> Callable[Concatenate[RunConfig, P], T]:
-    """Remembers what the function says of the last configs: all that is predicted of one asks for the same parts."""
-
-    @lru_cache(maxsize=64)
-    def known(key: Itself[RunConfig], *given: Hashable) -> T:
-        return function(key.value, *given)  # type: ignore[call-arg, arg-type]
-
-    return lambda config, *given: known(Itself(config), *given)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +43,7 @@ def parts_of_message(scattered: Any, sequence_parallel: Any, hidden_size: Any, t
     return 1 + (tp - 1) * (scattered * (1 - sequence_parallel) * (hidden_size % tp == 0))
 
 
-@once_per_config
+@once_per_object()
 def shapes_of(config: RunConfig, plan: StagePlan) -> tuple[ParameterShape, ...]:
     """Full shapes of the parameters of a stage, in the order of the forward."""
     return tuple(stage_shapes(config.model, plan.first_layer, plan.last_layer, plan.has_embedding, plan.has_head))
@@ -80,13 +53,12 @@ def cut_stages(config: RunConfig, placement: Sequence[int]) -> tuple[StagePlan, 
     """The cut of a validated config with a known vocabulary into stages on these ranks, in stage order.
 
     pipeline_layers or pipeline_layout if they are set; else the cut with the fastest slowest pipeline rank, the head
-    counting by its FLOPs and the embedding, a lookup, as nothing.
-    """
+    counting by its FLOPs and the embedding, a lookup, as nothing."""
     placement = tuple(placement)
     layers = stage_layers(config)
     if layers:
         return _plans(tuple(layers), placement)
-    costs = _layer_flops(config, range(config.model.num_layers))
+    costs = layers_forward_flops(config.model, range(config.model.num_layers), config.training.seq_length)
     return _plans(
         _partition(tuple(costs), placement, end_forward_flops(config.model, config.training.seq_length)), placement
     )
@@ -114,16 +86,6 @@ def _plans(layers: tuple[int, ...], placement: tuple[int, ...]) -> tuple[StagePl
     )
 
 
-def _layer_flops(config: RunConfig, layers: range) -> list[int]:
-    """FLOPs of one token's forward through each of these layers, of which there are four kinds at most."""
-    kinds = [(config.model.is_moe_layer(index), config.model.has_window(index)) for index in layers]
-    of_kind = {
-        kind: layer_forward_flops(config.model, layers[kinds.index(kind)], config.training.seq_length)
-        for kind in set(kinds)
-    }
-    return [of_kind[kind] for kind in kinds]
-
-
 def shapes_of_rank(config: RunConfig, stages: list[StagePlan]) -> list[ParameterShape]:
     """Full shapes of the parameters that a pipeline rank with these stages holds, a tied embedding once."""
     return list({shape.name: shape for plan in stages for shape in shapes_of(config, plan)}.values())
@@ -136,5 +98,12 @@ def shares_embedding(stages: Sequence[StagePlan]) -> bool:
 
 def stage_forward_flops(config: RunConfig, plan: StagePlan) -> int:
     """FLOPs of one token's forward through the stage."""
-    layers = sum(_layer_flops(config, range(plan.first_layer, plan.last_layer)))
-    return layers + (end_forward_flops(config.model, config.training.seq_length) if plan.has_head else 0)
+    layers = range(plan.first_layer, plan.last_layer)
+    total = sum(layers_forward_flops(config.model, layers, config.training.seq_length))
+    return total + (end_forward_flops(config.model, config.training.seq_length) if plan.has_head else 0)
+
+
+def kind_of_stage(config: RunConfig, plan: StagePlan) -> Hashable:
+    """Stages of one kind differ in nothing but their place, and the names of their layers."""
+    layers = tuple(layer_kind(config.model, index) for index in range(plan.first_layer, plan.last_layer))
+    return plan.has_embedding, plan.has_head, layers

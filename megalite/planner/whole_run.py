@@ -1,9 +1,8 @@
 """A whole training: its time with a batch ramp-up, with failures and saves, its money and its energy.
 
-With failures at random, one each M seconds, saves of C seconds after each T of training, and R to be back at work, T seconds of
-training take M·e^(R/M)·(e^((T+C)/M) - 1) (J. T. Daly, 2006). Saves are sqrt(2·C·M) apart (J. W. Young, 1974), which is near the
-best for C far below M. What is not given is not guessed: no price, no failures.
-"""
+With failures at random, one each M seconds, saves of C seconds after each T of training, and R to be back at work, T
+seconds of training take M·e^(R/M)·(e^((T+C)/M) - 1) (J. T. Daly, 2006). Saves are sqrt(2·C·M) apart (J. W. Young,
+1974), which is near the best for C far below M. What is not given is not guessed: no price, no failures."""
 
 import math
 from collections.abc import Callable
@@ -95,6 +94,6 @@ def _by_size(config: RunConfig, largest: float, cluster: Cluster, stack: Softwar
     known = {sizes[-1]: largest}
     for size in (sizes[place] for place in places[:-1]):
         fixed = replace(config, global_batch_size=size, rampup_batch_size=None, step_batch_size_schedule=None)
-        known[size] = float(predict(fixed, cluster, stack, with_memory=False).step_seconds)
+        known[size] = float(predict(fixed, cluster, stack).step_seconds)
     at = sorted(known)
     return lambda size: float(np.interp(size, at, [known[each] for each in at]))

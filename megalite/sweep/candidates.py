@@ -251,7 +251,7 @@ def _predicted(config: RunConfig, limit: float | None, machine: Machine | None) 
         )
     if machine is None:
         return memory
-    return dataclasses.replace(memory, step_seconds=float(predict(config, *machine, with_memory=False).step_seconds))
+    return dataclasses.replace(memory, step_seconds=float(predict(config, *machine).step_seconds))
 
 
 def _vocabulary(of: DataConfig, known: dict[str, int | ConfigError]) -> int:

@@ -18,8 +18,7 @@ CLUSTER = load_cluster("dgx-a100")
 
 def _errors(stack: str, rows: list[Row]) -> list[float]:
     return [
-        predict(row.measured.config, CLUSTER, load_stack(stack), with_memory=False).step_seconds / row.measured.seconds
-        - 1.0
+        predict(row.measured.config, CLUSTER, load_stack(stack)).step_seconds / row.measured.seconds - 1.0
         for row in rows
     ]
 

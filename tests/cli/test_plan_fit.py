@@ -31,7 +31,7 @@ def steps(tmp_path: Path) -> Path:
     ]
     path = tmp_path / "steps.csv"
     write(path, [*NAMES, "sequence_parallel", "seconds"], [[*row, 1.0] for row in plain])
-    seconds = [predict(row.measured.config, cluster, stack, with_memory=False).step_seconds for row in read_rows(path)]
+    seconds = [predict(row.measured.config, cluster, stack).step_seconds for row in read_rows(path)]
     speeds = [row[7] * row[4] / row[0] / taken for row, taken in zip(plain, seconds)]
     names = [*NAMES, "sequence_parallel", "tokens_per_second_per_gpu"]
     write(path, names, [[*row, speed] for row, speed in zip(plain, speeds)])

@@ -58,7 +58,7 @@ def test_a_ramp_up_takes_the_steps_that_it_has() -> None:
     config = config_of("--rampup-batch-size 8 4 3000")
     seconds = {
         size: predict(
-            with_settings(config, global_batch_size=size, rampup_batch_size=None), CLUSTER, STACK, with_memory=False
+            with_settings(config, global_batch_size=size, rampup_batch_size=None), CLUSTER, STACK
         ).step_seconds
         for size in range(8, 65, 4)
     }

@@ -87,8 +87,7 @@ class _Given:
     p2p: float = field(default=0.0, metadata=_AMOUNT)
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict, metadata={"read": _links})
     memory: MemoryTable | None = None
-    unit: str | None = None
-    """Of the times; None if the file does not say."""
+    unit: str | None = None  # of the times; None if the file does not say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,8 +168,7 @@ def parse_costs(data: Any, *, source: str = "costs") -> CostTable:
     """The table that parsed JSON spells, or a ConfigError.
 
     Keys: `forward`; `input_grad` and `weight_grad`, or `backward` (alone half of it is the weight gradient; neither:
-    two forwards); `recompute`, `p2p`, `links`, `memory`, `unit`.
-    """
+    two forwards); `recompute`, `p2p`, `links`, `memory`, `unit`."""
     given = vars(build(_Given, data, source))
     forward, backward, inner, weight = (given[key] for key in ("forward", "backward", "input_grad", "weight_grad"))
     if backward is not None and inner is not None:

@@ -18,8 +18,7 @@ class Execution:
     starts: list[float]
     """By index, when each action starts. Waiting is not part of an action, but lies before its start. 0 for those
     never reached."""
-    reached: list[int]
-    """Per rank, the index of the action at which it waits forever, or one beyond its last."""
+    reached: list[int]  # per rank, the index of the action at which it waits forever, or one beyond its last
     finished: bool  # every rank came to its end
 
 
@@ -98,8 +97,7 @@ class Wait(NamedTuple):
 def prove_no_deadlock(wiring: Wiring) -> None:
     """Runs the program, with sends that complete only once their receive is posted; a Fault if it gets stuck.
 
-    Such a run waits for all that one with eager sends waits for and more, so its end proves both.
-    """
+    Such a run waits for all that one with eager sends waits for and more, so its end proves both."""
     if not execute(wiring, [0.0] * len(wiring.table.kind)).finished:
         raise deadlock(wiring)
 
@@ -138,8 +136,7 @@ def _shortest_circle(wiring: Wiring, *, rendezvous: bool) -> tuple[Wait, ...]:
 def _furthest(wiring: Wiring, rendezvous: bool) -> dict[tuple[int, int], IntArray]:
     """(rank, other rank) -> by position, the furthest position of the other that this one needs to get past its own.
 
-    At every position what it or any before it waits for; NOWHERE before the first wait.
-    """
+    At every position what it or any before it waits for; NOWHERE before the first wait."""
     table = wiring.table
     position = np.arange(len(table.kind)) - np.array(table.first)[table.rank]
     awaited = wiring.awaited(rendezvous=rendezvous)

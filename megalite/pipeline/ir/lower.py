@@ -26,8 +26,7 @@ Time = TypeVar("Time", int, float)
 def earliest_starts(table: Table, lengths: Sequence[Time], zero: Time) -> list[Time]:
     """By index in the table of a schedule, the earliest time that order and dependencies allow, or NEVER.
 
-    Messages take no time. Linear in the number of actions.
-    """
+    Messages take no time. Linear in the number of actions."""
     own, remote = table.producers
     starts: list[Time] = [NEVER for _ in lengths]
     # Two more cells: what is not there never ends, and no need is met from the start.
@@ -71,17 +70,16 @@ def lower(schedule: Schedule, *, recv_prefetch: int = 1, send_window: int = 1) -
     Any schedule without a deadlock among its computations gives a program without one, whatever its placement and
     however its backwards are split or recomputed, for every send window and however late a send completes. Proof: give
     each event its time in the run in which each computation takes one unit and messages none; all times are whole. The
-    producers of a channel's messages share a rank, so no two messages of a channel are sent at the same time. A
-    receive is posted no later than its message is sent: all computations before it in its list start earlier than that,
-    so they have ended by then. A send at time t waits at most for the receive of an earlier message of its channel,
-    sent at t-1 or before and posted no later than that. So each wait is for an earlier time, or, of a computation for
-    its inputs, for the same time but an earlier phase (ends, then sends, then receives, then starts): no circle closes.
-    Receives wait for nothing; the limits besides unit time only move them forward, all of a channel in order.
+    producers of a channel's messages share a rank, so no two messages of a channel are sent at the same time. A receive
+    is posted no later than its message is sent: all computations before it in its list start earlier than that, so they
+    have ended by then. A send at time t waits at most for the receive of an earlier message of its channel, sent at t-1
+    or before and posted no later than that. So each wait is for an earlier time, or, of a computation for its inputs,
+    for the same time but an earlier phase (ends, then sends, then receives, then starts): no circle closes. Receives
+    wait for nothing; the limits besides unit time only move them forward, all of a channel in order.
 
     A schedule that is incomplete or deadlocks is lowered as far as it goes, for `validate` to name its fault.
     `recv_prefetch`, the actions between the posting of a receive and its consumer, hides latency and holds buffers;
-    `send_window` is how many sends may be pending on one channel.
-    """
+    `send_window` is how many sends may be pending on one channel."""
     if recv_prefetch < 0:
         raise ConfigError(f"recv_prefetch is {recv_prefetch}; it counts actions: 0 or more (1 is the default)")
     if send_window < 1:
@@ -99,8 +97,7 @@ class _Messages(NamedTuple):
     channel: IntArray
     producer: IntArray
     consumer: IntArray
-    send: IntArray
-    """[3, messages]: code of the kind, stage, microbatch. `receive` likewise."""
+    send: IntArray  # [3, messages]: code of the kind, stage, microbatch. `receive` likewise.
     receive: IntArray
 
 

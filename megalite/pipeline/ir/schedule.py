@@ -22,8 +22,7 @@ class Schedule:
     name: str
     num_microbatches: int
     placement: tuple[int, ...]  # per virtual stage, the rank that holds it
-    actions: ActionLists
-    """Per rank, F and B, or I and W instead of B, and R where something is recomputed ahead."""
+    actions: ActionLists  # per rank, F and B, or I and W instead of B, and R where something is recomputed ahead
     forward_only: bool = False  # no backward: evaluation
 
     @property
@@ -65,9 +64,8 @@ class Schedule:
     def from_csv(cls, text: str, *, name: str = "csv") -> "Schedule":
         """The schedule that `to_csv` wrote, or that a user did: one line per rank.
 
-        Sizes and placement are inferred: a stage is on the rank of the line where it occurs. Empty cells (bubbles) and lines
-        that start with # are skipped. Legality is not checked here: lower it and `validate` the program.
-        """
+        Sizes and placement are inferred: a stage is on the rank of the line where it occurs. Empty cells (bubbles) and
+        lines that start with # are skipped. Legality is not checked here: lower it and `validate` the program."""
         lines = [
             (number, tuple(_parse_cells(line, f"schedule {name}, line {number}")))
             for number, line in enumerate(text.splitlines(), start=1)
@@ -102,9 +100,8 @@ class Program:
     """A schedule with its communication: exactly what the executor does, rank by rank.
 
     RECV posts a receive and returns; the F or B that needs it waits. SEND posts a send and returns, unless
-    `send_window` sends are pending on its channel (ordered pair of ranks): then it first waits for the oldest of
-    them. After its last action a rank waits for all its sends. REDUCE_GRAD does not block.
-    """
+    `send_window` sends are pending on its channel (ordered pair of ranks): then it first waits for the oldest of them.
+    After its last action a rank waits for all its sends. REDUCE_GRAD does not block."""
 
     schedule: Schedule
     actions: ActionLists  # per rank, the schedule's actions with SEND, RECV and REDUCE_GRAD between them
@@ -202,8 +199,7 @@ RECEIVE_OF = {Kind.SEND_F: (Kind.RECV_F, 1), Kind.SEND_B: (Kind.RECV_B, -1)}
 def dependencies(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     """The actions that must have ended before this one's effect: producers of what it reads (`NEEDS`).
 
-    On the last stage the loss stands for the B or I of the next one. REDUCE_GRAD needs every B or W of its stage.
-    """
+    On the last stage the loss stands for the B or I of the next one. REDUCE_GRAD needs every B or W of its stage."""
     kind, stage, microbatch = action
     indices = range(schedule.num_microbatches) if kind is Kind.REDUCE_GRAD else (microbatch,)
     return tuple(

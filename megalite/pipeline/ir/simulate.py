@@ -22,8 +22,7 @@ from megalite.pipeline.ir.wiring import wire
 class Link(NamedTuple):
     """A directed connection between two pipeline ranks."""
 
-    latency: float
-    """From the moment that both ends have posted a message, and the link is free, until it is there."""
+    latency: float  # from the moment that both ends have posted a message, and the link is free, until it is there
     seconds_per_message: float = 0.0
     """How long a message occupies the link (bytes / bandwidth), before the latency: messages queue behind each other."""
 
@@ -34,12 +33,11 @@ class Costs:
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]  # the full backward without recomputation: input and weight gradients
-    weight_grad: tuple[float, ...] | None = None
-    """The part of `backward` that W does; I does the rest. Default: half."""
+    weight_grad: tuple[float, ...] | None = None  # the part of `backward` that W does; I does the rest. Default: half.
     recompute: tuple[float, ...] | None = None
     """Running the forward again: what an R costs. In a schedule without any R each B or I costs this on top. Default 0."""
     p2p: float = 0.0  # latency of each message with a link that is not in `links`
-    links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
+    links: Mapping[tuple[int, int], Link] = field(default_factory=dict, hash=False)
     """(source rank, destination rank) -> its own latency and bandwidth."""
 
     @classmethod
@@ -93,8 +91,11 @@ class Timeline:
     events: tuple[Event, ...]  # computations, rank by rank in order
     makespan: float  # from the first start to the last end over all ranks
     busy: tuple[float, ...]  # per rank, the time spent computing
-    peak_activations: tuple[int, ...]
-    """Per rank, the most (stage, microbatch) pairs with live activations at once."""
+
+    @cached_property
+    def peak_activations(self) -> tuple[int, ...]:
+        """Per rank, the most (stage, microbatch) pairs with live activations at once."""
+        return activation_peaks(Table.of(self.schedule.actions, self.schedule), 1)
 
     @cached_property
     def idle(self) -> tuple[float, ...]:
@@ -122,8 +123,7 @@ class Timeline:
 def simulate(program: Program, costs: Costs) -> Timeline:
     """Runs the program's own lists with these costs, under the executor's semantics (rendezvous sends).
 
-    A ScheduleError if the program has a fault that `validate` would find, or gets stuck.
-    """
+    A ScheduleError if the program has a fault that `validate` would find, or gets stuck."""
     schedule = program.schedule
     wiring = wire(program)
     table = wiring.table
@@ -141,7 +141,6 @@ def simulate(program: Program, costs: Costs) -> Timeline:
         events=events,
         makespan=max((event.end for event in events), default=0.0),
         busy=tuple(np.bincount(table.rank, weights=durations, minlength=schedule.num_ranks).tolist()),
-        peak_activations=activation_peaks(table, program.send_window),
     )
 
 
@@ -163,17 +162,15 @@ def _durations(table: Table, costs: Costs) -> npt.NDArray[np.float64]:
 def shared_makespan(schedule: Schedule, costs: Costs, ranks_per_core: float) -> float:
     """Seconds from the first start to the last end.
 
-    `costs` are those while all ranks compute. With k of p ranks computing, each is min(ranks_per_core, p/k) times as fast:
-    its share of the cores grows until it has a whole one (processor sharing). Nothing but the cores moves a message:
-    what a link says that it takes is work of the rank that sends it, after the computation, and as much of the one that
-    receives it, before. The schedule must be one that `simulate` runs to its end.
-    """
+    `costs` are those while all ranks compute. With k of p ranks computing, each is min(ranks_per_core, p/k) times as
+    fast: its share of the cores grows until it has a whole one (processor sharing). Nothing but the cores moves a
+    message: what a link says that it takes is work of the rank that sends it, after the computation, and as much of the
+    one that receives it, before. The schedule must be one that `simulate` runs to its end."""
     seconds = _with_messages(schedule, costs)
     p = schedule.num_ranks
     position, now = [0] * p, 0.0
     ended: set[Action] = set()
-    left: dict[int, float] = {}
-    """Rank -> seconds that its action still takes, at the speed of all computing."""
+    left: dict[int, float] = {}  # rank -> seconds that its action still takes, at the speed of all computing
 
     def proceed(rank: int) -> None:
         row = schedule.actions[rank]

@@ -10,6 +10,7 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from megalite.config.run import Itself, once_per_object
 from megalite.pipeline.ir.actions import COMPUTE, NO_MICROBATCH, Action, Kind, ScheduleError
 from megalite.pipeline.ir.schedule import NEEDS, RECEIVE_OF, SEND_OF, ActionLists, Need, Schedule
 
@@ -47,8 +48,7 @@ class Table:
 
     schedule: Schedule
     rows: ActionLists
-    first: tuple[int, ...]
-    """Per rank the index of its first action, and at the end the number of actions."""
+    first: tuple[int, ...]  # per rank the index of its first action, and at the end the number of actions
     rank: IntArray
     kind: IntArray
     stage: IntArray
@@ -57,17 +57,7 @@ class Table:
     @classmethod
     def of(cls, rows: ActionLists, schedule: Schedule) -> "Table":
         """The table of these lists, which may be the schedule's own or a program's for it."""
-        flat = list(chain.from_iterable(rows))
-        lengths = [len(row) for row in rows]
-        return cls(
-            schedule=schedule,
-            rows=rows,
-            first=(0, *np.cumsum(lengths, dtype=np.int64).tolist()),
-            rank=np.repeat(np.arange(len(rows)), lengths),
-            kind=np.fromiter(map(CODES.__getitem__, map(itemgetter(0), flat)), np.int64, len(flat)),
-            stage=_integers(flat, 1),
-            microbatch=_integers(flat, 2),
-        )
+        return _table(rows, Itself(schedule))
 
     @cached_property
     def computes(self) -> BoolArray:
@@ -79,8 +69,7 @@ class Table:
         """[kind, stage, microbatch] -> index of the first such action, or NOWHERE. REDUCE_GRAD has microbatch 0 here.
 
         For lists that `refuse_illegal` let pass. A Fault if the ids span so many more cells than there are actions that
-        most cannot be there.
-        """
+        most cannot be there."""
         stages, microbatches = self.schedule.num_stages, self.schedule.num_microbatches
         if stages * microbatches > 8 * len(self.kind) + 1024:
             forwards = {action[1:] for row in self.rows for action in row if action.kind is Kind.F}
@@ -100,8 +89,7 @@ class Table:
     def needed(self, need: Need) -> IntArray:
         """[stage, microbatch] -> index of the action that the need asks for, `need.offset` stages further.
 
-        Rows without such a neighbour are NOWHERE, as are actions that are not there.
-        """
+        Rows without such a neighbour are NOWHERE, as are actions that are not there."""
         found = self.place[CODES[need.kinds[0]]]
         for kind in need.kinds[1:]:
             found = np.where(found == NOWHERE, self.place[CODES[kind]], found)
@@ -137,8 +125,7 @@ class Table:
     def producers(self) -> tuple[list[int], list[int]]:
         """By index, which action of the same stage and which of a neighbouring stage each computation needs.
 
-        One beyond the last index stands for one that is not there, two beyond for none needed.
-        """
+        One beyond the last index stands for one that is not there, two beyond for none needed."""
         num_actions = len(self.kind)
         found = np.full((2, num_actions), num_actions + 1)
         stages = np.arange(self.schedule.num_stages)
@@ -228,3 +215,19 @@ def _integers(actions: list[Action], field: int) -> IntArray:
     except OverflowError:
         # Out of any range that matters; legality will say so.
         return np.array([max(-_HUGE, min(action[field], _HUGE)) for action in actions])
+
+
+@once_per_object(maxsize=4)
+def _table(rows: ActionLists, schedule: Itself[Schedule]) -> Table:
+    # The clock with other costs, and the replay of memory, ask for the same one.
+    flat = list(chain.from_iterable(rows))
+    lengths = [len(row) for row in rows]
+    return Table(
+        schedule=schedule.value,
+        rows=rows,
+        first=(0, *np.cumsum(lengths, dtype=np.int64).tolist()),
+        rank=np.repeat(np.arange(len(rows)), lengths),
+        kind=np.fromiter(map(CODES.__getitem__, map(itemgetter(0), flat)), np.int64, len(flat)),
+        stage=_integers(flat, 1),
+        microbatch=_integers(flat, 2),
+    )

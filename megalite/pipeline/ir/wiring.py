@@ -5,6 +5,7 @@ from itertools import compress
 
 import numpy as np
 
+from megalite.config.run import once_per_object
 from megalite.pipeline.ir.actions import NO_MICROBATCH, RECVS, SENDS, Action, Kind
 from megalite.pipeline.ir.schedule import NEEDS, RECEIVE_OF, Program, Schedule
 from megalite.pipeline.ir.table import CODES, NOWHERE, BoolArray, Fault, IntArray, Table
@@ -14,13 +15,11 @@ from megalite.pipeline.ir.table import CODES, NOWHERE, BoolArray, Fault, IntArra
 class Wiring:
     """A program with complete lists, in order and rightly wired. Whether a rank waits forever is left open.
 
-    Messages are numbered channel by channel, in the order in which they are sent, which is that of their receives.
-    """
+    Messages are numbered channel by channel, in the order in which they are sent, which is that of their receives."""
 
     program: Program
     table: Table
-    channels: tuple[tuple[int, int], ...]
-    """(source rank, destination rank) of each channel that has messages."""
+    channels: tuple[tuple[int, int], ...]  # (source rank, destination rank) of each channel that has messages
     channel: IntArray  # per message, which channel it goes over
     send: IntArray  # per message, the index of its send
     receive: IntArray
@@ -30,8 +29,7 @@ class Wiring:
         """Per action the message that it waits for, or NOWHERE.
 
         A reader waits for what it reads. With `rendezvous` a send that finds `send_window` sends pending on its channel
-        waits for the oldest of them.
-        """
+        waits for the oldest of them."""
         waits = np.full(len(self.table.kind), NOWHERE)
         waits[self.reader] = np.arange(len(self.reader))
         window = self.program.send_window
@@ -48,6 +46,7 @@ class Wiring:
         return posts
 
 
+@once_per_object(maxsize=4)
 def wire(program: Program) -> Wiring:
     """The program's messages, found and checked in time linear in its length. Raises Fault: the first that is wrong of
     sizes, agreement with the schedule, legality of each action, completeness, order on each rank, messages, order on

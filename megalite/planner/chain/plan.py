@@ -362,7 +362,6 @@ def timeline(plan: ChainPlan, costs: PlanCosts, found: Run) -> Timeline:
             1e3 * plan.microbatches * (forward + backward)
             for forward, backward in zip(costs.forward, costs.backward, strict=True)
         ),
-        peak_activations=tuple(plan.in_flight(stage) for stage in range(len(plan.stages))),
     )
 
 

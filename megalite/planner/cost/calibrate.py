@@ -3,8 +3,7 @@
 Least absolute logarithms of predicted over measured (robust: outliers weigh by their sign alone), with a prior about
 each constant's present value, found by iteratively reweighted Gauss-Newton steps in the constants' logarithms. Between
 simulations the step is followed by its parts: computation by the cost formulas over all rows at once, the rest by the
-power that a constant enters with.
-"""
+power that a constant enters with."""
 
 import csv
 import io
@@ -96,9 +95,8 @@ def fit(
 ) -> Calibration:
     """The cluster's efficiencies and the stack's host constants that explain the rows.
 
-    A constant that the rows say nothing of stays where it is. `source` says what the rows are, for the provenance; `only`
-    names the constants to fit, of `PRIORS`. Raises ConfigError if there are no rows, or no such
-    constant."""
+    A constant that the rows say nothing of stays where it is. `source` says what the rows are, for the provenance;
+    `only` names the constants to fit, of `PRIORS`. Raises ConfigError if there are no rows, or no such constant."""
     if not rows:
         raise ConfigError("there is nothing to fit: give at least one measured step")
     for name in only:
@@ -115,7 +113,7 @@ def fit(
         tried.append((_loss(follow.seconds, measured), best, follow.seconds))
         best = _steps(follow.at, names, best, start, measured)
     now = machine.replaced(names, best)
-    last = [predict(row.config, *now, with_memory=False).step_seconds for row in rows]
+    last = [predict(row.config, *now).step_seconds for row in rows]
     _, best, seconds = min([*tried, (_loss(last, measured), best, last)], key=lambda each: each[0])
     cluster, stack = machine.replaced(names, best)
     where = f"fitted on {len(rows)} {source}"
@@ -175,7 +173,7 @@ class _Followed:
 
     def __init__(self, rows: Sequence[Measured], machine: Machine, names: Sequence[str]) -> None:
         self._machine, self._names = machine, names
-        found = [predict(row.config, *machine, with_memory=False) for row in rows]
+        found = [predict(row.config, *machine) for row in rows]
         self.seconds = [each.step_seconds for each in found]
         per_row = [workload_of(row.config) for row in rows]
         stages = [plan_stages(row.config) for row in rows]

@@ -17,10 +17,10 @@ import numpy as np
 from megalite.config.batch import microbatch_counts
 from megalite.config.optimizer import OPTIMIZERS
 from megalite.config.parallel import message_bytes
-from megalite.config.run import RunConfig
+from megalite.config.run import RunConfig, once_per_object
 from megalite.partition.activations import ELEMENT_BYTES, kept_share
 from megalite.partition.pipeline import placement_of
-from megalite.partition.stages import once_per_config, parts_of_message
+from megalite.partition.stages import parts_of_message
 from megalite.pipeline.ir.simulate import Link
 from megalite.planner.hardware import Cluster, SoftwareStack
 
@@ -121,7 +121,7 @@ class Workload:
         return self.tokens * self.hidden * self.element
 
 
-@once_per_config
+@once_per_object()
 def workload_of(config: RunConfig) -> Workload:
     """The numbers of one validated config with a known vocabulary."""
     assert config.parallel.dp is not None, "validate() resolves dp"

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megalite.config.run import RunConfig
+from megalite.config.run import Itself, RunConfig, once_per_object
 from megalite.partition.activations import offloaded_activation_bytes, recompute_units
 from megalite.partition.pipeline import has_recompute_actions
-from megalite.partition.stages import Itself, StagePlan
+from megalite.partition.stages import StagePlan
 from megalite.pipeline.ir.simulate import Costs, Link
 from megalite.planner.cost import operations
 from megalite.planner.cost.rates import Number, Parts, Workload, workload_of
@@ -72,6 +72,7 @@ class StageCost:
         return self.forward_parts + self.backward_parts + self.recompute_parts
 
 
+@once_per_object(maxsize=4)
 def layer_parts(price: operations.Pricing, *, moe: bool = False) -> tuple[operations.Piece, Parts]:
     """One block (`moe`: with experts) for one microbatch, and what selective or full recompute runs again of it."""
     work = price.work
@@ -183,16 +184,20 @@ def stage_costs(
     config: RunConfig, stages: tuple[StagePlan, ...], cluster: Cluster, stack: SoftwareStack
 ) -> list[StageCost]:
     """Each virtual stage of a validated config. Raises ConfigError if the accelerator does not have the precision."""
-    numbers, machine = tuple(vars(workload_of(config)).items()), (Itself(cluster), Itself(stack))
-    return [_priced(*machine, numbers, stage_kind(config, plan)) for plan in stages]
+    # Stages of one kind are priced once, those of other configs of a sweep or a plan too.
+    price = _pricing(Itself(cluster), Itself(stack), tuple(vars(workload_of(config)).items()))
+    return [_priced(price, stage_kind(config, plan)) for plan in stages]
 
 
-@lru_cache(maxsize=256)
-def _priced(
-    cluster: Itself[Cluster], stack: Itself[SoftwareStack], numbers: tuple[tuple[str, Any], ...], kind: StageKind
-) -> StageCost:
-    """Stages of one kind are priced once, those of other configs of a sweep or a plan too."""
-    price = operations.Pricing.of(Workload(**dict(numbers)), cluster.value, stack.value)
+@lru_cache(maxsize=64)
+def _pricing(
+    cluster: Itself[Cluster], stack: Itself[SoftwareStack], numbers: tuple[tuple[str, Any], ...]
+) -> operations.Pricing:
+    return operations.Pricing.of(Workload(**dict(numbers)), cluster.value, stack.value)
+
+
+@once_per_object(maxsize=256)
+def _priced(price: operations.Pricing, kind: StageKind) -> StageCost:
     return stage_cost(price, **kind._asdict())
 
 

@@ -1,13 +1,13 @@
 """`predict`: what a step of a config takes on a cluster with a software stack.
 
 The schedule that would train runs through the simulator with each stage's costs and each link's latency and bandwidth;
-data parallelism, the optimizer and constants come on top.
-"""
+data parallelism, the optimizer and constants come on top."""
 
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from megalite.config.batch import microbatch_counts
@@ -15,12 +15,12 @@ from megalite.config.run import RunConfig
 from megalite.data_parallel.facts import wire_width
 from megalite.models.shapes import flops_per_token
 from megalite.partition.activations import ELEMENT_BYTES
-from megalite.partition.buckets import element_bytes, local_size, matrix_bytes
+from megalite.partition.buckets import bytes_of_class, held_elements, matrix_bytes
 from megalite.partition.memory import RankMemory, planned_memory
 from megalite.partition.pipeline import plan_stages
-from megalite.partition.stages import StagePlan, shapes_of_rank
+from megalite.partition.stages import StagePlan
 from megalite.pipeline.ir.actions import Kind
-from megalite.pipeline.ir.simulate import Event, Timeline, shared_makespan
+from megalite.pipeline.ir.simulate import Event, shared_makespan
 from megalite.planner.clock import Clock, Run
 from megalite.planner.communication import gradient_volumes, group_sizes
 from megalite.planner.cost import rates
@@ -135,13 +135,13 @@ class _Beside:
         sizes, width = group_sizes(config), max(4, ELEMENT_BYTES[config.training.precision])
         squares = max(matrix_bytes(config, plans))
         total, host = 2.0 * squares, float(squares) if config.optimizer.optimizer_cpu_offload else 0.0
-        for shape in shapes_of_rank(config, list(plans)):
-            replicas = sizes["intra-expert-dp" if shape.expert else "intra-dp-cp"]
-            each = element_bytes(config, shape, replicas)
+        for (expert, matrix), elements in held_elements(config, tuple(plans)).items():
+            replicas = sizes["intra-expert-dp" if expert else "intra-dp-cp"]
+            each = bytes_of_class(config, matrix, replicas)
             updated = 1.0 / replicas if config.parallel.strategy.shards_states else 1.0
             bytes_each = 2.0 * each.optimizer + each.gradient + (2.0 * width + width / 2) * updated
-            total += bytes_each * local_size(shape, config)
-            host += config.optimizer.host_fraction * each.offloadable * local_size(shape, config)
+            total += bytes_each * elements
+            host += config.optimizer.host_fraction * each.offloadable * elements
         seconds = total / (device.memory_bandwidth * self.cluster.efficiency.memory) * self.stack.optimizer_slowdown
         return float(rates.with_copies(seconds, host, config, self.cluster))
 
@@ -167,73 +167,73 @@ def _last_arrival(
     return now
 
 
-@dataclass(frozen=True, kw_only=True)
 class Prediction:
-    step_seconds: float
-    tokens_per_second: float
-    mfu: float  # model FLOPs of attention over the whole sequence (palm), as a share of the peak of all ranks
-    mfu_causal: float  # the same with the half of attention that the causal mask leaves (megatron)
-    bubble: float  # idle share of the busiest pipeline rank, messages included; where ranks share cores, of these
-    # The step of the busiest pipeline rank, part by part; they add up to step_seconds. `given` is less than 0: what ranks
-    # that wait leave to others on shared cores.
-    parts: Mapping[str, float]
-    # Communication that nothing hides, by kind: tensor, context, expert, pipeline, gradients, parameters.
-    exposed: Mapping[str, float]
-    memory: tuple[RankMemory, ...]  # per pipeline rank; empty if it was not asked for
-    stages: tuple[StageCost, ...]  # what a microbatch takes on each virtual stage
-    timeline: Timeline  # of the step, or of one with fewer microbatches if it was extended
+    """What a step of the largest batch takes, by `predict`. What costs more than the seconds is worked out when asked for."""
+
+    def __init__(self, config: RunConfig, cluster: Cluster, stack: SoftwareStack) -> None:
+        pp, count, plans = config.parallel.pp, microbatch_counts(config)[-1], plan_stages(config)
+        self._config, self._stack, self._count = config, stack, count
+        costs = stage_costs(config, plans, cluster, stack)
+        self.stages = tuple(costs)  # what a microbatch takes on each virtual stage
+        self._clock = Clock(config, len(plans), count)
+        timing = self._timing = simulator_costs(costs, config, rates.links_of(config, cluster))
+        run = self._run = self._clock.run(timing)
+        self.timeline = run.timeline  # of the step, or of one with fewer microbatches if it was extended
+        ranks = _Beside(config, plans, costs, run, count, cluster, stack).ranks()
+        # The norm's sum over the world lets no one update before all have their gradients.
+        world = group_sizes(config)["world"]
+        norm = float(rates.collective_seconds("all-reduce", 8.0, world, 1.0, cluster))
+        self._after = {
+            "gradients": max(rank.ready for rank in ranks) - run.seconds,
+            "parameters": max(rank.late for rank in ranks),
+            "overlap": stack.overlap_cost * max(rank.beside for rank in ranks),
+            "optimizer": max(rank.optimizer for rank in ranks),
+            "step": stack.step_seconds + norm,
+        }
+        # Idle share of the busiest pipeline rank, messages included; where ranks share cores, of these.
+        self.bubble = run.bubble
+        crowd = float(rates.sharing_ranks(rates.pipeline_stride(rates.workload_of(config)), pp, cluster))
+        if crowd > 1.0:
+            busy = run.scale * sum(run.timeline.busy) / pp
+            taken = self._clock.extended(run, lambda program: shared_makespan(program.schedule, timing, crowd))
+            self._after["given"] = max(taken, busy) - run.seconds
+            self.bubble = max(0.0, 1.0 - busy / max(taken, busy))
+        self.step_seconds = float(run.seconds + sum(self._after.values()))
+        model, training, dp = config.model, config.training, config.parallel.dp
+        assert dp is not None, "validate() resolves dp"
+        self.tokens_per_second = count * dp * training.micro_batch_size * training.seq_length / self.step_seconds
+        # Model FLOPs as a share of the peak of all ranks: of attention over the whole sequence (palm), and of the half of it
+        # that the causal mask leaves (megatron).
+        share = self.tokens_per_second / (cluster.peak(training.precision) * world)
+        self.mfu = flops_per_token(model, training.seq_length, "palm") * share
+        self.mfu_causal = flops_per_token(model, training.seq_length, "megatron") * share
+
+    @cached_property
+    def parts(self) -> Mapping[str, float]:
+        """The step of the busiest pipeline rank, part by part; they add up to step_seconds. `given` is less than 0: what
+        ranks that wait leave to others on shared cores."""
+        run, timing = self._run, self._timing
+        free = self._clock.run(replace(timing, links={})) if timing.links else run
+        inside = _busiest(run, plan_stages(self._config), self.stages, self._count, self._stack)
+        messages = {"bubble": free.seconds - sum(inside.values()), "pipeline": run.seconds - free.seconds}
+        return {**inside, **messages, **self._after}
+
+    @property
+    def exposed(self) -> Mapping[str, float]:
+        """Communication that nothing hides, by kind."""
+        kinds = ("tensor", "context", "expert", "pipeline", "gradients", "parameters")
+        return {name: self.parts[name] for name in kinds}
+
+    @cached_property
+    def memory(self) -> tuple[RankMemory, ...]:
+        """Per pipeline rank."""
+        return tuple(planned_memory(self._config))
 
 
-def predict(config: RunConfig, cluster: Cluster, stack: SoftwareStack, *, with_memory: bool = True) -> Prediction:
-    """What a step of the largest batch takes; `config` is validated for its world size, its vocabulary known. Raises
-    ConfigError if the schedule does not take these sizes, or the accelerator does not have the precision."""
-    p, training, count = config.parallel, config.training, microbatch_counts(config)[-1]
-    stages = plan_stages(config)
-    costs = stage_costs(config, stages, cluster, stack)
-    links = rates.links_of(config, cluster)
-    clock, timing = Clock(config, len(stages), count), simulator_costs(costs, config, links)
-    run = clock.run(timing)
-    free = clock.run(replace(timing, links={})) if links else run
-    ranks = _Beside(config, stages, costs, run, count, cluster, stack).ranks()
-    world = group_sizes(config)["world"]
-    # The norm's sum over the world lets no one update before all have their gradients.
-    norm = float(rates.collective_seconds("all-reduce", 8.0, world, 1.0, cluster))
-    gradients = max(rank.ready for rank in ranks) - run.seconds
-    gathers = max(rank.late for rank in ranks)
-    after = {
-        "overlap": stack.overlap_cost * max(rank.beside for rank in ranks),
-        "optimizer": max(rank.optimizer for rank in ranks),
-        "step": stack.step_seconds + norm,
-    }
-    exposed = {"pipeline": run.seconds - free.seconds, "gradients": gradients, "parameters": gathers}
-    inside = _busiest(run, stages, costs, count, stack)
-    parts = {**inside, "bubble": free.seconds - sum(inside.values()), **exposed, **after}
-    taken, bubble = run.seconds, run.bubble
-    crowd = float(rates.sharing_ranks(rates.pipeline_stride(rates.workload_of(config)), p.pp, cluster))
-    if crowd > 1.0:
-        busy = run.timeline.busy
-        taken = max(
-            clock.extended(run, lambda program: shared_makespan(program.schedule, timing, crowd)),
-            run.scale * sum(busy) / p.pp,
-        )
-        parts["given"] = taken - run.seconds
-        bubble = max(0.0, 1.0 - run.scale * sum(busy) / len(busy) / taken)  # of the cores that ranks share
-    step = taken + gradients + gathers + sum(after.values())
-    assert p.dp is not None, "validate() resolves dp"
-    tokens = count * p.dp * training.micro_batch_size * training.seq_length
-    achievable = cluster.peak(training.precision) * world * step
-    return Prediction(
-        step_seconds=step,
-        tokens_per_second=tokens / step,
-        mfu=flops_per_token(config.model, training.seq_length, "palm") * tokens / achievable,
-        mfu_causal=flops_per_token(config.model, training.seq_length, "megatron") * tokens / achievable,
-        bubble=bubble,
-        parts=parts,
-        exposed={**{name: inside[name] for name in ("tensor", "context", "expert")}, **exposed},
-        memory=tuple(planned_memory(config)) if with_memory else (),
-        stages=tuple(costs),
-        timeline=run.timeline,
-    )
+def predict(config: RunConfig, cluster: Cluster, stack: SoftwareStack) -> Prediction:
+    """`config` is validated for its world size, its vocabulary known. Raises ConfigError if the schedule does not take these
+    sizes, or the accelerator does not have the precision."""
+    return Prediction(config, cluster, stack)
 
 
 def _busiest(

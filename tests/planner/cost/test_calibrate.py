@@ -28,7 +28,7 @@ def _configs() -> list[RunConfig]:
 
 @pytest.fixture(scope="module")
 def rows() -> list[Measured]:
-    return [Measured(config, predict(config, TRUE, HOST, with_memory=False).step_seconds) for config in _configs()]
+    return [Measured(config, predict(config, TRUE, HOST).step_seconds) for config in _configs()]
 
 
 def test_constants_are_found_again(rows: list[Measured]) -> None:
@@ -37,7 +37,7 @@ def test_constants_are_found_again(rows: list[Measured]) -> None:
     assert found.cluster.efficiency.gemm == pytest.approx(0.62, rel=0.05)
     assert found.cluster.efficiency.network == pytest.approx(0.3, rel=0.15)
     assert found.stack.operation_seconds == pytest.approx(7e-5, rel=0.05)
-    again = [predict(row.config, found.cluster, found.stack, with_memory=False).step_seconds for row in rows]
+    again = [predict(row.config, found.cluster, found.stack).step_seconds for row in rows]
     assert list(found.predicted) == pytest.approx(again)
     text = f"fitted on {len(rows)} simulated steps"
     assert found.cluster.provenance["efficiency.gemm"] == text
@@ -61,7 +61,7 @@ def test_kernels_are_found_again() -> None:
         for more in ({}, {"recompute_granularity": "full"}):
             config = config_of(world, hidden_size=h, num_attention_heads=h // 128, seq_length=s, micro_batch_size=b, dp=world,
                                global_batch_size=world * b, dp_strategy="fully-sharded", **more)  # fmt: skip
-            rows.append(Measured(config, predict(config, BASE, stack, with_memory=False).step_seconds))
+            rows.append(Measured(config, predict(config, BASE, stack).step_seconds))
     start = dict(attention_efficiency=0.6, elementwise_slowdown=1.2, optimizer_slowdown=2.0, overlap_cost=0.2)
     found = fit(rows, BASE, replace(stack, **start), only=tuple(start))
     assert max(map(abs, found.errors)) < 0.01

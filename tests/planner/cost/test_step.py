@@ -66,13 +66,13 @@ def test_with_free_communication_a_step_is_the_simulators_and_the_optimizer(name
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_better_figures_are_never_slower(name: str) -> None:
     config, peaks = _config(name), BASE.accelerator.peak_flops
-    base = predict(config, BASE, STACK, with_memory=False).step_seconds
+    base = predict(config, BASE, STACK).step_seconds
     better: dict[str, Any] = {"peak_flops": {precision: 1.2 * peak for precision, peak in peaks.items()}}
     for part in (BASE.accelerator, BASE.node, BASE.network, BASE.efficiency):
         better |= {figure: 1.2 * getattr(part, figure) for figure in RATES if hasattr(part, figure)}
     assert len(better) == 1 + len(RATES)
     for figure, value in better.items():
-        found = predict(config, cluster_with(**{figure: value}), STACK, with_memory=False).step_seconds
+        found = predict(config, cluster_with(**{figure: value}), STACK).step_seconds
         assert found <= base * (1 + 1e-12), figure
 
 
@@ -83,7 +83,7 @@ def test_no_mfu_is_above_what_products_reach(name: str, product_rate: float, flo
     8 bits have twice."""
     config, cluster = _config(name), free_communication(cluster_with(memory_bandwidth=ENDLESS, kernel_seconds=0.0))
     stack = replace(without_host(), attention_efficiency=1.0, product_rate=product_rate, float8_rate=float8_rate)
-    found = predict(config, cluster, stack, with_memory=False)
+    found = predict(config, cluster, stack)
     most = min(cluster.efficiency.gemm * product_rate * max(float8_rate, 1.0), 2.0 if float8_rate else 1.0)
     assert 0.3 * most < found.mfu_causal <= most
 
@@ -207,7 +207,7 @@ def test_instances_inside_nodes_gather_over_their_links() -> None:
 def test_the_ends_of_a_pipeline_inside_a_node_sum_a_tied_embedding_over_its_links() -> None:
     def gradients(world: int, nic_bandwidth: float, **settings: Any) -> float:
         cluster = cluster_with(nic_bandwidth=nic_bandwidth)
-        found = predict(config_of(world, **settings), cluster, STACK, with_memory=False)
+        found = predict(config_of(world, **settings), cluster, STACK)
         return found.parts["gradients"]
 
     inside = {"tp": 2, "pp": 4, "global_batch_size": 8}
@@ -223,7 +223,7 @@ CROWDED = replace(BASE, node=replace(BASE.node, ranks_per_core=2.0))
 def test_ranks_that_wait_leave_their_cores_to_others(microbatches: int) -> None:
     """A pipeline of two ranks a core: never less than the work of all, nor than the longest chain with whole cores."""
     config = config_of(4, pp=4, pipeline_schedule="1f1b", pipeline_layers=[3, 2, 2, 1], global_batch_size=microbatches)
-    apart, crowded = (predict(config, cluster, STACK, with_memory=False) for cluster in (BASE, CROWDED))
+    apart, crowded = (predict(config, cluster, STACK) for cluster in (BASE, CROWDED))
     run = apart.timeline
     work, chain = sum(run.busy) / 4, run.makespan / 2
     taken = run.makespan - (apart.step_seconds - crowded.step_seconds)
@@ -241,5 +241,5 @@ def test_ranks_that_all_compute_or_all_wait_leave_nothing(settings: dict[str, An
     """Without a pipeline no rank waits for long; of one that leaves its node the ranks of a node may all wait at once."""
     size = next(iter(settings.values()))
     config = config_of(size, num_layers=16, global_batch_size=64, **settings)
-    apart, crowded = (predict(config, cluster, STACK, with_memory=False) for cluster in (BASE, CROWDED))
+    apart, crowded = (predict(config, cluster, STACK) for cluster in (BASE, CROWDED))
     assert crowded.step_seconds == pytest.approx(apart.step_seconds, rel=1e-12)

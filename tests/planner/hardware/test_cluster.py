@@ -157,8 +157,7 @@ def test_torchtitan_on_h100_held_to_500_watts(ranks: int, tokens: float) -> None
     )
     held = replace(cluster, accelerator=replace(cluster.accelerator, memory_bandwidth=2.4e12, power_limit=500.0))
     full, found = (
-        predict(from_flags(line, ranks), each, stack, with_memory=False).step_seconds * tokens / (2 * 8192)
-        for each in (cluster, held)
+        predict(from_flags(line, ranks), each, stack).step_seconds * tokens / (2 * 8192) for each in (cluster, held)
     )
     assert found == pytest.approx(1.0, abs=0.06)
     assert full < found - 0.08

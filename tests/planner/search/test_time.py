@@ -27,7 +27,7 @@ def surveyed(flags: str) -> tuple[Asked, Survey]:
 
 def both(request: Asked, layout: Layout, mine: float) -> tuple[float, float]:
     config = config_of(request.request, layout.settings())
-    return mine, predict(config, request.cluster, request.stack, with_memory=False).step_seconds
+    return mine, predict(config, request.cluster, request.stack).step_seconds
 
 
 def assert_near(flags: str, rel: float) -> None:

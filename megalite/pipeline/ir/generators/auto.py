@@ -172,8 +172,7 @@ class _Judged(NamedTuple):
     schedule: Schedule
     timeline: Timeline
     peaks: tuple[float, ...]  # per rank
-    excess: float
-    """The most by which a rank's peak is above its limit; not positive if the candidate fits."""
+    excess: float  # the most by which a rank's peak is above its limit; not positive if the candidate fits
 
 
 def _fastest(candidates: Iterable[_Judged]) -> float:

@@ -80,8 +80,7 @@ class Problem:
     def least(self) -> tuple[float, ...]:
         """Per rank, what a microbatch needs that is alone in the pipeline, its messages not counted.
 
-        Without recomputation no schedule needs less: all of a microbatch's F come before its first I.
-        """
+        Without recomputation no schedule needs less: all of a microbatch's F come before its first I."""
         return tuple(
             sum(self.hold[stage] for stage in own) + max(self.burst[stage] for stage in own) for own in self.stages
         )
@@ -101,8 +100,7 @@ class Rules(NamedTuple):
     fill: tuple[float, ...]
     """Per rank, the share of a W that must be done before the next F or I could start, for the W to start.
 
-    At 0 no rank waits that has a W to do; at 1 no W delays an F or I that is known to come.
-    """
+    At 0 no rank waits that has a W to do; at 1 no W delays an F or I that is known to come."""
     forward_deepest: bool = True
     """Among the F that could start, the one of the last stage goes first, not that of the first; below among the I."""
     backward_deepest: bool = True
@@ -134,13 +132,12 @@ def _with_microbatches(row: Iterable[tuple[Kind, int]]) -> Iterator[Action]:
 def list_schedule(problem: Problem, rules: Rules) -> Outcome:
     """Lets each rank, when it is free, start an F, I or W by the rules, until all is done.
 
-    Memory is given out by the banker's algorithm: an F starts only if the microbatches could then still be finished one by
-    one, oldest first. For each rank that is a matter of its activations, since what W needs can always be freed by
+    Memory is given out by the banker's algorithm: an F starts only if the microbatches could then still be finished one
+    by one, oldest first. For each rank that is a matter of its activations, since what W needs can always be freed by
     running the W. So no limit of `problem.least` or more leads into a dead end. A B takes the place of I and W where
     there is no room to keep what the W needs.
 
-    Time: linear in the number of actions.
-    """
+    Time: linear in the number of actions."""
     run = _Run(problem, rules)
     while run.events:
         now, rank = heappop(run.events)
@@ -179,15 +176,20 @@ class _Run:
         """When a rank has something to decide: it becomes free, or something arrives."""
 
     def decide(self, rank: int, now: float) -> None:
-        forward, forward_known = self._next(self.forward_order[rank], self.inputs, now)
-        gradient, gradient_known = self._next(self.backward_order[rank], self.gradients, now)
-        weight = self._next_weight(rank)
-        if forward >= 0 and gradient >= 0:
-            order = self.rules.order[rank]
-            if order == "backward" or (order == "alternate" and self.last_was_forward[rank]):
-                forward = -1
+        forward = gradient = -1
+        known, order = inf, self.rules.order[rank]
+        backward_first = order == "backward" or (order == "alternate" and self.last_was_forward[rank])
+        # Each is looked for only where the answer depends on it: this runs a million times in a search.
+        if not backward_first:
+            forward, known = self._next(rank, self.forward_order[rank], self.inputs, now)
+        if forward < 0:
+            gradient, arrival = self._next(rank, self.backward_order[rank], self.gradients, now)
+            known = min(known, arrival)
+        if backward_first and gradient < 0:
+            forward, arrival = self._next(rank, self.forward_order[rank], self.inputs, now)
+            known = min(known, arrival)
         if forward >= 0:
-            if weight < 0 or self._fits(rank, self.problem.hold[forward]):
+            if self._fits(rank, self.problem.hold[forward]) or (weight := self._next_weight(rank)) < 0:
                 self._start_forward(rank, forward, now)
             else:
                 # The F is safe to start, so all that can be in its way is what the Ws keep.
@@ -195,25 +197,27 @@ class _Run:
         elif gradient >= 0:
             if self._fits(rank, self.problem.burst[gradient] + self.problem.surplus[gradient]):
                 self._start_gradient(rank, gradient, now, Kind.I)
-            elif weight >= 0:
+            elif (weight := self._next_weight(rank)) >= 0:
                 self._start_weight(rank, weight, now)
             else:
                 self._start_gradient(rank, gradient, now, Kind.B)
         else:
-            known = min(forward_known, gradient_known)
+            weight = self._next_weight(rank)
             if weight >= 0 and known - now >= self.rules.fill[rank] * self.problem.weight_grad[weight]:
                 self._start_weight(rank, weight, now)
             elif known < inf:
                 heappush(self.events, (known, rank))
 
-    def _next(self, stages: Iterable[int], arrivals: Sequence[deque[float]], now: float) -> tuple[int, float]:
+    def _next(
+        self, rank: int, stages: Iterable[int], arrivals: Sequence[deque[float]], now: float
+    ) -> tuple[int, float]:
         """The stage of the F (or I, B) that should start now, or -1 and when one will have arrived, as far as known."""
         known = inf
         for stage in stages:
             if not arrivals[stage] or arrivals[stage][0] >= known:
                 continue
             in_lead = self.forwards[stage] - self.backwards[stage] < self.rules.lead[stage]
-            if arrivals is self.gradients or (in_lead and self._safe(self.problem.placement[stage], stage)):
+            if arrivals is self.gradients or (in_lead and self._safe(rank, stage)):
                 if arrivals[stage][0] <= now:
                     return stage, now
                 known = arrivals[stage][0]
