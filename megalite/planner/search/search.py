@@ -438,14 +438,22 @@ class _Refiner:
 
     def varied(self, candidate: Candidate) -> Candidate:
         """With a schedule built for its costs (`auto`), or with full recompute ahead of the gradients that it would wait
-        for, if that fits and is faster."""
+        for, if that fits and is faster: where need be with a few layers' activations in host memory."""
         layout, pipeline = candidate.layout, candidate.layout.pipeline
-        if pipeline.pp == 1 or pipeline.offloaded:
+        if pipeline.pp == 1:
             return candidate
         ways: list[tuple[Layout, dict[str, Any]]] = []
         if layout.recompute == "full":
-            ways.append((layout._replace(recompute="full, ahead of gradients"), {"recompute_ahead": True}))
-        few = pipeline.pp * pipeline.vpp * pipeline.microbatches <= MOST_BUILT
+            ahead = layout._replace(recompute="full, ahead of gradients")
+            most = max(plan.num_layers for plan in plan_stages(candidate.config))
+            counts = sorted({0, most, *(2**power for power in range(most.bit_length()))})
+            for count in counts if HOST[1] in self.request.host else (pipeline.offloaded,):
+                host = {HOST[1]: count} if count else {}
+                way = ahead._replace(pipeline=pipeline._replace(offloaded=count)), {"recompute_ahead": True, **host}
+                if self.predicted(way[0], {**candidate.settings, **way[1]}, candidate.estimate) is not None:
+                    ways.append(way)
+                    break  # more layers take longer
+        few = pipeline.pp * pipeline.vpp * pipeline.microbatches <= MOST_BUILT and not pipeline.offloaded
         if few and "pipeline_schedule" not in self.request.fixed:
             built = pipeline._replace(schedule="auto")
             ways.append((layout._replace(pipeline=built), {"pipeline_schedule": "auto"}))

@@ -13,6 +13,7 @@ from megalite.planner.search.search import Plan, Survey, config_of, find, find_c
 from megalite.planner.search.space import Request
 from tests.planner.search.asking import TINY, asked
 
+AHEAD = "--fix pp=4 --fix tp=1 --fix mbs=1 --fix recompute=full --fix schedule=1f1b"
 GPT = "--preset gpt3-2.7b --cluster dgx-a100 --gpus 16 --global-batch-size 32"
 
 
@@ -76,7 +77,8 @@ def test_a_cut_by_predicted_seconds_is_never_slower() -> None:
 @pytest.mark.parametrize(
     ("flags", "setting"),
     [
-        ("--fix pp=4 --fix tp=1 --fix mbs=1 --fix recompute=full --fix schedule=1f1b", "recompute_ahead"),
+        (AHEAD, "recompute_ahead"),
+        (f"{AHEAD} --max-memory 6GB --fix optimizer_cpu_offload=no", "cpu_offloading_num_layers"),
         ("--fix pp=4 --fix tp=1 --fix mbs=1 --fix recompute=none --fix vpp=1", "pipeline_schedule"),
     ],
 )
