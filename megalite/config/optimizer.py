@@ -32,6 +32,8 @@ class OptimizerFacts:
     sides: int = 0
     """Of how many dimensions n of a hidden matrix it keeps `SQUARES`: both, or the smaller one. They are with the rank that
     works on the matrix."""
+    exchanged: tuple[int, int] = (0, 0)
+    """Numbers of each element of a hidden matrix that go to the rank that works on it, and that come back."""
 
 
 def _of_adam(c: "OptimizerConfig", hidden_matrix: bool) -> Formats:
@@ -82,15 +84,20 @@ OPTIMIZERS: Registry[Any] = Registry(
                 settings=f"{_ADAM} muon_momentum muon_nesterov muon_steps muon_scale muon_scale_mode muon_split_qkv",
                 host_passes=1,
                 matrices_apart=True,
+                exchanged=(1, 1),
             ),
         ),
         "soap": (
             f"{_HERE}.soap:SOAP",
-            OptimizerFacts(states=MOMENTS, settings=_SOAP, host_passes=2, matrices_apart=True, sides=2),
+            OptimizerFacts(
+                states=MOMENTS, settings=_SOAP, host_passes=2, matrices_apart=True, sides=2, exchanged=(3, 2)
+            ),
         ),
         "one-sided-soap": (
             f"{_HERE}.soap:SOAP",
-            OptimizerFacts(states=MOMENTS, settings=_SOAP, host_passes=2, matrices_apart=True, sides=1),
+            OptimizerFacts(
+                states=MOMENTS, settings=_SOAP, host_passes=2, matrices_apart=True, sides=1, exchanged=(3, 2)
+            ),
         ),
         "schedule-free-adamw": (
             f"{_HERE}.schedule_free:ScheduleFreeAdamW",

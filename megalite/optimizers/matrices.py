@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from megalite.config.optimizer import MatrixKey, OptimizerConfig, deal
+from megalite.config.optimizer import OPTIMIZERS, MatrixKey, OptimizerConfig, deal
 from megalite.optimizers.adam import AdamW
 from megalite.optimizers.base import Context, Exchange, FlatParameter, Optimizer, Piece, Update, cut_part
 from megalite.topology.group import Group
@@ -59,8 +59,7 @@ Place = tuple[Matrix, Holding]
 class Traffic:
     """One exchange: parts of matrices that go from rank to rank, all of one wave.
 
-    Both ends list what passes between two ranks in the same order, that of matrices and holdings.
-    """
+    Both ends list what passes between two ranks in the same order, that of matrices and holdings."""
 
     rank: int  # this one
     sent: defaultdict[int, list[Place]] = field(default_factory=lambda: defaultdict(list))  # by receiver
@@ -105,8 +104,7 @@ def plan(
     A matrix is the last two dimensions of a tensor; further ones in front count matrices (experts, gate and up). Where
     several ranks have the same elements, with the same values, one of them sends them: the owner itself if it can.
 
-    Collectives: what each rank has is gathered over `group`.
-    """
+    Collectives: what each rank has is gathered over `group`."""
     own = [
         [index, each.start, each.offset, each.stop - each.start, each.name, each.global_shape, each.slice]
         for index, flat in enumerate(parameters)
@@ -191,8 +189,6 @@ class MatrixOptimizer(Optimizer):
     ranks hold parts of one, of `returns` numbers. Each rank sends and receives about as many elements as it holds, at
     most."""
 
-    sends: int  # what `_before` gives of each element
-    returns: int  # what `_work` changes of it: the first of them
     keeps: bool  # `_after` needs the states
 
     def __init__(
@@ -203,6 +199,8 @@ class MatrixOptimizer(Optimizer):
         super().__init__(matrices, config, states)
         self.parameters = [*matrices, *others]
         self._matrices, self._group = matrices, group
+        # What `_before` gives of each element, and what `_work` changes of it: the first of them.
+        self.sends, self.returns = OPTIMIZERS.facts(config.optimizer).exchanged
         self._adam = AdamW(others, config)
         self._states |= self._adam._states
         self._averages |= self._adam._averages

@@ -54,7 +54,6 @@ class Muon(MatrixOptimizer):
     `fused`: rows of the queries, the key and the value of each group in a matrix of all three; None: it is one matrix.
     """
 
-    sends = returns = 1
     keeps = False
 
     def __init__(

@@ -33,7 +33,7 @@ class SOAP(MatrixOptimizer):
     matrices; queries, keys and values of a layer are one.
     """
 
-    sends, returns, keeps = 3, 2, True
+    keeps = True
 
     def __init__(self, parameters: Sequence[FlatParameter], config: OptimizerConfig, *, group: Group) -> None:
         super().__init__(parameters, config, MOMENTS, group=group)

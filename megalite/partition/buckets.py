@@ -250,17 +250,24 @@ def held_bytes(config: RunConfig, stages: Sequence[StagePlan], buckets: Sequence
 
 def matrix_bytes(config: RunConfig, stages: Sequence[StagePlan]) -> list[int]:
     """Bytes of whole matrices' states on each of the ranks that share the work on those of these stages (`matrix_ranks`)."""
-    p = config.parallel
-    found = [0] * (p.tp if matrix_ranks(config) == "tp" else p.tp * all_replicas(config)[0])
-    if OPTIMIZERS.facts(config.optimizer.optimizer).sides:
-        matrices = {
-            (shape.name, number): (shape.shape[-2], shape.shape[-1])
-            for shape in shapes_of_rank(config, list(stages))
-            if is_hidden_matrix(shape.name, shape.shape, decay=shape.decay)
-            for number in range(math.prod(shape.shape[:-2]))
-        }
-        for key, rank in deal(config.optimizer, matrices, len(found)).items():
-            found[rank] += square_bytes(config, *matrices[key])
+    return [sum(square_bytes(config, *shape.shape[-2:]) for shape in own) for own in matrices_of_ranks(config, stages)]
+
+
+def matrices_of_ranks(config: RunConfig, stages: Sequence[StagePlan]) -> list[list[ParameterShape]]:
+    """Of each rank that shares the work on hidden matrices (`matrix_ranks`) those that it works on, by their tensors."""
+    p, apart = config.parallel, OPTIMIZERS.facts(config.optimizer.optimizer).matrices_apart
+    found: list[list[ParameterShape]] = [[]] * (
+        p.tp if matrix_ranks(config) == "tp" else p.tp * all_replicas(config)[0]
+    )
+    tensors = {
+        (shape.name, number): shape
+        for shape in shapes_of_rank(config, list(stages))
+        if apart and is_hidden_matrix(shape.name, shape.shape, decay=shape.decay)
+        for number in range(math.prod(shape.shape[:-2]))
+    }
+    matrices = {key: (shape.shape[-2], shape.shape[-1]) for key, shape in tensors.items()}
+    for key, rank in deal(config.optimizer, matrices, len(found)).items():
+        found[rank] = [*found[rank], tensors[key]]
     return found
 
 

@@ -9,10 +9,11 @@ T = b·s/cp tokens of a rank, A = T·h·e the activations between two layers, wh
 """
 
 import dataclasses
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from megalite.config.optimizer import ONEBIT_OPTIMIZERS
+from megalite.config.optimizer import ONEBIT_OPTIMIZERS, OPTIMIZERS
 from megalite.config.parallel import message_bytes
 from megalite.config.run import RunConfig
 from megalite.config.strategies import BucketTraffic
@@ -24,6 +25,8 @@ from megalite.partition.buckets import (
     all_replicas,
     local_shape,
     local_size,
+    matrices_of_ranks,
+    matrix_ranks,
     moment_widths,
     planned_buckets,
 )
@@ -162,6 +165,28 @@ def _low_rank(config: RunConfig, shape: ParameterShape) -> int:
     return matrices * rank * (rows + columns) if low_rank_pays(rank, rows, columns) else size
 
 
+def matrix_volumes(config: RunConfig, plans: Sequence[StagePlan]) -> list[tuple[float, float]]:
+    """Of each rank that works on whole matrices of these stages, bytes that it gets of them from others, and that it gives
+    back. Where states are sharded, or for experts, as if each rank had an equal part of each matrix; else exact."""
+    p, main = config.parallel, max(4, ELEMENT_BYTES[config.training.precision])
+    sends, returns = OPTIMIZERS.facts(config.optimizer.optimizer).exchanged
+    dense, expert = (count // p.instances for count in all_replicas(config))
+    owned = matrices_of_ranks(config, plans)
+    found = []
+    for own in owned:
+        gathered = given = 0.0
+        for shape in own:
+            parts = 1 if shape.shard_dim is None else p.expert_tp if shape.expert else p.tp
+            parts *= p.ep if shape.expert else 1
+            parts *= (expert if shape.expert else dense) if p.strategy.shards_states else 1
+            copies = max(1.0, len(owned) / parts)  # ranks with each element
+            size, there = main * math.prod(shape.shape[-2:]), copies / len(owned)
+            gathered += sends * size * (1.0 - there)
+            given += returns * size * (copies - there)
+        found.append((gathered, given))
+    return found
+
+
 def wire_factor(operation: str, size: int) -> float:
     """What a rank sends for each byte of volume, with ring algorithms over `size` ranks."""
     if operation == "send":
@@ -182,6 +207,8 @@ def step_volumes(config: RunConfig, pipeline_rank: int, num_microbatches: int) -
             found[group, operation] += num_microbatches * size
         for group, operation, size in gradient_volumes(config, plan, stages, num_microbatches):
             found[group, operation] += size
+    exchanged = matrix_volumes(config, mine)  # the mean over those ranks of what each sends
+    found[matrix_ranks(config), "all-to-all"] += round(sum(map(sum, exchanged)) / len(exchanged))
     model = config.model
     terms = sum(bool(model.num_experts and c) for c in (model.moe_aux_loss_coeff, model.moe_z_loss_coeff))
     terms += model.mtp_num_layers > 0
@@ -206,6 +233,7 @@ def group_sizes(config: RunConfig) -> dict[str, int]:
         "cp-heads": p.cp_heads,
         "cp-keys": p.cp // p.cp_heads,
         "tp-cp": p.tp * p.cp,
+        "tp-dp-cp": p.tp * dense,
         "dp-cp": dense,
         "intra-dp-cp": dense // p.instances,
         "inter-dp-cp": p.instances,

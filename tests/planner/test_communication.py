@@ -62,6 +62,8 @@ tp4, two ranks share a key: tp=4 LLAMA num_query_groups=2 kv_channels=8
 tp4 cp2 ring sp, one key: tp=4 cp=2 SP LLAMA num_query_groups=1 FULL
 ep2 etp1 tp2 sp cp2: dp=1 tp=2 cp=2 ep=2 etp=1 SP MOE Z1
 ep2 tp2, the shared expert recomputed: dp=2 tp=2 ep=2 etp=1 MOE SHARED recompute_modules=["shared_experts"]
+dp2 tp2 sp llama, muon: dp=2 tp=2 SP LLAMA optimizer=muon
+dp2 tp2 latent, soap: dp=2 tp=2 LATENT optimizer=soap
 etp2 tp2, experts recomputed, shared, capacity: dp=2 tp=2 ep=2 etp=2 MOE SHARED recompute_modules=["mlp","moe"]
   moe_expert_capacity_factor=1.9 moe_first_dense_layers=1
 """,
@@ -104,7 +106,7 @@ def expected(settings: dict[str, Any], pipeline_rank: int) -> dict[tuple[str, st
 def test_a_step_moves_what_the_formulas_say(name: str) -> None:
     settings = LAYOUTS[name]
     ranks = run_ranks(_world(settings), volumes_of_a_step, settings)
-    rows = ("ep", "all-to-all"), ("expert-tp", "all-to-all"), ("tp", "all-to-all")
+    rows = [(group, "all-to-all") for group in ("ep", "expert-tp", "tp", "tp-dp-cp")]
     total: Counter[tuple[str, str]] = Counter()
     total_expected: Counter[tuple[str, str]] = Counter()
     for rank in ranks:
@@ -115,8 +117,8 @@ def test_a_step_moves_what_the_formulas_say(name: str) -> None:
                 assert rank["volumes"][key] == size, key
         total.update(rank["volumes"])
         total_expected.update(formula)
-    # Rows of experts come as the tokens have chosen, and of ranks that share a key one holds it; over all ranks together
-    # their number is known.
+    # Rows of experts come as the tokens have chosen, of ranks that share a key one holds it, and each works on other
+    # matrices; over all ranks together their number is known.
     assert total == total_expected
 
 

@@ -11,18 +11,19 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megalite.config.batch import microbatch_counts
+from megalite.config.optimizer import sides_of
 from megalite.config.run import RunConfig
 from megalite.data_parallel.facts import wire_width
-from megalite.models.shapes import flops_per_token
+from megalite.models.shapes import ParameterShape, flops_per_token
 from megalite.partition.activations import ELEMENT_BYTES
-from megalite.partition.buckets import bytes_of_class, held_elements, matrix_bytes
+from megalite.partition.buckets import bytes_of_class, held_elements, matrices_of_ranks, matrix_bytes
 from megalite.partition.memory import RankMemory, planned_memory
 from megalite.partition.pipeline import plan_stages
 from megalite.partition.stages import StagePlan
 from megalite.pipeline.ir.actions import Kind
 from megalite.pipeline.ir.simulate import Event, shared_makespan
 from megalite.planner.clock import Clock, Run
-from megalite.planner.communication import gradient_volumes, group_sizes
+from megalite.planner.communication import gradient_volumes, group_sizes, matrix_volumes
 from megalite.planner.cost import rates
 from megalite.planner.cost.stage import StageCost, StageKind, simulator_costs, stage_costs, stage_kind
 from megalite.planner.hardware import Cluster, SoftwareStack
@@ -130,7 +131,7 @@ class _Beside:
 
     def _optimizer_seconds(self, plans: Sequence[StagePlan]) -> float:
         """States read and written, gradients read for norm and update and set to zero, parameters written; what is in
-        host memory comes and goes."""
+        host memory comes and goes. Whole matrices go to the ranks that work on them, and back: as long as the busiest takes."""
         config, device = self.config, self.cluster.accelerator
         sizes, width = group_sizes(config), max(4, ELEMENT_BYTES[config.training.precision])
         squares = max(matrix_bytes(config, plans))
@@ -143,7 +144,32 @@ class _Beside:
             total += bytes_each * elements
             host += config.optimizer.host_fraction * each.offloadable * elements
         seconds = total / (device.memory_bandwidth * self.cluster.efficiency.memory) * self.stack.optimizer_slowdown
+        exchanged, work = matrix_volumes(config, plans), matrices_of_ranks(config, plans)
+        count = len(exchanged)
+        for volume in map(max, zip(*exchanged)) if count > 1 else ():
+            # All-to-all counts what stays on a rank, which these volumes leave out.
+            each = volume * count / (count - 1.0)
+            seconds += float(rates.collective_seconds("all-to-all", each, count, 1.0, self.cluster))
+        main = "fp64" if config.training.precision == "fp64" else "fp32"
+        rate = device.peak_flops.get(main, self.cluster.peak(config.training.precision))
+        flops = max(sum(matrix_flops(config, shape) for shape in own) for own in work)
+        seconds += flops / (rate * device.clock * self.cluster.efficiency.gemm)
         return float(rates.with_copies(seconds, host, config, self.cluster))
+
+
+def matrix_flops(config: RunConfig, shape: ParameterShape) -> float:
+    """Of the optimizer's work in a step on one matrix [r, c] of a tensor: Newton-Schulz iterations of Muon, or SOAP's turns
+    into eigenbases and back, Gram matrices, and now and then a product and a QR factorisation (8/3·n³) for the bases."""
+    model, optimizer, (rows, columns) = config.model, config.optimizer, shape.shape[-2:]
+    sides = sides_of(optimizer, rows, columns).values()
+    if sides:
+        turned = 8.0 * rows * columns * sum(sides)
+        return turned + sum((2.0 + 8.0 / 3.0) * n**3 for n in sides) / optimizer.soap_frequency
+    parts = [rows]
+    if optimizer.muon_split_qkv and shape.name.endswith(".attention.qkv.weight"):
+        parts = [heads * model.head_size for heads in (model.num_attention_heads, *[model.query_groups] * 2)]
+    least = [(min(part, columns), max(part, columns)) for part in parts]
+    return sum(optimizer.muon_steps * (4.0 * r**2 * c + 2.0 * r**3) for r, c in least)
 
 
 def _late_gathers(exchanges: Sequence[Exchange], plans: Sequence[StagePlan], events: Sequence[Event]) -> float:

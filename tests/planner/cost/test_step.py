@@ -4,17 +4,22 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from megalite.config.batch import microbatch_counts
 from megalite.config.run import RunConfig
-from megalite.models.shapes import flops_per_token
+from megalite.models.shapes import flops_per_token, layer_shapes
+from megalite.optimizers.muon import orthogonalise
+from megalite.partition.buckets import matrices_of_ranks
 from megalite.partition.pipeline import lowered, plan_stages, schedule_of
 from megalite.pipeline.ir.actions import Kind
 from megalite.pipeline.ir.simulate import simulate
 from megalite.planner import clock
+from megalite.planner.communication import matrix_volumes
 from megalite.planner.cost.rates import crosses_node, links_of
 from megalite.planner.cost.stage import simulator_costs, stage_costs
-from megalite.planner.cost.step import predict
+from megalite.planner.cost.step import matrix_flops, predict
 from tests.planner.cost.machines import BASE, ENDLESS, STACK, cluster_with, config_of, free_communication, without_host
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -40,6 +45,25 @@ def _config(name: str) -> RunConfig:
     for axis in ("tp", "pp", "dp", "cp"):
         world *= settings.get(axis, 1)
     return config_of(world, **settings)
+
+
+def test_work_on_whole_matrices() -> None:
+    """The FLOPs that torch counts, on the rank with most of them; and what travels takes as long as links let it."""
+    config = config_of(16, tp=2, dp=8, optimizer="muon", global_batch_size=16)
+    shapes = [shape for shape in layer_shapes(config.model, 0) if len(shape.shape) > 1]
+    for shape in shapes:
+        parts = [2048] * 3 if "qkv" in shape.name else [shape.shape[-2]]
+        with FlopCounterMode(display=False) as counter:
+            for rows in parts:
+                orthogonalise(torch.ones(rows, shape.shape[-1], device="meta"), config.optimizer.muon_steps)
+        assert matrix_flops(config, shape) == counter.get_total_flops()
+    most = max(
+        sum(matrix_flops(config, shape) for shape in own) for own in matrices_of_ranks(config, plan_stages(config))
+    )
+    free, usual = (predict(config, cluster, STACK).parts["optimizer"] for cluster in (free_communication(), BASE))
+    assert free >= most / (1.95e13 * BASE.efficiency.gemm)
+    sent = max(map(sum, matrix_volumes(config, plan_stages(config)))) / BASE.nic_share
+    assert usual - free > sent / 2
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
