@@ -55,27 +55,6 @@ def test_an_error_is_one_line_and_status_2(tmp_path: Path, capsys: Capture) -> N
     assert third.startswith("error: ") and "Not a directory" in third
 
 
-def test_what_a_stopped_run_left_is_said(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_numbers(tmp_path / "a.jsonl", 20)
-    before = signal.getsignal(signal.SIGINT)  # a test run in the background may have it ignored
-    update = JobProgress.take
-
-    def interrupt(self: JobProgress, progress: Progress) -> None:
-        update(self, progress)
-        if progress.documents:
-            signal.raise_signal(signal.SIGINT)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(JobProgress, "take", interrupt)
-        assert run(tmp_path, "--input", str(tmp_path / "a.jsonl")) == 130
-    assert capsys.readouterr().err.startswith("interrupted; 20 documents are kept in")
-    assert signal.getsignal(signal.SIGINT) is before
-    assert run(tmp_path, "--input", str(tmp_path / "a.jsonl")) == 0
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "resuming after 20 documents that an earlier run has done"
-    assert "0 documents/s" in lines[1] and lines[1].startswith("20 documents")
-
-
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_does_not_stop_the_saving(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, second: signal.Signals
@@ -95,12 +74,6 @@ def test_a_second_signal_does_not_stop_the_saving(
     monkeypatch.setattr(State, "write", write_late)
     assert run(tmp_path, "--input", str(tmp_path / "a.jsonl")) == 130
     assert capsys.readouterr().err.startswith("interrupted; 20 documents are kept in")
-
-
-def test_a_signal_while_the_plan_is_made(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "plan", lambda job: signal.raise_signal(signal.SIGTERM))
-    assert run(tmp_path, "--input", "a", "--dry-run") == 143
-    assert capsys.readouterr().err == "terminated\n"
 
 
 def test_the_third_signal_ends_the_process() -> None:

@@ -13,7 +13,7 @@ import pytest
 import zstandard
 
 from megalite.config.errors import ConfigError
-from megalite.preprocess.inputs import Input, find_inputs
+from megalite.preprocess.inputs import find_inputs
 from tests.preprocess.reading import read_all, write
 from tests.support.patience import within
 
@@ -42,16 +42,6 @@ def test_folders_globs_and_files_each_once_and_in_order(tmp_path: Path) -> None:
     # What a glob finds may be a folder, as when a shell expands it.
     assert names(tmp_path, tmp_path / "a*") == everything[:4]
     assert names(tmp_path, tmp_path / "b.jsonl", f"{tmp_path}/./b.jsonl", f"{tmp_path}/a/../b.jsonl") == ["b.jsonl"]
-
-
-def test_what_an_input_is(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl.gz", LINE)
-    text = write(tmp_path / "b.txt", b"abc")
-    assert find_inputs([str(path), "-", str(text), "-"]) == [
-        Input(str(path), "jsonl", "gz", path.stat().st_size),
-        Input("-", "jsonl", None, None),
-        Input(str(text), "text", None, 3),
-    ]
 
 
 def test_links_are_followed_once(tmp_path: Path) -> None:
@@ -135,26 +125,6 @@ def test_what_is_no_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(ConfigError, match=r"secret\.jsonl cannot be read: Permission denied; fix the file"):
         find_inputs([str(tmp_path / "secret.jsonl")])
-
-
-def test_a_folder_that_must_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "locked").mkdir()
-    scandir = os.scandir
-
-    def refuse(path: str) -> object:
-        if str(path).endswith("locked"):
-            raise PermissionError(13, "Permission denied", str(path))
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(ConfigError, match=r"locked cannot be read: Permission denied"):
-        find_inputs([str(tmp_path)])
-
-
-def test_a_damaged_json_gz_is_found_at_once(tmp_path: Path) -> None:
-    (tmp_path / "a.json.gz").write_bytes(gzip.compress(LINE)[:-9])
-    with pytest.raises(ConfigError, match=r"a\.json\.gz cannot be read: it ends in the middle"):
-        find_inputs([str(tmp_path)])
 
 
 LINES = b"".join(b'{"text": "%d"}\n' % n for n in range(200))

@@ -165,18 +165,6 @@ def test_a_failure_leaves_files_of_others(tmp_path: Path, monkeypatch: pytest.Mo
     assert [path.name for path in tmp_path.glob("new*")] == ["new.json"]
 
 
-def test_an_output_without_a_name_or_a_folder(tmp_path: Path) -> None:
-    a = write(tmp_path / "a", MIXED)
-    for output in (f"{tmp_path}/sub/", ""):
-        with pytest.raises(ConfigError, match="has no name; give one such as"):
-            merge([a], output)
-    (tmp_path / "file").write_text("")
-    for folder in ("/proc", tmp_path / "file"):
-        with pytest.raises(ConfigError, match=f"output_prefix {folder}/o: cannot write to {folder}: "):
-            merge([a], f"{folder}/o")
-    assert len(list(tmp_path.iterdir())) == 3
-
-
 def test_damaged_inputs(tmp_path: Path) -> None:
     a = write_with_side_file(tmp_path / "a", [[[100]]], tokenizer=TOKENIZER)
     with pytest.raises(ConfigError, match=r"a\.bin: token id 100, expected 0 to 99"):

@@ -9,9 +9,8 @@ import pyarrow.parquet
 import pytest
 
 from megalite.config.errors import ConfigError
-from megalite.preprocess.documents import read_piece
-from megalite.preprocess.inputs import cut_parquet, find_inputs
-from megalite.preprocess.pieces import Limits, Place, cut
+from megalite.preprocess.inputs import cut_parquet
+from megalite.preprocess.pieces import Limits, Place
 from tests.preprocess.reading import only, pieces_of, read, read_all, words
 
 GENERATOR = random.Random(0)
@@ -90,25 +89,6 @@ def test_a_place_behind_the_end(tmp_path: Path) -> None:
     assert pieces_of(path, after=Place(0, 1)) == []
     with pytest.raises(ConfigError, match=r"a\.parquet has changed .*it has 1 rows, and row 2"):
         pieces_of(path, after=Place(0, 2))
-
-
-def test_no_rows_are_no_documents(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", {"text": pyarrow.array([], pyarrow.string())})
-    assert read_all(path) == ([], [])
-
-
-def test_memory_does_not_grow_with_the_row_group(tmp_path: Path) -> None:
-    generator = random.Random(1)
-    letters = [generator.randbytes(2000).hex() for _ in range(8000)]
-    path = write(tmp_path / "a.parquet", {"text": letters, "junk": letters}, use_dictionary=False, compression="none")
-    del letters
-    before = pyarrow.total_allocated_bytes()
-    most = rows = 0
-    for piece in cut(find_inputs([str(path)]), keys=["text"], limits=Limits()):
-        most = max(most, pyarrow.total_allocated_bytes() - before)
-        rows += len(read_piece(piece, ["text"], Limits()).texts[0])
-    assert rows == 8000 and path.stat().st_size > 60 << 20
-    assert most < 16 << 20  # half of the column, a quarter of the row group
 
 
 @pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.dictionary(pyarrow.int32(), pyarrow.string())], ids=str)

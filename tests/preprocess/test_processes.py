@@ -93,7 +93,7 @@ def test_killed_at_random_it_goes_on_and_leaves_no_process(folder: Path, expecte
     killed = 0
     while True:
         command = Command(folder, "--workers", "2")
-        if killed == 3 or not command.wait_until_kept(draw.randrange(20, 600)):
+        if killed == 2 or not command.wait_until_kept(draw.randrange(20, 600)):
             break
         started = command.workers()
         command.process.kill()

@@ -106,16 +106,6 @@ def test_what_is_damaged_is_done_again(tmp_path: Path, name: str, damage: str) -
     assert documents(tmp_path, "a") == [[i, 7] for i in range(100)]
 
 
-def test_what_is_beyond_the_state_is_cut_off(tmp_path: Path, undisturbed: list[bytes]) -> None:
-    """A run may be killed between its files and their state."""
-    folder = leave_unfinished(tmp_path)
-    for name in ("0.bin", "0.lengths"):
-        (folder / name).write_bytes((folder / name).read_bytes() + b"more")
-    (folder / ".state.json.new").write_bytes(b"half")
-    assert run_numbers(tmp_path, tmp_path / "a.jsonl", append_eod=True).kept_documents >= 100
-    assert output_bytes(tmp_path) == undisturbed
-
-
 OTHER_JOBS = {
     "append_eod was True, now False": {"append_eod": False},
     "tokenizer's sha256 was [0-9a-f]{64}, now [0-9a-f]{64}": {"vocab_size": 1001},
@@ -261,19 +251,6 @@ def leave_finished(folder: Path, file: str, *inputs: Path | str, restart: bool =
         with pytest.raises(Stop) as stopped:
             run_numbers(folder, *inputs, restart=restart)
     assert "documents are kept in" in stopped.value.__notes__[0]
-
-
-@pytest.mark.parametrize("file", ["0.bin", "0.idx", "0.json"])
-def test_files_that_have_their_names_are_taken_back(tmp_path: Path, file: str) -> None:
-    path = write_numbers(tmp_path / "a.jsonl", 30)
-    run_numbers(tmp_path, path)
-    expected = output_bytes(tmp_path)
-    leave_finished(tmp_path, file, path, restart=True)
-    # Stopped a second time there, it says once more what is kept.
-    leave_finished(tmp_path, file, path)
-    result = run_numbers(tmp_path, path)
-    assert "resuming" in result.notice and result.kept_documents == result.documents == 30
-    assert output_bytes(tmp_path) == expected and not (tmp_path / "out.unfinished").exists()
 
 
 @pytest.mark.parametrize("renamed", [False, True])

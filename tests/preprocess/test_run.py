@@ -232,29 +232,6 @@ def test_parquet_with_two_workers(tmp_path: Path) -> None:
     assert documents(tmp_path, "a") == [[i, i + 1] for i in range(200) if i != 70]
 
 
-def test_a_damaged_archive_is_the_same_with_any_number_of_workers(tmp_path: Path) -> None:
-    """What comes before the damage is done, and a bad line before it is the first error of --strict."""
-    good = 4000
-    lines = [b'{"text": "%d"}' % (i * i % 997) for i in range(good)]
-    lines[good // 2] = b"x"
-    whole = gzip.compress(b"\n".join(lines) + b"\n")
-    (tmp_path / "a.jsonl.gz").write_bytes(whole + b"no gzip member")
-    found = []
-    for workers in (1, 2):
-        said = []
-        for strict in (True, False):
-            with pytest.raises(ConfigError) as error:
-                run_numbers(
-                    tmp_path, tmp_path / "a.jsonl.gz", workers=workers, piece_bytes=2000, strict=strict, restart=True
-                )
-            said.append((str(error.value), error.value.__notes__ if not strict else []))
-        found.append(said)
-    assert found[0] == found[1]
-    (first, _), (second, notes) = found[0]
-    assert f"a.jsonl.gz:{good // 2 + 1}: invalid JSON" in first and "stopped by --strict" in first
-    assert "a.jsonl.gz cannot be read" in second and int(notes[0].split()[0].replace(",", "")) > good // 2
-
-
 def assert_refused(job: PreprocessJob, message: str) -> None:
     """By the job and by its plan, and nothing is made."""
     top = Path(job.inputs[0]).parent

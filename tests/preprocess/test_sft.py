@@ -181,13 +181,6 @@ def test_templates_that_do_not_say_where_the_answers_are(tmp_path: Path) -> None
         preprocess(job(tmp_path, examples, tokenizer=garbled))
 
 
-def test_a_plan_shows_the_first_example(tmp_path: Path) -> None:
-    folder = tokenizer_folder(tmp_path / "tok", MARKED)
-    examples = write_examples(tmp_path / "e.jsonl", {"messages": CHATS[1]})
-    found = plan(job(tmp_path, examples, tokenizer=DataConfig(tokenizer_model=str(folder))))
-    assert found.place == f"{examples}:1" and "2 + 2?" in found.text and len(found.ids) > 4
-
-
 def test_a_stopped_job_resumes_to_the_same_bytes(tmp_path: Path) -> None:
     examples = write_examples(
         tmp_path / "e.jsonl", *({"prompt": f"{i}", "response": "b" * (i % 9)} for i in range(1, 99))

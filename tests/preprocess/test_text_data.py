@@ -1,7 +1,6 @@
 """Text that a run names: tokenized once, as the preprocess command would, whatever is killed or comes twice."""
 
 import json
-import multiprocessing
 import os
 import threading
 from collections.abc import Callable
@@ -127,26 +126,6 @@ def test_a_stop_keeps_what_is_done(tmp_path: Path) -> None:
         tokenized(config(text), stopped=lambda: done and done[-1] > 0, on_progress=lambda p: done.append(p.documents))
     made, (said,) = tokenized(config(text))
     assert f"resuming after {done[-1]:,} documents" in said and 0 < done[-1] < 500
-    assert content(made[str(text)]) == by_command(tmp_path, text)
-
-
-def _die(run: RunConfig) -> None:
-    def kill(progress: Progress) -> None:
-        if progress.documents:
-            os._exit(9)
-
-    tokenized(run, on_progress=kill)
-
-
-def test_a_kill_in_the_middle_leaves_nothing_wrong(tmp_path: Path) -> None:
-    text = large(tmp_path / "a.jsonl")
-    process = multiprocessing.get_context("spawn").Process(target=_die, args=(config(text),))
-    process.start()
-    process.join(60)
-    assert process.exitcode == 9
-    (text_data,) = find_texts(config(text))
-    assert text_data.job.unfinished.is_dir() and not text_data.is_done
-    made, _ = tokenized(config(text))
     assert content(made[str(text)]) == by_command(tmp_path, text)
 
 
