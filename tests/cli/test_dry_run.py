@@ -1,7 +1,6 @@
 """The dry run, whole and of one rank: its JSON keys, its text, its errors and its speed."""
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -170,44 +169,9 @@ def test_ramp_up_checks_every_batch_size() -> None:
         )
 
 
-def test_trillion_parameters_on_3072_ranks() -> None:
-    start = time.perf_counter()
-    found = report_of(TRILLION)
-    assert time.perf_counter() - start < 10  # about 1 s on an idle core
-    assert found["layout"]["groups"]["pp"]["count"] == 48
-    assert found["layout"]["ranks"] == [] and not found["layout"]["groups"]["pp"]["complete"]
-    assert found["model"]["parameters"] == pytest.approx(1.008e12, rel=1e-3)
-    assert found["schedule"]["bubble_fraction"] == pytest.approx(63 / (512 + 63), rel=0.1)
-    assert found["schedule"]["grid"] is None
-    text = format_report(found)
-    assert any(line.startswith("stage 1-62 on pipeline rank 1-62 2 layers 2-125 ") for line in squeezed(text))
-    assert len(text.splitlines()) < 45
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--dry-run --tp 2 --world-size 3", "world size 3 is not a multiple of tp·pp·cp = 2·1·1 = 2"),
-        ("--dry-run", "the size of the vocabulary is not known; add --vocab-size"),
-        (
-            "--dry-run --vocab-size 8 --pp 2 --vpp 2 --num-layers 4 --global-batch-size 3 --pipeline-schedule dualpipe-v",
-            "dualpipe-v",
-        ),
-    ],
-)
-def test_errors(flags: str, message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        report_of(flags)
-    assert message in str(error.value)
-
-
 def test_default_world_size() -> None:
     assert world_size_of(parse_arguments(["--tp", "2", "--pp", "3", "--cp", "2"])) == 12
     assert world_size_of(parse_arguments(["--tp", "2", "--dp", "5"])) == 10
-
-
-def test_json_is_the_report() -> None:
-    assert json.loads(dry_run(parse_arguments(f"{TINY} --json".split()))) == report_of(TINY)
 
 
 def rank_of(flags: str) -> dict[str, Any]:
@@ -269,14 +233,6 @@ def test_text_of_a_rank() -> None:
     assert " 2RECV_F0 2RECV_F1 2F0 2SEND_F0 " in actions and " more ... " in actions
     assert actions.endswith(" 2REDUCE_GRAD")
     assert max(map(len, text.splitlines())) <= 140
-
-
-def test_one_rank_alone() -> None:
-    flags = ["--dry-run", "--num-layers", "2", "--vocab-size", "100", "--rank", "0"]
-    text = dry_run(parse_arguments(flags))
-    assert text.startswith("Rank 0 of 1: tp 0, cp 0, dp 0, pp 0\n  alone in: world, tp, ")
-    assert "Communication" not in text
-    assert text.endswith("1 F, 1 B, 1 REDUCE_GRAD\n  0F0 0B0 0REDUCE_GRAD")
 
 
 @pytest.mark.parametrize(

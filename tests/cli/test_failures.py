@@ -129,19 +129,6 @@ def test_debug(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     assert os.environ[DEBUG_VARIABLE] == "", "as it was"
 
 
-@pytest.mark.parametrize("words", [["--debug", "train", "--tp", "x"], ["train", "--tp", "x", "--debug"]])
-def test_debug_goes_anywhere(words: list[str], capsys: Captured) -> None:
-    assert main(words) == BAD_INPUT
-    said = capsys.readouterr().err
-    assert "- --tp: tp takes a whole number" in said and "Traceback" in said
-
-
-def test_the_words_default_to_those_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["megalite", "a", "b"])
-    with guarding("x") as end:
-        assert end.words == ["a", "b"]
-
-
 def test_other_ends(capsys: Captured) -> None:
     assert guarded(lambda: None, "x") == 0
     assert guarded(lambda: 3, "x") == 3

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.cli import kernels
 from megalite.cli.main import main
 from megalite.config.compute import OPERATIONS
 from megalite.kernels.registry import backends_of
@@ -66,28 +65,6 @@ def test_a_run_says_once_what_its_first_backend_does_not_serve(
     lines = [line for line in capsys.readouterr().out.splitlines() if "kernels: not onednn but " in line]
     assert len(lines) == 1
     assert "torch for layernorm, " in lines[0] and "(it has none)" in lines[0] and "matmul" not in lines[0]
-
-
-def test_a_type_that_a_kernel_does_not_take(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of apex's cross-entropy, where apex is."""
-    monkeypatch.setattr(kernels, "why_not_backend", lambda backend, device: None)
-    monkeypatch.setattr("megalite.kernels.registry.why_not_extension", lambda name: None)
-    monkeypatch.setattr("megalite.kernels.registry.why_not_backend", lambda backend, device: None)
-    monkeypatch.setattr(
-        kernels,
-        "why_not",
-        lambda operation, backend, use: "too small" if (backend, use.dtype) == ("apex", torch.bfloat16) else None,
-    )
-    assert main(["kernels", "--device", "cpu"]) == 0
-    assert "cross_entropy  apex     ready; not bfloat16: too small\n" in capsys.readouterr().out
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_no_cuda(capsys: Captured) -> None:
-    assert main(["kernels", "--device", "cuda"]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err == "error: --device cuda: torch finds no CUDA device here; use --device cpu\n"
 
 
 TINY = "--mock-data --vocab-size 64 --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8"

@@ -54,14 +54,6 @@ def test_resolve_writes_a_sweep_of_the_ties(tmp_path: Path, capsys: pytest.Captu
     assert not none.exists()
 
 
-def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
-    said = capsys.readouterr().out
-    assert all(flag in said for flag in main.spellings)
-    assert main([]) == 2
-    assert capsys.readouterr().out == said
-
-
 def test_precision_is_the_fastest_that_there_is() -> None:
     model = "--preset gpt3-1.3b --gpus 8 --global-batch-size 8"
     assert asked(f"{model} --cluster dgx-a100").request.config.training.precision == "bf16"
