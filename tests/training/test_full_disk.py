@@ -107,14 +107,6 @@ def test_a_full_disk_costs_records_alone(disk: Path, tmp_path: Path) -> None:
     assert told(folder)["status"] == "finished"
 
 
-def test_the_end_is_told_on_a_disk_that_stays_full(disk: Path) -> None:
-    folder = disk / "run"
-    lines = run({2: lambda: fill(disk)}, run_dir=str(folder), save_interval=3)
-    assert "No space left" in lines[-1] and lines[-1].startswith("SaveError: ")
-    assert told(folder) | {"reason": ""} == {"status": "failed", "reason": "", "step": 3, "exit_code": 4}
-    assert "No space left" in told(folder)["reason"]
-
-
 def test_a_removed_folder_costs_records_alone(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     more = {"save": str(tmp_path / "saved"), "save_interval": 4, "tensorboard_dir": str(tmp_path / "board")}

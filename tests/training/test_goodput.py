@@ -149,12 +149,3 @@ def test_a_full_disk_stops_no_training(tmp_path: Path, clock: Clock, monkeypatch
     assert lines == [
         "warning: cannot write sessions.json: No space left on device; goodput will not count what is not there"
     ]
-
-
-def test_without_a_folder_it_is_kept_in_memory(clock: Clock) -> None:
-    account = SessionLog(None, started=clock.now, step=0, resumes=True, ranks=1, layout="", log=print)
-    clock.now += 1.0
-    account.ready()
-    clock.now += 1.0
-    account.step(1, 1.0)
-    assert account.close(FINISHED).fraction == 0.5

@@ -1,4 +1,3 @@
-import shutil
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ def tokens(tmp_path: Path) -> Path:
     return tmp_path / "d"
 
 
-def prepared(context: RankContext, prefix: str, folders: list[str], empty: bool = False) -> dict:
+def prepared(context: RankContext, prefix: str, folders: list[str]) -> dict:
     """Two nodes of two ranks; each rank has its cache folder. Ranks 0, 2 and 3 open the data."""
     world = context.topology(dp=RANKS).world
     device = context.topology(dp=RANKS).device
@@ -46,8 +45,6 @@ def prepared(context: RankContext, prefix: str, folders: list[str], empty: bool 
         return {"error": str(error)}
     if isinstance(source, GPTDataset) and source.cache is not None:
         built = [kept.built for kept in source.cache.kept]
-        if empty:
-            shutil.rmtree(folders[context.rank], ignore_errors=True)
         samples = [source.sample(k).tolist() for k in range(SAMPLES)]
     return {"leads": leads, "built": built, "lines": lines, "samples": samples}
 
@@ -56,9 +53,9 @@ def entries(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def run(tokens: Path, folders: list[Path | None], empty: bool = False) -> list[dict]:
+def run(tokens: Path, folders: list[Path | None]) -> list[dict]:
     texts = ["" if folder is None else str(folder) for folder in folders]
-    return run_ranks(RANKS, prepared, str(tokens), texts, empty)
+    return run_ranks(RANKS, prepared, str(tokens), texts)
 
 
 def test_a_shared_folder_is_built_in_once(tokens: Path, tmp_path: Path) -> None:
@@ -77,22 +74,6 @@ def test_each_node_builds_in_a_folder_of_its_own(tokens: Path, tmp_path: Path) -
     assert [one["built"] for one in found] == [[True], [], [True], []]
     assert entries(tmp_path / "node0") == entries(tmp_path / "node1")
     assert found[0]["samples"] == found[3]["samples"]
-
-
-def test_a_folder_that_is_emptied_meanwhile(tokens: Path, tmp_path: Path) -> None:
-    found = run(tokens, [tmp_path / "c"] * RANKS, empty=True)
-    again = run(tokens, [tmp_path / "other"] * RANKS)
-    assert [one["samples"] for one in found] == [one["samples"] for one in again]
-
-
-def test_a_default_folder_that_cannot_be_written_is_said_once(tokens: Path) -> None:
-    (tokens.parent / "cache").write_text("in the way")
-    found = run(tokens, [None] * RANKS)
-    assert [one["built"] for one in found] == [[]] * RANKS
-    for one in found:
-        (line,) = one["lines"]
-        assert f"cannot write to {tokens.parent / 'cache'}" in line and "made in the memory" in line
-    assert found[0]["samples"] == found[2]["samples"]
 
 
 def test_a_chosen_folder_that_cannot_be_written_is_the_same_error_everywhere(tokens: Path, tmp_path: Path) -> None:

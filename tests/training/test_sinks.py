@@ -5,7 +5,6 @@ import json
 import math
 import sys
 import types
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -325,16 +324,3 @@ def test_comet_continues_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (_, parameters), *rest = comet.calls
     assert rest == [written, ("end", None)] * 2
     assert parameters["hidden_size"] == str(config.model.hidden_size) and "hunter2" not in str(parameters)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_comet_itself_writes_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("comet_ml")
-    monkeypatch.setenv("COMET_START_ONLINE", "0")
-    sink = Comet(replace(RunConfig(), run_dir=str(tmp_path), metrics=["comet"]), step=0)
-    sink.write(record(1))
-    sink.close()
-    (file,) = (tmp_path / "comet").glob("*.zip")
-    with zipfile.ZipFile(file) as archive:
-        kept = archive.read("messages.json").decode()
-    assert "lm loss" in kept and "hidden_size" in kept

@@ -230,9 +230,3 @@ def test_a_collective_that_breaks_as_peers_leave_is_a_stop_until_the_first_step(
         end(broken, tmp_path, asked, step=1, moved=True)
     with pytest.raises(RuntimeError):
         end(broken, tmp_path, StopRequests())
-
-
-def test_nobody_is_told_where_there_is_no_folder(tmp_path: Path) -> None:
-    write_ending(tmp_path / "nothing", Ending.finished(1))
-    write_ending(None, Ending.finished(1))
-    assert list(tmp_path.iterdir()) == []

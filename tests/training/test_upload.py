@@ -130,6 +130,7 @@ def test_killed_before_any_write_the_one_before_is_complete(address: str, tmp_pa
     assert_holds(find(fetched(address)), seed=2)
 
 
+@IN_FILES
 @pytest.mark.parametrize("number", range(1, WRITES + 1))
 def test_a_step_that_is_saved_again_is_the_old_one_until_it_is_complete(
     address: str, tmp_path: Path, number: int
@@ -289,15 +290,6 @@ def test_what_is_half_removed_is_not_complete(address: str, tmp_path: Path) -> N
         assert any(isinstance(result, Killed) for result in save(lambda group: there, 2))
     assert names(address)["step-0000001"], "its other files are there"
     assert list(StoreObject(address).steps()) == [2]
-
-
-def test_the_same_step_again_has_no_file_of_the_former(address: str, tmp_path: Path) -> None:
-    there = destination(address, tmp_path)
-    save(lambda group: there, 1)
-    StoreObject(f"{address}/step-0000001/weights-00007.safetensors").write(b"of another layout")
-    save(lambda group: there, 1)
-    assert "weights-00007.safetensors" not in names(address)["step-0000001"]
-    assert_holds(find(fetched(address)), seed=1)
 
 
 def test_probe(address: str, tmp_path: Path) -> None:
