@@ -110,7 +110,6 @@ RUNS: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
     ("topk:0.25", (0, 1, 2), {"pp": 2, "vpp": 2, "pipeline_layers": [1, 1, 1, 1], "sanitize_communication": True}),
     ("topk:0.25", (0, 2), {**VEE, "pipeline_layers": [1, 1, 1, 1]}),  # at the turn nothing is sent
     ("bf16", (1,), {"pp": 2, "tp": 2, "pipeline_layers": [2, 2]}),
-    ("bf16", (1,), {"pp": 2, "tp": 2, "sequence_parallel": True, "pipeline_layers": [2, 2]}),
     ("uint8", (1,), {"pp": 2, "tp": 2, "pipeline_layers": [2, 2], **WHOLE}),
     ("uint8", (1,), {"pp": 2, "pipeline_layers": [2, 2], "recompute_granularity": "full", "recompute_ahead": True}),
 ]

@@ -6,9 +6,9 @@ import re
 import pytest
 
 from megalite.config.errors import ConfigError
-from megalite.pipeline.ir.actions import Action, Kind
+from megalite.pipeline.ir.actions import Kind
 from megalite.pipeline.ir.generators.many_chunks import dualpipe_v, interleaved, looped_bfs, smallest_group, zb_v
-from megalite.pipeline.ir.generators.one_chunk import gpipe, merge_halves, one_f_one_b, zb_h1, zb_h2
+from megalite.pipeline.ir.generators.one_chunk import gpipe, one_f_one_b, zb_h1, zb_h2
 from megalite.pipeline.ir.generators.registry import SCHEDULES, build_schedule, default_schedule, with_recompute_ahead
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.schedule import Schedule
@@ -72,16 +72,6 @@ def test_published_interleaved_tables(microbatches: int, group: int | None, orde
         assert "".join(str(action.stage // 2) for action in forwards) == chunks
         assert "".join(str(action.microbatch) for action in backwards) == order
         assert "".join(str(1 - action.stage // 2) for action in backwards) == chunks
-
-
-def test_halves_are_merged_only_where_no_other_rank_waits() -> None:
-    def merged(text: str, placement: tuple[int, ...]) -> str:
-        return " ".join(map(str, merge_halves([Action.parse(cell) for cell in text.split()], placement)))
-
-    assert merged("0I0 0W0 0I1 0F2 0W1", (0, 1)) == "0B0 0I1 0F2 0W1"
-    assert merged("1I0 1W0", (0, 1)) == "1I0 1W0"
-    assert merged("2I0 2W0 1I0 1W0", (0, 1, 1, 0)) == "2B0 1I0 1W0"
-    assert merged("0I0 0W1 0I1 0W0", (0,)) == "0I0 0W1 0I1 0W0", "another microbatch's"
 
 
 def test_every_schedule_is_valid_for_every_count_of_microbatches() -> None:

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-from megalite.pipeline.ir.actions import Action, Kind
 from megalite.pipeline.ir.generators.registry import build_schedule
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.perfetto import merge_traces
 from megalite.pipeline.ir.schedule import dependencies
-from megalite.pipeline.ir.simulate import Costs, Event, Timeline, simulate
+from megalite.pipeline.ir.simulate import Costs, Timeline, simulate
 
 Trace = dict[str, Any]
 
@@ -130,14 +129,3 @@ def test_several_steps_in_one_source() -> None:
     assert len(starts) == len(ends) == 3 * 4
     for start, end in zip(starts, ends, strict=True):
         assert start["ts"] // 100e6 == end["ts"] // 100e6
-
-
-def test_parts_of_a_step() -> None:
-    """One rank's recorder alone has no one to draw arrows to."""
-    events = [Event(1, Action(Kind.F, 1, 3), 0.5, 0.75), Event(1, Action(Kind.B, 1, 3), 0.75, 1.5)]
-    trace = merge_traces({"measured": events, "nothing": []})
-    assert of_phase(trace, "s") == []
-    assert [(each["name"], each["ts"], each["dur"]) for each in of_phase(trace, "X")] == [
-        ("1F3", 0.5e6, 0.25e6),
-        ("1B3", 0.75e6, 0.75e6),
-    ]

@@ -4,11 +4,9 @@ import re
 
 from megalite.pipeline.ir.actions import Action
 from megalite.pipeline.ir.generators.many_chunks import interleaved, looped_bfs
-from megalite.pipeline.ir.generators.one_chunk import loop_placement, one_f_one_b
-from megalite.pipeline.ir.generators.registry import forward_only
+from megalite.pipeline.ir.generators.one_chunk import one_f_one_b
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.render import render_grid, render_lists
-from megalite.pipeline.ir.schedule import Schedule
 from megalite.pipeline.ir.simulate import Costs, simulate
 
 
@@ -35,15 +33,6 @@ def test_chunks_name_the_stage_and_timelines_show_lengths() -> None:
     )
 
 
-def test_uneven_costs_keep_each_action_visible() -> None:
-    schedule = one_f_one_b(4, 5)
-    costs = Costs(forward=(1.0, 1.3, 1.7, 2.5), backward=(2.2, 2.9, 3.1, 4.9), p2p=0.3)
-    grid = render_grid(simulate(lower(schedule), costs), width=1000)
-    for line, row in zip(grid.split("\n")[2:6], schedule.actions, strict=True):
-        cells = [cell for cell in line.split()[2:] if cell[0] in "FB"]
-        assert cells == [f"{action.kind}{action.microbatch}" for action in row]
-
-
 def test_wide_and_tall_grids_say_what_is_left_out() -> None:
     grid = render_grid(interleaved(24, 2, 48), width=100, max_ranks=8)
     lines = grid.split("\n")
@@ -56,15 +45,6 @@ def test_wide_and_tall_grids_say_what_is_left_out() -> None:
     assert lines[-2:] == [f"… slots {first} to {last} are left out", "… ranks 4 to 20 are left out"]
     num_slots = 2 * 48 * 2 + 2 * 23
     assert int(header[-3]) == num_slots - 1  # before the headings "bubble" and "peak"
-
-
-def test_forward_only_and_stuck_schedules() -> None:
-    grid = render_grid(forward_only(loop_placement(2, 1), 2))
-    assert "backward" not in grid and grid.split("\n")[2] == "rank 0 F0 F1 .   33.3%     1".replace("F1 .", "F1  .")
-    stuck = Schedule.from_csv("0F0,0F1,0B0,0B1\n1F1,1B1,1F0,1B0\n2F0,2B0,2F1,2B1\n")
-    lines = render_grid(stuck).split("\n")
-    assert lines[2].startswith("rank 0 F0 F1  .") and lines[2].endswith("stuck at 0B0")
-    assert lines[3].endswith("stuck at 1B1") and lines[4].endswith("stuck at 2F0")
 
 
 def test_lists_are_cut_around_the_mark() -> None:
@@ -82,16 +62,6 @@ def test_lists_are_cut_around_the_mark() -> None:
     assert " … 17F" in lines[3] and " 17F29 >17F30< 17F31 " in lines[3] and lines[3].endswith(" …")
     assert max(map(len, lines)) <= 60
     assert render_lists([[], actions[0][:2]], {1: 1}) == "rank 0: (nothing)\nrank 1: 0F0 >0F1<"
-
-
-def test_halves_and_recomputation() -> None:
-    grid = render_grid(Schedule.from_csv("0F0,0F1,0R0,0I0,0W0,0B1\n1F0,1I0,1F1,1W0,1B1\n"))
-    assert grid.split("\n")[2:] == [
-        "rank 0 F0 F1 R0 I0 W0  .  . B1 --   22.2%     2",
-        "rank 1  . F0 I0 F1 W0 B1 --  .  .   33.3%     1",
-        "F2 forward of microbatch 2, B its backward, I its input gradient, W its weight gradient, R its forward again, "
-        ". idle; peak: live activations, in microbatches x stages",
-    ]
 
 
 def test_wide_grids_wrap_if_asked() -> None:

@@ -78,14 +78,6 @@ def test_boxes_are_the_events_to_scale(name: str, chunks: int) -> None:
     assert [shade for _, shade in sorted(stages)] == [str(chunk) for chunk in range(chunks)]
 
 
-def test_every_class_has_a_fill_of_its_own() -> None:
-    text = picture([panel(timeline("interleaved", 2, 3, 4)), panel(timeline("zb-v", 2, 2, 4))])
-    fills = dict(re.findall(r"\.([FBIWR]\d) \{ fill: (#[0-9a-f]{6}); \}", text))
-    used = {box.attrib["class"] for box in ET.fromstring(text).iter(f"{SVG}rect")} - {"idle"}
-    assert used == set(fills)
-    assert len(set(fills.values())) == len(fills)
-
-
 def test_words() -> None:
     found = timeline("zb-h1", 3, 1, 5)
     words = texts(ET.fromstring(picture([panel(found)], unit="ms")))
@@ -101,16 +93,6 @@ def test_words() -> None:
     assert "R forward again" in texts(root)
     assert any(box.attrib["class"] == "R0" for box in boxes(root).values())
     assert "peak: what it is" in words
-
-
-def test_numbers_only_where_they_fit() -> None:
-    def numbers(found: Timeline) -> int:
-        root = ET.fromstring(picture([panel(found)]))
-        return sum(text.attrib.get("class") == "number" for text in root.iter(f"{SVG}text"))
-
-    few, many = timeline("1f1b", 2, 1, 4), timeline("1f1b", 2, 1, 400)
-    assert numbers(few) == len(few.events)
-    assert numbers(many) == 0
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 3e5])

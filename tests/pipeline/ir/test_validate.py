@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megalite.pipeline.ir.actions import NO_MICROBATCH, Action, Kind, ScheduleError
+from megalite.pipeline.ir.actions import Action, Kind, ScheduleError
 from megalite.pipeline.ir.generators.many_chunks import dualpipe_v, interleaved, looped_bfs, zb_v
 from megalite.pipeline.ir.generators.one_chunk import gpipe, loop_placement, one_f_one_b, v_placement, zb_h1, zb_h2
 from megalite.pipeline.ir.generators.registry import forward_only, with_recompute_ahead
@@ -39,7 +39,7 @@ SMALL = [
     *(zb_h1(2, 2), zb_h1(3, 4), zb_h2(2, 3), zb_h2(4, 3), zb_v(2, 3), zb_v(3, 2), dualpipe_v(2, 4)),
     *(with_recompute_ahead(each) for each in (one_f_one_b(2, 3), interleaved(2, 2, 2), zb_v(2, 2))),
 ]
-MUTANTS = 5_000
+MUTANTS = 3_500
 
 FAULTS = (
     "is missing",
@@ -95,8 +95,8 @@ def test_mutants_against_the_oracle() -> None:
                 most = (max((units.activations for units in live_units(row)), default=0) for row in program.actions)
                 assert report.peak_activations == tuple(most), listed(program)
     assert min(seen.values()) >= 3, seen
-    assert seen["accepted"] > 700 and seen["rejected"] > 2800, seen
-    assert seen["in every interleaving"] > 1900 and seen["deadlocks whenever"] > 90, seen
+    assert seen["accepted"] > 500 and seen["rejected"] > 1950, seen
+    assert seen["in every interleaving"] > 1300 and seen["deadlocks whenever"] > 60, seen
 
 
 def listed(program: Program) -> str:
@@ -211,7 +211,7 @@ def test_deadlock_names_the_shortest_cycle() -> None:
 def test_circles_are_as_short_as_an_exhaustive_search_finds() -> None:
     rng = random.Random(11)
     lengths: Counter[int] = Counter()
-    while lengths.total() < 150:
+    while lengths.total() < 80:
         schedule = random_schedule(rng) if rng.random() < 0.5 else rng.choice(SMALL)
         _, program = reordered(schedule, rng)
         message = verdict(program)
@@ -219,7 +219,7 @@ def test_circles_are_as_short_as_an_exhaustive_search_finds() -> None:
             continue
         assert message.count(" -> ") == shortest_circle(program), f"{message}\n{listed(program)}"
         lengths[shortest_circle(program)] += 1
-    assert lengths[2] > 20 and lengths[3] > 3, lengths
+    assert lengths[2] > 10 and lengths[3] > 1, lengths
 
 
 def test_deadlock_of_the_send_window_alone() -> None:
@@ -297,13 +297,6 @@ def test_sums_of_thirds_keep_a_whole_limit() -> None:
     bytes_of = Sizes.uniform(9, activation=1000 / 3)
     with pytest.raises(ScheduleError, match=r"a limit of 11000B would do|a limit of 11001B would do"):
         validate(program, sizes=bytes_of, limit=5000.0)
-
-
-def test_forward_only_has_no_backward() -> None:
-    program = lower(forward_only(loop_placement(2, 1), 2))
-    lists = [list(row) for row in program.actions]
-    lists[1].append(Action(Kind.REDUCE_GRAD, 1, NO_MICROBATCH))
-    assert "forward-only" in verdict(rebuilt(program, lists, 1))
 
 
 @pytest.mark.parametrize(
