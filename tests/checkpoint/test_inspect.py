@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from megalite.cli.inspect import DAMAGED, DIFFERENT, OK
@@ -15,7 +14,7 @@ from megalite.config.describe import replace, sectioned, values_of
 from megalite.config.files import load as load_config
 from megalite.config.run import RunConfig
 from tests.checkpoint.inspecting import WEIGHTS, Captured, Tensors, flip_last_bit, inspect, refused, said, save_tensors
-from tests.checkpoint.samples import edit_manifest, find
+from tests.checkpoint.samples import edit_manifest
 from tests.support.tiny import LLAMA, tiny_config
 
 
@@ -224,22 +223,3 @@ def test_bad_input(folder: Path, tmp_path: Path, capsys: Captured) -> None:
         (tmp_path / "theirs" / name).write_text("{}")
     for arguments, message in cases:
         assert message in refused(capsys, *arguments), arguments
-
-
-def test_nested_too_deeply_to_be_shown(folder: Path, capsys: Captured) -> None:
-    """As deep as a manifest may be."""
-    value: Any = 1
-    for _ in range(700):
-        value = [value]
-    edit_manifest(folder / "step-0000002", lambda body: body["config"]["model"].update(deep=value))
-    assert find(folder).manifest.step == 2
-    assert "nested too deeply" in refused(capsys, folder, "--config")
-
-
-def test_progress_is_for_people(folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a terminal alone, one line, wiped at the end."""
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert inspect(folder) == OK
-    shown = capsys.readouterr().err
-    assert "verifying step-0000002: 1 of 2 files, " in shown
-    assert shown.endswith("\x1b[2K")

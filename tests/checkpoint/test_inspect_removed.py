@@ -64,12 +64,6 @@ def test_the_newest_goes_while_it_is_hashed(folder: Path, capsys: Captured, monk
     assert rest.startswith(f"checkpoint   {folder / 'step-0000001'}")
 
 
-def test_one_that_was_asked_for_goes(folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    newest = folder / "step-0000002"
-    _before(monkeypatch, survey_module, "entry_fault", _in(newest), lambda: shutil.rmtree(newest))
-    assert f"{newest} was removed meanwhile" in refused(capsys, newest)
-
-
 def test_a_file_alone_goes(folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     """That is damage."""
     newest = folder / "step-0000002"

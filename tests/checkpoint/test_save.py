@@ -144,23 +144,6 @@ def test_other_errors_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert names(tmp_path / "run") == []
 
 
-def test_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    used: list[int] = []
-
-    def stream(data: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        for tensor in data:
-            used.append(1)
-            yield tensor
-
-    def save(group: Group) -> Path:
-        return save_as(tmp_path / "file" / "run", group, step=2, stream=stream)
-
-    message = same_error(on_threads(2, save))
-    assert "Not a directory" in message and str(tmp_path / "file") in message
-    assert used == [], "no rank iterates when the save fails before the first tensor"
-
-
 def test_error_of_the_stream_itself_is_not_disguised(tmp_path: Path) -> None:
     def stream(data: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         yield data[0]
@@ -313,14 +296,6 @@ def test_what_fails_after_the_commit_is_a_warning(tmp_path: Path, monkeypatch: p
     monkeypatch.undo()
     commit.correct_latest(tmp_path, find(tmp_path).manifest.step)
     assert (tmp_path / "latest").read_text() == f"{path.name}\n"
-
-
-def test_no_thread_is_left_by_a_file_that_cannot_be_made(tmp_path: Path) -> None:
-    before = threading.active_count()
-    with pytest.raises(FileExistsError):
-        (tmp_path / "x").touch()
-        SafetensorsWriter(tmp_path / "x", [])
-    assert threading.active_count() == before
 
 
 def test_more_files_than_a_process_may_open(tmp_path: Path) -> None:

@@ -121,20 +121,6 @@ def test_ctrl_c_keeps_what_is_done(
     assert len(same) >= 2
 
 
-def test_ctrl_c_while_comparing_leaves_a_complete_target(
-    gpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*arguments: Any, **named: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(convert, "verify", interrupted)
-    target = tmp_path / "target"
-    assert run(gpt, target, "--to", "native") == 130
-    error = capsys.readouterr().err
-    assert f"interrupted while comparing; {target} is complete but was not compared" in error
-    assert NativeWeights(target).model.num_layers == 2
-
-
 def test_checkpoints_one_level_below_are_pointed_at(
     gpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,25 +177,6 @@ def test_a_disk_without_room_is_told_at_once(
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
-
-
-def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    def shown(stream: io.StringIO) -> str:
-        ticks = iter(range(1000))
-        monkeypatch.setattr(sys, "stderr", stream)
-        monkeypatch.setenv("COLUMNS", "120")
-        monkeypatch.setenv("TERM", "xterm")
-        monkeypatch.setattr("megalite.cli.display.time.monotonic", lambda: float(next(ticks)))
-        progress = ByteProgress(1_000_000_000)
-        for _ in range(100):
-            progress.advance(10_000_000)
-        progress.end()
-        return stream.getvalue()
-
-    lines = shown(io.StringIO()).splitlines()
-    assert lines == [" 59 %, 590.0 MB of 1.0 GB (10.0 MB/s), 0:41 left"], "one a minute"
-    bar = shown(Terminal())
-    assert bar.count("\r") >= 99 and " 50%" in bar and "500.0 MB of 1.0 GB (10.0 MB/s), 0:50 left" in bar
 
 
 def test_what_works_says_so_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,7 @@
 """megalite's checkpoints read from any layout and written as weights alone, which training and generating take up."""
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +28,6 @@ from tests.conversion.samples import EXPERTS, GPT, LLAMA, MadeUp, byte_tokenizer
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import assemble, build, local_parts, tiny_config
 
-ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 WIDE = {"tp": 2, "pp": 2}
 
@@ -281,48 +276,3 @@ def test_interrupted_anywhere_the_same_call_goes_on(tmp_path: Path, stop_at: Any
         assert contents(target) == expected, last
         assert not workplace_of(target).exists(), last
     assert saved > calls * reads // 8, "what was finished is not read again"
-
-
-SLOW = """
-import sys, time
-from pathlib import Path
-from megalite.conversion.native import NativeWeights, write_native
-
-def advance(count):
-    print(count, flush=True)
-    time.sleep(0.02)
-
-source, target = map(Path, sys.argv[1:])
-write_native(NativeWeights(source), target, max_file_bytes=20_000, advance=advance)
-"""
-
-
-def test_killed_it_goes_on_without_writing_finished_files_again(tmp_path: Path) -> None:
-    write(MadeUp(tmp_path, GPT), tmp_path / "source")
-    weights = NativeWeights(tmp_path / "source")
-    write(weights, tmp_path / "whole", max_file_bytes=20_000)
-    target = tmp_path / "model"
-    command = [sys.executable, "-c", SLOW, str(tmp_path / "source"), str(target)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    ) as child:
-        assert child.stdout is not None
-        for _ in range(15):
-            assert child.stdout.readline()
-        child.send_signal(signal.SIGKILL)
-    assert child.returncode == -signal.SIGKILL
-    assert not target.exists()
-    staging = workplace_of(target)
-    finished = json.loads((staging / "progress.json").read_text())["marks"]
-    assert 2 <= len(finished) < 15
-    before = {name: (staging / "files" / name).stat() for name in finished}
-    write(weights, target, max_file_bytes=20_000)
-    assert tensor_files(target) == tensor_files(tmp_path / "whole")
-    for name, status in before.items():
-        after = (target / name).stat()
-        assert (after.st_ino, after.st_mtime_ns) == (status.st_ino, status.st_mtime_ns), name
-
-
-def tensor_files(folder: Path) -> dict[str, bytes]:
-    return {name: data for name, data in contents(folder).items() if name.endswith(".safetensors")}

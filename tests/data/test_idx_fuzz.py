@@ -181,8 +181,8 @@ def write_side_file(path: Path, original: Pair, code: int) -> None:
 
 
 def test_whatever_happened_to_the_files(tmp_path: Path) -> None:
-    seen = fuzz(tmp_path, seed=1, count=2500)
-    assert min(seen.values()) > 60, seen
+    seen = fuzz(tmp_path, seed=1, count=1500)
+    assert min(seen.values()) > 35, seen
 
 
 def test_every_single_bit(tmp_path: Path) -> None:

@@ -215,26 +215,6 @@ def test_builders_at_the_same_time_agree(tmp_path: Path, damaged: bool) -> None:
     assert [path.name for path in (tmp_path / "c").iterdir()] == [recipe().key]
 
 
-def test_somebody_else_moves_the_damaged_entry_away(tmp_path: Path) -> None:
-    """Between our look at it and our move."""
-    cache(tmp_path / "c").prepare(recipe())
-    entry = tmp_path / "c" / recipe().key
-    (entry / "a.npy").write_bytes(b"damaged")
-
-    class Late(IndexCache):
-        looks = 0
-
-        def _open(self, recipe: Recipe) -> Arrays | None:
-            found = super()._open(recipe)
-            self.looks += 1
-            if self.looks == 2:  # the first is before the build
-                entry.rename(tmp_path / "away")
-            return found
-
-    assert is_right(Late(tmp_path / "c", True, pytest.fail, 0).get(recipe()))
-    assert is_right(cache(tmp_path / "c").get(recipe()))
-
-
 def test_room_for_all_is_seen_to_before_the_first(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
     # Half of what is free each.

@@ -1,7 +1,5 @@
 """From settings to datasets, and which samples a run reads."""
 
-import errno
-import os
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.indexed_writer import write_documents
 from megalite.data.packed_dataset import PackedDataset
 from megalite.data.sources import Datasets, build_datasets, megatron_lengths, samples_to_read
-from megalite.data.token_files import TokenFiles
 from tests.data.token_files import write_by_layout
 
 
@@ -90,31 +87,6 @@ def test_mock_data_needs_no_files() -> None:
     built = build(DataConfig(mock_data=True))
     assert isinstance(built.train, MockDataset) and isinstance(built.valid, MockDataset) and built.test is None
     assert not np.array_equal(built.train.sample(0), built.valid.sample(0))
-
-
-@pytest.mark.parametrize("name", ["n" * 300, "n" * 300 + "/d"])
-def test_a_name_that_cannot_be_looked_up(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"File name too long; a prefix is a path without \.bin"):
-        build(DataConfig(data_path=[str(tmp_path / name)]))
-
-
-@pytest.mark.parametrize(
-    ("function", "message"), [("stat", "Permission denied; a prefix is"), ("iterdir", "Permission denied; a prefix is")]
-)
-def test_a_folder_without_permission(
-    function: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(path: Path, **_: object) -> None:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-
-    path = str(tmp_path / "d")
-    with monkeypatch.context() as patch:
-        if function == "stat":
-            patch.setattr("megalite.data.token_files.Path.stat", refuse)
-        else:
-            patch.setattr("megalite.data.token_files.Path.iterdir", refuse)
-        with pytest.raises(ConfigError, match=message):
-            TokenFiles(10).open(path)
 
 
 def test_a_path_that_does_not_exist_names_its_neighbours(folder: Path) -> None:
