@@ -15,7 +15,6 @@ from megalite.doctor.devices import (
     checked,
     driver_version,
     examine,
-    examine_products,
     judged,
     kernel_backends,
     peers,
@@ -119,17 +118,3 @@ def test_a_gpu_that_does_not_repeat_itself() -> None:
     row = judged(BF16, torch.device("cuda"), error=1e-3, repeats=False, rate=1e15)
     assert row.level == "error" and "other bits each time" in row.text
     assert row.text.startswith("bf16: 1e+03 TFLOP/s")
-
-
-def test_each_precision_has_a_row() -> None:
-    rows = list(examine_products(CPU, seconds=0.0))
-    assert [row.data["precision"] for row in rows] == ["fp32", "bf16"]
-
-
-def test_a_type_that_the_device_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*operands: object, **options: object) -> None:
-        raise RuntimeError('"addmm" not implemented\nmore')
-
-    monkeypatch.setattr(devices, "checked", refuse)
-    row = next(examine_products(CPU, seconds=0.0))
-    assert (row.level, row.text) == ("error", 'fp32: "addmm" not implemented')

@@ -108,18 +108,6 @@ def test_a_good_folder(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "nothing is left"
 
 
-def test_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
-    row = looked_at_disk(tmp_path / "runs" / "first")["folder"]
-    assert row.level == "ok" and f"(of {tmp_path}: " in row.text
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_file(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    rows = looked_at_disk(tmp_path / "file" / "runs")
-    assert (rows["folder"].level, rows["folder"].text) == ("error", f"{tmp_path / 'file'} is a file")
-
-
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(**where: object) -> None:
         raise OSError(30, "Read-only file system")

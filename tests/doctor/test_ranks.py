@@ -149,15 +149,6 @@ def reported(context: RankContext, ranks: int, hosts: list[str]) -> dict[str, An
         return asdict(measure(world, CPU, host=hosts[context.rank], seconds=SECONDS))
 
 
-def test_three_ranks_on_one_host() -> None:
-    reports = [RankReport(**data) for data in run_ranks(3, reported, 3, ["a", "a", "a"])]
-    assert [report.rank for report in reports] == [0, 1, 2]
-    for report in reports:
-        assert report.wrong == report.pairs == []
-        assert set(report.latency) == set(report.rate) == {"all-reduce", "all-gather", "reduce-scatter", "messages"}
-        assert min(report.latency.values()) > 0 and min(report.rate.values()) > 0
-
-
 @pytest.mark.parametrize(
     "hosts, pairs",
     [

@@ -189,9 +189,3 @@ def test_ray_tasks_that_fail_or_take_too_long_leave_nothing(ray: Any, runs: tupl
     assert results[runs[1].key].status == TIMEOUT, results
     for pid in tmp_path.glob("out/runs/*/pid"):
         assert not (Path("/proc") / pid.read_text()).exists()
-
-
-def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "ray", None)
-    with pytest.raises(ConfigError, match="pip install ray"):
-        RayLauncher(RaySpec(), environment={})

@@ -65,12 +65,6 @@ def test_a_folder_with_openais_names(byte_bpe: Path, tmp_path: Path) -> None:
         build(tokenizer_model=tmp_path)
 
 
-def test_a_vocabulary_with_the_word_model(tmp_path: Path) -> None:
-    (tmp_path / "v.json").write_text('{"model": 1, "a": 0}')
-    with pytest.raises(ConfigError, match=r"v\.json is the vocab\.json of a GPT-2 BPE"):
-        build(tokenizer_model=tmp_path / "v.json")
-
-
 def test_a_folder_without_a_tokenizer_or_with_several_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no tokenizer\.json, tokenizer\.model, \.tiktoken, or vocab"):
         build(tokenizer_model=tmp_path)

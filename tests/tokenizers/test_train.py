@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import sentencepiece
 
 from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
@@ -62,15 +61,6 @@ def test_the_size_that_is_offered_works(tmp_path: Path, model_type: str, size: i
     offered = int(re.findall(r"--vocab-size (\d+)", str(raised.value))[0])
     train_sentencepiece(texts, output_prefix=tmp_path / "x", vocab_size=offered, model_type=model_type)
     assert opened(tmp_path / "x.model").vocab_size == offered
-
-
-def test_another_failure_names_no_source_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(**settings: object) -> None:
-        next(settings["sentence_iterator"])  # type: ignore[call-overload]
-        raise RuntimeError("INTERNAL: src/a.cc(12) [(x) <= (y[0])] Out of luck.")
-
-    monkeypatch.setattr(sentencepiece.SentencePieceTrainer, "train", fail)
-    refused(train_sentencepiece, tmp_path, r"5 characters: Out of luck\.; try another --vocab-size$", ["hello"])
 
 
 @pytest.mark.parametrize("words", ["gpt2", "gpt4"])
