@@ -1,7 +1,6 @@
 """The parts of the data-parallel benchmark that no clock decides."""
 
 import json
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -66,12 +65,6 @@ def test_each_rank_writes_each_step(records: dict[str, list[dict[str, Any]]]) ->
     assert seconds(records["traced"], 2) < seconds(records["traced"])
 
 
-def test_what_hides_is_a_share(records: dict[str, list[dict[str, Any]]]) -> None:
-    reductions = end_of(records["traced"])["reductions"]
-    assert len(reductions) == 3
-    assert all(0.0 <= data_parallel._hidden(step) <= 1.0 for step in reductions)
-
-
 def test_peers_have_a_pair_of_ours() -> None:
     assert set(data_parallel.PAIRS) == set(PEERS)
 
@@ -81,19 +74,6 @@ def test_without_root_it_says_why(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
     with pytest.raises(SystemExit, match="nothing measured: it needs root"):
         data_parallel.main(["--parts", "volume"])
-
-
-@pytest.mark.skipif(unavailable() is not None, reason=f"no shaped links here: {unavailable()}")
-def test_what_a_killed_run_left_is_gone_before_the_next() -> None:
-    """Also of more ranks, with what still runs in a namespace, and where it was killed while it looked what can be had."""
-    killed = ShapedLinks(3).__enter__()
-    rank = killed.start(2, ["sleep", "600"])
-    subprocess.run(["ip", "netns", "add", "mgl-probe"], check=True)
-    assert unavailable() is None
-    with ShapedLinks(2):
-        assert rank.wait(60) == -signal.SIGKILL
-        listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
-        assert {word for word in listed.stdout.split() if "mgl" in word} == {"mgl-rank0", "mgl-rank1", "mgl-switch"}
 
 
 @pytest.mark.skipif(unavailable() is not None, reason=f"no shaped links here: {unavailable()}")

@@ -149,7 +149,7 @@ def values(setting: Setting) -> st.SearchStrategy[object]:
     return strategy | st.none() if setting.optional else strategy
 
 
-@hypothesis_settings(deadline=None, max_examples=50)
+@hypothesis_settings(deadline=None, max_examples=20)
 @given(st.fixed_dictionaries({}, optional={name: values(setting) for name, setting in settings().items()}))
 def test_dump_loads_equal(changes: dict[str, object]) -> None:
     config = replace(RunConfig(), **changes)

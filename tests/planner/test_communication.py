@@ -36,18 +36,15 @@ dp2 tp2 sp zero-2: dp=2 tp=2 SP Z2
 dp2 cp2 pp2 tied zero-2, two instances by rank: dp=2 cp=2 pp=2 Z2 reduction_order=rank dp_instances=2
 dp6 zero-3, fp16 wire, three instances: dp=6 Z3 LLAMA precision=bf16 wire_dtype=fp16 dp_instances=3
 dp2 gpipe, a layer each, zero-3: dp=2 pp=4 Z3 pipeline_schedule=gpipe
-dp2 pp2 vpp2 zero-3, by rank: dp=2 pp=2 vpp=2 Z3 reduction_order=rank
-dp2 pp2 zb-v tied zero-3: dp=2 pp=2 vpp=2 Z3 tie_embeddings pipeline_schedule=zb-v
+dp2 pp2 zb-v tied zero-3, by rank: dp=2 pp=2 vpp=2 Z3 tie_embeddings pipeline_schedule=zb-v reduction_order=rank
 dp2 pp2 ahead, further tokens, zero-3: dp=2 pp=2 Z3 LLAMA mtp_num_layers=1 FULL recompute_ahead
 dp4 ep2 zero-3, further tokens: dp=4 ep=2 LLAMA Z3 num_experts=4 moe_ffn_hidden_size=16 mtp_num_layers=2
 dp4 sharded server: dp=4 dp_strategy=sharded-parameter-server precision=fp32 server_chunk_mb=0.004
-tp4 sp: tp=4 SP
 tp2 pp2, messages scattered: tp=2 pp=2 mtp_num_layers=1 LLAMA
 tp4 pp2, messages whole: tp=4 pp=2 scatter_gather_tensors_in_pipeline=false
 tp2 pp2 sp bf16, largest of messages: tp=2 pp=2 vpp=2 SP LLAMA mtp_num_layers=1 precision=bf16
   pipeline_compression=topk:0.1
 tp2 full recompute of two layers, dropout: tp=2 hidden_dropout=0.1 FULL recompute_num_layers=2 num_layers=4
-tp2 pp2 vpp2 dp2: tp=2 pp=2 vpp=2 dp=2 SP Z1
 tp2 olmo2 recomputed: tp=2 OLMO2 FULL pre_norms=false
 cp2 ring: cp=2 LLAMA qk_norm
 cp4 gathered bf16, core recomputed: cp=4 LLAMA cp_comm_type=allgather precision=bf16 SELECTIVE

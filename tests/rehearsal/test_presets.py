@@ -1,4 +1,4 @@
-"""A preset of each architecture in the layout that one would give it, up to 16,384 ranks: both corners of the first and the
+"""Presets of unlike architectures in the layout that one would give it, up to 16,384 ranks: both corners of the first and the
 last place.
 
 Layers of a stage are alike, and so are microbatches: few stand for all. Their number divides as the preset's does."""
@@ -16,16 +16,12 @@ ZERO = "--dp-strategy distributed-optimizer"
 SP = "--sequence-parallel"
 RUNS = {
     "gpt2-124m": (8, ""),
-    "gpt3-6.7b": (64, f"--tp 2 {SP} {ZERO}"),
     "gpt3-175b": (1024, f"--tp 8 --pp 8 --vpp 2 {SP} {ZERO}"),
-    "gpt-1t": (3072, f"--tp 8 --pp 64 {SP} {ZERO}"),
     "llama2-7b": (64, "--dp-strategy fully-sharded"),
     "llama3.2-1b": (32, f"--tp 2 --cp 4 {SP} {ZERO}"),
     "llama3-70b": (512, f"--tp 8 --pp 4 --vpp 5 {SP} {ZERO}"),
     "llama3-405b": (16384, f"--tp 8 --pp 16 {SP} {ZERO}"),
-    "mistral-7b": (32, f"--tp 2 --cp 2 {SP} {ZERO}"),
     "qwen3-8b": (64, f"--tp 4 --cp 2 {SP} {ZERO}"),
-    "gemma2-9b": (64, f"--tp 4 --pp 2 {SP} {ZERO}"),
     "gemma3-27b": (256, f"--tp 4 --cp 8 --pp 2 {SP} {ZERO}"),
     "olmo2-7b": (64, f"--tp 4 {SP} {ZERO}"),
     "mixtral-8x7b": (64, f"--tp 2 --pp 4 --ep 8 --etp 1 {SP} {ZERO}"),

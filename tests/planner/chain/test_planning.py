@@ -28,9 +28,7 @@ def test_within_a_hundredth_of_brute_force(layers: int, machines: ChainCluster, 
     assert best.seconds - 1e-12 <= planned.best.seconds <= 1.01 * best.seconds
 
 
-@pytest.mark.parametrize(
-    ("model", "where", "batch"), [("vgg-19", "4x8", 1024), ("gnmt-16", "A", 1024), ("bert-48", "C", 64)]
-)
+@pytest.mark.parametrize(("model", "where", "batch"), [("vgg-19", "4x8", 1024), ("bert-48", "C", 64)])
 def test_never_slower_than_the_others(model: str, where: str, batch: int) -> None:
     planned = plan_chain(find_profile(model), read_cluster(where), batch, memory=NO_LIMIT)
     assert tuple(planned.baselines) == (PIPEDREAM, DATA_PARALLEL, STRAIGHT)
