@@ -85,8 +85,6 @@ CASES: list[tuple[int, Settings]] = [
             "ddp_bucket_size": 1,
         },
     ),
-    (4, {**Z1, "dp_instances": 2, "ddp_bucket_size": 1, "reduction_order": "rank", "optimizer": "muon"}),
-    (2, {**Z1, "ema_decay": 0.5, "eval_ema": True, "optimizer_cpu_offload": True, "ddp_bucket_size": 1}),
 ]
 
 

@@ -7,7 +7,7 @@ import torch
 
 from megalite.config.errors import ConfigError
 from megalite.generation.continuation import GrowingText, Sampling, continuations_of, lanes_of
-from megalite.generation.generate import Chain, whole_vocabulary
+from megalite.generation.generate import whole_vocabulary
 from megalite.models import gpt
 from megalite.models.gpt import GPTStage
 from tests.generation.models import FAMILIES, PROMPT, PROMPTS, VOCAB, chain_of, new_tokens, stage_of, texts
@@ -201,9 +201,3 @@ def broken(context: RankContext, **axes: int) -> str:
 def test_logits_that_are_not_numbers_are_an_error_on_every_rank() -> None:
     for said in run_ranks(4, broken, tp=2, pp=2):
         assert said.startswith("prompt 2: logits are not numbers; try --dtype fp32"), said
-
-
-def test_one_stage_needs_no_neighbours() -> None:
-    chain = Chain(stage_of({}))
-    assert chain.is_first and chain.is_last
-    chain.drain()

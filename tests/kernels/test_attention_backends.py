@@ -117,11 +117,6 @@ def test_what_cuda_kernels_refuse_whatever_the_card() -> None:
                 choose_attention(backend, of, seq=12)
 
 
-def test_on_no_device_nothing_is_asked() -> None:
-    choice = choose_attention("cudnn", shape(device=torch.device("meta")), seq=12)
-    assert (choice.backend, choice.why) == ("cudnn", "not on a device")
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("groups", [4, 2])

@@ -264,8 +264,6 @@ PIPELINE: dict[str, Any] = {
         (selective("core_attn", "layernorm"), [2, 1]),
         (full("block", 3), [2, 1]),
         ({**LLAMA, "mtp_num_layers": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0}, [2, 1]),
-        ({"vpp": 2, "pipeline_schedule": "interleaved", "pipeline_layers": [2, 2, 2, 2]}, [5, 3]),
-        ({"pipeline_schedule": "gpipe", **full("uniform", 2)}, [6, 6]),
     ],
     ids=str,
 )

@@ -67,13 +67,3 @@ def test_adams_first_update_by_hand() -> None:
     for name, values in weights(adam).items():
         kept = 0.95 if name in DECAYED else 1.0
         torch.testing.assert_close(values, tensors(0)[name] * kept + 0.5 * 2.0 / (2.0 + 1e-4), rtol=1e-12, atol=0)
-
-
-def test_sgds_weights_decay_by_the_rate_alone_whatever_the_momentum() -> None:
-    sgd = made(optimizer="sgd", sgd_momentum=0.9)
-    for step in (1, 2):
-        sgd.step(update(step))  # no gradient at all
-    share = (1 - update(1).lr * update(1).weight_decay) * (1 - update(2).lr * update(2).weight_decay)
-    for name, value in weights(sgd).items():
-        wanted = tensors(0)[name] * (share if name in DECAYED else 1.0)
-        torch.testing.assert_close(value, wanted, rtol=1e-15, atol=0.0)

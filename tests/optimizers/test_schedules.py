@@ -37,16 +37,6 @@ def test_warm_up_is_linear_and_the_first_step_learns() -> None:
     assert lr(5, lr_warmup_fraction=0.05) == pytest.approx(1.0)
 
 
-def test_without_warm_up_decay_starts_at_once() -> None:
-    assert lr(1, lr_decay_style="linear") == pytest.approx(1.0 - 0.8 / 100)
-    assert lr(1, lr_decay_style="inverse-square-root", min_lr=0.0) == 0.5, "of 4 samples, the square root"
-
-
-def test_decay_may_end_before_or_after_the_run() -> None:
-    assert lr(50, lr_decay_style="linear", lr_decay_iters=50) == 0.2
-    assert lr(100, lr_decay_style="linear", lr_decay_iters=200) == pytest.approx(0.6)
-
-
 def test_embedding_and_head_may_have_their_own_learning_rate() -> None:
     """The same shape between other ends; the least is min_lr unless given."""
     made = schedules(lr_decay_style="linear", lr_warmup_iters=20, decoupled_lr=5.0)

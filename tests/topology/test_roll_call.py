@@ -170,9 +170,3 @@ def test_a_fault_of_this_ranks_own_calls_no_roll(text: str) -> None:
     began = time.monotonic()
     roll.explain(dist.DistBackendError(text), seconds=60.0)
     assert time.monotonic() - began < 5.0
-
-
-def test_one_rank_has_nobody_to_ask() -> None:
-    from megalite.topology.group import Group
-
-    assert RollCall.open(Group.solo("world"), launch_of(0, 1, 1), torch.device("cpu")) is None
