@@ -26,17 +26,13 @@ TRILLION = "--preset gpt-1t --tp 8 --pp 64 --world-size 3072 --global-batch-size
 FULL = "--bf16 --recompute-granularity full"
 LAYOUTS = {
     "gpt3-175b": "--tp 8 --pp 8 --vpp 2 --world-size 1024 --global-batch-size 1536 --bf16",
-    "gpt-529.6b": f"--tp 8 --pp 35 --world-size 2520 --global-batch-size 2520 {FULL}",
-    "llama3-70b": "--tp 8 --pp 8 --vpp 5 --world-size 512 --global-batch-size 1024 --bf16 --sequence-parallel",
     "llama3.3-70b": "--tp 8 --cp 4 --pp 4 --world-size 512 --global-batch-size 128 --bf16 --sequence-parallel",
-    "gemma2-9b": f"--tp 4 --world-size 64 --global-batch-size 512 --sequence-parallel {FULL}",
     "gemma3-27b": "--tp 8 --cp 8 --world-size 128 --global-batch-size 64 --bf16 --sequence-parallel",
     "qwen3-235b-a22b": f"--tp 4 --ep 8 --pp 8 --sequence-parallel --world-size 256 --global-batch-size 512 {FULL} "
     "--use-distributed-optimizer",
     "gpt-oss-120b": f"--ep 16 --pp 4 --world-size 128 --global-batch-size 512 {FULL} --use-distributed-optimizer "
     "--seq-length 4096",
     "deepseek-v3": f"--ep 64 --pp 16 --world-size 2048 --global-batch-size 15360 {FULL} --use-distributed-optimizer",
-    "mixtral-8x7b": "--tp 2 --pp 4 --ep 8 --world-size 128 --global-batch-size 1024 --bf16",
 }
 """One preset of each kind of model, as someone would train it; of the others the rules and what fits are of the same kind."""
 

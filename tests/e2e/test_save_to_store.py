@@ -1,6 +1,6 @@
 """A run that saves to an address: killed amid an upload it continues from there on another layout, as if nothing had been.
 
-By fsspec's own store of files, and where s3fs is installed by S3's protocol."""
+By S3's protocol, where s3fs is installed; `tests/training/test_upload.py` has fsspec's own store of files too."""
 
 import json
 import os
@@ -28,11 +28,8 @@ UPLOAD = 4
 
 
 @pytest.fixture
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, dict[str, str]]]:
+def store() -> Iterator[tuple[str, dict[str, str]]]:
     """The address of a run, and the environment for its clients."""
-    if request.param == "file":
-        yield f"file://{tmp_path}/store/run", {}
-        return
     with running(S3Server()) as server:
         yield "s3://bucket/run", server.environment
 
@@ -51,14 +48,13 @@ def die_at(number: int) -> None:
     StoreObject.write = write  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(("store", "how"), [("file", ""), ("s3", "--async-save")], indirect=["store"])
 def test_killed_amid_an_upload_it_continues_on_another_layout(
-    store: tuple[str, dict[str, str]], tmp_path: Path, how: str
+    store: tuple[str, dict[str, str]], tmp_path: Path
 ) -> None:
     address, environment = store
     run_dir, whole = tmp_path / "run", tmp_path / "whole"
     train_forked(1, *FLAGS, "--run-dir", whole, seconds=150).require_success()
-    words = [*FLAGS, "--run-dir", run_dir, "--data-cache-path", tmp_path / "cache", *how.split()]
+    words = [*FLAGS, "--run-dir", run_dir, "--data-cache-path", tmp_path / "cache", "--async-save"]
     words += ["--save", address, "--load", address, "--fresh-if-missing", "--save-interval", "2", "--keep-latest", "2"]
     # Rank 0, before it uploads the manifest of step 4.
     with forked(2, [*words, "--tp", "2"], tmp_path, before=partial(die_at, 1 + UPLOAD + 3), more=environment) as ranks:
@@ -84,7 +80,6 @@ def test_a_store_that_cannot_be_had_is_one_error_before_the_first_step(tmp_path:
     assert f"cannot save checkpoints to file://{tmp_path}/file/run: " in error and "give another --save" in error
 
 
-@pytest.mark.parametrize("store", ["s3"], indirect=True)
 def test_what_is_there_is_converted_and_evaluated_and_not_mixed_with_another_run(
     store: tuple[str, dict[str, str]], tmp_path: Path
 ) -> None:

@@ -98,22 +98,6 @@ def test_one_rank_that_is_asked_asks_all(folder: Path) -> None:
     assert end["step"] == newest(folder) and end["reason"].startswith("SIGUSR1; saved in ")
 
 
-def test_ctrl_c_twice_is_now(folder: Path) -> None:
-    """Also while a peer is stopped, so that the first one comes to nothing."""
-    with ranks(2, folder, [*LONG, "--dp", "2"]) as processes:
-        until(lambda: reached(folder, 2), processes)
-        send(processes[1], signal.SIGSTOP)
-        time.sleep(0.2)
-        send(processes[0], signal.SIGINT)
-        time.sleep(0.8)
-        assert processes[0].is_alive()
-        send(processes[0], signal.SIGINT)
-        processes[0].join(5.0)
-        assert processes[0].exitcode == 130
-    assert told(folder)["reason"] == "SIGINT; interrupted twice: nothing is saved"
-    assert "rank 0: interrupted twice: nothing is saved" in (folder / "0.err").read_text()
-
-
 def test_an_exit_file(folder: Path) -> None:
     with ranks(1, folder, LONG) as processes:
         until(lambda: reached(folder, 2), processes)

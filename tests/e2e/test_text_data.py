@@ -94,15 +94,3 @@ def test_a_run_from_addresses_is_the_run_from_files(corpus: Corpus, tmp_path: Pa
     store.close()
     gone = train_forked(2, *words)
     assert gone.status == 2 and len(gone.errors) == 1 and "cannot be read: " in gone.errors[0]
-
-
-def test_what_goes_wrong_is_one_error(examples: Path, corpus: Corpus, tmp_path: Path) -> None:
-    length = ("--train-iters", "1", "--tokenizer-type", "ByteLevelTokenizer")
-    missing = train_forked(2, *PLAIN, *length, "--dp", "2", "--data-path", tmp_path / "none.jsonl")
-    assert missing.status == 2 and len(missing.errors) == 1 and "none.jsonl does not exist" in missing.errors[0]
-    no_mask = train_forked(
-        1, *PLAIN, "--sft", "--train-iters", "1", "--tokenizer-model", corpus.tokenizer, "--data-path", corpus.prefix
-    )
-    assert no_mask.status == 2 and "corpus_text_mask_document.bin and .idx, which say where" in no_mask.errors[0]
-    packed = train_forked(1, *PLAIN, *length, "--sft", "--packing", "stream", "--data-path", examples)
-    assert packed.status == 2 and "packing stream has no effect with sft" in packed.errors[0]
