@@ -21,7 +21,7 @@ PLUGINS = "megalite.plugins"
 
 
 def imported(path: str) -> Any:
-    """What `module:attribute` names."""
+    """What `module:attribute` names; for what only some runs need."""
     module, _, attribute = path.partition(":")
     return getattr(importlib.import_module(module), attribute)
 

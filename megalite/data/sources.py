@@ -12,23 +12,13 @@ from numpy.typing import NDArray
 from megalite.config.batch import batch_sizes, samples_after, steps_left, total_steps
 from megalite.config.data import DATASETS, DEFAULT_SPLIT, SPLITS, DataConfig, parse_data_path
 from megalite.config.errors import ConfigError
-from megalite.config.registry import Registry
+from megalite.config.registry import imported
 from megalite.config.run import RunConfig
 from megalite.data.dataset import KeyedPermutation, MockDataset, SampleSource, keeping, require_sample, split_documents
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.index_cache import SMALL_BYTES, IndexCache
 from megalite.data.token_files import TokenFiles, refuse_examples
 from megalite.tokenizers.base import Tokenizer
-
-_WHEN_SET: Registry[Callable[..., Any]] = Registry(
-    "data",
-    {
-        "blend": "megalite.data.blended:BlendedDataset",
-        "best-fit": "megalite.data.packed_dataset:PackedDataset",
-        "megatron": "megalite.data.megatron_dataset:megatron_split",
-    },
-)
-"""Imported where a config names them."""
 
 
 @dataclass(frozen=True)
@@ -200,19 +190,20 @@ def _blend(
     """One split over all token files."""
     if data.data_order == "megatron":
         assert num_samples is not None, f"data_order megatron needs the length of {name}"
-        split: SampleSource = _WHEN_SET.get("megatron")(name, weights, settings, num_samples, bool(data.data_path))
+        megatron_split = imported("megalite.data.megatron_dataset:megatron_split")
+        split: SampleSource = megatron_split(name, weights, settings, num_samples, bool(data.data_path))
         return split
     datasets: list[Any] = []
     for each in settings:
         if data.packs_documents:
             plain = {key: value for key, value in each.items() if key != "cache"}
-            datasets.append(_WHEN_SET.get("best-fit")(**plain, pad_token=pad_token))
+            datasets.append(imported("megalite.data.packed_dataset:PackedDataset")(**plain, pad_token=pad_token))
         else:
             datasets.append(GPTDataset(**each))
     if len(datasets) == 1:
         return datasets[0]
     shares = [dataset.num_tokens if weight is None else weight for dataset, weight in zip(datasets, weights)]
-    blend: SampleSource = _WHEN_SET.get("blend")(datasets, shares)
+    blend: SampleSource = imported("megalite.data.blended:BlendedDataset")(datasets, shares)
     return blend
 
 

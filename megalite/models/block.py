@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.model import ModelConfig
-from megalite.config.registry import Registry
+from megalite.config.registry import imported
 from megalite.kernels.layer_ops import add_dropped
 from megalite.models.attention import Attention
 from megalite.models.context import ForwardContext, KeyValueCache
@@ -15,16 +15,6 @@ from megalite.models.mlp import MLP
 from megalite.models.norm import Norm, ResidualNorm
 from megalite.models.recompute import Recompute, recomputed
 from megalite.tensor_parallel.parameter import ParameterFactory
-
-BRANCHES: Registry[Callable[..., Any]] = Registry(
-    "branch",
-    {
-        "experts": "megalite.models.moe.layer:MoELayer",
-        "latent": "megalite.models.latent_attention:LatentAttention",
-        "further": "megalite.models.further:FurtherTokens",
-    },
-)
-"""What a layer may have in place of an MLP and of `Attention`, and what the last stage may have before its head."""
 
 
 class Block(torch.nn.Module):
@@ -57,7 +47,9 @@ class Block(torch.nn.Module):
         self.mlp_post_norm: Norm | None = None
         if config.pre_norms:
             self.attention_norm = Norm(f"{name}.attention_norm", config, factory=factory)
-        attention = BRANCHES.get("latent") if config.multi_latent_attention else Attention
+        attention: Any = Attention
+        if config.multi_latent_attention:
+            attention = imported("megalite.models.latent_attention:LatentAttention")
         self.attention = attention(
             f"{name}.attention", config, factory=factory, recompute=recompute, cp_comm_type=cp_comm_type, index=index
         )
@@ -69,7 +61,8 @@ class Block(torch.nn.Module):
         self.mlp: MLP | None = None
         self.moe: torch.nn.Module | None = None
         if config.is_moe_layer(index):
-            self.moe = BRANCHES.get("experts")(f"{name}.moe", config, factory=factory, recompute=recompute)
+            experts = imported("megalite.models.moe.layer:MoELayer")
+            self.moe = experts(f"{name}.moe", config, factory=factory, recompute=recompute)
         else:
             inside = None if self.recompute_mlp else recompute
             self.mlp = MLP(f"{name}.mlp", config, factory=factory, recompute=inside)

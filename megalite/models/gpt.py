@@ -9,12 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.config.model import BLOCKS, ModelConfig
+from megalite.config.registry import imported
 from megalite.context_parallel.tiles import Visibility
 from megalite.kernels.dropout import dropout_mask
 from megalite.kernels.fp8 import Fp8Products
 from megalite.kernels.layer_ops import masked_dropout, rope_frequencies, rope_tables
 from megalite.kernels.matmul import Products
-from megalite.models.block import BRANCHES, Block, run_layers
+from megalite.models.block import Block, run_layers
 from megalite.models.context import (
     Ahead,
     AuxiliaryLosses,
@@ -164,7 +165,7 @@ class GPTStage(torch.nn.Module):
             depths: torch.nn.Module | None = None
             if further:
                 assert word is not None
-                depths = BRANCHES.get("further")(
+                depths = imported("megalite.models.further:FurtherTokens")(
                     config, factory=factory, word=word, recompute=self.recompute, cp_comm_type=cp_comm_type
                 )
             head = word if config.tie_embeddings else self._table("head", tied=False, uses=1 + further)

@@ -12,7 +12,7 @@ from typing import Any
 
 from megalite.checkpoint.files import sync_folder, write_durably
 from megalite.config.errors import ConfigError
-from megalite.config.registry import Registry
+from megalite.config.registry import imported
 from megalite.data.indexed_dataset import token_dtype
 from megalite.data.indexed_writer import TokenCounts, move_into_place
 from megalite.data.token_files import SUFFIXES, encode_side_file
@@ -33,11 +33,6 @@ from megalite.preprocess.pieces import Piece, Place, cut
 from megalite.preprocess.workers import WorkerPool
 from megalite.tokenizers.base import Tokenizer
 
-_OF_EXAMPLES: Registry[Any] = Registry(
-    "part",
-    {"tokenizer": "megalite.preprocess.sft:ExampleTokenizer", "encoder": "megalite.preprocess.sft:ExampleEncoder"},
-)
-"""Imported for jobs of examples to fine-tune on."""
 _JOB_FORMAT = 1
 _FEW_PIECES = 8  # fewer are not worth the start of a worker
 _FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -78,11 +73,12 @@ def plan(job: PreprocessJob) -> Plan:
 
 
 def _piece_tokenizer(job: PreprocessJob) -> type[PieceTokenizer]:
-    return _OF_EXAMPLES.get("tokenizer") if job.sft else PieceTokenizer
+    return imported("megalite.preprocess.sft:ExampleTokenizer") if job.sft else PieceTokenizer
 
 
 def job_facts(job: PreprocessJob, tokenizer: Tokenizer) -> dict[str, Any]:
     """All that the output depends on, except the inputs."""
+    encoder = imported("megalite.preprocess.sft:ExampleEncoder")(tokenizer) if job.sft else None
     return {
         "format": _JOB_FORMAT,
         "json keys": list(job.json_keys),
@@ -95,7 +91,7 @@ def job_facts(job: PreprocessJob, tokenizer: Tokenizer) -> dict[str, Any]:
         "max_document_bytes": job.max_document_bytes,
         "text_documents": job.text_documents,
         **({"shard": list(job.shard)} if job.shard else {}),
-        **({"chat template": _OF_EXAMPLES.get("encoder")(tokenizer).fingerprint} if job.sft else {}),
+        **({"chat template": encoder.fingerprint} if encoder else {}),
     }
 
 

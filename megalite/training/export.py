@@ -7,33 +7,24 @@ import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from megalite.checkpoint.save import BackgroundSave
 from megalite.config.errors import ConfigError
 from megalite.config.exit_codes import NOT_SAVED
-from megalite.config.registry import Registry
+from megalite.config.registry import imported
 from megalite.config.run import RunConfig
 from megalite.optimizers.schedules import Progress
 from megalite.training.replica import Replica, agreeing
 from megalite.training.stopping import Ending, StopRequests, StopRun
 
-CONVERSION: Registry[Callable[..., Any]] = Registry(
-    "part",
-    {
-        "check family": "megalite.conversion.huggingface.families:choose_family",
-        "check target": "megalite.conversion.output:check_target",
-        "write": "megalite.conversion.huggingface.weights:export_checkpoint",
-    },
-)
-"""Imported in runs that export. Training knows nothing of other formats."""
 _PATIENCE = 5.0
 """Seconds that a run which ends early gives a thread to notice it."""
 
 
 def check_export(config: RunConfig) -> None:
     """Raise ConfigError if no family of Hugging Face's is this model (its vocab_size is known)."""
-    CONVERSION.get("check family")(config.model, config.training.seq_length, None)
+    choose_family = imported("megalite.conversion.huggingface.families:choose_family")
+    choose_family(config.model, config.training.seq_length, None)
 
 
 class Exporter:
@@ -56,7 +47,7 @@ class Exporter:
         """Steps with checkpoints that are being read: none of them is removed."""
         with agreeing(topology.world, topology.device):
             if self._here and progress.step < total:
-                CONVERSION.get("check target")(self._target)
+                imported("megalite.conversion.output:check_target")(self._target)
         if progress.step > 0:
             self.saved(progress.step)  # the start before this one may have been killed in the midst of it
 
@@ -120,7 +111,8 @@ class Exporter:
             time.sleep(0.01)
 
     def _write(self, step: int, target: Path, advance: Callable[[int], None]) -> Path:
-        path: Path = CONVERSION.get("write")(self._checkpoints, step, target, advance, self._log, self._ema)
+        export = imported("megalite.conversion.huggingface.weights:export_checkpoint")
+        path: Path = export(self._checkpoints, step, target, advance, self._log, self._ema)
         return path
 
     def _advance(self, count: int) -> None:

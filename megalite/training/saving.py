@@ -17,7 +17,7 @@ from megalite.config.byte_size import format_bytes
 from megalite.config.data import DataConfig, is_address
 from megalite.config.errors import CheckpointError
 from megalite.config.exit_codes import NOT_SAVED
-from megalite.config.registry import Registry
+from megalite.config.registry import imported
 from megalite.config.run import RunConfig
 from megalite.optimizers.schedules import Progress
 from megalite.topology.group import Group
@@ -32,16 +32,13 @@ if TYPE_CHECKING:
     from megalite.training.upload import Destination
 
 
-_DESTINATION: Registry[Callable[[RunConfig], "Destination"]] = Registry(
-    "kind of save", {"address": "megalite.training.upload:Destination"}
-)
-"""Imported in runs that save to an address."""
-
-
 def destination_of(config: RunConfig) -> "Destination | None":
     """Where `save` is an address, what uploads to it."""
     save = config.checkpoint.save
-    return _DESTINATION.get("address")(config) if save is not None and is_address(save) else None
+    if save is None or not is_address(save):
+        return None
+    destination: Destination = imported("megalite.training.upload:Destination")(config)
+    return destination
 
 
 def folder_here(config: RunConfig) -> Path:

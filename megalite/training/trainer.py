@@ -4,12 +4,12 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from megalite.config.batch import batch_size, sequence_length, steps_left
 from megalite.config.errors import ConfigError, RankError, TakenError
 from megalite.config.exit_codes import DONE
-from megalite.config.registry import Registry, import_modules
+from megalite.config.registry import import_modules, imported
 from megalite.config.rules.run import ELASTIC
 from megalite.config.run import RunConfig, saves_at
 from megalite.config.validate import check_rules, validate
@@ -49,21 +49,6 @@ if TYPE_CHECKING:
 
 TakeLayout = Callable[..., tuple[RunConfig, frozenset[str]]]
 """`planner.elastic.take_layout`: the layout of an elastic run for the ranks that have come."""
-
-_WHEN_ASKED: Registry[Callable[..., Any]] = Registry(
-    "part",
-    {
-        "load": "megalite.training.resume:resume",
-        "own first": "megalite.training.resume:own_first",
-        "sanitize": "megalite.topology.sanitizer:SanitizedGroup",
-        "save": "megalite.training.save_folder:SaveFolder",
-        "export": "megalite.training.export:Exporter",
-        "check export": "megalite.training.export:check_export",
-        "check_replicas_interval": "megalite.training.state_tensors:compare_replicas",
-        "lost peer": "megalite.data_parallel.peers:raise_if_peer_lost",
-    },
-)
-"""Imported in runs that have the setting, or meet with the case."""
 
 
 class Trainer:
@@ -203,7 +188,7 @@ class Trainer:
         with agreeing(world, device):
             self._run_folder.take()
         if config.checkpoint.load is not None:
-            config = _WHEN_ASKED.get("own first")(config, world=world, device=device, log=self.log)
+            config = imported("megalite.training.resume:own_first")(config, world=world, device=device, log=self.log)
         config = take_remote(config, world=world, device=device, log=self.log)
         with agreeing(world, device, Exception):
             if parallel.elastic:
@@ -213,10 +198,13 @@ class Trainer:
                 )
             config, tokenizer = resolve(config, world_size=launch.world_size, explicit=explicit)
             if config.checkpoint.export_hf is not None:
-                _WHEN_ASKED.get("check export")(config)
+                imported("megalite.training.export:check_export")(config)
         config = take_text(config, self._tokenize, world=world, device=device, log=self.log)
         with agreeing(world, device, Exception):
             programs, layout = Programs(config), layout_of(config)
+        group_type = (
+            imported("megalite.topology.sanitizer:SanitizedGroup") if parallel.sanitize_communication else Group
+        )
         topology = Topology.create(
             layout,
             rank=launch.rank,
@@ -224,7 +212,7 @@ class Trainer:
             backend=config.parallel.distributed_backend,
             timeout_minutes=config.parallel.distributed_timeout_minutes,
             heartbeat=watch.heartbeat,
-            group_type=cast("type[Group]", _WHEN_ASKED.get("sanitize")) if parallel.sanitize_communication else Group,
+            group_type=group_type,
             shared_memory=parallel.shared_memory_collectives,
             gathers_apart=config.parallel.strategy.shards_parameters,
             max_ctas=parallel.max_ctas,
@@ -247,7 +235,7 @@ class Trainer:
         self.loaders = open_data(replica, tokenizer)
         self.progress = Progress(0, 0)
         if config.checkpoint.load is not None:
-            self.progress = _WHEN_ASKED.get("load")(replica, tokenizer=fingerprint, log=log)
+            self.progress = imported("megalite.training.resume:resume")(replica, tokenizer=fingerprint, log=log)
         step = self._step_reached = self.progress.step
         for note in (*self.loaders.notes, *prepare_data(replica, self.loaders, self.progress)):
             log(note)
@@ -287,12 +275,14 @@ class Trainer:
         if self.config.checkpoint.save is None:
             self.log("no checkpoint will be saved; --save-interval N with --run-dir (or --save) would save some")
         else:
-            self._folder = _WHEN_ASKED.get("save")(self.replica, self.progress, log=self.log)
+            self._folder = imported("megalite.training.save_folder:SaveFolder")(
+                self.replica, self.progress, log=self.log
+            )
             self.saver = self._folder.make_saver(total=self.total, tokenizer=tokenizer)
             self.saver.saved = self._callbacks.checkpoint
         if self.config.checkpoint.export_hf is not None:
             assert self.saver is not None, "it is reason enough to save"
-            self._exporter = self.saver.exporter = _WHEN_ASKED.get("export")(
+            self._exporter = self.saver.exporter = imported("megalite.training.export:Exporter")(
                 self.replica, self.progress, total=self.total, stops=self.stops, log=self.log
             )
 
@@ -386,7 +376,7 @@ class Trainer:
         self._log_notes()
         compares = self.config.data_parallel.check_replicas_interval
         if compares and step % compares == 0:
-            _WHEN_ASKED.get("check_replicas_interval")(self.replica, step)
+            imported("megalite.training.state_tensors:compare_replicas")(self.replica, step)
         if self._evaluates_at(step):
             self._evaluate()
         if saves_at(self.config, step):
@@ -472,7 +462,9 @@ class Trainer:
         elif isinstance(error, RuntimeError):
             if self._roll is not None:
                 self._roll.explain(error)
-            _WHEN_ASKED.get("lost peer")(error, self.replica.strategy, self.replica.topology.device)
+            imported("megalite.data_parallel.peers:raise_if_peer_lost")(
+                error, self.replica.strategy, self.replica.topology.device
+            )
 
     def _close(self) -> None:
         for loader in (self.loaders.train, self.loaders.valid, self.loaders.test):

@@ -15,7 +15,7 @@ import pytest
 from megalite.cli import convert
 from megalite.cli.train import main
 from megalite.config.exit_codes import BAD_INPUT, DONE, NOT_SAVED, REQUEUE
-from megalite.training.export import CONVERSION
+from megalite.conversion.huggingface import weights
 from tests.conversion.samples import contents
 from tests.e2e.forked import fork_rank, train_forked
 from tests.e2e.programs import TRAINING, Corpus, losses
@@ -84,12 +84,9 @@ def test_bfloat16_and_a_background_save(flags: list[str], folder: Path, tmp_path
 @contextlib.contextmanager
 def writing(work: Any) -> Iterator[None]:
     """Exports by `work` instead."""
-    before = CONVERSION.get("write")
-    CONVERSION.entries["write"].implementation = work
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "export_checkpoint", work)
         yield
-    finally:
-        CONVERSION.entries["write"].implementation = before
 
 
 def test_an_export_that_fails_loses_nothing(
@@ -116,7 +113,7 @@ def test_a_checkpoint_stays_while_it_is_read(
     flags: list[str], folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """An export that lasts: the next one is left out with a word, and its checkpoint is not removed before it ends."""
-    write, later = CONVERSION.get("write"), threading.Event()
+    write, later = weights.export_checkpoint, threading.Event()
 
     def wait(checkpoints: Path, step: int, *words: Any) -> Path:
         if step == 2:
@@ -154,7 +151,7 @@ def _dies_exporting() -> None:
     def die(*words: Any) -> Path:
         os._exit(9)
 
-    CONVERSION.entries["write"].implementation = die
+    weights.export_checkpoint = die
 
 
 def test_killed_while_it_exports(flags: list[str], folder: Path, tmp_path: Path) -> None:
