@@ -21,7 +21,7 @@ from megalite.config.parallel import ParallelConfig
 from megalite.topology.group import Group
 from megalite.topology.topology import Launch
 from megalite.watchdog.heartbeat import UNWATCHED, FileHeartbeat, Heartbeat
-from megalite.watchdog.processes import GONE, RUNNING, STOPPED, Handlers, host_key, network_key, start_time, supported
+from megalite.watchdog.processes import GONE, STOPPED, Handlers, host_key, network_key, start_time, supported
 from megalite.watchdog.processes import state as process_state
 from megalite.watchdog.report import condensed
 from megalite.watchdog.watch import ASK, WatchedRank, WatchPlan
@@ -34,8 +34,6 @@ _ROLL_CALL_SECONDS = 20.0  # what ranks with a failed collective may take to fin
 _GOODBYE_SECONDS = 5.0
 _LOOK_SECONDS = 5.0
 _LOOKS = 2  # looks in a row that must find the watching process ended or stopped
-_RESTARTS = 3
-_THE_WATCHER = "the process that watches the ranks of this host"
 _HAPPENED = {STOPPED: "is stopped", GONE: "has ended"}
 _UNNOTICED = "a rank that stands still will not be noticed before collectives time out"
 
@@ -97,67 +95,32 @@ class HangWatch:
 
 
 class _Watcher:
-    """The watching process of this host, itself watched by a thread of each rank: one that has ended or is stopped is
-    reported, and the rank that leads, which started it, starts another, which finds the heartbeats where they were."""
+    """The watching process of this host, for the rank that starts it. A thread warns once where it has ended or is stopped."""
 
-    def __init__(self, plan: WatchPlan, *, leads: bool, say: Callable[[str], None]) -> None:
+    def __init__(self, plan: WatchPlan, *, say: Callable[[str], None]) -> None:
         self._plan, self._say = plan, say
-        self.process = _start(plan) if leads else None
-        self._starts = 1
-        self._every = min(_LOOK_SECONDS, max(0.1, plan.seconds / 8))
+        self.process = _start(plan)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._look_after, name="megalite-watcher", daemon=True)
         self._thread.start()
 
     def _look_after(self) -> None:
-        wrong = 0
-        while not self._closing.wait(self._every):
-            found = self._state()
+        started, wrong = start_time(self.process.pid) or 0, 0
+        while not self._closing.wait(min(_LOOK_SECONDS, max(0.1, self._plan.seconds / 8))):
+            found = GONE if self.process.poll() is not None else process_state(self.process.pid, started)
             # One look may come while a whole job that was suspended is being continued.
             wrong = wrong + 1 if found in _HAPPENED else 0
-            if wrong == _LOOKS and self.process is not None:
-                wrong = 0
-                if not self._replace(found):
-                    return
-            elif wrong == 3 * _LOOKS:
-                self._say(f"warning: {_THE_WATCHER} {_HAPPENED[found]}, and no other has been started: {_UNNOTICED}")
-
-    def _state(self) -> str:
-        try:
-            pid, started = map(int, self._plan.watcher.read_text().split())
-        except (OSError, ValueError):
-            return RUNNING  # not yet started; or it has come to its end, and removed the folder
-        return process_state(pid, started)
-
-    def _replace(self, found: str) -> bool:
-        """Start another process in the place of this one; False if that is given up."""
-        assert self.process is not None and self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-        self.process.kill()
-        status = self.process.wait()
-        how = f"{_THE_WATCHER} {_HAPPENED[found]}{'' if found == STOPPED else f' (status {status})'}"
-        if self._starts > _RESTARTS:
-            self._say(f"warning: {how} once more: {_UNNOTICED}")
-            return False
-        self._say(f"warning: {how}: another one is started")
-        self._starts += 1
-        try:
-            self.process = _start(self._plan)
-        except OSError as error:
-            self._say(f"warning: {_THE_WATCHER} cannot be started again ({error.strerror}): {_UNNOTICED}")
-            return False
-        return True
+            if wrong == _LOOKS:
+                self._say(f"warning: the process that watches the ranks of this host {_HAPPENED[found]}: {_UNNOTICED}")
+                return
 
     def close(self, rank: int, *, together: bool) -> None:
         """This rank's run is at its end; `together` with all others, or they are watched further."""
         self._closing.set()
         self._thread.join()
         process = self.process
-        if process is None:
-            return
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError, ValueError):  # it has ended, and perhaps was given up
+        with contextlib.suppress(BrokenPipeError):  # it has ended
             process.stdin.write(b"done\n" if together else f"left {rank}\n".encode())
             process.stdin.close()
         if together:
@@ -239,7 +202,7 @@ def _join(plan: WatchPlan, rank: int, *, leads: bool, say: Callable[[str], None]
             "or use --hang-timeout-minutes 0"
         ) from None
     recorder = FlightRecorder(Path(plan.folder), plan.file(rank, "flight")) if plan.flight_recorder else None
-    watcher = _Watcher(plan, leads=leads, say=say)
+    watcher = _Watcher(plan, say=say) if leads else None
     return HangWatch(heartbeat, rank, plan.world_size == 1, handlers, recorder, watcher)
 
 
@@ -288,7 +251,4 @@ def _start(plan: WatchPlan) -> subprocess.Popen[bytes]:
     assert process.stdin is not None
     process.stdin.write(json.dumps(asdict(plan)).encode() + b"\n")
     process.stdin.flush()
-    temporary = plan.watcher.with_suffix(".new")
-    temporary.write_text(f"{process.pid} {start_time(process.pid) or 0}")
-    temporary.replace(plan.watcher)
     return process

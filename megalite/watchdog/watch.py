@@ -54,11 +54,6 @@ class WatchPlan:
     networks, and the time-out of the collective names whom no one reaches."""
     flight_recorder: bool = False  # the ranks can be asked for what torch's flight recorder has
 
-    @property
-    def watcher(self) -> Path:
-        """The file that says which process watches: its id and its start time."""
-        return Path(self.folder, "watcher")
-
     def file(self, rank: int, kind: str) -> Path:
         """What a rank leaves: its `beat`, its `stacks`, and as JSON the newest entries of its `flight` recorder."""
         return Path(self.folder, f"rank-{rank}.{kind}")

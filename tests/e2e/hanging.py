@@ -3,10 +3,8 @@
 import ctypes
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,16 +61,6 @@ def _instead(do: Callable[[Group, torch.Tensor, Callable[..., Work]], Work]) -> 
     Group.all_reduce_async = once  # type: ignore[method-assign, assignment]
 
 
-def unwatched() -> None:
-    """The process that watches is killed; this rank sleeps once there is another."""
-    (file,) = Path(tempfile.gettempdir()).glob("megalite-*/watcher")
-    before = file.read_text()
-    os.kill(int(before.split()[0]), signal.SIGKILL)
-    while file.read_text() == before:
-        time.sleep(0.02)
-    sleep()
-
-
 def fail() -> None:
     """An error that no one expects."""
     raise KeyError("boom on purpose")
@@ -84,7 +72,7 @@ def kill() -> None:
 
 
 FAULTS: dict[str, Callable[[], None]] = {
-    fault.__name__: fault for fault in (sleep, device, stop, hold, skip, reshape, unwatched, fail, kill)
+    fault.__name__: fault for fault in (sleep, device, stop, hold, skip, reshape, fail, kill)
 }
 
 

@@ -46,16 +46,6 @@ def test_it_is_named(tmp_path: Path, case: str) -> None:
     assert len(stacks) == 2 and all("most recent call first" in stack for stack in stacks.values())
 
 
-def test_it_is_named_also_after_the_watch_itself_was_killed(tmp_path: Path) -> None:
-    end = hang(tmp_path, "unwatched", 1, ["--tp", "2"])
-    warning = (
-        "rank 0: warning: the process that watches the ranks of this host has ended (status -9): another one is started"
-    )
-    assert warning in end.said, end.said
-    assert end.statuses == [HUNG, HUNG] and end.report["culprits"] == [1], end.said
-    assert "megalite: rank 1 stands still: it waits for no other rank" in end.said  # it sleeps
-
-
 @pytest.mark.parametrize(("flags", "status"), [([SOCKETS], -signal.SIGABRT), ([], 1)])
 def test_who_is_wrong_is_said_where_gloo_ends_another(tmp_path: Path, flags: list[str], status: int) -> None:
     """gloo aborts the rank that gets more than it has room for; rank 1 sent twice as much as it should. Through memory both
