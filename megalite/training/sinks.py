@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megalite.checkpoint.files import named, write_all
+from megalite.config.describe import redact_text
 from megalite.config.reading import open_regular
 
 _TRY_AGAIN_SECONDS = 30.0  # between two tries to write where it was not possible
@@ -21,14 +22,14 @@ class MetricSink(Protocol):
     """Takes records: `kind` (train, valid or test), `step`, `consumed_samples` and numbers."""
 
     def write(self, record: dict[str, Any]) -> None:
-        """Take one; raises OSError where it cannot be written."""
+        """Take one; raises where it cannot be written."""
 
     def close(self) -> None:
         """Finish what is buffered."""
 
 
 class BestEffort:
-    """A sink that cannot end a run by failing: records that cannot be written are dropped, and now and then one is tried."""
+    """A sink that cannot end a run by failing, whatever it raises: records are dropped, and now and then one is tried."""
 
     def __init__(self, sink: MetricSink, name: str, log: Callable[[str], None]) -> None:
         self._sink, self._name, self._log = sink, name, log
@@ -41,11 +42,11 @@ class BestEffort:
             return
         try:
             self._sink.write(record)
-        except OSError as error:
+        except Exception as error:
             if not self._dropped:
                 self._log(
-                    f"warning: cannot write {self._name}: {error.strerror or error}; training continues, and records are "
-                    "dropped until it can be written again"
+                    f"warning: cannot write {self._name}: {_reason(error)}; training continues, and records are dropped until "
+                    "it can be written again"
                 )
             self._dropped += 1
             self._next_try = time.monotonic() + _TRY_AGAIN_SECONDS
@@ -58,11 +59,16 @@ class BestEffort:
         """Close the sink, and say what is missing at its end."""
         try:
             self._sink.close()
-        except OSError as error:
+        except Exception as error:
             if not self._dropped:
-                self._log(f"warning: cannot finish {self._name}: {error.strerror or error}")
+                self._log(f"warning: cannot finish {self._name}: {_reason(error)}")
         if self._dropped:
             self._log(f"warning: the last {self._dropped} records are missing in {self._name}")
+
+
+def _reason(error: Exception) -> str:
+    """In one line; a service may say with which credentials it was asked."""
+    return getattr(error, "strerror", None) or redact_text(" ".join(str(error).split()))
 
 
 class AppendedFile:

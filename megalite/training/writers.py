@@ -9,9 +9,7 @@ import os
 import platform
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -338,34 +336,16 @@ _REMEDIES = {
 }
 
 
-class _Guarded:
-    """A service's or a user's writer. Whatever it raises later, of whatever type, costs its records, not the run."""
-
-    def __init__(self, name: str, config: RunConfig, *, step: int) -> None:
-        try:
-            self._sink = WRITERS.get(name)(config, step=step)
-        except (ConfigError, OSError):
-            raise
-        except Exception as error:
-            said = f"{type(error).__name__}: {redact_text(' '.join(str(error).split()))}"
-            remedy = _REMEDIES.get(name, f"leave {name} out of --metrics")
-            raise ConfigError(f"metrics {name} does not start: {said}; {remedy}") from error
-
-    def write(self, record: dict[str, Any]) -> None:
-        with _as_of_a_file():
-            self._sink.write(record)
-
-    def close(self) -> None:
-        with _as_of_a_file():
-            self._sink.close()
-
-
-@contextmanager
-def _as_of_a_file() -> Iterator[None]:
+def _start(name: str, config: RunConfig, *, step: int) -> MetricSink:
+    """A service's or a user's writer, which may raise anything."""
     try:
-        yield
+        return WRITERS.get(name)(config, step=step)
+    except (ConfigError, OSError):
+        raise
     except Exception as error:
-        raise OSError(redact_text(" ".join(str(error).split()))) from error
+        said = f"{type(error).__name__}: {redact_text(' '.join(str(error).split()))}"
+        remedy = _REMEDIES.get(name, f"leave {name} out of --metrics")
+        raise ConfigError(f"metrics {name} does not start: {said}; {remedy}") from error
 
 
 def open_writers(config: RunConfig, *, step: int) -> tuple[dict[str, MetricSink], bool]:
@@ -383,5 +363,5 @@ def open_writers(config: RunConfig, *, step: int) -> tuple[dict[str, MetricSink]
         sinks[tensorboard] = TensorBoard(Path(tensorboard))
     for name in wanted(config):
         shown = str(Path(logging.run_dir or "") / _FILES[name]) if name in _FILES else name
-        sinks[shown] = (WRITERS.get(name) if name in _FILES else partial(_Guarded, name))(config, step=step)
+        sinks[shown] = _start(name, config, step=step)
     return sinks, without
