@@ -3,7 +3,6 @@
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,9 +15,6 @@ from megalite.config.errors import CheckpointError
 
 Progress = Callable[[int, int], None]
 """Called with the files hashed so far and their bytes."""
-
-MAX_THREADS = 8
-"""Files hashed at once: more would only make the disk seek."""
 
 
 class CheckpointRemoved(CheckpointMissing):
@@ -148,29 +144,19 @@ def _length_faults(path: Path, manifest: Manifest) -> Iterator[str]:
 
 
 def verify(surveyed: Surveyed, progress: Progress = lambda files, size: None) -> Surveyed:
-    """Hash every file, several at a time (hashlib works without the interpreter's lock), and compare its header with
-    what the manifest says of its tensors.
-    """
+    """Hash every file, and compare its header with what the manifest says of its tensors."""
     manifest = surveyed.manifest
     if manifest is None or not surveyed.sound:
         return surveyed
-    # Largest first, so that no thread is left alone with a large one at the end.
-    names = sorted(manifest.files, key=lambda name: (-manifest.files[name].length, name))
     expected = _records(manifest)
     faults: list[str] = []
-    files = size = 0
-    pool = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1))
-    try:
-        hashed = {pool.submit(_file_fault, surveyed.path / name, manifest, expected[name]): name for name in names}
-        for future in as_completed(hashed):
-            files, size = files + 1, size + manifest.files[hashed[future]].length
-            progress(files, size)
-            fault = future.result()
-            if fault is not None:
-                faults.append(fault)
-    finally:
-        pool.shutdown(cancel_futures=True)  # Ctrl-C waits for the files in hand, not for those in the queue
-    return _still_there(replace(surveyed, faults=tuple(sorted(faults)), verified=not faults))
+    size = 0
+    for number, (name, entry) in enumerate(sorted(manifest.files.items()), start=1):
+        fault = _file_fault(surveyed.path / name, manifest, expected[name])
+        faults += [] if fault is None else [fault]
+        size += entry.length
+        progress(number, size)
+    return _still_there(replace(surveyed, faults=tuple(faults), verified=not faults))
 
 
 def _records(manifest: Manifest) -> dict[str, list[Record]]:
