@@ -12,14 +12,12 @@ from megalite.checkpoint.load import Checkpoint, find_checkpoint
 from megalite.checkpoint.manifest import CheckpointMissing, TensorEntry, optimizer_key, weight_key
 from megalite.checkpoint.safetensors_file import DTYPE_NAMES, TORCH_DTYPES
 from megalite.checkpoint.tiling import Slice
-from megalite.config.data import DEFAULT_SPLIT, PATH_SETTINGS, DataConfig, is_address, parse_data_path
+from megalite.config.data import DEFAULT_SPLIT, PATH_SETTINGS, is_address, parse_data_path
 from megalite.config.errors import CheckpointError, ConfigError
 from megalite.config.model import ModelConfig, free_settings
 from megalite.config.optimizer import OPTIMIZERS, OptimizerConfig
 from megalite.config.registry import Registry
 from megalite.config.run import RunConfig, hugging_face_folder, save_folder
-from megalite.config.training import TrainingConfig
-from megalite.data.sources import megatron_lengths
 from megalite.data.token_files import require_recorded_tokenizer
 from megalite.data_parallel.buckets import Placed
 from megalite.data_parallel.facts import Placement
@@ -65,61 +63,44 @@ FORMATS: Registry[Callable[[Path, ModelConfig], Weights]] = Registry(
 
 _ORDER = {"training": ("seed", "seq_length"), "data": ("split", "packing", "data_order", "text_field", "sft")}
 """Settings that the order of samples is a function of, by section."""
+_LENGTH = ("train_iters", "train_samples", "global_batch_size", "eval_interval", "eval_iters")
+"""Settings that the length of a run follows from, for which Megatron's order is made."""
 _SOURCES = ("data_path", "train_data_path", "mock_data")
 
 
-def data_changes(saved: Mapping[str, Any], config: RunConfig, *, dp: Any = None) -> list[str]:
-    """A line for each difference between the training samples of a checkpoint's run and of this one from here on.
+def _section(tree: Mapping[str, Any], name: str, dp: Any = None) -> dict[str, Any]:
+    """A section of a config as its run had it: a setting that came after the checkpoint was written had its default's
+    meaning. A global batch that is left open follows from `dp`."""
+    stored = tree.get(name)
+    values = asdict(getattr(RunConfig(), name)) | (stored if isinstance(stored, dict) else {})
+    micro = values.get("micro_batch_size")
+    if name == "training" and values["global_batch_size"] is None and isinstance(micro, int) and isinstance(dp, int):
+        values["global_batch_size"] = micro * dp
+    return values
 
-    `dp` is that of the checkpoint's run, for a global batch that its config leaves open.
-    """
-    # A setting that came after the checkpoint was written had its default's meaning.
-    before = {
-        name: asdict(default) | (section if isinstance(section := saved.get(name), dict) else {})
-        for name, default in (("training", TrainingConfig()), ("data", DataConfig()))
-    }
-    now = {"training": asdict(config.training), "data": asdict(config.data)}
+
+def other_data(saved: Mapping[str, Any], written: RunConfig, *, dp: Any, here: int | None) -> list[str]:
+    """A line for each setting by which the training samples of this run are others, from here on, than those of a
+    checkpoint's run. `dp`: of the checkpoint's run; `here`: of this one."""
+    before, now = (
+        {name: _section(tree, name, ranks) for name in _ORDER} for tree, ranks in ((saved, dp), (asdict(written), here))
+    )
     for sections in (before, now):
         sections["data"]["split"] = sections["data"]["split"] or DEFAULT_SPLIT
+    order = dict(_ORDER)
+    if before["data"]["data_order"] == now["data"]["data_order"] == "megatron":
+        order["training"] += _LENGTH
     lines = [
         f"the order of samples is another from here on: {name} {before[section][name]} -> {now[section][name]}"
-        for section, names in _ORDER.items()
+        for section, names in order.items()
         for name in names
         if before[section][name] != now[section][name]
     ]
-    lines += [
+    return lines + [
         f"the samples are others from here on, unless these hold the same: {name} {_shown(before['data'][name])} -> "
         f"{_shown(now['data'][name])}"
         for name in _SOURCES
         if before["data"][name] != now["data"][name]
-    ]
-    if before["data"]["data_order"] == now["data"]["data_order"] == "megatron":
-        lines += _length_changes(before["training"], config, dp)
-    return lines
-
-
-def _length_changes(training: Mapping[str, Any], config: RunConfig, dp: Any) -> list[str]:
-    """Megatron's order is made for the length of the run."""
-    known = {name: training[name] for name in asdict(config.training)}
-    try:
-        if known["global_batch_size"] is None:
-            known["global_batch_size"] = known["micro_batch_size"] * dp
-        before = megatron_lengths(replace(config, training=TrainingConfig(**known)))
-        is_known = all(isinstance(length, int) for length in before.values())
-    except (AssertionError, ArithmeticError, TypeError, ValueError):
-        is_known = False
-    if not is_known:
-        return ["the checkpoint does not say how long its run was: with data_order megatron samples may repeat"]
-    differ = [
-        f"{split} {before[split]} -> {length}"
-        for split, length in megatron_lengths(config).items()
-        if before.get(split, length) != length
-    ]
-    if not differ:
-        return []
-    return [
-        "the order of samples is another from here on: with data_order megatron a run of another length has another "
-        f"order, and samples may repeat: {', '.join(differ)} samples"
     ]
 
 
@@ -226,12 +207,12 @@ def load(replica: Replica, folder: Path, *, tokenizer: str | None, log: Callable
     log(f"loaded {checkpoint.path} (written by {_describe(manifest.layout)})")
     progress = Progress(0, 0)
     if not finetune:
-        asked = replace(config, data=replica.written.data)  # text by its name, not by that of its token files
-        dp = manifest.layout.get("dp")
+        both: dict[str, Any] = {"dp": manifest.layout.get("dp"), "here": config.parallel.dp}
+        written = replica.written
         for line in (
             *notes,
-            *data_changes(manifest.config, asked, dp=dp),
-            *other_numbers(manifest.config, replica.written, dp=dp, here=config.parallel.dp),
+            *other_data(manifest.config, written, **both),
+            *other_numbers(manifest.config, written, **both),
         ):
             log(line)
         if not with_optimizer:
@@ -287,13 +268,8 @@ def other_numbers(saved: Mapping[str, Any], written: RunConfig, *, dp: Any, here
     where the learning rate decays to its end, and the batch also where it follows from dp, which is `here` in this run."""
     optimizer, differ = written.optimizer, list[str]()
     for section, names in _NUMBERS.items():
-        now, stored = asdict(getattr(written, section)), saved.get(section)
-        before = asdict(getattr(RunConfig(), section)) | (stored if isinstance(stored, dict) else {})
+        before, now = _section(saved, section, dp), _section(asdict(written), section, here)
         if section == "training":
-            for values, replicas in ((before, dp), (now, here)):
-                micro = values["micro_batch_size"]
-                if values["global_batch_size"] is None and isinstance(micro, int) and isinstance(replicas, int):
-                    values["global_batch_size"] = micro * replicas
             decays = optimizer.lr_decay_style != "constant"
             if decays and optimizer.lr_decay_iters is None and optimizer.lr_decay_samples is None:
                 names = (*names, "train_iters", "train_samples")
@@ -304,8 +280,7 @@ def other_numbers(saved: Mapping[str, Any], written: RunConfig, *, dp: Any, here
 
 def check_same_schedule(checkpoint: Checkpoint, optimizer: OptimizerConfig) -> None:
     """The checkpoint's run must have had the schedules of these settings."""
-    section = checkpoint.manifest.config.get("optimizer", {})
-    saved = asdict(OptimizerConfig()) | (section if isinstance(section, dict) else {})
+    saved = _section(checkpoint.manifest.config, "optimizer")
     differ = [
         f"{name} {saved[name]} there, {value} here"
         for name in SCHEDULE
@@ -320,11 +295,10 @@ def check_same_schedule(checkpoint: Checkpoint, optimizer: OptimizerConfig) -> N
 
 def check_same_model(checkpoint: Checkpoint, model: ModelConfig, *, finetune: bool = False) -> None:
     """The checkpoint's model section must describe the same network."""
-    # A setting that came after the checkpoint was written: it had its default's meaning.
-    section = checkpoint.manifest.config.get("model", {})
-    if not isinstance(section, dict):
+    if not isinstance(checkpoint.manifest.config.get("model", {}), dict):
         raise CheckpointError(f"{checkpoint.path}: config.model in its manifest.json is not a section of settings")
-    _refuse_other_model(checkpoint.path, asdict(ModelConfig()) | section, model, finetune=finetune)
+    saved = _section(checkpoint.manifest.config, "model")
+    _refuse_other_model(checkpoint.path, saved, model, finetune=finetune)
 
 
 def _refuse_other_model(path: Path, saved: Mapping[str, Any], model: ModelConfig, *, finetune: bool) -> None:
@@ -427,8 +401,7 @@ def _load_flat(replica: Replica, state: FlatState, checkpoint: Checkpoint, notes
 
 
 def _require(replica: Replica, checkpoint: Checkpoint, state: str, key: str) -> None:
-    section = checkpoint.manifest.config.get("optimizer", {})
-    wrote = section.get("optimizer", "adam") if isinstance(section, dict) else "adam"
+    wrote = _section(checkpoint.manifest.config, "optimizer")["optimizer"]
     if not checkpoint.has(key) and wrote != (ours := replica.config.optimizer.optimizer):
         raise CheckpointError(
             f"{checkpoint.path} was written with optimizer {wrote} and has no {state}, which {ours} needs; "

@@ -18,7 +18,7 @@ from megalite.config.model import ModelConfig
 from megalite.config.run import RunConfig
 from megalite.data.token_files import encode_side_file
 from megalite.optimizers.schedules import Progress
-from megalite.training.resume import check_same_model, data_changes, load, other_numbers
+from megalite.training.resume import check_same_model, load, other_data, other_numbers
 from megalite.training.save_folder import resumes_own
 from megalite.training.saving import save
 from tests.support.ranks import RankContext, run_ranks
@@ -246,7 +246,7 @@ def in_manifest(**changes: Any) -> dict[str, Any]:
 
 
 def changed(config: RunConfig, **changes: Any) -> list[str]:
-    return data_changes(in_manifest(), replace(config, **changes))
+    return other_data(in_manifest(), replace(config, **changes), dp=1, here=1)
 
 
 @pytest.mark.parametrize(
@@ -296,27 +296,16 @@ def test_numbers_that_change_without_the_order_are_said() -> None:
 def test_settings_that_are_younger_than_the_checkpoint_had_their_defaults() -> None:
     old = in_manifest()
     del old["data"]["packing"], old["data"]["data_order"]
-    assert data_changes(old, tiny_config(1, **BASE)) == []
+    assert other_data(old, tiny_config(1, **BASE), dp=1, here=1) == []
 
 
 def test_megatron_s_order_is_another_for_another_length() -> None:
-    longer = tiny_config(1, **{**MEGATRON, "train_iters": 40})
-    (line,) = data_changes(in_manifest(**MEGATRON), longer)
-    assert line.endswith("and samples may repeat: train 160 -> 320 samples")
-    assert data_changes(in_manifest(**MEGATRON), tiny_config(1, **MEGATRON)) == []
-    # The same number of samples is the same order.
-    assert (
-        data_changes(
-            in_manifest(**MEGATRON), tiny_config(1, **{**MEGATRON, "train_iters": 10, "global_batch_size": 16})
-        )
-        == []
-    )
+    config = tiny_config(1, **MEGATRON)
+    (line,) = other_data(in_manifest(**MEGATRON), replace(config, train_iters=40), dp=1, here=1)
+    assert line == "the order of samples is another from here on: train_iters 20 -> 40"
+    assert other_data(in_manifest(**MEGATRON), config, dp=1, here=1) == []
     open_batch = in_manifest(**MEGATRON, micro_batch_size=2)
     open_batch["training"]["global_batch_size"] = None
-    assert data_changes(open_batch, tiny_config(1, **MEGATRON), dp=4) == []
-    (line,) = data_changes(open_batch, tiny_config(1, **MEGATRON), dp=2)
-    assert line.endswith("train 80 -> 160 samples")
-    unknown = in_manifest(**MEGATRON)
-    unknown["training"]["global_batch_size"] = "many"
-    (line,) = data_changes(unknown, longer)
-    assert line.startswith("the checkpoint does not say how long its run was")
+    assert other_data(open_batch, config, dp=4, here=1) == []
+    (line,) = other_data(open_batch, config, dp=2, here=1)
+    assert line.endswith("global_batch_size 4 -> 8")
