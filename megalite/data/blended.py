@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,9 +68,11 @@ class BlendedDataset:
         dataset, index = self.locate(k)
         return self.datasets[dataset].sample(index)
 
-    def packing(self, k: int) -> Packing | None:
+    def packing(self, k: int) -> Packing:
+        """Of a blend of packed samples."""
         dataset, index = self.locate(k)
-        return self.datasets[dataset].packing(index)
+        source: Any = self.datasets[dataset]
+        return source.packing(index)
 
     def prepare(self, first: int, stop: int, *, epochs: int | None = None) -> list[Kept | None]:
         """Keep the large indices that samples [first, stop) need: of each dataset the first `epochs`."""

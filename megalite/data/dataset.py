@@ -42,11 +42,9 @@ class Packing:
 
 
 class SampleSource(Protocol):
-    """An endless sequence of numbered samples."""
+    """An endless sequence of numbered samples. One of packed samples also has `packing(k)`, which gives their `Packing`."""
 
     def sample(self, k: int) -> NDArray[np.int64]: ...
-
-    def packing(self, k: int) -> Packing | None: ...
 
 
 def require_sample(k: int) -> None:
@@ -93,9 +91,6 @@ class DocumentDataset:
         self._sizes = self.indexed.sizes[documents.start : documents.stop]
         self.num_tokens = int(self._sizes.sum(dtype=np.int64))  # tokens of this split
         self._stop_id = 1 << 64 if self.vocab_size is None else self.vocab_size
-
-    def packing(self, k: int) -> Packing | None:
-        return None
 
     def _too_small(self, why: str) -> ConfigError:
         return ConfigError(
@@ -162,9 +157,6 @@ class MockDataset:
         positions = np.arange(length)
         last = np.maximum.accumulate(np.where(restarts, positions, 0))
         return (starts[last] + self._STRIDE * (positions - last)) % self.vocab_size
-
-    def packing(self, k: int) -> None:
-        return None
 
 
 def raw_draws(count: int, *, seed: int, index: int, stream: int = 0) -> NDArray[np.uint64]:

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -166,10 +166,11 @@ class BatchLoader:
 
     def microbatch(self, ids: tuple[int, ...], length: int | None = None) -> Microbatch:
         samples = np.empty((len(ids), self.seq_length + 1), dtype=np.int64)
-        packings = []
+        packings: list[Packing | None] = []
+        source: Any = self.dataset
         for row, k in zip(samples, ids, strict=True):
-            row[:] = self.dataset.sample(k)
-            packings.append(self.dataset.packing(k) if self.packed else None)
+            row[:] = source.sample(k)
+            packings.append(source.packing(k) if self.packed else None)
         inputs = samples[:, :-1]
         mask = np.ones(inputs.shape, dtype=np.float32)
         for row, count, packing in zip(inputs, mask, packings, strict=True):

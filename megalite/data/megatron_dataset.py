@@ -205,9 +205,6 @@ class MegatronBlend(OneIndex):
         dataset = self.datasets[self.arrays["dataset_index"].item(k)]
         return dataset.sample(self.arrays["dataset_sample_index"].item(k))
 
-    def packing(self, k: int) -> None:
-        return None
-
     def prepare(self, first: int, stop: int, *, epochs: int | None = None) -> list[Kept | None]:
         """Keep the indices of the blend and of its datasets, where they are large; they are for all epochs. Returns the
         blend's and then its datasets', None for what is small or cannot be kept. Raises ConfigError: there are fewer

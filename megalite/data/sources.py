@@ -339,6 +339,3 @@ class _Plugged:
                 f"{max(int(tokens.max()) + 1, 1)} or more, or correct it"
             )
         return tokens.astype(np.int64)
-
-    def packing(self, k: int) -> None:
-        return None
