@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.digests import entry_fault
-from megalite.checkpoint.files import MAX_TEXT, read_text, remove_tree, replace_durably, sync_folder, write_durably
+from megalite.checkpoint.files import read_text, remove_tree, replace_durably, sync_folder, write_durably
 from megalite.checkpoint.folders import LATEST_NAME, REPLACED_SUFFIX, STAGING_PREFIX, staging_name, step_name, step_of
 from megalite.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -115,8 +115,6 @@ def publish(staging: Path, preamble: Manifest, ranks: int, log: Callable[[str], 
     """
     manifest = _merge(staging, preamble, ranks)
     text = manifest.to_json()
-    if len(text) > MAX_TEXT:
-        raise CheckpointError(f"{MANIFEST_NAME} would have {len(text)} bytes; what can be read has at most {MAX_TEXT}")
     # Read before it counts: what could not be loaded must not get its name.
     Manifest.from_json(text, source=str(staging / MANIFEST_NAME))
     write_durably(staging / MANIFEST_NAME, text.encode())

@@ -1,6 +1,5 @@
 """Files that are on the disk when a function returns, and reads that refuse anything but a plain file."""
 
-import contextlib
 import errno
 import fcntl
 import os
@@ -195,9 +194,7 @@ def not_writable(folder: Path) -> tuple[Path, str] | None:
     return there, os.strerror(errno.EROFS if os.statvfs(there).f_flag & os.ST_RDONLY else errno.EACCES)
 
 
-def free_bytes(folder: Path) -> int | None:
-    """Free bytes on the disk that holds `folder` (or, before it exists, its nearest parent); None if unknown."""
-    for place in (folder, *folder.absolute().parents):
-        with contextlib.suppress(OSError):
-            return shutil.disk_usage(place).free
-    return None
+def free_bytes(folder: Path) -> int:
+    """Free bytes on the disk that holds `folder` (or, before it exists, its nearest parent)."""
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    return shutil.disk_usage(there).free

@@ -203,8 +203,7 @@ def save_checkpoint(
         if not make_folder and not folder.is_dir():
             raise CheckpointError("the folder is not there any more; it was when the run started")
         prepare_staging(folder, step)
-        free = free_bytes(folder)
-        if free is not None and free < needed:  # rather than fill the disk for minutes and fail then
+        if free_bytes(folder) < needed:  # rather than fill the disk for minutes and fail then
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     save_together(
@@ -378,9 +377,7 @@ def _as_checkpoint_error(error: Exception, folder: Path, needed: int) -> Checkpo
         place = f"{error.filename}: " if error.filename and error.filename != str(folder) else ""
         what = f"{place}{error.strerror or error}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            free = free_bytes(folder)
-            space = "unknown" if free is None else f"{free:,} bytes"
-            what += f"; the checkpoint needs {needed:,} bytes, free there: {space}"
+            what += f"; the checkpoint needs {needed:,} bytes, free there: {free_bytes(folder):,} bytes"
     return CheckpointError(f"cannot save a checkpoint in {folder}: {what}")
 
 

@@ -110,14 +110,7 @@ def _still_there(found: Surveyed) -> Surveyed:
 
 
 def _gone(path: Path) -> bool:
-    """Surely not there; of one that cannot be looked at it is unknown."""
-    try:
-        path.lstat()
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-    return False
+    return not os.path.lexists(path)
 
 
 @contextlib.contextmanager
@@ -174,18 +167,11 @@ def _file_fault(path: Path, manifest: Manifest, expected: list[Record]) -> str |
     fault = entry_fault(path, manifest.files[path.name])
     if fault is not None:
         return fault
-    try:
-        descriptor = open_plain(path)
+    with os.fdopen(open_plain(path), "rb") as file:
         try:
-            found = read_header(descriptor, manifest.files[path.name].length).records
-        finally:
-            os.close(descriptor)
-    except CheckpointError as error:
-        return str(error)  # names the file itself
-    except HeaderFault as error:
-        return f"{path.name}: {error}"
-    except OSError as error:
-        return f"{path.name}: {error.strerror}"
+            found = read_header(file.fileno(), manifest.files[path.name].length).records
+        except HeaderFault as error:
+            return f"{path.name}: {error}"
     for record in expected:
         if found.get(record.key) != record:
             there = found.get(record.key)
@@ -196,7 +182,5 @@ def _file_fault(path: Path, manifest: Manifest, expected: list[Record]) -> str |
 
 def unlisted(surveyed: Surveyed) -> list[str]:
     """Names in the folder that the manifest does not list: they are not read."""
-    if surveyed.manifest is None:
-        return []
-    listed = {MANIFEST_NAME, *surveyed.manifest.files}
+    listed = {MANIFEST_NAME, *(surveyed.manifest.files if surveyed.manifest else ())}
     return sorted(path.name for path in surveyed.path.iterdir() if path.name not in listed)

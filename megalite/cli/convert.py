@@ -162,7 +162,7 @@ def _need_room(target: Path, total: int) -> None:
     there = [path for path in workplace.rglob("*") if path.is_file()] if workplace.is_dir() else []
     free = free_bytes(target)
     missing = total - sum(path.stat().st_size for path in there)
-    if free is not None and free < missing:
+    if free < missing:
         raise ConversionError(
             f"{target} needs {missing:,} more bytes, free there: {free:,}; make room, or give another"
         )

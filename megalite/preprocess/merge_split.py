@@ -218,7 +218,7 @@ def _write_parts(
     needed = written.tokens * dtype.itemsize + 12 * written.sequences + 8 * written.documents
     folder = Path(f"{prefix}.bin").parent
     free = free_bytes(folder)
-    if free is not None and free < needed:
+    if free < needed:
         raise ConfigError(f"{folder} has {free} bytes free, {needed} are needed for {prefix}; use another disk")
     sha256 = _copy_tokens(stem.with_suffix(".bin"), parts, written, digests, on_bytes)
     length, index_sha256 = _write_index(stem.with_suffix(".idx"), parts, written)

@@ -230,9 +230,6 @@ class Saver:
             return
         needed = sum(self._world.gather_json(planned, self._device))
         free = self._world.broadcast_json(free_bytes(self.folder), self._device)
-        if free is None:
-            self._log(f"a checkpoint takes {format_bytes(needed)}")
-            return
         room = f"a checkpoint takes {format_bytes(needed)}, {format_bytes(free)} are free in {self.folder}"
         if free < needed and self._config.on_save_error == "stop":
             raise CheckpointError(
@@ -252,7 +249,7 @@ class Saver:
         sizes = self._world.gather_json([destination.host, planned], self._device)
         here, free = sum(size for host, size in sizes if host == destination.host), free_bytes(self.folder)
         failure = None
-        if free is not None and free < here and self._config.on_save_error == "stop":
+        if free < here and self._config.on_save_error == "stop":
             failure = CheckpointError(
                 f"{format_bytes(here)} of a checkpoint wait in {self.folder} for their upload, and {format_bytes(free)} are free "
                 "there: make room, or give --data-cache-path a folder on another disk"

@@ -91,8 +91,6 @@ def _scale(panels: Sequence[Panel], longest: float) -> float:
     lengths = sorted(
         event.end - event.start for panel in panels for event in panel.timeline.events if event.end > event.start
     )
-    if not lengths:
-        return 1.0
     short = lengths[len(lengths) // 10]
     return min(max(17 * longest / short, _NARROW), _WIDE) / longest
 
@@ -109,7 +107,7 @@ def _panel(panel: Panel, left: float, y: float, scale: float, idle: float, peaks
     top = y + 44
     for rank in range(schedule.num_ranks):
         row = top + rank * _ROW
-        share = timeline.idle[rank] / timeline.makespan if timeline.makespan else 0.0
+        share = timeline.idle[rank] / timeline.makespan
         yield _text(_MARGIN, row + 17, f"rank {rank}")
         yield _box("idle", left, row, timeline.makespan * scale, _BAR)
         yield _text(idle, row + 17, f"{share:.1%}", "end")
@@ -135,7 +133,7 @@ def _axis(left: float, y: float, longest: float, scale: float, unit: str) -> Ite
     yield f'<path class="axis" d="M{_n(left)} {_n(y)}H{_n(end)}"/>'
     yield _text(_MARGIN, y + 18, f"time, {unit}" if unit else "time", "quiet")
     step = _round_step(longest / 8)
-    for tick in range(floor(longest / step + 1e-9) + 1 if longest else 1):
+    for tick in range(floor(longest / step + 1e-9) + 1):
         x = left + tick * step * scale
         yield f'<path class="axis" d="M{_n(x)} {_n(y)}v4"/>'
         if x > left or not unit:
@@ -144,8 +142,6 @@ def _axis(left: float, y: float, longest: float, scale: float, unit: str) -> Ite
 
 def _round_step(least: float) -> float:
     """The next of 1, 2, 5, 10, 20, ... times a power of ten."""
-    if least <= 0:
-        return 1.0
     power = 10.0 ** floor(log10(least))
     return next(factor * power for factor in (1.0, 2.0, 5.0, 10.0) if factor * power >= least * (1 - 1e-9))
 
