@@ -32,8 +32,7 @@ from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.data_parallel.buckets import Bucket
 from megalite.data_parallel.strategy import DataParallelStrategy
-from megalite.topology.group import Work
-from megalite.topology.tree import ProcessGroups
+from megalite.topology.group import ProcessGroups, Work
 from megalite.training.evaluation import Evaluator
 from megalite.training.non_finite import NonFiniteError
 from megalite.training.replica import Replica

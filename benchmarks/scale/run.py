@@ -37,9 +37,9 @@ from megalite.planner.page import Line, draw_curves
 from megalite.rehearsal.device import Device
 from megalite.rehearsal.groups import Journal, rehearsed_topology
 from megalite.rehearsal.run import rehearse
+from megalite.topology.group import host_group
 from megalite.topology.layout import ParallelLayout
 from megalite.topology.topology import Topology, fresh_part
-from megalite.topology.tree import host_group
 from megalite.training.evaluation import read_batches
 from megalite.training.instruments import Timings, units
 from megalite.training.replica import Programs, Replica, build_replica

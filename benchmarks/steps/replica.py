@@ -8,8 +8,8 @@ from megalite.config.run import RunConfig
 from megalite.data.loader import Microbatch
 from megalite.optimizers.schedules import Progress, Schedules
 from megalite.partition.pipeline import layout_of
+from megalite.topology.group import ProcessGroups
 from megalite.topology.topology import Topology
-from megalite.topology.tree import ProcessGroups
 from megalite.training.evaluation import read_batches
 from megalite.training.replica import Replica, build_replica
 from megalite.training.setup import open_data

@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-# The same type as topology.sharding.Slice, named here too because packages of one layer do not import each other.
+# As topology.layout.Slice, named here too because packages of one row do not import each other.
 Slice = tuple[tuple[int, int], ...]
 """Per dimension, the half-open range [start, stop)."""
 

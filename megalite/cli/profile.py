@@ -32,10 +32,9 @@ from megalite.profiling.run import (
     stand_in,
 )
 from megalite.profiling.timing import Timer, Timing
-from megalite.topology.group import Group
+from megalite.topology.group import Group, ProcessGroups
 from megalite.topology.layout import ParallelLayout
 from megalite.topology.topology import Launch, Topology, start_distributed, stop_distributed
-from megalite.topology.tree import ProcessGroups
 
 LEAST_SECONDS = 1.0
 

@@ -61,10 +61,10 @@ def split_documents(split: str, documents: int) -> tuple[range, range, range]:
     return range(ends[0]), range(ends[0], ends[1]), range(ends[1], ends[2])
 
 
-def keeping(function: Callable[[int], _T], count: int = 2) -> Callable[[int], _T]:
-    """The function with its last `count` results kept, each made once: by default two epochs, as batches cross from one to
-    the next, whatever number of threads reads."""
-    kept, lock = lru_cache(maxsize=count)(function), threading.Lock()
+def keeping(function: Callable[[int], _T]) -> Callable[[int], _T]:
+    """The function with its last two results kept, each made once whatever number of threads reads: batches cross from one
+    epoch to the next."""
+    kept, lock = lru_cache(maxsize=2)(function), threading.Lock()
 
     def result(k: int) -> _T:
         with lock:

@@ -16,6 +16,7 @@ from megalite.models.context import CAUSAL, ForwardContext, KeyValueCache, NextT
 from megalite.models.norm import AllHeadsNorm, Norm
 from megalite.models.recompute import Recompute, recomputed
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megalite.tensor_parallel.mappings import SharedHeads
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
 from megalite.tensor_parallel.random import DropoutStream
 from megalite.topology.layout import Spans, joined_spans
@@ -171,8 +172,6 @@ class Attention(AttentionCore):
         queries = config.num_attention_heads // config.query_groups
         self._shared: Callable[[Tensor], Tensor] | None = None
         if config.query_groups < factory.tp.size:
-            from megalite.tensor_parallel.shared_heads import SharedHeads
-
             self._shared = SharedHeads(
                 factory.tp, queries=queries, groups=config.query_groups, head_size=config.head_size
             )

@@ -21,11 +21,10 @@ import torch.distributed as dist
 
 from megalite.config.run import RunConfig
 from megalite.partition.pipeline import layout_of
-from megalite.topology.group import Group
+from megalite.topology.group import Group, ProcessGroups
 from megalite.topology.layout import ParallelLayout
 from megalite.topology.sanitizer import SanitizedGroup
 from megalite.topology.topology import Topology, schedule_as_batch
-from megalite.topology.tree import ProcessGroups
 
 _START_SECONDS = 180.0
 _COLLECTIVE_SECONDS = 180.0

@@ -16,10 +16,9 @@ import torch
 from megalite.config.errors import ConfigError
 from megalite.planner.cost.rates import SHARED_PASSES
 from megalite.profiling.timing import Timer, Timing, products
-from megalite.topology.group import Group
+from megalite.topology.group import Group, ProcessGroups
 from megalite.topology.layout import ParallelLayout
 from megalite.topology.topology import Topology
-from megalite.topology.tree import ProcessGroups
 from megalite.watchdog.processes import usable_cores
 
 

@@ -21,8 +21,7 @@ from megalite.profiling import collectives as between
 from megalite.profiling import operations as pieces
 from megalite.profiling import passes as stages
 from megalite.profiling.timing import Timer, fit_times
-from megalite.topology.group import Group
-from megalite.topology.tree import ProcessGroups
+from megalite.topology.group import Group, ProcessGroups
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -26,7 +26,7 @@ from megalite.rehearsal.groups import Journal, RehearsedGroup, rehearsed_topolog
 from megalite.rehearsal.proof import asymmetries, deadlock, mismatches
 from megalite.topology.layout import ParallelLayout
 from megalite.training.replica import Programs, Replica, build_replica, consensus
-from megalite.training.saving import HostMemory, what_is_saved
+from megalite.training.saving import HostCopies, what_is_saved
 from megalite.training.step import Stepper
 
 
@@ -128,7 +128,7 @@ def _save(replica: Replica, journal: Journal) -> Save:
         plan, tensors = what_is_saved(replica, 2, newest="")
         copies_bytes = sum(tensor.nbytes for tensor in tensors)
         if config.async_save:
-            tensors = HostMemory().copy(tensors)
+            tensors = HostCopies().copy(tensors)
             device.synchronisations["training/saving.py", "waits for the copies"] += 1
         else:
             together(plan, tensors)

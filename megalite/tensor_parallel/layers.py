@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.kernels.autograd import Function
+from megalite.kernels.layer_ops import Function
 from megalite.kernels.matmul import PLAIN, Matmul, Products
 from megalite.tensor_parallel.mappings import gather_along_sequence, reduce_partial_sums
 from megalite.tensor_parallel.parameter import (

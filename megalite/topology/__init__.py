@@ -1,1 +1,1 @@
-"""Rank layout, process groups and the shards of tensors. `layout` and `sharding` import no torch."""
+"""Rank layout, process groups and the shards of tensors. `layout` imports no torch."""

@@ -19,9 +19,8 @@ import torch.distributed as dist
 
 from megalite.config.errors import ConfigError, RankError
 from megalite.config.registry import imported
-from megalite.topology.group import Group
+from megalite.topology.group import Group, ProcessGroups, host_group
 from megalite.topology.layout import Coordinate, ParallelLayout, RankLists
-from megalite.topology.tree import ProcessGroups, host_group
 from megalite.watchdog.heartbeat import UNWATCHED, Heartbeat, lane_name
 
 

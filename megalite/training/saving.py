@@ -20,9 +20,8 @@ from megalite.config.exit_codes import NOT_SAVED
 from megalite.config.registry import imported
 from megalite.config.run import RunConfig
 from megalite.optimizers.schedules import Progress
-from megalite.topology.group import Group
+from megalite.topology.group import Group, host_group
 from megalite.topology.host_memory import pinned
-from megalite.topology.tree import host_group
 from megalite.training.non_finite import require_finite
 from megalite.training.replica import Replica, consensus
 from megalite.training.state_tensors import state_tensors
@@ -63,7 +62,7 @@ class SaveError(CheckpointError):
     exit_code = NOT_SAVED
 
 
-class HostMemory:
+class HostCopies:
     """Takes copies into memory that it keeps for the next ones: a page's first touch costs as much as the copy."""
 
     def __init__(self) -> None:
@@ -208,7 +207,7 @@ class Saver:
         """For messages."""
         self._world, self._device = replica.topology.world, replica.topology.device
         self._under_way: tuple[int, float, BackgroundSave] | None = None
-        self._memory = HostMemory()
+        self._memory = HostCopies()
         # For saves at once too: a disk may be slower than any timeout that is right for training.
         self._background = host_group(self._world, "background", timeout=datetime.timedelta(days=1))
         self.saved_at: int | None = None

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.data_parallel import fp8_gather
+from megalite.data_parallel import zero
 from megalite.kernels.fp8 import Fp8Products
 from megalite.models import compute
 from megalite.partition.memory import rank_memory
@@ -55,7 +55,7 @@ def kept_of(runner: Runner) -> dict[str, str]:
 def steps(context: RankContext, world: int, settings: Settings, piece: int) -> dict[str, Any]:
     """Results of two steps and an evaluation, and all that is kept after them; bytes sent in the last one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fp8_gather, "PIECE", piece)
+        patch.setattr(zero, "PIECE", piece)
         runner = runner_of(context, world, settings)
         results = [runner.step() for _ in range(2)]
         found = [(result.loss, result.grad_norm) for result in results]

@@ -17,11 +17,10 @@ LATE_IMPORTS = {
     "megalite.cli.inspect": {"megalite.cli.inspect_tensors"},
     "megalite.kernels.layer_ops": {"megalite.kernels.yarn"},
     "megalite.models.gpt": {"megalite.kernels.yarn", "megalite.models.offload"},
-    "megalite.models.attention": {"megalite.tensor_parallel.shared_heads"},
     "megalite.training.step": {"megalite.training.qk_clip"},
 }
 """Imports inside functions of what is always installed: help, dry run and listing start without torch, and most models need
-neither YaRN nor shared heads."""
+no YaRN."""
 
 DISPATCHERS = {
     "megalite",

@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 
 from megalite.config.errors import ConfigError
-from megalite.topology.group import DONE, Group, Work
+from megalite.topology.group import DONE, FAN_OUT, Group, TreeGroup, Work, host_group
 from megalite.topology.layout import ParallelLayout
 from megalite.topology.topology import _connect
-from megalite.topology.tree import FAN_OUT, TreeGroup, host_group
 from tests.support.ranks import RankContext, run_ranks
 
 CPU, TIMEOUT = torch.device("cpu"), datetime.timedelta(seconds=60)

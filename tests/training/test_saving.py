@@ -17,7 +17,7 @@ from megalite.checkpoint.load import find_checkpoint
 from megalite.config.errors import CheckpointError, ConfigError
 from megalite.optimizers.schedules import Progress
 from megalite.training.save_folder import refuse_foreign_checkpoints
-from megalite.training.saving import HostMemory, SaveError, Saver
+from megalite.training.saving import HostCopies, SaveError, Saver
 from tests.checkpoint.inspecting import flip_last_bit
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import Runner, build, tiny_config
@@ -301,12 +301,12 @@ def test_every_rank_hears_of_a_folder_that_cannot_be_listed(tmp_path: Path) -> N
 def no_memory(context: RankContext, folder: str) -> str:
     _, saver, _ = make_saver(context, 2, save=folder, async_save=True, **ZERO2)
 
-    def reserve(self: HostMemory, tensors: Any) -> None:
+    def reserve(self: HostCopies, tensors: Any) -> None:
         raise RuntimeError("not enough memory: you tried to allocate 99 bytes")
 
     with pytest.MonkeyPatch.context() as patch:
         if context.rank == 1:
-            patch.setattr(HostMemory, "reserve", reserve)
+            patch.setattr(HostCopies, "reserve", reserve)
         with pytest.raises(CheckpointError) as caught:
             saver.preflight([1])
     return str(caught.value)

@@ -39,11 +39,11 @@ def warps(elements: int, per_thread: int = 16) -> int:
 
 
 @functools.cache
-def row_tile(n: int, widest: int = WIDEST_BLOCK, per_thread: int = 16) -> Tile:
+def row_tile(n: int) -> Tile:
     """The tile for work on rows of n elements: one row or part of one, or several short ones."""
-    block = min(next_power_of_2(n), widest)
+    block = min(next_power_of_2(n), WIDEST_BLOCK)
     rows = max(TILE // block, 1)
-    return Tile(rows, block, warps(rows * block, per_thread))
+    return Tile(rows, block, warps(rows * block))
 
 
 @functools.cache
