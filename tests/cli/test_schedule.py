@@ -220,7 +220,7 @@ def test_a_narrow_terminal_wraps(run: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 FAULTS = [
     ("missing", "0F0,0B0\n1F0\n", ("1B0 is missing",)),
-    ("misplaced", "0F0,1F0,0B0\n1B0\n", ("stage 1 is on line 1 with 1F0, action 2 there, and on line 2 with 1B0",)),
+    ("misplaced", "0F0,1F0,0B0\n1B0\n", ("stage 1 is on line 1 and on line 2 with 1B0",)),
     ("deadlock", "0F0,0F1,0B0,0B1\n1F1,1B1,1F0,1B0\n2F0,2B0,2F1,2B1\n", ("deadlocks", "1B1 on rank 1", "stuck at 2F0")),
 ]  # fmt: skip
 

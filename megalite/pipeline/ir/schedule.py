@@ -76,10 +76,13 @@ class Schedule:
             where = "there is" if empty is None else f"line {empty} has"
             raise ScheduleError(f"schedule {name}: {where} no action; expected one line per rank such as 0F0,0B0")
         owners: dict[int, int] = {}
-        for rank, (_, row) in enumerate(lines):
+        for rank, (number, row) in enumerate(lines):
             for action in row:
-                if owners.setdefault(action.stage, rank) != rank:
-                    raise ScheduleError(f"schedule {name}: {_on_two_lines(lines, action.stage)}")
+                if (owner := owners.setdefault(action.stage, rank)) != rank:
+                    raise ScheduleError(
+                        f"schedule {name}: stage {action.stage} is on line {lines[owner][0]} and on line {number} with {action}; "
+                        "each stage belongs on the line of one rank"
+                    )
         microbatches = {action.microbatch for _, row in lines for action in row}
         # Looked for before anything is made in the size of the largest number in the file.
         for what, there in (("stage", set(owners)), ("microbatch", microbatches)):
@@ -136,17 +139,6 @@ def live_units(row: Sequence[Action]) -> list[LiveUnits]:
             deferred -= 1
         found.append(LiveUnits(activations, inputs, deferred))
     return found
-
-
-def _on_two_lines(lines: Sequence[tuple[int, Sequence[Action]]], stage: int) -> str:
-    """What is wrong if a stage occurs on several lines: most likely the cell on the line that has least of it."""
-    found = [(number, [action for action in row if action.stage == stage]) for number, row in lines]
-    few, *_, most = sorted(filter(lambda each: each[1], found), key=lambda each: len(each[1]))
-    position = dict(lines)[few[0]].index(few[1][0]) + 1
-    return (
-        f"stage {stage} is on line {few[0]} with {few[1][0]}, action {position} there, and on line {most[0]} with "
-        f"{most[1][0]}; each stage belongs on the line of one rank"
-    )
 
 
 def _parse_cells(line: str, where: str) -> Iterator[Action]:

@@ -75,9 +75,9 @@ def test_csv_of_a_user() -> None:
     [
         ("0F0,0X0\n", "line 1, cell 2.*0X0"),
         ("0F0,0SEND_F0\n1F0\n", "0SEND_F0 is communication"),
-        ("0F0\n0B0\n", "stage 0 is on line 1 with 0F0, action 1 there, and on line 2 with 0B0"),
+        ("0F0\n0B0\n", "stage 0 is on line 1 and on line 2 with 0B0"),
         ("0F0\n2F0\n", "stage 2 but no stage 1"),
-        ("0F0,1F0,0B0\n1F1,1B1,1B0\n", "stage 1 is on line 1 with 1F0, action 2 there, and on line 2 with 1F1"),
+        ("0F0,1F0,0B0\n1F1,1B1,1B0\n", "stage 1 is on line 1 and on line 2 with 1F1"),
         (" \n", "no action"),
         ("0F0,0B0\n,,\n", "line 2 has no action; expected one line per rank"),
         ("# mine\n0F0,0B0\n\n1F0,1X0\n", "line 4, cell 2: not a pipeline action: '1X0'"),
