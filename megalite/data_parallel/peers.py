@@ -11,7 +11,7 @@ from megalite.topology.lost_peers import is_connection_error, lost_ranks
 
 
 class PeerLostError(RuntimeError):
-    """A rank is gone that this one needs; the message names it and its role in data parallelism."""
+    """A rank is gone that this one needs; the message names it."""
 
 
 def others_failed_first(error: BaseException) -> bool:
@@ -40,18 +40,16 @@ def _message(strategy: DataParallelStrategy, lost: list[int]) -> str:
             f"step {strategy.step}: a connection of rank {world.ranks[world.rank]} broke, to a peer in its {peers}; which "
             "one is gone the other ranks' logs say"
         )
-    named = [_name(rank, replicas, strategy) for rank in lost]
+    named = [_name(rank, replicas) for rank in lost]
     return (
         f"{'; '.join(named)} {'is' if len(named) == 1 else 'are'} gone: connections were closed in step {strategy.step}. "
         "The log of the first says why, if it could; start the run again with --load to continue from the newest checkpoint"
     )
 
 
-def _name(rank: int, replicas: list[Group], strategy: DataParallelStrategy) -> str:
-    for group in replicas:
-        if rank in group.ranks:
-            return f"rank {rank}, {strategy.role(group, group.ranks.index(rank))} of {_shown(group)}"
-    return f"rank {rank}"
+def _name(rank: int, replicas: list[Group]) -> str:
+    own = next((group for group in replicas if rank in group.ranks), None)
+    return f"rank {rank}" if own is None else f"rank {rank} of {_shown(own)}"
 
 
 def _shown(group: Group) -> str:

@@ -417,10 +417,6 @@ class DataParallelStrategy(ABC):
             self._host.wait()
         return unfolded(self._split)
 
-    def role(self, group: Group, index: int) -> str:
-        """The role of rank `index` in a group with the same buckets, for messages."""
-        return "a replica"
-
     # ---- what is saved, counted and reported
 
     @property

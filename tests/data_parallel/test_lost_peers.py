@@ -39,7 +39,7 @@ def test_without_replicas_the_world_is_named(monkeypatch: pytest.MonkeyPatch) ->
     assert "a connection of rank 1 broke, to a peer in its world [0, 1];" in str(found)
 
 
-def test_each_that_is_gone_is_named_with_its_role(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_that_is_gone_is_named_with_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megalite.data_parallel.peers.lost_ranks", lambda group, device: [1, 2])
     found = said(CLOSED, Group("dp-cp", (0, 2), 0), Group("world", (0, 1, 2), 0))
-    assert "rank 1; rank 2, a replica of dp group [0, 2] are gone: connections were closed in step 7" in str(found)
+    assert "rank 1; rank 2 of dp group [0, 2] are gone: connections were closed in step 7" in str(found)

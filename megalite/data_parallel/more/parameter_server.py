@@ -35,9 +35,6 @@ class OneServer(DataParallelStrategy):
     def _serves(self, bucket: Bucket) -> bool:
         return self.groups.replicas(bucket.kind).rank == SERVER
 
-    def role(self, group: Group, index: int) -> str:
-        return "the parameter server" if index == SERVER else "a worker"
-
     def gather(self, shard: OptimizerShard, values: torch.Tensor) -> torch.Tensor:
         whole = values.contiguous()
         if not self._serves(shard.bucket):
@@ -129,9 +126,6 @@ class ShardedParameterServer(DistributedOptimizer):
     is the grain: buckets of d keys instead of `ddp_bucket_size`, so pushes start earlier and parameters arrive in
     smaller pieces, at most two rounds of keys are buffered, and sums are in the order of ranks on every backend.
     """
-
-    def role(self, group: Group, index: int) -> str:
-        return f"parameter server {index}"
 
     def _reduce(self, bucket: Bucket) -> Work:
         channel = self.channel(bucket)
