@@ -1,13 +1,11 @@
 """torch's kernels between the matrix products of a layer: norms, dropout with residual sums, activations, rotary embedding."""
 
-import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.config.model import ModelConfig
 from megalite.kernels.attention import HALVES
 
 
@@ -192,43 +190,6 @@ def gated(x: Tensor, *, kind: str, limit: float | None, offset: float) -> Tensor
     `kind`: f is silu, quick (gate·sigmoid(1.702·gate)), or GELU: tanh or none, as torch calls its approximation.
     """
     return _Gated.apply(x, kind, limit, offset)
-
-
-def rope_frequencies(config: ModelConfig, *, length: int = 0, local: bool = False) -> Tensor:
-    """θ_i = base^(-2i/d) [d/2] in fp64 for the d channels of a head that are turned, slowed down for sequences longer than those first trained on.
-
-    Scaling `linear`: every θ / factor (arXiv 2306.15595). `llama3` (Llama 3.1, arXiv 2407.21783): by the turns that a pair
-    makes within the original positions. Fewer than low_freq_factor: θ / factor; more than high_freq_factor: θ; in between
-    the two are mixed linearly in the number of turns. `yarn`: see `yarn.py`. `dynamic` (NTK-aware): the base grows with the
-    `length` of the run's sequences beyond the original positions, by (factor·length/original - factor + 1)^(d/(d-2)).
-    `local`: those of rotary_base_local, without scaling.
-    """
-    size, factor, low = config.rotary_size, config.rope_scaling_factor, config.rope_low_freq_factor
-    base = (config.rotary_base_local if local else None) or config.rotary_base
-    if config.rope_scaling == "dynamic" and not local:
-        original = config.rope_original_max_positions
-        base *= (factor * max(length, original) / original - (factor - 1)) ** (size / (size - 2))
-    theta = base ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
-    if config.rope_scaling in ("none", "dynamic") or local:
-        return theta
-    if config.rope_scaling == "linear":
-        return theta / factor
-    if config.rope_scaling == "yarn":
-        from megalite.kernels.yarn import yarn_frequencies
-
-        return yarn_frequencies(config)
-    assert config.rope_scaling == "llama3", config.rope_scaling
-    turns = config.rope_original_max_positions * theta / (2 * math.pi)
-    kept = ((turns - low) / (config.rope_high_freq_factor - low)).clamp(0.0, 1.0)
-    return theta * (kept + (1.0 - kept) / factor)
-
-
-def rope_tables(
-    positions: Tensor, frequencies: Tensor, dtype: torch.dtype, factor: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """cos and sin [..., d/2] of position · θ_i for positions [...], times `factor`, computed in fp64."""
-    angles = positions.double().unsqueeze(-1) * frequencies.to(positions.device)
-    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

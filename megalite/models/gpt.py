@@ -13,8 +13,9 @@ from megalite.config.registry import imported
 from megalite.context_parallel.tiles import Visibility
 from megalite.kernels.dropout import dropout_mask
 from megalite.kernels.fp8 import Fp8Products
-from megalite.kernels.layer_ops import masked_dropout, rope_frequencies, rope_tables
+from megalite.kernels.layer_ops import masked_dropout
 from megalite.kernels.matmul import Products
+from megalite.kernels.rope import attention_factor, rope_frequencies, rope_tables
 from megalite.models.block import Block, run_layers
 from megalite.models.context import (
     Ahead,
@@ -292,11 +293,7 @@ class GPTStage(torch.nn.Module):
             # Twice as many as before: a long generated text would otherwise have them made again for each token.
             known = 0 if tables is None else 2 * tables[0].shape[0]
             positions = torch.arange(max(stop, self.seq_length, known), device=self.device)
-            factor = 1.0
-            if config.rope_scaling == "yarn" and not local:
-                from megalite.kernels.yarn import attention_factor
-
-                factor = attention_factor(config)
+            factor = 1.0 if local else attention_factor(config)
             frequencies = rope_frequencies(config, length=self.seq_length, local=local)
             tables = self._rope[local] = rope_tables(positions, frequencies, dtype, factor)
         cos, sin = (table[position_ids].unsqueeze(-2) for table in tables)

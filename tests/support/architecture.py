@@ -15,12 +15,10 @@ LATE_IMPORTS = {
         "torch.distributed.elastic.multiprocessing.errors",
     },
     "megalite.cli.inspect": {"megalite.cli.inspect_tensors"},
-    "megalite.kernels.layer_ops": {"megalite.kernels.yarn"},
-    "megalite.models.gpt": {"megalite.kernels.yarn", "megalite.models.offload"},
+    "megalite.models.gpt": {"megalite.models.offload"},
     "megalite.training.step": {"megalite.training.qk_clip"},
 }
-"""Imports inside functions of what is always installed: help, dry run and listing start without torch, and most models need
-no YaRN."""
+"""Imports inside functions of what is always installed: help, dry run and listing start without torch."""
 
 DISPATCHERS = {
     "megalite",
