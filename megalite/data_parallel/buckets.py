@@ -79,7 +79,6 @@ class Bucket:
             view.copy_(parameter.data)
         parameter.data = view
         parameter.main_grad = self.grad[placed.start : placed.stop].view(parameter.shape)
-        parameter.grad_ready = self._note
         if parameter.dim() > 1:
             parameter.grad_given = partial(self._taken, parameter)
             self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(_grad_given)
@@ -107,11 +106,14 @@ class Bucket:
         will. `pending`: how many are still to come of each parameter; those of one whole backward by default."""
         self._awaited = self._uses if pending is None else sum(pending[placed.parameter] for placed in self.placed)
         self._on_full = on_full
+        for placed in self.placed:
+            placed.parameter.grad_ready = self._note
         if self._awaited == 0:
             on_full()
 
     def stop_counting(self) -> None:
-        self._awaited = 0
+        for placed in self.placed:
+            placed.parameter.grad_ready = None
         for _, parameters in self._runs:
             for parameter in parameters:
                 parameter.grad = None

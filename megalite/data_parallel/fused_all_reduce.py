@@ -3,6 +3,7 @@
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,9 +45,6 @@ class FusedAllReduce(DataParallelStrategy):
         self._pieces: defaultdict[Bucket, list[Work]] = defaultdict(list)
         self._order: dict[bool, int] = {}
         """For experts and for the rest, which have other groups: the slices reduced in this step, as a checksum."""
-        for bucket in self.all_buckets():
-            for index, placed in enumerate(bucket.placed):
-                placed.parameter.grad_ready = lambda bucket=bucket, index=index: self._note(bucket, index)
 
     def zero_grad(self) -> None:
         for pieces in self._pieces.values():
@@ -58,6 +56,8 @@ class FusedAllReduce(DataParallelStrategy):
         super().zero_grad()
 
     def _start_when_full(self, bucket: Bucket, pending: Counter[torch.nn.Parameter] | None) -> None:
+        for index, placed in enumerate(bucket.placed):
+            placed.parameter.grad_ready = partial(self._note, bucket, index)
         self._start_pieces(bucket, self._queues[bucket].start_counting(pending))
 
     def _note(self, bucket: Bucket, index: int) -> None:

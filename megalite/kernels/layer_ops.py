@@ -7,13 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.kernels.attention import HALVES
-
-
-class Function(torch.autograd.Function):
-    """torch's, but for what its `apply` does for functorch alone, which nothing here runs under: on the host that takes as
-    long as a small kernel."""
-
-    apply = torch._C._FunctionBase.__dict__["apply"]
+from megalite.kernels.bases import Function
 
 
 class _MaskedDropout(Function):

@@ -11,6 +11,7 @@ from megalite.context_parallel.ring import largest_logits, ring_attention
 from megalite.context_parallel.tiles import Visibility
 from megalite.context_parallel.ulysses import gather_sequence, heads_to_sequence, sequence_to_heads
 from megalite.kernels.attention import cached_attention, causal_attention
+from megalite.kernels.bases import Module
 from megalite.kernels.unfused_attention import unfused_attention
 from megalite.models.context import CAUSAL, ForwardContext, KeyValueCache, NextTokens
 from megalite.models.norm import AllHeadsNorm, Norm
@@ -22,7 +23,7 @@ from megalite.tensor_parallel.random import DropoutStream
 from megalite.topology.layout import Spans, joined_spans
 
 
-class AttentionCore(torch.nn.Module):
+class AttentionCore(Module):
     """softmax(q·kᵀ·scale)·v of one layer, with its share of the heads over tp, and over cp.
 
     With the sequence split over cp, each rank exchanges its part of the sequence for a part of the heads around the core
@@ -43,6 +44,7 @@ class AttentionCore(torch.nn.Module):
         super().__init__()
         self.name, self.index, self.all_heads = name, index, config.num_attention_heads
         self.recompute_core, self.saves = recompute.selects("core_attn"), recompute.saves
+        self._in_qkv, self._in_core, self._in_proj = map(self.saves.runner, ("qkv_linear", "core_attn", "attn_proj"))
         self.dropout, self.softcap = config.attention_dropout, config.attn_logit_softcapping
         self.sinks: ShardedParameter | None = None
         if config.softmax_type == "learnable":
@@ -215,11 +217,11 @@ class Attention(AttentionCore):
         """
         if not self.windowed and context.full is not None:
             context = context.full
-        q, k, v = self.saves.run("qkv_linear", self._heads, x, context, cache)
-        mixed = self.saves.run("core_attn", self.core, q, k, v, context).permute(2, 0, 1, 3)
+        q, k, v = self._in_qkv(self._heads, x, context, cache)
+        mixed = self._in_core(self.core, q, k, v, context).permute(2, 0, 1, 3)
         if self.exchange_heads:
             mixed = heads_to_sequence(mixed, cp=self.cp_heads, held=self.traded_spans(context))
-        return self.saves.run("attn_proj", self.out, mixed.flatten(2), add_late_bias=add_late_bias)
+        return self._in_proj(self.out, mixed.flatten(2), add_late_bias=add_late_bias)
 
     def _heads(self, x: Tensor, context: ForwardContext, cache: KeyValueCache | None) -> tuple[Tensor, Tensor, Tensor]:
         """What the core takes: queries [b, heads, s, d], keys and values [b, groups, s, d]."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megalite.config.model import ModelConfig
 from megalite.config.registry import imported
+from megalite.kernels.bases import Module
 from megalite.kernels.layer_ops import add_dropped
 from megalite.models.attention import Attention
 from megalite.models.context import ForwardContext, KeyValueCache
@@ -17,7 +18,7 @@ from megalite.models.recompute import Recompute, recomputed
 from megalite.tensor_parallel.parameter import ParameterFactory
 
 
-class Block(torch.nn.Module):
+class Block(Module):
     """x + dropout(attention(norm(x))), then x + dropout(feed_forward(norm(x))): an MLP, or experts.
 
     With `post_norms` dropout is on norm(branch); without `pre_norms` a branch takes x itself.
@@ -37,6 +38,7 @@ class Block(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.name, self.saves = f"layers.{index}", recompute.saves
+        self._in_attn_norm, self._in_mlp_norm = self.saves.runner("attn_norm"), self.saves.runner("mlp_norm")
         name = self.name
         self.dropout, self.region = config.hidden_dropout, factory.sequence_region
         self._add_dropped = add_dropped
@@ -71,21 +73,21 @@ class Block(torch.nn.Module):
 
     def forward(self, x: Tensor, context: ForwardContext, cache: KeyValueCache | None = None) -> Tensor:
         """[s/cp, b, h] -> [s/cp, b, h], split over tp as well with sequence parallelism."""
-        attention, norm, mlp_norm, saves = self.attention, self.attention_norm, self.mlp_norm, self.saves
-        normed = x if norm is None else saves.run("attn_norm", norm, x)
+        attention, norm, mlp_norm = self.attention, self.attention_norm, self.mlp_norm
+        normed = x if norm is None else self._in_attn_norm(norm, x)
         late = self.attention_post_norm is None  # the norm is of the branch with its bias
         branch = self._branch(norm, "attn_norm", x, attention, normed, context, cache, add_late_bias=not late)
         if self.attention_post_norm is not None:
-            branch = saves.run("attn_norm", self.attention_post_norm, branch)
+            branch = self._in_attn_norm(self.attention_post_norm, branch)
         keep = context.keep_mask(branch, self.dropout, site=f"{self.name}.attention", region=self.region)
         bias = attention.out.late_bias if late else None
         if mlp_norm is None:
             normed = x = self._add_dropped(x, branch, bias, keep, self.dropout)
         else:
-            normed, x = saves.run("mlp_norm", mlp_norm, x, branch, bias=bias, keep=keep, p=self.dropout)
+            normed, x = self._in_mlp_norm(mlp_norm, x, branch, bias=bias, keep=keep, p=self.dropout)
         branch = self._branch(mlp_norm, "mlp_norm", x, self.feed_forward, normed, context)
         if self.mlp_post_norm is not None:
-            branch = saves.run("mlp_norm", self.mlp_post_norm, branch)
+            branch = self._in_mlp_norm(self.mlp_post_norm, branch)
         keep = context.keep_mask(branch, self.dropout, site=f"{self.name}.mlp", region=self.region)
         return self._add_dropped(x, branch, None, keep, self.dropout)
 

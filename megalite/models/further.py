@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.model import ModelConfig
+from megalite.kernels.bases import Module
 from megalite.models.block import Block
 from megalite.models.context import FURTHER_LOSS, ForwardContext
 from megalite.models.norm import Norm
@@ -17,7 +18,7 @@ TokenLosses = Callable[[Tensor, Tensor], Tensor]
 """Hidden states behind a final norm, labels [b, s/cp] -> cross-entropy of each token [b, s/cp]."""
 
 
-class FurtherLayer(torch.nn.Module):
+class FurtherLayer(Module):
     """Depth k predicts token i + k + 1 at position i: norm(embedding of token i + k) and norm(hidden state of the depth
     before), projected to one hidden state, go through a block and a final norm.
 
@@ -49,7 +50,7 @@ class FurtherLayer(torch.nn.Module):
         return self.block(self.projection(both), context)
 
 
-class FurtherTokens(torch.nn.Module):
+class FurtherTokens(Module):
     """The `mtp_num_layers` depths of a model, on its last stage, with the model's own embedding and head.
 
     `word` is the embedding, or the last stage's copy of it.

@@ -11,6 +11,7 @@ from torch import Tensor
 from megalite.config.model import BLOCKS, ModelConfig
 from megalite.config.registry import imported
 from megalite.context_parallel.tiles import Visibility
+from megalite.kernels.bases import Module
 from megalite.kernels.dropout import dropout_mask
 from megalite.kernels.fp8 import Fp8Products
 from megalite.kernels.layer_ops import masked_dropout
@@ -32,11 +33,10 @@ from megalite.tensor_parallel.layers import VocabParallelEmbedding, linear
 from megalite.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
 from megalite.tensor_parallel.random import DropoutStream
-from megalite.topology.group import Group
 from megalite.topology.layout import Spans, sequence_spans
 
 
-class Embedding(torch.nn.Module):
+class Embedding(Module):
     """Word plus learned position embedding (if any), then dropout: tokens [b, s] -> [s, b, h]."""
 
     def __init__(self, config: ModelConfig, *, factory: ParameterFactory, tied: bool, uses: int) -> None:
@@ -66,7 +66,7 @@ class Embedding(torch.nn.Module):
         return masked_dropout(x, keep, self.dropout)
 
 
-class Head(torch.nn.Module):
+class Head(Module):
     """Final norm and the projection to the vocabulary, by its own weight or the word embedding's.
 
     `further`: the layers that predict further tokens from what the norm gives, by the same projection.
@@ -113,7 +113,7 @@ class Head(torch.nn.Module):
         ).t()
 
 
-class GPTStage(torch.nn.Module):
+class GPTStage(Module):
     """Layers [first_layer, last_layer) with the embedding before or the head after them where they belong.
 
     With tied embeddings and one of the two, the weight here is one of two copies; `word` is the weight of the embedding, if
@@ -136,6 +136,7 @@ class GPTStage(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.factory, self.seq_length = config, factory, seq_length
+        self.tp, self.device = factory.tp, factory.device
         self.recompute = recompute or Recompute()
         if self.recompute.offload_layers:
             from megalite.models.offload import ActivationOffload
@@ -181,14 +182,6 @@ class GPTStage(torch.nn.Module):
         self._mixed = len(windows) > 1
         drops = config.hidden_dropout > 0.0 or config.attention_dropout > 0.0
         self._draw = factory.kernel("dropout_mask", config.hidden_size) if drops else dropout_mask
-
-    @property
-    def tp(self) -> Group:
-        return self.factory.tp
-
-    @property
-    def device(self) -> torch.device:
-        return self.factory.device
 
     def _usual_rows(self, length: int) -> tuple[tuple[Spans, ...], Tensor]:
         if length not in self._rows:

@@ -98,7 +98,7 @@ class LatentAttention(AttentionCore):
         mixed = self._attention(q, latent, shared, context).permute(2, 0, 1, 3)[..., : self.values]
         if self.exchange_heads:
             mixed = heads_to_sequence(mixed, cp=self.cp_heads, held=self.traded_spans(context))
-        return self.saves.run("attn_proj", self.out, mixed.flatten(2), add_late_bias=add_late_bias)
+        return self._in_proj(self.out, mixed.flatten(2), add_late_bias=add_late_bias)
 
     def _attention(self, q: Tensor, latent: Tensor, shared: Tensor, context: ForwardContext) -> Tensor:
         """`core` of the heads, which selective recompute of `mla_up_proj` makes again from the latents."""

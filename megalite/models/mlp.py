@@ -4,10 +4,10 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from megalite.config.model import ModelConfig
+from megalite.kernels.bases import Module
 from megalite.kernels.layer_ops import gated, squared_relu
 from megalite.models.recompute import Recompute, SavedTensors
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -32,7 +32,7 @@ def activation_of(config: ModelConfig, size: int, *, factory: ParameterFactory) 
     return partial(factory.kernel({"geglu": "geglu", "gelu": "bias_gelu"}[kind], size), tanh=bool(tanh))
 
 
-class MLP(torch.nn.Module):
+class MLP(Module):
     """down(activation(up(x))). With a gate `up` is [2, f, h], gate first, split along f: each tp rank holds whole pairs.
 
     `ffn_size` is the width f, by default the dense MLP's. `recompute` is None where the MLP as a whole runs again.
@@ -57,6 +57,7 @@ class MLP(torch.nn.Module):
         )
         self.recompute_activation = recompute is not None and recompute.selects("mlp_act")
         self.saves = SavedTensors() if recompute is None else recompute.saves
+        self._in_act = self.saves.runner("mlp_act")
         self.up = ColumnParallelLinear(
             f"{name}.up",
             (2, f, h) if config.is_gated else (f, h),
@@ -86,7 +87,7 @@ class MLP(torch.nn.Module):
 
     def second_half(self, inner: tuple[Tensor, ...]) -> Tensor:
         """The output. Collectives: those of `down`."""
-        active = self.saves.run("mlp_act", self.activation, *inner)
+        active = self._in_act(self.activation, *inner)
         if not self.recompute_activation:
             return self.down(active)
         with self.saves.remaking(active, self.activation, *inner, kept_by="mlp_act"):

@@ -7,12 +7,13 @@ from torch import Tensor
 
 from megalite.config.model import ModelConfig
 from megalite.kernels.attention import HALVES
+from megalite.kernels.bases import Module
 from megalite.kernels.layer_ops import add_dropped
 from megalite.tensor_parallel.parameter import ParameterFactory
 from megalite.topology.group import Group
 
 
-class Norm(torch.nn.Module):
+class Norm(Module):
     """LayerNorm or RMSNorm over the last dimension, multiplied by the weight or, zero-centered, by 1 + weight.
 
     Over h (the default size) it acts on the sequence-parallel region, where its gradient is partial. `per_head`: it acts
@@ -71,7 +72,7 @@ class ResidualNorm(Norm):
         )
 
 
-class AllHeadsNorm(torch.nn.Module):
+class AllHeadsNorm(Module):
     """RMSNorm over all heads together, which tp splits: each rank has the weights of its heads."""
 
     def __init__(self, name: str, config: ModelConfig, *, factory: ParameterFactory, size: int) -> None:

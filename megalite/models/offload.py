@@ -63,9 +63,8 @@ class ActivationOffload(SavedTensors):
         finally:
             self._goes = before
 
-    def run(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self.module(name):
-            return function(*args, **kwargs)
+    def runner(self, name: str) -> Callable[..., Any]:
+        return lambda function, *args, **kwargs: self.module(name)(function)(*args, **kwargs)
 
     def fetch_with(self, output: Tensor) -> None:
         """The last layer comes back as the backward of the one behind it, which has given `output`, begins."""

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.kernels.bases import Function
 from megalite.kernels.cross_entropy import cross_entropy_backward, cross_entropy_forward
-from megalite.kernels.layer_ops import Function
 from megalite.topology.group import Group
 
 Kernel = tuple[Callable[..., Any], Callable[..., Tensor]]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.kernels.layer_ops import Function
+from megalite.kernels.bases import Function, Module
 from megalite.kernels.matmul import PLAIN, Matmul, Products
 from megalite.tensor_parallel.mappings import gather_along_sequence, reduce_partial_sums
 from megalite.tensor_parallel.parameter import (
@@ -124,7 +124,7 @@ def linear(
     return y if flat_bias is None else y + flat_bias
 
 
-class ColumnParallelLinear(torch.nn.Module):
+class ColumnParallelLinear(Module):
     """Y = X·Aᵀ with A [o, i] split along its output: rank r computes columns r of Y.
 
     Input [s, b, i], replicated over tp, or [s/tp, b, i] with sequence parallelism; output [s, b, o/tp].
@@ -162,7 +162,7 @@ class ColumnParallelLinear(torch.nn.Module):
         return linear(x, self.weight, bias, tp=self.tp, sequence_parallel=sp, products=self.products, pieces=pieces)
 
 
-class ReplicatedLinear(torch.nn.Module):
+class ReplicatedLinear(Module):
     """Y = X·Aᵀ with A [o, i] whole on every rank: [..., i] -> [..., o], of the rank's part of the sequence with sequence
     parallelism. For narrow outputs. Collectives: none."""
 
@@ -175,7 +175,7 @@ class ReplicatedLinear(torch.nn.Module):
         return linear(x, self.weight, None, tp=None, products=self.products)
 
 
-class RowParallelLinear(torch.nn.Module):
+class RowParallelLinear(Module):
     """Y = X·Aᵀ + b with A [o, i] split along its input: rank r holds X's columns r, partial results are summed.
 
     Input [s, b, i/tp]; output [s, b, o], replicated, or [s/tp, b, o] with sequence parallelism. The bias is added
@@ -260,7 +260,7 @@ def vocab_parallel_lookup(tokens: Tensor, weight: ShardedParameter, *, tp: Group
     return reduce_partial_sums(rows, tp=tp, sequence_parallel=sequence_parallel)
 
 
-class VocabParallelEmbedding(torch.nn.Module):
+class VocabParallelEmbedding(Module):
     """A table [V, h] split along the vocabulary. Tokens [b, s] -> [s, b, h], or [s/tp, b, h] with sequence parallel.
 
     `tied` and `uses` are those of `ParameterInfo`. Collectives: all-reduce / none, or reduce-scatter / all-gather with sequence parallelism.

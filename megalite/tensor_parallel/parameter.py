@@ -39,35 +39,27 @@ class ParameterInfo:
 class ShardedParameter(torch.nn.Parameter):
     """A `Parameter` with `info`; data-parallel code adds where its gradient goes.
 
-    `main_grad`, once set, is the buffer that gradients are summed in, and `grad_ready` is called each time one
-    microbatch's contribution is in it. `deferred`, once set, can put off the products that make the gradient.
-    `accumulate_product` is the kernel that adds grad_yᵀ·x to a main gradient.
+    `main_grad`, once set, is the buffer that gradients are summed in. `deferred`, once set, can put off the products that
+    make the gradient. `accumulate_product` is the kernel that adds grad_yᵀ·x to a main gradient.
     """
 
     info: ParameterInfo
+    main_grad: Tensor | None = None
     grad_wanted: Callable[[], None] | None = None
-    """Called before each look at `main_grad`: a buffer that comes and goes is there afterwards."""
+    """Called before anything is added to `main_grad`: a buffer that comes and goes is there afterwards."""
     grad_ready: Callable[[], None] | None = None
+    """Called each time one microbatch's contribution is in `main_grad`; None while none are counted."""
     grad_given: Callable[[], None]
     """Called after autograd has put a gradient into `grad`, once the parameter is in a bucket."""
     deferred: DeferredWeightGradients | None = None
     draw: Callable[[Tensor], None] | None = None
     """Fills a tensor of its shape with its first values; None: it has them."""
     accumulate_product: Callable[[Tensor, Tensor, Tensor], None] = staticmethod(accumulate_weight_grad)
-    _main_grad: Tensor | None = None
-
-    @property
-    def main_grad(self) -> Tensor | None:
-        if self.grad_wanted is not None:
-            self.grad_wanted()
-        return self._main_grad
-
-    @main_grad.setter
-    def main_grad(self, buffer: Tensor | None) -> None:
-        self._main_grad = buffer
 
     def contribute(self, product: Callable[[Tensor | None], Tensor | None]) -> Tensor | None:
         """Have a `WeightGradient.product` computed: what a backward returns, None where it is in `main_grad`."""
+        if self.grad_wanted is not None:
+            self.grad_wanted()
         main_grad = self.main_grad
         grad = product(main_grad)
         if main_grad is not None and self.grad_ready is not None:
@@ -76,10 +68,9 @@ class ShardedParameter(torch.nn.Parameter):
 
     def accumulate(self, grad: Tensor) -> None:
         """Add a finished gradient to `main_grad`."""
-        assert self.main_grad is not None
-        self.main_grad.add_(grad.view(self.main_grad.shape))
-        if self.grad_ready is not None:
-            self.grad_ready()
+        main_grad = self.main_grad
+        assert main_grad is not None
+        self.contribute(lambda _: main_grad.add_(grad.view(main_grad.shape)))
 
 
 def _nothing() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megalite.data_parallel.buckets import has_memory
 from megalite.tensor_parallel.parameter import ShardedParameter
@@ -71,9 +72,8 @@ def most_units(context: RankContext, settings: Settings) -> tuple[int, set[str]]
     for stage in runner.replica.stages.values():
         for module in stage.modules():
             module.register_forward_hook(note)
-        for parameter in stage.parameters():
-            assert isinstance(parameter, ShardedParameter) and parameter.grad_ready is not None
-            parameter.grad_ready = partial(noting, parameter.grad_ready)
+    for bucket in runner.replica.strategy.all_buckets():
+        bucket._note = partial(noting, bucket._note)  # type: ignore[method-assign]
     for _ in range(2):
         runner.step()
     left = units()
@@ -141,19 +141,19 @@ def after_failure(context: RankContext, ranks: int, settings: Settings, fails: b
     if fails:
         (stage,) = runner.replica.stages.values()
         parameter = stage.get_parameter("layers.1.mlp.up.weight")
-        assert isinstance(parameter, ShardedParameter) and parameter.grad_ready is not None
-        ready, calls = parameter.grad_ready, list[int]()
+        assert isinstance(parameter, ShardedParameter)
+        add, calls = parameter.accumulate_product, list[int]()
 
-        def broken() -> None:
+        def broken(*factors: torch.Tensor) -> None:
             calls.append(1)
             if len(calls) == 2:
                 raise ZeroDivisionError
-            ready()
+            add(*factors)
 
-        parameter.grad_ready = broken
+        parameter.accumulate_product = broken
         with pytest.raises(ZeroDivisionError):
             runner.step()
-        parameter.grad_ready = ready
+        parameter.accumulate_product = add
     return steps(runner, 2)
 
 

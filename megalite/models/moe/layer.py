@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.model import ModelConfig
+from megalite.kernels.bases import Module
 from megalite.kernels.matmul import GroupSizes, Matmul, accumulate_grouped_weight_grad, grouped_matmul, matmul
 from megalite.models.context import ForwardContext
 from megalite.models.mlp import MLP, activation_of
@@ -23,7 +24,7 @@ from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParamete
 from megalite.topology.group import Group
 
 
-class Experts(torch.nn.Module):
+class Experts(Module):
     """down_e(activation(up_e(x))) for the rows of each local expert e.
 
     `up` is [E, f, h], or [E, 2, f, h] with a gate (first), `down` [E, h, f]: E is split over ep and f over expert_tp. Their
@@ -45,6 +46,7 @@ class Experts(torch.nn.Module):
         self._down = factory.kernel("matmul", f // factory.expert_tp.size)
         self.recompute_activation = recompute is not None and recompute.selects("mlp_act")
         self.saves = SavedTensors() if recompute is None else recompute.saves
+        self._in_fc1, self._in_act = self.saves.runner("expert_fc1"), self.saves.runner("mlp_act")
         std, split = config.hidden_std, len(stacked) - 1
         self.up = factory.parameter(f"{name}.up.weight", (*stacked, h), shard_dim=split, std=std, expert=True)
         std /= math.sqrt(2 * config.num_layers)
@@ -58,8 +60,8 @@ class Experts(torch.nn.Module):
 
     def forward(self, rows: Tensor, sizes: GroupSizes) -> Tensor:
         """Rows [n, h] by expert, `sizes` of each -> [n, h], to be summed over expert_tp. Collectives: none."""
-        inner = self.saves.run("expert_fc1", grouped_linear, rows, self.up, sizes, self._up, bias=self.up_bias)
-        active = self.saves.run("mlp_act", self.activation, inner)
+        inner = self._in_fc1(grouped_linear, rows, self.up, sizes, self._up, bias=self.up_bias)
+        active = self._in_act(self.activation, inner)
         remaking = self.saves.remaking(active, self.activation, inner, kept_by="mlp_act")
         with remaking if self.recompute_activation else nullcontext():
             return grouped_linear(active, self.down, sizes, self._down, bias=self.down_bias, adds_bias=self.adds_bias)
@@ -129,7 +131,7 @@ def _matrices(weight: Tensor) -> Tensor:
     return weight.flatten(1, -2)
 
 
-class SharedGate(torch.nn.Module):
+class SharedGate(Module):
     """sigmoid(x·gᵀ) with one row g [1, h]: [s, b, h] -> [s, b, 1], split over s by tp with sequence parallelism."""
 
     def __init__(self, name: str, config: ModelConfig, *, factory: ParameterFactory) -> None:
@@ -141,7 +143,7 @@ class SharedGate(torch.nn.Module):
         return torch.nn.functional.linear(x, self.weight).sigmoid()
 
 
-class MoELayer(torch.nn.Module):
+class MoELayer(Module):
     """y = Σ_{k chosen experts e} weight_e(x)·expert_e(x) + shared(x) (arXiv 1701.06538, 2006.16668, 2401.06066).
 
     Tokens are always split over tp here, with sequence parallelism or without, so that no token is sent twice.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.model import ModelConfig
+from megalite.kernels.bases import Module
 from megalite.kernels.matmul import accumulate_weight_grad
 from megalite.models.context import LOAD_BALANCING_LOSS, Z_LOSS, ForwardContext
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter, WeightGradient
@@ -82,7 +83,7 @@ class Routing:
     kept: Tensor | None  # [s_local, b, k]: false where the expert is full; None: no expert can be
 
 
-class Router(torch.nn.Module):
+class Router(Module):
     """logits = x·Wᵀ (+ a learned bias) in fp32, the k largest are chosen, a softmax of them gives the weights (arXiv 1701.06538, 2401.04088).
 
     With sigmoid scores (arXiv 2412.19437) the weights are those of the chosen over their sum. A bias per expert is added for
