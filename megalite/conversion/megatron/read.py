@@ -200,9 +200,12 @@ class MegatronWeights(MegatronModel):
     def read(self, name: str) -> torch.Tensor:
         for source, copy in self._copies[name]:
             self._compare(source, copy)
-        output = torch.zeros(self.shapes[name].shape, dtype=self.dtype(name))
-        for source in self._sources[name]:
-            source.file.fill(source.piece.view(output), source.tensor)
+        output, sources = torch.empty(self.shapes[name].shape, dtype=self.dtype(name)), self._sources[name]
+        places = [source.piece.view(output) for source in sources]
+        if sum(place.numel() for place in places) < output.numel():  # the vocabulary has padding that theirs has not
+            output.zero_()
+        for source, place in zip(sources, places, strict=True):
+            source.file.fill(place, source.tensor)
         return output
 
     def _check_divisible(self, first: RankFile) -> None:
