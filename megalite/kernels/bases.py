@@ -1,5 +1,4 @@
-"""The bases of the autograd functions and modules that every layer calls: torch's, without what nothing here needs and
-takes as long on the host as a small kernel."""
+"""The bases of the autograd functions and modules of layers: torch's, without what takes the host's time for nothing."""
 
 from typing import Any
 

@@ -370,7 +370,8 @@ class Stepper:
         count = batch_size // (config.micro_batch_size * topology.dp.size)
         self._forward = forward
         try:
-            with ExitStack() as constant:
+            # Else torch asks in each operation whether the class of a parameter changes what it does.
+            with ExitStack() as constant, torch._C.DisableTorchFunctionSubclass():
                 for stage in replica.stages.values():
                     constant.enter_context(nullcontext() if stage.fp8 is None else stage.fp8.keeping())
                 return self._executor(count, length, evaluation=auxiliary is None).run()
