@@ -15,8 +15,15 @@ RUNS = {
     "latent attention, experts balanced by a bias, a second token": (
         "experts",
         "--seq-length 64",
-        (4, "--pp 2 --ep 2 --use-distributed-optimizer"),
+        (8, "--tp 2 --pp 2 --ep 2 --sequence-parallel --use-distributed-optimizer"),
         (2, "--tp 2 --etp 1 --ep 2 --sequence-parallel"),
+    ),
+    "layers with a window and layers without, each with a RoPE of its own, over a divided sequence": (
+        "quickstart",
+        "--position-embedding-type rope --rotary-base-local 1000 --sliding-window 24 --window-attn-skip-freq 2 "
+        "--reset-attention-mask",
+        (4, "--tp 2 --cp 2"),
+        (2, "--cp 2 --cp-comm-type allgather --context-parallel-load-balancer area"),
     ),
     "ZeRO-3 in a pipeline, states and activations in host memory": (
         "quickstart",
