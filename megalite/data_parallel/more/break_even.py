@@ -1,5 +1,6 @@
 """What a step costs with whole gradients and with lossy means in their place, and where the one overtakes the other."""
 
+import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -57,8 +58,7 @@ class Costs:
         speed = self.speed(share)
         verdict = f"the run will be about {speed:.2f} times as fast as with whole gradients"
         if speed <= 1.0:
-            slower = f"the run will take about {1.0 / speed:.2f} times as long as with whole gradients"
-            verdict = f"{name} will be slower here: {slower}"
+            verdict = f"{name} will be slower here: the run will take about {1.0 / speed:.2f} times as long as with whole gradients"
         assumption = "; no step had whole gradients, which are taken to hide behind the backward" * self.assumed
         step, codec, latency, own = (1e3 * each for each in (self.step, self.codec, self.latency, self.optimizer))
         return (
@@ -73,6 +73,7 @@ class Costs:
 SETTLING_STEPS = 2
 """Steps that are not looked at: memory is touched first and kernels are chosen in them."""
 MEASURED_STEPS = 5
+CALLS = 3  # of codec and exchanges, when they are measured by themselves
 REHEARSED = 1 << 20
 """Parameters that the optimizer's work and the reduction are measured with, at most: both grow as their number, and a whole
 reduction more is a step's worth of bytes."""
@@ -95,9 +96,10 @@ class _Loopback(Channel):
 
 class BreakEven:
     """Times the first steps, then the reduction and the codec by themselves on scratch memory; the strategy's notes get
-    the line.
+    the line. Once steps with lossy means come, they are timed too, and a second line has what they really bring.
 
-    All ranks call it at the same places. What it sends counts for the step that it measures in; it touches no state.
+    All ranks call it at the same places. What it sends counts for the step that it measures in; it touches no state. Times
+    are medians, which on a busy machine have the share of the cores in them that the run really gets.
 
     `buckets`: those that lossy means are made of. `warmup`: share of the run with whole gradients; None: not known yet.
     `name`: of the lossy means, for the line. `all_alike`: steps with lossy means are like each other, and say enough
@@ -115,9 +117,11 @@ class BreakEven:
     ) -> None:
         self._strategy, self._make, self._warmup, self._name = strategy, make, warmup, name
         self._buckets, self._all_alike = list(buckets), all_alike
+        self._elements = sum(bucket.grad.numel() for bucket in self._buckets)
         self.optimizer: Optimizer | None = None
         self._done = all(strategy.channel(bucket).size == 1 for bucket in self._buckets)
         self._lossy = False  # steps with lossy means are being looked at
+        self._before: float | None = None  # seconds of a step with whole gradients
         self._steps, self._began = 0, 0.0
         self._times: list[float] = []
         self._waits: list[float] = []
@@ -127,58 +131,71 @@ class BreakEven:
 
         Collectives: once enough steps have been seen, some reductions (of `REHEARSED` numbers in all) and a maximum
         over the world."""
-        if self._done:
+        if self._done or (whole and not self._lossy and self._before is not None):  # until steps with lossy means come
             return
-        now = self._now()
         if self._steps > SETTLING_STEPS:
-            self._times.append(now - self._began)
-        if self._all_alike and not (whole or self._lossy or self._times):
-            self._lossy, self._steps = True, 0
+            self._times.append(self._now() - self._began)
+        changes = whole == self._lossy
+        if len(self._times) == MEASURED_STEPS or changes:
+            if self._times:
+                self._say()
+            self._done |= changes and (whole or (self._before is None and not self._all_alike))
+            self._lossy |= changes
+            self._steps = 0
+            self._times.clear()
             self._waits.clear()
         self._steps += 1
-        self._began = now
-        self._done = not (whole or self._lossy) or len(self._times) == MEASURED_STEPS
-        if self._done and self._times:
-            self._strategy.notes.append(self._costs().line(self._warmup, name=self._name))
+        self._began = self._now()
+
+    def _say(self) -> None:
+        """Adds a line, the last one if steps with lossy means are in it."""
+        self._done = self._lossy
+        if self._before is None:
+            costs = self._costs()
+            self._before = costs.step
+            self._strategy.notes.append(costs.line(self._warmup, name=self._name))
+            return
+        after = self._slowest([statistics.median(self._times)])[0]
+        self._strategy.notes.append(
+            f"break-even, measured: a step takes {1e3 * after:.1f} ms with {self._name}; with whole gradients it took "
+            f"{1e3 * self._before:.1f} ms: {self._before / after:.2f} times as fast"
+        )
 
     def wait(self, reductions: Callable[[], None]) -> None:
         if self._done or self._steps <= SETTLING_STEPS:
             reductions()
         else:
-            self._waits.append(self._least(1, reductions))
+            self._waits.append(self._typical(1, reductions))
 
     def _now(self) -> float:
-        device = self._buckets[0].grad.device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if self._buckets[0].grad.is_cuda:
+            torch.cuda.synchronize(self._buckets[0].grad.device)
         return time.perf_counter()
 
-    def _least(self, times: int, work: Callable[[], object]) -> float:
-        """Seconds of the fastest of some calls."""
+    def _typical(self, times: int, work: Callable[[], object]) -> float:
+        """Seconds of a call, the median of some."""
         taken = []
         for _ in range(times):
             before = self._now()
             work()
             taken.append(self._now() - before)
-        return min(taken)
+        return statistics.median(taken)
 
     def _costs(self) -> Costs:
         lossy = WireCounter()
         reductions = [self._reduction(bucket) for bucket in self._buckets]
         codec = sum(self._codec(bucket, lossy) for bucket in self._buckets)
         found = {
-            "step": min(self._times),
-            "exposed": min(self._waits),
+            "step": statistics.median(self._times),
+            "exposed": statistics.median(self._waits),
             "reduction": sum(seconds for seconds, _ in reductions),
             "codec": codec,
             "latency": sum(self._latency(bucket) for bucket in self._buckets),
             "optimizer": self._optimizer_extra(),
             "whole_bytes": sum(nbytes for _, nbytes in reductions),
-            "lossy_bytes": lossy.take() / 2,
+            "lossy_bytes": lossy.take() / CALLS,
         }
-        slowest = torch.tensor(list(found.values()), dtype=torch.float64, device=self._buckets[0].grad.device)
-        self._strategy.groups.world.all_reduce(slowest, op="max")
-        found = dict(zip(found, slowest.tolist(), strict=True))
+        found = dict(zip(found, self._slowest(found.values()), strict=True))
         step, wait, reduction = found["step"], found["exposed"], found["reduction"]
         found["exposed"] = min(wait, reduction, step)
         if self._lossy:
@@ -187,9 +204,11 @@ class BreakEven:
             found["step"] = computing + found["exposed"]
         return Costs(**found, assumed=self._lossy)
 
-    @property
-    def _elements(self) -> int:
-        return sum(bucket.grad.numel() for bucket in self._buckets)
+    def _slowest(self, seconds: Iterable[float]) -> list[float]:
+        """Those of the slowest rank."""
+        found = torch.tensor(list(seconds), dtype=torch.float64, device=self._buckets[0].grad.device)
+        self._strategy.groups.world.all_reduce(found, op="max")
+        return list(map(float, found.tolist()))
 
     def _channel(self, bucket: Bucket, counter: WireCounter, kind: type[Channel] = Channel) -> Channel:
         return self._strategy.new_channel(self._strategy.groups.replicas(bucket.kind), counter, kind)
@@ -201,7 +220,7 @@ class BreakEven:
         share = size * REHEARSED // self._elements
         part = min(size, max(1, -(-share // channel.size)) * channel.size)
         scratch = bucket.grad.new_zeros(part)
-        seconds = self._least(1, lambda: channel.all_reduce_async(scratch).wait())
+        seconds = self._typical(1, lambda: channel.all_reduce_async(scratch).wait())
         sent = counter.take()
         self._strategy.wire_counter.add(sent)
         return seconds * size / part, sent * size / part
@@ -209,13 +228,13 @@ class BreakEven:
     def _codec(self, bucket: Bucket, counter: WireCounter) -> float:
         codec = self._make(bucket, self._channel(bucket, counter, _Loopback))
         values = _signed(bucket.grad.numel(), bucket.grad)
-        return self._least(2, lambda: codec.mean(values.clone()))
+        return self._typical(CALLS, lambda: codec.mean(values.clone()))
 
     def _latency(self, bucket: Bucket) -> float:
         """Of an exchange and a gather of a byte per rank."""
         channel = self._channel(bucket, self._strategy.wire_counter)
         sent = torch.zeros(channel.size, dtype=torch.uint8, device=bucket.grad.device)
-        return self._least(3, lambda: channel.gather_raw(channel.exchange_raw(sent), sent[:1]))
+        return self._typical(CALLS, lambda: channel.gather_raw(channel.exchange_raw(sent), sent[:1]))
 
     def _optimizer_extra(self) -> float:
         """On scratch memory, alone: a step without reduced gradients against one with them."""
@@ -233,7 +252,7 @@ class BreakEven:
             update, before = Update(step=step, lr=1e-3, weight_decay=0.1), self._now()
             alone.step(update, None if alone.reduces_gradients(step) else lambda flat, values: None)
             taken.append(self._now() - before)
-        return max(min(taken[4:]) - min(taken[1:3]), 0.0) * total / size
+        return max(statistics.median(taken[4:]) - statistics.median(taken[1:3]), 0.0) * total / size
 
 
 def _signed(size: int, like: torch.Tensor) -> torch.Tensor:
