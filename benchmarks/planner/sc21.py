@@ -1,4 +1,4 @@
-"""SC'21 (Narayanan et al. 2021): table 1 and four figures, by the planner.
+"""SC'21 (Narayanan et al. 2021): table 1, PTD-P of table 2 and four figures, by the planner.
 
     python -m benchmarks.planner.sc21 [--json FILE] [--svg FOLDER]
 
@@ -29,7 +29,7 @@ PEAK = 312.0
 
 @dataclass(frozen=True)
 class Published:
-    """A row of table 1."""
+    """A row of a table."""
 
     preset: str
     tp: int
@@ -37,6 +37,7 @@ class Published:
     gpus: int
     batch: int
     tflops: int  # a GPU
+    micro: int | None = None
 
 
 TABLE_1 = (
@@ -51,8 +52,12 @@ TABLE_1 = (
     Published("gpt-529.6b", 8, 35, 2520, 2520, 163),
     Published("gpt-1t", 8, 64, 3072, 3072, 163),
 )
+TABLE_2 = (
+    *(Published("gpt3-175b", 8, 12, gpus, 1536, found, 1) for gpus, found in ((384, 153), (768, 149), (1536, 141))),
+    *(Published("gpt-529.6b", 8, 35, gpus, 2240, found, 1) for gpus, found in ((560, 171), (1120, 167), (2240, 159))),
+)
 MICRO_BATCHES = (1, 2, 4, 8)
-"""The paper does not say which a row has: the fastest that fits is taken."""
+"""The paper does not say which a row of table 1 has: the fastest that fits is taken."""
 
 _175B = "--num-layers 96 --hidden-size 12288 --num-attention-heads 96"
 _162B = "--num-layers 32 --hidden-size 20480 --num-attention-heads 128"
@@ -83,9 +88,7 @@ def row(published: Published) -> dict[str, Any]:
     """The fastest microbatch size of 1F1B that fits, with what the planner says of it."""
     found: list[dict[str, Any]] = []
     samples = published.batch * published.tp * published.pp // published.gpus
-    for micro in MICRO_BATCHES:
-        if samples % micro:
-            continue
+    for micro in [size for size in MICRO_BATCHES if samples % size == 0 and published.micro in (None, size)]:
         words = f"--preset {published.preset} --tp {published.tp} --pp {published.pp} --micro-batch-size {micro}"
         words += f" --global-batch-size {published.batch} --recompute-granularity full"
         config = config_of(published.gpus, words)
@@ -153,7 +156,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--svg", type=Path, metavar="FOLDER", help="draw the figures there")
     arguments = parser.parse_args(words)
-    rows = [row(published) for published in TABLE_1]
+    rows = [row(published) for published in TABLE_1 + TABLE_2]
     for each in rows:
         print(f"{each['preset']:12} {each['gpus']:5} GPUs  {each['tflops']:6.1f} TFLOP/s per GPU, paper {each['paper']}")
     drawn = figures()
@@ -166,7 +169,7 @@ def main(words: Sequence[str] | None = None) -> None:
             lines = [Line(name, [(x, y) for x, y in points], at) for at, (name, points) in enumerate(curves.items())]
             text = draw_curves(lines, x_label=title.rpartition(", ")[2], y_label="speed")
             (arguments.svg / f"sc21-{number}.svg").write_text(text, encoding="utf-8")
-    common.write_json(arguments.json, "planner.sc21", words, {"table_1": rows, "figures": drawn})
+    common.write_json(arguments.json, "planner.sc21", words, {"tables": rows, "figures": drawn})
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "Megatron-LM, refused": megatron_flags.refused_table,
     "Megatron-LM, tags": megatron_flags.tags_table,
     "pages": pages.index,
-    "SC'21, table 1": sc21.table,
+    "SC'21, tables 1 and 2": sc21.table,
     "sizes": sizes.table,
 }
 PAGES = ("README.md", "docs/index.md", "docs/composition.md", "docs/from_megatron.md", "benchmarks/results/README.md")
