@@ -15,6 +15,7 @@ The models are synthetic twins (`megalite/planner/chain/twins`); the paper's pla
 
 import dataclasses
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -76,16 +77,18 @@ def bench(model: str, where: str, *, memory: float | None, nominal: bool) -> dic
     if nominal:
         cluster = dataclasses.replace(cluster, message_gb_per_s=cluster.network_gb_per_s)
     limit = cluster.memory_gb * 1e9 if memory is None else memory
+    began = time.process_time()
     best, others, _, complete, _ = plan_chain(profile, cluster, batch, memory=limit)
+    planning = time.process_time() - began
     judge = Judge(Problem(profile, cluster, batch, limit))
     stages = paper_stages(model, where, profile, cluster)
     named = dict(others) | {GPIPE: gpipe(judge)}
     if stages is not None:
         named[PAPER] = judge.best(stages) or judge.best(stages, within_memory=False)
     found = {name: plan for name, plan in named.items() if plan is not None}
-    used = sum(stage.replicas for stage in best.plan.stages)
+    idle = cluster.num_gpus - sum(stage.replicas for stage in best.plan.stages)
     row = {"model": model, "cluster": where, "global_batch_size": batch, "plan": shown(best), "step_s": best.seconds}
-    row |= {"paper": shown(found[PAPER]) if PAPER in found else None, "idle": cluster.num_gpus - used}
+    row |= {"paper": shown(found[PAPER]) if PAPER in found else None, "idle": idle, "planning_cpu_s": planning}
     row["times_longer"] = {name: plan.seconds / best.seconds for name, plan in found.items()}
     return {**row, "complete": complete, "fits": {name: max(plan.memory) <= limit for name, plan in found.items()}}
 
@@ -93,13 +96,11 @@ def bench(model: str, where: str, *, memory: float | None, nominal: bool) -> dic
 def shown(judged: Judged) -> str:
     """`23:25 layers on 8:8, M=8`."""
     stages = judged.plan.stages
-    layers = ":".join(str(stage.last - stage.first) for stage in stages)
+    layers = ":".join(str(stage.last - stage.first) for stage in stages) + " layers"
+    devices = ":".join(str(stage.replicas) for stage in stages)
     if len(stages) > 6:
         layers = f"{len(stages)} stages"
         devices = f"{min(s.replicas for s in stages)} to {max(s.replicas for s in stages)}"
-    else:
-        layers = f"{layers} layers"
-        devices = ":".join(str(stage.replicas) for stage in stages)
     return f"{layers} on {devices}, M={judged.plan.microbatches}"
 
 
@@ -135,8 +136,7 @@ def main(words: Sequence[str] | None = None) -> None:
         for model in flags.models:
             rows.append(bench(model, where, memory=flags.memory, nominal=flags.nominal_messages))
             print(f"{model} on {where}", file=sys.stderr)
-    print(table(rows))
-    print("\n* needs more memory than a device has")
+    print(f"{table(rows)}\n\n* needs more memory than a device has")
     common.write_json(flags.json, "planner.chain", words, {"rows": rows})
 
 
