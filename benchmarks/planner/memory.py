@@ -4,7 +4,7 @@
 
 Published: the values of Korthikanti et al. 2022, figure 1, from the paper's own closed forms, and beside them what the
 planner counts for the same models, with all that the forms leave out.
-Measured: tiny GPTs of several families train a few steps on one or two gloo ranks. Bytes of weights, gradients and
+Measured: tiny GPTs of several families train a few steps on one to four gloo ranks. Bytes of weights, gradients and
 optimizer state are those of the storages that the strategy and the optimizer hold; bytes of activations those of the
 distinct storages that autograd's saved tensors keep alive at the peak of a step, parameters left out. The prediction is
 what `--dry-run --rank` prints.
@@ -96,7 +96,6 @@ LLAMA = settings(
     "position_embedding_type=rope tie_embeddings=false"
 )
 MOE = settings("num_experts=4 moe_ffn_hidden_size=256 add_bias_linear=false moe_aux_loss_coeff=0.1")
-BF16_MOMENTS = settings("exp_avg_dtype=bf16 exp_avg_sq_dtype=bf16 stochastic_rounding=true")
 
 
 def _selective(*modules: str) -> dict[str, Any]:
@@ -109,6 +108,7 @@ def _full(method: str, count: int) -> dict[str, Any]:
 
 SEQUENCE_PARALLEL = {"tp": 2, "sequence_parallel": True}
 PP2: dict[str, Any] = {"pp": 2, "pipeline_layers": [2, 2]}
+Z3 = {"dp_strategy": "fully-sharded"}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {  # name -> ranks, and what is not as in TINY
     "gpt": (1, {}),
     "gpt, dropout": (1, DROPOUT),
@@ -118,7 +118,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {  # name -> ranks, and what is n
     "gpt, full recompute by two": (1, _full("uniform", 2)),
     "gpt, full recompute of two": (1, _full("block", 2)),
     "gpt, fp32, sgd": (1, {"precision": "fp32", "optimizer": "sgd"}),
-    "gpt, moments in bf16": (1, BF16_MOMENTS),
+    "gpt, moments in bf16": (1, settings("exp_avg_dtype=bf16 exp_avg_sq_dtype=bf16 stochastic_rounding=true")),
     "llama": (1, LLAMA),
     "llama, mlp recomputed": (1, {**LLAMA, **_selective("mlp")}),
     "experts": (1, MOE),
@@ -132,7 +132,11 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {  # name -> ranks, and what is n
     "gpt, pp 2, full recompute": (2, {**PP2, **_full("uniform", 1)}),
     "llama, cp 2": (2, {**LLAMA, "cp": 2}),
     "gpt, dp 2, zero-1": (2, {"dp_strategy": "distributed-optimizer"}),
-    "gpt, dp 2, zero-3": (2, {"dp_strategy": "fully-sharded"}),
+    "gpt, dp 2, zero-3": (2, Z3),
+    "gpt, dp 4, zero-3 in two instances": (4, {**Z3, "dp_instances": 2}),
+    "gpt, dp 4, zero-1 in two instances": (4, {"dp_strategy": "distributed-optimizer", "dp_instances": 2}),
+    "llama, pp 2, vpp 2, dp 2, zero-3": (4, {**LLAMA, **Z3, "pp": 2, "vpp": 2, "pipeline_layers": [1, 1, 1, 1]}),
+    "experts, pp 2, ep 2, zero-3": (4, {**MOE, **Z3, **PP2, "ep": 2}),
 }
 
 
@@ -189,11 +193,7 @@ def measured_rows(pool: RankPool | None, names: Iterable[str]) -> list[dict[str,
     rows = []
     for name in names:
         size = CASES[name][0]
-        if size == 1:
-            ranks = [measure(RankContext(0), name)]
-        else:
-            assert pool is not None
-            ranks = pool.run(size, measure, name)
+        ranks = [measure(RankContext(0), name)] if pool is None or size == 1 else pool.run(size, measure, name)
         found = [{"case": name, "ranks": size, "rank": rank, **row} for rank, row in enumerate(ranks)]
         for row in found:
             held = row["state_bytes"] + row["activation_bytes"]
@@ -253,7 +253,7 @@ def main(words: Sequence[str] | None = None) -> None:
     if arguments.solo:
         measured = measured_rows(None, [name for name, (size, _) in CASES.items() if size == 1])
     else:
-        with RankPool(2) as pool:
+        with RankPool(4) as pool:
             measured = measured_rows(pool, CASES)
     show(published, measured)
     common.write_json(arguments.json, "planner.memory", words, {"published": published, "measured": measured})
