@@ -153,6 +153,7 @@ _FREE_PORT = 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getso
 _SPECIAL = re.compile(r"[^\w@%+=:,./-]|^$")
 _UNKNOWN_STATUS = 1  # of a job that is gone and left none: it was killed
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SUSPENDED")
+_NO_ANSWER = "NO ANSWER"  # in the place of a state: it may wait or run
 _LOOKS_AFTER_END = 3  # the file system of the nodes may show a job's last files a little later than the queue
 ANSWER_SECONDS = 60.0
 
@@ -219,7 +220,7 @@ class Job(Launched):
         """Exit status from the script's file, once the job has left the queue."""
         state = _state(self._job)
         if state is not None:
-            if state not in _WAITING:
+            if state not in (*_WAITING, _NO_ANSWER):
                 self.begun()
             return None
         with contextlib.suppress(OSError, ValueError):
@@ -234,7 +235,7 @@ class Job(Launched):
 def _state(job: str) -> str | None:
     answer = asked("squeue", "--noheader", "--jobs", job, "--format", "%T")
     if answer is None or (answer.returncode != 0 and "Invalid job id" not in answer.stderr):
-        return "UNKNOWN"  # the controller is busy: ask again
+        return _NO_ANSWER  # the controller is busy: ask again
     return answer.stdout.strip().partition("\n")[0] or None
 
 

@@ -155,6 +155,9 @@ def test_waiting_in_the_queue_does_not_count(slurm: Slurm, runs: tuple[Run, ...]
     (queue / "41").write_text("PENDING\n")
     time.sleep(0.06)
     assert (job.poll(), job.seconds()) == (None, 0.0)
+    put_programs(tmp_path / "bin", {"squeue": "echo 'slurm_load_jobs error: Socket timed out' >&2; exit 1"})
+    assert (job.look(), job.seconds()) == (None, 0.0), "Slurm does not say that it runs"
+    put_programs(tmp_path / "bin", {"squeue": SQUEUE})
     (queue / "41").write_text("RUNNING\n")
     time.sleep(0.06)
     assert job.poll() is None
