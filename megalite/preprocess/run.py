@@ -313,7 +313,8 @@ def _tokenized(
         fault = error
     everything = itertools.chain(first, pieces)
     if job.workers > 1 and len(first) == _FEW_PIECES:
-        with WorkerPool[PreprocessJob, Piece, TokenizedPiece](job.workers, build, job) as pool:
+        remedy = f"use megalite preprocess --workers {job.workers // 2}, or a smaller --max-document-mb"
+        with WorkerPool[PreprocessJob, Piece, TokenizedPiece](job.workers, build, job, remedy=remedy) as pool:
             yield from pool.map(everything, lambda piece: piece.num_bytes)
         return
     tokenize = build(job, tokenizer)

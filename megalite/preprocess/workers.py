@@ -31,11 +31,11 @@ class WorkerPool(Generic[A, P, R]):
     batch job, are left to the parent.
 
     `count`: processes at most. `build`: a function of a module, which workers import. `argument`: what `build` is
-    called with; it is pickled, as are pieces and results."""
+    called with; it is pickled, as are pieces and results. `remedy`: what errors of too little memory say to do."""
 
-    def __init__(self, count: int, build: Callable[[A], Callable[[P], R]], argument: A) -> None:
+    def __init__(self, count: int, build: Callable[[A], Callable[[P], R]], argument: A, *, remedy: str) -> None:
         context = multiprocessing.get_context("spawn")
-        self._count = count
+        self._count, self._remedy = count, remedy
         # Workers exit when the writing end is closed, by `__exit__` or by the end of this process.
         reader, self._alive = context.Pipe(duplex=False)
         # Else the first spawn would start it, and unblock the signals that the workers must not see.
@@ -74,6 +74,8 @@ class WorkerPool(Generic[A, P, R]):
                 result = future.result()
             except BrokenProcessPool:
                 raise self._death() from None
+            except MemoryError:
+                raise ConfigError(f"a worker is out of memory; {self._remedy}") from None
             in_flight -= num_bytes
             yield done, result
 
@@ -98,7 +100,7 @@ class WorkerPool(Generic[A, P, R]):
 
     def _death(self) -> ConfigError:
         self._alive.close()  # the executor sends the other workers SIGTERM, which they block, and waits for them
-        return ConfigError(f"a worker process died (out of memory?); use fewer: --workers {max(self._count // 2, 1)}")
+        return ConfigError(f"a worker process died (out of memory?); {self._remedy}")
 
 
 _worker: dict[str, Any] = {}  # in a worker: how to build its function, and the function
@@ -115,9 +117,6 @@ def _exit_with(parent: Connection) -> None:
 
 
 def _work(piece: Any) -> Any:
-    try:
-        if "function" not in _worker:
-            _worker["function"] = _worker["build"]()
-        return _worker["function"](piece)
-    except MemoryError:
-        raise ConfigError("a worker is out of memory; try fewer, or for text a smaller --max-document-mb") from None
+    if "function" not in _worker:
+        _worker["function"] = _worker["build"]()
+    return _worker["function"](piece)

@@ -226,7 +226,9 @@ def _rehearsed(config: RunConfig, ranks: list[int], workers: int) -> Iterator[Re
     if workers == 1 or len(ranks) == 1:
         yield from map(_rehearsing(config), ranks)
         return
-    with WorkerPool[RunConfig, int, Rehearsal](min(workers, len(ranks)), _rehearsing, config) as pool:
+    count = min(workers, len(ranks))
+    remedy = f"use fewer: --workers {count // 2}"
+    with WorkerPool[RunConfig, int, Rehearsal](count, _rehearsing, config, remedy=remedy) as pool:
         for _, rehearsal in pool.map(iter(ranks), lambda rank: 0):
             yield rehearsal
 

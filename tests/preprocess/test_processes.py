@@ -135,7 +135,9 @@ def test_a_worker_that_is_killed_is_one_error(folder: Path, expected: list[bytes
     os.kill(first, signal.SIGKILL)
     code, said = command.end()
     assert code == 2 and said.count("\n") == 1
-    assert said.startswith("error: a worker process died (out of memory?); use fewer: --workers 1")
+    assert said.startswith(
+        "error: a worker process died (out of memory?); use megalite preprocess --workers 1, or a smaller"
+    )
     assert "documents are kept in" in said and is_gone(second)
     run_numbers(folder, folder / "a.jsonl")
     assert output_bytes(folder) == expected

@@ -33,7 +33,7 @@ class Doubler:
 def run(kind: str, numbers: Iterator[int], on_result: Callable[[int], None] = lambda number: None) -> list[int]:
     """What comes back from two workers until an exception."""
     pids, found = set(), []
-    with WorkerPool[str, int, tuple[int, int]](2, Doubler, kind) as pool:
+    with WorkerPool[str, int, tuple[int, int]](2, Doubler, kind, remedy="take two") as pool:
         for number, (double, pid) in pool.map(numbers, lambda number: 1):
             assert double == 2 * number
             pids.add(pid)
@@ -74,7 +74,7 @@ def test_bytes_in_flight_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             yield number
 
     # A large one is alone, small ones go together.
-    with WorkerPool[str, int, tuple[int, int]](2, Doubler, "doubles") as pool:
+    with WorkerPool[str, int, tuple[int, int]](2, Doubler, "doubles", remedy="") as pool:
         for number, _ in pool.map(numbers(), lambda number: 1000 if number < 10 else 40):
             assert len(drawn) <= number + (1 if number < 9 else 3)
 
@@ -95,8 +95,8 @@ def test_an_input_that_fails_is_raised_after_what_came_before_it() -> None:
     ("kind", "error", "message"),
     [
         ("refuses", ConfigError, "^20 is refused$"),
-        ("memory", ConfigError, "a worker is out of memory"),
-        ("dies", ConfigError, "a worker process died .*; use fewer: --workers 1"),
+        ("memory", ConfigError, "^a worker is out of memory; take two$"),
+        ("dies", ConfigError, "^a worker process died .*; take two$"),
     ],
 )
 def test_what_goes_wrong_is_raised_in_its_turn(kind: str, error: type[Exception], message: str) -> None:

@@ -1,6 +1,7 @@
 """Faults planted into what ranks do are found and named; the clean program has none."""
 
 import json
+import multiprocessing
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,6 +59,15 @@ def test_workers_find_the_same() -> None:
     for ours, theirs in zip(together, alone, strict=True):
         assert (ours.rank, ours.peak_bytes, ours.kernels) == (theirs.rank, theirs.peak_bytes, theirs.kernels)
         assert ours.journal.operations == theirs.journal.operations and ours.journal.events == theirs.journal.events
+
+
+def test_a_worker_that_dies_is_an_error_that_says_what_to_do() -> None:
+    def kill_others(count: int, total: int) -> None:
+        for worker in multiprocessing.active_children():
+            worker.kill()
+
+    with pytest.raises(ConfigError, match=r"died \(out of memory\?\); use fewer: --workers 1$"):
+        rehearse_world(tiny_config(8, tp=2, pp=4, num_layers=4), workers=2, done=kill_others)
 
 
 def test_an_operation_of_one_rank_alone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
