@@ -27,40 +27,9 @@ def test_rule(world_size: int, flags: str, parts: list[str]) -> None:
     assert says(problem, parts), problem
 
 
-# (world size, command line): the first setting has no effect, as scripts of Megatron-LM have it
-IDLE = [
-    (4, "--sequence-parallel"),
-    (1, "--cp-comm-type a2a"),
-    (1, "--cp-comm-type p2p --seq-length 128"),
-    (1, "--recompute-modules mlp"),
-    (1, "--recompute-granularity full --recompute-modules core_attn"),
-    (1, "--recompute-method block"),
-    (1, "--recompute-granularity selective --recompute-num-layers 2"),
-    (1, "--etp 1"),
-    (1, "--rotary-base 500000"),
-    (1, "--moe-ffn-hidden-size 64"),
-    (1, "--moe-router-pre-softmax"),
-    (1, "--num-experts 4 --moe-token-drop-policy position"),
-    (1, "--attention-backend flash --attention-dropout 0.1"),
-    (1, "--tp-comm-overlap"),
-    (2, "--tp-comm-overlap --tp 2"),
-    (2, "--tp-comm-overlap --tp 2 --sequence-parallel --fp8 --bf16 --num-layers 3"),
-    (1, "--no-scatter-gather-tensors-in-pipeline"),
-    (2, "--no-scatter-gather-tensors-in-pipeline --tp 2"),
-    (4, "--no-scatter-gather-tensors-in-pipeline --tp 2 --pp 2 --sequence-parallel"),
-    (1, "--check-replicas-interval 5"),
-    (1, "--split 9,1,0"),
-    (1, "--train-data-path a --split 9,1,0"),
-    (1, "--mock-data --vocab-size 8 --split 9,1,0"),
-    (1, "--eval-iters 10"),
-    (1, "--data-path a --packing best-fit --data-cache-path c"),
-    (1, "--tokenizer-type HuggingFaceTokenizer --tokenizer-model t --tiktoken-pattern x+"),
-    (1, "--tiktoken-pattern x+"),
-]
-
-
-@pytest.mark.parametrize(("world_size", "flags"), IDLE, ids=[flags for _, flags in IDLE])
-def test_what_has_no_effect_is_said_and_taken(world_size: int, flags: str) -> None:
+@pytest.mark.parametrize("row", lines("idle"))
+def test_what_has_no_effect_is_said_and_taken(row: str) -> None:
+    world_size, flags = int(row.split()[0]), row.partition(" ")[2]
     invocation = parse_arguments(flags.split(), world_size=world_size)
     validate(invocation.config, world_size, invocation.explicit)
     (note,) = invocation.notes

@@ -7,7 +7,7 @@ from megalite.config.compute import kernel_requests, unknown_kernels
 from megalite.config.errors import Findings, nearest
 from megalite.config.model import BLOCKS, LATENT_SIZES, LAYER_LISTS
 from megalite.config.optimizer import OPTIMIZERS
-from megalite.config.rules.rule import Check, Settings, divisors, owned, rules, say, without
+from megalite.config.rules.rule import Check, Plain, Settings, divisors, owned, rules, without
 from megalite.config.run import attention_in_tiles, stage_layers
 
 MODULES = ("core_attn", "mla_up_proj", "mlp_act", "layernorm", "mlp", "shared_experts", "moe")
@@ -20,17 +20,16 @@ def _head_size(c: Settings) -> Findings:
     heads = c.num_attention_heads
     if c.kv_channels is None and c.hidden_size % heads and not c.multi_latent_attention:
         size, _ = divmod(c.hidden_size, heads)
-        yield say(
-            c,
+        yield (
             f"{{hidden_size}} is not divisible by {{num_attention_heads}}; use hidden_size {(size + 1) * heads}, or say the "
-            f"size of a head with --kv-channels {max(1, size)}",
+            f"size of a head with --kv-channels {max(1, size)}"
         )
 
 
 def _groups(c: Settings) -> Findings:
     if c.num_attention_heads % c.query_groups:
         works = divisors(c.num_attention_heads)
-        yield say(c, f"{{num_attention_heads}} is not divisible by {{num_query_groups}}; use num_query_groups {works}")
+        yield f"{{num_attention_heads}} is not divisible by {{num_query_groups}}; use num_query_groups {works}"
 
 
 def _layer_lists(c: Settings) -> Findings:
@@ -41,7 +40,7 @@ def _layer_lists(c: Settings) -> Findings:
             continue
         if len(given) != c.num_layers or max(given) > 1:
             flag = f"--{name.replace('_', '-')}"
-            yield say(c, f"{{{name}}} is neither one number nor a 0 or 1 for each of {{num_layers}}; use e.g. {flag} 2")
+            yield f"{{{name}}} is neither one number nor a 0 or 1 for each of {{num_layers}}; use e.g. {flag} 2"
 
 
 def _has_no_mlp(c: Settings) -> bool:
@@ -147,7 +146,7 @@ NETWORK: tuple[Check, ...] = (
 
 
 def _kernels(c: Settings) -> Findings:
-    yield from unknown_kernels(kernel_requests(c.kernels))
+    yield from map(Plain, unknown_kernels(kernel_requests(c.kernels)))
 
 
 def _has_fp32_products(c: Settings) -> bool:
@@ -160,9 +159,8 @@ def _has_fp32_products(c: Settings) -> bool:
 def _merged_attention(c: Settings) -> Findings:
     tiled = attention_in_tiles(c.run)
     if tiled is not None and c.attention_backend not in ("auto", "flash"):
-        yield say(
-            c,
-            f"{{attention_backend}} cannot serve {tiled}: its pieces are merged by what flash alone gives; use flash or auto",
+        yield (
+            f"{{attention_backend}} cannot serve {tiled}: its pieces are merged by what flash alone gives; use flash or auto"
         )
 
 
@@ -216,9 +214,9 @@ def _modules(c: Settings) -> Findings:
             yield f"{name} is empty; name some of {', '.join(known)}"
         for module in dict.fromkeys(modules):
             if module not in known:
-                yield f"{name} has {module} in it{nearest(module, known)} (one of {', '.join(known)})"
+                yield Plain(f"{name} has {module} in it{nearest(module, known)} (one of {', '.join(known)})")
             if modules.count(module) > 1:
-                yield f"{name} names {module} twice; keep one of them"
+                yield Plain(f"{name} names {module} twice; keep one of them")
 
 
 def _covered_modules(c: Settings) -> Findings:
@@ -232,9 +230,7 @@ def _covered_modules(c: Settings) -> Findings:
     if "mla_up_proj" in modules and not c.multi_latent_attention:
         yield "recompute_modules mla_up_proj has no effect without multi_latent_attention; remove it"
     if "mlp" in modules and "mlp" not in around:
-        yield say(
-            c, "recompute_modules mlp has no effect with {num_experts}: no layer has a dense MLP; use moe or remove it"
-        )
+        yield "recompute_modules mlp has no effect with {num_experts}: no layer has a dense MLP; use moe or remove it"
     if "shared_experts" in modules and (c.moe_shared_expert_intermediate_size is None or "moe" in modules):
         reason = "moe, where they are recomputed too" if "moe" in modules else "a model without one"
         yield f"recompute_modules shared_experts has no effect with {reason}; remove it"
@@ -276,10 +272,9 @@ def _chosen_layers(c: Settings) -> Findings:
     for name in [*wanted, "cpu_offloading_num_layers"]:
         if largest < 1 or getattr(c, name) <= largest:
             continue
-        yield say(
-            c,
+        yield (
             f"{{{name}}} is more than the {largest} layers of a stage of {{num_layers}} cut over pp·vpp = "
-            f"{stages}; use at most {largest}",
+            f"{stages}; use at most {largest}"
         )
 
 

@@ -61,11 +61,17 @@ IDLE = frozenset(
         *("data_cache_path", "cp_comm_type", "hierarchical_context_parallel_sizes", "tp_comm_overlap"),
         *("check_replicas_interval", "etp", "rotary_base", "rotary_percent", "load_optimizer", "require_same_schedule"),
         *("attention_backend", "fp8_recipe", "fp8_wgrad", "recompute_method", "recompute_num_layers"),
-        *("recompute_modules", "mtp_loss_scaling_factor", "offload_modules"),
+        *("recompute_modules", "mtp_loss_scaling_factor", "offload_modules", "fp8_param_gather"),
         *(name for name in settings() if name.startswith("moe_")),
     }
 )
 """Settings that scripts of Megatron-LM give where they have no effect, as it allows: said, and ignored."""
+
+
+class Plain(str):
+    """The text of a rule with a word of the user's in it: braces there name no setting."""
+
+
 Check = Callable[[Settings], Findings]
 """A rule; what it yields is wrong."""
 _NAMED = re.compile(r"\{([=!?]?)([\w|]+)\}")
@@ -97,8 +103,10 @@ def said(c: Settings, findings: Findings) -> Findings:
     for found in findings:
         if isinstance(found, Idle):
             yield Idle(say(c, found), found.setting)
+        elif isinstance(found, str):
+            yield found if isinstance(found, Plain) else say(c, found)
         else:
-            yield say(c, found) if isinstance(found, str) else said(c, found)
+            yield said(c, found)
 
 
 def rules(table: Mapping[str, Callable[[Settings], object]]) -> Iterator[Check]:

@@ -6,7 +6,7 @@ from pathlib import PurePath
 from megalite.config.data import PATH_SETTINGS, UNSAVED, is_address, parse_data_path, parse_split
 from megalite.config.errors import Findings, Idle, nearest
 from megalite.config.optimizer import ONEBIT_OPTIMIZERS, OPTIMIZERS
-from megalite.config.rules.rule import Check, Settings, owned, parsed, rules, without
+from megalite.config.rules.rule import Check, Plain, Settings, owned, parsed, rules, without
 from megalite.config.run import hugging_face_folder, profile_folder, save_folder, saves, scales_loss, writers
 from megalite.config.strategies import searched_strategies
 from megalite.config.training import WRITERS
@@ -44,7 +44,8 @@ def _end_of_document(c: Settings) -> Findings:
     source = c.data_path or c.train_data_path
     known = c.tokenizer_model or c.vocab_file or c.tokenizer_type in ("NullTokenizer", "ByteLevelTokenizer")
     if used and source and not known and c.packing == "stream" and not c.sft:
-        yield f"{used[0]} needs the token that ends a document; add the --tokenizer-model of {source[-1]}, or remove it"
+        remedy = f"add the --tokenizer-model of {source[-1]}, or remove it"
+        yield Plain(f"{used[0]} needs the token that ends a document; {remedy}")
 
 
 def _bpe_files(c: Settings) -> Findings:
@@ -190,7 +191,7 @@ def _names(c: Settings) -> Findings:
     for setting, known in (("exit_signals", EXIT_SIGNALS), ("metrics", WRITERS)):
         for name in getattr(c, setting):
             if name not in known:
-                yield f"{setting} has {name} in it{nearest(name, known)} (any of {', '.join(known)})"
+                yield Plain(f"{setting} has {name} in it{nearest(name, known)} (any of {', '.join(known)})")
 
 
 STOPS: tuple[Check, ...] = (
