@@ -17,6 +17,7 @@ from megalite.sweep.spec import COMPARISONS
 
 _MOST_COMMANDS, _DEEPEST = 100_000, 20
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_WORD = re.compile(r"(?:\$\([^)]*\)|`[^`]*`|\S)+")  # the output of a command is not known, and taken for one
 _UNKNOWN = re.compile(r"\$(\{[^}]*\}|\w+|\()|`")
 _MODIFIED = re.compile(r"(#?)([A-Za-z_]\w*|[0-9]+|[@*#?$!])(\[[^\]]*\])?(.*)", re.DOTALL)
 
@@ -95,7 +96,7 @@ class Shell:
                 at, words = self._reference(raw, at)
                 blank = "".join(words) if split and not quoted else ""
                 if split and not quoted:
-                    words = [word for value in words for word in value.split()]
+                    words = [word for value in words for word in _WORD.findall(value)]
                 elif "[*]" in raw[start:at] and quoted:
                     words = [" ".join(words)]
                 if words and blank[:1].isspace() and fields[-1]:

@@ -34,7 +34,8 @@ def commands(script: str, **given: str) -> list[list[str]]:
         ("A='-a 1'\nA+=' -b'\nrun $A \"$A\"", [["run", "-a", "1", "-b", "-a 1 -b"]]),
         ("run ${X:-a b} ${X:-\"c\"} \"${Y}\" ${Y:+z} $X/f", [["run", "a", "b", "c", "${Y}", "$X/f"]]),
         ("N=3; run $((N*8+1)) $(( $N / 2 )) $((Z+1))", [["run", "25", "1", "$((Z+1))"]]),
-        ("C=$1; D=${2:-dir}; run --save $C --d $D", [["run", "--save", "${C}", "--d", "dir"]]),
+        ("C=$1; D=${2:-dir}; H=$(hosts $L | head -n1); run --save $C --d $D $H:1 $(a b)/c", [
+            ["run", "--save", "${C}", "--d", "dir", "$(hosts $L | head -n1):1", "$(a b)/c"]]),
         ("P=/a/b.sh; run ${P%.sh} ${P##*/} ${P/b/c} `date` $(pwd)/x", [
             ["run", "/a/b", "b.sh", "/a/c.sh", "`date`", "$(pwd)/x"]]),
         ("if [ -n \"$W\" ]; then run w; elif [[ 2 -gt 1 && -z \"$W\" ]]; then run e; else run x; fi; run end", [
