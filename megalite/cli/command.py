@@ -20,6 +20,7 @@ from megalite.config.byte_size import parse_byte_size
 from megalite.config.data import is_address
 from megalite.config.errors import ConfigError, Problems, closest, nearest
 from megalite.config.registry import import_modules, imported
+from megalite.config.run import hugging_face_folder
 
 _LARGEST = 1 << 63
 _WIDTH, _COLUMN = 110, 26
@@ -390,8 +391,8 @@ def _path(word: str) -> Path:
 
 
 def path_or_address(word: str) -> Path | str:
-    """A path; an address as it is."""
-    return word if is_address(word) else _path(word)
+    """A path, also of `hf:FOLDER`, as training has it; an address as it is."""
+    return word if is_address(word) else hugging_face_folder(word) or _path(word)
 
 
 def fetched(place: Path | str, step: int | None) -> Path:

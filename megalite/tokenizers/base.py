@@ -96,7 +96,7 @@ class NullTokenizer(Tokenizer):
 def read_tokenizer_file(path: str | Path) -> bytes:
     """All of a tokenizer file. Raises ConfigError: it cannot be read, is not a regular file, or is longer than
     MAX_TOKENIZER_BYTES."""
-    remedy = "give the path of an existing file"
+    remedy = "give the path of an existing file (of a model: hf download OWNER/NAME)"
     try:
         opened = open_regular(path)
     except ValueError:
