@@ -9,8 +9,12 @@ import torch
 from megalite.cli.display import table
 from megalite.cli.generate import open_model, run_on_ranks
 from megalite.cli.model_commands import EVALUATE
-from megalite.cli.output import json_text, show
+from megalite.cli.output import json_text, show, tell
+from megalite.config.data import names_text
+from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
+from megalite.config.registry import imported
+from megalite.config.run import RunConfig
 from megalite.conversion.inference import InferenceModel
 from megalite.generation.generate import Chain
 from megalite.generation.likelihood import (
@@ -36,8 +40,13 @@ def run(flags: Namespace) -> int:
 
 
 def _evaluate(flags: Namespace, topology: Topology) -> None:
+    if text := next(filter(names_text, flags.data_path or ()), None):
+        raise ConfigError(f"--data-path {text} is text, and evaluate takes token files there; use --input {text}")
+    take_remote = imported("megalite.training.setup:take_remote")
+    asked = replace(RunConfig(), data_path=flags.data_path or flags.input)
+    paths = take_remote(asked, world=topology.world, device=topology.device, log=tell).data.data_path
     model = open_model(flags, topology, needs_tokenizer=flags.input is not None)
-    stream = _stream(flags, model, topology)
+    stream = _stream(flags, paths, model, topology)
     length = flags.seq_length or model.seq_length
     windows = Windows(tokens=len(stream), length=length, stride=flags.stride or length)
     check_windows(model.model, windows)
@@ -47,17 +56,17 @@ def _evaluate(flags: Namespace, topology: Topology) -> None:
         show(_as_json(model, windows, found) if flags.json else _as_text(model, windows, found))
 
 
-def _stream(flags: Namespace, model: InferenceModel, topology: Topology) -> TokenStream:
+def _stream(flags: Namespace, paths: list[str], model: InferenceModel, topology: Topology) -> TokenStream:
     """The tokens to predict: token files are read by every rank, text by rank 0, which sends it to the others."""
     stream, error = TokenStream([]), None
     try:
         if flags.data_path is not None:
             assert model.model.vocab_size is not None
-            stream = stream_of_files(flags.data_path, model.model.vocab_size, model.tokenizer_sha256)
+            stream = stream_of_files(paths, model.model.vocab_size, model.tokenizer_sha256)
         elif topology.rank == 0:
             assert model.tokenizer is not None
             limits, key = Limits(text_documents=flags.text_documents or "file"), flags.json_key or "text"
-            stream = stream_of_texts(flags.input, key=key, limits=limits, tokenizer=model.tokenizer)
+            stream = stream_of_texts(paths, key=key, limits=limits, tokenizer=model.tokenizer)
     except (ConfigError, OSError) as found:
         error = found if isinstance(found, ConfigError) else ConfigError(f"cannot read the data: {found}")
     topology.world.agree(error, topology.device)

@@ -278,8 +278,8 @@ EVALUATE = Command(
     "Loss, perplexity and bits per byte of a trained model. Under torchrun ranks beyond tp x pp share the work out.",
     [
         *_model("1"),
-        Flag("--data-path PREFIX ...", "token files (.bin and .idx)"),
-        Flag("--input PATH ...", "text, jsonl or parquet: files, folders, globs; - is standard input"),
+        Flag("--data-path PREFIX ...", "token files (.bin and .idx), or their addresses"),
+        Flag("--input PATH ...", "text, jsonl or parquet: files, folders, globs, addresses; - is standard input"),
         Flag("--json-key KEY", "with --input: of the text (text)"),
         Flag("--text-documents", "with --input: what a document is in a .txt (file)", choices=FORMS),
         Flag("--seq-length N", "tokens in a window; default: the model's", positive),

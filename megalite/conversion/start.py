@@ -1,7 +1,8 @@
 """What a run takes from what it loads, where its settings leave that open: the model, the longest sequence, the tokenizer.
 Without torch: a dry run asks for it too."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointMissing, Manif
 from megalite.config.data import DataConfig, is_address
 from megalite.config.errors import CheckpointError
 from megalite.config.model import TRAINING_FIELDS
+from megalite.config.registry import imported
 from megalite.config.run import HUGGING_FACE, hugging_face_folder
 from megalite.conversion.huggingface.config_json import find_file
 from megalite.conversion.huggingface.families import read_config
@@ -28,11 +30,14 @@ from megalite.conversion.weights import ConversionError
 def settings_in(load: str, step: int | None) -> Mapping[str, Any] | None:
     """Settings by name, of a Hugging Face folder (`hf:FOLDER`), or of the newest checkpoint with a readable manifest, or that
     of `step`. None: there is no checkpoint. How it was trained (dropout, auxiliary losses) is not among them."""
-    if is_address(load):  # it is fetched when the ranks have met
-        return None
+    if is_address(load):  # its files are fetched when the ranks have met
+        return _of_checkpoint(imported("megalite.data.remote:manifests_at")(load, step), Path())
     folder = hugging_face_folder(load)
     if folder is None:
-        return _of_checkpoint(Path(load), step)
+        with contextlib.suppress(CheckpointMissing):
+            files = [Path(load, found.name, MANIFEST_NAME) for found in candidates(Path(load), step)]
+            return _of_checkpoint(((str(file), file) for file in files), Path(load))
+        return None
     if not folder.is_dir():
         raise ConversionError(
             f"{load}: there is no folder {folder}; give one on disk, as {HUGGING_FACE}models/llama. A run that began from it and "
@@ -44,16 +49,14 @@ def settings_in(load: str, step: int | None) -> Mapping[str, Any] | None:
     return {**_shape(asdict(config.model)), "seq_length": config.seq_length, **tokenizer}
 
 
-def _of_checkpoint(folder: Path, step: int | None) -> Mapping[str, Any] | None:
-    try:
-        found = candidates(folder, step)
-    except CheckpointMissing:
-        return None
+def _of_checkpoint(manifests: Iterable[tuple[str, Path | str]], home: Path) -> Mapping[str, Any] | None:
+    """Of the first that can be read of manifests, given as files or texts by name; None: there is none. `home`: the folder of
+    the checkpoints, or where the run is started; their tokenizer is looked for from there."""
     faults = []
-    for candidate in found:
-        file = folder / candidate.name / MANIFEST_NAME
+    for name, given in manifests:
         try:
-            config = Manifest.from_json(read_text(file), source=str(file)).config
+            text = read_text(given) if isinstance(given, Path) else given
+            config = Manifest.from_json(text, source=name).config
         except CheckpointError as error:
             faults.append(error)
             continue
@@ -61,8 +64,10 @@ def _of_checkpoint(folder: Path, step: int | None) -> Mapping[str, Any] | None:
             section if isinstance(section := config.get(name), dict) else {} for name in ("model", "training", "data")
         )
         length = {name: training[name] for name in ("seq_length",) if name in training}
-        return {**_shape(model), **length, **_tokenizer(data, folder)}
-    raise faults[0]
+        return {**_shape(model), **length, **_tokenizer(data, home)}
+    if faults:
+        raise faults[0]
+    return None
 
 
 def _shape(model: Mapping[str, Any]) -> dict[str, Any]:

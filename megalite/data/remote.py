@@ -9,14 +9,14 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
 from megalite.checkpoint.digests import RunningDigest
 from megalite.checkpoint.folders import LATEST_NAME, step_name, step_of
-from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointMissing, listed_files
+from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointMissing, Manifest
 from megalite.config.data import HUB, PATH_SETTINGS, TEXT_SUFFIXES, is_address, names_text
 from megalite.config.describe import redact_text, replace, value_of
 from megalite.config.errors import CheckpointError, ConfigError
@@ -25,7 +25,7 @@ from megalite.data.stores import Broken, Missing, State, StoreObject, open_store
 from megalite.data.token_files import mask_prefix, read_side_file, side_digests
 
 BESIDE_TOKENIZER = ("tokenizer_config.json", "chat_template.jinja")
-_SETTINGS = (*PATH_SETTINGS, "tokenizer_model", "vocab_file", "merge_file", "load")
+_SETTINGS = ("load", "tokenizer_model", "vocab_file", "merge_file", *PATH_SETTINGS)
 _ATTEMPTS = 4
 _NAME_CHARACTERS = 16
 
@@ -34,8 +34,18 @@ class _Unusable(ConfigError):
     """A file is not there, or not what its checksum says."""
 
 
-def fetch_all(config: RunConfig, *, say: Callable[[str], None], stopped: Callable[[], bool]) -> dict[str, str]:
-    """Address -> path here, of all that the settings name, fetched where it is not here yet.
+Accept = Callable[[str, Manifest], None]
+"""Raises CheckpointError where a run cannot continue from the checkpoint of this name and manifest."""
+
+
+def fetch_all(
+    config: RunConfig,
+    *,
+    say: Callable[[str], None],
+    stopped: Callable[[], bool],
+    accept: Accept = lambda name, manifest: None,
+) -> dict[str, str]:
+    """Address -> path here, of all that the settings name, fetched where it is not here yet; a checkpoint comes first.
 
     Raises ConfigError: it cannot be read, or is not what its checksum says."""
     cache = _Cache(_cache_folder(config), say, stopped)
@@ -44,8 +54,12 @@ def fetch_all(config: RunConfig, *, say: Callable[[str], None], stopped: Callabl
         for word in filter(is_address, _words(value_of(config, name))):
             if name == "load":
                 own = word.rstrip("/") == (config.checkpoint.save or "").rstrip("/")
-                found[word] = cache.checkpoint(word, config.checkpoint.ckpt_step, own=own)
-            elif word.startswith(HUB) and not urlsplit(word).path.lower().endswith(TEXT_SUFFIXES):
+                found[word] = cache.checkpoint(word, config.checkpoint.ckpt_step, own=own, accept=accept)
+            elif (
+                name in PATH_SETTINGS
+                and word.startswith(HUB)
+                and not urlsplit(word).path.lower().endswith(TEXT_SUFFIXES)
+            ):
                 found[word] = str(cache.dataset(word))
             elif name in PATH_SETTINGS and not names_text(urlsplit(word).path):
                 found[word] = cache.token_files(word, sft=config.data.sft)
@@ -218,21 +232,24 @@ class _Cache:
                 self.file(with_suffix(one, suffix), place=Path(f"{place}{suffix}"), sha256=digests.get(suffix))
         return str(here)
 
-    def checkpoint(self, folder: str, step: int | None, *, own: bool) -> str:
+    def checkpoint(self, folder: str, step: int | None, *, own: bool, accept: Accept) -> str:
         """A folder here with the checkpoint of a step, or the newest complete one that is what its manifest says.
 
         `own`: of the run itself, which needs no former one again."""
         folder = folder.rstrip("/")
         here, unusable = self._place(folder), list[ConfigError]()
-        for name in self._newest_first(folder, here) if step is None else [step_name(step)]:
-            base, place = with_suffix(folder, f"/{name}"), here / f"of-{name}" / name
+        for name in _asked_for(folder, step):
+            base, place, manifest = with_suffix(folder, f"/{name}"), here / f"of-{name}" / name, None
             try:
-                manifest = self.file(with_suffix(base, f"/{MANIFEST_NAME}"), place=place / MANIFEST_NAME)
-                assert manifest is not None
-                listed = listed_files(manifest.read_text(), source=f"{shown(base)}/{MANIFEST_NAME}")
-                for file, entry in listed.items():
+                text = self.file(with_suffix(base, f"/{MANIFEST_NAME}"), place=place / MANIFEST_NAME)
+                assert text is not None
+                manifest = Manifest.from_json(text.read_text(), source=f"{shown(base)}/{MANIFEST_NAME}")
+                accept(shown(base), manifest)
+                for file, entry in manifest.files.items():
                     self.file(with_suffix(base, f"/{file}"), place=place / file, sha256=entry.sha256, block=entry.block)
             except (_Unusable, CheckpointError) as error:
+                if manifest is not None and not isinstance(error, _Unusable):
+                    raise  # it is whole, and not accepted
                 unusable.append(error)
                 self._say(f"checkpoint {shown(base)} is passed over: {error}")
                 continue
@@ -244,20 +261,33 @@ class _Cache:
             raise unusable[0]
         return str(here / "none")
 
-    def _newest_first(self, folder: str, here: Path) -> Iterator[str]:
-        """Names of complete checkpoints; where a store lists nothing, as the web, the one that `latest` names."""
-        store, listed = open_store(folder), dict[str, int]()
-        with contextlib.suppress(ConfigError):  # who may read objects need not be allowed to list them
-            listed = store.entries() if isinstance(store, StoreObject) else {}
-        if isinstance(store, StoreObject) and listed:
-            yield from map(step_name, store.steps())
-            return
-        latest = self.file(with_suffix(folder, f"/{LATEST_NAME}"), place=here / LATEST_NAME, optional=True)
-        if latest is not None:
-            name = latest.read_text().strip()
-            if step_of(name) is None:
-                raise CheckpointError(f"{shown(folder)}/{LATEST_NAME} names no checkpoint: {name[:40]!r}")
-            yield name
+
+def manifests_at(folder: str, step: int | None) -> Iterator[tuple[str, str]]:
+    """Name and text of the manifest of a step, or of each complete checkpoint in a folder at an address, newest first."""
+    folder = folder.rstrip("/")
+    for name in _asked_for(folder, step):
+        address = with_suffix(folder, f"/{name}/{MANIFEST_NAME}")
+        if (content := open_store(address).content()) is not None:
+            yield shown(address), content.decode(errors="replace")
+
+
+def _asked_for(folder: str, step: int | None) -> Iterable[str]:
+    """Names of checkpoints, the one of the step or the complete ones, newest first; where a store lists nothing, as the web,
+    the one that `latest` names."""
+    if step is not None:
+        return [step_name(step)]
+    store, listed = open_store(folder), dict[str, int]()
+    with contextlib.suppress(ConfigError):  # who may read objects need not be allowed to list them
+        listed = store.entries() if isinstance(store, StoreObject) else {}
+    if isinstance(store, StoreObject) and listed:
+        return map(step_name, store.steps())
+    latest = open_store(with_suffix(folder, f"/{LATEST_NAME}")).content()
+    if latest is None:
+        return []
+    name = latest.decode(errors="replace").strip()
+    if step_of(name) is None:
+        raise CheckpointError(f"{shown(folder)}/{LATEST_NAME} names no checkpoint: {name[:40]!r}")
+    return [name]
 
 
 def _read_note(path: Path) -> Any:

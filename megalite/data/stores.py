@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit, urlunsplit
 
+from megalite.checkpoint.files import replace_durably
 from megalite.checkpoint.folders import step_name, step_of
 from megalite.checkpoint.manifest import MANIFEST_NAME
 from megalite.config.describe import redact_text
@@ -85,6 +86,16 @@ class WebObject:
                     yield block
             except (OSError, http.client.HTTPException) as error:
                 raise Broken(str(error) or type(error).__name__) from None
+
+    def content(self) -> bytes | None:
+        """All of it; None where there is nothing."""
+        try:
+            with self._open("GET") as answer:
+                return bytes(answer.read())
+        except Missing:
+            return None
+        except (OSError, http.client.HTTPException) as error:
+            raise self._refused(error) from None
 
     def _open(self, method: str, headers: dict[str, str] | None = None) -> Any:
         parts = urlsplit(self._address)
@@ -189,12 +200,14 @@ class StoreObject:
             yield step
 
     def write(self, content: bytes | Path, *, beat: Callable[[], None] = lambda: None, patient: bool = True) -> None:
-        """Make or replace the object. `beat` is called as a file goes out; `patient`: ask again where the store fails."""
+        """Make or replace the object, all at once where it is given as bytes. `beat` is called as a file goes out; `patient`: ask again where the store fails."""
 
         def sent() -> None:
             if self._path.startswith("/"):  # no bucket, which is never made: its name may be a slip
                 self._files.makedirs(str(PurePosixPath(self._path).parent), exist_ok=True)
-            if isinstance(content, bytes):
+            if isinstance(content, bytes) and getattr(self._files, "local_file", False):
+                replace_durably(Path(self._path), content)
+            elif isinstance(content, bytes):
                 self._files.pipe_file(self._path, content)
             else:
                 callback = self._progress(hooks={"beat": lambda *_, **__: beat()})

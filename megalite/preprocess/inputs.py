@@ -21,6 +21,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar
 
 from megalite.config import reading
+from megalite.config.data import is_address
 from megalite.config.errors import ConfigError
 from megalite.tokenizers.base import missing_package
 
@@ -106,6 +107,8 @@ def find_inputs(patterns: Sequence[str]) -> list[Input]:
 
 
 def _matches(pattern: str) -> list[str]:
+    if is_address(pattern):
+        raise ConfigError(f"input {pattern} is an address; copy it here, or let megalite train read it as --data-path")
     if Path(pattern).is_dir():
         files = list(_search(pattern))
         what = "is a folder without files"

@@ -9,15 +9,16 @@ from typing import Any, Protocol
 import torch
 
 from megalite.checkpoint.load import Checkpoint, find_checkpoint
-from megalite.checkpoint.manifest import CheckpointMissing, TensorEntry, optimizer_key, weight_key
+from megalite.checkpoint.manifest import CheckpointMissing, Manifest, TensorEntry, optimizer_key, weight_key
 from megalite.checkpoint.safetensors_file import DTYPE_NAMES, TORCH_DTYPES
 from megalite.checkpoint.tiling import Slice
 from megalite.config.data import DEFAULT_SPLIT, PATH_SETTINGS, is_address, parse_data_path
-from megalite.config.errors import CheckpointError, ConfigError
+from megalite.config.errors import CheckpointError, ConfigError, Problems
 from megalite.config.model import ModelConfig, free_settings
-from megalite.config.optimizer import OPTIMIZERS, OptimizerConfig
+from megalite.config.optimizer import OPTIMIZERS
 from megalite.config.registry import Registry
 from megalite.config.run import RunConfig, hugging_face_folder, save_folder
+from megalite.config.validate import validate
 from megalite.data.token_files import require_recorded_tokenizer
 from megalite.data_parallel.buckets import Placed
 from megalite.data_parallel.facts import Placement
@@ -169,14 +170,13 @@ def load(replica: Replica, folder: Path, *, tokenizer: str | None, log: Callable
     With `finetune` only the weights are loaded and the run starts at 0. Else the log says where the run will read other
     samples than the one that it continues; that is legal.
 
-    A CheckpointError is the same on every rank.
-    """
+    A CheckpointError is the same on every rank."""
     config, topology = replica.config, replica.topology
     checkpoint = find_checkpoint(
         folder, step=config.checkpoint.ckpt_step, world=topology.world, device=topology.device, log=log
     )
     manifest, finetune = checkpoint.manifest, config.checkpoint.finetune
-    check_same_model(checkpoint, config.model, finetune=finetune)
+    check_fits(str(checkpoint.path), manifest, config)
     # In a replica that has trained the last step's parameters may be on their way still: they would overtake what is read.
     replica.strategy.settle()
     if not finetune and tokenizer and manifest.tokenizer and tokenizer != manifest.tokenizer:
@@ -191,12 +191,6 @@ def load(replica: Replica, folder: Path, *, tokenizer: str | None, log: Callable
             ):
                 require_recorded_tokenizer(prefix, manifest.tokenizer)
     with_optimizer = not finetune and config.checkpoint.load_optimizer
-    if not finetune and config.checkpoint.require_same_schedule:
-        check_same_schedule(checkpoint, config.optimizer)
-    if with_optimizer and not any(key.startswith("optimizer.") for key in manifest.tensors):
-        raise CheckpointError(
-            f"{checkpoint.path} holds weights alone, no optimizer state to continue from; add --finetune, or --no-load-optim"
-        )
     notes: list[str] = []
     with agreeing(topology.world, topology.device, CheckpointError):
         load_states(replica, checkpoint, with_optimizer=with_optimizer, log=notes.append)
@@ -278,30 +272,37 @@ def other_numbers(saved: Mapping[str, Any], written: RunConfig, *, dp: Any, here
     return [f"other settings than the checkpoint's run had: {', '.join(differ)}"] if differ else []
 
 
-def check_same_schedule(checkpoint: Checkpoint, optimizer: OptimizerConfig) -> None:
-    """The checkpoint's run must have had the schedules of these settings."""
-    saved = _section(checkpoint.manifest.config, "optimizer")
+def check_settings(name: str, manifest: Manifest, *, asked: RunConfig, explicit: frozenset[str]) -> None:
+    """`check_fits` of what was asked for, before the files of a tokenizer, which says the size of the vocabulary, are here."""
+    model = validate(asked, None, explicit, problems=Problems()).model
+    if model.vocab_size is None:
+        model = replace(model, vocab_size=_section(manifest.config, "model").get("vocab_size"))
+    check_fits(name, manifest, replace(asked, model=model))
+
+
+def check_fits(name: str, manifest: Manifest, config: RunConfig) -> None:
+    """What the manifest of a checkpoint says must be what the run continues from. Raises CheckpointError."""
+    finetune, optimizer = config.checkpoint.finetune, config.optimizer
+    _refuse_other_model(name, _section(manifest.config, "model"), config.model, finetune=finetune)
+    saved = _section(manifest.config, "optimizer")
     differ = [
-        f"{name} {saved[name]} there, {value} here"
-        for name in SCHEDULE
-        if saved[name] != (value := getattr(optimizer, name))
+        f"{each} {saved[each]} there, {now} here"
+        for each in SCHEDULE
+        if saved[each] != (now := getattr(optimizer, each))
     ]
-    if differ:
+    if differ and config.checkpoint.require_same_schedule and not finetune:
         raise CheckpointError(
-            f"{checkpoint.path} has other schedules: {'; '.join(differ)}. Give the checkpoint's settings, or leave out "
+            f"{name} has other schedules: {'; '.join(differ)}. Give the checkpoint's settings, or leave out "
             "--require-same-schedule (--use-checkpoint-opt-param-scheduler)"
+        )
+    needs_states = config.checkpoint.load_optimizer and not finetune
+    if needs_states and not any(key.startswith("optimizer.") for key in manifest.tensors):
+        raise CheckpointError(
+            f"{name} holds weights alone, no optimizer state to continue from; add --finetune, or --no-load-optim"
         )
 
 
-def check_same_model(checkpoint: Checkpoint, model: ModelConfig, *, finetune: bool = False) -> None:
-    """The checkpoint's model section must describe the same network."""
-    if not isinstance(checkpoint.manifest.config.get("model", {}), dict):
-        raise CheckpointError(f"{checkpoint.path}: config.model in its manifest.json is not a section of settings")
-    saved = _section(checkpoint.manifest.config, "model")
-    _refuse_other_model(checkpoint.path, saved, model, finetune=finetune)
-
-
-def _refuse_other_model(path: Path, saved: Mapping[str, Any], model: ModelConfig, *, finetune: bool) -> None:
+def _refuse_other_model(path: Path | str, saved: Mapping[str, Any], model: ModelConfig, *, finetune: bool) -> None:
     free = free_settings(model.position_embedding_type, extends=finetune)
     differ = [
         f"{name} {saved.get(name)} there, {value} here"
@@ -324,8 +325,7 @@ def load_states(replica: Replica, checkpoint: Checkpoint, *, with_optimizer: boo
     """Weights, main parameters and, with_optimizer, all else that optimizer and strategy remember.
 
     What a checkpoint of another strategy or optimizer does not have starts over, what differs between its replicas
-    is averaged where the number of replicas is another or they share it, and the log says so.
-    """
+    is averaged where the number of replicas is another or they share it, and the log says so."""
     if not with_optimizer:
         load_weights(replica, checkpoint)
         return

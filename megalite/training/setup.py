@@ -48,6 +48,7 @@ _WHEN_NAMED: Registry[Callable[..., Any]] = Registry(
         "writers": "megalite.training.writers:open_writers",
         "fetch": "megalite.data.remote:fetch_all",
         "places": "megalite.data.remote:with_places",
+        "fits": "megalite.training.resume:check_settings",
     },
 )
 """Imported where a config names them."""
@@ -171,13 +172,20 @@ class Tokenize(Protocol):
     ) -> dict[str, str]: ...
 
 
-def take_remote(config: RunConfig, *, world: Group, device: torch.device, log: Callable[[str], None]) -> RunConfig:
+def take_remote(
+    config: RunConfig,
+    *,
+    world: Group,
+    device: torch.device,
+    log: Callable[[str], None],
+    explicit: frozenset[str] | None = None,
+) -> RunConfig:
     """The config with files here in the place of what its settings name by an address (s3://, https://...).
 
-    Rank 0 fetches, and then the first rank of each other node, where that does not see the files.
+    Rank 0 fetches, and then the first rank of each other node, where that does not see the files. `explicit`: of a run
+    that continues from the checkpoint: it must fit, and by its manifest that is known before its files are fetched.
 
-    Raises:
-        ConfigError: something cannot be fetched; the same on every rank.
+    Raises ConfigError: something cannot be fetched; the same on every rank.
 
     Collectives: gathers over the world while there is something to do."""
     data = config.data
@@ -186,9 +194,10 @@ def take_remote(config: RunConfig, *, world: Group, device: torch.device, log: C
     if not any(word is not None and is_address(word) for word in named):
         return config
     leads = leads_node(world, device)
+    fits = {} if explicit is None else {"accept": partial(_WHEN_NAMED.get("fits"), asked=config, explicit=explicit)}
     places: dict[str, str] = {}
     for turn in (world.rank == 0, leads and world.rank != 0):
-        work = partial(_WHEN_NAMED.get("fetch"), config, say=log) if turn else lambda stopped: None
+        work = partial(_WHEN_NAMED.get("fetch"), config, say=log, **fits) if turn else lambda stopped: None
         places |= _Task(work).run(world, device) or {}
     here: RunConfig = _WHEN_NAMED.get("places")(config, world.broadcast_json(places, device))
     return here
@@ -203,8 +212,7 @@ def take_text(
     see the files. Meanwhile all ranks meet every few seconds, so that however long it takes no collective runs out of
     time and the run can be stopped.
 
-    Raises:
-        ConfigError: a text cannot be tokenized, or this run was given nothing that does; the same on every rank.
+    Raises ConfigError: a text cannot be tokenized, or this run was given nothing that does; the same on every rank.
 
     Collectives: gathers over the world while there is something to do, and a broadcast."""
     if not config.data.texts:

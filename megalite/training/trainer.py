@@ -189,7 +189,7 @@ class Trainer:
             self._run_folder.take()
         if config.checkpoint.load is not None:
             config = imported("megalite.training.resume:own_first")(config, world=world, device=device, log=self.log)
-        config = take_remote(config, world=world, device=device, log=self.log)
+        config = take_remote(config, world=world, device=device, log=self.log, explicit=explicit)
         with agreeing(world, device, Exception):
             if parallel.elastic:
                 assert self._take_layout is not None, "an elastic run needs the planner's take_layout"

@@ -4,17 +4,20 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megalite.checkpoint.manifest import seal
+from megalite.checkpoint.manifest import FileEntry, Manifest
 from megalite.config.describe import replace
-from megalite.config.errors import ConfigError
+from megalite.config.errors import CheckpointError, ConfigError
 from megalite.config.run import RunConfig
+from megalite.conversion.start import settings_in
 from megalite.data.remote import fetch_all, with_places
 from megalite.data.stores import shown
+from megalite.training.resume import check_settings
 from tests.data.object_store import Store, serving
 from tests.data.token_files import distinct_documents, write_by_layout
 from tests.support.s3 import S3Server, running
@@ -125,8 +128,10 @@ def write_run(folder: Path) -> Path:
     step = folder / "run" / "step-0000002"
     step.mkdir(parents=True)
     (step / "rank-0.safetensors").write_bytes(b"weights")
-    entry = {"length": 7, "sha256": hashlib.sha256(b"weights").hexdigest()}
-    (step / "manifest.json").write_text(seal({"files": {"rank-0.safetensors": entry}}))
+    files = {"rank-0.safetensors": FileEntry(7, hashlib.sha256(b"weights").hexdigest())}
+    config = {"model": {"num_layers": 3, "hidden_size": 48, "hidden_dropout": 0.5}, "training": {"seq_length": 24}}
+    manifest = Manifest(step=2, files=files, tensors={}, counters={}, config=config, layout={}, megalite_version="1.0")
+    (step / "manifest.json").write_text(manifest.to_json())
     (folder / "run" / "latest").write_text("step-0000002\n")
     return step
 
@@ -161,6 +166,31 @@ def test_a_checkpoint_is_what_its_manifest_says(store: Store, tmp_path: Path) ->
     (step / "rank-0.safetensors").write_bytes(b"damaged")
     with pytest.raises(ConfigError, match=r"rank-0\.safetensors is damaged"):
         fetch(tmp_path, load=store.address("run"))
+
+
+def test_a_checkpoint_that_does_not_fit_is_not_fetched(store: Store, tmp_path: Path) -> None:
+    """Nor is what else is named; the error is that of the run, and no older checkpoint is tried."""
+    write_run(store.folder)
+    (store.folder / "a.jsonl").write_text("{}")
+    address = store.address("run")
+    data = {"data_path": [store.address("a.jsonl")], "data_cache_path": str(tmp_path / "cache")}
+    config, said = replace(RunConfig(), load=address, num_layers=4, **data), list[str]()
+    accept = partial(check_settings, asked=config, explicit=frozenset())
+    with pytest.raises(CheckpointError, match=r"/run/step-0000002 is of another model: num_layers 3 there, 4 here"):
+        fetch_all(config, say=said.append, stopped=lambda: False, accept=accept)
+    assert "manifest.json" in said[0] and len(said) == 1
+    assert {name.split()[1] for name in store.asked} == {"latest", "manifest.json"}
+
+
+def test_a_model_is_taken_from_the_manifest_at_an_address(store: Store, tmp_path: Path) -> None:
+    step = write_run(store.folder)
+    for asked in (None, 2):
+        found = settings_in(store.address("run"), asked)
+        assert found == {"num_layers": 3, "hidden_size": 48, "seq_length": 24}
+    assert settings_in(store.address("none"), None) is None and settings_in(store.address("run"), 3) is None
+    (step / "manifest.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"/run/step-0000002/manifest\.json: "):
+        settings_in(store.address("run"), None)
 
 
 def test_a_dataset_of_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,10 +91,10 @@ def test_what_is_there_is_converted_and_evaluated_and_not_mixed_with_another_run
     train_forked(1, *convert, seconds=150, more=at_home, command="megalite.cli.main:main").require_success()
     assert list((tmp_path / "converted").rglob("weights-*.safetensors"))
     write_by_layout(tmp_path / "text", [[1, 2, 3] * 20])
-    flags = ["--ckpt-step", "3", "--data-path", tmp_path / "text", "--device", "cpu", "--json"]
+    flags = ["--ckpt-step", "3", "--device", "cpu", "--json", "--data-path", f"file://{tmp_path}/text"]
     found = []
     for load in (address, tmp_path / "converted"):
-        asked = ["evaluate", "--load", load, *(flags if load == address else flags[2:])]
+        asked = ["evaluate", "--load", load, *(flags if load == address else [*flags[2:-1], tmp_path / "text"])]
         done = train_forked(2, *asked, seconds=150, more=at_home, command="megalite.cli.main:main").require_success()
         found.append(json.loads(done.out)["loss"])
     assert found[0] == found[1]

@@ -1,10 +1,13 @@
 """Checkpoints at an address: complete once the manifest is there, whatever fails or is killed before; by fsspec's own store of
 files, and where s3fs is installed by S3's protocol."""
 
+import errno
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -108,6 +111,20 @@ def test_a_checkpoint_goes_there_and_comes_back(address: str, tmp_path: Path) ->
     assert names(address) == {"step-0000001": files, "step-0000002": files}
     for step, found in ((2, fetched(address)), (1, fetched(address, 1))):
         assert_holds(find(found), seed=step)
+
+
+@IN_FILES
+def test_an_object_is_the_old_one_or_the_new_one(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No store of files shows half a manifest, whatever ends the write."""
+    manifest = StoreObject(address).below("manifest.json")
+    manifest.write(b"old")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "the disk is full")))
+        with pytest.raises(ConfigError, match="the disk is full"):
+            manifest.write(b"the new one", patient=False)
+    assert manifest.content() == b"old"
+    manifest.write(b"the new one")
+    assert manifest.content() == b"the new one" and list(StoreObject(address).entries()) == ["manifest.json"]
 
 
 @pytest.mark.parametrize(
