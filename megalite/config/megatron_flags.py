@@ -275,6 +275,7 @@ muon multiplies in the matrix's own precision | --muon-fp32-matmul-prec=
 use --nccl-max-ctas GROUP=NUMBER, such as pp=2,dp=16 | --nccl-communicator-config-path=
 use --fp8-format hybrid --fp8-recipe tensorwise, for linear layers alone |
     --fp8-quantizer-factory= --fp8-output-proj --fp4-format= --fp4-quantizer-factory= --te-precision-config-file=
+    --kitchen-config-file= --kitchen-recipe-number=
 the cross-entropy and its logits are computed in fp32 | --fp16-lm-cross-entropy --output-logit-dtype=
 matrix products sum as torch does by default | --disable-bf16-reduced-precision-matmul --batch-invariant-mode
 messages are shown by the tokenizer's own chat template | --sft-tokenizer-prompt-format=
