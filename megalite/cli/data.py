@@ -34,7 +34,6 @@ from megalite.tokenizers.build import build_tokenizer
 
 OK, DAMAGED = 0, 1
 _BAR = 30
-_LISTED = 5
 
 main = DATA
 
@@ -258,14 +257,8 @@ def _histogram(buckets: dict[str, int]) -> list[str]:
 
 
 def _side_file(side: dict[str, Any]) -> list[str]:
-    """What it says beyond what the files themselves do, of long lists the first entries; --json has all."""
-    names = ("tokenizer", "append_eod", "key", "bad_lines", "inputs", "part_of", "token_histogram")
-    said = _shortened({name: side[name] for name in names if name in side})
+    """What it says beyond what the files themselves do; --json has all."""
+    names = ("tokenizer", "append_eod", "key", "bad_lines", "part_of")
+    said = {name: side[name] for name in names if name in side}
     text = yaml.safe_dump(said, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
     return ["  side file", *(f"    {line}" for line in text.splitlines())]
-
-
-def _shortened(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _shortened(inner) for name, inner in value.items()}
-    return value[:_LISTED] if isinstance(value, list) else value

@@ -11,11 +11,8 @@ Nothing in this side file depends on time, host or the number of workers. Made b
     bad_lines        lines left out, by kind
     tokenizer        kind, sha256, vocab_size, eod
     files            {".bin": {"bytes", "sha256"}, ".idx": {...}}
-    inputs           files, bytes and, where they are few, list of {"name", "bytes"} (no bytes for stdin)
     shard            of a part that --shard wrote: its number, and how many have content
     document_lengths min, mean, max (tokens) and buckets: documents by the largest power of two in their length
-    token_histogram  most_common (id, count, text), unused (ids that never occur), max_id, entropy_bits; null for huge
-                     vocabularies
 """
 
 import difflib

@@ -3,6 +3,7 @@
 import hashlib
 import os
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -26,10 +27,8 @@ from megalite.data.indexed_dataset import (
 )
 from megalite.data.indexed_writer import new_files, require_fit, write_index
 from megalite.data.token_files import encode_side_file, read_side_file, side_digests
-from megalite.preprocess.output import LISTED_INPUTS, DatasetStatistics, make_folder, refuse_existing
+from megalite.preprocess.output import LengthStatistics, make_folder, refuse_existing
 
-_KEPT_IF_EQUAL = ("key", "keys", "append_eod")
-_OF_ONE_JOB = ("bad_lines", "inputs")
 Side = dict[str, Any]  # the facts of a side file
 
 
@@ -75,7 +74,7 @@ class Written:
     sequences: int
     tokens: int
     dtype: np.dtype
-    statistics: DatasetStatistics | None  # of its tokens and documents; None if there is no side file
+    lengths: LengthStatistics | None  # of its documents; None if there is no side file
     files: dict[str, dict[str, Any]] = field(default_factory=dict)  # if there is one: what it says of .bin and .idx
 
 
@@ -213,16 +212,16 @@ def _write_parts(
         sum(len(part.sequences) for part in parts),
         sum(len(part.tokens) for part in parts),
         dtype,
-        None if vocab_size is None else DatasetStatistics(vocab_size),
+        None if vocab_size is None else LengthStatistics(),
     )
     needed = written.tokens * dtype.itemsize + 12 * written.sequences + 8 * written.documents
     folder = Path(f"{prefix}.bin").parent
     free = free_bytes(folder)
     if free < needed:
         raise ConfigError(f"{folder} has {free} bytes free, {needed} are needed for {prefix}; use another disk")
-    sha256 = _copy_tokens(stem.with_suffix(".bin"), parts, written, digests, on_bytes)
+    sha256 = _copy_tokens(stem.with_suffix(".bin"), parts, written, vocab_size, digests, on_bytes)
     length, index_sha256 = _write_index(stem.with_suffix(".idx"), parts, written)
-    if written.statistics is not None:
+    if written.lengths is not None:
         written.files[".bin"] = {"bytes": written.tokens * dtype.itemsize, "sha256": sha256}
         written.files[".idx"] = {"bytes": length, "sha256": index_sha256}
     return written
@@ -232,11 +231,12 @@ def _copy_tokens(
     path: Path,
     parts: Sequence[Part],
     written: Written,
+    vocab_size: int | None,
     digests: Mapping[str, Mapping[str, str]],
     on_bytes: Callable[[int], None],
 ) -> str:
     """Write .bin and put it on the disk; returns its sha256, if there is to be a side file."""
-    sha256, statistics = hashlib.sha256(), written.statistics
+    sha256 = hashlib.sha256()
     with path.open("xb") as file:
         for part in parts:
             dataset, expected, seen = part.open(), digests.get(part.prefix, {}), hashlib.sha256()
@@ -250,20 +250,19 @@ def _copy_tokens(
                 if written.dtype != dataset.dtype:
                     require_fit(str(dataset.bin_path), tokens, written.dtype, f"give --dtype {dataset.dtype.name}")
                 stored = tokens.astype(written.dtype, copy=False)
-                if statistics is not None:
-                    low, high, most = int(stored.min()), int(stored.max()), statistics.vocab_size - 1
+                if vocab_size is not None:
+                    low, high, most = int(stored.min()), int(stored.max()), vocab_size - 1
                     if low < 0 or high > most:
                         bad = low if low < 0 else high
                         raise ConfigError(f"{dataset.bin_path}: token id {bad}, expected 0 to {most}")
-                    statistics.add_tokens(stored)
                     sha256.update(stored.data)
                 file.write(stored.data)
                 on_bytes(tokens.nbytes)
             if ".bin" in expected:
                 _compare(dataset.bin_path, seen.hexdigest(), expected[".bin"])
-            if statistics is not None:
+            if written.lengths is not None:
                 for lengths in lengths_in_blocks(dataset, part.documents):
-                    statistics.add_lengths(lengths)
+                    written.lengths.add(lengths)
         file.flush()
         os.fsync(file.fileno())
     return sha256.hexdigest()
@@ -349,83 +348,38 @@ def _vocab_size_of(sides: Sequence[Side | None]) -> int | None:
 
 def _merged_side(sides: Sequence[Side], written: Written) -> Side:
     """The side file of merged datasets: as preprocessing all their inputs at once would give it."""
-    facts = _counted(sides, written)
-    for name in _KEPT_IF_EQUAL:
-        if any(side.get(name) != sides[0].get(name) for side in sides):
-            facts.pop(name, None)
-    for name in _OF_ONE_JOB:
-        values = [value for value in (side.get(name) for side in sides) if isinstance(value, dict)]
-        if len(values) == len(sides):
-            facts[name] = _add_up(values)
-        else:
-            facts.pop(name, None)
-    if "bad_lines" in facts:
-        facts["bad_lines"] = dict(sorted(facts["bad_lines"].items()))
-    inputs = facts.get("inputs", {})
-    if "shard" in sides[0] and "list" in inputs:
-        inputs["list"] = _joined(inputs["list"])
-    if len(inputs.get("list", ())) > LISTED_INPUTS:
-        del inputs["list"]
-    return facts
-
-
-def _joined(entries: Sequence[Side]) -> list[Side]:
-    """A file that was cut into parts is one again."""
-    joined: list[Side] = []
-    for entry in entries:
-        if joined and joined[-1]["name"] == entry["name"]:
-            joined[-1] = entry | {"bytes": joined[-1]["bytes"] + entry["bytes"]}
-        else:
-            joined.append(entry)
-    return joined
+    bad = [side.get("bad_lines") for side in sides]
+    known = [counts for counts in bad if isinstance(counts, dict) and all(type(n) is int for n in counts.values())]
+    total: Counter[str] = Counter()
+    for counts in known:
+        total.update(counts)
+    return _side(sides, written, **({"bad_lines": dict(sorted(total.items()))} if len(known) == len(bad) else {}))
 
 
 def _part_side(side: Side, part: Part, written: Written) -> Side:
-    """The side file of some documents of a dataset; which inputs and bad lines were theirs is unknown."""
-    facts = {name: value for name, value in _counted([side], written).items() if name not in _OF_ONE_JOB}
-    facts["part_of"] = {
+    """The side file of some documents of a dataset; which bad lines were theirs is unknown."""
+    of = {
         "documents": side["documents"],
         "tokens": side["tokens"],
         "first_document": part.documents.start,
         "bin_sha256": side_digests(side).get(".bin"),
     }
-    return facts
+    return _side([side], written, part_of=of)
 
 
-def _counted(sides: Sequence[Side], written: Written) -> Side:
-    """The first side file with the new dataset's counts."""
-    assert written.statistics is not None
-    facts = {name: value for name, value in sides[0].items() if name not in ("format", "part_of", "shard")}
-    return facts | {
+def _side(sides: Sequence[Side], written: Written, **more: Any) -> Side:
+    """What the new dataset holds, and what all the side files say alike."""
+    assert written.lengths is not None
+    first, *others = sides
+    names = ("key", "keys", "append_eod")
+    alike = {name: first[name] for name in names if name in first and all(o.get(name) == first[name] for o in others)}
+    return {
         "documents": written.documents,
         "tokens": written.tokens,
         "dtype": written.dtype.name,
+        **alike,
+        **more,
+        "tokenizer": first["tokenizer"],
         "files": written.files,
-        "document_lengths": written.statistics.lengths(),
-        "token_histogram": written.statistics.histogram(_text_of(sides)),
+        "document_lengths": written.lengths.facts(),
     }
-
-
-def _text_of(sides: Sequence[Side]) -> Callable[[int], str]:
-    """From id to text, for the tokens that are common in any of the datasets; else empty."""
-    texts: dict[int, str] = {}
-    for side in sides:
-        histogram = side.get("token_histogram")
-        common = histogram.get("most_common") if isinstance(histogram, dict) else None
-        for entry in common if isinstance(common, list) else []:
-            match entry:
-                case {"id": int(token), "text": str(text)}:
-                    texts[token] = text
-    return lambda token: texts.get(token, "")
-
-
-def _add_up(values: Sequence[Side]) -> Side:
-    """Numbers summed and lists joined, name by name; what is not known of all is left out."""
-    total: Side = {}
-    for name in dict.fromkeys(name for value in values for name in value):
-        items = [value[name] for value in values if name in value]
-        if all(type(item) is int for item in items):
-            total[name] = sum(items)
-        elif all(isinstance(item, list) for item in items) and len(items) == len(values):
-            total[name] = [entry for item in items for entry in item]
-    return total

@@ -3,7 +3,7 @@
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,17 +14,11 @@ from numpy.typing import NDArray
 from megalite.config.errors import ConfigError
 from megalite.data.indexed_dataset import token_dtype
 from megalite.data.indexed_writer import LENGTH, TokenCounts, TokenStream
-from megalite.data.token_files import MASK_KEY, SUFFIXES
+from megalite.data.token_files import SUFFIXES
 from megalite.preprocess.documents import BadLine, PieceTexts, read_piece
-from megalite.preprocess.inputs import Input, find_inputs
 from megalite.preprocess.job import MAX_FAULTS, PreprocessJob, Progress, job_inputs, require_tokenizer
 from megalite.preprocess.pieces import Piece
 from megalite.tokenizers.base import Tokenizer
-
-LISTED_INPUTS = 1000  # a side file does not list more
-_LARGEST_VOCABULARY = 1 << 24  # ids of a larger one are not counted: the table would be too large
-_MOST_COMMON, _TEXT_LIMIT = 20, 40
-_MOST_COMMON_OF_A_SHARD = 2000  # merging knows no tokenizer: what is common in all is common in some part
 
 
 @dataclass(frozen=True)
@@ -113,24 +107,16 @@ class PieceTokenizer:
         return tokens.astype(self._dtype), lengths
 
 
-class DatasetStatistics:
-    """Counts of token ids and of document lengths, for the side file; the result does not depend on how data came in."""
+class LengthStatistics:
+    """Lengths of documents, for the side file; the result does not depend on how data came in."""
 
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
-        counted = vocab_size <= _LARGEST_VOCABULARY
-        self._counts: NDArray[np.int64] | None = np.zeros(vocab_size, dtype=np.int64) if counted else None
+    def __init__(self) -> None:
         self._documents = self._tokens = self._longest = 0
         self._shortest: int | None = None
         # Bucket b holds lengths from 2^(b-1) to 2^b - 1; bucket 0 is for empty documents.
         self._buckets = np.zeros(33, dtype=np.int64)
 
-    def add_tokens(self, tokens: NDArray) -> None:
-        if self._counts is not None and len(tokens):
-            found = np.bincount(tokens)
-            self._counts[: len(found)] += found
-
-    def add_lengths(self, lengths: NDArray) -> None:
+    def add(self, lengths: NDArray) -> None:
         if not len(lengths):
             return
         low, high = int(lengths.min()), int(lengths.max())
@@ -140,7 +126,7 @@ class DatasetStatistics:
         self._longest = max(self._longest, high)
         self._buckets += np.bincount(np.frexp(lengths.astype(np.float64))[1], minlength=33)
 
-    def lengths(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """`document_lengths` of the side file."""
         buckets = enumerate(self._buckets.tolist())
         return {
@@ -148,22 +134,6 @@ class DatasetStatistics:
             "mean": round(self._tokens / max(self._documents, 1), 2),
             "max": self._longest,
             "buckets": {str(1 << (b - 1) if b else 0): count for b, count in buckets if count},
-        }
-
-    def histogram(self, text_of: Callable[[int], str], most: int = _MOST_COMMON) -> dict[str, Any] | None:
-        """`token_histogram` of the side file; None if the vocabulary is too large for one."""
-        counts = self._counts
-        if counts is None:
-            return None
-        used = np.flatnonzero(counts)
-        common = used[np.argsort(-counts[used], kind="stable")][:most].tolist()
-        shares = counts[used] / max(int(counts.sum()), 1)
-        return {
-            "most_common": [{"id": i, "count": int(counts[i]), "text": text_of(i)[:_TEXT_LIMIT]} for i in common],
-            "unused": self.vocab_size - len(used),
-            "max_id": int(used[-1]) if len(used) else -1,
-            # Rounded, since the last bits of a sum of logarithms depend on the processor.
-            "entropy_bits": round(abs(float(-(shares * np.log2(shares)).sum())), 4),
         }
 
 
@@ -182,11 +152,11 @@ class OutputState(NamedTuple):
 
 
 class Output(TokenStream):
-    """The growing files of one key in the folder of an unfinished run. `counts, statistics`: of what the files hold and
-    is to be kept; what is beyond that is cut off."""
+    """The growing files of one key in the folder of an unfinished run. `counts, lengths`: of what the files hold and is to
+    be kept; what is beyond that is cut off."""
 
-    def __init__(self, stem: Path, counts: TokenCounts, statistics: DatasetStatistics, *, name: str) -> None:
-        self.statistics = statistics
+    def __init__(self, stem: Path, counts: TokenCounts, lengths: LengthStatistics, *, name: str) -> None:
+        self.lengths = lengths
         kept = {".bin": counts.tokens * counts.dtype.itemsize, ".lengths": counts.documents * LENGTH.itemsize}
         for suffix, size in kept.items():
             if stem.with_suffix(suffix).exists():
@@ -195,8 +165,7 @@ class Output(TokenStream):
 
     def append(self, tokens: NDArray, lengths: Sequence[int] | NDArray) -> None:
         super().append(tokens, lengths)
-        self.statistics.add_tokens(tokens)
-        self.statistics.add_lengths(np.asarray(lengths))
+        self.lengths.add(np.asarray(lengths))
 
     def state(self) -> OutputState:
         """What the files hold once `sync` has returned; hands everything to the system."""
@@ -207,7 +176,6 @@ class Output(TokenStream):
         self,
         job: PreprocessJob,
         key: str,
-        inputs: Sequence[Input],
         tokenizer: Tokenizer,
         progress: Progress,
         files: Mapping[str, Mapping[str, Any]],
@@ -228,33 +196,9 @@ class Output(TokenStream):
                 "eod": tokenizer.eod,
             },
             "files": dict(files),
-            "inputs": _input_facts(inputs, find_inputs(job.inputs) if job.shard else inputs),
             **({"shard": job_inputs(job)[1]} if job.shard else {}),
-            "document_lengths": self.statistics.lengths(),
-            "token_histogram": self.statistics.histogram(
-                lambda i: "" if key == MASK_KEY else tokenizer.decode([i]),
-                _MOST_COMMON_OF_A_SHARD if job.shard else _MOST_COMMON,
-            ),
+            "document_lengths": self.lengths.facts(),
         }
-
-
-def _input_facts(inputs: Sequence[Input], everything: Sequence[Input]) -> dict[str, Any]:
-    """Names from the folder that all share, since the machine's paths mean nothing elsewhere. A file that is cut counts
-    where it begins. `everything`: the inputs of all parts."""
-    paths = [os.path.abspath(item.path) for item in everything if item.size is not None]  # noqa: PTH100 keeps links
-    shared = os.path.commonpath([Path(path).parent for path in paths]) if paths else ""
-    facts: dict[str, Any] = {
-        "files": sum(not item.start for item in inputs),
-        "bytes": sum(item.amount or 0 for item in inputs),
-    }
-    if len(inputs) <= LISTED_INPUTS:
-        facts["list"] = [
-            {"name": item.path}
-            if item.size is None
-            else {"name": os.path.relpath(os.path.abspath(item.path), shared), "bytes": item.amount}  # noqa: PTH100
-            for item in inputs
-        ]
-    return facts
 
 
 def check_output_prefix(prefix: str | Path, *, example: str) -> None:

@@ -19,7 +19,7 @@ from megalite.data.indexed_dataset import token_dtype
 from megalite.data.indexed_writer import LENGTH, TokenCounts
 from megalite.preprocess.inputs import Input
 from megalite.preprocess.job import PreprocessJob
-from megalite.preprocess.output import DatasetStatistics, OutputState
+from megalite.preprocess.output import LengthStatistics, OutputState
 from megalite.preprocess.pieces import Place
 
 STATE = "state.json"
@@ -146,7 +146,7 @@ def require_same(folder: Path, state: State, facts: Facts, stamps: Sequence[Stam
 
 def take_back(
     folder: Path, job: PreprocessJob, states: Sequence[OutputState], vocab_size: int
-) -> list[tuple[TokenCounts, DatasetStatistics]] | None:
+) -> list[tuple[TokenCounts, LengthStatistics]] | None:
     """Of each key what its files hold, up to where the states say; None if that is not what they say. A run may have
     been stopped while it gave its files their names: what has its name is taken back, to be finished once more."""
     kept = []
@@ -169,19 +169,18 @@ def take_back(
 
 def _read_kept(
     tokens_file: Path, lengths_file: Path, state: OutputState, vocab_size: int
-) -> tuple[TokenCounts, DatasetStatistics] | None:
-    counts, statistics = TokenCounts(token_dtype(vocab_size)), DatasetStatistics(vocab_size)
+) -> tuple[TokenCounts, LengthStatistics] | None:
+    counts, statistics = TokenCounts(token_dtype(vocab_size)), LengthStatistics()
     try:
         with tokens_file.open("rb") as file:
             for tokens in _blocks(file, counts.dtype, state.tokens):
                 if not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
                     return None
                 counts.add_tokens(tokens.view(np.uint8).data)
-                statistics.add_tokens(tokens)
         with lengths_file.open("rb") as file:
             for lengths in _blocks(file, LENGTH, state.documents):
                 counts.add_lengths(lengths)
-                statistics.add_lengths(lengths)
+                statistics.add(lengths)
     except FileNotFoundError:
         return None
     return (counts, statistics) if OutputState.of(counts) == state else None

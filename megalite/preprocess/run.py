@@ -28,7 +28,7 @@ from megalite.preprocess.job import (
     require_free,
     require_tokenizer,
 )
-from megalite.preprocess.output import DatasetStatistics, Output, PieceTokenizer, TokenizedPiece
+from megalite.preprocess.output import LengthStatistics, Output, PieceTokenizer, TokenizedPiece
 from megalite.preprocess.pieces import Piece, Place, cut
 from megalite.preprocess.workers import WorkerPool
 from megalite.tokenizers.base import Tokenizer
@@ -151,7 +151,7 @@ class _Run:
         folder: resume.UnfinishedFolder,
         facts: resume.Facts,
         left: resume.State | None,
-        kept: list[tuple[TokenCounts, DatasetStatistics]] | None,
+        kept: list[tuple[TokenCounts, LengthStatistics]] | None,
     ) -> None:
         self._job, self._inputs, self._stamps, self._facts = job, inputs, stamps, facts
         self._tokenizer, self._folder, size = tokenizer, folder, tokenizer.vocab_size
@@ -159,12 +159,12 @@ class _Run:
         if kept is None:
             left = None
             folder.clear()
-            kept = [(TokenCounts(token_dtype(size)), DatasetStatistics(size)) for _ in job.json_keys]
+            kept = [(TokenCounts(token_dtype(size)), LengthStatistics()) for _ in job.json_keys]
         elif left is not None:
             notice = f"resuming after {left.outputs[0].documents:,} documents that an earlier run has done"
         self._outputs = [
-            Output(folder.path / str(number), counts, statistics, name=prefix)
-            for number, (prefix, (counts, statistics)) in enumerate(zip(job.prefixes, kept, strict=True))
+            Output(folder.path / str(number), counts, lengths, name=prefix)
+            for number, (prefix, (counts, lengths)) in enumerate(zip(job.prefixes, kept, strict=True))
         ]
         self._place: Place | None = left.place if left else None
         self._disk_before = [0, *itertools.accumulate(item.amount or 0 for item in inputs)]
@@ -253,10 +253,8 @@ class _Run:
                 ".bin": {"bytes": bin_length, "sha256": counts.bin_sha256.hexdigest()},
                 ".idx": {"bytes": length, "sha256": digest},
             }
-            content = encode_side_file(
-                output.side_facts(self._job, key, self._inputs, self._tokenizer, self.progress, files)
-            )
-            write_durably(output.path(".json"), content)
+            side = output.side_facts(self._job, key, self._tokenizer, self.progress, files)
+            write_durably(output.path(".json"), encode_side_file(side))
         sync_folder(self._folder.path)
 
     def _save(self) -> None:

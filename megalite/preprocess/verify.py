@@ -22,7 +22,7 @@ from megalite.data.indexed_dataset import (
     token_ends,
 )
 from megalite.data.token_files import SUFFIXES, read_side_file, side_digests, side_file_path
-from megalite.preprocess.output import DatasetStatistics
+from megalite.preprocess.output import LengthStatistics
 
 
 def find_prefixes(entries: Sequence[str]) -> list[str]:
@@ -83,10 +83,9 @@ def parse_documents(text: str, dataset: IndexedDataset) -> range:
 def inspect(dataset: IndexedDataset) -> dict[str, Any]:
     """The facts of a dataset; reads its index and side file. Memory does not grow with the files. Raises ConfigError:
     the side file is damaged."""
-    statistics = DatasetStatistics(0)
-    empty = 0
+    statistics, empty = LengthStatistics(), 0
     for lengths in lengths_in_blocks(dataset, range(dataset.num_documents)):
-        statistics.add_lengths(lengths)
+        statistics.add(lengths)
         empty += int((lengths == 0).sum())
     return {
         "prefix": dataset.prefix,
@@ -96,7 +95,7 @@ def inspect(dataset: IndexedDataset) -> dict[str, Any]:
         "sequences": len(dataset),
         "tokens": dataset.num_tokens,
         "bytes": {path.suffix: path.stat().st_size for path in (dataset.bin_path, dataset.idx_path)},
-        "document_lengths": statistics.lengths(),
+        "document_lengths": statistics.facts(),
         "side_file": read_side_file(dataset.prefix),
     }
 

@@ -19,13 +19,7 @@ NULL = {"kind": "NullTokenizer", "sha256": NullTokenizer(14).fingerprint(), "voc
 @pytest.fixture
 def prefix(tmp_path: Path) -> str:
     return write_with_side_file(
-        tmp_path / "d",
-        MIXED,
-        tokenizer=NULL,
-        append_eod=False,
-        bad_lines={"invalid JSON": 2},
-        inputs={"files": 1, "bytes": 1234, "list": [{"name": "a.jsonl", "bytes": 1234}]},
-        token_histogram={"most_common": [{"id": 1, "count": 1, "text": "a\x1b[2J"}], "unused": 1, "max_id": 13},
+        tmp_path / "d", MIXED, tokenizer=NULL, append_eod=False, bad_lines={"invalid JSON": 2}, key="a\x1b[2J"
     )
 
 

@@ -84,19 +84,12 @@ def test_side_files_of_different_tokenizers(tmp_path: Path) -> None:
 
 def test_what_is_not_known_of_all_is_left_out(tmp_path: Path) -> None:
     facts = {"tokenizer": TOKENIZER, "key": "text"}
-    histogram = {"most_common": [{"id": 1, "count": 1, "text": "one"}]}
-    a = write_with_side_file(
-        tmp_path / "a", [[[1, 99]]], append_eod=True, bad_lines={"x": 1}, token_histogram=histogram, **facts
-    )
+    a = write_with_side_file(tmp_path / "a", [[[1, 99]]], append_eod=True, bad_lines={"x": 1}, **facts)
     b = write_with_side_file(tmp_path / "b", [[[2, 1]]], append_eod=False, **facts)
     side = read_side_file(merge([a, b], str(tmp_path / "ab")).prefix)
     assert side is not None
     assert (side["documents"], side["tokens"], side["key"], side["tokenizer"]) == (2, 4, "text", TOKENIZER)
-    assert not {"append_eod", "bad_lines", "inputs"} & set(side)
-    assert side["token_histogram"]["most_common"][:2] == [
-        {"id": 1, "count": 2, "text": "one"},
-        {"id": 2, "count": 1, "text": ""},
-    ]
+    assert not {"append_eod", "bad_lines"} & set(side)
     assert verify(str(tmp_path / "ab")).fault is None
     # A part without a side file: no one knows whose ids these are.
     written = merge([a, write(tmp_path / "c", MIXED)], str(tmp_path / "ac"))
@@ -252,9 +245,7 @@ def test_a_run_cuts_sequences(tmp_path: Path) -> None:
 
 
 def test_side_files_of_parts(tmp_path: Path) -> None:
-    prefix = write_with_side_file(
-        tmp_path / "d", MIXED, tokenizer=TOKENIZER, append_eod=False, bad_lines={"x": 1}, inputs={"files": 1}
-    )
+    prefix = write_with_side_file(tmp_path / "d", MIXED, tokenizer=TOKENIZER, append_eod=False, bad_lines={"x": 1})
     [_, part] = split_dataset(prefix, outputs(tmp_path, [range(1), range(1, 6)]))
     side = read_side_file(part.prefix)
     assert side is not None
@@ -264,8 +255,7 @@ def test_side_files_of_parts(tmp_path: Path) -> None:
     assert side["part_of"] == {"documents": 6, "tokens": 13, "first_document": 1, "bin_sha256": bin_sha256}
     assert (side["documents"], side["tokens"], side["tokenizer"]) == (5, 10, TOKENIZER)
     assert side["document_lengths"] == {"min": 0, "mean": 2.0, "max": 4, "buckets": {"0": 2, "2": 2, "4": 1}}
-    assert side["token_histogram"]["max_id"] == 13
-    assert not {"bad_lines", "inputs"} & set(side)
+    assert side["append_eod"] is False and "bad_lines" not in side
     result = verify(part.prefix)
     assert result.fault is None and result.hashed
 

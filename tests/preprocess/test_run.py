@@ -101,16 +101,7 @@ def test_the_side_file_says_what_is_in_the_dataset(real: Path, tmp_path: Path) -
     assert facts is not None
     dataset = IndexedDataset(tmp_path / "out_text_document")
     ids = np.concatenate(list(dataset)).astype(int)
-    counts, lengths = np.bincount(ids, minlength=500), [len(document) for document in dataset]
-    shares = counts[counts > 0] / counts.sum()
-    common = facts["token_histogram"].pop("most_common")
-    assert len(common) == 20 and [entry["count"] for entry in common] == sorted(counts)[::-1][:20]
-    assert all(entry["count"] == counts[entry["id"]] for entry in common)
-    assert facts["token_histogram"] == {
-        "unused": int((counts == 0).sum()),
-        "max_id": int(ids.max()),
-        "entropy_bits": round(float(-(shares * np.log2(shares)).sum()), 4),
-    }
+    lengths = [len(document) for document in dataset]
     buckets: dict[str, int] = {}
     for length in sorted(lengths):
         power = str(1 << (length.bit_length() - 1))
@@ -125,12 +116,6 @@ def test_the_side_file_says_what_is_in_the_dataset(real: Path, tmp_path: Path) -
     assert facts["files"] == {
         suffix: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         for suffix, content in files.items()
-    }
-    sizes = [(tmp_path / name).stat().st_size for name in ("b.jsonl", "in/a.jsonl")]
-    assert facts["inputs"] == {
-        "files": 2,
-        "bytes": sum(sizes),
-        "list": [{"name": "b.jsonl", "bytes": sizes[0]}, {"name": "in/a.jsonl", "bytes": sizes[1]}],
     }
     assert facts["tokenizer"] == {
         "kind": "SentencePieceTokenizer",
@@ -148,9 +133,6 @@ def test_large_ids_are_int32(tmp_path: Path) -> None:
     run_numbers(tmp_path, path, vocab_size=70000, append_eod=True)
     assert documents(tmp_path) == [[65499, 65500, 69998, 69999]]
     assert IndexedDataset(tmp_path / "out_text_document").dtype == np.dtype("<i4")
-    run_numbers(tmp_path, path, vocab_size=1 << 25, restart=True)
-    facts = read_side_file(tmp_path / "out_text_document")
-    assert facts is not None and facts["token_histogram"] is None
 
 
 def test_several_keys_keep_in_step(tmp_path: Path) -> None:
