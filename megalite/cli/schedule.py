@@ -1,7 +1,6 @@
 """`megalite schedule`: draw a pipeline schedule, compare several, check one's own."""
 
 import json
-import os
 import re
 import shutil
 from argparse import Namespace
@@ -16,7 +15,6 @@ from megalite.cli.tool_commands import AUTO, NAMES, SCHEDULE
 from megalite.config.byte_size import format_bytes, parse_byte_size
 from megalite.config.errors import ConfigError
 from megalite.config.reading import read_input, write_text
-from megalite.pipeline.ir.actions import Kind
 from megalite.pipeline.ir.costs_file import UNITS, CostTable, read_costs
 from megalite.pipeline.ir.generators.registry import default_schedule
 from megalite.pipeline.ir.perfetto import merge_traces
@@ -90,7 +88,7 @@ def _answer(flags: Namespace) -> str:
         text = format_comparison(studies, refused, unit=unit)
     else:
         width = shutil.get_terminal_size().columns if stdout_is_terminal() else _WIDTH
-        text = format_study(studies[0], unit=unit, width=width, colour=_coloured(flags.color), lowered=flags.lowered)
+        text = format_study(studies[0], unit=unit, width=width, lowered=flags.lowered)
     return "\n".join([text, *(f"wrote {path}" for path in written)])
 
 
@@ -161,33 +159,18 @@ def _write(flags: Namespace, studies: Sequence[Study], refused: Mapping[str, str
     return [str(path) for path in texts]
 
 
-def _coloured(choice: str) -> bool:
-    if choice == "auto":
-        return stdout_is_terminal() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    return choice == "always"
-
-
 _SHOWN_RANKS = 64
 _LIVE = "live activations, in microbatches x stages"
-_BACKGROUNDS = {Kind.F: 153, Kind.B: 215, Kind.I: 222, Kind.W: 150, Kind.R: 183}
-"""Of xterm's 256 colours those nearest to the pictures'."""
 
 
-def format_study(study: Study, *, unit: str, width: int, colour: bool, lowered: bool) -> str:
+def format_study(study: Study, *, unit: str, width: int, lowered: bool) -> str:
     """The grid, what the step takes, and with `lowered` the lists of the program."""
     columns = {}
     if any(study.peak_deferred):
         columns["for W"] = [str(peak) for peak in study.peak_deferred]
     if study.peak_bytes is not None:
         columns["memory"] = [format_bytes(round(peak)) for peak in study.peak_bytes]
-    grid = render_grid(
-        study.timeline,
-        width=width,
-        max_ranks=_SHOWN_RANKS,
-        wrap=True,
-        columns=columns,
-        paint=_paint if colour else None,
-    )
+    grid = render_grid(study.timeline, width=width, max_ranks=_SHOWN_RANKS, wrap=True, columns=columns)
     if "for W" in columns:
         grid += "; for W: those that still wait for their W"
     parts = [grid, f"{summary(study, unit)}\nsends per step, by rank: {' '.join(map(str, study.sends))}"]
@@ -253,9 +236,3 @@ def format_comparison(studies: Sequence[Study], refused: Mapping[str, str], *, u
         lines += [""] if lines else []
         lines += [f"{name}: not possible: {reason}" for name, reason in refused.items()]
     return "\n".join(lines)
-
-
-def _paint(text: str, kind: Kind | None) -> str:
-    if kind is None:
-        return f"\x1b[2m{text}\x1b[0m"
-    return f"\x1b[30;48;5;{_BACKGROUNDS[kind]}m{text}\x1b[0m"

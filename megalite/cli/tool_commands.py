@@ -110,7 +110,6 @@ SCHEDULE = Command(
         Flag("--send-window N", "sends that may be pending on a link", int, default=1),
         Flag("--lowered", "show the program too: sends, receives, reductions", bool),
         _JSON,
-        Flag("--color", "default: on a terminal", default="auto", choices=("auto", "always", "never")),
         Flag("--write-csv FILE", "write the schedule, for --csv", Path),
         Flag("--svg FILE", "write a picture", Path),
         Flag("--html FILE", "write a report: one file, no network", Path),

@@ -191,28 +191,10 @@ def test_traces_are_in_microseconds(costs: str, scale: float, run: Any) -> None:
     assert max(each["ts"] + each["dur"] for each in slices) == pytest.approx(makespan * scale)
 
 
-def test_colours(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    line = "--schedule zb-h1 --pp 2 --microbatches 3"
-    plain = run(line)
-    assert "\x1b" not in plain
-    painted = run(f"{line} --color always")
-    assert COLOUR.sub("", painted) == plain
-    assert len(set(COLOUR.findall(painted))) == 6  # F, B, I, W, idle, and the end of each
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    for name, value, coloured in (("TERM", "xterm", True), ("TERM", "dumb", False), ("NO_COLOR", "1", False)):
-        with monkeypatch.context() as environment:
-            environment.setenv("COLUMNS", "240")
-            environment.setenv("TERM", "xterm")
-            environment.delenv("NO_COLOR", raising=False)
-            environment.setenv(name, value)
-            assert (run(line) == painted) == coloured
-            assert "\x1b" not in run(f"{line} --color never")
-
-
 def test_a_narrow_terminal_wraps(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "80")
-    lines = run("--schedule zb-v --pp 4 --microbatches 8 --color never").splitlines()
+    lines = run("--schedule zb-v --pp 4 --microbatches 8").splitlines()
     grid = [line for line in lines if line.startswith("rank ")]
     assert len(grid) > 4 and max(map(len, grid)) <= 80
     assert sum(" 7F7" in line for line in grid) == 1

@@ -1,6 +1,6 @@
 """Schedules as text: the grid of time slots, and the lists around a fault."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import floor
 from typing import NamedTuple
 
@@ -17,22 +17,11 @@ _MOST_SLOTS = 4000
 """A clock with a shorter slot than this share of the step is of no use, and costs a list cell a slot."""
 _MOST_LINES = 60  # a wrapped grid has no more, unless one panel does
 
-Paint = Callable[[str, Kind | None], str]
-"""Colours a piece of a row: its text, and the kind of its action (None: idle)."""
-
-
-class _Slot(NamedTuple):
-    text: str
-    kind: Kind | None = None
-
-
-_EMPTY = _Slot(_IDLE)
-
 
 class _Grid(NamedTuple):
     """What to draw: the slots of each rank, and a remark for the end of its row."""
 
-    rows: list[list[_Slot]]
+    rows: list[list[str]]
     bubbles: list[float]
     remarks: list[str]
     slot: str
@@ -46,7 +35,6 @@ def render_grid(
     max_ranks: int = 16,
     wrap: bool = False,
     columns: Mapping[str, Sequence[str]] | None = None,
-    paint: Paint | None = None,
 ) -> str:
     """A row per rank, a column per time slot, each row ending with its bubble (idle share) and peak live activations.
 
@@ -59,10 +47,9 @@ def render_grid(
     schedule = source if isinstance(source, Schedule) else source.schedule
     grid = _of_schedule(source) if isinstance(source, Schedule) else _of_timeline(source)
     heading, ends = _row_ends(schedule, grid, columns or {})
-    colour = paint or (lambda text, kind: text)
     num_slots = len(grid.rows[0])
     label = len(f"rank {schedule.num_ranks - 1}")
-    cell = 1 + max([len(str(num_slots - 1)), *(len(slot.text) for row in grid.rows for slot in row)])
+    cell = 1 + max([len(str(num_slots - 1)), *(len(slot) for row in grid.rows for slot in row)])
     room = max(2, (width - label - len(heading)) // cell)
     ranks, cut_ranks = _middle_cut(schedule.num_ranks, max_ranks)
     most_panels = max(1, _MOST_LINES // (len(ranks) + 1)) if wrap else 1
@@ -83,7 +70,7 @@ def render_grid(
                 lines.append(_CUT)
                 continue
             row = grid.rows[rank]
-            drawn = "".join(_drawn(_Slot(_CUT) if slot is None else row[slot], cell, colour) for slot in panel)
+            drawn = "".join((_CUT if slot is None else row[slot]).rjust(cell) for slot in panel)
             lines.append(f"{f'rank {rank}':<{label}}{drawn}{ends[rank] if last else ''}".rstrip())
     lines.append(_legend(schedule))
     for what, cut in (("slots", cut_slots), ("ranks", cut_ranks)):
@@ -148,12 +135,6 @@ def _row_ends(schedule: Schedule, grid: _Grid, columns: Mapping[str, Sequence[st
     return heading, [end + remark for end, remark in zip(ends, grid.remarks, strict=True)]
 
 
-def _drawn(slot: _Slot, width: int, paint: Paint) -> str:
-    """The slot, right-aligned. The colour of an action is one bar over all its slots, with a gap before the first."""
-    gap = "" if slot.text.startswith("-") else " " * (width - len(slot.text))
-    return gap + paint(slot.text.rjust(width - len(gap)), slot.kind)
-
-
 def _legend(schedule: Schedule) -> str:
     several = schedule.num_chunks > 1
     example = "5F2 forward of microbatch 2 through stage 5" if several else "F2 forward of microbatch 2"
@@ -162,14 +143,13 @@ def _legend(schedule: Schedule) -> str:
     return f"{example}{meanings}, {_IDLE} idle; peak: live activations, in microbatches x stages"
 
 
-def _rows(schedule: Schedule, count: int, cells: Iterable[tuple[int, Action, int, int]]) -> list[list[_Slot]]:
+def _rows(schedule: Schedule, count: int, cells: Iterable[tuple[int, Action, int, int]]) -> list[list[str]]:
     """`count` slots per rank, with (rank, action, first slot, end) drawn as its name and dashes."""
-    rows = [[_EMPTY] * count for _ in schedule.actions]
+    rows = [[_IDLE] * count for _ in schedule.actions]
     several = schedule.num_chunks > 1
     for rank, action, first, stop in cells:
         text = str(action) if several else f"{action.kind}{action.microbatch}"
-        dashes = _Slot("-" * len(text), action.kind)
-        rows[rank][first:stop] = [_Slot(text, action.kind), *[dashes] * (stop - first - 1)][: stop - first]
+        rows[rank][first:stop] = [text, *["-" * len(text)] * (stop - first - 1)][: stop - first]
     return rows
 
 
@@ -189,7 +169,7 @@ def _of_schedule(schedule: Schedule) -> _Grid:
     for (rank, action), start in zip(actions, starts, strict=True):
         if start == NEVER and not remarks[rank]:
             remarks[rank] = f"  stuck at {action}"
-    bubbles = [row.count(_EMPTY) / max(num_slots, 1) for row in rows]
+    bubbles = [row.count(_IDLE) / max(num_slots, 1) for row in rows]
     return _Grid(rows, bubbles, remarks, "any one action" + (" (a whole backward: two)" if backward == 2 else ""))
 
 
