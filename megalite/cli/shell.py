@@ -4,16 +4,19 @@ Enough of the language for scripts that put flags together: assignments, arrays,
 `if` with tests, `case`, loops over words, functions, `source`, here-documents and strings that another shell runs. Commands
 are never run: a test of a file counts as true, the output of a command as unknown. What is unknown stays as it is written."""
 
-import ast
 import fnmatch
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megalite.cli.shell_words import Lexer, Token, tokens
 from megalite.config.errors import ConfigError
-from megalite.sweep.spec import COMPARISONS
 
 _MOST_COMMANDS, _DEEPEST = 100_000, 20
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
@@ -178,8 +181,9 @@ class Shell:
         words = re.sub(r"\$\{?(\w+)\}?|\b([A-Za-z_]\w*)", lambda m: (self.value(m[1] or m[2]) or ["?"])[0], text)
         try:
             words = re.sub(r"!(?!=)", " not ", words.replace("&&", " and ").replace("||", " or "))
-            return _number(ast.parse(words.strip(), mode="eval").body)
-        except (SyntaxError, TypeError, ValueError, ZeroDivisionError):  # TypeError: `in`
+            value: Any = _ARITHMETIC.compile_expression(words, undefined_to_none=False)()
+            return int(value)
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError):
             return None
 
 
@@ -188,33 +192,19 @@ def is_unknown(text: str) -> bool:
     return _UNKNOWN.search(text) is not None
 
 
-def _number(node: ast.expr) -> int:
-    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in COMPARISONS:
-        compare = COMPARISONS[type(node.ops[0])]
-        return int(compare(_number(node.left), _number(node.comparators[0])))
-    if isinstance(node, ast.BoolOp):
-        values = [_number(value) != 0 for value in node.values]
-        return int(all(values) if isinstance(node.op, ast.And) else any(values))
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        return int(not _number(node.operand))
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return node.value
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_number(node.operand)
-    if isinstance(node, ast.BinOp):
-        left, right = _number(node.left), _number(node.right)
-        match node.op:
-            case ast.Add():
-                return left + right
-            case ast.Sub():
-                return left - right
-            case ast.Mult() if max(abs(left), abs(right)) < 2**40:
-                return left * right
-            case ast.Div() | ast.FloorDiv():
-                return abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)  # towards 0, as bash does
-            case ast.Mod():
-                return abs(left) % abs(right) * (-1 if left < 0 else 1)
-    raise ValueError(ast.dump(node))
+class _Arithmetic(ImmutableSandboxedEnvironment):
+    """jinja2's expressions, with bash's division: of whole numbers, towards 0."""
+
+    intercepted_binops = frozenset({"/", "%", "**"})
+
+    def call_binop(self, context: Context, operator: str, left: int, right: int) -> int:
+        if operator == "**":
+            raise ValueError("a power may have any number of digits")
+        sign = 1 if (left < 0) == (right < 0) else -1
+        return sign * (abs(left) // abs(right)) if operator == "/" else abs(left) % abs(right) * (-1 if left < 0 else 1)
+
+
+_ARITHMETIC = _Arithmetic()
 
 
 def _cut(value: str, rest: str) -> str:

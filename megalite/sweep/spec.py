@@ -1,17 +1,17 @@
 """`sweep.yaml`: which configurations to run, for how long, and how; conditions over settings, and what the sweep decides itself."""
 
-import ast
-import operator
 import re
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
+import jinja2
 import yaml
+from jinja2.meta import find_undeclared_variables
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megalite.config.byte_size import parse_byte_size
 from megalite.config.describe import replace, settings, values_of
@@ -54,58 +54,41 @@ def plain_settings(tree: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 RANKS = "ranks"  # beside the settings: the number of ranks that a configuration runs on
-_BINARY: Mapping[type, Callable[[Any, Any], Any]] = MappingProxyType(
-    {
-        ast.Add: operator.add,
-        ast.Sub: operator.sub,
-        ast.Mult: operator.mul,
-        ast.Div: operator.truediv,
-        ast.FloorDiv: operator.floordiv,
-        ast.Mod: operator.mod,
-    }
-)
-COMPARISONS: Mapping[type, Callable[[Any, Any], bool]] = MappingProxyType(
-    {
-        ast.Eq: operator.eq,
-        ast.NotEq: operator.ne,
-        ast.Lt: operator.lt,
-        ast.LtE: operator.le,
-        ast.Gt: operator.gt,
-        ast.GtE: operator.ge,
-        ast.In: lambda value, among: value in among,
-        ast.NotIn: lambda value, among: value not in among,
-    }
-)
+_FORMULAS = ImmutableSandboxedEnvironment()  # of which a formula is an expression
 _EXAMPLE = '"tp * pp > 8" or {tp: 4, pp: [2, 4]}'
 
 
 @dataclass(frozen=True)
 class Condition:
     where: str
+    text: str
     values: tuple[tuple[str, tuple[Any, ...]], ...] = ()  # setting -> values; all must hold
-    formula: ast.expr | None = None
+    formula: Callable[..., Any] | None = field(default=None, compare=False)
 
     def holds(self, of: Mapping[str, Any]) -> bool:
         """Whether it is true of these settings; raises ConfigError where a setting of the formula has no value."""
         if self.formula is None:
             return all(of[name] in allowed for name, allowed in self.values)
         try:
-            return bool(_value(self.formula, of))
-        except (TypeError, ZeroDivisionError) as error:
-            raise ConfigError(f"{self.where}: {ast.unparse(self.formula)} cannot be worked out: {error}") from None
+            return bool(self.formula(of))
+        except (TypeError, ArithmeticError, jinja2.TemplateError) as error:
+            raise ConfigError(f"{self.where}: {self.text} cannot be worked out: {error}") from None
 
 
 def read_condition(given: Any, where: str) -> Condition:
     if isinstance(given, dict) and given:
-        return Condition(where, values=tuple(_allowed(name, value, where) for name, value in given.items()))
+        return Condition(where, str(given), tuple(_allowed(name, value, where) for name, value in given.items()))
     if not isinstance(given, str) or not given.strip():
         raise ConfigError(f"{where} takes conditions such as {_EXAMPLE}, got {reprlib.repr(given)}")
     try:
-        formula = ast.parse(given.strip(), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError):
-        raise ConfigError(f"{where}: {given} is not a formula such as {_EXAMPLE}") from None
-    _check(formula, where)
-    return Condition(where, formula=formula)
+        names = find_undeclared_variables(_FORMULAS.parse(f"{{{{ {given} }}}}"))
+        formula = _FORMULAS.compile_expression(given, undefined_to_none=False)
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(f"{where}: {given} is not a formula such as {_EXAMPLE}: {error}") from None
+    known = (*settings(), RANKS)
+    for name in sorted(names.difference(known)):
+        raise ConfigError(f"{where}: {name} is not a setting{nearest(name, known)}")
+    return Condition(where, given, formula=formula)
 
 
 def _allowed(name: Any, value: Any, where: str) -> tuple[str, tuple[Any, ...]]:
@@ -125,50 +108,6 @@ def _allowed(name: Any, value: Any, where: str) -> tuple[str, tuple[Any, ...]]:
         ((canonical, plain),) = given.items()
         found.append(plain)
     return canonical, tuple(found)
-
-
-_NODES = (
-    *(ast.Name, ast.Constant, ast.BoolOp, ast.UnaryOp, ast.BinOp, ast.Compare, ast.List, ast.Tuple),
-    *(ast.Load, ast.boolop, ast.Not, ast.USub, *_BINARY, *COMPARISONS),
-)
-
-
-def _check(formula: ast.expr, where: str) -> None:
-    """Only numbers, text, settings, sums and comparisons."""
-    known = (*settings(), RANKS)
-    for node in ast.walk(formula):
-        plain = not isinstance(node, ast.Constant) or isinstance(node.value, bool | int | float | str | None)
-        if not isinstance(node, _NODES) or not plain:
-            raise ConfigError(f"{where}: {ast.unparse(formula)} is no condition; write conditions such as {_EXAMPLE}")
-        if isinstance(node, ast.Name) and node.id not in known:
-            raise ConfigError(f"{where}: {node.id} is not a setting{nearest(node.id, known)}")
-
-
-def _value(node: ast.expr, of: Mapping[str, Any]) -> Any:
-    match node:
-        case ast.Name():
-            return of[node.id]
-        case ast.Constant():
-            return node.value
-        case ast.BoolOp():
-            wanted = isinstance(node.op, ast.Or)
-            return wanted if any(bool(_value(each, of)) == wanted for each in node.values) else not wanted
-        case ast.UnaryOp():
-            value = _value(node.operand, of)
-            return not value if isinstance(node.op, ast.Not) else -value
-        case ast.BinOp():
-            return _BINARY[type(node.op)](_value(node.left, of), _value(node.right, of))
-        case ast.Compare():
-            left = _value(node.left, of)
-            for op, right_node in zip(node.ops, node.comparators):
-                right = _value(right_node, of)
-                if not COMPARISONS[type(op)](left, right):
-                    return False
-                left = right
-            return True
-        case ast.List() | ast.Tuple():
-            return [_value(each, of) for each in node.elts]
-    raise AssertionError(node)
 
 
 _WHY = {
