@@ -88,7 +88,6 @@ PREPROCESS = Command(
         Flag("--workers N", "tokenizer processes; default: the usable cores", int),
         Flag("--shard I/N", "part I of N of the input, as one of N machines; data merge joins the parts"),
         Flag("--strict", "stop at the first bad line", bool),
-        Flag("--show-bad N", "show the first N bad lines (3)", int, default=3),
         Flag("--restart", "drop what a stopped run has left, and replace finished files", bool),
         Flag("--dry-run", "show the inputs and the first document's tokens, write nothing", bool),
     ],

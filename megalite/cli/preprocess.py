@@ -18,7 +18,7 @@ from megalite.data.indexed_dataset import token_dtype
 from megalite.data.remote import shown
 from megalite.preprocess import text_data
 from megalite.preprocess.inputs import find_inputs
-from megalite.preprocess.job import MAX_FAULTS, PreprocessJob, Progress, parse_shard, shard_name
+from megalite.preprocess.job import PreprocessJob, Progress, parse_shard, shard_name
 from megalite.preprocess.run import plan, preprocess
 from megalite.preprocess.train_tokenizer import TrainingText, train_byte_level, train_sentencepiece
 from megalite.tokenizers.base import Tokenizer
@@ -50,7 +50,7 @@ def run(flags: Namespace) -> int:
             line.end()
             if not result.outputs:  # of a shard without input
                 return 0
-            _report(result, line.seconds, flags.show_bad)
+            _report(result, line.seconds)
     except Stopped as stopped:
         line.end()
         tell("; ".join([stopped.how, *getattr(stopped, "__notes__", [])]))
@@ -61,8 +61,6 @@ def run(flags: Namespace) -> int:
 
 
 def job_of(flags: Namespace) -> PreprocessJob:
-    if not 0 <= flags.show_bad <= MAX_FAULTS:
-        raise ConfigError(f"--show-bad {flags.show_bad} must be from 0 to {MAX_FAULTS}")
     if not 0 < flags.max_document_mb < _MAX_DOCUMENT_MB:
         most = f"{_MAX_DOCUMENT_MB:,}; try {DOCUMENT_MB}"
         raise ConfigError(f"--max-document-mb {flags.max_document_mb} must be above 0 and below {most}")
@@ -151,12 +149,11 @@ def summary(progress: Progress, seconds: float) -> str:
     )
 
 
-def _report(result: Progress, seconds: float, show_bad: int) -> None:
+def _report(result: Progress, seconds: float) -> None:
     if result.bad_lines:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(result.bad.items()))
-        first = ", the first of them:" if show_bad else ""
-        tell(f"{result.bad_lines:,} bad lines were left out ({kinds}){first}")
-        for fault in result.faults[:show_bad]:
+        tell(f"{result.bad_lines:,} bad lines were left out ({kinds}), the first of them:")
+        for fault in result.faults:
             tell(f"  {fault}")
     tell(summary(result, seconds))
     for prefix in result.outputs:

@@ -18,7 +18,7 @@ from megalite.preprocess.workers import MAX_WORKERS
 from megalite.tokenizers.base import Tokenizer
 from megalite.tokenizers.build import build_tokenizer
 
-MAX_FAULTS = 100  # bad lines that are kept, with place and reason
+MAX_FAULTS = 3  # bad lines that are kept and shown, with place and reason
 SFT_KEYS = ("sft", MASK_KEY)  # the datasets of examples: their tokens, and of each token 1 if the model is to say it
 _REMEDY = "give another --output-prefix"
 

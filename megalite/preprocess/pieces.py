@@ -15,7 +15,6 @@ from typing import BinaryIO, Literal, cast
 from megalite.config.errors import ConfigError
 from megalite.config.reading import Span
 from megalite.preprocess.inputs import (
-    STDIN,
     Blocks,
     Input,
     Row,
@@ -36,15 +35,6 @@ LINE_END = re.compile(rb"\n")
 PARAGRAPH_END = re.compile(rb"\n\r?\n")
 _SEPARATOR_BYTES = 3  # the longest of them
 _SLACK = 8  # more than the line ends around a document; with them it may exceed max_document_bytes by that much
-FOREIGN_HEADS = (
-    (b"\x1f\x8b", "gzip data", "gzip -dc"),
-    (b"\x28\xb5\x2f\xfd", "zstd data", "zstd -dc"),
-    (b"BZh", "bzip2 data", "bzip2 -dc"),
-    (b"\xfd7zX", "xz data", "xz -dc"),
-    (b"\xff\xfe", "UTF-16 text", "iconv -f UTF-16 -t UTF-8"),
-    (b"\xfe\xff", "UTF-16 text", "iconv -f UTF-16 -t UTF-8"),
-)
-"""How other kinds of content begin, what they are, and the program that makes text of them."""
 
 
 @dataclass(frozen=True)
@@ -175,8 +165,6 @@ class _Stream:
             if not place.offset:
                 yield self._whole()
             return
-        if form == "json":
-            self._check_head()
         self._is_plain = file is not None
         if file is not None and place.offset > len(self._buffer):
             self._buffer.clear()
@@ -212,15 +200,6 @@ class _Stream:
         content = b"" if self._dropped else bytes(self._buffer)
         length = self._dropped + len(self._buffer)
         return self._make(start=0, stop=length, content=content, disk_bytes=self._disk_bytes)
-
-    def _check_head(self) -> None:
-        """Content that is not what the name says is one error instead of one for each line."""
-        while len(self._buffer) < 4 and self._more():
-            pass
-        for mark, what, remedy in FOREIGN_HEADS:
-            if self._buffer.startswith(mark):
-                how = f"pipe it through {remedy}" if self._path == STDIN else f"run {remedy} on it, or rename it"
-                raise ConfigError(f"input {self._path} holds {what}, not lines of JSON; {how}")
 
     def _skip(self, place: Place) -> None:
         """Continue at a place. Raises ConfigError: no piece can have ended there, or (standard input) the content

@@ -36,10 +36,6 @@ def test_what_it_says_in_the_end(tmp_path: Path, capsys: Capture) -> None:
     assert [line.split(":")[1] for line in lines[1:4]] == ["1", "3", "4"]
     assert lines[4].startswith("1 documents, 4 tokens (4.0 per document) from 39 bytes of text in ") and len(lines) == 5
     assert documents(tmp_path) == [[1, 2, 3, 999]]
-    for shown in (0, 5):
-        words = ("--show-bad", str(shown), "--restart")
-        assert run(tmp_path, "--input", str(tmp_path / "a.jsonl"), *words) == 0
-        assert capsys.readouterr().err.count("a.jsonl:") == shown
 
 
 def test_an_error_is_one_line_and_status_2(tmp_path: Path, capsys: Capture) -> None:
@@ -125,18 +121,17 @@ def test_a_dry_run_shows_and_writes_nothing(tmp_path: Path, capsys: Capture) -> 
 
 def test_flags_become_the_job() -> None:
     words = "--input a b - --output-prefix p --json-keys q a --append-eod --strict --restart --max-document-mb 0.5 "
-    words += "--text-documents line --tokenizer-model t --tiktoken-pattern x --show-bad 9 --tokenizer-type "
+    words += "--text-documents line --tokenizer-model t --tiktoken-pattern x --tokenizer-type "
     flags = main.parse((words + "gptsentencepiecetokenizer").split())
     job = job_of(flags)
     assert (job.inputs, job.output_prefix, job.json_keys) == (("a", "b", "-"), "p", ("q", "a"))
     assert (job.append_eod, job.strict, job.restart, job.text_documents) == (True, True, True, "line")
-    assert (job.max_document_bytes, flags.show_bad, flags.dry_run) == (1 << 19, 9, False)
+    assert (job.max_document_bytes, flags.dry_run) == (1 << 19, False)
     assert (job.tokenizer.tokenizer_model, job.tokenizer.tiktoken_pattern) == ("t", "x")
     assert job.tokenizer.tokenizer_type == "SentencePieceTokenizer"
     assert job.workers == usable_cores() >= 1 and flags.ignored == []
     assert job_of(main.parse(["--input", "a", "--output-prefix", "p"])).max_document_bytes == 8 << 20
     for given, message in (
-        ("--show-bad 101", "--show-bad 101 must be from 0 to 100"),
         ("--max-document-mb 0", "--max-document-mb 0.0 must be above 0 and below 1,048,576; try 8"),
         ("--max-document-mb 1048576", "--max-document-mb 1048576.0 must be above 0 and below 1,048,576"),
         ("--max-document-mb nan", "--max-document-mb: takes a number such as 0.5, got 'nan'"),

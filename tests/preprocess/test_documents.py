@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
 from megalite.preprocess.job import PreprocessJob
-from megalite.preprocess.pieces import FOREIGN_HEADS, Limits
+from megalite.preprocess.pieces import Limits
 from megalite.preprocess.run import preprocess
 from tests.preprocess.jobs import documents
 from tests.preprocess.reading import Found, only, read_all, words, write
@@ -206,10 +206,6 @@ def expected(path: Path, content: bytes) -> Found:
     return texts, bad
 
 
-def is_foreign(content: bytes) -> bool:
-    return content.startswith(tuple(mark for mark, _, _ in FOREIGN_HEADS))
-
-
 untimed = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -219,14 +215,9 @@ def test_every_line_is_kept_or_named(tmp_path: Path, content: bytes, piece_bytes
     path = tmp_path / ("a.jsonl.gz" if packed else "a.jsonl")
     path.write_bytes(gzip.compress(content, 1) if packed else content)
     limits = Limits(max_document_bytes=LONGEST, piece_bytes=piece_bytes)
-    if is_foreign(content):
-        with pytest.raises(ConfigError) as refused:
-            read_all(path, limits=limits)
-        assert str(path) in str(refused.value) and "\n" not in str(refused.value)
-    else:
-        with within(content):
-            found = read_all(path, limits=limits)
-        assert found == expected(path, content)
+    with within(content):
+        found = read_all(path, limits=limits)
+    assert found == expected(path, content)
 
 
 @settings(untimed, max_examples=80)
@@ -244,12 +235,12 @@ def test_what_is_made_of_them(tmp_path: Path, content: bytes, strict: bool) -> N
         restart=True,
     )
     texts, bad = expected(path, content)
-    if is_foreign(content) or not texts or (strict and bad):
+    if not texts or (strict and bad):
         with pytest.raises(ConfigError) as refused:
             preprocess(job)
         message = str(refused.value)
         assert "\n" not in message and str(path) in message
-        if strict and bad and not is_foreign(content):
+        if strict and bad:
             assert message.startswith(f"{path}:{bad[0][1]}: ")
         return
     with within(content):

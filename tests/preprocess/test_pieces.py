@@ -287,10 +287,3 @@ class TestStandardInput:
         monkeypatch.setattr("sys.stdin", None)
         with pytest.raises(ConfigError, match="input -: there is no standard input"):
             self.pieces()
-
-    def test_it_is_plain(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        with (
-            self.piped(monkeypatch, gzip.compress(self.CONTENT)),
-            pytest.raises(ConfigError, match=r"input - holds gzip data, .*; pipe it through gzip -dc"),
-        ):
-            self.pieces()
