@@ -10,7 +10,7 @@ import torch
 
 from megalite.cli.kernels import chosen_kernels
 from megalite.cli.output import json_text, show, tell, visible
-from megalite.cli.tool_commands import DOCTOR, DOCTOR_SECONDS
+from megalite.cli.tool_commands import DOCTOR_SECONDS
 from megalite.config.errors import ConfigError
 from megalite.doctor import devices, host, network, ranks
 from megalite.doctor.host import Finding, worst
@@ -23,8 +23,6 @@ HEALTHY, SICK = 0, 1  # exit statuses: no error was found, or one was
 _SHARE_OF_PRODUCTS = 0.2
 _MOST_RANKS = 4  # that are started on a CPU
 _JOB_MINUTES = 2.0  # until a collective of a job is given up
-
-main = DOCTOR
 
 
 def run(flags: Namespace) -> int:

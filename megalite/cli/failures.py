@@ -206,11 +206,9 @@ def _is_of_a_path(error: Exception) -> bool:
 def _place(error: Exception) -> str:
     """The innermost line of ours that the error came through."""
     home = Path(megalite.__file__).parent
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = Path(frame.filename)
-        if path.is_relative_to(home):
-            return f"{path.relative_to(home.parent)}:{frame.lineno} ({frame.name})"
-    return "an unknown place"
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = next(frame for frame in reversed(frames) if Path(frame.filename).is_relative_to(home))
+    return f"{Path(frame.filename).relative_to(home.parent)}:{frame.lineno} ({frame.name})"
 
 
 @contextmanager

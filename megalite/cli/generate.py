@@ -256,7 +256,3 @@ class _Shown:
         record = {"prompt": prompt, "text": text, "tokens": tokens, "finish": done.finish}
         self._output.write(json.dumps(record, ensure_ascii=False) + "\n")
         self._output.flush()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

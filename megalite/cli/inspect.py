@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -351,7 +350,3 @@ def _statistics(rows: Mapping[str, Mapping[str, Any]]) -> str:
         numbers = ["-" if row[field] is None else f"{row[field]:.5g}" for field in ("min", "max", "mean", "std")]
         lines.append([name, str(row["shape"]), row["dtype"], *numbers, f"{row['nan']:,}", f"{row['inf']:,}"])
     return "\n".join(table(lines, right=range(3, 9)))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

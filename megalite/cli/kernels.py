@@ -9,7 +9,6 @@ import torch
 
 from megalite.cli.display import table
 from megalite.cli.output import json_text, show
-from megalite.cli.tool_commands import KERNELS
 from megalite.config.compute import ALL_OPERATIONS, OPERATIONS, kernel_requests, unknown_kernels
 from megalite.config.errors import ConfigError
 from megalite.kernels.registry import Kernels, Use, backends_of, kernel_of, why_not, why_not_backend
@@ -31,8 +30,6 @@ SIZES: Mapping[str, int] = MappingProxyType(
 
 TYPES = (torch.bfloat16, torch.float32)
 FLAT = ("adam", "lamb")  # operations on the fp32 state of the optimizer
-
-main = KERNELS
 
 
 @dataclass(frozen=True)

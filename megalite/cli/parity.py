@@ -6,7 +6,6 @@ from argparse import Namespace
 
 from megalite.cli.display import working
 from megalite.cli.output import json_text, show
-from megalite.cli.tool_commands import PARITY
 from megalite.config.errors import ConfigError
 from megalite.parity.fuzz import fuzz
 from megalite.parity.pool import RankPool
@@ -14,8 +13,6 @@ from megalite.parity.report import Report, as_data, format_report, run_parity
 from megalite.parity.shrink import shrink
 
 SAME, DIFFERENT = 0, 1
-
-main = PARITY
 
 
 def run(flags: Namespace) -> int:

@@ -10,9 +10,8 @@ from typing import Any
 
 import yaml
 
-from megalite.cli.output import json_text, show
+from megalite.cli.output import show
 from megalite.cli.shell import Shell, is_unknown
-from megalite.cli.tool_commands import PORT
 from megalite.config.describe import replace, settings, values_of
 from megalite.config.errors import ConfigError, Problems
 from megalite.config.flags import Invocation, parse_arguments
@@ -20,8 +19,6 @@ from megalite.config.megatron_flags import ALREADY_SO, DIFFERS, NO_EFFECT_HERE
 from megalite.config.reading import load_mapping, read_input, write_text
 from megalite.config.run import RunConfig, least_ranks
 from megalite.config.validate import validate
-
-main = PORT
 
 _SCRIPT = re.compile(r"(?:pretrain|train|finetune)\w*\.py")
 _LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "ft_launcher")
@@ -86,10 +83,7 @@ def run(flags: Namespace) -> int:
         if len(ported) > 1:
             raise ConfigError(f"{flags.script} starts {len(ported)} runs; --output is for one")
         write_text(flags.output, as_yaml(ported[0]))
-    if flags.json:
-        show(json_text([_as_json(each) for each in ported]))
-    else:
-        show("\n\n".join(as_text(each, flags.output) for each in ported))
+    show("\n\n".join(as_text(each, flags.output) for each in ported))
     problems = [problem for each in ported for problem in each.problems]
     if problems:
         raise ConfigError(*dict.fromkeys(problems))
@@ -338,14 +332,3 @@ def as_text(ported: Ported, written: Path | None) -> str:
     for heading, remarked in remarks(ported):
         lines += ["", f"# {heading}", *(f"#   {line}" for line in remarked)] if remarked else []
     return "\n".join(lines)
-
-
-def _as_json(ported: Ported) -> dict[str, Any]:
-    return {
-        "source": ported.launch.source,
-        "ranks": ported.launch.ranks,
-        "command": command_line(ported),
-        "settings": ported.given,
-        "remarks": dict(remarks(ported)),
-        "problems": ported.problems,
-    }

@@ -8,7 +8,6 @@ from typing import Any
 from megalite.cli.display import table, working
 from megalite.cli.dry_run import checked, world_size_of
 from megalite.cli.output import json_text, show
-from megalite.cli.tool_commands import REHEARSE
 from megalite.config.byte_size import format_bytes
 from megalite.config.run import RunConfig
 from megalite.partition.memory import RankMemory, planned_memory
@@ -20,8 +19,6 @@ from megalite.watchdog.processes import usable_cores
 
 FAULTY = 1
 _SHOWN = 12  # lines of a list
-
-main = REHEARSE
 
 
 def run(flags: Namespace) -> int:

@@ -46,14 +46,7 @@ def _check_flags(flags: Namespace) -> None:
     for flag in ("--pp", "--microbatches") if flags.csv is None else ():
         if getattr(flags, flag[2:]) is None:
             raise ConfigError(f"{flag} is missing; write e.g. megalite schedule --pp 4 --microbatches 8")
-    outputs = [path for path in (flags.write_csv, flags.svg, flags.html, flags.trace) if path is not None]
-    doubled = next((path for path in outputs if outputs.count(path) > 1), None)
-    if doubled is not None:
-        raise ConfigError(f"{doubled} is to be written twice; give each output another file")
     named = flags.compare if several else []
-    twice = next((name for name in named or [] if named.count(name) > 1), None)
-    if twice is not None:
-        raise ConfigError(f"--compare names {twice} twice; keep one of them")
     wanted = (named or NAMES) if several else (_name(flags),)
     for flag, value, name in (("--group", flags.group, "interleaved"), ("--warm-up", flags.warm_up, "1f1b")):
         if value is not None and (name not in wanted or flags.forward_only):
@@ -141,11 +134,11 @@ def _write(flags: Namespace, studies: Sequence[Study], refused: Mapping[str, str
     texts: dict[Path, str] = {}
     if flags.write_csv is not None:
         texts[flags.write_csv] = studies[0].schedule.to_csv()
-    if studies and flags.svg is not None:
+    if flags.svg is not None:
         texts[flags.svg] = _drawn(studies, unit)
-    if studies and flags.html is not None:
+    if flags.html is not None:
         texts[flags.html] = html_page(studies, refused, unit)
-    if studies and flags.trace is not None:
+    if flags.trace is not None:
         scale = UNITS[unit] if unit else _SECONDS_OF_NO_UNIT
         sources = {
             study.schedule.name: [
@@ -231,8 +224,7 @@ def comparison(studies: Sequence[Study], unit: str) -> list[list[str]]:
 def format_comparison(studies: Sequence[Study], refused: Mapping[str, str], *, unit: str) -> str:
     """A row a schedule, then those that could not be had with the reason."""
     rows = comparison(studies, unit)
-    lines = [*table(rows, right=range(1, len(rows[0]))), "", *_MEANING] if studies else []
+    lines = [*table(rows, right=range(1, len(rows[0]))), "", *_MEANING]
     if refused:
-        lines += [""] if lines else []
-        lines += [f"{name}: not possible: {reason}" for name, reason in refused.items()]
+        lines += ["", *(f"{name}: not possible: {reason}" for name, reason in refused.items())]
     return "\n".join(lines)

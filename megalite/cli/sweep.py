@@ -235,7 +235,3 @@ class LiveTable:
         room = max(shutil.get_terminal_size().lines - _ABOVE_BELOW, 1)
         first = min(max(at - room // 2, 0), max(len(rows) - room, 0))
         return [head, *rows[first : first + room]]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -62,7 +62,6 @@ PORT = Command(
         Flag("--set NAME=VALUE", "the value of a variable, or of an argument: 1=checkpoints; repeat it", repeat=True),
         Flag("--world-size N", "ranks; default: what the launcher says", positive),
         Flag("--output FILE", "write the config there", Path),
-        _JSON,
     ],
     ("megalite port train_llama3_8b.sh --set 1=checkpoints --output run.yaml",),
     "Exit status: 0, or 2 if something in it cannot be had: all of it is named.",

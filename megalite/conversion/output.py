@@ -41,7 +41,6 @@ Advance = Callable[[int], None]  # called with the number of bytes just written,
 Log = Callable[[str], None]  # called with a line for people
 
 STAGING_PREFIX = ".tmp-convert-"
-_NAME_MAX = 255  # bytes of the name of a file or folder, on every file system in use
 
 
 def silent(said: object) -> None:
@@ -161,10 +160,6 @@ def workplace_of(target: Path) -> Path:
     resolved = target.resolve()
     if not resolved.name:
         raise ConversionError(f"the target is {resolved}, which is there already; give a folder below it")
-    limit = _NAME_MAX - len(STAGING_PREFIX)
-    for part, most in ((resolved.name, limit), *((name, _NAME_MAX) for name in resolved.parent.parts)):
-        if len(os.fsencode(part)) > most:
-            raise ConversionError(f"{part[:40]}... in the target has {len(os.fsencode(part))} bytes; use up to {most}")
     return resolved.with_name(f"{STAGING_PREFIX}{resolved.name}")
 
 

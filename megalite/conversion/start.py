@@ -76,11 +76,8 @@ def _shape(model: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tokenizer(data: Mapping[str, Any], home: Path) -> dict[str, Any]:
     """The settings of the checkpoint's tokenizer, where its files are there."""
-    try:
-        saved = DataConfig(**{name: data[name] for name in TOKENIZER_SETTINGS if name in data})
-        if missing_tokenizer(saved, home) is not None:
-            return {}
-        now = asdict(tokenizer_as_it_is_now(saved, home))
-    except TypeError:  # not what this program writes
+    saved = DataConfig(**{name: data[name] for name in TOKENIZER_SETTINGS if name in data})
+    if missing_tokenizer(saved, home) is not None:
         return {}
+    now = asdict(tokenizer_as_it_is_now(saved, home))
     return {name: now[name] for name in TOKENIZER_SETTINGS if now[name] is not None}

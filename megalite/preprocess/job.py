@@ -2,7 +2,6 @@
 
 import mmap
 import os
-import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
@@ -11,14 +10,14 @@ from pathlib import Path
 from megalite.checkpoint.files import not_writable
 from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
-from megalite.data.token_files import MASK_KEY, SUFFIXES, read_side_file
+from megalite.data.token_files import MASK_KEY, SUFFIXES
 from megalite.preprocess.inputs import UNFINISHED, Input, find_inputs, open_regular
 from megalite.preprocess.pieces import Limits, TextDocuments, check_keys
 from megalite.preprocess.workers import MAX_WORKERS
 from megalite.tokenizers.base import Tokenizer
 from megalite.tokenizers.build import build_tokenizer
 
-MAX_FAULTS = 3  # bad lines that are kept and shown, with place and reason
+MAX_FAULTS = 10  # bad lines that are kept and shown, with place and reason
 SFT_KEYS = ("sft", MASK_KEY)  # the datasets of examples: their tokens, and of each token 1 if the model is to say it
 _REMEDY = "give another --output-prefix"
 
@@ -114,13 +113,8 @@ def check_target(job: PreprocessJob, inputs: Sequence[Input]) -> None:
     if (fault := not_writable(unfinished.parent)) is not None:
         raise _not_writable(*fault)
     for target in targets:
-        try:
-            if stat.S_ISDIR(target.lstat().st_mode):
-                raise ConfigError(f"{target} is a folder, and the output would have that name; {_REMEDY}")
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            raise _not_writable(target, str(error.strerror)) from None
+        if target.is_dir() and not target.is_symlink():
+            raise ConfigError(f"{target} is a folder, and the output would have that name; {_REMEDY}")
     if unfinished.is_symlink():
         raise ConfigError(f"{unfinished} is a link; remove it, or {_REMEDY}")
     outputs, folder = {os.path.realpath(target) for target in targets}, os.path.realpath(unfinished)
@@ -137,12 +131,7 @@ def require_free(job: PreprocessJob) -> None:
     for prefix in [] if job.restart else job.prefixes:
         for suffix in SUFFIXES:
             if os.path.lexists(f"{prefix}{suffix}"):
-                try:
-                    facts = read_side_file(prefix)
-                except ConfigError:
-                    facts = None
-                size = f" ({facts['documents']:,} documents)" if facts else ""
-                raise ConfigError(f"{prefix}{suffix} exists{size}; {_REMEDY}, or --restart to replace it")
+                raise ConfigError(f"{prefix}{suffix} exists; {_REMEDY}, or --restart to replace it")
 
 
 def _not_writable(path: Path, reason: str) -> ConfigError:

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.cli.completion import commands
 from megalite.cli.main import main
-from megalite.config.help import full_help
 
 
 def script(shell: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> Path:
@@ -63,13 +61,3 @@ def test_fish_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "plan" in offered("megalite pl") and offered("megalite completion z") == ["zsh"]
     assert offered("megalite train --optimizer ada") == ["adam"]
     assert "merge" in offered("megalite data me") and "--html" in offered("megalite runs --h")
-
-
-def test_help_has_at_most_110_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in commands():
-        texts = [
-            command.help() if command.reads else "",
-            full_help(command.name) if command.settings is not None else "",
-        ]
-        wide = [line for text in texts for line in text.splitlines() if len(line) > 110]
-        assert wide == [], command.name

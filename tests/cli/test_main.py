@@ -4,15 +4,18 @@ import json
 import subprocess
 import sys
 import types
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 import yaml
 
+from megalite.cli.command import Command
 from megalite.cli.config import main as config_main
 from megalite.cli.main import COMMANDS, main
 from megalite.cli.model_commands import DATA_MERGE, TRAIN_TOKENIZER
 from megalite.config.files import preset_names
+from megalite.config.help import full_help
 from megalite.data.indexed_dataset import TOKEN_DTYPES
 from megalite.preprocess.train_tokenizer import WORD_PATTERNS
 
@@ -102,6 +105,23 @@ def test_tables(capsys: Captured) -> None:
     assert capsys.readouterr().out.startswith("usage: megalite config [SETTINGS ...]")
     assert config_main(["--help-all"]) == 0
     assert "--tensor-model-parallel-size N" in capsys.readouterr().out
+
+
+def all_of(known: Mapping[str, Command]) -> Iterator[Command]:
+    """Those that others are divided into too."""
+    for command in known.values():
+        yield command
+        yield from all_of(command.commands)
+
+
+def test_help_has_at_most_110_columns() -> None:
+    for command in all_of(COMMANDS):
+        texts = [
+            command.help() if command.reads else "",
+            full_help(command.name) if command.settings is not None else "",
+        ]
+        wide = [line for text in texts for line in text.splitlines() if len(line) > 110]
+        assert wide == [], command.name
 
 
 def test_choices_that_help_states_again() -> None:

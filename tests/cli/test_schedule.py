@@ -2,20 +2,16 @@
 
 import json
 import re
-import runpy
-import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megalite.cli.main import main as megalite
 from megalite.cli.schedule import main
 from megalite.pipeline.ir.generators.registry import SCHEDULES, build_schedule
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.schedule import Schedule
-from tests.e2e.programs import REPOSITORY
 
 Captured = pytest.CaptureFixture[str]
 COSTS = {
@@ -232,13 +228,3 @@ def test_more_memory_than_the_limit(costs: str, limit: str, says: tuple[str, ...
     assert said.startswith("error: schedule 1f1b: 0F2 (rank 0") and ">0F2<" in said
     for part in says:
         assert part in said
-
-
-def test_the_script(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    line = ["--pp", "2", "--microbatches", "2"]
-    assert megalite(["schedule", *line]) == 0
-    said = capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", ["draw_schedule.py", *line])
-    with pytest.raises(SystemExit, match=r"^0$"):
-        runpy.run_path(str(REPOSITORY / "tools" / "draw_schedule.py"), run_name="__main__")
-    assert said == capsys.readouterr().out

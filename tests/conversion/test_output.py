@@ -194,20 +194,10 @@ def test_identity_sees_a_file_rewritten_in_place_with_its_time_set_back(tmp_path
     assert before != identity_of(weights)
 
 
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        ("/", "the target is /, which is there already; give a folder below it"),
-        ("n" * 243, r"has 243 bytes; use up to 242"),
-        ("\u00fc" * 122, r"has 244 bytes; use up to 242"),
-        ("n" * 256 + "/model", r"has 256 bytes; use up to 255"),
-    ],
-)
-def test_targets_that_cannot_be(tmp_path: Path, target: str, message: str) -> None:
+def test_the_root_is_no_target() -> None:
     for use in (check_target, lambda path: Output(path, identity=IDENTITY)):
-        with pytest.raises(ConversionError, match=message):
-            use(tmp_path / target)
-    assert list(tmp_path.iterdir()) == []
+        with pytest.raises(ConversionError, match="the target is /, which is there already; give a folder below it"):
+            use(Path("/"))
 
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16

@@ -29,10 +29,7 @@ LAUNCHERS = {"bash", "sbatch", "kubectl", "sky", "torchx"}
 WRAPPERS = {
     "tools/convert_checkpoint.py": "convert",
     "pretrain_gpt.py": "train",
-    "tools/draw_schedule.py": "schedule",
     "tools/generate_text.py": "generate",
-    "tools/plan.py": "plan",
-    "tools/sweep.py": "sweep",
     "tools/preprocess_data.py": "preprocess",
 }
 """Script -> the `megalite` command that it stands for."""

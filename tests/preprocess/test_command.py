@@ -33,8 +33,8 @@ def test_what_it_says_in_the_end(tmp_path: Path, capsys: Capture) -> None:
     assert out == f"{prefix}.bin, .idx and .json: 1 documents\n"
     lines = err.splitlines()
     assert lines[0] == "5 bad lines were left out (1 empty text, 4 invalid JSON), the first of them:"
-    assert [line.split(":")[1] for line in lines[1:4]] == ["1", "3", "4"]
-    assert lines[4].startswith("1 documents, 4 tokens (4.0 per document) from 39 bytes of text in ") and len(lines) == 5
+    assert [line.split(":")[1] for line in lines[1:6]] == ["1", "3", "4", "5", "6"]
+    assert lines[6].startswith("1 documents, 4 tokens (4.0 per document) from 39 bytes of text in ") and len(lines) == 7
     assert documents(tmp_path) == [[1, 2, 3, 999]]
 
 

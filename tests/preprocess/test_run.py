@@ -156,7 +156,7 @@ def test_of_many_bad_lines_all_are_counted_and_the_first_kept(tmp_path: Path) ->
         result = run_numbers(tmp_path, tmp_path / "a.jsonl", piece_bytes=piece_bytes, restart=True)
         assert (result.documents, result.bad) == (500, {"invalid JSON": 501})
         places = [int(fault.split(":")[1]) for fault in result.faults]
-        assert places == [1, *range(3, 200, 2)][:100]
+        assert places == [1, *range(3, 21, 2)]
 
 
 def test_inputs_and_settings_that_do_not_work(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_the_output_may_not_be_an_input(tmp_path: Path, job: PreprocessJob) -> N
 def test_output_that_is_there_is_replaced_only_when_told(tmp_path: Path, job: PreprocessJob, suffix: str) -> None:
     preprocess(job)
     expected = output_bytes(tmp_path)
-    assert_refused(job, r"out_text_document\.bin exists \(30 documents\); give .* or --restart to replace")
+    assert_refused(job, r"out_text_document\.bin exists; give .* or --restart to replace")
     for other in {".bin", ".idx", ".json"} - {suffix}:
         (tmp_path / f"out_text_document{other}").unlink()
     assert_refused(job, rf"out_text_document\{suffix} exists.*; give")

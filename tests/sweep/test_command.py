@@ -123,7 +123,7 @@ def test_a_killed_sweep_leaves_nothing_running_and_goes_on(tmp_path: Path) -> No
     store.append(measured(runs[0], 0.5))
     store.close()
     before = (folder / "results.jsonl").read_bytes()
-    command = [sys.executable, "-m", "megalite.cli.sweep", str(path), "--output", str(folder)]
+    command = [sys.executable, "-m", "megalite.cli.main", "sweep", str(path), "--output", str(folder)]
     sweep = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     config = f"-m megalite.cli.main train --config {folder}"
     # The guard, torchrun and its two ranks.
