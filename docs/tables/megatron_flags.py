@@ -1,4 +1,4 @@
-"""Coming from Megatron-LM: its flags beside ours, those that set something else, those that are accepted, and those that are refused."""
+"""Coming from Megatron-LM: its flags beside ours, those that set something else, and those that are refused."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -14,61 +14,43 @@ from megalite.training.writers import TENSORBOARD_TAGS
 THEIRS: Mapping[str, str] = MappingProxyType(
     {
         # model
-        "num_layers": "required there",
-        "hidden_size": "required there",
-        "num_attention_heads": "required there",
-        "num_query_groups": "enough by itself",
-        "vocab_size": "needed only without a tokenizer",
-        "make_vocab_size_divisible_by": "theirs is multiplied by tp; ours is not, so that checkpoints do not depend on the layout",
-        "max_position_embeddings": "required there; here it is `--seq-length` unless given",
+        "make_vocab_size_divisible_by": "theirs is multiplied by tp",
+        "max_position_embeddings": "`--seq-length` unless given",
         "position_embedding_type": "without mrope and relative; yarn is `rope_scaling: yarn`",
         "hidden_dropout": "theirs is 0.1",
         "attention_dropout": "theirs is 0.1",
-        "init_method_std": "initial weights are drawn by name, the same on any layout, so they differ from theirs",
-        "moe_layer_freq": "a number, or a list of every n-th layer after dense ones",
-        "moe_aux_loss_coeff": "over each sequence; with `--moe-router-load-balancing-type aux_loss` over a microbatch, as theirs",
+        "init_method_std": "other initial weights, the same on any layout",
+        "moe_layer_freq": "also a list: dense layers, then every n-th",
+        "moe_aux_loss_coeff": "over each sequence; as theirs with `--moe-router-load-balancing-type aux_loss`",
         "moe_expert_capacity_factor": "over each sequence, not over a rank's microbatch",
         # parallel
-        "vpp": "layers need not divide evenly",
         "cp_comm_type": "one for all layers",
-        "sequence_parallel": "off at tp 1, as there",
         "microbatch_group_size_per_virtual_pipeline_stage": "any number from pp up, and any number of microbatches",
         "pipeline_layout": "m comes right before L, and can be left out",
         "ddp_bucket_size": "theirs is max(40 million, 1 million · dp)",
-        "dp_instances": "works with `fully-sharded` too",
         "overlap_grad_reduce": "theirs is off unless given",
         "overlap_param_gather": "theirs is off unless given",
         "fp8_param_gather": "each rank keeps its own part of the weights in bf16",
-        "distributed_backend": "auto is nccl on CUDA and gloo on a CPU; theirs is nccl",
         # optimizer
-        "optimizer": "adam, sgd, muon and soap are both's; `dist_muon` is muon with `--dp-strategy distributed-optimizer`; soap is the "
-        "paper's, theirs changes it (KL-Shampoo, an eigendecomposition at the start, new bases in each step)",
-        "lr": "required there",
-        "decoupled_lr": "with `--optimizer adam`",
+        "optimizer": "adam, sgd, muon, and soap as in the paper, where theirs differs; `dist_muon` is muon with `--dp-strategy "
+        "distributed-optimizer`",
         "lr_decay_style": "theirs is linear",
-        "lr_warmup_init": "the first step runs above it; as theirs with `--lr-schedule-offset megatron`",
+        "lr_warmup_init": "as theirs with `--lr-schedule-offset megatron`; else the first step runs above it",
         "muon_momentum": "theirs is 0.9",
         "muon_nesterov": "theirs is off unless given",
         "muon_scale": "theirs is 1",
-        "exp_avg_dtype": "fp32 and bf16",
-        "exp_avg_sq_dtype": "fp32 and bf16",
         # data
-        "data_path": "weights are exact decimals",
         "mock_data": "needs `--vocab-size`",
         "tokenizer_type": "inferred from the files unless given; without BERT's",
-        "tiktoken_pattern": "also well-known names, or a regular expression",
-        "sft": "messages, or prompt and response; packed by best fit, where theirs pads",
+        "tiktoken_pattern": "also names such as `llama3`",
+        "sft": "packed by best fit, where theirs pads",
         "num_workers": "threads; theirs is 2 processes",
-        "reset_attention_mask": "no mask is made",
         # training
-        "micro_batch_size": "required there",
-        "step_batch_size_schedule": "`--global-batch-size` is forbidden there; here it must be the last size",
+        "step_batch_size_schedule": "`--global-batch-size`, forbidden there, must be the last size",
         "rampup_batch_size": "works; in recent versions of theirs it has no effect",
-        "seq_length": "required there",
-        "seed": "gives other numbers than theirs",
+        "seed": "other numbers than theirs",
         "initial_loss_scale": "theirs is 2^32",
-        "recompute_modules": "mlp_act is of dense MLPs and shared experts too; `moe_act` is taken",
-        "recompute_method": "theirs must be given with full",
+        "recompute_modules": "mlp_act is of dense MLPs and shared experts too",
         "fine_grained_activation_offloading": "goes with `--cpu-offloading-num-layers`",
         "offload_modules": "as `--recompute-modules`; tensors of any size go",
         "eval_interval": "none unless given; theirs is 1000",
@@ -77,19 +59,15 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         "exit_signals": "always heard; theirs takes one, and only if asked",
         # compute
         "attention_backend": "also cudnn, efficient and blocked",
-        "deterministic": "needs no variables; an operation without such a kernel is an error",
-        "fp8_recipe": "tensorwise (`delayed` is taken for it) and rowwise; theirs also has mxfp8, blockwise and custom",
-        "fp8_wgrad": "theirs is also `--disable-fp8-wgrad`",
-        "tp_comm_overlap": "by torch's symmetric memory or point-to-point pieces; theirs needs Transformer Engine",
+        "deterministic": "needs no variables",
+        "fp8_recipe": "tensorwise, which `delayed` becomes, and rowwise alone",
+        "tp_comm_overlap": "without Transformer Engine",
         # checkpoint
         "save": "or `--run-dir` for everything",
         "load": "a folder with no checkpoint is an error unless `--fresh-if-missing`; a damaged one is passed over",
         # logging
         "log_interval": "theirs is 100",
         "log_params_norm": "with each log line; theirs in each step",
-        "tensorboard_dir": "`<run_dir>/tensorboard` unless given",
-        "timing_log_level": "0 and 1",
-        "profile": "by torch.profiler alone",
         "profile_step_start": "counted from where this run starts",
         "profile_step_end": "counted from where this run starts",
         "record_memory_history": "the snapshot is written when memory runs out",
@@ -161,16 +139,6 @@ def other_flags() -> list[str]:
 def other_flags_table() -> str:
     """Flags that stand for settings of another name or form."""
     return "".join(f"- {line}\n" for line in other_flags())
-
-
-def accepted_table(*kinds: str) -> str:
-    """Flags of some classes, by what is said of them; with values where only these are of the class."""
-    reasons: dict[str, list[str]] = {}
-    for known in known_flags().values():
-        if known.kind in kinds:
-            only = "" if known.values in (None, "*", ".*") else f" {known.values}"
-            reasons.setdefault(known.why, []).append(f"{known.flag}{only}")
-    return "".join(f"- {why}: {_listed(flags)}\n" for why, flags in reasons.items())
 
 
 def refused_table() -> str:

@@ -24,8 +24,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "composition, counted": composition.counted,
     "Megatron-LM, settings": megatron_flags.settings_table,
     "Megatron-LM, other flags": megatron_flags.other_flags_table,
-    "Megatron-LM, already so": lambda: megatron_flags.accepted_table("already so", "differs"),
-    "Megatron-LM, no effect": lambda: megatron_flags.accepted_table("no effect here"),
     "Megatron-LM, refused": megatron_flags.refused_table,
     "Megatron-LM, tags": megatron_flags.tags_table,
     "pages": pages.index,

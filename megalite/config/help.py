@@ -51,7 +51,7 @@ def full_help(program: str) -> str:
     lines += [f"  {flag:<42} {as_settings(values)}" for flag, values in standing_for()]
     lines += [f"  {flag}{f' {_PLACEHOLDERS[kind]}' if kind else ''}" for flag, (kind, _) in DERIVED.items()]
     lines += [f"  {flag} {'FILE' if flag.endswith('-path') else 'VALUE'}" for flag in FROM_VALUE]
-    lines += [f"  and {len(known_flags())} that set nothing or are refused: docs/from_megatron.md"]
+    lines += [f"  and {len(known_flags())} that set nothing, which megalite port explains, or are refused"]
     return "\n".join(part for line in lines for part in _wrapped(line))
 
 

@@ -371,7 +371,7 @@ def summary(notes: Sequence[Note]) -> list[str]:
     for kind in (ALREADY_SO, NO_EFFECT_HERE):
         if names := list(dict.fromkeys(note.what for note in notes if note.kind == kind)):
             parts.append(f"{kind}: {' '.join(names)}")
-    lines = [f"{'; '.join(parts)} (docs/from_megatron.md says why)"] if parts else []
+    lines = [f"{'; '.join(parts)} (megalite port says why)"] if parts else []
     differences: dict[str, dict[str, None]] = {}
     for note in notes:
         if note.kind == DIFFERS:

@@ -87,7 +87,7 @@ def test_one_line_names_all_that_is_accepted() -> None:
     flags = "--use-mcore-models --no-rope-fusion --no-mmap-bin-files --transformer-impl local --moe-router-topk 4 --fp8-amax-history-len 16"
     assert parse_arguments(flags.split()).remarks == [
         "already so: --use-mcore-models --transformer-impl; no effect here: --no-rope-fusion --no-mmap-bin-files --moe-router-topk "
-        "(docs/from_megatron.md says why)",
+        "(megalite port says why)",
         "--fp8-amax-history-len 16: fp8 here scales by what is multiplied itself, without a history; first and last layer, "
         "experts and head are in bf16",
     ]
