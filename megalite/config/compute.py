@@ -43,32 +43,30 @@ class ComputeConfig:
     """Kernels and how layers compute."""
 
     kernels: list[str] = option([])
-    """Kernels by hand, as apex,adam=torch: a BACKEND goes first for all operations, OPERATION=BACKEND serves that one
-    or is an error. `megalite kernels` lists them."""
+    """Kernels by hand, as apex,adam=torch: a BACKEND goes first for all operations, OPERATION=BACKEND must serve that
+    one."""
     attention_backend: str = option("auto", choices=ATTENTION_BACKENDS)
-    """Attention by torch's flash, cudnn, efficient or math kernel, or ours for bf16 on a CPU, blocked. One that cannot
-    serve is an error."""
+    """Attention by torch's flash, cudnn, efficient or math kernel, or ours for bf16 on a CPU, blocked."""
     tp_comm_overlap: bool = option(False)
-    """With sequence parallelism: gather and multiply, and multiply and scatter, in tp pieces that overlap."""
+    """With sequence parallelism: gathers and scatters overlap with products, in tp pieces."""
     tp_comm_overlap_backend: str = option("auto", choices=("auto", "ring", "symmetric"))
-    """How the pieces of tp_comm_overlap travel: round the ring of ranks, or by copies from symmetric memory over NVLink.
-    auto: symmetric where torch has it and gives the ring's numbers in a trial at the start."""
+    """How pieces of tp_comm_overlap travel: round a ring, or by symmetric memory over NVLink. auto: symmetric where a
+    trial gives the ring's numbers."""
     fp8: bool = option(False)
-    """Linear layers multiply in fp8 (e4m3 forward, e5m2 gradients), except in the first and the last layer, in experts
-    and in the head. Needs precision bf16 and compute capability 8.9."""
+    """Linear layers multiply in fp8, except the first and last layer, experts and head. Needs bf16 and compute
+    capability 8.9."""
     fp8_recipe: str = option("tensorwise", choices=("tensorwise", "rowwise"))
-    """What has a scale in fp8: each tensor, or each row of the first and each column of the second factor of a product."""
+    """What has a scale in fp8: each tensor, or each row of the first and column of the second factor."""
     fp8_wgrad: bool = option(True)
-    """With fp8: weight gradients are products in fp8 too, added to the main gradient in fp32; else products in bf16."""
+    """With fp8: weight gradients are products in fp8 too; else in bf16."""
     tf32: bool = option(False)
-    """Products of fp32 matrices on CUDA round their factors to TF32: several times the rate, errors near 5e-4. Needs
-    compute capability 8.0."""
+    """Products of fp32 matrices on CUDA round their factors to TF32: errors near 5e-4. Needs compute capability 8.0."""
     deterministic: bool = option(False, flags=("--deterministic-mode",))
     """The same bits in every run of one layout, also on CUDA; an operation without a repeatable form ends the run."""
     compile: bool = option(False)
     """torch.compile for what is between matrix products, attention and communication. Takes a minute at start."""
     keep_cpu_memory: bool = option(True)
-    """On a CPU with glibc, reuse what is freed instead of giving it back to the system."""
+    """On a CPU with glibc, reuse freed memory instead of returning it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -182,7 +182,7 @@ class DataConfig:
     text_field: str = option("text")
     """Key (jsonl) or column (parquet) of the text, where data_path names text."""
     sft: bool = option(False)
-    """Supervised fine-tuning on examples of prompt and response or chat messages; the loss is on responses alone."""
+    """Fine-tune on prompt and response or chat messages; the loss is on responses alone."""
     train_data_path: list[str] = option([])
     """As data_path, for training alone, without split."""
     valid_data_path: list[str] = option([])
@@ -215,12 +215,12 @@ class DataConfig:
     data_order: str = option("megalite", choices=("megalite", "megatron"))
     """Order of samples: a function of (seed, sample) alone, or Megatron-LM's, bit for bit."""
     data_cache_path: str | None = option(None)
-    """Folder for indices, for what is made of text and for files from and to addresses; default: `cache` beside each data path,
-    ~/.cache/megalite for addresses."""
+    """Folder for indices, text's tokens and fetched files; default: `cache` beside each data path, ~/.cache/megalite
+    for addresses."""
     packing: str = option("stream", choices=("stream", "best-fit"))
-    """Samples are cut from one stream of documents, or hold whole documents that fit, which see only themselves."""
+    """Samples are cut from one stream of documents, or hold whole documents that see only themselves."""
     num_workers: int = option(1, at_least=0, at_most=64)
-    """Threads per rank that read the microbatches of the next batch during a step; 0: it is read between two steps."""
+    """Threads per rank that read the next batch during a step; 0: between steps."""
     eod_mask_loss: bool = option(False)
     """Leave the prediction after an end-of-document token out of the loss."""
     reset_attention_mask: bool = option(False)

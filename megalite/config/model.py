@@ -80,66 +80,64 @@ class ModelConfig:
     vocab_size: int | None = option(None, at_least=1, below=2**31)
     """Token ids are below this; default: the tokenizer's size."""
     make_vocab_size_divisible_by: int = option(128, at_least=1, below=2**24)
-    """Embedding rows are padded to a multiple of this, on any layout."""
+    """Embedding rows are padded to a multiple of this."""
     max_position_embeddings: int | None = option(None, at_least=1, below=2**31)
-    """Rows of the learned position embedding, and the longest sequence allowed; default seq_length."""
+    """Rows of the learned position embedding, and the longest sequence; default seq_length."""
     position_embedding_type: str = option("learned_absolute", choices=("learned_absolute", "rope", "none"))
     """How positions enter."""
     rotary_base: float = option(10000.0, above=0)
     """RoPE's theta."""
     rotary_percent: float = option(1.0, above=0, at_most=1)
-    """Share of each head that RoPE turns, from its first channel on (GPT-NeoX)."""
+    """Share of each head that RoPE turns, from its first channel on."""
     rotary_interleaved: bool = option(False)
-    """RoPE turns neighbouring channels against each other (GPT-J) instead of the two halves of a head (Llama)."""
+    """RoPE turns neighbouring channels against each other (GPT-J), not the two halves of a head (Llama)."""
     rope_scaling: str = option("none", choices=("none", "linear", "llama3", "yarn", "dynamic"))
-    """How RoPE is stretched for longer sequences: all frequencies by the factor (linear), the slow ones (llama3, yarn),
-    or by a larger base for seq_length (dynamic)."""
+    """How RoPE is stretched: all frequencies (linear), the slow ones (llama3, yarn), or by a larger base (dynamic)."""
     rope_scaling_factor: float = option(8.0, above=1)
     """How far rope_scaling stretches positions."""
     rope_low_freq_factor: float = option(1.0, above=0)
-    """llama3 scaling: wavelengths above original positions / this are stretched in full."""
+    """llama3: wavelengths above original positions / this are stretched in full."""
     rope_high_freq_factor: float = option(4.0, above=0)
-    """llama3 scaling: wavelengths below original positions / this stay."""
+    """llama3: wavelengths below original positions / this stay."""
     rope_original_max_positions: int = option(
         8192, at_least=1, below=2**31, flags=("--yarn-original-max-position-embeddings",)
     )
-    """llama3, yarn and dynamic scaling: the sequence length that the model was first trained with."""
+    """llama3, yarn, dynamic: sequence length of the model's first training."""
     rope_beta_fast: float = option(32.0, above=0, flags=("--yarn-beta-fast",))
-    """yarn scaling: channels with more turns than this within the original positions stay."""
+    """yarn: channels with more turns than this within the original positions stay."""
     rope_beta_slow: float = option(1.0, above=0, flags=("--yarn-beta-slow",))
-    """yarn scaling: channels with fewer turns than this are stretched in full."""
+    """yarn: channels with fewer turns than this are stretched in full."""
     rope_truncate: bool = option(True, flags=("--yarn-correction-range-round-to-int",))
-    """yarn scaling: the channels between which it mixes are rounded to whole pairs."""
+    """yarn: the channels between which it mixes are rounded to whole pairs."""
     rope_mscale: float | None = option(None, above=0, flags=("--mscale",))
-    """yarn scaling: queries and keys grow by the ratio of 0.1·this·ln(factor) + 1 and the same of
-    rope_mscale_all_dim."""
+    """yarn: queries and keys grow by the ratio of 0.1·this·ln(factor) + 1 and the same of rope_mscale_all_dim."""
     rope_mscale_all_dim: float | None = option(None, above=0, flags=("--mscale-all-dim",))
-    """yarn scaling: see rope_mscale; without both the growth is 0.1·ln(factor) + 1. In multi_latent_attention scores
-    grow by the square of 0.1·this·ln(factor) + 1 too."""
+    """yarn: see rope_mscale; without both the growth is 0.1·ln(factor) + 1. In multi_latent_attention scores grow by
+    the square too."""
     rope_attention_factor: float | None = option(None, above=0)
-    """yarn scaling: the growth of queries and keys itself, in place of what follows from the factor."""
+    """yarn: the growth of queries and keys, given directly."""
     sliding_window: int | None = option(None, at_least=2)
-    """Keys that a query sees, its own included (Mistral); default: all before it."""
+    """Keys that a query sees, its own included; default: all before it."""
     window_attn_skip_freq: list[int] | None = option(None, at_least=0, below=10_000)
-    """Layers without sliding_window: every n-th (Gemma: 2 or 6), or for each layer 1 with the window, 0 without."""
+    """Layers without sliding_window: every n-th, or for each layer 1 with the window, 0 without."""
     rotary_base_local: float | None = option(None, above=0)
-    """RoPE's theta in layers with the window, without rope_scaling (Gemma 3); default: rotary_base."""
+    """RoPE's theta, without rope_scaling, in layers with the window; default: rotary_base."""
     no_rope_freq: list[int] | None = option(None, at_least=0, below=10_000)
-    """Layers without RoPE: every n-th (SmolLM3), or for each layer 1 without, 0 with."""
+    """Layers without RoPE: every n-th, or for each layer 1 without, 0 with."""
     softmax_scale: float | None = option(None, above=0)
-    """Factor on the products of queries and keys; default: 1 / sqrt(head size)."""
+    """Factor on products of queries and keys; default: 1 / sqrt(head size)."""
     attn_logit_softcapping: float | None = option(None, above=0)
-    """Attention scores s become c·tanh(s/c) for this c (Gemma 2). Takes attention in pieces."""
+    """Attention scores s become c·tanh(s/c) for this c. Takes attention in pieces."""
     softmax_type: str = option("vanilla", choices=("vanilla", "off-by-one", "learnable"))
-    """Attention's softmax has a sink, one more logit without a value: 0 (off-by-one), learned for each head (learnable:
-    gpt-oss), or none (vanilla). Takes attention in pieces."""
+    """A sink in attention's softmax: 0 (off-by-one), learned for each head (learnable), or none (vanilla). Sinks take
+    attention in pieces."""
     final_logit_softcapping: float | None = option(None, above=0)
-    """Logits z become c·tanh(z/c) for this c (Gemma 2)."""
+    """Logits z become c·tanh(z/c) for this c."""
     multi_latent_attention: bool = option(False)
-    """Queries, keys and values come out of narrow latents; all heads share the keys' part with rope (DeepSeek-V2).
-    qk_norm norms the latents."""
+    """Queries, keys and values come out of narrow latents; heads share the keys' part with rope (DeepSeek-V2). qk_norm
+    norms the latents."""
     q_lora_rank: int | None = option(None, at_least=1, below=2**24)
-    """Channels of the queries' latent; default: none (DeepSeek-V2-Lite)."""
+    """Channels of the queries' latent; default: none."""
     kv_lora_rank: int = option(32, at_least=1, below=2**24)
     """Channels of the latent of keys and values."""
     qk_head_dim: int = option(128, at_least=1, below=2**24)
@@ -149,32 +147,31 @@ class ModelConfig:
     v_head_dim: int = option(128, at_least=1, below=2**24)
     """Channels of each head's value; at most qk_head_dim + qk_pos_emb_head_dim."""
     pre_norms: bool = option(True)
-    """Norm before attention and before the MLP (OLMo 2 has none)."""
+    """Norm before attention and before the MLP."""
     post_norms: bool = option(False)
-    """Norm on the output of attention and of the MLP, before the residual sum (Gemma 2, OLMo 2)."""
+    """Norm on the output of attention and of the MLP, before the residual sum."""
     normalization: str = option("LayerNorm", choices=("LayerNorm", "RMSNorm"))
     """Kind of all norms."""
     norm_zero_centered: bool = option(False, flags=("--apply-layernorm-1p",))
-    """Norms multiply by 1 + weight, with weights that start at 0 (Gemma)."""
+    """Norms multiply by 1 + weight; weights start at 0."""
     qk_norm: bool = option(False, flags=("--qk-layernorm",))
-    """Norm over each head of queries and keys before RoPE (Qwen3)."""
+    """Norm over each head of queries and keys before RoPE."""
     qk_norm_all_heads: bool = option(False)
-    """qk_norm is over all heads together, with a weight for each channel of each head (OLMo 2)."""
+    """qk_norm is over all heads together."""
     norm_epsilon: float = option(1e-5, above=0, flags=("--layernorm-epsilon",))
     """Added to the variance inside the norm."""
     activation: str = option("gelu", choices=("gelu", "gelu_tanh", "squared_relu", *GATED))
-    """MLP nonlinearity; swiglu and geglu have a gate beside the up projection. quick_geglu:
-    gate·sigmoid(1.702·gate)·up."""
+    """MLP nonlinearity; swiglu and geglu have a gate. quick_geglu: gate·sigmoid(1.702·gate)·up."""
     activation_func_clamp_value: float | None = option(None, above=0)
-    """With a gate: largest gate, and largest magnitude of the up projection (gpt-oss: 7)."""
+    """With a gate: largest gate, and largest magnitude of the up projection."""
     glu_linear_offset: float = option(0.0, at_least=0, below=1000)
-    """With a gate: added to the up projection (gpt-oss: 1)."""
+    """With a gate: added to the up projection."""
     add_bias_linear: bool = option(True)
     """Biases in the linear layers of attention and MLP; experts: moe_add_bias_linear."""
     add_qkv_bias: bool = option(False)
-    """Bias in the query, key and value projection where add_bias_linear is off (Qwen2)."""
+    """Bias of queries, keys and values where add_bias_linear is off."""
     scale_embeddings: bool = option(False)
-    """Multiply word embeddings by sqrt(hidden_size) (Gemma)."""
+    """Multiply word embeddings by sqrt(hidden_size)."""
     tie_embeddings: bool = option(True)
     """The output head uses the word embedding's weight."""
     hidden_dropout: float = option(0.0, at_least=0, below=1)
@@ -182,16 +179,13 @@ class ModelConfig:
     attention_dropout: float = option(0.0, at_least=0, below=1)
     """Dropout on attention probabilities, by unfused attention."""
     use_mup: bool = option(False)
-    """Maximal update parametrization (arXiv 2203.03466): in a model m times as wide as mup_base_hidden_size, hidden
-    matrices start 1/sqrt(m) and learn 1/m as large, and logits are 1/m; scores of attention are divided by the head
-    size."""
+    """Maximal update parametrization (arXiv 2203.03466): the learning rate found at mup_base_hidden_size fits."""
     mup_base_hidden_size: int | None = option(None, at_least=1, below=2**20)
     """use_mup: the width that the learning rate was found with; default: hidden_size."""
     mup_base_head_dim: int | None = option(None, at_least=1, below=2**20)
     """use_mup: the head size at which scores are as without it; default: 1."""
     init_method_std: float = option(0.02, above=0, below=100)
-    """Standard deviation of the initial weights; that of residual output projections is divided by
-    sqrt(2·num_layers)."""
+    """Standard deviation of initial weights; of residual output projections divided by sqrt(2·num_layers)."""
     num_experts: int | None = option(None, at_least=2, below=2**20)
     """Experts of each MoE layer; default: a dense MLP."""
     moe_router_topk: int = option(2, at_least=1, below=2**24)
@@ -199,33 +193,31 @@ class ModelConfig:
     moe_ffn_hidden_size: int | None = option(None, at_least=1, below=2**24)
     """Width of one expert; default ffn_hidden_size."""
     moe_add_bias_linear: bool = option(False)
-    """Biases in the router and in both layers of each expert (gpt-oss)."""
+    """Biases in the router and in both layers of each expert."""
     moe_shared_expert_intermediate_size: int | None = option(None, at_least=1, below=2**24)
     """Width of the shared expert, for every token; default: none."""
     moe_shared_expert_gate: bool = option(False)
-    """The shared expert's output is multiplied by a sigmoid of one more projection per token (Qwen2-MoE)."""
+    """The shared expert's output is multiplied by a sigmoid of one more projection per token."""
     moe_layer_freq: int = option(1, at_least=1, below=10_000)
-    """Every how-many-th layer has experts, from the first on; the others have a dense MLP."""
+    """Every how-many-th layer has experts, from the first on; others have a dense MLP."""
     moe_first_dense_layers: int = option(0, at_least=0, below=10_000)
-    """Layers at the start with a dense MLP, in any case (DeepSeek)."""
+    """First layers, with a dense MLP in any case."""
     moe_router_pre_softmax: bool = option(False)
     """Softmax over all experts before the top-k choice; default: over the chosen."""
     moe_router_score_function: str = option("softmax", choices=("softmax", "sigmoid"))
-    """What makes scores of the router's logits; those of a sigmoid are divided by the sum of the chosen
-    (DeepSeek-V3)."""
+    """What makes scores of the router's logits; those of a sigmoid are divided by the sum of the chosen."""
     moe_router_enable_expert_bias: bool = option(False)
-    """Balance experts without a loss: a bias per expert counts in the choice alone, and grows after steps in which the
-    expert had too few tokens (arXiv 2408.15664)."""
+    """Balance experts by a bias in the choice alone, which grows after steps with too few tokens (arXiv 2408.15664)."""
     moe_router_bias_update_rate: float = option(1e-3, at_least=0, below=1)
     """What such a bias grows or shrinks by in a step."""
     moe_router_num_groups: int | None = option(None, at_least=1, below=2**20)
-    """Groups of neighbouring experts; a token goes to experts of moe_router_group_topk of them; default: no groups."""
+    """Groups of neighbouring experts; a token goes to moe_router_group_topk of them; default: no groups."""
     moe_router_group_topk: int | None = option(None, at_least=1, below=2**20)
     """Groups a token goes to: those with the largest sums of their best topk / group_topk scores."""
     moe_router_topk_scaling_factor: float = option(1.0, above=0)
     """Factor on the router's weights."""
     mtp_num_layers: int = option(0, at_least=0, below=100)
-    """Layers behind the last one that each predict one token further ahead in training (DeepSeek-V3)."""
+    """Further layers, each predicting one token further ahead in training (DeepSeek-V3)."""
     mtp_loss_scaling_factor: float = option(0.1, at_least=0)
     """Weight of the mean of their losses."""
     moe_aux_loss_coeff: float = option(0.0, at_least=0)
@@ -233,9 +225,9 @@ class ModelConfig:
     moe_z_loss_coeff: float = option(0.0, at_least=0)
     """Weight of the mean square of the router's log-sum-exp."""
     moe_expert_capacity_factor: float | None = option(None, above=0)
-    """An expert takes at most this times the even share of each sequence's tokens; default: no token is dropped."""
+    """An expert takes at most this times the even share of each sequence's tokens; default: no limit."""
     moe_token_drop_policy: str = option("probs", choices=("probs", "position"))
-    """Which tokens an expert over its capacity leaves out: the least probable or the last."""
+    """Which tokens an expert over capacity leaves out: the least probable or the last."""
 
     @property
     def head_size(self) -> int:

@@ -144,9 +144,7 @@ class OptimizerConfig:
     """The optimizer and its schedules. Norms and biases are not decayed."""
 
     optimizer: str = option("adam", choices=OPTIMIZERS)
-    """adam is AdamW; muon orthogonalises the update of matrices; soap is AdamW in the eigenbases of both dimensions of a
-    matrix, one-sided-soap in that of the smaller one; schedule-free-adamw averages its steps; onebit-adam, onebit-lamb and
-    zero-one-adam exchange signs of their momentum after a warm-up."""
+    """adam is AdamW; docs/data_parallel.md explains the others."""
     lr: float = option(1e-3, above=0, basic=True)
     """Peak learning rate."""
     min_lr: float = option(0.0, at_least=0, basic=True)
@@ -156,8 +154,7 @@ class OptimizerConfig:
     decoupled_min_lr: float | None = option(None, at_least=0)
     """decoupled_lr: what it decays to; default: min_lr."""
     lr_multipliers: list[str] = option([])
-    """PATTERN=FACTOR ...: multiply the learning rate of parameters with a name that matches, such as 'layers.0.*=0.5'
-    '*.router.weight=0.1'."""
+    """PATTERN=FACTOR ...: multiply the learning rate of parameters by name, such as 'layers.0.*=0.5'."""
     lr_decay_style: str = option("cosine", choices=LR_SCHEDULES, basic=True)
     """Decay after warm-up."""
     lr_decay_iters: int | None = option(None, at_least=1)
@@ -173,8 +170,7 @@ class OptimizerConfig:
     lr_warmup_init: float = option(0.0, at_least=0)
     """Learning rate that the warm-up starts from."""
     lr_schedule_offset: str = option("step-end", choices=("step-end", "megatron"))
-    """A step takes its learning rate and weight decay from its end in the schedules, or from its start, as
-    Megatron-LM."""
+    """A step takes learning rate and weight decay from its end in the schedules, or from its start (megatron)."""
     lr_wsd_decay_iters: int | None = option(None, at_least=1)
     """Length of the final decay of WSD, in steps."""
     lr_wsd_decay_samples: int | None = option(None, at_least=1)
@@ -212,8 +208,7 @@ class OptimizerConfig:
     muon_steps: int = option(5, at_least=1, flags=("--muon-num-ns-steps",))
     """muon: Newton-Schulz iterations."""
     muon_scale: float = option(0.2, above=0, flags=("--muon-extra-scale-factor",))
-    """muon: factor of all updates; with spectral the root mean square of a matrix's update, which fits AdamW's learning
-    rate."""
+    """muon: factor of all updates; with spectral the root mean square of a matrix's update."""
     muon_scale_mode: str = option("spectral", choices=MUON_SCALES)
     """muon: factor of a matrix [r, c]: spectral, √max(r, c); shape_scaling, √max(1, r/c); unit_rms_norm, √(r/c)."""
     muon_split_qkv: bool = option(True)
@@ -221,8 +216,7 @@ class OptimizerConfig:
     soap_frequency: int = option(10, at_least=1)
     """soap, one-sided-soap: updates after which eigenbases are made again."""
     qk_clip: bool = option(False)
-    """After each step shrink query and key weights of heads with an attention logit above qk_clip_threshold (MuonClip
-    of Kimi-K2)."""
+    """After each step shrink query and key weights of heads with an attention logit above qk_clip_threshold (MuonClip)."""
     qk_clip_threshold: float = option(100.0, above=0)
     """qk_clip: largest attention logit."""
     qk_clip_alpha: float = option(0.5, at_least=0, at_most=1)
@@ -230,8 +224,8 @@ class OptimizerConfig:
     freeze_step: int | None = option(None, at_least=1)
     """1-bit optimizers: last step of the warm-up with whole gradients; default: found, see freeze_threshold."""
     freeze_threshold: float = option(0.96, above=0, below=1)
-    """1-bit optimizers: the warm-up ends when the second moment's L1 norm has changed by less than this ratio over
-    1/(1-beta2) steps, after the learning rate's warm-up."""
+    """1-bit optimizers: the warm-up ends, after the learning rate's, when the second moment's L1 norm has changed by
+    less than this ratio over 1/(1-beta2) steps."""
     onebit_scale: str = option("tensor", choices=("tensor", "bucket"))
     """1-bit optimizers: signs stand for one size per tensor, or per bucket, as in the papers."""
     onebit_rule: str = option("megalite", choices=("megalite", "deepspeed"))
@@ -241,7 +235,7 @@ class OptimizerConfig:
     local_step_scaler: int = option(32678, at_least=1)
     """zero-one-adam: steps after which the number of local steps doubles."""
     variance_update_scaler: int = option(16, at_least=1)
-    """zero-one-adam: updates of the second moment after which the interval between them doubles."""
+    """zero-one-adam: updates of the second moment after which their interval doubles."""
     ema_decay: float | None = option(None, at_least=0, below=1)
     """Keep an exponential moving average of the main parameters, with this decay per step; default: none."""
     eval_ema: bool = option(False)
@@ -255,7 +249,7 @@ class OptimizerConfig:
     stochastic_rounding: bool = option(False)
     """adam: round bf16 moments up or down at random."""
     optimizer_cpu_offload: bool = option(False)
-    """Keep main parameters and optimizer states in host memory; an update takes them to the device piece by piece."""
+    """Keep main parameters and optimizer states in host memory; updates run on the device."""
     optimizer_offload_fraction: float = option(1.0, above=0, at_most=1)
     """optimizer_cpu_offload: at least so much of them, in whole buckets."""
 

@@ -51,20 +51,19 @@ class ParallelConfig:
     pp: int = option(1, at_least=1, below=2**20, flags=("--pipeline-model-parallel-size",), basic=True)
     """Pipeline-parallel size: layers are split over this many ranks."""
     vpp: int = option(1, at_least=1, below=2**20, flags=("--num-virtual-stages-per-pipeline-rank",), basic=True)
-    """Virtual stages (model chunks) on each pipeline rank; above 1 the default schedule is interleaved. Default: what
-    pipeline_layout or a V schedule needs."""
+    """Virtual stages (model chunks) per pipeline rank; default: what pipeline_layout or a V schedule needs."""
     dp: int | None = option(None, at_least=1, below=2**20, flags=("--data-parallel-size",))
     """Data-parallel size; default world / (tp·pp·cp)."""
     cp: int = option(1, at_least=1, below=2**20, flags=("--context-parallel-size",))
     """Context-parallel size: the sequence is split over this many ranks."""
     cp_comm_type: str = option("p2p", choices=("p2p", "a2a", "allgather", "a2a+p2p"))
     """How attention sees the whole sequence: keys and values go round a ring (p2p) or are gathered (allgather), heads
-    are exchanged (a2a), or both (a2a+p2p)."""
+    are exchanged (a2a), or both."""
     hierarchical_context_parallel_sizes: list[int] | None = option(None, at_least=1, below=2**20)
     """a2a+p2p: ranks of a group that exchange heads, and groups of the ring, e.g. 4 2."""
     context_parallel_load_balancer: str = option("headtail", choices=("headtail", "area"))
-    """Which parts of a sequence a rank holds: an early and a late one (headtail), or parts with as many visible pairs
-    of query and key (area)."""
+    """What a rank holds of a sequence: an early and a late part (headtail), or as many visible pairs of query and key
+    (area)."""
     ep: int = option(1, at_least=1, below=2**20, flags=("--expert-model-parallel-size",))
     """Expert-parallel size."""
     etp: int | None = option(None, at_least=1, below=2**20, flags=("--expert-tensor-parallel-size",))
@@ -74,8 +73,8 @@ class ParallelConfig:
     sequence_parallel: bool = option(False, basic=True)
     """Split norms, dropout and residual stream over the sequence, inside the tp group."""
     pipeline_schedule: str | None = option(None, choices=PIPELINE_SCHEDULES, basic=True)
-    """Pipeline order; default: interleaved if vpp > 1, 1f1b if tp > 1, else the fastest in the memory of 1f1b.
-    docs/schedules.md explains each; auto builds one for the costs of this model's stages."""
+    """Pipeline order (docs/schedules.md); default: interleaved if vpp > 1, 1f1b if tp > 1, else the fastest in the
+    memory of 1f1b. auto builds one for this model's costs."""
     pipeline_schedule_file: str | None = option(None)
     """Your schedule instead: a CSV file, as megalite schedule --write-csv writes."""
     pipeline_warmup: str = option("pa", choices=("pa", "pb"))
@@ -87,7 +86,8 @@ class ParallelConfig:
     pipeline_layers: list[int] | None = option(None, at_least=0, below=10_000)
     """Layers on each virtual stage, in order, e.g. 3,1; default: cut so that the slowest stage is fastest."""
     pipeline_layout: str | None = option(None, flags=("--pipeline-model-parallel-layout",))
-    """The same in words: E embedding, t layer, m layer for a further token, L head, | next stage, *n repeats, e.g. "Et*3|t*4|t*4|t*2L"."""
+    """The same in words: E embedding, t layer, m layer for a further token, L head, | next stage, *n repeats, e.g.
+    "Et*3|t*4|t*2L"."""
     pipeline_costs: str | None = option(None)
     """auto: JSON file with the times of each stage, as for megalite schedule --costs; default: their FLOPs."""
     pipeline_memory_limit: str | None = option(None)
@@ -97,38 +97,33 @@ class ParallelConfig:
     pipeline_send_window: int = option(1, at_least=1)
     """Sends that may be pending to one neighbour; each keeps an output alive."""
     scatter_gather_tensors_in_pipeline: bool = option(True)
-    """Without sequence parallelism each tensor-parallel rank sends 1/tp of what goes to another stage, and the
-    receivers gather it."""
+    """Without sequence parallelism each tensor-parallel rank sends 1/tp of a message, and the receivers gather it."""
     pipeline_compression: str = option("none")
-    """What goes from stage to stage is rounded to bf16 or 8-bit integers (uint8), or the largest elements alone, as
-    topk:0.25. Changes the numbers."""
+    """Messages between stages are rounded to bf16 or uint8, or the largest elements alone, as topk:0.25. Changes the
+    numbers."""
     pipeline_check_memory: bool = option(False)
-    """Assert after each action that live activations are those of the schedule's proof."""
+    """Assert after each action that live activations are those of the proof."""
     dp_strategy: str = option("all-reduce", choices=STRATEGIES, basic=True)
-    """What data-parallel ranks exchange; docs/data_parallel.md explains each. distributed-optimizer is ZeRO-1 (or 2),
-    fully-sharded ZeRO-3."""
+    """What data-parallel ranks exchange (docs/data_parallel.md). distributed-optimizer is ZeRO-1 (or 2), fully-sharded
+    ZeRO-3."""
     dp_instances: int = option(1, at_least=1, below=2**20, flags=("--num-distributed-optimizer-instances",))
-    """distributed-optimizer, fully-sharded, local-sgd, diloco, gossip: parts of neighbours. ZeRO shards inside a part
-    (hybrid sharding); the others all-reduce inside, and parts exchange weights."""
+    """distributed-optimizer, fully-sharded, local-sgd, diloco, gossip: parts of neighbours. ZeRO shards inside one; the
+    others all-reduce inside and exchange weights between."""
     ddp_bucket_size: int = option(40_000_000, at_least=1)
     """Parameters in one gradient bucket (not fused-all-reduce, sharded-parameter-server)."""
     overlap_grad_reduce: bool = option(True)
     """Reduce gradient buckets while the last microbatch's backward still runs."""
     overlap_param_gather: bool = option(True)
-    """distributed-optimizer, fully-sharded, parameter-server, sharded-parameter-server: gather updated parameters while the
-    next forward runs."""
+    """ZeRO and synchronous servers: gather updated parameters while the next forward runs."""
     fp8_param_gather: bool = option(False)
-    """distributed-optimizer, fully-sharded: gather the weights that multiply in fp8 in that format, at half the bytes. Each
-    shard is rounded with the scale of the whole tensor, as the product would round it, so that numbers are the same to the
-    bit. Optimizer and checkpoint are as without."""
+    """distributed-optimizer, fully-sharded: gather weights that multiply in fp8 in that format, with the same bits."""
     sanitize_communication: bool = option(False)
     """For tests: what is on its way holds NaN until it is waited for, and messages are delayed at random."""
     distributed_backend: str = option("auto", choices=("auto", "nccl", "gloo"))
     """auto: nccl on cuda, gloo on cpu."""
     nccl_max_ctas: list[str] = option([])
-    """NCCL's kernels for a group take at most so many thread blocks, each a multiprocessor that computes nothing meanwhile:
-    GROUP=NUMBER, of tp, cp, ep, pp (each pair of neighbours in a pipeline) and dp (gradients and sharded parameters), such
-    as pp=2,dp=16. Default: as NCCL decides."""
+    """Most thread blocks of NCCL's kernels for a group: GROUP=NUMBER, of tp, cp, ep, pp and dp, such as pp=2,dp=16.
+    Default: as NCCL decides."""
     shared_memory_collectives: bool = option(True)
     """On gloo, tensor-parallel ranks of one Linux host on x86-64 exchange through memory instead of sockets."""
     distributed_timeout_minutes: float = option(10.0, above=0)
@@ -137,11 +132,10 @@ class ParallelConfig:
     """If no rank progresses for so long, a watch process names the rank that stands still and ends the run; 0: never.
     Default: 0.8 of distributed_timeout_minutes."""
     hang_save_timeout_minutes: float | None = option(None, above=0)
-    """The same while a rank saves, starts or makes its first step. Default: six times hang_timeout_minutes, at most 0.9
-    of distributed_timeout_minutes."""
+    """The same while a rank saves or starts. Default: six times hang_timeout_minutes, at most 0.9 of
+    distributed_timeout_minutes."""
     elastic: bool = option(False)
-    """Take as many ranks as there are at each start; where the layout does not fit, the planner gives another.
-    docs/multi_node.md."""
+    """Take as many ranks as there are at each start, with another layout where needed (docs/multi_node.md)."""
     elastic_cluster: str | None = option(None)
     """elastic: machines for the planner, as megalite plan --cluster takes; default: by the device."""
 
@@ -253,8 +247,7 @@ class DataParallelConfig:
     """Settings of the data-parallel strategies; each has an effect with some of them only."""
 
     wire_dtype: str = option("fp32", choices=("fp32", "bf16", "fp16"))
-    """Number format in which gradients and exchanged weights travel; sums are made in fp32 or wider. fp16 has a loss
-    scale in any precision."""
+    """Format in which gradients and exchanged weights travel; sums are in fp32 or wider. fp16 has a loss scale."""
     reduction_order: str = option("backend", choices=("backend", "rank"))
     """Order in which gradients of ranks are added: the backend's, or by rank."""
     shard_gradients: bool = option(False)
@@ -271,7 +264,7 @@ class DataParallelConfig:
     sync_interval: int = option(20, at_least=1)
     """local-sgd, diloco: steps between two exchanges of weights."""
     sync_warmup_steps: int = option(0, at_least=0)
-    """local-sgd, diloco, gossip: first steps in which gradients are all-reduced instead."""
+    """local-sgd, diloco, gossip: first steps, in which gradients are all-reduced."""
     average_optimizer_state: bool = option(False)
     """local-sgd: average the optimizer's state with the weights."""
     outer_lr: float = option(0.7, above=0)
@@ -285,10 +278,10 @@ class DataParallelConfig:
     sync_mix: float = option(0.0, at_least=0, below=1)
     """diloco: share of a rank's own weights that stays when a fragment's result is used."""
     gossip_graph: str = option("ring", choices=GOSSIP_GRAPHS)
-    """gossip: average with both neighbours of a ring, or with one peer that changes from step to step."""
+    """gossip: average with both neighbours of a ring, or with one changing peer."""
     gossip_algorithm: str = option("d-psgd", choices=GOSSIP_ALGORITHMS)
-    """gossip: average weights before the optimizer's update (d-psgd), also correct momentum (decentlam), or average
-    public copies by 8-bit changes (choco-sgd)."""
+    """gossip: average weights before the update (d-psgd), also correct momentum (decentlam), or exchange 8-bit changes
+    (choco-sgd)."""
     grad_compression: str = option("none", choices=COMPRESSIONS)
     """all-reduce: lossy gradients with error feedback: signs, 8-bit integers, the largest elements, or low rank."""
     compression_warmup_steps: int = option(0, at_least=0)

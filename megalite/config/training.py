@@ -42,10 +42,9 @@ class TrainingConfig:
     global_batch_size: int | None = option(None, at_least=1, below=2**24, basic=True)
     """Sequences in one step over all ranks; default micro_batch_size · dp."""
     rampup_batch_size: list[int] | None = option(None)
-    """START INCREMENT SAMPLES: grow the batch from START to global_batch_size by INCREMENT over SAMPLES samples."""
+    """START INCREMENT SAMPLES: grow the batch from START by INCREMENT over SAMPLES samples."""
     step_batch_size_schedule: str | None = option(None)
-    """FROM:SIZE ...: the batch has SIZE sequences from so many tokens on, e.g. "0:384 200B:768 400B:1152";
-    global_batch_size is the last."""
+    """FROM:SIZE ...: SIZE sequences from so many tokens on, e.g. "0:384 200B:768"; global_batch_size is the last."""
     train_iters: int | None = option(None, at_least=1, basic=True)
     """Length of the run in steps."""
     train_samples: int | None = option(None, at_least=1)
@@ -53,12 +52,11 @@ class TrainingConfig:
     seq_length: int = option(256, at_least=1, below=2**31, basic=True)
     """Tokens in one sequence."""
     seq_length_warmup: list[int] | None = option(None)
-    """START STEPS: the first steps use the first START tokens of each sample, later ones more, from step STEPS on
-    all."""
+    """START STEPS: train on the first START tokens of each sample, growing to all at step STEPS."""
     seed: int = option(1234, at_least=0, below=2**63)
     """Initial weights, data order and dropout are pure functions of it."""
     precision: str = option("fp32", choices=("fp32", "bf16", "fp16", "fp64"), basic=True)
-    """Parameters and activations; bf16 and fp16 keep fp32 main parameters and gradients; fp64 is for proofs."""
+    """Parameters and activations; bf16 and fp16 keep fp32 main parameters and gradients."""
     loss_scale: float | None = option(None, above=0, below=2**64)
     """Fixed loss scale for fp16; default: dynamic."""
     initial_loss_scale: float = option(65536.0, above=0, below=2**64)
@@ -70,17 +68,15 @@ class TrainingConfig:
     hysteresis: int = option(2, at_least=1)
     """Overflows before the loss scale halves."""
     recompute_granularity: str = option("none", choices=("none", "selective", "full"), basic=True)
-    """Activations recomputed in the backward: none, those of recompute_modules (selective), or whole layers (full)."""
+    """Activations recomputed in the backward: none, of recompute_modules (selective), or whole layers (full)."""
     recompute_modules: list[str] = option(["core_attn"])
     """selective: core_attn, mla_up_proj, mlp_act, layernorm, mlp, shared_experts, moe."""
     recompute_method: str = option("uniform", choices=("uniform", "block"))
-    """full: every recompute_num_layers layers are one unit (uniform), or that many layers of each stage are recomputed,
-    one by one (block)."""
+    """full: units of recompute_num_layers layers (uniform), or that many layers of each stage, one by one (block)."""
     recompute_num_layers: int = option(1, at_least=1, below=MOST_LAYERS)
     """See recompute_method."""
     recompute_ahead: bool = option(False)
-    """Full recompute before the wait for the gradient: shorter bubble, the activations of one more microbatch of a
-    stage."""
+    """Full recompute before the wait for the gradient: shorter bubble, one more microbatch of activations."""
     cpu_offloading_num_layers: int = option(0, at_least=0, below=MOST_LAYERS)
     """Keep what so many layers at the start of each stage save for the backward in host memory."""
     fine_grained_activation_offloading: bool = option(False)
@@ -90,8 +86,7 @@ class TrainingConfig:
     device: str = option("auto", choices=("auto", "cpu", "cuda"))
     """auto: cuda if there is one."""
     imports: list[str] = option([], flags=("--import",), basic=True)
-    """Your modules, such as my_package.my_module, which register datasets, layers, optimizers and more
-    (docs/extend.md). May be given again; all count."""
+    """Your modules, such as my_package.my_module, which register parts (docs/extend.md). May be given again."""
     eval_interval: int | None = option(None, at_least=1, basic=True)
     """Steps between evaluations on the validation split; default: none."""
     eval_iters: int = option(10, at_least=0)
@@ -109,11 +104,11 @@ class TrainingConfig:
     check_for_nan_in_loss_and_grad: bool = option(True)
     """Act before the update when the loss or the gradient norm is not finite."""
     on_non_finite: str = option("stop", choices=("stop", "skip"))
-    """A loss or gradient norm that is not finite stops the run, or the step is skipped and changes nothing."""
+    """Stop the run at a loss or gradient norm that is not finite, or skip the step unchanged."""
     moe_aux_loss_sequences: int = option(1, at_least=1)
-    """Take the load-balancing loss over so many neighbouring sequences of the batch; they divide micro_batch_size."""
+    """Take the load-balancing loss over so many neighbouring sequences; they divide micro_batch_size."""
     max_consecutive_skips: int = option(10, at_least=1)
-    """Stop after so many skipped steps in a row: with on_non_finite skip, and overflows at fp16's min_loss_scale."""
+    """Stop after so many skipped steps in a row."""
 
     @property
     def offloaded_layers(self) -> int:
@@ -131,7 +126,7 @@ class CheckpointConfig:
     """Where checkpoints are written and which one a run starts from."""
 
     save: str | None = option(None, basic=True)
-    """Folder for checkpoints, or an address such as s3://bucket/run; default <run_dir>/checkpoints if save_interval is set."""
+    """Folder or address (s3://bucket/run) for checkpoints; default <run_dir>/checkpoints if save_interval is set."""
     save_interval: int | None = option(None, at_least=1, flags=("--persistent-save-interval",), basic=True)
     """Steps between checkpoints; one is also written at the end."""
     async_save: bool = option(False, basic=True)
@@ -139,30 +134,30 @@ class CheckpointConfig:
     keep_latest: int | None = option(None, at_least=1, basic=True)
     """Keep this many checkpoints, once the newest verifies; default: all."""
     keep_every: int | None = option(None, at_least=1)
-    """keep_latest: keep those of every step that is a multiple of this too."""
+    """keep_latest: keep multiples of this step too."""
     on_save_error: str = option("stop", choices=("stop", "continue"))
     """If a checkpoint cannot be written: stop the run, or say so and continue."""
     check_weights_before_save: bool = option(True)
     """Stop the run if anything that is about to be saved is not finite."""
     max_failures_at_step: int = option(3, at_least=0)
-    """Refuse to start once the run has failed that often in the same step; 0: never."""
+    """Refuse to start once the run has failed that often in one step; 0: never."""
     load: str | None = option(None, basic=True)
-    """Folder or address to resume from: the newest checkpoint there that verifies. hf:FOLDER starts from a Hugging Face model, and
-    resumes from checkpoints in save."""
+    """Folder or address to resume from, at the newest checkpoint that verifies. hf:FOLDER starts from a Hugging Face
+    model."""
     ckpt_step: int | None = option(None, at_least=0)
     """Resume from this step rather than from the newest."""
     fresh_if_missing: bool = option(False, basic=True)
-    """Start from step 0 if load holds no checkpoint, which is an error otherwise."""
+    """Start from step 0 if load holds no checkpoint."""
     finetune: bool = option(False)
     """Load weights alone: optimizer, step and data position start afresh."""
     load_optimizer: bool = option(True)
     """Resume with the optimizer's states, at the step that was saved."""
     export_hf: str | None = option(None)
-    """Hugging Face folder to write at the end of training; it must not exist yet, or be empty."""
+    """Hugging Face folder to write at the end of training; must be new or empty."""
     save_hf_interval: int | None = option(None, at_least=1)
     """Steps between Hugging Face folders during training, <export_hf>-step-N, with a checkpoint."""
     require_same_schedule: bool = option(False)
-    """Refuse a checkpoint of a run with other schedules of learning rate and weight decay."""
+    """Refuse a checkpoint with other schedules of learning rate and weight decay."""
 
 
 WRITERS: Registry[Callable[..., Any]] = Registry(
@@ -185,11 +180,11 @@ class LoggingConfig:
     log_interval: int = option(10, at_least=1, basic=True)
     """Steps between log lines."""
     log_params_norm: bool = option(False)
-    """Log the L2 norm of all weights with each line."""
+    """Log the L2 norm of all weights."""
     log_num_zeros_in_grad: bool = option(False)
-    """Log how many elements of the whole model's gradient are 0 with each line."""
+    """Log how many elements of the gradient are 0."""
     log_gradient_noise_scale: bool = option(False)
-    """Log the gradient noise scale, an estimate of the critical batch size in samples."""
+    """Log an estimate of the critical batch size, in samples."""
     run_dir: str | None = option(None, basic=True)
     """Folder for config.yaml, metrics.jsonl, sessions.json and tensorboard/; default: none."""
     tensorboard_dir: str | None = option(None)
@@ -197,27 +192,27 @@ class LoggingConfig:
     metrics: list[str] = option([])
     """Further writers: csv, prometheus, mlflow, comet, wandb, or what an import has registered."""
     wandb_project: str | None = option(None)
-    """Project at Weights & Biases, which turns its writer on; the key comes from WANDB_API_KEY or `wandb login`."""
+    """Project at Weights & Biases; the key comes from WANDB_API_KEY or `wandb login`."""
     wandb_entity: str | None = option(None)
     """Team or user there; default: that of the key."""
     wandb_exp_name: str | None = option(None)
     """Name of the run there; default: that of run_dir."""
     timing_log_level: int = option(1, at_least=0, at_most=1)
-    """1: measure the time of each phase of the step and find slow ranks; 0: neither."""
+    """1: time each phase of the step and find slow ranks; 0: neither."""
     log_phases: bool = option(False)
-    """A second log line with the time of each phase, and memory; else only when some rank is slow."""
+    """A second log line with the time of each phase, and memory."""
     straggler_threshold: float = option(1.2, above=1)
-    """A rank is named when its forward and backward take that many times the median of its peers."""
+    """A rank is named when its forward and backward take that many times its peers' median."""
     trace: bool = option(False)
-    """Write the measured pipeline of trace_steps beside the simulated one: <run_dir>/trace-N.json."""
+    """Write the measured pipeline of trace_steps beside the simulated one."""
     trace_steps: list[int] = option([3], at_least=1)
     """Steps to trace, counted from where this run starts."""
     loss_spike_threshold: float = option(10.0, at_least=0)
-    """Warn when the loss is so many times the usual scatter above the median of recent steps; 0: never."""
+    """Warn when the loss is so many times the usual scatter above the recent median; 0: never."""
     loss_spike_window: int = option(100, at_least=8)
     """Recent steps that a loss is compared with."""
     profile: bool = option(False)
-    """Write torch.profiler's traces and tables of some steps to <run_dir>/profile, or to <tensorboard_dir>/profile."""
+    """Write torch.profiler's traces and tables of some steps to <run_dir>/profile."""
     profile_step_start: int = option(10, at_least=2)
     """First step to profile, counted from where this run starts."""
     profile_step_end: int = option(12, at_least=3)
@@ -225,6 +220,6 @@ class LoggingConfig:
     profile_ranks: list[int] = option([0], at_least=0)
     """Ranks to profile."""
     record_memory_history: bool = option(False)
-    """CUDA: write every allocation to <run_dir>/out-of-memory-rank-N.pickle when memory runs out."""
+    """CUDA: write every allocation when memory runs out."""
     peak_tflops: float | None = option(None, above=0)
     """Peak TFLOP/s of one device, for MFU; default: known for data-centre GPUs."""
