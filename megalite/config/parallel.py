@@ -104,7 +104,7 @@ class ParallelConfig:
     pipeline_check_memory: bool = option(False)
     """Assert after each action that live activations are those of the proof."""
     dp_strategy: str = option("all-reduce", choices=STRATEGIES, basic=True)
-    """What data-parallel ranks exchange (docs/data_parallel.md). distributed-optimizer is ZeRO-1 (or 2), fully-sharded
+    """What data-parallel ranks exchange. docs/data_parallel.md; distributed-optimizer is ZeRO-1 (or 2), fully-sharded
     ZeRO-3."""
     dp_instances: int = option(1, at_least=1, below=2**20, flags=("--num-distributed-optimizer-instances",))
     """distributed-optimizer, fully-sharded, local-sgd, diloco, gossip: parts of neighbours. ZeRO shards inside one; the
