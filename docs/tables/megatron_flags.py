@@ -6,7 +6,6 @@ from types import MappingProxyType
 from config_page import default_of
 
 from megalite.config.describe import settings
-from megalite.config.help import as_settings, standing_for
 from megalite.config.megatron import DERIVED, FROM_VALUE, REFUSED_VALUES, STANDS_FOR, VALUES
 from megalite.config.megatron_flags import REFUSED, known_flags
 from megalite.training.writers import TENSORBOARD_TAGS
@@ -124,9 +123,8 @@ VALUE_MEANING = {
 
 
 def other_flags() -> list[str]:
-    """Megatron-LM's flags that stand for settings of another name: `flag`, `flag`: settings."""
-    lines = [f"`{flag}`: {as_settings(values) or 'nothing'}" for flag, values in standing_for()]
-    lines += [f"`{flag}`: {DERIVED_MEANING[flag]}" for flag in DERIVED]
+    """Megatron-LM's flags that stand for settings of another name by their value: `flag`, `flag`: settings."""
+    lines = [f"`{flag}`: {DERIVED_MEANING[flag]}" for flag in DERIVED]
     lines += [f"`{flag}`: {VALUE_MEANING[flag]}" for flag in FROM_VALUE]
     for name, words in VALUES.items():
         lines += [f"`{settings()[name].flags[0]} {word}`: `{name}: {ours}`" for word, ours in words.items()]
