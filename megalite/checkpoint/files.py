@@ -1,5 +1,6 @@
 """Files that are on the disk when a function returns, and reads that refuse anything but a plain file."""
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -195,6 +196,8 @@ def not_writable(folder: Path) -> tuple[Path, str] | None:
 
 
 def free_bytes(folder: Path) -> int:
-    """Free bytes on the disk that holds `folder` (or, before it exists, its nearest parent)."""
-    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    return shutil.disk_usage(there).free
+    """Free bytes on the disk that holds `folder` (or, before it exists, its nearest parent that answers)."""
+    for place in (folder, *folder.absolute().parents):
+        with contextlib.suppress(OSError):
+            return shutil.disk_usage(place).free
+    return 0

@@ -367,11 +367,13 @@ def known_flags() -> Mapping[str, Known]:
 
 def summary(notes: Sequence[Note]) -> list[str]:
     """One line for all that was accepted without being a setting, and one for each difference."""
-    parts = []
-    for kind in (ALREADY_SO, NO_EFFECT_HERE):
-        if names := list(dict.fromkeys(note.what for note in notes if note.kind == kind)):
-            parts.append(f"{kind}: {' '.join(names)}")
-    lines = [f"{'; '.join(parts)} (megalite port says why)"] if parts else []
+    accepted = {
+        kind: {note.what: note.why for note in notes if note.kind == kind} for kind in (ALREADY_SO, NO_EFFECT_HERE)
+    }
+    reasons = {why for of_kind in accepted.values() for why in of_kind.values()}
+    why = reasons.pop() if len(reasons) == 1 else "megalite port says why"
+    parts = [f"{kind}: {' '.join(names)}" for kind, names in accepted.items() if names]
+    lines = [f"{'; '.join(parts)} ({why})"] if parts else []
     differences: dict[str, dict[str, None]] = {}
     for note in notes:
         if note.kind == DIFFERS:

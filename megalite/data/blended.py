@@ -5,13 +5,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megalite.config.errors import ConfigError
-from megalite.data.dataset import Packing, SampleSource, require_sample
+from megalite.data.dataset import PackedSource, Packing, SampleSource, require_sample
 from megalite.data.index_cache import Kept
 
 MAX_PERIOD = 1 << 20  # largest common denominator of the shares at which a block is one whole period
@@ -71,8 +71,7 @@ class BlendedDataset:
     def packing(self, k: int) -> Packing:
         """Of a blend of packed samples."""
         dataset, index = self.locate(k)
-        source: Any = self.datasets[dataset]
-        return source.packing(index)
+        return cast(PackedSource, self.datasets[dataset]).packing(index)
 
     def prepare(self, first: int, stop: int, *, epochs: int | None = None) -> list[Kept | None]:
         """Keep the large indices that samples [first, stop) need: of each dataset the first `epochs`."""

@@ -42,9 +42,15 @@ class Packing:
 
 
 class SampleSource(Protocol):
-    """An endless sequence of numbered samples. One of packed samples also has `packing(k)`, which gives their `Packing`."""
+    """An endless sequence of numbered samples."""
 
     def sample(self, k: int) -> NDArray[np.int64]: ...
+
+
+class PackedSource(SampleSource, Protocol):
+    """One of packed samples."""
+
+    def packing(self, k: int) -> Packing: ...
 
 
 def require_sample(k: int) -> None:

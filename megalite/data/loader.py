@@ -7,14 +7,14 @@ from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from megalite.config.errors import ConfigError
-from megalite.data.dataset import Packing, SampleSource
+from megalite.data.dataset import PackedSource, Packing, SampleSource
 from megalite.topology.layout import Spans, sequence_spans
 
 Balance = Callable[[int, tuple[tuple[int, ...], ...]], tuple[Spans, ...]]
@@ -167,7 +167,7 @@ class BatchLoader:
     def microbatch(self, ids: tuple[int, ...], length: int | None = None) -> Microbatch:
         samples = np.empty((len(ids), self.seq_length + 1), dtype=np.int64)
         packings: list[Packing | None] = []
-        source: Any = self.dataset
+        source = cast(PackedSource, self.dataset)  # where `packed`
         for row, k in zip(samples, ids, strict=True):
             row[:] = source.sample(k)
             packings.append(source.packing(k) if self.packed else None)

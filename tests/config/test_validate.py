@@ -35,7 +35,7 @@ def test_what_has_no_effect_is_said_and_taken(row: str) -> None:
     (note,) = invocation.notes
     assert note.what in flags and note.kind == "no effect here"
     assert re.match(r"[a-z0-9_]+( .*)? has no effect with", note.why), note.why
-    assert invocation.remarks == [f"no effect here: {note.what} (megalite port says why)"]
+    assert invocation.remarks == [f"no effect here: {note.what} ({note.why})"]
 
 
 def test_what_has_no_effect_leaves_no_trace() -> None:
