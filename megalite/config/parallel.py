@@ -62,8 +62,8 @@ class ParallelConfig:
     hierarchical_context_parallel_sizes: list[int] | None = option(None, at_least=1, below=2**20)
     """a2a+p2p: ranks of a group that exchange heads, and groups of the ring, e.g. 4 2."""
     context_parallel_load_balancer: str = option("headtail", choices=("headtail", "area"))
-    """What a rank holds of a sequence: an early and a late part (headtail), or as many visible pairs of query and key
-    (area)."""
+    """What a rank holds of a sequence: an early and a late part (headtail), or parts with equally many visible pairs of
+    query and key (area)."""
     ep: int = option(1, at_least=1, below=2**20, flags=("--expert-model-parallel-size",))
     """Expert-parallel size."""
     etp: int | None = option(None, at_least=1, below=2**20, flags=("--expert-tensor-parallel-size",))
@@ -104,8 +104,8 @@ class ParallelConfig:
     pipeline_check_memory: bool = option(False)
     """Assert after each action that live activations are those of the proof."""
     dp_strategy: str = option("all-reduce", choices=STRATEGIES, basic=True)
-    """What data-parallel ranks exchange. docs/data_parallel.md; distributed-optimizer is ZeRO-1 (or 2), fully-sharded
-    ZeRO-3."""
+    """What data-parallel ranks exchange. distributed-optimizer is ZeRO-1 (or 2), fully-sharded ZeRO-3;
+    docs/data_parallel.md explains each."""
     dp_instances: int = option(1, at_least=1, below=2**20, flags=("--num-distributed-optimizer-instances",))
     """distributed-optimizer, fully-sharded, local-sgd, diloco, gossip: parts of neighbours. ZeRO shards inside one; the
     others all-reduce inside and exchange weights between."""
@@ -114,7 +114,8 @@ class ParallelConfig:
     overlap_grad_reduce: bool = option(True)
     """Reduce gradient buckets while the last microbatch's backward still runs."""
     overlap_param_gather: bool = option(True)
-    """ZeRO and synchronous servers: gather updated parameters while the next forward runs."""
+    """distributed-optimizer, fully-sharded, parameter-server, sharded-parameter-server: gather updated parameters while the
+    next forward runs."""
     fp8_param_gather: bool = option(False)
     """distributed-optimizer, fully-sharded: gather weights that multiply in fp8 in that format, with the same bits."""
     sanitize_communication: bool = option(False)

@@ -10,13 +10,13 @@ ROOT = Path(__file__).parents[2]
 SMALL = 60
 """Lines; a shorter file with one importer belongs to its importer."""
 CEILINGS = {
-    "megalite: lines": 75_730,
+    "megalite: lines": 75_380,
     "megalite: files": 365,
     "megalite: longest file": 500,
     "megalite: small files with one importer": 1,
-    "tests: lines": 69_320,
+    "tests: lines": 69_330,
     "benchmarks: lines": 8_910,
-    "docs: words": 37_380,
+    "docs: words": 37_390,
 }
 
 
@@ -26,14 +26,14 @@ def measures() -> dict[str, int]:
     rooms = sorted(count for path, count in lines["megalite"].items() if path.name != "__init__.py")
     pages = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *ROOT.glob("docs/*.md")]
     return {
-        "megalite: lines": 75_730,
-        "megalite: files": 365,
+        "megalite: lines": sum(lines["megalite"].values()),
+        "megalite: files": len(lines["megalite"]),
         "megalite: median file": round(statistics.median(rooms)),
         "megalite: longest file": rooms[-1],
-        "megalite: small files with one importer": 1,
-        "tests: lines": 69_320,
+        "megalite: small files with one importer": len(small_files()),
+        "tests: lines": sum(lines["tests"].values()),
         "benchmarks: lines": sum(lines["benchmarks"].values()),
-        "docs: words": 37_380,
+        "docs: words": sum(len(page.read_text(encoding="utf-8").split()) for page in pages),
     }
 
 

@@ -69,7 +69,7 @@ def draw() -> Drawing:
         # Near what it imports, so that lines are short.
         names = sorted(
             (name for name in packages() if floor(name) == level),
-            key=lambda name: (sum(place[b][0] for b in imported(name)) / max(1, len(imported(name))), name),
+            key=lambda name: (sum(place[b][0] for b in sorted(imported(name))) / max(1, len(imported(name))), name),
         )
         for index, name in enumerate(names):
             x = WIDTH * (index + 0.5) / len(names)

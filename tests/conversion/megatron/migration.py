@@ -21,7 +21,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from megalite.cli import port, preprocess
+from megalite.cli import preprocess
+from megalite.cli.main import main as megalite
 from megalite.config.run import RunConfig
 from megalite.data.sources import build_datasets, megatron_lengths
 from tests.conversion.samples import byte_tokenizer
@@ -111,7 +112,7 @@ def ported(script: str, data: Path, tokenizer: Path, folder: Path) -> Path:
     """The config of a script; checkpoints and logs go where a test says."""
     output = folder / f"{script}.yaml"
     given = ["--set", "1=checkpoints", "--set", f"2={data}", "--set", f"3={tokenizer}"]
-    assert port.main([str(HERE / f"{script}.sh"), *given, "--output", str(output)]) == 0
+    assert megalite(["port", str(HERE / f"{script}.sh"), *given, "--output", str(output)]) == 0
     return output
 
 

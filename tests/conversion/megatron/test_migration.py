@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megalite.checkpoint.manifest import Manifest
-from megalite.cli import port
+from megalite.cli.main import main
 from megalite.config.files import load
 from megalite.conversion.megatron import run as megatron_run
 from megalite.conversion.open import open_weights
@@ -228,7 +228,7 @@ def test_the_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     shutil.copy(HERE / "train_gpt.sh", tmp_path)
     monkeypatch.chdir(tmp_path)
     assert samples.run(*convert[2:]) == 0
-    assert port.main(script[2:]) == 0
+    assert main(script[1:]) == 0
     train_forked(4, *train[train.index("pretrain_gpt.py") + 1 :], "--run-dir", "run", folder=tmp_path).require_success()
     lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     assert_continues(theirs, [line for line in lines if "loss" in line])
