@@ -62,7 +62,7 @@ class ParallelConfig:
     hierarchical_context_parallel_sizes: list[int] | None = option(None, at_least=1, below=2**20)
     """a2a+p2p: ranks of a group that exchange heads, and groups of the ring, e.g. 4 2."""
     context_parallel_load_balancer: str = option("headtail", choices=("headtail", "area"))
-    """What a rank holds of a sequence: an early and a late part (headtail), or parts with equally many visible pairs of
+    """What each rank holds of a sequence: an early and a late part (headtail), or parts with equally many visible pairs of
     query and key (area)."""
     ep: int = option(1, at_least=1, below=2**20, flags=("--expert-model-parallel-size",))
     """Expert-parallel size."""
@@ -133,7 +133,7 @@ class ParallelConfig:
     """If no rank progresses for so long, a watch process names the rank that stands still and ends the run; 0: never.
     Default: 0.8 of distributed_timeout_minutes."""
     hang_save_timeout_minutes: float | None = option(None, above=0)
-    """The same while a rank saves or starts. Default: six times hang_timeout_minutes, at most 0.9 of
+    """The same during saves and starts. Default: six times hang_timeout_minutes, at most 0.9 of
     distributed_timeout_minutes."""
     elastic: bool = option(False)
     """Take as many ranks as there are at each start, with another layout where needed (docs/multi_node.md)."""

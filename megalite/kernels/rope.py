@@ -16,8 +16,8 @@ def rope_frequencies(config: ModelConfig, *, length: int = 0, local: bool = Fals
 
     Scaling `linear`: every θ / factor (arXiv 2306.15595). `llama3` (Llama 3.1, arXiv 2407.21783): by the turns that a pair
     makes within the original positions. Fewer than low_freq_factor: θ / factor; more than high_freq_factor: θ; in between
-    the two are mixed linearly in the number of turns. `yarn`: see `yarn_frequencies`. `dynamic` (NTK-aware): the base grows with the
-    `length` of the run's sequences beyond the original positions, by (factor·length/original - factor + 1)^(d/(d-2)).
+    the two are mixed linearly in the number of turns. `yarn`: see `yarn_frequencies`. `dynamic` (NTK-aware): the base grows
+    with the `length` of the run's sequences beyond the original positions, by (factor·length/original - factor + 1)^(d/(d-2)).
     `local`: those of rotary_base_local, without scaling.
     """
     size, factor, low = config.rotary_size, config.rope_scaling_factor, config.rope_low_freq_factor
@@ -71,14 +71,13 @@ def attention_factor(config: ModelConfig) -> float:
         return 1.0
     if config.rope_attention_factor is not None:
         return config.rope_attention_factor
-
     if config.rope_mscale is not None and config.rope_mscale_all_dim is not None:
         return _grown(config, config.rope_mscale) / _grown(config, config.rope_mscale_all_dim)
     return _grown(config, 1)
 
 
 def latent_score_factor(config: ModelConfig) -> float:
-    """What scores of multi-latent attention are multiplied with beside 1 / sqrt(d), in the channels without rope too."""
+    """What scores of multi-latent attention are multiplied with in addition to 1 / sqrt(d), in the channels without rope too."""
     if config.rope_scaling != "yarn" or config.rope_mscale_all_dim is None:
         return 1.0
     return _grown(config, config.rope_mscale_all_dim) ** 2

@@ -64,7 +64,11 @@ class ActivationOffload(SavedTensors):
             self._goes = before
 
     def runner(self, name: str) -> Callable[..., Any]:
-        return lambda function, *args, **kwargs: self.module(name)(function)(*args, **kwargs)
+        def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with self.module(name):
+                return function(*args, **kwargs)
+
+        return run
 
     def fetch_with(self, output: Tensor) -> None:
         """The last layer comes back as the backward of the one behind it, which has given `output`, begins."""

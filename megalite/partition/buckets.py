@@ -164,14 +164,17 @@ def _cut(config: RunConfig, shapes: list[ParameterShape], *, tied_apart: bool, u
     def facts(shape: ParameterShape) -> tuple[BucketKind, int]:
         # Layers differ in nothing but their number, which two settings alone look at.
         name = shape.name if by_number or not shape.name.startswith("layers.") else shape.name.split(".", 2)[2]
-        key = (name, shape.shape, shape.shard_dim)
+        key = (name, shape.shape, shape.shard_dim, shape.decay, shape.expert)
         if key not in known:
             known[key] = _bucket_kind(config, shape, tied_apart), local_size(shape, config)
         return known[key]
 
     found = []
     for kind, members in cut_into_buckets(
-        *(shapes,), kind=lambda it: facts(it)[0], size=lambda it: facts(it)[1], bucket_size=bucket_size(config, dense)
+        shapes,
+        kind=lambda shape: facts(shape)[0],
+        size=lambda shape: facts(shape)[1],
+        bucket_size=bucket_size(config, dense),
     ):
         everywhere = expert if kind.expert else dense
         found.append(

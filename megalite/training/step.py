@@ -370,8 +370,7 @@ class Stepper:
         count = batch_size // (config.micro_batch_size * topology.dp.size)
         self._forward = forward
         try:
-            # Else torch asks in each operation whether the class of a parameter changes what it does.
-            with ExitStack() as constant, torch._C.DisableTorchFunctionSubclass():
+            with ExitStack() as constant:
                 for stage in replica.stages.values():
                     constant.enter_context(nullcontext() if stage.fp8 is None else stage.fp8.keeping())
                 return self._executor(count, length, evaluation=auxiliary is None).run()

@@ -80,9 +80,6 @@ class Samples:
         """Sample k."""
         return plain.sample(k)
 
-    def packing(self, k: int) -> None:
-        """A stretch of a stream."""
-
 
 def trained(context: RankContext, model: str, world: int, settings: Settings, count: int) -> dict[str, list[float]]:
     """The record of a layout that starts from the plain run's weights."""

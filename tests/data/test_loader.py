@@ -30,9 +30,6 @@ class Counting:
             raise ConfigError("bad sample 666")
         return np.arange(self.seq_length + 1) + 100 * k
 
-    def packing(self, k: int) -> Packing | None:
-        return None
-
 
 def loader(
     dataset: Counting, dp_rank: int = 0, dp_size: int = 1, micro_batch_size: int = 2, **more: object

@@ -39,9 +39,6 @@ class Windows:
         first = np.random.Generator(np.random.Philox(key=k)).integers(len(TEXT) - self.seq_length - 1)
         return TEXT[first : first + self.seq_length + 1].astype(np.int64)
 
-    def packing(self, k: int) -> None:
-        return None
-
 
 def learned(context: RankContext, settings: dict[str, Any]) -> tuple[float, float]:
     """The first loss, and the loss of the mean of all replicas' weights on four batches that come after the last."""

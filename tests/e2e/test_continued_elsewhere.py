@@ -18,7 +18,7 @@ RUNS = {
         (8, "--tp 2 --pp 2 --ep 2 --sequence-parallel --use-distributed-optimizer"),
         (2, "--tp 2 --etp 1 --ep 2 --sequence-parallel"),
     ),
-    "layers with a window and layers without, each with a RoPE of its own, over a divided sequence": (
+    "layers with a window and layers without, each with another RoPE, over a divided sequence": (
         "quickstart",
         "--position-embedding-type rope --rotary-base-local 1000 --sliding-window 24 --window-attn-skip-freq 2 "
         "--reset-attention-mask",

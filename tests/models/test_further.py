@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megalite.data.dataset import Packing
 from megalite.data.loader import BatchLoader, Microbatch
 from megalite.models.context import AuxiliaryLosses
 from megalite.models.gpt import GPTStage
@@ -25,9 +24,6 @@ class Numbers:
 
     def sample(self, k: int) -> np.ndarray:
         return (np.arange(S + 1) + k * 100) % 37
-
-    def packing(self, k: int) -> Packing:
-        raise AssertionError("not packed")
 
 
 def microbatch(*, find: bool = False) -> Microbatch:

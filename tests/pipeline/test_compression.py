@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from megalite.config.errors import ConfigError
-from megalite.data.dataset import Packing
 from megalite.parity.trajectory import local_parts
 from megalite.pipeline.compression import MessageCodec, make_codec
 from megalite.training.setup import make_loader
@@ -146,9 +145,6 @@ class Text:
     def sample(self, k: int) -> np.ndarray:
         start = k * 7919 % (len(self._bytes) - LENGTH - 1)
         return self._bytes[start : start + LENGTH + 1].astype(np.int64)
-
-    def packing(self, k: int) -> Packing | None:
-        return None
 
 
 def learned(kind: str, cuts: tuple[int, ...] = (0,)) -> float:

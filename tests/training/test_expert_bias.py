@@ -85,9 +85,6 @@ class Words:
         start = np.random.default_rng(k).integers(len(TEXT) - self.length - 1)
         return np.frombuffer(TEXT, np.uint8, self.length + 1, start).astype(np.int64)
 
-    def packing(self, k: int) -> None:
-        return None
-
 
 def test_real_text_spreads_over_the_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest load over the mean one, over the last steps, with a bias that moves and with one that stays 0."""

@@ -24,9 +24,6 @@ class Broken:
     def sample(self, k: int) -> np.ndarray:
         raise self.fault
 
-    def packing(self, k: int) -> None:
-        return None
-
 
 FOUR_STEPS = {"train_iters": 4, "eval_interval": 2, "eval_iters": 2, "split": "8,1,1", "eod_mask_loss": False}
 

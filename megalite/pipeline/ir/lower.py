@@ -70,7 +70,7 @@ def lower(schedule: Schedule, *, recv_prefetch: int = 1, send_window: int = 1) -
     Any schedule without a deadlock among its computations gives a program without one, whatever its placement and
     however its backwards are split or recomputed, for every send window and however late a send completes. Proof: give
     each event its time in the run in which each computation takes one unit and messages none; all times are whole. The
-    producers of a channel's messages share a rank, so no two messages of a channel are sent at the same time. A receive
+    producers of a channel's messages are on one rank, so no two messages of a channel are sent at the same time. A receive
     is posted no later than its message is sent: all computations before it in its list start earlier than that, so they
     have ended by then. A send at time t waits at most for the receive of an earlier message of its channel, sent at t-1
     or before and posted no later than that. So each wait is for an earlier time, or, of a computation for its inputs,

@@ -104,7 +104,7 @@ class Program:
 
     RECV posts a receive and returns; the F or B that needs it waits. SEND posts a send and returns, unless
     `send_window` sends are pending on its channel (ordered pair of ranks): then it first waits for the oldest of them.
-    After its last action a rank waits for all its sends. REDUCE_GRAD does not block."""
+    After its last action each rank waits for all its sends. REDUCE_GRAD does not block."""
 
     schedule: Schedule
     actions: ActionLists  # per rank, the schedule's actions with SEND, RECV and REDUCE_GRAD between them

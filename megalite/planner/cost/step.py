@@ -147,7 +147,7 @@ class _Beside:
         exchanged, work = matrix_volumes(config, plans), matrices_of_ranks(config, plans)
         count = len(exchanged)
         for volume in map(max, zip(*exchanged)) if count > 1 else ():
-            # All-to-all counts what stays on a rank, which these volumes leave out.
+            # All-to-all counts what stays on the rank itself, which these volumes leave out.
             each = volume * count / (count - 1.0)
             seconds += float(rates.collective_seconds("all-to-all", each, count, 1.0, self.cluster))
         main = "fp64" if config.training.precision == "fp64" else "fp32"

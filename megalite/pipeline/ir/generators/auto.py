@@ -172,7 +172,7 @@ class _Judged(NamedTuple):
     schedule: Schedule
     timeline: Timeline
     peaks: tuple[float, ...]  # per rank
-    excess: float  # the most by which a rank's peak is above its limit; not positive if the candidate fits
+    excess: float  # the most by which the peak of one rank is above its limit; not positive if the candidate fits
 
 
 def _fastest(candidates: Iterable[_Judged]) -> float:
