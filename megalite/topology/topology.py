@@ -28,7 +28,7 @@ def schedule_as_batch() -> bool:
     """Put this process, and threads that it starts from now on, under SCHED_BATCH; True where that was done.
 
     A thread that gloo wakes then waits until the core is free; else it interrupts the one that computes or sends, and an
-    all-reduce takes three to four times as long (docs/performance.md). Shares of the cores stay as they are.
+    all-reduce takes three to four times as long (docs/kernels.md). Shares of the cores stay as they are.
 
     Left alone: systems without the policy, those that forbid it, and a policy that somebody chose (chrt).
     """
