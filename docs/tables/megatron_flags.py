@@ -1,4 +1,4 @@
-"""Coming from Megatron-LM: its flags beside ours, those that set something else, and those that are refused."""
+"""Coming from Megatron-LM: its flags beside ours, and those that set something else."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -6,8 +6,7 @@ from types import MappingProxyType
 from config_page import default_of
 
 from megalite.config.describe import settings
-from megalite.config.megatron import DERIVED, FROM_VALUE, REFUSED_VALUES, STANDS_FOR, VALUES
-from megalite.config.megatron_flags import REFUSED, known_flags
+from megalite.config.megatron import DERIVED, FROM_VALUE, VALUES
 from megalite.training.writers import TENSORBOARD_TAGS
 
 THEIRS: Mapping[str, str] = MappingProxyType(
@@ -137,37 +136,6 @@ def other_flags() -> list[str]:
 def other_flags_table() -> str:
     """Flags that stand for settings of another name or form."""
     return "".join(f"- {line}\n" for line in other_flags())
-
-
-def refused_table() -> str:
-    """Flags and words that are errors here, by what to use or why it cannot be had."""
-    reasons: dict[str, list[str]] = {}
-    for known in known_flags().values():
-        if known.kind == REFUSED:
-            reasons.setdefault(known.why, []).append(known.flag)
-    for name, words in REFUSED_VALUES.items():
-        for word, why in words.items():
-            reasons.setdefault(why, []).append(f"{settings()[name].flags[0]} {word}")
-    return "".join(f"- {_listed(flags)}: {why}\n" for why, flags in reasons.items())
-
-
-def _listed(flags: list[str]) -> str:
-    """The flags as code; `--stem-*` for three or more, where most that begin so are among them and none is ours."""
-    ours = {flag for setting in settings().values() for flag in setting.flags} | STANDS_FOR.keys()
-    named, left = [], list(flags)
-    while left:
-        words = left[0].split("-")
-        for count in range(3, len(words)):
-            stem = "-".join(words[:count]) + "-"
-            alike = [flag for flag in left if flag.startswith(stem) and " " not in flag]
-            known = sum(flag.startswith(stem) for flag in known_flags())
-            if len(alike) >= 3 and 4 * len(alike) >= 3 * known and not any(flag.startswith(stem) for flag in ours):
-                break
-        else:
-            stem, alike = "", left[:1]
-        named.append(f"{stem}*" if stem else left[0])
-        left = [flag for flag in left if flag not in alike]
-    return ", ".join(f"`{name}`" for name in named)
 
 
 def tags_table() -> str:

@@ -9,8 +9,7 @@ import pytest
 
 from megalite.config.describe import settings
 from megalite.config.flags import RUN_OPTIONS, parse_arguments
-from megalite.config.megatron import DERIVED, FROM_VALUE, REFUSED_VALUES, VALUES
-from megalite.config.megatron_flags import REFUSED, known_flags
+from megalite.config.megatron import DERIVED, FROM_VALUE, VALUES
 from tests.e2e.programs import REPOSITORY
 
 SCRIPTS = REPOSITORY / "docs" / "tables"
@@ -37,7 +36,7 @@ def test_the_page_of_settings(load: Load) -> None:
     text = load("config_page").page()
     assert (REPOSITORY / "docs" / "config.md").read_text(encoding="utf-8") == text, "run make docs"
     assert [name for name in settings() if f"- `{name}`" not in text] == []
-    assert [flag for flag in RUN_OPTIONS if f"| `{flag}` |" not in text] == []
+    assert [flag for flag in RUN_OPTIONS if f"- `{flag}" not in text] == []
 
 
 def without_sizes(text: str) -> str:
@@ -116,24 +115,8 @@ def test_every_spelling_of_theirs_with_a_value_is_on_the_page(load: Load) -> Non
     flags = load("megatron_flags")
     names = [*DERIVED, *FROM_VALUE]
     names += [f"{settings()[name].flags[0]} {word}" for name in VALUES for word in VALUES[name]]
-    names += [f"{settings()[name].flags[0]} {word}" for name, row in REFUSED_VALUES.items() for word in row]
     names += [flags.their_flag(name) for name in flags.THEIRS]
     assert [name for name in names if f"`{name}`" not in COMING] == []
-
-
-def line_of(flag: str) -> str:
-    """The lines of the page with the flag, or else that with the longest `--stem-*` that it begins with."""
-    lines = [line for line in COMING.splitlines() if f"`{flag}`" in line or f"`{flag} " in line]
-    stems = [stem for stem in re.findall(r"`(--[\w-]+-)\*`", COMING) if flag.startswith(stem)]
-    if not lines and stems:
-        lines = [line for line in COMING.splitlines() if f"`{max(stems, key=len)}*`" in line]
-    return "\n".join(lines)
-
-
-def test_every_refused_flag_is_on_the_page_with_the_reason() -> None:
-    refused = {name: known for name, known in known_flags().items() if known.kind == REFUSED}
-    assert len(refused) > 50 and [name for name, known in refused.items() if known.why not in line_of(name)] == []
-    assert line_of("--fault-no-such-flag") and not line_of("--lr-decay-iters")
 
 
 def test_their_flags_are_read(load: Load) -> None:
