@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 
 from megalite.cli import main as program
-from megalite.cli.model_commands import PREPROCESS, TRAIN_TOKENIZER
-from megalite.config.describe import settings
 from megalite.config.files import level_from_text
 from megalite.config.merge import merge
 from megalite.data.indexed_dataset import IndexedDataset
@@ -58,14 +56,6 @@ def test_the_commands_run_in_their_order(
     parts = [name for name in ("train", "valid", "test") if Path(f"whole_{name}.idx").exists()]
     assert "valid" in parts
     assert b"".join(Path(f"whole_{name}.bin").read_bytes() for name in parts) == merged
-
-
-def test_the_flags_that_the_page_names_exist() -> None:
-    known = {*PREPROCESS.spellings, *PREPROCESS.foreign, *TRAIN_TOKENIZER.spellings}
-    known |= {flag for setting in settings().values() for flag in setting.flags}
-    named = set(re.findall(r"`(--[a-z-]+)", TEXT))
-    assert len(named) > 20
-    assert named - known == set()
 
 
 def test_the_yaml_forms_are_one_setting() -> None:

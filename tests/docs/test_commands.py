@@ -57,7 +57,6 @@ BLOCKS = {
     ("docs/failures.md", "json"): "tests/docs/test_facts.py",
     ("docs/kernels.md", "yaml"): "tests/docs/test_kernels.py",
     ("docs/planner.md", "csv"): "tests/cli/test_plan_fit.py",
-    ("docs/planner.md", "python"): "tests/docs/test_planner.py",
     ("docs/schedules.md", "json"): "tests/docs/test_schedules.py",
     ("docs/sweep.md", "yaml"): "tests/sweep/test_docs.py",
     ("docs/walkthrough.md", "python"): "tests/docs/test_walkthrough.py",

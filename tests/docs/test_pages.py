@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from torch.distributed.run import get_args_parser
 
+from megalite.cli.main import COMMANDS
+from megalite.config.describe import settings
+from megalite.config.flags import RUN_OPTIONS
+from megalite.config.megatron import STANDS_FOR
+from megalite.config.megatron_flags import known_flags
 from tests.e2e.programs import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
@@ -127,3 +133,21 @@ def test_files_that_are_named_exist() -> None:
             if not any((root / path).exists() for root in (REPOSITORY, REPOSITORY / "megalite", page.parent)):
                 gone.append(f"{page.name}: {path}")
     assert gone == []
+
+
+def test_flags_that_are_named_exist() -> None:
+    """In a code span of a page: flags of ours, of Megatron-LM, of torchrun, or of the programs that are named here."""
+    others = {"--apply_chat_template", "--debug", "--model_args", "--write-preferences"}
+    known = {*RUN_OPTIONS, *STANDS_FOR, *known_flags(), *get_args_parser()._option_string_actions, *others}
+    known |= {flag for setting in settings().values() for flag in setting.flags}
+    commands = list(COMMANDS.values())
+    for command in commands:
+        known |= set(command.spellings)
+        commands += command.commands.values()
+    unknown = {}
+    for page in (REPOSITORY / "README.md", *DOCS.glob("*.md")):
+        spans = " ".join(re.findall(r"`[^`\n]*`", page.read_text(encoding="utf-8")))
+        named = {flag for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", spans) if not flag.endswith("-")}
+        if wrong := {flag for flag in named if flag not in known and flag.replace("--no-", "--") not in known}:
+            unknown[page.name] = wrong
+    assert unknown == {}
