@@ -20,17 +20,16 @@ def page() -> str:
         "$ megalite train --help-all",
         "```",
         "",
-        "| flag | | |",
-        "| --- | --- | --- |",
     ]
-    lines += [f"| `{flag}` | {code(value)} | {text} |" for flag, (value, text) in RUN_OPTIONS.items()]
+    lines += [f"- {code(f'{flag} {value}'.strip())}: {text}" for flag, (value, text) in RUN_OPTIONS.items()]
     for section, cls in sections().items():
         lines += ["", f"## {section}", "", " ".join((cls.__doc__ or "").split()), ""]
         for setting in settings().values():
             if setting.section == section:
                 also = "".join(f", `{flag}`" for flag in setting.flags if flag[2:].replace("-", "_") != setting.name)
                 default = default_of(setting.default)
-                kind = "" if default and not setting.is_list else setting.type_name
+                kind = "" if default else setting.type.__name__
+                kind = f"list[{setting.type.__name__}]" if setting.is_list else kind
                 kinds = ", ".join(filter(None, (code("|".join(setting.shipped)) or kind, default)))
                 lines.append(f"- `{setting.name}`{also} ({kinds}): {setting.help}")
     lines += ["", "## Presets", "", ", ".join(f"`{name}`" for name in preset_names())]
