@@ -7,7 +7,6 @@ from config_page import default_of
 
 from megalite.config.describe import settings
 from megalite.config.megatron import DERIVED, FROM_VALUE, VALUES
-from megalite.training.writers import TENSORBOARD_TAGS
 
 THEIRS: Mapping[str, str] = MappingProxyType(
     {
@@ -18,12 +17,10 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         "hidden_dropout": "theirs is 0.1",
         "attention_dropout": "theirs is 0.1",
         "init_method_std": "other initial weights, the same on any layout",
-        "moe_layer_freq": "also a list: dense layers, then every n-th",
         "moe_aux_loss_coeff": "over each sequence; as theirs with `--moe-router-load-balancing-type aux_loss`",
         "moe_expert_capacity_factor": "over each sequence, not over a rank's microbatch",
         # parallel
         "cp_comm_type": "one for all layers",
-        "microbatch_group_size_per_virtual_pipeline_stage": "any number from pp up, and any number of microbatches",
         "pipeline_layout": "m comes right before L, and can be left out",
         "ddp_bucket_size": "theirs is max(40 million, 1 million · dp)",
         "overlap_grad_reduce": "theirs is off unless given",
@@ -38,9 +35,7 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         "muon_nesterov": "theirs is off unless given",
         "muon_scale": "theirs is 1",
         # data
-        "mock_data": "needs `--vocab-size`",
         "tokenizer_type": "inferred from the files unless given; without BERT's",
-        "tiktoken_pattern": "also names such as `llama3`",
         "sft": "packed by best fit, where theirs pads",
         "num_workers": "threads; theirs is 2 processes",
         # training
@@ -56,12 +51,8 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         "exit_duration_in_mins": "status 75; theirs ends with 0",
         "exit_signals": "always heard; theirs takes one, and only if asked",
         # compute
-        "attention_backend": "also cudnn, efficient and blocked",
-        "deterministic": "needs no variables",
         "fp8_recipe": "tensorwise, which `delayed` becomes, and rowwise alone",
-        "tp_comm_overlap": "without Transformer Engine",
         # checkpoint
-        "save": "or `--run-dir` for everything",
         "load": "a folder with no checkpoint is an error unless `--fresh-if-missing`; a damaged one is passed over",
         # logging
         "log_interval": "theirs is 100",
@@ -77,11 +68,7 @@ THEIRS: Mapping[str, str] = MappingProxyType(
 def their_flag(name: str) -> str:
     """How Megatron-LM spells the flag of a setting: its long name where ours is short."""
     flags = settings()[name].flags
-    return flags[0] if len(flags) == 1 or name in _CANONICAL else flags[1]
-
-
-_CANONICAL = ("microbatch_group_size_per_virtual_pipeline_stage",)
-"""Settings that have Megatron-LM's name, although they have another spelling."""
+    return flags[0] if len(flags) == 1 else flags[1]
 
 
 def settings_table() -> str:
@@ -136,8 +123,3 @@ def other_flags() -> list[str]:
 def other_flags_table() -> str:
     """Flags that stand for settings of another name or form."""
     return "".join(f"- {line}\n" for line in other_flags())
-
-
-def tags_table() -> str:
-    """TensorBoard's tags, with their names in metrics.jsonl."""
-    return ", ".join(f"`{tag}` (`{name}`)" for name, tag in TENSORBOARD_TAGS.items()) + "\n"

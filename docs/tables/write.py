@@ -24,7 +24,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "composition, counted": composition.counted,
     "Megatron-LM, settings": megatron_flags.settings_table,
     "Megatron-LM, other flags": megatron_flags.other_flags_table,
-    "Megatron-LM, tags": megatron_flags.tags_table,
     "pages": pages.index,
     "SC'21, tables 1 and 2": sc21.table,
     "sizes": sizes.table,
