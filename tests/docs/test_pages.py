@@ -116,6 +116,13 @@ def test_links(page: Path) -> None:
     assert broken(page, page.read_text(encoding="utf-8")) == []
 
 
+def test_every_page_opens_with_a_command() -> None:
+    """Before its first section; but for lists of pages and of other systems."""
+    for page in (REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *DOCS.glob("*.md")):
+        opening = page.read_text(encoding="utf-8").partition("\n## ")[0]
+        assert page.name in ("index.md", "origins.md") or re.search("^```(console|bash)$", opening, re.MULTILINE), page
+
+
 def test_every_page_has_one_title() -> None:
     for page in PAGES:
         text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
