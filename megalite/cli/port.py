@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from megalite.cli.output import show
-from megalite.cli.shell import OUTPUT, Shell, is_unknown
+from megalite.cli.shell import Shell, is_unknown
 from megalite.config.describe import replace, settings, values_of
 from megalite.config.errors import ConfigError, Problems
 from megalite.config.flags import Invocation, parse_arguments
@@ -281,9 +281,8 @@ def _plain(value: Any) -> str:
 
 
 def _quoted(word: str) -> str:
-    """For bash; variables in it stay variables, and outputs of commands as they are."""
-    inside = re.sub(f'({OUTPUT})|"', lambda found: found[1] or r"\"", word)
-    return f'"{inside}"' if is_unknown(word) else shlex.quote(word)
+    """For bash; variables in it stay variables."""
+    return '"' + word.replace('"', '\\"') + '"' if is_unknown(word) else shlex.quote(word)
 
 
 def as_yaml(ported: Ported) -> str:
