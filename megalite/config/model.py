@@ -199,7 +199,7 @@ class ModelConfig:
     moe_shared_expert_gate: bool = option(False)
     """The shared expert's output is multiplied by a sigmoid of one more projection per token."""
     moe_layer_freq: int = option(1, at_least=1, below=10_000)
-    """Every how-many-th layer has experts, from the first on; others have a dense MLP."""
+    """Every n-th layer has experts, from the first on; others have a dense MLP."""
     moe_first_dense_layers: int = option(0, at_least=0, below=10_000)
     """First layers, with a dense MLP in any case."""
     moe_router_pre_softmax: bool = option(False)

@@ -251,7 +251,7 @@ class OptimizerConfig:
     optimizer_cpu_offload: bool = option(False)
     """Keep main parameters and optimizer states in host memory; updates run on the device."""
     optimizer_offload_fraction: float = option(1.0, above=0, at_most=1)
-    """optimizer_cpu_offload: at least so much of them, in whole buckets."""
+    """optimizer_cpu_offload: at least this share of them, in whole buckets."""
 
     @property
     def published_onebit(self) -> bool:

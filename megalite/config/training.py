@@ -44,7 +44,7 @@ class TrainingConfig:
     rampup_batch_size: list[int] | None = option(None)
     """START INCREMENT SAMPLES: grow the batch from START by INCREMENT over SAMPLES samples."""
     step_batch_size_schedule: str | None = option(None)
-    """FROM:SIZE ...: SIZE sequences from so many tokens on, e.g. "0:384 200B:768"; global_batch_size is the last."""
+    """FROM:SIZE ...: SIZE sequences from that number of tokens on, e.g. "0:384 200B:768"; global_batch_size is the last."""
     train_iters: int | None = option(None, at_least=1, basic=True)
     """Length of the run in steps."""
     train_samples: int | None = option(None, at_least=1)
@@ -78,7 +78,7 @@ class TrainingConfig:
     recompute_ahead: bool = option(False)
     """Full recompute before the wait for the gradient: shorter bubble, one more microbatch of activations."""
     cpu_offloading_num_layers: int = option(0, at_least=0, below=MOST_LAYERS)
-    """Keep what so many layers at the start of each stage save for the backward in host memory."""
+    """Layers at the start of each stage that keep in host memory what they save for the backward."""
     fine_grained_activation_offloading: bool = option(False)
     """Only what offload_modules save; in all layers without cpu_offloading_num_layers."""
     offload_modules: list[str] = option([])
@@ -94,7 +94,7 @@ class TrainingConfig:
     exit_interval: int | None = option(None, at_least=1)
     """Stop (and save) after a step divisible by this."""
     exit_duration_in_mins: float | None = option(None, above=0)
-    """Stop (and save) after so many minutes, with exit status 75."""
+    """Stop (and save) after this many minutes, with exit status 75."""
     exit_file: str | None = option(None)
     """Stop (and save) when this file appears; default <run_dir>/STOP."""
     exit_signals: list[str] = option(["SIGTERM", "SIGUSR1"], flags=("--exit-signal",))
@@ -106,9 +106,9 @@ class TrainingConfig:
     on_non_finite: str = option("stop", choices=("stop", "skip"))
     """Stop the run at a loss or gradient norm that is not finite, or skip the step unchanged."""
     moe_aux_loss_sequences: int = option(1, at_least=1)
-    """Take the load-balancing loss over so many neighbouring sequences; they divide micro_batch_size."""
+    """Neighbouring sequences that share a load-balancing loss; must divide micro_batch_size."""
     max_consecutive_skips: int = option(10, at_least=1)
-    """Stop after so many skipped steps in a row."""
+    """Stop after this many skipped steps in a row."""
 
     @property
     def offloaded_layers(self) -> int:
@@ -136,11 +136,11 @@ class CheckpointConfig:
     keep_every: int | None = option(None, at_least=1)
     """keep_latest: keep multiples of this step too."""
     on_save_error: str = option("stop", choices=("stop", "continue"))
-    """If a checkpoint cannot be written: stop the run, or say so and continue."""
+    """If a checkpoint cannot be written: stop the run, or warn and continue."""
     check_weights_before_save: bool = option(True)
     """Stop the run if anything that is about to be saved is not finite."""
     max_failures_at_step: int = option(3, at_least=0)
-    """Refuse to start once the run has failed that often in one step; 0: never."""
+    """Refuse to start once the run has failed this many times in one step; 0: never."""
     load: str | None = option(None, basic=True)
     """Folder or address to resume from, at the newest checkpoint that verifies. hf:FOLDER starts from a Hugging Face
     model."""
@@ -202,13 +202,13 @@ class LoggingConfig:
     log_phases: bool = option(False)
     """A second log line with the time of each phase, and memory."""
     straggler_threshold: float = option(1.2, above=1)
-    """A rank is named when its forward and backward take that many times its peers' median."""
+    """A rank is named when its forward and backward take this many times its peers' median."""
     trace: bool = option(False)
     """Write the measured pipeline of trace_steps beside the simulated one."""
     trace_steps: list[int] = option([3], at_least=1)
     """Steps to trace, counted from where this run starts."""
     loss_spike_threshold: float = option(10.0, at_least=0)
-    """Warn when the loss is so many times the usual scatter above the recent median; 0: never."""
+    """Warn when the loss is this many times the usual scatter above the recent median; 0: never."""
     loss_spike_window: int = option(100, at_least=8)
     """Recent steps that a loss is compared with."""
     profile: bool = option(False)
