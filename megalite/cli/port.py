@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from megalite.cli.output import show
-from megalite.cli.shell import Shell, is_unknown
+from megalite.cli.shell import OUTPUT, Shell, is_unknown
 from megalite.config.describe import replace, settings, values_of
 from megalite.config.errors import ConfigError, Problems
 from megalite.config.flags import Invocation, parse_arguments
@@ -23,6 +23,9 @@ from megalite.config.validate import validate
 _SCRIPT = re.compile(r"(?:pretrain|train|finetune)\w*\.py")
 _LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "ft_launcher")
 _YAML_KEY = "MODEL_ARGS"
+_SLURM = dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), "nodes")
+_SLURM |= {"SLURM_NTASKS": "ntasks", "SLURM_NTASKS_PER_NODE": "ntasks-per-node", "SLURM_GPUS_ON_NODE": "gpus-per-node"}
+"""Variable of a job -> the option of sbatch that it repeats."""
 
 THEIR_DEFAULTS: Mapping[str, Any] = {
     "hidden_dropout": 0.1,
@@ -106,7 +109,10 @@ def read_launches(path: Path, given: Mapping[str, str]) -> list[Launch]:
 
 def _from_script(text: str, path: Path, given: Mapping[str, str]) -> list[Launch]:
     found: list[Launch] = []
-    scheduled = dict(re.findall(r"^#SBATCH\s+--([\w-]+)[= ](\S+)", text, re.MULTILINE))
+    scheduled: dict[str, str] = {}
+    for line in re.findall(r"^#SBATCH\s+(.*)", text, re.MULTILINE):
+        _note_ranks(["sbatch", *line.split()], scheduled)
+    slurm = {name: scheduled[of] for name, of in _SLURM.items() if of in scheduled}
     nested: set[Path] = set()
 
     def command(shell: Shell, words: list[str]) -> None:
@@ -124,19 +130,18 @@ def _from_script(text: str, path: Path, given: Mapping[str, str]) -> list[Launch
             nested.add(other)
             shell.run(read_input(other, "script"), str(other))
 
-    Shell(command, given, path.parent).run(text, str(path))
+    Shell(command, {**slurm, **given}, path.parent).run(text, str(path))
     return found
 
 
 def _note_ranks(words: list[str], scheduled: dict[str, str]) -> None:
     """The numbers of nodes and tasks that srun and sbatch take."""
-    if words and words[0] in ("srun", "sbatch", "salloc"):
-        for at, word in enumerate(words):
-            name, equals, value = word.lstrip("-").partition("=")
-            if name in ("N", "nodes", "n", "ntasks", "ntasks-per-node", "gpus-per-node", "gres"):
-                scheduled[{"N": "nodes", "n": "ntasks"}.get(name, name)] = (
-                    value if equals else words[at + 1 : at + 2][0]
-                )
+    named = {"N": "nodes", "n": "ntasks"}
+    named |= {name: name for name in ("nodes", "ntasks", "ntasks-per-node", "gpus-per-node", "gres")}
+    for at, word in enumerate(words if words[0] in ("srun", "sbatch", "salloc") else ()):
+        name, equals, value = word.lstrip("-").partition("=")
+        if word.startswith("-") and name in named:
+            scheduled[named[name]] = value if equals else next(iter(words[at + 1 : at + 2]), "")
 
 
 def _launch(before: list[str], words: list[str], scheduled: Mapping[str, str], source: str) -> Launch:
@@ -145,7 +150,7 @@ def _launch(before: list[str], words: list[str], scheduled: Mapping[str, str], s
     numbers = {}
     launcher: list[str] = []
     if start is not None:
-        flags = (word.replace("_", "-", 8) if word.startswith("--") else word for word in before[start + 1 :])
+        flags = (re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), word) for word in before[start + 1 :])
         launcher = ["torchrun", *(word for word in flags if word != "--no-python")]
         for at, word in enumerate(launcher):
             name, equals, value = word.partition("=")
@@ -221,7 +226,8 @@ def port(launch: Launch, *, world_size: int | None = None) -> Ported:
             validate(asked, least, explicit, problems=problems)
     launch.ranks = world_size or launch.ranks
     hints = [
-        f"{word} has no value; give it by --set NAME=VALUE"
+        f"{word} has no value; "
+        + ("write into the script what it gives" if re.search(r"`|\$\((?!\()", word) else "give it by --set NAME=VALUE")
         for word in unknown
         if any(word in text and "refused" not in text for text in problems.found)
     ]
@@ -260,7 +266,8 @@ def command_line(ported: Ported, config_file: str | None = None) -> str:
     if not launcher and ported.launch.ranks:
         launcher = ["torchrun", "--nproc-per-node", str(min(ported.launch.ranks, 8))]
         if ported.launch.ranks > 8:
-            launcher += ["--nnodes", str(-(-ported.launch.ranks // 8))]
+            launcher += ["--nnodes", str(-(-ported.launch.ranks // 8)), "--rdzv-backend", "c10d"]
+            launcher += ["--rdzv-endpoint", "HOST:29500"]
     parts = [" ".join(_quoted(word) for word in launcher), "pretrain_gpt.py"] if launcher else ["megalite train"]
     if config_file is not None:
         return f"{' '.join(parts)} --config {_quoted(config_file)}"
@@ -281,8 +288,9 @@ def _plain(value: Any) -> str:
 
 
 def _quoted(word: str) -> str:
-    """For bash; variables in it stay variables."""
-    return '"' + word.replace('"', '\\"') + '"' if is_unknown(word) else shlex.quote(word)
+    """For bash; variables in it stay variables, and outputs of commands as they are."""
+    inside = re.sub(f'({OUTPUT})|"', lambda found: found[1] or r"\"", word)
+    return f'"{inside}"' if is_unknown(word) else shlex.quote(word)
 
 
 def as_yaml(ported: Ported) -> str:

@@ -2,8 +2,9 @@
 
 Enough of the language for scripts that put flags together: assignments, arrays, quotes, `${NAME:-default}`, arithmetic,
 `if` with tests, `case`, loops over words, functions, `source`, here-documents and strings that another shell runs. Commands
-are never run: a test of a file counts as true, the output of a command as unknown. What is unknown stays as it is written."""
+are never run: a test of a file counts as true, the output of a command other than echo as unknown. What is unknown stays as it is written."""
 
+import dataclasses
 import fnmatch
 import re
 from collections.abc import Callable, Mapping
@@ -19,9 +20,14 @@ from megalite.cli.shell_words import Lexer, Token, tokens
 from megalite.config.errors import ConfigError
 
 _MOST_COMMANDS, _DEEPEST = 100_000, 20
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
-_WORD = re.compile(r"(?:\$\([^)]*\)|`[^`]*`|\S)+")  # the output of a command is not known, and taken for one
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*(?:\[[^\]]+\])?)(\+?)=(.*)", re.DOTALL)
+_ELEMENT = re.compile(r"\[([^\]]+)\]=(.*)", re.DOTALL)  # of an associative array
+OUTPUT = r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|`[^`]*`"
+"""A regular expression: of a command, where only its name is known."""
+_WORD = re.compile(rf"(?:{OUTPUT}|\$\{{[^}}]*\}}|\S)+")  # the output of a command is not known, and taken for one
 _UNKNOWN = re.compile(r"\$(\{[^}]*\}|\w+|\()|`")
+_TEXT = re.compile(r"\$\(\s*cat\s*<<-?\s*(['\"\\]?)(\w+)['\"]?[ \t]*\n(.*)\n\s*\2\s*\)", re.DOTALL)  # what is below it
+_ECHO = re.compile(r"(?:`|\$\()(?!\().*\becho\b", re.DOTALL)
 _MODIFIED = re.compile(r"(#?)([A-Za-z_]\w*|[0-9]+|[@*#?$!])(\[[^\]]*\])?(.*)", re.DOTALL)
 
 
@@ -39,6 +45,7 @@ class Shell:
     arguments: list[str] | None = None  # of the function that is followed; None: of the script, which are not known
     depth: int = 0
     done: int = 0
+    last: list[str] = field(default_factory=list)  # the words of the command before
 
     def run(self, text: str, where: str) -> None:
         """Follow a script, or a string that a shell would run."""
@@ -67,11 +74,17 @@ class Shell:
         elif name in self.given and not array:
             values = [self.given[name]]
         before = self.variables.get(name, [])
+        if array and values and all(elements := [_ELEMENT.fullmatch(value) for value in values]):
+            values = [found[2] for found in elements if found]
+            self.variables |= {f"{name}[{found[1]}]": [found[2]] for found in elements if found}
         if add and not array:
             values = [(before[0] if before else "") + values[0]]
         elif add:
             values = [*before, *values]
         self.variables[name] = values
+        if name.endswith("]"):
+            base = name.partition("[")[0]
+            self.variables[base] = [*self.variables.get(base, []), *values]
 
     def value(self, name: str) -> list[str] | None:
         """Of a variable; None: unknown."""
@@ -128,6 +141,11 @@ class Shell:
         if text.startswith("$(("):
             number = self.arithmetic(text[3:-2])
             return end, [text if number is None else str(number)]
+        if document := _TEXT.fullmatch(text):
+            return end, [document[3] if document[1] else "".join(self.expand(_quoted(document[3])))]
+        if _ECHO.match(text):
+            said = self._said(text[1 if text[0] == "`" else 2 : -1])
+            return end, [text if said is None else said]
         if text[:2] == "${":
             values = self._modified(text[2:-1])
             return end, [text] if values is None else values
@@ -138,6 +156,17 @@ class Shell:
                 return end, [raw[at:end]] if values is None else values
             return end, values[:1] or [""]
         return end, [text]
+
+    def _said(self, script: str) -> str | None:
+        """The output of commands that only test and echo; None: of others, which is unknown."""
+        found: list[list[str]] = []
+        variables, keep = dict(self.variables), lambda shell, words: found.append(words)
+        try:
+            dataclasses.replace(self, command=keep, variables=variables).run(script, "script")
+        except ConfigError:
+            return None
+        echoed = [" ".join(words[1 + (words[1:2] == ["-n"]) :]) for words in found if words[0] == "echo"]
+        return " ".join(echoed) if len(echoed) == len(found) else None
 
     def _modified(self, inner: str) -> list[str] | None:
         """`${inner}`."""
@@ -151,14 +180,16 @@ class Shell:
             several = index in ("[@]", "[*]")
             return [str(len(values) if several else len("".join(values[:1])))] if known and values is not None else None
         if index and values is not None:
-            place = index[1:-1]
-            values = (
-                values if place in ("@", "*") else values[int(place) : int(place) + 1] if place.isdecimal() else None
+            place = "".join(self.expand(index[1:-1], split=False))
+            at = self.variables.get(
+                f"{name}[{place}]", values[int(place) : int(place) + 1] if place.isdecimal() else None
             )
+            values = values if place in ("@", "*") else at
         elif values and name not in ("@", "*"):
             values = values[:1]
         how, word = next(
-            ((op, rest[len(op) :]) for op in (":-", ":=", ":+", ":?", "-", "=", "+") if rest.startswith(op)), ("", "")
+            ((op, rest[len(op) :]) for op in (":-", ":=", ":+", ":?", "-", "=", "+", "?") if rest.startswith(op)),
+            ("", ""),
         )
         if how in (":-", ":=", "-", "="):
             if not known or not any(values or ()):
@@ -166,6 +197,8 @@ class Shell:
                 if "=" in how and not index:
                     self.variables[name] = values
             return values
+        if values is None and how in (":?", "?"):
+            return [f"${{{name}}}"]
         if how in (":+", "+"):
             return [" ".join(self.expand(word, split=False))] if known and any(values or ()) else []
         if values is None or not rest or how:
@@ -187,6 +220,11 @@ class Shell:
             return None
 
 
+def _quoted(text: str) -> str:
+    """Of a document, in which quotes mean nothing."""
+    return '"' + text.replace('"', '\\"') + '"'
+
+
 def is_unknown(text: str) -> bool:
     """Something in it has no value: it stands there as the script has it."""
     return _UNKNOWN.search(text) is not None
@@ -199,7 +237,9 @@ class _Arithmetic(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: int, right: int) -> int:
         if operator == "**":
-            raise ValueError("a power may have any number of digits")
+            if not (0 <= right < 64 and abs(left) < 2**63):
+                raise ValueError("bash has 64 bits")
+            return int(left**right)
         sign = 1 if (left < 0) == (right < 0) else -1
         return sign * (abs(left) // abs(right)) if operator == "/" else abs(left) % abs(right) * (-1 if left < 0 else 1)
 
@@ -271,11 +311,13 @@ class _Block:
         return ""
 
     def _document(self, token: Token) -> None:
-        """The text below `sbatch <<EOF` is a script."""
+        """The text below `sbatch <<EOF` is a script, that below `read VARIABLE <<EOF` a value."""
         assert token.document is not None
         shell = self._shell
-        text = token.document if token.text else " ".join(shell.expand('"' + token.document.replace('"', '\\"') + '"'))
-        if "pretrain" in text:
+        text = token.document if token.text else "".join(shell.expand(_quoted(token.document)))
+        if shell.last[:1] == ["read"]:
+            shell.assign(shell.last[-1], [text])
+        elif "pretrain" in text:
             shell.run(text, self._where)
 
     def _compound(self, kind: str, *, live: bool) -> None:
@@ -429,7 +471,7 @@ class _Block:
             else:
                 shell.assign(name, [" ".join(shell.expand(raw, split=False))], add=bool(add))
             line = line[1:]
-        words = [word for token in line for word in shell.expand(token.text)]
+        words = shell.last = [word for token in line for word in shell.expand(token.text)]
         if words[:1] == ["shift"]:
             del (shell.arguments or [])[: int(words[1]) if words[1:] and words[1].isdecimal() else 1]
         elif words[:1] == ["unset"]:

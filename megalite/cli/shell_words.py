@@ -30,7 +30,8 @@ class Lexer:
     def __init__(self, text: str, where: str) -> None:
         # A backslash at the end of a comment continues nothing.
         text = re.sub(r"(?m)(^[ \t]*#.*?|[ \t]#[^'\"\n]*?)\\+$", r"\1", text.replace("\r\n", "\n"))
-        self._text, self._where, self._at = text.replace("\\\n", " "), where, 0
+        text = re.sub(r"(?<!\\)((?:\\\\)*)\\\n", r"\1 ", text)  # two of them are one for the script below `<<EOF`
+        self._text, self._where, self._at = text, where, 0
         self._documents: list[tuple[str, bool]] = []
 
     def tokens(self, *, inside: bool = False) -> Iterator[Token]:

@@ -23,7 +23,7 @@ ALREADY_SO, NO_EFFECT_HERE, REFUSED, DIFFERS = "already so", "no effect here", "
 
 _ALREADY_SO = r"""
 attention's softmax is computed in fp32 (fp64 in fp64 runs), where the factor of a layer cancels |
-    --attention-softmax-in-fp32 --apply-query-key-layer-scaling
+    --attention-softmax-in-fp32 --apply-query-key-layer-scaling --no-query-key-layer-scaling
 there is one implementation of the model, with the kernels that its device has |
     --use-mcore-models --use-legacy-models --transformer-impl=local|transformer_engine|inference_optimized
     --use-flash-attn --use-te-activation-func
@@ -99,7 +99,7 @@ kernels and fusions: the fastest kernel for the device is picked |
     --moe-use-grouped-tensor --moe-single-grouped-weight --moe-single-grouped-bias --flash-attention-version=
     --mlp-chunks-for-training= --no-clone-scatter-output-in-embedding --disable-clone-scatter-output-in-embedding
     --moe-shared-expert-glu-interleave-size= --moe-mlp-glu-interleave-size= --muon-use-syrk
-    --no-gradient-reduce-div-fusion --onnx-safe=
+    --no-gradient-reduce-div-fusion --onnx-safe= --no-scaled-masked-softmax-fusion
 CUDA graphs |
     --cuda-graph-impl= --enable-cuda-graph --external-cuda-graph --cuda-graph-scope=* --cuda-graph-modules=*
     --cuda-graph-warmup-steps= --optimizer-cuda-graph --inference-cuda-graph-scope=
@@ -111,7 +111,8 @@ overlap of other kinds than those here |
     --tp-comm-overlap-rs-dgrad --no-tp-comm-split-ag --disable-tp-comm-split-ag --no-tp-comm-split-rs
     --disable-tp-comm-split-rs --tp-comm-bootstrap-backend= --overlap-moe-expert-parallel-comm --delay-wgrad-compute
     --overlap-dispatch-backward-with-experts-wgrad --ep-overlap-early-attn-memory-release --use-ring-exchange-p2p
-    --defer-embedding-wgrad-compute --wgrad-deferral-limit= --delay-grad-reduce --high-priority-a2a-comm-stream
+    --defer-embedding-wgrad-compute --wgrad-deferral-limit= --delay-grad-reduce --no-delay-grad-reduce
+    --high-priority-a2a-comm-stream
 buffers and transports of communication |
     --use-nccl-ub --disable-symmetric-registration --gtp-remat-nccl-ub --gtp-expert-remat-nccl-ub
     --gtp-remat-opt-in-modules=* --fsdp-manual-registration --fsdp-double-buffer --create-all-gather-group
@@ -123,7 +124,7 @@ buffers and transports of communication |
     --moe-permute-fusion-into-hybridep --moe-hybridep-pad-uneven-dispatch-inputs --moe-ncclep-zero-copy
     --symmetric-ar-type= --megatron-fsdp-enable-fine-grained-param-gather --megatron-fsdp-max-pool-double-buffer
     --fsdp-db-use-persist-buf-on-alloc-fail --max-seqlen-per-dp-cp-rank= --gpu-sniff-test-interval=
-    --train-sync-interval= --fake-process-group
+    --train-sync-interval= --fake-process-group --no-contiguous-buffers-in-local-ddp
 how Megatron's optimizers and FSDP lay out and shard states |
     --outer-dp-sharding-strategy= --enable-full-sharding-in-hsdp --megatron-fsdp-version=
     --no-use-layer-wise-param-layout --keep-fp8-transpose-cache --torch-fsdp2-no-reshard-after-forward

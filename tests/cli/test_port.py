@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from megalite.cli.main import main
-from megalite.cli.port import Launch, port, read_launches, remarks
+from megalite.cli.port import Launch, command_line, port, read_launches, remarks
 from megalite.cli.shell import Shell
 from megalite.config.errors import ConfigError
 from megalite.config.flags import parse_arguments
@@ -59,6 +59,14 @@ def commands(script: str, **given: str) -> list[list[str]]:
             ["run", "and"], ["run", "or"]]),
         ("function f {\n local a=$1; shift\n run $a $# \"$@\" \"${@:2}\"\n}\ng() { f x \"$@\"; }\ng y z", [["run", "x", "2", "y", "z", "z"]]),
         ("main() { C=$1; run $C; }\nmain \"$@\"; A=(a b c); S=abcd; run ${A[@]:1:1} ${S:1:2} ${S^^}", [["run", "${C}"], ["run", "b", "bc", "ABCD"]]),
+        ("declare -A L=([7b]=32 [\"1.3b\"]=24); S=7b; A=(x y z); I=1; A[3]=w; run ${L[$S]} ${L[1.3b]} ${#L[@]} ${A[$I]} ${A[3]} ${L[70b]}", [
+            ["run", "32", "24", "2", "y", "w"]]),
+        ("N=3\nread -r -d '' A <<EOF || true\n --n $N \\\n --q \"x\"\nEOF\nB=$(cat <<'EOF'\n--b $N\nEOF\n)\nC=\"$(cat <<-EOF\n\t--c $N\n\tEOF\n)\"\nrun $A $B $C", [
+            ["read", "-r", "-d", "", "A"], ["run", "--n", "3", "--q", "\"x\"", "--b", "$N", "--c", "3"]]),
+        ("T=2; run $([ $T -gt 1 ] && echo --s -p) `[ $T -gt 2 ] && echo --no` $(if $X; then echo \"a $T\"; fi) $(echo a | cut) $((100 * 10**9)) ${Q:-$(echo q)}", [
+            ["run", "--s", "-p", "a", "2", "$(echo a | cut)", "100000000000", "q"]]),
+        ("D=\"$( cd \"$( dirname \"$0\" )\" && pwd )\"; run $D/x ${T:?set T} ${U?}", [
+            ["run", '$( cd "$( dirname "$0" )" && pwd )/x', "${T}", "${U}"]]),
     ],
 )  # fmt: skip
 def test_shell(script: str, expected: list[list[str]]) -> None:
@@ -79,6 +87,7 @@ LAUNCHES = {
     "sbatch": ("#SBATCH --nodes=2\n#SBATCH --gres=gpu:4\nsrun bash -c 'python pretrain_gpt.py --tp 2 --bf16'", 8),
     "eval": ('run="torchrun --nproc_per_node 8 pretrain_gpt.py --tp 2 --bf16"\neval $run', 8),
     "document": ("F='--tp 2 --bf16'\nsbatch --nodes=2 <<EOF\nsrun --ntasks-per-node=4 python pretrain_gpt.py $F\nEOF", 8),
+    "variables": ("#SBATCH -A me -N 4 --gpus-per-node=8 # nodes -n\ntorchrun --nnodes $SLURM_NNODES --nproc-per-node ${SLURM_GPUS_ON_NODE} pretrain_gpt.py --tp 2 --bf16", 32),
     "alone": ("python pretrain_gpt.py --tp 2 --bf16", None),
 }  # fmt: skip
 
@@ -91,6 +100,18 @@ def test_launchers(kind: str, tmp_path: Path) -> None:
     (launch,) = read_launches(script, {})
     assert launch.words == ["--tp", "2", "--bf16"]
     assert launch.ranks == ranks
+
+
+def test_a_script_that_writes_the_job(tmp_path: Path) -> None:
+    """Below EOF two backslashes are one; what the job asks there stays as it is."""
+    (tmp_path / "run.sh").write_text(
+        "cat > $OUT/job.sh <<EOF\nsrun torchrun \\\\\n --nnodes=2 --nproc_per_node=4 --rdzv_id=\\$JOB_ID \\\\\n"
+        ' --rdzv_endpoint=\\$(first "\\$HOST_NAMES") pretrain_gpt.py --tp 2 \\\\\n --bf16\nEOF\nsbatch $OUT/job.sh\n'
+    )
+    (launch,) = read_launches(tmp_path / "run.sh", {})
+    assert (launch.words, launch.ranks) == (["--tp", "2", "--bf16"], 8)
+    said = 'torchrun --nnodes=2 --nproc-per-node=4 "--rdzv-id=$JOB_ID" "--rdzv-endpoint=$(first "$HOST_NAMES")" pretrain_gpt.py'
+    assert command_line(port(launch), "run.yaml") == f"{said} --config run.yaml"
 
 
 def test_scripts_that_read_other_scripts(tmp_path: Path) -> None:
@@ -203,6 +224,7 @@ def test_all_that_cannot_be_had_is_named_at_once(capsys: Captured, tmp_path: Pat
         "--attention-output-gate": True,
         "--init-method-xavier-uniform": True,
         "--seed": "${SEED}",
+        "--train-iters": "$(steps)",
         "--linear-key-head-dim": 3,
     }
     case.write_text(yaml.safe_dump({"MODEL_ARGS": {**CASE["MODEL_ARGS"], **refused}}))  # type: ignore[dict-item]
@@ -210,10 +232,11 @@ def test_all_that_cannot_be_had_is_named_at_once(capsys: Captured, tmp_path: Pat
     said = capsys.readouterr()
     assert "--num-layers 12" in said.out and "--attention-output-gate" not in said.out
     for part in (
-        "there are 4 problems",
+        "there are 6 problems",
         "--attention-output-gate is refused",
         "--init-method-xavier-uniform is refused",
-        "${SEED} has no value",
+        "${SEED} has no value; give it by --set NAME=VALUE",
+        "$(steps) has no value; write into the script what it gives",
     ):
         assert part in said.err
     assert main(["port", str(case), "--set", "SEED=7"]) == 2
