@@ -160,7 +160,8 @@ def draw_curves(lines: Sequence[Line], *, x_label: str, y_label: str) -> str:
 
 
 def _number(value: float) -> str:
-    return f"{value / 1e3:,.10g}k" if abs(value) >= 1e4 else f"{value:,.10g}"
+    unit, scale = ("M", 1e6) if abs(value) >= 1e6 else ("k", 1e3) if abs(value) >= 1e4 else ("", 1.0)
+    return f"{value / scale:,.10g}{unit}"
 
 
 def style_of(number: int) -> tuple[str, str]:

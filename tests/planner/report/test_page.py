@@ -36,6 +36,14 @@ def test_nothing_is_from_outside() -> None:
     assert "//" not in text() and "&lt;c&gt;" in text() and "one &amp; two" in text()
 
 
+def test_large_numbers_are_short_beside_an_axis() -> None:
+    """On a telephone they are large, and the axis has its name beside them."""
+    drawn = scatter([Dot(30_000.0, 1_580_000.0, "a dot")], x_label="x", y_label="y")
+    assert (
+        all(f">{label}</text>" in drawn for label in ("500k", "1M", "1.5M", "10k", "5,000")) and ">1,500k<" not in drawn
+    )
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
 def test_a_page_sorts_smooths_and_tells_values(tmp_path: Path) -> None:
     assert CHROMIUM is not None
