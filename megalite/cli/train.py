@@ -5,12 +5,14 @@ import gc
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import megalite
 from megalite.cli.failures import UNDER_TORCHRUN, End, guarded, is_first_rank, refuse
 from megalite.cli.output import show, stdout_is_terminal, tell
+from megalite.config.data import is_address
 from megalite.config.describe import redact_text
 from megalite.config.exit_codes import INTERRUPTED
 from megalite.config.flags import parse_arguments
@@ -77,7 +79,12 @@ def main(argv: Sequence[str] | None = None, *, program: str = "megalite train") 
 
 def shape_in(load: str, step: int | None) -> Mapping[str, Any] | None:
     """The model, the sequence length and the tokenizer of what --load names; None where there is nothing."""
-    found: Mapping[str, Any] | None = imported("megalite.conversion.start:settings_in")(load, step)
+    read = partial(imported("megalite.conversion.start:settings_in"), load, step)
+    if (
+        is_address(load) and _of_environment("WORLD_SIZE", 1) > 1
+    ):  # a store is asked once, not by each of a thousand ranks
+        read = partial(imported("megalite.topology.topology:of_rank_0"), read)
+    found: Mapping[str, Any] | None = read()
     return found
 
 

@@ -25,7 +25,8 @@ from megalite.data.stores import Broken, Missing, State, StoreObject, open_store
 from megalite.data.token_files import mask_prefix, read_side_file, side_digests
 
 BESIDE_TOKENIZER = ("tokenizer_config.json", "chat_template.jinja")
-_SETTINGS = ("load", "tokenizer_model", "vocab_file", "merge_file", *PATH_SETTINGS)
+_SETTINGS = ("tokenizer_model", "vocab_file", "merge_file", "load", *PATH_SETTINGS)
+"""A checkpoint is judged with the tokenizer, which is small; data are many."""
 _ATTEMPTS = 4
 _NAME_CHARACTERS = 16
 
@@ -34,8 +35,9 @@ class _Unusable(ConfigError):
     """A file is not there, or not what its checksum says."""
 
 
-Accept = Callable[[str, Manifest], None]
-"""Raises CheckpointError where a run cannot continue from the checkpoint of this name and manifest."""
+Accept = Callable[[str, Manifest, RunConfig], None]
+"""Raises ConfigError where a run cannot continue from the checkpoint of this name and manifest; in the config its tokenizer is
+a path here."""
 
 
 def fetch_all(
@@ -43,9 +45,9 @@ def fetch_all(
     *,
     say: Callable[[str], None],
     stopped: Callable[[], bool],
-    accept: Accept = lambda name, manifest: None,
+    accept: Accept = lambda name, manifest, config: None,
 ) -> dict[str, str]:
-    """Address -> path here, of all that the settings name, fetched where it is not here yet; a checkpoint comes first.
+    """Address -> path here, of all that the settings name, fetched where it is not here yet; tokenizers come first, then a checkpoint.
 
     Raises ConfigError: it cannot be read, or is not what its checksum says."""
     cache = _Cache(_cache_folder(config), say, stopped)
@@ -54,7 +56,7 @@ def fetch_all(
         for word in filter(is_address, _words(value_of(config, name))):
             if name == "load":
                 own = word.rstrip("/") == (config.checkpoint.save or "").rstrip("/")
-                found[word] = cache.checkpoint(word, config.checkpoint.ckpt_step, own=own, accept=accept)
+                found[word] = cache.checkpoint(word, with_places(config, found), own=own, accept=accept)
             elif (
                 name in PATH_SETTINGS
                 and word.startswith(HUB)
@@ -232,19 +234,19 @@ class _Cache:
                 self.file(with_suffix(one, suffix), place=Path(f"{place}{suffix}"), sha256=digests.get(suffix))
         return str(here)
 
-    def checkpoint(self, folder: str, step: int | None, *, own: bool, accept: Accept) -> str:
-        """A folder here with the checkpoint of a step, or the newest complete one that is what its manifest says.
+    def checkpoint(self, folder: str, config: RunConfig, *, own: bool, accept: Accept) -> str:
+        """A folder here with the checkpoint of `ckpt_step`, or the newest complete one that is what its manifest says.
 
         `own`: of the run itself, which needs no former one again."""
         folder = folder.rstrip("/")
         here, unusable = self._place(folder), list[ConfigError]()
-        for name in _asked_for(folder, step):
+        for name in _asked_for(folder, config.checkpoint.ckpt_step):
             base, place, manifest = with_suffix(folder, f"/{name}"), here / f"of-{name}" / name, None
             try:
                 text = self.file(with_suffix(base, f"/{MANIFEST_NAME}"), place=place / MANIFEST_NAME)
                 assert text is not None
                 manifest = Manifest.from_json(text.read_text(), source=f"{shown(base)}/{MANIFEST_NAME}")
-                accept(shown(base), manifest)
+                accept(shown(base), manifest, config)
                 for file, entry in manifest.files.items():
                     self.file(with_suffix(base, f"/{file}"), place=place / file, sha256=entry.sha256, block=entry.block)
             except (_Unusable, CheckpointError) as error:

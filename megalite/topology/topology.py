@@ -6,10 +6,11 @@ lists of `ParallelLayout` are the single source instead.
 
 import dataclasses
 import datetime
+import json
 import os
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -393,6 +394,28 @@ def start_distributed(launch: Launch, device: torch.device, *, backend: str, tim
     kept = dist.TCPStore(*launch.store, world_size, is_master=False, timeout=timeout)
     store = fresh_part(kept, rank=rank, world_size=world_size, timeout=timeout)
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size, pg_options=options)
+
+
+def of_rank_0(work: Callable[[], Any]) -> Any:
+    """What `work` gives on rank 0, plain JSON, on every rank that torchrun has started, before they join. Raises ConfigError:
+    it does there."""
+    launch, timeout = Launch.from_environment(), datetime.timedelta(minutes=10)
+    if launch.world_size == 1 or launch.store is None or not launch.store_is_launchers:
+        return work()
+    kept = dist.TCPStore(*launch.store, is_master=False, wait_for_workers=False, timeout=timeout)
+    apart = dist.PrefixStore("megalite-before", kept)  # of where they join
+    store = fresh_part(apart, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
+    answer: dict[str, Any] = {}
+    if launch.rank == 0:
+        try:
+            answer["found"] = work()
+        except ConfigError as error:
+            answer["problems"] = error.problems
+        store.set("answer", json.dumps(answer))
+    answer = json.loads(store.get("answer"))
+    if "problems" in answer:
+        raise ConfigError(*answer["problems"])
+    return answer["found"]
 
 
 def _options(backend: str, communicator: str, kind: str, max_ctas: Mapping[str, int]) -> Any:

@@ -25,6 +25,7 @@ from megalite.data_parallel.facts import Placement
 from megalite.data_parallel.shards import OptimizerShard, placed_in
 from megalite.data_parallel.strategy import FlatState
 from megalite.optimizers.schedules import Progress
+from megalite.tokenizers.base import Tokenizer
 from megalite.topology.group import Group
 from megalite.training.replica import Replica, agreeing
 from megalite.training.saving import newest_saved
@@ -179,17 +180,8 @@ def load(replica: Replica, folder: Path, *, tokenizer: str | None, log: Callable
     check_fits(str(checkpoint.path), manifest, config)
     # In a replica that has trained the last step's parameters may be on their way still: they would overtake what is read.
     replica.strategy.settle()
-    if not finetune and tokenizer and manifest.tokenizer and tokenizer != manifest.tokenizer:
-        raise CheckpointError(
-            f"{checkpoint.path} was trained with another tokenizer (sha256 {manifest.tokenizer[:12]}..., "
-            f"this run's is {tokenizer[:12]}...); give the same tokenizer, or --finetune to start over from the weights"
-        )
-    if not finetune and not tokenizer and manifest.tokenizer and config.data.dataset is None:
-        with agreeing(topology.world, topology.device):
-            for _, prefix in (
-                pair for name in PATH_SETTINGS for pair in parse_data_path(getattr(config.data, name), name)
-            ):
-                require_recorded_tokenizer(prefix, manifest.tokenizer)
+    with agreeing(topology.world, topology.device):
+        require_tokenizer(str(checkpoint.path), manifest, config, tokenizer)
     with_optimizer = not finetune and config.checkpoint.load_optimizer
     notes: list[str] = []
     with agreeing(topology.world, topology.device, CheckpointError):
@@ -272,12 +264,35 @@ def other_numbers(saved: Mapping[str, Any], written: RunConfig, *, dp: Any, here
     return [f"other settings than the checkpoint's run had: {', '.join(differ)}"] if differ else []
 
 
-def check_settings(name: str, manifest: Manifest, *, asked: RunConfig, explicit: frozenset[str]) -> None:
-    """`check_fits` of what was asked for, before the files of a tokenizer, which says the size of the vocabulary, are here."""
-    model = validate(asked, None, explicit, problems=Problems()).model
+TokenizerOf = Callable[[RunConfig], Tokenizer | None]
+
+
+def check_settings(
+    name: str, manifest: Manifest, config: RunConfig, *, explicit: frozenset[str], tokenizer_of: TokenizerOf
+) -> None:
+    """`check_fits` and `require_tokenizer` of what was asked for, before it is resolved."""
+    model, tokenizer = validate(config, None, explicit, problems=Problems()).model, tokenizer_of(config)
     if model.vocab_size is None:
-        model = replace(model, vocab_size=_section(manifest.config, "model").get("vocab_size"))
-    check_fits(name, manifest, replace(asked, model=model))
+        saved = _section(manifest.config, "model").get("vocab_size")
+        model = replace(model, vocab_size=saved if tokenizer is None else tokenizer.vocab_size)
+    check_fits(name, manifest, replace(config, model=model))
+    require_tokenizer(name, manifest, config, None if tokenizer is None else tokenizer.fingerprint())
+
+
+def require_tokenizer(name: str, manifest: Manifest, config: RunConfig, tokenizer: str | None) -> None:
+    """A run that continues has the checkpoint's tokenizer, or where it has none (`tokenizer`: its fingerprint) token files of
+    that one, as far as they say. Raises ConfigError."""
+    if config.checkpoint.finetune or not manifest.tokenizer:
+        return
+    if tokenizer and tokenizer != manifest.tokenizer:
+        raise CheckpointError(
+            f"{name} was trained with another tokenizer (sha256 {manifest.tokenizer[:12]}..., "
+            f"this run's is {tokenizer[:12]}...); give the same tokenizer, or --finetune to start over from the weights"
+        )
+    if not tokenizer and config.data.dataset is None:
+        for setting in PATH_SETTINGS:
+            for _, prefix in parse_data_path(getattr(config.data, setting), setting):
+                require_recorded_tokenizer(prefix, manifest.tokenizer)
 
 
 def check_fits(name: str, manifest: Manifest, config: RunConfig) -> None:

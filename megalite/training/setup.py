@@ -144,9 +144,7 @@ def _named_dataset(given: Any) -> str:
 def resolve(config: RunConfig, *, world_size: int, explicit: frozenset[str]) -> tuple[RunConfig, Tokenizer | None]:
     """The complete, legal config of a run on `world_size` ranks, and its tokenizer."""
     validate(config, world_size, explicit, startable=True)
-    data, tokenizer = config.data, None
-    if any((data.tokenizer_type, data.tokenizer_model, data.vocab_file, data.merge_file, data.tiktoken_pattern)):
-        tokenizer = _WHEN_NAMED.get("tokenizer")(data, config.model.vocab_size)
+    tokenizer = _tokenizer(config)
     if config.model.vocab_size is None:
         assert tokenizer is not None
         config = replace(config, vocab_size=tokenizer.vocab_size)
@@ -157,6 +155,14 @@ def resolve(config: RunConfig, *, world_size: int, explicit: frozenset[str]) -> 
         )
     config = validate(config, world_size, explicit)
     return replace(config, save=save_folder(config)), tokenizer
+
+
+def _tokenizer(config: RunConfig) -> Tokenizer | None:
+    data = config.data
+    if not any((data.tokenizer_type, data.tokenizer_model, data.vocab_file, data.merge_file, data.tiktoken_pattern)):
+        return None
+    tokenizer: Tokenizer = _WHEN_NAMED.get("tokenizer")(data, config.model.vocab_size)
+    return tokenizer
 
 
 class Tokenize(Protocol):
@@ -194,7 +200,8 @@ def take_remote(
     if not any(word is not None and is_address(word) for word in named):
         return config
     leads = leads_node(world, device)
-    fits = {} if explicit is None else {"accept": partial(_WHEN_NAMED.get("fits"), asked=config, explicit=explicit)}
+    check = None if explicit is None else partial(_WHEN_NAMED.get("fits"), explicit=explicit, tokenizer_of=_tokenizer)
+    fits = {} if check is None else {"accept": check}
     places: dict[str, str] = {}
     for turn in (world.rank == 0, leads and world.rank != 0):
         work = partial(_WHEN_NAMED.get("fetch"), config, say=log, **fits) if turn else lambda stopped: None

@@ -4,20 +4,25 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megalite.checkpoint.manifest import FileEntry, Manifest
 from megalite.config.describe import replace
-from megalite.config.errors import CheckpointError, ConfigError
+from megalite.config.errors import CheckpointError, ConfigError, Problems
 from megalite.config.run import RunConfig
+from megalite.config.validate import validate
 from megalite.conversion.start import settings_in
 from megalite.data.remote import fetch_all, with_places
 from megalite.data.stores import shown
+from megalite.topology.group import Group
 from megalite.training.resume import check_settings
+from megalite.training.setup import take_remote
 from tests.data.object_store import Store, serving
 from tests.data.token_files import distinct_documents, write_by_layout
 from tests.support.s3 import S3Server, running
@@ -123,14 +128,15 @@ def test_what_is_not_there_is_one_error(store: Store, tmp_path: Path) -> None:
         fetch_all(config, say=print, stopped=lambda: False)
 
 
-def write_run(folder: Path) -> Path:
+def write_run(folder: Path, **facts: Any) -> Path:
     """A run with one checkpoint of one file; the checkpoint's folder."""
     step = folder / "run" / "step-0000002"
     step.mkdir(parents=True)
     (step / "rank-0.safetensors").write_bytes(b"weights")
     files = {"rank-0.safetensors": FileEntry(7, hashlib.sha256(b"weights").hexdigest())}
     config = {"model": {"num_layers": 3, "hidden_size": 48, "hidden_dropout": 0.5}, "training": {"seq_length": 24}}
-    manifest = Manifest(step=2, files=files, tensors={}, counters={}, config=config, layout={}, megalite_version="1.0")
+    about = {"config": config, "layout": {}, "megalite_version": "1.0", **facts}
+    manifest = Manifest(step=2, files=files, tensors={}, counters={}, **about)
     (step / "manifest.json").write_text(manifest.to_json())
     (folder / "run" / "latest").write_text("step-0000002\n")
     return step
@@ -175,11 +181,36 @@ def test_a_checkpoint_that_does_not_fit_is_not_fetched(store: Store, tmp_path: P
     address = store.address("run")
     data = {"data_path": [store.address("a.jsonl")], "data_cache_path": str(tmp_path / "cache")}
     config, said = replace(RunConfig(), load=address, num_layers=4, **data), list[str]()
-    accept = partial(check_settings, asked=config, explicit=frozenset())
+    accept = partial(check_settings, explicit=frozenset(), tokenizer_of=lambda config: None)
     with pytest.raises(CheckpointError, match=r"/run/step-0000002 is of another model: num_layers 3 there, 4 here"):
         fetch_all(config, say=said.append, stopped=lambda: False, accept=accept)
     assert "manifest.json" in said[0] and len(said) == 1
     assert {name.split()[1] for name in store.asked} == {"latest", "manifest.json"}
+
+
+def test_nor_is_one_of_another_tokenizer(store: Store, tmp_path: Path) -> None:
+    """Which is fetched before, or is known by the token files; --finetune takes it."""
+    asked = {"load": store.address("run"), "load_optimizer": False, "data_cache_path": str(tmp_path / "cache")}
+    made = validate(replace(RunConfig(), vocab_size=2, **asked), None, frozenset(), problems=Problems())
+    write_run(store.folder, tokenizer="0" * 64, config={"model": asdict(made.model)})
+    letters = {"type": "BPE", "vocab": {"a": 0, "<|endoftext|>": 1}, "merges": []}
+    (store.folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": letters, "added_tokens": []}))
+    write_by_layout(tmp_path / "d", distinct_documents([5, 7]))
+    recorded = {"kind": "other", "sha256": "1" * 64}
+    facts = {"format": 1, "documents": 2, "tokens": 12, "dtype": "uint16", "tokenizer": recorded}
+    (tmp_path / "d.json").write_text(json.dumps(facts))
+    world, cpu = Group.solo("world"), torch.device("cpu")
+    for more, says in (
+        ({"tokenizer_model": store.address("tokenizer.json")}, r"/run/step-0000002 was trained with another tokenizer"),
+        ({"vocab_size": 2, "data_path": [str(tmp_path / "d")]}, r"/d\.bin was made with another tokenizer: other"),
+    ):
+        store.asked.clear()
+        config = replace(RunConfig(), **asked, **more)
+        with pytest.raises(ConfigError, match=says):
+            take_remote(config, world=world, device=cpu, log=print, explicit=frozenset())
+        assert not any("safetensors" in name for name in store.asked)
+    take_remote(replace(config, finetune=True), world=world, device=cpu, log=print, explicit=frozenset())
+    assert store.asked[-1] == "GET rank-0.safetensors"
 
 
 def test_a_model_is_taken_from_the_manifest_at_an_address(store: Store, tmp_path: Path) -> None:

@@ -107,3 +107,20 @@ def test_what_is_there_is_converted_and_evaluated_and_not_mixed_with_another_run
         f"error: {address} holds checkpoints up to step 6 but this run starts at step 0; add --load {address} to continue "
         "from the newest, or give another --save"
     ]
+
+
+def test_rank_0_reads_the_manifest_for_all(tmp_path: Path) -> None:
+    """The model comes from the checkpoint at an address; so does one error, where there is no telling."""
+    bare = FLAGS[FLAGS.index("--mock-data") :]
+    words = [*bare, "--data-cache-path", tmp_path / "cache", "--load", "s3://bucket/run", "--tp", "2"]
+    with running(S3Server()) as server:
+        saves = ["--save", "s3://bucket/run", "--save-interval", "6", "--data-cache-path", tmp_path / "cache"]
+        train_forked(1, *FLAGS, *saves, seconds=150, more=server.environment).require_success()
+        server.asked.clear()
+        said = train_forked(2, *words, seconds=150, more=server.environment).require_success().out
+        assert "nothing to do" in said
+        manifest = "bucket/run/step-0000006/manifest.json"
+        assert server.asked.count(("GET", manifest)) == 2, "once for the settings, once to be kept"
+        server.objects[manifest] = b"{}"
+        failed = train_forked(2, *words, seconds=150, more=server.environment)
+    assert failed.status == 2 and len(failed.errors) == 1 and "step-0000006/manifest.json: " in failed.errors[0]
