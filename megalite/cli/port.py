@@ -22,6 +22,7 @@ from megalite.config.validate import validate
 
 _SCRIPT = re.compile(r"(?:pretrain|train|finetune)\w*\.py")
 _LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "ft_launcher")
+_STARTERS = ("srun", "sbatch", "salloc", "mpirun", "mpiexec")
 _YAML_KEY = "MODEL_ARGS"
 _SLURM = dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), "nodes")
 _SLURM |= {"SLURM_NTASKS": "ntasks", "SLURM_NTASKS_PER_NODE": "ntasks-per-node", "SLURM_GPUS_ON_NODE": "gpus-per-node"}
@@ -135,10 +136,10 @@ def _from_script(text: str, path: Path, given: Mapping[str, str]) -> list[Launch
 
 
 def _note_ranks(words: list[str], scheduled: dict[str, str]) -> None:
-    """The numbers of nodes and tasks that srun and sbatch take."""
-    named = {"N": "nodes", "n": "ntasks"}
+    """The numbers of nodes and tasks that Slurm and MPI are given."""
+    named = {"N": "nodes", "n": "ntasks", "np": "ntasks"}
     named |= {name: name for name in ("nodes", "ntasks", "ntasks-per-node", "gpus-per-node", "gres")}
-    for at, word in enumerate(words if words[0] in ("srun", "sbatch", "salloc") else ()):
+    for at, word in enumerate(words if words[0] in _STARTERS else ()):
         name, equals, value = word.lstrip("-").partition("=")
         if word.startswith("-") and name in named:
             scheduled[named[name]] = value if equals else next(iter(words[at + 1 : at + 2]), "")

@@ -88,6 +88,7 @@ LAUNCHES = {
     "eval": ('run="torchrun --nproc_per_node 8 pretrain_gpt.py --tp 2 --bf16"\neval $run', 8),
     "document": ("F='--tp 2 --bf16'\nsbatch --nodes=2 <<EOF\nsrun --ntasks-per-node=4 python pretrain_gpt.py $F\nEOF", 8),
     "variables": ("#SBATCH -A me -N 4 --gpus-per-node=8 # nodes -n\ntorchrun --nnodes $SLURM_NNODES --nproc-per-node ${SLURM_GPUS_ON_NODE} pretrain_gpt.py --tp 2 --bf16", 32),
+    "mpirun": ("mpirun -np 16 -x PATH python pretrain_gpt.py --tp 2 --bf16", 16),
     "alone": ("python pretrain_gpt.py --tp 2 --bf16", None),
 }  # fmt: skip
 
