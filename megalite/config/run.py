@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, fields
+from functools import cache, lru_cache
+from operator import attrgetter
 from pathlib import Path, PurePath
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
@@ -11,7 +12,7 @@ from megalite.config.compute import ComputeConfig
 from megalite.config.data import DataConfig
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
-from megalite.config.parallel import DataParallelConfig, ParallelConfig, parse_pipeline_layout
+from megalite.config.parallel import PIPELINE_SCHEDULES, DataParallelConfig, ParallelConfig, parse_pipeline_layout
 from megalite.config.registry import import_modules
 from megalite.config.training import CheckpointConfig, LoggingConfig, TrainingConfig
 
@@ -161,3 +162,80 @@ def once_per_object(maxsize: int = 64) -> Callable[[Callable[Concatenate[S, P], 
         return lambda first, *given, **named: known(Itself(first), *given, **named)
 
     return decorate
+
+
+def once_per_reading(function: Callable[Concatenate[RunConfig, P], T]) -> Callable[Concatenate[RunConfig, P], T]:
+    """Remembers what a function of a config and nothing else says of it, for all configs that agree in every setting which
+    it has read on its way there. Noted, not declared: a setting that it comes to read sets configs apart at once."""
+    answers: dict[Hashable, dict[tuple[str, ...], dict[Hashable, T]]] = {}
+    left = _MOST_ANSWERS
+
+    @once_per_object()
+    def ask(config: RunConfig, *given: Any, **named: Any) -> T:
+        nonlocal left
+        if not _means_the_same(config):
+            return function(config, *given, **named)
+        ways = answers.setdefault((*given, *named.items()), {})
+        for names, known in ways.items():
+            if (key := _values(config, names)) in known:
+                return known[key]
+        noted: dict[str, None] = {}
+        sections = {name: _noting(part, f"{name}.", noted) for name, part in vars(config).items()}
+        answer = function(RunConfig(**sections), *given, **named)
+        if (left := left - 1) < 0:
+            answers.clear()
+            left = _MOST_ANSWERS
+        else:
+            names = tuple(noted)
+            ways.setdefault(names, {})[_values(config, names)] = answer
+        return answer
+
+    return ask
+
+
+_MOST_ANSWERS = 4096  # of one function
+
+
+def _means_the_same(config: RunConfig) -> bool:
+    """Whatever it names: files may change, and a notebook may define a schedule again under its name."""
+    p = config.parallel
+    known = p.pipeline_schedule is None or p.pipeline_schedule in PIPELINE_SCHEDULES.builtin
+    return known and p.pipeline_schedule_file is None and p.pipeline_costs is None
+
+
+def _values(config: RunConfig, names: tuple[str, ...]) -> tuple[Hashable, ...]:
+    return tuple([tuple(value) if type(value) is list else value for value in _getter(names)(config)])
+
+
+@cache
+def _getter(names: tuple[str, ...]) -> Callable[[RunConfig], tuple[Any, ...]]:
+    return attrgetter(*names, "model.num_layers", "model.num_layers")  # of a single name it would be no tuple
+
+
+def _noting(part: Any, way: str, noted: dict[str, None]) -> Any:
+    """A copy of a section that notes which of its settings are read; what `replace` makes of it does not: to make it, all
+    others were read."""
+    kind, slot = _noting_kind(next(each for each in type(part).__mro__ if "_note" not in vars(each)))
+    copy: Any = object.__new__(kind)
+    object.__getattribute__(copy, "__dict__").update(object.__getattribute__(part, "__dict__"))
+    slot.__set__(copy, (way, noted))
+    return copy
+
+
+@cache
+def _noting_kind(section: type) -> tuple[type, Any]:
+    names = frozenset(each.name for each in fields(section))
+
+    def read(self: Any, name: str) -> Any:
+        if name in names or name == "__dict__":
+            try:
+                way, noted = slot.__get__(self)
+            except AttributeError:
+                return object.__getattribute__(self, name)
+            for each in (name,) if name in names else names:
+                noted[way + each] = None
+        return object.__getattribute__(self, name)
+
+    kind = type(section.__name__, (section,), {"__slots__": ("_note",), "__getattribute__": read})
+    slot: Any = vars(kind)["_note"]
+    return kind, slot

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, TypeVar
 from megalite.config.errors import ConfigError
 from megalite.config.model import BLOCKS, BlockFacts, ModelConfig
 from megalite.config.optimizer import OPTIMIZERS, OptimizerConfig, parse_lr_multipliers
-from megalite.config.run import RunConfig
+from megalite.config.run import RunConfig, once_per_object
 
 Init = Literal["normal", "residual", "zeros", "ones"]
 Convention = Literal["palm", "megatron"]
@@ -334,9 +334,15 @@ def once_per_kind(items: Iterable[S], kind: Callable[[S], Hashable], of: Callabl
 
 def layer_kind(model: ModelConfig, layer_index: int) -> Hashable:
     """Layers of one kind differ in nothing but their number."""
+    return _layer_kinds(model)[layer_index]
+
+
+@once_per_object()
+def _layer_kinds(model: ModelConfig) -> list[Hashable]:
+    indices = range(model.further_layers.stop)
     if BLOCKS.facts(model.block).shapes is not None:
-        return layer_index
-    return model.is_moe_layer(layer_index), model.has_window(layer_index), model.has_rope(layer_index)
+        return list(indices)
+    return [(model.is_moe_layer(index), model.has_window(index), model.has_rope(index)) for index in indices]
 
 
 def of_layers(model: ModelConfig, layers: Iterable[int], of: Callable[[int], T]) -> list[T]:

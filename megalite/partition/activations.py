@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from megalite.config.describe import replace
 from megalite.config.model import ModelConfig
-from megalite.config.run import RunConfig
+from megalite.config.run import RunConfig, once_per_reading
 from megalite.models.shapes import of_layers, once_per_kind
 from megalite.partition.stages import StagePlan, kind_of_stage
 from megalite.pipeline.ir.memory import Sizes
@@ -301,6 +301,7 @@ def _restored_bytes(config: RunConfig, plan: StagePlan) -> int:
     return most
 
 
+@once_per_reading
 def recompute_workspace_bytes(config: RunConfig, plan: StagePlan) -> int:
     """Bytes that recomputation, or offloading, brings back at most at once, beside what is kept all along.
 
@@ -337,6 +338,7 @@ def with_graphs(config: RunConfig) -> RunConfig:
     )
 
 
+@once_per_reading
 def stage_sizes(config: RunConfig, stages: tuple[StagePlan, ...]) -> Sizes:
     """Activations, what a split backward keeps for W, what recompute-ahead keeps for R, a message between stages, and
     what a backward computes again; of all stages of the pipeline, in order."""

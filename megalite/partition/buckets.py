@@ -8,7 +8,7 @@ from itertools import compress
 from typing import NamedTuple
 
 from megalite.config.optimizer import HOST_PIECE, HOST_SLOTS, OPTIMIZERS, SQUARES, deal, sides_of, state_formats
-from megalite.config.run import RunConfig, once_per_object
+from megalite.config.run import RunConfig, once_per_object, once_per_reading
 from megalite.data_parallel.facts import (
     BucketKind,
     bucket_size,
@@ -123,7 +123,7 @@ class PlannedBucket:
         return tuple(shape.name for shape in self.shapes)
 
 
-@once_per_object()
+@once_per_reading
 def planned_buckets(config: RunConfig, plan: StagePlan, stages: tuple[StagePlan, ...]) -> tuple[PlannedBucket, ...]:
     """As `data_parallel.buckets.make_buckets` cuts the parameters of a stage for the run's strategy."""
     check_lr_multipliers(config.model, config.optimizer)

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from megalite.config.batch import microbatch_counts
-from megalite.config.run import RunConfig
+from megalite.config.run import RunConfig, once_per_object, once_per_reading
 from megalite.models.shapes import ParameterShape, once_per_kind
 from megalite.partition.activations import (
     ELEMENT_BYTES,
@@ -17,6 +17,7 @@ from megalite.partition.activations import (
     stage_sizes,
 )
 from megalite.partition.buckets import (
+    HeldBytes,
     PlannedBucket,
     element_bytes,
     held_bytes,
@@ -59,9 +60,13 @@ class RankMemory:
 def activation_peaks(config: RunConfig, stages: tuple[StagePlan, ...], schedule: Schedule) -> list[int]:
     """Per pipeline rank, the most bytes that activations (and what a W waits for) take; messages and workspace not counted."""
     sizes = dataclasses.replace(stage_sizes(config, stages), message=0.0, workspace=None)
+    return [round(size) for size in _peaks(schedule, sizes)]
+
+
+@once_per_object(maxsize=32)
+def _peaks(schedule: Schedule, sizes: Sizes) -> list[float]:
     # Without messages the computations alone decide, and they need no lowering.
-    peaks = memory_peaks(Program(schedule, schedule.actions), sizes)
-    return [round(peak.size) for peak in peaks]
+    return [peak.size for peak in memory_peaks(Program(schedule, schedule.actions), sizes)]
 
 
 def host_peaks(config: RunConfig, stages: tuple[StagePlan, ...], schedule: Schedule) -> list[int]:
@@ -71,7 +76,7 @@ def host_peaks(config: RunConfig, stages: tuple[StagePlan, ...], schedule: Sched
     if not any(offloaded):
         return [0] * config.parallel.pp
     sizes = Sizes(activation=offloaded, deferred=none, kept_input=none)
-    return [round(peak.size) for peak in memory_peaks(Program(schedule, schedule.actions), sizes)]
+    return [round(size) for size in _peaks(schedule, sizes)]
 
 
 def rank_memory(
@@ -84,21 +89,27 @@ def rank_memory(
     parameter server it is the server's. `activation_bytes`: at the peak of the schedule (`activation_peaks`), and those
     in host memory (`host_peaks`)."""
     everywhere = plan_stages(config)
-    buckets = [bucket for plan in stages for bucket in planned_buckets(config, plan, everywhere)]
-    held = held_bytes(config, stages, buckets)
+    held, whole = _held_and_whole(config, tuple(stages), everywhere)
     return RankMemory(
         parameters=held.parameters,
         parameter_bytes=math.ceil(held.parameter),
         gradient_bytes=math.ceil(held.gradient),
         optimizer_bytes=math.ceil(held.optimizer),
         activation_bytes=activation_bytes,
-        workspace_bytes=whole_parameter_bytes(config, stages, everywhere)
-        + whole_gradient_bytes(config, stages, everywhere)
-        + fp8_weight_bytes(config, stages)
-        + max(recompute_workspace_bytes(config, plan) for plan in stages)
-        + visiting_bytes(config, buckets),
+        workspace_bytes=whole + max(recompute_workspace_bytes(config, plan) for plan in stages),
         host_bytes=math.ceil(held.host) + host_activation_bytes,
     )
+
+
+@once_per_reading
+def _held_and_whole(
+    config: RunConfig, stages: tuple[StagePlan, ...], everywhere: tuple[StagePlan, ...]
+) -> tuple[HeldBytes, int]:
+    """What a rank has from step to step, and what is whole for a while, in fp8 or a visitor."""
+    buckets = [bucket for plan in stages for bucket in planned_buckets(config, plan, everywhere)]
+    whole = whole_parameter_bytes(config, stages, everywhere) + whole_gradient_bytes(config, stages, everywhere)
+    whole += fp8_weight_bytes(config, stages) + visiting_bytes(config, buckets)
+    return held_bytes(config, stages, buckets), whole
 
 
 def planned_memory(config: RunConfig, schedule: Schedule | None = None) -> list[RankMemory]:

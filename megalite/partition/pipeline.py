@@ -10,7 +10,7 @@ from megalite.config.byte_size import parse_byte_size
 from megalite.config.errors import ConfigError
 from megalite.config.parallel import PIPELINE_SCHEDULES
 from megalite.config.reading import read_input
-from megalite.config.run import RunConfig, once_per_object
+from megalite.config.run import RunConfig, once_per_object, once_per_reading
 from megalite.models.shapes import (
     attention_core_flops,
     flops_per_token,
@@ -223,7 +223,7 @@ def _read(config: RunConfig) -> Schedule:
     return schedule
 
 
-@once_per_object()
+@once_per_reading
 def _auto(config: RunConfig, placement: tuple[int, ...], num_microbatches: int) -> Schedule:
     p, stages = config.parallel, cut_stages(config, placement)
     limited = p.pipeline_schedule is not None or p.pipeline_memory_limit is not None
@@ -248,7 +248,7 @@ def _built(*given: Hashable, **named: Hashable) -> Schedule:
 
 def _room_of_1f1b(config: RunConfig, stages: tuple[StagePlan, ...], num_microbatches: int) -> tuple[float, ...]:
     """Per rank, what its activations may take for no rank to hold more than the fullest one does with 1f1b."""
-    plain = build_schedule(
+    plain = _named(
         "1f1b",
         num_ranks=len(stages),
         num_chunks=1,
@@ -262,7 +262,7 @@ def _room_of_1f1b(config: RunConfig, stages: tuple[StagePlan, ...], num_microbat
     return tuple(most - each for each in always)
 
 
-@once_per_object()
+@once_per_reading
 def _auto_placement(config: RunConfig) -> tuple[int, ...]:
     """Of two chunks: round and round, or a V where that gives the shorter step at the largest batch."""
     p = config.parallel

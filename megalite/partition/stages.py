@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
-from megalite.config.run import RunConfig, once_per_object, stage_layers
+from megalite.config.run import RunConfig, once_per_reading, stage_layers
 from megalite.models.shapes import ParameterShape, end_forward_flops, layer_kind, layers_forward_flops, stage_shapes
 from megalite.pipeline.ir.partition import partition_layers
 
@@ -43,7 +43,7 @@ def parts_of_message(scattered: Any, sequence_parallel: Any, hidden_size: Any, t
     return 1 + (tp - 1) * (scattered * (1 - sequence_parallel) * (hidden_size % tp == 0))
 
 
-@once_per_object()
+@once_per_reading
 def shapes_of(config: RunConfig, plan: StagePlan) -> tuple[ParameterShape, ...]:
     """Full shapes of the parameters of a stage, in the order of the forward."""
     return tuple(stage_shapes(config.model, plan.first_layer, plan.last_layer, plan.has_embedding, plan.has_head))

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.config.describe import replace
-from megalite.config.run import RunConfig
+from megalite.config.run import RunConfig, once_per_object
 from megalite.partition.pipeline import costs_of, lowered, schedule_of
 from megalite.partition.stages import StagePlan
 from megalite.pipeline.ir.actions import Kind
@@ -105,13 +105,19 @@ class Clock:
         return count - (count - self._num_microbatches) % cycle
 
     def _simulate(self, count: int, costs: Costs) -> Timeline:
-        return simulate(self.program(count), costs)
+        return _simulated(self.program(count), costs)
 
     def _extended(self, timeline: Timeline, shorter: Timeline, *, at_least: float = 0.0) -> Run:
         count, wanted = timeline.schedule.num_microbatches, self._num_microbatches
         cycle = count - shorter.schedule.num_microbatches
         each = max((timeline.makespan - shorter.makespan) / cycle, at_least / count)
         return Run(timeline, wanted / count, each * (wanted - count), cycle)
+
+
+@once_per_object(maxsize=8)
+def _simulated(program: Program, costs: Costs) -> Timeline:
+    # Configs that differ in what their pipeline does not see ask again.
+    return simulate(program, costs)
 
 
 def _cycle(timeline: Timeline, period: int) -> int:

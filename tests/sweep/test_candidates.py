@@ -10,8 +10,12 @@ from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
+from megalite.partition import pipeline
+from megalite.pipeline.ir.generators import auto
+from megalite.pipeline.ir.generators.auto_search import _known as list_search
+from megalite.planner.cost import stage
 from megalite.planner.cost.step import predict
-from megalite.sweep.candidates import check_all, expand, read_machine
+from megalite.sweep.candidates import Expansion, check_all, expand, read_machine
 from megalite.sweep.spec import read_spec
 from tests.sweep.sweeps import MODEL, read_runs, write_sweep
 
@@ -210,3 +214,22 @@ def test_the_vocabulary_of_a_tokenizer(tmp_path: Path) -> None:
     missing = {"data_path": ["nowhere"], "tokenizer_model": str(tmp_path / "none.model")}
     _, (run,) = read_runs(write_sweep(tmp_path, settings=model | missing, grid={"tp": [1]}))
     assert "none.model" in str(run.refused)
+
+
+def test_predictions_are_those_of_configurations_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the byte and to the last digit, where all share what they agree in and where none shares anything."""
+    axes = {"tp": [1, 2], "pp": [1, 2], "micro_batch_size": [1, 2], "recompute_granularity": ["none", "full"]}
+    axes |= {"dp_strategy": ["all-reduce", "distributed-optimizer", "fully-sharded"], "vpp": [1, 2]}
+    settings = MODEL | {"global_batch_size": 16, "optimizer": "muon", "num_experts": 4}
+    path = write_sweep(tmp_path, settings=settings, grid=axes, ranks=4, cluster="dgx-a100")
+    machine = read_machine("dgx-a100", "fused")
+    shared = check_all(expand(read_spec(path)), memory_limit=None, machine=machine)
+    monkeypatch.setattr("megalite.config.run._values", lambda config, names: (object(),))
+    alone = []
+    for each in expand(read_spec(path)).candidates:
+        for cached in (list_search, auto._bounds, pipeline._built, stage._pricing):
+            cached.cache_clear()
+        alone += check_all(Expansion((each,), RunConfig(), 0, ()), memory_limit=None, machine=machine)
+    assert [each.key for each in shared] == [each.key for each in alone]
+    assert [(each.refused, each.predicted) for each in shared] == [(each.refused, each.predicted) for each in alone]
+    assert sum(each.predicted is not None for each in shared) > 50

@@ -8,6 +8,7 @@ without.
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from megalite.config.compute import ComputeConfig
@@ -46,13 +47,18 @@ class Settings(ModelConfig, ParallelConfig, DataParallelConfig, _Numerics, Check
 def see(config: RunConfig, explicit: frozenset[str] = frozenset(), wrong: Collection[str] = ()) -> Settings:
     """The settings for rules; to read one of `wrong` raises Reported."""
 
-    def refuse(_: object) -> None:
-        raise Reported
-
-    seen: Settings = object.__new__(type("Seen", (Settings,), dict.fromkeys(wrong, property(refuse))))
+    seen: Settings = object.__new__(_seen_without(frozenset(wrong)))
     vars(seen).update(values_of(config), explicit=explicit)
     vars(seen)["run"] = RunConfig(**dict.fromkeys(sections(), seen))
     return seen
+
+
+@cache
+def _seen_without(wrong: frozenset[str]) -> type[Settings]:
+    def refuse(_: object) -> None:
+        raise Reported
+
+    return type("Seen", (Settings,), dict.fromkeys(wrong, property(refuse)))
 
 
 IDLE = frozenset(

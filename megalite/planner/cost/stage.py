@@ -1,5 +1,6 @@
 """Seconds of one microbatch on a stage: forward, input gradient, weight gradient and what is computed again."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -72,7 +73,7 @@ class StageCost:
         return self.forward_parts + self.backward_parts + self.recompute_parts
 
 
-@once_per_object(maxsize=4)
+@once_per_object()
 def layer_parts(price: operations.Pricing, *, moe: bool = False) -> tuple[operations.Piece, Parts]:
     """One block (`moe`: with experts) for one microbatch, and what selective or full recompute runs again of it."""
     work = price.work
@@ -184,9 +185,15 @@ def stage_costs(
     config: RunConfig, stages: tuple[StagePlan, ...], cluster: Cluster, stack: SoftwareStack
 ) -> list[StageCost]:
     """Each virtual stage of a validated config. Raises ConfigError if the accelerator does not have the precision."""
-    # Stages of one kind are priced once, those of other configs of a sweep or a plan too.
-    price = _pricing(Itself(cluster), Itself(stack), tuple(vars(workload_of(config)).items()))
+    # Stages of one kind are priced once, those of other configs of a sweep or a plan too: they differ in what no price of a
+    # stage reads, which is no number here, so that one which did would be none either.
+    unread = (*_UNREAD, *(() if stack.float8_rate else ("weight_uses",)))
+    numbers = vars(workload_of(config)) | dict.fromkeys(unread, math.nan)
+    price = _pricing(Itself(cluster), Itself(stack), tuple(numbers.items()))
     return [_priced(price, stage_kind(config, plan)) for plan in stages]
+
+
+_UNREAD = ("dp", "pp", "order_dp_first", "message_share", "scatters_messages")
 
 
 @lru_cache(maxsize=64)

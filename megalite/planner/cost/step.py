@@ -10,18 +10,20 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
 from megalite.config.batch import microbatch_counts
 from megalite.config.optimizer import sides_of
-from megalite.config.run import RunConfig
+from megalite.config.run import Itself, RunConfig, once_per_object, once_per_reading
 from megalite.data_parallel.facts import wire_width
-from megalite.models.shapes import ParameterShape, flops_per_token
+from megalite.models.shapes import Convention, ParameterShape, flops_per_token
 from megalite.partition.activations import ELEMENT_BYTES
 from megalite.partition.buckets import bytes_of_class, held_elements, matrices_of_ranks, matrix_bytes
 from megalite.partition.memory import RankMemory, planned_memory
 from megalite.partition.pipeline import plan_stages
 from megalite.partition.stages import StagePlan
 from megalite.pipeline.ir.actions import Kind
-from megalite.pipeline.ir.simulate import Event, shared_makespan
+from megalite.pipeline.ir.simulate import Event, Timeline, shared_makespan
 from megalite.planner.clock import Clock, Run
 from megalite.planner.communication import gradient_volumes, group_sizes, matrix_volumes
 from megalite.planner.cost import rates
@@ -64,49 +66,28 @@ class _Beside:
         found: list[Rank] = []
         exchanges: dict[StageKind, Exchange] = {}
         updates: dict[tuple[StageKind, ...], float] = {}
-        of_rank: list[list[Event]] = [[] for _ in range(config.parallel.pp)]
-        for event in run.timeline.events:
-            of_rank[event.rank].append(event)
-        for rank, events in enumerate(of_rank):
+        for rank, course in enumerate(_courses(run.timeline)):
             plans = [plan for plan in self.stages if plan.rank == rank]
             kinds = tuple(stage_kind(config, plan) for plan in plans)
             for kind, plan in zip(kinds, plans):
                 if kind not in exchanges:
                     exchanges[kind] = self._exchange(plan)
             if kinds not in updates:
-                updates[kinds] = self._optimizer_seconds(plans)
+                updates[kinds] = _optimizer_seconds(config, tuple(plans), Itself(self.cluster), Itself(self.stack))
             mine = [exchanges[kind] for kind in kinds]
-            ready, late = self._exposed(mine, plans, events)
-            done = max((event.end for event in events), default=0.0) + run.shift
-            beside = sum(each.reduce + each.gather for each in mine) - (ready - done) - late
+            ready, late = self._exposed(mine, plans, course)
+            beside = sum(each.reduce + each.gather for each in mine) - (ready - course.end - run.shift) - late
             found.append(Rank(ready, late, updates[kinds], max(0.0, beside)))
         return found
 
     def _exchange(self, plan: StagePlan) -> Exchange:
-        """Those that `gradient_volumes` lists, one after the other."""
-        config, cluster = self.config, self.cluster
-        narrow = ELEMENT_BYTES[config.training.precision] / wire_width(config) if self.stack.half_gradients else 1.0
-        sizes, work = group_sizes(config), rates.workload_of(config)
-        stride, hop = float(rates.data_stride(work)), float(rates.pipeline_stride(work))
-        # The ends of a pipeline that lies inside a node are in one node, however far apart.
-        ends = hop if hop * sizes["pp"] <= cluster.node.accelerators else hop * (sizes["pp"] - 1)
-        strides = {"tp": 1.0, "expert-tp": 1.0, "embedding": ends}
-        strides |= {f"inter-{kind}": stride * sizes[f"intra-{kind}"] for kind in ("dp-cp", "expert-dp")}
-        reduce = gather = 0.0
-        pieces = 0
-        totals = Counter(gradient_volumes(config, plan, self.stages, self.microbatches))
-        for (group, operation, volume), count in totals.items():
-            each = float(rates.collective_seconds(operation, volume, sizes[group], strides.get(group, stride), cluster))
-            across = group.startswith("inter-")
-            if operation == "all-gather" and not across:
-                gather += count * each
-            else:
-                reduce += count * each * narrow
-                pieces += 0 if across else count  # each follows one inside the instance
-        return Exchange(reduce, gather, max(1, pieces))
+        work = rates.workload_of(self.config)
+        strides = float(rates.data_stride(work)), float(rates.pipeline_stride(work))
+        machine = Itself(self.cluster), Itself(self.stack)
+        return _exchange(self.config, plan, self.stages, self.microbatches, strides, *machine)
 
     def _exposed(
-        self, exchanges: Sequence[Exchange], plans: Sequence[StagePlan], events: Sequence[Event]
+        self, exchanges: Sequence[Exchange], plans: Sequence[StagePlan], course: "_Course"
     ) -> tuple[float, float]:
         """`ready` and `late` of one rank.
 
@@ -116,45 +97,88 @@ class _Beside:
         it have all the computation there is to hide under. Parameters can be gathered ahead, those of each stage until its
         first forward has run."""
         p, stack, run = self.config.parallel, self.stack, self.run
-        end = max((event.end for event in events), default=0.0) + run.shift
+        end = course.end + run.shift
         reduce, gather = sum(each.reduce for each in exchanges), sum(each.gather for each in exchanges)
         fully = p.strategy.shards_parameters
         ahead = stack.overlap_gradients and p.overlap_param_gather
-        late = 0.0 if fully else _late_gathers(exchanges, plans, events) if ahead else gather
+        late = 0.0 if fully else _late_gathers(exchanges, plans, course) if ahead else gather
         if not (stack.overlap_gradients and p.overlap_grad_reduce):
             return end + reduce + (gather if fully else 0.0), late
         if not (fully or self.config.data_parallel.shard_gradients):
-            return max(end, _last_arrival(exchanges, plans, events, run.shift, 1)), late
-        cover = run.scale * sum(event.end - event.start for event in events)
-        beyond = max(0.0, reduce + (gather if fully else 0.0) - cover)
-        return max(end + beyond, _last_arrival(exchanges, plans, events, run.shift, self.microbatches)), late
+            return max(end, _last_arrival(exchanges, plans, course, run.shift, 1)), late
+        beyond = max(0.0, reduce + (gather if fully else 0.0) - run.scale * course.busy)
+        return max(end + beyond, _last_arrival(exchanges, plans, course, run.shift, self.microbatches)), late
 
-    def _optimizer_seconds(self, plans: Sequence[StagePlan]) -> float:
-        """States read and written, gradients read for norm and update and set to zero, parameters written; what is in
-        host memory comes and goes. Whole matrices go to the ranks that work on them, and back: as long as the busiest takes."""
-        config, device = self.config, self.cluster.accelerator
-        sizes, width = group_sizes(config), max(4, ELEMENT_BYTES[config.training.precision])
-        squares = max(matrix_bytes(config, plans))
-        total, host = 2.0 * squares, float(squares) if config.optimizer.optimizer_cpu_offload else 0.0
-        for (expert, matrix), elements in held_elements(config, tuple(plans)).items():
-            replicas = sizes["intra-expert-dp" if expert else "intra-dp-cp"]
-            each = bytes_of_class(config, matrix, replicas)
-            updated = 1.0 / replicas if config.parallel.strategy.shards_states else 1.0
-            bytes_each = 2.0 * each.optimizer + each.gradient + (2.0 * width + width / 2) * updated
-            total += bytes_each * elements
-            host += config.optimizer.host_fraction * each.offloadable * elements
-        seconds = total / (device.memory_bandwidth * self.cluster.efficiency.memory) * self.stack.optimizer_slowdown
-        exchanged, work = matrix_volumes(config, plans), matrices_of_ranks(config, plans)
-        count = len(exchanged)
-        for volume in map(max, zip(*exchanged)) if count > 1 else ():
-            # All-to-all counts what stays on the rank itself, which these volumes leave out.
-            each = volume * count / (count - 1.0)
-            seconds += float(rates.collective_seconds("all-to-all", each, count, 1.0, self.cluster))
-        main = "fp64" if config.training.precision == "fp64" else "fp32"
-        rate = device.peak_flops.get(main, self.cluster.peak(config.training.precision))
-        flops = max(sum(matrix_flops(config, shape) for shape in own) for own in work)
-        seconds += flops / (rate * device.clock * self.cluster.efficiency.gemm)
-        return float(rates.with_copies(seconds, host, config, self.cluster))
+
+@once_per_reading
+def _exchange(
+    config: RunConfig,
+    plan: StagePlan,
+    stages: tuple[StagePlan, ...],
+    microbatches: int,
+    strides: tuple[float, float],
+    cluster: Itself[Cluster],
+    stack: Itself[SoftwareStack],
+) -> Exchange:
+    """What `gradient_volumes` lists, one after the other."""
+    narrow = ELEMENT_BYTES[config.training.precision] / wire_width(config) if stack.value.half_gradients else 1.0
+    sizes, machine, (stride, hop) = group_sizes(config), cluster.value, strides
+    # The ends of a pipeline that lies inside a node are in one node, however far apart.
+    ends = hop if hop * sizes["pp"] <= machine.node.accelerators else hop * (sizes["pp"] - 1)
+    apart = {"tp": 1.0, "expert-tp": 1.0, "embedding": ends}
+    apart |= {f"inter-{kind}": stride * sizes[f"intra-{kind}"] for kind in ("dp-cp", "expert-dp")}
+    reduce = gather = 0.0
+    pieces = 0
+    totals: dict[tuple[str, str], Counter[int]] = {}
+    for group, operation, volume in gradient_volumes(config, plan, stages, microbatches):
+        totals.setdefault((group, operation), Counter())[volume] += 1
+    for (group, operation), counts in totals.items():
+        volumes, times = np.array(list(counts)), np.array(list(counts.values()))
+        each = rates.collective_seconds(operation, volumes, sizes[group], apart.get(group, stride), machine)
+        across, seconds = group.startswith("inter-"), float(np.sum(times * each))
+        if operation == "all-gather" and not across:
+            gather += seconds
+        else:
+            reduce += seconds * narrow
+            pieces += 0 if across else int(times.sum())  # each follows one inside the instance
+    return Exchange(reduce, gather, max(1, pieces))
+
+
+@once_per_reading
+def _optimizer_seconds(
+    config: RunConfig, plans: tuple[StagePlan, ...], machine: Itself[Cluster], stack: Itself[SoftwareStack]
+) -> float:
+    """States read and written, gradients read for norm and update and set to zero, parameters written; what is in
+    host memory comes and goes. Whole matrices go to the ranks that work on them, and back: as long as the busiest takes."""
+    cluster, device = machine.value, machine.value.accelerator
+    sizes, width = group_sizes(config), max(4, ELEMENT_BYTES[config.training.precision])
+    squares = max(matrix_bytes(config, plans))
+    total, host = 2.0 * squares, float(squares) if config.optimizer.optimizer_cpu_offload else 0.0
+    for (expert, matrix), elements in held_elements(config, plans).items():
+        replicas = sizes["intra-expert-dp" if expert else "intra-dp-cp"]
+        each = bytes_of_class(config, matrix, replicas)
+        updated = 1.0 / replicas if config.parallel.strategy.shards_states else 1.0
+        bytes_each = 2.0 * each.optimizer + each.gradient + (2.0 * width + width / 2) * updated
+        total += bytes_each * elements
+        host += config.optimizer.host_fraction * each.offloadable * elements
+    seconds = total / (device.memory_bandwidth * cluster.efficiency.memory) * stack.value.optimizer_slowdown
+    seconds += matrix_seconds(config, plans, cluster)
+    return float(rates.with_copies(seconds, host, config, cluster))
+
+
+def matrix_seconds(config: RunConfig, plans: Sequence[StagePlan], cluster: Cluster) -> float:
+    """Of whole matrices in a step, on a pipeline rank with these stages: their way to the ranks that work on them and back,
+    and the work, each as long as the busiest takes."""
+    exchanged, work = matrix_volumes(config, plans), matrices_of_ranks(config, plans)
+    seconds, count, device = 0.0, len(exchanged), cluster.accelerator
+    for volume in map(max, zip(*exchanged)) if count > 1 else ():
+        # All-to-all counts what stays on the rank itself, which these volumes leave out.
+        each = volume * count / (count - 1.0)
+        seconds += float(rates.collective_seconds("all-to-all", each, count, 1.0, cluster))
+    main = "fp64" if config.training.precision == "fp64" else "fp32"
+    rate = device.peak_flops.get(main, cluster.peak(config.training.precision))
+    flops = max(sum(matrix_flops(config, shape) for shape in own) for own in work)
+    return seconds + flops / (rate * device.clock * cluster.efficiency.gemm)
 
 
 def matrix_flops(config: RunConfig, shape: ParameterShape) -> float:
@@ -172,20 +196,44 @@ def matrix_flops(config: RunConfig, shape: ParameterShape) -> float:
     return sum(optimizer.muon_steps * (4.0 * r**2 * c + 2.0 * r**3) for r, c in least)
 
 
-def _late_gathers(exchanges: Sequence[Exchange], plans: Sequence[StagePlan], events: Sequence[Event]) -> float:
+class _Course(NamedTuple):
+    """When a pipeline rank does what."""
+
+    end: float
+    busy: float
+    forwards: dict[int, float]  # stage -> when its first forward has run
+    backwards: dict[int, Event]  # stage -> its last B or W
+
+
+@once_per_object(maxsize=8)
+def _courses(timeline: Timeline) -> list[_Course]:
+    """Of each rank."""
+    rows: list[list[Event]] = [[] for _ in timeline.busy]
+    for event in timeline.events:
+        rows[event.rank].append(event)
+    return [
+        _Course(
+            max((event.end for event in row), default=0.0),
+            sum(event.end - event.start for event in row),
+            {event.action.stage: event.end for event in reversed(row) if event.action.kind is Kind.F},
+            {event.action.stage: event for event in row if event.action.kind in (Kind.B, Kind.W)},
+        )
+        for row in rows
+    ]
+
+
+def _late_gathers(exchanges: Sequence[Exchange], plans: Sequence[StagePlan], course: _Course) -> float:
     """Seconds by which parameters come later than first forwards end; those that are needed first are gathered first."""
-    ends = {event.action.stage: event.end for event in reversed(events) if event.action.kind is Kind.F}
-    order = sorted((ends[plan.stage], exchange.gather) for plan, exchange in zip(plans, exchanges))
+    order = sorted((course.forwards[plan.stage], exchange.gather) for plan, exchange in zip(plans, exchanges))
     gathered = itertools.accumulate(gather for _, gather in order)
     return max(0.0, *(done - end for done, (end, _) in zip(gathered, order)))
 
 
 def _last_arrival(
-    exchanges: Sequence[Exchange], plans: Sequence[StagePlan], events: Sequence[Event], shift: float, parts: int
+    exchanges: Sequence[Exchange], plans: Sequence[StagePlan], course: _Course, shift: float, parts: int
 ) -> float:
     """When the gradients are there that are sent under each stage's last backward: one of so many parts of all."""
-    last = {event.action.stage: event for event in events if event.action.kind in (Kind.B, Kind.W)}
-    now = 0.0
+    now, last = 0.0, course.backwards
     for plan, exchange in sorted(zip(plans, exchanges), key=lambda pair: last[pair[0].stage].start):
         event, first, reduce = last[plan.stage], 1.0 / exchange.pieces, exchange.reduce / parts
         now = max(now, event.start + shift + (event.end - event.start) * first) + reduce
@@ -225,14 +273,23 @@ class Prediction:
             self._after["given"] = max(taken, busy) - run.seconds
             self.bubble = max(0.0, 1.0 - busy / max(taken, busy))
         self.step_seconds = float(run.seconds + sum(self._after.values()))
-        model, training, dp = config.model, config.training, config.parallel.dp
+        training, dp = config.training, config.parallel.dp
         assert dp is not None, "validate() resolves dp"
         self.tokens_per_second = count * dp * training.micro_batch_size * training.seq_length / self.step_seconds
-        # Model FLOPs as a share of the peak of all ranks: of attention over the whole sequence (palm), and of the half of it
-        # that the causal mask leaves (megatron).
-        share = self.tokens_per_second / (cluster.peak(training.precision) * world)
-        self.mfu = flops_per_token(model, training.seq_length, "palm") * share
-        self.mfu_causal = flops_per_token(model, training.seq_length, "megatron") * share
+        self._peak = cluster.peak(training.precision) * world
+
+    # Model FLOPs as a share of the peak of all ranks: of attention over the whole sequence (palm), and of the half of it
+    # that the causal mask leaves (megatron).
+    @cached_property
+    def mfu(self) -> float:
+        return self._flops("palm") * self.tokens_per_second / self._peak
+
+    @cached_property
+    def mfu_causal(self) -> float:
+        return self._flops("megatron") * self.tokens_per_second / self._peak
+
+    def _flops(self, convention: Convention) -> int:
+        return flops_per_token(self._config.model, self._config.training.seq_length, convention)
 
     @cached_property
     def parts(self) -> Mapping[str, float]:

@@ -8,6 +8,7 @@ import pytest
 
 from megalite.config.errors import ConfigError
 from megalite.pipeline.ir.actions import Action, Kind
+from megalite.pipeline.ir.generators import auto, auto_search
 from megalite.pipeline.ir.generators.auto import build_auto
 from megalite.pipeline.ir.generators.list_scheduler import Problem, Rules, list_schedule
 from megalite.pipeline.ir.generators.many_chunks import dualpipe_v, interleaved, looped_bfs, zb_v
@@ -138,9 +139,22 @@ def test_legal_within_limit_and_never_slower_than_named(seed: int) -> None:
     assert case.time(schedule) <= min(fitting, default=float("inf")) * (1 + 1e-9)
 
 
-def test_same_arguments_same_schedule() -> None:
-    case = Case(placement=v_placement(3), microbatches=4, costs=Costs.uniform(6, forward=1.1, p2p=0.2), limit=7.0)
-    assert case.build() == case.build()
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("placement", [loop_placement(3, 1), v_placement(3)])
+def test_same_arguments_same_schedule(placement: tuple[int, ...], ahead: bool) -> None:
+    """Whatever was searched before, with other limits: some of them are the same to the search, and some are not."""
+    count = len(placement)
+    costs = Costs(forward=(1.1,) * count, backward=(2.3,) * count, weight_grad=(0.9,) * count, p2p=0.2)
+    sizes = Sizes.uniform(count, deferred=0.3, kept_input=0.1, message=0.01)
+    limits = [(size, size + 0.01, size * 1.5) for size in ((1.4, 1.401, 1.7) if ahead else (3.0, 3.001, 3.4, 4.1, 9.0))]
+    case = Case(placement=placement, microbatches=6, costs=costs, sizes=sizes, ahead=ahead)
+    alone = []
+    for limit in limits:
+        auto_search._known.cache_clear()
+        auto._bounds.cache_clear()
+        alone.append(replace(case, limit=limit).build())
+    assert [replace(case, limit=limit).build() for limit in limits] == alone
+    assert len(set(alone)) > 1
 
 
 def test_bubble_rate_of_a_published_profile() -> None:

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import lru_cache
 from itertools import pairwise
 from math import inf
 from operator import itemgetter
@@ -10,6 +11,7 @@ from typing import NamedTuple
 
 from megalite.config.byte_size import readable_bytes
 from megalite.config.errors import ConfigError
+from megalite.config.run import once_per_object
 from megalite.pipeline.ir.actions import Action, Kind
 from megalite.pipeline.ir.generators.auto_search import search
 from megalite.pipeline.ir.generators.list_scheduler import ROUNDING, Problem
@@ -130,9 +132,7 @@ def build_auto(
     limits = limit if isinstance(limit, tuple) else (inf if limit is None else limit,) * num_ranks
 
     def judge(schedule: Schedule) -> _Judged:
-        program = lower(schedule, recv_prefetch=recv_prefetch, send_window=send_window)
-        timeline = simulate(program, costs)
-        peaks = tuple(peak.size for peak in memory_peaks(program, sizes))
+        timeline, peaks = _run(schedule, costs, sizes, recv_prefetch, send_window)
         above = [peak - most if exceeds(peak, most) else 0.0 for peak, most in zip(peaks, limits, strict=True)]
         return _Judged(schedule, timeline, peaks, max(above))
 
@@ -140,10 +140,8 @@ def build_auto(
         return with_recompute_ahead(schedule) if recompute_ahead else schedule
 
     plain = one_by_one(placement, num_microbatches)
-    named = map(complete, (plain, *named_schedules(placement, num_microbatches)))
-    bounds = [(least_makespan(each, costs), each) for each in named]
     candidates: list[_Judged] = []
-    for bound, schedule in sorted(bounds, key=itemgetter(0)):
+    for bound, schedule in _bounds(placement, num_microbatches, costs, ahead=recompute_ahead):
         if bound <= _fastest(candidates) * (1.0 + ROUNDING):
             candidates.append(judge(schedule))
     work, attempts, keep, rounds, close = EFFORTS[effort]
@@ -164,6 +162,25 @@ def build_auto(
         room, work = tuple(have - much for have, much in zip(room, over, strict=True)), work // 4
 
     return replace(_joined(_chosen(candidates, limits), judge, costs).schedule, name="auto")
+
+
+@lru_cache(maxsize=4)
+def _bounds(
+    placement: tuple[int, ...], num_microbatches: int, costs: Costs, *, ahead: bool
+) -> list[tuple[float, Schedule]]:
+    """The schedules that need no search, the one of least time without messages first."""
+    named = (one_by_one(placement, num_microbatches), *named_schedules(placement, num_microbatches))
+    complete = map(with_recompute_ahead, named) if ahead else named
+    return sorted(((least_makespan(each, costs), each) for each in complete), key=itemgetter(0))
+
+
+@once_per_object(maxsize=16)
+def _run(
+    schedule: Schedule, costs: Costs, sizes: Sizes, recv_prefetch: int, send_window: int
+) -> tuple[Timeline, tuple[float, ...]]:
+    """A schedule on the clock, and the peak of each rank. Searches with other limits ask for the same named ones."""
+    program = lower(schedule, recv_prefetch=recv_prefetch, send_window=send_window)
+    return simulate(program, costs), tuple(peak.size for peak in memory_peaks(program, sizes))
 
 
 class _Judged(NamedTuple):

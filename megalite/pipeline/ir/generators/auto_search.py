@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import product
 
 from megalite.pipeline.ir.generators.list_scheduler import ROUNDING, Order, Outcome, Problem, Rules, list_schedule
@@ -30,10 +30,17 @@ def search(problem: Problem, work: int, attempts: tuple[int, int], keep: int) ->
         work //= 2
     full = _Attempts(problem, work, attempts, keep)
     full.climb(starts)
-    return [full.found[value] for value in sorted(full.found)]
+    return full.found()
 
 
 Value = tuple[float, float]  # time and memory; smaller is better
+Room = tuple[tuple[float, ...], tuple[float, ...]]  # `Outcome.holds`
+
+
+@lru_cache(maxsize=16)
+def _known(problem: Problem) -> dict[Rules, list[tuple[Room, Value]]]:
+    """What rules were worth, and in how much room, in searches for schedules of a problem without any."""
+    return {}
 
 
 class _Attempts:
@@ -46,16 +53,29 @@ class _Attempts:
         least, most = attempts
         self.budget = min(most, max(least, work // actions))
         self.values: dict[Rules, Value] = {}
-        self.found: dict[Value, Outcome] = {}
+        self.best: dict[Value, Rules] = {}
+        self.known = _known(replace(problem, room=()))
 
     def value(self, rules: Rules) -> Value:
         if rules not in self.values:
-            outcome = list_schedule(self.problem, rules)
-            self.values[rules] = outcome.makespan, outcome.memory
-            self.found.setdefault(self.values[rules], outcome)
-            if len(self.found) > self.keep:
-                del self.found[max(self.found)]
+            self.values[rules] = value = self._tried(rules)
+            self.best.setdefault(value, rules)
+            if len(self.best) > self.keep:
+                del self.best[max(self.best)]
         return self.values[rules]
+
+    def _tried(self, rules: Rules) -> Value:
+        known, limits = self.known.setdefault(rules, []), self.problem.limits
+        for (least, beyond), value in known:
+            if all(low <= limit < high for low, limit, high in zip(least, limits, beyond)):
+                return value
+        outcome = list_schedule(self.problem, rules)
+        known.append((outcome.holds, (outcome.makespan, outcome.memory)))
+        return known[-1][1]
+
+    def found(self) -> list[Outcome]:
+        """The best, best first."""
+        return [list_schedule(self.problem, self.best[value]) for value in sorted(self.best)]
 
     def climb(self, starts: list[Rules]) -> None:
         """Tries the starts, on at most half of the budget, and changes the best three as long as that helps."""

@@ -77,6 +77,12 @@ class Problem:
         )
 
     @cached_property
+    def limits(self) -> list[float]:
+        """Per rank its room, and then per rank what of it an I or B leaves: all that a scheduler asks of room."""
+        room = [limit * (1.0 + ROUNDING) for limit in self.room]
+        return room + [limit - max(self.burst[stage] for stage in own) for limit, own in zip(room, self.stages)]
+
+    @cached_property
     def least(self) -> tuple[float, ...]:
         """Per rank, what a microbatch needs that is alone in the pipeline, its messages not counted.
 
@@ -113,6 +119,9 @@ class Outcome(NamedTuple):
     """Per rank, kind and stage in order. Each stage takes its microbatches in order."""
     makespan: float
     memory: float  # the ranks' peaks, summed
+    holds: tuple[tuple[float, ...], tuple[float, ...]]
+    """Of `Problem.limits`, from which on and below which the outcome is this one: at least what was found to fit, and less
+    than what was not."""
 
     def actions(self) -> ActionLists:
         """Per rank, the actions."""
@@ -143,7 +152,8 @@ def list_schedule(problem: Problem, rules: Rules) -> Outcome:
         now, rank = heappop(run.events)
         if now >= run.free[rank]:
             run.decide(rank, now)
-    return Outcome(lists=tuple(map(tuple, run.lists)), makespan=max(run.free), memory=sum(run.peak))
+    holds = tuple(run.fitted), tuple(run.refused)
+    return Outcome(tuple(map(tuple, run.lists)), max(run.free), sum(run.peak), holds)
 
 
 class _Run:
@@ -163,8 +173,8 @@ class _Run:
         # Per rank.
         self.forward_order = [own[::-1] if rules.forward_deepest else own for own in problem.stages]
         self.backward_order = [own[::-1] if rules.backward_deepest else own for own in problem.stages]
-        self.room = [limit * (1.0 + ROUNDING) for limit in problem.room]
-        self.burst = [max(problem.burst[stage] for stage in own) for own in problem.stages]
+        self.limits = problem.limits
+        self.fitted, self.refused = [0.0] * len(self.limits), [inf] * len(self.limits)
         self.held = [0.0] * num_ranks
         self.deferred = [0.0] * num_ranks
         self.peak = [0.0] * num_ranks
@@ -184,18 +194,21 @@ class _Run:
             forward, known = self._next(rank, self.forward_order[rank], self.inputs, now)
         if forward < 0:
             gradient, arrival = self._next(rank, self.backward_order[rank], self.gradients, now)
-            known = min(known, arrival)
+            if arrival < known:
+                known = arrival
         if backward_first and gradient < 0:
             forward, arrival = self._next(rank, self.forward_order[rank], self.inputs, now)
-            known = min(known, arrival)
+            if arrival < known:
+                known = arrival
+        there = self.held[rank] + self.deferred[rank]
         if forward >= 0:
-            if self._fits(rank, self.problem.hold[forward]) or (weight := self._next_weight(rank)) < 0:
+            if self._within(rank, there + self.problem.hold[forward]) or (weight := self._next_weight(rank)) < 0:
                 self._start_forward(rank, forward, now)
             else:
                 # The F is safe to start, so all that can be in its way is what the Ws keep.
                 self._start_weight(rank, weight, now)
         elif gradient >= 0:
-            if self._fits(rank, self.problem.burst[gradient] + self.problem.surplus[gradient]):
+            if self._within(rank, there + (self.problem.burst[gradient] + self.problem.surplus[gradient])):
                 self._start_gradient(rank, gradient, now, Kind.I)
             elif (weight := self._next_weight(rank)) >= 0:
                 self._start_weight(rank, weight, now)
@@ -214,32 +227,39 @@ class _Run:
         """The stage of the F (or I, B) that should start now, or -1 and when one will have arrived, as far as known."""
         known = inf
         for stage in stages:
-            if not arrivals[stage] or arrivals[stage][0] >= known:
+            if not (queue := arrivals[stage]) or (first := queue[0]) >= known:
                 continue
-            in_lead = self.forwards[stage] - self.backwards[stage] < self.rules.lead[stage]
-            if arrivals is self.gradients or (in_lead and self._safe(rank, stage)):
-                if arrivals[stage][0] <= now:
+            if arrivals is self.gradients or (
+                self.forwards[stage] - self.backwards[stage] < self.rules.lead[stage] and self._safe(rank, stage)
+            ):
+                if first <= now:
                     return stage, now
-                known = arrivals[stage][0]
+                known = first
         return -1, known
 
     def _next_weight(self, rank: int) -> int:
         """The stage with the oldest W to do, or -1."""
         best, oldest = -1, self.problem.num_microbatches
         for stage in self.problem.stages[rank]:
-            if self.weights[stage] < min(self.backwards[stage], oldest):
-                best, oldest = stage, self.weights[stage]
+            if (done := self.weights[stage]) < oldest and done < self.backwards[stage]:
+                best, oldest = stage, done
         return best
 
-    def _fits(self, rank: int, size: float) -> bool:
-        return self.held[rank] + self.deferred[rank] + size <= self.room[rank]
+    def _within(self, limit: int, size: float) -> bool:
+        if size <= self.limits[limit]:
+            if size > self.fitted[limit]:
+                self.fitted[limit] = size
+            return True
+        if size < self.refused[limit]:
+            self.refused[limit] = size
+        return False
 
     def _safe(self, rank: int, stage: int) -> bool:
         """Whether after one more F of the stage the rank can still see its microbatches through, oldest first."""
-        hold, room = self.problem.hold, self.room[rank] - self.burst[rank]
-        own = self.problem.stages[rank]
+        hold, own = self.problem.hold, self.problem.stages[rank]
+        limit = len(self.problem.stages) + rank
         if len(own) == 1:
-            return self.held[rank] + hold[stage] <= room
+            return self._within(limit, self.held[rank] + hold[stage])
         done = [self.forwards[each] + (each == stage) for each in own]
         # Microbatches with as many F done need the same; the oldest of them has the most others around it.
         for count, following in enumerate([*done[1:], min(self.backwards[each] for each in own)], start=1):
@@ -248,7 +268,7 @@ class _Run:
             held = 0.0
             for each, forwards in zip(own, done, strict=True):
                 held += hold[each] * max(0, forwards - max(following, self.backwards[each]))
-            if held + sum(hold[each] for each in own[count:]) > room:
+            if not self._within(limit, held + sum(hold[each] for each in own[count:])):
                 return False
         return True
 
@@ -280,7 +300,8 @@ class _Run:
         else:
             during += problem.surplus[stage]
             self.deferred[rank] += problem.deferred[stage]
-        self.peak[rank] = max(self.peak[rank], during)
+        if during > self.peak[rank]:
+            self.peak[rank] = during
         self.held[rank] -= problem.hold[stage]
         if stage > 0:
             # The R of the next I runs while the gradient is on its way.
@@ -293,7 +314,8 @@ class _Run:
         self._note(rank, Kind.W, stage, now + self.problem.weight_grad[stage])
 
     def _note(self, rank: int, kind: Kind, stage: int, end: float) -> None:
-        self.peak[rank] = max(self.peak[rank], self.held[rank] + self.deferred[rank])
+        if (there := self.held[rank] + self.deferred[rank]) > self.peak[rank]:
+            self.peak[rank] = there
         self.lists[rank].append((kind, stage))
         self.free[rank] = end
         heappush(self.events, (end, rank))

@@ -1,0 +1,72 @@
+"""Answers that configs share which agree in what was read for them."""
+
+import pytest
+
+from megalite.config import run
+from megalite.config.describe import replace
+from megalite.config.run import RunConfig, once_per_reading
+
+asked: list[tuple[int, int]] = []
+
+
+@once_per_reading
+def width(config: RunConfig, times: int) -> int:
+    asked.append((config.parallel.tp, times))
+    if config.training.recompute_granularity == "selective":
+        return times * len(config.training.recompute_modules)
+    return times * replace(config, lr=1.0).model.head_size
+
+
+@pytest.fixture(autouse=True)
+def forget() -> None:
+    asked.clear()
+
+
+def test_it_is_asked_once_for_all_that_agree_in_what_it_read() -> None:
+    base = replace(RunConfig(), hidden_size=64, num_attention_heads=4, micro_batch_size=3)
+    assert [width(each, 2) for each in (base, replace(base, dp=2), replace(base, seq_length=1))] == [32, 32, 32]
+    assert asked == [(1, 2)]
+    assert (
+        width(replace(base, lr=2.0), 2) == 32
+    )  # which `replace` puts another in place of; it reads the others of the section
+    assert len(asked) == 1
+    assert [width(replace(base, weight_decay=2.0), 2), width(base, 3), width(replace(base, hidden_size=128), 2)] == [
+        32,
+        48,
+        64,
+    ]
+    assert len(asked) == 4
+
+
+def test_another_way_reads_other_settings() -> None:
+    """Lists among them, and not the width."""
+    one = replace(RunConfig(), recompute_granularity="selective", recompute_modules=["mlp", "core_attn"], seq_length=7)
+    found = [width(each, 1) for each in (one, replace(one, hidden_size=8), replace(one, recompute_modules=["mlp"]))]
+    assert found == [2, 2, 1]
+    assert len(asked) == 2
+
+
+def test_what_a_file_holds_is_asked_again() -> None:
+    @once_per_reading
+    def path(config: RunConfig) -> str | None:
+        asked.append((0, 0))
+        return config.parallel.pipeline_schedule_file
+
+    config = replace(RunConfig(), pipeline_schedule_file="a.csv")
+    assert [path(each) for each in (RunConfig(), replace(RunConfig(), tp=2))] == [None, None]
+    assert len(asked) == 1
+    assert [path(config), path(replace(config, tp=2))] == ["a.csv", "a.csv"]
+    assert len(asked) == 3
+
+
+def test_no_more_is_kept_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_MOST_ANSWERS", 2)
+
+    @once_per_reading
+    def size(config: RunConfig) -> int:
+        asked.append((0, 0))
+        return config.model.hidden_size
+
+    for _ in range(2):
+        assert [size(replace(RunConfig(), hidden_size=number)) for number in range(1, 6)] == [1, 2, 3, 4, 5]
+    assert len(asked) > 5
