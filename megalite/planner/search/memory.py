@@ -95,23 +95,23 @@ class Sizer:
         expert_replicas, replicas = self._expert_replicas(shares), shares.dp * shares.cp // shares.dp_instances
 
         def widths(place: int) -> list[float]:
-            config = self._with(shares, place)
+            config = self.of_share(shares, place)
             counts = int(replicas[place]), int(expert_replicas[place])
             return [of(config, shape, counts[shape.expert]) for shape in self._classes[1]]
 
-        each = self._by_kind(of, (shares.strategy, replicas, expert_replicas, shares.dp_instances), widths)
+        each = self.by_kind(of, (shares.strategy, replicas, expert_replicas, shares.dp_instances), widths)
         return np.asarray((self._local(shares) * each[:, None, :]).sum(2).T)
 
     def _kept_in_fp8(self, shares: Shares) -> Floats:
         """[4, shares] bytes of a dense layer, one with experts, and less than 0 of the first and the last, which are not in fp8."""
 
         def sizes(place: int) -> list[float]:
-            config = self._with(shares, place)
+            config = self.of_share(shares, place)
             kept = [0 if index is None else fp8_layer_bytes(config, index) for index in self._examples()]
             return [*kept, *(-fp8_layer_bytes(config, index) for index in (0, config.model.num_layers - 1))]
 
         parts = shares.dp * shares.cp // shares.dp_instances
-        return self._by_kind("fp8", (shares.tp, shares.strategy, parts), sizes).T
+        return self.by_kind("fp8", (shares.tp, shares.strategy, parts), sizes).T
 
     def elements(self, shares: Shares) -> Floats:
         """[shares, 2, 5] elements on a rank of the same five, those that all replicas share and experts' apart."""
@@ -119,7 +119,7 @@ class Sizer:
         expert = np.array([shape.expert for shape in self._classes[1]])
         return np.stack((local[:, :, ~expert].sum(2), local[:, :, expert].sum(2)), axis=1)
 
-    def _by_kind(self, what: Hashable, keys: Sequence[npt.NDArray[Any]], of: Callable[[int], Any]) -> Floats:
+    def by_kind(self, what: Hashable, keys: Sequence[npt.NDArray[Any]], of: Callable[[int], Any]) -> Floats:
         """[shares, ...] values `of` the place of a share: of each kind of equal keys once, whatever the pipeline."""
         index, of_kind = kinds(*keys)
         found = []
@@ -156,14 +156,14 @@ class Sizer:
         parts, classes = self._classes
 
         def sizes(place: int) -> Floats:
-            config = self._with(shares, place)
+            config = self.of_share(shares, place)
             local = np.zeros((len(parts), len(classes)))
             for part, tensors in enumerate(parts):
                 for column, shape in tensors:
                     local[part, column] += local_size(shape, config)
             return local
 
-        return self._by_kind("local", (shares.tp, shares.ep), sizes)
+        return self.by_kind("local", (shares.tp, shares.ep), sizes)
 
     def _activations(self, shares: Shares, found: Floats) -> None:
         """Of one sequence on a rank; a microbatch has several, and cp cuts each."""
@@ -174,12 +174,12 @@ class Sizer:
         exchange = shares.ep * (shares.tp if p.etp is None else p.etp) > 1
         keys = (shares.tp, cut, exchange, shares.recompute, shares.sequence_parallel)
         rows = slice(Feature.DENSE_ACTIVE, Feature.RESTORED + 1)
-        each = self._by_kind("active", keys, lambda place: self._one_sequence(shares, place, int(cut[place])))
+        each = self.by_kind("active", keys, lambda place: self._one_sequence(shares, place, int(cut[place])))
         times = shares.micro_batch_size * cut / shares.cp
         found[rows] = np.rint(each.T * times)
 
     def _one_sequence(self, shares: Shares, place: int, cp: int) -> list[float]:
-        config = self._with(shares, place, micro_batch_size=1, cp=cp)
+        config = self.of_share(shares, place, micro_batch_size=1, cp=cp)
         embedding, head = _plan(0, layers=0, embedding=True), _plan(0, layers=0, head=True)
         plans = [None if index is None else _plan(index) for index in self._examples()]
         active = [0 if plan is None else layer_activation_bytes(config, plan.first_layer) for plan in plans]
@@ -207,12 +207,12 @@ class Sizer:
         layers = np.minimum(-(-model.num_layers // pp), shown).astype(np.int64)
         alone = np.full_like(layers, pp == 1)
         keys = (some.tp, some.ep, dense[places], experts[places], some.strategy, some.sequence_parallel, layers, alone)
-        each = self._by_kind("whole", keys, lambda place: self._whole_of(some, place, int(layers[place]), pp))
+        each = self.by_kind("whole", keys, lambda place: self._whole_of(some, place, int(layers[place]), pp))
         found[Feature.PLAIN : Feature.BOTH_ENDS + 1, places] = each.T
 
     def _whole_of(self, shares: Shares, place: int, layers: int, pp: int) -> list[float]:
         """By what stands beside layers: nothing, embedding, head, both."""
-        config = self._with(shares, place)
+        config = self.of_share(shares, place)
         config = replace(config, model=replace(config.model, num_layers=layers))
         if pp == 1:
             alone = _plan(0, layers=layers, embedding=True, head=True)
@@ -236,7 +236,7 @@ class Sizer:
         moe = [model.is_moe_layer(index) for index in range(model.num_layers)]
         return tuple(moe.index(kind) if kind in moe else None for kind in (False, True))  # type: ignore[return-value]
 
-    def _with(self, shares: Shares, place: int, **changed: int) -> RunConfig:
+    def of_share(self, shares: Shares, place: int, **changed: int) -> RunConfig:
         """The config of a share; nothing here depends on the pipeline's ranks but by the stages that it is asked of."""
         strategy = STRATEGIES[shares.strategy[place]]
         config = self.config

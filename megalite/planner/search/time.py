@@ -13,11 +13,14 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from megalite.config.optimizer import OPTIMIZERS
 from megalite.config.run import RunConfig
 from megalite.partition.activations import ELEMENT_BYTES
+from megalite.partition.stages import StagePlan
 from megalite.planner.cost import rates
 from megalite.planner.cost.operations import Pricing
 from megalite.planner.cost.stage import StageCost, layer_seconds, stage_cost
+from megalite.planner.cost.step import matrix_seconds
 from megalite.planner.hardware import Cluster, SoftwareStack
 from megalite.planner.search.features import Cut, Feature
 from megalite.planner.search.memory import Sizer
@@ -89,7 +92,7 @@ class Clock:
             after=np.stack((reduce, gather)),
             each=each,
             pieces=pieces,
-            optimizer=update + shares.offload * slower,
+            optimizer=update + shares.offload * slower + self._matrices(shares, pp),
             offloaded=slower,
             activation=dense * (1.0 - share) + experts * share,
             sharing=np.broadcast_to(rates.sharing_ranks(rates.pipeline_stride(work), pp, self.cluster), count)[of_kind],
@@ -205,6 +208,21 @@ class Clock:
             # Whole pipelines inside a node cross nothing.
             crossing = np.where(stride * pp <= self.cluster.node.accelerators, 0.0, crossing)
         return inside + crossing * (outside - inside)
+
+    def _matrices(self, shares: Shares, pp: int) -> Floats:
+        """What a step works on whole matrices, of the last stage of as many layers as any has; they are dealt over all ranks
+        of a stage, however these share its layers."""
+        config, layers = self.config, self.config.model.num_layers
+        if not OPTIMIZERS.facts(config.optimizer.optimizer).matrices_apart:
+            return np.zeros(len(shares))
+        first = layers - -(-layers // pp)
+        last = StagePlan(stage=0, rank=0, first_layer=first, last_layer=layers, has_embedding=pp == 1, has_head=True)
+        keys = (shares.tp, shares.ep, shares.dp * shares.cp, shares.strategy, shares.dp_instances)
+        return self.sizer.by_kind(
+            ("matrices", pp),
+            keys,
+            lambda place: matrix_seconds(self.sizer.of_share(shares, place), [last], self.cluster),
+        )
 
     def _exchanges(self, shares: Shares, pp: int) -> tuple[Floats, Floats, Floats, Floats]:
         """(gradients, parameters, collectives of gradients) after the last backward, and what comes with each microbatch."""

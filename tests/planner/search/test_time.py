@@ -51,6 +51,12 @@ def test_near_the_simulator_with_products_in_8_bits() -> None:
     assert_near(flags.replace("mbs=1,2", "mbs=1"), 0.02)
 
 
+@pytest.mark.parametrize("optimizer", ["muon", "soap"])
+def test_near_the_simulator_with_whole_matrices(optimizer: str) -> None:
+    """Their exchange and the work on them are half of these steps and more."""
+    assert_near(f"{GPT} {PLAIN} --fix schedule=1f1b --fix pp=1,4 --optimizer {optimizer}", 0.01)
+
+
 @pytest.mark.parametrize("latency", [2e-6, 1e-2])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
 def test_near_the_simulator_where_ranks_share_cores(schedule: str, latency: float, tmp_path: Path) -> None:
