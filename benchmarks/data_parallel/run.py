@@ -11,6 +11,7 @@ Bytes are the interfaces' own counters. It needs root; without it, it says so an
     strategies   the six of the GPT-2 study, and all others of ours: tokens/s, bytes, memory, loss
     peers        torch DDP, its fp16 and PowerSGD hooks, ZeroRedundancyOptimizer and FSDP2 beside ours, in turns
     overlap      share of the reduction that the backward hides
+    pulls        what it brings that a sharded server hands out first what the next forward needs first
 """
 
 import json
@@ -298,6 +299,38 @@ def peers(rates: Sequence[float | None], rounds: int, steps: int = 6) -> dict[st
     return rows
 
 
+_PULLS = common.settings("num_layers=8 hidden_size=384 num_attention_heads=6 vocab_size=257 seq_length=32 global_batch_size=2")
+_PULLS = {**PEER_SETTINGS, **_PULLS, "dp": 2, "dp_strategy": "sharded-parameter-server"}
+ORDERS: list[dict[str, Any]] = [
+    {"name": "first needed first", "settings": _PULLS},
+    {"name": "as pushed", "settings": _PULLS, "as_pushed": True},
+    {"name": "before the forward", "settings": {**_PULLS, "overlap_param_gather": False}},
+]
+
+
+def pulls(rates: Sequence[float], rounds: int, steps: int = 6, sleep: float = 0.1) -> dict[str, Any]:
+    """Steps of a sharded server by the order in which it hands out parameters, on two ranks of which the layers sleep; two
+    steps are left out."""
+    cases = [{"steps": steps, "sleep": sleep, **order} for order in ORDERS]
+    first, *others = [order["name"] for order in ORDERS]
+    rows: dict[str, Any] = {"seconds of a layer's forward": sleep}
+    with ShapedLinks(2) as links:
+        for rate in rates:
+            times: dict[str, list[float]] = {case["name"]: [] for case in cases}
+            for turns in common.shuffled(cases, rounds):
+                found = Bench(links, "").run(turns, rate=rate)
+                same = {name: [(r["loss"], r["wire"]) for r in steps_of(records)] for name, records in found.items()}
+                assert same[first] == same[others[0]] == same[others[1]], f"losses or bytes differ: {same}"
+                for name, records in found.items():
+                    times[name].append(1e3 * seconds(records, 3) / (steps - 2))
+            row: dict[str, Any] = {"ms": {name: statistics.median(each) for name, each in times.items()}, "rounds": times}
+            row |= {f"over {name}": common.ratio(times[name], times[first]) for name in others}
+            row["MB per step"] = same[first][-1][1] / 1e6
+            rows[_label(rate)] = row
+            print(_label(rate), json.dumps(row), flush=True)
+    return rows
+
+
 def overlap(bench: Bench, rates: Sequence[float]) -> dict[str, Any]:
     """Of the time in which buckets are being reduced, the part in which the step does not wait for them."""
     small = common.settings("num_layers=4 hidden_size=256 vocab_size=8192 micro_batch_size=4 ddp_bucket_size=500_000")
@@ -343,6 +376,7 @@ def measure(names: Sequence[str], rates: Sequence[float], rounds: int, steps: in
             "strategies": lambda: {"single process": single(data, 20), **joined(strategies, [None, 100.0], 20)},
             "overlap": lambda: joined(overlap, [250.0, 1000.0]),
             "peers": lambda: peers([None, 1000.0], rounds),
+            "pulls": lambda: pulls([250.0, 500.0], rounds),
         }
         for name in names:
             yield name, parts[name]()
@@ -350,7 +384,7 @@ def measure(names: Sequence[str], rates: Sequence[float], rounds: int, steps: in
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = common.parser(__doc__, json_help="write here what was measured; other parts of the file stay")
-    names = ["volume", "speed", "convergence", "strategies", "peers", "overlap"]
+    names = ["volume", "speed", "convergence", "strategies", "peers", "overlap", "pulls"]
     parser.add_argument("--parts", nargs="+", choices=names, default=names)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rates", type=float, nargs="+", default=[25, 50, 100, 250, 1000], metavar="MBIT")

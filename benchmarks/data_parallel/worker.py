@@ -165,6 +165,11 @@ def train_ours(case: dict[str, Any], groups: ProcessGroups, recorder: Recorder) 
     notes: list[str] = []
     diverged: int | None = None
     watch = ReductionWatch(replica.strategy) if case.get("trace") else None
+    if case.get("as_pushed"):  # parameters come in the order in which their gradients went, the last layers first
+        strategy: Any = replica.strategy
+        strategy._arrivals.first_needed_first = dict.fromkeys(strategy.all_buckets())
+    if case.get("sleep"):
+        slow_layers(replica, case["sleep"])
     recorder.begin(case)
     for _ in range(case["steps"]):
         try:
@@ -186,6 +191,14 @@ def train_ours(case: dict[str, Any], groups: ProcessGroups, recorder: Recorder) 
     if watch is not None:
         facts["reductions"] = watch.steps
     recorder.write(done=True, **facts)
+
+
+def slow_layers(replica: Replica, seconds: float) -> None:
+    """Each layer sleeps so long in its forward and twice as long in its backward: a device beside the processor computes."""
+    for stage in replica.stages.values():
+        for layer in stage.layers.values():
+            layer.register_forward_hook(lambda *_: time.sleep(seconds))
+            layer.register_full_backward_hook(lambda *_: time.sleep(2 * seconds))
 
 
 def forget_errors(replica: Replica) -> None:

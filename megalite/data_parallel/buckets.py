@@ -235,12 +235,14 @@ class Arrivals:
     def __init__(self, stages: Mapping[int, torch.nn.Module], buckets: Iterable[Bucket], *, overlap: bool) -> None:
         self._overlap = overlap
         self._coming: dict[Bucket, Work] = {}
-        if overlap:
-            bucket_of = {placed.parameter: bucket for bucket in buckets for placed in bucket.placed}
-            for module in (module for stage in stages.values() for module in stage.modules()):
-                own = dict.fromkeys(bucket_of[parameter] for parameter in parameters_of(module, recurse=False))
-                if own:
-                    module.register_forward_pre_hook(lambda *_, own=own: self._wait_for(own))
+        self.first_needed_first: dict[Bucket, None] = {}
+        """All, in the order of the next forward: stages are kept in that order, and modules within them."""
+        bucket_of = {placed.parameter: bucket for bucket in buckets for placed in bucket.placed}
+        for module in (module for stage in stages.values() for module in stage.modules()):
+            own = dict.fromkeys(bucket_of[parameter] for parameter in parameters_of(module, recurse=False))
+            self.first_needed_first.update(own)
+            if overlap and own:
+                module.register_forward_pre_hook(lambda *_, own=own: self._wait_for(own))
 
     def _wait_for(self, buckets: Iterable[Bucket]) -> None:
         if self._coming:
@@ -260,8 +262,3 @@ class Arrivals:
         for work in self._coming.values():
             work.wait()
         self._coming.clear()
-
-
-def first_needed_first(buckets: Mapping[int, list[Bucket]]) -> list[Bucket]:
-    """In the order of the next forward: stages are kept in that order, the buckets of each in the backward's."""
-    return [bucket for own in buckets.values() for bucket in reversed(own)]

@@ -7,15 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from megalite.data_parallel.buckets import (
-    Arrivals,
-    Bucket,
-    alloc_storage,
-    awaited,
-    first_needed_first,
-    free_storage,
-    has_memory,
-)
+from megalite.data_parallel.buckets import Arrivals, Bucket, alloc_storage, awaited, free_storage, has_memory
 from megalite.data_parallel.facts import Placement
 from megalite.data_parallel.shards import PIECE, OptimizerShard, StrategyGroups, StrategyOptions
 from megalite.data_parallel.strategy import DataParallelStrategy, FlatState
@@ -249,7 +241,7 @@ class DistributedOptimizer(DataParallelStrategy):
     def publish_parameters(self) -> None:
         super().publish_parameters()
         self._scales = None
-        for bucket in first_needed_first(self.buckets):
+        for bucket in self._arrivals.first_needed_first:
             self._arrivals.expect(bucket, self._gather(bucket))
         self._arrivals.wait_unless_overlapped()
 

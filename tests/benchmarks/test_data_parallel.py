@@ -10,7 +10,6 @@ import pytest
 
 from benchmarks import common
 from benchmarks.data_parallel import links as shaped_links
-from benchmarks.data_parallel import pulls
 from benchmarks.data_parallel import run as data_parallel
 from benchmarks.data_parallel.links import ShapedLinks, unavailable
 from benchmarks.data_parallel.run import GPT, ONEBIT, Bench, end_of, seconds, sent, steps_of
@@ -27,6 +26,8 @@ SMALL: dict[str, Any] = {
     "mock_data": True,
     "vocab_size": 64,
 }
+SERVER = {**SMALL, "dp_strategy": "sharded-parameter-server", "server_chunk_mb": 0.01}
+ORDERED: list[dict[str, Any]] = [{**each, "steps": 3, "settings": SERVER} for each in data_parallel.ORDERS[:2]]
 CASES: list[dict[str, Any]] = [
     {"name": "traced", "steps": 3, "settings": SMALL, "trace": True},
     {"name": "frozen", "steps": 4, "settings": {**SMALL, **ONEBIT, "freeze_step": 2}, "forget_errors": True},
@@ -36,7 +37,7 @@ CASES: list[dict[str, Any]] = [
 def work(context: RankContext, folder: Path) -> None:
     """As the worker does, on the host's own network."""
     recorder = Recorder(folder / f"rank{context.rank}.jsonl", "lo")
-    for case in CASES:
+    for case in (*CASES, *ORDERED):
         train_ours(case, context.made, recorder)
 
 
@@ -46,7 +47,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     folder = tmp_path_factory.mktemp("job")
     run_ranks(2, work, folder)
     lines = [json.loads(line) for path in folder.glob("rank*.jsonl") for line in path.read_text().splitlines()]
-    return {case["name"]: [line for line in lines if line["case"] == case["name"]] for case in CASES}
+    return {case["name"]: [line for line in lines if line["case"] == case["name"]] for case in (*CASES, *ORDERED)}
 
 
 def test_each_rank_writes_each_step(records: dict[str, list[dict[str, Any]]]) -> None:
@@ -63,6 +64,11 @@ def test_each_rank_writes_each_step(records: dict[str, list[dict[str, Any]]]) ->
     assert wire["frozen"] < wire["traced"] * 4 / 3
     assert sent(records["traced"]) >= wire["traced"]
     assert seconds(records["traced"], 2) < seconds(records["traced"])
+
+
+def test_the_order_of_pulls_changes_no_number(records: dict[str, list[dict[str, Any]]]) -> None:
+    first, pushed = ([(row["loss"], row["wire"]) for row in steps_of(records[case["name"]])] for case in ORDERED)
+    assert first == pushed and len({loss for loss, _ in first}) == 3
 
 
 def test_peers_have_a_pair_of_ours() -> None:
@@ -93,13 +99,3 @@ def test_links_join_ranks_and_go_away() -> None:
         assert Bench(links, "text").case("one")["settings"]["data_path"] == ["text"]
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
     assert not {"mgl-rank0", "mgl-rank1", "mgl-switch"} & set(listed.stdout.split())
-
-
-def test_what_is_needed_first_comes_first(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In any other order a forward waits longer; on a fast link it computes all but all the time."""
-    monkeypatch.setattr(sys, "argv", ["pulls"])
-    pulls.main()
-    waits = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
-    first, plain = [float(words[4]) for words in waits], [float(words[-1]) for words in waits]
-    assert len(waits) == len(pulls.RATES) and all(a < b for a, b in zip(first, plain, strict=True))
-    assert first == sorted(first, reverse=True) and first[-1] < first[0] / 50

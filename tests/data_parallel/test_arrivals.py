@@ -63,3 +63,20 @@ def test_forwards_wait_for_what_they_read(name: str) -> None:
     """Buckets of one parameter each, all of NaN until they are waited for: a module that read one sooner shows it."""
     world, settings = CASES[name]
     assert run_ranks(world, steps, world, settings, True) == run_ranks(world, steps, world, settings, False)
+
+
+def orders(context: RankContext, settings: Settings) -> list[int]:
+    """The places, in the order in which buckets are asked for, of those that the next forward waits for."""
+    runner = Runner(build(context, tiny_config(2, **SMALL, **settings)))
+    runner.step()
+    strategy: Any = runner.replica.strategy
+    asked = list(strategy._arrivals._coming)
+    with mock.patch.object(Arrivals, "_wait_for", autospec=True, side_effect=Arrivals._wait_for) as waits:
+        runner.step()
+    return [asked.index(bucket) for bucket in dict.fromkeys(each for call in waits.mock_calls for each in call.args[1])]
+
+
+@pytest.mark.parametrize("settings", [Z1, {"dp_strategy": "sharded-parameter-server", "server_chunk_mb": 0.001}])
+def test_what_is_needed_first_is_asked_for_first(settings: Settings) -> None:
+    for found in run_ranks(2, orders, settings):
+        assert found == list(range(len(found))) and len(found) > 10

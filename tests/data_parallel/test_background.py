@@ -74,12 +74,6 @@ def test_close_does_not_wait_for_a_work_that_never_ends() -> None:
     mine.join()
 
 
-def test_on_a_device_there_is_no_thread() -> None:
-    names: list[str] = []
-    Background(torch.device("meta")).run(lambda: names.append(threading.current_thread().name)).wait()
-    assert names == [threading.main_thread().name]
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_cuda_it_is_a_stream_between_two_parts_of_the_computation() -> None:

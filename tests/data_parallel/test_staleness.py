@@ -28,17 +28,6 @@ def test_a_worker_waits_when_it_is_more_than_max_staleness_ahead() -> None:
     assert ledger.may_pull(0)
 
 
-def test_staleness_counts_the_updates_of_others_since_the_pull() -> None:
-    ledger = Ledger(3, max_staleness=2)
-    ledger.pulled(0)
-    assert step(ledger, 1) == 0
-    assert step(ledger, 1) == 0
-    assert step(ledger, 2) == 0
-    assert ledger.staleness(0) == 3
-    ledger.pushed(0)
-    assert ledger.version == 4
-
-
 @pytest.mark.parametrize(("workers", "bound"), [(1, 2), (2, 0), (3, 1), (4, 2)])
 def test_staleness_is_bounded(workers: int, bound: int) -> None:
     worst, ledger, dice = 0, Ledger(workers, bound), random.Random(workers)

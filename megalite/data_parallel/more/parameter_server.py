@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megalite.config.run import RunConfig
-from megalite.data_parallel.buckets import Arrivals, Bucket, first_needed_first
+from megalite.data_parallel.buckets import Arrivals, Bucket
 from megalite.data_parallel.facts import Placement, message_elements
 from megalite.data_parallel.more.server import LEADER, Server
 from megalite.data_parallel.more.server_link import Kind, Ledger, Link, Order, Request, by_arrival, by_rank
@@ -80,7 +80,7 @@ class ParameterServer(OneServer):
 
     def publish_parameters(self) -> None:
         super().publish_parameters()
-        for bucket in first_needed_first(self.buckets):
+        for bucket in self._arrivals.first_needed_first:
             channel, parts = self.channel(bucket), self._chunks(bucket.data, None)
             if self._serves(bucket):
                 workers = range(1, channel.size)
