@@ -30,11 +30,10 @@ def run(flags: Namespace) -> int:
     planned = plan_chain(profile, cluster, flags.global_batch_size, memory=memory)
     answer = _Answer(planned, profile, cluster, flags.global_batch_size, memory)
     if flags.svg is not None:
-        best = planned.best
-        samples = f"{best.seconds:.4g} s per step of {flags.global_batch_size} samples"
+        samples = f"{planned.best.seconds:.4g} s per step of {flags.global_batch_size} samples"
         panel = Panel(
             timeline=answer.drawing(),
-            peaks=tuple(map(format_bytes, best.memory)),
+            peaks=tuple(map(format_bytes, planned.best.memory)),
             summary=f"{profile.name} on {cluster.name}: {samples}; a rank is a stage",
         )
         write_text(flags.svg, draw_svg([panel], unit="ms", peak="what a device of the stage holds at most"))
@@ -84,7 +83,8 @@ class _Answer:
             row = [str(number), str(stage.last - stage.first), first, last, str(stage.replicas), _ranges(ids[number])]
             rows.append([*row, *times, format_bytes(judged.memory[number])])
         ahead = f", warm-up {plan.warm_up}" if len(plan.stages) > 1 else ""
-        yield f"{plan.microbatches} microbatches of {plan.microbatch_size} samples{ahead}"
+        unused = f", idle devices: {idle}" if (idle := self.cluster.num_gpus - sum(map(len, ids))) else ""
+        yield f"{plan.microbatches} microbatches of {plan.microbatch_size} samples{ahead}{unused}"
         yield from table(rows, right={0, 1, 4, 6, 7, 8, 9})
 
     def _comparison(self) -> list[str]:

@@ -34,14 +34,14 @@ def test_text(tiny: str, capsys: Captured) -> None:
     assert float(rows["this plan"][2]) == pytest.approx(0.54, abs=1e-3)
     assert rows["data parallel"][4] > "1.2"
     assert {"PipeDream:", "data parallel:", "straight pipeline:"} <= set(rows)
-    assert "the search is complete" in said
-    assert "rank 1" in said and "F7" in said
+    assert "the search is complete" in said and "rank 1" in said and "F7" in said and "idle devices" not in said
+    assert main(["gnmt-16", "--cluster", "A", "--global-batch-size", "1024"]) == 0
+    assert "\n1 microbatches of 1024 samples, idle devices: 8\n" in capsys.readouterr().out
 
 
 def test_data_and_picture(tiny: str, capsys: Captured, tmp_path: Path) -> None:
     picture = tmp_path / "step.svg"
-    flags = ["--cluster", "2x1", "--global-batch-size", "8", "--json", "--svg", str(picture)]
-    assert main([tiny, *flags]) == 0
+    assert main([tiny, "--cluster", "2x1", "--global-batch-size", "8", "--json", "--svg", str(picture)]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["profile"], found["cluster"], found["devices"]) == ("tiny", "2x1@25", 2)
     plan = found["plan"]
