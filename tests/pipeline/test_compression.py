@@ -136,11 +136,10 @@ LENGTH = 32
 
 
 class Text:
-    """Sample k is a place of this project's licence and rules, in bytes; a `SampleSource`."""
+    """Sample k is a place of this project's licence, in bytes; a `SampleSource`."""
 
     def __init__(self) -> None:
-        text = b"".join((REPOSITORY / name).read_bytes() for name in ("LICENSE", "CONTRIBUTING.md"))
-        self._bytes = np.frombuffer(text, dtype=np.uint8) % 96 + 1
+        self._bytes = np.frombuffer((REPOSITORY / "LICENSE").read_bytes(), dtype=np.uint8) % 96 + 1
 
     def sample(self, k: int) -> np.ndarray:
         start = k * 7919 % (len(self._bytes) - LENGTH - 1)
