@@ -69,7 +69,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, zero_cent
     zero_centered: the factor is 1 + weight, never rounded to a half type.
     """
     if not zero_centered:
-        return torch.layer_norm(x, weight.shape, weight, bias, eps)
+        return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
     if x.dtype not in HALVES:
         return F.layer_norm(x, weight.shape, weight + 1.0, bias, eps)
     # With parameters of another type than x torch rounds the result alone.

@@ -30,28 +30,30 @@ class Matmul(Protocol):
 
 
 class Products:
-    """How a layer multiplies: in the type of the tensors, by one kernel."""
+    """How a layer multiplies: in the type of the tensors, by one kernel. `stacked`: its weights have more than two dimensions."""
 
     measures = False
     """`measure` and `weight_grad` give something."""
+    output: Callable[..., Tensor]
+    """x [..., i] · weight [..., i]ᵀ + bias [o] -> [..., o]; where it `measures` a fourth argument is what it says of x."""
+    input_grad: Callable[..., Tensor]
+    """grad_y [..., o] · weight [..., i] -> [..., i], in new memory; where it `measures` a third is what it says of grad_y."""
 
-    def __init__(self, kernel: Matmul) -> None:
-        # torch's own is called without a frame between, and takes a weight as it lies.
-        self._is_torch = kernel is matmul
-        self._product: Callable[..., Tensor] = torch.matmul if self._is_torch else kernel
+    def __init__(self, kernel: Matmul, *, stacked: bool = False) -> None:
+        self._kernel = kernel
+        self.output, self.input_grad = self._flat_output, self._flat_input_grad
+        if kernel is matmul and not stacked:  # torch's own, without a frame between
+            self.output, self.input_grad = F.linear, torch.matmul
 
     def measure(self, x: Tensor) -> Tensor | None:
         """What the products of a factor want to know of it, once for all of them; None: nothing."""
         return None
 
-    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None, of_x: Tensor | None = None) -> Tensor:
-        """x [..., i] · weight [..., i]ᵀ + bias [o] -> [..., o]; `of_x` is what `measure` says of x."""
-        matrix = weight.flatten(0, -2)
-        return F.linear(x, matrix, bias) if self._is_torch else self._product(x, matrix.t(), bias)
+    def _flat_output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self._kernel(x, weight.flatten(0, -2).t(), bias)
 
-    def input_grad(self, grad_y: Tensor, weight: Tensor, of_grad: Tensor | None = None) -> Tensor:
-        """grad_y [..., o] · weight [..., i] -> [..., i], in new memory."""
-        return self._product(grad_y, weight.flatten(0, -2))
+    def _flat_input_grad(self, grad_y: Tensor, weight: Tensor) -> Tensor:
+        return self._kernel(grad_y, weight.flatten(0, -2))
 
     def weight_grad(self, of_x: Tensor | None, of_grad: Tensor | None) -> WeightProduct | None:
         """(grad_y [n, o], x [n, i]) -> grad_yᵀ · x [o, i]. None: by the kernel that adds it to the main gradient itself."""

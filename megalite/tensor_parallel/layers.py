@@ -39,25 +39,26 @@ class _Linear(Function):
         pieces: Pieces | None,
     ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.has_bias, ctx.products, ctx.pieces = weight, bias is not None, products, pieces
-        ctx.tp, ctx.sequence_parallel = tp, sequence_parallel
+        ctx.how = weight, bias is not None, tp, sequence_parallel, products, pieces
         if tp is not None and sequence_parallel:
             if pieces is not None:
                 return pieces.gather(x, weight.flatten(0, -2).t(), bias)[0]
             x = gather_along_sequence(x, tp)
-        ctx.of_x = products.measure(x) if products.measures else None
+        if not products.measures:
+            return products.output(x, weight, bias)
+        ctx.of_x = products.measure(x)
         return products.output(x, weight, bias, ctx.of_x)
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), weight, tp = ctx.saved_tensors, ctx.weight, ctx.tp
-        products, pieces = ctx.products, ctx.pieces
+        (x,), (weight, has_bias, tp, sequence_parallel, products, pieces) = ctx.saved_tensors, ctx.how
         grad_y = grad_y.contiguous()
-        grad_rows, gather = grad_y.flatten(0, -2), tp if ctx.sequence_parallel else None
-        of_grad = multiply = None
+        grad_rows, gather = grad_y.flatten(0, -2), tp if sequence_parallel else None
+        measured: tuple[Tensor | None, ...] = ()
+        multiply = None
         if products.measures and pieces is None:
-            of_grad = products.measure(grad_rows)
-            multiply = products.weight_grad(ctx.of_x, of_grad)
+            measured = (products.measure(grad_rows),)
+            multiply = products.weight_grad(ctx.of_x, *measured)
         deferring = weight.deferred is not None and weight.deferred.is_deferring
         gradient: WeightGradient | None = None  # the usual case does without an object for it
         if gather is not None or deferring:
@@ -68,25 +69,25 @@ class _Linear(Function):
         if pieces is not None:
             grad_x, reducing = pieces.scatter(grad_y, weight.flatten(0, -2))
         else:
-            grad_x, reducing = products.input_grad(grad_y, weight, of_grad), DONE
+            grad_x, reducing = products.input_grad(grad_y, weight, *measured), DONE
             if tp is not None:
-                grad_x, reducing = _reduce_input_grad(ctx, grad_x)
+                grad_x, reducing = _reduce_input_grad(grad_x, tp, sequence_parallel)
         if gradient is None:
             grad_weight = weight.contribute(partial(linear_product, weight, x, grad_rows, multiply))
         else:
             grad_weight = gradient.compute_or_defer(weight.deferred)
-        grad_bias = grad_rows.sum(0) if ctx.has_bias else None
+        grad_bias = grad_rows.sum(0) if has_bias else None
         if reducing is not DONE:
             reducing.wait()
         return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
-def _reduce_input_grad(ctx: Any, grad_x: Tensor) -> tuple[Tensor, Work]:
+def _reduce_input_grad(grad_x: Tensor, tp: Group, sequence_parallel: bool) -> tuple[Tensor, Work]:
     """Start the collective that finishes the input gradient."""
-    if not ctx.sequence_parallel:
-        return grad_x, ctx.tp.all_reduce_async(grad_x)
-    part = grad_x.new_empty(grad_x.shape[0] // ctx.tp.size, *grad_x.shape[1:])
-    return part, ctx.tp.reduce_scatter_async(part, grad_x)
+    if not sequence_parallel:
+        return grad_x, tp.all_reduce_async(grad_x)
+    part = grad_x.new_empty(grad_x.shape[0] // tp.size, *grad_x.shape[1:])
+    return part, tp.reduce_scatter_async(part, grad_x)
 
 
 def linear(
@@ -102,7 +103,7 @@ def linear(
     """x [..., i] · weight [o/tp, i]ᵀ + bias [o/tp] -> [..., o/tp].
 
     Where `weight.main_grad` is set the weight gradient is added to it during the backward; else it is returned to
-    autograd. A weight of more than two dimensions counts as [-1, i]. `products` compute them.
+    autograd. `products` compute them.
 
     Args:
         tp: the group that x enters as a whole: replicated, or split over the sequence. None: x is this rank's part
@@ -114,14 +115,9 @@ def linear(
     gather forward and the reduce-scatter.
     """
     tp = None if tp is None or tp.size == 1 else tp
-    flat_bias = None
-    if bias is not None and bias.dim() > 1:
-        flat_bias, bias = bias.flatten(), None
     if (tp is None or not sequence_parallel) and not torch.is_grad_enabled():
-        y = products.output(x, weight, bias)  # past autograd, which takes the host's time for a small product
-    else:
-        y = _Linear.apply(x, weight, bias, tp, sequence_parallel, products, pieces)
-    return y if flat_bias is None else y + flat_bias
+        return products.output(x, weight, bias)  # past autograd, which takes the host's time for a small product
+    return _Linear.apply(x, weight, bias, tp, sequence_parallel, products, pieces)
 
 
 class ColumnParallelLinear(Module):
@@ -130,7 +126,7 @@ class ColumnParallelLinear(Module):
     Input [s, b, i], replicated over tp, or [s/tp, b, i] with sequence parallelism; output [s, b, o/tp].
 
     Args:
-        shape: global weight shape; its last dimension is i, the others multiply to o.
+        shape: global weight shape; its last dimension is i, the others multiply to o, and are those of the bias.
         shard_dim: the dimension of `shape` that is split.
     """
 
@@ -150,7 +146,8 @@ class ColumnParallelLinear(Module):
         super().__init__()
         self.tp, self.sequence_parallel = factory.tp, factory.sequence_parallel
         self.matmul: Matmul = factory.kernel("matmul", shape[-1])
-        self.products = Products(self.matmul)
+        self.stacked = len(shape) > 2
+        self.products = Products(self.matmul, stacked=self.stacked)
         self.weight = factory.parameter(f"{name}.weight", shape, shard_dim=shard_dim, std=std)
         self.bias = factory.parameter(f"{name}.bias", shape[:-1], shard_dim=shard_dim, decay=False) if bias else None
 
@@ -159,7 +156,9 @@ class ColumnParallelLinear(Module):
         bias = self.bias if add_bias else None
         sp = self.sequence_parallel
         pieces = self.overlap_by(self.tp, self.matmul) if self.overlap and sp else None
-        return linear(x, self.weight, bias, tp=self.tp, sequence_parallel=sp, products=self.products, pieces=pieces)
+        own = None if self.stacked else bias
+        y = linear(x, self.weight, own, tp=self.tp, sequence_parallel=sp, products=self.products, pieces=pieces)
+        return y + bias.flatten() if self.stacked and bias is not None else y
 
 
 class ReplicatedLinear(Module):

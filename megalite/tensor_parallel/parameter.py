@@ -127,13 +127,15 @@ def linear_product(
 ) -> Tensor | None:
     """grad_rowsᵀ·x for x [..., i] as a `WeightGradient.product`."""
     x_rows = x.flatten(0, -2)
+    if main_grad is not None and main_grad.dim() > 2:
+        main_grad = main_grad.flatten(0, -2)
     if main_grad is not None and multiply is None:
-        weight.accumulate_product(main_grad.flatten(0, -2), grad_rows, x_rows)
+        weight.accumulate_product(main_grad, grad_rows, x_rows)
         return None
     grad = grad_rows.t() @ x_rows if multiply is None else multiply(grad_rows, x_rows)
     if main_grad is None:
         return grad.view(weight.shape).to(weight.dtype)
-    main_grad.flatten(0, -2).add_(grad)
+    main_grad.add_(grad)
     return None
 
 
