@@ -158,7 +158,7 @@ def covering_rows(at_least: int) -> list[Row]:
     def chosen(fixed: Mapping[str, str], parts: Parts) -> Row:
         legal = filter(None, (draw(generator, fixed) for _ in range(100 * DRAWN)))
         some = itertools.islice(legal, DRAWN)
-        best = max(some, key=lambda row: len(set(parts(row)) - seen) / price(row) ** 0.7)
+        best = max(some, key=lambda row: len(set(parts(row)) - seen) / price(row) ** 2)
         seen.update(parts(best))
         return best
 
