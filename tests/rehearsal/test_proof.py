@@ -11,6 +11,7 @@ import torch
 from megalite.cli.main import main
 from megalite.config.errors import ConfigError
 from megalite.partition.pipeline import layout_of
+from megalite.preprocess import workers
 from megalite.rehearsal import groups, run
 from megalite.rehearsal.device import Device
 from megalite.rehearsal.groups import Journal, Operation, RehearsedGroup
@@ -21,6 +22,7 @@ from megalite.topology.layout import ParallelLayout
 from megalite.training import step
 from megalite.training.replica import Replica
 from megalite.training.saving import what_is_saved
+from tests.support.ranks import forked_pools
 from tests.support.tiny import LLAMA, tiny_config
 
 Z1 = {"dp_strategy": "distributed-optimizer", "overlap_param_gather": True}
@@ -54,7 +56,8 @@ def test_layouts_fit_together(layout: str) -> None:
 
 def test_workers_find_the_same() -> None:
     config = tiny_config(2, pp=2)
-    (alone, faults), (together, others) = (rehearse_world(config, workers=workers) for workers in (1, 2))
+    with forked_pools(workers):
+        (alone, faults), (together, others) = (rehearse_world(config, workers=count) for count in (1, 2))
     assert faults == others == []
     for ours, theirs in zip(together, alone, strict=True):
         assert (ours.rank, ours.peak_bytes, ours.kernels) == (theirs.rank, theirs.peak_bytes, theirs.kernels)
@@ -68,7 +71,7 @@ def test_a_worker_that_dies_is_an_error_that_says_what_to_do() -> None:
         for worker in set(multiprocessing.active_children()) - others:
             worker.kill()
 
-    with pytest.raises(ConfigError, match=r"died \(out of memory\?\); use fewer: --workers 1$"):
+    with forked_pools(workers), pytest.raises(ConfigError, match=r"died \(out of memory\?\); use fewer: --workers 1$"):
         rehearse_world(tiny_config(8, tp=2, pp=4, num_layers=4), workers=2, done=kill_others)
 
 

@@ -2,7 +2,7 @@
 
 import ast
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 ROWS: tuple[tuple[str, ...], ...] = (
@@ -92,6 +92,7 @@ class Module:
         return any(is_in(self.name, name) for name in names)
 
 
+@cache
 def read_modules(root: Path) -> list[Module]:
     """megalite/, tools/ and pretrain_gpt.py below `root`."""
     files = [*sorted(root.glob("megalite/**/*.py")), *sorted(root.glob("tools/*.py")), root / "pretrain_gpt.py"]

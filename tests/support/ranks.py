@@ -7,7 +7,7 @@ the workers too warnings are errors.
 import atexit
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -26,10 +26,11 @@ rank_pool._MOST_GROUPS = 128
 
 
 @contextmanager
-def forked_pools() -> Iterator[None]:
-    """Every `RankPool` made in here forks its workers from the fork server, and does not wait for torch."""
+def forked_pools(module: ModuleType = rank_pool) -> Iterator[None]:
+    """Every pool that this module makes in here, by default a `RankPool`, forks its workers from the fork server, and does
+    not wait for torch."""
     forks = SimpleNamespace(get_context=lambda method: fork_server())
-    with mock.patch.object(rank_pool, "multiprocessing", forks):
+    with mock.patch.object(module, "multiprocessing", forks):
         yield
 
 
