@@ -175,6 +175,7 @@ WORDS = {
     "CHAIN": "plan-chain tiny.yaml --global-batch-size 8",
     "GENERATE": "generate --device cpu --load llama",
     "EVALUATE": "evaluate --device cpu --load gpt",
+    "MODEL": "--hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1",
     "LEARN": "train-tokenizer --input body.jsonl --output-prefix own --json-keys body",
 }
 """Words of `refused.txt` that stand for several."""

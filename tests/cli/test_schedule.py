@@ -1,7 +1,6 @@
 """`megalite schedule`: what it prints and writes, and what it says to bad input."""
 
 import json
-import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ COSTS = {
     "weight_grad": 1,
     "memory": {"activation": 3 * 2**30, "deferred": 2**30},
 }
-COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,5 @@
 """Bad input: one line that says what is wrong and what works, exit status 2, within seconds, on any number of ranks."""
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,7 +54,8 @@ class Case:
         return [word.format(**names) for word in self.flags.split()]
 
 
-# What only the ranks can find out, once they run. {data} and {tokenizer} are sound.
+# What only the ranks can find out, once they run; of settings and files tests/cli/refused.txt and tests/config have all.
+# {data} and {tokenizer} are sound.
 AT_RUN_TIME = {
     "world size": Case("--data-path {data} --tokenizer-model {tokenizer} --tp 4", ("world size 2", "tp·pp·cp = 4·1·1 = 4", "start 4 ranks", "among 1, 2")),
     "no such data": Case("--data-path {data}s --vocab-size 384 --tp 2", ("data path {data}s", "{data}s.bin and {data}s.idx do not exist", "has {data}")),
@@ -68,34 +68,12 @@ AT_RUN_TIME = {
     "kernel of one stage": Case("--data-path {data} --vocab-size 384 --pp 2 --precision fp64 --kernels cross_entropy=triton", ("kernels: cross_entropy=triton cannot be had", "not float64", "use cross_entropy=torch")),
 }  # fmt: skip
 
-# What files and schedules have wrong by themselves; of settings and flags tests/config has all.
-BY_ITSELF = {
-    "microbatches of the schedule": Case("--dry-run --vocab-size 384 --num-layers 8 --pp 4 --vpp 2 --global-batch-size 6 --pipeline-schedule dualpipe-v", ("dualpipe-v", "has 6", "use 8")),
-    "schedule file": Case("--dry-run --vocab-size 384 --num-layers 4 --pp 2 --pipeline-schedule-file {nothing}.csv", ("pipeline_schedule_file {nothing}.csv does not exist",)),
-    "no such tokenizer": Case("--train-iters 2 --data-path {data} --tokenizer-model {nothing}", ("tokenizer file {nothing} cannot be read", "existing file")),
-    "vocabulary below the tokenizer": Case("--train-iters 2 --data-path {data} --tokenizer-model {tokenizer} --vocab-size 100", ("vocab_size is 100", "384 ids", "--vocab-size 384")),
-}  # fmt: skip
-
 
 def check_message(errors: list[str], case: Case, files: Files) -> None:
     """One message with all that it must say."""
     assert len(errors) == 1, errors
     names = {**vars(files), "tokenizer": files.corpus.tokenizer, "data": files.corpus.prefix}
     assert [part for part in case.says if part.format(**names) not in errors[0]] == [], errors[0]
-
-
-@pytest.mark.parametrize("name", BY_ITSELF)
-def test_refused(name: str, bad: Files, capsys: pytest.CaptureFixture[str]) -> None:
-    case = BY_ITSELF[name]
-    capsys.readouterr()
-    started = time.process_time()
-    assert main(case.words(bad)) == BAD_INPUT
-    assert time.process_time() - started < 5
-    errors = capsys.readouterr().err.splitlines()
-    assert errors[0].startswith("error: ")
-    # What a run needs besides is in the same answer.
-    assert all(line.startswith("- ") for line in errors[1:])
-    check_message(["\n".join(errors)], case, bad)
 
 
 def run_with(flags: list[str]) -> list[str]:
