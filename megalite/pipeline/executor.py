@@ -67,7 +67,6 @@ class Channels:
 
 Key = tuple[int, int]  # (stage, microbatch)
 _MESSAGE_OF = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B}
-"""What a computation may have to wait for."""
 _FORWARDS = (Kind.F, Kind.R)
 
 
@@ -207,6 +206,8 @@ class Executor:
         self._channels = Channels(edges, rank=rank, send_window=program.send_window)
         self._completes = {action.stage: action for action in row if action.kind in (Kind.B, Kind.W)}
         """Of each stage the action after which its gradients are final."""
+        self._messages = {one: one._replace(kind=_MESSAGE_OF[one.kind]) for one in row if one.kind in _MESSAGE_OF}
+        """What each computation may have to wait for."""
         self._following = _following(row)
         self._expected: list[LiveUnits] | None = None
         if check_memory:
@@ -245,12 +246,11 @@ class Executor:
         return step.losses
 
     def _compute(self, action: Action, step: StepState) -> None:
-        message = _MESSAGE_OF.get(action.kind)
-        received = None if message is None else step.receiving.pop(action._replace(kind=message), None)
-        if received is not None:
-            work, part = received
+        message = self._messages.get(action)
+        if message in step.receiving:
+            work, part = step.receiving.pop(message)
             work.wait()
-            held = step.inputs if message is Kind.RECV_F else step.output_grads
+            held = step.inputs if action.kind is Kind.F else step.output_grads
             held[action.stage, action.microbatch] = self._gathered(part)
         if self._reducer is not None and action in self._following:
             following = self._following[action]
