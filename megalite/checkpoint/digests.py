@@ -5,13 +5,12 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megalite.checkpoint.files import Behind, advise, file_length, open_plain
+from megalite.checkpoint.files import THREADS, Behind, advise, file_length, open_plain
 from megalite.checkpoint.manifest import FileEntry
 from megalite.config.errors import CheckpointError
 
 BLOCK = 8 << 20
 """Bytes of a file that are hashed by themselves, several blocks at a time."""
-_THREADS = min(4, os.cpu_count() or 1)
 _PIECE = 256 << 10
 """Bytes that are read and hashed at once, while they are in the processor's cache."""
 
@@ -47,7 +46,7 @@ class RunningDigest:
     """The hash, as in a `FileEntry`, of everything given to `update`, in that order; on further threads."""
 
     def __init__(self, block: int = BLOCK) -> None:
-        self._behind = Behind[bytes](_THREADS, _THREADS)
+        self._behind = Behind[bytes](THREADS, THREADS)
         self._open: list[memoryview] = []
         self._left = self._block = block
 
@@ -95,12 +94,12 @@ def _hash_of_blocks(descriptor: int, length: int, block: int) -> str:
     def of_block(start: int) -> bytes:
         sha256, buffer = hashlib.sha256(), memoryview(bytearray(_PIECE))
         place, stop = start, min(start + block, length)
-        ahead = start + _THREADS * block  # the disk reads it while those before it are hashed
+        ahead = start + THREADS * block  # the disk reads it while those before it are hashed
         advise(descriptor, ahead, min(block, length - ahead), "POSIX_FADV_WILLNEED")
         while place < stop and (count := os.preadv(descriptor, [buffer[: stop - place]], place)):
             sha256.update(buffer[:count])
             place += count
         return sha256.digest()
 
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with ThreadPoolExecutor(THREADS) as pool:
         return _joined(list(pool.map(of_block, range(0, length, block))))

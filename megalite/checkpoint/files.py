@@ -19,6 +19,7 @@ T = TypeVar("T")
 CHUNK = 8 << 20
 """Bytes a write or a hash takes at once: small enough that hashing finds them in the processor's cache."""
 
+THREADS = min(4, os.cpu_count() or 1)  # that read, hash or copy at once
 
 MAX_TEXT = 1 << 30
 """Bytes of a manifest: a sparse file could say that it has any number."""

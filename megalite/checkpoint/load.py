@@ -4,6 +4,7 @@ import difflib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -32,13 +33,14 @@ MAX_OPEN = 64
 
 
 class Checkpoint:
-    """A verified checkpoint, open for reading. Files are opened when first touched."""
+    """A verified checkpoint, open for reading, by several threads too. Files are opened when first touched."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path = path
         self.manifest = manifest
         self._readers: dict[str, SafetensorsReader] = {}
         self._open: dict[str, None] = {}
+        self._lock = Lock()
 
     def keys(self) -> list[str]:
         return sorted(self.manifest.tensors)
@@ -94,16 +96,17 @@ class Checkpoint:
         return entry
 
     def _reader(self, name: str) -> SafetensorsReader:
-        reader = self._readers.pop(name, None)
-        if reader is None:
-            reader = SafetensorsReader(self.path / name)
-        self._readers[name] = reader  # the last one is the one used last
-        self._open[name] = None
-        if len(self._open) > MAX_OPEN:
-            longest_unused = next(one for one in self._readers if one in self._open)
-            self._readers[longest_unused].close()
-            del self._open[longest_unused]
-        return reader
+        with self._lock:
+            reader = self._readers.get(name) or SafetensorsReader(self.path / name)
+            self._readers[name] = reader
+            reader.open()
+            self._open.pop(name, None)
+            self._open[name] = None  # the last one is the one used last
+            if len(self._open) > MAX_OPEN:
+                longest_unused = next(iter(self._open))
+                self._readers[longest_unused].close()
+                del self._open[longest_unused]
+            return reader
 
 
 def find_checkpoint(

@@ -125,46 +125,36 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
+class _Descriptor(int):
+    """Of an open file, which is closed when no thread reads from it any more."""
+
+    def __del__(self) -> None:
+        os.close(self)
+
+
 class SafetensorsReader:
-    """An open file, its header checked. Reads are positioned: memory does not grow with what has been read."""
+    """An open file, its header checked. Reads are positioned: memory does not grow with what has been read, and several
+    threads may read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._descriptor: int | None = open_plain(path)
+        self._descriptor: _Descriptor | None = _Descriptor(open_plain(path))
         try:
-            length = os.fstat(self._descriptor).st_size
-            header = read_header(self._descriptor, length)
+            header = read_header(self._descriptor, os.fstat(self._descriptor).st_size)
         except HeaderFault as fault:
-            self.close()
             raise CheckpointError(f"{path}: {fault}") from None
         except OSError as error:
-            self.close()
             raise CheckpointError(f"{path}: {error.strerror}") from None
         self.records, self.metadata, self._offsets = header.records, header.metadata, header.offsets
 
+    def open(self) -> None:
+        """Open the file again, if it was closed."""
+        if self._descriptor is None:
+            self._descriptor = _Descriptor(open_plain(self._path))
+
     def close(self) -> None:
-        """Give the open file back; the next read opens it again."""
-        if self._descriptor is not None:
-            descriptor, self._descriptor = self._descriptor, None
-            os.close(descriptor)
-
-    def __del__(self) -> None:
-        if getattr(self, "_descriptor", None) is not None:
-            self.close()
-
-    def read(self, key: str, index: tuple[slice, ...] | None = None) -> torch.Tensor:
-        """A new tensor, on the CPU and in the stored type, with the elements at `index` (all by default)."""
-        record = self.records.get(key)
-        if record is None:
-            raise CheckpointError(f"{self._path}: {key}: there is no such tensor")
-        if record.dtype not in TORCH_DTYPES:
-            known = ", ".join(TORCH_DTYPES)
-            raise CheckpointError(f"{self._path}: {key} is {record.dtype}; what can be read is {known}")
-        wanted = tuple(slice(0, size) for size in record.shape) if index is None else index
-        shape = [part.stop - part.start for part in wanted]
-        output = torch.empty(shape, dtype=TORCH_DTYPES[record.dtype])
-        self.read_into(output, record, wanted)
-        return output
+        """Give the open file back."""
+        self._descriptor = None
 
     def read_elements(self, key: str, start: int, count: int, room: torch.Tensor | None = None) -> torch.Tensor:
         """`count` elements of a tensor from the `start`-th on, in the order of the file, of one dimension: in `room` (as
@@ -214,10 +204,11 @@ class SafetensorsReader:
         place.copy_((buffer if part is None else buffer[part]).view(place.shape))
 
     def _read_exactly(self, target: memoryview, offset: int) -> None:
-        if self._descriptor is None:
-            self._descriptor = open_plain(self._path)
+        descriptor = self._descriptor
+        if descriptor is None:  # another thread has closed it
+            descriptor = _Descriptor(open_plain(self._path))
         while target:
-            count = os.preadv(self._descriptor, [target[:CHUNK]], offset)
+            count = os.preadv(descriptor, [target[:CHUNK]], offset)
             if count == 0:
                 raise CheckpointError(
                     f"{self._path}: the file ends before the tensor does: it was cut after it was opened"

@@ -2,12 +2,14 @@
 
 import contextlib
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from megalite.checkpoint.files import THREADS
 from megalite.checkpoint.load import Checkpoint, find_checkpoint
 from megalite.checkpoint.manifest import CheckpointMissing, Manifest, TensorEntry, optimizer_key, weight_key
 from megalite.checkpoint.safetensors_file import DTYPE_NAMES, TORCH_DTYPES
@@ -346,12 +348,11 @@ def load_states(replica: Replica, checkpoint: Checkpoint, *, with_optimizer: boo
         return
     notes: dict[str, None] = {}
     _load_parameters(replica, checkpoint)
-    for shard in replica.strategy.shards:
-        for state in flat_states(replica, shard):
-            if state.name != "main_param":
-                _load_flat(replica, state, checkpoint, notes)
-    for state in replica.strategy.states():
-        _load_flat(replica, state, checkpoint, notes)
+    of_optimizer = [state for shard in replica.strategy.shards for state in flat_states(replica, shard)]
+    states = [state for state in of_optimizer if state.name != "main_param"] + replica.strategy.states()
+    with ThreadPoolExecutor(THREADS) as pool:
+        for found in pool.map(lambda state: _load_flat(replica, state, checkpoint), states):
+            notes |= found
     for whole in tensor_states(replica):
         load_tensor(whole, checkpoint, notes)
     for matrix in matrix_states(replica):
@@ -373,12 +374,15 @@ def load_weights(replica: Replica, source: Source) -> None:
 def _load_parameters(replica: Replica, source: Source) -> None:
     for buffer in replica.buffers:
         source.read_into(buffer.data, weight_key(buffer.info.spec.name), buffer.info.spec.slice)
-    with replica.strategy.main_in_memory():
-        for shard in replica.strategy.shards:
-            _load_weights(replica, shard, source)
-            if shard.is_copy:
-                for placed in placed_in(shard):
-                    _read_range(source, main_key(placed, source), placed, shard.start, shard.main)
+    threads = THREADS if isinstance(source, Checkpoint) else 1  # other formats give whole tensors: one at a time
+    with replica.strategy.main_in_memory(), ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda shard: _load_shard(replica, shard, source), replica.strategy.shards))
+
+
+def _load_shard(replica: Replica, shard: OptimizerShard, source: Source) -> None:
+    _load_weights(replica, shard, source)
+    for placed in placed_in(shard) if shard.is_copy else ():
+        _read_range(source, main_key(placed, source), placed, shard.start, shard.main)
 
 
 def _load_weights(replica: Replica, shard: OptimizerShard, checkpoint: Source) -> None:
@@ -400,7 +404,9 @@ def _overlapping(state: FlatState) -> list[Placed]:
     return [placed for placed in state.bucket.placed if placed.start < state.stop and placed.stop > state.start]
 
 
-def _load_flat(replica: Replica, state: FlatState, checkpoint: Checkpoint, notes: dict[str, None]) -> None:
+def _load_flat(replica: Replica, state: FlatState, checkpoint: Checkpoint) -> dict[str, None]:
+    """Returns lines for the log."""
+    notes: dict[str, None] = {}
     for placed in _overlapping(state):
         key = optimizer_key(state.name, placed.parameter.info.spec.name)
         if checkpoint.has(key):
@@ -413,6 +419,7 @@ def _load_flat(replica: Replica, state: FlatState, checkpoint: Checkpoint, notes
             notes[f"has no {state.name} for this run: it starts from 0"] = None
         else:
             _require(replica, checkpoint, state.name, key)
+    return notes
 
 
 def _require(replica: Replica, checkpoint: Checkpoint, state: str, key: str) -> None:
