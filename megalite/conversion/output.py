@@ -34,7 +34,7 @@ from megalite.checkpoint.manifest import FileEntry
 from megalite.checkpoint.safetensors_file import DTYPE_NAMES, SafetensorsWriter
 from megalite.checkpoint.safetensors_header import Record
 from megalite.config.errors import CheckpointError
-from megalite.conversion.weights import ConversionError, LastRead, Piece, Weights, blocks, innermost, parameter_shapes
+from megalite.conversion.weights import ConversionError, Piece, Weights, blocks, innermost, parameter_shapes
 
 Advance = Callable[[int], None]  # called with the number of bytes just written, for a progress bar
 
@@ -255,14 +255,12 @@ def write_file(
 ) -> FileEntry:
     """Write one file, or, if an earlier run has finished it, pass over it (and advance by its bytes all the same).
     `name`: below `output.staging`; folders are made. `targets`: in the order of the file. Those that are pieces of
-    one tensor should follow each other: then it is read once, also across files if `weights` is a `LastRead`.
+    one tensor should follow each other: then it is read once, if `weights` is a `LastRead`.
     `digest`: hash what is written."""
     done = output.finished(name)
     if done is not None:
         advance(sum(target.record.nbytes for target in targets))
         return FileEntry(**done)
-    if not isinstance(weights, LastRead):
-        weights = LastRead(weights)
     path = output.staging / name
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = SafetensorsWriter(path, [target.record for target in targets], metadata=metadata, digest=digest)

@@ -220,7 +220,7 @@ class TestWriting:
         """The tensors of one file, read by the format's own library."""
         output = Output(tmp_path / "model", identity={})
         done: list[int] = []
-        entry = write_file(output, "a/b", targets, weights, done.append, digest=True, metadata={"who": "me"})
+        entry = write_file(output, "a/b", targets, LastRead(weights), done.append, digest=True, metadata={"who": "me"})
         path = output.staging / "a/b"
         assert entry.length == path.stat().st_size and len(entry.sha256) == 64
         assert done == [target.record.nbytes for target in targets]

@@ -192,6 +192,14 @@ class HuggingFaceWeights(Weights):
             ours[self.model.vocab_size :] = 0.0  # rows that pad the vocabulary: nothing of theirs is put into them
         return ours[tuple(slice(*bound) for bound in bounds)]
 
+    def elements(self, name: str) -> tuple[tuple[int, ...], Read] | None:
+        """See `Weights`: of what lies in their file as it does here."""
+        ours, (piece, *others) = torch.empty(self._shapes[name], device="meta"), self._pieces[name]
+        place = piece.view(ours)
+        if others or piece.rest or place.numel() < ours.numel() or not place.is_contiguous():
+            return None
+        return self._shapes[name], self._elements(piece.theirs)
+
     def _elements(self, theirs: str) -> Read:
         record = self._shards.records[theirs]
         kind = self._quantized.get(record.dtype)

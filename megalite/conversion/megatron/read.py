@@ -3,12 +3,14 @@
 import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megalite.checkpoint.files import THREADS
 from megalite.config.data import DataConfig
 from megalite.conversion.megatron.arguments import Arguments, read_model
 from megalite.conversion.megatron.layout import (
@@ -204,8 +206,8 @@ class MegatronWeights(MegatronModel):
         places = [source.piece.view(output) for source in sources]
         if sum(place.numel() for place in places) < output.numel():  # the vocabulary has padding that theirs has not
             output.zero_()
-        for source, place in zip(sources, places, strict=True):
-            source.file.fill(place, source.tensor)
+        with ThreadPoolExecutor(THREADS) as pool:  # of several ranks' slices, several at a time
+            list(pool.map(lambda source, place: source.file.fill(place, source.tensor), sources, places))
         return output
 
     def _check_divisible(self, first: RankFile) -> None:

@@ -266,9 +266,9 @@ class TorchFileWriter:
     cannot know, are put in at the end, so that the file is one that every unzip finds sound.
 
     `path`: replaced if it exists. `content`: makes what is to be saved; of tensors only those that it reserves, each
-    with elements. `behind`: writes; several files may share it."""
+    with elements. A thread takes checksums and writes."""
 
-    def __init__(self, path: Path, content: Callable[[Reserve], Mapping[str, Any]], behind: Behind[None]) -> None:
+    def __init__(self, path: Path, content: Callable[[Reserve], Mapping[str, Any]]) -> None:
         dtypes: list[torch.dtype] = []
 
         def reserve(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -283,39 +283,39 @@ class TorchFileWriter:
                 torch.save(dict(saved), stream)
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(path)) from None
-        self._path, self._behind = path, behind
+        self._path, self._behind = path, Behind[None](threads=1, most=2)
         self._file = path.open("r+b", buffering=0)
         with path.open("rb") as written:
             stored = [record for record in _read_directory(str(path), written).values() if "/data/" in record.name]
         stored.sort(key=lambda record: int(record.name.rpartition("/")[2]))  # torch counts storages as it comes to them
         self._left = iter(zip(stored, dtypes, strict=True))
-        self._checksums: list[tuple[Record, int]] = []
+        self._checksums: dict[Record, int] = {}
 
     def fill(self, weights: Weights, piece: Piece, advance: Callable[[int], None]) -> None:
         """Write the elements of the next tensor that was reserved, converted to its type block by block."""
         record, dtype = next(self._left)
-        start, crc = record.start, 0
+        start = record.start
         for stored in stored_blocks(weights, piece, dtype):
             data = bytes_of(stored)
-            self._write(data, start)
-            crc = zlib.crc32(data, crc)
+            self._behind.run(self._write, record, data, start)
             start += len(data)
             advance(len(data))
         assert start == record.start + record.length, (record, start)
-        self._checksums.append((record, crc))
 
     def finish(self) -> None:
         """Write the checksums and bring everything to the disk."""
-        for record, crc in self._checksums:
+        self._behind.results()
+        for record, crc in self._checksums.items():
             end = record.start + record.length
             assert os.pread(self._file.fileno(), len(_DESCRIPTOR), end) == _DESCRIPTOR
             for place in (end + len(_DESCRIPTOR), record.entry + _CHECKSUM_IN_ENTRY):
-                self._write(memoryview(struct.pack("<I", crc)), place)
-        self._behind.results()
+                write_at(self._path, self._file.fileno(), memoryview(struct.pack("<I", crc)), place)
         sync_file(self._path, self._file.fileno())
 
-    def _write(self, data: memoryview, start: int) -> None:
-        self._behind.run(write_at, self._path, self._file.fileno(), data, start)
+    def _write(self, record: Record, data: memoryview, start: int) -> None:
+        write_at(self._path, self._file.fileno(), data, start)
+        self._checksums[record] = zlib.crc32(data, self._checksums.get(record, 0))
 
     def close(self) -> None:
+        self._behind.close()
         self._file.close()

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from megalite.checkpoint.files import Behind
 from megalite.config.model import LATENT_SIZES, LAYER_LISTS, ModelConfig
 from megalite.conversion.megatron.layout import Shard, Stage, fused_name, stage_pieces
 from megalite.conversion.megatron.read import MODEL_FILES, RELEASE, TRACKER, rank_folder
@@ -333,12 +332,10 @@ class _Export:
         ranks = [self.pieces(stage, rank) for rank in range(self.tp)]
         with contextlib.ExitStack() as files:
             writers = []
-            behind = Behind[None](threads=1, most=4)
             for name, pieces in zip(names, ranks, strict=True):
                 path = output.staging / name
                 path.parent.mkdir(parents=True, exist_ok=True)
-                writers.append(files.enter_context(contextlib.closing(self._writer(path, stage, pieces, behind))))
-            files.callback(behind.close)  # before any of the files is closed
+                writers.append(files.enter_context(contextlib.closing(self._writer(path, stage, pieces))))
             weights = LastRead(self.weights)
             for slices in zip(*ranks, strict=True):
                 for writer, piece in zip(writers, slices, strict=True):
@@ -348,14 +345,14 @@ class _Export:
         for rank, name in enumerate(names):
             output.mark(name, {"bytes": self.bytes_of(stage, rank)})
 
-    def _writer(self, path: Path, stage: int, pieces: list[Piece], behind: Behind[None]) -> TorchFileWriter:
+    def _writer(self, path: Path, stage: int, pieces: list[Piece]) -> TorchFileWriter:
         arguments = megatron_args(self.weights, dtype=self._type(pieces[0]), tp=self.tp, pp=self.pp)
 
         def content(reserve: Reserve) -> Mapping[str, Any]:
             tensors = {self._name(piece, stage): reserve(piece.shape, self._type(piece)) for piece in pieces}
             return {"args": arguments, "checkpoint_version": 3.0, "iteration": 0, "model": tensors}
 
-        return TorchFileWriter(path, content, behind)
+        return TorchFileWriter(path, content)
 
     def _stage(self, index: int) -> Stage:
         count = self.weights.model.num_layers // self.pp
