@@ -4,7 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile
+unexport PYTHONDONTWRITEBYTECODE  # else each process compiles the package and the tests again
 
 .PHONY: help demo test check format bench bench-gpu docs lock parity-fuzz rehearse-cuda test-mutants test-faults test-cycles clean
 help:
@@ -28,6 +29,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --constraint constraints.txt torch setuptools
 	$(PIP) --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	@# Byte code on every core, which pip writes on one; of the models that transformers has, each is compiled when it is used.
+	$(BIN)/python -m compileall -qq -j 0 -x transformers/models $(VENV)/lib || true  # some are for newer Pythons
 	@touch $(STAMP)
 
 demo: $(STAMP)
@@ -36,11 +39,13 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
+# `make check ALONE=` beside `make test`, which has the test of the architecture too.
+ALONE ?= yes
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/test_architecture.py
+	$(if $(ALONE),$(BIN)/python -m pytest tests/test_architecture.py)
 
 format: $(STAMP)
 	$(BIN)/ruff format .
