@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megalite.context_parallel.tiles import Tile, Visibility, batch_tiles
 from megalite.context_parallel.ulysses import gather_sequence, gathered, reduced
 from megalite.kernels.attention import tile_backward, tile_forward, tile_largest
+from megalite.kernels.bases import Function
 from megalite.topology.group import DONE, Group
 from megalite.topology.layout import Spans, joined_spans
 
@@ -108,7 +108,7 @@ class _Ring:
         yield self.cp.size - 1, present[0], present[1]
 
 
-class _RingAttention(torch.autograd.Function):
+class _RingAttention(Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, ring: _Ring) -> Tensor:
         b, heads, length, d = q.shape
@@ -129,7 +129,6 @@ class _RingAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, logsumexp, sink = ctx.saved_tensors
         ring: _Ring = ctx.ring

@@ -20,6 +20,7 @@ from torch import Tensor
 from megalite.config.errors import ConfigError
 from megalite.config.registry import imported
 from megalite.kernels.attention import HALVES, causal_attention, for_every_head, readable
+from megalite.kernels.bases import Function
 from megalite.kernels.probes import cpu_kinds
 from megalite.kernels.self_check import LIMITS, Inputs, relative, through
 
@@ -37,7 +38,7 @@ def why_not_blocked(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-class _Blocked(torch.autograd.Function):
+class _Blocked(Function):
     """Of [n, s, d]: n heads, of all samples."""
 
     @staticmethod

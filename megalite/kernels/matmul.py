@@ -108,10 +108,6 @@ def _onednn_product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     return rows if a.dim() == 2 else torch.ops.aten._unsafe_view(rows, (*a.shape[:-1], rows.shape[1]))
 
 
-_grouped_mm = getattr(torch.nn.functional, "grouped_mm", None)
-"""One launch for all groups, in bf16 alone; its rows must be multiples of 16 bytes long."""
-
-
 class GroupSizes:
     """How many rows of a product each group has: on the device at once, and on the host where a kernel asks for that.
 
@@ -152,7 +148,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, sizes: GroupSizes, multiply: Matmu
     """
     aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
     on_device = x.device.type != "cpu"  # the rehearsal's too
-    if _grouped_mm is not None and on_device and x.dtype == torch.bfloat16 and aligned and x.shape[0] > 0:
+    if on_device and x.dtype == torch.bfloat16 and aligned and x.shape[0] > 0:
         return grouped_matmul_fused(x, weight, sizes)
     y = x.new_empty(x.shape[0], weight.shape[2])
     if x.shape[0] > 0:
@@ -162,9 +158,9 @@ def grouped_matmul(x: Tensor, weight: Tensor, sizes: GroupSizes, multiply: Matmu
 
 
 def grouped_matmul_fused(x: Tensor, weight: Tensor, sizes: GroupSizes) -> Tensor:
-    """`grouped_matmul` by torch's fused kernel, for bf16. It reads the sizes on the device."""
-    assert _grouped_mm is not None
-    return _grouped_mm(x, weight, offs=sizes.ends)
+    """`grouped_matmul` by torch's fused kernel, for bf16: one launch for all groups, of rows of multiples of 16 bytes. It
+    reads the sizes on the device."""
+    return F.grouped_mm(x, weight, offs=sizes.ends)
 
 
 def accumulate_grouped_weight_grad(

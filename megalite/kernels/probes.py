@@ -95,8 +95,6 @@ def why_not_onednn(device: str) -> str | None:
         return f"onednn has no {device}; it serves CPUs"
     if not torch.backends.mkldnn.is_available():
         return "this torch was built without oneDNN"
-    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return f"torch {torch.__version__} has no mkldnn::_linear_pointwise"
     return None
 
 

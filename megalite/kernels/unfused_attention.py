@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megalite.kernels.attention import HALVES
+from megalite.kernels.bases import Function
 
 
 def causal_softmax_forward(scores: Tensor, scale: float) -> Tensor:
@@ -54,7 +55,7 @@ CausalSoftmax = tuple[Callable[..., Tensor], Callable[..., Tensor]]
 """Forward and backward of one kernel, as those of `megalite.kernels.unfused_attention`."""
 
 
-class _UnfusedAttention(torch.autograd.Function):
+class _UnfusedAttention(Function):
     """Keeps q, k, v and for each score its probability, mask and dropped-out probability: 2·e + 1 bytes.
 
     The query heads of a group are rows of one product, so that keys and values are never repeated.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megalite.context_parallel.tiles import Visibility
+from megalite.kernels.bases import Function
 from megalite.tensor_parallel.random import DropoutStream, keep_mask
 from megalite.topology.group import Group
 from megalite.topology.layout import Spans
@@ -69,7 +70,7 @@ class AuxiliaryLosses:
         return _Count.apply(x, chosen, self, layer, experts)
 
 
-class _Count(torch.autograd.Function):
+class _Count(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, chosen: Tensor, losses: AuxiliaryLosses, layer: int, experts: int) -> Tensor:
         ctx.save_for_backward(chosen)
@@ -86,7 +87,7 @@ class _Count(torch.autograd.Function):
         return grad, None, None, None, None
 
 
-class _Attach(torch.autograd.Function):
+class _Attach(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: Tensor, losses: AuxiliaryLosses, name: str, counts: bool) -> Tensor:
         ctx.save_for_backward(value)

@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megalite.config.model import ModelConfig
 from megalite.kernels.attention import HALVES
-from megalite.kernels.bases import Module
+from megalite.kernels.bases import Function, Module
 from megalite.kernels.layer_ops import add_dropped
 from megalite.tensor_parallel.parameter import ParameterFactory
 from megalite.topology.group import Group
@@ -89,7 +88,7 @@ class AllHeadsNorm(Module):
         return normed.view_as(x)
 
 
-class _SplitRMSNorm(torch.autograd.Function):
+class _SplitRMSNorm(Function):
     """RMSNorm in fp32 for half types (fp64 for fp64) over the channels [..., n] of all ranks."""
 
     @staticmethod

@@ -66,6 +66,11 @@ class ShardedParameter(torch.nn.Parameter):
             self.grad_ready()
         return grad
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedParameter":
+        copied: ShardedParameter = super().__deepcopy__(memo)  # which is in no bucket
+        vars(copied).update({name: vars(self)[name] for name in ("info", "accumulate_product") if name in vars(self)})
+        return copied
+
     def accumulate(self, grad: Tensor) -> None:
         """Add a finished gradient to `main_grad`."""
         main_grad = self.main_grad

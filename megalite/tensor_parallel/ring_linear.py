@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
+from megalite.kernels.bases import Function
 from megalite.kernels.matmul import Matmul
 from megalite.tensor_parallel.parameter import ShardedParameter, linear_weight_gradient
 from megalite.topology.group import DONE, Group, Work
@@ -96,7 +96,7 @@ class Ring:
         return sum_of_parts(lambda rank: self._matmul(parts[rank], columns), self._tp)
 
 
-class _Scattered(torch.autograd.Function):
+class _Scattered(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: ShardedParameter, pieces: Pieces) -> Tensor:
         ctx.save_for_backward(x)

@@ -332,6 +332,8 @@ class _Conjugate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("a collective has no second derivative: call backward without create_graph=True")
         return ctx.back(grad), None, None
 
 

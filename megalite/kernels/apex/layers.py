@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megalite.config.errors import ConfigError
+from megalite.kernels.bases import Function
 from megalite.kernels.probes import extension, softmax_limit
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -27,7 +28,7 @@ def check_elements(operation: str, x: Tensor) -> None:
         )
 
 
-class _Norm(torch.autograd.Function):
+class _Norm(Function):
     """RMSNorm, with a bias LayerNorm; keeps x as it came, the parameters, and a number or two per row.
 
     Always without `memory_efficient`, which divides by the weight.
@@ -102,7 +103,7 @@ def _full(table: Tensor) -> Tensor:
     return found
 
 
-class _Rope(torch.autograd.Function):
+class _Rope(Function):
     """Keeps the tables alone."""
 
     @staticmethod

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalite.kernels.bases import Function
 from megalite.kernels.triton.launch import (
     accumulator,
     accumulator_dtype,
@@ -136,7 +137,7 @@ def cut(n: int, itemsize: int) -> Cut:
     return Cut(elements // block, block, triton.cdiv(n, block), warps(elements, 32 // itemsize))
 
 
-class _BiasGelu(torch.autograd.Function):
+class _BiasGelu(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, kind: int) -> Tensor:
         flat = rows_of(x)
@@ -161,7 +162,7 @@ class _BiasGelu(torch.autograd.Function):
         return dx.view(dy.shape), None if partials is None else partials.sum(0).to(bias.dtype), None
 
 
-class _Gated(torch.autograd.Function):
+class _Gated(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, kind: int) -> Tensor:
         flat = rows_of(x)

@@ -184,4 +184,5 @@ def cross_entropy_backward(
         WIDE=accumulator(logits.dtype),
         num_warps=warp_count,
     )
+    torch.autograd.graph.increment_version(logits)  # as torch's kernels do: a second backward is refused
     return logits

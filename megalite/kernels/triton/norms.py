@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalite.kernels.bases import Function
 from megalite.kernels.triton.launch import accumulator, accumulator_dtype, row_tile, rows_of
 from megalite.kernels.triton.norm_backward import gradients
 
@@ -177,7 +178,7 @@ def normalise(
     return y, x if total is None else total, statistics
 
 
-class _Norm(torch.autograd.Function):
+class _Norm(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float) -> Tensor:
         rows = rows_of(x)
@@ -207,7 +208,7 @@ def layernorm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, zero_cente
     return _Norm.apply(x, weight, bias, eps, float(zero_centered))
 
 
-class _AddNorm(torch.autograd.Function):
+class _AddNorm(Function):
     @staticmethod
     def forward(
         ctx: Any,

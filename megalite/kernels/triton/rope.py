@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalite.kernels.bases import Function
 from megalite.kernels.triton.launch import Tile, accumulator, next_power_of_2
 
 
@@ -77,7 +78,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
     return y
 
 
-class _Rope(torch.autograd.Function):
+class _Rope(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         cos, sin = cos.contiguous(), sin.contiguous()

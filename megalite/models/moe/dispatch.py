@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.kernels.bases import Function
 from megalite.kernels.matmul import GroupSizes
 from megalite.models.moe.router import Routing
 from megalite.topology.group import Group, Half, Work, conjugate
@@ -182,7 +183,7 @@ def return_to_tokens(
     return _Combine.apply(rows, weights, route.pairs)
 
 
-class _TakeTokens(torch.autograd.Function):
+class _TakeTokens(Function):
     """Row i is the token of pair i; a token's gradient is the sum over its k pairs, in their order."""
 
     @staticmethod
@@ -199,7 +200,7 @@ class _TakeTokens(torch.autograd.Function):
         return whole.view(ctx.tokens, ctx.topk, -1).sum(dim=1), None, None
 
 
-class _Combine(torch.autograd.Function):
+class _Combine(Function):
     """out[t] = Σ_j weights[t, j] · (row of pair t·k + j, or 0), summed in the weights' precision."""
 
     @staticmethod
@@ -224,7 +225,7 @@ class _Combine(torch.autograd.Function):
         return grad_rows, grad_weights, None
 
 
-class _Reorder(torch.autograd.Function):
+class _Reorder(Function):
     """Rows in `order`, or back from it; either is the other's gradient."""
 
     @staticmethod

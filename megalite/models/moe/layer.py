@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.model import ModelConfig
-from megalite.kernels.bases import Module
+from megalite.kernels.bases import Function, Module
 from megalite.kernels.matmul import GroupSizes, Matmul, accumulate_grouped_weight_grad, grouped_matmul, matmul
 from megalite.models.context import ForwardContext
 from megalite.models.mlp import MLP, activation_of
@@ -89,7 +89,7 @@ def grouped_linear(
     return _GroupedLinear.apply(x, weight, bias, sizes, multiply, adds_bias)
 
 
-class _GroupedLinear(torch.autograd.Function):
+class _GroupedLinear(Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.model import ModelConfig
-from megalite.kernels.bases import Module
+from megalite.kernels.bases import Function, Module
 from megalite.kernels.matmul import accumulate_weight_grad
 from megalite.models.context import LOAD_BALANCING_LOSS, Z_LOSS, ForwardContext
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter, WeightGradient
@@ -208,7 +208,7 @@ def _largest(scores: Tensor, count: int) -> Tensor:
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count].contiguous()
 
 
-class _RouterLinear(torch.autograd.Function):
+class _RouterLinear(Function):
     """x·Wᵀ with both cast to fp32 (fp64 stays); keeps x as it came, and adds the weight's gradient unrounded."""
 
     @staticmethod

@@ -60,7 +60,9 @@ def check(logits: Tensor, shards: list[Tensor], labels: Tensor) -> None:
 )
 def test_one_rank(v: int, dtype: torch.dtype, device: torch.device) -> None:
     logits = random_logits(3, v, device).to(dtype)
-    check(logits, [logits.clone()], random_labels(3, v, device))
+    shard = logits.clone()
+    check(logits, [shard], random_labels(3, v, device))
+    assert shard._version > 0  # or autograd would not notice a second backward, of a gradient
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
