@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from benchmarks import common
-from megalite.kernels.registry import IMPLEMENTATIONS, Use, backends_of, why_not
+from megalite.kernels.registry import IMPLEMENTATIONS, KernelUse, backends_of, why_not
 from megalite.training.memory import keep_freed_memory
 
 
 def kernels_of(operation: str, dtype: torch.dtype, size: int) -> dict[str, Any]:
     """Backend -> function, of those that can serve here."""
-    use = Use("cpu", dtype, size)
+    use = KernelUse("cpu", dtype, size)
     return {
         backend: IMPLEMENTATIONS[operation][backend].load()
         for backend in backends_of(operation)

@@ -18,7 +18,7 @@ from benchmarks.gpu.flat import CASES, operation_of
 from benchmarks.gpu.legs import Row, Task, reason_of
 from benchmarks.gpu.operations import Operation, Shape, Tensors
 from megalite.config.compute import BACKENDS, OPERATIONS
-from megalite.kernels.registry import IMPLEMENTATIONS, Rule, Use, read_preferences, shipped_preferences, why_not
+from megalite.kernels.registry import IMPLEMENTATIONS, KernelUse, Rule, read_preferences, shipped_preferences, why_not
 
 T = 16384
 SHAPES: Mapping[str, tuple[Shape, ...]] = {
@@ -103,7 +103,7 @@ def _rows(task: Task, clock: Clock) -> Iterator[Row]:
 
 def preferred(operation: str, dtype: torch.dtype, size: int, device: torch.device) -> str:
     """The backend that a run takes today."""
-    use = Use(device.type, dtype, size)
+    use = KernelUse(device.type, dtype, size)
     order, _ = shipped_preferences().order(operation, use, device)
     has = IMPLEMENTATIONS[operation]
     return next((name for name in order if name in has and why_not(operation, name, use) is None), "torch")
@@ -202,7 +202,7 @@ def acceptable(row: Row, of_torch: Row | None) -> str | None:
 def _kernels(task: Task, case: Operation, shape: Shape) -> dict[str, Any]:
     """Backend -> its kernel, or the reason for which there is none, as text."""
     operation = operation_of(task["case"])
-    use = Use(task["device"], case.dtype, shape.size)
+    use = KernelUse(task["device"], case.dtype, shape.size)
     found: dict[str, Any] = {}
     for backend in reversed(BACKENDS):  # torch first: others are compared with it
         implementation = IMPLEMENTATIONS[operation].get(backend)

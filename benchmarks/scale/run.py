@@ -39,7 +39,7 @@ from megalite.rehearsal.groups import Journal, rehearsed_topology
 from megalite.rehearsal.run import rehearse
 from megalite.topology.group import host_group
 from megalite.topology.layout import ParallelLayout
-from megalite.topology.topology import Topology, fresh_part
+from megalite.topology.topology import Topology, fresh_prefix_store
 from megalite.training.evaluation import read_batches
 from megalite.training.instruments import Timings, units
 from megalite.training.replica import Programs, Replica, build_replica
@@ -103,7 +103,7 @@ def meeting(world: int) -> Counts:
     held = {f"megalite/word/{rank}": b"w" for rank in range(1, world - 1)}
     stores = {rank: Store(held, world - 2) for rank in (0, world - 1)}
     with ThreadPoolExecutor(2) as threads:
-        list(threads.map(lambda r: fresh_part(stores[r], rank=r, world_size=world, timeout=MINUTE), stores))
+        list(threads.map(lambda r: fresh_prefix_store(stores[r], rank=r, world_size=world, timeout=MINUTE), stores))
     return {"store requests": max(len(store.asked) for store in stores.values())}
 
 

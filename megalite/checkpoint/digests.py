@@ -5,7 +5,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megalite.checkpoint.files import THREADS, Behind, advise, file_length, open_plain
+from megalite.checkpoint.files import THREADS, BackgroundWork, advise, file_length, open_plain
 from megalite.checkpoint.manifest import FileEntry
 from megalite.config.errors import CheckpointError
 
@@ -46,7 +46,7 @@ class RunningDigest:
     """The hash, as in a `FileEntry`, of everything given to `update`, in that order; on further threads."""
 
     def __init__(self, block: int = BLOCK) -> None:
-        self._behind = Behind[bytes](THREADS, THREADS)
+        self._behind = BackgroundWork[bytes](THREADS, THREADS)
         self._open: list[memoryview] = []
         self._left = self._block = block
 

@@ -25,7 +25,7 @@ MAX_TEXT = 1 << 30
 """Bytes of a manifest: a sparse file could say that it has any number."""
 
 
-class Behind(Generic[T]):
+class BackgroundWork(Generic[T]):
     """Work on data that is done on `threads` further threads, while the caller makes the next; of it `most` wait."""
 
     def __init__(self, threads: int, most: int) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from megalite.checkpoint.digests import BLOCK, RunningDigest
-from megalite.checkpoint.files import CHUNK, Behind, create, open_plain, sync_file, write_at
+from megalite.checkpoint.files import CHUNK, BackgroundWork, create, open_plain, sync_file, write_at
 from megalite.checkpoint.manifest import FileEntry
 from megalite.checkpoint.safetensors_header import FORMAT_PT, HeaderFault, Record, header_bytes, read_header
 from megalite.config.errors import CheckpointError
@@ -56,7 +56,7 @@ class SafetensorsWriter:
         self._pending = list(reversed(records))
         self._length = 0
         self._descriptor: int | None = create(path)
-        self._behind = Behind[None](threads=1, most=4)
+        self._behind = BackgroundWork[None](threads=1, most=4)
         self._digest = RunningDigest() if digest else None
         try:
             self._append(memoryview(header_bytes(records, metadata)))

@@ -242,12 +242,14 @@ def save_together(
     places, sizes = zip(*world.gather_json([host, 0 if failure else planned_bytes(plan)], device), strict=True)
     needed = sum(size for place, size in zip(places, sizes, strict=True) if place == host)
     leads = places.index(host) == world.rank
-    settle = partial(_agree_or_abandon, staging=staging, needed=needed, leads=leads, world=world, device=device)
-    settle(_failure_of(lambda: begin(needed)) if failure is None and leads else failure)
-    settle(write())
+    share_failure = partial(
+        _raise_on_all_or_abandon, staging=staging, needed=needed, leads=leads, world=world, device=device
+    )
+    share_failure(_failure_of(lambda: begin(needed)) if failure is None and leads else failure)
+    share_failure(write())
     if host is not None:
-        settle(_share_parts(staging, leads, world, device))
-    settle(_failure_of(publish) if leads else None)
+        share_failure(_share_parts(staging, leads, world, device))
+    share_failure(_failure_of(publish) if leads else None)
 
 
 def _share_parts(staging: Path, leads: bool, world: Group, device: torch.device) -> Exception | None:
@@ -357,7 +359,7 @@ def _file_name(group: str, rank: int, tag: str = "") -> str:
     return f"{FILE_KINDS[group]}-{rank:05d}{tag}.safetensors"
 
 
-def _agree_or_abandon(
+def _raise_on_all_or_abandon(
     failure: Exception | None, *, staging: Path, needed: int, leads: bool, world: Group, device: torch.device
 ) -> None:
     problem = None if failure is None else _as_checkpoint_error(failure, staging.parent, needed)

@@ -26,7 +26,7 @@ class CheckpointRemoved(CheckpointMissing):
 
 
 @dataclass(frozen=True)
-class Surveyed:
+class FoundCheckpoint:
     """A checkpoint's folder and what is known of it."""
 
     path: Path
@@ -65,7 +65,7 @@ class Surveyed:
         return "verified" if self.verified else "complete"
 
 
-def survey(path: Path, step: int | None = None) -> list[Surveyed]:
+def survey(path: Path, step: int | None = None) -> list[FoundCheckpoint]:
     """What is at `path`, a folder of checkpoints or one of them, newest first; manifests and file lengths are checked.
 
     Raises:
@@ -92,19 +92,19 @@ def _is_checkpoint(path: Path) -> bool:
     return path.is_dir() and (step_of(name) is not None or os.path.lexists(path / MANIFEST_NAME))
 
 
-def _examine(path: Path, step: int | None) -> Surveyed:
+def _examine(path: Path, step: int | None) -> FoundCheckpoint:
     if not os.path.lexists(path / MANIFEST_NAME):
-        return _still_there(Surveyed(path, None, (f"no {MANIFEST_NAME}: not complete, or not a checkpoint",)))
+        return _unless_removed(FoundCheckpoint(path, None, (f"no {MANIFEST_NAME}: not complete, or not a checkpoint",)))
     try:
         manifest = Manifest.from_json(read_text(path / MANIFEST_NAME))
     except CheckpointError as error:
-        return _still_there(Surveyed(path, None, (str(error),)))
+        return _unless_removed(FoundCheckpoint(path, None, (str(error),)))
     if step is not None and manifest.step != step:
-        return Surveyed(path, manifest, (f"{MANIFEST_NAME}: is of step {manifest.step}",))
-    return _still_there(Surveyed(path, manifest, tuple(_length_faults(path, manifest))))
+        return FoundCheckpoint(path, manifest, (f"{MANIFEST_NAME}: is of step {manifest.step}",))
+    return _unless_removed(FoundCheckpoint(path, manifest, tuple(_length_faults(path, manifest))))
 
 
-def _still_there(found: Surveyed) -> Surveyed:
+def _unless_removed(found: FoundCheckpoint) -> FoundCheckpoint:
     """`found`; files of a folder that is gone are no damage."""
     return replace(found, faults=(), verified=False, gone=True) if found.faults and _gone(found.path) else found
 
@@ -114,7 +114,7 @@ def _gone(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def noticing_removal(*found: Surveyed) -> Iterator[None]:
+def noticing_removal(*found: FoundCheckpoint) -> Iterator[None]:
     """Where checkpoints are read: what fails since one of them was removed meanwhile is a CheckpointRemoved."""
     try:
         yield
@@ -136,7 +136,7 @@ def _length_faults(path: Path, manifest: Manifest) -> Iterator[str]:
             yield f"{name}: {length} bytes long, the manifest says {entry.length}"
 
 
-def verify(surveyed: Surveyed, progress: Progress = lambda files, size: None) -> Surveyed:
+def verify(surveyed: FoundCheckpoint, progress: Progress = lambda files, size: None) -> FoundCheckpoint:
     """Hash every file, and compare its header with what the manifest says of its tensors."""
     manifest = surveyed.manifest
     if manifest is None or not surveyed.sound:
@@ -149,7 +149,7 @@ def verify(surveyed: Surveyed, progress: Progress = lambda files, size: None) ->
         faults += [] if fault is None else [fault]
         size += entry.length
         progress(number, size)
-    return _still_there(replace(surveyed, faults=tuple(faults), verified=not faults))
+    return _unless_removed(replace(surveyed, faults=tuple(faults), verified=not faults))
 
 
 def _records(manifest: Manifest) -> dict[str, list[Record]]:
@@ -180,7 +180,7 @@ def _file_fault(path: Path, manifest: Manifest, expected: list[Record]) -> str |
     return None
 
 
-def unlisted(surveyed: Surveyed) -> list[str]:
+def unlisted(surveyed: FoundCheckpoint) -> list[str]:
     """Names in the folder that the manifest does not list: they are not read."""
     listed = {MANIFEST_NAME, *(surveyed.manifest.files if surveyed.manifest else ())}
     return sorted(path.name for path in surveyed.path.iterdir() if path.name not in listed)

@@ -42,9 +42,9 @@ def run(flags: Namespace) -> int:
 def _evaluate(flags: Namespace, topology: Topology) -> None:
     if text := next(filter(names_text, flags.data_path or ()), None):
         raise ConfigError(f"--data-path {text} is text, and evaluate takes token files there; use --input {text}")
-    take_remote = imported("megalite.training.setup:take_remote")
+    fetch_remote_files = imported("megalite.training.setup:fetch_remote_files")
     asked = replace(RunConfig(), data_path=flags.data_path or flags.input)
-    paths = take_remote(asked, world=topology.world, device=topology.device, log=tell).data.data_path
+    paths = fetch_remote_files(asked, world=topology.world, device=topology.device, log=tell).data.data_path
     model = open_model(flags, topology, needs_tokenizer=flags.input is not None)
     stream = _stream(flags, paths, model, topology)
     length = flags.seq_length or model.seq_length

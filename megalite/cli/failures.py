@@ -47,7 +47,7 @@ _REMEDIES = {
 _OF_PATHS = frozenset(_REMEDIES) - {errno.ENOSPC, errno.EDQUOT, errno.EMFILE}
 
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Socket closed", "did not come within")
-"""What gloo says when another rank has gone, for which torch has no type, and `fresh_part` of one that never came."""
+"""What gloo says when another rank has gone, for which torch has no type, and `fresh_prefix_store` of one that never came."""
 
 _THIRD = 3
 

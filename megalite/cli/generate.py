@@ -76,10 +76,10 @@ def taken_here(
 ) -> tuple[Path, str | None]:
     """A model's folder and a tokenizer's path; what is at an address is fetched once for each node.
 
-    Collectives: those of `take_remote`, where one is an address."""
+    Collectives: those of `fetch_remote_files`, where one is an address."""
     if is_address(str(load)) or is_address(tokenizer_model or ""):
         asked = replace(RunConfig(), load=str(load), ckpt_step=step, tokenizer_model=tokenizer_model)
-        found = imported("megalite.training.setup:take_remote")(
+        found = imported("megalite.training.setup:fetch_remote_files")(
             asked, world=topology.world, device=topology.device, log=log
         )
         if not Path(found.checkpoint.load).exists():

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from megalite.checkpoint.manifest import ITEM_SIZES, MANIFEST_NAME, Manifest, TensorEntry
-from megalite.checkpoint.survey import CheckpointRemoved, Surveyed, noticing_removal, survey, unlisted, verify
+from megalite.checkpoint.survey import CheckpointRemoved, FoundCheckpoint, noticing_removal, survey, unlisted, verify
 from megalite.cli.command import fetched
 from megalite.cli.display import folded, short, table, working
 from megalite.cli.failures import BAD_INPUT
@@ -110,8 +110,8 @@ def _for_another_run(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
 
 
 def _diff(flags: Namespace) -> int:
-    sides: list[Surveyed] = []
-    passed_over: list[Surveyed] = []
+    sides: list[FoundCheckpoint] = []
+    passed_over: list[FoundCheckpoint] = []
     for path in flags.diff:
         surveyed, found = _newest_sound(path, flags)
         if not found.sound:
@@ -131,7 +131,7 @@ def _diff(flags: Namespace) -> int:
     return OK if difference.same else DIFFERENT
 
 
-def _newest_sound(path: Path, flags: Namespace) -> tuple[list[Surveyed], Surveyed]:
+def _newest_sound(path: Path, flags: Namespace) -> tuple[list[FoundCheckpoint], FoundCheckpoint]:
     """All that is there, and the one to show: the newest that verifies, else the newest that says anything."""
     surveyed = survey(path, flags.step)
     for index, found in enumerate(surveyed):
@@ -146,13 +146,15 @@ def _newest_sound(path: Path, flags: Namespace) -> tuple[list[Surveyed], Surveye
     return surveyed, next((found for found in surveyed if found.manifest is not None), surveyed[0])
 
 
-def _progress(found: Surveyed, say: Callable[[str], None], files: int, done: int) -> None:
+def _progress(found: FoundCheckpoint, say: Callable[[str], None], files: int, done: int) -> None:
     assert found.manifest is not None and found.bytes is not None
     total = len(found.manifest.files)
     say(f"verifying {found.path.name}: {files} of {total} files, {format_bytes(done)} of {format_bytes(found.bytes)}")
 
 
-def _data(surveyed: Sequence[Surveyed], shown: Surveyed, rows: dict[str, dict[str, Any]] | None) -> dict[str, Any]:
+def _data(
+    surveyed: Sequence[FoundCheckpoint], shown: FoundCheckpoint, rows: dict[str, dict[str, Any]] | None
+) -> dict[str, Any]:
     data: dict[str, Any] = {
         "path": str(shown.path),
         "state": shown.state,
@@ -183,7 +185,7 @@ _DIGITS = re.compile(r"\d+")
 _MAX_FILES = 16  # files listed one by one
 
 
-def _table_of(surveyed: Sequence[Surveyed]) -> str:
+def _table_of(surveyed: Sequence[FoundCheckpoint]) -> str:
     rows = [["checkpoint", "files", "size", "state"]]
     for found in surveyed:
         files = "-" if found.manifest is None else str(len(found.manifest.files))
@@ -194,7 +196,7 @@ def _table_of(surveyed: Sequence[Surveyed]) -> str:
     return "\n".join(lines)
 
 
-def _described(found: Surveyed) -> str:
+def _described(found: FoundCheckpoint) -> str:
     """All that a checkpoint says about itself, in some thirty lines."""
     manifest = found.manifest
     if manifest is None:
@@ -214,7 +216,7 @@ def _described(found: Surveyed) -> str:
     return "\n".join([*lines, *_files(manifest), *_weights(manifest), *_states(manifest), *_settings(manifest.config)])
 
 
-def _origin(found: Surveyed, manifest: Manifest) -> str:
+def _origin(found: FoundCheckpoint, manifest: Manifest) -> str:
     written = datetime.fromtimestamp((found.path / MANIFEST_NAME).stat().st_mtime)
     apart = ("megalite", "kernels")
     code = {name: value for name, value in manifest.code.items() if name not in apart and value is not None}
@@ -326,7 +328,7 @@ def _defaults() -> dict[str, Any]:
     return defaults
 
 
-def _state(found: Surveyed) -> str:
+def _state(found: FoundCheckpoint) -> str:
     """The outcome: sound, or what is wrong with which file."""
     if found.faults:
         return "\n".join(["damaged:", *(f"  {fault}" for fault in found.faults)])
@@ -337,7 +339,7 @@ def _state(found: Surveyed) -> str:
     return f"complete     {files}: all there and of the right length; not hashed"
 
 
-def _passed_over(surveyed: Sequence[Surveyed], shown: Surveyed) -> str:
+def _passed_over(surveyed: Sequence[FoundCheckpoint], shown: FoundCheckpoint) -> str:
     """A line for each damaged checkpoint but the one shown; empty if there is none."""
     passed = [found for found in surveyed if found.faults and found is not shown]
     return "\n".join(f"{found.path.name} is {found.state}; shown is {shown.path.name}" for found in passed)

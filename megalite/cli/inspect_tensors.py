@@ -10,7 +10,7 @@ from typing import Any
 from megalite.checkpoint.compare import Comparison, compare, statistics
 from megalite.checkpoint.load import Checkpoint
 from megalite.checkpoint.manifest import Manifest, TensorEntry, file_key
-from megalite.checkpoint.survey import Surveyed
+from megalite.checkpoint.survey import FoundCheckpoint
 from megalite.cli.display import short, table
 from megalite.config.errors import CheckpointError
 
@@ -25,7 +25,7 @@ _PLACES = (
 """Fields of the manifest that say where and how a run was kept: two runs can hardly have the same."""
 
 
-def tensor_statistics(found: Surveyed, pattern: str) -> dict[str, dict[str, Any]]:
+def tensor_statistics(found: FoundCheckpoint, pattern: str) -> dict[str, dict[str, Any]]:
     """Statistics of the tensors with a name in their file (`layers.0.norm.weight`, `exp_avg/...`) that matches."""
     checkpoint = _open(found)
     rows = {}
@@ -36,7 +36,7 @@ def tensor_statistics(found: Surveyed, pattern: str) -> dict[str, dict[str, Any]
     return rows
 
 
-def _open(found: Surveyed) -> Checkpoint:
+def _open(found: FoundCheckpoint) -> Checkpoint:
     assert found.manifest is not None, "callers show what is wrong with a damaged one"
     return Checkpoint(found.path, found.manifest)
 
@@ -65,7 +65,9 @@ class CheckpointDiff:
     matching names are compared, and nothing else; None: everything is. `trust_hashes`: see `compare`. Raises
     CheckpointError: neither has a tensor that matches, or a file is not what the manifest says."""
 
-    def __init__(self, first: Surveyed, second: Surveyed, *, pattern: str | None, trust_hashes: bool) -> None:
+    def __init__(
+        self, first: FoundCheckpoint, second: FoundCheckpoint, *, pattern: str | None, trust_hashes: bool
+    ) -> None:
         self._paths = (first.path, second.path)
         one, other = _open(first), _open(second)
         keys = sorted({*one.keys(), *other.keys()})

@@ -11,7 +11,7 @@ from megalite.cli.display import table
 from megalite.cli.output import json_text, show
 from megalite.config.compute import ALL_OPERATIONS, OPERATIONS, kernel_requests, unknown_kernels
 from megalite.config.errors import ConfigError
-from megalite.kernels.registry import Kernels, Use, backends_of, kernel_of, why_not, why_not_backend
+from megalite.kernels.registry import Kernels, KernelUse, backends_of, kernel_of, why_not, why_not_backend
 
 SIZES: Mapping[str, int] = MappingProxyType(
     {
@@ -80,7 +80,7 @@ def _rows(operation: str, device: str) -> list[Row]:
         here = why_not_backend(backend, device) or kernel_of(operation, backend).why_not_here()
         refused = {}
         if here is None:
-            uses = [Use(device, dtype, SIZES.get(operation, 4096)) for dtype in _types(operation)]
+            uses = [KernelUse(device, dtype, SIZES.get(operation, 4096)) for dtype in _types(operation)]
             reasons = {str(use.dtype): why_not(operation, backend, use) for use in uses}
             refused = {dtype: reason for dtype, reason in reasons.items() if reason is not None}
         rows.append(Row(operation, backend, here, refused))

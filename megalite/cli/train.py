@@ -138,9 +138,9 @@ def _recorded() -> Iterator[None]:
 
 def _let_the_first_be_seen(error: Exception) -> None:
     """torchrun takes the earliest error, to the second, for the root cause, and ends all others when it has seen it."""
-    from megalite.data_parallel.peers import others_failed_first
+    from megalite.data_parallel.peers import is_failure_of_other_rank
 
-    if UNDER_TORCHRUN in os.environ and isinstance(error, RuntimeError) and others_failed_first(error):
+    if UNDER_TORCHRUN in os.environ and isinstance(error, RuntimeError) and is_failure_of_other_rank(error):
         rank = os.environ.get("RANK", "0")
         tell(f"rank {rank} was not the first to fail: {error}")
         time.sleep(2.0)

@@ -228,7 +228,7 @@ def parameters_of(module: torch.nn.Module, *, recurse: bool = True) -> tuple[Sha
     return tuple(p for p in module.parameters(recurse=recurse) if isinstance(p, ShardedParameter) and p.requires_grad)
 
 
-class Arrivals:
+class ParameterWaits:
     """Each module waits for the buckets that it has parameters in just before it computes. `overlap`: False: whatever
     is expected is waited for with `wait_unless_overlapped`, and modules wait for nothing."""
 

@@ -181,7 +181,7 @@ class FullySharded(DistributedOptimizer):
         self._start_gathers(self._own, exact=True)
         self._finish_gathers(self._own)
 
-    def settle(self) -> None:
+    def wait_until_idle(self) -> None:
         self._free()
 
     def consensus(self) -> AbstractContextManager[None]:

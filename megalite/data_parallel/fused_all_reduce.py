@@ -12,7 +12,7 @@ from megalite.data_parallel.buckets import Bucket, awaited
 from megalite.data_parallel.facts import ALIGNMENT
 from megalite.data_parallel.shards import Norms
 from megalite.data_parallel.strategy import DataParallelStrategy
-from megalite.data_parallel.wire import Several
+from megalite.data_parallel.wire import WorkList
 from megalite.topology.group import Work
 
 Range = tuple[int, int]
@@ -48,7 +48,7 @@ class FusedAllReduce(DataParallelStrategy):
 
     def zero_grad(self) -> None:
         for pieces in self._pieces.values():
-            Several(pieces).wait()
+            WorkList(pieces).wait()
         self._pieces.clear()
         self._order.clear()
         for queue in self._queues.values():
@@ -65,7 +65,7 @@ class FusedAllReduce(DataParallelStrategy):
 
     def _reduce(self, bucket: Bucket) -> Work:
         self._start_pieces(bucket, self._queues[bucket].rest())
-        return Several(self._pieces.pop(bucket, []))
+        return WorkList(self._pieces.pop(bucket, []))
 
     def _start_pieces(self, bucket: Bucket, pieces: Iterable[Range]) -> None:
         name, expert = bucket.placed[0].parameter.info.spec.name, bucket.kind.expert

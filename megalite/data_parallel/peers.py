@@ -14,7 +14,7 @@ class PeerLostError(RuntimeError):
     """A rank is gone that this one needs; the message names it."""
 
 
-def others_failed_first(error: BaseException) -> bool:
+def is_failure_of_other_rank(error: BaseException) -> bool:
     """The error is another rank's failure: a connection was closed from the other end, or that rank said so."""
     return isinstance(error, (PeerLostError, RemoteError)) or is_connection_error(error)
 
@@ -93,7 +93,7 @@ def check_replicas(
 
     Raises ReplicasDifferError: naming the first tensor that differs, on every rank of its group (on ranks where nothing
     differs a RuntimeError with the same words)."""
-    strategy.settle()
+    strategy.wait_until_idle()
     error: Exception | None = None
     weights = [strategy.weights(shard) for shard in strategy.shards]
     alike: dict[Group, list[FlatState]] = {}

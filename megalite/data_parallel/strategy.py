@@ -393,18 +393,18 @@ class DataParallelStrategy(ABC):
                     shard.main_param.data.copy_(average)
             self._written, self._averaged = self._rounded(), True
             self.publish_parameters()
-            self.settle()
+            self.wait_until_idle()
             self._written = {}
             try:
                 yield
             finally:
-                self.settle()
+                self.wait_until_idle()
                 self._averaged = False
                 for shard in self.shards:
                     if not shard.is_copy:
                         shard.main_param.data.copy_(shard.grad)
                 self.publish_parameters()
-                self.settle()
+                self.wait_until_idle()
 
     def trained(self, shard: OptimizerShard) -> torch.Tensor:
         """The shard's main parameters, wherever `averaged` has put them."""
@@ -450,14 +450,14 @@ class DataParallelStrategy(ABC):
         """Payload bytes that this rank has sent for data parallelism since the last call."""
         return self.wire_counter.take()
 
-    def settle(self) -> None:
+    def wait_until_idle(self) -> None:
         """Return when nothing of an earlier step is in flight. Else it could overtake what is written into parameters
         next, or block the next user of these groups. Every rank calls it."""
         self.wait_for_parameters()
 
     def finish(self) -> None:
         """The last step is done; every rank calls it: return when no other rank needs this one."""
-        self.settle()
+        self.wait_until_idle()
 
     def close(self) -> None:
         """The run ends: release threads and peers."""

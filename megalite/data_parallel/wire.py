@@ -118,7 +118,7 @@ class WireCounter:
 
 
 @dataclass
-class Several:
+class WorkList:
     """Works that started together, and the tensors that must stay alive until all are done."""
 
     works: Sequence[Work]
@@ -212,7 +212,7 @@ class Channel:
             add_in_order(part, received.view(self.size, -1))
             sent = self.rounded(part)
             whole = sent.new_empty(received.numel())
-            yield piece, whole, Several([self.gather_raw_async(whole, sent)], [sent])
+            yield piece, whole, WorkList([self.gather_raw_async(whole, sent)], [sent])
 
     def reduce_scatter_async(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         """`output` becomes this rank's part of the sum of `tensor` over ranks; it may be its place inside `tensor`."""
@@ -244,7 +244,7 @@ class Channel:
         received = torch.empty_like(tensor)
         self._counter.add((self.size - 1) / self.size * tensor.nbytes)
         parts, sent = received.view(self.size, -1), tensor.view(self.size, -1)
-        return received, Several([self.group.all_to_all_equal_async(parts, sent)], [sent])
+        return received, WorkList([self.group.all_to_all_equal_async(parts, sent)], [sent])
 
     def gather_raw(self, output: torch.Tensor, part: torch.Tensor) -> None:
         """`output` becomes the parts of all ranks, as they are, in rank order."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from megalite.data_parallel.buckets import Arrivals, Bucket, alloc_storage, awaited, free_storage, has_memory
+from megalite.data_parallel.buckets import Bucket, ParameterWaits, alloc_storage, awaited, free_storage, has_memory
 from megalite.data_parallel.facts import Placement
 from megalite.data_parallel.shards import PIECE, OptimizerShard, StrategyGroups, StrategyOptions
 from megalite.data_parallel.strategy import DataParallelStrategy, FlatState
@@ -157,7 +157,7 @@ class DistributedOptimizer(DataParallelStrategy):
         self._watch(stages, overlap=options.overlap_param_gather and self.has_replicas)
 
     def _watch(self, stages: Mapping[int, torch.nn.Module], *, overlap: bool) -> None:
-        self._arrivals = Arrivals(stages, self.all_buckets(), overlap=overlap)
+        self._arrivals = ParameterWaits(stages, self.all_buckets(), overlap=overlap)
 
     def owned_range(self, bucket: Bucket) -> tuple[int, int]:
         group = self.groups.replicas(bucket.kind)
@@ -278,7 +278,7 @@ class DistributedOptimizer(DataParallelStrategy):
         return False
 
     def wait_for_parameters(self) -> None:
-        self.settle()
+        self.wait_until_idle()
         if self._scales is not None:
             self._gather_exactly()
 
@@ -287,11 +287,11 @@ class DistributedOptimizer(DataParallelStrategy):
             self._gather(bucket, exact=True).wait()
         self._scales = None
 
-    def settle(self) -> None:
+    def wait_until_idle(self) -> None:
         self._arrivals.wait()
 
     def consensus(self) -> contextlib.AbstractContextManager[None]:
-        self.settle()
+        self.wait_until_idle()
         return self.main_in_memory()
 
     def loaded(self) -> None:

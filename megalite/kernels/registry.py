@@ -34,7 +34,7 @@ ALL = (torch.float64, *FLOATS)
 
 
 @dataclass(frozen=True)
-class Use:
+class KernelUse:
     """What a module asks a kernel for, as far as it knows when it is built."""
 
     device: str
@@ -66,7 +66,7 @@ class Implementation:
         """Why it cannot be used in this installation, or None."""
         return None if self.extension is None else why_not_extension(self.extension)
 
-    def why_not(self, use: Use) -> str | None:
+    def why_not(self, use: KernelUse) -> str | None:
         """Why it cannot serve a use here, or None. Kernels of others must give torch's numbers on a few rows first."""
         if self.devices is not None and use.device not in self.devices:
             return f"it runs on {', '.join(self.devices)}, not on {use.device}"
@@ -161,7 +161,7 @@ class Preferences:
 
     rules: tuple[Rule, ...]
 
-    def order(self, operation: str, use: Use, device: torch.device) -> tuple[tuple[str, ...], str]:
+    def order(self, operation: str, use: KernelUse, device: torch.device) -> tuple[tuple[str, ...], str]:
         """(backends, best first; why). torch alone where no rule fits."""
         kinds = _kinds(device)
         fitting = [
@@ -210,7 +210,7 @@ class Choice:
     """What serves one use."""
 
     operation: str
-    use: Use
+    use: KernelUse
     backend: str
     why: str  # asked for, or which rule of the table of preferences
     instead: str | None = None  # why the backend that goes first for all operations does not serve it
@@ -229,7 +229,7 @@ class Kernels:
         self._requests = dict(requests or {})
         self._first = self._requests.pop(ALL_OPERATIONS, None)
         self._preferences = preferences or shipped_preferences()
-        self._chosen: dict[tuple[str, Use], tuple[Choice, Any]] = {}
+        self._chosen: dict[tuple[str, KernelUse], tuple[Choice, Any]] = {}
 
     def check(self, device: torch.device) -> None:
         """Raise ConfigError if a backend that was asked for cannot run on `device`, or has no such operation."""
@@ -240,16 +240,16 @@ class Kernels:
             _refuse(operation, backend, why_not_backend(backend, device.type) or found.why_not_here())
 
     def get(self, operation: str, *, device: torch.device, dtype: torch.dtype, size: int) -> Any:
-        """The function that serves a use, or the tuple of its functions; arguments as in `Use`.
+        """The function that serves a use, or the tuple of its functions; arguments as in `KernelUse`.
 
         Raises:
             ConfigError: what was asked for does not take this use.
         """
-        return self._serving(operation, device, Use(device.type, dtype, size))[1]
+        return self._serving(operation, device, KernelUse(device.type, dtype, size))[1]
 
     def fuses(self, operation: str, *, device: torch.device, dtype: torch.dtype, size: int) -> bool:
         """One kernel serves the use, so that it pays to leave it work that a matrix product could take along."""
-        return self._serving(operation, device, Use(device.type, dtype, size))[0].backend != "torch"
+        return self._serving(operation, device, KernelUse(device.type, dtype, size))[0].backend != "torch"
 
     @property
     def chosen(self) -> Sequence[Choice]:
@@ -271,13 +271,13 @@ class Kernels:
         pairs = sorted({(choice.operation, choice.backend) for choice in self.chosen})
         return {name: "+".join(backend for of, backend in pairs if of == name) for name, _ in pairs}
 
-    def _serving(self, operation: str, device: torch.device, use: Use) -> tuple[Choice, Any]:
+    def _serving(self, operation: str, device: torch.device, use: KernelUse) -> tuple[Choice, Any]:
         if (operation, use) not in self._chosen:
             choice = self._choose(operation, use, device)
             self._chosen[operation, use] = choice, kernel_of(operation, choice.backend).load()
         return self._chosen[operation, use]
 
-    def _choose(self, operation: str, use: Use, device: torch.device) -> Choice:
+    def _choose(self, operation: str, use: KernelUse, device: torch.device) -> Choice:
         asked, first, instead = self._requests.get(operation), self._first, None
         if asked is not None:
             _refuse(operation, asked, why_not(operation, asked, use))
@@ -301,7 +301,7 @@ def why_not_backend(backend: str, device: str) -> str | None:
     return {"onednn": why_not_onednn, "triton": why_not_triton, "apex": why_not_apex}[backend](device)
 
 
-def why_not(operation: str, backend: str, use: Use) -> str | None:
+def why_not(operation: str, backend: str, use: KernelUse) -> str | None:
     """Why a backend cannot serve a use here, or None."""
     return why_not_backend(backend, use.device) or kernel_of(operation, backend).why_not(use)
 

@@ -103,7 +103,7 @@ class _Attach(Function):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ahead:
+class FurtherInputs:
     """What the layers that predict further tokens read, by depth, each [b, s/cp]."""
 
     tokens: tuple[Tensor, ...]
@@ -206,7 +206,7 @@ class ForwardContext:
     stream: DropoutStream | None = None  # keys the dropout masks; None in evaluation, where nothing is dropped
     rope: tuple[Tensor, Tensor] | None = None  # cos and sin of the position ids, [s/cp, b or 1, 1, d/2]
     visibility: Visibility = CAUSAL
-    ahead: Ahead | None = None  # for the last stage of a model that predicts further tokens
+    ahead: FurtherInputs | None = None  # for the last stage of a model that predicts further tokens
     auxiliary: AuxiliaryLosses | None = None  # where layers add terms to the objective; None in evaluation
     generating: bool = False
     next_tokens: NextTokens | None = None  # the rows are one token each, behind those that a cache holds

@@ -19,9 +19,9 @@ from megalite.kernels.matmul import Products
 from megalite.kernels.rope import attention_factor, rope_frequencies, rope_tables
 from megalite.models.block import Block, run_layers
 from megalite.models.context import (
-    Ahead,
     AuxiliaryLosses,
     ForwardContext,
+    FurtherInputs,
     KeyValueCache,
     NextTokens,
     document_position_ids,
@@ -207,7 +207,7 @@ class GPTStage(Module):
         attention_documents: tuple[tuple[int, ...], ...] | None = None,
         position_documents: tuple[tuple[int, ...], ...] | None = None,
         auxiliary: AuxiliaryLosses | None = None,
-        ahead: Ahead | None = None,
+        ahead: FurtherInputs | None = None,
         row_counts: dict[int, Any] | None = None,
     ) -> ForwardContext:
         """The context of a microbatch of training or evaluation.

@@ -128,7 +128,7 @@ class _Layer:
                 pairs.append((self._host[number], flat))
         self.copied = self._of.out.copy(pairs, after=(self._of.out.now(),))
         for _, flat in pairs:
-            self._of.out.outlive(flat)
+            self._of.out.keep_until_copied(flat)
         self._go.clear()
         self._stay.clear()
 

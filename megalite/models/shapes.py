@@ -72,7 +72,7 @@ def learning_rate(
     return LearningRate(config.decoupled_lr is not None and name in DECOUPLED, math.prod(factors))
 
 
-class Treatment(NamedTuple):
+class BucketTraits(NamedTuple):
     """What the parameters of a bucket have in common, beside how they are split: fields of `BucketKind`."""
 
     orthogonal: bool
@@ -83,13 +83,13 @@ class Treatment(NamedTuple):
 
 def treatment(
     name: str, shape: tuple[int, ...], *, decay: bool, shard_dim: int | None, expert: bool, config: RunConfig
-) -> Treatment:
+) -> BucketTraits:
     """Of a parameter, by its name."""
     model, fp8 = config.model, False
     if config.parallel.fp8_param_gather and shard_dim is not None and decay and len(shape) > 1 and not expert:
         first, index, *_ = name.split(".")
         fp8 = first == "layers" and 0 < int(index) < model.num_layers - 1
-    return Treatment(
+    return BucketTraits(
         orthogonal=OPTIMIZERS.facts(config.optimizer.optimizer).matrices_apart
         and is_hidden_matrix(name, shape, decay=decay),
         learning_rate=learning_rate(name, shape, decay=decay, model=model, config=config.optimizer),

@@ -20,7 +20,7 @@ WAVE = 1 << 26  # most elements per rank of matrices in work at the same time: a
 Box = tuple[int, int, int, int]  # first row, one past the last, and columns likewise
 
 
-class Holding(NamedTuple):
+class HeldRange(NamedTuple):
     """Elements [start, stop) of a flattened box of a matrix where a rank has them: from `at` in its flat parameter
     number `flat`."""
 
@@ -44,7 +44,7 @@ class Matrix:
     rows: int
     columns: int
     count: int  # of matrices in its tensor
-    holdings: tuple[Holding, ...]
+    holdings: tuple[HeldRange, ...]
 
     @property
     def boxes(self) -> list[Box]:
@@ -52,7 +52,7 @@ class Matrix:
         return sorted({holding.box for holding in self.holdings})
 
 
-Place = tuple[Matrix, Holding]
+Place = tuple[Matrix, HeldRange]
 
 
 @dataclass
@@ -110,14 +110,14 @@ def plan(
         for index, flat in enumerate(parameters)
         for each in flat.segments
     ]
-    found: defaultdict[MatrixKey, list[Holding]] = defaultdict(list)
+    found: defaultdict[MatrixKey, list[HeldRange]] = defaultdict(list)
     shapes: dict[MatrixKey, tuple[int, int]] = {}
     counts: dict[str, int] = {}
     for rank, segments in enumerate(group.gather_json(own, device)):
         for flat, at, offset, length, name, shape, bounds in segments:
             counts[name] = math.prod(shape[:-2])
             for number, box, start, stop in _parts(shape, bounds, offset, offset + length):
-                found[name, number].append(Holding(box, start, stop, rank, flat, at))
+                found[name, number].append(HeldRange(box, start, stop, rank, flat, at))
                 shapes[name, number] = (shape[-2], shape[-1])
                 at += stop - start
     owners = deal(config, shapes, group.size)
@@ -236,7 +236,7 @@ class MatrixOptimizer(Optimizer):
             for part in cut_part(self._matrices[holding.flat], holding.at, holding.at + holding.size)
         ]
         parts = [part for part, _, _ in visits]
-        parcels = [_Parcel(wave, self._empty) for _ in range(self.sends)]
+        parcels = [_WaveValues(wave, self._empty) for _ in range(self.sends)]
         for (_, holding, within), piece in zip(visits, self.pieces(parts, values=False), strict=True):
             for parcel, values in zip(parcels, self._before(piece), strict=True):
                 if holding in parcel.wanted:
@@ -277,7 +277,7 @@ class MatrixOptimizer(Optimizer):
         return self._matrices[0].param.data.new_empty(size)
 
 
-class _Parcel:
+class _WaveValues:
     """One number of each element of a wave's matrices: on the owners in boxes, and what goes there from elsewhere."""
 
     def __init__(self, wave: Wave, empty: Callable[[int], torch.Tensor]) -> None:

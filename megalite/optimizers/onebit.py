@@ -126,7 +126,7 @@ def bound_moments(
     A sign stands for the size of its whole tensor. Over the √v̂ of an element far below the tensor's that is a step of any
     length: key biases have rounding noise for gradients, as softmax does not see them. With V the tensor's mean of v̂,
 
-        v̂ ≤ 0.01·V and v̂ ≤ 0.01·ε²:  v = 0; Adam would hardly move the element, and `silence` leaves it where it is
+        v̂ ≤ 0.01·V and v̂ ≤ 0.01·ε²:  v = 0; Adam would hardly move the element, and `zero_without_moment` leaves it where it is
         v̂ ≤ 0.01·V alone:             v̂ = 0.01·V; it steps no more than 10 times as far as one of mean size
 
     What signs leave out stays owed as it is. The new v is what checkpoints have.
@@ -157,7 +157,7 @@ def bound_moments(
             part.copy_(torch.where(part <= min(lowest, quiet), 0.0, part.clamp(min=lowest)))
 
 
-def silence(values: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
+def zero_without_moment(values: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
     """In place: 0 where the second moment v is. What got no gradient in the warm-up (see `bound_moments`) has no scale to
     step by, so it stays as it is."""
     # v is not negative. A product is several times as fast as a mask, on a CPU.
@@ -310,7 +310,7 @@ class OneBitAdam(FrozenMoments):
             exchange(flat, exp_avg)
             for part in ranges(flat.param):
                 values, momentum, moment = flat.param.data[part], exp_avg[part], exp_avg_sq[part]
-                silence(momentum, moment)
+                zero_without_moment(momentum, moment)
                 if flat.decay:
                     values.mul_(update.kept)
                 direction.add_to(values, momentum, moment, factor=-update.lr)

@@ -9,7 +9,7 @@ import torch
 from megalite.config.optimizer import OptimizerConfig, state_formats
 from megalite.kernels.optimizer_ops import Direction
 from megalite.optimizers.base import Exchange, FlatParameter, Update
-from megalite.optimizers.onebit import OneBitOptimizer, ranges, silence
+from megalite.optimizers.onebit import OneBitOptimizer, ranges, zero_without_moment
 
 
 def updates_variance(step: int, scaler: int) -> bool:
@@ -93,7 +93,7 @@ class ZeroOneAdam(OneBitOptimizer):
             exp_avg_sq.mul_(c.adam_beta2).addcmul_(grad, grad, value=1.0 - c.adam_beta2)
         else:
             exchange(flat, grad)
-        silence(exp_avg.lerp_(grad, 1.0 - c.adam_beta1), exp_avg_sq)
+        zero_without_moment(exp_avg.lerp_(grad, 1.0 - c.adam_beta1), exp_avg_sq)
         if flat.decay:
             flat.param.data.mul_(update.kept)
         self._step_along(flat, exp_avg, -update.lr / self._momentum_correction)
@@ -115,7 +115,7 @@ class ZeroOneAdam(OneBitOptimizer):
         for flat in self.parameters:
             param, states = flat.param, self._states[flat.param]
             exp_avg, own = states["exp_avg"], states["local_update"]
-            silence(exp_avg.lerp_(flat.grad, 1.0 - c.adam_beta1), states["exp_avg_sq"])
+            zero_without_moment(exp_avg.lerp_(flat.grad, 1.0 - c.adam_beta1), states["exp_avg_sq"])
             if flat.decay:
                 own.mul_(update.kept)
             own.add_(exp_avg, alpha=rate)
@@ -131,7 +131,7 @@ class ZeroOneAdam(OneBitOptimizer):
         param, states = flat.param, self._states[flat.param]
         mean = states["local_update"].div_(self._rate)
         exchange(flat, mean)
-        self._step_along(flat, silence(mean, states["exp_avg_sq"]), -self._rate)
+        self._step_along(flat, zero_without_moment(mean, states["exp_avg_sq"]), -self._rate)
         torch.mul(mean, self._momentum_correction, out=states["exp_avg"])
         states["synced_param"].copy_(param.data)
         mean.zero_()

@@ -55,7 +55,7 @@ class CopyStream:
         with torch.cuda.stream(self._stream):
             yield
 
-    def outlive(self, tensor: torch.Tensor) -> None:
+    def keep_until_copied(self, tensor: torch.Tensor) -> None:
         """A tensor of the device is let go: its memory is not to be used again before the copies so far are done."""
         if self._stream is not None:
             tensor.record_stream(self._stream)

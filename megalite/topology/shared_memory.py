@@ -150,11 +150,11 @@ class SharedMemory:
             width = stop - start
             slot[: self._size * width].view(self._size, width).copy_(sent[:, start:stop])
 
-        def take_mine(slots: Tensor, start: int, stop: int) -> None:
+        def take_own_rows(slots: Tensor, start: int, stop: int) -> None:
             width = stop - start
             take(start, stop, slots[:, self._rank * width : (self._rank + 1) * width])
 
-        return self._start("exchange", sent.shape[1], tensor.dtype, self._size, give, take_mine)
+        return self._start("exchange", sent.shape[1], tensor.dtype, self._size, give, take_own_rows)
 
     def _start(
         self,

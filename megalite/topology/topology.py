@@ -48,7 +48,9 @@ _word, _answer, _seat = "megalite/word/{}".format, "megalite/answer/{}".format, 
 """Of a rank, or of a meeting and a rank, the key in the store."""
 
 
-def fresh_part(store: dist.Store, *, rank: int, world_size: int, timeout: datetime.timedelta) -> dist.PrefixStore:
+def fresh_prefix_store(
+    store: dist.Store, *, rank: int, world_size: int, timeout: datetime.timedelta
+) -> dist.PrefixStore:
     """A part of `store` that is new and the same on all ranks of this start.
 
     Each rank says a word that it has made up. Rank 0 answers all words that it finds with the name of a meeting, once more
@@ -392,7 +394,7 @@ def start_distributed(launch: Launch, device: torch.device, *, backend: str, tim
         return
     rank, world_size = launch.rank, launch.world_size
     kept = dist.TCPStore(*launch.store, world_size, is_master=False, timeout=timeout)
-    store = fresh_part(kept, rank=rank, world_size=world_size, timeout=timeout)
+    store = fresh_prefix_store(kept, rank=rank, world_size=world_size, timeout=timeout)
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size, pg_options=options)
 
 
@@ -404,7 +406,7 @@ def of_rank_0(work: Callable[[], Any]) -> Any:
         return work()
     kept = dist.TCPStore(*launch.store, is_master=False, wait_for_workers=False, timeout=timeout)
     apart = dist.PrefixStore("megalite-before", kept)  # of where they join
-    store = fresh_part(apart, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
+    store = fresh_prefix_store(apart, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
     answer: dict[str, Any] = {}
     if launch.rank == 0:
         try:

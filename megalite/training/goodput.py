@@ -144,7 +144,7 @@ class SessionLog:
             folder.mkdir(parents=True, exist_ok=True)
             if self._earlier:
                 metrics = folder / "metrics.jsonl"
-                _make_up_for(self._earlier[-1], metrics)
+                _count_unwritten_steps(self._earlier[-1], metrics)
                 lost = [seconds for number, seconds in _steps(metrics) if number > step]
                 self.session.lost_steps, self.session.lost_seconds = len(lost), sum(lost)
         self._write()
@@ -199,7 +199,7 @@ class SessionLog:
             temporary.replace(self._folder / FILE)
 
 
-def _make_up_for(last: Session, metrics: Path) -> None:
+def _count_unwritten_steps(last: Session, metrics: Path) -> None:
     """A session that was killed has made steps since it last wrote: metrics.jsonl has them."""
     made = [(number, seconds) for number, seconds in _steps(metrics) if number > last.first_step]
     if last.ended is None and made:

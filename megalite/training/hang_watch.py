@@ -101,10 +101,10 @@ class _Watcher:
         self._plan, self._say = plan, say
         self.process = _start(plan)
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._look_after, name="megalite-watcher", daemon=True)
+        self._thread = threading.Thread(target=self._check_process, name="megalite-watcher", daemon=True)
         self._thread.start()
 
-    def _look_after(self) -> None:
+    def _check_process(self) -> None:
         started, wrong = start_time(self.process.pid) or 0, 0
         while not self._closing.wait(min(_LOOK_SECONDS, max(0.1, self._plan.seconds / 8))):
             found = GONE if self.process.poll() is not None else process_state(self.process.pid, started)

@@ -158,7 +158,7 @@ def _flat_parameter(shard: OptimizerShard) -> FlatParameter:
 
 
 @contextmanager
-def agreeing(world: Group, device: torch.device, kinds: type[Exception] = ConfigError) -> Iterator[None]:
+def errors_on_all_ranks(world: Group, device: torch.device, kinds: type[Exception] = ConfigError) -> Iterator[None]:
     """Inside, ranks work each for themselves: an error of these kinds on any of them is raised on all of them at the end.
 
     Without it the ranks without the fault would wait forever in the next collective.

@@ -29,7 +29,7 @@ from megalite.data_parallel.strategy import FlatState
 from megalite.optimizers.schedules import Progress
 from megalite.tokenizers.base import Tokenizer
 from megalite.topology.group import Group
-from megalite.training.replica import Replica, agreeing
+from megalite.training.replica import Replica, errors_on_all_ranks
 from megalite.training.saving import newest_saved
 from megalite.training.state_tensors import (
     boxes_in,
@@ -131,7 +131,9 @@ def resume(replica: Replica, *, tokenizer: str | None, log: Callable[[str], None
         return Progress(0, 0)
 
 
-def own_first(config: RunConfig, *, world: Group, device: torch.device, log: Callable[[str], None]) -> RunConfig:
+def prefer_own_checkpoint(
+    config: RunConfig, *, world: Group, device: torch.device, log: Callable[[str], None]
+) -> RunConfig:
     """A run that began from a folder of another format resumes from its checkpoints, as soon as there are some.
 
     Collectives: a broadcast over the world.
@@ -153,8 +155,8 @@ def own_first(config: RunConfig, *, world: Group, device: torch.device, log: Cal
 def _start_from(replica: Replica, folder: Path, log: Callable[[str], None]) -> Progress:
     """Weights of another format, and step 0."""
     config, topology = replica.config, replica.topology
-    replica.strategy.settle()
-    with agreeing(topology.world, topology.device):
+    replica.strategy.wait_until_idle()
+    with errors_on_all_ranks(topology.world, topology.device):
         try:
             source = FORMATS.get("hf")(folder, config.model)
             _refuse_other_model(folder, asdict(source.model), config.model, finetune=config.checkpoint.finetune)
@@ -181,17 +183,17 @@ def load(replica: Replica, folder: Path, *, tokenizer: str | None, log: Callable
     manifest, finetune = checkpoint.manifest, config.checkpoint.finetune
     check_fits(str(checkpoint.path), manifest, config)
     # In a replica that has trained the last step's parameters may be on their way still: they would overtake what is read.
-    replica.strategy.settle()
-    with agreeing(topology.world, topology.device):
+    replica.strategy.wait_until_idle()
+    with errors_on_all_ranks(topology.world, topology.device):
         require_tokenizer(str(checkpoint.path), manifest, config, tokenizer)
     with_optimizer = not finetune and config.checkpoint.load_optimizer
     notes: list[str] = []
-    with agreeing(topology.world, topology.device, CheckpointError):
+    with errors_on_all_ranks(topology.world, topology.device, CheckpointError):
         load_states(replica, checkpoint, with_optimizer=with_optimizer, log=notes.append)
     if with_optimizer and OPTIMIZERS.facts(config.optimizer.optimizer).averaged:
         # The weights of the checkpoint are the averages; what is trained has been read into main parameters.
         replica.strategy.publish_parameters()
-        replica.strategy.settle()
+        replica.strategy.wait_until_idle()
     log(f"loaded {checkpoint.path} (written by {_describe(manifest.layout)})")
     progress = Progress(0, 0)
     if not finetune:

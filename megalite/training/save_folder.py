@@ -19,7 +19,7 @@ from megalite.config.exit_codes import NO_PROGRESS
 from megalite.config.run import RunConfig, resumes, saves_at
 from megalite.optimizers.schedules import Progress
 from megalite.topology.group import Group
-from megalite.training.replica import Replica, agreeing
+from megalite.training.replica import Replica, errors_on_all_ranks
 from megalite.training.saving import Saver, destination_of, folder_here, newest_saved
 from megalite.training.sinks import last_records
 
@@ -195,7 +195,7 @@ class SaveFolder:
         self._destination: Destination | None = None
         config, topology = replica.config, replica.topology
         try:
-            with agreeing(topology.world, topology.device):
+            with errors_on_all_ranks(topology.world, topology.device):
                 try:
                     self._destination = destination_of(config)
                     if self._destination is not None:

@@ -34,7 +34,7 @@ from megalite.optimizers.schedules import Progress
 from megalite.tokenizers.base import Tokenizer
 from megalite.topology.group import Group
 from megalite.training.instruments import Instruments
-from megalite.training.replica import Replica, agreeing
+from megalite.training.replica import Replica, errors_on_all_ranks
 from megalite.training.sinks import BestEffort, JsonLines, MetricSink
 from megalite.training.stopping import reserve_ending
 
@@ -62,7 +62,7 @@ Need = tuple[SampleSource, int, int]
 """Samples [first, stop) of a dataset will be read."""
 
 
-def leads_node(world: Group, device: torch.device, *, node: str | None = None) -> bool:
+def is_first_on_node(world: Group, device: torch.device, *, node: str | None = None) -> bool:
     """This rank is the first of its host.
 
     By the hosts' names rather than LOCAL_RANK, which two launchers on one host may both count from 0.
@@ -88,7 +88,7 @@ def prepare_indices(
     Collectives: three gathers over the world.
     """
     for turn in (world.rank == 0, leads and world.rank != 0):
-        with agreeing(world, device):
+        with errors_on_all_ranks(world, device):
             for source, first, stop in needs if turn else ():
                 prepare: Callable[..., None] | None = getattr(source, "prepare", None)
                 if prepare is not None:
@@ -178,7 +178,7 @@ class Tokenize(Protocol):
     ) -> dict[str, str]: ...
 
 
-def take_remote(
+def fetch_remote_files(
     config: RunConfig,
     *,
     world: Group,
@@ -199,7 +199,7 @@ def take_remote(
     named += [word for name in PATH_SETTINGS for word in getattr(data, name)]
     if not any(word is not None and is_address(word) for word in named):
         return config
-    leads = leads_node(world, device)
+    leads = is_first_on_node(world, device)
     check = None if explicit is None else partial(_WHEN_NAMED.get("fits"), explicit=explicit, tokenizer_of=_tokenizer)
     fits = {} if check is None else {"accept": check}
     places: dict[str, str] = {}
@@ -210,7 +210,7 @@ def take_remote(
     return here
 
 
-def take_text(
+def tokenize_texts(
     config: RunConfig, tokenize: Tokenize | None, *, world: Group, device: torch.device, log: Callable[[str], None]
 ) -> RunConfig:
     """The config with token files in the place of the texts that its data paths name.
@@ -230,13 +230,13 @@ def take_text(
             "tokenize=megalite.preprocess.text_data.tokenize_text, or token files of megalite preprocess"
         )
     prefixes: dict[str, str] | None = None
-    leads = leads_node(world, device)
+    leads = is_first_on_node(world, device)
     for turn in (world.rank == 0, leads and world.rank != 0):
         work = partial(tokenize, config, prefixes, say=log) if turn else lambda stopped: None
         made = _Task(work).run(world, device)
         prefixes = world.broadcast_json(made if prefixes is None else prefixes, device)
     assert prefixes is not None
-    with agreeing(world, device):
+    with errors_on_all_ranks(world, device):
         sides = [read_side_file(prefix) or {} for prefix in prefixes.values()] if leads else []
     digests = world.gather_json([side_digests(side) for side in sides], device)
     for rank, there in enumerate(digests):
@@ -282,8 +282,8 @@ class _Task:
 def open_data(replica: Replica, tokenizer: Tokenizer | None) -> Loaders:
     """Open the datasets on the ranks that read them, and on the first rank of each node."""
     topology, loaders = replica.topology, Loaders()
-    needs = leads_node(topology.world, topology.device) or replica.reads_data
-    with agreeing(topology.world, topology.device):
+    needs = is_first_on_node(topology.world, topology.device) or replica.reads_data
+    with errors_on_all_ranks(topology.world, topology.device):
         try:
             loaders = _open(replica, tokenizer) if needs else loaders
         except OSError as error:
@@ -316,7 +316,9 @@ def prepare_data(replica: Replica, loaders: Loaders, progress: Progress) -> list
         for split, reach in samples_to_read(replica.config, step=progress.step, samples=progress.samples).items():
             if (source := getattr(loaders.datasets, split)) is not None:
                 needs.append((source, *reach))
-    return prepare_indices(needs, loaders.index_notes, world=world, device=device, leads=leads_node(world, device))
+    return prepare_indices(
+        needs, loaders.index_notes, world=world, device=device, leads=is_first_on_node(world, device)
+    )
 
 
 def make_loader(replica: Replica, dataset: SampleSource, *, eod_token: int | None) -> BatchLoader:
@@ -361,7 +363,7 @@ def open_reports(
     """Rank 0's sinks; the others have none, but hear of it if rank 0 cannot write. The instruments open their files."""
     topology = replica.topology
     sinks: list[MetricSink] = []
-    with agreeing(topology.world, topology.device):
+    with errors_on_all_ranks(topology.world, topology.device):
         instruments.open(total)
         if topology.rank == 0:
             sinks = _open_sinks(replica, step=step, log=log)

@@ -16,7 +16,7 @@ import torch
 
 from megalite.config.batch import sequence_length
 from megalite.data.loader import Microbatch, sample_ids
-from megalite.models.context import Ahead, AuxiliaryLosses
+from megalite.models.context import AuxiliaryLosses, FurtherInputs
 from megalite.optimizers.base import Rows, Update
 from megalite.optimizers.schedules import Progress, Schedules
 from megalite.partition.stages import message_parts
@@ -48,12 +48,14 @@ def _further(microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
     return microbatch.further_labels, microbatch.further_mask
 
 
-def further_tokens(microbatch: Microbatch, denominators: torch.Tensor, *, factor: float, device: torch.device) -> Ahead:
+def further_tokens(
+    microbatch: Microbatch, denominators: torch.Tensor, *, factor: float, device: torch.device
+) -> FurtherInputs:
     """Of one microbatch: each depth's loss is a mean over its tokens of the global batch, and `factor` is the weight of the
     mean over the depths."""
     labels, mask = (each.to(device, non_blocking=True) for each in _further(microbatch))
     each = factor / len(labels) / denominators[1:]
-    return Ahead(
+    return FurtherInputs(
         tokens=(microbatch.labels.to(device, non_blocking=True), *labels[:-1]),
         labels=tuple(labels),
         weights=tuple(mask * weight for mask, weight in zip(mask.double(), each, strict=True)),

@@ -192,7 +192,7 @@ class StopRequests:
         """No step has begun."""
         self._leaving = self.asked = False
         """`asked`: the program itself, as a callback may."""
-        self.last_words: Callable[[StopRequest, str], None] = lambda request, text: None
+        self.before_forced_exit: Callable[[StopRequest, str], None] = lambda request, text: None
         """Called before the process is ended by force, from another thread."""
 
     @property
@@ -303,5 +303,5 @@ class StopRequests:
 
     def _end_now(self, request: StopRequest, text: str) -> None:
         self.say(text)
-        self.last_words(request, text)
+        self.before_forced_exit(request, text)
         os._exit(request.exit_code)

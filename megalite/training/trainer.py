@@ -25,17 +25,17 @@ from megalite.training.hang_watch import HangWatch, begin_watch
 from megalite.training.instruments import Instruments
 from megalite.training.memory import explaining_out_of_memory, keep_freed_memory
 from megalite.training.non_finite import NonFiniteError
-from megalite.training.replica import Programs, Replica, agreeing, build_modules, build_replica
+from megalite.training.replica import Programs, Replica, build_modules, build_replica, errors_on_all_ranks
 from megalite.training.reporter import LossSpikes, Reporter, SpeedMeter
 from megalite.training.setup import (
     Tokenize,
     describe,
+    fetch_remote_files,
     open_data,
     open_reports,
     prepare_data,
     resolve,
-    take_remote,
-    take_text,
+    tokenize_texts,
     with_parts,
 )
 from megalite.training.sinks import last_records
@@ -125,7 +125,7 @@ class Trainer:
         with suppress(TakenError):  # is raised once the ranks have met: what is wrong with the settings comes first
             self._run_folder.take()
         leave = self._run_folder.leave
-        self.stops.last_words = lambda request, text: leave(request.ending(self._step_reached, text))
+        self.stops.before_forced_exit = lambda request, text: leave(request.ending(self._step_reached, text))
         try:
             with explaining_out_of_memory(self.config, self._explicit, self.launch), ExitStack() as stack:
                 self._open(stack, self._build(stack))
@@ -185,12 +185,14 @@ class Trainer:
             )
             world = dataclasses.replace(world, heartbeat=watch.heartbeat)
         self._roll = RollCall.open(world, launch, device)
-        with agreeing(world, device):
+        with errors_on_all_ranks(world, device):
             self._run_folder.take()
         if config.checkpoint.load is not None:
-            config = imported("megalite.training.resume:own_first")(config, world=world, device=device, log=self.log)
-        config = take_remote(config, world=world, device=device, log=self.log, explicit=explicit)
-        with agreeing(world, device, Exception):
+            config = imported("megalite.training.resume:prefer_own_checkpoint")(
+                config, world=world, device=device, log=self.log
+            )
+        config = fetch_remote_files(config, world=world, device=device, log=self.log, explicit=explicit)
+        with errors_on_all_ranks(world, device, Exception):
             if parallel.elastic:
                 assert self._take_layout is not None, "an elastic run needs the planner's take_layout"
                 config, explicit = self._take_layout(
@@ -199,8 +201,8 @@ class Trainer:
             config, tokenizer = resolve(config, world_size=launch.world_size, explicit=explicit)
             if config.checkpoint.export_hf is not None:
                 imported("megalite.training.export:check_export")(config)
-        config = take_text(config, self._tokenize, world=world, device=device, log=self.log)
-        with agreeing(world, device, Exception):
+        config = tokenize_texts(config, self._tokenize, world=world, device=device, log=self.log)
+        with errors_on_all_ranks(world, device, Exception):
             programs, layout = Programs(config), layout_of(config)
         group_type = (
             imported("megalite.topology.sanitizer:SanitizedGroup") if parallel.sanitize_communication else Group
@@ -217,7 +219,7 @@ class Trainer:
             gathers_apart=config.parallel.strategy.shards_parameters,
             max_ctas=parallel.max_ctas,
         )
-        with agreeing(world, device):  # on kernels, which one stage may need and another not
+        with errors_on_all_ranks(world, device):  # on kernels, which one stage may need and another not
             modules = build_modules(config, topology, programs)
         self.replica = build_replica(config, topology, programs, modules, asked=self.config)
         self.config = config
@@ -267,7 +269,7 @@ class Trainer:
         self._callbacks.start()
 
     def _open_folder(self, tokenizer: str | None) -> None:
-        with agreeing(self.replica.topology.world, self.replica.topology.device):
+        with errors_on_all_ranks(self.replica.topology.world, self.replica.topology.device):
             self.stops.refuse_old_file()
             self._run_folder.take(make=True)
         self.saver: Saver | None = None

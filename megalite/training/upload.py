@@ -63,10 +63,10 @@ class Destination:
                 raise TakenError(
                     f"another run is saving to {self.name} ({_who(now)}): wait for it, end it, or give another --save"
                 )
-        self._say_so()
+        self._write_beat()
         self._beating.start()
 
-    def _say_so(self) -> None:
+    def _write_beat(self) -> None:
         self._beats += 1
         self._owner.write(f"{self._me} beat {self._beats}\n".encode())
 
@@ -74,7 +74,7 @@ class Destination:
         while not self._leaving.wait(_BEAT_SECONDS):
             with contextlib.suppress(ConfigError):
                 self._require_owned()
-                self._say_so()
+                self._write_beat()
 
     def _require_owned(self) -> None:
         """Raise ConfigError: another run has taken the address, as may be where this one has not reached it for a while."""

@@ -76,7 +76,7 @@ def find_culprits(states: Sequence[RankState]) -> Verdict:
         lost[rank] = "it has ended, and others wait for it" if rank in left else "it waits for no other rank"
     if lost:
         return _verdict(lost, reasons)
-    return _verdict(find_unlike(states) or _went_past(waits, by_rank), reasons)
+    return _verdict(find_mismatched_operations(states) or _ranks_ahead(waits, by_rank), reasons)
 
 
 def _waits(state: RankState, states: Sequence[RankState]) -> list[Wait]:
@@ -97,7 +97,7 @@ def _waits(state: RankState, states: Sequence[RankState]) -> list[Wait]:
     return [wait for wait in found if wait.behind or not wait.on_device] or found[:1]
 
 
-def find_unlike(states: Sequence[RankState]) -> dict[int, str]:
+def find_mismatched_operations(states: Sequence[RankState]) -> dict[int, str]:
     """Ranks that began another operation of a group than the others, under the same number."""
     wrong: dict[int, str] = {}
     for name in sorted({name for state in states for name in state.lanes}):
@@ -132,7 +132,7 @@ def _minority(operations: Mapping[int, Operation]) -> list[int]:
     return odd if 0 < len(odd) < len(operations) else list(operations)
 
 
-def _went_past(waits: Sequence[Wait], by_rank: Mapping[int, RankState]) -> dict[int, str]:
+def _ranks_ahead(waits: Sequence[Wait], by_rank: Mapping[int, RankState]) -> dict[int, str]:
     """All wait, in a ring: who is further in the program than those that still wait for it has left something out."""
     votes: Counter[int] = Counter()
     reasons: dict[int, str] = {}

@@ -21,7 +21,7 @@ from typing import Any
 from megalite.watchdog.heartbeat import RankState, rank_from_json, read_rank
 from megalite.watchdog.processes import ask_for_stacks, end_process, send
 from megalite.watchdog.processes import state as process_state
-from megalite.watchdog.report import Report, find_culprits, find_unlike, kernel_functions, write_report
+from megalite.watchdog.report import Report, find_culprits, find_mismatched_operations, kernel_functions, write_report
 
 ASK = "ask"  # file in the folder that asks every rank for what torch's flight recorder has
 
@@ -81,8 +81,8 @@ class Exchange:
         if plan.report_folder is not None and len(plan.hosts) > 1:
             self._folder = Path(plan.report_folder, f".hang-{plan.run}")
         self._round = max(_ROUND_SECONDS, _HOST_SECONDS * len(plan.hosts))
-        self._said: Sequence[RankState] | None = None
-        self._heard: dict[str, tuple[float, list[RankState]]] = {}
+        self._published: Sequence[RankState] | None = None
+        self._read_from: dict[str, tuple[float, list[RankState]]] = {}
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
 
@@ -92,25 +92,25 @@ class Exchange:
         return tuple(host for host in self._plan.hosts if host != self._plan.host)
 
     @property
-    def can_be_heard(self) -> bool:
+    def has_folder(self) -> bool:
         """There is a folder to meet in, and somebody to meet."""
         return self._folder is not None
 
-    def tell(self, states: Sequence[RankState] | None) -> None:
+    def publish(self, states: Sequence[RankState] | None) -> None:
         """Say what is seen here; None: the run continues, and there is nothing to say."""
-        self._said = states
+        self._published = states
         if self._folder is not None and states is not None and self._thread is None:
             self._thread = threading.Thread(target=self._work, name="exchange", daemon=True)
             self._thread.start()
 
-    def hear(self) -> dict[str, list[RankState]]:
+    def read_others(self) -> dict[str, list[RankState]]:
         """What other hosts with ranks that stand still have said lately, by host."""
         oldest = time.monotonic() - _FRESH_SECONDS - 2 * self._round
-        return {host: states for host, (since, states) in tuple(self._heard.items()) if since > oldest}
+        return {host: states for host, (since, states) in tuple(self._read_from.items()) if since > oldest}
 
     def close(self) -> None:
         """Take back what was said; the last host to do so removes the folder."""
-        self._said = None
+        self._published = None
         self._closed.set()
         if self._thread is not None:
             self._thread.join(timeout=1.0)
@@ -120,7 +120,7 @@ class Exchange:
         mine = self._folder / f"{self._plan.hosts.index(self._plan.host)}.json"
         seen: dict[str, str] = {}
         while not self._closed.wait(self._round):
-            said = self._said
+            said = self._published
             with contextlib.suppress(OSError):
                 self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 content = {"at": time.time(), "ranks": [asdict(state) for state in said or ()]}
@@ -141,10 +141,10 @@ class Exchange:
         except (OSError, ValueError, KeyError, TypeError):
             return
         if not states:
-            self._heard.pop(host, None)
+            self._read_from.pop(host, None)
         elif seen.get(host) != text:  # whatever its clock says: it is written again all the time
             seen[host] = text
-            self._heard[host] = time.monotonic(), states
+            self._read_from[host] = time.monotonic(), states
 
 
 _OTHERS_SECONDS = 1.5  # how long past its own limit a host waits for the others
@@ -203,7 +203,7 @@ class _Watch:
     def run(self) -> None:
         silent, before = 0.0, None
         looked = time.monotonic()
-        while self._goes_on():
+        while self._keep_watching():
             states = self._look(self._plan.ranks)
             alive = [state for state in states if self._is_alive(state)]
             self._explain_failure(states)
@@ -217,11 +217,11 @@ class _Watch:
                 silent, before = 0.0, beats
             patient = any(state.patient for state in alive)
             limit = self._plan.patient_seconds if patient else self._plan.seconds
-            self._exchange.tell(states if silent >= limit / 2 else None)
-            if silent < limit or not self._others_agree(silent, limit):
+            self._exchange.publish(states if silent >= limit / 2 else None)
+            if silent < limit or not self._others_stand_still(silent, limit):
                 continue
             # Below it, where all wait and no rank is to blame, it may be the network: what they wait for does not come through.
-            if silent >= self._plan.network_seconds or find_culprits(self._everybody(states)).culprits:
+            if silent >= self._plan.network_seconds or find_culprits(self._known_states(states)).culprits:
                 self._end_run(states, limit)
                 return
 
@@ -229,10 +229,10 @@ class _Watch:
         """Of ranks that began unlike operations one is ended by gloo or NCCL, not always the wrong one; say which is."""
         if not self._failure_seen and any(state.has_failed for state in states):
             self._failure_seen = True
-            for rank, reason in find_unlike(states).items():
+            for rank, reason in find_mismatched_operations(states).items():
                 self._say(f"megalite: rank {rank} does not fit the others: {reason}\n")
 
-    def _goes_on(self) -> bool:
+    def _keep_watching(self) -> bool:
         """Wait for the next look; False once there is none."""
         line = self._lifeline.line(min(0.05, self._every) if self._lifeline.closed else self._every)
         if line is not None and line.startswith("left"):
@@ -260,21 +260,21 @@ class _Watch:
         everybody = len(self._plan.hosts) == 1 and processes == {"stopped"}
         return everybody or "traced" in processes
 
-    def _others_agree(self, silent: float, limit: float) -> bool:
+    def _others_stand_still(self, silent: float, limit: float) -> bool:
         """No other host has seen anything move for the same time, or nothing is to be learnt of them."""
         if silent >= limit + _OTHERS_SECONDS:
             return True
-        heard = self._exchange.hear()
+        heard = self._exchange.read_others()
         if len(heard) < len(self._exchange.others):
-            return not self._exchange.can_be_heard
+            return not self._exchange.has_folder
         return all(state.silent >= limit - 0.5 for states in heard.values() for state in states)
 
-    def _everybody(self, mine: Sequence[RankState]) -> list[RankState]:
+    def _known_states(self, mine: Sequence[RankState]) -> list[RankState]:
         """The ranks of this host, and those of others that have been heard of."""
-        return [*mine, *(state for states in self._exchange.hear().values() for state in states)]
+        return [*mine, *(state for states in self._exchange.read_others().values() for state in states)]
 
     def _end_run(self, mine: Sequence[RankState], limit: float) -> None:
-        states = sorted(self._everybody(mine), key=lambda state: state.rank)
+        states = sorted(self._known_states(mine), key=lambda state: state.rank)
         heard = {state.host for state in states}
         alive = [state for state in mine if self._is_alive(state)]
         kernel = kernel_functions(alive)

@@ -22,7 +22,7 @@ from benchmarks.gpu.kernels import rules, write
 from benchmarks.gpu.legs import Row
 from benchmarks.gpu.operations import Shape
 from megalite.kernels import triton
-from megalite.kernels.registry import Use, read_preferences
+from megalite.kernels.registry import KernelUse, read_preferences
 
 CPU = torch.device("cpu")
 CASES = sorted(flat.CASES)
@@ -80,7 +80,7 @@ def test_the_dry_run_prints_tables_and_writes_preferences(dry: SimpleNamespace) 
     for title in ("Ceilings", "Kernels", "Profile: megalite", "Steps", "A dry run"):
         assert f"\n{title}" in f"\n{dry.text}"
     table = read_preferences(dry.preferences.read_text(), "written")
-    order, because = table.order("adam", Use("cpu", torch.float32, 10**6), CPU)
+    order, because = table.order("adam", KernelUse("cpu", torch.float32, 10**6), CPU)
     assert order[0] == "torch"
     assert because.startswith("measured on a dry run on")
 

@@ -22,7 +22,7 @@ from megalite.data.remote import fetch_all, with_places
 from megalite.data.stores import shown
 from megalite.topology.group import Group
 from megalite.training.resume import check_settings
-from megalite.training.setup import take_remote
+from megalite.training.setup import fetch_remote_files
 from tests.data.object_store import Store, serving
 from tests.data.token_files import distinct_documents, write_by_layout
 from tests.support.s3 import S3Server, running
@@ -207,9 +207,9 @@ def test_nor_is_one_of_another_tokenizer(store: Store, tmp_path: Path) -> None:
         store.asked.clear()
         config = replace(RunConfig(), **asked, **more)
         with pytest.raises(ConfigError, match=says):
-            take_remote(config, world=world, device=cpu, log=print, explicit=frozenset())
+            fetch_remote_files(config, world=world, device=cpu, log=print, explicit=frozenset())
         assert not any("safetensors" in name for name in store.asked)
-    take_remote(replace(config, finetune=True), world=world, device=cpu, log=print, explicit=frozenset())
+    fetch_remote_files(replace(config, finetune=True), world=world, device=cpu, log=print, explicit=frozenset())
     assert store.asked[-1] == "GET rank-0.safetensors"
 
 

@@ -25,7 +25,7 @@ def moved(context: RankContext, world: int, settings: dict[str, Any]) -> Found:
         runner.step()
         with counted() as (volumes, calls):
             runner.step()
-            runner.replica.strategy.settle()
+            runner.replica.strategy.wait_until_idle()
         runner.replica.strategy.close()
         of_replicas = [key for key in volumes if key[0].endswith("dp-cp")]
         found[count] = Counter({k: volumes[k] for k in of_replicas}), Counter({k: calls[k] for k in of_replicas})

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from megalite.data_parallel.buckets import Arrivals, Bucket
+from megalite.data_parallel.buckets import Bucket, ParameterWaits
 from megalite.topology.group import Work
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import LLAMA, MOE, Z1, Runner, build, tiny_config
@@ -32,13 +32,13 @@ class _Late:
 
 @contextmanager
 def _late_arrivals() -> Iterator[None]:
-    expect = Arrivals.expect
+    expect = ParameterWaits.expect
 
-    def late(self: Arrivals, bucket: Bucket, work: Work) -> None:
+    def late(self: ParameterWaits, bucket: Bucket, work: Work) -> None:
         work.wait()
         expect(self, bucket, _Late(bucket))
 
-    with mock.patch.object(Arrivals, "expect", late):
+    with mock.patch.object(ParameterWaits, "expect", late):
         yield
 
 
@@ -71,7 +71,7 @@ def orders(context: RankContext, settings: Settings) -> list[int]:
     runner.step()
     strategy: Any = runner.replica.strategy
     asked = list(strategy._arrivals._coming)
-    with mock.patch.object(Arrivals, "_wait_for", autospec=True, side_effect=Arrivals._wait_for) as waits:
+    with mock.patch.object(ParameterWaits, "_wait_for", autospec=True, side_effect=ParameterWaits._wait_for) as waits:
         runner.step()
     return [asked.index(bucket) for bucket in dict.fromkeys(each for call in waits.mock_calls for each in call.args[1])]
 

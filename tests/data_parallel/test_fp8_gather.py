@@ -102,7 +102,7 @@ def volumes(context: RankContext, world: int, settings: Settings) -> dict[str, A
     runner.step()
     with counted() as (found, _):
         runner.step()
-        runner.replica.strategy.settle()
+        runner.replica.strategy.wait_until_idle()
     own = sum(values.nbytes for values in runner.replica.strategy._own.values())
     return {"pp": runner.replica.topology.pp.rank, "volumes": dict(found), "own": own}
 

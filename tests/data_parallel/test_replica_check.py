@@ -135,7 +135,7 @@ def shards(context: RankContext, strategy: str, culprit: str | None) -> str:
     assert {state.name for state in held} == {"exp_avg", "exp_avg_sq"}
     if culprit is not None and context.rank == 3:
         weights = [here.weights(shard) for shard in here.shards]
-        here.settle()
+        here.wait_until_idle()
         own = [state.values for state in [*weights, *held] if state.name == culprit]
         flip(max(own, key=torch.numel), 3)  # small ones are padding here
     try:

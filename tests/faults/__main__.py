@@ -40,7 +40,7 @@ def main(words: Sequence[str] | None = None) -> int:
             root.mkdir(parents=True)
         laboratory = Laboratory(root.resolve(), build_corpus(root.resolve(), megabytes=0.2), arguments.seed)
         stories: list[Story] = []
-        while arguments.only is None and _goes_on(stories, arguments.kills):
+        while arguments.only is None and _keep_watching(stories, arguments.kills):
             stories.append(_told(laboratory.run(len(stories))))
         if arguments.only is not None:
             stories.append(_told(laboratory.run(arguments.only)))
@@ -50,7 +50,7 @@ def main(words: Sequence[str] | None = None) -> int:
     return 1 if report["failures"] else 0
 
 
-def _goes_on(stories: list[Story], kills: int) -> bool:
+def _keep_watching(stories: list[Story], kills: int) -> bool:
     """There are kills to be made, and it is not the case that nothing works."""
     failures = sum(bool(story.failure) for story in stories)
     made = sum(len(story.kills) for story in stories)

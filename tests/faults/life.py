@@ -23,7 +23,7 @@ LONGEST_AFTER_DEATH = 40.0
 """Seconds after which a rank that outlives a peer counts as a hang."""
 STACKS = signal.SIGUSR2
 """Makes a rank print its stacks."""
-CONNECTS = ("in fresh_part", "in _new_process_group_helper")
+CONNECTS = ("in fresh_prefix_store", "in _new_process_group_helper")
 """In the stacks of a rank that waits for its peers: to come to the meeting, or to connect."""
 
 

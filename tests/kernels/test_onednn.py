@@ -10,7 +10,7 @@ from megalite.config.errors import ConfigError
 from megalite.kernels import matmul, registry, self_check
 from megalite.kernels.matmul import LEAST_ROWS, onednn_accumulate_weight_grad, onednn_matmul
 from megalite.kernels.probes import cpu_kinds, why_not_onednn
-from megalite.kernels.registry import Kernels, Use, why_not
+from megalite.kernels.registry import Kernels, KernelUse, why_not
 
 CPU = torch.device("cpu")
 OPERATIONS = ("matmul", "weight_grad")
@@ -115,7 +115,7 @@ def test_which_processor(
 
 
 def test_there_is_none_on_other_devices() -> None:
-    assert why_not("matmul", "onednn", Use("cuda", torch.float32, 256)) == "onednn has no cuda; it serves CPUs"
+    assert why_not("matmul", "onednn", KernelUse("cuda", torch.float32, 256)) == "onednn has no cuda; it serves CPUs"
     with pytest.raises(ConfigError, match=r"cannot be had: it takes float32, not bfloat16; use matmul=torch"):
         Kernels({"matmul": "onednn"}).get("matmul", device=CPU, dtype=torch.bfloat16, size=256)
 
@@ -127,7 +127,7 @@ def test_an_operator_of_another_meaning_is_refused(operation: str, monkeypatch: 
     monkeypatch.setattr(matmul, "_onednn_product", lambda a, b, bias: 1.001 * right(a, b, bias))
     self_check._why_wrong.cache_clear()
     try:
-        reason = why_not(operation, "onednn", Use("cpu", torch.float32, 256))
+        reason = why_not(operation, "onednn", KernelUse("cpu", torch.float32, 256))
     finally:
         self_check._why_wrong.cache_clear()
     assert reason is not None and reason.startswith("onednn's gave other numbers than torch when it was tried")

@@ -16,7 +16,7 @@ from megalite.kernels.registry import (
     IMPLEMENTATIONS,
     Implementation,
     Kernels,
-    Use,
+    KernelUse,
     backends_of,
     read_preferences,
     shipped_preferences,
@@ -113,7 +113,7 @@ def test_rules_by_type_size_and_device(everywhere: None, monkeypatch: pytest.Mon
         f'- {{operation: rmsnorm, device: {device}, order: [{backend}], because: "on {device}"}}\n'
         for device, backend in (("cuda", "torch"), ("sm_90", "triton"), ("sm_100", "apex"))
     )
-    use = Use("cuda", torch.float32, 8)
+    use = KernelUse("cuda", torch.float32, 8)
     order = read_preferences(text, "test").order("rmsnorm", use, torch.device("cuda", 0))
     assert order == (("triton",), "on sm_90")
 
@@ -161,7 +161,7 @@ def test_a_request_that_cannot_run_here(backend: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(registry, f"why_not_{backend}", lambda device: f"it needs more than a {device}")
     with pytest.raises(ConfigError, match=f"adam={backend} cannot be had: it needs more than a cpu; use adam=torch"):
         Kernels({"adam": backend}).check(CPU)
-    assert why_not("adam", backend, Use("cpu", torch.float32, 8)) == "it needs more than a cpu"
+    assert why_not("adam", backend, KernelUse("cpu", torch.float32, 8)) == "it needs more than a cpu"
 
 
 def test_an_operation_that_a_backend_has_not() -> None:

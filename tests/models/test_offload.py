@@ -36,7 +36,7 @@ def steps(context: RankContext, world: int, settings: dict[str, Any]) -> list[tu
 class Late(LateStream):
     """For activations: what is let go may go."""
 
-    def outlive(self, tensor: torch.Tensor) -> None: ...
+    def keep_until_copied(self, tensor: torch.Tensor) -> None: ...
 
 
 FULL: dict[str, Any] = {"recompute_granularity": "full"}

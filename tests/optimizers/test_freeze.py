@@ -12,7 +12,7 @@ from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 from megalite.kernels.optimizer_ops import Direction
-from megalite.optimizers.onebit import FreezePoint, silence, warmup_steps
+from megalite.optimizers.onebit import FreezePoint, warmup_steps, zero_without_moment
 from megalite.optimizers.zero_one_adam import exchanges, updates_variance
 from megalite.topology.group import Group
 
@@ -113,7 +113,7 @@ def test_the_frozen_moment_is_corrected_and_nothing_divides_by_nothing() -> None
     """v had 2 updates, m 3."""
     direction = Direction.at(3, beta1=0.9, beta2=0.9, eps=1e-3, frozen=2)
     moment = torch.tensor([0.04, 0.0])
-    momentum = silence(torch.tensor([-5.0, 7.0]), moment)
+    momentum = zero_without_moment(torch.tensor([-5.0, 7.0]), moment)
     values = direction.add_to(torch.ones(2), momentum, moment, factor=-0.1)
     below = math.sqrt(0.04 / (1.0 - 0.9**2)) + 1e-3
     assert values.tolist() == [pytest.approx(1.0 + 0.1 * 5.0 / (1.0 - 0.9**3) / below), 1.0]

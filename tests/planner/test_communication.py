@@ -87,7 +87,7 @@ def volumes_of_a_step(context: RankContext, settings: dict[str, Any]) -> dict[st
     runner.step()
     with counted() as (found, _):
         runner.step()
-        runner.replica.strategy.settle()
+        runner.replica.strategy.wait_until_idle()
     return {"pp": runner.replica.topology.pp.rank, "volumes": dict(found)}
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from megalite.config.errors import ConfigError
-from megalite.topology.topology import Launch, fresh_part
+from megalite.topology.topology import Launch, fresh_prefix_store
 
 SECONDS = datetime.timedelta(seconds=20)
 
@@ -23,7 +23,7 @@ def part(store: dist.TCPStore, rank: int, world: int, late: float = 0.0) -> dist
     """One rank comes to the meeting, over its own connection."""
     time.sleep(late)
     client = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=SECONDS)
-    return fresh_part(client, rank=rank, world_size=world, timeout=SECONDS)
+    return fresh_prefix_store(client, rank=rank, world_size=world, timeout=SECONDS)
 
 
 def start(store: dist.TCPStore, late: list[float]) -> list[dist.PrefixStore]:
@@ -53,7 +53,7 @@ def waits_in_vain(store: dist.TCPStore, ranks: list[int], world: int) -> set[str
     def wait(rank: int) -> str:
         client = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=SECONDS)
         with pytest.raises(RuntimeError) as caught:
-            fresh_part(client, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=1.0))
+            fresh_prefix_store(client, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=1.0))
         return str(caught.value)
 
     with ThreadPoolExecutor(len(ranks)) as threads:

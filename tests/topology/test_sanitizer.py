@@ -115,7 +115,7 @@ def losses(context: RankContext, layout: str, *, sanitized: bool = True) -> list
     settings = LAYOUTS[layout]
     runner = Runner(build(context, tiny_config(2, sanitize_communication=sanitized, **settings)))
     found = [runner.step().loss for _ in range(2)]
-    runner.replica.strategy.settle()
+    runner.replica.strategy.wait_until_idle()
     for group in vars(runner.replica.topology).values():
         assert not isinstance(group, SanitizedGroup) or not group.forgotten, group.forgotten
     return found

@@ -6,7 +6,7 @@ from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.sources import build_datasets
-from megalite.training.setup import leads_node, prepare_indices
+from megalite.training.setup import is_first_on_node, prepare_indices
 from tests.data.token_files import write_by_layout
 from tests.support.ranks import RankContext, run_ranks
 
@@ -24,7 +24,7 @@ def prepared(context: RankContext, prefix: str, folders: list[str]) -> dict:
     """Two nodes of two ranks; each rank has its cache folder. Ranks 0, 2 and 3 open the data."""
     world = context.topology(dp=RANKS).world
     device = context.topology(dp=RANKS).device
-    leads = leads_node(world, device, node=f"node{context.rank // PER_NODE}")
+    leads = is_first_on_node(world, device, node=f"node{context.rank // PER_NODE}")
     notes: list[str] = []
     source, needs, built, samples = None, [], [], []
     if context.rank != 1:

@@ -113,7 +113,7 @@ def hold() -> None:
 def held(note: str, patience: float) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background have it ignored
     stops = StopRequests(signals=["SIGTERM"], patience=patience)
-    stops.last_words = lambda request, text: Path(note).write_text(f"{request.cause}: {text}")
+    stops.before_forced_exit = lambda request, text: Path(note).write_text(f"{request.cause}: {text}")
     with stops.listen():
         stops.started()
         Path(f"{note}.ready").touch()

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megalite.checkpoint.files import Behind, sync_file, write_at
+from megalite.checkpoint.files import BackgroundWork, sync_file, write_at
 from megalite.checkpoint.safetensors_file import DTYPE_NAMES, bytes_of
 from megalite.config.reading import Span
 from megalite.conversion.output import stored_blocks
@@ -283,7 +283,7 @@ class TorchFileWriter:
                 torch.save(dict(saved), stream)
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(path)) from None
-        self._path, self._behind = path, Behind[None](threads=1, most=2)
+        self._path, self._behind = path, BackgroundWork[None](threads=1, most=2)
         self._file = path.open("r+b", buffering=0)
         with path.open("rb") as written:
             stored = [record for record in _read_directory(str(path), written).values() if "/data/" in record.name]

@@ -14,7 +14,7 @@ from megalite.data_parallel.buckets import Bucket
 from megalite.data_parallel.more.local_weights import LocalWeights, MeanInFlight, Replicas, all_kept, rank_mean, swap
 from megalite.data_parallel.shards import StrategyGroups, StrategyOptions
 from megalite.data_parallel.strategy import DataParallelStrategy, FlatState
-from megalite.data_parallel.wire import Several
+from megalite.data_parallel.wire import WorkList
 from megalite.kernels.integers import Integers
 from megalite.optimizers.base import Optimizer, Update
 from megalite.tensor_parallel.parameter import ShardedParameter
@@ -72,7 +72,7 @@ class PeriodicAveraging(LocalWeights):
         self._arrived[bucket].copy_(mean)
 
     @abstractmethod
-    def _take_up(self, bucket: Bucket, main: torch.Tensor, mean: torch.Tensor) -> None:
+    def _use_mean(self, bucket: Bucket, main: torch.Tensor, mean: torch.Tensor) -> None:
         """Use the mean; with a delay, what `_arrive` has kept."""
 
     def _make_buckets(self, parameters: Sequence[ShardedParameter]) -> list[Bucket]:
@@ -121,7 +121,7 @@ class PeriodicAveraging(LocalWeights):
                 else:
                     mean = self._outgoing(bucket, main)
                     rank_mean(self.between(bucket), mean, wire_dtype=self.options.wire_dtype)
-                self._take_up(bucket, main, mean)
+                self._use_mean(bucket, main, mean)
 
     def _mains_of(self, fragment: int) -> Iterator[tuple[Bucket, torch.Tensor]]:
         return ((bucket, main) for bucket, main in self._mains().items() if self._fragments[bucket] == fragment)
@@ -195,7 +195,7 @@ class LocalSGD(PeriodicAveraging):
         change = self._arrived[bucket]
         torch.sub(self._whole(bucket, mean), change, out=change)
 
-    def _take_up(self, bucket: Bucket, main: torch.Tensor, mean: torch.Tensor) -> None:
+    def _use_mean(self, bucket: Bucket, main: torch.Tensor, mean: torch.Tensor) -> None:
         if self._delay:
             main += mean
         else:
@@ -230,7 +230,7 @@ class DiLoCo(PeriodicAveraging):
     def _outgoing(self, bucket: Bucket, main: torch.Tensor) -> torch.Tensor:
         return self._anchors[bucket] - main
 
-    def _take_up(self, bucket: Bucket, main: torch.Tensor, mean: torch.Tensor) -> None:
+    def _use_mean(self, bucket: Bucket, main: torch.Tensor, mean: torch.Tensor) -> None:
         beta, mix = self.settings.outer_momentum, self.settings.sync_mix
         anchor, momentum = self._anchors[bucket], self._momenta[bucket]
         momentum.mul_(beta).add_(mean)
@@ -311,7 +311,7 @@ class Gossip(LocalWeights):
         self._public = {replica: self._copies() for replica in held}  # choco-sgd: p, by replica
         self._same_replicas = True
         """The checkpoint that was loaded, if any, has the public copies of as many replicas."""
-        self._meetings: dict[Bucket, tuple[Several, torch.Tensor, dict[int, torch.Tensor]]] = {}
+        self._meetings: dict[Bucket, tuple[WorkList, torch.Tensor, dict[int, torch.Tensor]]] = {}
         """In flight between this rank and its peers: own values as they are sent, with the parts that other ranks of the
         replica send, and what is received."""
 
@@ -351,7 +351,7 @@ class Gossip(LocalWeights):
         own = replicas.part(sent)
         received = {peer: torch.empty_like(own) for peer in peers}
         works = swap(replicas.across, dict.fromkeys(peers, own), received)
-        self._meetings[bucket] = Several(works), sent, received
+        self._meetings[bucket] = WorkList(works), sent, received
 
     def _step(self, optimizer: Optimizer, update: Update) -> None:
         lags = self._lags if self.local > 0 else {}

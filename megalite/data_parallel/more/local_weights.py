@@ -14,7 +14,7 @@ from megalite.data_parallel.buckets import Bucket
 from megalite.data_parallel.facts import Placement
 from megalite.data_parallel.shards import Norms, OptimizerShard
 from megalite.data_parallel.strategy import DataParallelStrategy, FlatState, kept
-from megalite.data_parallel.wire import Channel, Several, WireCounter
+from megalite.data_parallel.wire import Channel, WireCounter, WorkList
 from megalite.optimizers.base import Optimizer, Update
 from megalite.topology.group import Work
 
@@ -96,7 +96,7 @@ class MeanInFlight:
         self._received[channel.rank] = self._sent[channel.rank]
         outgoing, incoming = dict(enumerate(self._sent)), dict(enumerate(self._received))
         del outgoing[channel.rank]
-        self.posted = Several(swap(channel, outgoing, incoming))
+        self.posted = WorkList(swap(channel, outgoing, incoming))
         self._gathers = False
 
     def advance(self) -> None:
@@ -105,7 +105,7 @@ class MeanInFlight:
             self.posted.wait()
             self._received = _mean(self._received)
             # The buffer that was sent is free now.
-            self.posted = Several([self._channel.gather_raw_async(self._sent.view(-1), self._received)])
+            self.posted = WorkList([self._channel.gather_raw_async(self._sent.view(-1), self._received)])
             self._gathers = True
 
     def result(self) -> torch.Tensor:
@@ -182,7 +182,7 @@ class OwnWeights(DataParallelStrategy):
             return
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for shard in self.shards:
-            if self._speaks(shard.bucket):
+            if self._counts_here(shard.bucket):
                 own = self._own.get(shard.bucket, shard.main_param.data)
                 mean = self._means.get(shard.bucket, shard.bucket.data)
                 sums[0] += torch.linalg.vector_norm(own - mean).double().square()
@@ -195,7 +195,7 @@ class OwnWeights(DataParallelStrategy):
             share = math.sqrt(apart / whole)
             self.notes.append(f"consensus distance after step {self.step}: {share:.3e} of the weights' norm")
 
-    def _speaks(self, bucket: Bucket) -> bool:
+    def _counts_here(self, bucket: Bucket) -> bool:
         """Of the ranks of its replica that hold the same, this one has it counted."""
         _, same = self.groups.own_weights(bucket.kind)
         return same.rank == 0 and self.groups.first_copy(bucket.kind)
@@ -237,7 +237,7 @@ class LocalWeights(OwnWeights):
 
     def _make_shard(self, bucket: Bucket) -> OptimizerShard:
         # Every replica's gradient counts, in a separate norm.
-        return dataclasses.replace(super()._make_shard(bucket), counts_in_norm=self._speaks(bucket))
+        return dataclasses.replace(super()._make_shard(bucket), counts_in_norm=self._counts_here(bucket))
 
     def begin_step(self, step: int, *, loss_scale: float = 1.0) -> None:
         super().begin_step(step, loss_scale=loss_scale)

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from megalite.config.run import RunConfig
-from megalite.data_parallel.buckets import Arrivals, Bucket
+from megalite.data_parallel.buckets import Bucket, ParameterWaits
 from megalite.data_parallel.facts import Placement, message_elements
 from megalite.data_parallel.more.server import LEADER, Server
 from megalite.data_parallel.more.server_link import Kind, Ledger, Link, Order, Request, by_arrival, by_rank
 from megalite.data_parallel.shards import Norms, OptimizerShard
 from megalite.data_parallel.strategy import DataParallelStrategy, FlatState
-from megalite.data_parallel.wire import Channel, Several, pipelined
+from megalite.data_parallel.wire import Channel, WorkList, pipelined
 from megalite.data_parallel.zero import DistributedOptimizer
 from megalite.optimizers.base import Optimizer, Update
 from megalite.topology.group import DONE, Group, Work, add_in_order
@@ -58,7 +58,7 @@ class ParameterServer(OneServer):
         super().__init__(stages, **common)
         self._sending: list[Work] = []  # what the server has in flight to its workers
         overlap = self.options.overlap_param_gather and self.has_replicas
-        self._arrivals = Arrivals(stages, self.all_buckets(), overlap=overlap)
+        self._arrivals = ParameterWaits(stages, self.all_buckets(), overlap=overlap)
 
     def _reduce(self, bucket: Bucket) -> Work:
         channel, chunks = self.channel(bucket), self._chunks(bucket.grad, self.options.wire_dtype)
@@ -67,7 +67,7 @@ class ParameterServer(OneServer):
         if self._serves(bucket):
             return channel.in_background(lambda: _add_pushes(chunks, channel))
         sent = [channel.rounded(chunk) for chunk in chunks]
-        return Several([channel.send_async(chunk, to=SERVER) for chunk in sent], sent)
+        return WorkList([channel.send_async(chunk, to=SERVER) for chunk in sent], sent)
 
     def _chunks(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> Sequence[torch.Tensor]:
         """A flat tensor in messages of `server_chunk_mb`, if its elements are sent as `dtype`."""
@@ -87,12 +87,12 @@ class ParameterServer(OneServer):
                 self._sending += [channel.send_async(part, to=worker) for part in parts for worker in workers]
             else:
                 works = [channel.receive_async(part, source=SERVER) for part in parts]
-                self._arrivals.expect(bucket, Several(works))
+                self._arrivals.expect(bucket, WorkList(works))
         self._arrivals.wait_unless_overlapped()
 
     def wait_for_parameters(self) -> None:
         self._arrivals.wait()
-        Several(self._sending).wait()
+        WorkList(self._sending).wait()
         self._sending = []
 
 
@@ -107,7 +107,7 @@ def _receive_parts(chunk: torch.Tensor, channel: Channel) -> tuple[torch.Tensor,
     parts = chunk.new_empty(channel.size, chunk.numel(), dtype=channel.wire_dtype or chunk.dtype)
     works = [channel.receive_async(parts[rank], source=rank) for rank in range(1, channel.size)]
     parts[SERVER].copy_(chunk)
-    return chunk, parts, Several(works)
+    return chunk, parts, WorkList(works)
 
 
 class ShardedParameterServer(DistributedOptimizer):

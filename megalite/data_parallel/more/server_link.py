@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from megalite.data_parallel.wire import Several
+from megalite.data_parallel.wire import WorkList
 from megalite.topology.group import Group, Work
 
 
@@ -201,7 +201,7 @@ class Link:
 
     def _flush(self) -> None:
         """Return when all has been sent: what was sent may be written to again."""
-        Several(self._works, self._sent).wait()
+        WorkList(self._works, self._sent).wait()
         self._works, self._sent = [], []
 
     def _receive(self, values: Sequence[torch.Tensor]) -> None:

@@ -132,8 +132,8 @@ def _count_rows(chosen: Tensor, experts: int, ep: Group, expert_tp: Group) -> Ro
         ep.all_to_all(theirs, ours, [shape[2]] * ep.size, [shape[2]] * ep.size)
         expert_tp.all_gather(table.view(-1), theirs)
         copy = ep.copy_to_host(torch.cat((ours[None], table)))
-    aside.outlive(ours)
-    aside.outlive(theirs)
+    aside.keep_until_copied(ours)
+    aside.keep_until_copied(theirs)
     return RowCounts(table=table.view(shape), copy=copy)
 
 

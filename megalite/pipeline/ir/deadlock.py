@@ -105,7 +105,7 @@ def prove_no_deadlock(wiring: Wiring) -> None:
 def deadlock(wiring: Wiring) -> Fault:
     """The fault of a program that gets stuck: its shortest circle of waits, without full send windows if there is one."""
     eager = execute(wiring, [0.0] * len(wiring.table.kind), rendezvous=False)
-    circle = _shortest_circle(wiring, rendezvous=eager.finished)
+    circle = _shortest_cycle(wiring, rendezvous=eager.finished)
     when = (
         f"when a send completes only once its receive is posted (send window {wiring.program.send_window})"
         if eager.finished
@@ -118,7 +118,7 @@ def deadlock(wiring: Wiring) -> Fault:
     )
 
 
-def _shortest_circle(wiring: Wiring, *, rendezvous: bool) -> tuple[Wait, ...]:
+def _shortest_cycle(wiring: Wiring, *, rendezvous: bool) -> tuple[Wait, ...]:
     """The fewest waits between ranks that close a circle, of all waits in the program whether a run gets to them or not.
 
     A wait at position i of rank q for position j of rank q' is followed by any wait of q' at j or before. Ties go to
@@ -129,7 +129,7 @@ def _shortest_circle(wiring: Wiring, *, rendezvous: bool) -> tuple[Wait, ...]:
     for rank in range(wiring.program.schedule.num_ranks):
         # A shortest circle meets a rank once, so that it is never longer than there are ranks.
         longest = len(best) - 1 if best else wiring.program.schedule.num_ranks
-        best = _circle_through(wiring, reach, rank, longest) or best
+        best = _cycle_through(wiring, reach, rank, longest) or best
     return best
 
 
@@ -155,9 +155,7 @@ def _furthest(wiring: Wiring, rendezvous: bool) -> dict[tuple[int, int], IntArra
     return reach
 
 
-def _circle_through(
-    wiring: Wiring, reach: dict[tuple[int, int], IntArray], rank: int, longest: int
-) -> tuple[Wait, ...]:
+def _cycle_through(wiring: Wiring, reach: dict[tuple[int, int], IntArray], rank: int, longest: int) -> tuple[Wait, ...]:
     """The shortest circle of at most that many waits that starts on a rank."""
     size = len(wiring.table.rows[rank])
     # After k waits: other rank -> by starting position here, the furthest position there that is held up.

@@ -32,7 +32,7 @@ class Fault(ScheduleError):
         self.marks = marks  # rank -> position
 
 
-class Crossing(NamedTuple):
+class StageMessage(NamedTuple):
     """A need that comes as a message, on the stages where producer and reader are on two ranks."""
 
     reader: Kind
@@ -99,11 +99,11 @@ class Table:
         return found
 
     @cached_property
-    def crossings(self) -> tuple[Crossing, ...]:
+    def crossings(self) -> tuple[StageMessage, ...]:
         """The needs of computations that messages satisfy."""
         return tuple(self._crossings())
 
-    def _crossings(self) -> Iterator[Crossing]:
+    def _crossings(self) -> Iterator[StageMessage]:
         placement, stages = np.array(self.schedule.placement), np.arange(self.schedule.num_stages)
         for kind in (kind for kind in Kind if kind in COMPUTE):
             for need in NEEDS[kind]:
@@ -111,7 +111,7 @@ class Table:
                     there = stages[(stages + need.offset >= 0) & (stages + need.offset < len(stages))]
                     crossed = there[placement[there] != placement[there + need.offset]]
                     send = SEND_OF[need.kinds[-1]]
-                    yield Crossing(kind, need, send, RECEIVE_OF[send][0], crossed)
+                    yield StageMessage(kind, need, send, RECEIVE_OF[send][0], crossed)
 
     @cached_property
     def receives(self) -> BoolArray:

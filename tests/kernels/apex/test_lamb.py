@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.kernels.registry import IMPLEMENTATIONS, Use
+from megalite.kernels.registry import IMPLEMENTATIONS, KernelUse
 from tests.kernels.apex.conftest import Adapter
 from tests.kernels.lamb_formula import NAMES, TERMS, exact, off, piece, run
 
@@ -76,7 +76,7 @@ def test_nothing_to_update(adapter: Adapter) -> None:
 
 
 def test_only_dense_fp32(installed: Adapter) -> None:
-    use = Use("cpu", torch.bfloat16, 64)
+    use = KernelUse("cpu", torch.bfloat16, 64)
     assert IMPLEMENTATIONS["lamb"]["apex"].why_not(use) == "it takes float32, not bfloat16"
     for wrong in (torch.zeros(4, dtype=torch.bfloat16), torch.zeros(8)[::2]):
         tensors = [torch.zeros(4), wrong, torch.zeros(4), torch.zeros(4)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megalite.kernels import optimizer_ops as torch_ops
-from megalite.kernels.registry import IMPLEMENTATIONS, Use
+from megalite.kernels.registry import IMPLEMENTATIONS, KernelUse
 from tests.kernels.apex.conftest import Adapter
 
 SETTINGS = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
@@ -55,7 +55,7 @@ def test_it_clips_once(adapter: Adapter) -> None:
 
 def test_bf16_parameters_are_refused(installed: Adapter) -> None:
     """apex would update them in place of fp32 copies, whatever `master_weights` says."""
-    use = Use("cpu", torch.bfloat16, 64)
+    use = KernelUse("cpu", torch.bfloat16, 64)
     assert IMPLEMENTATIONS["adam"]["apex"].why_not(use) == "it takes float32, not bfloat16"
     param = torch.zeros(4, dtype=torch.bfloat16)
     with pytest.raises(AssertionError):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megalite.config.errors import ConfigError
-from megalite.kernels.registry import IMPLEMENTATIONS, Kernels, Use, why_not
+from megalite.kernels.registry import IMPLEMENTATIONS, Kernels, KernelUse, why_not
 from tests.kernels.apex.conftest import Adapter
 
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ def test_a_wrong_kernel_is_refused(installed: Adapter, operation: str, monkeypat
     module = __import__(extension)
     monkeypatch.setattr(module, name, spoil(getattr(module, name)))
     implementation = IMPLEMENTATIONS[operation]["apex"]
-    use = Use("cpu", implementation.dtypes[-1], SIZES.get(operation, 40))
+    use = KernelUse("cpu", implementation.dtypes[-1], SIZES.get(operation, 40))
     reason = why_not(operation, "apex", use)
     assert reason.startswith("apex's gave other numbers than torch when it was tried here: ")
     with pytest.raises(ConfigError, match=f"kernels: {operation}=apex cannot be had: apex's gave other"):
@@ -75,21 +75,21 @@ def test_another_version_is_a_reason(installed: Adapter, monkeypatch: pytest.Mon
     module = __import__("fused_layer_norm_cuda")
     real = module.rms_backward_affine
     monkeypatch.setattr(module, "rms_backward_affine", lambda a, b, c, d, e, f: real(a, b, c, d, e, f, False))
-    reason = why_not("rmsnorm", "apex", Use("cpu", torch.float32, 16))
+    reason = why_not("rmsnorm", "apex", KernelUse("cpu", torch.float32, 16))
     assert reason.startswith("apex's failed when it was tried here (") and "\n" not in reason
 
 
 def test_nan_is_wrong(installed: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
     module = __import__("amp_C")
     monkeypatch.setattr(module, "multi_tensor_adam", lambda *given: given[2][1][0].fill_(float("nan")))
-    reason = why_not("adam", "apex", Use("cpu", torch.float32, 16))
+    reason = why_not("adam", "apex", KernelUse("cpu", torch.float32, 16))
     assert reason is not None and "off by nan of itself" in reason
 
 
 def test_torchs_own_generator_is_left_alone(installed: Adapter) -> None:
     torch.manual_seed(3)
     state = torch.get_rng_state()
-    assert why_not("rmsnorm", "apex", Use("cpu", torch.float32, 16)) is None
+    assert why_not("rmsnorm", "apex", KernelUse("cpu", torch.float32, 16)) is None
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -98,5 +98,5 @@ def test_one_try_serves_all_flat_buffers(installed: Adapter, monkeypatch: pytest
     real, calls = module.multi_tensor_adam, []
     monkeypatch.setattr(module, "multi_tensor_adam", lambda *given: (calls.append(1), real(*given)))
     for size in (10**6, 10**7, 10**8):
-        assert why_not("adam", "apex", Use("cpu", torch.float32, size)) is None
+        assert why_not("adam", "apex", KernelUse("cpu", torch.float32, size)) is None
     assert len(calls) == 1

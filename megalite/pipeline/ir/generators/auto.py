@@ -75,7 +75,7 @@ def one_by_one(placement: tuple[int, ...], num_microbatches: int) -> Schedule:
     return row_by_row("auto", placement, num_microbatches, row)
 
 
-class Effort(NamedTuple):
+class SearchBudget(NamedTuple):
     """How long is searched."""
 
     work: int
@@ -90,8 +90,8 @@ class Effort(NamedTuple):
 
 
 EFFORTS = {
-    "thorough": Effort(work=2_500_000, attempts=(32, 800), keep=4, rounds=4, close=0.0),
-    "quick": Effort(work=80_000, attempts=(4, 32), keep=1, rounds=2, close=0.01),
+    "thorough": SearchBudget(work=2_500_000, attempts=(32, 800), keep=4, rounds=4, close=0.0),
+    "quick": SearchBudget(work=80_000, attempts=(4, 32), keep=1, rounds=2, close=0.01),
 }
 """A few seconds, up to a minute for large pipelines; and well below a second with 16 ranks and 128 microbatches, as every rank
 does it when a run starts."""

@@ -126,7 +126,7 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
 
 def zb_v_row(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:
     """A rank's list in `zb_v`."""
-    walk = _Walk(rank, num_ranks)
+    walk = _GrowingList(rank, num_ranks)
     left, total = num_ranks - rank, max(num_microbatches, 2 * num_ranks - 1)
     walk.repeat(2 * left - 1, "F0")
     walk.repeat(rank, "F1 F0")
@@ -164,7 +164,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
 
 def dualpipe_v_row(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:
     """A rank's list in `dualpipe_v`."""
-    walk = _Walk(rank, num_ranks)
+    walk = _GrowingList(rank, num_ranks)
     left = num_ranks - rank - 1
     walk.repeat(2 * left, "F0")
     walk.repeat(rank + 1, "F0 F1")
@@ -180,7 +180,7 @@ def dualpipe_v_row(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Ac
     return merge_halves(walk.done, v_placement(num_ranks))
 
 
-class _Walk:
+class _GrowingList:
     """A rank's list as it grows: each chunk's microbatches in order, W in the order of the I."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
