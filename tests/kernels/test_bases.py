@@ -1,15 +1,11 @@
-"""Modules find parameters, buffers and children as plain attributes: they must be those that torch knows. Functions have
-one derivative, and say so."""
+"""Modules do what torch's do. Functions have one derivative, and say so."""
 
 import copy
-import pickle
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from megalite.kernels.bases import Module
 from megalite.kernels.layer_ops import rms_norm
 from megalite.topology.group import conjugate
 from tests.models.stages import LLAMA, build
@@ -18,54 +14,15 @@ from tests.support.layers import read_modules
 from tests.support.measures import ROOT
 
 
-class Layer(Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.empty(3, device="meta"))
-        self.register_buffer("mask", torch.ones(2, device="meta"))
-        self.child: torch.nn.Module | None = None
-
-    def forward(self) -> Tensor:
-        return self.weight * 2
-
-
-def same(layer: Module) -> None:
-    """What torch knows and what an attribute is are one."""
-    for kept in (layer._parameters, layer._buffers, layer._modules):
-        assert all(getattr(layer, name) is value is vars(layer)[name] for name, value in kept.items())
-
-
-def test_attributes_are_those_that_torch_knows() -> None:
-    layer = Layer()
-    layer.child = Layer()
-    for moved in (layer.to_empty(device="cpu"), layer.double()):  # the first makes new parameters
-        same(moved)
-        same(layer.child)
-    assert (layer.weight.device.type, layer.weight.dtype, layer.child.mask.dtype) == (
-        "cpu",
-        torch.float64,
-        torch.float64,
-    )
-    layer.load_state_dict({name: torch.zeros_like(value) for name, value in layer.state_dict().items()}, assign=True)
-    assert not layer.weight.any()
-    layer.register_parameter("weight", torch.nn.Parameter(torch.ones(3)))
-    layer._buffers.update(mask=torch.zeros(1))
-    same(layer)
-    given = torch.func.functional_call(layer, {"weight": torch.full((3,), 5.0)}, ())
-    assert given.tolist() == [10.0] * 3 and layer.weight.tolist() == [1.0] * 3
-    del layer.weight
-    layer._modules.pop("child")
-    assert not hasattr(layer, "weight") and not hasattr(layer, "child") and not dict(layer.named_parameters())
-
-
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
-def test_a_copy_has_attributes_of_its_own(copied: Callable[[Layer], Layer]) -> None:
-    layer = Layer().to_empty(device="cpu")
-    other = copied(layer)
-    same(other)
-    before, other.weight = layer.weight, torch.nn.Parameter(torch.zeros(3))
-    same(other)
-    assert layer.weight is layer._parameters["weight"] is before
+def test_a_model_called_with_other_weights_uses_these() -> None:
+    stage, (tokens, labels, _) = build(LLAMA), batch()
+    other = copy.deepcopy(stage)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    inputs = (tokens, stage.context((4, 5)))
+    given = torch.func.functional_call(stage, dict(other.named_parameters()), inputs, {"labels": labels})
+    assert torch.equal(given, other(*inputs, labels=labels)) and not torch.equal(given, stage(*inputs, labels=labels))
 
 
 def test_a_copied_model_gives_the_same_bits_by_itself() -> None:
