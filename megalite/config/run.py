@@ -165,29 +165,31 @@ def once_per_object(maxsize: int = 64) -> Callable[[Callable[Concatenate[S, P], 
 
 
 def once_per_reading(function: Callable[Concatenate[RunConfig, P], T]) -> Callable[Concatenate[RunConfig, P], T]:
-    """Remembers what a function of a config and nothing else says of it, for all configs that agree in every setting which
-    it has read on its way there. Noted, not declared: a setting that it comes to read sets configs apart at once."""
+    """A cache for functions of a config: one answer for all configs that agree in every setting which the function has read.
+
+    What is read is recorded, not declared, so no list of settings can become outdated. The function may depend on nothing
+    but the settings and its other arguments."""
     answers: dict[Hashable, dict[tuple[str, ...], dict[Hashable, T]]] = {}
     left = _MOST_ANSWERS
 
     @once_per_object()
     def ask(config: RunConfig, *given: Any, **named: Any) -> T:
         nonlocal left
-        if not _means_the_same(config):
+        if not _can_be_shared(config):
             return function(config, *given, **named)
-        ways = answers.setdefault((*given, *named.items()), {})
-        for names, known in ways.items():
+        by_names = answers.setdefault((*given, *named.items()), {})
+        for names, known in by_names.items():
             if (key := _values(config, names)) in known:
                 return known[key]
-        noted: dict[str, None] = {}
-        sections = {name: _noting(part, f"{name}.", noted) for name, part in vars(config).items()}
+        was_read: dict[str, None] = {}
+        sections = {name: _recording(part, f"{name}.", was_read) for name, part in vars(config).items()}
         answer = function(RunConfig(**sections), *given, **named)
         if (left := left - 1) < 0:
             answers.clear()
             left = _MOST_ANSWERS
         else:
-            names = tuple(noted)
-            ways.setdefault(names, {})[_values(config, names)] = answer
+            names = tuple(was_read)
+            by_names.setdefault(names, {})[_values(config, names)] = answer
         return answer
 
     return ask
@@ -196,8 +198,9 @@ def once_per_reading(function: Callable[Concatenate[RunConfig, P], T]) -> Callab
 _MOST_ANSWERS = 4096  # of one function
 
 
-def _means_the_same(config: RunConfig) -> bool:
-    """Whatever it names: files may change, and a notebook may define a schedule again under its name."""
+def _can_be_shared(config: RunConfig) -> bool:
+    """False where an answer depends on more than settings: files may change, and a notebook may define a schedule again under
+    its name."""
     p = config.parallel
     known = p.pipeline_schedule is None or p.pipeline_schedule in PIPELINE_SCHEDULES.builtin
     return known and p.pipeline_schedule_file is None and p.pipeline_costs is None
@@ -212,30 +215,30 @@ def _getter(names: tuple[str, ...]) -> Callable[[RunConfig], tuple[Any, ...]]:
     return attrgetter(*names, "model.num_layers", "model.num_layers")  # of a single name it would be no tuple
 
 
-def _noting(part: Any, way: str, noted: dict[str, None]) -> Any:
-    """A copy of a section that notes which of its settings are read; what `replace` makes of it does not: to make it, all
-    others were read."""
-    kind, slot = _noting_kind(next(each for each in type(part).__mro__ if "_note" not in vars(each)))
+def _recording(part: Any, prefix: str, was_read: dict[str, None]) -> Any:
+    """A copy of a section that records which of its settings are read. What `replace` makes of it does not record: to make it,
+    all others were read."""
+    kind, slot = _recording_type(next(each for each in type(part).__mro__ if "_record" not in vars(each)))
     copy: Any = object.__new__(kind)
     object.__getattribute__(copy, "__dict__").update(object.__getattribute__(part, "__dict__"))
-    slot.__set__(copy, (way, noted))
+    slot.__set__(copy, (prefix, was_read))
     return copy
 
 
 @cache
-def _noting_kind(section: type) -> tuple[type, Any]:
+def _recording_type(section: type) -> tuple[type, Any]:
     names = frozenset(each.name for each in fields(section))
 
     def read(self: Any, name: str) -> Any:
         if name in names or name == "__dict__":
             try:
-                way, noted = slot.__get__(self)
+                prefix, was_read = slot.__get__(self)
             except AttributeError:
                 return object.__getattribute__(self, name)
             for each in (name,) if name in names else names:
-                noted[way + each] = None
+                was_read[prefix + each] = None
         return object.__getattribute__(self, name)
 
-    kind = type(section.__name__, (section,), {"__slots__": ("_note",), "__getattribute__": read})
-    slot: Any = vars(kind)["_note"]
+    kind = type(section.__name__, (section,), {"__slots__": ("_record",), "__getattribute__": read})
+    slot: Any = vars(kind)["_record"]
     return kind, slot

@@ -65,7 +65,7 @@ PLANTS = {
         "work = self.channel(bucket).all_reduce_async(bucket.grad); bucket.grad.mul_(0.5); return work",
     ),
     "parameters before ZeRO-1's gather": Plant(
-        "zero", "data_parallel.buckets:Arrivals._wait_for", "self._coming.pop(bucket, DONE).wait()"
+        "zero", "data_parallel.buckets:ParameterWaits._wait_for", "self._coming.pop(bucket, DONE).wait()"
     ),
     "parameters before ZeRO-3's gather": Plant(
         "zero3", "data_parallel.fully_sharded:FullySharded._finish_gathers", ".wait()", ""
