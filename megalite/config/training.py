@@ -202,7 +202,7 @@ class LoggingConfig:
     log_phases: bool = option(False)
     """A second log line with the time of each phase, and memory."""
     straggler_threshold: float = option(1.2, above=1)
-    """A rank is named when its forward and backward take this many times its peers' median."""
+    """Ranks are named when their forward and backward take this many times the median of their peers."""
     trace: bool = option(False)
     """Write the measured pipeline of trace_steps beside the simulated one."""
     trace_steps: list[int] = option([3], at_least=1)

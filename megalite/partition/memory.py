@@ -105,7 +105,7 @@ def rank_memory(
 def _held_and_whole(
     config: RunConfig, stages: tuple[StagePlan, ...], everywhere: tuple[StagePlan, ...]
 ) -> tuple[HeldBytes, int]:
-    """What a rank has from step to step, and what is whole for a while, in fp8 or a visitor."""
+    """What one rank has from step to step, and what is whole for a while, in fp8 or a visitor."""
     buckets = [bucket for plan in stages for bucket in planned_buckets(config, plan, everywhere)]
     whole = whole_parameter_bytes(config, stages, everywhere) + whole_gradient_bytes(config, stages, everywhere)
     whole += fp8_weight_bytes(config, stages) + visiting_bytes(config, buckets)
