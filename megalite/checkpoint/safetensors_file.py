@@ -56,7 +56,7 @@ class SafetensorsWriter:
         self._pending = list(reversed(records))
         self._length = 0
         self._descriptor: int | None = create(path)
-        self._behind = BackgroundWork[None](threads=1, most=4)
+        self._behind = BackgroundWork[None](threads=1, most=2)
         self._digest = RunningDigest() if digest else None
         try:
             self._append(memoryview(header_bytes(records, metadata)))
