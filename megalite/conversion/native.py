@@ -145,8 +145,9 @@ class NativeWeights(Weights):
         """See `Weights`. `part`: that slice of it."""
         return self._checkpoint.read(self._keys[name], part, device=_CPU)
 
-    def elements(self, name: str) -> tuple[tuple[int, ...], Read]:
+    def elements(self, piece: Piece) -> tuple[tuple[int, ...], Read]:
         """See `Weights`."""
+        name = piece.ours
         shape = self._checkpoint.entry(self._keys[name]).global_shape
 
         def read(start: int, count: int, room: torch.Tensor | None = None) -> torch.Tensor:

@@ -278,7 +278,7 @@ def write_file(
 def stored_blocks(weights: Weights, piece: Piece, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     """The elements of a piece in contiguous blocks of a type, then zeros; each in new memory, so that who writes
     or hashes it late keeps no more. What lies together is read block by block, if the weights can; else the whole is."""
-    left, streamed = math.prod(piece.shape), weights.elements(piece.ours)
+    left, streamed = math.prod(piece.shape), weights.elements(piece)
     whole = weights.read(piece.ours) if streamed is None else torch.empty(streamed[0], device="meta")
     for _, place in piece.places(whole):
         for block in blocks(place):

@@ -82,10 +82,9 @@ def blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from blocks(part)
 
 
-def fill(place: torch.Tensor, read: Read, wanted: range | None = None) -> None:
-    """Copy the first elements of a stored tensor into a view of one of ours, converting their type to ours. `wanted`:
-    elements of ours, as they lie in memory; blocks without any of them are neither read nor touched."""
-    start = 0
+def fill(place: torch.Tensor, read: Read, wanted: range | None = None, start: int = 0) -> None:
+    """Copy elements of a stored tensor, from the `start`-th on, into a view of one of ours, converting their type to ours.
+    `wanted`: elements of ours, as they lie in memory; blocks without any of them are neither read nor touched."""
     for block in blocks(place):
         first = block.storage_offset()
         last = first + sum((size - 1) * step for size, step in zip(block.shape, block.stride(), strict=True))
@@ -95,6 +94,29 @@ def fill(place: torch.Tensor, read: Read, wanted: range | None = None) -> None:
             if values is not room:
                 block.copy_(values.view(block.shape))
         start += block.numel()
+
+
+def parts_within(place: torch.Tensor, start: int, stop: int, before: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
+    """The parts of a view of one of ours that lie in its elements [start, stop), each behind the number of the view's
+    elements, in its order, that come before it (and `before` it)."""
+    low = place.storage_offset()
+    high = low + sum((size - 1) * step for size, step in zip(place.shape, place.stride(), strict=True)) + 1
+    if place.numel() == 0 or high <= start or low >= stop:
+        return
+    if start <= low and high <= stop:
+        yield before, place
+        return
+    rows, step = place.shape[0], place.stride(0)
+    row, span = place.numel() // rows, high - low - (rows - 1) * step
+    touched = range(max(0, (start - span - low) // step + 1), min(rows, -((low - stop) // step)))
+    first = max(0, -((low - start) // step))
+    last = max(first, min(rows, (stop - span - low) // step + 1))  # rows [first, last) lie in it whole
+    for index in range(touched.start, min(first, touched.stop)):
+        yield from parts_within(place[index], start, stop, before + index * row)
+    if first < last:
+        yield before + first * row, place[first:last]
+    for index in range(max(last, touched.start), touched.stop):
+        yield from parts_within(place[index], start, stop, before + index * row)
 
 
 class ConversionError(ConfigError):
@@ -137,8 +159,8 @@ class Weights:
         """The whole tensor, in its stored type; the caller may change it."""
         raise NotImplementedError
 
-    def elements(self, name: str) -> tuple[tuple[int, ...], Read] | None:
-        """Its shape, and what reads a part of it into new memory; None: it comes whole."""
+    def elements(self, piece: Piece) -> tuple[tuple[int, ...], Read] | None:
+        """The shape of a tensor of ours, and what reads parts of it for who wants the piece of it, in order; None: it comes whole."""
         return None
 
 
@@ -163,9 +185,9 @@ class Wrapped(Weights):
     def read(self, name: str) -> torch.Tensor:
         return self.inner.read(name)
 
-    def elements(self, name: str) -> tuple[tuple[int, ...], Read] | None:
+    def elements(self, piece: Piece) -> tuple[tuple[int, ...], Read] | None:
         """Those of `inner`, unless a subclass changes what is read."""
-        return self.inner.elements(name) if type(self).read is Wrapped.read else None
+        return self.inner.elements(piece) if type(self).read is Wrapped.read else None
 
 
 def innermost(weights: Weights) -> Weights:
@@ -188,8 +210,8 @@ class LastRead(Wrapped):
             self._last = name, self.inner.read(name)
         return self._last[1]
 
-    def elements(self, name: str) -> tuple[tuple[int, ...], Read] | None:
-        return self.inner.elements(name)
+    def elements(self, piece: Piece) -> tuple[tuple[int, ...], Read] | None:
+        return self.inner.elements(piece)
 
 
 class Repadded(Wrapped):

@@ -1,6 +1,8 @@
 """The folder that a conversion writes to, and its files of tensors: split, made out of ours, passed over when done."""
 
+import math
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ from megalite.conversion.weights import (
     first_rows,
     parameter_shapes,
     part_at,
+    parts_within,
     whole,
 )
 from tests.conversion.samples import GPT, VOCAB, MadeUp, contents
@@ -301,6 +304,23 @@ def test_what_lies_together_is_read_a_block_at_a_time(
             assert all(block.dtype == dtype and block.nbytes <= blockwise.BLOCK for block in found)
             flat = torch.cat([block.reshape(-1) for block in found])
             assert torch.equal(flat[:-500], (factor * values).to(dtype).reshape(-1)) and not flat[-500:].any()
+
+
+def test_parts_within_are_a_views_elements_in_a_range() -> None:
+    generator = random.Random(0)
+    for _ in range(500):
+        sizes = [generator.randint(1, 5) for _ in range(generator.randint(1, 4))]
+        ours = torch.arange(math.prod(sizes)).view(sizes)
+        axis, other = generator.randrange(len(sizes)), generator.randrange(len(sizes))
+        first = generator.randrange(sizes[axis])
+        place = ours.narrow(axis, first, generator.randint(1, sizes[axis] - first)).transpose(axis, other)
+        elements, start = place.flatten().tolist(), generator.randint(0, ours.numel())
+        stop, found, after = generator.randint(start, ours.numel()), [], 0
+        for before, part in parts_within(place, start, stop):
+            values = part.flatten().tolist()
+            assert before >= after and elements[before : before + len(values)] == values
+            found, after = found + values, before + len(values)
+        assert found == [value for value in elements if start <= value < stop]
 
 
 @pytest.mark.parametrize(("multiple", "rows"), [(1, 301), (8, 304), (128, 384)])

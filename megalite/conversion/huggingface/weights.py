@@ -187,18 +187,19 @@ class HuggingFaceWeights(Weights):
         for piece in self._pieces[name]:
             read = self._elements(piece.theirs)
             for offset, place in piece.places(ours):
-                fill(place, partial(_behind, offset, read), range(first, last + 1))
+                fill(place, read, range(first, last + 1), offset)
         if name in ("embedding.word.weight", "head.weight"):
             ours[self.model.vocab_size :] = 0.0  # rows that pad the vocabulary: nothing of theirs is put into them
         return ours[tuple(slice(*bound) for bound in bounds)]
 
-    def elements(self, name: str) -> tuple[tuple[int, ...], Read] | None:
+    def elements(self, piece: Piece) -> tuple[tuple[int, ...], Read] | None:
         """See `Weights`: of what lies in their file as it does here."""
-        ours, (piece, *others) = torch.empty(self._shapes[name], device="meta"), self._pieces[name]
-        place = piece.view(ours)
-        if others or piece.rest or place.numel() < ours.numel() or not place.is_contiguous():
+        shape, (theirs, *others) = self._shapes[piece.ours], self._pieces[piece.ours]
+        ours = torch.empty(shape, device="meta")
+        place = theirs.view(ours)
+        if others or theirs.rest or place.numel() < ours.numel() or not place.is_contiguous():
             return None
-        return self._shapes[name], self._elements(piece.theirs)
+        return shape, self._elements(theirs.theirs)
 
     def _elements(self, theirs: str) -> Read:
         record = self._shards.records[theirs]
@@ -258,10 +259,6 @@ class HuggingFaceWeights(Weights):
             same = same and torch.equal(ours, theirs)
         if not same:
             raise ConversionError(f"{self.path}/config.json: tie_word_embeddings must be false: {HEAD} is not {word}")
-
-
-def _behind(offset: int, read: Read, start: int, count: int, room: torch.Tensor | None) -> torch.Tensor:
-    return read(offset + start, count, room)
 
 
 def token_id(value: Any, name: str, where: Path) -> int | list[int] | None:

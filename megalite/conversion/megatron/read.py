@@ -1,16 +1,15 @@
 """Megatron-LM checkpoints, read: the `torch` format, of which the ranks' slices make whole tensors."""
 
 import itertools
+import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megalite.checkpoint.files import THREADS
 from megalite.config.data import DataConfig
 from megalite.conversion.megatron.arguments import Arguments, read_model
 from megalite.conversion.megatron.layout import (
@@ -25,7 +24,16 @@ from megalite.conversion.megatron.layout import (
     vocabulary_piece,
 )
 from megalite.conversion.megatron.torch_file import TorchFile, require_readable
-from megalite.conversion.weights import BLOCK, ConversionError, Piece, Weights, parameter_shapes
+from megalite.conversion.weights import (
+    BLOCK,
+    ConversionError,
+    Piece,
+    Read,
+    Weights,
+    fill,
+    parameter_shapes,
+    parts_within,
+)
 from megalite.models.shapes import ParameterShape
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -200,15 +208,36 @@ class MegatronWeights(MegatronModel):
         return self._sources[name][0].tensor.dtype
 
     def read(self, name: str) -> torch.Tensor:
+        shape = self.shapes[name].shape
+        return self._reader(name)(0, math.prod(shape), None).view(shape)
+
+    def elements(self, piece: Piece) -> tuple[tuple[int, ...], Read] | None:
+        """See `Weights`: of who wants all, since a checksum is of all elements."""
+        shape = self.shapes[piece.ours].shape
+        wanted = sum(place.numel() for _, place in piece.places(torch.empty(shape, device="meta")))
+        return (shape, self._reader(piece.ours)) if wanted == math.prod(shape) else None
+
+    def _reader(self, name: str) -> Read:
         for source, copy in self._copies[name]:
             self._compare(source, copy)
-        output, sources = torch.empty(self.shapes[name].shape, dtype=self.dtype(name)), self._sources[name]
-        places = [source.piece.view(output) for source in sources]
-        if sum(place.numel() for place in places) < output.numel():  # the vocabulary has padding that theirs has not
-            output.zero_()
-        with ThreadPoolExecutor(THREADS) as pool:  # of several ranks' slices, several at a time
-            list(pool.map(lambda source, place: source.file.fill(place, source.tensor), sources, places))
-        return output
+        shape, dtype = self.shapes[name].shape, self.dtype(name)
+        ours, readers, padding = torch.empty(shape, device="meta"), list[tuple[torch.Tensor, Read]](), math.prod(shape)
+        for source in self._sources[name]:
+            place = source.piece.view(ours)
+            readers.append((place, source.file.reader(source.tensor, place.numel())))
+            padding -= place.numel()
+
+        def read(start: int, count: int, room: torch.Tensor | None) -> torch.Tensor:
+            output = room if room is not None and room.dtype == dtype else torch.empty(count, dtype=dtype)
+            if padding:  # rows of the vocabulary that theirs has not
+                output.zero_()
+            for place, elements in readers:
+                for before, part in parts_within(place, start, start + count):
+                    target = output.as_strided(part.shape, part.stride(), part.storage_offset() - start)
+                    fill(target, elements, start=before)
+            return output
+
+        return read
 
     def _check_divisible(self, first: RankFile) -> None:
         model, tp, ep = self.model, self._grid.tp, self._grid.ep

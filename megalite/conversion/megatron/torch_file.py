@@ -15,7 +15,6 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,7 +25,7 @@ from megalite.checkpoint.files import BackgroundWork, sync_file, write_at
 from megalite.checkpoint.safetensors_file import DTYPE_NAMES, bytes_of
 from megalite.config.reading import Span
 from megalite.conversion.output import stored_blocks
-from megalite.conversion.weights import BLOCK, ConversionError, Piece, Weights, fill
+from megalite.conversion.weights import BLOCK, ConversionError, Piece, Read, Weights, fill
 
 
 class Inert:
@@ -122,21 +121,25 @@ class TorchFile:
             self.content: Any = self._load(stream)
 
     def fill(self, place: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Copy the first elements of a tensor in `content` into a view of one of ours. Where they are a whole storage, what
-        is read is what its checksum is compared with: it is read once."""
-        record, crc = self.record(tensor), 0
+        """Copy the first elements of a tensor in `content` into a view of one of ours."""
+        fill(place, self.reader(tensor, place.numel()))
 
-        def read(start: int, count: int, room: torch.Tensor | None) -> torch.Tensor:
-            nonlocal crc
-            values = self._elements(tensor, start, count, room)
-            crc = zlib.crc32(bytes_of(values), crc)
+    def reader(self, tensor: torch.Tensor, count: int) -> Read:
+        """`read` for who asks for the first `count` elements of a tensor in their order. Where they are a whole storage, what is
+        read is what its checksum is compared with, at the last one: it is read once."""
+        record, crc, behind = self.record(tensor), 0, 0
+
+        def in_order(start: int, length: int, room: torch.Tensor | None = None) -> torch.Tensor:
+            nonlocal crc, behind
+            if start != behind or record.start in self._sound or count * tensor.element_size() != record.length:
+                return self.read(tensor, start, length, room)
+            values = self._elements(tensor, start, length, room)
+            crc, behind = zlib.crc32(bytes_of(values), crc), start + length
+            if behind == count:
+                self._require_sound(record, crc)
             return values
 
-        if record.start in self._sound or place.numel() * tensor.element_size() != record.length:
-            fill(place, partial(self.read, tensor))
-        else:
-            fill(place, read)
-            self._require_sound(record, crc)
+        return in_order
 
     def read(self, tensor: torch.Tensor, start: int, count: int, room: torch.Tensor | None = None) -> torch.Tensor:
         """`count` elements of a tensor in `content` from the `start`-th on, of one dimension: in `room` if it is of their

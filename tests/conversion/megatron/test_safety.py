@@ -8,15 +8,18 @@ import zipfile
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megalite.conversion.huggingface.weights import write_huggingface
 from megalite.conversion.megatron import torch_file
 from megalite.conversion.megatron.dist import Made, Name, PickleError, describe, read_metadata
 from megalite.conversion.megatron.torch_file import Inert, TorchFile
+from megalite.conversion.native import write_native
 from megalite.conversion.open import open_megatron
 from megalite.conversion.weights import ConversionError
 from tests.conversion.megatron import builder, dist_builder
@@ -174,6 +177,23 @@ def test_every_flipped_bit_is_found_or_harmless(tmp_path: Path) -> None:
         except ConversionError:
             found += 1
     assert found > 20  # the others are padding between the archive's entries
+
+
+def test_a_flipped_bit_of_any_tensor_stops_every_conversion(tmp_path: Path) -> None:
+    """Whoever reads tensors block by block compares checksums at the last one; who wants a part of them reads all."""
+    weights = MadeUp(tmp_path, LLAMA | {"make_vocab_size_divisible_by": 128})
+    folder = builder.save(tmp_path / "saved", weights)
+    path = folder / "iter_0000003/mp_rank_00/model_optim_rng.pt"
+    sound, stored = path.read_bytes(), TorchFile(path)
+    for record in list(stored._records.values()):
+        if "/data/" not in record.name or not record.length:
+            continue
+        data = bytearray(sound)
+        data[record.start + record.length // 3] ^= 1
+        path.write_bytes(data)
+        for number, write in enumerate((write_native, partial(write_huggingface, family=None))):
+            with pytest.raises(ConversionError, match="is damaged: checksum"):
+                write(open_megatron(folder), tmp_path / f"out{number}", dtype=None, advance=lambda count: None)
 
 
 def test_what_a_training_run_leaves_is_passed_over(tmp_path: Path) -> None:
