@@ -34,12 +34,10 @@ MODELS: dict[str, Settings] = {
 LAYOUTS: dict[tuple[str, str], tuple[str, Settings]] = {
     ("gpt-tp2-sp", "bf16"): ("gpt", {"tp": 2, "sequence_parallel": True}),
     ("gpt-pp2-vpp2-dp2", "bf16"): ("gpt", {"pp": 2, "vpp": 2, "dp": 2, **Z1}),
-    ("qwen-cp2", "bf16"): ("qwen", {"cp": 2, "recompute_granularity": "full"}),
     ("mixtral-dp2-ep2", "bf16"): ("mixtral", {"dp": 2, "ep": 2, **Z1}),
     ("gpt-one", "fp16"): ("gpt", {}),
     ("gpt-pp2-vpp2-dp2", "fp16"): ("gpt", {"pp": 2, "vpp": 2, "dp": 2, **Z1}),
     ("qwen-tp2-cp2-a2a", "fp16"): ("qwen", {"tp": 2, "cp": 2, "cp_comm_type": "a2a"}),
-    ("mixtral-tp2-etp2", "fp16"): ("mixtral", {"tp": 2, "etp": 2}),
 }
 
 
