@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from megalite.cli.failures import BAD_INPUT, BUG, DEBUG_VARIABLE, INTERRUPTED, Stopped
+from megalite.cli.failures import BAD_INPUT, BUG, DEBUG_VARIABLE, INTERRUPTED, UNDER_TORCHRUN, Stopped
 from megalite.cli.failures import guarded as guarding
 from megalite.cli.main import COMMANDS, main
 from megalite.cli.output import show
 from megalite.cli.train import RunLog
 from megalite.config.errors import ConfigError, RankError
+from megalite.training.step import Stepper
 
 Captured = pytest.CaptureFixture[str]
 
@@ -235,6 +236,18 @@ def test_torchrun_finds_the_error_where_it_looks(
     file.unlink()
     assert main(["train", "--tp", "x"]) == BAD_INPUT
     assert not file.exists(), "one rank has said it"
+
+
+def test_torchrun_finds_what_nobody_expects_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """(`tests/e2e/test_kill` has torchrun itself.)"""
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    monkeypatch.setenv(UNDER_TORCHRUN, "1")
+    monkeypatch.setattr(Stepper, "step", lambda *_, **__: raising(KeyError("boom on purpose"))())
+    model = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 64 --mock-data"
+    with pytest.raises(KeyError, match="boom on purpose"):
+        main(["train", *model.split(), "--train-iters", "1", "--device", "cpu"])
+    assert "boom on purpose" in file.read_text()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")

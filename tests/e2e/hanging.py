@@ -16,11 +16,6 @@ STEP = 3
 """The step in which they do; in the first one a run is given longer."""
 
 
-def sleep() -> None:
-    """Wait for something that does not come."""
-    time.sleep(1000)
-
-
 def device() -> None:
     """Read numbers of a device that does not finish."""
     torch.Tensor.tolist = lambda tensor: time.sleep(1000)  # type: ignore[method-assign, assignment]
@@ -61,19 +56,7 @@ def _instead(do: Callable[[Group, torch.Tensor, Callable[..., Work]], Work]) -> 
     Group.all_reduce_async = once  # type: ignore[method-assign, assignment]
 
 
-def fail() -> None:
-    """An error that no one expects."""
-    raise KeyError("boom on purpose")
-
-
-def kill() -> None:
-    """Be killed by the kernel."""
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-FAULTS: dict[str, Callable[[], None]] = {
-    fault.__name__: fault for fault in (sleep, device, stop, hold, skip, reshape, fail, kill)
-}
+FAULTS: dict[str, Callable[[], None]] = {fault.__name__: fault for fault in (device, stop, hold, skip, reshape)}
 
 
 def install(fault: str, rank: int) -> None:

@@ -71,13 +71,3 @@ def test_torchrun_names_it_too(tmp_path: Path) -> None:
     assert "rank 1 stood still: it waits for no other rank; step 3" in root
     assert "rank 0 was not the first (1 is to blame)" in ended.err.split("Root Cause")[0]
     assert "===== all threads of rank 1 =====" in ended.err
-
-
-def test_the_first_that_fails_is_named() -> None:
-    """(`test_kill` has it of one that is killed.)"""
-    script = str(Path(__file__).with_name("hanging.py"))
-    words = [*TORCHRUN, "--nproc-per-node", "2", script, "fail", "1", *FLAGS, "--pp", "2"]
-    ended = run(*words, seconds=60)
-    assert ended.status == 1
-    root = ended.err.split("Root Cause")[1]
-    assert re.search(r"rank +: 1 \(local_rank: 1\)", root) and "KeyError: 'boom on purpose'" in root, ended.err

@@ -89,15 +89,6 @@ def test_torchrun_hands_a_signal_on(folder: Path) -> None:
     }
 
 
-def test_one_rank_that_is_asked_asks_all(folder: Path) -> None:
-    with ranks(2, folder, [*LONG, "--dp", "2"]) as processes:
-        until(lambda: reached(folder, 2), processes)
-        send(processes[1], signal.SIGUSR1)
-        assert ends(processes) == [75, 75]
-    end = told(folder)
-    assert end["step"] == newest(folder) and end["reason"].startswith("SIGUSR1; saved in ")
-
-
 def test_an_exit_file(folder: Path) -> None:
     with ranks(1, folder, LONG) as processes:
         until(lambda: reached(folder, 2), processes)
