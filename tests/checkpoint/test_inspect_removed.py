@@ -10,8 +10,8 @@ import torch
 
 import megalite.checkpoint.survey as survey_module
 import megalite.cli.inspect_tensors as tensors_module
-from megalite.cli.inspect import DAMAGED, OK
-from tests.checkpoint.inspecting import WEIGHTS, Captured, Tensors, inspect, refused, said, save_tensors
+from megalite.cli.inspect import OK
+from tests.checkpoint.inspecting import Captured, Tensors, inspect, refused, said, save_tensors
 
 
 @pytest.fixture
@@ -62,14 +62,6 @@ def test_the_newest_goes_while_it_is_hashed(folder: Path, capsys: Captured, monk
     table, rest = said(capsys).split("\n\n", 1)
     assert table.splitlines()[1].endswith("removed meanwhile")
     assert rest.startswith(f"checkpoint   {folder / 'step-0000001'}")
-
-
-def test_a_file_alone_goes(folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That is damage."""
-    newest = folder / "step-0000002"
-    _before(monkeypatch, survey_module, "entry_fault", _in(newest), (newest / WEIGHTS).unlink)
-    assert inspect(newest) == DAMAGED
-    assert f"{WEIGHTS}: No such file" in said(capsys)
 
 
 def test_diff_while_one_goes(folder: Path, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,28 +193,6 @@ def test_keys_are_the_documented_ones() -> None:
         assert any(f"`{key}{end}" in section for end in ("`", "[]`", ".KIND`")), key
 
 
-def test_contents_of_a_rank() -> None:
-    found, whole = rank_of(f"{TINY} --rank 5"), report_of(TINY)
-    assert found["coordinate"] == {"tp": 1, "cp": 0, "dp": 0, "pp": 1, "ep": 0, "etp": 1, "edp": 0}
-    assert found["groups"]["pp"] == {"index": 1, "size": 2, "ranks": [1, 5]}
-    assert [row["stage"] for row in found["stages"]] == [1, 3]
-    for row in whole["stages"]:
-        if row["pipeline_rank"] == 1:
-            mine = [held for held in found["parameters"] if held["stage"] == row["stage"]]
-            assert sum(held["bytes"] for held in mine) == 2 * row["parameters_per_rank"]
-    # Rows 256 to 511 of the padded vocabulary, in the copy that the head works with.
-    (word,) = [row for row in found["parameters"] if row["name"] == "embedding.word.weight"]
-    assert (word["slice"], word["shape"], word["global_shape"]) == ([[256, 512], [0, 64]], [256, 64], [512, 64])
-    planned = whole["memory"]["pipeline_ranks"][1]
-    assert found["memory"]["activation_bytes"] == planned["activation_bytes"]
-    # Padding alone is more: less than 64 elements per bucket and replica.
-    for part in ("parameter_bytes", "gradient_bytes", "optimizer_bytes"):
-        assert planned[part] <= found["memory"][part] <= planned[part] + len(found["buckets"]) * 128 * 12
-    assert found["communication"] == [row for row in whole["communication"] if row["pipeline_rank"] == 1]
-    kinds = [action.strip("0123456789") for action in found["actions"]]
-    assert (kinds.count("F"), kinds.count("B"), kinds.count("REDUCE_GRAD")) == (16, 16, 2)
-
-
 def test_text_of_a_rank() -> None:
     text = dry_run(parse_arguments(f"{MOE} --rank 51237".split()))
     for line in (

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from megalite.cli.runs import METRICS, draw, find_runs, main, read_run, status_of
+from megalite.cli.runs import METRICS, find_runs, main, read_run, status_of
 from megalite.config import files
 from megalite.config.describe import replace
 from megalite.config.run import RunConfig
-from megalite.planner.page import Line, draw_curves, thinned, ticks
+from megalite.planner.page import Line, draw_curves
 from megalite.training.goodput import Session
 from megalite.training.sinks import JsonLines
 
@@ -143,26 +143,12 @@ def test_a_run_under_way_gets_the_goodput_of_now(tmp_path: Path) -> None:
     assert found.goodput == pytest.approx(0.1)
 
 
-def test_ticks() -> None:
-    assert ticks(0.0, 30.0) == [0.0, 5.0, 10.0, 15.0, 20.0, 25.0, 30.0]
-    assert ticks(2.13, 6.0) == [2.0, 3.0, 4.0, 5.0, 6.0]
-    assert len(ticks(5.0, 5.0)) > 2 and ticks(5.0, 5.0)[0] < 5.0 < ticks(5.0, 5.0)[-1]
-
-
 def test_what_is_no_number_leaves_a_gap() -> None:
     points = [(1.0, 1.0), (2.0, math.nan), (3.0, 2.0), (4.0, 3.0)]
     path = re.search(r'class="curve c0"[^>]* d="(.*?)"', draw_curves([Line("a", points, 0)], x_label="x", y_label="y"))
     assert path is not None
     assert re.sub(r"[\d. ]+", "", path[1]) == "MhML"
     assert draw_curves([Line("a", [(1.0, math.nan)], 0)], x_label="x", y_label="y") == ""
-
-
-def test_long_curves_are_thinned() -> None:
-    points = [(float(step), float(step % 10)) for step in range(100_000)]
-    thin = thinned(points, 500)
-    assert len(thin) == 500
-    assert all(y == pytest.approx(4.5) for _, y in thin)
-    assert [x for x, _ in thin] == sorted(x for x, _ in thin)
 
 
 @pytest.fixture
@@ -175,14 +161,6 @@ def test_the_picture_of_one_run(run: Path) -> None:
     """Its own folder is asked for; the ending of the file gives the format."""
     assert main([str(run), "--png", str(run / "curve.svg")]) == 0
     assert "<svg" in (run / "curve.svg").read_text()
-
-
-def test_a_marked_step_is_drawn(run: Path) -> None:
-    pictures = {}
-    for marked in ([], [2, 4]):
-        draw([read_run(run, "a")], "a", run / "a.svg", marked=marked)
-        pictures[len(marked)] = (run / "a.svg").read_text().count("#555555")
-    assert pictures[2] == pictures[0] + 2
 
 
 def test_damaged_lines_are_left_out(run: Path) -> None:

@@ -1,6 +1,5 @@
 """`megalite convert` as a user meets it: what it writes, says and refuses, and with which status it ends."""
 
-import io
 import runpy
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from megalite.cli import convert
-from megalite.cli.display import ByteProgress, working
+from megalite.cli.display import ByteProgress
 from megalite.conversion.huggingface.weights import HuggingFaceWeights
 from megalite.conversion.native import NativeWeights, write_native
 from megalite.conversion.open import open_weights
@@ -172,22 +171,6 @@ def test_a_disk_without_room_is_told_at_once(
     error = capsys.readouterr().err
     assert "more bytes, free there: 5,000" in error
     assert not workplace_of(tmp_path / "target").exists()
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_what_works_says_so_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    for stream in (io.StringIO(), Terminal()):
-        monkeypatch.setattr(sys, "stderr", stream)
-        with working("searching") as say:
-            say("found \x1b]0;evil")
-        shown = stream.getvalue()
-        assert "\x1b]" not in shown and ("searching ..." in shown and "found" in shown) == stream.isatty()
-        assert not shown or shown.endswith("\x1b[1A\x1b[2K"), "nothing of it stays"
 
 
 def test_the_script_is_the_command(gpt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,8 +62,6 @@ RELAXED: dict[str, dict[str, Any]] = {
     "gossip": {"dp_strategy": "gossip"},
     "gossip in 8 bits": EIGHT,
     "asynchronous averages": LATE,
-    "gossip in 8 bits, two instances": {**EIGHT, "dp_instances": 2},
-    "asynchronous averages, two instances": {**LATE, "dp_instances": 2},
 }
 
 

@@ -72,20 +72,6 @@ def _overlap(one: Bbox, other: Bbox) -> bool:
     return shared is not None and shared.width > 0 and shared.height > 1.5
 
 
-def test_the_script_writes_what_is_named(
-    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = load("draw")
-    assert sorted(script.DRAWINGS) == NAMES
-    monkeypatch.setattr("sys.argv", ["draw.py", "tensor", "ulysses", "--output", str(tmp_path)])
-    script.main()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["tensor.svg", "ulysses.svg"]
-    monkeypatch.setattr("sys.argv", ["draw.py", "tensors"])
-    with pytest.raises(SystemExit):
-        script.main()
-    assert "there is no drawing tensors; there are ranks, tensor" in capsys.readouterr().err
-
-
 def owners_of_what_comes_by(context: RankContext) -> list[int]:
     """The rank whose tensor this one has at each step of the ring."""
     cp = context.topology(cp=4).cp

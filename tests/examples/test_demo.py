@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -105,20 +104,3 @@ def test_layouts_are_legal(
     for flags in (first, second):
         launch = f"torchrun --nproc-per-node {processes} pretrain_gpt.py --config {demo.CONFIG} {flags}"
         check(Command("demo.py", launch))
-
-
-def test_steps_done(demo: ModuleType, tmp_path: Path) -> None:
-    assert demo.steps_done() == 0
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "latest").write_text("step-0000150\n")
-    assert demo.steps_done() == 150
-
-
-def test_shows_and_runs_commands(
-    demo: ModuleType, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    demo.run(sys.executable, "-c", "import os; print(os.environ['OMP_NUM_THREADS'])")
-    shown, answer = capfd.readouterr().out.splitlines()
-    assert shown == f"$ {Path(sys.executable).name} -c 'import os; print(os.environ['OMP_NUM_THREADS'])'"
-    assert answer == "1"

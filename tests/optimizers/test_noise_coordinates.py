@@ -54,7 +54,6 @@ def moved_by_adam() -> dict[str, float]:
 
 KINDS: dict[str, dict[str, Any]] = {
     "onebit-adam": {"optimizer": "onebit-adam", "freeze_step": FREEZE},
-    "onebit-lamb-bucket": {"optimizer": "onebit-lamb", "freeze_step": FREEZE, "onebit_scale": "bucket"},
     "zero-one-adam": {
         "optimizer": "zero-one-adam",
         "freeze_step": FREEZE,

@@ -152,28 +152,3 @@ def test_a_full_disk_is_one_error_and_nothing_is_lost(folder: Path, expected: li
     assert not (folder / "out_text_document.bin").exists()
     assert f"resuming after {kept:,} documents" in run_numbers(folder, folder / "a.jsonl").notice
     assert output_bytes(folder) == expected
-
-
-def test_a_pipe_must_bring_the_same_again(folder: Path, expected: list[bytes]) -> None:
-    content = (folder / "a.jsonl").read_bytes()
-
-    def feed(data: bytes, *, and_wait: bool = False) -> tuple[int, str]:
-        command = Command(folder, source="-", stdin=subprocess.PIPE)
-        assert command.process.stdin is not None
-        with command.process.stdin as pipe:
-            try:
-                pipe.write(data)
-                pipe.flush()
-            except BrokenPipeError:
-                pass
-            if and_wait:
-                assert command.wait_until_kept(100)
-                command.process.kill()
-        return command.end()
-
-    assert feed(content[: len(content) // 2], and_wait=True)[0] == -signal.SIGKILL
-    code, said = feed(content.replace(b'"0 ', b'"1 ', 1))
-    assert code == 2 and "\nerror: input - has changed" in said and said.count("\n") == 2
-    code, said = feed(content)
-    assert code == 0 and "resuming after" in said
-    assert output_bytes(folder)[:2] == expected[:2]

@@ -19,13 +19,10 @@ RUNS = {
     "gpt3-175b": (1024, f"--tp 8 --pp 8 --vpp 2 {SP} {ZERO}"),
     "llama2-7b": (64, "--dp-strategy fully-sharded"),
     "llama3.2-1b": (32, f"--tp 2 --cp 4 {SP} {ZERO}"),
-    "llama3-70b": (512, f"--tp 8 --pp 4 --vpp 5 {SP} {ZERO}"),
     "llama3-405b": (16384, f"--tp 8 --pp 16 {SP} {ZERO}"),
     "qwen3-8b": (64, f"--tp 4 --cp 2 {SP} {ZERO}"),
-    "gemma3-27b": (256, f"--tp 4 --cp 8 --pp 2 {SP} {ZERO}"),
     "olmo2-7b": (64, f"--tp 4 {SP} {ZERO}"),
     "mixtral-8x7b": (64, f"--tp 2 --pp 4 --ep 8 --etp 1 {SP} {ZERO}"),
-    "deepseek-v2-lite": (48, f"--tp 2 --pp 3 --ep 8 --etp 1 {SP} {ZERO}"),
     "deepseek-v3": (2048, f"--pp 16 --ep 64 {ZERO}"),
     "gpt-oss-20b": (32, f"--tp 2 --cp 8 --ep 8 --etp 1 {SP} {ZERO}"),
 }

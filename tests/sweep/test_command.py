@@ -1,6 +1,5 @@
 """`megalite sweep`: its flags, what it prints, and a sweep that is killed and continues."""
 
-import io
 import json
 import os
 import signal
@@ -10,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megalite.cli.sweep import LiveTable, format_table, main
-from megalite.sweep.execute import Progress
-from megalite.sweep.results import OK, TIMEOUT, Store, refused
+from megalite.cli.sweep import main
+from megalite.sweep.results import OK, Store
 from tests.support.patience import wait_until
 from tests.sweep.sweeps import measured, read_runs, write_sweep
 
@@ -61,43 +59,6 @@ def test_report_only(tmp_path: Path, capsys: Captured) -> None:
         assert f"wrote {tmp_path / 'out' / name}" in out
     assert (tmp_path / "mine.yaml").is_file()
     assert (tmp_path / "mine-stack.yaml").is_file()
-
-
-class Terminal(io.StringIO):
-    """Says that it is one."""
-
-    def isatty(self) -> bool:
-        """True."""
-        return True
-
-
-def test_table_on_a_terminal_and_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, runs = read_runs(write_sweep(tmp_path))
-    results = {runs[0].key: measured(runs[0], 0.5), runs[3].key: refused(runs[3])}
-    under_way = [Progress(run=runs[1], steps=2, seconds=7.4)]
-    lines = format_table(runs, results, under_way, steps=3)
-    assert [line.split("  ")[-1] for line in lines[1:4]] == ["ok", "step 2/3, 7 s", "waiting"]
-    assert lines[1].split()[-5:-1] == ["ms", "256", "300.00", "MiB"]
-    plain, terminal = io.StringIO(), Terminal()
-    LiveTable(runs, results, steps=3, out=plain).update(under_way, None)
-    assert plain.getvalue() == ""
-    late = measured(runs[1], 0.5, status=TIMEOUT, error="too late", step_seconds=None)
-    LiveTable(runs, results, steps=3, out=plain).update([], late)
-    assert plain.getvalue() == "2/4 tp 1, pp 2: timeout (too late)\n"
-    monkeypatch.setenv("COLUMNS", "60")
-    monkeypatch.setenv("LINES", "6")
-    monkeypatch.setenv("TERM", "xterm")
-    table = LiveTable(runs, results, steps=3, out=terminal)
-    table.update(under_way, None)
-    table.update(under_way, None)
-    drawn = terminal.getvalue()
-    assert drawn.count("configuration") == 1, "what has not changed is not drawn again"
-    assert "step 2/3" in format_table(runs, results, under_way, steps=3)[2]
-    assert drawn.count("\n") == 2, "the head and the two lines that fit, the one under way among them"
-    assert "tp 1, pp 2" in drawn
-    table.update([], None)
-    table.end()
-    assert terminal.getvalue().count("configuration") > 1
 
 
 def processes_with(words: str) -> list[str]:

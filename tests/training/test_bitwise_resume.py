@@ -150,11 +150,9 @@ SCHEDULE_FREE: Settings = {"optimizer": "schedule-free-adamw", "lr_decay_style":
 SPLIT: Settings = {**Z1, "tp": 2, "micro_batch_size": 1}
 SOME = [1, 3, 4]
 """Before, at and between exchanges."""
-OVERFLOWING: Settings = {**PRECISIONS["fp16"], "loss_scale_window": 1000}
 NODES: Settings = {"dp": 4, "dp_instances": 2, "global_batch_size": 4}
 TWO: Settings = {"num_layers": 2, "global_batch_size": 4}
 CHOCO: Settings = {**GOSSIP, "gossip_algorithm": "choco-sgd"}
-LOCAL_NODES: Settings = {"dp_strategy": "local-sgd", **FP32, **NODES}
 
 STRATEGIES: dict[str, tuple[int, Settings, int, Sequence[int]]] = {
     # ranks, settings, steps, the steps to continue from
@@ -163,10 +161,8 @@ STRATEGIES: dict[str, tuple[int, Settings, int, Sequence[int]]] = {
     "zero-3-sp": (4, {**BF16, "dp_strategy": "fully-sharded", "tp": 2, "sequence_parallel": True}, 4, [2]),
     "local-sgd": (2, {**LOCAL, **WIRE, "sync_warmup_steps": 1}, 6, SOME),
     "asynchronous": (2, {"dp_strategy": "local-sgd", **WIRE, "sync_interval": 3, "sync_delay": 2}, 6, [2, 3, 4]),
-    "asynchronous-nodes": (4, {**LOCAL_NODES, "sync_interval": 3, "sync_delay": 2}, 6, [4]),
     "choco-sgd-nodes": (4, {**CHOCO, **FP32, **NODES}, 4, [3]),
     "diloco-bf16": (2, {**TWO, **FRAGMENTS, **WIRE}, 6, SOME),
-    "diloco-fp16": (2, {**TWO, **FRAGMENTS, **OVERFLOWING, "sync_warmup_steps": 0}, 6, [3]),
     "d-psgd": (2, {**GOSSIP, **WIRE, "gossip_graph": "one-peer"}, 5, [1, 4]),
     "decentlam": (2, {**GOSSIP, **FP32, "gossip_algorithm": "decentlam", "optimizer": "sgd"}, 5, [3]),
     "choco-sgd-tp": (4, {**CHOCO, **BF16, "tp": 2, "sync_warmup_steps": 1}, 4, [1, 3]),
@@ -174,25 +170,19 @@ STRATEGIES: dict[str, tuple[int, Settings, int, Sequence[int]]] = {
     "uint8": (2, {**LOSSY, "grad_compression": "uint8"}, 4, [3]),
     "topk": (2, {**LOSSY, "grad_compression": "topk", "topk_density": 0.1}, 4, [3]),
     "powersgd": (2, {**LOSSY, "grad_compression": "powersgd", "powersgd_rank": 2}, 4, [3]),
-    "onebit-lamb-bf16-bucket": (2, {**LAMB, **BF16, "onebit_scale": "bucket"}, 6, [4]),
     "onebit-lamb-deepspeed": (2, {**LAMB, "onebit_rule": "deepspeed"}, 6, [4]),
     "zero-one": (2, ZERO_ONE, 8, [2, 6]),
     "auto": (2, {**ADAM, **AUTO}, 9, [3, 5]),
     "onebit-adam-tp": (4, {**ADAM, "tp": 2, "sequence_parallel": True}, 6, [2, 4]),
     "onebit-lamb-pp": (4, {**LAMB, **TWO, "pp": 2}, 5, [3]),
-    "zero-one-tp": (4, {**ZERO_ONE, **BF16, "tp": 2}, 6, [4]),
-    "sgd": (4, {**SPLIT, "optimizer": "sgd"}, 4, [2]),
     "lamb": (4, {**SPLIT, "optimizer": "lamb"}, 4, [2]),
     "muon": (4, {**SPLIT, "optimizer": "muon"}, 4, [2]),
     "soap": (4, {**SPLIT, "optimizer": "soap", "soap_frequency": 2}, 4, [1]),
-    "soap-own-weights": (4, {"tp": 2, "dp_strategy": "local-sgd", "optimizer": "soap", "soap_frequency": 2}, 4, [2]),
     "schedule-free-zero": (2, {**Z1, **FP32, **SCHEDULE_FREE}, 4, [2]),
     "schedule-free-zero-3": (4, {**BF16, **SCHEDULE_FREE, "dp_strategy": "fully-sharded", "tp": 2}, 4, [2]),
-    "schedule-free-server": (2, {**BF16, **SCHEDULE_FREE, "dp_strategy": "parameter-server"}, 4, [2]),
     "ema-zero": (2, {**Z1, **FP32, **EMA, "shard_gradients": True}, 4, [2]),
     "ema-zero-3": (2, {**FP32, **EMA, "dp_strategy": "fully-sharded"}, 4, [2]),
     "ema-muon-split": (2, {**Z1, **BF16, **EMA, "optimizer": "muon", "main_params": "split"}, 4, [2]),
-    "ema-server": (2, {**FP32, **EMA, "dp_strategy": "parameter-server"}, 4, [2]),
 }
 
 

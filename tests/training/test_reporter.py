@@ -13,7 +13,7 @@ import megalite.training.reporter as reporter_module
 from megalite.config.describe import replace
 from megalite.config.run import RunConfig
 from megalite.optimizers.schedules import Progress
-from megalite.training.reporter import LossSpikes, Reporter, SpeedMeter, device_peak_tflops, short, time_left
+from megalite.training.reporter import LossSpikes, Reporter, SpeedMeter, device_peak_tflops
 from megalite.training.sinks import JsonLines
 from megalite.training.step import StepResult
 from tests.support.tiny import tiny_config
@@ -113,40 +113,6 @@ def test_a_second_line_says_what_is_not_as_usual(monkeypatch: pytest.MonkeyPatch
     )
     setup.reporter.step(result, after=Progress(10, 88), batch_size=16, params_norm=lambda: 12.5)
     assert setup.lines[-1] == "  params norm 12.500  batch 8 -> 16"
-
-
-def test_a_line_of_a_long_run_is_at_most_120_columns_wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the nine columns of the time of day."""
-    device, now = torch.device("cuda"), [0.0]
-    meter = SpeedMeter(tiny_config(1, seq_length=4096, peak_tflops=1e9), world_size=4096, device=device)
-    monkeypatch.setattr(reporter_module.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(reporter_module, "peak_memory_bytes", lambda device: 0)
-    for seed in range(300):
-        draw, lines = random.Random(seed), list[str]()
-        total = int(10 ** draw.uniform(5, 7.1))
-        reporter = Reporter(log=lines.append, sinks=[], meter=meter, log_interval=1, total_steps=total, device=device)
-        step = draw.randint(total // 2, total)
-        now[0] += 10 ** draw.uniform(-3, 3)
-        values = {"loss": draw.uniform(0, 20), "grad_norm": 10 ** draw.uniform(-5, 5), "lr": 10 ** draw.uniform(-7, -1)}
-        result = StepResult(**values, loss_scale=1.0, skipped=False, auxiliary={}, phase="", wire_bytes=0.0)
-        samples = int(10 ** draw.uniform(8, 10))  # 4e11 to 4e13 tokens
-        reporter.step(result, after=Progress(step, samples), batch_size=int(10 ** draw.uniform(2, 4)))
-        (line,) = lines
-        assert len(line) <= 120 - len("14:05:09 "), line
-        assert (f"step {step:>{len(str(total))}}/" in line and "T tok " in line) or "B tok " in line
-
-
-def test_numbers_in_few_columns() -> None:
-    said = {0.0: "0", 0.0001234: "1.2e-4", 0.05: "5.0e-2", 0.3456: "0.346", 0.72: "0.720", 12.34: "12.3", 64: "64"}
-    said |= {999.4: "999", 999.6: "1.00k", 100_000: "100k", 1_907_349: "1.91M", 1e12: "1.00T", math.inf: "inf"}
-    assert {value: short(value) for value in said} == said
-    assert short(math.nan) == "nan"
-
-
-def test_time_left() -> None:
-    times = {0: "0s", 59: "59s", 60: "1m0s", 599: "9m59s", 600: "10m", 35_999: "9h59m", 86_399: "23h", 90_000: "1d1h"}
-    assert {seconds: time_left(seconds) for seconds in times} == times
-    assert time_left(99 * 86400) == "99d"
 
 
 def test_waiting_for_data_is_noted_and_said_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """Chrome traces: what a viewer needs to draw tracks, slices and arrows."""
 
 import json
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -50,19 +49,6 @@ def test_slices_are_the_events(name: str, chunks: int) -> None:
     kinds = {each["name"].strip("0123456789"): each["cat"] for each in slices}
     meanings = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
     assert kinds == {kind: meanings[kind] for kind in kinds}
-
-
-def test_slices_of_a_track_do_not_overlap() -> None:
-    trace = merge_traces({"zb-v": timeline().events})
-    tracks: dict[int, list[Trace]] = {}
-    for each in of_phase(trace, "X"):
-        tracks.setdefault(each["tid"], []).append(each)
-    assert sorted(tracks) == [0, 1, 2]
-    for row in tracks.values():
-        row.sort(key=lambda each: each["ts"])
-        for before, after in pairwise(row):
-            # In whole nanoseconds: thirds of a second touch without rounding into one another.
-            assert round((before["ts"] + before["dur"]) * 1e3) <= round(after["ts"] * 1e3)
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("zb-v", 2), ("zb-h1", 1)])
@@ -115,17 +101,3 @@ def test_names_of_processes_and_tracks() -> None:
     assert len({(flow["id"], flow["ph"]) for flow in flows}) == len(flows), "ids are shared by processes"
     for flow in flows:
         slice_around(trace, flow)
-
-
-def test_several_steps_in_one_source() -> None:
-    found = timeline("1f1b", ranks=2, chunks=1, count=2)
-    events = [
-        event._replace(start=event.start + step * 100.0, end=event.end + step * 100.0)
-        for step in range(3)
-        for event in found.events
-    ]
-    trace = merge_traces({"measured": events})
-    starts, ends = of_phase(trace, "s"), of_phase(trace, "f")
-    assert len(starts) == len(ends) == 3 * 4
-    for start, end in zip(starts, ends, strict=True):
-        assert start["ts"] // 100e6 == end["ts"] // 100e6

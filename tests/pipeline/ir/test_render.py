@@ -76,23 +76,3 @@ def test_wide_grids_wrap_if_asked() -> None:
     # Some screens later something is left out after all.
     long = render_grid(one_f_one_b(2, 2000), width=60, wrap=True).split("\n")
     assert len(long) < 70 and "slots" in long[-1]
-
-
-def test_columns() -> None:
-    schedule = one_f_one_b(2, 2)
-    timeline = simulate(lower(schedule), Costs.uniform(2))
-    plain = render_grid(timeline, columns={"memory": ["1.50 GiB", "2"], "x": ["", "y"]})
-    first, second = plain.split("\n")[1:3]
-    assert first.endswith("  bubble  peak    memory  x")
-    assert second.endswith("     2  1.50 GiB")
-
-
-def test_actions_that_are_too_short_for_a_slot() -> None:
-    schedule = one_f_one_b(2, 3)
-    costs = Costs(forward=(1.0, 1e-9), backward=(2.0, 0.0))
-    lines = render_grid(simulate(lower(schedule), costs), width=100_000).split("\n")
-    assert lines[-1] == "6 actions are too short to be seen"
-    assert [cell for cell in lines[2].split() if cell[0] in "FB"] == ["F0", "F1", "B0", "F2", "B1", "B2"]
-    assert not {"F", "B"} & {cell[0] for cell in lines[3].split()[2:]}
-    nothing = Costs(forward=(0.0, 0.0), backward=(0.0, 0.0))
-    assert render_grid(simulate(lower(schedule), nothing)).endswith("12 actions are too short to be seen")

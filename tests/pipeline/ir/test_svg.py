@@ -2,7 +2,6 @@
 
 import re
 import xml.etree.ElementTree as ET
-from itertools import pairwise
 
 import pytest
 
@@ -93,37 +92,6 @@ def test_words() -> None:
     assert "R forward again" in texts(root)
     assert any(box.attrib["class"] == "R0" for box in boxes(root).values())
     assert "peak: what it is" in words
-
-
-@pytest.mark.parametrize("scale", [1e-6, 1.0, 3e5])
-def test_axis_has_round_numbers_in_any_unit(scale: float) -> None:
-    found = timeline("1f1b", 4, 1, 8, scale)
-    root = ET.fromstring(picture([panel(found)]))
-    ticks = [float(text.text or "") for text in root.iter(f"{SVG}text") if text.attrib.get("text-anchor") == "middle"]
-    assert 4 <= len(ticks) <= 10
-    assert ticks[0] == 0 and ticks[-1] <= found.makespan * (1 + 1e-9)
-    steps = {f"{after - before:.3g}" for before, after in pairwise(ticks)}
-    assert len(steps) == 1
-    assert f"{float(steps.pop()):.0e}"[0] in "125"
-    width, _ = number(root, "width"), number(root, "height")
-    assert 600 < width < 2100
-
-
-def test_panels_share_the_time_scale_and_do_not_overlap() -> None:
-    short, long = timeline("1f1b", 2, 1, 4), timeline("gpipe", 4, 1, 8)
-    root = ET.fromstring(picture([panel(short), panel(long)]))
-    rows = [box for box in root.iter(f"{SVG}rect") if box.attrib["class"] == "idle"][:-1]  # but the legend's
-    assert len(rows) == 6
-    assert number(rows[0], "width") / short.makespan == pytest.approx(
-        number(rows[-1], "width") / long.makespan, rel=1e-3
-    )
-    tops = [number(row, "y") for row in rows]
-    assert all(after - before >= number(rows[0], "height") for before, after in pairwise(tops))
-    titles = [text for text in root.iter(f"{SVG}text") if text.attrib.get("class") == "title"]
-    assert tops[1] < number(titles[1], "y") < tops[2]
-    height, width = number(root, "height"), number(root, "width")
-    for element in (*root.iter(f"{SVG}text"), *root.iter(f"{SVG}rect")):
-        assert 0 <= number(element, "x") < width and 0 <= number(element, "y") < height
 
 
 def test_stands_alone_and_is_the_same_every_time() -> None:
