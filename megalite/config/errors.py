@@ -111,8 +111,8 @@ class Problems:
         self.wrong.update(wrong)
 
     @contextmanager
-    def collecting(self, *wrong: str) -> Iterator[None]:
-        """A ConfigError inside is recorded, ends the block, and means that the settings are wrong; Reported likewise."""
+    def collecting(self, wrong: Iterable[str] = ()) -> Iterator[None]:
+        """A ConfigError inside is recorded and ends the block. By it, or by Reported, `wrong` are: looked up only then."""
         try:
             yield
         except ConfigError as error:

@@ -1,7 +1,7 @@
 """YAML config files: load with every key checked, dump so that it loads equal."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -78,20 +78,20 @@ def level_of(tree: Mapping[Any, Any], source: str, problems: Problems | None = N
         for key, value in tree.items():
             if key in sections() and (isinstance(value, dict) or value is None):
                 for name, inner in (value or {}).items():
-                    with found.collecting(*_meant_by(name)):
+                    with found.collecting(_meant_by(name)):
                         _add(level, name, inner, source, key)
             else:
-                with found.collecting(*_meant_by(key)):
+                with found.collecting(_meant_by(key)):
                     _add(level, key, value, source, None)
         return level
 
 
-def _meant_by(key: Any) -> set[str]:
+def _meant_by(key: Any) -> Iterator[str]:
     """The settings that a key, or a key like it, stands for."""
     if not isinstance(key, str):
-        return set()
+        return
     name, known = key.replace("-", "_"), _names_by_key()
-    return set().union(*(known[close] for close in ([name] if name in known else closest(name, known))))
+    yield from set().union(*(known[close] for close in ([name] if name in known else closest(name, known))))
 
 
 @cache

@@ -6,7 +6,7 @@ answer, and Megatron-LM's spellings beside ours.
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -110,7 +110,7 @@ def _read(
         elif flag == "--config":
             import_modules(module for word in words for module in imports_of(word))
     for flag, words in occurrences:
-        with problems.collecting(*_meant_by(flag)):
+        with problems.collecting(_meant_by(flag)):
             if flag in RUN_OPTIONS:
                 _add_run_option(options, flag, words)
             else:
@@ -120,16 +120,16 @@ def _read(
     unread = set(settings()) - set(level.given)
     for read, names in ((read_preset, options.get("--preset", [])), (read_level, options.get("--config", []))):
         for name in names:
-            with problems.collecting(*unread):
+            with problems.collecting(unread):
                 levels.append(read(name, problems=problems))
     levels.append(level)
-    with problems.collecting(*() if "--use-checkpoint-args" in options else _MODEL):
+    with problems.collecting(() if "--use-checkpoint-args" in options else _MODEL):
         levels += _of_load(levels, shape, overrides="--use-checkpoint-args" in options)
     merged = merge(levels, problems)
     dry_run = "--dry-run" in options
     numbers: dict[str, int] = {}
     for flag, least in {"--world-size": 1, "--rank": 0}.items():
-        with problems.collecting(*_meant_by(flag)):
+        with problems.collecting(_meant_by(flag)):
             if flag in options:
                 numbers[flag] = _whole_number(flag, options[flag][0], least)
     for flag in ("--json", "--world-size", "--rank"):
@@ -192,12 +192,12 @@ def _of_load(levels: Sequence[Level], shape: Shape | None, *, overrides: bool) -
     return [level]
 
 
-def _meant_by(flag: str) -> set[str]:
+def _meant_by(flag: str) -> Iterator[str]:
     """The settings that a flag, or a flag like it, gives."""
     known = {**STANDS_FOR, "--world-size": ("dp",), "--rank": ()}
     known |= dict.fromkeys(("--config", "--preset"), tuple(settings()))
     known |= {spelling: (setting.name,) for spelling, setting in _setting_flags().items()}
-    return {name for close in ([flag] if flag in known else closest(flag, known)) for name in known[close]}
+    yield from (name for close in ([flag] if flag in known else closest(flag, known)) for name in known[close])
 
 
 def _occurrences(argv: list[str], problems: Problems) -> list[tuple[str, list[str]]]:

@@ -143,22 +143,22 @@ def _resolve_derived(levels: Sequence[Level], problems: Problems) -> None:
     for level in levels:
         per_chunk = level.derived.get("--num-layers-per-virtual-pipeline-stage")
         if per_chunk:
-            with problems.collecting("vpp"):
+            with problems.collecting({"vpp"}):
                 level.add("vpp", _chunks(per_chunk, _sizes(levels, problems)), per_chunk.source)
-    with problems.collecting("pipeline_layout", "vpp"):
+    with problems.collecting({"pipeline_layout", "vpp"}):
         _chunks_of_layout_and_schedule(levels, problems)
     for level in levels:
         first = level.derived.get("--decoder-first-pipeline-num-layers")
         last = level.derived.get("--decoder-last-pipeline-num-layers")
         if given := first or last:
-            with problems.collecting("pipeline_layers"):
+            with problems.collecting({"pipeline_layers"}):
                 level.add("pipeline_layers", _uneven_layers(first, last, _sizes(levels, problems)), given.source)
         grouped = level.derived.get("--group-query-attention")
         if grouped and "num_query_groups" not in problems.wrong and _value(levels, "num_query_groups") is None:
             problems.add(f"{grouped.source} says nothing without the number of groups; add --num-query-groups, e.g. 8")
         accounted = [level.derived[flag] for flag in _ACCOUNTED if flag in level.derived]
         if accounted:
-            with problems.collecting("pipeline_layers"):
+            with problems.collecting({"pipeline_layers"}):
                 level.add("pipeline_layers", _accounted_layers(level, _sizes(levels, problems)), accounted[0].source)
         for flag, resolve in _RESOLVED.items():
             if flag in level.derived:

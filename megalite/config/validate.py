@@ -91,7 +91,7 @@ def validate(
         check(check_schedule_form, wrong=("step_batch_size_schedule",))
         if world_size is None:
             found.wrong.add("dp")
-        with found.collecting("dp"):
+        with found.collecting({"dp"}):
             if world_size is not None:
                 config = replace(config, dp=resolve_dp(see(config, explicit, found.wrong), world_size))
         check(*_OF_WHAT_IS_ASKED)
@@ -161,6 +161,6 @@ def _resolve(config: RunConfig, problems: Problems) -> RunConfig:
     """Fill in what is derived; what is derived from something wrong is wrong too."""
     seen = see(config, wrong=problems.wrong)
     for name, derive in _DERIVED.items():
-        with problems.collecting(name):
+        with problems.collecting({name}):
             config = replace(config, **{name: derive(seen)})
     return config
