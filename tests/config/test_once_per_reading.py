@@ -2,6 +2,7 @@
 
 import pytest
 
+from megalite.config import run
 from megalite.config.describe import replace
 from megalite.config.run import RunConfig, once_per_reading
 
@@ -37,6 +38,14 @@ def test_it_is_asked_once_for_all_that_agree_in_what_it_read() -> None:
     assert len(asked) == 4
 
 
+def test_another_way_reads_other_settings() -> None:
+    """Lists among them, and not the width."""
+    one = replace(RunConfig(), recompute_granularity="selective", recompute_modules=["mlp", "core_attn"], seq_length=7)
+    found = [width(each, 1) for each in (one, replace(one, hidden_size=8), replace(one, recompute_modules=["mlp"]))]
+    assert found == [2, 2, 1]
+    assert len(asked) == 2
+
+
 def test_what_a_file_holds_is_asked_again() -> None:
     @once_per_reading
     def path(config: RunConfig) -> str | None:
@@ -48,3 +57,16 @@ def test_what_a_file_holds_is_asked_again() -> None:
     assert len(asked) == 1
     assert [path(config), path(replace(config, tp=2))] == ["a.csv", "a.csv"]
     assert len(asked) == 3
+
+
+def test_no_more_is_kept_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_MOST_ANSWERS", 2)
+
+    @once_per_reading
+    def size(config: RunConfig) -> int:
+        asked.append((0, 0))
+        return config.model.hidden_size
+
+    for _ in range(2):
+        assert [size(replace(RunConfig(), hidden_size=number)) for number in range(1, 6)] == [1, 2, 3, 4, 5]
+    assert len(asked) > 5

@@ -1,4 +1,4 @@
-"""A small run of today's models on real text, stopped and continued on another layout, is that of one rank."""
+"""Small runs of today's models on real text, stopped and continued on another layout, are those of one rank."""
 
 import pytest
 
@@ -10,22 +10,41 @@ pytestmark = pytest.mark.e2e
 STEPS, SWITCH = 6, 3
 SMALL = f"--precision fp64 --micro-batch-size 1 --global-batch-size 4 --train-iters {STEPS} --save-interval {SWITCH} "
 SMALL += "--log-interval 1 --eval-interval 6 --eval-iters 1 --num-layers 4 --make-vocab-size-divisible-by 8"
-LAYOUTS = (
-    (8, "--tp 2 --pp 2 --ep 2 --sequence-parallel --use-distributed-optimizer"),
-    (2, "--tp 2 --etp 1 --ep 2 --sequence-parallel"),
-)
+
+RUNS = {
+    "latent attention, experts balanced by a bias, a second token": (
+        "experts",
+        "--seq-length 64",
+        (8, "--tp 2 --pp 2 --ep 2 --sequence-parallel --use-distributed-optimizer"),
+        (2, "--tp 2 --etp 1 --ep 2 --sequence-parallel"),
+    ),
+    "layers with a window and layers without, each with another RoPE, over a divided sequence": (
+        "quickstart",
+        "--position-embedding-type rope --rotary-base-local 1000 --sliding-window 24 --window-attn-skip-freq 2 "
+        "--reset-attention-mask",
+        (4, "--tp 2 --cp 2"),
+        (2, "--cp 2 --cp-comm-type allgather --context-parallel-load-balancer area"),
+    ),
+    "ZeRO-3 in a pipeline, states and activations in host memory": (
+        "quickstart",
+        "",
+        (4, "--pp 2 --vpp 2 --dp-strategy fully-sharded --optimizer-cpu-offload --cpu-offloading-num-layers 1"),
+        (2, "--cp 2"),
+    ),
+}
 
 
-def test_a_run_continues_on_another_layout(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """With latent attention, experts balanced by a bias, and a second token."""
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_continues_on_another_layout(name: str, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> None:
+    example, model, *layouts = RUNS[name]
     base = tmp_path_factory.mktemp("run")
     switched, whole = base / "switched", base / "whole"
 
     def words(folder: object) -> list[str]:
         resume = f"--run-dir {folder} --load {folder}/checkpoints --fresh-if-missing"
-        return f"--config examples/experts/run.yaml {SMALL} --seq-length 64 {resume}".split() + corpus.flags
+        return f"--config examples/{example}/run.yaml {SMALL} {model} {resume}".split() + corpus.flags
 
-    for (ranks, layout), stop in zip(LAYOUTS, ([f"--exit-interval={SWITCH}"], []), strict=True):
+    for (ranks, layout), stop in zip(layouts, ([f"--exit-interval={SWITCH}"], []), strict=True):
         train_forked(ranks, *words(switched), *layout.split(), *stop, seconds=240).require_success()
     train_forked(1, *words(whole), seconds=240).require_success()
     expected = losses(whole)
