@@ -13,7 +13,7 @@ help:
 	@echo "make test    set up .venv and run the tests"
 	@echo "make check   formatting, lint, types, architecture"
 	@echo "make format  rewrite the sources in the house format"
-	@echo "make bench   tokens/s and TFLOP/s of one training step in several layouts"
+	@echo "make bench   tokens/s of one training step in several layouts, beside its peers"
 	@echo "make bench-gpu  kernels, GPT-1.3B and peers on one H100 or H200, in less than 10 minutes; installs nothing"
 	@echo "make docs    write what is made from the code: docs/config.md, tables, drawings"
 	@echo "make lock    newest versions of all that is installed, written into constraints.txt"
@@ -52,7 +52,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 bench: $(STAMP)
-	$(BIN)/python -m benchmarks.steps.run
+	$(BIN)/python -m benchmarks.peers.run --models small
 
 bench-gpu:
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu.run --fp8 \

@@ -83,6 +83,12 @@ def write_json(path: Path | None, program: str, words: Sequence[str] | None, res
         path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 
+def set_policy(policy: int) -> None:
+    """Linux's scheduling of all threads of this process; threads to come inherit it."""
+    for thread in Path("/proc/self/task").iterdir():
+        os.sched_setscheduler(int(thread.name), policy, os.sched_param(0))
+
+
 def environment(**more: str) -> dict[str, str]:
     """Of a program that a benchmark starts: one thread, this repository importable, this interpreter's programs first."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))

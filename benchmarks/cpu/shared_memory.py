@@ -1,12 +1,14 @@
-"""Tensor-parallel ranks of one host through shared memory, beside gloo's sockets: collectives, and a step.
+"""Tensor-parallel ranks of one host through shared memory, beside gloo's sockets in both of Linux's policies: collectives, a step.
 
     OMP_NUM_THREADS=1 python -m benchmarks.cpu.shared_memory [--ranks 2 4] [--sizes BYTES ...] [--rounds N] [--json FILE]
 
-All-reduces and reduce-scatters of fp32, and the step of `benchmarks.steps.run` with tp = ranks, without and with sequence
-parallelism. Both ways take turns in the same processes; medians over rounds, and the median of each round's ratio.
+All-reduces and reduce-scatters of fp32, and a step with tp = ranks, without and with sequence parallelism. Ranks are batch
+jobs to Linux, as in training, and in the last way under its usual policy. The ways take turns in the same processes;
+medians over rounds, and medians of each round's ratio to memory.
 """
 
 import dataclasses
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,14 +18,17 @@ import torch
 
 from benchmarks import common
 from benchmarks.steps.replica import Run
-from benchmarks.steps.run import CPU_MODEL
 from megalite.config.describe import replace
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.parity.pool import RankContext, RankPool
 from megalite.profiling.collectives import collective
 
-WAYS = {"memory": True, "sockets": False}
+CPU_MODEL = common.settings(
+    "num_layers=4 hidden_size=256 num_attention_heads=8 vocab_size=8192 seq_length=256 micro_batch_size=4 global_batch_size=16"
+)
+WAYS = {"memory": True, "sockets": False, "usual policy": False}
+"""Whether memory is shared."""
 SECONDS = 0.05
 """Of one turn."""
 
@@ -36,18 +41,20 @@ def take_turns(
     found: dict[str, list[float]] = {name: [] for name in works}
     for order in common.shuffled(list(works), rounds):
         for name in order:
+            common.set_policy(os.SCHED_OTHER if name == "usual policy" else os.SCHED_BATCH)
             world.all_reduce(torch.zeros(1))
             start = time.perf_counter()
             for _ in range(calls):
                 works[name]()
             found[name].append(1e3 * (time.perf_counter() - start) / calls)
+    common.set_policy(os.SCHED_BATCH)
     return found
 
 
 def collectives(context: RankContext, operation: str, ranks: int, size: int, rounds: int) -> dict[str, list[float]]:
     shared = context.topology(tp=ranks).tp
     assert shared.memory is not None, "these ranks share no memory: it needs Linux on x86-64"
-    groups = {"memory": shared, "sockets": dataclasses.replace(shared, memory=None)}
+    groups = {name: shared if memory else dataclasses.replace(shared, memory=None) for name, memory in WAYS.items()}
     works = {name: collective(operation, group, size, torch.device("cpu"))[0] for name, group in groups.items()}
     return take_turns(context, works, rounds, max(3, min(100, int(SECONDS * 1e9 / (size * ranks)))))
 
@@ -68,7 +75,8 @@ def steps(
 
 def row_of(found: dict[str, list[float]], **what: object) -> dict[str, Any]:
     times = {name: round(statistics.median(values), 3) for name, values in found.items()}
-    return {**what, "ms": times, "sockets_over_memory": round(common.ratio(found["sockets"], found["memory"]), 2)}
+    ratios = {name: round(common.ratio(found[name], found["memory"]), 2) for name in WAYS if name != "memory"}
+    return {**what, "ms": times, "over_memory": ratios}
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -89,11 +97,8 @@ def main(words: Sequence[str] | None = None) -> None:
                 rows.append(row_of(found, ranks=ranks, what=f"step{', sequence parallel' * sequence_parallel}"))
         for row in rows[-2 - 2 * len(arguments.sizes) :]:
             name = f"{row['ranks']} ranks, {row['what']} {row.get('bytes', '')}"
-            times = row["ms"]
             print(
-                f"{name:<40} memory {times['memory']:9.3f} ms, sockets {times['sockets']:9.3f} ms, "
-                f"{row['sockets_over_memory']:.2f}x",
-                flush=True,
+                f"{name:<40}" + ", ".join(f"{way} {ms:9.3f} ms" for way, ms in row["ms"].items()), row["over_memory"], flush=True
             )
     common.write_json(arguments.json, "cpu.shared_memory", words, {"rows": rows})
 

@@ -1,4 +1,4 @@
-"""Data parallelism over slow links: bytes, time, loss and overlap of the strategies, and torch's own beside them.
+"""Data parallelism over slow links: bytes, time and loss of the strategies, and torch's own beside them.
 
     python -m benchmarks.data_parallel.run [--parts volume speed ...] [--rounds 3] [--json benchmarks/results/FILE.json]
 
@@ -10,7 +10,6 @@ Bytes are the interfaces' own counters. It needs root; without it, it says so an
     convergence  validation loss of both on real text, learning rates swept, three seeds; and without error feedback
     strategies   the six of the GPT-2 study, and all others of ours: tokens/s, bytes, memory, loss
     peers        torch DDP, its fp16 and PowerSGD hooks, ZeroRedundancyOptimizer and FSDP2 beside ours, in turns
-    overlap      share of the reduction that the backward hides
     pulls        what it brings that a sharded server hands out first what the next forward needs first
 """
 
@@ -331,34 +330,6 @@ def pulls(rates: Sequence[float], rounds: int, steps: int = 6, sleep: float = 0.
     return rows
 
 
-def overlap(bench: Bench, rates: Sequence[float]) -> dict[str, Any]:
-    """Of the time in which buckets are being reduced, the part in which the step does not wait for them."""
-    small = common.settings("num_layers=4 hidden_size=256 vocab_size=8192 micro_batch_size=4 ddp_bucket_size=500_000")
-    wide = {**PEER_SETTINGS, **small, "dp": RANKS, "global_batch_size": 4 * RANKS}
-    kinds = {"all-reduce": {}, "distributed-optimizer": {"dp_strategy": "distributed-optimizer"}}
-    rows = {}
-    for rate in rates:
-        shared = {"steps": 6, "trace": True}
-        cases = [{"name": name, "settings": {**wide, **more}, **shared} for name, more in kinds.items()]
-        for name, records in bench.run(cases, rate=rate).items():
-            shares = [_hidden(step) for step in end_of(records)["reductions"][2:]]
-            rows[f"{name}, {rate:g} Mbit/s"] = {"hidden": statistics.median(shares)}
-    return rows
-
-
-def _hidden(step: Mapping[str, Any]) -> float:
-    """1 - waited/busy, where busy is the time in which any reduction is under way."""
-    start, stop = step["exposed"]
-    busy = waited = last = 0.0
-    for begin, end in sorted(step["runs"]):
-        begin = max(begin, last)
-        if end > begin:
-            busy += end - begin
-            waited += max(0.0, min(end, stop) - max(begin, start))
-            last = end
-    return 1.0 - waited / busy
-
-
 def measure(names: Sequence[str], rates: Sequence[float], rounds: int, steps: int) -> Iterator[tuple[str, Any]]:
     """(part, its result), one after the other."""
     with tempfile.TemporaryDirectory() as folder:
@@ -374,7 +345,6 @@ def measure(names: Sequence[str], rates: Sequence[float], rounds: int, steps: in
             "speed": lambda: joined(speed, rates, rounds),
             "convergence": lambda: joined(convergence, steps, swept, [1, 2, 3]),
             "strategies": lambda: {"single process": single(data, 20), **joined(strategies, [None, 100.0], 20)},
-            "overlap": lambda: joined(overlap, [250.0, 1000.0]),
             "peers": lambda: peers([None, 1000.0], rounds),
             "pulls": lambda: pulls([250.0, 500.0], rounds),
         }
@@ -384,7 +354,7 @@ def measure(names: Sequence[str], rates: Sequence[float], rounds: int, steps: in
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = common.parser(__doc__, json_help="write here what was measured; other parts of the file stay")
-    names = ["volume", "speed", "convergence", "strategies", "peers", "overlap", "pulls"]
+    names = ["volume", "speed", "convergence", "strategies", "peers", "pulls"]
     parser.add_argument("--parts", nargs="+", choices=names, default=names)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rates", type=float, nargs="+", default=[25, 50, 100, 250, 1000], metavar="MBIT")

@@ -8,7 +8,6 @@ peers.py). Times are of whole steps; bytes are the interface's own counters.
 
 import gc
 import json
-import math
 import os
 import resource
 import sys
@@ -30,9 +29,7 @@ from benchmarks.steps.replica import Run
 from megalite.config.describe import replace
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
-from megalite.data_parallel.buckets import Bucket
-from megalite.data_parallel.strategy import DataParallelStrategy
-from megalite.topology.group import ProcessGroups, Work
+from megalite.topology.group import ProcessGroups
 from megalite.training.evaluation import Evaluator
 from megalite.training.non_finite import NonFiniteError
 from megalite.training.replica import Replica
@@ -164,7 +161,6 @@ def train_ours(case: dict[str, Any], groups: ProcessGroups, recorder: Recorder) 
     replica, size = run.replica, run.batch_size
     notes: list[str] = []
     diverged: int | None = None
-    watch = ReductionWatch(replica.strategy) if case.get("trace") else None
     if case.get("as_pushed"):  # parameters come in the order in which their gradients went, the last layers first
         strategy: Any = replica.strategy
         strategy._arrivals.first_needed_first = dict.fromkeys(strategy.all_buckets())
@@ -188,8 +184,6 @@ def train_ours(case: dict[str, Any], groups: ProcessGroups, recorder: Recorder) 
     if case.get("validate") and diverged is None:
         facts["validation_loss"] = Evaluator(replica, run.stepper, run.data.valid).loss()
     run.close()
-    if watch is not None:
-        facts["reductions"] = watch.steps
     recorder.write(done=True, **facts)
 
 
@@ -206,38 +200,6 @@ def forget_errors(replica: Replica) -> None:
     for state in replica.strategy.states():
         if "error" in state.name:
             state.values.zero_()
-
-
-class ReductionWatch:
-    """Notes when reductions of buckets run and how long the step waits for them."""
-
-    def __init__(self, strategy: DataParallelStrategy) -> None:
-        self.steps: list[dict[str, Any]] = []
-        self._runs: list[list[float]] = []
-        self._reduce, self._finish = strategy._reduce, strategy.finish_grad_sync
-        strategy._reduce = self.reduce  # type: ignore[method-assign]
-        strategy.finish_grad_sync = self.finish  # type: ignore[method-assign]
-
-    def reduce(self, bucket: Bucket) -> Work:
-        """The strategy's own, timed from its start to the moment at which its last byte has come."""
-        run = [time.perf_counter(), math.nan]
-        self._runs.append(run)
-        work = self._reduce(bucket)
-        under_way = getattr(work, "work", work)  # gloo's reduce-scatter ends with a sum of our own
-        future = under_way.future if hasattr(under_way, "future") else under_way.get_future()
-
-        def done(_: Any) -> None:
-            run[1] = time.perf_counter()
-
-        future.add_done_callback(done)
-        return work
-
-    def finish(self) -> None:
-        """The strategy's own, timed: what is not hidden behind the backward."""
-        start = time.perf_counter()
-        self._finish()
-        self.steps.append({"runs": self._runs, "exposed": [start, time.perf_counter()]})
-        self._runs = []
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.legs import Row
-from benchmarks.steps.breakdown import profiled
 
 SHARE = 0.03  # pieces that take more of the step than this are named
 
@@ -133,6 +132,16 @@ def _on_device(step: Callable[[], object], device: torch.device) -> tuple[float,
             stretches.append((event.time_range.start, event.time_range.end))
             pieces[event.name] = pieces.get(event.name, 0.0) + event.time_range.elapsed_us() / 1e3
     return wall, pieces, covered(stretches) / 1e3
+
+
+def profiled(step: Callable[[], object]) -> tuple[float, float, dict[str, tuple[float, int]]]:
+    """Of one step: wall and main thread's milliseconds, and operation -> (milliseconds, calls)."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        wall, cpu = time.perf_counter(), time.thread_time()
+        step()
+        wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
+    operations = {event.key: (event.self_cpu_time_total / 1e3, event.count) for event in profiler.key_averages()}
+    return 1e3 * wall, 1e3 * cpu, operations
 
 
 def _on_cpu(step: Callable[[], object], device: torch.device) -> tuple[float, dict[str, float], float]:

@@ -63,7 +63,7 @@ def own_legs(device: str, *, fp8: bool) -> list[Leg]:
 
 
 def peer_legs(device: str) -> list[Leg]:
-    peers = {"nanoGPT-like, torch.compile": "plain", "Hugging Face GPT-2": "huggingface"}
+    peers = {"plain torch, compiled": "plain", "Hugging Face GPT-2": "huggingface"}
     if device == "cpu":
         tasks = [step_task(who, DRY, device=device, peer=peer, steps=2) for who, peer in peers.items()]
         return [Leg("peers", tuple(tasks), 600.0)]

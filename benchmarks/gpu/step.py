@@ -1,7 +1,7 @@
 """Part 4: whole training steps of megalite, through the path that pretrain_gpt.py takes; part 5 on the same replica; peers.
 
 A task builds one replica and measures it with one or several microbatches per step: tokens/s, MFU in both conventions, peak
-memory. Peers are a GPT in plain PyTorch under torch.compile, in nanoGPT's manner, and Hugging Face's: both keep fp32 weights,
+memory. Peers are a GPT in plain PyTorch under torch.compile and Hugging Face's GPT-2: both keep fp32 weights,
 compute under autocast in bf16, and take a step with torch's fused AdamW and clipping, as megalite does: same sizes, same
 number of tokens, no recomputation.
 """
@@ -21,8 +21,7 @@ from benchmarks import common
 from benchmarks.gpu.breakdown import profile_rows
 from benchmarks.gpu.legs import Row, Task
 from benchmarks.peers.case import LAYOUTS, Case, adamw
-from benchmarks.peers.nanogpt import Model
-from benchmarks.peers.plain_gpt import Size
+from benchmarks.peers.plain_gpt import GPT, Size
 from benchmarks.peers.pytorch import Loop
 from benchmarks.steps.replica import Run
 from megalite.config.flags import parse_arguments
@@ -139,7 +138,7 @@ def speed(seconds: list[float], *, model: ModelConfig, seq_length: int, samples:
 def _peer(task: Task, config: RunConfig, rank: int, device: torch.device) -> tuple[Step, Row]:
     torch.manual_seed(1)
     with device:
-        network = hugging_face(config) if task["peer"] == "huggingface" else Model(size_of(config), approximate="tanh", std=0.02)
+        network = hugging_face(config) if task["peer"] == "huggingface" else plain(config)
     if task["compiled"] and task["peer"] == "plain":
         compile_blocks(network)
     parameters, draws = list(network.parameters()), torch.Generator().manual_seed(1)
@@ -163,13 +162,21 @@ def _peer(task: Task, config: RunConfig, rank: int, device: torch.device) -> tup
 def size_of(config: RunConfig) -> Size:
     m = config.model
     sizes = {"layers": m.num_layers, "hidden": m.hidden_size, "heads": m.num_attention_heads}
-    return Size(**sizes, vocab=m.padded_vocab_size, seq=config.training.seq_length)
+    return Size(**sizes, vocab=m.padded_vocab_size, seq=config.training.seq_length, gelu="tanh")
+
+
+def plain(config: RunConfig) -> GPT:
+    network = GPT(size_of(config))
+    for parameter in network.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.02)
+    return network
 
 
 def compile_blocks(network: Any) -> None:
     """Block by block: one block's code serves all, so it takes seconds, not minutes."""
-    for layer in network.layers:
-        layer.compile(dynamic=False, fullgraph=True)
+    for block in network.blocks:
+        block.compile(dynamic=False, fullgraph=True)
     network.loss = torch.compile(network.loss, dynamic=False, fullgraph=True)
 
 

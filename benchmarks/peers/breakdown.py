@@ -15,10 +15,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from benchmarks import common
+from benchmarks.gpu.breakdown import category_of_operation, profiled
 from benchmarks.peers import worker
 from benchmarks.peers.case import LAYOUTS, Case
 from benchmarks.peers.run import MODELS
-from benchmarks.steps.breakdown import category, profiled
 from megalite.parity.pool import RankContext, RankPool
 
 WHOLE = ("CPU seconds", "of them in the kernel", "page faults")
@@ -31,8 +31,9 @@ def watched(context: RankContext) -> Figures:
     operations = profiled(lambda: worker.train(context, 1))[2]
     kinds: Figures = {}
     for name, (milliseconds, calls) in operations.items():
-        before = kinds.get(f"ms of {category(name)}", (0.0, 0))
-        kinds[f"ms of {category(name)}"] = (before[0] + milliseconds, before[1] + calls)
+        kind = f"ms of {category_of_operation(name)}"
+        before = kinds.get(kind, (0.0, 0))
+        kinds[kind] = (before[0] + milliseconds, before[1] + calls)
     return {**kinds, **operations}
 
 

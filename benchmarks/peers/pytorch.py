@@ -1,6 +1,6 @@
 """Plain PyTorch as a contender of peers.run: alone, under DDP, with ZeRO-1, and with DTensor tensor parallelism.
 
-The model is plain_gpt's. Its pipelines are in pytorch_pipeline.py.
+The model is plain_gpt's.
 """
 
 import dataclasses

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from benchmarks.common import set_policy
 from benchmarks.cpu import products
-from benchmarks.cpu.scheduling import set_policy
 from benchmarks.peers.case import GPT2, LLAMA, Case, Contender, batch_of
 from megalite.parity.pool import RankContext
 
@@ -37,7 +37,6 @@ CONTENDERS: dict[str, Entry] = {
     "megalite, zb-h2": Entry("megalite:build_zb_h2", ("pp2",), (GPT2, LLAMA), ours=True),
     "megalite, dualpipe-v": Entry("megalite:build_dualpipe_v", ("pp2.vpp2",), ours=True),
     "plain torch": Entry("pytorch:build_plain", _ONE, bf16=True),
-    "nanoGPT-like": Entry("nanogpt:build", _ONE, bf16=True),
     "Hugging Face GPT-2": Entry("huggingface:build", _ONE, bf16=True),
     "torch DDP": Entry("pytorch:build_ddp", ("dp2",)),
     "torch DDP, ZeRO-1": Entry("pytorch:build_zero", ("dp2",)),

@@ -2,11 +2,9 @@
 
 import statistics
 import sys
-import time
 from typing import Any, NamedTuple
 
 from benchmarks.pipeline.sleep import (
-    CappedMemory,
     Durations,
     SleepingRank,
     costs_of,
@@ -25,8 +23,6 @@ from megalite.pipeline.ir.memory import Sizes
 from megalite.pipeline.ir.schedule import Program, Schedule
 from megalite.pipeline.ir.simulate import Costs, simulate
 from megalite.pipeline.ir.validate import validate
-
-OPERATION_SECONDS = 0.04  # F, I and W of a whole rank; a rank with two stages has half of it in each
 
 NAMED: dict[str, tuple[str, int, dict[str, Any]]] = {
     "gpipe": ("gpipe", 1, {}),
@@ -66,11 +62,13 @@ def calibrate(context: RankContext, durations: Durations) -> dict[Any, float]:
     return measured_durations(durations)
 
 
-def bench_fidelity(pool: RankPool, *, ranks: int, microbatches: int, steps: int, names: list[str]) -> dict[str, Any]:
-    """Each schedule simulated with the costs measured on one rank, then run."""
-    durations = {chunks: Durations.equal(OPERATION_SECONDS / chunks) for chunks in (1, 2)}
+def bench_fidelity(
+    pool: RankPool, *, ranks: int, microbatches: int, steps: int, seconds: float, names: list[str]
+) -> dict[str, Any]:
+    """Each schedule simulated with the costs measured on one rank, then run; an operation of a whole rank takes `seconds`."""
+    durations = {chunks: Durations.equal(seconds / chunks) for chunks in (1, 2)}
     took = {chunks: pool.run(1, calibrate, durations[chunks])[0] for chunks in durations}
-    p2p = pool.run(2, message_latency, 100)[0]
+    p2p = pool.run(2, message_latency, 20 * steps)[0]
     rows = []
     for name in names:
         chunks = AUTO[name] if name in AUTO else NAMED[name][1]
@@ -104,11 +102,9 @@ def fidelity_table(result: dict[str, Any]) -> list[list[str]]:
 
 
 RANKS, MICRO = 2, 2
-WAYS = ("paper", "simulated", "measured")
+WAYS = ("paper", "simulated")
 ACTIVATION_GB, WEIGHTS_GB, CAP_GB = 3.0, 6.1, 16.0
 MICROBATCH_SECONDS, OVERHEAD_SECONDS = 0.226, 0.07
-
-SCALE = 0.5  # real ranks sleep this part of the times
 
 
 class Row(NamedTuple):
@@ -161,23 +157,8 @@ def most_microbatches(schedule: str, limit: int = 64) -> int:
     return max(m for m in range(1, limit + 1) if memory_gb(program_of(schedule, m)) is not None)
 
 
-def run_capped_rank(context: RankContext, row: Row, steps: int) -> tuple[list[tuple[float, float]], float]:
-    """Steps on one rank with sleeping stages, and the most that its memory held."""
-    topology = context.topology(pp=RANKS)
-    third = SCALE * MICROBATCH_SECONDS / 3
-    memory = CappedMemory(WEIGHTS_GB, ACTIVATION_GB, CAP_GB)
-    program = program_of(row.schedule, row.microbatches)
-    me = SleepingRank(program, context.rank, topology.edges, Durations.equal(third), memory=memory)
-
-    def step() -> None:
-        me.executor.run()
-        time.sleep(SCALE * OVERHEAD_SECONDS)
-
-    return timed_steps(topology.world, step, steps + 1)[1:], memory.peak
-
-
-def bench_dapple(pool: RankPool, *, steps: int) -> dict[str, Any]:
-    """Every row simulated and, where it fits, run; then the ratios that the paper's abstract states."""
+def bench_dapple() -> dict[str, Any]:
+    """Every row simulated; then the ratios that the paper's abstract states."""
     rows = []
     for row in ROWS:
         program = program_of(row.schedule, row.microbatches)
@@ -188,15 +169,10 @@ def bench_dapple(pool: RankPool, *, steps: int) -> dict[str, Any]:
             "simulated_throughput": throughput(row.microbatches, simulated_seconds(program)),
         }
         if replayed is not None:
-            ranks = pool.run(RANKS, run_capped_rank, row, steps)
-            seconds = statistics.median(step_times([times for times, _ in ranks])) / SCALE
             found["simulated_gb"] = statistics.mean(replayed)
-            found["measured_gb"] = statistics.mean(peak for _, peak in ranks)
-            found["measured_throughput"] = throughput(row.microbatches, seconds)
         rows.append(found)
-        print(found, file=sys.stderr)
     gigabytes = {"activation_gb": ACTIVATION_GB, "weights_gb": WEIGHTS_GB, "cap_gb": CAP_GB}
-    times = {"microbatch_s": MICROBATCH_SECONDS, "overhead_s": OVERHEAD_SECONDS, "scale_of_measured_times": SCALE}
+    times = {"microbatch_s": MICROBATCH_SECONDS, "overhead_s": OVERHEAD_SECONDS}
     by_way = {way: ratios(rows, way) for way in WAYS}
     most = most_microbatches("gpipe")
     return {**gigabytes, **times, "gpipe_most_microbatches": most, "rows": rows, "ratios": by_way}
@@ -226,7 +202,7 @@ def dapple_table(result: dict[str, Any]) -> list[list[str]]:
     for row in result["rows"]:
         name = f"{row['system']} M={row['microbatches']}"
         if not row["fits"]:
-            table.append([f"{name}, {CAP_GB:g} GB", "-", "refused", "not started"])
+            table.append([f"{name}, {CAP_GB:g} GB", "-", "refused"])
             continue
         table.append([f"{name}, samples/s", *(shown(row, f"{way}_throughput", ".2f") for way in WAYS)])
         table.append([f"{name}, GB", *(shown(row, f"{way}_gb", ".1f") for way in WAYS)])

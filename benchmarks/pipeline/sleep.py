@@ -39,44 +39,6 @@ class Durations:
         return cls(forward=seconds, input_grad=seconds, weight_grad=seconds)
 
 
-@dataclass
-class CappedMemory:
-    """Counts live graphs and refuses one too many, as a device that is full would.
-
-    Args:
-        weights, activation: what the stage holds always, and for each graph; any unit.
-        cap: the most that it may hold.
-    """
-
-    weights: float
-    activation: float
-    cap: float
-    graphs: int = 0
-    peak: float = 0.0
-
-    def take(self) -> "_Graph":
-        """A graph's share, until the token is let go."""
-        return _Graph(self)
-
-
-class OutOfMemory(RuntimeError):
-    """The cap is reached."""
-
-
-class _Graph:
-    def __init__(self, memory: CappedMemory) -> None:
-        held = memory.weights + (memory.graphs + 1) * memory.activation
-        if held > memory.cap:
-            raise OutOfMemory(f"{memory.graphs + 1} microbatches need {held:g}, the cap is {memory.cap:g}")
-        self._memory = memory
-        memory.graphs += 1
-        memory.peak = max(memory.peak, held)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_memory"):
-            self._memory.graphs -= 1
-
-
 class SleepGradients:
     """The weight gradients of a stage: `run` sleeps."""
 
@@ -117,16 +79,12 @@ class SleepGradients:
 class _Stage:
     durations: Durations
     deferred: SleepGradients
-    memory: CappedMemory | None
 
 
 class _Work(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, stage: _Stage) -> torch.Tensor:
         ctx.stage = stage
-        # An R's first forward makes no graph and so holds nothing.
-        if ctx.needs_input_grad[0] and stage.memory is not None:
-            ctx.graph = stage.memory.take()
         time.sleep(stage.durations.forward)
         return x.clone()
 
@@ -138,21 +96,15 @@ class _Work(torch.autograd.Function):
 
 
 class SleepingRank:
-    """One pipeline rank whose stages sleep.
-
-    Args:
-        memory: what this rank may hold, over all its stages.
-    """
+    """One pipeline rank whose stages sleep."""
 
     def __init__(
         self, program: Program, rank: int, edges: dict[tuple[int, int], Group], durations: Durations, *,
-        memory: CappedMemory | None = None, tracer: Tracer | None = None,
+        tracer: Tracer | None = None,
     ) -> None:  # fmt: skip
         schedule = program.schedule
         self._last = schedule.num_stages - 1
-        self._stages = {
-            stage: _Stage(durations, SleepGradients(durations.weight_grad), memory) for stage in schedule.stages_of(rank)
-        }
+        self._stages = {stage: _Stage(durations, SleepGradients(durations.weight_grad)) for stage in schedule.stages_of(rank)}
         self._tokens = torch.ones(SHAPE, requires_grad=True)
         deferred = {stage: held.deferred for stage, held in self._stages.items()}
         self.executor = Executor(

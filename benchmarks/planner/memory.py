@@ -1,18 +1,15 @@
-"""The planner's memory beside what is published and what real runs hold on this machine.
+"""The planner's memory beside what real runs hold on this machine.
 
     OMP_NUM_THREADS=1 python -m benchmarks.planner.memory [--solo] [--json FILE]
 
-Published: the values of Korthikanti et al. 2022, figure 1, from the paper's own closed forms, and beside them what the
-planner counts for the same models, with all that the forms leave out.
-Measured: tiny GPTs of several families train a few steps on one to four gloo ranks. Bytes of weights, gradients and
+Tiny GPTs of several families train a few steps on one to four gloo ranks. Bytes of weights, gradients and
 optimizer state are those of the storages that the strategy and the optimizer hold; bytes of activations those of the
 distinct storages that autograd's saved tensors keep alive at the peak of a step, parameters left out. The prediction is
 what `--dry-run --rank` prints.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -25,66 +22,9 @@ from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.parity.pool import RankContext, RankPool
 from megalite.parity.trajectory import Runner
-from megalite.partition.memory import RankMemory, activation_peaks, held_buckets, rank_memory
+from megalite.partition.memory import activation_peaks, held_buckets
 from megalite.partition.pipeline import layout_of, plan_stages, schedule_of
 from megalite.training.replica import build_replica
-
-Recompute = Literal["none", "selective", "full"]
-STATE_BYTES = 18
-"""Of one parameter: itself and its gradient (2 + 4), the main parameter and two moments (4 each)."""
-
-
-@dataclass(frozen=True)
-class GPTShape:
-    """Letters as in the paper: L layers, h hidden size, a heads, s sequence length, b micro batch size; t and p the
-    tensor- and pipeline-parallel sizes, v virtual stages per rank."""
-
-    layers: int
-    hidden: int
-    heads: int
-    sequence: int
-    micro_batch: int
-    tp: int = 1
-    pp: int = 1
-    vpp: int = 1
-
-
-def layer_bytes(shape: GPTShape, *, sequence_parallel: bool, recompute: Recompute) -> float:
-    """Activations of one layer and microbatch, table 2.
-
-    sbh(10 + 24/t + 5as/ht), with sequence parallelism all of it / t; selective recompute leaves out 5as/ht; full
-    recompute keeps the layer's input, 2sbh, which is not split here.
-    """
-    sbh = shape.sequence * shape.micro_batch * shape.hidden
-    if recompute == "full":
-        return 2.0 * sbh
-    replicated = 10.0 / shape.tp if sequence_parallel else 10.0
-    scores = 0.0 if recompute == "selective" else 5.0 * shape.heads * shape.sequence / shape.hidden
-    return sbh * (replicated + (24.0 + scores) / shape.tp)
-
-
-def activation_bytes(shape: GPTShape, *, sequence_parallel: bool, recompute: Recompute) -> float:
-    """All layers' worth on the first pipeline rank, which holds p microbatches of its L/p layers in 1F1B.
-
-    Interleaving adds the factor 1 + (p-1)/(pv).
-    """
-    in_flight = 1.0 if shape.vpp == 1 else 1.0 + (shape.pp - 1) / (shape.pp * shape.vpp)
-    return shape.layers * layer_bytes(shape, sequence_parallel=sequence_parallel, recompute=recompute) * in_flight
-
-
-def parameter_and_optimizer_bytes(shape: GPTShape) -> float:
-    """Of the layers' matrices on one rank: 18·12·L·h²/(t·p)."""
-    return STATE_BYTES * 12.0 * shape.layers * shape.hidden**2 / (shape.tp * shape.pp)
-
-
-FIGURE_1: dict[str, tuple[GPTShape, int, tuple[float, float, float]]] = {
-    "22B": (GPTShape(48, 6144, 64, 2048, 4, tp=8), 4, (45.56, 59.25, 9.56)),
-    "175B": (GPTShape(96, 12288, 96, 2048, 1, tp=8, pp=8, vpp=3), 64, (45.56, 66.84, 12.35)),
-    "530B": (GPTShape(105, 20480, 128, 2048, 1, tp=8, pp=35, vpp=3), 280, (31.64, 114.02, 23.08)),
-    "1T": (GPTShape(128, 25600, 160, 2048, 1, tp=8, pp=64), 512, (32.96, 131.25, 26.56)),
-}
-"""Model -> shape, global batch, and GiB on the first rank: parameters and optimizer, activations with tensor parallelism
-alone, activations with sequence parallelism and selective recompute."""
 
 TINY = settings(
     "num_layers=4 hidden_size=256 num_attention_heads=8 vocab_size=512 seq_length=128 micro_batch_size=2 "
@@ -145,19 +85,6 @@ def tiny(name: str) -> RunConfig:
     return validate(replace(RunConfig(), **{**TINY, **changes}), world_size)
 
 
-def published_model(shape: GPTShape, batch: int, plain: bool) -> RunConfig:
-    """A model of the figure as a config; `plain`: tensor parallelism alone, else with sequence parallelism and selective
-    recompute."""
-    sizes = {"num_layers": shape.layers, "hidden_size": shape.hidden, "num_attention_heads": shape.heads}
-    batch = {"seq_length": shape.sequence, "micro_batch_size": shape.micro_batch, "global_batch_size": batch}
-    stages = shape.pp * shape.vpp
-    layout = {"tp": shape.tp, "pp": shape.pp, "vpp": shape.vpp, "pipeline_layers": [shape.layers // stages] * stages}
-    changes = {**sizes, **batch, **layout, **DROPOUT, "vocab_size": 51200, "precision": "bf16"}
-    if not plain:
-        changes |= {"sequence_parallel": True, **_selective("core_attn")}
-    return validate(replace(RunConfig(), **changes), shape.tp * shape.pp)
-
-
 def measure(context: RankContext, name: str) -> dict[str, float]:
     """On this rank, what is held and what was predicted."""
     config = tiny(name)
@@ -203,38 +130,7 @@ def measured_rows(pool: RankPool | None, names: Iterable[str]) -> list[dict[str,
     return rows
 
 
-def published_rows() -> list[dict[str, Any]]:
-    """Figure 1, the paper's forms, and our count, in GiB on the first rank."""
-    rows = []
-    for name, (shape, batch, published) in FIGURE_1.items():
-        forms = (
-            parameter_and_optimizer_bytes(shape),
-            activation_bytes(shape, sequence_parallel=False, recompute="none"),
-            activation_bytes(shape, sequence_parallel=True, recompute="selective"),
-        )
-        counted = [first_rank(published_model(shape, batch, plain)) for plain in (True, False)]
-        state = counted[0].parameter_bytes + counted[0].gradient_bytes + counted[0].optimizer_bytes
-        count = (state, *(each.activation_bytes for each in counted))
-        what = ("parameters and optimizer", "activations", "activations, sequence parallel, selective")
-        for row in zip(what, published, (form / 2**30 for form in forms), (own / 2**30 for own in count), strict=True):
-            rows.append({"model": name, **dict(zip(("what", "published", "form", "counted"), row, strict=True))})
-    return rows
-
-
-def first_rank(config: RunConfig) -> RankMemory:
-    """The memory of the first pipeline rank as the dry run counts it."""
-    stages = plan_stages(config)
-    peaks = activation_peaks(config, stages, schedule_of(config, microbatch_counts(config)[-1]))
-    return rank_memory(config, [plan for plan in stages if plan.rank == 0], peaks[0])
-
-
-def show(published: list[dict[str, Any]], measured: list[dict[str, Any]]) -> None:
-    print(f"{'model':<6}{'GiB on the first rank':<44}{'published':>10}{'form':>10}{'counted':>10}")
-    for row in published:
-        values = "".join(f"{row[key]:>10.2f}" for key in ("published", "form", "counted"))
-        print(f"{row['model']:<6}{row['what']:<44}{values}")
-    worst = max(abs(row["form"] - row["published"]) for row in published)
-    print(f"the forms are off by {worst:.4f} GiB at most, of values in two digits\n")
+def show(measured: list[dict[str, Any]]) -> None:
     print(f"{'case':<42}{'ranks':>6}{'state, KiB':>22}{'activations, KiB':>22}{'error':>9}")
     print(f"{'':<42}{'':>6}{'predicted':>11}{'held':>11}{'predicted':>11}{'held':>11}{'of all':>9}")
     keys = ("predicted_state_bytes", "state_bytes", "predicted_activation_bytes", "activation_bytes")
@@ -249,14 +145,13 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = common.parser(__doc__, json_help="write all numbers there")
     parser.add_argument("--solo", action="store_true", help="cases of one rank alone")
     arguments = parser.parse_args(words)
-    published = published_rows()
     if arguments.solo:
         measured = measured_rows(None, [name for name, (size, _) in CASES.items() if size == 1])
     else:
         with RankPool(4) as pool:
             measured = measured_rows(pool, CASES)
-    show(published, measured)
-    common.write_json(arguments.json, "planner.memory", words, {"published": published, "measured": measured})
+    show(measured)
+    common.write_json(arguments.json, "planner.memory", words, {"measured": measured})
 
 
 if __name__ == "__main__":

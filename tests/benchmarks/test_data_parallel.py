@@ -29,7 +29,7 @@ SMALL: dict[str, Any] = {
 SERVER = {**SMALL, "dp_strategy": "sharded-parameter-server", "server_chunk_mb": 0.01}
 ORDERED: list[dict[str, Any]] = [{**each, "steps": 3, "settings": SERVER} for each in data_parallel.ORDERS[:2]]
 CASES: list[dict[str, Any]] = [
-    {"name": "traced", "steps": 3, "settings": SMALL, "trace": True},
+    {"name": "plain", "steps": 3, "settings": SMALL},
     {"name": "frozen", "steps": 4, "settings": {**SMALL, **ONEBIT, "freeze_step": 2}, "forget_errors": True},
 ]
 
@@ -61,9 +61,9 @@ def test_each_rank_writes_each_step(records: dict[str, list[dict[str, Any]]]) ->
     assert phases == ["gradients"] * 2 + ["momentum"] * 2
     # By the strategies' own count: the host's interface counts what other programs send as well.
     wire = {name: sum(row["wire"] for row in steps_of(found)) for name, found in records.items()}
-    assert wire["frozen"] < wire["traced"] * 4 / 3
-    assert sent(records["traced"]) >= wire["traced"]
-    assert seconds(records["traced"], 2) < seconds(records["traced"])
+    assert wire["frozen"] < wire["plain"] * 4 / 3
+    assert sent(records["plain"]) >= wire["plain"]
+    assert seconds(records["plain"], 2) < seconds(records["plain"])
 
 
 def test_the_order_of_pulls_changes_no_number(records: dict[str, list[dict[str, Any]]]) -> None:

@@ -52,7 +52,7 @@ def test_the_dry_run_measures_every_part(dry: SimpleNamespace) -> None:
     assert dry.result["gpu"]["torch"] == torch.__version__
     assert {row["what"] for row in rows if row["part"] == "ceilings"} == {"copy", "gemm", "attention"}
     runs = [row for row in rows if row["part"] == "step" and "tokens_per_second" in row]
-    assert {row["who"] for row in runs} == {"megalite", "nanoGPT-like, torch.compile", "Hugging Face GPT-2"}
+    assert {row["who"] for row in runs} == {"megalite", "plain torch, compiled", "Hugging Face GPT-2"}
     assert {row["accumulation"] for row in runs if row["who"] == "megalite"} == {1, 2}
     assert all(math.isfinite(row["last_loss"]) for row in runs)
 

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from benchmarks.live_bytes import LiveBytes
-from benchmarks.pipeline import fidelity as pipeline_dapple
-from benchmarks.pipeline.fidelity import AUTO, NAMED
-from benchmarks.pipeline.sleep import CappedMemory, Durations, OutOfMemory, SleepingRank, costs_of, measured_durations
+from benchmarks.pipeline.fidelity import AUTO, NAMED, bench_dapple
+from benchmarks.pipeline.sleep import Durations, SleepingRank, costs_of, measured_durations
 from megalite.pipeline.ir.actions import Kind
 from megalite.pipeline.ir.generators.registry import SCHEDULES
 from megalite.pipeline.ir.lower import lower
@@ -16,43 +15,16 @@ from megalite.pipeline.ir.simulate import simulate
 NOTHING = Durations.equal(0.0)
 
 
-def dapple_rows() -> list[dict[str, object]]:
-    rows = []
-    for row in pipeline_dapple.ROWS:
-        program = pipeline_dapple.program_of(row.schedule, row.microbatches)
-        held = pipeline_dapple.memory_gb(program)
-        seconds = pipeline_dapple.simulated_seconds(program)
-        rows.append(
-            {
-                **row._asdict(),
-                "simulated_throughput": pipeline_dapple.throughput(row.microbatches, seconds),
-                "simulated_gb": None if held is None else sum(held) / len(held),
-            }
-        )
-    return rows
-
-
 def test_dapples_headline_follows_from_our_simulator_and_replay() -> None:
     """1.6 times the throughput in 12 % less memory, and what it leaves out: GPipe with a third microbatch."""
-    rows = dapple_rows()
-    found = list(pipeline_dapple.ratios(rows, "simulated").values())
-    assert found == pytest.approx([1.530, 1.604, 1.328, -0.124], abs=5e-4)
-    assert list(pipeline_dapple.ratios(rows, "paper").values()) == [
+    found = bench_dapple()["ratios"]
+    assert list(found["simulated"].values()) == pytest.approx([1.530, 1.604, 1.328, -0.124], abs=5e-4)
+    assert list(found["paper"].values()) == [
         pytest.approx(1.604, abs=5e-4),
         pytest.approx(1.604, abs=5e-4),
         None,
         pytest.approx(-0.124, abs=5e-4),
     ]
-
-
-def test_a_sleeping_stage_counts_its_graphs_and_refuses_one_too_many() -> None:
-    csv = "0F0,0F1,0B0,0F2,0B1,0B2\n"
-    memory = CappedMemory(weights=1.0, activation=2.0, cap=5.0)
-    SleepingRank(lower(Schedule.from_csv(csv)), 0, {}, NOTHING, memory=memory).executor.run()
-    assert (memory.peak, memory.graphs) == (5.0, 0)
-    with pytest.raises(OutOfMemory, match="3 microbatches need 7, the cap is 5"):
-        program = lower(Schedule.from_csv("0F0,0F1,0F2,0B0,0B1,0B2\n"))
-        SleepingRank(program, 0, {}, NOTHING, memory=memory).executor.run()
 
 
 def test_whole_backwards_and_halves_sleep_for_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ PROGRAMS = {
 }
 PARTS = {
     *("benchmarks.data.preprocess", "benchmarks.data.read", "benchmarks.data_parallel.worker"),
-    *("benchmarks.gpu.child", "benchmarks.peers.plain_gpt"),
+    "benchmarks.gpu.child",
 }
 """Programs that other programs start."""
 README = (FOLDER / "README.md").read_text(encoding="utf-8")
@@ -46,12 +46,11 @@ PLAN = {"175B x 512": "--preset llama3-8b --cluster dgx-h100 --gpus 8 --global-b
 SMALLEST: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("cpu.attention", "--rounds 1 --shapes 1x2x16x8", "milliseconds", {}),
     ("cpu.products", "--rounds 1 --shapes 16x8x16", "flops_per_second", {}),
-    ("cpu.scheduling", "--rounds 1 --ranks 2", "rows", {}),
     ("cpu.shared_memory", "--rounds 1 --ranks 2 --sizes 1024", "rows", {"CPU_MODEL": SETTINGS}),
     ("checkpoint.run", "--tiny --rounds 1", "conversion", {}),
     ("data.run", "--tiny", "preprocess", {"WORKERS": (1,)}),
     ("generation.run", "--tiny --rounds 1", "rows", {}),
-    ("pipeline.run", "--quick --memory --only 1f1b", "memory", {}),
+    ("pipeline.run", "--quick --fidelity --only 1f1b", "fidelity", {"FIDELITY_RANKS": 2, "OPERATION_SECONDS": 0.001}),
     ("planner.chain", "--models gnmt-16 --clusters 2x8", "rows", {}),
     ("planner.search", "--cases '175B x 512' --refined 2", "cases", {"CASES": PLAN, "RUNS": 1}),
     ("scale.run", "--worlds 8 16", "exponents", {"MODEL": MODEL, "LAYOUTS": {8: (2, 2), 16: (2, 2)}}),
@@ -71,13 +70,11 @@ def test_commands_of_all_pages_name_programs() -> None:
             assert (common.ROOT / path).exists(), (page, path)
 
 
-@pytest.mark.parametrize("line", sorted(re.findall(r"`(?:python|torchrun [^`]*?)(?: -m benchmarks[^`]+)`", README)))
+@pytest.mark.parametrize("line", sorted(re.findall(r"`python -m benchmarks[^`]+`", README)))
 def test_the_options_of_each_command_exist(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = shlex.split(line.strip("`"))
     at = words.index("-m")
     module = importlib.import_module(words[at + 1])
-    if words[at + 1] == "benchmarks.steps.breakdown":
-        return  # it takes the flags of pretrain_gpt.py
     with pytest.raises(SystemExit) as ended:
         module.main([*words[at + 2 :], "--help"])
     assert ended.value.code == 0
