@@ -59,8 +59,7 @@ def test_without_an_end_token_the_weights_convert_and_verify(
     assert "leave the tokenizer out with --without-tokenizer" in capsys.readouterr().err
     for to, flags in (("native", ["--without-tokenizer"]), ("megatron", [])):
         assert run(tmp_path / "hf", tmp_path / to, "--to", to, *flags) == 0
-        said = capsys.readouterr().out
-        assert "a fixed random draw (the tokenizer cannot be opened)" in said and "passed" in said
+        assert "verify   passed" in capsys.readouterr().out
 
 
 def test_another_tokenizer_than_the_recorded_one_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

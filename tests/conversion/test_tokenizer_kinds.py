@@ -70,13 +70,13 @@ def test_tiktoken(write: Callable[[Path], Path], pattern: str, end: int, tmp_pat
     assert "is tiktoken's; give a tokenizer.json, or --without-" in error
     assert run(source, tmp_path / "hf", "--to", "huggingface", "--without-tokenizer") == 0
     said = capsys.readouterr().out
-    assert "tokens of text by tokenizer.model" in said and "verify   passed" in said
+    assert "verify   passed" in said
     for name in ("config.json", "generation_config.json"):
         assert json.loads((tmp_path / "hf" / name).read_text())["eos_token_id"] == end
     assert not (tmp_path / "hf" / "tokenizer.json").exists()
 
     assert run(source, tmp_path / "b", "--to", "native") == 0
-    assert "tokens of text by" in capsys.readouterr().out
+    assert "verify   passed" in capsys.readouterr().out
     again = NativeWeights(tmp_path / "b")
     assert (again.recorded_tokenizer, again.tokenizer_hints.tiktoken_pattern) == (recorded, pattern)
     assert f"tiktoken_pattern: {pattern}" in (tmp_path / "b" / "config.yaml").read_text()
@@ -104,7 +104,6 @@ def test_bytes(tmp_path: Path, capsys: Captured) -> None:
     for target, flags in (("hf", []), ("bare", ["--without-tokenizer"])):
         assert run(source, tmp_path / target, "--to", "huggingface", *flags) == 0
         said = capsys.readouterr().out
-        assert "tokens of text by ByteLevelTokenizer" in said
         none = "ByteLevelTokenizer has none; ids are the bytes of the text in UTF-8, and 256 ends a document"
         assert (f"no tokenizer file goes along: {none}\n" in said) is (target == "hf")
         for name in ("config.json", "generation_config.json"):

@@ -11,7 +11,7 @@ import torch
 from megalite.conversion.huggingface.weights import HuggingFaceWeights, write_huggingface
 from megalite.conversion.verify import Rounded, Verification, verify
 from megalite.conversion.weights import ConversionError, Repadded, Wrapped
-from tests.conversion.samples import EXPERTS, GPT, LLAMA, MadeUp, byte_tokenizer
+from tests.conversion.samples import EXPERTS, GPT, LLAMA, MadeUp
 
 QKV = "layers.1.attention.qkv.weight"
 
@@ -96,14 +96,6 @@ class Rewidened(Wrapped):
 
     def read(self, name: str) -> torch.Tensor:
         return self.inner.read(name).float()
-
-
-def test_tokens_are_text_where_there_is_a_tokenizer(tmp_path: Path) -> None:
-    files = byte_tokenizer(tmp_path / "data")
-    source = MadeUp(tmp_path, GPT)
-    assert compared(source, source).computed.endswith("48 tokens of a fixed random draw")
-    target = MadeUp(tmp_path, GPT, tokenizer_files=files)
-    assert compared(source, target).computed.endswith("48 tokens of text by vocab.json")
 
 
 @pytest.mark.parametrize(
