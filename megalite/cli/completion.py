@@ -1,7 +1,5 @@
 """`megalite completion`: what shells complete with, from the tables of commands and of settings."""
 
-import re
-import shlex
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +14,7 @@ from megalite.config.flags import RUN_OPTIONS
 
 main = COMPLETION
 
-Words = Mapping[str, tuple[Sequence[str], str]]  # flag -> its values, where they are few, and its help
+Words = Mapping[str, Sequence[str]]  # flag -> its values, where they are few
 
 _BASH = """\
 _megalite() {
@@ -44,9 +42,6 @@ complete -o default -F _megalite megalite pretrain_gpt.py
 
 
 def run(flags: Namespace) -> int:
-    if flags.shell == "fish":
-        show("\n".join(_fish()))
-        return 0
     bash = _bash()
     show(f"autoload -U +X bashcompinit && bashcompinit\n{bash}" if flags.shell == "zsh" else bash)
     return 0
@@ -61,14 +56,14 @@ def commands(known: Mapping[str, Command] = COMMANDS) -> Iterator[Command]:
 
 def words_of(command: Command) -> Words:
     """The flags of a command."""
-    found: dict[str, tuple[Sequence[str], str]] = {}
+    found: dict[str, Sequence[str]] = {}
     if command.settings is not None or not command.reads:
-        found |= {flag: (preset_names() if flag == "--preset" else (), text) for flag, (_, text) in RUN_OPTIONS.items()}
+        found |= {flag: preset_names() if flag == "--preset" else () for flag in RUN_OPTIONS}
         for setting in settings().values():
             negated = [f"--no-{setting.flags[0][2:]}"] if setting.type is bool else []
-            found |= dict.fromkeys([*setting.flags, *negated], (tuple(setting.choices), setting.help))
-    found |= {word: (tuple(flag.choices), flag.help) for word, flag in command.spellings.items() if flag.help}
-    return {"--help": ((), "")} | found
+            found |= dict.fromkeys([*setting.flags, *negated], tuple(setting.choices))
+    found |= {word: tuple(flag.choices) for word, flag in command.spellings.items() if flag.help}
+    return {"--help": ()} | found
 
 
 def _place(command: Command) -> str:
@@ -80,7 +75,7 @@ def _bash() -> str:
     inner = [f'"{" ".join(_place(command).split()[:-1])} {_place(command).split()[-1]}"' for command in everything]
     values: dict[str, list[str]] = defaultdict(list)
     for command in everything:
-        for flag, (choices, _) in words_of(command).items():
+        for flag, choices in words_of(command).items():
             if choices:
                 values[" ".join(choices)].append(f'"{_place(command)} {flag}"')
     flags = [f'"") words="{" ".join(COMMANDS)}" ;;']
@@ -96,20 +91,3 @@ def _bash() -> str:
         "values": "\n".join(f'    {" | ".join(names)}) words="{words}" ;;' for words, names in values.items()),
         "flags": "\n".join(f"      {line}" for line in flags),
     }
-
-
-def _fish() -> Iterator[str]:
-    yield "complete -c megalite -n __fish_use_subcommand -f"
-    for command in commands():
-        *outer, name = _place(command).split()
-        where = " ".join(f"__fish_seen_subcommand_from {word};" for word in outer).rstrip(";").replace("; ", "; and ")
-        where = where or "__fish_use_subcommand"
-        yield f"complete -c megalite -n {shlex.quote(where)} -f -a {name} -d {shlex.quote(command.summary)}"
-        seen = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in (*outer, name))
-        for placed in command.flags:
-            if placed.is_placed and placed.choices:
-                yield f"complete -c megalite -n {shlex.quote(seen)} -f -a {shlex.quote(' '.join(placed.choices))}"
-        for flag, (choices, text) in words_of(command).items():
-            about = re.split(r"; |: |\\. |\\.$", text)[0]
-            given = f" -x -a {shlex.quote(' '.join(choices))}" if choices else ""
-            yield f"complete -c megalite -n {shlex.quote(seen)} -l {flag[2:]}{given} -d {shlex.quote(about)}"

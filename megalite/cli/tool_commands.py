@@ -44,10 +44,9 @@ COMPLETION = Command(
     "megalite completion",
     "shell completion of commands, flags and their values",
     "Print the completion script of a shell, for megalite and for pretrain_gpt.py where that is called by its name.",
-    [Flag("shell SHELL", "bash, zsh or fish", choices=("bash", "zsh", "fish"))],
+    [Flag("shell SHELL", "bash or zsh", choices=("bash", "zsh"))],
     ("megalite completion bash",),
-    'eval "$(megalite completion bash)" goes into ~/.bashrc, with zsh into ~/.zshrc; megalite completion fish | source into '
-    "~/.config/fish/config.fish.",
+    'eval "$(megalite completion bash)" goes into ~/.bashrc, with zsh into ~/.zshrc.',
     bare=0,
 )
 
