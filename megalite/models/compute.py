@@ -14,8 +14,7 @@ from megalite.kernels.matmul import Matmul
 from megalite.models.attention import AttentionCore
 from megalite.models.gpt import GPTStage
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megalite.tensor_parallel.ring_linear import Pieces, Ring
-from megalite.tensor_parallel.symmetric_linear import SymmetricMemory, why_not_symmetric
+from megalite.tensor_parallel.overlapped_linear import Pieces, Ring, SymmetricMemory, why_not_symmetric
 from megalite.topology.group import Group
 
 _LINEAR = (ColumnParallelLinear, RowParallelLinear)

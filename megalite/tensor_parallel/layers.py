@@ -10,6 +10,7 @@ from torch import Tensor
 from megalite.kernels.bases import Function, Module
 from megalite.kernels.matmul import PLAIN, Matmul, Products
 from megalite.tensor_parallel.mappings import gather_along_sequence, reduce_partial_sums
+from megalite.tensor_parallel.overlapped_linear import Pieces, Ring, scattered_linear
 from megalite.tensor_parallel.parameter import (
     ParameterFactory,
     ShardedParameter,
@@ -17,7 +18,6 @@ from megalite.tensor_parallel.parameter import (
     linear_product,
     linear_weight_gradient,
 )
-from megalite.tensor_parallel.ring_linear import Pieces, Ring, scattered_linear
 from megalite.topology.group import DONE, Group, Work
 
 
@@ -108,7 +108,7 @@ def linear(
     Args:
         tp: the group that x enters as a whole: replicated, or split over the sequence. None: x is this rank's part
             already, as in a row-parallel layer.
-        pieces: with sequence parallelism: multiply while rows travel (see `ring_linear`).
+        pieces: with sequence parallelism: multiply while rows travel (see `overlapped_linear`).
 
     Collectives: without `tp` none. Replicated x: none / all-reduce of the input gradient. With sequence parallelism:
     all-gather / all-gather (in W where the backward is split) and reduce-scatter; with `pieces` its own in place of the

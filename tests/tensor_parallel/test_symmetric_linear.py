@@ -9,10 +9,9 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from megalite.config.errors import ConfigError
 from megalite.models import compute
 from megalite.models.compute import apply_compute
-from megalite.tensor_parallel import symmetric_linear
+from megalite.tensor_parallel import overlapped_linear
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megalite.tensor_parallel.ring_linear import Ring
-from megalite.tensor_parallel.symmetric_linear import SymmetricMemory, tried
+from megalite.tensor_parallel.overlapped_linear import Ring, SymmetricMemory, tried
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import build, tiny_config
 from tests.tensor_parallel.test_ring_linear import layers, run
@@ -64,7 +63,7 @@ def trial(context: RankContext, wrong: str) -> str | None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SymmetricMemory, "gather", damaged)
         patch.setattr(
-            symmetric_linear, "_why_not_here", lambda tp: "torch has none" if wrong == "none" and tp.rank else None
+            overlapped_linear, "_why_not_here", lambda tp: "torch has none" if wrong == "none" and tp.rank else None
         )
         return tried(tp, CPU)
 
@@ -87,7 +86,7 @@ def test_it_is_tried_before_it_is_used(wrong: str, reasons: list[str | None]) ->
 
 def test_torch_has_the_operators() -> None:
     """Their signatures are those that are called here."""
-    schema = {name: str(getattr(torch.ops.symm_mem, name).default._schema) for name in symmetric_linear._OPERATORS}
+    schema = {name: str(getattr(torch.ops.symm_mem, name).default._schema) for name in overlapped_linear._OPERATORS}
     assert (
         "(Tensor A, Tensor[] Bs, int gather_dim, str group_name, *, bool return_A=True)"
         in schema["fused_all_gather_matmul"]
