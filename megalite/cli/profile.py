@@ -203,7 +203,7 @@ def _tables(measured: Measurements, nominal: Cluster | None) -> Iterator[str]:
     yield _table("Matrix products", ["product", "m x n x k"], rows, "FLOP/s", "F", shares=shares)
     rows = []
     for each in measured.attention:
-        kind = f"{each.dtype} {each.kind} {'backward' if each.backward else 'forward'}"
+        kind = f"{each.dtype} {'backward' if each.backward else 'forward'}"
         sizes = f"{each.shape.b} x {each.shape.heads} x {each.shape.s} x {each.shape.d}"
         rows.append(([kind, sizes], each.timing, each.flops_per_second, None))
     title = "Attention, by the FLOPs of all scores"

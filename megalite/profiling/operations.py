@@ -10,7 +10,6 @@ import torch
 from megalite.config.optimizer import OptimizerConfig
 from megalite.kernels.attention import causal_attention
 from megalite.kernels.registry import Kernels
-from megalite.kernels.unfused_attention import unfused_attention
 from megalite.optimizers.adam import AdamW
 from megalite.optimizers.base import FlatParameter, Update
 from megalite.profiling.timing import Timer, Timing
@@ -150,7 +149,6 @@ class AttentionShape:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionTime:
-    kind: str  # `fused` or `unfused`
     backward: bool
     shape: AttentionShape
     dtype: str
@@ -164,7 +162,7 @@ class AttentionTime:
 
 def attention_shapes(*, most_flops: float, most_bytes: float) -> list[AttentionShape]:
     """Heads of 64 and 128 over growing sequences, as far as the limits go; at least the smallest of each. `most_bytes`
-    bounds the fp32 scores of the unfused path."""
+    bounds fp32 scores, which some kernels keep."""
     shapes = []
     for d in (64, 128):
         for s in (128, 512, 2048, 4096):
@@ -178,32 +176,24 @@ def attention_shapes(*, most_flops: float, most_bytes: float) -> list[AttentionS
 def measure_attention(
     timer: Timer, *, dtype: torch.dtype, name: str, shapes: list[AttentionShape], seconds: float
 ) -> Iterator[AttentionTime]:
-    """Forward and backward of each shape, fused and unfused; every rank at once, `seconds` in all.
+    """Forward and backward of each shape; every rank at once, `seconds` in all.
 
     Collectives: barriers and gathers over the timer's world."""
-    each = seconds / max(1, 4 * len(shapes))
+    each = seconds / max(1, 2 * len(shapes))
     for shape in shapes:
-        for kind in ("fused", "unfused"):
-            for backward, run in _attention_passes(shape, kind, dtype, timer.device):
-                timing = timer.each_over_ranks(run, seconds=each)
-                yield AttentionTime(kind=kind, backward=backward, shape=shape, dtype=name, timing=timing)
+        for backward, run in _attention_passes(shape, dtype, timer.device):
+            timing = timer.each_over_ranks(run, seconds=each)
+            yield AttentionTime(backward=backward, shape=shape, dtype=name, timing=timing)
 
 
 def _attention_passes(
-    shape: AttentionShape, kind: str, dtype: torch.dtype, device: torch.device
+    shape: AttentionShape, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[bool, Callable[[], object]]]:
     """q, k and v are views of one [s, b, heads, 3·d], as they come from the qkv projection."""
     qkv = torch.randn(shape.s, shape.b, shape.heads, 3, shape.d, device=device).to(dtype)
     q, k, v = (part.squeeze(3).permute(1, 2, 0, 3).detach().requires_grad_() for part in qkv.split(1, dim=3))
-    visible = torch.ones(shape.s, shape.s, dtype=torch.bool, device=device).tril()
-
-    def forward() -> torch.Tensor:
-        if kind == "fused":
-            return causal_attention(q, k, v)
-        return unfused_attention(q, k, v, visible=visible, keep=None, p=0.0)
-
-    yield False, forward
-    out = forward()
+    yield False, lambda: causal_attention(q, k, v)
+    out = causal_attention(q, k, v)
     grad = torch.randn_like(out)
     yield True, lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
 

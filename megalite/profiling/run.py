@@ -104,7 +104,7 @@ def measure(
         progress(f"attention in {name}")
         budget = share["attention"] / len(dtypes)
         # Attention reaches a fraction of the rate of plain products.
-        most = rate * budget / (4 * 8 * _SAMPLES) / 2
+        most = rate * budget / (2 * 8 * _SAMPLES) / 2
         heads = pieces.attention_shapes(most_flops=most, most_bytes=most_bytes)
         found.attention += pieces.measure_attention(timer, dtype=dtype, name=name, shapes=heads, seconds=budget)
     progress("memory")
@@ -388,7 +388,7 @@ def attention_efficiency(times: Sequence[pieces.AttentionTime], cluster: Cluster
     rate = cluster.peak(dtype) * cluster.efficiency.gemm
     shares = []
     for time in times:
-        if time.kind == "fused" and time.dtype == dtype:
+        if time.dtype == dtype:
             flops = time.shape.flops / 2 * (2.5 if time.backward else 1.0)
             seconds = time.timing.seconds - cluster.accelerator.kernel_seconds
             if seconds > 0:

@@ -82,13 +82,11 @@ def measurements(cluster: Cluster, machine: Machine, dtypes: tuple[str, ...] = (
     flops = cluster.peak(dtypes[0]) * cluster.efficiency.gemm / 2  # half the rate of products
     attention = [
         AttentionTime(
-            kind=kind,
             backward=backward,
             shape=shape,
             dtype=dtypes[0],
             timing=took(cluster.accelerator.kernel_seconds + shape.flops / 2 * (2.5 if backward else 1.0) / flops),
         )
-        for kind in ("fused", "unfused")
         for backward in (False, True)
     ]
     return Measurements(

@@ -57,17 +57,12 @@ def test_products_compute_what_is_counted(dtype: torch.dtype) -> None:
             assert result.shape == (m, n)
 
 
-def test_attention_runs_both_ways_with_the_same_result() -> None:
+def test_attention_runs_forward_and_backward() -> None:
     shape = AttentionShape(b=2, heads=3, s=16, d=8)
-    outputs = []
-    for kind in ("fused", "unfused"):
-        torch.manual_seed(0)
-        (_, forward), (_, backward) = _attention_passes(shape, kind, torch.float64, torch.device("cpu"))
-        grads = backward()
-        assert isinstance(grads, tuple)
-        assert [grad.shape for grad in grads] == [(2, 3, 16, 8)] * 3
-        outputs.append(forward())
-    torch.testing.assert_close(*outputs)
+    (_, forward), (_, backward) = _attention_passes(shape, torch.float64, torch.device("cpu"))
+    grads, out = backward(), forward()
+    assert isinstance(grads, tuple) and isinstance(out, torch.Tensor)
+    assert [tensor.shape for tensor in (*grads, out)] == [(2, 3, 16, 8)] * 4
 
 
 def test_shapes_grow_with_the_time_there_is() -> None:
