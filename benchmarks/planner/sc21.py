@@ -1,6 +1,6 @@
 """SC'21 (Narayanan et al. 2021): table 1, PTD-P of table 2 and four figures, by the planner.
 
-    python -m benchmarks.planner.sc21 [--json FILE] [--svg FOLDER]
+    python -m benchmarks.planner.sc21 [--json FILE]
 
 Predicted for nodes of 8 A100-80GB and the software of that time: fp16, dropout 0.1, full recompute. TFLOP/s per GPU are of the
 paper's F, which counts recompute. The constants come from other measured steps (docs/planner.md), none from the paper. The
@@ -10,7 +10,6 @@ figures' curves are predictions too: the paper has points in them that stand in 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from benchmarks import common
@@ -21,7 +20,6 @@ from megalite.config.validate import validate
 from megalite.partition.pipeline import flops_per_token_with_recompute
 from megalite.planner.cost.step import Prediction, predict
 from megalite.planner.hardware import Cluster, SoftwareStack, load_cluster, load_stack
-from megalite.planner.page import Line, draw_curves
 
 PEAK = 312.0
 """TFLOP/s of an A100 in fp16."""
@@ -154,21 +152,15 @@ def figures() -> dict[str, dict[str, list[list[float]]]]:
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--svg", type=Path, metavar="FOLDER", help="draw the figures there")
     arguments = parser.parse_args(words)
     rows = [row(published) for published in TABLE_1 + TABLE_2]
     for each in rows:
         print(f"{each['preset']:12} {each['gpus']:5} GPUs  {each['tflops']:6.1f} TFLOP/s per GPU, paper {each['paper']}")
     drawn = figures()
-    for number, (title, curves) in enumerate(drawn.items()):
+    for title, curves in drawn.items():
         print(f"\n{title}")
         for name, points in curves.items():
             print(f"  {name:16}" + "  ".join(f"{x:g}: {y:.1f}" for x, y in points))
-        if arguments.svg is not None:
-            arguments.svg.mkdir(parents=True, exist_ok=True)
-            lines = [Line(name, [(x, y) for x, y in points], at) for at, (name, points) in enumerate(curves.items())]
-            text = draw_curves(lines, x_label=title.rpartition(", ")[2], y_label="speed")
-            (arguments.svg / f"sc21-{number}.svg").write_text(text, encoding="utf-8")
     common.write_json(arguments.json, "planner.sc21", words, {"tables": rows, "figures": drawn})
 
 
