@@ -207,6 +207,7 @@ DATA_INDEX = Command(
     "Takes any flags of megalite train, --world-size N and --json.",
     settings=("--dry-run",),
     bare=0,
+    run="megalite.cli.data:make_indices",
 )
 
 DATA = Command(

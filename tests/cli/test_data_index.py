@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.cli.data_index import main
+from megalite.cli.model_commands import DATA_INDEX as main
 from megalite.data.sources import build_datasets
 from tests.data.token_files import write_by_layout
 
