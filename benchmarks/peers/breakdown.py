@@ -1,11 +1,12 @@
-"""Where a step of peers.run goes, megalite's beside a peer's, on one rank.
+"""Where a step of peers.run goes, megalite's beside a peer's, on each rank of a layout.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.peers.breakdown [--model wide] [--peer "plain torch"] [--bf16] [--threads 2]
+    OMP_NUM_THREADS=1 python -m benchmarks.peers.breakdown [--model wide] [--layout tp2] [--peer "plain torch"] [--bf16]
 
 Milliseconds of each kind of operation and of the largest operations alone (the least over some steps that torch's
-profiler watched, in turns), how often they ran, CPU seconds of a step without the profiler, and its page faults: memory
-that the C library gave back to the system and got again, to be cleared by the kernel. And the calls of Python's functions
-and of C's from Python: with `--model tiny` they are what a step takes.
+profiler watched, in turns), how often they ran, seconds and CPU seconds of a step without the profiler (what is between is
+waiting, or a core that others have), and its page faults: memory that the C library gave back to the system and got again,
+to be cleared by the kernel. And the calls of Python's functions and of C's from Python: with `--model tiny` they are what a
+step takes.
 """
 
 import resource
@@ -21,7 +22,7 @@ from benchmarks.peers.case import LAYOUTS, Case
 from benchmarks.peers.run import MODELS
 from megalite.parity.pool import RankContext, RankPool
 
-WHOLE = ("CPU seconds", "of them in the kernel", "page faults")
+WHOLE = ("seconds", "CPU seconds", "of them in the kernel", "page faults")
 CALLS = {"call": "Python calls", "c_call": "calls from Python into C"}
 Figures = dict[str, tuple[float, int]]  # of what -> (amount, calls)
 
@@ -39,10 +40,11 @@ def watched(context: RankContext) -> Figures:
 
 def unwatched(context: RankContext) -> Figures:
     """What the next step costs as a whole."""
-    before, cpu = resource.getrusage(resource.RUSAGE_SELF), time.process_time()
+    before, cpu, wall = resource.getrusage(resource.RUSAGE_SELF), time.process_time(), time.perf_counter()
     worker.train(context, 1)
-    cpu, after = time.process_time() - cpu, resource.getrusage(resource.RUSAGE_SELF)
-    amounts = (cpu, after.ru_stime - before.ru_stime, float(after.ru_minflt - before.ru_minflt))
+    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    amounts = (wall, cpu, after.ru_stime - before.ru_stime, float(after.ru_minflt - before.ru_minflt))
     return {name: (amount, 1) for name, amount in zip(WHOLE, amounts, strict=True)}
 
 
@@ -58,17 +60,18 @@ def called(context: RankContext) -> Figures:
 
 
 def measure(case: Case, names: Sequence[str], rounds: int) -> dict[str, Figures]:
-    """The least of each figure over the rounds, by contender."""
-    found: dict[str, Figures] = {name: {} for name in names}
-    pools = {name: RankPool(1) for name in names}
+    """The least of each figure over the rounds, by contender and rank."""
+    ranks, found = case.layout.ranks, dict[str, Figures]()
+    pools = {name: RankPool(ranks) for name in names}
     try:
         for name, pool in pools.items():
-            pool.run(1, worker.build, name, case)
-            pool.run(1, worker.train, 2, timeout=600.0)
+            pool.run(ranks, worker.build, name, case)
+            pool.run(ranks, worker.train, 2, timeout=600.0)
         for work in (unwatched, watched, called) * rounds:
             for name, pool in pools.items():
-                for key, value in pool.run(1, work, timeout=600.0)[0].items():
-                    found[name][key] = min(value, found[name].get(key, value))
+                for rank, figures in enumerate(pool.run(ranks, work, timeout=600.0)):
+                    least = found.setdefault(f"{name}, rank {rank}" if ranks > 1 else name, {})
+                    least.update({key: min(value, least.get(key, value)) for key, value in figures.items()})
     finally:
         for pool in pools.values():
             pool.stop()
@@ -94,12 +97,12 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", choices=MODELS, default="small")
     parser.add_argument("--peer", choices=worker.CONTENDERS, default="plain torch")
     parser.add_argument("--bf16", action="store_true")
-    parser.add_argument("--threads", type=int, choices=(1, 2), default=1)
+    parser.add_argument("--layout", choices=LAYOUTS, default="1")
     parser.add_argument("--rounds", type=int, default=3, help="steps of each, watched and not (3)")
     parser.add_argument("--largest", type=int, default=30, help="single operations that are shown (30)")
     flags = parser.parse_args(words)
-    model, layout = MODELS[flags.model], LAYOUTS["1" if flags.threads == 1 else "1.2threads"]
-    case = Case(size=model.size, layout=layout, family=model.family, bf16=flags.bf16)
+    model = MODELS[flags.model]
+    case = Case(size=model.size, layout=LAYOUTS[flags.layout], family=model.family, bf16=flags.bf16)
     found = measure(case, [worker.MEGALITE, flags.peer], flags.rounds)
     print(report(found, flags.largest))
     common.write_json(flags.json, "peers.breakdown", words, found)
