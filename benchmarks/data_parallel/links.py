@@ -16,7 +16,6 @@ from pathlib import Path
 
 from benchmarks import common
 
-_SWITCH = "mgl-switch"
 _SUBNET = "10.77.0"
 
 
@@ -27,35 +26,36 @@ def unavailable() -> str | None:
     for program in ("ip", "tc"):
         if shutil.which(program) is None:
             return f"there is no {program} here (package iproute2)"
-    _remove("mgl-probe")
+    probe = _name("probe")
     try:
-        _run("ip", "netns", "add", "mgl-probe")
-        _run("ip", "netns", "exec", "mgl-probe", "tc", *_tbf("lo", 100.0))
+        _run("ip", "netns", "add", probe)
+        _inside(probe, "tc", *_tbf("lo", 100.0))
     except subprocess.CalledProcessError as error:
         return f"{' '.join(error.cmd)}: {error.stderr.strip()}"
     finally:
-        _remove("mgl-probe")
+        _remove()
     return None
 
 
 class ShapedLinks:
-    """The namespaces of `ranks` ranks; a context manager that removes them again, and at its start those of a killed one."""
+    """The namespaces of `ranks` ranks; a context manager that removes them again, and those of processes that are gone."""
 
     def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
+        self.ranks, self._switch = ranks, _name("switch")
 
     def __enter__(self) -> "ShapedLinks":
         _remove()
-        _run("ip", "netns", "add", _SWITCH)
-        _inside(_SWITCH, "ip", "link", "add", "br0", "type", "bridge")
-        _inside(_SWITCH, "ip", "link", "set", "br0", "up")
+        _run("ip", "netns", "add", self._switch)
+        _inside(self._switch, "ip", "link", "add", "br0", "type", "bridge")
+        _inside(self._switch, "ip", "link", "set", "br0", "up")
         for rank in range(self.ranks):
-            name = _name(rank)
+            name = _name(f"rank{rank}")
             _run("ip", "netns", "add", name)
             _run(
-                *("ip", "link", "add", "eth0", "netns", name, "type", "veth"), *("peer", "name", f"port{rank}", "netns", _SWITCH)
+                *("ip", "link", "add", "eth0", "netns", name, "type", "veth"),
+                *("peer", "name", f"port{rank}", "netns", self._switch),
             )
-            _inside(_SWITCH, "ip", "link", "set", f"port{rank}", "master", "br0", "up")
+            _inside(self._switch, "ip", "link", "set", f"port{rank}", "master", "br0", "up")
             _inside(name, "ip", "addr", "add", f"{address(rank)}/24", "dev", "eth0")
             for interface in ("lo", "eth0"):
                 _inside(name, "ip", "link", "set", interface, "up")
@@ -67,7 +67,7 @@ class ShapedLinks:
     def set_rate(self, megabits: float | None) -> None:
         """Limit each link, in each direction; None lifts the limit."""
         for rank in range(self.ranks):
-            for namespace, device in ((_name(rank), "eth0"), (_SWITCH, f"port{rank}")):
+            for namespace, device in ((_name(f"rank{rank}"), "eth0"), (self._switch, f"port{rank}")):
                 with contextlib.suppress(subprocess.CalledProcessError):
                     _inside(namespace, "tc", "qdisc", "del", "dev", device, "root")
                 if megabits is not None:
@@ -77,7 +77,7 @@ class ShapedLinks:
         """A process in a rank's namespace, with the environment that torchrun would give it."""
         number, network = (str(rank), {"MASTER_ADDR": address(0), "MASTER_PORT": "29511", "GLOO_SOCKET_IFNAME": "eth0"})
         environment = common.environment(RANK=number, LOCAL_RANK=number, WORLD_SIZE=str(self.ranks), **network)
-        return subprocess.Popen(["ip", "netns", "exec", _name(rank), *argv], env=environment, text=True)
+        return subprocess.Popen(["ip", "netns", "exec", _name(f"rank{rank}"), *argv], env=environment, text=True)
 
 
 def sent_and_received(interface: str = "eth0") -> tuple[int, int]:
@@ -94,19 +94,22 @@ def address(rank: int) -> str:
     return f"{_SUBNET}.{rank + 1}"
 
 
-def _name(rank: int) -> str:
-    return f"mgl-rank{rank}"
-
-
 def _tbf(device: str, megabits: float) -> tuple[str, ...]:
     rate = ("rate", f"{megabits:g}mbit", "burst", "128kb", "latency", "100ms")
     return ("qdisc", "add", "dev", device, "root", "tbf", *rate)
 
 
-def _remove(pattern: str = rf"{_SWITCH}|mgl-rank\d+") -> None:
-    """Namespaces by their names, and the ranks that run in them: those outlive a run that was killed."""
+def _name(what: str) -> str:
+    """Another on each process: several may measure at a time."""
+    return f"mgl-{os.getpid()}-{what}"
+
+
+def _remove() -> None:
+    """The namespaces of this process and of those that are gone, and the ranks in them: they outlive a run that was killed."""
     listed = subprocess.run(["ip", "netns", "list"], check=False, capture_output=True, text=True).stdout
-    for name in re.findall(rf"^(?:{pattern})\b", listed, re.MULTILINE):
+    for name, owner in re.findall(r"^(mgl-(\d+)-\w+)", listed, re.MULTILINE):
+        if int(owner) != os.getpid() and Path("/proc", owner).exists():
+            continue
         inside = subprocess.run(["ip", "netns", "pids", name], check=False, capture_output=True, text=True).stdout
         for number in map(int, inside.split()):
             with contextlib.suppress(ProcessLookupError):

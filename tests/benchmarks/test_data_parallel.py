@@ -1,6 +1,7 @@
 """The parts of the data-parallel benchmark that no clock decides."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -84,12 +85,17 @@ def test_without_root_it_says_why(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 @pytest.mark.skipif(unavailable() is not None, reason=f"no shaped links here: {unavailable()}")
 def test_links_join_ranks_and_go_away() -> None:
-    """A rank's namespace has its own interface, with counters from 0; nothing is left behind."""
+    """A rank's namespace has its own interface, with counters from 0. Nothing is left behind, nor of a process that is gone;
+    what another one measures with stays."""
+    gone, other = subprocess.Popen("true"), f"mgl-{os.getppid()}-rank0"
+    gone.wait()
+    for name in (f"mgl-{gone.pid}-rank0", other):
+        subprocess.run(["ip", "netns", "add", name], check=True)
     with ShapedLinks(2) as links:
         links.set_rate(100.0)
         say = "from benchmarks.data_parallel.links import sent_and_received as s; print(*s())"
         started = subprocess.run(
-            ["ip", "netns", "exec", "mgl-rank1", sys.executable, "-c", say],
+            ["ip", "netns", "exec", f"mgl-{os.getpid()}-rank1", sys.executable, "-c", say],
             cwd=common.ROOT,
             capture_output=True,
             text=True,
@@ -98,4 +104,5 @@ def test_links_join_ranks_and_go_away() -> None:
         assert all(int(number) < 10_000 for number in started.stdout.split())
         assert Bench(links, "text").case("one")["settings"]["data_path"] == ["text"]
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
-    assert not {"mgl-rank0", "mgl-rank1", "mgl-switch"} & set(listed.stdout.split())
+    subprocess.run(["ip", "netns", "del", other], check=True)
+    assert other in listed.stdout and not any(f"mgl-{pid}-" in listed.stdout for pid in (os.getpid(), gone.pid))
