@@ -6,6 +6,7 @@ lists of `ParallelLayout` are the single source instead.
 
 import dataclasses
 import datetime
+import functools
 import json
 import os
 import time
@@ -160,7 +161,7 @@ class Launch:
             )
         try:
             address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
-            return cls(
+            made = cls(
                 rank=int(env.get("RANK", 0)),
                 world_size=int(env.get("WORLD_SIZE", 1)),
                 local_rank=int(env.get("LOCAL_RANK", 0)),
@@ -174,6 +175,12 @@ class Launch:
             raise ConfigError(
                 f"RANK, WORLD_SIZE, LOCAL_RANK, GROUP_RANK and MASTER_PORT must be integers ({error}); use torchrun"
             ) from None
+        if made.world_size > 1 and (made.store is None or not 0 <= made.rank < made.world_size):
+            raise RankError(
+                f"WORLD_SIZE is {made.world_size}, with RANK {made.rank}, MASTER_ADDR {address} and MASTER_PORT {port}; give each "
+                f"of the processes a RANK from 0 to {made.world_size - 1} and all of them one address and port, or use torchrun"
+            )
+        return made
 
     def recorded(self, backend: str, device: torch.device, run_dir: str | None) -> "Launch":
         """The same with torch's flight recorder on where NCCL communicates; before the first process group.
@@ -389,23 +396,18 @@ def start_distributed(launch: Launch, device: torch.device, *, backend: str, tim
     timeout = datetime.timedelta(minutes=timeout_minutes)
     # No device_id: it would make every rank take part in the creation of every NCCL communicator.
     options = _options(backend, "shared", "world", {})
-    if launch.store is None or not launch.store_is_launchers:
-        dist.init_process_group(backend, timeout=timeout, pg_options=options)
-        return
     rank, world_size = launch.rank, launch.world_size
-    kept = dist.TCPStore(*launch.store, world_size, is_master=False, timeout=timeout)
-    store = fresh_prefix_store(kept, rank=rank, world_size=world_size, timeout=timeout)
+    store = fresh_prefix_store(_store_of(launch, timeout), rank=rank, world_size=world_size, timeout=timeout)
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size, pg_options=options)
 
 
 def of_rank_0(work: Callable[[], Any]) -> Any:
-    """What `work` gives on rank 0, plain JSON, on every rank that torchrun has started, before they join. Raises ConfigError:
-    it does there."""
+    """What `work` gives on rank 0, plain JSON, on every rank of the launch, before they join. Raises ConfigError: it does
+    there. Where the launcher keeps no store, rank 0 keeps it from here on."""
     launch, timeout = Launch.from_environment(), datetime.timedelta(minutes=10)
-    if launch.world_size == 1 or launch.store is None or not launch.store_is_launchers:
+    if launch.world_size == 1:
         return work()
-    kept = dist.TCPStore(*launch.store, is_master=False, wait_for_workers=False, timeout=timeout)
-    apart = dist.PrefixStore("megalite-before", kept)  # of where they join
+    apart = dist.PrefixStore("megalite-before", _store_of(launch, timeout))  # of where they join
     store = fresh_prefix_store(apart, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
     answer: dict[str, Any] = {}
     if launch.rank == 0:
@@ -415,9 +417,27 @@ def of_rank_0(work: Callable[[], Any]) -> Any:
             answer["problems"] = error.problems
         store.set("answer", json.dumps(answer))
     answer = json.loads(store.get("answer"))
+    store.set(f"read {launch.rank}", "")
+    if launch.rank == 0:  # it may keep the store, and may end by an error
+        store.wait([f"read {rank}" for rank in range(launch.world_size)])
     if "problems" in answer:
         raise ConfigError(*answer["problems"])
     return answer["found"]
+
+
+@functools.cache
+def _store_of(launch: Launch, timeout: datetime.timedelta) -> dist.TCPStore:
+    """Up to the end of this process: rank 0 keeps it where the launcher does not."""
+    assert launch.store is not None
+    keeps = launch.rank == 0 and not launch.store_is_launchers
+    try:
+        return dist.TCPStore(*launch.store, is_master=keeps, wait_for_workers=False, timeout=timeout, multi_tenant=True)
+    except dist.DistError as error:
+        where, why = "{}:{}".format(*launch.store), str(error).strip().partition(chr(10))[0]
+        raise RankError(
+            f"rank {launch.rank} cannot {'keep the store' if keeps else 'reach the store of rank 0'} at {where} (MASTER_ADDR, "
+            f"MASTER_PORT): {why}; see that all ranks have started and that no other program has the port"
+        ) from None
 
 
 def _options(backend: str, communicator: str, kind: str, max_ctas: Mapping[str, int]) -> Any:

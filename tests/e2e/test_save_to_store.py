@@ -5,6 +5,7 @@ By S3's protocol, where s3fs is installed; `tests/training/test_upload.py` has f
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -109,18 +110,23 @@ def test_what_is_there_is_converted_and_evaluated_and_not_mixed_with_another_run
     ]
 
 
-def test_rank_0_reads_the_manifest_for_all(tmp_path: Path) -> None:
-    """The model comes from the checkpoint at an address; so does one error, where there is no telling."""
+@pytest.mark.parametrize("launcher", ["torchrun", "none"])
+def test_rank_0_reads_the_manifest_for_all(launcher: str, tmp_path: Path) -> None:
+    """The model comes from the checkpoint at an address; so does one error, where there is no telling. Also where the variables
+    are set by hand, and rank 0 keeps the store."""
     bare = FLAGS[FLAGS.index("--mock-data") :]
     words = [*bare, "--data-cache-path", tmp_path / "cache", "--load", "s3://bucket/run", "--tp", "2"]
     with running(S3Server()) as server:
         saves = ["--save", "s3://bucket/run", "--save-interval", "6", "--data-cache-path", tmp_path / "cache"]
         train_forked(1, *FLAGS, *saves, seconds=150, more=server.environment).require_success()
         server.asked.clear()
-        said = train_forked(2, *words, seconds=150, more=server.environment).require_success().out
+        with socket.create_server(("localhost", 0)) as free:
+            by_hand = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(free.getsockname()[1])}
+        environment = {**server.environment, **(by_hand if launcher == "none" else {})}
+        said = train_forked(2, *words, seconds=150, more=environment).require_success().out
         assert "nothing to do" in said
         manifest = "bucket/run/step-0000006/manifest.json"
         assert server.asked.count(("GET", manifest)) == 2, "once for the settings, once to be kept"
         server.objects[manifest] = b"{}"
-        failed = train_forked(2, *words, seconds=150, more=server.environment)
+        failed = train_forked(2, *words, seconds=150, more=environment)
     assert failed.status == 2 and len(failed.errors) == 1 and "step-0000006/manifest.json: " in failed.errors[0]

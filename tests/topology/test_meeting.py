@@ -3,12 +3,14 @@
 import datetime
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from megalite.config.errors import ConfigError
-from megalite.topology.topology import Launch, fresh_prefix_store
+from megalite.config.errors import ConfigError, RankError
+from megalite.topology.topology import Launch, fresh_prefix_store, start_distributed
 
 SECONDS = datetime.timedelta(seconds=20)
 
@@ -90,3 +92,34 @@ def test_processes_that_do_not_know_of_one_another_are_refused(name: str, monkey
         Launch.from_environment()
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert Launch.from_environment().world_size == 1
+
+
+def test_ranks_started_by_hand_meet_or_each_says_why_not(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_hand = {
+        "WORLD_SIZE": "2",
+        "RANK": "2",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+    }
+    for name, value in by_hand.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setattr(
+        "megalite.topology.topology.schedule_as_batch", lambda: None
+    )  # this process goes on to other tests
+    with pytest.raises(RankError, match=r"WORLD_SIZE is 2, with RANK 2, .* give each .* a RANK from 0 to 1"):
+        Launch.from_environment()
+    monkeypatch.setenv("RANK", "0")
+    cpu, how = torch.device("cpu"), dict[str, Any](backend="gloo", timeout_minutes=0.02)
+    with pytest.raises(
+        RankError, match=rf"rank 0 cannot keep the store at 127\.0\.0\.1:{store.port} .*in use; see that"
+    ):
+        start_distributed(Launch.from_environment(), cpu, **how)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(RankError, match=r"rank 1 cannot reach the store of rank 0 at 127\.0\.0\.1:1 "):
+        start_distributed(Launch.from_environment(), cpu, **how)
+    monkeypatch.delenv("MASTER_PORT")
+    with pytest.raises(RankError, match=r"MASTER_ADDR 127\.0\.0\.1 and MASTER_PORT None; .* one address and port"):
+        Launch.from_environment()
