@@ -172,7 +172,7 @@ def build_stage(model: ModelConfig, seq_length: int, topology: Topology, dtype: 
 
 
 def load_model(
-    folder: Path,
+    folder: Path | str,
     topology: Topology,
     *,
     step: int | None = None,
@@ -187,7 +187,7 @@ def load_model(
     `tokenizer`: says another than its own. `needs_tokenizer`: False: leave the tokenizer alone; nothing ends a text then.
 
     Collectives: gathers over the world."""
-    layout = topology.layout
+    folder, layout = Path(folder), topology.layout
     assert (layout.cp, layout.ep) == (1, 1), layout
     choice = tokenizer or DataConfig()
     if choice.tiktoken_pattern is not None and choice.tokenizer_model is None:

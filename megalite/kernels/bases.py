@@ -27,6 +27,21 @@ class Function(torch.autograd.Function, metaclass=_Direct):
 
 
 class Module(torch.nn.Module):
-    """Calls `forward` and hooks without torch's frame for modules that are compiled as a whole: these never are."""
+    """Calls `forward` and hooks without torch's frame for modules that are compiled as a whole: these never are. A parameter
+    in the place of another, as `load_state_dict(assign=True)` puts it there, is as that one has it (`replaced_by`)."""
 
     __call__ = torch.nn.Module._call_impl
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:  # what to_empty() and to() call
+        former = dict(self._parameters)
+        super()._apply(fn, recurse)
+        for name, param in self._parameters.items():
+            self._parameters[name] = _in_place_of(former[name], param)
+        return self
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        super().register_parameter(name, _in_place_of(self._parameters.get(name), param))
+
+
+def _in_place_of(former: Any, param: torch.nn.Parameter | None) -> Any:
+    return former.replaced_by(param) if param is not None and hasattr(former, "replaced_by") else param

@@ -55,6 +55,8 @@ class Embedding(Module):
 
     def forward(self, tokens: Tensor, context: ForwardContext) -> Tensor:
         """Tokens [b, s/cp] -> [s/cp, b, h], split over tp as well with sequence parallelism."""
+        if (length := tokens.shape[1]) != (known := context.positions.shape[0]):
+            raise ValueError(f"{length} tokens with a context of {known}; make it with context(seq_length={length})")
         x = self.word(tokens)
         if self.scale != 1.0:
             x = x * self.scale
@@ -107,9 +109,10 @@ class Head(Module):
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
     def _losses(self, x: Tensor, labels: Tensor) -> Tensor:
-        logits, labels, first = self._logits(x), labels.t().contiguous(), self.weight.info.spec.slice[0][0]
+        logits, labels = self._logits(x), labels.t().contiguous()
+        first, kernel = self.tp.rank * logits.shape[-1], self._cross_entropy
         return vocab_parallel_cross_entropy(
-            logits, labels, first=first, vocab_size=self.vocab_size, tp=self.tp, kernel=self._cross_entropy
+            logits, labels, first=first, vocab_size=self.vocab_size, tp=self.tp, kernel=kernel
         ).t()
 
 
@@ -315,6 +318,12 @@ class GPTStage(Module):
         On the last stage without labels: logits [s/cp, b, V/tp], or [1, b, V/tp] of the one position `wanted` [b] of
         each row.
         """
+        transformed = torch._C._are_functorch_transforms_active() or torch._C._is_any_autocast_enabled()
+        if transformed and torch.is_grad_enabled():
+            raise RuntimeError(
+                "layers have their own derivatives, which know no autocast and no transforms of torch.func; give the "
+                "ParameterFactory another dtype, or call model.to(dtype), and backward()"
+            )
         if self.embedding is not None:
             x = self.embedding(x, context)
         blocks = cast("list[Block]", list(self.layers.values()))

@@ -39,7 +39,7 @@ class _Linear(Function):
         pieces: Pieces | None,
     ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.how = weight, bias is not None, tp, sequence_parallel, products, pieces
+        ctx.how = weight, weight._version, bias is not None, tp, sequence_parallel, products, pieces
         if tp is not None and sequence_parallel:
             if pieces is not None:
                 return pieces.gather(x, weight.flatten(0, -2).t(), bias)[0]
@@ -51,7 +51,9 @@ class _Linear(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), (weight, has_bias, tp, sequence_parallel, products, pieces) = ctx.saved_tensors, ctx.how
+        (x,), (weight, version, has_bias, tp, sequence_parallel, products, pieces) = ctx.saved_tensors, ctx.how
+        if weight._version != version:
+            raise weight.changed(version)
         grad_y = grad_y.contiguous()
         grad_rows, gather = grad_y.flatten(0, -2), tp if sequence_parallel else None
         measured: tuple[Tensor | None, ...] = ()
@@ -92,7 +94,7 @@ def _reduce_input_grad(grad_x: Tensor, tp: Group, sequence_parallel: bool) -> tu
 
 def linear(
     x: Tensor,
-    weight: ShardedParameter,
+    weight: Tensor,
     bias: ShardedParameter | None,
     *,
     tp: Group | None,
@@ -103,7 +105,7 @@ def linear(
     """x [..., i] · weight [o/tp, i]ᵀ + bias [o/tp] -> [..., o/tp].
 
     Where `weight.main_grad` is set the weight gradient is added to it during the backward; else it is returned to
-    autograd. `products` compute them.
+    autograd, as where the weight is itself computed. `products` compute them.
 
     Args:
         tp: the group that x enters as a whole: replicated, or split over the sequence. None: x is this rank's part
@@ -117,6 +119,8 @@ def linear(
     tp = None if tp is None or tp.size == 1 else tp
     if (tp is None or not sequence_parallel) and not torch.is_grad_enabled():
         return products.output(x, weight, bias)  # past autograd, which takes the host's time for a small product
+    if type(weight) is not ShardedParameter:  # of a parametrization, or masked
+        weight = weight.as_subclass(ShardedParameter)
     return _Linear.apply(x, weight, bias, tp, sequence_parallel, products, pieces)
 
 
@@ -217,11 +221,11 @@ class _VocabularyLookup(Function):
     """Rows of a table shard for the tokens in its range, zero for the others; the backward adds into main_grad."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: ShardedParameter) -> Tensor:
-        start, stop = weight.info.spec.slice[0]
+    def forward(ctx: Any, tokens: Tensor, weight: ShardedParameter, tp: Group) -> Tensor:
         outside = None
-        if (start, stop) != (0, weight.info.spec.global_shape[0]):
-            outside = (tokens < start) | (tokens >= stop)
+        if tp.size > 1:
+            start = tp.rank * weight.shape[0]
+            outside = (tokens < start) | (tokens >= start + weight.shape[0])
             tokens = (tokens - start).masked_fill(outside, 0)
         rows = torch.embedding(weight, tokens)
         if outside is not None:
@@ -231,7 +235,7 @@ class _VocabularyLookup(Function):
         return rows
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
         (tokens, outside), weight = ctx.saved_tensors, ctx.weight
         if outside is not None:
             grad = grad.masked_fill(outside.unsqueeze(-1), 0.0)
@@ -249,13 +253,15 @@ class _VocabularyLookup(Function):
             return None
 
         # Of a table that is the head as well the head's part comes first, in the backward or in W.
-        deferred = weight.deferred if weight.info.uses > 1 else None
-        return None, WeightGradient(weight, product).compute_or_defer(deferred)
+        deferred = weight.deferred if weight.deferred is not None and weight.info.uses > 1 else None
+        return None, WeightGradient(weight, product).compute_or_defer(deferred), None
 
 
-def vocab_parallel_lookup(tokens: Tensor, weight: ShardedParameter, *, tp: Group, sequence_parallel: bool) -> Tensor:
+def vocab_parallel_lookup(tokens: Tensor, weight: Tensor, *, tp: Group, sequence_parallel: bool) -> Tensor:
     """See `VocabParallelEmbedding`, of which `weight` is this rank's part."""
-    rows = _VocabularyLookup.apply(tokens.t().contiguous(), weight)
+    if type(weight) is not ShardedParameter:
+        weight = weight.as_subclass(ShardedParameter)
+    rows = _VocabularyLookup.apply(tokens.t().contiguous(), weight, tp)
     return reduce_partial_sums(rows, tp=tp, sequence_parallel=sequence_parallel)
 
 

@@ -105,7 +105,7 @@ class _Scattered(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: ShardedParameter, pieces: Pieces) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.pieces = weight, pieces
+        ctx.weight, ctx.version, ctx.pieces = weight, weight._version, pieces
         y, summing = pieces.scatter(x, weight.t())
         summing.wait()
         return y
@@ -113,16 +113,20 @@ class _Scattered(Function):
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         (x,), weight = ctx.saved_tensors, ctx.weight
+        if weight._version != ctx.version:
+            raise weight.changed(ctx.version)
         grad_x, gathered = ctx.pieces.gather(grad_y, weight, keep=True)
         gradient = linear_weight_gradient(weight, x, gathered.flatten(0, -2), None)
         return grad_x, gradient.compute_or_defer(weight.deferred), None
 
 
-def scattered_linear(x: Tensor, weight: ShardedParameter, pieces: Pieces) -> Tensor:
+def scattered_linear(x: Tensor, weight: Tensor, pieces: Pieces) -> Tensor:
     """x [s, b, i/tp] · weight [o, i/tp]ᵀ, summed over tp and split over the sequence -> [s/tp, b, o].
 
     Collectives: those of `pieces`, each way.
     """
+    if type(weight) is not ShardedParameter:
+        weight = weight.as_subclass(ShardedParameter)
     return _Scattered.apply(x, weight, pieces)
 
 

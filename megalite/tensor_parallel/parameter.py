@@ -52,6 +52,8 @@ class ShardedParameter(torch.nn.Parameter):
     grad_given: Callable[[], None]
     """Called after autograd has put a gradient into `grad`, once the parameter is in a bucket."""
     deferred: DeferredWeightGradients | None = None
+    successor: torch.nn.Parameter | None = None
+    """What has taken its place in a module."""
     draw: Callable[[Tensor], None] | None = None
     """Fills a tensor of its shape with its first values; None: it has them."""
     accumulate_product: Callable[[Tensor, Tensor, Tensor], None] = staticmethod(accumulate_weight_grad)
@@ -68,14 +70,55 @@ class ShardedParameter(torch.nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedParameter":
         copied: ShardedParameter = super().__deepcopy__(memo)  # which is in no bucket
-        vars(copied).update({name: vars(self)[name] for name in ("info", "accumulate_product") if name in vars(self)})
+        vars(copied).update(self._kept())
         return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._refuse_in_bucket("pickled; save model.state_dict()")
+        return _restored, (self.data, self.requires_grad, self._kept())
+
+    def replaced_by(self, other: torch.nn.Parameter) -> torch.nn.Parameter:
+        """`other` with the info of this one, for its place in a module. In several places it stays one."""
+        if other is self:
+            return self
+        self._refuse_in_bucket("replaced; load_state_dict() without assign=True copies into it")
+        if type(other) is not ShardedParameter:
+            if self.successor is None:
+                other.__class__ = ShardedParameter
+                vars(other).update(self._kept())
+                self.successor = other
+            self.successor.data = other.data
+            return self.successor
+        return other
+
+    def _refuse_in_bucket(self, what: str) -> None:
+        if self.main_grad is not None:
+            raise TypeError(f"{self.info.spec.name} is in a bucket of a run, and cannot be {what}")
+
+    def _kept(self) -> dict[str, Any]:
+        """What it is wherever it goes."""
+        return {name: vars(self)[name] for name in ("info", "accumulate_product") if name in vars(self)}
+
+    def changed(self, since: int) -> RuntimeError:
+        """What a backward raises that is to multiply by another weight than its forward. Layers keep `_version` by themselves:
+        what `save_for_backward` keeps must stay in memory, and a sharded weight does not."""
+        name = self.info.spec.name if "info" in vars(self) else "a computed weight"
+        return RuntimeError(
+            f"one of the variables needed for gradient computation has been modified by an inplace operation: {name} "
+            f"{list(self.shape)} is at version {self._version}; expected version {since} instead. Call backward first"
+        )
 
     def accumulate(self, grad: Tensor) -> None:
         """Add a finished gradient to `main_grad`."""
         main_grad = self.main_grad
         assert main_grad is not None
         self.contribute(lambda _: main_grad.add_(grad.view(main_grad.shape)))
+
+
+def _restored(data: Tensor, requires_grad: bool, kept: dict[str, Any]) -> ShardedParameter:
+    made = ShardedParameter(data, requires_grad)
+    vars(made).update(kept)
+    return made
 
 
 def _nothing() -> None:

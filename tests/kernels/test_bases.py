@@ -1,17 +1,39 @@
 """Modules do what torch's do. Functions have one derivative, and say so."""
 
 import copy
+import pickle
+import re
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils import parametrize, prune
 
+from megalite.config.model import ModelConfig
+from megalite.data_parallel.buckets import make_buckets, parameters_of
 from megalite.kernels.layer_ops import rms_norm
+from megalite.models.gpt import GPTStage
 from megalite.topology.group import conjugate
-from tests.models.stages import LLAMA, build
+from tests.models.stages import GPT, LLAMA, build, named, varied
 from tests.models.test_gpt import batch, gradients
 from tests.support.layers import read_modules
 from tests.support.measures import ROOT
+
+MOE = varied(LLAMA, num_experts=4)
+
+
+def bucket(stage: GPTStage) -> None:
+    """As a run does with it."""
+    make_buckets(parameters_of(stage), bucket_size=10**6, replicas=lambda kind: 1, grad_dtype=torch.float64)
+
+
+def same_gradients(one: GPTStage, other: GPTStage) -> None:
+    one.zero_grad()
+    other.zero_grad()
+    (loss, grads), (again, others) = gradients(one), gradients(other)
+    assert torch.equal(loss, again) and all(torch.equal(grad, others[name]) for name, grad in grads.items())
 
 
 def test_a_model_called_with_other_weights_uses_these() -> None:
@@ -36,6 +58,39 @@ def test_a_copied_model_gives_the_same_bits_by_itself() -> None:
     assert torch.equal(again, loss) and all(torch.equal(others[name], grad) for name, grad in grads.items())
 
 
+@pytest.mark.parametrize("model", [GPT, LLAMA, MOE], ids=["gpt", "llama", "experts"])
+def test_plain_tensors_may_stand_in_the_place_of_all_weights(model: ModelConfig) -> None:
+    stage, (tokens, labels, weights) = build(model), batch()
+    loss, grads = gradients(stage)
+    plain = {name: parameter.detach().requires_grad_() for name, parameter in stage.named_parameters()}
+    inputs = (tokens, stage.context((4, 5)))
+    again = torch.func.functional_call(stage, plain, inputs, {"labels": labels})
+    (again * weights).sum().backward()
+    assert torch.equal(again, loss)
+    for name, tensor in plain.items():
+        found = stage.get_parameter(name).info.spec.name
+        assert tensor.grad is not None
+        torch.testing.assert_close(tensor.grad, grads[found])
+
+
+def test_a_model_made_without_memory_gets_it_and_keeps_what_it_is() -> None:
+    stage, other = build(GPT), build(GPT, seed=6)
+    other.to("meta").to_empty(device="cpu").load_state_dict(stage.state_dict())
+    assert other.head.weight is other.embedding.word.weight
+    same_gradients(stage, other)
+
+
+def test_what_its_derivatives_do_not_know_is_refused() -> None:
+    stage, (tokens, labels, _) = build(LLAMA), batch()
+    loss = partial(stage, tokens, stage.context((4, 5)), labels=labels)
+    with torch.autocast("cpu"), pytest.raises(RuntimeError, match="know no autocast"):
+        loss()
+    with pytest.raises(RuntimeError, match=r"no transforms of torch\.func"):
+        torch.func.grad(lambda scale: (loss() * scale).sum())(torch.ones(()))
+    with pytest.raises(ValueError, match=r"10 tokens with a context of 5; make it with context\(seq_length=10\)"):
+        stage(tokens, stage.context((4, 5), seq_length=5), labels=labels)
+
+
 def test_a_second_derivative_is_refused() -> None:
     """torch would give one that leaves out how what a function keeps was made."""
     x = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
@@ -58,3 +113,76 @@ def test_what_is_kept_and_overwritten_is_not_taken_for_what_it_was() -> None:
     for each in (losses, again):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             each.sum().backward()
+
+
+def test_a_model_is_pickled_and_saved_whole(tmp_path: Path) -> None:
+    """Outside of a run. In one its parameters are views of a bucket."""
+    stage = build(GPT)
+    torch.save(stage, tmp_path / "model.pt")
+    for other in (pickle.loads(pickle.dumps(stage)), torch.load(tmp_path / "model.pt", weights_only=False)):
+        assert other.head.weight is other.embedding.word.weight
+        assert [parameter.info for parameter in other.parameters()] == [each.info for each in stage.parameters()]
+        same_gradients(stage, other)
+    bucket(stage)
+    with pytest.raises(TypeError, match=r"embedding\.\w+\.weight is in a bucket .* save model\.state_dict\(\)"):
+        pickle.dumps(stage)
+
+
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["tied", "untied"])
+def test_weights_are_assigned_as_well_as_copied(model: ModelConfig) -> None:
+    stage, other = build(model, seed=6), build(model)
+    state = {name: value.clone() for name, value in other.state_dict().items()}
+    stage.load_state_dict(state, assign=True)
+    assert stage.layers["1"].mlp.up.weight.data_ptr() == state["layers.1.mlp.up.weight"].data_ptr()
+    assert (stage.head.weight is stage.embedding.word.weight) is model.tie_embeddings
+    assert {name: each.info for name, each in named(stage).items()} == {
+        name: each.info for name, each in named(other).items()
+    }
+    same_gradients(other, stage)
+    bucket(stage)
+    with pytest.raises(RuntimeError, match=r"embedding\.word\.weight is in a bucket .* without assign=True"):
+        stage.load_state_dict(other.state_dict(), assign=True)
+    assert all(parameter.main_grad is not None for parameter in stage.parameters())
+
+
+def test_a_weight_may_be_computed_from_others() -> None:
+    """By a parametrization, and by pruning: as if the layer had what they give, and with the gradient of what they start from."""
+
+    class Twice(torch.nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return 2.0 * weight
+
+    stage, plain = build(LLAMA), build(LLAMA)
+    layers = [stage.layers["0"].mlp.up, stage.layers["1"].attention.out]
+    for layer in layers:
+        parametrize.register_parametrization(layer, "weight", Twice())
+    with torch.no_grad():
+        for weight in (plain.layers["0"].mlp.up.weight, plain.layers["1"].attention.out.weight):
+            weight.mul_(2.0)
+    (ours, grads), (theirs, expected) = gradients(stage), gradients(plain)
+    assert torch.equal(ours, theirs)
+    for name, grad in expected.items():
+        doubled = name in [layer.parametrizations.weight.original.info.spec.name for layer in layers]
+        torch.testing.assert_close(grads[name], grad * (1 + doubled))
+    stage.zero_grad()
+    prune.l1_unstructured(stage.layers["2"].mlp.down, "weight", amount=0.5)
+    gradients(stage)
+    pruned = stage.layers["2"].mlp.down
+    assert not pruned.weight_orig.grad[pruned.weight_mask == 0].any()
+
+
+def test_a_weight_that_changes_between_forward_and_backward_is_noticed() -> None:
+    """Each one by itself, of dense layers and of experts, also where rows travel while they are multiplied."""
+    for model, kinds in ((LLAMA, ("qkv", "out", "up", "down")), (MOE, ("router", "up", "down"))):
+        stage, (tokens, labels, _) = build(model), batch()
+        seen = set()
+        for name, weight in named(stage).items():
+            if not (name.startswith("layers.1.") and weight.dim() > 1):
+                continue
+            losses = stage(tokens, stage.context((4, 5)), labels=labels)
+            with torch.no_grad():
+                weight.add_(1.0)
+            with pytest.raises(RuntimeError, match=rf"modified by an inplace operation: {re.escape(name)} \["):
+                losses.sum().backward()
+            seen.add(name.split(".")[-2])
+        assert seen >= set(kinds), seen

@@ -61,6 +61,11 @@ def run(layer: Layer, tp: Group, *, overlap: bool, into_main_grad: bool, split: 
     found = {"output": y.detach(), "input gradient": x.grad, "weight gradient": weight_grad}
     if layer.bias is not None and layer.bias.grad is not None:
         found["bias gradient"] = layer.bias.grad
+    stale = layer(x)  # in the backward another weight would be in its place
+    with torch.no_grad():
+        layer.weight.mul_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        stale.backward(grad)
     return found
 
 

@@ -69,7 +69,7 @@ class Experts(Module):
 
 def grouped_linear(
     x: Tensor,
-    weight: ShardedParameter,
+    weight: Tensor,
     sizes: GroupSizes,
     multiply: Matmul = matmul,
     *,
@@ -86,6 +86,8 @@ def grouped_linear(
 
     Collectives: none.
     """
+    if type(weight) is not ShardedParameter:
+        weight = weight.as_subclass(ShardedParameter)
     return _GroupedLinear.apply(x, weight, bias, sizes, multiply, adds_bias)
 
 
@@ -101,13 +103,15 @@ class _GroupedLinear(Function):
         adds_bias: bool,
     ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.sizes, ctx.multiply = weight, bias, sizes, multiply
+        ctx.weight, ctx.version, ctx.bias, ctx.sizes, ctx.multiply = weight, weight._version, bias, sizes, multiply
         y = grouped_matmul(x, _matrices(weight).transpose(1, 2), sizes, multiply)
         return y if bias is None or not adds_bias else y.add_(bias.flatten(1)[sizes.owners(len(y))])
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         (x,), weight, sizes = ctx.saved_tensors, ctx.weight, ctx.sizes
+        if weight._version != ctx.version:
+            raise weight.changed(ctx.version)
         grad_y = grad_y.contiguous()
         grad_x, x = grouped_matmul(grad_y, _matrices(weight), sizes, ctx.multiply), x.detach()
 

@@ -126,7 +126,10 @@ class Router(Module):
         Collectives: with a load-balancing loss an all-reduce of b·E/n counts over tp·cp; with a capacity an all-gather
         of s_local·(2·b·k + 1) numbers over it / none.
         """
-        logits = _RouterLinear.apply(x, self.weight)
+        weight = self.weight
+        if type(weight) is not ShardedParameter:
+            weight = weight.as_subclass(ShardedParameter)
+        logits = _RouterLinear.apply(x, weight)
         if self.linear_bias is not None:
             logits = logits + self.linear_bias.to(logits.dtype)
         probabilities = None
@@ -214,13 +217,15 @@ class _RouterLinear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: ShardedParameter) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight = weight
+        ctx.weight, ctx.version = weight, weight._version
         compute = torch.promote_types(x.dtype, torch.float32)
         return x.to(compute) @ weight.to(compute).t()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         (x,), weight = ctx.saved_tensors, ctx.weight
+        if weight._version != ctx.version:
+            raise weight.changed(ctx.version)
         grad_x, x = (grad @ weight.to(grad.dtype)).to(x.dtype), x.detach()
 
         def product(main_grad: Tensor | None) -> Tensor | None:
