@@ -3,6 +3,7 @@
 Bandwidths are bytes per second in one direction, latencies seconds, peaks FLOP/s of dense products.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -61,6 +62,10 @@ class Network:
     nics: int  # adapters of a node, which its accelerators share equally
     nic_bandwidth: float
     latency: float = field(metadata=OR_ZERO)
+    pod_nodes: int | None = (
+        None  # that reach each other at the full rate of their adapters: a pod, a rail group; default: all
+    )
+    oversubscription: float = field(default=1.0, metadata=AT_LEAST_ONE)  # of a pod's adapters over its links to others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +80,8 @@ class Efficiency:
     p2p: float = field(metadata=FRACTION)  # of that share (in a node: of its links), by messages between stages
     # Of what a group over all of a node reaches, by a group of two; by groups in between in powers of it.
     small_groups: float = field(default=1.0, metadata=FRACTION)
+    # Of stragglers: the standard deviation over devices of the time that the same work takes, as a share of its mean.
+    device_deviation: float = field(default=0.0, metadata={"least": 0.0, "most": 1.0})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +110,11 @@ class Cluster:
     def nic_share(self) -> float:
         """Bytes per second of one accelerator to other nodes if all of its node send at once."""
         return self.network.nics * self.network.nic_bandwidth / self.node.accelerators
+
+    @property
+    def pod(self) -> float:
+        """Accelerators of a pod; endless without pods."""
+        return self.node.accelerators * (self.network.pod_nodes or math.inf)
 
     @property
     def host_share(self) -> float:
@@ -167,6 +179,10 @@ def load_cluster(name_or_path: str) -> Cluster:
     if cluster.accelerator.power_limit is not None and cluster.accelerator.watts is None:
         raise ConfigError(
             f"cluster file {path}: accelerator: power_limit has no effect without watts; add e.g. watts: 700.0"
+        )
+    if cluster.network.oversubscription > 1.0 and cluster.network.pod_nodes is None:
+        raise ConfigError(
+            f"cluster file {path}: network: oversubscription has no effect without pod_nodes; add e.g. pod_nodes: 32"
         )
     shares = {f"efficiency.{f.name}": getattr(cluster.efficiency, f.name) != f.default for f in fields(Efficiency)}
     needed = {"accelerator": True, "node": True, "network": True, **shares}

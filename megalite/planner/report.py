@@ -38,6 +38,7 @@ PARTS: Mapping[str, str] = {
     "gradients": "gradients that nothing hides",
     "parameters": "parameters that nothing hides",
     "overlap": "computation slowed by what runs beside it",
+    "stragglers": "waiting for the slowest device",
     "optimizer": "optimizer",
     "step": "constants of a step",
 }

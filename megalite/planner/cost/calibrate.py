@@ -25,7 +25,7 @@ from megalite.config.validate import validate
 from megalite.config.values import nearest
 from megalite.partition.pipeline import plan_stages
 from megalite.planner.cost.operations import Pricing
-from megalite.planner.cost.rates import data_stride, members_in_node, stacked, workload_of
+from megalite.planner.cost.rates import data_stride, members_within, slowest_share, stacked, workload_of
 from megalite.planner.cost.stage import StageKind, stage_cost, stage_kind
 from megalite.planner.cost.step import predict
 from megalite.planner.hardware import Cluster, SoftwareStack
@@ -33,7 +33,7 @@ from megalite.planner.hardware import Cluster, SoftwareStack
 Array = npt.NDArray[np.float64]
 
 # Constants that are fitted -> standard deviation of the logarithm about the present value. All enter monotonously.
-_EFFICIENCIES = {"gemm": 0.3, "memory": 0.15, "link": 0.1, "small_groups": 0.5, "network": 0.7}
+_EFFICIENCIES = {"gemm": 0.3, "memory": 0.15, "link": 0.1, "small_groups": 0.5, "network": 0.7, "device_deviation": 1.0}
 _SHARES = {"attention_efficiency": 0.3, "attention_backward": 0.15, "overlap_cost": 1.0}
 _FACTORS = {"product_rate": 0.3, "elementwise_slowdown": 0.5, "optimizer_slowdown": 0.7}
 _SECONDS = {"operation_seconds": 1.0, "collective_seconds": 1.0, "microbatch_seconds": 1.0, "step_seconds": 1.0}
@@ -190,9 +190,10 @@ class _Followed:
         names = ("pipeline", "gradients", "parameters", "overlap", "optimizer", "step")
         self._parts = {name: np.array([each.parts[name] for each in found]) for name in names}
         works = stacked(per_row)
+        self._ranks = works.tp * works.cp * works.dp * works.pp
         size = works.dp * works.cp
         # Replicas are on several nodes.
-        self._across = members_in_node(size, data_stride(works), machine.cluster) < size
+        self._across = members_within(machine.cluster.node.accelerators, size, data_stride(works)) < size
         # Of each row, simulated computation over the closed form's.
         self._factor = (np.array(self.seconds) - sum(self._parts.values())) / self._computation(machine)
 
@@ -203,7 +204,8 @@ class _Followed:
         most = np.zeros(len(self._chunks))
         np.maximum.at(most, self._row_of_rank, busy)
         together = np.bincount(self._row_of_rank, weights=busy)
-        return self._microbatches * most + (together - most) / self._chunks
+        slowest = np.array([slowest_share(ranks, machine.cluster) for ranks in self._ranks])
+        return self._microbatches * most * (1.0 + slowest) + (together - most) / self._chunks
 
     def at(self, logarithms: Array) -> Array:
         """Seconds of each row with other constants."""

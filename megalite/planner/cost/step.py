@@ -134,7 +134,10 @@ def _exchange(
         totals.setdefault((group, operation), Counter())[volume] += 1
     for (group, operation), counts in totals.items():
         volumes, times = np.array(list(counts)), np.array(list(counts.values()))
-        each = rates.collective_seconds(operation, volumes, sizes[group], apart.get(group, stride), machine)
+        # Of the stages in a pod one has an end of the pipeline.
+        part = 1.0 / float(rates.members_within(machine.pod, sizes["pp"], hop)) if group == "embedding" else 1.0
+        where = sizes[group], apart.get(group, stride), machine
+        each = rates.collective_seconds(operation, volumes, *where, taking_part=part)
         across, seconds = group.startswith("inter-"), float(np.sum(times * each))
         if operation == "all-gather" and not across:
             gather += seconds
@@ -261,6 +264,7 @@ class Prediction:
             "gradients": max(rank.ready for rank in ranks) - run.seconds,
             "parameters": max(rank.late for rank in ranks),
             "overlap": stack.overlap_cost * max(rank.beside for rank in ranks),
+            "stragglers": rates.slowest_share(world, cluster) * run.scale * max(run.timeline.busy),
             "optimizer": max(rank.optimizer for rank in ranks),
             "step": stack.step_seconds + norm,
         }

@@ -43,6 +43,7 @@ class Prices:
     offloaded: Floats  # what it takes longer with its states in host memory
     activation: Floats  # bytes of a layer, as `Sizer` counts them
     sharing: Floats  # ranks a core, of which some may wait while others compute
+    slowest: Floats  # how much longer the slowest device takes, as a share
 
     def take(self, which: slice | npt.NDArray[np.intp]) -> "Prices":
         return Prices(**{name: value[..., which] for name, value in vars(self).items()})
@@ -96,6 +97,7 @@ class Clock:
             offloaded=slower,
             activation=dense * (1.0 - share) + experts * share,
             sharing=np.broadcast_to(rates.sharing_ranks(rates.pipeline_stride(work), pp, self.cluster), count)[of_kind],
+            slowest=np.full(len(shares), rates.slowest_share(int((work.tp * work.cp * work.dp)[0]) * pp, self.cluster)),
         )
 
     def seconds(self, pipelines: Sequence[Pipeline], cuts: Sequence[Cut], prices: Prices) -> Floats:
@@ -165,7 +167,8 @@ class Clock:
         each = np.maximum(m * (prices.each - (busiest if overlapped else 0.0)), 0.0)
         exposed: Floats = np.maximum(end, each) + late
         beside = stack.overlap_cost * np.maximum(reduce + gather + (m - 1.0) * prices.each - exposed, 0.0)
-        return exposed + beside + prices.optimizer + stack.step_seconds
+        waiting = prices.slowest * m * busiest
+        return exposed + beside + waiting + prices.optimizer + stack.step_seconds
 
     def _workload(self, shares: Shares, pp: int) -> rates.Workload:
         p = self.config.parallel
@@ -200,14 +203,15 @@ class Clock:
         )
 
     def _message(self, work: rates.Workload, pp: int) -> Floats:
-        stride = rates.pipeline_stride(work)
-        inside = sum(rates.activation_message_seconds(work, 0.0, self.cluster))
-        outside = sum(rates.activation_message_seconds(work, 1.0, self.cluster))
-        crossing = np.minimum(stride / self.cluster.node.accelerators, 1.0)
-        if pp > 1:
-            # Whole pipelines inside a node cross nothing.
-            crossing = np.where(stride * pp <= self.cluster.node.accelerators, 0.0, crossing)
-        return inside + crossing * (outside - inside)
+        stride, cluster = rates.pipeline_stride(work), self.cluster
+        ways = (0.0, 1.0, rates.spine_crosses(stride, pp, cluster))
+        inside, outside, beyond = (sum(rates.activation_message_seconds(work, way, cluster)) for way in ways)
+        seconds: Floats = np.asarray(inside)
+        for size, longer in ((cluster.node.accelerators, outside - inside), (cluster.pod, beyond - outside)):
+            # Whole pipelines inside a node, or a pod, do not leave it.
+            leaving = np.where((pp > 1) & (stride * pp <= size), 0.0, np.minimum(stride / size, 1.0))
+            seconds = seconds + leaving * longer
+        return seconds
 
     def _matrices(self, shares: Shares, pp: int) -> Floats:
         """What a step works on whole matrices, of the last stage of as many layers as any has; they are dealt over all ranks

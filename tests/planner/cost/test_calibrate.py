@@ -69,6 +69,21 @@ def test_kernels_are_found_again() -> None:
         assert getattr(found.stack, name) == pytest.approx(value, rel=0.15), name
 
 
+def test_stragglers_are_found_again() -> None:
+    """They differ from slow products by the number of devices."""
+    true = cluster_with(gemm=0.62, device_deviation=0.06)
+    rows = []
+    for world in (1, 8, 64, 512):
+        config = config_of(world, dp=world, micro_batch_size=2, global_batch_size=16 * world)
+        rows.append(Measured(config, predict(config, true, UNFUSED).step_seconds))
+    names = ["gemm", "device_deviation"]
+    found = fit(rows, cluster_with(device_deviation=0.03), UNFUSED, only=names)
+    assert max(map(abs, found.errors)) < 0.01
+    assert found.cluster.efficiency.device_deviation == pytest.approx(0.06, rel=0.15)
+    assert found.cluster.provenance["efficiency.device_deviation"] == "fitted on 4 measured steps"
+    assert fit(rows, BASE, UNFUSED, only=names).cluster.efficiency.device_deviation == 0.0
+
+
 def test_outliers_do_not_move_it(rows: list[Measured]) -> None:
     spoilt = [Measured(row.config, row.seconds * (3.0 if at in (3, 11) else 1.0)) for at, row in enumerate(rows)]
     start = replace(TRUE, efficiency=replace(TRUE.efficiency, gemm=BASE.efficiency.gemm))

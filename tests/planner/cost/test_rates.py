@@ -11,8 +11,10 @@ from megalite.planner.cost.rates import (
     collective_seconds,
     gemm_seconds,
     link_rate,
-    members_in_node,
+    members_within,
     message_seconds,
+    slowest_share,
+    spine_crosses,
 )
 from megalite.planner.hardware import Cluster
 from tests.planner.cost.machines import ENDLESS, cluster_with
@@ -25,10 +27,10 @@ CLUSTER = cluster_with(
 
 
 def test_members_of_a_group_in_a_node() -> None:
-    assert members_in_node(4, 1, CLUSTER) == 4
-    assert members_in_node(16, 1, CLUSTER) == 8
-    assert members_in_node(16, 4, CLUSTER) == 2
-    assert members_in_node(16, 64, CLUSTER) == 1
+    assert members_within(8, 4, 1) == 4
+    assert members_within(8, 16, 1) == 8
+    assert members_within(8, 16, 4) == 2
+    assert members_within(8, 16, 64) == 1
 
 
 def test_rings_inside_a_node() -> None:
@@ -56,6 +58,35 @@ def test_groups_across_nodes_have_the_adapters_of_their_members() -> None:
 def test_an_exchange_takes_what_leaves_the_node_through_each_ranks_own_share() -> None:
     expected = 400.0 * (8 / 16) / 5.0 + 7 * 0.5 + 3.0
     assert collective_seconds("all-to-all", 400.0, 16, 1, CLUSTER) == pytest.approx(expected)
+
+
+def test_between_pods_a_group_has_its_part_of_the_spine() -> None:
+    """Pods of two nodes, each with adapters of 80 bytes per second and links of 20 to the others."""
+    spine = replace(CLUSTER, network=replace(CLUSTER.network, pod_nodes=2, oversubscription=4.0))
+    assert collective_seconds("all-reduce", 400.0, 16, 1, spine) == collective_seconds(
+        "all-reduce", 400.0, 16, 1, CLUSTER
+    )
+    # All of four pods in one ring, which leaves each of them once: what a pod has, a half of what its nodes have.
+    assert collective_seconds("all-gather", 400.0, 64, 1, spine) == pytest.approx(
+        63 / 64 * 400.0 / 20.0 + 7 * 0.5 + 3 * 3.0
+    )
+    # Sixteen rings, of one rank in each pod.
+    assert collective_seconds("all-gather", 400.0, 4, 16, spine) == pytest.approx(3 / 4 * 400.0 / 1.25 + 2 * 3.0)
+    assert collective_seconds("all-to-all", 400.0, 32, 1, spine) == pytest.approx(
+        400.0 * 16 / 32 / 1.25 + 7 * 0.5 + 2 * 3.0
+    )
+    # Messages of the last of four, of two stages in a pod; of the only one.
+    assert [float(spine_crosses(stride, 8, spine)) for stride in (4, 8, 16, 64)] == [1.0, 2.0, 4.0, 4.0]
+    assert message_seconds(100.0, 4.0, spine) == (3.0, pytest.approx(100.0 / (2.5 * 0.25)))
+
+
+@pytest.mark.parametrize(("ranks", "largest"), [(1, 0.0), (2, 0.5642), (10, 1.5388), (100, 2.5076), (1000, 3.2414)])
+def test_the_slowest_of_many(ranks: int, largest: float) -> None:
+    """Expected largest of so many standard normal numbers (Tippett, 1925)."""
+    cluster = cluster_with(device_deviation=0.1)
+    assert slowest_share(ranks, cluster) == pytest.approx(0.1 * largest, rel=0.045)
+    assert slowest_share(ranks, cluster) < slowest_share(ranks + 1, cluster)
+    assert slowest_share(ranks, CLUSTER) == 0.0
 
 
 def test_a_group_of_one_says_nothing() -> None:

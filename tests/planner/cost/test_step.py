@@ -17,7 +17,7 @@ from megalite.pipeline.ir.actions import Kind
 from megalite.pipeline.ir.simulate import simulate
 from megalite.planner import clock
 from megalite.planner.communication import matrix_volumes
-from megalite.planner.cost.rates import crosses_node, links_of
+from megalite.planner.cost.rates import are_apart, links_of, slowest_share
 from megalite.planner.cost.stage import simulator_costs, stage_costs
 from megalite.planner.cost.step import matrix_flops, predict
 from tests.planner.cost.machines import BASE, ENDLESS, STACK, cluster_with, config_of, free_communication, without_host
@@ -100,6 +100,31 @@ def test_better_figures_are_never_slower(name: str) -> None:
         assert found <= base * (1 + 1e-12), figure
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_slower_devices_and_a_narrower_spine_are_never_faster(name: str) -> None:
+    config = _config(name)
+    base = predict(config, BASE, STACK)
+    for figure, values in {"device_deviation": (0.0, 0.02, 0.05), "oversubscription": (1.0, 3.0, 7.0)}.items():
+        found = [predict(config, cluster_with(pod_nodes=1, **{figure: value}), STACK) for value in values]
+        assert found[0].parts == base.parts
+        seconds = [each.step_seconds for each in found]
+        assert seconds[0] == base.step_seconds
+        assert seconds == sorted(seconds), figure
+
+
+def test_a_step_waits_for_the_slowest_device_and_for_the_spine() -> None:
+    for name in ("zero-3", "1f1b"):
+        config, cluster = _config(name), cluster_with(device_deviation=0.05)
+        found = predict(config, cluster, STACK)
+        busy = max(found.timeline.busy)
+        assert found.parts["stragglers"] == pytest.approx(slowest_share(16, cluster) * busy)
+        assert found.step_seconds == pytest.approx(
+            predict(config, BASE, STACK).step_seconds + found.parts["stragglers"]
+        )
+        narrow = predict(config, cluster_with(pod_nodes=1, oversubscription=40.0), STACK)
+        assert narrow.step_seconds > 1.2 * predict(config, BASE, STACK).step_seconds, name
+
+
 @pytest.mark.parametrize("name", ["one", "tp", "1f1b", "experts", "cp"])
 @pytest.mark.parametrize(("product_rate", "float8_rate"), [(1.0, 0.0), (9.0, 0.0), (1.0, 1.5), (9.0, 9.0)])
 def test_no_mfu_is_above_what_products_reach(name: str, product_rate: float, float8_rate: float) -> None:
@@ -158,10 +183,10 @@ def test_messages_take_the_share_of_what_is_sent() -> None:
 
 
 def test_which_neighbours_are_on_other_nodes() -> None:
-    assert not crosses_node(2, 0, 3, BASE)  # ranks 0, 2, 4, 6 of 8
-    assert crosses_node(2, 3, 4, BASE)
-    assert crosses_node(8, 0, 1, BASE)
-    assert crosses_node(3, 1, 2, BASE)  # 3, 4, 5 and 6, 7, 8
+    assert not are_apart(2, 0, 3, 8)  # ranks 0, 2, 4, 6 of 8
+    assert are_apart(2, 3, 4, 8)
+    assert are_apart(8, 0, 1, 8)
+    assert are_apart(3, 1, 2, 8)  # 3, 4, 5 and 6, 7, 8
     inside = links_of(config_of(4, pp=4, global_batch_size=8), BASE)[0, 1]
     whole = {"scatter_gather_tensors_in_pipeline": False}
     across = links_of(config_of(32, tp=8, pp=4, global_batch_size=8, **whole), BASE)[0, 1]

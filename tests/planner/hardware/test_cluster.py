@@ -9,6 +9,7 @@ import yaml
 
 from megalite.config.errors import ConfigError
 from megalite.config.reading import plain
+from megalite.planner import hardware
 from megalite.planner.cost.operations import Pricing
 from megalite.planner.cost.rates import workload_of
 from megalite.planner.cost.step import predict
@@ -36,16 +37,7 @@ def test_the_files_that_come_along_survive_writing(tmp_path: Path) -> None:
         assert load_cluster(str(tmp_path / f"{name}.yaml")) == cluster
         sources = (cluster.provenance.get(f"efficiency.{each}", "assumed") for each in Efficiency.__dataclass_fields__)
         assert all(text.startswith(("vendor", "measured", "fitted", "assumed")) for text in sources)
-    for name in [
-        "fused",
-        "unfused",
-        "unfused-2022",
-        "flash-2023",
-        "flash-2023-h100",
-        "flash-2025",
-        "float8-2025",
-        "float8-blackwell",
-    ]:
+    for name in (path.stem for path in (Path(hardware.__file__).parent / "stacks").glob("*.yaml")):
         stack = load_stack(name)
         save_stack(stack, tmp_path / f"stack-{name}.yaml")
         assert load_stack(str(tmp_path / f"stack-{name}.yaml")) == stack
@@ -83,6 +75,9 @@ FAULTS: list[tuple[str, Any, str]] = [
     ("node.link_latency", -1e-6, "link_latency is -1e-06; it must be 0 or more"),
     ("node.ranks_per_core", 0.5, "ranks_per_core is 0.5; it must be 1 or more"),
     ("network.nic_bandwidth", float("inf"), "nic_bandwidth is inf; it must be above 0 and finite"),
+    ("network.oversubscription", 0.5, "network: oversubscription is 0.5; it must be 1 or more"),
+    ("network.oversubscription", 7.0, "oversubscription has no effect without pod_nodes; add e.g. pod_nodes: 32"),
+    ("efficiency.device_deviation", 0.02, "provenance: efficiency.device_deviation is missing; say vendor"),
     ("efficiency.gemm", 1.2, "efficiency: gemm is 1.2; it is at most 1"),
     ("accelerator.peak_flops.fp17", 1e12, "peak_flops: unknown name fp17: did you mean fp1?6"),
     ("accelerator.peak_flops", {}, "peak_flops is empty"),

@@ -68,6 +68,17 @@ def test_near_the_simulator_where_ranks_share_cores(schedule: str, latency: floa
     assert_near(flags.replace("dgx-a100", str(tmp_path / "crowded.yaml")), 0.12)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_near_the_simulator_with_stragglers_and_a_narrow_spine(schedule: str, tmp_path: Path) -> None:
+    found = load_cluster("dgx-a100")
+    network = replace(found.network, pod_nodes=2, oversubscription=8.0)
+    efficiency = replace(found.efficiency, device_deviation=0.1)
+    sources = {**found.provenance, "efficiency.device_deviation": "assumed"}
+    save_cluster(replace(found, network=network, efficiency=efficiency, provenance=sources), tmp_path / "pods.yaml")
+    flags = f"{GPT} {PLAIN} --no-tie-embeddings --fix schedule={schedule} --fix pp=2,4,8 --fix vpp=1,2"
+    assert_near(flags.replace("dgx-a100", str(tmp_path / "pods.yaml")), 0.1)
+
+
 def test_the_best_by_closed_form_is_near_the_best() -> None:
     request, found = surveyed(f"{GPT} {PLAIN} --fix schedule=1f1b,interleaved,zb-v --fix pp=1,4 --fix vpp=1,2")
     ranked = [both(request, layout, seconds) for layout, seconds in found.fastest()]
