@@ -28,12 +28,12 @@ def send(message: Row | str) -> None:
 
 
 def broken() -> bool:
-    """The device answers no more, as after an illegal access."""
+    """The device answers no more, as after an illegal access, or draws no numbers, as after a CUDA graph that failed."""
     if not torch.cuda.is_initialized():
         return False
     try:
         torch.cuda.synchronize()
-        torch.ones(1, device="cuda").item()
+        torch.rand(1, device="cuda").item()
     except Exception:
         return True
     return False

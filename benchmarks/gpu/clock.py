@@ -99,6 +99,13 @@ class Clock:
 
     def _replayed(self, work: Work, prepare: Work | None) -> float:
         self._ready(prepare)
+        # What waits for the device cannot be captured, and after a capture that fails torch draws no random numbers.
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            work()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        self._ready(prepare)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self._stream):
             kept = work()

@@ -29,9 +29,6 @@ class Shape:
     rows: int
     size: int
 
-    def __str__(self) -> str:
-        return f"{self.rows} x {self.size}" if self.rows > 1 else f"{self.size}"
-
 
 @dataclass(frozen=True)
 class Pass:

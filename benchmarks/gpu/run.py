@@ -26,7 +26,7 @@ from benchmarks.gpu.kernels import capability, kernel_tasks, rules, without_case
 from benchmarks.gpu.legs import Leg, Row, run_legs
 from benchmarks.gpu.report import ceilings_table, kernels_table, profiles_table, steps_table
 from benchmarks.gpu.step import MICROBATCH
-from megalite.config.compute import BACKENDS, OPERATIONS, ComputeConfig
+from megalite.config.compute import BACKENDS, OPERATIONS
 
 PARTS = ("ceilings", "step", "kernels", "peers")
 KEYS = "part who model what shape case rows size backend pass profile accumulation"
@@ -120,8 +120,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def refusal(arguments: argparse.Namespace, device: str) -> str | None:
     if device == "cuda" and not torch.cuda.is_available():
         return "no CUDA device; --dry tries everything in tiny sizes on the CPU"
-    if arguments.fp8 and "fp8" not in ComputeConfig.__dataclass_fields__:
-        return "--fp8: this megalite has no setting compute.fp8"
     if arguments.write_preferences and "kernels" not in arguments.parts:
         return "--write-preferences: they follow from the part kernels; add it to --parts"
     if importlib.util.find_spec("triton") is None and arguments.dry and "kernels" in arguments.parts:

@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.gpu import child as gpu_child
 from benchmarks.gpu import legs as gpu_legs
+from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.legs import Leg, Row, run_legs
 
 STUB = """
@@ -97,3 +98,16 @@ def test_a_step_out_of_memory_is_tried_with_half_the_microbatch(
         {"microbatch": 4, "accumulations": [2, 16]},
         "end",
     ]
+
+
+def test_what_waits_for_the_device_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a capture that fails torch draws no random numbers: no later task would run."""
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def waits() -> None:
+        raise RuntimeError(f"called a synchronizing CUDA operation, {modes}")
+
+    with pytest.raises(RuntimeError, match="operation, \\['error'\\]"):
+        Clock(torch.device("cpu"), repeats=1)._replayed(waits, None)
+    assert modes == ["error", "default"]
