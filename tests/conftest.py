@@ -31,6 +31,11 @@ def pytest_runtestloop() -> None:
     gc.enable()
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
 WAITING = (
     "tests/e2e/",
     "tests/training/test_stop",

@@ -75,7 +75,6 @@ def test_close_does_not_wait_for_a_work_that_never_ends() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_cuda_it_is_a_stream_between_two_parts_of_the_computation() -> None:
     device = torch.device("cuda", 0)
     background, x = Background(device), torch.ones(1 << 24, device=device)

@@ -118,7 +118,6 @@ def test_what_cuda_kernels_refuse_whatever_the_card() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("groups", [4, 2])
 @pytest.mark.parametrize("backend", ["flash", "efficient", "cudnn", "math"])
 def test_pinned_kernels_on_cuda(backend: str, groups: int) -> None:
@@ -292,7 +291,6 @@ def test_it_is_for_halves_on_cuda() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("groups", [4, 2])
 def test_its_numbers_on_a_gpu(groups: int) -> None:
     assert why_not_varlen(shape(torch.bfloat16, groups, torch.device("cuda"))) is None

@@ -167,7 +167,6 @@ def test_a_cpu_has_none() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_products_on_cuda() -> None:
     device = torch.device("cuda")
     reason = why_not_fp8(device)

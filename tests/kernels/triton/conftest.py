@@ -1,6 +1,5 @@
-"""Where there is no CUDA device Triton's interpreter runs the kernels, which must be said before they are imported."""
+"""The device of the kernels' tests: where there is no CUDA device, Triton's interpreter runs them."""
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +8,6 @@ import torch
 from torch import Tensor
 
 CUDA = torch.cuda.is_available()
-if not CUDA:
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(autouse=not CUDA, scope="session")
@@ -27,11 +24,6 @@ def _rounding_to_fp8() -> None:
         return torch.from_numpy(values).to(formats[str(target)]).view(torch.uint8).numpy()
 
     interpreter._convert_float = right
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") is not None and not CUDA:
-        pytest.skip("needs a CUDA device")
 
 
 @pytest.fixture

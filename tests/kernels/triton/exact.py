@@ -17,9 +17,9 @@ Outputs = Tensor | tuple[Tensor, ...]
 def numbers(
     *shape: int, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu", seed: int = 0
 ) -> Tensor:
-    """Normally distributed and the same everywhere."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, dtype=torch.float64, generator=generator).to(device, dtype)
+    """Normally distributed, and the same each time on a device. Drawn there: those of large models take a host minutes."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(shape, dtype=torch.float64, device=device, generator=generator).to(dtype)
 
 
 def distance(ours: Tensor, exact: Tensor) -> float:
