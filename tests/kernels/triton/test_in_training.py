@@ -8,13 +8,12 @@ import torch
 from megalite.config.compute import OPERATIONS
 from megalite.kernels.registry import IMPLEMENTATIONS
 from megalite.parity.trajectory import Runner
-from megalite.topology.layout import ParallelLayout
 from megalite.topology.topology import Topology
 from megalite.training.replica import build_replica
 from tests.support.tiny import LLAMA, tiny_config
 
-TRITON = [f"{operation}=triton" for operation in OPERATIONS if "triton" in IMPLEMENTATIONS[operation]]
-PRODUCTS = ["matmul=torch", "weight_grad=torch"]
+TORCH = [f"{operation}=torch" for operation in OPERATIONS]
+TRITON = [f"{operation}={'triton' if 'triton' in IMPLEMENTATIONS[operation] else 'torch'}" for operation in OPERATIONS]
 SMALL = {
     "num_layers": 1,
     "hidden_size": 32,
@@ -27,11 +26,12 @@ SMALL = {
 }
 
 
-def run(settings: dict[str, Any], kernels: list[str]) -> tuple[list[float], dict[str, torch.Tensor], dict[str, str]]:
+def run(
+    settings: dict[str, Any], kernels: list[str], device: torch.device
+) -> tuple[list[float], dict[str, torch.Tensor], dict[str, str]]:
     """Losses and norms of two steps, the weights after them, and what served."""
-    config = tiny_config(**{**settings, **SMALL}, kernels=kernels)
-    topology = Topology.create(ParallelLayout(), rank=0, device=torch.device("cpu"))
-    runner = Runner(build_replica(config, topology))
+    config = tiny_config(**{**settings, **SMALL}, kernels=kernels, device=device.type)
+    runner = Runner(build_replica(config, Topology.solo(device)))
     numbers = []
     for _ in range(2):
         result = runner.step()
@@ -54,10 +54,10 @@ def run(settings: dict[str, Any], kernels: list[str]) -> tuple[list[float], dict
     ],
     ids=["gpt, dropout", "llama", "lamb", "bf16"],
 )
-def test_steps_are_those_of_torch(settings: dict[str, Any]) -> None:
-    theirs, their_weights, backends = run(settings, PRODUCTS)
+def test_steps_are_those_of_torch(settings: dict[str, Any], device: torch.device) -> None:
+    theirs, their_weights, backends = run(settings, TORCH, device)
     assert set(backends.values()) == {"torch"}
-    ours, weights, backends = run(settings, [*TRITON, *PRODUCTS])
+    ours, weights, backends = run(settings, TRITON, device)
     others = [name for name, backend in backends.items() if backend != "triton"]
     assert others == ["matmul", "weight_grad"]
     half = settings["precision"] == "bf16"
