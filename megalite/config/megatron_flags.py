@@ -103,7 +103,7 @@ kernels and fusions: the fastest kernel for the device is picked |
 CUDA graphs |
     --cuda-graph-impl= --enable-cuda-graph --external-cuda-graph --cuda-graph-scope=* --cuda-graph-modules=*
     --cuda-graph-warmup-steps= --optimizer-cuda-graph --inference-cuda-graph-scope=
-    --moe-pad-experts-for-cuda-graph-inference --moe-pad-expert-input-to-capacity
+    --moe-pad-experts-for-cuda-graph-inference
 overlap of other kinds than those here |
     --no-async-tensor-model-parallel-allreduce --no-overlap-p2p-communication --tp-comm-overlap-cfg=
     --no-tp-comm-bulk-wgrad --disable-tp-comm-bulk-wgrad --no-tp-comm-bulk-dgrad --disable-tp-comm-bulk-dgrad

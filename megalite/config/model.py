@@ -12,6 +12,7 @@ TRAINING_FIELDS = frozenset(
     {
         *("hidden_dropout", "attention_dropout", "init_method_std"),
         *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_expert_capacity_factor", "moe_token_drop_policy"),
+        "moe_pad_expert_input_to_capacity",
         *("moe_router_bias_update_rate", "mtp_num_layers", "mtp_loss_scaling_factor"),
     }
 )
@@ -228,6 +229,8 @@ class ModelConfig:
     """An expert takes at most this times the even share of each sequence's tokens; default: no limit."""
     moe_token_drop_policy: str = option("probs", choices=("probs", "position"))
     """Which tokens an expert over capacity leaves out: the least probable or the last."""
+    moe_pad_expert_input_to_capacity: bool = option(False)
+    """Fill experts up to their capacity with zeros: the host never waits for how many tokens they get."""
 
     @property
     def head_size(self) -> int:
@@ -235,6 +238,12 @@ class ModelConfig:
         if self.multi_latent_attention:
             return self.qk_head_dim + self.qk_pos_emb_head_dim
         return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    def expert_capacity(self, seq_length: int) -> int:
+        """Tokens of a sequence that an expert takes at most."""
+        if self.num_experts is None or self.moe_expert_capacity_factor is None:
+            return seq_length
+        return math.ceil(self.moe_expert_capacity_factor * seq_length * self.moe_router_topk / self.num_experts)
 
     @property
     def value_size(self) -> int:

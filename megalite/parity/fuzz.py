@@ -163,6 +163,7 @@ def _experts(generator: random.Random, drawn: Drawn) -> Drawn:
     if generator.random() < 0.4:
         found["moe_expert_capacity_factor"] = generator.choice((0.7, 1.0, 1.3))
         found["moe_token_drop_policy"] = generator.choice(("probs", "position"))
+        found["moe_pad_expert_input_to_capacity"] = generator.random() < 0.5
     return found
 
 

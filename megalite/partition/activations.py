@@ -43,9 +43,15 @@ def _attention_widths(config: RunConfig) -> tuple[int, int]:
     return model.num_attention_heads * model.head_size, 2 * groups * model.head_size
 
 
-def kept_share(config: RunConfig) -> float:
-    """Of the rows that go to experts, those within the capacity."""
-    return min(1.0, config.model.moe_expert_capacity_factor or 1.0)
+def kept_share(config: RunConfig, parts: int | None = None) -> float:
+    """Rows that go to experts for each choice of a token: those within the capacity, or with padding all places.
+
+    `parts`: ranks that share a sequence, instead of the config's."""
+    model, p, s = config.model, config.parallel, config.training.seq_length
+    if not model.moe_pad_expert_input_to_capacity or model.num_experts is None:
+        return min(1.0, model.moe_expert_capacity_factor or 1.0)
+    own = s // (parts or p.tp * p.cp)
+    return min(model.expert_capacity(s), own) * model.num_experts / (own * model.moe_router_topk)
 
 
 def _attention(config: RunConfig, layer_index: int) -> Iterator[_Kept]:

@@ -19,7 +19,7 @@ from megalite.config.run import RunConfig
 from megalite.config.strategies import BucketTraffic
 from megalite.data_parallel.facts import low_rank_pays, wire_width
 from megalite.models.shapes import ParameterShape
-from megalite.partition.activations import ELEMENT_BYTES
+from megalite.partition.activations import ELEMENT_BYTES, kept_share
 from megalite.partition.buckets import (
     PlannedBucket,
     all_replicas,
@@ -391,7 +391,7 @@ class _Microbatch:
         if model.moe_expert_capacity_factor is not None:
             numbers = 2 * training.micro_batch_size * model.moe_router_topk + 1
             yield "tp-cp", "all-gather", training.seq_length * numbers * self._w
-        if not again:
+        if not again and not model.moe_pad_expert_input_to_capacity:
             yield "ep", "all-to-all", 8 * model.num_experts
             yield "expert-tp", "all-gather", 8 * model.num_experts * p.expert_tp
 
@@ -399,6 +399,8 @@ class _Microbatch:
         """To the experts and back; the backward takes the same ways."""
         model, p = self._config.model, self._config.parallel
         rows = self._activations // p.tp * model.moe_router_topk
+        if model.moe_pad_expert_input_to_capacity:
+            rows = round(rows * kept_share(self._config))
         return 2 * [("ep", "all-to-all", rows), ("expert-tp", "all-to-all", rows * p.expert_tp)]
 
     def _recomputed(self, layers: range, *, single: bool = False) -> Iterator[Volume]:

@@ -186,6 +186,7 @@ def test_a_layer_keeps_what_the_formula_says(settings: dict[str, Any], formula: 
         {**MOE, **selective("mlp_act", "layernorm"), "moe_shared_expert_intermediate_size": 512},
         {**MOE, **TP2, **SP, "activation": "swiglu", "moe_shared_expert_intermediate_size": 512},
         {**MOE, **TP2, **selective("shared_experts"), "moe_shared_expert_intermediate_size": 512},
+        {**MOE, **TP2, **SP, "moe_expert_capacity_factor": 0.7, "moe_pad_expert_input_to_capacity": True},
     ],
     ids=str,
 )

@@ -27,6 +27,7 @@ GPT_OSS: dict[str, Any] = {
     "moe_add_bias_linear": True,
 }
 TIGHT = {"moe_expert_capacity_factor": 0.75}
+PADDED = {**TIGHT, "moe_pad_expert_input_to_capacity": True}
 
 
 def config_of(**changes: Any) -> ModelConfig:
@@ -118,6 +119,8 @@ CASES = [
     {"moe_add_bias_linear": True, "moe_router_pre_softmax": True, **TIGHT},
     {**TIGHT},
     {**TIGHT, "moe_token_drop_policy": "position", **SHARED},
+    {**PADDED, **GPT_OSS, **SHARED},
+    {**PADDED, "moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_token_drop_policy": "position"},
     {"moe_router_topk": 3, "moe_router_pre_softmax": True, "moe_expert_capacity_factor": 0.5, "num_experts": 8},
 ]
 

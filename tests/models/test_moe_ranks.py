@@ -14,7 +14,21 @@ from megalite.tensor_parallel.parameter import ParameterFactory
 from megalite.topology.group import Group, Work
 from megalite.topology.topology import Topology
 from tests.models.moe_reference import draw, expected
-from tests.models.test_moe import AUX, GATED, GPT_OSS, NAME, SHARED, TIGHT, H, Z, build, config_of, leaves, with_biases
+from tests.models.test_moe import (
+    AUX,
+    GATED,
+    GPT_OSS,
+    NAME,
+    PADDED,
+    SHARED,
+    TIGHT,
+    H,
+    Z,
+    build,
+    config_of,
+    leaves,
+    with_biases,
+)
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import assemble
 
@@ -23,7 +37,8 @@ CONFIGS: list[dict[str, Any]] = [
     {**GATED, **SHARED},
     {**GPT_OSS, "moe_router_topk": 3},
     {"moe_router_topk": 3, **TIGHT, "moe_router_pre_softmax": True},
-    {"moe_router_topk": 1, "moe_router_pre_softmax": True, **TIGHT, "moe_token_drop_policy": "position", **GATED},
+    {"moe_router_topk": 1, "moe_router_pre_softmax": True, **PADDED, "moe_token_drop_policy": "position", **GATED},
+    {**GPT_OSS, **PADDED, **SHARED},
 ]  # several a call: the pool's workers make their groups once
 
 

@@ -151,7 +151,11 @@ FACTORS: dict[str, dict[str, Settings]] = {
         "plain": {},
         "losses": LOSSES,
         "capacity": {**LOSSES, "moe_expert_capacity_factor": 1.0},
-        "capacity-position": {"moe_expert_capacity_factor": 1.0, "moe_token_drop_policy": "position"},
+        "padded-position": {
+            "moe_expert_capacity_factor": 1.0,
+            "moe_token_drop_policy": "position",
+            "moe_pad_expert_input_to_capacity": True,
+        },
     },
 }
 """Factor -> value -> settings over `TINY`. The first value of each is the plain one."""

@@ -57,7 +57,8 @@ pp2 dp2 full, a further token of experts: pp=2 dp=2 LLAMA Z1 tie_embeddings mtp_
   moe_router_score_function=sigmoid moe_router_enable_expert_bias FULL
 tp4, two ranks share a key: tp=4 LLAMA num_query_groups=2 kv_channels=8
 tp4 cp2 ring sp, one key: tp=4 cp=2 SP LLAMA num_query_groups=1 FULL
-ep2 etp1 tp2 sp cp2: dp=1 tp=2 cp=2 ep=2 etp=1 SP MOE Z1
+ep2 etp1 tp2 sp cp2, padded: dp=1 tp=2 cp=2 ep=2 etp=1 SP MOE Z1 moe_expert_capacity_factor=1.5
+  moe_pad_expert_input_to_capacity
 ep2 tp2, the shared expert recomputed: dp=2 tp=2 ep=2 etp=1 MOE SHARED recompute_modules=["shared_experts"]
 dp2 tp2 sp llama, muon: dp=2 tp=2 SP LLAMA optimizer=muon
 dp2 tp2 latent, soap: dp=2 tp=2 LATENT optimizer=soap

@@ -217,7 +217,7 @@ EXPERTS: tuple[Check, ...] = (
         {
             "!moe_router_bias_update_rate": "--moe-router-enable-expert-bias",
             "!moe_aux_loss_sequences": "--moe-aux-loss-coeff 0.01",
-            "!moe_token_drop_policy": "--moe-expert-capacity-factor 1.25",
+            "!moe_token_drop_policy|moe_pad_expert_input_to_capacity": "--moe-expert-capacity-factor 1.25",
             f"!etp|{_MOE}": "--num-experts 8",
         }
     ),

@@ -319,6 +319,7 @@ def _experts(args: Arguments, biases: bool) -> dict[str, Any]:
         "moe_router_topk_scaling_factor": args.number("moe_router_topk_scaling_factor", 1.0) or 1.0,
         "moe_expert_capacity_factor": None if capacity < 0 else capacity,
         "moe_token_drop_policy": args.get("moe_token_drop_policy", "probs"),
+        "moe_pad_expert_input_to_capacity": capacity >= 0 and args.flag("moe_pad_expert_input_to_capacity", False),
         "moe_aux_loss_coeff": _coefficient(args, "moe_aux_loss_coeff"),
         "moe_z_loss_coeff": _coefficient(args, "moe_z_loss_coeff"),
     }

@@ -138,6 +138,7 @@ _SAME_EXPERTS = (
     *("moe_router_score_function", "moe_router_enable_expert_bias", "moe_router_bias_update_rate"),
     *("moe_router_num_groups", "moe_router_group_topk", "moe_shared_expert_gate"),
     *("moe_aux_loss_coeff", "moe_expert_capacity_factor", "moe_token_drop_policy"),
+    "moe_pad_expert_input_to_capacity",
 )
 """Settings of one name and meaning on both sides."""
 

@@ -5,6 +5,7 @@ the rank of its expert; where experts are split over expert_tp, every rank of th
 its ranks. The way back mirrors this, and the home rank adds up each token's k outputs with the router's weights.
 
 The host waits for the device only to exchange rows over ep, or where tokens are dropped: once, for how many there will be.
+With padding it knows: each expert gets as many rows of each rank as its capacity allows, of zeros where there is no pair.
 
 All sums have a fixed order: over the k choices of a token, and over the ranks of expert_tp in rank order.
 """
@@ -15,6 +16,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.kernels.bases import Function
@@ -55,6 +57,7 @@ class Route:
 
     order: Tensor  # [n·k]: all pairs (token·k + choice) by expert, the dropped ones last
     drops: bool
+    padded: bool  # the order is [E·places] instead, n·k where a place is empty
     counts: RowCounts
     ep: Group
     expert_tp: Group
@@ -66,7 +69,7 @@ class Route:
 
     @cached_property
     def pairs(self) -> Tensor:
-        """[m]: the kept pairs in the order of experts; the order in which rows are sent."""
+        """[m]: the kept pairs, or the places, in the order of experts; the order in which rows are sent."""
         return self.order[: sum(self.sent)] if self.drops else self.order
 
     @cached_property
@@ -106,15 +109,31 @@ def plan_route(
 ) -> Route:
     """Sort this rank's pairs by expert and agree with the other ranks on who sends how many rows, unless that was done.
 
-    Collectives: without `counts` an all-to-all of E counts over ep and an all-gather of E counts over expert_tp, int64 /
-    none.
+    Collectives: without `counts` and padding an all-to-all of E counts over ep and an all-gather of E counts over
+    expert_tp, int64 / none.
     """
     chosen = routing.chosen.flatten()
     if routing.kept is not None:
         chosen = torch.where(routing.kept.flatten(), chosen, experts)  # dropped ones to the end
-    ordered = chosen.sort(stable=True)
-    counts = counts or _count_rows(ordered.values, experts, ep, expert_tp)
-    return Route(order=ordered.indices, drops=routing.kept is not None, counts=counts, ep=ep, expert_tp=expert_tp)
+    ordered, places = chosen.sort(stable=True), routing.places
+    if places is None:
+        order = ordered.indices
+        counts = counts or _count_rows(ordered.values, experts, ep, expert_tp)
+    else:
+        order = _in_places(ordered.values, ordered.indices, experts, places)
+        shape = expert_tp.size, ep.size, experts // ep.size
+        copy = HostCopy(torch.full((1 + shape[0], *shape[1:]), places))
+        counts = RowCounts(table=torch.full(shape, places, device=order.device), copy=copy)
+    drops, padded = routing.kept is not None, places is not None
+    return Route(order=order, drops=drops, padded=padded, counts=counts, ep=ep, expert_tp=expert_tp)
+
+
+def _in_places(chosen: Tensor, pairs: Tensor, experts: int, places: int) -> Tensor:
+    """[E·places]: for each expert its pairs, no more than `places`, and in the rest the number behind the last pair."""
+    bounds = torch.searchsorted(chosen, torch.arange(experts + 1, device=chosen.device))
+    at = bounds[:-1, None] + torch.arange(places, device=chosen.device)
+    order = pairs[at.clamp(max=pairs.numel() - 1)]
+    return order.masked_fill_(at >= bounds[1:, None], pairs.numel()).flatten()
 
 
 def _count_rows(chosen: Tensor, experts: int, ep: Group, expert_tp: Group) -> RowCounts:
@@ -150,7 +169,7 @@ def send_to_experts(
     """
     # The host waits for the numbers of rows behind this, so that the device has something to do; what runs under the
     # exchange cannot come before it, since NCCL starts when all that was asked for before has been computed.
-    rows = _TakeTokens.apply(x, route.pairs, topk)
+    rows = _TakeTokens.apply(x, route.pairs, topk, route.padded)
 
     def under() -> None:
         _ = route.by_expert
@@ -180,49 +199,56 @@ def return_to_tokens(
         gather, reduce = _of_unequal_parts(route.gathered, expert_tp)
         rows = conjugate(rows, reduce, gather)
     rows = _all_to_all(rows, route.sent, route.received, ep, meanwhile)
-    return _Combine.apply(rows, weights, route.pairs)
+    return _Combine.apply(rows, weights, route.pairs, route.padded)
 
 
 class _TakeTokens(Function):
-    """Row i is the token of pair i; a token's gradient is the sum over its k pairs, in their order."""
+    """Row i is the token of pair i, or 0; a token's gradient is the sum over its k pairs, in their order."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, pairs: Tensor, topk: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, pairs: Tensor, topk: int, padded: bool) -> Tensor:
         ctx.save_for_backward(pairs)
-        ctx.tokens, ctx.topk = x.shape[0], topk
-        return x[pairs // topk]
+        ctx.shape = x.shape[0], topk
+        return _with_zeros(x, padded)[pairs // topk]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (pairs,) = ctx.saved_tensors
-        whole = grad.new_zeros(ctx.tokens * ctx.topk, grad.shape[1])
-        whole[pairs] = grad
-        return whole.view(ctx.tokens, ctx.topk, -1).sum(dim=1), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _by_choice(grad, *ctx.saved_tensors, *ctx.shape).sum(dim=1), None, None, None
 
 
 class _Combine(Function):
     """out[t] = Σ_j weights[t, j] · (row of pair t·k + j, or 0), summed in the weights' precision."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, pairs: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, pairs: Tensor, padded: bool) -> Tensor:
         ctx.save_for_backward(rows, weights, pairs)
-        tokens, topk = weights.shape
-        whole = rows.new_zeros(tokens * topk, rows.shape[1])
-        whole[pairs] = rows
-        whole = whole.view(tokens, topk, -1)
+        ctx.padded = padded
+        whole = _by_choice(rows, pairs, *weights.shape)
         out = whole[:, 0] * weights[:, :1]
-        for choice in range(1, topk):
+        for choice in range(1, weights.shape[1]):
             out.addcmul_(whole[:, choice].to(out.dtype), weights[:, choice : choice + 1])
         return out.to(rows.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         rows, weights, pairs = ctx.saved_tensors
-        grad_of_pair = grad[pairs // weights.shape[1]].to(weights.dtype)
-        grad_rows = (grad_of_pair * weights.flatten()[pairs, None]).to(rows.dtype)
-        grad_weights = torch.zeros_like(weights)
-        grad_weights.view(-1)[pairs] = (grad_of_pair * rows).sum(dim=1)
-        return grad_rows, grad_weights, None
+        grad_of_pair = _with_zeros(grad, ctx.padded)[pairs // weights.shape[1]].to(weights.dtype)
+        of_pair = _with_zeros(weights.reshape(-1, 1), ctx.padded)[pairs]
+        grad_rows = (grad_of_pair * of_pair).to(rows.dtype)
+        grad_of_weight = (grad_of_pair * rows).sum(dim=1, keepdim=True)
+        return grad_rows, _by_choice(grad_of_weight, pairs, *weights.shape).squeeze(2), None, None
+
+
+def _with_zeros(x: Tensor, padded: bool) -> Tensor:
+    """x [n, h], and if padded a row of zeros behind it, which is that of a place without a pair."""
+    return F.pad(x, (0, 0, 0, 1)) if padded else x
+
+
+def _by_choice(rows: Tensor, pairs: Tensor, tokens: int, topk: int) -> Tensor:
+    """Row i for pair i, and 0 for pairs without one: [tokens, topk, h]. What is in places without a pair is left out."""
+    whole = rows.new_zeros(tokens * topk + 1, rows.shape[1])
+    whole[pairs] = rows
+    return whole[:-1].view(tokens, topk, -1)
 
 
 class _Reorder(Function):

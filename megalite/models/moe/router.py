@@ -81,6 +81,7 @@ class Routing:
     weights: Tensor  # [s_local, b, k]: factor on each chosen expert's output, in fp32 (fp64 for fp64)
     chosen: Tensor  # [s_local, b, k]: the experts
     kept: Tensor | None  # [s_local, b, k]: false where the expert is full; None: no expert can be
+    places: int | None  # of this rank in each expert, which are filled up; None: as many as there are pairs
 
 
 class Router(Module):
@@ -104,7 +105,8 @@ class Router(Module):
         self.experts, self.topk = config.num_experts, config.moe_router_topk
         self.pre_softmax, self.scaling = config.moe_router_pre_softmax, config.moe_router_topk_scaling_factor
         self.aux_coeff, self.z_coeff = config.moe_aux_loss_coeff, config.moe_z_loss_coeff
-        self.capacity_factor = config.moe_expert_capacity_factor
+        self.capacity_of = None if config.moe_expert_capacity_factor is None else config.expert_capacity
+        self.pads = config.moe_pad_expert_input_to_capacity
         self.drop_last = config.moe_token_drop_policy == "position"
         self.sigmoid = config.moe_router_score_function == "sigmoid"
         self.score_table, self.bias_rate = config.score_table, config.moe_router_bias_update_rate
@@ -149,12 +151,12 @@ class Router(Module):
             weights = logits.gather(-1, chosen).softmax(dim=-1)
         weights = weights if self.scaling == 1.0 else weights * self.scaling
         weights = self._attach_losses(weights, logits, probabilities, chosen, context)
-        kept = None
-        if self.capacity_factor is not None and not context.generating:
-            capacity = math.ceil(self.capacity_factor * context.seq_length * self.topk / self.experts)
-            routing = weights.detach(), chosen, positions
+        kept = places = None
+        if self.capacity_of is not None and not context.generating:
+            capacity, routing = self.capacity_of(context.seq_length), (weights.detach(), chosen, positions)
             kept = within_capacity(*routing, capacity=capacity, drop_last=self.drop_last, sequence=self.sequence)
-        return Routing(weights=weights, chosen=chosen, kept=kept)
+            places = min(capacity, x.shape[0]) * x.shape[1] if self.pads else None
+        return Routing(weights=weights, chosen=chosen, kept=kept, places=places)
 
     def _choose(self, scores: Tensor) -> Tensor:
         """The experts [s, b, k] of scores [s, b, E], with their bias and within groups."""

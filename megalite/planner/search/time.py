@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from megalite.config.optimizer import OPTIMIZERS
 from megalite.config.run import RunConfig
-from megalite.partition.activations import ELEMENT_BYTES
+from megalite.partition.activations import ELEMENT_BYTES, kept_share
 from megalite.partition.stages import StagePlan
 from megalite.planner.cost import rates
 from megalite.planner.cost.operations import Pricing
@@ -176,6 +176,7 @@ class Clock:
         fully = shares.strategy == STRATEGIES.index("fully-sharded")
         assert batch is not None, "the request has one"
         recompute, modules = shares.recompute, self.config.training.recompute_modules
+        kept = [kept_share(self.config, parts) for parts in (shares.tp * shares.cp).tolist()]
         selective = (recompute == RECOMPUTE.index("selective")).astype(float)
 
         def of(module: str) -> Floats:
@@ -186,6 +187,7 @@ class Clock:
             batch=shares.micro_batch_size.astype(float),
             tp=tp,
             cp=shares.cp.astype(float),
+            topk=self.config.model.moe_router_topk * np.array(kept),
             ep=shares.ep.astype(float),
             expert_tp=tp if p.etp is None else np.full_like(tp, p.etp),
             dp=shares.dp.astype(float),
