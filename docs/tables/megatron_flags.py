@@ -51,7 +51,7 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         "exit_duration_in_mins": "status 75; theirs ends with 0",
         "exit_signals": "always heard; theirs takes one, and only if asked",
         # compute
-        "fp8_recipe": "tensorwise, which `delayed` becomes, and rowwise alone",
+        "fp8_recipe": "without mxfp8; `blockwise` is e4m3 throughout",
         # checkpoint
         "load": "a folder with no checkpoint is an error unless `--fresh-if-missing`; a damaged one is passed over",
         # logging

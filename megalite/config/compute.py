@@ -55,8 +55,9 @@ class ComputeConfig:
     fp8: bool = option(False)
     """Linear layers multiply in fp8, except the first and last layer, experts and head. Needs bf16 and compute
     capability 8.9."""
-    fp8_recipe: str = option("tensorwise", choices=("tensorwise", "rowwise"))
-    """What has a scale in fp8: each tensor, or each row of the first and column of the second factor."""
+    fp8_recipe: str = option("tensorwise", choices=("tensorwise", "rowwise", "blockwise"))
+    """What has a scale in fp8: each tensor, each row of the first and column of the second factor, or 128 elements of these
+    and 128 x 128 of a weight."""
     fp8_wgrad: bool = option(True)
     """With fp8: weight gradients are products in fp8 too; else in bf16."""
     tf32: bool = option(False)

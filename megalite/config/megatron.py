@@ -51,7 +51,7 @@ WORDS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             "optim_grads_params": {"dp_strategy": "fully-sharded"},
         },
         "--megatron-fsdp-grad-comm-dtype": {"auto": {}, "fp32": {}, "bf16": {"wire_dtype": "bf16"}},
-        "--fp8-format": {"hybrid": {"fp8": True}},
+        "--fp8-format": {"hybrid": {"fp8": True}, "e4m3": {"fp8": True, "fp8_recipe": "blockwise"}},
     }
 )
 """Flag with a word -> the word -> the settings it stands for."""

@@ -2,7 +2,8 @@
 
 Scales are powers of two and come from what is multiplied itself, so nothing is kept from step to step. Tensorwise there
 is one a tensor, known after one pass over it; rowwise one for each row of the first factor and each column of the second,
-which one kernel finds and uses.
+which one kernel finds and uses. Blockwise (arXiv 2412.19437) there is one for 128 elements along the dimension that is
+summed over, and for 128 x 128 of a weight; all is e4m3.
 """
 
 from collections.abc import Iterator
@@ -10,12 +11,14 @@ from contextlib import contextmanager
 from typing import Literal, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.kernels.matmul import Products, WeightProduct
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ALIGNMENT = 16  # both dimensions of a weight must be multiples: 16-byte rows of what is multiplied
+BLOCK = 128
 _SMALLEST = 2.0**-100  # where the largest element is below it (all are 0, say), its scale
 
 
@@ -29,8 +32,22 @@ def why_not_fp8(device: torch.device) -> str | None:
     return None
 
 
+def why_not_blockwise(device: torch.device) -> str | None:
+    """Why a device with products in fp8 has none with a scale a block, or None. A CPU takes the factors out of fp8."""
+    if device.type != "cuda":
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != 9 or [int(part) for part in (torch.version.cuda or "0").split(".")] < [12, 9]:
+        return (
+            f"fp8_recipe blockwise takes compute capability 9 and CUDA 12.9, and there are {major}.{minor} and "
+            f"{torch.version.cuda}; use --fp8-recipe tensorwise"
+        )
+    return None
+
+
 class Rounded(NamedTuple):
-    """A matrix [n, i] in fp8, dense, and what its products are to be multiplied with, in fp32: a scalar, or [n, 1]."""
+    """A matrix [n, i] in fp8, dense, and what its products are to be multiplied with, in fp32: a scalar, [n, 1], or of
+    blocks [n, i/128] or [n/128, i/128]."""
 
     data: Tensor
     undo: Tensor
@@ -85,6 +102,8 @@ class Fp8Products(Products):
     """
 
     measures = True
+    alignment = ALIGNMENT
+    """Of both dimensions of weights; and of the rows of a microbatch, if weight gradients are products in fp8."""
 
     def __init__(
         self, kernels: Fp8Kernels = (largest, cast, cast_rows), *, rowwise: bool = False, weight_grads: bool = True
@@ -108,7 +127,7 @@ class Fp8Products(Products):
         of_weight, sides = (None, {}) if kept is None or weight not in kept else kept[weight]
         if side not in sides:
             of_weight = self.measure(matrix) if of_weight is None else of_weight
-            sides[side] = self._rounded(matrix if side == "rows" else matrix.t(), of_weight, E4M3)
+            sides[side] = self._rounded_weight(matrix if side == "rows" else matrix.t(), of_weight)
             if kept is not None:
                 kept[weight] = of_weight, sides
         return sides[side]
@@ -119,35 +138,86 @@ class Fp8Products(Products):
     def _rounded(self, x: Tensor, of_x: Tensor | None, dtype: torch.dtype) -> Rounded:
         return self._cast_rows(x, dtype) if of_x is None else self._cast(x, of_x, dtype)
 
+    def _rounded_weight(self, matrix: Tensor, of_weight: Tensor | None) -> Rounded:
+        return self._rounded(matrix, of_weight, E4M3)
+
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None, of_x: Tensor | None = None) -> Tensor:
         of_x = self.measure(x) if of_x is None else of_x
         x8 = self._rounded(x.flatten(0, -2), of_x, E4M3)
         # Fast sums keep fewer bits of partial results, as is usual forward.
-        y = _product(x8, self.weight(weight, "rows"), x.dtype, bias=bias, use_fast_accum=x.is_cuda)
+        y = self._product(x8, self.weight(weight, "rows"), x.dtype, bias=bias, use_fast_accum=x.is_cuda)
         return y.view(*x.shape[:-1], y.shape[1])
 
     def input_grad(self, grad_y: Tensor, weight: Tensor, of_grad: Tensor | None = None) -> Tensor:
         of_grad = self.measure(grad_y) if of_grad is None else of_grad
         grad8 = self._rounded(grad_y.flatten(0, -2), of_grad, E5M2)
-        grad_x = _product(grad8, self.weight(weight, "columns"), grad_y.dtype)
+        grad_x = self._product(grad8, self.weight(weight, "columns"), grad_y.dtype)
         return grad_x.view(*grad_y.shape[:-1], weight.shape[-1])
 
     def weight_grad(self, of_x: Tensor | None, of_grad: Tensor | None) -> WeightProduct | None:
         """In fp32; rowwise, where torch's product gives no other type, in that of x. A number of rows that is no multiple
-        of 16 is multiplied in bf16."""
+        of `alignment` is multiplied in bf16."""
         return (lambda grad_y, x: self._weight_grad(grad_y, x, of_x, of_grad)) if self._weight_grads else None
 
     def _weight_grad(self, grad_y: Tensor, x: Tensor, of_x: Tensor | None, of_grad: Tensor | None) -> Tensor:
-        if x.shape[0] % ALIGNMENT:
+        if x.shape[0] % self.alignment:
             return grad_y.t() @ x
         grad8, x8 = self._rounded(grad_y.t(), of_grad, E5M2), self._rounded(x.t(), of_x, E4M3)
-        return _product(grad8, x8, x.dtype if self._rowwise else torch.float32)
+        return self._product(grad8, x8, x.dtype if self._rowwise else torch.float32)
+
+    def _product(
+        self, a: Rounded, b: Rounded, dtype: torch.dtype, *, bias: Tensor | None = None, use_fast_accum: bool = False
+    ) -> Tensor:
+        """a [n, k] · b [m, k]ᵀ + bias [m] -> [n, m]."""
+        return torch._scaled_mm(
+            *(a.data, b.data.t(), a.undo, b.undo.t()), bias=bias, out_dtype=dtype, use_fast_accum=use_fast_accum
+        )
 
 
-def _product(
-    a: Rounded, b: Rounded, dtype: torch.dtype, *, bias: Tensor | None = None, use_fast_accum: bool = False
-) -> Tensor:
-    """a [n, k] · b [m, k]ᵀ + bias [m] -> [n, m]."""
-    return torch._scaled_mm(
-        *(a.data, b.data.t(), a.undo, b.undo.t()), bias=bias, out_dtype=dtype, use_fast_accum=use_fast_accum
-    )
+class BlockProducts(Fp8Products):
+    """Blockwise, for dimensions that are multiples of 128. On a CPU, where torch has no such product, of the factors in
+    fp32."""
+
+    alignment = BLOCK
+
+    def measure(self, x: Tensor) -> None:
+        return None
+
+    def _rounded(self, x: Tensor, of_x: Tensor | None, dtype: torch.dtype) -> Rounded:
+        data, undo = self._cast_rows(x.reshape(-1, BLOCK), E4M3)
+        return Rounded(data.view(x.shape), undo.view(x.shape[0], -1))
+
+    def _rounded_weight(self, matrix: Tensor, of_weight: Tensor | None) -> Rounded:
+        squares = matrix.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).transpose(1, 2)
+        data, undo = self._cast_rows(squares.reshape(-1, BLOCK * BLOCK), E4M3)
+        data = data.view(squares.shape).transpose(1, 2).reshape(matrix.shape)
+        return Rounded(data, undo.view(squares.shape[:2]))
+
+    def _product(
+        self, a: Rounded, b: Rounded, dtype: torch.dtype, *, bias: Tensor | None = None, use_fast_accum: bool = False
+    ) -> Tensor:
+        if a.data.device.type == "cpu":
+            y = (_restored(a) @ _restored(b).t()).to(dtype)
+        elif b.undo.shape[0] == b.data.shape[0]:
+            y = _scaled_mm(a, b, _columns_first(b.undo), F.ScalingType.BlockWise1x128, dtype)
+        else:  # of squares it wants columns of multiples of four scales
+            scales = F.pad(b.undo, (0, -b.undo.shape[1] % 4)).t()
+            y = _scaled_mm(a, b, scales, F.ScalingType.BlockWise128x128, dtype)
+        return y if bias is None else y.add_(bias)
+
+
+def _scaled_mm(a: Rounded, b: Rounded, scales: Tensor, recipe: F.ScalingType, dtype: torch.dtype) -> Tensor:
+    by_row = F.ScalingType.BlockWise1x128
+    return F.scaled_mm(a.data, b.data.t(), _columns_first(a.undo), by_row, scales, recipe, output_dtype=dtype)
+
+
+def _columns_first(scales: Tensor) -> Tensor:
+    return scales.t().contiguous().t()
+
+
+def _restored(factor: Rounded) -> Tensor:
+    """In fp32, without rounding."""
+    data, undo = factor
+    for dim in range(2):
+        undo = undo.repeat_interleave(data.shape[dim] // undo.shape[dim], dim)
+    return data.float() * undo

@@ -9,7 +9,7 @@ from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig, attention_in_tiles
 from megalite.kernels.attention_backends import AttentionShape, choose_attention, varlen_attention, why_not_varlen
 from megalite.kernels.compiled import compiled, why_not_compile
-from megalite.kernels.fp8 import ALIGNMENT, Fp8Products, why_not_fp8
+from megalite.kernels.fp8 import BlockProducts, Fp8Products, why_not_blockwise, why_not_fp8
 from megalite.kernels.matmul import Matmul
 from megalite.models.attention import AttentionCore
 from megalite.models.gpt import GPTStage
@@ -132,9 +132,14 @@ def _use_fp8(stage: GPTStage, config: RunConfig) -> str:
     if reason is not None:
         raise ConfigError(f"fp8 cannot be had: {reason}; remove it")
     compute, kernels = config.compute, stage.factory.kernel("fp8", config.model.hidden_size)
-    rowwise = compute.fp8_recipe == "rowwise"
-    products = Fp8Products(
-        tuple(map(compiled, kernels)) if compute.compile else kernels, rowwise=rowwise, weight_grads=compute.fp8_wgrad
+    recipe = compute.fp8_recipe
+    if recipe == "blockwise" and (reason := why_not_blockwise(stage.device)) is not None:
+        raise ConfigError(reason)
+    of_recipe = BlockProducts if recipe == "blockwise" else Fp8Products
+    products = of_recipe(
+        tuple(map(compiled, kernels)) if compute.compile else kernels,
+        rowwise=recipe == "rowwise",
+        weight_grads=compute.fp8_wgrad,
     )
     if not config.parallel.strategy.shards_parameters:  # else they would be whole in fp8 when they are not in bf16
         stage.fp8 = products
@@ -144,10 +149,10 @@ def _use_fp8(stage: GPTStage, config: RunConfig) -> str:
             continue
         for linear in (module for module in block.modules() if isinstance(module, _LINEAR)):
             spec, shape = linear.weight.info.spec, linear.weight.flatten(0, -2).shape
-            if any(size % ALIGNMENT for size in shape):
+            if any(size % products.alignment for size in shape):
                 raise ConfigError(
-                    f"fp8 takes weights with dimensions per rank that are multiples of {ALIGNMENT}, and {spec.name} has "
+                    f"fp8 takes weights with dimensions per rank that are multiples of {products.alignment}, and {spec.name} has "
                     f"{shape[0]} x {shape[1]}; use other sizes or another tp"
                 )
             linear.products = products
-    return f"fp8 linear layers in layers 1 to {last - 1} of {last + 1}, one scale a {'row' if rowwise else 'tensor'}"
+    return f"fp8 linear layers in layers 1 to {last - 1} of {last + 1}, one scale a {recipe.removesuffix('wise')}"

@@ -1,12 +1,24 @@
 """Products in fp8 against the same arithmetic in fp64, and against the products in bf16 that they stand for."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megalite.kernels.fp8 import E4M3, E5M2, Fp8Products, Rounded, cast, cast_rows, largest, why_not_fp8
+from megalite.kernels.fp8 import (
+    E4M3,
+    E5M2,
+    BlockProducts,
+    Fp8Products,
+    Rounded,
+    cast,
+    cast_rows,
+    largest,
+    why_not_blockwise,
+    why_not_fp8,
+)
 from megalite.kernels.matmul import PLAIN
 
 SHAPE = (6, 2, 64, 48)  # rows in two dimensions, i, o
@@ -140,6 +152,71 @@ def test_weight_gradients(rowwise: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     assert Fp8Products(weight_grads=False).weight_grad(None, None) is None
 
 
+def in_blocks(x: Tensor, rows: int) -> Tensor:
+    """x, of which each block of rows x 128 was in e4m3 by the largest power of two that fits; said plainly."""
+    found = torch.empty(x.shape)
+    for i in range(0, x.shape[0], rows):
+        for j in range(0, x.shape[1], 128):
+            block = x[i : i + rows, j : j + 128].float()
+            scale = 2.0 ** math.floor(math.log2(448.0 / float(block.abs().max())))
+            found[i : i + rows, j : j + 128] = (block * scale).to(E4M3).float() / scale
+    return found
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_blockwise_products_are_those_of_the_rounded_blocks(bias: bool) -> None:
+    x, weight, grad = drawn(3, 64, 2, 256), drawn(4, 384, 256, scale=0.02), drawn(5, 64, 2, 384, scale=1e-4)
+    x[..., :128] *= 3e5  # beside which the other channels of a token would be lost
+    products, added = BlockProducts(), drawn(6, 384) if bias else None
+    y, grad_x = products.output(x, weight, added), products.input_grad(grad, weight)
+    multiply = products.weight_grad(products.measure(x), products.measure(grad))
+    assert multiply is not None
+    x, grad = x.flatten(0, 1), grad.flatten(0, 1)
+    want = (in_blocks(x, 1) @ in_blocks(weight, 128).t()).bfloat16()
+    assert torch.equal(y.flatten(0, 1), want if added is None else want + added)
+    squares = in_blocks(weight, 128).t().contiguous()
+    assert torch.equal(grad_x.flatten(0, 1), (in_blocks(grad, 1) @ squares.t()).bfloat16())
+    found = multiply(grad, x)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, in_blocks(grad.t(), 1) @ in_blocks(x.t(), 1).t())
+    assert torch.equal(multiply(grad[:96], x[:96]), grad[:96].t() @ x[:96])
+    for ours, exact in ((grad_x.flatten(0, 1), grad @ weight), (found, grad.double().t() @ x.double())):
+        assert 5e-3 < relative(ours, exact) <= 0.06
+    small = x[:, 128:]
+    assert relative(in_blocks(x, 1)[:, 128:], small) <= 0.04 < 0.5 < relative(restored(x, E4M3)[:, 128:], small)
+
+
+def test_shards_of_blocks_are_rounded_like_the_whole() -> None:
+    """To the bit, with the same scales: a layer over tp, and a batch over dp, cp or microbatches."""
+    products, x = BlockProducts(), drawn(3, 256, 384)
+    x[:128] *= 1e-9
+    rows, columns = (products._rounded(each, None, E4M3) for each in (x, x.t()))
+    squares = products._rounded_weight(x, None)
+    for part in (slice(0, 128), slice(128, 256)):
+        for whole, shard, row, step in (
+            (rows, products._rounded(x[part], None, E4M3), part, 1),
+            (columns, products._rounded(x[:, part].t(), None, E4M3), part, 1),
+            (squares, products._rounded_weight(x[part], None), part, 128),
+        ):
+            assert torch.equal(whole.data[row].view(torch.uint8), shard.data.view(torch.uint8))
+            assert torch.equal(whole.undo[row.start // step : row.stop // step], shard.undo)
+    assert torch.equal(products._rounded(x[:, 128:], None, E4M3).undo, rows.undo[:, 1:])
+    assert torch.equal(products._rounded_weight(x.t(), None).undo, squares.undo.t())
+
+
+def test_scales_lie_as_torch_wants_them() -> None:
+    """By its rules for tensors without contents, which are those of CUDA."""
+    products = BlockProducts()
+    for tokens, inner, outer in ((128, 128, 128), (384, 640, 256), (256, 512, 1152)):
+        x, weight, grad = (drawn(1, *shape).to("meta") for shape in ((tokens, inner), (outer, inner), (tokens, outer)))
+        y, grad_x = products.output(x, weight, drawn(1, outer).to("meta")), products.input_grad(grad, weight)
+        multiply = products.weight_grad(None, None)
+        assert multiply is not None
+        found = multiply(grad, x)
+        assert (y.shape, grad_x.shape, found.shape) == ((tokens, outer), (tokens, inner), (outer, inner))
+        assert (y.dtype, grad_x.dtype, found.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
+
+
 def test_a_weight_is_rounded_once_while_it_does_not_change() -> None:
     calls: list[int] = []
 
@@ -164,6 +241,22 @@ def test_a_weight_is_rounded_once_while_it_does_not_change() -> None:
 
 def test_a_cpu_has_none() -> None:
     assert why_not_fp8(torch.device("cpu")) == "cpu has no matrix products in fp8"
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "has"),
+    [((9, 0), "12.9", True), ((9, 0), "13.0", True), ((9, 0), "12.8", False), ((10, 0), "13.0", False)],
+)
+def test_blockwise_is_of_hopper(
+    capability: tuple[int, int], version: str, has: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "cuda", version)
+    reason = why_not_blockwise(torch.device("cuda"))
+    assert (reason is None) == has
+    assert has or (
+        reason is not None and f"{capability[0]}.{capability[1]} and {version}; use --fp8-recipe tensorwise" in reason
+    )
 
 
 @pytest.mark.gpu
@@ -193,3 +286,13 @@ def test_products_on_cuda() -> None:
         assert relative(y.cpu(), factors["x", False] @ factors["w", False].t()) <= 1e-2
         assert relative(grad_x.cpu(), factors["g", False] @ factors["w", True].t()) <= 1e-2
         assert relative(grad_weight.cpu(), factors["g", True] @ factors["x", True].t()) <= 1e-2
+    if why_not_blockwise(device) is None:
+        blocks = BlockProducts()
+        assert (
+            relative(blocks.output(x.to(device), weight.to(device), None).cpu(), blocks.output(x, weight, None)) <= 1e-2
+        )
+        found = blocks.input_grad(grad.to(device), weight.to(device)).cpu()
+        assert relative(found, blocks.input_grad(grad, weight)) <= 1e-2
+        multiply = blocks.weight_grad(None, None)
+        assert multiply is not None
+        assert relative(multiply(on[1], on[0]).cpu(), multiply(grad.flatten(0, 1), x.flatten(0, 1))) <= 1e-5

@@ -112,14 +112,15 @@ def test_fp8_is_refused_where_there_is_none() -> None:
         apply_compute(stage_of(config), config)
 
 
-def test_fp8_serves_the_inner_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("recipe", "hidden"), [("tensorwise", 64), ("blockwise", 128)])
+def test_fp8_serves_the_inner_layers(recipe: str, hidden: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By torch's product for CPUs, which is as exact as it is slow."""
     monkeypatch.setattr(compute, "why_not_fp8", lambda device: None)
-    settings: dict[str, Any] = {"precision": "bf16", "hidden_size": 64, "init_method_std": 0.02}
-    config = tiny_config(**settings, fp8=True)
+    settings: dict[str, Any] = {"precision": "bf16", "hidden_size": hidden, "init_method_std": 0.02, "seq_length": 128}
+    config = tiny_config(**settings, fp8=True, fp8_recipe=recipe)
     stage, plain = stage_of(config), stage_of(config)
     lines = apply_compute(stage, config)
-    assert lines[-1] == "fp8 linear layers in layers 1 to 2 of 4, one scale a tensor"
+    assert lines[-1] == f"fp8 linear layers in layers 1 to 2 of 4, one scale a {recipe[:-4]}"
     for index, block in stage.layers.items():
         for linear in block.modules():
             if isinstance(linear, ColumnParallelLinear | RowParallelLinear):

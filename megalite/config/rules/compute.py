@@ -187,6 +187,10 @@ COMPUTE: tuple[Check, ...] = (
             "{?deterministic} and {dp_strategy} do not go together: what a worker gets depends on when it asks; use "
             "parameter-server or remove it": lambda c: c.dp_strategy == "async-parameter-server",
             "{?fp8} needs precision bf16, not {=precision}; add --bf16": lambda c: c.precision != "bf16",
+            "{?fp8_recipe} has a scale for 128 tokens, and {seq_length} / {cp} times {micro_batch_size} is no multiple of 128; "
+            "use one as --seq-length": lambda c: (
+                c.fp8 and c.fp8_recipe == "blockwise" and c.seq_length // c.cp * c.micro_batch_size % 128
+            ),
             "{?fp8_param_gather} sends one scale per tensor, not {fp8_recipe}; use fp8_recipe tensorwise, or remove it": (
                 lambda c: c.fp8_recipe != "tensorwise"
             ),
