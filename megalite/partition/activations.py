@@ -50,7 +50,7 @@ def kept_share(config: RunConfig, parts: int | None = None) -> float:
     model, p, s = config.model, config.parallel, config.training.seq_length
     if not model.moe_pad_expert_input_to_capacity or model.num_experts is None:
         return min(1.0, model.moe_expert_capacity_factor or 1.0)
-    own = s // (parts or p.tp * p.cp)
+    own = max(1, s // (parts or p.tp * p.cp))
     return min(model.expert_capacity(s), own) * model.num_experts / (own * model.moe_router_topk)
 
 

@@ -176,7 +176,8 @@ class Clock:
         fully = shares.strategy == STRATEGIES.index("fully-sharded")
         assert batch is not None, "the request has one"
         recompute, modules = shares.recompute, self.config.training.recompute_modules
-        kept = [kept_share(self.config, parts) for parts in (shares.tp * shares.cp).tolist()]
+        parts, place = np.unique(shares.tp * shares.cp, return_inverse=True)
+        kept = np.array([kept_share(self.config, each) for each in parts.tolist()])[place]
         selective = (recompute == RECOMPUTE.index("selective")).astype(float)
 
         def of(module: str) -> Floats:
@@ -187,7 +188,7 @@ class Clock:
             batch=shares.micro_batch_size.astype(float),
             tp=tp,
             cp=shares.cp.astype(float),
-            topk=self.config.model.moe_router_topk * np.array(kept),
+            topk=self.config.model.moe_router_topk * kept,
             ep=shares.ep.astype(float),
             expert_tp=tp if p.etp is None else np.full_like(tp, p.etp),
             dp=shares.dp.astype(float),
