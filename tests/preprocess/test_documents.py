@@ -209,7 +209,7 @@ def expected(path: Path, content: bytes) -> Found:
 untimed = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-@settings(untimed, max_examples=300)
+@settings(untimed, max_examples=150)
 @given(content=damaged(), piece_bytes=st.sampled_from([1, 50, 1 << 18]), packed=st.booleans())
 def test_every_line_is_kept_or_named(tmp_path: Path, content: bytes, piece_bytes: int, packed: bool) -> None:
     path = tmp_path / ("a.jsonl.gz" if packed else "a.jsonl")
@@ -220,7 +220,7 @@ def test_every_line_is_kept_or_named(tmp_path: Path, content: bytes, piece_bytes
     assert found == expected(path, content)
 
 
-@settings(untimed, max_examples=80)
+@settings(untimed, max_examples=40)
 @given(content=damaged(), strict=st.booleans())
 def test_what_is_made_of_them(tmp_path: Path, content: bytes, strict: bool) -> None:
     """By the whole of preprocessing: the tokens of the good lines, a count of the others; or one error with the file."""

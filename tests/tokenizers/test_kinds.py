@@ -138,14 +138,14 @@ def test_numbers() -> None:
 PLANES = "".join(chr(c) for c in range(0, 0x110000, 17) if not 0xD800 <= c < 0xE000).replace("\u2581", "")
 HOSTILE = {
     "empty": "",
-    "no spaces": "ab" * 150_000,
-    "one capital": "A" * 300_000,
-    "spaces": " " * 300_000 + "x",
-    "line ends": "\n" * 300_000,
-    "mixed space": "\t \n\u00a0" * 75_000 + "x",
-    "emoji": "🙂" * 75_000,
-    "NULs": "\0" * 300_000,
-    "marks": "e" + "\u0301" * 75_000,
+    "no spaces": "ab" * 50_000,
+    "one capital": "A" * 100_000,
+    "spaces": " " * 100_000 + "x",
+    "line ends": "\n" * 100_000,
+    "mixed space": "\t \n\u00a0" * 25_000 + "x",
+    "emoji": "🙂" * 25_000,
+    "NULs": "\0" * 100_000,
+    "marks": "e" + "\u0301" * 25_000,
     "all planes": PLANES,
 }
 
