@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None, *, program: str = "megalite train") 
             config, stops = invocation.config, _stop_requests(invocation.config)
             if config.data.texts:  # the workers inherit it: they are the parallelism
                 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-            with _training(config, stops, end):
+            with _stopped_at_start(config, end), _training(stops, end):
                 # Not at the top: help and dry run start in a fraction of the time that importing torch takes.
                 from megalite.training.trainer import Trainer
 
@@ -80,9 +80,7 @@ def main(argv: Sequence[str] | None = None, *, program: str = "megalite train") 
 def shape_in(load: str, step: int | None) -> Mapping[str, Any] | None:
     """The model, the sequence length and the tokenizer of what --load names; None where there is nothing."""
     read = partial(imported("megalite.conversion.start:settings_in"), load, step)
-    if (
-        is_address(load) and _of_environment("WORLD_SIZE", 1) > 1
-    ):  # a store is asked once, not by each of a thousand ranks
+    if is_address(load) and _of_environment("WORLD_SIZE", 1) > 1:  # else each of a thousand ranks would ask a store
         read = partial(imported("megalite.topology.topology:of_rank_0"), read)
     found: Mapping[str, Any] | None = read()
     return found
@@ -101,22 +99,28 @@ def _stop_requests(config: RunConfig) -> StopRequests:
 
 
 @contextlib.contextmanager
-def _training(config: RunConfig, stops: StopRequests, end: End) -> Iterator[None]:
-    """Listen for stops, and end as the exit statuses say; torchrun gets the traceback of an unexpected error."""
+def _stopped_at_start(config: RunConfig, end: End) -> Iterator[None]:
+    """Around the others: a stop may come before there is a Trainer, while torch is imported."""
     try:
-        with stops.listen(), _recorded():
-            try:
-                yield
-            except Exception as error:
-                if not hasattr(error, "exit_code"):
-                    _let_the_first_be_seen(error)
-                    raise
-                with contextlib.suppress(StopRun):  # torchrun's SIGTERM, because rank 0 has ended by the same error
-                    end.status = refuse(error, "megalite train")
-    except StopRun as stop:  # while torch was being imported
+        yield
+    except StopRun as stop:
         if is_first_rank():
             RunFolder(config.logging.run_dir).leave(stop.request.ending(None, "before the start"))
         end.status = stop.request.exit_code
+
+
+@contextlib.contextmanager
+def _training(stops: StopRequests, end: End) -> Iterator[None]:
+    """Listen for stops, and end as the exit statuses say; torchrun gets the traceback of an unexpected error."""
+    with stops.listen(), _recorded():
+        try:
+            yield
+        except Exception as error:
+            if not hasattr(error, "exit_code"):
+                _let_the_first_be_seen(error)
+                raise
+            with contextlib.suppress(StopRun):  # torchrun's SIGTERM, because rank 0 has ended by the same error
+                end.status = refuse(error, "megalite train")
 
 
 @contextlib.contextmanager

@@ -6,8 +6,8 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from megalite.cli import train
 from megalite.data.index_cache import Arrays, Recipe
 from tests.e2e.forked import forked, train_forked
 from tests.e2e.programs import MODEL, TRAINING, Corpus, finish, ranks_of, reached, start, train_command
@@ -87,6 +88,21 @@ def test_torchrun_hands_a_signal_on(folder: Path) -> None:
         "step": end["step"] + 2,
         "exit_code": 0,
     }
+
+
+def stop_as_torch_is_imported() -> None:
+    @contextmanager
+    def importing() -> Iterator[None]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield
+
+    train._recorded = importing
+
+
+def test_before_there_is_a_trainer(folder: Path) -> None:
+    with ranks(2, folder, [*LONG, "--dp", "2"], before=stop_as_torch_is_imported) as processes:
+        assert ends(processes) == [75, 75]
+    assert told(folder)["reason"] == "SIGTERM; before the start" and not (folder / "0.err").read_text()
 
 
 def test_an_exit_file(folder: Path) -> None:
