@@ -120,7 +120,7 @@ CASES = [
     {**TIGHT},
     {**TIGHT, "moe_token_drop_policy": "position", **SHARED},
     {**PADDED, **GPT_OSS, **SHARED},
-    {**PADDED, "moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_token_drop_policy": "position"},
+    {**PADDED},
     {"moe_router_topk": 3, "moe_router_pre_softmax": True, "moe_expert_capacity_factor": 0.5, "num_experts": 8},
 ]
 
