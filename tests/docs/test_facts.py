@@ -8,7 +8,6 @@ import pytest
 
 from megalite.cli.main import main
 from megalite.config import exit_codes
-from megalite.config.describe import settings
 from megalite.config.training import WRITERS
 from megalite.training import goodput
 from megalite.training.instruments import _COLUMNS, _LABELS
@@ -65,15 +64,6 @@ def test_tags_and_phases() -> None:
     explained = {name for row in rows for name in row.split(", ")}
     assert explained == {_LABELS.get(name, name) for name in _COLUMNS if name != "memory"}
     assert [name for name in (goodput.FILE, "profile/", *WRITERS.builtin) if name not in text] == []
-
-
-def test_flags_of_visibility() -> None:
-    flags = {flag for setting in settings().values() for flag in setting.flags}
-    before, _, runs = page("docs/visibility.md").partition("## Comparing runs")
-    shown = set(re.findall(r"--[a-z][a-z-]+", before + runs.partition("## Secrets")[2]))
-    assert shown - flags == {"--standalone", "--nproc-per-node", "--config"}
-    names = ("timing_log_level", "straggler_threshold", "profile_ranks", "record_memory_history", "wandb_project")
-    assert {settings()[name].flags[0] for name in names} <= shown
 
 
 # docs/architecture.md and CONTRIBUTING.md

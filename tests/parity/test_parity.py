@@ -32,7 +32,6 @@ GROUPS: dict[str, Settings] = {
 
 ODD = rows_of(
     """
-tp8: gpt tp=8 sequence_parallel FEW
 tp8-one-group: qwen kv_channels=4 tp=8 sequence_parallel FEW
 tp8-two-groups: mistral tp=8 attention_dropout=0.1 FEW
 tp4-one-group-zb-muon: qwen tp=4 pp=2 pipeline_schedule=zb-h1 optimizer=muon FEW
@@ -52,7 +51,6 @@ cp8: llama cp=8 FEW
 cp8-a2a: gpt cp=8 cp_comm_type=a2a FEW
 cp3: llama cp=3 seq_length=18 FEW
 ep8: deepseek dp=8 ep=8 dp_strategy=distributed-optimizer TWO SHARED
-dp8: llama dp=8 dp_strategy=distributed-optimizer TWO
 zero3-dp8: gemma dp=8 dp_strategy=fully-sharded reduction_order=rank TWO
 zero3-tp2-cp2: mixtral tp=2 cp=2 dp=2 sequence_parallel dp_strategy=fully-sharded recompute_granularity=full FEW
 hybrid2-tp2-muon: mistral Z1 tp=2 dp=4 sequence_parallel shard_gradients dp_instances=2 optimizer=muon
@@ -70,7 +68,6 @@ mup-tied-pp2: gpt use_mup mup_base_hidden_size=16 tp=2 pp=2 TWO
 server-pp2: pp=2 dp=3 SERVER SIX TWO
 server-zb-tied: gpt pp=2 dp=2 pipeline_schedule=zb-h1 SERVER TWO
 server-ep2: mixtral ep=2 dp=4 SERVER TWO
-ramp-tp2-pp2-vpp2: tp=2 pp=2 vpp=2 RAMP
 ramp-pp2-z1: pp=2 dp=2 Z1 RAMP TWO
 batches-of-a-schedule-z1: dp=2 Z1 STEPWISE TWO
 experts-over-tp: mixtral tp=2 etp=1 reduction_order=rank TWO
@@ -79,21 +76,15 @@ nemotron: gpt position_embedding_type=rope rotary_percent=0.5 activation=squared
   dp_strategy=distributed-optimizer FEW
 gpt-j-decoupled: llama rotary_interleaved decoupled_lr=0.03 decoupled_min_lr=0.01 pp=2 cp=2 TWO
 decoupled-tied-pp2: gpt decoupled_lr=0.03 pp=2 dp=2 TWO
-decoupled-zero3: qwen decoupled_lr=0.03 dp=2 dp_strategy=fully-sharded TWO
 multipliers-zero2-pp2: gpt lr_multipliers=["embedding.*=0.2","layers.0.*=3","*.qkv.weight=0.5"] decoupled_lr=0.03 pp=2
   dp=2 dp_strategy=distributed-optimizer shard_gradients TWO
 sft-dp2-pp2: gpt sft eod_mask_loss=false dp=2 pp=2 TWO
 sft-tp2-cp2: llama sft eod_mask_loss=false tp=2 cp=2 FEW
 packed-tp2-sp-pp2: gpt packing=best-fit tp=2 sequence_parallel pp=2 micro_batch_size=2 TWO
-packed-pp2-a2a: llama packing=best-fit pp=2 cp=2 cp_comm_type=a2a TWO
 packed-window-cp2-z1: mistral Z1 packing=best-fit cp=2 dp=2 micro_batch_size=2 TWO
-pp3: num_layers=7 pp=3
 pp3-dp2-average: num_layers=7 pp=3 dp=2 Z1 ema_decay=0.5 eval_ema
-pp7: num_layers=7 pp=7
 pp8: llama num_layers=8 pp=8
 pp2-vpp3: num_layers=7 pp=2 vpp=3
-pp2-vpp4: llama num_layers=8 pp=2 vpp=4
-uneven: num_layers=7 pp=2 vpp=2 pipeline_layers=[1,3,1,2]
 head-alone: llama tp=2 pp=2 pipeline_layers=[2,0] TWO micro_batch_size=2
 head-alone-vpp2: num_layers=7 pp=2 vpp=2 pipeline_layers=[3,2,2,0] dp=2
 ends-alone-zb-v: num_layers=5 pp=2 vpp=2 pipeline_layout=E|ttt|tt|L pipeline_schedule=zb-v dp=2 pipeline_check_memory
