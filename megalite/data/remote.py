@@ -89,10 +89,7 @@ def with_places(config: RunConfig, places: dict[str, str]) -> RunConfig:
 def fetch_checkpoint(address: str, step: int | None, *, say: Callable[[str], None]) -> Path:
     """A folder here with the checkpoint of a step, or the newest, of those at an address."""
     config = replace(RunConfig(), load=address, ckpt_step=step)
-    folder = Path(fetch_all(config, say=say, stopped=lambda: False)[address])
-    if not folder.exists():
-        raise CheckpointMissing(f"no complete checkpoint at {shown(address)}; give the address of the folder of steps")
-    return folder
+    return Path(fetch_all(config, say=say, stopped=lambda: False)[address])
 
 
 def waiting_folder(config: RunConfig) -> Path:
@@ -261,6 +258,12 @@ class _Cache:
             return str(place.parent)
         if unusable:
             raise unusable[0]
+        if not config.checkpoint.fresh_if_missing:
+            raise CheckpointMissing(
+                f"no complete checkpoint at {shown(folder)}; give the address of the folder of steps, or for a run that begins "
+                "at step 0 --fresh-if-missing"
+            )
+        self._say(f"no complete checkpoint at {shown(folder)}")
         return str(here / "none")
 
 

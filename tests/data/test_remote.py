@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.checkpoint.manifest import FileEntry, Manifest
+from megalite.checkpoint.manifest import CheckpointMissing, FileEntry, Manifest
 from megalite.config.describe import replace
 from megalite.config.errors import CheckpointError, ConfigError, Problems
 from megalite.config.run import RunConfig
@@ -186,6 +187,17 @@ def test_a_checkpoint_that_does_not_fit_is_not_fetched(store: Store, tmp_path: P
         fetch_all(config, say=said.append, stopped=lambda: False, accept=accept)
     assert "manifest.json" in said[0] and len(said) == 1
     assert {name.split()[1] for name in store.asked} == {"latest", "manifest.json"}
+
+
+def test_where_there_is_no_checkpoint_the_address_is_named(store: Store, tmp_path: Path) -> None:
+    address = store.address("none")
+    config, said = replace(RunConfig(), load=address, data_cache_path=str(tmp_path / "cache")), list[str]()
+    with pytest.raises(
+        CheckpointMissing, match=rf"^no complete checkpoint at {re.escape(address)}; .* --fresh-if-missing$"
+    ):
+        fetch_all(config, say=said.append, stopped=lambda: False)
+    fetch_all(replace(config, fresh_if_missing=True), say=said.append, stopped=lambda: False)
+    assert said == [f"no complete checkpoint at {address}"]
 
 
 def test_nor_is_one_of_another_tokenizer(store: Store, tmp_path: Path) -> None:
