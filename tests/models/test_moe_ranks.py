@@ -14,25 +14,12 @@ from megalite.tensor_parallel.parameter import ParameterFactory
 from megalite.topology.group import Group, Work
 from megalite.topology.topology import Topology
 from tests.models.moe_reference import draw, expected
-from tests.models.test_moe import (
-    AUX,
-    GATED,
-    GPT_OSS,
-    NAME,
-    PADDED,
-    SHARED,
-    TIGHT,
-    H,
-    Z,
-    build,
-    config_of,
-    leaves,
-    with_biases,
-)
+from tests.models.test_moe import AUX, GATED, GPT_OSS, NAME, SHARED, TIGHT, H, Z, build, config_of, leaves, with_biases
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import assemble
 
 S, SEQUENCES = 16, 4
+PADDED = {**TIGHT, "moe_pad_expert_input_to_capacity": True}
 CONFIGS: list[dict[str, Any]] = [
     {**GATED, **SHARED},
     {**GPT_OSS, "moe_router_topk": 3},
