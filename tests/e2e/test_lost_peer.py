@@ -38,6 +38,7 @@ def killed(folder: Path, ranks: int, victim: int, flags: Sequence[str]) -> list[
 
 CASES = {
     "the server": (0, ["--dp-strategy", "parameter-server"]),
+    "the async server": (0, ["--dp-strategy", "async-parameter-server"]),
     "an async worker": (2, ["--dp-strategy", "async-parameter-server"]),
     "one of three servers": (1, ["--dp-strategy", "sharded-parameter-server", "--wire-dtype", "bf16"]),
 }
