@@ -93,6 +93,10 @@ class Trainer:
         take_layout: TakeLayout | None = None,
         tokenize: Tokenize | None = None,
     ) -> None:
+        if not isinstance(config, RunConfig):
+            raise ConfigError(
+                f"a Trainer takes a RunConfig, not a {type(config).__name__}; write Trainer(configure(**settings))"
+            )
         import_modules(config.training.imports)
         self.config = with_parts(config, dataset=dataset, model=model, optimizer=optimizer)
         self._explicit, self._fixed = explicit, fixed

@@ -301,6 +301,9 @@ def test_an_optimizer_and_a_model_by_class_or_name() -> None:
     assert fit(mock(), model=model)[0]["loss"] == fit(mock(num_layers=1))[0]["loss"]
     with pytest.raises(ConfigError, match="model is a Linear that is built already"):
         Trainer(mock(), model=torch.nn.Linear(2, 2))
+    settings: Any = {"num_layers": 2}
+    with pytest.raises(ConfigError, match=r"takes a RunConfig, not a dict; write Trainer\(configure\(\*\*settings\)\)"):
+        Trainer(settings)
 
 
 def test_what_is_not_as_it_is_stated_is_refused() -> None:
