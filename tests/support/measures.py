@@ -10,13 +10,13 @@ ROOT = Path(__file__).parents[2]
 SMALL = 60
 """Lines; a shorter file with one importer belongs to its importer."""
 CEILINGS = {
-    "megalite: lines": 75_750,
-    "megalite: files": 365,
+    "megalite: lines": 76_010,
+    "megalite: files": 362,
     "megalite: longest file": 500,
     "megalite: small files with one importer": 1,
-    "tests: lines": 69_530,
-    "benchmarks: lines": 8_900,
-    "docs: words": 34_830,
+    "tests: lines": 69_360,
+    "benchmarks: lines": 8_000,
+    "docs: words": 35_000,
 }
 
 
