@@ -160,7 +160,7 @@ class Weights:
         raise NotImplementedError
 
     def elements(self, piece: Piece) -> tuple[tuple[int, ...], Read] | None:
-        """The shape of a tensor of ours, and what reads parts of it for who wants the piece of it, in order; None: it comes whole."""
+        """The shape of the tensor that `piece` is of, and what reads the elements of the piece in order; None: it is read whole."""
         return None
 
 

@@ -212,7 +212,7 @@ class MegatronWeights(MegatronModel):
         return self._reader(name)(0, math.prod(shape), None).view(shape)
 
     def elements(self, piece: Piece) -> tuple[tuple[int, ...], Read] | None:
-        """See `Weights`: of who wants all, since a checksum is of all elements."""
+        """See `Weights`. For a piece that is the whole tensor: a checksum covers all elements."""
         shape = self.shapes[piece.ours].shape
         wanted = sum(place.numel() for _, place in piece.places(torch.empty(shape, device="meta")))
         return (shape, self._reader(piece.ours)) if wanted == math.prod(shape) else None

@@ -125,8 +125,8 @@ class TorchFile:
         fill(place, self.reader(tensor, place.numel()))
 
     def reader(self, tensor: torch.Tensor, count: int) -> Read:
-        """`read` for who asks for the first `count` elements of a tensor in their order. Where they are a whole storage, what is
-        read is what its checksum is compared with, at the last one: it is read once."""
+        """`read` for the first `count` elements of a tensor in their order. Where these are a whole storage its checksum is
+        taken on the way and compared at the last one, so that it is read once."""
         record, crc, behind = self.record(tensor), 0, 0
 
         def in_order(start: int, length: int, room: torch.Tensor | None = None) -> torch.Tensor:

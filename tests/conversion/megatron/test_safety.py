@@ -180,7 +180,7 @@ def test_every_flipped_bit_is_found_or_harmless(tmp_path: Path) -> None:
 
 
 def test_a_flipped_bit_of_any_tensor_stops_every_conversion(tmp_path: Path) -> None:
-    """Whoever reads tensors block by block compares checksums at the last one; who wants a part of them reads all."""
+    """A tensor that is read block by block is compared with its checksum at the last one; for a part of it all is read."""
     weights = MadeUp(tmp_path, LLAMA | {"make_vocab_size_divisible_by": 128})
     folder = builder.save(tmp_path / "saved", weights)
     path = folder / "iter_0000003/mp_rank_00/model_optim_rng.pt"
