@@ -110,7 +110,7 @@ class Checkpoint:
 
 
 def find_checkpoint(
-    folder: Path, *, step: int | None, world: Group, device: torch.device, log: Callable[[str], None]
+    folder: Path | str, *, step: int | None, world: Group, device: torch.device, log: Callable[[str], None]
 ) -> Checkpoint:
     """The newest checkpoint in `folder` that verifies, or that of `step`.
 
@@ -125,7 +125,7 @@ def find_checkpoint(
 
     Collectives: a broadcast over `world`, and those of `verify_checkpoint` for each checkpoint examined.
     """
-    damaged: list[str] = []
+    folder, damaged = Path(folder), list[str]()
     for candidate in _agreed_candidates(folder, step, world, device):
         path = folder / candidate.name
         manifest, fault = verify_checkpoint(path, candidate.step, world=world, device=device)

@@ -86,7 +86,7 @@ class HostCopies:
 
 def save(
     replica: Replica,
-    folder: Path,
+    folder: Path | str,
     progress: Progress,
     *,
     tokenizer: str | None,
@@ -96,7 +96,7 @@ def save(
     topology = replica.topology
     with consensus(replica, saved=True):
         saved = state_tensors(replica)
-        write = _writer(replica, folder, progress, tokenizer=tokenizer, make_folder=True, log=log)
+        write = _writer(replica, Path(folder), progress, tokenizer=tokenizer, make_folder=True, log=log)
         plan, tensors = [entry for entry, _ in saved], [tensor for _, tensor in saved]
         path = write(plan, tensors, topology.world, topology.device)
     assert isinstance(path, Path)
