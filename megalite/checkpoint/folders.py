@@ -74,6 +74,8 @@ def _names(folder: Path) -> list[str]:
         near = difflib.get_close_matches(folder.name, _subfolders(parent), n=1, cutoff=0.7)
         hint = f"; there is {parent / near[0]}" if near else ""
         raise CheckpointMissing(f"no checkpoint: {folder} does not exist{hint}") from None
+    except NotADirectoryError:
+        raise CheckpointError(f"{folder} is a file; give the folder that has the checkpoints in it") from None
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot look for checkpoints: {error.strerror}") from None
 

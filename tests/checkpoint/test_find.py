@@ -87,7 +87,7 @@ def test_one_level_off(tmp_path: Path) -> None:
     inside = slip(tmp_path / "run" / "checkpoints" / "step-0000005")
     assert "is itself a checkpoint" in inside and f"--load {tmp_path / 'run' / 'checkpoints'} --ckpt-step 5" in inside
     (tmp_path / "file").write_text("x")
-    assert "Not a directory" in slip(tmp_path / "file")
+    assert "file is a file; give the folder that has" in slip(tmp_path / "file")
 
 
 @pytest.mark.parametrize("ranks", [2, 5])

@@ -87,7 +87,7 @@ class Shards:
         try:
             reader = SafetensorsReader(path)
         except CheckpointError as error:
-            raise ConversionError(f"{self._folder / file}: {error}") from None
+            raise ConversionError(str(error)) from None
         self._readers[file] = reader
         for name, record in reader.records.items():
             if name in self._file_of:
